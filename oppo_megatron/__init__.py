@@ -1,6 +1,6 @@
 """Overlapped PPO (OPPO) for language models on Megatron-core.
 
-The names of `__all__` are loaded when they are first used: importing this package loads no heavy library.
+Names of `__all__` load on first use, so importing the package loads no heavy library.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The output of a decoding round: rows of new tokens, one per sequence, stored in columns.
+"""The output of a decoding round: rows of new tokens, one per sequence, in columns.
 
-Every rank records every row of a run, but reads the tokens of few.
-
-Legend: n rows, T tokens of all rows; *clock* is the logical clock (`records.py`).
+Every rank records all rows of a run but reads few.  Legend: n rows, T tokens; *clock*: see `records.py`.
 """
 
 from __future__ import annotations
@@ -23,21 +21,21 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 FinishReason = Literal["eos", "stop", "length"]
-"""Why a response ended: with an id that ends responses, with a text that does, or at its limit."""
+"""Why a response ended: an EOS id, a stop text, or the length limit."""
 
 REASONS: tuple[FinishReason | None, ...] = (None, "eos", "length", "stop")
-"""In columns a reason is its number here."""
+"""Columns store a reason as its index here."""
 
 GOES_ON = -1
-"""The finish clock, in columns, of a response that has not ended."""
+"""Finish clock, in columns, of an unfinished response."""
 
 FIELDS = 6
-"""Numbers of a row: sequence id, offset, tokens, policy version, finish clock, reason."""
+"""Fields of a row: sequence id, offset, tokens, policy version, finish clock, reason."""
 
 
 @dataclass(slots=True)
 class ChunkRow:
-    """New response tokens of one sequence: positions offset .. offset + len(tokens) of the response."""
+    """New tokens of one sequence: positions offset .. offset + len(tokens) of the response."""
 
     seq_id: int
     offset: int
@@ -50,10 +48,10 @@ class ChunkRow:
 
 
 class ChunkRows:
-    """Rows in columns, each [n]; iterating or indexing gives `ChunkRow`s.
+    """Immutable rows in columns, [n] each; iterating or indexing gives `ChunkRow`s.
 
-    `table` [FIELDS, n]; `body` [3, T] has tokens, log-probs and sampling log-probs (their float64 bits), and each row begins
-    at `starts` [n].  All are immutable.
+    `table` [FIELDS, n]; `body` [3, T]: tokens, log-probs and sampling log-probs (float64 bits); `starts` [n]: where rows
+    begin.
     """
 
     seq_ids: Ints
@@ -69,7 +67,7 @@ class ChunkRows:
 
     @classmethod
     def of(cls, rows: ChunkRows | Iterable[ChunkRow]) -> ChunkRows:
-        """Return rows in columns.  Raises StreamError if a row's tokens do not have a log-prob of each kind."""
+        """Return rows in columns.  Raises StreamError if a token lacks a log-prob."""
         if isinstance(rows, ChunkRows):
             return rows
         rows = list(rows)
@@ -86,13 +84,12 @@ class ChunkRows:
 
     @classmethod
     def packed_as(cls, table: Ints, body: Ints) -> ChunkRows:
-        """Return rows whose tokens follow each other in `body`."""
+        """Return rows whose tokens are consecutive in `body`."""
         counts = table[2]
         return cls(table, np.cumsum(counts) - counts, body)
 
     @classmethod
     def joined(cls, parts: Sequence[ChunkRows]) -> ChunkRows:
-        """Concatenate the rows of the parts."""
         if len(parts) == 1:
             return parts[0]
         sizes = np.array([part.body.shape[1] for part in parts], dtype=np.int64)
@@ -129,18 +126,18 @@ class ChunkRows:
         return repr(list(self))
 
     def at(self, positions: Ints | Sequence[int]) -> ChunkRows:
-        """Return the rows at `positions`, in this order; their tokens are not copied."""
+        """Return the rows at `positions`; tokens are not copied."""
         positions = np.asarray(positions, dtype=np.int64)
         return ChunkRows(self.table[:, positions], self.starts[positions], self.body)
 
     def cut(self, keep: int) -> ChunkRows:
-        """Return at most the first `keep` tokens of each; a response that is cut has not ended."""
+        """Keep at most `keep` tokens of each row; a response that is cut has not ended."""
         table, longer = self.table.copy(), self.counts > keep
         table[2, longer], table[4, longer], table[5, longer] = keep, GOES_ON, 0
         return ChunkRows(table, self.starts, self.body)
 
     def packed(self) -> ChunkRows:
-        """Return the same rows, with only their tokens in the body, in order."""
+        """Return the same rows with only their tokens in the body, in order."""
         ends = np.cumsum(self.counts)
         starts = ends - self.counts
         if (starts == self.starts).all() and self.num_tokens == self.body.shape[1]:
@@ -166,9 +163,9 @@ class ChunkRows:
 
 @dataclass(init=False)
 class Chunk:
-    """The output of one decoding round.  `clock` is the logical clock after the round.
+    """The output of one decoding round; `clock` is the logical clock after it.
 
-    `halt`: the run was asked to stop; every rank stops after this chunk.
+    `halt`: every rank stops after this chunk.
     """
 
     index: int
@@ -190,9 +187,9 @@ def _flat(rows: Sequence[ChunkRow], name: str, dtype: npt.DTypeLike) -> npt.NDAr
 
 
 class StopSignal(Protocol):
-    """Ends a round early: `finish` reports all finished sequences; `ready` once the batch is complete.
+    """Ends a round early: `finish` reports finished sequences; `ready` is True once the batch is complete.
 
-    At least `least` more sequences must finish before it is ready.
+    At least `least` more must finish first.
     """
 
     @property
@@ -205,11 +202,11 @@ class StopSignal(Protocol):
 
 
 def merge_rows(index: int, start: int, rows: ChunkRows | Iterable[ChunkRow], stop: StopSignal) -> Chunk:
-    """Merge the rows that the actor's replicas decoded in a round into the one chunk that every rank records.
+    """Merge the rows that the actor's replicas decoded in a round into the chunk every rank records.
 
-    Every running sequence gets one token per decode step, so token k of a row has the clock `start + 1 + k`.  Replicas do not
-    wait for each other within a round.  Tokens after the first clock at which `stop` is ready are cut off, so the chunk equals
-    the chunk of a single process.
+    Token k of a row has the clock `start + 1 + k`.  Replicas do not wait for each other within a round, so tokens after the
+    first
+    clock at which `stop` is ready are cut: the chunk equals that of a single process.
     """
     rows = ChunkRows.of(rows)
     filled = np.flatnonzero(rows.counts)

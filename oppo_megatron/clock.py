@@ -11,7 +11,7 @@ TELL_S = 5.0
 
 
 class SteadyClock:
-    """Seconds since the epoch: the machine's clock at construction plus monotonic time, so that no span is negative."""
+    """Seconds since the epoch that never run backwards: the start time plus monotonic time."""
 
     def __init__(self) -> None:
         self._offset_s = time.time() - time.monotonic()
@@ -31,7 +31,7 @@ def format_duration(seconds: float) -> str:
 
 
 class ByTime:
-    """Reports a long phase: passes on one of its lines every `every_s` seconds, with the seconds since the start."""
+    """Report a long phase: pass on one line every `every_s` seconds, with the elapsed time."""
 
     def __init__(
         self, tell: Callable[[str], None], every_s: float = TELL_S, clock: Callable[[], float] = time.monotonic
@@ -47,5 +47,5 @@ class ByTime:
 
 
 def by_time(*, is_owner: bool = True) -> Callable[[str], None]:
-    """Report a long phase on stderr, unless this rank is not the owner."""
+    """Report a long phase on stderr if this rank is the owner."""
     return ByTime(lambda line: print(line, file=sys.stderr, flush=True)) if is_owner else lambda line: None

@@ -1,7 +1,4 @@
-"""Rollouts in columns: the numbers that planning reads from thousands of sequences every round.
-
-Legend: n rollouts; all arrays are [n], in the order of the rollouts.
-"""
+"""Rollouts in columns, for planning over thousands of sequences per round.  All arrays are [n rollouts]."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from oppo_megatron.records import Rollout
 
 
 class Columns(NamedTuple):
-    """Numbers of rollouts as they are now; later changes do not show."""
+    """A snapshot of rollouts."""
 
     seq_ids: Ints
     prompt_tokens: Ints
@@ -25,7 +22,7 @@ class Columns(NamedTuple):
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> Columns:
-        """Read them from rollouts that no table holds."""
+        """Read rollouts that are not in a table."""
         return cls(
             np.array([r.prompt.seq_id for r in rollouts], dtype=np.int64),
             np.array([len(r.prompt.tokens) for r in rollouts], dtype=np.int64),
@@ -35,18 +32,17 @@ class Columns(NamedTuple):
 
     @property
     def num_tokens(self) -> Ints:
-        """Tokens of the whole sequences, prompts included."""
+        """Tokens of whole sequences."""
         return self.prompt_tokens + self.response_tokens
 
     def at(self, rows: Ints | Bools | slice) -> Columns:
-        """Return the columns at `rows`."""
         if not isinstance(rows, slice) and rows.dtype == np.bool_:
             rows = np.flatnonzero(rows)  # once, not for each column
         return Columns(self.seq_ids[rows], self.prompt_tokens[rows], self.response_tokens[rows], self.finished[rows])
 
 
 class Held(list[Rollout]):
-    """Rollouts as a list, with their current columns from `view`.  `by_id` has them and possibly others."""
+    """A list of rollouts with their current columns.  `by_id` may contain others."""
 
     def __init__(self, rollouts: Iterable[Rollout], by_id: Mapping[int, Rollout], view: Callable[[], Columns | None]):
         super().__init__(rollouts)
@@ -54,7 +50,7 @@ class Held(list[Rollout]):
         self._view = view
 
     def columns(self) -> Columns:
-        """Return the current columns, including tokens added after the list was made."""
+        """Return current columns, including tokens added since the list was made."""
         found = self._view()
         return Columns.of(self) if found is None else found
 
@@ -66,9 +62,9 @@ def columns_of(rollouts: Sequence[Rollout] | Columns) -> Columns:
 
 
 class Table:
-    """Columns of rollouts that are held for a while: rows are added at the end, changed in place, and dropped together.
+    """Columns of rollouts; rows are appended, changed in place and dropped together.
 
-    `num_dropped` counts the times that rows were dropped, which makes indices of rows invalid.
+    `num_dropped` counts drops; each invalidates row indices.
     """
 
     def __init__(self) -> None:
@@ -85,11 +81,11 @@ class Table:
 
     @property
     def finish_clocks(self) -> Ints:
-        """Meaningless for a rollout that has not finished."""
+        """Meaningless for unfinished rollouts."""
         return self._finish[: self._size]
 
     def view(self, rows: Ints | slice) -> Callable[[], Columns | None]:
-        """Return a function that gives the current columns at `rows`; it returns None once rows were dropped."""
+        """Return a function for the current columns at `rows`, or None after rows were dropped."""
         since = self.num_dropped
 
         def columns() -> Columns | None:
@@ -101,7 +97,7 @@ class Table:
         return columns
 
     def rows(self, seq_ids: Ints) -> Ints:
-        """Return the sequences' rows; -1 for one that is absent."""
+        """Return the sequences' rows; -1 if absent."""
         if not self._size:
             return np.full(len(seq_ids), -1, dtype=np.int64)
         known = self.columns.seq_ids
@@ -127,7 +123,7 @@ class Table:
         self._size = end
 
     def keep(self, mask: Bools) -> None:
-        """Drop the rows where `mask` is False; the others move up in their order."""
+        """Drop the rows where `mask` is False; the order stays."""
         kept = [column[mask] for column in (*self.columns, self.finish_clocks)]
         self._by_id = None
         self._size, self.num_dropped = int(mask.sum()), self.num_dropped + 1

@@ -1,4 +1,4 @@
-"""Processor cores and memory that this process may have, for code with torch and without."""
+"""Processor cores and memory available to this process, for code with and without torch."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pathlib import Path
 import psutil
 
 CONNECTIONS, MOST_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS", 32
-"""The variable for a CUDA device's hardware queues, and its largest value (CUDA's default is 8); torch has as many streams."""
+"""The variable for a CUDA device's hardware queues and its maximum (CUDA's default is 8); torch has as many streams."""
 GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def usable_cores() -> int:
-    """Return the cores that this process may run on, which a container or a job limits."""
+    """Return the cores this process may use, within its container or job."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([cores, *map(int, cpu_quotas(MEMBERSHIP, GROUPS))]))
 
 
 def threads_of_rank(configured: int, local_ranks: int) -> int:
-    """Return the CPU threads of each rank of a host: as configured, else by the environment, else an equal share of the cores."""
+    """Return CPU threads per rank: as configured, else by the environment, else an equal share."""
     return configured or asked_threads() or max(1, usable_cores() // local_ranks)
 
 
@@ -35,7 +35,7 @@ def asked_threads(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def has_cuda(devices: Path = Path("/dev")) -> bool:
-    """True if torch would find a CUDA device, by its build, the driver's files and the visible devices; does not load torch."""
+    """True if torch would find a CUDA device; does not load torch."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None or os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return False
@@ -53,12 +53,12 @@ def processor() -> tuple[str, str]:
 
 
 def host_bytes() -> int:
-    """Return the host's memory, or the limit of the job or container."""
+    """Return the memory of the host, or the limit of the job or container."""
     return min([int(psutil.virtual_memory().total), *group_limits(MEMBERSHIP, GROUPS)])
 
 
 def group_limits(membership: Path, groups: Path) -> Iterator[int]:
-    """Yield the memory limits of this process's control groups, of either version, and of their parents."""
+    """Yield memory limits of this process's control groups (v1 or v2) and their parents."""
     for group, first in _control_groups("memory", membership, groups):
         file = group / ("memory.limit_in_bytes" if first else "memory.max")
         if file.is_file() and (limit := file.read_text().strip()).isdigit():
@@ -66,7 +66,7 @@ def group_limits(membership: Path, groups: Path) -> Iterator[int]:
 
 
 def cpu_quotas(membership: Path, groups: Path) -> Iterator[float]:
-    """Yield the cores' worth of time that this process's control groups may use."""
+    """Yield CPU quotas of this process's control groups, in cores."""
     for group, first in _control_groups("cpu", membership, groups):
         files = ["cpu.cfs_quota_us", "cpu.cfs_period_us"] if first else ["cpu.max"]
         if all((group / file).is_file() for file in files):
@@ -76,7 +76,7 @@ def cpu_quotas(membership: Path, groups: Path) -> Iterator[float]:
 
 
 def _control_groups(controller: str, membership: Path, groups: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of this process's control groups and their parents, and whether they are of the first version."""
+    """Yield control group folders, parents included, and whether they are v1."""
     lines = membership.read_text().splitlines() if membership.exists() else []
     for controllers, path in (line.split(":", 2)[1:] for line in lines):
         if controllers and controller not in controllers.split(","):
@@ -91,7 +91,7 @@ def _control_groups(controller: str, membership: Path, groups: Path) -> Iterator
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable garbage collection: planning makes tens of thousands of small objects, for which it would scan the whole heap."""
+    """Disable garbage collection, because planning makes tens of thousands of live objects and each pass would scan the heap."""
     enabled = gc.isenabled()
     gc.disable()
     try:

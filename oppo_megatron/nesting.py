@@ -1,7 +1,4 @@
-"""Counts the nesting of JSON, YAML and Jinja templates without recursion, before their recursive parsers read them.
-
-A stack overflow may fail anywhere, at a depth that depends on the caller and on the version of Python.
-"""
+"""Checks the nesting of JSON, YAML and templates before recursive parsers, which may overflow the stack, read them."""
 
 from __future__ import annotations
 
@@ -12,15 +9,15 @@ from typing import Any
 from oppo_megatron.errors import DataError
 
 DEEPEST = 100
-"""Lists and objects within each other in JSON, low enough for other programs that read them again."""
+"""Nested lists and objects in JSON; low enough for other programs."""
 DEEPEST_YAML = 20
-"""Sections within each other in YAML: omegaconf needs about ten calls per level."""
+"""Nested sections in YAML; omegaconf needs about ten calls per level."""
 MOST_NODES = 100_000
-"""Keys and values of one YAML text, aliases written out."""
+"""Keys and values of one YAML text, aliases expanded."""
 DEEPEST_TAGS = 19
-"""Blocks within each other in a template: Python takes 20 loops."""
+"""Nested blocks in a template; Python allows 20 loops."""
 DEEPEST_EXPRESSION = 100
-"""Operators that work on each other's results in a template's expression; a bracket counts as three."""
+"""Nested operators in a template's expression; a bracket counts as three."""
 STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
 BLOCKS = frozenset({"if", "for", "macro", "call", "filter", "block", "with", "autoescape", "generation", "trans"})
 OPERATORS = frozenset({"and", "or", "not", "if", "else", "is", "in"})
@@ -28,14 +25,14 @@ LEVEL = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 def read_json(text: str | bytes, **options: Any) -> Any:
-    """`json.loads` of a text that is not nested too deeply.  Raises ValueError."""
+    """`json.loads` with a nesting limit.  Raises ValueError."""
     text = text if isinstance(text, str) else text.decode(json.detect_encoding(text))
     check_json(text)
     return json.loads(text, **options)
 
 
 def read_strict_json(text: str, **options: Any) -> Any:
-    """`read_json` but for what parsers read differently: names that come twice in an object, NaN, infinity."""
+    """`read_json` without what parsers read differently: duplicate names, NaN, infinity."""
     return read_json(text, parse_constant=_refuse_constant, object_pairs_hook=_distinct, **options)
 
 
@@ -52,13 +49,13 @@ def _refuse_constant(name: str) -> None:
 
 
 def check_json(text: str) -> None:
-    """Raise DataError for a text that is nested beyond `DEEPEST`."""
+    """Raise DataError if `text` is nested beyond `DEEPEST`."""
     if too_deep_at(text) is not None:
         raise DataError(f"lists or objects are nested deeper than {DEEPEST}; leave them out, or flatten them")
 
 
 def too_deep_at(text: str, deepest: int = DEEPEST) -> int | None:
-    """The position of the first bracket of JSON values that is beyond `deepest`, or None."""
+    """Return the position of the first bracket beyond `deepest`, or None."""
     if text.count("[") + text.count("{") <= deepest:
         return None
     level = 0
@@ -70,7 +67,7 @@ def too_deep_at(text: str, deepest: int = DEEPEST) -> int | None:
 
 
 def check_value(value: Any) -> None:
-    """Raise DataError for lists and mappings that are nested beyond `DEEPEST`."""
+    """Raise DataError if `value` is nested beyond `DEEPEST`."""
     level: list[Any] = [value]
     for _ in range(DEEPEST + 1):
         level = [
@@ -85,7 +82,7 @@ def check_value(value: Any) -> None:
 
 
 def read_yaml(text: str | bytes) -> Any:
-    """`yaml.safe_load` of a text that passes `check_yaml`.  Raises YAMLError or ValueError."""
+    """`yaml.safe_load` after `check_yaml`.  Raises YAMLError or ValueError."""
     import yaml
 
     check_yaml(text)
@@ -93,10 +90,9 @@ def read_yaml(text: str | bytes) -> Any:
 
 
 def check_yaml(text: str | bytes) -> set[str]:
-    """Return the values that hold a reference `${`.
+    """Return the values that contain a reference `${`.
 
-    Raises DataError for a text that is nested deeper, or with its aliases expanded is larger, than a configuration needs;
-    YAMLError for one that is not YAML.
+    Raises DataError if the text is too deep, or too large with aliases expanded; YAMLError if it is not YAML.
     """
     import yaml
 
@@ -136,7 +132,7 @@ def _close(
     nodes: int,
     known: dict[str, tuple[int, int]],
 ) -> int:
-    """Count a node, which has ended, in the collection around it.  Returns its levels."""
+    """Add a finished node to its collection and return its levels."""
     if anchor is not None:
         known[anchor] = levels, nodes
     around, most, total = opened[-1]
@@ -145,7 +141,7 @@ def _close(
 
 
 def check_template(template: str) -> None:
-    """Raise jinja2's TemplateSyntaxError for a template whose tags or expressions are nested too deeply; ignore other faults."""
+    """Raise TemplateSyntaxError if tags or expressions nest too deeply; ignore other faults."""
     from jinja2 import Environment, TemplateSyntaxError
 
     tags, words, levels = 0, [""], [0]
@@ -171,7 +167,7 @@ def check_template(template: str) -> None:
 
 
 def _count(levels: list[int], word: str) -> None:
-    """Update the operators around a word of an expression, by bracket; a comma begins a new operand."""
+    """Update the operator count per bracket; a comma starts a new operand."""
     if word in ("(", "[", "{"):
         levels.append(3)
     elif word in (")", "]", "}"):

@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, their limits, and signals deferred until they can be handled."""
+"""Child processes that end with their parent, resource limits, and deferred signals."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from typing import Any, cast
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ONCE = (signal.SIGUSR1, signal.SIGHUP)
-"""Signals to stop that count once: shell and kernel each send SIGHUP when a terminal is closed."""
+"""Stop signals that count once: shell and kernel each send SIGHUP when a terminal closes."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Let the kernel kill this process when the thread that started it ends; end at once if `parent` is gone."""
+    """Let the kernel kill this process when the starting thread ends; exit now if `parent` is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent not in (None, os.getppid()):
@@ -32,12 +32,12 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 def hears(number: int) -> bool:
-    """False if a signal must stay ignored: SIGHUP of a process that `nohup` started."""
+    """False if a signal must stay ignored (SIGHUP under `nohup`)."""
     return number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
 
 
 class _Terminal(io.FileIO):
-    """A terminal; what is written to it after it was closed is dropped."""
+    """A terminal; drops output after it is closed."""
 
     def write(self, data: Any) -> int:
         try:
@@ -49,7 +49,7 @@ class _Terminal(io.FileIO):
 
 
 def outlive_terminal() -> None:
-    """Let this process write to stdout and stderr even after their terminal was closed."""
+    """Let this process write to stdout and stderr after their terminal closes."""
     for name in ("stdout", "stderr"):
         stream = cast(io.TextIOWrapper, getattr(sys, name))
         if stream is getattr(sys, f"__{name}__") and stream is not None and stream.isatty():
@@ -59,21 +59,20 @@ def outlive_terminal() -> None:
 
 
 def terminate(process: subprocess.Popen[bytes]) -> None:
-    """Ask for the end, and wait for it."""
     if process.poll() is None:
         process.terminate()
     process.wait()
 
 
 def limit_resource(what: int, most: int) -> None:
-    """Set the soft and the hard limit of this process, never above the present hard limit."""
+    """Set soft and hard limit, at most the present hard limit."""
     _, hard = resource.getrlimit(what)
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(what, (most, most))
 
 
 def allow_processor_time(seconds: int) -> None:
-    """Let this process use `seconds` more than it has, by the soft limit, which moves with each call and whose signal kills."""
+    """Grant `seconds` more CPU time, by the soft limit, whose signal kills."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = int(used.ru_utime + used.ru_stime) + 1 + seconds
@@ -88,10 +87,7 @@ def started(
     environment: Mapping[str, str] | None = None,
     own_session: bool = False,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process with its output in `log`; `end` ends it with the block.
-
-    A signal that comes before there is a handle of the process waits for it.
-    """
+    """Run a process with its output in `log`; `end` ends it with the block.  Signals wait until it can be ended."""
     held = _Held()
     process = None
     try:
@@ -113,7 +109,7 @@ def started(
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Delay signal handlers to the end of the block: some C++ libraries swallow an exception during their import, or abort."""
+    """Delay signal handlers to the end of the block: some C++ libraries swallow an exception during import, or abort."""
     held = _Held()
     try:
         yield
@@ -122,7 +118,7 @@ def signals_held() -> Iterator[None]:
 
 
 class _Held:
-    """Holds signals that have a Python handler, which run in the main thread alone."""
+    """Hold signals with a Python handler, which only the main thread runs."""
 
     def __init__(self) -> None:
         self._came: list[int] = []
@@ -133,7 +129,7 @@ class _Held:
             signal.signal(number, lambda number, frame: self._came.append(number))
 
     def deliver(self) -> None:
-        """Restore the handlers and deliver the signals that came; a second call does nothing."""
+        """Restore the handlers and deliver held signals; a second call does nothing."""
         for number, handler in list(self._handlers.items()):
             signal.signal(number, handler)
             del self._handlers[number]

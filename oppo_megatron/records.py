@@ -1,7 +1,7 @@
 """Plain records without torch: prompts and rollouts.
 
-Legend: a *sequence* is prompt + response; *offset* counts response tokens; *clock* is the logical clock: decode steps since the
-run began (one decode step gives every running sequence one token).
+Legend: a *sequence* is prompt + response; *offset* counts response tokens; *clock*: decode steps since the run began, each of
+which gives every running sequence one token.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 from oppo_megatron.chunks import ChunkRow, ChunkRows, FinishReason
 
 TIE = 2.0**-20
-"""Scores of a group that differ by no more than this share of the largest are equal: eight roundings of float32, as when a
-reward model reads the same response in another micro-batch or on another processor."""
+"""Scores of a group that differ by at most this share of the largest are equal: eight float32 roundings, as when a reward
+model reads a response in another micro-batch.
+"""
 
 
 def field_at(fields: Mapping[str, Any], name: str) -> Any:
@@ -29,7 +30,7 @@ def field_at(fields: Mapping[str, Any], name: str) -> Any:
 
 
 def field_names(fields: Mapping[str, Any]) -> Iterator[str]:
-    """Yield every name that `field_at` takes, except names of objects that hold others."""
+    """Yield every name that `field_at` accepts, except non-empty objects."""
     for name, value in fields.items():
         if isinstance(value, Mapping) and value:
             yield from (f"{name}.{below}" for below in field_names(value))
@@ -38,7 +39,7 @@ def field_names(fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 def nearest_field(wanted: Iterable[str], names: Sequence[str]) -> str | None:
-    """Return the name that is most like one of `wanted`, by its last key too; None if none is near."""
+    """Return the name most similar to one of `wanted`, also by its last key; None if none is near."""
     by_key = {name.rpartition(".")[2]: name for name in reversed(names)}
     for name in wanted:
         if found := difflib.get_close_matches(name, [*names, *by_key], n=1):
@@ -48,7 +49,7 @@ def nearest_field(wanted: Iterable[str], names: Sequence[str]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One tokenized prompt in the order in which the data iterator gives it."""
+    """One tokenized prompt."""
 
     seq_id: int  # unique over the run: the position in the stream of prompts, over all epochs
     row: int  # of the data set
@@ -60,9 +61,9 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Members:
-    """The responses to one prompt, whose sequence ids are neighbours: `trained` ones, then, if `greedy`, a greedy one.
+    """Neighbouring sequence ids of one prompt's responses: `trained` ones, then a greedy one if `greedy`.
 
-    The greedy one is scored by the reward alone, is the baseline of the others, and is never trained.
+    The greedy one is only scored, as the others' baseline.
     """
 
     trained: int = 1
@@ -70,19 +71,18 @@ class Members:
 
     @property
     def size(self) -> int:
-        """Responses in all."""
         return self.trained + self.greedy
 
     def is_greedy(self, seq_id: int) -> bool:
         return self.greedy and seq_id % self.size == self.trained
 
     def of_groups(self, seq_ids: Iterable[int]) -> list[int]:
-        """Return all sequences of the groups that these belong to."""
+        """Return all sequences of the groups of `seq_ids`."""
         groups = dict.fromkeys(seq_id // self.size for seq_id in seq_ids)
         return [group * self.size + place for group in groups for place in range(self.size)]
 
     def to_train(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
-        """Return the rollouts that are trained, in their order."""
+        """Return the rollouts to train, in order."""
         return [rollout for rollout in rollouts if not self.is_greedy(rollout.seq_id)] if self.greedy else rollouts
 
 
@@ -93,13 +93,12 @@ Lists = tuple[list[int], list[float], list[float], list[int]]
 
 
 class Rollout:
-    """A prompt's response while it grows.
+    """A prompt's growing response.
 
-    `logprobs` are of the full distribution at the configured temperature (for PPO), `sampling_logprobs` of the distribution the
-    token was drawn from (after top-k / top-p); `versions` is the policy version of the oldest weights in each token's cache.
-
-    Every rank records every chunk, but reads the tokens of few rollouts.  So a rollout follows a list of chunks that it
-    shares with others, and looks for its rows there when one of its own lists is needed.
+    `logprobs`: full distribution at the sampling temperature (for PPO); `sampling_logprobs`: after top-k / top-p; `versions`:
+    policy version of the oldest weights in each token's cache.  Every rank records every chunk but reads few tokens, so a
+    rollout
+    refers to a shared list of chunks and looks up its rows when needed.
     """
 
     __slots__ = (
@@ -119,7 +118,7 @@ class Rollout:
         finish_reason: FinishReason | None = None,
         recorded: Sequence[ChunkRows] = (),
     ):
-        """`recorded` is followed from its end on (`follow`)."""
+        """`recorded` is followed from its current end (`follow`)."""
         self.prompt, self.admission, self.deferrals = prompt, admission, deferrals
         self.finish_clock, self.finish_reason = finish_clock, finish_reason
         self._lists: Lists | None = None  # tokens, log-probs, sampling log-probs, versions; None until one is needed
@@ -167,7 +166,7 @@ class Rollout:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole sequence, prompt included."""
+        """Tokens of the whole sequence."""
         return len(self.prompt.tokens) + self.num_response_tokens
 
     @property
@@ -181,25 +180,25 @@ class Rollout:
         self.finish_clock, self.finish_reason = row.finish_clock, row.finish_reason
 
     def follow(self, recorded: Sequence[ChunkRows]) -> None:
-        """Count rows of this sequence that are added to `recorded` from now on as appended; the caller sets `finish_clock`."""
+        """Count rows later added to `recorded` as appended; the caller sets `finish_clock`."""
         if self._position < len(self._recorded):
             self._joined()
         self._recorded, self._position = recorded, len(recorded)
 
     def defer(self, recorded: Sequence[ChunkRows], dropped: int) -> None:
-        """A batch was taken without it.  `recorded` is what it has followed, without `dropped` chunks at the front."""
+        """Defer to a later batch.  `recorded` is the followed list without `dropped` chunks at the front."""
         self.deferrals += 1
         self._recorded, self._position = recorded, max(0, self._position - dropped)
 
     def _pending(self) -> list[tuple[ChunkRows, int]]:
-        """Return recorded rows that are not in the lists yet, each with the row's index."""
+        """Return recorded rows not yet in the lists, with indices."""
         if self._position == len(self._recorded):
             return []
         found = [(rows, rows.place(self.seq_id)) for rows in self._recorded[self._position :]]
         return [(rows, place) for rows, place in found if place is not None]
 
     def _joined(self) -> Lists:
-        """Return the four lists, with all that is recorded.  Most rollouts of other ranks never need them."""
+        """Return the four lists with everything recorded."""
         pending, self._position = self._pending(), len(self._recorded)
         if self._lists is None:
             self._lists = [], [], [], []
@@ -231,7 +230,7 @@ class StepSignals:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A controller's decision after a step: the new value, the reason (with figures), and whether the value has changed."""
+    """A controller's decision after a step."""
 
     value: int
     reason: str

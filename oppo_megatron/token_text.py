@@ -1,4 +1,4 @@
-"""Find texts in tokens, wherever the tokens' borders lie: the tokens at which a text may end, and the ends of steps."""
+"""Find texts in tokens, regardless of token borders: possible ends of a text, and ends of steps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ INCOMPLETE = "\ufffd"  # what bytes of a character stand for until the last has 
 
 
 class Completing:
-    """The tokens with which one of `strings` may end, by the token alone."""
+    """Tokens that may end one of `strings`, judged by the token alone."""
 
     def __init__(self, strings: Collection[str], decode: Decode):
         self._last, self._decode = frozenset(string[-1] for string in strings), decode
         self._known: dict[int, bool] = {}
 
     def __contains__(self, token: int) -> bool:
-        """True if a string's last character can come from this token; a token's text alone may lack its leading space."""
+        """True if a string's last character can come from this token, whose text may lack its leading space."""
         if token not in self._known:
             text = self._decode([token])
             self._known[token] = (
@@ -28,11 +28,11 @@ class Completing:
 
 
 class StepEnds:
-    """Finds the steps of a response: a step ends with the token whose text completes the `separator`.
+    """Finds the steps of a response, each ended by the token that completes the `separator`.
 
-    The separator may lie within a token or span several.  A step of white space alone does not count, so that a blank line is
-    the same as one token and as two.  A token ends at most one step.  The rest of the response is a step too, and ends with the
-    last token; a response has at least one step.
+    The separator may be part of a token or span several.  White-space steps do not count, so a blank line is the same in one
+    token
+    or two.  A token ends at most one step; the last token ends the last step.
     """
 
     def __init__(self, separator: str, decode: Decode):
@@ -41,7 +41,7 @@ class StepEnds:
         self._completing = Completing([separator], decode)
 
     def of(self, response: Sequence[int]) -> list[int]:
-        """Return the place of each step's last token in the response, ascending."""
+        """Return the index of each step's last token, ascending."""
         assert len(response), "a response has one token at least"
         ends: list[int] = []
         rest = ""  # the text after the separator in the token of the last end

@@ -14,13 +14,13 @@ WORD = 2**64 - 1
 
 
 def uniforms(seed: int, seq_ids: Sequence[int], positions: Sequence[int]) -> list[float]:
-    """Return one number in [0, 1) per (seed, sequence id, position): 53 bits of a splitmix64 chain (Steele et al. 2014)."""
+    """Return a number in [0, 1) per (seed, sequence id, position): 53 bits of a splitmix64 chain (Steele et al. 2014)."""
     rows = zip(seq_ids, positions, strict=True)
     return [(_mix(row_state(seed, seq_id) ^ position) >> 11) * 2.0**-53 for seq_id, position in rows]
 
 
 def uniforms_at(seed: int, seq_ids: Ints, position: int) -> list[float]:
-    """Return the same for many sequences at one position, in numpy."""
+    """Return the same for many sequences at one position."""
     states = _mixed(np.uint64(_mix(seed)) ^ seq_ids.astype(np.uint64))
     found: list[float] = ((_mixed(states ^ np.uint64(position)) >> np.uint64(11)) * 2.0**-53).tolist()
     return found
@@ -28,7 +28,7 @@ def uniforms_at(seed: int, seq_ids: Ints, position: int) -> list[float]:
 
 @lru_cache(maxsize=2**16)
 def row_state(seed: int, seq_id: int) -> int:
-    """Return the chain up to the sequence id, which all draws of a sequence share."""
+    """Return the chain up to the sequence id."""
     return _mix(_mix(seed) ^ seq_id)
 
 
@@ -40,7 +40,7 @@ def _mix(x: int) -> int:
 
 
 def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """`_mix` of each; numpy's 64 bits wrap around by themselves."""
+    """`_mix` of each; 64-bit numpy integers wrap around."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

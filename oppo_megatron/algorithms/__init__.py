@@ -1,1 +1,1 @@
-"""PPO arithmetic on packed response tokens: tensors in, tensors out; no process groups, no reductions over ranks."""
+"""PPO arithmetic on packed response tokens, without process groups."""

@@ -1,7 +1,6 @@
-"""Rewards per token, baselines and scales of scores, generalised advantage estimation and whitening.
+"""Token rewards, baselines, generalised advantage estimation and whitening.
 
-Legend: T all response tokens of the batch (see `packed`), B responses, in G groups of n each side by side; a group is the
-responses to one prompt.
+Legend: T response tokens of the batch (`packed`), B responses in G groups of N neighbours (one prompt each).
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from oppo_megatron.config.algorithm import Baseline, Scale
 from oppo_megatron.records import TIE
 
 WHITEN_EPS = 1e-8
-"""Added to a variance, so that equal numbers can be divided by their deviation."""
+"""Added to a variance before its root divides."""
 DEVIATION_EPS = 1e-4
-"""Added to a deviation that divides (TRL's; verl adds 1e-6)."""
+"""Added to a dividing deviation (TRL's value; verl adds 1e-6)."""
 
 
 def token_rewards(
     scores_B: Tensor, kl_T: Tensor, lengths_B: Lengths, kl_coefficient: float, step_rewards_T: Tensor | None = None
 ) -> Tensor:
-    """Return the reward of each token, [T]: minus coefficient times its KL, and the response's score on its last token.
+    """Return token rewards [T]: -coefficient * KL, plus the response's score on its last token.
 
-    `step_rewards_T`: parts of the score that single tokens have earned; the last token gets the rest of the score.
+    `step_rewards_T`: parts of the score earned by single tokens; the last token gets the remainder.
     """
     lengths_B = lengths_like(kl_T, lengths_B)
     rewards_T = -kl_coefficient * kl_T
@@ -47,11 +46,10 @@ def compared(
     *,
     eps: float = DEVIATION_EPS,
 ) -> Tensor:
-    """Return scores minus their baseline, divided by their scale, [B]; computed in double precision.
+    """Return scores minus their baseline, divided by their scale, [B]; in double precision.
 
-    `greedy_G`: the score of the greedy response to each prompt, for the baseline `greedy`.  A group of equal scores
-    (`equal_groups`) gets exact zeros: a deviation of rounding errors would blow up the quotient.  Deviations divide by n - 1.
-    A critic's values and whitening are applied per token, elsewhere.
+    `greedy_G`: scores of the greedy responses (baseline `greedy`).  `equal_groups` get exact zeros, because dividing by a
+    deviation of rounding errors would amplify them.  Deviations divide by n - 1.
     """
     scores_GN = scores_B.double().view(-1, group_size)
     centred_GN = _centred(scores_GN, baseline, None if greedy_G is None else greedy_G.double())
@@ -65,7 +63,7 @@ def compared(
 
 
 def equal_groups(scores_B: Tensor, group_size: int, greedy_G: Tensor | None = None) -> Tensor:
-    """Return True for each group whose scores, the greedy response's included, are equal up to `TIE` (bool, [G])."""
+    """Return True for groups whose scores, the greedy one included, are equal up to `TIE` (bool, [G])."""
     scores_GN = scores_B.view(-1, group_size)
     if greedy_G is not None:
         scores_GN = torch.cat([scores_GN, greedy_G[:, None]], 1)
@@ -89,9 +87,9 @@ def _centred(scores_GN: Tensor, baseline: Baseline, greedy_G: Tensor | None) -> 
 
 
 def _best_worst(scores_GN: Tensor) -> Tensor:
-    """Return 1 for the best of each group, -1 for the worst (the first of equals), 0 for others and in groups of equal scores.
+    """Return 1 for the best of each group, -1 for the worst (first of equals), else 0; a group with a NaN gets NaN.
 
-    Scores within half of `TIE` are equal, so no response of an unequal group is both.  A group with a NaN gets NaN.
+    Scores within half of `TIE` count as equal, so no response of an unequal group is both.
     """
     signs_GN = torch.zeros_like(scores_GN)
     tie_G1 = TIE / 2 * scores_GN.abs().amax(1, keepdim=True)
@@ -103,7 +101,6 @@ def _best_worst(scores_GN: Tensor) -> Tensor:
 
 
 def _deviation(x: Tensor, dim: int) -> Tensor:
-    """Return the sample deviation along a dimension, which is kept; 0 of one number."""
     return x.std(dim, keepdim=True) if x.shape[dim] > 1 else torch.zeros_like(x)
 
 
@@ -112,9 +109,8 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Return advantages and returns, both [T] (paper eq. 1; Schulman et al. 2016).
 
-    delta_t = r_t + gamma V_{t+1} - V_t, with V = 0 after a row's last token, and A_t = sum_l (gamma lambda)^l delta_{t+l}.
-    The sum is built by doubling, in log2(longest row) vectorised steps: once A_t holds the first n terms, adding
-    (gamma lambda)^n A_{t+n} makes it hold 2n.  A row's result does not depend on its neighbours.
+    delta_t = r_t + gamma V_{t+1} - V_t, V = 0 after a row's end; A_t = sum_l (gamma lambda)^l delta_{t+l}, by doubling the
+    number of summed terms.  A row's result does not depend on its neighbours.
     """
     after_T = tokens_after(lengths_like(rewards_T, lengths_B))
     next_values_T = values_T.roll(-1).masked_fill(after_T == 0, 0.0)
@@ -131,7 +127,7 @@ def gae(
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, sum and sum of squares of a quantity, in double precision; moments of disjoint parts add up."""
+    """Count, sum and sum of squares in double precision; moments of disjoint parts add up."""
 
     count: int
     total: float
@@ -161,9 +157,6 @@ NOTHING_SEEN = Moments(0, 0.0, 0.0)
 
 
 def whiten(x_T: Tensor, moments: Moments | None = None) -> Tensor:
-    """Return `x_T` shifted to mean 0 and scaled to population variance 1, [T].
-
-    `moments`: the moments of a larger set that contains `x_T`; None takes the moments of `x_T`.
-    """
+    """Return `x_T` with mean 0 and population variance 1, by `moments` (default: its own), [T]."""
     moments = moments or Moments.of(x_T)
     return (x_T - moments.mean) / math.sqrt(moments.variance + WHITEN_EPS)

@@ -1,6 +1,6 @@
-"""The interface between an algorithm and the training loop: advantages and losses.
+"""The interface between an algorithm and the training loop.
 
-Legend: T response tokens (packed, see `packed`), B responses, N of them in a minibatch.
+Legend: T response tokens (`packed`), B responses, N of them in a minibatch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from oppo_megatron.plugins import Plugin
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Advantages and losses of a configuration's choices."""
+    """Advantages and losses as configured."""
 
     choices: AlgorithmConfig
     ppo: PPOConfig
@@ -65,29 +65,27 @@ class Algorithm:
     def experience(
         self, scored: ScoredBatch, kl_coefficient: float, check: bool = True, seen: Moments = NOTHING_SEEN
     ) -> Experience:
-        """Return the tensors that the update trains on; see `build_experience`."""
         made = build_experience(scored, self.choices, self.ppo, kl_coefficient, check, seen, self.advantage)
         return with_pairs(made, scored, knows_kl=self.drawn_at == 1) if self.choices.pairs else made
 
     @property
     def needs_proximal(self) -> bool:
-        """True if an update needs its tokens' log-probs under the weights that it starts from."""
+        """True if updates need log-probs under the weights at the step's start."""
         return self.ppo.staleness == "decoupled"
 
     @property
     def needs_lengths(self) -> bool:
-        """True if the actor's loss needs the lengths of responses."""
         return self.choices.ratio != "token" or self.choices.pairs or self.loss is not None
 
     @property
     def reads_known(self) -> bool:
-        """True if the rows that an update reads are known before the scores."""
+        """True if the rows of an update are known before the scores."""
         return not self.choices.pairs or self.group_size == 2
 
     def units(self, rows: Sequence[int], experience: Experience | None = None) -> list[list[int]]:
-        """Return the rows of a minibatch that an update reads, in units that must share a micro-batch.
+        """Return the rows an update reads, in units (a row or a pair) that must share a micro-batch.
 
-        A unit is a row or, with pairs, two rows of a group.  `experience` may be None if `reads_known`.
+        `experience` may be None if `reads_known`.
         """
         if not self.choices.pairs:
             return [[row] for row in rows]
@@ -100,12 +98,12 @@ class Algorithm:
     def ratio_base(
         self, behaviour_logp_T: Tensor, proximal_logp_T: Tensor | None, lengths_B: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the log-probs that the ratio is taken against, and each token's importance weight (None: 1), both [T]."""
+        """Return the ratio's base log-probs and importance weights (None: 1), both [T]."""
         base_T, weight_T = ratio_base(behaviour_logp_T, proximal_logp_T, self.ppo.staleness, self.choices.ratio, lengths_B)
         return base_T, None if self.loss is not None else weight_T  # a custom loss weights its tokens itself
 
     def row_weights(self, lengths_N: Sequence[int], counted_N: Sequence[bool] | None = None) -> list[float]:
-        """Return the weight of a token of each response of a minibatch in the actor's loss."""
+        """Return the weight of a token of each response in the actor's loss."""
         if self.choices.reduction == "pair_mean":
             assert counted_N is not None, "pairs are known by the rows that count"
             return pair_weights(sum(lengths_N), counted_N)
@@ -114,7 +112,7 @@ class Algorithm:
     def actor_loss(
         self, logp_T: Tensor, entropy_T: Tensor, targets: ActorTargets, kl_coefficient: float, num_tokens: int
     ) -> tuple[Tensor, TokenStats]:
-        """Return the loss of a micro-batch; `num_tokens` counts the tokens that are read of the global minibatch."""
+        """Return a micro-batch's loss; `num_tokens` counts those read of the global minibatch."""
         if self.dpo is not None:
             return pair_loss(logp_T, entropy_T, targets, self.dpo, num_tokens, token_noise(self.dtype))
         surrogate = Surrogate.of(self.choices, self.ppo, self.loss)
@@ -127,7 +125,7 @@ class Algorithm:
         return POLICY_FIGURES if self.loss is None else tuple(x for x in POLICY_FIGURES if x not in BOUND_FIGURES)
 
     def figures(self, reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Return the figures of an update, from the sums of its losses per optimizer step."""
+        """Return an update's figures from the sums of its optimizer steps."""
         figures = pair_figures(reports) if self.choices.pairs else policy_figures(reports)
         return {name: figures[name] for name in self.figure_names}
 

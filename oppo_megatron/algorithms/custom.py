@@ -1,7 +1,7 @@
-"""A user's advantages and loss (docs/extending.md): their inputs, and the checks of what they return.
+"""Inputs of a user's advantages and loss (docs/extending.md), and checks of their results.
 
-Legend: T response tokens of the global batch (packed), B responses in G groups side by side (a group is the responses to one
-prompt), L tokens of one response.  Numbers are float32; token ids, versions and lengths int64.
+Legend: T response tokens of the global batch (packed), B responses in G groups (one prompt each, neighbours), L tokens of a
+response.  Numbers are float32; token ids, versions and lengths int64.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class AdvantageInputs:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One response of a batch, and log-probs of its tokens under the weights that are trained."""
+    """One response of a batch, with log-probs of its tokens under the weights being trained."""
 
     logp_L: Tensor  # the only field with a gradient
     old_logp_L: Tensor  # to compare with in a ratio; with `ppo.staleness: decoupled` by the weights that the step began with
@@ -71,7 +71,7 @@ class LossInputs:
 class CustomAdvantage:
     """`algorithm.advantage`: a function of the batch that returns [B] or [T].
 
-    [B]: scores compared with a baseline; all else is as with the built-in baselines.  [T]: the advantages themselves.
+    [B]: scores minus a baseline, used like those of built-in baselines.  [T]: the advantages themselves.
     """
 
     plugin: Plugin
@@ -94,8 +94,8 @@ class CustomAdvantage:
 class CustomLoss:
     """`algorithm.loss`: a function of one response that returns [L] or [].
 
-    [L]: the loss of each token, whose gradient may reach that token's log-prob alone.  []: the loss of the whole response,
-    which counts as the sum of its tokens' losses would; with `reduction: sequence_mean`, as their mean.
+    [L]: token losses; each may have a gradient only by its own log-prob.  []: the response's loss, counted as the sum of its
+    tokens' losses; with `reduction: sequence_mean`, as their mean.
     """
 
     plugin: Plugin
@@ -104,10 +104,9 @@ class CustomLoss:
     def losses(
         self, logp_T: Tensor, columns: Mapping[str, Tensor], lengths: Sequence[int], counts: Mapping[str, int]
     ) -> Tensor:
-        """Return the losses of a micro-batch's tokens, [T].
+        """Return the token losses of a micro-batch, [T].  Raises PluginError for a bad result.
 
-        `columns`: [T] each, by the names of `LossInputs` without `_L`; `counts`: its integers.  Raises PluginError for a bad
-        result.
+        `columns`: [T] each, by the names of `LossInputs` without `_L`; `counts`: its integers.
         """
         parts = {name: x_T.split(list(lengths)) for name, x_T in columns.items()}
         found, foreign = [], []
@@ -139,7 +138,7 @@ class CustomLoss:
 
 
 def _between_tokens(loss_L: Tensor, logp_L: Tensor) -> Tensor:
-    """True if the losses of even tokens have a gradient by the log-probs of odd ones (bool, [])."""
+    """True if losses of even tokens have a gradient by log-probs of odd ones (bool, [])."""
     (gradient_L,) = torch.autograd.grad(loss_L[::2].sum(), logp_L, retain_graph=True, allow_unused=True)
     return logp_L.new_zeros((), dtype=torch.bool) if gradient_L is None else (gradient_L[1::2] != 0).any()
 

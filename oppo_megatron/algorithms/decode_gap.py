@@ -1,8 +1,7 @@
-"""The gap between the log-probs of decoding and of training for the same tokens, compared with rounding errors.
+"""The gap between log-probs of decoding and training for the same tokens, compared with rounding errors.
 
-The rounding error of a logit grows with its size, even if an offset common to all logits of a token makes it large.
-
-Legend: R tokens, V vocabulary shard of this rank.
+The rounding error of a logit grows with its size, even if an offset common to all logits causes it.
+Legend: R tokens.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from torch import Tensor
 from oppo_megatron.config.reliability import APART, GuardsConfig
 
 USUAL_LOGIT = 16.0
-"""A limit holds up to twice this size of a token's largest logit; it doubles with each doubling beyond."""
+"""Limits hold up to twice this size of a token's largest logit, and double with each doubling of it."""
 OUTLIERS, FARTHEST = 1e-3, 4.0
-"""Share of the tokens that may be beyond the limit, and by which factor at most."""
+"""Share of tokens that may exceed the limit, and by which factor at most."""
 GAP_STATS = ("max_logprob_gap", "max_usual_gap", "num_fresh", "num_beyond")
 
 
 @dataclass(frozen=True)
 class GapLimit:
-    """`nats`: the largest difference allowed (None: any).  `by_rounding`: outliers and tokens of large logits may exceed it."""
+    """`nats`: the largest difference (None: any).  `by_rounding`: outliers and large logits may exceed it."""
 
     nats: float | None = None
     by_rounding: bool = False
@@ -36,8 +35,9 @@ class GapLimit:
 def gap_stats(difference_R: Tensor, largest_R: Tensor, fresh_R: Tensor, limit: GapLimit) -> dict[str, Tensor]:
     """Return sums and maxima over tokens (as in `TokenStats`) for `judged_gap`.
 
-    `difference_R` is log-prob in training - at decoding, `largest_R` the largest absolute logit, `fresh_R` 1 if both were
-    computed with the same weights, else 0.
+    `difference_R`: log-prob in training - at decoding; `largest_R`: largest absolute logit; `fresh_R`: 1 if both used the
+    same
+    weights, else 0.
     """
     gap_R = difference_R.double().abs() * fresh_R
     usual_R = gap_R / rounding_scale(largest_R)
@@ -51,9 +51,9 @@ def gap_stats(difference_R: Tensor, largest_R: Tensor, fresh_R: Tensor, limit: G
 
 
 def token_noise(dtype: str) -> float:
-    """Bound, in nats, of the rounding error in a token's difference of log-probs; n tokens together have sqrt(n) times this.
+    """Bound (nats) of the rounding error in a token's log-prob difference; n tokens have sqrt(n) times this.
 
-    Measured (policy equal to reference, other layouts and packings): at most 3e-6 in float32 and 0.08 in bfloat16.
+    Measured over layouts and packings: at most 3e-6 in float32, 0.08 in bfloat16.
     """
     return APART[dtype] / 4
 
@@ -61,12 +61,12 @@ def token_noise(dtype: str) -> float:
 def judged_gap(
     limit: GapLimit, *, max_logprob_gap: float, max_usual_gap: float, num_fresh: float, num_beyond: float
 ) -> float:
-    """Return a number above `limit.nats` exactly if decoding and training are farther apart than the limit allows."""
+    """Return a number above `limit.nats` if and only if the gap exceeds the limit."""
     if not limit.by_rounding:
         return max_logprob_gap
     return max_usual_gap / FARTHEST if num_beyond <= OUTLIERS * num_fresh else max_usual_gap
 
 
 def rounding_scale(largest_R: Tensor) -> Tensor:
-    """Return the rounding error of logits of this size over the error of usual ones, a power of two of at least 1, [R]."""
+    """Return the rounding error relative to that of usual logits, a power of two >= 1, [R]."""
     return torch.exp2((largest_R.double() / USUAL_LOGIT).clamp(min=1.0).log2().floor())

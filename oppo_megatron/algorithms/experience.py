@@ -1,6 +1,6 @@
-"""Turns scored rollouts into the tensors that an update trains on.
+"""Turns scored rollouts into the tensors of an update.
 
-Legend: T all response tokens of the GLOBAL batch (see `packed`), B responses, G prompts.
+Legend: T response tokens of the GLOBAL batch (`packed`), B responses, G prompts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from oppo_megatron.errors import NumericsError, RewardError
 
 @dataclass(frozen=True)
 class GreedyRows:
-    """Score, tokens and truncation of the greedy response to each prompt of a batch, each [G]; no rows of the batch."""
+    """The greedy response to each prompt, [G] each; not rows of the batch."""
 
     scores_G: Tensor
     lengths_G: Tensor
@@ -43,7 +43,7 @@ class GreedyRows:
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """A finished batch and the results of the scorers.  The `group_size` responses to a prompt are side by side."""
+    """A finished batch with its scores.  Responses to one prompt are neighbours."""
 
     behaviour_logp_T: Tensor  # recorded at sampling
     reference_logp_T: Tensor | None  # None without a reference
@@ -64,7 +64,7 @@ class ScoredBatch:
 
 
 PAIRED = ("pairs", "ties", "chosen_reward_mean", "rejected_reward_mean")
-"""Figures of `ExperienceStats` with a loss of pairs only."""
+"""Fields of `ExperienceStats` that only pair losses fill."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,12 @@ class ExperienceStats:
     greedy_score_mean: float | None = None  # per prompt, as the reward gave it
 
     def figures(self) -> dict[str, float]:
-        """The figures that are not None, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Experience:
-    """The tensors that the update trains on.  `rewards_T` and `returns_T` are before a baseline of the group."""
+    """Tensors of an update.  `rewards_T` and `returns_T` are before a group's baseline."""
 
     advantages_T: Tensor
     returns_T: Tensor
@@ -122,14 +121,14 @@ def build_experience(
     seen: Moments = NOTHING_SEEN,
     custom: CustomAdvantage | None = None,
 ) -> Experience:
-    """Compute rewards, advantages and returns of the whole global batch, without gradient.
+    """Compute rewards, advantages and returns of the global batch, without gradient.
 
-    Scores are clipped, then normalised (`seen`: the scores of all batches trained before), then replaced by
-    `truncated_score`.  The KL enters a response's score with `kl.mode: score`, the rewards of its tokens with
-    `penalty`.  Advantages are GAE(gamma, lambda) with a critic; otherwise the rewards to come, A_t = sum over u >= t of
-    gamma^(u-t) r_u, which is GAE with values 0 and lambda 1.
+    Scores are clipped, normalised (`seen`: scores of earlier batches), then replaced by `truncated_score`.  The KL enters
+    scores
+    with `kl.mode: score`, token rewards with `penalty`.  Advantages are GAE(gamma, lambda) with a critic, otherwise
+    A_t = sum over u >= t of gamma^(u-t) r_u (GAE with values 0 and lambda 1).
 
-    Raises RewardError for a score, NumericsError for any other quantity that is not finite, unless `check` is false.
+    Raises RewardError for a non-finite score and NumericsError for other non-finite quantities, unless `check` is False.
     """
     lengths_B = lengths_like(scored.behaviour_logp_T, scored.lengths_B)
     if check:
@@ -180,7 +179,7 @@ def _rewards(
     kl_coefficient: float,
     custom: CustomAdvantage | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the tokens' rewards, the same with compared scores (None: not compared), and advantages by `custom`, all [T]."""
+    """Return token rewards, the same with compared scores (None: not compared), and custom advantages, all [T]."""
     scores_B = scores.trained_B
     if kl_T is not None and ppo.kl.mode == "score":
         scores_B = scores_B - kl_coefficient * row_sums(kl_T, lengths_B)
@@ -283,9 +282,9 @@ def _summarise(
 
 
 def with_pairs(experience: Experience, scored: ScoredBatch, knows_kl: bool) -> Experience:
-    """Add the rows and figures of pairs; advantages are 1 in a better response, -1 in a worse one, else 0.
+    """Add the rows and figures of pairs; advantages are 1 in better responses, -1 in worse ones, else 0.
 
-    `knows_kl`: True if the reference's log-probs have the temperature of the draws, as a KL needs.
+    `knows_kl`: True if the reference's log-probs have the sampling temperature, as a KL needs.
     """
     signs_B, scores_B = experience.advantages_T[last_tokens(experience.lengths_B)], scored.scores_B.double()
     chosen, rejected = scores_B[signs_B > 0], scores_B[signs_B < 0]
@@ -329,7 +328,7 @@ def _check_inputs(scored: ScoredBatch, lengths_B: Tensor) -> None:
 
 
 def _check_tokens(quantity: str, x_T: Tensor, lengths_B: Tensor) -> None:
-    """Raise NumericsError for the first token of `x_T` that is not finite, with its row and response position."""
+    """Raise NumericsError for the first non-finite token of `x_T`."""
     assert x_T.shape == (int(lengths_B.sum()),), (
         f"{quantity}: shape {x_T.shape} for {int(lengths_B.sum())} packed tokens"
     )

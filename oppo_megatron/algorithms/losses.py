@@ -1,7 +1,7 @@
-"""Losses of the actor and the critic, KL estimates and the weights of a reduction.
+"""Losses of actor and critic, KL estimates and the weights of a reduction.
 
-Legend: T response tokens of one micro-batch (packed), R its responses.  `num_tokens` counts the GLOBAL minibatch: every loss is
-a weighted sum over its own tokens divided by it, so the losses and gradients of micro-batches and ranks add up.
+Legend: T response tokens of a micro-batch (packed), R its responses.  `num_tokens` counts the GLOBAL minibatch and divides
+every loss, so losses and gradients of micro-batches and ranks add up.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ Estimator = Literal["k1", "k2", "k3"]
 def kl_per_token(logp_T: Tensor, reference_logp_T: Tensor, estimator: Estimator) -> Tensor:
     """Return the KL(actor || reference) estimate of each token in nats, [T], differentiable in `logp_T`.
 
-    From one sampled token each (J. Schulman, "Approximating KL divergence", 2020); d = log actor - log reference.
-
+    With d = log actor - log reference (J. Schulman, "Approximating KL divergence", 2020):
     k1 = d: unbiased, of either sign, noisy.
     k2 = d^2 / 2: never negative, biased.
     k3 = exp(-d) - 1 + d: never negative, unbiased if the reference has no mass outside the actor's support.
-
-    As a loss, only k2's expected gradient is the KL's; k1's is zero and k3's is that of KL(reference || actor).
+    As a loss, k2's expected gradient is the KL's, k1's is zero, k3's is that of KL(reference || actor).
     """
     d_T = logp_T - reference_logp_T
     if estimator == "k1":
@@ -43,10 +41,10 @@ def kl_per_token(logp_T: Tensor, reference_logp_T: Tensor, estimator: Estimator)
 
 
 def with_reverse_gradient(kl_T: Tensor, logp_T: Tensor, old_logp_T: Tensor, estimator: Estimator) -> Tensor:
-    """Return the estimate whose expected gradient is that of KL(actor || reference), for tokens that `old` drew, [T].
+    """Return the estimate whose expected gradient is that of KL(actor || reference), for tokens drawn by `old`, [T].
 
-    k1 and k3 are multiplied by actor / old (arXiv 2506.09477, 2512.21852; TRL's `use_bias_correction_kl`).  k2 has this
-    gradient already, if the actor is old.
+    Multiplies k1 and k3 by actor / old (arXiv 2506.09477, 2512.21852; TRL's `use_bias_correction_kl`); k2 needs
+    no factor while the actor equals old.
     """
     return kl_T if estimator == "k2" else kl_T * (logp_T - old_logp_T).exp()
 
@@ -58,14 +56,13 @@ def row_weights(
     longest: int,
     counted_N: Sequence[bool] | None = None,
 ) -> list[float]:
-    """Return the weight of a token of each of the minibatch's N responses, in units of 1/T (T: the minibatch's tokens).
+    """Return the weight of a token of each of the N responses, in units of 1/T (T: the minibatch's tokens).
 
     token_mean        1/T                     sequence_mean     1/(N |o|)          constant     1/(N L_max)
     group_token_mean  1/(G tokens of group)   sequence_sum      1/N
 
-    G counts groups; L_max is `longest`, the limit of a response (arXiv 2503.20783).  Rows that are not in `counted_N` weigh 0:
-    their tokens are missing from T and from their group's, but they still count in N and G, as with TRL's
-    `mask_truncated_completions` (1.12.0, `GRPOTrainer._compute_loss`).
+    G counts groups; L_max is `longest`, the response limit (arXiv 2503.20783).  Rows not in `counted_N` weigh 0: their tokens
+    are left out of T and their group's, but they count in N and G, as with TRL's `mask_truncated_completions` (1.12.0).
     """
     num_tokens, num_rows = sum(lengths_N), len(lengths_N)
     counted_N = [True] * num_rows if counted_N is None else counted_N
@@ -115,7 +112,7 @@ class ValueStats(TokenStats):
 
 @dataclass(frozen=True)
 class ActorTargets:
-    """Inputs of the actor's loss besides its fresh log-probs; all but `lengths_R` are [T] and without gradient."""
+    """Targets of the actor's loss; all but `lengths_R` are [T] and without gradient."""
 
     old_logp_T: Tensor
     advantages_T: Tensor
@@ -130,7 +127,7 @@ class ActorTargets:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """The choices of the actor's loss per token, and their bounds."""
+    """Choices and bounds of the actor's loss per token."""
 
     clip: float
     clip_high: float | None = None
@@ -148,15 +145,14 @@ class Surrogate:
 
     @property
     def range(self) -> tuple[float, float]:
-        """Range of the ratios that are not clipped."""
         return 1 - self.clip, 1 + (self.clip if self.clip_high is None else self.clip_high)
 
 
 def log_ratios(logp_T: Tensor, old_logp_T: Tensor, ratio: Ratio, lengths_R: Tensor | None) -> Tensor:
-    """Return the log of the ratio that is clipped, for each token, [T].
+    """Return the log of the clipped ratio for each token, [T].
 
-    sequence: the mean over the response, the same for its tokens (GSPO, arXiv 2507.18071 eq. 7).  sequence_token: that
-    value, with the gradient of the token's own ratio (eq. 14).  sequence_product: the sum over the response.
+    sequence: the response's mean (GSPO, arXiv 2507.18071 eq. 7); sequence_token: its value with the token's own gradient
+    (eq. 14); sequence_product: the response's sum.
     """
     d_T = logp_T - old_logp_T
     if ratio == "token":
@@ -181,15 +177,11 @@ def ratio_base(
     lengths_B: Tensor | None = None,
     weight_cap: float = WEIGHT_CAP,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probs that PPO's ratio is taken against and each token's importance weight, both [T], without gradient.
+    """Return the ratio's base log-probs and each token's importance weight, both [T], without gradient.
 
-    behaviour: the log-probs recorded at sampling, no weight.
-    decoupled: the proximal log-probs, recomputed once at the step's start, and min(proximal / behaviour, `weight_cap`) as
-    weight (decoupled PPO: Hilton et al. 2022, AReaL 2025), a response's (of `lengths_B` tokens) if the `ratio` is.  Ratios are
-    then clipped around the policy that the step began with; the cap bounds the variance of tokens that the older policy found
-    unlikely.
-
-    With no stale token (proximal equals behaviour) both are plain PPO, to the last bit.
+    behaviour: log-probs recorded at sampling, no weight.
+    decoupled: proximal log-probs, recomputed at the step's start, and min(proximal / behaviour, `weight_cap`) (Hilton et al.
+    2022, AReaL 2025), a response's weight if the `ratio` is.  Without stale tokens both are plain PPO, bit for bit.
     """
     if correction == "behaviour":
         return behaviour_logp_T.detach(), None
@@ -200,11 +192,11 @@ def ratio_base(
 
 
 Terms = Callable[[Tensor, Tensor, Tensor, Surrogate], tuple[Tensor, Tensor]]
-"""(log-probs, ratios, advantages, bounds) -> the loss of each token, and the share of its gradient that is lost; all [T]."""
+"""(log-probs, ratios, advantages, bounds) -> token losses and the lost share of their gradient; all [T]."""
 
 
 def _clip(logp_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, surrogate: Surrogate) -> tuple[Tensor, Tensor]:
-    """A token loses all of its gradient if its ratio is out of range on the side that the advantage moves it to."""
+    """A token loses its gradient if its ratio is out of range on the side its advantage moves it to."""
     gains_T, held_T = ratio_T * advantages_T, ratio_T.clamp(*surrogate.range) * advantages_T
     losses_T, lost_T = -torch.minimum(gains_T, held_T), held_T < gains_T
     if surrogate.dual_clip is not None:
@@ -229,7 +221,7 @@ def _plain(logp_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, surrogate: Sur
 class ObjectiveTerms(NamedTuple):
     """`through_ratio`: the gradient flows through the ratio.
 
-    The product of a response's ratios is then one term of the response, divided equally among its tokens.
+    A product of ratios is then one term of the response, divided equally among its tokens.
     """
 
     terms: Terms
@@ -246,7 +238,7 @@ OBJECTIVES: Mapping[Objective, ObjectiveTerms] = {
 def policy_loss(
     logp_T: Tensor, targets: ActorTargets, surrogate: Surrogate, num_tokens: int
 ) -> tuple[Tensor, PolicyStats]:
-    """Return the surrogate (with `clip`: paper eq. 2, sign turned to be minimised), each token times its importance weight."""
+    """Return the importance-weighted surrogate (with `clip`: minus paper eq. 2) and its statistics."""
     old_logp_T, lengths_R = targets.old_logp_T, targets.lengths_R
     ratio_T = log_ratios(logp_T, old_logp_T, surrogate.ratio, lengths_R).exp()
     if surrogate.custom is not None:
@@ -289,7 +281,6 @@ def policy_loss(
 
 
 def shared(terms_T: Tensor, share_T: Tensor | None) -> Tensor:
-    """Weight each token's loss by its share under the reduction."""
     return terms_T if share_T is None else terms_T * share_T
 
 
@@ -302,9 +293,9 @@ def actor_loss(
     kl_coefficient: float,
     num_tokens: int,
 ) -> tuple[Tensor, PolicyStats]:
-    """Return the actor's loss: surrogate + KL term (only with `kl.mode: loss`) - entropy bonus, by the same weights.
+    """Return surrogate + KL term (with `kl.mode: loss`) - entropy bonus, by the same weights.
 
-    `kl_coefficient` is the current one (an adaptive one changes).  `entropy_T` needs no gradient if its coefficient is 0.
+    `kl_coefficient` is the current, possibly adapted one.  `entropy_T` needs no gradient if its coefficient is 0.
     """
     loss, stats = policy_loss(logp_T, targets, surrogate, num_tokens)
     if targets.reference_logp_T is not None:
@@ -322,10 +313,7 @@ def actor_loss(
 def value_loss(
     values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, value_clip: float, num_tokens: int
 ) -> tuple[Tensor, ValueStats]:
-    """Return half the larger of two squared errors: of the value, and of the value clamped to old +- `value_clip`.
-
-    With `value_clip` 0 only the first counts.
-    """
+    """Return half the larger squared error: of the value, or of the value clamped to old +- `value_clip` (0: not clamped)."""
     error_T = (values_T - returns_T).square()
     losses_T = 0.5 * error_T
     lost_T = torch.zeros_like(values_T, dtype=torch.bool)
@@ -350,11 +338,11 @@ POLICY_FIGURES = (
     "importance_weight_mean", "entropy",
 )  # fmt: skip
 BOUND_FIGURES = ("clip_fraction", "lost_gradient_fresh", "lost_gradient_stale")
-"""Figures of the bounds of the ratio, which a custom loss may not have."""
+"""Figures of the ratio's bounds, which a custom loss lacks."""
 
 
 def policy_figures(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return `POLICY_FIGURES` of an update, from the reports of its optimizer steps."""
+    """Return `POLICY_FIGURES` of an update from the sums of its optimizer steps."""
 
     def summed(name: str) -> float:
         return sum(report[name] for report in reports)

@@ -1,6 +1,6 @@
-"""Packed response tokens: row b of a batch owns a contiguous span of one 1-D tensor, without padding.
+"""Packed response tokens: each row of a batch owns a contiguous span of a 1-D tensor, without padding.
 
-Legend: T all response tokens of the batch, B rows (responses), N some of the T tokens.
+Legend: T response tokens, B rows (responses), N some of the tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def last_tokens(lengths_B: Tensor) -> Tensor:
 
 
 def tokens_after(lengths_B: Tensor) -> Tensor:
-    """Number of tokens of its own row that follow each token, [T]: n-1 ... 0 within a row of n."""
+    """Number of tokens after each token in its row, [T]."""
     num_tokens = int(lengths_B.sum())
     last_T = last_tokens(lengths_B).repeat_interleave(lengths_B, output_size=num_tokens)
     return last_T - torch.arange(num_tokens, device=lengths_B.device)
@@ -45,42 +45,42 @@ def tokens_of_rows(lengths_B: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def row_sums(x_T: Tensor, lengths_B: Tensor) -> Tensor:
-    """Sum of each row's tokens, [B], with gradient.  No host waits."""
+    """Sum of each row's tokens, [B], with gradient and without waiting for the device."""
     return torch.segment_reduce(x_T, "sum", lengths=lengths_B, axis=0, unsafe=True)
 
 
 def to_tokens(x_B: Tensor, lengths_B: Tensor, num_tokens: int) -> Tensor:
-    """Each row's value for all of its tokens, [T]; `num_tokens` is T."""
+    """Repeat each row's value for its tokens, [T]; `num_tokens` is T."""
     return x_B.repeat_interleave(lengths_B, output_size=num_tokens)
 
 
 @dataclass(frozen=True)
 class TokenStats:
-    """Sums over tokens, each a detached 0-d float64 tensor; a field named `max_...` is a maximum instead."""
+    """Sums over tokens (`max_...`: maxima), detached 0-d float64 tensors."""
 
     num_tokens: Tensor
 
 
 def total(x_T: Tensor) -> Tensor:
-    """Detached sum in double precision, so that long runs of micro-batches lose nothing."""
+    """Detached sum in float64."""
     return x_T.detach().sum(dtype=torch.float64)
 
 
 def count(x_T: Tensor) -> Tensor:
-    """Number of tokens as a 0-d float64 tensor on the device of `x_T`."""
+    """Number of tokens as a 0-d float64 tensor."""
     return torch.full((), float(x_T.numel()), dtype=torch.float64, device=x_T.device)
 
 
 def right_share(margin: Tensor, noise: Tensor) -> Tensor:
-    """Return 1 for margins above `noise`, 0 below -`noise`, 1/2 between, where rounding decides the sign (float64)."""
+    """Return 1 above `noise`, 0 below -`noise`, 1/2 between, where rounding decides (float64)."""
     return (margin.greater(noise).double() + margin.greater_equal(-noise).double()) / 2
 
 
 def rounding(x: Tensor) -> float:
-    """Relative rounding error of a model's outputs: a few units of their type."""
+    """Relative rounding error of a model's outputs."""
     return 4 * torch.finfo(x.dtype).eps
 
 
 def maximum(x_T: Tensor) -> Tensor:
-    """Detached largest element of non-negative `x_T`; 0 if it is empty (a rank without rows)."""
+    """Detached maximum of non-negative `x_T`; 0 if empty (a rank without rows)."""
     return x_T.detach().double().amax() if x_T.numel() else count(x_T)

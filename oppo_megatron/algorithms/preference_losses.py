@@ -30,17 +30,17 @@ FLOAT32 = token_noise("float32")
 
 
 def sequence_sums(logp_R: Tensor, counts: Sequence[int]) -> Tensor:
-    """Sum of each sequence's `counts` rows in float64, [S], added in the same order each time."""
+    """Sum of each sequence's `counts` rows in float64, [S]."""
     return torch.stack([piece.sum() for piece in logp_R.double().split(list(counts))])
 
 
 def pair_columns(
     logp_S: Tensor, reference_S: Tensor, counts_S: Tensor, rule: DPOLossConfig, noise: float = FLOAT32
 ) -> dict[str, Tensor]:
-    """Return each pair's `loss` and, without gradient, its implicit rewards and their difference, [P] each.
+    """Return each pair's `loss` and, without gradient, implicit rewards and their difference, [P] each.
 
-    `logp_S` and `reference_S` are sums over a sequence's `counts_S` tokens.  `accuracy`: 1 if the chosen answer's reward is the
-    larger one, 1/2 if their difference may be rounding, which is `noise` per token (`token_noise`).
+    `logp_S` and `reference_S` are sums over `counts_S` tokens.  `accuracy`: 1 if the chosen reward is larger, 1/2 if the
+    difference may be rounding (`noise` per token, from `token_noise`).
     """
     scale_S = 1.0 / counts_S if rule.average else torch.ones_like(reference_S)
     ratio_P2 = ((logp_S - reference_S) * scale_S).view(-1, 2)
@@ -62,7 +62,7 @@ def pair_columns(
 
 
 def margin_losses(margin_P: Tensor, rule: DPOLossConfig) -> Tensor:
-    """Loss of each margin, [P], without the term of the chosen answer's own log-prob."""
+    """Loss of each margin, [P], without the `nll` term."""
     scaled_P, flipped = rule.beta * margin_P, rule.label_smoothing
     if rule.loss == "hinge":
         return torch.relu(1 - scaled_P)
@@ -85,8 +85,9 @@ def row_columns(
 ) -> dict[str, Tensor]:
     """Return each row's `loss` and, without gradient, its position relative to the reference point, [S] each.
 
-    `sign_S`: 1 for wanted rows, -1 for unwanted ones; `point`: z0.  `margin`: how far a row's implicit reward is on its right
-    side of the point's, `accuracy` whether it is; `counts_S` and `noise` as for `pair_columns`.
+    `sign_S`: 1 for wanted rows, -1 for unwanted; `point`: z0; `margin`: distance of the implicit reward from the point's on
+    its
+    right side; `counts_S` and `noise`: see `pair_columns`.
     """
     ratio_S = logp_S - reference_S
     margin_S = rule.beta * sign_S * (ratio_S - point)
@@ -102,7 +103,7 @@ def row_columns(
 
 
 def mean_loss(columns: Mapping[str, Tensor], num_rows: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the micro-batch's share of the mean over the batch's `num_rows`; statistics are sums over `count` rows."""
+    """Return the micro-batch's share of the mean over `num_rows`, and sums over its `count` rows."""
     share = columns["loss"].sum() / num_rows
     return share.float(), {"count": count(columns["loss"])} | {name: total(each) for name, each in columns.items()}
 

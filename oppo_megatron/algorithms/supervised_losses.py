@@ -1,7 +1,7 @@
 """Losses of supervised training: next tokens (SFT) and preferences (reward model).
 
-Legend: R completion tokens of a micro-batch, P pairs of a micro-batch.  `num_tokens` and `num_pairs` count the whole batch, so
-that the losses of micro-batches add up to the batch's mean.  Statistics are sums over a micro-batch's `count` tokens or pairs.
+Legend: R completion tokens and P pairs of a micro-batch.  `num_tokens` and `num_pairs` count the whole batch, so micro-batch
+losses add up.  Statistics are sums over `count` tokens or pairs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def next_token_loss(logp_R: Tensor, num_tokens: int) -> tuple[Tensor, dict[str, 
 
 
 def preference_loss(scores_P2: Tensor, num_pairs: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Bradley-Terry: mean -log sigmoid(chosen - rejected); column 0 scores the chosen answers.
+    """Bradley-Terry: mean -log sigmoid(chosen - rejected); column 0 has the chosen answers.
 
-    Statistics: `loss`, `accuracy` (1 if the chosen answer scores higher, 1/2 for a tie up to rounding), `margin`.
+    Statistics: `loss`, `accuracy` (1/2 for a tie up to rounding), `margin`.
     """
     _, losses_P, right_P, margin_P = preference_table(scores_P2).unbind(-1)
     return losses_P.sum() / num_pairs, {
@@ -36,7 +36,7 @@ def preference_loss(scores_P2: Tensor, num_pairs: int) -> tuple[Tensor, dict[str
 
 
 def preference_table(scores_P2: Tensor) -> Tensor:
-    """Return 1, the loss, the accuracy and the margin of each pair, [P, 4]."""
+    """Return 1, loss, accuracy and margin of each pair, [P, 4]."""
     chosen_P, rejected_P = scores_P2.unbind(-1)
     margin_P = chosen_P - rejected_P
     right_P = right_share(margin_P, rounding(scores_P2) * scores_P2.abs().amax(-1)).to(margin_P.dtype)
@@ -44,21 +44,21 @@ def preference_table(scores_P2: Tensor) -> Tensor:
 
 
 def means(stats: Mapping[str, float]) -> dict[str, float]:
-    """Return the summed statistics divided by `count`, which is left out; {} for {} (an early pipeline stage)."""
+    """Return summed statistics divided by `count`; {} for {} (an early pipeline stage)."""
     return {name: value / stats["count"] for name, value in stats.items() if name != "count"}
 
 
 def step_loss(logits_R: Tensor, labels_R: Tensor, num_labels: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Mean binary cross-entropy (nats) of labels from 0 to 1; sigmoid(logit) is the probability of 1.
 
-    Statistics: `loss`, `accuracy` (1 if the label's class is the likelier one, 1/2 for a tie up to rounding).
+    Statistics: `loss`, `accuracy` (1/2 for a tie up to rounding).
     """
     _, losses_R, right_R = step_table(logits_R, labels_R).unbind(-1)
     return losses_R.sum() / num_labels, {"count": count(losses_R), "loss": total(losses_R), "accuracy": total(right_R)}
 
 
 def step_table(logits_R: Tensor, labels_R: Tensor) -> Tensor:
-    """Return 1, the loss and the accuracy for each label, [R, 3]."""
+    """Return 1, loss and accuracy of each label, [R, 3]."""
     noise = torch.full_like(logits_R, rounding(logits_R))  # of a logit of usual size, 1
     logits_R = logits_R.to(torch.promote_types(logits_R.dtype, torch.float32))
     losses_R = binary_cross_entropy_with_logits(logits_R, labels_R.to(logits_R.dtype), reduction="none")
@@ -67,16 +67,15 @@ def step_table(logits_R: Tensor, labels_R: Tensor) -> Tensor:
 
 
 def step_scores(logits_S: Tensor) -> Tensor:
-    """Return the probability that a step is right, in double precision."""
     return logits_S.double().sigmoid()
 
 
 def response_scores(
     scores_S: Tensor, counts: Sequence[int], how: Literal["last", "min", "sum", "potential"]
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the score of each response [B] from its steps' scores (`counts` per response), and each step's share of it [S].
+    """Return response scores [B] from their steps' scores (`counts` per response), and each step's share [S].
 
-    The shares add up to the score; None if only the whole response is rewarded.
+    Shares add up to the score; None if only the whole response is rewarded.
     """
     rows = scores_S.split(list(counts))
     if how == "min":

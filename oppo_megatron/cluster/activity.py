@@ -1,7 +1,5 @@
-"""A rank's current activity, and whether it waits for others: written by its main thread, read by its watchdog.
-
-gloo blocks the host in every wait for a peer, so the thread's stack shows whether the rank waits.  NCCL's calls return at once,
-except barriers, so sections are marked as waits, too.
+"""A rank's current activity, and whether it waits for others. In gloo the stack shows the wait; NCCL's calls return at once,
+so sections are marked as waits, too.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ class Doing:
 
 
 class Activity:
-    """Nested sections of work, and a count of beats.  `by_stack`: the stack alone shows whether the rank waits (gloo)."""
+    """Nested sections of work. `by_stack`: the stack alone shows whether the rank waits (gloo)."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, by_stack: bool = False) -> None:
         self._clock, self._beats, self._last, self.by_stack = clock, 0, clock(), by_stack
@@ -38,7 +36,7 @@ class Activity:
 
     @contextmanager
     def doing(self, what: object, *, waits: bool = False) -> Iterator[None]:
-        """A section of work named `str(what)`.  If `what` is an `Activity`, this thread waits for that thread's work."""
+        """Enter a section named `str(what)`. If `what` is an `Activity`, this thread waits for that thread's work."""
         self._thread = threading.get_ident()
         self._stack.append((what, waits))
         self.beat()
@@ -49,12 +47,11 @@ class Activity:
             self.beat()
 
     def now_at(self, what: object, waits: bool) -> None:
-        """Rename the innermost section, and count an action."""
         self._stack[-1] = what, waits
         self.beat()
 
     def look(self) -> Doing:
-        """Return the activity, from the outermost section to the innermost; any thread may ask."""
+        """Any thread may call it."""
         stack, beats, last = list(self._stack), self._beats, self._last
         words, marked = [str(each) for each, _ in stack], bool(stack) and stack[-1][1]
         if stack and isinstance(other := stack[-1][0], Activity):
@@ -73,7 +70,7 @@ SENDERS = "/torch/", "/megatron/core/", "/oppo_megatron/cluster/", "/oppo_megatr
 
 
 def waits_in(thread: int) -> str | None:
-    """Return the call in which a thread waits for other ranks ("": a call started earlier), or None if it does not wait."""
+    """Return the call in which a thread waits for other ranks ("": one started earlier), or None."""
     innermost = frame = sys._current_frames().get(thread)
     call = None
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Memory of this process: reserved by torch's allocator on a CUDA device, else the resident set on the host."""
+"""This process's memory: reserved on the CUDA device, or resident on the host."""
 
 from __future__ import annotations
 
@@ -21,22 +21,18 @@ def held_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Peak bytes since the process started."""
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_resident_bytes(STATUS)
 
 
 def device_bytes(device: torch.device) -> int:
-    """Total bytes of the device; for the host, the limit of the job or container."""
+    """Total bytes of the device; on the host, the job's or container's limit."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return host_bytes()
 
 
 def peak_resident_bytes(status: Path) -> int:
-    """Return the kernel's high-water mark of this process's memory, or `getrusage`'s if there is none.
-
-    The latter counts from before `exec`: a spawned rank would start with the size of its parent.
-    """
+    """Peak resident bytes. `getrusage` is the fallback, because it counts from before `exec` (a spawned rank's parent)."""
     if status.exists():
         for line in status.read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):  # "VmHWM:     5412 kB", which are KiB

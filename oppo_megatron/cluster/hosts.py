@@ -1,4 +1,4 @@
-"""The hosts of the ranks, with node, device and threads."""
+"""Hosts of the ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RankHost:
 
 
 def shared_gpus(hosts: Sequence[RankHost]) -> list[str]:
-    """Return texts of the ranks that share a GPU: `ranks 0,4 of host a`."""
+    """Ranks that share a GPU, as `ranks 0,4 of host a`."""
     by_gpu: dict[tuple[str, str], list[int]] = {}
     for rank in hosts:
         if rank.gpu:
@@ -40,7 +40,7 @@ def shared_gpus(hosts: Sequence[RankHost]) -> list[str]:
 
 
 def describe_hosts(hosts: Sequence[RankHost]) -> list[str]:
-    """Return a line per host, `rank 0-3: host a (node 0, cpu, 4 threads each)`; ranks that differ have separate lines."""
+    """Lines such as `rank 0-3: host a (node 0, cpu, 4 threads each)`."""
 
     def kind(rank: RankHost) -> tuple[str, str, str, int]:
         device = rank.device.partition(":")[0]
@@ -60,7 +60,7 @@ def show_hosts(hosts: Sequence[RankHost]) -> None:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks as text: `0-3,6`."""
+    """Format ranks as `0-3,6`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""Process groups with the run's deadline, and waits for peers that end with it."""
+"""Process groups with the run's timeout."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from oppo_megatron.errors import StallError
 
 
 def new_group(ranks: Sequence[int], desc: str, backend: str | None = None) -> dist.ProcessGroup:
-    """`dist.new_group` with the default group's timeout (`runtime.timeout_s`) and back ends.
+    """`dist.new_group` with the default group's timeout and back ends; all ranks of the world call it.
 
-    All ranks of the world make the call, which makes and sends nothing outside the group; a group of one rank is made by that
-    rank alone.  Members alone cannot make a group of several: with `use_local_synchronization` torch (at least up to 2.13) puts
-    the rank's number of groups into the group's name, so members with different numbers wait for each other forever.
+    A group of one rank is made by that rank alone. Larger ones need all: with `use_local_synchronization` torch (up to 2.13)
+    names groups by a rank's count of groups, so members with different counts wait forever.
     """
     return dist.new_group(
         list(ranks), timeout=world_timeout(), backend=backend, group_desc=desc, use_local_synchronization=len(ranks) == 1
@@ -29,10 +28,9 @@ def new_group(ranks: Sequence[int], desc: str, backend: str | None = None) -> di
 
 
 class SharedGroups:
-    """Groups by label and ranks, each made once.
+    """Groups by label and ranks, each made once; all ranks call `get` in the same order.
 
-    Every rank of the world makes this object and gets the same groups in the same order.  It starts with a group of its own,
-    because torch names groups by their number: all ranks have made the same number of calls at each group of several.
+    It makes a group of this rank alone first, because torch names groups by their number, the same on all ranks.
     """
 
     def __init__(self) -> None:
@@ -40,7 +38,7 @@ class SharedGroups:
         self._alone = new_group((dist.get_rank(),), "self")
 
     def get(self, label: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The group; None on a rank outside of it."""
+        """Return the group, None outside of it."""
         belongs = dist.get_rank() in ranks
         if len(ranks) == 1:
             return self._alone if belongs else None
@@ -50,10 +48,10 @@ class SharedGroups:
 
 
 def connect_pairs(group: dist.ProcessGroup) -> None:
-    """Connect, on gloo, the pairs that sums, broadcasts and gathers use; all members make the call.
+    """Connect the pairs of gloo's collectives; all members call it.
 
-    gloo connects two ranks in their first message (`cluster/world.py`), with the other's address from the store, which may be
-    gone when a run ends.  Its barrier uses the same pairs as its broadcast: numbers in the group that differ by a power of 2.
+    gloo connects ranks at their first message, through the store, which may be gone when a run ends. Its barrier has the same
+    pairs as its broadcast.
     """
     options = dist.BarrierOptions()
     options.device = torch.device("cpu")
@@ -61,10 +59,9 @@ def connect_pairs(group: dist.ProcessGroup) -> None:
 
 
 def use_once(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
-    """Run one collective over each group (None: the world's) of several ranks.
+    """Run one collective over each group (None: the world).
 
-    A group's first collective blocks the host until all members have come, so each rank gives its groups in the order in which
-    all ranks made them: then some rank can always continue.
+    It blocks until all members have come, so each rank gives its groups in the order in which all made them.
     """
     for group in groups:
         if dist.get_world_size(group) == 1:
@@ -76,10 +73,10 @@ def use_once(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -
 
 
 def use_ring_once(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Send one number between all neighbours in the ring of a group: makes the communicators of an interleaved pipeline.
+    """Send a number between all neighbours of a ring, to make an interleaved pipeline's communicators.
 
-    If the ring has two ranks, also in the world's group, which megatron-core then uses in one direction.  Both ends of a first
-    message wait, so all ranks use the same order of pairs.
+    Both ends of a first message wait, so all ranks use one order. In a ring of two, megatron-core also uses the world's
+    group.
     """
     rank = dist.get_rank()
     for first, second in ring_pairs(dist.get_process_group_ranks(group)):
@@ -92,7 +89,7 @@ def use_ring_once(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def ring_pairs(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return neighbours in the ring of `ranks`, each pair once: every second pair first, because those share no rank."""
+    """Each neighbouring pair once, every second first, because those share no rank."""
     if len(ranks) == 2:
         return [(ranks[0], ranks[1])]
     pairs = list(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
@@ -106,16 +103,12 @@ def the_world() -> dist.ProcessGroup:
 
 
 def world_timeout() -> timedelta:
-    """Timeout of the default group (`runtime.timeout_s`)."""
     timeout: timedelta = the_world()._get_backend(torch.device("cpu")).options._timeout
     return timeout
 
 
 def gather_ragged(mine: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Return the vectors of all ranks of the group, without pickling: two collectives, lengths and padded vectors.
-
-    `mine`: [any length], of one dtype on all ranks, on the CPU.
-    """
+    """Vectors [any length] of all ranks, of one dtype, on the CPU, without pickling."""
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
     dist.all_gather(lengths, torch.tensor([mine.numel()]), group=group)
     sizes = [int(length) for length in lengths]
@@ -130,7 +123,7 @@ def gather_ragged(mine: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def gather_figures(mine: Mapping[str, float], group: dist.ProcessGroup) -> list[dict[str, float]]:
-    """Return named numbers of all ranks of the group, to the bit, sent as JSON; ranks may have different names."""
+    """Named numbers of all ranks, exact; names may differ."""
     text = torch.frombuffer(bytearray(json.dumps(dict(mine)).encode()), dtype=torch.uint8)
     return [json.loads(bytes(each.tolist())) for each in gather_ragged(text, group)]
 
@@ -141,7 +134,7 @@ def is_lost_peer(error: RuntimeError) -> bool:
 
 
 def first_clause(error: Exception) -> str:
-    """Return the first clause of a back end's message, without the source file that raised it."""
+    """First clause of a back end's message, without its source file."""
     clause = re.split(r"\. |\n", str(error))[0]
     return re.sub(r"^\[\S+\]\s*", "", clause).rstrip(".") or "no answer"
 
@@ -156,10 +149,7 @@ def stalled(rank: int, what: str, error: RuntimeError, timeout_s: float, waited_
 
 @contextlib.contextmanager
 def waiting_for(what: str, activity: Activity | None = None, *, waits: bool = True) -> Iterator[None]:
-    """A section in which ranks wait for each other (`waits`: this one does nothing else).
-
-    Raises StallError with its name if a peer does not come.
-    """
+    """A section that waits for peers (`waits`: only waits). Raises StallError if one does not come."""
     noted = contextlib.nullcontext() if activity is None else activity.doing(what, waits=waits)
     try:
         with noted:

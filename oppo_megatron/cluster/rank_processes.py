@@ -1,8 +1,4 @@
-"""Starts and finds the processes of the ranks of one host.
-
-On CPUs they are forked from a server that has imported what ranks need, on CUDA spawned: an import (transformer-engine's) may
-make a CUDA context, which does not survive a fork.  They are spawned, too, if TMPDIR is too long for a socket in it.
-"""
+"""Rank processes of one host: forked from a server with the imports done, or spawned on CUDA, whose context survives no fork."""
 
 from __future__ import annotations
 
@@ -27,15 +23,15 @@ from oppo_megatron.processes import end_with_parent
 StartMethod = Literal["forkserver", "spawn"]
 PRELOADED = ["oppo_megatron.cluster.fork_server", "oppo_megatron.train.entry"]
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/dxg"), Path("/dev/kfd"))
-"""Paths that exist if there may be a GPU: NVIDIA's, WSL's, AMD's."""
+"""Exist if there may be a GPU (NVIDIA, WSL, AMD)."""
 LONGEST_FOLDER = 108 - len("/pymp-12345678/listener-12345678") - 1
-"""Bytes of a folder's name in which `multiprocessing` can make a socket; its name has at most 108 bytes, the last one 0."""
+"""Most bytes of a folder in which `multiprocessing` can make a socket (its name has 108, the last one 0)."""
 FOR_RANKS = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
-"""A signal to the whole process group is for the ranks and the process that started them, not for the fork server."""
+"""Signals for the ranks and their launcher, not for the fork server."""
 
 
 def start_method(config: Any, environment: Mapping[str, str] = os.environ) -> StartMethod:
-    """Return the start method for a configuration's ranks.  Does not import torch, so that the fork server can start before."""
+    """Does not import torch, so the fork server can start before."""
     device = config.runtime.device if hasattr(config, "runtime") else "cpu"
     hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     on_gpu = device == "cuda" or (device == "auto" and not hidden and any(path.exists() for path in DRIVERS))
@@ -44,7 +40,7 @@ def start_method(config: Any, environment: Mapping[str, str] = os.environ) -> St
 
 
 def begin_fork_server() -> None:
-    """Start the fork server unless it runs, without waiting for it.  It ignores SIGINT and the ranks' signals."""
+    """Start the fork server without waiting for it. It ignores SIGINT and the ranks' signals."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     resource_tracker.ensure_running()  # it would unblock signals if it were started later
     heard = signal.pthread_sigmask(signal.SIG_BLOCK, {*FOR_RANKS, signal.SIGINT})
@@ -55,7 +51,7 @@ def begin_fork_server() -> None:
 
 
 def await_fork_server() -> None:
-    """Wait until the fork server has imported everything: then processes start at once and can be stopped."""
+    """Wait for the fork server's imports: then processes start at once and can be stopped."""
     first = multiprocessing.get_context("forkserver").Process(target=os.getpid)
     first.start()
     first.join()
@@ -63,7 +59,7 @@ def await_fork_server() -> None:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Environment, stdout and stderr of the process that starts a rank; pickled for the rank with its open files."""
+    """Environment, stdout and stderr of the launcher, pickled for a rank."""
 
     environment: Mapping[str, str]
 
@@ -76,7 +72,7 @@ class Surroundings:
 
 
 def _taken_over(environment: Mapping[str, str], files: Mapping[int, Any]) -> Surroundings:
-    """Take over the surroundings in the rank, before torch's agent adds RANK and the rest."""
+    """Apply the surroundings in the rank, before torch's agent adds RANK."""
     for number, file in files.items():
         given = file.detach()
         if given != number:  # a spawned process has it already
@@ -97,7 +93,7 @@ def _is_open(number: int) -> bool:
 
 
 def end_with_launcher() -> None:
-    """End this rank with its fork server and with the launcher; called first in a rank."""
+    """End this rank with its fork server and the launcher; called first in a rank."""
     end_with_parent()
     launcher = multiprocessing.parent_process()
     assert launcher is not None, "another launcher's ranks end as that one has them end"
@@ -111,7 +107,7 @@ def end_with_launcher() -> None:
 
 
 def rank_processes(launcher: psutil.Process) -> Iterator[psutil.Process]:
-    """Yield the ranks that a process has started, directly or through other processes."""
+    """Ranks that a process has started, directly or not."""
     with suppress(psutil.NoSuchProcess):
         for child in launcher.children():
             with suppress(psutil.NoSuchProcess):

@@ -1,12 +1,12 @@
-"""Rendezvous: the ranks of a run find each other, or report within a deadline which ranks are missing.
+"""Rendezvous: ranks meet, or report within a deadline which are missing.
 
-Each rank registers in a store at MASTER_ADDR:MASTER_PORT under its number.  The last rank, or the first to find a fault or
-reach the deadline, writes the outcome ("" or a fault), which ends the wait of all.
+Ranks register in a store at MASTER_ADDR:MASTER_PORT. The last, or the first to find a fault or reach the deadline, writes the
+outcome, which ends every wait. Keys:
 
-    size       number of ranks, by the first rank                settled    counts processes that wanted to write the outcome
-    count/R    registrations of rank R    rank/R   its RankHost  outcome    "" or a fault
-    arrived    registered ranks                                  entered    registered processes, duplicates included
-    told       processes that have read the outcome
+    size      number of ranks, by the first   settled   processes that wanted to write the outcome
+    count/R   registrations of rank R         rank/R    its RankHost
+    arrived   registered ranks                entered   processes, duplicates included
+    outcome   "" or a fault                   told      processes that read the outcome
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ class Meeting:
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """Where `size` ranks meet."""
-
     address: str
     port: int
     size: int
@@ -58,10 +56,7 @@ class MeetingPoint:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], rank: int, size: int) -> MeetingPoint:
-        """From MASTER_ADDR and MASTER_PORT, where torchrun's agent has a store and srun's ranks make one.
-
-        The launcher's name of the run separates runs that use one address by mistake.
-        """
+        """MASTER_ADDR and MASTER_PORT, with the launcher's run name to separate runs. Under srun rank 0 opens the store."""
         agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         run = environment.get("TORCHELASTIC_RUN_ID") or environment.get("SLURM_JOB_ID", "run")
         attempt = environment.get("TORCHELASTIC_RESTART_COUNT") or environment.get("SLURM_STEP_ID", "0")
@@ -79,15 +74,12 @@ class MeetingPoint:
 
 
 def meet(me: RankHost, point: MeetingPoint, timeout_s: float) -> Meeting:
-    """Wait until all ranks have come.  Raises WorldError, on each rank that came, at `timeout_s` at the latest."""
+    """Wait for all ranks. Raises WorldError on each rank that came, at `timeout_s` at the latest."""
     return _Arrival(me, point, timeout_s).meet()
 
 
 def within(seconds: float, work: Callable[[], ResultT]) -> ResultT:
-    """Return or raise the outcome of `work()`; TimeoutError if it takes longer.
-
-    torch's connecting calls may exceed their timeout and cannot be interrupted, so a thread makes them and may outlive this call.
-    """
+    """Return `work()`, or raise TimeoutError. Runs in a thread, because torch's connecting calls may exceed their timeout."""
     done: list[ResultT] = []
     failed: list[BaseException] = []
 
@@ -108,8 +100,6 @@ def within(seconds: float, work: Callable[[], ResultT]) -> ResultT:
 
 
 class _Arrival:
-    """One rank's registration and wait."""
-
     def __init__(self, me: RankHost, point: MeetingPoint, timeout_s: float):
         self.me, self.point, self.timeout_s = me, point, timeout_s
         self.deadline = time.monotonic() + timeout_s
@@ -154,7 +144,7 @@ class _Arrival:
             ) from error
 
     def _knock(self, seconds: float) -> str | None:
-        """Return this end's address of a connection to the meeting point; None, with a `refusal`, if nothing answers."""
+        """Return this end's address, or None and set `refusal`."""
         try:
             with socket.create_connection((self.point.address, self.point.port), timeout=seconds) as connection:
                 self.refusal = ""
@@ -164,7 +154,7 @@ class _Arrival:
             return None
 
     def _find(self) -> str:
-        """Wait until something listens at the meeting point; returns this end's address."""
+        """Wait until something listens; return this end's address."""
         while (left_s := self._left_s()) > 0:
             address = self._knock(left_s)
             if address is not None:
@@ -190,7 +180,7 @@ class _Arrival:
             ) from error
 
     def _register(self, store: dist.Store) -> str | None:
-        """Register this rank.  Returns a fault if it is refused."""
+        """Return a fault if this rank is refused."""
         me, size, fault = self.me, str(self.point.size), None
         store.add("entered", 1)
         expected = store.compare_set("size", "", size).decode()
@@ -215,7 +205,7 @@ class _Arrival:
             store.set("outcome", outcome)
 
     def _decides(self, store: dist.Store) -> bool:
-        """True for the first caller, which alone looks for missing ranks: one store operation each."""
+        """True for the first caller, which alone looks for missing ranks (one operation each)."""
         return store.add("settled", 1) == 1
 
     def _outcome(self, store: dist.Store) -> str:
@@ -238,7 +228,7 @@ class _Arrival:
         )
 
     def _linger(self, store: dist.Store) -> None:
-        """Let the others read the outcome: the store ends with this process."""
+        """Let others read the outcome: the store ends with this process."""
         until = time.monotonic() + LINGER_S
         with contextlib.suppress(dist.DistError):
             while store.add("told", 0) < store.add("entered", 0) and time.monotonic() < until:
@@ -246,7 +236,6 @@ class _Arrival:
 
 
 def _reason(error: Exception) -> str:
-    """Return the last clause of the store's message, or the system's message."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
     return str(error).rpartition("message: ")[2].strip() or type(error).__name__
@@ -263,10 +252,7 @@ def is_loopback(address: str) -> bool:
 
 
 def loopback_store(port: int, timeout: timedelta) -> dist.TCPStore:
-    """Open a store that listens on the loopback only (torch's own listen on every address of the host); port 0: any free port.
-
-    Raises OSError if the port is taken.
-    """
+    """Open a store on the loopback alone (torch's listens everywhere); port 0: any. Raises OSError if the port is taken."""
     listener = socket.socket()
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -286,7 +272,7 @@ AGENT_TIMEOUT = timedelta(minutes=10)  # of the agent's messages; the ranks have
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
-    """The rendezvous of torch's agent, in a store of this process, for the ranks of one host."""
+    """Rendezvous of torch's agent, in a store of this process."""
 
     def __init__(self, run_id: str, store: dist.TCPStore, timeout: timedelta):
         super().__init__(LOOPBACK, store.port, 0, 1, run_id, int(timeout.total_seconds()))
@@ -298,8 +284,6 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
 @dataclass(frozen=True)
 class LocalMeeting:
-    """The meeting point of the ranks that this process starts: a store on a free port of the loopback."""
-
     run_id: str
     store: dist.TCPStore
 
@@ -308,12 +292,11 @@ class LocalMeeting:
         return cls(run_id, loopback_store(0, AGENT_TIMEOUT))
 
     def settings(self) -> dict[str, Any]:
-        """Return arguments of torch's LaunchConfig that keep its agent from opening a port to other hosts."""
+        """Arguments of torch's LaunchConfig that keep its agent from opening a port."""
         rendezvous_handler_registry.register(BACKEND, _handler)  # torch refuses another function at the second time
         return {"run_id": self.run_id, "rdzv_backend": BACKEND, "rdzv_configs": {"store": self.store}}
 
     def point(self, num_ranks: int) -> MeetingPoint:
-        """Return the ranks' view of it, in the agent's only attempt."""
         opener, name = "the process that started the ranks", f"oppo/{self.run_id}/0"
         return MeetingPoint(LOOPBACK, self.store.port, num_ranks, name, opens=False, opener=opener)
 

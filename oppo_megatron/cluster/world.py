@@ -1,4 +1,4 @@
-"""This process's place among the ranks: device, threads, hosts, and the default process group."""
+"""This rank's device, threads, hosts and default process group."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ CONNECT_LATE = "TORCH_GLOO_LAZY_INIT"  # read by torch whenever it makes a group
 
 @dataclass(frozen=True)
 class World:
-    """This rank and the hosts of all ranks.  `activity` is for the rank's watchdog."""
-
     rank: int
     size: int
     device: torch.device
@@ -40,10 +38,10 @@ class World:
 
 
 def choose_device(config: RuntimeConfig) -> None:
-    """Set CUDA's environment variables; called first in a rank's process.
+    """Set CUDA's environment variables; called first in a rank.
 
-    With `runtime.device: cpu` GPUs are hidden, because megatron-core uses the current CUDA device whatever the tensors are on.
-    CUDA gets the most hardware queues unless the user sets their number: streams that share a queue wait for each other.
+    `runtime.device: cpu` hides GPUs, because megatron-core uses the current CUDA device regardless. CUDA gets the most
+    hardware queues unless set: streams that share one wait for each other.
     """
     if config.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -53,10 +51,10 @@ def choose_device(config: RuntimeConfig) -> None:
 
 @contextlib.contextmanager
 def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.environ) -> Iterator[World]:
-    """Join the ranks given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them be a world of one.
+    """Join the ranks given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them, a world of one.
 
-    gloo on CPU, NCCL on GPU (with gloo for CPU tensors).  Raises ConfigError if ranks would share a GPU, which NCCL does not
-    allow; WorldError if not all ranks come within a sixth of `runtime.timeout_s` (at least 60 s), or if a message fails.
+    gloo on CPU, NCCL on GPU (gloo for CPU tensors). Raises ConfigError if ranks would share a GPU; WorldError if some do not
+    come within a sixth of `runtime.timeout_s` (at least 60 s), or if a message fails.
     """
     rank, size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
     local_rank, local_size = int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", size))
@@ -92,7 +90,7 @@ def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.enviro
 
 
 def _set_torch(threads: int) -> Callable[[], None]:
-    """Set torch's process-wide settings.  Returns a function that restores them."""
+    """Set process-wide settings. Returns a function that restores them."""
     # gloo connects two ranks in their first message; by default all pairs of a new group, with 2 n store operations per rank.
     late_before = os.environ.get(CONNECT_LATE)
     os.environ.setdefault(CONNECT_LATE, "1")
@@ -111,7 +109,7 @@ def _set_torch(threads: int) -> Callable[[], None]:
 
 
 def _alone(backend: str, config: RuntimeConfig) -> bool:
-    """Make a group of this process alone.  Returns True if an interface was set for it."""
+    """Returns True if an interface was set for the group."""
     preferred = _prefer_interface_of(LOOPBACK)  # gloo listens even without peers
     timeout = timedelta(seconds=config.timeout_s)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -133,7 +131,7 @@ def _this_host(rank: int, device: torch.device, environment: Mapping[str, str]) 
 
 
 def _join(me: RankHost, point: MeetingPoint, backend: str, config: RuntimeConfig) -> tuple[RankHost, ...]:
-    """Meet all ranks and connect to them, within one deadline (the last to come have a few seconds more)."""
+    """Meet all ranks and connect, within one deadline (the last to come have a few seconds more)."""
     deadline = time.monotonic() + config.meeting_s
     meeting = meet(me, point, config.meeting_s)
     if meeting.local_address is not None:
@@ -166,7 +164,7 @@ def _join(me: RankHost, point: MeetingPoint, backend: str, config: RuntimeConfig
 
 
 def tell_hosts(hosts: tuple[RankHost, ...]) -> tuple[RankHost, ...]:
-    """Broadcast rank 0's list, in the first messages among the ranks."""
+    """Broadcast rank 0's list."""
     connect_pairs(the_world())
     told = [hosts]
     dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
@@ -174,7 +172,7 @@ def tell_hosts(hosts: tuple[RankHost, ...]) -> tuple[RankHost, ...]:
 
 
 def _prefer_interface_of(address: str) -> bool:
-    """Let gloo use the network interface of an address, unless the user set one.  Returns True if it was set here."""
+    """Let gloo use an address's interface unless the user set one. Returns True if set here."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return False
     for name, entries in psutil.net_if_addrs().items():

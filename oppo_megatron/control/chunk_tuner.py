@@ -1,6 +1,6 @@
-"""Tries a few chunk sizes on different steps and keeps the one that takes the least time for its work.
+"""Try a few chunk sizes on different steps and keep the fastest for its work.
 
-Steps differ in work, so a step's seconds are compared with those of a law fitted to all rounds.
+Steps differ in work, so a step's seconds are divided by those of a law fitted to all rounds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NANOSECOND = 1e-9
 
 @dataclass(slots=True)
 class DecodeLaw:
-    """Seconds of a round = a x its decode steps + b x its tokens, by least squares; only the sums are kept."""
+    """Seconds of a round = a x decode steps + b x tokens, by least squares; keeps only sums."""
 
     steps_steps: float = 0.0
     steps_tokens: float = 0.0
@@ -26,7 +26,7 @@ class DecodeLaw:
     tokens_seconds: float = 0.0
 
     def add(self, steps: int, tokens: int, seconds: float) -> None:
-        """Add a measured round; less than a nanosecond is not a measurement and counts as 0."""
+        """Add a measured round; times below a nanosecond count as 0."""
         seconds = seconds if seconds >= NANOSECOND else 0.0
         products = (steps * steps, steps * tokens, tokens * tokens, steps * seconds, tokens * seconds)
         self.add_sums(*products)
@@ -53,7 +53,7 @@ class DecodeLaw:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """`seconds` of a step up to its scores, without work on the actor's update, and the law of its `rounds`."""
+    """`seconds` of a step up to its scores, without the actor's update, and the law of its `rounds`."""
 
     seconds: float
     steps: int
@@ -63,7 +63,7 @@ class StepCost:
 
 @dataclass(slots=True)
 class Search:
-    """Candidates take turns, so that a drift of response lengths affects all of them equally."""
+    """Candidates take turns, so that a drift of response lengths affects them equally."""
 
     candidates: list[int]
     num_steps: int
@@ -96,9 +96,9 @@ def first_settled_step(config: ChunkConfig, longest: int) -> int:
 
 
 class ChunkTuner:
-    """Sets the chunk size (decode steps per round) from measured steps, of which the first only warms up.
+    """Sets the chunk size (decode steps per round) from measured steps; the first only warms up.
 
-    A search starts every `period` steps.  `longest` is the response limit in tokens.
+    A search starts every `period` steps. `longest`: response limit in tokens.
     """
 
     def __init__(self, config: ChunkConfig, longest: int, trials: int = TRIALS, period: int = SEARCH_STEPS):
@@ -121,7 +121,7 @@ class ChunkTuner:
         return Decision(self.value, f"step {step}: {reason}", self.value != before)
 
     def state_dict(self) -> dict[str, Any]:
-        """A search under way is not kept: the resumed run warms up and starts it again."""
+        """A search under way is not saved: a resumed run warms up and restarts it."""
         return {"value": self._settled, "steps_to_search": 1 if self._search else self._steps_to_search}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""Controllers of delta, the number of prompts decoded beyond the batch (docs/algorithm.md).
+"""Controllers of delta, the number of groups decoded beyond the batch (docs/algorithm.md).
 
-The OPPO paper gives two rules that disagree in sign: eq. 4 increases delta while the reward improves, line 24 of Algorithm 1
-decreases it.  The paper's text agrees with eq. 4, the default.  R_t is the mean reward of step t, W the window in steps.
+The OPPO paper's rules disagree in sign: eq. 4 (the default, as in the paper's text) increases delta while the reward improves,
+line 24 of Algorithm 1 decreases it. R_t: mean reward of step t; W: window in steps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DeltaController(ABC):
         return {"rule": self._config.rule, "value": self.value, **self._memory()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`, within the current bounds.  Raises CheckpointError if it was saved under another rule."""
+        """Continue from `state`, within the current bounds. Raises CheckpointError if the rule differs."""
         if state["rule"] != self._config.rule:
             raise CheckpointError(
                 f"the checkpoint's delta was controlled by rule '{state['rule']}', the configuration says "
@@ -52,7 +52,6 @@ class DeltaController(ABC):
         """Return the new delta and the reason."""
 
     def _memory(self) -> dict[str, Any]:
-        """The rule's state besides delta."""
         return {}
 
     @abstractmethod
@@ -66,8 +65,6 @@ class DeltaController(ABC):
 
 
 class RewardDelta(DeltaController):
-    """Delta from the trend of the rewards."""
-
     def __init__(self, config: DeltaConfig):
         super().__init__(config)
         self._rewards: list[float] = []
@@ -97,7 +94,7 @@ class RewardDelta(DeltaController):
 
 
 class Eq4Delta(RewardDelta):
-    """Eq. 4 with the windowed means of Algorithm 1 (line 22)."""
+    """Eq. 4 with the windowed means of Algorithm 1, line 22."""
 
     def _decide(self) -> tuple[int, str]:
         window = self._config.window
@@ -109,7 +106,7 @@ class Eq4Delta(RewardDelta):
 
 
 class Algorithm1Delta(RewardDelta):
-    """Algorithm 1, lines 21-27: moves against the reward's trend by a quarter of delta, once every W steps."""
+    """Algorithm 1, lines 21-27: a quarter of delta against the reward's trend, every W steps."""
 
     def _decide(self) -> tuple[int, str]:
         window = self._config.window
@@ -125,7 +122,7 @@ class Algorithm1Delta(RewardDelta):
 
 
 class Eq4LiteralDelta(RewardDelta):
-    """Eq. 4 as printed; its mean of differences telescopes to s_t = (R_t - R_{t-w}) / w."""
+    """Eq. 4 as printed; its mean of differences telescopes to s_t = (R_t - R_{t-W}) / W."""
 
     def _decide(self) -> tuple[int, str]:
         window = self._config.window
@@ -149,7 +146,7 @@ RULE = Signature(("signals", "delta", "memory"), "number")
 
 
 class CustomDelta(DeltaController):
-    """Delta by a user's function (signals, delta, memory) -> the next delta (docs/extending.md)."""
+    """A user's function (signals, delta, memory) -> next delta (docs/extending.md)."""
 
     def __init__(self, config: DeltaConfig):
         super().__init__(config)
@@ -180,14 +177,14 @@ class CustomDelta(DeltaController):
 
 @dataclass(frozen=True)
 class Ceiling:
-    """A growth beyond `delta` was reverted because of `signal`; `level` is its worst value over a window at the current delta."""
+    """A growth beyond `delta` was reverted because of `signal`; `level`: its worst window mean at the current delta."""
 
     delta: int
     signal: str
     level: float | None = None
 
     def after(self, now: float, band: float) -> Ceiling | None:
-        """Return the ceiling after a window with signal `now`; None once it is better than the worst one by more than `band`."""
+        """Return the ceiling after a window with signal `now`; None once `now` is better than `level` by more than `band`."""
         if self.level is None:
             return replace(self, level=now)
         if self.signal == "length_gap":
@@ -212,8 +209,7 @@ BOUNDS = Bounds()
 class MeasuredDelta(DeltaController):
     """Delta from the measured benefit (less tail waste) and cost (stale tokens, shorter responses) of overcommitment.
 
-    The laws of docs/algorithm.md, "Delta from measured signals".  A growth that survives its first W steps is permanent if the
-    signals are functions of delta, and a reverted one lowers the ceiling of law 3 for good: so delta converges (law 5).
+    Laws: docs/algorithm.md, "Delta from measured signals". If the signals are functions of delta, delta converges (law 5).
     """
 
     def __init__(self, config: DeltaConfig, bounds: Bounds = BOUNDS):
@@ -290,13 +286,13 @@ class MeasuredDelta(DeltaController):
         return self._ceiling
 
     def _moved(self, new: int, *, grown: bool) -> None:
-        """Delta becomes `new`; measurements at another delta do not count for it."""
+        """Discard the ceiling's level, measured at the old delta, if delta changes."""
         self._grown = grown and new != self.value
         if new != self.value and self._ceiling is not None:
             self._ceiling = replace(self._ceiling, level=None)
 
     def _mean(self, signal: str) -> float:
-        """Exact mean: for equal steps it is their value, so rounding cannot break law 5."""
+        """Exact mean, so that rounding cannot break law 5."""
         return float(mean(getattr(step, signal) for step in self._steps))
 
     def _memory(self) -> dict[str, Any]:
@@ -315,13 +311,13 @@ class MeasuredDelta(DeltaController):
 
 
 def change(newer: float, older: float, rewards: Sequence[float]) -> float:
-    """Return newer - older, or 0 within `TIE` of the largest of the `rewards`: a rounding error must not move delta."""
+    """Return newer - older, or 0 within `TIE` of the largest of `rewards`: rounding must not move delta."""
     difference = newer - older
     return difference if abs(difference) > TIE * max(map(abs, rewards)) else 0.0
 
 
 def compare_windows(rewards: Sequence[float], window: int) -> tuple[float, str]:
-    """Algorithm 1, line 22: mean of the last `window` rewards minus mean of the `window` before, and both as text."""
+    """Algorithm 1, line 22: mean of the last `window` rewards minus that of the window before, with its text."""
     # fsum rounds once: the order of equal rewards cannot make a flat curve look like a slope
     last = math.fsum(rewards[-window:]) / window
     before = math.fsum(rewards[-2 * window : -window]) / window

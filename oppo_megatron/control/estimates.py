@@ -1,6 +1,6 @@
-"""Held-out metrics: means with standard errors, and early stopping.
+"""Held-out metrics with standard errors, and early stopping.
 
-Responses to a prompt are not independent, so a prompt counts once, with the mean over its responses.
+Responses to a prompt are not independent, so a prompt counts once, with their mean.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Figures = dict[str, tuple[float, float | None]]
 
 @dataclass(frozen=True)
 class Estimate:
-    """`error` is the standard error of `mean` over `n` prompts; None for a single prompt."""
+    """`error`: standard error of `mean` over `n` prompts; None for one prompt."""
 
     mean: float
     error: float | None
@@ -32,7 +32,7 @@ def estimate(by_prompt: Mapping[int, Sequence[float]]) -> Estimate:
 
 
 def paired_difference(before: Mapping[int, Sequence[float]], after: Mapping[int, Sequence[float]]) -> Estimate:
-    """Estimate `after` - `before` on the same prompts; their difficulty cancels out."""
+    """Estimate `after` - `before` on the same prompts, so that their difficulty cancels out."""
     assert before.keys() == after.keys(), "both have answered the same prompts"
     return _of([fmean(after[prompt]) - fmean(before[prompt]) for prompt in before])
 
@@ -43,7 +43,7 @@ def _of(means: Sequence[float]) -> Estimate:
 
 
 def moments_of(table: Sequence[Sequence[float]], width: int) -> list[float]:
-    """Row count, and of each of `width` columns the sums of values, of products with the first column, and of squares."""
+    """Row count, then for each of `width` columns the sums of values, of products with the first column, and of squares."""
     sums, by_weight, squares = [0.0] * width, [0.0] * width, [0.0] * width
     for row in table:
         for column, value in enumerate(row):
@@ -54,9 +54,9 @@ def moments_of(table: Sequence[Sequence[float]], width: int) -> list[float]:
 
 
 def ratios(moments: Sequence[float], width: int) -> list[tuple[float, float | None]]:
-    """For each column after the first: its mean per unit of the first (the row's weight), and the mean's standard error.
+    """For each column after the first: mean per unit of the first (the row's weight), and its standard error.
 
-    Of sums v and weights w over n rows with m = sum v / sum w the error is sqrt(n / (n - 1) * sum (v - m w)^2) / sum w.
+    For v and weights w over n rows, with m = sum v / sum w: sqrt(n / (n - 1) * sum (v - m w)^2) / sum w.
     """
     n, parts = moments[0], [moments[1 + k * width : 1 + (k + 1) * width] for k in range(3)]
     sums, by_weight, squares = parts
@@ -74,7 +74,7 @@ class Best(NamedTuple):
 
 
 class EarlyStop:
-    """`due` once `patience` values in a row were no better than the best.  NaN is not better."""
+    """`due` after `patience` values in a row no better than the best; NaN is never better."""
 
     def __init__(self, config: EarlyStopConfig):
         self.config = config

@@ -1,4 +1,4 @@
-"""Rules for a step's numbers, the same on every rank.  A non-finite figure takes precedence over all limits."""
+"""Rules for a step's figures, the same on every rank. Non-finite figures take precedence over limits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Breach:
-    """A rule that a figure breaks.  `limit` is None if the figure is not finite; `detail`, if any, is then the whole message."""
+    """A figure that breaks a rule. `limit` is None if it is not finite; a non-empty `detail` is then the whole message."""
 
     rule: str
     figure: str
@@ -60,7 +60,7 @@ class Breach:
         return self.detail or f"{self.reason}: {REMEDIES[self.rule]}"
 
     def encode(self) -> list[float]:
-        """Return `CODE_SIZE` numbers, from which `decode` makes the breach without `detail`."""
+        """Return `CODE_SIZE` numbers for `decode`, without `detail`."""
         limit = math.nan if self.limit is None else self.limit
         return [1 + RULES.index(self.rule), FIGURES.index(self.figure), self.value, limit]
 
@@ -69,7 +69,7 @@ NO_BREACH = [0.0] * CODE_SIZE
 
 
 def decode(code: Sequence[float]) -> Breach | None:
-    """Decode the result of `Breach.encode`; None for `NO_BREACH`."""
+    """Reverse `Breach.encode`; None for `NO_BREACH`."""
     rule, figure, value, limit = code
     if not rule:
         return None

@@ -1,4 +1,4 @@
-"""Signals for controlling delta, from chunks and responses, never seconds: they are the same on every rank."""
+"""Signals for controlling delta, from chunks and responses, never seconds, so that ranks agree."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from oppo_megatron.records import Rollout
 
 
 class Occupancy:
-    """How full the decode batch was in the rollout phase of a step.
+    """How full the decode batch was in a step's rollout phase.
 
-    A row of n tokens ran in the n decode steps up to its finish clock, or to the chunk's clock if it has not ended.
+    A row of n tokens ran in the n decode steps up to its finish clock, or the chunk's clock if unfinished.
     """
 
     def __init__(self, clock: int):
@@ -23,7 +23,7 @@ class Occupancy:
         self.num_steps = self._num_tokens = self._width = 0
 
     def record(self, chunk: Chunk, since: int | None = None) -> None:
-        """Add the phase's next chunk; `since`: when it began, if the clock passed by while nothing was decoded."""
+        """Add the phase's next chunk; `since`: its start, if the clock advanced while nothing was decoded."""
         rows = chunk.rows
         ends = np.where(rows.finish_clocks == GOES_ON, chunk.clock, rows.finish_clocks)
         self.num_steps += chunk.clock - (self._clock if since is None else since)
@@ -43,7 +43,7 @@ class Occupancy:
 
     @property
     def tail_waste(self) -> float:
-        """1 - tokens / (decode steps x the most sequences that ran at once); 0 if nothing was decoded."""
+        """1 - tokens / (decode steps x most sequences running at once); 0 if nothing was decoded."""
         return 1 - self._num_tokens / (self.num_steps * self._width) if self._num_tokens else 0.0
 
 
@@ -57,9 +57,9 @@ def _most_running(counts: Ints, ends: Ints) -> int:
 
 
 def length_gap(trained: Sequence[Rollout], carried: Sequence[Rollout]) -> float:
-    """Share by which the trained responses are shorter than all that were submitted, on average; below 0: longer.
+    """Share by which trained responses are shorter on average than all submitted ones; below 0: longer.
 
-    A carried response counts with its tokens so far, so this is a lower bound.
+    Carried responses count with their tokens so far, so this is a lower bound.
     """
     lengths: list[int] = columns_of(trained).response_tokens.tolist()
     submitted: list[int] = lengths + columns_of(carried).response_tokens.tolist()
@@ -67,7 +67,7 @@ def length_gap(trained: Sequence[Rollout], carried: Sequence[Rollout]) -> float:
 
 
 def group_length_gap(trained: Sequence[Rollout], group_size: int) -> float | None:
-    """Mean share by which a prompt's responses are shorter than its longest; None without groups."""
+    """Mean share by which responses are shorter than their prompt's longest; None without groups."""
     if group_size == 1:
         return None
     lengths_GN = columns_of(trained).response_tokens.reshape(-1, group_size)

@@ -1,3 +1,1 @@
-"""Prompts, completions, preference pairs and tokenizers: everything between a user's files and token ids.  No torch
-here.
-"""
+"""Prompts, completions, preference pairs and tokenizers: from a user's files to token ids.  No torch here."""

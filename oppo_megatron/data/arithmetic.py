@@ -52,7 +52,6 @@ class Problem:
 
     @property
     def totals(self) -> list[int]:
-        """The first term and every partial result."""
         return list(accumulate(self.terms))
 
     @property
@@ -70,12 +69,12 @@ def _worked(totals: list[int], terms: tuple[int, ...], answer: int) -> str:
 
 
 def is_heldout(prompt: str) -> bool:
-    """True if a prompt belongs to the held-out split; its hash decides, so no seed can mix the splits."""
+    """True if a prompt's hash puts it in the held-out split, so no seed can mix the splits."""
     return hashlib.sha256(prompt.encode()).digest()[0] < HELDOUT_BYTES
 
 
 def problems(seed: int, split: Literal["train", "heldout"], shape: Shape = Shape()) -> Iterator[Problem]:
-    """An endless stream of problems of one split, equal for equal arguments."""
+    """Yield problems of one split without end, the same for the same arguments."""
     rng = random.Random(f"arithmetic {split} {seed}")  # noqa: S311  (to be drawn again, not to be secret)
     while True:
         pareto = shape.scale * (1.0 - rng.random()) ** (-1.0 / shape.tail)
@@ -114,12 +113,12 @@ def wrong_solution(problem: Problem, rng: random.Random) -> str:
 
 
 def misreported_solution(problem: Problem, rng: random.Random) -> str:
-    """Right work, with the result before the last as the answer."""
+    """Correct steps, but the second to last result is given as the answer."""
     return _worked(problem.totals, problem.terms, problem.totals[-2])
 
 
 def slipped_solution(problem: Problem, rng: random.Random) -> str:
-    """One partial result is off by 1, 2 or 10, and the rest is worked from it; as long as the solution."""
+    """A solution with one partial result off by 1, 2 or 10, and the later ones computed from it."""
     totals = problem.totals
     slips = [
         (step, error)
@@ -133,7 +132,7 @@ def slipped_solution(problem: Problem, rng: random.Random) -> str:
 
 
 def labelled_steps(problem: Problem, rng: random.Random, wrong: float = 0.6) -> tuple[list[str], list[bool]]:
-    """Lines of a solution, wrong in a share `wrong` of the problems, and whether all is right up to each."""
+    """Lines of a solution (wrong with probability `wrong`), and for each whether everything up to it is right."""
     text = wrong_solution(problem, rng) if rng.random() < wrong else problem.solution
     steps, right = text.split("\n"), problem.solution.split("\n")
     same = [step == expected for step, expected in zip(steps, right, strict=False)]
@@ -157,10 +156,10 @@ def write_dataset(
     flaw: Callable[[Problem, random.Random], str] = slipped_solution,
     shape: Shape = Shape(),
 ) -> dict[str, Path]:
-    """Write sft.jsonl, pairs.jsonl, prompts.jsonl and heldout.jsonl, and return their paths by name.
+    """Write sft.jsonl, pairs.jsonl, prompts.jsonl and heldout.jsonl; return their paths by name.
 
-    `imperfect`: the fraction of SFT completions that `flaw` writes, so that RL has something to learn.  Held-out prompts are
-    distinct and in no other file.
+    `imperfect`: fraction of SFT completions that `flaw` writes, so that RL has something to learn.  Held-out prompts are distinct
+    and in no other file.
     """
     rng = random.Random(f"arithmetic answers {seed}")  # noqa: S311  (to be drawn again, not to be secret)
     train = problems(seed, "train", shape)
@@ -190,7 +189,7 @@ def write_dataset(
 
 
 def write_steps(path: Path, seed: int, count: int, shape: Shape = Shape()) -> Path:
-    """Write `count` solutions in steps with labels, of the train split, and return the path."""
+    """Write `count` labelled step-by-step solutions of the train split; return the path."""
     rng = random.Random(f"arithmetic steps {seed}")  # noqa: S311  (to be drawn again, not to be secret)
 
     def row(problem: Problem) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Renders messages by a chat template, in a process of its own under limits of time and memory."""
+"""Renders messages by a chat template in a separate process with time and memory limits."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from oppo_megatron.nesting import check_template, read_json
 
 PROCESS = "oppo_megatron.data.template_process"
 RENDER_S = 5
-"""Processor time of one rendering; published templates take milliseconds."""
+"""Processor time per rendering; published templates take milliseconds."""
 LONGEST_S = 120.0
 """Longest wait for an answer."""
 RESERVED = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"})
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message's reasoning; templates read the first, gpt-oss's the second."""
+"""Keys of a message's reasoning; templates read the first, gpt-oss's template the second."""
 NOTHING = ("null", "None", "undefined")
-"""Words that a template writes for a missing content."""
+"""Words that a template may write for missing content."""
 PROBE = "a message of plain text"
 SHOWN_CHARACTERS = 500
 
@@ -39,7 +39,7 @@ class NoChatTemplateError(ConfigError):
 class ChatTemplate:
     """The chat template of the tokenizer at `config.path`, with the configured variables and date.
 
-    `choose` returns the template for messages with or without tools, or None.  `symbols`: texts of special tokens (`bos_token`).
+    `choose` returns the template for messages with or without tools, or None.  `symbols`: texts of special tokens.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class ChatTemplate:
 
 
 def require_syntax(template: str) -> None:
-    """Raise ConfigError for a syntax error; the renderer decides which filters and tags exist."""
+    """Raise ConfigError for a syntax error.  The renderer decides which filters and tags exist."""
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -161,14 +161,14 @@ def _variants(messages: Sequence[Mapping[str, Any]], in_parts: bool) -> Iterator
 
 
 def called_functions(calls: Any) -> list[str]:
-    """Names of the functions that a message's `tool_calls` or `function_call` calls."""
+    """Names of the functions in a message's `tool_calls` or `function_call`."""
     listed = calls if isinstance(calls, list) else [calls]
     functions = [call.get("function", call) for call in listed if isinstance(call, Mapping)]
     return [str(function.get("name", "")) for function in functions if isinstance(function, Mapping)]
 
 
 def _prepared(message: Mapping[str, Any], in_parts: bool, as_object: bool, empty: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without null keys, with its reasoning under all keys; `empty`: the content of calls without text."""
+    """Drop null keys and copy the reasoning to all its keys; `empty`: content of calls without text."""
     made = {name: value for name, value in message.items() if value is not None}
     if (reasoning := next((made[name] for name in REASONING if name in made), None)) is not None:
         made = {"thinking": reasoning, **made, "reasoning_content": reasoning}
@@ -199,7 +199,7 @@ def _with_arguments(call: Any, as_object: bool) -> Any:
 
 
 class _TemplateProcess:
-    """A process that starts with the first request and serves any thread; a failed one is started again."""
+    """A process that starts with the first request, serves any thread and is restarted after a failure."""
 
     def __init__(self, render_s: int) -> None:
         self._lock, self._render_s = threading.Lock(), render_s

@@ -1,4 +1,4 @@
-"""The columns of a data set: which of them plays a part (`KNOWN_NAMES`, in that order), and the form of their values."""
+"""The columns of a data set: the part each plays (`KNOWN_NAMES`, in that order) and the form of its values."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Message = dict[str, Any]
 
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
          "model": "assistant", "bot": "assistant", "function_response": "tool", "observation": "tool"}  # fmt: skip
-"""Speakers of ShareGPT's files, and the roles of chat templates."""
+"""Speakers in ShareGPT files, and their roles in chat templates."""
 SAMPLED = 2000
 LISTED = ("label", "completions", "labels")
 """The parts that are not text."""
 NEVER_ASKED = {"role", "from", "system_prompt", "message_id", "version"}
-"""Columns of published data whose names resemble a part's but are not suggested."""
+"""Columns of published data that resemble a part's name but are never suggested."""
 
 
 def is_filled(value: Any) -> bool:
-    """True if a column has something in it: files with a schema have all columns in every row."""
+    """True if a column holds something: files with a schema have all columns in every row."""
     return value is not None and value != [] and not (isinstance(value, str) and not value.strip())
 
 
@@ -34,7 +34,7 @@ def role_of(message: Message) -> Any:
 
 
 def form_of(value: Any) -> str:
-    """`sharegpt` or `messages` for such a list or a single message, by the keys of the first one; else `columns`."""
+    """`sharegpt` or `messages` for a message or a list of them, by the keys of the first; else `columns`."""
     messages = value if isinstance(value, list) and value else [value]
     if not all(isinstance(message, dict) for message in messages) or messages[0].keys().isdisjoint(("role", "from")):
         return "columns"
@@ -60,25 +60,25 @@ class Table:
         return [value for value in self.filled(column) if isinstance(value, list) and form_of(value) != "columns"]
 
     def share_answered(self, column: str) -> float:
-        """The share of the column's dialogues that end with an assistant's turn."""
+        """Share of the column's dialogues that end with an assistant's turn."""
         ends = [role_of(dialogue[-1]) for dialogue in self.dialogues(column)]
         return ends.count("assistant") / max(1, len(ends))
 
     def frequent(self, names: Sequence[str]) -> list[str]:
-        """The columns that are filled in at least half of the rows."""
+        """Columns filled in at least half of the rows."""
         return [name for name in names if 2 * len(self.filled(name)) >= len(self.sampled)]
 
     def first(self, names: Sequence[str]) -> str | None:
         return next((name for name in names if any(row.get(name) for row in self.rows)), None)
 
     def usable(self) -> list[str]:
-        """Columns, those within objects too, that have text or messages in the first row that is not empty."""
+        """Columns (or fields of objects) with text or messages in the first row that is not empty."""
         first = next((row.values for row in self.rows if row.values), {})
         values = {name: field_at(first, name) for name in field_names(first)}
         return [name for name, value in values.items() if isinstance(value, str) or (value and _are_messages(value))]
 
     def find(self, part: str, columns: PromptColumnsConfig, names: Sequence[str] | None = None) -> str | None:
-        """The column that plays `part`: the configured one, else the known name, or one of `names`, that is filled in most rows.
+        """The configured column for `part`, else the known name (or one of `names`) filled in most rows, or None.
 
         Raises DataError if the configured column is in no row.
         """
@@ -96,7 +96,7 @@ class Table:
         return best if counts[best] else None
 
     def require(self, part: str, columns: PromptColumnsConfig) -> str:
-        """As `find`; without a column, a DataError names those that are there and the setting to use."""
+        """As `find`, but raises DataError, naming the columns and the setting to use, if there is none."""
         found = self.find(part, columns)
         if found is not None:
             return found
@@ -122,7 +122,7 @@ class Table:
         raise DataError(f"{self.file} has no column for the {part} (looked for {names}); {there_are}")
 
     def _two_answers(self) -> tuple[str, str] | None:
-        """Two columns of text or messages whose names differ in their last character (`response_0`, `response_1`)."""
+        """Two columns whose names differ only in the last character (`response_0`, `response_1`)."""
         names = self.usable()
         return next(((a, b) for a in names for b in names if a < b and a[:-1] == b[:-1]), None)
 

@@ -1,4 +1,4 @@
-"""Renders the messages of rows by the chat template, and notes the parts that the template leaves out."""
+"""Renders the messages of rows by the chat template, and notes what the template leaves out."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from oppo_megatron.errors import DataError
 from oppo_megatron.nesting import read_json
 
 FOR_TEMPLATES = ("tools", "documents")
-"""Columns made for chat templates; a note says if the template does not read them."""
+"""Columns made for chat templates; a note reports any that the template does not read."""
 ARGUMENTS = "chat_template_kwargs"
 """TRL's column of template arguments per row."""
 LEARNED = {"content", "tool_calls", "function_call", *REASONING}
-"""Keys of an answer's message that are to be learned."""
+"""Keys of an answer's message that are learned."""
 THOUGHTS = "; by tokenizer.template_arguments prompts are for answers with reasoning (enable_thinking: true) or without (false)"
 SHOWN = 40
 
 
 class TemplateMismatch(DataError):
-    """The row is valid, but this chat template cannot render it as prompt and answer."""
+    """A valid row that this chat template cannot render as prompt and answer."""
 
 
 class Conversations:
-    """Renders the rows of a data set.  `used`: columns that are prompt or answer; the template may read the others."""
+    """Renders the rows of a data set.  `used`: columns of prompt and answer, hidden from the template."""
 
     def __init__(self, chat: ChatTemplate, used: Collection[str | None], note: Callable[[str], None]):
         self._chat, self._used, self._note = chat, used, note
         self._noted: set[tuple[str, str]] = set()
 
     def texts(self, row: Row, prompt: Value, answers: Sequence[Value]) -> tuple[str, list[str]]:
-        """Prompt and answers as text; those that are text already stay as they are.
+        """Return prompt and answers as text.
 
-        Raises DataError, as TemplateMismatch if the template would hide a part of an answer.
+        Raises DataError (TemplateMismatch if the template would hide part of an answer).
         """
         if isinstance(prompt, str):
             return prompt, [answer for answer in answers if isinstance(answer, str)]
@@ -56,7 +56,7 @@ class Conversations:
         return head, tails
 
     def variables(self, values: Mapping[str, Any], file: str) -> dict[str, Any]:
-        """The columns of a row that the template reads, and the row's own template arguments."""
+        """Columns of a row that the template reads, and the row's own template arguments."""
         columns = {name: value for name, value in values.items() if value is not None and name not in self._used}
         own = _read_json(columns.pop(ARGUMENTS, None) or {}, ARGUMENTS, dict)
         for name in FOR_TEMPLATES:
@@ -103,7 +103,7 @@ def _read_json(value: Any, name: str, kind: type) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove null keys: in Parquet each object of a column has the keys of all."""
+    """Remove null keys: in Parquet every object of a column has the same keys."""
     if isinstance(value, Mapping):
         return {name: _without_nulls(item) for name, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -114,7 +114,7 @@ def _squeezed(text: str) -> str:
 
 
 def _lost(message: Message, squeezed: str, start: int = 0) -> Iterator[str]:
-    """Keys of a message that the rendered text does not show.  Text that ends before `start` is not the message's."""
+    """Yield keys of a message that the rendered text does not show.  Text that ends before `start` is ignored."""
 
     def shows(text: str) -> bool:
         forms = (_squeezed(text), _squeezed(json.dumps(text)[1:-1]))

@@ -30,20 +30,20 @@ from oppo_megatron.data.values import (
 from oppo_megatron.errors import DataError
 
 Answered = tuple[Value, Sequence[Value]]
-"""A prompt and its answers."""
 PARTS = {
     "prompt": ("prompt",),
     "completion": ("prompt", "completion"),
     "pair": ("prompt", "chosen", "rejected"),
     "steps": ("prompt", "completion"),
 }
-"""The texts of an example, by what is wanted."""
+"""Texts of an example for each kind of training."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One row as text.  `answers` is empty, (completion,) or (chosen, rejected); `fields` are the other columns; `chat`: the
-    prompt is written by the chat template.
+    """One row as text.
+
+    `answers`: empty, (completion,) or (chosen, rejected).  `fields`: the other columns.  `chat`: the chat template rendered it.
     """
 
     row: Row
@@ -54,14 +54,14 @@ class Example:
 
 
 def read_prompts(config: RowsConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[Example]:
-    """Prompts without answers.  A trailing assistant turn of a message list is not part of the prompt."""
+    """Read prompts without answers; a trailing assistant turn is not part of the prompt."""
     rows = read_rows(config, problems, ["prompt"])
     layout = recognise(config, rows, "prompt")
     return _render(rows, lambda row: [(_prompt(row, layout), ())], layout, "prompt", config, tokenizer, problems)
 
 
 def read_completions(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[Example]:
-    """Prompts with one completion: its column, or assistant turns of a dialogue, as `config.turns` says."""
+    """Read prompts with one completion: its column, or the assistant turns that `config.turns` selects."""
     return _completions(read_rows(config, problems, ["prompt", "completion"]), config, tokenizer, problems)
 
 
@@ -74,7 +74,7 @@ def read_pairs(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) 
 
 
 def read_marked(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[tuple[Example, bool]]:
-    """Prompts with one completion, and its label (True: wanted); a pair gives two of them."""
+    """Read prompts with one completion and its label (True: wanted); a pair gives two examples."""
     rows = read_rows(config, problems, ["prompt", "completion"])
     table = Table(rows)
     if table.find("label", config.columns) is None and table.find("chosen", config.columns) is not None:
@@ -97,7 +97,7 @@ def read_marked(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems)
 def is_unequal(
     example: Example, answers: Sequence[str | list[int]], config: DataConfig, problems: RowProblems, when: str = ""
 ) -> bool:
-    """True if a pair's answers, or their tokens, differ; else the pair is refused, for a reason with `when`."""
+    """True if a pair's answers (texts or tokens) differ; else the pair is refused.  `when` extends the reason."""
     if answers[0] != answers[1]:
         return True
     reason = f"chosen and rejected are the same{when}: such a pair prefers nothing"
@@ -108,7 +108,7 @@ def is_unequal(
 def read_steps(
     config: DataConfig, tokenizer: Tokenizer, problems: RowProblems, separator: str
 ) -> list[tuple[Example, list[float | None]]]:
-    """Prompts with one answer, its steps joined by the separator, and the steps' labels (None: not labelled)."""
+    """Read prompts with one answer (steps joined by the separator) and the steps' labels (None: not labelled)."""
     rows = read_rows(config, problems, ["prompt", "completion"])
     steps, labels = (Table(rows).require(part, config.columns) for part in ("completions", "labels"))
     layout = recognise(config, rows, "steps", [steps, labels])
@@ -160,7 +160,7 @@ def _pairs(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer, proble
 
 
 def _prompt(row: Row, layout: Layout) -> Value:
-    """The prompt: text with its addition, or messages without a final answer."""
+    """Text with its addition, or messages without a final answer."""
     if layout.prompt is None:
         return _parted(row, layout)[0]
     value = _said(row, layout, layout.prompt)
@@ -174,7 +174,7 @@ def _parted(row: Row, layout: Layout) -> tuple[Value, Value, Value]:
 
 
 def _said(row: Row, layout: Layout, column: str) -> Value:
-    """The text of a column, with the prompt's addition, or all of its messages, with the system's in front."""
+    """A column's text, with the prompt's addition, or its messages, with the system message in front."""
     value = read_value(row, column)
     if isinstance(value, str) and column == layout.prompt:
         added = row.get(layout.added)

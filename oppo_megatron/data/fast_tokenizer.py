@@ -1,6 +1,6 @@
 """Converts a sentencepiece model to files for `transformers.AutoTokenizer`, with the same ids and texts.
 
-Pieces keep a space as a space (sentencepiece writes U+2581), so that U+2581 in a text is not mistaken for one.
+A space in a piece stays a space (sentencepiece writes U+2581), so U+2581 in a text is not mistaken for one.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 from oppo_megatron.nesting import read_json
 
 SPACE_MARK = "\u2581"
-"""Sentencepiece's character for a space; text may hold the character itself."""
+"""Sentencepiece's character for a space; a text may contain it too."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
-"""Types of a piece (sentencepiece_model.proto)."""
+"""Piece types (sentencepiece_model.proto)."""
 
 UNIGRAM, BPE, CHAR = 1, 2, 4
-"""Types of a model."""
+"""Model types."""
 
 UNBOUNDED = int(1e30)
-"""`model_max_length` of a tokenizer that cuts nothing."""
+"""`model_max_length` of a tokenizer without a limit."""
 
 TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
 MADE_FROM = "made_from_sentencepiece"
-"""Key of the configuration: digests of the model and of what was made of it."""
+"""Configuration key for digests of the model and of the files made from it."""
 
 WITHOUT_CONTROLS = "{% set bos_token = '' %}{% set eos_token = '' %}"
-"""Put before a chat template, whose control symbols would be read as text."""
+"""Prefix of the chat template: its control symbols would be read as text."""
 
 CHECKED = (
     "", " ", "a", " a", "a ", "  a  b   ", "a\nb", "\n\n", "\t", "a\tb", "Hello, world!", "1+1=2 100 3.14", "x\r\ny",
@@ -38,7 +38,7 @@ CHECKED = (
     "aaaa aaaaa aaaaaaa", "\u200b", "A\u0000B", "Q: 12+3-4=?\nA: 11\n", "The quick brown fox jumps over the lazy dog.",
     "def f(x):\n    return x ** 2\n",
 )  # fmt: skip
-"""Texts on which the result must agree with sentencepiece."""
+"""Texts that must encode as in sentencepiece."""
 
 
 def fast_files(
@@ -46,8 +46,8 @@ def fast_files(
 ) -> dict[str, str] | None:
     """`tokenizer.json` and `tokenizer_config.json` of a serialized sentencepiece model, as texts.
 
-    None for a model that cannot be converted exactly (a word model, one that normalizes its input), or if the result does not
-    `encode` the checked texts as the model does.
+    None if the model cannot be converted exactly (a word model, one that normalizes its input) or a checked text encodes
+    differently.
     """
     from sentencepiece import sentencepiece_model_pb2
     from tokenizers import Tokenizer
@@ -68,7 +68,7 @@ def fast_files(
 
 
 def made_config(directory: Path, model: Path) -> dict[str, Any] | None:
-    """`tokenizer_config.json` with its chat template, if the directory has the unchanged output of `fast_files` for `model`."""
+    """`tokenizer_config.json` if the directory holds the unchanged output of `fast_files` for `model`, else None."""
     try:
         config = read_json((directory / CONFIG).read_text(encoding="utf-8"))
         if config[MADE_FROM] != _digests(model.read_bytes(), (directory / TOKENIZER).read_bytes()):
@@ -117,7 +117,7 @@ def _text(piece: Any) -> str:
 
 
 def _merges(proto: Any) -> list[tuple[str, str]]:
-    """Pairs in the order in which sentencepiece merges them: highest score first."""
+    """Pairs in sentencepiece's merge order: highest score first."""
     if proto.trainer_spec.model_type == CHAR:
         return []
     joined = {_text(piece): (-piece.score, i) for i, piece in enumerate(proto.pieces) if piece.type == NORMAL}

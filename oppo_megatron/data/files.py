@@ -1,6 +1,6 @@
 """The files that `data.path` names, and their rows, in any supported format.
 
-A file's first bytes decide its type; its name decides only whether other text is CSV.
+The first bytes decide a file's type; its name decides only whether other text is CSV.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ FOREIGN: dict[bytes, str] = {
 SPLIT = re.compile(r"(?:^|[^a-z])(train|test|validation|valid|val|dev|eval)(?:[^a-z]|$)")
 DELIMITERS = ",;\t"
 LONGEST_CELL = 1 << 27
-"""Characters; csv's default limit of 131072 is too short for some dialogues."""
+"""Characters; csv's default of 131072 is too short for some dialogues."""
 NOT_UTF8 = re.compile("[\udc80-\udcff]")
 """Bytes that are not UTF-8, as `surrogateescape` decodes them."""
 PYARROW = "pip install pyarrow"
 
 
 def data_files(path: Path, note: Callable[[str], None]) -> list[Path]:
-    """The files, or folder of `save_to_disk`, that `path` names: itself, what a pattern matches, or a folder's files.
+    """The files (or saved data sets) that `path` names: itself, the matches of a pattern, or a folder's files.
 
-    If their names show several splits, only the files of `train` are read, which is noted.
+    If the names show several splits, only `train` is read, with a note.
     """
     if not path.exists():
         return [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
@@ -94,7 +94,7 @@ def _bare_name(file: Path) -> str:
 
 
 def file_rows(path: Path) -> Iterator[Numbered]:
-    """Yield the rows of a file or a saved data set.  Raises DataError if there are none or it is damaged."""
+    """Yield the rows of a file or a saved data set.  Raises DataError if it is damaged or empty."""
     if path.is_dir():
         yield from _saved_rows(path)
         return
@@ -157,7 +157,7 @@ def _rows(stream: BinaryIO, path: Path, start: bytes, first: bytes, second: byte
 
 
 def _table_delimiter(first: bytes, name: str) -> str | None:
-    """The separator of columns if the file is a table, by its name or by known column names in its first line."""
+    """Column separator if the name, or known column names in the first line, show a table; else None."""
     header = first.decode("utf-8-sig", errors="replace")
     if header.lstrip().startswith(("{", "[")) or "\0" in header or not header:
         return None
@@ -193,7 +193,7 @@ def _csv_rows(stream: BinaryIO, delimiter: str, file: Path) -> Iterator[Numbered
 
 
 def _row_of_cells(header: list[str], cells: list[str], delimiter: str) -> dict[str, Any] | DataError:
-    """The row, or why it is refused.  A cell that is a JSON list of objects is read as messages."""
+    """The row, or why it is refused.  A cell with a JSON list of objects is read as messages."""
     if len(cells) != len(header):
         shown = "a tab" if delimiter == "\t" else repr(delimiter)
         return DataError(

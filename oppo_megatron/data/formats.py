@@ -1,8 +1,7 @@
-"""The layout of prompt and answers in the rows of a data set: detected from columns and the form of their values, or as set.
+"""The layout of prompt and answers in a data set, configured or detected from columns and their values.
 
-The prompt is the same for every command: found without regard to the answers that a command wants.  A column of messages is
-preferred to text, and dialogues in `chosen` and `rejected` are preferred to a prompt's text.  Rows that can be read in two ways
-are refused with both, and the setting that chooses.
+Every command finds the same prompt.  Messages are preferred to text, and dialogues in `chosen` and `rejected` to a prompt's text.
+Ambiguous rows are refused with both readings and the setting that chooses.
 """
 
 from __future__ import annotations
@@ -35,20 +34,19 @@ FORMATS = {
     "hh": Format("HH dialogues", "columns chosen and rejected that begin with `Human:` and hold `Assistant:`"),
 }
 SPOKEN = ("sharegpt", "messages")
-"""Forms of a dialogue that is not text."""
 ADDED = ("input", "context")
-"""Columns whose text is joined to Alpaca's instruction: its own, and Dolly's."""
+"""Columns joined to the instruction: Alpaca's and Dolly's."""
 SYSTEM = ("system", "system_prompt")
 NUM_NAMED = 8
-"""Most unread columns that are named; the others are counted."""
+"""Most unread columns that a note names; the others are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The columns of each part.
 
-    `prompt` None: the common beginning of the answers.  `added`: joined to the prompt's text.  `chat`: a prompt that is text is a
-    user's turn.  `completion` None: assistant's turns of the prompt's messages.  `unread`: columns that no part is read from.
+    `prompt` None: the answers' common beginning.  `added`: joined to the prompt's text.  `chat`: a text prompt is a user's turn.
+    `completion` None: assistant turns of the prompt's messages.  `unread`: columns not used.
     """
 
     format: str
@@ -86,9 +84,9 @@ class Layout:
 
 
 def recognise(config: RowsConfig, rows: Sequence[Row], wanted: Wanted, used: Sequence[str] = ()) -> Layout:
-    """Return the layout of the rows; `used`: columns that the caller reads by itself.
+    """Return the layout of the rows; `used`: columns that the caller reads itself.
 
-    Raises DataError if a part is in no column, the set format does not fit, or there are two readings.
+    Raises DataError if a part has no column, the configured format does not fit, or two readings are possible.
     """
     table = Table(rows)
     layout = _layout(config, table, wanted)
@@ -145,7 +143,7 @@ def _holds_prompt(config: RowsConfig, table: Table, chosen: str) -> bool:
 
 
 def _prompt_column(config: RowsConfig, table: Table, chosen: str | None, rejected: str | None) -> str | None:
-    """The column of the prompt; None if chosen and rejected hold it."""
+    """Return the column, or None if chosen and rejected hold the prompt."""
     if config.format == "hh":
         return None
     if config.columns.prompt is not None:
@@ -174,7 +172,7 @@ def _are_whole(table: Table, column: str) -> bool:
 
 
 def _completion_column(config: RowsConfig, table: Table, prompt: str, form: str, chosen: str | None) -> str | None:
-    """The column of the answers; None if they are turns of the prompt's messages."""
+    """Return the column, or None if the answers are turns of the prompt's messages."""
     if getattr(config.columns, "completion", None) is not None:
         return table.find("completion", config.columns)
     names = [name for name in [*table.frequent(KNOWN_NAMES["completion"]), chosen] if name is not None]
@@ -201,7 +199,7 @@ def _completion_column(config: RowsConfig, table: Table, prompt: str, form: str,
 def _only(
     part: str, names: Sequence[str], table: Table, form: Callable[[Any], Any] = lambda value: str(value).strip()
 ) -> str:
-    """Return the first of the columns.  Raises DataError if another one differs from it in some row."""
+    """Return the first column.  Raises DataError if another one differs from it in some row."""
     for other in names[1:]:
         for row in table.rows:
             one, two = row.get(names[0]), row.get(other)

@@ -19,11 +19,11 @@ BOM, GZIP = b"\xef\xbb\xbf", b"\x1f\x8b"
 SPACES = re.compile("[ \t\r\n\ufeff]*")
 
 Numbered = tuple[int, "dict[str, Any] | DataError"]
-"""The line, from 1, on which a row begins (in Parquet: the row), and the row, or the error that refuses it."""
+"""Line (from 1; in Parquet the row) at which a row begins, and the row or the error that refuses it."""
 
 
 def json_lines(stream: Iterable[bytes]) -> Iterator[Numbered]:
-    """Yield a row per line; blank lines at the end of the file are ignored."""
+    """Yield a row per line, ignoring blank lines at the end."""
     blank: list[int] = []
     for line, raw in enumerate(stream, start=1):
         if not raw.strip():
@@ -35,7 +35,7 @@ def json_lines(stream: Iterable[bytes]) -> Iterator[Numbered]:
 
 
 def spans_lines(first: bytes, second: bytes) -> bool:
-    """True if a file is an array or has objects over several lines, by its first two lines that are not blank."""
+    """True if the first two non-blank lines show an array, or objects over several lines."""
     first, second = first.removeprefix(BOM).strip(), second.strip()
     if first == b"[":
         return True
@@ -60,7 +60,7 @@ def _is_json(text: bytes, kind: type) -> bool:
 
 
 def json_values(text: str, file: str) -> Iterator[Numbered]:
-    """Yield the objects of an array, or consecutive objects.  Raises DataError if the rest cannot be read."""
+    """Yield the objects of an array, or consecutive objects.  Raises DataError at the first unreadable place."""
 
     def fault(place: int, reason: str) -> DataError:
         line = text.count("\n", 0, place) + 1
@@ -133,7 +133,7 @@ def _finite(text: str) -> float:
 
 
 def plain_row(row: dict[str, Any]) -> dict[str, Any] | DataError:
-    """Convert a row of a typed file to JSON's types; NaN becomes null.  Returns the error if that is impossible."""
+    """Convert a row of a typed file to JSON types (NaN becomes null), or return the error that refuses it."""
     try:
         check_value(row)
         row = {column: _plain(value, column) for column, value in row.items()}
@@ -173,7 +173,7 @@ def _plain(value: Any, column: str) -> Any:
 
 
 def check_texts(row: dict[str, Any]) -> None:
-    """Raise DataError for a column with NUL or half of a surrogate pair, which tokenizers do not accept."""
+    """Raise DataError for NUL or half a surrogate pair, which tokenizers do not accept."""
     for column, value in row.items():
         left = [column, value]
         while left:  # without recursion: nested values may be deep

@@ -1,7 +1,7 @@
-"""Lengths of recorded requests, from CSV, for `debug.forced_lengths`: benchmarks whose responses end as real ones do.
+"""Recorded response lengths (CSV) for `debug.forced_lengths`, so that benchmarks have realistic lengths.
 
-A file has one row per request, with a column of tokens (`GeneratedTokens`, as in Azure's LLM inference traces); or it is a
-histogram with the columns `kind`, `tokens` and `requests`.
+One row per request with a token column (`GeneratedTokens`, as in Azure's LLM inference traces), or a histogram with the columns
+`kind`, `tokens` and `requests`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WHOLE_NUMBER = re.compile(r"[0-9]{1,15}")
 
 @dataclass(frozen=True)
 class LengthTrace:
-    """Lengths in tokens, ascending, and the number of requests that had at most each of them."""
+    """Lengths in tokens, ascending, and the cumulative number of requests."""
 
     tokens: tuple[int, ...]
     requests: tuple[int, ...]
@@ -40,19 +40,19 @@ class LengthTrace:
         return cls(tuple(lengths), tuple(accumulate(counts[length] for length in lengths)))
 
     def quantile(self, u: float) -> int:
-        """The smallest length that a share of at least `u` does not exceed."""
+        """Smallest length that at least a share `u` of requests does not exceed."""
         return self.tokens[bisect_left(self.requests, u * self.requests[-1])]
 
     @property
     def percentile_99(self) -> int:
-        """`quantile(0.99)` in whole numbers, so that rounding decides nothing."""
+        """`quantile(0.99)` in exact integer arithmetic."""
         return self.tokens[bisect_left(self.requests, -(-99 * self.requests[-1] // 100))]
 
 
 def forced_quantile(forced: ForcedLengths | None, max_response_tokens: int) -> Callable[[float], float] | None:
-    """Quantile function of the lengths that `debug.forced_lengths` asks for; None without a trace.  Raises DataError.
+    """Quantile function of `debug.forced_lengths`, or None without a trace.  Raises DataError.
 
-    With `scale: auto` the trace's 99th percentile becomes `rollout.max_response_tokens`.
+    `scale: auto` maps the trace's 99th percentile to `rollout.max_response_tokens`.
     """
     if forced is None or forced.trace is None:
         return None
@@ -67,7 +67,7 @@ def forced_quantile(forced: ForcedLengths | None, max_response_tokens: int) -> C
 
 
 def trace_problems(forced: ForcedLengths | None, max_response_tokens: int) -> list[str]:
-    """The faults of the trace, except that it is missing (a cross-check reports that)."""
+    """Faults of the trace, except a missing file (a cross-check reports that)."""
     if forced is None or forced.trace is None or not forced.trace.exists():
         return []
     try:
@@ -78,7 +78,7 @@ def trace_problems(forced: ForcedLengths | None, max_response_tokens: int) -> li
 
 
 def read_length_trace(path: Path, column: str | None = None) -> LengthTrace:
-    """Read a distribution; `column`: the column of tokens, or the kind of a histogram.  Raises DataError with file and line."""
+    """Read a distribution; `column`: token column, or kind in a histogram.  Raises DataError with file and line."""
     lines = _lines(path)
     line, names = next(lines, (1, []))
     header = [name.strip() for name in names]

@@ -1,4 +1,4 @@
-"""Tokens of prompts and answers, encoded as one text, and checks of stop texts against a tokenizer."""
+"""Tokens of prompts and answers, encoded as one text, and checks of stop texts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Encoder(Protocol):
 
 
 def encode_prompt(tokenizer: Encoder, text: str) -> list[int]:
-    """Token ids of a text that begins a sequence; one that begins with BOS, from a template, gets no second."""
+    """Token ids of a text that begins a sequence; BOS is not added if a template has written it."""
     ids = tokenizer.encode(text)
     if not (tokenizer.adds_bos and ids) or ids[0] == tokenizer.bos_id:
         return ids
@@ -30,10 +30,10 @@ def encode_prompt(tokenizer: Encoder, text: str) -> list[int]:
 
 
 def encode_answers(tokenizer: Encoder, prompt: str, answers: Sequence[str]) -> list[list[int]]:
-    """Token ids of a prompt and of each answer to it: prompt + answer are the tokens of the whole text.
+    """Token ids of a prompt and of each answer: prompt + answer are the tokens of the whole text.
 
-    Encoded alone, an answer may get a leading space (sentencepiece), or other tokens at the border.  Tokens at the prompt's end
-    that an answer changes belong to the answers, unless the prompt would lose all its tokens.
+    An answer encoded alone may get a leading space (sentencepiece) or other tokens at the border.  Prompt tokens that an answer
+    changes belong to the answers, unless the prompt would become empty.
     """
     alone = encode_prompt(tokenizer, prompt)
     wholes = [encode_prompt(tokenizer, prompt + answer) for answer in answers]
@@ -44,22 +44,20 @@ def encode_answers(tokenizer: Encoder, prompt: str, answers: Sequence[str]) -> l
 
 
 def end_of_prompt(tokenizer: Encoder, ids: Sequence[int], most: int) -> list[int]:
-    """The last `most` tokens of a longer prompt; a BOS at its beginning is kept."""
+    """The last `most` tokens of a longer prompt; a leading BOS is kept."""
     if ids[0] != tokenizer.bos_id or most < 2:
         return list(ids[-most:])
     return [ids[0], *ids[-(most - 1) :]]
 
 
 def hidden_ids(text: str, tokenizer: Encoder) -> list[int] | None:
-    """The special tokens in a text that no response can contain; None if one can."""
+    """Special tokens of a text that no response can contain, or None if one can."""
     ids = tokenizer.encode(f"{EITHER_SIDE}{text}{EITHER_SIDE}")
     return None if text in tokenizer.decode(ids) else [i for i in ids if not tokenizer.decode([i])]
 
 
 def require_stop_texts(texts: Sequence[str], tokenizer: Encoder, setting: str, ids_setting: str | None = None) -> None:
-    """Raise ConfigError for a text that no response can contain, because a special token has an id and no text.  `ids_setting`:
-    the setting that takes its id instead.
-    """
+    """Raise ConfigError for a text that no response can contain; `ids_setting` would take the special token's id instead."""
     problems = []
     for text in texts:
         if (special := hidden_ids(text, tokenizer)) is None:

@@ -1,4 +1,4 @@
-"""Tokenized prompts, and the endless, repeatable stream from which the rollout scheduler admits them."""
+"""Tokenized prompts, and the repeatable stream from which the rollout scheduler admits them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from oppo_megatron.errors import DataError, OppoError
 from oppo_megatron.records import Prompt
 
 Check = Callable[[Mapping[str, Any]], None]
-"""Raises an OppoError if a row's other columns cannot be used."""
+"""Raises an OppoError if a row's other columns are unusable."""
 MAX_SEED = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One usable row: `row` is its index in the data set, `place` is file:line; `chat`: by the chat template."""
+    """A usable row: `row` is its index in the data set, `place` is file:line; `chat`: rendered by the chat template."""
 
     row: int
     place: str
@@ -37,7 +37,7 @@ class PromptRow:
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """All usable prompts, responses per prompt in a pass, and counts of duplicate, truncated and refused rows."""
+    """All usable prompts, and counts of duplicate, truncated and refused rows."""
 
     rows: list[PromptRow]
     num_duplicates: int
@@ -50,11 +50,11 @@ class PromptSet:
 
     @property
     def rollouts_per_pass(self) -> int:
-        """Positions of the stream in one pass over the prompts."""
+        """Stream positions per pass over the prompts."""
         return len(self.rows) * self.responses_per_prompt
 
     def fingerprint(self) -> str:
-        """SHA-256 of all prompts and their rows' other columns, in order."""
+        """SHA-256 of all prompts and their other columns, in order."""
         digest = hashlib.sha256()
         for row in self.rows:
             fields = json.dumps(row.fields, sort_keys=True, default=str, ensure_ascii=False)
@@ -70,10 +70,9 @@ def load_prompts(
     check: Check | None = None,
     responses_per_prompt: int = 1,
 ) -> PromptSet:
-    """Read, render and tokenize every prompt.  A row that `check` refuses falls under `bad_rows`.
+    """Read, render and tokenize every prompt; `bad_rows` also applies to rows that `check` refuses.
 
-    A longer prompt than `max_prompt_tokens` that is truncated keeps its END.  Raises DataError with every refused row, or if none
-    is left.
+    Truncation to `max_prompt_tokens` keeps the END.  Raises DataError listing every refused row, or if no row is left.
     """
     problems, is_first = RowProblems(quarantine), not quarantine.first
     rows: list[PromptRow] = []
@@ -117,11 +116,10 @@ def _refused(example: Example, num_tokens: int, config: PromptDataConfig, proble
 
 
 class PromptStream(Iterator[Prompt]):
-    """Prompts in the order of training; `seq_id` is the position in the stream, counted over epochs, one per response.
+    """Prompts in training order; `seq_id` is the stream position, counted over epochs, one per response.
 
-    It ends after `epochs` passes (None: never) or `limit` prompts.  A resumed run begins at position `start`: the order depends
-    on (seed, epoch) only.  Positions `left_out` are skipped and do not count towards `limit`.  `planned` is its length without
-    them.
+    Ends after `epochs` passes (None: never) or `limit` prompts.  `start`: position of a resumed run; the order depends only on
+    (seed, epoch).  `left_out` positions are skipped and do not count towards `limit`.  `planned`: length without them.
     """
 
     def __init__(
@@ -169,8 +167,7 @@ class PromptStream(Iterator[Prompt]):
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool = True) -> list[int]:
     """A permutation of range(num_rows), or range(num_rows) itself.
 
-    Sorted by the raw words of Philox4x64, which are the same on every platform and numpy version, as the methods of
-    `numpy.random.Generator` may not be.
+    Sorts raw Philox4x64 words, which are the same on every platform and numpy version (unlike `numpy.random.Generator` methods).
     """
     if not shuffle:
         return list(range(num_rows))

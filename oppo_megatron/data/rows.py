@@ -1,6 +1,6 @@
 """Rows of a data set in any file format, each with its file and line.
 
-Refused rows are gathered into one `DataError` (policy `error`), or set aside with file, line and reason (`quarantine`).
+Policy `error` collects refused rows in one `DataError`; `quarantine` sets them aside with file, line and reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUM_SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: its position in the data set (refused rows counted, from 0), its place, and its columns."""
+    """One row: its index in the data set (from 0, refused rows counted), place and columns."""
 
     index: int
     file: str
@@ -32,7 +32,7 @@ class Row:
     values: dict[str, Any]
 
     def get(self, column: str | None) -> Any:
-        """The value in a column, or under a dotted name; None if the row has none."""
+        """The value of a column or dotted name, or None."""
         try:
             return None if column is None else field_at(self.values, column)
         except KeyError:
@@ -50,8 +50,8 @@ class Row:
 class Quarantine:
     """The outcome of reading data sets.
 
-    `entries`: rows that were set aside, each with `file`, `line` and `reason`.  `notes`: how a data set was understood.  `first`:
-    the first row as the model sees it, by part (prompt, completion).  `progress` is called with a line for every row.
+    `entries`: rows set aside (`file`, `line`, `reason`).  `notes`: how a data set was understood.  `first`: first row as the
+    model sees it, by part (prompt, completion).  `progress` is called with a line for every row.
     """
 
     entries: list[dict[str, Any]] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Quarantine:
 
 @dataclass(slots=True)
 class _Refused:
-    """A refused row, and `more` rows that share its reason, up to `last`."""
+    """A refused row, and `more` rows up to `last` with the same reason."""
 
     place: str
     reason: str
@@ -88,7 +88,7 @@ class _Refused:
 
 
 class RowProblems:
-    """The refused rows of one data set.  `configured`: a setting could set them aside."""
+    """Refused rows of one data set.  `configured`: a setting can set them aside."""
 
     def __init__(self, quarantine: Quarantine, configured: bool = True):
         self.quarantine = quarantine
@@ -109,9 +109,9 @@ class RowProblems:
         once: bool | str = False,
         sound: bool = False,
     ) -> None:
-        """Record one refused row; `setting` would set it aside.
+        """Record a refused row; `setting` would set it aside.
 
-        `once`: rows with the same reason, or with this text in common, are shown as one with their number.  `sound`: another chat
+        `once`: rows with the same reason, or with this common text, are shown once with their number.  `sound`: another chat
         template would render the row.
         """
         if policy == "quarantine":
@@ -130,9 +130,7 @@ class RowProblems:
             self._settings.append(setting)
 
     def raise_errors(self, *, any_left: bool = True) -> None:
-        """Raise one `DataError` for all rows refused under policy `error`, if any.  `any_left`: setting them aside would leave
-        rows.
-        """
+        """Raise one `DataError` for all rows refused under policy `error`.  `any_left`: setting them aside leaves rows."""
         if not self.num_errors:
             return
         rows = "1 row" if self.num_errors == 1 else f"{self.num_errors} rows"
@@ -149,10 +147,10 @@ class RowProblems:
 
 
 def read_rows(config: RowsConfig, problems: RowProblems, templates: Sequence[str] = ()) -> list[Row]:
-    """Read the rows of `config.path` in order, at most `config.max_rows` with refused ones; those go to `problems`.
+    """Read the rows of `config.path` in order, at most `config.max_rows` (refused ones included).
 
-    `templates`: the templates that the rows will need (`prompt`, `completion`).  Raises ConfigError for a wrong path or template,
-    DataError without any row.
+    `templates`: templates that the rows need (`prompt`, `completion`).  Refused rows go to `problems`.  Raises ConfigError for a
+    wrong path or template, DataError if there are no rows.
     """
     if wrong := check_data("data", config, templates):
         raise ConfigError(wrong)
@@ -175,7 +173,7 @@ def read_rows(config: RowsConfig, problems: RowProblems, templates: Sequence[str
 
 
 def require_some(usable: int, config: RowsConfig, problems: RowProblems) -> None:
-    """Raise the gathered errors, or a `DataError` if no row is left."""
+    """Raise the collected errors, or a `DataError` if no row is left."""
     problems.raise_errors(any_left=usable > 0)
     if usable:
         return

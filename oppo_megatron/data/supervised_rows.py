@@ -1,4 +1,4 @@
-"""Token rows for `oppo sft`, `rm` and `dpo`: reading, drawing the held-out ones, and the order of batches."""
+"""Token rows for `oppo sft`, `rm` and `dpo`: reading, the held-out split and the order of batches."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
 
 
 class Completion(NamedTuple):
-    """Token ids of one row; the completion ends with EOS unless it was cut."""
+    """Token ids of a row; the completion ends with EOS unless it was cut."""
 
     prompt: list[int]
     completion: list[int]
 
 
 class Pair(NamedTuple):
-    """Token ids of one preference; both answers end with EOS unless cut."""
+    """Token ids of a preference; both answers end with EOS unless cut."""
 
     prompt: list[int]
     chosen: list[int]
@@ -39,7 +39,7 @@ class Pair(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Token ids of an answer in steps.  `ends`: places of the last tokens of the labelled steps; `labels` from 0 to 1."""
+    """Token ids of an answer in steps.  `ends`: last token of each labelled step; `labels`: 0 to 1."""
 
     prompt: list[int]
     completion: list[int]
@@ -48,7 +48,7 @@ class Steps(NamedTuple):
 
 
 class Marked(NamedTuple):
-    """Token ids of a completion; `wanted` is [1] or [0], a list like every part of a row."""
+    """Token ids of a completion; `wanted` is [1] or [0], a list like every other part."""
 
     prompt: list[int]
     completion: list[int]
@@ -56,9 +56,9 @@ class Marked(NamedTuple):
 
 
 class RowLoader:
-    """Reads and tokenizes one data set, once, by one of its public methods, which raise DataError.
+    """Reads and tokenizes one data set, once, by one of its public methods.  They raise DataError.
 
-    `max_tokens` bounds prompt + longest answer, EOS counted; `config.long_rows` decides about longer rows.
+    `max_tokens` bounds prompt + longest answer, EOS included; `config.long_rows` decides about longer rows.
     """
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, max_tokens: int, quarantine: Quarantine):
@@ -67,21 +67,19 @@ class RowLoader:
         self._problems = RowProblems(quarantine)
 
     def completions(self) -> list[Completion]:
-        """Rows for SFT."""
         examples = read_completions(self._config, self._tokenizer, self._problems)
         rows = [Completion(*parts) for _, parts in self._tokenized(examples)]
         self._show_first(rows[0])
         return rows
 
     def pairs(self) -> list[Pair]:
-        """Rows for the reward model."""
         examples = read_pairs(self._config, self._tokenizer, self._problems)
         rows = [Pair(*parts) for _, parts in self._tokenized(examples)]
         self._show_first(rows[0])
         return rows
 
     def unequal_pairs(self) -> list[Pair]:
-        """Rows for DPO: pairs whose answers differ, because the margin of equal ones is always 0."""
+        """Rows for DPO: pairs whose answers differ, because equal ones always have margin 0."""
         config, problems, cut = self._config, self._problems, f" once they are cut to max_tokens={self._max_tokens}"
         pairs = read_pairs(config, self._tokenizer, problems)
         pairs = [pair for pair in pairs if is_unequal(pair, pair.answers, config, problems)]
@@ -92,7 +90,7 @@ class RowLoader:
         return rows
 
     def marked(self) -> list[Marked]:
-        """Rows for KTO: completions with a label, or pairs, which give two rows, the chosen answer wanted."""
+        """Rows for KTO: labelled completions, or two rows per pair (chosen is wanted)."""
         examples = read_marked(self._config, self._tokenizer, self._problems)
         wanted = {id(example): int(mark) for example, mark in examples}
         tokenized = self._tokenized([example for example, _ in examples])
@@ -114,7 +112,7 @@ class RowLoader:
         return rows
 
     def steps(self, separator: str) -> list[Steps]:
-        """Rows for a process reward model: steps joined by the separator and tokenized as one text, as a policy writes it."""
+        """Rows for a process reward model: steps joined and tokenized as one text, as a policy writes it."""
         tokenizer = self._tokenizer
         require_stop_texts([separator], tokenizer, "separator")
         step_ends = StepEnds(separator, tokenizer.decode)
@@ -177,7 +175,7 @@ class RowLoader:
         self._problems.report(example.row.file, example.row.line, reason, self._config.bad_rows, once=once)
 
     def _show_first(self, row: Completion | Pair, texts: Mapping[str, str] | None = None, **more: str) -> None:
-        """Record the first row as it is trained (perhaps cut): texts that are its very tokens, else the tokens decoded."""
+        """Record the first row as trained (perhaps cut): the original text if its tokens match, else the decoded tokens."""
         if not self._is_first:
             return
         texts, parts = texts or self._quarantine.first, row._asdict()
@@ -191,7 +189,6 @@ class RowLoader:
 
 
 def load_rows(config: SupervisedConfig, data: DataConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Any]:
-    """Return the rows of `data` for the configuration's training.  Raises DataError."""
     loader = RowLoader(data, tokenizer, config.max_tokens, quarantine)
     if isinstance(config, DPOConfig):
         return loader.unequal_pairs() if config.of_pairs else loader.marked()
@@ -201,7 +198,7 @@ def load_rows(config: SupervisedConfig, data: DataConfig, tokenizer: Tokenizer, 
 
 
 def _ended(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
-    """`tokens` with one EOS at the end, added if there is none; white space that a chat template writes after it is dropped."""
+    """End `tokens` with one EOS; white space that a chat template writes after it is dropped."""
     last = max((place for place, token in enumerate(tokens) if token in tokenizer.eos_ids), default=None)
     if last is not None and not tokenizer.decode(tokens[last + 1 :]).strip():
         return tokens[: last + 1]
@@ -209,14 +206,14 @@ def _ended(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def num_duplicates(rows: Sequence[Any]) -> int:
-    """Number of rows whose tokens an earlier row has too."""
+    """Number of rows whose tokens equal an earlier row's."""
     return len(rows) - len({tuple(tuple(part) for part in row) for row in rows})
 
 
 def read_heldout(
     evaluation: HeldoutConfig | None, seed: int, rows: list[RowT], read: Callable[[DataConfig], list[RowT]]
 ) -> tuple[list[RowT], list[RowT]]:
-    """(rows to train on, rows held out): a fraction of `rows`, or files of their own."""
+    """(training rows, held-out rows): a fraction of `rows`, or separate files."""
     if evaluation is None:
         return rows, []
     if evaluation.data is not None:
@@ -226,10 +223,10 @@ def read_heldout(
 
 
 def split_rows(rows: Sequence[RowT], fraction: float, seed: int) -> tuple[list[RowT], list[RowT]]:
-    """(rows to train on, rows held out), each in the order of `rows`.  Raises DataError if either is empty.
+    """(training rows, held-out rows), each in the order of `rows`.  Raises DataError if either is empty.
 
-    Rows of one prompt (their first part) stay together.  Prompts are drawn by a hash of prompt and seed until `fraction` of the
-    rows is reached; a prompt with more rows than are still wanted is skipped.
+    Rows with the same prompt (first part) stay together.  A hash of prompt and seed orders the prompts; they are taken up to
+    `fraction` of the rows, skipping any prompt with more rows than are still needed.
     """
     by_prompt: dict[bytes, list[int]] = defaultdict(list)
     for place, row in enumerate(rows):
@@ -249,7 +246,7 @@ def split_rows(rows: Sequence[RowT], fraction: float, seed: int) -> tuple[list[R
 
 
 def describe_seen(held: Iterable[Sequence[int]], trained: Iterable[Sequence[int]]) -> list[str]:
-    """A line if held-out prompts, given as tokens, are trained on, too."""
+    """A warning line if held-out prompts (token ids) are also trained on."""
     ours, theirs = list(map(tuple, held)), set(map(tuple, trained))
     seen = sum(prompt in theirs for prompt in ours)
     if not seen:
@@ -258,7 +255,7 @@ def describe_seen(held: Iterable[Sequence[int]], trained: Iterable[Sequence[int]
 
 
 class Passed(NamedTuple):
-    """Steps that a run has made, and rows that they have used, counted each time."""
+    """Steps made by a run and rows used, repetitions included."""
 
     steps: int = 0
     rows: int = 0
@@ -273,7 +270,7 @@ BEGINNING = Passed()
 def num_batches(
     num_rows: int, batch_size: int, epochs: float, max_steps: int | None, passed: Passed = BEGINNING
 ) -> int:
-    """Steps of the whole run: those made, and the batches that `batches` yields from there."""
+    """Steps of the whole run: those passed plus the batches still to come."""
     left = max(0, math.ceil(epochs * num_rows) - passed.rows)
     steps = passed.steps + math.ceil(left / batch_size)
     return steps if max_steps is None else min(steps, max_steps)
@@ -288,10 +285,7 @@ def batches(
     shuffle: bool = True,
     passed: Passed = BEGINNING,
 ) -> Iterator[list[int]]:
-    """Row indices of each optimizer step after `passed`.
-
-    The epochs' permutations follow each other without a gap, so only the last batch may be smaller.
-    """
+    """Row indices of each optimizer step after `passed`.  Epochs join without a gap, so only the last batch may be smaller."""
     if num_rows < 1:
         raise DataError("there is no row to make batches of; at least one is needed.")
     left = math.ceil(epochs * num_rows) - passed.rows

@@ -30,7 +30,7 @@ MAX_CHARACTERS = 1 << 24
 
 
 class Generation(Extension):
-    """`{% generation %}`, which marks the assistant's words in some templates and changes nothing."""
+    """`{% generation %}`, which marks the assistant's words and changes nothing."""
 
     tags = {"generation"}
 
@@ -40,7 +40,7 @@ class Generation(Extension):
 
 
 class Namespace(jinja2.utils.Namespace):
-    """Jinja's, without names that lead into Python."""
+    """Jinja's namespace without names that lead into Python."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         values = dict(*args[1:], **kwargs)
@@ -59,7 +59,7 @@ def _require_public(name: Any) -> None:
 
 
 def make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """A dict; the class itself would lead a template into Python."""
+    """A dict made by a function, because the class itself would lead a template into Python."""
     return dict(*args, **kwargs)
 
 
@@ -68,7 +68,7 @@ def raise_exception(reason: str) -> None:
 
 
 def to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
-    """JSON without Jinja's escapes for HTML."""
+    """JSON without Jinja's HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -89,7 +89,7 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 def _read_names(text: str) -> set[str]:
-    """Names that a caller may give, without those that the template sets first, unless it tests them (`x is defined`)."""
+    """Names that a caller may give: not those the template sets first, unless it tests them (`x is defined`)."""
     check_template(text)
     template = environment().parse(text)
     found = meta.find_undeclared_variables(template) - environment().globals.keys()
@@ -103,7 +103,7 @@ def _read_names(text: str) -> set[str]:
 
 
 def _names(node: nodes.Node, parameters: frozenset[str] = frozenset()) -> Iterator[nodes.Name]:
-    """Names in the order of evaluation, a value before the assigned name; without the parameters of macros."""
+    """Names in evaluation order (a value before the assigned name), without macro parameters."""
     if isinstance(node, nodes.Name) and node.name not in parameters:
         yield node
     if isinstance(node, nodes.Macro):
@@ -134,7 +134,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main(render_s: int) -> None:
-    """Answer requests until they end; one that takes more processor time ends the process."""
+    """Answer requests from stdin; one that exceeds its processor time ends the process."""
     limit_resource(resource.RLIMIT_CORE, 0)
     limit_resource(resource.RLIMIT_AS, MEMORY_BYTES)
     for line in sys.stdin.buffer:

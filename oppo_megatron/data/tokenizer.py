@@ -1,4 +1,4 @@
-"""Tokenizers: a Hugging Face directory, a sentencepiece model, or one trained here; and their files next to weights."""
+"""Tokenizers: a Hugging Face directory, a sentencepiece model or one trained here; and their files next to weights."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from oppo_megatron.nesting import check_json, read_json
 
 SENTENCEPIECE_NAME = "tokenizer.model"
 TOKENIZER_PATTERNS = ("*token*", "*vocab*", "*.model")
-"""Every tokenizer directory of transformers has such a file."""
+"""Every transformers tokenizer directory has such a file."""
 JSON_PATTERNS = ("*config.json", "*token*.json", "*vocab*.json", "*template*.json")
-"""The files that transformers reads."""
+"""Files that transformers reads."""
 UNKNOWN_ID_TEXT = "\ufffd"
-# The options for decode(encode(text)) == text for any text, and the special tokens.
+# Options for decode(encode(text)) == text for any text, and the special tokens.
 LOSSLESS: dict[str, Any] = {
     "byte_fallback": True,
     "split_digits": True,
@@ -43,10 +43,9 @@ LOSSLESS: dict[str, Any] = {
 
 
 class Tokenizer(Protocol):
-    """The interface of a tokenizer.  `vocab_size` is the largest id + 1, added tokens included.
+    """A tokenizer.  `vocab_size` is the largest id + 1, added tokens included.
 
-    `eos_id` is the tokenizer's own EOS; `eos_ids` are all ids that end a response, that one first.  `adds_bos`: prompts begin
-    with `bos_id`.
+    `eos_ids`: all ids that end a response, the tokenizer's own `eos_id` first.  `adds_bos`: prompts begin with `bos_id`.
     """
 
     eos_id: int
@@ -59,30 +58,30 @@ class Tokenizer(Protocol):
     chat: ChatTemplate
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`; nothing is put before or after it."""
+        """Token ids of `text`, without special tokens around it."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids` as they continue another text, so that a space in front is kept; special tokens have none.
+        """Text of `ids` as a continuation (a leading space is kept); special tokens have no text.
 
-        An id beyond the vocabulary (a model may have spare rows in its embedding) is U+FFFD.
+        An id beyond the vocabulary (embeddings may have spare rows) is U+FFFD.
         """
         ...
 
     def save(self, directory: Path, *, pad_id: int | None = None) -> str | None:
-        """Write the files from which `load_tokenizer` and `transformers.AutoTokenizer` make this tokenizer again.
+        """Write files from which `load_tokenizer` and `transformers.AutoTokenizer` load this tokenizer.
 
-        `pad_id`: its padding token, if it has none or one that ends a response.  Returns a warning if transformers will not read
-        texts as this tokenizer does, else None.
+        `pad_id`: padding token, if it has none or one that ends a response.  Returns a warning if transformers will tokenize
+        differently, else None.
         """
         ...
 
 
 def load_tokenizer(config: TokenizerConfig, model: Path | None = None) -> Tokenizer:
-    """The tokenizer at `config.path`: a Hugging Face directory, or a sentencepiece `.model` file.
+    """Load the tokenizer at `config.path`: a Hugging Face directory, or a sentencepiece `.model` file.
 
-    Its `eos_ids` are its own EOS and those that the `generation_config.json` (else `config.json`) of its directory and of
-    `model`, the policy's, name.  Raises ConfigError.
+    `eos_ids`: its own EOS, and those named by `generation_config.json` (else `config.json`) next to it and in `model`, the
+    policy.  Raises ConfigError.
     """
     path = config.path
     if not path.exists():
@@ -130,7 +129,7 @@ def _open_tokenizer(path: Path, config: TokenizerConfig) -> Tokenizer:
 
 
 class _Decoder:
-    """Decodes ids that continue another text: many tokenizers drop the space in front of the first."""
+    """Decodes ids as a continuation: many tokenizers drop a leading space."""
 
     def __init__(self, encode: Callable[[str], list[int]], decode: Callable[[list[int]], str], vocab_size: int):
         whole = encode("a b")
@@ -151,7 +150,7 @@ class _Decoder:
 
 
 class HuggingFaceTokenizer:
-    """A local `transformers` tokenizer; code from the directory is never run."""
+    """A local `transformers` tokenizer; code in the directory is never run."""
 
     def __init__(self, directory: Path, config: TokenizerConfig):
         from transformers import AutoTokenizer
@@ -229,7 +228,7 @@ class SentencePieceTokenizer:
         if self._processor.eos_id() < 0:
             raise ConfigError(f"tokenizer.path={path} has no EOS, and a response needs an end; train it with eos_id >= 0")
         self._path, self._chat_template = path, config.chat_template
-        # Control symbols are never read from text: the template's have none.
+        # Control symbols are never read from text, so the template's are empty.
         self.chat = ChatTemplate(config, lambda with_tools: config.chat_template, {"bos_token": "", "eos_token": ""})
         self.eos_id: int = self._processor.eos_id()
         self.eos_ids: tuple[int, ...] = (self.eos_id,)
@@ -237,7 +236,7 @@ class SentencePieceTokenizer:
         self.adds_bos = False  # the library's own way
         self.other_ids: tuple[int, ...] = (self._processor.unk_id(),)
         self.vocab_size: int = self._processor.get_piece_size()
-        # Byte pieces of SPACE_MARK; none if the model lacks them, or puts a space before each text.
+        # Byte pieces of SPACE_MARK; empty if the model lacks them or puts a space before each text.
         ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         has_prefix = self._processor.id_to_piece(self._processor.encode("a")[0]).startswith(SPACE_MARK)
         self._space_mark_ids = ids if all(map(self._processor.is_byte, ids)) and not has_prefix else []
@@ -278,12 +277,11 @@ def train_sentencepiece(
 ) -> None:
     """Train a tokenizer on `texts` and write it to `path`; ids 0-3 are unk, bos, eos, pad.
 
-    Nothing in a text is changed or lost: a rare character falls back to its bytes.  Raises DataError without text, ConfigError if
-    `vocab_size` does not fit it.
+    Lossless: rare characters fall back to bytes.  Raises DataError without text, ConfigError if `vocab_size` does not fit.
     """
     import sentencepiece
 
-    # Neither a newline nor the character for a space is ever part of another piece.
+    # Keep newlines and the space character out of all other pieces.
     separated = (text.replace(SPACE_MARK, "\n").replace("\0", "\n") for text in texts)
     lines = [line for text in separated for line in text.split("\n") if line.strip()]
     if not lines:
@@ -323,10 +321,9 @@ def _misfit(vocab_size: int, reason: str) -> ConfigError:
 
 
 def special_ids(tokenizer: Tokenizer, stop_token_ids: Sequence[int] = (), *, scored: bool = False) -> dict[str, Any]:
-    """The ids that `config.json` and `generation_config.json` name; several EOS are a list.
+    """Ids for `config.json` and `generation_config.json`; several EOS are a list.
 
-    `scored`: a reward model or critic scores the last token that is not padding, so no token that may end an answer can be the
-    padding.
+    `scored`: a reward model or critic scores the last non-padding token, so padding cannot be a token that may end an answer.
     """
     ends = distinct([*tokenizer.eos_ids, *stop_token_ids])
     pad = ends[0] if tokenizer.pad_id is None else tokenizer.pad_id
@@ -340,9 +337,9 @@ def special_ids(tokenizer: Tokenizer, stop_token_ids: Sequence[int] = (), *, sco
 def write_beside(
     directory: Path, tokenizer: Tokenizer, ids: Mapping[str, Any], family: str, *, scored: bool, source: Path | None = None
 ) -> str | None:
-    """Write the tokenizer and, for a policy, `generation_config.json`: the one of `source` with `ids`.
+    """Write the tokenizer and, for a policy, `generation_config.json` (from `source`, with `ids`).
 
-    `family`: the `model_type` of the weights.  Returns a warning if transformers will tokenize differently, else None.
+    `family`: `model_type` of the weights.  Returns a warning if transformers will tokenize differently, else None.
     """
     directory.mkdir(parents=True, exist_ok=True)
     warning = tokenizer.save(directory, pad_id=ids["pad_token_id"] if scored else None)
@@ -357,7 +354,7 @@ def write_beside(
 
 
 def _keep_class(path: Path, family: str) -> None:
-    """Make transformers 5 load the tokenizer as written: for a Qwen2 model it uses Qwen2's, unless `auto_map` names one."""
+    """Stop transformers 5 from replacing the tokenizer of a Qwen2 model by Qwen2's own: name a class in `auto_map`."""
     if family != "qwen2" or not path.is_file():
         return
     settings = read_json(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The value of a row's column as text or messages, and its parts."""
+"""Reads the value of a column as text or messages, and splits it into parts."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from oppo_megatron.errors import DataError
 from oppo_megatron.records import field_at, field_names
 
 Value = str | list[Message]
-"""Text, or messages of `role` and `content`."""
+"""Text, or messages with `role` and `content`."""
 
 ASSISTANT_MARK, HUMAN_MARK = "\n\nAssistant:", "\n\nHuman:"
 LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-"""True if a completion is wanted, by the lower-case text of its label."""
+"""True if a completion is wanted, by its label in lower case."""
 INSTEAD_OF_TEXT = ("tool_calls", "function_call")
 """Keys of a message that make its text optional."""
 UNLEARNED = ("weight", "loss_weight", "loss", "train", "training")
-"""Keys of a message that mark it as not to be learned, by 0 or false (OpenAI's, ShareGPT's, Axolotl's)."""
+"""Keys that mark a message as not learned, by 0 or false (OpenAI, ShareGPT, Axolotl)."""
 KNOWN_ROLES = ("user", "assistant", "system", "tool")
 
 
 def read_value(row: Row, column: str) -> Value:
-    """The text or messages in `column`.  Raises DataError if missing, empty or of a wrong type."""
+    """Read text or messages.  Raises DataError if missing, empty or of a wrong type."""
     value = row.require(column)
     if isinstance(value, str):
         return _checked_text(value, f"column {column!r}")
@@ -47,7 +47,6 @@ def read_value(row: Row, column: str) -> Value:
 
 
 def read_label(row: Row, column: str) -> bool:
-    """True if the row's completion is wanted."""
     value = row.require(column)
     wanted = LABELS.get(str(value).strip().lower())
     if wanted is None:
@@ -68,7 +67,7 @@ def read_texts(row: Row, column: str) -> list[str]:
 
 
 def read_labels(row: Row, column: str) -> list[float | None]:
-    """From 0 (wrong) to 1 (right); None of a step without a label."""
+    """Read labels from 0 (wrong) to 1 (right); None for a step without one."""
     labels = _listed(row, column)
     for i, label in enumerate(labels, start=1):
         if label is not None and not (isinstance(label, bool | int | float) and 0 <= label <= 1):
@@ -111,7 +110,7 @@ def _is_silent_system(message: Message) -> bool:
 
 
 def _checked_message(message: Message, what: str) -> Message:
-    """The message with `role` and `content`, and `weight` 0 if it is not to be learned."""
+    """Normalize a message to `role` and `content`, with `weight` 0 if it is not learned."""
     role, content = role_of(message), _content_of(message)
     if not isinstance(role, str) or not role:
         raise DataError(f"{what} has no role (it has: {', '.join(message) or 'nothing'}); give it role and content")
@@ -145,7 +144,7 @@ def split_last_turn(messages: list[Message]) -> tuple[list[Message], list[Messag
 
 
 def split_turns(messages: list[Message]) -> list[tuple[list[Message], list[Message]]]:
-    """(messages before, the turn) for each assistant turn that is to be learned and is not the first message."""
+    """(messages before, turn) for each assistant turn that is learned and not the first message."""
     turns = [i for i, message in enumerate(messages) if i and message["role"] == "assistant" and is_learned(message)]
     return [(messages[:i], messages[i : i + 1]) for i in turns]
 
@@ -168,9 +167,7 @@ def split_dialogue(text: str, what: str) -> list[tuple[str, str]]:
 
 
 def split_pair(chosen: Value, rejected: Value) -> tuple[Value, Value, Value]:
-    r"""(prompt, chosen, rejected) of two whole dialogues: the messages that both begin with, or the common text up to its last
-    "\n\nAssistant:".
-    """
+    r"""(prompt, chosen, rejected) of two dialogues: their common messages, or common text up to its last "\n\nAssistant:"."""
     if isinstance(chosen, str) and isinstance(rejected, str):
         common = os.path.commonprefix([chosen, rejected])
         end = common.rfind(ASSISTANT_MARK) + len(ASSISTANT_MARK)
@@ -181,7 +178,7 @@ def split_pair(chosen: Value, rejected: Value) -> tuple[Value, Value, Value]:
         raise DataError("no prompt column, and of chosen and rejected one is text and the other a list of messages")
     shorter = min(chosen, rejected, key=len)
     differing = (i for i, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other)
-    # A dialogue that the other one wholly begins with still ends in an answer: its last message.
+    # If one dialogue is a prefix of the other, its last message is still its answer.
     num_common = next(differing, len(shorter) - (shorter[-1]["role"] == "assistant"))
     if num_common == 0:
         raise DataError("no prompt column, and the messages of chosen and rejected have no beginning in common")
@@ -192,7 +189,7 @@ def split_pair(chosen: Value, rejected: Value) -> tuple[Value, Value, Value]:
 
 
 def align(prompt: Value, answers: Sequence[Value]) -> tuple[Value, list[Value]]:
-    """The same example in one form: all text, or all messages, with answers that do not repeat the prompt."""
+    """Convert an example to all text or all messages, with answers that do not repeat the prompt."""
     if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers):
         if ASSISTANT_MARK in prompt and all(
             isinstance(answer, str) and len(answer) > len(prompt) and answer.startswith(prompt) for answer in answers
@@ -204,7 +201,7 @@ def align(prompt: Value, answers: Sequence[Value]) -> tuple[Value, list[Value]]:
 
 
 def _continuing(turns: list[Message], answer: Value) -> list[Message]:
-    """The answer's messages after the prompt's messages; a system message is the prompt's own."""
+    """The answer's messages without the prompt's; a system message must be the prompt's own."""
     messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     for start in (turns, [turn for turn in turns if turn["role"] != "system"]):
         if len(messages) > len(start) and _said(messages[: len(start)]) == _said(start):

@@ -19,9 +19,9 @@ ROUND_STEPS = 64
 
 
 class PromptDecoder:
-    """Decodes on its own cache.  Every rank of the model makes the same calls with the same prompts.
+    """Decodes on its own cache; every rank of the model makes the same calls.
 
-    A response depends on the seed of `sampling` and on its prompt's `seq_id` and tokens alone.
+    A response depends only on the seed of `sampling` and its prompt's `seq_id` and tokens.
     """
 
     def __init__(
@@ -37,10 +37,8 @@ class PromptDecoder:
         round_steps: int = ROUND_STEPS,
         activity: Activity | None = None,
     ):
-        """`num_slots` per replica, if `kv_budget_bytes` (None: no limit) holds them.
-
-        Ended responses give way after `round_steps`.
-        """
+        """`num_slots` per replica, if `kv_budget_bytes` (None: no limit) holds them.  Ended responses leave every
+        `round_steps`."""
         self._model, self._links, self._runtime, self._activity = model, links, runtime, activity
         self._num_slots, self._kv_budget_bytes = num_slots, kv_budget_bytes
         self.sampling, self.stopping, self.round_steps = sampling, stopping, round_steps
@@ -48,12 +46,12 @@ class PromptDecoder:
         self._clock = 0
 
     def decode(self, prompts: Iterable[Prompt]) -> Iterator[Rollout]:
-        """Yield responses as they end. Raises CapacityError if the budget holds no sequence, or if memory runs out."""
+        """Yield responses as they end.  Raises CapacityError if no sequence fits the budget or memory runs out."""
         for rollouts in self.rounds(prompts):
             yield from sorted((r for r in rollouts if r.finished), key=_order)
 
     def rounds(self, prompts: Iterable[Prompt]) -> Iterator[list[Rollout]]:
-        """Yield the rollouts after each round, while they grow; a caller that stops before the end abandons the others."""
+        """Yield the growing rollouts after each round; stopping early abandons the others."""
         rounds, waiting = self._rounds, iter(prompts)
         if rounds is None:
             runtime, cache = self._runtime, self._model.new_cache(self._num_slots, self._kv_budget_bytes, self._runtime.kv_layout)
@@ -84,7 +82,7 @@ class PromptDecoder:
 
 
 class _AllEnded:
-    """Ends a round early if all responses have ended."""
+    """Ends a round once all responses have ended."""
 
     def __init__(self, active: Sequence[Rollout]):
         self._going_on = {r.seq_id for r in active}

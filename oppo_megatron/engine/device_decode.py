@@ -1,9 +1,7 @@
-"""Decode steps that the host only starts: tokens, positions and draws stay on the device for several steps.
+"""Decode steps that the host only starts: tokens and positions stay on the device for several steps.
 
-A row that has ended continues without effect.  After `sync_steps` steps, or when no row can continue, the host reads the drawn
-tokens, closes the gaps among the rows (`DecodeWorker`) and loads again.  To keep the number of shapes small, rows are padded to
-a size of `batch_bucket`, and attended positions to a bound of the cache, so that a step can be captured and replayed.
-
+After `sync_steps` steps, or when no row can continue, the host reads the tokens, closes gaps among the rows (`DecodeWorker`)
+and reloads.  Rows are padded to a `batch_bucket` and positions to a bound of the cache, so steps can be captured and replayed.
 Legend: B rows of a step, M cache slots, K steps of a window, R rows before padding, E ids that end a response.
 """
 
@@ -39,7 +37,7 @@ class DeviceLane:
         sync_steps: int,
         name: int,
     ):
-        """`run` makes or replays a step; `name` distinguishes the captured steps of lanes."""
+        """`run` makes or replays a step; `name` distinguishes the lanes' captured steps."""
         self._model, self._cache, self._run, self._name = model, cache, run, name
         self._sampling, self._eos_ids = sampling, sorted(eos_ids)
         self._places = cache.step_rows()
@@ -58,7 +56,7 @@ class DeviceLane:
         return self._done < self._window
 
     def load(self, rows: Sequence[Growing], steps: int) -> None:
-        """Load rows, in neighbouring slots, for the next window of at most `steps` steps."""
+        """Load rows in neighbouring slots for a window of at most `steps` steps."""
         cache = self._cache
         self._rows, self._done = list(rows), 0
         self._window = min(self._sync_steps, steps, max(row.limit - row.position for row in rows))
@@ -85,7 +83,7 @@ class DeviceLane:
         self._done += 1
 
     def read(self) -> list[list[list[float]]]:
-        """Tokens, log-probs, sampling log-probs and masses of the rows for each step of the window; the host waits for them.
+        """Wait for and return the tokens, log-probs, sampling log-probs and masses of each step and row.
 
         Values past a row's end are meaningless.
         """
@@ -95,7 +93,7 @@ class DeviceLane:
         return drawn_K4R
 
     def _state(self, row: Growing, length: int) -> tuple[int, ...]:
-        """Token, cached length, position, limit, 64-bit state of its random numbers, and 1 if it is greedy."""
+        """Token, cached length, position, limit, random state, and 1 if greedy."""
         chain, greedy = row_state(self._sampling.seed, row.seq_id), self._sampling.members.is_greedy(row.seq_id)
         return row.tokens[-1], length, row.position, row.limit, chain, int(greedy)
 

@@ -1,8 +1,7 @@
-"""Executes one rank's part of a schedule.  It has no policy of its own: the actions and their order decide.
+"""Executes one rank's actions of a schedule in their order, without a policy of its own.
 
-Sends are asynchronous: a rank waits for one only if it is many rounds old, or at the end of a step (`drain`).  Nothing else
-waits except a recv, the tensor-parallel collectives inside a stage and the gather of the replicas' chunks.  On a GPU each
-worker has its own CUDA stream, so decoding and prefill run concurrently.
+A rank waits only for a recv, tensor-parallel collectives, the gather of chunks, sends many rounds old, and all sends at a
+step's end (`drain`).  On a GPU each worker has its own stream, so decoding and prefill overlap.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from oppo_megatron.schedule.rounds import Site
 
 @dataclass(frozen=True)
 class Links:
-    """This rank's links (`schedule/links.py`), in the order of their first use."""
+    """This rank's links (`schedule/links.py`), in order of first use."""
 
     groups: dict[Link, dist.ProcessGroup]
 
@@ -38,10 +37,10 @@ class Links:
         return self.groups[link_of(action)]
 
     def use_once(self, device: torch.device) -> None:
-        """Send one number over each link.  All ranks that have links make the call.
+        """Send one number over each link; all ranks with links make the call.
 
-        NCCL makes the communicator of a pair in its first message, and blocks both hosts until the other end has come.  So the
-        first messages are sent here, in an order without cycles of waiting ranks (`in_waves`), and not in a round.
+        NCCL creates a pair's communicator in its first message, blocking both hosts.  Here the order (`in_waves`) has no
+        cycles of waiting ranks; in a round it might.
         """
         rank = dist.get_rank()
         for (source, destination, *_), group in self.groups.items():
@@ -62,19 +61,19 @@ def build_links(site: Site) -> Links:
 
 
 class RoleWorker(Protocol):
-    """One role on this rank, with its model, cache and sequences of the round."""
+    """One role on this rank: its model, cache and sequences of the round."""
 
     def live(self, action: Action) -> bool:
-        """False if the action is void because its sequences have ended. The same on all ranks of the action."""
+        """False if the action's sequences have ended; the same on all its ranks."""
 
     def compute(self, action: Action) -> int:
-        """Return the number of tokens (rows). Raises CapacityError if memory runs out."""
+        """Return the number of tokens (rows).  Raises CapacityError if memory runs out."""
 
     def outbox(self, action: Action) -> Sequence[Tensor]:
         """Tensors of a send."""
 
     def inbox(self, action: Action) -> Iterator[Tensor]:
-        """Buffers for a recv, each filled before the next is taken."""
+        """Buffers for a recv; each is filled before the next is requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +86,15 @@ class _Shifted:
 
 
 ROUNDS_IN_FLIGHT = 64
-"""Rounds after which a rank waits for its sends: a bound on buffers if a listener falls behind."""
+"""Rounds after which a rank waits for its sends; bounds buffers if a listener lags."""
 
 Observer = Callable[[Action, float, float, int], None]
-"""Called after every action: start, end (by the executor's clock), number of tokens (0 for messages)."""
+"""Called after every action: start, end, number of tokens (0 for messages)."""
 
 
 @dataclass
 class Executor:
-    """One rank's executor. `timeout_s`: time limit of a message."""
+    """One rank's executor; `timeout_s` limits each message."""
 
     rank: int
     workers: Mapping[str, RoleWorker]
@@ -114,9 +113,9 @@ class Executor:
         self._streams = {role: torch.cuda.Stream(self.device) for role in self.workers} if cuda else {}
 
     def run(self, actions: Sequence[Action], shift: int = 0) -> None:
-        """Do the actions of a round in order.  Raises StallError, naming the action, if a peer does not come.
+        """Do a round's actions in order.  Raises StallError, naming the action, if a peer does not come.
 
-        `shift` is added to the chunk numbers in that name.
+        `shift` is added to chunk numbers in that name.
         """
         self._num_rounds += 1
         self._sent.append((shift, []))
@@ -167,7 +166,7 @@ class Executor:
             self._wait(action, work)
 
     def _tag(self, action: Action) -> int:
-        """The message's tag on both ends, so that on gloo no message replaces a lost one. (NCCL has no tags.)"""
+        """Tag a message, so that on gloo none replaces a lost one (NCCL ignores tags)."""
         step = 0 if action.step is None else action.step + 1
         return ((self._num_rounds << 18) + (step << 6) + action.micro_batch) % 2**31
 

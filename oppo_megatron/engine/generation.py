@@ -1,14 +1,11 @@
 """The actor's decoding on one rank.
 
-The last pipeline stage draws the tokens, identically on its tensor ranks, and the other stages receive them.  A decode
-micro-step is one token for each running sequence of a micro-batch.  On one stage several may run on the device before their
-tokens are read.
+The last pipeline stage draws tokens, identically on its tensor ranks, and sends them to the other stages.  A micro-step is one
+token per running sequence of a micro-batch; on one stage several may run before their tokens are read.
 
-A micro-step is *void*, and every rank of the replica skips it, once its micro-batch has no running sequence or the batch was
-complete by the micro-batch's previous step (ordered by step, then micro-batch: a rank must not use information about later
-micro-steps, which other ranks may not have yet).
-
-Legend: R rows (running sequences of a micro-batch), V vocabulary.
+A micro-step is *void*, and skipped by every rank of the replica, if its micro-batch has no running sequence or the batch was
+complete by the micro-batch's previous step (ordered by step, then micro-batch, because other ranks may not know about later
+micro-steps).  Legend: R rows (running sequences of a micro-batch), V vocabulary.
 """
 
 from __future__ import annotations
@@ -52,9 +49,9 @@ class DecodeWorker:
         outlet: ChunkOutlet | None = None,
         sync_steps: int = 1,
     ):
-        """`outlet` encodes the messages for ranks without the actor, on the rank that sends them.
+        """`outlet` encodes messages for ranks without the actor.
 
-        On one pipeline stage, the host reads drawn tokens every `sync_steps` micro-steps.
+        On one pipeline stage the host reads tokens every `sync_steps` micro-steps.
         """
         self.model, self.cache, self.outlet = model, cache, outlet
         self.sampling, self.stopping = sampling, stopping
@@ -66,7 +63,7 @@ class DecodeWorker:
         self.captured = CapturedSteps(cache.device, model.parameters) if captures else None
 
     def order(self, seq_ids: Sequence[int]) -> list[int]:
-        """Sort `seq_ids` by cache slot; sequences without a slot keep their order, at the end."""
+        """Sort by cache slot; sequences without a slot follow in the given order."""
         return sorted(seq_ids, key=lambda i: self.cache.slot(i) if i in self.cache else self.cache.num_slots)
 
     def invalidate(self) -> None:
@@ -89,9 +86,9 @@ class DecodeWorker:
         halt: bool = False,
         outlived: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """Begin a round of this replica's `work`; `readiness()` returns a new signal of what the batch still waits for.
+        """Begin a round of this replica's `work`; `readiness()` returns a new signal of the batch's completion.
 
-        Tokens have the policy's `version`; if drawn over a cache that has `outlived` updates, that of the oldest weights in it.
+        Tokens get the policy's `version`, less the updates that their cache has `outlived`.
         """
         taken = TakenUp(self.cache, work)
         running = {g.seq_id for batch in work.decode for g in batch}
@@ -147,7 +144,7 @@ class DecodeWorker:
             self._round.hidden[action.micro_batch] = hidden
 
     def end(self) -> Chunk:
-        """Return the chunk of all replicas; drop finished sequences and tokens beyond the chunk from the cache."""
+        """Return the chunk of all replicas; drop finished sequences and excess tokens from the cache."""
         chunk = self._round.merge()
         rows, finished = chunk.rows, []
         lengths, ended = (rows.offsets + rows.counts).tolist(), (rows.finish_clocks != GOES_ON).tolist()
@@ -211,10 +208,10 @@ class DecodeWorker:
         return len(lane) if resident.loaded else self._absorb(action, resident.read(), resident=True)
 
     def _absorb(self, action: Action, drawn: Sequence[Drawn], resident: bool = False) -> int:
-        """Append the tokens of the last micro-steps; sequences that end leave the micro-batch.
+        """Append drawn tokens; sequences that end leave the micro-batch.
 
-        They keep their slots until the end of the round: if their end lies beyond the chunk's, they continue.  `resident`: the
-        cache's lengths have not been advanced yet.
+        They keep their slots until the round ends, because those that end after the chunk continue.  `resident`: the cache's
+        lengths have not advanced yet.
         """
         assert action.step is not None
         lane, first = self._round.lanes[action.micro_batch], action.step + 1 - len(drawn)
@@ -237,10 +234,7 @@ class DecodeWorker:
         return len(rows)
 
     def _leave(self, micro_batch: int, ends: Mapping[int, int]) -> None:
-        """Remove ended sequences (id -> last micro-step) from the micro-batch, in the order of their ends.
-
-        Ends after the batch was complete do not count.
-        """
+        """Remove ended sequences (id -> last micro-step) in order of their ends, unless the batch was complete before."""
         lane = self._round.lanes[micro_batch]
         for step_ in sorted(set(ends.values())):
             if self._round.ready is not None and self._round.ready <= (step_ - 1, micro_batch):

@@ -1,4 +1,4 @@
-"""One rank's part in the rounds of a run, which the planner plans and the executor executes."""
+"""One rank's part in the rounds of a run."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from oppo_megatron.schedule.rounds import Batch, Site
 
 @dataclass(frozen=True)
 class Decoding:
-    """Parameters of a round's decoding: logical clock, the policy's version, and when to end.
+    """Parameters of a round's decoding.
 
-    `halt`: the run stops after this round; the chunk tells the ranks that only listen.
+    `halt`: the run stops after this round; the chunk informs ranks that only listen.
     """
 
     clock: int
@@ -45,9 +45,9 @@ class Decoding:
 
 @dataclass
 class RoundRunner:
-    """The workers of this rank, and the planner of their rounds: `run`, then the buffer records the chunk, then `recorded`.
+    """This rank's workers and the planner of their rounds: `run`, record the chunk in the buffer, then `recorded`.
 
-    `decode` is None on ranks without the actor, `listen` on ranks with it.  `planning_s`: seconds spent on planning.
+    `decode` is None on ranks without the actor, `listen` on ranks with it.  `planning_s`: seconds spent planning.
     """
 
     planner: RoundPlanner
@@ -68,9 +68,9 @@ class RoundRunner:
         decoding: Decoding,
         readable: Ints | None = None,
     ) -> Chunk | None:
-        """Decode up to `chunk_tokens` of each of `active`; score new tokens of `score` (for the critic: of those in `readable`).
+        """Decode up to `chunk_tokens` of each of `active`; score new tokens of `score` (critic: those in `readable`).
 
-        Returns the chunk, the same on every rank; None if `active` is empty.  Raises ScheduleError before anything has run,
+        Returns the chunk, the same on every rank; None if `active` is empty.  Raises ScheduleError before anything runs,
         StallError if a peer does not come, CapacityError if memory runs out.
         """
         self.num_rounds += 1
@@ -104,7 +104,7 @@ class RoundRunner:
         self.planner.actor.record(rollouts)
 
     def owes(self, rollouts: Sequence[Rollout], role: str | None = None) -> bool:
-        """True if any scorer (or scorer `role`), on any rank, has not read all of the rollouts."""
+        """True if any scorer (or scorer `role`) on any rank has unread tokens of the rollouts."""
         return self.planner.owes(rollouts) if role is None else self.planner.scorers[role].owes(rollouts)
 
     def admit(self, rollouts: Sequence[Rollout]) -> None:
@@ -131,13 +131,13 @@ class RoundRunner:
         self.retire(rollouts)
 
     def actor_changed(self) -> None:
-        """Invalidate the actor's cache, because its weights changed."""
+        """Invalidate the actor's cache after its weights changed."""
         self.planner.actor.invalidate()
         if self.decode is not None:
             self.decode.invalidate()
 
     def actor_kept(self) -> None:
-        """Keep the actor's cache although its weights changed: tokens drawn over it have older versions."""
+        """Keep the actor's cache although its weights changed; its tokens have older versions."""
         self.planner.actor.keep()
 
     def scorers_changed(self) -> None:
@@ -167,7 +167,7 @@ def decoder(
     sync_steps: int = 1,
     activity: Activity | None = None,
 ) -> RoundRunner:
-    """Rounds that only decode, on the ranks of one model (held-out evaluation, benchmarks)."""
+    """Return a runner of rounds that only decode, on the ranks of one model."""
     groups = model.groups
     placement = RolePlacement(groups.ranks, groups.tp, groups.pp, groups.dp)
     rank = dist.get_rank()

@@ -1,4 +1,4 @@
-"""The state of a round on one rank: its plan applied to a role's cache, and the sequences that are decoded."""
+"""The state of a round on one rank: its plan applied to a role's cache, and the decoded sequences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from oppo_megatron.schedule.rounds import Batch, Forks
 
 
 class TakenUp:
-    """Closes and opens slots, and forks prompts that are cached already; `prefilled` forks the others."""
+    """Closes and opens slots and forks cached prompts; `prefilled` forks the others."""
 
     def __init__(self, cache: SequenceCache, work: ReplicaWork):
         self._cache, self._forks = cache, Forks(work.fork)
@@ -31,7 +31,7 @@ class TakenUp:
             self._make(source)
 
     def check(self, batch: Batch) -> None:
-        """The cache must have what the plan says: otherwise other tokens would be computed."""
+        """Assert that the cache has what the plan expects; otherwise tokens would be wrong."""
         for growth in batch:
             held = self._cache.length(growth.seq_id)
             assert held == growth.past, (
@@ -49,7 +49,7 @@ class TakenUp:
 
 
 Drawn = list[list[float]]
-"""[DRAWN][R]: token, log-prob, sampling log-prob; from the device also a mass, finite for a valid distribution."""
+"""[DRAWN][R]: token, log-prob, sampling log-prob; from the device also a mass, finite if the distribution is valid."""
 
 
 class Growing:
@@ -64,7 +64,7 @@ class Growing:
         return self.row.offset + len(self.row.tokens)
 
     def append(self, token: int, logprob: float, sampling_logprob: float, stopping: Stopping, start: int) -> bool:
-        """Append a drawn token, in a round that started at clock `start`. Returns True if it is the last."""
+        """Append a token in a round that started at clock `start`; return True if it is the last."""
         self.tokens.append(token)
         self.response.append(token)
         self.row.tokens.append(token)
@@ -78,11 +78,10 @@ class Growing:
 
 @dataclass
 class DecodeRound:
-    """A round of one replica's `work`, which started at clock `start` with the sequences `growing`.
+    """A round of one replica's `work`, from clock `start`, with the sequences `growing`.
 
-    `local`: this rank's knowledge of the batch's completion; `stop`: the signal that the merge uses.  By micro-batch: `lanes`
-    are the running sequences, `steps` the decode steps, `ended` the first void step, `hidden` the stage's last output, `drawn`
-    the tokens of the last step.
+    `local` tracks completion on this rank, `stop` in the merge.  By micro-batch: `lanes` are running sequences, `steps` decode
+    steps, `ended` the first void step, `hidden` the stage's last output, `drawn` the last step's tokens.
     """
 
     work: ReplicaWork

@@ -1,10 +1,7 @@
-"""Drawing tokens with counter-based randomness.
+"""Drawing tokens with counter-based randomness, by inverting the cumulative distribution.
 
-The random number of a token is a hash of (seed, sequence id, response position), so a sequence's draws do not depend on the
-chunk size, the rest of the batch, the placement, or a restart.  The cumulative distribution is inverted at that number.
-
-Legend: R rows (one per sequence), V vocabulary (this tensor rank's shard), S tensor ranks, K candidates kept by top-k, or
-blocks of W tokens of the shard.
+A token's random number is a hash of (seed, sequence id, position), so draws do not depend on chunk size, batch, placement or
+restarts.  Legend: R rows, V vocabulary (this tensor rank's shard), S tensor ranks, K top-k candidates or blocks of W tokens.
 """
 
 from __future__ import annotations
@@ -24,15 +21,15 @@ from oppo_megatron.records import ALONE, Members
 from oppo_megatron.uniforms import uniforms
 
 BELOW_ONE = 1 - 2.0**-24
-"""A float32 times this number is the next smaller float32."""
+"""Times this number, a float32 becomes the next smaller one."""
 
 BLOCK = 64
-"""Tokens of a block: two cumulative sums, over blocks and over one, are faster than one over the vocabulary."""
+"""Tokens per block: cumulative sums over blocks, then one block, are faster than over the vocabulary."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature 0 is greedy, and so are the sequences that `members` marks; top_k 0 and top_p 1 keep all tokens."""
+    """Temperature 0 is greedy, as are sequences marked by `members`; top_k 0 and top_p 1 keep all tokens."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -47,11 +44,11 @@ class Sampling:
 
 @dataclass
 class Draw:
-    """Tokens [R], two log-probs [R] each, and masses [R] that are finite exactly if the row is a valid distribution.
+    """Tokens, two log-probs and masses, [R] each; a mass is finite if and only if its distribution is valid.
 
-    `logprobs` are over the whole vocabulary at the configured temperature (1 if greedy), as the training forward recomputes
-    them, so PPO's ratio is 1 before the first update.  `sampling_logprobs` are of the distribution after top-k and top-p, whose
-    support changes with the weights, so ratios of it are undefined.
+    `logprobs` are over the whole vocabulary at the configured temperature (1 if greedy), as training recomputes them, so PPO's
+    ratio starts at 1.  `sampling_logprobs` are after top-k and top-p; their support changes with the weights, so their ratios
+    are undefined.
     """
 
     tokens: Tensor
@@ -67,7 +64,7 @@ class Draw:
         return Draw(*(torch.where(mask_R, mine_R, theirs_R) for mine_R, theirs_R in pairs))
 
     def read(self, sampling: Sampling, seq_ids: Sequence[int], positions: Sequence[int]) -> list[list[float]]:
-        """Copy to the host at once. Raises NumericsError for the first row that is not a valid distribution."""
+        """Copy to the host at once.  Raises NumericsError for the first invalid row."""
         *drawn, masses = self.table().tolist()
         for mass, seq_id, position in zip(masses, seq_ids, positions, strict=True):
             if not math.isfinite(mass):
@@ -84,9 +81,9 @@ def no_distribution(sampling: Sampling, seq_id: int, position: int) -> NumericsE
 
 
 def uniforms_at(states_R: Tensor, positions_R: Tensor) -> Tensor:
-    """Float64 [R] in [0, 1): the numbers of `uniforms`, from `row_state` and int64 positions, on their device.
+    """Float64 [R] in [0, 1): the numbers of `uniforms`, from `row_state` and int64 positions on their device.
 
-    torch's int64 arithmetic wraps around, so they are bit-equal on every device.
+    torch's int64 arithmetic wraps around, so results are bit-equal on every device.
     """
     return _shifted(_mix_int64(states_R ^ positions_R), 11).double() * 2.0**-53
 
@@ -109,7 +106,7 @@ def draw(
     positions: Sequence[int],
     shards: VocabShards | None = None,
 ) -> Draw:
-    """Draw one token per row from float32 logits (this rank's shard of them, with `shards`).
+    """Draw one token per row from float32 logits (with `shards`: this rank's shard).
 
     Every rank of the shards makes the call and gets the same result.
     """
@@ -127,10 +124,7 @@ def draw_at(
     shards: VocabShards | None = None,
     greedy_R: Tensor | None = None,
 ) -> Draw:
-    """`draw` at given numbers in [0, 1), by device operations alone.
-
-    `greedy_R` (bool): rows that take their likeliest token; None: no row differs.
-    """
+    """Draw at given numbers in [0, 1), by device operations alone; rows of `greedy_R` (bool) take the likeliest token."""
     shards = shards or VocabShards()
     logits_RV = shards.filled_up(logits_RV)
     if sampling.temperature == 0:
@@ -160,10 +154,7 @@ def _greedy(logits_RV: Tensor, shards: VocabShards) -> Draw:
 
 
 def _whole(scaled_RV: Tensor, u_R1: Tensor, shards: VocabShards) -> Draw:
-    """Draw from the whole vocabulary: first the block of tokens that contains the number, then the token in it.
-
-    Ranks exchange the masses of their blocks, never their logits.
-    """
+    """Draw from the whole vocabulary: first a block, then a token in it.  Ranks exchange block masses, never logits."""
     probs_RV = torch.softmax(scaled_RV, -1)  # of this shard
     blocks_RKW = _in_blocks(probs_RV)
     num_blocks, mass_RS = blocks_RKW.shape[1], blocks_RKW.sum(-1)
@@ -194,7 +185,7 @@ def _whole(scaled_RV: Tensor, u_R1: Tensor, shards: VocabShards) -> Draw:
 
 
 def _truncated(scaled_RV: Tensor, u_R1: Tensor, sampling: Sampling, shards: VocabShards) -> Draw:
-    """Draw from the candidates of top-k and top-p. Ranks exchange their best k; without top-k, all logits."""
+    """Draw from the top-k and top-p candidates.  Ranks exchange their best k; without top-k, all logits."""
     vocab = scaled_RV.shape[-1] * shards.size
     mass_R1 = torch.logsumexp(scaled_RV, -1, keepdim=True)
     if shards.size > 1:
@@ -225,7 +216,7 @@ def _in_blocks(probs_RV: Tensor) -> Tensor:
 
 
 def _invert(cumulative_RK: Tensor, target_R1: Tensor) -> Tensor:
-    """Index [R, 1] where the cumulative sum first exceeds the target; never one of probability 0."""
+    """Return the index [R, 1] where the cumulative sum first exceeds the target; its probability is never 0."""
     # The target may have been rounded up to the total, which no element exceeds: take the first that reaches it.
     below_R1 = torch.minimum(target_R1, cumulative_RK[:, -1:] * BELOW_ONE)
     # A row that is not a distribution has no such element, but needs a valid index.

@@ -1,9 +1,7 @@
-"""The scorers on one rank: reward, reference and critic prefill the sequences chunk by chunk while the actor decodes.
+"""Scorers on one rank: reward, reference and critic prefill the sequences by chunks while the actor decodes.
 
-Response token t (0-based) is at position P + t after P prompt tokens.  Its reference log-prob and its value V(s_t) come from
-position P + t - 1; the reward model reads all and scores at the last one.
-
-Legend: T tokens of a response, R output rows of a call.
+After P prompt tokens, the reference log-prob and value V(s_t) of response token t come from position P + t - 1; the reward
+model scores at the last position.  Legend: T tokens of a response, R output rows of a call.
 """
 
 from __future__ import annotations
@@ -38,9 +36,9 @@ class _ScoringRound:
 
 
 class ScoringWorker:
-    """One scoring role on this rank, with its KV cache and its outputs so far.
+    """One scoring role on this rank, with its KV cache and outputs.
 
-    The last stage keeps one output per response token (reference, critic) or per response (reward).
+    The last stage keeps an output per response token (reference, critic) or response (reward).
     """
 
     def __init__(self, role: ScorerRole, model: RoleModel, cache: SequenceCache, *, temperature: float):
@@ -72,7 +70,7 @@ class ScoringWorker:
         self._outputs = {seq_id: [values.to(self.cache.device)] for seq_id, values in outputs.items()}
 
     def collect(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """Outputs of finished rollouts, concatenated in their order; last stage only."""
+        """Outputs of finished rollouts, concatenated in order; last stage only."""
         parts = [part for r in rollouts for part in self._outputs[r.seq_id]]
         return torch.cat(parts) if parts else torch.empty(0, device=self.cache.device)
 
@@ -133,7 +131,7 @@ class ScoringWorker:
         return sum(g.rows for g in batch)
 
     def _reduce(self, batch: Batch, out_R: Tensor) -> Tensor:
-        """The output rows to keep: for the reference the log-probs of the next tokens, else the rows themselves."""
+        """Return the outputs to keep: next-token log-probs for the reference, else `out_R` itself."""
         if self.role != "reference":
             return out_R
         ends = [g.past + g.new for g in batch]

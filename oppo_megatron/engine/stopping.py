@@ -1,8 +1,4 @@
-"""The end of responses: EOS ids, stop texts, limits.
-
-With a stop text a response ends at the first token at which its decoded text contains the text, wherever the tokens' borders
-are.
-"""
+"""The end of responses: EOS ids, stop texts (regardless of token borders) and limits."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.token_text import Completing, Decode
 
 EDGE_CHARACTERS = 8
-"""Characters of a part's text that may differ from the whole's: a leading space, an incomplete character."""
+"""Characters by which a decoded part may differ from the whole: a leading space, an incomplete character."""
 FIRST_TOKENS = 16
 
 
@@ -27,7 +23,7 @@ class StopText:
         self._completing = Completing(strings, decode)
 
     def ends(self, response: Sequence[int]) -> bool:
-        """True if the last token ends the response; earlier tokens have not."""
+        """True if the last token ends the response; earlier ones must not."""
         if response[-1] not in self._completing:
             return False
         size = FIRST_TOKENS + self._longest
@@ -47,7 +43,7 @@ class StopText:
 
 @dataclass(frozen=True)
 class Stopping:
-    """A response ends at one of `eos_ids`, with a string of `text`, or at its limit; if `forced`, only there."""
+    """Ends a response at `eos_ids`, a string of `text` or its limit; with `forced`, only at its limit."""
 
     eos_ids: tuple[int, ...]
     max_response_tokens: int
@@ -64,9 +60,9 @@ class Stopping:
         decode: Decode | None = None,
         forced: ForcedLengths | None = None,
     ) -> Stopping:
-        """`eos_ids` and `decode` are the tokenizer's; without `decode` the texts of `rollout.stop` have no effect.
+        """Take `eos_ids` and `decode` from the tokenizer; without `decode`, stop texts have no effect.
 
-        `forced` lengths replace EOS; `trace` has the lengths of the file that `forced` names.
+        `forced` lengths replace EOS; `trace` has the lengths of its file.
         """
         if forced is None:
             text = StopText(rollout.stop_texts, decode) if rollout.stop_texts and decode is not None else None
@@ -76,7 +72,7 @@ class Stopping:
         return cls((), rollout.max_response_tokens, limits)
 
     def reason(self, response: Sequence[int], limit: int) -> FinishReason | None:
-        """Why the response ends with its last token, or None; `limit`: its maximum length."""
+        """Return why the response ends with its last token, or None."""
         if response[-1] in self.eos_ids:
             return "eos"
         if self.text is not None and self.text.ends(response):
@@ -84,7 +80,7 @@ class Stopping:
         return "length" if len(response) == limit else None
 
     def limit(self, seq_id: int) -> int:
-        """Maximum tokens of the sequence's response; a forced one depends on (seed, sequence id) alone."""
+        """Maximum tokens of the response; forced limits depend only on (seed, sequence id)."""
         return self.max_response_tokens if self.forced is None else self.forced(seq_id)
 
 

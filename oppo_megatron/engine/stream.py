@@ -1,16 +1,16 @@
-"""The token stream from the actor to the ranks without it, and the scorers' results back.
+"""The token stream from the actor to ranks without it, and the scorers' results back.
 
-    ranks of the actor  --- chunk (isend to each) --->  listening ranks, some of which pass it on  (`Site.feeds`)
+    ranks of the actor  --- chunk (isend to each) --->  listening ranks, some of which forward it  (`Site.feeds`)
     every rank          <-- outputs, stats (broadcast from the rank that has them)
 
-If every rank holds the actor, nothing is sent.  A message is a header of HEADER_SIZE int64 words, then a payload:
+A message is a header of HEADER_SIZE int64 words, then a payload:
 
     header   magic, message index, logical clock, rows, tokens, halt (0 or 1), checksum of these six
     payload  per row: sequence id, offset, tokens, policy version, finish clock or -1, ending, checksum; then the body
     body     all tokens, then all log-probs, then all sampling log-probs (float64 bits)
 
-A row's checksum is the CRC-32 of everything sent for its sequence so far, the prompt first.  The offset reveals a lost or
-repeated chunk, the checksum a corrupted one, or a peer with another prompt.
+A row's checksum is the CRC-32 of everything sent for its sequence, prompt first.  It detects corruption and different prompts;
+the offset detects lost or repeated chunks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action
 
 DRAWN = 3
-"""Numbers of a drawn token: itself, its log-prob, its sampling log-prob."""
+"""Numbers of a drawn token: id, log-prob, sampling log-prob."""
 HEADER_SIZE = 7
 ROW_SIZE = FIELDS + 1
 MAGIC = 0x4F50504F
@@ -63,7 +63,7 @@ class Ledger:
 
 
 class ChunkBooks:
-    """One end of a stream: a ledger for each open sequence, starting with its prompt."""
+    """One end of a stream: a ledger per open sequence, starting with its prompt."""
 
     def __init__(self) -> None:
         self.ledgers: dict[int, Ledger] = {}
@@ -98,7 +98,7 @@ class ChunkEncoder(ChunkBooks):
 
 class ChunkDecoder(ChunkBooks):
     def payload_size(self, header: Ints) -> int:
-        """Integers of the payload that follows. Raises StreamError for an unexpected header."""
+        """Return the payload's size in integers.  Raises StreamError for an unexpected header."""
         magic, index, _, num_rows, num_tokens, _, checksum = (int(x) for x in header)
         if magic != MAGIC or checksum != zlib.crc32(header[:-1].tobytes()):
             raise StreamError(
@@ -124,7 +124,7 @@ class ChunkDecoder(ChunkBooks):
         return Chunk(index, clock, rows, halt=bool(halt))
 
     def _require_whole(self, table: Ints, num_tokens: int, index: int) -> None:
-        """Raises StreamError for a row with impossible numbers."""
+        """Raise StreamError if a row has impossible numbers."""
         seq_ids, offsets, counts, _, finish, reasons, _ = table
         ends = np.cumsum(np.clip(counts, 0, num_tokens))
         bad = (counts < 0) | (counts > num_tokens) | (ends > num_tokens)
@@ -145,7 +145,7 @@ class ChunkDecoder(ChunkBooks):
         return due
 
     def _accept(self, rows: ChunkRows, checksums: Sequence[int], index: int) -> None:
-        """Advance the ledgers. Raises StreamError for the first row that does not continue its sequence, to the bit."""
+        """Advance the ledgers.  Raises StreamError for the first row that does not continue its sequence exactly."""
         sent = _Sent(rows)
         for i, (seq_id, offset, count) in enumerate(rows.table[:3].T.tolist()):
             ledger = self.ledgers.get(seq_id)
@@ -183,7 +183,7 @@ class _Sent:
 
 
 class _StreamEnd:
-    """One end of the stream, with the books of the sequences that both ends know."""
+    """One end of the stream, with the books of shared sequences."""
 
     books: ChunkBooks
 
@@ -197,7 +197,7 @@ class _StreamEnd:
 
 
 class ChunkOutlet(_StreamEnd):
-    """The sending end, on each rank of the actor that sends chunks: all encode the same message."""
+    """The sending end on ranks of the actor; all encode the same message."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -231,7 +231,7 @@ class ListenWorker(_StreamEnd):
         return self._received
 
     def inbox(self, action: Action) -> Iterator[Tensor]:
-        """Header, then payload. Raises StreamError if the chunk is not the next one, whole."""
+        """Yield header and payload.  Raises StreamError if the chunk is not the next, intact one."""
         header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self.device)
         yield header
         words = header.cpu().numpy()
@@ -248,7 +248,7 @@ class ListenWorker(_StreamEnd):
 
 
 def share(values: Tensor | None, size: int, source: int, device: torch.device) -> Tensor:
-    """Broadcast `size` float64 numbers from rank `source` to the world."""
+    """Broadcast `size` float64 numbers from rank `source`."""
     vector = torch.empty(size, dtype=torch.float64, device=device)
     if dist.get_rank() == source:
         assert values is not None and values.numel() == size

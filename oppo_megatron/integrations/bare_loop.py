@@ -1,9 +1,7 @@
-"""A lower bound of decoding in torch: a loop over the weights of an exported model, to compare the engine with.
+"""Greedy decoding of an exported model in plain torch: a lower bound to compare the engine with. Sequences have one length.
 
-All sequences have one length and none ends; no mask, sampling or log-probs.  One tensor of keys and values per layer.
-
-Legend: B sequences, P prompt tokens, N new tokens, H hidden, G key/value heads, R query heads a key/value head, D head
-dimension, L cached positions.
+B sequences, P prompt tokens, N new tokens, H hidden, G key/value heads, R query heads per group, D head dimension, L
+positions.
 """
 
 from __future__ import annotations
@@ -22,18 +20,17 @@ Product = Callable[[Tensor], Tensor]
 
 
 def plain(weight_OI: Tensor, bias_O: Tensor | None = None) -> Product:
-    """torch's own product."""
     return lambda x: F.linear(x, weight_OI, bias_O)
 
 
 def prepacked(weight_OI: Tensor, bias_O: Tensor | None = None) -> Product:
-    """oneDNN's product with weights laid out once."""
+    """oneDNN's product, with weights laid out once."""
     laid_out = torch.ops.mkldnn._reorder_linear_weight(weight_OI, 16)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, laid_out, bias_O, "none", [], "")
 
 
 class BareLoop:
-    """Greedy decoding of a Llama- or Qwen2-like model read from a Hugging Face directory."""
+    """A Llama- or Qwen2-like model of a Hugging Face directory."""
 
     def __init__(self, directory: Path, shape: Mapping[str, Any], product: Callable[..., Product]):
         weights: dict[str, Tensor] = {}
@@ -51,7 +48,7 @@ class BareLoop:
 
     @torch.inference_mode()
     def decode(self, prompts_BP: Tensor, num_new: int) -> tuple[float, Tensor]:
-        """Return the seconds of the `num_new` decode steps after the prefill, and their tokens [B, N]."""
+        """Seconds of `num_new` decode steps after the prefill, and their tokens [B, N]."""
         batch, length = prompts_BP.shape
         shape = 2, batch, self.groups, length + num_new + 1, self.dim
         cache = [torch.empty(shape, dtype=self.embed_VH.dtype) for _ in self.layers]
@@ -70,7 +67,7 @@ class BareLoop:
         return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
     def _step(self, tokens_BT: Tensor, start: int, cache: Sequence[Tensor], rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Advance all sequences by T tokens; return the next token of each."""
+        """Advance by T tokens; return the next ones."""
         batch, count = tokens_BT.shape
         cos, sin = (table[start : start + count].repeat(batch, 1)[:, None] for table in rope)
         x = F.embedding(tokens_BT.flatten(), self.embed_VH)
@@ -97,7 +94,7 @@ class BareLoop:
 
 
 class _Layer:
-    """A layer's weights: queries, keys and values as one product, and so gate and up."""
+    """A layer with fused qkv and gate-up weights."""
 
     def __init__(self, weights: Mapping[str, Tensor], prefix: str, product: Callable[..., Product]):
         def joined(names: Sequence[str], kind: str) -> Tensor | None:

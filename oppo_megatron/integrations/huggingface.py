@@ -1,4 +1,4 @@
-"""Hugging Face and Megatron directories, rewritten and compared."""
+"""Convert and compare Hugging Face and Megatron checkpoints."""
 
 from __future__ import annotations
 
@@ -45,15 +45,14 @@ class Conversion:
 
 
 Beside = Callable[[str, Sequence[Path]], tuple[Sequence[Path], Mapping[str, Any]]]
-"""Maps a model's family and its tokenizer and generation files to the files to write next to the new weights, and the ids for
-their `config.json`."""
+"""Maps a model's family and side files to the files for the new checkpoint and ids for its `config.json`."""
 
 
 def convert(src: Path, dst: Path, what: Conversion, beside: Beside | None = None) -> int:
-    """Convert `src`, of Hugging Face or Megatron, to `dst`; returns the number of tensors.
+    """Convert `src` to `dst` and return the number of tensors.
 
-    `beside`: what goes with the weights; None: the tokenizer and generation settings next to `src`.  Raises CheckpointError if
-    `src` cannot be read as asked or `dst` is not empty; ConfigError for options that contradict each other.
+    `beside` None: copy tokenizer and generation settings. Raises CheckpointError if `src` cannot be read as asked or `dst` is
+    not empty; ConfigError for conflicting options.
     """
     dst = dst.resolve()  # `.` has no name, and a link must not be replaced itself
     require_empty(dst)
@@ -70,7 +69,7 @@ def convert(src: Path, dst: Path, what: Conversion, beside: Beside | None = None
 
 
 def _open_source(src: Path, what: Conversion) -> tuple[ModelShape, TensorSource]:
-    """Return the tensors to write: the tensors of `src`, including a fresh head or merged adapters."""
+    """Open `src` with a fresh head or merged adapters."""
     fresh = what.fresh_head_seed is not None
     if fresh and what.head == "lm":
         raise ConfigError(
@@ -103,10 +102,7 @@ def _convert_to_megatron(
 
 
 def compare_outputs(src: Path, dst: Path, head: str, fresh_head: bool) -> tuple[str, float]:
-    """Return the quantity compared and its largest absolute difference on random tokens (transformers, float32).
-
-    Compares logits (or scores), or the last hidden states if SRC has no head.
-    """
+    """Quantity compared (logits, or hidden states for a fresh head) and its largest difference on random tokens, in float32."""
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     if fresh_head:
@@ -126,7 +122,7 @@ def compare_outputs(src: Path, dst: Path, head: str, fresh_head: bool) -> tuple[
 
 
 def compare_weights(src: Path, dst: Path, what: Conversion) -> tuple[int, float]:
-    """Return the number of tensors read back from `dst`, and their largest absolute difference from `src`."""
+    """Number of tensors in `dst`, and their largest difference from `src`."""
     shape, source = _open_source(src, what)
     _, written = open_weights(ModelConfig(checkpoint=dst), what.head)
     tensors = hf_tensors(shape, what.head)
@@ -141,7 +137,7 @@ def compare_weights(src: Path, dst: Path, what: Conversion) -> tuple[int, float]
 def write_random_checkpoint(
     hf_config: Mapping[str, Any], directory: Path, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Write a causal LM of a `config.json` with random weights, which are drawn on the device: on a GPU in seconds."""
+    """Write a causal LM with random weights, drawn on the device (on a GPU in seconds)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**hf_config)

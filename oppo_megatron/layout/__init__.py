@@ -1,1 +1,1 @@
-"""Role placements, layouts, holdings and memory of ranks, and whether they fit.  No torch here."""
+"""Role placements, layouts and memory of ranks, and whether they fit. No torch here."""

@@ -1,7 +1,6 @@
-"""Activation memory of a rank: what the modules of `mcore` allocate on a GPU.  Pure.
+"""Upper bounds of a rank's activation memory in the modules of `mcore`, checked on fake CUDA tensors.
 
-Held to what they take on fake CUDA tensors (`tests/rehearsal/test_memory_plan.py`).  Sizes are in elements per token; `shard`:
-the hidden size, or with sequence parallelism a tensor rank's part of it; `query`, `key`, `ffn`: of one tensor rank.
+Sizes are elements per token; `shard`: the hidden size, or a tensor rank's part of it with sequence parallelism.
 """
 
 from __future__ import annotations
@@ -14,19 +13,16 @@ from oppo_megatron.layout.memory import FP32, Shape
 from oppo_megatron.layout.shape import DTYPE_BYTES, head_dim, num_kv_heads
 
 MASK_NUMBERS = 2**25
-"""Bound on the elements of an attention mask on a GPU (`mcore/kv/call_parts.py`)."""
+"""Most elements of an attention mask on a GPU (`mcore/kv/call_parts.py`)."""
 BLOCK_NUMBERS, CACHED_NUMBERS = 2**26, 2**17
-"""The most logits that log-probs are made of at once (`mcore/vocab.py`): on a GPU, and in a CPU's cache."""
+"""Most logits per block of log-probs (`mcore/vocab.py`), on a GPU and in a CPU's cache."""
 DRAWN_BLOCK = 64
-"""Sampled tokens are processed in blocks of this size (`engine/sampler.py`)."""
+"""Block size of sampling (`engine/sampler.py`)."""
 
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Tokens of one packed micro-batch, and of a replica's rows in an optimizer step; upper bounds.
-
-    `answered`: the tokens whose outputs are computed (None: possibly all).
-    """
+    """Tokens of a micro-batch and of a replica's optimizer step. `answered`: tokens with outputs (None: possibly all)."""
 
     micro_batch_tokens: int
     replica_tokens: int
@@ -78,7 +74,7 @@ class Model:
 
     @property
     def repeat(self) -> int:
-        """Query heads a key head."""
+        """Query heads per key head."""
         return int(self.shape["num_attention_heads"]) // num_kv_heads(self.shape)
 
     @property
@@ -94,11 +90,11 @@ class Model:
         return not self.on_cpu and self.dtype == "float32" and self.repeat > 1
 
     def kept_of_layer(self, train: TrainingLayoutConfig) -> tuple[float, float]:
-        """Elements per token of one layer: needed by a backward pass, and kept until then.
+        """Elements per token of a layer: those a backward pass needs, and those kept until then.
 
         Inputs and outputs of both norms; rotated queries and keys, values, attention's output; gate, up and their product.
-        Norms of queries and keys keep the product that the values are a view of.  With frozen weights, only products with
-        adapters keep their inputs.
+        Norms of queries and keys also keep the product that values are a view of. With frozen weights, only adapted products
+        keep inputs.
         """
         shard, targets = self.shard(train), set(_ALL) if self.lora is None else set(self.lora.projections)
         attention = shard * bool(targets & _ATTENTION) + self.query * ("o_proj" in targets)
@@ -117,8 +113,9 @@ class Model:
         return self.hidden / (self.tp if train.sequence_parallel else 1)
 
     def backward_of_layer(self, train: TrainingLayoutConfig, tokens: int) -> float:
-        """Peak bytes of the backward pass through a feed-forward, in addition to the kept activations: the gradients of the
-        product, of gate and up, or of the input and their weights."""
+        """Peak bytes of a feed-forward's backward beyond kept activations: gradients of the product, of gate and up, or of
+        the input and weights.
+        """
         shard, gathered = self.shard(train), self.hidden if train.sequence_parallel else 0
         weights = 0.0 if self.lora is not None else self.hidden * self.ffn
         own = self.ffn if self.lora is None or "down_proj" in self.lora.projections else 0
@@ -128,9 +125,8 @@ class Model:
         return max(down, gates, up) * self.width
 
     def loss(self, rows: int) -> float:
-        """Bytes of the last stage from the final norm to the gradient of the hidden states.
-
-        Logits and their gradient as computed, and float32 blocks of these; with a scalar head, float32 hidden states.
+        """Bytes from the final norm to the gradient of hidden states: logits, their gradient and float32 blocks; with a
+        scalar head, float32 hidden states.
         """
         if self.scalar:
             rounded = 0 if self.width == FP32 else self.width
@@ -148,13 +144,14 @@ _ATTENTION, _GATES = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
 def kept_activations(
     model: Model, sizes: Sizes, stage: int, train: TrainingLayoutConfig, batch: TrainingBatch
 ) -> float:
-    """Upper bound in bytes of what forward passes keep at once, loss apart: layers, the stage's input, rotary angles."""
+    """Bytes that forward passes keep at once, without the loss."""
     return _tokens_in_flight(sizes, stage, batch) * _kept_of_token(model, sizes, train)
 
 
 def _tokens_in_flight(sizes: Sizes, stage: int, batch: TrainingBatch) -> int:
-    """1F1B has at most pp - stage micro-batches in flight.  Interleaved it has 2 (pp - stage - 1) + (vpp - 1) pp + 1 of one
-    virtual stage each, padded to one size, and to a multiple of pp."""
+    """1F1B has at most pp - stage micro-batches in flight; interleaved, 2 (pp - stage - 1) + (vpp - 1) pp + 1 virtual stages'
+    micro-batches, padded to one size and to a multiple of pp.
+    """
     if sizes.vpp == 1:
         return min((sizes.pp - stage) * batch.tokens, batch.replica_tokens)
     in_flight = 2 * (sizes.pp - stage - 1) + (sizes.vpp - 1) * sizes.pp + 1
@@ -170,10 +167,9 @@ def _kept_of_token(model: Model, sizes: Sizes, train: TrainingLayoutConfig) -> f
 def training_activations(
     model: Model, sizes: Sizes, stage: int, train: TrainingLayoutConfig, batch: TrainingBatch
 ) -> float:
-    """Upper bound in bytes of an update: what is kept, and the loss, or a layer in its backward pass.
+    """Bytes of an update: kept activations, and the loss or a layer's backward.
 
-    With `recompute: full` that layer has been computed again.  At the end of a micro-batch the first stage has the gradient of
-    the embeddings.
+    With `recompute: full` that layer is computed again. The first stage ends with the gradient of the embeddings.
     """
     whole, kept = model.kept_of_layer(train)
     of_layer = model.backward_of_layer(train, batch.tokens)
@@ -191,8 +187,9 @@ def training_activations(
 
 @dataclass(frozen=True)
 class Call:
-    """A cached call.  `rows`: tokens whose logits are made; `context`: the longest sequence; `gathered`: cache positions copied
-    by a paged cache without a kernel of its own; `draws`: tokens are drawn from the logits."""
+    """A cached call. `rows`: tokens with logits; `context`: longest sequence; `gathered`: positions copied by a paged cache
+    without its own kernel; `draws`: samples tokens.
+    """
 
     tokens: int
     rows: int
@@ -203,7 +200,7 @@ class Call:
 
 
 def cached_activations(model: Model, call: Call) -> float:
-    """Upper bound in bytes of a decode step or a prefill micro-batch."""
+    """Bytes of a decode step or a prefill micro-batch."""
     return max(_in_layers(model, call), _of_logits(model, call))
 
 
@@ -226,8 +223,7 @@ def _in_layers(model: Model, call: Call) -> float:
 
 
 def _beside_attention(model: Model, call: Call) -> tuple[float, float, float]:
-    """Bytes kept from layer to layer and bytes made in each, for continuing tokens; and for a new token, the repeated keys and
-    values."""
+    """Bytes kept across layers and made in each for continuing tokens, and the repeated keys and values of a new one."""
     repeated = 2 * model.query * model.width if model.repeats_keys else 0.0
     if call.draws:
         return 0.0, call.tokens * repeated, 0.0
@@ -238,10 +234,7 @@ def _beside_attention(model: Model, call: Call) -> tuple[float, float, float]:
 
 
 def _mask(model: Model, call: Call) -> tuple[float, float]:
-    """Bytes kept from layer to layer, and bytes made in each or in the first.
-
-    A CPU has a mask per sequence; a GPU one per query head of a group, made from a common mask and from bits.
-    """
+    """Bytes kept across layers, and made in each or the first. CPU: a mask per sequence; GPU: one per query head of a group."""
     if model.on_cpu:
         return float(call.tokens * call.context * model.width), 0.0
     bounded = min(MASK_NUMBERS, call.tokens * model.repeat * call.context)

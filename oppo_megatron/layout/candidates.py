@@ -1,12 +1,10 @@
-"""The placements that a machine and a configuration admit; `placement.mode: auto` measures them.
+"""Placements that `placement.mode: auto` measures on W ranks:
 
-With W ranks, as many as the machine has CUDA devices or cores:
-
-    single           one process; on CUDA only if there is one device, else the others would be idle
+    single           one process; on CUDA only if there is one device
     disaggregated    actor | scorers: W-1 | 1, three quarters | one, half | half; on CPU also 1 | 1 with W/2 threads each
     colocated        all roles on W ranks
 
-Each in the layouts of least and of largest tensor parallelism, without pipelines; the former also with the reference on the
+Each with the least and the largest tensor parallelism, without pipelines; the former also with the reference on the
 actor's ranks, because the two sides are seldom equally busy.
 """
 
@@ -50,7 +48,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """`single`, `disaggregated dp 3 | 1`, `disaggregated 1 | 1 (reference: actor)`, `colocated tp 2 x dp 2`."""
+        """Such as `single`, `disaggregated 1 | 1 (reference: actor)`, `colocated tp 2 x dp 2`."""
         placement = self.placement
         if placement.mode == "single":
             return "single"
@@ -82,15 +80,13 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Options:
-    """All that could be measured, in a fixed order, and what could not."""
-
     machine: Machine
     candidates: tuple[Candidate, ...]
     left_out: tuple[LeftOut, ...]
 
 
 def find_candidates(settings: TrainSettings, machine: Machine) -> Options:
-    """The placements of a checked configuration with `placement.mode: auto`.  Raises ConfigError if there are none."""
+    """Placements of a checked configuration. Raises ConfigError if there are none."""
     finder = _Finder(settings, machine, most_ranks(settings, machine))
     found = [option for mode in MODES for option in finder.options(mode)]
     candidates = tuple(option for option in found if isinstance(option, Candidate))
@@ -105,14 +101,14 @@ def find_candidates(settings: TrainSettings, machine: Machine) -> Options:
 
 
 def most_ranks(settings: TrainSettings, machine: Machine) -> int:
-    """Ranks of a measured placement: one per CUDA device, else cores over threads per rank."""
+    """One rank per CUDA device, or cores over threads per rank."""
     if machine.device == "cuda":
         return machine.units
     return max(1, machine.units // max(1, settings.runtime.threads_per_rank or asked_threads()))
 
 
 class _Finder:
-    """Tries layouts against the checks that every configuration has to pass."""
+    """Tries layouts against the usual checks."""
 
     def __init__(self, settings: TrainSettings, machine: Machine, num_ranks: int):
         self.settings, self.machine, self.num_ranks = settings, machine, num_ranks
@@ -153,8 +149,7 @@ class _Finder:
         return list(dict.fromkeys(splits))
 
     def _fitting(self, name: str, placements: list[PlacementConfig]) -> Iterator[Candidate | LeftOut]:
-        """Yield the placements of least and of largest tensor parallelism that pass the checks, or the reason why the first
-        fails."""
+        """Yield the placements of least and largest tensor parallelism that pass the checks, or why the first fails."""
         problems = [check_layouts(self.settings.with_placement(placement), self.shapes) for placement in placements]
         fitting = [placement for placement, found in zip(placements, problems, strict=True) if not found]
         if not fitting:

@@ -1,4 +1,4 @@
-"""Checks that layouts fit ranks, models, batch, and each other.  Every problem is a sentence."""
+"""Checks that layouts fit ranks, models, batch, and each other. Problems are sentences."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MEBIBYTE = 2**20
 
 @dataclass(frozen=True)
 class _Asked:
-    """A layout that the configuration gives a role of `num_ranks` ranks."""
+    """A layout that the configuration asks for."""
 
     name: str
     sizes: Sizes
@@ -46,7 +46,7 @@ class _Asked:
 
 
 def check_layouts(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]:
-    """`shapes` holds the config.jsons that could be read."""
+    """Return all problems. `shapes`: the config.jsons that could be read."""
     if enormous := _check_magnitude(config):
         return enormous
     wrong_ranks = {name: found for name, role in _sections(config) if (found := _check_ranks(config, name, role))}
@@ -164,7 +164,7 @@ def _check_ranks(config: TrainConfig, name: str, role: RoleConfig) -> list[str]:
 
 
 def _without_ranks(config: TrainConfig, roles: Mapping[str, object]) -> TrainConfig:
-    """Return the configuration without the ranks of `roles`, so that their other problems can be reported."""
+    """Drop the ranks of `roles`, so that their other problems can be reported."""
     changed = {name: role.model_copy(update={"ranks": None}) for name, role in _sections(config) if name in roles}
     return config.model_copy(update=changed)
 
@@ -280,7 +280,7 @@ def _check_common_rows(asked: _Asked, serving: RolePlacement, shape: Shape | Non
 
 
 def _check_kv_budget(config: TrainConfig, name: str, placement: RolePlacement, shape: Shape | None) -> list[str]:
-    """The cache of each rank holds a sequence, and as many as one micro-batch of a scorer's prefill has at the least."""
+    """The cache must hold a sequence, or the sequences that a scorer's prefill micro-batch has at least."""
     budget_mb, (_, tokens) = config.runtime.kv_cache_mb, config.overlap.weave
     if budget_mb is None or shape is None:
         return []
@@ -316,7 +316,7 @@ def _divisions(asked: _Asked, shape: Shape | None) -> list[str]:
 
 
 def _limits(config: TrainConfig, name: str, shape: Shape | None) -> Limits | None:
-    """Limits of serving, and of training if it takes its sizes from here."""
+    """Limits of serving, and of training if it has the same sizes."""
     if shape is None:
         return None
     role, sequences, min_tp = named_roles(config)[name], most_sequences(config), 1

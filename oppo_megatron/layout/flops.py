@@ -1,7 +1,6 @@
-"""Floating-point operations and bytes of a model's forward.  Pure.
+"""Operations and bytes of a model's forward, matrix products alone (the rest is a few percent).
 
-Only matrix products count, a multiply and an add as two operations; the rest is some percent.  Legend: h hidden, q = heads x
-head size, g = key/value heads x head size, f FFN, V vocabulary.
+h hidden, q = heads x head size, g = key/value heads x head size, f FFN, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ Shape = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Linear:
-    """A weight matrix: `out` x `into`."""
+    """A weight matrix, `out` x `into`."""
 
     out: int
     into: int
@@ -28,7 +27,7 @@ class Linear:
 
 
 def layer_linears(shape: Shape) -> list[Linear]:
-    """The products of one layer: queries with keys and values, output, gate with up, down."""
+    """A layer's products: qkv, output, gate with up, down."""
     hidden, ffn, dim = shape["hidden_size"], shape["intermediate_size"], head_dim(shape)
     query, keys = shape["num_attention_heads"] * dim, num_kv_heads(shape) * dim
     return [Linear(query + 2 * keys, hidden), Linear(hidden, query), Linear(2 * ffn, hidden), Linear(hidden, ffn)]
@@ -39,10 +38,10 @@ def head_linear(shape: Shape, *, scalar: bool) -> Linear:
 
 
 def forward_flops(shape: Shape, tokens: int, pairs: int, rows: int, *, scalar: bool) -> int:
-    """Operations of a forward over `tokens` new tokens; `rows` of them get an output.
+    """Operations of a forward over `tokens`, `rows` of them with outputs, and `pairs` of tokens and positions
+    (`causal_pairs`).
 
-    2 tokens (h (q + 2 g) + q h + 3 h f) + 4 q pairs in each layer, and 2 rows h V (scalar head: 2 rows h).  `pairs`: each token
-    with each position that it attends to, itself included (`causal_pairs`).
+    2 tokens (h (q + 2 g) + q h + 3 h f) + 4 q pairs per layer, and 2 rows h V (scalar head: 2 rows h).
     """
     query = int(shape["num_attention_heads"]) * head_dim(shape)
     products = 2 * tokens * sum(linear.size for linear in layer_linears(shape))
@@ -51,16 +50,16 @@ def forward_flops(shape: Shape, tokens: int, pairs: int, rows: int, *, scalar: b
 
 
 def training_flops(shape: Shape, tokens: int, pairs: int, rows: int, *, scalar: bool) -> int:
-    """Forward and backward, three forwards: each product once more for its input's gradient and once for its weight's."""
+    """Three forwards: each product again for its input's gradient and its weight's."""
     return 3 * forward_flops(shape, tokens, pairs, rows, scalar=scalar)
 
 
 def causal_pairs(past: int, new: int) -> int:
-    """Pairs of `new` tokens after `past` cached ones."""
+    """Pairs of `new` tokens after `past` ones."""
     return new * past + new * (new + 1) // 2
 
 
 def weight_bytes(shape: Shape, dtype: str, *, scalar: bool) -> int:
-    """Bytes of all matrices that a forward pass reads; of the embedding only single rows are read."""
+    """Bytes of all matrices that a forward reads (single rows of the embedding do not count)."""
     layers = int(shape["num_hidden_layers"]) * sum(linear.size for linear in layer_linears(shape))
     return DTYPE_BYTES[dtype] * (layers + head_linear(shape, scalar=scalar).size)

@@ -1,6 +1,5 @@
-"""The place of each Hugging Face tensor in a megatron-core model, for loading and exporting.  Pure.
-
-Legend: H hidden, F ffn, V vocabulary, D head dim, N query heads, G key/value groups, R = N / G.
+"""Where Hugging Face tensors are in a megatron-core model. H hidden, F ffn, V vocabulary, D head dim, N query heads, G
+key/value groups, R = N / G.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ SCALAR_HEAD = "score.weight"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One Hugging Face tensor, and the parameter rows that hold a rank's share of it.
+    """A Hugging Face tensor, cut evenly along `cut` over the tensor ranks (None: whole), in the ranges `rows` of `param`.
 
-    It is cut evenly along `cut` over the tensor ranks (None: each keeps all).  A share fills the ranges `rows` of the parameter
-    `param`, in order.  If the ranks do not divide the vocabulary, the last share is smaller and its remaining rows are zero.
+    If the ranks do not divide the vocabulary, the last share is smaller and its remaining rows are zero.
     """
 
     hf_name: str
@@ -38,7 +36,7 @@ class Part:
         return sum(r.stop - r.start for r in self.rows)
 
     def share(self, tp_rank: int, tp_size: int) -> tuple[slice, ...]:
-        """The region of the Hugging Face tensor that tensor-parallel rank `tp_rank` keeps."""
+        """Region of the Hugging Face tensor on a tensor rank."""
         region = [slice(0, size) for size in self.hf_shape]
         if self.cut is not None:
             whole = self.hf_shape[self.cut]
@@ -63,7 +61,7 @@ def layout_problems(shape: ModelShape, tp_size: int, pp_size: int) -> list[str]:
 
 
 def stage_parts(shape: ModelShape, head: Head, *, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1) -> list[Part]:
-    """Every part of one pipeline stage, in the model's order.  Raises ConfigError if sizes do not divide."""
+    """Parts of a pipeline stage, in the model's order. Raises ConfigError if sizes do not divide."""
     if problems := layout_problems(shape, tp_size, pp_size):
         raise ConfigError(problems)
     hidden = shape.hidden_size
@@ -87,7 +85,7 @@ def stage_parts(shape: ModelShape, head: Head, *, tp_size: int = 1, pp_rank: int
 
 
 def hf_tensors(shape: ModelShape, head: Head) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the Hugging Face checkpoint, in the model's order."""
+    """Shapes of the Hugging Face checkpoint's tensors, in the model's order."""
     return {part.hf_name: part.hf_shape for part in stage_parts(shape, head)}
 
 
@@ -134,7 +132,7 @@ def _layer_parts(shape: ModelShape, tp_size: int, hf: str, ours: str) -> list[Pa
 
 
 def _qkv_parts(shape: ModelShape, tp_size: int, hf: str, ours: str) -> list[Part]:
-    """Query, key and value are one parameter: for each group its R query heads, then its key head, its value head."""
+    """Rows of the joint parameter: for each group R query heads, key head, value head."""
     heads_per_group = shape.num_heads // shape.num_kv_heads
     width = (heads_per_group + 2) * shape.head_dim
 
@@ -158,7 +156,7 @@ PEFT = "base_model.model."
 
 @dataclass(frozen=True)
 class Product:
-    """A product of a layer, Hugging Face's projections in it, and how tensor ranks cut their adapters."""
+    """A layer's product, with its Hugging Face projections and the cut of their adapters."""
 
     owner: str
     linear: str
@@ -176,7 +174,7 @@ PRODUCTS = (
 
 
 def pair_sizes(shape: ModelShape, rank: int, tp: int) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-    """(rows, columns) of A and of B on one tensor rank, by target."""
+    """(rows, columns) of A and of B on a tensor rank, by target."""
     whole = _whole_sizes(shape)
     cut = {target: product.cut for product in PRODUCTS for target in product.targets}
     return {
@@ -191,7 +189,7 @@ def pair_sizes(shape: ModelShape, rank: int, tp: int) -> dict[str, tuple[tuple[i
 def adapter_parts(
     shape: ModelShape, lora: LoraConfig, head: Head, *, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1
 ) -> list[Part]:
-    """Every tensor of a peft directory that one stage has a share of; on the last with a scalar head, that too."""
+    """Tensors of a peft directory with a share on a stage, and a scalar head on the last."""
     per_stage = shape.num_layers // pp_size
     sizes = _whole_sizes(shape)
     parts = []

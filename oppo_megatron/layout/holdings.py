@@ -1,4 +1,4 @@
-"""Each rank's roles, their shares, memory and batches.  Pure."""
+"""Each rank's roles, their shares, memory and batches."""
 
 from __future__ import annotations
 
@@ -41,10 +41,8 @@ from oppo_megatron.layout.role_memory import (
 
 @dataclass(frozen=True)
 class Holding:
-    """One role's share on one rank.  `role` is `actor.train` if training has weights of its own.
-
-    `layers` (from 0): a range per virtual stage; `batches`: sizes in words, by heading.  `phases`: bytes of activations in an
-    update, in reading and in decoding; `memory` has the largest.
+    """A role's share on a rank; `actor.train` if training has its own weights. `layers`: a range per virtual stage; `phases`:
+    activation bytes by phase, the largest of them in `memory`.
     """
 
     rank: int
@@ -58,12 +56,12 @@ class Holding:
 
 
 def planned_memory(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list[float]:
-    """Bytes that a run is expected to take of each rank's memory, without interpreter and libraries."""
+    """Expected bytes of each rank, without interpreter and libraries."""
     return [memory.total for memory in rank_memory(holdings_of(config, on_cpu=on_cpu)).values()]
 
 
 def lasting_memory(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list[float]:
-    """Bytes that each rank of a run holds for certain between updates."""
+    """Bytes that each rank holds for certain between updates."""
     return [memory.lasting for memory in rank_memory(holdings_of(config, on_cpu=on_cpu)).values()]
 
 
@@ -76,7 +74,7 @@ def holdings_of(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list
 
 
 def written_bytes(config: TrainConfig | SupervisedConfig) -> float:
-    """Bytes of a run's final weights, and of one checkpoint if it writes any.  Adapters are left out: they are small."""
+    """Bytes of the final weights and of one checkpoint, without adapters, which are small."""
     saves = config.checkpoint
     checkpoints = bool(saves.saves_end or saves.every_steps or saves.every_minutes)
     weights = state = 0.0
@@ -103,7 +101,7 @@ def rank_memory(holdings: Sequence[Holding]) -> dict[int, Memory]:
 
 
 def train_holdings(config: TrainConfig, *, on_cpu: bool) -> list[Holding]:
-    """`on_cpu`: decoding has weights of its own (`runtime.decode_path`)."""
+    """`on_cpu`: decoding may have packed weights (`runtime.decode_path`)."""
     training, holdings = training_placements(config), list[Holding]()
     for name, placement in role_placements(config).items():
         holdings += role_holdings(config, name, placement, training.get(name, placement), on_cpu=on_cpu)
@@ -187,7 +185,7 @@ def _serving_batches(config: TrainConfig, name: str, sequences: int, slots: int)
 
 
 def _cut(config: TrainConfig, slots: int) -> tuple[str, str]:
-    """Decode micro-batches of a replica, and tokens of a scorer's prefill micro-batch; `auto` if measured times decide."""
+    """Decode micro-batches of a replica and prefill tokens of a scorer; `auto` if measured times decide."""
     (micro_batches, tokens), placements = config.overlap.weave, role_placements(config)
     most = config.runtime.micro_batch_tokens
     woven = config.overlap.intra and config.overlap.schedule != "intra" and decodes_and_scores(placements)

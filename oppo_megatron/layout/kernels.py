@@ -1,4 +1,4 @@
-"""The libraries behind each part of a run, and why not a faster one.  Pure.
+"""Libraries of each part of a run, and why not a faster one.
 
 megatron-core chooses optimizers and gradient norms in this order (optimizer/__init__.py:12-32, optimizer/clip_grads.py:20).
 """
@@ -28,13 +28,14 @@ USED = {
     APEX: ("apex.optimizers:FusedAdam", "amp_C:multi_tensor_l2norm"),
     FLASH: ("flash_attn:flash_attn_varlen_func", "flash_attn:flash_attn_with_kvcache"),
 }
-"""The names that a run and megatron-core use of each library.  flash-attn 4 has a module `flash_attn` without these functions,
-PyPI's `apex` is another package, and a build for another torch fails when it is imported."""
+"""Names that a run and megatron-core use. They are imported, because flash-attn 4 lacks these functions, PyPI's `apex` is
+another package, and builds for another torch fail at import.
+"""
 
 
 @dataclass(frozen=True)
 class Available:
-    """Versions of the usable libraries, and the faults of the others."""
+    """Versions of usable libraries, and faults of the others."""
 
     transformer_engine: str | None = None
     apex: str | None = None
@@ -48,8 +49,6 @@ class Available:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The implementation of a part, and what a faster one lacks (None: there is none faster)."""
-
     part: str
     used: str
     lacking: str | None = None
@@ -57,7 +56,7 @@ class Kernels:
 
 @cache
 def import_fault(*names: str) -> str | None:
-    """Why one of these names, `module:name` or a module, cannot be imported here; None if all can."""
+    """Reason why one of the names (`module:name` or a module) cannot be imported; None if all can."""
     root = names[0].partition(".")[0].partition(":")[0]
     for each in names:
         module, _, name = each.partition(":")
@@ -74,7 +73,7 @@ def import_fault(*names: str) -> str | None:
 
 
 def usable(library: str) -> bool:
-    """Warn if it is installed and cannot be imported."""
+    """True if it can be imported; warns if it is installed but cannot."""
     fault = import_fault(*USED[library])
     if fault not in (None, ABSENT):
         warnings.warn(f"{library} {fault}; the run goes on without it", stacklevel=2)
@@ -82,7 +81,7 @@ def usable(library: str) -> bool:
 
 
 def find_available(cuda: bool, fault_of: Callable[..., str | None] = import_fault) -> Available:
-    """Without a CUDA device none is used, and none is imported."""
+    """Without CUDA none is imported."""
     if not cuda:
         return Available()
     faults = {library: fault for library, names in USED.items() if (fault := fault_of(*names)) is not None}
@@ -99,7 +98,7 @@ def find_available(cuda: bool, fault_of: Callable[..., str | None] = import_faul
 
 
 def layer_problem(available: Available, *, adapters: bool) -> str | None:
-    """Return why the layers cannot be transformer-engine's; None if they can."""
+    """Reason against transformer-engine's layers; None if they can be used."""
     if not available.cuda:
         return ON_CUDA_ONLY
     if available.transformer_engine is None:
@@ -121,7 +120,7 @@ def layers_refused(wanted: Layers, available: Available, *, adapters: bool) -> s
 
 
 def kernel_table(available: Available) -> list[Kernels]:
-    """Each part of a run on this machine, with `runtime.layers: auto` and no adapters."""
+    """Parts of a run on this machine, with `runtime.layers: auto`, without adapters."""
     problem = layer_problem(available, adapters=False)
     te, apex = available.transformer_engine, available.apex
     fused = te or apex

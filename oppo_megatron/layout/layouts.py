@@ -1,4 +1,4 @@
-"""Layouts that a model admits on a number of ranks, and the nearest ones.  Pure."""
+"""Layouts that a model admits on a number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHOWN = 3
 
 
 class HasSizes(Protocol):
-    """A setting or a role's placement."""
+    """A setting or placement."""
 
     @property
     def tp(self) -> int: ...
@@ -24,7 +24,7 @@ class HasSizes(Protocol):
 
 
 class Sizes(NamedTuple):
-    """`vpp`: virtual stages per rank, if the update is interleaved."""
+    """`vpp`: virtual stages per rank in training."""
 
     tp: int = 1
     pp: int = 1
@@ -46,10 +46,8 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on the layouts of one model.
-
-    `width`: a multiple of tp; `layers`: of pp * vpp; `sequences`: at least one per replica; `min_tp`: 2 with sequence
-    parallelism; `vocab_size`: at least one token per tensor rank.
+    """Bounds: tp divides `width`, pp * vpp `layers`; at most one replica per sequence; `min_tp` is 2 with sequence
+    parallelism; each tensor rank has a token.
     """
 
     width: int
@@ -78,17 +76,14 @@ def layouts_of(num_ranks: int, limits: Limits, *, interleaved: bool = False) -> 
 
 
 def nearest_layouts(asked: Sizes, num_ranks: int, limits: Limits, also: Callable[[Sizes], bool]) -> list[Sizes]:
-    """Layouts over `num_ranks` ranks that satisfy `also`, nearest to `asked` first.
-
-    Distance is the product of the factors by which the sizes differ; ties are broken by smaller tp, then smaller pp.
-    """
+    """Layouts that satisfy `also`, nearest to `asked` (product of the factors between sizes) first, then smaller tp, pp."""
     return sorted(
         filter(also, layouts_of(num_ranks, limits, interleaved=asked.vpp > 1)), key=lambda s: (_distance(s, asked), s)
     )
 
 
 def nearest_counts(num_ranks: int, limits: Limits, also: Callable[[Sizes], bool] = lambda sizes: True) -> list[int]:
-    """Numbers of ranks that some layout fits for which `also` holds, nearest to `num_ranks` first."""
+    """Numbers of ranks with a layout that satisfies `also`, nearest first."""
     most = num_ranks + SHOWN if limits.sequences is None else limits.sequences
     counts: set[int] = set()
     for tp in (tp for tp in divisors(limits.width) if tp >= limits.min_tp):
@@ -102,7 +97,7 @@ def nearest_counts(num_ranks: int, limits: Limits, also: Callable[[Sizes], bool]
 def suggestion(
     asked: Sizes, num_ranks: int, limits: Limits | None, also: Callable[[Sizes], bool] = lambda sizes: True
 ) -> str:
-    """The end of an error message that suggests layouts in place of `asked`; empty if the model is not known."""
+    """End of an error message that suggests layouts; empty for an unknown model."""
     if limits is None:
         return ""
     fitting = nearest_layouts(asked, num_ranks, limits, also)[:SHOWN]
@@ -116,7 +111,7 @@ def suggestion(
 
 
 def vocab_rows(vocab_size: int, tp: int, multiple: int = 1) -> int:
-    """Rows of the embedding on each of `tp` tensor ranks; their total also divides by `multiple`."""
+    """Embedding rows per tensor rank; their total also divides by `multiple`."""
     step = lcm(tp, multiple)
     return -(-vocab_size // step) * step // tp
 
@@ -126,7 +121,7 @@ def fills_shards(vocab_size: int, tp: int, multiple: int = 1) -> bool:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Ascending ranks as `<role>.ranks` takes them: `0-3,6`."""
+    """Format ascending ranks as `<role>.ranks` reads them: `0-3,6`."""
     # A run of neighbours keeps one distance to its position.
     runs = groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])
     spans = [[rank for _, rank in run] for _, run in runs]

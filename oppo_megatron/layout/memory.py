@@ -1,7 +1,6 @@
-"""A model's share of a rank's memory, from its `config.json` and layout.  Pure.
+"""A model's share of a rank's memory, exact except for activations and a CPU's kernels.
 
-All is exact but activations, which are those of the largest micro-batches, and a CPU's kernels.  Not counted: interpreter and
-libraries, a device's context, NCCL's buffers, the host copy that a guard restores, the allocator's own loss.
+Not counted: interpreter and libraries, device context, NCCL's buffers, a guard's host copy, allocator loss.
 """
 
 from __future__ import annotations
@@ -17,15 +16,13 @@ from oppo_megatron.layout.shape import DTYPE_BYTES, head_dim, kv_bytes_per_token
 Shape = Mapping[str, Any]
 FP32 = 4
 BLOCK_TOKENS = 256
-"""Positions of a block of a paged KV cache: the least that FlashAttention-2 takes."""
+"""Positions per block of a paged cache: FlashAttention-2's minimum."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank by kind.
-
-    `copy`: weights of a training layout of its own.  `packed`: weights in the order in which a CPU's products read them, and
-    their `kernels`.  `buffers`: rotary tables, and the gather buffer of sequence parallelism.
+    """Bytes on a rank. `copy`: weights of a separate training layout; `packed`: weights laid out for a CPU's products;
+    `buffers`: rotary tables and sequence parallelism's gather buffer.
     """
 
     weights: float = 0
@@ -44,25 +41,25 @@ class Memory:
 
     @property
     def lasting(self) -> float:
-        """Memory held between updates on any processor, known exactly."""
+        """Bytes held between updates on any processor."""
         return self.weights + self.copy + self.gradients + self.optimizer + self.kv_cache + self.buffers
 
     @classmethod
     def of_rank(cls, roles: Sequence[Memory]) -> Memory:
-        """Roles compute in turn, so only the largest activations and kernels count."""
+        """Sum of roles, but the largest activations and kernels, because roles compute in turn."""
         kinds = [vars(memory) for memory in roles]
         sums = {kind: sum(memory[kind] for memory in kinds) for kind in kinds[0]}
         return cls(**sums | {kind: max(memory[kind] for memory in kinds) for kind in ("kernels", "activations")})
 
 
 def stage_layers(shape: Shape, pp: int, stage: int, vpp: int = 1) -> list[range]:
-    """The layers (from 0) of one pipeline stage, a range per virtual stage."""
+    """Layers (from 0) of a pipeline stage, a range per virtual stage."""
     size = shape["num_hidden_layers"] // (pp * vpp)
     return [range(first, first + size) for first in ((chunk * pp + stage) * size for chunk in range(vpp))]
 
 
 def stage_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool) -> int:
-    """Parameters that one tensor rank of a stage holds."""
+    """Parameters on a tensor rank of a stage."""
     hidden, embedding = shape["hidden_size"], vocab_rows(shape["vocab_size"], tp) * shape["hidden_size"]
     count = shape["num_hidden_layers"] // pp * _layer_parameters(shape, tp)
     if stage == 0:
@@ -75,7 +72,7 @@ def stage_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool
 
 
 def adapter_parameters(shape: Shape, tp: int, pp: int, lora: LoraConfig) -> int:
-    """Parameters of adapters that one tensor rank of a stage holds: of each target's A and B."""
+    """Adapter parameters on a tensor rank of a stage."""
     hidden, ffn, dim = shape["hidden_size"], shape["intermediate_size"], head_dim(shape)
     queries, keys = shape["num_attention_heads"] * dim // tp, num_kv_heads(shape) * dim // tp
     sizes = {
@@ -86,7 +83,7 @@ def adapter_parameters(shape: Shape, tp: int, pp: int, lora: LoraConfig) -> int:
 
 
 def packed_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool) -> int:
-    """The part of `stage_parameters` in matrix products, the vocabulary's included, tied or not."""
+    """Parameters in matrix products, including the vocabulary's, tied or not."""
     head = vocab_rows(shape["vocab_size"], tp) * shape["hidden_size"] if stage == pp - 1 and not scalar else 0
     return int(shape["num_hidden_layers"] // pp * _product_parameters(shape, tp) + head)
 
@@ -109,18 +106,18 @@ def _layer_parameters(shape: Shape, tp: int) -> int:
 
 
 def training_state(num_parameters: int, dtype: str, dp: int) -> Memory:
-    """Main gradients in float32; over the replicas, Adam's two moments and, with bfloat16 weights, float32 copies."""
+    """Float32 main gradients; sharded over replicas, Adam's moments and, for bfloat16, float32 weights."""
     held = 2 * FP32 + (FP32 if dtype == "bfloat16" else 0)
     return Memory(gradients=num_parameters * FP32, optimizer=num_parameters * held / dp)
 
 
 def slot_tokens(context: int, kv_layout: KVLayout) -> int:
-    """Cache positions of a sequence: whole blocks if the cache is paged."""
+    """Cache positions per sequence; whole blocks if paged."""
     return -(-context // BLOCK_TOKENS) * BLOCK_TOKENS if kv_layout == "paged" else context
 
 
 def kv_slots(shape: Shape, layout: HasSizes, dtype: str, *, slots: int, context: int, budget_mb: float | None) -> int:
-    """How many of `slots` sequences of `context` tokens (`slot_tokens`) the budget holds."""
+    """Number of `slots` sequences of `context` tokens that fit the budget."""
     if budget_mb is None:
         return slots
     return min(slots, int(budget_mb * 2**20) // (context * kv_bytes_per_token(shape, layout, dtype)))
@@ -138,7 +135,7 @@ def table_bytes(shape: Shape, context: int) -> int:
 
 
 def gather_bytes(shape: Shape, dtype: str, train: TrainingLayoutConfig, tp: int, tokens: int) -> int:
-    """megatron-core's persistent buffer for the gathered activations of a micro-batch (not used with frozen weights)."""
+    """megatron-core's persistent buffer for gathered activations (unused with frozen weights)."""
     return tokens * int(shape["hidden_size"]) * DTYPE_BYTES[dtype] if train.sequence_parallel and tp > 1 else 0
 
 
@@ -153,17 +150,17 @@ def shortage(lasting: Sequence[float], available: int, who: str, where: str) -> 
 
 
 FEW_ROWS, ROW_MULTIPLE, MOST_ROWS = 128, 32, 4096
-"""Packed products take up to `FEW_ROWS` rows unpadded, more in multiples, and none above `MOST_ROWS`."""
+"""Packed products have up to `FEW_ROWS` rows unpadded, then multiples up to `MOST_ROWS`."""
 WHOLE_MULTIPLE = 64
-"""Calls over whole sequences in bfloat16 on a CPU are padded to multiples of this number of rows."""
+"""Row padding of bfloat16 calls over whole sequences on a CPU."""
 KERNEL_BYTES, MOST_KERNELS = 2**19, 1024
-"""Bytes that oneDNN keeps per product of given sizes (measured), and its largest number of products."""
+"""Bytes that oneDNN keeps per product size (measured), and the most products that it keeps."""
 WHOLE_KERNEL_BYTES = 2**20
-"""The same for a product over whole sequences in bfloat16."""
+"""Bytes per product over whole sequences in bfloat16."""
 
 
 def prefill_sizes(tokens: int) -> int:
-    """Row counts that packed products may meet in calls of up to `tokens` tokens, except rare ones of few rows."""
+    """Row counts of packed products in calls of up to `tokens`, without few rows, which are rare."""
     return max(0, -(-min(tokens, MOST_ROWS) // ROW_MULTIPLE) - FEW_ROWS // ROW_MULTIPLE)
 
 
@@ -172,6 +169,6 @@ def kernel_bytes(layer_sizes: int, head_sizes: int) -> int:
 
 
 def training_kernel_bytes(tokens: int) -> int:
-    """A layer's four products and the output layer's, each with its two gradients, for every number of rows."""
+    """Kernels of a layer's four products and the head, with two gradients each, for every row count."""
     sizes = -(-tokens // WHOLE_MULTIPLE)
     return min(3 * 5 * sizes, MOST_KERNELS) * WHOLE_KERNEL_BYTES

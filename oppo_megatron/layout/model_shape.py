@@ -1,4 +1,4 @@
-"""The shape of a model, read from a Hugging Face `config.json`."""
+"""A model's shape, from its Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from oppo_megatron.layout.shape import FAMILIES, check_model, head_dim, max_posi
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes and switches of one decoder.  `hf`: the mapping that it was read from.
-
-    `windows`: tokens that a token attends to in each layer, itself included (None: all before it).  `vocab_multiple`: the rows
-    of embedding and output layer are padded to a multiple of it and of tp.
+    """A decoder's sizes. `windows`: tokens a layer attends to, own included (None: all); `vocab_multiple`: padding of the
+    vocabulary.
     """
 
     family: str
@@ -41,7 +39,7 @@ class ModelShape:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], where: str = "config.json") -> ModelShape:
-        """Raises CheckpointError for a family or feature that this runtime does not compute."""
+        """Raises CheckpointError for an unsupported family or feature."""
         if problems := check_model(where, hf):
             raise CheckpointError("\n".join(problems))
         family = hf["model_type"]
@@ -78,7 +76,7 @@ class ModelShape:
 
 
 def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read `rope_parameters` of newer configs, or `rope_theta` + `rope_scaling` of older ones."""
+    """Read `rope_parameters`, or `rope_theta` and `rope_scaling` of older configs."""
     rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
     rope.setdefault("rope_theta", hf.get("rope_theta", 10000.0))
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"

@@ -1,6 +1,5 @@
-"""The ranks of each role, and the share of the model on each.  Pure; every rank computes the same.
-
-Ranks are numbered as in megatron-core: tensor ranks next to each other, then replicas, then stages.
+"""Ranks and shares of each role; every rank computes the same. Numbered as in megatron-core: tensor ranks, then replicas,
+then stages.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class RankCoordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class RolePlacement:
-    """The ranks of a role and its layout over them: `len(ranks) == tp * pp * dp`."""
+    """A role's ranks and layout: `len(ranks) == tp * pp * dp`."""
 
     ranks: tuple[int, ...]
     tp: int = 1
@@ -45,7 +44,7 @@ class RolePlacement:
         return self.ranks[first : first + self.tp]
 
     def replica_ranks(self, replica: int) -> tuple[int, ...]:
-        """All ranks of one replica, first stage first."""
+        """Ranks of a replica, first stage first."""
         return tuple(rank for stage in range(self.pp) for rank in self.stage_ranks(replica, stage))
 
     def coords(self, rank: int) -> RankCoordinates | None:
@@ -57,17 +56,17 @@ class RolePlacement:
         return RankCoordinates(replica, stage, shard)
 
     def output_rank(self, replica: int = 0) -> int:
-        """The rank that speaks for a replica's outputs: first tensor rank of the last stage."""
+        """Rank with a replica's outputs: first tensor rank of the last stage."""
         return self.rank(replica, self.pp - 1, 0)
 
     @cached_property
     def _indices(self) -> Mapping[int, int]:
-        """Cached, because every action of a schedule asks for coordinates."""
+        """Cached, because every scheduled action needs coordinates."""
         return {rank: index for index, rank in enumerate(self.ranks)}
 
 
 def role_placements(config: TrainConfig) -> dict[str, RolePlacement]:
-    """The serving placement of each role."""
+    """Serving placements."""
     pool = pools(config)
     actor = _placement(config.actor, pool["actor"])
     beside = {"reference": actor} if config.placement.reference == "actor" else {}
@@ -78,7 +77,7 @@ def role_placements(config: TrainConfig) -> dict[str, RolePlacement]:
 
 
 def training_placements(config: TrainConfig) -> dict[str, RolePlacement]:
-    """The training placements of the trained roles: the same ranks, possibly in another layout."""
+    """Placements of trained roles: the same ranks, possibly in another layout."""
     pool = pools(config)
     return {
         name: training_placement(_placement(role, pool["actor" if name == "actor" else "scorer"]), role)
@@ -92,12 +91,12 @@ def training_placement(placement: RolePlacement, role: TrainedRoleConfig) -> Rol
 
 
 def has_own_training_weights(serving: RolePlacement, training: RolePlacement, vpp: int) -> bool:
-    """True if a trained role holds its weights twice; virtual stages give a rank other layers than serving does."""
+    """True if a trained role holds its weights twice; virtual stages hold other layers than serving."""
     return serving != training or vpp > 1
 
 
 def pools(config: TrainConfig) -> dict[str, RolePlacement]:
-    """The ranks and layouts of actor and scorers for roles that name none."""
+    """Ranks and layouts for roles that name none."""
     placement = config.placement
     if placement.mode == "single":
         return {"actor": RolePlacement((0,)), "scorer": RolePlacement((0,))}
@@ -115,7 +114,7 @@ def world_size(config: TrainConfig | SupervisedConfig) -> int:
 
 
 def layout_tree(config: TrainConfig | SupervisedConfig) -> dict[str, list[Any]]:
-    """Ranks, tp, pp and dp of every model of a run, by name, in plain JSON types."""
+    """Ranks, tp, pp and dp of every model by name, in JSON types."""
     if isinstance(config, SupervisedConfig):
         found = {"model": _over(tuple(range(config.parallel.num_ranks)), config.parallel)}
     else:
@@ -125,7 +124,7 @@ def layout_tree(config: TrainConfig | SupervisedConfig) -> dict[str, list[Any]]:
 
 
 def shares_weights(config: TrainConfig) -> bool:
-    """True if the reference uses the actor's base weights, without its adapters: both are on the same ranks."""
+    """True if the reference uses the actor's base weights without adapters."""
     placements = role_placements(config)
     own = config.actor.lora is not None and config.reference is None
     return own and placements.get("reference") == placements["actor"]
@@ -137,25 +136,25 @@ def decodes_and_scores(placements: Mapping[str, RolePlacement]) -> bool:
 
 
 def named_roles(config: TrainConfig) -> Mapping[str, RoleConfig]:
-    """The roles' sections by name; a null reference, if there is one, is the initial actor."""
+    """Roles' sections by name; a null reference is the initial actor."""
     reference = None if config.ppo.kl.mode == "none" else config.reference or _start_of(config.actor)
     others = {"reference": reference, "critic": config.critic, "reward": config.reward}
     return {"actor": config.actor} | {name: role for name, role in others.items() if role is not None}
 
 
 def scorers_leader(placements: Mapping[str, RolePlacement]) -> int:
-    """The first rank of the critic's, the reward model's or the reference's; without these, the actor's that sends the chunks."""
+    """First rank of the critic, else the reward model, else the reference; without these the actor's output rank."""
     name = next((name for name in ("critic", "reward", "reference") if name in placements), None)
     return placements["actor"].output_rank() if name is None else placements[name].ranks[0]
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """`0-2,5` -> (0, 1, 2, 5)."""
+    """`0-2,5` -> (0, 1, 2, 5)"""
     return tuple(_expand(text))
 
 
 def _start_of(actor: ActorConfig) -> RoleConfig:
-    """The actor before its first update; adapters that are not given add nothing there."""
+    """The initial actor; new adapters add nothing to it."""
     model = actor.model_dump(include=set(MODEL_FIELDS))
     if actor.lora is None or actor.lora.adapter is None:
         return RoleConfig(**model)
@@ -172,7 +171,7 @@ def _expand(text: str) -> Iterator[int]:
 
 
 def _placement(role: RoleConfig, pool: RolePlacement) -> RolePlacement:
-    """The role's own ranks and layout.  Ranks without a layout: the pool's if it fits, else replicas."""
+    """A role's ranks and layout; by default the pool's layout if it fits, else replicas."""
     ranks = pool.ranks if role.ranks is None else parse_ranks(role.ranks)
     if role.parallel is not None:
         return _over(ranks, role.parallel)
@@ -189,8 +188,6 @@ ALONE = "self"
 
 
 class GroupName(NamedTuple):
-    """Groups of the same label and ranks are one."""
-
     label: str
     ranks: tuple[int, ...]
 
@@ -200,10 +197,10 @@ def group_name(label: str, ranks: Sequence[int]) -> GroupName:
 
 
 def model_groups(ranks: Sequence[int], tp: int, pp: int, role: str) -> Iterator[tuple[str, GroupName]]:
-    """Yield (part in the model, group) of a model on `ranks` (tensor fastest, then data, then pipeline; megatron's order).
+    """Yield (part, group) of a model on `ranks` (tensor fastest, then data, then pipeline).
 
-    Roles share a group if its ranks and its part are the same.  Only tensor groups are each role's own, because roles that
-    decode and prefill at once would wait for each other's collectives.
+    Roles share groups of equal ranks and part, except tensor groups: roles that decode and prefill at once would wait for
+    each other.
     """
     per_stage = len(ranks) // pp
     assert per_stage % tp == 0 and per_stage * pp == len(ranks), (ranks, tp, pp)

@@ -1,4 +1,4 @@
-"""The memory of one role's ranks, by pipeline stage.  Pure."""
+"""Memory of a role's ranks, by pipeline stage."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SCALAR_ROLES = ("critic", "reward")
 
 @dataclass(frozen=True)
 class RoleModel(activations.Model):
-    """A role's model; `tp` and `on_cpu` are set by `computed`."""
+    """A role's model; `computed` sets `tp` and `on_cpu`."""
 
     shared: bool = False  # the reference, computed over the actor's base weights
 
@@ -45,7 +45,7 @@ class RoleModel(activations.Model):
         return cls(read_hf_config(model), 1, model.dtype, scalar, lora, shared=shared)
 
     def laid_out(self, *placements: RolePlacement) -> RoleModel:
-        """With a vocabulary that the tensor ranks of every layout divide, as weights that move between layouts have it."""
+        """Pad the vocabulary for all layouts' tensor ranks, because weights move between them."""
         tp = lcm(*(placement.tp for placement in placements))
         return replace(self, shape={**self.shape, "vocab_size": vocab_rows(self.shape["vocab_size"], tp) * tp})
 
@@ -87,7 +87,7 @@ class RoleModel(activations.Model):
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Memory of a role's ranks by pipeline stage; `both` if serving and training share one layout."""
+    """By pipeline stage; `both` if serving and training share one layout."""
 
     served: tuple[Memory, ...]
     trained: tuple[Memory, ...] = ()
@@ -103,7 +103,7 @@ def stage_memory(
     *,
     on_cpu: bool,
 ) -> StageMemory:
-    """Count `role_holdings` once per stage.  `train` replaces the role's own training layout."""
+    """Count `role_holdings` once per stage. `train` replaces the role's own layout."""
     model = laid_out(config, name, serving, training or serving)
     served = served_stages(config, name, serving, model, on_cpu=on_cpu)
     if training is None or train is None:
@@ -142,7 +142,7 @@ def is_one_model(train: TrainingLayoutConfig) -> bool:
 
 
 def sequences_and_slots(config: TrainConfig, name: str, placement: RolePlacement, model: RoleModel) -> tuple[int, int]:
-    """The most sequences of a replica, and the number that its cache holds at once."""
+    """Most sequences of a replica, and how many its cache holds at once."""
     sequences = share_of_sequences(config, name, placement.dp)
     context, budget_mb = slot_tokens(max_context(config), config.runtime.kv_layout), config.runtime.kv_cache_mb
     slots = kv_slots(model.shape, placement, model.dtype, slots=sequences, context=context, budget_mb=budget_mb)
@@ -200,7 +200,7 @@ def trained_memory(
 
 
 def _calls(config: TrainConfig, name: str, tokens: int, slots: int, *, logits: bool) -> dict[str, Call]:
-    """The largest cached calls by phase.  On the last stage, the actor makes logits in decoding, scorers in reading."""
+    """Largest cached calls by phase. On the last stage, the actor makes logits in decoding, scorers in reading."""
     longest, rollout = max_context(config), config.rollout
     gathered = slots * slot_tokens(longest, config.runtime.kv_layout) if config.runtime.kv_layout == "paged" else 0
     if name != "actor":
@@ -217,6 +217,6 @@ def _kernels(name: str, tokens: int, slots: int, *, makes_logits: bool) -> int:
 
 
 def both_memory(served: Memory, trained: Memory, *, one_model: bool) -> Memory:
-    """`one_model`: with one set of rotary tables."""
+    """`one_model`: one set of rotary tables."""
     tables = served.buffers if one_model else 0
     return Memory.of_rank([served, replace(trained, copy=0, buffers=trained.buffers - tables)])

@@ -1,4 +1,4 @@
-"""Checks that a model fits its layout, contexts and tokenizer.  No weights are read."""
+"""Checks that a model fits its layout, contexts and tokenizer, without reading weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROPE_KINDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor",),
 }
-"""The numbers that each kind of RoPE must have in addition to `rope_theta`."""
+"""Numbers required in addition to `rope_theta`."""
 OPTIONAL_ROPE = ("factor", "original_max_position_embeddings")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MOST_POSITIONS = 2**62  # so that a factor beyond reason stays a number
@@ -35,7 +35,7 @@ def check_shape(
     max_context: int,
     tokenizer_vocab_size: int | None,
 ) -> list[str]:
-    """Problems of model `name` in `layout`, with its contexts and vocabulary."""
+    """Problems of a model in a layout, with its contexts and vocabulary."""
     sizes = Sizes.of(layout)
     own = check_use(name, hf_config, max_context, tokenizer_vocab_size)
     if check_model(name, hf_config):
@@ -56,7 +56,7 @@ def check_use(name: str, hf_config: Mapping[str, Any], max_context: int, tokeniz
 
 
 def check_divisions(name: str, hf_config: Mapping[str, Any], sizes: Sizes, num_ranks: int, limits: Limits) -> list[str]:
-    """The parts that `sizes` does not divide; each sentence ends in what would fit `num_ranks` ranks."""
+    """Sizes that do not divide, with layouts that would fit `num_ranks`."""
     problems = []
     tp, pp, _, vpp = sizes
     heads, kv_heads, layers = hf_config["num_attention_heads"], num_kv_heads(hf_config), hf_config["num_hidden_layers"]
@@ -92,7 +92,7 @@ def model_limits(hf_config: Mapping[str, Any], sequences: int | None = None, min
 
 
 def check_model(name: str, hf_config: Mapping[str, Any]) -> list[str]:
-    """Errors and unsupported settings of a `config.json` itself."""
+    """Errors and unsupported settings of a `config.json`."""
     family = hf_config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         return [f"{name}: model_type {family!r} is not supported; use one of {', '.join(FAMILIES)} (Qwen2.5 is qwen2)"]
@@ -125,7 +125,7 @@ def check_head(name: str, hf_config: Mapping[str, Any], *, scalar: bool, fresh_h
 
 
 def max_positions(hf_config: Mapping[str, Any]) -> int:
-    """Longest context in tokens, RoPE scaling included if `max_position_embeddings` leaves it out."""
+    """Longest context, with RoPE scaling if `max_position_embeddings` leaves it out."""
     positions = int(hf_config.get("max_position_embeddings") or DEFAULT_POSITIONS[hf_config["model_type"]])
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type")) in ("yarn", "linear") and "factor" in rope:
@@ -140,13 +140,13 @@ def head_dim(hf_config: Mapping[str, Any]) -> int:
 
 
 def num_kv_heads(hf_config: Mapping[str, Any]) -> int:
-    """By default all heads, and 8 for Mistral."""
+    """All heads by default, 8 for Mistral."""
     default = 8 if hf_config["model_type"] == "mistral" else None
     return int(hf_config.get("num_key_value_heads", default) or hf_config["num_attention_heads"])
 
 
 def windows(hf_config: Mapping[str, Any]) -> list[int | None]:
-    """Tokens that a token attends to in each layer, itself included; None: all before it."""
+    """Tokens each layer attends to, own included; None: all before."""
     layers, window = hf_config["num_hidden_layers"], hf_config.get("sliding_window", DEFAULT_WINDOW)
     if hf_config["model_type"] == "mistral":
         return [window] * layers

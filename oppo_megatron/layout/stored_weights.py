@@ -1,4 +1,4 @@
-"""Compare the tensors of a checkpoint with its `config.json`: none missing, none dropped unnoticed.  Pure."""
+"""Compare a checkpoint's tensors with its `config.json`: none missing, none ignored unnoticed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from oppo_megatron.layout.model_shape import ModelShape
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-"""Rotary tables of older checkpoints: they follow from `config.json`.  Two heads are also left unread: `lm_head.weight` under a
-scalar head, and of tied embeddings that equals them."""
+"""Rotary tables of older checkpoints, which follow from `config.json`. `lm_head.weight` is also unread under a scalar head or
+if tied.
+"""
 SHOWN = 8
 WHOLE = "Use the config.json that belongs to these weights."
 UNKNOWN = {
@@ -27,11 +28,11 @@ UNKNOWN = {
     r"\.bias$": "Apart from those of Qwen2's queries, keys and values no bias is computed: use a model without it.",
     "": WHOLE,
 }
-"""Remedies for a tensor that has no place in the model; the first that fits is taken."""
+"""Remedies for unexpected tensors; the first match counts."""
 
 
 class Tensor(NamedTuple):
-    """`plain`: stored as floating-point numbers of 16 bits or more."""
+    """`plain`: floating-point of 16 bits or more."""
 
     shape: tuple[int, ...]
     plain: bool
@@ -40,9 +41,8 @@ class Tensor(NamedTuple):
 def weight_problems(
     shape: ModelShape, head: Head, stored: Mapping[str, Tensor], equal: Callable[[str, str], bool]
 ) -> list[str]:
-    """One sentence per tensor that is missing, of the wrong shape or type, or has no place.
-
-    `equal` compares the content of two stored tensors; all else follows from headers.
+    """A sentence per missing, misshapen or unexpected tensor. `equal` compares two tensors' content; the rest needs headers
+    only.
     """
     expected = hf_tensors(shape, head)
     if head == "lm" and SCALAR_HEAD in stored:
@@ -63,7 +63,7 @@ def weight_problems(
 
 
 def adapter_problems(shape: ModelShape, lora: LoraConfig, head: Head, stored: Mapping[str, Tensor]) -> list[str]:
-    """As `weight_problems`, of a peft directory; a scalar head may be missing."""
+    """`weight_problems` of a peft directory; a scalar head may be missing."""
     due = {part.hf_name: part.hf_shape for part in adapter_parts(shape, lora, head)}
     optional = {f"{PEFT}{SCALAR_HEAD}"} - stored.keys()
     problems = [f"{name} is not one of the adapters' tensors" for name in sorted(stored.keys() - due.keys())]

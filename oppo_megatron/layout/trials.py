@@ -1,4 +1,4 @@
-"""Measuring runs of placements, and the choice of the fastest."""
+"""Measure placements and choose the fastest."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ PARTS = {
     "train_s": "update of the actor",
     "other_s": "scoring and waiting that nothing hides",
 }
-"""Parts of a step on the actor's output rank: attributes of `Run`, in words."""
+"""Parts of a step on the actor's output rank: attributes of `Run`."""
 MEASURED_STEPS = 3
-"""The first is a warm-up and does not count."""
+"""Includes a warm-up step."""
 CLOSE = 0.05
-"""A placement whose time is within this share of the least is measured again."""
+"""Placements within this share of the least time are measured again."""
 CONFIRMED_RUNS = 3
 
 
@@ -44,17 +44,17 @@ class Run(NamedTuple):
 
     @property
     def other_s(self) -> float:
-        """Scoring after the last chunk, waiting for scores, and for the critic's update if it is not hidden."""
+        """Exposed scoring, and waiting for scores or an exposed critic update."""
         return self.seconds - self.decode_s - self.train_s
 
 
 Measure = Callable[[Candidate, int], Run]
-"""Measures a placement for the n-th time (from 1).  Raises PlacementError if it cannot run."""
+"""Measures a placement for the n-th time (from 1). Raises PlacementError if it cannot run."""
 
 
 @dataclass
 class Trial:
-    """A placement and its runs; not tried again after a `failure`."""
+    """A placement and its runs; not repeated after a `failure`."""
 
     candidate: Candidate
     runs: list[Run] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Trial:
 
     @property
     def spread(self) -> float:
-        """Range of the runs, as a share of their median."""
+        """Range of the runs over their median."""
         seconds = [run.seconds_per_token for run in self.runs]
         return (max(seconds) - min(seconds)) / median(seconds)
 
@@ -79,7 +79,7 @@ class Trial:
 
 
 def measure_all(candidates: Sequence[Candidate], measure: Measure) -> list[Trial]:
-    """Measure each candidate once, then the close ones in turn, so that a machine that becomes busy does so for all."""
+    """Measure each once, then close ones in turn, so that other load affects all."""
     trials = [Trial(candidate) for candidate in candidates]
     for trial in trials:
         trial.take(measure)
@@ -98,7 +98,7 @@ def ranked(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def close_ones(trials: Sequence[Trial]) -> list[Trial]:
-    """The fastest and those within `CLOSE` of it, in the order of `trials`; none if it is alone."""
+    """The fastest and those within `CLOSE`, in order; none if it is alone."""
     left = running(trials)
     least = min((trial.seconds_per_token for trial in left), default=0.0)
     close = [trial for trial in left if trial.seconds_per_token <= least * (1 + CLOSE)]
@@ -106,7 +106,7 @@ def close_ones(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def probe_config(settings: TrainSettings, placement: PlacementConfig, run_dir: Path) -> TrainConfig:
-    """A short and quiet run of `settings` that keeps no weights; a chunk size that adapts would differ in every step."""
+    """A short quiet run that keeps no weights; chunks are fixed, because adaptive ones would differ in every step."""
     config = settings.with_placement(placement)
     chunk = config.overlap.chunk.model_copy(update={"adaptive": False})
     changes = {
@@ -123,7 +123,7 @@ def probe_config(settings: TrainSettings, placement: PlacementConfig, run_dir: P
 
 
 def fingerprint(settings: TrainSettings, machine: Machine) -> str:
-    """A key that is equal if the same would be measured."""
+    """Key of the package version, the machine and the measured configuration."""
     probe = probe_config(settings, PlacementConfig(mode="single"), Path())
     measured = [__version__, asdict(machine), MEASURED_STEPS, probe.model_dump(mode="json")]
     return hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()[:16]
@@ -144,7 +144,7 @@ def read_run(lines: Sequence[Mapping[str, Any]]) -> Run:
 
 @dataclass(frozen=True)
 class Choice:
-    """`margin`: share of time that the next one needs more; None if there is no other."""
+    """`margin`: extra time share of the next; None if there is none."""
 
     candidate: Candidate
     margin: float | None
@@ -192,7 +192,7 @@ def _speed(trial: Trial) -> str:
 
 
 def _where(best: Trial, following: Trial) -> str:
-    """The phase of a step that the fastest placement gains most from."""
+    """Phase in which the fastest placement gains most."""
     gains = {part: _a_step(following, part) - _a_step(best, part) for part in PARTS}
     part = max(gains, key=lambda name: gains[name])
     return f"most of it in {PARTS[part]}: {_a_step(best, part):.3g} s per step against {_a_step(following, part):.3g}"
@@ -203,7 +203,7 @@ def _a_step(trial: Trial, part: str) -> float:
 
 
 def to_record(key: str, options: Options, trials: Sequence[Trial], choice: Choice) -> dict[str, Any]:
-    """The content of `placement.json`.  `key`: the `fingerprint` of the measurement."""
+    """Content of `placement.json`, with the measurement's `fingerprint`."""
     tried = {trial.candidate.name: trial for trial in trials}
     return {
         "chosen": {"name": choice.candidate.name, "placement": choice.candidate.yaml_tree()},

@@ -1,8 +1,7 @@
 """The only room that imports megatron-core, without parts that a rank never calls: half of the import's time.
 
-Its fusions are decorated by `torch.compile`, which loads torch's compiler: here at the first call.  It expects an ImportError
-of a transformer-engine or apex that cannot be used, but their loaders raise other errors, too.  Its timers import TensorBoard
-and Weights & Biases.
+Its `torch.compile` fusions load torch's compiler on import; here on first call.  It expects an ImportError from an unusable
+transformer-engine or apex, whose loaders raise others.  Its timers import TensorBoard and Weights & Biases.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 from oppo_megatron.layout.kernels import APEX, TE, usable
 
 _IGNORED = {
-    # said in every process about absent optional packages; `oppo validate` says it once
+    # raised in every process for absent optional packages, which `oppo validate` reports once
     UserWarning: [
         ".*Apex", ".*Transformer Engine", "full scope is deprecated", "If you are using transformer_engine",
         r"The \.grad attribute of a Tensor that is not a leaf",  # the distributed optimizer reads it of each parameter's shard

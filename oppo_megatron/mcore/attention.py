@@ -1,7 +1,7 @@
-"""Attention over packed tokens: rotary positions, sliding windows, and the interface of a layer to its call's sequences.
+"""Attention over packed tokens: rotary positions, sliding windows and the plan of a call.
 
 Legend: T packed tokens, N query heads, G key/value heads of this tensor rank, D head dimension, L cached positions; Q queries
-and K keys of a piece of a window.
+and K keys of a window's piece.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from oppo_megatron.mcore.cpu import HalfOnCpu
 
 
 def rope_tables(shape: ModelShape, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos_LD and sin_LD in float32 (Su et al. 2021), the sine negated in the first half of D, as `apply_rope` takes it.
+    """Return float32 cos_LD and sin_LD (Su et al. 2021), the sine negated in the first half of D for `apply_rope`.
 
-    Scaled kinds (linear, llama3, yarn) take their frequencies from transformers.
+    Scaled kinds (linear, llama3, yarn) take frequencies from transformers.
     """
     frequencies, factor = _frequencies(shape)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies.float())
@@ -43,25 +43,25 @@ def _frequencies(shape: ModelShape) -> tuple[Tensor, float]:
 
 
 def apply_rope(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Rotate heads by the angles of their tokens' positions: (a, b) -> (a cos - b sin, b cos + a sin)."""
+    """Rotate heads by their tokens' angles: (a, b) -> (a cos - b sin, b cos + a sin)."""
     return torch.addcmul(x_TND * cos_T1D, x_TND.roll(x_TND.shape[-1] // 2, -1), sin_T1D)
 
 
 LEAST_PIECE, MOST_PIECE = 64, 1024
-"""Queries of a piece: as many as the window has, within these bounds."""
+"""Bounds of a piece's queries, otherwise the window's size."""
 
 Core = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(queries [1, N, Q, D], keys and values [1, G, K, D], mask [Q, K]) -> [1, N, Q, D]."""
 
 
 def binding(window: int | None, reach: int) -> int | None:
-    """The window if it excludes some of `reach` positions; else None."""
+    """Return the window if it excludes some of `reach` positions, else None."""
     return window if window is not None and window < reach else None
 
 
 @dataclass
 class WindowedAttention:
-    """Attention in pieces of queries, each of which reads few keys beyond its window, with masks that layers share."""
+    """Attention in pieces of queries that read few keys beyond their window, with masks that layers share."""
 
     dtype: torch.dtype
     device: torch.device
@@ -95,7 +95,7 @@ def _pieces(new: int, reach: int, window: int) -> Iterator[tuple[slice, slice]]:
 
 
 class AttentionPlan(Protocol):
-    """A call's positions, and how they attend. Travels through megatron's layers as `packed_seq_params`."""
+    """A call's positions and attention; megatron's layers pass it on as `packed_seq_params`."""
 
     qkv_format: str
     cos_T1D: Tensor
@@ -104,9 +104,9 @@ class AttentionPlan(Protocol):
     def attend(
         self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None = None
     ) -> Tensor:
-        """Rotated, causal attention of one layer of this pipeline stage -> [T, N * D].
+        """Rotated, causal attention of one of this stage's layers -> [T, N * D].
 
-        `window`: number of tokens that each token attends to, itself included; None: all before it.
+        `window`: tokens that each token attends to, itself included; None: all before it.
         """
 
 

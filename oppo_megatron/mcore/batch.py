@@ -21,9 +21,9 @@ Answered = tuple[Sequence[int], Sequence[int]]
 class MicroBatch:
     """Sequences to run forward (and backward) together.
 
-    `index` are the sequences' indices in their batch; `rows_R` the packed positions whose outputs are wanted; `targets_R` the
-    token that each of these rows predicts; `tokens` is `tokens_T` on the host; `counts` are the rows of each response; `extra`
-    holds tensors for the loss, aligned with rows or sequences.
+    `index`: the sequences' indices in their batch; `rows_R`: packed positions whose outputs are wanted; `targets_R`: the
+    tokens they predict; `tokens`: `tokens_T` on the host; `counts`: rows per response; `extra`: tensors for the loss, by row
+    or sequence.
     """
 
     index: list[int]
@@ -45,7 +45,7 @@ class MicroBatch:
         return not self.index
 
     def padded(self, num_tokens: int, longest: int) -> tuple[list[int], Tensor]:
-        """Lengths and tokens [num_tokens], padded by sequences of at most `longest` tokens."""
+        """Return lengths and tokens [num_tokens], padded by sequences of at most `longest` tokens."""
         missing = num_tokens - len(self.tokens_T)
         assert missing >= 0, f"{len(self.tokens_T)} tokens do not fit into {num_tokens}"
         full, rest = divmod(missing, longest)
@@ -56,9 +56,9 @@ class MicroBatch:
 def pack_responses(
     prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], budget: int, device: torch.device
 ) -> list[MicroBatch]:
-    """Micro-batches of at most `budget` tokens (a longer sequence is alone in one), longest first.
+    """Pack micro-batches of at most `budget` tokens (a longer sequence is alone), longest first.
 
-    The row of response token t is the position before it, which predicts token t and has the value V(s_t).
+    The row of response token t is the position before it, which predicts it and has the value V(s_t).
     """
     lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]
     return [
@@ -68,7 +68,7 @@ def pack_responses(
 
 
 def pack_together(units: Sequence[Sequence[Answered]], budget: int, device: torch.device) -> list[MicroBatch]:
-    """As `pack_responses`, but the responses of a unit are in one micro-batch; `index` counts units."""
+    """As `pack_responses`, keeping a unit's responses together; `index` counts units."""
     lengths = [sum(len(prompt) + len(response) - 1 for prompt, response in unit) for unit in units]
     return [
         whole_responses(index, [each for i in index for each in units[i]], device)
@@ -97,7 +97,7 @@ def whole_responses(
 def pack_at(
     sequences: Sequence[Sequence[int]], places: Sequence[Sequence[int]], budget: int, device: torch.device
 ) -> list[MicroBatch]:
-    """As `pack_responses`, for whole sequences with rows at `places` in each, without targets."""
+    """As `pack_responses`, for whole sequences with rows at `places`, without targets."""
     return [
         whole_sequences(index, [sequences[i] for i in index], device, [places[i] for i in index])
         for index in pack_by_tokens([len(sequence) for sequence in sequences], budget)
@@ -121,7 +121,7 @@ def whole_sequences(
 
 
 def split_rows(values_T: Tensor, lengths: Sequence[int], batches: Sequence[MicroBatch]) -> list[Tensor]:
-    """Values per response token of a whole batch -> values of each micro-batch's rows."""
+    """Split values per response token of a batch into those of each micro-batch's rows."""
     pieces = values_T.split(list(lengths))
     return [torch.cat([pieces[i] for i in batch.index]) for batch in batches]
 

@@ -1,7 +1,4 @@
-"""Patches that megatron-core 0.16.1 needs to run without a CUDA device, and nothing more.
-
-A test reads megatron-core's source and fails when a `Patch` is no longer needed.
-"""
+"""Patches that megatron-core 0.16.1 needs without a CUDA device; a test fails when one is no longer needed."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from megatron.core import parallel_state
 
 @dataclass(frozen=True)
 class Patch:
-    """One adaptation. `serves` is `path:line` below megatron/core, `because` the text found there."""
+    """One adaptation; `serves` is `path:line` below megatron/core, `because` the text found there."""
 
     serves: str
     because: str
@@ -29,7 +26,7 @@ class Patch:
 
 
 class _TorchOnCpu(types.ModuleType):
-    """Stands in for the name `torch` inside one module: factories asked for device "cuda" give CPU tensors."""
+    """Replaces `torch` inside one module: factories with device "cuda" make CPU tensors."""
 
     FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange")
 
@@ -105,7 +102,7 @@ PATCHES = (
 
 
 def install() -> bool:
-    """Apply every patch if no CUDA device is present. Returns True if they are applied."""
+    """Apply every patch if there is no CUDA device; return True if so."""
     if torch.cuda.is_available():
         return False
     if not getattr(torch.cuda.current_device, "__module__", "").startswith(__name__):
@@ -117,16 +114,13 @@ def install() -> bool:
 
 
 def make_scratch_memory() -> None:
-    """Make the process-wide buffer into which tensor_parallel/layers.py:482 gathers activations (on GPUs, too)."""
+    """Make the process-wide buffer for gathered activations (tensor_parallel/layers.py:482; on GPUs too)."""
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
 
 
 def keep_norms_on_device() -> None:
-    """Sum the gradients' norms on the GPU if there is neither transformer-engine nor apex.
-
-    utils.py:1206 has the host wait for the norm of each parameter's gradient.
-    """
+    """Sum gradient norms on the GPU without transformer-engine and apex; in utils.py:1206 the host waits for each."""
     clip_grads = importlib.import_module("megatron.core.optimizer.clip_grads")
     plain = getattr(clip_grads, "local_multi_tensor_l2_norm", None)
     if torch.cuda.is_available() and plain is not None and clip_grads.l2_norm_impl is plain:
@@ -139,16 +133,16 @@ def norm_on_device(_chunk: int, _overflow: torch.Tensor, lists: list[list[torch.
 
 @contextlib.contextmanager
 def known_norm(optimizer: Any, norm: float) -> Iterator[None]:
-    """In the block, `step` of a chained optimizer uses `norm`: optimizer.py:1314 computes it again, and the host waits."""
+    """Let `step` of a chained optimizer use `norm`: optimizer.py:1314 would compute it again, and the host would wait."""
     with mock.patch.object(optimizer, "get_grad_norm", lambda: norm):
         yield
 
 
 @contextlib.contextmanager
 def optimizer_world(group: dist.ProcessGroup) -> Iterator[None]:
-    """Narrow "the world" to a model's own ranks while its optimizer is built (on GPUs, too).
+    """Narrow "the world" to a model's ranks while its optimizer is built (on GPUs too).
 
-    optimizer/__init__.py:180 gathers over WORLD, which would wait for ranks that hold other models.
+    optimizer/__init__.py:180 gathers over WORLD, which would wait for ranks with other models.
     """
     gather = dist.all_gather_object
 

@@ -1,4 +1,4 @@
-"""Kernels that only a CPU runs: attention in bfloat16, which sequences of a call attend together, and packed products.
+"""CPU kernels: attention in bfloat16, groups of sequences that attend together, and packed products.
 
 Legend: T rows, I inputs, O outputs of this tensor rank.
 """
@@ -22,9 +22,9 @@ from oppo_megatron.layout.memory import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
 
 
 class HalfOnCpu(torch.autograd.Function):
-    """torch's attention in bfloat16 on a CPU, causal without a mask, with its backward pass in float32.
+    """torch's CPU attention in bfloat16, causal without a mask, with its backward pass in float32.
 
-    In bfloat16 this takes up to three times as long, and keeps hundreds of megabytes of kernels, one for every length.
+    A backward pass in bfloat16 takes up to three times as long and keeps hundreds of megabytes of kernels, one per length.
     """
 
     @staticmethod
@@ -48,11 +48,11 @@ class HalfOnCpu(torch.autograd.Function):
 
 
 CALL_NUMBERS = 2**16
-"""Cached numbers that can be read in the overhead of one attention call."""
+"""Cached numbers read in the overhead of one attention call."""
 
 
 def stretches(lengths: Sequence[int], call: float) -> list[slice]:
-    """Cut rows wherever that saves more than `call` positions, the cost of one attention call, greedily by the best cut.
+    """Cut rows, greedily, wherever that saves more than `call` positions, the cost of one attention call.
 
     Sequences that attend together all read the positions of the longest.
     """
@@ -60,7 +60,7 @@ def stretches(lengths: Sequence[int], call: float) -> list[slice]:
 
 
 def blocks(sizes: Sequence[tuple[int, ...]], call: float) -> list[slice]:
-    """As `stretches`, for rows with several sizes: each row costs the product of the largest sizes in its block."""
+    """As `stretches`, for rows with several sizes: a row costs the product of its block's largest sizes."""
     return [slice(first, end) for first, end in _cut(sizes, 0, len(sizes), call)]
 
 
@@ -81,8 +81,9 @@ def _costs(rows: Sequence[tuple[int, ...]]) -> list[int]:
 
 TYPICAL_ROWS = 16  # a hint for the layout, which serves 1 to `MOST_ROWS` rows
 IN_PLACE_ROWS = 3
-"""Up to this number of rows torch's float32 product reads the weights in their own layout: on an Intel processor that takes
-three quarters of the packed product's time.  On others (AMD EPYC), and in bfloat16, the packed one is faster from the first row.
+"""Up to this number of rows torch's float32 product, which reads weights in their own layout, takes three quarters of the
+packed
+product's time on an Intel processor.  On others (AMD EPYC), and in bfloat16, packing always wins.
 """
 
 
@@ -100,10 +101,10 @@ def can_prepack(weight: Tensor) -> bool:
 
 
 def product(weight_OI: Tensor, bias_O: Tensor | None = None, *, packed: bool) -> Callable[[Tensor], Tensor]:
-    """x [T, I] -> x W^T + b [T, O].  `packed`: products of few rows use a copy of the weight that oneDNN packs now.
+    """x [T, I] -> x W^T + b [T, O].  `packed`: products of few rows use a copy of the weight packed by oneDNN.
 
-    torch's float32 product packs it in every call, which in a decode step costs more than the product itself; its bfloat16
-    product looks up the layout in every call.
+    Otherwise torch packs it in every float32 call, which in decoding costs more than the product, and looks up the layout in
+    every bfloat16 call.
     """
     if not packed:
         return lambda x_TI: F.linear(x_TI, weight_OI, bias_O)
@@ -123,7 +124,7 @@ def product(weight_OI: Tensor, bias_O: Tensor | None = None, *, packed: bool) ->
 
 
 def _filled_up(x_TI: Tensor) -> Tensor:
-    """Pad with arbitrary rows: oneDNN builds a kernel for each size, which takes as long as a small product."""
+    """Pad with arbitrary rows: oneDNN builds a kernel per size, in the time of a small product."""
     num_rows = x_TI.shape[0]
     filled_TI = x_TI.new_empty(-(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE, x_TI.shape[1])
     filled_TI[:num_rows] = x_TI
@@ -138,7 +139,7 @@ HALF_ATTENTION = (
 
 
 def require_private_ops(runtime: RuntimeConfig, dtypes: set[Dtype]) -> None:
-    """Raises ConfigError, naming each undocumented operation of torch that this run calls and torch lacks."""
+    """Raise ConfigError naming each undocumented torch operation that this run needs and torch lacks."""
     needed: list[tuple[str, str, tuple[str, ...]]] = []
     if runtime.decode_path == "packed" and torch.backends.mkldnn.is_available():
         needed.append(("runtime.decode_path packed", "set it to fused", PACKING))

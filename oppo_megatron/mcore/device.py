@@ -1,4 +1,4 @@
-"""The device: copies that do not block the host, errors of full memory, and captured decode steps."""
+"""Device copies without host waits, out-of-memory errors, and captured decode steps."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from oppo_megatron.errors import CapacityError, OppoError
 
 
 def on_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Copy a tensor, or numbers as a tensor of `dtype`, to the device, without blocking the host.
+    """Copy a tensor, or numbers as `dtype`, to the device without blocking the host.
 
-    From ordinary memory CUDA copies after all earlier work of the stream, and the host waits; from pinned memory the copy is
-    queued.
+    CUDA copies from ordinary memory only after the stream's earlier work, while the host waits; from pinned memory it queues
+    the copy.
     """
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
     if device.type != "cuda" or tensor.device.type != "cpu":
@@ -27,7 +27,7 @@ def on_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch
 
 CPU_WORDS = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc")
 NO_KERNEL = "could not create a primitive"
-"""oneDNN's whole message if it has no memory for a kernel's code; for an unsupported kernel it is longer."""
+"""oneDNN's whole message if memory for a kernel's code is lacking; other failures have longer ones."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -41,7 +41,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_for(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
-    """Raise CapacityError if memory runs out in the block; `describe` returns the work and the remedy as phrases."""
+    """Raise CapacityError if memory runs out in the block; `describe` returns work and remedy as phrases."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -52,7 +52,7 @@ def memory_for(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
 
 
 def too_many_tokens(work: str, lengths: Sequence[int], answers: int = 1) -> tuple[str, str]:
-    """Work and remedy for a micro-batch; `answers` of its sequences (2: a pair) stay together."""
+    """Return work and remedy for a micro-batch; `answers` of its sequences (2: a pair) stay together."""
     tokens = sum(lengths)
     if len(lengths) <= answers:
         remedy = "lower the maximum lengths of prompts and responses"
@@ -77,10 +77,10 @@ def _first_sentence(error: BaseException) -> str:
 
 
 StepRunner = Callable[[Hashable, Callable[[], None]], None]
-"""Does a step, which computes the same whenever it has the same key."""
+"""Runs a step, which computes the same for the same key."""
 
 WARM_UPS = 2
-"""Runs of a step before it is captured: in them libraries choose kernels and make workspaces."""
+"""Runs of a step before its capture, in which libraries choose kernels and make workspaces."""
 
 
 def run_eagerly(key: Hashable, step: Callable[[], None]) -> None:
@@ -90,9 +90,9 @@ def run_eagerly(key: Hashable, step: Callable[[], None]) -> None:
 class CapturedSteps:
     """Runs the first steps of a key eagerly, then captures one as a CUDA graph and replays it.
 
-    A graph holds the addresses of its inputs: if weights have moved (compared at each `renew`), all graphs are dropped.  Graphs
-    share their memory, because they never run at the same time.  If CUDA refuses a capture (a library's kernel that waits for
-    the device), a warning goes to stderr, and steps of new keys run eagerly: slower, with the same tokens.
+    Graphs hold input addresses: if weights have moved at a `renew`, all are dropped.  They share memory, because they never
+    run concurrently.  If CUDA refuses a capture (a kernel that waits for the device), stderr gets a warning, and new keys run
+    eagerly: slower, with the same tokens.
     """
 
     def __init__(self, device: torch.device, weights: Callable[[], Iterable[Tensor]]):

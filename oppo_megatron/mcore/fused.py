@@ -1,9 +1,7 @@
-"""Cached calls of a stage in few operations, over the parameters of its megatron modules.
+"""Cached calls of a stage in few operations on megatron's parameters.
 
-megatron's modules make some fifteen nested calls per layer, which dominate a decode step of few tokens.
-
-Legend: T packed tokens, H hidden, G key/value heads of this tensor rank, X = the query heads of one, the key, the value, D head
-dimension.
+megatron's modules make some fifteen nested calls per layer, which dominate small decode steps. Legend: T packed tokens, H
+hidden, G key/value heads of this tensor rank, X = query heads per key head + 2, D head dimension.
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ Product = Callable[[Tensor], Tensor]
 
 
 class FusedStage:
-    """The layers of a stage, and the final norm on the last stage.  It is made again after the weights changed.
+    """A stage's layers and, if it is the last, the final norm; made again after weight changes.
 
-    It holds no copies of weights on a GPU, as captured steps need; for the CPU it does (`packed`).
+    On a GPU it holds no copies of weights, as captured steps need; for the CPU it does (`packed`).
     """
 
     def __init__(self, layers: Sequence[Any], final_norm: Any | None, tp_group: dist.ProcessGroup, *, packed: bool):
@@ -103,7 +101,7 @@ def _fused_layer(layer: Any, packed: bool) -> _FusedLayer:
 
 
 def _bias(linear: Any) -> Tensor | None:
-    """The bias or None: transformer-engine's layers without a bias have an empty tensor."""
+    """Return the bias or None: transformer-engine's layers without one have an empty tensor."""
     bias = linear.bias
     return None if bias is None or bias.numel() == 0 else bias
 

@@ -1,4 +1,4 @@
-"""Process groups of one role: its own `ProcessGroupCollection`, so that megatron's global state stays unused."""
+"""Process groups of one role in its own `ProcessGroupCollection`; megatron's global state stays unused."""
 
 from __future__ import annotations
 
@@ -49,10 +49,9 @@ class RoleGroups:
 def build_groups(
     ranks: Sequence[int], tp: int, pp: int, role: str, shared: SharedGroups | None = None
 ) -> RoleGroups | None:
-    """Groups of a model on `ranks` (order: tensor fastest, then data, then pipeline); None on a rank outside of them.
+    """Build groups of a model on `ranks` (tensor fastest, then data, then pipeline); None outside of them.
 
-    Every rank of the world makes the call for every role in the same order.  Groups in `shared` with the same ranks and part
-    are reused.
+    Every rank of the world makes the call for every role in the same order.  Matching groups in `shared` are reused.
     """
     parts, found = list(model_groups(ranks, tp, pp, role)), dict[str, dist.ProcessGroup]()
     shared = shared or SharedGroups()

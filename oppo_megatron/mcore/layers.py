@@ -1,4 +1,4 @@
-"""Modules of our layer spec that replace megatron-core's, and attributes of parameters that megatron reads.
+"""Replacements for megatron-core's modules, and parameter attributes that megatron reads.
 
 Legend: T packed tokens, H hidden, R rows of [..., H], N query heads, G key/value heads of this tensor rank, D head dimension.
 """
@@ -31,10 +31,10 @@ Norm = Callable[[Tensor], Tensor]
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + eps) * w, in float32 inside; differentiable.
+    """Root-mean-square norm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + eps) * w, internally float32; differentiable.
 
-    On a CPU torch makes twenty-five passes over float32 tensors for norm and gradient, and keeps several of them.  This version
-    makes twelve and keeps the input, as x / hypot(|x|, sqrt(H eps)) * sqrt(H) w.
+    On a CPU, x / hypot(|x|, sqrt(H eps)) * sqrt(H) w takes twelve float32 passes instead of torch's twenty-five, and keeps
+    only the input.
     """
     if x.device.type != "cpu":
         return F.rms_norm(x, (x.shape[-1],), weight_H, eps)
@@ -42,7 +42,7 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 
 def fixed_norm(weight_H: Tensor, eps: float) -> Norm:
-    """The norm with a constant weight (on a CPU a copy), without gradient, bit-equal to `rms_norm`: for cached calls."""
+    """Return the norm with a constant weight (on a CPU copied), bit-equal to `rms_norm`, without gradient."""
     if weight_H.device.type != "cpu":
         return lambda x: F.rms_norm(x, (weight_H.shape[-1],), weight_H, eps)
     floor, scaled_H = _constants(weight_H, eps)
@@ -55,7 +55,7 @@ def _constants(weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _normalised(wide: Tensor, floor: Tensor, scaled_H: Tensor) -> tuple[Tensor, Tensor]:
-    """The norm, and the divisor of each row, [..., 1]."""
+    """Return the norm and each row's divisor, [..., 1]."""
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).hypot_(floor)
     return (wide / length).mul_(scaled_H), length
 
@@ -84,12 +84,12 @@ class _OnCpu(torch.autograd.Function):
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """SwiGLU (Shazeer 2020), silu(gate) * up, of gate and up side by side: [T, ..., 2 F] -> [T, ..., F]."""
+    """SwiGLU (Shazeer 2020), silu(gate) * up: [T, ..., 2 F] -> [T, ..., F]."""
     return _SwiGLU.apply(gate_up)
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Computes the silu again in the backward pass: megatron-core's composition keeps two more tensors."""
+    """Recompute the silu in the backward pass; megatron-core keeps two more tensors."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class PlannedSelfAttention(SelfAttention):
-    """Self attention whose middle part, between the projections, belongs to the call's `AttentionPlan`."""
+    """Self attention whose middle, between the projections, belongs to the call's `AttentionPlan`."""
 
     stage_layer = 0  # set by the model: index of this layer on its pipeline stage
     window: int | None = None  # set by the model if its sequences may be longer
@@ -150,7 +150,7 @@ class PlannedSelfAttention(SelfAttention):
 
 
 class ScalarHead(torch.nn.Module):
-    """One number per token, with the calling convention of `GPTModel.output_layer`; replicated over TP."""
+    """One number per token, called like `GPTModel.output_layer`; replicated over TP."""
 
     sequence_parallel = False
 
@@ -163,9 +163,9 @@ class ScalarHead(torch.nn.Module):
 
 
 def block_spec(config: TransformerConfig, num_layers: int, kind: LayerKind = "torch") -> TransformerBlockSubmodules:
-    """Spec of one pipeline stage of `num_layers` layers, final norm included; `kind`: the library of linear layers and norms.
+    """Return the spec of a stage of `num_layers` layers, final norm included; `kind`: library of linear layers and norms.
 
-    transformer-engine's layers that fuse a norm into the next product are not used, so that parameters keep their names.
+    transformer-engine's layers with fused norms are not used, so parameters keep their names.
     """
     modules: tuple[Any, ...] = (BiasedLinear, ColumnParallelLinear, RowParallelLinear, RMSNorm)
     if kind == "transformer_engine":
@@ -191,10 +191,10 @@ def block_spec(config: TransformerConfig, num_layers: int, kind: LayerKind = "to
 
 
 class BiasedLinear(ColumnParallelLinear):
-    """The projection with a bias (queries, keys and values of Qwen2), rounded once.
+    """A projection with a bias (queries, keys and values of Qwen2), rounded once.
 
-    megatron-core adds the bias to a rounded product.  In bfloat16 this second rounding, which neither Hugging Face's forward
-    nor cached decoding has, would make log-probs of decoding and training differ.
+    megatron-core adds the bias to a rounded product.  In bfloat16 the second rounding would separate training log-probs from
+    those of Hugging Face and of cached decoding.
     """
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,6 +1,7 @@
 """Low-rank adapters of megatron-core's parallel products: y = W x + s B A x (Hu et al. 2021), a pair per Hugging Face target.
 
-Over tensor ranks a column-parallel product has a whole A and B cut by rows, a row-parallel one A cut by columns and a whole B:
+Over tensor ranks, a column-parallel product has a whole A and B cut by rows, a row-parallel one A cut by columns and a whole
+B:
 
     column   A x is the same on all ranks; the gradient of B's input is summed over them
     row      B A x is summed with the product (cached calls), or A x is, which is smaller (training)
@@ -68,11 +69,11 @@ class Adapters(torch.nn.Module):
         self._group, self._sequence_parallel = group, sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        """The addition to the product's output in a forward pass of megatron's modules."""
+        """Return the addition to the product's output in megatron's forward pass."""
         return self._join({name: self._one(self.get_submodule(name), x) for name in self._names})
 
     def cached(self, x_TI: Tensor) -> Tensor:
-        """The addition to this rank's own product in cached calls, before any sum over tensor ranks."""
+        """Return the addition to this rank's own product in cached calls, before sums over tensor ranks."""
         pairs: list[Any] = [self.get_submodule(name) for name in self._names]
         outputs = [F.linear(F.linear(x_TI, pair.lora_A), pair.lora_B) * self._scale for pair in pairs]
         return self._join(dict(zip(self._names, outputs, strict=True)))
@@ -106,9 +107,9 @@ class Adapters(torch.nn.Module):
 
 
 def attach_adapters(model: Any, lora: LoraConfig) -> None:
-    """Attach adapters, values not yet set, to a RoleModel; of its other weights only a scalar head stays trainable.
+    """Attach adapters, values not yet set, to a RoleModel; otherwise only a scalar head stays trainable.
 
-    The adapters of `linear_qkv` are the attribute `linear_qkv_lora` of the same module.
+    Adapters of `linear_qkv` are the attribute `linear_qkv_lora` of its module.
     """
     model.requires_grad_(False)
     if model.head == "scalar" and model.post_process:
@@ -141,7 +142,7 @@ def adapters_of(owner: Any, linear: str) -> Adapters | None:
 
 
 def _join(targets: Sequence[str], shape: ModelShape, tp: int) -> Join:
-    """Joins the outputs of a product's targets (zeros for a target without a pair) into the product's output."""
+    """Join the outputs of a product's targets into its output, with zeros for targets without a pair."""
     if len(targets) == 1:
         return lambda parts: parts[targets[0]]
     sizes = pair_sizes(shape, 1, tp)

@@ -1,4 +1,4 @@
-"""A role's model: one pipeline stage of a megatron-core `GPTModel`, driven by an attention plan.
+"""A role's model: a pipeline stage of a megatron-core `GPTModel` with an attention plan.
 
 Legend: T packed tokens, H hidden, V vocabulary, R rows of interest.
 """
@@ -46,9 +46,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class RoleModel(GPTModel):
-    """Stage `stage` of `num_stages`; `head` is "lm" (vocabulary-parallel logits) or "scalar" (a number per token).
+    """Stage `stage` of `num_stages`; `head`: "lm" (vocabulary-parallel logits) or "scalar" (a number per token).
 
-    Trained models may have virtual stages: chunk c of pipeline rank p is stage c * pp + p.
+    With virtual stages, chunk c of pipeline rank p is stage c * pp + p.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class RoleModel(GPTModel):
 
     @property
     def _row_multiple(self) -> int:
-        """On a CPU in bfloat16, oneDNN keeps a kernel (about 1 MiB) for each number of rows: pad to few of them."""
+        """On a CPU in bfloat16, oneDNN keeps a kernel (about 1 MiB) per number of rows: pad to few of them."""
         weight = next(self.parameters())
         return WHOLE_MULTIPLE if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 else 1
 
@@ -112,10 +112,7 @@ class RoleModel(GPTModel):
         self.end_weight_update()
 
     def begin_weight_update(self) -> None:
-        """Free the tensors derived from the weights before these change.
-
-        With adapters the other weights do not.
-        """
+        """Free tensors derived from weights that are about to change; with adapters these weights do not."""
         if self.adapters is None:
             self.fused = self._fused_head = None
 
@@ -144,10 +141,10 @@ class RoleModel(GPTModel):
         self.rope = rope_tables(self.shape, self.max_length, device)
 
     def forward(self, tokens_T: Tensor | None, plan: AttentionPlan, rows_R: Tensor | None = None) -> Tensor:
-        """Hidden states [T, 1, H] before the last stage; on it logits [R, V / tp] or scalars [R] of the rows (None: all T).
+        """Return hidden states [T, 1, H]; on the last stage logits [R, V / tp] or scalars [R] of the rows (None: all T).
 
-        If tp does not divide V, the last rank has fewer logits.  Logits of cached calls are float32, for drawing; those of
-        whole sequences keep their type, so that they are not held twice.
+        If tp does not divide V, the last rank has fewer logits.  Logits of cached calls are float32, for drawing; of whole
+        sequences they keep their type, to be held once.
         """
         if self.fused is not None and isinstance(plan, CachedPlan):
             return self._cached_forward(self.fused, tokens_T, plan, rows_R)
@@ -198,7 +195,7 @@ class RoleModel(GPTModel):
         first_stage_word_emb_key: str,
         metadata: dict[str, Any],
     ) -> None:
-        """In a checkpoint, the last stage's output layer is a copy of the embedding, numbered in the role's own groups."""
+        """Save the last stage's output layer as a copy of the embedding, numbered in the role's groups."""
         if not self.post_process or self.pre_process:
             return
         replicas = metadata["dp_cp_group"]
@@ -305,9 +302,9 @@ def build_chunks(
     device: torch.device,
     layers: LayerKind = "torch",
 ) -> list[RoleModel]:
-    """This rank's chunks of a model, weights not yet set; `layout`: to train it in.
+    """Return this rank's chunks of a model, weights not yet set; `layout`: to train it in.
 
-    Raises CapacityError if the model has fewer positions than `max_length`.
+    Raises CapacityError if `max_length` exceeds the model's positions.
     """
     if max_length > shape.max_positions:
         raise CapacityError(
@@ -328,7 +325,7 @@ def build_chunks(
 
 
 def _mark_shards(model: RoleModel) -> None:
-    """Mark the tensor-parallel shards, so that gradient norms count each weight once: megatron does so in initialisation."""
+    """Mark tensor-parallel shards as megatron's initialisation does, so gradient norms count each weight once."""
     for name, module in model.named_modules():
         if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)) and module.weight is not None:
             stride = 2 if name.endswith("linear_fc1") else 1  # gate and up are sharded separately
@@ -346,9 +343,9 @@ def step(
     inputs: Tensor,
     rows_R: Tensor | None = None,
 ) -> Tensor:
-    """Append lens[s] tokens to each sequence's cache and return this stage's output: actor decode and scorer prefill.
+    """Append lens[s] tokens to each sequence's cache and return this stage's output.
 
-    `inputs` are tokens [T] on the first stage, hidden states [T, 1, H] on the others.
+    `inputs`: tokens [T] on the first stage, hidden states [T, 1, H] on the others.
     """
     plan = kv.begin(seq_ids, lens)
     if model.pre_process:

@@ -1,4 +1,4 @@
-"""A role's model with its weights, ready for decoding and scoring, or for training."""
+"""A role's model with its weights, ready for decoding, scoring or training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from oppo_megatron.mcore.weights.weight_sync import share_parameters
 
 
 def load_role(config: ModelConfig, groups: RoleGroups, *, path: DecodePath = "packed", **options: Any) -> RoleModel:
-    """This rank's stage of a model that serves; `path`: computation of cached calls."""
+    """Load this rank's stage of a serving model; `path` computes cached calls."""
     (model,) = load_training(config, None, groups, **options)
     model.decode_by(path)
     return model
@@ -44,11 +44,10 @@ def load_training(
     layers: Layers = "torch",
     vocab_multiple: int = 1,
 ) -> list[RoleModel]:
-    """This rank's chunks of the model in `config`, in evaluation mode, for training on `groups` in `layout` (None: serving).
+    """Load this rank's chunks of the model in `config`, in evaluation mode, in `layout` (None: serving).
 
     `vocab_multiple` (`ModelShape`): if weights move between layouts, a multiple of all their tensor ranks.  Raises
-    CheckpointError for weights that do not fit, CapacityError for too few positions, ConfigError for layers of a library that
-    cannot be used here.
+    CheckpointError if weights do not fit, CapacityError for too few positions, ConfigError for an unusable library of layers.
     """
     shape, source = open_weights(config, head)
     lora = _lora(config)
@@ -72,7 +71,7 @@ def load_training(
 
 
 def as_it_began(adapted: RoleModel, groups: RoleGroups, config: ModelConfig) -> RoleModel:
-    """The initial model of a model with adapters, for scoring, in the same layout and sharing its weights.
+    """Return the initial model of a model with adapters, for scoring: same layout, shared weights.
 
     `config` has the adapters that the run started from, if any.
     """

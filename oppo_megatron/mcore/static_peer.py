@@ -1,4 +1,4 @@
-"""megatron-core's own decode path, stock modules and `StaticInferenceContext`, as a peer for `oppo bench decode`.
+"""megatron-core's own decoding with `StaticInferenceContext`, as a peer for `oppo bench decode`.
 
 Legend: B sequences (equal lengths, as the context asks), P prompt tokens, N new tokens, V vocabulary.
 """
@@ -19,7 +19,7 @@ from oppo_megatron.mcore.model import RoleModel, transformer_config
 
 
 class StaticContextDecoder:
-    """Greedy decoding on one rank with the weights of `model`, which are shared and not copied."""
+    """Greedy decoding on one rank, sharing the weights of `model`."""
 
     def __init__(self, model: RoleModel):
         shape = model.shape

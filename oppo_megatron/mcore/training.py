@@ -1,4 +1,4 @@
-"""Training and cache-free forward of a role through megatron-core's own DDP, optimizer, scheduler and pipeline schedules.
+"""Training and cache-free forward of a role by megatron-core's DDP, optimizer, scheduler and pipeline schedules.
 
 Legend: R rows of interest of a micro-batch.
 """
@@ -32,8 +32,10 @@ from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.model import RoleModel
 
 Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""(micro-batch, output of its rows) -> (its share of the minibatch's loss, summed statistics). Shares add up over
-micro-batches and over replicas."""
+"""(micro-batch, output of its rows) -> (its share of the minibatch's loss, summed statistics).  Shares add up over
+micro-batches
+and replicas.
+"""
 
 Chunks = RoleModel | Sequence[RoleModel]
 
@@ -42,7 +44,7 @@ Chunks = RoleModel | Sequence[RoleModel]
 class StepReport:
     """One optimizer step.
 
-    `stats` are sums over the micro-batches of all replicas (maxima if the name starts with `max_`), on last-stage ranks only.
+    `stats`: sums over the micro-batches of all replicas (`max_...`: maxima), on last-stage ranks only.
     """
 
     grad_norm: float
@@ -52,7 +54,7 @@ class StepReport:
 
 @dataclass
 class Ahead:
-    """A micro-batch whose forward pass has already run, and its output with the graph."""
+    """A micro-batch after its forward pass, with its output and graph."""
 
     batch: MicroBatch
     output: Tensor | None
@@ -72,7 +74,7 @@ def _run(
     forward_only: bool,
     ahead: Ahead | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Run the pipeline over the micro-batches; return `finish`'s report of each, on the last stage.
+    """Run the pipeline over the micro-batches; return each report of `finish`, on the last stage.
 
     `modules` are the chunks or their wrappers.  Raises CapacityError if memory runs out.
     """
@@ -147,7 +149,7 @@ def forward_rows(
     batches: Sequence[MicroBatch],
     finish: Callable[[MicroBatch, Tensor], Tensor],
 ) -> list[Tensor]:
-    """Full forward of every micro-batch of this replica, without a cache.
+    """Run every micro-batch of this replica forward, without a cache.
 
     Returns finish(batch, rows' output) of each on the last stage, else [].  Raises CapacityError if memory runs out.
     """
@@ -198,13 +200,13 @@ class TrainedModel:
 
     @property
     def goes_ahead(self) -> bool:
-        """True if a forward pass needs neither another stage's output nor another micro-batch."""
+        """True if a forward pass needs no other stage or micro-batch."""
         return self.model.groups.pp == 1 and len(self.chunks) == 1
 
     def ahead(self, batch: MicroBatch) -> None:
-        """Run the forward pass of one micro-batch of the next `step`, which continues from it.
+        """Run the forward pass of one micro-batch of the next `step`, on all tensor ranks of the replica.
 
-        All tensor ranks of the replica make the call.  The weights must not change in between.
+        The weights must not change in between.
         """
         assert self.goes_ahead
         self._ahead = None
@@ -221,10 +223,9 @@ class TrainedModel:
         self._ahead = None
 
     def step(self, batches: Sequence[MicroBatch], loss: Loss) -> StepReport:
-        """Forward, backward and one optimizer step on this replica's share of a minibatch, which may be empty.
+        """Run one optimizer step on this replica's share of a minibatch, which may be empty; all ranks make the call.
 
-        All ranks of all replicas make the call.  Before the weights change, raises NumericsError if the gradient norm (of the
-        sum over replicas) is not finite, and CapacityError if memory runs out.
+        Before weights change, raises NumericsError for a non-finite gradient norm and CapacityError if memory runs out.
         """
         for ddp in self.ddp:
             ddp.train()
@@ -252,7 +253,7 @@ class TrainedModel:
     def _finalize(
         self, model: list[torch.nn.Module], num_tokens: Tensor | None, *, pg_collection: Any, force_all_reduce: bool
     ) -> None:
-        """Sum the gradients over replicas and copies of shared weights; never divide by a token count."""
+        """Sum gradients over replicas and copies of shared weights, without dividing by tokens."""
         finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
 
     def _checked_step(self) -> float:
@@ -336,7 +337,7 @@ def _scheduler(optimizer: Any, config: OptimizerConfig, total_steps: int) -> Opt
 class StageMessages(P2PCommunicator):
     """Pipeline messages without an exchange of shapes, for which the host would wait (p2p_communication.py:242).
 
-    Every stage knows the sizes of the micro-batches, in whose order activations and gradients come.
+    Stages know all sizes; activations and gradients come in the order of the micro-batches.
     """
 
     def __init__(self, group: dist.ProcessGroup, config: TransformerConfig, sizes: Sequence[int]):
@@ -353,7 +354,7 @@ class StageMessages(P2PCommunicator):
 
 
 class Undo:
-    """A copy in host memory of a trained model and its optimizer; `restore` restores it to the bit after any updates."""
+    """A copy in host memory of a trained model and its optimizer; `restore` is exact after any updates."""
 
     def __init__(self, model: TrainedModel):
         self._scheduler, self._num_steps = model.scheduler, model.scheduler.num_steps

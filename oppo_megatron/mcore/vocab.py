@@ -1,9 +1,8 @@
-"""The vocabulary over tensor ranks, and log-probs and entropy from sharded logits in float32.
+"""The vocabulary over tensor ranks; log-probs and entropy from sharded logits in float32.
 
-megatron's unfused cross entropy reads the global tensor-parallel group, and its fused one rounds gradients to bfloat16.  Both
-hold several float32 numbers for each logit; here only some rows at a time do, and the backward pass keeps only the logits.
-
-Legend: R rows, V vocabulary shard of this rank, S shards, q = softmax(logits / temperature) over the whole vocabulary.
+megatron's unfused cross entropy reads the global tensor-parallel group; its fused one rounds gradients to bfloat16.  Both hold
+several float32 numbers per logit; here only some rows at a time do, and backward keeps only the logits. Legend: R rows, V
+vocabulary shard of this rank, S shards, q = softmax(logits / temperature) over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from oppo_megatron.layout.activations import BLOCK_NUMBERS, CACHED_NUMBERS
 
 
 class VocabShards:
-    """This rank's shard, of `rows` rows like the others; the last one's may be padding. Without a group it is all."""
+    """This rank's shard of `rows` rows (the last may be padded); without a group, the whole vocabulary."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, rows: int = 0, vocab_size: int | None = None):
         self.group, self.rows, self.vocab_size = group, rows, vocab_size
@@ -50,7 +49,7 @@ class VocabShards:
         return torch.stack(found)
 
     def add(self, mine: Tensor) -> Tensor:
-        """The sum over the ranks. `mine` is overwritten."""
+        """Sum over the ranks; overwrites `mine`."""
         dist.all_reduce(mine, group=self.group)
         return mine
 
@@ -117,12 +116,12 @@ def _scaled(logits_BV: Tensor, temperature: float) -> Tensor:
 def token_logprobs(
     logits_RV: Tensor, targets_R: Tensor, shards: VocabShards, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """(log q(target), entropy of q), each [R], equal on every rank. Temperature 0 (greedy decoding) means 1."""
+    """Return (log q(target), entropy of q), each [R], equal on every rank.  Temperature 0 (greedy) means 1."""
     return _LogProbEntropy.apply(logits_RV, targets_R, shards, temperature or 1.0)
 
 
 def largest_logits(logits_RV: Tensor, shards: VocabShards) -> Tensor:
-    """The largest absolute logit of the whole vocabulary, [R], equal on every rank; without gradient."""
+    """Return the largest absolute logit of the vocabulary, [R], equal on every rank; no gradient."""
     logits_RV = logits_RV.detach()
     largest_R = torch.maximum(logits_RV.amax(-1), -logits_RV.amin(-1)).float()
     if shards.size > 1:
@@ -131,9 +130,9 @@ def largest_logits(logits_RV: Tensor, shards: VocabShards) -> Tensor:
 
 
 def likeliest_share(logits_RV: Tensor, targets_R: Tensor, shards: VocabShards) -> Tensor:
-    """1 / n if the target is one of the n likeliest tokens of the vocabulary, else 0 [R]; equal on every rank.
+    """Return 1 / n if the target is one of the n likeliest tokens, else 0, [R], equal on every rank.
 
-    Logits within rounding of the largest count as equal, because their order would depend on the processor and the layout.
+    Logits within rounding of the largest count as equal, because their order depends on processor and layout.
     """
     local_R = targets_R - shards.first
     here_R = (local_R >= 0) & (local_R < logits_RV.shape[-1])

@@ -1,4 +1,4 @@
-"""The rest of a resumed run: the prompts that it still admits, and whether it may continue."""
+"""The rest of a resumed run: prompts still to admit, and whether it may continue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from oppo_megatron.overcommit.readiness import needed_batch
 
 @dataclass(frozen=True)
 class Ahead:
-    """`done` trained steps, admitted prompts (before `position`, except `left_out`), and `held` rollouts in flight."""
+    """`done` steps; prompts admitted before `position`, except `left_out`; `held` rollouts in flight."""
 
     done: int = 0
     position: int = 0
@@ -26,7 +26,7 @@ class Ahead:
         return self.position - sum(each < self.position for each in self.left_out)
 
     def limit(self, steps: int | None, batch_size: int) -> int | None:
-        """Admitted prompts and those still needed for `steps` steps in all; None if only the data end the run."""
+        """Prompts admitted by the end of step `steps`; None if only the data end the run."""
         if steps is None:
             return None
         return self.given + max(0, (steps - self.done) * batch_size - self.held)
@@ -35,7 +35,7 @@ class Ahead:
         return None if steps is None else max(0, steps - self.done) * batch_size
 
     def total_steps(self, steps: int | None, planned: int | None, batch_size: int) -> int:
-        """Steps of the whole run over a stream of `planned` prompts (None: endless); a filter may leave fewer."""
+        """Steps of the run over `planned` prompts (None: endless); a filter may leave fewer."""
         if planned is None:
             assert steps is not None, "something ends a run"
             return steps

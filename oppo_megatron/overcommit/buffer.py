@@ -1,27 +1,21 @@
-"""The rollout buffer: holds growing rollouts and selects the ones of a step's batch.
+"""The rollout buffer: holds growing rollouts and selects the batch of each step.
 
-Legend: a *group* is the n responses to one prompt (n is 1 in plain PPO); a batch has B groups, delta is the number of groups
-decoded beyond it, *clock* the decode steps since the run began.  Nothing depends on wall time or on the size of a chunk.
+A *group* is the n responses to one prompt. A batch has B groups; delta groups are decoded beyond it. *clock* counts the run's
+decode steps. Nothing depends on wall time or chunk size.
 
-      admit            record                record with              take_batch
-    ---------> waiting --------> decoding ---------------> finished -----------> trained (left the buffer)
-               |    ^            |    ^     finish_clock   |    ^
-               +----+            +----+                    +----+
-              deferred          deferred                  deferred (a surplus finisher)
+Invariants:
 
-Invariants (held by the unit tests):
-
-1. Every admitted group leaves the buffer once, whole, in exactly one batch, with every token that was recorded for it.
-2. Admission never makes the buffer hold more than B + delta.  A smaller delta drops nothing: the buffer drains.  With backfill
-   the limits are n (B + delta) unfinished rollouts and 2B groups in all (with delta > B: B + delta and (η + 1) B).
-3. A batch has B groups; only after the end of the prompts may the last one have fewer.
-4. Apart from groups that the batch had to wait for (`readiness.py`), every group of a batch finished no later than any group
-   left in the buffer (ties: by admission).
+1. Every admitted group leaves the buffer once, whole, in one batch, with every recorded token.
+2. Admission never fills the buffer beyond B + delta. A smaller delta drops nothing: the buffer drains. With backfill the
+   limits are n (B + delta) unfinished rollouts and 2B groups (with delta > B: B + delta and (η + 1) B).
+3. A batch has B groups; only after the end of the prompts may it have fewer.
+4. Apart from groups that the batch had to wait for (`readiness.py`), its groups finished no later than any group left in
+   the buffer (ties: by admission).
 5. While delta <= η B (with backfill: always), no group is trained with more than η (`max_staleness`) deferrals.
-6. The responses to a prompt are side by side, in the buffer and in a batch.
+6. The responses to a prompt are adjacent, in the buffer and in a batch.
 
-With a filter, "finished" means "finished and kept" in 3 and 4, every admitted group is trained or dropped, the buffer never
-holds more than B + delta groups, and no round is ended by the last response of a batch.
+With a filter, "finished" in 3 and 4 means "finished and kept", every group is trained or dropped, the buffer never exceeds B +
+delta groups, and the last response of a batch does not end a round.
 """
 
 from __future__ import annotations
@@ -49,7 +43,7 @@ class RolloutBuffer:
         group_size: int = 1,
         filtered: bool = False,
     ):
-        """`batch_size` counts rollouts, `delta` groups, `max_staleness` batches (η); if `filtered`, groups wait for verdicts."""
+        """`batch_size` in rollouts, `delta` in groups, `max_staleness` in batches; if `filtered`, groups wait for verdicts."""
         assert batch_size >= 1 and delta >= 0 and max_staleness >= 1 and batch_size % group_size == 0
         self.batch_size = batch_size
         self.group_size = group_size
@@ -75,7 +69,7 @@ class RolloutBuffer:
 
     @property
     def room(self) -> int:
-        """Rollouts that may be admitted now, of whole groups; 0 while the buffer drains."""
+        """Rollouts (whole groups) that may be admitted now; 0 while the buffer drains."""
         room = self.capacity - len(self)
         if self.backfill and not self.filtered:
             room = min(self.capacity - len(self._unfinished), self._most - len(self))
@@ -91,7 +85,7 @@ class RolloutBuffer:
 
     @property
     def _most(self) -> int:
-        """With backfill: rollouts that may be held, never more than can all be trained in time."""
+        """Rollouts held at most with backfill: all can be trained in time."""
         return max(2 * self.batch_size, min(self.capacity, (self.max_staleness + 1) * self.batch_size))
 
     @property
@@ -112,9 +106,10 @@ class RolloutBuffer:
         return self._table.columns.at(self._sure()).seq_ids
 
     def worth_reading(self) -> Ints:
-        """Sequences that the critic reads now, because its values of a carried sequence are lost with the next update.
+        """Sequences for the critic to read now: all, if at least half of the undecided ones will be in the batch, else the `sure`
+        ones.
 
-        These are all, while at least half of the undecided ones will be in the batch; then the `sure` ones.
+        The next update makes the critic's values of carried sequences stale.
         """
         sure, columns = self._sure(), self._table.columns
         unsure = ~columns.finished
@@ -150,7 +145,7 @@ class RolloutBuffer:
         self._closed = True
 
     def readiness(self) -> Readiness:
-        """Count the groups that the next batch still waits for; valid until the buffer changes."""
+        """Return the groups that the next batch waits for; valid until the buffer changes."""
         finished_G, size = self._finished_groups(), self.group_size
         waits = []
         for members_G, needed in due(self._ages, self.batch_size // size, self.max_staleness):
@@ -174,7 +169,7 @@ class RolloutBuffer:
     def record(self, chunk: Chunk) -> None:
         """Append a round's tokens to their rollouts.
 
-        Raises StreamError, before any row is recorded, for an unknown or finished sequence, a gap or repetition, or an old clock.
+        Raises StreamError, before anything is recorded, for an unknown or finished sequence, a gap, a repetition or an old clock.
         """
         rows = chunk.rows
         if chunk.clock < self.clock:
@@ -209,7 +204,7 @@ class RolloutBuffer:
         self._kept = None if self._kept is None else set()
 
     def take_batch(self) -> Held:
-        """Remove the batch and return it, its groups by (finish clock, admission); defer everything else."""
+        """Remove and return the batch, its groups by (finish clock, admission); defer all others."""
         assert self.readiness().ready, "take_batch before the batch is ready"
         groups = self._foremost_groups()
         batch = self._remove(self._rows_of(groups[np.argsort(self._group_clocks()[groups], kind="stable")]))
@@ -268,7 +263,7 @@ class RolloutBuffer:
         return finished
 
     def _group_clocks(self) -> Ints:
-        """Clock at which each group finished; arbitrary if it has not."""
+        """Finish clock of each group; arbitrary for unfinished ones."""
         clocks: Ints = self._table.finish_clocks.reshape(-1, self.group_size).max(axis=1)
         return clocks
 
@@ -276,7 +271,7 @@ class RolloutBuffer:
         return (groups[:, None] * self.group_size + np.arange(self.group_size)).flatten()
 
     def _in_order(self, chunk: Chunk, places: Ints) -> bool:
-        """True if `_problem` finds nothing in any row, checked for all rows at once."""
+        """True if `_problem` finds nothing in any row; vectorized."""
         rows, columns = chunk.rows, self._table.columns
         if (places < 0).any() or (np.bincount(places, minlength=1) > 1).any():
             return False

@@ -1,7 +1,6 @@
-"""The filter of groups (dynamic sampling, arXiv 2503.14476): a group of equally good responses is not trained.
+"""The filter of groups (dynamic sampling, arXiv 2503.14476): groups of equally good responses are not trained.
 
-Verdicts follow a clock of decode steps, at which the ranks wait for the scores due ("Dynamic sampling", docs/algorithm.md).
-A group is kept as soon as two members differ, but is trained with its last one.
+Verdicts follow a clock of decode steps, at which the ranks wait for due scores ("Dynamic sampling", docs/algorithm.md).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Judge = Callable[[Sequence[Rollout]], Sequence[Scores]]
 
 @dataclass(frozen=True)
 class VerdictClock:
-    """`period`: decode steps between admissions.  `lag`: periods that a score may take beyond its response."""
+    """`period`: decode steps between admissions. `lag`: periods allowed for a score."""
 
     period: int
     lag: int = 0
@@ -35,7 +34,7 @@ class VerdictClock:
 
 @dataclass(frozen=True)
 class Rule:
-    """Groups are judged by `metric` of the reward parts `labels`; `max_groups` judged without a batch end the run."""
+    """`metric` of the reward parts `labels` judges groups; the run ends after `max_groups` judged in a step without a batch."""
 
     labels: tuple[str, ...]
     metric: Callable[[Scores], float]
@@ -68,9 +67,9 @@ class GroupFilter:
         self.counts = Counts()
 
     def settle(self, judge: Judge) -> list[Rollout]:
-        """Apply the verdicts that are due, between two rounds or at the start of a step.  Returns the dropped rollouts.
+        """Apply the verdicts that are due, between two rounds or at the start of a step. Returns the dropped rollouts.
 
-        If nothing is left to decode, the clock advances until a batch is complete or prompts may enter.  Raises SamplingError
+        If nothing is left to decode, advances the clock until a batch is complete or prompts may enter. Raises SamplingError
         after `max_groups` groups without a batch.
         """
         scheduler, buffer = self.scheduler, self.scheduler.buffer
@@ -97,7 +96,7 @@ class GroupFilter:
 
     @property
     def known(self) -> int:
-        """Groups that will be kept, and whose last member has no score yet."""
+        """Groups that will be kept, with scores still missing."""
         return sum(self._differ(group) for group in self._groups().values() if not self._decided(group))
 
     def state_dict(self) -> dict[str, Any]:
@@ -154,7 +153,7 @@ class GroupFilter:
         return all(rollout.seq_id in self.scores for rollout in group)
 
     def _differ(self, group: Sequence[Rollout]) -> bool:
-        """True if two known scores differ by more than `TIE`.  A non-finite score differs from all: the guards are to see it."""
+        """True if two known scores differ by more than `TIE`, or one is not finite: the guards must see it."""
         values = [self.rule.metric(self.scores[r.seq_id]) for r in group if r.seq_id in self.scores]
         if not all(map(math.isfinite, values)):
             return True

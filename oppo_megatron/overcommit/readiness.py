@@ -1,7 +1,4 @@
-"""The decode step at which a batch is complete, and the groups that it must have.
-
-See "A bound on staleness" in docs/algorithm.md, for S_k and r_k.
-"""
+"""The decode step at which a batch is complete, and its groups (S_k and r_k: "A bound on staleness", docs/algorithm.md)."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ from oppo_megatron.columns import Bools, Ints
 class Readiness:
     """The groups that a batch still waits for.
 
-    The engine calls `finish` at each decode step and stops when `ready`, not at the chunk's end: so the batch and the state of
-    all other rollouts do not depend on the chunk size.
+    The engine calls `finish` at each decode step and stops when `ready`, not at the chunk's end, so batches do not depend on the
+    chunk size.
     """
 
     def __init__(
@@ -29,7 +26,7 @@ class Readiness:
     ):
         """`target` and `num_finished` count groups; `unfinished` must not change during the round.
 
-        `waits`: (sequences, number of their groups that must finish before the batch is ready).
+        `waits`: (sequences, number of their groups that must finish first).
         """
         self._num_missing = target - num_finished
         self._unfinished = unfinished
@@ -43,7 +40,7 @@ class Readiness:
 
     @property
     def least(self) -> int:
-        """Lower bound of the sequences that must end first: one per missing group."""
+        """Lower bound on the sequences that must end first: one per missing group."""
         return max(self._num_missing, *(number for _, number in self._waits), 0)
 
     def finish(self, *seq_ids: int) -> None:
@@ -63,7 +60,7 @@ class Readiness:
             self._waits = [wait for wait in left if wait[1] > 0]
 
     def _last_of_groups(self, ended: set[int]) -> set[int]:
-        """Return one sequence of each group that has finished with sequences of `ended`."""
+        """Return one sequence of each group completed by `ended`."""
         if self._group_size == 1:
             return ended
         one_of_each = {seq_id // self._group_size: seq_id for seq_id in ended}
@@ -75,14 +72,14 @@ class Readiness:
 
 
 class JudgedReadiness(Readiness):
-    """With a filter: verdicts complete a batch between rounds, so no sequence that ends within a round does."""
+    """With a filter only verdicts, which come between rounds, complete a batch."""
 
     def finish(self, *seq_ids: int) -> None:
         pass
 
 
 def due(ages_G: Ints, batch: int, most: int) -> Iterator[tuple[Bools, int]]:
-    """(S_k, r_k) for each k that asks for anything, oldest first; `most` is η."""
+    """Yield (S_k, r_k) for each k with r_k > 0, oldest first; `most` is η."""
     for k in range(min(most, len(ages_G) // batch) + 1):
         members_G = ages_G >= most - k
         needed = int(members_G.sum()) - k * batch
@@ -91,10 +88,10 @@ def due(ages_G: Ints, batch: int, most: int) -> Iterator[tuple[Bools, int]]:
 
 
 def settled(finished_G: Bools, clocks_G: Ints, ages_G: Ints, batch: int, most: int, target: int) -> Ints:
-    """Return the groups that the next batch of `target` groups will have, whatever is decoded from here on.
+    """Return the groups that the next batch of `target` groups will have, whatever is decoded next.
 
-    First the oldest, finished or not; then the first finishers of each S_k up to r_k; then of all groups, except the places
-    that some S_k needs for unfinished groups.
+    First the oldest, finished or not; then the first finishers of each S_k up to r_k; then of all groups, except the places that
+    some S_k reserves for unfinished groups.
     """
     finishers = np.flatnonzero(finished_G)
     chosen_G, reserved = ages_G >= most, 0
@@ -116,12 +113,12 @@ def settled(finished_G: Bools, clocks_G: Ints, ages_G: Ints, batch: int, most: i
 
 
 def _first(groups: Ints, clocks_G: Ints, number: int) -> Ints:
-    """Return the `number` groups that finished first, ties in their order."""
+    """Return the `number` groups that finished first; ties keep their order."""
     if len(groups) <= max(0, number):
         return groups
     return groups[np.argsort(clocks_G[groups], kind="stable")][: max(0, number)]
 
 
 def needed_batch(ages: Ints, most: int) -> int:
-    """Smallest B that lets groups of these ages all be trained in time: |S_k| <= (k + 1) B for each k."""
+    """Smallest B with which groups of these ages are all trained in time: |S_k| <= (k + 1) B for each k."""
     return max((-(-int((ages >= most - k).sum()) // (k + 1)) for k in range(most + 1)), default=0)

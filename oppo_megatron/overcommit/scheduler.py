@@ -1,4 +1,4 @@
-"""Sits between the prompts and the decode engine, with B + delta rollouts in flight.
+"""Admit prompts so that B + delta groups are in flight.
 
     while not scheduler.done:
         admitted = scheduler.begin_step()
@@ -9,8 +9,7 @@
         ...                                  # score, train
         decision = scheduler.end_step(step, signals)
 
-Plain PPO has delta fixed at 0.  With backfill, prompts also enter every `backfill_every` decode steps, in the places of
-finished rollouts.
+With backfill, prompts also replace finished rollouts every `backfill_every` decode steps.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from oppo_megatron.records import Decision, Prompt, Rollout, StepSignals
 
 
 class DeltaController(Protocol):
-    """Sets delta from the signals of a step; `oppo_megatron.control.delta_controllers` has the rules."""
+    """Sets delta from a step's signals; rules in `oppo_megatron.control.delta_controllers`."""
 
     @property
     def value(self) -> int: ...
@@ -38,9 +37,9 @@ class DeltaController(Protocol):
 
 
 class OvercommitScheduler:
-    """Admits prompts, closes the buffer at their end, and hands the controller's delta to the buffer.
+    """Admits prompts, closes the buffer at their end, and sets its delta.
 
-    One prompt is read ahead, to know the end with the last admission.  `to_train`: rollouts that the run still trains, if given.
+    One prompt is read ahead to detect the end. `to_train`: rollouts that the run still trains, if limited.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class OvercommitScheduler:
         return self._admit()
 
     def refill(self) -> list[Rollout]:
-        """Within a step that has lost rollouts: admit others in their place, unless a filter's backfill is about to."""
+        """Replace rollouts lost within a step, unless a filter's backfill is due now."""
         return [] if self.buffer.filtered and self.buffer.clock == self.due else self._admit()
 
     @property
@@ -91,7 +90,7 @@ class OvercommitScheduler:
         self.due += self._every
 
     def chunk(self, most: int) -> int:
-        """Decode steps of the next round: `most`, or fewer if prompts may enter earlier."""
+        """Decode steps of the next round: `most`, or fewer if prompts may enter or verdicts are due earlier."""
         return min(most, self.due - self.buffer.clock) if self._backfills else most
 
     def take_batch(self) -> list[Rollout]:
@@ -137,7 +136,7 @@ class OvercommitScheduler:
         return room if self._to_train is None else max(0, min(room, self._to_train - len(self.buffer)))
 
     def _next_admission(self) -> int:
-        """The next admission's clock for a step that starts now; a filter's verdicts take effect at multiples of the period."""
+        """Clock of the next admission for a step that starts now; a filter's verdicts take effect at multiples of the period."""
         clock, every = self.buffer.clock, self._every or 0
         return every * (clock // every + 1) if self.buffer.filtered else clock + every
 

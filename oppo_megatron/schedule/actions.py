@@ -1,17 +1,10 @@
-"""The actions of a rank, and schedules of them for all ranks.
+"""Actions of a rank, and schedules of all ranks for one round.
 
-A schedule covers one round: the actor decodes chunk c (at most C tokens of each running sequence) while the scorers
-prefill chunk c - 1.  Its text form has a line per action, after a line for each rank::
+The actor decodes chunk c while the scorers prefill chunk c - 1. The text form ("The action language", docs/schedule.md)::
 
     rank 0
       decode actor m0 c1 s0
       send hidden actor m0 c1 s0 -> 1
-      prefill reward m0 c0
-    rank 1
-      recv hidden actor m0 c1 s0 <- 0
-      ...
-
-m is the micro-batch of the rank's own replica, c the chunk, s the decode step within the chunk.
 """
 
 from __future__ import annotations
@@ -25,7 +18,7 @@ from oppo_megatron.errors import ScheduleError
 
 
 class Op(Enum):
-    """Operations.  All tensor ranks of a pipeline stage take part in decode, sample, prefill and score."""
+    """All tensor ranks of a stage take part in decode, sample, prefill and score."""
 
     DECODE = "decode"  # one token for every sequence of a decode micro-batch, through this rank's stage
     SAMPLE = "sample"  # last stage: draw the tokens of a decode micro-step
@@ -44,10 +37,9 @@ class Payload(Enum):
 
 @dataclass(slots=True, unsafe_hash=True)
 class Action:
-    """One action of one rank.  Treat it as immutable: frozen instances take three times as long to create.
+    """One action of one rank, not to be changed; frozen instances take three times as long to create.
 
-    `step` is set for decode micro-steps and their messages, `payload` and `peer` for send and recv. Gather and chunk messages
-    have micro-batch 0.
+    `step` is set for decode micro-steps and their messages, `payload` and `peer` for messages.
     """
 
     rank: int
@@ -106,7 +98,7 @@ def parse_action(rank: int, text: str) -> Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every rank, in execution order."""
+    """Actions of every rank, in execution order."""
 
     actions: Mapping[int, tuple[Action, ...]]
 
@@ -127,7 +119,7 @@ class Schedule:
 
 
 def parse_schedule(text: str) -> Schedule:
-    """Read the text form; blank lines and lines that begin with `#` are skipped.  Raises ScheduleError with the line."""
+    """Read the text form, without blank lines and `#` comments. Raises ScheduleError with the line number."""
     actions: dict[int, list[Action]] = {}
     rank: int | None = None
     for number, line in enumerate(text.splitlines(), start=1):

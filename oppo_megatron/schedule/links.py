@@ -1,6 +1,6 @@
-"""The links of a schedule, the process groups of a run, and the waves of first use.
+"""Links of a schedule, process groups of a run, and waves of first use.
 
-Messages of decoding and prefill between the same ranks must not wait for each other, so no two directed links share a group.
+No two directed links share a group, because decoding and prefill must not wait for each other's messages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def link_of(action: Action) -> Link:
 
 
 class Lane(NamedTuple):
-    """A group of ranks and its links: one payload along the pipeline of a tensor shard, or the chunks from one rank."""
+    """A group and its links: one payload along the pipeline of a tensor shard, or the chunks from one rank."""
 
     label: str
     ranks: tuple[int, ...]
@@ -51,14 +51,14 @@ def _lane(ranks: tuple[int, ...], role: str, payload: Payload, ends: list[tuple[
 
 
 def links_of(site: Site) -> Iterator[Link]:
-    """Yield every link of a site, in one order on all ranks."""
+    """Yield every link, in the same order on all ranks."""
     return (link for lane in lanes_of(site) for link in lane.links)
 
 
 def in_waves(links: Sequence[Link]) -> list[tuple[Link, ...]]:
-    """Divide the links into waves with at most one link per rank, so that no ranks wait in a cycle in their first use.
+    """Divide links into waves with at most one link per rank, so that their first use cannot deadlock.
 
-    n links per rank give at most 2 n - 1 waves, for any number of ranks.
+    n links per rank give at most 2 n - 1 waves.
     """
     engaged: dict[int, int] = defaultdict(int)  # by rank: its waves, as bits
     waves: list[list[Link]] = []
@@ -74,7 +74,7 @@ def in_waves(links: Sequence[Link]) -> list[tuple[Link, ...]]:
 
 
 def run_groups(placements: Mapping[str, RolePlacement], trained: Mapping[str, RolePlacement]) -> list[GroupName]:
-    """List all process groups of a run, except the world's, in creation order."""
+    """List a run's process groups, except the world's, in creation order."""
     site = Site(placements)
     world = tuple(range(1 + max(site.ranks)))
     found = dict.fromkeys(group_name(ALONE, (rank,)) for rank in world)
@@ -85,13 +85,13 @@ def run_groups(placements: Mapping[str, RolePlacement], trained: Mapping[str, Ro
 
 
 def groups_by_rank(groups: Iterable[GroupName]) -> Counter[int]:
-    """Number of groups that each rank belongs to, including the world's."""
+    """Number of each rank's groups, including the world's."""
     counts = Counter(rank for group in groups for rank in group.ranks)
     return Counter({rank: 1 + count for rank, count in counts.items()})
 
 
 def most_streams(site: Site) -> int:
-    """The most CUDA streams of any rank in a round: one for each role, link, and other group."""
+    """Most CUDA streams of any rank in a round: one per role, link and other group."""
     counts = Counter(rank for placement in site.placements.values() for rank in placement.ranks)
     lanes = list(lanes_of(site))
     counts.update(rank for lane in lanes for link in lane.links for rank in link[:2])
@@ -101,5 +101,5 @@ def most_streams(site: Site) -> int:
 
 
 def calls_of(groups: Iterable[GroupName]) -> int:
-    """Number of `new_group` calls of each rank: one per group of several ranks (also of others), and one for itself."""
+    """`new_group` calls of each rank: one per group of several ranks (also of others), and one for itself."""
     return 1 + sum(group.label != ALONE for group in groups)

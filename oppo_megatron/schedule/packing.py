@@ -1,4 +1,4 @@
-"""Pack sequences into micro-batches of bounded token count, and divide them among replicas."""
+"""Pack sequences into micro-batches of bounded tokens, and divide them among replicas."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from oppo_megatron.columns import Ints
 
 
 def pack_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Bins of indices into `lengths` with at most `budget` tokens each, by first-fit decreasing; a longer one has its own."""
+    """Bins of indices of at most `budget` tokens, by first-fit decreasing; a longer sequence has its own."""
     order, bins = _first_fit(np.asarray(lengths, dtype=np.int64), budget)
     members = order[np.argsort(bins, kind="stable")].tolist()
     return [members[start:end] for start, end in pairwise(_ends(bins))]
 
 
 def packed_in_order(lengths: Ints, budget: int) -> tuple[Ints, list[int]]:
-    """Return the same bins concatenated, each in ascending order, and their ends, with 0 before the first."""
+    """Return the same bins concatenated, each ascending, and their ends, from 0."""
     order, bins = _first_fit(lengths, budget)
     by_index = np.empty_like(bins)
     by_index[order] = bins
@@ -28,7 +28,7 @@ def packed_in_order(lengths: Ints, budget: int) -> tuple[Ints, list[int]]:
 
 
 def _first_fit(lengths: Ints, budget: int) -> tuple[Ints, Ints]:
-    """Indices, longest first, and the bin of each of these."""
+    """Indices, longest first, and their bins."""
     assert budget >= 1, f"the token budget of a micro-batch must be at least 1, not {budget}"
     order = np.argsort(-lengths, kind="stable")  # ties by index
     ordered = lengths[order]
@@ -70,9 +70,9 @@ def _ends(bins: Ints) -> list[int]:
 
 
 def balance(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Return `num_parts` parts of indices into `lengths` with about equal token sums, by longest processing time first.
+    """Divide indices into `num_parts` parts with about equal sums, by longest processing time first.
 
-    Indices ascend within a part; none is empty if there are enough. The largest sum is at most 4/3 of the best (Graham 1969).
+    Indices ascend within a part; the largest sum is at most 4/3 of the best (Graham 1969).
     """
     assert num_parts >= 1, f"a batch is divided into at least 1 part, not {num_parts}"
     parts: list[list[int]] = [[] for _ in range(num_parts)]
@@ -86,9 +86,9 @@ def balance(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How full the micro-batches of an optimizer step are, over all replicas; all in tokens.
+    """How full an optimizer step's micro-batches are, over all replicas, in tokens.
 
-    `room`: capacity of the micro-batches (a longer sequence fills its own); `padded`: if each row were padded to the longest.
+    `room`: their capacity (a longer sequence fills its own); `padded`: with each row padded to the longest.
     """
 
     tokens: int
@@ -104,7 +104,7 @@ class Packing:
 
 
 def packing_figures(steps: Sequence[Packing]) -> dict[str, float]:
-    """Share of the micro-batches that is filled with tokens, and share of padding avoided."""
+    """Shares of micro-batches filled with tokens and of padding avoided."""
     tokens = sum(step.tokens for step in steps)
     return {
         "packing_efficiency": tokens / sum(step.room for step in steps),

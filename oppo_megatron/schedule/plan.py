@@ -1,4 +1,4 @@
-"""How a configuration is scheduled: the step plan of each kind of overlap, the generator and the planner."""
+"""How a configuration is scheduled: step plan, generator and planner."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from oppo_megatron.schedule.weaving.costs import Costs
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How rollout, scoring and updates of a step overlap.
+    """How rollout, scoring and updates overlap.
 
-    `stream`: scorers prefill in every round, while the actor decodes. `wait_for_critic`: the next step starts after the critic's
-    update. `forward_ahead`: the actor starts its update before the last scores arrive, with the parts that need none.
+    `stream`: scorers prefill while the actor decodes. `wait_for_critic`: the next step waits for the critic's update.
+    `forward_ahead`: the actor's update starts before the last scores arrive.
     """
 
     stream: bool
@@ -44,12 +44,12 @@ def plan_step(config: TrainConfig) -> StepPlan:
 
 
 def delta_rule(overlap: OverlapConfig) -> DeltaConfig:
-    """Return the delta rule: without inter-step overlap delta is fixed at 0, which is plain PPO."""
+    """Return the delta rule; fixed at 0 (plain PPO) without inter-step overlap."""
     return overlap.delta if overlap.inter else DeltaConfig(rule="fixed", initial=0, max=0)
 
 
 def round_generator(overlap: OverlapConfig, site: Site) -> str:
-    """Name of the rounds' generator (`auto`: woven only if some rank decodes and scores) or the user's function."""
+    """Generator's name or the user's function; `auto` is woven only if some rank decodes and scores."""
     if not overlap.intra:
         return "sequential"
     if overlap.schedule != "auto":
@@ -60,7 +60,7 @@ def round_generator(overlap: OverlapConfig, site: Site) -> str:
 def late_scorers(site: Site) -> frozenset[str]:
     """Roles that score only complete batches, because the actor would wait for scorers on other ranks.
 
-    Their ranks are all the actor's, whose single pipeline stage leaves no bubbles for scoring.
+    All their ranks are the actor's, whose single stage leaves no bubbles.
     """
     actor = site.placements["actor"]
     if actor.pp > 1 or not site.listeners:
@@ -70,9 +70,9 @@ def late_scorers(site: Site) -> frozenset[str]:
 
 
 def scoring_delay(update_s: float, work: Sequence[float], arrivals: Sequence[float]) -> float:
-    """Seconds that an update at the start of scoring adds to its end; the scorers are a queue with one server.
+    """Seconds that an update before scoring adds to its end; scorers are a queue with one server.
 
-    `work` are their seconds per round, `arrivals` the actor's chunk times, for which they wait after each of the first rounds.
+    `work`: seconds per round; `arrivals`: chunk times, awaited after each of the first rounds.
     """
 
     def end(spared_s: float) -> float:
@@ -96,7 +96,7 @@ def new_planner(
     rank: int | None = None,
     transport: Transport = GLOO,
 ) -> RoundPlanner:
-    """Return a planner without sequences; `limit(seq_id)` is the most tokens of a response."""
+    """Return a planner without sequences; `limit(seq_id)` bounds a response's tokens."""
     slots = {role: cache_slots(config, role, placement) for role, placement in site.placements.items()}
     each = members(config)
     memo = Memo()
@@ -123,7 +123,7 @@ def new_planner(
 
 
 def cache_slots(config: TrainConfig, role: str, placement: RolePlacement) -> int:
-    """Sequences that fit into the cache of one replica: its share of all, or fewer by `runtime.kv_cache_mb`."""
+    """Sequences in one replica's cache: its share of all, or fewer by `runtime.kv_cache_mb`."""
     model, share = named_roles(config)[role], share_of_sequences(config, role, placement.dp)
     context, budget_mb = slot_tokens(max_context(config), config.runtime.kv_layout), config.runtime.kv_cache_mb
     if budget_mb is None:

@@ -1,4 +1,4 @@
-"""The work of one round before it is ordered, planned from the sequences active at its start: the input of every generator."""
+"""The work of one round before it is ordered: the input of every generator."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from oppo_megatron.layout.placements import RolePlacement
 
 
 class Growth(NamedTuple):
-    """Growth of one sequence in a micro-batch: `new` tokens (to decode: at most) after the `past` tokens in its cache.
-
-    `rows` of the last new tokens give an output.
-    """
+    """`new` tokens (to decode: at most) of a sequence after its `past` cached ones; `rows` of the last give an output."""
 
     seq_id: int
     past: int
@@ -31,7 +28,7 @@ Batch = Sequence[Growth]
 
 
 class Growths(Sequence[Growth]):
-    """A micro-batch in columns: `table` [4, n] has the fields of `Growth`, which is made on access."""
+    """A micro-batch in columns: `table` [4, n] has the fields of `Growth`."""
 
     __slots__ = ("new", "past", "rows", "seq_ids", "table")
 
@@ -77,7 +74,7 @@ class Growths(Sequence[Growth]):
 
 
 class Batches(Sequence[Batch]):
-    """Micro-batches concatenated in one `table` [4, n], made on access; `ends` of each, with 0 before the first."""
+    """Micro-batches concatenated in `table` [4, n]; `ends` of each, after a 0."""
 
     __slots__ = ("ends", "table")
 
@@ -127,7 +124,7 @@ class Batches(Sequence[Batch]):
 
 
 class Fork(NamedTuple):
-    """Copy the first `tokens` cached tokens of `source` (which has `held` before the round) to `target`, which has none."""
+    """Copy the first `tokens` cached tokens of `source` (`held` before the round) to `target`, which has none."""
 
     source: int
     target: int
@@ -136,7 +133,7 @@ class Fork(NamedTuple):
 
 
 class Forks:
-    """The forks of one replica's round, each made as soon as its source has enough cached."""
+    """Forks of one replica, each made as soon as its source has enough cached."""
 
     def __init__(self, forks: Iterable[Fork]):
         self._waiting: dict[int, list[Fork]] = {}
@@ -148,7 +145,7 @@ class Forks:
         return list(self._waiting)
 
     def due(self, source: int, cached: int) -> list[Fork]:
-        """Return the forks to be made now that `source` has `cached` tokens; they count as made."""
+        """Return, and count as made, the forks possible with `cached` tokens of `source`."""
         waiting = self._waiting.pop(source, [])
         if left := [fork for fork in waiting if fork.tokens > cached]:
             self._waiting[source] = left
@@ -157,10 +154,9 @@ class Forks:
 
 @dataclass(frozen=True)
 class Round:
-    """The work of a round: `steps` decode steps and, by role, replica and number, micro-batches in the required order.
+    """`steps` decode steps and, by role and replica, micro-batches in the required order; the actor prefills before decoding.
 
-    Those of `prefill` for the actor come before its decoding. `forks`: prompts that are cached, or will be by a prefill of the
-    round, and are not computed again.
+    `forks`: prompts cached before or by the round, and not computed again.
     """
 
     index: int
@@ -184,7 +180,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class KVBudget:
-    """Capacity of the KV cache of one replica, and the sequences in it that are not part of the round (`others`)."""
+    """Capacity of one replica's KV cache; `others`: sequences in it outside the round."""
 
     slots: int
     max_length: int
@@ -197,7 +193,7 @@ FAN_OUT = 8
 
 @dataclass(frozen=True)
 class Site:
-    """The ranks of every role.  `listeners` hold a scorer but not the actor; `feeds` defines who sends them chunks."""
+    """Ranks of every role. `listeners` hold a scorer but not the actor; `feeds` sends them chunks."""
 
     placements: Mapping[str, RolePlacement]
 
@@ -212,11 +208,11 @@ class Site:
 
     @cached_property
     def feeds(self) -> Mapping[int, tuple[int, ...]]:
-        """For each rank that sends chunks, the listeners that receive them: at most FAN_OUT.
+        """Listeners that each rank sends chunks to, at most FAN_OUT.
 
-        `source` sends, and other ranks of the actor if necessary, spaced evenly over its hosts. If the actor has too few ranks,
-        listeners pass chunks on, those with the critic last, because its update delays them. A listener receives only from
-        listeners before it in this order, so no ranks wait in a cycle.
+        `source` sends, then other actor ranks, spaced evenly over hosts. If these are too few, listeners pass chunks on, those
+        with the critic last, because its update delays them. Each receives from an earlier one in this order, so no ranks wait in
+        a cycle.
         """
         actor, critic = self.placements["actor"].ranks, self.placements.get("critic")
         first = actor.index(self.source)

@@ -1,14 +1,13 @@
-"""Seconds of a layer's parts on one tensor rank, of collectives and messages on a cluster, and of moves of weights.
+"""Seconds of a layer's parts on a tensor rank, of collectives and messages, and of moves of weights.
 
-    products     ((F / (c P))^k + (B / (m W))^k)^(1/k) + f      F operations, B bytes of weights and of what goes in and out
+    products     ((F / (c P))^k + (B / (m W))^k)^(1/k) + f      F operations, B bytes of weights, inputs and outputs
     elementwise  f_e + bytes / (m_e W)                          norms, rotations, activation, sums
     attention    pairs: 4 q operations each, over a P;          cached: keys and values read, over m W
-    head         the larger of its operations over c P and its weights over m W
+    head         the larger of operations over c P and weights over m W
     message      alpha + factor x payload / bandwidth           factor: all-reduce 2 (n - 1) / n, its halves (n - 1) / n, sends 1
 
-P and W are the processor's operations and bytes per second; the other letters are its `Efficiencies`.  All sizes are those of one
-tensor rank, all values in two bytes; `tokens` may be an array.  Groups over several nodes are rings: their bus bandwidth is the
-smaller one of a node's links and of their NICs, and less for payloads that are small for that number of nodes (aliyun/SimAI,
+P, W: the processor's operations and bytes per second; other letters: its `Efficiencies`. Values have two bytes; `tokens` may
+be an array. Groups over nodes are rings, limited by a node's links and NICs, and slower for small payloads (aliyun/SimAI,
 astra-sim/system/calbusbw and inputs/ratio/nic_ratio.csv).
 """
 
@@ -33,11 +32,8 @@ WIDTH = 2
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Numbers of values of one layer on one of `tp` tensor ranks.
-
-    `weights`: of its four products. `moved`: a token's values that go into and out of them. `hidden`: of a token between
-    products, on every tensor rank; `inner`: of a token in rotations and activation. `queries`, `keys`: of a token's queries, and
-    its keys and values.
+    """Values of a layer on a tensor rank: `weights` of its products; per token, `moved` through them, `hidden` between them,
+    `inner` in rotations and activation.
     """
 
     weights: float
@@ -68,15 +64,12 @@ class LayerSizes:
         return WIDTH * (self.weights + self.moved * tokens)
 
     def elementwise_bytes(self, tokens: Number, *, sums: int = 2, hidden_share: float = 1.0) -> Number:
-        """Two norms that read and write, `sums` of two tensors, rotations and activation.
-
-        `hidden_share` of a token's hidden values is on this rank: 1 / tp with sequence parallelism.
-        """
+        """Two norms, `sums` of two tensors, rotations and activation. `hidden_share` of hidden values is on this rank."""
         return WIDTH * tokens * ((2 * 2 + 3 * sums) * self.hidden * hidden_share + self.inner)
 
 
 def roofline_s(flops: Number, num_bytes: Number, gpu: Gpu, by: Efficiencies) -> Number:
-    """The smooth maximum of operations over their peak and bytes over theirs, without the fixed part."""
+    """Smooth maximum of compute and memory time, without the fixed part."""
     compute, memory = flops / (by.compute * gpu.flops), num_bytes / (by.memory * gpu.bytes_per_s)
     seconds: Number = (compute**by.power + memory**by.power) ** (1 / by.power)
     return seconds
@@ -96,38 +89,37 @@ class LayerLaw:
         return by.elementwise_fixed_s + num_bytes / (by.elementwise * self.gpu.bytes_per_s)
 
     def attention_s(self, sizes: LayerSizes, pairs: float) -> float:
-        """Seconds of attention of new tokens over `pairs` (token, position) pairs (`causal_pairs`)."""
+        """Attention of new tokens over `pairs` (`causal_pairs`)."""
         return 4 * sizes.queries * pairs / (self.gpu.efficiencies.attention * self.gpu.flops)
 
     def cached_attention_s(self, sizes: LayerSizes, positions: float) -> float:
-        """Seconds of attention while decoding, which reads keys and values of `positions` of all sequences."""
+        """Attention in decoding, which reads `positions` in all."""
         return WIDTH * sizes.keys * positions / (self.gpu.efficiencies.memory * self.gpu.bytes_per_s)
 
     def head_s(self, shape: Shape, tp: int, rows: float) -> float:
-        """Seconds of the logits of `rows` tokens."""
         by, size = self.gpu.efficiencies, head_linear(shape, scalar=False).size / tp
         compute = 2 * rows * size / (by.compute * self.gpu.flops)
         return max(compute, WIDTH * size / (by.memory * self.gpu.bytes_per_s))
 
     def plain_s(self, num_bytes: float) -> float:
-        """Seconds of memory-bound passes over large tensors."""
+        """Memory-bound passes over large tensors."""
         return num_bytes / (self.gpu.efficiencies.plain * self.gpu.bytes_per_s)
 
 
 Ints = npt.NDArray[np.int64]
 NIC_SHARE = 0.94
-"""Share of a NIC's line rate that a ring reaches with large payloads: 23.5 of 25 GB/s, 48.5 of 50 (SimAI)."""
+"""Share of a NIC's line rate in large rings: 23.5 of 25 GB/s, 48.5 of 50 (SimAI)."""
 RATIO_NODES = (2, 16, 128)
 RATIO_MIB = (16, 1024, 16384)
 RATIOS = ((0.32, 0.92, 0.96), (0.05, 0.76, 0.96), (0.009, 0.31, 0.92))
-"""By number of nodes and size, relative to the largest size (SimAI)."""
+"""By number of nodes and size, relative to the largest (SimAI)."""
 RINGS: Source = published("aliyun/SimAI, calbusbw and nic_ratio.csv")
 PIECE_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True)
 class Group:
-    """`size` ranks that communicate, as many on each of `nodes` nodes; `beside` such groups share each node's NICs."""
+    """`size` communicating ranks on `nodes` nodes; `beside` such groups share a node's NICs."""
 
     size: int
     nodes: int = 1
@@ -140,17 +132,16 @@ class Group:
 
 
 def all_reduce_s(cluster: Cluster, group: Group, payload: float) -> float:
-    """Seconds of an all-reduce of `payload` bytes per rank."""
     return _ring_s(cluster, group, payload, 2 * (group.size - 1) / group.size)
 
 
 def scatter_s(cluster: Cluster, group: Group, payload: float) -> float:
-    """Seconds of a reduce-scatter of `payload` bytes per rank, or of an all-gather into as many."""
+    """Reduce-scatter of `payload` bytes per rank, or all-gather into as many."""
     return _ring_s(cluster, group, payload, (group.size - 1) / group.size)
 
 
 def send_s(cluster: Cluster, payload: float, *, between: bool, beside: int = 1) -> float:
-    """Seconds of a message; between nodes it has its share of the NICs among `beside` concurrent ones."""
+    """Seconds of a message; `beside` concurrent ones share a node's NICs."""
     if not between:
         return cluster.inside.send.seconds(payload, 1)
     network = network_of(cluster)
@@ -158,12 +149,12 @@ def send_s(cluster: Cluster, payload: float, *, between: bool, beside: int = 1) 
 
 
 def nic_rate(network: Between, beside: int) -> float:
-    """Bytes per second of each of `beside` flows out of a node: at most a NIC, at least its share of all."""
+    """Bytes per second of each of `beside` flows: at most a NIC."""
     return NIC_SHARE * network.bytes_per_s * min(1.0, network.nics / beside)
 
 
 def ring_efficiency(nodes: int, payload: float) -> float:
-    """Efficiency of a ring over nodes, linear in both logarithms; below 16 MiB it takes as long as with 16."""
+    """Efficiency of a ring over nodes, linear in both logarithms; time is constant below 16 MiB."""
     mib = payload / MIB
     by_nodes = [float(np.interp(np.log(max(mib, 1e-9)), np.log(RATIO_MIB), row)) for row in RATIOS]
     at_size = float(np.interp(np.log(nodes), np.log(RATIO_NODES), by_nodes))
@@ -192,23 +183,23 @@ def _ring_s(cluster: Cluster, group: Group, payload: float, factor: float) -> fl
 
 @dataclass
 class Moves:
-    """Bytes that move between ranks at once.  Concurrent moves through one rank, or through one node's NICs, add up."""
+    """Concurrent moves between ranks; bytes through a rank or a node's NICs add up."""
 
     cluster: Cluster
     _parts: list[tuple[Ints, Ints, float, int]] = field(default_factory=list)
 
     def add(self, source: int, target: int, num_bytes: float) -> None:
-        """Add a message; within a rank it costs nothing."""
+        """Add a message; free within a rank."""
         self.add_all(np.array([source]), np.array([target]), num_bytes)
 
     def add_all(self, sources: Ints, targets: Ints, num_bytes: float, times: int = 1) -> None:
-        """Add `times` messages of the given bytes from each source to the target at the same place."""
+        """Add `times` messages from each source to its target."""
         apart = sources != targets
         if num_bytes > 0 and apart.any():
             self._parts.append((sources[apart], targets[apart], num_bytes, times))
 
     def seconds(self) -> float:
-        """Seconds of the fullest rank or node: bytes over bandwidth, and a latency per piece of 64 MiB."""
+        """Time of the fullest rank or node, with a latency per 64 MiB."""
         if not self._parts:
             return 0.0
         cluster = self.cluster

@@ -1,4 +1,4 @@
-"""The training loop and its parts.  `oppo_megatron.train(...)` is `api.train`: this package has its name, and is callable."""
+"""The training loop and its parts.  This package is callable: `oppo_megatron.train(...)` is `api.train`."""
 
 from __future__ import annotations
 

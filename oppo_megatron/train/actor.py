@@ -1,6 +1,4 @@
-"""Actor and critic on their ranks: the actor's decoding and updates, and the critic's updates.
-
-The critic may still be updated when the actor already decodes the next step.
+"""Actor and critic on their ranks: decoding and updates.  A critic update may overlap the actor's next step.
 
 Legend: T response tokens of a batch (packed), R rows of a micro-batch (its tokens), V vocabulary shard.
 """
@@ -32,19 +30,19 @@ from oppo_megatron.train.roles import TrainedRole
 from oppo_megatron.train.update import UpdateSettings, begin_update, run_update, stats_dict, update_packing
 
 STATS = ("ess", "logprob_gap", "logprob_gap_judged", "grad_norm", "lr")
-"""Statistics in addition to the figures of the algorithm's loss."""
+"""Statistics in addition to those of the algorithm's loss."""
 
 
 WHOLE_EVERY = 10
-"""Number of updates between two, the first included, that compare decoding with training in all minibatches.
+"""Every tenth update, from the first, compares decoding with training in all minibatches.
 
-After the first minibatch the weights have moved, so the other tokens take a forward pass of their own.
+After the first minibatch the weights have moved, so the other tokens need an extra forward pass.
 """
 
 
 @dataclass(frozen=True)
 class BegunUpdate:
-    """Log-probs [T] under the weights that an update starts from (last stage, if needed), and the gap of decoding to them."""
+    """Log-probs [T] under the initial weights of an update (last stage, if needed), and decoding's gap to them."""
 
     proximal_T: Tensor | None = None
     gap: dict[str, float] | None = None
@@ -52,7 +50,7 @@ class BegunUpdate:
 
 @dataclass
 class Actor:
-    """The policy and its optimizer.  `ess` is the effective sample size of the last update; 1 before the first."""
+    """The policy and its optimizer.  `ess`: effective sample size of the last update; 1 before the first."""
 
     role: TrainedRole
     algorithm: Algorithm
@@ -62,7 +60,7 @@ class Actor:
     _begun: BegunUpdate | None = None
 
     def begin(self, batch: Sequence[Rollout], settings: UpdateSettings) -> None:
-        """Begin an update with the work that needs no scores; `update` with the same batch and settings completes it."""
+        """Do the work that needs no scores; `update` with the same batch and settings completes it."""
         self._begun = self._prepare(batch, settings)
         if self.algorithm.reads_known:
             begin_update(self.role.trained, batch, settings, self.algorithm.units)
@@ -78,7 +76,7 @@ class Actor:
     ) -> dict[str, float]:
         """Train PPO epochs on the batch and publish the new weights.  Returns statistics.
 
-        Raises NumericsError, on every rank, for a gradient that is not finite.
+        Raises NumericsError on every rank if a gradient is not finite.
         """
         begun, self._begun = self._begun or self._prepare(batch, settings), None
         extra = self._loss_inputs(batch, experience, begun.proximal_T, settings)
@@ -138,7 +136,7 @@ class Actor:
 
     @property
     def _compared_at(self) -> float:
-        """Temperature of the loss's log-probs; `temperature` is the sampling temperature."""
+        """Temperature of the loss's log-probs; `temperature` is for sampling."""
         return self.algorithm.choices.temperature(self.temperature)
 
     @property
@@ -148,7 +146,7 @@ class Actor:
     def _loss_inputs(
         self, batch: Sequence[Rollout], experience: Experience, proximal_T: Tensor | None, settings: UpdateSettings
     ) -> dict[str, Tensor]:
-        """[T] each; empty except on the last stage."""
+        """Tensors [T]; empty except on the last stage."""
         if not self._groups.is_last_stage:
             return {}
         base_T, weight_T = self.algorithm.ratio_base(experience.old_logp_T, proximal_T, experience.lengths_B)
@@ -181,7 +179,7 @@ class Actor:
         return columns if values_T is None else columns | {"values": values_T}
 
     def _under_start(self, batch: Sequence[Rollout], settings: UpdateSettings) -> BegunUpdate:
-        """Log-probs of the whole batch under the weights that the step begins with; replicas divide the rows by tokens."""
+        """Log-probs of the batch under the step's initial weights; replicas divide the rows by tokens."""
         trained, groups = self.role.trained, self._groups
         rows = balance([r.num_tokens for r in batch], groups.dp)[groups.dp_rank]
         prompts, responses = [batch[i].prompt.tokens for i in rows], [batch[i].tokens for i in rows]
@@ -232,13 +230,13 @@ class Actor:
 
 
 def fresh_tokens(batch: Sequence[Rollout], settings: UpdateSettings) -> Tensor:
-    """[T]: 1 for tokens that decoding computed with the weights that the update starts from, cache included."""
+    """[T]: 1 for tokens decoded with the update's initial weights, cache included."""
     flags = [float(version == settings.version) for rollout in batch for version in rollout.versions]
     return on_device(flags, settings.device, torch.float32)
 
 
 def stale_rows(batch: Sequence[Rollout], settings: UpdateSettings) -> Tensor:
-    """[T]: 1 in responses with a token that an older policy version sampled."""
+    """[T]: 1 in responses with a token of an older policy version."""
     flags = [float(any(v != settings.version for v in rollout.versions)) for rollout in batch for _ in rollout.versions]
     return on_device(flags, settings.device, torch.float32)
 
@@ -248,14 +246,14 @@ CRITIC_STATS = ("critic_loss", "critic_clip_fraction", "critic_error", "critic_g
 
 @dataclass
 class Critic:
-    """The value model and its optimizer.  `stats` are of its last update."""
+    """The value model and its optimizer.  `stats`: of its last update."""
 
     role: TrainedRole
     algorithm: Algorithm
     stats: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CRITIC_STATS, 0.0))
 
     def update(self, batch: Sequence[Rollout], experience: Experience, settings: UpdateSettings) -> dict[str, float]:
-        """Train value epochs on the batch and publish the new weights.  If it raises NumericsError, `stats` are NaN."""
+        """Train value epochs on the batch and publish the weights.  After a NumericsError `stats` are NaN."""
         self.stats = no_stats()
 
         def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:

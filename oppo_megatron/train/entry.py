@@ -71,9 +71,9 @@ def _other_work() -> tuple[str, str]:
 
 
 def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preemption) -> bool:
-    """Run PPO on this rank up to the final weights and the summary; False if it was asked to stop earlier and has saved.
+    """Run PPO on this rank up to weights and summary; False if asked to stop earlier, after saving.
 
-    Raises RollBack if the run is to restart from its last checkpoint.
+    Raises RollBack if the run must restart from its last checkpoint.
     """
     found = find_checkpoint(config, world)
     saver, run = ppo_saver(config, world, inputs.prompts, preemption), RunDirectory(config.run_dir)

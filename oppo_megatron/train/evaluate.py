@@ -1,4 +1,4 @@
-"""Held-out evaluation: the current actor answers prompts; rules, functions, services and the run's reward model judge them.
+"""Held-out evaluation: the actor answers prompts; rules, functions, services and the reward model judge the answers.
 
 Legend: N responses, K metrics.
 """
@@ -60,9 +60,9 @@ class Evaluator(HeldoutSchedule):
         ]
 
     def measure(self, step: int) -> Figures:
-        """Measure the metrics after `step` steps, and pass them to early stopping.
+        """Measure the metrics after `step` steps and report them to early stopping.
 
-        Raises RewardError, on the actor's first output rank, if a judge fails.
+        Raises RewardError on the actor's first output rank if a judge fails.
         """
         rollouts = None if self.exchange.actor is None else self._decode(self.exchange.actor.role.serving)
         scores_N = self._model_scores(rollouts) if self.judges.needs_model else None
@@ -92,7 +92,7 @@ class Evaluator(HeldoutSchedule):
         return sorted(decoder.decode(self.prompts), key=lambda rollout: rollout.seq_id)
 
     def _model_scores(self, rollouts: Sequence[Rollout] | None) -> Tensor:
-        """The reward model's scores [N] on every rank; its replicas share the sequences, each in one full forward pass."""
+        """The reward model's scores [N] on every rank; its replicas divide the sequences."""
         exchange, source, prompts = self.exchange, self.source, self.prompts
         speaks = exchange.rank == source
         responses = [rollout.tokens for rollout in rollouts or ()]

@@ -1,11 +1,11 @@
-"""Acts on the guards' rules (`control/guards.py`): skips an update, stops the run, or returns to the last checkpoint.
+"""Acts on the guards' rules (`control/guards.py`): skips an update, stops the run, or rolls it back to a checkpoint.
 
-All ranks have the scorers' results, so each decides alone whether to train on a batch.  Only the ranks of a role know the
-results of its update: if it may have to be undone, all ranks meet after both updates.
+All ranks have the scores, so each decides alone whether to train on a batch.  Only a role's ranks know the results of its update:
+if it may have to be undone, all ranks meet after both updates.
 
-A rejected batch is kept for `tools/replay.py`: tensors in `step-N.safetensors`, a line about the step and a line per rollout in
-`step-N.jsonl`.  After a rollback the same prompts would cause the same breach, so prompts admitted since the checkpoint are
-left out, and those of the rejected batch.
+A rejected batch is kept for `tools/replay.py`: tensors in `step-N.safetensors`, a line for the step and per rollout in
+`step-N.jsonl`.  A rollback leaves out the rejected batch and all prompts admitted since the checkpoint, because they would cause
+the same breach.
 
 Legend: B rollouts, P their prompt tokens, T their response tokens (both packed), G greedy responses.
 """
@@ -51,9 +51,9 @@ TENSORS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts of a step; `config` (YAML) and `reason` are added when they are written.
+    """Facts of a step; `config` (YAML) and `reason` are added on writing.
 
-    `policy_version` is the actor's before its update, `figures` are statistics that this rank knows, `history` is a `History`.
+    `policy_version`: the actor's before its update.  `figures`: statistics known to this rank.  `history`: a `History`.
     """
 
     step: int
@@ -120,12 +120,12 @@ class RejectedBatch:
 
 
 class RollBack(Exception):
-    """Raised on every rank after the rollback is on disk; the ranks end, and are to be started again."""
+    """Raised on every rank once the rollback is on disk; the ranks must then restart."""
 
 
 @dataclass(frozen=True)
 class Rollback:
-    """One line.  `left_out` are positions in the stream of prompts, `rows` their rows in the data set, in the same order."""
+    """One line.  `left_out`: positions in the prompt stream; `rows`: their data set rows, in the same order."""
 
     step: int
     reason: str
@@ -148,7 +148,7 @@ class Rollback:
 
 
 class Rollbacks:
-    """Rollbacks of a run, the same on every rank; `checkpoint` is this process's last one, with its position in the stream."""
+    """Rollbacks of a run, the same on every rank.  `checkpoint`: the last one and its stream position."""
 
     def __init__(self, run: RunDirectory, prompts: PromptStream, done: Sequence[Rollback] = ()):
         self._run, self._prompts, self.done = run, prompts, list(done)
@@ -192,7 +192,7 @@ class Rollbacks:
     ) -> None:
         """Write the rollback on the keeper, and raise RollBack on every rank.
 
-        `rejected` are the sequences of the batch that broke a rule; prompts before `position` have been admitted.
+        `rejected`: sequences of the rejected batch.  Prompts before `position` have been admitted.
         """
         assert self.checkpoint is not None
         name, start = self.checkpoint
@@ -208,10 +208,10 @@ class Rollbacks:
 
 
 MAX_SKIPS, MAX_ROLLBACKS = 3, 2
-"""Allowed skipped steps in a row, and allowed rollbacks of a run; one more ends it."""
+"""Allowed skipped steps in a row and rollbacks of a run; one more ends it."""
 
 KEPT_BATCHES = 8
-"""Rejected batches written per run, for `python -m tools.replay`."""
+"""Rejected batches kept per run, for `python -m tools.replay`."""
 
 
 @dataclass
@@ -231,7 +231,7 @@ class Guard:
         self.rules = Rules(config.guards, config.guards.gap_limit(config.actor.dtype, config.rollout.temperature))
 
     def examine(self, scored: ScoredBatch, kl_coefficient: float, seen: Moments) -> tuple[Experience, Breach | None]:
-        """Return the experience, and a breach if it must not be trained on; its figures may then not be finite."""
+        """Return the experience, and a breach if it must not be trained on (its figures may not be finite)."""
         try:
             experience = self.algorithm.experience(scored, kl_coefficient, seen=seen)
         except (RewardError, NumericsError) as error:
@@ -241,7 +241,7 @@ class Guard:
         return experience, self.rules.check({} if kl is None else {"kl_mean": kl})
 
     def watch(self, role: str, update: Callable[[], dict[str, float]]) -> tuple[dict[str, float], Breach | None]:
-        """Make an update of `role`.  Returns its statistics (none if a gradient was not finite) and its breach."""
+        """Update `role`.  Returns its statistics (none after a gradient that is not finite) and its breach."""
         try:
             figures = update()
         except NumericsError as error:
@@ -250,7 +250,7 @@ class Guard:
         return figures, self.rules.check(figures)
 
     def agree(self, breaches: Sequence[Breach | None], step: int) -> Breach | None:
-        """Return the first breach of all ranks if all must act on it, else of this rank."""
+        """Return the first breach of any rank if all must act on it, else this rank's."""
         own = first(breaches)
         if not self.rules.agree_on_updates or dist.get_world_size() == 1:
             return own
@@ -262,19 +262,19 @@ class Guard:
         return own if own is not None and found is not None and own.encode()[:2] == found.encode()[:2] else found
 
     def settle(self, breach: Breach | None, rejected: RejectedBatch, position: int, refusal: str | None) -> None:
-        """Keep the rejected batch; raise NumericsError or RewardError to stop the run, RollBack to return to a checkpoint.
+        """Keep the rejected batch; raise NumericsError or RewardError to stop, RollBack to return to a checkpoint.
 
-        `position` in the stream of prompts is after all admitted prompts; `refusal` is the reward's reason for a NaN score.
+        `position`: stream position after all admitted prompts.  `refusal`: the reward's reason for a NaN score.
         """
         if breach is None:
             self.in_a_row = 0
             return
         self.in_a_row += 1
         step, done = rejected.facts.step, len(self.rollbacks.done)
-        # after a rollback the same step may be rejected again
+        # After a rollback the same step may be rejected again.
         name = f"step-{step}-rollback-{done}" if done else f"step-{step}"
         path = RunDirectory(self.config.run_dir).rejected / f"{name}.safetensors"
-        # if no ranks meet, only the critic's ranks know the critic's breach
+        # If the ranks do not meet, only the critic's ranks know the critic's breach.
         alone = breach.of_critic and not self.rules.agree_on_updates
         keeper = self.site.placements["critic"].ranks[0] if alone else self.site.source
         if self.rank == keeper and self.num_written < KEPT_BATCHES:

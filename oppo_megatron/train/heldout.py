@@ -1,4 +1,4 @@
-"""Held-out metrics: when they are due, their log, and their measurement on the rows of supervised training.
+"""Held-out metrics: schedule, log, and measurement on the rows of supervised training.
 
 Legend: N rows, K metrics.
 """
@@ -41,7 +41,7 @@ class HeldoutLog:
         return f"held out after {step} steps: {told}"
 
     def best(self) -> tuple[int, float] | None:
-        """The trained step after which the standard's metric was best, and the metric there."""
+        """The trained step with the best value of the standard's metric, and that value."""
         if self.standard is None:
             return None
         known = [(step, fields["heldout"].get(self.standard.metric)) for step, fields in self._by_step.items() if step]
@@ -56,7 +56,7 @@ class HeldoutLog:
         return f"best step {found[0]}: {self.standard.metric} {found[1]:.4g}"
 
     def summary(self, kept: tuple[float, Position] | None) -> dict[str, Any]:
-        """Fields of the summary; `kept` is the best checkpoint, which defines the best step if no held-out metric does."""
+        """Fields of the summary.  The best checkpoint `kept` defines the best step if no held-out metric does."""
         found = self.best() or (None if kept is None else (kept[1].step, kept[0]))
         best = None
         if found is not None and self.standard is not None:
@@ -78,7 +78,7 @@ RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
 RowC = TypeVar("RowC", bound=tuple[list[Any], ...], contravariant=True)
 
 Measure = Callable[[MicroBatch, Tensor], Tensor]
-"""(micro-batch, output of its rows) -> [N, 1 + K] in float64: what each row weighs, and each metric's sum over it."""
+"""(micro-batch, output of its rows) -> [N, 1 + K] in float64: each row's weight, and its sum of each metric."""
 
 
 class Measured(Protocol[RowC]):
@@ -88,11 +88,11 @@ class Measured(Protocol[RowC]):
 
 
 TakePoint = Callable[[TrainedModel, Sequence[Any], int, int], None]
-"""(model, rows, step, token budget): measures an input of a loss from a whole batch, KTO's reference point."""
+"""(model, rows, step, token budget): measures an input of the loss on a whole batch (KTO's reference point)."""
 
 
 class HeldoutSchedule:
-    """When held-out metrics are due, and whether they end the run; the same on every rank of the world."""
+    """When held-out metrics are due, and whether they end the run; the same on every rank."""
 
     def __init__(self, every_steps: int, stop: EarlyStopConfig | None):
         self.every_steps = every_steps
@@ -121,7 +121,7 @@ class HeldoutSchedule:
 
 
 class Heldout(HeldoutSchedule, Generic[RowT]):
-    """The held-out rows of a run.  Every rank of the world makes the calls, with the same result."""
+    """The held-out rows of a run.  Collective of the world, with the same result on every rank."""
 
     def __init__(
         self,
@@ -158,10 +158,7 @@ def measure_rows(
     budget: int,
     what: str,
 ) -> list[float]:
-    """Moments of the table of `width` columns that `measure` makes of `rows`, which the replicas share.
-
-    Every rank of the world makes the call, with the same result.
-    """
+    """Moments of `measure`'s table (`width` columns) over `rows`, divided among replicas.  Collective of the world."""
     groups = trained.model.groups
     mine = rows[groups.dp_rank :: groups.dp]
     device, finish = next(trained.model.parameters()).device, measure(mine, trained.model.vocab)

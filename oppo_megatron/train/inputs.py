@@ -1,4 +1,4 @@
-"""All that a PPO run reads before a model is built, so that bad input ends it early.  No torch when imported."""
+"""Reads all input of a PPO run before a model is built, so that bad input fails early.  Imports no torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Inputs:
 
 
 def read_inputs(config: TrainSettings, progress: Callable[[str], None] = lambda line: None) -> Inputs:
-    """Read tokenizer, prompts, rewards, a length trace; `progress` gets a line at every row.
+    """Read tokenizer, prompts, rewards and length trace; `progress` gets a line per row.
 
     Raises ConfigError, DataError or RewardError for unusable input.
     """
@@ -97,10 +97,9 @@ def unearned_formats(config: TrainSettings, tokenizer: Tokenizer, prompt: str) -
 
 
 def try_answers(inputs: Inputs, settings: TrainSettings) -> list[str]:
-    """Try the expected answers that only a process can compare, which a run meets as it draws their rows.
+    """Try the expected answers that only a separate process can compare, and close the rewards.
 
-    Adds those that cannot be compared to the quarantine; returns a line, or raises DataError, as `bad_rows` says.  Closes
-    the rewards.
+    Incomparable ones are quarantined and reported in the returned line, or raise DataError, depending on `bad_rows`.
     """
     found = 0
     sets = [(inputs.rewards, inputs.prompts, settings.data)]
@@ -162,7 +161,6 @@ def describe_quarantine(quarantine: Quarantine) -> list[str]:
 
 
 def describe_first(quarantine: Quarantine) -> list[str]:
-    """Show the first row as the model reads it, each part on a line."""
     lines = []
     for part, text in quarantine.first.items():
         shown = (
@@ -175,7 +173,7 @@ def describe_first(quarantine: Quarantine) -> list[str]:
 
 
 def verdict_clock(config: TrainConfig) -> VerdictClock | None:
-    """When a response that has ended is judged; None if groups are not filtered."""
+    """When finished responses are judged; None without a filter."""
     if config.filter is None:
         return None
     period = config.overlap.admission_period

@@ -47,7 +47,7 @@ from oppo_megatron.train.updates import Adaptation, Updates
 
 @dataclass
 class TrainingLoop(Saveable):
-    """One rank's view of a run.  `done` counts trained steps; `phase` is the current step's, if a run stops or resumes in it."""
+    """One rank's view of a run.  `done`: trained steps; `phase`: of a step interrupted by a stop, else None."""
 
     config: TrainConfig
     world: World
@@ -68,7 +68,7 @@ class TrainingLoop(Saveable):
         self.rollbacks = self.updates.guard.rollbacks
 
     def run(self) -> bool:
-        """Train until the prompts end and every rollout has been trained; False if the run was asked to stop and has saved."""
+        """Train until all rollouts are trained; False if asked to stop, after saving."""
         if self.done == 0 and self.phase is None:
             self._evaluate(last=False)
         while not self.over:
@@ -92,9 +92,9 @@ class TrainingLoop(Saveable):
         return True
 
     def _step(self, step: int, plan: StepPlan) -> bool:
-        """Make one step of the paper's Algorithm 1, or the rest of one; False if the run was asked to stop within it.
+        """Make, or complete, one step of the paper's Algorithm 1; False if asked to stop within it.
 
-        No step is made if a filter has dropped all of the last prompts.
+        Makes no step if a filter has dropped all remaining prompts.
         """
         self._admit(step)
         while not self.rollouts.complete:
@@ -129,7 +129,7 @@ class TrainingLoop(Saveable):
 
     @property
     def over(self) -> bool:
-        """True if nothing is left to train; a run resumed with fewer steps, or ended early, may have rollouts left."""
+        """True if nothing is left to train; an early end or fewer steps may leave rollouts."""
         stopped = self.evaluator is not None and self.evaluator.over
         return self.rollouts.scheduler.done or self.done == self.config.steps or stopped
 
@@ -278,7 +278,7 @@ class TrainingLoop(Saveable):
             self.rounds.admit(self.rollouts.scheduler.refill())
 
     def load_state_dict(self, state: Mapping[str, Any], held: Sequence[Rollout]) -> None:
-        """Continue from `state_dict` with the rollouts that were in the buffer, but without books and caches."""
+        """Continue from `state_dict` and the buffer's rollouts, without books and caches."""
         self.done = self.meter.settled = state["done"]
         rollouts, updates = self.rollouts, self.updates
         rollouts.scheduler.load_state_dict(state["scheduler"], held)
@@ -299,7 +299,7 @@ class TrainingLoop(Saveable):
         self.rounds.admit(self.buffer.rollouts)
 
     def _restore_caches(self, found: Found) -> None:
-        """Load books and caches if layouts, models and options then and now allow; else all sequences are prefilled again."""
+        """Load books and caches if layout, models and options still match; else all sequences are prefilled again."""
         saved = self.config.checkpoint.caches and found.state["caches"]
         if not saved or found.state["layout"] != books_state(self.rounds)["layout"]:
             return

@@ -20,11 +20,11 @@ from oppo_megatron.train.score_exchange import by_rank
 
 MEBIBYTE = 2**20
 FIXED_MEBIBYTES = 100
-"""At most what libraries take once the first model computes, whatever its size: threads, kernels, allocators' pools."""
+"""Upper bound for libraries' threads, kernels and allocator pools, regardless of model size."""
 
 
 def require_memory(config: TrainConfig | SupervisedConfig, world: World) -> None:
-    """Raises CapacityError if this rank's host, or its CUDA device, has less memory than the run needs there at least."""
+    """Raise CapacityError if this rank's host or CUDA device lacks the memory that the run needs at least."""
     me = world.hosts[world.rank]
     mine = (me.node, me.host, me.device)  # containers of several machines may bear one name
     ranks = [each.rank for each in world.hosts if (each.node, each.host, each.device) == mine]
@@ -39,7 +39,7 @@ def require_memory(config: TrainConfig | SupervisedConfig, world: World) -> None
 
 @dataclass
 class MemoryMeter:
-    """This rank's memory: `base_bytes` before any model was built, and the peak up to the last `look`."""
+    """This rank's memory: `base_bytes` before any model, and the peak up to the last `look`."""
 
     device: torch.device
     base_bytes: int
@@ -48,12 +48,12 @@ class MemoryMeter:
 
     @classmethod
     def begin(cls, device: torch.device) -> MemoryMeter:
-        """Call this once libraries, process groups and inputs are there, before any model is built."""
+        """Call after libraries, process groups and inputs are loaded, before any model is built."""
         base = held_bytes(device)
         return cls(device, base, base)
 
     def look(self) -> None:
-        """Take note of the peak up to now; the kernel's own counts are a little off, and may go down."""
+        """Record the peak so far; the kernel's counts are inexact and may decrease."""
         self.peak_bytes = max(self.peak_bytes, peak_bytes(self.device))
 
     def of_all_ranks(self) -> MemoryByRank:
@@ -70,7 +70,6 @@ class MemoryByRank:
         return {"memory_peak_mb": _mebibytes(self.peak)}
 
     def summary(self, planned: Sequence[float]) -> dict[str, Any]:
-        """Figures for `summary.json`; `planned`: bytes from `rank_memory`."""
         return {
             "memory_base_mb": _mebibytes(self.base),
             "memory_peak_mb": _mebibytes(self.peak),

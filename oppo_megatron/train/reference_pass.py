@@ -1,9 +1,8 @@
-"""The reference's log-probs of answers: read from a file, or computed once into it.  The reference model is not kept.
+"""The reference's log-probs of answers, read from a file or computed once into it; the model is then freed.
 
-The file has `keys` [N, 16] (the first half of a SHA-256 of prompt and answer) and `logprobs` [N] in float64, nats, summed over
-the answer's tokens; its metadata identify the reference by a fingerprint.  Data, columns, chat template, tokenizer and truncation
-are all in the keys: if one of them changes, its rows are not found and are computed.  The file is written after every block of
-answers, so that an interrupted pass continues from there.
+The file has `keys` [N, 16] (first half of a SHA-256 of prompt and answer) and `logprobs` [N] (float64, nats, summed over the
+answer's tokens); its metadata hold the reference's fingerprint.  Keys cover data, columns, chat template, tokenizer and
+truncation: rows that these change are recomputed.  It is written after every block, so an interrupted pass can resume.
 
 Legend: N answers.
 """
@@ -50,13 +49,13 @@ NAMES = ("config.json", "adapter_config.json", ".metadata", "metadata.json")
 KIND = "oppo_megatron reference log-probs 1"
 KEY_BYTES = 16
 BLOCK = 4096
-"""Answers between two writes of the file."""
+"""Answers per write of the file."""
 
 
 def reference_fingerprint(model: ModelConfig) -> str:
-    """Return the SHA-256 of a model's shape, type and weights, and of the adapters that it starts with.
+    """SHA-256 of a model's shape, type, weights and initial adapters.  Collective: ranks divide the files.
 
-    Every rank makes the call, reads a share of the files, and gets the same.  Fresh adapters add nothing to a model's outputs.
+    Fresh adapters do not change a model's outputs, so they are left out.
     """
     lora = model.lora if isinstance(model, LearningModelConfig) else None
     known: dict[str, Any] = {"dtype": model.dtype, "shape": read_hf_config(model)}
@@ -140,7 +139,7 @@ def _checksum(keys: Tensor, logprobs: Tensor) -> str:
 
 
 class ReferencePass:
-    """Fills `table`.  Every rank of the world makes the calls; `owner` reads and writes the file."""
+    """Fills `table`.  Collective of the world; `owner` reads and writes the file."""
 
     def __init__(
         self, config: DPOConfig, table: LogprobTable, world: World, owner: int, note: Callable[[str], None]
@@ -169,7 +168,7 @@ class ReferencePass:
         return load(self.config.model)
 
     def _read(self) -> None:
-        """Read the file.  An unusable file in the run directory is replaced; a file named by the configuration is refused."""
+        """Replace an unusable file in the run directory, but refuse one named by the configuration."""
         found: list[Any] = [None]
         if dist.get_rank() == self.owner:
             found[0] = self._read_here()
@@ -226,7 +225,7 @@ class ReferencePass:
 
 
 def answer_logprobs(batch: MicroBatch, logits_RV: Tensor, vocab: VocabShards) -> Tensor:
-    """The log-prob of each answer [S] in float64, summed over its tokens."""
+    """Log-prob of each answer [S] in float64, summed over its tokens."""
     logp_R, _ = token_logprobs(logits_RV, batch.targets_R, vocab)
     return sequence_sums(logp_R, batch.counts)
 
@@ -234,9 +233,9 @@ def answer_logprobs(batch: MicroBatch, logits_RV: Tensor, vocab: VocabShards) ->
 def answer_sums(
     model: RoleModel, answers: Sequence[Answered], budget: int, world: World, report: Callable[[float], None]
 ) -> list[float]:
-    """Return `answer_logprobs` of all answers, the same on every rank; replicas share the answers.
+    """`answer_logprobs` of all answers, the same on every rank; replicas divide the answers.
 
-    `report` is called after each micro-batch of this rank with the share of its answers that is done.
+    `report` gets this rank's finished share after each micro-batch.
     """
     groups = model.groups
     device = next(model.parameters()).device

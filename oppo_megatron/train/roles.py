@@ -1,4 +1,4 @@
-"""The process groups of a run, and its trained roles: the model that is updated, and the model that decodes or scores."""
+"""Process groups of a run, and its trained roles: the updated model and the one that decodes or scores."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from oppo_megatron.schedule.rounds import Site
 
 @dataclass
 class TrainedRole:
-    """`serving` is the trained module itself if layout and options allow; then no weights are moved."""
+    """`serving` is the trained module itself if layout and options allow it; then no weights are moved."""
 
     trained: TrainedModel
     serving: RoleModel
     reallocation: Reallocation | None
 
     def retire(self) -> None:
-        """Begin an update; until `publish` the serving model computes with megatron-core's modules."""
+        """Begin an update; until `publish`, the serving model uses megatron-core's modules."""
         self.serving.begin_weight_update()
 
     def publish(self) -> MoveReport:
-        """Move the updated weights to the serving model.  Every rank of the role makes the call."""
+        """Move the updated weights to the serving model.  Collective of the role."""
         moved = MoveReport(0, 0.0) if self.reallocation is None else self.reallocation.move()
         self.serving.end_weight_update()
         return moved
@@ -52,7 +52,7 @@ class TrainedRole:
         return back
 
     def share(self, stats: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
-        """Share statistics of an update, known on the last training stage, with every rank of the role."""
+        """Share an update's statistics from the last training stage with every rank of the role."""
         groups = self.trained.model.groups
         device = next(self.serving.parameters()).device
         values = on_device([stats.get(name, 0.0) for name in names], device, torch.float64)
@@ -84,16 +84,16 @@ def build_trained_role(
     chunks = load_training(config, layout, training, **both)
     trained = TrainedModel(chunks, config.optimizer, num_updates, layout)
     role = TrainedRole(trained, serving.requires_grad_(False), Reallocation(chunks, serving))
-    # Only now: what decoding computes with would keep the weights that give way to those that both models share, if they do.
+    # Only now: otherwise decoding would keep the weights that a shared model replaces.
     serving.decode_by(path)
     return role
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The placement of all roles, and this rank's groups (None for a role that it does not hold).
+    """The placement of all roles, and this rank's groups (None for roles it does not hold).
 
-    `training` groups update actor and critic: the same objects as in `groups` if the layouts agree.
+    `training` groups update actor and critic; they are those in `groups` if the layouts agree.
     """
 
     site: Site
@@ -104,7 +104,7 @@ class Topology:
 
 
 def build_topology(config: TrainConfig, device: torch.device) -> Topology:
-    """Create all process groups (`schedule/links.py` lists them) and use each once, and the links in their order."""
+    """Create all process groups (listed in `schedule/links.py`) and links, and use each once in order."""
     site, trained, shared = Site(role_placements(config)), training_placements(config), SharedGroups()
     groups = {
         name: build_groups(placement.ranks, placement.tp, placement.pp, name, shared)

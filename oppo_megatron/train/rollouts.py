@@ -21,9 +21,9 @@ NOTHING = np.zeros(0, dtype=np.int64)  # no sequence
 
 @dataclass
 class Rollouts:
-    """All records of a sequence: buffer, planner's books, workers' caches and outputs, the codec of the stream, reward requests.
+    """All records of a sequence: buffer, planner's books, caches and outputs, stream codec, reward requests.
 
-    All but the workers' are the same on every rank.  `planning` times the decisions and bookkeeping here.
+    All but the workers' are the same on every rank.  `planning` times the decisions and bookkeeping.
     """
 
     scheduler: OvercommitScheduler
@@ -48,9 +48,9 @@ class Rollouts:
             self._settle(self.filter)
 
     def decode(self, most: int, version: int, *, stream: bool, halt: bool) -> tuple[Chunk, int]:
-        """Run a round: decode at most `most` tokens of each rollout with the policy's `version`; all records advance.
+        """Decode at most `most` tokens of each rollout with the policy's `version` and advance all records.
 
-        With `stream` the scorers prefill the chunk before.  Returns the chunk, and the prompts that replaced finished rollouts.
+        With `stream`, scorers prefill the previous chunk.  Returns the chunk, and how many prompts replaced finished rollouts.
         """
         buffer = self.buffer
         with self.planning():
@@ -110,7 +110,7 @@ class Rollouts:
             self.filter.retire(batch)
 
     def weights_changed(self, actor: bool) -> None:
-        """Invalidate what trained roles have cached of carried rollouts, unless the configuration keeps it."""
+        """Invalidate what trained roles have cached of carried rollouts, unless configured to be kept."""
         if actor and self.overlap.actor_kv == "recompute":
             self.rounds.actor_changed()
         elif actor:

@@ -1,4 +1,4 @@
-"""Files of a run: a role's weights as a Hugging Face directory, and the run directory that all hosts share."""
+"""A role's weights as a Hugging Face directory, and the run directory shared by all hosts."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from oppo_megatron.rundir.disk import free_bytes, megabytes
 def save_role(
     model: Chunks, directory: Path, tokenizer: Tokenizer, base: Path | None = None, stop_token_ids: Sequence[int] = ()
 ) -> None:
-    """Write a role's weights, or its adapters with `base` as base model; every rank of the role makes the call.
+    """Write a role's weights, or its adapters with `base` as base model.  Collective of the role.
 
-    `stop_token_ids` end a response in addition to the tokenizer's own.  Raises CheckpointError on the writing rank if it fails.
+    `stop_token_ids` end a response in addition to the tokenizer's own.  Raises CheckpointError on the writing rank.
     """
     chunks = as_chunks(model)
     first = chunks[0]
@@ -70,7 +70,7 @@ def prepare_run_directory(
     *,
     owner: bool,
 ) -> None:
-    """Let `owner` create the run directory, or cut its files to a checkpoint's `state`; then every rank may write into it.
+    """Let `owner` create the run directory, or cut its files to a checkpoint's `state`, before any rank writes.
 
     Raises ConfigError on a host that does not see the run directory.
     """

@@ -1,7 +1,7 @@
 """Brings the scorers' results to every rank.
 
-Legend: B rollouts of the batch that are trained, T their response tokens (packed), N rollouts including greedy ones,
-P parts of the reward, S steps of responses (packed).
+Legend: B rollouts of the batch that are trained, T their response tokens (packed), N rollouts including greedy ones, P parts of
+the reward, S steps of responses (packed).
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class StepRewards:
         return None if found is None else cls(found, StepEnds(found.separator, tokenizer.decode))
 
     def ends(self, responses: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Indices of the last token of each step, per response."""
+        """Index of the last token of each step, per response."""
         return [self.step_ends.of(response) for response in responses]
 
     def scores(self, logits_S: Tensor, ends: Sequence[Sequence[int]]) -> Tensor:
         return response_scores(step_scores(logits_S), [len(row) for row in ends], self.part.step_rewards)[0]
 
     def of_tokens(self, logits_T: Tensor, responses: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
-        """Score of each response [B] and the weighted rewards of tokens [T] (None if only the whole response is rewarded)."""
+        """Score of each response [B], and weighted token rewards [T] (None if only whole responses are rewarded)."""
         ends = self.ends(responses)
         starts = accumulate((len(response) for response in responses), initial=0)
         places = [start + end for start, row in zip(starts, ends, strict=False) for end in row]
@@ -69,16 +69,16 @@ class StepRewards:
 
 TIMES = ("score", "wait_tokens")
 Known = Mapping[int, Mapping[str, float]]
-"""Parts of rewards that have been evaluated, by sequence and label."""
+"""Reward parts already evaluated, by sequence and label."""
 
 NOTHING_KNOWN: Known = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class ScoreReport:
-    """Figures that come with the scores; seconds are of the scorers' first rank, `work` by round (`StepClock.work`).
+    """Figures that come with the scores: seconds of the scorers' first rank; `work` per round (`StepClock.work`).
 
-    `critic` and `ess` are of the last updates, `measured` is `StepMeter.measured` on the rank that sends the chunks.
+    `critic`, `ess`: of the last updates.  `measured`: `StepMeter.measured` of the rank that sends the chunks.
     """
 
     parts: dict[str, float]
@@ -94,8 +94,8 @@ class ScoreReport:
 class ScoreExchange:
     """Collective of the world, once per step.  Sizes follow from the batch, which every rank knows.
 
-    A reward that is not finite is NaN on every rank; `refusal` has the reason, on the scorers' first rank, where rewards are
-    computed and RewardError is raised.
+    A reward that is not finite is NaN on every rank.  The scorers' first rank computes rewards, raises RewardError and keeps the
+    reason in `refusal`.
     """
 
     rank: int
@@ -122,10 +122,10 @@ class ScoreExchange:
         measured: Callable[[], list[float]],
         known: Known = NOTHING_KNOWN,
     ) -> tuple[ScoredBatch, ScoreReport]:
-        """Return scores, values and reference log-probs of the batch on every rank; for greedy responses the reward only.
+        """Return the batch's scores, values and reference log-probs on every rank; for greedy responses only the reward.
 
-        `seconds` are this rank's totals of the step over the scoring roles, `work` its rounds' seconds; `measured` is called
-        once all scores are here; `known` has parts of rewards that `judge` has computed.
+        `seconds`, `work`: this rank's step totals and seconds per round.  `measured` is called once all scores have arrived.
+        `known`: reward parts computed by `judge`.
         """
         trained = self.members.to_train(batch)
         reference_T, values_T = (self._of_tokens(role, trained, rounds) for role in ("reference", "critic"))
@@ -154,7 +154,7 @@ class ScoreExchange:
         return scored, ScoreReport(parts, busy_s, idle_s, leaders_work, critic, ess, of_rollout)
 
     def judge(self, rollouts: Sequence[Rollout], rounds: RoundRunner, labels: Sequence[str]) -> list[list[float]]:
-        """Return the parts `labels` of the reward of finished rollouts, which the reward model has read; waits for them."""
+        """Wait for the reward parts `labels` of finished rollouts that the reward model has read."""
         reads_model = self.rewards.reads_model(labels)
         model_N = self._model_scores(rollouts, rounds)[0] if reads_model else None
         self.request(rollouts)
@@ -167,7 +167,7 @@ class ScoreExchange:
         return self._scored(rollouts, model_N, len(labels), parts).tolist()
 
     def request(self, rollouts: Sequence[Rollout], known: Collection[str] = ()) -> None:
-        """Request scores of finished rollouts from services and rules' processes, except `known` parts; returns at once."""
+        """Request scores of finished rollouts, except `known` parts, from services and rule processes; returns at once."""
         if self.rank != self._leader or not self.rewards.asks_services:
             return
         new = [rollout for rollout in rollouts if rollout.finished and not self.rewards.requested(rollout.seq_id)]
@@ -196,7 +196,7 @@ class ScoreExchange:
         return self.shared("effective sample size, seconds of the rollout", mine, 1 + len(measured), source)
 
     def shared(self, what: str, values: Tensor | None, size: int, source: int) -> Tensor:
-        """Call `share` and wait for its end: a watchdog blames no rank for this wait."""
+        """Call `share` and wait for its end; a watchdog blames no rank for this wait."""
         with self.activity.doing(what, waits=True):
             shared = share(values, size, source, self.device)
             if self.device.type == "cuda":
@@ -276,7 +276,7 @@ class ScoreExchange:
         width: int,
         numbers: Callable[[ScoreItem, float | None, Rollout], list[float]],
     ) -> Tensor:
-        """`width` numbers of each rollout, [N, width].  User code runs on one rank only."""
+        """`width` numbers per rollout, [N, width].  User code runs on one rank only."""
         table = None
         if self.rank == self._leader:
             rows, functions = [], " and ".join(map(repr, self.rewards.user_functions))
@@ -296,7 +296,7 @@ class ScoreExchange:
 
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
-    """Element-wise sums over all ranks, bit for bit the same on each: they are added in the order of the ranks."""
+    """Element-wise sums over all ranks, added in rank order, so bit for bit the same on each."""
     return _of_all_ranks(values, device).sum(0).tolist()
 
 

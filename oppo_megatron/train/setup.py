@@ -1,4 +1,4 @@
-"""Builds this rank's models, caches, workers and trainer from a checked configuration and its inputs (`inputs.py`)."""
+"""Builds this rank's models, caches, workers and trainer from checked configuration and inputs (`inputs.py`)."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class RoleBuilder:
     lengths: Quantile | None  # of a length trace
 
     def __post_init__(self) -> None:
-        """Resolve `runtime.kv_layout: auto`: planner and caches must count slots the same way."""
+        """Resolve `runtime.kv_layout: auto`, because planner and caches must count slots the same way."""
         runtime, device = self.config.runtime, self.world.device
         if runtime.kv_layout == "auto":
             dtypes = {DTYPES[role.dtype] for role in named_roles(self.config).values()}
@@ -208,7 +208,7 @@ class RoleBuilder:
 def build_loop(
     config: TrainConfig, world: World, inputs: Inputs, saver: Saver, rollbacks: Rollbacks, ahead: Ahead = NEW_RUN
 ) -> TrainingLoop:
-    """Build groups, models, optimizers and books of this rank, for the part of the run that is `ahead`."""
+    """Build this rank's groups, models, optimizers and books for the rest of the run (`ahead`)."""
     prompts = prompt_stream(config, inputs.prompts, ahead)
     total_steps = ahead.total_steps(config.steps, prompts.planned, batch_rows(config))
     with world.activity.doing("process groups", waits=True):
@@ -274,9 +274,9 @@ def _tracer(config: TrainConfig, rank: int, site: Site) -> RoundTracer:
 
 
 def prompt_stream(config: TrainConfig, prompts: PromptSet, ahead: Ahead = NEW_RUN) -> PromptStream:
-    """Return the stream of exactly the prompts that will be trained: admission ends early enough that none is left over.
+    """Return exactly the prompts that will be trained: admission ends early enough that none is left over.
 
-    With a filter their number is not known: the scheduler stops admission at the same point.
+    With a filter their number is unknown: the scheduler stops admission at the same point.
     """
     limit = None if config.filter is not None else ahead.limit(config.steps, batch_rows(config))
     return PromptStream(

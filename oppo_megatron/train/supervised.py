@@ -1,7 +1,7 @@
-"""`oppo sft`, `rm` and `dpo`, from the configuration to the weights; a task turns rows into batches and losses.
+"""`oppo sft`, `rm` and `dpo`, from configuration to weights; a task turns rows into batches and losses.
 
-Every rank reads all rows, and a replica trains its share of each batch.  The model's output rank (first of the last
-pipeline stage) has the loss, so it alone owns the run directory; the weights in it are written by the model's first rank.
+Every rank reads all rows; a replica trains its share of each batch.  The model's output rank (first of the last pipeline stage)
+has the loss, so it owns the run directory; the model's first rank writes the weights.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
 
 @dataclass
 class SupervisedTrainer(Saveable, Generic[RowT]):
-    """One rank's view of the run.  `steps` counts the whole run's; `report` exists on one rank only.
+    """One rank's view of the run.  `steps`: of the whole run; `report`: on one rank only.
 
-    `take_point` is called for each batch before training on it, if the task needs that.
+    `take_point` is called for each batch before training on it, if the task needs it.
     """
 
     config: SupervisedConfig
@@ -84,7 +84,7 @@ class SupervisedTrainer(Saveable, Generic[RowT]):
     take_point: TakePoint | None
 
     def run(self) -> bool:
-        """Make the remaining steps, measure and save; False if the run was asked to stop and has saved."""
+        """Make the remaining steps, measure and save; False if asked to stop, after saving."""
         config = self.config
         if self.passed.steps == 0:
             figures = self._measure()
@@ -217,9 +217,9 @@ def task_of(config: SupervisedConfig) -> Task[Any]:
 
 
 def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World, preemption: Preemption) -> bool:
-    """Train, then write weights and summary into `config.run_dir`; False if the run was asked to stop and has saved.
+    """Train, then write weights and summary into `config.run_dir`; False if asked to stop, after saving.
 
-    Raises ConfigError, DataError or CheckpointError before a model is built, if this run cannot start or continue.
+    Raises ConfigError, DataError or CheckpointError, before a model is built, if the run cannot start or continue.
     """
     groups = _build_groups(config, world)
     tokenizer = load_tokenizer(config.tokenizer, config.model.checkpoint)
@@ -255,7 +255,7 @@ def _build(
     preemption: Preemption,
     stack: ExitStack,
 ) -> SupervisedTrainer[RowT]:
-    """Build everything that the steps need, new or from a checkpoint; the `stack` closes it."""
+    """Build everything the steps need, new or from a checkpoint; `stack` closes it."""
     run, is_owner = RunDirectory(config.run_dir), world.rank == groups.output_rank
     if is_owner:
         stack.enter_context(run.held())
@@ -337,7 +337,7 @@ def _require_same_run(found: Found, saver: Saver, config: SupervisedConfig, step
 
 
 def _take_reference(saver: Saver, fingerprint: str, found: Found | None) -> None:
-    """Save the reference's fingerprint from now on.  Raises CheckpointError if the checkpoint's run had another reference."""
+    """Save the reference's fingerprint from now on.  Raises CheckpointError if the checkpoint has another one."""
     began = None if found is None else found.state["reference"]
     if found is not None and began is not None and began != fingerprint:
         raise CheckpointError(

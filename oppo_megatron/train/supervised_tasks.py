@@ -42,7 +42,7 @@ class Task(Measured[RowC], Protocol[RowC]):
     head: Head
 
     def num_tokens(self, row: RowC) -> int:
-        """Tokens that the model reads of a row."""
+        """Tokens of a row that the model reads."""
         ...
 
     def loss(self, rows: Sequence[RowC], vocab: VocabShards) -> Loss:
@@ -72,7 +72,7 @@ class FineTuning:
         return share
 
     def measure(self, rows: Sequence[Completion], vocab: VocabShards) -> Measure:
-        """For each row: its completion's tokens, the sum of their negative log-probs, and how many are the likeliest."""
+        """Per row: completion tokens, sum of their negative log-probs, number of most likely tokens."""
 
         def table(batch: MicroBatch, logits_RV: Tensor) -> Tensor:
             logp_R, _ = token_logprobs(logits_RV, batch.targets_R, vocab)
@@ -85,7 +85,7 @@ class FineTuning:
 
 
 class RewardModelling:
-    """The scalar at an answer's last token says how good the answer is."""
+    """The scalar at an answer's last token is its score."""
 
     title = "rm"
     head: Head = "scalar"
@@ -94,7 +94,7 @@ class RewardModelling:
         return 2 * len(row.prompt) + len(row.chosen) + len(row.rejected)  # the prompt is read with each answer
 
     def micro_batches(self, rows: Sequence[Pair], budget: int, device: torch.device) -> list[MicroBatch]:
-        """A pair that alone has more than `budget` tokens is a micro-batch of its own."""
+        """A pair with more than `budget` tokens is a micro-batch of its own."""
         sequences = [([*row.prompt, *row.chosen], [*row.prompt, *row.rejected]) for row in rows]
         return [
             whole_sequences(index, [sequence for i in index for sequence in sequences[i]], device)
@@ -108,7 +108,7 @@ class RewardModelling:
         return share
 
     def measure(self, rows: Sequence[Pair], vocab: VocabShards) -> Measure:
-        """For each pair: 1, its loss, whether the chosen answer scores higher, and by how much."""
+        """Per pair: 1, loss, whether the chosen answer scores higher, and by how much."""
 
         def table(batch: MicroBatch, scores_S: Tensor) -> Tensor:
             return preference_table(scores_S.view(-1, 2)).double()
@@ -126,7 +126,7 @@ class ProcessRewardModelling:
         return len(row.prompt) + len(row.completion)
 
     def micro_batches(self, rows: Sequence[Steps], budget: int, device: torch.device) -> list[MicroBatch]:
-        """The outputs at the labelled ends are wanted; the labels are in `extra`."""
+        """Request outputs at the labelled ends, with the labels in `extra`."""
         sequences = [[*row.prompt, *row.completion] for row in rows]
         batches = pack_at(sequences, [[len(row.prompt) + end for end in row.ends] for row in rows], budget, device)
         for batch in batches:
@@ -143,7 +143,7 @@ class ProcessRewardModelling:
         return share
 
     def measure(self, rows: Sequence[Steps], vocab: VocabShards) -> Measure:
-        """For each row: its labels, the sum of their losses, and how many are of the likelier class."""
+        """Per row: number of labels, sum of their losses, number of right predictions."""
 
         def table(batch: MicroBatch, logits_R: Tensor) -> Tensor:
             columns_R3 = step_table(logits_R, batch.extra["labels"]).double()
@@ -182,14 +182,14 @@ class Preferences(ABC, Generic[AnswersT]):
         return [answer for row in (*rows, *held, *others) for answer in self.answers(row)]
 
     def mismatched(self, rows: Sequence[AnswersT]) -> Sequence[AnswersT]:
-        """Rows that are read without gradient before training on the batch `rows`; most losses need none."""
+        """Rows read without gradient before training on the batch `rows`; empty for most losses."""
         return ()
 
     def num_tokens(self, row: AnswersT) -> int:
         return sum(len(prompt) + len(answer) - 1 for prompt, answer in self.answers(row))  # a last token predicts nothing
 
     def micro_batches(self, rows: Sequence[AnswersT], budget: int, device: torch.device) -> list[MicroBatch]:
-        """All answers of a row, which need each other, are in one micro-batch."""
+        """Keep all answers of a row in one micro-batch, because the loss compares them."""
         answers = [self.answers(row) for row in rows]
         batches = pack_together(answers, budget, device)
         for batch in batches:
@@ -205,7 +205,7 @@ class Preferences(ABC, Generic[AnswersT]):
         return share
 
     def measure(self, rows: Sequence[AnswersT], vocab: VocabShards) -> Measure:
-        """For each row: 1, and the held-out metrics."""
+        """Per row: 1, and the held-out metrics."""
 
         def table(batch: MicroBatch, logits_RV: Tensor) -> Tensor:
             return table_of(self.columns(batch, answer_logprobs(batch, logits_RV, vocab)), PREFERENCE_METRICS)
@@ -214,7 +214,7 @@ class Preferences(ABC, Generic[AnswersT]):
 
 
 class PairPreferences(Preferences[Pair]):
-    """The chosen answer is to gain on the rejected one, compared with the reference."""
+    """Raises the chosen answer over the rejected one, relative to the reference (DPO)."""
 
     title = "dpo"
 
@@ -230,7 +230,7 @@ class PairPreferences(Preferences[Pair]):
 
 
 class MarkedPreferences(Preferences[Marked]):
-    """Wanted completions are to gain on the reference point `point` (z0), unwanted ones to lose."""
+    """Raises wanted completions over the reference point `point` (z0), lowers unwanted ones (KTO)."""
 
     title = "kto"
 
@@ -249,7 +249,7 @@ class MarkedPreferences(Preferences[Marked]):
     def mismatched(self, rows: Sequence[Marked]) -> Sequence[Marked]:
         """Return each prompt with the completion of the previous row with another prompt, cyclically.
 
-        Rows that are too long are cut.  Empty if all rows have the same prompt.
+        Long rows are cut.  Empty if all prompts are the same.
         """
         if not self.has_mismatched or len({tuple(row.prompt) for row in rows}) < 2:
             return ()
@@ -260,7 +260,7 @@ class MarkedPreferences(Preferences[Marked]):
         return found
 
     def micro_batches(self, rows: Sequence[Marked], budget: int, device: torch.device) -> list[MicroBatch]:
-        """`sign` is 1 for wanted rows and -1 for others."""
+        """Add `sign`: 1 for wanted rows, -1 for others."""
         batches = super().micro_batches(rows, budget, device)
         for batch in batches:
             signs = [1.0 if rows[i].wanted[0] else -1.0 for i in batch.index]
@@ -268,7 +268,7 @@ class MarkedPreferences(Preferences[Marked]):
         return batches
 
     def take_point(self, world: World, trained: TrainedModel, rows: Sequence[Marked], step: int, budget: int) -> None:
-        """Measure z0 for the batch `rows` with the weights as they are.  Every rank of the world makes the call."""
+        """Measure z0 for the batch `rows` with the current weights.  Collective of the world."""
         self.point = 0.0
         if mismatched := self.mismatched(rows):
             what = f"reference point of step {step}"
@@ -281,7 +281,7 @@ class MarkedPreferences(Preferences[Marked]):
 
 
 def _log_ratios(rows: Sequence[Any], vocab: VocabShards) -> Measure:
-    """1 and the log-ratio of each row's answer to the reference."""
+    """Per row: 1, and the answer's log-ratio to the reference."""
 
     def table(batch: MicroBatch, logits_RV: Tensor) -> Tensor:
         ratio_S = answer_logprobs(batch, logits_RV, vocab) - batch.extra["reference"]

@@ -1,4 +1,4 @@
-"""The update loop that actor and critic share: epochs, minibatches, replicas' shares, packed micro-batches.
+"""The update loop of actor and critic: epochs, minibatches, replicas' shares, packed micro-batches.
 
 Legend: T response tokens of the whole batch (packed), R rows of a micro-batch.
 """
@@ -26,11 +26,11 @@ UpdateLoss = Callable[[MicroBatch, Tensor, int, bool], tuple[Tensor, dict[str, T
 
 
 RowWeights = Callable[[Sequence[int]], list[float]]
-"""Rows of a minibatch, groups side by side -> weight of a token of each."""
+"""Rows of a minibatch, group by group -> each row's token weight."""
 
 
 Units = Callable[[Sequence[int]], list[list[int]]]
-"""Rows of a minibatch, groups side by side -> those that are read; rows that need each other, in one micro-batch, together."""
+"""Rows of a minibatch, group by group -> rows that are read, in lists that must share a micro-batch."""
 
 
 def each_alone(rows: Sequence[int]) -> list[list[int]]:
@@ -56,7 +56,7 @@ class UpdateSettings:
 
 @dataclass(frozen=True)
 class History:
-    """Moments of the scores `seen` in trained batches, and the critic's optimizer steps before the actor's first (`warmed`)."""
+    """Moments of trained batches' scores (`seen`), and the critic's steps before the actor's first (`warmed`)."""
 
     seen: Moments = NOTHING_SEEN
     warmed: int = 0
@@ -74,7 +74,7 @@ class History:
 def begin_update(
     trained: TrainedModel, batch: Sequence[Rollout], settings: UpdateSettings, units: Units = each_alone
 ) -> None:
-    """Run the first micro-batch's forward pass of `run_update`, which needs no other inputs; nothing in a pipeline."""
+    """Run the first forward pass of `run_update`, which needs no other inputs; does nothing in a pipeline."""
     groups = trained.model.groups
     mine = next(_shares(batch, groups.dp, settings, units))[groups.dp_rank]
     if trained.goes_ahead and mine:
@@ -93,9 +93,9 @@ def run_update(
 ) -> list[dict[str, float]]:
     """Make one optimizer step per minibatch of each epoch, and return a report of each.
 
-    `extra_T` has tensors for the loss; `weights` adds another, `share`, for each token of a minibatch's rows (the rows of its
-    `units`).  Every rank of every replica gives the whole batch.  Replicas share a minibatch by tokens; loss and report are of
-    the whole minibatch, whatever their number.
+    `extra_T`: tensors for the loss.  `weights` adds the tensor `share`, each token's weight in the minibatch's rows (those of
+    `units`). Every rank passes the whole batch.  Replicas divide a minibatch by tokens; loss and report cover the whole
+    minibatch.
     """
     reports = []
     lengths = torch.tensor([len(r.tokens) for r in batch])
@@ -120,7 +120,7 @@ def run_update(
 def _shares_of_tokens(
     lengths: Tensor, minibatch: list[int], weights: RowWeights, settings: UpdateSettings
 ) -> dict[str, Tensor]:
-    """`share` [T]: weight of each token of a minibatch, 0 for other rows; empty if all weights are 1."""
+    """`share` [T]: token weights of a minibatch, 0 for other rows; empty if all are 1."""
     of_rows = weights(minibatch)
     if all(weight == 1 for weight in of_rows):
         return {}
@@ -171,7 +171,7 @@ def _shares(
 
 
 def num_minibatches(num_rows: int, settings: UpdateSettings) -> int:
-    """Optimizer steps of an epoch; at most the number of groups."""
+    """Optimizer steps per epoch; at most the number of groups."""
     return min(settings.minibatches, num_rows // settings.group_size)
 
 

@@ -1,4 +1,4 @@
-"""The updates of a step on one rank, under the guards' rules, and what is adapted from step to step."""
+"""One rank's updates of a step under the guards' rules, and what adapts from step to step."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from oppo_megatron.train.update import History, UpdateSettings, num_minibatches
 
 @dataclass
 class Updates:
-    """`actor` and `critic` are None if the rank does not hold them, or the algorithm has no critic.
+    """`actor` and `critic` are None on ranks without them; an algorithm may have no critic.
 
-    `conclude` waits for the checkpoint under way, because a guard may return to it; `admitted` is the stream's position.
+    `conclude` waits for the pending checkpoint, because a guard may return to it.  `admitted`: the stream position.
     """
 
     config: TrainConfig
@@ -54,7 +54,7 @@ class Updates:
         return step > self.config.ppo.critic_warmup_steps
 
     def make(self, step: int, batch: Sequence[Rollout], scored: ScoredBatch) -> tuple[Experience, Breach | None]:
-        """Update actor and critic, or leave them unchanged and return the breach that a guard finds."""
+        """Update actor and critic, or leave them unchanged and return a guard's breach."""
         experience, breach = self.guard.examine(scored, self.kl.value, self.history.seen)
         known = experience.stats.figures()
         evidence = RejectedBatch(self._facts(step, known), batch, scored)
@@ -133,9 +133,9 @@ COSTS_KEPT = 0.5
 
 @dataclass
 class Adaptation:
-    """The controllers of one rank, and `costs`, the times of its actions in the current step.
+    """One rank's controllers, and `costs`, the times of its actions in this step.
 
-    All ranks that plan a round need the same chunk size, so it depends only on figures that the scores bring to every rank.
+    Ranks that plan a round must agree on the chunk size, so it depends only on figures shared with the scores.
     """
 
     world: World
@@ -152,9 +152,9 @@ class Adaptation:
         self._of_run, self._of_late = CostMeter(self.costs.stages), CostMeter(self.costs.stages)
 
     def learn_costs(self, step: int) -> None:
-        """Update the cost model of the next step's woven rounds with the measurements of all ranks.
+        """Update the cost model of the next step's woven rounds from all ranks' measurements.
 
-        Called before the update: the ranks have just met for the scores, and the actor's may later be ahead of the critic's.
+        Call before the update: the ranks have just met for the scores; later the actor's may be ahead of the critic's.
         """
         sums = self.costs.take()
         self._learned += 1

@@ -1,1 +1,1 @@
-"""Liveness of a run: watchdogs of its ranks, the supervisor over them, and the failures that ended ranks leave."""
+"""Liveness of a run: watchdogs, supervisor, failure records."""

@@ -1,4 +1,4 @@
-"""Reports why a rank ended to the process that started it."""
+"""Records of why a rank ended, for the process that started it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 FOLDER = "OPPO_FAILURES"
-"""Environment variable: folder for the `Failure` of a rank that `oppo` has started."""
+"""Environment variable: folder for failures of ranks that `oppo` started."""
 CALLS = ".calls"
 WELL = ".ended"
 EXIT_STALLED = 2  # as every error that is not a defect
@@ -22,11 +22,7 @@ EXIT_STALLED = 2  # as every error that is not a defect
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended.
-
-    input: the user can correct it.  defect: `message` is a traceback.  symptom: a peer did not come.  stall: `message` names
-    the rank that did not move.
-    """
+    """Why a rank ended: bad input, a defect (`message` is a traceback), a symptom (a peer did not come), or a stall."""
 
     rank: int
     time_s: float
@@ -34,7 +30,7 @@ class Failure:
     message: str
 
     def leave(self, folder: Path) -> None:
-        """Write it atomically.  A rank may write one of each kind, because its watchdog and its main thread both may."""
+        """Write it atomically. A rank may write one of each kind (watchdog and main thread)."""
         path = folder / f"{self.rank}.{self.kind}.json"
         aside = path.with_suffix(".part")
         aside.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -52,9 +48,8 @@ def read_failures(folder: Path) -> Iterator[Failure]:
 
 @contextmanager
 def noted(rank: int, what: str, environment: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Keep a file while the block calls a user's code: native code may end the process without another trace.
-
-    If no launcher reads the file, a crash writes the stack to stderr.
+    """Keep a file during a user's code: native code may end the process without a trace. Without a launcher, a crash writes
+    the stack to stderr.
     """
     if FOLDER in environment:
         path = Path(environment[FOLDER]) / f"{rank}{CALLS}"
@@ -74,12 +69,12 @@ def noted(rank: int, what: str, environment: Mapping[str, str] = os.environ) -> 
 
 
 def ended_within(folder: Path) -> dict[int, str]:
-    """Return the user call that each rank was inside when it ended."""
+    """User call in which each rank ended."""
     return {int(path.stem): path.read_text(encoding="utf-8") for path in folder.glob(f"*{CALLS}")}
 
 
 def end_stalled(rank: int, command: str, message: str, environment: Mapping[str, str] = os.environ) -> NoReturn:
-    """End this process at once: its main thread may be in a call that nothing can interrupt."""
+    """End this process at once: its main thread may be in a call that cannot be interrupted."""
     if FOLDER in environment:
         Failure(rank, time.time(), "stall", message).leave(Path(environment[FOLDER]))
     else:

@@ -1,13 +1,8 @@
-"""Find the rank that has stalled, from notes that the ranks' watchdogs write to a store.
+"""Find a stalled rank from notes that the ranks' watchdogs write to a store. A run has stalled if for the deadline
 
-Every rank regularly writes a note: its activity, whether it waits for others, and how often it has moved.  A run has stalled
-if one of these has lasted for the deadline:
-
-    a rank writes no more notes                it is stopped, dead, or a call that never returns holds its interpreter
-    a rank does not move, and does not wait    a function that never returns, a file system that does not answer
-    no rank moves                              they wait for each other, or for a message that was lost
-
-A rank that waits for a rank that moves has not stalled, however long it waits.
+    a rank writes no notes           it is stopped, dead, or a call holds its interpreter
+    a rank neither moves nor waits   an endless function, or a file system that does not answer
+    no rank moves                    a circle of waits, or a lost message
 """
 
 from __future__ import annotations
@@ -26,18 +21,16 @@ from oppo_megatron.cluster.rendezvous import MeetingPoint
 
 LONGEST_TICK_S = 5.0
 MOST_STATES = 32
-"""Ranks whose states a message has."""
+"""Most ranks that a message describes."""
 
 
 def tick_s(deadline_s: float) -> float:
-    """Return the seconds between two notes."""
+    """Seconds between two notes."""
     return min(LONGEST_TICK_S, max(0.1, deadline_s / 20))
 
 
 @dataclass(frozen=True)
 class Note:
-    """A rank's note."""
-
     rank: int
     number: int  # grows from note to note
     beats: int  # grows whenever the rank moves
@@ -61,10 +54,7 @@ class Note:
 
 
 class Board:
-    """The notes of `ranks`, in a store.  `connect` opens a connection to it; `keeper` names the process that has it.
-
-    A call to a store whose process is stopped never returns, so a thread makes the calls and may be left behind.
-    """
+    """Notes of `ranks` in a store of the process `keeper`. A thread calls it: calls to a stopped process never return."""
 
     def __init__(self, connect: Callable[[], dist.Store], ranks: Sequence[int], keeper: str):
         self.keeper = keeper
@@ -75,7 +65,7 @@ class Board:
         self._found: list[Note] | None = None
 
     def exchange(self, mine: Note | None, within_s: float) -> list[Note] | None:
-        """Write a note and read the notes of `ranks`; None if the store does not answer in time."""
+        """Write a note and read all notes; None if the store does not answer in time."""
         if self._call is not None and self._call.is_alive():
             self._call.join(within_s)
             return None
@@ -113,10 +103,10 @@ def board_at(point: MeetingPoint, ranks: Sequence[int] | None = None) -> Board:
 
 
 class Watch:
-    """An observer's knowledge of some ranks (`whole`: all of the run, else all of them may well wait for others).
+    """An observer's view of ranks (`whole`: all of the run, so one must move).
 
-    The time between two looks counts as three ticks at most, so that a machine that was asleep, or a job that was stopped as a
-    whole, raises no alarm.  Extra time: `first_s` for the first note of a rank, `later_s` for this observer.
+    Two looks are at most three ticks apart, so a suspended machine raises no alarm. Extra time: `first_s` for first notes,
+    `later_s` for this observer.
     """
 
     def __init__(
@@ -137,7 +127,7 @@ class Watch:
         self._alone = 0.0  # when the others were last within reach
 
     def observe(self, notes: Iterable[Note], *, reaches_others: bool = True) -> None:
-        """Take in the ranks' notes.  If the others cannot be read, their silence does not count."""
+        """Record notes. If the others cannot be read, their silence does not count."""
         now = self._clock()
         passed = min(now - self._last, self._longest_s)
         self._last, self._passed = now, self._passed + passed
@@ -165,21 +155,19 @@ class Watch:
 
     @property
     def alone_s(self) -> float:
-        """Seconds since the others were last within reach."""
+        """Seconds since the others were last readable."""
         return self._passed - self._alone
 
     @property
     def live(self) -> list[int]:
-        """Ranks that have not ended."""
         return [rank for rank in self.ranks if rank not in self.notes or not self.notes[rank].ended]
 
     @property
     def alarmed(self) -> list[int]:
-        """Ranks that know of a stall."""
         return [rank for rank in self.live if rank in self.notes and self.notes[rank].alarm]
 
     def stalled(self, own: int | None = None) -> bool:
-        """True if the run has stalled.  `own`: the observer's rank, which judges itself if it cannot read the others."""
+        """True if the run has stalled. Rank `own` judges itself if it cannot read the others."""
         limit, live = self._limit_s, self.live
         if own is not None and self.alone_s >= limit:
             return self.still_s(own) >= limit
@@ -190,10 +178,7 @@ class Watch:
         return nobody_moves or any(not self.notes[rank].waits for rank in still)
 
     def describe(self, own: int | None, answered: Collection[int], keeper: str) -> str:
-        """Return the ranks that do not move, then the activities of the others (`MOST_STATES` in all).
-
-        `answered`: ranks that have written a note since the alarm; `keeper`: the process that has the store.
-        """
+        """Describe at most `MOST_STATES` ranks, stalled ones first. `answered`: those with a note since the alarm."""
         live, alone_s = self.live, self.alone_s
         if own is not None and alone_s >= self.deadline_s:
             first = [own]
@@ -208,7 +193,6 @@ class Watch:
         return f"{head} (stall_deadline_s is {self.deadline_s:g}): " + "; ".join(states)
 
     def _longest_at_work(self, live: Collection[int]) -> list[int]:
-        """Return the rank that has been at one activity for the longest, without waiting for another."""
         at_work = [rank for rank in live if not self.notes[rank].waits]
         at_work = [rank for rank in at_work if self.notes[rank].still_s >= self.deadline_s / 2]
         return sorted(at_work, key=lambda rank: self.notes[rank].still_s, reverse=True)[:1]

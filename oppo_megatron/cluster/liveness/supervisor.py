@@ -1,8 +1,5 @@
-"""Ensures, in the process that started the ranks of a host, that all of them end once the run has ended.
-
-a rank was killed or failed        the ranks still there GRACE_S later are killed: they may hang, or be stopped
-asked to stop, and not saved       the ranks end by themselves; ranks that cannot are killed
-the run has stalled                the ranks' watchdogs report it and end them; if none of them can, all are killed
+"""Ends all ranks of a host after GRACE_S if one failed or is late to stop, or if the run has stalled and no watchdog can end
+it.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: Any) -> Limits:
-        """A configuration without such settings has no limits."""
+        """Limits that the configuration lacks are off."""
         stall_s, told_s = getattr(config, "stall_deadline_s", None), getattr(config, "preempt_deadline_s", None) or None
         if stall_s is None:
             return cls(0.0, told_s, 0.0)
@@ -42,7 +39,7 @@ class Limits:
 
 
 class Supervisor:
-    """Supervises the ranks whose process ids and failures are in `folder`; `told_s`: seconds since they were asked to stop."""
+    """Supervises ranks whose process ids and failures are in `folder`. `told_s`: seconds since they were asked to stop."""
 
     def __init__(self, folder: Path, point: MeetingPoint, limits: Limits, told_s: Callable[[], float | None]):
         self._folder, self._limits, self._told_s = folder, limits, told_s
@@ -65,7 +62,6 @@ class Supervisor:
             self._explain_silence()
 
     def last_words(self) -> dict[int, str]:
-        """Return the activity in each rank's last note."""
         return {rank: note.what for rank, note in self._watch.notes.items() if not note.ended}
 
     def _run(self) -> None:
@@ -91,7 +87,7 @@ class Supervisor:
         self._watch.observe(found or [], reaches_others=found is not None)
 
     def _explain_silence(self) -> None:
-        """Report a rank whose interpreter was held, so that its timer ended it without a message."""
+        """Report a rank that its timer ended, because its interpreter was held."""
         watch = self._watch
         if self._limits.stall_s and watch.notes and not any(self._folder.glob("*.json")):
             self._read_notes()
@@ -108,16 +104,12 @@ class Supervisor:
         return told_s is not None and limit_s is not None and told_s >= limit_s
 
     def someone_failed(self) -> bool:
-        """True if a rank has ended without leaving `WELL`, or a watchdog has ended one.
-
-        Exit codes can be asked for only once, by torch's agent.
-        """
+        """True if a watchdog ended a rank, or one ended without `WELL` (only torch's agent can read exit codes)."""
         return any(self._folder.glob("*.stall.json")) or any(
             not _runs(rank) and not path.with_suffix(WELL).exists() for path, rank in self._processes().items()
         )
 
     def _processes(self) -> dict[Path, psutil.Process | None]:
-        """Return the ranks' processes, by the file with the process id; None for one that was never seen."""
         for path in self._folder.glob("*.pid"):
             pid = path.read_text(encoding="utf-8")
             if pid and path not in self._ranks:
@@ -135,7 +127,6 @@ class Supervisor:
 
 
 def _runs(rank: psutil.Process | None) -> bool:
-    """True if the process has not ended; another process with the same id does not count."""
     try:
         return rank is not None and rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,12 +1,9 @@
 """A rank's watchdog: ends the rank if the run has stalled.
 
-A thread writes the rank's note to the store where the ranks have met, several times within `stall_deadline_s`.  Rank 0 (the
-judge) reads all notes, the others only the judge's, so the store's load grows linearly with the ranks.  If the run has stalled
-(`stalls.py`), every watchdog writes the stacks of its process to `stacks/rank-N.txt`, the judge writes a verdict, and every
-watchdog ends its process with it, because the main thread may be in a call that nothing can interrupt.
-
-A call that holds the interpreter stops the watchdog, too.  Then a timer of `faulthandler`, which needs no interpreter, writes
-the stacks and ends the process; the watchdog restarts this timer with each note.
+A thread writes notes to the store of the rendezvous. Rank 0 (the judge) reads all notes, the others only the judge's, so the
+load is linear in the ranks. In a stall each watchdog writes `stacks/rank-N.txt` and, with the judge's verdict, ends its
+process, because the main thread may be in a call that cannot be interrupted. If a call holds the interpreter, a timer of
+`faulthandler`, restarted with each note, does so.
 """
 
 from __future__ import annotations
@@ -40,14 +37,13 @@ LOOK_S = 1e-4  # the store's time for a look of one rank: with many ranks each l
 
 
 def told_within_s(deadline_s: float) -> float:
-    """Return the seconds after the deadline within which running watchdogs have reported the stall and ended their ranks."""
+    """Seconds after the deadline until running watchdogs have ended their ranks."""
     return 4 * tick_s(deadline_s) + ANSWER_S + TOLD_S + 0.5
 
 
 class Watchdog:
-    """One rank's watchdog.  `end` takes the message about the stall and does not return.
-
-    `watch` and `board` have all of the run's `size` ranks if this is the judge, else the judge and this rank; None if alone.
+    """`end` takes the message and does not return. The judge's `watch` and `board` have all ranks, others' the judge and
+    themselves.
     """
 
     def __init__(
@@ -94,13 +90,12 @@ class Watchdog:
         return Note.of(self.rank, self._number, self.activity.look())
 
     def _look(self, mine: Note) -> None:
-        """Write the note, and read the others'."""
         found = None if self.board is None else self.board.exchange(mine, self._tick_s)
         others = [note for note in found or [] if note.rank != self.rank]
         self.watch.observe([mine, *others], reaches_others=self.board is None or found is not None)
 
     def _alarm(self) -> None:
-        """Write stacks, wait for the verdict (as the judge: for all answers), and end."""
+        """Write stacks, wait for the verdict (the judge: for all answers), and end."""
         watch, mine = self.watch, replace(self._note(), alarm=True)
         self._write_stacks(mine)
         self._wind_up(5 * self._tick_s + 2 * ANSWER_S + TOLD_S)
@@ -122,12 +117,11 @@ class Watchdog:
 
     @property
     def _verdict(self) -> str:
-        """The judge's, read by another rank."""
+        """The judge's verdict; "" on the judge."""
         note = self.watch.notes.get(JUDGE)
         return "" if note is None or self.rank == JUDGE else note.verdict
 
     def _all(self, done: Callable[[Note], bool]) -> bool:
-        """True if the notes of all live ranks are `done`."""
         watch = self.watch
         return len(watch.live) == sum(done(watch.notes[rank]) for rank in watch.live if rank in watch.notes)
 
@@ -140,7 +134,7 @@ class Watchdog:
             self._look(mine)
 
     def _wind_up(self, seconds: float) -> None:
-        """Restart the timer that ends the process if this thread does not come back in time."""
+        """Restart the timer that ends the process if this thread hangs."""
         with suppress(OSError, ValueError, RuntimeError):  # the folder cannot be written, or this process has no stderr
             if self._spare is None and self.board is not None and self.folder.parent.is_dir():
                 self.folder.mkdir(exist_ok=True)
@@ -152,7 +146,7 @@ class Watchdog:
         return self.folder / f"rank-{self.rank}.txt"
 
     def _write_stacks(self, note: Note) -> None:
-        """Write the stacks of all threads of this process, from another thread: the file system may be what hangs."""
+        """Write all threads' stacks, from another thread because the file system may hang."""
         faulthandler.cancel_dump_traceback_later()
         with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
             faulthandler.dump_traceback(file, all_threads=True)
@@ -179,7 +173,7 @@ def watched(
     environment: Mapping[str, str] = os.environ,
     end: Callable[[int, str, str], None] = end_stalled,
 ) -> Iterator[None]:
-    """End this process, by `end` (rank, command, message), if the run stalls for `deadline_s` in the block; 0: never."""
+    """Call `end` (rank, command, message) if the run stalls for `deadline_s` (0: never)."""
     if not deadline_s:
         yield
         return
@@ -194,7 +188,7 @@ def watched(
 
 
 def stacks_on_request() -> None:
-    """Write the stacks of all threads to stderr on SIGUSR2, at once, whatever the process does."""
+    """Write all threads' stacks to stderr on SIGUSR2."""
     if hasattr(faulthandler, "register") and sys.__stderr__ is not None:
         with suppress(ValueError, OSError):  # a stderr that is not a file
             faulthandler.register(signal.SIGUSR2, file=sys.__stderr__, all_threads=True)

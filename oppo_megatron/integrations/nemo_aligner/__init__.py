@@ -2,7 +2,7 @@
 
     from oppo_megatron.integrations.nemo_aligner import PPOTrainer     # was: from nemo_aligner.algorithms.ppo import PPOTrainer
 
-The module can be imported where NeMo-Aligner is not installed; using `PPOTrainer` then raises ConfigError.
+Without NeMo-Aligner, using `PPOTrainer` raises ConfigError.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["PPOTrainer"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `PPOTrainer` on first use: nemo is slow to import, and may be absent."""
+    """Import `PPOTrainer` on first use, because nemo is slow to import."""
     if name != "PPOTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -1,7 +1,4 @@
-"""The actor as the trainer sees it: the user's model, whose `infer` takes rows from a pool, decoded by NeMo's own generation.
-
-Legend: b rows of a call, S positions.
-"""
+"""The user's actor with an `infer` that decodes rows of a pool by NeMo's generation. Legend: b rows, S positions."""
 
 from __future__ import annotations
 
@@ -26,20 +23,19 @@ from oppo_megatron.integrations.nemo_aligner.pool import Pool, Wave
 from oppo_megatron.integrations.nemo_aligner.rewarding import KEY, Feed
 
 Watch = Callable[[Tensor, Tensor], bool]
-"""(tokens so far [b, S], end position of each row [b], -1 while it runs) -> True to stop."""
+"""(tokens [b, S], end positions [b], -1 while running) -> True to stop."""
 
 
 def plain(tree: Any) -> dict[str, Any]:
-    """Return a section of NeMo's configuration as plain values."""
+    """A section of NeMo's configuration as plain values."""
     found = OmegaConf.to_container(tree, resolve=True)
     assert isinstance(found, dict)
     return {str(name): value for name, value in found.items()}
 
 
 class WatchedStrategy:
-    """A generation strategy of NeMo's, or the user's, that lets `watch` see every position and end the call.
-
-    Rows end as in NeMo-Aligner's `TrackLengthGPTModelTextGenerationStrategy`.  Only the last pipeline stage calls `watch`.
+    """A generation strategy that shows `watch` every position (on the last pipeline stage). Rows end as in NeMo-Aligner's
+    `TrackLengthGPTModelTextGenerationStrategy`.
     """
 
     def __init__(self, strategy: Any, context_lengths_b: Tensor, watch: Watch):
@@ -59,9 +55,8 @@ class WatchedStrategy:
 
 @contextmanager
 def watched(model: Any, inputs: tuple[Tensor, Tensor], watch: Watch) -> Iterator[None]:
-    """Within it, `watch` sees what the model's own `infer` generates from `inputs` (texts [b, S], lengths [b]) by `generate`.
-
-    A call with other inputs, as by an `infer` that sorts or divides its rows, is left alone.
+    """Show `watch` the positions that the model's `infer` generates from `inputs` (texts [b, S], lengths [b]); other calls
+    are unaffected.
     """
     generate, own = model.generate, vars(model).get("generate")
 
@@ -97,7 +92,7 @@ class Decoded:
 
 
 class Decoder:
-    """Generation by a `MegatronGPTActorModel`, with the settings of its `ppo` section."""
+    """Generation by a `MegatronGPTActorModel`, with its `ppo` settings."""
 
     def __init__(self, model: Any):
         ppo = model.cfg.ppo
@@ -110,16 +105,15 @@ class Decoder:
         self._longest = model.cfg.encoder_seq_length + 1 if learned else None
 
     def limit(self, prompt_length: int) -> int:
-        """Return the most tokens of prompt and response, as NeMo's strategy clips them."""
+        """Most tokens of prompt and response, as NeMo's strategy clips them."""
         limit = prompt_length + self.max_new
         return limit if self._longest is None else min(limit, self._longest)
 
     def decode(
         self, texts_bS: Tensor, contexts_b: Tensor, limits_b: Tensor, watch: Watch, *, carried: bool = False
     ) -> Decoded:
-        """Continue contexts of `contexts_b` tokens until each row has ended, has `limits_b` tokens, or `watch` stops it.
-
-        `texts_bS` has room for that; `carried` rows have their least length already.
+        """Continue contexts until each row ends, has `limits_b` tokens, or `watch` stops. `carried` rows have their least
+        length.
         """
         device = torch.cuda.current_device()
         texts_bS, contexts_b, limits_b = (t.to(device) for t in (texts_bS, contexts_b, limits_b))
@@ -139,7 +133,7 @@ class Decoder:
         return Decoded(tokens_bS, torch.where(ends_b >= 0, ends_b + 1, last_b), ends_b >= 0)
 
     def validity(self, tokens_bS: Tensor, lengths_b: Tensor) -> Tensor:
-        """Return NeMo-Aligner's `is_end` [b]; clamps ids beyond the vocabulary in place."""
+        """NeMo-Aligner's `is_end` [b]. Clamps ids beyond the vocabulary in place."""
         strategy = GPTModelTextGenerationStrategy(self.model)
         end_strings = self.model.cfg.ppo.sampling_params["end_strings"]
         valid_b: Tensor = verify_is_valid_and_clamp_range_(
@@ -148,7 +142,7 @@ class Decoder:
         return valid_b
 
     def padded(self, rows: Sequence[Sequence[int]], width: int) -> Tensor:
-        """Return rows of ids as one tensor, filled up with the end of text."""
+        """Rows padded with the end of text."""
         text = torch.full((len(rows), width), self.model.tokenizer.eos_id, dtype=torch.long)
         for i, row in enumerate(rows):
             text[i, : len(row)] = torch.tensor(row, dtype=torch.long)
@@ -157,7 +151,7 @@ class Decoder:
 
 @dataclass
 class Effort:
-    """Cost of a step's waves: calls' positions x rows, tokens drawn, seconds."""
+    """Cost of a step's calls; `places` are positions x rows."""
 
     places: int = 0
     positions: int = 0
@@ -176,10 +170,7 @@ class Effort:
 
 
 class PooledActor:
-    """The model with another `infer`: in a `pooled` step rows come from the pool, else from the model's own.
-
-    `feed` is offered rows every `chunk` positions; None: rewards are not streamed.  `measured`: note the effort.
-    """
+    """The model with an `infer` whose rows come from the pool in a `pooled` step. `feed` gets rows every `chunk` positions."""
 
     def __init__(self, model: Any, pool: Pool, feed: Feed | None):
         self._model, self.pool, self._feed = model, pool, feed
@@ -191,7 +182,7 @@ class PooledActor:
         return getattr(self._model, name)
 
     def infer(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return NeMo-Aligner's rollout of b rows: of the batch, or the next b of the pool to finish."""
+        """NeMo-Aligner's rollout of the batch, or of the pool's next b rows to finish."""
         return self._infer_pooled(int(batch["count"])) if self.pooled else self._infer_batch(batch)
 
     @torch.no_grad()
@@ -216,7 +207,7 @@ class PooledActor:
         return rollout
 
     def _shown(self, keys: Sequence[int], batch: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Offer the feed what the model's own `infer` draws, if it generates position by position."""
+        """Show the feed the tokens that the model's own `infer` draws."""
         if self._feed is None or not self._feed.is_open:
             return nullcontext()
         prompts = batch["length"].tolist()
@@ -270,10 +261,7 @@ class PooledActor:
         self.pool.decoded(wave, ends)
 
     def _watch(self, wave: Wave, limits: Sequence[int], contexts: Sequence[int]) -> Watch:
-        """Feed the scorer, and end the wave if few enough of its rows run and all have begun.
-
-        Until all have begun NeMo continues, and fills the stopped rows with the end of text.
-        """
+        """Feed the scorer; end the wave when all rows have begun and few enough run. Until all begin, NeMo fills stopped rows."""
         least = max(1, self._decoder.min_new)
         offer = self._offers([row.key for row in wave.rows], limits, contexts)
 
@@ -290,10 +278,10 @@ class PooledActor:
     def _offers(
         self, keys: Sequence[int], limits: Sequence[int], contexts: Sequence[int]
     ) -> Callable[[Tensor, Tensor], None]:
-        """Offer the feed the rows once per chunk: (tokens so far [b, S], ends [b]).
+        """Offer the feed rows once per chunk: (tokens [b, S], ends [b]).
 
-        A running row is offered up to its `limits` tokens, because NeMo draws more while others run, and without its last
-        token, so that the last piece is never empty.
+        A running row is cut at `limits`, because NeMo draws more while others run, and without its last token, so no last
+        piece is empty.
         """
         feed, due = self._feed, min(contexts) + self.chunk
 
@@ -311,7 +299,7 @@ class PooledActor:
 
 @dataclass(frozen=True)
 class PoolBatches:
-    """The batch iterator of a pooled step: asks a filled pool for `micro` rows `num_microbatches` times."""
+    """Batch iterator of a pooled step: `num_microbatches` requests for `micro` rows."""
 
     pool: Pool
     micro: int
@@ -332,9 +320,8 @@ def fill(
     dataset: Any,
     collate_fn: Callable[[list[Any]], Mapping[str, Tensor]],
 ) -> PoolBatches:
-    """Draw `draw` prompts for the pool.  Raises DataError if the sampler has fewer.
-
-    The sampler begins after the trained rows, so the pool's rows are skipped.
+    """Draw `draw` prompts for the pool, skipping the pool's own, which the sampler repeats. Raises DataError if the sampler
+    has fewer.
     """
     first = next(sampler_iter, None)
     if first is None:

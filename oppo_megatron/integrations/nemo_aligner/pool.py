@@ -1,10 +1,9 @@
-"""The rollouts of one replica: drawn, decoded in waves, finished or carried to the next step.  Without nemo and torch.
+"""One replica's rollouts: drawn, decoded in waves, trained or carried on. Needs no nemo.
 
-NeMo's generation keeps all rows of a call at one position, so rows are decoded in waves of NeMo-Aligner's rollout micro-batch:
-carried rows first, by length, then the new ones.  A wave ends when few enough of its rows still run; those are carried on.
-Over all waves of a step, as many may be left as overcommitting drew beyond the batch:
+NeMo's generation keeps a call's rows at one position, so waves are rollout micro-batches: carried rows by length, then new
+ones. A wave may end with rows unfinished, over all waves as many as were drawn beyond the batch:
 
-    after wave w, at most  spare * (rows of waves 0..w) // (rows of all waves)  rows are unfinished
+    after wave w, at most  spare * (rows of waves 0..w) // (rows of all waves)
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Row:
-    """A rollout.  `versions` are (policy, tokens): how many response tokens each policy drew, oldest first."""
+    """A rollout. `versions`: (policy, tokens drawn), oldest first."""
 
     key: int
     prompt: list[int]
@@ -26,7 +25,6 @@ class Row:
 
     @property
     def context(self) -> list[int]:
-        """Prompt and response so far."""
         return self.prompt + self.tokens
 
     def grow(self, tokens: Sequence[int], policy: int, finished: bool) -> None:
@@ -41,19 +39,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Wave:
-    """Rows that are decoded in one call; `may_be_left` of them need not finish, but each row of `awaited` must."""
+    """Rows of one call; `may_be_left` need not finish, `awaited` must."""
 
     rows: list[Row]
     may_be_left: int
     awaited: frozenset[int]
 
     def enough(self, running: Sequence[int]) -> bool:
-        """True if the wave may end while these rows (by place) still run."""
+        """True if the wave may end while these rows (by place) run."""
         return len(running) <= self.may_be_left and not self.awaited.intersection(running)
 
 
 class Pool:
-    """Rows in the order they were drawn.  Life of a step: `admit`, `begin`, then `next_wave` and `take` in turns, `end`."""
+    """Rows in the order drawn. A step: `admit`, `begin`, `next_wave` and `take` in turns, `end`."""
 
     def __init__(self, max_staleness: int):
         self._max_staleness = max_staleness
@@ -68,7 +66,6 @@ class Pool:
         return len(self.rows)
 
     def new_keys(self, count: int) -> list[int]:
-        """Names of rows, each given once."""
         first, self.next_key = self.next_key, self.next_key + count
         return list(range(first, first + count))
 
@@ -80,12 +77,11 @@ class Pool:
         self.rows, self.next_key = list(rows), next_key
 
     def flush(self) -> list[Row]:
-        """Give up all rows; returns them."""
         given_up, self.rows = self.rows, []
         return given_up
 
     def begin(self, batch: int, width: int) -> None:
-        """A step that trains `batch` of the rows and decodes `width` at a time."""
+        """Begin a step that trains `batch` rows and decodes `width` at a time."""
         assert len(self.rows) >= batch, (len(self.rows), batch)
         self._ready = [row for row in self.rows if row.finished]
         running = [row for row in self.rows if not row.finished]
@@ -95,7 +91,7 @@ class Pool:
         self._spare, self._total, self._decoded = len(self.rows) - batch, len(running), []
 
     def next_wave(self) -> Wave:
-        """The next rows to decode; `decoded` is to follow."""
+        """Next rows to decode; `decoded` must follow."""
         rows = self._waves.pop(0)
         started = len(self._decoded) + len(rows)
         left = sum(not row.finished for row in self._decoded)
@@ -103,7 +99,7 @@ class Pool:
         return Wave(rows, max(0, self._spare * started // self._total - left), awaited)
 
     def decoded(self, wave: Wave, ends: Sequence[int]) -> None:
-        """Record the end of a wave; finished rows are ordered by `ends`, the positions at which they ended."""
+        """Record a wave; finished rows are ordered by `ends`, their end positions."""
         self._decoded += wave.rows
         done = [i for i, row in enumerate(wave.rows) if row.finished]
         self._ready += [wave.rows[i] for i in sorted(done, key=lambda i: (ends[i], wave.rows[i].key))]
@@ -113,23 +109,23 @@ class Pool:
         return len(self._ready)
 
     def take(self, count: int) -> list[Row]:
-        """Remove and return the first `count` finished rows, in the order they were drawn."""
+        """Remove the first `count` finished rows, in the order drawn."""
         taken, self._ready = self._ready[:count], self._ready[count:]
         keys = {row.key for row in taken}
         self.rows = [row for row in self.rows if row.key not in keys]
         return sorted(taken, key=lambda row: row.key)
 
     def end(self) -> None:
-        """The step's batch has been taken: the remaining rows are carried on."""
+        """Defer the remaining rows."""
         for row in self.rows:
             row.deferrals += bool(row.tokens)
 
 
 def share_of(delta: int, replica: int, replicas: int) -> int:
-    """Return this replica's part of a delta over all replicas; parts differ by one at most."""
+    """Replica's part of a delta; parts differ by one at most."""
     return delta * (replica + 1) // replicas - delta * replica // replicas
 
 
 def room(drawn: int, epoch: int, batch: int) -> int:
-    """Return how many prompts of the epoch a replica may still hold or draw: whole batches, at least one."""
+    """Prompts of the epoch that a replica may still hold or draw: whole batches, at least one."""
     return max(epoch - drawn % epoch, batch)

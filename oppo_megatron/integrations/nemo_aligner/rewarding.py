@@ -1,7 +1,4 @@
-"""Scores of streamed rows for the trainer, and errors of one rank that all ranks raise.
-
-Legend: b rows of a call.
-"""
+"""Scores of streamed rows, and errors that all ranks raise. Legend: b rows."""
 
 from __future__ import annotations
 
@@ -19,22 +16,19 @@ from oppo_megatron.errors import OppoError, RewardError
 from oppo_megatron.rewards.streaming import ScorerStream
 
 KEY = "oppo_row"
-"""A row's name in a rollout whose rewards are streamed, on its way from `infer` to `infer_rm_critic`: int64 [b]."""
+"""A streamed row's name from `infer` to `infer_rm_critic`: int64 [b]."""
 Known = TypeVar("Known")
 
 
 def as_first(known: Known) -> Known:
-    """Return the first rank's value on all ranks.  A collective call of all ranks."""
+    """First rank's value, on all ranks. Collective."""
     told = [known]
     dist.broadcast_object_list(told, src=0)
     return told[0]
 
 
 def raise_together(error: Exception | None, kind: type[OppoError]) -> None:
-    """Raise on all ranks if any rank has an `error`: its own, or a `kind` that names the rank.  A collective call.
-
-    So no rank waits until the group's timeout for a rank that has left.
-    """
+    """Raise on all ranks if any has an `error` (on others a `kind`), so that none waits for one that left. Collective."""
     failed = torch.tensor([error is not None], dtype=torch.int32, device=torch.cuda.current_device())
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)
     if not failed.item():
@@ -48,11 +42,10 @@ def raise_together(error: Exception | None, kind: type[OppoError]) -> None:
 
 
 class Feed:
-    """Offers rows to `stream`, if this rank has one, and takes their scores.
+    """Offers rows to `stream`, if this rank has one.
 
-    An error is kept until all ranks learn of it with the scores (`StreamedRewards`), because raised in the middle of a
-    generation it would leave the other ranks of the model waiting there.  Only the last offer of a row counts: a row that the
-    model's own `infer` has chosen or cut after it was drawn gets another name.
+    An error is kept until all ranks learn of it (`StreamedRewards`): raised during generation it would leave the others
+    waiting. A row that the model's `infer` changed after it was drawn gets another name.
     """
 
     def __init__(self, stream: ScorerStream | None):
@@ -63,7 +56,7 @@ class Feed:
 
     @property
     def is_open(self) -> bool:
-        """True if rows that are offered here are scored."""
+        """True if offered rows are scored."""
         return self._stream is not None and self._failure is None
 
     def offer(self, key: int, tokens: Sequence[int], final: bool) -> None:
@@ -78,7 +71,7 @@ class Feed:
             self._failure = error
 
     def take(self, keys: Sequence[int]) -> list[float]:
-        """Wait for the scores of whole rows; zeros on the other ranks, and after an error."""
+        """Wait for whole rows' scores; zeros on other ranks and after an error."""
         if self._stream is None or self._failure is not None:
             return [0.0] * len(keys)
         try:
@@ -95,7 +88,6 @@ class Feed:
         return self._names.get(key, key)
 
     def give_failure(self) -> Exception | None:
-        """Return the error, once."""
         failure, self._failure = self._failure, None
         return failure
 
@@ -106,17 +98,14 @@ class StreamedScores(FutureResult):
         self._critic, self._take = critic, take
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Return rewards [b] and values [b, S - 1] on every rank of the model."""
+        """Rewards [b] and values [b, S - 1], on every rank of the model."""
         rewards_b = self._take()
         _, values = self._critic.result() if isinstance(self._critic, FutureResult) else self._critic
         return rewards_b, values
 
 
 class StreamedRewards:
-    """The user's `rm_critic` with rewards from `feed`, if there is one.
-
-    The trainer asks for all rollouts of a step and then takes the answers; with the last one all ranks learn of a failure.
-    """
+    """`rm_critic` with rewards of `feed`. With the last answer of a step all ranks learn of a failure."""
 
     def __init__(self, rm_critic: Any, feed: Feed | None):
         self._rm_critic, self._feed = rm_critic, feed

@@ -1,4 +1,4 @@
-"""Check NeMo-Aligner's settings for compatibility with the block `oppo:`."""
+"""Checks of NeMo-Aligner's settings against the block `oppo:`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from oppo_megatron.integrations.nemo_aligner.decoding import plain
 
 
 def read_block(cfg: DictConfig) -> AlignerConfig:
-    """Read the block of `trainer.ppo`; without it nothing is enabled.  Raises ConfigError."""
+    """Read the block of `trainer.ppo`; without it nothing is enabled. Raises ConfigError."""
     block = cfg.get("oppo")
     if not isinstance(block, DictConfig | None):
         raise ConfigError(f"trainer.ppo.oppo is {block!r:.40}, but must be a section of keys (docs/nemo_aligner.md)")
@@ -27,7 +27,7 @@ def read_block(cfg: DictConfig) -> AlignerConfig:
 
 
 def uncut(cfg: DictConfig, model: Any) -> list[str]:
-    """Return why micro-batches are generated without a break, one sentence each."""
+    """Reasons why micro-batches are generated without a break."""
     return [
         f"{name}.enable is true, but TensorRT-LLM generates whole micro-batches, so rollouts can neither be deferred nor "
         "streamed; set it to false, or leave delta.max at 0 and scorer out of trainer.ppo.oppo"
@@ -37,7 +37,7 @@ def uncut(cfg: DictConfig, model: Any) -> list[str]:
 
 
 def shared(batch_iterator_cls: Any) -> list[str]:
-    """Return why a replica does not know which prompts are its own."""
+    """Reasons why a replica does not know its own prompts."""
     made = batch_iterator_cls.func if isinstance(batch_iterator_cls, partial) else batch_iterator_cls
     if made is DefaultBatchIterator:
         return []
@@ -48,7 +48,7 @@ def shared(batch_iterator_cls: Any) -> list[str]:
 
 
 def bypassed(model: Any) -> str | None:
-    """Return a note on a model whose own `infer` is not used in steps that defer; None for NeMo-Aligner's `infer`."""
+    """Note on a model's own `infer`, unused in steps that defer; None for NeMo-Aligner's."""
     if getattr(model.infer, "__func__", None) is MegatronGPTActorModel.infer:
         return None
     return (
@@ -58,13 +58,13 @@ def bypassed(model: Any) -> str | None:
 
 
 def folder_of(ckpt_callback: Any) -> str | None:
-    """Return a callback's checkpoint folder; None if it has none or does not say."""
+    """Callback's checkpoint folder, if known."""
     dirpath = getattr(ckpt_callback, "dirpath", None)
     return os.fspath(dirpath) if isinstance(dirpath, str | os.PathLike) else None
 
 
 def require_fit(settings: AlignerConfig, uncut: Sequence[str], shared: Sequence[str], ckpt_callback: Any) -> None:
-    """Raise ConfigError if the rest of the configuration does not allow what the block asks for."""
+    """Raise ConfigError if the configuration does not allow the block."""
     problems: list[str] = []
     dirpath = folder_of(ckpt_callback)
     if settings.delta.max > 0 or settings.scorer is not None:

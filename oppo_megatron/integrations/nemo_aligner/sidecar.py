@@ -1,11 +1,9 @@
-"""Deferred rows next to NeMo-Aligner's checkpoints: `<checkpoints>-oppo/step-<steps done>/`, two files per replica.
+"""Deferred rows of checkpoints, in `<checkpoints>-oppo/step-<steps done>/`, because NeMo takes any folder in its own for a
+checkpoint.
 
-NeMo takes every folder among its checkpoints for one of them, so rows have a folder of their own, next to theirs.
-
-    replica-00000.jsonl          a header, which names the checkpoints of the same step that were there before, then one line
-                                 per row: key, lengths, deferrals, versions
-    replica-00000.safetensors    the token ids of all rows, prompt and response, one after the other: int64
-    manifest.json                size and SHA-256 of each file
+    replica-00000.jsonl         header (names the step's earlier checkpoints), then a row per line
+    replica-00000.safetensors   token ids of all rows, prompt and response, int64
+    manifest.json               size and SHA-256 of each file
 """
 
 from __future__ import annotations
@@ -29,15 +27,15 @@ from oppo_megatron.rundir.manifest import list_files, require_whole, seal, write
 
 FORMAT = 1
 STEP = re.compile(r"(?<![A-Za-z_])step=(\d+)")
-"""The step in the name of a NeMo-Aligner checkpoint; NeMo-Aligner reads the step from it, too."""
+"""Step in the name of a NeMo-Aligner checkpoint, from which NeMo-Aligner reads it, too."""
 
 Agree = Callable[[Exception | None, type[OppoError]], None]
-"""Collective on all ranks: raises on each of them if any has an error."""
+"""Collective: raises on all ranks if any has an error."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The state from which a replica resumes."""
+    """State from which a replica resumes."""
 
     rows: list[Row]
     next_key: int
@@ -46,18 +44,18 @@ class Kept:
 
 
 def folder_beside(checkpoints: Path) -> Path:
-    """Return the folder of the rows whose checkpoints are in `checkpoints`."""
+    """Folder of the rows of `checkpoints`."""
     whole = checkpoints.resolve()
     return whole.with_name(f"{whole.name}-oppo")
 
 
 def steps_of(checkpoints: Path) -> set[int]:
-    """Return the steps of the checkpoints, also unfinished ones, in a folder of NeMo's: files, folders, or files per rank."""
+    """Steps of checkpoints in NeMo's folder, including unfinished ones."""
     return {step for step, _ in _steps_and_paths(checkpoints)}
 
 
 def stamps_of(checkpoints: Path, step: int) -> dict[str, int]:
-    """Return when each checkpoint of a step was changed last, in nanoseconds, by its name."""
+    """When each checkpoint of a step last changed, in ns, by name."""
     stamps: dict[str, int] = {}
     for found, path in _steps_and_paths(checkpoints):
         if found == step:
@@ -84,7 +82,7 @@ def _steps_and_paths(checkpoints: Path) -> Iterator[tuple[int, Path]]:
 
 @dataclass(frozen=True)
 class Sidecar:
-    """The rows in `root`.  `writes`: this rank writes for its replica; `leads`: for all; `agree` shares a rank's error."""
+    """Rows in `root`. This rank `writes` for its replica, `leads` for all."""
 
     root: Path
     replica: int
@@ -98,24 +96,22 @@ class Sidecar:
         return CheckpointStore(self.root)
 
     def write(self, step: int, kept: Kept) -> None:
-        """Write the rows carried at the end of `step` steps, atomically.  A collective call.  Raises CheckpointError."""
+        """Write the rows carried after `step` steps, atomically. Collective. Raises CheckpointError."""
         store, position = self._store, Position(step)
         self._together(self.leads, lambda: store.begin(position))
         self._together(self.writes, lambda: _write_files(store.aside(position) / self._name, kept))
         self._together(self.leads, lambda: self._commit(position))
 
     def prune(self, checkpoints: Path, step: int) -> None:
-        """Remove what belongs to checkpoints that are no longer in their folder.  A collective call.  Raises CheckpointError.
-
-        Keeps `step`, whose checkpoint may still be being written; keeps all if no checkpoint's name has a step.
+        """Remove rows whose checkpoints are gone, except `step`'s, which may be in writing; none if no name has a step.
+        Collective. Raises CheckpointError.
         """
         self._together(self.leads, lambda: self._prune(steps_of(checkpoints), step))
 
     def read(self, step: int, name: str | None = None) -> Kept | None:
-        """Read what `write` kept for the checkpoint `name`; None if there is nothing for any step.  A collective call.
+        """Read the rows of checkpoint `name`; None if no step has any. Collective.
 
-        Raises CheckpointError for rows that are missing among others, are damaged, or belong to another number of replicas or
-        another checkpoint of the same step.
+        Raises CheckpointError if rows are missing, damaged, of another number of replicas, or of another checkpoint.
         """
         found: list[Kept | None] = []
         self._together(True, lambda: found.append(self._read(step, name)))

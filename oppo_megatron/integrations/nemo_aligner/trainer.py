@@ -2,8 +2,7 @@
 
     generate_rollouts -> fill draws for the pool -> PooledActor.infer decodes waves -> StreamedRewards takes the scores
 
-Wrappers replace the model, the batch iterator and the reward client that the script passes, once the block `oppo:` needs them.
-No code of NeMo-Aligner is replaced.
+If the block `oppo:` needs them, wrappers replace model, batch iterator and reward client.
 """
 
 from __future__ import annotations
@@ -37,10 +36,9 @@ from oppo_megatron.rewards.streaming import ScorerStream, build_stream
 
 
 class PPOTrainer(ppo.PPOTrainer):
-    """`nemo_aligner.algorithms.ppo.PPOTrainer` with a block `oppo:` in `trainer.ppo` (docs/nemo_aligner.md).
+    """NeMo-Aligner's trainer with a block `oppo:` in `trainer.ppo` (docs/nemo_aligner.md).
 
-    Without that block it is NeMo-Aligner's.  Raises ConfigError for a wrong block, and for one that needs deferral with
-    TensorRT-LLM or with the shared prompt queue of `batch_iterator.use_flask`.
+    Raises ConfigError for a wrong block, or deferral with TensorRT-LLM or `batch_iterator.use_flask`.
     """
 
     model: Any
@@ -87,7 +85,6 @@ class PPOTrainer(ppo.PPOTrainer):
             self._take_over()
 
     def _take_over(self) -> None:
-        """Replace model, client and batch iterator by the wrappers."""
         settings, model = self._settings, self.model
         self._batch: int = self.train_dataloader_builder(consumed_samples=0).batch_sampler.global_batch_size
         _require_delta(settings.delta.max, self._batch, model)
@@ -101,7 +98,7 @@ class PPOTrainer(ppo.PPOTrainer):
 
     @torch.no_grad()
     def generate_rollouts(self) -> tuple[Any, dict[str, Any], dict[str, float]]:
-        """NeMo-Aligner's, with overcommit; adds `oppo_*` to its rollout metrics."""
+        """NeMo-Aligner's rollouts with overcommit; adds `oppo_*` metrics."""
         if not self._active:
             plain: tuple[Any, dict[str, Any], dict[str, float]] = super().generate_rollouts()
             return plain
@@ -113,7 +110,7 @@ class PPOTrainer(ppo.PPOTrainer):
 
     @torch.no_grad()
     def run_validation(self) -> dict[str, Any]:
-        """NeMo-Aligner's, by whole batches without the pool."""
+        """Validate whole batches without the pool."""
         if not self._active:
             plain: dict[str, Any] = super().run_validation()
             return plain
@@ -124,7 +121,7 @@ class PPOTrainer(ppo.PPOTrainer):
         return metrics
 
     def save(self, extra_candidates: dict[str, Any] | None = None, is_train_end: bool = False) -> None:
-        """Write the sidecar first, so that no checkpoint lacks its deferred rows; it is removed with its checkpoint."""
+        """Write the sidecar first, so that no checkpoint lacks its deferred rows."""
         folder = self._checkpoints()
         if folder is None or not self._active:
             super().save(extra_candidates, is_train_end)
@@ -144,7 +141,7 @@ class PPOTrainer(ppo.PPOTrainer):
         sidecar.prune(folder, self.step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load NeMo-Aligner's state and the rows next to the checkpoint.  Raises CheckpointError."""
+        """Load NeMo-Aligner's state and the deferred rows. Raises CheckpointError."""
         super().load_state_dict(state_dict)
         self._consumed_after = self.consumed_samples
         folder = self._restored_from()
@@ -191,7 +188,6 @@ class PPOTrainer(ppo.PPOTrainer):
         self._actor.measured, self._actor.effort = True, Effort()
 
     def _batches(self, sampler_iter: Any, num_microbatches: int, dataset: Any, collate_fn: Any) -> Any:
-        """NeMo-Aligner's batch iterator, or the pool's."""
         given = (sampler_iter, num_microbatches, dataset, collate_fn)
         made: PoolBatches | None = None
         error: Exception | None = None
@@ -204,7 +200,7 @@ class PPOTrainer(ppo.PPOTrainer):
         return self._their_batches(*given) if made is None else made
 
     def _end_step(self, metrics: dict[str, Any], seconds: float) -> dict[str, float]:
-        """Let the controllers see the step, and return its figures over all replicas."""
+        """Update the controllers; return figures over all replicas."""
         effort, rows = self._actor.effort, self.pool.rows
         local = {
             "deferred": len(rows), "carried_tokens": sum(len(row.tokens) for row in rows), "places": effort.places,
@@ -226,7 +222,7 @@ class PPOTrainer(ppo.PPOTrainer):
         return figures
 
     def _checkpoints(self) -> Path | None:
-        """Return the folder of this run's checkpoints; None if it has none (`create_checkpoint_callback: false`)."""
+        """Checkpoint folder; None with `create_checkpoint_callback: false`."""
         dirpath = folder_of(self.ckpt_callback)
         return None if dirpath is None else Path(dirpath)
 
@@ -242,7 +238,7 @@ class PPOTrainer(ppo.PPOTrainer):
         return Path(uninject_model_parallel_rank(path)).resolve() if isinstance(path, str | os.PathLike) else None
 
     def _stamps(self, checkpoints: Path) -> dict[str, int]:
-        """Return `stamps_of` this step, as the first rank sees the folder.  A collective call."""
+        """`stamps_of` this step on the first rank. Collective."""
         return as_first(stamps_of(checkpoints, self.step) if torch.distributed.get_rank() == 0 else {})
 
     def _sidecar(self, checkpoints: Path) -> Sidecar:
@@ -257,7 +253,7 @@ class PPOTrainer(ppo.PPOTrainer):
 
 
 def _require_delta(most: int, batch: int, model: Any) -> None:
-    """Raise ConfigError for a delta that is too large; warn if replicas or the model's own `infer` are left out."""
+    """Raise ConfigError for too large a delta; warn if replicas or the model's `infer` are left out."""
     if most > batch:
         raise ConfigError(
             f"trainer.ppo.oppo.delta.max {most} is more than the batch of {batch} rollouts (num_rollout_samples); lower it"
@@ -273,7 +269,7 @@ def _require_delta(most: int, batch: int, model: Any) -> None:
 
 
 def _open_stream(settings: StreamConfig) -> ScorerStream | None:
-    """Open the scorer's client on the one rank of a replica that sees tokens as they are drawn; ConfigError on all ranks."""
+    """Open the scorer's client on the rank that sees tokens drawn; ConfigError on all ranks."""
     stream: ScorerStream | None = None
     error: ConfigError | None = None
     if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
@@ -286,7 +282,7 @@ def _open_stream(settings: StreamConfig) -> ScorerStream | None:
 
 
 def _unfit(kept: Kept, rule: str | None, cannot: list[str]) -> CheckpointError | None:
-    """Return why the run cannot continue with the rows kept; `rule` of delta, None if there is none to continue."""
+    """Why the run cannot continue with the rows; `rule` None: no delta."""
     before = kept.state["delta"]["rule"]
     if rule is not None and before != rule:
         return CheckpointError(

@@ -1,1 +1,1 @@
-"""Pieces for NeMo-RL (docs/nemo_rl.md).  None of them imports NeMo-RL: it loads them by name from its own configuration."""
+"""Classes that NeMo-RL loads by name from its configuration (docs/nemo_rl.md); none imports it."""

@@ -1,4 +1,4 @@
-"""Overcommit as a sampler of NeMo-RL's asynchronous controller.
+"""Overcommit as a `PromptGroupSampler` of NeMo-RL's asynchronous controller.
 
     async_rl:
       sampler:
@@ -7,10 +7,8 @@
         delta: 16
         max_staleness: 4
 
-NeMo-RL's protocol `PromptGroupSampler`: the controller's rollout pump awaits `admit` before it begins the next batch of B
-prompts, its train pump awaits `select` until it has B finished groups, then trains and raises its version.
-
-Legend: B prompt groups of a step; a group's *start* is the version of the weights it was begun with.
+The rollout pump awaits `admit` before each batch of B prompts, the train pump `select` until B groups are taken.
+A group's start is the version of the weights it began with.
 """
 
 from __future__ import annotations
@@ -22,14 +20,14 @@ from typing import Any
 from oppo_megatron.errors import ConfigError
 
 POLL_S = 0.005
-"""Seconds between two looks at the buffer, which does not signal changes."""
+"""Seconds between looks at the buffer, which does not signal changes."""
 
 
 class OvercommitSampler:
-    """Begins the next batch when no more than `delta` groups still run, and trains the B that finish first.
+    """Begins a batch when at most `delta` groups run; trains the B that finish first and defers the rest.
 
-    A group left by a step is deferred, not dropped; a step waits for a group that `max_staleness` updates have passed.  With
-    `delta` 0 a batch begins when the one before it has been trained.
+    A step waits for groups that started `max_staleness` updates ago. With `delta` 0 each batch waits for the previous one's
+    update.
     """
 
     def __init__(self, buffer: Any, *, delta: int, max_staleness: int = 4):
@@ -45,7 +43,7 @@ class OvercommitSampler:
         self._batches = 0
 
     def set_dispatch_index(self, resume_from_step: int) -> None:
-        """Continue the run after this number of steps."""
+        """Continue after this many steps."""
         self._batches = resume_from_step
 
     async def admit(self, *, trainer_version_fn: Callable[[], int]) -> int | None:
@@ -60,9 +58,8 @@ class OvercommitSampler:
     async def select(
         self, *, current_train_weight: int, min_prompt_groups: int, max_prompt_groups: int
     ) -> tuple[Any | None, int]:
-        """Return the rows of the groups taken and their number, oldest first; (None, 0) if too few are ready.
-
-        Places are kept for groups that must be in the step and are not ready.
+        """Return the taken groups' rows and number, oldest first; (None, 0) if too few are ready. Due groups that are not
+        ready keep their places.
         """
         if not 1 <= min_prompt_groups <= max_prompt_groups:
             raise ValueError(f"{min_prompt_groups} to {max_prompt_groups} prompt groups are no range to take")
@@ -85,11 +82,11 @@ class OvercommitSampler:
 
     @property
     def is_on_policy(self) -> bool:
-        """True if groups are trained with the weights they were drawn with."""
+        """True if groups are trained with the weights that drew them."""
         return self._delta == 0
 
     def required_buffer_capacity(self, groups_per_step: int) -> int | None:
-        """Return the least `async_rl.max_buffered_rollouts`.  Raises ConfigError for a delta beyond the batch."""
+        """Least `async_rl.max_buffered_rollouts`. Raises ConfigError for a delta beyond the batch."""
         if self._delta > groups_per_step:
             raise ConfigError(
                 f"async_rl.sampler.delta {self._delta} is more than the {groups_per_step} prompts of a step; lower it"
@@ -97,5 +94,5 @@ class OvercommitSampler:
         return groups_per_step * (1 + (self._delta > 0))
 
     def _is_current(self, version: int) -> bool:
-        """True if all batches that have begun are trained; with delta, all but one."""
+        """True if all batches begun are trained; with delta, all but one."""
         return self._batches <= version + (self._delta > 0)

@@ -1,4 +1,4 @@
-"""Attention of a call's tokens to cached positions: the common part of dense and paged caches."""
+"""Attention of new tokens to cached positions, for dense and paged caches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.kv.call_parts import Part, PartsOfCall, beyond_mask, parts_of
 
 FEW_TOKENS = 48
-"""New tokens a sequence, on average, below which a CPU attends for all sequences at once: there is little padding."""
+"""Average new tokens per sequence below which a CPU attends for all sequences at once, with little padding."""
 
 
 class Cache(Protocol):
@@ -27,7 +27,7 @@ class Cache(Protocol):
 
 
 class CachedPlan(ABC):
-    """An `AttentionPlan` that continues sequences from their cache, for one call of all layers."""
+    """An `AttentionPlan` that continues cached sequences, for one call of all layers."""
 
     qkv_format = "thd"
 
@@ -53,11 +53,11 @@ class CachedPlan(ABC):
     def _attention(
         self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """Cache the new keys and values and attend to all cached positions -> [T, N * D]."""
+        """Cache new keys and values and attend to all cached positions -> [T, N * D]."""
 
 
 class CallPlan(CachedPlan):
-    """Any number of new tokens per sequence, with lengths known to the host."""
+    """Any number of new tokens per sequence, known to the host."""
 
     def __init__(self, cache: Cache, slots: list[int], past: list[int], lens: list[int]):
         self.slots, self.past, self.lens = slots, past, lens
@@ -94,10 +94,10 @@ class CallPlan(CachedPlan):
 
     @abstractmethod
     def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Cache k and v. Returns all cached keys and values of the call's sequences, each [S, G, longest, D]."""
+        """Cache k and v; return all cached keys and values of the call, each [S, G, longest, D]."""
 
     def _stretches(self, cached_SGLD: Tensor) -> list[slice]:
-        """Sequences that attend together: on a CPU neighbours of similar length, elsewhere all."""
+        """Return sequences that attend together: on a CPU neighbours of similar length, elsewhere all."""
         if self._device.type != "cpu":
             return [slice(0, len(self.lens))]
         _, groups, _, dim = cached_SGLD.shape
@@ -178,7 +178,7 @@ class CallPlan(CachedPlan):
 
 
 class StepPlan(CachedPlan):
-    """One new token per row, at positions known only to the device, below `reach`, for captured and replayed steps."""
+    """One new token per row, at positions below `reach` that only the device knows, for captured steps."""
 
     def __init__(self, cache: Cache, position_B: Tensor, reach: int):
         super().__init__(cache, position_B)
@@ -196,24 +196,24 @@ class StepPlan(CachedPlan):
 
     @abstractmethod
     def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Cache k and v. Returns the rows' cached keys and values, each [B, G, reach, D]."""
+        """Cache k and v; return the rows' cached keys and values, each [B, G, reach, D]."""
 
 
 class StepRows(ABC):
-    """Places of decode rows in a cache, in tensors whose addresses do not change."""
+    """Places of decode rows in a cache, in tensors with fixed addresses."""
 
     @abstractmethod
     def load(self, slots: Sequence[int]) -> None:
-        """Set the slots of the rows; several rows may have the same one."""
+        """Set the rows' slots; several rows may share one."""
 
     @property
     @abstractmethod
     def key(self) -> Hashable:
-        """The state of the rows outside of tensors: a captured step is valid for rows with the same key."""
+        """State outside of tensors: a captured step is valid for rows with the same key."""
 
     @abstractmethod
     def reach(self, longest: int) -> int:
-        """A bound on positions, at least `longest`, one of few values."""
+        """Return one of few bounds on positions, at least `longest`."""
 
     @abstractmethod
     def plan(self, position_B: Tensor, reach: int) -> StepPlan: ...
@@ -222,7 +222,7 @@ class StepRows(ABC):
 def attend_one(q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Attention of one new token per sequence -> [S, N * D].
 
-    The query heads of a group take the place of query positions, so grouped heads need no copy of keys.
+    A group's query heads take the place of query positions, so keys need no copies.
     """
     out = F.scaled_dot_product_attention(q_SGRD, k_SGLD, v_SGLD, attn_mask=mask, scale=scale)
     return out.reshape(len(q_SGRD), -1)

@@ -1,7 +1,7 @@
-"""Attention of a call with many new tokens by torch's kernels on a GPU, in parts that waste little time and memory.
+"""Attention of a call with many new tokens on a GPU, in parts that waste little time and memory.
 
 Queries that attend together are padded to the longest chunk and read the longest sequence's positions.  So a sequence whose
-attention takes longer than the launch of a call attends alone, and small neighbours attend together.
+attention takes longer than a launch attends alone, and small neighbours attend together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from oppo_megatron.mcore.cpu import blocks
 
 
 def hidden_keys(position: Tensor, keys: slice, window: int | None) -> Tensor:
-    """[..., L]: True for the cached positions `keys` that a token at `position` [...] does not attend to.
+    """[..., L]: True for cached positions `keys` hidden from a token at `position` [...].
 
     Each token attends to at least one, even after all of them, as padding tokens do.
     """
@@ -28,21 +28,21 @@ def hidden_keys(position: Tensor, keys: slice, window: int | None) -> Tensor:
 
 
 def beyond_mask(position_S: Tensor, keys: slice, dtype: torch.dtype, window: int | None) -> Tensor:
-    """[S, 1, 1, L]: 0 up to a sequence's position within its window, and minus infinity elsewhere."""
+    """[S, 1, 1, L]: 0 up to a sequence's position within its window, else minus infinity."""
     hidden_SL = hidden_keys(position_S, keys, window)
     mask_SL = torch.zeros(hidden_SL.shape, dtype=dtype, device=position_S.device)
     return mask_SL.masked_fill_(hidden_SL, -torch.inf)[:, None, None]
 
 
 CALL_SCORES = 2**20
-"""Scores of a head (pairs of query and key) that are computed in about the time that a call takes to start."""
+"""Scores of a head (query-key pairs) computed in about the launch time of a call."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """The sequences `rows` of a call, which read the cached positions `keys`; `queries`: new tokens, if it is one sequence.
+    """The sequences `rows` of a call, which read positions `keys`; `queries`: new tokens, if it is one sequence.
 
-    `causal`: it needs no mask, because all its sequences are new.
+    `causal`: all its sequences are new, so it needs no mask.
     """
 
     rows: slice
@@ -64,9 +64,9 @@ class Part:
 def parts_of(
     past: Sequence[int], lens: Sequence[int], repeat: int, window: int | None, call: int = CALL_SCORES
 ) -> list[Part]:
-    """Parts of a call that appends lens[s] tokens to past[s], with `repeat` query heads per key head.
+    """Return the parts of a call that appends lens[s] tokens to past[s], with `repeat` query heads per key head.
 
-    The mask of each has at most MASK_NUMBERS numbers, or one query.
+    Each mask has at most MASK_NUMBERS numbers, or one query.
     """
     parts: list[Part] = []
     for rows in _groups(past, lens, call):

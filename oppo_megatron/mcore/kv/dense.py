@@ -1,7 +1,6 @@
-"""The dense key/value cache: a slot of `max_length` positions for each sequence.
+"""The dense key/value cache: a slot of `max_length` positions per sequence.
 
-A decode step over sequences in neighbouring slots reads one slice and never gathers.  In return, changing a sequence's slot
-copies it, and so does forking a prompt.
+A decode step over neighbouring slots reads one slice without gathering; in return, changing slots and forking prompts copy.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 
 
 class KVCache(SequenceCache):
-    """Storage k, v: per layer [M, G, L, D]. Raises CapacityError if the byte budget does not hold one sequence."""
+    """Storage k, v: per layer [M, G, L, D].  Raises CapacityError if no sequence fits the byte budget."""
 
     def __init__(self, *, num_kv_heads: int, head_dim: int, max_length: int, **sizes: Any):
         super().__init__(

@@ -1,7 +1,7 @@
-"""The paged key/value cache: a pool of blocks, a table of blocks for each sequence, and flash-attn's kernel over tables.
+"""The paged key/value cache: a pool of blocks, a block table per sequence, and flash-attn's kernel over tables.
 
-Changing a sequence's slot moves its table and copies nothing.  Sequences with the same prompt share the blocks that it fills;
-each has its own copy of a partly filled block, so only one sequence ever writes to a block.
+Changing slots moves a table and copies nothing.  Sequences with the same prompt share its full blocks; each has its own copy
+of a partly filled block, so only one sequence ever writes to a block.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ LEAST_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class PagedCall:
-    """Arguments of a kernel in addition to queries and pools: int32 tensors, and bounds for all sequences.
+    """A kernel's arguments in addition to queries and pools: int32 tensors, and bounds for all sequences.
 
-    Sequence s has `new_S[s]` queries, its last tokens, and `length_S[s]` cached tokens in the blocks `table_SW[s]`.
+    Sequence s has `new_S[s]` queries, its last tokens, and `length_S[s]` cached tokens in blocks `table_SW[s]`.
     """
 
     table_SW: Tensor
@@ -47,7 +47,7 @@ class PagedCall:
 
 
 PagedKernel = Callable[[Tensor, Tensor, Tensor, PagedCall, float, int | None], Tensor]
-"""(queries [T, N, D], key pool and value pool [P, K, G, D], call, scale, window) -> [T, N, D], causal."""
+"""(queries [T, N, D], key and value pool [P, K, G, D], call, scale, window) -> [T, N, D], causal."""
 
 
 def find_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel | None:
@@ -81,7 +81,7 @@ def _ends(counts_S: Tensor) -> Tensor:
 
 
 class PagedKVCache(SequenceCache):
-    """Storage k, v: per layer [P, K, G, D]. Without a `kernel`, the tables' blocks are gathered."""
+    """Storage k, v: per layer [P, K, G, D].  Without a `kernel`, the tables' blocks are gathered."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class PagedKVCache(SequenceCache):
             self._free.append(block)
 
     def _copies(self, block: int, count: int, length: int) -> list[int]:
-        """New blocks with a copy of the first `length` positions of one. If it fails, none is taken."""
+        """Return new blocks with a block's first `length` positions; takes none if it fails."""
         copies = [self._take() for _ in range(count)]
         try:
             block_S = on_device(copies, self.device)
@@ -194,7 +194,7 @@ class _Places:
         return pools
 
     def extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Cache k and v. Returns the first `length` positions of every table, gathered, each [S, G, L, D]."""
+        """Cache k and v; return the first `length` positions of every table, each [S, G, L, D]."""
         table_SW = self._table_SW[:, : -(-length // self._cache.block_tokens)]
         k, v = (pool[table_SW].flatten(1, 2)[:, :length].transpose(1, 2) for pool in self.write(layer, k_TGD, v_TGD))
         return k, v

@@ -1,9 +1,9 @@
-"""Bookkeeping of a key/value cache of one pipeline stage; subclasses decide the storage.
+"""Bookkeeping of a stage's key/value cache; subclasses decide the storage.
 
 Life of a sequence:  open -> [fork] -> (begin .. commit)* -> [truncate -> (begin .. commit)*]* -> close
 
-The occupied slots are the first ones, without a gap: closing a sequence moves another into its slot.  All state follows from
-the calls, so every tensor- and pipeline-parallel rank has the same state without messages.
+Slots are occupied from the first on, without gaps: closing a sequence moves the last into its slot.  State follows from the
+calls alone, so every tensor- and pipeline-parallel rank has the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from oppo_megatron.errors import CapacityError, CheckpointError
 from oppo_megatron.mcore.kv.cached_plan import CallPlan, StepRows
 
 REACH = 256
-"""A decode step whose positions the host does not know attends to a multiple of this number of positions."""
+"""Decode steps whose positions the host does not know attend to a multiple of this number."""
 
 
 class SequenceCache(ABC):
@@ -35,7 +35,7 @@ class SequenceCache(ABC):
         device: torch.device,
         budget_bytes: int | None = None,
     ):
-        """`shape` of a layer's keys (or values) for a number of slots.  Raises CapacityError if the budget holds no slot."""
+        """`shape` of a layer's keys (or values) per number of slots.  Raises CapacityError if no slot fits the budget."""
         slot_bytes = 2 * num_layers * prod(shape(1)) * dtype.itemsize
         self.num_slots = slots_within(budget_bytes, slot_bytes, num_slots, max_length)
         self.max_length, self.rope, self.dtype, self.device = max_length, rope, dtype, device
@@ -63,11 +63,11 @@ class SequenceCache(ABC):
 
     @property
     def seq_ids(self) -> list[int]:
-        """The open sequences in the order of their slots."""
+        """Open sequences in slot order."""
         return list(self._ids)
 
     def slot(self, seq_id: int) -> int:
-        """The sequence's current slot. A call over sequences in the order of neighbouring slots is the cheapest."""
+        """The sequence's current slot; calls over neighbouring slots in order are cheapest."""
         return self._slots[seq_id]
 
     def length(self, seq_id: int) -> int:
@@ -84,7 +84,7 @@ class SequenceCache(ABC):
         self._lengths.append(0)
 
     def close(self, seq_id: int) -> None:
-        """Free the sequence's slot; the sequence in the last one moves into the gap."""
+        """Free the sequence's slot; the last sequence moves into the gap."""
         slot, last = self._slots[seq_id], len(self._ids) - 1
         self._shorten(slot, 0)
         if slot != last:  # first: if it fails, the last sequence is still in its slot
@@ -110,7 +110,7 @@ class SequenceCache(ABC):
         self._lengths[slot] = length
 
     def fork(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Give `targets`, which are open and empty, the first `length` tokens of `source`."""
+        """Give `targets`, open and empty, the first `length` tokens of `source`."""
         assert length <= self.length(source), f"sequence {source} has {self.length(source)} tokens to fork, not {length}"
         slots = [self._slots[target] for target in targets]
         for target, slot in zip(targets, slots, strict=True):
@@ -120,7 +120,7 @@ class SequenceCache(ABC):
             self._lengths[slot] = length
 
     def begin(self, seq_ids: Sequence[int], lens: Sequence[int]) -> CallPlan:
-        """Plan a call that appends lens[s] tokens to sequence seq_ids[s], in the given order."""
+        """Plan a call that appends lens[s] tokens to sequence seq_ids[s], in this order."""
         for seq_id, new in zip(seq_ids, lens, strict=True):
             self.reserve(seq_id, new)
         slots = [self._slots[i] for i in seq_ids]
@@ -131,7 +131,7 @@ class SequenceCache(ABC):
             self._lengths[slot] = start + new
 
     def reserve(self, seq_id: int, new: int) -> None:
-        """Reserve places for `new` more tokens. Raises CapacityError beyond `max_length`."""
+        """Reserve places for `new` tokens.  Raises CapacityError beyond `max_length`."""
         slot = self._slots[seq_id]
         start = self._lengths[slot]
         if start + new > self.max_length:
@@ -141,15 +141,15 @@ class SequenceCache(ABC):
         self._extend(slot, start + new)
 
     def advance(self, seq_id: int, new: int) -> None:
-        """Note that decode steps of `step_rows` have cached `new` more tokens."""
+        """Record that decode steps of `step_rows` have cached `new` more tokens."""
         self._lengths[self._slots[seq_id]] += new
 
     def stored(self, seq_id: int) -> Tensor:
-        """The sequence's cached keys and values by layer, [2 * layers, length, G, D]."""
+        """Return the cached keys and values by layer, [2 * layers, length, G, D]."""
         return self._read(self._slots[seq_id], self.length(seq_id))
 
     def restore(self, seq_id: int, stored: Tensor) -> None:
-        """Open the sequence with the result of `stored`. Raises CheckpointError for another model's cache."""
+        """Open the sequence with a result of `stored`.  Raises CheckpointError for another model's cache."""
         self.open(seq_id)
         slot = self._slots[seq_id]
         try:
@@ -191,7 +191,7 @@ class SequenceCache(ABC):
 
     @abstractmethod
     def _read(self, slot: int, length: int) -> Tensor:
-        """The first `length` tokens of the slot, [2 * layers, length, G, D]."""
+        """Return the slot's first `length` tokens, [2 * layers, length, G, D]."""
 
     @abstractmethod
     def _write(self, slot: int, stored: Tensor) -> None: ...

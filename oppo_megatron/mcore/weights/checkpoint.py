@@ -1,9 +1,8 @@
-"""Trained models in a checkpoint of megatron-core (`dist_checkpointing`, format torch_dist), for any layout to load.
+"""Trained models in megatron-core checkpoints (`dist_checkpointing`, torch_dist), for any layout to load.
 
-Two things differ from megatron-core 0.16.1: a distributed optimizer's flat shares are gathered to the shapes of the weights,
-because its own format needs Apex or TE to load (distrib_optimizer.py:640); and this process writes the files, because forked
-writers (filesystem_async.py:266) are unsafe for a process with CUDA or process groups.  The caller stores everything but
-tensors.
+Unlike in megatron-core 0.16.1, a distributed optimizer's flat shares are gathered to the weights' shapes, because loading its
+own format needs Apex or TE (distrib_optimizer.py:640), and this process writes the files, because forked writers
+(filesystem_async.py:266) are unsafe with CUDA or process groups.  The caller stores everything but tensors.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ MASTER = "fp32_param"
 
 @dataclass(frozen=True)
 class ModelShards:
-    """This rank's part of trained models: tensors with their offsets in torch's format, and everything else.
+    """This rank's part of trained models: tensors with offsets in torch's format, and everything else.
 
     `shapes`: the `config.json` of each model whose first rank this is.
     """
@@ -57,9 +56,9 @@ class ModelShards:
 
 
 def gather_models(models: Mapping[str, TrainedModel], *, copied: bool) -> ModelShards:
-    """Models by name, with their optimizers.  Every rank of the world makes the call, with the models that it holds.
+    """Gather models, by name, with their optimizers; every rank of the world calls, with its own models.
 
-    `copied`: into separate memory, so that training may continue during the write.
+    `copied`: into separate memory, so training may continue during the write.
     """
     tree: dict[str, Any] = {}
     for name, model in models.items():
@@ -81,10 +80,10 @@ def gather_models(models: Mapping[str, TrainedModel], *, copied: bool) -> ModelS
 
 
 def write_models(folder: Path, shards: ModelShards, group: dist.ProcessGroup) -> None:
-    """Write the files into an empty folder.  Every rank of `group`, the world, makes the call.
+    """Write the files into an empty folder; every rank of `group`, the world, makes the call.
 
-    Raises CheckpointError on all ranks if a shard could not be written; OSError on one rank for a file that only it writes,
-    after the last message, so that the ranks can still agree.
+    Raises CheckpointError on all ranks if a shard fails; OSError on one rank for a file only it writes, after the last
+    message, so that ranks can still agree.
     """
     try:
         torch_checkpoint.save(
@@ -115,7 +114,7 @@ def _size_bytes(models: Mapping[str, TrainedModel]) -> int:
 
 
 def load_models(folder: Path, models: Mapping[str, TrainedModel], updates: Mapping[str, int]) -> None:
-    """Load weights and optimizers, after `updates` optimizer steps; otherwise as `gather_models`.
+    """Load weights and optimizers after `updates` optimizer steps; otherwise as `gather_models`.
 
     Raises CheckpointError if the checkpoint has other models.
     """
@@ -131,9 +130,9 @@ def load_models(folder: Path, models: Mapping[str, TrainedModel], updates: Mappi
 
 
 def load_adapters(folder: Path, name: str, model: RoleModel) -> None:
-    """Load the adapters of a model in evaluation from model `name` of a checkpoint; every rank of the model makes the call.
+    """Load a model's adapters from model `name` of a checkpoint, on every rank of the model.
 
-    Raises CheckpointError if the checkpoint does not have them.
+    Raises CheckpointError if they are missing.
     """
     prefix = f"{name}."
     weights = model.sharded_state_dict(prefix=prefix, metadata={"dp_cp_group": model.groups.collection.dp_cp})
@@ -158,7 +157,7 @@ def _loaded(folder: Path, tree: dict[str, Any], what: str, remedy: str) -> Mappi
 
 
 class _Writer(torch_checkpoint.FileSystemWriter):
-    """Reports the system's error, which torch's archive writer replaces with its own."""
+    """Raises the system's error, which torch's archive writer replaces with its own."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
@@ -234,7 +233,7 @@ class _Shards:
                 yield f"{number}:{self.name}.{name}", param
 
     def _state(self, param: Parameter) -> dict[str, Tensor]:
-        """The optimizer's state of a weight of this tensor and pipeline rank, in the shape of the weight."""
+        """Return the optimizer's state of a weight, in the weight's shape."""
         piece, group = self._pieces.get(param), self._model.model.groups.collection.dp
         names = [*MOMENTS, *([MASTER] if param.dtype != torch.float32 else [])]
         found = {} if piece is None else _parts(piece)

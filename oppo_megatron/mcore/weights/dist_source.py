@@ -1,10 +1,10 @@
-"""Hugging Face tensors read out of a Megatron `torch_dist` checkpoint, whatever layout wrote it, a saved piece at a time.
+"""Hugging Face tensors from a Megatron `torch_dist` checkpoint of any layout, a saved piece at a time.
 
-A pickle can call any function that it names.  So the index (`.metadata`) is read with a closed table of classes, those of
-torch's own index, and each piece by torch's reader of tensors alone (`weights_only`).  `common.pt` is not opened.
+Unpickling can call any named function, so the index (`.metadata`) is read with a closed table of torch's classes, and pieces
+with `weights_only`.  `common.pt` is not opened.
 
 Layers are stacked in one tensor (`decoder.layers.mlp.linear_fc2.weight`) or named (`decoder.layers.7...`).  Tensors are whole:
-the shards of tensor ranks follow each other, and all of gate comes before up.  Norms have transformer-engine's names.
+shards of tensor ranks follow each other, and all of gate precedes up.  Norms have transformer-engine's names.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ ALLOWED = {
 
 
 def read_plain_index(path: Path) -> Any:
-    """torch's `Metadata`.
+    """Return torch's `Metadata`.
 
-    Raises CheckpointError for an index that is not torch's, names other classes, or files outside.
+    Raises CheckpointError if the index is not torch's, or names other classes or files outside.
     """
     try:
         index = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
@@ -66,7 +66,7 @@ def read_plain_index(path: Path) -> Any:
 
 
 def reason_of(error: BaseException) -> str:
-    """One line, without torch's advice to read a refused pickle unsafely."""
+    """Return one line, without torch's advice to read a refused pickle unsafely."""
     text = str(error)
     if "weights_only" not in text:
         return next(iter(text.splitlines()), type(error).__name__)
@@ -93,7 +93,7 @@ NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state", "opt_param_s
 
 
 def saved_names(param: str) -> tuple[tuple[str, int | None], ...]:
-    """The possible keys of a parameter, each with its layer's number if it is stacked."""
+    """Return the possible keys of a parameter, each with its layer's number if stacked."""
     if not param.startswith(LAYERS):
         return ((param, None),)
     number, _, name = param.removeprefix(LAYERS).partition(".")
@@ -104,7 +104,7 @@ def saved_names(param: str) -> tuple[tuple[str, int | None], ...]:
 
 
 def is_weight(key: str) -> bool:
-    """`_extra_state` belongs to transformer-engine's FP8."""
+    """False for other entries, such as `_extra_state` of transformer-engine's FP8."""
     return not key.startswith(NO_WEIGHTS) and not key.endswith("_extra_state") and "._extra_state" not in key
 
 
@@ -121,7 +121,7 @@ class _Place:
 
 
 class DistSource:
-    """A `TensorSource`. Opening compares the index with the shape; rows of a padded vocabulary are left out."""
+    """A `TensorSource`; opening compares the index with the shape and leaves out rows of a padded vocabulary."""
 
     def __init__(self, folder: MegatronFolder, shape: ModelShape):
         self._folder = folder.weights
@@ -278,7 +278,7 @@ def _spans(part: Part, start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def _prefix(saved: Collection[str], folder: MegatronFolder) -> str:
-    """Prefix of the model's keys: none in Megatron-LM, `model.` in NeMo, the role in our runs."""
+    """Return the prefix of the model's keys: none in Megatron-LM, `model.` in NeMo, the role in our runs."""
     found = [name.removesuffix(WORD_EMBEDDING) for name in saved if name.endswith(WORD_EMBEDDING)]
     prefixes = sorted(prefix for prefix in found if not prefix.startswith("optimizer."))
     if folder.prefix is not None:

@@ -1,4 +1,4 @@
-"""Writes a Megatron `torch_dist` checkpoint, and NeMo's configuration, from any source of tensors, one parameter at a time."""
+"""Writes a Megatron `torch_dist` checkpoint and NeMo's configuration from any source, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from oppo_megatron.mcore.weights.hf_weights import put_part
 
 @dataclass(frozen=True)
 class Naming:
-    """A program's names in checkpoints: the prefix of keys, and the scalar head.
+    """A program's names in checkpoints: prefix of keys, and scalar head.
 
-    `keeps_output`: a model with a scalar head cannot be loaded without its unused output layer.
+    `keeps_output`: a model with a scalar head needs its unused output layer to load.
     """
 
     prefix: str = ""
@@ -46,7 +46,7 @@ ALIGNER = Naming("model.", ALIGNER_HEAD, ALIGNER_BIAS, keeps_output=True)
 
 @dataclass(frozen=True)
 class _Saved:
-    """A parameter's place in the saved tensor `key` of shape `size`: all of it, or one layer. Zeros without parts."""
+    """A parameter's place in the saved tensor `key` of shape `size`: all or one layer.  Zeros without parts."""
 
     key: str
     size: tuple[int, ...]
@@ -65,7 +65,7 @@ class _Saved:
 def write_dist(
     shape: ModelShape, source: TensorSource, weights: Path, *, head: Head, dtype: torch.dtype, naming: Naming = MEGATRON
 ) -> int:
-    """Write the tensors of `source` into the folder `weights`; returns their number (stacked layers count as one)."""
+    """Write the tensors of `source` into the folder `weights`; return their number (stacked layers count as one)."""
     planned = list(_planned(shape, head, naming))
     weights.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
@@ -123,9 +123,9 @@ CONFIG_NAME = "model_config.yaml"
 
 
 def nemo_config(shape: ModelShape, head: Head, tokenizer: str) -> dict[str, Any]:
-    """The `model_config.yaml` that NeMo 1 and NeMo-Aligner read next to `model_weights/`, as NeMo's own converters write it.
+    """Return the `model_config.yaml` that NeMo 1 and NeMo-Aligner read next to `model_weights/`.
 
-    `tokenizer` is a Hugging Face tokenizer's folder or name.  Raises ConfigError for models that it cannot describe.
+    `tokenizer`: a Hugging Face tokenizer's folder or name.  Raises ConfigError for models that it cannot describe.
     """
     (window, *others), kind = set(shape.windows), shape.rope["rope_type"]
     lacking = None

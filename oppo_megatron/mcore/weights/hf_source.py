@@ -1,4 +1,4 @@
-"""Sources of Hugging Face tensors: a directory of safetensors, or random numbers keyed by a tensor's name."""
+"""Sources of Hugging Face tensors: safetensors, or random numbers keyed by tensor names."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ BLOCK_ROWS = 1 << 13
 
 
 class TensorSource(Protocol):
-    """Tensors by their Hugging Face name. Shapes are known without reading data."""
+    """Tensors by their Hugging Face name; shapes are known without reading data."""
 
     def names(self) -> Collection[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """Dtype of a tensor; None if it is not floating point (quantised, for example)."""
+        """Dtype of a tensor; None if not floating point (quantised, for example)."""
         ...
 
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
-        """The given region (a slice per dimension) of one tensor, on the CPU, in its stored dtype."""
+        """Return a region (a slice per dimension) of one tensor, on the CPU, in its stored dtype."""
         ...
 
 
 class SafetensorsSource:
-    """The safetensors of a directory. Opening reads all headers, so that a damaged file is found early."""
+    """The safetensors of a directory; opening reads all headers, so damage is found early."""
 
     def __init__(self, directory: Path | str, file: str | None = None):
         self.directory = Path(directory)
@@ -79,7 +79,7 @@ class SafetensorsSource:
 
 
 class DrawnSource(ABC):
-    """Random tensors that depend on the seed and each tensor's name: the same in every layout."""
+    """Random tensors that depend only on seed and tensor names, the same in every layout."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int):
         self._shapes, self._seed = shapes, seed
@@ -120,7 +120,7 @@ class RandomSource(DrawnSource):
 
 
 class OverlaidSource:
-    """A source in which tensors `over` are read from other sources, by their names there."""
+    """A source with tensors `over` read from other sources, by their names there."""
 
     def __init__(self, base: TensorSource, over: Mapping[str, tuple[TensorSource, str]], without: Collection[str] = ()):
         self._base, self._over = base, over
@@ -150,10 +150,10 @@ class FreshHead(OverlaidSource):
 
 
 def open_weights(model: ModelConfig, head: Head, shape_file: Path | None = None) -> tuple[ModelShape, TensorSource]:
-    """Shape and checked source of the weights of a `ModelConfig`.  Reads headers only.
+    """Return shape and checked source of a model's weights, reading only headers.
 
-    `shape_file`: the `config.json` of a Megatron checkpoint that has none.  Raises ConfigError if neither `checkpoint` nor
-    `init` is given, CheckpointError if the weights do not fit the shape.
+    `shape_file`: the `config.json` of a Megatron checkpoint without one.  Raises ConfigError without `checkpoint` and `init`,
+    CheckpointError if the weights do not fit the shape.
     """
     source: TensorSource
     if model.checkpoint is not None:
@@ -183,7 +183,7 @@ def open_directory(directory: Path, shape_file: Path | None = None) -> tuple[Mod
 
 
 def check_source(shape: ModelShape, source: TensorSource, head: Head) -> list[str]:
-    """One sentence for each tensor that is missing, has the wrong shape, or is not part of the model."""
+    """Return a sentence for each tensor that is missing, misshapen or not part of the model."""
 
     def equal(one: str, other: str) -> bool:
         rows = source.shape(one)[0]

@@ -1,4 +1,4 @@
-"""Transfers weights between Hugging Face tensors and the parameters of one rank, one tensor's share at a time."""
+"""Transfers weights between Hugging Face tensors and one rank's parameters, one tensor's share at a time."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def load_weights(
     pp_rank: int = 0,
     pp_size: int = 1,
 ) -> None:
-    """Fill every parameter of one stage in place, cast to the parameter's dtype and device.
+    """Fill every parameter of one stage in place, in its dtype and on its device.
 
-    `model` is the bare model, before DDP and an optimizer.  Reads only this rank's share of each tensor, one at a time.  Raises
-    CheckpointError if the source or the model does not fit `shape`.
+    `model` is bare, before DDP and optimizer.  Reads only this rank's shares.  Raises CheckpointError if the source or the
+    model does not fit `shape`.
     """
     require_source(shape, source, head, "load_weights")
     parts = stage_parts(shape, head, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size)
@@ -56,9 +56,9 @@ def export_weights(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     extra_files: Iterable[Path] = (),
 ) -> None:
-    """Write the model as a Hugging Face directory, whole or not at all.  Every rank of the model makes the call.
+    """Write the model as a Hugging Face directory, whole or not at all; every rank of the model makes the call.
 
-    `model` is this rank's stage, or its chunks.  Groups may be None if their size is one; `dtype` defaults to the parameters'.
+    `model`: this rank's stage or chunks.  Groups may be None if their size is one; `dtype` defaults to the parameters'.
     """
     chunks = [model] if isinstance(model, torch.nn.Module) else model
     out = dtype or next(chunks[0].parameters()).dtype
@@ -90,9 +90,9 @@ def write_gathered(
     *,
     whole: bool = True,
 ) -> None:
-    """Collect the parts of a model on its first rank, tensor by tensor, for `write`; replicas after the first only wait.
+    """Collect a model's parts on its first rank, tensor by tensor, for `write`; other replicas only wait.
 
-    Every rank makes the call, which returns when everything is written.  `whole`: the parts are all parameters.
+    Every rank makes the call, which returns after everything is written.  `whole`: the parts are all parameters.
     """
     if _place(dp_group)[0] == 0:
         values = _gathered(chunks, parts_of, tp_group, pp_group, whole)
@@ -161,7 +161,7 @@ def rewrite_weights(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     extra_files: Iterable[Path] = (),
 ) -> None:
-    """Write a source as a Hugging Face directory.  `dtype` defaults to the narrowest that holds every tensor exactly."""
+    """Write a source as a Hugging Face directory; `dtype` defaults to the narrowest exact one."""
     tensors, out = hf_tensors(shape, head), dtype or common_dtype(shape, source, head)
     values = ((name, source.read(name, tuple(map(slice, size)))) for name, size in tensors.items())
     write_tensors(
@@ -176,7 +176,7 @@ def common_dtype(shape: ModelShape, source: TensorSource, head: Head) -> torch.d
 
 
 def put_part(param: torch.Tensor, part: Part, share: torch.Tensor) -> None:
-    """Store a rank's share of a Hugging Face tensor in its rows of the parameter, padded with zeros."""
+    """Store a rank's share of a Hugging Face tensor in its rows of the parameter, zero-padded."""
     first = 0
     for rows in part.rows:
         piece = share[first : first + rows.stop - rows.start]
@@ -193,7 +193,7 @@ def take_part(param: torch.Tensor, part: Part) -> torch.Tensor:
 def matching_params(
     model: torch.nn.Module, parts: list[Part], tp_size: int, *, whole: bool = True
 ) -> dict[str, torch.nn.Parameter]:
-    """Check that the parameters that `parts` fill exist, and return them; `whole`: there must be no others."""
+    """Return the parameters that `parts` fill, after checking them; `whole`: there must be no others."""
     filled = {part.param for part in parts}
     params = {name: param for name, param in model.named_parameters() if whole or name in filled}
     expected, found = param_shapes(parts, tp_size), {name: tuple(p.shape) for name, p in params.items()}

@@ -1,7 +1,7 @@
 """Writes a Hugging Face directory tensor by tensor: at most one is in memory.
 
-The safetensors format: 8 bytes with the length of a JSON header (little-endian), the header with dtype, shape and byte
-range of each tensor, then the bytes.  Shapes are known before any tensor arrives, so the header can be written first.
+safetensors: 8 bytes with the length of a JSON header (little-endian), the header with dtype, shape and byte range of each
+tensor, then the bytes.  Shapes are known beforehand, so the header comes first.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def require_empty(directory: Path) -> None:
 
 @contextlib.contextmanager
 def whole_directory(directory: Path, extra_files: Iterable[Path] = ()) -> Iterator[Path]:
-    """Yield a folder that becomes `directory` at the end of the block, with copies of `extra_files`, synced to disk.
+    """Yield a folder that becomes `directory` after the block, with copies of `extra_files`, synced to disk.
 
-    An error in the block leaves nothing.  Raises CheckpointError if the directory is not empty.
+    An error leaves nothing.  Raises CheckpointError if the directory is not empty.
     """
     require_empty(directory)
     partial = directory.with_name(f".{directory.name}.partial")
@@ -72,9 +72,9 @@ def write_tensors(
     extra_files: Iterable[Path] = (),
     names: tuple[str, str] = ("config.json", SINGLE_FILE),
 ) -> None:
-    """Write `directory`, whole or not at all: `values`, cast to `dtype`, of the names and shapes `tensors` and in their order.
+    """Write `directory`, whole or not at all: `values` with the names and shapes `tensors`, in their order, as `dtype`.
 
-    `names`: of the file for `config`, and of the tensors' file if there is only one.
+    `names`: the files of `config` and, if there is one shard, the tensors.
     """
     shards = _plan_shards(tensors, dtype.itemsize, max_shard_bytes, names[1])
     coming, progress, number = iter(values), by_time(), 0

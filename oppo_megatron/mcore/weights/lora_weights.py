@@ -1,4 +1,4 @@
-"""Adapters: transfer between peft directories and the parameters of one rank, and merging into the base weights."""
+"""Adapters: transfer between peft directories and one rank's parameters, and merging into base weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class FreshAdapters(DrawnSource):
 
 
 def open_adapters(directory: Path, shape: ModelShape, lora: LoraConfig, head: Head) -> TensorSource:
-    """The tensors of a peft directory. Raises CheckpointError unless they fit; a scalar head may be missing."""
+    """Return the tensors of a peft directory.  Raises CheckpointError unless they fit; a scalar head may be missing."""
     source = SafetensorsSource(directory, ADAPTER_WEIGHTS)
     if problems := adapter_problems(shape, lora, head, stored_of(source)):
         raise CheckpointError(f"{directory}: the adapters do not fit the model:\n{summary(problems)}")
@@ -79,9 +79,9 @@ def export_adapters(
     dp_group: dist.ProcessGroup | None,
     extra_files: Iterable[Path] = (),
 ) -> None:
-    """Write the adapters of a model, its RoleModel chunks on this rank, as a peft directory; otherwise as `export_weights`.
+    """Write the adapters of a model (its RoleModel chunks) as a peft directory; otherwise as `export_weights`.
 
-    `base`: the directory of the base weights; None if these are random.
+    `base`: the directory of the base weights; None if random.
     """
     first = chunks[0]
     lora, shape, head = first.adapters, first.shape, first.head
@@ -120,7 +120,7 @@ def peft_config(lora: LoraConfig, head: Head, base: Path | None) -> dict[str, An
 
 
 class MergedSource(OverlaidSource):
-    """A model's tensors with W + s B A for each W that has adapters, and with the adapters' scalar head."""
+    """A model's tensors with W + s B A for each adapted W, and the adapters' scalar head."""
 
     def __init__(self, base: TensorSource, adapters: TensorSource, scale: float):
         head = PEFT + SCALAR_HEAD
@@ -136,7 +136,7 @@ class MergedSource(OverlaidSource):
 
 
 def merged(base: TensorSource, shape: ModelShape, head: Head, lora: LoraConfig) -> MergedSource:
-    """`base` merged with the adapters of `lora.adapter`. Raises CheckpointError if they do not fit."""
+    """Return `base` merged with the adapters of `lora.adapter`.  Raises CheckpointError if they do not fit."""
     assert lora.adapter is not None
     adapters = open_adapters(lora.adapter, shape, lora, head)
     return MergedSource(base, adapters, lora.scale)

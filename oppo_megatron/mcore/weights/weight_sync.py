@@ -1,8 +1,8 @@
-"""Moves a trained role's weights from the layout of its updates to the layout of decoding or scoring.
+"""Moves trained weights from the layout of updates to the layout of decoding or scoring.
 
-The plan and its execution are megatron-core's (`megatron.core.resharding`).  Version 0.16.1 plans over all ranks of the world
+Plan and execution are megatron-core's (`megatron.core.resharding`), but 0.16.1 plans over all ranks of the world
 (`_RoleWorld`), supports one module per rank (`_Weights`), may fetch a rank's own weights from others (`_nearest_replica`), and
-stages a whole model at once (`_rounds`).  If both layouts are the same, the two models share their parameters.
+stages a whole model at once (`_rounds`).  With equal layouts the two models share parameters.
 """
 
 from __future__ import annotations
@@ -29,22 +29,21 @@ from oppo_megatron.mcore.lora import is_adapter
 from oppo_megatron.mcore.model import RoleModel
 
 ROUND_BYTES = 64 << 20
-"""Bytes that a round stages for each pair of ranks; a larger piece of a tensor is a round of its own."""
+"""Bytes staged per round and pair of ranks; a larger piece is its own round."""
 
 
 @dataclass(frozen=True)
 class MoveReport:
-    """One move; `bytes_moved` from one rank to another, summed over the role's ranks, `seconds` on this rank."""
+    """One move; `bytes_moved` between ranks, summed over the role, `seconds` on this rank."""
 
     bytes_moved: int
     seconds: float
 
 
 class Reallocation:
-    """Moves weights from the trained model chunks to the serving model, both on the same ranks and of one dtype.
+    """Moves weights from trained chunks to the serving model, on the same ranks and of one dtype.
 
-    Every rank of the role makes it at the same point, and calls each `move`.  CUDA tensors are sent directly: groups are
-    NCCL's.
+    Every rank of the role makes it at the same point and calls each `move`.
     """
 
     def __init__(self, training: Sequence[RoleModel], serving: RoleModel, round_bytes: int = ROUND_BYTES):
@@ -61,7 +60,7 @@ class Reallocation:
         self._bytes = self._bytes_between_ranks(plan)
 
     def move(self) -> MoveReport:
-        """Copy the trained weights, bit for bit, into the existing storages of the serving model."""
+        """Copy the trained weights, bit for bit, into the serving model's storages."""
         if self.shared:
             return MoveReport(0, 0.0)
         began = time.perf_counter()
@@ -94,7 +93,7 @@ class Reallocation:
 
 
 def share_parameters(training: RoleModel, serving: RoleModel) -> None:
-    """Replace the parameters of `serving` by the `Parameter` objects of `training`, except adapters that `serving` lacks.
+    """Give `serving` the `Parameter` objects of `training`, except adapters it lacks.
 
     megatron's DDP and optimizers replace the storage of parameters but keep the objects.
     """
@@ -108,10 +107,7 @@ def share_parameters(training: RoleModel, serving: RoleModel) -> None:
 
 
 class GroupCopy(CopyService):
-    """Copies between the ranks of one group; peers are ranks of the group.
-
-    Copies of a pair match in order of submission.
-    """
+    """Copies between a group's ranks, addressed by rank in the group; copies of a pair match in order."""
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = group
@@ -149,7 +145,7 @@ class _Weights:
         return self.named.items()
 
     def named_modules(self) -> tuple[()]:
-        """Empty: the planner would read the layers' numbers from them, which the names already have."""
+        """Empty: the planner would read layer numbers from them, which the names already have."""
         return ()
 
     def piece(self, op: TransferOp) -> Tensor:
@@ -157,9 +153,9 @@ class _Weights:
 
 
 def _weights(chunks: Sequence[RoleModel], *, serving: bool) -> _Weights:
-    """The parameters that change.
+    """Return the parameters that change.
 
-    A last stage's copy of tied embeddings equals these: it is not sent, and is filled from them.
+    A last stage's copy of tied embeddings is not sent but filled from them.
     """
     named: dict[str, Parameter] = {}
     for chunk in chunks:
@@ -181,9 +177,9 @@ def _weights(chunks: Sequence[RoleModel], *, serving: bool) -> _Weights:
 
 
 def _rounds(plan: ReshardPlan, source: _Weights, target: _Weights, round_bytes: int) -> Iterator[ReshardPlan]:
-    """The plan in parts that stage at most `round_bytes` for each pair of ranks, or one piece that is larger.
+    """Split the plan to stage at most `round_bytes` per pair of ranks, or one larger piece.
 
-    The two ranks of a pair see its transfers in the same order, hence in the same rounds.
+    Both ranks of a pair see its transfers in the same order, so in the same rounds.
     """
     sends, receives = _cut(plan.send_ops, source, round_bytes), _cut(plan.recv_ops, target, round_bytes)
     for send_ops, recv_ops in itertools.zip_longest(sends, receives):
@@ -208,16 +204,16 @@ def _nearest_replica(
 ) -> ParameterMetadata:
     """Choose the replica that sends a parameter: the receiving rank's own, else each in turn.
 
-    resharding/utils.py:322 would let every rank fetch its own weights from rank 0 with pure data parallelism.
+    With pure data parallelism, resharding/utils.py:322 would fetch a rank's own weights from rank 0.
     """
     own = [source for source in sources if source.owner_rank == target_rank]
     return own[0] if own else sources[target_rank % len(sources)]
 
 
 class _RoleWorld:
-    """The functions of `torch.distributed` that resharding uses, with the ranks of one group as the world.
+    """The functions of `torch.distributed` that resharding uses, with one group as the world.
 
-    planner.py:261-337 gathers over WORLD, execution.py:59 waits for it: ranks with other models would have to take part.
+    planner.py:261-337 gathers over WORLD and execution.py:59 waits for it, so ranks with other models would take part.
     """
 
     def __init__(self, group: dist.ProcessGroup):

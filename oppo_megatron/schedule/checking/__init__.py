@@ -1,1 +1,1 @@
-"""Checks of a schedule: the dry run in virtual time, and all faults that it or the lists show."""
+"""Checks of a schedule."""

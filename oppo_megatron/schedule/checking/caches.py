@@ -1,7 +1,4 @@
-"""Check that the caches hold what a round adds to them, in every round.
-
-This follows from the sizes of the round's micro-batches in their only permitted order; everything else follows from its shape.
-"""
+"""Check that the caches hold what a round adds; unlike other checks this depends on sizes, so it runs in every round."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ Budgets = Mapping[str, Sequence[KVBudget]]
 
 
 def require_room(round_: Round, budgets: Mapping[str, Mapping[int, KVBudget]]) -> None:
-    """Check the caches of the replicas in `budgets` (by role and replica number).  Raises ScheduleError with each fault."""
+    """Raise ScheduleError with each fault of the caches in `budgets` (by role and replica)."""
     faults = [
         text for role, own in budgets.items() for d, budget in own.items() for text in cache_faults(round_, role, d, budget)
     ]
@@ -29,7 +26,7 @@ def require_room(round_: Round, budgets: Mapping[str, Mapping[int, KVBudget]]) -
 
 
 def cache_faults(round_: Round, role: str, replica: int, budget: KVBudget | None) -> Iterator[str]:
-    """Yield the first fault of one replica's cache; without `budget` its size is not checked."""
+    """Yield the first fault of a replica's cache; without `budget` its size is not checked."""
     cache, prefill = f"the cache of {role} replica {replica}", round_.prefill.get(role, ())
     growths = Batches.of(prefill[replica] if replica < len(prefill) else ()).table[:3]
     if role == "actor" and replica < len(round_.decode):
@@ -62,7 +59,7 @@ def cache_faults(round_: Round, role: str, replica: int, budget: KVBudget | None
 
 
 def _fork_fault(cache: str, growths: Sequence[Sequence[int]], forks: Sequence[Fork]) -> str | None:
-    """Return the first fault of the forks: a source that is not cached in time, or a target that holds other tokens."""
+    """Return the first fault: a source cached too late, or a target with other tokens."""
     cached = {fork.source: fork.held for fork in forks}
     made, left = dict[int, int](), Forks(forks)
     sources = {fork.target: fork for fork in forks}

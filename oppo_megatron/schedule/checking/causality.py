@@ -1,6 +1,6 @@
-"""One pass over each rank's list: nothing is used before it exists, and a role's micro-batches come in order.
+"""Check that each rank uses nothing before it exists, and has micro-batches in order.
 
-Per role a rank holds one hidden state: the one received last, or the result (hidden state, logits) of the last decode or prefill.
+A rank holds one hidden state per role: the last received, or the last result of decode or prefill.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CAUSALITY, ORDER = "causality", "order"
 def causality_faults(
     schedule: Schedule, round_: Round, site: Site, skip: Collection[tuple[int, int]]
 ) -> Iterator[tuple[str, int, int, Action, str]]:
-    """Yield (kind, rank, position, action, text) of each fault; actions at `skip` (rank, position) are ignored."""
+    """Yield (kind, rank, position, action, text) of each fault, except at `skip` (rank, position)."""
     for rank in sorted(schedule.actions):
         state = _RankState(round_, site, coordinates_at(site, rank))
         for position, action in enumerate(schedule.of(rank)):
@@ -37,8 +37,6 @@ def causality_faults(
 
 @dataclass
 class _RankState:
-    """State of one rank after each action."""
-
     round: Round
     site: Site
     coords_by_role: Mapping[str, RankCoordinates]
@@ -50,7 +48,7 @@ class _RankState:
     received_chunk: bool = False
 
     def visit(self, action: Action) -> Iterator[Trouble]:
-        """Yield the faults of the next action, and apply it."""
+        """Yield the action's faults and apply it."""
         this = action.micro_batch, action.step
         if action.op is Op.GATHER:
             yield from self._whole_chunk(gathered=True)
@@ -110,7 +108,7 @@ class _RankState:
             yield CAUSALITY, f"{trouble}; a rank holds one of each role; move it to directly after what makes it"
 
     def _hold(self, what: str, action: Action) -> Iterator[Trouble]:
-        """Hold a state until a decode, prefill, send, sample or score uses it; the actor's last stage prefills for none."""
+        """Hold a state until it is used; nothing uses a prefill of the actor's last stage."""
         if action.role in self.held:
             held, (m, step) = self.held[action.role]
             yield (

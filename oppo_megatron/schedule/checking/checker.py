@@ -1,8 +1,4 @@
-"""Check, before it runs, whether a schedule would hang, violate causality or overflow a cache.
-
-Each rank must have exactly the actions that the round requires; nothing is used before it exists (`causality`); no cache
-overflows (`caches`); a simulation of all ranks completes (`timeline`).  Every action counts, also those of ended sequences.
-"""
+"""Check before a round whether its schedule would hang, violate causality or overflow a cache."""
 
 from __future__ import annotations
 
@@ -23,8 +19,6 @@ from oppo_megatron.schedule.weaving.costs import Costs
 
 
 class FaultKind(str, Enum):
-    """Kinds of faults; each equals its word (`fault.kind == "deadlock"`)."""
-
     MISSING = "missing"  # a required action that no list has
     DOUBLED = "doubled"  # an action that a rank has twice
     FOREIGN = "foreign"  # an action that the round does not require of this rank
@@ -37,9 +31,9 @@ class FaultKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault, at `position` of the list of `rank`; `message` gives the fault, the rule and the remedy.
+    """A fault at `position` of the list of `rank`; `message` has fault, rule and remedy.
 
-    `action` is None if the list lacks the action (`position` is then the list's end), and for caches.
+    `action` is None for missing actions (`position` is the list's end) and caches.
     """
 
     kind: FaultKind
@@ -60,12 +54,12 @@ def check(
     costs: Costs | None = None,
     transport: Transport = GLOO,
 ) -> list[Fault]:
-    """Return every fault of the schedule, causes first.  Raises ScheduleError for the round of another site."""
+    """Return every fault, causes first. Raises ScheduleError if the round has more replicas than the site."""
     return check_timeline(schedule, round, site, budgets, simulate(schedule, round, site, costs, transport))
 
 
 def check_timeline(schedule: Schedule, round: Round, site: Site, budgets: Budgets, timeline: Timeline) -> list[Fault]:
-    """`check` for a schedule that has already been simulated with the same transport."""
+    """Like `check`, for a schedule already simulated with the same transport."""
     faults = [*_inventory(schedule, round, site)]
     flagged = {(fault.rank, fault.position) for fault in faults}
     faults += [
@@ -88,7 +82,7 @@ def require_sound(
     costs: Costs | None = None,
     transport: Transport = GLOO,
 ) -> None:
-    """Raise ScheduleError with all faults of the schedule, if it has any."""
+    """Raise ScheduleError with all faults, if any."""
     faults = check(schedule, round, site, budgets, costs, transport)
     if faults:
         count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
@@ -99,7 +93,7 @@ def require_sound(
 
 
 def _required(round_: Round, site: Site) -> Iterator[Action]:
-    """Yield each action that the round requires, of all ranks, in no particular order.  Raises ScheduleError as `check` does."""
+    """Yield each action that the round requires, of all ranks, unordered. Raises ScheduleError as `check` does."""
     for role, replicas in (("actor", round_.decode), *round_.prefill.items()):
         dp = site.placements[role].dp if role in site.placements else 0
         if len(replicas) > dp:
@@ -126,7 +120,7 @@ def _required(round_: Round, site: Site) -> Iterator[Action]:
 
 
 def _unit(placement: RolePlacement, replica: int, what: tuple[str, int, int, int | None]) -> Iterator[Action]:
-    """Yield the actions and messages of a unit on all stages; `what`: role, micro-batch, chunk and step."""
+    """Yield a unit's actions and messages on all stages; `what`: role, micro-batch, chunk, step."""
     (role, _, _, step), last = what, placement.pp - 1
     first, then = (Op.PREFILL, Op.SCORE) if step is None else (Op.DECODE, Op.SAMPLE)
     for stage in range(placement.pp):
@@ -145,7 +139,7 @@ def _unit(placement: RolePlacement, replica: int, what: tuple[str, int, int, int
 
 
 def _inventory(schedule: Schedule, round: Round, site: Site) -> Iterator[Fault]:
-    """Yield doubled and foreign actions, then those that are missing."""
+    """Yield doubled and foreign actions, then missing ones."""
     done = dict.fromkeys(_required(round, site), False)
     for rank in sorted(schedule.actions):
         chunk_here = False
@@ -169,7 +163,7 @@ def _inventory(schedule: Schedule, round: Round, site: Site) -> Iterator[Fault]:
 
 
 def _unasked(action: Action, round: Round, site: Site, chunk_here: bool) -> tuple[FaultKind, str]:
-    """Return the fault of an action that the round does not require; `chunk_here`: its rank has received a chunk before."""
+    """Return the fault of an action that the round does not require; `chunk_here`: its rank has received a chunk."""
     if action.role not in site.placements:
         return FaultKind.FOREIGN, f"is of no role of the site ({', '.join(site.placements)}); correct the role"
     ranks = site.placements[action.role].ranks
@@ -183,7 +177,7 @@ def _unasked(action: Action, round: Round, site: Site, chunk_here: bool) -> tupl
 
 
 def _deadlocks(timeline: Timeline) -> Iterator[Fault]:
-    """Yield messages received in another order than sent, each cycle of waiting ranks, and each end of a chain of them."""
+    """Yield messages received out of order, each cycle of waiting ranks, and each end of a chain of them."""
     for rank, stuck in sorted(timeline.stuck.items()):
         if stuck.mistaken:
             rule = "messages of a link arrive in the order sent; give both lists the same order"

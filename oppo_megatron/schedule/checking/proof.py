@@ -1,20 +1,11 @@
-"""A quick proof that a generator's timetable is a sound schedule once its messages are added.
+"""Prove quickly, from start times alone, that a timetable is a sound schedule once its messages are added.
 
-It needs only the start times of *units* (a decode with its sample, a prefill with its score).  If `prove` succeeds, `check` finds
-at most caches that overrun, which `require_room` checks in every round.  Lists without a timetable are checked in full.
+`runs_in_time` shows that each stage has exactly the required units (a decode with its sample, a prefill with its score) in the
+only permitted order, and that each starts after all that it waits for. `add_communication` puts a unit's receives directly before
+it and its sends directly after it, so no action is missing, links keep their order, and no ranks wait in a cycle. Only receives
+of drawn tokens, a gather, and chunks (from a rank earlier in `Site.feeds`) follow the units.
 
-A timetable keeps the actions of a unit together, and all tensor ranks of a stage have the same times.  `runs_in_time` shows that
-each stage has exactly the units that the round requires in the only permitted order, and that a unit starts after the same unit
-of the previous stage, and a decode micro-step after the last stage's micro-step of the previous step.
-
-`add_communication` puts the receives of a unit directly before it and its sends directly after it.  So no action is missing,
-doubled or foreign; messages of a link have the order of its stages' units at both ends; and all that is used has been received or
-made directly before.  In the order of starts each unit follows everything that it waits for, so no ranks wait in a cycle.  After
-the units there are only receives of tokens that have been drawn, a gather that all its ranks reach, and chunks, which a rank
-receives from one before it in the order of `Site.feeds`.
-
-A transport may also hold a send until earlier messages of its link have been received.  Then the units are run in each rank's
-order, without times and messages.  If stages have single ranks, that is exact; else a simulation decides what it refuses.
+If the transport holds sends, units are run in each rank's order: exact for stages of single ranks, else a simulation decides.
 """
 
 from __future__ import annotations
@@ -40,11 +31,10 @@ Place = tuple[str, int, int]
 
 @dataclass
 class _Stage:
-    """One pipeline stage: how many units are done, the stages that it waits for, and the ranks that wait for it (`woken`).
+    """A pipeline stage: units done, neighbours, and the ranks that wait for it (`woken`).
 
-    Unit n waits for n + 1 units of the stage before, and from the second decode step (unit `first`) on for n + 1 -
-    `micro_batches` of the last stage.  After unit n a rank waits until the stage after has done n + 1 - (unreceived messages that
-    its link may have).
+    Unit n waits for n + 1 units of `before`, and from the second decode step (unit `first`) for n + 1 - `micro_batches` of
+    `last`. After it a rank waits for n + 1 - (unreceived messages allowed) units of `after`.
     """
 
     ranks: tuple[int, ...]
@@ -62,13 +52,13 @@ class _Stage:
 def require_provable(
     computes: Schedule, round_: Round, site: Site, budgets: Budgets, costs: Costs, transport: Transport = GLOO
 ) -> None:
-    """Raise ScheduleError with all faults of the compute actions, unless they are proved sound; caches are `require_room`'s."""
+    """Raise ScheduleError with all faults unless the compute actions are proved sound; `require_room` checks caches."""
     if not prove(computes, round_, site, transport):
         require_sound(add_communication(computes, round_, site), round_, site, budgets, costs, transport)
 
 
 def prove(computes: Schedule, round_: Round, site: Site, transport: Transport = GLOO) -> bool:
-    """True if the compute actions and their messages are a sound schedule over the transport."""
+    """True if the compute actions and their messages are sound over the transport; caches are not checked."""
     table = computes.actions
     if not (isinstance(table, Timetable) and runs_in_time(table, round_, site)):
         return not check(add_communication(computes, round_, site), round_, site, {}, transport=transport)
@@ -86,7 +76,7 @@ def prove(computes: Schedule, round_: Round, site: Site, transport: Transport = 
 
 
 def runs_in_time(table: Timetable, round_: Round, site: Site) -> bool:
-    """True if they are the units of the round and each starts after everything that it waits for."""
+    """True if these are the round's units and each starts after all that it waits for."""
     counts = {(role, d): count_of((role, d), round_) for role, own in site.placements.items() for d in range(own.dp)}
     if table.site != site or not all(team in table.times for team, count in counts.items() if count.units):
         return False
@@ -128,7 +118,7 @@ def _order(rank: int, table: Timetable, stages: dict[Place, _Stage]) -> list[_St
 
 
 def _runs_through(orders: dict[int, list[_Stage]], most: int) -> bool:
-    """True if all units can be done in each rank's order, with at most `most` unreceived hidden states of a link."""
+    """True if all units can be done in each rank's order, with at most `most` unreceived hidden states per link."""
     position = dict.fromkeys(orders, 0)
     ready = list(orders)
     while ready:
@@ -155,7 +145,7 @@ def _runs_through(orders: dict[int, list[_Stage]], most: int) -> bool:
 
 
 def _held(order: list[_Stage], position: int, most: int) -> bool:
-    """True if the rank still has to send the result of the unit before this position."""
+    """True if the rank still has to send the previous unit's result."""
     if not position:
         return False
     stage = order[position - 1]

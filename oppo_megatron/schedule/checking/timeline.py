@@ -1,8 +1,6 @@
-"""Simulate a schedule in virtual time: the times of each rank's actions, and the ranks that cannot continue.
+"""Simulate a schedule in virtual time: when each action runs, and which ranks cannot continue.
 
-Decode, sample, prefill and score wait for all tensor ranks of their stage, gather for all ranks of the actor.  A send takes no
-time unless the transport holds it; its message arrives `Costs.message_s` later, in the order sent.  A receive waits for its
-message.
+A send takes no time unless the transport holds it; its message arrives `Costs.message_s` later.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ COMPUTE = (Op.DECODE, Op.SAMPLE, Op.PREFILL, Op.SCORE)
 
 
 class Span(NamedTuple):
-    """Start and end of one action, at `position` of its rank's list.  A receive's span is the time that it waited."""
+    """Start and end of an action, at `position` of its list; a receive's span is its wait."""
 
     action: Action
     position: int
@@ -35,7 +33,7 @@ class Span(NamedTuple):
 class Stuck:
     """A rank that cannot continue: `action` waits for `ranks`.
 
-    `mistaken`: another message than the expected one came.  `held`: why the transport holds this send, `remedy` what releases it.
+    `mistaken`: another message came. `held`: why the transport holds this send; `remedy` releases it.
     """
 
     action: Action
@@ -53,7 +51,7 @@ class Stuck:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of every rank, and the ranks that did not reach the end of their lists."""
+    """Spans of every rank, and the ranks that did not finish."""
 
     spans: Mapping[int, tuple[Span, ...]]
     stuck: Mapping[int, Stuck]
@@ -64,14 +62,14 @@ class Timeline:
 
     @property
     def working(self) -> tuple[int, ...]:
-        """Ranks that compute; bubbles are counted over these."""
+        """Ranks that compute."""
         return tuple(r for r in sorted(self.spans) if any(span.action.op in COMPUTE for span in self.spans[r]))
 
     def busy_s(self, rank: int) -> float:
         return sum(span.end_s - span.start_s for span in self.spans[rank] if span.action.op in COMPUTE)
 
     def bubble(self, rank: int | None = None) -> float:
-        """Idle share of the time of `rank` (None: of all working ranks), 0 to 1."""
+        """Idle share of `rank` (None: of all working ranks), 0 to 1."""
         ranks = self.working if rank is None else (rank,)
         total = self.makespan_s * len(ranks)
         return 1 - sum(map(self.busy_s, ranks)) / total if total else 0.0
@@ -93,7 +91,7 @@ def simulate(
 ) -> Timeline:
     """Execute the schedule in virtual time until no rank can continue.
 
-    `begun`: start of each rank's list in seconds (None: 0).  `running`: None if no sequence ends within the round.
+    `begun`: start of each rank's list in seconds (default 0). `running`: None if no sequence ends within the round.
     """
     run = _Run(schedule, round_, site, costs or Costs(), transport, running)
     run.clock.update(begun or {})
@@ -106,22 +104,22 @@ def simulate(
 
 
 def coordinates_at(site: Site, rank: int) -> dict[str, RankCoordinates]:
-    """Coordinates of `rank` in each role that it has a part of."""
+    """Coordinates of `rank` in each of its roles."""
     found = {role: placement.coords(rank) for role, placement in site.placements.items()}
     return {role: coords for role, coords in found.items() if coords is not None}
 
 
 def same_action(a: Action | None, b: Action) -> bool:
-    """True if two actions differ at most in their rank and peer."""
+    """True if two actions differ at most in rank and peer."""
     if a is None or a.op is not b.op or a.micro_batch != b.micro_batch or a.step != b.step:
         return False
     return a.role == b.role and a.chunk == b.chunk
 
 
 class _Run:
-    """Position and clock of each rank, and the messages in flight on each link; `ready`: ranks to be examined.
+    """Position and clock of each rank, messages in flight by link, and ranks to examine (`ready`).
 
-    `taken`: when the messages of each link were received; `made`: links in use (for transports that hold sends).
+    `taken`: when messages were received; `made`: links in use.
     """
 
     def __init__(
@@ -146,13 +144,13 @@ class _Run:
         }
 
     def current(self, rank: int) -> Action | None:
-        """Next action of `rank`; None at the end of its list and for ranks that do not exist."""
+        """Next action of `rank`; None at the end or for unknown ranks."""
         own = self.lists.get(rank, ())
         position = self.position.get(rank, 0)
         return own[position] if position < len(own) else None
 
     def advance(self, rank: int) -> tuple[int, ...] | None:
-        """Execute the rank's next action.  Returns other ranks that may continue now, None if the rank has to wait."""
+        """Execute the next action. Returns other ranks that may continue, or None if the rank must wait."""
         action = self.current(rank)
         if action is None:
             return None
@@ -172,7 +170,6 @@ class _Run:
         return tuple(member for member in group if member != rank)
 
     def explain(self, rank: int) -> Stuck:
-        """Return why `rank` cannot continue."""
         action = self.current(rank)
         assert action is not None
         position = self.position[rank]
@@ -210,7 +207,7 @@ class _Run:
         return (action.peer,) if action.peer in self.lists else ()
 
     def _holder(self, action: Action) -> str | None:
-        """Return why the transport holds a send (None: it does not)."""
+        """Return why the transport holds a send; None if it does not."""
         if not self._meets(action):
             return "the first use of its communicator, for which both ends have to come"
         ahead = self.links[link_of(action)]
@@ -219,7 +216,7 @@ class _Run:
         return None
 
     def _meets(self, action: Action) -> bool:
-        """True if the link of a message is in use, or both its ends are present to begin."""
+        """True if the message's link is in use, or both ends are ready to begin."""
         link = link_of(action)
         if self.transport.made or link in self.made:
             return True
@@ -227,7 +224,7 @@ class _Run:
         return other is not None and other.peer is not None and link_of(other) == link
 
     def _released_s(self, action: Action) -> float:
-        """Time at which a held send is released; its link counts as in use from now on."""
+        """Time at which a held send is released; marks its link as in use."""
         link, moments = link_of(action), [0.0]
         if not self.transport.made and link not in self.made and action.peer is not None:
             self.made.add(link)

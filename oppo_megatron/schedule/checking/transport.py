@@ -1,8 +1,7 @@
-"""The rules of gloo and NCCL that a schedule must keep, as data.
+"""The rules of gloo and NCCL for a schedule.
 
-gloo accepts every message at once.  Over NCCL either end waits for the other in the first use of a communicator; a send ends when
-it is received, and later sends over the communicator wait for that.  Messages arrive in the order sent: NCCL has no tags, but
-each directed link has a communicator of its own, used from one role's stream.
+gloo accepts every message at once. Over NCCL, each end waits for the other in a communicator's first use; a send ends when it is
+received and delays later ones. NCCL has no tags, but each directed link has its own communicator, used from one role's stream.
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ from oppo_megatron.schedule.actions import Payload
 
 @dataclass(frozen=True)
 class Transport:
-    """The rules of one transport.
-
-    `made`: every link was used before the round. `in_flight`: the most unreceived messages of a link, by payload (missing: no
-    limit); a further send blocks its rank. `remedy`: how to avoid that.
+    """`made`: every link was used before the round. `in_flight`: most unreceived messages of a link, by payload (missing: no
+    limit).
     """
 
     name: str
@@ -34,7 +31,7 @@ class Transport:
 
     @property
     def free(self) -> Transport:
-        """This transport with sends that never wait."""
+        """The same transport without held sends."""
         return replace(self, made=True, in_flight={})
 
 
@@ -55,9 +52,9 @@ made during the round.
 
 
 def transport_of(device: str, environment: Mapping[str, str], streams: int) -> Transport:
-    """Return the transport of a run on devices of this type ("cpu", "cuda") with at most `streams` CUDA streams per rank.
+    """Transport for a device type ("cpu", "cuda") with at most `streams` CUDA streams per rank.
 
-    A run uses all hardware queues unless the environment sets a number.
+    All hardware queues are used unless the environment sets a number.
     """
     if device == "cpu":
         return GLOO

@@ -1,1 +1,1 @@
-"""Planning of rounds: the books of all roles, the planner, and the merge of the replicas' tokens."""
+"""Planning of rounds: the books of all roles, and the planner."""

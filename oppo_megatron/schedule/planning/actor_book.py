@@ -1,4 +1,4 @@
-"""The actor's sequences: replicas, cache slots and prefill.  Pure."""
+"""The actor's sequences: replicas, cache slots and prefill."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from oppo_megatron.schedule.weaving.cut import even_ends
 
 
 class Active(NamedTuple):
-    """Sequences to decode: their rows in the book (valid until its next call), replicas, and the tokens each may still get."""
+    """Sequences to decode: rows in the book (valid until its next call), replicas, and tokens each may still get."""
 
     columns: Columns
     rows: Ints
@@ -38,17 +38,17 @@ class Active(NamedTuple):
 class ActorBook(Book):
     """The book of the decoding actor.
 
-    Between rounds an open sequence has all but its last token cached, unless its cache is stale: then the next round begins with
-    its prefill. A cache kept beyond an update is of older weights. If slots are short, sequences admitted first run.
+    Between rounds an open sequence has all but its last token cached, unless an update made its cache stale: then the next round
+    prefills it. If slots are short, sequences admitted first run.
     """
 
     def __init__(self, replicas: int, slots: int, limit: Callable[[int], int], groups: Grouping = ALONE):
-        """`limit(seq_id)`: the most response tokens that the sequence may have."""
+        """`limit(seq_id)`: most response tokens of the sequence."""
         super().__init__(replicas, slots, {LIMIT: ABSENT, OUTLIVED: 0}, groups)
         self._limit = limit
 
     def active(self, rollouts: Sequence[Rollout] | Columns) -> Active:
-        """Return the unfinished rollouts; each has a replica now."""
+        """Return the unfinished rollouts, after giving each a replica."""
         columns = columns_of(rollouts)
         homes, rows = self._replicas.place(columns), self._ledger.rows(columns.seq_ids)
         limits = self._ledger[LIMIT]
@@ -62,7 +62,7 @@ class ActorBook(Book):
         return counts
 
     def steps(self, active: Active, chunk: int) -> int:
-        """Decode steps of the next round: a chunk, or fewer if no sequence may grow as much."""
+        """Decode steps of the next round: a chunk, or fewer if no sequence has room."""
         return min(chunk, int(active.rooms.max(initial=0)))
 
     def plan(
@@ -76,7 +76,7 @@ class ActorBook(Book):
     ) -> list[ReplicaWork]:
         """Plan the prefill and decoding of each replica.
 
-        `order(seq_ids)` sorts open sequences by their cache slots, on ranks that hold them.
+        `order(seq_ids)` sorts open sequences by cache slot, on ranks that hold them.
         """
         columns, rows, homes, rooms = active if isinstance(active, Active) else self.active(active)
         running, new = self._admit(rows, homes)
@@ -101,7 +101,7 @@ class ActorBook(Book):
         return self._works(ours)
 
     def _in_line(self, rows: Ints, before: Ints, new: Ints, order: Callable[[Sequence[int]], list[int]]) -> Ints:
-        """Return positions in `rows`: `before` (opened in earlier rounds) sorted by `order`, then `new`."""
+        """Return positions in `rows`: `before` (open earlier) sorted by `order`, then `new`."""
         ledger = self._ledger
         before = before[np.argsort(ledger[OPENED][rows[before]], kind="stable")]
         position = np.empty(len(ledger), dtype=np.int64)
@@ -110,7 +110,7 @@ class ActorBook(Book):
         return np.concatenate([position[ledger.rows(np.array(ordered, dtype=np.int64))], new])
 
     def runs(self, rollouts: Sequence[Rollout] | Columns) -> Bools:
-        """True for the rollouts that run in the last planned round."""
+        """True for rollouts that run in the last planned round."""
         run: Bools = self._ledger[CACHED][self._ledger.rows(columns_of(rollouts).seq_ids)] != ABSENT
         return run
 
@@ -132,7 +132,7 @@ class ActorBook(Book):
 
     @property
     def outlived(self) -> Mapping[int, int]:
-        """Updates since the cache of each sequence was begun; sequences with 0 are left out."""
+        """Updates since each sequence's cache was begun, if any."""
         return dict(self._ledger.pairs(OUTLIVED, self._ledger[OUTLIVED] > 0))
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class ActorBook(Book):
         return current
 
     def _admit(self, rows: Ints, homes: Ints) -> tuple[Bools, Bools]:
-        """Give free slots to sequences without one.  Returns masks of running sequences and of new slots."""
+        """Give free slots to sequences without one. Returns masks of running sequences and new slots."""
         new = self._ledger[CACHED][rows] == ABSENT
         if len(self._short(homes[new])):
             places = np.flatnonzero(new)

@@ -1,6 +1,6 @@
-"""Cached and computed tokens of every rollout in a role, the same on all ranks that plan a round.  Pure.
+"""Cached and computed tokens of every rollout in a role, the same on all ranks that plan a round.
 
-A rank keeps the books of all replicas, but packs micro-batches only for its own (`own`); the caches follow the books.
+A rank keeps the books of all replicas, but packs micro-batches only for its `own`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ updates since the cache was begun."""
 class Grouping:
     """Groups of `size` sequences with neighbouring ids answer one prompt and share a replica.
 
-    `fork`: the prompt's cache is computed once per group and forked. `greedy`: the last of each group is decoded greedily.
+    `fork`: compute the prompt's cache once per group. `greedy`: decode the last of each group greedily.
     """
 
     size: int = 1
@@ -40,9 +40,9 @@ ALONE = Grouping()
 
 @dataclass
 class ReplicaWork:
-    """Work of one replica's cache in a round: close (`evict`), open, prefill; `done` is closed at the end.
+    """Work of one replica's cache in a round, in order: close `evict`, open, prefill; at the end close `done`.
 
-    A fork is made as soon as its source has enough cached: before the first prefill, or after that of its source.
+    A fork is made as soon as its source has enough cached.
     """
 
     evict: list[int] = field(default_factory=list)
@@ -54,15 +54,12 @@ class ReplicaWork:
 
     @property
     def num_staying(self) -> int:
-        """Sequences that grow in the round and keep their slots."""
+        """Sequences that grow and keep their slots."""
         return Batches.of(self.decode or self.prefill).ends[-1] - len(self.done)
 
 
 class Book:
-    """Base of the books of all roles: `slots` per replica's cache; at most `most` sequences of a group (None: all).
-
-    `prefilled_tokens` and `forked_tokens` count what plans compute and what forks save, on all replicas.
-    """
+    """Base of all books: `slots` per replica's cache; at most `most` sequences of a group (None: all)."""
 
     def __init__(
         self,
@@ -87,11 +84,11 @@ class Book:
         return self._replicas.of(seq_id)
 
     def homes(self, rollouts: Sequence[Rollout] | Columns) -> Ints:
-        """Return the replica of each rollout of a planned round."""
+        """Return the replica of each rollout."""
         return self._ledger[REPLICA][self._ledger.rows(columns_of(rollouts).seq_ids)]
 
     def num_open(self, replica: int) -> int:
-        """Sequences that keep a slot after the last planned round."""
+        """Sequences with a slot after the last planned round."""
         return int(self._num_open[replica])
 
     def state_dict(self) -> dict[str, Any]:
@@ -102,7 +99,7 @@ class Book:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; the caches must hold what it records."""
+        """Continue from `state`; the caches must match it."""
         self._replicas.load_state_dict(state["replicas"])
         for replica, cached in enumerate(state["cached"]):
             rows = self._ledger.enter(CACHED, cached)
@@ -110,7 +107,7 @@ class Book:
             self._num_open[replica] = len(rows)
 
     def cached(self, replica: int) -> dict[int, int]:
-        """Cached tokens of each sequence with a slot, in the order of opening."""
+        """Cached tokens by sequence, in the order of opening."""
         seq_ids = self._open_ids(replica)
         return dict(zip(seq_ids.tolist(), self._ledger[CACHED][self._ledger.rows(seq_ids)].tolist(), strict=True))
 
@@ -133,7 +130,7 @@ class Book:
         self._num_opened += len(rows)
 
     def _short(self, homes: Ints) -> Ints:
-        """Replicas with too few slots for one more sequence for each of `homes`."""
+        """Replicas without enough slots for `homes`, one each."""
         return np.flatnonzero(self._num_open + np.bincount(homes, minlength=len(self)) > self.slots)
 
     def _ours(self, own: Collection[int] | None) -> dict[int, ReplicaWork]:
@@ -144,7 +141,7 @@ class Book:
         return [ours.get(replica, elsewhere) for replica in range(len(self))]
 
     def _current(self) -> Bools:
-        """True for rows that have the whole prompt cached by the present weights."""
+        """True for rows with the whole prompt cached by the present weights."""
         current: Bools = self._ledger[CACHED] > 0
         return current
 
@@ -153,10 +150,10 @@ class Book:
         return self.groups.size > 1 and self.groups.fork
 
     def _sources(self, rows: Ints, depth: Ints, wanting: Bools | None = None) -> Ints:
-        """Return for each of `rows` the sequence to fork at `depth` tokens (the prompt), ABSENT if it forks none.
+        """For each of `rows`, return the sequence to fork at `depth` (the prompt), or ABSENT; one of a group computes the prompt
+        if necessary.
 
-        `wanting`: True for sequences that are prefilled in this round, or wait for it. The first of a group computes it if none
-        has.
+        `wanting`: True for sequences prefilled in this round.
         """
         sources = np.full(len(rows), ABSENT, dtype=np.int64)
         if not self.forks:
@@ -184,7 +181,7 @@ class Book:
 
 
 def packed(growths: Growths, which: Ints, forks: Sequence[Fork], budget: int, memo: Memo) -> Batches:
-    """Pack the growths at `which` into prefill micro-batches of at most `budget` tokens, forks after their sources."""
+    """Pack the growths at `which` into prefill micro-batches of at most `budget` tokens, fork targets after sources."""
     late = np.isin(growths.seq_ids[which], [fork.target for fork in forks if fork.held < fork.tokens])
     found = []
     for part in (which[~late], which[late]) if late.any() else (which,):

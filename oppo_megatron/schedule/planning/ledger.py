@@ -1,7 +1,4 @@
-"""Arrays of numbers indexed by sequence id, for the books, which keep thousands of sequences.
-
-Ids in use are close together, so a number is at (id - first id) of its column, as long as the range of ids in use.
-"""
+"""Columns of integers by sequence id: a number is at (id - first id), because ids in use are close together."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ ABSENT = -1
 
 
 class Ledger:
-    """Columns by name, each with its value for sequences that are not in use (as `entered` shows)."""
+    """Columns by name, with the value that each has for unused sequences; column `entered` shows which are in use."""
 
     def __init__(self, entered: str, columns: Mapping[str, int]):
         self._entered, self._unset = entered, dict(columns)
@@ -34,7 +31,7 @@ class Ledger:
         self._columns: dict[str, Ints] = {name: np.zeros(0, dtype=np.int64) for name in columns}
 
     def __getitem__(self, name: str) -> Ints:
-        """Return a column, indexed by `rows`; valid until the next call of `rows`."""
+        """Return a column, valid until the next call of `rows`."""
         return self._columns[name]
 
     def rows(self, seq_ids: Ints) -> Ints:
@@ -48,7 +45,7 @@ class Ledger:
         return rows + self._first
 
     def row(self, seq_id: int) -> int:
-        """Return the row of one sequence in use.  Raises KeyError for others."""
+        """Return the row of a sequence. Raises KeyError if it is not in use."""
         row = seq_id - self._first
         if not (0 <= row < len(self) and self._columns[self._entered][row] != self._unset[self._entered]):
             raise KeyError(seq_id)
@@ -61,11 +58,11 @@ class Ledger:
         return self.ids(np.flatnonzero(mask))
 
     def pairs(self, name: str, mask: npt.NDArray[np.bool_]) -> Pairs:
-        """Return (id, number) of the rows at which `mask` is True."""
+        """Return (id, number) of the rows in `mask`."""
         return list(zip(self.where(mask).tolist(), self[name][mask].tolist(), strict=True))
 
     def enter(self, name: str, pairs: Pairs) -> Ints:
-        """Set the numbers of sequences.  Returns their rows."""
+        """Set numbers by sequence. Returns their rows."""
         table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         rows = self.rows(table[:, 0])
         self[name][rows] = table[:, 1]
@@ -76,7 +73,7 @@ class Ledger:
             self._columns[name][:] = unset
 
     def _make_room(self, low: int, high: int) -> None:
-        """Make room for ids low to high and those in use; twice as much as needed, so that this is rare."""
+        """Make room for ids low to high and those in use; twice as much, so that this is rare."""
         used = self.where(self._columns[self._entered] != self._unset[self._entered])
         if len(used):
             low, high = min(low, int(used[0])), max(high, int(used[-1]))
@@ -90,7 +87,7 @@ class Ledger:
 
 
 def ordinal(groups: Ints) -> Ints:
-    """Return for each element the number of earlier elements of the same group."""
+    """For each element, count the earlier elements of its group."""
     order = np.argsort(groups, kind="stable")
     ordered = groups[order]
     starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])) if len(groups) else order
@@ -101,7 +98,7 @@ def ordinal(groups: Ints) -> Ints:
 
 
 class Memo:
-    """The last answers of pure functions of integers and arrays, since scorers of one layout mostly ask for the same."""
+    """Last answers of pure functions of integers and arrays; scorers of one layout mostly ask for the same."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], object] = {}

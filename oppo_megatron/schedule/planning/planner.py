@@ -1,6 +1,6 @@
-"""Plan the rounds of a run: the books give the work, a generator its order, and the checker proves the result.
+"""Plan rounds: books give the work, a generator orders it, and the checker proves the result.
 
-Every rank reaches the same schedule, because the books advance by chunks that every rank records.
+All ranks reach the same schedule, because books advance by recorded chunks.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ Order = Callable[[Sequence[int]], list[int]]
 
 @dataclass(frozen=True)
 class PlannedRound:
-    """A round, the work of each replica of each role, and the schedule, whose chunks count from 1 (`Schedule.shifted`).
+    """A round, its work by role and replica, and its schedule, with chunks counted from 1 (`Schedule.shifted`).
 
-    A planner of one rank has the micro-batches of its component's replicas, and its own list.
+    The planner of one rank has its component's micro-batches and its own list.
     """
 
     round: Round
@@ -59,7 +59,7 @@ class PlannedRound:
 
 @dataclass(frozen=True)
 class BookedRound:
-    """The work of a round before it is ordered: decode steps, and work of each replica of each role."""
+    """A round's work by role and replica, before it is ordered."""
 
     steps: int
     works: Mapping[str, Sequence[ReplicaWork]]
@@ -76,10 +76,9 @@ class BookedRound:
 
 @dataclass
 class RoundPlanner:
-    """The planner of one rank: it plans and checks that rank's `Component`.  Without `rank`, of all ranks together.
+    """Plans and checks the `Component` of `rank` (None: all ranks).
 
-    `micro_batch_tokens` bounds every prefill micro-batch, `max_length` every cached sequence. Scorers in `late` read nothing in
-    rounds that decode.
+    `micro_batch_tokens` bounds prefill micro-batches, `max_length` cached sequences. Scorers in `late` skip rounds that decode.
     """
 
     site: Site
@@ -112,7 +111,7 @@ class RoundPlanner:
     ) -> PlannedRound:
         """Plan the round that decodes up to `chunk` tokens of each of `decode` and scores the new tokens of `score`.
 
-        Roles whose outputs are discarded after the step read only `readable` sequences (None: all). Raises ScheduleError.
+        The critic, whose outputs an update makes stale, reads only `readable` (None: all). Raises ScheduleError.
         """
         booked = self.book(decode, score, chunk, order, readable)
         works, round_ = booked.works, booked.round(index)
@@ -130,7 +129,7 @@ class RoundPlanner:
         order: Order,
         readable: Ints | None = None,
     ) -> BookedRound:
-        """First half of `plan`: take the round's work from the books, which count it as done, without ordering it."""
+        """First half of `plan`: take the work from the books, which count it as done."""
         active, unread = self.actor.active(decode), dict[str, Unread]()
         scored = some = columns_of(score)
         perishable = any(book.perishable for book in self.scorers.values())
@@ -163,7 +162,7 @@ class RoundPlanner:
         return sum(book.prefilled_tokens for book in (self.actor, *self.scorers.values()))
 
     def learn(self, costs: Costs) -> None:
-        """Plan by `costs` from now on, on all ranks between the same two rounds; cuts are kept until times differ by NEARLY."""
+        """Plan by `costs` from now on (on all ranks at once); cuts are kept until times differ by NEARLY."""
         self.costs = costs
         self._known.clear()
         slots, pp = self.actor.slots, self.site.placements["actor"].pp
@@ -173,7 +172,7 @@ class RoundPlanner:
             self._sought_by = costs
 
     def reset_perishable(self) -> list[str]:
-        """Discard results of scorers that are trained, after their weights changed.  Returns their names."""
+        """Discard results of trained scorers after an update. Returns their names."""
         stale = [name for name, book in self.scorers.items() if book.perishable]
         for name in stale:
             self.scorers[name].reset()
@@ -183,7 +182,7 @@ class RoundPlanner:
         return None if self._component is None else self._component.replicas.get(role, ())
 
     def _cut(self, decode: Active, unread: Mapping[str, Unread], steps: int) -> Cut:
-        """Return decode micro-batches per replica, and the token budget of a scorer's prefill micro-batch."""
+        """Return decode micro-batches per replica, and tokens of a scorer's prefill micro-batch."""
         (micro_batches, asked), placement = self.weave, self.site.placements["actor"]
         tokens = None if asked == "auto" else min(asked, self.micro_batch_tokens)
         if self.generator != "woven" or placement.pp == 1:
@@ -213,7 +212,7 @@ class RoundPlanner:
         return [name for name in self.scorers if any(actor.coords(rank) is not None for rank in placements[name].ranks)]
 
     def _schedule(self, round_: Round, budgets: Budgets) -> Schedule:
-        """Return the schedule of the round's shape, checked once per shape; `require_room` checks sizes in every round."""
+        """Return the schedule of the round's shape, checked once; `require_room` checks sizes."""
         component = self._component
         part = round_ if component is None else component.part(round_)
         shape = replace(part, index=1)
@@ -226,7 +225,7 @@ class RoundPlanner:
         return self._known[key]
 
     def _checked(self, shape: Round, budgets: Budgets) -> Schedule:
-        """Build and check a schedule once per shape; of a component's model, keep only this rank's list."""
+        """Build and check a schedule once per shape; of a component's model, keep this rank's list."""
         key, component = (shape.steps, _counts(shape)), self._component
         if key not in self._known:
             site = self.site if component is None else component.model
@@ -246,7 +245,7 @@ class RoundPlanner:
         return self._known[key]
 
     def _ordered(self, shape: Round, site: Site) -> tuple[Schedule, Transport]:
-        """Return the generator's schedule, or a fallback if held sends could deadlock, and the rules that are left to check."""
+        """Return the generator's schedule, or a fallback if held sends could deadlock, and the rules left to check."""
         if isinstance(self._generate, CustomGenerator):
             return self._generate(shape, site, self.costs), self.transport
         generator, computes = self._passing(shape, site)
@@ -263,7 +262,7 @@ class RoundPlanner:
         return Schedule(lists), self.transport
 
     def _passing(self, shape: Round, site: Site) -> tuple[Generator, Schedule]:
-        """Return the first of the own generator, `intra` and `one_by_one` whose sends cannot deadlock, and its schedule."""
+        """Return the first of the own generator, `intra` and `one_by_one` without deadlock, and its schedule."""
         for generator in (self._generate, intra):
             computes = generator(shape, site, self.costs)
             if not self.transport.holds or prove(computes, shape, site, self.transport):
@@ -293,13 +292,13 @@ def _counts(part: Round) -> tuple[object, ...]:
 
 
 def median(numbers: Ints) -> int:
-    """Median of non-negative integers, rounded down; counted, not sorted, as there are tens of thousands below a few thousand."""
+    """Median of non-negative integers, rounded down; counts them, which is faster than sorting many small ones."""
     smaller = np.cumsum(np.bincount(numbers))
     middle = np.array([(len(numbers) - 1) // 2, len(numbers) // 2])
     return int(np.searchsorted(smaller, middle, side="right").sum()) // 2
 
 
 def _coarse(number: int) -> int:
-    """Round up to three binary digits, so that rounds of similar size share a cut."""
+    """Round up to three binary digits, so that similar rounds share a cut."""
     unit = 1 << max(0, number.bit_length() - 3)
     return -(-number // unit) * unit

@@ -1,4 +1,4 @@
-"""The sequences of a scoring role: replicas, cache slots, and the tokens and outputs still due.  Pure."""
+"""A scoring role's sequences: replicas, cache slots, and tokens and outputs still due."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from oppo_megatron.schedule.rounds import Growths
 
 
 class Unread(NamedTuple):
-    """Sequences with tokens that a role has not read; `cached` is ABSENT without a slot, `targets` the tokens to be read."""
+    """Sequences with unread tokens; `cached` is ABSENT without a slot; `targets`: tokens to read."""
 
     columns: Columns
     rows: Ints
@@ -39,10 +39,9 @@ class Unread(NamedTuple):
 class ScoringBook(Book):
     """The book of a scoring role; without `reads_greedy` it ignores greedy sequences.
 
-    The reward model reads every token and gives one score at the last, or one at each response token (`every_token`). Reference
-    and critic give an output for response token t from position P + t - 1, so they never read the last one. A sequence's slot is
-    freed when its outputs are complete. If slots are short, a finished sequence takes the slot of the youngest unfinished one,
-    which is prefilled again later; its outputs stay valid.
+    The reward model reads every token and scores the last, or each response token (`every_token`). Reference and critic give
+    response token t from position P + t - 1, so they never read the last. A complete sequence frees its slot. If slots are short,
+    finished sequences evict the youngest unfinished ones, which are prefilled again later; their outputs stay valid.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class ScoringBook(Book):
         return bool(self._missing(columns, *self._state(columns)).any())
 
     def unread(self, rollouts: Sequence[Rollout] | Columns) -> Unread:
-        """Return the sequences with unread tokens; every sequence has a replica now."""
+        """Return the sequences with unread tokens, after giving each a replica."""
         columns = self._incomplete(rollouts)
         homes = self._replicas.place(columns)
         rows, cached, targets = self._state(columns)
@@ -74,7 +73,7 @@ class ScoringBook(Book):
         return found if missing.all() else found.at(np.flatnonzero(missing))
 
     def pending(self, rollouts: Sequence[Rollout] | Columns | Unread) -> tuple[Ints, Ints]:
-        """Return replica and number of new tokens of each sequence with tokens to read."""
+        """Return replica and number of new tokens of each sequence to read."""
         columns, rows, homes, cached, targets = rollouts if isinstance(rollouts, Unread) else self.unread(rollouts)
         cached = np.maximum(cached, 0)
         depth = self._depth(columns)
@@ -86,7 +85,7 @@ class ScoringBook(Book):
     def plan(
         self, rollouts: Sequence[Rollout] | Columns | Unread, budget: int, own: Collection[int] | None = None
     ) -> list[ReplicaWork]:
-        """Return the work of every replica, in micro-batches of at most `budget` tokens; the book counts it as done."""
+        """Return every replica's work, in micro-batches of at most `budget` tokens; the book counts it as done."""
         ours = self._ours(own)
         admitted = self._admit(rollouts if isinstance(rollouts, Unread) else self.unread(rollouts), ours)
         self._fork(admitted, ours)
@@ -101,7 +100,7 @@ class ScoringBook(Book):
         return self._works(ours)
 
     def forget(self, *seq_ids: int, unread: bool = False) -> None:
-        """Remove trained sequences; `unread`: they leave untrained, whatever was read of them."""
+        """Remove trained sequences; `unread`: they leave untrained, whether or not they were read."""
         rows = self._ledger.rows(np.array(seq_ids, dtype=np.int64))
         held = rows[self._ledger[CACHED][rows] != ABSENT]
         assert unread or not len(held), f"{self.role}: sequence {self._ledger.ids(held).min()} was trained unscored"
@@ -138,7 +137,7 @@ class ScoringBook(Book):
         return columns.at(left)
 
     def _depth(self, columns: Columns) -> Ints:
-        """Prompt tokens that need no output of this role: the length at which its cache may fork."""
+        """Length at which the cache may fork: prompt tokens that need no output."""
         return columns.prompt_tokens - (self.role != "reward")
 
     def _state(self, columns: Columns) -> tuple[Ints, Ints, Ints]:
@@ -150,7 +149,7 @@ class ScoringBook(Book):
         return missing
 
     def _admit(self, unread: Unread, ours: Mapping[int, ReplicaWork]) -> Unread:
-        """Give slots to sequences without one, finished ones first, and record them in `ours`.  Returns those with slots."""
+        """Give slots, to finished sequences first, and record them in `ours`. Returns sequences with slots."""
         columns, rows, homes, cached, _ = unread
         new = np.flatnonzero(cached == ABSENT)
         if not len(new):
@@ -169,7 +168,7 @@ class ScoringBook(Book):
         return now.at(np.flatnonzero(now.cached != ABSENT)) if len(short) else now
 
     def _make_way(self, replica: int, columns: Columns, work: ReplicaWork) -> None:
-        """Let finished sequences take the slots of unfinished ones."""
+        """Let finished sequences take slots of unfinished ones."""
         wanted = list(zip(columns.seq_ids.tolist(), columns.finished.tolist(), strict=True))
         finished = {seq_id for seq_id, ended in wanted if ended}
         cached = set(self._open_ids(replica).tolist())
@@ -187,7 +186,7 @@ class ScoringBook(Book):
         self._open(self._ledger.rows(np.array(work.open, dtype=np.int64)))
 
     def _fork(self, admitted: Unread, ours: Mapping[int, ReplicaWork]) -> None:
-        """Fork prompts that other sequences compute; records them in `ours` and `cached`."""
+        """Fork prompts that others compute; records them in `ours` and `cached`."""
         columns, rows, homes, cached, _ = admitted
         depth = self._depth(columns)
         sources = self._sources(rows, depth)

@@ -1,8 +1,4 @@
-"""Add messages to a schedule of compute actions.
-
-A send directly follows the action that produces its content; a receive comes directly before the action that needs it.  So the
-messages of a link are received in the order sent, and the lists stay free of deadlock.
-"""
+"""Add messages to a schedule: sends directly after their source, receives directly before their use, so nothing deadlocks."""
 
 from __future__ import annotations
 
@@ -17,16 +13,15 @@ from oppo_megatron.schedule.rounds import Round, Site
 def add_communication(schedule: Schedule, round: Round, site: Site) -> Schedule:
     """Return the schedule with its messages.
 
-    Activations go from each stage to the next. Drawn tokens go from the last stage to all others, which receive them before the
-    next decode micro-step of the same sequences, or at the end of the list. Then the actor's replicas gather their chunks, and
-    each rank without the actor receives the whole chunk.
+    Hidden states go to the next stage, drawn tokens from the last stage to all others, which receive them before the next step or
+    at the list's end. Then the actor's replicas gather their chunks, and ranks without the actor receive the whole chunk.
     """
     lists = {rank: messages_of(rank, schedule, round, site) for rank in site.ranks}
     return Schedule({rank: own for rank, own in lists.items() if own})
 
 
 def messages_of(rank: int, schedule: Schedule, round: Round, site: Site) -> tuple[Action, ...]:
-    """Return the rank's list with its messages; actions of a role that it has no part of are left to the checker."""
+    """Return the rank's list with its messages; actions of foreign roles are left to the checker."""
     placements, own = site.placements, schedule.of(rank)
     coords_by_role = {role: placement.coords(rank) for role, placement in placements.items()}
     return (
@@ -41,7 +36,7 @@ def messages_of(rank: int, schedule: Schedule, round: Round, site: Site) -> tupl
 
 
 def with_messages(action: Action, placement: RolePlacement, coords: RankCoordinates) -> Iterator[Action]:
-    """Yield an action with the receives before and the sends after it; `coords` are its rank's."""
+    """Yield an action between its receives and sends; `coords` are its rank's."""
     replica, stage, shard = coords
     last = placement.pp - 1
     if action.op in (Op.DECODE, Op.PREFILL):
@@ -58,7 +53,7 @@ def with_messages(action: Action, placement: RolePlacement, coords: RankCoordina
 
 
 def _last_tokens(actions: tuple[Action, ...], actor: RolePlacement) -> Iterator[Action]:
-    """Yield receives of the tokens after which this rank has no decode micro-step."""
+    """Yield receives of tokens after which this rank has no decode micro-step."""
     final: dict[int, Action] = {}
     for action in actions:
         if action.op is Op.DECODE:
@@ -71,7 +66,7 @@ def _last_tokens(actions: tuple[Action, ...], actor: RolePlacement) -> Iterator[
 
 
 def _spread(rank: int, chunk: int, site: Site) -> Iterator[Action]:
-    """Yield the messages that spread the chunk to all ranks, at the end of a list."""
+    """Yield the messages that spread the chunk."""
     actor = site.placements["actor"]
     decoding = actor.coords(rank) is not None
     if actor.dp > 1 and decoding:

@@ -1,14 +1,11 @@
-"""The part of a site that one rank's schedule depends on, with its tensor ranks taken as one.
+"""The part of a site that a rank's schedule depends on, with its tensor ranks taken as one.
 
-Ranks are *tied* if a replica of a role is on both; a rank's component is everything tied to it, directly or through others. A
-generator gives the rank the same list from its component as from the whole site, because nothing outside uses its ranks. Ranks
-with the same replica and stage of every role are one *class*. A component is planned and checked with one rank per class (the
-*model*); a rank executes the compute actions of its class, with messages between ranks of its own shard.
+A rank's component is everything tied to it by shared replicas, directly or through others. Nothing outside uses its ranks, so a
+generator gives the rank the same list from its component as from the whole site. Ranks with the same replica and stage of every
+role are one *class*; the *model*, which is planned and checked, has one rank per class.
 
-A proof of the model holds for the component, because a message of the model represents one of each shard, with its other end in
-the same order. Proofs of all components hold for the whole: they share no rank and no cache, and the only common messages end a
-list: the gather of the actor's replicas, then the chunk's, which a listener receives from a rank before it in the order of
-`Site.feeds`.
+Proofs of all models hold for the site: a message of the model represents one of each shard, in the same order at both ends, and
+components share only the gather and the chunks that end their lists.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Component:
-    """The component of `rank` in `site`: its replicas by role, ascending, and its model, where `member` represents `rank`."""
+    """Component of `rank`: replicas by role, ascending, and its model, in which `member` represents `rank`."""
 
     site: Site
     rank: int
@@ -51,7 +48,7 @@ class Component:
         return replace(round, decode=decode, prefill=prefill, forks=forks)
 
     def own_list(self, model: Schedule, shape: Round) -> tuple[Action, ...]:
-        """Return the list of `rank` with its messages, from the compute actions of `member` in `model`."""
+        """Return the rank's list with messages, from the compute actions of `member` in `model`."""
         own = (Action(self.rank, a.op, a.role, a.micro_batch, a.chunk, a.step) for a in model.of(self.member))
         return messages_of(self.rank, Schedule({self.rank: tuple(own)}), shape, self.site)
 
@@ -84,7 +81,7 @@ def _tied(site: Site, rank: int) -> set[Team]:
 
 
 def _classes(site: Site, replicas: Mapping[str, tuple[int, ...]]) -> dict[int, int]:
-    """Map each rank of the component to the lowest rank of its class, or to itself if classes divide stages unequally."""
+    """Map each rank to the lowest of its class, or to itself if classes divide stages unequally."""
     ranks = sorted({rank for role, own in replicas.items() for d in own for rank in site.placements[role].replica_ranks(d)})
     first: dict[tuple[tuple[int, int] | None, ...], int] = {}
     classes = {}
@@ -98,7 +95,7 @@ def _classes(site: Site, replicas: Mapping[str, tuple[int, ...]]) -> dict[int, i
 def _divisions(
     placement: RolePlacement, replicas: tuple[int, ...], classes: Mapping[int, int]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield for each stage of each replica, per shard, the first shard of the same class."""
+    """Yield for each stage, per shard, the first shard of its class."""
     for replica in replicas:
         for stage in range(placement.pp):
             own = [classes[rank] for rank in placement.stage_ranks(replica, stage)]

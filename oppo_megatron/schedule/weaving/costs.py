@@ -1,4 +1,4 @@
-"""The cost model for planning: durations of actions, their fit to measured times, and costs as JSON."""
+"""The cost model: durations of actions, fitted to measured times, and costs as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOMENTS = 5
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Seconds of an action on `n` tokens: `fixed_s` + n * `per_token_s`."""
+    """Seconds of an action on n tokens: `fixed_s` + n * `per_token_s`."""
 
     fixed_s: float
     per_token_s: float
@@ -38,10 +38,9 @@ def at_stage(lines: Lines, stage: int) -> Linear:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one pipeline stage's actions.  `prefill` is by role; a missing role costs `default_prefill`.
+    """Seconds of one stage's actions: `decode` and `sample` of n sequences, `score` of n rows, `message_s` of any message.
 
-    `decode` and `sample` are per micro-step (n sequences), `score` per n output rows, `message_s` for any message. Only the last
-    stage has `sample` and `score`.
+    Roles not in `prefill` cost `default_prefill`. Only the last stage has `sample` and `score`.
     """
 
     decode: Lines = Linear(2e-3, 5e-5)
@@ -62,9 +61,8 @@ class Costs:
 
 
 def nearly(costs: Costs, others: Costs, share: float, sequences: tuple[int, int], tokens: tuple[int, int]) -> bool:
-    """True if no action's seconds differ by more than `share` from its seconds by `others`.
-
-    Compares the least and the most `sequences` of a decode micro-batch and `tokens` of a prefill one.
+    """True if no action's seconds differ by more than `share` from those by `others`, for the least and most `sequences` and
+    `tokens`.
     """
     if costs.prefill.keys() != others.prefill.keys():
         return False
@@ -79,15 +77,15 @@ def nearly(costs: Costs, others: Costs, share: float, sequences: tuple[int, int]
 
 
 class CostMeter:
-    """Fit `Costs` to measured times, by least squares over (tokens, seconds) of each kind of action.
+    """Fit `Costs` by least squares to the seconds of each kind of action (decode and prefill: of each role and stage).
 
-    Decode and prefill are a kind for each role and stage. Only sums are kept, so ranks can add their vectors.
+    Only sums are kept, so ranks can add their vectors.
     """
 
     MIN_SAMPLES = 4
 
     def __init__(self, stages: Mapping[str, int], vector: Sequence[float] | None = None):
-        """`stages`: number of stages of every role, in the same order on every rank."""
+        """`stages` of every role, in the same order on every rank."""
         self.stages = dict(stages)
         kinds = [_kind(Op.SAMPLE), _kind(Op.SCORE)]
         kinds += [_kind(Op.DECODE, "actor", stage) for stage in range(self.stages["actor"])]
@@ -101,20 +99,20 @@ class CostMeter:
         self._sums = {kind: values[_MOMENTS * i : _MOMENTS * (i + 1)] for i, kind in enumerate(kinds)}
 
     def add(self, op: Op, role: str, stage: int, num_tokens: int, seconds: float) -> None:
-        """Add one executed action; `num_tokens` is the n of `Costs`: sequences, new tokens or output rows."""
+        """Add one action of `num_tokens` sequences, new tokens or output rows, as in `Costs`."""
         sums = self._sums[_kind(op, role, stage)]
         n, t = float(num_tokens), seconds
         for i, moment in enumerate((1.0, n, t, n * n, n * t)):
             sums[i] += moment
 
     def join(self, vector: Sequence[float], keep: float = 1.0) -> None:
-        """Add the sums of another meter of the same roles; own samples are weighted by `keep` (0 to 1)."""
+        """Add the sums of another meter of these roles; own ones are weighted by `keep` (0 to 1)."""
         for i, sums in enumerate(self._sums.values()):
             other = vector[_MOMENTS * i : _MOMENTS * (i + 1)]
             sums[:] = [keep * own + new for own, new in zip(sums, other, strict=True)]
 
     def take(self) -> list[float]:
-        """Return the sums, and reset the meter."""
+        """Return and reset the sums."""
         vector = self.to_vector()
         self.join([0.0] * len(vector), keep=0.0)
         return vector
@@ -129,8 +127,8 @@ class CostMeter:
     def costs(self, fallback: Costs) -> Costs:
         """Return the fitted costs.
 
-        A stage without samples gets the line of all stages of its role, and without those that of `fallback`. With fewer than
-        `MIN_SAMPLES`, or the same n in all, that line is scaled to pass through their mean.
+        A stage without samples gets its role's line, else that of `fallback`. With fewer than `MIN_SAMPLES`, or equal n, that
+        line is scaled to their mean.
         """
         prefill = {role: self._by_stage(Op.PREFILL, role, fallback.prefill_of(role)) for role in self.stages}
         return Costs(
@@ -175,7 +173,7 @@ LINES = ("sample", "default_prefill", "score")
 
 
 def read_costs(path: Path, placements: Mapping[str, RolePlacement]) -> Costs:
-    """Read costs from `path`: pairs of seconds, fixed and per token, of all stages or of each; missing ones have their defaults.
+    """Read costs: pairs (fixed, per token) in seconds, of all stages or of each; missing ones have defaults.
 
     Raises ConfigError with every problem.
     """

@@ -1,20 +1,18 @@
-"""The cut of a round: the number of decode micro-batches, and the tokens of a prefill micro-batch.
+"""The cut of a round: decode micro-batches, and tokens of a prefill micro-batch, for the fewest predicted seconds.
 
-Few, large micro-batches pay fixed costs seldom; small ones leave or fill the gaps of the decode pipeline better.  The
-choice is the cut of fewest predicted seconds.  With P stages, n sequences in M micro-batches, w_p the seconds of stage p
-with ceil(n / M) sequences (its decode, on the last stage its sample too), and h the seconds of a message:
+With P stages, n sequences in M micro-batches, w_p the seconds of stage p with ceil(n / M) sequences (on the last with its
+sample), and h the seconds of a message:
 
     lap   L   = max(M max w_p, w_0 + ... + w_(P-1) + P h)   a step of all micro-batches, once the pipeline is full
     end   e_p = w_0 + ... + w_p + p h + (M - 1) max(w_0 .. w_p)   when stage p is done with the first step
-    gap   g_p = L - M w_p                                   what each lap but the last one leaves free of a stage
+    gap   g_p = L - M w_p                                   free time of stage p in each lap but the last
 
-so stage p decodes until (steps - 1) L + e_p.  A role with t_p seconds for a micro-batch puts floor(g_p / t_p) of them into each
-gap, but no more than came out of the gaps of the previous stage.  Stage p misses the gaps that pass before the first micro-batch
-reaches it, and one that comes too late for a gap waits for the next.  Micro-batches that the gaps of a stage do not hold follow
-its decoding, after the previous stage has done them; the later stages' time for the last one is added.  The stage that ends last
-ends the round.  One stage (P = 1, h = 0) has no gaps: decoding and prefill follow each other.
+so stage p decodes until (steps - 1) L + e_p. floor(g_p / t_p) prefill micro-batches of t_p seconds fit into each gap, but no more
+than the previous stage's gaps finished. A stage misses the gaps before the first one arrives. Micro-batches that do not fit
+follow the decoding, after the previous stage; the later stages' time for the last one is added. The stage that ends last ends the
+round.
 
-A scorer of another layout is taken to have the actor's stages, each at the cost of its own stage of the same depth.
+Scorers of another layout count as having the actor's stages, at the cost of their own stage of that depth.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one actor replica and the scorers on its ranks in a round; `prefill_tokens` of one replica, by role."""
+    """Work of one actor replica and the scorers on its ranks; `prefill_tokens` of one replica, by role."""
 
     num_sequences: int
     steps: int
@@ -64,10 +62,10 @@ def choose_cut(
     micro_batches: int | None = None,
     prefill_tokens: int | None = None,
 ) -> Cut:
-    """Return the cut with the fewest predicted seconds; among equals fewer decode micro-batches, then larger prefill ones.
+    """Return the fastest predicted cut (ties: fewer decode micro-batches, then larger prefill ones).
 
-    `budget` is the most tokens of a prefill micro-batch, `grain` the growth of one sequence, which is not divided.
-    `micro_batches` and `prefill_tokens` fix the cut if given.
+    `budget`: most tokens of a prefill micro-batch. `grain`: growth of one sequence, which is not divided. `micro_batches` and
+    `prefill_tokens` fix the cut.
     """
     most = max(1, min(2 * work.pp, work.num_sequences)) if work.steps else 1
     counts = np.arange(1, most + 1) if micro_batches is None else np.array([micro_batches])
@@ -84,20 +82,20 @@ def choose_cut(
 
 
 def predict_s(work: Work, cut: Cut, costs: Costs) -> float:
-    """Predict the seconds of the woven round by the formula above."""
+    """Predict the seconds of the woven round."""
     laps = _laps(work, np.array([cut.micro_batches]), costs)
     return float(_predicted(work, np.array([cut.prefill_tokens]), costs, laps)[0])
 
 
 def even_ends(count: int, portions: int) -> list[int]:
-    """Return the ends of at most `portions` runs of `count` items, with 0 before the first; longer runs come first."""
+    """Return the ends of at most `portions` runs of `count` items, from 0; longer runs come first."""
     assert portions >= 1, f"items are cut into at least 1 portion, not {portions}"
     short, longer = divmod(count, min(portions, count or 1))
     return [short * i + min(i, longer) for i in range(min(portions, count) + 1)]
 
 
 class _Laps(NamedTuple):
-    """Seconds of one decode step of all micro-batches, [cuts]; gap per step and end of the first, [stages, cuts]."""
+    """Seconds of a decode step, [cuts]; gap per step and end of the first, [stages, cuts]."""
 
     seconds: Floats
     gap_s: Floats
@@ -120,7 +118,7 @@ def _laps(work: Work, micro_batches: Ints, costs: Costs) -> _Laps:
 
 
 def _predicted(work: Work, sizes: Ints, costs: Costs, laps: _Laps) -> Floats:
-    """Predicted seconds of each cut, [cuts]; `sizes` are the tokens of their prefill micro-batches."""
+    """Predicted seconds, [cuts], with `sizes` tokens per prefill micro-batch."""
     message_s, steps = _message_s(work, costs), max(0, work.steps - 1)
     gaps = np.full(laps.end_s.shape, float(steps))  # left of each stage
     ends = steps * laps.seconds + laps.end_s
@@ -148,7 +146,7 @@ def _predicted(work: Work, sizes: Ints, costs: Costs, laps: _Laps) -> Floats:
 
 
 def _put_behind(ends: Floats, seconds: Floats, woven: Floats, count: Ints, message_s: float) -> None:
-    """Extend `ends` [stages, cuts] by the micro-batches (of a role's `count`) that gaps do not hold."""
+    """Extend `ends` [stages, cuts] by micro-batches that gaps do not hold."""
     follows = np.zeros_like(ends)  # 1 if it waits for the previous stage
     np.multiply(woven[1:] < count, woven[1:] == woven[:-1], out=follows[1:])
     left, through, ready = (count - woven) * seconds, seconds + message_s, np.zeros_like(ends[0])
@@ -159,16 +157,15 @@ def _put_behind(ends: Floats, seconds: Floats, woven: Floats, count: Ints, messa
 
 
 def _later(seconds: Floats, message_s: float) -> Floats:
-    """Seconds that the following stages take for one micro-batch, with its messages, [stages, cuts]."""
+    """Seconds of the following stages for one micro-batch, with messages, [stages, cuts]."""
     later = np.zeros_like(seconds)
     later[:-1] = np.cumsum((seconds[1:] + message_s)[::-1], axis=0)[::-1]
     return later
 
 
 def _missed(laps: _Laps, seconds: Floats, message_s: float) -> Floats:
-    """Gaps of each stage that pass before it gets a role's first micro-batch, [roles, stages, cuts].
-
-    `seconds` [stages, roles, cuts] are the times of that micro-batch.
+    """Gaps that pass before a role's first micro-batch arrives, [roles, stages, cuts]; `seconds` [stages, roles, cuts] are its
+    times.
     """
     decodes, found = laps.seconds > 0, np.zeros_like(seconds)
     lap, ready = np.where(decodes, laps.seconds, 1.0), laps.end_s[0]
@@ -186,7 +183,7 @@ def _message_s(work: Work, costs: Costs) -> float:
 
 
 def _prefill_lines(work: Work, role: str, costs: Costs) -> list[Linear]:
-    """Return the role's cost line for each stage of the actor: the line of the role's own stage at the same depth."""
+    """Return the role's line for each stage of the actor, from its own stage of the same depth."""
     lines = costs.prefill_of(role)
     if isinstance(lines, Linear):
         return [lines] * work.pp
@@ -194,7 +191,7 @@ def _prefill_lines(work: Work, role: str, costs: Costs) -> list[Linear]:
 
 
 def _prefill_s(work: Work, role: str, tokens: Ints | Floats, costs: Costs) -> Floats:
-    """Seconds of a micro-batch by stage, [stages, cuts]; on the last, each new token has an output row."""
+    """Seconds of a micro-batch, [stages, cuts]; on the last stage, each new token has an output row."""
     seconds = _seconds(_prefill_lines(work, role, costs), np.rint(tokens))
     seconds[-1] += _seconds([costs.score], np.rint(tokens))[0]
     return seconds
@@ -207,7 +204,7 @@ def _seconds(lines: Sequence[Linear], numbers: Ints | Floats) -> Floats:
 
 
 def _sizes(work: Work, laps: _Laps, costs: Costs, budget: int, grain: int) -> list[list[int]]:
-    """Prefill sizes to try, by number of decode micro-batches: the budget, its half and so on, and those that fill a gap."""
+    """Prefill sizes to try for each M: the budget, its halves, and sizes that fill a gap."""
     halves = [budget]
     while halves[-1] // 2 >= grain:
         halves.append(halves[-1] // 2)

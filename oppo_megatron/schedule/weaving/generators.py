@@ -1,7 +1,7 @@
-"""Generators: turn the work of a round into an ordered list of compute actions for every rank.
+"""Generators: turn a round's work into an ordered list of compute actions for every rank.
 
-A rank's list is its part of one virtual timeline. Sorted by start, every action comes after everything that it waits for, so such
-lists cannot deadlock, even if roles share ranks.
+A list is its rank's part of one virtual timeline. In the order of starts, every action follows all that it waits for, so the
+lists cannot deadlock.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def intra(round: Round, site: Site, costs: Costs) -> Schedule:
 
 
 def woven(round: Round, site: Site, costs: Costs) -> Schedule:
-    """Place the actor's part as early as possible, and the scorers' in its gaps, or after it; with one stage, as `intra`."""
+    """Place the actor's part first, and the scorers' in its gaps or after it; with one stage, as `intra`."""
     if site.placements["actor"].pp == 1:
         return intra(round, site, costs)
     placer = Placer(round, site, costs)
@@ -53,9 +53,9 @@ def woven(round: Round, site: Site, costs: Costs) -> Schedule:
 
 
 def one_by_one(round: Round, site: Site, costs: Costs) -> Schedule:
-    """List every micro-batch on all stages before the next one of its role; the actor's part last.
+    """List every micro-batch on all stages before the next of its role; the actor last.
 
-    A stage's messages are then received before it sends more, so no transport can block a cycle of ranks.
+    Each stage's messages are received before it sends more, so no transport deadlocks.
     """
     times, begun = dict[Team, Times](), 0
     for role in [*(role for role in site.placements if role != "actor"), "actor"]:
@@ -74,12 +74,12 @@ SCHEDULE = Signature(("round", "site", "costs"), "Schedule")
 
 @dataclass(frozen=True)
 class CustomGenerator:
-    """`overlap.schedule` of a user: (round, site, costs) -> Schedule of compute actions (docs/extending.md)."""
+    """A user's `overlap.schedule`: (round, site, costs) -> Schedule of compute actions (docs/extending.md)."""
 
     plugin: Plugin
 
     def __call__(self, round: Round, site: Site, costs: Costs) -> Schedule:
-        """Raises PluginError for a result that is not a schedule, or differs between two calls."""
+        """Raises PluginError if the result is not a Schedule or differs between two calls."""
         made, again = self.plugin(round, site, costs), self.plugin(round, site, costs)
         if not isinstance(made, Schedule):
             raise self.plugin.refuse(f"returned a {type(made).__name__}", "return a Schedule: the actions of each rank, in order")
@@ -91,7 +91,7 @@ class CustomGenerator:
 
 
 def generator_of(chosen: str) -> Generator:
-    """Return the built-in generator of that name, else load the user's.  Raises ConfigError."""
+    """Return the built-in generator, else load the user's. Raises ConfigError."""
     return GENERATORS.get(chosen) or CustomGenerator(Plugin.load("overlap.schedule", chosen, SCHEDULE))
 
 
@@ -100,9 +100,9 @@ def _of_replica(replicas: Sequence[Sequence[Batch]], replica: int) -> Sequence[B
 
 
 def _laps(durations: list[list[int]], free: list[int], message: int, steps: int) -> Ints:
-    """Starts of all decode steps, [steps, micro-batches, stages]; `free` is when each stage may begin.
+    """Starts of decode steps, [steps, micro-batches, stages]; `free`: when each stage may begin.
 
-    Once two steps begin in the same way, all that follow are as far apart.
+    Once two steps begin in the same way, the rest repeats.
     """
     ready, laps, apart = [0] * len(durations), list[list[list[int]]](), 0
     through = message if len(free) > 1 else 0
@@ -122,11 +122,10 @@ def _laps(durations: list[list[int]], free: list[int], message: int, steps: int)
 
 
 def _lap_starts(durations: list[list[int]], ready: list[int], free: list[int], message: int) -> list[list[int]]:
-    """Starts, by micro-batch and stage, of one decode step of all micro-batches.
+    """Starts, by micro-batch and stage, of one decode step; `ready`: when micro-batches may enter, `free`: when stages are free.
 
-    `ready`: when each micro-batch may enter the first stage; `free`: when each stage finishes the previous step. Each starts as
-    early as possible; then those that would only wait for the next one are moved close to it, so that a step leaves one gap per
-    stage, unless that delays the last one in the next step.
+    Micro-batches that would only wait for the next one are moved close to it, so that a step leaves one gap per stage, unless
+    that delays the following step.
     """
     starts = _earliest(durations, ready, free, message)
     ready = [row[-1] + own[-1] + message for row, own in zip(starts, durations, strict=True)]
@@ -164,9 +163,9 @@ def _close(
 
 
 def by_turns(lines: Sequence[Line], place: Callable[[int, int, int], int]) -> None:
-    """Place all prefills of `lines`: always the next one of the line whose first stage is free first.
+    """Place all prefills: always the next of the line whose first stage is free first.
 
-    `place(line, prefill, time)` returns when the first stage is free again.
+    `place(line, prefill, time)` returns when that stage is free again.
     """
     turns = [(0, n, 0) for n, line in enumerate(lines) if len(line.times)]
     while turns:
@@ -179,10 +178,7 @@ def by_turns(lines: Sequence[Line], place: Callable[[int, int, int], int]) -> No
 
 
 class Line:
-    """A replica of a role while it is placed: ranks and prefill times of its stages, starts of its units.
-
-    `times` are [prefills, stages]; `ends`, `starts` and `placed` are by stage.
-    """
+    """A replica while it is placed: `times` [prefills, stages]; `ends`, `starts` and `placed` by stage."""
 
     def __init__(self, placement: RolePlacement, replica: int, times: Ints):
         self.ranks = [placement.stage_ranks(replica, stage) for stage in range(placement.pp)]
@@ -200,7 +196,7 @@ class Line:
 
 
 class Placer:
-    """The virtual timeline of a round while it is filled; `free` has the free time."""
+    """The virtual timeline of a round while it is filled."""
 
     def __init__(self, round: Round, site: Site, costs: Costs):
         self.round, self.site, self.costs = round, site, costs
@@ -239,7 +235,7 @@ class Placer:
         return Schedule(Timetable(self.round, self.site, {team: line.whole() for team, line in self._lines.items()}))
 
     def _place_by_stage(self, lines: Sequence[Line]) -> None:
-        """Place lines on the same ranks: the first stage decides the turns, so it is filled before the second."""
+        """Place lines on the same ranks; only the first stage decides the turns, so it is filled first."""
         of, starts, ranks = list[int](), list[int](), lines[0].ranks[0]
         durations, put = [line.times[:, 0].tolist() for line in lines], self.free.place
 
@@ -253,10 +249,7 @@ class Placer:
         self._place_later(lines, of, np.array(starts, dtype=np.int64))
 
     def _place_later(self, lines: Sequence[Line], of: Sequence[int], first: Ints) -> None:
-        """Place prefills on the following stages.
-
-        `of` is the line of each prefill, `first` its start on the first stage.
-        """
+        """Place prefills on the following stages; `of`: line of each, `first`: start on the first stage."""
         ranks, of_N = lines[0].ranks, np.array(of, dtype=np.int64)
         times, starts = np.empty((len(of), len(ranks)), dtype=np.int64), np.empty((len(ranks), len(of)), dtype=np.int64)
         for n, line in enumerate(lines):
@@ -289,7 +282,7 @@ class Placer:
         line.decoded = Times(starts.reshape(-1, len(stages)).T, placed.T)
 
     def _place_prefill(self, line: Line, times: list[int]) -> int:
-        """Place the next micro-batch on all stages.  Returns when the first stage finishes it."""
+        """Place a micro-batch on all stages. Returns when the first stage finishes it."""
         place, ends, ready = self.free.place, line.ends, 0
         for stage, (ranks, duration) in enumerate(zip(line.ranks, times, strict=True)):
             before = ends[stage]
@@ -302,7 +295,7 @@ class Placer:
         return ends[0]
 
     def _prefill_times(self, role: str, batches: Sequence[Batch]) -> tuple[int | None, Ints]:
-        """Return the shortest time of any micro-batch on any stage without its score (None: no batches), and all, [n, stages]."""
+        """Return the shortest time on any stage without scoring (None: no batches), and all times, [n, stages]."""
         if not batches:
             return None, np.zeros((0, self.site.placements[role].pp), dtype=np.int64)
         tokens, rows = Batches.of(batches).sums

@@ -1,9 +1,7 @@
 """Plan and check rounds of many decode steps as rounds of three.
 
-If no other work comes between decode steps, each step but the first is like the previous one on every rank, so the lists follow
-from those of a round of `STEPS` steps by repeating the last step. They are sound if those are: an action waits only for actions
-of its own step or the previous one (counting a receive of tokens to the step that needs them), and a list has its steps in order,
-so ranks that wait in a cycle do so within one step. Step k > 2 is step 2 with other numbers.
+If no other work comes between decode steps, lists follow from those of `STEPS` steps by repeating the last one. They are equally
+sound: an action waits only for its own step or the previous one, so a cycle of waiting ranks lies within one step.
 """
 
 from __future__ import annotations
@@ -21,10 +19,7 @@ STEPS = 3
 
 
 def repeats(generator: str, shape: Round, site: Site) -> bool:
-    """True if the round has more than `STEPS` decode steps, and no scorer works between two of them.
-
-    Every generator keeps decode steps together if no scorer works; `intra` puts scorers before them.
-    """
+    """True if the round has more than `STEPS` decode steps, with no scorer between two of them."""
     if shape.steps <= STEPS:
         return False
     scores = any(any(replicas) for role, replicas in shape.prefill.items() if role != "actor")
@@ -34,7 +29,7 @@ def repeats(generator: str, shape: Round, site: Site) -> bool:
 def shortened(shape: Round) -> Round:
     """Return the round's last `STEPS` decode steps, after the same prefill.
 
-    Sequences count as having their other tokens before the round, so caches end as long, and the actor's forks as cached.
+    Other tokens count as cached before the round, and the actor's forks too.
     """
     decoded = [Growths.of(batch) for replica in shape.decode for batch in replica]
     seq_ids = np.concatenate([np.zeros(0, dtype=np.int64), *(batch.seq_ids for batch in decoded)])
@@ -71,7 +66,7 @@ def lengthened(own: Sequence[Action], steps: int) -> tuple[Action, ...]:
 
 
 def _step(action: Action) -> int | None:
-    """Return the step that the action belongs to; tokens are received for the step that continues them."""
+    """Return the action's step; received tokens belong to the step that continues them."""
     received = action.op is Op.RECV and action.payload is Payload.TOKENS
     return action.step + 1 if received and action.step is not None else action.step
 

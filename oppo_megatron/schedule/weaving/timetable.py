@@ -1,7 +1,7 @@
 """Start times of all units in arrays, and the ranks' lists that follow from them.
 
-A *unit* is a decode with its sample, or a prefill with its score. A stage's units count from 0: the prefills by micro-batch, then
-the decode micro-steps by step and micro-batch. A round has tens of thousands, so actions are made only for a rank's own list.
+A *unit* is a decode with its sample, or a prefill with its score. A stage's units are its prefills, then decode micro-steps by
+step and micro-batch. Actions are made only for a rank's own list, because a round has tens of thousands.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Times(NamedTuple):
 
 
 class Count(NamedTuple):
-    """The units of a replica's stages: prefills, and decode micro-batches in each of `steps` steps; their chunk."""
+    """Units of a replica's stages: prefills, and decode micro-batches in each of `steps`; their chunk."""
 
     prefills: int
     batches: int
@@ -56,10 +56,7 @@ def count_of(team: Team, round: Round) -> Count:
 
 @dataclass(frozen=True, eq=False)
 class Timetable(Mapping[int, tuple[Action, ...]]):
-    """The lists of compute actions of all ranks, each made on access.
-
-    A rank's units are in order of start, those with equal starts in placement order.
-    """
+    """Lists of compute actions of all ranks, made on access; units in order of start (ties: of placement)."""
 
     round: Round
     site: Site
@@ -85,7 +82,7 @@ class Timetable(Mapping[int, tuple[Action, ...]]):
         return count_of(team, self.round)
 
     def sequence(self, rank: int) -> tuple[Ints, list[tuple[Team, int]]]:
-        """Return the rank's units in order, as numbers that count through the units of its stages, and (team, stage) of each."""
+        """Return the order of the rank's units, numbered through its stages, and those stages as (team, stage)."""
         own = [((role, coords.replica), coords.stage) for role, coords, _ in self._stages(rank)]
         if not own:
             return np.zeros(0, dtype=np.int64), []

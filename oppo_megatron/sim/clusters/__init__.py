@@ -1,1 +1,1 @@
-"""A cluster as `cluster.yaml` describes it, with the source of each of its constants."""
+"""Clusters of `cluster.yaml`, with the source of each constant."""

@@ -1,6 +1,5 @@
-"""A cluster of equal nodes of equal processors: peaks, links, constants of the laws, and the source of each.
-
-Bus bandwidth is defined as in nccl-tests (doc/PERFORMANCE.md): payload times `wire_factor` over seconds.
+"""A cluster of equal nodes: peaks, links, constants, and their sources. Bus bandwidth as in nccl-tests: payload times
+`wire_factor` over seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Kind = Literal["measured", "published", "assumed", "given"]
 
 @dataclass(frozen=True)
 class Source:
-    """`measured` by the user, `published` by others, `given` as a number in cluster.yaml, or else `assumed`."""
+    """Origin of a constant; `given` in cluster.yaml."""
 
     kind: Kind
     where: str
@@ -43,7 +42,7 @@ def measured(where: str) -> Source:
 LAYERS = "microsoft/vidur, data/profiling/compute, commit 7d47513; fitted"
 PEAKS = "stas00/ml-engineering, compute/accelerator"
 MOST_POWER = 16.0
-"""Beyond it the smooth maximum is the larger part within 4 %, and seconds to that power leave the range of floats."""
+"""Above it the smooth maximum is within 4 % of the larger part, and powers of seconds leave the range of floats."""
 
 
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -53,9 +52,8 @@ Seconds = Annotated[float, Strict(), Field(ge=0, le=60)]
 
 @checked(frozen=True, config=STRICT)
 class Efficiencies:
-    """Constants of a layer's laws: pure numbers (of a fit, not shares of a peak) and seconds.
-
-    `elementwise`: norms, rotations, activation and sums as fused kernels; `plain`: one large pass over tensors, as a sum of two.
+    """Fitted constants of a layer's laws (numbers and seconds). `elementwise`: fused norms, rotations, activation, sums;
+    `plain`: one large pass over tensors.
     """
 
     compute: Share
@@ -70,9 +68,8 @@ class Efficiencies:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One processor: operations per second in bfloat16, bytes per second of its memory, bytes of memory.
-
-    `on_cpu`: a core of a CPU, which launches nothing. `sources`: by the name of a field.
+    """A processor: bfloat16 operations and memory bytes per second, memory bytes. `on_cpu`: a CPU core, which launches
+    nothing. `sources` by field.
     """
 
     name: str
@@ -116,13 +113,13 @@ SWEEPS = "microsoft/vidur, data/profiling/network, commit 7d47513; fitted"
 
 @checked(frozen=True, config=STRICT)
 class Line:
-    """Seconds of a message: `alpha_s`, and bytes on the wire over `bytes_per_s`."""
+    """Seconds of a message: `alpha_s` plus bytes on the wire over `bytes_per_s`."""
 
     alpha_s: Seconds
     bytes_per_s: Annotated[float, Strict(), Field(ge=1e3, le=1e18)]
 
     def seconds(self, payload: float, factor: float) -> float:
-        """Seconds of `payload` bytes, which pass the wire `factor` times."""
+        """Seconds of `payload` bytes that pass the wire `factor` times."""
         return self.alpha_s + factor * payload / self.bytes_per_s
 
     @property
@@ -132,7 +129,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Curve:
-    """Bus bandwidth by payload: linear between the logarithms of both, constant beyond; a message takes at least `alpha_s`."""
+    """Bus bandwidth by payload, interpolated in logarithms and constant outside; at least `alpha_s`."""
 
     alpha_s: float
     payloads: tuple[float, ...]
@@ -152,20 +149,20 @@ Law = Line | Curve
 
 @dataclass(frozen=True)
 class Inside:
-    """Links within a node: collectives by number of ranks, and messages between two."""
+    """Links within a node: collectives by ranks, and messages."""
 
     collective: Mapping[int, Law]
     send: Law
     source: Source = field(compare=False)
 
     def of_ranks(self, ranks: int) -> Law:
-        """Law of the smallest measured group of at least `ranks`, else of the largest."""
+        """Law of the smallest measured group of at least `ranks`, else the largest."""
         return self.collective[min((n for n in self.collective if n >= ranks), default=max(self.collective))]
 
 
 @dataclass(frozen=True)
 class Between:
-    """The network: each node has `nics` of `bytes_per_s` each, shared by its ranks."""
+    """Network: `nics` per node, shared by its ranks."""
 
     alpha_s: float
     bytes_per_s: float
@@ -183,7 +180,7 @@ H200_GB = (
     3.15, 39.93, 64.53, 107.16, 155.53, 219.89, 275.84, 346.51, 401.93, 436.15, 450.29, 463.58,
     469.17, 473.10, 477.45, 482.26,
 )  # fmt: skip
-"""As measured from 1 MiB; below, the table has the host's time, and the same source has 3.15 GB/s at 32 KiB for queued calls."""
+"""Measured from 1 MiB; below, the table has the host's time, so 32 KiB has the source's 3.15 GB/s of queued calls."""
 H200_CURVE = Curve(18 * US, tuple(size * MIB for size in H200_MIB), tuple(rate * GB for rate in H200_GB))
 INSIDE: Mapping[str, Inside] = {
     "a100-80": Inside(
@@ -207,15 +204,14 @@ INSIDE: Mapping[str, Inside] = {
 
 Factor = Annotated[float, Strict(), Field(ge=0, le=1000)]
 KEPT = 0.95
-"""Share of both peaks that is kept at each doubling of a rank's threads."""
+"""Share of both peaks kept per doubling of threads."""
 THREADS = published("docs/measurements.md: two threads have 387 of 2 x 201 GFLOP/s and 53 of 2 x 28 GB/s; more assumed")
 
 
 @checked(frozen=True, config=STRICT)
 class Engine:
-    """Seconds per layer beyond the laws: `launch_s` if the host launches it, `replay_s` in a decode step.
-
-    `decode`, `read` and `update` are factors on kernels in decoding, inference and training.
+    """Seconds per layer beyond the laws: `launch_s` if the host launches it, `replay_s` in a decode step. Others are factors
+    on kernels.
     """
 
     launch_s: Seconds
@@ -232,9 +228,8 @@ OF_CPU = Engine(0.0, 0.0, assumed("a CPU launches nothing"))
 
 @dataclass(frozen=True)
 class Cluster:
-    """`nodes` of `gpus_per_node` processors, numbered node by node; `between` is None if there is one node.
-
-    `threads`: by number of cores, the speed of a rank with them over that of one core; `adapted`: the engine, if measured.
+    """Nodes of equal processors, numbered node by node. `threads`: speed of a rank by cores, relative to one; `adapted`:
+    measured engine.
     """
 
     nodes: int
@@ -265,9 +260,8 @@ class Cluster:
 
 
 def threaded(cluster: Cluster, ranks: int, threads_per_rank: int) -> Cluster:
-    """Return the cluster as this number of ranks sees it: each has its threads' cores, and its part of the node's memory.
-
-    `threads_per_rank` 0: the cores are divided among the ranks of a node. GPUs stay as they are.
+    """Cluster as `ranks` ranks see it: on CPUs each has its threads' cores and a share of memory. `threads_per_rank` 0: cores
+    divided among the ranks.
     """
     gpu, cores = cluster.gpu, cluster.gpus_per_node
     share = cores // min(ranks, cores)

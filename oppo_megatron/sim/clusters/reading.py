@@ -1,4 +1,4 @@
-"""`cluster.yaml`: its schema, the file of measured constants that it may name, and the `Cluster` that they describe."""
+"""Reads `cluster.yaml` and its file of measured constants as a `Cluster`."""
 
 from __future__ import annotations
 
@@ -107,10 +107,7 @@ def cluster_problems(config: ClusterConfig) -> Sequence[str]:
 
 
 class MeasuredConfig(Section):
-    """Fitted constants; those that are null were not measured, and stay as published.
-
-    `threads`: by number of cores, the speed of a rank with them over that of one core.
-    """
+    """Fitted constants; null ones stay as published. `threads`: speed of a rank by cores, relative to one."""
 
     source: Annotated[str, Field(min_length=1)]
     efficiencies: Efficiencies | None = None
@@ -137,7 +134,7 @@ def read_measured(path: Path) -> MeasuredConfig:
 
 
 def read_cluster(path: str | Path, overrides: Sequence[str] = ()) -> Cluster:
-    """Return the cluster that a file describes; a `measured` file is relative to its folder.  Raises ConfigError."""
+    """Read a cluster; `measured` is relative to its folder. Raises ConfigError."""
     config = load_config(ClusterConfig, path, overrides)
     return build_cluster(config, Path(path).parent)
 

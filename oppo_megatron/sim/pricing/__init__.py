@@ -1,1 +1,1 @@
-"""Seconds of each role and phase of a configuration on a cluster, by the laws."""
+"""Seconds of each role and phase on a cluster."""

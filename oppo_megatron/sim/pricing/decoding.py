@@ -1,4 +1,4 @@
-"""Seconds of decoding a batch, and the laws as cost lines for schedules."""
+"""Seconds of decoding a batch, and cost lines for schedules."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from oppo_megatron.sim.laws import WIDTH, all_reduce_s, send_s
 from oppo_megatron.sim.pricing.model import LaidModel, Tokens
 
 BLOCKS = 32
-"""Pieces of the decode time; within one, the number of sequences and their position are taken as constant."""
+"""Intervals of decoding with constant sequences and position."""
 SAMPLED_WIDTH = 4
-"""Bytes of a logit during sampling."""
+"""Bytes of a sampled logit."""
 PASSES = 6
-"""Passes over the logits in a draw: temperature, softmax, cumulative sums."""
+"""Passes over logits per draw: temperature, softmax, cumulative sums."""
 DRAWS = 2
-"""Small messages of tensor ranks in a draw: the masses of their shards, and the drawn token (`engine/sampler.py`)."""
+"""Messages per draw: shards' masses, and the token (`engine/sampler.py`)."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,8 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Turns:
-    """How a replica takes its sequences: at most `slots` at once, each from the beginning of a round of `chunk` steps.
-
-    `micro_batches`: of decoding; None: the number that takes the least time.
+    """A replica decodes at most `slots` sequences, admitted at rounds of `chunk` steps. `micro_batches` None: the fastest
+    number.
     """
 
     slots: int
@@ -43,7 +42,7 @@ class Turns:
     micro_batches: int | None = None
 
     def starts(self, lengths: Ints) -> Ints:
-        """Decode step at which each sequence gets a slot: in order, in the next round after another has left."""
+        """Decode step at which each sequence gets a slot, in order."""
         left = lengths[: self.slots].tolist()
         heapify(left)
         starts = np.zeros_like(lengths)
@@ -54,10 +53,8 @@ class Turns:
 
 
 def decode_s(actor: LaidModel, decoding: Decoding, turns: Turns) -> float:
-    """Seconds until the last response of the slowest replica ends; sequences leave as they end.
-
-    Prefilling prompts is not counted. Responses are dealt to the replicas, longest first, so the first replica has the most and
-    the longest.
+    """Seconds until the slowest replica's last response ends, without prompts. Responses are dealt longest first, so the
+    first replica is slowest.
     """
     lengths = np.array(sorted(decoding.lengths, reverse=True)[:: actor.placement.dp])
     lengths = np.random.default_rng(0).permutation(lengths)  # sequences that wait for a slot have any length
@@ -78,7 +75,7 @@ def decode_s(actor: LaidModel, decoding: Decoding, turns: Turns) -> float:
 
 
 def decode_costs(actor: LaidModel, sequences: int, position: float, *, captured: bool) -> Costs:
-    """Lines through the smallest and the largest micro-batch of this number of sequences, at this position."""
+    """Lines through the smallest and the largest micro-batch at a position."""
     pp = actor.placement.pp
     few = max(1, sequences // (2 * pp))
 
@@ -92,11 +89,7 @@ def decode_costs(actor: LaidModel, sequences: int, position: float, *, captured:
 
 
 def predicted_costs(models: Mapping[str, LaidModel], decoding: Decoding, sequences: int, prefill_tokens: int) -> Costs:
-    """Cost lines of a configuration, as `oppo plan schedule --costs` reads them.
-
-    Decoding has the batch size of a replica, halfway through; prefill an eighth of a micro-batch to a whole one, after half a
-    sequence.
-    """
+    """Cost lines as `oppo plan schedule --costs` reads them, for a replica's batch halfway through decoding."""
     position = decoding.prompt_tokens + sum(decoding.lengths) / len(decoding.lengths) / 2
     actor = models["actor"]
     decode = decode_costs(actor, sequences, position, captured=decoding.captured)
@@ -109,7 +102,7 @@ def predicted_costs(models: Mapping[str, LaidModel], decoding: Decoding, sequenc
 
 
 def line_through(few: float, few_s: float, many: float, many_s: float) -> Linear:
-    """Return a line that does not fall; constant if both sizes are equal."""
+    """Line that does not fall; constant for equal sizes."""
     each = max(0.0, (many_s - few_s) / (many - few)) if many > few else 0.0
     return Linear(max(0.0, few_s - few * each), each)
 

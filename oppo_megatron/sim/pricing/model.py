@@ -1,4 +1,4 @@
-"""One role in its layout on a cluster: seconds of a stage's forward and of messages between stages."""
+"""A role in its layout: seconds of a stage's forward and of messages between stages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from oppo_megatron.sim.laws import WIDTH, Group, LayerLaw, LayerSizes, all_reduc
 
 @dataclass(frozen=True)
 class Tokens:
-    """A micro-batch: `new` tokens, `pairs` of them that attend to each other, `cached` positions read, `rows` of outputs."""
+    """A micro-batch: `new` tokens, attending `pairs`, `cached` positions read, output `rows`."""
 
     new: float
     pairs: float
@@ -30,13 +30,13 @@ class Tokens:
 
     @classmethod
     def step(cls, sequences: float, positions: float) -> Tokens:
-        """A token of each sequence, after `positions` of all sequences together."""
+        """A token per sequence, after `positions` in all."""
         return cls(sequences, 0.0, positions, sequences)
 
 
 @dataclass(frozen=True)
 class LaidModel:
-    """A role's model in a layout; `sequence_parallel`: norms and sums are divided over the tensor ranks."""
+    """`sequence_parallel` divides norms and sums over the tensor ranks."""
 
     cluster: Cluster
     shape: Shape
@@ -46,7 +46,7 @@ class LaidModel:
 
     @property
     def layers(self) -> int:
-        """Layers of a stage."""
+        """Layers per stage."""
         return int(self.shape["num_hidden_layers"]) // self.placement.pp
 
     @cached_property
@@ -54,17 +54,17 @@ class LaidModel:
         return LayerSizes.of(self.shape, self.placement.tp)
 
     def step_s(self, stage: int, tokens: Tokens, *, captured: bool) -> float:
-        """Seconds of a decode step of one micro-batch, captured as a CUDA graph or launched."""
+        """A micro-batch's decode step, captured as a CUDA graph or launched."""
         engine = self.cluster.engine
         return self._forward_s(stage, tokens, engine.replay_s + (0.0 if captured else engine.launch_s), engine.decode)
 
     def forward_s(self, stage: int, tokens: Tokens, *, training: bool = False) -> float:
-        """Seconds of a stage's forward over one micro-batch of new tokens, in inference or training."""
+        """A stage's forward over a micro-batch of new tokens."""
         engine = self.cluster.engine
         return self._forward_s(stage, tokens, engine.launch_s, engine.update if training else engine.read)
 
     def _forward_s(self, stage: int, tokens: Tokens, host_s: float, factor: float) -> float:
-        """`host_s`: of a layer; `factor`: multiplies the seconds of kernels."""
+        """`host_s` per layer; `factor` on kernels."""
         key = (stage, tokens, host_s, factor)
         if key not in self._forwards:
             self._forwards[key] = self._computed_s(stage, tokens, host_s, factor)
@@ -81,17 +81,16 @@ class LaidModel:
         return own + messages * all_reduce_s(self.cluster, self.tensor_groups[stage], payload) + self.layers * host_s
 
     def attention_s(self, tokens: Tokens) -> float:
-        """Seconds of attention in a stage's layers, which selective recomputation repeats."""
+        """Attention of a stage, which selective recomputation repeats."""
         return self.layers * self._law.attention_s(self.sizes, tokens.pairs)
 
     def head_s(self, stage: int, rows: float) -> float:
-        """Seconds of the logits on the last stage of a language model."""
         if self.scalar or stage < self.placement.pp - 1 or rows <= 0:
             return 0.0
         return self._law.head_s(self.shape, self.placement.tp, rows)
 
     def hop_s(self, stage: int, tokens: float) -> float:
-        """Seconds from one stage to the next: every tensor rank sends its hidden states."""
+        """Seconds to the next stage: every tensor rank sends its hidden states."""
         if stage + 1 >= self.placement.pp:
             return 0.0
         payload = WIDTH * self.shape["hidden_size"] * tokens * self._hidden_share
@@ -109,7 +108,7 @@ class LaidModel:
 
     @cached_property
     def replica_groups(self) -> tuple[Group, ...]:
-        """Ranks of the same stage in every replica; `beside` counts the groups with ranks on the first one's node."""
+        """A stage's ranks in all replicas; `beside`: such groups on the first one's node."""
         found = []
         for stage in self._nodes:
             beside = (self._nodes == stage[0, 0]).any(axis=1).sum()
@@ -118,7 +117,7 @@ class LaidModel:
 
     @cached_property
     def _leaving(self) -> tuple[int, ...]:
-        """By stage, the most ranks of one node whose next rank is on another node."""
+        """By stage, most ranks of a node whose next rank is on another."""
         found = []
         for here, there in zip(self._nodes, self._nodes[1:], strict=False):
             leaving = here[here != there]

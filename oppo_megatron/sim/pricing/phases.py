@@ -1,4 +1,4 @@
-"""Seconds of one role's phases: inference, update, move of weights."""
+"""Seconds of a role's inference, update and move of weights."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from oppo_megatron.sim.laws import WIDTH, Ints, Moves, scatter_s
 from oppo_megatron.sim.pricing.model import LaidModel, Tokens
 
 GRADIENT_WIDTH = 4
-"""Gradients are summed in float32."""
+"""Float32."""
 ADAM_BYTES = 28
-"""Bytes per parameter: main weight, two moments and gradient are read, the first three written."""
+"""Bytes per parameter: main weight, two moments and gradient read, the first three written."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of `length` tokens each on average, `tokens` of a replica, at most `micro_batch_tokens` at once."""
+    """A replica's `tokens` in sequences of mean `length`, at most `micro_batch_tokens` at once."""
 
     tokens: float
     length: float
@@ -41,7 +41,7 @@ class Batch:
 
 
 def inference_s(model: LaidModel, batch: Batch) -> float:
-    """Seconds of all micro-batches through all stages; messages are sent during the next one's computation."""
+    """All micro-batches through all stages; messages overlap with the next one's computation."""
     tokens = batch.micro_batch(outputs=True)
     stages = [model.forward_s(stage, tokens) for stage in range(model.placement.pp)]
     hops = [model.hop_s(stage, tokens.new) for stage in range(model.placement.pp)]
@@ -56,7 +56,7 @@ class Update:
 
 
 def update_s(model: LaidModel, update: Update) -> float:
-    """Seconds of forward and backward of all micro-batches, gradients over the replicas, and the optimizer."""
+    """Forward and backward, gradient exchange, and the optimizer."""
     placement, batch = model.placement, update.batch
     tokens = batch.micro_batch(outputs=True)
     stages = [_training_s(model, stage, tokens, update.train) for stage in range(placement.pp)]
@@ -68,7 +68,7 @@ def update_s(model: LaidModel, update: Update) -> float:
 
 
 def _training_s(model: LaidModel, stage: int, tokens: Tokens, train: TrainingLayoutConfig) -> float:
-    """Seconds of a stage's forward, its backward of two forwards, and recomputation."""
+    """A stage's forward, a backward of two forwards, and recomputation."""
     forward = model.forward_s(stage, tokens, training=True)
     again = {
         "none": 0.0,
@@ -79,10 +79,7 @@ def _training_s(model: LaidModel, stage: int, tokens: Tokens, train: TrainingLay
 
 
 def _exchange_s(model: LaidModel, stage: int, train: TrainingLayoutConfig, last_s: float) -> float:
-    """Seconds of an optimizer step's messages that are not hidden, and of its passes over the state.
-
-    With overlap, gradients are summed during the last micro-batch's backward, two thirds of `last_s`.
-    """
+    """Exposed messages of an optimizer step, and its passes. Gradients overlap with the last backward, two thirds of `last_s`."""
     placement, gpu = model.placement, model.cluster.gpu
     held = stage_parameters(model.shape, placement.tp, placement.pp, stage, scalar=model.scalar)
     optimizer = held * ADAM_BYTES / placement.dp / (gpu.efficiencies.plain * gpu.bytes_per_s)
@@ -101,9 +98,8 @@ class Weights:
 
 
 def reallocation_s(cluster: Cluster, shape: Shape, source: Weights, target: Weights, *, scalar: bool) -> float:
-    """Seconds until every rank of `target` has the weights that it did not hold in `source`.
-
-    Weights come from a replica on the receiver's node if there is one, else from the replica of the same number.
+    """Seconds until `target`'s ranks have all weights that `source` did not give them, from a replica on their node if there
+    is one.
     """
     moves = Moves(cluster)
     sizes = {"layer": sum(linear.size for linear in layer_linears(shape))}
@@ -144,7 +140,7 @@ def _parts(shape: Shape, weights: Weights) -> list[dict[str, set[int]]]:
 
 @cache
 def _overlaps(here: int, there: int) -> list[tuple[int, int, Fraction]]:
-    """Pairs of shards of `here` and `there` tensor ranks, with the share of a matrix that both hold."""
+    """Pairs of shards that share part of a matrix, with its share."""
     found = []
     for mine, theirs in product(range(here), range(there)):
         share = min(Fraction(mine + 1, here), Fraction(theirs + 1, there)) - max(
@@ -156,7 +152,7 @@ def _overlaps(here: int, there: int) -> list[tuple[int, int, Fraction]]:
 
 
 def _nearest(cluster: Cluster, holding: Ints, ranks: Ints) -> Ints:
-    """For each rank one of `holding` (ascending), on its node if there is one."""
+    """For each rank one of `holding` (ascending), on its node if possible."""
     nodes, holders = ranks // cluster.gpus_per_node, holding // cluster.gpus_per_node
     first, after = np.searchsorted(holders, nodes, "left"), np.searchsorted(holders, nodes, "right")
     near = after - first

@@ -1,4 +1,4 @@
-"""Seconds and bytes of each role and phase of a step of a configuration on a cluster, without overlap."""
+"""Seconds and bytes of each role and phase of a step, without overlap."""
 
 from __future__ import annotations
 
@@ -43,17 +43,15 @@ class StepWork:
 
     @property
     def length(self) -> float:
-        """Mean tokens of a sequence, its prompt included."""
+        """Mean tokens of a sequence with its prompt."""
         return self.decoding.prompt_tokens + fmean(self.decoding.lengths)
 
     def reading(self, model: LaidModel, *, prompts_only: bool = False) -> Batch:
-        """Sequences, or their prompts, that a replica of the model reads."""
         length = self.decoding.prompt_tokens if prompts_only else self.length
         share = -(-len(self.decoding.lengths) // model.placement.dp)
         return Batch(share * length, length, self.config.runtime.micro_batch_tokens)
 
     def turns(self, placement: RolePlacement) -> Turns:
-        """How a replica of the actor in this layout takes its sequences."""
         model, overlap = laid_out(self.config, "actor", placement, placement), self.config.overlap
         _, slots = sequences_and_slots(self.config, "actor", placement, model)
         asked, weaves = overlap.weave[0], overlap.intra and overlap.schedule in ("auto", "woven")
@@ -71,13 +69,12 @@ def trained_model(serving: LaidModel, placement: RolePlacement, train: TrainingL
 
 
 def seen_by(config: TrainConfig, cluster: Cluster) -> Cluster:
-    """Return the cluster as a configuration's ranks see it: on CPUs each has its share of the cores."""
     return threaded(cluster, world_size(config), config.runtime.threads_per_rank)
 
 
 @dataclass(frozen=True)
 class Prices:
-    """A configuration on a cluster, with responses of given lengths."""
+    """A configuration on a cluster, with given response lengths."""
 
     config: TrainConfig
     cluster: Cluster
@@ -118,7 +115,7 @@ class Prices:
         return predicted_costs(models, self.decoding, sequences, self.config.runtime.micro_batch_tokens)
 
     def fullest_gb(self) -> float:
-        """Memory of the fullest rank as `--dry-run` counts it, in 10^9 bytes."""
+        """Memory of the fullest rank as in `--dry-run`, in 10^9 bytes."""
         on_cpu = self.cluster.gpu.on_cpu
         held = rank_memory(train_holdings(self.config, on_cpu=on_cpu))
         return max(memory.total for memory in held.values()) / 1e9

@@ -1,1 +1,1 @@
-"""Runs in virtual time: steps of a configuration without its models."""
+"""Steps of a configuration in virtual time, without models."""

@@ -1,9 +1,8 @@
-"""A component's round in the generator's order, with the seconds of everything once lengths are known.
+"""A component's round in the generator's order, timed once lengths are known.
 
-A unit of work (`schedule/weaving/timetable.py`) begins when its ranks have ended the unit before it and its input has arrived.
-Input passes along a *thread*: a prefill micro-batch from stage to stage; a decode micro-batch from stage to stage, and with its
-tokens from the last stage to the first. So a round is one pass over its units in the planned order, with a clock for each rank
-and each thread; no action or message is made.
+A unit of work (`schedule/weaving/timetable.py`) begins when its ranks are free and its input has arrived. Input passes along
+a thread: a micro-batch from stage to stage, and in decoding from the last stage to the first. So a round is one pass over its
+units, with a clock per rank and thread.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from oppo_megatron.schedule.weaving.timetable import Team, Timetable, count_of
 Floats = npt.NDArray[np.float64]
 
 KEPT_UNITS = 1 << 18
-"""Units of all orders that a component keeps."""
+"""Most units in a component's kept orders."""
 
 NOTHING, NOBODY = 0, 1
-"""Threads: units without input wait for the first, units without successors give to the second."""
+"""Threads of units without input, and of units without successors."""
 VOID, AWAITED = -2.0, -1.0
-"""In place of seconds: a skipped decode micro-step, and the first skipped one, for which tokens are still received."""
+"""In place of seconds: a skipped decode micro-step, and the first one, for which tokens are still received."""
 
 
 class Counts(NamedTuple):
-    """The tokens that each sequence gets in a round; `seq_ids` ascend."""
+    """Tokens of each sequence in a round; `seq_ids` ascend."""
 
     seq_ids: Ints
     tokens: Ints
@@ -46,7 +45,7 @@ class Counts(NamedTuple):
         return cls(seq_ids[order], tokens[order])
 
     def running(self, batch: Batch, steps: int) -> Ints:
-        """Number of running sequences of a decode micro-batch in each step, [steps]."""
+        """Running sequences of a micro-batch, [steps]."""
         tokens = self.tokens[np.searchsorted(self.seq_ids, Growths.of(batch).seq_ids)]
         ended = np.bincount(np.minimum(tokens, steps), minlength=steps + 1)
         found: Ints = len(tokens) - np.cumsum(ended[:steps])
@@ -54,18 +53,14 @@ class Counts(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """The units of all stages in the planned order.
-
-    `table` [4, n]: their places among the durations, their stages (numbers of `Component._stages`), the threads that they wait
-    for and those that they pass on.
-    """
+    """All stages' units in order. `table` [4, n]: indices of durations and stages, threads waited for and passed on."""
 
     table: npt.NDArray[np.int32]
     threads: int
 
 
 class Component:
-    """The ranks that are tied to one rank, played round by round.  Orders are kept by the shape of the component's round."""
+    """Ranks tied to one rank, played round by round. Orders are kept by the round's shape."""
 
     def __init__(self, site: Site, rank: int, generator: str, costs: Costs):
         self._component = component_of(site, rank)
@@ -82,13 +77,12 @@ class Component:
 
     @property
     def all_ranks(self) -> frozenset[int]:
-        """All ranks of the component, in the whole site."""
+        """Ranks of the component in the whole site."""
         return self._component.ranks
 
     def play(self, round_: Round, counts: Counts, begun: Mapping[int, float]) -> Iterator[tuple[int, float, float]]:
-        """Play the component's part of a round of the whole site; `begun`: seconds at which each rank of the model begins.
-
-        Yields rank, end, and seconds of scoring of each rank of the model that has any work.
+        """Play the component's part of a round in which ranks begin at `begun`. Yields rank, end and scoring seconds of ranks
+        with work.
         """
         ranks = self.site.ranks
         if len(self._own) == 1:
@@ -113,7 +107,7 @@ class Component:
         yield from ((ranks[number], free[number], scored[number]) for number in sorted(worked))
 
     def _on_one_rank(self, round_: Round, counts: Counts) -> tuple[float, float]:
-        """Seconds of a rank that waits for nothing, and of its scoring, in any order: thousands of ranks are of this kind."""
+        """Seconds of a rank that waits for nothing, in any order: there are thousands of these."""
         seconds, scoring_s, costs = 0.0, 0.0, self.costs
         for role, replicas in self._component.replicas.items():
             prefill, line = round_.prefill.get(role, ()), costs.prefill_at(role, 0)
@@ -180,7 +174,7 @@ class Component:
         return _Order(table.astype(np.int32), first)
 
     def _durations(self, shape: Round, counts: Counts) -> Iterator[tuple[Floats, bool]]:
-        """Yield for each stage, in the order of the teams, seconds of its units, [units], and whether they score."""
+        """Yield per stage the seconds of its units, [units], and whether they score."""
         for role, d in self._teams:
             pp, count = self.site.placements[role].pp, count_of((role, d), shape)
             tokens, rows = Batches.of(shape.prefill[role][d] if count.prefills else ()).sums
@@ -195,7 +189,7 @@ class Component:
                 yield own, role != "actor"
 
     def _decode_s(self, stage: int, pp: int, running: Ints) -> Floats:
-        """Seconds of each micro-step, [steps, micro-batches]."""
+        """Micro-steps, [steps, micro-batches]."""
         line, sample, last = self.costs.decode_at(stage), self.costs.sample, stage == pp - 1
         seconds = line.fixed_s + running * line.per_token_s
         if last:
@@ -210,9 +204,8 @@ class Component:
 def _pass(
     units: tuple[list[Any], ...], ranks: Sequence[tuple[int, ...]], free: list[float], ready: list[float], message_s: float
 ) -> None:
-    """Play `units` (columns: stage, thread waited for, thread passed on, seconds) in turn.
-
-    Advances the clocks of ranks, `free`, and of threads, `ready`.
+    """Play `units` (stage, thread waited for, thread passed on, seconds), and advance the clocks `free` of ranks and `ready`
+    of threads.
     """
     single = [own[0] for own in ranks]
     shared = any(len(own) > 1 for own in ranks)
@@ -234,7 +227,6 @@ def _pass(
 
 
 def components_of(site: Site, generator: str, costs: Costs) -> Iterator[Component]:
-    """Yield all components of a site, each once."""
     seen: set[int] = set()
     for rank in site.ranks:
         if rank not in seen:

@@ -1,4 +1,4 @@
-"""Metrics and files of a run in virtual time, under the names of a real run, without fields that need a model."""
+"""Metrics and files of a virtual run, under a real run's names, without fields that need a model."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ ROUNDED = 9
 
 
 def metrics_lines(config: TrainConfig, steps: Sequence[VirtualStep]) -> Iterator[dict[str, Any]]:
-    """Yield a line for each step, by the names of docs/metrics.md.
-
-    A line has the delay that its critic's update causes in the next step, so the last of `steps` has none unless it is the run's
-    last.
+    """Yield a line per step (docs/metrics.md). It has the delay that its critic's update causes in the next step, so the last
+    of `steps` lacks it.
     """
     size = members(config).trained
     for step, after in pairwise([*steps, None]):

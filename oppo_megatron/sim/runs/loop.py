@@ -1,7 +1,6 @@
-"""The pure half of the training loop without models: scheduler, buffer, books, controllers.  Subclasses define a round.
+"""The training loop without models: scheduler, buffer, books, controllers. Subclasses define a round.
 
-Chunks are made up: every sequence grows by as much as its round allows, up to a length that is a function of its id.
-There are no rewards, so a `filter` is not played: every group is trained.
+Responses grow up to a length given by their id. Without rewards a `filter` is not played: every group is trained.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ NO_FIELDS: dict[str, Any] = {}
 
 @dataclass(frozen=True)
 class Growing:
-    """The sequences that a round decodes, the tokens that each gets, and whether it ends with them."""
+    """Sequences that a round decodes, their tokens, and whether they end."""
 
     columns: Columns
     counts: Ints
@@ -44,10 +43,7 @@ class Growing:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A recorded round; `planned`: what `PureLoop._plan` returned; `begun`: the logical clock at which it began.
-
-    `grown` is what it would have decoded if the batch had not been complete sooner; `chunk` what it did. None if it only scored.
-    """
+    """A recorded round. `grown`: what it would decode without a complete batch; `chunk`: what it did. None if it only scored."""
 
     step: int
     planned: Any
@@ -58,7 +54,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class StepEnd:
-    """The end of a step, when its batch has been scored: `batch` is trained, `carried` stays; `deferrals` are the batch's."""
+    """A step whose batch has been scored: `batch` is trained (with `deferrals`), `carried` stays."""
 
     step: int
     batch: Columns
@@ -73,10 +69,7 @@ class StepEnd:
 
 
 class PureLoop:
-    """The work of one rank of a run, apart from its actions.
-
-    `responses(seq_id)`: length of a response.  The planner is the run's own, with empty books.
-    """
+    """One rank's work without actions. `responses(seq_id)`: response length. The planner has empty books."""
 
     def __init__(
         self, config: TrainConfig, prompts: Iterator[Prompt], responses: Callable[[int], int], planner: RoundPlanner
@@ -100,46 +93,45 @@ class PureLoop:
         self._lengths = Ledger(LENGTH, {LENGTH: 0})
 
     def _plan(self, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Ints | None) -> Any:
-        """Plan the next round, number `num_rounds`; the books advance."""
+        """Plan round `num_rounds`; the books advance."""
         raise NotImplementedError
 
     def _cost(self, end: StepEnd) -> StepCost:
-        """Return the cost of a step up to its scores."""
+        """Cost of a step up to its scores."""
         raise NotImplementedError
 
     def _signals(self, step: int, signals: StepSignals) -> StepSignals:
-        """Return the input of delta's controller; `signals` have constant rewards."""
+        """Input of delta's controller; rewards are constant by default."""
         return signals
 
     def _part(self, name: str) -> AbstractContextManager[None]:
-        """Return the context in which a part of the work is done."""
+        """Context of a part of the work."""
         return nullcontext()
 
     def _body(self, counts: Ints) -> Ints:
-        """Return tokens and log-probs of a round's rows; none without a model."""
+        """Tokens and log-probs of a round's rows; none without a model."""
         return np.zeros((3, 0), dtype=np.int64)
 
     def _open(self, admitted: Sequence[Rollout]) -> None:
-        """Called with admitted rollouts."""
         if admitted:
             seq_ids = [rollout.prompt.seq_id for rollout in admitted]
             rows = self._lengths.rows(np.array(seq_ids, dtype=np.int64))
             self._lengths[LENGTH][rows] = list(map(self.length, seq_ids))
 
     def _send(self, chunk: Chunk) -> None:
-        """Called with a chunk before it is recorded."""
+        """Called before a chunk is recorded."""
 
     def _recorded(self, done: Recorded) -> None:
-        """Called when a round has ended."""
+        """Called after a round."""
 
     def _decided(self, end: StepEnd, delta: Decision, chunk: Decision | None) -> None:
-        """Called at the end of a step with the controllers' decisions for the next."""
+        """Called with the controllers' decisions for the next step."""
 
     def _close(self, batch: Sequence[Rollout]) -> None:
         """Called when the batch leaves."""
 
     def _steps(self) -> Iterator[Iterator[Recorded]]:
-        """Yield the rounds of each step, to the end of the prompts."""
+        """Yield the rounds of each step."""
         step = 0
         while not self.scheduler.done:
             step += 1
@@ -219,14 +211,14 @@ class PureLoop:
             return self._plan(active, score, chunk, readable)
 
     def _decoded(self, planned: Any, active: Sequence[Rollout]) -> Growing:
-        """Return what models would decode on all ranks; not timed."""
+        """What models would decode on all ranks; not timed."""
         grown = columns_of(active).at(self.planner.actor.runs(active))
         left = self._lengths[LENGTH][self._lengths.rows(grown.seq_ids)] - grown.response_tokens
         counts = np.minimum(planned.steps, left)
         return Growing(grown, counts, counts == left)
 
     def _retire(self, step: int, batch: Sequence[Rollout]) -> None:
-        """Remove the trained rollouts from the books, and what is stale now."""
+        """Remove trained rollouts and stale caches from the books."""
         with self._part("planner and checker"):
             columns = columns_of(batch)
             for book in self.planner.scorers.values():
@@ -241,7 +233,7 @@ class PureLoop:
 
 
 def made_up_prompts(tokens: Sequence[int] | int, count: int | None) -> Iterator[Prompt]:
-    """Yield `count` prompts (None: without end) with the given numbers of tokens, in turn."""
+    """Yield `count` prompts (None: endless) with these numbers of tokens, in turn."""
     sizes = [tokens] if isinstance(tokens, int) else list(tokens)
     texts = [(1,) * size for size in sizes]
     for seq_id in range(count) if count is not None else itertools.count():

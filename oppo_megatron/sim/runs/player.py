@@ -1,7 +1,4 @@
-"""Play the rounds of a run in virtual time: every component unit by unit (`runs/components.py`), then the chunk's way.
-
-Legend: U units of ranks, K kinds of them.
-"""
+"""Play rounds in virtual time: components, then the chunk's delivery. U units of ranks, K kinds."""
 
 from __future__ import annotations
 
@@ -22,12 +19,11 @@ from oppo_megatron.sim.runs.loop import Recorded
 
 @dataclass(frozen=True)
 class Units:
-    """Sets of ranks that hold the same stages of the same replicas, in the order of their first ranks; there are U.
+    """Sets of ranks with the same stages of the same replicas.
 
-    `roles`: which units have a part of each role, [U]. `hops` [U]: messages that bring a chunk, 0 if it is decoded there. `fed`
-    [2, n]: units that receive chunks and the units that send them, by number of hops. `first` [U]: the first rank of each.
-    Units of the same `kinds` [U] differ in their hops alone; `kind_of`: the kind of every rank. `source`: unit of the actor's
-    output rank; `scorer`: unit of the critic's first rank, without a critic of the first scorer's.
+    `roles`: units with a part of each role, [U]. `hops` [U]: messages that bring a chunk, 0 if decoded there. `fed` [2, n]:
+    receiving and sending units, by hops. Units of the same `kinds` [U] differ in hops alone. `source`: unit of the actor's
+    output rank; `scorer`: of the critic's first rank, else the first scorer's.
     """
 
     roles: Mapping[str, Bools]
@@ -43,12 +39,12 @@ class Units:
         return len(self.first)
 
     def holds(self, role: str) -> Bools:
-        """True for units that have a part of the role, [U]."""
+        """True for units with a part of the role, [U]."""
         return self.roles[role] if role in self.roles else np.zeros(len(self), dtype=np.bool_)
 
     @classmethod
     def of(cls, site: Site, *, single: bool = False) -> Units:
-        """Return the units of a site; `single`: each rank is a unit of its own."""
+        """`single`: each rank is a unit."""
 
         def hops_to(rank: int) -> int:
             return 1 + hops_to(site.fed_by[rank]) if rank in site.fed_by else 0
@@ -81,9 +77,8 @@ class Units:
 
 @dataclass(frozen=True)
 class Played:
-    """When each unit has ended a round, and its seconds of scoring, [U]; `waited` [U]: seconds of waiting for the chunk.
-
-    `arrived`: when the chunk is complete on the decoding ranks; None if the round only scores. `spans`: for the trace.
+    """Ends, scoring seconds and seconds of `waited` for the chunk, [U]. `arrived`: when decoding ranks have the chunk (None:
+    scoring only).
     """
 
     ends: Floats
@@ -94,7 +89,7 @@ class Played:
 
 
 class Player:
-    """Plays the rounds of one run; `planner` has the books of all ranks, `round_s` comes on top of each round."""
+    """Plays one run's rounds; `planner` has all ranks' books, `round_s` is added to each round."""
 
     single_ranks = False
 
@@ -110,7 +105,7 @@ class Player:
         return self.planner.book(active, score, chunk, list, readable).round(index)
 
     def play(self, done: Recorded, begun: Floats) -> Played:
-        """Play a round that each unit begins at `begun` [U]."""
+        """Play a round that units begin at `begun` [U]."""
         units, starts, none = self.units, begun + self.round_s, np.zeros(0, dtype=np.int64)
         clocks = np.full(int(units.kinds.max()) + 1, -np.inf)
         np.maximum.at(clocks, units.kinds, starts)  # units of a kind do everything together
@@ -123,13 +118,13 @@ class Player:
         return self._spread(done, starts, np.maximum(starts, ends[units.kinds]), scored[units.kinds])
 
     def tokens(self, done: Recorded) -> Ints:
-        """Tokens of each sequence: a single replica stops when the batch is complete, several at the end of the chunk."""
+        """A single replica stops when the batch is complete, several at the end of the chunk."""
         assert done.grown is not None and done.chunk is not None
         several = self.planner.site.placements["actor"].dp > 1
         return done.grown.counts if several else np.minimum(done.grown.counts, done.chunk.clock - done.begun)
 
     def _spread(self, done: Recorded, starts: Floats, ends: Floats, scored: Floats) -> Played:
-        """Deliver the chunk: the actor's replicas gather it, then each sender passes it on when it is done with its part."""
+        """Deliver the chunk: the actor's replicas gather it, then each sender passes it on after its own work."""
         units, message_s, due, arrived = self.units, self.costs.message_s, ends.copy(), None
         if done.chunk is not None:
             holds = units.holds("actor")
@@ -143,7 +138,7 @@ class Player:
         return Played(due, scored, waited, arrived, lambda: self._spans(done.step, starts, ends, due, scored))
 
     def _spans(self, step: int, starts: Floats, ends: Floats, due: Floats, busy: Floats) -> Iterator[Span]:
-        """Spans of each unit's first rank; scoring comes first, even if it was woven in."""
+        """Spans of each unit's first rank; scoring first, even if woven."""
         holds, scorer = self.units.holds("actor"), next((role for role in self.units.roles if role != "actor"), "")
         columns = zip(*(each.tolist() for each in (self.units.first, holds, starts, ends, due, busy)), strict=True)
         for rank, decodes, start, end, whole, scored in columns:

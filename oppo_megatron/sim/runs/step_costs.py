@@ -1,4 +1,4 @@
-"""Seconds of the parts of a step: from a cluster's laws, a file of measured actions, a finished run, or built-in lines."""
+"""Seconds of a step's parts, from a cluster's laws, measured actions, a finished run, or built-in lines."""
 
 from __future__ import annotations
 
@@ -27,10 +27,8 @@ from oppo_megatron.sim.pricing.prices import Prices
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of everything that a step does.
-
-    `updates`: a trained role's update, by the response tokens of the batch (prompts are in the fixed part), without `moves`, the
-    move of its weights. `round_s` and `step_s` come on top of each round and step, on every rank.
+    """`updates`: a role's update by response tokens, without `moves` of weights. `round_s`, `step_s`: extra time per round
+    and step.
     """
 
     actions: Costs = Costs()
@@ -47,7 +45,7 @@ class StepCosts:
 Lines = Sequence[Mapping[str, Any]]
 
 FORWARDS = 3
-"""Forward passes that training on a token takes: one forward, and a backward of two."""
+"""Forward passes per trained token: a forward, and a backward of two."""
 
 
 def built_in_costs(config: TrainConfig, prompt_tokens: int) -> StepCosts:
@@ -71,9 +69,8 @@ def file_costs(config: TrainConfig, path: Path, prompt_tokens: int) -> StepCosts
 def cluster_costs(
     config: TrainConfig, cluster: Cluster, prompt_tokens: int, lengths: Sequence[int], *, captured: bool = True
 ) -> StepCosts:
-    """Return seconds by the laws of a cluster; `lengths`: responses of a batch.  Raises ConfigError if it is too small.
-
-    `captured`: decode steps are CUDA graphs; else the host launches every layer.
+    """Costs by a cluster's laws for responses of `lengths`. `captured`: decode steps are CUDA graphs. Raises ConfigError if
+    the cluster is too small.
     """
     halves = [max(1, length // 2) for length in lengths]
     prices = [Prices(config, cluster, Decoding(prompt_tokens, own, captured)) for own in (halves, lengths)]
@@ -90,7 +87,7 @@ def cluster_costs(
 
 
 def run_costs(config: TrainConfig, path: Path, prompt_tokens: int, actions: Path | None = None) -> StepCosts:
-    """Return a run's measurements: its costs.json (or `actions`), and updates, moves and planning of its metrics.jsonl."""
+    """A run's costs.json (or `actions`), and updates, moves and planning of its metrics.jsonl."""
     run = RunDirectory(path)
     lines = _steady(run)
     theirs = load_config(TrainConfig, run.config) if run.config.exists() else None
@@ -113,7 +110,7 @@ def run_costs(config: TrainConfig, path: Path, prompt_tokens: int, actions: Path
 
 
 def run_prompt_tokens(path: Path) -> int | None:
-    """Mean length of the prompts that a run has trained on; None if its metrics.jsonl lacks it."""
+    """Mean prompt length of a run; None if unknown."""
     metrics = RunDirectory(path).metrics
     lines = read_metrics(metrics) if metrics.exists() else []
     lengths = [float(line["prompt_len_mean"]) for line in lines if "prompt_len_mean" in line]
@@ -121,7 +118,7 @@ def run_prompt_tokens(path: Path) -> int | None:
 
 
 def run_signals(path: Path) -> Callable[[int, StepSignals], StepSignals]:
-    """Rewards and effective sample sizes of a run's steps, for delta's controller; beyond its last step they stay."""
+    """A run's rewards and effective sample sizes for delta's controller; constant after its last step."""
     lines = read_metrics(RunDirectory(path).metrics)
 
     def signals(step: int, seen: StepSignals) -> StepSignals:
@@ -174,7 +171,7 @@ def _assumed_update(config: TrainConfig, actions: Costs, role: str, prompt_token
 
 
 def _steady(run: RunDirectory) -> Lines:
-    """The run's lines without the first, which warms up, unless it is the only one."""
+    """Lines without the first (warm-up), unless it is the only one."""
     if not run.metrics.exists():
         raise ConfigError(f"--calibrate {run.path}: there is no metrics.jsonl; give the run_dir of a run")
     lines = [line for line in read_metrics(run.metrics) if line.get("skipped") is None and not line.get("incomplete")]
@@ -184,7 +181,7 @@ def _steady(run: RunDirectory) -> Lines:
 
 
 def _update_line(config: TrainConfig, lines: Lines, role: str) -> Linear:
-    """Line of least squares through the steps' updates; a constant, or through 0, if a coefficient would be negative."""
+    """Least-squares line through updates; a constant, or through 0, if a coefficient would be negative."""
     key = "train_s" if role == "actor" else "critic_update_s"
     moved = [float(line.get("reallocate_s") or 0.0) if role == "actor" else 0.0 for line in lines]
     tokens = [config.rollout.batch_size * float(line["trained_len_mean"]) for line in lines]
@@ -199,7 +196,7 @@ def _update_line(config: TrainConfig, lines: Lines, role: str) -> Linear:
 
 
 def _planning_s(lines: Lines) -> float:
-    """Median seconds of planning per round: a step has a round per chunk, and one that scores."""
+    """Median planning seconds per round: one round per chunk, and one that scores."""
     found = []
     for line in lines:
         steps = line["tokens"] / line["running_mean"] if line.get("running_mean") else 0

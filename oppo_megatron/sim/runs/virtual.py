@@ -1,4 +1,4 @@
-"""A run in virtual time: the product's own buffer, scheduler, controllers and round planner, with seconds from a cost model."""
+"""A run in virtual time: the real buffer, scheduler, controllers and planner, with seconds from a cost model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from oppo_megatron.sim.runs.step_costs import StepCosts
 
 
 class Parts(NamedTuple):
-    """Seconds of a step by part on the actor's output rank, which add up to the step; `decode_s` without its own scoring."""
+    """Seconds of a step on the actor's output rank, which add up; `decode_s` excludes its scoring."""
 
     decode_s: float
     score_exposed_s: float
@@ -43,10 +43,8 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class VirtualStep:
-    """One step: `seq_ids`, `lengths` (response tokens) and `deferrals` of the trained rows, in the batch's order.
-
-    `begun_s`: virtual seconds since the run began. `clock` is the logical clock after the step, `chunk_tokens` and `delta` those
-    in force in it; `tokens` are decoded. `facts`: further fields of the step's line in metrics.jsonl.
+    """One step; arrays are of the trained rows, in order. `clock`: logical clock after it; `tokens`: decoded; `facts`: other
+    metrics fields.
     """
 
     step: int
@@ -66,10 +64,7 @@ class VirtualStep:
 
 @dataclass
 class _Times:
-    """Times of the current step: its start on the actor's output rank, and the time of its rounds there and at the scorers.
-
-    `arrivals` and `work` are arguments of `scoring_delay`, since all ranks met for the scores of the previous step.
-    """
+    """Times of the current step on the actor's output rank and at the scorers. `arrivals`, `work`: for `scoring_delay`."""
 
     begun: float
     met: float
@@ -90,11 +85,10 @@ class _Times:
 
 
 class VirtualRun(PureLoop):
-    """`config` in virtual time, by `costs`; `lengths(seq_id)` are the tokens of each response, 1 to the limit.
+    """`config` in virtual time; `lengths(seq_id)`: response tokens.
 
-    `prompt_tokens`: of all prompts, or of each, in turn. `signals`: the input of delta's controller in a step, in place of
-    constant rewards. The prompts end with the configuration's last step, `endless` ones never. `spans` has what each rank did in
-    the first `traced_steps`; the first rank of each unit represents it. `player` plays the rounds.
+    `prompt_tokens`: of all prompts, or of each in turn. `signals` replaces the constant rewards for delta. `endless`: prompts
+    never end. `spans`: the first `traced_steps`, for each unit's first rank.
     """
 
     player: type[Player] = Player
@@ -129,7 +123,7 @@ class VirtualRun(PureLoop):
         self.traced_steps, self.spans = traced_steps, list[Span]()
 
     def steps(self, count: int) -> Iterator[VirtualStep]:
-        """Yield the first `count` steps, or as many as the prompts last for.  Raises ConfigError for less than one."""
+        """Yield the first `count` steps, or as many as there are prompts for. Raises ConfigError for less than one."""
         if count < 1:
             raise ConfigError(f"{count} steps are asked for; ask for 1 or more")
         for rounds in self._steps():
@@ -173,7 +167,7 @@ class VirtualRun(PureLoop):
             self.spans += played.spans()
 
     def _trace(self, step: int, role: str, name: str, starts: Floats, ends: Floats) -> None:
-        """Add a span for every unit with `ends` after `starts`."""
+        """Add a span for units with `ends` after `starts`."""
         if step <= self.traced_steps:
             found = zip(self.units.first.tolist(), starts.tolist(), ends.tolist(), strict=True)
             self.spans += [Span(rank, role, name, step, start, end) for rank, start, end in found if end > start]
@@ -182,7 +176,7 @@ class VirtualRun(PureLoop):
         return signals if self.signals is None else self.signals(step, signals)
 
     def _cost(self, end: StepEnd) -> StepCost:
-        """All ranks meet for the scores.  Return the cost up to then, without the part of the update that was made ahead."""
+        """All ranks meet for the scores. Excludes the part of the update made ahead."""
         times, ahead_s, holds = self._times, self._ahead_s(end), self.units.holds("actor")
         arrived = self.now + ahead_s * holds
         times.met = float(arrived.max())
@@ -197,7 +191,7 @@ class VirtualRun(PureLoop):
         return StepCost(spent_s, end.occupancy.num_steps, times.tokens, times.law)
 
     def _ahead_s(self, end: StepEnd) -> float:
-        """Seconds of the actor's update that need no scores: a forward pass of its first micro-batch."""
+        """Seconds of the actor's update before the scores: its first micro-batch's forward."""
         if not (self.plan.forward_ahead and self.trains_actor(end.step)):
             return 0.0
         lines = self.costs.actions.prefill_of("actor")
@@ -211,7 +205,6 @@ class VirtualRun(PureLoop):
         return self.costs.update_s("actor", tokens) if self.trains_actor(end.step) else 0.0
 
     def _decided(self, end: StepEnd, delta: Decision, chunk: Decision | None) -> None:
-        """Make the updates, and end the step."""
         times, units, source = self._times, self.units, self.units.source
         tokens = int(end.batch.response_tokens.sum())
         actor_s, critic_s = self._actor_update_s(end), self.costs.update_s("critic", tokens)

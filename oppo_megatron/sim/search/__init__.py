@@ -1,1 +1,1 @@
-"""Search of the execution plan of a configuration on a cluster: which ranks hold which role, in which layouts."""
+"""Search which ranks hold which role, in which layouts."""

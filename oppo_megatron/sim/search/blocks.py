@@ -1,7 +1,7 @@
-"""The ranks that each role may have, up to a renumbering of equal nodes and of the ranks in a node.
+"""Ranks that each role may have, up to renumbering.
 
-A block is a part of a node or a number of whole nodes.  Two roles have the same block, disjoint blocks, or one has a part of the
-other's block; a part is not divided again.
+A block is part of a node or whole nodes. Roles share a block, have disjoint ones, or one has part of another's, not divided
+further.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from itertools import islice, permutations, product
 from oppo_megatron.layout.layouts import divisors
 
 FEW_NODES = 2
-"""Up to this number of nodes, roles may have parts of a node, and a part may start at several places of its block."""
+"""Up to this number, roles may have parts of a node, at several places."""
 MANY_NODES = 32
-"""Beyond it, blocks are powers of two of nodes and what one of these leaves of all nodes."""
+"""Above it, blocks are powers of two of nodes, or the rest of all."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,12 @@ class Block:
 
 
 Blocks = tuple[Block, ...]
-"""The block of each role, in the order of roles."""
+"""Each role's block, in the order of roles."""
 
 
 def block_sizes(nodes: int, gpus_per_node: int) -> tuple[int, ...]:
-    """Sizes of blocks in ranks, ascending.
-
-    Numbers of nodes are powers of two, three times these, and what such a number leaves of all. With at most two nodes there are
-    also divisors of a node's ranks, and a node's ranks without one of these.
+    """Block sizes in ranks, ascending: powers of two of nodes, three times these, and the rest of all. Up to two nodes, also
+    divisors of a node's ranks and the rest.
     """
     powers = [2**power for power in range(nodes.bit_length())]
     multiples = (1,) if nodes > MANY_NODES else (1, 3)
@@ -60,7 +58,7 @@ def block_sizes(nodes: int, gpus_per_node: int) -> tuple[int, ...]:
 
 
 def run_sizes(nodes: int, gpus_per_node: int) -> tuple[int, ...]:
-    """Numbers of ranks that a run may take, descending: all, half of them and so on; powers of two of nodes and of ranks."""
+    """Numbers of ranks that a run may have, descending: halvings of all, and powers of two of nodes and ranks."""
     found = [nodes * gpus_per_node]
     while found[-1] % 2 == 0 and (found[-1] // 2 < gpus_per_node or found[-1] // 2 % gpus_per_node == 0):
         found.append(found[-1] // 2)
@@ -70,10 +68,8 @@ def run_sizes(nodes: int, gpus_per_node: int) -> tuple[int, ...]:
 
 
 def arrangements(sizes_of: Mapping[str, Sequence[int]], num_ranks: int, gpus_per_node: int) -> Iterator[Blocks]:
-    """Yield every choice of blocks for the roles that covers `num_ranks` ranks, each once.
-
-    The position of a part in its block matters for memory, as pipeline stages differ: on up to two nodes every position is
-    yielded, on more the first free one.
+    """Yield every choice of blocks that covers `num_ranks`, once. Positions matter for memory, so up to two nodes all are
+    yielded, else the first.
     """
     roles, every = list(sizes_of), num_ranks <= FEW_NODES * gpus_per_node
     for groups in _partitions(roles):
@@ -87,7 +83,7 @@ def arrangements(sizes_of: Mapping[str, Sequence[int]], num_ranks: int, gpus_per
 
 
 def part_starts(whole: Block, size: int, gpus_per_node: int) -> Iterator[int]:
-    """Yield where a part may start: at nodes; within a node, at multiples of its size from either end."""
+    """Starts of a part: nodes, or within a node multiples of its size from either end."""
     if size >= gpus_per_node:
         yield from range(whole.first, whole.end - size + 1, gpus_per_node)
         return
@@ -98,7 +94,7 @@ def part_starts(whole: Block, size: int, gpus_per_node: int) -> Iterator[int]:
 
 
 def _partitions(roles: Sequence[str]) -> Iterator[list[list[str]]]:
-    """Yield every way to put the roles into groups of equal blocks."""
+    """Yield all groupings of roles with equal blocks."""
     if not roles:
         yield []
         return
@@ -109,14 +105,14 @@ def _partitions(roles: Sequence[str]) -> Iterator[list[list[str]]]:
 
 
 def _forests(count: int) -> Iterator[tuple[int | None, ...]]:
-    """Yield for each group the group whose block it has a part of, or None."""
+    """Yield for each group its parent group (whose block it has part of), or None."""
     for parents in product((None, *range(count)), repeat=count):
         if all(parent is None or (parent != group and parents[parent] is None) for group, parent in enumerate(parents)):
             yield parents
 
 
 def _sized(common: Sequence[Sequence[int]], parents: Sequence[int | None], num_ranks: int) -> Iterator[tuple[int, ...]]:
-    """Yield sizes of the groups: undivided blocks add up to all ranks, parts fit into their blocks."""
+    """Yield group sizes: undivided blocks add up to all ranks, parts fit."""
     roots = [group for group, parent in enumerate(parents) if parent is None]
     inner = [(group, parent) for group, parent in enumerate(parents) if parent is not None]
     for chosen in _summing([common[group] for group in roots], num_ranks):
@@ -130,7 +126,7 @@ def _sized(common: Sequence[Sequence[int]], parents: Sequence[int | None], num_r
 
 
 def _summing(choices: Sequence[Sequence[int]], total: int) -> Iterator[tuple[int, ...]]:
-    """Yield one of each of `choices` that add up to `total`."""
+    """Yield one of each of `choices`, in sum `total`."""
     if not choices:
         if total == 0:
             yield ()
@@ -141,7 +137,7 @@ def _summing(choices: Sequence[Sequence[int]], total: int) -> Iterator[tuple[int
 
 
 def _positions(sizes: Sequence[int], parents: Sequence[int | None], gpus_per_node: int) -> Iterator[list[Block]]:
-    """Yield blocks of the groups: undivided ones in a row, large ones first, then parts at each of their positions."""
+    """Yield blocks: undivided ones in a row, largest first, then parts at each position."""
     order = sorted(range(len(sizes)), key=lambda group: (-sizes[group], group))
     roots, inner = [g for g in order if parents[g] is None], [g for g in order if parents[g] is not None]
     whole = [group for group in roots if sizes[group] >= gpus_per_node]
@@ -172,7 +168,7 @@ def _with_parts(
 
 
 def _in_a_row(groups: Sequence[int], sizes: Sequence[int], gpus_per_node: int) -> dict[int, Block] | None:
-    """The groups' blocks without gaps; None if a part of a node would lie on two nodes."""
+    """Blocks without gaps; None if a part of a node would be on two."""
     blocks, first = dict[int, Block](), 0
     for group in groups:
         size = sizes[group]

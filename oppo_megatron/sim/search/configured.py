@@ -1,4 +1,4 @@
-"""A plan as a configuration: `placement` and the roles' ranks and layouts, in as few settings as possible."""
+"""A plan as a configuration, with as few settings as possible."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Place = tuple[Block, Sizes]
 
 
 class _Pools(NamedTuple):
-    """Ranks that `placement` gives to roles without settings of their own."""
+    """Ranks of `placement` for roles without their own."""
 
     mode: PlacementMode
     actor: Place

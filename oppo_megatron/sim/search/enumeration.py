@@ -1,7 +1,5 @@
-"""Exact enumeration of plans: blocks of ranks for the roles and a layout for each, in the order of their price.
-
-Blocks are visited in the order of a lower bound, each phase as short as in any layout, until no others can be among the best. In
-given blocks, layouts are chosen role by role, within the bounds of time and memory.
+"""Exact enumeration of plans: blocks by lower bound until no others can be among the best; layouts role by role, within
+bounds of time and memory.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ Bounds = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Blocks and layouts of all roles (the actor first), with the price of a step and the bytes of the fullest rank."""
+    """Blocks and layouts of roles (the actor first), price of a step, and bytes of the fullest rank."""
 
     blocks: Blocks
     options: tuple[Option, ...]
@@ -34,13 +32,13 @@ class Plan:
 
     @property
     def key(self) -> object:
-        """The actor's block and layouts; of plans with the same key the fastest is kept."""
+        """Actor's block and layouts; the fastest plan of a key is kept."""
         actor = self.options[0]
         return self.blocks[0], actor.serving, actor.training and actor.training[:3]
 
 
 class Best:
-    """The `keep` plans of least price, one for each `Plan.key`."""
+    """The `keep` cheapest plans, one per `Plan.key`."""
 
     def __init__(self, keep: int):
         self.keep, self.plans = keep, list[Plan]()
@@ -48,7 +46,7 @@ class Best:
         self._limit = float("inf")
 
     def limit(self, key: object = None) -> float:
-        """The price that a plan (of this key) must undercut to be kept."""
+        """Price that a plan (of this key) must undercut."""
         return self._by_key.get(key, self._limit)
 
     def add(self, plan: Plan) -> None:
@@ -60,7 +58,7 @@ class Best:
 
 @dataclass(frozen=True)
 class Space:
-    """Plans in `places`, the blocks of the roles, within `budget` bytes per rank, that `accepts` admits."""
+    """Plans in `places` within `budget` bytes per rank that `accepts` admits."""
 
     offers: PriceTable
     places: Sequence[Blocks]
@@ -83,7 +81,7 @@ class Space:
 
 
 class _Layouts:
-    """Layouts of a role over a number of ranks as arrays: `times` [option], `kinds` [option, kind, piece]."""
+    """A role's layouts as arrays: `times` [option], `kinds` [option, kind, piece]."""
 
     def __init__(self, options: Sequence[Option]):
         self.options = options
@@ -98,7 +96,7 @@ class _Layouts:
 
 
 def enumerate_plans(space: Space, best: Best, *, any_plan: bool = False) -> None:
-    """Put the plans of `space` that are among the best into `best`.  `any_plan`: stop at the first plan."""
+    """Put the best plans of `space` into `best`. `any_plan`: stop at the first."""
     bounds = lower_bounds(space)
     near = np.flatnonzero(bounds < best.limit())
     for number in near[np.argsort(bounds[near], kind="stable")].tolist():
@@ -111,10 +109,7 @@ def enumerate_plans(space: Space, best: Best, *, any_plan: bool = False) -> None
 
 
 def lower_bounds(space: Space) -> Bounds:
-    """Return for each place a price that none of its plans undercuts; infinite if a role has no layout there.
-
-    Places whose blocks contain each other in the same pattern are computed together.
-    """
+    """Price that no plan of a place undercuts; infinite without a layout. Places with equal containment are computed together."""
     found: Bounds = np.full(len(space.places), np.inf)
     if not space.places:
         return found
@@ -137,7 +132,7 @@ def lower_bounds(space: Space) -> Bounds:
 
 
 class _Chooser:
-    """Choose the layouts of the roles in given blocks, the actor's first."""
+    """Chooses layouts in given blocks, the actor's first."""
 
     def __init__(self, space: Space, blocks: Blocks, layouts: Sequence[_Layouts], best: Best):
         self.space, self.blocks, self.layouts, self.best = space, blocks, layouts, best
@@ -168,7 +163,7 @@ class _Chooser:
             self._choose(0, least, {}, np.zeros((3, len(self.open[0])), dtype=np.int64), None)
 
     def _choose(self, depth: int, times: list[Times], chosen: dict[int, Option], held: Bytes, key: Any) -> None:
-        """`times`: of the chosen layouts, else the least; `held`: bytes of the chosen layouts, [kind, run of ranks]."""
+        """`times`: of chosen layouts, else the least; `held`: bytes of chosen layouts, [kind, run of ranks]."""
         role, last = self.order[depth], depth + 1 == len(self.order)
         layouts = self.layouts[role]
         bounds = self.rule.step_ns([*times[:role], layouts.times, *times[role + 1 :]])
@@ -191,7 +186,7 @@ class _Chooser:
                 return
 
     def _fitting(self, role: int, rows: Any, held: Bytes, still: Bytes) -> Iterator[tuple[int, Bytes]]:
-        """Yield the options of `rows` that leave room for what is `still` open, with the bytes held then."""
+        """Yield options of `rows` that leave room for `still`, with the bytes held then."""
         inside, budget = self.inside[role], self.space.budget
         outside = (held.sum(axis=0) + still)[~inside]
         if outside.size and outside.max() > budget:
@@ -208,7 +203,7 @@ class _Chooser:
 
 
 def held_bytes(blocks: Blocks, options: Sequence[Option]) -> Bytes:
-    """Bytes of the roles on each rank, [kind, rank]."""
+    """Bytes on each rank, [kind, rank]."""
     held = np.zeros((3, max(block.end for block in blocks)), dtype=np.int64)
     for block, option in zip(blocks, options, strict=True):
         own, ranks = option.over(block.size), slice(block.first, block.end)

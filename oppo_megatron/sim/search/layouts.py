@@ -1,4 +1,4 @@
-"""The layouts of a role over a number of ranks, with prices and memory, without those that another beats in every respect."""
+"""A role's layouts with prices and memory, without those that another beats in every respect."""
 
 from __future__ import annotations
 
@@ -36,15 +36,14 @@ VIRTUAL = (1, 2, 4)
 RECOMPUTED: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 
 Bytes = npt.NDArray[np.int64]
-"""Bytes of a role on its ranks, [kind, piece]; pieces are equal runs of ranks.
-
-Kinds: what lasts; activations; kernels.  A rank holds the sum of what lasts, and the largest of its roles' other two.
+"""A role's bytes, [kind, piece]; pieces are equal runs of ranks. Kinds: lasting (sum of roles); activations and kernels
+(largest of roles).
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """One way to lay out a role over its ranks; `number`: its position among all of the role on this many ranks."""
+    """A layout of a role; `number`: its position among all on this many ranks."""
 
     number: int
     serving: Sizes
@@ -60,15 +59,13 @@ class Option:
         return Sizes(train.tp or self.serving.tp, train.pp or self.serving.pp, train.dp or self.serving.dp, train.vpp)
 
     def over(self, pieces: int) -> Bytes:
-        """`memory` in `pieces` pieces, a multiple of its own number."""
+        """`memory` in a multiple of its pieces."""
         return np.repeat(self.memory, pieces // self.memory.shape[1], axis=1)
 
 
 def undominated(options: Iterable[Option], weigh: Callable[[Option], Option], most_bytes: int) -> list[Option]:
-    """Return the options that fit a rank alone and that none beats or equals in serving, update with move, and all memory.
-
-    `weigh` adds the seconds of the move of weights, which take long to compute: only if the rest does not decide. The first of
-    equal options stays.
+    """Options that fit a rank and that none beats or equals in serving, update with move, and memory. `weigh` adds the
+    slow-to-compute move only if the rest does not decide.
     """
     fitting = [option for option in options if option.memory.sum(axis=0).max() <= most_bytes]
     pieces = lcm(*(option.memory.shape[1] for option in fitting))
@@ -94,10 +91,10 @@ def _row(option: Option, pieces: int) -> Bytes:
 
 @dataclass(frozen=True)
 class PriceTable:
-    """Layouts of a configuration's roles on a cluster, by role and number of ranks; each is priced once.
+    """Layouts by role and number of ranks, priced once. `decoding`: trained responses; `steady`: work of a step; `budget`:
+    bytes per rank.
 
-    `decoding`: the responses that a step trains; `steady`: what it decodes and reads; `budget`: bytes of a rank that a plan may
-    fill. Prices depend on the number of a role's ranks alone, as blocks are parts of a node or whole nodes.
+    Prices depend on the number of ranks alone, as blocks are parts of a node or whole nodes.
     """
 
     config: TrainConfig
@@ -111,7 +108,7 @@ class PriceTable:
     _decoded: dict[Sizes, float] = field(default_factory=dict)
 
     def with_config(self, config: TrainConfig) -> PriceTable:
-        """Return the table of a configuration that differs in micro-batches, on which decoding and moves do not depend."""
+        """For other micro-batches, on which decoding and moves do not depend."""
         return replace(self, config=config, _fronts={}, _prices={})
 
     @cached_property
@@ -144,7 +141,7 @@ class PriceTable:
         return Times(min(serving_ns for _, serving_ns in servings), min(updates, default=0))
 
     def options(self, role: str, size: int) -> Iterator[Option]:
-        """Yield every layout that the checks admit, without the seconds of its move of weights."""
+        """Yield every layout that the checks admit, without its move of weights."""
         servings, trainings = self._priced(role, size)
         if not self._is_trained(role):
             for number, (serving, serving_ns) in enumerate(servings):
@@ -160,10 +157,7 @@ class PriceTable:
                 yield Option(number, serving, train, Times(serving_ns, update_ns), memory)
 
     def _trained_bytes(self, role: str, serving: Sizes, train: TrainingLayoutConfig, known: dict[Any, Bytes]) -> Bytes:
-        """Bytes of a trained role.
-
-        `known`: bytes of serving and of training by layout and rows of the vocabulary, which both layouts' tensor ranks divide.
-        """
+        """`known`: bytes by layout and padded vocabulary, which both layouts' tensor ranks divide."""
         training = _training_sizes(train)
         placed, trained = _over(serving), _over(training)
         if not has_own_training_weights(placed, trained, train.vpp):
@@ -180,7 +174,7 @@ class PriceTable:
         return _together(known[serves], known[trains])
 
     def _priced(self, role: str, size: int) -> tuple[list[Any], list[Any]]:
-        """Layouts of serving and of training over this many ranks, each with its nanoseconds."""
+        """Serving and training layouts with nanoseconds."""
         key = (role, size)
         if key not in self._prices:
             settings = self._settings[role]
@@ -225,7 +219,7 @@ class PriceTable:
                 )
 
     def _is_tried(self, sizes: Sizes) -> bool:
-        """Tensor ranks stay within a node; there are at most 8 stages, or as many as the role has nodes."""
+        """Tensor ranks stay within a node; at most 8 stages, or one per node of the role."""
         per_node = self.cluster.gpus_per_node
         stages = max(MOST_STAGES, sizes.num_ranks // per_node)
         return sizes.tp <= per_node and sizes.pp <= stages and sizes.vpp in VIRTUAL
@@ -250,7 +244,6 @@ class PriceTable:
 
 
 def _bytes(stages: Sequence[Memory]) -> Bytes:
-    """Memory by pipeline stage as whole bytes."""
     lasting = [ceil(each.total - each.activations - each.kernels) for each in stages]
     passing = [[ceil(each.activations) for each in stages], [ceil(each.kernels) for each in stages]]
     return np.array([lasting, *passing], dtype=np.int64)

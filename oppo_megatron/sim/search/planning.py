@@ -1,4 +1,4 @@
-"""From a configuration and a cluster to the plans of least price, each checked as the configuration that it becomes."""
+"""Find the plans of least price, each checked as a configuration."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ STRIDE = 7919
 """Deals lengths to responses; no batch size divides it."""
 FACTORS = (1, 2, 4, 0.5, 0.25, 0.125)
 MOST_TOKENS = 32768
-"""Micro-batches that are tried: the configuration's tokens times a factor, to a limit."""
+"""Micro-batches tried: the configuration's times a factor, up to a limit."""
 FINALISTS = 24
-"""Plans of least price that are kept, to be played in virtual time."""
+"""Cheapest plans kept for playing."""
 MOST_NODES = 128
 ANY_NETWORK = Between(19e-6, 50e9, 8, assumed("only memory is asked for"))
 
@@ -38,11 +38,8 @@ def layout_problems(config: TrainConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class Task:
-    """The configuration and workload to plan for.
-
-    `lengths`: response tokens of a batch; `limits`: of each response by its number, for playing (None: `lengths` in turn);
-    `margin`: share of a rank's memory that stays free; `prompt`: tokens of every prompt. `check` returns the problems of a
-    configuration. `known_work`: `steady`, if known.
+    """Configuration and workload. `lengths`: response tokens of a batch; `limits`: by response number, for playing (None:
+    `lengths` in turn); `margin`: free share of memory.
     """
 
     config: TrainConfig
@@ -67,7 +64,7 @@ class Task:
 
     @cached_property
     def steady(self) -> Steady:
-        """The work of a step (decoded and read tokens); it does not depend on layouts, cluster or micro-batches."""
+        """Decoded and read tokens of a step, which do not depend on layouts."""
         return self.known_work or steady_work(self.config, self.decoding, self.limit_of)
 
     @cached_property
@@ -81,7 +78,7 @@ class Task:
         return self.cluster.gpu.on_cpu
 
     def cluster_of(self, ranks: int) -> Cluster:
-        """The cluster as a run on this many ranks sees it: on CPUs ranks share out the cores."""
+        """Cluster as this many ranks see it: on CPUs they share the cores."""
         return threaded(self.cluster, ranks, self.config.runtime.threads_per_rank)
 
     def budget(self, cluster: Cluster) -> int:
@@ -89,9 +86,8 @@ class Task:
         return int(cluster.gpu.memory_bytes * (1 - self.margin))
 
     def problems(self, config: TrainConfig) -> Sequence[str]:
-        """Problems of a planned configuration, too much memory among them if the reference shares the actor's weights.
-
-        All other memory is counted exactly in the search.
+        """Problems of a planned configuration; also its memory if the reference shares weights, which the search does not
+        count.
         """
         if problems := self.check(config):
             return problems
@@ -102,16 +98,15 @@ class Task:
 
 
 def micro_batches(config: TrainConfig) -> list[int]:
-    """Sizes to try, the configuration's first; the longest sequence fits each."""
+    """Sizes to try, the configuration's first; each fits the longest sequence."""
     own, least = config.runtime.micro_batch_tokens, least_micro_batch(config)
     sizes = dict.fromkeys(max(least, round(own * factor)) for factor in FACTORS)
     return [size for size in sizes if size in (own, least) or size <= MOST_TOKENS]
 
 
 def spaces(task: Task, sizes: Sequence[int], most_bytes: int | None = None) -> Iterator[Space]:
-    """Yield the plans to search for each of the micro-batch `sizes`; on CPUs for each number of ranks, which share the cores.
-
-    `most_bytes`: of a rank, in place of the task's budget.
+    """Yield the plans to search, for each micro-batch size; on CPUs, where ranks share cores, for each number of ranks.
+    `most_bytes` replaces the budget.
     """
     nodes, per_node = task.cluster.nodes, task.cluster.gpus_per_node
     every, bases = run_sizes(nodes, per_node), list[tuple[PriceTable, Sequence[int]]]()
@@ -139,7 +134,7 @@ def spaces(task: Task, sizes: Sequence[int], most_bytes: int | None = None) -> I
 
 
 def find_plans(task: Task, keep: int = FINALISTS) -> tuple[list[Plan], int]:
-    """Return the plans of least price, one for each block and layouts of the actor, and the number of placements tried."""
+    """Return the cheapest plans, one per actor's block and layouts, and the number of placements tried."""
     best, count = Best(keep), 0
     for space in spaces(task, micro_batches(task.config)):
         enumerate_plans(space, best)
@@ -149,7 +144,7 @@ def find_plans(task: Task, keep: int = FINALISTS) -> tuple[list[Plan], int]:
 
 @dataclass(frozen=True)
 class Fullest:
-    """The rank that holds most, in bytes; the role that holds most of it, and the largest kind of memory (of all its roles)."""
+    """Rank with most bytes, its largest role, and its largest kind of memory."""
 
     rank: int
     held: float
@@ -159,7 +154,6 @@ class Fullest:
 
     @classmethod
     def of(cls, config: TrainConfig, *, on_cpu: bool) -> Fullest:
-        """Count as `--dry-run` does."""
         holdings = train_holdings(config, on_cpu=on_cpu)
         memory = rank_memory(holdings)
         rank = max(memory, key=lambda each: (memory[each].total, -each))
@@ -189,7 +183,7 @@ KINDS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Shortage:
-    """Why nothing fits: the fullest rank of the plan that lacks least memory, a rank's budget, and the nodes that would do."""
+    """Fullest rank of the plan that lacks least memory, and the number of nodes that would do."""
 
     fullest: Fullest
     budget: int
@@ -197,7 +191,7 @@ class Shortage:
 
 
 def find_shortage(task: Task) -> Shortage | None:
-    """Count what is missing, with the smallest micro-batches; None if no layout passes the checks, whatever its memory."""
+    """Count missing memory with the smallest micro-batches; None if no layout passes the checks."""
     least, plans = [min(micro_batches(task.config))], list[tuple[int, Plan, int]]()
     for space in spaces(task, least, most_bytes=2**62):
         table, smallest = space.offers, {}
@@ -217,7 +211,7 @@ def find_shortage(task: Task) -> Shortage | None:
 
 
 def _least_nodes(task: Task) -> int | None:
-    """By doubling, then by bisection."""
+    """By doubling, then bisection."""
     few, many = task.cluster.nodes, 2 * task.cluster.nodes
     while many <= MOST_NODES and not _fits(task, many):
         few, many = many, 2 * many

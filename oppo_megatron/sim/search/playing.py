@@ -1,7 +1,4 @@
-"""The plans of least price, played in virtual time: rounds, chunks, deferral and the order of scoring count (`sim/runs`).
-
-All plans play the same responses.
-"""
+"""Play the cheapest plans in virtual time, all with the same responses (`sim/runs`)."""
 
 from __future__ import annotations
 
@@ -22,23 +19,20 @@ from oppo_megatron.sim.search.enumeration import Plan
 from oppo_megatron.sim.search.planning import Task
 
 WARM_UP = 3
-"""First steps that are not counted, at least."""
+"""Fewest first steps that do not count."""
 FEW, MANY, MOST_STEPS = 3, 5, 32
 RESPONSES = 256, 1024
-"""Counted steps of all plans and of the fastest: enough for these numbers of responses, from FEW or MANY to MOST_STEPS."""
+"""Responses that counted steps need, of all plans and of the fastest: FEW or MANY steps at least, MOST_STEPS at most."""
 LONG, MOST_LONG, LONG_RESPONSES = 8, 32, 2048
 """The same to compare deltas, which train different responses in a step."""
 CHUNKS = (16, 1024)
 GAIN = 0.01
-"""A setting must shorten a step by this share to replace the configuration's."""
+"""Least share by which a setting must shorten a step to replace the configuration's."""
 
 
 @dataclass(frozen=True)
 class Played:
-    """A plan as a configuration that passes the checks, with the mean seconds of its steps by part.
-
-    `rank_bytes`: what `--dry-run` counts of each rank.
-    """
+    """A plan's configuration and mean parts of a step. `rank_bytes`: as in `--dry-run`."""
 
     plan: Plan
     config: TrainConfig
@@ -55,10 +49,10 @@ class Played:
 
 
 def play_plans(task: Task, plans: Sequence[Plan], top: int) -> list[Played]:
-    """Play the plans, cheapest first, until no other can be the fastest; return the fastest `top`, played longer.
+    """Play plans, cheapest first, until no other can be the fastest; return the fastest `top`, played longer.
 
-    No other can if its price, times the least ratio of played seconds to a price so far, exceeds the fastest. The fastest are
-    then played with the chunk and the delta that suit the first of them.
+    A plan cannot if its price times the least ratio of played time to price exceeds the fastest. The fastest use the chunk
+    and delta that suit the first of them.
     """
     few, many = (
         min(MOST_STEPS, max(least, responses // task.config.rollout.batch_size))
@@ -85,7 +79,7 @@ def play_plans(task: Task, plans: Sequence[Plan], top: int) -> list[Played]:
 
 
 def play_config(task: Task, config: TrainConfig) -> Parts:
-    """Mean seconds of the configuration's steps in its own layouts, as long as the fastest plans are played."""
+    """Mean parts of the configuration's own steps, played as long."""
     steps = min(MOST_STEPS, max(MANY, RESPONSES[1] // config.rollout.batch_size))
     return _mean_parts(counted_steps(task, config, steps))
 
@@ -105,7 +99,7 @@ def _mean_parts(steps: Sequence[VirtualStep]) -> Parts:
 
 
 def counted_steps(task: Task, config: TrainConfig, steps: int) -> list[VirtualStep]:
-    """Play this many steps after the responses that all began in the first step have ended."""
+    """Play steps after the responses that began together have ended."""
     longest = max(task.lengths) if config.overlap.inter else 0
     # Chunks stay as they are, so that a few steps are like many.
     chunk = config.overlap.chunk.model_copy(update={"adaptive": False})
@@ -125,7 +119,7 @@ def task_costs(task: Task, config: TrainConfig) -> StepCosts:
 
 
 def _tuned(task: Task, first: Played, steps: int) -> Played:
-    """Return the plan with the chunk, then the delta of least seconds."""
+    """Plan with the fastest chunk, then delta."""
     best = first
     for tokens in _chunks(task, first) if first.config.overlap.intra else ():
         config = with_chunk(first.config, tokens)
@@ -137,9 +131,8 @@ def _tuned(task: Task, first: Played, steps: int) -> Played:
 
 
 def _chunks(task: Task, first: Played) -> list[int]:
-    """Sizes around sqrt(f T / s), which balances the cost of rounds and the last chunk's scoring, which nothing hides.
-
-    f: seconds of any round; T: decode steps of a step; s: seconds of scoring the tokens of one decode step.
+    """Sizes around sqrt(f T / s), which balances the cost of rounds and the last chunk's exposed scoring. f: seconds of a
+    round; T: decode steps per step; s: scoring seconds per decode step.
     """
     longest = max(task.lengths)
     costs = Prices(first.config, task.cluster_of(world_size(first.config)), task.decoding).costs()
@@ -153,9 +146,8 @@ def _chunks(task: Task, first: Played) -> list[int]:
 
 
 def best_delta(task: Task, config: TrainConfig, steps: int) -> int | None:
-    """Return the delta of least seconds per trained token, up to `delta.max`; None for the configuration's.
-
-    Every delta plays the same responses; the better half is then played longer.
+    """Delta of least seconds per trained token; None: the configuration's. All play the same responses, the better half
+    longer.
     """
     delta, own = config.overlap.delta, config.overlap.delta.initial
     if not config.overlap.inter:
@@ -174,5 +166,5 @@ def best_delta(task: Task, config: TrainConfig, steps: int) -> int | None:
 
 
 def pace(steps: Sequence[VirtualStep]) -> float:
-    """Seconds per trained token: in the long run every delta trains the same number of tokens in a step."""
+    """Seconds per trained token, because in the long run every delta trains the same tokens per step."""
     return sum(step.step_s for step in steps) / sum(int(step.lengths.sum()) for step in steps)

@@ -1,4 +1,4 @@
-"""The content of `plan.json`: plans, and the constants and assumptions of their seconds."""
+"""Content of `plan.json`: plans, and the constants and assumptions of their seconds."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PARTS = {
     "critic_exposed_s": "the critic's update", "reallocate_s": "moves of weights", "idle_s": "waiting for busier ranks",
 }  # fmt: skip
 MOST_TP, MOST_TOKENS, MOST_NODES = 8, 32768, RATIO_NODES[-1]
-"""Limits of the measurements that the laws were fitted to: tensor ranks and tokens of layers, nodes of rings."""
+"""Limits of the measurements behind the laws: tensor ranks and tokens of layers, nodes of rings."""
 
 Record = dict[str, Any]
 
 
 def to_record(task: Task, plans: Sequence[Played], places: int) -> Record:
-    """Return the record of the plans, fastest first; `places`: number of placements that were compared."""
+    """Record of plans, fastest first; `places`: number of placements compared."""
     gpu, lengths = task.cluster.gpu, task.lengths
     constants = {name: str(source) for name, source in task.cluster.sources()}
     if task.cluster.between is not None:
@@ -91,7 +91,7 @@ def _reason(plans: Sequence[Played]) -> str:
 
 
 def beyond_fits(task: Task, config: TrainConfig) -> Iterator[str]:
-    """Yield where the plan lies outside of what the laws were fitted to, and whether sequences wait for cache slots."""
+    """Yield in what the plan exceeds the fits, and whether sequences wait for cache slots."""
     places = {**role_placements(config), **{f"{name}, trained": p for name, p in training_placements(config).items()}}
     if wide := [name for name, place in places.items() if place.tp > MOST_TP]:
         yield f"beyond the fits: tp of {', '.join(wide)} is above {MOST_TP}, the most that layers were measured with"

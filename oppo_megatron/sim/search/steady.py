@@ -1,7 +1,5 @@
-"""The work of a step when rollouts are carried over; it depends on lengths, delta and admission, not on layouts.
-
-The run's own scheduler is played on one rank without seconds.  Carried rollouts fill the decode batch, so there are fewer
-decode steps, and their caches are read again.
+"""Work of a step with carried rollouts, which fill the decode batch and are read again: from the real scheduler, on one rank
+without seconds.
 """
 
 from __future__ import annotations
@@ -21,19 +19,19 @@ from oppo_megatron.sim.runs.step_costs import StepCosts
 from oppo_megatron.sim.runs.virtual import VirtualRun
 
 RESPONSES, STEPS, MOST_STEPS = 2048, 4, 48
-"""Observed steps, once rollouts are carried steadily: enough for this number of responses, within both limits."""
+"""Steady steps observed: enough for these responses, within both limits."""
 
 
 @dataclass(frozen=True)
 class Steady:
-    """A step's work: what it decodes, and by role the tokens read over those of reading each response once."""
+    """Decoding of a step, and by role tokens read over those of reading each response once."""
 
     decoding: Decoding
     reads: Mapping[str, float] = field(default_factory=dict)
 
 
 def steady_work(config: TrainConfig, plain: Decoding, lengths: Callable[[int], int]) -> Steady:
-    """Return the mean work of a step.  `plain`: the batch if nothing is carried, as without inter-step overlap."""
+    """Mean work of a step; `plain` is the batch if nothing is carried."""
     if not config.overlap.inter:
         return Steady(plain)
     run = _Observed(config, lengths, plain.prompt_tokens)
@@ -62,9 +60,8 @@ def steady_work(config: TrainConfig, plain: Decoding, lengths: Callable[[int], i
 
 
 class _Observed(VirtualRun):
-    """A run whose caches hold all sequences.
-
-    `got`: tokens decoded in the step by sequence; `positions`: sum of their positions; `before`: tokens read so far, by role.
+    """A run whose caches hold all. `got`: decoded tokens by sequence; `positions`: their sum; `before`: tokens read so far,
+    by role.
     """
 
     def __init__(self, config: TrainConfig, lengths: Callable[[int], int], prompt_tokens: int):

@@ -1,12 +1,12 @@
-"""Price of a step from the seconds of its phases: the closed form that plans are searched by, in whole nanoseconds.
+"""Price of a step in nanoseconds, from its phases, for the search.
 
-Without overlap, decoding, scoring in the order of roles, updates and moves of weights follow each other; disjoint ranks work in
-parallel.  If scoring is streamed, a step takes the larger of
+Without overlap, phases follow each other, and disjoint ranks work in parallel. With streamed scoring, a step takes the larger
+of
 
-    path   decoding, the last chunk's scoring, the actor's update and move of weights (the critic's, too, if waited for)
+    path   decoding, the last chunk's scoring, the actor's update and move (the critic's, too, if waited for)
     busy   all work of one rank
 
-The price never falls if a phase takes longer; the search relies on that.
+The search relies on a price that never falls if a phase takes longer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def nanoseconds(seconds: float) -> int:
 
 
 class Times(NamedTuple):
-    """Nanoseconds of a role's phases, whole numbers or arrays of them: serving, the update, the move of weights."""
+    """Nanoseconds of a role's phases, numbers or arrays."""
 
     serving: Any
     update: Any = 0
@@ -40,10 +40,8 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Mode:
-    """How phases follow each other.
-
-    `streams`: scoring runs during decoding; `hides_critic`: its update runs during the next step's decoding; `last_share`: share
-    of the scoring that is left after decoding.
+    """`streams`: scoring during decoding; `hides_critic`: its update during the next step's decoding; `last_share` of scoring
+    after decoding.
     """
 
     streams: bool
@@ -53,14 +51,14 @@ class Mode:
 
 @dataclass(frozen=True)
 class StepRule:
-    """The closed form for roles (the actor first) in these blocks."""
+    """Price of roles (the actor first) in these blocks."""
 
     roles: tuple[str, ...]
     blocks: Blocks
     mode: Mode
 
     def step_ns(self, times: Sequence[Times]) -> Any:
-        """Nanoseconds of a step; an array if one of the times is."""
+        """Nanoseconds of a step; an array if a time is one."""
         actor, mode = times[0], self.mode
         if not mode.streams:
             return actor.serving + self._scoring_ns(times, 1.0) + self._updates_ns(times)
@@ -69,7 +67,7 @@ class StepRule:
         return _largest(path, *(sum(times[other].total for other in others) for others in self._over))
 
     def _scoring_ns(self, times: Sequence[Times], share: float) -> Any:
-        """Until all roles have scored: each starts after those before it on its ranks."""
+        """Until all have scored: each starts after those before it on its ranks."""
         ends: list[Any] = []
         for role in range(1, len(times)):
             start = _largest(0, *(ends[other - 1] for other in self._overlaps[role] if 0 < other < role))
@@ -77,7 +75,7 @@ class StepRule:
         return _largest(0, *ends)
 
     def _updates_ns(self, times: Sequence[Times]) -> Any:
-        """The actor's update, then those on its ranks; weights move after both."""
+        """The actor's update, then others on its ranks, with their moves."""
         alone = times[0].update + times[0].weights
         others = [
             each.update + each.weights + (alone if role in self._overlaps[0] else 0)
@@ -95,7 +93,7 @@ class StepRule:
 
     @cached_property
     def _over(self) -> tuple[tuple[int, ...], ...]:
-        """By role, the roles that all of its ranks have."""
+        """By role, the roles on all of its ranks."""
         return tuple(
             tuple(number for number, other in enumerate(self.blocks) if other.contains(block)) for block in self.blocks
         )

@@ -1,1 +1,1 @@
-"""Measures a step (seconds by part, the cause of each wait), and writes lines of metrics, console, trackers and traces."""
+"""Measures steps (seconds by part, cause of each wait) and writes metrics, console lines, trackers and traces."""

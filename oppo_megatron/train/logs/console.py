@@ -19,10 +19,10 @@ PLAIN_INTERVAL_S = 2.0
 
 @final
 class Progress:
-    """Shows how a run goes.  Used as a context manager.
+    """Shows a run's progress; a context manager.
 
-    `auto` is `live` if `stream` is a terminal and `plain` if not.  Plain mode prints the first and the last step, and others at
-    most every `PLAIN_INTERVAL_S` seconds.  `total_steps` may be unknown (None).
+    `auto` is `live` in a terminal, else `plain`: the first and last step, and others at most every `PLAIN_INTERVAL_S` seconds.
+    `total_steps` None: unknown.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Progress:
             print(text, file=self._stream, flush=True)
 
     def _seconds_left(self, step: int) -> float | None:
-        """The estimate from the pace since the first update, so that start-up does not count; None until there is a pace."""
+        """Estimate from the pace since the first update (start-up does not count), or None."""
         now = self._clock()
         if self._first is None:
             self._first = (step, now)
@@ -101,7 +101,7 @@ def describe(fields: Mapping[str, Any]) -> list[str]:
 
 
 def _derived(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Rates and shares that a metrics line holds only the parts of."""
+    """Rates and shares of which a metrics line has only the parts."""
     derived: dict[str, Any] = {}
     if (
         fields.get("tokens_per_s") is None and fields.get("tokens") and fields.get("step_s")
@@ -119,7 +119,7 @@ def _derived(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _one_line(text: str) -> Text:
-    """A line that does not fit is cut, never wrapped: a live line of changing height flickers."""
+    """Cut, never wrap: a live line of changing height flickers."""
     return Text(text, no_wrap=True, overflow="ellipsis")
 
 

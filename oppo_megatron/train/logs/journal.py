@@ -1,4 +1,4 @@
-"""Lines of metrics, progress, trackers and the summary of a run: of PPO (`Journal`) and of supervised training (`Report`)."""
+"""Metrics, progress, trackers and summary of a run: PPO (`Journal`) and supervised training (`Report`)."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from oppo_megatron.train.memory_meter import MemoryByRank
 
 NUM_LENGTH_BINS = 4
 MUCH_LOST = 0.2
-"""Share of stale responses' gradient lost to clipping that causes a warning, once per run."""
+"""Share of stale responses' gradient lost to clipping above which the run warns once."""
 
 
 class RunLog:
-    """Kept by one rank, from `__enter__` on.  `elapsed_s`: what the run took before it was continued."""
+    """Kept by one rank, from `__enter__` on.  `elapsed_s` includes the time before a resume."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class RunLog:
 
 
 class Journal(RunLog):
-    """Kept by the actor's first output rank.  A step's line waits for the statistics of its critic update."""
+    """Kept by the actor's first output rank.  A step's line waits for its critic update's statistics."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class Journal(RunLog):
         return {"elapsed_s": self.elapsed_s, **figures}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`: time that passed between the runs does not count."""
+        """Continue from `state`, not counting the time in between."""
         self.started = time.monotonic() - state["elapsed_s"]
         self.accuracy = dict(state["accuracy"])
         self.heldout.load_state_dict(state.get("heldout", ()))
@@ -172,7 +172,7 @@ class Journal(RunLog):
         rollbacks: Mapping[str, int],
         best: tuple[float, Position] | None,
     ) -> None:
-        """Write the last file of a run, the sign that it finished; `rows` counts what was read, `best` is a checkpoint."""
+        """Write the run's last file, which marks it as finished.  `rows`: counts of rows read; `best`: a checkpoint."""
         self.log.close()
         self.note(memory.describe(self.planned_bytes))
         accuracy = [self.accuracy[step] for step in sorted(self.accuracy)]
@@ -193,8 +193,8 @@ class Journal(RunLog):
     def _timing(self, facts: StepFacts, spans: SpanRecorder) -> dict[str, Any]:
         actor = spans.totals(facts.step, "actor")
         assert facts.scores is not None
-        # Decoding waits for the scoring of the actor's own rank: after decoding, and also during it unless a pipeline's
-        # bubbles can hide it.
+        # Decoding waits for the scoring of the actor's own rank: after decoding, and also during it if there are no
+        # pipeline bubbles to hide it.
         own = facts.local_score_s if self.single_stage else facts.drain_s
         exposed = actor.get("wait_scores", 0.0) - facts.critic_exposed_s + own
         waits = actor.get("wait", 0.0)
@@ -259,9 +259,9 @@ def _experience(facts: StepFacts, experience: Experience) -> dict[str, Any]:
 
 
 def _lengths(facts: StepFacts, batch: Sequence[Rollout], carried: Sequence[Rollout]) -> dict[str, Any]:
-    """Deferrals (the paper's Table 2), lengths, and mean length and reward of each quarter of the batch, shortest first.
+    """Deferrals (the paper's Table 2), lengths, and mean length and reward of each length quarter, shortest first.
 
-    A carried rollout counts with its tokens so far, so `submitted_len_mean` is a lower bound while any is unfinished.
+    An unfinished rollout counts with its tokens so far, so `submitted_len_mean` is a lower bound.
     """
     trained = [len(r.tokens) for r in batch]
     submitted = trained + [len(r.tokens) for r in carried]
@@ -313,7 +313,7 @@ class Report(RunLog):
     def step(
         self, step: int, figures: dict[str, Any], saved: tuple[float, int, float], heldout: Figures | None
     ) -> None:
-        """`saved`: seconds, bytes and hidden seconds of checkpoints since the last step; `heldout`: if it was measured."""
+        """`saved`: seconds, bytes and hidden seconds of checkpoints since the last step; `heldout`: if measured."""
         waited_s, num_bytes, hidden_s = saved
         costs = {"checkpoint_s": waited_s, "checkpoint_bytes": num_bytes, "checkpoint_hidden_s": hidden_s}
         fields = {"time_s": self.elapsed_s, **figures, **costs}
@@ -325,10 +325,7 @@ class Report(RunLog):
             self.note(HeldoutLog.describe(step, heldout))
 
     def write_summary(self, title: str, memory: MemoryByRank, best: tuple[float, Position] | None) -> None:
-        """Write the last file of a run, the sign that it finished.
-
-        Losses (and accuracies) are of the first and of the last tenth of the steps.
-        """
+        """Write the run's last file, which marks it as finished, with metrics of the first and last tenth of the steps."""
         self.note(memory.describe(self.planned_bytes))
         lines = read_metrics(self.run_dir.metrics)
         tenth = max(1, len(lines) // 10)

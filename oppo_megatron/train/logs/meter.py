@@ -1,4 +1,4 @@
-"""Measures the steps of one rank.  The loop reports its phases; nothing here affects training."""
+"""Measures one rank's steps from phases that the loop reports.  Nothing here affects training."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ SHORTEST_WAIT_S = 0.5e-3
 class RoundTracer:
     """The executor's observer on one rank.
 
-    Totals of a step are kept by (role, label): `decode`, `score`, `wait` (for the pipeline), `wait_tokens` (for a chunk).  The
-    trace gets a span for each stretch of equal actions, with `actions` for every action; schedules go to `schedules`.
+    Step totals by (role, label): `decode`, `score`, `wait` (pipeline), `wait_tokens` (chunk).  The trace gets a span per stretch
+    of equal actions (`actions`: per action); schedules are written to `schedules`.
     """
 
     def __init__(self, spans: SpanRecorder, meter: CostMeter, site: Site, *, actions: bool, schedules: Path | None):
@@ -93,7 +93,7 @@ def _label(action: Action) -> str:
 
 @dataclass
 class RolloutPhase:
-    """The rollout phase of a step, which a checkpoint may interrupt: since logical clock `begun`, for `spent_s` so far."""
+    """A step's rollout phase, which a checkpoint may interrupt: began at clock `begun`, `spent_s` so far."""
 
     facts: StepFacts
     occupancy: Occupancy
@@ -113,9 +113,9 @@ class RolloutPhase:
 
 @dataclass
 class StepMeter:
-    """`role` is "actor" on ranks that hold it, else "scorer"; `critic` is None if no critic is trained.
+    """`role`: "actor" or "scorer".  `critic`: None unless trained.  `journal`: on the actor's first output rank only.
 
-    `journal` exists on the actor's first output rank.  `settled` counts steps with a complete line, as every rank knows.
+    `settled` counts steps with a complete line, on every rank.
     """
 
     world: World
@@ -156,7 +156,7 @@ class StepMeter:
 
     @contextlib.contextmanager
     def part(self, name: str, role: str | None = None) -> Iterator[None]:
-        """Measure a part of a step: a span of the trace, and the activity shown if a peer waits."""
+        """Measure part of a step: a trace span, and the activity shown if a peer waits."""
         role, step = role or self.role, self.facts.step
         waits = waiting_for(f"{name} {role}, step {step}", self.world.activity, waits=False)
         with self.spans.span(name, role=role, step=step), waits:
@@ -226,7 +226,7 @@ class StepMeter:
         self.settled = before
 
     def measured(self) -> list[float]:
-        """Seconds of the step so far without the part of the actor's update already made, then the sums of its rounds' law."""
+        """Seconds of the step so far, without the update already made, then the sums of its decode law."""
         update_s = self.spans.totals(self.facts.step, "actor").get("update", 0.0)
         return [self._elapsed_s() - update_s, *self.phase.law.sums()]
 
@@ -270,7 +270,7 @@ class StepMeter:
         return min(delay_s, self.spans.totals(self.facts.step, "actor")["wait_scores"])
 
     def _complete(self, step: int, late: dict[str, Any], delay_s: float = 0.0) -> None:
-        """Complete a line with `late` fields; the critic's update delayed the next step's scores by `delay_s`."""
+        """Complete a line with `late` fields; `delay_s`: the critic update's delay of the next scores."""
         assert self.journal is not None
         if self.critic is not None:
             update_s = late["critic_update_s"]

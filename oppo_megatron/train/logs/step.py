@@ -1,8 +1,7 @@
-"""The facts of a step for its line in the metrics, and the times from which the critic's update is split (docs/metrics.md).
+"""Facts of a step for its metrics line, and the times that split the critic's update (docs/metrics.md).
 
-If the critic has ranks of its own and the step does not wait for it, its update delays the scorers at the start of the next
-step.  They have absorbed the delay if they are idle again before the last chunk.  So the step is replayed with and without the
-update, as a queue with one server.
+If a critic on its own ranks is not waited for, its update delays the scorers at the start of the next step.  They have absorbed
+the delay if they are idle again before the last chunk: the step is replayed with and without it, as a single-server queue.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from oppo_megatron.train.score_exchange import ScoreReport
 
 LATER_FACTS = ("scores", "actor", "rewards", "greedy_rewards", "filtered")
-"""Facts that are known after the rollout phase; a checkpoint may interrupt a step within that phase."""
+"""Facts known after the rollout phase, within which a checkpoint may interrupt a step."""
 
 
 @dataclass
@@ -61,10 +60,10 @@ class StepFacts:
 
 @dataclass
 class StepClock:
-    """One rank's rounds of a step, in seconds since it met all others for the scores of the step before.
+    """One rank's rounds of a step, in seconds since all ranks met for the previous step's scores.
 
-    `ends` are of the rounds that decode.  `work` has the work before the first round (with the critic's update), then in each
-    round, without waits for chunks.
+    `ends`: of decoding rounds.  `work`: before the first round (critic update included), then per round, without waits for
+    chunks.
     """
 
     now: Callable[[], float] = time.monotonic
@@ -82,7 +81,7 @@ class StepClock:
         self.work = [self._last - self.met]
 
     def round(self, waited_s: float, *, decoded: bool) -> None:
-        """Note the end of a round; `waited_s` is the time waited for chunks in the step so far."""
+        """Record the end of a round; `waited_s`: waited for chunks in this step so far."""
         now = self.now()
         self.work.append(now - self._last - (waited_s - self._waited))
         self._last, self._waited = now, waited_s
@@ -92,16 +91,15 @@ class StepClock:
 
 @dataclass(frozen=True)
 class CriticPlacement:
-    """`shares_ranks`: some rank makes both updates, one after the other; `waited_for`: a step ends when both have ended."""
+    """`shares_ranks`: some rank makes both updates; `waited_for`: a step ends only after both."""
 
     shares_ranks: bool
     waited_for: bool
 
     @property
     def delays_scores(self) -> bool:
-        """True if the update extends into the next step."""
         return not (self.shares_ranks or self.waited_for)
 
     def exposed_s(self, update_s: float, waited_s: float) -> float:
-        """Seconds of an update that delay the actor, which waited `waited_s` for it."""
+        """Seconds by which an update delays the actor, which waited `waited_s` for it."""
         return update_s if self.shares_ranks else min(update_s, waited_s)

@@ -1,4 +1,4 @@
-"""Experiment trackers, through their own libraries, loaded only if the configuration names them."""
+"""Experiment trackers through their own libraries, loaded only if configured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Tracker:
         self.sinks = list(sinks)
 
     def log(self, step: int, fields: Mapping[str, Any]) -> None:
-        """Send the numeric fields of a step (not text, flags or lists); one of a mapping is named `field/key`."""
+        """Send the numeric fields of a step; a mapping's entries are named `field/key`."""
         numbers = {name: value for name, value in _numbers(fields) if name != "step"}
         for sink in self.sinks:
             sink.log(step, numbers)
@@ -52,7 +52,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A Weights & Biases run named after the run directory; a file keeps its id, so that a continued run uses the same one."""
+    """A Weights & Biases run named after the run directory; a file keeps its id for resumed runs."""
 
     def __init__(self, project: str, run_dir: str | os.PathLike[str]):
         wandb = _import("wandb")
@@ -117,7 +117,7 @@ OFF = {
 
 
 def _import(name: str) -> Any:
-    """Import a library.  Raises ConfigError if it is missing; a folder of its name, as wandb creates, does not count."""
+    """Import a library, ignoring a bare folder of its name (wandb creates one).  Raises ConfigError if missing."""
     setting, package, off = OFF[name]
     try:
         module = importlib.import_module(name)

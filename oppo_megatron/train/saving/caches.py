@@ -1,4 +1,4 @@
-"""Caches of sequences in flight, one file per rank: KV caches and the scorers' outputs so far."""
+"""Caches of sequences in flight, one file per rank: KV caches and the scorers' outputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CACHED, OUTPUT = "kv", "out"
 
 @dataclass(frozen=True)
 class CacheContents:
-    """A rank's file: tensors named `<role>.kv.<sequence>` and `<role>.out.<sequence>`, and each role's sequences by slot."""
+    """A rank's file: tensors `<role>.kv.<sequence>` and `<role>.out.<sequence>`, and each role's sequences by slot."""
 
     tensors: dict[str, Tensor]
     slots: dict[str, list[int]]
@@ -50,9 +50,9 @@ def write_caches(path: Path, contents: CacheContents) -> None:
 
 
 def load_caches(path: Path, rounds: RoundRunner) -> None:
-    """Load a file into empty caches, in the layout of the run that wrote it; every sequence returns to its slot.
+    """Load a file into empty caches of the same layout, each sequence into its slot, after the books.
 
-    The books are restored before.  Raises CheckpointError if the file does not fit them.
+    Raises CheckpointError if the file does not match the books.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -73,7 +73,7 @@ def load_caches(path: Path, rounds: RoundRunner) -> None:
 
 
 def require_sound_books(state: Mapping[str, Any], rollouts: Sequence[Rollout]) -> None:
-    """Raises CheckpointError if the books in a checkpoint's `state.json` do not fit its layout and its rollouts."""
+    """Raise CheckpointError if the books in `state.json` do not match its layout and rollouts."""
     tokens = {rollout.seq_id: rollout.num_tokens for rollout in rollouts}
     for role, book in state["books"].items():
         replica_of, replicas = dict(book["replicas"]), state["layout"][role]["dp"]

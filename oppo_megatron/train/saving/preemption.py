@@ -1,7 +1,7 @@
-"""Stopping on signals: they are noted, and every rank learns of them at the same point of the run.
+"""Stopping on signals: every rank learns of them at the same point of the run.
 
-SIGUSR1, SIGHUP and the first SIGTERM or SIGINT (Ctrl-C) ask for a checkpoint.  A second SIGTERM or SIGINT, or a missed
-deadline, ends the process at once: a checkpoint under way has no name yet, so the last one is complete.
+SIGUSR1, SIGHUP and the first SIGTERM or SIGINT (Ctrl-C) ask for a checkpoint.  A second SIGTERM or SIGINT, or a missed deadline,
+ends the process at once; an unfinished checkpoint has no name yet, so the last named one is complete.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ from oppo_megatron.processes import ONCE, hears
 HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"
-"""Environment variable of ranks that torch's agent has started."""
+"""Set in ranks that torchrun's agent has started."""
 
 ECHO_S = 2.0
-"""torchrun forwards signals that a terminal or a scheduler also sends to the ranks: within this time it is the same signal."""
+"""A repeated signal within this time is the same one, forwarded by torchrun."""
 
 
 DEADLINE_S = 120.0
-"""Default of `preempt_deadline_s`."""
 
 
 class Preemption:
-    """Signal handling of one rank, which ends unsaved `deadline_s` after it was `asked` to stop; 0: signals are ignored."""
+    """Signal handling of one rank, which ends unsaved `deadline_s` after being `asked` to stop (0: ignore signals)."""
 
     def __init__(self, deadline_s: float = DEADLINE_S):
         self.deadline_s = deadline_s
@@ -47,9 +46,9 @@ class Preemption:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle signals in the block; only a process's main thread can.
+        """Handle signals in the block, if called from the main thread.
 
-        A rank that fails among several ignores signals afterwards: it still has to report the reason.
+        If one of several ranks fails, it ignores later signals, because it must still report the reason.
         """
         if not self.deadline_s or threading.current_thread() is not threading.main_thread():
             yield
@@ -85,13 +84,13 @@ class Preemption:
             self._deadline.cancel()
 
     def agreed(self, group: dist.ProcessGroup | None, activity: Activity | None = None) -> bool:
-        """True if any rank of the group (None: the world) was asked to stop before its call; all of them make the call."""
+        """True if any rank of the group (None: the world) was asked to stop.  Collective."""
         return self.agreed_with(False, activity, group)[0] if self.deadline_s else self.asked
 
     def agreed_with(
         self, mine: bool, activity: Activity | None = None, group: dist.ProcessGroup | None = None
     ) -> tuple[bool, bool]:
-        """Return `agreed`, and True if `mine` is true on any rank of the group, with one message."""
+        """`agreed`, and whether `mine` is true on any rank, in one message."""
         if dist.get_world_size(group) == 1:
             return self.asked, mine
         flags = torch.tensor([int(self.asked), int(mine)])
@@ -103,7 +102,7 @@ class Preemption:
         return asked, any_rank
 
     def _hear(self, reads: int) -> None:
-        """Read signals in a thread of its own: the main thread runs no handlers while it waits in a call."""
+        """Read signals in a thread, because the main thread runs no handlers while it waits in a call."""
         with open(reads, "rb", buffering=0) as numbers:
             while number := numbers.read(1):
                 if number[0] not in HEARD:

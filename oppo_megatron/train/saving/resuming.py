@@ -47,10 +47,10 @@ class Found:
 
 
 def find_checkpoint(config: TrainConfig | SupervisedConfig, world: World) -> Found | None:
-    """Return the last complete checkpoint of the run directory, the same on every rank, if the run is to resume.
+    """Return the last complete checkpoint, the same on every rank; None unless the run is to resume.
 
-    Every rank makes the call and checks a share of the files; damaged checkpoints are reported and renamed.  Raises
-    CheckpointError if none is complete; OtherFormatError, with nothing renamed, for a checkpoint of another version.
+    Collective: ranks divide the files to check; damaged checkpoints are reported and renamed.  Raises CheckpointError if none is
+    complete, OtherFormatError (nothing renamed) for one of another version.
     """
     if not config.checkpoint.resume:
         return None

@@ -1,7 +1,7 @@
 """Decides when checkpoints are due, takes their snapshots, and keeps the best one.
 
-With `checkpoint.asynchronous` the run waits for the snapshot only.  A thread writes it, in agreement with the threads of other
-ranks over a process group of their own, and the ranks learn at a later meeting that it is complete.
+With `checkpoint.asynchronous` the run waits only for the snapshot.  A thread writes it, in agreement with other ranks' threads
+over their own process group; the ranks learn later that it is complete.
 """
 
 from __future__ import annotations
@@ -61,31 +61,31 @@ class Saveable(ABC):
     @property
     @abstractmethod
     def note(self) -> Callable[[str], None] | None:
-        """Show a message to the user; None on all ranks but one, which also writes the state."""
+        """Show a message to the user; None except on the rank that also writes the state."""
 
     @abstractmethod
     def finish_step(self) -> None:
-        """Complete all work under way; collective of the world."""
+        """Complete all pending work.  Collective of the world."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Everything but models, caches and rollouts, in plain JSON types; called on the rank that has `note`."""
+        """Everything but models, caches and rollouts, in JSON types; called on the rank with `note`."""
 
     def texts(self) -> dict[str, str]:
-        """Further text files by name, on the rank that has `note`."""
+        """Further text files by name, on the rank with `note`."""
         return {}
 
     def caches(self, *, copied: bool) -> CacheContents | None:
-        """Caches of sequences in flight, if the checkpoint has them."""
+        """Caches of sequences in flight, if the checkpoint includes them."""
         return None
 
     def on_complete(self) -> Callable[[], None]:
-        """Return what is to be called when the checkpoint of the run as it is now is complete."""
+        """Return the callback for when a checkpoint of the current state is complete."""
         return lambda: None
 
 
 class Cost(NamedTuple):
-    """Seconds that the run waited for a checkpoint, its bytes, and seconds of writing during which the run continued."""
+    """Seconds the run waited for a checkpoint, its bytes, and seconds of writing that the run did not wait for."""
 
     waited_s: float = 0.0
     num_bytes: int = 0
@@ -94,7 +94,7 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class Pending:
-    """A checkpoint under way; `written` gives its bytes and the seconds of the thread, if one writes it."""
+    """A pending checkpoint; `written` gives its bytes and the thread's seconds."""
 
     position: Position
     note: Callable[[str], None] | None
@@ -105,9 +105,9 @@ class Pending:
 
 
 class Saver:
-    """One rank's part.  Calls are collective of the world except `due`, `measured`, `look_at` and `take_cost`.
+    """One rank's part.  Collective of the world, except `due`, `measured`, `look_at` and `take_cost`.
 
-    `fingerprint` gives all that fixes the order of the data; `extra` has further entries of `state.json`.
+    `fingerprint`: all that fixes the order of the data.  `extra`: further entries of `state.json`.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Saver:
         }
 
     def look_around(self) -> None:
-        """Learn from all ranks whether one was asked to stop, and whether the last checkpoint is complete."""
+        """Learn from all ranks whether one was asked to stop and whether the last checkpoint is complete."""
         every_s = 60.0 * self.rules.every_minutes
         overdue = bool(every_s) and time.monotonic() - self._saved_at >= every_s
         self.stopping, self._overdue = self.preemption.agreed_with(overdue, self.world.activity)
@@ -166,7 +166,7 @@ class Saver:
 
     def due(self, step: int) -> bool:
         every, standard = self.rules.every_steps, self.standard
-        # Rewards come with every step and are uncertain: the best of the checkpoints that are saved anyway is enough.
+        # Rewards come with every step and are noisy: the best of the checkpoints saved anyway is enough.
         best = self.rules.keep_best and standard is not None and standard.metric != REWARD and self._is_best(step)
         return self.stopping or self._overdue or best or bool(every and step % every == 0)
 
@@ -175,7 +175,7 @@ class Saver:
         return cost
 
     def measured(self, step: int, metric: str, value: float) -> None:
-        """Note a metric after `step` steps, if it defines the best checkpoint."""
+        """Record a metric after `step` steps, if it defines the best checkpoint."""
         if self.standard is not None and self.standard.metric == metric:
             self._measured = step, value
 
@@ -214,7 +214,7 @@ class Saver:
         return describe_changes(self.run_dir.path, found, self.settings, self.extra.get("sources", {}))
 
     def save(self, run: Saveable) -> None:
-        """Write the run's state.  Returns when it is complete, or, if it is asynchronous, when the run may continue."""
+        """Write the run's state; return when it is complete or, if asynchronous, when the run may continue."""
         self.conclude()
         started, last = time.monotonic(), self.stopping or run.within_step
         run.finish_step()
@@ -244,7 +244,7 @@ class Saver:
         return Snapshot(run.position, models, caches, texts, self.best)
 
     def finish(self, run: Saveable, save_weights: Callable[[Path], None]) -> None:
-        """Write the last step's weights, a checkpoint to continue from, and the best step's weights."""
+        """Write the last step's weights, a resumable checkpoint, and the best step's weights."""
         with self.world.activity.doing("writing weights"):
             if self.rules.writes_weights:
                 save_weights(self.run_dir.weights)

@@ -1,6 +1,6 @@
-"""The schemas of `state.json` and `rollouts.jsonl`: types, ranges, and consistency.
+"""Schemas of `state.json` and `rollouts.jsonl`: types, ranges and consistency.
 
-The manifest proves that a file is as it was written; the schema proves, before any state is touched, that a run can continue.
+The manifest proves that files are as written; the schema proves, before any state is touched, that a run can continue.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ Measured = tuple[Count, float]
 
 
 class _Strict(BaseModel):
-    """JSON's own types, every key, no other key, no NaN."""
-
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
@@ -37,7 +35,7 @@ def record(**fields: Any) -> Any:
 
 
 def record_of(dataclass: type, without: Sequence[str] = ()) -> Any:
-    """Return a model with the fields of a dataclass; its integers are counts, which are not negative."""
+    """Return a model with a dataclass's fields; integers must not be negative."""
     counts: dict[Any, Any] = {int: Count, int | None: Count | None}
     hints = {name: counts.get(hint, hint) for name, hint in get_type_hints(dataclass).items()}
     return record(**{name: hint for name, hint in hints.items() if name not in without})

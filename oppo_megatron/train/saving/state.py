@@ -1,7 +1,7 @@
-"""The state of a run in a checkpoint apart from weights, and the comparison with the run that continues from it.
+"""The state of a run apart from weights, and its comparison with the run that continues from it.
 
-`state.json` has counters, controllers and books, `rollouts.jsonl` a line per rollout in the buffer.  A line names its prompt by
-the position in the stream, which seed and data fix; the fingerprint of the data is checked first.
+`state.json` has counters, controllers and books, `rollouts.jsonl` a line per buffered rollout.  A line names its prompt by stream
+position, which seed and data fix, so the data's fingerprint is checked first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from oppo_megatron.train.saving.resuming import Found
 ROLLOUT_FIELDS = (
     "admission", "tokens", "logprobs", "sampling_logprobs", "versions", "deferrals", "finish_clock", "finish_reason",
 )  # fmt: skip
-"""Fields of a rollout in its line, in addition to the position of its prompt."""
+"""Fields of a rollout's line, in addition to its prompt's position."""
 
 FIXED = {
     "seed": "seed",
@@ -46,7 +46,7 @@ FIXED = {
     "group_size": "rollout.group_size",
     "greedy": "whether a prompt has a greedy response (algorithm.baseline)",
 }
-"""Entries of a checkpoint's `data` that a continued run must share, in words."""
+"""Entries of a checkpoint's `data` that a resumed run must share, in words."""
 
 
 def books_state(rounds: RoundRunner) -> dict[str, Any]:
@@ -60,9 +60,9 @@ def books_state(rounds: RoundRunner) -> dict[str, Any]:
 
 
 def frozen_models(settings: Mapping[str, Any]) -> list[list[Any]]:
-    """Return the settings that define reference and reward model; caches of other models do not fit them.
+    """Settings that define reference and reward model: caches of other models do not fit.
 
-    A null reference has the adapters that the actor starts with.
+    A null reference has the actor's initial adapters.
     """
     roles = settings.get("reference") or settings.get("actor"), settings.get("reward")
     return [
@@ -105,7 +105,7 @@ def adapter_state(config: TrainConfig | SupervisedConfig) -> dict[str, Any]:
 
 
 def source_state(config: TrainConfig) -> dict[str, str]:
-    """Return the SHA-256 of each reward function's file, by entry point; modules without a file are left out."""
+    """SHA-256 of each reward function's file, by entry point; modules without a file are left out."""
     paths = {part.entry_point: _source(part.entry_point) for part in config.rewards if part.entry_point}
     return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in paths.items() if path is not None}
 
@@ -135,7 +135,7 @@ def make_rollouts(lines: Iterable[Mapping[str, Any]], prompts: PromptStream) -> 
 def require_same_run(
     found: Found, data: Mapping[str, Any], config: TrainConfig | SupervisedConfig, noun: str = "prompts"
 ) -> None:
-    """Raises CheckpointError that names the change if data or adapters differ; `noun` is the word for the data."""
+    """Raise CheckpointError naming the change if data or adapters differ; `noun`: word for the data."""
     saved = found.state["data"]
     for name in (name for name in FIXED if name in data):
         if saved[name] != data[name]:
@@ -165,10 +165,10 @@ def require_same_run(
 def rest_of_run(
     found: Found, data: Mapping[str, Any], config: TrainConfig, prompts: PromptSet, left_out: Set[int]
 ) -> Ahead:
-    """Return the rest of a checkpoint's PPO run, without the positions `left_out` of the stream.
+    """Return what is left of a checkpoint's PPO run, without the stream positions `left_out`.
 
-    Raises CheckpointError if prompts, their order or adapters differ, if nothing is left to train, and if rollouts in flight
-    could not be trained within `overlap.max_staleness`.
+    Raises CheckpointError if prompts, their order or adapters differ, nothing is left to train, or rollouts in flight could not
+    be trained within `overlap.max_staleness`.
     """
     require_same_run(found, data, config)
     ahead = found.ahead(left_out)

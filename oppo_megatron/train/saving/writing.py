@@ -27,7 +27,6 @@ STATE, ROLLOUTS, MODELS, CACHES = "state.json", "rollouts.jsonl", "models", "cac
 ResultT = TypeVar("ResultT")
 
 Best = tuple[float, Position]
-"""The value of a checkpoint's metric, and its position."""
 
 
 def cache_path(folder: Path, rank: int) -> Path:
@@ -45,9 +44,9 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class CheckpointWriting:
-    """One rank's part in writing `snapshot`; `group` has all ranks of the world, and nothing else may use it meanwhile.
+    """One rank's part in writing `snapshot`; `group`: all ranks, reserved for this.
 
-    `warn` shows a message to the user; the one rank that has it also creates and names the folder.
+    `warn` shows a message to the user; the rank that has it creates and names the folder.
     """
 
     store: CheckpointStore
@@ -76,7 +75,7 @@ class CheckpointWriting:
         return sum(entry.size_bytes for entry in entries.values())
 
     def _together(self, part: str, needed: int, work: Callable[[], ResultT]) -> list[ResultT]:
-        """Do `work` on every rank and return the results by rank.  Raises CheckpointError on all ranks if one fails."""
+        """Do `work` on every rank; return the results by rank.  Raises CheckpointError on all ranks if one fails."""
         mine: tuple[ResultT | None, str | None]
         try:
             with self.activity.doing(part):
@@ -109,7 +108,6 @@ class CheckpointWriting:
             (folder / name).write_text(text, encoding="utf-8")
 
     def _seal(self) -> dict[str, Entry]:
-        """Flush and describe this rank's share of all files."""
         folder = self.store.aside(self.snapshot.position)
         return seal(folder, list_files(folder)[self.group.rank() :: self.group.size()])
 
