@@ -1,4 +1,4 @@
-"""Checks the nesting of JSON, YAML and templates before recursive parsers, which may overflow the stack, read them."""
+"""Checks nesting of JSON, YAML and templates, because deep nesting may overflow the stack of their parsers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_json(text: str | bytes, **options: Any) -> Any:
 
 
 def read_strict_json(text: str, **options: Any) -> Any:
-    """`read_json` without what parsers read differently: duplicate names, NaN, infinity."""
+    """`read_json` without duplicate names, NaN and infinity."""
     return read_json(text, parse_constant=_refuse_constant, object_pairs_hook=_distinct, **options)
 
 
@@ -49,7 +49,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def check_json(text: str) -> None:
-    """Raise DataError if `text` is nested beyond `DEEPEST`."""
+    """Raise DataError if nested beyond `DEEPEST`."""
     if too_deep_at(text) is not None:
         raise DataError(f"lists or objects are nested deeper than {DEEPEST}; leave them out, or flatten them")
 
@@ -67,7 +67,7 @@ def too_deep_at(text: str, deepest: int = DEEPEST) -> int | None:
 
 
 def check_value(value: Any) -> None:
-    """Raise DataError if `value` is nested beyond `DEEPEST`."""
+    """Raise DataError if nested beyond `DEEPEST`."""
     level: list[Any] = [value]
     for _ in range(DEEPEST + 1):
         level = [
@@ -132,7 +132,7 @@ def _close(
     nodes: int,
     known: dict[str, tuple[int, int]],
 ) -> int:
-    """Add a finished node to its collection and return its levels."""
+    """Add a finished node to its collection; return its levels."""
     if anchor is not None:
         known[anchor] = levels, nodes
     around, most, total = opened[-1]

@@ -1,7 +1,7 @@
 """Plain records without torch: prompts and rollouts.
 
-Legend: a *sequence* is prompt + response; *offset* counts response tokens; *clock*: decode steps since the run began, each of
-which gives every running sequence one token.
+Legend: *offset* counts response tokens; *clock* counts decode steps since the run began, each of which gives every running
+sequence one token.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ def nearest_field(wanted: Iterable[str], names: Sequence[str]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One tokenized prompt."""
-
     seq_id: int  # unique over the run: the position in the stream of prompts, over all epochs
     row: int  # of the data set
     text: str
@@ -61,10 +59,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Members:
-    """Neighbouring sequence ids of one prompt's responses: `trained` ones, then a greedy one if `greedy`.
-
-    The greedy one is only scored, as the others' baseline.
-    """
+    """Neighbouring sequence ids of one prompt's responses: `trained` ones, then a `greedy` one, scored as their baseline."""
 
     trained: int = 1
     greedy: bool = False
@@ -82,7 +77,6 @@ class Members:
         return [group * self.size + place for group in groups for place in range(self.size)]
 
     def to_train(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
-        """Return the rollouts to train, in order."""
         return [rollout for rollout in rollouts if not self.is_greedy(rollout.seq_id)] if self.greedy else rollouts
 
 
@@ -95,10 +89,9 @@ Lists = tuple[list[int], list[float], list[float], list[int]]
 class Rollout:
     """A prompt's growing response.
 
-    `logprobs`: full distribution at the sampling temperature (for PPO); `sampling_logprobs`: after top-k / top-p; `versions`:
-    policy version of the oldest weights in each token's cache.  Every rank records every chunk but reads few tokens, so a
-    rollout
-    refers to a shared list of chunks and looks up its rows when needed.
+    `logprobs`: full distribution at the sampling temperature; `sampling_logprobs`: after top-k / top-p; `versions`: policy
+    version of the oldest weights in each token's cache.  Every rank records every chunk but reads few tokens, so rows are looked
+    up when needed.
     """
 
     __slots__ = (
@@ -166,7 +159,6 @@ class Rollout:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole sequence."""
         return len(self.prompt.tokens) + self.num_response_tokens
 
     @property
@@ -198,7 +190,6 @@ class Rollout:
         return [(rows, place) for rows, place in found if place is not None]
 
     def _joined(self) -> Lists:
-        """Return the four lists with everything recorded."""
         pending, self._position = self._pending(), len(self._recorded)
         if self._lists is None:
             self._lists = [], [], [], []
@@ -230,8 +221,6 @@ class StepSignals:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A controller's decision after a step."""
-
     value: int
     reason: str
     changed: bool

@@ -1,10 +1,9 @@
-"""Decode speed of this engine, Hugging Face `generate` and megatron-core's own context, on the same weights.
+"""Decode speed of this engine, Hugging Face `generate` and megatron-core's context, on the same weights.
 
 Legend: B sequences, P prompt tokens, N decode steps up to the last sequence's end, V vocabulary.
 
-Peers take turns (a, b, c, a, b, c, ...), so that other load on the machine affects all of them; a peer's figure is the median of
-its turns.  Only the decode steps after the prefill are timed.  Sequences end at given lengths: the engine drops finished
-sequences, the other peers decode all rows to the end of the longest, and only tokens within the lengths count.
+Peers take turns, so other load affects all; results are medians.  Only decode steps after the prefill are timed, and only tokens
+within the given lengths count: peers other than the engine decode all rows to the longest.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class DecodeWork:
 
     @property
     def stopping(self) -> Stopping:
-        """The ends of sequences: after the token of the prefill and 1 to `new_tokens` decoded ones.
+        """Sequences end after the prefill's token and 1 to `new_tokens` decoded ones.
 
         Raises ConfigError or DataError for unusable lengths.
         """
@@ -90,7 +89,7 @@ class DecodeWork:
 
 
 Decode = Callable[[Tensor, Sequence[int]], tuple[float, Tensor]]
-"""Prompts [B, P] and lengths [B] -> seconds of the decode steps, and the tokens [B, N]."""
+"""Prompts [B, P] and lengths [B] -> seconds of the decode steps, and tokens [B, N]."""
 
 
 def _padded(decode: Callable[[Tensor, int], tuple[float, Tensor]]) -> Decode:
@@ -120,7 +119,7 @@ class StepLoop:
 
 
 class Engine:
-    """The path of training: rounds of decode micro-steps, with sampling."""
+    """Decoding as in training: rounds of decode micro-steps, with sampling."""
 
     def __init__(self, model: RoleModel, stopping: Stopping):
         self.model, self.stopping = model, stopping
@@ -160,7 +159,7 @@ class Unending:
 
 
 class HuggingFace:
-    """`transformers` generate, greedy, timed from the token of the prefill on."""
+    """`transformers` generate, greedy, timed from the prefill's token on."""
 
     def __init__(self, directory: Path, dtype: Dtype):
         from transformers import AutoModelForCausalLM
@@ -187,7 +186,7 @@ class HuggingFace:
 
 
 class FirstToken:
-    """A stopping criterion of `generate` that never stops; `at`: when it was first called, after the first token."""
+    """A criterion of `generate` that never stops; `at`: time of its first call, after the first token."""
 
     def __init__(self) -> None:
         self.at: float | None = None
@@ -206,9 +205,9 @@ def _now(device: torch.device) -> float:
 
 
 def bench_decode(work: DecodeWork, names: Sequence[str], out: Path) -> dict[str, Any]:
-    """Measure the named peers of `PEERS`.  Writes decode.json, whose content it returns, and decode.png to `out`.
+    """Measure the named `PEERS`; write decode.json and decode.png to `out`, and return the JSON content.
 
-    Raises ConfigError, DataError or OSError before anything is measured.
+    Raises ConfigError, DataError or OSError before measuring.
     """
     stopping = work.stopping
     out.mkdir(parents=True, exist_ok=True)
@@ -270,7 +269,7 @@ def _build_peers(work: DecodeWork, names: Sequence[str], world: World, scratch: 
 
 
 def _measure(peers: Mapping[str, Decode], work: DecodeWork, lengths_B: Sequence[int]) -> list[dict[str, Any]]:
-    """Return one row per peer.  `same_tokens`: the share of tokens equal to the first greedy peer's; the engine samples."""
+    """Return a row per peer.  `same_tokens`: share equal to the first greedy peer's (the engine samples)."""
     batch = len(lengths_B)
     within_BN = torch.arange(max(lengths_B)) < torch.tensor(lengths_B)[:, None]
     generator = torch.Generator().manual_seed(batch)

@@ -1,8 +1,7 @@
 """Figures from the metrics of several runs of one configuration.
 
-Seconds are medians over the steps after the first (the steady steps) of all runs; shares are ratios of sums over the same
-steps; totals are over all steps of a run.  Inter-step overlap moves work from a step to the one before, so only totals over the
-same prompts with forced lengths compare equal work to the token.
+Seconds are medians over the steps after the first (steady steps), shares are ratios of their sums, totals cover all steps of a
+run. Inter-step overlap moves work between steps, so only totals with the same prompts and forced lengths compare equal work.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from typing import Any
 from oppo_megatron.cores import processor, usable_cores
 
 Lines = Sequence[Mapping[str, Any]]
-"""The metrics of a run, one entry per step."""
+"""A run's metrics, an entry per step."""
 
 SECONDS = ("step_s", "decode_s", "score_exposed_s", "score_busy_s", "critic_exposed_s", "critic_update_s", "train_s")
 PACKAGES = ("torch", "megatron-core", "transformers")
 
 
 def figures(runs: Sequence[Lines]) -> dict[str, Any]:
-    """Return the figures of some runs; None for a field that is not in the metrics."""
+    """Return the figures of some runs; None for a missing field."""
     lines = steady(runs)
     return {
         **{name: median_of(lines, name) for name in SECONDS},
@@ -40,7 +39,7 @@ def figures(runs: Sequence[Lines]) -> dict[str, Any]:
 
 
 def steady(runs: Sequence[Lines]) -> list[Mapping[str, Any]]:
-    """The steps after the first of all runs; the first too if a run has only one."""
+    """Steps after the first of all runs; the first too if a run has only one."""
     return [line for run in runs for line in (run[1:] or run)]
 
 
@@ -55,14 +54,14 @@ def mean_of(lines: Lines, name: str) -> float | None:
 
 
 def share(lines: Lines, part: str, whole: str) -> float | None:
-    """The sum of `part` in percent of the sum of `whole`, over the lines that have both."""
+    """Sum of `part` in percent of the sum of `whole`, over lines with both."""
     both = [line for line in lines if line.get(part) is not None and line.get(whole) is not None]
     total = sum(line[whole] for line in both)
     return 100 * sum(line[part] for line in both) / total if total else None
 
 
 def speedups(row: Mapping[str, Any], base: Mapping[str, Any] | None, name: str) -> dict[str, float | None]:
-    """How many times as long `base` takes, by the median step and by the total; None without a base."""
+    """Ratio of `base`'s time to the row's, by median step and by total; None without a base."""
     return {f"{name}_{seconds}": None if base is None else base[seconds] / row[seconds] for seconds in ("step_s", "total_s")}
 
 

@@ -1,8 +1,7 @@
-"""Benchmarks one GPU unattended within a time limit: decoding, scoring during it, and PPO steps against TRL's.
+"""Benchmarks one GPU within a time limit: decoding, scoring during it, and PPO steps against TRL's.
 
-Each part runs in its own processes with a share of the time, so that a part that fails, hangs or lacks memory does not affect
-the others; figures are written at once.  The parts that load models are in `gpu_parts.py`, TRL's runner in the repository's
-`benchmarks/peers`.
+Each part has its own processes and share of the time, so a failure affects no other.  `gpu_parts.py` loads models,
+`benchmarks/peers` has TRL's runner.
 """
 
 from __future__ import annotations
@@ -56,7 +55,6 @@ def _qwen(hidden: int, layers: int, heads: int, ffn: int) -> Shape:
 
 
 SIZES: dict[str, Shape] = {"0.5B": _qwen(896, 24, 14, 4864), "1.5B": _qwen(1536, 28, 12, 8960), "3B": _qwen(2048, 36, 16, 11008)}
-"""Shapes of Qwen2.5."""
 
 COLUMNS = {
     "size": "size", "part": "part", "variant": "variant", "tokens/s": "tokens_per_s", "ms/step": "ms_per_step",
@@ -67,18 +65,18 @@ COLUMNS = {
 PPO_MODES = ("sequential", "full")
 
 SHARES = {"decode": 0.17, "overlap": 0.10, "sequential": 0.18, "full": 0.18, "trl": 0.27}
-"""The largest share of the whole time that a part may take."""
+"""Largest share of the whole time per part."""
 
 LEAST_S = 10.0
-"""With less time left a part is skipped: loading models takes as long."""
+"""A part with less time left is skipped: loading models takes as long."""
 
 TRL_MICRO_BATCH = 4
 TRL_LOGIT_BYTES = 14
-"""Bytes per logit of TRL's micro-batch: bfloat16 and its gradient, softmax and log-softmax in float32, entropy."""
+"""Bytes per logit in TRL's micro-batch: bfloat16 with gradient, float32 softmax and log-softmax, entropy."""
 
 
 def agenda(sizes: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (size, part): all of the first size, then what needs no training, then the rest."""
+    """(size, part): all of the first size, then parts without training, then the rest."""
     first, *others = sizes
     plan = [(first, part) for part in SHARES]
     for parts in (("decode", "overlap"), (*PPO_MODES, "trl")):
@@ -88,7 +86,7 @@ def agenda(sizes: Sequence[str]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class GpuWork:
-    """The measured work.  Response lengths are log-normal."""
+    """The measured work, with log-normal response lengths."""
 
     batch: int = 112
     prompt_tokens: int = 256
@@ -106,7 +104,7 @@ class GpuWork:
 
 @dataclass
 class GpuBench:
-    """Measures models within `seconds`.  `trl`: the script that runs TRL's trainer, and the Python that has TRL."""
+    """Measures models within `seconds`.  `trl`: the script for TRL's trainer, and a Python with TRL."""
 
     out: Path
     work: GpuWork
@@ -117,7 +115,7 @@ class GpuBench:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self, sizes: Mapping[str, Shape]) -> dict[str, Any]:
-        """Write `out/gpu.json` after every row and return its content.  Raises ConfigError if it exists already."""
+        """Write `out/gpu.json` after every row; return its content.  Raises ConfigError if it exists."""
         if (self.out / "gpu.json").exists():
             raise ConfigError(
                 f"{self.out} holds an earlier measurement, which is not overwritten; name another folder with --out"
@@ -155,7 +153,7 @@ class GpuBench:
                 self._add([{"size": size, "part": part, "why_not": why_not}])
 
     def _train(self, size: str, mode: str, config: TrainConfig, seconds: float) -> None:
-        """Run PPO; if it runs out of time or fails, its finished steps count."""
+        """Run PPO; if it fails or runs out of time, its finished steps count."""
         row: dict[str, Any] = {"size": size, "part": "ppo", "variant": mode, "rows": config.rollout.batch_size}
         if (lacking := self.lacking(config)) is not None:
             self._add([{**row, "why_not": lacking}])
@@ -168,7 +166,7 @@ class GpuBench:
         self._add_steps(row, lines, ("step_s", "decode_s", "train_s"), why_not)
 
     def _trl(self, size: str, shape: Shape, inputs: tuple[Path, Path], seconds: float) -> None:
-        """Run TRL's trainer over the same weights, prompts and lengths, with as many rows as the device holds."""
+        """Run TRL's trainer on the same weights, prompts and lengths, with as many rows as fit."""
         out = self.out / size / "trl"
         row: dict[str, Any] = {"size": size, "part": "ppo", "variant": "TRL"}
         if self.trl is None or not self.trl[0].is_file():
@@ -193,14 +191,14 @@ class GpuBench:
     def _add_steps(
         self, row: dict[str, Any], lines: Sequence[Mapping[str, Any]], seconds: Sequence[str], why_not: str | None
     ) -> None:
-        """Add medians and decoded tokens/s of the steps after the first, or of the first if it is alone."""
+        """Add medians and decoded tokens/s of the steps after the first (or of the only one)."""
         if steady := lines[1:] or lines:
             row |= {name: median(line[name] for line in steady) for name in seconds}
             row |= {"steps": lines, "tokens_per_s": sum(x["tokens"] for x in steady) / sum(x["step_s"] for x in steady)}
         self._add([row | ({} if why_not is None else {"why_not": why_not})])
 
     def _process(self, size: str, part: str, command: Sequence[str], seconds: float) -> Iterator[str | None]:
-        """Run a process; yield None each second and, at its end, the reason if it did not finish."""
+        """Run a process; yield None each second and, at its end, why it did not finish."""
         self.say(f"--- {size}: {part}, at most {max(0.0, seconds):.0f} s")
         if seconds < LEAST_S:
             yield f"{max(0.0, seconds):.0f} s left, fewer than {LEAST_S:.0f}"
@@ -240,11 +238,11 @@ class GpuBench:
         )
 
     def lacking(self, config: TrainConfig) -> str | None:
-        """Return the memory that the run lacks; None if it fits."""
+        """Describe the missing memory; None if the run fits."""
         if self.memory_bytes is None or not (Path(str(config.actor.checkpoint)) / "config.json").exists():
             return None
         found = [holding.memory for holding in train_holdings(config, on_cpu=False)]
-        # One role trains at a time; the next reuses the memory of its activations.
+        # Roles train one at a time and reuse the memory of activations.
         needed = sum(memory.total - memory.activations for memory in found) + max(m.activations for m in found)
         if needed <= self.memory_bytes:
             return None
@@ -268,7 +266,7 @@ class GpuBench:
 
 
 def require_gpu() -> float:
-    """Return the device's bytes of memory.  Raises ConfigError without a device."""
+    """Return the device's memory in bytes.  Raises ConfigError without one."""
     import torch
 
     if not torch.cuda.is_available():
@@ -281,10 +279,10 @@ def require_gpu() -> float:
 
 
 def trl_rows(shape: Shape, work: GpuWork, memory_bytes: float | None) -> int:
-    """Return the most rows per step that TRL's trainer has memory for, a multiple of its micro-batch.
+    """Most rows per step that fit in memory with TRL's trainer, a multiple of its micro-batch.
 
-    It holds four models, two gradients and Adam's state in float32, the scores of every sampled token over the whole
-    vocabulary in float32 twice (in `generate` and `batch_generation`), and the logits of a micro-batch.
+    It holds four models, two gradients and Adam's state in float32, full-vocabulary scores of sampled tokens in float32 twice,
+    and a micro-batch's logits.
     """
     if memory_bytes is None:
         return work.batch
@@ -310,9 +308,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def run_within(command: Sequence[str], seconds: float, log: Path) -> Generator[str | None, None, None]:
-    """Run a command with its output in `log`; yield None each second and, at its end, the reason if it did not finish.
+    """Run a command, output in `log`; yield None each second and, at its end, why it did not finish.
 
-    All its descendants end with it, also those in other sessions, so that none keeps the device's memory.
+    All descendants end with it, even in other sessions, so that none keeps device memory.
     """
     with started(command, log, end=_end) as process:
         end = time.monotonic() + seconds

@@ -1,8 +1,6 @@
-"""The parts of `oppo bench gpu` that load models: `python -m oppo_megatron.bench.gpu_parts ORDER.json`, one process each.
+"""The parts of `oppo bench gpu` that load models: `python -m oppo_megatron.bench.gpu_parts ORDER.json`.
 
-Every figure is written as a line as soon as it is known.
-
-Legend: B sequences, P prompt tokens, V vocabulary.
+Each runs in its own process and writes every figure as a line once known.  Legend: B sequences, P prompt tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -97,15 +95,15 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def bandwidth(self) -> float:
-        """Return bytes/s of the best of several copies, which read and write each byte."""
+        """Bytes/s of the best of several copies; reads and writes both count."""
         source = torch.zeros(READ_BYTES[self.device.type], dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         return 2 * source.numel() / min(self.seconds(lambda: target.copy_(source)) for _ in range(10))
 
     def against_limit(self, row: dict[str, Any], responses: Sequence[tuple[int, int]], bandwidth: float) -> dict[str, Any]:
-        """Add the rate that reading memory alone allows; `responses` are (context before, tokens decoded), begun together.
+        """Add the rate allowed by memory reads; `responses`: (context, decoded tokens), started together.
 
-        A decode step reads all weights once, and the keys and values of the running sequences.
+        A decode step reads all weights once, and the running sequences' keys and values.
         """
         tokens, steps = sum(count for _, count in responses), max(count for _, count in responses)
         positions = sum(count * context + count * (count - 1) // 2 for context, count in responses)
@@ -147,7 +145,7 @@ def new_rounds(bench: Bench, model: RoleModel, sync_steps: int | None, layout: K
 
 
 def decode_round(rounds: RoundRunner, rollouts: Sequence[Rollout], steps: int, score: Sequence[Rollout] = ()) -> None:
-    """Run a round and record it in the rollouts; `score` are scored as they were before it."""
+    """Run a round and record it in the rollouts; `score` is scored as it was before."""
     chunk = rounds.run(rollouts, score, steps, Decoding(0, 0, Unending))
     assert chunk is not None
     held = {r.seq_id: r for r in rollouts}
@@ -159,7 +157,7 @@ def decode_round(rounds: RoundRunner, rollouts: Sequence[Rollout], steps: int, s
 
 
 def _steady(bench: Bench, model: RoleModel, sync_steps: int | None, layout: KVLayout, bandwidth: float) -> dict[str, Any]:
-    """Measure steps without a finished sequence, after steps that warm up and capture graphs."""
+    """Measure steps without a finished sequence, after warm-up and graph capture."""
     rounds = new_rounds(bench, model, sync_steps, layout, Stopping((), bench.work.response_tokens))
     assert rounds.decode is not None
     rollouts, steps = bench.rollouts(), bench.work.steady_steps
@@ -172,7 +170,7 @@ def _steady(bench: Bench, model: RoleModel, sync_steps: int | None, layout: KVLa
 
 
 def _long_tail(bench: Bench, model: RoleModel, bandwidth: float) -> dict[str, Any]:
-    """Measure rounds to the last sequence's end; the first pass, which captures graphs, is reported apart."""
+    """Measure rounds to the last sequence's end; the first pass (graph capture) is reported separately."""
     work, most = bench.work, bench.work.response_tokens
     lengths = log_normal(ForcedLengths(median=work.median, sigma=work.sigma))
     rounds = new_rounds(bench, model, None, "auto", Stopping((), most, ForcedLimits(lengths, most, seed=1)))
@@ -224,9 +222,9 @@ def measure_overlap(bench: Bench) -> None:
 
 
 def _hidden(bench: Bench, rounds: RoundRunner) -> dict[str, Any]:
-    """Return medians of some turns; the first turn only warms up.
+    """Return medians of several turns after a warm-up.
 
-    `hidden_percent` is the share of the scoring's time that scoring during decoding does not add.
+    `hidden_percent`: share of the scoring time that decoding at the same time hides.
     """
     decoded = 1 + 3 * (1 + REPEATS)  # chunks, all of which have to be within the limit
     chunk = max(1, min(bench.work.chunk_tokens, (bench.work.response_tokens - 1) // decoded))

@@ -1,6 +1,6 @@
-"""The time saved by the overlaps: one configuration in every mode of the loop, in one placement or several.
+"""Time saved by overlap: one configuration in every mode of the loop, in one or several placements.
 
-Seed and prompts are the same in all runs; lengths only if `debug.forced_lengths` is set.
+Seed and prompts are the same in all runs; lengths only with `debug.forced_lengths`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from oppo_megatron.report.comparison import draw_steps, draw_utilization
 from oppo_megatron.report.timeline import KINDS, utilization, work_seconds
 
 PLACEMENTS = ("pair", "single", "replicas")
-"""Where the roles are: as configured; in one process with all cores; data-parallel processes with one core each."""
+"""As configured; one process with all cores; data-parallel processes with one core each."""
 
 COLUMNS = {
     "placement": "placement", "mode": "mode", "s/step": "step_s", "decode": "decode_s",
@@ -36,7 +36,7 @@ RANK_COLUMNS = {"placement": "placement", "mode": "mode", "rank": "rank"} | {f"{
 def bench_overlap(
     suite: Suite, config: TrainConfig, modes: Sequence[str], placements: Sequence[str], cores: int
 ) -> dict[str, Any]:
-    """Run every mode in every placement on `cores` cores.  Writes overlap.json, overlap.png and utilization.png."""
+    """Run every mode in every placement on `cores` cores; write overlap.json, overlap.png and utilization.png."""
     configs = {
         f"{placement}/{mode}": switched(placed(config, placement, cores), mode) for placement in placements for mode in modes
     }
@@ -52,12 +52,12 @@ def bench_overlap(
 
 
 def known_modes(config: TrainConfig) -> list[str]:
-    """The modes that differ: without a critic, there is no critic update to hide."""
+    """Modes that differ: without a critic there is no critic update to hide."""
     return [mode for mode, switch in MODES.items() if config.critic is not None or not switch["hide_critic"]]
 
 
 def placed(config: TrainConfig, placement: str, cores: int) -> TrainConfig:
-    """Return the configuration in another placement; roles lose their own ranks and layouts."""
+    """Return the configuration in another placement, without the roles' own ranks and layouts."""
     if placement == "pair":
         return config
     single = placement == "single"
@@ -98,9 +98,9 @@ def compare(configs: Mapping[str, TrainConfig], runs: Runs) -> dict[str, Any]:
 
 
 def nothing_waits(placement: str, runs: Runs) -> dict[str, Any]:
-    """Return how far each mode of a placement is from a step without waiting.
+    """Return each mode's distance from a step without waiting.
 
-    No step can be shorter than the work (decoding, scoring, updates) of the busiest rank in the sequential run.
+    No step can be shorter than the work of the busiest rank in the sequential run.
     """
     own = [work_seconds(run.path) for run in runs[f"{placement}/sequential"]]
     ranks = [

@@ -1,7 +1,6 @@
-"""Compared runs: each is an ordinary PPO run in its own directory; they take turns, and their metrics are kept.
+"""Compared runs: ordinary PPO runs in their own directories, which take turns.
 
-With forced lengths all runs of equal steps decode the same tokens, however they carry them from step to step: by the end
-every decoded rollout is trained.  Without them, a policy that trains on other batches gives other responses.
+With forced lengths, runs of equal steps decode the same tokens, because every decoded rollout is trained in the end.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Launch = Callable[[str, TrainConfig, int], int]
 
 
 class BenchError(OppoError, RuntimeError):
-    """A run of a benchmark failed; its own message gives the reason."""
+    """A benchmark run failed; its own message has the reason."""
 
 
 class BenchStopped(BenchError):
@@ -44,14 +43,14 @@ class Run:
 
 
 Runs = Mapping[str, Sequence[Run]]
-"""The compared runs by name, one per repeat."""
+"""Compared runs by name, one per repeat."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Makes the runs of a benchmark below `out`; `launch` starts the ranks of one.
+    """Makes the runs of a benchmark in `out`; `launch` starts the ranks of one.
 
-    `resume`: reuse finished runs of the same configuration; None if the caller has no option for it.
+    `resume`: reuse finished runs of the same configuration (None: the caller has no such option).
     """
 
     out: Path
@@ -63,7 +62,7 @@ class Suite:
     def run(self, configs: Mapping[str, TrainConfig]) -> dict[str, list[Run]]:
         """Run each configuration `repeats` times in turn (A B C A B C), each in `out/NAME-TURN`.
 
-        Raises ConfigError before the first run, BenchError if a run fails, BenchStopped if it was asked to stop.
+        Raises ConfigError before the first run, BenchError if one fails, BenchStopped if asked to stop.
         """
         planned = {name: self._turns(name, config) for name, config in configs.items()}
         _check(planned, self.resume)
@@ -85,7 +84,7 @@ class Suite:
         return runs
 
     def write(self, kind: str, config: TrainConfig, figures: Mapping[str, Any], runs: Runs) -> Path:
-        """Write `out/KIND.json`: machine, configuration, figures, and every run's metrics step by step."""
+        """Write `out/KIND.json`: machine, configuration, figures, and every run's metrics."""
         path = self.out / f"{kind}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         raw = {name: [{"run_dir": run.path, "steps": run.lines} for run in turns] for name, turns in runs.items()}
@@ -110,7 +109,7 @@ class Suite:
 
 
 def bare(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with the trace, and without evaluation, final weights and timed checkpoints."""
+    """Turn on the trace, and off evaluation, final weights and timed checkpoints."""
     logging = config.logging.model_copy(update={"trace": True})
     checkpoint = config.checkpoint.model_copy(update={"every_minutes": 0.0, "final": "nothing"})
     changes = {"evaluation": None, "early_stop": None, "logging": logging, "checkpoint": checkpoint}
@@ -146,7 +145,7 @@ def _problems(name: str, turns: Sequence[TrainConfig], resume: bool | None) -> I
 
 
 def _shortages(config: TrainConfig) -> Iterator[str]:
-    """Yield the problem if all ranks lack memory on this machine; ranks on CUDA devices check that themselves."""
+    """Yield a problem if all ranks together lack memory here; ranks on CUDA check that themselves."""
     if config.runtime.device == "cuda" or (config.runtime.device == "auto" and torch.cuda.is_available()):
         return
     lasting = lasting_memory(config, on_cpu=True)
@@ -160,7 +159,7 @@ def _is_of(run: RunDirectory, config: TrainConfig) -> bool:
 
 
 def work_figures(runs: Runs) -> dict[str, Any]:
-    """Return `decoded_tokens` of each run by name, one number per repeat, and `same_work`: true if all are equal."""
+    """Each run's `decoded_tokens` per repeat, and `same_work`: true if all are equal."""
     tokens = {name: [sum(line["tokens"] for line in run.lines) for run in turns] for name, turns in runs.items()}
     return {"same_work": len({count for counts in tokens.values() for count in counts}) <= 1, "decoded_tokens": tokens}
 

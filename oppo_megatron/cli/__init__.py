@@ -1,1 +1,1 @@
-"""The command line.  Importing these modules loads neither torch nor megatron; handlers import what they need."""
+"""The command line.  These modules import neither torch nor megatron; handlers import what they need."""

@@ -1,4 +1,4 @@
-"""`oppo bench KIND`: measures the overlaps, decoding, or one GPU.  Scripts in `benchmarks/` use the functions of runs too."""
+"""`oppo bench KIND`: measures the overlaps, decoding, or one GPU.  Scripts in `benchmarks/` use its functions for runs."""
 
 from __future__ import annotations
 
@@ -177,9 +177,9 @@ def _gpu(args: argparse.Namespace) -> int:
 def add_run_arguments(
     parser: argparse.ArgumentParser, kind: str, *, config: Literal["?"] | None = None, prompts: Sequence[int] | None = None
 ) -> None:
-    """Add what all benchmarks of whole runs take: CONFIG (optional if `config` is `?`), overrides, lengths, repeats, folder.
+    """Add the common arguments of benchmarks of whole runs: CONFIG (optional if `config` is `?`) and options.
 
-    `prompts`: lengths of prompts, if several are compared.
+    `prompts`: prompt lengths to compare.
     """
     add_config_arguments(parser, nargs=config)
     parser.add_argument("--steps", type=count, metavar="N", help="PPO steps per run; default: the configuration's")
@@ -212,9 +212,9 @@ def add_resume_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def load_base(args: argparse.Namespace, inputs: str = "inputs") -> TrainConfig:
-    """Return the checked configuration with the changes of the common arguments; random prompts lie in `OUT/inputs`.
+    """Return the checked configuration with the common arguments applied; random prompts go to `OUT/inputs`.
 
-    Raises ConfigError, also if an earlier benchmark lies in `--out`.
+    Raises ConfigError, also if `--out` holds an earlier benchmark.
     """
     refuse_given_ranks("oppo bench")
     refuse_figures(args.out / args.figures)
@@ -253,7 +253,7 @@ def new_suite(args: argparse.Namespace) -> Suite:
 
 
 def chosen(option: str, names: Sequence[str] | None, known: Sequence[str]) -> list[str]:
-    """Return `names`, or all known names if None or `all` is given.  Raises ConfigError."""
+    """Return `names`, or all known names for None or `all`.  Raises ConfigError."""
     asked = [name for name in names or ["all"] if name != "all"]
     if unknown := [name or "''" for name in asked if name not in known]:
         raise ConfigError(f"{option} names {', '.join(unknown)}; choose from {', '.join(known)}, or all")

@@ -1,4 +1,4 @@
-"""`oppo config`: explains a setting, lists all settings, prints a file with its defaults, or writes a file to start from."""
+"""`oppo config`: explains a setting, lists settings, prints a file with its defaults, or writes a starting file."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _explanation(kinds: Mapping[str, type[Section]], key: str, here: Section | None) -> Iterator[str]:
-    """Yield the explanation of `key`, once for all commands that share it; `here`: show its value in this configuration.
+    """Yield the explanation of `key`, once for all commands that share it, with its value in `here` if given.
 
     Raises ConfigError with the nearest keys if no command has it.
     """
@@ -99,7 +99,7 @@ def _described(setting: Setting, key: str, here: Section | None) -> Iterator[str
 
 
 def _shown(config: Section, key: str) -> str:
-    """Return the value at `key` as YAML on one line; for a list of sections without an index, one value per section."""
+    """Return the value at `key` as one line of YAML; one value per section for a list without index."""
 
     def at(value: Any, part: str) -> Any:
         return value.get(part) if isinstance(value, dict) and part else value  # a section may be null
@@ -121,7 +121,7 @@ def _listing(kinds: Mapping[str, type[Section]]) -> Iterator[str]:
 
 
 def _aligned(settings: Iterator[Setting]) -> Iterator[str]:
-    """Yield one line per key: default, unit, and as much of its meaning as fits."""
+    """Yield a line per key: default, unit, and as much of the meaning as fits."""
     for setting in settings:
         unit = f" {setting.unit}" if setting.unit and setting.default not in ("required", "null") else ""
         default = "section" if setting.default == "as listed there" else setting.default + unit

@@ -1,4 +1,4 @@
-"""`oppo convert`: weights of Hugging Face, Megatron or NeMo-Aligner rewritten as one of these, with another dtype or head."""
+"""`oppo convert`: rewrites Hugging Face, Megatron or NeMo-Aligner weights, optionally with another dtype or head."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises CheckpointError if SRC cannot be converted to the requested format, or DST is not empty."""
+    """Raises CheckpointError if SRC cannot be converted to the requested format or DST is not empty."""
     from oppo_megatron.integrations.huggingface import Conversion, convert
 
     _refuse_run(args.src)
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_run(src: Path) -> None:
-    """Raise ConfigError if SRC is a run, which has several weights; the message names them."""
+    """Raise ConfigError if SRC is a run; the message names the weights in it."""
     if not (src / RUN_CONFIG).is_file() or (src / "config.json").is_file():
         return
     weights = src / WEIGHTS
@@ -107,7 +107,7 @@ def _refuse_run(src: Path) -> None:
 def _beside(
     args: argparse.Namespace, folder: Path, family: str, found: Sequence[Path]
 ) -> tuple[Sequence[Path], Mapping[str, Any]]:
-    """Return tokenizer and generation settings of SRC for DST: unchanged, or completed with their ids in `folder`."""
+    """Return tokenizer and generation settings for DST: SRC's files, or completed ones written to `folder`."""
     scored = args.target == "reward"
     path, template = (args.tokenizer, None) if args.tokenizer is not None else _tokenizer_of(args.src, args.adapter)
     whole = any(file.name == "tokenizer.json" for file in found)
@@ -125,7 +125,7 @@ def _beside(
 
 
 def _tokenizer_of(src: Path, adapter: Path | None) -> tuple[Path | None, str | None]:
-    """Return the tokenizer next to the adapters or the weights, else tokenizer and chat template of their run."""
+    """Return the tokenizer next to adapters or weights, else tokenizer and chat template of their run."""
     for directory in (adapter, src):
         if directory is not None and any((directory / name).is_file() for name in TOKENIZER_FILES):
             return directory, None
@@ -134,14 +134,14 @@ def _tokenizer_of(src: Path, adapter: Path | None) -> tuple[Path | None, str | N
 
 
 def _ends(src: Path) -> bool:
-    """True if the directory names the token that ends a response, or its tokenizer has none."""
+    """True if the directory names a token that ends responses, or its tokenizer has none."""
     path = src / "tokenizer_config.json"
     named = read_json(path.read_bytes()).get("eos_token") if path.is_file() else None
     return bool(model_eos_ids(src)) or not named
 
 
 def _pads(src: Path) -> bool:
-    """True if the directory names a padding token that does not end a response."""
+    """True if the directory names a padding token that does not end responses."""
     path = src / "config.json"
     pad = read_json(path.read_bytes()).get("pad_token_id") if path.is_file() else None
     return pad is not None and pad not in model_eos_ids(src)
@@ -155,7 +155,7 @@ def _compared_outputs(args: argparse.Namespace, head: str) -> str:
 
 
 def _compared_weights(args: argparse.Namespace, what: Conversion) -> str:
-    """Compare all tensors if one side is in Megatron's format, or adapters are merged."""
+    """Compare all tensors, if one side is in Megatron's format or adapters are merged."""
     from oppo_megatron.integrations.huggingface import compare_weights
 
     num_tensors, difference = compare_weights(args.src, args.dst, what)

@@ -1,4 +1,4 @@
-"""`oppo demo`: the whole chain on generated arithmetic, from data to sequential training against OPPO."""
+"""`oppo demo`: the whole chain on generated arithmetic, from data to a comparison of sequential training and OPPO."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ RECORD = "stage.json"
 OUT = Path("runs/demo")
 CONFIGS = Path("examples/arithmetic")
 OWN = ("ppo", "online_dpo")
-"""Presets with a configuration file of their own; the others use grpo.yaml with another preset."""
+"""Presets with their own configuration file; the others change the preset of grpo.yaml."""
 RUNS = {"sequential": False, "oppo": True}
-"""The algorithm's two runs, and whether each has the overlaps on."""
+"""The two runs, and whether each overlaps."""
 
 DATA: dict[str, Any] = {
     "sizes": {"sft": 20000, "pairs": 4000, "prompts": 8000, "heldout": 1000},
@@ -59,19 +59,15 @@ QUICK = {
         "steps=3", "rollout.batch_size=16", "rollout.max_response_tokens=64", "overlap.delta={initial: 1, max: 1}",
     ],
 }  # fmt: skip
-"""Changes of each configuration file under `--quick`.  Group filters are off: an untrained policy would leave them nothing."""
+"""Changes for `--quick`.  Group filters are off, because they would drop all groups of an untrained policy."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One part of the chain, whose finished content is reused.  `make` fills `directory` and returns an exit code, 0 when it is
-    done.  The content depends on `settings` (plain JSON) and on the stages in `after`.
+    """A part of the chain whose finished content is reused.
 
-        missing --start--> started --finish--> finished
-           ^                  |                   |  settings changed, or an earlier stage was made again
-           +------------------+-------------------+
-
-    Only a finished stage of the same settings, made from the same inputs, is reused.
+    `make` fills `directory` and returns an exit code (0: done).  A finished stage is reused only with the same `settings` (plain
+    JSON) and the same content of the stages in `after`.
     """
 
     name: str
@@ -83,7 +79,7 @@ class Stage:
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """The content of the stage file; None if the directory is not a stage."""
+        """Content of the stage file; None if the directory is not a stage."""
         path = self.directory / RECORD
         if not path.is_file():
             return None
@@ -95,15 +91,12 @@ class Stage:
 
     @property
     def finished(self) -> bool:
-        """True if the directory's content can be reused."""
+        """True if the directory can be reused."""
         record = self.record or {}
         return bool(record.get("finished")) and {key: record.get(key) for key in ("settings", "after")} == self._key()
 
     def run(self) -> int:
-        """Make the stage, from an empty directory, and return the exit code of `make`.
-
-        Raises ConfigError if the directory holds something else.
-        """
+        """Make the stage in an empty directory; return the exit code of `make`.  Raises ConfigError for foreign files."""
         if self.directory.exists():
             if self.record is None and any(self.directory.iterdir()):
                 raise ConfigError(
@@ -112,7 +105,7 @@ class Stage:
                 )
             shutil.rmtree(self.directory)
         self.directory.mkdir(parents=True)
-        # A new identity each time makes the stages after it anew.
+        # A new identity each time forces later stages to be made again.
         record = {"stage": self.name, "identity": uuid.uuid4().hex, **self._key()}
         write_json(self.directory / RECORD, {**record, "finished": False})
         code = self.make()
@@ -173,7 +166,7 @@ def beside(folder: Path, algorithm: str) -> Path:
 
 
 def find_configs(given: Path | None, algorithm: str = "ppo") -> Path:
-    """Return the folder of the algorithm's configurations: `given`, or in the working directory or the repository.
+    """Return the folder of the algorithm's configurations: `given`, or in the working directory or repository.
 
     Raises ConfigError if there is none.
     """
@@ -193,9 +186,9 @@ def _file_of(algorithm: str) -> str:
 
 
 def plan(out: Path, configs: Path, seed: int, quick: bool, algorithm: str = "ppo") -> list[Stage]:
-    """Return the stages in order; each has a directory in `out` with its own name.
+    """Return the stages in order, each with its own directory in `out`.
 
-    Preset ppo uses ppo.yaml, after a reward model.  The others are rewarded by the verifier alone, after the warm start.
+    Preset ppo trains a reward model first; the others start after the warm start, with the verifier as only reward.
     """
     single = has_cuda() and cuda_devices() == 1
     recipe = {**(QUICK_DATA if quick else DATA), "seed": seed}
@@ -212,7 +205,7 @@ def plan(out: Path, configs: Path, seed: int, quick: bool, algorithm: str = "ppo
             changes += [*_preset(algorithm, single), *(f"overlap.{it}={str(RUNS[name]).lower()}" for it in ("intra", "inter"))]
         paths = {"run_dir": out / name, "tokenizer.path": out / "tokenizer" / "tokenizer.model", **places}
         make = functools.partial(_train, kind, file, [*changes, *(f"{key}={path}" for key, path in paths.items())])
-        # Paths are left out, so that a demo that was moved as a whole is still finished.
+        # Paths are left out, so a demo that was moved as a whole is still finished.
         settings = {"config": file.read_text(encoding="utf-8"), "changes": changes}
         return Stage(name, title, out / name, settings, make, [data, tokenizer, *after])
 
@@ -230,9 +223,9 @@ def plan(out: Path, configs: Path, seed: int, quick: bool, algorithm: str = "ppo
 
 
 def _preset(algorithm: str, single: bool) -> list[str]:
-    """Return what a preset, and a host with a `single` GPU, change in the configuration.
+    """Return the changes for a preset and for a host with a `single` GPU.
 
-    Without a reference nothing scores: both processes hold the actor.
+    Without a reference nothing scores, so both processes hold the actor.
     """
     preset = [] if algorithm == "ppo" else [f"algorithm.preset={algorithm}"]
     if single:

@@ -24,9 +24,9 @@ FIGURES = (
 
 
 def write_report(out: Path, names: Sequence[str], seconds: float, algorithm: str) -> None:
-    """Compare the finished runs `out/<name>`; the first is the one without overlap.
+    """Compare the finished runs `out/<name>`, the first one without overlap.
 
-    Writes demo.json, reward.png and timeline.png into `out` and prints the table.  `seconds`: the duration of the whole demo.
+    Writes demo.json, reward.png and timeline.png into `out` and prints the table.  `seconds`: duration of the demo.
     """
     runs = {name: RunDirectory(out / name) for name in names}
     figures = {name: _figures(run) for name, run in runs.items()}
@@ -44,7 +44,6 @@ def write_report(out: Path, names: Sequence[str], seconds: float, algorithm: str
 
 
 def comparison(figures: Mapping[str, Mapping[str, Any]], speedup: float, algorithm: str) -> Table:
-    """Return a table with one column per run."""
     table = Table(title=f"{algorithm.upper()} on arithmetic: the same start, the same steps", title_justify="left")
     table.add_column("")
     for name in figures:
@@ -68,9 +67,9 @@ def comparison(figures: Mapping[str, Mapping[str, Any]], speedup: float, algorit
 
 
 def difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return the difference of two final accuracies; below two standard errors it is called noise.
+    """Return the difference of two final accuracies, called noise below two standard errors.
 
-    Both runs answer the same problems, so the error, which assumes independent samples, is an upper bound.
+    The error assumes independent samples, but both runs answer the same problems: it is an upper bound.
     """
     change = other["accuracy_after"] - first["accuracy_after"]
     errors = [run["error_after"] for run in (first, other)]

@@ -1,4 +1,4 @@
-"""`oppo eval`: policies answer held-out prompts, and reward parts or verifiers judge the responses."""
+"""`oppo eval`: policies answer held-out prompts; reward parts or verifiers judge the responses."""
 
 from __future__ import annotations
 
@@ -109,7 +109,6 @@ def _require_consistent(args: argparse.Namespace) -> None:
 
 
 def _judges(args: argparse.Namespace) -> ServeConfig:
-    """Return the parts of --rewards, then the parts of the other options."""
     from pydantic import ValidationError
 
     tree = {} if args.rewards is None else read_tree(args.rewards)
@@ -138,14 +137,14 @@ def _judges(args: argparse.Namespace) -> ServeConfig:
 
 
 def _reward_weights(directory: Path) -> Path:
-    """Return the folder of the reward model; of a run, its final weights."""
+    """Return the reward model's folder, or the final weights of a run."""
     weights = directory / WEIGHTS
     is_run = (directory / RUN_CONFIG).is_file() and not (directory / SHAPE).is_file()
     return weights if is_run and any((weights / name).is_file() for name in (SHAPE, ADAPTER_CONFIG)) else directory
 
 
 def _with_model(config: ServeConfig, args: argparse.Namespace) -> ServeConfig:
-    """Add the length that the reward model reads; check its files before a policy is loaded."""
+    """Add the reward model's length, and check its files before a policy is loaded."""
     if not any(part.kind == "model" for part in config.rewards):
         return config
     if config.reward is None or config.tokenizer is None:
@@ -161,7 +160,7 @@ def _with_model(config: ServeConfig, args: argparse.Namespace) -> ServeConfig:
 
 
 def _agree_on_prompts(args: argparse.Namespace) -> None:
-    """Give all policies the same prompt template and length: as in their runs if these agree."""
+    """Give all policies the same prompt template and length, by default those of their runs."""
     choice = choice_of(args)
     policies = [find_policy(directory, choice) for directory in args.directory]
     runs = [policy.run for policy in policies if policy.run is not None]
@@ -188,7 +187,6 @@ def _request(args: argparse.Namespace, directory: Path, output: Path) -> Request
 
 
 def _require_same_prompts(requests: Sequence[Request], directories: Sequence[Path]) -> None:
-    """Raise DataError if two policies would get different prompts."""
     texts = [[prompt.text for prompt in request.prompts] for request in requests]
     for directory, other in zip(directories, texts, strict=True):
         if other != texts[0]:
@@ -199,7 +197,7 @@ def _require_same_prompts(requests: Sequence[Request], directories: Sequence[Pat
 
 
 def _gradable(request: Request, grader: Grader) -> Request:
-    """Return the rows that can be scored, and name the others.  Raises the errors of `Grader.check`."""
+    """Return the rows that can be scored, and report the others.  Raises as `Grader.check`."""
     refused = grader.check({prompt.row: prompt.fields for prompt in request.prompts}, request.max_length, _tell)
     for row, why in list(refused.items())[:SHOWN_ROWS]:
         _tell(f"row {row} of the data is set aside, because it cannot be scored: {why}")
@@ -219,7 +217,7 @@ def _answers(path: Path) -> list[Answer]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """Yield one JSON object per line.  Not `str.splitlines`: a text may hold characters that it splits at (U+2028, U+0085)."""
+    """Read a JSON object per line.  `str.splitlines` would also split at U+2028 and U+0085."""
     with path.open(encoding="utf-8") as file:
         return [read_json(line) for line in file]
 
@@ -242,7 +240,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _write(args: argparse.Namespace, policies: Sequence[Judged], labels: Sequence[str]) -> None:
-    """Write `eval.json`, and add the scores to each file of responses."""
+    """Write `eval.json`, and add the scores to the response files."""
     for place, policy in enumerate(policies):
         path = _file(args.out, place)
         scored = [{**line, "scores": grade} for line, grade in zip(_rows(path), policy.grades, strict=True)]

@@ -1,4 +1,4 @@
-"""`oppo generate`: decode responses to one prompt, to a file of prompts, or in a conversation."""
+"""`oppo generate`: decode responses to a prompt, a file of prompts, or in a conversation."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_prompt_arguments(asked: argparse._ArgumentGroup) -> None:
-    """Add the options for prompts that a file holds, and for the text around each."""
+    """Add the options for prompts from a file, and for the text around each."""
     asked.add_argument("--max-prompts", type=int, metavar="N", help="the file's first N prompts (default: all)")
     asked.add_argument("--max-prompt-tokens", type=int, metavar="N", help="leave out the file's prompts of more tokens")
     asked.add_argument("--column", metavar="NAME", help="the file's column of the prompt, where it is not a known name")
@@ -137,7 +137,7 @@ def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises an OppoError before ranks are started if the request is invalid."""
+    """Raises an OppoError before ranks start if the request is invalid."""
     request = make_request(args)
     if request is None:
         print(f"oppo generate: {args.output} is whole: nothing to do", file=sys.stderr)
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_request(args: argparse.Namespace) -> Request | None:
-    """Return the checked request for the ranks; None if the output is already complete."""
+    """Return the checked request for the ranks; None if the output is complete."""
     _require_consistent(args)
     policy = find_policy(args.directory, choice_of(args))
     tokenizer = policy_tokenizer(policy)
@@ -176,7 +176,7 @@ def make_request(args: argparse.Namespace) -> Request | None:
 
 
 def choice_of(args: argparse.Namespace) -> Choice:
-    """Return the options that select the policy.  Raises ConfigError for a template argument that is not NAME=VALUE."""
+    """Return the options that select the policy.  Raises ConfigError for a malformed template argument."""
     arguments, date = {}, getattr(args, "date", None)
     if getattr(args, "resume", False) and args.output is not None:
         date = first_date(args.output)
@@ -192,7 +192,7 @@ def choice_of(args: argparse.Namespace) -> Choice:
 
 
 def _require_consistent(args: argparse.Namespace) -> None:
-    """Raise ConfigError with all options that exclude each other."""
+    """Raise ConfigError listing options that exclude each other or are out of range."""
     problems = []
     given = [name for name, value in (("--prompt", args.prompt), ("--input", args.input), ("--chat", args.chat)) if value]
     if len(given) != 1:
@@ -237,7 +237,7 @@ def _require_consistent(args: argparse.Namespace) -> None:
 
 
 def _require_of_use(args: argparse.Namespace, policy: Policy) -> None:
-    """Raise ConfigError for options that would not change this policy's responses."""
+    """Raise ConfigError for options that would not affect this policy's responses."""
     problems, vocab_size = [], int(policy.hf_config["vocab_size"])
     if args.base is not None and policy.adapters is None and policy.model.lora is None:
         problems.append(f"--base is {args.base}, but {args.directory} holds whole weights and no adapters; drop it")
@@ -253,9 +253,9 @@ def _rollout(policy: Policy) -> RolloutConfig | None:
 
 
 def drawing_of(args: argparse.Namespace, policy: Policy, max_tokens: int) -> Drawing:
-    """Return the sampling options: greedy by default; responses end as in the policy's run, if there is one.
+    """Return the sampling options: greedy by default, with the stop rules of the policy's run, if any.
 
-    Requested stop ids are added to the run's ids, which an export of the policy also contains.
+    Requested stop ids are added to the run's, which an export of the policy contains too.
     """
     rollout = _rollout(policy)
     draws = args.samples > 1 or args.top_k is not None or args.top_p is not None
@@ -284,7 +284,7 @@ def _destination(args: argparse.Namespace, policy: Policy, drawing: Drawing) -> 
 
 
 def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> tuple[list[Asked], str]:
-    """Return the prompts (none for a conversation), and a summary of the rows read and dropped."""
+    """Return the prompts (none for a conversation), and a summary of rows read and dropped."""
     if args.chat:
         prompts_of_texts(["?"], wording, tokenizer)
         return [], ""
@@ -302,7 +302,7 @@ def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> 
 
 
 def _room(args: argparse.Namespace, policy: Policy, longest_prompt: int) -> tuple[int, int]:
-    """Return the most tokens of prompt plus response, and of a response; by default limited by the model's context."""
+    """Return the most tokens of prompt plus response, and of a response, within the model's context."""
     if problems := check_model(str(args.directory), policy.hf_config):
         raise CheckpointError("\n".join(problems))
     most, rollout = max_positions(policy.hf_config), _rollout(policy)

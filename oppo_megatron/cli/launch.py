@@ -1,7 +1,7 @@
-"""Start the ranks of a run: as a rank of another launcher, in this process, or with torch's elastic agent.
+"""Starts the ranks of a run: as a rank of another launcher, in this process, or with torch's elastic agent.
 
-Each rank calls `ENTRY` (kind, config) with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its
-environment.  A local rank that fails writes a `Failure` file; the parent shows the first one, once.
+Each rank calls `ENTRY` (kind, config) with torchrun's environment variables (RANK, WORLD_SIZE, ...).  A local rank that fails
+writes a `Failure` file; the parent shows the first one, once.
 """
 
 from __future__ import annotations
@@ -65,21 +65,21 @@ NUMBERS = (
 
 
 class RankError(OppoError, RuntimeError):
-    """A rank of this run failed; the message is that rank's own."""
+    """A rank failed; the message is that rank's own."""
 
 
 class RankKilled(RankError):
-    """A rank of this run was ended by a signal."""
+    """A rank was ended by a signal."""
 
 
 class RankStalled(RankError):
-    """The run made no progress, or ranks lost contact; the message names the ranks that stopped, if known."""
+    """The run made no progress, or ranks lost contact; the message names the stalled ranks, if known."""
 
 
 def launch(kind: str, config: Any, world_size: int, entry: str = ENTRY, *, in_process: bool = True) -> int:
     """Run `entry` on all ranks of a checked configuration; return the exit code.
 
-    A single rank runs in this process, unless `in_process` is false.  Raises RankError if a rank met invalid input.
+    A single rank runs in this process unless `in_process` is false.  Raises RankError if a rank met invalid input.
     """
     quiet_torch()
     ranks = external_ranks(os.environ)
@@ -96,7 +96,7 @@ def launch(kind: str, config: Any, world_size: int, entry: str = ENTRY, *, in_pr
 
 
 def _prepare(config: Any) -> Surroundings:
-    """Import the modules that start ranks; with a fork server, also in the server process."""
+    """Import the modules that start ranks, also in a fork server."""
     forks = start_method(config) == "forkserver"
     if forks:
         begin_fork_server()
@@ -110,10 +110,10 @@ def _prepare(config: Any) -> Surroundings:
 
 
 def quiet_torch() -> None:
-    """Set torch's environment variables; called before torch is loaded.  Its C++ log is off: exceptions report the same.
+    """Set torch's environment variables before it is loaded.  Exceptions repeat what its C++ log says.
 
-    libgomp lets its first thread spin for milliseconds after each product, on a shared core in place of the thread that it
-    waits for (docs/performance.md).
+    libgomp's first thread spins for milliseconds after each product, taking a shared core from the thread it waits for
+    (docs/performance.md).
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -130,7 +130,7 @@ def check_world_size(expected: int) -> None:
 
 
 def external_ranks(environment: Mapping[str, str]) -> dict[str, str] | None:
-    """Return RANK and the related variables as set by torchrun or srun; None if no launcher set them."""
+    """Return RANK and related variables from torchrun or srun; None without a launcher."""
     _require_numbers(environment)
     if "RANK" in environment or "WORLD_SIZE" in environment:
         ranks = {"RANK": environment.get("RANK", ""), "WORLD_SIZE": environment.get("WORLD_SIZE", "")}
@@ -171,7 +171,7 @@ def _require_numbers(environment: Mapping[str, str]) -> None:
 
 
 def _slurm_local_size(environment: Mapping[str, str]) -> str:
-    """Return the number of tasks on this node.  Slurm lists the counts per node as `8(x2),4`."""
+    """Number of tasks on this node; Slurm lists them as `8(x2),4`."""
     tasks: list[str] = []
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", environment["SLURM_NTASKS"]).split(","):
         count, _, times = part.partition("(x")
@@ -181,7 +181,7 @@ def _slurm_local_size(environment: Mapping[str, str]) -> str:
 
 
 def _master(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the rendezvous address and port; the port follows from the Slurm job id, so all ranks agree on it."""
+    """Rendezvous address and port; all ranks derive the port from the Slurm job id."""
     if "MASTER_ADDR" not in environment and int(environment.get("SLURM_NNODES", "1")) > 1:
         raise ConfigError(
             "MASTER_ADDR is not set, but ranks on several nodes must know where to meet; "
@@ -228,7 +228,7 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int, surroundi
     from oppo_megatron.cluster.liveness.supervisor import Limits, Supervisor
     from oppo_megatron.cluster.rendezvous import LocalMeeting
 
-    # The agent logs a failed rank at length, and each rank that it ends; the messages of the ranks follow below.
+    # The agent logs each failed or ended rank at length; the ranks' own messages follow below.
     for noisy in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
     meeting = LocalMeeting.open(str(os.getpid()))
@@ -275,9 +275,9 @@ def _agent(world_size: int, meeting: LocalMeeting, folder: Path, start_method: s
 
 
 def _local_rank(surroundings: Surroundings, entry: str, kind: str, config: Any, failures: str) -> None:
-    """Run one rank in its own process.  It writes a Failure file instead of a traceback; the parent shows it.
+    """Run one rank in its own process; on failure it writes a Failure file for the parent to show.
 
-    `surroundings`: environment and output files of the process that starts it; unpickling applies them.
+    `surroundings`: the starting process's environment and output files; unpickling applies them.
     """
     end_with_launcher()
     outlive_terminal()
@@ -299,16 +299,15 @@ def _local_rank(surroundings: Surroundings, entry: str, kind: str, config: Any, 
 
 
 def is_among_peers() -> bool:
-    """True if this process is one of several ranks and still in their process group."""
+    """True if this process is one of several ranks in a process group."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def leave(code: int) -> NoReturn:
-    """End a process that failed.  A rank with peers ends at once, without Python's cleanup.
+    """End a failed process; a rank with peers skips Python's cleanup.
 
-    There, a thread that frees a tensor of an open process group aborts the process, and the exit code would report a
-    signal.
+    A thread that frees a tensor of an open process group aborts the process, and the exit code would report a signal.
     """
     if is_among_peers():
         sys.stdout.flush()
@@ -320,13 +319,13 @@ def leave(code: int) -> NoReturn:
 def _kind_of(error: Exception) -> Literal["input", "defect", "symptom"]:
     if isinstance(error, (StallError, WorldError)):
         return "symptom"
-    # An OSError that names a file (disk full, no permission) is for the user to correct; a lost connection names none.
+    # An OSError with a file name (disk full, no permission) is for the user to correct; a lost connection names none.
     expected = isinstance(error, OppoError) or (isinstance(error, OSError) and error.filename is not None)
     return "input" if expected else "defect"
 
 
 def _report(failures: Path, error: ChildFailedError, last_words: Mapping[int, str]) -> int:
-    """Report the failure that came first: a stall, a signal, wrong input (as RankError), or the traceback of a defect."""
+    """Report the first failure: a stall, a signal, wrong input (RankError), or a defect's traceback."""
     within = ended_within(failures)
     written = sorted(read_failures(failures), key=lambda failure: failure.time_s)
     effects = {-signal.SIGTERM}
@@ -347,7 +346,7 @@ def _report(failures: Path, error: ChildFailedError, last_words: Mapping[int, st
         first = error.get_first_failure()[1]
         print(f"rank {first.local_rank} ended with exit code {first.exitcode} and no message", file=sys.stderr)
         return EXIT_DEFECT
-    # A rank that met wrong input or a defect knows the cause; its peers only saw it end, perhaps before it could write.
+    # A rank with wrong input or a defect knows the cause; its peers only saw it end, perhaps before it could write.
     causes = ("input", "defect", "symptom")
     failure = min(written, key=lambda failure: causes.index(failure.kind))
     if failure.kind == "defect":
@@ -363,7 +362,7 @@ def _is_cause(failure: Failure) -> bool:
 
 
 def _killed(rank: int, number: int, written: Sequence[Failure], last_words: Mapping[int, str], within: Mapping[int, str]) -> str:
-    """Return which rank was ended by which signal, and the calls in progress on the others."""
+    """Say which signal ended which rank, and the calls in progress on the others."""
     told = {failure.rank: failure.message for failure in written if failure.kind in ("symptom", "input")}
     for failure in written:  # it may have met the loss of its peer in code that does not expect it
         if failure.kind == "defect":

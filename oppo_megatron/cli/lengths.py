@@ -1,4 +1,4 @@
-"""Response lengths on the command line, and the response lengths of a predicted batch."""
+"""Response lengths on the command line, and those of a predicted batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from oppo_megatron.sim.runs.step_costs import run_prompt_tokens
 
 
 def even_lengths(config: TrainConfig) -> list[int]:
-    """Return lengths evenly spaced over the forced distribution, longest last; else the maximum length for all."""
+    """Lengths evenly spaced over the forced distribution, longest last; else the maximum for all."""
     count, most = config.rollout.batch_size, config.rollout.max_response_tokens
     forced = config.debug.lengths
     if forced is None:
@@ -28,13 +28,12 @@ def even_lengths(config: TrainConfig) -> list[int]:
 
 
 def forced_limits(config: TrainConfig) -> Callable[[int], int] | None:
-    """Return each response's length limit as a run forces it; None if all have the maximum length."""
+    """Return each response's forced length limit; None if all have the maximum."""
     forced, most = config.debug.lengths, config.rollout.max_response_tokens
     return None if forced is None else ForcedLimits.of(forced, most, config.seed, forced_quantile(forced, most))
 
 
 def check_lengths(config: TrainConfig) -> None:
-    """Raise ConfigError if most responses would be truncated."""
     most, forced = config.rollout.max_response_tokens, config.debug.lengths
     if forced is not None and forced.median is not None and forced.median > most:
         raise ConfigError(
@@ -64,7 +63,7 @@ def add_prompt_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def prompt_tokens(args: argparse.Namespace, config: TrainConfig) -> int:
-    """Return the requested prompt length, else the calibration run's, else half of the maximum.  Raises ConfigError."""
+    """Return the requested prompt length, the calibration run's, or half the maximum.  Raises ConfigError."""
     longest, asked, run = config.data.max_prompt_tokens, args.prompt_tokens, getattr(args, "calibrate", None)
     if asked is not None and asked > longest:
         raise ConfigError(f"--prompt-tokens {asked}: prompts have 1 to data.max_prompt_tokens = {longest}")
@@ -83,7 +82,6 @@ def length_settings(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def forced_lengths(args: argparse.Namespace) -> list[str]:
-    """Return the overrides for --trace or --lognormal.  Raises ConfigError."""
     settings = length_settings(args)
     if settings is None:
         return []
@@ -91,14 +89,12 @@ def forced_lengths(args: argparse.Namespace) -> list[str]:
 
 
 def count(text: str) -> int:
-    """Parse a whole number of at least 1."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def counts(text: str) -> list[int]:
-    """Parse comma-separated whole numbers of at least 1."""
     return [count(part) for part in text.split(",")]
 
 

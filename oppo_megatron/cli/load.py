@@ -1,4 +1,4 @@
-"""Load and check the configuration of a command."""
+"""Loads and checks the configuration of a command."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from oppo_megatron.preflight.validate import service_problems, supervised_proble
 
 
 def guess_kind(path: Path, overrides: Sequence[str] = ()) -> str:
-    """Return the command that most of the keys belong to; among equals, one whose required keys are given.
+    """Return the command to which most keys belong; among equals, one with all required keys.
 
-    `sft` and `rm` differ in one key: it is `rm`, too, if the model starts from a fresh scalar head or rows have steps.
+    `sft` and `rm` differ in one key: a fresh scalar head, or rows with steps, also mean `rm`.
     """
     tree = read_tree(path, overrides)
     keys = set(tree)
@@ -31,7 +31,7 @@ def guess_kind(path: Path, overrides: Sequence[str] = ()) -> str:
 
 
 def require_kind(kind: str, path: Path, overrides: Sequence[str]) -> None:
-    """Raise ConfigError for an empty file, and for one that has the required keys of another command only."""
+    """Raise ConfigError for an empty file, or one with the required keys of another command only."""
     read_tree(path)  # an error in the file itself is reported alone
     try:
         keys, other = set(read_tree(path, overrides)), guess_kind(path, overrides)
@@ -54,7 +54,6 @@ def _fields(kind: str) -> set[str]:
 
 
 def _lacking(kind: str, keys: set[str]) -> set[str]:
-    """Return the required keys that are not among `keys`."""
     if kind == "serve":
         return set() if keys & {"rewards", "reward"} else {"rewards"}
     return {name for name, field in COMMANDS[kind].model_fields.items() if field.is_required()} - keys
@@ -63,9 +62,9 @@ def _lacking(kind: str, keys: set[str]) -> set[str]:
 def load_settings(
     kind: str, path: Path, overrides: Sequence[str], *, inputs: bool = True, models: bool = True
 ) -> TrainSettings | SupervisedConfig:
-    """Return the checked configuration of a command that trains, not yet placed: `placement.mode` may be auto.
+    """Return a training command's checked configuration, not yet placed (`placement.mode` may be auto).
 
-    `inputs`, `models`: require training's tokenizer and rows, and its models, to exist.  Raises ConfigError.
+    `inputs`, `models`: require tokenizer and rows, or models, to exist.  Raises ConfigError.
     """
 
     def problems(config: TrainSettings) -> list[str]:
@@ -79,7 +78,7 @@ def load_settings(
 
 
 def load_checked(kind: str, path: Path, overrides: Sequence[str], *, inputs: bool = True) -> TrainConfig | SupervisedConfig:
-    """Call `load_settings` for commands that need the placement.  Raises ConfigError for mode auto, too."""
+    """`load_settings` for commands that need the placement.  Raises ConfigError for mode auto, too."""
     settings = load_settings(kind, path, overrides, inputs=inputs)
     config = settings.settled() if isinstance(settings, TrainSettings) else settings
     if config is None:
@@ -91,7 +90,7 @@ def load_checked(kind: str, path: Path, overrides: Sequence[str], *, inputs: boo
 
 
 def load_train(path: Path, overrides: Sequence[str], *, inputs: bool = True) -> TrainConfig:
-    """Call `load_checked` for commands that support only PPO training."""
+    """`load_checked` for commands that support only PPO."""
     config = load_checked("train", path, overrides, inputs=inputs)
     assert isinstance(config, TrainConfig)
     return config
@@ -103,11 +102,11 @@ def load_service(path: Path, overrides: Sequence[str]) -> ServeConfig:
 
 
 def placed(settings: TrainSettings | SupervisedConfig, *, measure: bool) -> TrainConfig | SupervisedConfig | None:
-    """Return the configuration with its placement; None if it is unknown and `measure` is false."""
+    """Return the placed configuration; None if it needs measuring and `measure` is false."""
     return settle(settings, measure=measure) if isinstance(settings, TrainSettings) else settings
 
 
 def unplaced(settings: TrainSettings | SupervisedConfig) -> list[str]:
-    """Return the lines to print if `placed` returned None."""
+    """Lines to print if `placed` returned None."""
     assert isinstance(settings, TrainSettings), "the placement of others is written down"
     return describe_options(settings)

@@ -1,4 +1,4 @@
-"""`oppo validate` without a file: versions, devices and back ends of this machine, and the features that are off and why."""
+"""`oppo validate` without a file: versions, devices and back ends here, and features that are off, with reasons."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PACKAGES = (
 )
 
 PRESENT = "present"
-"""Version of a module that is on the path but not installed as a distribution."""
+"""Version of an importable module that is not an installed distribution."""
 
 
 def check_machine() -> int:
@@ -87,7 +87,7 @@ def _verdict(required: list[str], missing: list[Problem]) -> int:
 
 
 def unmet_requirements() -> list[str]:
-    """Return the unmet requirements of the package: `pydantic>=2, which is absent`."""
+    """Unmet requirements of the package: `pydantic>=2, which is absent`."""
     try:
         lines = metadata.requires("oppo-megatron") or []
     except metadata.PackageNotFoundError:  # a source tree on the path
@@ -106,7 +106,7 @@ def unmet_requirements() -> list[str]:
 
 
 def version_of(package: Package) -> str | None:
-    """Return the installed version; `PRESENT` if only the module is there; None if nothing is."""
+    """Installed version, `PRESENT` for a bare module, or None."""
     try:
         return metadata.version(package.distribution)
     except metadata.PackageNotFoundError:

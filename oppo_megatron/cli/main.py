@@ -30,7 +30,7 @@ EXIT_WRONG_INPUT = 2
 
 
 class Command(NamedTuple):
-    """A row of the table: `oppo NAME` is served by `module`."""
+    """A row of the table: `module` serves `oppo NAME`."""
 
     name: str
     module: str
@@ -58,7 +58,7 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.  A rank that failed among its peers does not return."""
+    """Run one command; return its exit code.  A failed rank with peers does not return."""
     outlive_terminal()
     quiet_torch()
     try:
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    """Do the work; what the user can correct becomes a message and an exit code."""
+    """Do the work; turn errors that the user can correct into a message and exit code."""
     try:
         return int(args.run(args))
     except OppoError as error:
@@ -101,7 +101,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Parse a command line (without `oppo` itself); its `run` does the work.  Exits if it is invalid."""
+    """Parse a command line (without `oppo`); its `run` does the work.  Exits if invalid."""
     parser = Parser(prog="oppo", description="PPO-based RLHF on Megatron-core, overlapped.")
     parser.add_argument("--version", action="version", version=f"oppo {__version__}")
     parser.set_defaults(debug=False)

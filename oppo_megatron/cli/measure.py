@@ -1,7 +1,7 @@
-"""Resolve `placement.mode: auto`: find the placements that fit here, run each for some steps, and choose the fastest.
+"""Resolves `placement.mode: auto`: runs each placement that fits for some steps, and chooses the fastest.
 
-A measuring run is `oppo train` in its own process, under `placement/` in the run directory.  The results are in
-`placement.json` in the run directory; the same configuration is not measured twice on the same machine.
+A measuring run is `oppo train` in its own process, under `placement/` in the run directory.  Results go to `placement.json`; the
+same configuration is not measured twice on the same machine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from oppo_megatron.train.inputs import read_inputs
 
 Tell = Callable[[str], None]
 START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from oppo_megatron.cli.main import main; sys.exit(main())"
-"""`oppo` with the import path of this process, so that it finds the same reward functions."""
+"""`oppo` with this process's import path, so that it finds the same reward functions."""
 AUTO = [
     "placement.mode=auto", "placement.actor={tp: 1, pp: 1, dp: 1}", "placement.scorer=null",
     "placement.reference=scorer",
@@ -54,10 +54,10 @@ LAST_ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b.*$", re.MULTILINE)
 
 
 def settle(settings: TrainSettings, *, measure: bool) -> TrainConfig | None:
-    """Return the configuration with the placement that is given, was measured before, or is measured now.
+    """Return the configuration with its placement: given, measured before, or measured now.
 
-    None if a measurement is needed and `measure` is false.  Raises ConfigError if a launcher has started ranks or the run
-    directory holds a finished run, PlacementError if no placement can run.
+    None if it needs measuring and `measure` is false.  Raises ConfigError if a launcher has started ranks or the run has
+    finished, PlacementError if no placement can run.
     """
     if (config := settings.settled()) is not None:
         return config
@@ -87,9 +87,9 @@ def measure_placements(
 ) -> dict[str, Any]:
     """Measure the candidate placements; write `placement.json` and return its content.
 
-    Raises PlacementError, and the errors of reading rows and rewards.
+    Raises PlacementError, and errors of reading rows and rewards.
     """
-    # Errors that every run would raise (a bad row, a reward setting) are raised once, before the runs.
+    # Raise errors that every run would meet (a bad row, a reward setting) once, before the runs.
     read_inputs(settings).rewards.close()
     run = RunDirectory(settings.run_dir)
     if run.placement_runs.exists():
@@ -109,7 +109,7 @@ def measure_placements(
 
 
 def _probe(settings: TrainSettings, folder: Path, tell: Tell, candidate: Candidate, turn: int) -> Run:
-    """Run a placement in `folder/<name>-<turn>/`, with configuration and log next to it.  Raises PlacementError if it fails."""
+    """Run a placement in `folder/<name>-<turn>/`, configuration and log next to it.  Raises PlacementError."""
     name = f"{re.sub('[^a-z0-9]+', '-', candidate.name).strip('-')}-{turn}"
     file, log = folder / f"{name}.yaml", folder / f"{name}.log"
     dump_config(probe_config(settings, candidate.placement, folder / name), file)
@@ -124,14 +124,14 @@ def _probe(settings: TrainSettings, folder: Path, tell: Tell, candidate: Candida
 
 
 def run_logged(command: Sequence[str], log: Path) -> int:
-    """Run to the end with all output in `log`; return the exit code.  The run ends with this process."""
-    # In its own session, so that an interrupt from the terminal reaches it once, from this process.
+    """Run to the end, all output in `log`; return the exit code.  Ends with this process."""
+    # Its own session: an interrupt from the terminal reaches it once, from this process.
     with ending_by_signal(), started(command, log, own_session=True) as process:
         return process.wait()
 
 
 def failure(code: int, output: str) -> str:
-    """Return in one line why `oppo train` ended: its message, a signal, or the last exception of its output."""
+    """One line on why `oppo train` ended: its message, a signal, or the last exception."""
     told = output.rpartition("oppo train: ")
     if told[1]:
         return " ".join(told[2].split())
@@ -143,7 +143,7 @@ def failure(code: int, output: str) -> str:
 
 
 def this_machine(runtime: RuntimeConfig) -> Machine:
-    """Return the CUDA devices that the run may use, else the cores."""
+    """The CUDA devices that the run may use, else the cores."""
     if runtime.device != "cpu" and (devices := cuda_devices()):
         return Machine("cuda", devices)
     if runtime.device == "cuda":
@@ -152,16 +152,16 @@ def this_machine(runtime: RuntimeConfig) -> Machine:
 
 
 def cuda_devices() -> int:
-    """Count CUDA devices without a CUDA context, which would hold memory on the first device until this process ends."""
+    """Count CUDA devices without creating a CUDA context, which would occupy device memory."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def check_devices(device: str, ranks: int, alone: str, on_cpu: str = "runtime.device=cpu") -> None:
-    """Raise ConfigError if more ranks would start than the host has CUDA devices, or `device` is cuda and there is none.
+    """Raise ConfigError if `device` is cuda without one, or there are fewer CUDA devices than ranks.
 
-    `alone`: overrides that put everything on one rank.  Other launchers may show each rank its own device.
+    `alone`: overrides for a single rank.  Other launchers may show each rank only its own device.
     """
     if device == "cpu" or (device == "auto" and not has_cuda()):
         return
@@ -188,7 +188,7 @@ def refuse_given_ranks(what: str) -> None:
 
 
 def read_choice(path: Path, key: str) -> Candidate | None:
-    """Return the choice of an earlier measurement of the same configuration; None if there is none.  Raises ConfigError."""
+    """Return the choice measured earlier for the same configuration, or None.  Raises ConfigError."""
     if not path.exists():
         return None
     try:
@@ -199,7 +199,7 @@ def read_choice(path: Path, key: str) -> Candidate | None:
 
 
 def describe_work(settings: TrainSettings, options: Options) -> str:
-    """Return a line with the placements to measure, and those that leave cores idle because of the configured threads."""
+    """A line naming the placements to measure, and those whose configured threads leave cores idle."""
     names = ", ".join(candidate.name for candidate in options.candidates)
     work = f"measuring {names} on {options.machine}, {MEASURED_STEPS} steps each"
     threads, machine = settings.runtime.threads_per_rank, options.machine
@@ -213,7 +213,7 @@ def describe_work(settings: TrainSettings, options: Options) -> str:
 
 
 def describe_options(settings: TrainSettings) -> list[str]:
-    """Return the lines that list the placements to measure, and those left out."""
+    """Lines that list the placements to measure, and those left out."""
     options = find_candidates(settings, this_machine(settings.runtime))
     head = (
         f"placement.mode auto: `oppo train` would first measure these on {options.machine}, {MEASURED_STEPS} steps each, "

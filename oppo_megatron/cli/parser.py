@@ -1,4 +1,4 @@
-"""The argument parser, which suggests the nearest word for an unknown one, and `--debug`, an option of every command."""
+"""The argument parser, which suggests the nearest known word, and `--debug`, an option of every command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNKNOWN = re.compile(r"unrecognized arguments: (?P<given>.*)", re.DOTALL)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose subparsers are of this class, too."""
+    """A parser whose subparsers have this class, too."""
 
     def error(self, message: str) -> NoReturn:
         super().error(self._with_nearest(message))
@@ -39,9 +39,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_debug_argument(parser: argparse.ArgumentParser) -> None:
-    """Add --debug, before or after the name of a subcommand (`oppo launch slurm`).
+    """Add --debug, before or after a subcommand's name (`oppo launch slurm`).
 
-    It has no default, so that the subcommand's parser keeps a value given before its name.
+    Without a default, so that the subcommand's parser keeps a value given earlier.
     """
     parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
 

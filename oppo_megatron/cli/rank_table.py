@@ -1,4 +1,4 @@
-"""The table of ranks that `--dry-run` and `oppo validate` print: each rank's roles, its memory, its batch sizes."""
+"""The table of `--dry-run` and `oppo validate`: each rank's roles, memory and batch sizes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ BATCH_HEADINGS: Row = (
     "rollout batch B", "B + delta", "sequences a replica", "KV slots", "decode m-batches", "minibatch rows", "rows a batch",
     "rows a replica", "micro-batch tokens", "chunk C", "prefill tokens",
 )  # fmt: skip
-"""Every batch size that a role may have, in column order; columns that no role uses are left out."""
+"""All batch sizes, in column order; unused columns are left out."""
 MEBIBYTE = 2**20
 
 
 def rank_table(config: TrainConfig | SupervisedConfig) -> list[str]:
-    """Return the lines of the table: memory, then batch sizes, with a row per rank and one per role below it."""
+    """Lines of the table: memory, then batch sizes, with a row per rank and one per role below it."""
     if isinstance(config, TrainConfig):
         holdings = train_holdings(config, on_cpu=_on_cpu(config.runtime))
     else:
@@ -58,7 +58,7 @@ def _memory_rows(holdings: Sequence[Holding]) -> list[Row]:
 
 
 def _share(held: Holding) -> Row:
-    """Return the role and its part of each kind of parallelism, counted from 1: `tp 1/2`."""
+    """The role and its part of each kind of parallelism, from 1: `tp 1/2`."""
     coords, sizes = held.coords, held.sizes
     parts = ((coords.shard, sizes.tp), (coords.stage, sizes.pp), (coords.replica, sizes.dp))
     return held.role, *(f"{part + 1}/{count}" for part, count in parts), _layers(held.layers)
@@ -73,14 +73,13 @@ def _mebibytes(memory: Memory) -> Row:
 
 
 def _number(mebibytes: float) -> str:
-    """Format a number, with two decimals if they matter."""
     if mebibytes == 0:
         return "-"
     return f"{mebibytes:.2f}" if mebibytes < 100 else f"{mebibytes:.0f}"
 
 
 def _batch_rows(holdings: Sequence[Holding]) -> list[Row]:
-    """Return two lines of headings, split at their last space, then a row per role; equal ranks share them."""
+    """Two lines of headings, split at their last space, then rows per role; equal ranks share them."""
     used = [heading for heading in BATCH_HEADINGS if any(heading in held.batches for held in holdings)]
     words = [heading.rpartition(" ") for heading in used]
     rows: list[Row] = [("", "", *(first for first, _, _ in words)), ("rank", "role", *(last for _, _, last in words))]
@@ -94,7 +93,7 @@ def _batch_rows(holdings: Sequence[Holding]) -> list[Row]:
 
 
 def _aligned(rows: Sequence[Row]) -> list[str]:
-    """Align columns two spaces apart, names to the left and numbers to the right."""
+    """Align columns two spaces apart, names left and numbers right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(_cell(*cell) for cell in zip(range(len(row)), row, widths, strict=True)).rstrip() for row in rows]
 

@@ -1,7 +1,6 @@
-"""The checks of this machine and of the run directory before any rank starts, shared by `oppo train` and `oppo validate`.
+"""Checks of this machine and the run directory before any rank starts, for `oppo train` and `oppo validate`.
 
-`load_settings` checks the configuration's text, files and shapes.  This file loads no torch, unless the run computes on CUDA
-devices.
+`load_settings` checks the configuration's text, files and shapes.  Torch is loaded only for a run on CUDA devices.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from oppo_megatron.train.logs.trackers import check_trackers
 SERVICE_PACKAGES = {"fastapi": ("fastapi:FastAPI",), "uvicorn": ("uvicorn:Server",)}
 """Packages that a service needs, with the names used from each."""
 LEAST_FREE = 2**20
-"""Bytes that every run writes: its configuration, metrics, trace and tokenizers."""
+"""Bytes that every run writes: configuration, metrics, trace and tokenizers."""
 REACH_S = 2.0
 
 
 def require_ready(settings: TrainSettings | SupervisedConfig, config: TrainConfig | SupervisedConfig | None) -> None:
-    """Raise ConfigError with all reasons why this machine cannot run it; `config`: None while the ranks are unknown."""
+    """Raise ConfigError with all reasons why this machine cannot run it; `config` None: ranks unknown."""
     problems: list[str] = []
 
     def collect(check: Callable[..., None], *given: object) -> None:
@@ -59,7 +58,7 @@ def require_ready(settings: TrainSettings | SupervisedConfig, config: TrainConfi
 
 
 def require_startable(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> None:
-    """Raise ConfigError if the run directory's content would be overwritten, or cannot be continued."""
+    """Raise ConfigError if files in the run directory would be overwritten or cannot be resumed."""
     run.require_own()
     run.require_apart(named_paths(config))
     if not config.checkpoint.resume:
@@ -92,9 +91,9 @@ def _require_more_steps(config: TrainSettings | SupervisedConfig, run: RunDirect
 
 
 def ended_here(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> bool:
-    """True if the run of this configuration has ended in its directory.
+    """True if the run of this configuration has already ended in its directory.
 
-    A program that restarts a run until it ends needs this: the stop request may have come at the moment of the end.
+    A program that restarts a run until it ends needs this: a stop request may come just as the run ends.
     """
     then, now = run.settings(), plain_settings(config)
     if not (run.finished and then):
@@ -111,8 +110,6 @@ def ended_here(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> b
 
 
 def on_one_rank(config: TrainConfig | SupervisedConfig) -> str:
-    """Return the overrides that put a run on one rank."""
-
     def sizes(tree: Mapping[str, Any], path: str) -> Iterator[str]:
         for key, value in tree.items():
             if isinstance(value, Mapping):
@@ -136,7 +133,7 @@ def require_service_packages() -> None:
 
 
 def unreached_services(settings: TrainSettings) -> Iterator[str]:
-    """Yield a warning for each reward service that refuses connections; it may still be started."""
+    """Yield a warning for each reward service that refuses connections; it may be started later."""
     for number, part in enumerate(settings.rewards):
         if part.kind != "http" or part.url is None:
             continue
@@ -152,7 +149,7 @@ def unreached_services(settings: TrainSettings) -> Iterator[str]:
 
 
 def _memory_problems(config: TrainConfig | SupervisedConfig) -> Iterator[str]:
-    """Yield a problem if ranks on this host's CPUs need more memory than it has; others check this themselves."""
+    """Yield a problem if the CPU ranks need more memory than this host has; other ranks check themselves."""
     if _surely_on_cpu(config.runtime.device) and external_ranks(os.environ) is None:
         held = lasting_memory(config, on_cpu=True)
         if problem := shortage(held, host_bytes(), "all ranks", socket.gethostname()):
@@ -160,7 +157,7 @@ def _memory_problems(config: TrainConfig | SupervisedConfig) -> Iterator[str]:
 
 
 def _surely_on_cpu(device: str) -> bool:
-    """Checked without torch, which finds no device if there is no driver."""
+    """True for device cpu, or auto without a CUDA driver.  Checked without torch."""
     if device == "auto":
         try:
             ctypes.CDLL("libcuda.so.1")

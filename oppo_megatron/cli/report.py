@@ -1,4 +1,4 @@
-"""`oppo report`: one page, and pictures, of one or more runs; with --watch one run's figures in the terminal."""
+"""`oppo report`: a page and pictures of one or more runs; with --watch, one run's figures in the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`oppo train` (PPO), `oppo sft`, `oppo rm` (reward models), `oppo dpo` (preferences): show the plan, or launch the ranks."""
+"""`oppo train` (PPO), `oppo sft`, `oppo rm`, `oppo dpo`: show the plan, or launch the ranks."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def start(kind: str, settings: TrainSettings | SupervisedConfig, restarts: int =
     if config.logging.console != "off" and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         ranks = f"{size} rank{'s' if size > 1 else ''}"
         print(f"oppo {kind}: starting {ranks}, run directory {config.run_dir}", file=sys.stderr, flush=True)
-    # The ranks of a run that may roll back to a checkpoint need their own processes.
+    # Ranks that may roll back to a checkpoint need their own processes.
     again = restarts or size > 1 or (isinstance(config, TrainConfig) and config.guards.action == "rollback")
     return launch_again(kind, config, restarts) if again else launch(kind, config, size)
 
 
 def with_date(config: TrainConfig | SupervisedConfig, directory: RunDirectory, now: datetime) -> TrainConfig | SupervisedConfig:
-    """Set the date of chat templates to the run's first start, so that all attempts render the same prompts."""
+    """Date chat templates by the run's first start, so that all attempts render the same prompts."""
     if config.tokenizer.date is not None:
         return config
     tokenizer = config.tokenizer.model_copy(update={"date": directory.first_date(now)})
@@ -89,9 +89,9 @@ def with_date(config: TrainConfig | SupervisedConfig, directory: RunDirectory, n
 
 
 def launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: int) -> int:
-    """Launch the ranks; if one is killed or the run stalls, again from the last checkpoint, up to `restarts` times.
+    """Launch the ranks, and again from the last checkpoint after a kill or stall, up to `restarts` times.
 
-    The same follows a guard's rollback, which has a limit of its own.
+    A guard's rollback does the same, with its own limit.
     """
     if restarts < 0:
         raise ConfigError(f"--max-restarts is {restarts}; it must be 0 or more")

@@ -1,4 +1,4 @@
-"""`oppo serve`: rewards over HTTP, for runs of `kind: http` and for runs that stream sequences."""
+"""`oppo serve`: rewards over HTTP, for `kind: http` and for runs that stream sequences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until stopped.  Raises ConfigError before anything is served."""
+    """Serve until stopped.  Raises ConfigError before serving."""
     config = load_service(args.config, args.overrides)
     require_service_packages()
     from oppo_megatron.serving.server import serve

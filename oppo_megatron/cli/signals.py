@@ -23,19 +23,18 @@ PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 def child_pids() -> list[int]:
-    """Return the process ids of the ranks that this process has started.
+    """Process ids of the ranks that this process started.
 
-    Read from the system: `multiprocessing` in a signal handler would take exit codes from the code that it interrupts.
+    Read from the system: in a signal handler, `multiprocessing` would take exit codes from the code it interrupts.
     """
     return [rank.pid for rank in rank_processes(psutil.Process())]
 
 
 class SignalRelay:
-    """Ask the ranks to save and end (SIGUSR1).  A second SIGTERM or SIGINT (Ctrl-C) ends them at once; so does the first one
-    if they save nothing (`saves`).
+    """Asks the ranks to save and end (SIGUSR1); a second SIGTERM or SIGINT ends them at once.
 
-    If a signal was sent to the whole process group, the ranks may get SIGUSR1 twice, with the same effect as once.  `code`:
-    exit code of a run whose ranks were stopped and could not save: 75 (start it again), 130 after SIGINT, else 0.
+    So does the first if they save nothing (`saves`).  Ranks may get SIGUSR1 twice, without further effect.  `code`: exit code of
+    a run that was stopped unsaved: 75 (start it again), 130 after SIGINT, else 0.
     """
 
     def __init__(self, saves: bool = True) -> None:
@@ -45,7 +44,7 @@ class SignalRelay:
         self._told_at: float | None = None
 
     def told_s(self) -> float | None:
-        """Seconds since the ranks were first asked to stop; None if they were not."""
+        """Seconds since the ranks were first asked to stop, or None."""
         return None if self._told_at is None else time.monotonic() - self._told_at
 
     @contextmanager
@@ -89,7 +88,7 @@ def _handled(handlers: dict[signal.Signals, Callable[[int, FrameType | None], ob
 def interrupts_from_here_alone() -> Iterator[None]:
     """Block SIGINT in processes that the main thread starts in the block.
 
-    A terminal sends it to all its processes; the starting process handles it in another thread and signals them.
+    A terminal sends it to all processes; the starting process handles it in another thread and signals the ranks.
     """
     resource_tracker.ensure_running()  # started later, it would let the signal through
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -101,7 +100,7 @@ def interrupts_from_here_alone() -> Iterator[None]:
 
 @contextmanager
 def ending_by_signal() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into SystemExit with a shell's exit code, so that child processes are ended during cleanup."""
+    """Turn SIGTERM and SIGHUP into SystemExit with a shell's exit code, so that cleanup ends child processes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

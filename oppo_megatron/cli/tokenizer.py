@@ -33,9 +33,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def texts_of(paths: Sequence[Path], columns: Sequence[str] | None) -> list[str]:
-    """Return the texts of JSONL files: of `columns`, else of every column with text or messages.
+    """Texts of JSONL files: of `columns`, or of every column with text or messages.
 
-    Raises DataError with file and line of each row that is not JSON or whose column holds no text.
+    Raises DataError with file and line of rows that are not JSON or lack text in a column.
     """
     problems = RowProblems(Quarantine(), configured=False)
     texts: list[str] = []

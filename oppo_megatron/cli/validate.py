@@ -1,4 +1,4 @@
-"""`oppo validate`: every check of a configuration and of its data that needs no model; without a file, of this machine."""
+"""`oppo validate`: every check of a configuration and its data that needs no model; without a file, of this machine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data: bool) -> Iterator[str]:
-    """Check the configuration of a run; yield lines about its ranks, its tokenizer and its rows."""
+    """Check a run's configuration; yield lines about its ranks, tokenizer and rows."""
     settings = load_settings(kind, path, overrides)
     config = placed(settings, measure=False)
     require_ready(settings, config)
@@ -84,7 +84,7 @@ def _train_rows(settings: TrainSettings) -> list[str]:
 
 
 def _supervised_rows(settings: SupervisedConfig) -> list[str]:
-    """Call `_train_rows` for supervised training."""
+    """`_train_rows` for supervised training."""
     quarantine, tokenizer = Quarantine(progress=by_time()), load_tokenizer(settings.tokenizer, settings.model.checkpoint)
 
     def read(data: DataConfig) -> list[Any]:

@@ -1,5 +1,5 @@
-"""A rank's current activity, and whether it waits for others. In gloo the stack shows the wait; NCCL's calls return at once,
-so sections are marked as waits, too.
+"""A rank's activity, and whether it waits for others. In gloo the stack shows it; NCCL's calls return at once, so waits are
+marked, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Activity:
 
     @contextmanager
     def doing(self, what: object, *, waits: bool = False) -> Iterator[None]:
-        """Enter a section named `str(what)`. If `what` is an `Activity`, this thread waits for that thread's work."""
+        """Enter a section. If `what` is an `Activity`, this thread waits for that thread's work."""
         self._thread = threading.get_ident()
         self._stack.append((what, waits))
         self.beat()
@@ -51,7 +51,6 @@ class Activity:
         self.beat()
 
     def look(self) -> Doing:
-        """Any thread may call it."""
         stack, beats, last = list(self._stack), self._beats, self._last
         words, marked = [str(each) for each, _ in stack], bool(stack) and stack[-1][1]
         if stack and isinstance(other := stack[-1][0], Activity):

@@ -1,4 +1,4 @@
-"""Rank processes of one host: forked from a server with the imports done, or spawned on CUDA, whose context survives no fork."""
+"""Rank processes of a host: forked from a server with the imports done, or spawned on CUDA, whose context survives no fork."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def start_method(config: Any, environment: Mapping[str, str] = os.environ) -> St
 
 
 def begin_fork_server() -> None:
-    """Start the fork server without waiting for it. It ignores SIGINT and the ranks' signals."""
+    """Does not wait. The server ignores SIGINT and the ranks' signals."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     resource_tracker.ensure_running()  # it would unblock signals if it were started later
     heard = signal.pthread_sigmask(signal.SIG_BLOCK, {*FOR_RANKS, signal.SIGINT})
@@ -51,7 +51,7 @@ def begin_fork_server() -> None:
 
 
 def await_fork_server() -> None:
-    """Wait for the fork server's imports: then processes start at once and can be stopped."""
+    """Wait for its imports: then processes start at once and can be stopped."""
     first = multiprocessing.get_context("forkserver").Process(target=os.getpid)
     first.start()
     first.join()
@@ -59,7 +59,7 @@ def await_fork_server() -> None:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Environment, stdout and stderr of the launcher, pickled for a rank."""
+    """Launcher's environment, stdout and stderr, pickled for a rank."""
 
     environment: Mapping[str, str]
 
@@ -93,7 +93,7 @@ def _is_open(number: int) -> bool:
 
 
 def end_with_launcher() -> None:
-    """End this rank with its fork server and the launcher; called first in a rank."""
+    """End this rank with fork server and launcher; called first."""
     end_with_parent()
     launcher = multiprocessing.parent_process()
     assert launcher is not None, "another launcher's ranks end as that one has them end"
@@ -107,7 +107,6 @@ def end_with_launcher() -> None:
 
 
 def rank_processes(launcher: psutil.Process) -> Iterator[psutil.Process]:
-    """Ranks that a process has started, directly or not."""
     with suppress(psutil.NoSuchProcess):
         for child in launcher.children():
             with suppress(psutil.NoSuchProcess):

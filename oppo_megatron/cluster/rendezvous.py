@@ -1,12 +1,7 @@
-"""Rendezvous: ranks meet, or report within a deadline which are missing.
+"""Ranks meet in a store at MASTER_ADDR:MASTER_PORT, or report within a deadline which are missing.
 
-Ranks register in a store at MASTER_ADDR:MASTER_PORT. The last, or the first to find a fault or reach the deadline, writes the
-outcome, which ends every wait. Keys:
-
-    size      number of ranks, by the first   settled   processes that wanted to write the outcome
-    count/R   registrations of rank R         rank/R    its RankHost
-    arrived   registered ranks                entered   processes, duplicates included
-    outcome   "" or a fault                   told      processes that read the outcome
+The last rank, or the first to find a fault or reach the deadline, writes the `outcome` ("" or a fault), which ends every
+wait. Counters: `arrived` ranks, `entered` processes, `told` readers of the outcome.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ from oppo_megatron.cluster.hosts import RankHost, format_ranks
 from oppo_megatron.errors import WorldError
 
 POLL_S = 0.1
-POLLS_PER_S = 10_000  # of all ranks together: the store has their registrations to serve, too
+POLLS_PER_S = 10_000  # of all ranks together: the store also serves registrations
 OWN_KNOCK_S = 2.0  # how long the owner of the store tries its own address, which only helps to choose a network
 LINGER_S = 5.0  # how long the owner of the store stays for those that have not yet read the outcome
 LOOPBACK = "127.0.0.1"
@@ -56,7 +51,7 @@ class MeetingPoint:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], rank: int, size: int) -> MeetingPoint:
-        """MASTER_ADDR and MASTER_PORT, with the launcher's run name to separate runs. Under srun rank 0 opens the store."""
+        """MASTER_ADDR and MASTER_PORT, with the launcher's run name to separate runs."""
         agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         run = environment.get("TORCHELASTIC_RUN_ID") or environment.get("SLURM_JOB_ID", "run")
         attempt = environment.get("TORCHELASTIC_RESTART_COUNT") or environment.get("SLURM_STEP_ID", "0")
@@ -154,7 +149,6 @@ class _Arrival:
             return None
 
     def _find(self) -> str:
-        """Wait until something listens; return this end's address."""
         while (left_s := self._left_s()) > 0:
             address = self._knock(left_s)
             if address is not None:
@@ -205,7 +199,7 @@ class _Arrival:
             store.set("outcome", outcome)
 
     def _decides(self, store: dist.Store) -> bool:
-        """True for the first caller, which alone looks for missing ranks (one operation each)."""
+        """True for the first caller, which alone looks for missing ranks."""
         return store.add("settled", 1) == 1
 
     def _outcome(self, store: dist.Store) -> str:
@@ -272,8 +266,6 @@ AGENT_TIMEOUT = timedelta(minutes=10)  # of the agent's messages; the ranks have
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
-    """Rendezvous of torch's agent, in a store of this process."""
-
     def __init__(self, run_id: str, store: dist.TCPStore, timeout: timedelta):
         super().__init__(LOOPBACK, store.port, 0, 1, run_id, int(timeout.total_seconds()))
         self._store = store
@@ -293,7 +285,7 @@ class LocalMeeting:
 
     def settings(self) -> dict[str, Any]:
         """Arguments of torch's LaunchConfig that keep its agent from opening a port."""
-        rendezvous_handler_registry.register(BACKEND, _handler)  # torch refuses another function at the second time
+        rendezvous_handler_registry.register(BACKEND, _handler)  # torch refuses another function later
         return {"run_id": self.run_id, "rdzv_backend": BACKEND, "rdzv_configs": {"store": self.store}}
 
     def point(self, num_ranks: int) -> MeetingPoint:

@@ -1,7 +1,4 @@
-"""Try a few chunk sizes on different steps and keep the fastest for its work.
-
-Steps differ in work, so a step's seconds are divided by those of a law fitted to all rounds.
-"""
+"""Try a few chunk sizes and keep the one with the fewest seconds, relative to a law fitted to all rounds."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ NANOSECOND = 1e-9
 
 @dataclass(slots=True)
 class DecodeLaw:
-    """Seconds of a round = a x decode steps + b x tokens, by least squares; keeps only sums."""
+    """Seconds of a round = a x decode steps + b x tokens, by least squares."""
 
     steps_steps: float = 0.0
     steps_tokens: float = 0.0
@@ -26,7 +23,7 @@ class DecodeLaw:
     tokens_seconds: float = 0.0
 
     def add(self, steps: int, tokens: int, seconds: float) -> None:
-        """Add a measured round; times below a nanosecond count as 0."""
+        """Times below a nanosecond count as 0."""
         seconds = seconds if seconds >= NANOSECOND else 0.0
         products = (steps * steps, steps * tokens, tokens * tokens, steps * seconds, tokens * seconds)
         self.add_sums(*products)
@@ -53,7 +50,7 @@ class DecodeLaw:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """`seconds` of a step up to its scores, without the actor's update, and the law of its `rounds`."""
+    """`seconds` of a step up to its scores, without the actor's update."""
 
     seconds: float
     steps: int
@@ -96,10 +93,7 @@ def first_settled_step(config: ChunkConfig, longest: int) -> int:
 
 
 class ChunkTuner:
-    """Sets the chunk size (decode steps per round) from measured steps; the first only warms up.
-
-    A search starts every `period` steps. `longest`: response limit in tokens.
-    """
+    """Sets the chunk size from measured steps, searching every `period` steps."""
 
     def __init__(self, config: ChunkConfig, longest: int, trials: int = TRIALS, period: int = SEARCH_STEPS):
         assert longest >= 1, f"the response limit must be at least 1 token, not {longest}"
@@ -114,14 +108,13 @@ class ChunkTuner:
         return self._search.current if self._search else self._settled
 
     def observe(self, step: int, cost: StepCost) -> Decision:
-        """Take the cost of `step` at `value` and decide for the next step."""
         assert math.isfinite(cost.seconds) and cost.seconds >= 0 and cost.tokens >= 0, f"step {step}: {cost}"
         before = self.value
         reason = self._advance(cost) if self._config.adaptive else f"chunk is fixed at {self._settled}"
         return Decision(self.value, f"step {step}: {reason}", self.value != before)
 
     def state_dict(self) -> dict[str, Any]:
-        """A search under way is not saved: a resumed run warms up and restarts it."""
+        """A search under way is not saved."""
         return {"value": self._settled, "steps_to_search": 1 if self._search else self._steps_to_search}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """Controllers of delta, the number of groups decoded beyond the batch (docs/algorithm.md).
 
-The OPPO paper's rules disagree in sign: eq. 4 (the default, as in the paper's text) increases delta while the reward improves,
-line 24 of Algorithm 1 decreases it. R_t: mean reward of step t; W: window in steps.
+The OPPO paper's rules disagree: eq. 4 (the default) increases delta while the reward improves, Algorithm 1 decreases it.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class DeltaController(ABC):
         return {"rule": self._config.rule, "value": self.value, **self._memory()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`, within the current bounds. Raises CheckpointError if the rule differs."""
+        """Continue within the current bounds. Raises CheckpointError if the rule differs."""
         if state["rule"] != self._config.rule:
             raise CheckpointError(
                 f"the checkpoint's delta was controlled by rule '{state['rule']}', the configuration says "
@@ -122,7 +121,7 @@ class Algorithm1Delta(RewardDelta):
 
 
 class Eq4LiteralDelta(RewardDelta):
-    """Eq. 4 as printed; its mean of differences telescopes to s_t = (R_t - R_{t-W}) / W."""
+    """Eq. 4 as printed; its mean of differences telescopes to (R_t - R_{t-W}) / W."""
 
     def _decide(self) -> tuple[int, str]:
         window = self._config.window
@@ -146,7 +145,7 @@ RULE = Signature(("signals", "delta", "memory"), "number")
 
 
 class CustomDelta(DeltaController):
-    """A user's function (signals, delta, memory) -> next delta (docs/extending.md)."""
+    """A user's function (docs/extending.md)."""
 
     def __init__(self, config: DeltaConfig):
         super().__init__(config)
@@ -184,7 +183,7 @@ class Ceiling:
     level: float | None = None
 
     def after(self, now: float, band: float) -> Ceiling | None:
-        """Return the ceiling after a window with signal `now`; None once `now` is better than `level` by more than `band`."""
+        """Return the next ceiling; None once `now` is better than `level` by more than `band`."""
         if self.level is None:
             return replace(self, level=now)
         if self.signal == "length_gap":
@@ -207,9 +206,8 @@ BOUNDS = Bounds()
 
 
 class MeasuredDelta(DeltaController):
-    """Delta from the measured benefit (less tail waste) and cost (stale tokens, shorter responses) of overcommitment.
-
-    Laws: docs/algorithm.md, "Delta from measured signals". If the signals are functions of delta, delta converges (law 5).
+    """Delta from measured benefit (less tail waste) and cost (stale tokens, shorter responses): "Delta from measured signals",
+    docs/algorithm.md.
     """
 
     def __init__(self, config: DeltaConfig, bounds: Bounds = BOUNDS):
@@ -286,7 +284,6 @@ class MeasuredDelta(DeltaController):
         return self._ceiling
 
     def _moved(self, new: int, *, grown: bool) -> None:
-        """Discard the ceiling's level, measured at the old delta, if delta changes."""
         self._grown = grown and new != self.value
         if new != self.value and self._ceiling is not None:
             self._ceiling = replace(self._ceiling, level=None)
@@ -311,13 +308,13 @@ class MeasuredDelta(DeltaController):
 
 
 def change(newer: float, older: float, rewards: Sequence[float]) -> float:
-    """Return newer - older, or 0 within `TIE` of the largest of `rewards`: rounding must not move delta."""
+    """Return newer - older, or 0 within `TIE`: rounding must not move delta."""
     difference = newer - older
     return difference if abs(difference) > TIE * max(map(abs, rewards)) else 0.0
 
 
 def compare_windows(rewards: Sequence[float], window: int) -> tuple[float, str]:
-    """Algorithm 1, line 22: mean of the last `window` rewards minus that of the window before, with its text."""
+    """Algorithm 1, line 22: mean of the last `window` rewards minus that of the window before."""
     # fsum rounds once: the order of equal rewards cannot make a flat curve look like a slope
     last = math.fsum(rewards[-window:]) / window
     before = math.fsum(rewards[-2 * window : -window]) / window

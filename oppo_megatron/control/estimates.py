@@ -1,6 +1,6 @@
 """Held-out metrics with standard errors, and early stopping.
 
-Responses to a prompt are not independent, so a prompt counts once, with their mean.
+A prompt counts once, with its mean, because its responses are not independent.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _of(means: Sequence[float]) -> Estimate:
 
 
 def moments_of(table: Sequence[Sequence[float]], width: int) -> list[float]:
-    """Row count, then for each of `width` columns the sums of values, of products with the first column, and of squares."""
+    """Row count, then for each column the sums of values, of products with the first column, and of squares."""
     sums, by_weight, squares = [0.0] * width, [0.0] * width, [0.0] * width
     for row in table:
         for column, value in enumerate(row):
@@ -74,7 +74,7 @@ class Best(NamedTuple):
 
 
 class EarlyStop:
-    """`due` after `patience` values in a row no better than the best; NaN is never better."""
+    """`due` after `patience` values in a row no better than the best."""
 
     def __init__(self, config: EarlyStopConfig):
         self.config = config

@@ -1,4 +1,4 @@
-"""Rules for a step's figures, the same on every rank. Non-finite figures take precedence over limits."""
+"""Rules for a step's figures, the same on every rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Breach:
-    """A figure that breaks a rule. `limit` is None if it is not finite; a non-empty `detail` is then the whole message."""
+    """`limit` is None if the figure is not finite; a non-empty `detail` is then the whole message."""
 
     rule: str
     figure: str
@@ -69,7 +69,6 @@ NO_BREACH = [0.0] * CODE_SIZE
 
 
 def decode(code: Sequence[float]) -> Breach | None:
-    """Reverse `Breach.encode`; None for `NO_BREACH`."""
     rule, figure, value, limit = code
     if not rule:
         return None

@@ -1,4 +1,4 @@
-"""Controller of the KL coefficient (beta): fixed, or following a target."""
+"""Controller of the KL coefficient (beta)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ GAIN = 0.1
 
 
 class KLController:
-    """Coefficient (beta) of the KL to the reference policy.
-
-    Adaptive (Ziegler et al. 2019): beta <- beta * (1 + 0.1 clip((KL - target) / target, -0.2, 0.2)) after every step.
-    """
+    """Adaptive (Ziegler et al. 2019): beta <- beta * (1 + 0.1 clip((KL - target) / target, -0.2, 0.2)) after every step."""
 
     def __init__(self, config: KLConfig):
         self._target, self.value = config.target, config.coefficient

@@ -1,4 +1,4 @@
-"""The columns of a data set: the part each plays (`KNOWN_NAMES`, in that order) and the form of its values."""
+"""The columns of a data set: their parts (`KNOWN_NAMES`) and the form of their values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEVER_ASKED = {"role", "from", "system_prompt", "message_id", "version"}
 
 
 def is_filled(value: Any) -> bool:
-    """True if a column holds something: files with a schema have all columns in every row."""
+    """True if not empty: files with a schema have all columns in every row."""
     return value is not None and value != [] and not (isinstance(value, str) and not value.strip())
 
 
@@ -34,7 +34,7 @@ def role_of(message: Message) -> Any:
 
 
 def form_of(value: Any) -> str:
-    """`sharegpt` or `messages` for a message or a list of them, by the keys of the first; else `columns`."""
+    """`sharegpt` or `messages`, by the keys of the first message; else `columns`."""
     messages = value if isinstance(value, list) and value else [value]
     if not all(isinstance(message, dict) for message in messages) or messages[0].keys().isdisjoint(("role", "from")):
         return "columns"
@@ -72,7 +72,7 @@ class Table:
         return next((name for name in names if any(row.get(name) for row in self.rows)), None)
 
     def usable(self) -> list[str]:
-        """Columns (or fields of objects) with text or messages in the first row that is not empty."""
+        """Columns (or fields of objects) with text or messages in the first non-empty row."""
         first = next((row.values for row in self.rows if row.values), {})
         values = {name: field_at(first, name) for name in field_names(first)}
         return [name for name, value in values.items() if isinstance(value, str) or (value and _are_messages(value))]
@@ -80,7 +80,7 @@ class Table:
     def find(self, part: str, columns: PromptColumnsConfig, names: Sequence[str] | None = None) -> str | None:
         """The configured column for `part`, else the known name (or one of `names`) filled in most rows, or None.
 
-        Raises DataError if the configured column is in no row.
+        Raises DataError if the configured column is missing.
         """
         wanted: str | None = getattr(columns, part, None)
         if wanted is not None:
@@ -96,7 +96,7 @@ class Table:
         return best if counts[best] else None
 
     def require(self, part: str, columns: PromptColumnsConfig) -> str:
-        """As `find`, but raises DataError, naming the columns and the setting to use, if there is none."""
+        """`find`, but raises DataError, naming columns and setting, if there is none."""
         found = self.find(part, columns)
         if found is not None:
             return found

@@ -1,6 +1,6 @@
 """Converts a sentencepiece model to files for `transformers.AutoTokenizer`, with the same ids and texts.
 
-A space in a piece stays a space (sentencepiece writes U+2581), so U+2581 in a text is not mistaken for one.
+Spaces in pieces stay spaces (sentencepiece: U+2581), so U+2581 in a text is not mistaken for one.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ def fast_files(
 ) -> dict[str, str] | None:
     """`tokenizer.json` and `tokenizer_config.json` of a serialized sentencepiece model, as texts.
 
-    None if the model cannot be converted exactly (a word model, one that normalizes its input) or a checked text encodes
-    differently.
+    None if the model is a word model, normalizes its input, or encodes a checked text differently.
     """
     from sentencepiece import sentencepiece_model_pb2
     from tokenizers import Tokenizer

@@ -1,7 +1,7 @@
-"""The layout of prompt and answers in a data set, configured or detected from columns and their values.
+"""The layout of prompt and answers, configured or detected from columns and their values.
 
-Every command finds the same prompt.  Messages are preferred to text, and dialogues in `chosen` and `rejected` to a prompt's text.
-Ambiguous rows are refused with both readings and the setting that chooses.
+Every command finds the same prompt.  Messages are preferred to text, and dialogues in `chosen` and `rejected` to a prompt.
+Ambiguous rows are refused, naming both readings and the setting to choose.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ NUM_NAMED = 8
 class Layout:
     """The columns of each part.
 
-    `prompt` None: the answers' common beginning.  `added`: joined to the prompt's text.  `chat`: a text prompt is a user's turn.
-    `completion` None: assistant turns of the prompt's messages.  `unread`: columns not used.
+    `prompt` None: the answers' common beginning.  `added`: joined to the prompt.  `chat`: a text prompt is a user's turn.
+    `completion` None: turns of the prompt's messages.  `unread`: unused columns.
     """
 
     format: str
@@ -84,9 +84,9 @@ class Layout:
 
 
 def recognise(config: RowsConfig, rows: Sequence[Row], wanted: Wanted, used: Sequence[str] = ()) -> Layout:
-    """Return the layout of the rows; `used`: columns that the caller reads itself.
+    """Return the layout; `used`: columns that the caller reads itself.
 
-    Raises DataError if a part has no column, the configured format does not fit, or two readings are possible.
+    Raises DataError if a part has no column, the format does not fit, or two readings are possible.
     """
     table = Table(rows)
     layout = _layout(config, table, wanted)

@@ -1,6 +1,6 @@
-"""Recorded response lengths (CSV) for `debug.forced_lengths`, so that benchmarks have realistic lengths.
+"""Recorded response lengths (CSV) for `debug.forced_lengths`: realistic benchmarks.
 
-One row per request with a token column (`GeneratedTokens`, as in Azure's LLM inference traces), or a histogram with the columns
+A row per request with a token column (`GeneratedTokens`, as in Azure's LLM inference traces), or a histogram with the columns
 `kind`, `tokens` and `requests`.
 """
 
@@ -78,7 +78,7 @@ def trace_problems(forced: ForcedLengths | None, max_response_tokens: int) -> li
 
 
 def read_length_trace(path: Path, column: str | None = None) -> LengthTrace:
-    """Read a distribution; `column`: token column, or kind in a histogram.  Raises DataError with file and line."""
+    """Read a distribution; `column`: token column or histogram kind.  Raises DataError with file and line."""
     lines = _lines(path)
     line, names = next(lines, (1, []))
     header = [name.strip() for name in names]

@@ -59,7 +59,7 @@ def _require_public(name: Any) -> None:
 
 
 def make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """A dict made by a function, because the class itself would lead a template into Python."""
+    """A dict made by a function: the class itself would lead a template into Python."""
     return dict(*args, **kwargs)
 
 
@@ -89,7 +89,7 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 def _read_names(text: str) -> set[str]:
-    """Names that a caller may give: not those the template sets first, unless it tests them (`x is defined`)."""
+    """Names that a caller may give: not those set first, unless tested (`x is defined`)."""
     check_template(text)
     template = environment().parse(text)
     found = meta.find_undeclared_variables(template) - environment().globals.keys()

@@ -135,7 +135,7 @@ def is_learned(message: Message) -> bool:
 
 
 def split_last_turn(messages: list[Message]) -> tuple[list[Message], list[Message]]:
-    """(messages before the last assistant turn, that turn); the turn is empty if another role is last."""
+    """(messages before the last assistant turn, that turn, empty if another role is last)."""
     if messages[-1]["role"] != "assistant":
         return messages, []
     if len(messages) == 1:
@@ -167,7 +167,7 @@ def split_dialogue(text: str, what: str) -> list[tuple[str, str]]:
 
 
 def split_pair(chosen: Value, rejected: Value) -> tuple[Value, Value, Value]:
-    r"""(prompt, chosen, rejected) of two dialogues: their common messages, or common text up to its last "\n\nAssistant:"."""
+    r"""(prompt, chosen, rejected) of two dialogues: common messages, or common text up to its last "\n\nAssistant:"."""
     if isinstance(chosen, str) and isinstance(rejected, str):
         common = os.path.commonprefix([chosen, rejected])
         end = common.rfind(ASSISTANT_MARK) + len(ASSISTANT_MARK)

@@ -32,10 +32,7 @@ from oppo_megatron.schedule.rounds import Batch, Site
 
 @dataclass(frozen=True)
 class Decoding:
-    """Parameters of a round's decoding.
-
-    `halt`: the run stops after this round; the chunk informs ranks that only listen.
-    """
+    """`halt`: the run stops after this round; the chunk informs ranks that only listen."""
 
     clock: int
     version: int
@@ -47,7 +44,7 @@ class Decoding:
 class RoundRunner:
     """This rank's workers and the planner of their rounds: `run`, record the chunk in the buffer, then `recorded`.
 
-    `decode` is None on ranks without the actor, `listen` on ranks with it.  `planning_s`: seconds spent planning.
+    `decode` is None on ranks without the actor, `listen` on ranks with it.
     """
 
     planner: RoundPlanner
@@ -122,7 +119,7 @@ class RoundRunner:
                 worker.forget(seq_id)
 
     def give_up(self, rollouts: Sequence[Rollout]) -> None:
-        """Drop finished rollouts that will not be trained, read or not."""
+        """Drop finished rollouts that will not be trained."""
         seq_ids = [rollout.seq_id for rollout in rollouts]
         for book in self.planner.scorers.values():
             book.forget(*seq_ids, unread=True)
@@ -131,13 +128,12 @@ class RoundRunner:
         self.retire(rollouts)
 
     def actor_changed(self) -> None:
-        """Invalidate the actor's cache after its weights changed."""
         self.planner.actor.invalidate()
         if self.decode is not None:
             self.decode.invalidate()
 
     def actor_kept(self) -> None:
-        """Keep the actor's cache although its weights changed; its tokens have older versions."""
+        """Keep the actor's cache although its weights changed."""
         self.planner.actor.keep()
 
     def scorers_changed(self) -> None:
@@ -167,7 +163,7 @@ def decoder(
     sync_steps: int = 1,
     activity: Activity | None = None,
 ) -> RoundRunner:
-    """Return a runner of rounds that only decode, on the ranks of one model."""
+    """Return a runner that only decodes, on the ranks of one model."""
     groups = model.groups
     placement = RolePlacement(groups.ranks, groups.tp, groups.pp, groups.dp)
     rank = dist.get_rank()

@@ -1,1 +1,1 @@
-"""Policies judged on held-out prompts: scores of responses, means with standard errors, differences between policies."""
+"""Judges policies on held-out prompts: scores, means with standard errors, paired differences."""

@@ -1,4 +1,4 @@
-"""Policies side by side on the same prompts: as JSON, and as a table."""
+"""Policies compared on the same prompts, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LENGTH = "response tokens"
 
 @dataclass(frozen=True)
 class Judged:
-    """A policy's answers and what each part gave them."""
+    """A policy's answers and their scores by part."""
 
     name: str
     answers: Sequence[Answer]
@@ -29,7 +29,6 @@ class Judged:
         return found
 
     def finish_reasons(self) -> dict[str, float]:
-        """Shares of the responses."""
         counts = Counter(answer.finish_reason for answer in self.answers)
         return {reason: count / len(self.answers) for reason, count in sorted(counts.items())}
 
@@ -51,7 +50,7 @@ def as_json(policies: Sequence[Judged], metrics: Sequence[str], settings: Mappin
 
 
 def as_table(policies: Sequence[Judged], metrics: Sequence[str]) -> str:
-    """A row per metric, a column per policy; next to each but the first, its paired difference from the first."""
+    """A row per metric, a column per policy; further policies also have their paired difference from the first."""
     first, rest = policies[0], policies[1:]
     head = ["", first.name]
     for policy in rest:

@@ -1,4 +1,4 @@
-"""Responses to held-out prompts, scored by every part of a reward by itself."""
+"""Scores responses to held-out prompts by each part of a reward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from oppo_megatron.rewards.protocol import Item, ScoreItem
 from oppo_megatron.serving.scorers import open_model_scores
 
 SUM = "reward"
-"""The weighted sum, if it is requested and has more than one part."""
+"""The weighted sum, if requested and there are several parts."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,14 @@ class Answer:
 
 
 Grade = Callable[[Sequence[Answer]], list[dict[str, float]]]
-"""The scores of each answer by the label of the part, and their weighted sum if requested."""
+"""Scores of each answer by part label, and their weighted sum if requested."""
 
 
 class Grader:
-    """`parts` tried before anything is decoded; `summed`: their sum is a figure, too.  Raises ConfigError for those that cannot
-    be had.
-    """
+    """Tries the parts before anything is decoded.  Raises ConfigError for unusable ones."""
 
     def __init__(self, config: ServeConfig, environment: Mapping[str, str], *, summed: bool):
-        """`summed`: the parts belong to one reward, whose sum is a figure, too."""
+        """`summed`: the parts form one reward, whose sum is also reported."""
         self._config, self._summed = config, summed and len(config.rewards) > 1
         self._rewards = build_reward_functions(config.rewards, environment)
 
@@ -53,7 +51,7 @@ class Grader:
         return [*labels, SUM] if self._summed else labels
 
     def check(self, rows: Mapping[int, Mapping[str, Any]], longest: int, tell: Callable[[str], None]) -> dict[int, str]:
-        """Return the numbers of the `rows` (their columns by number) that cannot be scored, with the reason.
+        """Return the numbers of `rows` (columns by number) that cannot be scored, with reasons.
 
         Raises DataError if none can be scored, ConfigError if the reward model does not read `longest` tokens.
         """
@@ -77,13 +75,13 @@ class Grader:
 
     @contextmanager
     def opened(self) -> Iterator[Grade]:
-        """Open the reward model, if there is one.  Raises ConfigError or CheckpointError."""
+        """Open the reward model, if any.  Raises ConfigError or CheckpointError."""
         rewards = self._rewards
         with closing(rewards), open_model_scores(self._config, rewards) as model_scores:
             yield lambda answers: self._grade(answers, model_scores(self._items(answers)))
 
     def _items(self, answers: Sequence[Answer]) -> list[Item]:
-        """With the ids of the reward model's tokenizer; a response that was cut has no end."""
+        """Encode by the reward model's tokenizer; a response that was cut gets no EOS."""
         tokenizer = None if self._config.tokenizer is None else load_tokenizer(self._config.tokenizer)
         items = []
         for number, each in enumerate(answers):

@@ -49,10 +49,9 @@ Beside = Callable[[str, Sequence[Path]], tuple[Sequence[Path], Mapping[str, Any]
 
 
 def convert(src: Path, dst: Path, what: Conversion, beside: Beside | None = None) -> int:
-    """Convert `src` to `dst` and return the number of tensors.
+    """Convert `src` to `dst` and return the number of tensors. `beside` None: copy tokenizer and generation settings.
 
-    `beside` None: copy tokenizer and generation settings. Raises CheckpointError if `src` cannot be read as asked or `dst` is
-    not empty; ConfigError for conflicting options.
+    Raises CheckpointError if `src` cannot be read as asked or `dst` is not empty; ConfigError for conflicting options.
     """
     dst = dst.resolve()  # `.` has no name, and a link must not be replaced itself
     require_empty(dst)
@@ -69,7 +68,6 @@ def convert(src: Path, dst: Path, what: Conversion, beside: Beside | None = None
 
 
 def _open_source(src: Path, what: Conversion) -> tuple[ModelShape, TensorSource]:
-    """Open `src` with a fresh head or merged adapters."""
     fresh = what.fresh_head_seed is not None
     if fresh and what.head == "lm":
         raise ConfigError(
@@ -102,7 +100,7 @@ def _convert_to_megatron(
 
 
 def compare_outputs(src: Path, dst: Path, head: str, fresh_head: bool) -> tuple[str, float]:
-    """Quantity compared (logits, or hidden states for a fresh head) and its largest difference on random tokens, in float32."""
+    """Quantity compared and its largest difference on random tokens, in float32."""
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     if fresh_head:
@@ -137,7 +135,7 @@ def compare_weights(src: Path, dst: Path, what: Conversion) -> tuple[int, float]
 def write_random_checkpoint(
     hf_config: Mapping[str, Any], directory: Path, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Write a causal LM with random weights, drawn on the device (on a GPU in seconds)."""
+    """Random weights are drawn on the device (on a GPU in seconds)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**hf_config)

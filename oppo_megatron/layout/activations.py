@@ -22,7 +22,7 @@ DRAWN_BLOCK = 64
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Tokens of a micro-batch and of a replica's optimizer step. `answered`: tokens with outputs (None: possibly all)."""
+    """Tokens of a micro-batch and of a replica's optimizer step. `answered`: those with outputs (None: possibly all)."""
 
     micro_batch_tokens: int
     replica_tokens: int
@@ -113,9 +113,7 @@ class Model:
         return self.hidden / (self.tp if train.sequence_parallel else 1)
 
     def backward_of_layer(self, train: TrainingLayoutConfig, tokens: int) -> float:
-        """Peak bytes of a feed-forward's backward beyond kept activations: gradients of the product, of gate and up, or of
-        the input and weights.
-        """
+        """Peak bytes of a feed-forward's backward, beyond kept activations."""
         shard, gathered = self.shard(train), self.hidden if train.sequence_parallel else 0
         weights = 0.0 if self.lora is not None else self.hidden * self.ffn
         own = self.ffn if self.lora is None or "down_proj" in self.lora.projections else 0
@@ -125,9 +123,7 @@ class Model:
         return max(down, gates, up) * self.width
 
     def loss(self, rows: int) -> float:
-        """Bytes from the final norm to the gradient of hidden states: logits, their gradient and float32 blocks; with a
-        scalar head, float32 hidden states.
-        """
+        """Bytes from the final norm to the gradient of hidden states."""
         if self.scalar:
             rounded = 0 if self.width == FP32 else self.width
             return float(rows * self.hidden * (2 * FP32 + rounded))
@@ -187,8 +183,8 @@ def training_activations(
 
 @dataclass(frozen=True)
 class Call:
-    """A cached call. `rows`: tokens with logits; `context`: longest sequence; `gathered`: positions copied by a paged cache
-    without its own kernel; `draws`: samples tokens.
+    """`rows`: tokens with logits; `context`: longest sequence; `gathered`: positions copied by a paged cache without its own
+    kernel.
     """
 
     tokens: int
@@ -217,7 +213,7 @@ def _in_layers(model: Model, call: Call) -> float:
     own, down, joined = (model.hidden * (3 if name in adapted else 1) for name in ("", "down_proj", "o_proj"))
     feed_forward = call.tokens * max(own + gates * model.ffn, down + 3 * model.ffn) * width
     leaving = call.tokens * (product + model.query + joined) * width
-    if model.shape["model_type"] == "qwen3":  # product, its queries and keys as normed, and all of these side by side
+    if model.shape["model_type"] == "qwen3":  # product, normed queries and keys, and all concatenated
         leaving = max(leaving, call.tokens * (2 * product + model.query + model.key) * width)
     return float(call.tokens * 2 * model.hidden * width + max(kept + max(attention, leaving, feed_forward), fresh))
 

@@ -48,7 +48,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Such as `single`, `disaggregated 1 | 1 (reference: actor)`, `colocated tp 2 x dp 2`."""
+        """Such as `disaggregated 1 | 1 (reference: actor)`."""
         placement = self.placement
         if placement.mode == "single":
             return "single"
@@ -86,7 +86,7 @@ class Options:
 
 
 def find_candidates(settings: TrainSettings, machine: Machine) -> Options:
-    """Placements of a checked configuration. Raises ConfigError if there are none."""
+    """Raises ConfigError if there are none."""
     finder = _Finder(settings, machine, most_ranks(settings, machine))
     found = [option for mode in MODES for option in finder.options(mode)]
     candidates = tuple(option for option in found if isinstance(option, Candidate))
@@ -108,8 +108,6 @@ def most_ranks(settings: TrainSettings, machine: Machine) -> int:
 
 
 class _Finder:
-    """Tries layouts against the usual checks."""
-
     def __init__(self, settings: TrainSettings, machine: Machine, num_ranks: int):
         self.settings, self.machine, self.num_ranks = settings, machine, num_ranks
         roles = named_roles(settings.with_placement(PlacementConfig(mode="single")))
@@ -140,7 +138,6 @@ class _Finder:
             yield from self._fitting(name + BESIDE, [moved])
 
     def _splits(self) -> list[tuple[int, int]]:
-        """Ranks of the actor and of the scorers, each split once."""
         ranks = self.num_ranks
         scorers = dict.fromkeys((1, max(1, ranks // 4), ranks // 2))
         splits = [(ranks - count, count) for count in scorers]

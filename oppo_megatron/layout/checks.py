@@ -33,8 +33,6 @@ MEBIBYTE = 2**20
 
 @dataclass(frozen=True)
 class _Asked:
-    """A layout that the configuration asks for."""
-
     name: str
     sizes: Sizes
     num_ranks: int

@@ -38,8 +38,7 @@ def head_linear(shape: Shape, *, scalar: bool) -> Linear:
 
 
 def forward_flops(shape: Shape, tokens: int, pairs: int, rows: int, *, scalar: bool) -> int:
-    """Operations of a forward over `tokens`, `rows` of them with outputs, and `pairs` of tokens and positions
-    (`causal_pairs`).
+    """Operations of a forward over `tokens`, `rows` of them with outputs; `pairs`: see `causal_pairs`.
 
     2 tokens (h (q + 2 g) + q h + 3 h f) + 4 q pairs per layer, and 2 rows h V (scalar head: 2 rows h).
     """

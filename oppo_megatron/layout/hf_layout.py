@@ -1,5 +1,5 @@
-"""Where Hugging Face tensors are in a megatron-core model. H hidden, F ffn, V vocabulary, D head dim, N query heads, G
-key/value groups, R = N / G.
+"""Places of Hugging Face tensors in a megatron-core model. H hidden, F ffn, V vocabulary, D head dim, N query heads, G
+groups, R = N / G.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Each rank's roles, their shares, memory and batches."""
+"""Each rank's roles, shares, memory and batches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from oppo_megatron.layout.role_memory import (
 @dataclass(frozen=True)
 class Holding:
     """A role's share on a rank; `actor.train` if training has its own weights. `layers`: a range per virtual stage; `phases`:
-    activation bytes by phase, the largest of them in `memory`.
+    activation bytes.
     """
 
     rank: int

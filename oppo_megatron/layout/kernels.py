@@ -64,7 +64,7 @@ def import_fault(*names: str) -> str | None:
             found = importlib.import_module(module)
             if name and not hasattr(found, name):
                 raise ImportError(f"{module} is {getattr(found, '__file__', None) or [*found.__path__][0]}, without it")
-        except Exception as error:  # a compiled half that does not fit raises whatever its loader likes
+        except Exception as error:  # an incompatible binary may raise anything
             if isinstance(error, ModuleNotFoundError) and error.name == root:
                 return ABSENT
             told = shorten(str(error), 200, placeholder=" ...")

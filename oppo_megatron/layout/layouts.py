@@ -13,8 +13,6 @@ SHOWN = 3
 
 
 class HasSizes(Protocol):
-    """A setting or placement."""
-
     @property
     def tp(self) -> int: ...
     @property
@@ -46,9 +44,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds: tp divides `width`, pp * vpp `layers`; at most one replica per sequence; `min_tp` is 2 with sequence
-    parallelism; each tensor rank has a token.
-    """
+    """tp divides `width`, pp * vpp `layers`; at most a replica per sequence; a token per tensor rank."""
 
     width: int
     layers: int
@@ -88,7 +84,7 @@ def nearest_counts(num_ranks: int, limits: Limits, also: Callable[[Sizes], bool]
     counts: set[int] = set()
     for tp in (tp for tp in divisors(limits.width) if tp >= limits.min_tp):
         for pp in divisors(limits.layers):
-            nearest = min(num_ranks // (tp * pp), most)  # more replicas, or fewer, lie further away
+            nearest = min(num_ranks // (tp * pp), most)  # other numbers are further away
             replicas = range(max(1, nearest - SHOWN), min(most, nearest + SHOWN) + 1)
             counts.update(tp * pp * dp for dp in replicas if also(Sizes(tp, pp, dp)))
     return sorted(counts, key=lambda count: (abs(count - num_ranks), count))
@@ -122,7 +118,7 @@ def fills_shards(vocab_size: int, tp: int, multiple: int = 1) -> bool:
 
 def format_ranks(ranks: Iterable[int]) -> str:
     """Format ascending ranks as `<role>.ranks` reads them: `0-3,6`."""
-    # A run of neighbours keeps one distance to its position.
+    # Consecutive ranks have a constant difference from their index.
     runs = groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])
     spans = [[rank for _, rank in run] for _, run in runs]
     return ",".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)

@@ -14,9 +14,7 @@ from oppo_megatron.layout.shape import FAMILIES, check_model, head_dim, max_posi
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder's sizes. `windows`: tokens a layer attends to, own included (None: all); `vocab_multiple`: padding of the
-    vocabulary.
-    """
+    """`windows`: tokens a layer attends to, own included (None: all); `vocab_multiple`: padding of the vocabulary."""
 
     family: str
     num_layers: int

@@ -1,6 +1,4 @@
-"""Ranks and shares of each role; every rank computes the same. Numbered as in megatron-core: tensor ranks, then replicas,
-then stages.
-"""
+"""Ranks and shares of each role, numbered as in megatron-core: tensor ranks, then replicas, then stages."""
 
 from __future__ import annotations
 
@@ -66,7 +64,6 @@ class RolePlacement:
 
 
 def role_placements(config: TrainConfig) -> dict[str, RolePlacement]:
-    """Serving placements."""
     pool = pools(config)
     actor = _placement(config.actor, pool["actor"])
     beside = {"reference": actor} if config.placement.reference == "actor" else {}

@@ -1,4 +1,4 @@
-"""Memory of a role's ranks, by pipeline stage."""
+"""Memory of a role's ranks."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def served_memory(
     context = slot_tokens(longest, config.runtime.kv_layout)
     _, slots = sequences_and_slots(config, name, placement, model)
     cached = slots
-    if name == "actor" and config.evaluation is not None:  # held-out prompts are answered over a cache of their own
+    if name == "actor" and config.evaluation is not None:  # held-out prompts have their own cache
         cached += min(slots, config.evaluation.max_rows)
     cache = kv_cache_bytes(model.shape, placement, model.dtype, slots=cached, context=context, budget_mb=None)
     tokens = min(config.runtime.micro_batch_tokens, slots * context)
@@ -190,7 +190,7 @@ def trained_memory(
 ) -> Memory:
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     rows = training_rows(config, placement)
-    # Minibatches are divided by tokens: of short prompts a replica may have more rows than others, up to all but one each.
+    # Minibatches are divided by tokens, so a replica may have more (short) rows: all but one per other replica.
     most = minibatch_rows(config) - placement.dp + 1
     batch = TrainingBatch(config.runtime.micro_batch_tokens, rows * longest, most * config.rollout.max_response_tokens)
     kernels = training_kernel_bytes(batch.tokens) if on_cpu and model.dtype == "bfloat16" else 0

@@ -21,10 +21,10 @@ ROPE_KINDS = {
 """Numbers required in addition to `rope_theta`."""
 OPTIONAL_ROPE = ("factor", "original_max_position_embeddings")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-MOST_POSITIONS = 2**62  # so that a factor beyond reason stays a number
+MOST_POSITIONS = 2**62  # bounds an absurd factor
 DEFAULT_POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 DEFAULT_WINDOW = 4096
-HEADS_LEARNED = ("critic", "model")  # of roles that training can give a head to begin with
+HEADS_LEARNED = ("critic", "model")  # roles whose head training can start
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 

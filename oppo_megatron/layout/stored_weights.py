@@ -41,9 +41,7 @@ class Tensor(NamedTuple):
 def weight_problems(
     shape: ModelShape, head: Head, stored: Mapping[str, Tensor], equal: Callable[[str, str], bool]
 ) -> list[str]:
-    """A sentence per missing, misshapen or unexpected tensor. `equal` compares two tensors' content; the rest needs headers
-    only.
-    """
+    """A sentence per missing, misshapen or unexpected tensor. `equal` compares content; the rest needs headers only."""
     expected = hf_tensors(shape, head)
     if head == "lm" and SCALAR_HEAD in stored:
         return [f"{SCALAR_HEAD} makes this a *ForSequenceClassification. An actor or reference needs a *ForCausalLM."]

@@ -1,7 +1,7 @@
 """The only room that imports megatron-core, without parts that a rank never calls: half of the import's time.
 
-Its `torch.compile` fusions load torch's compiler on import; here on first call.  It expects an ImportError from an unusable
-transformer-engine or apex, whose loaders raise others.  Its timers import TensorBoard and Weights & Biases.
+Its `torch.compile` fusions would load torch's compiler on import, its timers TensorBoard and Weights & Biases.  Loaders of an
+unusable transformer-engine or apex raise other errors than the ImportError it expects.
 """
 
 from __future__ import annotations

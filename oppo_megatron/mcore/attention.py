@@ -1,7 +1,7 @@
 """Attention over packed tokens: rotary positions, sliding windows and the plan of a call.
 
-Legend: T packed tokens, N query heads, G key/value heads of this tensor rank, D head dimension, L cached positions; Q queries
-and K keys of a window's piece.
+Legend: T packed tokens, N query heads, G key/value heads of this rank, D head dimension, L cached positions, Q queries, K
+keys.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ from oppo_megatron.mcore.cpu import HalfOnCpu
 
 
 def rope_tables(shape: ModelShape, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return float32 cos_LD and sin_LD (Su et al. 2021), the sine negated in the first half of D for `apply_rope`.
-
-    Scaled kinds (linear, llama3, yarn) take frequencies from transformers.
-    """
+    """Return float32 cos_LD and sin_LD (Su et al. 2021), the sine negated in the first half of D for `apply_rope`."""
     frequencies, factor = _frequencies(shape)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies.float())
     cos, sin = angles.cos() * factor, angles.sin() * factor
@@ -43,7 +40,7 @@ def _frequencies(shape: ModelShape) -> tuple[Tensor, float]:
 
 
 def apply_rope(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Rotate heads by their tokens' angles: (a, b) -> (a cos - b sin, b cos + a sin)."""
+    """Rotate: (a, b) -> (a cos - b sin, b cos + a sin)."""
     return torch.addcmul(x_TND * cos_T1D, x_TND.roll(x_TND.shape[-1] // 2, -1), sin_T1D)
 
 
@@ -55,13 +52,12 @@ Core = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def binding(window: int | None, reach: int) -> int | None:
-    """Return the window if it excludes some of `reach` positions, else None."""
     return window if window is not None and window < reach else None
 
 
 @dataclass
 class WindowedAttention:
-    """Attention in pieces of queries that read few keys beyond their window, with masks that layers share."""
+    """Attention in pieces of queries that read few keys beyond their window, with shared masks."""
 
     dtype: torch.dtype
     device: torch.device
@@ -95,7 +91,7 @@ def _pieces(new: int, reach: int, window: int) -> Iterator[tuple[slice, slice]]:
 
 
 class AttentionPlan(Protocol):
-    """A call's positions and attention; megatron's layers pass it on as `packed_seq_params`."""
+    """A call's positions and attention, passed on by megatron's layers as `packed_seq_params`."""
 
     qkv_format: str
     cos_T1D: Tensor
@@ -104,10 +100,7 @@ class AttentionPlan(Protocol):
     def attend(
         self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None = None
     ) -> Tensor:
-        """Rotated, causal attention of one of this stage's layers -> [T, N * D].
-
-        `window`: tokens that each token attends to, itself included; None: all before it.
-        """
+        """Rotated, causal attention of one layer -> [T, N * D].  `window`: tokens attended to, own included; None: all before."""
 
 
 class PackedPlan:

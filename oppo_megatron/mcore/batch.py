@@ -1,4 +1,4 @@
-"""Packed micro-batches: whole sequences in a row, padded only if a schedule needs it.
+"""Packed micro-batches: whole sequences in a row.
 
 Legend: T packed tokens, R rows of interest (positions whose output counts).
 """
@@ -21,9 +21,8 @@ Answered = tuple[Sequence[int], Sequence[int]]
 class MicroBatch:
     """Sequences to run forward (and backward) together.
 
-    `index`: the sequences' indices in their batch; `rows_R`: packed positions whose outputs are wanted; `targets_R`: the
-    tokens they predict; `tokens`: `tokens_T` on the host; `counts`: rows per response; `extra`: tensors for the loss, by row
-    or sequence.
+    `index`: their indices in the batch; `rows_R`: packed positions of wanted outputs; `targets_R`: the tokens these predict;
+    `tokens`: `tokens_T` on the host; `counts`: rows per response; `extra`: tensors for the loss.
     """
 
     index: list[int]
@@ -45,7 +44,7 @@ class MicroBatch:
         return not self.index
 
     def padded(self, num_tokens: int, longest: int) -> tuple[list[int], Tensor]:
-        """Return lengths and tokens [num_tokens], padded by sequences of at most `longest` tokens."""
+        """Return lengths and tokens [num_tokens], padded by sequences of at most `longest`."""
         missing = num_tokens - len(self.tokens_T)
         assert missing >= 0, f"{len(self.tokens_T)} tokens do not fit into {num_tokens}"
         full, rest = divmod(missing, longest)
@@ -58,7 +57,7 @@ def pack_responses(
 ) -> list[MicroBatch]:
     """Pack micro-batches of at most `budget` tokens (a longer sequence is alone), longest first.
 
-    The row of response token t is the position before it, which predicts it and has the value V(s_t).
+    The row of response token t is the position before it, which has V(s_t).
     """
     lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]
     return [
@@ -121,13 +120,11 @@ def whole_sequences(
 
 
 def split_rows(values_T: Tensor, lengths: Sequence[int], batches: Sequence[MicroBatch]) -> list[Tensor]:
-    """Split values per response token of a batch into those of each micro-batch's rows."""
     pieces = values_T.split(list(lengths))
     return [torch.cat([pieces[i] for i in batch.index]) for batch in batches]
 
 
 def join_rows(outputs: Sequence[Tensor], lengths: Sequence[int], batches: Sequence[MicroBatch]) -> Tensor:
-    """Inverse of `split_rows`."""
     pieces: dict[int, Tensor] = {}
     for batch, rows in zip(batches, outputs, strict=True):
         for i, piece in zip(batch.index, rows.split([lengths[i] for i in batch.index]), strict=True):

@@ -57,7 +57,7 @@ def _replace_torch(module: str) -> Callable[[], None]:
 
 
 def _clip_by_norm() -> None:
-    """The original asserts the type string of CUDA gradients; this is the same arithmetic on any device."""
+    """The original asserts the type string of CUDA gradients; this is the same arithmetic."""
 
     def clip(parameters: Any, max_norm: float, total_norm: float, use_decoupled_grad: bool = False) -> None:
         scale = max_norm / (total_norm + 1.0e-6)
@@ -102,7 +102,7 @@ PATCHES = (
 
 
 def install() -> bool:
-    """Apply every patch if there is no CUDA device; return True if so."""
+    """Apply all patches without a CUDA device; return True if applied."""
     if torch.cuda.is_available():
         return False
     if not getattr(torch.cuda.current_device, "__module__", "").startswith(__name__):
@@ -114,7 +114,7 @@ def install() -> bool:
 
 
 def make_scratch_memory() -> None:
-    """Make the process-wide buffer for gathered activations (tensor_parallel/layers.py:482; on GPUs too)."""
+    """Make the buffer for gathered activations (tensor_parallel/layers.py:482; on GPUs too)."""
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
 
@@ -133,17 +133,14 @@ def norm_on_device(_chunk: int, _overflow: torch.Tensor, lists: list[list[torch.
 
 @contextlib.contextmanager
 def known_norm(optimizer: Any, norm: float) -> Iterator[None]:
-    """Let `step` of a chained optimizer use `norm`: optimizer.py:1314 would compute it again, and the host would wait."""
+    """Let `step` of a chained optimizer use `norm`, which optimizer.py:1314 would compute again with a host wait."""
     with mock.patch.object(optimizer, "get_grad_norm", lambda: norm):
         yield
 
 
 @contextlib.contextmanager
 def optimizer_world(group: dist.ProcessGroup) -> Iterator[None]:
-    """Narrow "the world" to a model's ranks while its optimizer is built (on GPUs too).
-
-    optimizer/__init__.py:180 gathers over WORLD, which would wait for ranks with other models.
-    """
+    """Narrow "the world" to a model's ranks while building its optimizer: optimizer/__init__.py:180 gathers over WORLD."""
     gather = dist.all_gather_object
 
     def gather_in_group(objects: list[Any], obj: Any, group_: Any = None) -> None:

@@ -1,6 +1,6 @@
 """CPU kernels: attention in bfloat16, groups of sequences that attend together, and packed products.
 
-Legend: T rows, I inputs, O outputs of this tensor rank.
+Legend: T rows, I inputs, O outputs of this rank.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from oppo_megatron.layout.memory import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
 
 
 class HalfOnCpu(torch.autograd.Function):
-    """torch's CPU attention in bfloat16, causal without a mask, with its backward pass in float32.
+    """torch's CPU attention in bfloat16 with its backward pass in float32; causal without a mask.
 
-    A backward pass in bfloat16 takes up to three times as long and keeps hundreds of megabytes of kernels, one per length.
+    In bfloat16, backward takes up to three times as long and keeps hundreds of megabytes of kernels, one per length.
     """
 
     @staticmethod
@@ -52,15 +52,12 @@ CALL_NUMBERS = 2**16
 
 
 def stretches(lengths: Sequence[int], call: float) -> list[slice]:
-    """Cut rows, greedily, wherever that saves more than `call` positions, the cost of one attention call.
-
-    Sequences that attend together all read the positions of the longest.
-    """
+    """Cut rows, greedily, wherever that saves more than `call` positions, the cost of one attention call."""
     return blocks([(length,) for length in lengths], call)
 
 
 def blocks(sizes: Sequence[tuple[int, ...]], call: float) -> list[slice]:
-    """As `stretches`, for rows with several sizes: a row costs the product of its block's largest sizes."""
+    """As `stretches`; a row costs the product of its block's largest sizes."""
     return [slice(first, end) for first, end in _cut(sizes, 0, len(sizes), call)]
 
 
@@ -101,10 +98,9 @@ def can_prepack(weight: Tensor) -> bool:
 
 
 def product(weight_OI: Tensor, bias_O: Tensor | None = None, *, packed: bool) -> Callable[[Tensor], Tensor]:
-    """x [T, I] -> x W^T + b [T, O].  `packed`: products of few rows use a copy of the weight packed by oneDNN.
+    """x [T, I] -> x W^T + b [T, O].  `packed`: products of few rows use a weight copy packed by oneDNN.
 
-    Otherwise torch packs it in every float32 call, which in decoding costs more than the product, and looks up the layout in
-    every bfloat16 call.
+    Otherwise torch packs it (float32) or looks up the layout (bfloat16) in every call, which is slow in decoding.
     """
     if not packed:
         return lambda x_TI: F.linear(x_TI, weight_OI, bias_O)
@@ -124,7 +120,7 @@ def product(weight_OI: Tensor, bias_O: Tensor | None = None, *, packed: bool) ->
 
 
 def _filled_up(x_TI: Tensor) -> Tensor:
-    """Pad with arbitrary rows: oneDNN builds a kernel per size, in the time of a small product."""
+    """Pad with arbitrary rows, because oneDNN builds a kernel per size."""
     num_rows = x_TI.shape[0]
     filled_TI = x_TI.new_empty(-(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE, x_TI.shape[1])
     filled_TI[:num_rows] = x_TI
@@ -139,7 +135,7 @@ HALF_ATTENTION = (
 
 
 def require_private_ops(runtime: RuntimeConfig, dtypes: set[Dtype]) -> None:
-    """Raise ConfigError naming each undocumented torch operation that this run needs and torch lacks."""
+    """Raise ConfigError naming undocumented torch operations that this run needs and torch lacks."""
     needed: list[tuple[str, str, tuple[str, ...]]] = []
     if runtime.decode_path == "packed" and torch.backends.mkldnn.is_available():
         needed.append(("runtime.decode_path packed", "set it to fused", PACKING))

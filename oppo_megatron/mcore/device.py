@@ -14,11 +14,7 @@ from oppo_megatron.errors import CapacityError, OppoError
 
 
 def on_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Copy a tensor, or numbers as `dtype`, to the device without blocking the host.
-
-    CUDA copies from ordinary memory only after the stream's earlier work, while the host waits; from pinned memory it queues
-    the copy.
-    """
+    """Copy a tensor, or numbers as `dtype`, to the device without blocking the host, by pinned memory."""
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
@@ -31,7 +27,6 @@ NO_KERNEL = "could not create a primitive"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if an allocator failed: torch's, numpy's or Python's."""
     if isinstance(error, OppoError):
         return False
     text = str(error)
@@ -41,7 +36,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_for(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
-    """Raise CapacityError if memory runs out in the block; `describe` returns work and remedy as phrases."""
+    """Raise CapacityError if memory runs out; `describe` returns work and remedy as phrases."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -90,9 +85,8 @@ def run_eagerly(key: Hashable, step: Callable[[], None]) -> None:
 class CapturedSteps:
     """Runs the first steps of a key eagerly, then captures one as a CUDA graph and replays it.
 
-    Graphs hold input addresses: if weights have moved at a `renew`, all are dropped.  They share memory, because they never
-    run concurrently.  If CUDA refuses a capture (a kernel that waits for the device), stderr gets a warning, and new keys run
-    eagerly: slower, with the same tokens.
+    If weights have moved at a `renew`, all graphs, which hold addresses, are dropped.  Graphs share memory, because they never
+    run concurrently.  If CUDA refuses a capture, stderr gets a warning, and new keys run eagerly, with the same tokens.
     """
 
     def __init__(self, device: torch.device, weights: Callable[[], Iterable[Tensor]]):
@@ -138,7 +132,7 @@ class CapturedSteps:
         return graph
 
     def _capture(self, step: Callable[[], None]) -> Any:
-        """`thread_local`: NCCL's watchdog may query its events meanwhile."""
+        """`thread_local`: NCCL's watchdog may query events meanwhile."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()

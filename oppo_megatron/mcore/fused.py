@@ -1,7 +1,7 @@
 """Cached calls of a stage in few operations on megatron's parameters.
 
-megatron's modules make some fifteen nested calls per layer, which dominate small decode steps. Legend: T packed tokens, H
-hidden, G key/value heads of this tensor rank, X = query heads per key head + 2, D head dimension.
+megatron's modules make some fifteen nested calls per layer, which dominate small decode steps.  Legend: T packed tokens, H
+hidden, G key/value heads of this rank, X query heads per key head + 2, D head dimension.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Product = Callable[[Tensor], Tensor]
 
 
 class FusedStage:
-    """A stage's layers and, if it is the last, the final norm; made again after weight changes.
+    """A stage's layers and, on the last, the final norm; made again after weight changes.
 
-    On a GPU it holds no copies of weights, as captured steps need; for the CPU it does (`packed`).
+    On a GPU it copies no weights, as captured steps need; for the CPU it does (`packed`).
     """
 
     def __init__(self, layers: Sequence[Any], final_norm: Any | None, tp_group: dist.ProcessGroup, *, packed: bool):
@@ -101,7 +101,7 @@ def _fused_layer(layer: Any, packed: bool) -> _FusedLayer:
 
 
 def _bias(linear: Any) -> Tensor | None:
-    """Return the bias or None: transformer-engine's layers without one have an empty tensor."""
+    """transformer-engine's layers without a bias have an empty tensor."""
     bias = linear.bias
     return None if bias is None or bias.numel() == 0 else bias
 

@@ -1,4 +1,4 @@
-"""Process groups of one role in its own `ProcessGroupCollection`; megatron's global state stays unused."""
+"""Process groups of one role; megatron's global state stays unused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from oppo_megatron.layout.placements import model_groups
 
 @dataclass(frozen=True)
 class RoleGroups:
-    """A role's groups on one of its ranks; `ranks[(pp_rank * dp + dp_rank) * tp + tp_rank]` is a global rank."""
+    """A role's groups; `ranks[(pp_rank * dp + dp_rank) * tp + tp_rank]` is a global rank."""
 
     collection: ProcessGroupCollection
     all: dist.ProcessGroup
@@ -51,7 +51,7 @@ def build_groups(
 ) -> RoleGroups | None:
     """Build groups of a model on `ranks` (tensor fastest, then data, then pipeline); None outside of them.
 
-    Every rank of the world makes the call for every role in the same order.  Matching groups in `shared` are reused.
+    Every rank of the world makes the call for every role in the same order.
     """
     parts, found = list(model_groups(ranks, tp, pp, role)), dict[str, dist.ProcessGroup]()
     shared = shared or SharedGroups()

@@ -1,6 +1,6 @@
 """Replacements for megatron-core's modules, and parameter attributes that megatron reads.
 
-Legend: T packed tokens, H hidden, R rows of [..., H], N query heads, G key/value heads of this tensor rank, D head dimension.
+Legend: T packed tokens, H hidden, N query heads, G key/value heads of this rank, D head dimension.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ Norm = Callable[[Tensor], Tensor]
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + eps) * w, internally float32; differentiable.
+    """Root-mean-square norm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + eps) * w, internally float32.
 
-    On a CPU, x / hypot(|x|, sqrt(H eps)) * sqrt(H) w takes twelve float32 passes instead of torch's twenty-five, and keeps
-    only the input.
+    On a CPU, x / hypot(|x|, sqrt(H eps)) * sqrt(H) w makes twelve float32 passes instead of torch's twenty-five.
     """
     if x.device.type != "cpu":
         return F.rms_norm(x, (x.shape[-1],), weight_H, eps)
@@ -42,7 +41,7 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 
 def fixed_norm(weight_H: Tensor, eps: float) -> Norm:
-    """Return the norm with a constant weight (on a CPU copied), bit-equal to `rms_norm`, without gradient."""
+    """Return the norm with a constant weight (on a CPU copied), bit-equal to `rms_norm`."""
     if weight_H.device.type != "cpu":
         return lambda x: F.rms_norm(x, (weight_H.shape[-1],), weight_H, eps)
     floor, scaled_H = _constants(weight_H, eps)
@@ -55,7 +54,6 @@ def _constants(weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _normalised(wide: Tensor, floor: Tensor, scaled_H: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the norm and each row's divisor, [..., 1]."""
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).hypot_(floor)
     return (wide / length).mul_(scaled_H), length
 
@@ -89,7 +87,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Recompute the silu in the backward pass; megatron-core keeps two more tensors."""
+    """Recomputes the silu backward; megatron-core keeps two more tensors."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -126,7 +124,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class PlannedSelfAttention(SelfAttention):
-    """Self attention whose middle, between the projections, belongs to the call's `AttentionPlan`."""
+    """Self attention whose middle belongs to the call's `AttentionPlan`."""
 
     stage_layer = 0  # set by the model: index of this layer on its pipeline stage
     window: int | None = None  # set by the model if its sequences may be longer
@@ -163,7 +161,7 @@ class ScalarHead(torch.nn.Module):
 
 
 def block_spec(config: TransformerConfig, num_layers: int, kind: LayerKind = "torch") -> TransformerBlockSubmodules:
-    """Return the spec of a stage of `num_layers` layers, final norm included; `kind`: library of linear layers and norms.
+    """Return the spec of a stage, final norm included; `kind`: library of linear layers and norms.
 
     transformer-engine's layers with fused norms are not used, so parameters keep their names.
     """
@@ -193,8 +191,7 @@ def block_spec(config: TransformerConfig, num_layers: int, kind: LayerKind = "to
 class BiasedLinear(ColumnParallelLinear):
     """A projection with a bias (queries, keys and values of Qwen2), rounded once.
 
-    megatron-core adds the bias to a rounded product.  In bfloat16 the second rounding would separate training log-probs from
-    those of Hugging Face and of cached decoding.
+    megatron-core adds the bias to a rounded product; in bfloat16 log-probs of training and decoding would differ.
     """
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,12 +1,11 @@
 """Low-rank adapters of megatron-core's parallel products: y = W x + s B A x (Hu et al. 2021), a pair per Hugging Face target.
 
-Over tensor ranks, a column-parallel product has a whole A and B cut by rows, a row-parallel one A cut by columns and a whole
-B:
+A column-parallel product has a whole A and B cut by rows, a row-parallel one A cut by columns and a whole B:
 
     column   A x is the same on all ranks; the gradient of B's input is summed over them
     row      B A x is summed with the product (cached calls), or A x is, which is smaller (training)
 
-Legend: T packed tokens, I inputs, G key/value heads of this tensor rank, R query heads of each, D head dimension.
+Legend: T packed tokens, I inputs, G key/value heads of this rank, R query heads of each, D head dimension.
 """
 
 from __future__ import annotations
@@ -69,11 +68,11 @@ class Adapters(torch.nn.Module):
         self._group, self._sequence_parallel = group, sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the addition to the product's output in megatron's forward pass."""
+        """Return the addition to the product in megatron's forward pass."""
         return self._join({name: self._one(self.get_submodule(name), x) for name in self._names})
 
     def cached(self, x_TI: Tensor) -> Tensor:
-        """Return the addition to this rank's own product in cached calls, before sums over tensor ranks."""
+        """Return the addition in cached calls, before sums over tensor ranks."""
         pairs: list[Any] = [self.get_submodule(name) for name in self._names]
         outputs = [F.linear(F.linear(x_TI, pair.lora_A), pair.lora_B) * self._scale for pair in pairs]
         return self._join(dict(zip(self._names, outputs, strict=True)))
@@ -107,10 +106,7 @@ class Adapters(torch.nn.Module):
 
 
 def attach_adapters(model: Any, lora: LoraConfig) -> None:
-    """Attach adapters, values not yet set, to a RoleModel; otherwise only a scalar head stays trainable.
-
-    Adapters of `linear_qkv` are the attribute `linear_qkv_lora` of its module.
-    """
+    """Attach adapters, values not yet set, to a RoleModel; otherwise only a scalar head stays trainable."""
     model.requires_grad_(False)
     if model.head == "scalar" and model.post_process:
         model.output_layer.weight.requires_grad_(True)
@@ -142,7 +138,7 @@ def adapters_of(owner: Any, linear: str) -> Adapters | None:
 
 
 def _join(targets: Sequence[str], shape: ModelShape, tp: int) -> Join:
-    """Join the outputs of a product's targets into its output, with zeros for targets without a pair."""
+    """Join the targets' outputs into the product's, with zeros for targets without a pair."""
     if len(targets) == 1:
         return lambda parts: parts[targets[0]]
     sizes = pair_sizes(shape, 1, tp)

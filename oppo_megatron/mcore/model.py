@@ -1,4 +1,4 @@
-"""A role's model: a pipeline stage of a megatron-core `GPTModel` with an attention plan.
+"""A pipeline stage of a megatron-core `GPTModel` with an attention plan.
 
 Legend: T packed tokens, H hidden, V vocabulary, R rows of interest.
 """
@@ -97,12 +97,12 @@ class RoleModel(GPTModel):
 
     @property
     def token_multiple(self) -> int:
-        """Whole sequences are padded to a multiple of this number of tokens."""
+        """Whole sequences are padded to a multiple of this."""
         return math.lcm(self.groups.tp if self.config.sequence_parallel else 1, self._row_multiple)
 
     @property
     def _row_multiple(self) -> int:
-        """On a CPU in bfloat16, oneDNN keeps a kernel (about 1 MiB) per number of rows: pad to few of them."""
+        """On a CPU in bfloat16, oneDNN keeps a kernel (about 1 MiB) per number of rows: pad to few."""
         weight = next(self.parameters())
         return WHOLE_MULTIPLE if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 else 1
 
@@ -112,7 +112,7 @@ class RoleModel(GPTModel):
         self.end_weight_update()
 
     def begin_weight_update(self) -> None:
-        """Free tensors derived from weights that are about to change; with adapters these weights do not."""
+        """Free tensors derived from weights that will change; with adapters these weights do not."""
         if self.adapters is None:
             self.fused = self._fused_head = None
 
@@ -143,8 +143,7 @@ class RoleModel(GPTModel):
     def forward(self, tokens_T: Tensor | None, plan: AttentionPlan, rows_R: Tensor | None = None) -> Tensor:
         """Return hidden states [T, 1, H]; on the last stage logits [R, V / tp] or scalars [R] of the rows (None: all T).
 
-        If tp does not divide V, the last rank has fewer logits.  Logits of cached calls are float32, for drawing; of whole
-        sequences they keep their type, to be held once.
+        If tp does not divide V, the last rank has fewer logits.  Logits of cached calls are float32, for drawing.
         """
         if self.fused is not None and isinstance(plan, CachedPlan):
             return self._cached_forward(self.fused, tokens_T, plan, rows_R)
@@ -195,7 +194,7 @@ class RoleModel(GPTModel):
         first_stage_word_emb_key: str,
         metadata: dict[str, Any],
     ) -> None:
-        """Save the last stage's output layer as a copy of the embedding, numbered in the role's groups."""
+        """Save the last stage's output layer as a copy of the embedding."""
         if not self.post_process or self.pre_process:
             return
         replicas = metadata["dp_cp_group"]
@@ -302,10 +301,8 @@ def build_chunks(
     device: torch.device,
     layers: LayerKind = "torch",
 ) -> list[RoleModel]:
-    """Return this rank's chunks of a model, weights not yet set; `layout`: to train it in.
-
-    Raises CapacityError if `max_length` exceeds the model's positions.
-    """
+    """Return this rank's chunks, weights not yet set; `layout`: to train in.  Raises CapacityError if `max_length` is too
+    large."""
     if max_length > shape.max_positions:
         raise CapacityError(
             f"sequences of {max_length} tokens exceed the model's {shape.max_positions} positions; lower "
@@ -325,7 +322,7 @@ def build_chunks(
 
 
 def _mark_shards(model: RoleModel) -> None:
-    """Mark tensor-parallel shards as megatron's initialisation does, so gradient norms count each weight once."""
+    """Mark tensor-parallel shards, so gradient norms count each weight once."""
     for name, module in model.named_modules():
         if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)) and module.weight is not None:
             stride = 2 if name.endswith("linear_fc1") else 1  # gate and up are sharded separately
@@ -343,9 +340,9 @@ def step(
     inputs: Tensor,
     rows_R: Tensor | None = None,
 ) -> Tensor:
-    """Append lens[s] tokens to each sequence's cache and return this stage's output.
+    """Append lens[s] tokens to each sequence's cache; return this stage's output.
 
-    `inputs`: tokens [T] on the first stage, hidden states [T, 1, H] on the others.
+    `inputs`: tokens [T] on the first stage, hidden states [T, 1, H] on others.
     """
     plan = kv.begin(seq_ids, lens)
     if model.pre_process:

@@ -1,4 +1,4 @@
-"""A role's model with its weights, ready for decoding, scoring or training."""
+"""Models with weights, ready for decoding, scoring or training."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def load_training(
 ) -> list[RoleModel]:
     """Load this rank's chunks of the model in `config`, in evaluation mode, in `layout` (None: serving).
 
-    `vocab_multiple` (`ModelShape`): if weights move between layouts, a multiple of all their tensor ranks.  Raises
-    CheckpointError if weights do not fit, CapacityError for too few positions, ConfigError for an unusable library of layers.
+    `vocab_multiple`: a multiple of all tensor ranks, if weights move between layouts.  Raises CheckpointError if weights do
+    not fit, CapacityError for too few positions, ConfigError for an unusable library of layers.
     """
     shape, source = open_weights(config, head)
     lora = _lora(config)
@@ -73,7 +73,7 @@ def load_training(
 def as_it_began(adapted: RoleModel, groups: RoleGroups, config: ModelConfig) -> RoleModel:
     """Return the initial model of a model with adapters, for scoring: same layout, shared weights.
 
-    `config` has the adapters that the run started from, if any.
+    `config` has the adapters that the run started from.
     """
     device = next(adapted.parameters()).device
     model = build_model(

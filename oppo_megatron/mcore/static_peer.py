@@ -1,6 +1,6 @@
 """megatron-core's own decoding with `StaticInferenceContext`, as a peer for `oppo bench decode`.
 
-Legend: B sequences (equal lengths, as the context asks), P prompt tokens, N new tokens, V vocabulary.
+Legend: B sequences of equal length, P prompt tokens, N new tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StaticContextDecoder:
 
     @torch.inference_mode()
     def decode(self, prompts_BP: Tensor, num_new: int) -> tuple[float, Tensor]:
-        """Return the seconds of the decode steps after the prefill, and the tokens [B, N]."""
+        """Return the decode steps' seconds and the tokens [B, N]."""
         batch, length = prompts_BP.shape
         context = StaticInferenceContext(batch, length + num_new + 1)
         hidden = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]

@@ -1,4 +1,4 @@
-"""Training and cache-free forward of a role by megatron-core's DDP, optimizer, scheduler and pipeline schedules.
+"""Training and cache-free forward by megatron-core's DDP, optimizer, scheduler and pipeline schedules.
 
 Legend: R rows of interest of a micro-batch.
 """
@@ -42,10 +42,7 @@ Chunks = RoleModel | Sequence[RoleModel]
 
 @dataclass
 class StepReport:
-    """One optimizer step.
-
-    `stats`: sums over the micro-batches of all replicas (`max_...`: maxima), on last-stage ranks only.
-    """
+    """`stats`: sums over the micro-batches of all replicas (`max_...`: maxima), on last-stage ranks only."""
 
     grad_norm: float
     lr: float
@@ -54,7 +51,7 @@ class StepReport:
 
 @dataclass
 class Ahead:
-    """A micro-batch after its forward pass, with its output and graph."""
+    """A micro-batch after its forward pass, with output and graph."""
 
     batch: MicroBatch
     output: Tensor | None
@@ -76,7 +73,7 @@ def _run(
 ) -> list[dict[str, Tensor]]:
     """Run the pipeline over the micro-batches; return each report of `finish`, on the last stage.
 
-    `modules` are the chunks or their wrappers.  Raises CapacityError if memory runs out.
+    `modules` are the chunks or their wrappers.
     """
     first = chunks[0]
     groups, interleaved = first.groups, len(chunks) > 1
@@ -149,7 +146,7 @@ def forward_rows(
     batches: Sequence[MicroBatch],
     finish: Callable[[MicroBatch, Tensor], Tensor],
 ) -> list[Tensor]:
-    """Run every micro-batch of this replica forward, without a cache.
+    """Run this replica's micro-batches forward, without a cache.
 
     Returns finish(batch, rows' output) of each on the last stage, else [].  Raises CapacityError if memory runs out.
     """
@@ -204,10 +201,7 @@ class TrainedModel:
         return self.model.groups.pp == 1 and len(self.chunks) == 1
 
     def ahead(self, batch: MicroBatch) -> None:
-        """Run the forward pass of one micro-batch of the next `step`, on all tensor ranks of the replica.
-
-        The weights must not change in between.
-        """
+        """Run the forward pass of one micro-batch of the next `step`, on all tensor ranks; weights must not change in between."""
         assert self.goes_ahead
         self._ahead = None
         model, ddp = self.model, self.ddp[0]
@@ -225,7 +219,7 @@ class TrainedModel:
     def step(self, batches: Sequence[MicroBatch], loss: Loss) -> StepReport:
         """Run one optimizer step on this replica's share of a minibatch, which may be empty; all ranks make the call.
 
-        Before weights change, raises NumericsError for a non-finite gradient norm and CapacityError if memory runs out.
+        Before weights change, raises NumericsError for a non-finite gradient norm, CapacityError if memory runs out.
         """
         for ddp in self.ddp:
             ddp.train()
@@ -278,7 +272,7 @@ def _total(reports: Iterable[Mapping[str, Tensor]], groups: RoleGroups) -> dict[
 
 
 def read_reports(reports: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
-    """Copy scalars from the device to the host at once."""
+    """Copy all scalars to the host at once."""
     values = [value.detach().double() for report in reports for value in report.values()]
     numbers = iter(torch.stack(values).tolist() if values else ())
     return [{name: next(numbers) for name in report} for report in reports]
@@ -337,7 +331,7 @@ def _scheduler(optimizer: Any, config: OptimizerConfig, total_steps: int) -> Opt
 class StageMessages(P2PCommunicator):
     """Pipeline messages without an exchange of shapes, for which the host would wait (p2p_communication.py:242).
 
-    Stages know all sizes; activations and gradients come in the order of the micro-batches.
+    Activations and gradients come in the order of the micro-batches, whose sizes all stages know.
     """
 
     def __init__(self, group: dist.ProcessGroup, config: TransformerConfig, sizes: Sequence[int]):
@@ -354,7 +348,7 @@ class StageMessages(P2PCommunicator):
 
 
 class Undo:
-    """A copy in host memory of a trained model and its optimizer; `restore` is exact after any updates."""
+    """A host copy of a trained model and its optimizer; `restore` is exact after any updates."""
 
     def __init__(self, model: TrainedModel):
         self._scheduler, self._num_steps = model.scheduler, model.scheduler.num_steps

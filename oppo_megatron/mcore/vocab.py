@@ -1,8 +1,8 @@
 """The vocabulary over tensor ranks; log-probs and entropy from sharded logits in float32.
 
-megatron's unfused cross entropy reads the global tensor-parallel group; its fused one rounds gradients to bfloat16.  Both hold
-several float32 numbers per logit; here only some rows at a time do, and backward keeps only the logits. Legend: R rows, V
-vocabulary shard of this rank, S shards, q = softmax(logits / temperature) over the whole vocabulary.
+megatron's unfused cross entropy reads a global group, its fused one rounds gradients to bfloat16, and both hold several
+float32 numbers per logit; here only some rows at a time do.  Legend: R rows, V vocabulary shard, S shards, q = softmax(logits
+/ temperature) over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class VocabShards:
         return rows_RV if self.num_tokens == self.rows else rows_RV[..., : self.num_tokens]
 
     def filled_up(self, logits_RV: Tensor) -> Tensor:
-        """Pad to the other ranks' width, with logits that are never drawn."""
+        """Pad to the other ranks' width with logits never drawn."""
         missing = self.rows - self.num_tokens
         return F.pad(logits_RV, (0, missing), value=-torch.inf) if missing and self.size > 1 else logits_RV
 
@@ -116,12 +116,12 @@ def _scaled(logits_BV: Tensor, temperature: float) -> Tensor:
 def token_logprobs(
     logits_RV: Tensor, targets_R: Tensor, shards: VocabShards, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return (log q(target), entropy of q), each [R], equal on every rank.  Temperature 0 (greedy) means 1."""
+    """Return (log q(target), entropy of q), each [R], equal on every rank.  Temperature 0 means 1."""
     return _LogProbEntropy.apply(logits_RV, targets_R, shards, temperature or 1.0)
 
 
 def largest_logits(logits_RV: Tensor, shards: VocabShards) -> Tensor:
-    """Return the largest absolute logit of the vocabulary, [R], equal on every rank; no gradient."""
+    """Return the largest absolute logit, [R], equal on every rank; no gradient."""
     logits_RV = logits_RV.detach()
     largest_R = torch.maximum(logits_RV.amax(-1), -logits_RV.amin(-1)).float()
     if shards.size > 1:
@@ -132,7 +132,7 @@ def largest_logits(logits_RV: Tensor, shards: VocabShards) -> Tensor:
 def likeliest_share(logits_RV: Tensor, targets_R: Tensor, shards: VocabShards) -> Tensor:
     """Return 1 / n if the target is one of the n likeliest tokens, else 0, [R], equal on every rank.
 
-    Logits within rounding of the largest count as equal, because their order depends on processor and layout.
+    Logits within rounding are equal, because their order depends on the layout.
     """
     local_R = targets_R - shards.first
     here_R = (local_R >= 0) & (local_R < logits_RV.shape[-1])

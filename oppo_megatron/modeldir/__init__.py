@@ -1,1 +1,1 @@
-"""The content of a model's directory, read without loading the model: headers, sizes, vocabularies, ids.  No torch here."""
+"""Reads a model's directory without loading the model: headers, sizes, vocabularies, ids.  No torch here."""

@@ -1,4 +1,4 @@
-"""Checks that a peft directory's adapters match the settings.  Pure."""
+"""Checks that a peft directory's adapters match the settings."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
         (None,),
     ),
 }
-"""The options of peft's LoRA that are not supported here, with the values that turn them off."""
+"""Unsupported options of peft's LoRA, with the values that turn them off."""
 
 
 def adapter_problems(name: str, lora: LoraConfig) -> list[str]:
-    """Why the adapters in `lora.adapter` do not match `lora` (the section `name`), one sentence per mismatch."""
+    """Mismatches between the adapters in `lora.adapter` and `lora` (section `name`), a sentence each."""
     if lora.adapter is None:
         return []
     try:
@@ -74,7 +74,7 @@ def _uncomputed(where: str, found: Mapping[str, Any]) -> list[str]:
 
 
 def lora_of(directory: Path) -> LoraConfig:
-    """The settings of a peft directory's adapters.  Raises CheckpointError if they are not supported here."""
+    """Settings of a peft directory's adapters.  Raises CheckpointError if unsupported."""
     found = read_adapter_config(directory)
     try:
         lora = LoraConfig(
@@ -98,7 +98,7 @@ def refuse_adapters(directory: Path) -> None:
 
 
 def read_adapter_config(directory: Path) -> dict[str, Any]:
-    """The `adapter_config.json` of LoRA adapters.  Raises CheckpointError."""
+    """Read the `adapter_config.json` of LoRA adapters.  Raises CheckpointError."""
     path = directory / ADAPTER_CONFIG
     for file in (path, directory / ADAPTER_WEIGHTS):
         if not file.is_file():

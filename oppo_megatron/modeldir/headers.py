@@ -1,4 +1,4 @@
-"""Facts about a Hugging Face checkpoint and a tokenizer that need no loading."""
+"""Facts about a Hugging Face checkpoint and a tokenizer, read without loading them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ BLOCK_BYTES = 1 << 24
 
 
 class Stored(NamedTuple):
-    """A tensor of a safetensors file, by its header."""
-
     dtype: str
     shape: tuple[int, ...]
     file: Path
@@ -30,7 +28,7 @@ class Stored(NamedTuple):
 
 
 def read_hf_config(model: ModelConfig) -> dict[str, Any]:
-    """The `config.json` mapping of a role.  Raises CheckpointError if there is none."""
+    """A role's `config.json`.  Raises CheckpointError if there is none."""
     if isinstance(model.init, dict):
         return model.init
     if model.init is not None:
@@ -50,7 +48,7 @@ def read_hf_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def check_weights(name: str, directory: Path) -> list[str]:
-    """The problems of a checkpoint's files: absent, truncated, not safetensors.  For Megatron's, only its folder's files."""
+    """Problems of a checkpoint's weight files: absent, truncated, not safetensors.  Skips Megatron checkpoints."""
     try:
         if find_megatron(directory) is not None:
             return []
@@ -67,7 +65,7 @@ def check_weights(name: str, directory: Path) -> list[str]:
 
 
 def check_adapter(name: str, lora: LoraConfig) -> list[str]:
-    """Problems of the adapters that a role starts from: of other settings, absent, truncated, not safetensors."""
+    """Problems of a role's initial adapters: other settings, absent, truncated, not safetensors."""
     if problems := adapter_problems(f"{name}.lora", lora):
         return problems
     try:
@@ -79,7 +77,7 @@ def check_adapter(name: str, lora: LoraConfig) -> list[str]:
 
 
 def weight_files(directory: Path) -> dict[Path, list[str] | None]:
-    """The safetensors files of a checkpoint, with the tensors that its index finds in them (None: all)."""
+    """A checkpoint's safetensors files, with the tensors its index lists in each (None: all)."""
     if (directory / SINGLE_FILE).is_file():
         return {directory / SINGLE_FILE: None}
     index = directory / INDEX_FILE
@@ -111,7 +109,7 @@ def _no_weights(directory: Path) -> str:
 
 
 def stored_tensors(files: Mapping[Path, Collection[str] | None]) -> dict[str, Stored]:
-    """The tensors of safetensors files, by name; of a file with a list of names those alone.  Raises CheckpointError."""
+    """Tensors of safetensors files by name; only the listed ones, if there is a list.  Raises CheckpointError."""
     found = {}
     for file, names in files.items():
         check_file(file)
@@ -143,14 +141,14 @@ def same_content(one: Stored, other: Stored) -> bool:
 
 
 def is_inside(file: object) -> bool:
-    """True if an index's entry is the name of a file below its own folder."""
+    """True if an index entry names a file inside its own folder."""
     return (
         isinstance(file, str) and file.isprintable() and not Path(file).is_absolute() and ".." not in Path(file).parts
     )
 
 
 def check_file(file: Path) -> None:
-    """Raise CheckpointError if the file's header is incomplete, or its tensors do not fill the file as declared."""
+    """Raise CheckpointError if a file's header is incomplete or its tensors do not fill it."""
     if not file.is_file():
         raise CheckpointError(missing_path("the weight file", file))
     with file.open("rb"):  # the library calls a file that may not be read one that is not there
@@ -166,7 +164,7 @@ def check_file(file: Path) -> None:
 
 
 def tokenizer_vocab_size(path: Path) -> int | None:
-    """Largest token id + 1 of the tokenizer at `path`; None if only the tokenizer itself knows it.  Raises CheckpointError."""
+    """Largest token id + 1 of the tokenizer at `path`; None if unknown without loading it.  Raises CheckpointError."""
     if path.is_file():
         return _sentencepiece_size(path)
     if (path / "tokenizer.json").is_file():

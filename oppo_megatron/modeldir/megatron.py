@@ -22,13 +22,13 @@ TORCH_INDEX, BACKENDS = ".metadata", "metadata.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 NEMO_WEIGHTS = "model_weights"
 PLACES = (NEMO_WEIGHTS, "weights", "models")
-"""Folders that NeMo 1, NeMo 2 and our runs have around the weights."""
+"""Folders around the weights in NeMo 1, NeMo 2 and our runs."""
 SHAPE = "config.json"
 
 
 @dataclass(frozen=True)
 class MegatronFolder:
-    """`weights`: the folder of index and tensors.  `prefix`: of the model's keys; None if it follows from the keys."""
+    """`weights`: folder of index and tensors.  `prefix`: of the model's keys; None: derived from the keys."""
 
     weights: Path
     shape: Path
@@ -36,7 +36,7 @@ class MegatronFolder:
 
 
 def find_megatron(directory: Path, shape: Path | None = None) -> MegatronFolder | None:
-    """The Megatron checkpoint that `directory` names; None for any other folder.  Raises CheckpointError if unreadable.
+    """The Megatron checkpoint that `directory` names, or None.  Raises CheckpointError if unreadable.
 
     `shape`: a `config.json` to use instead of searching for one.
     """
@@ -53,12 +53,12 @@ def find_megatron(directory: Path, shape: Path | None = None) -> MegatronFolder 
 
 
 def is_index(directory: Path) -> bool:
-    """True if a `dist_checkpointing` checkpoint lies in this very folder."""
+    """True if this folder itself is a `dist_checkpointing` checkpoint."""
     return (directory / BACKENDS).is_file() or (directory / TORCH_INDEX).is_file()
 
 
 def _of_role(directory: Path, shape: Path | None) -> MegatronFolder | None:
-    """A role's folder in a checkpoint of a run, which has the shape and no weights."""
+    """A role's folder in a run's checkpoint, with the shape but no weights."""
     above = directory.parent
     if is_index(directory) or not is_index(above) or not (directory / SHAPE).is_file():
         return None
@@ -131,7 +131,7 @@ def _shape(directory: Path, weights: Path) -> Path:
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
-    """A JSON object from a file.  Raises CheckpointError."""
+    """Read a JSON object.  Raises CheckpointError."""
     if not path.is_file():
         raise CheckpointError(missing_within(what, path))
     try:

@@ -1,7 +1,7 @@
-"""The token ids that end a response, and checks that the run's tokenizer is the one of each role's model, from files.
+"""Reads token ids that end responses, and checks that each role's model has the run's tokenizer.
 
-Two tokenizers are the same if each id maps to the same piece, and sample texts become the same ids.  One may have added tokens
-that the other lacks, or has under a reserved name; one may be a fast tokenizer and the other its sentencepiece model.
+Tokenizers match if each id maps to the same piece and samples get the same ids.  One may have additional added tokens, or be a
+fast version of the other's sentencepiece model.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ SAMPLE = (
 
 
 def model_eos_ids(directory: Path) -> tuple[int, ...]:
-    """The `eos_token_id` of `generation_config.json`, or if it has none, of `config.json`.  Raises CheckpointError for one that
-    is not an id or a list of them.
-    """
+    """`eos_token_id` of `generation_config.json`, else of `config.json`.  Raises CheckpointError if malformed."""
     for name in (GENERATION_CONFIG, MODEL_CONFIG):
         path = directory / name
         value = read_mapping(path, "the model's settings").get("eos_token_id") if path.is_file() else None
@@ -47,13 +45,14 @@ def model_eos_ids(directory: Path) -> tuple[int, ...]:
 
 
 def distinct(ids: Iterable[int]) -> tuple[int, ...]:
-    """Each id once, in order of first appearance."""
     return tuple(dict.fromkeys(ids))
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`pieces` with U+2581 as a space.  `added`: ids of tokens besides the trained pieces.  `eos`: all ids that end a response;
+    """A tokenizer's content.
+
+    `pieces`: with U+2581 as a space.  `added`: ids of tokens other than trained pieces.  `eos`: all ids that end a response;
     empty if unspecified.
     """
 
@@ -65,9 +64,7 @@ class Vocabulary:
 
 
 def compare_tokenizers(path: Path, directories: Mapping[str, Path]) -> tuple[list[str], list[str]]:
-    """Problems of the directories (by the setting that names each) whose tokenizer is not that at `path`; and what was
-    compared.
-    """
+    """Return problems of directories (by setting) whose tokenizer differs from `path`'s, and what was compared."""
     problems: list[str] = []
     lines: list[str] = []
     own: Vocabulary | None = None
@@ -131,7 +128,7 @@ def _tokenizer_file(path: Path) -> Path | None:
 
 
 def _identity(path: Path, file: Path) -> tuple[str, str]:
-    """Equal for tokenizers that need no further look: digest of the pieces, and the special ids as they are written."""
+    """Digest of the pieces, and special ids as written; tokenizers with equal ones need no further check."""
     with file.open("rb") as stream:
         digest = hashlib.sha256()
         while block := stream.read(1 << 20):

@@ -1,4 +1,4 @@
-"""The rest of a resumed run: prompts still to admit, and whether it may continue."""
+"""The rest of a resumed run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ class Ahead:
         return None if steps is None else max(0, steps - self.done) * batch_size
 
     def total_steps(self, steps: int | None, planned: int | None, batch_size: int) -> int:
-        """Steps of the run over `planned` prompts (None: endless); a filter may leave fewer."""
         if planned is None:
             assert steps is not None, "something ends a run"
             return steps

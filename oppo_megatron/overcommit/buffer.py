@@ -1,21 +1,15 @@
 """The rollout buffer: holds growing rollouts and selects the batch of each step.
 
-A *group* is the n responses to one prompt. A batch has B groups; delta groups are decoded beyond it. *clock* counts the run's
-decode steps. Nothing depends on wall time or chunk size.
+A *group* is the n responses to one prompt. *clock* counts the run's decode steps; wall time and chunk size do not matter.
 
-Invariants:
-
-1. Every admitted group leaves the buffer once, whole, in one batch, with every recorded token.
-2. Admission never fills the buffer beyond B + delta. A smaller delta drops nothing: the buffer drains. With backfill the
-   limits are n (B + delta) unfinished rollouts and 2B groups (with delta > B: B + delta and (η + 1) B).
-3. A batch has B groups; only after the end of the prompts may it have fewer.
-4. Apart from groups that the batch had to wait for (`readiness.py`), its groups finished no later than any group left in
-   the buffer (ties: by admission).
+1. Every group leaves whole, in one batch, with every recorded token.
+2. Admission never exceeds B + delta groups; after a decrease of delta the buffer drains. With backfill the limits
+   are n (B + delta) unfinished rollouts and 2B groups (with delta > B: B + delta and (η + 1) B).
+3. A batch has B groups, or fewer after the end of the prompts.
+4. Apart from groups that the batch had to wait for (`readiness.py`), its groups finished no later than any group left.
 5. While delta <= η B (with backfill: always), no group is trained with more than η (`max_staleness`) deferrals.
-6. The responses to a prompt are adjacent, in the buffer and in a batch.
 
-With a filter, "finished" in 3 and 4 means "finished and kept", every group is trained or dropped, the buffer never exceeds B +
-delta groups, and the last response of a batch does not end a round.
+With a filter, "finished" means "finished and kept", groups may be dropped, and the limit is B + delta groups.
 """
 
 from __future__ import annotations
@@ -69,7 +63,7 @@ class RolloutBuffer:
 
     @property
     def room(self) -> int:
-        """Rollouts (whole groups) that may be admitted now; 0 while the buffer drains."""
+        """Rollouts (whole groups) that may be admitted now."""
         room = self.capacity - len(self)
         if self.backfill and not self.filtered:
             room = min(self.capacity - len(self._unfinished), self._most - len(self))
@@ -85,7 +79,6 @@ class RolloutBuffer:
 
     @property
     def _most(self) -> int:
-        """Rollouts held at most with backfill: all can be trained in time."""
         return max(2 * self.batch_size, min(self.capacity, (self.max_staleness + 1) * self.batch_size))
 
     @property
@@ -106,10 +99,9 @@ class RolloutBuffer:
         return self._table.columns.at(self._sure()).seq_ids
 
     def worth_reading(self) -> Ints:
-        """Sequences for the critic to read now: all, if at least half of the undecided ones will be in the batch, else the `sure`
-        ones.
+        """Sequences for the critic to read now, because the next update makes values of carried ones stale.
 
-        The next update makes the critic's values of carried sequences stale.
+        All, if at least half of the undecided ones will be in the batch, else the `sure` ones.
         """
         sure, columns = self._sure(), self._table.columns
         unsure = ~columns.finished
@@ -167,10 +159,7 @@ class RolloutBuffer:
         self.clock = clock
 
     def record(self, chunk: Chunk) -> None:
-        """Append a round's tokens to their rollouts.
-
-        Raises StreamError, before anything is recorded, for an unknown or finished sequence, a gap, a repetition or an old clock.
-        """
+        """Append a round's tokens. Raises StreamError, before anything is recorded, if a row does not continue its rollout."""
         rows = chunk.rows
         if chunk.clock < self.clock:
             where = f"sequence {rows.seq_ids[0]}, offset {rows.offsets[0]}" if len(rows) else "no rows"
@@ -263,7 +252,6 @@ class RolloutBuffer:
         return finished
 
     def _group_clocks(self) -> Ints:
-        """Finish clock of each group; arbitrary for unfinished ones."""
         clocks: Ints = self._table.finish_clocks.reshape(-1, self.group_size).max(axis=1)
         return clocks
 
@@ -271,7 +259,7 @@ class RolloutBuffer:
         return (groups[:, None] * self.group_size + np.arange(self.group_size)).flatten()
 
     def _in_order(self, chunk: Chunk, places: Ints) -> bool:
-        """True if `_problem` finds nothing in any row; vectorized."""
+        """True if `_problem` finds nothing in any row."""
         rows, columns = chunk.rows, self._table.columns
         if (places < 0).any() or (np.bincount(places, minlength=1) > 1).any():
             return False

@@ -1,7 +1,4 @@
-"""The filter of groups (dynamic sampling, arXiv 2503.14476): groups of equally good responses are not trained.
-
-Verdicts follow a clock of decode steps, at which the ranks wait for due scores ("Dynamic sampling", docs/algorithm.md).
-"""
+"""Dynamic sampling (arXiv 2503.14476, docs/algorithm.md): groups of equally good responses are not trained."""
 
 from __future__ import annotations
 
@@ -67,10 +64,9 @@ class GroupFilter:
         self.counts = Counts()
 
     def settle(self, judge: Judge) -> list[Rollout]:
-        """Apply the verdicts that are due, between two rounds or at the start of a step. Returns the dropped rollouts.
+        """Apply the verdicts that are due. Returns the dropped rollouts.
 
-        If nothing is left to decode, advances the clock until a batch is complete or prompts may enter. Raises SamplingError
-        after `max_groups` groups without a batch.
+        If nothing is left to decode, advances the clock. Raises SamplingError after `max_groups` groups without a batch.
         """
         scheduler, buffer = self.scheduler, self.scheduler.buffer
         dropped: list[Rollout] = []

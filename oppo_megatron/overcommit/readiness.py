@@ -1,4 +1,4 @@
-"""The decode step at which a batch is complete, and its groups (S_k and r_k: "A bound on staleness", docs/algorithm.md)."""
+"""The decode step at which a batch is complete, and its groups ("A bound on staleness", docs/algorithm.md)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from oppo_megatron.columns import Bools, Ints
 
 
 class Readiness:
-    """The groups that a batch still waits for.
-
-    The engine calls `finish` at each decode step and stops when `ready`, not at the chunk's end, so batches do not depend on the
-    chunk size.
-    """
+    """The groups that a batch still waits for; the engine stops when `ready`, so batches do not depend on the chunk size."""
 
     def __init__(
         self,
@@ -24,10 +20,7 @@ class Readiness:
         waits: Iterable[tuple[Iterable[int], int]] = (),
         group_size: int = 1,
     ):
-        """`target` and `num_finished` count groups; `unfinished` must not change during the round.
-
-        `waits`: (sequences, number of their groups that must finish first).
-        """
+        """`target` and `num_finished` count groups; `waits`: (sequences, number of their groups that must finish first)."""
         self._num_missing = target - num_finished
         self._unfinished = unfinished
         self._ended: set[int] = set()
@@ -40,7 +33,6 @@ class Readiness:
 
     @property
     def least(self) -> int:
-        """Lower bound on the sequences that must end first: one per missing group."""
         return max(self._num_missing, *(number for _, number in self._waits), 0)
 
     def finish(self, *seq_ids: int) -> None:
@@ -60,7 +52,6 @@ class Readiness:
             self._waits = [wait for wait in left if wait[1] > 0]
 
     def _last_of_groups(self, ended: set[int]) -> set[int]:
-        """Return one sequence of each group completed by `ended`."""
         if self._group_size == 1:
             return ended
         one_of_each = {seq_id // self._group_size: seq_id for seq_id in ended}
@@ -91,7 +82,7 @@ def settled(finished_G: Bools, clocks_G: Ints, ages_G: Ints, batch: int, most: i
     """Return the groups that the next batch of `target` groups will have, whatever is decoded next.
 
     First the oldest, finished or not; then the first finishers of each S_k up to r_k; then of all groups, except the places that
-    some S_k reserves for unfinished groups.
+    some S_k reserves.
     """
     finishers = np.flatnonzero(finished_G)
     chosen_G, reserved = ages_G >= most, 0
@@ -113,12 +104,11 @@ def settled(finished_G: Bools, clocks_G: Ints, ages_G: Ints, batch: int, most: i
 
 
 def _first(groups: Ints, clocks_G: Ints, number: int) -> Ints:
-    """Return the `number` groups that finished first; ties keep their order."""
     if len(groups) <= max(0, number):
         return groups
     return groups[np.argsort(clocks_G[groups], kind="stable")][: max(0, number)]
 
 
 def needed_batch(ages: Ints, most: int) -> int:
-    """Smallest B with which groups of these ages are all trained in time: |S_k| <= (k + 1) B for each k."""
+    """Smallest B with which groups of these ages are trained in time: |S_k| <= (k + 1) B for each k."""
     return max((-(-int((ages >= most - k).sum()) // (k + 1)) for k in range(most + 1)), default=0)

@@ -1,15 +1,13 @@
 """Admit prompts so that B + delta groups are in flight.
 
     while not scheduler.done:
-        admitted = scheduler.begin_step()
+        scheduler.begin_step()
         while not scheduler.buffer.readiness().ready:
-            admitted = scheduler.backfill()
+            scheduler.backfill()
             ...                              # decode at most scheduler.chunk(C) steps, record the chunk
         batch = scheduler.take_batch()
         ...                                  # score, train
-        decision = scheduler.end_step(step, signals)
-
-With backfill, prompts also replace finished rollouts every `backfill_every` decode steps.
+        scheduler.end_step(step, signals)
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from oppo_megatron.records import Decision, Prompt, Rollout, StepSignals
 
 
 class DeltaController(Protocol):
-    """Sets delta from a step's signals; rules in `oppo_megatron.control.delta_controllers`."""
+    """Sets delta from a step's signals."""
 
     @property
     def value(self) -> int: ...
@@ -37,10 +35,7 @@ class DeltaController(Protocol):
 
 
 class OvercommitScheduler:
-    """Admits prompts, closes the buffer at their end, and sets its delta.
-
-    One prompt is read ahead to detect the end. `to_train`: rollouts that the run still trains, if limited.
-    """
+    """Admits prompts, closes the buffer at their end, and sets its delta; `to_train`: rollouts still to train."""
 
     def __init__(
         self,
@@ -78,7 +73,7 @@ class OvercommitScheduler:
         return self._admit()
 
     def refill(self) -> list[Rollout]:
-        """Replace rollouts lost within a step, unless a filter's backfill is due now."""
+        """Replace rollouts lost within a step, unless a filter's backfill is due."""
         return [] if self.buffer.filtered and self.buffer.clock == self.due else self._admit()
 
     @property
@@ -90,7 +85,7 @@ class OvercommitScheduler:
         self.due += self._every
 
     def chunk(self, most: int) -> int:
-        """Decode steps of the next round: `most`, or fewer if prompts may enter or verdicts are due earlier."""
+        """Decode steps of the next round, fewer than `most` if prompts or verdicts are due."""
         return min(most, self.due - self.buffer.clock) if self._backfills else most
 
     def take_batch(self) -> list[Rollout]:
@@ -136,7 +131,7 @@ class OvercommitScheduler:
         return room if self._to_train is None else max(0, min(room, self._to_train - len(self.buffer)))
 
     def _next_admission(self) -> int:
-        """Clock of the next admission for a step that starts now; a filter's verdicts take effect at multiples of the period."""
+        """Clock of the next admission for a step that starts now; a filter's are at multiples of the period."""
         clock, every = self.buffer.clock, self._every or 0
         return every * (clock // every + 1) if self.buffer.filtered else clock + every
 

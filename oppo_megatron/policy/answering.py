@@ -34,10 +34,10 @@ from oppo_megatron.policy.loading import LoadedPolicy, build_place, load_policy
 from oppo_megatron.records import Prompt, Rollout
 
 SHOWN_STEPS = 4
-"""Decode steps between two looks at a response that is shown while it grows."""
+"""Decode steps between updates of a response that is shown while it grows."""
 FILE_STEPS = 32
 WAITING_S = 7 * 24 * 3600.0
-"""Ranks wait so long for someone to type."""
+"""Time that ranks wait for someone to type."""
 
 
 def run_rank(kind: str, request: Request) -> int:
@@ -144,7 +144,7 @@ def _converse(request: Request, to: Conversation, policy: LoadedPolicy, world: W
 
 
 class _Turns:
-    """Answers to the turns of a conversation; each is drawn by a number of its own."""
+    """Answers the turns of a conversation, each sampled with its own number."""
 
     def __init__(self, request: Request, policy: LoadedPolicy, world: World):
         self._request, self._policy, self._world = request, policy, world
@@ -152,7 +152,7 @@ class _Turns:
         self._count = 0
 
     def tell(self, prompt: Prompt | None) -> None:
-        """Rank 0: the next prompt; None ends the conversation."""
+        """Send the next prompt from rank 0; None ends the conversation."""
         if self._world.size > 1:
             dist.broadcast_object_list([prompt], src=0)
 
@@ -162,7 +162,7 @@ class _Turns:
         return told[0]
 
     def answer(self, messages: Messages) -> str:
-        """Answer, printing tokens as they come.  Raises DataError if the context leaves no room for an answer."""
+        """Answer, printing tokens as they come.  Raises DataError if the context has no room for an answer."""
         tokenizer, drawing = self._policy.tokenizer, self._request.drawing
         text = tokenizer.chat.render(messages)
         tokens = tuple(encode_prompt(tokenizer, text))
@@ -173,7 +173,7 @@ class _Turns:
         return self.decode(prompt)
 
     def decode(self, prompt: Prompt) -> str:
-        """Called on every rank; Ctrl-C ends the answer if this rank is the only one."""
+        """Collective; Ctrl-C ends the answer if this is the only rank."""
         decode, alone = self._policy.tokenizer.decode, self._world.size == 1
         with until_interrupted() if alone else nullcontext(lambda: False) as interrupted:
             return decode(_grow(self._decoder, prompt, decode, self._world.rank == 0, interrupted))

@@ -1,4 +1,4 @@
-"""The request to a policy, and the output of its responses: to the terminal, or to a file that appears whole or not at all."""
+"""A request to a policy, and the output of its responses: to the terminal, or atomically to a file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHOW_EVERY_S = 2.0
 
 @dataclass(frozen=True)
 class Drawing:
-    """How tokens are drawn (temperature 0: greedy), and ids that end responses besides the policy's own."""
+    """Sampling settings (temperature 0: greedy), and ids that end responses in addition to the policy's own."""
 
     max_tokens: int
     temperature: float = 0.0
@@ -39,14 +39,14 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Terminal:
-    """Write responses to the standard output, as they grow on a terminal; `as_json`: one JSON line each."""
+    """Write responses to standard output, as they grow on a terminal; `as_json`: a JSON line each."""
 
     as_json: bool = False
 
 
 @dataclass(frozen=True)
 class OutputFile:
-    """Responses go to a JSONL file; `settings`: all that the responses depend on."""
+    """Responses go to a JSONL file; `settings`: all that they depend on."""
 
     path: Path
     settings: dict[str, Any]
@@ -55,7 +55,7 @@ class OutputFile:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns are read from `source` (None: the standard input) and answered."""
+    """Turns are read from `source` (None: standard input) and answered."""
 
     system: str | None = None
     source: str | None = None
@@ -65,8 +65,8 @@ class Conversation:
 class Request:
     """`prompts` have `seq_id` = place * `samples` + sample; a conversation has none.
 
-    `max_length`: tokens of the longest prompt and its response.  `num_slots`: sequences that a replica decodes at once.
-    `told_of_prompts`: lines about the rows of a file.
+    `max_length`: tokens of the longest prompt and response.  `num_slots`: sequences per replica at once.  `told_of_prompts`:
+    lines about a file's rows.
     """
 
     policy: Policy
@@ -82,7 +82,7 @@ class Request:
 
 
 def settings_of(policy: Policy, drawing: Drawing, samples: int) -> dict[str, Any]:
-    """The settings that, with the prompts, determine the responses, in plain JSON types."""
+    """Settings that, with the prompts, determine the responses, in JSON types."""
     return {
         "policy": str(policy.model.checkpoint or policy.directory),
         "dtype": policy.model.dtype,
@@ -93,7 +93,7 @@ def settings_of(policy: Policy, drawing: Drawing, samples: int) -> dict[str, Any
 
 
 class GrowingText:
-    """Prints a response while it grows; half a character waits for its other half."""
+    """Prints a growing response; an incomplete character waits for its rest."""
 
     def __init__(self, decode: Decode, out: TextIO):
         self._decode, self._out, self._shown = decode, out, ""
@@ -124,7 +124,7 @@ def partial_path(path: Path) -> Path:
 
 
 def require_output(to: OutputFile) -> bool:
-    """True if anything is left to do.  Raises ConfigError if an existing file would be lost, or has other settings."""
+    """True if anything is left to do.  Raises ConfigError if a file would be lost or has other settings."""
     partial = partial_path(to.path)
     if to.path.exists():
         if to.resume:
@@ -159,7 +159,7 @@ def first_date(path: Path) -> datetime | None:
 
 
 class ResponseFile:
-    """A JSONL file of responses in the order of prompts; until all are there they are in a file next to it."""
+    """A JSONL file of responses in prompt order; incomplete output is in a file next to it."""
 
     def __init__(self, to: OutputFile, prompts: Sequence[Prompt], samples: int, decode: Decode):
         self._to, self._samples, self._decode = to, samples, decode
@@ -186,7 +186,7 @@ class ResponseFile:
 
     @contextmanager
     def writing(self) -> Iterator[Callable[[Rollout], None]]:
-        """Yields a function that takes responses; with the block's regular end the file is whole."""
+        """Yield a function that takes responses; when the block ends normally, the file is complete."""
         partial = partial_path(self._to.path)
         with _naming(partial):
             with partial.open("w", encoding="utf-8") as file:
@@ -207,7 +207,7 @@ class ResponseFile:
 
 
 def _read(partial: Path) -> list[dict[str, Any]]:
-    """The lines that are whole; a process that was killed may have left half of the last."""
+    """Complete lines; a killed process may have left part of the last."""
     lines: list[dict[str, Any]] = []
     with partial.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -225,7 +225,7 @@ def _read(partial: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Errors of the file system name the file, also if a disk is full."""
+    """Make file system errors name the file, also if the disk is full."""
     try:
         yield
     except OSError as error:
@@ -235,7 +235,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 class Meter:
-    """Reports on the standard error how far it is: now and then, and at the end."""
+    """Reports progress on standard error, now and then and at the end."""
 
     def __init__(self, done: int, total: int, clock: Callable[[], float] = time.monotonic):
         self._total, self._clock = total, clock

@@ -20,7 +20,7 @@ HELP = f"{RESET} begins anew, Ctrl-C ends an answer, Ctrl-D ends the chat"
 
 
 def converse(system: str | None, read: Callable[[], str | None], answer: Callable[[Messages], str]) -> None:
-    """Ask and answer until `read` gives None; `answer` shows what it returns.
+    """Ask and answer until `read` returns None; `answer` also shows its text.
 
     A turn that leaves no room for an answer (DataError) is reported and dropped.
     """
@@ -40,7 +40,7 @@ def converse(system: str | None, read: Callable[[], str | None], answer: Callabl
 
 @contextmanager
 def open_lines(source: str | None) -> Iterator[Callable[[], str | None]]:
-    """Lines of the standard input, or of the file that is the starting process's."""
+    """Lines of standard input, or of the starting process's, given as a file."""
     if source is None:
         yield lambda: _line(sys.stdin)
         return
@@ -49,7 +49,7 @@ def open_lines(source: str | None) -> Iterator[Callable[[], str | None]]:
 
 
 def parent_input() -> str:
-    """This process's standard input, for one that it starts."""
+    """This process's standard input, as a path for a child process."""
     return f"/proc/{os.getpid()}/fd/0"
 
 
@@ -70,7 +70,7 @@ def _line(stream: TextIO) -> str | None:
 
 @contextmanager
 def until_interrupted() -> Iterator[Callable[[], bool]]:
-    """Count Ctrl-C in the block instead of raising; the yielded function is True if there was one.  Main thread only."""
+    """Count Ctrl-C in the block instead of raising; the yielded function is True after one.  Main thread only."""
     heard = False
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False

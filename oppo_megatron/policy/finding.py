@@ -1,4 +1,4 @@
-"""Finds the policy of a directory: export, adapters, Megatron checkpoint, checkpoint of a run, or run.  No tensor is read."""
+"""Finds a directory's policy: export, adapters, Megatron checkpoint, run or its checkpoint.  Reads no tensor."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from oppo_megatron.rundir.manifest import MANIFEST, find_damage, read_manifest
 
 RUN_CONFIG, WEIGHTS, CHECKPOINTS, MODELS = "config.yaml", "weights", "checkpoints", "models"
 ROLES = ("actor", "model")
-"""Names of the policy's weights in a run: of `oppo train`, of supervised training."""
+"""Names of a run's policy weights: `oppo train`, supervised training."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 DEEPEST = 4
-"""Folders between a run and the innermost that may be named: checkpoints/step-000001/models/actor."""
+"""Folders between a run and the innermost one that may be named: checkpoints/step-000001/models/actor."""
 RunConfig = TrainSettings | SupervisedConfig
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The user's choices for a policy besides its directory; None: use the directory's own."""
+    """The user's choices for a policy; None: the directory's own."""
 
     tokenizer: Path | None = None
     chat_template: str | None = None
@@ -49,9 +49,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Policy:
-    """`told`: a line that describes the choice.  `run`: the settings of the run that it comes from.
+    """`told`: a line on the choice.  `run`: settings of the policy's run.
 
-    `adapters`: of a checkpoint with adapters alone, its `models/` and their name in it; `model`: their base.
+    `adapters`: `models/` of a checkpoint of adapters only, and their name in it; `model`: their base.
     """
 
     directory: Path
@@ -64,7 +64,7 @@ class Policy:
 
     @property
     def eos_source(self) -> Path | None:
-        """The directory whose `generation_config.json` says where responses end: of the model that a run began with."""
+        """Directory whose `generation_config.json` defines where responses end: the run's initial model."""
         began = None if self.run is None else _role_of(self.run).checkpoint
         return began if began is not None and began.is_dir() else self.model.checkpoint
 
@@ -78,7 +78,7 @@ class _Weights:
 
 
 def find_policy(directory: Path, choice: Choice = Choice()) -> Policy:
-    """Find the policy of a directory.  Raises CheckpointError or ConfigError, with a remedy, if it has none."""
+    """Find a directory's policy.  Raises CheckpointError or ConfigError, with a remedy, if there is none."""
     if not directory.exists():
         raise CheckpointError(missing_path("the policy", directory))
     if not directory.is_dir():
@@ -105,7 +105,7 @@ def find_policy(directory: Path, choice: Choice = Choice()) -> Policy:
 
 
 def read_run(directory: Path) -> RunConfig:
-    """The settings that a run recorded.  Raises ConfigError if another command or version wrote them."""
+    """Settings that a run recorded.  Raises ConfigError if another command or version wrote them."""
     tree = read_tree(directory / RUN_CONFIG)
     sections: dict[str, type[RunConfig]] = {"actor": TrainSettings, "dpo": DPOConfig}
     kind = next((kind for name, kind in sections.items() if name in tree), SFTConfig)
@@ -119,7 +119,7 @@ def read_run(directory: Path) -> RunConfig:
 
 
 def run_of(directory: Path) -> RunConfig | None:
-    """The settings of the run that a directory lies in, if there is one.  Raises as `read_run`."""
+    """Settings of the run that contains a directory, or None.  Raises as `read_run`."""
     above = _run_above(directory)
     return None if above is None else read_run(above)
 
@@ -205,7 +205,7 @@ def _of_adapters(directory: Path, run: RunConfig | None, choice: Choice) -> _Wei
 
 
 def _model(directory: Path, own: TrainedRoleConfig | None, choice: Choice) -> TrainedRoleConfig:
-    """The weights of a directory, in the dtype of the run, or in the stored dtype."""
+    """A directory's weights, in the chosen dtype, else the run's, else the stored one."""
     dtype: Dtype = "float32"
     if own is not None:
         dtype = own.dtype
@@ -221,7 +221,7 @@ def _role_of(run: RunConfig) -> TrainedRoleConfig:
 
 
 def _tokenizer(found: _Weights, run: RunConfig | None, choice: Choice) -> TokenizerConfig:
-    """The chosen tokenizer; else the one with the weights, else the run's, else the one of the adapters' base model."""
+    """The chosen tokenizer, else that of the weights, the run, or the adapters' base model."""
     template = choice.chat_template or (None if run is None else run.tokenizer.chat_template)
     path = choice.tokenizer
     if path is None and found.own is not None and _has_tokenizer(found.own):
@@ -254,6 +254,6 @@ def policy_tokenizer(policy: Policy) -> Tokenizer:
 
 
 def require_layout(policy: Policy, parallel: ParallelConfig, max_length: int, vocab_size: int) -> None:
-    """Raise CheckpointError if the model does not fit the layout, `max_length` tokens or the tokenizer."""
+    """Raise CheckpointError if the model does not fit the layout, `max_length` or the tokenizer."""
     if problems := check_shape(str(policy.directory), policy.hf_config, parallel, max_length, vocab_size):
         raise CheckpointError("\n".join(problems))

@@ -22,7 +22,7 @@ WITHOUT_LIMIT = 2**40  # tokens: how long a prompt may be is asked with its resp
 
 @dataclass(frozen=True)
 class Wording:
-    """The text around a prompt: `template`, at its `{prompt}`; or the chat template, as a user's turn."""
+    """The text around a prompt: `template` at `{prompt}`, or the chat template with a user's turn."""
 
     template: str = "{prompt}"
     as_chat: bool = False
@@ -31,7 +31,7 @@ class Wording:
 
 @dataclass(frozen=True)
 class Asked:
-    """`row` is the prompt's number in the file or on the command line; `fields` are the row's other columns."""
+    """`row`: the prompt's number in the file or on the command line; `fields`: the row's other columns."""
 
     row: int
     text: str
@@ -47,7 +47,7 @@ def opening(system: str | None) -> list[dict[str, str]]:
 
 
 def prompts_of_texts(texts: Iterable[str], wording: Wording, tokenizer: Tokenizer) -> list[Asked]:
-    """Render the texts as prompts.  Raises ConfigError if there is no chat template."""
+    """Render texts as prompts.  Raises ConfigError without a chat template."""
     return [Asked(row, _worded(text, wording, tokenizer), {}) for row, text in enumerate(texts)]
 
 
@@ -60,9 +60,9 @@ def prompts_of_file(
     note: Callable[[str], None] = lambda line: None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Asked]:
-    """A prompt for each line of a `.txt` file, else for each row, as `oppo train` reads them; `most`: the first ones.
+    """A prompt per line of a `.txt` file, else per row, as in `oppo train`; `most`: the first ones.
 
-    `note` gets a line for each thing that was understood, `progress` one at every row.
+    `note` gets a line per finding, `progress` one per row.
     """
     if path.suffix == ".txt":
         return prompts_of_texts(_lines(path)[:most], wording, tokenizer)
@@ -93,7 +93,7 @@ def prompts_of_file(
 
 
 def within(asked: Sequence[Asked], most_tokens: int | None, tokenizer: Tokenizer) -> list[Asked]:
-    """Keep the prompts of at most `most_tokens` tokens, if it is given.  Raises DataError if none is left."""
+    """Keep prompts of at most `most_tokens` tokens, if given.  Raises DataError if none is left."""
     if most_tokens is None:
         return list(asked)
     lengths = [len(encode_prompt(tokenizer, each.text)) for each in asked]
@@ -108,9 +108,9 @@ def within(asked: Sequence[Asked], most_tokens: int | None, tokenizer: Tokenizer
 def numbered(
     asked: Sequence[Asked], samples: int, tokenizer: Tokenizer, max_length: int, max_tokens: int, *, of_file: bool
 ) -> list[Prompt]:
-    """Each prompt `samples` times, by numbers of its own; `of_file`: they are rows of a file.
+    """Repeat each prompt `samples` times, numbered; `of_file`: they are rows of a file.
 
-    Raises DataError for a prompt without a token, or with too many for a response of `max_tokens` within `max_length`.
+    Raises DataError for a prompt without tokens, or without room for `max_tokens` in `max_length`.
     """
     prompts = []
     room = max_length - max_tokens

@@ -1,4 +1,4 @@
-"""A policy on the ranks, in a layout of its own."""
+"""A policy on the ranks, in its own layout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from oppo_megatron.schedule.rounds import Site
 
 @dataclass(frozen=True)
 class PolicyPlacement:
-    """Placement of policies on all ranks of the world, in one layout."""
+    """Placement of policies on all ranks, in one layout."""
 
     world: World
     groups: RoleGroups
@@ -32,7 +32,7 @@ class PolicyPlacement:
 
 
 def build_place(world: World, parallel: ParallelConfig) -> PolicyPlacement:
-    """Every rank makes the call; the world has `parallel.num_ranks` of them."""
+    """Collective; the world has `parallel.num_ranks` ranks."""
     ranks = tuple(range(world.size))
     groups = build_groups(ranks, parallel.tp, parallel.pp, "policy")
     assert groups is not None
@@ -59,7 +59,7 @@ class LoadedPolicy:
         round_steps: int = 64,
         activity: Activity | None = None,
     ) -> PromptDecoder:
-        """Each rank makes one with the same arguments.  `num_slots`: sequences of a replica at once."""
+        """Collective, with the same arguments.  `num_slots`: sequences per replica at once."""
         megabytes = self.runtime.kv_cache_mb
         return PromptDecoder(
             self.model,
@@ -77,7 +77,7 @@ class LoadedPolicy:
 def load_policy(
     policy: Policy, placement: PolicyPlacement, runtime: RuntimeConfig, tokenizer: Tokenizer, max_length: int
 ) -> LoadedPolicy:
-    """Every rank makes the call.  `max_length`: tokens of the longest prompt and its response.  Raises CheckpointError."""
+    """Collective.  `max_length`: tokens of the longest prompt and its response.  Raises CheckpointError."""
     model = load_role(
         policy.model,
         placement.groups,

@@ -1,6 +1,6 @@
 """A machine's GPUs, for `oppo validate`: devices, driver, NCCL, fabric, shared memory, and what is missing.  No torch.
 
-Torch's part comes as `TorchBuild`; the rest is read from the kernel's files, and from nvidia-smi if there is one.
+Torch's part comes as `TorchBuild`; the rest from the kernel's files and nvidia-smi.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shutil import disk_usage, which
 from oppo_megatron.cores import CONNECTIONS, MOST_CONNECTIONS
 
 LEAST_CAPABILITY = (8, 0)
-"""Of bfloat16's products and of FlashAttention-2."""
+"""Needed for bfloat16 products and FlashAttention-2."""
 SHARED, LEAST_SHARED_BYTES = "dev/shm", 2**30
 SMI_S = 20.0
 VARIABLES = (
@@ -28,7 +28,7 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device as torch sees it.  `peers`: how many of the others' memory it can address."""
+    """A device as torch sees it.  `peers`: number of others whose memory it can address."""
 
     name: str
     memory_bytes: int
@@ -38,7 +38,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """Torch's target (`cuda` None: the CPU), the architectures of its kernels, its NCCL, and its devices."""
+    """Torch's target (`cuda` None: CPU), kernel architectures, NCCL and devices."""
 
     cuda: str | None
     architectures: tuple[str, ...] = ()
@@ -48,10 +48,9 @@ class TorchBuild:
 
 @dataclass(frozen=True)
 class Host:
-    """The machine's own report.  `links`: NVLinks of each GPU; `ports`: InfiniBand's or RoCE's, by state and rate.
+    """The machine's report.  `links`: NVLinks per GPU; `ports`: InfiniBand or RoCE ports by state and rate.
 
-    `memory_lock_bytes`: None without a limit, as these ports want it.  `smi_failed`: why nvidia-smi, which is there, does
-    not answer.
+    `memory_lock_bytes`: None if unlimited, as these ports need.  `smi_failed`: why an installed nvidia-smi fails.
     """
 
     driver: str | None = None
@@ -64,7 +63,7 @@ class Host:
 
 
 class NoAnswer(Exception):
-    """nvidia-smi is there, but fails or is late."""
+    """nvidia-smi exists, but fails or is late."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class Problem:
 
 
 def read_host(environment: Mapping[str, str], root: Path = Path("/"), ask: Callable[[Sequence[str]], str] | None = None) -> Host:
-    """Read this machine.  `root`: the folder of its files; `ask` runs nvidia-smi: "" if absent, or raises NoAnswer."""
+    """Read this machine from files below `root`; `ask` runs nvidia-smi: "" if absent, or raises NoAnswer."""
     shared, lock = root / SHARED, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     links, smi_failed = _ask_for_links(ask or _nvidia_smi)
     return Host(
@@ -91,7 +90,7 @@ def read_host(environment: Mapping[str, str], root: Path = Path("/"), ask: Calla
 
 
 def _ask_for_links(ask: Callable[[Sequence[str]], str]) -> tuple[tuple[int, ...], str | None]:
-    """Return the links of each GPU, and why nvidia-smi fails; not knowing links is not a failure."""
+    """Return each GPU's links, and why nvidia-smi fails; unknown links are not a failure."""
     try:
         return _links(ask(["nvlink", "--status"])), None
     except NoAnswer:
@@ -109,7 +108,7 @@ def _driver(file: Path) -> str | None:
 
 
 def _links(output: str) -> tuple[int, ...]:
-    """Active links of each GPU: `Link 0: 26.562 GB/s` under `GPU 0: ...`."""
+    """Active links per GPU: `Link 0: 26.562 GB/s` under `GPU 0: ...`."""
     parts = re.split(r"^GPU \d+:", output, flags=re.MULTILINE)[1:]
     return tuple(len(re.findall(r"Link \d+: [\d.]+ GB/s", part)) for part in parts)
 
@@ -260,7 +259,7 @@ def _settings(host: Host) -> Iterator[Problem]:
 
 
 def has_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
-    """True if a device runs torch's kernels: binaries (sm_) of its generation and not newer, or older source (compute_)."""
+    """True if a device runs torch's kernels: sm_ of its generation and not newer, or older compute_."""
     for kind, major, minor in (
         (found[1], int(found[2]), int(found[3]))
         for found in map(re.compile(r"(sm|compute)_(\d+)(\d)a?f?$").match, architectures)

@@ -1,6 +1,6 @@
-"""All checks of a run's settings before it starts: the rules of the configuration, and the files that it names.
+"""All checks of a run's settings before it starts: configuration rules, and the files that it names.
 
-Ranks and layouts are checked in `layout/checks.py`, because what fits depends on the models' shapes.
+`layout/checks.py` checks ranks and layouts, because they depend on the models' shapes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from oppo_megatron.modeldir.headers import check_adapter
 def check_train(config: TrainConfig, *, inputs: bool = True, models: bool = True) -> list[str]:
     """Return every broken rule of `oppo train`'s settings, a sentence each.
 
-    `inputs`, `models`: whether tokenizer and rows, and the models' folders, must exist.
+    `inputs`, `models`: require tokenizer and rows, or the models' folders, to exist.
     """
     roles: list[tuple[str, ModelConfig]] = [("actor", config.actor), *scorers(config)]
     data = [("data", config.data)] + ([("evaluation.data", config.evaluation.data)] if config.evaluation else [])
@@ -58,7 +58,6 @@ def check_supervised(config: SupervisedConfig) -> list[str]:
 
 
 def check_run_dir(config: TrainConfig | SupervisedConfig) -> list[str]:
-    """Check that the run directory can be written."""
     if config.run_dir.exists() and not config.run_dir.is_dir():
         return [f"run_dir `{config.run_dir}` is a file, but must be a folder; name another"]
     existing = next(path for path in (config.run_dir, *config.run_dir.absolute().parents) if path.exists())
@@ -70,13 +69,12 @@ def check_run_dir(config: TrainConfig | SupervisedConfig) -> list[str]:
 
 
 def check_trace(debug: DebugConfig) -> list[str]:
-    """Check that the file of forced lengths exists."""
     trace = None if debug.lengths is None else debug.lengths.trace
     return [] if trace is None else check_exists("debug.forced_lengths", trace)
 
 
 def check_stop_ids(rollout: RolloutConfig, vocab_size: int) -> list[str]:
-    """Check that the actor can draw the stop ids."""
+    """Check that the stop ids are in the actor's vocabulary."""
     return [
         f"rollout.stop has {i}, but the actor's vocabulary ends at {vocab_size - 1}; correct or remove it"
         for i in rollout.stop_token_ids
@@ -98,18 +96,16 @@ def _check_source_files(name: str, model: ModelConfig) -> list[str]:
 
 
 def check_data(name: str, data: RowsConfig, templates: Sequence[str]) -> list[str]:
-    """Check the templates for rows, and that their files exist."""
     return [*data.rules(name, templates), *check_rows(name, data)]
 
 
 def check_rows(name: str, data: RowsConfig) -> list[str]:
-    """Check that the files of rows exist."""
     paths = data.path if isinstance(data.path, list) else [data.path]
     return [problem for path in paths for problem in check_files(f"{name}.path", path)]
 
 
 def check_layers(runtime: RuntimeConfig, *, adapters: bool) -> list[str]:
-    """Check that layers which are asked for by name are installed."""
+    """Check that explicitly requested layers are installed."""
     if runtime.layers != "transformer_engine":
         return []
     problem = layers_refused(runtime.layers, find_available(cuda=runtime.device != "cpu"), adapters=adapters)

@@ -38,12 +38,12 @@ from oppo_megatron.modeldir.vocabularies import compare_tokenizers
 from oppo_megatron.preflight.settings import check_source, check_stop_ids, check_supervised, check_train
 
 SHOWN = 3
-"""Tensors that do not fit, of each role."""
+"""Mismatched tensors shown per role."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """A model as one role uses it: its source, and whether it ends in a scalar head."""
+    """A model as one role uses it: source, and whether it has a scalar head."""
 
     name: str
     model: ModelConfig
@@ -51,12 +51,12 @@ class Role:
 
 
 def train_problems(settings: TrainSettings, *, inputs: bool = True, models: bool = True) -> list[str]:
-    """Return every problem of a PPO configuration, a sentence each.  Placements that `auto` may choose are not checked.
+    """Return every problem of a PPO configuration, a sentence each, except of placements `auto` may choose.
 
-    `inputs`, `models`: whether tokenizer and rows, and the models' folders, must exist.
+    `inputs`, `models`: require tokenizer and rows, or the models' folders, to exist.
     """
     settled = settings.settled()
-    # Until the layouts, no check looks at the placement.
+    # Only the layout checks look at the placement.
     config = settled or settings.with_placement(PlacementConfig(mode="single"))
     problems = check_train(config, inputs=inputs, models=models)
     vocab_size = _vocab_size(config.tokenizer, problems)
@@ -104,7 +104,7 @@ def service_problems(config: ServeConfig) -> list[str]:
 
 
 def compare_with_roles(tokenizer: TokenizerConfig, roles: Iterable[Role]) -> tuple[list[str], list[str]]:
-    """Problems of directories that come with another tokenizer; and a line for each that was compared."""
+    """Return problems of directories with another tokenizer, and a line per comparison."""
     if not tokenizer.path.exists():
         return [], []  # reported by the cross-checks
     directories: dict[str, Path] = {}
@@ -120,13 +120,13 @@ def compare_with_roles(tokenizer: TokenizerConfig, roles: Iterable[Role]) -> tup
 
 
 def train_roles(config: TrainConfig) -> Iterator[Role]:
-    """The roles of a PPO run; a null reference is the actor's start in the scorers' place."""
+    """Roles of a PPO run; for a null reference, the actor's initial weights."""
     for name, model in named_roles(config).items():
         yield Role(name, model, scalar=name in ("critic", "reward"))
 
 
 def check_shared_vocabulary(shapes: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Every id that the actor can draw must exist in each scorer, and mean the same to the reference."""
+    """Check that each scorer has every id that the actor can draw, and the reference the same ones."""
     actor = shapes.get("actor", {}).get("vocab_size")
     problems = []
     for name, shape in shapes.items():
@@ -151,7 +151,7 @@ def check_preference_vocabulary(shapes: Mapping[str, Mapping[str, Any]]) -> list
 
 
 def _check_role(role: Role, context: int, vocab_size: int | None, problems: list[str]) -> Mapping[str, Any] | None:
-    """Add the faults of the role's files and shape to `problems`; return its config.json if usable."""
+    """Add faults of the role's files and shape to `problems`; return its config.json if usable."""
     if check_source(role.name, role.model):
         return None  # reported by the cross-checks
     try:
@@ -173,7 +173,7 @@ def _check_role(role: Role, context: int, vocab_size: int | None, problems: list
 
 
 def _check_tensors(role: Role, shape: ModelShape) -> list[str]:
-    """Problems of the tensors in the files of a role without other problems; Megatron's are found when they are loaded."""
+    """Problems of tensors in a role's files; Megatron's are found on loading."""
     head: Head = "scalar" if role.scalar else "lm"
     checkpoint, problems = role.model.checkpoint, []
     if checkpoint is not None and find_megatron(checkpoint) is None:

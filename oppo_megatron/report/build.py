@@ -1,4 +1,4 @@
-"""`oppo report`: from run directories to the page and its pictures."""
+"""`oppo report`: turns run directories into the page and its pictures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write_report(
 ) -> list[Path]:
     """Write `index.html` and a PNG of each chart into `out`; return their paths, the page first.
 
-    `steps` are drawn as timelines in place of the step of median length.  Raises DataError.
+    `steps`: timelines to draw, instead of the step of median length.  Raises DataError.
     """
     page = out / PAGE
     if page.exists() and not (page.is_file() and HEADING in page.read_text(encoding="utf-8", errors="replace")):
@@ -74,7 +74,7 @@ def write_report(
 
 
 def make_sections(records: Sequence[RunRecord], steps: Sequence[int] = ()) -> list[Section]:
-    """The sections of the page, in order, without their pictures."""
+    """Sections of the page, in order, without pictures."""
     return [
         overview(records),
         reward_section(records),

@@ -1,6 +1,6 @@
-"""Charts as data, and the matplotlib figures made from them.
+"""Charts as data, and their matplotlib figures.
 
-matplotlib is imported on first use and without its global state, so no display is needed.
+matplotlib is imported on first use, without its global state, so no display is needed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# The palette of Okabe and Ito, which is legible with every kind of colour vision.
+# The palette of Okabe and Ito, legible with every kind of colour vision.
 RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 OTHER_COLOUR = "#666666"
 COLOURS = {
@@ -37,7 +37,7 @@ Style = Literal["plain", "dashed", "dotted", "faint", "stepped"]
 
 @dataclass(frozen=True)
 class Line:
-    """Values `ys` at `xs`; None is a gap.  `errors` are standard errors, drawn as bars."""
+    """Values `ys` at `xs` (None: a gap), with standard errors as bars."""
 
     name: str
     xs: Sequence[float]
@@ -62,7 +62,7 @@ class LineChart:
 
 @dataclass(frozen=True)
 class Bars:
-    """One value per category of a chart, None if it is missing."""
+    """A value per category; None if missing."""
 
     name: str
     values: Sequence[float | None]
@@ -73,7 +73,7 @@ class Bars:
 class BarChart:
     """Bars per category: stacked rows if `horizontal`, else columns, stacked or side by side.
 
-    `ends` are texts at the ends of rows; `high` is the least upper end of the value axis.
+    `ends`: texts at the ends of rows; `high`: least upper end of the value axis.
     """
 
     name: str
@@ -104,14 +104,14 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def short(value: float) -> str:
-    """Format with three significant digits; thousands are grouped, ten millions and more get an exponent."""
+    """Format with three significant digits, grouped thousands, and an exponent from ten million on."""
     if abs(value) >= 1e7:
         return f"{value:.3g}"
     return f"{value:,.0f}" if abs(value) >= 1000 or float(value).is_integer() else f"{value:.3g}"
 
 
 def show(text: str) -> str:
-    """Replace characters that a file, browser or terminal cannot hold, or that reverse the text, by \ufffd."""
+    """Replace characters that cannot be shown, or that reverse text, by \ufffd."""
     return UNSHOWABLE.sub("\ufffd", text)
 
 
@@ -156,7 +156,7 @@ def add_legend(figure: Figure, handles: Sequence[Any], names: Sequence[str], col
 
 
 def _label(name: str) -> str:
-    """The name as shown; a legend would leave out one that begins with an underscore."""
+    """Return the name as shown; a legend leaves out names that begin with an underscore."""
     return f" {show(name)}" if name.startswith("_") else show(name)
 
 
@@ -167,7 +167,7 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
         every = -(-len(line.xs) // MAX_POINTS) or 1
         xs, ys = list(line.xs[::every]), [float("nan") if y is None else y for y in line.ys[::every]]
         faint = line.style == "faint"
-        # A line that later ones cover exactly is wider, so that its colour shows on both sides of theirs.
+        # A line exactly covered by later ones is wider, so that its colour shows on both sides.
         covers = sum((later.style, later.xs, later.ys) == (line.style, line.xs, line.ys) for later in chart.lines[place + 1 :])
         axes.plot(
             xs, ys, color=line.colour, alpha=0.25 if faint else 1.0, linewidth=1.0 if faint else 2.0 + 3.0 * min(covers, 4),

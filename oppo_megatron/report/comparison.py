@@ -36,7 +36,7 @@ def _cell(value: Any) -> str:
 
 
 def draw_steps(rows: Rows, out_png: str | os.PathLike[str]) -> None:
-    """Draw the seconds per step of each run, stacked by what the actor does (`split_step`)."""
+    """Draw each run's seconds per step, stacked by the actor's activity (`split_step`)."""
     names, parts = [f"{row['placement']}{DOT}{row['mode']}" for row in rows], [split_step(row) for row in rows]
     bars = [Bars(label, [part[key] for part in parts], colour) for key, (label, colour) in ALL_PARTS.items()]
     ends = [f"{row['step_s']:.2f} s" for row in rows]
@@ -44,7 +44,7 @@ def draw_steps(rows: Rows, out_png: str | os.PathLike[str]) -> None:
 
 
 def draw_utilization(runs: Mapping[str, Rows], out_png: str | os.PathLike[str]) -> None:
-    """Draw each rank's share of time that it decodes, scores, updates and is idle."""
+    """Draw each rank's shares of decoding, scoring, updates and idle time."""
     ranks = [(f"{name.replace('/', DOT)}{DOT}rank {row['rank']}", row) for name, rows in runs.items() for row in rows]
     bars = [
         Bars(kind, [max(0.0, row[kind]) for _, row in ranks], COLOURS[kind]) for kind in ("decode", "score", "update", "idle")

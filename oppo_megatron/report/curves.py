@@ -1,4 +1,4 @@
-"""The learning curves of the report: fields of `metrics.jsonl`, each with a note on its healthy course."""
+"""Learning curves: fields of `metrics.jsonl`, each with a note on its healthy course."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ STYLES: tuple[Style, ...] = ("plain", "dashed", "dotted")
 
 @dataclass(frozen=True)
 class Curve:
-    """A chart of fields, each with its word in the legend ("": the run's name alone).
+    """A chart of fields, each with its word in the legend ("": only the run's name).
 
-    The measured values are drawn faint and their moving mean strong, unless `raw`.
+    Unless `raw`, measured values are faint and their moving mean is strong.
     """
 
     name: str
@@ -204,7 +204,7 @@ HELDOUT_NOTES = {
 
 
 def curve_chart(records: Sequence[RunRecord], curve: Curve) -> LineChart | None:
-    """The chart of a curve for all runs that have it; None if none has."""
+    """The chart of all runs that have the curve; None if none has."""
     lines = []
     for place, record in enumerate(records):
         for style, (key, word) in zip(STYLES, curve.fields.items(), strict=False):
@@ -242,7 +242,7 @@ def learning_section(records: Sequence[RunRecord]) -> Section:
 
 
 def heldout_section(records: Sequence[RunRecord]) -> Section:
-    """Held-out metrics; once a run has ended, step 0 (before training) is included."""
+    """Held-out metrics; step 0 (before training) appears once a run has ended."""
     section = Section(
         "heldout",
         "Held-out metrics",
@@ -265,7 +265,6 @@ def heldout_section(records: Sequence[RunRecord]) -> Section:
 
 
 def heldout_of(record: RunRecord) -> dict[str, list[tuple[int, float, float | None]]]:
-    """Step, mean and standard error of each held-out metric."""
     by_step: dict[int, tuple[Any, Any]] = {}
     summary = record.summary or {}
     whole, accuracy = summary.get("heldout"), summary.get("heldout_accuracy")

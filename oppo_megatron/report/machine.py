@@ -1,4 +1,4 @@
-"""The sections of the report about time and memory."""
+"""The report's sections on time and memory."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def step_section(records: Sequence[RunRecord]) -> Section:
 
 
 def steady(found: Sequence[Any]) -> Sequence[Any]:
-    """Leave out the first step, which warms up, of more than three."""
+    """Leave out the first of more than three steps, which warms up."""
     return found[1:] if len(found) > 3 else found
 
 

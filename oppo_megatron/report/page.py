@@ -1,4 +1,4 @@
-"""The report: its sections, and the one HTML file made of them, which needs no other file and no script."""
+"""The report's sections, and its HTML file, which needs no other file and no script."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from oppo_megatron.report.timeline import Timeline
 
 LONGEST_TEXT = 4000
 HEADING = "<h1>Run report</h1>"
-"""Marks a page that this program wrote."""
+"""Marks pages that this program wrote."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under `head`; the first column names the row.  A `folded` table is hidden under its title."""
+    """Rows of text under `head`; the first column names the row.  `folded`: hidden under its title."""
 
     title: str
     head: Sequence[str]
@@ -43,7 +43,7 @@ class Picture:
 
 @dataclass
 class Section:
-    """A part of the page.  `missing` says, run by run, what was not recorded."""
+    """A part of the page.  `missing` lists, per run, what was not recorded."""
 
     name: str
     heading: str
@@ -63,7 +63,7 @@ class Section:
 
 
 def render(runs: Sequence[str], sections: Sequence[Section]) -> str:
-    """Return the HTML; every text from a run is escaped."""
+    """Return the HTML; all text from runs is escaped."""
     links = "".join(f'<a href="#{each.name}">{escape(each.heading)}</a>' for each in sections)
     body = "".join(_section(section) for section in sections)
     names = ", ".join(_text(run) for run in runs)

@@ -1,4 +1,4 @@
-"""A run, ended or under way, as read from its run directory."""
+"""A finished or running run, as read from its run directory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ALL_PARTS = {**STEP_PARTS, IDLE: ("idle and other", COLOURS["idle"])}
 class RunRecord:
     """One run: `lines` of metrics.jsonl in step order; `summary` is None until the run has ended.
 
-    `spans` are in seconds from the first, without the time between attempts; if there are none, `no_spans` says why.
+    `spans` are in seconds from the first, without time between attempts; `no_spans`: why there are none.
     """
 
     name: str
@@ -58,7 +58,7 @@ class RunRecord:
         return "supervised" if supervised else "train"
 
     def known(self, key: str, x_key: str = "step") -> tuple[list[Any], list[float]]:
-        """The numbers of a field and their steps (or `x_key`), without the lines that lack either."""
+        """Numbers of a field and their steps (or `x_key`), from lines with both."""
         found = [(line["step"] if x_key == "step" else number(line, x_key), number(line, key)) for line in self.lines]
         points = [(x, y) for x, y in found if x is not None and y is not None]
         return [x for x, _ in points], [y for _, y in points]
@@ -68,7 +68,7 @@ class RunRecord:
 
 
 def number(line: Mapping[Any, Any], key: str) -> float | None:
-    """The finite number in a field, else None; `field.key` names an entry of a mapping."""
+    """The finite number in a field, or None; `field.key` names an entry of a mapping."""
     value: Any = line
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -79,8 +79,7 @@ def number(line: Mapping[Any, Any], key: str) -> float | None:
 def split_step(line: MetricsLine) -> dict[str, float]:
     """Split `line["step_s"]` into the parts of `ALL_PARTS`.
 
-    Scoring within decoding rounds is taken off decoding, because it has a part of its own.  Idle is the rest: waits for the
-    pipeline and other ranks, planning, logs.
+    Scoring in decoding rounds is a part of its own, so decoding excludes it.  Idle is the rest: waits, planning, logs.
     """
     parts = {key: number(line, key) or 0.0 for key in STEP_PARTS}
     step_s = number(line, "step_s") or 0.0
@@ -90,7 +89,7 @@ def split_step(line: MetricsLine) -> dict[str, float]:
 
 
 def deferred_counts(lines: Sequence[MetricsLine]) -> Counter[int]:
-    """Number of trained responses by the number of steps that they were carried over."""
+    """Number of trained responses by the number of steps they were carried over."""
     total: Counter[int] = Counter()
     for line in lines:
         deferred = line.get("deferred")
@@ -109,7 +108,7 @@ def memory_peaks(line: MetricsLine) -> list[float | None]:
 
 
 def read_runs(paths: Sequence[str | os.PathLike[str]], progress: Callable[[str], None] = lambda line: None) -> list[RunRecord]:
-    """Read run directories; names are the shortest ends of the paths that differ.  Raises DataError."""
+    """Read run directories, named by the shortest path ends that differ.  Raises DataError."""
     resolved = [Path(path).resolve() for path in paths]
     for place, path in enumerate(resolved):
         if path in resolved[:place]:
@@ -126,7 +125,7 @@ def read_runs(paths: Sequence[str | os.PathLike[str]], progress: Callable[[str],
 
 
 def read_run(path: str | os.PathLike[str], name: str | None = None, *, spans: bool = True) -> RunRecord:
-    """Read one run directory, which may be written to meanwhile.  Raises DataError."""
+    """Read a run directory, possibly while it is written.  Raises DataError."""
     check_run_directory(path)
     run = RunDirectory(path)
     lines = read_metrics(run.metrics) if run.metrics.exists() else []
@@ -144,7 +143,7 @@ def read_run(path: str | os.PathLike[str], name: str | None = None, *, spans: bo
 def check_run_directory(path: str | os.PathLike[str]) -> None:
     """Raise DataError unless `path` is a run directory of this version or an earlier one.
 
-    Raises ConfigError if a file in it is a pipe, a socket or a device.
+    Raises ConfigError if a file in it is a pipe, socket or device.
     """
     run = RunDirectory(path)
     if not run.path.is_dir():
@@ -164,7 +163,7 @@ def check_run_directory(path: str | os.PathLike[str]) -> None:
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths, all of the same number of folders, that differ."""
+    """Shortest ends of the paths, with the same number of folders, that differ."""
     for depth in range(1, 1 + max(len(path.parts) for path in paths)):
         names = ["/".join(path.parts[-depth:]) for path in paths]
         if len(set(names)) == len(names):
@@ -181,7 +180,7 @@ def _spans(run: RunDirectory, lines: Sequence[MetricsLine]) -> tuple[list[Span],
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON or YAML mapping; empty if the file is missing or is something else."""
+    """A JSON or YAML mapping; empty if missing or unreadable."""
     try:
         text = path.read_text(encoding="utf-8")
         value = read_yaml(text) if path.suffix == ".yaml" else read_json(text)
@@ -191,9 +190,9 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def without_downtime(spans: Sequence[Span], lines: Sequence[MetricsLine]) -> list[Span]:
-    """Remove the pauses between a run's attempts; return the spans in order of their starts.
+    """Remove pauses between a run's attempts; return spans by start.
 
-    A pause is a stretch without any span, longer than the metrics say that the steps on both sides of it took.
+    A pause has no span and is longer than the metrics report for the steps on both sides.
     """
     took_s = {line["step"]: (number(line, "step_s") or 0.0) + (number(line, "checkpoint_s") or 0.0) for line in lines}
     order = sorted(spans, key=lambda span: span.start)

@@ -1,4 +1,4 @@
-"""The sections of the report about the course of a run."""
+"""The report's sections on the course of a run."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _best(found: Any) -> str:
 
 
 def _figures(record: RunRecord) -> dict[str, Any]:
-    """The figures of the summary, or of the steps until there is one."""
+    """Figures of the summary, or of the steps until there is one."""
     lines: list[dict[str, Any]] = []
     for line in record.lines:  # fields of a wrong type count as missing
         deferred = {str(times): count for times, count in deferred_counts([line]).items()}
@@ -97,7 +97,7 @@ def _steps_done(record: RunRecord) -> str:
 
 
 def _differences(records: Sequence[RunRecord]) -> list[list[str]]:
-    """A row per setting that differs; sections that only one run's command has are left out."""
+    """A row per setting that differs, without sections that only one run has."""
     sections = Counter(name for record in records for name in record.config)
     flat = [dict(_flat({name: value for name, value in record.config.items() if sections[name] > 1})) for record in records]
     keys = sorted({key for settings in flat for key in settings} - {"run_dir"})
@@ -114,7 +114,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _add_curves(section: Section, records: Sequence[RunRecord], curves: Sequence[Curve], what: Sequence[str]) -> None:
-    """Add the charts that any run has; `what` names what a run without the curve lacks."""
+    """Add the charts that any run has; `what` names curves for the list of missing ones."""
     for curve, name in zip(curves, what, strict=True):
         for record in records:
             if name and not any(record.has(key) for key in curve.fields):

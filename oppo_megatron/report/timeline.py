@@ -1,4 +1,4 @@
-"""Spans of a run: the timeline of a step, its waits, and each rank's share of useful work (the OPPO paper's Figure 5)."""
+"""Spans of a run: a step's timeline and waits, and each rank's share of useful work (the OPPO paper's Figure 5)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ END_STYLE: Any = (0, (4, 2))
 
 @dataclass(frozen=True, slots=True)
 class StepWindow:
-    """Spans that lie at least in part between the start of a step and the start of the next."""
+    """Spans that overlap the time from a step's start to the next step's start."""
 
     step: int
     start: float
@@ -63,8 +63,8 @@ class Timeline:
 def step_bounds(spans: Sequence[Span]) -> dict[int, tuple[float, float]]:
     """Start and end of each step, in step order.
 
-    A step lasts from its first span of work to the first of the next step (the last one to its last span's end), so that
-    work which overlaps two steps is not counted twice.  Waiting and evaluation do not bound a step.
+    A step lasts from its first span of work to the next step's first (the last: to its last span's end), so work that overlaps
+    two steps counts once.  Waiting and evaluation do not bound a step.
     """
     work = [span for span in spans if span.name not in WAITING and span.name != "evaluate"]
     starts: dict[int, float] = {}
@@ -79,9 +79,9 @@ def step_bounds(spans: Sequence[Span]) -> dict[int, tuple[float, float]]:
 
 
 def step_window(name: str, spans: Sequence[Span], step: int | None) -> StepWindow:
-    """Cut one step out of a run's spans; None chooses the step of median length, not the first if there are others.
+    """Cut a step out of a run's spans; None: the step of median length, except the first if possible.
 
-    Raises DataError if the trace does not have the step.
+    Raises DataError if the trace lacks the step.
     """
     bounds = step_bounds(spans)
     if not bounds or (step is not None and step not in bounds):
@@ -97,7 +97,7 @@ def step_window(name: str, spans: Sequence[Span], step: int | None) -> StepWindo
 
 
 def waits(window: StepWindow) -> dict[tuple[int, str], dict[str, float]]:
-    """Seconds by rank and role, then by kind of waiting, within the step."""
+    """Seconds within the step by rank and role, then by kind of waiting."""
     seconds: dict[tuple[int, str], dict[str, float]] = {lane: {} for lane in window.lanes}
     for span in window.spans:
         if span.name in WAITING:
@@ -129,7 +129,7 @@ def draw_window(axes: Axes, name: str, window: StepWindow) -> None:
             left = max(span.start, window.start) - window.start
             right = min(span.end, window.end) - window.start
             bars[span.name not in WAITING, row, span.name, span.step == window.step].append((left, right - left))
-    # Sorted, waiting comes first, so that work within a wait is drawn over it.
+    # Sorted, waiting comes first, so work within a wait is drawn over it.
     for (works, row, span_name, of_this_step), extents in sorted(bars.items()):
         axes.broken_barh(
             extents, (row - 0.36, 0.72), alpha=1.0 if of_this_step else OTHER_STEP_ALPHA, edgecolor="white", linewidth=0.2,
@@ -165,17 +165,16 @@ def _draw_legend(figure: Figure, windows: Sequence[StepWindow]) -> None:
 
 
 def utilization(runs: Sequence[Path]) -> list[dict[str, float]]:
-    """Return each rank's number and the percent of its time for decoding, scoring, updates and idling; runs are summed.
+    """Each rank's percentages of decoding, scoring, updates and idle time, summed over runs.
 
-    The time counts from the first work of step 2 on any rank (of step 1 if it is the only one) to the last work.  A span of
-    decoding or scoring includes what the loop does between its actions.  Waiting, messages and the exchange of scores count
-    as idle.
+    Counted from the first work of step 2 on any rank (step 1 if alone) to the last work.  A span of decoding or scoring includes
+    the loop's work between its actions; waiting, messages and the score exchange are idle time.
     """
     return shares([(str(run), read_trace(RunDirectory(run).trace)) for run in runs])
 
 
 def shares(traces: Sequence[tuple[str, Sequence[Span]]]) -> list[dict[str, float]]:
-    """Compute `utilization` from (name, spans) of each run; the name is for the error."""
+    """Compute `utilization` from (name, spans) per run; errors show the name."""
     busy: dict[int, dict[str, float]] = {}
     total_s = 0.0
     for name, spans in traces:
@@ -195,7 +194,7 @@ def shares(traces: Sequence[tuple[str, Sequence[Span]]]) -> list[dict[str, float
 
 
 def work_seconds(run: Path) -> dict[int, dict[int, float]]:
-    """Seconds of work by rank, then by step, without waits."""
+    """Seconds of work, without waits, by rank, then step."""
     work: dict[int, dict[int, float]] = {}
     for span in _work(str(run), read_trace(RunDirectory(run).trace)):
         steps = work.setdefault(span.rank, {})
@@ -204,9 +203,9 @@ def work_seconds(run: Path) -> dict[int, dict[int, float]]:
 
 
 def kind_of(span: Span) -> str | None:
-    """The entry of `KINDS` for the span's work; None for other work and waits.
+    """The span's entry in `KINDS`; None for other work and waits.
 
-    Spans are named by label, or by action (`prefill reward m0 c3`) in a run with `logging.trace: actions`.
+    Spans are named by label or, with `logging.trace: actions`, by action (`prefill reward m0 c3`).
     """
     word = span.name.split(" ")[0]
     if word in ("decode", "sample") or (word == "prefill" and span.role == "actor"):

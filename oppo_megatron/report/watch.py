@@ -1,4 +1,4 @@
-"""`oppo report --watch`: the figures of a run in the terminal, until it has ended."""
+"""`oppo report --watch`: a run's figures in the terminal until it ends."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ FIGURES = {
 
 @dataclass(frozen=True)
 class Glance:
-    """A run at one moment: `record` with the spans of its last steps, its newest response, seconds since its last line."""
+    """A run at one moment: last spans in `record`, newest response, seconds since its last line."""
 
     record: RunRecord
     newest: Mapping[str, Any] | None
@@ -60,10 +60,10 @@ class Glance:
 
 
 def watch(path: str | os.PathLike[str], interval_s: float, console: Console) -> None:
-    """Show a run in the terminal, again every `interval_s` seconds, until it has finished.  Ctrl-C ends it.
+    """Show a run every `interval_s` seconds until it has finished.  Ctrl-C ends it.
 
-    A low terminal cuts the view off; the last one is printed whole.  Shown once if the interval is 0 or
-    the console is no terminal.  Raises DataError.
+    A low terminal cuts off the view, but the last one is printed whole.  Shown once if the interval is 0 or without a terminal.
+    Raises DataError.
     """
     now = glance(path)
     if interval_s and console.is_terminal:
@@ -78,7 +78,7 @@ def watch(path: str | os.PathLike[str], interval_s: float, console: Console) -> 
 
 
 def glance(path: str | os.PathLike[str], now: float | None = None) -> Glance:
-    """Read a run directory that another process may be writing; `now` is in seconds since the epoch.  Raises DataError."""
+    """Read a run directory, possibly while it is written; `now`: seconds since the epoch.  Raises DataError."""
     run = RunDirectory(path)
     now = time.time() if now is None else now
     quiet_s = max(0.0, now - run.metrics.stat().st_mtime) if run.metrics.exists() else None
@@ -90,7 +90,7 @@ def glance(path: str | os.PathLike[str], now: float | None = None) -> Glance:
 
 
 def last_objects(path: Path, num_bytes: int) -> list[dict[str, Any]]:
-    """The objects of the whole lines within the last bytes of a JSONL file."""
+    """Objects of the complete lines in the last bytes of a JSONL file."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -107,7 +107,7 @@ def last_objects(path: Path, num_bytes: int) -> list[dict[str, Any]]:
 
 
 def _last_spans(run: RunDirectory) -> tuple[list[Span], str]:
-    """The spans of the last steps that every rank's file reaches back to; the text is the reason if there are none."""
+    """Spans of the last steps that every rank's tail covers; the text is the reason if there are none."""
     try:
         ranks = [[Span(**line) for line in last_objects(path, END_OF_TRACE)] for path in run.rank_traces()]
         if not any(ranks):
@@ -156,7 +156,7 @@ def _missing(record: RunRecord, what: str, why: str = "the run does not record i
 
 
 def spark(values: Sequence[float], width: int = SPARK) -> str:
-    """The values as a line of blocks; if there are more than `width`, means of neighbours."""
+    """The values as a line of blocks; means of neighbours if there are more than `width`."""
     if len(values) > width:
         edges = [len(values) * place // width for place in range(width + 1)]
         values = [fmean(values[a:b]) for a, b in zip(edges, edges[1:], strict=False)]

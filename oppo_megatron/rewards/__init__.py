@@ -1,3 +1,1 @@
-"""Rewards: rules that verify a final answer, a user's Python function, and their weighted sum with a reward model.  No
-torch here.
-"""
+"""Rewards: rules, user functions, services and their weighted sum.  No torch here."""

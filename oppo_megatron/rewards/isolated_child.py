@@ -1,4 +1,4 @@
-"""The process of `isolation.IsolatedFunction`: python -m oppo_megatron.rewards.isolated_child READ_FD WRITE_FD"""
+"""Process of `isolation.IsolatedFunction`: python -m oppo_megatron.rewards.isolated_child READ_FD WRITE_FD"""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from oppo_megatron.processes import allow_processor_time, end_with_parent, limit
 MAX_ANSWER_BYTES = 1 << 16
 SHOWN_CHARACTERS = 1000
 MARK = "OPPO_ISOLATED"
-"""Environment variable of the process and of all that it starts: by its value they are found when they are to end."""
+"""Environment variable by whose value this process's descendants are found and ended."""
 END_S = 2.0
 MAX_DESCRIPTORS = 1 << 16
 
 
 def main(reads: int, writes: int) -> None:
-    """Load the function that the first line names, then answer a line with a line until there are no more."""
+    """Load the function named in the first line, then answer each line with a line."""
     for descriptor in (reads, writes):
         os.set_inheritable(descriptor, False)
     with os.fdopen(reads, "rb") as calls, os.fdopen(writes, "wb") as answers:
@@ -55,9 +55,9 @@ def main(reads: int, writes: int) -> None:
 
 
 def _watch() -> None:
-    """Start a process that kills what the function has started once this one has ended: a run that was killed cannot.
+    """Start a process that kills the function's descendants after this one ends, because a killed run cannot.
 
-    It is nobody's child, so that whoever ends all children of this process leaves it alone.
+    It is reparented, so ending all children of this process spares it.
     """
     try:
         ended = os.pidfd_open(os.getpid())
@@ -76,9 +76,7 @@ def _watch() -> None:
 
 
 def end_marked(mark: bytes) -> None:
-    """Kill every other process of this host that started with `mark` in its environment, and what it starts meanwhile, for at
-    most END_S.
-    """
+    """For at most END_S, kill all other local processes with `mark` in their environment."""
     until = time.monotonic() + END_S
     while time.monotonic() < until and (marked := [pid for pid in psutil.pids() if mark in _environment_of(pid)]):
         for pid in marked:

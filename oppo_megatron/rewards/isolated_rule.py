@@ -1,4 +1,4 @@
-"""A rule that may hang or crash over a response, in processes of its own, several at once."""
+"""A rule that may hang or crash over a response, in several processes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Finds out if a row's expected answer can be compared, by the score of `response` (NaN: as text only), if the columns are
-    `needed`.
+    """Tests if an expected answer can be compared (if its columns are `needed`), by scoring `response`.
+
+    NaN: comparable only as text.
     """
 
     response: str
@@ -30,10 +31,9 @@ class Trial:
 
 
 class IsolatedRule(Part):
-    """A response that outruns the limits, or over which the process ends, has the score 0.0.
+    """Scores 0.0 if a response exceeds the limits or ends the process.
 
-    `make` gives a function for each of `processes` threads, which start with the first request.  `read` returns the columns that
-    it needs, or raises RewardError.
+    `make` returns a function for each of `processes` threads.  `read` returns the needed columns, or raises RewardError.
     """
 
     waits = True
@@ -49,7 +49,7 @@ class IsolatedRule(Part):
         self._functions = [make() for _ in range(processes)]
         self._read, self._about, self._trial = read, about, trial
         self._tried: dict[str, str | None] = {}
-        """By expected answer why it cannot be compared; None: it can."""
+        """Why an expected answer cannot be compared, or None if it can."""
         self._scores: dict[int, Future[float]] = {}
         self._waiting: queue.SimpleQueue[tuple[ScoreItem, Future[float]] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -65,7 +65,7 @@ class IsolatedRule(Part):
         return self.result(item.seq_id)
 
     def unusable(self, rows: Sequence[Fields], tell: Callable[[str], None]) -> dict[int, str]:
-        """Tries each distinct expected answer once; logs progress from time to time."""
+        """Try each distinct expected answer once, logging progress."""
         if self._trial is None:
             return {}
         read = [self._read(fields) for fields in rows]
@@ -134,7 +134,7 @@ class IsolatedRule(Part):
             return 0.0
 
     def _try(self, function: IsolatedFunction, fields: dict[str, Any], response: str, error: Unanswered) -> None:
-        """Find out whether the row or the `response` is at fault for `error`; a row is named and left at 0.0."""
+        """Find out if the row or the `response` caused `error`; report a row and score it 0.0."""
         assert self._trial is not None
         self._tried[str(fields)] = None
         try:

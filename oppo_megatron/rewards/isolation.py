@@ -1,7 +1,7 @@
-"""A reward function in a process of its own, under limits of time and memory, which contain accidents: it is not a sandbox.
+"""A reward function in its own process with time and memory limits, against accidents; it is not a sandbox.
 
-Parent and child exchange a line of JSON each way per call, over two pipes.  Each call has a name that its answer repeats, so
-text that the function, or a copy of its process, writes into the pipe is not taken for an answer.
+Parent and child exchange JSON lines over two pipes.  An answer repeats its call's name, so other text in the pipe is not taken
+for one.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from oppo_megatron.rewards.protocol import ScoreItem, check_fields
 CHILD = "oppo_megatron.rewards.isolated_child"
 END_S = 2.0
 SHOWN_BYTES = 1 << 16
-"""The first of what a process prints goes to the run's own output; a function may print for each of a million responses."""
+"""Output of a process that is shown, because a function may print for each of a million responses."""
 
 
 class Unanswered(RewardError):
-    """A call that outran the limits, or whose process ended; a rule counts it as a wrong response."""
+    """A call exceeded the limits or ended its process; rules count it as a wrong response."""
 
 
 class IsolatedFunction(Part):
-    """`entry_point` with the keyword arguments `options`, as a function of (prompt, response, fields).
+    """`entry_point` with keyword arguments `options`, as a function of (prompt, response, fields).
 
-    The process starts with the first call, and again after a failure; it inherits `environment`.  All calls come from one thread,
-    with which the process ends: the kernel ties PR_SET_PDEATHSIG to the thread that starts a process (prctl(2)).
+    The process starts with the first call, again after a failure, and inherits `environment`.  Use one thread: PR_SET_PDEATHSIG
+    ends the process with the thread that started it (prctl(2)).
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class IsolatedFunction(Part):
         self._shows: threading.Thread | None = None
 
     def try_start(self) -> None:
-        """Start a process and end it again.  Raises ConfigError if the function cannot be had in it."""
+        """Start and end a process.  Raises ConfigError if the function cannot be loaded in it."""
         try:
             self._start()
         except RewardError as error:
@@ -75,7 +75,7 @@ class IsolatedFunction(Part):
         return self(item.prompt, item.response, item.fields)
 
     def __call__(self, prompt: str, response: str, fields: Fields) -> float:
-        """Raises RewardError, naming the function; once the process has started, Unanswered for a crash or a limit."""
+        """Raises RewardError naming the function, or Unanswered for a later crash or limit."""
         if self._process is None:
             self._start()
         assert threading.get_ident() == self._thread, f"{self.entry_point} is called from the thread that started it"
@@ -86,14 +86,14 @@ class IsolatedFunction(Part):
         return float(answer["value"])
 
     def interrupt(self) -> None:
-        """Kill the process, from any thread: a call that is under way fails."""
+        """Kill the process, from any thread; a pending call fails."""
         process = self._process
         if process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End the process and all that it has started, in sessions of their own too."""
+        """End the process and everything it started, even in other sessions."""
         if self._process is None:
             return
         self.interrupt()
@@ -141,7 +141,7 @@ class IsolatedFunction(Part):
             raise RewardError(f"{self.entry_point} cannot be loaded in its process: {answer.get('error', answer)}")
 
     def _ask(self, message: Mapping[str, Any], limit_s: float, late: str) -> dict[str, Any]:
-        """Send a line and read the next one.  Whatever goes wrong ends the process; all but a wrong line is `Unanswered`."""
+        """Send a line and read the next.  Failures end the process; all but a wrong line raise `Unanswered`."""
         deadline, late, name = time.monotonic() + limit_s, f"{late} {limit_s:g} s", secrets.token_hex(8)
         self._write(json.dumps({**message, "call": name}, allow_nan=False).encode() + b"\n", deadline, late)
         line = self._read_line(deadline, late)
@@ -194,7 +194,7 @@ class IsolatedFunction(Part):
 
 
 def _show(source: int, entry_point: str) -> None:
-    """Print the first SHOWN_BYTES of what comes from a pipe, and read the rest, so that its writer is not held up."""
+    """Print the first SHOWN_BYTES from a pipe and drain the rest, so that its writer never blocks."""
     left = SHOWN_BYTES
     with os.fdopen(source, "rb", buffering=0) as stream:
         while piece := stream.read(1 << 16):
@@ -206,7 +206,7 @@ def _show(source: int, entry_point: str) -> None:
 
 
 def _ready(descriptor: int, event: int, deadline: float) -> bool:
-    """Wait until a pipe can be read or written, or has ended; False after a timeout."""
+    """Wait until a pipe is ready or closed; False after a timeout."""
     poll = select.poll()
     poll.register(descriptor, event)
     return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))

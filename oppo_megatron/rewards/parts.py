@@ -1,4 +1,4 @@
-"""One part of a reward: the protocol that rules, functions, processes and services share, and the parts without a process."""
+"""The interface of a reward's parts, and the parts without a process."""
 
 from __future__ import annotations
 
@@ -16,52 +16,51 @@ from oppo_megatron.plugins import said_of
 from oppo_megatron.rewards.protocol import ScoreItem
 
 Fields = Mapping[str, Any]
-"""The columns of a prompt's row, other than the prompt's."""
+"""Columns of a prompt's row, except the prompt."""
 
 
 class Part:
-    """`waits`: scores take time, so they are requested as soon as responses are known.  `names_itself`: its errors need no label.
-    """
+    """`waits`: scores take time, so request them early.  `names_itself`: its errors need no label."""
 
     waits: ClassVar[bool] = False
     names_itself: ClassVar[bool] = False
 
     def about(self) -> str:
-        """A line that a user should know before the run; empty: there is nothing to say."""
+        """A line for the user before the run, or an empty string."""
         return ""
 
     def check(self, fields: Fields) -> None:
         """Raise RewardError if a response to this row could not be scored."""
 
     def unusable(self, rows: Sequence[Fields], tell: Callable[[str], None]) -> dict[int, str]:
-        """By place, why a row that `check` accepted cannot be scored within the limits."""
+        """By row, why one that `check` accepted cannot be scored within the limits."""
         return {}
 
     def score(self, item: ScoreItem, num_tokens: int | None) -> Any:
-        """The score of a response of `num_tokens`, which has been requested; waits for it.  Raises RewardError."""
+        """Wait for the requested score of a response of `num_tokens`.  Raises RewardError."""
         raise NotImplementedError
 
     def requested(self, seq_id: int) -> bool:
-        """True if the score of this sequence has been asked for and not yet taken."""
+        """True if this sequence's score has been requested and not yet taken."""
         return True
 
     def request(self, items: Sequence[ScoreItem]) -> None:
-        """Ask for scores; returns at once.  A sequence that is being scored is not asked for again."""
+        """Request scores and return at once; a pending sequence is not requested again."""
 
     def forget(self, seq_id: int) -> None:
-        """Drop a request: no score of this sequence will be taken."""
+        """Drop a request."""
 
     def close(self) -> None:
         """End threads and processes."""
 
 
 class ModelScore(Part):
-    """The reward model's score, which the caller of the sum has."""
+    """The reward model's score, which the caller of the sum passes."""
 
 
 @dataclass(frozen=True)
 class RulePart(Part):
-    """A rule in this process; `expected` reads the columns that it needs."""
+    """A rule in this process; `expected` reads the columns it needs."""
 
     rate: Callable[[ScoreItem, int | None], float]
     expected: Callable[[Fields], Any] | None = None
@@ -76,7 +75,7 @@ class RulePart(Part):
 
 @dataclass(frozen=True)
 class UserFunction(Part):
-    """A user's function, called in this process.  Raises RewardError if it raises, or asks to end the process."""
+    """A user's function in this process.  Raises RewardError if it raises or asks to end the process."""
 
     function: Callable[..., Any]
 
@@ -96,12 +95,12 @@ class UserFunction(Part):
 
 
 class ProcessExit(Exception):
-    """A user's function called `os._exit`, which would have ended the run without a word."""
+    """A user's function called `os._exit`, which would have ended the run silently."""
 
 
 @contextlib.contextmanager
 def staying() -> Iterator[None]:
-    """While the block runs, `os._exit` raises `ProcessExit` in this thread; processes made meanwhile end as they ask to."""
+    """In the block, `os._exit` raises `ProcessExit` in this thread; child processes can still end."""
     leave, process, thread = os._exit, os.getpid(), threading.get_ident()
 
     def stay(code: int) -> Any:

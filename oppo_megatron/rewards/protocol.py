@@ -24,7 +24,7 @@ MIN_TOKEN_CHARACTERS = 16
 
 @dataclass(frozen=True, slots=True)
 class ScoreItem:
-    """A finished response to be scored.  `tokens`: the ids of prompt and response, if known."""
+    """A finished response.  `tokens`: ids of prompt and response, if known."""
 
     seq_id: int
     prompt: str
@@ -34,7 +34,7 @@ class ScoreItem:
 
 
 class _Message(BaseModel):
-    """Keys beyond those declared are allowed, so that a service may say more."""
+    """Other keys are allowed, so that a service may say more."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -65,7 +65,6 @@ class Request(BaseModel):
 
 
 def encode_request(items: Sequence[ScoreItem]) -> bytes:
-    """The body of a request.  Raises RewardError as `check_fields`."""
     rows = []
     for item in items:
         check_fields(item.fields)
@@ -86,7 +85,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
 
 
 def read_answer(body: bytes, ids: Sequence[int]) -> dict[int, float]:
-    """The score of each of `ids`, all of them finite.  Raises RewardError for anything else."""
+    """Return the score of each of `ids`, all finite.  Raises RewardError for anything else."""
     try:
         answer = Answer.model_validate(read_strict_json(body.decode("utf-8")))
     except ValidationError as error:
@@ -104,7 +103,7 @@ def read_answer(body: bytes, ids: Sequence[int]) -> dict[int, float]:
 
 
 def read_token(variable: str, environment: Mapping[str, str]) -> SecretStr:
-    """The bearer token in an environment variable.  Raises ConfigError, which never shows the token."""
+    """Read a bearer token from an environment variable.  Raises ConfigError, which never shows the token."""
     token = environment.get(variable)
     if not token:
         raise ConfigError(f"the environment variable {variable} is not set, but is to hold a token; export it on this host")

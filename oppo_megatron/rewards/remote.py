@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Failure(Exception):
-    """One attempt failed.  `transient`: the same request may yet succeed."""
+    """A failed attempt.  `transient`: the same request may succeed later."""
 
     def __init__(self, reason: str, *, transient: bool = True, retry_after_s: float = 0.0):
         super().__init__(reason)
@@ -58,7 +58,7 @@ class _Failure(Exception):
 
 
 class RemoteReward(Part):
-    """A reward service at `url`.  `label` names it in messages.  The thread starts with the first request."""
+    """A reward service at `url`, called `label` in messages.  Its thread starts with the first request."""
 
     waits = names_itself = True
 
@@ -72,7 +72,7 @@ class RemoteReward(Part):
         pauses_s: tuple[float, float] = (0.5, 30.0),
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`pauses_s`: after the first failed attempt, doubled for each further one up to the second."""
+        """`pauses_s`: after the first failed attempt, and the limit up to which it doubles."""
         try:
             import httpx  # noqa: F401  (used by `_serve`; fails before anything starts if it is not installed)
         except ImportError as error:
@@ -102,7 +102,7 @@ class RemoteReward(Part):
         return seq_id in self._scores
 
     def request(self, items: Sequence[ScoreItem]) -> None:
-        """Raises RewardError if the service has failed for good."""
+        """Raises RewardError if the service has failed permanently."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -117,13 +117,13 @@ class RemoteReward(Part):
             self._waiting.put_nowait(item)
 
     def result(self, seq_id: int) -> float:
-        """Wait for the requested score of a sequence."""
+        """Wait for a sequence's requested score."""
         score = self._scores[seq_id].result()
         del self._scores[seq_id]
         return score
 
     def forget(self, seq_id: int) -> None:
-        """Drop a request: the score may have been asked for, have come, or neither."""
+        """Drop a request, whatever its state."""
         score = self._scores.get(seq_id)
         if score is not None:
             score.add_done_callback(lambda _: self._scores.pop(seq_id, None))
@@ -157,7 +157,7 @@ class RemoteReward(Part):
             loop.run_until_complete(loop.shutdown_asyncgens())
 
     def _fail(self, error: Exception) -> None:
-        """From now on every waiting and every further request raises the first `error`."""
+        """Make every pending and later request raise the first `error`."""
         with self._lock:
             if self._failure is None:
                 self._failure = error
@@ -172,11 +172,11 @@ class RemoteReward(Part):
         headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token.get_secret_value()}"
-        # Neither proxies nor credentials from the environment, and no redirect: the token goes to `url` only.
+        # No proxies or credentials from the environment, and no redirect: the token goes only to `url`.
         async with httpx.AsyncClient(
             headers=headers,
             timeout=self.settings.timeout_s,
-            # Shorter than servers keep an idle connection (uvicorn: 5 s), so that none is reused while it is being closed.
+            # Shorter than servers keep idle connections (uvicorn: 5 s), so that none is reused while being closed.
             limits=httpx.Limits(max_connections=MAX_IN_FLIGHT, keepalive_expiry=2.0),
             verify=_authorities(self.url),
             trust_env=False,
@@ -192,7 +192,7 @@ class RemoteReward(Part):
                 task.result()
 
     async def _sender(self, client: httpx.AsyncClient) -> None:
-        """One of the requests in flight after the other: whatever has come meanwhile, up to a batch."""
+        """Send one request after another, each with everything that is waiting, up to a batch."""
         while True:
             batch = [await self._waiting.get()]
             while len(batch) < self.settings.max_batch and not self._waiting.empty():
@@ -211,7 +211,7 @@ class RemoteReward(Part):
             except _Failure as failure:
                 left_s = until - self._clock()
                 self._give_up_where_due(failure, ids, attempt, left_s)
-                # A random part of the pause is left out, so that senders which failed together do not come back together.
+                # Shorten pauses randomly, so that senders that failed together do not retry together.
                 wait_s = max(pause_s * self._chance.uniform(0.5, 1.0), failure.retry_after_s)
             await asyncio.sleep(max(0.0, min(wait_s, left_s)))
             pause_s = min(2 * pause_s, self._longest_pause_s)
@@ -241,7 +241,7 @@ class RemoteReward(Part):
             )
         except (asyncio.TimeoutError, httpx.TimeoutException):
             raise _Failure(f"did not answer within {self.settings.timeout_s:g} s (remote.timeout_s)") from None
-        # ValueError: raised by the HTTP library's parsers (for headers that are not text) and not wrapped by it.
+        # ValueError: raised by the HTTP library's parsers (for headers that are not text) and not wrapped.
         except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError, ValueError) as error:
             raise _Failure(f"could not be asked ({type(error).__name__}: {self._shown(str(error))})") from None
         if status != 200:
@@ -273,7 +273,7 @@ class RemoteReward(Part):
         )
 
     def _shown(self, text: str) -> str:
-        """Foreign text for a message: on one line, not long, and without the token, which a service may repeat."""
+        """Make foreign text one short line without the token, which a service may repeat."""
         if self._token is not None:
             text = text.replace(self._token.get_secret_value(), "***")
         text = "".join(character if character.isprintable() else " " for character in text)
@@ -281,12 +281,12 @@ class RemoteReward(Part):
 
 
 def _authorities(url: str) -> ssl.SSLContext:
-    """The certificate authorities to trust; none for plain http, because loading the system's list takes time."""
+    """Trusted certificate authorities; none for plain http, because loading them takes time."""
     return ssl.create_default_context() if url.startswith("https:") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 def retry_after_s(value: str | None, now: datetime | None = None) -> float:
-    """The seconds that a `Retry-After` header asks for (RFC 9110: seconds or a date); 0.0 if it cannot be read."""
+    """Seconds in a `Retry-After` header (RFC 9110: seconds or a date); 0.0 if unreadable."""
     if value is None:
         return 0.0
     text = value.strip()

@@ -1,4 +1,4 @@
-"""The rules of kind verifier as parts of a reward: which column a rule reads, and how it is called."""
+"""Verifier rules as parts of a reward: the column a rule reads, and its call."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from oppo_megatron.rewards.rules.formats import FormatRule, LengthRule
 from oppo_megatron.rewards.verifiers import expected_answer, verify
 
 VERLS_ANSWER = "reward_model.ground_truth"
-"""The expected answer in rows of verl's layout, if they have no column `answer`."""
+"""Expected answer in verl's layout, if there is no column `answer`."""
 END_S = 10.0
-"""Time that the process of rule `code` has to start and end the tests, in addition to the tests' own time."""
+"""Time for rule `code`'s process to start and end the tests, in addition to the tests' own."""
 OWN_MB = 2048
-"""The least address space of that process itself."""
+"""Least address space of that process itself."""
 
 
 def column(fields: Fields, answer: str) -> Any:
-    """The row's column `answer`, or verl's in its place.  Raises `RewardError` if it is not there."""
+    """The row's column `answer`, or verl's.  Raises `RewardError` if missing."""
     for name in (answer, *([VERLS_ANSWER] if answer == "answer" else [])):
         with suppress(KeyError):
             return field_at(fields, name)
@@ -39,9 +39,9 @@ def column(fields: Fields, answer: str) -> Any:
 
 
 def build_rule(part: RewardPart, environment: Mapping[str, str], max_response_tokens: int | None) -> Part:
-    """The rule that a part of kind verifier names.  Raises `ConfigError` if it cannot be had.
+    """Build a verifier part's rule.  Raises `ConfigError` if that is impossible.
 
-    `environment` is inherited by its processes; `max_response_tokens`: the longest response, if known.
+    Its processes inherit `environment`; `max_response_tokens`: if known.
     """
     assert part.name is not None, "check_rewards asks for it"
     if part.name == "format":

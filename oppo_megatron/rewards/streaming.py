@@ -1,10 +1,7 @@
-"""Rewards from a service of `oppo serve`: sequences are sent while they grow, scores are taken when they are whole.
+"""Rewards from `oppo serve` for sequences sent while they grow (format: docs/nemo_aligner.md).
 
-    {"session": "...", "rows": [{"id": 7, "offset": 12, "tokens": [...], "checksum": 123, "final": false}]}    POST URL/extend
-    200 {"rows": [{"id": 7, "known": 20, "score": null}]}
-
-`checksum` is that of the whole sequence up to the end of `tokens`.  `known` is the number of tokens that the service holds; if it
-had to forget some, the client sends the rest again.
+`checksum` covers a sequence up to the end of `tokens`.  `known`: tokens that the service holds; if it forgot some, the client
+sends the rest again.
 """
 
 from __future__ import annotations
@@ -34,15 +31,15 @@ if TYPE_CHECKING:
 REFUSED = {400, 401, 403, 404, 405, 413, 415, 422}
 RETRY_S, RETRY_MAX_S = 0.1, 5.0
 TIMEOUT_S, GIVE_UP_S = 60.0, 600.0
-"""One request, from connecting to the last byte of its answer; and for how long it may fail before the run ends."""
+"""Limits for one request, and for repeated failures before the run ends."""
 
 ROWS_A_REQUEST = 64
 TOKENS_A_REQUEST = 500_000
-"""So that one request of 64 long sequences, which a service that was started again asks for, is below its limit of bytes."""
+"""Keeps a request of 64 long sequences, as for a restarted service, below its byte limit."""
 
 
 def checksum(tokens: Sequence[int], start: int = 0) -> int:
-    """CRC-32 of token ids as little-endian int32; `start`: of the ids before."""
+    """CRC-32 of token ids as little-endian int32; `start`: checksum of the preceding ids."""
     return zlib.crc32(struct.pack(f"<{len(tokens)}i", *tokens), start)
 
 
@@ -59,7 +56,7 @@ class _Sequence:
 
 
 class ScorerStream:
-    """One client of the service.  `offer` returns at once; a thread sends, in order, all that has come meanwhile."""
+    """A client of the service.  `offer` returns at once; a thread sends everything in order."""
 
     def __init__(self, settings: StreamConfig, token: SecretStr | None = None, give_up_s: float = GIVE_UP_S):
         try:
@@ -76,9 +73,9 @@ class ScorerStream:
         self._thread: threading.Thread | None = None
 
     def offer(self, seq_id: int, tokens: Sequence[int], final: bool) -> bool:
-        """Give the tokens of a sequence so far; `final`: it is whole, its score is wanted.
+        """Pass a sequence's tokens so far; `final`: it is complete, its score is wanted.
 
-        Returns False, and changes nothing, if it was complete before and differs from this.
+        Returns False, changing nothing, if it was complete and differs.
         """
         with self._changed:
             sequence = self._sequences.setdefault(seq_id, _Sequence())
@@ -92,7 +89,7 @@ class ScorerStream:
             return True
 
     def result(self, seq_id: int) -> float:
-        """Wait for the score of a whole sequence.  Raises RewardError if the service has failed."""
+        """Wait for a complete sequence's score.  Raises RewardError if the service has failed."""
         score = self._sequences[seq_id].score.result()
         with self._changed:
             del self._sequences[seq_id]

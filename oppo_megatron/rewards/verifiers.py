@@ -1,12 +1,7 @@
-"""Rules that compare a response's final answer with the expected one, exactly.
+"""Rules that compare a response's final answer with the expected number, exactly (docs/rewards.md).
 
-    gsm8k        the last `#### n`, or a last line `A: n` (the form of the model solutions published with GSM8K)
-    arithmetic   the same; without either, a last line that is a number or ends in `= n`
-    flexible     gsm8k with `lenient`: the same; without either, the last number of all
-    gsm8k_first  the first `#### n`, whatever follows its line
-
-A number may be negative, decimal, a fraction, have thousands commas, a currency sign before and a full stop or a unit
-after it. `1,200.0`, `$1200` and `2400/2` are equal.
+gsm8k: the last `#### n`, or a last line `A: n`.  arithmetic: else the last line's number.  flexible (gsm8k with `lenient`): else
+the last number.  gsm8k_first: the first `#### n`.
 """
 
 from __future__ import annotations
@@ -28,17 +23,17 @@ _DIGITS = re.compile(
 
 
 def gsm8k_answer(text: str) -> Fraction | None:
-    """The final answer of a GSM8K solution; None if it states none.  The last mark counts, number or not."""
+    """A GSM8K solution's final answer, or None.  The last mark counts, number or not."""
     return _read(text, ["hashed"])
 
 
 def arithmetic_answer(text: str) -> Fraction | None:
-    """Marked as in GSM8K, else the last line's number after `=`."""
+    """The GSM8K answer, else the last line's number (after `=`)."""
     return _read(text, ["hashed", "last line"])
 
 
 def flexible_answer(text: str) -> Fraction | None:
-    """Marked or stated in any form; else the last number in the text."""
+    """The answer marked or stated in any form, else the last number."""
     form, found = texts(text, ["hashed", "marked", "stated"])
     number = _number(found[-1]) if found else None
     if number is not None or form == "hashed":
@@ -54,7 +49,7 @@ def flexible_answer(text: str) -> Fraction | None:
 
 
 def first_answer(text: str) -> Fraction | None:
-    """The answer after the first mark of the first line with one; None if it is not a number, or there is no mark."""
+    """The answer after the first mark; None without a mark or number."""
     mark = _MARK.search(text)
     return _number(mark[1].partition("####")[0]) if mark else None
 
@@ -76,11 +71,11 @@ ANSWER_OF: dict[str, Callable[[str], Fraction | None]] = {
     "flexible": flexible_answer,
     "gsm8k_first": first_answer,
 }
-"""Answer reader of each rule; `flexible` is gsm8k's with `lenient`."""
+"""Answer reader of each rule; `flexible` is gsm8k with `lenient`."""
 
 
 def expected_answer(value: Any) -> Fraction:
-    """The number in a row's answer column: a JSON number, a bare number as text, or a whole solution.  Raises RewardError."""
+    """The number in an answer column: JSON number, text or whole solution.  Raises RewardError."""
     if isinstance(value, int) and not isinstance(value, bool):
         return Fraction(value)
     if isinstance(value, float) and math.isfinite(value):

@@ -1,1 +1,1 @@
-"""The content of a run directory: its paths, its checkpoints, readers and writers of its files.  No torch here."""
+"""A run directory: its paths, checkpoints, and readers and writers of its files.  No torch here."""

@@ -1,10 +1,7 @@
-"""The checkpoints of a run: `checkpoints/step-<steps done>`, or `step-<steps done>-clock-<decode steps>` within a step.
+"""The checkpoints of a run: `checkpoints/step-<steps done>`, or with `-clock-<decode steps>` within a step.
 
-A checkpoint is written into a folder whose name begins with a dot and renamed when it is complete, so a folder with a
-checkpoint's name is complete unless a disk has failed since, which its manifest shows.
-
-    .step-000003             being written, or left by a writer that was killed    .removed-step-000001    being removed
-    .replaced-step-000003    complete, moved away for its successor; renamed back if there is none
+A folder is renamed from `.step-...` once complete, so a named one is complete unless its manifest shows damage.  `.removed-...`
+is being removed; `.replaced-...` is complete, and renamed back if it has no successor.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ ASIDE, REPLACED, REMOVED = ".", ".replaced-", ".removed-"
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """`step` steps are done; `clock` is the logical clock within the next one, -1 between steps."""
+    """`step` steps are done; `clock` is the logical clock within the next one, or -1 between steps."""
 
     step: int
     clock: int = -1
@@ -41,15 +38,15 @@ class Position:
 
 
 class CheckpointStore:
-    """The checkpoints below `root`.  One rank makes and renames the folders, all ranks write files into them."""
+    """The checkpoints in `root`.  One rank makes and renames the folders, all ranks write files into them."""
 
     def __init__(self, root: Path):
         self.root = root
 
     def positions(self) -> list[Position]:
-        """Positions of the checkpoints, the latest last."""
+        """Positions of the checkpoints, latest last."""
         names = (path.name for path in self.root.iterdir() if path.is_dir()) if self.root.is_dir() else iter(())
-        # A replaced one whose successor has no name yet counts: `recover` renames it back.
+        # Include a replaced one whose successor is still unnamed: `recover` renames it back.
         found = {Position.of(name.removeprefix(REPLACED)) for name in names}
         return sorted(position for position in found if position is not None)
 
@@ -68,7 +65,7 @@ class CheckpointStore:
         return folder
 
     def recover(self) -> None:
-        """Rename replaced checkpoints back, and remove incomplete ones, after a killed process."""
+        """After a kill, rename replaced checkpoints back and remove incomplete ones."""
         for left in self.root.glob(f"{REPLACED}step-*"):
             whole = self.root / left.name.removeprefix(REPLACED)
             if not whole.exists():
@@ -82,7 +79,7 @@ class CheckpointStore:
         shutil.rmtree(self.aside(position), ignore_errors=True)
 
     def commit(self, position: Position) -> Path:
-        """Give the checkpoint its name, once its files and manifest are on the disk."""
+        """Name the checkpoint, once files and manifest are on disk."""
         folder = self.folder(position)
         replaced = self.root / f"{REPLACED}{position.name}"
         if folder.exists():  # a resumed run has reached this position again
@@ -106,7 +103,7 @@ class CheckpointStore:
         shutil.rmtree(trash)
 
     def set_aside(self, position: Position) -> None:
-        """Rename a damaged checkpoint to `damaged-...`, to be examined."""
+        """Rename a damaged checkpoint to `damaged-...` for examination."""
         target = self.root / f"damaged-{position.name}"
         if target.exists():
             shutil.rmtree(target)

@@ -1,19 +1,4 @@
-"""The run directory: the paths of a run's files, and writing them so that a crash leaves no half-written file.
-
-config.yaml       resolved configuration          summary.json      figures of the whole run; marks it finished
-checkpoints/      `--resume` continues from the last
-metrics.jsonl     a line per step                  quarantine.jsonl  refused rows and reasons
-trace.json        each rank's work over time      weights/          final weights
-date.txt          the date that chat templates print in all attempts: that of the first start
-hosts.json        host of each rank               schedules.txt     each round's schedule (`logging.trace: actions`)
-rejected/           batches that a guard rejected, for `python -m tools.replay`
-rollbacks.jsonl   prompts left out when a guard went back to a checkpoint
-stacks/           stacks of each rank's threads when the run was stuck
-ended-step-<n>/   summary, weights and trace of a run that ended there and was then given more steps
-reference.safetensors  log-probs of the reference (`oppo dpo`); later attempts reuse them
-holder.json       the process that holds the directory; the lock is on the directory itself
-placement.json    measurements of `placement.mode: auto`, from the runs under placement/; later attempts reuse it
-"""
+"""The paths of a run's files (docs/metrics.md), written so that a crash leaves no half-written file."""
 
 from __future__ import annotations
 
@@ -38,7 +23,7 @@ from oppo_megatron.rundir.checkpoints import CheckpointStore
 from oppo_megatron.rundir.disk import HELD_WAIT_S, free_bytes, held, megabytes
 
 RUN_FORMAT = 1
-"""The format of the files of a run directory, recorded in `hosts.json`.  It is raised when earlier files would be misread."""
+"""Format of a run's files, recorded in `hosts.json`; raised when earlier files would be misread."""
 
 PRODUCTS = (
     "config.yaml", "hosts.json", "metrics.jsonl", "rollouts.jsonl", "trace.json", "summary.json", "quarantine.jsonl",
@@ -48,11 +33,11 @@ PRODUCTS = (
 
 
 RESOLVED = frozenset({"run_dir", "logging", "checkpoint", "preempt_deadline_s", "stall_deadline_s"})
-"""Sections that the `config.yaml` written by a run always has; a user's own file rarely has them all."""
+"""Sections that a run's `config.yaml` always has, and a user's own rarely."""
 
 
 class RunDirectory:
-    """Paths of one run (an `os.PathLike`).  Constructing it does not touch the disk; one rank calls `prepare`."""
+    """Paths of one run (an `os.PathLike`).  Does not touch the disk until one rank calls `prepare`."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
@@ -102,14 +87,14 @@ class RunDirectory:
             )
 
     def require_regular(self) -> None:
-        """Raise ConfigError if one of a run's files is a pipe, a socket or a device: reading it would block."""
+        """Raise ConfigError for a run's file that is a pipe, socket or device, because reading would block."""
         remedy = "remove it, or put what the run wrote in its place"
         found = [irregular_path("the run's file", self.path / name, remedy) for name in PRODUCTS]
         if problems := [problem for problem in found if problem is not None]:
             raise ConfigError(problems)
 
     def require_own(self) -> None:
-        """Raise ConfigError if no run wrote the files that have the names of a run's files: a run would remove them."""
+        """Raise ConfigError for files named like a run's that no run wrote, because a run would remove them."""
         self.require_regular()
         signs = (self.hosts, self.metrics, self.summary)
         if any(sign.exists() for sign in signs) or self.has_checkpoints or RESOLVED <= self.settings().keys():
@@ -121,7 +106,7 @@ class RunDirectory:
             )
 
     def require_apart(self, named: Iterable[tuple[str, Path]]) -> None:
-        """Raise ConfigError if a configured path, given with its key, is among the files that the run writes."""
+        """Raise ConfigError if a configured path (with its key) is among the files that the run writes."""
         products = {(self.path / name).resolve() for name in PRODUCTS}
         problems = [
             f"{key} is {path}, which lies among what the run in {self.path} writes, and moves or removes when it begins or "
@@ -133,7 +118,7 @@ class RunDirectory:
             raise ConfigError(problems)
 
     def settings(self) -> dict[str, Any]:
-        """The tree of the run's `config.yaml`, unchecked; empty if it cannot be read."""
+        """The run's `config.yaml`, unchecked; empty if unreadable."""
         try:
             tree = read_yaml(self.config.read_bytes()) if self.config.is_file() else None
         except (yaml.YAMLError, ValueError):
@@ -141,7 +126,7 @@ class RunDirectory:
         return tree if isinstance(tree, dict) else {}
 
     def last_saved(self) -> tuple[str, int] | None:
-        """Name and time (ns) of the last checkpoint; None if there is none."""
+        """Name and time (ns) of the last checkpoint, or None."""
         store = CheckpointStore(self.checkpoints)
         folders = [store.folder(position) for position in store.positions()]
         times = [(folder.stat().st_mtime_ns, folder.name) for folder in folders if folder.exists()]
@@ -167,10 +152,9 @@ class RunDirectory:
             )
 
     def prepare(self, overwrite: bool = False) -> RunDirectory:
-        """Create the directory, empty of an earlier run's products, and return self.
+        """Create the directory without an earlier run's products, and return self.
 
-        A finished run is removed only with `overwrite`; measurements of an interrupted one are moved to `attempt-<n>/`,
-        files that no run writes are left alone.  Raises ConfigError.
+        Only `overwrite` removes a finished run; an interrupted run's measurements move to `attempt-<n>/`.  Raises ConfigError.
         """
         if not overwrite:
             self.require_unfinished()
@@ -194,7 +178,7 @@ class RunDirectory:
         return self
 
     def held(self, wait_s: float = HELD_WAIT_S) -> AbstractContextManager[None]:
-        """Lock the directory for one process: two would remove each other's files.  Raises ConfigError."""
+        """Lock the directory: two processes would remove each other's files.  Raises ConfigError."""
         return held(self.path, self.holder, wait_s)
 
     def take_up(self, state: Mapping[str, Any] | None) -> None:
@@ -204,9 +188,9 @@ class RunDirectory:
             self.reopen(state["done"], state["saved_at"])
 
     def reopen(self, step: int, saved_at: float) -> None:
-        """Continue after `step` steps: cut off what was written after the checkpoint of `saved_at` (epoch seconds).
+        """Continue after `step` steps: cut off what is newer than the checkpoint of `saved_at` (epoch seconds).
 
-        The results of a finished run are moved to `ended-step-<n>/`.
+        Results of a finished run move to `ended-step-<n>/`.
         """
         if self.finished:
             self._set_ending_aside()
@@ -219,7 +203,7 @@ class RunDirectory:
             _keep_lines(path, lambda span: span["end"] <= saved_at)
 
     def first_date(self, now: datetime) -> datetime:
-        """Time of the first start here: `now`, unless another process or an earlier run has written one."""
+        """Time of the first start here: `now`, unless one was written before."""
         with suppress(OSError):  # it exists, or `prepare` reports the fault
             self.path.mkdir(parents=True, exist_ok=True)
             with self.date.open("x", encoding="utf-8") as file:
@@ -232,7 +216,7 @@ class RunDirectory:
 
     @property
     def ended_after(self) -> int | None:
-        """Steps of the finished run, if it is one and its summary says so."""
+        """Steps of a finished run, from its summary, or None."""
         if not self.finished:
             return None
         try:
@@ -250,7 +234,7 @@ class RunDirectory:
             product.rename(folder / product.name)
 
     def _place_of_ending(self, names: Set[str]) -> Path:
-        """A folder without any of `names`: a run may have ended after the same step before."""
+        """A folder without any of `names`, because a run may end after the same step twice."""
         steps = self.ended_after
         name, number = "ended" if steps is None else f"ended-step-{steps:06d}", 1
         while any((self.path / name / each).exists() for each in names):
@@ -267,7 +251,7 @@ class RunDirectory:
 
 
 def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a JSONL file with the wanted lines, without one that a crash cut short."""
+    """Rewrite a JSONL file with the wanted lines, dropping one that a crash cut short."""
     if not path.exists():
         return
     with atomic_writer(path) as file, path.open("rb") as old:
@@ -286,7 +270,7 @@ def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
 
 @contextmanager
 def atomic_writer(path: str | os.PathLike[str]) -> Iterator[TextIO]:
-    """Write a text file that appears at `path` complete, or not at all if the block raises."""
+    """Write a text file that appears complete at `path`, or not at all if the block raises."""
     target = Path(path)
     aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
@@ -305,12 +289,12 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def write_json(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
-    """Write one JSON object atomically, indented, as `encode_json` does."""
+    """Write a JSON object atomically, indented, as `encode_json` does."""
     write_text(path, encode_json(value, indent=2) + "\n")
 
 
 def encode_json(value: Mapping[str, Any], indent: int | None = None) -> str:
-    """Encode a JSON object.  NaN and infinities become null, and `non_finite` lists their keys."""
+    """Encode a JSON object.  NaN and infinities become null, with their keys in `non_finite`."""
     non_finite: list[str] = []
     plain = _plain(value, "", non_finite)
     if non_finite:

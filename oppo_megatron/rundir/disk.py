@@ -1,4 +1,4 @@
-"""The disk of a run directory: its lock, which one process holds, and the errors about missing space."""
+"""The disk of a run directory: its lock, held by one process, and errors about missing space."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HELD_WAIT_S = 20.0
 
 @contextmanager
 def held(folder: Path, holder: Path, wait_s: float) -> Iterator[None]:
-    """Lock the folder until the block or the process ends; without effect if the file system has no locks.
+    """Lock the folder until the block or process ends; no effect if the file system has no locks.
 
     The file `holder` only informs.  Raises ConfigError if another process holds the folder for `wait_s`.
     """
@@ -60,7 +60,7 @@ def _described(holder: Path) -> str:
 
 
 def _launcher_pid() -> int:
-    """The process to signal to end the run: this rank's launcher, or the rank itself under another launcher."""
+    """The process to signal to end the run: this rank's launcher, or the rank under another launcher."""
     launcher = multiprocessing.parent_process()
     return os.getpid() if launcher is None or launcher.pid is None else launcher.pid
 
@@ -77,7 +77,7 @@ def _locked(handle: int) -> bool:
 
 @contextmanager
 def clear_when_full(root: Path) -> Iterator[None]:
-    """Raise CheckpointError if the disk is full while the block writes below `root`; the system's error names no path."""
+    """Raise CheckpointError, which names `root`, if the disk is full while the block writes there."""
     try:
         yield
     except OSError as error:
@@ -96,7 +96,7 @@ def free_bytes(root: Path) -> int:
 
 
 def shortage(root: Path, needed: int) -> str | None:
-    """A warning if fewer than `needed` bytes are free for a checkpoint; quotas are not known."""
+    """A warning if fewer than `needed` bytes are free for a checkpoint; quotas are unknown."""
     free = free_bytes(root)
     if free >= needed:
         return None
@@ -107,7 +107,7 @@ def shortage(root: Path, needed: int) -> str | None:
 
 
 def unwritten(folder: Path, reason: str, needed: int, last: str | None) -> CheckpointError:
-    """The error for a checkpoint that could not be written into `folder`; `last` is the newest complete one."""
+    """The error for a checkpoint that could not be written to `folder`; `last`: newest complete one."""
     left = "there is no checkpoint yet" if last is None else f"the last whole checkpoint is {last}"
     return CheckpointError(
         f"{folder}: the checkpoint could not be written ({reason}); it takes about {megabytes(needed)}, and "

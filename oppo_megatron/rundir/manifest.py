@@ -1,4 +1,4 @@
-"""The manifest of a folder: size and SHA-256 of each of its files, to detect damaged files before they are read."""
+"""A folder's manifest: size and SHA-256 of each file, to detect damage before reading."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oppo_megatron.nesting import read_json
 
 MANIFEST = "manifest.json"
 FORMAT = 2
-"""The format of the files under a manifest; it changes when older files can no longer be read."""
+"""Format of the files under a manifest; changes when older files become unreadable."""
 BLOCK_BYTES = 2**22
 
 
@@ -35,7 +35,7 @@ def list_files(folder: Path) -> list[str]:
 
 
 def seal(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
-    """Sync files to the disk and return their entries."""
+    """Sync files to disk and return their entries."""
     entries = {}
     for name in names:
         with (folder / name).open("rb") as file:
@@ -54,7 +54,7 @@ def describe(path: Path) -> Entry:
 
 
 def write_manifest(folder: Path, entries: Mapping[str, Entry]) -> None:
-    """Write and sync the manifest, the last file of a checkpoint."""
+    """Write and sync the manifest, a checkpoint's last file."""
     tree = {"format": FORMAT, "files": {name: asdict(entry) for name, entry in sorted(entries.items())}}
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump(tree, file, indent=1)
@@ -65,7 +65,7 @@ def write_manifest(folder: Path, entries: Mapping[str, Entry]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Entry]:
-    """Read the manifest.  Raises CheckpointError if there is no readable one, OtherFormatError for another version's."""
+    """Read the manifest.  Raises CheckpointError if unreadable, OtherFormatError for another version's."""
     path = folder / MANIFEST
     try:
         tree = read_json(path.read_text(encoding="utf-8"))
@@ -86,7 +86,7 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
 
 
 def _entry(name: str, tree: Any) -> Entry:
-    """Raise ValueError or TypeError for an entry that `write_manifest` would not have written."""
+    """Raise ValueError or TypeError for an entry that `write_manifest` cannot have written."""
     entry = Entry(**tree)
     if not name.isprintable() or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise ValueError(f"{name!r:.100} is not a file of its folder")
@@ -109,9 +109,9 @@ def find_misfits(folder: Path, entries: Mapping[str, Entry], required: Iterable[
 def find_damage(
     folder: Path, entries: Mapping[str, Entry], part: int = 0, parts: int = 1, *, checksums: bool = True
 ) -> str | None:
-    """Describe the first damaged file in the share `part` of `parts` of the files; None if there is none.
+    """Describe the first damaged file in share `part` of `parts` of the files, or None.
 
-    Without `checksums` no file is read: only missing files and wrong sizes are found.
+    Without `checksums` nothing is read: only missing files and wrong sizes are found.
     """
     for name in sorted(entries)[part::parts]:
         path, due = folder / name, entries[name]

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object per step, in step order, and the figures of a whole run computed from it."""
+"""`metrics.jsonl`: a JSON object per step, in order, and the figures of a whole run."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ MEAN_FIELDS = ("step_s", "decode_s", "train_s", "score_exposed_s", "critic_updat
 class MetricsLog:
     """Appends the lines of a run.
 
-    A line may be completed after the next one is begun (the critic's update of step n ends while the actor decodes step n +
-    1).  It is written once every earlier line is; `close` writes the rest, and marks lines without an end as `"incomplete":
-    true`.
+    A line may be completed after the next begins, because the critic's update may overlap the next step; it is written after all
+    earlier lines.  `close` writes incomplete ones with `"incomplete": true`.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -35,7 +34,6 @@ class MetricsLog:
         self._last_step: int | None = None
 
     def stage(self, step: int, fields: Mapping[str, Any]) -> None:
-        """Begin the line of `step`."""
         assert self._last_step is None or step > self._last_step, f"line {step} begun after line {self._last_step}"
         assert len(self._lines) < MAX_PENDING, f"lines {list(self._lines)} wait to be completed"
         self._last_step = step
@@ -57,7 +55,7 @@ class MetricsLog:
         self.complete(step)
 
     def close(self) -> None:
-        """Write the pending lines and close the file; may be called again."""
+        """Write pending lines and close the file; may be called again."""
         for step, line in self._lines.items():
             self._write(line if step in self._ready else {**line, "incomplete": True})
         self._lines.clear()
@@ -75,7 +73,7 @@ class MetricsLog:
 
 
 def iter_json_lines(path: str | os.PathLike[str], wanted: Callable[[bytes], bool] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSONL file, without a last line that a crash cut short; another bad line is a DataError.
+    """Yield the objects of a JSONL file, except a cut last line.  Raises DataError for another bad line.
 
     Lines that are not `wanted` are skipped unparsed.
     """
@@ -107,11 +105,11 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def summarise(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Compute the figures of a run; a figure is None if no line has its fields.
+    """Compute the figures of a run; None for one whose fields are missing.
 
-    Times, `tokens_per_s` and `scoring_hidden` (1 - exposed / busy seconds of the scorers, at least 0) leave out the first
-    of more than three steps, which warms up.  `reward_first` and `reward_last` are means over the first and last tenth of
-    the steps, at least 3. `deferred` counts the trained sequences by how often they were carried over a step.
+    Times, `tokens_per_s` and `scoring_hidden` (1 - exposed / busy scorer seconds, at least 0) leave out the first of more than
+    three steps, which warms up.  `reward_first`, `reward_last`: means of the first and last tenth of the steps, at least 3.
+    `deferred`: trained sequences by steps carried over.
     """
     steady = lines[1:] if len(lines) > 3 else lines
     rewards = _values(lines, "reward_mean")

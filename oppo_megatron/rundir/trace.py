@@ -1,4 +1,4 @@
-"""Traces: each rank's spans, recorded while training, merged into one file for Perfetto or chrome://tracing."""
+"""Traces: spans recorded on each rank, merged into one file for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Span:
 
 
 class SpanRecorder:
-    """Records the spans of one rank, from one thread; spans of one role may nest but not cross.
+    """Records one rank's spans, from one thread; spans of a role may nest but not cross.
 
-    Totals are kept for the last `KEPT_STEPS` steps; without a `run_dir` nothing else is.  `clock` (default: `SteadyClock`)
-    gives seconds since the epoch, common to all ranks, and never goes back.
+    Keeps totals of the last `KEPT_STEPS` steps, and spans if there is a `run_dir`.  `clock` (default: `SteadyClock`): epoch
+    seconds, common to all ranks, never going back.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class SpanRecorder:
 
     @contextmanager
     def span(self, name: str, *, role: str, step: int) -> Iterator[None]:
-        """Record the block, also if it raises."""
+        """Record the block, even if it raises."""
         start = self.clock()
         try:
             yield
@@ -60,7 +60,7 @@ class SpanRecorder:
             self.write(span)
 
     def totals(self, step: int, role: str | None = None) -> dict[str, float]:
-        """Seconds by span name in one of the last `KEPT_STEPS` steps, for one role or all; nested spans each count."""
+        """Seconds by span name in one of the last `KEPT_STEPS` steps; nested spans each count."""
         seconds: dict[str, float] = {}
         for (span_role, name), value in self._totals.get(step, {}).items():
             if role is None or span_role == role:
@@ -88,10 +88,9 @@ class SpanRecorder:
 
 
 def merge_traces(run_dir: str | os.PathLike[str]) -> Path | None:
-    """Merge the per-rank files into `trace.json` (Trace Event Format) and remove them; return its path, None without spans.
+    """Merge the per-rank files into `trace.json` (Trace Event Format); return its path, None without spans.
 
-    One rank calls this after every rank's last flush.  Each rank is a process and each (rank, role) a thread.  Spans are
-    read twice instead of being held in memory.
+    One rank calls this after all ranks have flushed; the files are removed.  Spans are read twice instead of held in memory.
     """
     run = RunDirectory(run_dir)
     files = run.rank_traces()

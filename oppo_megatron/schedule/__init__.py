@@ -1,1 +1,1 @@
-"""Schedules as data: every rank's actions, and the packing of its work. No torch, no processes."""
+"""Schedules as data, without torch or processes."""

@@ -1,6 +1,4 @@
-"""Actions of a rank, and schedules of all ranks for one round.
-
-The actor decodes chunk c while the scorers prefill chunk c - 1. The text form ("The action language", docs/schedule.md)::
+"""Actions of a rank, and schedules of all ranks for one round; docs/schedule.md describes the text form::
 
     rank 0
       decode actor m0 c1 s0
@@ -37,10 +35,7 @@ class Payload(Enum):
 
 @dataclass(slots=True, unsafe_hash=True)
 class Action:
-    """One action of one rank, not to be changed; frozen instances take three times as long to create.
-
-    `step` is set for decode micro-steps and their messages, `payload` and `peer` for messages.
-    """
+    """One action of one rank, not to be changed; frozen instances take three times as long to create."""
 
     rank: int
     op: Op
@@ -98,8 +93,6 @@ def parse_action(rank: int, text: str) -> Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Actions of every rank, in execution order."""
-
     actions: Mapping[int, tuple[Action, ...]]
 
     def __iter__(self) -> Iterator[Action]:
@@ -119,7 +112,7 @@ class Schedule:
 
 
 def parse_schedule(text: str) -> Schedule:
-    """Read the text form, without blank lines and `#` comments. Raises ScheduleError with the line number."""
+    """Read the text form. Raises ScheduleError with the line number."""
     actions: dict[int, list[Action]] = {}
     rank: int | None = None
     for number, line in enumerate(text.splitlines(), start=1):

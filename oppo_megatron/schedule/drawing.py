@@ -1,4 +1,4 @@
-"""Timelines as text and pictures: one line per rank, time from left to right."""
+"""Timelines as text and pictures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIN_COLUMNS = 10
 
 
 def render(timeline: Timeline, width: int = 100, faults: Sequence[Fault] = ()) -> str:
-    """Return the grid of ranks and time, at most `width` wide, with a legend; `!` marks faults and stuck ranks."""
+    """Return the grid of ranks and time, at most `width` wide; `!` marks faults and stuck ranks."""
     labels = {rank: f"rank {rank:{len(str(max(timeline.spans)))}} |" for rank in sorted(timeline.spans)}
     shares = {rank: f"| {timeline.bubble(rank):4.0%} idle" for rank in labels}
     room = max(len(labels[rank]) + len(shares[rank]) for rank in labels)
@@ -38,7 +38,6 @@ def render(timeline: Timeline, width: int = 100, faults: Sequence[Fault] = ()) -
 
 
 def failing_times(timeline: Timeline, faults: Sequence[Fault], rank: int) -> list[float]:
-    """Times at which the actions of `faults` start on `rank`, or at which it gets stuck."""
     spans = timeline.spans.get(rank, ())
     end_s = spans[-1].end_s if spans else 0.0
     positions = {fault.position for fault in faults if fault.rank == rank}
@@ -71,7 +70,6 @@ def _column(at_s: float, makespan_s: float, columns: int) -> int:
 
 
 def _row(spans: Sequence[Span], makespan_s: float, columns: int) -> list[str]:
-    """Cells of one rank: the longest action in each, or idle if most of it is."""
     if not makespan_s:
         return [IDLE] * columns
     busy, most = [0.0] * columns, [0.0] * columns
@@ -90,7 +88,6 @@ def _row(spans: Sequence[Span], makespan_s: float, columns: int) -> list[str]:
 
 
 def _cell(cells: Sequence[Span | None], column: int) -> str:
-    """Return one cell of a span: its letter, its micro-batch, then a line."""
     span = cells[column]
     if span is None:
         return IDLE
@@ -138,7 +135,7 @@ MAX_FAULT_LABELS = 8
 
 
 def draw(timeline: Timeline, out_png: str | Path, faults: Sequence[Fault] = (), title: str = "") -> None:
-    """Write the grid as PNG; outlines and names faults and stuck ranks."""
+    """Write the grid as PNG, with faults and stuck ranks outlined."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,6 +1,6 @@
 """Links of a schedule, process groups of a run, and waves of first use.
 
-No two directed links share a group, because decoding and prefill must not wait for each other's messages.
+Directed links share no group, so their messages never wait for each other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def link_of(action: Action) -> Link:
 
 
 class Lane(NamedTuple):
-    """A group and its links: one payload along the pipeline of a tensor shard, or the chunks from one rank."""
+    """A group and its links: one payload of a pipeline, or the chunks from one rank."""
 
     label: str
     ranks: tuple[int, ...]
@@ -51,15 +51,11 @@ def _lane(ranks: tuple[int, ...], role: str, payload: Payload, ends: list[tuple[
 
 
 def links_of(site: Site) -> Iterator[Link]:
-    """Yield every link, in the same order on all ranks."""
     return (link for lane in lanes_of(site) for link in lane.links)
 
 
 def in_waves(links: Sequence[Link]) -> list[tuple[Link, ...]]:
-    """Divide links into waves with at most one link per rank, so that their first use cannot deadlock.
-
-    n links per rank give at most 2 n - 1 waves.
-    """
+    """Divide links into waves with one link per rank at most, so that their first use cannot deadlock."""
     engaged: dict[int, int] = defaultdict(int)  # by rank: its waves, as bits
     waves: list[list[Link]] = []
     for link in links:
@@ -74,7 +70,7 @@ def in_waves(links: Sequence[Link]) -> list[tuple[Link, ...]]:
 
 
 def run_groups(placements: Mapping[str, RolePlacement], trained: Mapping[str, RolePlacement]) -> list[GroupName]:
-    """List a run's process groups, except the world's, in creation order."""
+    """List a run's groups, except the world's, in creation order."""
     site = Site(placements)
     world = tuple(range(1 + max(site.ranks)))
     found = dict.fromkeys(group_name(ALONE, (rank,)) for rank in world)
@@ -85,7 +81,7 @@ def run_groups(placements: Mapping[str, RolePlacement], trained: Mapping[str, Ro
 
 
 def groups_by_rank(groups: Iterable[GroupName]) -> Counter[int]:
-    """Number of each rank's groups, including the world's."""
+    """Count each rank's groups, including the world's."""
     counts = Counter(rank for group in groups for rank in group.ranks)
     return Counter({rank: 1 + count for rank, count in counts.items()})
 
@@ -101,5 +97,5 @@ def most_streams(site: Site) -> int:
 
 
 def calls_of(groups: Iterable[GroupName]) -> int:
-    """`new_group` calls of each rank: one per group of several ranks (also of others), and one for itself."""
+    """Count a rank's `new_group` calls: every group of several ranks, and one for itself."""
     return 1 + sum(group.label != ALONE for group in groups)

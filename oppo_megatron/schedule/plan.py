@@ -1,4 +1,4 @@
-"""How a configuration is scheduled: step plan, generator and planner."""
+"""How a configuration is scheduled."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ from oppo_megatron.schedule.weaving.costs import Costs
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How rollout, scoring and updates overlap.
-
-    `stream`: scorers prefill while the actor decodes. `wait_for_critic`: the next step waits for the critic's update.
-    `forward_ahead`: the actor's update starts before the last scores arrive.
+    """`stream`: score while decoding. `wait_for_critic`: before the next step. `forward_ahead`: update before the last scores
+    arrive.
     """
 
     stream: bool
@@ -44,12 +42,12 @@ def plan_step(config: TrainConfig) -> StepPlan:
 
 
 def delta_rule(overlap: OverlapConfig) -> DeltaConfig:
-    """Return the delta rule; fixed at 0 (plain PPO) without inter-step overlap."""
+    """Return the delta rule; without inter-step overlap, fixed at 0."""
     return overlap.delta if overlap.inter else DeltaConfig(rule="fixed", initial=0, max=0)
 
 
 def round_generator(overlap: OverlapConfig, site: Site) -> str:
-    """Generator's name or the user's function; `auto` is woven only if some rank decodes and scores."""
+    """Generator's name or user's function; `auto` weaves only if some rank decodes and scores."""
     if not overlap.intra:
         return "sequential"
     if overlap.schedule != "auto":
@@ -58,10 +56,7 @@ def round_generator(overlap: OverlapConfig, site: Site) -> str:
 
 
 def late_scorers(site: Site) -> frozenset[str]:
-    """Roles that score only complete batches, because the actor would wait for scorers on other ranks.
-
-    All their ranks are the actor's, whose single stage leaves no bubbles.
-    """
+    """Roles that score only complete batches; otherwise the actor would wait for scorers on other ranks."""
     actor = site.placements["actor"]
     if actor.pp > 1 or not site.listeners:
         return frozenset()
@@ -70,10 +65,7 @@ def late_scorers(site: Site) -> frozenset[str]:
 
 
 def scoring_delay(update_s: float, work: Sequence[float], arrivals: Sequence[float]) -> float:
-    """Seconds that an update before scoring adds to its end; scorers are a queue with one server.
-
-    `work`: seconds per round; `arrivals`: chunk times, awaited after each of the first rounds.
-    """
+    """Seconds that an update before scoring adds to its end; `work`: seconds per round, `arrivals`: chunk times."""
 
     def end(spared_s: float) -> float:
         now = work[0] - spared_s
@@ -96,7 +88,7 @@ def new_planner(
     rank: int | None = None,
     transport: Transport = GLOO,
 ) -> RoundPlanner:
-    """Return a planner without sequences; `limit(seq_id)` bounds a response's tokens."""
+    """`limit(seq_id)`: most tokens of a response."""
     slots = {role: cache_slots(config, role, placement) for role, placement in site.placements.items()}
     each = members(config)
     memo = Memo()
@@ -123,7 +115,7 @@ def new_planner(
 
 
 def cache_slots(config: TrainConfig, role: str, placement: RolePlacement) -> int:
-    """Sequences in one replica's cache: its share of all, or fewer by `runtime.kv_cache_mb`."""
+    """Sequences in one replica's cache, limited by `runtime.kv_cache_mb`."""
     model, share = named_roles(config)[role], share_of_sequences(config, role, placement.dp)
     context, budget_mb = slot_tokens(max_context(config), config.runtime.kv_layout), config.runtime.kv_cache_mb
     if budget_mb is None:

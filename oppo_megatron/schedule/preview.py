@@ -1,4 +1,4 @@
-"""Preview the rounds of a run's first step, with the run's own planner, from its configuration alone."""
+"""Preview the rounds of a run's first step, with the run's own planner."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ from oppo_megatron.schedule.weaving.generators import GENERATORS
 
 @dataclass(frozen=True)
 class Preview:
-    """One round of the first step; `assumed` lists assumptions about its sequences.
-
-    `clock`: decode steps at its end. `changed`: ranks whose order differs from the generator's, because held sends would
-    deadlock.
-    """
+    """`clock`: decode steps at the round's end. `changed`: ranks reordered because held sends would deadlock."""
 
     round: Round
     clock: int
@@ -49,9 +45,7 @@ def preview(
     costs: Costs | None = None,
     transport: Transport = GLOO,
 ) -> Preview:
-    """Plan round `number` (from 1) of the first step. Raises ConfigError if there is none, ScheduleError if a run would refuse
-    it.
-    """
+    """Plan round `number` (from 1). Raises ConfigError if there is none, ScheduleError if a run would refuse it."""
     length = prompt_tokens if prompt_tokens is not None else max(1, config.data.max_prompt_tokens // 2)
     if not 1 <= length <= config.data.max_prompt_tokens:
         raise ConfigError(
@@ -87,14 +81,14 @@ def _rounds(
 
 
 def least_s(round_: Round, site: Site, timeline: Timeline, costs: Costs) -> tuple[float, float]:
-    """Lower bounds in seconds: the actor's part alone, and the busiest rank's work."""
+    """Lower bounds: seconds of the actor alone, and of the busiest rank."""
     alone = replace(round_, prefill={role: work for role, work in round_.prefill.items() if role == "actor"})
     schedule = add_communication(GENERATORS["sequential"](alone, site, costs), alone, site)
     return simulate(schedule, alone, site, costs).makespan_s, max(map(timeline.busy_s, timeline.spans), default=0.0)
 
 
 def first_step(config: TrainConfig, planner: RoundPlanner, prompt_tokens: int) -> Iterator[PlannedRound]:
-    """Yield rounds until the batch is decoded, then until it is scored; they also end where prompts may enter."""
+    """Yield rounds until the batch is scored; they also end where prompts may enter."""
     prompt, chunk, clock = (0,) * prompt_tokens, config.overlap.chunk.tokens, 0
     period = config.overlap.admission_period
     rows = batch_rows(config)

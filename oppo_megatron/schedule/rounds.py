@@ -1,4 +1,4 @@
-"""The work of one round before it is ordered: the input of every generator."""
+"""The work of one round before it is ordered."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oppo_megatron.layout.placements import RolePlacement
 
 
 class Growth(NamedTuple):
-    """`new` tokens (to decode: at most) of a sequence after its `past` cached ones; `rows` of the last give an output."""
+    """`new` tokens (to decode: at most) after `past` cached ones; `rows` of the last give an output."""
 
     seq_id: int
     past: int
@@ -124,7 +124,7 @@ class Batches(Sequence[Batch]):
 
 
 class Fork(NamedTuple):
-    """Copy the first `tokens` cached tokens of `source` (`held` before the round) to `target`, which has none."""
+    """Copy the first `tokens` cached tokens of `source` (`held` before the round) to `target`."""
 
     source: int
     target: int
@@ -133,8 +133,6 @@ class Fork(NamedTuple):
 
 
 class Forks:
-    """Forks of one replica, each made as soon as its source has enough cached."""
-
     def __init__(self, forks: Iterable[Fork]):
         self._waiting: dict[int, list[Fork]] = {}
         for fork in forks:
@@ -154,10 +152,7 @@ class Forks:
 
 @dataclass(frozen=True)
 class Round:
-    """`steps` decode steps and, by role and replica, micro-batches in the required order; the actor prefills before decoding.
-
-    `forks`: prompts cached before or by the round, and not computed again.
-    """
+    """Micro-batches by role and replica, in the required order; the actor prefills before decoding."""
 
     index: int
     steps: int
@@ -180,7 +175,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class KVBudget:
-    """Capacity of one replica's KV cache; `others`: sequences in it outside the round."""
+    """`others`: sequences in the cache outside the round."""
 
     slots: int
     max_length: int
@@ -193,7 +188,7 @@ FAN_OUT = 8
 
 @dataclass(frozen=True)
 class Site:
-    """Ranks of every role. `listeners` hold a scorer but not the actor; `feeds` sends them chunks."""
+    """`listeners` hold a scorer but not the actor."""
 
     placements: Mapping[str, RolePlacement]
 
@@ -208,11 +203,10 @@ class Site:
 
     @cached_property
     def feeds(self) -> Mapping[int, tuple[int, ...]]:
-        """Listeners that each rank sends chunks to, at most FAN_OUT.
+        """Listeners that each rank sends chunks to.
 
-        `source` sends, then other actor ranks, spaced evenly over hosts. If these are too few, listeners pass chunks on, those
-        with the critic last, because its update delays them. Each receives from an earlier one in this order, so no ranks wait in
-        a cycle.
+        Senders are `source`, other actor ranks, spaced over hosts, then earlier listeners, so no ranks wait in a cycle. Those
+        with the critic are last, because its update delays them.
         """
         actor, critic = self.placements["actor"].ranks, self.placements.get("critic")
         first = actor.index(self.source)

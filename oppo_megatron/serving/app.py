@@ -32,15 +32,14 @@ Found = TypeVar("Found")
 Message = TypeVar("Message", bound=BaseModel)
 
 REST_BYTES = 64 << 20
-"""Bytes of a refused body that are taken and dropped before the answer: clients send a body before they read."""
+"""Bytes of a refused body that are read and dropped before answering: clients send before they read."""
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits of one request: bytes of its body, items, characters of one prompt or response, seconds for its body to arrive.
+    """Limits per request: body bytes, items, characters of a text, seconds to receive the body.
 
-    `max_waiting`: requests that are being scored or wait for it; more are answered with 429, as are more than `max_coming`
-    whose bodies are on their way.
+    More than `max_waiting` requests in scoring or `max_coming` arriving bodies get 429.
     """
 
     max_bytes: int = 8 << 20
@@ -80,7 +79,7 @@ class Extension(BaseModel):
 
 
 class Known(BaseModel):
-    """How many tokens of a sequence the service has; its score, once it is whole."""
+    """Tokens that the service has of a sequence, and its score once complete."""
 
     id: int
     known: int
@@ -91,10 +90,9 @@ Extend = Callable[[str, Sequence[Piece]], list[Known]]
 
 
 class Gate(Generic[Asked, Found]):
-    """Takes one request after the other through all checks, cheapest first, then to the scorer.
+    """Takes requests through all checks, cheapest first, then to the scorer.
 
-    `read` makes of a body what `score` is asked, or raises Refusal.  Scoring runs on one thread of its own: user code need
-    not be thread-safe, and requests are read meanwhile.
+    `read` parses a body for `score`, or raises Refusal.  Scoring has its own thread, because user code need not be thread-safe.
     """
 
     def __init__(
@@ -106,7 +104,7 @@ class Gate(Generic[Asked, Found]):
         self._waiting = self._coming = 0
 
     async def answer(self, request: Request) -> tuple[Asked, Found]:
-        """Return the request and the scorer's result.  Raises Refusal."""
+        """Return the request and its result.  Raises Refusal."""
         refusal = self._refused(request)
         try:
             body = await asyncio.wait_for(self._body(request, refusal), self._limits.read_s)
@@ -138,7 +136,7 @@ class Gate(Generic[Asked, Found]):
         return None
 
     async def _body(self, request: Request, refusal: Refusal | None) -> bytes:
-        """The body; of a request that is refused, or is too large, the rest is dropped.  Raises Refusal."""
+        """Read a body; drop the rest of a refused or too large one.  Raises Refusal."""
         content, num_bytes, kept = bytearray(), 0, refusal is None
         self._coming += kept
         try:
@@ -158,7 +156,7 @@ class Gate(Generic[Asked, Found]):
 
 
 def read_message(kind: type[Message], body: bytes, what: str) -> Message:
-    """The body as a message of this kind.  Raises Refusal, which does not repeat what was sent."""
+    """Parse a body.  Raises Refusal, which does not repeat it."""
     try:
         return kind.model_validate(read_strict_json(body.decode("utf-8")))
     except ValidationError as error:
@@ -190,7 +188,7 @@ def new_app() -> FastAPI:
     @app.exception_handler(Refusal)
     async def refuse(request: Request, refusal: Exception) -> JSONResponse:
         assert isinstance(refusal, Refusal)
-        # The rest of a body that is not read would be taken for the next request of the connection.
+        # An unread rest of a body would be taken for the connection's next request.
         headers = {"Connection": "close"} | ({"Retry-After": "1"} if refusal.status == 429 else {})
         return JSONResponse({"error": str(refusal)}, refusal.status, headers)
 
@@ -198,7 +196,7 @@ def new_app() -> FastAPI:
 
 
 def build_app(score: Scorer, token: SecretStr | None, limits: RequestLimits = LIMITS) -> FastAPI:
-    """The service.  `score` gives a number for each item, or raises RewardError; it is called from one thread only."""
+    """The service.  `score`, called from one thread, returns a number per item or raises RewardError."""
     app = new_app()
     gate = Gate(partial(_read_items, limits), score, limits, token)
 
@@ -212,7 +210,7 @@ def build_app(score: Scorer, token: SecretStr | None, limits: RequestLimits = LI
 
 
 def build_stream_app(extend: Extend, token: SecretStr | None, limits: RequestLimits = LIMITS) -> FastAPI:
-    """The service.  `extend` is called from one thread only; it may raise RewardError."""
+    """The streaming service.  `extend` is called from one thread; it may raise RewardError."""
     app = new_app()
     gate = Gate(partial(_read_extension, limits), lambda asked: extend(asked.session, asked.rows), limits, token)
 

@@ -1,4 +1,4 @@
-"""A reward model on this process, which scores whole sequences.  S: sequences of a micro-batch."""
+"""A reward model in this process that scores whole sequences.  S: sequences of a micro-batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from oppo_megatron.rewards.protocol import Item
 def open_reward_model(
     reward: RoleConfig, runtime: RuntimeConfig, *, max_tokens: int, vocab_size: int | None = None
 ) -> Iterator[tuple[RoleModel, torch.device]]:
-    """The model and its device.  `vocab_size`: of the tokenizer, if texts are tokenized here."""
+    """Yield the model and its device.  `vocab_size`: of the tokenizer, if texts are tokenized here."""
     choose_device(runtime)
     shape = read_hf_config(reward)
     if problems := check_shape("reward", shape, ParallelConfig(), max_tokens, vocab_size or shape["vocab_size"]):
@@ -45,7 +45,7 @@ def open_reward_model(
 
 @dataclass(frozen=True)
 class ModelScorer:
-    """The scalar at the last token, as `oppo train` computes it with the reward model on its own ranks."""
+    """The scalar at the last token, as `oppo train` computes it on its own ranks."""
 
     model: RoleModel
     tokenizer: Tokenizer
@@ -54,7 +54,7 @@ class ModelScorer:
     device: torch.device
 
     def scores(self, items: Sequence[Item]) -> list[float]:
-        """One score an item.  Raises RewardError for a sequence that is too long, or whose ids are not the model's."""
+        """A score per item.  Raises RewardError for a sequence too long or with unknown ids."""
         sequences = [self._tokens(item) for item in items]
         batches = pack_at(sequences, [[len(s) - 1] for s in sequences], self.micro_batch_tokens, self.device)
         if self.device.type == "cuda":
@@ -63,7 +63,7 @@ class ModelScorer:
         return join_rows(outputs, [1] * len(items), batches).tolist()
 
     def _tokens(self, item: Item) -> list[int]:
-        """The ids that were sent; else those of prompt and response, and the end of a whole response."""
+        """The ids sent, else those of prompt, response and EOS."""
         tokens = item.tokens
         if tokens is None:
             tokens = [*encode_prompt(self.tokenizer, item.prompt + item.response), self.tokenizer.eos_id]

@@ -1,4 +1,4 @@
-"""The scorer of a service: the weighted sum of its parts.  Importing this needs none of the packages that serve."""
+"""A service's scorer: the weighted sum of its parts.  Importable without the serving packages."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ModelScores = Callable[[Sequence[Item]], Sequence[float | None]]
 
 
 def build_rewards(config: ServeConfig, environment: Mapping[str, str]) -> RewardSum:
-    """The service's sum.  Its isolated parts do not see the service's token."""
+    """Build the service's sum; isolated parts do not see the service's token."""
     inherited = {name: value for name, value in environment.items() if name != config.token_env}
     return build_reward_functions(config.rewards, inherited)
 
 
 def try_parts(config: ServeConfig, environment: Mapping[str, str]) -> list[str]:
-    """Try token, rewards and tokenizer without loading a model or listening.  Returns a line about the rewards."""
+    """Try token, rewards and tokenizer without loading a model; return a line about them."""
     if config.token_env is not None:
         read_token(config.token_env, environment)
     if config.streams:
@@ -38,7 +38,7 @@ def try_parts(config: ServeConfig, environment: Mapping[str, str]) -> list[str]:
 
 @contextmanager
 def open_model_scores(config: ServeConfig, rewards: RewardSum) -> Iterator[ModelScores]:
-    """The reward model's scores of items; None for each without a model.  Raises ConfigError or CheckpointError."""
+    """Yield the reward model's scores of items (None without a model).  Raises ConfigError or CheckpointError."""
     if not rewards.needs_model:
         yield lambda items: [None] * len(items)
         return
@@ -50,7 +50,7 @@ def open_model_scores(config: ServeConfig, rewards: RewardSum) -> Iterator[Model
 
 @contextmanager
 def open_scorer(config: ServeConfig, environment: Mapping[str, str]) -> Iterator[Scorer]:
-    """Raises ConfigError or CheckpointError, before anything is served, if a model cannot be loaded."""
+    """Open the service's scorer.  Raises ConfigError or CheckpointError if a model cannot be loaded."""
     with closing(build_rewards(config, environment)) as rewards, open_model_scores(config, rewards) as model_scores:
         yield lambda items: [
             rewards.score(item.prompt, item.response, item.fields, score, item.id)

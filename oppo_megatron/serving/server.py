@@ -1,7 +1,6 @@
-"""The process of a service: a socket, uvicorn on it, until it is asked to stop.
+"""The process of a service: uvicorn on a socket, until asked to stop.
 
-A client is not known before its headers have come, because the token is in them.  So headers have a deadline, and no connection
-is refused because many wait: the one that has waited longest is closed.
+Headers hold the token and have a deadline.  Waiting clients are unknown, so none is refused: the longest waiting is closed.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from oppo_megatron.serving.stream_scorer import open_stream_scorer
 
 HEADER_S = 10.0
 MOST_WAITING = 256
-"""Connections without a request under way: nothing or a part of the headers has come, or they are kept alive."""
+"""Connections without a request in progress: headers incomplete, or kept alive."""
 GRACE_S = 5
 LATE = b"the headers of a request did not come in time"
 
 
 class GuardedProtocol(H11Protocol):
-    """uvicorn's, with a deadline for the headers of each request, and a bound on the connections that wait for one."""
+    """uvicorn's protocol, with a deadline for headers and a bound on waiting connections."""
 
     header_s: float
     most_waiting: int
@@ -57,7 +56,7 @@ class GuardedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """The peer breaks the protocol, perhaps in the body of a request, whose answer may have begun."""
+        """Handle a protocol violation, perhaps in the body of a request whose answer has begun."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True  # what the application still says goes nowhere
             self.cycle.message_event.set()
@@ -82,7 +81,6 @@ class GuardedProtocol(H11Protocol):
             del self.waiting[self]
 
     def cut(self) -> None:
-        """Close at once, without an answer."""
         self._end_wait()
         self.transport.abort()
 
@@ -95,7 +93,6 @@ class GuardedProtocol(H11Protocol):
 
 
 def server_settings(app: FastAPI, header_s: float = HEADER_S, most_waiting: int = MOST_WAITING) -> uvicorn.Config:
-    """How a service is served."""
     limits = {"header_s": header_s, "most_waiting": most_waiting, "waiting": {}}
     return uvicorn.Config(
         app,
@@ -109,9 +106,9 @@ def server_settings(app: FastAPI, header_s: float = HEADER_S, most_waiting: int 
 
 
 def serve(config: ServeConfig, environment: Mapping[str, str], say: Callable[[str], None]) -> None:
-    """Serve until interrupted; calls `say` with the address once requests are taken.
+    """Serve until interrupted; calls `say` with the address when ready.
 
-    Raises ConfigError for a token that is missing or an address that cannot be had, before a model is loaded.
+    Raises ConfigError for a missing token or unusable address before loading a model.
     """
     token = None if config.token_env is None else read_token(config.token_env, environment)
     with (
@@ -136,7 +133,7 @@ def _open_app(config: ServeConfig, environment: Mapping[str, str], token: Secret
 
 
 def bound_socket(host: str, port: int, *, guarded: bool) -> socket.socket:
-    """Return a bound socket that does not listen yet; only loopback addresses if no token guards the service."""
+    """Return a bound socket, not yet listening; without a token (`guarded`), loopback only."""
     found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -1,6 +1,4 @@
-"""A reward model that sequences are streamed to: each token is prefilled once, onto the sequence's own KV cache.  T: packed
-tokens, R: rows of interest.
-"""
+"""A reward model for streamed sequences, which prefills each token once.  T: packed tokens, R: rows of interest."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ Name = tuple[str, int]
 
 @dataclass
 class _Held:
-    """A sequence in the cache, by its number there.  `checksum`: of its `known` tokens."""
+    """A cached sequence and its number there.  `checksum`: of its `known` tokens."""
 
     number: int
     known: int = 0
@@ -33,7 +31,7 @@ class _Held:
 
 
 class StreamScorer:
-    """Caches of up to `sequences` sequences; the one unused for the longest makes room for another."""
+    """Caches of up to `sequences` sequences; the least recently used one is evicted."""
 
     def __init__(self, model: RoleModel, *, sequences: int, max_tokens: int, micro_batch_tokens: int):
         self.model, self.max_tokens, self.micro_batch_tokens = model, max_tokens, micro_batch_tokens
@@ -43,10 +41,10 @@ class StreamScorer:
 
     @torch.no_grad()
     def extend(self, session: str, pieces: Sequence[Piece]) -> list[Known]:
-        """Take the pieces; whole sequences are scored at their last token, and forgotten.
+        """Take the pieces; complete sequences are scored at their last token and forgotten.
 
-        Raises RewardError for tokens that the model cannot read; then nothing is taken.  If a piece fails otherwise, its sequence
-        is forgotten, because a part of its tokens may be cached.
+        Raises RewardError for unreadable tokens before taking any.  Another failure drops the piece's sequence, whose tokens may
+        be partly cached.
         """
         for piece in pieces:
             self._check(piece)
@@ -97,7 +95,7 @@ class StreamScorer:
         return held
 
     def _make_room(self) -> None:
-        """Close a sequence whose closing has failed before; else forget the one unused for the longest."""
+        """Close a sequence whose closing failed before, else the least recently used one."""
         known = {held.number for held in self._held.values()}
         left = next((number for number in self.cache.seq_ids if number not in known), None)
         if left is None:
@@ -132,7 +130,7 @@ class StreamScorer:
 
 @contextmanager
 def open_stream_scorer(config: ServeConfig) -> Iterator[StreamScorer]:
-    """Load the reward model.  Raises CapacityError for a cache that memory does not hold."""
+    """Load the reward model.  Raises CapacityError if memory cannot hold the cache."""
     assert config.reward is not None, "a rule of ServeConfig"
     with open_reward_model(config.reward, config.runtime, max_tokens=config.max_tokens) as (model, _):
         caches = f"making KV caches for {config.sequences} sequences of {config.max_tokens} tokens"

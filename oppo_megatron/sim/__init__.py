@@ -1,1 +1,1 @@
-"""Simulate the cost of a run on a described cluster: devices, links, laws of seconds, virtual time."""
+"""Simulate the cost of a run on a described cluster."""

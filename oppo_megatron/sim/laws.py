@@ -32,8 +32,8 @@ WIDTH = 2
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Values of a layer on a tensor rank: `weights` of its products; per token, `moved` through them, `hidden` between them,
-    `inner` in rotations and activation.
+    """Values of a layer on a tensor rank: `weights` of products; per token, `moved` by them, `hidden`, `inner` in rotations
+    and activation.
     """
 
     weights: float
@@ -93,7 +93,6 @@ class LayerLaw:
         return 4 * sizes.queries * pairs / (self.gpu.efficiencies.attention * self.gpu.flops)
 
     def cached_attention_s(self, sizes: LayerSizes, positions: float) -> float:
-        """Attention in decoding, which reads `positions` in all."""
         return WIDTH * sizes.keys * positions / (self.gpu.efficiencies.memory * self.gpu.bytes_per_s)
 
     def head_s(self, shape: Shape, tp: int, rows: float) -> float:
@@ -102,7 +101,6 @@ class LayerLaw:
         return max(compute, WIDTH * size / (by.memory * self.gpu.bytes_per_s))
 
     def plain_s(self, num_bytes: float) -> float:
-        """Memory-bound passes over large tensors."""
         return num_bytes / (self.gpu.efficiencies.plain * self.gpu.bytes_per_s)
 
 
@@ -141,7 +139,7 @@ def scatter_s(cluster: Cluster, group: Group, payload: float) -> float:
 
 
 def send_s(cluster: Cluster, payload: float, *, between: bool, beside: int = 1) -> float:
-    """Seconds of a message; `beside` concurrent ones share a node's NICs."""
+    """`beside` concurrent messages share a node's NICs."""
     if not between:
         return cluster.inside.send.seconds(payload, 1)
     network = network_of(cluster)
@@ -149,7 +147,6 @@ def send_s(cluster: Cluster, payload: float, *, between: bool, beside: int = 1) 
 
 
 def nic_rate(network: Between, beside: int) -> float:
-    """Bytes per second of each of `beside` flows: at most a NIC."""
     return NIC_SHARE * network.bytes_per_s * min(1.0, network.nics / beside)
 
 
@@ -189,17 +186,14 @@ class Moves:
     _parts: list[tuple[Ints, Ints, float, int]] = field(default_factory=list)
 
     def add(self, source: int, target: int, num_bytes: float) -> None:
-        """Add a message; free within a rank."""
         self.add_all(np.array([source]), np.array([target]), num_bytes)
 
     def add_all(self, sources: Ints, targets: Ints, num_bytes: float, times: int = 1) -> None:
-        """Add `times` messages from each source to its target."""
         apart = sources != targets
         if num_bytes > 0 and apart.any():
             self._parts.append((sources[apart], targets[apart], num_bytes, times))
 
     def seconds(self) -> float:
-        """Time of the fullest rank or node, with a latency per 64 MiB."""
         if not self._parts:
             return 0.0
         cluster = self.cluster

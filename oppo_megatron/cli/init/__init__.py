@@ -1,4 +1,4 @@
-"""`oppo config --init CASE`: write a configuration to start from and the files that it needs, and print the next commands."""
+"""`oppo config --init CASE`: writes a starting configuration and the files it needs, and prints the next commands."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SUFFIXES = (".yaml", ".yml")
 PROBLEMS = {"sft": 14400, "pairs": 2000, "prompts": 4000, "heldout": 200}
 """Rows of each generated file."""
 COMMENTS_AT = 33
-"""The column of the templates' comments."""
+"""Column of the templates' comments."""
 _PLACE = re.compile(r"@(?:path:(?P<path>[^@]+)|(?P<name>actor|reward|data|heldout))@")
 _LINE_WITH_PLACE = re.compile(r"^(.*?@[a-z].*?)(?: +(#.*))?$", re.MULTILINE)
 _PLAIN = re.compile(r"[A-Za-z0-9_./~][A-Za-z0-9_./~+-]*")
@@ -36,11 +36,11 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./~][A-Za-z0-9_./~+-]*")
 
 @dataclass(frozen=True)
 class Case:
-    """A starting point, whose configuration is made from the template NAME.yaml.
+    """A starting point, made from the template NAME.yaml.
 
-    `paths`: the paths that the user may name, with their defaults in the configuration's folder; `files`: further files there,
-    with their templates; `before`: commands before `oppo {kind}` (`{here}`: the folder with a slash, or the name of a path);
-    `made`: the paths that they make.
+    `paths`: paths the user may name, with defaults in the configuration's folder.  `files`: further files there, with their
+    templates.  `before`: commands before `oppo {kind}` (`{here}`: the folder with a slash, or a path's name); `made`: paths they
+    make.
     """
 
     name: str
@@ -55,17 +55,16 @@ class Case:
 
     @property
     def config(self) -> Path:
-        """Default path of the configuration file."""
         return Path(f"{self.preset if self.kind == 'train' else self.name.removeprefix('hh-')}.yaml")
 
     @property
     def commands(self) -> tuple[str, ...]:
-        """The next commands; `{config}` stands for the configuration."""
+        """The next commands, with `{config}` for the configuration."""
         plan = ("oppo train {config} --dry-run",) if self.kind == "train" else ()
         return (*self.before, "oppo validate {config}", *plan, f"oppo {self.kind} {{config}}")
 
     def texts(self, config: Path, paths: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
-        """Yield each file to write and its text, the configuration first."""
+        """Yield each file to write with its text, the configuration first."""
         sources = {config: f"{self.name}.yaml"} | {config.parent / name: source for name, source in self.files.items()}
         beside = {name: str(config.parent / path) for name, path in self.paths.items()}
         for target, source in sources.items():
@@ -74,10 +73,10 @@ class Case:
 
 
 def _filled(text: str, here: Path, paths: Mapping[str, str]) -> str:
-    """Replace `@path:X@` by X below the configuration's folder and `@actor@` by the user's actor."""
+    """Replace `@path:X@` by X in the configuration's folder, and `@actor@` by the user's actor."""
 
     def value(place: re.Match[str]) -> str:
-        """A YAML scalar that is also valid within braces; `${` (a reference) is escaped."""
+        """A YAML scalar that is also valid in braces, with `${` (a reference) escaped."""
         path = str(here / place["path"]) if place["path"] else paths[place["name"]]
         return path if _PLAIN.fullmatch(path) else json.dumps(path.replace("${", r"\${"), ensure_ascii=False)
 
@@ -166,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(case: Case, config: Path, given: Mapping[str, str], force: bool) -> None:
-    """Write the files of the case, or none of them: raises ConfigError if one exists and `force` is not given."""
+    """Write all files of the case, or none: raises ConfigError if one exists and `force` is not set."""
     if config.suffix not in SUFFIXES:
         raise ConfigError(f"--out is `{config}`, but a configuration ends in .yaml; name a file, as in --out ppo.yaml")
     texts = dict(case.texts(config, given))
@@ -204,7 +203,7 @@ def _summary(case: Case, config: Path, given: Mapping[str, str]) -> Iterator[str
 
 
 def _missing(case: Case, config: Path) -> dict[Path, list[str]]:
-    """Return the missing files and folders that the configuration names and no next command makes, with their keys."""
+    """Return the missing paths of the configuration that no next command makes, with their keys."""
     made = {config.parent / path for path in case.made}
     missing: dict[Path, list[str]] = {}
     for key, path in named_paths(load_config(COMMANDS[case.kind], config)):

@@ -8,7 +8,7 @@ from oppo_megatron.cli.parser import add_debug_argument
 from oppo_megatron.cli.plan import measure, schedule, search, simulate
 
 MODES = {"search": search, "simulate": simulate, "schedule": schedule, "measure": measure}
-"""Each module has HELP (a line), `add_arguments` and `run`."""
+"""Each module has HELP (one line), `add_arguments` and `run`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

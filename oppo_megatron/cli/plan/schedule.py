@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         transport = TRANSPORTS[args.transport]
     else:  # without torch, the device of `runtime.device: auto` is unknown
         transport = transport_of(config.runtime.device, os.environ, most_streams(Site(placements)))
-    # An order that the user names is drawn unchanged; else it is planned by the transport's rules, as in a run.
+    # Draw an order named by the user unchanged; otherwise plan by the transport's rules, as in a run.
     planned_by = GLOO if args.generator or args.source or not transport.made else transport
     shown = preview(
         config, args.round, prompt_tokens=args.prompt_tokens, generator=args.generator, costs=costs, transport=planned_by

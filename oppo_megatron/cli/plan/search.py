@@ -54,7 +54,7 @@ HELP = "search the fastest ranks and layouts on a cluster that a file describes"
 OUT = Path("runs/plan")
 MARGIN = 0.1
 WIDE = 240
-"""Columns of the output if it is not a terminal."""
+"""Output columns if it is not a terminal."""
 PARTS = {
     "step": "step_s", "decode": "decode_s", "exp. scoring": "score_exposed_s", "update": "update_s",
     "exp. critic": "critic_exposed_s", "weights": "reallocate_s", "idle": "idle_s",
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def load_task(args: argparse.Namespace) -> Task:
-    """Read the configuration, without its ranks and layouts, and the cluster.  Raises ConfigError."""
+    """Read the cluster, and the configuration without its placement.  Raises ConfigError."""
     cluster = read_cluster(args.cluster)
     given = given_settings(args, cluster)
     overrides = [*given, *AUTO, *_unlaid(read_tree(args.config, given))]
@@ -103,7 +103,7 @@ def load_task(args: argparse.Namespace) -> Task:
     check_lengths(config)
 
     def check(planned: TrainConfig) -> list[str]:
-        """Check without tokenizers and weights: no plan depends on them, and they take seconds to read."""
+        """Check without tokenizers and weights: no plan depends on them, and reading them takes seconds."""
         return [*check_train(planned, inputs=False, models=False), *layout_problems(planned)]
 
     lengths, tokens = even_lengths(config), prompt_tokens(args, config)
@@ -111,7 +111,7 @@ def load_task(args: argparse.Namespace) -> Task:
 
 
 def given_settings(args: argparse.Namespace, cluster: Cluster) -> list[str]:
-    """Return the overrides of the command line, and the cluster's default dtype."""
+    """Overrides of the command line, and the cluster's default dtype."""
     given = [*args.overrides, *forced_lengths(args)]
     runtime = read_tree(args.config, given).get("runtime")
     if not isinstance(runtime, Mapping) or runtime.get("dtype") is None:
@@ -189,7 +189,6 @@ def _as_configured(args: argparse.Namespace, task: Task, best: Played) -> str:
 
 
 def _write(out: Path, task: Task, best: Played, record: Mapping[str, Any]) -> None:
-    """Write plan.yaml, plan.json and costs.json of the first plan."""
     out.mkdir(parents=True, exist_ok=True)
     dump_config(best.config, out / "plan.yaml")
     write_json(out / "plan.json", record)
@@ -252,7 +251,7 @@ def _table(title: str, names: Sequence[str], texts: Sequence[str]) -> Table:
 
 
 def _short(layout: str) -> str:
-    """Return a layout without its sizes of 1: `tp 4 dp 2`."""
+    """A layout without its sizes of 1: `tp 4 dp 2`."""
     parts = [part for part in layout.replace(" with ", " x ").split(" x ") if not part.endswith(" 1")]
     return " ".join(parts) or "1"
 

@@ -1,4 +1,4 @@
-"""`oppo plan simulate`: simulate the steps of a run in virtual time, without models."""
+"""`oppo plan simulate`: simulate a run's steps in virtual time, without models."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ COLUMNS = {
 
 
 class Variant(NamedTuple):
-    """One run of a sweep: the configuration in `mode` (None: as it is), with `overrides`."""
+    """One run of a sweep: the configuration in `mode` (None: unchanged), with `overrides`."""
 
     mode: str | None
     overrides: tuple[str, ...]
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def variants(modes: str | None, sweeps: Sequence[str]) -> list[Variant]:
-    """Return every mode of `modes` with every value of `sweeps` ("a.b=1,2").  Raises ConfigError."""
+    """Combine every mode of `modes` with every value of `sweeps` ("a.b=1,2").  Raises ConfigError."""
     names = [None] if modes is None else [name.strip() for name in modes.split(",")]
     unknown = [name for name in names if name is not None and name not in MODES]
     problems = [f"--modes {name}: not a mode; the modes are {', '.join(MODES)}" for name in unknown]
@@ -140,7 +140,6 @@ def variants(modes: str | None, sweeps: Sequence[str]) -> list[Variant]:
 
 
 def _configured(args: argparse.Namespace, variant: Variant) -> TrainConfig:
-    """Return the checked configuration of a variant.  Raises ConfigError."""
     config = load_train(args.config, [*args.overrides, *forced_lengths(args), *variant.overrides], inputs=False)
     prompt_tokens(args, config)
     if config.debug.lengths is None:
@@ -182,7 +181,6 @@ def _simulated(args: argparse.Namespace, variant: Variant, config: TrainConfig, 
 
 
 def _row(name: str, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return means over the steps."""
     keys = set(COLUMNS.values()) - {"run", "deferrals", "tokens_per_s", "speedup"}
     return {
         "run": name,

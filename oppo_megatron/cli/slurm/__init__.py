@@ -1,4 +1,4 @@
-"""`oppo launch slurm`: writes the sbatch script of a configuration, and shows the requested resources."""
+"""`oppo launch slurm`: writes a configuration's sbatch script, and shows the requested resources."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ def _check_files(args: argparse.Namespace) -> None:
 
 
 def packaged(name: str) -> str:
-    """Return the text of a file of launch/slurm, to which `files/` leads."""
+    """Text of a file of launch/slurm, to which `files/` links."""
     return (files(__package__) / "files" / name).read_text(encoding="utf-8")
 
 
 def _script(job: Job, command: str) -> str:
-    """Return the sbatch script: the template with the job's values and job.sh put into it; `command` is what wrote it."""
+    """Return the sbatch script: the template with the job's values and job.sh; `command` wrote it."""
     environment = Environment(  # noqa: S701  (a shell's script: values are quoted by shlex, or checked by `plan_job`)
         loader=PackageLoader(__package__, ""),
         undefined=StrictUndefined,
@@ -114,7 +114,7 @@ def _script(job: Job, command: str) -> str:
 
 
 def _command(args: argparse.Namespace) -> str:
-    """Return the command that writes the same script again."""
+    """Return the command that writes the same script."""
     words = ["oppo", "launch", "slurm", str(args.config), *args.overrides]
     for name, value in vars(args).items():
         if name not in ("command", "system", "config", "overrides", "debug", "run") and value not in (None, False):

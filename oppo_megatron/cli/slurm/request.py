@@ -1,4 +1,4 @@
-"""The Slurm resources of a configuration: nodes, tasks, GPUs, and the reasons if it does not fit.  Starts and writes nothing."""
+"""The Slurm resources of a configuration (nodes, tasks, GPUs), or why it does not fit.  Starts and writes nothing."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ GPUS_PER_NODE = 8
 LONGEST_SIGNAL_S = 65535  # the largest time that sbatch accepts after the @ of --signal
 _TIME = re.compile(r"(?:(?P<d>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+))?(?::(?P<ds>\d+))?|(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?)")
 _PLAIN = re.compile(r"[^\s'\"\\`$]+")
-"""Text that may appear in an #SBATCH line without quotes."""
+"""Text that needs no quotes in an #SBATCH line."""
 
 
 class PartOptions(NamedTuple):
-    """User options for one kind of node."""
-
     gpus_per_node: int | None = None
     ranks_per_node: int | None = None
     partition: str | None = None
@@ -37,7 +35,7 @@ class PartOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """A component of the job: nodes of one kind.  `gpus_per_node` is 0 if the run computes on CPUs."""
+    """A component of the job: nodes of one kind.  `gpus_per_node` is 0 for a run on CPUs."""
 
     name: str
     num_ranks: int
@@ -53,7 +51,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Job:
-    """The requested resources.  `parts` has one component, or one each for the actor and the scorers."""
+    """The requested resources.  `parts`: one component, or one each for actor and scorers."""
 
     options: argparse.Namespace
     name: str
@@ -90,7 +88,7 @@ class Job:
 
 
 def plan_job(config: TrainConfig, options: argparse.Namespace) -> Job:
-    """Return the job.  Raises ConfigError, with all problems, if configuration and nodes do not fit."""
+    """Return the job.  Raises ConfigError with all problems if configuration and nodes do not fit."""
     problems = [*_option_problems(options), *_time_problems(config, options)]
     parts: list[Part] = []
     for name, num_ranks, wanted in _split(config, options, problems):
@@ -111,7 +109,7 @@ def plan_job(config: TrainConfig, options: argparse.Namespace) -> Job:
 
 
 def time_limit_s(text: str) -> int | None:
-    """Return the seconds of a Slurm time limit: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S; None if it is not one."""
+    """Seconds of a Slurm time limit (M, M:S, H:M:S, D-H, D-H:M, D-H:M:S), or None if invalid."""
     match = _TIME.fullmatch(text)
     if match is None:
         return None
@@ -233,7 +231,7 @@ def _notes(config: TrainConfig, parts: Sequence[Part], placements: Sequence[tupl
 
 
 def _nodes(parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
-    """Return the component and the number of each node."""
+    """Yield each node's component and number."""
     node = 0
     for part in parts:
         for _ in range(part.num_nodes):

@@ -22,7 +22,9 @@ EXIT_STALLED = 2  # as every error that is not a defect
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended: bad input, a defect (`message` is a traceback), a symptom (a peer did not come), or a stall."""
+    """`input`: the user can correct it; `defect`: `message` is a traceback; `symptom`: a peer did not come; `stall`: names
+    the stalled rank.
+    """
 
     rank: int
     time_s: float
@@ -30,7 +32,7 @@ class Failure:
     message: str
 
     def leave(self, folder: Path) -> None:
-        """Write it atomically. A rank may write one of each kind (watchdog and main thread)."""
+        """Write it atomically; watchdog and main thread may write one each."""
         path = folder / f"{self.rank}.{self.kind}.json"
         aside = path.with_suffix(".part")
         aside.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -48,9 +50,7 @@ def read_failures(folder: Path) -> Iterator[Failure]:
 
 @contextmanager
 def noted(rank: int, what: str, environment: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Keep a file during a user's code: native code may end the process without a trace. Without a launcher, a crash writes
-    the stack to stderr.
-    """
+    """Keep a file during a user's code, which may end the process silently. Without a launcher, a crash writes its stack."""
     if FOLDER in environment:
         path = Path(environment[FOLDER]) / f"{rank}{CALLS}"
         path.write_text(what, encoding="utf-8")
@@ -74,7 +74,7 @@ def ended_within(folder: Path) -> dict[int, str]:
 
 
 def end_stalled(rank: int, command: str, message: str, environment: Mapping[str, str] = os.environ) -> NoReturn:
-    """End this process at once: its main thread may be in a call that cannot be interrupted."""
+    """End at once: the main thread may be in a call that cannot be interrupted."""
     if FOLDER in environment:
         Failure(rank, time.time(), "stall", message).leave(Path(environment[FOLDER]))
     else:

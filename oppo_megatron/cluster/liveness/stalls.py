@@ -1,9 +1,4 @@
-"""Find a stalled rank from notes that the ranks' watchdogs write to a store. A run has stalled if for the deadline
-
-    a rank writes no notes           it is stopped, dead, or a call holds its interpreter
-    a rank neither moves nor waits   an endless function, or a file system that does not answer
-    no rank moves                    a circle of waits, or a lost message
-"""
+"""Find a stalled rank from notes in a store: a rank that writes none, a rank that neither moves nor waits, or no rank moves."""
 
 from __future__ import annotations
 
@@ -105,8 +100,8 @@ def board_at(point: MeetingPoint, ranks: Sequence[int] | None = None) -> Board:
 class Watch:
     """An observer's view of ranks (`whole`: all of the run, so one must move).
 
-    Two looks are at most three ticks apart, so a suspended machine raises no alarm. Extra time: `first_s` for first notes,
-    `later_s` for this observer.
+    At most three ticks count between looks, so a suspended machine raises no alarm. Extra time: `first_s` for first notes,
+    `later_s` here.
     """
 
     def __init__(
@@ -127,7 +122,7 @@ class Watch:
         self._alone = 0.0  # when the others were last within reach
 
     def observe(self, notes: Iterable[Note], *, reaches_others: bool = True) -> None:
-        """Record notes. If the others cannot be read, their silence does not count."""
+        """If the others cannot be read, their silence does not count."""
         now = self._clock()
         passed = min(now - self._last, self._longest_s)
         self._last, self._passed = now, self._passed + passed
@@ -167,7 +162,7 @@ class Watch:
         return [rank for rank in self.live if rank in self.notes and self.notes[rank].alarm]
 
     def stalled(self, own: int | None = None) -> bool:
-        """True if the run has stalled. Rank `own` judges itself if it cannot read the others."""
+        """Rank `own` judges itself if it cannot read the others."""
         limit, live = self._limit_s, self.live
         if own is not None and self.alone_s >= limit:
             return self.still_s(own) >= limit
@@ -178,7 +173,7 @@ class Watch:
         return nobody_moves or any(not self.notes[rank].waits for rank in still)
 
     def describe(self, own: int | None, answered: Collection[int], keeper: str) -> str:
-        """Describe at most `MOST_STATES` ranks, stalled ones first. `answered`: those with a note since the alarm."""
+        """Stalled ranks first. `answered`: ranks with a note since the alarm."""
         live, alone_s = self.live, self.alone_s
         if own is not None and alone_s >= self.deadline_s:
             first = [own]

@@ -1,6 +1,4 @@
-"""Ends all ranks of a host after GRACE_S if one failed or is late to stop, or if the run has stalled and no watchdog can end
-it.
-"""
+"""Ends all ranks of a host: after GRACE_S if one failed or is late to stop, at once in a stall that no watchdog could end."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ class Limits:
 
 
 class Supervisor:
-    """Supervises ranks whose process ids and failures are in `folder`. `told_s`: seconds since they were asked to stop."""
+    """`folder` has the ranks' process ids and failures; `told_s`: seconds since they were asked to stop."""
 
     def __init__(self, folder: Path, point: MeetingPoint, limits: Limits, told_s: Callable[[], float | None]):
         self._folder, self._limits, self._told_s = folder, limits, told_s
@@ -104,7 +102,7 @@ class Supervisor:
         return told_s is not None and limit_s is not None and told_s >= limit_s
 
     def someone_failed(self) -> bool:
-        """True if a watchdog ended a rank, or one ended without `WELL` (only torch's agent can read exit codes)."""
+        """True if a watchdog ended a rank, or one ended without `WELL` (torch's agent alone can read exit codes)."""
         return any(self._folder.glob("*.stall.json")) or any(
             not _runs(rank) and not path.with_suffix(WELL).exists() for path, rank in self._processes().items()
         )

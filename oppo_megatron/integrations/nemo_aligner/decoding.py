@@ -27,16 +27,13 @@ Watch = Callable[[Tensor, Tensor], bool]
 
 
 def plain(tree: Any) -> dict[str, Any]:
-    """A section of NeMo's configuration as plain values."""
     found = OmegaConf.to_container(tree, resolve=True)
     assert isinstance(found, dict)
     return {str(name): value for name, value in found.items()}
 
 
 class WatchedStrategy:
-    """A generation strategy that shows `watch` every position (on the last pipeline stage). Rows end as in NeMo-Aligner's
-    `TrackLengthGPTModelTextGenerationStrategy`.
-    """
+    """Shows `watch` every position, on the last pipeline stage. Rows end as in `TrackLengthGPTModelTextGenerationStrategy`."""
 
     def __init__(self, strategy: Any, context_lengths_b: Tensor, watch: Watch):
         self._strategy, self._context_lengths_b, self._watch = strategy, context_lengths_b, watch
@@ -55,9 +52,7 @@ class WatchedStrategy:
 
 @contextmanager
 def watched(model: Any, inputs: tuple[Tensor, Tensor], watch: Watch) -> Iterator[None]:
-    """Show `watch` the positions that the model's `infer` generates from `inputs` (texts [b, S], lengths [b]); other calls
-    are unaffected.
-    """
+    """Show `watch` what the model's `infer` generates from `inputs` (texts [b, S], lengths [b]); other calls are unaffected."""
     generate, own = model.generate, vars(model).get("generate")
 
     def shown(*args: Any, **kwargs: Any) -> Any:
@@ -92,8 +87,6 @@ class Decoded:
 
 
 class Decoder:
-    """Generation by a `MegatronGPTActorModel`, with its `ppo` settings."""
-
     def __init__(self, model: Any):
         ppo = model.cfg.ppo
         self.model = model
@@ -105,16 +98,14 @@ class Decoder:
         self._longest = model.cfg.encoder_seq_length + 1 if learned else None
 
     def limit(self, prompt_length: int) -> int:
-        """Most tokens of prompt and response, as NeMo's strategy clips them."""
+        """Most tokens of prompt and response, as NeMo clips them."""
         limit = prompt_length + self.max_new
         return limit if self._longest is None else min(limit, self._longest)
 
     def decode(
         self, texts_bS: Tensor, contexts_b: Tensor, limits_b: Tensor, watch: Watch, *, carried: bool = False
     ) -> Decoded:
-        """Continue contexts until each row ends, has `limits_b` tokens, or `watch` stops. `carried` rows have their least
-        length.
-        """
+        """Continue rows until each ends, has `limits_b` tokens, or `watch` stops. `carried`: no minimum length."""
         device = torch.cuda.current_device()
         texts_bS, contexts_b, limits_b = (t.to(device) for t in (texts_bS, contexts_b, limits_b))
         strategy = WatchedStrategy(GPTModelTextGenerationStrategy(self.model), contexts_b, watch)
@@ -142,7 +133,6 @@ class Decoder:
         return valid_b
 
     def padded(self, rows: Sequence[Sequence[int]], width: int) -> Tensor:
-        """Rows padded with the end of text."""
         text = torch.full((len(rows), width), self.model.tokenizer.eos_id, dtype=torch.long)
         for i, row in enumerate(rows):
             text[i, : len(row)] = torch.tensor(row, dtype=torch.long)
@@ -151,7 +141,7 @@ class Decoder:
 
 @dataclass
 class Effort:
-    """Cost of a step's calls; `places` are positions x rows."""
+    """Cost of a step's calls; `places`: positions x rows."""
 
     places: int = 0
     positions: int = 0
@@ -207,7 +197,6 @@ class PooledActor:
         return rollout
 
     def _shown(self, keys: Sequence[int], batch: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Show the feed the tokens that the model's own `infer` draws."""
         if self._feed is None or not self._feed.is_open:
             return nullcontext()
         prompts = batch["length"].tolist()
@@ -299,8 +288,6 @@ class PooledActor:
 
 @dataclass(frozen=True)
 class PoolBatches:
-    """Batch iterator of a pooled step: `num_microbatches` requests for `micro` rows."""
-
     pool: Pool
     micro: int
     num_microbatches: int
@@ -320,9 +307,7 @@ def fill(
     dataset: Any,
     collate_fn: Callable[[list[Any]], Mapping[str, Tensor]],
 ) -> PoolBatches:
-    """Draw `draw` prompts for the pool, skipping the pool's own, which the sampler repeats. Raises DataError if the sampler
-    has fewer.
-    """
+    """Draw `draw` prompts, skipping the pool's own, which the sampler repeats. Raises DataError if the sampler has fewer."""
     first = next(sampler_iter, None)
     if first is None:
         raise DataError(

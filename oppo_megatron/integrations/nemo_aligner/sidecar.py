@@ -1,5 +1,4 @@
-"""Deferred rows of checkpoints, in `<checkpoints>-oppo/step-<steps done>/`, because NeMo takes any folder in its own for a
-checkpoint.
+"""Deferred rows in `<checkpoints>-oppo/step-<steps done>/`, because NeMo takes any folder among its checkpoints for one.
 
     replica-00000.jsonl         header (names the step's earlier checkpoints), then a row per line
     replica-00000.safetensors   token ids of all rows, prompt and response, int64
@@ -44,7 +43,6 @@ class Kept:
 
 
 def folder_beside(checkpoints: Path) -> Path:
-    """Folder of the rows of `checkpoints`."""
     whole = checkpoints.resolve()
     return whole.with_name(f"{whole.name}-oppo")
 
@@ -55,7 +53,7 @@ def steps_of(checkpoints: Path) -> set[int]:
 
 
 def stamps_of(checkpoints: Path, step: int) -> dict[str, int]:
-    """When each checkpoint of a step last changed, in ns, by name."""
+    """Time of each checkpoint's last change, in ns, by name."""
     stamps: dict[str, int] = {}
     for found, path in _steps_and_paths(checkpoints):
         if found == step:
@@ -66,7 +64,7 @@ def stamps_of(checkpoints: Path, step: int) -> dict[str, int]:
 def _changed(path: Path) -> int:
     try:
         return max(part.stat().st_mtime_ns for part in (path, *(path.iterdir() if path.is_dir() else ())))
-    except FileNotFoundError:  # on its way out
+    except FileNotFoundError:  # being removed
         return 0
 
 
@@ -96,14 +94,14 @@ class Sidecar:
         return CheckpointStore(self.root)
 
     def write(self, step: int, kept: Kept) -> None:
-        """Write the rows carried after `step` steps, atomically. Collective. Raises CheckpointError."""
+        """Write the rows carried after `step`. Collective. Raises CheckpointError."""
         store, position = self._store, Position(step)
         self._together(self.leads, lambda: store.begin(position))
         self._together(self.writes, lambda: _write_files(store.aside(position) / self._name, kept))
         self._together(self.leads, lambda: self._commit(position))
 
     def prune(self, checkpoints: Path, step: int) -> None:
-        """Remove rows whose checkpoints are gone, except `step`'s, which may be in writing; none if no name has a step.
+        """Remove rows whose checkpoints are gone, except `step`'s, which may still be written; none if no name has a step.
         Collective. Raises CheckpointError.
         """
         self._together(self.leads, lambda: self._prune(steps_of(checkpoints), step))

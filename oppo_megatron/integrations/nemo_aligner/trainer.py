@@ -1,8 +1,7 @@
-"""NeMo-Aligner's `PPOTrainer` with a pool of rollouts under its unchanged `fit`.
+"""NeMo-Aligner's `PPOTrainer` with a pool of rollouts under its unchanged `fit`; wrappers replace model, batch iterator and
+client:
 
     generate_rollouts -> fill draws for the pool -> PooledActor.infer decodes waves -> StreamedRewards takes the scores
-
-If the block `oppo:` needs them, wrappers replace model, batch iterator and reward client.
 """
 
 from __future__ import annotations
@@ -135,13 +134,13 @@ class PPOTrainer(ppo.PPOTrainer):
         super().save(extra_candidates, is_train_end)
         now = self._stamps(folder)
         others = {name: stamp for name, stamp in self._others.items() if now.get(name) == stamp}
-        if others != self._others:  # the callback gives some of the names again
+        if others != self._others:  # the callback has reused some names
             self._others = others
             sidecar.write(self.step, replace(kept, not_of=frozenset(others)))
         sidecar.prune(folder, self.step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load NeMo-Aligner's state and the deferred rows. Raises CheckpointError."""
+        """Raises CheckpointError if the deferred rows cannot be continued."""
         super().load_state_dict(state_dict)
         self._consumed_after = self.consumed_samples
         folder = self._restored_from()
@@ -200,7 +199,6 @@ class PPOTrainer(ppo.PPOTrainer):
         return self._their_batches(*given) if made is None else made
 
     def _end_step(self, metrics: dict[str, Any], seconds: float) -> dict[str, float]:
-        """Update the controllers; return figures over all replicas."""
         effort, rows = self._actor.effort, self.pool.rows
         local = {
             "deferred": len(rows), "carried_tokens": sum(len(row.tokens) for row in rows), "places": effort.places,
@@ -222,7 +220,6 @@ class PPOTrainer(ppo.PPOTrainer):
         return figures
 
     def _checkpoints(self) -> Path | None:
-        """Checkpoint folder; None with `create_checkpoint_callback: false`."""
         dirpath = folder_of(self.ckpt_callback)
         return None if dirpath is None else Path(dirpath)
 
@@ -233,7 +230,7 @@ class PPOTrainer(ppo.PPOTrainer):
     def _restored_checkpoint(self) -> Path | None:
         try:
             path = getattr(self.model.trainer, "ckpt_path", None)
-        except (AttributeError, RuntimeError):  # a model without a trainer of Lightning's
+        except (AttributeError, RuntimeError):  # a model without a Lightning trainer
             path = None
         return Path(uninject_model_parallel_rank(path)).resolve() if isinstance(path, str | os.PathLike) else None
 
@@ -282,7 +279,7 @@ def _open_stream(settings: StreamConfig) -> ScorerStream | None:
 
 
 def _unfit(kept: Kept, rule: str | None, cannot: list[str]) -> CheckpointError | None:
-    """Why the run cannot continue with the rows; `rule` None: no delta."""
+    """Reason why the run cannot continue with the rows; `rule` None: no delta."""
     before = kept.state["delta"]["rule"]
     if rule is not None and before != rule:
         return CheckpointError(

@@ -1,14 +1,5 @@
-"""Overcommit as a `PromptGroupSampler` of NeMo-RL's asynchronous controller.
-
-    async_rl:
-      sampler:
-        name: custom
-        target: oppo_megatron.integrations.nemo_rl.sampler:OvercommitSampler
-        delta: 16
-        max_staleness: 4
-
-The rollout pump awaits `admit` before each batch of B prompts, the train pump `select` until B groups are taken.
-A group's start is the version of the weights it began with.
+"""Overcommit as a `PromptGroupSampler` of NeMo-RL's asynchronous controller (docs/nemo_rl.md), which awaits `admit` before
+each batch of B prompts, and `select` until B groups are taken. A group starts with a version of the weights.
 """
 
 from __future__ import annotations
@@ -58,9 +49,7 @@ class OvercommitSampler:
     async def select(
         self, *, current_train_weight: int, min_prompt_groups: int, max_prompt_groups: int
     ) -> tuple[Any | None, int]:
-        """Return the taken groups' rows and number, oldest first; (None, 0) if too few are ready. Due groups that are not
-        ready keep their places.
-        """
+        """Return the taken groups' rows and number, oldest first; (None, 0) if too few are ready. Overdue groups keep places."""
         if not 1 <= min_prompt_groups <= max_prompt_groups:
             raise ValueError(f"{min_prompt_groups} to {max_prompt_groups} prompt groups are no range to take")
         starts, ready = self._buffer.start_weight_list, self._buffer.ready_list
@@ -94,5 +83,4 @@ class OvercommitSampler:
         return groups_per_step * (1 + (self._delta > 0))
 
     def _is_current(self, version: int) -> bool:
-        """True if all batches begun are trained; with delta, all but one."""
         return self._batches <= version + (self._delta > 0)

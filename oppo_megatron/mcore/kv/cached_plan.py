@@ -94,10 +94,10 @@ class CallPlan(CachedPlan):
 
     @abstractmethod
     def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Cache k and v; return all cached keys and values of the call, each [S, G, longest, D]."""
+        """Cache k and v; return all cached ones of the call, each [S, G, longest, D]."""
 
     def _stretches(self, cached_SGLD: Tensor) -> list[slice]:
-        """Return sequences that attend together: on a CPU neighbours of similar length, elsewhere all."""
+        """On a CPU neighbours of similar length attend together, elsewhere all sequences."""
         if self._device.type != "cpu":
             return [slice(0, len(self.lens))]
         _, groups, _, dim = cached_SGLD.shape
@@ -178,7 +178,7 @@ class CallPlan(CachedPlan):
 
 
 class StepPlan(CachedPlan):
-    """One new token per row, at positions below `reach` that only the device knows, for captured steps."""
+    """One new token per row, at positions below `reach` that only the device knows."""
 
     def __init__(self, cache: Cache, position_B: Tensor, reach: int):
         super().__init__(cache, position_B)
@@ -196,11 +196,11 @@ class StepPlan(CachedPlan):
 
     @abstractmethod
     def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Cache k and v; return the rows' cached keys and values, each [B, G, reach, D]."""
+        """Cache k and v; return the rows' cached ones, each [B, G, reach, D]."""
 
 
 class StepRows(ABC):
-    """Places of decode rows in a cache, in tensors with fixed addresses."""
+    """Places of decode rows in tensors with fixed addresses."""
 
     @abstractmethod
     def load(self, slots: Sequence[int]) -> None:
@@ -209,7 +209,7 @@ class StepRows(ABC):
     @property
     @abstractmethod
     def key(self) -> Hashable:
-        """State outside of tensors: a captured step is valid for rows with the same key."""
+        """Key of rows for which a captured step is valid."""
 
     @abstractmethod
     def reach(self, longest: int) -> int:

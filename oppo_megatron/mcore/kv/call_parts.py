@@ -1,7 +1,7 @@
 """Attention of a call with many new tokens on a GPU, in parts that waste little time and memory.
 
-Queries that attend together are padded to the longest chunk and read the longest sequence's positions.  So a sequence whose
-attention takes longer than a launch attends alone, and small neighbours attend together.
+Queries that attend together are padded to the longest chunk and positions.  So a sequence whose attention takes longer than a
+launch attends alone, and small neighbours together.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from oppo_megatron.mcore.cpu import blocks
 
 
 def hidden_keys(position: Tensor, keys: slice, window: int | None) -> Tensor:
-    """[..., L]: True for cached positions `keys` hidden from a token at `position` [...].
-
-    Each token attends to at least one, even after all of them, as padding tokens do.
-    """
+    """[..., L]: True for cached positions `keys` hidden from a token at `position` [...], never for all of them."""
     key_L, position_1 = torch.arange(keys.start, keys.stop, device=position.device), position.unsqueeze(-1)
     beyond = key_L > position_1
     return beyond if window is None else beyond | (key_L <= (position_1 - window).clamp(max=keys.stop - 2))
@@ -40,9 +37,9 @@ CALL_SCORES = 2**20
 
 @dataclass(frozen=True)
 class Part:
-    """The sequences `rows` of a call, which read positions `keys`; `queries`: new tokens, if it is one sequence.
+    """Sequences `rows` of a call, reading positions `keys`; `queries`: new tokens, if it is one sequence.
 
-    `causal`: all its sequences are new, so it needs no mask.
+    `causal`: all are new, so no mask is needed.
     """
 
     rows: slice

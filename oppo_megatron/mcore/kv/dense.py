@@ -1,6 +1,6 @@
 """The dense key/value cache: a slot of `max_length` positions per sequence.
 
-A decode step over neighbouring slots reads one slice without gathering; in return, changing slots and forking prompts copy.
+A decode step over neighbouring slots reads one slice without gathering, but changing slots and forking prompts copy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 
 
 class KVCache(SequenceCache):
-    """Storage k, v: per layer [M, G, L, D].  Raises CapacityError if no sequence fits the byte budget."""
+    """Storage k, v: per layer [M, G, L, D].  Raises CapacityError if no sequence fits the budget."""
 
     def __init__(self, *, num_kv_heads: int, head_dim: int, max_length: int, **sizes: Any):
         super().__init__(

@@ -1,7 +1,7 @@
 """The paged key/value cache: a pool of blocks, a block table per sequence, and flash-attn's kernel over tables.
 
-Changing slots moves a table and copies nothing.  Sequences with the same prompt share its full blocks; each has its own copy
-of a partly filled block, so only one sequence ever writes to a block.
+Changing slots copies nothing.  Sequences share their prompt's full blocks; each copies a partly filled block, so only one
+sequence ever writes to a block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LEAST_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class PagedCall:
-    """A kernel's arguments in addition to queries and pools: int32 tensors, and bounds for all sequences.
+    """A kernel's int32 tensors and bounds in addition to queries and pools.
 
     Sequence s has `new_S[s]` queries, its last tokens, and `length_S[s]` cached tokens in blocks `table_SW[s]`.
     """
@@ -38,7 +38,7 @@ class PagedCall:
 
     @cached_property
     def new_ends(self) -> Tensor:
-        """[S + 1]: start of each sequence's queries, and the end of the last."""
+        """[S + 1]: start of each sequence's queries, and the end."""
         return _ends(self.new_S)
 
     @cached_property
@@ -81,7 +81,7 @@ def _ends(counts_S: Tensor) -> Tensor:
 
 
 class PagedKVCache(SequenceCache):
-    """Storage k, v: per layer [P, K, G, D].  Without a `kernel`, the tables' blocks are gathered."""
+    """Storage k, v: per layer [P, K, G, D].  Without a `kernel`, tables are gathered."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class PagedKVCache(SequenceCache):
         return len(self._free)
 
     def tables(self, slots: Sequence[int], width: int) -> Tensor:
-        """Int32 [S, W]: block table of each slot; entries past its last block are arbitrary."""
+        """Int32 [S, W]; entries past a slot's last block are arbitrary."""
         rows = [self._tables[slot][:width] for slot in slots]
         return on_device([row + [0] * (width - len(row)) for row in rows], self.device, torch.int32)
 

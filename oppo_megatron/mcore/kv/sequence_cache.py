@@ -2,8 +2,8 @@
 
 Life of a sequence:  open -> [fork] -> (begin .. commit)* -> [truncate -> (begin .. commit)*]* -> close
 
-Slots are occupied from the first on, without gaps: closing a sequence moves the last into its slot.  State follows from the
-calls alone, so every tensor- and pipeline-parallel rank has the same.
+Slots have no gaps: closing a sequence moves the last into its slot.  State follows from the calls alone, so all ranks have the
+same.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SequenceCache(ABC):
         return list(self._ids)
 
     def slot(self, seq_id: int) -> int:
-        """The sequence's current slot; calls over neighbouring slots in order are cheapest."""
+        """Calls over neighbouring slots in order are cheapest."""
         return self._slots[seq_id]
 
     def length(self, seq_id: int) -> int:
@@ -84,7 +84,7 @@ class SequenceCache(ABC):
         self._lengths.append(0)
 
     def close(self, seq_id: int) -> None:
-        """Free the sequence's slot; the last sequence moves into the gap."""
+        """Free the slot; the last sequence moves into the gap."""
         slot, last = self._slots[seq_id], len(self._ids) - 1
         self._shorten(slot, 0)
         if slot != last:  # first: if it fails, the last sequence is still in its slot
@@ -120,7 +120,7 @@ class SequenceCache(ABC):
             self._lengths[slot] = length
 
     def begin(self, seq_ids: Sequence[int], lens: Sequence[int]) -> CallPlan:
-        """Plan a call that appends lens[s] tokens to sequence seq_ids[s], in this order."""
+        """Plan a call that appends lens[s] tokens to sequence seq_ids[s]."""
         for seq_id, new in zip(seq_ids, lens, strict=True):
             self.reserve(seq_id, new)
         slots = [self._slots[i] for i in seq_ids]
@@ -141,7 +141,7 @@ class SequenceCache(ABC):
         self._extend(slot, start + new)
 
     def advance(self, seq_id: int, new: int) -> None:
-        """Record that decode steps of `step_rows` have cached `new` more tokens."""
+        """Record tokens cached by decode steps of `step_rows`."""
         self._lengths[self._slots[seq_id]] += new
 
     def stored(self, seq_id: int) -> Tensor:
@@ -191,7 +191,7 @@ class SequenceCache(ABC):
 
     @abstractmethod
     def _read(self, slot: int, length: int) -> Tensor:
-        """Return the slot's first `length` tokens, [2 * layers, length, G, D]."""
+        """Return the slot's first tokens, [2 * layers, length, G, D]."""
 
     @abstractmethod
     def _write(self, slot: int, stored: Tensor) -> None: ...

@@ -1,8 +1,7 @@
 """Trained models in megatron-core checkpoints (`dist_checkpointing`, torch_dist), for any layout to load.
 
-Unlike in megatron-core 0.16.1, a distributed optimizer's flat shares are gathered to the weights' shapes, because loading its
-own format needs Apex or TE (distrib_optimizer.py:640), and this process writes the files, because forked writers
-(filesystem_async.py:266) are unsafe with CUDA or process groups.  The caller stores everything but tensors.
+Unlike in megatron-core 0.16.1, a distributed optimizer's shares are gathered to the weights' shapes (its own format needs Apex
+or TE, distrib_optimizer.py:640), and no forked process writes (filesystem_async.py:266: unsafe with CUDA or process groups).
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ MASTER = "fp32_param"
 
 @dataclass(frozen=True)
 class ModelShards:
-    """This rank's part of trained models: tensors with offsets in torch's format, and everything else.
+    """This rank's part of trained models: tensors with offsets in torch's format, and the rest.
 
     `shapes`: the `config.json` of each model whose first rank this is.
     """
@@ -56,9 +55,9 @@ class ModelShards:
 
 
 def gather_models(models: Mapping[str, TrainedModel], *, copied: bool) -> ModelShards:
-    """Gather models, by name, with their optimizers; every rank of the world calls, with its own models.
+    """Gather models with their optimizers; every rank of the world makes the call, with its own models.
 
-    `copied`: into separate memory, so training may continue during the write.
+    `copied`: into separate memory, so training may continue.
     """
     tree: dict[str, Any] = {}
     for name, model in models.items():
@@ -82,8 +81,8 @@ def gather_models(models: Mapping[str, TrainedModel], *, copied: bool) -> ModelS
 def write_models(folder: Path, shards: ModelShards, group: dist.ProcessGroup) -> None:
     """Write the files into an empty folder; every rank of `group`, the world, makes the call.
 
-    Raises CheckpointError on all ranks if a shard fails; OSError on one rank for a file only it writes, after the last
-    message, so that ranks can still agree.
+    Raises CheckpointError on all ranks if a shard fails; OSError on one rank after the last message, so that ranks can still
+    agree.
     """
     try:
         torch_checkpoint.save(
@@ -114,10 +113,7 @@ def _size_bytes(models: Mapping[str, TrainedModel]) -> int:
 
 
 def load_models(folder: Path, models: Mapping[str, TrainedModel], updates: Mapping[str, int]) -> None:
-    """Load weights and optimizers after `updates` optimizer steps; otherwise as `gather_models`.
-
-    Raises CheckpointError if the checkpoint has other models.
-    """
+    """Load weights and optimizers after `updates` optimizer steps.  Raises CheckpointError if the models are others."""
     shards = [_Shards(name, model, gather=False) for name, model in models.items()]
     tree: dict[str, Any] = {}
     for each in shards:
@@ -130,10 +126,7 @@ def load_models(folder: Path, models: Mapping[str, TrainedModel], updates: Mappi
 
 
 def load_adapters(folder: Path, name: str, model: RoleModel) -> None:
-    """Load a model's adapters from model `name` of a checkpoint, on every rank of the model.
-
-    Raises CheckpointError if they are missing.
-    """
+    """Load a model's adapters from model `name`, on all its ranks.  Raises CheckpointError if they are missing."""
     prefix = f"{name}."
     weights = model.sharded_state_dict(prefix=prefix, metadata={"dp_cp_group": model.groups.collection.dp_cp})
     adapters = {key: param for key, param in model.named_parameters() if _is_trained(param)}
@@ -157,7 +150,7 @@ def _loaded(folder: Path, tree: dict[str, Any], what: str, remedy: str) -> Mappi
 
 
 class _Writer(torch_checkpoint.FileSystemWriter):
-    """Raises the system's error, which torch's archive writer replaces with its own."""
+    """Raises the system's error, which torch's archive writer replaces."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
@@ -183,7 +176,7 @@ class _Piece:
 
 class _Shards:
     def __init__(self, name: str, model: TrainedModel, gather: bool):
-        """`gather`: with values; else with memory to load them into."""
+        """`gather`: with values; else with memory to load into."""
         self.name, self._model, self._gather = name, model, gather
         self._pieces = dict(_pieces(model.optimizer))
 
@@ -233,7 +226,6 @@ class _Shards:
                 yield f"{number}:{self.name}.{name}", param
 
     def _state(self, param: Parameter) -> dict[str, Tensor]:
-        """Return the optimizer's state of a weight, in the weight's shape."""
         piece, group = self._pieces.get(param), self._model.model.groups.collection.dp
         names = [*MOMENTS, *([MASTER] if param.dtype != torch.float32 else [])]
         found = {} if piece is None else _parts(piece)

@@ -1,10 +1,10 @@
 """Hugging Face tensors from a Megatron `torch_dist` checkpoint of any layout, a saved piece at a time.
 
-Unpickling can call any named function, so the index (`.metadata`) is read with a closed table of torch's classes, and pieces
-with `weights_only`.  `common.pt` is not opened.
+Unpickling can call any function, so the index (`.metadata`) is read with a closed table of torch's classes and pieces with
+`weights_only`; `common.pt` is not opened.
 
-Layers are stacked in one tensor (`decoder.layers.mlp.linear_fc2.weight`) or named (`decoder.layers.7...`).  Tensors are whole:
-shards of tensor ranks follow each other, and all of gate precedes up.  Norms have transformer-engine's names.
+Layers are stacked (`decoder.layers.mlp.linear_fc2.weight`) or named (`decoder.layers.7...`).  Tensors are whole, with all of
+gate before up.  Norms have transformer-engine's names.
 """
 
 from __future__ import annotations
@@ -45,10 +45,7 @@ ALLOWED = {
 
 
 def read_plain_index(path: Path) -> Any:
-    """Return torch's `Metadata`.
-
-    Raises CheckpointError if the index is not torch's, or names other classes or files outside.
-    """
+    """Return torch's `Metadata`.  Raises CheckpointError for another index, other classes, or files outside."""
     try:
         index = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
         files = {str(info.relative_path) for info in index.storage_data.values()}
@@ -93,7 +90,7 @@ NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state", "opt_param_s
 
 
 def saved_names(param: str) -> tuple[tuple[str, int | None], ...]:
-    """Return the possible keys of a parameter, each with its layer's number if stacked."""
+    """Return a parameter's possible keys, each with its layer's number if stacked."""
     if not param.startswith(LAYERS):
         return ((param, None),)
     number, _, name = param.removeprefix(LAYERS).partition(".")
@@ -104,7 +101,7 @@ def saved_names(param: str) -> tuple[tuple[str, int | None], ...]:
 
 
 def is_weight(key: str) -> bool:
-    """False for other entries, such as `_extra_state` of transformer-engine's FP8."""
+    """False for `_extra_state` of transformer-engine's FP8 and the like."""
     return not key.startswith(NO_WEIGHTS) and not key.endswith("_extra_state") and "._extra_state" not in key
 
 
@@ -121,7 +118,7 @@ class _Place:
 
 
 class DistSource:
-    """A `TensorSource`; opening compares the index with the shape and leaves out rows of a padded vocabulary."""
+    """A `TensorSource`; opening compares the index with the shape and omits vocabulary padding."""
 
     def __init__(self, folder: MegatronFolder, shape: ModelShape):
         self._folder = folder.weights
@@ -278,7 +275,7 @@ def _spans(part: Part, start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def _prefix(saved: Collection[str], folder: MegatronFolder) -> str:
-    """Return the prefix of the model's keys: none in Megatron-LM, `model.` in NeMo, the role in our runs."""
+    """Return the prefix of keys: none in Megatron-LM, `model.` in NeMo, the role in our runs."""
     found = [name.removesuffix(WORD_EMBEDDING) for name in saved if name.endswith(WORD_EMBEDDING)]
     prefixes = sorted(prefix for prefix in found if not prefix.startswith("optimizer."))
     if folder.prefix is not None:

@@ -1,4 +1,4 @@
-"""Writes a Megatron `torch_dist` checkpoint and NeMo's configuration from any source, one parameter at a time."""
+"""Writes a Megatron `torch_dist` checkpoint and NeMo's configuration, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -29,10 +29,7 @@ from oppo_megatron.mcore.weights.hf_weights import put_part
 
 @dataclass(frozen=True)
 class Naming:
-    """A program's names in checkpoints: prefix of keys, and scalar head.
-
-    `keeps_output`: a model with a scalar head needs its unused output layer to load.
-    """
+    """A program's names in checkpoints; `keeps_output`: a scalar model needs its unused output layer to load."""
 
     prefix: str = ""
     scalar_head: str = HEAD
@@ -65,7 +62,7 @@ class _Saved:
 def write_dist(
     shape: ModelShape, source: TensorSource, weights: Path, *, head: Head, dtype: torch.dtype, naming: Naming = MEGATRON
 ) -> int:
-    """Write the tensors of `source` into the folder `weights`; return their number (stacked layers count as one)."""
+    """Write `source` into the folder `weights`; return the number of tensors (stacked layers count as one)."""
     planned = list(_planned(shape, head, naming))
     weights.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
@@ -123,9 +120,9 @@ CONFIG_NAME = "model_config.yaml"
 
 
 def nemo_config(shape: ModelShape, head: Head, tokenizer: str) -> dict[str, Any]:
-    """Return the `model_config.yaml` that NeMo 1 and NeMo-Aligner read next to `model_weights/`.
+    """Return NeMo 1's and NeMo-Aligner's `model_config.yaml`.  Raises ConfigError for models that it cannot describe.
 
-    `tokenizer`: a Hugging Face tokenizer's folder or name.  Raises ConfigError for models that it cannot describe.
+    `tokenizer`: a Hugging Face tokenizer's folder or name.
     """
     (window, *others), kind = set(shape.windows), shape.rope["rope_type"]
     lacking = None

@@ -38,16 +38,16 @@ class TensorSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """Dtype of a tensor; None if not floating point (quantised, for example)."""
+        """Dtype of a tensor; None if not floating point."""
         ...
 
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
-        """Return a region (a slice per dimension) of one tensor, on the CPU, in its stored dtype."""
+        """Return a region (a slice per dimension), on the CPU, in its stored dtype."""
         ...
 
 
 class SafetensorsSource:
-    """The safetensors of a directory; opening reads all headers, so damage is found early."""
+    """The safetensors of a directory; opening reads all headers."""
 
     def __init__(self, directory: Path | str, file: str | None = None):
         self.directory = Path(directory)
@@ -79,7 +79,7 @@ class SafetensorsSource:
 
 
 class DrawnSource(ABC):
-    """Random tensors that depend only on seed and tensor names, the same in every layout."""
+    """Random tensors that depend only on seed and name, not on the layout."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int):
         self._shapes, self._seed = shapes, seed
@@ -106,7 +106,7 @@ class DrawnSource(ABC):
 
 
 class RandomSource(DrawnSource):
-    """A randomly initialised model: matrices normal(0, init_std), norms one, biases zero."""
+    """Random weights: matrices normal(0, init_std), norms one, biases zero."""
 
     def __init__(self, shape: ModelShape, seed: int, head: Head):
         super().__init__(hf_tensors(shape, head), seed)
@@ -143,7 +143,7 @@ class OverlaidSource:
 
 
 class FreshHead(OverlaidSource):
-    """A causal LM with a random scalar head; its own `lm_head` is not read."""
+    """A causal LM with a random scalar head; its `lm_head` is not read."""
 
     def __init__(self, source: TensorSource, shape: ModelShape, seed: int):
         super().__init__(source, {SCALAR_HEAD: (RandomSource(shape, seed, "scalar"), SCALAR_HEAD)}, without=(LM_HEAD,))
@@ -153,7 +153,7 @@ def open_weights(model: ModelConfig, head: Head, shape_file: Path | None = None)
     """Return shape and checked source of a model's weights, reading only headers.
 
     `shape_file`: the `config.json` of a Megatron checkpoint without one.  Raises ConfigError without `checkpoint` and `init`,
-    CheckpointError if the weights do not fit the shape.
+    CheckpointError if the weights do not fit.
     """
     source: TensorSource
     if model.checkpoint is not None:
@@ -183,7 +183,7 @@ def open_directory(directory: Path, shape_file: Path | None = None) -> tuple[Mod
 
 
 def check_source(shape: ModelShape, source: TensorSource, head: Head) -> list[str]:
-    """Return a sentence for each tensor that is missing, misshapen or not part of the model."""
+    """Return a sentence for each tensor that is missing, misshapen or foreign."""
 
     def equal(one: str, other: str) -> bool:
         rows = source.shape(one)[0]

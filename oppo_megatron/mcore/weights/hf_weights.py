@@ -29,10 +29,10 @@ def load_weights(
     pp_rank: int = 0,
     pp_size: int = 1,
 ) -> None:
-    """Fill every parameter of one stage in place, in its dtype and on its device.
+    """Fill every parameter of one stage in place.
 
-    `model` is bare, before DDP and optimizer.  Reads only this rank's shares.  Raises CheckpointError if the source or the
-    model does not fit `shape`.
+    `model` is bare, before DDP and optimizer.  Reads only this rank's shares.  Raises CheckpointError if source or model do
+    not fit `shape`.
     """
     require_source(shape, source, head, "load_weights")
     parts = stage_parts(shape, head, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size)
@@ -58,7 +58,7 @@ def export_weights(
 ) -> None:
     """Write the model as a Hugging Face directory, whole or not at all; every rank of the model makes the call.
 
-    `model`: this rank's stage or chunks.  Groups may be None if their size is one; `dtype` defaults to the parameters'.
+    `model`: this rank's stage or chunks.  Groups of size one may be None; `dtype` defaults to the parameters'.
     """
     chunks = [model] if isinstance(model, torch.nn.Module) else model
     out = dtype or next(chunks[0].parameters()).dtype
@@ -92,7 +92,7 @@ def write_gathered(
 ) -> None:
     """Collect a model's parts on its first rank, tensor by tensor, for `write`; other replicas only wait.
 
-    Every rank makes the call, which returns after everything is written.  `whole`: the parts are all parameters.
+    Every rank makes the call.  `whole`: the parts are all parameters.
     """
     if _place(dp_group)[0] == 0:
         values = _gathered(chunks, parts_of, tp_group, pp_group, whole)
@@ -176,7 +176,7 @@ def common_dtype(shape: ModelShape, source: TensorSource, head: Head) -> torch.d
 
 
 def put_part(param: torch.Tensor, part: Part, share: torch.Tensor) -> None:
-    """Store a rank's share of a Hugging Face tensor in its rows of the parameter, zero-padded."""
+    """Store a rank's share of a tensor in its rows of the parameter, zero-padded."""
     first = 0
     for rows in part.rows:
         piece = share[first : first + rows.stop - rows.start]
@@ -193,7 +193,7 @@ def take_part(param: torch.Tensor, part: Part) -> torch.Tensor:
 def matching_params(
     model: torch.nn.Module, parts: list[Part], tp_size: int, *, whole: bool = True
 ) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters that `parts` fill, after checking them; `whole`: there must be no others."""
+    """Return the checked parameters that `parts` fill; `whole`: there must be no others."""
     filled = {part.param for part in parts}
     params = {name: param for name, param in model.named_parameters() if whole or name in filled}
     expected, found = param_shapes(parts, tp_size), {name: tuple(p.shape) for name, p in params.items()}

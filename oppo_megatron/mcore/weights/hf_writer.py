@@ -1,7 +1,7 @@
-"""Writes a Hugging Face directory tensor by tensor: at most one is in memory.
+"""Writes a Hugging Face directory with at most one tensor in memory.
 
 safetensors: 8 bytes with the length of a JSON header (little-endian), the header with dtype, shape and byte range of each
-tensor, then the bytes.  Shapes are known beforehand, so the header comes first.
+tensor, then the bytes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def write_tensors(
 ) -> None:
     """Write `directory`, whole or not at all: `values` with the names and shapes `tensors`, in their order, as `dtype`.
 
-    `names`: the files of `config` and, if there is one shard, the tensors.
+    `names`: files of `config` and of a single shard.
     """
     shards = _plan_shards(tensors, dtype.itemsize, max_shard_bytes, names[1])
     coming, progress, number = iter(values), by_time(), 0

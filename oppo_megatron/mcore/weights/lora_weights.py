@@ -1,4 +1,4 @@
-"""Adapters: transfer between peft directories and one rank's parameters, and merging into base weights."""
+"""Adapters: transfer between peft directories and one rank's parameters, and merging."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class FreshAdapters(DrawnSource):
 
 
 def open_adapters(directory: Path, shape: ModelShape, lora: LoraConfig, head: Head) -> TensorSource:
-    """Return the tensors of a peft directory.  Raises CheckpointError unless they fit; a scalar head may be missing."""
+    """Return a peft directory's tensors.  Raises CheckpointError unless they fit; a scalar head may be missing."""
     source = SafetensorsSource(directory, ADAPTER_WEIGHTS)
     if problems := adapter_problems(shape, lora, head, stored_of(source)):
         raise CheckpointError(f"{directory}: the adapters do not fit the model:\n{summary(problems)}")
@@ -79,10 +79,7 @@ def export_adapters(
     dp_group: dist.ProcessGroup | None,
     extra_files: Iterable[Path] = (),
 ) -> None:
-    """Write the adapters of a model (its RoleModel chunks) as a peft directory; otherwise as `export_weights`.
-
-    `base`: the directory of the base weights; None if random.
-    """
+    """Write a model's adapters as a peft directory; otherwise as `export_weights`.  `base`: None if random."""
     first = chunks[0]
     lora, shape, head = first.adapters, first.shape, first.head
     assert lora is not None
@@ -136,7 +133,7 @@ class MergedSource(OverlaidSource):
 
 
 def merged(base: TensorSource, shape: ModelShape, head: Head, lora: LoraConfig) -> MergedSource:
-    """Return `base` merged with the adapters of `lora.adapter`.  Raises CheckpointError if they do not fit."""
+    """Merge the adapters of `lora.adapter`.  Raises CheckpointError if they do not fit."""
     assert lora.adapter is not None
     adapters = open_adapters(lora.adapter, shape, lora, head)
     return MergedSource(base, adapters, lora.scale)

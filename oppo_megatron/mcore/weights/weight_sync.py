@@ -1,8 +1,8 @@
-"""Moves trained weights from the layout of updates to the layout of decoding or scoring.
+"""Moves trained weights to the layout of decoding or scoring; with equal layouts the models share parameters.
 
-Plan and execution are megatron-core's (`megatron.core.resharding`), but 0.16.1 plans over all ranks of the world
-(`_RoleWorld`), supports one module per rank (`_Weights`), may fetch a rank's own weights from others (`_nearest_replica`), and
-stages a whole model at once (`_rounds`).  With equal layouts the two models share parameters.
+Plan and execution are megatron-core's (`megatron.core.resharding`), but 0.16.1 plans over the world (`_RoleWorld`), supports
+one module per rank (`_Weights`), may fetch a rank's own weights from others (`_nearest_replica`), and stages a whole model at
+once (`_rounds`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROUND_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class MoveReport:
-    """One move; `bytes_moved` between ranks, summed over the role, `seconds` on this rank."""
+    """One move; `bytes_moved` between ranks, summed over the role."""
 
     bytes_moved: int
     seconds: float
@@ -43,7 +43,7 @@ class MoveReport:
 class Reallocation:
     """Moves weights from trained chunks to the serving model, on the same ranks and of one dtype.
 
-    Every rank of the role makes it at the same point and calls each `move`.
+    Every rank of the role makes it and calls each `move`.
     """
 
     def __init__(self, training: Sequence[RoleModel], serving: RoleModel, round_bytes: int = ROUND_BYTES):
@@ -93,10 +93,7 @@ class Reallocation:
 
 
 def share_parameters(training: RoleModel, serving: RoleModel) -> None:
-    """Give `serving` the `Parameter` objects of `training`, except adapters it lacks.
-
-    megatron's DDP and optimizers replace the storage of parameters but keep the objects.
-    """
+    """Give `serving` the `Parameter` objects of `training`, which DDP and optimizers keep, except adapters it lacks."""
     trained = dict(training.named_parameters())
     for path, old in list(serving.named_parameters()):
         new, (owner, _, name) = trained.pop(path), path.rpartition(".")
@@ -107,7 +104,7 @@ def share_parameters(training: RoleModel, serving: RoleModel) -> None:
 
 
 class GroupCopy(CopyService):
-    """Copies between a group's ranks, addressed by rank in the group; copies of a pair match in order."""
+    """Copies between a group's ranks, numbered in the group; copies of a pair match in order."""
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = group
@@ -153,10 +150,7 @@ class _Weights:
 
 
 def _weights(chunks: Sequence[RoleModel], *, serving: bool) -> _Weights:
-    """Return the parameters that change.
-
-    A last stage's copy of tied embeddings is not sent but filled from them.
-    """
+    """Return the changing parameters; a last stage's copy of tied embeddings is filled from them, not sent."""
     named: dict[str, Parameter] = {}
     for chunk in chunks:
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
@@ -202,18 +196,15 @@ def _cut(ops: Iterable[TransferOp], weights: _Weights, limit: int) -> list[list[
 def _nearest_replica(
     sources: Sequence[ParameterMetadata], target: ParameterMetadata, target_rank: int
 ) -> ParameterMetadata:
-    """Choose the replica that sends a parameter: the receiving rank's own, else each in turn.
-
-    With pure data parallelism, resharding/utils.py:322 would fetch a rank's own weights from rank 0.
-    """
+    """Choose the sender of a parameter: the receiving rank itself, else each in turn (unlike resharding/utils.py:322)."""
     own = [source for source in sources if source.owner_rank == target_rank]
     return own[0] if own else sources[target_rank % len(sources)]
 
 
 class _RoleWorld:
-    """The functions of `torch.distributed` that resharding uses, with one group as the world.
+    """`torch.distributed` for resharding, with one group as the world.
 
-    planner.py:261-337 gathers over WORLD and execution.py:59 waits for it, so ranks with other models would take part.
+    planner.py:261-337 and execution.py:59 would involve ranks with other models.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -246,4 +237,4 @@ class _RoleWorld:
         dist.broadcast_object_list(objects, dist.get_global_rank(self._group, src), group=self._group)
 
     def barrier(self) -> None:
-        """Do nothing: a rank's own copies are complete, and ranks may have different numbers of rounds."""
+        """Do nothing: a rank's own copies are complete, and numbers of rounds may differ."""

@@ -1,13 +1,6 @@
 r"""Rule `multiple_choice`: a response states one letter, and it is the expected one.
 
-The first of these forms (`final_answer`) that names a letter decides.  All its places must name the same one: who names two
-has not answered.
-
-    marked      \boxed{B}, \boxed{\text{(B)}}, <answer>B</answer>, <answer>B) Paris</answer>
-    stated      the answer is B, Answer: (B), the correct option is **B**
-    last line   B    (B)    B.    B) Paris    **B**    Option B
-    picked      B is correct, option B is the right answer, I choose B, it must be B, 选择 B, 选项B正确
-    any line    as a last line, if no other line names another letter
+The first form of `_READERS` that names a letter decides (docs/rewards.md shows them); all its places must name the same letter.
 """
 
 from __future__ import annotations
@@ -25,7 +18,7 @@ LETTERS = "ABCDEFGHIJ"
 _LETTER = r"[A-Ja-j]"
 _UPPER = r"[A-J]"
 _WHOLE = re.compile(rf"(?:(?i:option|choice|answer)\s+)?[\s*_$({{\[]*({_LETTER})[\s*_$)}}\].:]*")
-# After a letter without brackets: no word that it could be the article or the pronoun of (`a dog`, `I think`).
+# After a bare letter: no word that would make it an article or pronoun (`a dog`, `I think`).
 _BARE = rf"({_LETTER})(?![A-Za-z0-9_]|['’][A-Za-z]|[ \t]+(?!(?:or|and|because|since|as|which)\b)[a-z])"
 _MARKED = rf"[*_$\"'`]{{0,3}}(?:[(\[]\s?({_LETTER})\s?[)\]]|{_BARE})"
 _STATED = re.compile(
@@ -45,7 +38,7 @@ _BRACKETS = re.compile(rf"[(\[]({_LETTER})[)\]]")
 
 
 def choice(response: str) -> str | None:
-    """The letter that a response states, in upper case; None if it states none, or several."""
+    """The letter that a response states, in upper case; None for none or several."""
     for form, letters in _READERS.items():
         places = _PLACES[form](response) if form in _PLACES else texts(response, [form])[1]
         found = {letter for text in places for letter in letters(text)}
@@ -60,7 +53,7 @@ def verify(response: str, expected: Any) -> float:
 
 
 def expected_letter(value: Any) -> str:
-    """The letter in a row's answer column; a whole number counts the choices from 0, as MMLU's.  Raises RewardError."""
+    """The letter in an answer column; an integer counts from 0, as in MMLU.  Raises RewardError."""
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(LETTERS):
         return LETTERS[value]
     letter = _WHOLE.fullmatch(value) if isinstance(value, str) else None

@@ -25,10 +25,10 @@ MAX_OUTPUT_BYTES = 1 << 20
 FILE_BYTES = 16 << 20
 NONCE_BYTES = 16
 VERDICT = 3
-"""Descriptor of the copy into which it writes that it reached the end of a test of code."""
+"""Descriptor to which a copy writes that it reached the end of a test of code."""
 MAX_DESCRIPTORS = 1 << 16
 
-# linux/audit.h and the system calls socket and io_uring_setup of each machine
+# linux/audit.h, and system call numbers of socket and io_uring_setup per machine
 MACHINES = {"x86_64": (0xC000003E, 41, 425), "aarch64": (0xC00000B7, 198, 425)}
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 1, 38, 22, 2
 BPF_LOAD, BPF_JUMP_IF_EQUAL, BPF_JUMP_IF_GREATER_OR_EQUAL, BPF_RETURN = 0x20, 0x15, 0x35, 0x06
@@ -82,7 +82,7 @@ def _kill_group(group: int) -> None:
 
 
 def _be_tested(job: dict[str, Any], test: dict[str, str], given: int, output: int, nonce: bytes) -> None:
-    """In the copy; never returns.  A test of code says by `nonce` that its end was reached: an exit code can be had sooner."""
+    """Run in the copy; never returns.  `nonce` proves that a test's end was reached: an exit code does not."""
     failed = 1
     try:
         os.setpgid(0, 0)
@@ -130,7 +130,7 @@ def _limit(job: dict[str, Any]) -> None:
 
 
 def cut_network() -> bool:
-    """Forbid sockets to this process and its descendants; False if the kernel or the machine does not support that."""
+    """Forbid sockets to this process and its descendants; False if unsupported here."""
     if platform.machine() not in MACHINES:
         return False
     audit, socket, io_uring_setup = MACHINES[platform.machine()]

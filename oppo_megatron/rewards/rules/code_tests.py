@@ -1,7 +1,6 @@
-"""Rule `code`: the last block of Python in a response passes the row's tests, each in a process of its own.
+"""Rule `code`: a response's last Python block passes the row's tests, each in its own process.
 
-`grade` runs in the process of an `IsolatedFunction` and starts `code_runner` for each response.  This is not a sandbox:
-docs/rewards.md lists its limits.
+`grade` runs in an `IsolatedFunction` and starts `code_runner` per response.  It is not a sandbox (docs/rewards.md).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from oppo_megatron.rewards.isolation import MARK
 
 ENTRY_POINT = f"{__name__}:grade"
 TESTS = "tests"
-"""The one field that `grade` reads: `Tests`, as `read_tests` gives them."""
+"""The only field that `grade` reads: `Tests`."""
 
 Tests = list[dict[str, str]]
 """Each `{"code": ...}`, run after the program, or `{"stdin": ..., "stdout": ...}`."""
@@ -44,7 +43,7 @@ _FORMS = "give a list of asserts, or of {input, output}"
 
 
 def program_of(response: str) -> str | None:
-    """The last fenced block that is closed, and is Python's or of no named language; None without one."""
+    """The last closed fenced block in Python or no named language, or None."""
     found, fence, python, lines = None, "", False, list[str]()
     for line in response.splitlines():
         mark = _FENCE.fullmatch(line)
@@ -58,10 +57,9 @@ def program_of(response: str) -> str | None:
 
 
 def read_tests(value: Any) -> Tests:
-    """The tests in a row's column: asserts (a text, or a list of them), a list of {input, output}, or {inputs, outputs}, also as
-    JSON.
+    """Read tests: asserts (text or list), a list of {input, output}, or {inputs, outputs}, also as JSON.
 
-    Raises `RewardError` for anything else, and if there is no test.
+    Raises `RewardError` for anything else.
     """
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         with suppress(ValueError):
@@ -99,7 +97,7 @@ def _test(each: Any) -> dict[str, str]:
 def grade(
     prompt: str, response: str, fields: Mapping[str, Any], wall_s: float, memory_mb: int, partial_credit: bool
 ) -> float:
-    """The share of the tests that the program passes within `wall_s` for all, or 1.0 for all of them and else 0.0."""
+    """Share of tests passed within `wall_s` in all; without partial credit 1.0 for all, else 0.0."""
     tests, program, passed = fields[TESTS], program_of(response), 0
     if program is None:
         return 0.0
@@ -126,13 +124,13 @@ def about_network() -> str:
 
 
 def _stripped(text: str) -> list[str]:
-    """White space at the end of lines and of the whole does not count."""
+    """Ignore trailing white space of lines and text."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 @contextmanager
 def _running(job: Mapping[str, Any], wall_s: float) -> Iterator[Iterator[dict[str, Any]]]:
-    """The verdicts as they come, until `wall_s` have passed; then nothing is left of what was started."""
+    """Yield verdicts until `wall_s` have passed; afterwards nothing that was started remains."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # whoever leaves its family becomes a child of this process
     deadline = time.monotonic() + wall_s
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, tempfile.TemporaryFile() as told:

@@ -1,12 +1,7 @@
-r"""Where a response states its final answer: the one place that all rules with an answer ask.
+r"""Where a response states its final answer, for all rules (docs/rewards.md shows the forms).
 
-Thoughts are not answers: if text follows `</think>`, only that text counts.  A rule names the forms it reads;
-the first form that occurs decides, and `texts` has all its places, in their order:
-
-    marked      \boxed{...}, and <answer>...</answer> without a box within
-    hashed      #### ..., or a last line `A: ...` (GSM8K)
-    stated      the answer is ..., Answer: ..., the correct option is ..., up to the line's end; Final Answer, and the next line
-    last line   the last line that is not empty
+If text follows `</think>`, only that text counts.  The first form of a rule that occurs decides; `texts` returns all its places,
+in order.
 """
 
 from __future__ import annotations
@@ -22,9 +17,9 @@ _OPEN_TAG = re.compile(r"<answer>((?:(?!</?answer>).)*)\Z", re.DOTALL | re.IGNOR
 _BETWEEN = re.compile(r"(?:[\s$.,;&、和或及]|\\text\s*\{|\}|\band\b|\bor\b|\\q?quad\b|\\[,;() ])*")
 _HASH = re.compile(r"####(.*)")
 _HEADING = re.compile(r"####[ *_]{0,4}[^\W\d_]{2,}.*\n(?=\s*\S)")
-"""A heading of Markdown, with text below it, is not an answer."""
+"""A Markdown heading with text below is not an answer."""
 _END_TOKEN = re.compile(r"(?:<\|[^<>|\s]{1,40}\|>|</?s>|<eos>|<end_of_turn>|</think(?:ing)?>)\Z")
-"""A token that ends a response, if its tokenizer writes it as text."""
+"""A response's end token, if the tokenizer writes it as text."""
 _LAST_LINE = re.compile(r"\s*A:(.*)")
 _STATED = re.compile(
     r"""(?:(?i:\b(?:ans(?:wer(?:\s(?:choice|option|letter))?)?|correct\s(?:choice|option|letter)
@@ -68,7 +63,7 @@ _WRAPPED = re.compile(
 
 
 def texts(response: str, forms: Sequence[str]) -> tuple[str, list[str]]:
-    """The first of `forms` that occurs, with the texts at its places; the last form and no text if none does."""
+    """The first of `forms` that occurs and its texts, or the last form without texts."""
     text = shown(response)
     for form in forms:
         found = _FORMS[form](text)
@@ -78,7 +73,7 @@ def texts(response: str, forms: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def shown(response: str) -> str:
-    """The text after the thoughts, if there are any, else all of it; full-width characters as ASCII."""
+    """The text after any thoughts, with full-width characters as ASCII."""
     response = response.translate(_ASCII)
     while end_token := _END_TOKEN.search(response := response.rstrip(), max(0, len(response) - 48)):
         response = response[: end_token.start()]
@@ -88,7 +83,7 @@ def shown(response: str) -> str:
 
 
 def last_group(response: str) -> str | None:
-    """The last marked answer, as a list with those that only commas, spaces or words such as `and` part from it."""
+    """The last marked answer, with any separated from it only by commas, spaces or words such as `and`."""
     text = shown(response)
     marks = _marks(text)
     if not marks:
@@ -102,7 +97,7 @@ def last_group(response: str) -> str | None:
 
 
 def bare(text: str) -> str:
-    r"""Without what may stand around an answer: spaces, a full stop, `$`, `\(`, quotes, `**`, braces, `\text{}`."""
+    r"""Strip what may surround an answer: spaces, full stop, `$`, `\(`, quotes, `**`, braces, `\text{}`."""
     if len(text) > 2 * MAX_CHARACTERS:
         return text
     while True:
@@ -116,13 +111,13 @@ def bare(text: str) -> str:
 
 
 def labelled(text: str) -> tuple[str | None, str]:
-    r"""The letter before an answer of a multiple choice and the answer: `\textbf{(B)}\ 12`, `(B) 12`, `B. 12`."""
+    r"""A multiple-choice letter and the answer after it: `\textbf{(B)}\ 12`, `(B) 12`, `B. 12`."""
     label = _LABEL.match(text)
     return (label[1] or label[2] or label[3], text[label.end() :]) if label else (None, text)
 
 
 def closing(text: str, begin: int) -> int | None:
-    """Where the brace closes that was opened before `begin`."""
+    """Position of the brace that closes the one opened before `begin`."""
     depth = 1
     for brace in re.finditer(r"\\.|[{}]", text[begin:], re.DOTALL):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)

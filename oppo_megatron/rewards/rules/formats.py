@@ -1,4 +1,4 @@
-"""Rules about the form of a response: `format`, a regular expression, and `length`, DAPO's penalty for long ones."""
+"""Rules on form: `format`, a regular expression, and `length`, DAPO's length penalty."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from oppo_megatron.config.rewards import compile_pattern
 
 MATCH_S = 1.0
-"""Time limit of one match; a response on which the pattern takes longer does not match."""
+"""Time limit per match; a response that takes longer does not match."""
 
 _UNLITERAL = re.compile(r"\\[A-Za-z0-9]|(?<!\\)(?:\[(?:\\.|[^\]\\])*\]|\{[0-9,]*\}|\(\?[^)<]*[:!=]|\(\?P?<\w+>|[.^$*+?()|])")
 
 
 def literals(pattern: str) -> list[str]:
-    """The stretches of plain text in a pattern, in order, without white space around them."""
+    """Runs of plain text in a pattern, in order, stripped."""
     runs = (re.sub(r"\\(.)", r"\1", run).strip() for run in _UNLITERAL.split(pattern))
     return [run for run in runs if run]
 
 
 class FormatRule:
-    """1.0 if `pattern` matches the whole response (`whole`), or any stretch of it, else 0.0.
+    """1.0 if `pattern` matches all of a response (`whole`) or a part, else 0.0, within a time limit.
 
-    The engine is `regex`, which ends a match that takes too long.  Raises ValueError for an invalid pattern.
+    Raises ValueError for an invalid pattern.
     """
 
     def __init__(self, pattern: str, *, whole: bool):
@@ -40,7 +40,7 @@ class FormatRule:
 class LengthRule:
     """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13).
 
-    0 up to max - buffer tokens, from there linearly down to -1 at `max_tokens`, and -1 beyond.
+    0 up to max - buffer tokens, linearly down to -1 at `max_tokens`, and -1 beyond.
     """
 
     max_tokens: int

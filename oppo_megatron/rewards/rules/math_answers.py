@@ -1,8 +1,7 @@
-r"""Rule `math`: the final answer is mathematically equal to the expected one.
+r"""Rule `math`: the final answer equals the expected one mathematically.
 
-`grade` runs in a process of its own, because SymPy may hang or fill memory.  It finds the answer (`final_answer`), then asks in
-this order: equal numbers (`numbers`); equal words; tuples, intervals, sets, lists and matrices of equal elements; and of all
-else math-verify.
+`grade` needs its own process, because SymPy may hang or fill memory.  It compares in order: numbers (`numbers`), words, elements
+of tuples, intervals, sets, lists and matrices; for all else it uses math-verify.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from oppo_megatron.rewards.rules.numbers import OTHER_WORDS, parse_number, read_
 
 ENTRY_POINT = f"{__name__}:grade"
 ANSWER = "answer"
-"""The one field that `grade` reads."""
+"""The only field that `grade` reads."""
 PROBE = "\\boxed{12345.5}"
-"""Response that an expected answer is tried against if only the library can compare it."""
+"""Response with which an expected answer is tried if only the library can compare it."""
 
 _ASSIGNED = re.compile(r"(?<![<>!\\:=])=(?!=)")
 _AND = re.compile(r"\s*,?\s*(?:\\text\s*\{\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s*")
@@ -57,7 +56,7 @@ _BRIEF = re.compile(
     r"[^A-Za-z]*(?:[A-Za-z]+[^A-Za-z]*){0,3}|[^A-Za-z]*(?:(?!(?:so|but|if|not|and|or|I)\b)[A-Za-z']+[ .!]*){0,10}",
     re.IGNORECASE,
 )
-"""A number and few words, or more words of one clause."""
+"""A number and a few words, or more words of one clause."""
 _LATEX = tuple((re.compile(pattern), latex) for pattern, latex in (
     (r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"), (r"√\s*\(([^()]*)\)|√\s*(\w+)", r"\\sqrt{\1\2}"),
     (r"\*\*", "^"), (r"\^\s*\(?(-?\d{2,})\)?", r"^{\1}"), ("²", "^2"), ("³", "^3"),
@@ -71,7 +70,7 @@ _LATEX = tuple((re.compile(pattern), latex) for pattern, latex in (
 
 
 def require_library() -> None:
-    """Raise ConfigError if the functions of math-verify that are used cannot be imported."""
+    """Raise ConfigError if the required functions of math-verify cannot be imported."""
     try:
         from math_verify import parse, verify  # noqa: F401
     except ImportError as error:
@@ -81,7 +80,7 @@ def require_library() -> None:
 
 
 def expected_text(value: Any) -> str:
-    """A row's answer column as text.  Raises `RewardError` if there is nothing to compare with."""
+    """An answer column as text.  Raises `RewardError` if there is nothing to compare."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**MAX_CHARACTERS:
         return str(value)
     if isinstance(value, float) and math.isfinite(value):
@@ -100,8 +99,9 @@ def needs_library(fields: Mapping[str, Any]) -> bool:
 
 
 def grade(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
-    """1.0 if the response's final answer equals the expected one, else 0.0.  Of `PROBE` without a prompt, NaN if the library does
-    not read the expected answer.
+    """1.0 if the response's final answer equals the expected one, else 0.0.
+
+    NaN for a bare `PROBE` if the library cannot read the expected answer.
     """
     try:
         given = found_answer(response)
@@ -113,7 +113,7 @@ def grade(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
 
 
 def found_answer(response: str) -> str | None:
-    """The text of the final answer; None if the response states none."""
+    """Text of the final answer, or None."""
     marked = last_group(response)
     if marked is not None and not (_PROSE.search(marked) and re.search(r"\d", marked)):
         return marked
@@ -133,7 +133,7 @@ def found_answer(response: str) -> str | None:
 
 
 def equal(expected: str, given: str) -> bool:
-    """True if mathematically equal.  Compares the last sides of two equations if only one of them names a variable."""
+    """True if mathematically equal.  If only one side is an equation with a variable, compare last sides."""
     (letter, expected), (label, given) = labelled(_tidy(expected)), labelled(_tidy(given))
     if letter and (label or re.fullmatch("[A-J]", given)) or label and re.fullmatch("[A-J]", expected):
         return (letter or expected) == (label or given)
@@ -182,12 +182,12 @@ def _cut(text: str) -> str:
 
 
 def _elements(formulas: str) -> str:
-    """Formulas that only commas, `and` or `or` part, as a list without delimiters."""
+    """Formulas separated by commas, `and` or `or`, as a list without delimiters."""
     return ", ".join(bare(each) for each in re.findall(_FORMULA, formulas, re.DOTALL))
 
 
 def _closing(response: str) -> str | None:
-    """The answer at the end of a response that marks and states none."""
+    """The answer at the end of a response without a marked or stated one."""
     text = shown(response).strip()
     last = None
     for last in _FORMULAS.finditer(text):  # noqa: B007  (the last one is wanted)
@@ -248,7 +248,7 @@ def _split(text: str) -> list[str]:
 
 
 def _parts(text: str) -> tuple[str, list[str]] | None:
-    """The kind of a structure (its brackets, `set`, `list`, or the form of a matrix), and its elements."""
+    """Kind of a structure (its brackets, `set`, `list` or matrix form) and its elements."""
     matrix = _MATRIX.fullmatch(text)
     if matrix and "\\begin" not in matrix[2]:
         rows = [row.split("&") for row in re.split(r"\\\\", matrix[2])]
@@ -268,7 +268,7 @@ def _parts(text: str) -> tuple[str, list[str]] | None:
 
 
 def _equal_parts(expected: str, given: str) -> bool | None:
-    """Structures of equal elements: sets and lists in any order.  None if one of the two is not a structure."""
+    """True if elements are equal, in any order for sets and lists; None unless both are structures."""
     wanted, found = _parts(expected), _parts(given)
     if wanted is None or found is None:
         return None
@@ -316,7 +316,7 @@ def _equal_by_library(expected: str, given: str) -> bool:
 def _parsed(latex: str) -> list[Any]:
     from math_verify import LatexExtractionConfig, parse
 
-    # The process has its own time limit; the library's limit is a signal, and it logs that at each call.
+    # The process has its own time limit; the library's is a signal, and it logs that at each call.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     return list(parse(f"${latex}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None))
 
@@ -328,7 +328,7 @@ def _latex(text: str) -> str:
 
 
 def _places(values: list[Any]) -> int:
-    """The decimal places that the library compares: six after the first digit of the smallest number."""
+    """Decimal places that the library compares: six after the first digit of the smallest number."""
     smallest = 1.0
     for value in values:
         try:

@@ -1,10 +1,6 @@
-r"""A number as people write it, read exactly.
+r"""A number as people write it, with currency, unit, scale or LaTeX, read exactly (docs/rewards.md).
 
-    sign, currency      -5   −5   $18   -$5   €1,200.50   \$3
-    digits              1,234   1 234   1{,}234   .5   18.50   1/2   \frac{1}{2}   3 1/2   3\frac12   6.02e23   6 \times 10^{23}
-    after it            %   a full stop   a scale: 2 million   a unit: 5 km, 5km, 12 apples, 90^\circ
-
-A text with a word that makes it another number (pi, times, half), a further digit or an operator is not read.
+A word that changes the number (pi, times, half), another digit or an operator makes it unreadable.
 """
 
 from __future__ import annotations
@@ -17,9 +13,9 @@ from fractions import Fraction
 from oppo_megatron.rewards.rules.final_answer import bare
 
 MAX_CHARACTERS = 500
-"""A longer number is a runaway response; Python itself refuses to read very long ones."""
+"""A longer number is a runaway response; Python refuses to read very long ones."""
 SIGNIFICANT = 6
-"""Digits that a decimal fraction needs to stand for a number that it only approximates, as 0.333333 does."""
+"""Digits a decimal fraction needs to match a number it only approximates, as 0.333333 does."""
 
 
 def _repeating(found: re.Match[str]) -> str:
@@ -47,7 +43,7 @@ _NUMBER = re.compile(
           |\s*[*x]\s*10\s*\^\s*\{?\s*(?P<power>[-+]?[0-9]{1,3})\s*\}?|[eE](?P<exponent>[-+]?[0-9]{1,3})(?![0-9A-Za-z]))?""",
     re.VERBOSE,
 )
-# Words after a number that make it another number, or no number at all.
+# Words after a number that change it, or make it none.
 OTHER_WORDS = re.compile(
     r"""\b(?:hundred|thousand|million|billion|trillion|dozen|half|halve|third|fourth|quarter|fifth|tenth|hundredth|thousandth
         |times|plus|minus|over|squared|cubed|or|to|if|unless|not|pi|sqrt|sin|cos|tan|ln|log|exp|infinity|mod|choose|by)s?\b
@@ -60,18 +56,18 @@ _SCALE = re.compile(rf"({'|'.join(SCALES)})(?![A-Za-z])", re.IGNORECASE)
 _POWER = re.compile(r"(?<=[A-Za-z])(?:\^\{?[23]\}?|[23](?![0-9])|[²³])|(?<=[A-Za-z])\s?/\s?(?=[A-Za-z])")
 _CLOCK = re.compile(r"\A([ap])\.\s?m\b", re.IGNORECASE)
 _WORDS = re.compile(r"(?!\(\s*[A-Za-z]\b)[^0-9+*/=^_\\<>|~{}±²³¹¼-¾÷\u0370-\u03ff\u2070-\u209f\u2150-\u220d\u220f-\u22ff]*")
-"""No digits, no operators, no Greek letters, no factor in brackets."""
+"""No digits, operators, Greek letters or bracketed factors."""
 _UNITS = """km kilometer kilometre|m meter metre|cm centimeter centimetre|mm millimeter millimetre|mi mile|ft foot feet
 |in inch inche|yd yard|kg kilogram|g gram|mg milligram|lb pound|oz ounce|ton tonne|L l liter litre|ml mL milliliter millilitre
 |gal gallon|s sec second|min minute|h hr hour|day|week wk|month|yr year|am|pm|mph|km/h kmh kph|m/s|deg degree|C|F|Hz|Pa
 |$ dollar usd USD|€ euro eur|cent ¢|£ gbp|¥ yen yuan 元|₹ rupee|% percent pct"""
 UNITS = {name: names.split()[0] for names in _UNITS.replace("\n", "").split("|") for name in names.split()}
-"""A unit by each of its names, without the plural's s."""
+"""Unit by each of its names, without plural s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """`places`: decimal places of one that is written as a decimal fraction, and may be rounded; None: it is exact."""
+    """`places`: decimal places of a decimal fraction, which may be rounded; None: exact."""
 
     value: Fraction
     places: int | None = None
@@ -80,13 +76,13 @@ class Number:
 
 
 def parse_number(text: str) -> Fraction | None:
-    """Return the number that `text` begins with; None if there is none, or more follows (`3+4`, `5 pi`)."""
+    """The number in `text`; None without one, or if it is part of more (`3+4`, `5 pi`)."""
     number = read_number(text)
     return None if number is None else number.value
 
 
 def read_number(text: str) -> Number | None:
-    """As `parse_number`, with its unit."""
+    """`parse_number` with the unit."""
     text = bare(text.replace("\u2212", "-"))
     if len(text) > MAX_CHARACTERS + 1000:
         return None
@@ -124,7 +120,7 @@ def _valued(found: re.Match[str], behind: str) -> Number | None:
 
 
 def _is_unit(behind: str, *, joined: bool) -> bool:
-    """True if the text after a number is empty, punctuation, or words that leave its value; `joined`: without a space."""
+    """True if the text after a number is empty, punctuation or harmless words; `joined`: no space before it."""
     if not behind:
         return True
     if not _WORDS.fullmatch(behind) or OTHER_WORDS.search(behind):
@@ -138,7 +134,7 @@ def _is_unit(behind: str, *, joined: bool) -> bool:
 
 
 def same_number(expected: Number, given: Number) -> bool:
-    """True if equal as written.  A percentage equals its value and, if that is 1 or more, also its figure."""
+    """True if equal as written.  A percentage equals its value and, from 1 on, its number."""
     if expected.unit and given.unit and expected.unit != given.unit and not (expected.percent or given.percent):
         return False
     if expected.percent == given.percent:
@@ -151,7 +147,7 @@ def same_number(expected: Number, given: Number) -> bool:
 
 
 def close(a: Number, b: Number) -> bool:
-    """Equal, or the coarser is a decimal fraction of at least six digits to which the other rounds, or only noise parts them."""
+    """True if equal, if one rounds to the other (at least six digits), or if they differ by noise."""
     if a.value == b.value:
         return True
     places = min((each.places for each in (a, b) if each.places is not None), default=None)

@@ -1,4 +1,4 @@
-"""Check that the caches hold what a round adds; unlike other checks this depends on sizes, so it runs in every round."""
+"""Check in every round that the caches hold what it adds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Budgets = Mapping[str, Sequence[KVBudget]]
 
 
 def require_room(round_: Round, budgets: Mapping[str, Mapping[int, KVBudget]]) -> None:
-    """Raise ScheduleError with each fault of the caches in `budgets` (by role and replica)."""
+    """Raise ScheduleError with each fault of the caches in `budgets`."""
     faults = [
         text for role, own in budgets.items() for d, budget in own.items() for text in cache_faults(round_, role, d, budget)
     ]
@@ -26,7 +26,7 @@ def require_room(round_: Round, budgets: Mapping[str, Mapping[int, KVBudget]]) -
 
 
 def cache_faults(round_: Round, role: str, replica: int, budget: KVBudget | None) -> Iterator[str]:
-    """Yield the first fault of a replica's cache; without `budget` its size is not checked."""
+    """Yield the first fault of a replica's cache, of its size only with `budget`."""
     cache, prefill = f"the cache of {role} replica {replica}", round_.prefill.get(role, ())
     growths = Batches.of(prefill[replica] if replica < len(prefill) else ()).table[:3]
     if role == "actor" and replica < len(round_.decode):
@@ -59,7 +59,6 @@ def cache_faults(round_: Round, role: str, replica: int, budget: KVBudget | None
 
 
 def _fork_fault(cache: str, growths: Sequence[Sequence[int]], forks: Sequence[Fork]) -> str | None:
-    """Return the first fault: a source cached too late, or a target with other tokens."""
     cached = {fork.source: fork.held for fork in forks}
     made, left = dict[int, int](), Forks(forks)
     sources = {fork.target: fork for fork in forks}

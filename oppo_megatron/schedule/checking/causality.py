@@ -1,7 +1,4 @@
-"""Check that each rank uses nothing before it exists, and has micro-batches in order.
-
-A rank holds one hidden state per role: the last received, or the last result of decode or prefill.
-"""
+"""Check that each rank uses nothing before it exists; it holds one hidden state per role, the last received or computed."""
 
 from __future__ import annotations
 
@@ -48,7 +45,6 @@ class _RankState:
     received_chunk: bool = False
 
     def visit(self, action: Action) -> Iterator[Trouble]:
-        """Yield the action's faults and apply it."""
         this = action.micro_batch, action.step
         if action.op is Op.GATHER:
             yield from self._whole_chunk(gathered=True)

@@ -1,4 +1,4 @@
-"""Check before a round whether its schedule would hang, violate causality or overflow a cache."""
+"""Check whether a schedule would hang, violate causality or overflow a cache."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class FaultKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault at `position` of the list of `rank`; `message` has fault, rule and remedy.
+    """A fault of a rank's list; `message` has fault, rule and remedy.
 
-    `action` is None for missing actions (`position` is the list's end) and caches.
+    `action` is None for caches and missing actions, whose `position` is the list's end.
     """
 
     kind: FaultKind
@@ -59,7 +59,6 @@ def check(
 
 
 def check_timeline(schedule: Schedule, round: Round, site: Site, budgets: Budgets, timeline: Timeline) -> list[Fault]:
-    """Like `check`, for a schedule already simulated with the same transport."""
     faults = [*_inventory(schedule, round, site)]
     flagged = {(fault.rank, fault.position) for fault in faults}
     faults += [
@@ -82,7 +81,6 @@ def require_sound(
     costs: Costs | None = None,
     transport: Transport = GLOO,
 ) -> None:
-    """Raise ScheduleError with all faults, if any."""
     faults = check(schedule, round, site, budgets, costs, transport)
     if faults:
         count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
@@ -93,7 +91,6 @@ def require_sound(
 
 
 def _required(round_: Round, site: Site) -> Iterator[Action]:
-    """Yield each action that the round requires, of all ranks, unordered. Raises ScheduleError as `check` does."""
     for role, replicas in (("actor", round_.decode), *round_.prefill.items()):
         dp = site.placements[role].dp if role in site.placements else 0
         if len(replicas) > dp:
@@ -120,7 +117,6 @@ def _required(round_: Round, site: Site) -> Iterator[Action]:
 
 
 def _unit(placement: RolePlacement, replica: int, what: tuple[str, int, int, int | None]) -> Iterator[Action]:
-    """Yield a unit's actions and messages on all stages; `what`: role, micro-batch, chunk, step."""
     (role, _, _, step), last = what, placement.pp - 1
     first, then = (Op.PREFILL, Op.SCORE) if step is None else (Op.DECODE, Op.SAMPLE)
     for stage in range(placement.pp):
@@ -139,7 +135,6 @@ def _unit(placement: RolePlacement, replica: int, what: tuple[str, int, int, int
 
 
 def _inventory(schedule: Schedule, round: Round, site: Site) -> Iterator[Fault]:
-    """Yield doubled and foreign actions, then missing ones."""
     done = dict.fromkeys(_required(round, site), False)
     for rank in sorted(schedule.actions):
         chunk_here = False
@@ -163,7 +158,6 @@ def _inventory(schedule: Schedule, round: Round, site: Site) -> Iterator[Fault]:
 
 
 def _unasked(action: Action, round: Round, site: Site, chunk_here: bool) -> tuple[FaultKind, str]:
-    """Return the fault of an action that the round does not require; `chunk_here`: its rank has received a chunk."""
     if action.role not in site.placements:
         return FaultKind.FOREIGN, f"is of no role of the site ({', '.join(site.placements)}); correct the role"
     ranks = site.placements[action.role].ranks
@@ -177,7 +171,6 @@ def _unasked(action: Action, round: Round, site: Site, chunk_here: bool) -> tupl
 
 
 def _deadlocks(timeline: Timeline) -> Iterator[Fault]:
-    """Yield messages received out of order, each cycle of waiting ranks, and each end of a chain of them."""
     for rank, stuck in sorted(timeline.stuck.items()):
         if stuck.mistaken:
             rule = "messages of a link arrive in the order sent; give both lists the same order"

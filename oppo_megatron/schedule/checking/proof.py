@@ -1,11 +1,10 @@
 """Prove quickly, from start times alone, that a timetable is a sound schedule once its messages are added.
 
-`runs_in_time` shows that each stage has exactly the required units (a decode with its sample, a prefill with its score) in the
-only permitted order, and that each starts after all that it waits for. `add_communication` puts a unit's receives directly before
-it and its sends directly after it, so no action is missing, links keep their order, and no ranks wait in a cycle. Only receives
-of drawn tokens, a gather, and chunks (from a rank earlier in `Site.feeds`) follow the units.
+`runs_in_time` shows that each stage has exactly the required units in the only permitted order, each after all that it waits for.
+Receives come directly before a unit, sends directly after it, so links keep their order and no ranks wait in a cycle. Only drawn
+tokens, a gather, and chunks in the order of `Site.feeds` follow the units.
 
-If the transport holds sends, units are run in each rank's order: exact for stages of single ranks, else a simulation decides.
+If sends may be held, units are run in each rank's order: exact for stages of single ranks, else a simulation decides.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class _Stage:
     """A pipeline stage: units done, neighbours, and the ranks that wait for it (`woken`).
 
     Unit n waits for n + 1 units of `before`, and from the second decode step (unit `first`) for n + 1 - `micro_batches` of
-    `last`. After it a rank waits for n + 1 - (unreceived messages allowed) units of `after`.
+    `last`.
     """
 
     ranks: tuple[int, ...]
@@ -52,13 +51,13 @@ class _Stage:
 def require_provable(
     computes: Schedule, round_: Round, site: Site, budgets: Budgets, costs: Costs, transport: Transport = GLOO
 ) -> None:
-    """Raise ScheduleError with all faults unless the compute actions are proved sound; `require_room` checks caches."""
+    """Raise ScheduleError with all faults unless the compute actions are proved sound."""
     if not prove(computes, round_, site, transport):
         require_sound(add_communication(computes, round_, site), round_, site, budgets, costs, transport)
 
 
 def prove(computes: Schedule, round_: Round, site: Site, transport: Transport = GLOO) -> bool:
-    """True if the compute actions and their messages are sound over the transport; caches are not checked."""
+    """True if the compute actions and their messages are sound, apart from caches."""
     table = computes.actions
     if not (isinstance(table, Timetable) and runs_in_time(table, round_, site)):
         return not check(add_communication(computes, round_, site), round_, site, {}, transport=transport)
@@ -76,7 +75,6 @@ def prove(computes: Schedule, round_: Round, site: Site, transport: Transport = 
 
 
 def runs_in_time(table: Timetable, round_: Round, site: Site) -> bool:
-    """True if these are the round's units and each starts after all that it waits for."""
     counts = {(role, d): count_of((role, d), round_) for role, own in site.placements.items() for d in range(own.dp)}
     if table.site != site or not all(team in table.times for team, count in counts.items() if count.units):
         return False
@@ -118,7 +116,7 @@ def _order(rank: int, table: Timetable, stages: dict[Place, _Stage]) -> list[_St
 
 
 def _runs_through(orders: dict[int, list[_Stage]], most: int) -> bool:
-    """True if all units can be done in each rank's order, with at most `most` unreceived hidden states per link."""
+    """True if all units can be done; `most`: unreceived messages per link."""
     position = dict.fromkeys(orders, 0)
     ready = list(orders)
     while ready:
@@ -145,7 +143,6 @@ def _runs_through(orders: dict[int, list[_Stage]], most: int) -> bool:
 
 
 def _held(order: list[_Stage], position: int, most: int) -> bool:
-    """True if the rank still has to send the previous unit's result."""
     if not position:
         return False
     stage = order[position - 1]

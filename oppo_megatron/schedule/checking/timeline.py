@@ -1,7 +1,4 @@
-"""Simulate a schedule in virtual time: when each action runs, and which ranks cannot continue.
-
-A send takes no time unless the transport holds it; its message arrives `Costs.message_s` later.
-"""
+"""Simulate a schedule in virtual time: when each action runs, and which ranks cannot continue."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ COMPUTE = (Op.DECODE, Op.SAMPLE, Op.PREFILL, Op.SCORE)
 
 
 class Span(NamedTuple):
-    """Start and end of an action, at `position` of its list; a receive's span is its wait."""
+    """One action; a receive's span is its wait."""
 
     action: Action
     position: int
@@ -33,7 +30,7 @@ class Span(NamedTuple):
 class Stuck:
     """A rank that cannot continue: `action` waits for `ranks`.
 
-    `mistaken`: another message came. `held`: why the transport holds this send; `remedy` releases it.
+    `mistaken`: another message came. `held`: why the transport holds this send.
     """
 
     action: Action
@@ -51,8 +48,6 @@ class Stuck:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of every rank, and the ranks that did not finish."""
-
     spans: Mapping[int, tuple[Span, ...]]
     stuck: Mapping[int, Stuck]
 
@@ -62,7 +57,6 @@ class Timeline:
 
     @property
     def working(self) -> tuple[int, ...]:
-        """Ranks that compute."""
         return tuple(r for r in sorted(self.spans) if any(span.action.op in COMPUTE for span in self.spans[r]))
 
     def busy_s(self, rank: int) -> float:
@@ -89,10 +83,7 @@ def simulate(
     begun: Mapping[int, float] | None = None,
     running: Running | None = None,
 ) -> Timeline:
-    """Execute the schedule in virtual time until no rank can continue.
-
-    `begun`: start of each rank's list in seconds (default 0). `running`: None if no sequence ends within the round.
-    """
+    """Execute until no rank can continue; `begun`: start of each rank's list in seconds."""
     run = _Run(schedule, round_, site, costs or Costs(), transport, running)
     run.clock.update(begun or {})
     while run.ready:
@@ -104,7 +95,6 @@ def simulate(
 
 
 def coordinates_at(site: Site, rank: int) -> dict[str, RankCoordinates]:
-    """Coordinates of `rank` in each of its roles."""
     found = {role: placement.coords(rank) for role, placement in site.placements.items()}
     return {role: coords for role, coords in found.items() if coords is not None}
 
@@ -117,10 +107,7 @@ def same_action(a: Action | None, b: Action) -> bool:
 
 
 class _Run:
-    """Position and clock of each rank, messages in flight by link, and ranks to examine (`ready`).
-
-    `taken`: when messages were received; `made`: links in use.
-    """
+    """`ready`: ranks to examine, `taken`: receive times by link, `made`: links in use."""
 
     def __init__(
         self, schedule: Schedule, round_: Round, site: Site, costs: Costs, transport: Transport, running: Running | None
@@ -144,13 +131,12 @@ class _Run:
         }
 
     def current(self, rank: int) -> Action | None:
-        """Next action of `rank`; None at the end or for unknown ranks."""
         own = self.lists.get(rank, ())
         position = self.position.get(rank, 0)
         return own[position] if position < len(own) else None
 
     def advance(self, rank: int) -> tuple[int, ...] | None:
-        """Execute the next action. Returns other ranks that may continue, or None if the rank must wait."""
+        """Execute the next action. Returns ranks that may continue, or None if the rank must wait."""
         action = self.current(rank)
         if action is None:
             return None
@@ -207,7 +193,6 @@ class _Run:
         return (action.peer,) if action.peer in self.lists else ()
 
     def _holder(self, action: Action) -> str | None:
-        """Return why the transport holds a send; None if it does not."""
         if not self._meets(action):
             return "the first use of its communicator, for which both ends have to come"
         ahead = self.links[link_of(action)]
@@ -216,7 +201,7 @@ class _Run:
         return None
 
     def _meets(self, action: Action) -> bool:
-        """True if the message's link is in use, or both ends are ready to begin."""
+        """True if the link is in use, or both ends are ready to begin."""
         link = link_of(action)
         if self.transport.made or link in self.made:
             return True

@@ -1,7 +1,7 @@
 """The rules of gloo and NCCL for a schedule.
 
-gloo accepts every message at once. Over NCCL, each end waits for the other in a communicator's first use; a send ends when it is
-received and delays later ones. NCCL has no tags, but each directed link has its own communicator, used from one role's stream.
+gloo accepts every message at once. Over NCCL, both ends wait in a communicator's first use, and a send ends when it is received;
+without tags, each directed link has its own communicator.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from oppo_megatron.schedule.actions import Payload
 
 @dataclass(frozen=True)
 class Transport:
-    """`made`: every link was used before the round. `in_flight`: most unreceived messages of a link, by payload (missing: no
-    limit).
-    """
+    """`made`: links were used before the round. `in_flight`: most unreceived messages of a link (missing: no limit)."""
 
     name: str
     made: bool = True
@@ -26,12 +24,10 @@ class Transport:
 
     @property
     def holds(self) -> bool:
-        """True if a send may have to wait."""
         return not self.made or bool(self.in_flight)
 
     @property
     def free(self) -> Transport:
-        """The same transport without held sends."""
         return replace(self, made=True, in_flight={})
 
 
@@ -52,10 +48,7 @@ made during the round.
 
 
 def transport_of(device: str, environment: Mapping[str, str], streams: int) -> Transport:
-    """Transport for a device type ("cpu", "cuda") with at most `streams` CUDA streams per rank.
-
-    All hardware queues are used unless the environment sets a number.
-    """
+    """Transport for "cpu" or "cuda" with at most `streams` CUDA streams per rank."""
     if device == "cpu":
         return GLOO
     value = environment.get(CONNECTIONS, "").strip() or str(MOST_CONNECTIONS)

@@ -1,1 +1,1 @@
-"""Planning of rounds: the books of all roles, and the planner."""
+"""Planning of rounds."""

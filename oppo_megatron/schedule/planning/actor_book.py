@@ -1,4 +1,4 @@
-"""The actor's sequences: replicas, cache slots and prefill."""
+"""The actor's sequences."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from oppo_megatron.schedule.weaving.cut import even_ends
 
 
 class Active(NamedTuple):
-    """Sequences to decode: rows in the book (valid until its next call), replicas, and tokens each may still get."""
+    """`rows` (valid until the book's next call) and replicas of sequences, and tokens that each may still get."""
 
     columns: Columns
     rows: Ints
@@ -38,12 +38,11 @@ class Active(NamedTuple):
 class ActorBook(Book):
     """The book of the decoding actor.
 
-    Between rounds an open sequence has all but its last token cached, unless an update made its cache stale: then the next round
-    prefills it. If slots are short, sequences admitted first run.
+    Between rounds an open sequence has all but its last token cached, unless stale: then it is prefilled again. If slots are
+    short, sequences admitted first run.
     """
 
     def __init__(self, replicas: int, slots: int, limit: Callable[[int], int], groups: Grouping = ALONE):
-        """`limit(seq_id)`: most response tokens of the sequence."""
         super().__init__(replicas, slots, {LIMIT: ABSENT, OUTLIVED: 0}, groups)
         self._limit = limit
 
@@ -62,7 +61,6 @@ class ActorBook(Book):
         return counts
 
     def steps(self, active: Active, chunk: int) -> int:
-        """Decode steps of the next round: a chunk, or fewer if no sequence has room."""
         return min(chunk, int(active.rooms.max(initial=0)))
 
     def plan(
@@ -74,10 +72,7 @@ class ActorBook(Book):
         order: Callable[[Sequence[int]], list[int]],
         own: Collection[int] | None = None,
     ) -> list[ReplicaWork]:
-        """Plan the prefill and decoding of each replica.
-
-        `order(seq_ids)` sorts open sequences by cache slot, on ranks that hold them.
-        """
+        """`order(seq_ids)` sorts open sequences by cache slot."""
         columns, rows, homes, rooms = active if isinstance(active, Active) else self.active(active)
         running, new = self._admit(rows, homes)
         ours, cached = self._ours(own), self._ledger[CACHED][rows]
@@ -101,7 +96,6 @@ class ActorBook(Book):
         return self._works(ours)
 
     def _in_line(self, rows: Ints, before: Ints, new: Ints, order: Callable[[Sequence[int]], list[int]]) -> Ints:
-        """Return positions in `rows`: `before` (open earlier) sorted by `order`, then `new`."""
         ledger = self._ledger
         before = before[np.argsort(ledger[OPENED][rows[before]], kind="stable")]
         position = np.empty(len(ledger), dtype=np.int64)
@@ -110,7 +104,6 @@ class ActorBook(Book):
         return np.concatenate([position[ledger.rows(np.array(ordered, dtype=np.int64))], new])
 
     def runs(self, rollouts: Sequence[Rollout] | Columns) -> Bools:
-        """True for rollouts that run in the last planned round."""
         run: Bools = self._ledger[CACHED][self._ledger.rows(columns_of(rollouts).seq_ids)] != ABSENT
         return run
 
@@ -147,7 +140,7 @@ class ActorBook(Book):
         return current
 
     def _admit(self, rows: Ints, homes: Ints) -> tuple[Bools, Bools]:
-        """Give free slots to sequences without one. Returns masks of running sequences and new slots."""
+        """Return masks of running sequences and of those that get free slots."""
         new = self._ledger[CACHED][rows] == ABSENT
         if len(self._short(homes[new])):
             places = np.flatnonzero(new)

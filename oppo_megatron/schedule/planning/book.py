@@ -1,7 +1,4 @@
-"""Cached and computed tokens of every rollout in a role, the same on all ranks that plan a round.
-
-A rank keeps the books of all replicas, but packs micro-batches only for its `own`.
-"""
+"""Cached and computed tokens of a role's rollouts, the same on all ranks that plan a round."""
 
 from __future__ import annotations
 
@@ -25,9 +22,8 @@ updates since the cache was begun."""
 
 @dataclass(frozen=True)
 class Grouping:
-    """Groups of `size` sequences with neighbouring ids answer one prompt and share a replica.
-
-    `fork`: compute the prompt's cache once per group. `greedy`: decode the last of each group greedily.
+    """`size` neighbouring ids share a prompt and a replica; `fork`: its cache is computed once, `greedy`: the last is decoded
+    greedily.
     """
 
     size: int = 1
@@ -40,9 +36,8 @@ ALONE = Grouping()
 
 @dataclass
 class ReplicaWork:
-    """Work of one replica's cache in a round, in order: close `evict`, open, prefill; at the end close `done`.
-
-    A fork is made as soon as its source has enough cached.
+    """In a round: close `evict`, open, prefill and decode, close `done`. Forks are made as soon as their source has enough
+    cached.
     """
 
     evict: list[int] = field(default_factory=list)
@@ -54,12 +49,11 @@ class ReplicaWork:
 
     @property
     def num_staying(self) -> int:
-        """Sequences that grow and keep their slots."""
         return Batches.of(self.decode or self.prefill).ends[-1] - len(self.done)
 
 
 class Book:
-    """Base of all books: `slots` per replica's cache; at most `most` sequences of a group (None: all)."""
+    """`slots` per replica's cache; at most `most` sequences of a group (None: all)."""
 
     def __init__(
         self,
@@ -84,7 +78,6 @@ class Book:
         return self._replicas.of(seq_id)
 
     def homes(self, rollouts: Sequence[Rollout] | Columns) -> Ints:
-        """Return the replica of each rollout."""
         return self._ledger[REPLICA][self._ledger.rows(columns_of(rollouts).seq_ids)]
 
     def num_open(self, replica: int) -> int:
@@ -92,14 +85,13 @@ class Book:
         return int(self._num_open[replica])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state between two rounds in plain JSON types."""
         return {
             "replicas": self._replicas.state_dict(),
             "cached": [list(self.cached(replica).items()) for replica in range(len(self))],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; the caches must match it."""
+        """The caches must match `state`."""
         self._replicas.load_state_dict(state["replicas"])
         for replica, cached in enumerate(state["cached"]):
             rows = self._ledger.enter(CACHED, cached)
@@ -141,7 +133,7 @@ class Book:
         return [ours.get(replica, elsewhere) for replica in range(len(self))]
 
     def _current(self) -> Bools:
-        """True for rows with the whole prompt cached by the present weights."""
+        """True if the whole prompt is cached by the present weights."""
         current: Bools = self._ledger[CACHED] > 0
         return current
 
@@ -150,11 +142,7 @@ class Book:
         return self.groups.size > 1 and self.groups.fork
 
     def _sources(self, rows: Ints, depth: Ints, wanting: Bools | None = None) -> Ints:
-        """For each of `rows`, return the sequence to fork at `depth` (the prompt), or ABSENT; one of a group computes the prompt
-        if necessary.
-
-        `wanting`: True for sequences prefilled in this round.
-        """
+        """For each of `rows`, return the sequence to fork at `depth`, or ABSENT; `wanting`: prefilled in this round."""
         sources = np.full(len(rows), ABSENT, dtype=np.int64)
         if not self.forks:
             return sources
@@ -181,7 +169,7 @@ class Book:
 
 
 def packed(growths: Growths, which: Ints, forks: Sequence[Fork], budget: int, memo: Memo) -> Batches:
-    """Pack the growths at `which` into prefill micro-batches of at most `budget` tokens, fork targets after sources."""
+    """Pack the growths at `which` into micro-batches, fork targets after sources."""
     late = np.isin(growths.seq_ids[which], [fork.target for fork in forks if fork.held < fork.tokens])
     found = []
     for part in (which[~late], which[late]) if late.any() else (which,):

@@ -1,4 +1,4 @@
-"""Columns of integers by sequence id: a number is at (id - first id), because ids in use are close together."""
+"""Columns of integers by sequence id: dense, because ids in use are close together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ABSENT = -1
 
 
 class Ledger:
-    """Columns by name, with the value that each has for unused sequences; column `entered` shows which are in use."""
+    """Columns with their values for unused sequences; `entered` shows which are in use."""
 
     def __init__(self, entered: str, columns: Mapping[str, int]):
         self._entered, self._unset = entered, dict(columns)
@@ -45,7 +45,7 @@ class Ledger:
         return rows + self._first
 
     def row(self, seq_id: int) -> int:
-        """Return the row of a sequence. Raises KeyError if it is not in use."""
+        """Raises KeyError if the sequence is unused."""
         row = seq_id - self._first
         if not (0 <= row < len(self) and self._columns[self._entered][row] != self._unset[self._entered]):
             raise KeyError(seq_id)
@@ -58,11 +58,9 @@ class Ledger:
         return self.ids(np.flatnonzero(mask))
 
     def pairs(self, name: str, mask: npt.NDArray[np.bool_]) -> Pairs:
-        """Return (id, number) of the rows in `mask`."""
         return list(zip(self.where(mask).tolist(), self[name][mask].tolist(), strict=True))
 
     def enter(self, name: str, pairs: Pairs) -> Ints:
-        """Set numbers by sequence. Returns their rows."""
         table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         rows = self.rows(table[:, 0])
         self[name][rows] = table[:, 1]
@@ -73,7 +71,6 @@ class Ledger:
             self._columns[name][:] = unset
 
     def _make_room(self, low: int, high: int) -> None:
-        """Make room for ids low to high and those in use; twice as much, so that this is rare."""
         used = self.where(self._columns[self._entered] != self._unset[self._entered])
         if len(used):
             low, high = min(low, int(used[0])), max(high, int(used[-1]))
@@ -98,7 +95,7 @@ def ordinal(groups: Ints) -> Ints:
 
 
 class Memo:
-    """Last answers of pure functions of integers and arrays; scorers of one layout mostly ask for the same."""
+    """Last answers of pure functions; scorers of one layout mostly ask for the same."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], object] = {}

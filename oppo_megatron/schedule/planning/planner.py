@@ -1,7 +1,4 @@
-"""Plan rounds: books give the work, a generator orders it, and the checker proves the result.
-
-All ranks reach the same schedule, because books advance by recorded chunks.
-"""
+"""Plan rounds: books give the work, a generator orders it, and the checker proves the result, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -43,10 +40,7 @@ Order = Callable[[Sequence[int]], list[int]]
 
 @dataclass(frozen=True)
 class PlannedRound:
-    """A round, its work by role and replica, and its schedule, with chunks counted from 1 (`Schedule.shifted`).
-
-    The planner of one rank has its component's micro-batches and its own list.
-    """
+    """Chunks of `schedule` count from 1 (`Schedule.shifted`)."""
 
     round: Round
     works: Mapping[str, Sequence[ReplicaWork]]
@@ -59,8 +53,6 @@ class PlannedRound:
 
 @dataclass(frozen=True)
 class BookedRound:
-    """A round's work by role and replica, before it is ordered."""
-
     steps: int
     works: Mapping[str, Sequence[ReplicaWork]]
 
@@ -76,10 +68,7 @@ class BookedRound:
 
 @dataclass
 class RoundPlanner:
-    """Plans and checks the `Component` of `rank` (None: all ranks).
-
-    `micro_batch_tokens` bounds prefill micro-batches, `max_length` cached sequences. Scorers in `late` skip rounds that decode.
-    """
+    """Plans and checks the `Component` of `rank` (None: all ranks); scorers in `late` skip rounds that decode."""
 
     site: Site
     generator: str
@@ -109,9 +98,9 @@ class RoundPlanner:
         order: Order,
         readable: Ints | None = None,
     ) -> PlannedRound:
-        """Plan the round that decodes up to `chunk` tokens of each of `decode` and scores the new tokens of `score`.
+        """Decode up to `chunk` tokens of `decode` and score new tokens of `score`. Raises ScheduleError.
 
-        The critic, whose outputs an update makes stale, reads only `readable` (None: all). Raises ScheduleError.
+        The critic reads only `readable` (None: all), because updates make its values stale.
         """
         booked = self.book(decode, score, chunk, order, readable)
         works, round_ = booked.works, booked.round(index)
@@ -129,7 +118,7 @@ class RoundPlanner:
         order: Order,
         readable: Ints | None = None,
     ) -> BookedRound:
-        """First half of `plan`: take the work from the books, which count it as done."""
+        """First half of `plan`: the books count the work as done."""
         active, unread = self.actor.active(decode), dict[str, Unread]()
         scored = some = columns_of(score)
         perishable = any(book.perishable for book in self.scorers.values())
@@ -162,7 +151,7 @@ class RoundPlanner:
         return sum(book.prefilled_tokens for book in (self.actor, *self.scorers.values()))
 
     def learn(self, costs: Costs) -> None:
-        """Plan by `costs` from now on (on all ranks at once); cuts are kept until times differ by NEARLY."""
+        """Plan by `costs` from now on, on all ranks at once; cuts are kept until times differ by NEARLY."""
         self.costs = costs
         self._known.clear()
         slots, pp = self.actor.slots, self.site.placements["actor"].pp
@@ -172,7 +161,6 @@ class RoundPlanner:
             self._sought_by = costs
 
     def reset_perishable(self) -> list[str]:
-        """Discard results of trained scorers after an update. Returns their names."""
         stale = [name for name, book in self.scorers.items() if book.perishable]
         for name in stale:
             self.scorers[name].reset()
@@ -182,7 +170,6 @@ class RoundPlanner:
         return None if self._component is None else self._component.replicas.get(role, ())
 
     def _cut(self, decode: Active, unread: Mapping[str, Unread], steps: int) -> Cut:
-        """Return decode micro-batches per replica, and tokens of a scorer's prefill micro-batch."""
         (micro_batches, asked), placement = self.weave, self.site.placements["actor"]
         tokens = None if asked == "auto" else min(asked, self.micro_batch_tokens)
         if self.generator != "woven" or placement.pp == 1:
@@ -212,7 +199,6 @@ class RoundPlanner:
         return [name for name in self.scorers if any(actor.coords(rank) is not None for rank in placements[name].ranks)]
 
     def _schedule(self, round_: Round, budgets: Budgets) -> Schedule:
-        """Return the schedule of the round's shape, checked once; `require_room` checks sizes."""
         component = self._component
         part = round_ if component is None else component.part(round_)
         shape = replace(part, index=1)
@@ -225,7 +211,6 @@ class RoundPlanner:
         return self._known[key]
 
     def _checked(self, shape: Round, budgets: Budgets) -> Schedule:
-        """Build and check a schedule once per shape; of a component's model, keep this rank's list."""
         key, component = (shape.steps, _counts(shape)), self._component
         if key not in self._known:
             site = self.site if component is None else component.model
@@ -245,7 +230,7 @@ class RoundPlanner:
         return self._known[key]
 
     def _ordered(self, shape: Round, site: Site) -> tuple[Schedule, Transport]:
-        """Return the generator's schedule, or a fallback if held sends could deadlock, and the rules left to check."""
+        """Return a schedule in which held sends cannot deadlock, and the rules left to check."""
         if isinstance(self._generate, CustomGenerator):
             return self._generate(shape, site, self.costs), self.transport
         generator, computes = self._passing(shape, site)
@@ -262,7 +247,6 @@ class RoundPlanner:
         return Schedule(lists), self.transport
 
     def _passing(self, shape: Round, site: Site) -> tuple[Generator, Schedule]:
-        """Return the first of the own generator, `intra` and `one_by_one` without deadlock, and its schedule."""
         for generator in (self._generate, intra):
             computes = generator(shape, site, self.costs)
             if not self.transport.holds or prove(computes, shape, site, self.transport):
@@ -292,7 +276,7 @@ def _counts(part: Round) -> tuple[object, ...]:
 
 
 def median(numbers: Ints) -> int:
-    """Median of non-negative integers, rounded down; counts them, which is faster than sorting many small ones."""
+    """Median, rounded down; counting is faster than sorting."""
     smaller = np.cumsum(np.bincount(numbers))
     middle = np.array([(len(numbers) - 1) // 2, len(numbers) // 2])
     return int(np.searchsorted(smaller, middle, side="right").sum()) // 2

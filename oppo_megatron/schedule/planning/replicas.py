@@ -18,10 +18,7 @@ BLOCK = 512
 
 
 class Replicas:
-    """The replica of each sequence (column REPLICA of `ledger`), fixed until it leaves.
-
-    `group_size` sequences with neighbouring ids share one; at most `most` of them are assigned (None: all).
-    """
+    """Replicas of sequences, fixed until they leave; at most `most` of `group_size` neighbouring ids are assigned."""
 
     def __init__(
         self,
@@ -43,8 +40,8 @@ class Replicas:
     def place(self, held: Sequence[Rollout] | Columns) -> Ints:
         """Assign a replica to each of `held` (all present sequences) that has none. Returns all replicas.
 
-        A sequence follows its group. New groups, longest first, go to the replica with the fewest tokens (ties: sequences, then
-        the first) that has slots now, while finished sequences keep theirs, and later; else to a least crowded one.
+        New groups, longest first, go to the replica with the fewest tokens (ties: sequences) with slots now, while finished
+        sequences keep theirs, and later; else to a least crowded one.
         """
         columns = columns_of(held)
         rows = self.ledger.rows(columns.seq_ids)
@@ -64,7 +61,7 @@ class Replicas:
         return self.ledger[REPLICA][rows]
 
     def _arrivals(self, arrived: Columns) -> tuple[Ints | None, Ints]:
-        """Return each arrival's group (None: one each), and tokens, sequences and unfinished ones of groups, [3, groups]."""
+        """Return each arrival's group (None: one each), and groups' tokens, sequences, unfinished ones, [3, groups]."""
         weights = arrived.num_tokens, np.ones_like(arrived.seq_ids), (~arrived.finished).astype(np.int64)
         if self._group_size == 1:
             return None, np.stack(weights)
@@ -101,10 +98,7 @@ class Replicas:
 
 
 def dealt(parts: Ints, slots: int, arrivals: Ints, most: int) -> Ints:
-    """Return the replicas of arriving groups in order, each the smallest by `_rank_for`.
-
-    `parts` [3, replicas] and `arrivals` [3, groups]: tokens, sequences, unfinished sequences.
-    """
+    """`parts` [3, replicas] and `arrivals` [3, groups]: tokens, sequences, unfinished sequences."""
     if parts.shape[1] == 1:
         return np.zeros(arrivals.shape[1], dtype=np.int64)
     found = _to_those_with_slots(parts, slots, arrivals, most)
@@ -122,7 +116,6 @@ def dealt(parts: Ints, slots: int, arrivals: Ints, most: int) -> Ints:
 
 
 def _rank_for(part: Sequence[int], replica: int, slots: int, arrival: Sequence[int]) -> tuple[int, ...]:
-    """Sort key: least crowded, then fewest tokens."""
     (tokens, sequences, unfinished), (_, more, more_unfinished) = part, arrival
     crowded = max(0, unfinished + more_unfinished - slots), max(0, sequences + more - slots)
     return *crowded, tokens, sequences, replica
@@ -131,8 +124,7 @@ def _rank_for(part: Sequence[int], replica: int, slots: int, arrival: Sequence[i
 def _to_those_with_slots(parts: Ints, slots: int, arrivals: Ints, most: int) -> Ints:
     """Return the replicas of the first arrivals, as long as one has slots for a whole group.
 
-    A heap of integers (tokens, sequences and replica in their bits) is faster than one of tuples. Slots are checked per block of
-    arrivals, which is assigned one by one if they did not suffice.
+    A heap of integers (tokens, sequences, replica as bits) is faster than tuples.
     """
     replicas, bits = parts.shape[1], parts.shape[1].bit_length()
     above, mask = int(parts[1].sum() + arrivals[1].sum()).bit_length() + bits, (1 << bits) - 1
@@ -159,7 +151,6 @@ def _to_those_with_slots(parts: Ints, slots: int, arrivals: Ints, most: int) -> 
 
 
 def _one_by_one(heap: list[int], left: Ints, adds: Sequence[int], sequences: Sequence[int], mask: int) -> Ints:
-    """Assign arrivals while a replica has slots; changes `heap` and `left` (free slots beyond a group)."""
     found, free = list[int](), left.tolist()
     for add, number in zip(adds, sequences, strict=True):
         if not heap:

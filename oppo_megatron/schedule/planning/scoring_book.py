@@ -1,4 +1,4 @@
-"""A scoring role's sequences: replicas, cache slots, and tokens and outputs still due."""
+"""A scoring role's sequences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from oppo_megatron.schedule.rounds import Growths
 
 
 class Unread(NamedTuple):
-    """Sequences with unread tokens; `cached` is ABSENT without a slot; `targets`: tokens to read."""
+    """`cached` is ABSENT without a slot; `targets`: tokens to read."""
 
     columns: Columns
     rows: Ints
@@ -39,9 +39,8 @@ class Unread(NamedTuple):
 class ScoringBook(Book):
     """The book of a scoring role; without `reads_greedy` it ignores greedy sequences.
 
-    The reward model reads every token and scores the last, or each response token (`every_token`). Reference and critic give
-    response token t from position P + t - 1, so they never read the last. A complete sequence frees its slot. If slots are short,
-    finished sequences evict the youngest unfinished ones, which are prefilled again later; their outputs stay valid.
+    Only the reward model reads the last token: others give response token t from position P + t - 1. If slots are short, finished
+    sequences evict the youngest unfinished ones, whose outputs stay valid.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class ScoringBook(Book):
     def plan(
         self, rollouts: Sequence[Rollout] | Columns | Unread, budget: int, own: Collection[int] | None = None
     ) -> list[ReplicaWork]:
-        """Return every replica's work, in micro-batches of at most `budget` tokens; the book counts it as done."""
+        """Return every replica's work, which the book counts as done."""
         ours = self._ours(own)
         admitted = self._admit(rollouts if isinstance(rollouts, Unread) else self.unread(rollouts), ours)
         self._fork(admitted, ours)
@@ -100,7 +99,7 @@ class ScoringBook(Book):
         return self._works(ours)
 
     def forget(self, *seq_ids: int, unread: bool = False) -> None:
-        """Remove trained sequences; `unread`: they leave untrained, whether or not they were read."""
+        """Remove trained sequences; `unread`: untrained ones."""
         rows = self._ledger.rows(np.array(seq_ids, dtype=np.int64))
         held = rows[self._ledger[CACHED][rows] != ABSENT]
         assert unread or not len(held), f"{self.role}: sequence {self._ledger.ids(held).min()} was trained unscored"
@@ -137,7 +136,7 @@ class ScoringBook(Book):
         return columns.at(left)
 
     def _depth(self, columns: Columns) -> Ints:
-        """Length at which the cache may fork: prompt tokens that need no output."""
+        """Prompt tokens that need no output, at which the cache may fork."""
         return columns.prompt_tokens - (self.role != "reward")
 
     def _state(self, columns: Columns) -> tuple[Ints, Ints, Ints]:
@@ -149,7 +148,6 @@ class ScoringBook(Book):
         return missing
 
     def _admit(self, unread: Unread, ours: Mapping[int, ReplicaWork]) -> Unread:
-        """Give slots, to finished sequences first, and record them in `ours`. Returns sequences with slots."""
         columns, rows, homes, cached, _ = unread
         new = np.flatnonzero(cached == ABSENT)
         if not len(new):
@@ -168,7 +166,6 @@ class ScoringBook(Book):
         return now.at(np.flatnonzero(now.cached != ABSENT)) if len(short) else now
 
     def _make_way(self, replica: int, columns: Columns, work: ReplicaWork) -> None:
-        """Let finished sequences take slots of unfinished ones."""
         wanted = list(zip(columns.seq_ids.tolist(), columns.finished.tolist(), strict=True))
         finished = {seq_id for seq_id, ended in wanted if ended}
         cached = set(self._open_ids(replica).tolist())
@@ -186,7 +183,6 @@ class ScoringBook(Book):
         self._open(self._ledger.rows(np.array(work.open, dtype=np.int64)))
 
     def _fork(self, admitted: Unread, ours: Mapping[int, ReplicaWork]) -> None:
-        """Fork prompts that others compute; records them in `ours` and `cached`."""
         columns, rows, homes, cached, _ = admitted
         depth = self._depth(columns)
         sources = self._sources(rows, depth)

@@ -11,11 +11,7 @@ from oppo_megatron.schedule.rounds import Round, Site
 
 
 def add_communication(schedule: Schedule, round: Round, site: Site) -> Schedule:
-    """Return the schedule with its messages.
-
-    Hidden states go to the next stage, drawn tokens from the last stage to all others, which receive them before the next step or
-    at the list's end. Then the actor's replicas gather their chunks, and ranks without the actor receive the whole chunk.
-    """
+    """Drawn tokens are received before the next step, or at the list's end; the gather and the whole chunk come last."""
     lists = {rank: messages_of(rank, schedule, round, site) for rank in site.ranks}
     return Schedule({rank: own for rank, own in lists.items() if own})
 
@@ -36,7 +32,6 @@ def messages_of(rank: int, schedule: Schedule, round: Round, site: Site) -> tupl
 
 
 def with_messages(action: Action, placement: RolePlacement, coords: RankCoordinates) -> Iterator[Action]:
-    """Yield an action between its receives and sends; `coords` are its rank's."""
     replica, stage, shard = coords
     last = placement.pp - 1
     if action.op in (Op.DECODE, Op.PREFILL):
@@ -66,7 +61,6 @@ def _last_tokens(actions: tuple[Action, ...], actor: RolePlacement) -> Iterator[
 
 
 def _spread(rank: int, chunk: int, site: Site) -> Iterator[Action]:
-    """Yield the messages that spread the chunk."""
     actor = site.placements["actor"]
     decoding = actor.coords(rank) is not None
     if actor.dp > 1 and decoding:

@@ -1,11 +1,8 @@
 """The part of a site that a rank's schedule depends on, with its tensor ranks taken as one.
 
-A rank's component is everything tied to it by shared replicas, directly or through others. Nothing outside uses its ranks, so a
-generator gives the rank the same list from its component as from the whole site. Ranks with the same replica and stage of every
-role are one *class*; the *model*, which is planned and checked, has one rank per class.
-
-Proofs of all models hold for the site: a message of the model represents one of each shard, in the same order at both ends, and
-components share only the gather and the chunks that end their lists.
+A *component* is all ranks tied by shared replicas, directly or through others. Ranks with the same replica and stage of every
+role are a *class*; the *model*, which is planned and checked, has one of each. Its proof holds for every shard, and components
+share only the gather and the chunks at the end.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Component:
-    """Component of `rank`: replicas by role, ascending, and its model, in which `member` represents `rank`."""
+    """Component of `rank`, and its model, in which `member` represents `rank`."""
 
     site: Site
     rank: int
@@ -48,7 +45,6 @@ class Component:
         return replace(round, decode=decode, prefill=prefill, forks=forks)
 
     def own_list(self, model: Schedule, shape: Round) -> tuple[Action, ...]:
-        """Return the rank's list with messages, from the compute actions of `member` in `model`."""
         own = (Action(self.rank, a.op, a.role, a.micro_batch, a.chunk, a.step) for a in model.of(self.member))
         return messages_of(self.rank, Schedule({self.rank: tuple(own)}), shape, self.site)
 
@@ -95,7 +91,6 @@ def _classes(site: Site, replicas: Mapping[str, tuple[int, ...]]) -> dict[int, i
 def _divisions(
     placement: RolePlacement, replicas: tuple[int, ...], classes: Mapping[int, int]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield for each stage, per shard, the first shard of its class."""
     for replica in replicas:
         for stage in range(placement.pp):
             own = [classes[rank] for rank in placement.stage_ranks(replica, stage)]
@@ -103,7 +98,6 @@ def _divisions(
 
 
 def _modelled(placement: RolePlacement, replicas: tuple[int, ...], classes: Mapping[int, int]) -> RolePlacement:
-    """Return the role's replicas with one rank per class."""
     stages = [
         tuple(dict.fromkeys(classes[rank] for rank in placement.stage_ranks(replica, stage)))
         for stage in range(placement.pp)

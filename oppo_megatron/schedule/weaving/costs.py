@@ -1,4 +1,4 @@
-"""The cost model: durations of actions, fitted to measured times, and costs as JSON."""
+"""The cost model: durations of actions, fitted to measured times."""
 
 from __future__ import annotations
 
@@ -38,10 +38,7 @@ def at_stage(lines: Lines, stage: int) -> Linear:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one stage's actions: `decode` and `sample` of n sequences, `score` of n rows, `message_s` of any message.
-
-    Roles not in `prefill` cost `default_prefill`. Only the last stage has `sample` and `score`.
-    """
+    """Seconds of one stage's actions on n sequences (`decode`, `sample`), tokens or output rows."""
 
     decode: Lines = Linear(2e-3, 5e-5)
     sample: Linear = Linear(2e-4, 1e-5)
@@ -61,9 +58,7 @@ class Costs:
 
 
 def nearly(costs: Costs, others: Costs, share: float, sequences: tuple[int, int], tokens: tuple[int, int]) -> bool:
-    """True if no action's seconds differ by more than `share` from those by `others`, for the least and most `sequences` and
-    `tokens`.
-    """
+    """True if no action's seconds differ by more than `share`, for the least and most `sequences` and `tokens`."""
     if costs.prefill.keys() != others.prefill.keys():
         return False
     each = [(costs.decode, others.decode, sequences), (costs.sample, others.sample, sequences)]
@@ -77,10 +72,7 @@ def nearly(costs: Costs, others: Costs, share: float, sequences: tuple[int, int]
 
 
 class CostMeter:
-    """Fit `Costs` by least squares to the seconds of each kind of action (decode and prefill: of each role and stage).
-
-    Only sums are kept, so ranks can add their vectors.
-    """
+    """Fit `Costs` to measured seconds by least squares; vectors of ranks can be added."""
 
     MIN_SAMPLES = 4
 
@@ -99,20 +91,18 @@ class CostMeter:
         self._sums = {kind: values[_MOMENTS * i : _MOMENTS * (i + 1)] for i, kind in enumerate(kinds)}
 
     def add(self, op: Op, role: str, stage: int, num_tokens: int, seconds: float) -> None:
-        """Add one action of `num_tokens` sequences, new tokens or output rows, as in `Costs`."""
         sums = self._sums[_kind(op, role, stage)]
         n, t = float(num_tokens), seconds
         for i, moment in enumerate((1.0, n, t, n * n, n * t)):
             sums[i] += moment
 
     def join(self, vector: Sequence[float], keep: float = 1.0) -> None:
-        """Add the sums of another meter of these roles; own ones are weighted by `keep` (0 to 1)."""
+        """Add another meter's sums; own ones are weighted by `keep`."""
         for i, sums in enumerate(self._sums.values()):
             other = vector[_MOMENTS * i : _MOMENTS * (i + 1)]
             sums[:] = [keep * own + new for own, new in zip(sums, other, strict=True)]
 
     def take(self) -> list[float]:
-        """Return and reset the sums."""
         vector = self.to_vector()
         self.join([0.0] * len(vector), keep=0.0)
         return vector
@@ -125,10 +115,8 @@ class CostMeter:
         return [value for sums in self._sums.values() for value in sums]
 
     def costs(self, fallback: Costs) -> Costs:
-        """Return the fitted costs.
-
-        A stage without samples gets its role's line, else that of `fallback`. With fewer than `MIN_SAMPLES`, or equal n, that
-        line is scaled to their mean.
+        """A stage without samples gets its role's line, else that of `fallback`; with few, or equal n, that line is scaled to
+        their mean.
         """
         prefill = {role: self._by_stage(Op.PREFILL, role, fallback.prefill_of(role)) for role in self.stages}
         return Costs(
@@ -173,10 +161,7 @@ LINES = ("sample", "default_prefill", "score")
 
 
 def read_costs(path: Path, placements: Mapping[str, RolePlacement]) -> Costs:
-    """Read costs: pairs (fixed, per token) in seconds, of all stages or of each; missing ones have defaults.
-
-    Raises ConfigError with every problem.
-    """
+    """Read pairs (fixed, per token) of seconds, of all stages or of each. Raises ConfigError with every problem."""
     if not path.is_file():
         raise ConfigError(missing_path("the file of costs", path))
     try:

@@ -1,18 +1,14 @@
 """The cut of a round: decode micro-batches, and tokens of a prefill micro-batch, for the fewest predicted seconds.
 
-With P stages, n sequences in M micro-batches, w_p the seconds of stage p with ceil(n / M) sequences (on the last with its
-sample), and h the seconds of a message:
+With P stages, M micro-batches, w_p the seconds of stage p for one (on the last with its sample), and h those of a message:
 
-    lap   L   = max(M max w_p, w_0 + ... + w_(P-1) + P h)   a step of all micro-batches, once the pipeline is full
-    end   e_p = w_0 + ... + w_p + p h + (M - 1) max(w_0 .. w_p)   when stage p is done with the first step
+    lap   L   = max(M max w_p, w_0 + ... + w_(P-1) + P h)   a step of all micro-batches
+    end   e_p = w_0 + ... + w_p + p h + (M - 1) max(w_0 .. w_p)   when stage p finishes the first step
     gap   g_p = L - M w_p                                   free time of stage p in each lap but the last
 
 so stage p decodes until (steps - 1) L + e_p. floor(g_p / t_p) prefill micro-batches of t_p seconds fit into each gap, but no more
-than the previous stage's gaps finished. A stage misses the gaps before the first one arrives. Micro-batches that do not fit
-follow the decoding, after the previous stage; the later stages' time for the last one is added. The stage that ends last ends the
-round.
-
-Scorers of another layout count as having the actor's stages, at the cost of their own stage of that depth.
+than the previous stage's gaps finished; gaps before the first one arrives are missed. The rest follows the decoding, after the
+previous stage, and the later stages' time for the last one is added. The slowest stage ends the round.
 """
 
 from __future__ import annotations
@@ -39,8 +35,6 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Work:
-    """Work of one actor replica and the scorers on its ranks; `prefill_tokens` of one replica, by role."""
-
     num_sequences: int
     steps: int
     pp: int
@@ -64,8 +58,7 @@ def choose_cut(
 ) -> Cut:
     """Return the fastest predicted cut (ties: fewer decode micro-batches, then larger prefill ones).
 
-    `budget`: most tokens of a prefill micro-batch. `grain`: growth of one sequence, which is not divided. `micro_batches` and
-    `prefill_tokens` fix the cut.
+    `budget`: most tokens of a prefill micro-batch. `grain`: growth of one sequence.
     """
     most = max(1, min(2 * work.pp, work.num_sequences)) if work.steps else 1
     counts = np.arange(1, most + 1) if micro_batches is None else np.array([micro_batches])
@@ -82,7 +75,6 @@ def choose_cut(
 
 
 def predict_s(work: Work, cut: Cut, costs: Costs) -> float:
-    """Predict the seconds of the woven round."""
     laps = _laps(work, np.array([cut.micro_batches]), costs)
     return float(_predicted(work, np.array([cut.prefill_tokens]), costs, laps)[0])
 
@@ -118,7 +110,6 @@ def _laps(work: Work, micro_batches: Ints, costs: Costs) -> _Laps:
 
 
 def _predicted(work: Work, sizes: Ints, costs: Costs, laps: _Laps) -> Floats:
-    """Predicted seconds, [cuts], with `sizes` tokens per prefill micro-batch."""
     message_s, steps = _message_s(work, costs), max(0, work.steps - 1)
     gaps = np.full(laps.end_s.shape, float(steps))  # left of each stage
     ends = steps * laps.seconds + laps.end_s
@@ -146,7 +137,6 @@ def _predicted(work: Work, sizes: Ints, costs: Costs, laps: _Laps) -> Floats:
 
 
 def _put_behind(ends: Floats, seconds: Floats, woven: Floats, count: Ints, message_s: float) -> None:
-    """Extend `ends` [stages, cuts] by micro-batches that gaps do not hold."""
     follows = np.zeros_like(ends)  # 1 if it waits for the previous stage
     np.multiply(woven[1:] < count, woven[1:] == woven[:-1], out=follows[1:])
     left, through, ready = (count - woven) * seconds, seconds + message_s, np.zeros_like(ends[0])
@@ -157,16 +147,14 @@ def _put_behind(ends: Floats, seconds: Floats, woven: Floats, count: Ints, messa
 
 
 def _later(seconds: Floats, message_s: float) -> Floats:
-    """Seconds of the following stages for one micro-batch, with messages, [stages, cuts]."""
+    """Seconds of the following stages for one micro-batch."""
     later = np.zeros_like(seconds)
     later[:-1] = np.cumsum((seconds[1:] + message_s)[::-1], axis=0)[::-1]
     return later
 
 
 def _missed(laps: _Laps, seconds: Floats, message_s: float) -> Floats:
-    """Gaps that pass before a role's first micro-batch arrives, [roles, stages, cuts]; `seconds` [stages, roles, cuts] are its
-    times.
-    """
+    """Gaps that pass before a role's first micro-batch arrives, [roles, stages, cuts]."""
     decodes, found = laps.seconds > 0, np.zeros_like(seconds)
     lap, ready = np.where(decodes, laps.seconds, 1.0), laps.end_s[0]
     for stage, (end, gap, own) in enumerate(zip(laps.end_s, laps.gap_s, seconds, strict=True)):
@@ -183,7 +171,6 @@ def _message_s(work: Work, costs: Costs) -> float:
 
 
 def _prefill_lines(work: Work, role: str, costs: Costs) -> list[Linear]:
-    """Return the role's line for each stage of the actor, from its own stage of the same depth."""
     lines = costs.prefill_of(role)
     if isinstance(lines, Linear):
         return [lines] * work.pp
@@ -191,7 +178,6 @@ def _prefill_lines(work: Work, role: str, costs: Costs) -> list[Linear]:
 
 
 def _prefill_s(work: Work, role: str, tokens: Ints | Floats, costs: Costs) -> Floats:
-    """Seconds of a micro-batch, [stages, cuts]; on the last stage, each new token has an output row."""
     seconds = _seconds(_prefill_lines(work, role, costs), np.rint(tokens))
     seconds[-1] += _seconds([costs.score], np.rint(tokens))[0]
     return seconds
@@ -204,7 +190,7 @@ def _seconds(lines: Sequence[Linear], numbers: Ints | Floats) -> Floats:
 
 
 def _sizes(work: Work, laps: _Laps, costs: Costs, budget: int, grain: int) -> list[list[int]]:
-    """Prefill sizes to try for each M: the budget, its halves, and sizes that fill a gap."""
+    """Prefill sizes to try: the budget, its halves, and those that fill a gap."""
     halves = [budget]
     while halves[-1] // 2 >= grain:
         halves.append(halves[-1] // 2)

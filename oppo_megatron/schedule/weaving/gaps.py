@@ -22,7 +22,7 @@ def in_nanoseconds(seconds: npt.NDArray[np.float64]) -> Ints:
 
 
 class Gaps:
-    """Gaps of each rank, the last endless; those shorter than `shortest` are dropped."""
+    """Gaps of each rank, the last endless; shorter ones than `shortest` are dropped."""
 
     def __init__(self, ranks: Sequence[int], shortest: int = 1):
         self._shortest = max(1, shortest)
@@ -30,7 +30,7 @@ class Gaps:
         self._ends: dict[int, list[int]] = {rank: [FOREVER] for rank in ranks}
 
     def place(self, ranks: Sequence[int], ready: int, duration: int) -> int:
-        """Occupy all `ranks` for `duration` at the earliest common time from `ready`. Returns the start."""
+        """Occupy all `ranks` at the earliest common time from `ready`. Returns the start."""
         if len(ranks) == 1:
             gap, start = self._fit_one(ranks[0], ready, duration)
             self._take(ranks[0], gap, start, start + duration)
@@ -41,10 +41,7 @@ class Gaps:
         return start
 
     def fill(self, ranks: Sequence[int], ready: Ints, durations: Ints, lines: Sequence[int]) -> Ints:
-        """`place` n actions in turn, each after the previous one of its line. Returns the starts, [n].
-
-        Actions after all gaps that are ready in order need no search.
-        """
+        """`place` n actions in turn, each after the previous one of its line. Returns the starts, [n]."""
         ends, last = [0] * (max(lines, default=0) + 1), self.last(ranks)
         behind = _behind(last, ready, durations)
         found = self._one_by_one(ranks, ready[:behind], durations[:behind], lines, ends) if behind else []
@@ -78,7 +75,7 @@ class Gaps:
     def _on_one_rank(
         self, rank: int, ready: Sequence[int], durations: Sequence[int], lines: Sequence[int], ends: list[int]
     ) -> list[int]:
-        """`_one_by_one` on one rank, with `_fit_one` and `_take` inlined for speed."""
+        """`_one_by_one` with `_fit_one` and `_take` inlined for speed."""
         begins, closes, shortest, found = self._starts[rank], self._ends[rank], self._shortest, list[int]()
         for start, duration, line in zip(ready, durations, lines, strict=False):
             if start < ends[line]:
@@ -106,7 +103,6 @@ class Gaps:
         return found
 
     def append(self, ranks: Sequence[int], starts: Ints, ends: Ints) -> None:
-        """Occupy `ranks` for n consecutive intervals after everything placed."""
         for rank in ranks:
             begins = np.concatenate([self._starts[rank][-1:], ends[:-1]])
             assert (begins <= starts).all(), f"rank {rank} is busy somewhere in {starts[0]} .. {ends[-1]}"
@@ -118,7 +114,6 @@ class Gaps:
         return max(self._starts[rank][-1] for rank in ranks)
 
     def close(self) -> None:
-        """Drop all gaps but the last."""
         for rank in self._starts:
             del self._starts[rank][:-1], self._ends[rank][:-1]
 
@@ -133,7 +128,6 @@ class Gaps:
             start = found
 
     def _fit_one(self, rank: int, ready: int, duration: int) -> tuple[int, int]:
-        """Return the first gap with enough room, and the start in it."""
         starts, ends = self._starts[rank], self._ends[rank]
         gap = bisect_left(ends, ready + duration)
         start = starts[gap]

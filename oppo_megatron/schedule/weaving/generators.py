@@ -1,7 +1,6 @@
-"""Generators: turn a round's work into an ordered list of compute actions for every rank.
+"""Generators: turn a round's work into a list of compute actions for every rank.
 
-A list is its rank's part of one virtual timeline. In the order of starts, every action follows all that it waits for, so the
-lists cannot deadlock.
+Lists are parts of one virtual timeline, in which every action follows all that it waits for, so they cannot deadlock.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ Generator = Callable[[Round, Site, Costs], Schedule]
 
 
 def sequential(round: Round, site: Site, costs: Costs) -> Schedule:
-    """Place the actor's part first on each rank, then the scorers'."""
     placer = Placer(round, site, costs)
     placer.place_actor()
     placer.free.close()
@@ -34,7 +32,6 @@ def sequential(round: Round, site: Site, costs: Costs) -> Schedule:
 
 
 def intra(round: Round, site: Site, costs: Costs) -> Schedule:
-    """Place the scorers' part first on each rank, then the actor's."""
     placer = Placer(round, site, costs)
     placer.place_scorers()
     placer.free.close()
@@ -43,7 +40,7 @@ def intra(round: Round, site: Site, costs: Costs) -> Schedule:
 
 
 def woven(round: Round, site: Site, costs: Costs) -> Schedule:
-    """Place the actor's part first, and the scorers' in its gaps or after it; with one stage, as `intra`."""
+    """Place the scorers' part in the actor's gaps or after it; with one stage, as `intra`."""
     if site.placements["actor"].pp == 1:
         return intra(round, site, costs)
     placer = Placer(round, site, costs)
@@ -53,9 +50,9 @@ def woven(round: Round, site: Site, costs: Costs) -> Schedule:
 
 
 def one_by_one(round: Round, site: Site, costs: Costs) -> Schedule:
-    """List every micro-batch on all stages before the next of its role; the actor last.
+    """List every micro-batch on all stages before the next of its role.
 
-    Each stage's messages are received before it sends more, so no transport deadlocks.
+    A stage's messages are received before it sends more, so no transport deadlocks.
     """
     times, begun = dict[Team, Times](), 0
     for role in [*(role for role in site.placements if role != "actor"), "actor"]:
@@ -74,8 +71,6 @@ SCHEDULE = Signature(("round", "site", "costs"), "Schedule")
 
 @dataclass(frozen=True)
 class CustomGenerator:
-    """A user's `overlap.schedule`: (round, site, costs) -> Schedule of compute actions (docs/extending.md)."""
-
     plugin: Plugin
 
     def __call__(self, round: Round, site: Site, costs: Costs) -> Schedule:
@@ -91,7 +86,7 @@ class CustomGenerator:
 
 
 def generator_of(chosen: str) -> Generator:
-    """Return the built-in generator, else load the user's. Raises ConfigError."""
+    """Raises ConfigError if a user's generator cannot be loaded."""
     return GENERATORS.get(chosen) or CustomGenerator(Plugin.load("overlap.schedule", chosen, SCHEDULE))
 
 
@@ -100,10 +95,7 @@ def _of_replica(replicas: Sequence[Sequence[Batch]], replica: int) -> Sequence[B
 
 
 def _laps(durations: list[list[int]], free: list[int], message: int, steps: int) -> Ints:
-    """Starts of decode steps, [steps, micro-batches, stages]; `free`: when each stage may begin.
-
-    Once two steps begin in the same way, the rest repeats.
-    """
+    """Starts of decode steps, [steps, micro-batches, stages]; `free`: when each stage may begin."""
     ready, laps, apart = [0] * len(durations), list[list[list[int]]](), 0
     through = message if len(free) > 1 else 0
     while len(laps) < steps:
@@ -122,10 +114,9 @@ def _laps(durations: list[list[int]], free: list[int], message: int, steps: int)
 
 
 def _lap_starts(durations: list[list[int]], ready: list[int], free: list[int], message: int) -> list[list[int]]:
-    """Starts, by micro-batch and stage, of one decode step; `ready`: when micro-batches may enter, `free`: when stages are free.
+    """Starts of one decode step, by micro-batch and stage.
 
-    Micro-batches that would only wait for the next one are moved close to it, so that a step leaves one gap per stage, unless
-    that delays the following step.
+    Micro-batches that would only wait move close to the next one, so that a step leaves one gap per stage.
     """
     starts = _earliest(durations, ready, free, message)
     ready = [row[-1] + own[-1] + message for row, own in zip(starts, durations, strict=True)]
@@ -163,9 +154,7 @@ def _close(
 
 
 def by_turns(lines: Sequence[Line], place: Callable[[int, int, int], int]) -> None:
-    """Place all prefills: always the next of the line whose first stage is free first.
-
-    `place(line, prefill, time)` returns when that stage is free again.
+    """Place prefills, always of the line whose first stage is free first: `place(line, prefill, time)` returns when it will be.
     """
     turns = [(0, n, 0) for n, line in enumerate(lines) if len(line.times)]
     while turns:
@@ -178,7 +167,7 @@ def by_turns(lines: Sequence[Line], place: Callable[[int, int, int], int]) -> No
 
 
 class Line:
-    """A replica while it is placed: `times` [prefills, stages]; `ends`, `starts` and `placed` by stage."""
+    """`times` [prefills, stages]; `ends`, `starts` and `placed` by stage."""
 
     def __init__(self, placement: RolePlacement, replica: int, times: Ints):
         self.ranks = [placement.stage_ranks(replica, stage) for stage in range(placement.pp)]
@@ -196,8 +185,6 @@ class Line:
 
 
 class Placer:
-    """The virtual timeline of a round while it is filled."""
-
     def __init__(self, round: Round, site: Site, costs: Costs):
         self.round, self.site, self.costs = round, site, costs
         self.message = nanoseconds(costs.message_s)
@@ -222,7 +209,6 @@ class Placer:
             self._place_decode(line, _of_replica(self.round.decode, replica))
 
     def place_scorers(self) -> None:
-        """Place micro-batches in turn: always of the replica whose first stage is free first."""
         roles = [role for role in self.site.placements if role != "actor" and role in self.round.prefill]
         teams = sorted((roles.index(role), replica, role) for role, replica in self._lines if role in roles)
         lines = [self._lines[role, replica] for _, replica, role in teams]
@@ -235,7 +221,7 @@ class Placer:
         return Schedule(Timetable(self.round, self.site, {team: line.whole() for team, line in self._lines.items()}))
 
     def _place_by_stage(self, lines: Sequence[Line]) -> None:
-        """Place lines on the same ranks; only the first stage decides the turns, so it is filled first."""
+        """Place lines on the same ranks, one stage after the other, because only the first decides the turns."""
         of, starts, ranks = list[int](), list[int](), lines[0].ranks[0]
         durations, put = [line.times[:, 0].tolist() for line in lines], self.free.place
 
@@ -249,7 +235,6 @@ class Placer:
         self._place_later(lines, of, np.array(starts, dtype=np.int64))
 
     def _place_later(self, lines: Sequence[Line], of: Sequence[int], first: Ints) -> None:
-        """Place prefills on the following stages; `of`: line of each, `first`: start on the first stage."""
         ranks, of_N = lines[0].ranks, np.array(of, dtype=np.int64)
         times, starts = np.empty((len(of), len(ranks)), dtype=np.int64), np.empty((len(ranks), len(of)), dtype=np.int64)
         for n, line in enumerate(lines):
@@ -282,7 +267,6 @@ class Placer:
         line.decoded = Times(starts.reshape(-1, len(stages)).T, placed.T)
 
     def _place_prefill(self, line: Line, times: list[int]) -> int:
-        """Place a micro-batch on all stages. Returns when the first stage finishes it."""
         place, ends, ready = self.free.place, line.ends, 0
         for stage, (ranks, duration) in enumerate(zip(line.ranks, times, strict=True)):
             before = ends[stage]
@@ -295,7 +279,7 @@ class Placer:
         return ends[0]
 
     def _prefill_times(self, role: str, batches: Sequence[Batch]) -> tuple[int | None, Ints]:
-        """Return the shortest time on any stage without scoring (None: no batches), and all times, [n, stages]."""
+        """Return the shortest time on any stage without scoring, and all times, [n, stages]."""
         if not batches:
             return None, np.zeros((0, self.site.placements[role].pp), dtype=np.int64)
         tokens, rows = Batches.of(batches).sums

@@ -1,7 +1,6 @@
-"""Plan and check rounds of many decode steps as rounds of three.
+"""Plan and check rounds of many decode steps as rounds of three, whose last step is repeated.
 
-If no other work comes between decode steps, lists follow from those of `STEPS` steps by repeating the last one. They are equally
-sound: an action waits only for its own step or the previous one, so a cycle of waiting ranks lies within one step.
+This is sound because an action waits only for its own step or the previous one.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ def repeats(generator: str, shape: Round, site: Site) -> bool:
 
 
 def shortened(shape: Round) -> Round:
-    """Return the round's last `STEPS` decode steps, after the same prefill.
-
-    Other tokens count as cached before the round, and the actor's forks too.
-    """
+    """Return the round's last `STEPS` decode steps; other tokens and the actor's forks count as cached before."""
     decoded = [Growths.of(batch) for replica in shape.decode for batch in replica]
     seq_ids = np.concatenate([np.zeros(0, dtype=np.int64), *(batch.seq_ids for batch in decoded)])
     earlier = np.concatenate([np.zeros(0, dtype=np.int64), *(np.maximum(0, batch.new - STEPS) for batch in decoded)])

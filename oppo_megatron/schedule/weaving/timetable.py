@@ -1,7 +1,6 @@
 """Start times of all units in arrays, and the ranks' lists that follow from them.
 
-A *unit* is a decode with its sample, or a prefill with its score. A stage's units are its prefills, then decode micro-steps by
-step and micro-batch. Actions are made only for a rank's own list, because a round has tens of thousands.
+A *unit* is a decode with its sample, or a prefill with its score. A round has tens of thousands, so actions are made on access.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ class Times(NamedTuple):
 
 
 class Count(NamedTuple):
-    """Units of a replica's stages: prefills, and decode micro-batches in each of `steps`; their chunk."""
-
     prefills: int
     batches: int
     steps: int
@@ -56,7 +53,7 @@ def count_of(team: Team, round: Round) -> Count:
 
 @dataclass(frozen=True, eq=False)
 class Timetable(Mapping[int, tuple[Action, ...]]):
-    """Lists of compute actions of all ranks, made on access; units in order of start (ties: of placement)."""
+    """Compute actions of all ranks, in order of start (ties: of placement)."""
 
     round: Round
     site: Site
@@ -82,7 +79,7 @@ class Timetable(Mapping[int, tuple[Action, ...]]):
         return count_of(team, self.round)
 
     def sequence(self, rank: int) -> tuple[Ints, list[tuple[Team, int]]]:
-        """Return the order of the rank's units, numbered through its stages, and those stages as (team, stage)."""
+        """Return the order of the rank's units, numbered through its stages (prefills first), and those (team, stage)."""
         own = [((role, coords.replica), coords.stage) for role, coords, _ in self._stages(rank)]
         if not own:
             return np.zeros(0, dtype=np.int64), []

@@ -1,6 +1,4 @@
-"""A cluster of equal nodes: peaks, links, constants, and their sources. Bus bandwidth as in nccl-tests: payload times
-`wire_factor` over seconds.
-"""
+"""A cluster of equal nodes, with a source per constant. Bus bandwidth as in nccl-tests: bytes on the wire per second."""
 
 from __future__ import annotations
 
@@ -52,8 +50,8 @@ Seconds = Annotated[float, Strict(), Field(ge=0, le=60)]
 
 @checked(frozen=True, config=STRICT)
 class Efficiencies:
-    """Fitted constants of a layer's laws (numbers and seconds). `elementwise`: fused norms, rotations, activation, sums;
-    `plain`: one large pass over tensors.
+    """Fitted constants of a layer's laws. `elementwise`: fused norms, rotations, activation, sums; `plain`: one pass over
+    large tensors.
     """
 
     compute: Share
@@ -68,9 +66,7 @@ class Efficiencies:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A processor: bfloat16 operations and memory bytes per second, memory bytes. `on_cpu`: a CPU core, which launches
-    nothing. `sources` by field.
-    """
+    """`on_cpu`: a CPU core, which launches nothing. `sources` by field."""
 
     name: str
     flops: float
@@ -113,7 +109,7 @@ SWEEPS = "microsoft/vidur, data/profiling/network, commit 7d47513; fitted"
 
 @checked(frozen=True, config=STRICT)
 class Line:
-    """Seconds of a message: `alpha_s` plus bytes on the wire over `bytes_per_s`."""
+    """`alpha_s`, plus bytes on the wire over `bytes_per_s`."""
 
     alpha_s: Seconds
     bytes_per_s: Annotated[float, Strict(), Field(ge=1e3, le=1e18)]
@@ -149,8 +145,6 @@ Law = Line | Curve
 
 @dataclass(frozen=True)
 class Inside:
-    """Links within a node: collectives by ranks, and messages."""
-
     collective: Mapping[int, Law]
     send: Law
     source: Source = field(compare=False)
@@ -162,8 +156,6 @@ class Inside:
 
 @dataclass(frozen=True)
 class Between:
-    """Network: `nics` per node, shared by its ranks."""
-
     alpha_s: float
     bytes_per_s: float
     nics: int
@@ -210,8 +202,8 @@ THREADS = published("docs/measurements.md: two threads have 387 of 2 x 201 GFLOP
 
 @checked(frozen=True, config=STRICT)
 class Engine:
-    """Seconds per layer beyond the laws: `launch_s` if the host launches it, `replay_s` in a decode step. Others are factors
-    on kernels.
+    """Seconds per layer beyond the laws: `launch_s` if the host launches it, `replay_s` in a decode step. Others: factors on
+    kernels.
     """
 
     launch_s: Seconds
@@ -228,9 +220,7 @@ OF_CPU = Engine(0.0, 0.0, assumed("a CPU launches nothing"))
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equal processors, numbered node by node. `threads`: speed of a rank by cores, relative to one; `adapted`:
-    measured engine.
-    """
+    """Nodes of equal processors. `threads`: speed of a rank by cores, relative to one; `adapted`: measured engine."""
 
     nodes: int
     gpus_per_node: int
@@ -260,8 +250,8 @@ class Cluster:
 
 
 def threaded(cluster: Cluster, ranks: int, threads_per_rank: int) -> Cluster:
-    """Cluster as `ranks` ranks see it: on CPUs each has its threads' cores and a share of memory. `threads_per_rank` 0: cores
-    divided among the ranks.
+    """Cluster as `ranks` see it: on CPUs each has its threads' cores and a share of memory. `threads_per_rank` 0: all cores
+    are divided.
     """
     gpu, cores = cluster.gpu, cluster.gpus_per_node
     share = cores // min(ranks, cores)

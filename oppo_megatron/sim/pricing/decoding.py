@@ -33,7 +33,7 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Turns:
-    """A replica decodes at most `slots` sequences, admitted at rounds of `chunk` steps. `micro_batches` None: the fastest
+    """A replica decodes `slots` sequences at once, admitted at rounds of `chunk` steps. `micro_batches` None: the fastest
     number.
     """
 
@@ -53,9 +53,7 @@ class Turns:
 
 
 def decode_s(actor: LaidModel, decoding: Decoding, turns: Turns) -> float:
-    """Seconds until the slowest replica's last response ends, without prompts. Responses are dealt longest first, so the
-    first replica is slowest.
-    """
+    """Seconds until the slowest (first) replica's last response ends, without prompts. Responses are dealt longest first."""
     lengths = np.array(sorted(decoding.lengths, reverse=True)[:: actor.placement.dp])
     lengths = np.random.default_rng(0).permutation(lengths)  # sequences that wait for a slot have any length
     starts = turns.starts(lengths)
@@ -89,7 +87,7 @@ def decode_costs(actor: LaidModel, sequences: int, position: float, *, captured:
 
 
 def predicted_costs(models: Mapping[str, LaidModel], decoding: Decoding, sequences: int, prefill_tokens: int) -> Costs:
-    """Cost lines as `oppo plan schedule --costs` reads them, for a replica's batch halfway through decoding."""
+    """Cost lines as in `oppo plan schedule --costs`, for a replica's batch halfway through decoding."""
     position = decoding.prompt_tokens + sum(decoding.lengths) / len(decoding.lengths) / 2
     actor = models["actor"]
     decode = decode_costs(actor, sequences, position, captured=decoding.captured)
@@ -114,7 +112,7 @@ def _prefill_line(model: LaidModel, stage: int, tokens: int, position: float) ->
 
 
 def _score_s(model: LaidModel) -> float:
-    """Seconds per output row, without reading the head's weights."""
+    """Seconds per row, without reading the head's weights."""
     last = model.placement.pp - 1
     return max(0.0, (model.head_s(last, 4096) - model.head_s(last, 2048)) / 2048)
 

@@ -1,4 +1,4 @@
-"""A role in its layout: seconds of a stage's forward and of messages between stages."""
+"""Seconds of a role's stages and of messages between them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ class Tokens:
 
     @classmethod
     def step(cls, sequences: float, positions: float) -> Tokens:
-        """A token per sequence, after `positions` in all."""
         return cls(sequences, 0.0, positions, sequences)
 
 
@@ -46,7 +45,6 @@ class LaidModel:
 
     @property
     def layers(self) -> int:
-        """Layers per stage."""
         return int(self.shape["num_hidden_layers"]) // self.placement.pp
 
     @cached_property
@@ -54,17 +52,15 @@ class LaidModel:
         return LayerSizes.of(self.shape, self.placement.tp)
 
     def step_s(self, stage: int, tokens: Tokens, *, captured: bool) -> float:
-        """A micro-batch's decode step, captured as a CUDA graph or launched."""
+        """A decode step, captured as a CUDA graph or launched."""
         engine = self.cluster.engine
         return self._forward_s(stage, tokens, engine.replay_s + (0.0 if captured else engine.launch_s), engine.decode)
 
     def forward_s(self, stage: int, tokens: Tokens, *, training: bool = False) -> float:
-        """A stage's forward over a micro-batch of new tokens."""
         engine = self.cluster.engine
         return self._forward_s(stage, tokens, engine.launch_s, engine.update if training else engine.read)
 
     def _forward_s(self, stage: int, tokens: Tokens, host_s: float, factor: float) -> float:
-        """`host_s` per layer; `factor` on kernels."""
         key = (stage, tokens, host_s, factor)
         if key not in self._forwards:
             self._forwards[key] = self._computed_s(stage, tokens, host_s, factor)
@@ -81,7 +77,6 @@ class LaidModel:
         return own + messages * all_reduce_s(self.cluster, self.tensor_groups[stage], payload) + self.layers * host_s
 
     def attention_s(self, tokens: Tokens) -> float:
-        """Attention of a stage, which selective recomputation repeats."""
         return self.layers * self._law.attention_s(self.sizes, tokens.pairs)
 
     def head_s(self, stage: int, rows: float) -> float:
@@ -90,7 +85,6 @@ class LaidModel:
         return self._law.head_s(self.shape, self.placement.tp, rows)
 
     def hop_s(self, stage: int, tokens: float) -> float:
-        """Seconds to the next stage: every tensor rank sends its hidden states."""
         if stage + 1 >= self.placement.pp:
             return 0.0
         payload = WIDTH * self.shape["hidden_size"] * tokens * self._hidden_share
@@ -117,7 +111,6 @@ class LaidModel:
 
     @cached_property
     def _leaving(self) -> tuple[int, ...]:
-        """By stage, most ranks of a node whose next rank is on another."""
         found = []
         for here, there in zip(self._nodes, self._nodes[1:], strict=False):
             leaving = here[here != there]

@@ -26,7 +26,7 @@ ADAM_BYTES = 28
 
 @dataclass(frozen=True)
 class Batch:
-    """A replica's `tokens` in sequences of mean `length`, at most `micro_batch_tokens` at once."""
+    """A replica's `tokens` in sequences of mean `length`."""
 
     tokens: float
     length: float
@@ -56,7 +56,6 @@ class Update:
 
 
 def update_s(model: LaidModel, update: Update) -> float:
-    """Forward and backward, gradient exchange, and the optimizer."""
     placement, batch = model.placement, update.batch
     tokens = batch.micro_batch(outputs=True)
     stages = [_training_s(model, stage, tokens, update.train) for stage in range(placement.pp)]
@@ -79,7 +78,7 @@ def _training_s(model: LaidModel, stage: int, tokens: Tokens, train: TrainingLay
 
 
 def _exchange_s(model: LaidModel, stage: int, train: TrainingLayoutConfig, last_s: float) -> float:
-    """Exposed messages of an optimizer step, and its passes. Gradients overlap with the last backward, two thirds of `last_s`."""
+    """Exposed messages of an optimizer step, and its passes. Gradients overlap with the last backward (2/3 `last_s`)."""
     placement, gpu = model.placement, model.cluster.gpu
     held = stage_parameters(model.shape, placement.tp, placement.pp, stage, scalar=model.scalar)
     optimizer = held * ADAM_BYTES / placement.dp / (gpu.efficiencies.plain * gpu.bytes_per_s)
@@ -98,9 +97,7 @@ class Weights:
 
 
 def reallocation_s(cluster: Cluster, shape: Shape, source: Weights, target: Weights, *, scalar: bool) -> float:
-    """Seconds until `target`'s ranks have all weights that `source` did not give them, from a replica on their node if there
-    is one.
-    """
+    """Seconds until `target`'s ranks have all weights, from a replica on their node if there is one."""
     moves = Moves(cluster)
     sizes = {"layer": sum(linear.size for linear in layer_linears(shape))}
     sizes |= {"embedding": head_linear(shape, scalar=False).size, "head": head_linear(shape, scalar=scalar).size}

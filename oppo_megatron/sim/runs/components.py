@@ -1,8 +1,7 @@
 """A component's round in the generator's order, timed once lengths are known.
 
-A unit of work (`schedule/weaving/timetable.py`) begins when its ranks are free and its input has arrived. Input passes along
-a thread: a micro-batch from stage to stage, and in decoding from the last stage to the first. So a round is one pass over its
-units, with a clock per rank and thread.
+A unit of work (`schedule/weaving/timetable.py`) begins when its ranks are free and its input has arrived, along a thread: a
+micro-batch from stage to stage, and in decoding from the last stage to the first. A round is one pass over its units.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class _Order(NamedTuple):
 
 
 class Component:
-    """Ranks tied to one rank, played round by round. Orders are kept by the round's shape."""
+    """Ranks tied to one rank. Orders are kept by a round's shape."""
 
     def __init__(self, site: Site, rank: int, generator: str, costs: Costs):
         self._component = component_of(site, rank)
@@ -77,13 +76,10 @@ class Component:
 
     @property
     def all_ranks(self) -> frozenset[int]:
-        """Ranks of the component in the whole site."""
         return self._component.ranks
 
     def play(self, round_: Round, counts: Counts, begun: Mapping[int, float]) -> Iterator[tuple[int, float, float]]:
-        """Play the component's part of a round in which ranks begin at `begun`. Yields rank, end and scoring seconds of ranks
-        with work.
-        """
+        """Play the component's part of a round from `begun`. Yields rank, end, scoring seconds of ranks with work."""
         ranks = self.site.ranks
         if len(self._own) == 1:
             seconds, scoring_s = self._on_one_rank(round_, counts)
@@ -107,7 +103,7 @@ class Component:
         yield from ((ranks[number], free[number], scored[number]) for number in sorted(worked))
 
     def _on_one_rank(self, round_: Round, counts: Counts) -> tuple[float, float]:
-        """Seconds of a rank that waits for nothing, in any order: there are thousands of these."""
+        """Seconds of a rank that waits for nothing; there are thousands of these."""
         seconds, scoring_s, costs = 0.0, 0.0, self.costs
         for role, replicas in self._component.replicas.items():
             prefill, line = round_.prefill.get(role, ()), costs.prefill_at(role, 0)
@@ -128,7 +124,6 @@ class Component:
         return seconds, scoring_s
 
     def _receive(self, shape: Round, free: list[float], ready: Sequence[float]) -> None:
-        """Receive the last step's tokens, after all other work."""
         first = NOBODY + 1
         for team in self._teams:
             count = count_of(team, shape)
@@ -174,7 +169,7 @@ class Component:
         return _Order(table.astype(np.int32), first)
 
     def _durations(self, shape: Round, counts: Counts) -> Iterator[tuple[Floats, bool]]:
-        """Yield per stage the seconds of its units, [units], and whether they score."""
+        """Yield per stage its units' seconds, and whether they score."""
         for role, d in self._teams:
             pp, count = self.site.placements[role].pp, count_of((role, d), shape)
             tokens, rows = Batches.of(shape.prefill[role][d] if count.prefills else ()).sums
@@ -189,7 +184,7 @@ class Component:
                 yield own, role != "actor"
 
     def _decode_s(self, stage: int, pp: int, running: Ints) -> Floats:
-        """Micro-steps, [steps, micro-batches]."""
+        """Seconds, [steps, micro-batches]."""
         line, sample, last = self.costs.decode_at(stage), self.costs.sample, stage == pp - 1
         seconds = line.fixed_s + running * line.per_token_s
         if last:
@@ -204,9 +199,7 @@ class Component:
 def _pass(
     units: tuple[list[Any], ...], ranks: Sequence[tuple[int, ...]], free: list[float], ready: list[float], message_s: float
 ) -> None:
-    """Play `units` (stage, thread waited for, thread passed on, seconds), and advance the clocks `free` of ranks and `ready`
-    of threads.
-    """
+    """Play `units` (stage, thread waited for, thread passed on, seconds); advance the clocks of ranks and threads."""
     single = [own[0] for own in ranks]
     shared = any(len(own) > 1 for own in ranks)
     for stage, takes, gives, seconds in zip(*units, strict=True):

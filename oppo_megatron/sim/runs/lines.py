@@ -1,4 +1,4 @@
-"""Metrics and files of a virtual run, under a real run's names, without fields that need a model."""
+"""Metrics and files of a virtual run, as in a real one, without fields that need a model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ ROUNDED = 9
 
 
 def metrics_lines(config: TrainConfig, steps: Sequence[VirtualStep]) -> Iterator[dict[str, Any]]:
-    """Yield a line per step (docs/metrics.md). It has the delay that its critic's update causes in the next step, so the last
-    of `steps` lacks it.
+    """Yield a line per step (docs/metrics.md). A line has the delay that its critic's update causes in the next step; the
+    last of `steps` counts as the run's last.
     """
     size = members(config).trained
     for step, after in pairwise([*steps, None]):

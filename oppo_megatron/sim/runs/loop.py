@@ -1,4 +1,4 @@
-"""The training loop without models: scheduler, buffer, books, controllers. Subclasses define a round.
+"""The training loop without models; subclasses define a round.
 
 Responses grow up to a length given by their id. Without rewards a `filter` is not played: every group is trained.
 """
@@ -34,8 +34,6 @@ NO_FIELDS: dict[str, Any] = {}
 
 @dataclass(frozen=True)
 class Growing:
-    """Sequences that a round decodes, their tokens, and whether they end."""
-
     columns: Columns
     counts: Ints
     ends: Bools
@@ -54,7 +52,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class StepEnd:
-    """A step whose batch has been scored: `batch` is trained (with `deferrals`), `carried` stays."""
+    """`batch` is trained (with `deferrals`), `carried` stays."""
 
     step: int
     batch: Columns
@@ -69,7 +67,7 @@ class StepEnd:
 
 
 class PureLoop:
-    """One rank's work without actions. `responses(seq_id)`: response length. The planner has empty books."""
+    """One rank's work. `responses(seq_id)`: response length. The planner has empty books."""
 
     def __init__(
         self, config: TrainConfig, prompts: Iterator[Prompt], responses: Callable[[int], int], planner: RoundPlanner
@@ -93,11 +91,9 @@ class PureLoop:
         self._lengths = Ledger(LENGTH, {LENGTH: 0})
 
     def _plan(self, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Ints | None) -> Any:
-        """Plan round `num_rounds`; the books advance."""
         raise NotImplementedError
 
     def _cost(self, end: StepEnd) -> StepCost:
-        """Cost of a step up to its scores."""
         raise NotImplementedError
 
     def _signals(self, step: int, signals: StepSignals) -> StepSignals:
@@ -105,11 +101,9 @@ class PureLoop:
         return signals
 
     def _part(self, name: str) -> AbstractContextManager[None]:
-        """Context of a part of the work."""
         return nullcontext()
 
     def _body(self, counts: Ints) -> Ints:
-        """Tokens and log-probs of a round's rows; none without a model."""
         return np.zeros((3, 0), dtype=np.int64)
 
     def _open(self, admitted: Sequence[Rollout]) -> None:
@@ -131,7 +125,6 @@ class PureLoop:
         """Called when the batch leaves."""
 
     def _steps(self) -> Iterator[Iterator[Recorded]]:
-        """Yield the rounds of each step."""
         step = 0
         while not self.scheduler.done:
             step += 1
@@ -177,7 +170,6 @@ class PureLoop:
         self._retire(step, batch)
 
     def trains_actor(self, step: int) -> bool:
-        """False while the critic warms up."""
         return step > self.config.ppo.critic_warmup_steps
 
     def _round(
@@ -211,14 +203,13 @@ class PureLoop:
             return self._plan(active, score, chunk, readable)
 
     def _decoded(self, planned: Any, active: Sequence[Rollout]) -> Growing:
-        """What models would decode on all ranks; not timed."""
+        """Rows that models would decode on all ranks; not timed."""
         grown = columns_of(active).at(self.planner.actor.runs(active))
         left = self._lengths[LENGTH][self._lengths.rows(grown.seq_ids)] - grown.response_tokens
         counts = np.minimum(planned.steps, left)
         return Growing(grown, counts, counts == left)
 
     def _retire(self, step: int, batch: Sequence[Rollout]) -> None:
-        """Remove trained rollouts and stale caches from the books."""
         with self._part("planner and checker"):
             columns = columns_of(batch)
             for book in self.planner.scorers.values():

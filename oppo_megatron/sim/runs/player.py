@@ -77,9 +77,7 @@ class Units:
 
 @dataclass(frozen=True)
 class Played:
-    """Ends, scoring seconds and seconds of `waited` for the chunk, [U]. `arrived`: when decoding ranks have the chunk (None:
-    scoring only).
-    """
+    """Seconds, [U]; `waited` for the chunk. `arrived`: when decoding ranks have the chunk; None if the round only scores."""
 
     ends: Floats
     scored: Floats
@@ -89,7 +87,7 @@ class Played:
 
 
 class Player:
-    """Plays one run's rounds; `planner` has all ranks' books, `round_s` is added to each round."""
+    """`planner` has all ranks' books, `round_s` is added to each round."""
 
     single_ranks = False
 
@@ -101,11 +99,9 @@ class Player:
     def plan(
         self, index: int, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Ints | None
     ) -> Any:
-        """Plan a round; the books advance."""
         return self.planner.book(active, score, chunk, list, readable).round(index)
 
     def play(self, done: Recorded, begun: Floats) -> Played:
-        """Play a round that units begin at `begun` [U]."""
         units, starts, none = self.units, begun + self.round_s, np.zeros(0, dtype=np.int64)
         clocks = np.full(int(units.kinds.max()) + 1, -np.inf)
         np.maximum.at(clocks, units.kinds, starts)  # units of a kind do everything together
@@ -118,13 +114,13 @@ class Player:
         return self._spread(done, starts, np.maximum(starts, ends[units.kinds]), scored[units.kinds])
 
     def tokens(self, done: Recorded) -> Ints:
-        """A single replica stops when the batch is complete, several at the end of the chunk."""
+        """Decoded tokens: a single replica stops when the batch is complete, several at the end of the chunk."""
         assert done.grown is not None and done.chunk is not None
         several = self.planner.site.placements["actor"].dp > 1
         return done.grown.counts if several else np.minimum(done.grown.counts, done.chunk.clock - done.begun)
 
     def _spread(self, done: Recorded, starts: Floats, ends: Floats, scored: Floats) -> Played:
-        """Deliver the chunk: the actor's replicas gather it, then each sender passes it on after its own work."""
+        """Deliver the chunk: replicas gather it, senders pass it on after their own work."""
         units, message_s, due, arrived = self.units, self.costs.message_s, ends.copy(), None
         if done.chunk is not None:
             holds = units.holds("actor")

@@ -1,4 +1,4 @@
-"""Seconds of a step's parts, from a cluster's laws, measured actions, a finished run, or built-in lines."""
+"""Seconds of a step's parts, from cluster laws, a file, a run, or built-in lines."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ from oppo_megatron.sim.pricing.prices import Prices
 
 @dataclass(frozen=True)
 class StepCosts:
-    """`updates`: a role's update by response tokens, without `moves` of weights. `round_s`, `step_s`: extra time per round
-    and step.
-    """
+    """`updates`: a role's update by response tokens, without `moves` of weights. `round_s`, `step_s`: extra time."""
 
     actions: Costs = Costs()
     updates: Mapping[str, Linear] = field(default_factory=dict)
@@ -69,9 +67,7 @@ def file_costs(config: TrainConfig, path: Path, prompt_tokens: int) -> StepCosts
 def cluster_costs(
     config: TrainConfig, cluster: Cluster, prompt_tokens: int, lengths: Sequence[int], *, captured: bool = True
 ) -> StepCosts:
-    """Costs by a cluster's laws for responses of `lengths`. `captured`: decode steps are CUDA graphs. Raises ConfigError if
-    the cluster is too small.
-    """
+    """Costs by a cluster's laws. `captured`: decode steps are CUDA graphs. Raises ConfigError if it is too small."""
     halves = [max(1, length // 2) for length in lengths]
     prices = [Prices(config, cluster, Decoding(prompt_tokens, own, captured)) for own in (halves, lengths)]
     few, many = ({(row.role, row.phase): row.seconds for row in each.updates()} for each in prices)
@@ -87,7 +83,7 @@ def cluster_costs(
 
 
 def run_costs(config: TrainConfig, path: Path, prompt_tokens: int, actions: Path | None = None) -> StepCosts:
-    """A run's costs.json (or `actions`), and updates, moves and planning of its metrics.jsonl."""
+    """Costs from costs.json (or `actions`) and metrics.jsonl of a run."""
     run = RunDirectory(path)
     lines = _steady(run)
     theirs = load_config(TrainConfig, run.config) if run.config.exists() else None
@@ -171,7 +167,6 @@ def _assumed_update(config: TrainConfig, actions: Costs, role: str, prompt_token
 
 
 def _steady(run: RunDirectory) -> Lines:
-    """Lines without the first (warm-up), unless it is the only one."""
     if not run.metrics.exists():
         raise ConfigError(f"--calibrate {run.path}: there is no metrics.jsonl; give the run_dir of a run")
     lines = [line for line in read_metrics(run.metrics) if line.get("skipped") is None and not line.get("incomplete")]
@@ -196,7 +191,7 @@ def _update_line(config: TrainConfig, lines: Lines, role: str) -> Linear:
 
 
 def _planning_s(lines: Lines) -> float:
-    """Median planning seconds per round: one round per chunk, and one that scores."""
+    """Median per round: one per chunk, and one that scores."""
     found = []
     for line in lines:
         steps = line["tokens"] / line["running_mean"] if line.get("running_mean") else 0

@@ -1,4 +1,4 @@
-"""A run in virtual time: the real buffer, scheduler, controllers and planner, with seconds from a cost model."""
+"""A run in virtual time: the real buffer, scheduler, controllers and planner."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class VirtualStep:
-    """One step; arrays are of the trained rows, in order. `clock`: logical clock after it; `tokens`: decoded; `facts`: other
-    metrics fields.
-    """
+    """Arrays are of the trained rows, in order. `clock`: logical clock afterwards; `tokens`: decoded."""
 
     step: int
     begun_s: float
@@ -64,7 +62,7 @@ class VirtualStep:
 
 @dataclass
 class _Times:
-    """Times of the current step on the actor's output rank and at the scorers. `arrivals`, `work`: for `scoring_delay`."""
+    """Times of a step on the actor's output rank and at the scorers. `arrivals`, `work`: for `scoring_delay`."""
 
     begun: float
     met: float
@@ -123,12 +121,12 @@ class VirtualRun(PureLoop):
         self.traced_steps, self.spans = traced_steps, list[Span]()
 
     def steps(self, count: int) -> Iterator[VirtualStep]:
-        """Yield the first `count` steps, or as many as there are prompts for. Raises ConfigError for less than one."""
+        """Yield `count` steps, or as many as the prompts last for. Raises ConfigError for less than one."""
         if count < 1:
             raise ConfigError(f"{count} steps are asked for; ask for 1 or more")
         for rounds in self._steps():
             self._begin()
-            with uncollected():  # the records of a step are many, and go with it
+            with uncollected():  # a step has many records, freed with it
                 for _ in rounds:
                     pass
             yield self._ended.pop()
@@ -167,7 +165,6 @@ class VirtualRun(PureLoop):
             self.spans += played.spans()
 
     def _trace(self, step: int, role: str, name: str, starts: Floats, ends: Floats) -> None:
-        """Add a span for units with `ends` after `starts`."""
         if step <= self.traced_steps:
             found = zip(self.units.first.tolist(), starts.tolist(), ends.tolist(), strict=True)
             self.spans += [Span(rank, role, name, step, start, end) for rank, start, end in found if end > start]
@@ -176,7 +173,6 @@ class VirtualRun(PureLoop):
         return signals if self.signals is None else self.signals(step, signals)
 
     def _cost(self, end: StepEnd) -> StepCost:
-        """All ranks meet for the scores. Excludes the part of the update made ahead."""
         times, ahead_s, holds = self._times, self._ahead_s(end), self.units.holds("actor")
         arrived = self.now + ahead_s * holds
         times.met = float(arrived.max())

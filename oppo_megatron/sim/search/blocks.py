@@ -1,7 +1,5 @@
-"""Ranks that each role may have, up to renumbering.
-
-A block is part of a node or whole nodes. Roles share a block, have disjoint ones, or one has part of another's, not divided
-further.
+"""Blocks of ranks for roles, up to renumbering: part of a node or whole nodes. Roles share a block, have disjoint ones, or
+one has part of another's, not divided further.
 """
 
 from __future__ import annotations
@@ -20,8 +18,6 @@ MANY_NODES = 32
 
 @dataclass(frozen=True)
 class Block:
-    """Ranks `first` to `first + size - 1`."""
-
     first: int
     size: int
 
@@ -45,8 +41,8 @@ Blocks = tuple[Block, ...]
 
 
 def block_sizes(nodes: int, gpus_per_node: int) -> tuple[int, ...]:
-    """Block sizes in ranks, ascending: powers of two of nodes, three times these, and the rest of all. Up to two nodes, also
-    divisors of a node's ranks and the rest.
+    """Block sizes in ranks, ascending: 1 or 3 times powers of two of nodes, and the rest of all; up to two nodes also
+    divisors of a node's ranks, and the rest.
     """
     powers = [2**power for power in range(nodes.bit_length())]
     multiples = (1,) if nodes > MANY_NODES else (1, 3)
@@ -68,8 +64,8 @@ def run_sizes(nodes: int, gpus_per_node: int) -> tuple[int, ...]:
 
 
 def arrangements(sizes_of: Mapping[str, Sequence[int]], num_ranks: int, gpus_per_node: int) -> Iterator[Blocks]:
-    """Yield every choice of blocks that covers `num_ranks`, once. Positions matter for memory, so up to two nodes all are
-    yielded, else the first.
+    """Yield every choice of blocks that covers `num_ranks`, with all positions of parts up to two nodes, because memory
+    differs.
     """
     roles, every = list(sizes_of), num_ranks <= FEW_NODES * gpus_per_node
     for groups in _partitions(roles):
@@ -94,7 +90,6 @@ def part_starts(whole: Block, size: int, gpus_per_node: int) -> Iterator[int]:
 
 
 def _partitions(roles: Sequence[str]) -> Iterator[list[list[str]]]:
-    """Yield all groupings of roles with equal blocks."""
     if not roles:
         yield []
         return
@@ -105,14 +100,13 @@ def _partitions(roles: Sequence[str]) -> Iterator[list[list[str]]]:
 
 
 def _forests(count: int) -> Iterator[tuple[int | None, ...]]:
-    """Yield for each group its parent group (whose block it has part of), or None."""
+    """Yield for each group its parent (whose block it has part of), or None."""
     for parents in product((None, *range(count)), repeat=count):
         if all(parent is None or (parent != group and parents[parent] is None) for group, parent in enumerate(parents)):
             yield parents
 
 
 def _sized(common: Sequence[Sequence[int]], parents: Sequence[int | None], num_ranks: int) -> Iterator[tuple[int, ...]]:
-    """Yield group sizes: undivided blocks add up to all ranks, parts fit."""
     roots = [group for group, parent in enumerate(parents) if parent is None]
     inner = [(group, parent) for group, parent in enumerate(parents) if parent is not None]
     for chosen in _summing([common[group] for group in roots], num_ranks):
@@ -126,7 +120,6 @@ def _sized(common: Sequence[Sequence[int]], parents: Sequence[int | None], num_r
 
 
 def _summing(choices: Sequence[Sequence[int]], total: int) -> Iterator[tuple[int, ...]]:
-    """Yield one of each of `choices`, in sum `total`."""
     if not choices:
         if total == 0:
             yield ()
@@ -137,7 +130,7 @@ def _summing(choices: Sequence[Sequence[int]], total: int) -> Iterator[tuple[int
 
 
 def _positions(sizes: Sequence[int], parents: Sequence[int | None], gpus_per_node: int) -> Iterator[list[Block]]:
-    """Yield blocks: undivided ones in a row, largest first, then parts at each position."""
+    """Yield blocks: undivided ones in a row, largest first, then parts."""
     order = sorted(range(len(sizes)), key=lambda group: (-sizes[group], group))
     roots, inner = [g for g in order if parents[g] is None], [g for g in order if parents[g] is not None]
     whole = [group for group in roots if sizes[group] >= gpus_per_node]
@@ -168,7 +161,7 @@ def _with_parts(
 
 
 def _in_a_row(groups: Sequence[int], sizes: Sequence[int], gpus_per_node: int) -> dict[int, Block] | None:
-    """Blocks without gaps; None if a part of a node would be on two."""
+    """None if a part of a node would be on two."""
     blocks, first = dict[int, Block](), 0
     for group in groups:
         size = sizes[group]

@@ -17,8 +17,6 @@ Place = tuple[Block, Sizes]
 
 
 class _Pools(NamedTuple):
-    """Ranks of `placement` for roles without their own."""
-
     mode: PlacementMode
     actor: Place
     scorer: Place

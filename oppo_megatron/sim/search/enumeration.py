@@ -1,6 +1,4 @@
-"""Exact enumeration of plans: blocks by lower bound until no others can be among the best; layouts role by role, within
-bounds of time and memory.
-"""
+"""Exact enumeration of plans: blocks by lower bound until no others can be among the best, layouts role by role."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ Bounds = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Blocks and layouts of roles (the actor first), price of a step, and bytes of the fullest rank."""
+    """The actor's block and layout come first."""
 
     blocks: Blocks
     options: tuple[Option, ...]
@@ -32,14 +30,11 @@ class Plan:
 
     @property
     def key(self) -> object:
-        """Actor's block and layouts; the fastest plan of a key is kept."""
         actor = self.options[0]
         return self.blocks[0], actor.serving, actor.training and actor.training[:3]
 
 
 class Best:
-    """The `keep` cheapest plans, one per `Plan.key`."""
-
     def __init__(self, keep: int):
         self.keep, self.plans = keep, list[Plan]()
         self._by_key: dict[object, int] = {}
@@ -58,8 +53,6 @@ class Best:
 
 @dataclass(frozen=True)
 class Space:
-    """Plans in `places` within `budget` bytes per rank that `accepts` admits."""
-
     offers: PriceTable
     places: Sequence[Blocks]
     mode: Mode
@@ -81,7 +74,7 @@ class Space:
 
 
 class _Layouts:
-    """A role's layouts as arrays: `times` [option], `kinds` [option, kind, piece]."""
+    """`times` [option], `kinds` [option, kind, piece]."""
 
     def __init__(self, options: Sequence[Option]):
         self.options = options
@@ -109,7 +102,7 @@ def enumerate_plans(space: Space, best: Best, *, any_plan: bool = False) -> None
 
 
 def lower_bounds(space: Space) -> Bounds:
-    """Price that no plan of a place undercuts; infinite without a layout. Places with equal containment are computed together."""
+    """Price that no plan of a place undercuts; infinite without a layout."""
     found: Bounds = np.full(len(space.places), np.inf)
     if not space.places:
         return found
@@ -132,8 +125,6 @@ def lower_bounds(space: Space) -> Bounds:
 
 
 class _Chooser:
-    """Chooses layouts in given blocks, the actor's first."""
-
     def __init__(self, space: Space, blocks: Blocks, layouts: Sequence[_Layouts], best: Best):
         self.space, self.blocks, self.layouts, self.best = space, blocks, layouts, best
         self.rule, roles = space.rule(blocks), space.offers.roles
@@ -163,7 +154,7 @@ class _Chooser:
             self._choose(0, least, {}, np.zeros((3, len(self.open[0])), dtype=np.int64), None)
 
     def _choose(self, depth: int, times: list[Times], chosen: dict[int, Option], held: Bytes, key: Any) -> None:
-        """`times`: of chosen layouts, else the least; `held`: bytes of chosen layouts, [kind, run of ranks]."""
+        """`times` of chosen layouts, else the least; `held`: their bytes, [kind, run of ranks]."""
         role, last = self.order[depth], depth + 1 == len(self.order)
         layouts = self.layouts[role]
         bounds = self.rule.step_ns([*times[:role], layouts.times, *times[role + 1 :]])

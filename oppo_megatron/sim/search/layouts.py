@@ -43,7 +43,7 @@ Bytes = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """A layout of a role; `number`: its position among all on this many ranks."""
+    """`number`: its position among all of the role on this many ranks."""
 
     number: int
     serving: Sizes
@@ -64,8 +64,8 @@ class Option:
 
 
 def undominated(options: Iterable[Option], weigh: Callable[[Option], Option], most_bytes: int) -> list[Option]:
-    """Options that fit a rank and that none beats or equals in serving, update with move, and memory. `weigh` adds the
-    slow-to-compute move only if the rest does not decide.
+    """Options that fit a rank and that none beats or equals in times and memory. `weigh` adds the move, slow to compute, if
+    needed.
     """
     fitting = [option for option in options if option.memory.sum(axis=0).max() <= most_bytes]
     pieces = lcm(*(option.memory.shape[1] for option in fitting))
@@ -91,11 +91,7 @@ def _row(option: Option, pieces: int) -> Bytes:
 
 @dataclass(frozen=True)
 class PriceTable:
-    """Layouts by role and number of ranks, priced once. `decoding`: trained responses; `steady`: work of a step; `budget`:
-    bytes per rank.
-
-    Prices depend on the number of ranks alone, as blocks are parts of a node or whole nodes.
-    """
+    """Layouts, priced once by role and number of ranks: blocks are parts of a node or whole nodes."""
 
     config: TrainConfig
     cluster: Cluster
@@ -174,7 +170,6 @@ class PriceTable:
         return _together(known[serves], known[trains])
 
     def _priced(self, role: str, size: int) -> tuple[list[Any], list[Any]]:
-        """Serving and training layouts with nanoseconds."""
         key = (role, size)
         if key not in self._prices:
             settings = self._settings[role]
@@ -219,7 +214,7 @@ class PriceTable:
                 )
 
     def _is_tried(self, sizes: Sizes) -> bool:
-        """Tensor ranks stay within a node; at most 8 stages, or one per node of the role."""
+        """Tensor ranks within a node; at most 8 stages, or one per node."""
         per_node = self.cluster.gpus_per_node
         stages = max(MOST_STAGES, sizes.num_ranks // per_node)
         return sizes.tp <= per_node and sizes.pp <= stages and sizes.vpp in VIRTUAL

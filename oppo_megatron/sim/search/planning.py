@@ -38,8 +38,8 @@ def layout_problems(config: TrainConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class Task:
-    """Configuration and workload. `lengths`: response tokens of a batch; `limits`: by response number, for playing (None:
-    `lengths` in turn); `margin`: free share of memory.
+    """`lengths`: response tokens of a batch; `limits`: by response number (None: `lengths` in turn); `margin`: free share of
+    memory.
     """
 
     config: TrainConfig
@@ -64,7 +64,6 @@ class Task:
 
     @cached_property
     def steady(self) -> Steady:
-        """Decoded and read tokens of a step, which do not depend on layouts."""
         return self.known_work or steady_work(self.config, self.decoding, self.limit_of)
 
     @cached_property
@@ -78,17 +77,13 @@ class Task:
         return self.cluster.gpu.on_cpu
 
     def cluster_of(self, ranks: int) -> Cluster:
-        """Cluster as this many ranks see it: on CPUs they share the cores."""
         return threaded(self.cluster, ranks, self.config.runtime.threads_per_rank)
 
     def budget(self, cluster: Cluster) -> int:
-        """Bytes of a rank that a plan may fill."""
         return int(cluster.gpu.memory_bytes * (1 - self.margin))
 
     def problems(self, config: TrainConfig) -> Sequence[str]:
-        """Problems of a planned configuration; also its memory if the reference shares weights, which the search does not
-        count.
-        """
+        """Problems of a plan; also its memory if the reference shares weights, which the search does not count."""
         if problems := self.check(config):
             return problems
         if config.actor.lora is None or config.reference is not None:
@@ -105,9 +100,7 @@ def micro_batches(config: TrainConfig) -> list[int]:
 
 
 def spaces(task: Task, sizes: Sequence[int], most_bytes: int | None = None) -> Iterator[Space]:
-    """Yield the plans to search, for each micro-batch size; on CPUs, where ranks share cores, for each number of ranks.
-    `most_bytes` replaces the budget.
-    """
+    """Yield plans to search, by micro-batch size and on CPUs also number of ranks. `most_bytes` replaces the budget."""
     nodes, per_node = task.cluster.nodes, task.cluster.gpus_per_node
     every, bases = run_sizes(nodes, per_node), list[tuple[PriceTable, Sequence[int]]]()
     groups: list[Sequence[int]] = [[total] for total in every] if task.on_cpu else [every]
@@ -144,8 +137,6 @@ def find_plans(task: Task, keep: int = FINALISTS) -> tuple[list[Plan], int]:
 
 @dataclass(frozen=True)
 class Fullest:
-    """Rank with most bytes, its largest role, and its largest kind of memory."""
-
     rank: int
     held: float
     role: str
@@ -183,8 +174,6 @@ KINDS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Shortage:
-    """Fullest rank of the plan that lacks least memory, and the number of nodes that would do."""
-
     fullest: Fullest
     budget: int
     nodes: int | None
@@ -211,7 +200,6 @@ def find_shortage(task: Task) -> Shortage | None:
 
 
 def _least_nodes(task: Task) -> int | None:
-    """By doubling, then bisection."""
     few, many = task.cluster.nodes, 2 * task.cluster.nodes
     while many <= MOST_NODES and not _fits(task, many):
         few, many = many, 2 * many

@@ -32,7 +32,7 @@ GAIN = 0.01
 
 @dataclass(frozen=True)
 class Played:
-    """A plan's configuration and mean parts of a step. `rank_bytes`: as in `--dry-run`."""
+    """`rank_bytes`: as in `--dry-run`."""
 
     plan: Plan
     config: TrainConfig
@@ -49,10 +49,9 @@ class Played:
 
 
 def play_plans(task: Task, plans: Sequence[Plan], top: int) -> list[Played]:
-    """Play plans, cheapest first, until no other can be the fastest; return the fastest `top`, played longer.
+    """Play plans, cheapest first; return the fastest `top`, played longer, with the chunk and delta that suit the first.
 
-    A plan cannot if its price times the least ratio of played time to price exceeds the fastest. The fastest use the chunk
-    and delta that suit the first of them.
+    Stops when a price, times the least ratio of played time to price, exceeds the fastest.
     """
     few, many = (
         min(MOST_STEPS, max(least, responses // task.config.rollout.batch_size))
@@ -79,7 +78,6 @@ def play_plans(task: Task, plans: Sequence[Plan], top: int) -> list[Played]:
 
 
 def play_config(task: Task, config: TrainConfig) -> Parts:
-    """Mean parts of the configuration's own steps, played as long."""
     steps = min(MOST_STEPS, max(MANY, RESPONSES[1] // config.rollout.batch_size))
     return _mean_parts(counted_steps(task, config, steps))
 
@@ -101,7 +99,7 @@ def _mean_parts(steps: Sequence[VirtualStep]) -> Parts:
 def counted_steps(task: Task, config: TrainConfig, steps: int) -> list[VirtualStep]:
     """Play steps after the responses that began together have ended."""
     longest = max(task.lengths) if config.overlap.inter else 0
-    # Chunks stay as they are, so that a few steps are like many.
+    # Chunks are fixed, so that a few steps represent many.
     chunk = config.overlap.chunk.model_copy(update={"adaptive": False})
     fixed = config.model_copy(update={"overlap": config.overlap.model_copy(update={"chunk": chunk})})
     run = VirtualRun(fixed, task_costs(task, config), task.limit_of, prompt_tokens=task.prompt_tokens, endless=True)
@@ -119,7 +117,6 @@ def task_costs(task: Task, config: TrainConfig) -> StepCosts:
 
 
 def _tuned(task: Task, first: Played, steps: int) -> Played:
-    """Plan with the fastest chunk, then delta."""
     best = first
     for tokens in _chunks(task, first) if first.config.overlap.intra else ():
         config = with_chunk(first.config, tokens)
@@ -146,9 +143,7 @@ def _chunks(task: Task, first: Played) -> list[int]:
 
 
 def best_delta(task: Task, config: TrainConfig, steps: int) -> int | None:
-    """Delta of least seconds per trained token; None: the configuration's. All play the same responses, the better half
-    longer.
-    """
+    """Delta of least seconds per trained token; None: the configuration's. All play the same responses."""
     delta, own = config.overlap.delta, config.overlap.delta.initial
     if not config.overlap.inter:
         return None
@@ -166,5 +161,5 @@ def best_delta(task: Task, config: TrainConfig, steps: int) -> int | None:
 
 
 def pace(steps: Sequence[VirtualStep]) -> float:
-    """Seconds per trained token, because in the long run every delta trains the same tokens per step."""
+    """Seconds per trained token: in the long run every delta trains the same tokens per step."""
     return sum(step.step_s for step in steps) / sum(int(step.lengths.sum()) for step in steps)

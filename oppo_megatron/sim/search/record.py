@@ -1,4 +1,4 @@
-"""Content of `plan.json`: plans, and the constants and assumptions of their seconds."""
+"""Content of `plan.json`, with constants and assumptions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Record = dict[str, Any]
 
 
 def to_record(task: Task, plans: Sequence[Played], places: int) -> Record:
-    """Record of plans, fastest first; `places`: number of placements compared."""
+    """Plans are fastest first; `places`: placements compared."""
     gpu, lengths = task.cluster.gpu, task.lengths
     constants = {name: str(source) for name, source in task.cluster.sources()}
     if task.cluster.between is not None:

@@ -24,7 +24,7 @@ RESPONSES, STEPS, MOST_STEPS = 2048, 4, 48
 
 @dataclass(frozen=True)
 class Steady:
-    """Decoding of a step, and by role tokens read over those of reading each response once."""
+    """`reads`: by role, tokens read over those of reading each response once."""
 
     decoding: Decoding
     reads: Mapping[str, float] = field(default_factory=dict)
@@ -39,7 +39,7 @@ def steady_work(config: TrainConfig, plain: Decoding, lengths: Callable[[int], i
     count, longest = min(MOST_STEPS, max(STEPS, RESPONSES // batch_rows(config))), max(plain.lengths)
     for step in run.steps(count + longest):
         before, run.before = run.before, {role: book.prefilled_tokens for role, book in run.books.items()}
-        if step.clock > longest:  # those that all began in the first step have ended
+        if step.clock > longest:  # the responses that began together have ended
             read = {role: read[role] + run.before[role] - before[role] for role in read}
             sorted_lengths.append(np.sort(np.array(list(run.got.values()), dtype=np.int64))[::-1])
             positions += run.positions
@@ -60,8 +60,8 @@ def steady_work(config: TrainConfig, plain: Decoding, lengths: Callable[[int], i
 
 
 class _Observed(VirtualRun):
-    """A run whose caches hold all. `got`: decoded tokens by sequence; `positions`: their sum; `before`: tokens read so far,
-    by role.
+    """A run whose caches hold all. `got`: decoded tokens by sequence; `positions`: sum over them; `before`: tokens read so
+    far, by role.
     """
 
     def __init__(self, config: TrainConfig, lengths: Callable[[int], int], prompt_tokens: int):
