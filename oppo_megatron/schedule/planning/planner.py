@@ -151,7 +151,7 @@ class RoundPlanner:
         return sum(book.prefilled_tokens for book in (self.actor, *self.scorers.values()))
 
     def learn(self, costs: Costs) -> None:
-        """Plan by `costs` from now on, on all ranks at once; cuts are kept until times differ by NEARLY."""
+        """Plan by `costs` from now on, on all ranks at once; keep cuts until times differ by NEARLY."""
         self.costs = costs
         self._known.clear()
         slots, pp = self.actor.slots, self.site.placements["actor"].pp
@@ -236,7 +236,7 @@ class RoundPlanner:
         generator, computes = self._passing(shape, site)
         if self._component is not None or generator is self._generate:
             return computes, self.transport if generator is one_by_one else self.transport.free
-        # Each component's ranks choose an order without knowing the other components.
+        # Ranks choose an order without knowing other components.
         lists, left = dict[int, tuple[Action, ...]](), set(site.ranks)
         while left:
             component = component_of(site, min(left))

@@ -27,10 +27,10 @@ from oppo_megatron.schedule.weaving.costs import Costs, Linear
 Floats = npt.NDArray[np.float64]
 
 MOST_IN_A_GAP = 4
-"""The most prefill micro-batches per gap for which sizes are tried."""
+"""Most prefill micro-batches per gap for which sizes are tried."""
 
 ROUNDING = 1e-6
-"""A ratio this close to a whole number of micro-batches counts as whole."""
+"""A ratio this close to a whole number counts as whole."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,6 @@ def _put_behind(ends: Floats, seconds: Floats, woven: Floats, count: Ints, messa
 
 
 def _later(seconds: Floats, message_s: float) -> Floats:
-    """Seconds of the following stages for one micro-batch."""
     later = np.zeros_like(seconds)
     later[:-1] = np.cumsum((seconds[1:] + message_s)[::-1], axis=0)[::-1]
     return later
@@ -190,7 +189,6 @@ def _seconds(lines: Sequence[Linear], numbers: Ints | Floats) -> Floats:
 
 
 def _sizes(work: Work, laps: _Laps, costs: Costs, budget: int, grain: int) -> list[list[int]]:
-    """Prefill sizes to try: the budget, its halves, and those that fill a gap."""
     halves = [budget]
     while halves[-1] // 2 >= grain:
         halves.append(halves[-1] // 2)
