@@ -145,7 +145,6 @@ class ChunkRows:
         return ChunkRows(self.table, starts, self.body[:, places])
 
     def place(self, seq_id: int) -> int | None:
-        """Return the index of a sequence's row, or None."""
         if not len(self):
             return None
         at = min(int(np.searchsorted(self.seq_ids, seq_id, sorter=self._by_id)), len(self) - 1)
@@ -195,10 +194,10 @@ class StopSignal(Protocol):
 
 
 def merge_rows(index: int, start: int, rows: ChunkRows | Iterable[ChunkRow], stop: StopSignal) -> Chunk:
-    """Merge the rows that the actor's replicas decoded in a round into the chunk every rank records.
+    """Merge the rows that replicas decoded in a round into the chunk every rank records.
 
-    Token k of a row has the clock `start + 1 + k`.  Tokens after the first clock at which `stop` is ready are cut, because
-    replicas do not wait for each other: the chunk equals that of a single process.
+    Token k of a row has the clock `start + 1 + k`.  Tokens after the first clock at which `stop` is ready are cut, so the chunk
+    equals that of a single process.
     """
     rows = ChunkRows.of(rows)
     filled = np.flatnonzero(rows.counts)

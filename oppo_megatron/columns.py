@@ -118,7 +118,6 @@ class Table:
         self._size = end
 
     def keep(self, mask: Bools) -> None:
-        """Drop the rows where `mask` is False."""
         kept = [column[mask] for column in (*self.columns, self.finish_clocks)]
         self._by_id = None
         self._size, self.num_dropped = int(mask.sum()), self.num_dropped + 1

@@ -76,7 +76,6 @@ def cpu_quotas(membership: Path, groups: Path) -> Iterator[float]:
 
 
 def _control_groups(controller: str, membership: Path, groups: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield control group folders with parents, and whether they are v1."""
     lines = membership.read_text().splitlines() if membership.exists() else []
     for controllers, path in (line.split(":", 2)[1:] for line in lines):
         if controllers and controller not in controllers.split(","):

@@ -92,7 +92,7 @@ def read_yaml(text: str | bytes) -> Any:
 def check_yaml(text: str | bytes) -> set[str]:
     """Return the values that contain a reference `${`.
 
-    Raises DataError if the text is too deep, or too large with aliases expanded; YAMLError if it is not YAML.
+    Raises DataError if the text, aliases expanded, is too deep or large; YAMLError if it is not YAML.
     """
     import yaml
 
@@ -132,7 +132,6 @@ def _close(
     nodes: int,
     known: dict[str, tuple[int, int]],
 ) -> int:
-    """Add a finished node to its collection; return its levels."""
     if anchor is not None:
         known[anchor] = levels, nodes
     around, most, total = opened[-1]
@@ -167,7 +166,7 @@ def check_template(template: str) -> None:
 
 
 def _count(levels: list[int], word: str) -> None:
-    """Update the operator count per bracket; a comma starts a new operand."""
+    """A comma starts a new operand."""
     if word in ("(", "[", "{"):
         levels.append(3)
     elif word in (")", "]", "}"):

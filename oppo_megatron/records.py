@@ -1,7 +1,7 @@
 """Plain records without torch: prompts and rollouts.
 
-Legend: *offset* counts response tokens; *clock* counts decode steps since the run began, each of which gives every running
-sequence one token.
+Legend: *offset* counts response tokens; *clock* counts decode steps since the run began, each of
+which gives every running sequence one token.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ class Members:
         return self.greedy and seq_id % self.size == self.trained
 
     def of_groups(self, seq_ids: Iterable[int]) -> list[int]:
-        """Return all sequences of the groups of `seq_ids`."""
         groups = dict.fromkeys(seq_id // self.size for seq_id in seq_ids)
         return [group * self.size + place for group in groups for place in range(self.size)]
 
@@ -87,11 +86,10 @@ Lists = tuple[list[int], list[float], list[float], list[int]]
 
 
 class Rollout:
-    """A prompt's growing response.
+    """A prompt's growing response; every rank records every chunk, so rows are looked up only when needed.
 
-    `logprobs`: full distribution at the sampling temperature; `sampling_logprobs`: after top-k / top-p; `versions`: policy
-    version of the oldest weights in each token's cache.  Every rank records every chunk but reads few tokens, so rows are looked
-    up when needed.
+    `logprobs`: full distribution at the sampling temperature; `sampling_logprobs`: after top-k / top-p; `versions`: of the oldest
+    weights in each token's cache.
     """
 
     __slots__ = (
@@ -183,7 +181,6 @@ class Rollout:
         self._recorded, self._position = recorded, max(0, self._position - dropped)
 
     def _pending(self) -> list[tuple[ChunkRows, int]]:
-        """Return recorded rows not yet in the lists, with indices."""
         if self._position == len(self._recorded):
             return []
         found = [(rows, rows.place(self.seq_id)) for rows in self._recorded[self._position :]]

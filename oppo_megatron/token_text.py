@@ -28,10 +28,9 @@ class Completing:
 
 
 class StepEnds:
-    """Finds the steps of a response, each ended by the token that completes the `separator`.
+    """Finds the steps of a response, each ended by the token that completes the `separator`, the last by the last token.
 
-    White-space steps do not count, so a blank line is the same in one token or two.  A token ends at most one step; the last
-    token ends the last step.
+    White-space steps do not count, so a blank line is the same in one token or two.  A token ends at most one step.
     """
 
     def __init__(self, separator: str, decode: Decode):

@@ -48,8 +48,8 @@ def compared(
 ) -> Tensor:
     """Return scores minus their baseline, divided by their scale, [B]; in double precision.
 
-    `greedy_G`: scores of the greedy responses.  `equal_groups` get exact zeros, because dividing by rounding errors would amplify
-    them.
+    `greedy_G`: scores of the greedy responses.  `equal_groups` get exact zeros, because
+    dividing by rounding errors would amplify them.
     """
     scores_GN = scores_B.double().view(-1, group_size)
     centred_GN = _centred(scores_GN, baseline, None if greedy_G is None else greedy_G.double())
@@ -109,8 +109,8 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Return advantages and returns, both [T] (paper eq. 1; Schulman et al. 2016).
 
-    delta_t = r_t + gamma V_{t+1} - V_t, V = 0 after a row's end; A_t = sum_l (gamma lambda)^l delta_{t+l}, by doubling the number
-    of summed terms.
+    delta_t = r_t + gamma V_{t+1} - V_t, V = 0 after a row's end; A_t = sum_l (gamma lambda)^l
+    delta_{t+l}, by doubling the number of summed terms.
     """
     after_T = tokens_after(lengths_like(rewards_T, lengths_B))
     next_values_T = values_T.roll(-1).masked_fill(after_T == 0, 0.0)

@@ -282,7 +282,7 @@ def _summarise(
 def with_pairs(experience: Experience, scored: ScoredBatch, knows_kl: bool) -> Experience:
     """Add the rows and figures of pairs; advantages are 1 in better responses, -1 in worse ones, else 0.
 
-    `knows_kl`: True if the reference's log-probs have the sampling temperature.
+    `knows_kl`: the reference's log-probs have the sampling temperature.
     """
     signs_B, scores_B = experience.advantages_T[last_tokens(experience.lengths_B)], scored.scores_B.double()
     chosen, rejected = scores_B[signs_B > 0], scores_B[signs_B < 0]
@@ -326,7 +326,6 @@ def _check_inputs(scored: ScoredBatch, lengths_B: Tensor) -> None:
 
 
 def _check_tokens(quantity: str, x_T: Tensor, lengths_B: Tensor) -> None:
-    """Raise NumericsError for the first non-finite token."""
     assert x_T.shape == (int(lengths_B.sum()),), (
         f"{quantity}: shape {x_T.shape} for {int(lengths_B.sum())} packed tokens"
     )

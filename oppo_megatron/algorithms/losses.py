@@ -171,9 +171,9 @@ def ratio_base(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the ratio's base log-probs and each token's importance weight, both [T], without gradient.
 
-    behaviour: log-probs recorded at sampling, no weight.  decoupled: proximal log-probs, recomputed at the step's start, and
-    min(proximal / behaviour, `weight_cap`) (Hilton et al. 2022, AReaL 2025).  Without stale tokens both are plain PPO, bit for
-    bit.
+    behaviour: log-probs recorded at sampling, no weight.
+    decoupled: proximal log-probs, recomputed at the step's start, and min(proximal / behaviour, `weight_cap`) (Hilton et al.
+    2022, AReaL 2025).  Without stale tokens both are plain PPO, bit for bit.
     """
     if correction == "behaviour":
         return behaviour_logp_T.detach(), None

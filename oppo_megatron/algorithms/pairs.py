@@ -1,6 +1,7 @@
 """Online DPO (arXiv 2402.04792): the loss of pairs, the best and the worst response of each group.
 
-Groups of equal scores weigh 0.  Legend: T response tokens of a micro-batch, B responses, P pairs, R the 2P rows of pairs.
+Groups of equal scores weigh 0.
+Legend: T response tokens of a micro-batch, B responses, P pairs, R the 2P rows of pairs.
 """
 
 from __future__ import annotations
@@ -77,7 +78,6 @@ def pair_loss(
 
 
 def pair_figures(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return `PAIR_FIGURES` from optimizer steps; means over no pairs are 0."""
     sums = {name: sum(report[name] for report in reports) for name in reports[0] if name in PairStats.__dataclass_fields__}
     pairs = max(1.0, sums["pairs"])
     means = (sums[name] / pairs for name in ("loss", "accuracy", "margin", "reward_chosen", "reward_rejected"))

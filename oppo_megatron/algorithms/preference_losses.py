@@ -39,8 +39,8 @@ def pair_columns(
 ) -> dict[str, Tensor]:
     """Return each pair's `loss` and, without gradient, implicit rewards and their difference, [P] each.
 
-    `logp_S` and `reference_S` are sums over `counts_S` tokens.  `accuracy`: 1/2 if the difference may be rounding (`noise` per
-    token).
+    `logp_S` and `reference_S` are sums over `counts_S` tokens.  `accuracy`: 1/2 if the
+    difference may be rounding (`noise` per token).
     """
     scale_S = 1.0 / counts_S if rule.average else torch.ones_like(reference_S)
     ratio_P2 = ((logp_S - reference_S) * scale_S).view(-1, 2)

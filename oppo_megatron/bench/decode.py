@@ -93,7 +93,6 @@ Decode = Callable[[Tensor, Sequence[int]], tuple[float, Tensor]]
 
 
 def _padded(decode: Callable[[Tensor, int], tuple[float, Tensor]]) -> Decode:
-    """Decode all sequences to the end of the longest."""
     return lambda prompts_BP, lengths_B: decode(prompts_BP, max(lengths_B))
 
 
@@ -150,8 +149,6 @@ class Engine:
 
 
 class Unending:
-    """A stop signal that lets every sequence reach its limit."""
-
     ready, least = False, 0
 
     def finish(self, *seq_ids: int) -> None:

@@ -29,9 +29,9 @@ def new_group(ranks: Sequence[int], desc: str, backend: str | None = None) -> di
 
 
 class SharedGroups:
-    """Groups by label and ranks, each made once; all ranks call `get` in the same order.
+    """Groups by label and ranks, each made once, in one order on all ranks.
 
-    A group of this rank alone comes first, because torch names groups by their number, which must be the same on all ranks.
+    A group of this rank alone comes first, because torch names groups by their number.
     """
 
     def __init__(self) -> None:

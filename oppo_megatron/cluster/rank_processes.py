@@ -1,4 +1,4 @@
-"""Rank processes of one host: forked from a server with the imports done, or spawned on CUDA, whose context survives no fork."""
+"""Rank processes of a host: forked from a server with the imports done, or spawned on CUDA, whose context survives no fork."""
 
 from __future__ import annotations
 

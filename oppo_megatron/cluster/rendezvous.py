@@ -1,11 +1,7 @@
 """Ranks meet in a store at MASTER_ADDR:MASTER_PORT, or report within a deadline which are missing.
 
-The last rank, or the first to find a fault or reach the deadline, writes the outcome, which ends every wait. Keys:
-
-    size      number of ranks, by the first   settled   processes that wanted to write the outcome
-    count/R   registrations of rank R         rank/R    its RankHost
-    arrived   registered ranks                entered   processes, duplicates included
-    outcome   "" or a fault                   told      processes that read the outcome
+The last rank, or the first to find a fault or reach the deadline, writes the `outcome` ("" or a fault), which ends every
+wait. Counters: `arrived` ranks, `entered` processes, `told` readers of the outcome.
 """
 
 from __future__ import annotations

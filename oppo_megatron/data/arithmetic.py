@@ -111,7 +111,7 @@ def wrong_solution(problem: Problem, rng: random.Random) -> str:
 
 
 def misreported_solution(problem: Problem, rng: random.Random) -> str:
-    """Correct steps, but the second to last result is given as the answer."""
+    """A correct solution with its second to last result as the answer."""
     return _worked(problem.totals, problem.terms, problem.totals[-2])
 
 
@@ -187,7 +187,7 @@ def write_dataset(
 
 
 def write_steps(path: Path, seed: int, count: int, shape: Shape = Shape()) -> Path:
-    """Write `count` labelled step-by-step solutions of the train split; return the path."""
+    """Write `count` labelled solutions of the train split; return the path."""
     rng = random.Random(f"arithmetic steps {seed}")  # noqa: S311  (to be drawn again, not to be secret)
 
     def row(problem: Problem) -> dict[str, Any]:

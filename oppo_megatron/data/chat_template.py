@@ -60,7 +60,7 @@ class ChatTemplate:
         return self._reads[template]
 
     def require_arguments(self) -> None:
-        """Raise ConfigError for configured template arguments that the template does not read."""
+        """Raise ConfigError for template arguments that the template does not read."""
         if not (given := self._config.template_arguments):
             return
         known = self.reads() | self.reads(with_tools=True) | self._symbols.keys()
@@ -159,7 +159,7 @@ def _variants(messages: Sequence[Mapping[str, Any]], in_parts: bool) -> Iterator
 
 
 def called_functions(calls: Any) -> list[str]:
-    """Names of the functions in a message's `tool_calls` or `function_call`."""
+    """Function names in a message's `tool_calls` or `function_call`."""
     listed = calls if isinstance(calls, list) else [calls]
     functions = [call.get("function", call) for call in listed if isinstance(call, Mapping)]
     return [str(function.get("name", "")) for function in functions if isinstance(function, Mapping)]
@@ -205,7 +205,6 @@ class _TemplateProcess:
         self._owner = 0  # a forked copy of this process starts its own
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer; a failure is an answer of kind `limit`."""
         line = json.dumps(request, default=str).encode() + b"\n"
         with self._lock:
             if self._process is None or self._owner != os.getpid():

@@ -43,7 +43,7 @@ def form_of(value: Any) -> str:
 
 
 class Table:
-    """The columns of rows, judged by at most twice SAMPLED of them, spread over the data."""
+    """The columns of rows, judged by at most twice SAMPLED rows spread over the data."""
 
     def __init__(self, rows: Sequence[Row]):
         self.rows, self.file = rows, rows[0].file
@@ -60,12 +60,10 @@ class Table:
         return [value for value in self.filled(column) if isinstance(value, list) and form_of(value) != "columns"]
 
     def share_answered(self, column: str) -> float:
-        """Share of the column's dialogues that end with an assistant's turn."""
         ends = [role_of(dialogue[-1]) for dialogue in self.dialogues(column)]
         return ends.count("assistant") / max(1, len(ends))
 
     def frequent(self, names: Sequence[str]) -> list[str]:
-        """Columns filled in at least half of the rows."""
         return [name for name in names if 2 * len(self.filled(name)) >= len(self.sampled)]
 
     def first(self, names: Sequence[str]) -> str | None:
@@ -122,7 +120,7 @@ class Table:
         raise DataError(f"{self.file} has no column for the {part} (looked for {names}); {there_are}")
 
     def _two_answers(self) -> tuple[str, str] | None:
-        """Two columns whose names differ only in the last character (`response_0`, `response_1`)."""
+        """Two columns that differ only in the last character (`response_0`, `response_1`)."""
         names = self.usable()
         return next(((a, b) for a in names for b in names if a < b and a[:-1] == b[:-1]), None)
 

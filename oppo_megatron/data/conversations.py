@@ -100,7 +100,6 @@ def _read_json(value: Any, name: str, kind: type) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove null keys: in Parquet every object of a column has the same keys."""
     if isinstance(value, Mapping):
         return {name: _without_nulls(item) for name, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -61,7 +61,7 @@ def read_prompts(config: RowsConfig, tokenizer: Tokenizer, problems: RowProblems
 
 
 def read_completions(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[Example]:
-    """Read prompts with one completion: its column, or the assistant turns that `config.turns` selects."""
+    """Read prompts with one completion: its column, or the turns that `config.turns` selects."""
     return _completions(read_rows(config, problems, ["prompt", "completion"]), config, tokenizer, problems)
 
 
@@ -160,7 +160,6 @@ def _pairs(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer, proble
 
 
 def _prompt(row: Row, layout: Layout) -> Value:
-    """Text with its addition, or messages without a final answer."""
     if layout.prompt is None:
         return _parted(row, layout)[0]
     value = _said(row, layout, layout.prompt)

@@ -67,7 +67,7 @@ def fast_files(
 
 
 def made_config(directory: Path, model: Path) -> dict[str, Any] | None:
-    """`tokenizer_config.json` if the directory holds the unchanged output of `fast_files` for `model`, else None."""
+    """`tokenizer_config.json` if `fast_files` of `model` are here unchanged, else None."""
     try:
         config = read_json((directory / CONFIG).read_text(encoding="utf-8"))
         if config[MADE_FROM] != _digests(model.read_bytes(), (directory / TOKENIZER).read_bytes()):
@@ -116,7 +116,6 @@ def _text(piece: Any) -> str:
 
 
 def _merges(proto: Any) -> list[tuple[str, str]]:
-    """Pairs in sentencepiece's merge order: highest score first."""
     if proto.trainer_spec.model_type == CHAR:
         return []
     joined = {_text(piece): (-piece.score, i) for i, piece in enumerate(proto.pieces) if piece.type == NORMAL}

@@ -143,7 +143,7 @@ def _holds_prompt(config: RowsConfig, table: Table, chosen: str) -> bool:
 
 
 def _prompt_column(config: RowsConfig, table: Table, chosen: str | None, rejected: str | None) -> str | None:
-    """Return the column, or None if chosen and rejected hold the prompt."""
+    """The column, or None if chosen and rejected hold the prompt."""
     if config.format == "hh":
         return None
     if config.columns.prompt is not None:
@@ -172,7 +172,7 @@ def _are_whole(table: Table, column: str) -> bool:
 
 
 def _completion_column(config: RowsConfig, table: Table, prompt: str, form: str, chosen: str | None) -> str | None:
-    """Return the column, or None if the answers are turns of the prompt's messages."""
+    """The column, or None if answers are turns of the prompt's messages."""
     if getattr(config.columns, "completion", None) is not None:
         return table.find("completion", config.columns)
     names = [name for name in [*table.frequent(KNOWN_NAMES["completion"]), chosen] if name is not None]
@@ -199,7 +199,7 @@ def _completion_column(config: RowsConfig, table: Table, prompt: str, form: str,
 def _only(
     part: str, names: Sequence[str], table: Table, form: Callable[[Any], Any] = lambda value: str(value).strip()
 ) -> str:
-    """Return the first column.  Raises DataError if another one differs from it in some row."""
+    """Return the first column.  Raises DataError if another differs from it in a row."""
     for other in names[1:]:
         for row in table.rows:
             one, two = row.get(names[0]), row.get(other)

@@ -35,7 +35,7 @@ def json_lines(stream: Iterable[bytes]) -> Iterator[Numbered]:
 
 
 def spans_lines(first: bytes, second: bytes) -> bool:
-    """True if the first two non-blank lines show an array, or objects over several lines."""
+    """True if the first two non-blank lines show an array, or multi-line objects."""
     first, second = first.removeprefix(BOM).strip(), second.strip()
     if first == b"[":
         return True

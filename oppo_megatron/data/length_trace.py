@@ -45,7 +45,6 @@ class LengthTrace:
 
     @property
     def percentile_99(self) -> int:
-        """`quantile(0.99)` in exact integer arithmetic."""
         return self.tokens[bisect_left(self.requests, -(-99 * self.requests[-1] // 100))]
 
 
@@ -67,7 +66,6 @@ def forced_quantile(forced: ForcedLengths | None, max_response_tokens: int) -> C
 
 
 def trace_problems(forced: ForcedLengths | None, max_response_tokens: int) -> list[str]:
-    """Faults of the trace, except a missing file (a cross-check reports that)."""
     if forced is None or forced.trace is None or not forced.trace.exists():
         return []
     try:

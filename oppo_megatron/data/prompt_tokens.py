@@ -44,14 +44,13 @@ def encode_answers(tokenizer: Encoder, prompt: str, answers: Sequence[str]) -> l
 
 
 def end_of_prompt(tokenizer: Encoder, ids: Sequence[int], most: int) -> list[int]:
-    """The last `most` tokens of a longer prompt; a leading BOS is kept."""
     if ids[0] != tokenizer.bos_id or most < 2:
         return list(ids[-most:])
     return [ids[0], *ids[-(most - 1) :]]
 
 
 def hidden_ids(text: str, tokenizer: Encoder) -> list[int] | None:
-    """Special tokens of a text that no response can contain, or None if one can."""
+    """Special tokens of a text that no response can contain, or None."""
     ids = tokenizer.encode(f"{EITHER_SIDE}{text}{EITHER_SIDE}")
     return None if text in tokenizer.decode(ids) else [i for i in ids if not tokenizer.decode([i])]
 

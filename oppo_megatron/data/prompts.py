@@ -50,11 +50,9 @@ class PromptSet:
 
     @property
     def rollouts_per_pass(self) -> int:
-        """Stream positions per pass over the prompts."""
         return len(self.rows) * self.responses_per_prompt
 
     def fingerprint(self) -> str:
-        """SHA-256 of all prompts and their other columns, in order."""
         digest = hashlib.sha256()
         for row in self.rows:
             fields = json.dumps(row.fields, sort_keys=True, default=str, ensure_ascii=False)

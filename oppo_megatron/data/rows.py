@@ -32,7 +32,6 @@ class Row:
     values: dict[str, Any]
 
     def get(self, column: str | None) -> Any:
-        """The value of a column or dotted name, or None."""
         try:
             return None if column is None else field_at(self.values, column)
         except KeyError:
@@ -172,7 +171,6 @@ def read_rows(config: RowsConfig, problems: RowProblems, templates: Sequence[str
 
 
 def require_some(usable: int, config: RowsConfig, problems: RowProblems) -> None:
-    """Raise the collected errors, or a `DataError` if no row is left."""
     problems.raise_errors(any_left=usable > 0)
     if usable:
         return

@@ -24,14 +24,14 @@ RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
 
 
 class Completion(NamedTuple):
-    """Token ids of a row; the completion ends with EOS unless it was cut."""
+    """Token ids of a row; the completion ends with EOS unless cut."""
 
     prompt: list[int]
     completion: list[int]
 
 
 class Pair(NamedTuple):
-    """Token ids of a preference; both answers end with EOS unless cut."""
+    """Token ids of a preference; answers end with EOS unless cut."""
 
     prompt: list[int]
     chosen: list[int]
@@ -206,14 +206,13 @@ def _ended(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def num_duplicates(rows: Sequence[Any]) -> int:
-    """Number of rows whose tokens equal an earlier row's."""
     return len(rows) - len({tuple(tuple(part) for part in row) for row in rows})
 
 
 def read_heldout(
     evaluation: HeldoutConfig | None, seed: int, rows: list[RowT], read: Callable[[DataConfig], list[RowT]]
 ) -> tuple[list[RowT], list[RowT]]:
-    """(training rows, held-out rows): a fraction of `rows`, or separate files."""
+    """(training rows, held-out rows)."""
     if evaluation is None:
         return rows, []
     if evaluation.data is not None:
@@ -246,7 +245,7 @@ def split_rows(rows: Sequence[RowT], fraction: float, seed: int) -> tuple[list[R
 
 
 def describe_seen(held: Iterable[Sequence[int]], trained: Iterable[Sequence[int]]) -> list[str]:
-    """A warning line if held-out prompts (token ids) are also trained on."""
+    """A warning line if held-out prompts are also trained on."""
     ours, theirs = list(map(tuple, held)), set(map(tuple, trained))
     seen = sum(prompt in theirs for prompt in ours)
     if not seen:
@@ -255,7 +254,7 @@ def describe_seen(held: Iterable[Sequence[int]], trained: Iterable[Sequence[int]
 
 
 class Passed(NamedTuple):
-    """Steps made by a run and rows used, repetitions included."""
+    """Steps made and rows used by a run, repetitions included."""
 
     steps: int = 0
     rows: int = 0
@@ -270,7 +269,7 @@ BEGINNING = Passed()
 def num_batches(
     num_rows: int, batch_size: int, epochs: float, max_steps: int | None, passed: Passed = BEGINNING
 ) -> int:
-    """Steps of the whole run: those passed plus the batches still to come."""
+    """Steps of the whole run, with those passed."""
     left = max(0, math.ceil(epochs * num_rows) - passed.rows)
     steps = passed.steps + math.ceil(left / batch_size)
     return steps if max_steps is None else min(steps, max_steps)

@@ -40,8 +40,6 @@ class Generation(Extension):
 
 
 class Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace without names that lead into Python."""
-
     def __init__(*args: Any, **kwargs: Any) -> None:
         values = dict(*args[1:], **kwargs)
         for name in values:
@@ -134,7 +132,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main(render_s: int) -> None:
-    """Answer requests from stdin; one that exceeds its processor time ends the process."""
+    """Answer stdin's requests; one that exceeds its processor time ends the process."""
     limit_resource(resource.RLIMIT_CORE, 0)
     limit_resource(resource.RLIMIT_AS, MEMORY_BYTES)
     for line in sys.stdin.buffer:

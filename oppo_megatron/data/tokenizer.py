@@ -58,7 +58,7 @@ class Tokenizer(Protocol):
     chat: ChatTemplate
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without special tokens around it."""
+        """Token ids, without special tokens around them."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -129,7 +129,7 @@ def _open_tokenizer(path: Path, config: TokenizerConfig) -> Tokenizer:
 
 
 class _Decoder:
-    """Decodes ids as a continuation: many tokenizers drop a leading space."""
+    """Decodes continuations: many tokenizers drop a leading space."""
 
     def __init__(self, encode: Callable[[str], list[int]], decode: Callable[[list[int]], str], vocab_size: int):
         whole = encode("a b")

@@ -110,7 +110,7 @@ def _is_silent_system(message: Message) -> bool:
 
 
 def _checked_message(message: Message, what: str) -> Message:
-    """Normalize a message to `role` and `content`, with `weight` 0 if it is not learned."""
+    """Normalize to `role` and `content`, with `weight` 0 if not learned."""
     role, content = role_of(message), _content_of(message)
     if not isinstance(role, str) or not role:
         raise DataError(f"{what} has no role (it has: {', '.join(message) or 'nothing'}); give it role and content")
@@ -201,7 +201,6 @@ def align(prompt: Value, answers: Sequence[Value]) -> tuple[Value, list[Value]]:
 
 
 def _continuing(turns: list[Message], answer: Value) -> list[Message]:
-    """The answer's messages without the prompt's; a system message must be the prompt's own."""
     messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     for start in (turns, [turn for turn in turns if turn["role"] != "system"]):
         if len(messages) > len(start) and _said(messages[: len(start)]) == _said(start):

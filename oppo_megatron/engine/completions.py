@@ -21,7 +21,7 @@ ROUND_STEPS = 64
 class PromptDecoder:
     """Decodes on its own cache; every rank of the model makes the same calls.
 
-    Responses depend only on the seed of `sampling` and their prompt's `seq_id` and tokens.
+    Responses depend only on `sampling.seed`, `seq_id` and prompt.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Decode steps that the host only starts: tokens and positions stay on the device for several steps.
 
-After `sync_steps` steps, or when no row can continue, the host reads the tokens, closes gaps among the rows and reloads.  Rows
-are padded to a `batch_bucket` and positions to a bound of the cache, so steps can be captured.  Legend: B rows of a step, M cache
-slots, K steps of a window, R rows before padding, E ids that end a response.
+After `sync_steps` steps, or when no row can continue, the host reads the tokens, closes gaps and reloads.  Rows and positions are
+padded, so steps can be captured.
+Legend: B rows of a step, M cache slots, K steps of a window, R rows before padding, E ids that end a response.
 """
 
 from __future__ import annotations
@@ -83,8 +83,7 @@ class DeviceLane:
         self._done += 1
 
     def read(self) -> list[list[list[float]]]:
-        """Wait for the tokens, log-probs, sampling log-probs and masses per step and row; past a row's end they are meaningless.
-        """
+        """Wait for tokens, log-probs, sampling log-probs and masses per step and row; past a row's end they are meaningless."""
         assert self._done and not self.loaded
         drawn_K4R: list[list[list[float]]]
         drawn_K4R = self._drawn_4KM[:, : self._done, : len(self._rows)].permute(1, 0, 2).tolist()

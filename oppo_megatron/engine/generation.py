@@ -1,11 +1,9 @@
-"""The actor's decoding on one rank.
+"""The actor's decoding on one rank.  The last pipeline stage draws tokens, identically on its tensor ranks.
 
-The last pipeline stage draws tokens, identically on its tensor ranks, for the other stages.  A micro-step is one token per
-running sequence of a micro-batch; on one stage several may run before their tokens are read.
-
-A micro-step is *void*, and skipped by all ranks, if its micro-batch has no running sequence or the batch was complete by the
-micro-batch's previous step (ordered by step, then micro-batch, because other ranks may not know about later ones).  Legend: R
-rows (running sequences of a micro-batch), V vocabulary.
+A micro-step is one token per running sequence of a micro-batch.  It is *void*, and skipped by all ranks, if there is no running
+sequence or the batch was complete by the micro-batch's previous step (ordered by step, then micro-batch, because other ranks may
+not know about later ones).
+Legend: R rows (running sequences of a micro-batch), V vocabulary.
 """
 
 from __future__ import annotations
@@ -85,7 +83,7 @@ class DecodeWorker:
     ) -> None:
         """Begin a round of this replica's `work`; `readiness()` returns a new signal of the batch's completion.
 
-        Tokens get the policy's `version`, less the updates that their cache has `outlived`.
+        Tokens get `version` less the updates that their cache has `outlived`.
         """
         taken = TakenUp(self.cache, work)
         running = {g.seq_id for batch in work.decode for g in batch}
@@ -205,8 +203,7 @@ class DecodeWorker:
         return len(lane) if resident.loaded else self._absorb(action, resident.read(), resident=True)
 
     def _absorb(self, action: Action, drawn: Sequence[Drawn], resident: bool = False) -> int:
-        """Append drawn tokens; ended sequences leave the micro-batch, but keep their slots, because ends after the chunk's do not
-        count.
+        """Append drawn tokens; ended sequences leave the micro-batch, but keep their slots, because they may end after the chunk.
 
         `resident`: the cache's lengths have not advanced yet.
         """

@@ -42,7 +42,7 @@ class Decoding:
 
 @dataclass
 class RoundRunner:
-    """This rank's workers and the planner of their rounds: `run`, record the chunk in the buffer, then `recorded`.
+    """This rank's workers and planner: `run`, record the chunk in the buffer, then `recorded`.
 
     `decode` is None on ranks without the actor, `listen` on ranks with it.
     """
@@ -67,8 +67,8 @@ class RoundRunner:
     ) -> Chunk | None:
         """Decode up to `chunk_tokens` of each of `active`; score new tokens of `score` (critic: those in `readable`).
 
-        Returns the chunk, the same on every rank; None if `active` is empty.  Raises ScheduleError before anything runs,
-        StallError if a peer does not come, CapacityError if memory runs out.
+        Returns the chunk; None if `active` is empty.  Raises ScheduleError before anything runs, StallError if a peer does not
+        come, CapacityError if memory runs out.
         """
         self.num_rounds += 1
         order = self.decode.order if self.decode is not None else list
@@ -97,7 +97,6 @@ class RoundRunner:
         return end.end()
 
     def recorded(self, rollouts: Sequence[Rollout]) -> None:
-        """Update the planner after the buffer has recorded the chunk."""
         self.planner.actor.record(rollouts)
 
     def owes(self, rollouts: Sequence[Rollout], role: str | None = None) -> bool:
@@ -119,7 +118,6 @@ class RoundRunner:
                 worker.forget(seq_id)
 
     def give_up(self, rollouts: Sequence[Rollout]) -> None:
-        """Drop finished rollouts that will not be trained."""
         seq_ids = [rollout.seq_id for rollout in rollouts]
         for book in self.planner.scorers.values():
             book.forget(*seq_ids, unread=True)

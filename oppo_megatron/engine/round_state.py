@@ -31,7 +31,7 @@ class TakenUp:
             self._make(source)
 
     def check(self, batch: Batch) -> None:
-        """Assert that the cache has what the plan expects, because tokens would be wrong otherwise."""
+        """Assert that the cache has what the plan expects."""
         for growth in batch:
             held = self._cache.length(growth.seq_id)
             assert held == growth.past, (
@@ -80,8 +80,8 @@ class Growing:
 class DecodeRound:
     """A round of one replica's `work`, from clock `start`, with the sequences `growing`.
 
-    `local` tracks completion on this rank, `stop` in the merge.  By micro-batch: `lanes` are running sequences, `steps` decode
-    steps, `ended` the first void step, `hidden` the stage's last output, `drawn` the last step's tokens.
+    `local` tracks completion on this rank, `stop` in the merge.  By micro-batch: `lanes` (running sequences), `steps`, `ended`
+    (first void step), `hidden` and `drawn` (last outputs).
     """
 
     work: ReplicaWork

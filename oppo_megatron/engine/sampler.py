@@ -1,6 +1,6 @@
-"""Drawing tokens by a hash of (seed, sequence id, position), so draws do not depend on chunk size, batch, placement or restarts.
+"""Drawing tokens by a hash of (seed, sequence id, position), regardless of chunk size, batch, placement and restarts.
 
-Legend: R rows, V vocabulary (this tensor rank's shard), S tensor ranks, K top-k candidates or blocks of W tokens.
+Legend: R rows, V vocabulary shard, S tensor ranks, K top-k candidates or blocks of W tokens.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Sampling:
 class Draw:
     """Tokens, two log-probs and masses, [R] each; a mass is finite if and only if its distribution is valid.
 
-    `logprobs` are over the whole vocabulary at the configured temperature (1 if greedy), as training recomputes them.
-    `sampling_logprobs` are after top-k and top-p, whose support changes with the weights, so their ratios are undefined.
+    `logprobs` are over the whole vocabulary at the configured temperature (1 if greedy), as in training; `sampling_logprobs`
+    after top-k and top-p, whose support changes, so their ratios are undefined.
     """
 
     tokens: Tensor
@@ -102,10 +102,7 @@ def draw(
     positions: Sequence[int],
     shards: VocabShards | None = None,
 ) -> Draw:
-    """Draw one token per row from float32 logits (with `shards`: this rank's shard).
-
-    Every rank of the shards makes the call and gets the same result.
-    """
+    """Draw one token per row from float32 logits, the same on every rank of `shards`."""
     u_R = on_device(uniforms(sampling.seed, seq_ids, positions), logits_RV.device, torch.float64)
     greedy_R: Tensor | None = None
     if sampling.members.greedy:

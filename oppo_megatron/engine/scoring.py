@@ -1,7 +1,7 @@
 """Scorers on one rank: reward, reference and critic prefill sequences by chunks while the actor decodes.
 
-After P prompt tokens, the reference log-prob and value V(s_t) of response token t come from position P + t - 1; the reward model
-scores at the last.  Legend: T tokens of a response, R output rows of a call.
+Reference log-prob and value V(s_t) of response token t come from position P + t - 1 (P: prompt tokens), the reward from the last.
+Legend: T tokens of a response, R output rows of a call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _ScoringRound:
 
 
 class ScoringWorker:
-    """One scoring role on this rank, with its KV cache and outputs.
+    """One scoring role on this rank.
 
     The last stage keeps an output per response token (reference, critic) or response (reward).
     """

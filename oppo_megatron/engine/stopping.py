@@ -60,10 +60,7 @@ class Stopping:
         decode: Decode | None = None,
         forced: ForcedLengths | None = None,
     ) -> Stopping:
-        """`eos_ids` and `decode` are the tokenizer's; without `decode`, stop texts have no effect.
-
-        `forced` lengths replace EOS; `trace` has the lengths of its file.
-        """
+        """Without `decode`, stop texts have no effect.  `forced` lengths replace EOS; `trace` has the lengths of its file."""
         if forced is None:
             text = StopText(rollout.stop_texts, decode) if rollout.stop_texts and decode is not None else None
             return cls(all_ids(eos_ids, rollout.stop_token_ids), rollout.max_response_tokens, text=text)

@@ -123,7 +123,6 @@ class ChunkDecoder(ChunkBooks):
         return Chunk(index, clock, rows, halt=bool(halt))
 
     def _require_whole(self, table: Ints, num_tokens: int, index: int) -> None:
-        """Raise StreamError if a row has impossible numbers."""
         seq_ids, offsets, counts, _, finish, reasons, _ = table
         ends = np.cumsum(np.clip(counts, 0, num_tokens))
         bad = (counts < 0) | (counts > num_tokens) | (ends > num_tokens)

@@ -24,7 +24,7 @@ NOTHING_KNOWN: Mapping[str, float] = MappingProxyType({})
 
 
 class NonFiniteRewardError(RewardError):
-    """A reward is NaN or infinite: a number, but no score."""
+    """NaN or infinite: a number, but no score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Summand:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A response's reward, and each part's score before weighting, by label."""
+    """A response's reward, and parts before weighting, by label."""
 
     total: float
     parts: dict[str, float]
@@ -91,12 +91,11 @@ class RewardSum:
 
     @property
     def needs_model(self) -> bool:
-        """True if a part is the reward model's score."""
         return any(isinstance(summand.function, ModelScore) for summand in self.summands)
 
     @property
     def user_functions(self) -> list[str]:
-        """Labels of user functions in this process, which a crash of native code would end."""
+        """Labels of user functions in this process, which native crashes would end."""
         return [summand.label for summand in self.summands if isinstance(summand.function, UserFunction)]
 
     @property
@@ -125,7 +124,6 @@ class RewardSum:
         return found
 
     def reads_model(self, labels: Collection[str]) -> bool:
-        """True if one of these parts is the reward model's score."""
         return any(isinstance(summand.function, ModelScore) for summand in self.summands if summand.label in labels)
 
     def requested(self, seq_id: int) -> bool:
@@ -139,7 +137,6 @@ class RewardSum:
                 summand.function.request(items)
 
     def forget(self, seq_id: int) -> None:
-        """Drop all requests for this sequence."""
         for summand in self.summands:
             summand.function.forget(seq_id)
 
@@ -161,7 +158,7 @@ class RewardSum:
         num_tokens: int | None = None,
         known: Mapping[str, float] = NOTHING_KNOWN,
     ) -> Reward:
-        """Return a response's reward and parts; `known` parts are taken as given."""
+        """Return a response's reward; `known` parts are taken as given."""
         item = ScoreItem(seq_id, prompt, response, fields)
         parts = self.parts(item, model_score, place, num_tokens, known=known)
         return Reward(_finite(self.total(parts), f"{_named(item, place)}: the weighted sum of {parts}"), parts)

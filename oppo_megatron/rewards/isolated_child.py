@@ -30,7 +30,7 @@ MAX_DESCRIPTORS = 1 << 16
 
 
 def main(reads: int, writes: int) -> None:
-    """Load the function named in the first line, then answer each line with a line."""
+    """Load the function of the first line, then answer each line with a line."""
     for descriptor in (reads, writes):
         os.set_inheritable(descriptor, False)
     with os.fdopen(reads, "rb") as calls, os.fdopen(writes, "wb") as answers:

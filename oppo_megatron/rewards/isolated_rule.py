@@ -104,7 +104,6 @@ class IsolatedRule(Part):
         self._scores.pop(seq_id, None)
 
     def close(self) -> None:
-        """End threads and processes.  Pending requests are not scored."""
         self._closed = True
         for _ in self._threads:
             self._waiting.put(None)

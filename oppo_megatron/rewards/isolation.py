@@ -61,7 +61,7 @@ class IsolatedFunction(Part):
         self._shows: threading.Thread | None = None
 
     def try_start(self) -> None:
-        """Start and end a process.  Raises ConfigError if the function cannot be loaded in it."""
+        """Raise ConfigError if the function cannot be loaded in a process."""
         try:
             self._start()
         except RewardError as error:
@@ -206,7 +206,6 @@ def _show(source: int, entry_point: str) -> None:
 
 
 def _ready(descriptor: int, event: int, deadline: float) -> bool:
-    """Wait until a pipe is ready or closed; False after a timeout."""
     poll = select.poll()
     poll.register(descriptor, event)
     return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))

@@ -41,11 +41,11 @@ class Part:
         raise NotImplementedError
 
     def requested(self, seq_id: int) -> bool:
-        """True if this sequence's score has been requested and not yet taken."""
+        """True if this sequence's score is requested and not yet taken."""
         return True
 
     def request(self, items: Sequence[ScoreItem]) -> None:
-        """Request scores and return at once; a pending sequence is not requested again."""
+        """Request scores and return at once; never asks twice for a sequence."""
 
     def forget(self, seq_id: int) -> None:
         """Drop a request."""
@@ -55,7 +55,7 @@ class Part:
 
 
 class ModelScore(Part):
-    """The reward model's score, which the caller of the sum passes."""
+    """The reward model's score, passed by the caller."""
 
 
 @dataclass(frozen=True)

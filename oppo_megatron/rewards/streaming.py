@@ -39,7 +39,7 @@ TOKENS_A_REQUEST = 500_000
 
 
 def checksum(tokens: Sequence[int], start: int = 0) -> int:
-    """CRC-32 of token ids as little-endian int32; `start`: checksum of the preceding ids."""
+    """CRC-32 of ids as little-endian int32; `start`: of the preceding ids."""
     return zlib.crc32(struct.pack(f"<{len(tokens)}i", *tokens), start)
 
 
@@ -89,7 +89,6 @@ class ScorerStream:
             return True
 
     def result(self, seq_id: int) -> float:
-        """Wait for a complete sequence's score.  Raises RewardError if the service has failed."""
         score = self._sequences[seq_id].score.result()
         with self._changed:
             del self._sequences[seq_id]

@@ -49,7 +49,6 @@ def flexible_answer(text: str) -> Fraction | None:
 
 
 def first_answer(text: str) -> Fraction | None:
-    """The answer after the first mark; None without a mark or number."""
     mark = _MARK.search(text)
     return _number(mark[1].partition("####")[0]) if mark else None
 
@@ -91,5 +90,5 @@ def expected_answer(value: Any) -> Fraction:
 
 
 def verify(name: str, response: str, expected: Any) -> float:
-    """1.0 if the response's final answer equals the expected one, else 0.0.  Raises as `expected_answer`."""
+    """1.0 if the answers are equal, else 0.0.  Raises as `expected_answer`."""
     return 1.0 if ANSWER_OF[name](response) == expected_answer(expected) else 0.0

@@ -50,7 +50,6 @@ class SpanRecorder:
 
     @contextmanager
     def span(self, name: str, *, role: str, step: int) -> Iterator[None]:
-        """Record the block, even if it raises."""
         start = self.clock()
         try:
             yield

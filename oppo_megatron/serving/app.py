@@ -54,7 +54,7 @@ LIMITS = RequestLimits()
 
 
 class Refusal(Exception):
-    """The request gets `status` and a reason instead of scores."""
+    """The request gets `status` and a reason."""
 
     def __init__(self, status: int, reason: str):
         super().__init__(reason)
@@ -104,7 +104,6 @@ class Gate(Generic[Asked, Found]):
         self._waiting = self._coming = 0
 
     async def answer(self, request: Request) -> tuple[Asked, Found]:
-        """Return the request and its result.  Raises Refusal."""
         refusal = self._refused(request)
         try:
             body = await asyncio.wait_for(self._body(request, refusal), self._limits.read_s)

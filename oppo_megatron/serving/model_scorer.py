@@ -63,7 +63,6 @@ class ModelScorer:
         return join_rows(outputs, [1] * len(items), batches).tolist()
 
     def _tokens(self, item: Item) -> list[int]:
-        """The ids sent, else those of prompt, response and EOS."""
         tokens = item.tokens
         if tokens is None:
             tokens = [*encode_prompt(self.tokenizer, item.prompt + item.response), self.tokenizer.eos_id]

@@ -50,7 +50,6 @@ def open_model_scores(config: ServeConfig, rewards: RewardSum) -> Iterator[Model
 
 @contextmanager
 def open_scorer(config: ServeConfig, environment: Mapping[str, str]) -> Iterator[Scorer]:
-    """Open the service's scorer.  Raises ConfigError or CheckpointError if a model cannot be loaded."""
     with closing(build_rewards(config, environment)) as rewards, open_model_scores(config, rewards) as model_scores:
         yield lambda items: [
             rewards.score(item.prompt, item.response, item.fields, score, item.id)

@@ -56,7 +56,7 @@ class GuardedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Handle a protocol violation, perhaps in the body of a request whose answer has begun."""
+        """Handle a violation, perhaps during a request's answer."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True  # what the application still says goes nowhere
             self.cycle.message_event.set()

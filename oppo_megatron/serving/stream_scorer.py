@@ -95,7 +95,6 @@ class StreamScorer:
         return held
 
     def _make_room(self) -> None:
-        """Close a sequence whose closing failed before, else the least recently used one."""
         known = {held.number for held in self._held.values()}
         left = next((number for number in self.cache.seq_ids if number not in known), None)
         if left is None:

@@ -223,7 +223,6 @@ class ReferencePass:
 
 
 def answer_logprobs(batch: MicroBatch, logits_RV: Tensor, vocab: VocabShards) -> Tensor:
-    """Log-prob of each answer [S] in float64, summed over its tokens."""
     logp_R, _ = token_logprobs(logits_RV, batch.targets_R, vocab)
     return sequence_sums(logp_R, batch.counts)
 

@@ -255,7 +255,6 @@ def _build(
     preemption: Preemption,
     stack: ExitStack,
 ) -> SupervisedTrainer[RowT]:
-    """Build everything the steps need, new or from a checkpoint; `stack` closes it."""
     run, is_owner = RunDirectory(config.run_dir), world.rank == groups.output_rank
     if is_owner:
         stack.enter_context(run.held())

@@ -100,8 +100,8 @@ def board_at(point: MeetingPoint, ranks: Sequence[int] | None = None) -> Board:
 class Watch:
     """An observer's view of ranks (`whole`: all of the run, so one must move).
 
-    Between two looks at most three ticks count, so a suspended machine raises no alarm. Extra time: `first_s` for first
-    notes, `later_s` for this observer.
+    At most three ticks count between looks, so a suspended machine raises no alarm. Extra time: `first_s` for first notes,
+    `later_s` here.
     """
 
     def __init__(

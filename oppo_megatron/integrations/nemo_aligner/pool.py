@@ -1,7 +1,7 @@
 """One replica's rollouts, decoded in waves. Needs no nemo.
 
 NeMo's generation keeps a call's rows at one position, so waves are rollout micro-batches: carried rows by length, then new
-ones. A wave may leave rows unfinished, over all waves as many as were drawn beyond the batch:
+ones. Unfinished rows, at most as many as were drawn beyond the batch:
 
     after wave w, at most  spare * (rows of waves 0..w) // (rows of all waves)
 """

@@ -1,8 +1,7 @@
-"""NeMo-Aligner's `PPOTrainer` with a pool of rollouts under its unchanged `fit`.
+"""NeMo-Aligner's `PPOTrainer` with a pool of rollouts under its unchanged `fit`; wrappers replace model, batch iterator and
+client:
 
     generate_rollouts -> fill draws for the pool -> PooledActor.infer decodes waves -> StreamedRewards takes the scores
-
-If the block `oppo:` needs them, wrappers replace model, batch iterator and reward client.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Overcommit as a `PromptGroupSampler` of NeMo-RL's asynchronous controller (docs/nemo_rl.md).
-
-The rollout pump awaits `admit` before each batch of B prompts, the train pump `select` until B groups are taken. A group's
-start is the version of the weights it began with.
+"""Overcommit as a `PromptGroupSampler` of NeMo-RL's asynchronous controller (docs/nemo_rl.md), which awaits `admit` before
+each batch of B prompts, and `select` until B groups are taken. A group starts with a version of the weights.
 """
 
 from __future__ import annotations

@@ -124,13 +124,12 @@ def about_network() -> str:
 
 
 def _stripped(text: str) -> list[str]:
-    """Ignore trailing white space of lines and text."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 @contextmanager
 def _running(job: Mapping[str, Any], wall_s: float) -> Iterator[Iterator[dict[str, Any]]]:
-    """Yield verdicts until `wall_s` have passed; afterwards nothing that was started remains."""
+    """Yield verdicts for up to `wall_s`, then leave no process behind."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # whoever leaves its family becomes a child of this process
     deadline = time.monotonic() + wall_s
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, tempfile.TemporaryFile() as told:

@@ -117,7 +117,6 @@ def labelled(text: str) -> tuple[str | None, str]:
 
 
 def closing(text: str, begin: int) -> int | None:
-    """Position of the brace that closes the one opened before `begin`."""
     depth = 1
     for brace in re.finditer(r"\\.|[{}]", text[begin:], re.DOTALL):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
@@ -134,7 +133,6 @@ def _within(text: str, left: str, right: str) -> str | None:
 
 
 def _marks(text: str) -> list[tuple[str, int, int]]:
-    """Content, start and end of each closed mark, in order."""
     found, start = list[tuple[str, int, int]](), 0
     while (box := _BOX.search(text, start)) is not None:
         end = closing(text, box.end())

@@ -14,7 +14,6 @@ _UNLITERAL = re.compile(r"\\[A-Za-z0-9]|(?<!\\)(?:\[(?:\\.|[^\]\\])*\]|\{[0-9,]*
 
 
 def literals(pattern: str) -> list[str]:
-    """Runs of plain text in a pattern, in order, stripped."""
     runs = (re.sub(r"\\(.)", r"\1", run).strip() for run in _UNLITERAL.split(pattern))
     return [run for run in runs if run]
 

@@ -70,7 +70,6 @@ _LATEX = tuple((re.compile(pattern), latex) for pattern, latex in (
 
 
 def require_library() -> None:
-    """Raise ConfigError if the required functions of math-verify cannot be imported."""
     try:
         from math_verify import parse, verify  # noqa: F401
     except ImportError as error:
@@ -80,7 +79,7 @@ def require_library() -> None:
 
 
 def expected_text(value: Any) -> str:
-    """An answer column as text.  Raises `RewardError` if there is nothing to compare."""
+    """An answer column as text.  Raises `RewardError` if nothing can be compared."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**MAX_CHARACTERS:
         return str(value)
     if isinstance(value, float) and math.isfinite(value):
@@ -113,7 +112,6 @@ def grade(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
 
 
 def found_answer(response: str) -> str | None:
-    """Text of the final answer, or None."""
     marked = last_group(response)
     if marked is not None and not (_PROSE.search(marked) and re.search(r"\d", marked)):
         return marked
@@ -182,12 +180,11 @@ def _cut(text: str) -> str:
 
 
 def _elements(formulas: str) -> str:
-    """Formulas separated by commas, `and` or `or`, as a list without delimiters."""
     return ", ".join(bare(each) for each in re.findall(_FORMULA, formulas, re.DOTALL))
 
 
 def _closing(response: str) -> str | None:
-    """The answer at the end of a response without a marked or stated one."""
+    """The answer at the end of a response, unmarked and unstated."""
     text = shown(response).strip()
     last = None
     for last in _FORMULAS.finditer(text):  # noqa: B007  (the last one is wanted)
@@ -248,7 +245,7 @@ def _split(text: str) -> list[str]:
 
 
 def _parts(text: str) -> tuple[str, list[str]] | None:
-    """Kind of a structure (its brackets, `set`, `list` or matrix form) and its elements."""
+    """A structure's kind (brackets, `set`, `list` or matrix form) and elements."""
     matrix = _MATRIX.fullmatch(text)
     if matrix and "\\begin" not in matrix[2]:
         rows = [row.split("&") for row in re.split(r"\\\\", matrix[2])]

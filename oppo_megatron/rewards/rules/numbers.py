@@ -82,7 +82,6 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def read_number(text: str) -> Number | None:
-    """`parse_number` with the unit."""
     text = bare(text.replace("\u2212", "-"))
     if len(text) > MAX_CHARACTERS + 1000:
         return None

@@ -81,7 +81,7 @@ class StepClock:
         self.work = [self._last - self.met]
 
     def round(self, waited_s: float, *, decoded: bool) -> None:
-        """Record the end of a round; `waited_s`: waited for chunks in this step so far."""
+        """`waited_s`: waited for chunks in this step so far."""
         now = self.now()
         self.work.append(now - self._last - (waited_s - self._waited))
         self._last, self._waited = now, waited_s
