@@ -28,10 +28,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """A rank that cannot continue: `action` waits for `ranks`.
-
-    `mistaken`: another message came. `held`: why the transport holds this send.
-    """
+    """`action` waits for `ranks`; `mistaken`: another message came, `held`: why the transport holds this send."""
 
     action: Action
     position: int

@@ -41,7 +41,7 @@ ONE_QUEUE = Transport(
 )
 TRANSPORTS: Mapping[str, Transport] = {each.name: each for each in (GLOO, NCCL, COLD, ONE_QUEUE)}
 """`nccl`: every communicator has its own CUDA stream. `nccl-one-queue`: the check assumes that all streams share a hardware
-queue, because CUDA does not say which do; a waiting hidden state then blocks all later work (NCCL's buffers hold tokens and chunks).
+queue, because CUDA does not say which do; a waiting hidden state then blocks later work (NCCL buffers tokens and chunks).
 `nccl-cold`: communicators are made during the round.
 """
 

@@ -98,9 +98,9 @@ class RoundPlanner:
         order: Order,
         readable: Ints | None = None,
     ) -> PlannedRound:
-        """Decode up to `chunk` tokens of `decode` and score new tokens of `score`. Raises ScheduleError.
+        """Decode up to `chunk` tokens of `decode` and score new tokens of `score`; the critic only `readable` (None: all).
 
-        The critic reads only `readable` (None: all), because updates make its values stale.
+        Raises ScheduleError.
         """
         booked = self.book(decode, score, chunk, order, readable)
         works, round_ = booked.works, booked.round(index)

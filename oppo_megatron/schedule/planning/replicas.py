@@ -124,7 +124,7 @@ def _rank_for(part: Sequence[int], replica: int, slots: int, arrival: Sequence[i
 def _to_those_with_slots(parts: Ints, slots: int, arrivals: Ints, most: int) -> Ints:
     """Return the replicas of the first arrivals, as long as one has slots for a group.
 
-    A heap of integers (tokens, sequences, replica as bits) is faster than tuples.
+    Integers in the heap (tokens, sequences, replica as bits) are faster than tuples.
     """
     replicas, bits = parts.shape[1], parts.shape[1].bit_length()
     above, mask = int(parts[1].sum() + arrivals[1].sum()).bit_length() + bits, (1 << bits) - 1

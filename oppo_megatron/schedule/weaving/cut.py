@@ -153,7 +153,7 @@ def _later(seconds: Floats, message_s: float) -> Floats:
 
 
 def _missed(laps: _Laps, seconds: Floats, message_s: float) -> Floats:
-    """Gaps that pass before a role's first micro-batch arrives, [roles, stages, cuts]."""
+    """Gaps before a role's first micro-batch arrives, [roles, stages, cuts]."""
     decodes, found = laps.seconds > 0, np.zeros_like(seconds)
     lap, ready = np.where(decodes, laps.seconds, 1.0), laps.end_s[0]
     for stage, (end, gap, own) in enumerate(zip(laps.end_s, laps.gap_s, seconds, strict=True)):

@@ -50,10 +50,7 @@ def woven(round: Round, site: Site, costs: Costs) -> Schedule:
 
 
 def one_by_one(round: Round, site: Site, costs: Costs) -> Schedule:
-    """List every micro-batch on all stages before the next of its role.
-
-    A stage's messages are received before it sends more, so no transport deadlocks.
-    """
+    """List every micro-batch on all stages before the next of its role, so that no transport deadlocks."""
     times, begun = dict[Team, Times](), 0
     for role in [*(role for role in site.placements if role != "actor"), "actor"]:
         placement = site.placements[role]
@@ -151,7 +148,7 @@ def _close(
 
 
 def by_turns(lines: Sequence[Line], place: Callable[[int, int, int], int]) -> None:
-    """Place prefills in turn, of the line whose first stage is free first; `place(line, prefill, time)` returns when it will be."""
+    """Place prefills in turn, of the line whose first stage is free first; `place(line, prefill, time)` returns when it is."""
     turns = [(0, n, 0) for n, line in enumerate(lines) if len(line.times)]
     while turns:
         earliest, n, j = turns[0]
