@@ -1,6 +1,6 @@
-"""The output of a decoding round: rows of new tokens, one per sequence, in columns.
+"""The output of a decoding round, in columns.  Every rank records all rows of a run but reads few.
 
-Every rank records all rows of a run but reads few.  Legend: n rows, T tokens; *clock*: see `records.py`.
+Legend: n rows, T tokens; *clock*: see `records.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FIELDS = 6
 
 @dataclass(slots=True)
 class ChunkRow:
-    """New tokens of one sequence: positions offset .. offset + len(tokens) of the response."""
+    """New tokens of one sequence, from response position `offset` on."""
 
     seq_id: int
     offset: int
@@ -50,8 +50,7 @@ class ChunkRow:
 class ChunkRows:
     """Immutable rows in columns, [n] each; iterating or indexing gives `ChunkRow`s.
 
-    `table` [FIELDS, n]; `body` [3, T]: tokens, log-probs and sampling log-probs (float64 bits); `starts` [n]: where rows
-    begin.
+    `table` [FIELDS, n]; `body` [3, T]: tokens, log-probs, sampling log-probs (float64 bits); `starts` [n].
     """
 
     seq_ids: Ints
@@ -126,12 +125,12 @@ class ChunkRows:
         return repr(list(self))
 
     def at(self, positions: Ints | Sequence[int]) -> ChunkRows:
-        """Return the rows at `positions`; tokens are not copied."""
+        """Return the rows at `positions` without copying tokens."""
         positions = np.asarray(positions, dtype=np.int64)
         return ChunkRows(self.table[:, positions], self.starts[positions], self.body)
 
     def cut(self, keep: int) -> ChunkRows:
-        """Keep at most `keep` tokens of each row; a response that is cut has not ended."""
+        """Keep at most `keep` tokens of each row; a cut response has not ended."""
         table, longer = self.table.copy(), self.counts > keep
         table[2, longer], table[4, longer], table[5, longer] = keep, GOES_ON, 0
         return ChunkRows(table, self.starts, self.body)
@@ -146,7 +145,6 @@ class ChunkRows:
         return ChunkRows(self.table, starts, self.body[:, places])
 
     def place(self, seq_id: int) -> int | None:
-        """Return the index of a sequence's row, or None."""
         if not len(self):
             return None
         at = min(int(np.searchsorted(self.seq_ids, seq_id, sorter=self._by_id)), len(self) - 1)
@@ -163,10 +161,7 @@ class ChunkRows:
 
 @dataclass(init=False)
 class Chunk:
-    """The output of one decoding round; `clock` is the logical clock after it.
-
-    `halt`: every rank stops after this chunk.
-    """
+    """The output of one decoding round.  `halt`: every rank stops after it."""
 
     index: int
     clock: int
@@ -187,10 +182,7 @@ def _flat(rows: Sequence[ChunkRow], name: str, dtype: npt.DTypeLike) -> npt.NDAr
 
 
 class StopSignal(Protocol):
-    """Ends a round early: `finish` reports finished sequences; `ready` is True once the batch is complete.
-
-    At least `least` more must finish first.
-    """
+    """`finish` reports finished sequences; `ready` once the batch is complete, for which at least `least` more must finish."""
 
     @property
     def ready(self) -> bool: ...
@@ -202,11 +194,10 @@ class StopSignal(Protocol):
 
 
 def merge_rows(index: int, start: int, rows: ChunkRows | Iterable[ChunkRow], stop: StopSignal) -> Chunk:
-    """Merge the rows that the actor's replicas decoded in a round into the chunk every rank records.
+    """Merge the rows that replicas decoded in a round into the chunk every rank records.
 
-    Token k of a row has the clock `start + 1 + k`.  Replicas do not wait for each other within a round, so tokens after the
-    first
-    clock at which `stop` is ready are cut: the chunk equals that of a single process.
+    Token k of a row has the clock `start + 1 + k`.  Tokens after the first clock at which `stop` is ready are cut, so the chunk
+    equals that of a single process.
     """
     rows = ChunkRows.of(rows)
     filled = np.flatnonzero(rows.counts)

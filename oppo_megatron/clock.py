@@ -11,7 +11,7 @@ TELL_S = 5.0
 
 
 class SteadyClock:
-    """Seconds since the epoch that never run backwards: the start time plus monotonic time."""
+    """Seconds since the epoch: the start time plus monotonic time, so spans are never negative."""
 
     def __init__(self) -> None:
         self._offset_s = time.time() - time.monotonic()
@@ -31,7 +31,7 @@ def format_duration(seconds: float) -> str:
 
 
 class ByTime:
-    """Report a long phase: pass on one line every `every_s` seconds, with the elapsed time."""
+    """Passes on one line every `every_s` seconds, with the elapsed time."""
 
     def __init__(
         self, tell: Callable[[str], None], every_s: float = TELL_S, clock: Callable[[], float] = time.monotonic

@@ -22,7 +22,6 @@ class Columns(NamedTuple):
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> Columns:
-        """Read rollouts that are not in a table."""
         return cls(
             np.array([r.prompt.seq_id for r in rollouts], dtype=np.int64),
             np.array([len(r.prompt.tokens) for r in rollouts], dtype=np.int64),
@@ -32,7 +31,6 @@ class Columns(NamedTuple):
 
     @property
     def num_tokens(self) -> Ints:
-        """Tokens of whole sequences."""
         return self.prompt_tokens + self.response_tokens
 
     def at(self, rows: Ints | Bools | slice) -> Columns:
@@ -42,7 +40,7 @@ class Columns(NamedTuple):
 
 
 class Held(list[Rollout]):
-    """A list of rollouts with their current columns.  `by_id` may contain others."""
+    """Rollouts with their current columns.  `by_id` may contain others."""
 
     def __init__(self, rollouts: Iterable[Rollout], by_id: Mapping[int, Rollout], view: Callable[[], Columns | None]):
         super().__init__(rollouts)
@@ -62,10 +60,7 @@ def columns_of(rollouts: Sequence[Rollout] | Columns) -> Columns:
 
 
 class Table:
-    """Columns of rollouts; rows are appended, changed in place and dropped together.
-
-    `num_dropped` counts drops; each invalidates row indices.
-    """
+    """Columns of rollouts; rows are appended, changed in place and dropped together, which invalidates row indices."""
 
     def __init__(self) -> None:
         self.num_dropped = self._first = 0
@@ -76,7 +71,7 @@ class Table:
 
     @property
     def columns(self) -> Columns:
-        """Columns of all rows; they change with the table."""
+        """All rows; they change with the table."""
         return self._room.at(slice(self._size))
 
     @property
@@ -123,7 +118,6 @@ class Table:
         self._size = end
 
     def keep(self, mask: Bools) -> None:
-        """Drop the rows where `mask` is False; the order stays."""
         kept = [column[mask] for column in (*self.columns, self.finish_clocks)]
         self._by_id = None
         self._size, self.num_dropped = int(mask.sum()), self.num_dropped + 1

@@ -1,4 +1,4 @@
-"""Processor cores and memory available to this process, for code with and without torch."""
+"""Processor cores and memory available to this process."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def group_limits(membership: Path, groups: Path) -> Iterator[int]:
 
 
 def cpu_quotas(membership: Path, groups: Path) -> Iterator[float]:
-    """Yield CPU quotas of this process's control groups, in cores."""
+    """Yield CPU quotas of control groups, in cores."""
     for group, first in _control_groups("cpu", membership, groups):
         files = ["cpu.cfs_quota_us", "cpu.cfs_period_us"] if first else ["cpu.max"]
         if all((group / file).is_file() for file in files):
@@ -76,7 +76,6 @@ def cpu_quotas(membership: Path, groups: Path) -> Iterator[float]:
 
 
 def _control_groups(controller: str, membership: Path, groups: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield control group folders, parents included, and whether they are v1."""
     lines = membership.read_text().splitlines() if membership.exists() else []
     for controllers, path in (line.split(":", 2)[1:] for line in lines):
         if controllers and controller not in controllers.split(","):
@@ -91,7 +90,7 @@ def _control_groups(controller: str, membership: Path, groups: Path) -> Iterator
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable garbage collection, because planning makes tens of thousands of live objects and each pass would scan the heap."""
+    """Disable garbage collection: planning makes tens of thousands of live objects, and each pass would scan the heap."""
     enabled = gc.isenabled()
     gc.disable()
     try:

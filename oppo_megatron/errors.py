@@ -1,6 +1,6 @@
 """The project's exceptions; `assert` is for our own bugs.
 
-Each class is also a standard-library error.  Messages state the value, the rule and the remedy.
+Messages state the value, the rule and the remedy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class OppoError(Exception):
 
 
 class ConfigError(OppoError, ValueError):
-    """Wrong settings, arguments, or files or packages they name.  `problems`: one sentence each."""
+    """Wrong settings, arguments, files or packages.  `problems`: one sentence each."""
 
     def __init__(self, problems: Sequence[str] | str):
         self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)

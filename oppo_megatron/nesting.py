@@ -1,4 +1,4 @@
-"""Checks the nesting of JSON, YAML and templates before recursive parsers, which may overflow the stack, read them."""
+"""Checks nesting of JSON, YAML and templates, because deep nesting may overflow the stack of their parsers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_json(text: str | bytes, **options: Any) -> Any:
 
 
 def read_strict_json(text: str, **options: Any) -> Any:
-    """`read_json` without what parsers read differently: duplicate names, NaN, infinity."""
+    """`read_json` without duplicate names, NaN and infinity."""
     return read_json(text, parse_constant=_refuse_constant, object_pairs_hook=_distinct, **options)
 
 
@@ -49,7 +49,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def check_json(text: str) -> None:
-    """Raise DataError if `text` is nested beyond `DEEPEST`."""
+    """Raise DataError if nested beyond `DEEPEST`."""
     if too_deep_at(text) is not None:
         raise DataError(f"lists or objects are nested deeper than {DEEPEST}; leave them out, or flatten them")
 
@@ -67,7 +67,7 @@ def too_deep_at(text: str, deepest: int = DEEPEST) -> int | None:
 
 
 def check_value(value: Any) -> None:
-    """Raise DataError if `value` is nested beyond `DEEPEST`."""
+    """Raise DataError if nested beyond `DEEPEST`."""
     level: list[Any] = [value]
     for _ in range(DEEPEST + 1):
         level = [
@@ -92,7 +92,7 @@ def read_yaml(text: str | bytes) -> Any:
 def check_yaml(text: str | bytes) -> set[str]:
     """Return the values that contain a reference `${`.
 
-    Raises DataError if the text is too deep, or too large with aliases expanded; YAMLError if it is not YAML.
+    Raises DataError if the text, aliases expanded, is too deep or large; YAMLError if it is not YAML.
     """
     import yaml
 
@@ -132,7 +132,6 @@ def _close(
     nodes: int,
     known: dict[str, tuple[int, int]],
 ) -> int:
-    """Add a finished node to its collection and return its levels."""
     if anchor is not None:
         known[anchor] = levels, nodes
     around, most, total = opened[-1]
@@ -167,7 +166,7 @@ def check_template(template: str) -> None:
 
 
 def _count(levels: list[int], word: str) -> None:
-    """Update the operator count per bracket; a comma starts a new operand."""
+    """A comma starts a new operand."""
     if word in ("(", "[", "{"):
         levels.append(3)
     elif word in (")", "]", "}"):

@@ -37,7 +37,7 @@ def hears(number: int) -> bool:
 
 
 class _Terminal(io.FileIO):
-    """A terminal; drops output after it is closed."""
+    """Drops output after the terminal is closed."""
 
     def write(self, data: Any) -> int:
         try:
@@ -49,7 +49,7 @@ class _Terminal(io.FileIO):
 
 
 def outlive_terminal() -> None:
-    """Let this process write to stdout and stderr after their terminal closes."""
+    """Allow output after the terminal closes."""
     for name in ("stdout", "stderr"):
         stream = cast(io.TextIOWrapper, getattr(sys, name))
         if stream is getattr(sys, f"__{name}__") and stream is not None and stream.isatty():
@@ -118,7 +118,7 @@ def signals_held() -> Iterator[None]:
 
 
 class _Held:
-    """Hold signals with a Python handler, which only the main thread runs."""
+    """Hold signals with a Python handler."""
 
     def __init__(self) -> None:
         self._came: list[int] = []
@@ -129,7 +129,7 @@ class _Held:
             signal.signal(number, lambda number, frame: self._came.append(number))
 
     def deliver(self) -> None:
-        """Restore the handlers and deliver held signals; a second call does nothing."""
+        """Deliver held signals; a second call does nothing."""
         for number, handler in list(self._handlers.items()):
             signal.signal(number, handler)
             del self._handlers[number]

@@ -1,6 +1,6 @@
 """Plain records without torch: prompts and rollouts.
 
-Legend: a *sequence* is prompt + response; *offset* counts response tokens; *clock*: decode steps since the run began, each of
+Legend: *offset* counts response tokens; *clock* counts decode steps since the run began, each of
 which gives every running sequence one token.
 """
 
@@ -49,8 +49,6 @@ def nearest_field(wanted: Iterable[str], names: Sequence[str]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One tokenized prompt."""
-
     seq_id: int  # unique over the run: the position in the stream of prompts, over all epochs
     row: int  # of the data set
     text: str
@@ -61,10 +59,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Members:
-    """Neighbouring sequence ids of one prompt's responses: `trained` ones, then a greedy one if `greedy`.
-
-    The greedy one is only scored, as the others' baseline.
-    """
+    """Neighbouring sequence ids of one prompt's responses: `trained` ones, then a `greedy` one, scored as their baseline."""
 
     trained: int = 1
     greedy: bool = False
@@ -77,12 +72,10 @@ class Members:
         return self.greedy and seq_id % self.size == self.trained
 
     def of_groups(self, seq_ids: Iterable[int]) -> list[int]:
-        """Return all sequences of the groups of `seq_ids`."""
         groups = dict.fromkeys(seq_id // self.size for seq_id in seq_ids)
         return [group * self.size + place for group in groups for place in range(self.size)]
 
     def to_train(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
-        """Return the rollouts to train, in order."""
         return [rollout for rollout in rollouts if not self.is_greedy(rollout.seq_id)] if self.greedy else rollouts
 
 
@@ -93,12 +86,10 @@ Lists = tuple[list[int], list[float], list[float], list[int]]
 
 
 class Rollout:
-    """A prompt's growing response.
+    """A prompt's growing response; every rank records every chunk, so rows are looked up only when needed.
 
-    `logprobs`: full distribution at the sampling temperature (for PPO); `sampling_logprobs`: after top-k / top-p; `versions`:
-    policy version of the oldest weights in each token's cache.  Every rank records every chunk but reads few tokens, so a
-    rollout
-    refers to a shared list of chunks and looks up its rows when needed.
+    `logprobs`: full distribution at the sampling temperature; `sampling_logprobs`: after top-k / top-p; `versions`: of the oldest
+    weights in each token's cache.
     """
 
     __slots__ = (
@@ -166,7 +157,6 @@ class Rollout:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole sequence."""
         return len(self.prompt.tokens) + self.num_response_tokens
 
     @property
@@ -191,14 +181,12 @@ class Rollout:
         self._recorded, self._position = recorded, max(0, self._position - dropped)
 
     def _pending(self) -> list[tuple[ChunkRows, int]]:
-        """Return recorded rows not yet in the lists, with indices."""
         if self._position == len(self._recorded):
             return []
         found = [(rows, rows.place(self.seq_id)) for rows in self._recorded[self._position :]]
         return [(rows, place) for rows, place in found if place is not None]
 
     def _joined(self) -> Lists:
-        """Return the four lists with everything recorded."""
         pending, self._position = self._pending(), len(self._recorded)
         if self._lists is None:
             self._lists = [], [], [], []
@@ -230,8 +218,6 @@ class StepSignals:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A controller's decision after a step."""
-
     value: int
     reason: str
     changed: bool

@@ -1,4 +1,4 @@
-"""Find texts in tokens, regardless of token borders: possible ends of a text, and ends of steps."""
+"""Find stop texts and steps in tokens, regardless of token borders."""
 
 from __future__ import annotations
 
@@ -28,11 +28,9 @@ class Completing:
 
 
 class StepEnds:
-    """Finds the steps of a response, each ended by the token that completes the `separator`.
+    """Finds the steps of a response, each ended by the token that completes the `separator`, the last by the last token.
 
-    The separator may be part of a token or span several.  White-space steps do not count, so a blank line is the same in one
-    token
-    or two.  A token ends at most one step; the last token ends the last step.
+    White-space steps do not count, so a blank line is the same in one token or two.  A token ends at most one step.
     """
 
     def __init__(self, separator: str, decode: Decode):

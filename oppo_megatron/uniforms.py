@@ -1,4 +1,4 @@
-"""Random numbers from (seed, sequence id, position) alone, on the host; `sampler` has them on devices."""
+"""Random numbers from (seed, sequence id, position) on the host; `sampler` has them on devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORD = 2**64 - 1
 
 
 def uniforms(seed: int, seq_ids: Sequence[int], positions: Sequence[int]) -> list[float]:
-    """Return a number in [0, 1) per (seed, sequence id, position): 53 bits of a splitmix64 chain (Steele et al. 2014)."""
+    """Return a number in [0, 1) each: 53 bits of a splitmix64 chain (Steele et al. 2014)."""
     rows = zip(seq_ids, positions, strict=True)
     return [(_mix(row_state(seed, seq_id) ^ position) >> 11) * 2.0**-53 for seq_id, position in rows]
 
@@ -28,7 +28,6 @@ def uniforms_at(seed: int, seq_ids: Ints, position: int) -> list[float]:
 
 @lru_cache(maxsize=2**16)
 def row_state(seed: int, seq_id: int) -> int:
-    """Return the chain up to the sequence id."""
     return _mix(_mix(seed) ^ seq_id)
 
 

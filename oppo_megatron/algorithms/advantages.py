@@ -26,7 +26,7 @@ def token_rewards(
 ) -> Tensor:
     """Return token rewards [T]: -coefficient * KL, plus the response's score on its last token.
 
-    `step_rewards_T`: parts of the score earned by single tokens; the last token gets the remainder.
+    `step_rewards_T`: parts of the score earned by tokens; the last one gets the remainder.
     """
     lengths_B = lengths_like(kl_T, lengths_B)
     rewards_T = -kl_coefficient * kl_T
@@ -48,8 +48,8 @@ def compared(
 ) -> Tensor:
     """Return scores minus their baseline, divided by their scale, [B]; in double precision.
 
-    `greedy_G`: scores of the greedy responses (baseline `greedy`).  `equal_groups` get exact zeros, because dividing by a
-    deviation of rounding errors would amplify them.  Deviations divide by n - 1.
+    `greedy_G`: scores of the greedy responses.  `equal_groups` get exact zeros, because
+    dividing by rounding errors would amplify them.
     """
     scores_GN = scores_B.double().view(-1, group_size)
     centred_GN = _centred(scores_GN, baseline, None if greedy_G is None else greedy_G.double())
@@ -89,7 +89,7 @@ def _centred(scores_GN: Tensor, baseline: Baseline, greedy_G: Tensor | None) -> 
 def _best_worst(scores_GN: Tensor) -> Tensor:
     """Return 1 for the best of each group, -1 for the worst (first of equals), else 0; a group with a NaN gets NaN.
 
-    Scores within half of `TIE` count as equal, so no response of an unequal group is both.
+    Scores within half of `TIE` are equal, so no response is both.
     """
     signs_GN = torch.zeros_like(scores_GN)
     tie_G1 = TIE / 2 * scores_GN.abs().amax(1, keepdim=True)
@@ -109,8 +109,8 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Return advantages and returns, both [T] (paper eq. 1; Schulman et al. 2016).
 
-    delta_t = r_t + gamma V_{t+1} - V_t, V = 0 after a row's end; A_t = sum_l (gamma lambda)^l delta_{t+l}, by doubling the
-    number of summed terms.  A row's result does not depend on its neighbours.
+    delta_t = r_t + gamma V_{t+1} - V_t, V = 0 after a row's end; A_t = sum_l (gamma lambda)^l
+    delta_{t+l}, by doubling the number of summed terms.
     """
     after_T = tokens_after(lengths_like(rewards_T, lengths_B))
     next_values_T = values_T.roll(-1).masked_fill(after_T == 0, 0.0)
@@ -149,7 +149,7 @@ class Moments:
 
     @property
     def variance(self) -> float:
-        """Population variance; rounding never makes it negative."""
+        """Population variance, never negative."""
         return max(self.total_of_squares / self.count - self.mean**2, 0.0)
 
 

@@ -1,6 +1,6 @@
 """The interface between an algorithm and the training loop.
 
-Legend: T response tokens (`packed`), B responses, N of them in a minibatch.
+Legend: T response tokens, B responses, N of them in a minibatch.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ from oppo_megatron.plugins import Plugin
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Advantages and losses as configured."""
-
     choices: AlgorithmConfig
     ppo: PPOConfig
     group_size: int
@@ -79,7 +77,7 @@ class Algorithm:
 
     @property
     def reads_known(self) -> bool:
-        """True if the rows of an update are known before the scores."""
+        """True if an update's rows are known before the scores."""
         return not self.choices.pairs or self.group_size == 2
 
     def units(self, rows: Sequence[int], experience: Experience | None = None) -> list[list[int]]:
@@ -103,7 +101,6 @@ class Algorithm:
         return base_T, None if self.loss is not None else weight_T  # a custom loss weights its tokens itself
 
     def row_weights(self, lengths_N: Sequence[int], counted_N: Sequence[bool] | None = None) -> list[float]:
-        """Return the weight of a token of each response in the actor's loss."""
         if self.choices.reduction == "pair_mean":
             assert counted_N is not None, "pairs are known by the rows that count"
             return pair_weights(sum(lengths_N), counted_N)
@@ -125,7 +122,6 @@ class Algorithm:
         return POLICY_FIGURES if self.loss is None else tuple(x for x in POLICY_FIGURES if x not in BOUND_FIGURES)
 
     def figures(self, reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Return an update's figures from the sums of its optimizer steps."""
         figures = pair_figures(reports) if self.choices.pairs else policy_figures(reports)
         return {name: figures[name] for name in self.figure_names}
 

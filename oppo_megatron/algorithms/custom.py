@@ -94,8 +94,8 @@ class CustomAdvantage:
 class CustomLoss:
     """`algorithm.loss`: a function of one response that returns [L] or [].
 
-    [L]: token losses; each may have a gradient only by its own log-prob.  []: the response's loss, counted as the sum of its
-    tokens' losses; with `reduction: sequence_mean`, as their mean.
+    [L]: token losses, each with a gradient only by its own log-prob.  []: the response's loss, counted as the sum of its tokens'
+    losses; with `reduction: sequence_mean`, as their mean.
     """
 
     plugin: Plugin
@@ -138,7 +138,7 @@ class CustomLoss:
 
 
 def _between_tokens(loss_L: Tensor, logp_L: Tensor) -> Tensor:
-    """True if losses of even tokens have a gradient by log-probs of odd ones (bool, [])."""
+    """True if losses of even tokens depend on log-probs of odd ones (bool, [])."""
     (gradient_L,) = torch.autograd.grad(loss_L[::2].sum(), logp_L, retain_graph=True, allow_unused=True)
     return logp_L.new_zeros((), dtype=torch.bool) if gradient_L is None else (gradient_L[1::2] != 0).any()
 

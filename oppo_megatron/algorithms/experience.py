@@ -1,6 +1,6 @@
 """Turns scored rollouts into the tensors of an update.
 
-Legend: T response tokens of the GLOBAL batch (`packed`), B responses, G prompts.
+Legend: T response tokens of the GLOBAL batch, B responses, G prompts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GreedyRows:
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """A finished batch with its scores.  Responses to one prompt are neighbours."""
+    """A finished batch with its scores; responses to one prompt are neighbours."""
 
     behaviour_logp_T: Tensor  # recorded at sampling
     reference_logp_T: Tensor | None  # None without a reference
@@ -69,7 +69,7 @@ PAIRED = ("pairs", "ties", "chosen_reward_mean", "rejected_reward_mean")
 
 @dataclass(frozen=True)
 class ExperienceStats:
-    """Summary of a batch.  Standard deviations are of the population; None: the run has no such role."""
+    """Summary of a batch; standard deviations are of the population.  None: the run has no such role."""
 
     score_mean: float  # scores as the reward gave them, before clipping
     score_std: float
@@ -95,7 +95,7 @@ class ExperienceStats:
 
 @dataclass(frozen=True)
 class Experience:
-    """Tensors of an update.  `rewards_T` and `returns_T` are before a group's baseline."""
+    """`rewards_T` and `returns_T` are before a group's baseline."""
 
     advantages_T: Tensor
     returns_T: Tensor
@@ -123,10 +123,8 @@ def build_experience(
 ) -> Experience:
     """Compute rewards, advantages and returns of the global batch, without gradient.
 
-    Scores are clipped, normalised (`seen`: scores of earlier batches), then replaced by `truncated_score`.  The KL enters
-    scores
-    with `kl.mode: score`, token rewards with `penalty`.  Advantages are GAE(gamma, lambda) with a critic, otherwise
-    A_t = sum over u >= t of gamma^(u-t) r_u (GAE with values 0 and lambda 1).
+    Scores are clipped, normalised (`seen`: scores of earlier batches), then replaced by `truncated_score`.  Without a critic, A_t
+    = sum over u >= t of gamma^(u-t) r_u (GAE with values 0 and lambda 1).
 
     Raises RewardError for a non-finite score and NumericsError for other non-finite quantities, unless `check` is False.
     """
@@ -284,7 +282,7 @@ def _summarise(
 def with_pairs(experience: Experience, scored: ScoredBatch, knows_kl: bool) -> Experience:
     """Add the rows and figures of pairs; advantages are 1 in better responses, -1 in worse ones, else 0.
 
-    `knows_kl`: True if the reference's log-probs have the sampling temperature, as a KL needs.
+    `knows_kl`: the reference's log-probs have the sampling temperature.
     """
     signs_B, scores_B = experience.advantages_T[last_tokens(experience.lengths_B)], scored.scores_B.double()
     chosen, rejected = scores_B[signs_B > 0], scores_B[signs_B < 0]
@@ -328,7 +326,6 @@ def _check_inputs(scored: ScoredBatch, lengths_B: Tensor) -> None:
 
 
 def _check_tokens(quantity: str, x_T: Tensor, lengths_B: Tensor) -> None:
-    """Raise NumericsError for the first non-finite token of `x_T`."""
     assert x_T.shape == (int(lengths_B.sum()),), (
         f"{quantity}: shape {x_T.shape} for {int(lengths_B.sum())} packed tokens"
     )

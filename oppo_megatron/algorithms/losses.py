@@ -25,10 +25,9 @@ def kl_per_token(logp_T: Tensor, reference_logp_T: Tensor, estimator: Estimator)
     """Return the KL(actor || reference) estimate of each token in nats, [T], differentiable in `logp_T`.
 
     With d = log actor - log reference (J. Schulman, "Approximating KL divergence", 2020):
-    k1 = d: unbiased, of either sign, noisy.
-    k2 = d^2 / 2: never negative, biased.
-    k3 = exp(-d) - 1 + d: never negative, unbiased if the reference has no mass outside the actor's support.
-    As a loss, k2's expected gradient is the KL's, k1's is zero, k3's is that of KL(reference || actor).
+    k1 = d: unbiased, of either sign; as a loss, its expected gradient is zero.
+    k2 = d^2 / 2: never negative, biased; its expected gradient is the KL's.
+    k3 = exp(-d) - 1 + d: never negative, unbiased; its expected gradient is that of KL(reference || actor).
     """
     d_T = logp_T - reference_logp_T
     if estimator == "k1":
@@ -43,8 +42,7 @@ def kl_per_token(logp_T: Tensor, reference_logp_T: Tensor, estimator: Estimator)
 def with_reverse_gradient(kl_T: Tensor, logp_T: Tensor, old_logp_T: Tensor, estimator: Estimator) -> Tensor:
     """Return the estimate whose expected gradient is that of KL(actor || reference), for tokens drawn by `old`, [T].
 
-    Multiplies k1 and k3 by actor / old (arXiv 2506.09477, 2512.21852; TRL's `use_bias_correction_kl`); k2 needs
-    no factor while the actor equals old.
+    Multiplies k1 and k3 by actor / old (arXiv 2506.09477, 2512.21852; TRL's `use_bias_correction_kl`).
     """
     return kl_T if estimator == "k2" else kl_T * (logp_T - old_logp_T).exp()
 
@@ -61,8 +59,8 @@ def row_weights(
     token_mean        1/T                     sequence_mean     1/(N |o|)          constant     1/(N L_max)
     group_token_mean  1/(G tokens of group)   sequence_sum      1/N
 
-    G counts groups; L_max is `longest`, the response limit (arXiv 2503.20783).  Rows not in `counted_N` weigh 0: their tokens
-    are left out of T and their group's, but they count in N and G, as with TRL's `mask_truncated_completions` (1.12.0).
+    L_max is `longest` (arXiv 2503.20783).  Rows not in `counted_N` weigh 0; their tokens are left out, but they count in N and G,
+    as with TRL's `mask_truncated_completions` (1.12.0).
     """
     num_tokens, num_rows = sum(lengths_N), len(lengths_N)
     counted_N = [True] * num_rows if counted_N is None else counted_N
@@ -83,8 +81,6 @@ def row_weights(
 
 @dataclass(frozen=True)
 class PolicyStats(TokenStats):
-    """Sums over the tokens of a policy update."""
-
     loss: Tensor  # surrogate to be minimised, weighted as in the loss
     clipped: Tensor  # tokens whose gradient the bounds of the ratio take away (cispo: reduce)
     approx_kl: Tensor  # k3 of KL(old || new)
@@ -101,8 +97,6 @@ class PolicyStats(TokenStats):
 
 @dataclass(frozen=True)
 class ValueStats(TokenStats):
-    """Sums over the tokens of a value update."""
-
     loss: Tensor
     clipped: Tensor  # values whose gradient the clip range takes away
     squared_error: Tensor
@@ -112,7 +106,7 @@ class ValueStats(TokenStats):
 
 @dataclass(frozen=True)
 class ActorTargets:
-    """Targets of the actor's loss; all but `lengths_R` are [T] and without gradient."""
+    """All but `lengths_R` are [T] and without gradient."""
 
     old_logp_T: Tensor
     advantages_T: Tensor
@@ -127,8 +121,6 @@ class ActorTargets:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """Choices and bounds of the actor's loss per token."""
-
     clip: float
     clip_high: float | None = None
     dual_clip: float | None = None
@@ -151,8 +143,8 @@ class Surrogate:
 def log_ratios(logp_T: Tensor, old_logp_T: Tensor, ratio: Ratio, lengths_R: Tensor | None) -> Tensor:
     """Return the log of the clipped ratio for each token, [T].
 
-    sequence: the response's mean (GSPO, arXiv 2507.18071 eq. 7); sequence_token: its value with the token's own gradient
-    (eq. 14); sequence_product: the response's sum.
+    sequence: the response's mean (GSPO, arXiv 2507.18071 eq. 7); sequence_token: with the token's own gradient (eq. 14);
+    sequence_product: the response's sum.
     """
     d_T = logp_T - old_logp_T
     if ratio == "token":
@@ -181,7 +173,7 @@ def ratio_base(
 
     behaviour: log-probs recorded at sampling, no weight.
     decoupled: proximal log-probs, recomputed at the step's start, and min(proximal / behaviour, `weight_cap`) (Hilton et al.
-    2022, AReaL 2025), a response's weight if the `ratio` is.  Without stale tokens both are plain PPO, bit for bit.
+    2022, AReaL 2025).  Without stale tokens both are plain PPO, bit for bit.
     """
     if correction == "behaviour":
         return behaviour_logp_T.detach(), None
@@ -219,9 +211,7 @@ def _plain(logp_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, surrogate: Sur
 
 
 class ObjectiveTerms(NamedTuple):
-    """`through_ratio`: the gradient flows through the ratio.
-
-    A product of ratios is then one term of the response, divided equally among its tokens.
+    """`through_ratio`: gradients flow through the ratio, so a product of ratios is one term, divided among the response's tokens.
     """
 
     terms: Terms
@@ -295,7 +285,7 @@ def actor_loss(
 ) -> tuple[Tensor, PolicyStats]:
     """Return surrogate + KL term (with `kl.mode: loss`) - entropy bonus, by the same weights.
 
-    `kl_coefficient` is the current, possibly adapted one.  `entropy_T` needs no gradient if its coefficient is 0.
+    `entropy_T` needs no gradient if its coefficient is 0.
     """
     loss, stats = policy_loss(logp_T, targets, surrogate, num_tokens)
     if targets.reference_logp_T is not None:
@@ -342,7 +332,7 @@ BOUND_FIGURES = ("clip_fraction", "lost_gradient_fresh", "lost_gradient_stale")
 
 
 def policy_figures(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return `POLICY_FIGURES` of an update from the sums of its optimizer steps."""
+    """Return `POLICY_FIGURES` of an update from its optimizer steps."""
 
     def summed(name: str) -> float:
         return sum(report[name] for report in reports)

@@ -1,4 +1,4 @@
-"""Packed response tokens: each row of a batch owns a contiguous span of a 1-D tensor, without padding.
+"""Packed response tokens: rows of a batch own contiguous spans of a 1-D tensor.
 
 Legend: T response tokens, B rows (responses), N some of the tokens.
 """
@@ -45,12 +45,12 @@ def tokens_of_rows(lengths_B: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def row_sums(x_T: Tensor, lengths_B: Tensor) -> Tensor:
-    """Sum of each row's tokens, [B], with gradient and without waiting for the device."""
+    """Sum of each row's tokens, [B], with gradient and without host waits."""
     return torch.segment_reduce(x_T, "sum", lengths=lengths_B, axis=0, unsafe=True)
 
 
 def to_tokens(x_B: Tensor, lengths_B: Tensor, num_tokens: int) -> Tensor:
-    """Repeat each row's value for its tokens, [T]; `num_tokens` is T."""
+    """Repeat each row's value for its tokens, [T]."""
     return x_B.repeat_interleave(lengths_B, output_size=num_tokens)
 
 
@@ -67,12 +67,12 @@ def total(x_T: Tensor) -> Tensor:
 
 
 def count(x_T: Tensor) -> Tensor:
-    """Number of tokens as a 0-d float64 tensor."""
+    """Number of tokens, 0-d float64."""
     return torch.full((), float(x_T.numel()), dtype=torch.float64, device=x_T.device)
 
 
 def right_share(margin: Tensor, noise: Tensor) -> Tensor:
-    """Return 1 above `noise`, 0 below -`noise`, 1/2 between, where rounding decides (float64)."""
+    """Return 1 above `noise`, 0 below -`noise`, else 1/2 (float64)."""
     return (margin.greater(noise).double() + margin.greater_equal(-noise).double()) / 2
 
 
@@ -82,5 +82,5 @@ def rounding(x: Tensor) -> float:
 
 
 def maximum(x_T: Tensor) -> Tensor:
-    """Detached maximum of non-negative `x_T`; 0 if empty (a rank without rows)."""
+    """Detached maximum of non-negative `x_T`; 0 if empty."""
     return x_T.detach().double().amax() if x_T.numel() else count(x_T)

@@ -1,7 +1,7 @@
 """Online DPO (arXiv 2402.04792): the loss of pairs, the best and the worst response of each group.
 
-Groups of equal scores weigh 0.  The policy is compared with the reference, not with the policy that sampled.
-Legend: T response tokens of a micro-batch, B responses of a batch, P pairs, R the 2P rows of pairs.
+Groups of equal scores weigh 0.
+Legend: T response tokens of a micro-batch, B responses, P pairs, R the 2P rows of pairs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAIR_FIGURES = (
 
 @dataclass(frozen=True)
 class PairStats(TokenStats):
-    """Sums over the tokens (`entropy`) and the pairs (all others) of an update."""
+    """Sums over tokens (`entropy`) and pairs (all others)."""
 
     entropy: Tensor
     pairs: Tensor
@@ -36,7 +36,7 @@ class PairStats(TokenStats):
 
 
 def rows_of_pairs(signs_B: Tensor, group_size: int) -> list[list[int]]:
-    """Return the rows of each group with non-zero signs (1: best, -1: worst), or its first two if it has no pair."""
+    """Return each group's rows with non-zero signs (1: best, -1: worst), or its first two if it has no pair."""
     found = []
     for first, signs in zip(range(0, signs_B.numel(), group_size), signs_B.view(-1, group_size).tolist(), strict=True):
         places = [place for place, sign in enumerate(signs) if sign] or [0, 1]
@@ -45,7 +45,7 @@ def rows_of_pairs(signs_B: Tensor, group_size: int) -> list[list[int]]:
 
 
 def pair_weights(num_tokens: int, counted_N: Sequence[bool]) -> list[float]:
-    """Return the minibatch's row weights, 1 / pairs in units of 1/T (see `row_weights`); 0 without a pair."""
+    """Return the minibatch's row weights, 1 / pairs in units of 1/T; 0 without a pair."""
     pairs = sum(counted_N) / 2
     return [num_tokens / pairs if counted else 0.0 for counted in counted_N]
 
@@ -53,9 +53,9 @@ def pair_weights(num_tokens: int, counted_N: Sequence[bool]) -> list[float]:
 def pair_loss(
     logp_T: Tensor, entropy_T: Tensor, targets: ActorTargets, rule: DPOLossConfig, num_tokens: int, noise: float
 ) -> tuple[Tensor, PairStats]:
-    """Return a micro-batch's share of the mean loss over the minibatch's pairs; the rows of a pair are neighbours.
+    """Return a micro-batch's share of the mean loss over the minibatch's pairs, whose rows are neighbours.
 
-    The sign of a row's advantages marks the better one; `share_T`: from `pair_weights`; `noise`: `token_noise`.
+    The sign of a row's advantages marks the better one; `share_T`: from `pair_weights`.
     """
     assert targets.lengths_R is not None and targets.share_T is not None and targets.reference_logp_T is not None
     lengths_R = targets.lengths_R
@@ -78,7 +78,6 @@ def pair_loss(
 
 
 def pair_figures(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return `PAIR_FIGURES` from the sums of optimizer steps; means over no pairs are 0."""
     sums = {name: sum(report[name] for report in reports) for name in reports[0] if name in PairStats.__dataclass_fields__}
     pairs = max(1.0, sums["pairs"])
     means = (sums[name] / pairs for name in ("loss", "accuracy", "margin", "reward_chosen", "reward_rejected"))

@@ -39,8 +39,8 @@ def pair_columns(
 ) -> dict[str, Tensor]:
     """Return each pair's `loss` and, without gradient, implicit rewards and their difference, [P] each.
 
-    `logp_S` and `reference_S` are sums over `counts_S` tokens.  `accuracy`: 1 if the chosen reward is larger, 1/2 if the
-    difference may be rounding (`noise` per token, from `token_noise`).
+    `logp_S` and `reference_S` are sums over `counts_S` tokens.  `accuracy`: 1/2 if the
+    difference may be rounding (`noise` per token).
     """
     scale_S = 1.0 / counts_S if rule.average else torch.ones_like(reference_S)
     ratio_P2 = ((logp_S - reference_S) * scale_S).view(-1, 2)
@@ -85,9 +85,7 @@ def row_columns(
 ) -> dict[str, Tensor]:
     """Return each row's `loss` and, without gradient, its position relative to the reference point, [S] each.
 
-    `sign_S`: 1 for wanted rows, -1 for unwanted; `point`: z0; `margin`: distance of the implicit reward from the point's on
-    its
-    right side; `counts_S` and `noise`: see `pair_columns`.
+    `sign_S`: 1 for wanted rows, -1 for unwanted; `point`: z0; `margin`: distance of the implicit reward from the point's.
     """
     ratio_S = logp_S - reference_S
     margin_S = rule.beta * sign_S * (ratio_S - point)

@@ -1,7 +1,7 @@
 """Losses of supervised training: next tokens (SFT) and preferences (reward model).
 
-Legend: R completion tokens and P pairs of a micro-batch.  `num_tokens` and `num_pairs` count the whole batch, so micro-batch
-losses add up.  Statistics are sums over `count` tokens or pairs.
+Legend: R completion tokens and P pairs of a micro-batch.  `num_tokens` and `num_pairs` count the whole batch.  Statistics are
+sums over `count` tokens or pairs.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ def next_token_loss(logp_R: Tensor, num_tokens: int) -> tuple[Tensor, dict[str, 
 
 
 def preference_loss(scores_P2: Tensor, num_pairs: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Bradley-Terry: mean -log sigmoid(chosen - rejected); column 0 has the chosen answers.
-
-    Statistics: `loss`, `accuracy` (1/2 for a tie up to rounding), `margin`.
-    """
+    """Bradley-Terry: mean -log sigmoid(chosen - rejected); column 0 has the chosen answers."""
     _, losses_P, right_P, margin_P = preference_table(scores_P2).unbind(-1)
     return losses_P.sum() / num_pairs, {
         "count": count(margin_P),
@@ -49,10 +46,7 @@ def means(stats: Mapping[str, float]) -> dict[str, float]:
 
 
 def step_loss(logits_R: Tensor, labels_R: Tensor, num_labels: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean binary cross-entropy (nats) of labels from 0 to 1; sigmoid(logit) is the probability of 1.
-
-    Statistics: `loss`, `accuracy` (1/2 for a tie up to rounding).
-    """
+    """Mean binary cross-entropy (nats) of labels from 0 to 1; sigmoid(logit) is the probability of 1."""
     _, losses_R, right_R = step_table(logits_R, labels_R).unbind(-1)
     return losses_R.sum() / num_labels, {"count": count(losses_R), "loss": total(losses_R), "accuracy": total(right_R)}
 
@@ -75,7 +69,7 @@ def response_scores(
 ) -> tuple[Tensor, Tensor | None]:
     """Return response scores [B] from their steps' scores (`counts` per response), and each step's share [S].
 
-    Shares add up to the score; None if only the whole response is rewarded.
+    None if only the whole response is rewarded.
     """
     rows = scores_S.split(list(counts))
     if how == "min":

@@ -2,9 +2,8 @@
 
 Legend: B sequences, P prompt tokens, N decode steps up to the last sequence's end, V vocabulary.
 
-Peers take turns (a, b, c, a, b, c, ...), so other load affects all of them; results are medians of turns.  Only decode steps
-after the prefill are timed.  Sequences have given lengths: the engine drops finished ones, other peers decode all to the longest,
-and only tokens within the lengths count.
+Peers take turns, so other load affects all; results are medians.  Only decode steps after the prefill are timed, and only tokens
+within the given lengths count: peers other than the engine decode all rows to the longest.
 """
 
 from __future__ import annotations
@@ -94,7 +93,6 @@ Decode = Callable[[Tensor, Sequence[int]], tuple[float, Tensor]]
 
 
 def _padded(decode: Callable[[Tensor, int], tuple[float, Tensor]]) -> Decode:
-    """Decode all sequences to the end of the longest."""
     return lambda prompts_BP, lengths_B: decode(prompts_BP, max(lengths_B))
 
 
@@ -151,8 +149,6 @@ class Engine:
 
 
 class Unending:
-    """A stop signal that lets every sequence reach its limit."""
-
     ready, least = False, 0
 
     def finish(self, *seq_ids: int) -> None:

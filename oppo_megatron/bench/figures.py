@@ -1,8 +1,7 @@
 """Figures from the metrics of several runs of one configuration.
 
-Seconds: medians over the steps after the first (steady steps) of all runs; shares: ratios of sums over the same steps; totals:
-over all steps of a run.  Inter-step overlap moves work to an earlier step, so only totals over the same prompts with forced
-lengths compare exactly equal work.
+Seconds are medians over the steps after the first (steady steps), shares are ratios of their sums, totals cover all steps of a
+run. Inter-step overlap moves work between steps, so only totals with the same prompts and forced lengths compare equal work.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ PACKAGES = ("torch", "megatron-core", "transformers")
 
 
 def figures(runs: Sequence[Lines]) -> dict[str, Any]:
-    """Return the figures of some runs; None for a missing field."""
     lines = steady(runs)
     return {
         **{name: median_of(lines, name) for name in SECONDS},
@@ -55,7 +53,7 @@ def mean_of(lines: Lines, name: str) -> float | None:
 
 
 def share(lines: Lines, part: str, whole: str) -> float | None:
-    """Sum of `part` in percent of the sum of `whole`, over lines with both."""
+    """Sum of `part` in percent of `whole`, over lines with both."""
     both = [line for line in lines if line.get(part) is not None and line.get(whole) is not None]
     total = sum(line[whole] for line in both)
     return 100 * sum(line[part] for line in both) / total if total else None

@@ -1,7 +1,7 @@
-"""Benchmarks one GPU unattended within a time limit: decoding, scoring during it, and PPO steps against TRL's.
+"""Benchmarks one GPU within a time limit: decoding, scoring during it, and PPO steps against TRL's.
 
-Each part runs in its own processes with a share of the time, so a failure affects no other part; figures are written at once.
-Parts that load models are in `gpu_parts.py`, TRL's runner in `benchmarks/peers`.
+Each part has its own processes and share of the time, so a failure affects no other.  `gpu_parts.py` loads models,
+`benchmarks/peers` has TRL's runner.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def agenda(sizes: Sequence[str]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class GpuWork:
-    """The measured work, with log-normal response lengths."""
+    """The work, with log-normal response lengths."""
 
     batch: int = 112
     prompt_tokens: int = 256
@@ -153,7 +153,7 @@ class GpuBench:
                 self._add([{"size": size, "part": part, "why_not": why_not}])
 
     def _train(self, size: str, mode: str, config: TrainConfig, seconds: float) -> None:
-        """Run PPO; if it fails or runs out of time, its finished steps count."""
+        """Run PPO; finished steps count even if it fails."""
         row: dict[str, Any] = {"size": size, "part": "ppo", "variant": mode, "rows": config.rollout.batch_size}
         if (lacking := self.lacking(config)) is not None:
             self._add([{**row, "why_not": lacking}])
@@ -166,7 +166,7 @@ class GpuBench:
         self._add_steps(row, lines, ("step_s", "decode_s", "train_s"), why_not)
 
     def _trl(self, size: str, shape: Shape, inputs: tuple[Path, Path], seconds: float) -> None:
-        """Run TRL's trainer on the same weights, prompts and lengths, with as many rows as fit."""
+        """Run TRL on the same weights, prompts and lengths, with as many rows as fit."""
         out = self.out / size / "trl"
         row: dict[str, Any] = {"size": size, "part": "ppo", "variant": "TRL"}
         if self.trl is None or not self.trl[0].is_file():
@@ -191,14 +191,13 @@ class GpuBench:
     def _add_steps(
         self, row: dict[str, Any], lines: Sequence[Mapping[str, Any]], seconds: Sequence[str], why_not: str | None
     ) -> None:
-        """Add medians and decoded tokens/s of the steps after the first (or of the only one)."""
+        """Add medians and decoded tokens/s of the steps after the first (or the only one)."""
         if steady := lines[1:] or lines:
             row |= {name: median(line[name] for line in steady) for name in seconds}
             row |= {"steps": lines, "tokens_per_s": sum(x["tokens"] for x in steady) / sum(x["step_s"] for x in steady)}
         self._add([row | ({} if why_not is None else {"why_not": why_not})])
 
     def _process(self, size: str, part: str, command: Sequence[str], seconds: float) -> Iterator[str | None]:
-        """Run a process; yield None each second and, at its end, why it did not finish."""
         self.say(f"--- {size}: {part}, at most {max(0.0, seconds):.0f} s")
         if seconds < LEAST_S:
             yield f"{max(0.0, seconds):.0f} s left, fewer than {LEAST_S:.0f}"
@@ -206,7 +205,6 @@ class GpuBench:
         yield from run_within(command, seconds, self.out / size / f"{part}.log")
 
     def ppo_run(self, directory: Path, mode: str, tokenizer: Path, prompts: Path) -> TrainConfig:
-        """Return a run with all roles from the checkpoint in `directory`, in one process."""
         work, checkpoint = self.work, directory / "checkpoint"
         role = {"checkpoint": checkpoint, "dtype": work.dtype}
         scalar = {**role, "fresh_head": True}
@@ -238,7 +236,6 @@ class GpuBench:
         )
 
     def lacking(self, config: TrainConfig) -> str | None:
-        """Describe the missing memory; None if the run fits."""
         if self.memory_bytes is None or not (Path(str(config.actor.checkpoint)) / "config.json").exists():
             return None
         found = [holding.memory for holding in train_holdings(config, on_cpu=False)]
@@ -281,8 +278,8 @@ def require_gpu() -> float:
 def trl_rows(shape: Shape, work: GpuWork, memory_bytes: float | None) -> int:
     """Most rows per step that fit in memory with TRL's trainer, a multiple of its micro-batch.
 
-    It holds four models, two gradients and Adam's state in float32, the full-vocabulary scores of sampled tokens in float32 twice
-    (in `generate` and `batch_generation`), and a micro-batch's logits.
+    It holds four models, two gradients and Adam's state in float32, full-vocabulary scores of sampled tokens in float32 twice,
+    and a micro-batch's logits.
     """
     if memory_bytes is None:
         return work.batch

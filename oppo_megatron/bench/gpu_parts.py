@@ -56,8 +56,6 @@ READ_BYTES = {"cuda": 2**31, "cpu": 2**26}
 
 @dataclass
 class Bench:
-    """One part of one model size on this process's device."""
-
     work: GpuWork
     shape: Mapping[str, Any]
     checkpoint: Path
@@ -95,7 +93,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def bandwidth(self) -> float:
-        """Bytes/s of the best of several copies; reads and writes both count."""
+        """Bytes/s of the best of several copies, reads and writes."""
         source = torch.zeros(READ_BYTES[self.device.type], dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         return 2 * source.numel() / min(self.seconds(lambda: target.copy_(source)) for _ in range(10))

@@ -1,7 +1,6 @@
-"""Compared runs: ordinary PPO runs in their own directories, which take turns; metrics are kept.
+"""Compared runs: ordinary PPO runs in their own directories, which take turns.
 
-With forced lengths, all runs of equal steps decode the same tokens, because every decoded rollout is trained in the end.  Without
-them, a policy trained on other batches gives other responses.
+With forced lengths, runs of equal steps decode the same tokens, because every decoded rollout is trained in the end.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ Launch = Callable[[str, TrainConfig, int], int]
 
 
 class BenchError(OppoError, RuntimeError):
-    """A benchmark run failed; its own message has the reason."""
+    """A benchmark run failed."""
 
 
 class BenchStopped(BenchError):
-    """The benchmark was asked to stop, and stopped the current run."""
+    """The benchmark was asked to stop, and stopped its run."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class Suite:
         return runs
 
     def write(self, kind: str, config: TrainConfig, figures: Mapping[str, Any], runs: Runs) -> Path:
-        """Write `out/KIND.json`: machine, configuration, figures, and every run's metrics."""
+        """Write `out/KIND.json` with every run's metrics."""
         path = self.out / f"{kind}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         raw = {name: [{"run_dir": run.path, "steps": run.lines} for run in turns] for name, turns in runs.items()}
@@ -146,7 +145,6 @@ def _problems(name: str, turns: Sequence[TrainConfig], resume: bool | None) -> I
 
 
 def _shortages(config: TrainConfig) -> Iterator[str]:
-    """Yield a problem if all ranks together lack memory here; ranks on CUDA check that themselves."""
     if config.runtime.device == "cuda" or (config.runtime.device == "auto" and torch.cuda.is_available()):
         return
     lasting = lasting_memory(config, on_cpu=True)

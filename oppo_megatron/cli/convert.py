@@ -107,7 +107,7 @@ def _refuse_run(src: Path) -> None:
 def _beside(
     args: argparse.Namespace, folder: Path, family: str, found: Sequence[Path]
 ) -> tuple[Sequence[Path], Mapping[str, Any]]:
-    """Return tokenizer and generation settings for DST: SRC's files, or completed ones written to `folder`."""
+    """Return tokenizer and generation settings for DST: SRC's, or completed in `folder`."""
     scored = args.target == "reward"
     path, template = (args.tokenizer, None) if args.tokenizer is not None else _tokenizer_of(args.src, args.adapter)
     whole = any(file.name == "tokenizer.json" for file in found)
@@ -134,14 +134,14 @@ def _tokenizer_of(src: Path, adapter: Path | None) -> tuple[Path | None, str | N
 
 
 def _ends(src: Path) -> bool:
-    """True if the directory names a token that ends responses, or its tokenizer has none."""
+    """True if it names a token that ends responses, or its tokenizer has none."""
     path = src / "tokenizer_config.json"
     named = read_json(path.read_bytes()).get("eos_token") if path.is_file() else None
     return bool(model_eos_ids(src)) or not named
 
 
 def _pads(src: Path) -> bool:
-    """True if the directory names a padding token that does not end responses."""
+    """True if it names a padding token that does not end responses."""
     path = src / "config.json"
     pad = read_json(path.read_bytes()).get("pad_token_id") if path.is_file() else None
     return pad is not None and pad not in model_eos_ids(src)

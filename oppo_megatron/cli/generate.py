@@ -60,7 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_prompt_arguments(asked: argparse._ArgumentGroup) -> None:
-    """Add the options for prompts from a file, and for the text around each."""
     asked.add_argument("--max-prompts", type=int, metavar="N", help="the file's first N prompts (default: all)")
     asked.add_argument("--max-prompt-tokens", type=int, metavar="N", help="leave out the file's prompts of more tokens")
     asked.add_argument("--column", metavar="NAME", help="the file's column of the prompt, where it is not a known name")
@@ -237,7 +236,6 @@ def _require_consistent(args: argparse.Namespace) -> None:
 
 
 def _require_of_use(args: argparse.Namespace, policy: Policy) -> None:
-    """Raise ConfigError for options that would not affect this policy's responses."""
     problems, vocab_size = [], int(policy.hf_config["vocab_size"])
     if args.base is not None and policy.adapters is None and policy.model.lora is None:
         problems.append(f"--base is {args.base}, but {args.directory} holds whole weights and no adapters; drop it")

@@ -28,7 +28,6 @@ def even_lengths(config: TrainConfig) -> list[int]:
 
 
 def forced_limits(config: TrainConfig) -> Callable[[int], int] | None:
-    """Return each response's forced length limit; None if all have the maximum."""
     forced, most = config.debug.lengths, config.rollout.max_response_tokens
     return None if forced is None else ForcedLimits.of(forced, most, config.seed, forced_quantile(forced, most))
 

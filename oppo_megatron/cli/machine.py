@@ -87,7 +87,6 @@ def _verdict(required: list[str], missing: list[Problem]) -> int:
 
 
 def unmet_requirements() -> list[str]:
-    """Unmet requirements of the package: `pydantic>=2, which is absent`."""
     try:
         lines = metadata.requires("oppo-megatron") or []
     except metadata.PackageNotFoundError:  # a source tree on the path

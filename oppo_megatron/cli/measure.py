@@ -143,7 +143,6 @@ def failure(code: int, output: str) -> str:
 
 
 def this_machine(runtime: RuntimeConfig) -> Machine:
-    """The CUDA devices that the run may use, else the cores."""
     if runtime.device != "cpu" and (devices := cuda_devices()):
         return Machine("cuda", devices)
     if runtime.device == "cuda":
@@ -213,7 +212,6 @@ def describe_work(settings: TrainSettings, options: Options) -> str:
 
 
 def describe_options(settings: TrainSettings) -> list[str]:
-    """Lines that list the placements to measure, and those left out."""
     options = find_candidates(settings, this_machine(settings.runtime))
     head = (
         f"placement.mode auto: `oppo train` would first measure these on {options.machine}, {MEASURED_STEPS} steps each, "

@@ -1,1 +1,1 @@
-"""The ranks of a run: hosts, rendezvous, liveness."""
+"""Hosts, rendezvous and liveness of ranks."""

@@ -36,7 +36,7 @@ class Activity:
 
     @contextmanager
     def doing(self, what: object, *, waits: bool = False) -> Iterator[None]:
-        """Enter a section named `str(what)`. If `what` is an `Activity`, this thread waits for that thread's work."""
+        """Enter a section. If `what` is an `Activity`, this thread waits for that thread's work."""
         self._thread = threading.get_ident()
         self._stack.append((what, waits))
         self.beat()

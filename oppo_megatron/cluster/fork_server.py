@@ -1,4 +1,4 @@
-"""Imported first by the server that ranks are forked from: it ends with the process that started it."""
+"""Imported first by the fork server, which ends with the process that started it."""
 
 from oppo_megatron.processes import end_with_parent
 

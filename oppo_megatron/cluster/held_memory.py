@@ -1,4 +1,4 @@
-"""This process's memory: reserved on the CUDA device, or resident on the host."""
+"""This process's memory, on its CUDA device or resident on the host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def device_bytes(device: torch.device) -> int:
 
 
 def peak_resident_bytes(status: Path) -> int:
-    """Peak resident bytes. `getrusage` is the fallback, because it counts from before `exec` (a spawned rank's parent)."""
+    """The fallback `getrusage` counts from before `exec`, so a spawned rank has its parent's size."""
     if status.exists():
         for line in status.read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):  # "VmHWM:     5412 kB", which are KiB

@@ -31,7 +31,7 @@ class RankHost:
 
 
 def shared_gpus(hosts: Sequence[RankHost]) -> list[str]:
-    """Such as `ranks 0,4 of host a`."""
+    """Return texts such as `ranks 0,4 of host a`."""
     by_gpu: dict[tuple[str, str], list[int]] = {}
     for rank in hosts:
         if rank.gpu:
@@ -40,7 +40,7 @@ def shared_gpus(hosts: Sequence[RankHost]) -> list[str]:
 
 
 def describe_hosts(hosts: Sequence[RankHost]) -> list[str]:
-    """Lines such as `rank 0-3: host a (node 0, cpu, 4 threads each)`."""
+    """Return lines such as `rank 0-3: host a (node 0, cpu, 4 threads each)`."""
 
     def kind(rank: RankHost) -> tuple[str, str, str, int]:
         device = rank.device.partition(":")[0]

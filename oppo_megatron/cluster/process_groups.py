@@ -29,9 +29,9 @@ def new_group(ranks: Sequence[int], desc: str, backend: str | None = None) -> di
 
 
 class SharedGroups:
-    """Groups by label and ranks, each made once; all ranks call `get` in the same order.
+    """Groups by label and ranks, each made once, in one order on all ranks.
 
-    A group of this rank alone comes first, because torch names groups by their number, which must be the same on all ranks.
+    A group of this rank alone comes first, because torch names groups by their number.
     """
 
     def __init__(self) -> None:
@@ -51,8 +51,8 @@ class SharedGroups:
 def connect_pairs(group: dist.ProcessGroup) -> None:
     """Connect the pairs of gloo's collectives; all members call it.
 
-    gloo connects ranks at their first message, through the store, which may be gone when a run ends. Its barrier has the same
-    pairs as its broadcast.
+    gloo connects ranks at their first message, through the store, which may be gone at a run's end. Barriers and broadcasts
+    have the same pairs.
     """
     options = dist.BarrierOptions()
     options.device = torch.device("cpu")
@@ -74,7 +74,7 @@ def use_once(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -
 
 
 def use_ring_once(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Send a number between all neighbours of a ring, to make an interleaved pipeline's communicators.
+    """Make an interleaved pipeline's communicators: a number between all neighbours of the ring.
 
     Both ends of a first message wait, so all ranks use one order. In a ring of two, megatron-core also uses the world's
     group.
@@ -129,12 +129,12 @@ def gather_figures(mine: Mapping[str, float], group: dist.ProcessGroup) -> list[
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """True if a communication back end raised the error; gloo's errors have no class."""
+    """True if a communication back end raised the error (gloo's has no class)."""
     return isinstance(error, dist.DistError) or any(word in str(error) for word in ("/gloo/", "NCCL"))
 
 
 def first_clause(error: Exception) -> str:
-    """First clause of a back end's message, without its source file."""
+    """First clause of a back end's message, without source file."""
     clause = re.split(r"\. |\n", str(error))[0]
     return re.sub(r"^\[\S+\]\s*", "", clause).rstrip(".") or "no answer"
 

@@ -1,4 +1,4 @@
-"""Rank processes of one host: forked from a server with the imports done, or spawned on CUDA, whose context survives no fork."""
+"""Rank processes of a host: forked from a server with the imports done, or spawned on CUDA, whose context survives no fork."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _is_open(number: int) -> bool:
 
 
 def end_with_launcher() -> None:
-    """End this rank with its fork server and the launcher; called first in a rank."""
+    """End this rank with fork server and launcher; called first."""
     end_with_parent()
     launcher = multiprocessing.parent_process()
     assert launcher is not None, "another launcher's ranks end as that one has them end"

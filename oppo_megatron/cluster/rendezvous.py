@@ -1,11 +1,7 @@
 """Ranks meet in a store at MASTER_ADDR:MASTER_PORT, or report within a deadline which are missing.
 
-The last rank, or the first to find a fault or reach the deadline, writes the outcome, which ends every wait. Keys:
-
-    size      number of ranks, by the first   settled   processes that wanted to write the outcome
-    count/R   registrations of rank R         rank/R    its RankHost
-    arrived   registered ranks                entered   processes, duplicates included
-    outcome   "" or a fault                   told      processes that read the outcome
+The last rank, or the first to find a fault or reach the deadline, writes the `outcome` ("" or a fault), which ends every
+wait. Counters: `arrived` ranks, `entered` processes, `told` readers of the outcome.
 """
 
 from __future__ import annotations
@@ -203,7 +199,7 @@ class _Arrival:
             store.set("outcome", outcome)
 
     def _decides(self, store: dist.Store) -> bool:
-        """True for the first caller, which alone looks for missing ranks (one operation each)."""
+        """True for the first caller, which alone looks for missing ranks."""
         return store.add("settled", 1) == 1
 
     def _outcome(self, store: dist.Store) -> str:
@@ -270,8 +266,6 @@ AGENT_TIMEOUT = timedelta(minutes=10)  # of the agent's messages; the ranks have
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
-    """Rendezvous of torch's agent, in a store of this process."""
-
     def __init__(self, run_id: str, store: dist.TCPStore, timeout: timedelta):
         super().__init__(LOOPBACK, store.port, 0, 1, run_id, int(timeout.total_seconds()))
         self._store = store

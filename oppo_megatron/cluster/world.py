@@ -1,4 +1,4 @@
-"""This rank's device, threads, hosts and default process group."""
+"""This rank's device, threads, hosts and default group."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.enviro
 
 
 def _set_torch(threads: int) -> Callable[[], None]:
-    """Set process-wide settings. Returns a function that restores them."""
+    """Returns a function that restores the settings."""
     # gloo connects two ranks in their first message; by default all pairs of a new group, with 2 n store operations per rank.
     late_before = os.environ.get(CONNECT_LATE)
     os.environ.setdefault(CONNECT_LATE, "1")
@@ -131,7 +131,7 @@ def _this_host(rank: int, device: torch.device, environment: Mapping[str, str]) 
 
 
 def _join(me: RankHost, point: MeetingPoint, backend: str, config: RuntimeConfig) -> tuple[RankHost, ...]:
-    """Meet all ranks and connect, within one deadline (the last to come have a few seconds more)."""
+    """Within one deadline, but the last to come have a few seconds more."""
     deadline = time.monotonic() + config.meeting_s
     meeting = meet(me, point, config.meeting_s)
     if meeting.local_address is not None:

@@ -1,4 +1,4 @@
-"""Try a few chunk sizes on different steps and keep the one with the fewest seconds, relative to a law fitted to all rounds."""
+"""Try a few chunk sizes and keep the one with the fewest seconds, relative to a law fitted to all rounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NANOSECOND = 1e-9
 
 @dataclass(slots=True)
 class DecodeLaw:
-    """Seconds of a round = a x decode steps + b x tokens, by least squares; keeps only sums."""
+    """Seconds of a round = a x decode steps + b x tokens, by least squares."""
 
     steps_steps: float = 0.0
     steps_tokens: float = 0.0
@@ -23,7 +23,7 @@ class DecodeLaw:
     tokens_seconds: float = 0.0
 
     def add(self, steps: int, tokens: int, seconds: float) -> None:
-        """Add a measured round; times below a nanosecond count as 0."""
+        """Times below a nanosecond count as 0."""
         seconds = seconds if seconds >= NANOSECOND else 0.0
         products = (steps * steps, steps * tokens, tokens * tokens, steps * seconds, tokens * seconds)
         self.add_sums(*products)
@@ -93,7 +93,7 @@ def first_settled_step(config: ChunkConfig, longest: int) -> int:
 
 
 class ChunkTuner:
-    """Sets the chunk size (decode steps per round) from measured steps, searching every `period` steps."""
+    """Sets the chunk size from measured steps, searching every `period` steps."""
 
     def __init__(self, config: ChunkConfig, longest: int, trials: int = TRIALS, period: int = SEARCH_STEPS):
         assert longest >= 1, f"the response limit must be at least 1 token, not {longest}"
@@ -114,7 +114,7 @@ class ChunkTuner:
         return Decision(self.value, f"step {step}: {reason}", self.value != before)
 
     def state_dict(self) -> dict[str, Any]:
-        """A search under way is not saved: a resumed run restarts it."""
+        """A search under way is not saved."""
         return {"value": self._settled, "steps_to_search": 1 if self._search else self._steps_to_search}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

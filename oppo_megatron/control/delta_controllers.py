@@ -37,7 +37,7 @@ class DeltaController(ABC):
         return {"rule": self._config.rule, "value": self.value, **self._memory()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`, within the current bounds. Raises CheckpointError if the rule differs."""
+        """Continue within the current bounds. Raises CheckpointError if the rule differs."""
         if state["rule"] != self._config.rule:
             raise CheckpointError(
                 f"the checkpoint's delta was controlled by rule '{state['rule']}', the configuration says "
@@ -121,7 +121,7 @@ class Algorithm1Delta(RewardDelta):
 
 
 class Eq4LiteralDelta(RewardDelta):
-    """Eq. 4 as printed; its mean of differences telescopes to s_t = (R_t - R_{t-W}) / W."""
+    """Eq. 4 as printed; its mean of differences telescopes to (R_t - R_{t-W}) / W."""
 
     def _decide(self) -> tuple[int, str]:
         window = self._config.window
@@ -145,7 +145,7 @@ RULE = Signature(("signals", "delta", "memory"), "number")
 
 
 class CustomDelta(DeltaController):
-    """A user's function (signals, delta, memory) -> next delta (docs/extending.md)."""
+    """A user's function (docs/extending.md)."""
 
     def __init__(self, config: DeltaConfig):
         super().__init__(config)
@@ -206,9 +206,8 @@ BOUNDS = Bounds()
 
 
 class MeasuredDelta(DeltaController):
-    """Delta from the measured benefit (less tail waste) and cost (stale tokens, shorter responses) of overcommitment.
-
-    Laws: docs/algorithm.md, "Delta from measured signals".
+    """Delta from measured benefit (less tail waste) and cost (stale tokens, shorter responses): "Delta from measured signals",
+    docs/algorithm.md.
     """
 
     def __init__(self, config: DeltaConfig, bounds: Bounds = BOUNDS):

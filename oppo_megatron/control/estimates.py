@@ -43,7 +43,7 @@ def _of(means: Sequence[float]) -> Estimate:
 
 
 def moments_of(table: Sequence[Sequence[float]], width: int) -> list[float]:
-    """Row count, then for each of `width` columns the sums of values, of products with the first column, and of squares."""
+    """Row count, then for each column the sums of values, of products with the first column, and of squares."""
     sums, by_weight, squares = [0.0] * width, [0.0] * width, [0.0] * width
     for row in table:
         for column, value in enumerate(row):

@@ -29,7 +29,7 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Breach:
-    """A figure that breaks a rule. `limit` is None if it is not finite; a non-empty `detail` is then the whole message."""
+    """`limit` is None if the figure is not finite; a non-empty `detail` is then the whole message."""
 
     rule: str
     figure: str

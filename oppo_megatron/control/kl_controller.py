@@ -15,10 +15,7 @@ GAIN = 0.1
 
 
 class KLController:
-    """Coefficient of the KL to the reference policy.
-
-    Adaptive (Ziegler et al. 2019): beta <- beta * (1 + 0.1 clip((KL - target) / target, -0.2, 0.2)) after every step.
-    """
+    """Adaptive (Ziegler et al. 2019): beta <- beta * (1 + 0.1 clip((KL - target) / target, -0.2, 0.2)) after every step."""
 
     def __init__(self, config: KLConfig):
         self._target, self.value = config.target, config.coefficient

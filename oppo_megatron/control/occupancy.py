@@ -13,9 +13,8 @@ from oppo_megatron.records import Rollout
 
 
 class Occupancy:
-    """How full the decode batch was in a step's rollout phase.
-
-    A row of n tokens ran in the n decode steps up to its finish clock, or the chunk's if unfinished.
+    """How full the decode batch was: a row of n tokens ran in n decode steps up to its finish clock, or the chunk's if
+    unfinished.
     """
 
     def __init__(self, clock: int):
@@ -43,7 +42,7 @@ class Occupancy:
 
     @property
     def tail_waste(self) -> float:
-        """1 - tokens / (decode steps x most sequences running at once); 0 if nothing was decoded."""
+        """1 - tokens / (decode steps x most sequences running at once)."""
         return 1 - self._num_tokens / (self.num_steps * self._width) if self._num_tokens else 0.0
 
 
@@ -57,9 +56,8 @@ def _most_running(counts: Ints, ends: Ints) -> int:
 
 
 def length_gap(trained: Sequence[Rollout], carried: Sequence[Rollout]) -> float:
-    """Share by which trained responses are shorter on average than all submitted ones; below 0: longer.
-
-    Carried responses count with their tokens so far, so this is a lower bound.
+    """Share by which trained responses are shorter on average than all submitted ones: a lower bound, because carried ones still
+    grow.
     """
     lengths: list[int] = columns_of(trained).response_tokens.tolist()
     submitted: list[int] = lengths + columns_of(carried).response_tokens.tolist()

@@ -26,7 +26,7 @@ HELDOUT_BYTES = 26  # of 256: about a tenth of all problems
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Difficulty of the problems: P(operations >= k) = (scale / k) ** tail, cut at `max_operations`."""
+    """Difficulty: P(operations >= k) = (scale / k) ** tail, cut at `max_operations`."""
 
     max_operations: int = 24
     scale: float = 1.5
@@ -90,7 +90,7 @@ def problems(seed: int, split: Literal["train", "heldout"], shape: Shape = Shape
 
 
 def wrong_solution(problem: Problem, rng: random.Random) -> str:
-    """A wrong solution that looks right: one slip carried through, or else a wrong last line, a missing step or an early stop."""
+    """A plausible wrong solution: one slip carried through, or a wrong last line, a missing step or an early stop."""
     kind = rng.choices(("slip", "copy", "skip", "stop"), weights=(60, 15, 15, 10))[0]
     terms, totals = problem.terms, problem.totals
     if kind == "copy":
@@ -111,12 +111,12 @@ def wrong_solution(problem: Problem, rng: random.Random) -> str:
 
 
 def misreported_solution(problem: Problem, rng: random.Random) -> str:
-    """Correct steps, but the second to last result is given as the answer."""
+    """A correct solution with its second to last result as the answer."""
     return _worked(problem.totals, problem.terms, problem.totals[-2])
 
 
 def slipped_solution(problem: Problem, rng: random.Random) -> str:
-    """A solution with one partial result off by 1, 2 or 10, and the later ones computed from it."""
+    """A solution with one partial result off by 1, 2 or 10, and later ones computed from it."""
     totals = problem.totals
     slips = [
         (step, error)
@@ -130,7 +130,7 @@ def slipped_solution(problem: Problem, rng: random.Random) -> str:
 
 
 def labelled_steps(problem: Problem, rng: random.Random, wrong: float = 0.6) -> tuple[list[str], list[bool]]:
-    """Lines of a solution (wrong with probability `wrong`), and for each whether everything up to it is right."""
+    """Lines of a solution (wrong with probability `wrong`), and whether each prefix is right."""
     text = wrong_solution(problem, rng) if rng.random() < wrong else problem.solution
     steps, right = text.split("\n"), problem.solution.split("\n")
     same = [step == expected for step, expected in zip(steps, right, strict=False)]
@@ -156,8 +156,8 @@ def write_dataset(
 ) -> dict[str, Path]:
     """Write sft.jsonl, pairs.jsonl, prompts.jsonl and heldout.jsonl; return their paths by name.
 
-    `imperfect`: fraction of SFT completions that `flaw` writes, so that RL has something to learn.  Held-out prompts are distinct
-    and in no other file.
+    `imperfect`: fraction of SFT completions written by `flaw`, so that RL can improve.  Held-out prompts are distinct and unused
+    elsewhere.
     """
     rng = random.Random(f"arithmetic answers {seed}")  # noqa: S311  (to be drawn again, not to be secret)
     train = problems(seed, "train", shape)
@@ -187,7 +187,7 @@ def write_dataset(
 
 
 def write_steps(path: Path, seed: int, count: int, shape: Shape = Shape()) -> Path:
-    """Write `count` labelled step-by-step solutions of the train split; return the path."""
+    """Write `count` labelled solutions of the train split; return the path."""
     rng = random.Random(f"arithmetic steps {seed}")  # noqa: S311  (to be drawn again, not to be secret)
 
     def row(problem: Problem) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class NoChatTemplateError(ConfigError):
 class ChatTemplate:
     """The chat template of the tokenizer at `config.path`, with the configured variables and date.
 
-    `choose` returns the template for messages with or without tools, or None.  `symbols`: texts of special tokens.
+    `choose` returns the template with or without tools, or None.  `symbols`: texts of special tokens.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ChatTemplate:
         return self._reads[template]
 
     def require_arguments(self) -> None:
-        """Raise ConfigError for configured template arguments that the template does not read."""
+        """Raise ConfigError for template arguments that the template does not read."""
         if not (given := self._config.template_arguments):
             return
         known = self.reads() | self.reads(with_tools=True) | self._symbols.keys()
@@ -73,7 +73,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
     ) -> str:
-        """Return messages as text; with `generation_prompt`, up to the start of the assistant's turn.
+        """Return messages as text; with `generation_prompt`, up to the assistant's turn.
 
         Raises ConfigError without a template or at a limit, DataError if the template refuses the messages.
         """
@@ -151,7 +151,7 @@ def require_syntax(template: str) -> None:
 
 
 def _variants(messages: Sequence[Mapping[str, Any]], in_parts: bool) -> Iterator[list[dict[str, Any]]]:
-    """Yield the forms that templates expect: a call's arguments as object or JSON, and various contents of bare calls."""
+    """Yield the forms that templates expect of a call's arguments and of the content of bare calls."""
     has_calls = any(message.get("tool_calls") for message in messages)
     for as_object in (True, False) if has_calls else (True,):
         for empty in ({}, {"content": None}, {"content": ""}) if has_calls else ({},):
@@ -159,14 +159,14 @@ def _variants(messages: Sequence[Mapping[str, Any]], in_parts: bool) -> Iterator
 
 
 def called_functions(calls: Any) -> list[str]:
-    """Names of the functions in a message's `tool_calls` or `function_call`."""
+    """Function names in a message's `tool_calls` or `function_call`."""
     listed = calls if isinstance(calls, list) else [calls]
     functions = [call.get("function", call) for call in listed if isinstance(call, Mapping)]
     return [str(function.get("name", "")) for function in functions if isinstance(function, Mapping)]
 
 
 def _prepared(message: Mapping[str, Any], in_parts: bool, as_object: bool, empty: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop null keys and copy the reasoning to all its keys; `empty`: content of calls without text."""
+    """Drop null keys and copy the reasoning to all its keys; `empty`: content of bare calls."""
     made = {name: value for name, value in message.items() if value is not None}
     if (reasoning := next((made[name] for name in REASONING if name in made), None)) is not None:
         made = {"thinking": reasoning, **made, "reasoning_content": reasoning}
@@ -197,7 +197,7 @@ def _with_arguments(call: Any, as_object: bool) -> Any:
 
 
 class _TemplateProcess:
-    """A process that starts with the first request, serves any thread and is restarted after a failure."""
+    """A process for any thread, started by the first request and restarted after a failure."""
 
     def __init__(self, render_s: int) -> None:
         self._lock, self._render_s = threading.Lock(), render_s
@@ -205,7 +205,6 @@ class _TemplateProcess:
         self._owner = 0  # a forked copy of this process starts its own
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer; a failure is an answer of kind `limit`."""
         line = json.dumps(request, default=str).encode() + b"\n"
         with self._lock:
             if self._process is None or self._owner != os.getpid():

@@ -1,4 +1,4 @@
-"""The columns of a data set: the part each plays (`KNOWN_NAMES`, in that order) and the form of its values."""
+"""The columns of a data set: their parts (`KNOWN_NAMES`) and the form of their values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEVER_ASKED = {"role", "from", "system_prompt", "message_id", "version"}
 
 
 def is_filled(value: Any) -> bool:
-    """True if a column holds something: files with a schema have all columns in every row."""
+    """True if not empty: files with a schema have all columns in every row."""
     return value is not None and value != [] and not (isinstance(value, str) and not value.strip())
 
 
@@ -34,7 +34,7 @@ def role_of(message: Message) -> Any:
 
 
 def form_of(value: Any) -> str:
-    """`sharegpt` or `messages` for a message or a list of them, by the keys of the first; else `columns`."""
+    """`sharegpt` or `messages`, by the keys of the first message; else `columns`."""
     messages = value if isinstance(value, list) and value else [value]
     if not all(isinstance(message, dict) for message in messages) or messages[0].keys().isdisjoint(("role", "from")):
         return "columns"
@@ -43,7 +43,7 @@ def form_of(value: Any) -> str:
 
 
 class Table:
-    """The columns of rows, judged by at most twice SAMPLED of them, spread over the data."""
+    """The columns of rows, judged by at most twice SAMPLED rows spread over the data."""
 
     def __init__(self, rows: Sequence[Row]):
         self.rows, self.file = rows, rows[0].file
@@ -60,19 +60,17 @@ class Table:
         return [value for value in self.filled(column) if isinstance(value, list) and form_of(value) != "columns"]
 
     def share_answered(self, column: str) -> float:
-        """Share of the column's dialogues that end with an assistant's turn."""
         ends = [role_of(dialogue[-1]) for dialogue in self.dialogues(column)]
         return ends.count("assistant") / max(1, len(ends))
 
     def frequent(self, names: Sequence[str]) -> list[str]:
-        """Columns filled in at least half of the rows."""
         return [name for name in names if 2 * len(self.filled(name)) >= len(self.sampled)]
 
     def first(self, names: Sequence[str]) -> str | None:
         return next((name for name in names if any(row.get(name) for row in self.rows)), None)
 
     def usable(self) -> list[str]:
-        """Columns (or fields of objects) with text or messages in the first row that is not empty."""
+        """Columns (or fields of objects) with text or messages in the first non-empty row."""
         first = next((row.values for row in self.rows if row.values), {})
         values = {name: field_at(first, name) for name in field_names(first)}
         return [name for name, value in values.items() if isinstance(value, str) or (value and _are_messages(value))]
@@ -80,7 +78,7 @@ class Table:
     def find(self, part: str, columns: PromptColumnsConfig, names: Sequence[str] | None = None) -> str | None:
         """The configured column for `part`, else the known name (or one of `names`) filled in most rows, or None.
 
-        Raises DataError if the configured column is in no row.
+        Raises DataError if the configured column is missing.
         """
         wanted: str | None = getattr(columns, part, None)
         if wanted is not None:
@@ -96,7 +94,7 @@ class Table:
         return best if counts[best] else None
 
     def require(self, part: str, columns: PromptColumnsConfig) -> str:
-        """As `find`, but raises DataError, naming the columns and the setting to use, if there is none."""
+        """`find`, but raises DataError, naming columns and setting, if there is none."""
         found = self.find(part, columns)
         if found is not None:
             return found
@@ -122,7 +120,7 @@ class Table:
         raise DataError(f"{self.file} has no column for the {part} (looked for {names}); {there_are}")
 
     def _two_answers(self) -> tuple[str, str] | None:
-        """Two columns whose names differ only in the last character (`response_0`, `response_1`)."""
+        """Two columns that differ only in the last character (`response_0`, `response_1`)."""
         names = self.usable()
         return next(((a, b) for a in names for b in names if a < b and a[:-1] == b[:-1]), None)
 

@@ -1,4 +1,4 @@
-"""Renders the messages of rows by the chat template, and notes what the template leaves out."""
+"""Renders messages by the chat template, and notes what it leaves out."""
 
 from __future__ import annotations
 
@@ -29,17 +29,14 @@ class TemplateMismatch(DataError):
 
 
 class Conversations:
-    """Renders the rows of a data set.  `used`: columns of prompt and answer, hidden from the template."""
+    """Renders rows.  `used`: columns of prompt and answer, hidden from the template."""
 
     def __init__(self, chat: ChatTemplate, used: Collection[str | None], note: Callable[[str], None]):
         self._chat, self._used, self._note = chat, used, note
         self._noted: set[tuple[str, str]] = set()
 
     def texts(self, row: Row, prompt: Value, answers: Sequence[Value]) -> tuple[str, list[str]]:
-        """Return prompt and answers as text.
-
-        Raises DataError (TemplateMismatch if the template would hide part of an answer).
-        """
+        """Return prompt and answers as text.  Raises DataError (TemplateMismatch if part of an answer is hidden)."""
         if isinstance(prompt, str):
             return prompt, [answer for answer in answers if isinstance(answer, str)]
         variables = self.variables(row.values, row.file)
@@ -103,7 +100,6 @@ def _read_json(value: Any, name: str, kind: type) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove null keys: in Parquet every object of a column has the same keys."""
     if isinstance(value, Mapping):
         return {name: _without_nulls(item) for name, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -114,7 +110,7 @@ def _squeezed(text: str) -> str:
 
 
 def _lost(message: Message, squeezed: str, start: int = 0) -> Iterator[str]:
-    """Yield keys of a message that the rendered text does not show.  Text that ends before `start` is ignored."""
+    """Yield keys of a message that the text does not show, ignoring text that ends before `start`."""
 
     def shows(text: str) -> bool:
         forms = (_squeezed(text), _squeezed(json.dumps(text)[1:-1]))

@@ -1,4 +1,4 @@
-"""Turns rows into texts: a prompt and its answers, rendered by the configured templates or the chat template."""
+"""Turns rows into texts: a prompt and its answers, rendered by templates."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PARTS = {
 class Example:
     """One row as text.
 
-    `answers`: empty, (completion,) or (chosen, rejected).  `fields`: the other columns.  `chat`: the chat template rendered it.
+    `answers`: empty, (completion,) or (chosen, rejected).  `fields`: other columns.  `chat`: from the chat template.
     """
 
     row: Row
@@ -61,7 +61,7 @@ def read_prompts(config: RowsConfig, tokenizer: Tokenizer, problems: RowProblems
 
 
 def read_completions(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[Example]:
-    """Read prompts with one completion: its column, or the assistant turns that `config.turns` selects."""
+    """Read prompts with one completion: its column, or the turns that `config.turns` selects."""
     return _completions(read_rows(config, problems, ["prompt", "completion"]), config, tokenizer, problems)
 
 
@@ -97,7 +97,7 @@ def read_marked(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems)
 def is_unequal(
     example: Example, answers: Sequence[str | list[int]], config: DataConfig, problems: RowProblems, when: str = ""
 ) -> bool:
-    """True if a pair's answers (texts or tokens) differ; else the pair is refused.  `when` extends the reason."""
+    """True if a pair's answers differ; else refuse it.  `when` extends the reason."""
     if answers[0] != answers[1]:
         return True
     reason = f"chosen and rejected are the same{when}: such a pair prefers nothing"
@@ -108,7 +108,7 @@ def is_unequal(
 def read_steps(
     config: DataConfig, tokenizer: Tokenizer, problems: RowProblems, separator: str
 ) -> list[tuple[Example, list[float | None]]]:
-    """Read prompts with one answer (steps joined by the separator) and the steps' labels (None: not labelled)."""
+    """Read prompts with an answer (joined steps) and the steps' labels (None: not labelled)."""
     rows = read_rows(config, problems, ["prompt", "completion"])
     steps, labels = (Table(rows).require(part, config.columns) for part in ("completions", "labels"))
     layout = recognise(config, rows, "steps", [steps, labels])
@@ -160,7 +160,6 @@ def _pairs(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer, proble
 
 
 def _prompt(row: Row, layout: Layout) -> Value:
-    """Text with its addition, or messages without a final answer."""
     if layout.prompt is None:
         return _parted(row, layout)[0]
     value = _said(row, layout, layout.prompt)
@@ -174,7 +173,7 @@ def _parted(row: Row, layout: Layout) -> tuple[Value, Value, Value]:
 
 
 def _said(row: Row, layout: Layout, column: str) -> Value:
-    """A column's text, with the prompt's addition, or its messages, with the system message in front."""
+    """A column's text with the prompt's addition, or messages after the system message."""
     value = read_value(row, column)
     if isinstance(value, str) and column == layout.prompt:
         added = row.get(layout.added)

@@ -1,6 +1,6 @@
 """Converts a sentencepiece model to files for `transformers.AutoTokenizer`, with the same ids and texts.
 
-A space in a piece stays a space (sentencepiece writes U+2581), so U+2581 in a text is not mistaken for one.
+Spaces in pieces stay spaces (sentencepiece: U+2581), so U+2581 in a text is not mistaken for one.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ def fast_files(
 ) -> dict[str, str] | None:
     """`tokenizer.json` and `tokenizer_config.json` of a serialized sentencepiece model, as texts.
 
-    None if the model cannot be converted exactly (a word model, one that normalizes its input) or a checked text encodes
-    differently.
+    None if the model is a word model, normalizes its input, or encodes a checked text differently.
     """
     from sentencepiece import sentencepiece_model_pb2
     from tokenizers import Tokenizer
@@ -68,7 +67,7 @@ def fast_files(
 
 
 def made_config(directory: Path, model: Path) -> dict[str, Any] | None:
-    """`tokenizer_config.json` if the directory holds the unchanged output of `fast_files` for `model`, else None."""
+    """`tokenizer_config.json` if `fast_files` of `model` are here unchanged, else None."""
     try:
         config = read_json((directory / CONFIG).read_text(encoding="utf-8"))
         if config[MADE_FROM] != _digests(model.read_bytes(), (directory / TOKENIZER).read_bytes()):
@@ -117,7 +116,6 @@ def _text(piece: Any) -> str:
 
 
 def _merges(proto: Any) -> list[tuple[str, str]]:
-    """Pairs in sentencepiece's merge order: highest score first."""
     if proto.trainer_spec.model_type == CHAR:
         return []
     joined = {_text(piece): (-piece.score, i) for i, piece in enumerate(proto.pieces) if piece.type == NORMAL}

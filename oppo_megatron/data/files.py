@@ -1,6 +1,6 @@
-"""The files that `data.path` names, and their rows, in any supported format.
+"""Files named by `data.path`, and their rows, in any supported format.
 
-The first bytes decide a file's type; its name decides only whether other text is CSV.
+The first bytes decide the type; the name only whether other text is CSV.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ PYARROW = "pip install pyarrow"
 
 
 def data_files(path: Path, note: Callable[[str], None]) -> list[Path]:
-    """The files (or saved data sets) that `path` names: itself, the matches of a pattern, or a folder's files.
+    """Files (or saved data sets) at `path`: itself, the matches of a pattern, or a folder's files.
 
-    If the names show several splits, only `train` is read, with a note.
+    If names show several splits, only `train` is read, with a note.
     """
     if not path.exists():
         return [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
@@ -94,7 +94,7 @@ def _bare_name(file: Path) -> str:
 
 
 def file_rows(path: Path) -> Iterator[Numbered]:
-    """Yield the rows of a file or a saved data set.  Raises DataError if it is damaged or empty."""
+    """Yield the rows of a file or saved data set.  Raises DataError if damaged or empty."""
     if path.is_dir():
         yield from _saved_rows(path)
         return
@@ -157,7 +157,7 @@ def _rows(stream: BinaryIO, path: Path, start: bytes, first: bytes, second: byte
 
 
 def _table_delimiter(first: bytes, name: str) -> str | None:
-    """Column separator if the name, or known column names in the first line, show a table; else None."""
+    """Column separator if the name, or known columns in the first line, show a table; else None."""
     header = first.decode("utf-8-sig", errors="replace")
     if header.lstrip().startswith(("{", "[")) or "\0" in header or not header:
         return None
@@ -193,7 +193,7 @@ def _csv_rows(stream: BinaryIO, delimiter: str, file: Path) -> Iterator[Numbered
 
 
 def _row_of_cells(header: list[str], cells: list[str], delimiter: str) -> dict[str, Any] | DataError:
-    """The row, or why it is refused.  A cell with a JSON list of objects is read as messages."""
+    """The row, or why it is refused.  A JSON list of objects in a cell is read as messages."""
     if len(cells) != len(header):
         shown = "a tab" if delimiter == "\t" else repr(delimiter)
         return DataError(

@@ -1,7 +1,7 @@
-"""The layout of prompt and answers in a data set, configured or detected from columns and their values.
+"""The layout of prompt and answers, configured or detected from columns and their values.
 
-Every command finds the same prompt.  Messages are preferred to text, and dialogues in `chosen` and `rejected` to a prompt's text.
-Ambiguous rows are refused with both readings and the setting that chooses.
+Every command finds the same prompt.  Messages are preferred to text, and dialogues in `chosen` and `rejected` to a prompt.
+Ambiguous rows are refused, naming both readings and the setting to choose.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ NUM_NAMED = 8
 class Layout:
     """The columns of each part.
 
-    `prompt` None: the answers' common beginning.  `added`: joined to the prompt's text.  `chat`: a text prompt is a user's turn.
-    `completion` None: assistant turns of the prompt's messages.  `unread`: columns not used.
+    `prompt` None: the answers' common beginning.  `added`: joined to the prompt.  `chat`: a text prompt is a user's turn.
+    `completion` None: turns of the prompt's messages.  `unread`: unused columns.
     """
 
     format: str
@@ -84,9 +84,9 @@ class Layout:
 
 
 def recognise(config: RowsConfig, rows: Sequence[Row], wanted: Wanted, used: Sequence[str] = ()) -> Layout:
-    """Return the layout of the rows; `used`: columns that the caller reads itself.
+    """Return the layout; `used`: columns that the caller reads itself.
 
-    Raises DataError if a part has no column, the configured format does not fit, or two readings are possible.
+    Raises DataError if a part has no column, the format does not fit, or two readings are possible.
     """
     table = Table(rows)
     layout = _layout(config, table, wanted)
@@ -143,7 +143,7 @@ def _holds_prompt(config: RowsConfig, table: Table, chosen: str) -> bool:
 
 
 def _prompt_column(config: RowsConfig, table: Table, chosen: str | None, rejected: str | None) -> str | None:
-    """Return the column, or None if chosen and rejected hold the prompt."""
+    """The column, or None if chosen and rejected hold the prompt."""
     if config.format == "hh":
         return None
     if config.columns.prompt is not None:
@@ -172,7 +172,7 @@ def _are_whole(table: Table, column: str) -> bool:
 
 
 def _completion_column(config: RowsConfig, table: Table, prompt: str, form: str, chosen: str | None) -> str | None:
-    """Return the column, or None if the answers are turns of the prompt's messages."""
+    """The column, or None if answers are turns of the prompt's messages."""
     if getattr(config.columns, "completion", None) is not None:
         return table.find("completion", config.columns)
     names = [name for name in [*table.frequent(KNOWN_NAMES["completion"]), chosen] if name is not None]
@@ -199,7 +199,7 @@ def _completion_column(config: RowsConfig, table: Table, prompt: str, form: str,
 def _only(
     part: str, names: Sequence[str], table: Table, form: Callable[[Any], Any] = lambda value: str(value).strip()
 ) -> str:
-    """Return the first column.  Raises DataError if another one differs from it in some row."""
+    """Return the first column.  Raises DataError if another differs from it in a row."""
     for other in names[1:]:
         for row in table.rows:
             one, two = row.get(names[0]), row.get(other)

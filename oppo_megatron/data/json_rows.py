@@ -35,7 +35,7 @@ def json_lines(stream: Iterable[bytes]) -> Iterator[Numbered]:
 
 
 def spans_lines(first: bytes, second: bytes) -> bool:
-    """True if the first two non-blank lines show an array, or objects over several lines."""
+    """True if the first two non-blank lines show an array, or multi-line objects."""
     first, second = first.removeprefix(BOM).strip(), second.strip()
     if first == b"[":
         return True
@@ -60,7 +60,7 @@ def _is_json(text: bytes, kind: type) -> bool:
 
 
 def json_values(text: str, file: str) -> Iterator[Numbered]:
-    """Yield the objects of an array, or consecutive objects.  Raises DataError at the first unreadable place."""
+    """Yield the objects of an array, or consecutive objects.  Raises DataError if unreadable."""
 
     def fault(place: int, reason: str) -> DataError:
         line = text.count("\n", 0, place) + 1
@@ -133,7 +133,7 @@ def _finite(text: str) -> float:
 
 
 def plain_row(row: dict[str, Any]) -> dict[str, Any] | DataError:
-    """Convert a row of a typed file to JSON types (NaN becomes null), or return the error that refuses it."""
+    """Convert a typed file's row to JSON types (NaN becomes null), or return the error."""
     try:
         check_value(row)
         row = {column: _plain(value, column) for column, value in row.items()}

@@ -1,6 +1,6 @@
-"""Recorded response lengths (CSV) for `debug.forced_lengths`, so that benchmarks have realistic lengths.
+"""Recorded response lengths (CSV) for `debug.forced_lengths`: realistic benchmarks.
 
-One row per request with a token column (`GeneratedTokens`, as in Azure's LLM inference traces), or a histogram with the columns
+A row per request with a token column (`GeneratedTokens`, as in Azure's LLM inference traces), or a histogram with the columns
 `kind`, `tokens` and `requests`.
 """
 
@@ -45,7 +45,6 @@ class LengthTrace:
 
     @property
     def percentile_99(self) -> int:
-        """`quantile(0.99)` in exact integer arithmetic."""
         return self.tokens[bisect_left(self.requests, -(-99 * self.requests[-1] // 100))]
 
 
@@ -67,7 +66,6 @@ def forced_quantile(forced: ForcedLengths | None, max_response_tokens: int) -> C
 
 
 def trace_problems(forced: ForcedLengths | None, max_response_tokens: int) -> list[str]:
-    """Faults of the trace, except a missing file (a cross-check reports that)."""
     if forced is None or forced.trace is None or not forced.trace.exists():
         return []
     try:
@@ -78,7 +76,7 @@ def trace_problems(forced: ForcedLengths | None, max_response_tokens: int) -> li
 
 
 def read_length_trace(path: Path, column: str | None = None) -> LengthTrace:
-    """Read a distribution; `column`: token column, or kind in a histogram.  Raises DataError with file and line."""
+    """Read a distribution; `column`: token column or histogram kind.  Raises DataError with file and line."""
     lines = _lines(path)
     line, names = next(lines, (1, []))
     header = [name.strip() for name in names]

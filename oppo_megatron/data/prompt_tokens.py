@@ -21,7 +21,7 @@ class Encoder(Protocol):
 
 
 def encode_prompt(tokenizer: Encoder, text: str) -> list[int]:
-    """Token ids of a text that begins a sequence; BOS is not added if a template has written it."""
+    """Token ids of a text that begins a sequence, with BOS unless a template wrote it."""
     ids = tokenizer.encode(text)
     if not (tokenizer.adds_bos and ids) or ids[0] == tokenizer.bos_id:
         return ids
@@ -32,8 +32,8 @@ def encode_prompt(tokenizer: Encoder, text: str) -> list[int]:
 def encode_answers(tokenizer: Encoder, prompt: str, answers: Sequence[str]) -> list[list[int]]:
     """Token ids of a prompt and of each answer: prompt + answer are the tokens of the whole text.
 
-    An answer encoded alone may get a leading space (sentencepiece) or other tokens at the border.  Prompt tokens that an answer
-    changes belong to the answers, unless the prompt would become empty.
+    Encoded alone, an answer may get a leading space (sentencepiece) or other tokens at the border.  Prompt tokens that an answer
+    changes belong to the answers, unless no prompt token would be left.
     """
     alone = encode_prompt(tokenizer, prompt)
     wholes = [encode_prompt(tokenizer, prompt + answer) for answer in answers]
@@ -44,20 +44,19 @@ def encode_answers(tokenizer: Encoder, prompt: str, answers: Sequence[str]) -> l
 
 
 def end_of_prompt(tokenizer: Encoder, ids: Sequence[int], most: int) -> list[int]:
-    """The last `most` tokens of a longer prompt; a leading BOS is kept."""
     if ids[0] != tokenizer.bos_id or most < 2:
         return list(ids[-most:])
     return [ids[0], *ids[-(most - 1) :]]
 
 
 def hidden_ids(text: str, tokenizer: Encoder) -> list[int] | None:
-    """Special tokens of a text that no response can contain, or None if one can."""
+    """Special tokens of a text that no response can contain, or None."""
     ids = tokenizer.encode(f"{EITHER_SIDE}{text}{EITHER_SIDE}")
     return None if text in tokenizer.decode(ids) else [i for i in ids if not tokenizer.decode([i])]
 
 
 def require_stop_texts(texts: Sequence[str], tokenizer: Encoder, setting: str, ids_setting: str | None = None) -> None:
-    """Raise ConfigError for a text that no response can contain; `ids_setting` would take the special token's id instead."""
+    """Raise ConfigError for a text that no response can contain; `ids_setting` would take its token id."""
     problems = []
     for text in texts:
         if (special := hidden_ids(text, tokenizer)) is None:

@@ -25,7 +25,7 @@ MAX_SEED = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A usable row: `row` is its index in the data set, `place` is file:line; `chat`: rendered by the chat template."""
+    """A usable row: `row` is its index, `place` is file:line; `chat`: from the chat template."""
 
     row: int
     place: str
@@ -50,11 +50,9 @@ class PromptSet:
 
     @property
     def rollouts_per_pass(self) -> int:
-        """Stream positions per pass over the prompts."""
         return len(self.rows) * self.responses_per_prompt
 
     def fingerprint(self) -> str:
-        """SHA-256 of all prompts and their other columns, in order."""
         digest = hashlib.sha256()
         for row in self.rows:
             fields = json.dumps(row.fields, sort_keys=True, default=str, ensure_ascii=False)
@@ -70,9 +68,9 @@ def load_prompts(
     check: Check | None = None,
     responses_per_prompt: int = 1,
 ) -> PromptSet:
-    """Read, render and tokenize every prompt; `bad_rows` also applies to rows that `check` refuses.
+    """Read, render and tokenize every prompt; `bad_rows` also covers rows that `check` refuses.
 
-    Truncation to `max_prompt_tokens` keeps the END.  Raises DataError listing every refused row, or if no row is left.
+    Truncation keeps a prompt's END.  Raises DataError listing refused rows, or if none is left.
     """
     problems, is_first = RowProblems(quarantine), not quarantine.first
     rows: list[PromptRow] = []
@@ -119,7 +117,7 @@ class PromptStream(Iterator[Prompt]):
     """Prompts in training order; `seq_id` is the stream position, counted over epochs, one per response.
 
     Ends after `epochs` passes (None: never) or `limit` prompts.  `start`: position of a resumed run; the order depends only on
-    (seed, epoch).  `left_out` positions are skipped and do not count towards `limit`.  `planned`: length without them.
+    (seed, epoch).  `left_out` positions are skipped and do not count in `limit` or `planned`, the stream's length.
     """
 
     def __init__(
@@ -167,7 +165,7 @@ class PromptStream(Iterator[Prompt]):
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool = True) -> list[int]:
     """A permutation of range(num_rows), or range(num_rows) itself.
 
-    Sorts raw Philox4x64 words, which are the same on every platform and numpy version (unlike `numpy.random.Generator` methods).
+    Sorts raw Philox4x64 words, equal on all platforms and numpy versions (unlike methods of `numpy.random.Generator`).
     """
     if not shuffle:
         return list(range(num_rows))

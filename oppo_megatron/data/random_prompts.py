@@ -13,7 +13,7 @@ VOCAB_SIZE = 262  # what a tokenizer of single characters over digits comes to, 
 
 
 def write_random_prompts(directory: Path, prompt_tokens: int) -> tuple[Path, Path]:
-    """Write a one-token-per-digit tokenizer and `NUM_PROMPTS` prompts of `prompt_tokens` digits; return both paths."""
+    """Write a digit tokenizer and `NUM_PROMPTS` prompts of `prompt_tokens` digits; return both paths."""
     rng = random.Random(1)  # noqa: S311  (to be drawn again, not to be secret)
     prompts = ["".join(rng.choices("0123456789", k=prompt_tokens)) for _ in range(NUM_PROMPTS)]
     tokenizer, rows = directory / "tokenizer.model", directory / "prompts.jsonl"

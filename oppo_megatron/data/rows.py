@@ -1,6 +1,6 @@
-"""Rows of a data set in any file format, each with its file and line.
+"""Rows of a data set in any format, each with its file and line.
 
-Policy `error` collects refused rows in one `DataError`; `quarantine` sets them aside with file, line and reason.
+Policy `error` collects refused rows in one `DataError`; `quarantine` sets them aside with reasons.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUM_SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: its index in the data set (from 0, refused rows counted), place and columns."""
+    """One row: its index (from 0, refused rows counted), place and columns."""
 
     index: int
     file: str
@@ -32,7 +32,6 @@ class Row:
     values: dict[str, Any]
 
     def get(self, column: str | None) -> Any:
-        """The value of a column or dotted name, or None."""
         try:
             return None if column is None else field_at(self.values, column)
         except KeyError:
@@ -50,8 +49,8 @@ class Row:
 class Quarantine:
     """The outcome of reading data sets.
 
-    `entries`: rows set aside (`file`, `line`, `reason`).  `notes`: how a data set was understood.  `first`: first row as the
-    model sees it, by part (prompt, completion).  `progress` is called with a line for every row.
+    `entries`: rows set aside (`file`, `line`, `reason`).  `notes`: how data were understood.  `first`: first row as the model
+    sees it, by part.  `progress` gets a line per row.
     """
 
     entries: list[dict[str, Any]] = field(default_factory=list)
@@ -111,8 +110,7 @@ class RowProblems:
     ) -> None:
         """Record a refused row; `setting` would set it aside.
 
-        `once`: rows with the same reason, or with this common text, are shown once with their number.  `sound`: another chat
-        template would render the row.
+        `once`: show rows with the same reason, or this common text, once.  `sound`: another chat template would render the row.
         """
         if policy == "quarantine":
             self.num_quarantined += 1
@@ -130,7 +128,7 @@ class RowProblems:
             self._settings.append(setting)
 
     def raise_errors(self, *, any_left: bool = True) -> None:
-        """Raise one `DataError` for all rows refused under policy `error`.  `any_left`: setting them aside leaves rows."""
+        """Raise one `DataError` for all rows refused under `error`.  `any_left`: other rows remain."""
         if not self.num_errors:
             return
         rows = "1 row" if self.num_errors == 1 else f"{self.num_errors} rows"
@@ -149,8 +147,8 @@ class RowProblems:
 def read_rows(config: RowsConfig, problems: RowProblems, templates: Sequence[str] = ()) -> list[Row]:
     """Read the rows of `config.path` in order, at most `config.max_rows` (refused ones included).
 
-    `templates`: templates that the rows need (`prompt`, `completion`).  Refused rows go to `problems`.  Raises ConfigError for a
-    wrong path or template, DataError if there are no rows.
+    `templates`: the ones needed (`prompt`, `completion`).  Refused rows go to `problems`.  Raises ConfigError for a wrong path or
+    template, DataError without rows.
     """
     if wrong := check_data("data", config, templates):
         raise ConfigError(wrong)
@@ -173,7 +171,6 @@ def read_rows(config: RowsConfig, problems: RowProblems, templates: Sequence[str
 
 
 def require_some(usable: int, config: RowsConfig, problems: RowProblems) -> None:
-    """Raise the collected errors, or a `DataError` if no row is left."""
     problems.raise_errors(any_left=usable > 0)
     if usable:
         return

@@ -1,4 +1,4 @@
-"""Token rows for `oppo sft`, `rm` and `dpo`: reading, the held-out split and the order of batches."""
+"""Token rows for `oppo sft`, `rm` and `dpo`: reading, held-out split, order of batches."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
 
 
 class Completion(NamedTuple):
-    """Token ids of a row; the completion ends with EOS unless it was cut."""
+    """Token ids of a row; the completion ends with EOS unless cut."""
 
     prompt: list[int]
     completion: list[int]
 
 
 class Pair(NamedTuple):
-    """Token ids of a preference; both answers end with EOS unless cut."""
+    """Token ids of a preference; answers end with EOS unless cut."""
 
     prompt: list[int]
     chosen: list[int]
@@ -48,7 +48,7 @@ class Steps(NamedTuple):
 
 
 class Marked(NamedTuple):
-    """Token ids of a completion; `wanted` is [1] or [0], a list like every other part."""
+    """Token ids of a completion; `wanted` is [1] or [0], a list like the other parts."""
 
     prompt: list[int]
     completion: list[int]
@@ -56,9 +56,9 @@ class Marked(NamedTuple):
 
 
 class RowLoader:
-    """Reads and tokenizes one data set, once, by one of its public methods.  They raise DataError.
+    """Reads and tokenizes one data set once, by one of its public methods, which raise DataError.
 
-    `max_tokens` bounds prompt + longest answer, EOS included; `config.long_rows` decides about longer rows.
+    `max_tokens` bounds prompt + longest answer + EOS; `config.long_rows` decides about longer rows.
     """
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, max_tokens: int, quarantine: Quarantine):
@@ -112,7 +112,7 @@ class RowLoader:
         return rows
 
     def steps(self, separator: str) -> list[Steps]:
-        """Rows for a process reward model: steps joined and tokenized as one text, as a policy writes it."""
+        """Rows for a process reward model: joined steps, tokenized as one text, as a policy writes them."""
         tokenizer = self._tokenizer
         require_stop_texts([separator], tokenizer, "separator")
         step_ends = StepEnds(separator, tokenizer.decode)
@@ -175,7 +175,7 @@ class RowLoader:
         self._problems.report(example.row.file, example.row.line, reason, self._config.bad_rows, once=once)
 
     def _show_first(self, row: Completion | Pair, texts: Mapping[str, str] | None = None, **more: str) -> None:
-        """Record the first row as trained (perhaps cut): the original text if its tokens match, else the decoded tokens."""
+        """Record the first row as trained: the original text if its tokens match, else the decoded tokens."""
         if not self._is_first:
             return
         texts, parts = texts or self._quarantine.first, row._asdict()
@@ -198,7 +198,7 @@ def load_rows(config: SupervisedConfig, data: DataConfig, tokenizer: Tokenizer, 
 
 
 def _ended(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
-    """End `tokens` with one EOS; white space that a chat template writes after it is dropped."""
+    """End `tokens` with one EOS; white space from a chat template after it is dropped."""
     last = max((place for place, token in enumerate(tokens) if token in tokenizer.eos_ids), default=None)
     if last is not None and not tokenizer.decode(tokens[last + 1 :]).strip():
         return tokens[: last + 1]
@@ -206,14 +206,13 @@ def _ended(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def num_duplicates(rows: Sequence[Any]) -> int:
-    """Number of rows whose tokens equal an earlier row's."""
     return len(rows) - len({tuple(tuple(part) for part in row) for row in rows})
 
 
 def read_heldout(
     evaluation: HeldoutConfig | None, seed: int, rows: list[RowT], read: Callable[[DataConfig], list[RowT]]
 ) -> tuple[list[RowT], list[RowT]]:
-    """(training rows, held-out rows): a fraction of `rows`, or separate files."""
+    """(training rows, held-out rows)."""
     if evaluation is None:
         return rows, []
     if evaluation.data is not None:
@@ -225,8 +224,8 @@ def read_heldout(
 def split_rows(rows: Sequence[RowT], fraction: float, seed: int) -> tuple[list[RowT], list[RowT]]:
     """(training rows, held-out rows), each in the order of `rows`.  Raises DataError if either is empty.
 
-    Rows with the same prompt (first part) stay together.  A hash of prompt and seed orders the prompts; they are taken up to
-    `fraction` of the rows, skipping any prompt with more rows than are still needed.
+    Rows with the same prompt (first part) stay together.  Prompts are taken by a hash of prompt and seed, up to `fraction` of the
+    rows; one with too many rows is skipped.
     """
     by_prompt: dict[bytes, list[int]] = defaultdict(list)
     for place, row in enumerate(rows):
@@ -246,7 +245,7 @@ def split_rows(rows: Sequence[RowT], fraction: float, seed: int) -> tuple[list[R
 
 
 def describe_seen(held: Iterable[Sequence[int]], trained: Iterable[Sequence[int]]) -> list[str]:
-    """A warning line if held-out prompts (token ids) are also trained on."""
+    """A warning line if held-out prompts are also trained on."""
     ours, theirs = list(map(tuple, held)), set(map(tuple, trained))
     seen = sum(prompt in theirs for prompt in ours)
     if not seen:
@@ -255,7 +254,7 @@ def describe_seen(held: Iterable[Sequence[int]], trained: Iterable[Sequence[int]
 
 
 class Passed(NamedTuple):
-    """Steps made by a run and rows used, repetitions included."""
+    """Steps made and rows used by a run, repetitions included."""
 
     steps: int = 0
     rows: int = 0
@@ -270,7 +269,7 @@ BEGINNING = Passed()
 def num_batches(
     num_rows: int, batch_size: int, epochs: float, max_steps: int | None, passed: Passed = BEGINNING
 ) -> int:
-    """Steps of the whole run: those passed plus the batches still to come."""
+    """Steps of the whole run, with those passed."""
     left = max(0, math.ceil(epochs * num_rows) - passed.rows)
     steps = passed.steps + math.ceil(left / batch_size)
     return steps if max_steps is None else min(steps, max_steps)
@@ -285,7 +284,7 @@ def batches(
     shuffle: bool = True,
     passed: Passed = BEGINNING,
 ) -> Iterator[list[int]]:
-    """Row indices of each optimizer step after `passed`.  Epochs join without a gap, so only the last batch may be smaller."""
+    """Row indices of each step after `passed`.  Epochs join without a gap: only the last batch may be smaller."""
     if num_rows < 1:
         raise DataError("there is no row to make batches of; at least one is needed.")
     left = math.ceil(epochs * num_rows) - passed.rows

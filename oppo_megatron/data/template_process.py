@@ -40,8 +40,6 @@ class Generation(Extension):
 
 
 class Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace without names that lead into Python."""
-
     def __init__(*args: Any, **kwargs: Any) -> None:
         values = dict(*args[1:], **kwargs)
         for name in values:
@@ -59,7 +57,7 @@ def _require_public(name: Any) -> None:
 
 
 def make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """A dict made by a function, because the class itself would lead a template into Python."""
+    """A dict made by a function: the class itself would lead a template into Python."""
     return dict(*args, **kwargs)
 
 
@@ -89,7 +87,7 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 def _read_names(text: str) -> set[str]:
-    """Names that a caller may give: not those the template sets first, unless it tests them (`x is defined`)."""
+    """Names that a caller may give: not those set first, unless tested (`x is defined`)."""
     check_template(text)
     template = environment().parse(text)
     found = meta.find_undeclared_variables(template) - environment().globals.keys()
@@ -134,7 +132,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main(render_s: int) -> None:
-    """Answer requests from stdin; one that exceeds its processor time ends the process."""
+    """Answer stdin's requests; one that exceeds its processor time ends the process."""
     limit_resource(resource.RLIMIT_CORE, 0)
     limit_resource(resource.RLIMIT_AS, MEMORY_BYTES)
     for line in sys.stdin.buffer:

@@ -1,4 +1,4 @@
-"""Tokenizers: a Hugging Face directory, a sentencepiece model or one trained here; and their files next to weights."""
+"""Tokenizers: a Hugging Face directory, a sentencepiece model or one trained here; their files next to weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LOSSLESS: dict[str, Any] = {
 class Tokenizer(Protocol):
     """A tokenizer.  `vocab_size` is the largest id + 1, added tokens included.
 
-    `eos_ids`: all ids that end a response, the tokenizer's own `eos_id` first.  `adds_bos`: prompts begin with `bos_id`.
+    `eos_ids`: ids that end a response, `eos_id` first.  `adds_bos`: prompts begin with `bos_id`.
     """
 
     eos_id: int
@@ -58,18 +58,18 @@ class Tokenizer(Protocol):
     chat: ChatTemplate
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without special tokens around it."""
+        """Token ids, without special tokens around them."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids` as a continuation (a leading space is kept); special tokens have no text.
+        """Text of `ids` as a continuation (a leading space is kept), without special tokens.
 
-        An id beyond the vocabulary (embeddings may have spare rows) is U+FFFD.
+        Ids beyond the vocabulary (embeddings may have spare rows) are U+FFFD.
         """
         ...
 
     def save(self, directory: Path, *, pad_id: int | None = None) -> str | None:
-        """Write files from which `load_tokenizer` and `transformers.AutoTokenizer` load this tokenizer.
+        """Write files that `load_tokenizer` and `transformers.AutoTokenizer` load.
 
         `pad_id`: padding token, if it has none or one that ends a response.  Returns a warning if transformers will tokenize
         differently, else None.
@@ -80,8 +80,8 @@ class Tokenizer(Protocol):
 def load_tokenizer(config: TokenizerConfig, model: Path | None = None) -> Tokenizer:
     """Load the tokenizer at `config.path`: a Hugging Face directory, or a sentencepiece `.model` file.
 
-    `eos_ids`: its own EOS, and those named by `generation_config.json` (else `config.json`) next to it and in `model`, the
-    policy.  Raises ConfigError.
+    `eos_ids`: its own EOS, and those in `generation_config.json` (else `config.json`) of its directory and of `model`, the
+    policy. Raises ConfigError.
     """
     path = config.path
     if not path.exists():
@@ -129,7 +129,7 @@ def _open_tokenizer(path: Path, config: TokenizerConfig) -> Tokenizer:
 
 
 class _Decoder:
-    """Decodes ids as a continuation: many tokenizers drop a leading space."""
+    """Decodes continuations: many tokenizers drop a leading space."""
 
     def __init__(self, encode: Callable[[str], list[int]], decode: Callable[[list[int]], str], vocab_size: int):
         whole = encode("a b")
@@ -214,7 +214,7 @@ class HuggingFaceTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece model.  Control symbols are never read from text, so text cannot forge an EOS."""
+    """A sentencepiece model.  Control symbols are never read, so text cannot forge an EOS."""
 
     def __init__(self, path: Path, config: TokenizerConfig):
         import sentencepiece
@@ -275,9 +275,9 @@ def train_sentencepiece(
     model_type: Literal["bpe", "unigram", "char"] = "bpe",
     character_coverage: float = 0.9995,
 ) -> None:
-    """Train a tokenizer on `texts` and write it to `path`; ids 0-3 are unk, bos, eos, pad.
+    """Train a lossless tokenizer and write it to `path`; ids 0-3 are unk, bos, eos, pad.
 
-    Lossless: rare characters fall back to bytes.  Raises DataError without text, ConfigError if `vocab_size` does not fit.
+    Rare characters fall back to bytes.  Raises DataError without text, ConfigError for an unfit `vocab_size`.
     """
     import sentencepiece
 
@@ -323,7 +323,7 @@ def _misfit(vocab_size: int, reason: str) -> ConfigError:
 def special_ids(tokenizer: Tokenizer, stop_token_ids: Sequence[int] = (), *, scored: bool = False) -> dict[str, Any]:
     """Ids for `config.json` and `generation_config.json`; several EOS are a list.
 
-    `scored`: a reward model or critic scores the last non-padding token, so padding cannot be a token that may end an answer.
+    `scored`: a reward model or critic scores the last non-padding token, so padding must not be able to end an answer.
     """
     ends = distinct([*tokenizer.eos_ids, *stop_token_ids])
     pad = ends[0] if tokenizer.pad_id is None else tokenizer.pad_id
@@ -339,7 +339,7 @@ def write_beside(
 ) -> str | None:
     """Write the tokenizer and, for a policy, `generation_config.json` (from `source`, with `ids`).
 
-    `family`: `model_type` of the weights.  Returns a warning if transformers will tokenize differently, else None.
+    `family`: `model_type` of the weights.  Returns a warning as `save`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     warning = tokenizer.save(directory, pad_id=ids["pad_token_id"] if scored else None)
@@ -354,7 +354,7 @@ def write_beside(
 
 
 def _keep_class(path: Path, family: str) -> None:
-    """Stop transformers 5 from replacing the tokenizer of a Qwen2 model by Qwen2's own: name a class in `auto_map`."""
+    """Name a class in `auto_map`, or transformers 5 loads Qwen2's tokenizer for a Qwen2 model."""
     if family != "qwen2" or not path.is_file():
         return
     settings = read_json(path.read_text(encoding="utf-8"))

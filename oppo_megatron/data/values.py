@@ -110,7 +110,7 @@ def _is_silent_system(message: Message) -> bool:
 
 
 def _checked_message(message: Message, what: str) -> Message:
-    """Normalize a message to `role` and `content`, with `weight` 0 if it is not learned."""
+    """Normalize to `role` and `content`, with `weight` 0 if not learned."""
     role, content = role_of(message), _content_of(message)
     if not isinstance(role, str) or not role:
         raise DataError(f"{what} has no role (it has: {', '.join(message) or 'nothing'}); give it role and content")
@@ -135,7 +135,7 @@ def is_learned(message: Message) -> bool:
 
 
 def split_last_turn(messages: list[Message]) -> tuple[list[Message], list[Message]]:
-    """(messages before the last assistant turn, that turn); the turn is empty if another role is last."""
+    """(messages before the last assistant turn, that turn, empty if another role is last)."""
     if messages[-1]["role"] != "assistant":
         return messages, []
     if len(messages) == 1:
@@ -167,7 +167,7 @@ def split_dialogue(text: str, what: str) -> list[tuple[str, str]]:
 
 
 def split_pair(chosen: Value, rejected: Value) -> tuple[Value, Value, Value]:
-    r"""(prompt, chosen, rejected) of two dialogues: their common messages, or common text up to its last "\n\nAssistant:"."""
+    r"""(prompt, chosen, rejected) of two dialogues: common messages, or common text up to its last "\n\nAssistant:"."""
     if isinstance(chosen, str) and isinstance(rejected, str):
         common = os.path.commonprefix([chosen, rejected])
         end = common.rfind(ASSISTANT_MARK) + len(ASSISTANT_MARK)
@@ -201,7 +201,6 @@ def align(prompt: Value, answers: Sequence[Value]) -> tuple[Value, list[Value]]:
 
 
 def _continuing(turns: list[Message], answer: Value) -> list[Message]:
-    """The answer's messages without the prompt's; a system message must be the prompt's own."""
     messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     for start in (turns, [turn for turn in turns if turn["role"] != "system"]):
         if len(messages) > len(start) and _said(messages[: len(start)]) == _said(start):

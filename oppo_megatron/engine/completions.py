@@ -21,7 +21,7 @@ ROUND_STEPS = 64
 class PromptDecoder:
     """Decodes on its own cache; every rank of the model makes the same calls.
 
-    A response depends only on the seed of `sampling` and its prompt's `seq_id` and tokens.
+    Responses depend only on `sampling.seed`, `seq_id` and prompt.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class PromptDecoder:
         round_steps: int = ROUND_STEPS,
         activity: Activity | None = None,
     ):
-        """`num_slots` per replica, if `kv_budget_bytes` (None: no limit) holds them.  Ended responses leave every
-        `round_steps`."""
+        """`num_slots` per replica, if `kv_budget_bytes` (None: no limit) holds them.  Ended responses leave every `round_steps`.
+        """
         self._model, self._links, self._runtime, self._activity = model, links, runtime, activity
         self._num_slots, self._kv_budget_bytes = num_slots, kv_budget_bytes
         self.sampling, self.stopping, self.round_steps = sampling, stopping, round_steps
@@ -82,8 +82,6 @@ class PromptDecoder:
 
 
 class _AllEnded:
-    """Ends a round once all responses have ended."""
-
     def __init__(self, active: Sequence[Rollout]):
         self._going_on = {r.seq_id for r in active}
 

@@ -1,7 +1,7 @@
 """Decode steps that the host only starts: tokens and positions stay on the device for several steps.
 
-After `sync_steps` steps, or when no row can continue, the host reads the tokens, closes gaps among the rows (`DecodeWorker`)
-and reloads.  Rows are padded to a `batch_bucket` and positions to a bound of the cache, so steps can be captured and replayed.
+After `sync_steps` steps, or when no row can continue, the host reads the tokens, closes gaps and reloads.  Rows and positions are
+padded, so steps can be captured.
 Legend: B rows of a step, M cache slots, K steps of a window, R rows before padding, E ids that end a response.
 """
 
@@ -56,7 +56,7 @@ class DeviceLane:
         return self._done < self._window
 
     def load(self, rows: Sequence[Growing], steps: int) -> None:
-        """Load rows in neighbouring slots for a window of at most `steps` steps."""
+        """Load rows in neighbouring slots for at most `steps` steps."""
         cache = self._cache
         self._rows, self._done = list(rows), 0
         self._window = min(self._sync_steps, steps, max(row.limit - row.position for row in rows))
@@ -83,17 +83,14 @@ class DeviceLane:
         self._done += 1
 
     def read(self) -> list[list[list[float]]]:
-        """Wait for and return the tokens, log-probs, sampling log-probs and masses of each step and row.
-
-        Values past a row's end are meaningless.
-        """
+        """Wait for tokens, log-probs, sampling log-probs and masses per step and row; past a row's end they are meaningless."""
         assert self._done and not self.loaded
         drawn_K4R: list[list[list[float]]]
         drawn_K4R = self._drawn_4KM[:, : self._done, : len(self._rows)].permute(1, 0, 2).tolist()
         return drawn_K4R
 
     def _state(self, row: Growing, length: int) -> tuple[int, ...]:
-        """Token, cached length, position, limit, random state, and 1 if greedy."""
+        """Token, cached length, position, limit, random state, 1 if greedy."""
         chain, greedy = row_state(self._sampling.seed, row.seq_id), self._sampling.members.is_greedy(row.seq_id)
         return row.tokens[-1], length, row.position, row.limit, chain, int(greedy)
 

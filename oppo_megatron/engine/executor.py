@@ -1,7 +1,7 @@
-"""Executes one rank's actions of a schedule in their order, without a policy of its own.
+"""Executes one rank's actions of a schedule in their order.
 
-A rank waits only for a recv, tensor-parallel collectives, the gather of chunks, sends many rounds old, and all sends at a
-step's end (`drain`).  On a GPU each worker has its own stream, so decoding and prefill overlap.
+A rank waits only for a recv, tensor-parallel collectives, the gather of chunks, old sends, and all sends at a step's end
+(`drain`).  On a GPU each worker has its own stream.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from oppo_megatron.schedule.rounds import Site
 
 @dataclass(frozen=True)
 class Links:
-    """This rank's links (`schedule/links.py`), in order of first use."""
+    """This rank's links in order of first use."""
 
     groups: dict[Link, dist.ProcessGroup]
 
@@ -39,8 +39,7 @@ class Links:
     def use_once(self, device: torch.device) -> None:
         """Send one number over each link; all ranks with links make the call.
 
-        NCCL creates a pair's communicator in its first message, blocking both hosts.  Here the order (`in_waves`) has no
-        cycles of waiting ranks; in a round it might.
+        NCCL's first message blocks both hosts; the order here (`in_waves`) has no cycles.
         """
         rank = dist.get_rank()
         for (source, destination, *_), group in self.groups.items():
@@ -61,8 +60,6 @@ def build_links(site: Site) -> Links:
 
 
 class RoleWorker(Protocol):
-    """One role on this rank: its model, cache and sequences of the round."""
-
     def live(self, action: Action) -> bool:
         """False if the action's sequences have ended; the same on all its ranks."""
 
@@ -113,10 +110,7 @@ class Executor:
         self._streams = {role: torch.cuda.Stream(self.device) for role in self.workers} if cuda else {}
 
     def run(self, actions: Sequence[Action], shift: int = 0) -> None:
-        """Do a round's actions in order.  Raises StallError, naming the action, if a peer does not come.
-
-        `shift` is added to chunk numbers in that name.
-        """
+        """Do a round's actions.  Raises StallError, naming the action (chunk numbers + `shift`), if a peer does not come."""
         self._num_rounds += 1
         self._sent.append((shift, []))
         for stream in self._streams.values():

@@ -1,11 +1,9 @@
-"""The actor's decoding on one rank.
+"""The actor's decoding on one rank.  The last pipeline stage draws tokens, identically on its tensor ranks.
 
-The last pipeline stage draws tokens, identically on its tensor ranks, and sends them to the other stages.  A micro-step is one
-token per running sequence of a micro-batch; on one stage several may run before their tokens are read.
-
-A micro-step is *void*, and skipped by every rank of the replica, if its micro-batch has no running sequence or the batch was
-complete by the micro-batch's previous step (ordered by step, then micro-batch, because other ranks may not know about later
-micro-steps).  Legend: R rows (running sequences of a micro-batch), V vocabulary.
+A micro-step is one token per running sequence of a micro-batch.  It is *void*, and skipped by all ranks, if there is no running
+sequence or the batch was complete by the micro-batch's previous step (ordered by step, then micro-batch, because other ranks may
+not know about later ones).
+Legend: R rows (running sequences of a micro-batch), V vocabulary.
 """
 
 from __future__ import annotations
@@ -49,10 +47,7 @@ class DecodeWorker:
         outlet: ChunkOutlet | None = None,
         sync_steps: int = 1,
     ):
-        """`outlet` encodes messages for ranks without the actor.
-
-        On one pipeline stage the host reads tokens every `sync_steps` micro-steps.
-        """
+        """`outlet` encodes messages for ranks without the actor.  On one stage the host reads tokens every `sync_steps` steps."""
         self.model, self.cache, self.outlet = model, cache, outlet
         self.sampling, self.stopping = sampling, stopping
         self._weight = next(model.parameters())
@@ -63,7 +58,7 @@ class DecodeWorker:
         self.captured = CapturedSteps(cache.device, model.parameters) if captures else None
 
     def order(self, seq_ids: Sequence[int]) -> list[int]:
-        """Sort by cache slot; sequences without a slot follow in the given order."""
+        """Sort by cache slot; sequences without a slot follow."""
         return sorted(seq_ids, key=lambda i: self.cache.slot(i) if i in self.cache else self.cache.num_slots)
 
     def invalidate(self) -> None:
@@ -88,7 +83,7 @@ class DecodeWorker:
     ) -> None:
         """Begin a round of this replica's `work`; `readiness()` returns a new signal of the batch's completion.
 
-        Tokens get the policy's `version`, less the updates that their cache has `outlived`.
+        Tokens get `version` less the updates that their cache has `outlived`.
         """
         taken = TakenUp(self.cache, work)
         running = {g.seq_id for batch in work.decode for g in batch}
@@ -208,10 +203,9 @@ class DecodeWorker:
         return len(lane) if resident.loaded else self._absorb(action, resident.read(), resident=True)
 
     def _absorb(self, action: Action, drawn: Sequence[Drawn], resident: bool = False) -> int:
-        """Append drawn tokens; sequences that end leave the micro-batch.
+        """Append drawn tokens; ended sequences leave the micro-batch, but keep their slots, because they may end after the chunk.
 
-        They keep their slots until the round ends, because those that end after the chunk continue.  `resident`: the cache's
-        lengths have not advanced yet.
+        `resident`: the cache's lengths have not advanced yet.
         """
         assert action.step is not None
         lane, first = self._round.lanes[action.micro_batch], action.step + 1 - len(drawn)

@@ -32,10 +32,7 @@ from oppo_megatron.schedule.rounds import Batch, Site
 
 @dataclass(frozen=True)
 class Decoding:
-    """Parameters of a round's decoding.
-
-    `halt`: the run stops after this round; the chunk informs ranks that only listen.
-    """
+    """`halt`: the run stops after this round; the chunk informs ranks that only listen."""
 
     clock: int
     version: int
@@ -45,9 +42,9 @@ class Decoding:
 
 @dataclass
 class RoundRunner:
-    """This rank's workers and the planner of their rounds: `run`, record the chunk in the buffer, then `recorded`.
+    """This rank's workers and planner: `run`, record the chunk in the buffer, then `recorded`.
 
-    `decode` is None on ranks without the actor, `listen` on ranks with it.  `planning_s`: seconds spent planning.
+    `decode` is None on ranks without the actor, `listen` on ranks with it.
     """
 
     planner: RoundPlanner
@@ -70,8 +67,8 @@ class RoundRunner:
     ) -> Chunk | None:
         """Decode up to `chunk_tokens` of each of `active`; score new tokens of `score` (critic: those in `readable`).
 
-        Returns the chunk, the same on every rank; None if `active` is empty.  Raises ScheduleError before anything runs,
-        StallError if a peer does not come, CapacityError if memory runs out.
+        Returns the chunk; None if `active` is empty.  Raises ScheduleError before anything runs, StallError if a peer does not
+        come, CapacityError if memory runs out.
         """
         self.num_rounds += 1
         order = self.decode.order if self.decode is not None else list
@@ -100,7 +97,6 @@ class RoundRunner:
         return end.end()
 
     def recorded(self, rollouts: Sequence[Rollout]) -> None:
-        """Update the planner after the buffer has recorded the chunk."""
         self.planner.actor.record(rollouts)
 
     def owes(self, rollouts: Sequence[Rollout], role: str | None = None) -> bool:
@@ -122,7 +118,6 @@ class RoundRunner:
                 worker.forget(seq_id)
 
     def give_up(self, rollouts: Sequence[Rollout]) -> None:
-        """Drop finished rollouts that will not be trained, read or not."""
         seq_ids = [rollout.seq_id for rollout in rollouts]
         for book in self.planner.scorers.values():
             book.forget(*seq_ids, unread=True)
@@ -131,13 +126,12 @@ class RoundRunner:
         self.retire(rollouts)
 
     def actor_changed(self) -> None:
-        """Invalidate the actor's cache after its weights changed."""
         self.planner.actor.invalidate()
         if self.decode is not None:
             self.decode.invalidate()
 
     def actor_kept(self) -> None:
-        """Keep the actor's cache although its weights changed; its tokens have older versions."""
+        """Keep the actor's cache although its weights changed."""
         self.planner.actor.keep()
 
     def scorers_changed(self) -> None:
@@ -167,7 +161,7 @@ def decoder(
     sync_steps: int = 1,
     activity: Activity | None = None,
 ) -> RoundRunner:
-    """Return a runner of rounds that only decode, on the ranks of one model."""
+    """Return a runner that only decodes, on the ranks of one model."""
     groups = model.groups
     placement = RolePlacement(groups.ranks, groups.tp, groups.pp, groups.dp)
     rank = dist.get_rank()

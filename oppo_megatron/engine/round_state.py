@@ -1,4 +1,4 @@
-"""The state of a round on one rank: its plan applied to a role's cache, and the decoded sequences."""
+"""The state of a round on one rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TakenUp:
             self._make(source)
 
     def check(self, batch: Batch) -> None:
-        """Assert that the cache has what the plan expects; otherwise tokens would be wrong."""
+        """Assert that the cache has what the plan expects."""
         for growth in batch:
             held = self._cache.length(growth.seq_id)
             assert held == growth.past, (
@@ -64,7 +64,7 @@ class Growing:
         return self.row.offset + len(self.row.tokens)
 
     def append(self, token: int, logprob: float, sampling_logprob: float, stopping: Stopping, start: int) -> bool:
-        """Append a token in a round that started at clock `start`; return True if it is the last."""
+        """Append a token in a round from clock `start`; return True if it is the last."""
         self.tokens.append(token)
         self.response.append(token)
         self.row.tokens.append(token)
@@ -80,8 +80,8 @@ class Growing:
 class DecodeRound:
     """A round of one replica's `work`, from clock `start`, with the sequences `growing`.
 
-    `local` tracks completion on this rank, `stop` in the merge.  By micro-batch: `lanes` are running sequences, `steps` decode
-    steps, `ended` the first void step, `hidden` the stage's last output, `drawn` the last step's tokens.
+    `local` tracks completion on this rank, `stop` in the merge.  By micro-batch: `lanes` (running sequences), `steps`, `ended`
+    (first void step), `hidden` and `drawn` (last outputs).
     """
 
     work: ReplicaWork

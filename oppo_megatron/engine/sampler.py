@@ -1,7 +1,6 @@
-"""Drawing tokens with counter-based randomness, by inverting the cumulative distribution.
+"""Drawing tokens by a hash of (seed, sequence id, position), regardless of chunk size, batch, placement and restarts.
 
-A token's random number is a hash of (seed, sequence id, position), so draws do not depend on chunk size, batch, placement or
-restarts.  Legend: R rows, V vocabulary (this tensor rank's shard), S tensor ranks, K top-k candidates or blocks of W tokens.
+Legend: R rows, V vocabulary shard, S tensor ranks, K top-k candidates or blocks of W tokens.
 """
 
 from __future__ import annotations
@@ -46,9 +45,8 @@ class Sampling:
 class Draw:
     """Tokens, two log-probs and masses, [R] each; a mass is finite if and only if its distribution is valid.
 
-    `logprobs` are over the whole vocabulary at the configured temperature (1 if greedy), as training recomputes them, so PPO's
-    ratio starts at 1.  `sampling_logprobs` are after top-k and top-p; their support changes with the weights, so their ratios
-    are undefined.
+    `logprobs` are over the whole vocabulary at the configured temperature (1 if greedy), as in training; `sampling_logprobs`
+    after top-k and top-p, whose support changes, so their ratios are undefined.
     """
 
     tokens: Tensor
@@ -81,9 +79,7 @@ def no_distribution(sampling: Sampling, seq_id: int, position: int) -> NumericsE
 
 
 def uniforms_at(states_R: Tensor, positions_R: Tensor) -> Tensor:
-    """Float64 [R] in [0, 1): the numbers of `uniforms`, from `row_state` and int64 positions on their device.
-
-    torch's int64 arithmetic wraps around, so results are bit-equal on every device.
+    """Float64 [R] in [0, 1): `uniforms` from `row_state` and int64 positions; int64 wraps around, so bit-equal on every device.
     """
     return _shifted(_mix_int64(states_R ^ positions_R), 11).double() * 2.0**-53
 
@@ -106,10 +102,7 @@ def draw(
     positions: Sequence[int],
     shards: VocabShards | None = None,
 ) -> Draw:
-    """Draw one token per row from float32 logits (with `shards`: this rank's shard).
-
-    Every rank of the shards makes the call and gets the same result.
-    """
+    """Draw one token per row from float32 logits, the same on every rank of `shards`."""
     u_R = on_device(uniforms(sampling.seed, seq_ids, positions), logits_RV.device, torch.float64)
     greedy_R: Tensor | None = None
     if sampling.members.greedy:
@@ -124,7 +117,7 @@ def draw_at(
     shards: VocabShards | None = None,
     greedy_R: Tensor | None = None,
 ) -> Draw:
-    """Draw at given numbers in [0, 1), by device operations alone; rows of `greedy_R` (bool) take the likeliest token."""
+    """Draw at given numbers in [0, 1), without the host; rows of `greedy_R` (bool) take the likeliest token."""
     shards = shards or VocabShards()
     logits_RV = shards.filled_up(logits_RV)
     if sampling.temperature == 0:
@@ -154,7 +147,7 @@ def _greedy(logits_RV: Tensor, shards: VocabShards) -> Draw:
 
 
 def _whole(scaled_RV: Tensor, u_R1: Tensor, shards: VocabShards) -> Draw:
-    """Draw from the whole vocabulary: first a block, then a token in it.  Ranks exchange block masses, never logits."""
+    """Draw first a block of the vocabulary, then a token in it; ranks exchange block masses, never logits."""
     probs_RV = torch.softmax(scaled_RV, -1)  # of this shard
     blocks_RKW = _in_blocks(probs_RV)
     num_blocks, mass_RS = blocks_RKW.shape[1], blocks_RKW.sum(-1)
@@ -185,7 +178,7 @@ def _whole(scaled_RV: Tensor, u_R1: Tensor, shards: VocabShards) -> Draw:
 
 
 def _truncated(scaled_RV: Tensor, u_R1: Tensor, sampling: Sampling, shards: VocabShards) -> Draw:
-    """Draw from the top-k and top-p candidates.  Ranks exchange their best k; without top-k, all logits."""
+    """Draw from the top-k and top-p candidates; ranks exchange their best k, without top-k all logits."""
     vocab = scaled_RV.shape[-1] * shards.size
     mass_R1 = torch.logsumexp(scaled_RV, -1, keepdim=True)
     if shards.size > 1:

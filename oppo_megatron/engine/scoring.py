@@ -1,7 +1,7 @@
-"""Scorers on one rank: reward, reference and critic prefill the sequences by chunks while the actor decodes.
+"""Scorers on one rank: reward, reference and critic prefill sequences by chunks while the actor decodes.
 
-After P prompt tokens, the reference log-prob and value V(s_t) of response token t come from position P + t - 1; the reward
-model scores at the last position.  Legend: T tokens of a response, R output rows of a call.
+Reference log-prob and value V(s_t) of response token t come from position P + t - 1 (P: prompt tokens), the reward from the last.
+Legend: T tokens of a response, R output rows of a call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _ScoringRound:
 
 
 class ScoringWorker:
-    """One scoring role on this rank, with its KV cache and outputs.
+    """One scoring role on this rank.
 
     The last stage keeps an output per response token (reference, critic) or response (reward).
     """
@@ -131,7 +131,7 @@ class ScoringWorker:
         return sum(g.rows for g in batch)
 
     def _reduce(self, batch: Batch, out_R: Tensor) -> Tensor:
-        """Return the outputs to keep: next-token log-probs for the reference, else `out_R` itself."""
+        """Return next-token log-probs for the reference, else `out_R`."""
         if self.role != "reference":
             return out_R
         ends = [g.past + g.new for g in batch]

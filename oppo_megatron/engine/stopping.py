@@ -60,10 +60,7 @@ class Stopping:
         decode: Decode | None = None,
         forced: ForcedLengths | None = None,
     ) -> Stopping:
-        """Take `eos_ids` and `decode` from the tokenizer; without `decode`, stop texts have no effect.
-
-        `forced` lengths replace EOS; `trace` has the lengths of its file.
-        """
+        """Without `decode`, stop texts have no effect.  `forced` lengths replace EOS; `trace` has the lengths of its file."""
         if forced is None:
             text = StopText(rollout.stop_texts, decode) if rollout.stop_texts and decode is not None else None
             return cls(all_ids(eos_ids, rollout.stop_token_ids), rollout.max_response_tokens, text=text)
@@ -72,7 +69,6 @@ class Stopping:
         return cls((), rollout.max_response_tokens, limits)
 
     def reason(self, response: Sequence[int], limit: int) -> FinishReason | None:
-        """Return why the response ends with its last token, or None."""
         if response[-1] in self.eos_ids:
             return "eos"
         if self.text is not None and self.text.ends(response):
@@ -80,7 +76,7 @@ class Stopping:
         return "length" if len(response) == limit else None
 
     def limit(self, seq_id: int) -> int:
-        """Maximum tokens of the response; forced limits depend only on (seed, sequence id)."""
+        """Maximum response tokens; forced limits depend only on (seed, sequence id)."""
         return self.max_response_tokens if self.forced is None else self.forced(seq_id)
 
 

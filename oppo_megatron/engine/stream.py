@@ -9,8 +9,7 @@ A message is a header of HEADER_SIZE int64 words, then a payload:
     payload  per row: sequence id, offset, tokens, policy version, finish clock or -1, ending, checksum; then the body
     body     all tokens, then all log-probs, then all sampling log-probs (float64 bits)
 
-A row's checksum is the CRC-32 of everything sent for its sequence, prompt first.  It detects corruption and different prompts;
-the offset detects lost or repeated chunks.
+A row's checksum is the CRC-32 of everything sent for its sequence, prompt first.  The offset detects lost or repeated chunks.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def to_words(rows: ChunkRows) -> Ints:
 
 
 def from_words(words: Ints) -> ChunkRows:
-    """Decode `to_words`; the tokens are views of `words`."""
+    """Decode `to_words`; tokens are views of `words`."""
     end = 1 + int(words[0]) * FIELDS
     table = np.ascontiguousarray(words[1:end].reshape(-1, FIELDS).T)
     return ChunkRows.packed_as(table, words[end:].reshape(DRAWN, -1))
@@ -124,7 +123,6 @@ class ChunkDecoder(ChunkBooks):
         return Chunk(index, clock, rows, halt=bool(halt))
 
     def _require_whole(self, table: Ints, num_tokens: int, index: int) -> None:
-        """Raise StreamError if a row has impossible numbers."""
         seq_ids, offsets, counts, _, finish, reasons, _ = table
         ends = np.cumsum(np.clip(counts, 0, num_tokens))
         bad = (counts < 0) | (counts > num_tokens) | (ends > num_tokens)
@@ -145,7 +143,7 @@ class ChunkDecoder(ChunkBooks):
         return due
 
     def _accept(self, rows: ChunkRows, checksums: Sequence[int], index: int) -> None:
-        """Advance the ledgers.  Raises StreamError for the first row that does not continue its sequence exactly."""
+        """Advance the ledgers.  Raises StreamError for the first row that does not continue its sequence."""
         sent = _Sent(rows)
         for i, (seq_id, offset, count) in enumerate(rows.table[:3].T.tolist()):
             ledger = self.ledgers.get(seq_id)
@@ -166,7 +164,7 @@ class ChunkDecoder(ChunkBooks):
 
 
 class _Sent:
-    """The bytes that the checksums of packed rows cover: all but the count."""
+    """The bytes under the checksums of packed rows: all but the count."""
 
     def __init__(self, rows: ChunkRows):
         self._heads = memoryview(np.ascontiguousarray(rows.table[[0, 1, 3, 4, 5]].T).tobytes())
@@ -183,8 +181,6 @@ class _Sent:
 
 
 class _StreamEnd:
-    """One end of the stream, with the books of shared sequences."""
-
     books: ChunkBooks
 
     def admit(self, rollouts: Sequence[Rollout]) -> None:

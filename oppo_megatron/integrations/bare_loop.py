@@ -30,7 +30,7 @@ def prepacked(weight_OI: Tensor, bias_O: Tensor | None = None) -> Product:
 
 
 class BareLoop:
-    """A Llama- or Qwen2-like model of a Hugging Face directory."""
+    """A Llama- or Qwen2-like model."""
 
     def __init__(self, directory: Path, shape: Mapping[str, Any], product: Callable[..., Product]):
         weights: dict[str, Tensor] = {}
@@ -94,7 +94,7 @@ class BareLoop:
 
 
 class _Layer:
-    """A layer with fused qkv and gate-up weights."""
+    """Weights, with fused qkv and gate-up products."""
 
     def __init__(self, weights: Mapping[str, Tensor], prefix: str, product: Callable[..., Product]):
         def joined(names: Sequence[str], kind: str) -> Tensor | None:

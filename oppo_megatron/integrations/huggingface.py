@@ -68,7 +68,6 @@ def convert(src: Path, dst: Path, what: Conversion, beside: Beside | None = None
 
 
 def _open_source(src: Path, what: Conversion) -> tuple[ModelShape, TensorSource]:
-    """Open `src` with a fresh head or merged adapters."""
     fresh = what.fresh_head_seed is not None
     if fresh and what.head == "lm":
         raise ConfigError(
@@ -101,7 +100,7 @@ def _convert_to_megatron(
 
 
 def compare_outputs(src: Path, dst: Path, head: str, fresh_head: bool) -> tuple[str, float]:
-    """Quantity compared (logits, or hidden states for a fresh head) and its largest difference on random tokens, in float32."""
+    """Quantity compared and its largest difference on random tokens, in float32."""
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     if fresh_head:
@@ -136,7 +135,7 @@ def compare_weights(src: Path, dst: Path, what: Conversion) -> tuple[int, float]
 def write_random_checkpoint(
     hf_config: Mapping[str, Any], directory: Path, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Write a causal LM with random weights, drawn on the device (on a GPU in seconds)."""
+    """Random weights are drawn on the device (on a GPU in seconds)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**hf_config)

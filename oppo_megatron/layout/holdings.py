@@ -1,4 +1,4 @@
-"""Each rank's roles, their shares, memory and batches."""
+"""Each rank's roles, shares, memory and batches."""
 
 from __future__ import annotations
 

@@ -192,7 +192,6 @@ def _speed(trial: Trial) -> str:
 
 
 def _where(best: Trial, following: Trial) -> str:
-    """Phase in which the fastest placement gains most."""
     gains = {part: _a_step(following, part) - _a_step(best, part) for part in PARTS}
     part = max(gains, key=lambda name: gains[name])
     return f"most of it in {PARTS[part]}: {_a_step(best, part):.3g} s per step against {_a_step(following, part):.3g}"

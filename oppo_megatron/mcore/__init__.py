@@ -1,7 +1,6 @@
 """The only room that imports megatron-core, without parts that a rank never calls: half of the import's time.
 
-Its `torch.compile` fusions would load torch's compiler on import, its timers TensorBoard and Weights & Biases.  Loaders of an
-unusable transformer-engine or apex raise other errors than the ImportError it expects.
+The import would load torch's compiler, TensorBoard and Weights & Biases, and fail on unusable transformer-engine or apex.
 """
 
 from __future__ import annotations

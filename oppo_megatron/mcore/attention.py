@@ -1,7 +1,6 @@
 """Attention over packed tokens: rotary positions, sliding windows and the plan of a call.
 
-Legend: T packed tokens, N query heads, G key/value heads of this rank, D head dimension, L cached positions, Q queries, K
-keys.
+Legend: T packed tokens, N query heads, G key/value heads, D head dimension, L cached positions, Q queries, K keys.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from oppo_megatron.mcore.cpu import HalfOnCpu
 
 
 def rope_tables(shape: ModelShape, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return float32 cos_LD and sin_LD (Su et al. 2021), the sine negated in the first half of D for `apply_rope`."""
+    """Return float32 cos_LD and sin_LD (Su et al. 2021), the sine negated in the first half of D."""
     frequencies, factor = _frequencies(shape)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies.float())
     cos, sin = angles.cos() * factor, angles.sin() * factor
@@ -57,7 +56,7 @@ def binding(window: int | None, reach: int) -> int | None:
 
 @dataclass
 class WindowedAttention:
-    """Attention in pieces of queries that read few keys beyond their window, with shared masks."""
+    """Attention in pieces of queries that read few keys beyond their window."""
 
     dtype: torch.dtype
     device: torch.device

@@ -1,7 +1,4 @@
-"""Packed micro-batches: whole sequences in a row.
-
-Legend: T packed tokens, R rows of interest (positions whose output counts).
-"""
+"""Packed micro-batches.  Legend: T packed tokens, R rows of interest (positions whose output counts)."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ Answered = tuple[Sequence[int], Sequence[int]]
 
 @dataclass
 class MicroBatch:
-    """Sequences to run forward (and backward) together.
+    """Sequences to run together.
 
     `index`: their indices in the batch; `rows_R`: packed positions of wanted outputs; `targets_R`: the tokens these predict;
     `tokens`: `tokens_T` on the host; `counts`: rows per response; `extra`: tensors for the loss.
@@ -57,7 +54,7 @@ def pack_responses(
 ) -> list[MicroBatch]:
     """Pack micro-batches of at most `budget` tokens (a longer sequence is alone), longest first.
 
-    The row of response token t is the position before it, which has V(s_t).
+    The row of response token t is the position before it.
     """
     lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]
     return [

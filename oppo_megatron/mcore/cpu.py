@@ -1,7 +1,4 @@
-"""CPU kernels: attention in bfloat16, groups of sequences that attend together, and packed products.
-
-Legend: T rows, I inputs, O outputs of this rank.
-"""
+"""CPU kernels: attention in bfloat16 and packed products.  Legend: T rows, I inputs, O outputs of this rank."""
 
 from __future__ import annotations
 
@@ -22,9 +19,9 @@ from oppo_megatron.layout.memory import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
 
 
 class HalfOnCpu(torch.autograd.Function):
-    """torch's CPU attention in bfloat16 with its backward pass in float32; causal without a mask.
+    """torch's CPU attention in bfloat16, causal without a mask, with backward in float32.
 
-    In bfloat16, backward takes up to three times as long and keeps hundreds of megabytes of kernels, one per length.
+    Backward in bfloat16 is up to three times slower and keeps hundreds of megabytes of kernels.
     """
 
     @staticmethod
@@ -100,7 +97,7 @@ def can_prepack(weight: Tensor) -> bool:
 def product(weight_OI: Tensor, bias_O: Tensor | None = None, *, packed: bool) -> Callable[[Tensor], Tensor]:
     """x [T, I] -> x W^T + b [T, O].  `packed`: products of few rows use a weight copy packed by oneDNN.
 
-    Otherwise torch packs it (float32) or looks up the layout (bfloat16) in every call, which is slow in decoding.
+    Otherwise every call packs it (float32) or looks up its layout (bfloat16).
     """
     if not packed:
         return lambda x_TI: F.linear(x_TI, weight_OI, bias_O)

@@ -85,8 +85,8 @@ def run_eagerly(key: Hashable, step: Callable[[], None]) -> None:
 class CapturedSteps:
     """Runs the first steps of a key eagerly, then captures one as a CUDA graph and replays it.
 
-    If weights have moved at a `renew`, all graphs, which hold addresses, are dropped.  Graphs share memory, because they never
-    run concurrently.  If CUDA refuses a capture, stderr gets a warning, and new keys run eagerly, with the same tokens.
+    Graphs are dropped if weights have moved at a `renew`, and share memory, because they never run concurrently.  If CUDA refuses
+    a capture, stderr gets a warning, and new keys run eagerly.
     """
 
     def __init__(self, device: torch.device, weights: Callable[[], Iterable[Tensor]]):

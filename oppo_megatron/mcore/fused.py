@@ -1,7 +1,6 @@
-"""Cached calls of a stage in few operations on megatron's parameters.
+"""Cached calls of a stage without megatron's fifteen nested calls per layer, which dominate small decode steps.
 
-megatron's modules make some fifteen nested calls per layer, which dominate small decode steps.  Legend: T packed tokens, H
-hidden, G key/value heads of this rank, X query heads per key head + 2, D head dimension.
+Legend: T packed tokens, H hidden, G key/value heads, X query heads per key head + 2, D head dimension.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Product = Callable[[Tensor], Tensor]
 class FusedStage:
     """A stage's layers and, on the last, the final norm; made again after weight changes.
 
-    On a GPU it copies no weights, as captured steps need; for the CPU it does (`packed`).
+    On a GPU it copies no weights, as captured steps need; for the CPU `packed` ones.
     """
 
     def __init__(self, layers: Sequence[Any], final_norm: Any | None, tp_group: dist.ProcessGroup, *, packed: bool):

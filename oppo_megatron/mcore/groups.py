@@ -49,7 +49,7 @@ class RoleGroups:
 def build_groups(
     ranks: Sequence[int], tp: int, pp: int, role: str, shared: SharedGroups | None = None
 ) -> RoleGroups | None:
-    """Build groups of a model on `ranks` (tensor fastest, then data, then pipeline); None outside of them.
+    """Build groups of a model on `ranks` (tensor fastest, then data, then pipeline); None outside.
 
     Every rank of the world makes the call for every role in the same order.
     """

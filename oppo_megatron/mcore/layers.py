@@ -1,6 +1,6 @@
 """Replacements for megatron-core's modules, and parameter attributes that megatron reads.
 
-Legend: T packed tokens, H hidden, N query heads, G key/value heads of this rank, D head dimension.
+Legend: T packed tokens, H hidden, N query heads, G key/value heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Norm = Callable[[Tensor], Tensor]
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + eps) * w, internally float32.
 
-    On a CPU, x / hypot(|x|, sqrt(H eps)) * sqrt(H) w makes twelve float32 passes instead of torch's twenty-five.
+    On a CPU, x / hypot(|x|, sqrt(H eps)) * sqrt(H) w makes half of torch's passes.
     """
     if x.device.type != "cpu":
         return F.rms_norm(x, (x.shape[-1],), weight_H, eps)
@@ -163,7 +163,7 @@ class ScalarHead(torch.nn.Module):
 def block_spec(config: TransformerConfig, num_layers: int, kind: LayerKind = "torch") -> TransformerBlockSubmodules:
     """Return the spec of a stage, final norm included; `kind`: library of linear layers and norms.
 
-    transformer-engine's layers with fused norms are not used, so parameters keep their names.
+    No transformer-engine layers with fused norms, because parameters keep their names.
     """
     modules: tuple[Any, ...] = (BiasedLinear, ColumnParallelLinear, RowParallelLinear, RMSNorm)
     if kind == "transformer_engine":
@@ -191,7 +191,7 @@ def block_spec(config: TransformerConfig, num_layers: int, kind: LayerKind = "to
 class BiasedLinear(ColumnParallelLinear):
     """A projection with a bias (queries, keys and values of Qwen2), rounded once.
 
-    megatron-core adds the bias to a rounded product; in bfloat16 log-probs of training and decoding would differ.
+    megatron-core rounds before adding the bias, so bfloat16 log-probs of training and decoding would differ.
     """
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:

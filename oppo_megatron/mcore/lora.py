@@ -3,9 +3,9 @@
 A column-parallel product has a whole A and B cut by rows, a row-parallel one A cut by columns and a whole B:
 
     column   A x is the same on all ranks; the gradient of B's input is summed over them
-    row      B A x is summed with the product (cached calls), or A x is, which is smaller (training)
+    row      B A x is summed with the product (cached calls), or A x is (training)
 
-Legend: T packed tokens, I inputs, G key/value heads of this rank, R query heads of each, D head dimension.
+Legend: T packed tokens, I inputs, G key/value heads, R query heads of each, D head dimension.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ class Adapters(torch.nn.Module):
         self._group, self._sequence_parallel = group, sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the addition to the product in megatron's forward pass."""
         return self._join({name: self._one(self.get_submodule(name), x) for name in self._names})
 
     def cached(self, x_TI: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ class RoleModel(GPTModel):
     def forward(self, tokens_T: Tensor | None, plan: AttentionPlan, rows_R: Tensor | None = None) -> Tensor:
         """Return hidden states [T, 1, H]; on the last stage logits [R, V / tp] or scalars [R] of the rows (None: all T).
 
-        If tp does not divide V, the last rank has fewer logits.  Logits of cached calls are float32, for drawing.
+        If tp does not divide V, the last rank has fewer logits.  Those of cached calls are float32.
         """
         if self.fused is not None and isinstance(plan, CachedPlan):
             return self._cached_forward(self.fused, tokens_T, plan, rows_R)
@@ -301,8 +301,7 @@ def build_chunks(
     device: torch.device,
     layers: LayerKind = "torch",
 ) -> list[RoleModel]:
-    """Return this rank's chunks, weights not yet set; `layout`: to train in.  Raises CapacityError if `max_length` is too
-    large."""
+    """Return this rank's chunks, weights not yet set.  Raises CapacityError if `max_length` is too large."""
     if max_length > shape.max_positions:
         raise CapacityError(
             f"sequences of {max_length} tokens exceed the model's {shape.max_positions} positions; lower "
@@ -340,9 +339,7 @@ def step(
     inputs: Tensor,
     rows_R: Tensor | None = None,
 ) -> Tensor:
-    """Append lens[s] tokens to each sequence's cache; return this stage's output.
-
-    `inputs`: tokens [T] on the first stage, hidden states [T, 1, H] on others.
+    """Append lens[s] tokens to each cache; return this stage's output.  `inputs`: tokens [T] or, later, hidden states [T, 1, H].
     """
     plan = kv.begin(seq_ids, lens)
     if model.pre_process:

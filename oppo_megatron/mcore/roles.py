@@ -46,8 +46,8 @@ def load_training(
 ) -> list[RoleModel]:
     """Load this rank's chunks of the model in `config`, in evaluation mode, in `layout` (None: serving).
 
-    `vocab_multiple`: a multiple of all tensor ranks, if weights move between layouts.  Raises CheckpointError if weights do
-    not fit, CapacityError for too few positions, ConfigError for an unusable library of layers.
+    `vocab_multiple`: of all tensor ranks, if weights move between layouts.  Raises CheckpointError if weights do not fit,
+    CapacityError for too few positions, ConfigError for unusable layers.
     """
     shape, source = open_weights(config, head)
     lora = _lora(config)
@@ -71,10 +71,7 @@ def load_training(
 
 
 def as_it_began(adapted: RoleModel, groups: RoleGroups, config: ModelConfig) -> RoleModel:
-    """Return the initial model of a model with adapters, for scoring: same layout, shared weights.
-
-    `config` has the adapters that the run started from.
-    """
+    """Return the initial model of a model with adapters, for scoring: same layout, shared weights, adapters of `config`."""
     device = next(adapted.parameters()).device
     model = build_model(
         adapted.shape, groups, head=adapted.head, max_length=adapted.max_length, dtype=config.dtype, device=device

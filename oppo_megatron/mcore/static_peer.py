@@ -1,4 +1,4 @@
-"""megatron-core's own decoding with `StaticInferenceContext`, as a peer for `oppo bench decode`.
+"""megatron-core's own decoding, as a peer for `oppo bench decode`.
 
 Legend: B sequences of equal length, P prompt tokens, N new tokens, V vocabulary.
 """

@@ -1,7 +1,4 @@
-"""Training and cache-free forward by megatron-core's DDP, optimizer, scheduler and pipeline schedules.
-
-Legend: R rows of interest of a micro-batch.
-"""
+"""Training and cache-free forward by megatron-core.  Legend: R rows of interest of a micro-batch."""
 
 from __future__ import annotations
 
@@ -71,10 +68,7 @@ def _run(
     forward_only: bool,
     ahead: Ahead | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Run the pipeline over the micro-batches; return each report of `finish`, on the last stage.
-
-    `modules` are the chunks or their wrappers.
-    """
+    """Run the pipeline over `modules` (chunks or wrappers); return each report of `finish`, on the last stage."""
     first = chunks[0]
     groups, interleaved = first.groups, len(chunks) > 1
     missing = _multiple(max(len(batches), 1), groups.pp if interleaved else 1) - len(batches)
@@ -329,10 +323,7 @@ def _scheduler(optimizer: Any, config: OptimizerConfig, total_steps: int) -> Opt
 
 
 class StageMessages(P2PCommunicator):
-    """Pipeline messages without an exchange of shapes, for which the host would wait (p2p_communication.py:242).
-
-    Activations and gradients come in the order of the micro-batches, whose sizes all stages know.
-    """
+    """Pipeline messages without an exchange of shapes, for which the host would wait (p2p_communication.py:242)."""
 
     def __init__(self, group: dist.ProcessGroup, config: TransformerConfig, sizes: Sequence[int]):
         super().__init__(group, config)

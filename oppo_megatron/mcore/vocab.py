@@ -1,8 +1,7 @@
 """The vocabulary over tensor ranks; log-probs and entropy from sharded logits in float32.
 
-megatron's unfused cross entropy reads a global group, its fused one rounds gradients to bfloat16, and both hold several
-float32 numbers per logit; here only some rows at a time do.  Legend: R rows, V vocabulary shard, S shards, q = softmax(logits
-/ temperature) over the whole vocabulary.
+megatron's cross entropies read a global group or round gradients to bfloat16, and use more memory.
+Legend: R rows, V vocabulary shard, S shards, q = softmax(logits / temperature) over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from oppo_megatron.layout.activations import BLOCK_NUMBERS, CACHED_NUMBERS
 
 
 class VocabShards:
-    """This rank's shard of `rows` rows (the last may be padded); without a group, the whole vocabulary."""
+    """This rank's shard of `rows` rows (the last may be padded); without a group, all."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, rows: int = 0, vocab_size: int | None = None):
         self.group, self.rows, self.vocab_size = group, rows, vocab_size

@@ -1,7 +1,7 @@
 """Reads token ids that end responses, and checks that each role's model has the run's tokenizer.
 
-Tokenizers match if each id maps to the same piece and sample texts get the same ids.  Added tokens that one lacks, or has under a
-reserved name, are allowed; one may be fast and the other its sentencepiece model.
+Tokenizers match if each id maps to the same piece and samples get the same ids.  One may have additional added tokens, or be a
+fast version of the other's sentencepiece model.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Inter-step overlap: the buffer with a batch and delta more rollouts, and the scheduler that admits prompts."""
+"""Inter-step overlap: the rollout buffer, and the scheduler that admits prompts."""

@@ -1,4 +1,4 @@
-"""The rest of a resumed run: prompts still to admit, and whether it may continue."""
+"""The rest of a resumed run."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A *group* is the n responses to one prompt. *clock* counts the run's decode steps; wall time and chunk size do not matter.
 
-1. Every admitted group leaves whole, in one batch, with every recorded token.
-2. Admission never fills the buffer beyond B + delta groups; after a decrease of delta it drains. With backfill the limits
+1. Every group leaves whole, in one batch, with every recorded token.
+2. Admission never exceeds B + delta groups; after a decrease of delta the buffer drains. With backfill the limits
    are n (B + delta) unfinished rollouts and 2B groups (with delta > B: B + delta and (η + 1) B).
 3. A batch has B groups, or fewer after the end of the prompts.
 4. Apart from groups that the batch had to wait for (`readiness.py`), its groups finished no later than any group left.
@@ -63,7 +63,7 @@ class RolloutBuffer:
 
     @property
     def room(self) -> int:
-        """Rollouts (whole groups) that may be admitted now; 0 while the buffer drains."""
+        """Rollouts (whole groups) that may be admitted now."""
         room = self.capacity - len(self)
         if self.backfill and not self.filtered:
             room = min(self.capacity - len(self._unfinished), self._most - len(self))
@@ -99,7 +99,7 @@ class RolloutBuffer:
         return self._table.columns.at(self._sure()).seq_ids
 
     def worth_reading(self) -> Ints:
-        """Sequences for the critic to read now, whose values the next update makes stale if they are carried.
+        """Sequences for the critic to read now, because the next update makes values of carried ones stale.
 
         All, if at least half of the undecided ones will be in the batch, else the `sure` ones.
         """
@@ -259,7 +259,7 @@ class RolloutBuffer:
         return (groups[:, None] * self.group_size + np.arange(self.group_size)).flatten()
 
     def _in_order(self, chunk: Chunk, places: Ints) -> bool:
-        """True if `_problem` finds nothing in any row; vectorized."""
+        """True if `_problem` finds nothing in any row."""
         rows, columns = chunk.rows, self._table.columns
         if (places < 0).any() or (np.bincount(places, minlength=1) > 1).any():
             return False

@@ -64,7 +64,7 @@ class GroupFilter:
         self.counts = Counts()
 
     def settle(self, judge: Judge) -> list[Rollout]:
-        """Apply the verdicts that are due, between two rounds or at the start of a step. Returns the dropped rollouts.
+        """Apply the verdicts that are due. Returns the dropped rollouts.
 
         If nothing is left to decode, advances the clock. Raises SamplingError after `max_groups` groups without a batch.
         """

@@ -1,4 +1,4 @@
-"""The decode step at which a batch is complete, and its groups (S_k and r_k: "A bound on staleness", docs/algorithm.md)."""
+"""The decode step at which a batch is complete, and its groups ("A bound on staleness", docs/algorithm.md)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ class Readiness:
 
     @property
     def least(self) -> int:
-        """Lower bound on the sequences that must end first."""
         return max(self._num_missing, *(number for _, number in self._waits), 0)
 
     def finish(self, *seq_ids: int) -> None:
@@ -111,5 +110,5 @@ def _first(groups: Ints, clocks_G: Ints, number: int) -> Ints:
 
 
 def needed_batch(ages: Ints, most: int) -> int:
-    """Smallest B with which groups of these ages are all trained in time: |S_k| <= (k + 1) B for each k."""
+    """Smallest B with which groups of these ages are trained in time: |S_k| <= (k + 1) B for each k."""
     return max((-(-int((ages >= most - k).sum()) // (k + 1)) for k in range(most + 1)), default=0)

@@ -22,7 +22,7 @@ from oppo_megatron.records import Decision, Prompt, Rollout, StepSignals
 
 
 class DeltaController(Protocol):
-    """Sets delta from a step's signals (`oppo_megatron.control.delta_controllers`)."""
+    """Sets delta from a step's signals."""
 
     @property
     def value(self) -> int: ...
@@ -35,7 +35,7 @@ class DeltaController(Protocol):
 
 
 class OvercommitScheduler:
-    """Admits prompts, closes the buffer at their end, and sets its delta; `to_train`: rollouts still to train, if limited."""
+    """Admits prompts, closes the buffer at their end, and sets its delta; `to_train`: rollouts still to train."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class OvercommitScheduler:
         return self._admit()
 
     def refill(self) -> list[Rollout]:
-        """Replace rollouts lost within a step, unless a filter's backfill is due now."""
+        """Replace rollouts lost within a step, unless a filter's backfill is due."""
         return [] if self.buffer.filtered and self.buffer.clock == self.due else self._admit()
 
     @property
@@ -85,7 +85,7 @@ class OvercommitScheduler:
         self.due += self._every
 
     def chunk(self, most: int) -> int:
-        """Decode steps of the next round: `most`, or fewer if prompts may enter or verdicts are due earlier."""
+        """Decode steps of the next round, fewer than `most` if prompts or verdicts are due."""
         return min(most, self.due - self.buffer.clock) if self._backfills else most
 
     def take_batch(self) -> list[Rollout]:

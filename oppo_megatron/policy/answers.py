@@ -65,8 +65,8 @@ class Conversation:
 class Request:
     """`prompts` have `seq_id` = place * `samples` + sample; a conversation has none.
 
-    `max_length`: tokens of the longest prompt and its response.  `num_slots`: sequences that a replica decodes at once.
-    `told_of_prompts`: lines about the rows of a file.
+    `max_length`: tokens of the longest prompt and response.  `num_slots`: sequences per replica at once.  `told_of_prompts`:
+    lines about a file's rows.
     """
 
     policy: Policy

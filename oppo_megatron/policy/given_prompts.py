@@ -60,9 +60,9 @@ def prompts_of_file(
     note: Callable[[str], None] = lambda line: None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Asked]:
-    """A prompt per line of a `.txt` file, else per row, read as by `oppo train`; `most`: the first ones.
+    """A prompt per line of a `.txt` file, else per row, as in `oppo train`; `most`: the first ones.
 
-    `note` gets a line for each thing understood, `progress` one per row.
+    `note` gets a line per finding, `progress` one per row.
     """
     if path.suffix == ".txt":
         return prompts_of_texts(_lines(path)[:most], wording, tokenizer)
@@ -108,9 +108,9 @@ def within(asked: Sequence[Asked], most_tokens: int | None, tokenizer: Tokenizer
 def numbered(
     asked: Sequence[Asked], samples: int, tokenizer: Tokenizer, max_length: int, max_tokens: int, *, of_file: bool
 ) -> list[Prompt]:
-    """Repeat each prompt `samples` times with numbers of their own; `of_file`: rows of a file.
+    """Repeat each prompt `samples` times, numbered; `of_file`: they are rows of a file.
 
-    Raises DataError for a prompt without tokens, or without room for a response of `max_tokens` in `max_length`.
+    Raises DataError for a prompt without tokens, or without room for `max_tokens` in `max_length`.
     """
     prompts = []
     room = max_length - max_tokens

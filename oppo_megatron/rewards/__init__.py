@@ -1,1 +1,1 @@
-"""Rewards: rules, user functions, services, and their weighted sum with a reward model.  No torch here."""
+"""Rewards: rules, user functions, services and their weighted sum.  No torch here."""

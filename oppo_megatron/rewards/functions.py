@@ -1,4 +1,4 @@
-"""The reward of a finished response: a weighted sum of a reward model's score, verifiers, functions and services."""
+"""The reward of a response: a weighted sum of a reward model's score, rules, functions and services."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOTHING_KNOWN: Mapping[str, float] = MappingProxyType({})
 
 
 class NonFiniteRewardError(RewardError):
-    """A reward is NaN or infinite: a number, but no score."""
+    """NaN or infinite: a number, but no score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Summand:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A response's reward, and each part's score before weighting, by label."""
+    """A response's reward, and parts before weighting, by label."""
 
     total: float
     parts: dict[str, float]
@@ -47,7 +47,7 @@ def build_reward_functions(
 ) -> RewardSum:
     """Return the sum of `parts`; service tokens come from `environment`, and child processes do not inherit them.
 
-    `max_response_tokens`: for rule `length`.  Raises ConfigError with every problem.
+    `max_response_tokens`: for rule `length`.  Raises ConfigError with all problems.
     """
     found = check_rewards(parts, has_reward_model=any(part.reads_model for part in parts))
     summands: list[Summand] = []
@@ -84,19 +84,18 @@ def _user_function(part: RewardPart, environment: Mapping[str, str]) -> UserFunc
 
 
 class RewardSum:
-    """The weighted sum of the parts.  A part that fails or is not finite is an error, never a score."""
+    """The weighted sum.  A part that fails or is not finite is an error, never a score."""
 
     def __init__(self, summands: Sequence[Summand]):
         self.summands = list(summands)
 
     @property
     def needs_model(self) -> bool:
-        """True if a part is the reward model's score."""
         return any(isinstance(summand.function, ModelScore) for summand in self.summands)
 
     @property
     def user_functions(self) -> list[str]:
-        """Labels of user functions in this process, which a crash of native code would end."""
+        """Labels of user functions in this process, which native crashes would end."""
         return [summand.label for summand in self.summands if isinstance(summand.function, UserFunction)]
 
     @property
@@ -109,7 +108,7 @@ class RewardSum:
         return [f"reward {label}: {about}" for label, about in lines if about]
 
     def check(self, fields: Fields) -> None:
-        """Raise `RewardError` if a row lacks what a verifier needs, or cannot be sent to a service or process."""
+        """Raise `RewardError` if a row lacks a required column, or cannot be sent to a service or process."""
         for summand in self.summands:
             try:
                 summand.function.check(fields)
@@ -117,7 +116,7 @@ class RewardSum:
                 raise RewardError(f"reward part {summand.label!r}: {error}") from error
 
     def unusable(self, rows: Sequence[Fields], tell: Callable[[str], None] = print) -> dict[int, str]:
-        """By row, why a rule cannot score it within its limits; `check` has accepted all `rows`."""
+        """Why rows accepted by `check` cannot be scored within a rule's limits, by row."""
         found = dict[int, str]()
         for summand in self.summands:
             for place, reason in summand.function.unusable(rows, tell).items():
@@ -125,21 +124,19 @@ class RewardSum:
         return found
 
     def reads_model(self, labels: Collection[str]) -> bool:
-        """True if one of these parts is the reward model's score."""
         return any(isinstance(summand.function, ModelScore) for summand in self.summands if summand.label in labels)
 
     def requested(self, seq_id: int) -> bool:
-        """True if every part has been asked for this sequence's score, and `evaluate` has not taken it."""
+        """True if this sequence's scores are requested and not yet taken by `evaluate`."""
         return all(summand.function.requested(seq_id) for summand in self.summands)
 
     def request(self, items: Sequence[ScoreItem], known: Collection[str] = ()) -> None:
-        """Ask services and processes for scores, except `known` parts; returns at once and never asks twice."""
+        """Request scores, except `known` parts; returns at once and never asks twice."""
         for summand in self.summands:
             if summand.label not in known:
                 summand.function.request(items)
 
     def forget(self, seq_id: int) -> None:
-        """Drop all requests for this sequence."""
         for summand in self.summands:
             summand.function.forget(seq_id)
 
@@ -161,7 +158,7 @@ class RewardSum:
         num_tokens: int | None = None,
         known: Mapping[str, float] = NOTHING_KNOWN,
     ) -> Reward:
-        """Return a response's reward and parts; `known` parts are taken as given."""
+        """Return a response's reward; `known` parts are taken as given."""
         item = ScoreItem(seq_id, prompt, response, fields)
         parts = self.parts(item, model_score, place, num_tokens, known=known)
         return Reward(_finite(self.total(parts), f"{_named(item, place)}: the weighted sum of {parts}"), parts)
@@ -179,7 +176,7 @@ class RewardSum:
         of: Collection[str] | None = None,
         known: Mapping[str, float] = NOTHING_KNOWN,
     ) -> dict[str, float]:
-        """Return the parts `of` a response (None: all), by label; waits for requested ones and requests the others.
+        """Return the parts `of` a response (None: all), by label, requesting and awaiting scores.
 
         `num_tokens`: for rule `length`.  Raises `RewardError` naming sequence, `place` (file:line) and part.
         """

@@ -30,7 +30,7 @@ MAX_DESCRIPTORS = 1 << 16
 
 
 def main(reads: int, writes: int) -> None:
-    """Load the function named in the first line, then answer each line with a line."""
+    """Load the function of the first line, then answer each line with a line."""
     for descriptor in (reads, writes):
         os.set_inheritable(descriptor, False)
     with os.fdopen(reads, "rb") as calls, os.fdopen(writes, "wb") as answers:
@@ -55,9 +55,9 @@ def main(reads: int, writes: int) -> None:
 
 
 def _watch() -> None:
-    """Start a process that kills the function's descendants once this one has ended, because a killed run cannot.
+    """Start a process that kills the function's descendants after this one ends, because a killed run cannot.
 
-    It is reparented, so that ending all children of this process leaves it alone.
+    It is reparented, so ending all children of this process spares it.
     """
     try:
         ended = os.pidfd_open(os.getpid())
@@ -76,7 +76,7 @@ def _watch() -> None:
 
 
 def end_marked(mark: bytes) -> None:
-    """For at most END_S, kill all other processes on this host that have `mark` in their environment."""
+    """For at most END_S, kill all other local processes with `mark` in their environment."""
     until = time.monotonic() + END_S
     while time.monotonic() < until and (marked := [pid for pid in psutil.pids() if mark in _environment_of(pid)]):
         for pid in marked:

@@ -1,4 +1,4 @@
-"""A rule that may hang or crash over a response, in several processes of its own."""
+"""A rule that may hang or crash over a response, in several processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Tests if a row's expected answer can be compared (if its columns are `needed`), by scoring `response`.
+    """Tests if an expected answer can be compared (if its columns are `needed`), by scoring `response`.
 
     NaN: comparable only as text.
     """
@@ -33,8 +33,7 @@ class Trial:
 class IsolatedRule(Part):
     """Scores 0.0 if a response exceeds the limits or ends the process.
 
-    `make` returns a function for each of `processes` threads, started by the first request.  `read` returns the columns that it
-    needs, or raises RewardError.
+    `make` returns a function for each of `processes` threads.  `read` returns the needed columns, or raises RewardError.
     """
 
     waits = True
@@ -105,7 +104,6 @@ class IsolatedRule(Part):
         self._scores.pop(seq_id, None)
 
     def close(self) -> None:
-        """End threads and processes.  Pending requests are not scored."""
         self._closed = True
         for _ in self._threads:
             self._waiting.put(None)
@@ -135,7 +133,7 @@ class IsolatedRule(Part):
             return 0.0
 
     def _try(self, function: IsolatedFunction, fields: dict[str, Any], response: str, error: Unanswered) -> None:
-        """Find out if `error` is the row's fault or the `response`'s; a row at fault is named and scores 0.0."""
+        """Find out if the row or the `response` caused `error`; report a row and score it 0.0."""
         assert self._trial is not None
         self._tried[str(fields)] = None
         try:

@@ -1,7 +1,7 @@
-"""A reward function in its own process with time and memory limits; these contain accidents, it is not a sandbox.
+"""A reward function in its own process with time and memory limits, against accidents; it is not a sandbox.
 
-Parent and child exchange JSON lines over two pipes, one each way per call.  The answer repeats the call's name, so other text in
-the pipe is not taken for an answer.
+Parent and child exchange JSON lines over two pipes.  An answer repeats its call's name, so other text in the pipe is not taken
+for one.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ SHOWN_BYTES = 1 << 16
 
 
 class Unanswered(RewardError):
-    """A call that exceeded the limits or ended its process; a rule counts it as a wrong response."""
+    """A call exceeded the limits or ended its process; rules count it as a wrong response."""
 
 
 class IsolatedFunction(Part):
     """`entry_point` with keyword arguments `options`, as a function of (prompt, response, fields).
 
-    The process starts with the first call, again after a failure, and inherits `environment`.  Make all calls from one thread:
-    the process ends with it, because PR_SET_PDEATHSIG is tied to the thread (prctl(2)).
+    The process starts with the first call, again after a failure, and inherits `environment`.  Use one thread: PR_SET_PDEATHSIG
+    ends the process with the thread that started it (prctl(2)).
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class IsolatedFunction(Part):
         self._shows: threading.Thread | None = None
 
     def try_start(self) -> None:
-        """Start and end a process.  Raises ConfigError if the function cannot be loaded in it."""
+        """Raise ConfigError if the function cannot be loaded in a process."""
         try:
             self._start()
         except RewardError as error:
@@ -75,7 +75,7 @@ class IsolatedFunction(Part):
         return self(item.prompt, item.response, item.fields)
 
     def __call__(self, prompt: str, response: str, fields: Fields) -> float:
-        """Raises RewardError naming the function; once the process has started, Unanswered for a crash or limit."""
+        """Raises RewardError naming the function, or Unanswered for a later crash or limit."""
         if self._process is None:
             self._start()
         assert threading.get_ident() == self._thread, f"{self.entry_point} is called from the thread that started it"
@@ -141,7 +141,7 @@ class IsolatedFunction(Part):
             raise RewardError(f"{self.entry_point} cannot be loaded in its process: {answer.get('error', answer)}")
 
     def _ask(self, message: Mapping[str, Any], limit_s: float, late: str) -> dict[str, Any]:
-        """Send a line and read the next.  Any failure ends the process; all but a wrong line raise `Unanswered`."""
+        """Send a line and read the next.  Failures end the process; all but a wrong line raise `Unanswered`."""
         deadline, late, name = time.monotonic() + limit_s, f"{late} {limit_s:g} s", secrets.token_hex(8)
         self._write(json.dumps({**message, "call": name}, allow_nan=False).encode() + b"\n", deadline, late)
         line = self._read_line(deadline, late)
@@ -194,7 +194,7 @@ class IsolatedFunction(Part):
 
 
 def _show(source: int, entry_point: str) -> None:
-    """Print the first SHOWN_BYTES from a pipe and drain the rest, so that its writer is not blocked."""
+    """Print the first SHOWN_BYTES from a pipe and drain the rest, so that its writer never blocks."""
     left = SHOWN_BYTES
     with os.fdopen(source, "rb", buffering=0) as stream:
         while piece := stream.read(1 << 16):
@@ -206,7 +206,6 @@ def _show(source: int, entry_point: str) -> None:
 
 
 def _ready(descriptor: int, event: int, deadline: float) -> bool:
-    """Wait until a pipe is ready or closed; False after a timeout."""
     poll = select.poll()
     poll.register(descriptor, event)
     return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))

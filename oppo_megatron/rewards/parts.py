@@ -1,4 +1,4 @@
-"""A part of a reward: the interface of rules, functions, processes and services, and the parts without a process."""
+"""The interface of a reward's parts, and the parts without a process."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Part:
         raise NotImplementedError
 
     def requested(self, seq_id: int) -> bool:
-        """True if this sequence's score has been requested and not yet taken."""
+        """True if this sequence's score is requested and not yet taken."""
         return True
 
     def request(self, items: Sequence[ScoreItem]) -> None:
-        """Request scores and return at once; a pending sequence is not requested again."""
+        """Request scores and return at once; never asks twice for a sequence."""
 
     def forget(self, seq_id: int) -> None:
         """Drop a request."""
@@ -55,7 +55,7 @@ class Part:
 
 
 class ModelScore(Part):
-    """The reward model's score, which the caller of the sum passes."""
+    """The reward model's score, passed by the caller."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class RulePart(Part):
 
 @dataclass(frozen=True)
 class UserFunction(Part):
-    """A user's function, called in this process.  Raises RewardError if it raises or asks to end the process."""
+    """A user's function in this process.  Raises RewardError if it raises or asks to end the process."""
 
     function: Callable[..., Any]
 

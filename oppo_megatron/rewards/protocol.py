@@ -34,7 +34,7 @@ class ScoreItem:
 
 
 class _Message(BaseModel):
-    """Other keys are allowed, so that a service may say more."""
+    """Other keys are allowed: a service may say more."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -103,7 +103,7 @@ def read_answer(body: bytes, ids: Sequence[int]) -> dict[int, float]:
 
 
 def read_token(variable: str, environment: Mapping[str, str]) -> SecretStr:
-    """Read a bearer token from an environment variable.  Raises ConfigError, which never shows the token."""
+    """Read a bearer token.  Raises ConfigError, which never shows it."""
     token = environment.get(variable)
     if not token:
         raise ConfigError(f"the environment variable {variable} is not set, but is to hold a token; export it on this host")

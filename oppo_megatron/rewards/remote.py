@@ -117,19 +117,16 @@ class RemoteReward(Part):
             self._waiting.put_nowait(item)
 
     def result(self, seq_id: int) -> float:
-        """Wait for a sequence's requested score."""
         score = self._scores[seq_id].result()
         del self._scores[seq_id]
         return score
 
     def forget(self, seq_id: int) -> None:
-        """Drop a request, whatever its state."""
         score = self._scores.get(seq_id)
         if score is not None:
             score.add_done_callback(lambda _: self._scores.pop(seq_id, None))
 
     def close(self) -> None:
-        """End the thread.  Pending requests are not scored."""
         if self._thread is None or self._loop is None:
             return
         if self._thread.is_alive() and self._stop is not None:
@@ -157,7 +154,6 @@ class RemoteReward(Part):
             loop.run_until_complete(loop.shutdown_asyncgens())
 
     def _fail(self, error: Exception) -> None:
-        """Make every pending and later request raise the first `error`."""
         with self._lock:
             if self._failure is None:
                 self._failure = error
@@ -192,7 +188,7 @@ class RemoteReward(Part):
                 task.result()
 
     async def _sender(self, client: httpx.AsyncClient) -> None:
-        """Send one request after another, each with everything that is waiting, up to a batch."""
+        """Send requests in turn, each with everything waiting, up to a batch."""
         while True:
             batch = [await self._waiting.get()]
             while len(batch) < self.settings.max_batch and not self._waiting.empty():

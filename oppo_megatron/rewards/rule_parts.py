@@ -39,7 +39,7 @@ def column(fields: Fields, answer: str) -> Any:
 
 
 def build_rule(part: RewardPart, environment: Mapping[str, str], max_response_tokens: int | None) -> Part:
-    """Build the rule of a verifier part.  Raises `ConfigError` if that is impossible.
+    """Build a verifier part's rule.  Raises `ConfigError` if that is impossible.
 
     Its processes inherit `environment`; `max_response_tokens`: if known.
     """

@@ -1,10 +1,7 @@
-"""Rewards from a service of `oppo serve`: sequences are sent while they grow, scores are taken when they are whole.
+"""Rewards from `oppo serve` for sequences sent while they grow (format: docs/nemo_aligner.md).
 
-    {"session": "...", "rows": [{"id": 7, "offset": 12, "tokens": [...], "checksum": 123, "final": false}]}    POST URL/extend
-    200 {"rows": [{"id": 7, "known": 20, "score": null}]}
-
-`checksum` is that of the whole sequence up to the end of `tokens`.  `known` is the number of tokens that the service holds; if it
-had to forget some, the client sends the rest again.
+`checksum` covers a sequence up to the end of `tokens`.  `known`: tokens that the service holds; if it forgot some, the client
+sends the rest again.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ TOKENS_A_REQUEST = 500_000
 
 
 def checksum(tokens: Sequence[int], start: int = 0) -> int:
-    """CRC-32 of token ids as little-endian int32; `start`: checksum of the preceding ids."""
+    """CRC-32 of ids as little-endian int32; `start`: of the preceding ids."""
     return zlib.crc32(struct.pack(f"<{len(tokens)}i", *tokens), start)
 
 
@@ -78,7 +75,7 @@ class ScorerStream:
     def offer(self, seq_id: int, tokens: Sequence[int], final: bool) -> bool:
         """Pass a sequence's tokens so far; `final`: it is complete, its score is wanted.
 
-        Returns False, changing nothing, if it was already complete and differs.
+        Returns False, changing nothing, if it was complete and differs.
         """
         with self._changed:
             sequence = self._sequences.setdefault(seq_id, _Sequence())
@@ -92,7 +89,6 @@ class ScorerStream:
             return True
 
     def result(self, seq_id: int) -> float:
-        """Wait for a complete sequence's score.  Raises RewardError if the service has failed."""
         score = self._sequences[seq_id].score.result()
         with self._changed:
             del self._sequences[seq_id]

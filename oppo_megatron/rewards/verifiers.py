@@ -1,12 +1,7 @@
-"""Rules that compare a response's final answer with the expected one, exactly.
+"""Rules that compare a response's final answer with the expected number, exactly (docs/rewards.md).
 
-    gsm8k        the last `#### n`, or a last line `A: n` (the form of the model solutions published with GSM8K)
-    arithmetic   the same; without either, a last line that is a number or ends in `= n`
-    flexible     gsm8k with `lenient`: the same; without either, the last number of all
-    gsm8k_first  the first `#### n`, whatever follows its line
-
-A number may be negative, decimal, a fraction, have thousands commas, a currency sign before and a full stop or a unit
-after it. `1,200.0`, `$1200` and `2400/2` are equal.
+gsm8k: the last `#### n`, or a last line `A: n`.  arithmetic: else the last line's number.  flexible (gsm8k with `lenient`): else
+the last number.  gsm8k_first: the first `#### n`.
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ _DIGITS = re.compile(
 
 
 def gsm8k_answer(text: str) -> Fraction | None:
-    """The final answer of a GSM8K solution, or None.  The last mark counts, number or not."""
+    """A GSM8K solution's final answer, or None.  The last mark counts, number or not."""
     return _read(text, ["hashed"])
 
 
@@ -54,7 +49,6 @@ def flexible_answer(text: str) -> Fraction | None:
 
 
 def first_answer(text: str) -> Fraction | None:
-    """The answer after the first mark; None without a mark or number."""
     mark = _MARK.search(text)
     return _number(mark[1].partition("####")[0]) if mark else None
 
@@ -80,7 +74,7 @@ ANSWER_OF: dict[str, Callable[[str], Fraction | None]] = {
 
 
 def expected_answer(value: Any) -> Fraction:
-    """The number in an answer column: a JSON number, number as text, or whole solution.  Raises RewardError."""
+    """The number in an answer column: JSON number, text or whole solution.  Raises RewardError."""
     if isinstance(value, int) and not isinstance(value, bool):
         return Fraction(value)
     if isinstance(value, float) and math.isfinite(value):
@@ -96,5 +90,5 @@ def expected_answer(value: Any) -> Fraction:
 
 
 def verify(name: str, response: str, expected: Any) -> float:
-    """1.0 if the response's final answer equals the expected one, else 0.0.  Raises as `expected_answer`."""
+    """1.0 if the answers are equal, else 0.0.  Raises as `expected_answer`."""
     return 1.0 if ANSWER_OF[name](response) == expected_answer(expected) else 0.0

@@ -1,10 +1,7 @@
-"""The checkpoints of a run: `checkpoints/step-<steps done>`, or `step-<steps done>-clock-<decode steps>` within a step.
+"""The checkpoints of a run: `checkpoints/step-<steps done>`, or with `-clock-<decode steps>` within a step.
 
-A checkpoint is written into a folder whose name begins with a dot and renamed when it is complete, so a folder with a
-checkpoint's name is complete unless a disk has failed since, which its manifest shows.
-
-    .step-000003             being written, or left by a writer that was killed    .removed-step-000001    being removed
-    .replaced-step-000003    complete, moved away for its successor; renamed back if there is none
+A folder is renamed from `.step-...` once complete, so a named one is complete unless its manifest shows damage.  `.removed-...`
+is being removed; `.replaced-...` is complete, and renamed back if it has no successor.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ ASIDE, REPLACED, REMOVED = ".", ".replaced-", ".removed-"
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """`step` steps are done; `clock` is the logical clock within the next one, or -1 between steps."""
+    """`step` steps are done; `clock`: logical clock in the next one, or -1 between steps."""
 
     step: int
     clock: int = -1
@@ -34,20 +31,18 @@ class Position:
 
     @classmethod
     def of(cls, name: str) -> Position | None:
-        """Parse a folder's name; None if it is not a checkpoint's."""
         match = NAME.fullmatch(name)
         position = None if match is None else cls(int(match[1]), -1 if match[2] is None else int(match[2]))
         return None if position is None or position.name != name else position
 
 
 class CheckpointStore:
-    """The checkpoints in `root`.  One rank makes and renames the folders, all ranks write files into them."""
+    """The checkpoints in `root`.  One rank makes and renames folders, all write into them."""
 
     def __init__(self, root: Path):
         self.root = root
 
     def positions(self) -> list[Position]:
-        """Positions of the checkpoints, latest last."""
         names = (path.name for path in self.root.iterdir() if path.is_dir()) if self.root.is_dir() else iter(())
         # Include a replaced one whose successor is still unnamed: `recover` renames it back.
         found = {Position.of(name.removeprefix(REPLACED)) for name in names}
@@ -60,7 +55,6 @@ class CheckpointStore:
         return self.root / f"{ASIDE}{position.name}"
 
     def begin(self, position: Position) -> Path:
-        """Make an empty folder for the checkpoint."""
         self.root.mkdir(parents=True, exist_ok=True)
         self.recover()
         folder = self.aside(position)
@@ -82,7 +76,7 @@ class CheckpointStore:
         shutil.rmtree(self.aside(position), ignore_errors=True)
 
     def commit(self, position: Position) -> Path:
-        """Name the checkpoint, once files and manifest are on disk."""
+        """Name the checkpoint once it is on disk."""
         folder = self.folder(position)
         replaced = self.root / f"{REPLACED}{position.name}"
         if folder.exists():  # a resumed run has reached this position again
@@ -94,7 +88,6 @@ class CheckpointStore:
         return folder
 
     def prune(self, keep: int, best: Position | None = None) -> list[Position]:
-        """Remove all but the last `keep` and `best`; return the removed positions."""
         removed = [position for position in self.positions()[:-keep] if position != best]
         for position in removed:
             self.remove(position)
@@ -106,7 +99,6 @@ class CheckpointStore:
         shutil.rmtree(trash)
 
     def set_aside(self, position: Position) -> None:
-        """Rename a damaged checkpoint to `damaged-...` for examination."""
         target = self.root / f"damaged-{position.name}"
         if target.exists():
             shutil.rmtree(target)

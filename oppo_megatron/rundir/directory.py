@@ -1,19 +1,4 @@
-"""The run directory: the paths of a run's files, and writing them so that a crash leaves no half-written file.
-
-config.yaml       resolved configuration          summary.json      figures of the whole run; marks it finished
-checkpoints/      `--resume` continues from the last
-metrics.jsonl     a line per step                  quarantine.jsonl  refused rows and reasons
-trace.json        each rank's work over time      weights/          final weights
-date.txt          the date that chat templates print in all attempts: that of the first start
-hosts.json        host of each rank               schedules.txt     each round's schedule (`logging.trace: actions`)
-rejected/           batches that a guard rejected, for `python -m tools.replay`
-rollbacks.jsonl   prompts left out when a guard went back to a checkpoint
-stacks/           stacks of each rank's threads when the run was stuck
-ended-step-<n>/   summary, weights and trace of a run that ended there and was then given more steps
-reference.safetensors  log-probs of the reference (`oppo dpo`); later attempts reuse them
-holder.json       the process that holds the directory; the lock is on the directory itself
-placement.json    measurements of `placement.mode: auto`, from the runs under placement/; later attempts reuse it
-"""
+"""The paths of a run's files (docs/metrics.md), written so that a crash leaves no half-written file."""
 
 from __future__ import annotations
 
@@ -52,7 +37,7 @@ RESOLVED = frozenset({"run_dir", "logging", "checkpoint", "preempt_deadline_s", 
 
 
 class RunDirectory:
-    """Paths of one run (an `os.PathLike`).  Does not touch the disk until one rank calls `prepare`."""
+    """Paths of one run (an `os.PathLike`); the disk is untouched until `prepare`."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
@@ -102,14 +87,14 @@ class RunDirectory:
             )
 
     def require_regular(self) -> None:
-        """Raise ConfigError for a run's file that is a pipe, socket or device, because reading would block."""
+        """Raise ConfigError for a pipe, socket or device, which would block reading."""
         remedy = "remove it, or put what the run wrote in its place"
         found = [irregular_path("the run's file", self.path / name, remedy) for name in PRODUCTS]
         if problems := [problem for problem in found if problem is not None]:
             raise ConfigError(problems)
 
     def require_own(self) -> None:
-        """Raise ConfigError for files named like a run's that no run wrote, because a run would remove them."""
+        """Raise ConfigError for files named like a run's, which a run would remove, without a run."""
         self.require_regular()
         signs = (self.hosts, self.metrics, self.summary)
         if any(sign.exists() for sign in signs) or self.has_checkpoints or RESOLVED <= self.settings().keys():
@@ -121,7 +106,7 @@ class RunDirectory:
             )
 
     def require_apart(self, named: Iterable[tuple[str, Path]]) -> None:
-        """Raise ConfigError if a configured path (with its key) is among the files that the run writes."""
+        """Raise ConfigError if a configured path (with key) is among the run's files."""
         products = {(self.path / name).resolve() for name in PRODUCTS}
         problems = [
             f"{key} is {path}, which lies among what the run in {self.path} writes, and moves or removes when it begins or "
@@ -141,7 +126,6 @@ class RunDirectory:
         return tree if isinstance(tree, dict) else {}
 
     def last_saved(self) -> tuple[str, int] | None:
-        """Name and time (ns) of the last checkpoint, or None."""
         store = CheckpointStore(self.checkpoints)
         folders = [store.folder(position) for position in store.positions()]
         times = [(folder.stat().st_mtime_ns, folder.name) for folder in folders if folder.exists()]
@@ -169,8 +153,7 @@ class RunDirectory:
     def prepare(self, overwrite: bool = False) -> RunDirectory:
         """Create the directory without an earlier run's products, and return self.
 
-        Only `overwrite` removes a finished run; an interrupted run's measurements move to `attempt-<n>/`.  Other files stay.
-        Raises ConfigError.
+        Only `overwrite` removes a finished run; an interrupted run's measurements move to `attempt-<n>/`.  Raises ConfigError.
         """
         if not overwrite:
             self.require_unfinished()
@@ -194,7 +177,6 @@ class RunDirectory:
         return self
 
     def held(self, wait_s: float = HELD_WAIT_S) -> AbstractContextManager[None]:
-        """Lock the directory: two processes would remove each other's files.  Raises ConfigError."""
         return held(self.path, self.holder, wait_s)
 
     def take_up(self, state: Mapping[str, Any] | None) -> None:
@@ -232,7 +214,6 @@ class RunDirectory:
 
     @property
     def ended_after(self) -> int | None:
-        """Steps of a finished run, from its summary, or None."""
         if not self.finished:
             return None
         try:
@@ -242,7 +223,7 @@ class RunDirectory:
         return steps if isinstance(steps, int) else None
 
     def _set_ending_aside(self) -> None:
-        """Move `summary.json` last: until then the run counts as finished, and the next call moves the rest."""
+        """Move `summary.json` last: until then the next call moves the rest."""
         products = [product for product in (self.weights, self.best, self.trace, self.summary) if product.exists()]
         folder = self._place_of_ending({product.name for product in products})
         folder.mkdir(exist_ok=True)
@@ -250,7 +231,7 @@ class RunDirectory:
             product.rename(folder / product.name)
 
     def _place_of_ending(self, names: Set[str]) -> Path:
-        """A folder without any of `names`, because a run may end after the same step twice."""
+        """A new folder, because a run may end after the same step twice."""
         steps = self.ended_after
         name, number = "ended" if steps is None else f"ended-step-{steps:06d}", 1
         while any((self.path / name / each).exists() for each in names):
@@ -267,7 +248,7 @@ class RunDirectory:
 
 
 def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a JSONL file with the wanted lines, dropping one that a crash cut short."""
+    """Rewrite a JSONL file with the wanted lines, without a cut one."""
     if not path.exists():
         return
     with atomic_writer(path) as file, path.open("rb") as old:
@@ -286,7 +267,7 @@ def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
 
 @contextmanager
 def atomic_writer(path: str | os.PathLike[str]) -> Iterator[TextIO]:
-    """Write a text file that appears complete at `path`, or not at all if the block raises."""
+    """Write a text file that appears complete, or not at all if the block raises."""
     target = Path(path)
     aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
@@ -305,12 +286,11 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def write_json(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
-    """Write a JSON object atomically, indented, as `encode_json` does."""
     write_text(path, encode_json(value, indent=2) + "\n")
 
 
 def encode_json(value: Mapping[str, Any], indent: int | None = None) -> str:
-    """Encode a JSON object.  NaN and infinities become null, with their keys in `non_finite`."""
+    """Encode as JSON.  NaN and infinities become null, with their keys in `non_finite`."""
     non_finite: list[str] = []
     plain = _plain(value, "", non_finite)
     if non_finite:

@@ -60,7 +60,7 @@ def _described(holder: Path) -> str:
 
 
 def _launcher_pid() -> int:
-    """The process to signal to end the run: this rank's launcher, or the rank under another launcher."""
+    """The process to signal: this rank's launcher, or the rank under another launcher."""
     launcher = multiprocessing.parent_process()
     return os.getpid() if launcher is None or launcher.pid is None else launcher.pid
 
@@ -77,7 +77,7 @@ def _locked(handle: int) -> bool:
 
 @contextmanager
 def clear_when_full(root: Path) -> Iterator[None]:
-    """Raise CheckpointError, which names `root`, if the disk is full while the block writes there."""
+    """Raise CheckpointError naming `root` if the disk fills while the block writes."""
     try:
         yield
     except OSError as error:
@@ -96,7 +96,7 @@ def free_bytes(root: Path) -> int:
 
 
 def shortage(root: Path, needed: int) -> str | None:
-    """A warning if fewer than `needed` bytes are free for a checkpoint; quotas are unknown."""
+    """A warning if fewer than `needed` bytes are free (quotas unknown)."""
     free = free_bytes(root)
     if free >= needed:
         return None
@@ -107,7 +107,7 @@ def shortage(root: Path, needed: int) -> str | None:
 
 
 def unwritten(folder: Path, reason: str, needed: int, last: str | None) -> CheckpointError:
-    """The error for a checkpoint that could not be written to `folder`; `last`: newest complete one."""
+    """The error for a failed checkpoint; `last`: the newest complete one."""
     left = "there is no checkpoint yet" if last is None else f"the last whole checkpoint is {last}"
     return CheckpointError(
         f"{folder}: the checkpoint could not be written ({reason}); it takes about {megabytes(needed)}, and "

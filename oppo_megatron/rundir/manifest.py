@@ -35,7 +35,6 @@ def list_files(folder: Path) -> list[str]:
 
 
 def seal(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
-    """Sync files to disk and return their entries."""
     entries = {}
     for name in names:
         with (folder / name).open("rb") as file:
@@ -86,7 +85,6 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
 
 
 def _entry(name: str, tree: Any) -> Entry:
-    """Raise ValueError or TypeError for an entry that `write_manifest` cannot have written."""
     entry = Entry(**tree)
     if not name.isprintable() or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise ValueError(f"{name!r:.100} is not a file of its folder")

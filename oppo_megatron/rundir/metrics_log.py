@@ -22,8 +22,8 @@ MEAN_FIELDS = ("step_s", "decode_s", "train_s", "score_exposed_s", "critic_updat
 class MetricsLog:
     """Appends the lines of a run.
 
-    A line may be completed after the next begins (the critic's update of step n ends while the actor decodes step n + 1), and is
-    written once all earlier lines are.  `close` writes the rest, marked `"incomplete": true` if they were not completed.
+    A line may be completed after the next begins, because the critic's update may overlap the next step; it is written after all
+    earlier lines.  `close` writes incomplete ones with `"incomplete": true`.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -107,9 +107,9 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def summarise(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Compute the figures of a run; None for one whose fields are missing.
 
-    Times, `tokens_per_s` and `scoring_hidden` (1 - exposed / busy seconds of the scorers, at least 0) leave out the first of more
-    than three steps, which warms up.  `reward_first` and `reward_last`: means over the first and last tenth of the steps, at
-    least 3. `deferred`: trained sequences by the number of steps they were carried over.
+    Times, `tokens_per_s` and `scoring_hidden` (1 - exposed / busy scorer seconds, at least 0) leave out the first of more than
+    three steps, which warms up.  `reward_first`, `reward_last`: means of the first and last tenth of the steps, at least 3.
+    `deferred`: trained sequences by steps carried over.
     """
     steady = lines[1:] if len(lines) > 3 else lines
     rewards = _values(lines, "reward_mean")

@@ -35,8 +35,8 @@ class Span:
 class SpanRecorder:
     """Records one rank's spans, from one thread; spans of a role may nest but not cross.
 
-    Keeps totals of the last `KEPT_STEPS` steps; writes spans only with a `run_dir`.  `clock` (default: `SteadyClock`): seconds
-    since the epoch, common to all ranks, never going back.
+    Keeps totals of the last `KEPT_STEPS` steps, and spans if there is a `run_dir`.  `clock` (default: `SteadyClock`): epoch
+    seconds, common to all ranks, never going back.
     """
 
     def __init__(
@@ -50,7 +50,6 @@ class SpanRecorder:
 
     @contextmanager
     def span(self, name: str, *, role: str, step: int) -> Iterator[None]:
-        """Record the block, even if it raises."""
         start = self.clock()
         try:
             yield
@@ -90,8 +89,7 @@ class SpanRecorder:
 def merge_traces(run_dir: str | os.PathLike[str]) -> Path | None:
     """Merge the per-rank files into `trace.json` (Trace Event Format); return its path, None without spans.
 
-    One rank calls this after every rank's last flush; the files are removed.  A rank is a process, a (rank, role) a thread.
-    Spans are read twice instead of held in memory.
+    One rank calls this after all ranks have flushed; the files are removed.  Spans are read twice instead of held in memory.
     """
     run = RunDirectory(run_dir)
     files = run.rank_traces()

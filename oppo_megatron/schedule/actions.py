@@ -1,6 +1,4 @@
-"""Actions of a rank, and schedules of all ranks for one round.
-
-The text form is described in docs/schedule.md, "The action language"::
+"""Actions of a rank, and schedules of all ranks for one round; docs/schedule.md describes the text form::
 
     rank 0
       decode actor m0 c1 s0
@@ -37,10 +35,7 @@ class Payload(Enum):
 
 @dataclass(slots=True, unsafe_hash=True)
 class Action:
-    """One action of one rank, not to be changed; frozen instances take three times as long to create.
-
-    Only decode micro-steps and their messages have a `step`.
-    """
+    """One action of one rank, not to be changed; frozen instances take three times as long to create."""
 
     rank: int
     op: Op
@@ -98,8 +93,6 @@ def parse_action(rank: int, text: str) -> Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Actions of every rank, in execution order."""
-
     actions: Mapping[int, tuple[Action, ...]]
 
     def __iter__(self) -> Iterator[Action]:

@@ -1,4 +1,4 @@
-"""Timelines as text and pictures: one line per rank, time from left to right."""
+"""Timelines as text and pictures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ def render(timeline: Timeline, width: int = 100, faults: Sequence[Fault] = ()) -
 
 
 def failing_times(timeline: Timeline, faults: Sequence[Fault], rank: int) -> list[float]:
-    """Times at which `faults` of `rank` start, or it gets stuck."""
     spans = timeline.spans.get(rank, ())
     end_s = spans[-1].end_s if spans else 0.0
     positions = {fault.position for fault in faults if fault.rank == rank}
@@ -136,7 +135,7 @@ MAX_FAULT_LABELS = 8
 
 
 def draw(timeline: Timeline, out_png: str | Path, faults: Sequence[Fault] = (), title: str = "") -> None:
-    """Write the grid as PNG; outlines and names faults and stuck ranks."""
+    """Write the grid as PNG, with faults and stuck ranks outlined."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,6 +1,6 @@
 """Links of a schedule, process groups of a run, and waves of first use.
 
-No two directed links share a group, so their messages never wait for each other.
+Directed links share no group, so their messages never wait for each other.
 """
 
 from __future__ import annotations
@@ -51,12 +51,11 @@ def _lane(ranks: tuple[int, ...], role: str, payload: Payload, ends: list[tuple[
 
 
 def links_of(site: Site) -> Iterator[Link]:
-    """Yield every link, in the same order on all ranks."""
     return (link for lane in lanes_of(site) for link in lane.links)
 
 
 def in_waves(links: Sequence[Link]) -> list[tuple[Link, ...]]:
-    """Divide links into waves with at most one link per rank, so that their first use cannot deadlock."""
+    """Divide links into waves with one link per rank at most, so that their first use cannot deadlock."""
     engaged: dict[int, int] = defaultdict(int)  # by rank: its waves, as bits
     waves: list[list[Link]] = []
     for link in links:
@@ -71,7 +70,7 @@ def in_waves(links: Sequence[Link]) -> list[tuple[Link, ...]]:
 
 
 def run_groups(placements: Mapping[str, RolePlacement], trained: Mapping[str, RolePlacement]) -> list[GroupName]:
-    """List a run's process groups, except the world's, in creation order."""
+    """List a run's groups, except the world's, in creation order."""
     site = Site(placements)
     world = tuple(range(1 + max(site.ranks)))
     found = dict.fromkeys(group_name(ALONE, (rank,)) for rank in world)

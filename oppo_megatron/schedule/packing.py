@@ -1,4 +1,4 @@
-"""Pack sequences into micro-batches of bounded tokens, and divide them among replicas."""
+"""Pack sequences into micro-batches, and divide them among replicas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from oppo_megatron.columns import Ints
 
 
 def pack_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Bins of indices of at most `budget` tokens, by first-fit decreasing; longer sequences are alone."""
+    """Bins of at most `budget` tokens, by first-fit decreasing; longer sequences are alone."""
     order, bins = _first_fit(np.asarray(lengths, dtype=np.int64), budget)
     members = order[np.argsort(bins, kind="stable")].tolist()
     return [members[start:end] for start, end in pairwise(_ends(bins))]
@@ -70,8 +70,7 @@ def _ends(bins: Ints) -> list[int]:
 
 
 def balance(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Divide indices into `num_parts` ascending parts, by longest processing time first: at most 4/3 of the best (Graham 1969).
-    """
+    """Divide indices into ascending parts, longest first: largest sum at most 4/3 of the best (Graham 1969)."""
     assert num_parts >= 1, f"a batch is divided into at least 1 part, not {num_parts}"
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     loads = [(0, 0, part) for part in range(num_parts)]  # tokens, items, part: a heap
@@ -84,10 +83,7 @@ def balance(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Tokens of an optimizer step, over all replicas.
-
-    `room`: capacity of its micro-batches; `padded`: with each row padded to the longest.
-    """
+    """Tokens of an optimizer step; `room`: capacity of its micro-batches, `padded`: with rows padded to the longest."""
 
     tokens: int
     room: int

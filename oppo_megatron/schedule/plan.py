@@ -1,4 +1,4 @@
-"""How a configuration is scheduled: step plan, generator and planner."""
+"""How a configuration is scheduled."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from oppo_megatron.schedule.weaving.costs import Costs
 
 @dataclass(frozen=True)
 class StepPlan:
-    """`stream`: scorers prefill while the actor decodes. `wait_for_critic`: the next step waits for the critic's update.
-    `forward_ahead`: the actor's update starts before the last scores arrive.
+    """`stream`: score while decoding. `wait_for_critic`: before the next step. `forward_ahead`: update before the last scores
+    arrive.
     """
 
     stream: bool
@@ -42,7 +42,7 @@ def plan_step(config: TrainConfig) -> StepPlan:
 
 
 def delta_rule(overlap: OverlapConfig) -> DeltaConfig:
-    """Return the delta rule; fixed at 0 (plain PPO) without inter-step overlap."""
+    """Return the delta rule; without inter-step overlap, fixed at 0."""
     return overlap.delta if overlap.inter else DeltaConfig(rule="fixed", initial=0, max=0)
 
 
@@ -56,7 +56,7 @@ def round_generator(overlap: OverlapConfig, site: Site) -> str:
 
 
 def late_scorers(site: Site) -> frozenset[str]:
-    """Roles that score only complete batches, because otherwise the actor would wait for scorers on other ranks."""
+    """Roles that score only complete batches; otherwise the actor would wait for scorers on other ranks."""
     actor = site.placements["actor"]
     if actor.pp > 1 or not site.listeners:
         return frozenset()
@@ -88,7 +88,7 @@ def new_planner(
     rank: int | None = None,
     transport: Transport = GLOO,
 ) -> RoundPlanner:
-    """Return a planner without sequences; `limit(seq_id)` bounds a response's tokens."""
+    """`limit(seq_id)`: most tokens of a response."""
     slots = {role: cache_slots(config, role, placement) for role, placement in site.placements.items()}
     each = members(config)
     memo = Memo()
@@ -115,7 +115,7 @@ def new_planner(
 
 
 def cache_slots(config: TrainConfig, role: str, placement: RolePlacement) -> int:
-    """Sequences in one replica's cache: its share, or fewer by `runtime.kv_cache_mb`."""
+    """Sequences in one replica's cache, limited by `runtime.kv_cache_mb`."""
     model, share = named_roles(config)[role], share_of_sequences(config, role, placement.dp)
     context, budget_mb = slot_tokens(max_context(config), config.runtime.kv_layout), config.runtime.kv_cache_mb
     if budget_mb is None:

@@ -23,10 +23,7 @@ from oppo_megatron.schedule.weaving.generators import GENERATORS
 
 @dataclass(frozen=True)
 class Preview:
-    """One round of the first step; `assumed` describes its sequences.
-
-    `clock`: decode steps at its end. `changed`: ranks reordered because held sends would deadlock.
-    """
+    """`clock`: decode steps at the round's end. `changed`: ranks reordered because held sends would deadlock."""
 
     round: Round
     clock: int
@@ -84,14 +81,14 @@ def _rounds(
 
 
 def least_s(round_: Round, site: Site, timeline: Timeline, costs: Costs) -> tuple[float, float]:
-    """Lower bounds in seconds: the actor's part alone, and the busiest rank's work."""
+    """Lower bounds: seconds of the actor alone, and of the busiest rank."""
     alone = replace(round_, prefill={role: work for role, work in round_.prefill.items() if role == "actor"})
     schedule = add_communication(GENERATORS["sequential"](alone, site, costs), alone, site)
     return simulate(schedule, alone, site, costs).makespan_s, max(map(timeline.busy_s, timeline.spans), default=0.0)
 
 
 def first_step(config: TrainConfig, planner: RoundPlanner, prompt_tokens: int) -> Iterator[PlannedRound]:
-    """Yield rounds until the batch is decoded and scored; they also end where prompts may enter."""
+    """Yield rounds until the batch is scored; they also end where prompts may enter."""
     prompt, chunk, clock = (0,) * prompt_tokens, config.overlap.chunk.tokens, 0
     period = config.overlap.admission_period
     rows = batch_rows(config)

@@ -1,4 +1,4 @@
-"""The work of one round before it is ordered: the input of every generator."""
+"""The work of one round before it is ordered."""
 
 from __future__ import annotations
 
@@ -152,10 +152,7 @@ class Forks:
 
 @dataclass(frozen=True)
 class Round:
-    """Decode steps and, by role and replica, micro-batches in the required order.
-
-    The actor prefills before decoding. `forks`: prompts that are copied, not computed again.
-    """
+    """Micro-batches by role and replica, in the required order; the actor prefills before decoding."""
 
     index: int
     steps: int
@@ -178,7 +175,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class KVBudget:
-    """Capacity of one replica's KV cache; `others`: sequences in it outside the round."""
+    """`others`: sequences in the cache outside the round."""
 
     slots: int
     max_length: int
@@ -191,7 +188,7 @@ FAN_OUT = 8
 
 @dataclass(frozen=True)
 class Site:
-    """Ranks of every role; `listeners` hold a scorer but not the actor."""
+    """`listeners` hold a scorer but not the actor."""
 
     placements: Mapping[str, RolePlacement]
 
@@ -206,10 +203,10 @@ class Site:
 
     @cached_property
     def feeds(self) -> Mapping[int, tuple[int, ...]]:
-        """Listeners that each rank sends chunks to, at most FAN_OUT.
+        """Listeners that each rank sends chunks to.
 
-        `source` sends, then other actor ranks, spaced over hosts, then earlier listeners, so no ranks wait in a cycle. Those with
-        the critic are last, because its update delays them.
+        Senders are `source`, other actor ranks, spaced over hosts, then earlier listeners, so no ranks wait in a cycle. Those
+        with the critic are last, because its update delays them.
         """
         actor, critic = self.placements["actor"].ranks, self.placements.get("critic")
         first = actor.index(self.source)

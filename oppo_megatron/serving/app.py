@@ -37,9 +37,9 @@ REST_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits per request: body bytes, items, characters of a prompt or response, seconds to receive the body.
+    """Limits per request: body bytes, items, characters of a text, seconds to receive the body.
 
-    More than `max_waiting` requests scored or waiting get 429, as do more than `max_coming` bodies on their way.
+    More than `max_waiting` requests in scoring or `max_coming` arriving bodies get 429.
     """
 
     max_bytes: int = 8 << 20
@@ -54,7 +54,7 @@ LIMITS = RequestLimits()
 
 
 class Refusal(Exception):
-    """The request gets `status` and a reason instead of scores."""
+    """The request gets `status` and a reason."""
 
     def __init__(self, status: int, reason: str):
         super().__init__(reason)
@@ -79,7 +79,7 @@ class Extension(BaseModel):
 
 
 class Known(BaseModel):
-    """Number of tokens the service has of a sequence, and the score once it is complete."""
+    """Tokens that the service has of a sequence, and its score once complete."""
 
     id: int
     known: int
@@ -90,10 +90,9 @@ Extend = Callable[[str, Sequence[Piece]], list[Known]]
 
 
 class Gate(Generic[Asked, Found]):
-    """Takes each request through all checks, cheapest first, then to the scorer.
+    """Takes requests through all checks, cheapest first, then to the scorer.
 
-    `read` parses a body for `score`, or raises Refusal.  Scoring has its own thread: user code need not be thread-safe, and
-    requests are read meanwhile.
+    `read` parses a body for `score`, or raises Refusal.  Scoring has its own thread, because user code need not be thread-safe.
     """
 
     def __init__(
@@ -105,7 +104,6 @@ class Gate(Generic[Asked, Found]):
         self._waiting = self._coming = 0
 
     async def answer(self, request: Request) -> tuple[Asked, Found]:
-        """Return the request and its result.  Raises Refusal."""
         refusal = self._refused(request)
         try:
             body = await asyncio.wait_for(self._body(request, refusal), self._limits.read_s)
@@ -137,7 +135,7 @@ class Gate(Generic[Asked, Found]):
         return None
 
     async def _body(self, request: Request, refusal: Refusal | None) -> bytes:
-        """Read the body; drop the rest of one that is refused or too large.  Raises Refusal."""
+        """Read a body; drop the rest of a refused or too large one.  Raises Refusal."""
         content, num_bytes, kept = bytearray(), 0, refusal is None
         self._coming += kept
         try:

@@ -54,7 +54,7 @@ class ModelScorer:
     device: torch.device
 
     def scores(self, items: Sequence[Item]) -> list[float]:
-        """One score per item.  Raises RewardError for a sequence that is too long or has unknown ids."""
+        """A score per item.  Raises RewardError for a sequence too long or with unknown ids."""
         sequences = [self._tokens(item) for item in items]
         batches = pack_at(sequences, [[len(s) - 1] for s in sequences], self.micro_batch_tokens, self.device)
         if self.device.type == "cuda":
@@ -63,7 +63,6 @@ class ModelScorer:
         return join_rows(outputs, [1] * len(items), batches).tolist()
 
     def _tokens(self, item: Item) -> list[int]:
-        """The ids sent, else those of prompt, response and EOS."""
         tokens = item.tokens
         if tokens is None:
             tokens = [*encode_prompt(self.tokenizer, item.prompt + item.response), self.tokenizer.eos_id]

@@ -24,7 +24,7 @@ def build_rewards(config: ServeConfig, environment: Mapping[str, str]) -> Reward
 
 
 def try_parts(config: ServeConfig, environment: Mapping[str, str]) -> list[str]:
-    """Try token, rewards and tokenizer without loading a model or listening; return a line about them."""
+    """Try token, rewards and tokenizer without loading a model; return a line about them."""
     if config.token_env is not None:
         read_token(config.token_env, environment)
     if config.streams:
@@ -38,7 +38,7 @@ def try_parts(config: ServeConfig, environment: Mapping[str, str]) -> list[str]:
 
 @contextmanager
 def open_model_scores(config: ServeConfig, rewards: RewardSum) -> Iterator[ModelScores]:
-    """The reward model's scores of items, or None for each without a model.  Raises ConfigError or CheckpointError."""
+    """Yield the reward model's scores of items (None without a model).  Raises ConfigError or CheckpointError."""
     if not rewards.needs_model:
         yield lambda items: [None] * len(items)
         return
@@ -50,7 +50,6 @@ def open_model_scores(config: ServeConfig, rewards: RewardSum) -> Iterator[Model
 
 @contextmanager
 def open_scorer(config: ServeConfig, environment: Mapping[str, str]) -> Iterator[Scorer]:
-    """Open the service's scorer.  Raises ConfigError or CheckpointError if a model cannot be loaded."""
     with closing(build_rewards(config, environment)) as rewards, open_model_scores(config, rewards) as model_scores:
         yield lambda items: [
             rewards.score(item.prompt, item.response, item.fields, score, item.id)

@@ -1,7 +1,6 @@
 """The process of a service: uvicorn on a socket, until asked to stop.
 
-A client is unknown until its headers arrive, because they hold the token.  So headers have a deadline, and no connection is
-refused because many wait: the one that has waited longest is closed.
+Headers hold the token and have a deadline.  Waiting clients are unknown, so none is refused: the longest waiting is closed.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class GuardedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Handle a protocol violation, perhaps in the body of a request whose answer has begun."""
+        """Handle a violation, perhaps during a request's answer."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True  # what the application still says goes nowhere
             self.cycle.message_event.set()
@@ -109,7 +108,7 @@ def server_settings(app: FastAPI, header_s: float = HEADER_S, most_waiting: int 
 def serve(config: ServeConfig, environment: Mapping[str, str], say: Callable[[str], None]) -> None:
     """Serve until interrupted; calls `say` with the address when ready.
 
-    Raises ConfigError for a missing token or unusable address, before a model is loaded.
+    Raises ConfigError for a missing token or unusable address before loading a model.
     """
     token = None if config.token_env is None else read_token(config.token_env, environment)
     with (
@@ -134,7 +133,7 @@ def _open_app(config: ServeConfig, environment: Mapping[str, str], token: Secret
 
 
 def bound_socket(host: str, port: int, *, guarded: bool) -> socket.socket:
-    """Return a bound socket that does not listen yet; only loopback addresses without a token (`guarded`)."""
+    """Return a bound socket, not yet listening; without a token (`guarded`), loopback only."""
     found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

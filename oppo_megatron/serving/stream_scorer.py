@@ -1,7 +1,4 @@
-"""A reward model for streamed sequences: each token is prefilled once, into the sequence's KV cache.
-
-T: packed tokens, R: rows of interest.
-"""
+"""A reward model for streamed sequences, which prefills each token once.  T: packed tokens, R: rows of interest."""
 
 from __future__ import annotations
 
@@ -46,8 +43,8 @@ class StreamScorer:
     def extend(self, session: str, pieces: Sequence[Piece]) -> list[Known]:
         """Take the pieces; complete sequences are scored at their last token and forgotten.
 
-        Raises RewardError for tokens the model cannot read, before taking any.  A piece that fails otherwise drops its sequence,
-        because some of its tokens may be cached.
+        Raises RewardError for unreadable tokens before taking any.  Another failure drops the piece's sequence, whose tokens may
+        be partly cached.
         """
         for piece in pieces:
             self._check(piece)
@@ -98,7 +95,6 @@ class StreamScorer:
         return held
 
     def _make_room(self) -> None:
-        """Close a sequence whose closing failed before, else the least recently used one."""
         known = {held.number for held in self._held.values()}
         left = next((number for number in self.cache.seq_ids if number not in known), None)
         if left is None:

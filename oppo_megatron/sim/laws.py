@@ -139,7 +139,7 @@ def scatter_s(cluster: Cluster, group: Group, payload: float) -> float:
 
 
 def send_s(cluster: Cluster, payload: float, *, between: bool, beside: int = 1) -> float:
-    """Seconds of a message; `beside` concurrent ones share a node's NICs."""
+    """`beside` concurrent messages share a node's NICs."""
     if not between:
         return cluster.inside.send.seconds(payload, 1)
     network = network_of(cluster)
@@ -189,13 +189,11 @@ class Moves:
         self.add_all(np.array([source]), np.array([target]), num_bytes)
 
     def add_all(self, sources: Ints, targets: Ints, num_bytes: float, times: int = 1) -> None:
-        """Add `times` messages from each source to its target."""
         apart = sources != targets
         if num_bytes > 0 and apart.any():
             self._parts.append((sources[apart], targets[apart], num_bytes, times))
 
     def seconds(self) -> float:
-        """Time of the fullest rank or node, with a latency per 64 MiB."""
         if not self._parts:
             return 0.0
         cluster = self.cluster

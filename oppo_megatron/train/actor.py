@@ -136,7 +136,6 @@ class Actor:
 
     @property
     def _compared_at(self) -> float:
-        """Temperature of the loss's log-probs; `temperature` is for sampling."""
         return self.algorithm.choices.temperature(self.temperature)
 
     @property
@@ -179,7 +178,7 @@ class Actor:
         return columns if values_T is None else columns | {"values": values_T}
 
     def _under_start(self, batch: Sequence[Rollout], settings: UpdateSettings) -> BegunUpdate:
-        """Log-probs of the batch under the step's initial weights; replicas divide the rows by tokens."""
+        """Log-probs of the batch under the initial weights; replicas divide the rows."""
         trained, groups = self.role.trained, self._groups
         rows = balance([r.num_tokens for r in batch], groups.dp)[groups.dp_rank]
         prompts, responses = [batch[i].prompt.tokens for i in rows], [batch[i].tokens for i in rows]

@@ -92,7 +92,7 @@ class Evaluator(HeldoutSchedule):
         return sorted(decoder.decode(self.prompts), key=lambda rollout: rollout.seq_id)
 
     def _model_scores(self, rollouts: Sequence[Rollout] | None) -> Tensor:
-        """The reward model's scores [N] on every rank; its replicas divide the sequences."""
+        """Scores [N] on every rank; the replicas divide the sequences."""
         exchange, source, prompts = self.exchange, self.source, self.prompts
         speaks = exchange.rank == source
         responses = [rollout.tokens for rollout in rollouts or ()]

@@ -41,7 +41,6 @@ class HeldoutLog:
         return f"held out after {step} steps: {told}"
 
     def best(self) -> tuple[int, float] | None:
-        """The trained step with the best value of the standard's metric, and that value."""
         if self.standard is None:
             return None
         known = [(step, fields["heldout"].get(self.standard.metric)) for step, fields in self._by_step.items() if step]

@@ -1,10 +1,8 @@
-"""The reference's log-probs of answers, read from a file or computed once into it; the model is then freed.
+"""The reference's log-probs of answers, read from a file or computed once into it, so no reference model is kept.
 
 The file has `keys` [N, 16] (first half of a SHA-256 of prompt and answer) and `logprobs` [N] (float64, nats, summed over the
-answer's tokens); its metadata hold the reference's fingerprint.  Keys cover data, columns, chat template, tokenizer and
-truncation: rows that these change are recomputed.  It is written after every block, so an interrupted pass can resume.
-
-Legend: N answers.
+answer's tokens); its metadata hold the reference's fingerprint.  Rows changed by data, template, tokenizer or truncation have new
+keys and are recomputed.  Written after every block, so a pass can resume.  Legend: N answers.
 """
 
 from __future__ import annotations
@@ -225,7 +223,6 @@ class ReferencePass:
 
 
 def answer_logprobs(batch: MicroBatch, logits_RV: Tensor, vocab: VocabShards) -> Tensor:
-    """Log-prob of each answer [S] in float64, summed over its tokens."""
     logp_R, _ = token_logprobs(logits_RV, batch.targets_R, vocab)
     return sequence_sums(logp_R, batch.counts)
 

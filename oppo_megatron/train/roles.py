@@ -37,7 +37,7 @@ class TrainedRole:
         self.serving.begin_weight_update()
 
     def publish(self) -> MoveReport:
-        """Move the updated weights to the serving model.  Collective of the role."""
+        """Collective of the role."""
         moved = MoveReport(0, 0.0) if self.reallocation is None else self.reallocation.move()
         self.serving.end_weight_update()
         return moved

@@ -188,7 +188,6 @@ class ScoreExchange:
         return dict(zip(CRITIC_STATS, stats.tolist(), strict=True))
 
     def _of_actor(self, measured: Sequence[float]) -> Tensor:
-        """Effective sample size of the actor's last update, and the actor rank's measurements."""
         source, mine = self.placements["actor"].output_rank(), None
         if self.rank == source:
             assert self.actor is not None
@@ -305,7 +304,6 @@ def by_rank(values: Sequence[float], device: torch.device) -> list[list[float]]:
 
 
 def _of_all_ranks(values: Sequence[float], device: torch.device) -> Tensor:
-    """[ranks, values]"""
     mine = on_device(values, device, torch.float64)
     all_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     if len(all_ranks) == 1:

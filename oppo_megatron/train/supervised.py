@@ -1,7 +1,7 @@
 """`oppo sft`, `rm` and `dpo`, from configuration to weights; a task turns rows into batches and losses.
 
-Every rank reads all rows; a replica trains its share of each batch.  The model's output rank (first of the last pipeline stage)
-has the loss, so it owns the run directory; the model's first rank writes the weights.
+Every rank reads all rows; a replica trains its share of each batch.  The output rank (first of the last pipeline stage) has the
+loss and owns the run directory; the model's first rank writes the weights.
 """
 
 from __future__ import annotations
@@ -255,7 +255,6 @@ def _build(
     preemption: Preemption,
     stack: ExitStack,
 ) -> SupervisedTrainer[RowT]:
-    """Build everything the steps need, new or from a checkpoint; `stack` closes it."""
     run, is_owner = RunDirectory(config.run_dir), world.rank == groups.output_rank
     if is_owner:
         stack.enter_context(run.held())

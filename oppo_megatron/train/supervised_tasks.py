@@ -260,7 +260,6 @@ class MarkedPreferences(Preferences[Marked]):
         return found
 
     def micro_batches(self, rows: Sequence[Marked], budget: int, device: torch.device) -> list[MicroBatch]:
-        """Add `sign`: 1 for wanted rows, -1 for others."""
         batches = super().micro_batches(rows, budget, device)
         for batch in batches:
             signs = [1.0 if rows[i].wanted[0] else -1.0 for i in batch.index]
@@ -281,8 +280,6 @@ class MarkedPreferences(Preferences[Marked]):
 
 
 def _log_ratios(rows: Sequence[Any], vocab: VocabShards) -> Measure:
-    """Per row: 1, and the answer's log-ratio to the reference."""
-
     def table(batch: MicroBatch, logits_RV: Tensor) -> Tensor:
         ratio_S = answer_logprobs(batch, logits_RV, vocab) - batch.extra["reference"]
         return torch.stack([torch.ones_like(ratio_S), ratio_S], -1)

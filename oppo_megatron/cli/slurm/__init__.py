@@ -114,7 +114,6 @@ def _script(job: Job, command: str) -> str:
 
 
 def _command(args: argparse.Namespace) -> str:
-    """Return the command that writes the same script."""
     words = ["oppo", "launch", "slurm", str(args.config), *args.overrides]
     for name, value in vars(args).items():
         if name not in ("command", "system", "config", "overrides", "debug", "run") and value not in (None, False):

@@ -32,7 +32,7 @@ class Failure:
     message: str
 
     def leave(self, folder: Path) -> None:
-        """Write it atomically. A rank may write one of each kind (watchdog and main thread)."""
+        """Write it atomically; watchdog and main thread may write one each."""
         path = folder / f"{self.rank}.{self.kind}.json"
         aside = path.with_suffix(".part")
         aside.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -74,7 +74,7 @@ def ended_within(folder: Path) -> dict[int, str]:
 
 
 def end_stalled(rank: int, command: str, message: str, environment: Mapping[str, str] = os.environ) -> NoReturn:
-    """End this process at once: its main thread may be in a call that cannot be interrupted."""
+    """End at once: the main thread may be in a call that cannot be interrupted."""
     if FOLDER in environment:
         Failure(rank, time.time(), "stall", message).leave(Path(environment[FOLDER]))
     else:

@@ -100,8 +100,8 @@ def board_at(point: MeetingPoint, ranks: Sequence[int] | None = None) -> Board:
 class Watch:
     """An observer's view of ranks (`whole`: all of the run, so one must move).
 
-    Between two looks at most three ticks count, so a suspended machine raises no alarm. Extra time: `first_s` for first
-    notes, `later_s` for this observer.
+    At most three ticks count between looks, so a suspended machine raises no alarm. Extra time: `first_s` for first notes,
+    `later_s` here.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Watch:
         self._alone = 0.0  # when the others were last within reach
 
     def observe(self, notes: Iterable[Note], *, reaches_others: bool = True) -> None:
-        """Record notes. If the others cannot be read, their silence does not count."""
+        """If the others cannot be read, their silence does not count."""
         now = self._clock()
         passed = min(now - self._last, self._longest_s)
         self._last, self._passed = now, self._passed + passed
@@ -173,7 +173,7 @@ class Watch:
         return nobody_moves or any(not self.notes[rank].waits for rank in still)
 
     def describe(self, own: int | None, answered: Collection[int], keeper: str) -> str:
-        """Describe at most `MOST_STATES` ranks, stalled ones first. `answered`: those with a note since the alarm."""
+        """Stalled ranks first. `answered`: ranks with a note since the alarm."""
         live, alone_s = self.live, self.alone_s
         if own is not None and alone_s >= self.deadline_s:
             first = [own]

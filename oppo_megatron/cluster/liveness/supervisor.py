@@ -102,7 +102,7 @@ class Supervisor:
         return told_s is not None and limit_s is not None and told_s >= limit_s
 
     def someone_failed(self) -> bool:
-        """True if a watchdog ended a rank, or one ended without `WELL` (only torch's agent can read exit codes)."""
+        """True if a watchdog ended a rank, or one ended without `WELL` (torch's agent alone can read exit codes)."""
         return any(self._folder.glob("*.stall.json")) or any(
             not _runs(rank) and not path.with_suffix(WELL).exists() for path, rank in self._processes().items()
         )

@@ -1,9 +1,8 @@
 """Ends a rank if the run has stalled.
 
 A thread writes notes to the store of the rendezvous. Rank 0 (the judge) reads all, others only the judge's, so the load is
-linear in ranks. In a stall each watchdog writes `stacks/rank-N.txt` and, with the judge's verdict, ends its process, because
-the main thread may be in a call that cannot be interrupted. If a call holds the interpreter, a timer of `faulthandler`,
-restarted with each note, does so.
+linear in ranks. In a stall each watchdog writes `stacks/rank-N.txt` and ends its process with the judge's verdict. If a call
+holds the interpreter, a timer of `faulthandler`, restarted with each note, does so.
 """
 
 from __future__ import annotations
@@ -93,7 +92,6 @@ class Watchdog:
         self.watch.observe([mine, *others], reaches_others=self.board is None or found is not None)
 
     def _alarm(self) -> None:
-        """Write stacks, wait for the verdict (the judge: for all answers), and end."""
         watch, mine = self.watch, replace(self._note(), alarm=True)
         self._write_stacks(mine)
         self._wind_up(5 * self._tick_s + 2 * ANSWER_S + TOLD_S)

@@ -1,8 +1,5 @@
-"""NeMo-Aligner's PPO trainer with overcommit, deferral and streamed scoring.
-
-    from oppo_megatron.integrations.nemo_aligner import PPOTrainer     # was: from nemo_aligner.algorithms.ppo import PPOTrainer
-
-Without NeMo-Aligner, using `PPOTrainer` raises ConfigError.
+"""NeMo-Aligner's PPO trainer with overcommit, deferral and streamed scoring (docs/nemo_aligner.md). Without NeMo-Aligner,
+`PPOTrainer()` raises ConfigError.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ Watch = Callable[[Tensor, Tensor], bool]
 
 
 def plain(tree: Any) -> dict[str, Any]:
-    """A section of NeMo's configuration as plain values."""
     found = OmegaConf.to_container(tree, resolve=True)
     assert isinstance(found, dict)
     return {str(name): value for name, value in found.items()}
@@ -88,8 +87,6 @@ class Decoded:
 
 
 class Decoder:
-    """Generation by a `MegatronGPTActorModel`, with its `ppo` settings."""
-
     def __init__(self, model: Any):
         ppo = model.cfg.ppo
         self.model = model
@@ -101,7 +98,7 @@ class Decoder:
         self._longest = model.cfg.encoder_seq_length + 1 if learned else None
 
     def limit(self, prompt_length: int) -> int:
-        """Most tokens of prompt and response, as NeMo's strategy clips them."""
+        """Most tokens of prompt and response, as NeMo clips them."""
         limit = prompt_length + self.max_new
         return limit if self._longest is None else min(limit, self._longest)
 
@@ -291,8 +288,6 @@ class PooledActor:
 
 @dataclass(frozen=True)
 class PoolBatches:
-    """Batch iterator of a pooled step: `num_microbatches` requests for `micro` rows."""
-
     pool: Pool
     micro: int
     num_microbatches: int

@@ -1,7 +1,7 @@
 """One replica's rollouts, decoded in waves. Needs no nemo.
 
 NeMo's generation keeps a call's rows at one position, so waves are rollout micro-batches: carried rows by length, then new
-ones. A wave may leave rows unfinished, over all waves as many as were drawn beyond the batch:
+ones. Unfinished rows, at most as many as were drawn beyond the batch:
 
     after wave w, at most  spare * (rows of waves 0..w) // (rows of all waves)
 """
@@ -81,7 +81,6 @@ class Pool:
         return given_up
 
     def begin(self, batch: int, width: int) -> None:
-        """Begin a step that trains `batch` rows and decodes `width` at a time."""
         assert len(self.rows) >= batch, (len(self.rows), batch)
         self._ready = [row for row in self.rows if row.finished]
         running = [row for row in self.rows if not row.finished]
@@ -109,7 +108,6 @@ class Pool:
         return len(self._ready)
 
     def take(self, count: int) -> list[Row]:
-        """Remove the first `count` finished rows, in the order drawn."""
         taken, self._ready = self._ready[:count], self._ready[count:]
         keys = {row.key for row in taken}
         self.rows = [row for row in self.rows if row.key not in keys]
@@ -127,5 +125,5 @@ def share_of(delta: int, replica: int, replicas: int) -> int:
 
 
 def room(drawn: int, epoch: int, batch: int) -> int:
-    """Prompts of the epoch that a replica may still hold or draw: whole batches, at least one."""
+    """Prompts of the epoch that a replica may still hold or draw."""
     return max(epoch - drawn % epoch, batch)

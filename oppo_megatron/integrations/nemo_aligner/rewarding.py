@@ -1,4 +1,4 @@
-"""Scores of streamed rows, and errors that all ranks raise. Legend: b rows."""
+"""Scores of streamed rows [b], and errors that all ranks raise."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ class StreamedScores(FutureResult):
         self._critic, self._take = critic, take
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Rewards [b] and values [b, S - 1], on every rank of the model."""
+        """Rewards [b] and values [b, S - 1], on every rank."""
         rewards_b = self._take()
         _, values = self._critic.result() if isinstance(self._critic, FutureResult) else self._critic
         return rewards_b, values
 
 
 class StreamedRewards:
-    """`rm_critic` with rewards of `feed`. With the last answer of a step all ranks learn of a failure."""
+    """`rm_critic` with rewards of `feed`. All ranks learn of a failure with a step's last answer."""
 
     def __init__(self, rm_critic: Any, feed: Feed | None):
         self._rm_critic, self._feed = rm_critic, feed

@@ -64,7 +64,6 @@ def folder_of(ckpt_callback: Any) -> str | None:
 
 
 def require_fit(settings: AlignerConfig, uncut: Sequence[str], shared: Sequence[str], ckpt_callback: Any) -> None:
-    """Raise ConfigError if the configuration does not allow the block."""
     problems: list[str] = []
     dirpath = folder_of(ckpt_callback)
     if settings.delta.max > 0 or settings.scorer is not None:

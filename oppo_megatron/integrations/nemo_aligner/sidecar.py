@@ -43,7 +43,6 @@ class Kept:
 
 
 def folder_beside(checkpoints: Path) -> Path:
-    """Folder of the rows of `checkpoints`."""
     whole = checkpoints.resolve()
     return whole.with_name(f"{whole.name}-oppo")
 
@@ -95,7 +94,7 @@ class Sidecar:
         return CheckpointStore(self.root)
 
     def write(self, step: int, kept: Kept) -> None:
-        """Write the rows carried after `step` steps, atomically. Collective. Raises CheckpointError."""
+        """Write the rows carried after `step`. Collective. Raises CheckpointError."""
         store, position = self._store, Position(step)
         self._together(self.leads, lambda: store.begin(position))
         self._together(self.writes, lambda: _write_files(store.aside(position) / self._name, kept))

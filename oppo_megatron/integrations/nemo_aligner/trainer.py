@@ -1,8 +1,7 @@
-"""NeMo-Aligner's `PPOTrainer` with a pool of rollouts under its unchanged `fit`.
+"""NeMo-Aligner's `PPOTrainer` with a pool of rollouts under its unchanged `fit`; wrappers replace model, batch iterator and
+client:
 
     generate_rollouts -> fill draws for the pool -> PooledActor.infer decodes waves -> StreamedRewards takes the scores
-
-If the block `oppo:` needs them, wrappers replace model, batch iterator and reward client.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ class PPOTrainer(ppo.PPOTrainer):
         sidecar.prune(folder, self.step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load NeMo-Aligner's state and the deferred rows. Raises CheckpointError."""
+        """Raises CheckpointError if the deferred rows cannot be continued."""
         super().load_state_dict(state_dict)
         self._consumed_after = self.consumed_samples
         folder = self._restored_from()
@@ -221,7 +220,6 @@ class PPOTrainer(ppo.PPOTrainer):
         return figures
 
     def _checkpoints(self) -> Path | None:
-        """Checkpoint folder; None with `create_checkpoint_callback: false`."""
         dirpath = folder_of(self.ckpt_callback)
         return None if dirpath is None else Path(dirpath)
 

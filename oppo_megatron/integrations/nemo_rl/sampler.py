@@ -1,14 +1,5 @@
-"""Overcommit as a `PromptGroupSampler` of NeMo-RL's asynchronous controller.
-
-    async_rl:
-      sampler:
-        name: custom
-        target: oppo_megatron.integrations.nemo_rl.sampler:OvercommitSampler
-        delta: 16
-        max_staleness: 4
-
-The rollout pump awaits `admit` before each batch of B prompts, the train pump `select` until B groups are taken.
-A group's start is the version of the weights it began with.
+"""Overcommit as a `PromptGroupSampler` of NeMo-RL's asynchronous controller (docs/nemo_rl.md), which awaits `admit` before
+each batch of B prompts, and `select` until B groups are taken. A group starts with a version of the weights.
 """
 
 from __future__ import annotations
@@ -92,5 +83,4 @@ class OvercommitSampler:
         return groups_per_step * (1 + (self._delta > 0))
 
     def _is_current(self, version: int) -> bool:
-        """True if all batches begun are trained; with delta, all but one."""
         return self._batches <= version + (self._delta > 0)

@@ -220,9 +220,6 @@ class StepRows(ABC):
 
 
 def attend_one(q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention of one new token per sequence -> [S, N * D].
-
-    A group's query heads take the place of query positions, so keys need no copies.
-    """
+    """Attention of one new token per sequence -> [S, N * D]; a group's query heads take the place of query positions."""
     out = F.scaled_dot_product_attention(q_SGRD, k_SGLD, v_SGLD, attn_mask=mask, scale=scale)
     return out.reshape(len(q_SGRD), -1)

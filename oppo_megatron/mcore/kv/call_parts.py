@@ -1,7 +1,6 @@
 """Attention of a call with many new tokens on a GPU, in parts that waste little time and memory.
 
-Queries that attend together are padded to the longest chunk and positions.  So a sequence whose attention takes longer than a
-launch attends alone, and small neighbours together.
+Queries that attend together are padded to the longest; so long sequences attend alone, small neighbours together.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ CALL_SCORES = 2**20
 
 @dataclass(frozen=True)
 class Part:
-    """Sequences `rows` of a call, reading positions `keys`; `queries`: new tokens, if it is one sequence.
-
-    `causal`: all are new, so no mask is needed.
-    """
+    """Sequences `rows` reading positions `keys`; `queries`: new tokens, if it is one.  `causal`: all are new, without a mask."""
 
     rows: slice
     queries: slice
@@ -63,7 +59,7 @@ def parts_of(
 ) -> list[Part]:
     """Return the parts of a call that appends lens[s] tokens to past[s], with `repeat` query heads per key head.
 
-    Each mask has at most MASK_NUMBERS numbers, or one query.
+    Masks have at most MASK_NUMBERS numbers, or one query.
     """
     parts: list[Part] = []
     for rows in _groups(past, lens, call):

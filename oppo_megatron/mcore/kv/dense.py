@@ -1,6 +1,6 @@
 """The dense key/value cache: a slot of `max_length` positions per sequence.
 
-A decode step over neighbouring slots reads one slice without gathering, but changing slots and forking prompts copy.
+Decode steps over neighbouring slots read one slice, but changing slots and forking prompts copy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The paged key/value cache: a pool of blocks, a block table per sequence, and flash-attn's kernel over tables.
+"""The paged key/value cache: a pool of blocks, a block table per sequence, and flash-attn's kernel.
 
-Changing slots copies nothing.  Sequences share their prompt's full blocks; each copies a partly filled block, so only one
-sequence ever writes to a block.
+Sequences share their prompt's full blocks and copy a partly filled one, so only one ever writes to a block.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ LEAST_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class PagedCall:
-    """A kernel's int32 tensors and bounds in addition to queries and pools.
-
-    Sequence s has `new_S[s]` queries, its last tokens, and `length_S[s]` cached tokens in blocks `table_SW[s]`.
-    """
+    """A kernel's int32 tensors and bounds: sequence s has `new_S[s]` queries and `length_S[s]` tokens in blocks `table_SW[s]`."""
 
     table_SW: Tensor
     new_S: Tensor

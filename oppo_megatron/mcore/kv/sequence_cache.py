@@ -2,8 +2,7 @@
 
 Life of a sequence:  open -> [fork] -> (begin .. commit)* -> [truncate -> (begin .. commit)*]* -> close
 
-Slots have no gaps: closing a sequence moves the last into its slot.  State follows from the calls alone, so all ranks have the
-same.
+Closing a sequence moves the last into its slot.  State follows from the calls alone, so all ranks have the same.
 """
 
 from __future__ import annotations

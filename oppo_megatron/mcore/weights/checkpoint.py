@@ -1,7 +1,7 @@
 """Trained models in megatron-core checkpoints (`dist_checkpointing`, torch_dist), for any layout to load.
 
-Unlike in megatron-core 0.16.1, a distributed optimizer's shares are gathered to the weights' shapes (its own format needs Apex
-or TE, distrib_optimizer.py:640), and no forked process writes (filesystem_async.py:266: unsafe with CUDA or process groups).
+Unlike in megatron-core 0.16.1, optimizer shares are gathered (their format needs Apex or TE, distrib_optimizer.py:640), and no
+forked process writes (filesystem_async.py:266).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MASTER = "fp32_param"
 
 @dataclass(frozen=True)
 class ModelShards:
-    """This rank's part of trained models: tensors with offsets in torch's format, and the rest.
+    """This rank's part of trained models: tensors with offsets, and the rest.
 
     `shapes`: the `config.json` of each model whose first rank this is.
     """
@@ -55,10 +55,7 @@ class ModelShards:
 
 
 def gather_models(models: Mapping[str, TrainedModel], *, copied: bool) -> ModelShards:
-    """Gather models with their optimizers; every rank of the world makes the call, with its own models.
-
-    `copied`: into separate memory, so training may continue.
-    """
+    """Gather models with their optimizers, on every rank of the world.  `copied`: so that training may continue."""
     tree: dict[str, Any] = {}
     for name, model in models.items():
         shards = _Shards(name, model, gather=True)
@@ -81,8 +78,7 @@ def gather_models(models: Mapping[str, TrainedModel], *, copied: bool) -> ModelS
 def write_models(folder: Path, shards: ModelShards, group: dist.ProcessGroup) -> None:
     """Write the files into an empty folder; every rank of `group`, the world, makes the call.
 
-    Raises CheckpointError on all ranks if a shard fails; OSError on one rank after the last message, so that ranks can still
-    agree.
+    Raises CheckpointError on all ranks if a shard fails; OSError on one rank after the last message.
     """
     try:
         torch_checkpoint.save(

@@ -1,10 +1,7 @@
 """Hugging Face tensors from a Megatron `torch_dist` checkpoint of any layout, a saved piece at a time.
 
-Unpickling can call any function, so the index (`.metadata`) is read with a closed table of torch's classes and pieces with
-`weights_only`; `common.pt` is not opened.
-
-Layers are stacked (`decoder.layers.mlp.linear_fc2.weight`) or named (`decoder.layers.7...`).  Tensors are whole, with all of
-gate before up.  Norms have transformer-engine's names.
+Unpickling can call any function, so the index (`.metadata`) is read with a closed table of classes, pieces with `weights_only`.
+Layers are stacked (`decoder.layers.mlp.linear_fc2.weight`) or named (`decoder.layers.7...`), with transformer-engine's norms.
 """
 
 from __future__ import annotations

@@ -120,10 +120,7 @@ CONFIG_NAME = "model_config.yaml"
 
 
 def nemo_config(shape: ModelShape, head: Head, tokenizer: str) -> dict[str, Any]:
-    """Return NeMo 1's and NeMo-Aligner's `model_config.yaml`.  Raises ConfigError for models that it cannot describe.
-
-    `tokenizer`: a Hugging Face tokenizer's folder or name.
-    """
+    """Return NeMo's `model_config.yaml` (`tokenizer`: folder or name).  Raises ConfigError for models that it cannot describe."""
     (window, *others), kind = set(shape.windows), shape.rope["rope_type"]
     lacking = None
     if shape.qk_norm or kind not in ("default", "linear"):

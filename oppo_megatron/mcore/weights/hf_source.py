@@ -152,7 +152,7 @@ class FreshHead(OverlaidSource):
 def open_weights(model: ModelConfig, head: Head, shape_file: Path | None = None) -> tuple[ModelShape, TensorSource]:
     """Return shape and checked source of a model's weights, reading only headers.
 
-    `shape_file`: the `config.json` of a Megatron checkpoint without one.  Raises ConfigError without `checkpoint` and `init`,
+    `shape_file`: a Megatron checkpoint's missing `config.json`.  Raises ConfigError without `checkpoint` and `init`,
     CheckpointError if the weights do not fit.
     """
     source: TensorSource

@@ -29,10 +29,9 @@ def load_weights(
     pp_rank: int = 0,
     pp_size: int = 1,
 ) -> None:
-    """Fill every parameter of one stage in place.
+    """Fill every parameter of one stage in place, before DDP and optimizer, reading only this rank's shares.
 
-    `model` is bare, before DDP and optimizer.  Reads only this rank's shares.  Raises CheckpointError if source or model do
-    not fit `shape`.
+    Raises CheckpointError if source or model do not fit `shape`.
     """
     require_source(shape, source, head, "load_weights")
     parts = stage_parts(shape, head, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size)
@@ -90,9 +89,9 @@ def write_gathered(
     *,
     whole: bool = True,
 ) -> None:
-    """Collect a model's parts on its first rank, tensor by tensor, for `write`; other replicas only wait.
+    """Collect a model's parts on its first rank, tensor by tensor, for `write`; every rank makes the call.
 
-    Every rank makes the call.  `whole`: the parts are all parameters.
+    `whole`: the parts are all parameters.
     """
     if _place(dp_group)[0] == 0:
         values = _gathered(chunks, parts_of, tp_group, pp_group, whole)

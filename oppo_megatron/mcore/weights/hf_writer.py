@@ -1,7 +1,6 @@
 """Writes a Hugging Face directory with at most one tensor in memory.
 
-safetensors: 8 bytes with the length of a JSON header (little-endian), the header with dtype, shape and byte range of each
-tensor, then the bytes.
+safetensors: 8 bytes with the length of a JSON header (little-endian), the header with dtype, shape and byte ranges, the bytes.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ def require_empty(directory: Path) -> None:
 
 @contextlib.contextmanager
 def whole_directory(directory: Path, extra_files: Iterable[Path] = ()) -> Iterator[Path]:
-    """Yield a folder that becomes `directory` after the block, with copies of `extra_files`, synced to disk.
+    """Yield a folder that becomes `directory`, with copies of `extra_files`, synced to disk; an error leaves nothing.
 
-    An error leaves nothing.  Raises CheckpointError if the directory is not empty.
+    Raises CheckpointError if the directory is not empty.
     """
     require_empty(directory)
     partial = directory.with_name(f".{directory.name}.partial")

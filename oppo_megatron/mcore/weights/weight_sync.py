@@ -1,8 +1,7 @@
 """Moves trained weights to the layout of decoding or scoring; with equal layouts the models share parameters.
 
-Plan and execution are megatron-core's (`megatron.core.resharding`), but 0.16.1 plans over the world (`_RoleWorld`), supports
-one module per rank (`_Weights`), may fetch a rank's own weights from others (`_nearest_replica`), and stages a whole model at
-once (`_rounds`).
+megatron-core's resharding 0.16.1 plans over the world (`_RoleWorld`), supports one module per rank (`_Weights`), may fetch a
+rank's own weights from others (`_nearest_replica`), and stages a whole model at once (`_rounds`).
 """
 
 from __future__ import annotations
@@ -173,7 +172,7 @@ def _weights(chunks: Sequence[RoleModel], *, serving: bool) -> _Weights:
 def _rounds(plan: ReshardPlan, source: _Weights, target: _Weights, round_bytes: int) -> Iterator[ReshardPlan]:
     """Split the plan to stage at most `round_bytes` per pair of ranks, or one larger piece.
 
-    Both ranks of a pair see its transfers in the same order, so in the same rounds.
+    Both ranks of a pair see its transfers in the same order.
     """
     sends, receives = _cut(plan.send_ops, source, round_bytes), _cut(plan.recv_ops, target, round_bytes)
     for send_ops, recv_ops in itertools.zip_longest(sends, receives):

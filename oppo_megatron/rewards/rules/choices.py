@@ -1,13 +1,6 @@
 r"""Rule `multiple_choice`: a response states one letter, and it is the expected one.
 
-The first of these forms (`final_answer`) that names a letter decides.  All its places must name the same one: who names two
-has not answered.
-
-    marked      \boxed{B}, \boxed{\text{(B)}}, <answer>B</answer>, <answer>B) Paris</answer>
-    stated      the answer is B, Answer: (B), the correct option is **B**
-    last line   B    (B)    B.    B) Paris    **B**    Option B
-    picked      B is correct, option B is the right answer, I choose B, it must be B, 选择 B, 选项B正确
-    any line    as a last line, if no other line names another letter
+The first form of `_READERS` that names a letter decides (docs/rewards.md shows them); all its places must name the same letter.
 """
 
 from __future__ import annotations
@@ -60,7 +53,7 @@ def verify(response: str, expected: Any) -> float:
 
 
 def expected_letter(value: Any) -> str:
-    """The letter in an answer column; an integer counts choices from 0, as in MMLU.  Raises RewardError."""
+    """The letter in an answer column; an integer counts from 0, as in MMLU.  Raises RewardError."""
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(LETTERS):
         return LETTERS[value]
     letter = _WHOLE.fullmatch(value) if isinstance(value, str) else None

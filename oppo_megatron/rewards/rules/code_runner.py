@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
-    """If the run is killed, nothing else would end a program that never returns."""
+    """Otherwise nothing would end an endless program after the run is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -82,7 +82,7 @@ def _kill_group(group: int) -> None:
 
 
 def _be_tested(job: dict[str, Any], test: dict[str, str], given: int, output: int, nonce: bytes) -> None:
-    """Run in the copy; never returns.  `nonce` proves that a test of code reached its end, unlike an exit code."""
+    """Run in the copy; never returns.  `nonce` proves that a test's end was reached: an exit code does not."""
     failed = 1
     try:
         os.setpgid(0, 0)
@@ -130,7 +130,7 @@ def _limit(job: dict[str, Any]) -> None:
 
 
 def cut_network() -> bool:
-    """Forbid sockets to this process and its descendants; False if unsupported here."""
+    """Forbid sockets to this process and its descendants; False if unsupported."""
     if platform.machine() not in MACHINES:
         return False
     audit, socket, io_uring_setup = MACHINES[platform.machine()]

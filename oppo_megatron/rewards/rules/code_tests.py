@@ -1,7 +1,6 @@
-"""Rule `code`: the last Python block of a response passes the row's tests, each in its own process.
+"""Rule `code`: a response's last Python block passes the row's tests, each in its own process.
 
-`grade` runs in an `IsolatedFunction` and starts `code_runner` per response.  This is not a sandbox; docs/rewards.md lists its
-limits.
+`grade` runs in an `IsolatedFunction` and starts `code_runner` per response.  It is not a sandbox (docs/rewards.md).
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def program_of(response: str) -> str | None:
 def read_tests(value: Any) -> Tests:
     """Read tests: asserts (text or list), a list of {input, output}, or {inputs, outputs}, also as JSON.
 
-    Raises `RewardError` for anything else, and without tests.
+    Raises `RewardError` for anything else.
     """
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         with suppress(ValueError):
@@ -98,7 +97,7 @@ def _test(each: Any) -> dict[str, str]:
 def grade(
     prompt: str, response: str, fields: Mapping[str, Any], wall_s: float, memory_mb: int, partial_credit: bool
 ) -> float:
-    """Share of the tests passed within `wall_s` in all; without partial credit 1.0 for all, else 0.0."""
+    """Share of tests passed within `wall_s` in all; without partial credit 1.0 for all, else 0.0."""
     tests, program, passed = fields[TESTS], program_of(response), 0
     if program is None:
         return 0.0
@@ -125,13 +124,12 @@ def about_network() -> str:
 
 
 def _stripped(text: str) -> list[str]:
-    """Ignore trailing white space of lines and text."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 @contextmanager
 def _running(job: Mapping[str, Any], wall_s: float) -> Iterator[Iterator[dict[str, Any]]]:
-    """Yield verdicts until `wall_s` have passed; afterwards nothing that was started remains."""
+    """Yield verdicts for up to `wall_s`, then leave no process behind."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # whoever leaves its family becomes a child of this process
     deadline = time.monotonic() + wall_s
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, tempfile.TemporaryFile() as told:

@@ -1,12 +1,7 @@
-r"""Where a response states its final answer: the one place that all rules with an answer ask.
+r"""Where a response states its final answer, for all rules (docs/rewards.md shows the forms).
 
-Thoughts are not answers: if text follows `</think>`, only that text counts.  A rule names the forms it reads;
-the first form that occurs decides, and `texts` has all its places, in their order:
-
-    marked      \boxed{...}, and <answer>...</answer> without a box within
-    hashed      #### ..., or a last line `A: ...` (GSM8K)
-    stated      the answer is ..., Answer: ..., the correct option is ..., up to the line's end; Final Answer, and the next line
-    last line   the last line that is not empty
+If text follows `</think>`, only that text counts.  The first form of a rule that occurs decides; `texts` returns all its places,
+in order.
 """
 
 from __future__ import annotations
@@ -88,7 +83,7 @@ def shown(response: str) -> str:
 
 
 def last_group(response: str) -> str | None:
-    """The last marked answer, with those separated from it only by commas, spaces or words such as `and`."""
+    """The last marked answer, with any separated from it only by commas, spaces or words such as `and`."""
     text = shown(response)
     marks = _marks(text)
     if not marks:
@@ -102,7 +97,7 @@ def last_group(response: str) -> str | None:
 
 
 def bare(text: str) -> str:
-    r"""Strip what may surround an answer: spaces, a full stop, `$`, `\(`, quotes, `**`, braces, `\text{}`."""
+    r"""Strip what may surround an answer: spaces, full stop, `$`, `\(`, quotes, `**`, braces, `\text{}`."""
     if len(text) > 2 * MAX_CHARACTERS:
         return text
     while True:
@@ -122,7 +117,6 @@ def labelled(text: str) -> tuple[str | None, str]:
 
 
 def closing(text: str, begin: int) -> int | None:
-    """Position of the brace that closes the one opened before `begin`."""
     depth = 1
     for brace in re.finditer(r"\\.|[{}]", text[begin:], re.DOTALL):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
@@ -139,7 +133,6 @@ def _within(text: str, left: str, right: str) -> str | None:
 
 
 def _marks(text: str) -> list[tuple[str, int, int]]:
-    """Content, start and end of each closed mark, in order."""
     found, start = list[tuple[str, int, int]](), 0
     while (box := _BOX.search(text, start)) is not None:
         end = closing(text, box.end())

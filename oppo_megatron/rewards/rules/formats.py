@@ -1,4 +1,4 @@
-"""Rules on the form of a response: `format`, a regular expression, and `length`, DAPO's length penalty."""
+"""Rules on form: `format`, a regular expression, and `length`, DAPO's length penalty."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ _UNLITERAL = re.compile(r"\\[A-Za-z0-9]|(?<!\\)(?:\[(?:\\.|[^\]\\])*\]|\{[0-9,]*
 
 
 def literals(pattern: str) -> list[str]:
-    """Runs of plain text in a pattern, in order, stripped."""
     runs = (re.sub(r"\\(.)", r"\1", run).strip() for run in _UNLITERAL.split(pattern))
     return [run for run in runs if run]
 
 
 class FormatRule:
-    """1.0 if `pattern` matches the whole response (`whole`) or any part of it, else 0.0.
+    """1.0 if `pattern` matches all of a response (`whole`) or a part, else 0.0, within a time limit.
 
-    Uses `regex`, which has a time limit.  Raises ValueError for an invalid pattern.
+    Raises ValueError for an invalid pattern.
     """
 
     def __init__(self, pattern: str, *, whole: bool):

@@ -1,7 +1,7 @@
 r"""Rule `math`: the final answer equals the expected one mathematically.
 
-`grade` runs in its own process, because SymPy may hang or fill memory.  It finds the answer (`final_answer`) and compares in
-order: numbers (`numbers`), words, the elements of tuples, intervals, sets, lists and matrices, and otherwise uses math-verify.
+`grade` needs its own process, because SymPy may hang or fill memory.  It compares in order: numbers (`numbers`), words, elements
+of tuples, intervals, sets, lists and matrices; for all else it uses math-verify.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ _LATEX = tuple((re.compile(pattern), latex) for pattern, latex in (
 
 
 def require_library() -> None:
-    """Raise ConfigError if the required functions of math-verify cannot be imported."""
     try:
         from math_verify import parse, verify  # noqa: F401
     except ImportError as error:
@@ -80,7 +79,7 @@ def require_library() -> None:
 
 
 def expected_text(value: Any) -> str:
-    """An answer column as text.  Raises `RewardError` if there is nothing to compare."""
+    """An answer column as text.  Raises `RewardError` if nothing can be compared."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**MAX_CHARACTERS:
         return str(value)
     if isinstance(value, float) and math.isfinite(value):
@@ -101,7 +100,7 @@ def needs_library(fields: Mapping[str, Any]) -> bool:
 def grade(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
     """1.0 if the response's final answer equals the expected one, else 0.0.
 
-    NaN for `PROBE` without a prompt if the library cannot read the expected answer.
+    NaN for a bare `PROBE` if the library cannot read the expected answer.
     """
     try:
         given = found_answer(response)
@@ -113,7 +112,6 @@ def grade(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
 
 
 def found_answer(response: str) -> str | None:
-    """Text of the final answer, or None."""
     marked = last_group(response)
     if marked is not None and not (_PROSE.search(marked) and re.search(r"\d", marked)):
         return marked
@@ -133,7 +131,7 @@ def found_answer(response: str) -> str | None:
 
 
 def equal(expected: str, given: str) -> bool:
-    """True if mathematically equal.  If only one of two equations names a variable, compares their last sides."""
+    """True if mathematically equal.  If only one side is an equation with a variable, compare last sides."""
     (letter, expected), (label, given) = labelled(_tidy(expected)), labelled(_tidy(given))
     if letter and (label or re.fullmatch("[A-J]", given)) or label and re.fullmatch("[A-J]", expected):
         return (letter or expected) == (label or given)
@@ -182,12 +180,11 @@ def _cut(text: str) -> str:
 
 
 def _elements(formulas: str) -> str:
-    """Formulas separated by commas, `and` or `or`, as a list without delimiters."""
     return ", ".join(bare(each) for each in re.findall(_FORMULA, formulas, re.DOTALL))
 
 
 def _closing(response: str) -> str | None:
-    """The answer at the end of a response without a marked or stated one."""
+    """The answer at the end of a response, unmarked and unstated."""
     text = shown(response).strip()
     last = None
     for last in _FORMULAS.finditer(text):  # noqa: B007  (the last one is wanted)
@@ -248,7 +245,7 @@ def _split(text: str) -> list[str]:
 
 
 def _parts(text: str) -> tuple[str, list[str]] | None:
-    """Kind of a structure (its brackets, `set`, `list` or matrix form) and its elements."""
+    """A structure's kind (brackets, `set`, `list` or matrix form) and elements."""
     matrix = _MATRIX.fullmatch(text)
     if matrix and "\\begin" not in matrix[2]:
         rows = [row.split("&") for row in re.split(r"\\\\", matrix[2])]
@@ -268,7 +265,7 @@ def _parts(text: str) -> tuple[str, list[str]] | None:
 
 
 def _equal_parts(expected: str, given: str) -> bool | None:
-    """True if structures have equal elements, in any order for sets and lists; None unless both are structures."""
+    """True if elements are equal, in any order for sets and lists; None unless both are structures."""
     wanted, found = _parts(expected), _parts(given)
     if wanted is None or found is None:
         return None

@@ -1,10 +1,6 @@
-r"""A number as people write it, read exactly.
+r"""A number as people write it, with currency, unit, scale or LaTeX, read exactly (docs/rewards.md).
 
-    sign, currency      -5   −5   $18   -$5   €1,200.50   \$3
-    digits              1,234   1 234   1{,}234   .5   18.50   1/2   \frac{1}{2}   3 1/2   3\frac12   6.02e23   6 \times 10^{23}
-    after it            %   a full stop   a scale: 2 million   a unit: 5 km, 5km, 12 apples, 90^\circ
-
-A text with a word that makes it another number (pi, times, half), a further digit or an operator is not read.
+A word that changes the number (pi, times, half), another digit or an operator makes it unreadable.
 """
 
 from __future__ import annotations
@@ -80,13 +76,12 @@ class Number:
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The number that `text` consists of; None without one, or if more follows (`3+4`, `5 pi`)."""
+    """The number in `text`; None without one, or if it is part of more (`3+4`, `5 pi`)."""
     number = read_number(text)
     return None if number is None else number.value
 
 
 def read_number(text: str) -> Number | None:
-    """`parse_number` with the unit."""
     text = bare(text.replace("\u2212", "-"))
     if len(text) > MAX_CHARACTERS + 1000:
         return None
@@ -124,7 +119,7 @@ def _valued(found: re.Match[str], behind: str) -> Number | None:
 
 
 def _is_unit(behind: str, *, joined: bool) -> bool:
-    """True if the text after a number is empty, punctuation, or words that keep its value; `joined`: no space."""
+    """True if the text after a number is empty, punctuation or harmless words; `joined`: no space before it."""
     if not behind:
         return True
     if not _WORDS.fullmatch(behind) or OTHER_WORDS.search(behind):
@@ -138,7 +133,7 @@ def _is_unit(behind: str, *, joined: bool) -> bool:
 
 
 def same_number(expected: Number, given: Number) -> bool:
-    """True if equal as written.  A percentage equals its value and, from 1 on, also its number."""
+    """True if equal as written.  A percentage equals its value and, from 1 on, its number."""
     if expected.unit and given.unit and expected.unit != given.unit and not (expected.percent or given.percent):
         return False
     if expected.percent == given.percent:
@@ -151,7 +146,7 @@ def same_number(expected: Number, given: Number) -> bool:
 
 
 def close(a: Number, b: Number) -> bool:
-    """True if equal, one rounds to the other (a decimal fraction of six or more digits), or they differ by noise."""
+    """True if equal, if one rounds to the other (at least six digits), or if they differ by noise."""
     if a.value == b.value:
         return True
     places = min((each.places for each in (a, b) if each.places is not None), default=None)

@@ -26,7 +26,7 @@ def require_room(round_: Round, budgets: Mapping[str, Mapping[int, KVBudget]]) -
 
 
 def cache_faults(round_: Round, role: str, replica: int, budget: KVBudget | None) -> Iterator[str]:
-    """Yield the first fault of a replica's cache; without `budget` its size is not checked."""
+    """Yield the first fault of a replica's cache, of its size only with `budget`."""
     cache, prefill = f"the cache of {role} replica {replica}", round_.prefill.get(role, ())
     growths = Batches.of(prefill[replica] if replica < len(prefill) else ()).table[:3]
     if role == "actor" and replica < len(round_.decode):

@@ -1,4 +1,4 @@
-"""Check before a round whether its schedule would hang, violate causality or overflow a cache."""
+"""Check whether a schedule would hang, violate causality or overflow a cache."""
 
 from __future__ import annotations
 
@@ -117,7 +117,6 @@ def _required(round_: Round, site: Site) -> Iterator[Action]:
 
 
 def _unit(placement: RolePlacement, replica: int, what: tuple[str, int, int, int | None]) -> Iterator[Action]:
-    """Yield a unit's actions and messages on all stages; `what`: role, micro-batch, chunk, step."""
     (role, _, _, step), last = what, placement.pp - 1
     first, then = (Op.PREFILL, Op.SCORE) if step is None else (Op.DECODE, Op.SAMPLE)
     for stage in range(placement.pp):
@@ -172,7 +171,6 @@ def _unasked(action: Action, round: Round, site: Site, chunk_here: bool) -> tupl
 
 
 def _deadlocks(timeline: Timeline) -> Iterator[Fault]:
-    """Yield messages received out of order, and cycles and chains of waiting ranks."""
     for rank, stuck in sorted(timeline.stuck.items()):
         if stuck.mistaken:
             rule = "messages of a link arrive in the order sent; give both lists the same order"

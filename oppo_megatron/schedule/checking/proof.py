@@ -1,10 +1,10 @@
 """Prove quickly, from start times alone, that a timetable is a sound schedule once its messages are added.
 
-`runs_in_time` shows that each stage has exactly the required units in the only permitted order, and that each starts after all
-that it waits for. Receives come directly before a unit, sends directly after it, so links keep their order and no ranks wait in a
-cycle. Only drawn tokens, a gather, and chunks in the order of `Site.feeds` follow the units.
+`runs_in_time` shows that each stage has exactly the required units in the only permitted order, each after all that it waits for.
+Receives come directly before a unit, sends directly after it, so links keep their order and no ranks wait in a cycle. Only drawn
+tokens, a gather, and chunks in the order of `Site.feeds` follow the units.
 
-If the transport holds sends, units are run in each rank's order: exact for stages of single ranks, else a simulation decides.
+If sends may be held, units are run in each rank's order: exact for stages of single ranks, else a simulation decides.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def require_provable(
 
 
 def prove(computes: Schedule, round_: Round, site: Site, transport: Transport = GLOO) -> bool:
-    """True if the compute actions and their messages are sound over the transport; caches are not checked."""
+    """True if the compute actions and their messages are sound, apart from caches."""
     table = computes.actions
     if not (isinstance(table, Timetable) and runs_in_time(table, round_, site)):
         return not check(add_communication(computes, round_, site), round_, site, {}, transport=transport)
@@ -116,7 +116,7 @@ def _order(rank: int, table: Timetable, stages: dict[Place, _Stage]) -> list[_St
 
 
 def _runs_through(orders: dict[int, list[_Stage]], most: int) -> bool:
-    """True if all units can be done; `most`: unreceived hidden states per link."""
+    """True if all units can be done; `most`: unreceived messages per link."""
     position = dict.fromkeys(orders, 0)
     ready = list(orders)
     while ready:

@@ -18,7 +18,7 @@ COMPUTE = (Op.DECODE, Op.SAMPLE, Op.PREFILL, Op.SCORE)
 
 
 class Span(NamedTuple):
-    """Start and end of an action; a receive's span is its wait."""
+    """One action; a receive's span is its wait."""
 
     action: Action
     position: int
@@ -48,8 +48,6 @@ class Stuck:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of every rank, and the ranks that did not finish."""
-
     spans: Mapping[int, tuple[Span, ...]]
     stuck: Mapping[int, Stuck]
 
@@ -109,7 +107,7 @@ def same_action(a: Action | None, b: Action) -> bool:
 
 
 class _Run:
-    """State of a simulation; `ready`: ranks to examine, `taken`: receive times by link, `made`: links in use."""
+    """`ready`: ranks to examine, `taken`: receive times by link, `made`: links in use."""
 
     def __init__(
         self, schedule: Schedule, round_: Round, site: Site, costs: Costs, transport: Transport, running: Running | None
@@ -138,7 +136,7 @@ class _Run:
         return own[position] if position < len(own) else None
 
     def advance(self, rank: int) -> tuple[int, ...] | None:
-        """Execute the next action. Returns other ranks that may continue, or None if the rank must wait."""
+        """Execute the next action. Returns ranks that may continue, or None if the rank must wait."""
         action = self.current(rank)
         if action is None:
             return None

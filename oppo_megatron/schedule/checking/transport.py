@@ -1,7 +1,7 @@
 """The rules of gloo and NCCL for a schedule.
 
-gloo accepts every message at once. Over NCCL, both ends wait in a communicator's first use, and a send ends when it is received.
-NCCL has no tags, so each directed link has its own communicator.
+gloo accepts every message at once. Over NCCL, both ends wait in a communicator's first use, and a send ends when it is received;
+without tags, each directed link has its own communicator.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ class Transport:
 
     @property
     def holds(self) -> bool:
-        """True if a send may have to wait."""
         return not self.made or bool(self.in_flight)
 
     @property

@@ -1,4 +1,4 @@
-"""The actor's sequences: replicas, cache slots and prefill."""
+"""The actor's sequences."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from oppo_megatron.schedule.weaving.cut import even_ends
 
 
 class Active(NamedTuple):
-    """Sequences to decode: rows (valid until the book's next call), replicas, tokens each may still get."""
+    """`rows` (valid until the book's next call) and replicas of sequences, and tokens that each may still get."""
 
     columns: Columns
     rows: Ints
@@ -72,7 +72,7 @@ class ActorBook(Book):
         order: Callable[[Sequence[int]], list[int]],
         own: Collection[int] | None = None,
     ) -> list[ReplicaWork]:
-        """Plan each replica's prefill and decoding; `order(seq_ids)` sorts open sequences by cache slot."""
+        """`order(seq_ids)` sorts open sequences by cache slot."""
         columns, rows, homes, rooms = active if isinstance(active, Active) else self.active(active)
         running, new = self._admit(rows, homes)
         ours, cached = self._ours(own), self._ledger[CACHED][rows]

@@ -1,4 +1,4 @@
-"""Cached and computed tokens of every rollout in a role, the same on all ranks that plan a round."""
+"""Cached and computed tokens of a role's rollouts, the same on all ranks that plan a round."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ updates since the cache was begun."""
 
 @dataclass(frozen=True)
 class Grouping:
-    """`size` neighbouring ids answer one prompt and share a replica.
-
-    `fork`: compute the prompt's cache once per group. `greedy`: decode each group's last greedily.
+    """`size` neighbouring ids share a prompt and a replica; `fork`: its cache is computed once, `greedy`: the last is decoded
+    greedily.
     """
 
     size: int = 1
@@ -37,9 +36,8 @@ ALONE = Grouping()
 
 @dataclass
 class ReplicaWork:
-    """Work of one replica's cache: close `evict`, open, prefill and decode, close `done`.
-
-    A fork is made as soon as its source has enough cached.
+    """In a round: close `evict`, open, prefill and decode, close `done`. Forks are made as soon as their source has enough
+    cached.
     """
 
     evict: list[int] = field(default_factory=list)
@@ -55,7 +53,7 @@ class ReplicaWork:
 
 
 class Book:
-    """Base of all books: `slots` per replica's cache; at most `most` sequences of a group (None: all)."""
+    """`slots` per replica's cache; at most `most` sequences of a group (None: all)."""
 
     def __init__(
         self,
@@ -93,7 +91,7 @@ class Book:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; the caches must match it."""
+        """The caches must match `state`."""
         self._replicas.load_state_dict(state["replicas"])
         for replica, cached in enumerate(state["cached"]):
             rows = self._ledger.enter(CACHED, cached)
@@ -144,7 +142,7 @@ class Book:
         return self.groups.size > 1 and self.groups.fork
 
     def _sources(self, rows: Ints, depth: Ints, wanting: Bools | None = None) -> Ints:
-        """For each of `rows`, return the sequence to fork at `depth`, or ABSENT; `wanting`: sequences prefilled in this round."""
+        """For each of `rows`, return the sequence to fork at `depth`, or ABSENT; `wanting`: prefilled in this round."""
         sources = np.full(len(rows), ABSENT, dtype=np.int64)
         if not self.forks:
             return sources
@@ -171,7 +169,7 @@ class Book:
 
 
 def packed(growths: Growths, which: Ints, forks: Sequence[Fork], budget: int, memo: Memo) -> Batches:
-    """Pack the growths at `which` into micro-batches of at most `budget` tokens, fork targets after sources."""
+    """Pack the growths at `which` into micro-batches, fork targets after sources."""
     late = np.isin(growths.seq_ids[which], [fork.target for fork in forks if fork.held < fork.tokens])
     found = []
     for part in (which[~late], which[late]) if late.any() else (which,):

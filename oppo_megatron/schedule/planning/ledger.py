@@ -1,4 +1,4 @@
-"""Columns of integers by sequence id, as dense arrays, because ids in use are close together."""
+"""Columns of integers by sequence id: dense, because ids in use are close together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ABSENT = -1
 
 
 class Ledger:
-    """Columns by name, with their values for unused sequences; `entered` shows which are in use."""
+    """Columns with their values for unused sequences; `entered` shows which are in use."""
 
     def __init__(self, entered: str, columns: Mapping[str, int]):
         self._entered, self._unset = entered, dict(columns)
@@ -45,7 +45,7 @@ class Ledger:
         return rows + self._first
 
     def row(self, seq_id: int) -> int:
-        """Return the row of a sequence. Raises KeyError if unused."""
+        """Raises KeyError if the sequence is unused."""
         row = seq_id - self._first
         if not (0 <= row < len(self) and self._columns[self._entered][row] != self._unset[self._entered]):
             raise KeyError(seq_id)
@@ -71,7 +71,6 @@ class Ledger:
             self._columns[name][:] = unset
 
     def _make_room(self, low: int, high: int) -> None:
-        """Make twice the room needed, so that this is rare."""
         used = self.where(self._columns[self._entered] != self._unset[self._entered])
         if len(used):
             low, high = min(low, int(used[0])), max(high, int(used[-1]))

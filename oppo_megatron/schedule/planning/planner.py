@@ -1,7 +1,4 @@
-"""Plan rounds: books give the work, a generator orders it, and the checker proves the result.
-
-All ranks reach the same schedule, because books advance by recorded chunks.
-"""
+"""Plan rounds: books give the work, a generator orders it, and the checker proves the result, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ Order = Callable[[Sequence[int]], list[int]]
 
 @dataclass(frozen=True)
 class PlannedRound:
-    """A round, its work by role and replica, and its schedule; chunks count from 1 (`Schedule.shifted`)."""
+    """Chunks of `schedule` count from 1 (`Schedule.shifted`)."""
 
     round: Round
     works: Mapping[str, Sequence[ReplicaWork]]
@@ -71,10 +68,7 @@ class BookedRound:
 
 @dataclass
 class RoundPlanner:
-    """Plans and checks the `Component` of `rank` (None: all ranks).
-
-    `max_length` bounds cached sequences. Scorers in `late` skip rounds that decode.
-    """
+    """Plans and checks the `Component` of `rank` (None: all ranks); scorers in `late` skip rounds that decode."""
 
     site: Site
     generator: str
@@ -104,9 +98,9 @@ class RoundPlanner:
         order: Order,
         readable: Ints | None = None,
     ) -> PlannedRound:
-        """Plan the round that decodes up to `chunk` tokens of `decode` and scores new tokens of `score`.
+        """Decode up to `chunk` tokens of `decode` and score new tokens of `score`. Raises ScheduleError.
 
-        The critic reads only `readable` (None: all), because updates make its values stale. Raises ScheduleError.
+        The critic reads only `readable` (None: all), because updates make its values stale.
         """
         booked = self.book(decode, score, chunk, order, readable)
         works, round_ = booked.works, booked.round(index)
@@ -124,7 +118,7 @@ class RoundPlanner:
         order: Order,
         readable: Ints | None = None,
     ) -> BookedRound:
-        """First half of `plan`: take the work from the books, which count it as done."""
+        """First half of `plan`: the books count the work as done."""
         active, unread = self.actor.active(decode), dict[str, Unread]()
         scored = some = columns_of(score)
         perishable = any(book.perishable for book in self.scorers.values())
@@ -167,7 +161,6 @@ class RoundPlanner:
             self._sought_by = costs
 
     def reset_perishable(self) -> list[str]:
-        """Discard results of trained scorers. Returns their names."""
         stale = [name for name, book in self.scorers.items() if book.perishable]
         for name in stale:
             self.scorers[name].reset()
@@ -283,7 +276,7 @@ def _counts(part: Round) -> tuple[object, ...]:
 
 
 def median(numbers: Ints) -> int:
-    """Median of non-negative integers, rounded down; counting is faster than sorting."""
+    """Median, rounded down; counting is faster than sorting."""
     smaller = np.cumsum(np.bincount(numbers))
     middle = np.array([(len(numbers) - 1) // 2, len(numbers) // 2])
     return int(np.searchsorted(smaller, middle, side="right").sum()) // 2

@@ -18,7 +18,7 @@ BLOCK = 512
 
 
 class Replicas:
-    """The replica of each sequence, fixed until it leaves; at most `most` of `group_size` neighbouring ids are assigned."""
+    """Replicas of sequences, fixed until they leave; at most `most` of `group_size` neighbouring ids are assigned."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Replicas:
     def place(self, held: Sequence[Rollout] | Columns) -> Ints:
         """Assign a replica to each of `held` (all present sequences) that has none. Returns all replicas.
 
-        New groups, longest first, go to the replica with the fewest tokens (ties: sequences) that has slots now, while finished
+        New groups, longest first, go to the replica with the fewest tokens (ties: sequences) with slots now, while finished
         sequences keep theirs, and later; else to a least crowded one.
         """
         columns = columns_of(held)
@@ -61,7 +61,7 @@ class Replicas:
         return self.ledger[REPLICA][rows]
 
     def _arrivals(self, arrived: Columns) -> tuple[Ints | None, Ints]:
-        """Return each arrival's group (None: one each), and groups' tokens, sequences and unfinished ones, [3, groups]."""
+        """Return each arrival's group (None: one each), and groups' tokens, sequences, unfinished ones, [3, groups]."""
         weights = arrived.num_tokens, np.ones_like(arrived.seq_ids), (~arrived.finished).astype(np.int64)
         if self._group_size == 1:
             return None, np.stack(weights)
@@ -98,10 +98,7 @@ class Replicas:
 
 
 def dealt(parts: Ints, slots: int, arrivals: Ints, most: int) -> Ints:
-    """Return the replicas of arriving groups in order.
-
-    `parts` [3, replicas] and `arrivals` [3, groups]: tokens, sequences, unfinished sequences.
-    """
+    """`parts` [3, replicas] and `arrivals` [3, groups]: tokens, sequences, unfinished sequences."""
     if parts.shape[1] == 1:
         return np.zeros(arrivals.shape[1], dtype=np.int64)
     found = _to_those_with_slots(parts, slots, arrivals, most)
@@ -127,7 +124,7 @@ def _rank_for(part: Sequence[int], replica: int, slots: int, arrival: Sequence[i
 def _to_those_with_slots(parts: Ints, slots: int, arrivals: Ints, most: int) -> Ints:
     """Return the replicas of the first arrivals, as long as one has slots for a whole group.
 
-    A heap of integers (tokens, sequences, replica as bits) is faster than tuples. Slots are checked per block.
+    A heap of integers (tokens, sequences, replica as bits) is faster than tuples.
     """
     replicas, bits = parts.shape[1], parts.shape[1].bit_length()
     above, mask = int(parts[1].sum() + arrivals[1].sum()).bit_length() + bits, (1 << bits) - 1

@@ -1,4 +1,4 @@
-"""A scoring role's sequences: replicas, cache slots, and tokens and outputs still due."""
+"""A scoring role's sequences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from oppo_megatron.schedule.rounds import Growths
 
 
 class Unread(NamedTuple):
-    """Sequences with unread tokens; `cached` is ABSENT without a slot; `targets`: tokens to read."""
+    """`cached` is ABSENT without a slot; `targets`: tokens to read."""
 
     columns: Columns
     rows: Ints
@@ -39,9 +39,8 @@ class Unread(NamedTuple):
 class ScoringBook(Book):
     """The book of a scoring role; without `reads_greedy` it ignores greedy sequences.
 
-    The reward model scores the last token, or each response token. Reference and critic give response token t from position P + t
-    - 1, so they never read the last. If slots are short, finished sequences evict the youngest unfinished ones, whose outputs
-    stay valid.
+    Only the reward model reads the last token: others give response token t from position P + t - 1. If slots are short, finished
+    sequences evict the youngest unfinished ones, whose outputs stay valid.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class ScoringBook(Book):
         return self._works(ours)
 
     def forget(self, *seq_ids: int, unread: bool = False) -> None:
-        """Remove trained sequences; `unread`: untrained ones, whether or not they were read."""
+        """Remove trained sequences; `unread`: untrained ones."""
         rows = self._ledger.rows(np.array(seq_ids, dtype=np.int64))
         held = rows[self._ledger[CACHED][rows] != ABSENT]
         assert unread or not len(held), f"{self.role}: sequence {self._ledger.ids(held).min()} was trained unscored"
@@ -167,7 +166,6 @@ class ScoringBook(Book):
         return now.at(np.flatnonzero(now.cached != ABSENT)) if len(short) else now
 
     def _make_way(self, replica: int, columns: Columns, work: ReplicaWork) -> None:
-        """Let finished sequences take slots of unfinished ones."""
         wanted = list(zip(columns.seq_ids.tolist(), columns.finished.tolist(), strict=True))
         finished = {seq_id for seq_id, ended in wanted if ended}
         cached = set(self._open_ids(replica).tolist())

@@ -1,1 +1,1 @@
-"""The order of a round: generators, the cut, the cost model and the messages."""
+"""The order of a round."""

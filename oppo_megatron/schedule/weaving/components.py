@@ -1,9 +1,8 @@
 """The part of a site that a rank's schedule depends on, with its tensor ranks taken as one.
 
-A rank's component is everything tied to it by shared replicas, directly or through others. Ranks with the same replica and stage
-of every role are one *class*; the *model*, which is planned and checked, has one of each. Proofs of all models hold for the site,
-because a message of the model represents one of each shard in the same order, and components share only the gather and the chunks
-at the end.
+A *component* is all ranks tied by shared replicas, directly or through others. Ranks with the same replica and stage of every
+role are a *class*; the *model*, which is planned and checked, has one of each. Its proof holds for every shard, and components
+share only the gather and the chunks at the end.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Component:
-    """Component of `rank`: replicas by role, ascending, and its model, in which `member` represents `rank`."""
+    """Component of `rank`, and its model, in which `member` represents `rank`."""
 
     site: Site
     rank: int

@@ -1,4 +1,4 @@
-"""The cost model: durations of actions, fitted to measured times, and costs as JSON."""
+"""The cost model: durations of actions, fitted to measured times."""
 
 from __future__ import annotations
 
@@ -38,10 +38,7 @@ def at_stage(lines: Lines, stage: int) -> Linear:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one stage's actions on n sequences (`decode`, `sample`), tokens or output rows.
-
-    Roles not in `prefill` cost `default_prefill`.
-    """
+    """Seconds of one stage's actions on n sequences (`decode`, `sample`), tokens or output rows."""
 
     decode: Lines = Linear(2e-3, 5e-5)
     sample: Linear = Linear(2e-4, 1e-5)
@@ -75,7 +72,7 @@ def nearly(costs: Costs, others: Costs, share: float, sequences: tuple[int, int]
 
 
 class CostMeter:
-    """Fit `Costs` by least squares to the seconds of each kind of action; vectors of ranks can be added."""
+    """Fit `Costs` to measured seconds by least squares; vectors of ranks can be added."""
 
     MIN_SAMPLES = 4
 
@@ -100,7 +97,7 @@ class CostMeter:
             sums[i] += moment
 
     def join(self, vector: Sequence[float], keep: float = 1.0) -> None:
-        """Add the sums of another meter of these roles; own ones are weighted by `keep`."""
+        """Add another meter's sums; own ones are weighted by `keep`."""
         for i, sums in enumerate(self._sums.values()):
             other = vector[_MOMENTS * i : _MOMENTS * (i + 1)]
             sums[:] = [keep * own + new for own, new in zip(sums, other, strict=True)]
@@ -118,10 +115,8 @@ class CostMeter:
         return [value for sums in self._sums.values() for value in sums]
 
     def costs(self, fallback: Costs) -> Costs:
-        """Return the fitted costs.
-
-        A stage without samples gets its role's line, else that of `fallback`. With few samples, or equal n, that line is scaled
-        to their mean.
+        """A stage without samples gets its role's line, else that of `fallback`; with few, or equal n, that line is scaled to
+        their mean.
         """
         prefill = {role: self._by_stage(Op.PREFILL, role, fallback.prefill_of(role)) for role in self.stages}
         return Costs(

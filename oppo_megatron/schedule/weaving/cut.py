@@ -1,7 +1,6 @@
 """The cut of a round: decode micro-batches, and tokens of a prefill micro-batch, for the fewest predicted seconds.
 
-With P stages, n sequences in M micro-batches, w_p the seconds of stage p with ceil(n / M) sequences (on the last with its
-sample), and h the seconds of a message:
+With P stages, M micro-batches, w_p the seconds of stage p for one (on the last with its sample), and h those of a message:
 
     lap   L   = max(M max w_p, w_0 + ... + w_(P-1) + P h)   a step of all micro-batches
     end   e_p = w_0 + ... + w_p + p h + (M - 1) max(w_0 .. w_p)   when stage p finishes the first step
@@ -36,8 +35,6 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Work:
-    """Work of one actor replica and the scorers on its ranks."""
-
     num_sequences: int
     steps: int
     pp: int
@@ -61,8 +58,7 @@ def choose_cut(
 ) -> Cut:
     """Return the fastest predicted cut (ties: fewer decode micro-batches, then larger prefill ones).
 
-    `budget`: most tokens of a prefill micro-batch. `grain`: growth of one sequence. `micro_batches` and `prefill_tokens` fix the
-    cut.
+    `budget`: most tokens of a prefill micro-batch. `grain`: growth of one sequence.
     """
     most = max(1, min(2 * work.pp, work.num_sequences)) if work.steps else 1
     counts = np.arange(1, most + 1) if micro_batches is None else np.array([micro_batches])
@@ -141,7 +137,6 @@ def _predicted(work: Work, sizes: Ints, costs: Costs, laps: _Laps) -> Floats:
 
 
 def _put_behind(ends: Floats, seconds: Floats, woven: Floats, count: Ints, message_s: float) -> None:
-    """Extend `ends` [stages, cuts] by micro-batches that gaps do not hold."""
     follows = np.zeros_like(ends)  # 1 if it waits for the previous stage
     np.multiply(woven[1:] < count, woven[1:] == woven[:-1], out=follows[1:])
     left, through, ready = (count - woven) * seconds, seconds + message_s, np.zeros_like(ends[0])
@@ -152,7 +147,7 @@ def _put_behind(ends: Floats, seconds: Floats, woven: Floats, count: Ints, messa
 
 
 def _later(seconds: Floats, message_s: float) -> Floats:
-    """Seconds of the following stages for one micro-batch, [stages, cuts]."""
+    """Seconds of the following stages for one micro-batch."""
     later = np.zeros_like(seconds)
     later[:-1] = np.cumsum((seconds[1:] + message_s)[::-1], axis=0)[::-1]
     return later
@@ -183,7 +178,6 @@ def _prefill_lines(work: Work, role: str, costs: Costs) -> list[Linear]:
 
 
 def _prefill_s(work: Work, role: str, tokens: Ints | Floats, costs: Costs) -> Floats:
-    """Seconds of a micro-batch, [stages, cuts]."""
     seconds = _seconds(_prefill_lines(work, role, costs), np.rint(tokens))
     seconds[-1] += _seconds([costs.score], np.rint(tokens))[0]
     return seconds

@@ -30,7 +30,7 @@ class Gaps:
         self._ends: dict[int, list[int]] = {rank: [FOREVER] for rank in ranks}
 
     def place(self, ranks: Sequence[int], ready: int, duration: int) -> int:
-        """Occupy all `ranks` for `duration` at the earliest common time from `ready`. Returns the start."""
+        """Occupy all `ranks` at the earliest common time from `ready`. Returns the start."""
         if len(ranks) == 1:
             gap, start = self._fit_one(ranks[0], ready, duration)
             self._take(ranks[0], gap, start, start + duration)
@@ -103,7 +103,6 @@ class Gaps:
         return found
 
     def append(self, ranks: Sequence[int], starts: Ints, ends: Ints) -> None:
-        """Occupy `ranks` for n consecutive intervals after everything placed."""
         for rank in ranks:
             begins = np.concatenate([self._starts[rank][-1:], ends[:-1]])
             assert (begins <= starts).all(), f"rank {rank} is busy somewhere in {starts[0]} .. {ends[-1]}"

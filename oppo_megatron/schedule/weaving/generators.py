@@ -1,4 +1,4 @@
-"""Generators: turn a round's work into an ordered list of compute actions for every rank.
+"""Generators: turn a round's work into a list of compute actions for every rank.
 
 Lists are parts of one virtual timeline, in which every action follows all that it waits for, so they cannot deadlock.
 """
@@ -32,7 +32,6 @@ def sequential(round: Round, site: Site, costs: Costs) -> Schedule:
 
 
 def intra(round: Round, site: Site, costs: Costs) -> Schedule:
-    """Place the scorers' part first, then the actor's."""
     placer = Placer(round, site, costs)
     placer.place_scorers()
     placer.free.close()
@@ -51,7 +50,7 @@ def woven(round: Round, site: Site, costs: Costs) -> Schedule:
 
 
 def one_by_one(round: Round, site: Site, costs: Costs) -> Schedule:
-    """List every micro-batch on all stages before the next of its role; the actor last.
+    """List every micro-batch on all stages before the next of its role.
 
     A stage's messages are received before it sends more, so no transport deadlocks.
     """
@@ -87,7 +86,7 @@ class CustomGenerator:
 
 
 def generator_of(chosen: str) -> Generator:
-    """Return the built-in generator, else load the user's. Raises ConfigError."""
+    """Raises ConfigError if a user's generator cannot be loaded."""
     return GENERATORS.get(chosen) or CustomGenerator(Plugin.load("overlap.schedule", chosen, SCHEDULE))
 
 
@@ -117,7 +116,7 @@ def _laps(durations: list[list[int]], free: list[int], message: int, steps: int)
 def _lap_starts(durations: list[list[int]], ready: list[int], free: list[int], message: int) -> list[list[int]]:
     """Starts of one decode step, by micro-batch and stage.
 
-    Micro-batches that would only wait for the next one move close to it, so that a step leaves one gap per stage.
+    Micro-batches that would only wait move close to the next one, so that a step leaves one gap per stage.
     """
     starts = _earliest(durations, ready, free, message)
     ready = [row[-1] + own[-1] + message for row, own in zip(starts, durations, strict=True)]
@@ -155,8 +154,7 @@ def _close(
 
 
 def by_turns(lines: Sequence[Line], place: Callable[[int, int, int], int]) -> None:
-    """Place all prefills, always of the line whose first stage is free first; `place(line, prefill, time)` returns when it is
-    again.
+    """Place prefills, always of the line whose first stage is free first: `place(line, prefill, time)` returns when it will be.
     """
     turns = [(0, n, 0) for n, line in enumerate(lines) if len(line.times)]
     while turns:
@@ -169,7 +167,7 @@ def by_turns(lines: Sequence[Line], place: Callable[[int, int, int], int]) -> No
 
 
 class Line:
-    """A replica while it is placed: `times` [prefills, stages]; `ends`, `starts` and `placed` by stage."""
+    """`times` [prefills, stages]; `ends`, `starts` and `placed` by stage."""
 
     def __init__(self, placement: RolePlacement, replica: int, times: Ints):
         self.ranks = [placement.stage_ranks(replica, stage) for stage in range(placement.pp)]

@@ -1,7 +1,6 @@
 """Start times of all units in arrays, and the ranks' lists that follow from them.
 
-A *unit* is a decode with its sample, or a prefill with its score. Actions are made only for a rank's own list, because a round
-has tens of thousands.
+A *unit* is a decode with its sample, or a prefill with its score. A round has tens of thousands, so actions are made on access.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def count_of(team: Team, round: Round) -> Count:
 
 @dataclass(frozen=True, eq=False)
 class Timetable(Mapping[int, tuple[Action, ...]]):
-    """Compute actions of all ranks, made on access; units in order of start (ties: of placement)."""
+    """Compute actions of all ranks, in order of start (ties: of placement)."""
 
     round: Round
     site: Site

@@ -87,7 +87,7 @@ def decode_costs(actor: LaidModel, sequences: int, position: float, *, captured:
 
 
 def predicted_costs(models: Mapping[str, LaidModel], decoding: Decoding, sequences: int, prefill_tokens: int) -> Costs:
-    """Cost lines as `oppo plan schedule --costs` reads them, for a replica's batch halfway through decoding."""
+    """Cost lines as in `oppo plan schedule --costs`, for a replica's batch halfway through decoding."""
     position = decoding.prompt_tokens + sum(decoding.lengths) / len(decoding.lengths) / 2
     actor = models["actor"]
     decode = decode_costs(actor, sequences, position, captured=decoding.captured)

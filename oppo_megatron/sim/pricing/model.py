@@ -52,7 +52,7 @@ class LaidModel:
         return LayerSizes.of(self.shape, self.placement.tp)
 
     def step_s(self, stage: int, tokens: Tokens, *, captured: bool) -> float:
-        """A micro-batch's decode step, captured as a CUDA graph or launched."""
+        """A decode step, captured as a CUDA graph or launched."""
         engine = self.cluster.engine
         return self._forward_s(stage, tokens, engine.replay_s + (0.0 if captured else engine.launch_s), engine.decode)
 
@@ -85,7 +85,6 @@ class LaidModel:
         return self._law.head_s(self.shape, self.placement.tp, rows)
 
     def hop_s(self, stage: int, tokens: float) -> float:
-        """Seconds to the next stage: every tensor rank sends its hidden states."""
         if stage + 1 >= self.placement.pp:
             return 0.0
         payload = WIDTH * self.shape["hidden_size"] * tokens * self._hidden_share
@@ -112,7 +111,6 @@ class LaidModel:
 
     @cached_property
     def _leaving(self) -> tuple[int, ...]:
-        """By stage, most ranks of a node whose next rank is on another."""
         found = []
         for here, there in zip(self._nodes, self._nodes[1:], strict=False):
             leaving = here[here != there]

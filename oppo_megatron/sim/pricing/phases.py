@@ -26,7 +26,7 @@ ADAM_BYTES = 28
 
 @dataclass(frozen=True)
 class Batch:
-    """A replica's `tokens` in sequences of mean `length`, at most `micro_batch_tokens` at once."""
+    """A replica's `tokens` in sequences of mean `length`."""
 
     tokens: float
     length: float
@@ -56,7 +56,6 @@ class Update:
 
 
 def update_s(model: LaidModel, update: Update) -> float:
-    """Forward and backward, gradient exchange, and the optimizer."""
     placement, batch = model.placement, update.batch
     tokens = batch.micro_batch(outputs=True)
     stages = [_training_s(model, stage, tokens, update.train) for stage in range(placement.pp)]

@@ -1,4 +1,4 @@
-"""Seconds and bytes of each role and phase of a step, without overlap."""
+"""Seconds and bytes of each role and phase, without overlap."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Prices:
         return predicted_costs(models, self.decoding, sequences, self.config.runtime.micro_batch_tokens)
 
     def fullest_gb(self) -> float:
-        """Memory of the fullest rank as in `--dry-run`, in 10^9 bytes."""
+        """As in `--dry-run`, in 10^9 bytes."""
         on_cpu = self.cluster.gpu.on_cpu
         held = rank_memory(train_holdings(self.config, on_cpu=on_cpu))
         return max(memory.total for memory in held.values()) / 1e9

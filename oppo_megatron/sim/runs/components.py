@@ -1,8 +1,7 @@
 """A component's round in the generator's order, timed once lengths are known.
 
-A unit of work (`schedule/weaving/timetable.py`) begins when its ranks are free and its input has arrived. Input passes along
-a thread: a micro-batch from stage to stage, and in decoding from the last stage to the first. So a round is one pass over its
-units, with a clock per rank and thread.
+A unit of work (`schedule/weaving/timetable.py`) begins when its ranks are free and its input has arrived, along a thread: a
+micro-batch from stage to stage, and in decoding from the last stage to the first. A round is one pass over its units.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class _Order(NamedTuple):
 
 
 class Component:
-    """Ranks tied to one rank, played round by round. Orders are kept by the round's shape."""
+    """Ranks tied to one rank. Orders are kept by a round's shape."""
 
     def __init__(self, site: Site, rank: int, generator: str, costs: Costs):
         self._component = component_of(site, rank)
@@ -104,7 +103,7 @@ class Component:
         yield from ((ranks[number], free[number], scored[number]) for number in sorted(worked))
 
     def _on_one_rank(self, round_: Round, counts: Counts) -> tuple[float, float]:
-        """Seconds of a rank that waits for nothing, in any order: there are thousands of these."""
+        """Seconds of a rank that waits for nothing; there are thousands of these."""
         seconds, scoring_s, costs = 0.0, 0.0, self.costs
         for role, replicas in self._component.replicas.items():
             prefill, line = round_.prefill.get(role, ()), costs.prefill_at(role, 0)
@@ -170,7 +169,7 @@ class Component:
         return _Order(table.astype(np.int32), first)
 
     def _durations(self, shape: Round, counts: Counts) -> Iterator[tuple[Floats, bool]]:
-        """Yield per stage the seconds of its units, [units], and whether they score."""
+        """Yield per stage its units' seconds, and whether they score."""
         for role, d in self._teams:
             pp, count = self.site.placements[role].pp, count_of((role, d), shape)
             tokens, rows = Batches.of(shape.prefill[role][d] if count.prefills else ()).sums

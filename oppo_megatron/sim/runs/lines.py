@@ -1,4 +1,4 @@
-"""Metrics and files of a virtual run, under a real run's names, without fields that need a model."""
+"""Metrics and files of a virtual run, as in a real one, without fields that need a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training loop without models: scheduler, buffer, books, controllers. Subclasses define a round.
+"""The training loop without models; subclasses define a round.
 
 Responses grow up to a length given by their id. Without rewards a `filter` is not played: every group is trained.
 """
@@ -34,8 +34,6 @@ NO_FIELDS: dict[str, Any] = {}
 
 @dataclass(frozen=True)
 class Growing:
-    """Sequences that a round decodes, their tokens, and whether they end."""
-
     columns: Columns
     counts: Ints
     ends: Bools
@@ -54,7 +52,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class StepEnd:
-    """A step whose batch has been scored: `batch` is trained (with `deferrals`), `carried` stays."""
+    """`batch` is trained (with `deferrals`), `carried` stays."""
 
     step: int
     batch: Columns
@@ -69,7 +67,7 @@ class StepEnd:
 
 
 class PureLoop:
-    """One rank's work without actions. `responses(seq_id)`: response length. The planner has empty books."""
+    """One rank's work. `responses(seq_id)`: response length. The planner has empty books."""
 
     def __init__(
         self, config: TrainConfig, prompts: Iterator[Prompt], responses: Callable[[int], int], planner: RoundPlanner
@@ -106,7 +104,6 @@ class PureLoop:
         return nullcontext()
 
     def _body(self, counts: Ints) -> Ints:
-        """Tokens and log-probs of a round's rows; none without a model."""
         return np.zeros((3, 0), dtype=np.int64)
 
     def _open(self, admitted: Sequence[Rollout]) -> None:

@@ -87,7 +87,7 @@ class Played:
 
 
 class Player:
-    """Plays rounds; `planner` has all ranks' books, `round_s` is added to each round."""
+    """`planner` has all ranks' books, `round_s` is added to each round."""
 
     single_ranks = False
 
@@ -120,7 +120,7 @@ class Player:
         return done.grown.counts if several else np.minimum(done.grown.counts, done.chunk.clock - done.begun)
 
     def _spread(self, done: Recorded, starts: Floats, ends: Floats, scored: Floats) -> Played:
-        """Deliver the chunk: the actor's replicas gather it, then each sender passes it on after its own work."""
+        """Deliver the chunk: replicas gather it, senders pass it on after their own work."""
         units, message_s, due, arrived = self.units, self.costs.message_s, ends.copy(), None
         if done.chunk is not None:
             holds = units.holds("actor")

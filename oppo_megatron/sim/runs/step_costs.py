@@ -1,4 +1,4 @@
-"""Seconds of a step's parts, from cluster laws, measured actions, a run, or built-in lines."""
+"""Seconds of a step's parts, from cluster laws, a file, a run, or built-in lines."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def cluster_costs(
 
 
 def run_costs(config: TrainConfig, path: Path, prompt_tokens: int, actions: Path | None = None) -> StepCosts:
-    """A run's costs.json (or `actions`), and updates, moves and planning of its metrics.jsonl."""
+    """Costs from costs.json (or `actions`) and metrics.jsonl of a run."""
     run = RunDirectory(path)
     lines = _steady(run)
     theirs = load_config(TrainConfig, run.config) if run.config.exists() else None
@@ -191,7 +191,7 @@ def _update_line(config: TrainConfig, lines: Lines, role: str) -> Linear:
 
 
 def _planning_s(lines: Lines) -> float:
-    """Median planning seconds per round: one round per chunk, and one that scores."""
+    """Median per round: one per chunk, and one that scores."""
     found = []
     for line in lines:
         steps = line["tokens"] / line["running_mean"] if line.get("running_mean") else 0

@@ -1,4 +1,4 @@
-"""A run in virtual time: the real buffer, scheduler, controllers and planner, with seconds from a cost model."""
+"""A run in virtual time: the real buffer, scheduler, controllers and planner."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class VirtualRun(PureLoop):
         self.traced_steps, self.spans = traced_steps, list[Span]()
 
     def steps(self, count: int) -> Iterator[VirtualStep]:
-        """Yield the first `count` steps, or as many as the prompts last for. Raises ConfigError for less than one."""
+        """Yield `count` steps, or as many as the prompts last for. Raises ConfigError for less than one."""
         if count < 1:
             raise ConfigError(f"{count} steps are asked for; ask for 1 or more")
         for rounds in self._steps():

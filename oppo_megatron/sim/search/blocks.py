@@ -90,7 +90,6 @@ def part_starts(whole: Block, size: int, gpus_per_node: int) -> Iterator[int]:
 
 
 def _partitions(roles: Sequence[str]) -> Iterator[list[list[str]]]:
-    """Yield all groupings of roles with equal blocks."""
     if not roles:
         yield []
         return
@@ -101,14 +100,13 @@ def _partitions(roles: Sequence[str]) -> Iterator[list[list[str]]]:
 
 
 def _forests(count: int) -> Iterator[tuple[int | None, ...]]:
-    """Yield for each group its parent group (whose block it has part of), or None."""
+    """Yield for each group its parent (whose block it has part of), or None."""
     for parents in product((None, *range(count)), repeat=count):
         if all(parent is None or (parent != group and parents[parent] is None) for group, parent in enumerate(parents)):
             yield parents
 
 
 def _sized(common: Sequence[Sequence[int]], parents: Sequence[int | None], num_ranks: int) -> Iterator[tuple[int, ...]]:
-    """Yield group sizes: undivided blocks add up to all ranks, parts fit."""
     roots = [group for group, parent in enumerate(parents) if parent is None]
     inner = [(group, parent) for group, parent in enumerate(parents) if parent is not None]
     for chosen in _summing([common[group] for group in roots], num_ranks):
@@ -132,7 +130,7 @@ def _summing(choices: Sequence[Sequence[int]], total: int) -> Iterator[tuple[int
 
 
 def _positions(sizes: Sequence[int], parents: Sequence[int | None], gpus_per_node: int) -> Iterator[list[Block]]:
-    """Yield blocks: undivided ones in a row, largest first, then parts at each position."""
+    """Yield blocks: undivided ones in a row, largest first, then parts."""
     order = sorted(range(len(sizes)), key=lambda group: (-sizes[group], group))
     roots, inner = [g for g in order if parents[g] is None], [g for g in order if parents[g] is not None]
     whole = [group for group in roots if sizes[group] >= gpus_per_node]
@@ -163,7 +161,7 @@ def _with_parts(
 
 
 def _in_a_row(groups: Sequence[int], sizes: Sequence[int], gpus_per_node: int) -> dict[int, Block] | None:
-    """Blocks without gaps; None if a part of a node would be on two."""
+    """None if a part of a node would be on two."""
     blocks, first = dict[int, Block](), 0
     for group in groups:
         size = sizes[group]

@@ -20,7 +20,7 @@ Bounds = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Blocks and layouts of roles (the actor first), price, and bytes of the fullest rank."""
+    """The actor's block and layout come first."""
 
     blocks: Blocks
     options: tuple[Option, ...]
@@ -30,7 +30,6 @@ class Plan:
 
     @property
     def key(self) -> object:
-        """Actor's block and layouts; the fastest plan of a key is kept."""
         actor = self.options[0]
         return self.blocks[0], actor.serving, actor.training and actor.training[:3]
 

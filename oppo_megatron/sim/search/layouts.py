@@ -43,7 +43,7 @@ Bytes = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """A layout of a role; `number`: its position among all on this many ranks."""
+    """`number`: its position among all of the role on this many ranks."""
 
     number: int
     serving: Sizes
@@ -91,9 +91,7 @@ def _row(option: Option, pieces: int) -> Bytes:
 
 @dataclass(frozen=True)
 class PriceTable:
-    """Layouts by role and number of ranks, priced once: prices depend on that number alone, as blocks are parts of a node or
-    whole nodes.
-    """
+    """Layouts, priced once by role and number of ranks: blocks are parts of a node or whole nodes."""
 
     config: TrainConfig
     cluster: Cluster

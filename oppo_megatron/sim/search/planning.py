@@ -64,7 +64,6 @@ class Task:
 
     @cached_property
     def steady(self) -> Steady:
-        """Decoded and read tokens of a step, which do not depend on layouts."""
         return self.known_work or steady_work(self.config, self.decoding, self.limit_of)
 
     @cached_property
@@ -101,9 +100,7 @@ def micro_batches(config: TrainConfig) -> list[int]:
 
 
 def spaces(task: Task, sizes: Sequence[int], most_bytes: int | None = None) -> Iterator[Space]:
-    """Yield plans to search for each micro-batch size, on CPUs also for each number of ranks. `most_bytes` replaces the
-    budget.
-    """
+    """Yield plans to search, by micro-batch size and on CPUs also number of ranks. `most_bytes` replaces the budget."""
     nodes, per_node = task.cluster.nodes, task.cluster.gpus_per_node
     every, bases = run_sizes(nodes, per_node), list[tuple[PriceTable, Sequence[int]]]()
     groups: list[Sequence[int]] = [[total] for total in every] if task.on_cpu else [every]
@@ -177,8 +174,6 @@ KINDS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Shortage:
-    """Fullest rank of the plan that lacks least memory, and the number of nodes that would do."""
-
     fullest: Fullest
     budget: int
     nodes: int | None

@@ -32,7 +32,7 @@ GAIN = 0.01
 
 @dataclass(frozen=True)
 class Played:
-    """A plan's configuration and mean parts of a step. `rank_bytes`: as in `--dry-run`."""
+    """`rank_bytes`: as in `--dry-run`."""
 
     plan: Plan
     config: TrainConfig
@@ -51,7 +51,7 @@ class Played:
 def play_plans(task: Task, plans: Sequence[Plan], top: int) -> list[Played]:
     """Play plans, cheapest first; return the fastest `top`, played longer, with the chunk and delta that suit the first.
 
-    Ends when the next price, times the least ratio of played time to price, exceeds the fastest.
+    Stops when a price, times the least ratio of played time to price, exceeds the fastest.
     """
     few, many = (
         min(MOST_STEPS, max(least, responses // task.config.rollout.batch_size))

@@ -1,4 +1,4 @@
-"""Price of a step in nanoseconds, from its phases, for the search.
+"""Price of a step in nanoseconds, from its phases.
 
 Without overlap, phases follow each other, and disjoint ranks work in parallel. With streamed scoring, a step takes the larger
 of
@@ -6,7 +6,7 @@ of
     path   decoding, the last chunk's scoring, the actor's update and move (the critic's, too, if waited for)
     busy   all work of one rank
 
-The search relies on a price that never falls if a phase takes longer.
+The search needs a price that never falls if a phase takes longer.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ class StepRule:
         return _largest(0, *ends)
 
     def _updates_ns(self, times: Sequence[Times]) -> Any:
-        """The actor's update, then others on its ranks, with their moves."""
         alone = times[0].update + times[0].weights
         others = [
             each.update + each.weights + (alone if role in self._overlaps[0] else 0)

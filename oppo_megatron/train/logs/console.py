@@ -101,7 +101,7 @@ def describe(fields: Mapping[str, Any]) -> list[str]:
 
 
 def _derived(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Rates and shares of which a metrics line has only the parts."""
+    """Rates and shares whose parts a metrics line has."""
     derived: dict[str, Any] = {}
     if (
         fields.get("tokens_per_s") is None and fields.get("tokens") and fields.get("step_s")

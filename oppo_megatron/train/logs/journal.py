@@ -149,7 +149,6 @@ class Journal(RunLog):
         return {"elapsed_s": self.elapsed_s, **figures}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`, not counting the time in between."""
         self.started = time.monotonic() - state["elapsed_s"]
         self.accuracy = dict(state["accuracy"])
         self.heldout.load_state_dict(state.get("heldout", ()))
@@ -172,7 +171,7 @@ class Journal(RunLog):
         rollbacks: Mapping[str, int],
         best: tuple[float, Position] | None,
     ) -> None:
-        """Write the run's last file, which marks it as finished.  `rows`: counts of rows read; `best`: a checkpoint."""
+        """Write the file that marks the run as finished.  `rows`: rows read; `best`: a checkpoint."""
         self.log.close()
         self.note(memory.describe(self.planned_bytes))
         accuracy = [self.accuracy[step] for step in sorted(self.accuracy)]
@@ -313,7 +312,7 @@ class Report(RunLog):
     def step(
         self, step: int, figures: dict[str, Any], saved: tuple[float, int, float], heldout: Figures | None
     ) -> None:
-        """`saved`: seconds, bytes and hidden seconds of checkpoints since the last step; `heldout`: if measured."""
+        """`saved`: seconds, bytes and hidden seconds of checkpoints since the last step."""
         waited_s, num_bytes, hidden_s = saved
         costs = {"checkpoint_s": waited_s, "checkpoint_bytes": num_bytes, "checkpoint_hidden_s": hidden_s}
         fields = {"time_s": self.elapsed_s, **figures, **costs}

@@ -1,7 +1,7 @@
 """Facts of a step for its metrics line, and the times that split the critic's update (docs/metrics.md).
 
-If a critic on its own ranks is not waited for, its update delays the scorers at the start of the next step.  They have absorbed
-the delay if they are idle again before the last chunk: the step is replayed with and without it, as a single-server queue.
+An update of a critic on its own ranks may delay the scorers at the start of the next step.  The delay is absorbed if they are
+idle again before the last chunk: the step is replayed with and without it, as a single-server queue.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class StepClock:
         self.work = [self._last - self.met]
 
     def round(self, waited_s: float, *, decoded: bool) -> None:
-        """Record the end of a round; `waited_s`: waited for chunks in this step so far."""
+        """`waited_s`: waited for chunks in this step so far."""
         now = self.now()
         self.work.append(now - self._last - (waited_s - self._waited))
         self._last, self._waited = now, waited_s

@@ -26,7 +26,6 @@ class Tracker:
         self.sinks = list(sinks)
 
     def log(self, step: int, fields: Mapping[str, Any]) -> None:
-        """Send the numeric fields of a step; a mapping's entries are named `field/key`."""
         numbers = {name: value for name, value in _numbers(fields) if name != "step"}
         for sink in self.sinks:
             sink.log(step, numbers)
@@ -117,7 +116,7 @@ OFF = {
 
 
 def _import(name: str) -> Any:
-    """Import a library, ignoring a bare folder of its name (wandb creates one).  Raises ConfigError if missing."""
+    """Raise ConfigError if missing, as for a bare folder of its name (wandb creates one)."""
     setting, package, off = OFF[name]
     try:
         module = importlib.import_module(name)

@@ -1,7 +1,7 @@
 """Stopping on signals: every rank learns of them at the same point of the run.
 
 SIGUSR1, SIGHUP and the first SIGTERM or SIGINT (Ctrl-C) ask for a checkpoint.  A second SIGTERM or SIGINT, or a missed deadline,
-ends the process at once; an unfinished checkpoint has no name yet, so the last named one is complete.
+ends the process at once, leaving the last complete checkpoint.
 """
 
 from __future__ import annotations

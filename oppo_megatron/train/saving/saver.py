@@ -72,11 +72,9 @@ class Saveable(ABC):
         """Everything but models, caches and rollouts, in JSON types; called on the rank with `note`."""
 
     def texts(self) -> dict[str, str]:
-        """Further text files by name, on the rank with `note`."""
         return {}
 
     def caches(self, *, copied: bool) -> CacheContents | None:
-        """Caches of sequences in flight, if the checkpoint includes them."""
         return None
 
     def on_complete(self) -> Callable[[], None]:
@@ -175,7 +173,6 @@ class Saver:
         return cost
 
     def measured(self, step: int, metric: str, value: float) -> None:
-        """Record a metric after `step` steps, if it defines the best checkpoint."""
         if self.standard is not None and self.standard.metric == metric:
             self._measured = step, value
 
@@ -244,7 +241,6 @@ class Saver:
         return Snapshot(run.position, models, caches, texts, self.best)
 
     def finish(self, run: Saveable, save_weights: Callable[[Path], None]) -> None:
-        """Write the last step's weights, a resumable checkpoint, and the best step's weights."""
         with self.world.activity.doing("writing weights"):
             if self.rules.writes_weights:
                 save_weights(self.run_dir.weights)
