@@ -2,8 +2,8 @@
 
 Legend: B sequences, P prompt tokens, N decode steps up to the last sequence's end, V vocabulary.
 
-Peers take turns, so other load affects all; results are medians.  Only decode steps after the prefill are timed, and only tokens
-within the given lengths count: peers other than the engine decode all rows to the longest.
+Peers take turns, so other load affects all; results are medians.  Only decode steps after the prefill, and tokens within the
+given lengths, count.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class HuggingFace:
 
 
 class FirstToken:
-    """A criterion of `generate` that never stops; `at`: time of its first call, after the first token."""
+    """Never stops `generate`; `at`: time of the first call, after the first token."""
 
     def __init__(self) -> None:
         self.at: float | None = None
@@ -202,7 +202,7 @@ def _now(device: torch.device) -> float:
 
 
 def bench_decode(work: DecodeWork, names: Sequence[str], out: Path) -> dict[str, Any]:
-    """Measure the named `PEERS`; write decode.json and decode.png to `out`, and return the JSON content.
+    """Measure the named `PEERS`; write decode.json and decode.png, and return the JSON content.
 
     Raises ConfigError, DataError or OSError before measuring.
     """

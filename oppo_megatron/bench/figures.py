@@ -1,7 +1,7 @@
 """Figures from the metrics of several runs of one configuration.
 
-Seconds are medians over the steps after the first (steady steps), shares are ratios of their sums, totals cover all steps of a
-run. Inter-step overlap moves work between steps, so only totals with the same prompts and forced lengths compare equal work.
+Seconds are medians over steps after the first (steady steps), shares are ratios of their sums, totals cover all steps.
+Inter-step overlap moves work between steps, so only totals with the same prompts and forced lengths compare equal work.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def share(lines: Lines, part: str, whole: str) -> float | None:
 
 
 def speedups(row: Mapping[str, Any], base: Mapping[str, Any] | None, name: str) -> dict[str, float | None]:
-    """Ratio of `base`'s time to the row's, by median step and by total; None without a base."""
+    """`base`'s time over the row's, by median step and total."""
     return {f"{name}_{seconds}": None if base is None else base[seconds] / row[seconds] for seconds in ("step_s", "total_s")}
 
 

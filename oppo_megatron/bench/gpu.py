@@ -191,7 +191,7 @@ class GpuBench:
     def _add_steps(
         self, row: dict[str, Any], lines: Sequence[Mapping[str, Any]], seconds: Sequence[str], why_not: str | None
     ) -> None:
-        """Add medians and decoded tokens/s of the steps after the first (or the only one)."""
+        """Add medians and decoded tokens/s of the steady steps."""
         if steady := lines[1:] or lines:
             row |= {name: median(line[name] for line in steady) for name in seconds}
             row |= {"steps": lines, "tokens_per_s": sum(x["tokens"] for x in steady) / sum(x["step_s"] for x in steady)}
@@ -305,9 +305,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def run_within(command: Sequence[str], seconds: float, log: Path) -> Generator[str | None, None, None]:
-    """Run a command, output in `log`; yield None each second and, at its end, why it did not finish.
+    """Run a command, output in `log`; yield None each second and finally why it did not finish.
 
-    All descendants end with it, even in other sessions, so that none keeps device memory.
+    All descendants end with it, so that none keeps device memory.
     """
     with started(command, log, end=_end) as process:
         end = time.monotonic() + seconds

@@ -168,7 +168,7 @@ def _steady(bench: Bench, model: RoleModel, sync_steps: int | None, layout: KVLa
 
 
 def _long_tail(bench: Bench, model: RoleModel, bandwidth: float) -> dict[str, Any]:
-    """Measure rounds to the last sequence's end; the first pass (graph capture) is reported separately."""
+    """Measure rounds to the last sequence's end; the first pass, with graph capture, is separate."""
     work, most = bench.work, bench.work.response_tokens
     lengths = log_normal(ForcedLengths(median=work.median, sigma=work.sigma))
     rounds = new_rounds(bench, model, None, "auto", Stopping((), most, ForcedLimits(lengths, most, seed=1)))

@@ -48,9 +48,9 @@ Runs = Mapping[str, Sequence[Run]]
 
 @dataclass(frozen=True)
 class Suite:
-    """Makes the runs of a benchmark in `out`; `launch` starts the ranks of one.
+    """Makes the runs of a benchmark in `out`; `launch` starts a run's ranks.
 
-    `resume`: reuse finished runs of the same configuration (None: the caller has no such option).
+    `resume`: reuse finished runs of the same configuration (None: no such option).
     """
 
     out: Path

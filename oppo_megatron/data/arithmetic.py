@@ -69,12 +69,12 @@ def _worked(totals: list[int], terms: tuple[int, ...], answer: int) -> str:
 
 
 def is_heldout(prompt: str) -> bool:
-    """True if a prompt's hash puts it in the held-out split, so no seed can mix the splits."""
+    """True if a hash puts a prompt in the held-out split, so no seed mixes the splits."""
     return hashlib.sha256(prompt.encode()).digest()[0] < HELDOUT_BYTES
 
 
 def problems(seed: int, split: Literal["train", "heldout"], shape: Shape = Shape()) -> Iterator[Problem]:
-    """Yield problems of one split without end, the same for the same arguments."""
+    """Yield problems of one split without end, reproducibly."""
     rng = random.Random(f"arithmetic {split} {seed}")  # noqa: S311  (to be drawn again, not to be secret)
     while True:
         pareto = shape.scale * (1.0 - rng.random()) ** (-1.0 / shape.tail)
@@ -116,7 +116,7 @@ def misreported_solution(problem: Problem, rng: random.Random) -> str:
 
 
 def slipped_solution(problem: Problem, rng: random.Random) -> str:
-    """A solution with one partial result off by 1, 2 or 10, and later ones computed from it."""
+    """A solution with one partial result off by 1, 2 or 10, carried through."""
     totals = problem.totals
     slips = [
         (step, error)

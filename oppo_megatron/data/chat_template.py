@@ -151,7 +151,7 @@ def require_syntax(template: str) -> None:
 
 
 def _variants(messages: Sequence[Mapping[str, Any]], in_parts: bool) -> Iterator[list[dict[str, Any]]]:
-    """Yield the forms that templates expect of a call's arguments and of the content of bare calls."""
+    """Yield the forms of calls and their content that templates expect."""
     has_calls = any(message.get("tool_calls") for message in messages)
     for as_object in (True, False) if has_calls else (True,):
         for empty in ({}, {"content": None}, {"content": ""}) if has_calls else ({},):

@@ -1,4 +1,4 @@
-"""The columns of a data set: their parts (`KNOWN_NAMES`) and the form of their values."""
+"""The columns of a data set: their parts and the form of their values."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Table:
         return next((name for name in names if any(row.get(name) for row in self.rows)), None)
 
     def usable(self) -> list[str]:
-        """Columns (or fields of objects) with text or messages in the first non-empty row."""
+        """Columns (or fields) with text or messages in the first non-empty row."""
         first = next((row.values for row in self.rows if row.values), {})
         values = {name: field_at(first, name) for name in field_names(first)}
         return [name for name, value in values.items() if isinstance(value, str) or (value and _are_messages(value))]

@@ -1,4 +1,4 @@
-"""Renders messages by the chat template, and notes what it leaves out."""
+"""Renders messages by the chat template, noting omissions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHOWN = 40
 
 
 class TemplateMismatch(DataError):
-    """A valid row that this chat template cannot render as prompt and answer."""
+    """A valid row that this chat template cannot render."""
 
 
 class Conversations:
@@ -110,7 +110,7 @@ def _squeezed(text: str) -> str:
 
 
 def _lost(message: Message, squeezed: str, start: int = 0) -> Iterator[str]:
-    """Yield keys of a message that the text does not show, ignoring text that ends before `start`."""
+    """Yield keys that the text does not show, ignoring text before `start`."""
 
     def shows(text: str) -> bool:
         forms = (_squeezed(text), _squeezed(json.dumps(text)[1:-1]))

@@ -74,7 +74,7 @@ def read_pairs(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) 
 
 
 def read_marked(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[tuple[Example, bool]]:
-    """Read prompts with one completion and its label (True: wanted); a pair gives two examples."""
+    """Read prompts with one completion and its label; a pair gives two."""
     rows = read_rows(config, problems, ["prompt", "completion"])
     table = Table(rows)
     if table.find("label", config.columns) is None and table.find("chosen", config.columns) is not None:
@@ -173,7 +173,7 @@ def _parted(row: Row, layout: Layout) -> tuple[Value, Value, Value]:
 
 
 def _said(row: Row, layout: Layout, column: str) -> Value:
-    """A column's text with the prompt's addition, or messages after the system message."""
+    """A column's text with its addition, or messages after the system message."""
     value = read_value(row, column)
     if isinstance(value, str) and column == layout.prompt:
         added = row.get(layout.added)

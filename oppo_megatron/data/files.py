@@ -157,7 +157,7 @@ def _rows(stream: BinaryIO, path: Path, start: bytes, first: bytes, second: byte
 
 
 def _table_delimiter(first: bytes, name: str) -> str | None:
-    """Column separator if the name, or known columns in the first line, show a table; else None."""
+    """Column separator if name or first line show a table; else None."""
     header = first.decode("utf-8-sig", errors="replace")
     if header.lstrip().startswith(("{", "[")) or "\0" in header or not header:
         return None
@@ -193,7 +193,7 @@ def _csv_rows(stream: BinaryIO, delimiter: str, file: Path) -> Iterator[Numbered
 
 
 def _row_of_cells(header: list[str], cells: list[str], delimiter: str) -> dict[str, Any] | DataError:
-    """The row, or why it is refused.  A JSON list of objects in a cell is read as messages."""
+    """The row, or why it is refused.  Cells may hold messages in JSON."""
     if len(cells) != len(header):
         shown = "a tab" if delimiter == "\t" else repr(delimiter)
         return DataError(

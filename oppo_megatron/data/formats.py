@@ -199,7 +199,7 @@ def _completion_column(config: RowsConfig, table: Table, prompt: str, form: str,
 def _only(
     part: str, names: Sequence[str], table: Table, form: Callable[[Any], Any] = lambda value: str(value).strip()
 ) -> str:
-    """Return the first column.  Raises DataError if another differs from it in a row."""
+    """Return the first column.  Raises DataError if another differs from it."""
     for other in names[1:]:
         for row in table.rows:
             one, two = row.get(names[0]), row.get(other)

@@ -1,4 +1,4 @@
-"""Rows in JSON: an object per line, an array of objects, or objects over several lines."""
+"""Rows in JSON: an object per line, an array, or multi-line objects."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _finite(text: str) -> float:
 
 
 def plain_row(row: dict[str, Any]) -> dict[str, Any] | DataError:
-    """Convert a typed file's row to JSON types (NaN becomes null), or return the error."""
+    """Convert a typed file's row to JSON types (NaN to null), or return the error."""
     try:
         check_value(row)
         row = {column: _plain(value, column) for column, value in row.items()}

@@ -76,7 +76,7 @@ def trace_problems(forced: ForcedLengths | None, max_response_tokens: int) -> li
 
 
 def read_length_trace(path: Path, column: str | None = None) -> LengthTrace:
-    """Read a distribution; `column`: token column or histogram kind.  Raises DataError with file and line."""
+    """Read a distribution; `column`: tokens or histogram kind.  Raises DataError with file and line."""
     lines = _lines(path)
     line, names = next(lines, (1, []))
     header = [name.strip() for name in names]

@@ -1,4 +1,4 @@
-"""Tokens of prompts and answers, encoded as one text, and checks of stop texts."""
+"""Tokens of prompts and answers, and checks of stop texts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Encoder(Protocol):
 
 
 def encode_prompt(tokenizer: Encoder, text: str) -> list[int]:
-    """Token ids of a text that begins a sequence, with BOS unless a template wrote it."""
+    """Token ids that begin a sequence, with BOS unless a template wrote it."""
     ids = tokenizer.encode(text)
     if not (tokenizer.adds_bos and ids) or ids[0] == tokenizer.bos_id:
         return ids
@@ -32,8 +32,8 @@ def encode_prompt(tokenizer: Encoder, text: str) -> list[int]:
 def encode_answers(tokenizer: Encoder, prompt: str, answers: Sequence[str]) -> list[list[int]]:
     """Token ids of a prompt and of each answer: prompt + answer are the tokens of the whole text.
 
-    Encoded alone, an answer may get a leading space (sentencepiece) or other tokens at the border.  Prompt tokens that an answer
-    changes belong to the answers, unless no prompt token would be left.
+    An answer alone may get a leading space (sentencepiece) or other tokens at the border.  Prompt tokens that an answer changes
+    belong to the answers, unless none would be left.
     """
     alone = encode_prompt(tokenizer, prompt)
     wholes = [encode_prompt(tokenizer, prompt + answer) for answer in answers]

@@ -1,4 +1,4 @@
-"""Tokenized prompts, and the repeatable stream from which the rollout scheduler admits them."""
+"""Tokenized prompts, and the repeatable stream of them."""
 
 from __future__ import annotations
 
@@ -114,10 +114,10 @@ def _refused(example: Example, num_tokens: int, config: PromptDataConfig, proble
 
 
 class PromptStream(Iterator[Prompt]):
-    """Prompts in training order; `seq_id` is the stream position, counted over epochs, one per response.
+    """Prompts in training order; `seq_id` is the stream position, one per response, over all epochs.
 
     Ends after `epochs` passes (None: never) or `limit` prompts.  `start`: position of a resumed run; the order depends only on
-    (seed, epoch).  `left_out` positions are skipped and do not count in `limit` or `planned`, the stream's length.
+    (seed, epoch).  `left_out` positions are skipped and not counted in `limit` or `planned`, the length.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class PromptStream(Iterator[Prompt]):
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool = True) -> list[int]:
     """A permutation of range(num_rows), or range(num_rows) itself.
 
-    Sorts raw Philox4x64 words, equal on all platforms and numpy versions (unlike methods of `numpy.random.Generator`).
+    Sorts raw Philox4x64 words, equal everywhere, unlike methods of `numpy.random.Generator`.
     """
     if not shuffle:
         return list(range(num_rows))

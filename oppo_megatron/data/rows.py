@@ -49,8 +49,8 @@ class Row:
 class Quarantine:
     """The outcome of reading data sets.
 
-    `entries`: rows set aside (`file`, `line`, `reason`).  `notes`: how data were understood.  `first`: first row as the model
-    sees it, by part.  `progress` gets a line per row.
+    `entries`: rows set aside (`file`, `line`, `reason`).  `notes`: how data were read.  `first`: first row as the model sees it,
+    by part.  `progress` gets a line per row.
     """
 
     entries: list[dict[str, Any]] = field(default_factory=list)
@@ -145,7 +145,7 @@ class RowProblems:
 
 
 def read_rows(config: RowsConfig, problems: RowProblems, templates: Sequence[str] = ()) -> list[Row]:
-    """Read the rows of `config.path` in order, at most `config.max_rows` (refused ones included).
+    """Read at most `config.max_rows` rows, refused ones included, in order.
 
     `templates`: the ones needed (`prompt`, `completion`).  Refused rows go to `problems`.  Raises ConfigError for a wrong path or
     template, DataError without rows.

@@ -79,7 +79,7 @@ class RowLoader:
         return rows
 
     def unequal_pairs(self) -> list[Pair]:
-        """Rows for DPO: pairs whose answers differ, because equal ones always have margin 0."""
+        """Rows for DPO: pairs with different answers, because equal ones have margin 0."""
         config, problems, cut = self._config, self._problems, f" once they are cut to max_tokens={self._max_tokens}"
         pairs = read_pairs(config, self._tokenizer, problems)
         pairs = [pair for pair in pairs if is_unequal(pair, pair.answers, config, problems)]
@@ -90,7 +90,7 @@ class RowLoader:
         return rows
 
     def marked(self) -> list[Marked]:
-        """Rows for KTO: labelled completions, or two rows per pair (chosen is wanted)."""
+        """Rows for KTO: labelled completions, or two per pair."""
         examples = read_marked(self._config, self._tokenizer, self._problems)
         wanted = {id(example): int(mark) for example, mark in examples}
         tokenized = self._tokenized([example for example, _ in examples])
@@ -112,7 +112,7 @@ class RowLoader:
         return rows
 
     def steps(self, separator: str) -> list[Steps]:
-        """Rows for a process reward model: joined steps, tokenized as one text, as a policy writes them."""
+        """Rows for a process reward model: joined steps, tokenized as one text."""
         tokenizer = self._tokenizer
         require_stop_texts([separator], tokenizer, "separator")
         step_ends = StepEnds(separator, tokenizer.decode)
@@ -175,7 +175,7 @@ class RowLoader:
         self._problems.report(example.row.file, example.row.line, reason, self._config.bad_rows, once=once)
 
     def _show_first(self, row: Completion | Pair, texts: Mapping[str, str] | None = None, **more: str) -> None:
-        """Record the first row as trained: the original text if its tokens match, else the decoded tokens."""
+        """Record the first row as trained: the original text if its tokens match."""
         if not self._is_first:
             return
         texts, parts = texts or self._quarantine.first, row._asdict()
@@ -198,7 +198,7 @@ def load_rows(config: SupervisedConfig, data: DataConfig, tokenizer: Tokenizer, 
 
 
 def _ended(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
-    """End `tokens` with one EOS; white space from a chat template after it is dropped."""
+    """End `tokens` with one EOS, without white space after it."""
     last = max((place for place, token in enumerate(tokens) if token in tokenizer.eos_ids), default=None)
     if last is not None and not tokenizer.decode(tokens[last + 1 :]).strip():
         return tokens[: last + 1]
@@ -222,7 +222,7 @@ def read_heldout(
 
 
 def split_rows(rows: Sequence[RowT], fraction: float, seed: int) -> tuple[list[RowT], list[RowT]]:
-    """(training rows, held-out rows), each in the order of `rows`.  Raises DataError if either is empty.
+    """(training rows, held-out rows), each in order.  Raises DataError if either is empty.
 
     Rows with the same prompt (first part) stay together.  Prompts are taken by a hash of prompt and seed, up to `fraction` of the
     rows; one with too many rows is skipped.

@@ -1,4 +1,4 @@
-"""Tokenizers: a Hugging Face directory, a sentencepiece model or one trained here; their files next to weights."""
+"""Tokenizers: from a Hugging Face directory, from sentencepiece, or trained here."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def train_sentencepiece(
 ) -> None:
     """Train a lossless tokenizer and write it to `path`; ids 0-3 are unk, bos, eos, pad.
 
-    Rare characters fall back to bytes.  Raises DataError without text, ConfigError for an unfit `vocab_size`.
+    Raises DataError without text, ConfigError for an unfit `vocab_size`.
     """
     import sentencepiece
 

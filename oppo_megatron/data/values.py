@@ -1,4 +1,4 @@
-"""Reads the value of a column as text or messages, and splits it into parts."""
+"""Reads a column as text or messages, and splits it into parts."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def is_learned(message: Message) -> bool:
 
 
 def split_last_turn(messages: list[Message]) -> tuple[list[Message], list[Message]]:
-    """(messages before the last assistant turn, that turn, empty if another role is last)."""
+    """(messages before a last assistant turn, that turn or nothing)."""
     if messages[-1]["role"] != "assistant":
         return messages, []
     if len(messages) == 1:
@@ -144,7 +144,7 @@ def split_last_turn(messages: list[Message]) -> tuple[list[Message], list[Messag
 
 
 def split_turns(messages: list[Message]) -> list[tuple[list[Message], list[Message]]]:
-    """(messages before, turn) for each assistant turn that is learned and not the first message."""
+    """(messages before, turn) for each assistant turn to learn, except a first message."""
     turns = [i for i, message in enumerate(messages) if i and message["role"] == "assistant" and is_learned(message)]
     return [(messages[:i], messages[i : i + 1]) for i in turns]
 
@@ -189,7 +189,7 @@ def split_pair(chosen: Value, rejected: Value) -> tuple[Value, Value, Value]:
 
 
 def align(prompt: Value, answers: Sequence[Value]) -> tuple[Value, list[Value]]:
-    """Convert an example to all text or all messages, with answers that do not repeat the prompt."""
+    """Convert an example to all text or all messages, without the prompt in answers."""
     if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers):
         if ASSISTANT_MARK in prompt and all(
             isinstance(answer, str) and len(answer) > len(prompt) and answer.startswith(prompt) for answer in answers

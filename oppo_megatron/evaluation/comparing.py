@@ -50,7 +50,7 @@ def as_json(policies: Sequence[Judged], metrics: Sequence[str], settings: Mappin
 
 
 def as_table(policies: Sequence[Judged], metrics: Sequence[str]) -> str:
-    """A row per metric, a column per policy; further policies also have their paired difference from the first."""
+    """A row per metric, a column per policy, with paired differences from the first."""
     first, rest = policies[0], policies[1:]
     head = ["", first.name]
     for policy in rest:

@@ -38,7 +38,7 @@ Grade = Callable[[Sequence[Answer]], list[dict[str, float]]]
 
 
 class Grader:
-    """Tries the parts before anything is decoded.  Raises ConfigError for unusable ones."""
+    """Tries the parts before decoding.  Raises ConfigError for unusable ones."""
 
     def __init__(self, config: ServeConfig, environment: Mapping[str, str], *, summed: bool):
         """`summed`: the parts form one reward, whose sum is also reported."""
@@ -51,9 +51,9 @@ class Grader:
         return [*labels, SUM] if self._summed else labels
 
     def check(self, rows: Mapping[int, Mapping[str, Any]], longest: int, tell: Callable[[str], None]) -> dict[int, str]:
-        """Return the numbers of `rows` (columns by number) that cannot be scored, with reasons.
+        """Return the `rows` (columns by number) that cannot be scored, with reasons.
 
-        Raises DataError if none can be scored, ConfigError if the reward model does not read `longest` tokens.
+        Raises DataError if none can be scored, ConfigError if the model does not read `longest` tokens.
         """
         if self._rewards.needs_model and longest > self._config.max_tokens:
             raise ConfigError(

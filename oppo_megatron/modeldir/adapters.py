@@ -39,7 +39,7 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
 
 
 def adapter_problems(name: str, lora: LoraConfig) -> list[str]:
-    """Mismatches between the adapters in `lora.adapter` and `lora` (section `name`), a sentence each."""
+    """Mismatches between `lora.adapter` and the settings, a sentence each."""
     if lora.adapter is None:
         return []
     try:
@@ -89,7 +89,6 @@ def lora_of(directory: Path) -> LoraConfig:
 
 
 def refuse_adapters(directory: Path) -> None:
-    """Raise CheckpointError for a peft directory, which is not a full model."""
     if (directory / ADAPTER_CONFIG).is_file() and not (directory / "config.json").is_file():
         raise CheckpointError(
             f"`{directory}` holds adapters, which are no model: name their base as the checkpoint and this as `lora.adapter`, or "
@@ -98,7 +97,6 @@ def refuse_adapters(directory: Path) -> None:
 
 
 def read_adapter_config(directory: Path) -> dict[str, Any]:
-    """Read the `adapter_config.json` of LoRA adapters.  Raises CheckpointError."""
     path = directory / ADAPTER_CONFIG
     for file in (path, directory / ADAPTER_WEIGHTS):
         if not file.is_file():

@@ -48,7 +48,7 @@ def read_hf_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def check_weights(name: str, directory: Path) -> list[str]:
-    """Problems of a checkpoint's weight files: absent, truncated, not safetensors.  Skips Megatron checkpoints."""
+    """Problems of weight files: absent, truncated, not safetensors.  Skips Megatron checkpoints."""
     try:
         if find_megatron(directory) is not None:
             return []
@@ -65,7 +65,7 @@ def check_weights(name: str, directory: Path) -> list[str]:
 
 
 def check_adapter(name: str, lora: LoraConfig) -> list[str]:
-    """Problems of a role's initial adapters: other settings, absent, truncated, not safetensors."""
+    """Problems of a role's initial adapters."""
     if problems := adapter_problems(f"{name}.lora", lora):
         return problems
     try:
@@ -109,7 +109,7 @@ def _no_weights(directory: Path) -> str:
 
 
 def stored_tensors(files: Mapping[Path, Collection[str] | None]) -> dict[str, Stored]:
-    """Tensors of safetensors files by name; only the listed ones, if there is a list.  Raises CheckpointError."""
+    """Tensors of safetensors files by name, or the listed ones.  Raises CheckpointError."""
     found = {}
     for file, names in files.items():
         check_file(file)
@@ -164,7 +164,7 @@ def check_file(file: Path) -> None:
 
 
 def tokenizer_vocab_size(path: Path) -> int | None:
-    """Largest token id + 1 of the tokenizer at `path`; None if unknown without loading it.  Raises CheckpointError."""
+    """Largest token id + 1 of a tokenizer; None if unknown without loading it.  Raises CheckpointError."""
     if path.is_file():
         return _sentencepiece_size(path)
     if (path / "tokenizer.json").is_file():

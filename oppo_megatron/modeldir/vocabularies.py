@@ -64,7 +64,7 @@ class Vocabulary:
 
 
 def compare_tokenizers(path: Path, directories: Mapping[str, Path]) -> tuple[list[str], list[str]]:
-    """Return problems of directories (by setting) whose tokenizer differs from `path`'s, and what was compared."""
+    """Return problems of directories with another tokenizer than `path`'s, and what was compared."""
     problems: list[str] = []
     lines: list[str] = []
     own: Vocabulary | None = None
@@ -128,7 +128,7 @@ def _tokenizer_file(path: Path) -> Path | None:
 
 
 def _identity(path: Path, file: Path) -> tuple[str, str]:
-    """Digest of the pieces, and special ids as written; tokenizers with equal ones need no further check."""
+    """Digest of pieces, and special ids; equal ones need no further check."""
     with file.open("rb") as stream:
         digest = hashlib.sha256()
         while block := stream.read(1 << 20):

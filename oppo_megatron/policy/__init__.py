@@ -1,1 +1,1 @@
-"""Trained policies that answer prompts: finding one in a directory, and loading it on the ranks."""
+"""Trained policies that answer prompts."""

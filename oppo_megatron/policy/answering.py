@@ -100,7 +100,7 @@ def _grow(
     speaks: bool,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> list[int]:
-    """Decode one response, printed as it grows if this rank `speaks`; stop early once `interrupted`."""
+    """Decode one response, printed while it grows if this rank `speaks`."""
     shown, tokens = GrowingText(decode, sys.stdout), list[int]()
     for (rollout,) in decoder.rounds([prompt]):
         tokens, left = rollout.tokens, interrupted()

@@ -1,4 +1,4 @@
-"""A request to a policy, and the output of its responses: to the terminal, or atomically to a file."""
+"""A request to a policy, and the output of its responses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHOW_EVERY_S = 2.0
 
 @dataclass(frozen=True)
 class Drawing:
-    """Sampling settings (temperature 0: greedy), and ids that end responses in addition to the policy's own."""
+    """Sampling settings (temperature 0: greedy), and further ids that end responses."""
 
     max_tokens: int
     temperature: float = 0.0
@@ -39,7 +39,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Terminal:
-    """Write responses to standard output, as they grow on a terminal; `as_json`: a JSON line each."""
+    """Standard output; `as_json`: a JSON line per response."""
 
     as_json: bool = False
 
@@ -82,7 +82,6 @@ class Request:
 
 
 def settings_of(policy: Policy, drawing: Drawing, samples: int) -> dict[str, Any]:
-    """Settings that, with the prompts, determine the responses, in JSON types."""
     return {
         "policy": str(policy.model.checkpoint or policy.directory),
         "dtype": policy.model.dtype,
@@ -124,7 +123,7 @@ def partial_path(path: Path) -> Path:
 
 
 def require_output(to: OutputFile) -> bool:
-    """True if anything is left to do.  Raises ConfigError if a file would be lost or has other settings."""
+    """True if work is left.  Raises ConfigError if a file would be lost or has other settings."""
     partial = partial_path(to.path)
     if to.path.exists():
         if to.resume:
@@ -159,7 +158,7 @@ def first_date(path: Path) -> datetime | None:
 
 
 class ResponseFile:
-    """A JSONL file of responses in prompt order; incomplete output is in a file next to it."""
+    """A JSONL file in prompt order; incomplete output is in a file next to it."""
 
     def __init__(self, to: OutputFile, prompts: Sequence[Prompt], samples: int, decode: Decode):
         self._to, self._samples, self._decode = to, samples, decode
@@ -186,7 +185,7 @@ class ResponseFile:
 
     @contextmanager
     def writing(self) -> Iterator[Callable[[Rollout], None]]:
-        """Yield a function that takes responses; when the block ends normally, the file is complete."""
+        """Yield a function that takes responses; a normal end completes the file."""
         partial = partial_path(self._to.path)
         with _naming(partial):
             with partial.open("w", encoding="utf-8") as file:
@@ -225,7 +224,7 @@ def _read(partial: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Make file system errors name the file, also if the disk is full."""
+    """Make file system errors name the file."""
     try:
         yield
     except OSError as error:

@@ -20,9 +20,9 @@ HELP = f"{RESET} begins anew, Ctrl-C ends an answer, Ctrl-D ends the chat"
 
 
 def converse(system: str | None, read: Callable[[], str | None], answer: Callable[[Messages], str]) -> None:
-    """Ask and answer until `read` returns None; `answer` also shows its text.
+    """Ask and answer until `read` returns None.  `answer` also shows its text.
 
-    A turn that leaves no room for an answer (DataError) is reported and dropped.
+    A turn that leaves no room for an answer (DataError) is dropped.
     """
     messages = opening(system)
     while (line := read()) is not None:
@@ -40,7 +40,7 @@ def converse(system: str | None, read: Callable[[], str | None], answer: Callabl
 
 @contextmanager
 def open_lines(source: str | None) -> Iterator[Callable[[], str | None]]:
-    """Lines of standard input, or of the starting process's, given as a file."""
+    """Lines of standard input, or of the starting process's."""
     if source is None:
         yield lambda: _line(sys.stdin)
         return
@@ -70,7 +70,7 @@ def _line(stream: TextIO) -> str | None:
 
 @contextmanager
 def until_interrupted() -> Iterator[Callable[[], bool]]:
-    """Count Ctrl-C in the block instead of raising; the yielded function is True after one.  Main thread only."""
+    """Count Ctrl-C instead of raising; the yielded function reports one.  Main thread only."""
     heard = False
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False

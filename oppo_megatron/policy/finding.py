@@ -64,7 +64,7 @@ class Policy:
 
     @property
     def eos_source(self) -> Path | None:
-        """Directory whose `generation_config.json` defines where responses end: the run's initial model."""
+        """The run's initial model, whose `generation_config.json` defines where responses end."""
         began = None if self.run is None else _role_of(self.run).checkpoint
         return began if began is not None and began.is_dir() else self.model.checkpoint
 
@@ -78,7 +78,7 @@ class _Weights:
 
 
 def find_policy(directory: Path, choice: Choice = Choice()) -> Policy:
-    """Find a directory's policy.  Raises CheckpointError or ConfigError, with a remedy, if there is none."""
+    """Find a directory's policy.  Raises CheckpointError or ConfigError, with a remedy."""
     if not directory.exists():
         raise CheckpointError(missing_path("the policy", directory))
     if not directory.is_dir():
@@ -249,7 +249,6 @@ def _has_tokenizer(directory: Path) -> bool:
 
 
 def policy_tokenizer(policy: Policy) -> Tokenizer:
-    """The tokenizer, with the ids that end the policy's responses."""
     return load_tokenizer(policy.tokenizer, policy.eos_source)
 
 

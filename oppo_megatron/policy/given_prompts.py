@@ -31,7 +31,7 @@ class Wording:
 
 @dataclass(frozen=True)
 class Asked:
-    """`row`: the prompt's number in the file or on the command line; `fields`: the row's other columns."""
+    """`row`: number in the file or command line; `fields`: other columns."""
 
     row: int
     text: str
@@ -93,7 +93,7 @@ def prompts_of_file(
 
 
 def within(asked: Sequence[Asked], most_tokens: int | None, tokenizer: Tokenizer) -> list[Asked]:
-    """Keep prompts of at most `most_tokens` tokens, if given.  Raises DataError if none is left."""
+    """Keep prompts of at most `most_tokens` tokens.  Raises DataError if none is left."""
     if most_tokens is None:
         return list(asked)
     lengths = [len(encode_prompt(tokenizer, each.text)) for each in asked]

@@ -51,9 +51,9 @@ class Role:
 
 
 def train_problems(settings: TrainSettings, *, inputs: bool = True, models: bool = True) -> list[str]:
-    """Return every problem of a PPO configuration, a sentence each, except of placements `auto` may choose.
+    """Return every problem of a PPO configuration, a sentence each, except of automatic placements.
 
-    `inputs`, `models`: require tokenizer and rows, or the models' folders, to exist.
+    `inputs`, `models`: require tokenizer and rows, or models' folders, to exist.
     """
     settled = settings.settled()
     # Only the layout checks look at the placement.

@@ -1,4 +1,4 @@
-"""The reward of a response: a weighted sum of a reward model's score, rules, functions and services."""
+"""The reward of a response: a weighted sum of models, rules, functions and services."""
 
 from __future__ import annotations
 
@@ -100,7 +100,6 @@ class RewardSum:
 
     @property
     def asks_services(self) -> bool:
-        """True if scores take time: `request` them as soon as responses are known."""
         return any(summand.function.waits for summand in self.summands)
 
     def describe(self) -> list[str]:
@@ -116,7 +115,7 @@ class RewardSum:
                 raise RewardError(f"reward part {summand.label!r}: {error}") from error
 
     def unusable(self, rows: Sequence[Fields], tell: Callable[[str], None] = print) -> dict[int, str]:
-        """Why rows accepted by `check` cannot be scored within a rule's limits, by row."""
+        """Why rows cannot be scored within a rule's limits, by row."""
         found = dict[int, str]()
         for summand in self.summands:
             for place, reason in summand.function.unusable(rows, tell).items():

@@ -133,7 +133,7 @@ class IsolatedRule(Part):
             return 0.0
 
     def _try(self, function: IsolatedFunction, fields: dict[str, Any], response: str, error: Unanswered) -> None:
-        """Find out if the row or the `response` caused `error`; report a row and score it 0.0."""
+        """Blame the row or the `response` for `error`; a row is reported and scores 0.0."""
         assert self._trial is not None
         self._tried[str(fields)] = None
         try:

@@ -1,7 +1,6 @@
-"""A reward function in its own process with time and memory limits, against accidents; it is not a sandbox.
+"""A reward function in its own process with limits, against accidents; it is not a sandbox.
 
-Parent and child exchange JSON lines over two pipes.  An answer repeats its call's name, so other text in the pipe is not taken
-for one.
+Parent and child exchange JSON lines over two pipes.  An answer repeats its call's name, which no other text in the pipe has.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ SHOWN_BYTES = 1 << 16
 
 
 class Unanswered(RewardError):
-    """A call exceeded the limits or ended its process; rules count it as a wrong response."""
+    """A call exceeded the limits or ended its process."""
 
 
 class IsolatedFunction(Part):
@@ -141,7 +140,7 @@ class IsolatedFunction(Part):
             raise RewardError(f"{self.entry_point} cannot be loaded in its process: {answer.get('error', answer)}")
 
     def _ask(self, message: Mapping[str, Any], limit_s: float, late: str) -> dict[str, Any]:
-        """Send a line and read the next.  Failures end the process; all but a wrong line raise `Unanswered`."""
+        """Send a line and read the next.  Failures end the process; most raise `Unanswered`."""
         deadline, late, name = time.monotonic() + limit_s, f"{late} {limit_s:g} s", secrets.token_hex(8)
         self._write(json.dumps({**message, "call": name}, allow_nan=False).encode() + b"\n", deadline, late)
         line = self._read_line(deadline, late)
@@ -194,7 +193,7 @@ class IsolatedFunction(Part):
 
 
 def _show(source: int, entry_point: str) -> None:
-    """Print the first SHOWN_BYTES from a pipe and drain the rest, so that its writer never blocks."""
+    """Print the first SHOWN_BYTES from a pipe and drain the rest."""
     left = SHOWN_BYTES
     with os.fdopen(source, "rb", buffering=0) as stream:
         while piece := stream.read(1 << 16):

@@ -26,14 +26,14 @@ class Part:
     names_itself: ClassVar[bool] = False
 
     def about(self) -> str:
-        """A line for the user before the run, or an empty string."""
+        """A line for the user before the run, or ""."""
         return ""
 
     def check(self, fields: Fields) -> None:
         """Raise RewardError if a response to this row could not be scored."""
 
     def unusable(self, rows: Sequence[Fields], tell: Callable[[str], None]) -> dict[int, str]:
-        """By row, why one that `check` accepted cannot be scored within the limits."""
+        """Why rows cannot be scored within the limits, by row."""
         return {}
 
     def score(self, item: ScoreItem, num_tokens: int | None) -> Any:

@@ -1,10 +1,4 @@
-"""The wire format between a run and a reward service, and the validation of its answers.
-
-POST url    Authorization: Bearer TOKEN
-{"items": [{"id": 7, "prompt": "...", "response": "...", "fields": {...}, "tokens": [...] or null}]}
-200 {"scores": [{"id": 7, "score": 0.5}]}        one score an item, in any order
-4xx, 5xx {"error": "..."}
-"""
+"""The wire format of a reward service (docs/rewards.md), and the validation of its answers."""
 
 from __future__ import annotations
 
@@ -74,7 +68,7 @@ def encode_request(items: Sequence[ScoreItem]) -> bytes:
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
-    """Raise `RewardError` if a row's other columns cannot be sent to a service."""
+    """Raise `RewardError` if a row's columns cannot be sent to a service."""
     try:
         json.dumps(dict(fields), allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -85,7 +79,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
 
 
 def read_answer(body: bytes, ids: Sequence[int]) -> dict[int, float]:
-    """Return the score of each of `ids`, all finite.  Raises RewardError for anything else."""
+    """Return the finite score of each of `ids`.  Raises RewardError for anything else."""
     try:
         answer = Answer.model_validate(read_strict_json(body.decode("utf-8")))
     except ValidationError as error:

@@ -1,11 +1,7 @@
-"""Scores from a service over HTTP, by one thread with an event loop:
+"""Scores from a service over HTTP, requested by one thread with an event loop.
 
-    request() --> waiting --> at most MAX_IN_FLIGHT requests of at most `max_batch` responses --> result()
-                     ^                        |
-                     +-------- pause <--------+ failed: the same request again, until `give_up_s` are over
-
-A permanent failure (refused token, wrong address) and one that lasts too long end the run: `request` and `result` raise it from
-then on.
+At most MAX_IN_FLIGHT requests run at once.  One that fails is repeated after a pause, for `give_up_s`; then, or after a permanent
+failure (refused token, wrong address), `request` and `result` raise the error.
 """
 
 from __future__ import annotations
@@ -58,7 +54,7 @@ class _Failure(Exception):
 
 
 class RemoteReward(Part):
-    """A reward service at `url`, called `label` in messages.  Its thread starts with the first request."""
+    """A reward service at `url`, called `label` in messages."""
 
     waits = names_itself = True
 
@@ -72,7 +68,7 @@ class RemoteReward(Part):
         pauses_s: tuple[float, float] = (0.5, 30.0),
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`pauses_s`: after the first failed attempt, and the limit up to which it doubles."""
+        """`pauses_s`: the first pause, and the limit up to which it doubles."""
         try:
             import httpx  # noqa: F401  (used by `_serve`; fails before anything starts if it is not installed)
         except ImportError as error:
@@ -277,7 +273,7 @@ class RemoteReward(Part):
 
 
 def _authorities(url: str) -> ssl.SSLContext:
-    """Trusted certificate authorities; none for plain http, because loading them takes time."""
+    """Trusted authorities; none for plain http, because loading them takes time."""
     return ssl.create_default_context() if url.startswith("https:") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 

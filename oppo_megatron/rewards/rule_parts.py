@@ -1,4 +1,4 @@
-"""Verifier rules as parts of a reward: the column a rule reads, and its call."""
+"""Verifier rules as parts of a reward."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def column(fields: Fields, answer: str) -> Any:
 
 
 def build_rule(part: RewardPart, environment: Mapping[str, str], max_response_tokens: int | None) -> Part:
-    """Build a verifier part's rule.  Raises `ConfigError` if that is impossible.
+    """Build a verifier part's rule.  Raises `ConfigError`.
 
     Its processes inherit `environment`; `max_response_tokens`: if known.
     """

@@ -1,8 +1,4 @@
-"""Rewards from `oppo serve` for sequences sent while they grow (format: docs/nemo_aligner.md).
-
-`checksum` covers a sequence up to the end of `tokens`.  `known`: tokens that the service holds; if it forgot some, the client
-sends the rest again.
-"""
+"""Rewards from `oppo serve` for sequences sent while they grow (docs/nemo_aligner.md has the format)."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def arithmetic_answer(text: str) -> Fraction | None:
 
 
 def flexible_answer(text: str) -> Fraction | None:
-    """The answer marked or stated in any form, else the last number."""
+    """The answer in any form, else the last number."""
     form, found = texts(text, ["hashed", "marked", "stated"])
     number = _number(found[-1]) if found else None
     if number is not None or form == "hashed":

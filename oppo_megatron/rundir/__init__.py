@@ -1,1 +1,1 @@
-"""A run directory: its paths, checkpoints, and readers and writers of its files.  No torch here."""
+"""A run directory: paths, checkpoints, and reading and writing of its files.  No torch here."""

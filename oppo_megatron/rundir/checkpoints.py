@@ -1,7 +1,7 @@
-"""The checkpoints of a run: `checkpoints/step-<steps done>`, or with `-clock-<decode steps>` within a step.
+"""The checkpoints of a run: `checkpoints/step-<steps>`, with `-clock-<decode steps>` within a step.
 
-A folder is renamed from `.step-...` once complete, so a named one is complete unless its manifest shows damage.  `.removed-...`
-is being removed; `.replaced-...` is complete, and renamed back if it has no successor.
+A folder is renamed from `.step-...` once complete.  `.removed-...` is being removed; `.replaced-...` is complete, and renamed
+back if it has no successor.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class RunDirectory:
             raise ConfigError(problems)
 
     def require_own(self) -> None:
-        """Raise ConfigError for files named like a run's, which a run would remove, without a run."""
+        """Raise ConfigError for files that no run wrote and a run would remove."""
         self.require_regular()
         signs = (self.hosts, self.metrics, self.summary)
         if any(sign.exists() for sign in signs) or self.has_checkpoints or RESOLVED <= self.settings().keys():
@@ -106,7 +106,7 @@ class RunDirectory:
             )
 
     def require_apart(self, named: Iterable[tuple[str, Path]]) -> None:
-        """Raise ConfigError if a configured path (with key) is among the run's files."""
+        """Raise ConfigError if a configured path is among the run's files."""
         products = {(self.path / name).resolve() for name in PRODUCTS}
         problems = [
             f"{key} is {path}, which lies among what the run in {self.path} writes, and moves or removes when it begins or "
@@ -151,9 +151,9 @@ class RunDirectory:
             )
 
     def prepare(self, overwrite: bool = False) -> RunDirectory:
-        """Create the directory without an earlier run's products, and return self.
+        """Create the directory and return self.  Raises ConfigError.
 
-        Only `overwrite` removes a finished run; an interrupted run's measurements move to `attempt-<n>/`.  Raises ConfigError.
+        Only `overwrite` removes a finished run; an interrupted run's measurements move to `attempt-<n>/`.
         """
         if not overwrite:
             self.require_unfinished()
@@ -186,7 +186,7 @@ class RunDirectory:
             self.reopen(state["done"], state["saved_at"])
 
     def reopen(self, step: int, saved_at: float) -> None:
-        """Continue after `step` steps: cut off what is newer than the checkpoint of `saved_at` (epoch seconds).
+        """Cut off what is newer than the checkpoint after `step` steps at `saved_at` (epoch seconds).
 
         Results of a finished run move to `ended-step-<n>/`.
         """
@@ -201,7 +201,7 @@ class RunDirectory:
             _keep_lines(path, lambda span: span["end"] <= saved_at)
 
     def first_date(self, now: datetime) -> datetime:
-        """Time of the first start here: `now`, unless one was written before."""
+        """Time of the first start here, which may be `now`."""
         with suppress(OSError):  # it exists, or `prepare` reports the fault
             self.path.mkdir(parents=True, exist_ok=True)
             with self.date.open("x", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""The disk of a run directory: its lock, held by one process, and errors about missing space."""
+"""The lock of a run directory, and errors about missing space."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ HELD_WAIT_S = 20.0
 
 @contextmanager
 def held(folder: Path, holder: Path, wait_s: float) -> Iterator[None]:
-    """Lock the folder until the block or process ends; no effect if the file system has no locks.
+    """Lock the folder until the block or process ends, if the file system has locks.
 
-    The file `holder` only informs.  Raises ConfigError if another process holds the folder for `wait_s`.
+    `holder` only informs.  Raises ConfigError if another process holds it for `wait_s`.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

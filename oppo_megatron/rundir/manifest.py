@@ -1,4 +1,4 @@
-"""A folder's manifest: size and SHA-256 of each file, to detect damage before reading."""
+"""A folder's manifest: size and SHA-256 of each file."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _entry(name: str, tree: Any) -> Entry:
 
 
 def find_misfits(folder: Path, entries: Mapping[str, Entry], required: Iterable[str], closed: Iterable[str]) -> str | None:
-    """Describe the first required file that the manifest lacks, or unlisted file below a `closed` folder."""
+    """Describe the first required file that is not listed, or unlisted file below a `closed` folder."""
     for name in required:
         if name not in entries:
             return f"its manifest does not have {name}"
@@ -107,9 +107,9 @@ def find_misfits(folder: Path, entries: Mapping[str, Entry], required: Iterable[
 def find_damage(
     folder: Path, entries: Mapping[str, Entry], part: int = 0, parts: int = 1, *, checksums: bool = True
 ) -> str | None:
-    """Describe the first damaged file in share `part` of `parts` of the files, or None.
+    """Describe the first damaged file in share `part` of `parts`, or None.
 
-    Without `checksums` nothing is read: only missing files and wrong sizes are found.
+    Without `checksums`, only missing files and wrong sizes are found.
     """
     for name in sorted(entries)[part::parts]:
         path, due = folder / name, entries[name]

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: a JSON object per step, in order, and the figures of a whole run."""
+"""`metrics.jsonl`, an object per step, and the figures of a run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ MEAN_FIELDS = ("step_s", "decode_s", "train_s", "score_exposed_s", "critic_updat
 
 @final
 class MetricsLog:
-    """Appends the lines of a run.
+    """Appends the lines of a run, in order.
 
-    A line may be completed after the next begins, because the critic's update may overlap the next step; it is written after all
-    earlier lines.  `close` writes incomplete ones with `"incomplete": true`.
+    A line may be completed after the next begins, because a critic's update may overlap the next step.  `close` writes incomplete
+    ones with `"incomplete": true`.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -73,7 +73,7 @@ class MetricsLog:
 
 
 def iter_json_lines(path: str | os.PathLike[str], wanted: Callable[[bytes], bool] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSONL file, except a cut last line.  Raises DataError for another bad line.
+    """Yield a JSONL file's objects, except a cut last line.  Raises DataError for another bad line.
 
     Lines that are not `wanted` are skipped unparsed.
     """
@@ -107,9 +107,9 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def summarise(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Compute the figures of a run; None for one whose fields are missing.
 
-    Times, `tokens_per_s` and `scoring_hidden` (1 - exposed / busy scorer seconds, at least 0) leave out the first of more than
-    three steps, which warms up.  `reward_first`, `reward_last`: means of the first and last tenth of the steps, at least 3.
-    `deferred`: trained sequences by steps carried over.
+    Times, `tokens_per_s` and `scoring_hidden` (1 - exposed / busy scorer seconds) leave out the first of more than three steps.
+    `reward_first`, `reward_last`: means of the first and last tenth of the steps, at least 3. `deferred`: trained sequences by
+    steps carried over.
     """
     steady = lines[1:] if len(lines) > 3 else lines
     rewards = _values(lines, "reward_mean")

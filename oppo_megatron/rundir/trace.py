@@ -1,4 +1,4 @@
-"""Traces: spans recorded on each rank, merged into one file for Perfetto or chrome://tracing."""
+"""Spans recorded on each rank, merged into one file for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Span:
 class SpanRecorder:
     """Records one rank's spans, from one thread; spans of a role may nest but not cross.
 
-    Keeps totals of the last `KEPT_STEPS` steps, and spans if there is a `run_dir`.  `clock` (default: `SteadyClock`): epoch
-    seconds, common to all ranks, never going back.
+    Keeps totals of `KEPT_STEPS` steps, and spans if there is a `run_dir`.  `clock` (default: `SteadyClock`): epoch seconds,
+    common to all ranks, never going back.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SpanRecorder:
             self.write(span)
 
     def totals(self, step: int, role: str | None = None) -> dict[str, float]:
-        """Seconds by span name in one of the last `KEPT_STEPS` steps; nested spans each count."""
+        """Seconds by span name in a recent step; nested spans each count."""
         seconds: dict[str, float] = {}
         for (span_role, name), value in self._totals.get(step, {}).items():
             if role is None or span_role == role:
@@ -87,9 +87,9 @@ class SpanRecorder:
 
 
 def merge_traces(run_dir: str | os.PathLike[str]) -> Path | None:
-    """Merge the per-rank files into `trace.json` (Trace Event Format); return its path, None without spans.
+    """Merge the ranks' files into `trace.json` (Trace Event Format); return its path, None without spans.
 
-    One rank calls this after all ranks have flushed; the files are removed.  Spans are read twice instead of held in memory.
+    One rank calls this after all have flushed.  Spans are read twice instead of held in memory.
     """
     run = RunDirectory(run_dir)
     files = run.rank_traces()
@@ -124,7 +124,7 @@ def read_trace(path: str | os.PathLike[str]) -> list[Span]:
 
 
 def read_spans(run_dir: str | os.PathLike[str]) -> list[Span]:
-    """All spans of a run so far, in seconds from the first: of `trace.json`, or of the ranks' own files.  Raises DataError."""
+    """All spans so far, in seconds from the first.  Raises DataError."""
     run = RunDirectory(run_dir)
     if run.trace.exists():
         return read_trace(run.trace)

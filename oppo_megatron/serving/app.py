@@ -1,10 +1,4 @@
-"""The HTTP side: authorisation, limits and answers.  The wire formats are in `rewards/protocol.py` and `rewards/streaming.py`.
-
-GET  /health    200 {"status": "ok"}
-POST /score     200 scores; 401 token; 408 too slow; 413 too large; 415 not JSON; 422 not of the form, or cannot be
-                scored (the message says why); 429 busy, with Retry-After
-POST /extend    200 the known length of each streamed sequence, and the scores of whole ones; else as /score
-"""
+"""The HTTP side of a service: authorisation, limits and answers (docs/rewards.md lists the status codes)."""
 
 from __future__ import annotations
 
@@ -177,7 +171,6 @@ def _read_items(limits: RequestLimits, body: bytes) -> list[protocol.Item]:
 
 
 def new_app() -> FastAPI:
-    """A service that answers refused requests with a reason, and has a health check."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/health")

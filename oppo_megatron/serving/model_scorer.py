@@ -1,4 +1,4 @@
-"""A reward model in this process that scores whole sequences.  S: sequences of a micro-batch."""
+"""A reward model in this process.  S: sequences of a micro-batch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def open_reward_model(
 
 @dataclass(frozen=True)
 class ModelScorer:
-    """The scalar at the last token, as `oppo train` computes it on its own ranks."""
+    """The scalar at the last token, as in `oppo train`."""
 
     model: RoleModel
     tokenizer: Tokenizer

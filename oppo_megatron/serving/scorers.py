@@ -1,4 +1,4 @@
-"""A service's scorer: the weighted sum of its parts.  Importable without the serving packages."""
+"""A service's scorer; importable without the serving packages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def build_rewards(config: ServeConfig, environment: Mapping[str, str]) -> Reward
 
 
 def try_parts(config: ServeConfig, environment: Mapping[str, str]) -> list[str]:
-    """Try token, rewards and tokenizer without loading a model; return a line about them."""
+    """Try token, rewards and tokenizer; return a line about them."""
     if config.token_env is not None:
         read_token(config.token_env, environment)
     if config.streams:

@@ -1,4 +1,4 @@
-"""A reward model for streamed sequences, which prefills each token once.  T: packed tokens, R: rows of interest."""
+"""A reward model for streamed sequences, prefilling each token once.  T: packed tokens, R: rows of interest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Held:
 
 
 class StreamScorer:
-    """Caches of up to `sequences` sequences; the least recently used one is evicted."""
+    """Caches of up to `sequences` sequences; evicts the least recently used."""
 
     def __init__(self, model: RoleModel, *, sequences: int, max_tokens: int, micro_batch_tokens: int):
         self.model, self.max_tokens, self.micro_batch_tokens = model, max_tokens, micro_batch_tokens
@@ -43,8 +43,7 @@ class StreamScorer:
     def extend(self, session: str, pieces: Sequence[Piece]) -> list[Known]:
         """Take the pieces; complete sequences are scored at their last token and forgotten.
 
-        Raises RewardError for unreadable tokens before taking any.  Another failure drops the piece's sequence, whose tokens may
-        be partly cached.
+        Raises RewardError for unreadable tokens before taking any.  Another failure drops the piece's sequence.
         """
         for piece in pieces:
             self._check(piece)

@@ -3,8 +3,8 @@
 All ranks have the scores, so each decides alone whether to train on a batch.  Only a role's ranks know the results of its update:
 if it may have to be undone, all ranks meet after both updates.
 
-`tools/replay.py` reads rejected batches: tensors in `step-N.safetensors`, lines for step and rollouts in `step-N.jsonl`.  A
-rollback leaves out the prompts admitted since the checkpoint and the rejected batch, which would cause the same breach.
+`tools/replay.py` reads rejected batches.  A rollback leaves out the rejected batch and the prompts admitted since the checkpoint,
+which would cause the same breach.
 
 Legend: B rollouts, P their prompt tokens, T their response tokens (both packed), G greedy responses.
 """

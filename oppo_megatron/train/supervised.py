@@ -1,7 +1,7 @@
 """`oppo sft`, `rm` and `dpo`, from configuration to weights; a task turns rows into batches and losses.
 
-Every rank reads all rows; a replica trains its share of each batch.  The output rank (first of the last pipeline stage) has the
-loss and owns the run directory; the model's first rank writes the weights.
+Every rank reads all rows; a replica trains its share of a batch.  The output rank (first of the last pipeline stage) has the loss
+and owns the run directory; the model's first rank writes the weights.
 """
 
 from __future__ import annotations

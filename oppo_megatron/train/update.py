@@ -93,8 +93,8 @@ def run_update(
 ) -> list[dict[str, float]]:
     """Make one optimizer step per minibatch of each epoch, and return a report of each.
 
-    `extra_T`: tensors for the loss.  `weights` adds `share`, each token's weight in a minibatch (for the rows in `units`).  Every
-    rank passes the whole batch; replicas divide minibatches by tokens, but loss and report cover all of it.
+    `extra_T`: tensors for the loss.  `weights` adds `share`, each token's weight in a minibatch (for rows in `units`).  Every
+    rank passes the whole batch; replicas divide minibatches by tokens, but loss and report cover all tokens.
     """
     reports = []
     lengths = torch.tensor([len(r.tokens) for r in batch])

@@ -158,10 +158,11 @@ FEATURES: dict[str, Feature] = {
         rounds=1,
     ),
     "backfill": Feature(
-        overcommitted(3) | {"steps": 6, "overlap.backfill": 4},
+        overcommitted(3) | {"steps": 6, "overlap.backfill": 4, "overlap.chunk.tokens": 2},
         lambda outcome: total(outcome, "backfilled") > 6,
         soon=("PP2 x DP2, woven", "DP2 | DP2"),
         stops="DP2 | DP2",
+        rounds=1,
     ),
     "without a critic": Feature(WITHOUT_CRITIC, lengths_differ, soon=("1 | 1, reference with the actor",)),
     "groups": Feature(

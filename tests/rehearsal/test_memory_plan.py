@@ -102,7 +102,7 @@ DEFECTS: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
     "float32 weights": ("1.5B, one rank", "optimizer", _without(
         role_memory, "training_state", lambda m, n, *_: replace(m, optimizer=m.optimizer - 4 * n))),
     "an optimizer that is not sharded": ("70B, first of 8 stages", "optimizer", _without(
-        role_memory, "training_state", lambda m, _, __, dp, ___: replace(m, optimizer=m.optimizer * dp))),
+        role_memory, "training_state", lambda m, _, __, dp: replace(m, optimizer=m.optimizer * dp))),
     "values": ("8B reference, paged", "kv_cache", _without(role_memory, "kv_cache_bytes", lambda n, *_, **__: n / 2)),
     "whole blocks": ("8B reference, paged", "kv_cache", _without(
         role_memory, "kv_cache_bytes", lambda n, *_, **__: n * 7 / 8)),

@@ -38,7 +38,7 @@ _BRACKETS = re.compile(rf"[(\[]({_LETTER})[)\]]")
 
 
 def choice(response: str) -> str | None:
-    """The letter that a response states, in upper case; None for none or several."""
+    """The letter that a response states, in upper case, or None."""
     for form, letters in _READERS.items():
         places = _PLACES[form](response) if form in _PLACES else texts(response, [form])[1]
         found = {letter for text in places for letter in letters(text)}
@@ -48,7 +48,7 @@ def choice(response: str) -> str | None:
 
 
 def verify(response: str, expected: Any) -> float:
-    """1.0 if the response states the expected letter, else 0.0.  Raises as `expected_letter`."""
+    """1.0 for the expected letter, else 0.0.  Raises as `expected_letter`."""
     return 1.0 if choice(response) == expected_letter(expected) else 0.0
 
 

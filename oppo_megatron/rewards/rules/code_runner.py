@@ -82,7 +82,7 @@ def _kill_group(group: int) -> None:
 
 
 def _be_tested(job: dict[str, Any], test: dict[str, str], given: int, output: int, nonce: bytes) -> None:
-    """Run in the copy; never returns.  `nonce` proves that a test's end was reached: an exit code does not."""
+    """Run in the copy; never returns.  `nonce` proves, unlike an exit code, that a test's end was reached."""
     failed = 1
     try:
         os.setpgid(0, 0)

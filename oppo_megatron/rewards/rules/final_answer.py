@@ -63,7 +63,7 @@ _WRAPPED = re.compile(
 
 
 def texts(response: str, forms: Sequence[str]) -> tuple[str, list[str]]:
-    """The first of `forms` that occurs and its texts, or the last form without texts."""
+    """The first of `forms` that occurs, or the last, and its texts."""
     text = shown(response)
     for form in forms:
         found = _FORMS[form](text)

@@ -325,7 +325,7 @@ def _latex(text: str) -> str:
 
 
 def _places(values: list[Any]) -> int:
-    """Decimal places that the library compares: six after the first digit of the smallest number."""
+    """Decimal places to compare: six after the smallest number's first digit."""
     smallest = 1.0
     for value in values:
         try:

@@ -1,7 +1,4 @@
-r"""A number as people write it, with currency, unit, scale or LaTeX, read exactly (docs/rewards.md).
-
-A word that changes the number (pi, times, half), another digit or an operator makes it unreadable.
-"""
+r"""Reads a number as people write it, exactly: with currency, unit, scale or LaTeX (docs/rewards.md)."""
 
 from __future__ import annotations
 
@@ -119,7 +116,7 @@ def _valued(found: re.Match[str], behind: str) -> Number | None:
 
 
 def _is_unit(behind: str, *, joined: bool) -> bool:
-    """True if the text after a number is empty, punctuation or harmless words; `joined`: no space before it."""
+    """True if the text after a number does not change it; `joined`: no space between."""
     if not behind:
         return True
     if not _WORDS.fullmatch(behind) or OTHER_WORDS.search(behind):
@@ -146,7 +143,7 @@ def same_number(expected: Number, given: Number) -> bool:
 
 
 def close(a: Number, b: Number) -> bool:
-    """True if equal, if one rounds to the other (at least six digits), or if they differ by noise."""
+    """True if equal, rounded to each other (at least six digits), or different by noise."""
     if a.value == b.value:
         return True
     places = min((each.places for each in (a, b) if each.places is not None), default=None)
