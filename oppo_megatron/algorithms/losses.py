@@ -27,7 +27,8 @@ def kl_per_token(logp_T: Tensor, reference_logp_T: Tensor, estimator: Estimator)
     With d = log actor - log reference (J. Schulman, "Approximating KL divergence", 2020):
     k1 = d: unbiased, of either sign; as a loss, its expected gradient is zero.
     k2 = d^2 / 2: never negative, biased; its expected gradient is the KL's.
-    k3 = exp(-d) - 1 + d: never negative, unbiased; its expected gradient is that of KL(reference || actor).
+    k3 = exp(-d) - 1 + d: never negative, unbiased if the reference has no mass outside the actor's
+    support; its expected gradient is that of KL(reference || actor).
     """
     d_T = logp_T - reference_logp_T
     if estimator == "k1":
@@ -59,8 +60,8 @@ def row_weights(
     token_mean        1/T                     sequence_mean     1/(N |o|)          constant     1/(N L_max)
     group_token_mean  1/(G tokens of group)   sequence_sum      1/N
 
-    L_max is `longest` (arXiv 2503.20783).  Rows not in `counted_N` weigh 0; their tokens are left out, but they count in N and G,
-    as with TRL's `mask_truncated_completions` (1.12.0).
+    G counts groups; L_max is `longest` (arXiv 2503.20783).  Rows not in `counted_N` weigh 0; their tokens are left out, but
+    they count in N and G, as with TRL's `mask_truncated_completions` (1.12.0).
     """
     num_tokens, num_rows = sum(lengths_N), len(lengths_N)
     counted_N = [True] * num_rows if counted_N is None else counted_N
@@ -172,8 +173,8 @@ def ratio_base(
     """Return the ratio's base log-probs and each token's importance weight, both [T], without gradient.
 
     behaviour: log-probs recorded at sampling, no weight.
-    decoupled: proximal log-probs, recomputed at the step's start, and min(proximal / behaviour, `weight_cap`) (Hilton et al.
-    2022, AReaL 2025).  Without stale tokens both are plain PPO, bit for bit.
+    decoupled: proximal log-probs, recomputed at the step's start, and min(proximal / behaviour, `weight_cap`), a response's
+    if the `ratio` is (Hilton et al. 2022, AReaL 2025).  Without stale tokens both are plain PPO, bit for bit.
     """
     if correction == "behaviour":
         return behaviour_logp_T.detach(), None
@@ -211,8 +212,7 @@ def _plain(logp_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, surrogate: Sur
 
 
 class ObjectiveTerms(NamedTuple):
-    """`through_ratio`: gradients flow through the ratio, so a product of ratios is one term, divided among the response's tokens.
-    """
+    """`through_ratio`: gradients flow through the ratio, so a product of ratios is one term, shared by its tokens."""
 
     terms: Terms
     through_ratio: bool

@@ -69,7 +69,7 @@ def response_scores(
 ) -> tuple[Tensor, Tensor | None]:
     """Return response scores [B] from their steps' scores (`counts` per response), and each step's share [S].
 
-    None if only the whole response is rewarded.
+    The shares add up to the score; None if only the whole response is rewarded.
     """
     rows = scores_S.split(list(counts))
     if how == "min":

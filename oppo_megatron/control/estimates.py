@@ -1,7 +1,4 @@
-"""Held-out metrics with standard errors, and early stopping.
-
-A prompt counts once, with its mean, because its responses are not independent.
-"""
+"""Held-out metrics and early stopping; a prompt counts once, because its responses are not independent."""
 
 from __future__ import annotations
 

@@ -13,9 +13,7 @@ from oppo_megatron.records import Rollout
 
 
 class Occupancy:
-    """How full the decode batch was: a row of n tokens ran in n decode steps up to its finish clock, or the chunk's if
-    unfinished.
-    """
+    """How full the decode batch was; a row of n tokens ran in the n decode steps before its finish or the chunk's end."""
 
     def __init__(self, clock: int):
         self._clock = clock
@@ -56,8 +54,9 @@ def _most_running(counts: Ints, ends: Ints) -> int:
 
 
 def length_gap(trained: Sequence[Rollout], carried: Sequence[Rollout]) -> float:
-    """Share by which trained responses are shorter on average than all submitted ones: a lower bound, because carried ones still
-    grow.
+    """Share by which trained responses are shorter on average than all submitted ones.
+
+    This is a lower bound, because carried ones still grow; below 0: longer.
     """
     lengths: list[int] = columns_of(trained).response_tokens.tolist()
     submitted: list[int] = lengths + columns_of(carried).response_tokens.tolist()

@@ -1,6 +1,7 @@
 """The only room that imports megatron-core, without parts that a rank never calls: half of the import's time.
 
-The import would load torch's compiler, TensorBoard and Weights & Biases, and fail on unusable transformer-engine or apex.
+A plain import would also load torch's compiler, TensorBoard and Weights & Biases, and fail on an unusable
+transformer-engine or apex.
 """
 
 from __future__ import annotations

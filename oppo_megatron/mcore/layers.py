@@ -33,7 +33,7 @@ Norm = Callable[[Tensor], Tensor]
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + eps) * w, internally float32.
 
-    On a CPU, x / hypot(|x|, sqrt(H eps)) * sqrt(H) w makes half of torch's passes.
+    On a CPU, x / hypot(|x|, sqrt(H eps)) * sqrt(H) w takes half as many passes as torch's norm.
     """
     if x.device.type != "cpu":
         return F.rms_norm(x, (x.shape[-1],), weight_H, eps)
@@ -163,7 +163,7 @@ class ScalarHead(torch.nn.Module):
 def block_spec(config: TransformerConfig, num_layers: int, kind: LayerKind = "torch") -> TransformerBlockSubmodules:
     """Return the spec of a stage, final norm included; `kind`: library of linear layers and norms.
 
-    No transformer-engine layers with fused norms, because parameters keep their names.
+    transformer-engine's fused norms are not used, so that parameters keep their names.
     """
     modules: tuple[Any, ...] = (BiasedLinear, ColumnParallelLinear, RowParallelLinear, RMSNorm)
     if kind == "transformer_engine":

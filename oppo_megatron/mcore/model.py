@@ -339,7 +339,9 @@ def step(
     inputs: Tensor,
     rows_R: Tensor | None = None,
 ) -> Tensor:
-    """Append lens[s] tokens to each cache; return this stage's output.  `inputs`: tokens [T] or, later, hidden states [T, 1, H].
+    """Append lens[s] tokens to each cache; return this stage's output.
+
+    `inputs`: tokens [T] on the first stage, hidden states [T, 1, H] on others.
     """
     plan = kv.begin(seq_ids, lens)
     if model.pre_process:

@@ -46,7 +46,7 @@ def load_training(
 ) -> list[RoleModel]:
     """Load this rank's chunks of the model in `config`, in evaluation mode, in `layout` (None: serving).
 
-    `vocab_multiple`: of all tensor ranks, if weights move between layouts.  Raises CheckpointError if weights do not fit,
+    `vocab_multiple`: a multiple of all layouts' tensor ranks, if weights move.  Raises CheckpointError if weights do not fit,
     CapacityError for too few positions, ConfigError for unusable layers.
     """
     shape, source = open_weights(config, head)

@@ -24,7 +24,7 @@ def link_of(action: Action) -> Link:
 
 
 class Lane(NamedTuple):
-    """A group and its links: one payload of a pipeline, or the chunks from one rank."""
+    """One payload of a pipeline, or the chunks from one rank."""
 
     label: str
     ranks: tuple[int, ...]
@@ -87,7 +87,7 @@ def groups_by_rank(groups: Iterable[GroupName]) -> Counter[int]:
 
 
 def most_streams(site: Site) -> int:
-    """Most CUDA streams of any rank in a round: one per role, link and other group."""
+    """Most CUDA streams of any rank: one per role, link and other group."""
     counts = Counter(rank for placement in site.placements.values() for rank in placement.ranks)
     lanes = list(lanes_of(site))
     counts.update(rank for lane in lanes for link in lane.links for rank in link[:2])

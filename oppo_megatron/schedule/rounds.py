@@ -183,7 +183,7 @@ class KVBudget:
 
 
 FAN_OUT = 8
-"""The most listeners to which a rank sends a chunk."""
+"""Most listeners to which a rank sends a chunk."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class ModelShards:
 
 
 def gather_models(models: Mapping[str, TrainedModel], *, copied: bool) -> ModelShards:
-    """Gather models with their optimizers, on every rank of the world.  `copied`: so that training may continue."""
+    """Gather models with their optimizers, on every rank of the world.  `copied`: training may continue."""
     tree: dict[str, Any] = {}
     for name, model in models.items():
         shards = _Shards(name, model, gather=True)

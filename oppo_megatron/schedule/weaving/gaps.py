@@ -75,7 +75,7 @@ class Gaps:
     def _on_one_rank(
         self, rank: int, ready: Sequence[int], durations: Sequence[int], lines: Sequence[int], ends: list[int]
     ) -> list[int]:
-        """`_one_by_one` with `_fit_one` and `_take` inlined for speed."""
+        """`_one_by_one` with calls inlined for speed."""
         begins, closes, shortest, found = self._starts[rank], self._ends[rank], self._shortest, list[int]()
         for start, duration, line in zip(ready, durations, lines, strict=False):
             if start < ends[line]:
