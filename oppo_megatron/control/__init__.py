@@ -1,1 +1,1 @@
-"""Controllers: pure state machines without clock, random numbers or I/O, so that ranks and simulations decide the same."""
+"""Controllers: pure state machines, so that ranks and simulations decide the same."""

@@ -1,4 +1,4 @@
-"""Try a few chunk sizes and keep the one with the fewest seconds, relative to a law fitted to all rounds."""
+"""Try chunk sizes and keep the one with the fewest seconds, relative to a law fitted to all rounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NANOSECOND = 1e-9
 
 @dataclass(slots=True)
 class DecodeLaw:
-    """Seconds of a round = a x decode steps + b x tokens, by least squares."""
+    """Least squares for seconds of a round = a x decode steps + b x tokens."""
 
     steps_steps: float = 0.0
     steps_tokens: float = 0.0
@@ -60,7 +60,7 @@ class StepCost:
 
 @dataclass(slots=True)
 class Search:
-    """Candidates take turns, so that a drift of response lengths affects them equally."""
+    """Candidates take turns, so that changing response lengths affect them equally."""
 
     candidates: list[int]
     num_steps: int
@@ -114,7 +114,6 @@ class ChunkTuner:
         return Decision(self.value, f"step {step}: {reason}", self.value != before)
 
     def state_dict(self) -> dict[str, Any]:
-        """A search under way is not saved."""
         return {"value": self._settled, "steps_to_search": 1 if self._search else self._steps_to_search}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

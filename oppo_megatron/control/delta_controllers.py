@@ -37,7 +37,7 @@ class DeltaController(ABC):
         return {"rule": self._config.rule, "value": self.value, **self._memory()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue within the current bounds. Raises CheckpointError if the rule differs."""
+        """Raises CheckpointError if the rule differs."""
         if state["rule"] != self._config.rule:
             raise CheckpointError(
                 f"the checkpoint's delta was controlled by rule '{state['rule']}', the configuration says "
@@ -105,7 +105,7 @@ class Eq4Delta(RewardDelta):
 
 
 class Algorithm1Delta(RewardDelta):
-    """Algorithm 1, lines 21-27: a quarter of delta against the reward's trend, every W steps."""
+    """Algorithm 1, lines 21-27: a quarter of delta against the trend, every W steps."""
 
     def _decide(self) -> tuple[int, str]:
         window = self._config.window
@@ -121,7 +121,7 @@ class Algorithm1Delta(RewardDelta):
 
 
 class Eq4LiteralDelta(RewardDelta):
-    """Eq. 4 as printed; its mean of differences telescopes to (R_t - R_{t-W}) / W."""
+    """Eq. 4 as printed: its mean of differences telescopes to (R_t - R_{t-W}) / W."""
 
     def _decide(self) -> tuple[int, str]:
         window = self._config.window
@@ -145,8 +145,6 @@ RULE = Signature(("signals", "delta", "memory"), "number")
 
 
 class CustomDelta(DeltaController):
-    """A user's function (docs/extending.md)."""
-
     def __init__(self, config: DeltaConfig):
         super().__init__(config)
         self._plugin, self._kept = Plugin.load("overlap.delta.rule", config.rule, RULE), dict[str, Any]()
@@ -176,7 +174,7 @@ class CustomDelta(DeltaController):
 
 @dataclass(frozen=True)
 class Ceiling:
-    """A growth beyond `delta` was reverted because of `signal`; `level`: its worst window mean at the current delta."""
+    """A growth beyond `delta` was reverted for `signal`; `level`: its worst window mean since."""
 
     delta: int
     signal: str
@@ -206,17 +204,15 @@ BOUNDS = Bounds()
 
 
 class MeasuredDelta(DeltaController):
-    """Delta from measured benefit (less tail waste) and cost (stale tokens, shorter responses): "Delta from measured signals",
-    docs/algorithm.md.
-    """
+    """Weighs measured benefit and cost of overcommitment ("Delta from measured signals", docs/algorithm.md)."""
 
     def __init__(self, config: DeltaConfig, bounds: Bounds = BOUNDS):
         super().__init__(config)
         self._bounds_of = bounds
         self._steps: list[StepSignals] = []  # the last W
         self._age = 0  # steps in the present window
-        self._broken = False  # True if one of them broke a bound
-        self._grown = False  # True during the first window after a growth
+        self._broken = False  # one of them broke a bound
+        self._grown = False  # in the first window after a growth
         self._ceiling: Ceiling | None = None
 
     def _take(self, signals: StepSignals) -> tuple[int, str]:
@@ -314,8 +310,8 @@ def change(newer: float, older: float, rewards: Sequence[float]) -> float:
 
 
 def compare_windows(rewards: Sequence[float], window: int) -> tuple[float, str]:
-    """Algorithm 1, line 22: mean of the last `window` rewards minus that of the window before."""
-    # fsum rounds once: the order of equal rewards cannot make a flat curve look like a slope
+    """Algorithm 1, line 22: mean of the last `window` rewards minus the mean before."""
+    # fsum rounds once, so the order of equal rewards cannot look like a slope
     last = math.fsum(rewards[-window:]) / window
     before = math.fsum(rewards[-2 * window : -window]) / window
     difference = change(last, before, rewards[-2 * window :])

@@ -1,7 +1,4 @@
-"""Held-out metrics with standard errors, and early stopping.
-
-A prompt counts once, with its mean, because its responses are not independent.
-"""
+"""Held-out metrics and early stopping; a prompt counts once, because its responses are not independent."""
 
 from __future__ import annotations
 
@@ -74,7 +71,7 @@ class Best(NamedTuple):
 
 
 class EarlyStop:
-    """`due` after `patience` values in a row no better than the best."""
+    """`due` after `patience` values in a row without a new best."""
 
     def __init__(self, config: EarlyStopConfig):
         self.config = config

@@ -13,7 +13,7 @@ FIGURES = (
     "batch", "kl_mean", "actor_loss", "grad_norm", "ratio_max", "ess", "logprob_gap", "logprob_gap_judged",
     "critic_loss", "critic_grad_norm",
 )  # fmt: skip
-"""The figures that may break a rule.  `batch` means all inputs of the update."""
+"""Figures that may break a rule; `batch`: all inputs of the update."""
 CODE_SIZE = 4
 LOWER = "lower the learning rate or ppo.epochs, or raise guards.{rule} if this is how the run should look"
 REMEDIES = {

@@ -8,10 +8,10 @@ from typing import Any
 from oppo_megatron.config.ppo import KLConfig
 
 MAX_ERROR = 0.2
-"""Bound of the relative error in one update (Ziegler et al. 2019, section 2.2)."""
+"""Bound of the relative error (Ziegler et al. 2019, section 2.2)."""
 
 GAIN = 0.1
-"""A step changes beta by so much of the bounded error: K_beta of Ziegler et al. 2019, section 2.2."""
+"""Change of beta per bounded error: K_beta of Ziegler et al. 2019, section 2.2."""
 
 
 class KLController:

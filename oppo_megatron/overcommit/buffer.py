@@ -1,15 +1,15 @@
 """The rollout buffer: holds growing rollouts and selects the batch of each step.
 
-A *group* is the n responses to one prompt. *clock* counts the run's decode steps; wall time and chunk size do not matter.
+A *group* is the n responses to one prompt; *clock* counts the run's decode steps.
 
 1. Every group leaves whole, in one batch, with every recorded token.
-2. Admission never exceeds B + delta groups; after a decrease of delta the buffer drains. With backfill the limits
-   are n (B + delta) unfinished rollouts and 2B groups (with delta > B: B + delta and (η + 1) B).
+2. Admission never exceeds B + delta groups; after a decrease of delta the buffer drains. Limits with backfill: n (B + delta)
+   unfinished rollouts and 2B groups (with delta > B: B + delta and (η + 1) B).
 3. A batch has B groups, or fewer after the end of the prompts.
-4. Apart from groups that the batch had to wait for (`readiness.py`), its groups finished no later than any group left.
-5. While delta <= η B (with backfill: always), no group is trained with more than η (`max_staleness`) deferrals.
+4. Apart from groups that the batch waited for (`readiness.py`), its groups finished no later than any group left.
+5. While delta <= η B (with backfill: always), no group is deferred more than η (`max_staleness`) times.
 
-With a filter, "finished" means "finished and kept", groups may be dropped, and the limit is B + delta groups.
+A filter may drop groups, counts only kept ones as finished, and has the limit B + delta.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RolloutBuffer:
         group_size: int = 1,
         filtered: bool = False,
     ):
-        """`batch_size` in rollouts, `delta` in groups, `max_staleness` in batches; if `filtered`, groups wait for verdicts."""
+        """`batch_size` in rollouts, `delta` in groups, `max_staleness` in batches."""
         assert batch_size >= 1 and delta >= 0 and max_staleness >= 1 and batch_size % group_size == 0
         self.batch_size = batch_size
         self.group_size = group_size
@@ -63,7 +63,7 @@ class RolloutBuffer:
 
     @property
     def room(self) -> int:
-        """Rollouts (whole groups) that may be admitted now."""
+        """Rollouts that may be admitted now."""
         room = self.capacity - len(self)
         if self.backfill and not self.filtered:
             room = min(self.capacity - len(self._unfinished), self._most - len(self))
@@ -99,7 +99,7 @@ class RolloutBuffer:
         return self._table.columns.at(self._sure()).seq_ids
 
     def worth_reading(self) -> Ints:
-        """Sequences for the critic to read now, because the next update makes values of carried ones stale.
+        """Sequences for the critic to read now; updates make its values of carried ones stale.
 
         All, if at least half of the undecided ones will be in the batch, else the `sure` ones.
         """
@@ -159,7 +159,7 @@ class RolloutBuffer:
         self.clock = clock
 
     def record(self, chunk: Chunk) -> None:
-        """Append a round's tokens. Raises StreamError, before anything is recorded, if a row does not continue its rollout."""
+        """Append a round's tokens. Raises StreamError, before recording any, if a row does not continue its rollout."""
         rows = chunk.rows
         if chunk.clock < self.clock:
             where = f"sequence {rows.seq_ids[0]}, offset {rows.offsets[0]}" if len(rows) else "no rows"
@@ -193,7 +193,7 @@ class RolloutBuffer:
         self._kept = None if self._kept is None else set()
 
     def take_batch(self) -> Held:
-        """Remove and return the batch, its groups by (finish clock, admission); defer all others."""
+        """Remove and return the batch, ordered by (finish clock, admission); defer the rest."""
         assert self.readiness().ready, "take_batch before the batch is ready"
         groups = self._foremost_groups()
         batch = self._remove(self._rows_of(groups[np.argsort(self._group_clocks()[groups], kind="stable")]))
@@ -259,7 +259,6 @@ class RolloutBuffer:
         return (groups[:, None] * self.group_size + np.arange(self.group_size)).flatten()
 
     def _in_order(self, chunk: Chunk, places: Ints) -> bool:
-        """True if `_problem` finds nothing in any row."""
         rows, columns = chunk.rows, self._table.columns
         if (places < 0).any() or (np.bincount(places, minlength=1) > 1).any():
             return False

@@ -4,9 +4,9 @@
         scheduler.begin_step()
         while not scheduler.buffer.readiness().ready:
             scheduler.backfill()
-            ...                              # decode at most scheduler.chunk(C) steps, record the chunk
+            ...                # decode at most scheduler.chunk(C) steps, record
         batch = scheduler.take_batch()
-        ...                                  # score, train
+        ...                    # train
         scheduler.end_step(step, signals)
 """
 
@@ -22,8 +22,6 @@ from oppo_megatron.records import Decision, Prompt, Rollout, StepSignals
 
 
 class DeltaController(Protocol):
-    """Sets delta from a step's signals."""
-
     @property
     def value(self) -> int: ...
 
@@ -35,7 +33,7 @@ class DeltaController(Protocol):
 
 
 class OvercommitScheduler:
-    """Admits prompts, closes the buffer at their end, and sets its delta; `to_train`: rollouts still to train."""
+    """`to_train`: rollouts still to train (None: no limit)."""
 
     def __init__(
         self,
@@ -73,7 +71,7 @@ class OvercommitScheduler:
         return self._admit()
 
     def refill(self) -> list[Rollout]:
-        """Replace rollouts lost within a step, unless a filter's backfill is due."""
+        """Replace lost rollouts, unless a filter's backfill is due."""
         return [] if self.buffer.filtered and self.buffer.clock == self.due else self._admit()
 
     @property
@@ -85,7 +83,6 @@ class OvercommitScheduler:
         self.due += self._every
 
     def chunk(self, most: int) -> int:
-        """Decode steps of the next round, fewer than `most` if prompts or verdicts are due."""
         return min(most, self.due - self.buffer.clock) if self._backfills else most
 
     def take_batch(self) -> list[Rollout]:
@@ -111,7 +108,7 @@ class OvercommitScheduler:
     def load_state_dict(self, state: dict[str, Any], rollouts: Iterable[Rollout]) -> None:
         self.num_consumed, self.position = state["num_consumed"], state["position"]
         self.due = state["due"]
-        if self._every is not None:  # where backfill was off before, the clock has passed what was due
+        if self._every is not None:  # if backfill was off before, the clock has passed it
             self.due = max(self.due, state["buffer"]["clock"])
         self._controller.load_state_dict(state["delta"])
         self.buffer.load_state_dict(state["buffer"] | {"closed": self._next_prompt is None}, rollouts)
@@ -131,7 +128,7 @@ class OvercommitScheduler:
         return room if self._to_train is None else max(0, min(room, self._to_train - len(self.buffer)))
 
     def _next_admission(self) -> int:
-        """Clock of the next admission for a step that starts now; a filter's are at multiples of the period."""
+        """Clock of the next admission; a filter's are at multiples of the period."""
         clock, every = self.buffer.clock, self._every or 0
         return every * (clock // every + 1) if self.buffer.filtered else clock + every
 

@@ -23,9 +23,7 @@ from oppo_megatron.schedule.weaving.costs import Costs
 
 @dataclass(frozen=True)
 class StepPlan:
-    """`stream`: score while decoding. `wait_for_critic`: before the next step. `forward_ahead`: update before the last scores
-    arrive.
-    """
+    """`stream`: score while decoding. `wait_for_critic`: before the next step. `forward_ahead`: update before the last scores."""
 
     stream: bool
     wait_for_critic: bool

@@ -143,7 +143,7 @@ class Forks:
         return list(self._waiting)
 
     def due(self, source: int, cached: int) -> list[Fork]:
-        """Return, and count as made, the forks possible with `cached` tokens of `source`."""
+        """Return, and count as made, the forks possible with `cached` tokens."""
         waiting = self._waiting.pop(source, [])
         if left := [fork for fork in waiting if fork.tokens > cached]:
             self._waiting[source] = left
@@ -183,7 +183,7 @@ class KVBudget:
 
 
 FAN_OUT = 8
-"""The most listeners to which a rank sends a chunk."""
+"""Most listeners to which a rank sends a chunk."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from oppo_megatron.errors import ScheduleError
 from oppo_megatron.schedule.rounds import Batches, Fork, Forks, KVBudget, Round
 
 Budgets = Mapping[str, Sequence[KVBudget]]
-"""The capacity of each replica's cache, by role; a missing role is not checked."""
+"""Capacity of each replica's cache, by role; a missing role is not checked."""
 
 
 def require_room(round_: Round, budgets: Mapping[str, Mapping[int, KVBudget]]) -> None:

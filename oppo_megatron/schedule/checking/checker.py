@@ -181,7 +181,7 @@ def _deadlocks(timeline: Timeline) -> Iterator[Fault]:
         at: int | None = rank
         while at is not None and at in timeline.stuck and at not in seen and at not in chain:
             chain[at] = timeline.stuck[at]
-            # If it waits for several ranks, prefer one that will never come.
+            # Prefer a rank that will never come.
             awaited = chain[at].ranks
             at = next((other for other in awaited if other not in timeline.stuck), next(iter(awaited), None))
         reported = at in seen  # the rest belongs to an earlier chain

@@ -30,10 +30,9 @@ Place = tuple[str, int, int]
 
 @dataclass
 class _Stage:
-    """A pipeline stage: units done, neighbours, and the ranks that wait for it (`woken`).
+    """Unit n waits for n + 1 units of `before`; from unit `first` on also for n + 1 - `micro_batches` of `last`.
 
-    Unit n waits for n + 1 units of `before`, and from the second decode step (unit `first`) for n + 1 - `micro_batches` of
-    `last`.
+    `first` is the start of the second decode step. `woken`: ranks that wait for the stage.
     """
 
     ranks: tuple[int, ...]
@@ -68,7 +67,7 @@ def prove(computes: Schedule, round_: Round, site: Site, transport: Transport = 
         orders = {rank: _order(rank, table, stages) for rank in site.ranks}
         if _runs_through(orders, transport.in_flight[Payload.HIDDEN]):
             return True
-        # One of several tensor ranks may receive before the others are ready, and so release a send.
+        # One of several tensor ranks may receive before the others, and so release a send.
         if all(len(stage.ranks) == 1 for stage in stages.values()):
             return False
     return not simulate(add_communication(computes, round_, site), round_, site, transport=transport).stuck

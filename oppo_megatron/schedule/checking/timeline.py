@@ -28,10 +28,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """A rank that cannot continue: `action` waits for `ranks`.
-
-    `mistaken`: another message came. `held`: why the transport holds this send.
-    """
+    """`action` waits for `ranks`; `mistaken`: another message came, `held`: why the transport holds this send."""
 
     action: Action
     position: int
@@ -70,7 +67,7 @@ class Timeline:
 
 
 Running = Callable[[Action, int], int]
-"""Running sequences of a decode micro-step of a replica; with 0 the micro-step is void and takes no time."""
+"""Running sequences of a replica's decode micro-step; with 0 it takes no time."""
 
 
 def simulate(
@@ -201,7 +198,7 @@ class _Run:
         return None
 
     def _meets(self, action: Action) -> bool:
-        """True if the link is in use, or both ends are ready to begin."""
+        """True if the link is in use, or both ends are ready."""
         link = link_of(action)
         if self.transport.made or link in self.made:
             return True
@@ -227,7 +224,7 @@ class _Run:
         if sent is None or (sent.micro_batch, sent.chunk, sent.step) != (action.micro_batch, action.chunk, action.step):
             other = None if action.peer is None else self.current(action.peer)
             if self.holds and other is not None and other.op is Op.SEND and self._meets(other):
-                self.ready.append(other.rank)  # it was held at its first send until this receive was reached
+                self.ready.append(other.rank)  # its first send was held until this receive
             return None
         _, arrival = link.popleft()
         self._record(action, self.clock[action.rank], max(self.clock[action.rank], arrival))

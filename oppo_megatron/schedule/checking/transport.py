@@ -40,10 +40,9 @@ ONE_QUEUE = Transport(
     remedy=f"set {CONNECTIONS}={MOST_CONNECTIONS}, or take overlap.schedule=intra",
 )
 TRANSPORTS: Mapping[str, Transport] = {each.name: each for each in (GLOO, NCCL, COLD, ONE_QUEUE)}
-"""`nccl`: CUDA streams are independent, and torch gives every communicator its own.  `nccl-one-queue`: streams may share a
-hardware queue, which starts work in launch order; CUDA does not say which, so the check assumes that all do.  A hidden state that
-waits for an earlier one blocks all work launched after it; NCCL's buffers hold tokens and chunks.  `nccl-cold`: communicators are
-made during the round.
+"""`nccl`: every communicator has its own CUDA stream. `nccl-one-queue`: the check assumes that all streams share a hardware
+queue, because CUDA does not say which do; a waiting hidden state then blocks later work (NCCL buffers tokens and chunks).
+`nccl-cold`: communicators are made during the round.
 """
 
 
@@ -52,6 +51,6 @@ def transport_of(device: str, environment: Mapping[str, str], streams: int) -> T
     if device == "cpu":
         return GLOO
     value = environment.get(CONNECTIONS, "").strip() or str(MOST_CONNECTIONS)
-    # CUDA and torch may read another value differently; with 1 queue the check is at its strictest.
+    # CUDA and torch may read other values differently; 1 queue is the strictest check.
     queues = min(int(value), MOST_CONNECTIONS) if value.isdecimal() else 1
     return NCCL if streams <= queues else ONE_QUEUE

@@ -36,10 +36,9 @@ class Active(NamedTuple):
 
 
 class ActorBook(Book):
-    """The book of the decoding actor.
+    """Between rounds an open sequence has all but its last token cached, unless stale: then it is prefilled again.
 
-    Between rounds an open sequence has all but its last token cached, unless stale: then it is prefilled again. If slots are
-    short, sequences admitted first run.
+    If slots are short, sequences admitted first run.
     """
 
     def __init__(self, replicas: int, slots: int, limit: Callable[[int], int], groups: Grouping = ALONE):
@@ -125,7 +124,6 @@ class ActorBook(Book):
 
     @property
     def outlived(self) -> Mapping[int, int]:
-        """Updates since each sequence's cache was begun, if any."""
         return dict(self._ledger.pairs(OUTLIVED, self._ledger[OUTLIVED] > 0))
 
     def state_dict(self) -> dict[str, Any]:

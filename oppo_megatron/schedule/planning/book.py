@@ -16,15 +16,12 @@ from oppo_megatron.schedule.planning.replicas import REPLICA, Replicas
 from oppo_megatron.schedule.rounds import Batch, Batches, Fork, Growths
 
 CACHED, OPENED, OUTPUTS, LIMIT, OUTLIVED = "cached", "opened", "outputs", "limit", "outlived"
-"""Columns: cached tokens (ABSENT: no slot), number of the opening that gave the slot, outputs given, most response tokens, and
-updates since the cache was begun."""
+"""Columns: cached tokens (ABSENT: no slot), order of opening, outputs given, most response tokens, updates since opening."""
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """`size` neighbouring ids share a prompt and a replica; `fork`: its cache is computed once, `greedy`: the last is decoded
-    greedily.
-    """
+    """`size` neighbouring ids share prompt and replica. `fork`: compute its cache once. `greedy`: decode the last greedily."""
 
     size: int = 1
     fork: bool = True
@@ -36,9 +33,7 @@ ALONE = Grouping()
 
 @dataclass
 class ReplicaWork:
-    """In a round: close `evict`, open, prefill and decode, close `done`. Forks are made as soon as their source has enough
-    cached.
-    """
+    """In a round: close `evict`, open, prefill, decode, close `done`; fork as soon as a source has enough cached."""
 
     evict: list[int] = field(default_factory=list)
     open: list[int] = field(default_factory=list)
@@ -53,7 +48,7 @@ class ReplicaWork:
 
 
 class Book:
-    """`slots` per replica's cache; at most `most` sequences of a group (None: all)."""
+    """`slots` per replica's cache; at most `most` sequences of a group."""
 
     def __init__(
         self,
@@ -81,7 +76,6 @@ class Book:
         return self._ledger[REPLICA][self._ledger.rows(columns_of(rollouts).seq_ids)]
 
     def num_open(self, replica: int) -> int:
-        """Sequences with a slot after the last planned round."""
         return int(self._num_open[replica])
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,7 +116,6 @@ class Book:
         self._num_opened += len(rows)
 
     def _short(self, homes: Ints) -> Ints:
-        """Replicas without enough slots for `homes`, one each."""
         return np.flatnonzero(self._num_open + np.bincount(homes, minlength=len(self)) > self.slots)
 
     def _ours(self, own: Collection[int] | None) -> dict[int, ReplicaWork]:
@@ -133,7 +126,7 @@ class Book:
         return [ours.get(replica, elsewhere) for replica in range(len(self))]
 
     def _current(self) -> Bools:
-        """True if the whole prompt is cached by the present weights."""
+        """True if the prompt is cached by the present weights."""
         current: Bools = self._ledger[CACHED] > 0
         return current
 

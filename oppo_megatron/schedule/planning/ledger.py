@@ -16,10 +16,10 @@ Pairs = list[tuple[int, int]]
 """A mapping in JSON: keys stay numbers, in order."""
 
 KEPT = 8
-"""Answers that `Memo` keeps: some for each role, of one round."""
+"""Answers that `Memo` keeps."""
 
 ABSENT = -1
-"""Marks a missing number, in columns that use 0."""
+"""A missing number in columns that use 0."""
 
 
 class Ledger:
@@ -84,7 +84,7 @@ class Ledger:
 
 
 def ordinal(groups: Ints) -> Ints:
-    """For each element, count the earlier elements of its group."""
+    """For each element, count earlier ones of its group."""
     order = np.argsort(groups, kind="stable")
     ordered = groups[order]
     starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])) if len(groups) else order

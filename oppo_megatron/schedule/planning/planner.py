@@ -98,9 +98,9 @@ class RoundPlanner:
         order: Order,
         readable: Ints | None = None,
     ) -> PlannedRound:
-        """Decode up to `chunk` tokens of `decode` and score new tokens of `score`. Raises ScheduleError.
+        """Decode up to `chunk` tokens of `decode` and score new tokens of `score`; the critic only `readable` (None: all).
 
-        The critic reads only `readable` (None: all), because updates make its values stale.
+        Raises ScheduleError.
         """
         booked = self.book(decode, score, chunk, order, readable)
         works, round_ = booked.works, booked.round(index)
@@ -151,7 +151,7 @@ class RoundPlanner:
         return sum(book.prefilled_tokens for book in (self.actor, *self.scorers.values()))
 
     def learn(self, costs: Costs) -> None:
-        """Plan by `costs` from now on, on all ranks at once; cuts are kept until times differ by NEARLY."""
+        """Plan by `costs` from now on, on all ranks at once; keep cuts until times differ by NEARLY."""
         self.costs = costs
         self._known.clear()
         slots, pp = self.actor.slots, self.site.placements["actor"].pp
@@ -236,7 +236,7 @@ class RoundPlanner:
         generator, computes = self._passing(shape, site)
         if self._component is not None or generator is self._generate:
             return computes, self.transport if generator is one_by_one else self.transport.free
-        # Each component's ranks choose an order without knowing the other components.
+        # Ranks choose an order without knowing other components.
         lists, left = dict[int, tuple[Action, ...]](), set(site.ranks)
         while left:
             component = component_of(site, min(left))

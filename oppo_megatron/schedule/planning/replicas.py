@@ -40,8 +40,8 @@ class Replicas:
     def place(self, held: Sequence[Rollout] | Columns) -> Ints:
         """Assign a replica to each of `held` (all present sequences) that has none. Returns all replicas.
 
-        New groups, longest first, go to the replica with the fewest tokens (ties: sequences) with slots now, while finished
-        sequences keep theirs, and later; else to a least crowded one.
+        New groups, longest first, go to the replica with the fewest tokens (ties: sequences) with slots now and after the round;
+        else to a least crowded one.
         """
         columns = columns_of(held)
         rows = self.ledger.rows(columns.seq_ids)
@@ -61,7 +61,7 @@ class Replicas:
         return self.ledger[REPLICA][rows]
 
     def _arrivals(self, arrived: Columns) -> tuple[Ints | None, Ints]:
-        """Return each arrival's group (None: one each), and groups' tokens, sequences, unfinished ones, [3, groups]."""
+        """Return each arrival's group (None: one each), and tokens, sequences, unfinished ones of groups, [3, groups]."""
         weights = arrived.num_tokens, np.ones_like(arrived.seq_ids), (~arrived.finished).astype(np.int64)
         if self._group_size == 1:
             return None, np.stack(weights)
@@ -90,7 +90,7 @@ class Replicas:
 
     def _dealt(self, known: Columns, homes: Ints, arrivals: Ints) -> Ints:
         def by_replica(weights: Ints | None = None) -> Ints:
-            # As floats the sums of whole numbers are exact up to 2^53.
+            # Float sums of integers are exact up to 2^53.
             return np.bincount(homes, weights, self._num_replicas).astype(np.int64)
 
         parts = np.stack([by_replica(known.num_tokens), by_replica(), by_replica((~known.finished).astype(np.int64))])
@@ -122,15 +122,15 @@ def _rank_for(part: Sequence[int], replica: int, slots: int, arrival: Sequence[i
 
 
 def _to_those_with_slots(parts: Ints, slots: int, arrivals: Ints, most: int) -> Ints:
-    """Return the replicas of the first arrivals, as long as one has slots for a whole group.
+    """Return the replicas of the first arrivals, as long as one has slots for a group.
 
-    A heap of integers (tokens, sequences, replica as bits) is faster than tuples.
+    Integers in the heap (tokens, sequences, replica as bits) are faster than tuples.
     """
     replicas, bits = parts.shape[1], parts.shape[1].bit_length()
     above, mask = int(parts[1].sum() + arrivals[1].sum()).bit_length() + bits, (1 << bits) - 1
     assert int(parts[0].sum() + arrivals[0].sum()).bit_length() + above < 63, "too many tokens for a whole number"
     adds = ((arrivals[0] << above) + (arrivals[1] << bits)).tolist()
-    left = slots - most - parts[1]  # sequences that leave room for another group
+    left = slots - most - parts[1]  # room beyond another group
     open_parts = np.flatnonzero(left >= 0)
     heap = ((parts[0] << above) + (parts[1] << bits) + np.arange(replicas))[open_parts].tolist()
     heapify(heap)

@@ -37,7 +37,7 @@ class Unread(NamedTuple):
 
 
 class ScoringBook(Book):
-    """The book of a scoring role; without `reads_greedy` it ignores greedy sequences.
+    """Without `reads_greedy` the book ignores greedy sequences.
 
     Only the reward model reads the last token: others give response token t from position P + t - 1. If slots are short, finished
     sequences evict the youngest unfinished ones, whose outputs stay valid.
@@ -64,7 +64,7 @@ class ScoringBook(Book):
         return bool(self._missing(columns, *self._state(columns)).any())
 
     def unread(self, rollouts: Sequence[Rollout] | Columns) -> Unread:
-        """Return the sequences with unread tokens, after giving each a replica."""
+        """Return sequences with unread tokens, after giving each a replica."""
         columns = self._incomplete(rollouts)
         homes = self._replicas.place(columns)
         rows, cached, targets = self._state(columns)
@@ -72,7 +72,7 @@ class ScoringBook(Book):
         return found if missing.all() else found.at(np.flatnonzero(missing))
 
     def pending(self, rollouts: Sequence[Rollout] | Columns | Unread) -> tuple[Ints, Ints]:
-        """Return replica and number of new tokens of each sequence to read."""
+        """Return replica and new tokens of each sequence to read."""
         columns, rows, homes, cached, targets = rollouts if isinstance(rollouts, Unread) else self.unread(rollouts)
         cached = np.maximum(cached, 0)
         depth = self._depth(columns)
@@ -136,7 +136,6 @@ class ScoringBook(Book):
         return columns.at(left)
 
     def _depth(self, columns: Columns) -> Ints:
-        """Prompt tokens that need no output, at which the cache may fork."""
         return columns.prompt_tokens - (self.role != "reward")
 
     def _state(self, columns: Columns) -> tuple[Ints, Ints, Ints]:

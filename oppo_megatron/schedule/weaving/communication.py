@@ -1,4 +1,4 @@
-"""Add messages to a schedule: sends directly after their source, receives directly before their use, so nothing deadlocks."""
+"""Add messages: sends directly after their source, receives directly before their use, so nothing deadlocks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ def with_messages(action: Action, placement: RolePlacement, coords: RankCoordina
 
 
 def _last_tokens(actions: tuple[Action, ...], actor: RolePlacement) -> Iterator[Action]:
-    """Yield receives of tokens after which this rank has no decode micro-step."""
     final: dict[int, Action] = {}
     for action in actions:
         if action.op is Op.DECODE:

@@ -1,4 +1,4 @@
-"""The cost model: durations of actions, fitted to measured times."""
+"""Durations of actions, fitted to measured times."""
 
 from __future__ import annotations
 
@@ -115,9 +115,7 @@ class CostMeter:
         return [value for sums in self._sums.values() for value in sums]
 
     def costs(self, fallback: Costs) -> Costs:
-        """A stage without samples gets its role's line, else that of `fallback`; with few, or equal n, that line is scaled to
-        their mean.
-        """
+        """A stage without samples gets its role's line, else that of `fallback`; few samples scale that line to their mean."""
         prefill = {role: self._by_stage(Op.PREFILL, role, fallback.prefill_of(role)) for role in self.stages}
         return Costs(
             decode=self._by_stage(Op.DECODE, "actor", fallback.decode),

@@ -27,10 +27,10 @@ from oppo_megatron.schedule.weaving.costs import Costs, Linear
 Floats = npt.NDArray[np.float64]
 
 MOST_IN_A_GAP = 4
-"""The most prefill micro-batches per gap for which sizes are tried."""
+"""Most prefill micro-batches per gap for which sizes are tried."""
 
 ROUNDING = 1e-6
-"""A ratio this close to a whole number of micro-batches counts as whole."""
+"""A ratio this close to a whole number counts as whole."""
 
 
 @dataclass(frozen=True)
@@ -147,14 +147,13 @@ def _put_behind(ends: Floats, seconds: Floats, woven: Floats, count: Ints, messa
 
 
 def _later(seconds: Floats, message_s: float) -> Floats:
-    """Seconds of the following stages for one micro-batch."""
     later = np.zeros_like(seconds)
     later[:-1] = np.cumsum((seconds[1:] + message_s)[::-1], axis=0)[::-1]
     return later
 
 
 def _missed(laps: _Laps, seconds: Floats, message_s: float) -> Floats:
-    """Gaps that pass before a role's first micro-batch arrives, [roles, stages, cuts]."""
+    """Gaps before a role's first micro-batch arrives, [roles, stages, cuts]."""
     decodes, found = laps.seconds > 0, np.zeros_like(seconds)
     lap, ready = np.where(decodes, laps.seconds, 1.0), laps.end_s[0]
     for stage, (end, gap, own) in enumerate(zip(laps.end_s, laps.gap_s, seconds, strict=True)):
@@ -190,7 +189,6 @@ def _seconds(lines: Sequence[Linear], numbers: Ints | Floats) -> Floats:
 
 
 def _sizes(work: Work, laps: _Laps, costs: Costs, budget: int, grain: int) -> list[list[int]]:
-    """Prefill sizes to try: the budget, its halves, and those that fill a gap."""
     halves = [budget]
     while halves[-1] // 2 >= grain:
         halves.append(halves[-1] // 2)

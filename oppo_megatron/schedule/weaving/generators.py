@@ -1,6 +1,6 @@
 """Generators: turn a round's work into a list of compute actions for every rank.
 
-Lists are parts of one virtual timeline, in which every action follows all that it waits for, so they cannot deadlock.
+Every action follows all that it waits for on one virtual timeline, so lists cannot deadlock.
 """
 
 from __future__ import annotations
@@ -50,10 +50,7 @@ def woven(round: Round, site: Site, costs: Costs) -> Schedule:
 
 
 def one_by_one(round: Round, site: Site, costs: Costs) -> Schedule:
-    """List every micro-batch on all stages before the next of its role.
-
-    A stage's messages are received before it sends more, so no transport deadlocks.
-    """
+    """List every micro-batch on all stages before the next of its role, so that no transport deadlocks."""
     times, begun = dict[Team, Times](), 0
     for role in [*(role for role in site.placements if role != "actor"), "actor"]:
         placement = site.placements[role]
@@ -74,7 +71,7 @@ class CustomGenerator:
     plugin: Plugin
 
     def __call__(self, round: Round, site: Site, costs: Costs) -> Schedule:
-        """Raises PluginError if the result is not a Schedule or differs between two calls."""
+        """Raises PluginError if the result is not a Schedule or differs between calls."""
         made, again = self.plugin(round, site, costs), self.plugin(round, site, costs)
         if not isinstance(made, Schedule):
             raise self.plugin.refuse(f"returned a {type(made).__name__}", "return a Schedule: the actions of each rank, in order")
@@ -114,10 +111,7 @@ def _laps(durations: list[list[int]], free: list[int], message: int, steps: int)
 
 
 def _lap_starts(durations: list[list[int]], ready: list[int], free: list[int], message: int) -> list[list[int]]:
-    """Starts of one decode step, by micro-batch and stage.
-
-    Micro-batches that would only wait move close to the next one, so that a step leaves one gap per stage.
-    """
+    """Starts of one decode step, by micro-batch and stage; micro-batches move together, to leave one gap per stage."""
     starts = _earliest(durations, ready, free, message)
     ready = [row[-1] + own[-1] + message for row, own in zip(starts, durations, strict=True)]
     free = [start + duration for start, duration in zip(starts[-1], durations[-1], strict=True)]
@@ -154,8 +148,7 @@ def _close(
 
 
 def by_turns(lines: Sequence[Line], place: Callable[[int, int, int], int]) -> None:
-    """Place prefills, always of the line whose first stage is free first: `place(line, prefill, time)` returns when it will be.
-    """
+    """Place prefills in turn, of the line whose first stage is free first; `place(line, prefill, time)` returns when it is."""
     turns = [(0, n, 0) for n, line in enumerate(lines) if len(line.times)]
     while turns:
         earliest, n, j = turns[0]
@@ -221,7 +214,7 @@ class Placer:
         return Schedule(Timetable(self.round, self.site, {team: line.whole() for team, line in self._lines.items()}))
 
     def _place_by_stage(self, lines: Sequence[Line]) -> None:
-        """Place lines on the same ranks, one stage after the other, because only the first decides the turns."""
+        """Place lines on the same ranks, stage by stage, because only the first decides the turns."""
         of, starts, ranks = list[int](), list[int](), lines[0].ranks[0]
         durations, put = [line.times[:, 0].tolist() for line in lines], self.free.place
 
@@ -260,7 +253,7 @@ class Placer:
         starts = _laps(durations, free, self.message, steps)
         ends = starts + np.array(durations, dtype=np.int64)
         for stage, ranks in enumerate(line.ranks):
-            # The only replica of the actor on these ranks: everything there ends before the step does.
+            # No other actor replica is on these ranks, so everything there ends before the step.
             self.free.append(ranks, starts[:, :, stage].ravel(), ends[:, :, stage].ravel())
         placed = np.arange(self._num_placed, self._num_placed + starts.size).reshape(-1, len(stages))
         self._num_placed += starts.size

@@ -14,7 +14,7 @@ from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.rounds import Batch, Growths, Round, Site
 
 STEPS = 3
-"""The first step continues no tokens of the round, the second is the first that does, the third is like all later ones."""
+"""The first step continues no tokens of the round, the second does, the third is like all later ones."""
 
 
 def repeats(generator: str, shape: Round, site: Site) -> bool:
