@@ -140,7 +140,7 @@ def known_norm(optimizer: Any, norm: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def optimizer_world(group: dist.ProcessGroup) -> Iterator[None]:
-    """Narrow "the world" to a model's ranks: optimizer/__init__.py:180 gathers over WORLD."""
+    """Narrow "the world" to a model's ranks: optimizer/__init__.py:180 would wait for ranks with other models."""
     gather = dist.all_gather_object
 
     def gather_in_group(objects: list[Any], obj: Any, group_: Any = None) -> None:

@@ -14,7 +14,7 @@ from oppo_megatron.errors import CapacityError, OppoError
 
 
 def on_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Copy a tensor, or numbers as `dtype`, to the device without blocking the host, by pinned memory."""
+    """Copy a tensor, or numbers as `dtype`, to the device; from pinned memory, because otherwise the host waits."""
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
@@ -85,8 +85,8 @@ def run_eagerly(key: Hashable, step: Callable[[], None]) -> None:
 class CapturedSteps:
     """Runs the first steps of a key eagerly, then captures one as a CUDA graph and replays it.
 
-    Graphs are dropped if weights have moved at a `renew`, and share memory, because they never run concurrently.  If CUDA refuses
-    a capture, stderr gets a warning, and new keys run eagerly.
+    Graphs hold addresses: they are dropped if weights have moved at a `renew`.  They share memory, because
+    they never run concurrently.  If CUDA refuses a capture, stderr gets a warning, and new keys run eagerly.
     """
 
     def __init__(self, device: torch.device, weights: Callable[[], Iterable[Tensor]]):

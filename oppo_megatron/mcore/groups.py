@@ -51,7 +51,7 @@ def build_groups(
 ) -> RoleGroups | None:
     """Build groups of a model on `ranks` (tensor fastest, then data, then pipeline); None outside.
 
-    Every rank of the world makes the call for every role in the same order.
+    Every rank of the world makes the call for every role in the same order.  Matching groups in `shared` are reused.
     """
     parts, found = list(model_groups(ranks, tp, pp, role)), dict[str, dist.ProcessGroup]()
     shared = shared or SharedGroups()

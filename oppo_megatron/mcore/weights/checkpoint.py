@@ -78,7 +78,7 @@ def gather_models(models: Mapping[str, TrainedModel], *, copied: bool) -> ModelS
 def write_models(folder: Path, shards: ModelShards, group: dist.ProcessGroup) -> None:
     """Write the files into an empty folder; every rank of `group`, the world, makes the call.
 
-    Raises CheckpointError on all ranks if a shard fails; OSError on one rank after the last message.
+    Raises CheckpointError on all ranks if a shard fails; OSError on one rank after the last message, so ranks can agree.
     """
     try:
         torch_checkpoint.save(
