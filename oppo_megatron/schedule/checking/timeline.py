@@ -198,7 +198,7 @@ class _Run:
         return None
 
     def _meets(self, action: Action) -> bool:
-        """True if the link is in use, or both ends are ready to begin."""
+        """True if the link is in use, or both ends are ready."""
         link = link_of(action)
         if self.transport.made or link in self.made:
             return True
