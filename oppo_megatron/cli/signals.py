@@ -33,8 +33,8 @@ def child_pids() -> list[int]:
 class SignalRelay:
     """Asks the ranks to save and end (SIGUSR1); a second SIGTERM or SIGINT ends them at once.
 
-    So does the first if they save nothing (`saves`).  Ranks may get SIGUSR1 twice, without further effect.  `code`: exit code of
-    a run that was stopped unsaved: 75 (start it again), 130 after SIGINT, else 0.
+    So does the first if they save nothing (`saves`).  `code`: exit code of a run that was stopped unsaved: 75 (start it again),
+    130 after SIGINT, else 0.
     """
 
     def __init__(self, saves: bool = True) -> None:

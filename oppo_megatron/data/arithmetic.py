@@ -156,7 +156,7 @@ def write_dataset(
 ) -> dict[str, Path]:
     """Write sft.jsonl, pairs.jsonl, prompts.jsonl and heldout.jsonl; return their paths by name.
 
-    `imperfect`: fraction of SFT completions written by `flaw`, so that RL can improve.  Held-out prompts are distinct and unused
+    `imperfect`: fraction of SFT completions by `flaw`, so that RL can improve.  Held-out prompts are distinct and unused
     elsewhere.
     """
     rng = random.Random(f"arithmetic answers {seed}")  # noqa: S311  (to be drawn again, not to be secret)

@@ -1,4 +1,4 @@
-"""Renders messages by a chat template in a separate process with time and memory limits."""
+"""Renders messages by a chat template in a separate, limited process."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class NoChatTemplateError(ConfigError):
     ...
 
 class ChatTemplate:
-    """The chat template of the tokenizer at `config.path`, with the configured variables and date.
+    """The chat template of the tokenizer at `config.path`, with configured variables and date.
 
-    `choose` returns the template with or without tools, or None.  `symbols`: texts of special tokens.
+    `choose` returns the template with or without tools, or None.  `symbols`: special tokens.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class ChatTemplate:
 
 
 def require_syntax(template: str) -> None:
-    """Raise ConfigError for a syntax error.  The renderer decides which filters and tags exist."""
+    """Raise ConfigError for a syntax error; filters and tags are the renderer's."""
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

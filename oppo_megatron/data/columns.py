@@ -43,7 +43,7 @@ def form_of(value: Any) -> str:
 
 
 class Table:
-    """The columns of rows, judged by at most twice SAMPLED rows spread over the data."""
+    """Columns, judged by at most twice SAMPLED rows spread over the data."""
 
     def __init__(self, rows: Sequence[Row]):
         self.rows, self.file = rows, rows[0].file
@@ -76,7 +76,7 @@ class Table:
         return [name for name, value in values.items() if isinstance(value, str) or (value and _are_messages(value))]
 
     def find(self, part: str, columns: PromptColumnsConfig, names: Sequence[str] | None = None) -> str | None:
-        """The configured column for `part`, else the known name (or one of `names`) filled in most rows, or None.
+        """The configured column for `part`, else the known name (or one of `names`) most often filled, or None.
 
         Raises DataError if the configured column is missing.
         """

@@ -53,7 +53,7 @@ class Conversations:
         return head, tails
 
     def variables(self, values: Mapping[str, Any], file: str) -> dict[str, Any]:
-        """Columns of a row that the template reads, and the row's own template arguments."""
+        """The columns that the template reads, and the row's own arguments."""
         columns = {name: value for name, value in values.items() if value is not None and name not in self._used}
         own = _read_json(columns.pop(ARGUMENTS, None) or {}, ARGUMENTS, dict)
         for name in FOR_TEMPLATES:

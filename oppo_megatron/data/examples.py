@@ -54,14 +54,14 @@ class Example:
 
 
 def read_prompts(config: RowsConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[Example]:
-    """Read prompts without answers; a trailing assistant turn is not part of the prompt."""
+    """Read prompts, without a trailing assistant turn."""
     rows = read_rows(config, problems, ["prompt"])
     layout = recognise(config, rows, "prompt")
     return _render(rows, lambda row: [(_prompt(row, layout), ())], layout, "prompt", config, tokenizer, problems)
 
 
 def read_completions(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[Example]:
-    """Read prompts with one completion: its column, or the turns that `config.turns` selects."""
+    """Read prompts with a completion: its column, or the turns of `config.turns`."""
     return _completions(read_rows(config, problems, ["prompt", "completion"]), config, tokenizer, problems)
 
 

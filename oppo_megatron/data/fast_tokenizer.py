@@ -1,6 +1,6 @@
 """Converts a sentencepiece model to files for `transformers.AutoTokenizer`, with the same ids and texts.
 
-Spaces in pieces stay spaces (sentencepiece: U+2581), so U+2581 in a text is not mistaken for one.
+Spaces stay spaces (sentencepiece: U+2581), so U+2581 in a text is not mistaken for one.
 """
 
 from __future__ import annotations

@@ -52,9 +52,9 @@ PYARROW = "pip install pyarrow"
 
 
 def data_files(path: Path, note: Callable[[str], None]) -> list[Path]:
-    """Files (or saved data sets) at `path`: itself, the matches of a pattern, or a folder's files.
+    """Files (or saved data sets) at `path`: itself, a pattern's matches, or a folder's files.
 
-    If names show several splits, only `train` is read, with a note.
+    Of several splits only `train` is read, with a note.
     """
     if not path.exists():
         return [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]

@@ -1,4 +1,4 @@
-"""The layout of prompt and answers, configured or detected from columns and their values.
+"""The layout of prompt and answers, configured or detected.
 
 Every command finds the same prompt.  Messages are preferred to text, and dialogues in `chosen` and `rejected` to a prompt.
 Ambiguous rows are refused, naming both readings and the setting to choose.

@@ -1,4 +1,4 @@
-"""Recorded response lengths (CSV) for `debug.forced_lengths`: realistic benchmarks.
+"""Recorded response lengths (CSV) for `debug.forced_lengths`.
 
 A row per request with a token column (`GeneratedTokens`, as in Azure's LLM inference traces), or a histogram with the columns
 `kind`, `tokens` and `requests`.
@@ -40,7 +40,7 @@ class LengthTrace:
         return cls(tuple(lengths), tuple(accumulate(counts[length] for length in lengths)))
 
     def quantile(self, u: float) -> int:
-        """Smallest length that at least a share `u` of requests does not exceed."""
+        """Smallest length that a share `u` of requests does not exceed."""
         return self.tokens[bisect_left(self.requests, u * self.requests[-1])]
 
     @property

@@ -70,7 +70,7 @@ def load_prompts(
 ) -> PromptSet:
     """Read, render and tokenize every prompt; `bad_rows` also covers rows that `check` refuses.
 
-    Truncation keeps a prompt's END.  Raises DataError listing refused rows, or if none is left.
+    Truncation keeps the END.  Raises DataError listing refused rows, or if none is left.
     """
     problems, is_first = RowProblems(quarantine), not quarantine.first
     rows: list[PromptRow] = []

@@ -1,7 +1,4 @@
-"""Rows of a data set in any format, each with its file and line.
-
-Policy `error` collects refused rows in one `DataError`; `quarantine` sets them aside with reasons.
-"""
+"""Rows of a data set in any format, each with its file and line."""
 
 from __future__ import annotations
 
@@ -74,7 +71,7 @@ class Quarantine:
 
 @dataclass(slots=True)
 class _Refused:
-    """A refused row, and `more` rows up to `last` with the same reason."""
+    """A refused row, and `more` with the same reason, up to `last`."""
 
     place: str
     reason: str
@@ -87,7 +84,7 @@ class _Refused:
 
 
 class RowProblems:
-    """Refused rows of one data set.  `configured`: a setting can set them aside."""
+    """Refused rows.  `configured`: a setting can set them aside."""
 
     def __init__(self, quarantine: Quarantine, configured: bool = True):
         self.quarantine = quarantine

@@ -39,7 +39,7 @@ class Pair(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Token ids of an answer in steps.  `ends`: last token of each labelled step; `labels`: 0 to 1."""
+    """Token ids of steps.  `ends`: last token of each labelled step; `labels`: 0 to 1."""
 
     prompt: list[int]
     completion: list[int]
@@ -56,7 +56,7 @@ class Marked(NamedTuple):
 
 
 class RowLoader:
-    """Reads and tokenizes one data set once, by one of its public methods, which raise DataError.
+    """Reads and tokenizes one data set, by one of its public methods, which raise DataError.
 
     `max_tokens` bounds prompt + longest answer + EOS; `config.long_rows` decides about longer rows.
     """

@@ -71,17 +71,17 @@ class Tokenizer(Protocol):
     def save(self, directory: Path, *, pad_id: int | None = None) -> str | None:
         """Write files that `load_tokenizer` and `transformers.AutoTokenizer` load.
 
-        `pad_id`: padding token, if it has none or one that ends a response.  Returns a warning if transformers will tokenize
-        differently, else None.
+        `pad_id`: padding token, if it has none or one that ends a response.  Returns a warning if transformers will differ, else
+        None.
         """
         ...
 
 
 def load_tokenizer(config: TokenizerConfig, model: Path | None = None) -> Tokenizer:
-    """Load the tokenizer at `config.path`: a Hugging Face directory, or a sentencepiece `.model` file.
+    """Load a Hugging Face directory or a sentencepiece `.model` file.  Raises ConfigError.
 
     `eos_ids`: its own EOS, and those in `generation_config.json` (else `config.json`) of its directory and of `model`, the
-    policy. Raises ConfigError.
+    policy.
     """
     path = config.path
     if not path.exists():
@@ -323,7 +323,7 @@ def _misfit(vocab_size: int, reason: str) -> ConfigError:
 def special_ids(tokenizer: Tokenizer, stop_token_ids: Sequence[int] = (), *, scored: bool = False) -> dict[str, Any]:
     """Ids for `config.json` and `generation_config.json`; several EOS are a list.
 
-    `scored`: a reward model or critic scores the last non-padding token, so padding must not be able to end an answer.
+    `scored`: a reward model or critic scores the last non-padding token, so padding must not end answers.
     """
     ends = distinct([*tokenizer.eos_ids, *stop_token_ids])
     pad = ends[0] if tokenizer.pad_id is None else tokenizer.pad_id

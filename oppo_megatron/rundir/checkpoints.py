@@ -20,7 +20,7 @@ ASIDE, REPLACED, REMOVED = ".", ".replaced-", ".removed-"
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """`step` steps are done; `clock`: logical clock in the next one, or -1 between steps."""
+    """`step` steps are done; `clock`: within the next one, or -1."""
 
     step: int
     clock: int = -1
@@ -37,7 +37,7 @@ class Position:
 
 
 class CheckpointStore:
-    """The checkpoints in `root`.  One rank makes and renames folders, all write into them."""
+    """The checkpoints in `root`.  One rank makes and renames folders."""
 
     def __init__(self, root: Path):
         self.root = root

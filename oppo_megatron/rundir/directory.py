@@ -87,7 +87,7 @@ class RunDirectory:
             )
 
     def require_regular(self) -> None:
-        """Raise ConfigError for a pipe, socket or device, which would block reading."""
+        """Raise ConfigError for pipes, sockets and devices, which block reading."""
         remedy = "remove it, or put what the run wrote in its place"
         found = [irregular_path("the run's file", self.path / name, remedy) for name in PRODUCTS]
         if problems := [problem for problem in found if problem is not None]:

@@ -96,7 +96,7 @@ def free_bytes(root: Path) -> int:
 
 
 def shortage(root: Path, needed: int) -> str | None:
-    """A warning if fewer than `needed` bytes are free (quotas unknown)."""
+    """A warning if fewer than `needed` bytes are free."""
     free = free_bytes(root)
     if free >= needed:
         return None

@@ -59,7 +59,7 @@ class SpanRecorder:
             self.write(span)
 
     def totals(self, step: int, role: str | None = None) -> dict[str, float]:
-        """Seconds by span name in a recent step; nested spans each count."""
+        """Seconds by span name in a recent step, for one role or all; nested spans each count."""
         seconds: dict[str, float] = {}
         for (span_role, name), value in self._totals.get(step, {}).items():
             if role is None or span_role == role:

@@ -1,4 +1,4 @@
-"""Actor and critic on their ranks: decoding and updates.  A critic update may overlap the actor's next step.
+"""Actor and critic on their ranks: decoding and updates.
 
 Legend: T response tokens of a batch (packed), R rows of a micro-batch (its tokens), V vocabulary shard.
 """
@@ -42,7 +42,7 @@ After the first minibatch the weights have moved, so the other tokens need an ex
 
 @dataclass(frozen=True)
 class BegunUpdate:
-    """Log-probs [T] under the initial weights of an update (last stage, if needed), and decoding's gap to them."""
+    """Log-probs [T] under an update's initial weights (last stage), and decoding's gap to them."""
 
     proximal_T: Tensor | None = None
     gap: dict[str, float] | None = None

@@ -71,7 +71,7 @@ def _other_work() -> tuple[str, str]:
 
 
 def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preemption) -> bool:
-    """Run PPO on this rank up to weights and summary; False if asked to stop earlier, after saving.
+    """Run PPO on this rank to the end; False if asked to stop earlier, after saving.
 
     Raises RollBack if the run must restart from its last checkpoint.
     """

@@ -52,7 +52,7 @@ TENSORS = {
 class Facts:
     """Facts of a step; `config` (YAML) and `reason` are added on writing.
 
-    `policy_version`: the actor's before its update.  `figures`: statistics known to this rank.  `history`: a `History`.
+    `policy_version`: before the update.  `figures`: statistics known here.  `history`: a `History`.
     """
 
     step: int
@@ -230,7 +230,7 @@ class Guard:
         self.rules = Rules(config.guards, config.guards.gap_limit(config.actor.dtype, config.rollout.temperature))
 
     def examine(self, scored: ScoredBatch, kl_coefficient: float, seen: Moments) -> tuple[Experience, Breach | None]:
-        """Return the experience, and a breach if it must not be trained on (its figures may not be finite)."""
+        """Return the experience, and a breach if it must not be trained on (figures may not be finite)."""
         try:
             experience = self.algorithm.experience(scored, kl_coefficient, seen=seen)
         except (RewardError, NumericsError) as error:

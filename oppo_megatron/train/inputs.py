@@ -1,4 +1,4 @@
-"""Reads all input of a PPO run before a model is built, so that bad input fails early.  Imports no torch."""
+"""Reads all input of a PPO run before a model is built.  Imports no torch."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ def unearned_formats(config: TrainSettings, tokenizer: Tokenizer, prompt: str) -
 
 
 def try_answers(inputs: Inputs, settings: TrainSettings) -> list[str]:
-    """Try the expected answers that only a separate process can compare, and close the rewards.
+    """Try expected answers that only a separate process can compare, and close the rewards.
 
-    Incomparable ones are quarantined and reported in the returned line, or raise DataError, depending on `bad_rows`.
+    `bad_rows` decides if incomparable ones are quarantined (returns a line) or raise DataError.
     """
     found = 0
     sets = [(inputs.rewards, inputs.prompts, settings.data)]

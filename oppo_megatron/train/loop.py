@@ -1,14 +1,12 @@
-"""The training loop.  Plain PPO, every overlap and every algorithm are this loop under other plans, schedules and parts.
+"""The training loop.  Plain PPO, every overlap and every algorithm are this loop with other plans and parts.
 
-Every rank runs it.  Prompts, buffer, books and controllers are the same on all ranks and advance by the chunks alone, so
-no rank asks another what to do next.  A step is a number of rounds, then the update:
+Every rank runs it.  Prompts, buffer, books and controllers are the same on all ranks and advance by the chunks alone, so no rank
+asks another what to do next.  A step is a number of rounds, then the update:
 
-    ranks of the actor      decode a chunk, send it, continue; at the step's end begin the actor's update, wait for the scores
-                            when the update first needs them, complete it
-    ranks of the scorers    prefill the chunk before on reward, reference and critic; at the step's end send the scores,
-                            update the critic, while the actor may already decode the next step
+Ranks of the actor decode a chunk, send it and continue; then they begin the actor's update, and complete it with the scores.
 
-A rank that has both does both, as the round's schedule says.
+Ranks of the scorers prefill the previous chunk; then they send the scores and update the critic, while the actor may already
+decode the next step.  A rank with both roles follows the round's schedule.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The reference's log-probs of answers, read from a file or computed once into it, so no reference model is kept.
 
 The file has `keys` [N, 16] (first half of a SHA-256 of prompt and answer) and `logprobs` [N] (float64, nats, summed over the
-answer's tokens); its metadata hold the reference's fingerprint.  Rows changed by data, template, tokenizer or truncation have new
-keys and are recomputed.  Written after every block, so a pass can resume.  Legend: N answers.
+answer's tokens); its metadata hold the reference's fingerprint.  Rows that changed have new keys and are recomputed.  Written
+after every block, so a pass can resume.  Legend: N answers.
 """
 
 from __future__ import annotations

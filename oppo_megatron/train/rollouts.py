@@ -21,9 +21,9 @@ NOTHING = np.zeros(0, dtype=np.int64)  # no sequence
 
 @dataclass
 class Rollouts:
-    """All records of a sequence: buffer, planner's books, caches and outputs, stream codec, reward requests.
+    """All records of a sequence: buffer, books, caches, outputs, stream codec, reward requests.
 
-    All but the workers' are the same on every rank.  `planning` times the decisions and bookkeeping.
+    All but the workers' are the same on every rank.  `planning` times decisions and bookkeeping.
     """
 
     scheduler: OvercommitScheduler
@@ -50,7 +50,7 @@ class Rollouts:
     def decode(self, most: int, version: int, *, stream: bool, halt: bool) -> tuple[Chunk, int]:
         """Decode at most `most` tokens of each rollout with the policy's `version` and advance all records.
 
-        With `stream`, scorers prefill the previous chunk.  Returns the chunk, and how many prompts replaced finished rollouts.
+        With `stream`, scorers prefill the previous chunk.  Returns the chunk and the number of newly admitted prompts.
         """
         buffer = self.buffer
         with self.planning():

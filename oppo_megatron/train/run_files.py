@@ -30,9 +30,9 @@ from oppo_megatron.rundir.disk import free_bytes, megabytes
 def save_role(
     model: Chunks, directory: Path, tokenizer: Tokenizer, base: Path | None = None, stop_token_ids: Sequence[int] = ()
 ) -> None:
-    """Write a role's weights, or its adapters with `base` as base model.  Collective of the role.
+    """Write a role's weights, or adapters for `base`.  Collective of the role.
 
-    `stop_token_ids` end a response in addition to the tokenizer's own.  Raises CheckpointError on the writing rank.
+    `stop_token_ids` also end a response.  Raises CheckpointError on the writing rank.
     """
     chunks = as_chunks(model)
     first = chunks[0]
@@ -72,7 +72,7 @@ def prepare_run_directory(
 ) -> None:
     """Let `owner` create the run directory, or cut its files to a checkpoint's `state`, before any rank writes.
 
-    Raises ConfigError on a host that does not see the run directory.
+    Raises ConfigError on a host that does not see it.
     """
     run = RunDirectory(config.run_dir)
     if owner:

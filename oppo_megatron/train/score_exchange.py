@@ -76,9 +76,9 @@ NOTHING_KNOWN: Known = MappingProxyType({})
 
 @dataclass(frozen=True)
 class ScoreReport:
-    """Figures that come with the scores: seconds of the scorers' first rank; `work` per round (`StepClock.work`).
+    """Figures that come with the scores: seconds of the scorers' first rank, `work` per round.
 
-    `critic`, `ess`: of the last updates.  `measured`: `StepMeter.measured` of the rank that sends the chunks.
+    `critic`, `ess`: of the last updates.  `measured`: of the rank that sends the chunks.
     """
 
     parts: dict[str, float]
@@ -94,8 +94,7 @@ class ScoreReport:
 class ScoreExchange:
     """Collective of the world, once per step.  Sizes follow from the batch, which every rank knows.
 
-    A reward that is not finite is NaN on every rank.  The scorers' first rank computes rewards, raises RewardError and keeps the
-    reason in `refusal`.
+    A reward that is not finite is NaN.  The scorers' first rank computes rewards and keeps the reason in `refusal`.
     """
 
     rank: int
@@ -124,8 +123,8 @@ class ScoreExchange:
     ) -> tuple[ScoredBatch, ScoreReport]:
         """Return the batch's scores, values and reference log-probs on every rank; for greedy responses only the reward.
 
-        `seconds`, `work`: this rank's step totals and seconds per round.  `measured` is called once all scores have arrived.
-        `known`: reward parts computed by `judge`.
+        `seconds`, `work`: this rank's totals and seconds per round.  `measured` is called after the scores.  `known`: parts from
+        `judge`.
         """
         trained = self.members.to_train(batch)
         reference_T, values_T = (self._of_tokens(role, trained, rounds) for role in ("reference", "critic"))

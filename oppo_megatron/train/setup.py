@@ -274,9 +274,9 @@ def _tracer(config: TrainConfig, rank: int, site: Site) -> RoundTracer:
 
 
 def prompt_stream(config: TrainConfig, prompts: PromptSet, ahead: Ahead = NEW_RUN) -> PromptStream:
-    """Return exactly the prompts that will be trained: admission ends early enough that none is left over.
+    """Return exactly the prompts to train: admission ends early enough that none is left over.
 
-    With a filter their number is unknown: the scheduler stops admission at the same point.
+    With a filter their number is unknown, and the scheduler stops admission.
     """
     limit = None if config.filter is not None else ahead.limit(config.steps, batch_rows(config))
     return PromptStream(

@@ -219,7 +219,7 @@ def task_of(config: SupervisedConfig) -> Task[Any]:
 def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World, preemption: Preemption) -> bool:
     """Train, then write weights and summary into `config.run_dir`; False if asked to stop, after saving.
 
-    Raises ConfigError, DataError or CheckpointError, before a model is built, if the run cannot start or continue.
+    Raises ConfigError, DataError or CheckpointError before a model is built.
     """
     groups = _build_groups(config, world)
     tokenizer = load_tokenizer(config.tokenizer, config.model.checkpoint)

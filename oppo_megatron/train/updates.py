@@ -27,9 +27,9 @@ from oppo_megatron.train.update import History, UpdateSettings, num_minibatches
 
 @dataclass
 class Updates:
-    """`actor` and `critic` are None on ranks without them; an algorithm may have no critic.
+    """`actor` and `critic` are None on ranks without them, or without a critic.
 
-    `conclude` waits for the pending checkpoint, because a guard may return to it.  `admitted`: the stream position.
+    `conclude` waits for the pending checkpoint, to which a guard may return.  `admitted`: the stream position.
     """
 
     config: TrainConfig
@@ -133,9 +133,9 @@ COSTS_KEPT = 0.5
 
 @dataclass
 class Adaptation:
-    """One rank's controllers, and `costs`, the times of its actions in this step.
+    """One rank's controllers, and `costs`, its actions' times in this step.
 
-    Ranks that plan a round must agree on the chunk size, so it depends only on figures shared with the scores.
+    Ranks must agree on the chunk size, so it depends only on figures shared with the scores.
     """
 
     world: World
@@ -154,7 +154,7 @@ class Adaptation:
     def learn_costs(self, step: int) -> None:
         """Update the cost model of the next step's woven rounds from all ranks' measurements.
 
-        Call before the update: the ranks have just met for the scores; later the actor's may be ahead of the critic's.
+        Call before the update: the ranks have just met for the scores, later they diverge.
         """
         sums = self.costs.take()
         self._learned += 1

@@ -1,7 +1,7 @@
 r"""Rule `math`: the final answer equals the expected one mathematically.
 
-`grade` needs its own process, because SymPy may hang or fill memory.  It compares in order: numbers (`numbers`), words, elements
-of tuples, intervals, sets, lists and matrices; for all else it uses math-verify.
+`grade` needs its own process, because SymPy may hang or fill memory.  It compares numbers, words, then elements of tuples,
+intervals, sets, lists and matrices; for all else it uses math-verify.
 """
 
 from __future__ import annotations

@@ -258,7 +258,7 @@ def _experience(facts: StepFacts, experience: Experience) -> dict[str, Any]:
 
 
 def _lengths(facts: StepFacts, batch: Sequence[Rollout], carried: Sequence[Rollout]) -> dict[str, Any]:
-    """Deferrals (the paper's Table 2), lengths, and mean length and reward of each length quarter, shortest first.
+    """Deferrals (the paper's Table 2), lengths, and mean length and reward by length quarter.
 
     An unfinished rollout counts with its tokens so far, so `submitted_len_mean` is a lower bound.
     """
@@ -324,7 +324,7 @@ class Report(RunLog):
             self.note(HeldoutLog.describe(step, heldout))
 
     def write_summary(self, title: str, memory: MemoryByRank, best: tuple[float, Position] | None) -> None:
-        """Write the run's last file, which marks it as finished, with metrics of the first and last tenth of the steps."""
+        """Write the file that marks the run as finished, with metrics of its first and last tenth."""
         self.note(memory.describe(self.planned_bytes))
         lines = read_metrics(self.run_dir.metrics)
         tenth = max(1, len(lines) // 10)

@@ -36,7 +36,7 @@ class RoundTracer:
     """The executor's observer on one rank.
 
     Step totals by (role, label): `decode`, `score`, `wait` (pipeline), `wait_tokens` (chunk).  The trace gets a span per stretch
-    of equal actions (`actions`: per action); schedules are written to `schedules`.
+    of equal actions (`actions`: per action).
     """
 
     def __init__(self, spans: SpanRecorder, meter: CostMeter, site: Site, *, actions: bool, schedules: Path | None):

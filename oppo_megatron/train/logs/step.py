@@ -1,7 +1,7 @@
 """Facts of a step for its metrics line, and the times that split the critic's update (docs/metrics.md).
 
-An update of a critic on its own ranks may delay the scorers at the start of the next step.  The delay is absorbed if they are
-idle again before the last chunk: the step is replayed with and without it, as a single-server queue.
+A critic's update on its own ranks may delay the next step's scorers, who absorb the delay if they are idle again before the last
+chunk.  So the step is replayed with and without it, as a single-server queue.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class StepFacts:
 
 @dataclass
 class StepClock:
-    """One rank's rounds of a step, in seconds since all ranks met for the previous step's scores.
+    """One rank's rounds of a step, in seconds since all met for the previous scores.
 
-    `ends`: of decoding rounds.  `work`: before the first round (critic update included), then per round, without waits for
+    `ends`: of decoding rounds.  `work`: before the first round (with the critic's update), then per round, without waits for
     chunks.
     """
 

@@ -48,7 +48,7 @@ class Preemption:
     def listening(self) -> Iterator[None]:
         """Handle signals in the block, if called from the main thread.
 
-        If one of several ranks fails, it ignores later signals, because it must still report the reason.
+        A rank that fails among others ignores later signals, because it must still report the reason.
         """
         if not self.deadline_s or threading.current_thread() is not threading.main_thread():
             yield

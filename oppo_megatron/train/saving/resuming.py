@@ -49,8 +49,8 @@ class Found:
 def find_checkpoint(config: TrainConfig | SupervisedConfig, world: World) -> Found | None:
     """Return the last complete checkpoint, the same on every rank; None unless the run is to resume.
 
-    Collective: ranks divide the check; damaged checkpoints are reported and renamed.  Raises CheckpointError if none is complete,
-    OtherFormatError (nothing renamed) for another version's.
+    Collective.  Damaged checkpoints are reported and renamed.  Raises CheckpointError if none is complete, OtherFormatError
+    (nothing renamed) for another version's.
     """
     if not config.checkpoint.resume:
         return None

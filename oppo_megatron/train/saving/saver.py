@@ -1,7 +1,7 @@
 """Decides when checkpoints are due, takes their snapshots, and keeps the best one.
 
-With `checkpoint.asynchronous` the run waits only for the snapshot.  A thread writes it, in agreement with other ranks' threads
-over their own process group; the ranks learn later that it is complete.
+With `checkpoint.asynchronous` the run waits only for the snapshot.  Threads of all ranks then write it, in agreement over their
+own process group.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Saveable(ABC):
 
 
 class Cost(NamedTuple):
-    """Seconds the run waited for a checkpoint, its bytes, and seconds of writing that the run did not wait for."""
+    """Seconds the run waited for a checkpoint, its bytes, and seconds of hidden writing."""
 
     waited_s: float = 0.0
     num_bytes: int = 0

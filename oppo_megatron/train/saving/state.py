@@ -1,4 +1,4 @@
-"""The state of a run apart from weights, and its comparison with the run that continues from it.
+"""The state of a run apart from weights, and its comparison with the resumed run.
 
 `state.json` has counters, controllers and books, `rollouts.jsonl` a line per buffered rollout.  A line names its prompt by stream
 position, which seed and data fix, so the data's fingerprint is checked first.
@@ -167,8 +167,8 @@ def rest_of_run(
 ) -> Ahead:
     """Return what is left of a checkpoint's PPO run, without the stream positions `left_out`.
 
-    Raises CheckpointError if prompts, their order or adapters differ, nothing is left to train, or rollouts in flight could not
-    be trained within `overlap.max_staleness`.
+    Raises CheckpointError if prompts, order or adapters differ, nothing is left, or rollouts in flight would exceed
+    `overlap.max_staleness`.
     """
     require_same_run(found, data, config)
     ahead = found.ahead(left_out)

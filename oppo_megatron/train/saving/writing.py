@@ -46,7 +46,7 @@ class Snapshot:
 class CheckpointWriting:
     """One rank's part in writing `snapshot`; `group`: all ranks, reserved for this.
 
-    `warn` shows a message to the user; the rank that has it creates and names the folder.
+    `warn` shows the user a message; the rank that has it creates and names the folder.
     """
 
     store: CheckpointStore
