@@ -39,7 +39,7 @@ PATTERNS = (
     Pattern(
         "starts-what", r"^What (?!.*\?)", 'a docstring begins with a verb or a noun: "Return ..."', 0, docstrings=True
     ),
-    Pattern("starts-of", r"^Of ", "put the subject first", 0),
+    Pattern("starts-of", r"^Of ", "put the subject first", 1),
     Pattern("starts-those", r"^(That|Those) (of|that|which|at|for|in|by|with|whose)\b", "repeat the noun", 3),
     Pattern("starts-whether", r"^Whether ", '"True if ..."', 0, docstrings=True),
     Pattern("starts-where", r"^(Whoever|Who) (?!.*\?)|^Where [^,.]*, ", '"If ..." or "When ..."', 5),
