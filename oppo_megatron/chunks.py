@@ -83,7 +83,6 @@ class ChunkRows:
 
     @classmethod
     def packed_as(cls, table: Ints, body: Ints) -> ChunkRows:
-        """Return rows whose tokens are consecutive in `body`."""
         counts = table[2]
         return cls(table, np.cumsum(counts) - counts, body)
 
@@ -125,7 +124,7 @@ class ChunkRows:
         return repr(list(self))
 
     def at(self, positions: Ints | Sequence[int]) -> ChunkRows:
-        """Return the rows at `positions` without copying tokens."""
+        """Return rows without copying tokens."""
         positions = np.asarray(positions, dtype=np.int64)
         return ChunkRows(self.table[:, positions], self.starts[positions], self.body)
 
@@ -136,7 +135,7 @@ class ChunkRows:
         return ChunkRows(table, self.starts, self.body)
 
     def packed(self) -> ChunkRows:
-        """Return the same rows with only their tokens in the body, in order."""
+        """Copy only the rows' tokens into the body."""
         ends = np.cumsum(self.counts)
         starts = ends - self.counts
         if (starts == self.starts).all() and self.num_tokens == self.body.shape[1]:

@@ -48,7 +48,6 @@ class Held(list[Rollout]):
         self._view = view
 
     def columns(self) -> Columns:
-        """Return current columns, including tokens added since the list was made."""
         found = self._view()
         return Columns.of(self) if found is None else found
 

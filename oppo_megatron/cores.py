@@ -18,7 +18,7 @@ GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def usable_cores() -> int:
-    """Return the cores this process may use, within its container or job."""
+    """Return the cores of this process, within its container or job."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([cores, *map(int, cpu_quotas(MEMBERSHIP, GROUPS))]))
 
@@ -53,12 +53,12 @@ def processor() -> tuple[str, str]:
 
 
 def host_bytes() -> int:
-    """Return the memory of the host, or the limit of the job or container."""
+    """Return the host's memory, or the limit of its job or container."""
     return min([int(psutil.virtual_memory().total), *group_limits(MEMBERSHIP, GROUPS)])
 
 
 def group_limits(membership: Path, groups: Path) -> Iterator[int]:
-    """Yield memory limits of this process's control groups (v1 or v2) and their parents."""
+    """Yield memory limits of control groups (v1 or v2) and their parents."""
     for group, first in _control_groups("memory", membership, groups):
         file = group / ("memory.limit_in_bytes" if first else "memory.max")
         if file.is_file() and (limit := file.read_text().strip()).isdigit():

@@ -166,7 +166,6 @@ def check_template(template: str) -> None:
 
 
 def _count(levels: list[int], word: str) -> None:
-    """A comma starts a new operand."""
     if word in ("(", "[", "{"):
         levels.append(3)
     elif word in (")", "]", "}"):

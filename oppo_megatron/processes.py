@@ -118,8 +118,6 @@ def signals_held() -> Iterator[None]:
 
 
 class _Held:
-    """Hold signals with a Python handler."""
-
     def __init__(self) -> None:
         self._came: list[int] = []
         self._handlers: dict[int, Any] = {}
@@ -129,7 +127,7 @@ class _Held:
             signal.signal(number, lambda number, frame: self._came.append(number))
 
     def deliver(self) -> None:
-        """Deliver held signals; a second call does nothing."""
+        """A second call does nothing."""
         for number, handler in list(self._handlers.items()):
             signal.signal(number, handler)
             del self._handlers[number]

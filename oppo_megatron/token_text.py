@@ -39,7 +39,7 @@ class StepEnds:
         self._completing = Completing([separator], decode)
 
     def of(self, response: Sequence[int]) -> list[int]:
-        """Return the index of each step's last token, ascending."""
+        """Return the index of each step's last token."""
         assert len(response), "a response has one token at least"
         ends: list[int] = []
         rest = ""  # the text after the separator in the token of the last end

@@ -20,7 +20,6 @@ def uniforms(seed: int, seq_ids: Sequence[int], positions: Sequence[int]) -> lis
 
 
 def uniforms_at(seed: int, seq_ids: Ints, position: int) -> list[float]:
-    """Return the same for many sequences at one position."""
     states = _mixed(np.uint64(_mix(seed)) ^ seq_ids.astype(np.uint64))
     found: list[float] = ((_mixed(states ^ np.uint64(position)) >> np.uint64(11)) * 2.0**-53).tolist()
     return found

@@ -109,7 +109,7 @@ class Algorithm:
     def actor_loss(
         self, logp_T: Tensor, entropy_T: Tensor, targets: ActorTargets, kl_coefficient: float, num_tokens: int
     ) -> tuple[Tensor, TokenStats]:
-        """Return a micro-batch's loss; `num_tokens` counts those read of the global minibatch."""
+        """`num_tokens` counts the tokens read of the global minibatch."""
         if self.dpo is not None:
             return pair_loss(logp_T, entropy_T, targets, self.dpo, num_tokens, token_noise(self.dtype))
         surrogate = Surrogate.of(self.choices, self.ppo, self.loss)

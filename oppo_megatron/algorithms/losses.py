@@ -332,8 +332,6 @@ BOUND_FIGURES = ("clip_fraction", "lost_gradient_fresh", "lost_gradient_stale")
 
 
 def policy_figures(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return `POLICY_FIGURES` of an update from its optimizer steps."""
-
     def summed(name: str) -> float:
         return sum(report[name] for report in reports)
 

@@ -85,6 +85,6 @@ def pair_figures(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _best_first(x_R: Tensor, first_P: Tensor) -> Tensor:
-    """Order each pair's numbers better, worse; `first_P` is negative if the worse comes first."""
+    """Order each pair better, worse; `first_P` is negative if the worse is first."""
     x_P2 = x_R.view(-1, 2)
     return torch.where((first_P < 0)[:, None], x_P2.flip(-1), x_P2).flatten()

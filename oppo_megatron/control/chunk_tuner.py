@@ -1,4 +1,4 @@
-"""Try a few chunk sizes and keep the one with the fewest seconds, relative to a law fitted to all rounds."""
+"""Try chunk sizes and keep the one with the fewest seconds, relative to a law fitted to all rounds."""
 
 from __future__ import annotations
 

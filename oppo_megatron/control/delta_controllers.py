@@ -37,7 +37,7 @@ class DeltaController(ABC):
         return {"rule": self._config.rule, "value": self.value, **self._memory()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue within the current bounds. Raises CheckpointError if the rule differs."""
+        """Raises CheckpointError if the rule differs."""
         if state["rule"] != self._config.rule:
             raise CheckpointError(
                 f"the checkpoint's delta was controlled by rule '{state['rule']}', the configuration says "
@@ -121,7 +121,7 @@ class Algorithm1Delta(RewardDelta):
 
 
 class Eq4LiteralDelta(RewardDelta):
-    """Eq. 4 as printed; its mean of differences telescopes to (R_t - R_{t-W}) / W."""
+    """Eq. 4 as printed: its mean of differences telescopes to (R_t - R_{t-W}) / W."""
 
     def _decide(self) -> tuple[int, str]:
         window = self._config.window
@@ -174,7 +174,7 @@ class CustomDelta(DeltaController):
 
 @dataclass(frozen=True)
 class Ceiling:
-    """A growth beyond `delta` was reverted because of `signal`; `level`: its worst window mean at the current delta."""
+    """A growth beyond `delta` was reverted for `signal`; `level`: its worst window mean at the current delta."""
 
     delta: int
     signal: str
@@ -310,7 +310,7 @@ def change(newer: float, older: float, rewards: Sequence[float]) -> float:
 
 
 def compare_windows(rewards: Sequence[float], window: int) -> tuple[float, str]:
-    """Algorithm 1, line 22: mean of the last `window` rewards minus that of the window before."""
+    """Algorithm 1, line 22: mean of the last `window` rewards minus the mean before."""
     # fsum rounds once, so the order of equal rewards cannot look like a slope
     last = math.fsum(rewards[-window:]) / window
     before = math.fsum(rewards[-2 * window : -window]) / window

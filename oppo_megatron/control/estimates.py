@@ -71,7 +71,7 @@ class Best(NamedTuple):
 
 
 class EarlyStop:
-    """`due` after `patience` values in a row no better than the best."""
+    """`due` after `patience` values in a row without a new best."""
 
     def __init__(self, config: EarlyStopConfig):
         self.config = config

@@ -13,14 +13,14 @@ from oppo_megatron.records import Rollout
 
 
 class Occupancy:
-    """How full the decode batch was; a row of n tokens ran in the n decode steps before its finish or the chunk's end."""
+    """A row of n tokens ran in the n decode steps before its finish or the chunk's end."""
 
     def __init__(self, clock: int):
         self._clock = clock
         self.num_steps = self._num_tokens = self._width = 0
 
     def record(self, chunk: Chunk, since: int | None = None) -> None:
-        """Add the phase's next chunk; `since`: its start, if the clock advanced while nothing was decoded."""
+        """Add the phase's next chunk; `since`: its start, if the clock advanced without decoding."""
         rows = chunk.rows
         ends = np.where(rows.finish_clocks == GOES_ON, chunk.clock, rows.finish_clocks)
         self.num_steps += chunk.clock - (self._clock if since is None else since)
@@ -56,7 +56,7 @@ def _most_running(counts: Ints, ends: Ints) -> int:
 def length_gap(trained: Sequence[Rollout], carried: Sequence[Rollout]) -> float:
     """Share by which trained responses are shorter on average than all submitted ones.
 
-    This is a lower bound, because carried ones still grow; below 0: longer.
+    This is a lower bound, because carried ones still grow.
     """
     lengths: list[int] = columns_of(trained).response_tokens.tolist()
     submitted: list[int] = lengths + columns_of(carried).response_tokens.tolist()

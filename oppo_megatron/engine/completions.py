@@ -37,8 +37,7 @@ class PromptDecoder:
         round_steps: int = ROUND_STEPS,
         activity: Activity | None = None,
     ):
-        """`num_slots` per replica, if `kv_budget_bytes` (None: no limit) holds them.  Ended responses leave every `round_steps`.
-        """
+        """`num_slots` per replica, if `kv_budget_bytes` holds them.  Ended responses leave every `round_steps`."""
         self._model, self._links, self._runtime, self._activity = model, links, runtime, activity
         self._num_slots, self._kv_budget_bytes = num_slots, kv_budget_bytes
         self.sampling, self.stopping, self.round_steps = sampling, stopping, round_steps
@@ -51,7 +50,7 @@ class PromptDecoder:
             yield from sorted((r for r in rollouts if r.finished), key=_order)
 
     def rounds(self, prompts: Iterable[Prompt]) -> Iterator[list[Rollout]]:
-        """Yield the growing rollouts after each round; stopping early abandons the others."""
+        """Yield the growing rollouts after each round; stopping early abandons them."""
         rounds, waiting = self._rounds, iter(prompts)
         if rounds is None:
             runtime, cache = self._runtime, self._model.new_cache(self._num_slots, self._kv_budget_bytes, self._runtime.kv_layout)

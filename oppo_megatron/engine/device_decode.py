@@ -24,8 +24,6 @@ LARGE_BATCH = 16
 
 
 class DeviceLane:
-    """The rows of one decode micro-batch."""
-
     def __init__(
         self,
         model: RoleModel,

@@ -78,7 +78,7 @@ class Growing:
 
 @dataclass
 class DecodeRound:
-    """A round of one replica's `work`, from clock `start`, with the sequences `growing`.
+    """A round of one replica's `work`, from clock `start`.
 
     `local` tracks completion on this rank, `stop` in the merge.  By micro-batch: `lanes` (running sequences), `steps`, `ended`
     (first void step), `hidden` and `drawn` (last outputs).

@@ -79,8 +79,7 @@ def no_distribution(sampling: Sampling, seq_id: int, position: int) -> NumericsE
 
 
 def uniforms_at(states_R: Tensor, positions_R: Tensor) -> Tensor:
-    """Float64 [R] in [0, 1): `uniforms` from `row_state` and int64 positions; int64 wraps around, so bit-equal on every device.
-    """
+    """Float64 [R] in [0, 1): `uniforms` from `row_state` and int64 positions, bit-equal on every device."""
     return _shifted(_mix_int64(states_R ^ positions_R), 11).double() * 2.0**-53
 
 

@@ -27,7 +27,7 @@ from oppo_megatron.mcore.weights.weight_sync import share_parameters
 
 
 def load_role(config: ModelConfig, groups: RoleGroups, *, path: DecodePath = "packed", **options: Any) -> RoleModel:
-    """Load this rank's stage of a serving model; `path` computes cached calls."""
+    """Load this rank's stage of a serving model."""
     (model,) = load_training(config, None, groups, **options)
     model.decode_by(path)
     return model

@@ -19,7 +19,7 @@ from oppo_megatron.mcore.model import RoleModel, transformer_config
 
 
 class StaticContextDecoder:
-    """Greedy decoding on one rank, sharing the weights of `model`."""
+    """Greedy decoding with the weights of `model`."""
 
     def __init__(self, model: RoleModel):
         shape = model.shape

@@ -48,7 +48,7 @@ class StepReport:
 
 @dataclass
 class Ahead:
-    """A micro-batch after its forward pass, with output and graph."""
+    """A micro-batch after its forward pass."""
 
     batch: MicroBatch
     output: Tensor | None
@@ -156,8 +156,6 @@ def forward_rows(
 
 
 class TrainedModel:
-    """A role's chunks on this rank with their optimizer."""
-
     def __init__(
         self, model: Chunks, config: OptimizerConfig, total_steps: int, layout: TrainingLayoutConfig | None = None
     ):

@@ -26,7 +26,7 @@ class Ahead:
         return self.position - sum(each < self.position for each in self.left_out)
 
     def limit(self, steps: int | None, batch_size: int) -> int | None:
-        """Prompts admitted by the end of step `steps`; None if only the data end the run."""
+        """Prompts admitted by step `steps`; None if only the data end the run."""
         if steps is None:
             return None
         return self.given + max(0, (steps - self.done) * batch_size - self.held)

@@ -1,15 +1,15 @@
 """The rollout buffer: holds growing rollouts and selects the batch of each step.
 
-A *group* is the n responses to one prompt. *clock* counts the run's decode steps; wall time and chunk size do not matter.
+A *group* is the n responses to one prompt; *clock* counts the run's decode steps.
 
 1. Every group leaves whole, in one batch, with every recorded token.
 2. Admission never exceeds B + delta groups; after a decrease of delta the buffer drains. Limits with backfill: n (B + delta)
    unfinished rollouts and 2B groups (with delta > B: B + delta and (η + 1) B).
 3. A batch has B groups, or fewer after the end of the prompts.
 4. Apart from groups that the batch waited for (`readiness.py`), its groups finished no later than any group left.
-5. While delta <= η B (with backfill: always), no group is trained after more than η (`max_staleness`) deferrals.
+5. While delta <= η B (with backfill: always), no group is deferred more than η (`max_staleness`) times.
 
-With a filter, "finished" means "finished and kept", groups may be dropped, and backfill does not raise the limit.
+A filter may drop groups, counts only kept ones as finished, and has the limit B + delta.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class RolloutBuffer:
         return self._table.columns.at(self._sure()).seq_ids
 
     def worth_reading(self) -> Ints:
-        """Sequences for the critic to read now; the next update makes its values of carried ones stale.
+        """Sequences for the critic to read now; updates make its values of carried ones stale.
 
         All, if at least half of the undecided ones will be in the batch, else the `sure` ones.
         """
@@ -259,7 +259,6 @@ class RolloutBuffer:
         return (groups[:, None] * self.group_size + np.arange(self.group_size)).flatten()
 
     def _in_order(self, chunk: Chunk, places: Ints) -> bool:
-        """True if `_problem` finds nothing."""
         rows, columns = chunk.rows, self._table.columns
         if (places < 0).any() or (np.bincount(places, minlength=1) > 1).any():
             return False

@@ -20,7 +20,7 @@ Judge = Callable[[Sequence[Rollout]], Sequence[Scores]]
 
 @dataclass(frozen=True)
 class VerdictClock:
-    """`period`: decode steps between admissions. `lag`: periods allowed for a score."""
+    """`period`: decode steps between admissions; `lag`: periods allowed for a score."""
 
     period: int
     lag: int = 0
@@ -31,7 +31,7 @@ class VerdictClock:
 
 @dataclass(frozen=True)
 class Rule:
-    """`metric` of the reward parts `labels` judges groups; `max_groups` may be judged per step without a batch."""
+    """`metric` of the reward parts `labels` judges groups, at most `max_groups` per step without a batch."""
 
     labels: tuple[str, ...]
     metric: Callable[[Scores], float]
@@ -64,7 +64,7 @@ class GroupFilter:
         self.counts = Counts()
 
     def settle(self, judge: Judge) -> list[Rollout]:
-        """Apply due verdicts, and advance the clock if nothing is left to decode. Returns the dropped rollouts.
+        """Apply due verdicts, and advance the clock if nothing is left to decode. Returns dropped rollouts.
 
         Raises SamplingError after `max_groups` groups without a batch.
         """
@@ -149,7 +149,7 @@ class GroupFilter:
         return all(rollout.seq_id in self.scores for rollout in group)
 
     def _differ(self, group: Sequence[Rollout]) -> bool:
-        """True if two scores differ by more than `TIE`, or one is not finite: the guards must see it."""
+        """True if two scores differ by more than `TIE`, or one is not finite: guards must see it."""
         values = [self.rule.metric(self.scores[r.seq_id]) for r in group if r.seq_id in self.scores]
         if not all(map(math.isfinite, values)):
             return True

@@ -20,7 +20,7 @@ class Readiness:
         waits: Iterable[tuple[Iterable[int], int]] = (),
         group_size: int = 1,
     ):
-        """`target` and `num_finished` count groups; `waits`: (sequences, how many of their groups must finish first)."""
+        """`waits`: (sequences, how many of their groups must finish first); `target` and `num_finished` count groups."""
         self._num_missing = target - num_finished
         self._unfinished = unfinished
         self._ended: set[int] = set()
@@ -63,7 +63,7 @@ class Readiness:
 
 
 class JudgedReadiness(Readiness):
-    """With a filter only verdicts, which come between rounds, complete a batch."""
+    """With a filter only verdicts, between rounds, complete a batch."""
 
     def finish(self, *seq_ids: int) -> None:
         pass
@@ -79,7 +79,7 @@ def due(ages_G: Ints, batch: int, most: int) -> Iterator[tuple[Bools, int]]:
 
 
 def settled(finished_G: Bools, clocks_G: Ints, ages_G: Ints, batch: int, most: int, target: int) -> Ints:
-    """Return the groups that the next batch of `target` groups will have, whatever is decoded next.
+    """Return the groups that the next batch will have, whatever is decoded next.
 
     These are the oldest, finished or not; the first finishers of each S_k up to r_k; then of all groups, in places not reserved.
     """
@@ -105,5 +105,5 @@ def _first(groups: Ints, clocks_G: Ints, number: int) -> Ints:
 
 
 def needed_batch(ages: Ints, most: int) -> int:
-    """Smallest B with which groups of these ages are trained in time: |S_k| <= (k + 1) B for each k."""
+    """Smallest B that trains groups of these ages in time: |S_k| <= (k + 1) B for each k."""
     return max((-(-int((ages >= most - k).sum()) // (k + 1)) for k in range(most + 1)), default=0)

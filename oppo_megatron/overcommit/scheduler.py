@@ -4,9 +4,9 @@
         scheduler.begin_step()
         while not scheduler.buffer.readiness().ready:
             scheduler.backfill()
-            ...                              # decode at most scheduler.chunk(C) steps, record the chunk
+            ...                # decode at most scheduler.chunk(C) steps, record
         batch = scheduler.take_batch()
-        ...                                  # score, train
+        ...                    # train
         scheduler.end_step(step, signals)
 """
 
@@ -71,7 +71,7 @@ class OvercommitScheduler:
         return self._admit()
 
     def refill(self) -> list[Rollout]:
-        """Replace rollouts lost within a step, unless a filter's backfill is due."""
+        """Replace lost rollouts, unless a filter's backfill is due."""
         return [] if self.buffer.filtered and self.buffer.clock == self.due else self._admit()
 
     @property

@@ -22,7 +22,7 @@ MIN_COLUMNS = 10
 
 
 def render(timeline: Timeline, width: int = 100, faults: Sequence[Fault] = ()) -> str:
-    """Return the grid of ranks and time, at most `width` wide; `!` marks faults and stuck ranks."""
+    """Return the grid of ranks and time, `width` wide; `!` marks faults and stuck ranks."""
     labels = {rank: f"rank {rank:{len(str(max(timeline.spans)))}} |" for rank in sorted(timeline.spans)}
     shares = {rank: f"| {timeline.bubble(rank):4.0%} idle" for rank in labels}
     room = max(len(labels[rank]) + len(shares[rank]) for rank in labels)

@@ -70,7 +70,7 @@ def in_waves(links: Sequence[Link]) -> list[tuple[Link, ...]]:
 
 
 def run_groups(placements: Mapping[str, RolePlacement], trained: Mapping[str, RolePlacement]) -> list[GroupName]:
-    """List a run's groups, except the world's, in creation order."""
+    """List a run's groups, without the world's, in creation order."""
     site = Site(placements)
     world = tuple(range(1 + max(site.ranks)))
     found = dict.fromkeys(group_name(ALONE, (rank,)) for rank in world)
@@ -81,7 +81,7 @@ def run_groups(placements: Mapping[str, RolePlacement], trained: Mapping[str, Ro
 
 
 def groups_by_rank(groups: Iterable[GroupName]) -> Counter[int]:
-    """Count each rank's groups, including the world's."""
+    """Count each rank's groups, with the world's."""
     counts = Counter(rank for group in groups for rank in group.ranks)
     return Counter({rank: 1 + count for rank, count in counts.items()})
 

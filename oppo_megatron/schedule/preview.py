@@ -1,4 +1,4 @@
-"""Preview the rounds of a run's first step, with the run's own planner."""
+"""Preview the rounds of a run's first step."""
 
 from __future__ import annotations
 

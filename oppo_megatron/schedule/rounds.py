@@ -143,7 +143,7 @@ class Forks:
         return list(self._waiting)
 
     def due(self, source: int, cached: int) -> list[Fork]:
-        """Return, and count as made, the forks possible with `cached` tokens of `source`."""
+        """Return, and count as made, the forks possible with `cached` tokens."""
         waiting = self._waiting.pop(source, [])
         if left := [fork for fork in waiting if fork.tokens > cached]:
             self._waiting[source] = left

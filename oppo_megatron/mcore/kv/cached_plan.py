@@ -204,7 +204,7 @@ class StepRows(ABC):
 
     @abstractmethod
     def load(self, slots: Sequence[int]) -> None:
-        """Set the rows' slots; several rows may share one."""
+        """Rows may share slots."""
 
     @property
     @abstractmethod

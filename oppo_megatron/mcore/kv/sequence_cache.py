@@ -119,7 +119,7 @@ class SequenceCache(ABC):
             self._lengths[slot] = length
 
     def begin(self, seq_ids: Sequence[int], lens: Sequence[int]) -> CallPlan:
-        """Plan a call that appends lens[s] tokens to sequence seq_ids[s]."""
+        """Plan a call that appends lens[s] tokens to seq_ids[s]."""
         for seq_id, new in zip(seq_ids, lens, strict=True):
             self.reserve(seq_id, new)
         slots = [self._slots[i] for i in seq_ids]
@@ -140,7 +140,6 @@ class SequenceCache(ABC):
         self._extend(slot, start + new)
 
     def advance(self, seq_id: int, new: int) -> None:
-        """Record tokens cached by decode steps of `step_rows`."""
         self._lengths[self._slots[seq_id]] += new
 
     def stored(self, seq_id: int) -> Tensor:

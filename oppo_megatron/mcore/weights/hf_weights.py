@@ -192,7 +192,7 @@ def take_part(param: torch.Tensor, part: Part) -> torch.Tensor:
 def matching_params(
     model: torch.nn.Module, parts: list[Part], tp_size: int, *, whole: bool = True
 ) -> dict[str, torch.nn.Parameter]:
-    """Return the checked parameters that `parts` fill; `whole`: there must be no others."""
+    """Return the checked parameters that `parts` fill; `whole`: there are no others."""
     filled = {part.param for part in parts}
     params = {name: param for name, param in model.named_parameters() if whole or name in filled}
     expected, found = param_shapes(parts, tp_size), {name: tuple(p.shape) for name, p in params.items()}

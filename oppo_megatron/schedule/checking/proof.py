@@ -1,7 +1,8 @@
 """Prove quickly, from start times alone, that a timetable is a sound schedule once its messages are added.
 
 `runs_in_time` shows that each stage has exactly the required units in the only permitted order, each after all that it waits for.
-Receives come directly before a unit, sends directly after it, so links keep their order and no ranks wait in a cycle.
+Receives come directly before a unit, sends directly after it, so links keep their order and no ranks wait in a cycle. Only drawn
+tokens, a gather, and chunks in the order of `Site.feeds` follow the units.
 
 If sends may be held, units are run in each rank's order: exact for stages of single ranks, else a simulation decides.
 """

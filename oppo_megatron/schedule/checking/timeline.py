@@ -104,7 +104,7 @@ def same_action(a: Action | None, b: Action) -> bool:
 
 
 class _Run:
-    """`ready`: ranks to examine, `taken`: receive times by link, `made`: links in use."""
+    """`ready`: ranks to examine; `taken`: receive times by link; `made`: links in use."""
 
     def __init__(
         self, schedule: Schedule, round_: Round, site: Site, costs: Costs, transport: Transport, running: Running | None
@@ -198,7 +198,7 @@ class _Run:
         return None
 
     def _meets(self, action: Action) -> bool:
-        """True if the link is in use, or both ends are ready to begin."""
+        """True if the link is in use, or both ends are ready."""
         link = link_of(action)
         if self.transport.made or link in self.made:
             return True

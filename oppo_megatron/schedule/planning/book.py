@@ -48,7 +48,7 @@ class ReplicaWork:
 
 
 class Book:
-    """`slots` per replica's cache; at most `most` sequences of a group (None: all)."""
+    """`slots` per replica's cache; at most `most` sequences of a group."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Component:
-    """Component of `rank`, and its model, in which `member` represents `rank`."""
+    """In the model, `member` represents `rank`."""
 
     site: Site
     rank: int

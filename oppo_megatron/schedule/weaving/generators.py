@@ -71,7 +71,7 @@ class CustomGenerator:
     plugin: Plugin
 
     def __call__(self, round: Round, site: Site, costs: Costs) -> Schedule:
-        """Raises PluginError if the result is not a Schedule or differs between two calls."""
+        """Raises PluginError if the result is not a Schedule or differs between calls."""
         made, again = self.plugin(round, site, costs), self.plugin(round, site, costs)
         if not isinstance(made, Schedule):
             raise self.plugin.refuse(f"returned a {type(made).__name__}", "return a Schedule: the actions of each rank, in order")
@@ -214,7 +214,7 @@ class Placer:
         return Schedule(Timetable(self.round, self.site, {team: line.whole() for team, line in self._lines.items()}))
 
     def _place_by_stage(self, lines: Sequence[Line]) -> None:
-        """Place lines on the same ranks, one stage after the other, because only the first decides the turns."""
+        """Place lines on the same ranks, stage by stage, because only the first decides the turns."""
         of, starts, ranks = list[int](), list[int](), lines[0].ranks[0]
         durations, put = [line.times[:, 0].tolist() for line in lines], self.free.place
 
