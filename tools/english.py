@@ -37,32 +37,32 @@ class Pattern:
 
 PATTERNS = (
     Pattern(
-        "starts-what", r"^What (?!.*\?)", 'a docstring begins with a verb or a noun: "Return ..."', 11, docstrings=True
+        "starts-what", r"^What (?!.*\?)", 'a docstring begins with a verb or a noun: "Return ..."', 0, docstrings=True
     ),
-    Pattern("starts-of", r"^Of ", "put the subject first", 12),
+    Pattern("starts-of", r"^Of ", "put the subject first", 1),
     Pattern("starts-those", r"^(That|Those) (of|that|which|at|for|in|by|with|whose)\b", "repeat the noun", 3),
     Pattern("starts-whether", r"^Whether ", '"True if ..."', 0, docstrings=True),
-    Pattern("starts-where", r"^(Whoever|Who) (?!.*\?)|^Where [^,.]*, ", '"If ..." or "When ..."', 6),
-    Pattern("where", rf"\bwhere {PERSONS}\b", '"if" or "when"; "where" is for places', 74),
-    Pattern("which", r"\b(of|in|by|with) which\b", "write two sentences", 74),
-    Pattern("that-of", r"\b(that|those) of\b", "repeat the noun", 93),
-    Pattern("so-many", r"\bso (many|few)\b(?! (that|as)\b)", '"n", "at most n", "a given number of"', 3),
+    Pattern("starts-where", r"^(Whoever|Who) (?!.*\?)|^Where [^,.]*, ", '"If ..." or "When ..."', 5),
+    Pattern("where", rf"\bwhere {PERSONS}\b", '"if" or "when"; "where" is for places', 30),
+    Pattern("which", r"\b(of|in|by|with) which\b", "write two sentences", 50),
+    Pattern("that-of", r"\b(that|those) of\b", "repeat the noun", 61),
+    Pattern("so-many", r"\bso (many|few)\b(?! (that|as)\b)", '"n", "at most n", "a given number of"', 1),
     Pattern(
         "is-no",
         r"\b(is|are|was|were|be) no (?!(more|longer|less|such|need|way|other|room)\b)[a-z]",
         '"is not a ..."',
-        58,
+        34,
     ),
-    Pattern("for-clause", r", for (it|they|there|he|she|what|nothing|no one) ", '"because"', 4),
-    Pattern("told", r"\b(told|tells?)\b", "the exact verb: report, distinguish, know, log", 23),
-    Pattern("goes-on", r"\b(goes|go|went|going|gone) on\b", '"continue"', 19),
-    Pattern("stands", r"\b(stands|stood)\b", '"is"', 19),
-    Pattern("behind", r"\bbehind\b", '"after"', 11),
-    Pattern("beside", r"\bbeside\b", '"next to" or "in addition to"', 28),
-    Pattern("alike", r"\balike\b", '"the same", "both"', 8),
-    Pattern("unit", rf"\b({UNITS}|bytes|MiB) an? ({UNITS}|round)\b", '"per step"', 9),
+    Pattern("for-clause", r", for (it|they|there|he|she|what|nothing|no one) ", '"because"', 1),
+    Pattern("told", r"\b(told|tells?)\b", "the exact verb: report, distinguish, know, log", 9),
+    Pattern("goes-on", r"\b(goes|go|went|going|gone) on\b", '"continue"', 9),
+    Pattern("stands", r"\b(stands|stood)\b", '"is"', 10),
+    Pattern("behind", r"\bbehind\b", '"after"', 4),
+    Pattern("beside", r"\bbeside\b", '"next to" or "in addition to"', 16),
+    Pattern("alike", r"\balike\b", '"the same", "both"', 4),
+    Pattern("unit", rf"\b({UNITS}|bytes|MiB) an? ({UNITS}|round)\b", '"per step"', 7),
     Pattern("and-rank", r"\ban? second and rank\b", '"per second per rank"', 0),
-    Pattern("archaic", r"\b(anew|lest|thereby|therein|whereof|hence)\b", "the usual word", 15),
+    Pattern("archaic", r"\b(anew|lest|thereby|therein|whereof|hence)\b", "the usual word", 7),
 )
 
 

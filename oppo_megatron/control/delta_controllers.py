@@ -174,7 +174,7 @@ class CustomDelta(DeltaController):
 
 @dataclass(frozen=True)
 class Ceiling:
-    """A growth beyond `delta` was reverted for `signal`; `level`: its worst window mean since."""
+    """A growth beyond `delta` was reverted for `signal`; `level`: its worst window mean at the current delta."""
 
     delta: int
     signal: str

@@ -83,7 +83,7 @@ def balance(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Tokens of an optimizer step; `room`: in full micro-batches, `padded`: with rows padded to the longest."""
+    """Tokens of an optimizer step; `room`: capacity of its micro-batches, `padded`: with rows padded to the longest."""
 
     tokens: int
     room: int

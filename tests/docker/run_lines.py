@@ -1,9 +1,8 @@
-"""Carries out the RUN lines of the Dockerfile where there is no Docker: `sudo python tests/docker/run_lines.py`.
+"""Runs the Dockerfile's RUN lines without Docker: `sudo python tests/docker/run_lines.py`.
 
-Each stage's RUN instructions are run by root in an overlay of this machine's file system (unshare, mount, chroot), of which
-nothing remains.  Needs Linux, root, and for apt-get a Debian or Ubuntu with access to its packages.  Left out are what needs the
-image (`oppo validate`, pip into the image's Python) and `make test`; they are named.  Prints what each line has done, and
-ends with 1 where one has failed or has not had its effect.
+Root runs them in a temporary overlay of this machine's file system (unshare, mount, chroot).  Needs Linux, root, and for apt-get
+a Debian or Ubuntu with access to its packages.  Lines that need the image (`oppo validate`, pip into its Python) and `make test`
+are skipped by name.  Prints each line's effect; exit code 1 if one fails or has no effect.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Published implementations as oracles: TRL's trainers and verl's core algorithms.
 
-They live in an environment of their own (`make test-oracles`).  `trl_oracle` and `verl_oracle` call their functions with
-the rows of a batch; nothing of a formula stands there.
+They have their own environment (`make test-oracles`).  `trl_oracle` and `verl_oracle` call their functions and contain no
+formula.
 """

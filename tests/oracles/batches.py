@@ -19,9 +19,9 @@ BATCHES = 50
 
 @dataclass(frozen=True)
 class Sample:
-    """A batch, the policy's log-probs of its tokens (with gradient), and what an update would be given.
+    """A batch, the policy's log-probs (with gradient), and an update's inputs.
 
-    `proximal` are those at the step's start, by which the behaviour's, `batch.old`, differ in tokens of older versions.
+    `proximal`: log-probs at the step's start; `batch.old`, the behaviour's, differ for tokens of older versions.
     """
 
     batch: Batch
@@ -35,9 +35,9 @@ class Sample:
 
 
 def samples(spread: float = 0.4, grouped: bool = True, count: int = BATCHES) -> Iterator[Sample]:
-    """Batches with ties, groups of equal rewards, rows of one token, rows cut at the limit and tokens of several versions.
+    """Batches with ties, equal rewards in a group, one-token and cut rows, and tokens of several versions.
 
-    `spread` is the deviation of a log-ratio; not `grouped`: every row is a prompt of its own.
+    `spread`: deviation of a log-ratio.  Not `grouped`: each row has its own prompt.
     """
     for seed in range(count):
         yield sample(seed, spread, grouped)

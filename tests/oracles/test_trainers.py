@@ -1,6 +1,6 @@
-"""Optimizer steps of our commands against the same steps by TRL's trainers: the weights that both end with.
+"""Optimizer steps of our commands against TRL's trainers: the final weights.
 
-Both begin from the same directories, in float32, and have the same rows in the same order, or the rollouts that our run drew.
+Both use the same directories, float32, and the same rows in the same order (or our run's rollouts).
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def test_dpo(inputs: Path, tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize(("loss", "clip"), [("kto", 5.0), ("apo_zero_unpaired", 3.0)])
 def test_kto(inputs: Path, tmp_path: Path, loss: str, clip: float) -> None:
-    """No two rows of a batch have one prompt, and a batch is one of TRL's micro-batches: so the mismatched rows are the same."""
+    """All prompts differ, and a batch is one micro-batch of TRL's, so mismatched rows are the same."""
     rule = {"loss": loss, "beta": BETA, "wanted": 1.0, "unwanted": 1.5}
     metrics = supervised(
         "kto", inputs, tmp_path / "run", "marked.jsonl", clip, reference={"checkpoint": inputs / REFERENCE}, dpo=rule
@@ -218,8 +218,7 @@ GROUPED: dict[str, tuple[Row, Row, float]] = {
 def rolled_out(
     inputs: Path, root: Path, preset: str, size: int, clip: float, **changes: Any
 ) -> tuple[Outcome, list[list[Row]]]:
-    """A finished run of `oppo train` without carried rollouts, so that those of a step are of the policy that it trains; and the
-    rows of each step."""
+    """A finished run of `oppo train` without carried rollouts, so all are on-policy; and the rows of each step."""
     config = Workspace(root).config(
         "run",
         tokenizer={"path": str(inputs / "tokenizer")},

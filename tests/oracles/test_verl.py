@@ -77,8 +77,7 @@ def test_policy_losses(ours: Implementation, name: str) -> None:
 def test_policy_losses_of_stale_tokens(ours: Implementation, name: str) -> None:
     """The ratio is against the step's start, and stale tokens have a weight.
 
-    Not for a ratio that the tokens of a row share: verl gives every token a gradient of its own, `sequence_token`, which
-    comes to the same only where all of them weigh alike.
+    Not for sequence ratios: verl's tokens have their own gradient (`sequence_token`), which is the same only with equal weights.
     """
     for number, each in enumerate(samples()):
         importance = importance_of(each, LOSSES[name][0])

@@ -1,7 +1,7 @@
-"""TRL 1.12: the losses of `GRPOTrainer` and `RLOOTrainer`, and the part of both that makes advantages of rewards.
+"""TRL 1.12: the losses and advantages of `GRPOTrainer` and `RLOOTrainer`.
 
-Their methods are called unbound, with what they read of a trainer.  The advantages are made in the midst of a long method, of
-which the statements from the first name to the last are run as they stand in the file.
+Methods are called unbound, with what they read of a trainer.  Advantages are computed within a long method: the statements
+between two names are run unchanged.
 """
 
 from __future__ import annotations

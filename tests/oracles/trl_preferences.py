@@ -1,4 +1,4 @@
-"""TRL 1.12: `DPOTrainer._compute_loss` and `KTOTrainer._compute_loss`, called unbound with what they read of a trainer.
+"""TRL 1.12: `DPOTrainer._compute_loss` and `KTOTrainer._compute_loss`, called unbound.
 
 Legend: B sequences, T tokens of the longest, V vocabulary.
 """

@@ -1,8 +1,7 @@
-"""TRL 1.12's trainers as they are, on the rows or rollouts of a run of ours: the weights that they end with.
+"""TRL 1.12's unchanged trainers on the rows or rollouts of our run: their final weights.
 
-Theirs are tokenizing, batches, log-probs, advantages, losses, clipping, AdamW and the schedule.  Only what a run drew is given:
-`GRPOTrainer`, `RLOOTrainer` and `OnlineDPOTrainer` get its completions where they would generate, and its scores where they would
-judge.
+Tokenizing, batches, log-probs, advantages, losses, clipping, AdamW and schedule are theirs.  `GRPOTrainer`, `RLOOTrainer` and
+`OnlineDPOTrainer` get our run's completions and scores.
 """
 
 from __future__ import annotations
@@ -155,8 +154,10 @@ class GivenRLOO(RLOOTrainer):
 def train_groups(
     common: Row, batches: Sequence[Sequence[Row]], size: int, model: Path, reference: Path, tokenizer: Path, **rule: Any
 ) -> Trained:
-    """By `GRPOTrainer`, or `RLOOTrainer` where `rule` has no loss type, which load their reference from where the model's
-    configuration says that it is from.  `size`: of a group, whose rows follow each other."""
+    """Train by `GRPOTrainer`, or `RLOOTrainer` if `rule` has no loss type.
+
+    They load their reference from the path in the model's configuration.  `size`: of a group, whose rows are consecutive.
+    """
     trainer_class, config_class = (GivenGRPO, GRPOConfig) if "loss_type" in rule else (GivenRLOO, RLOOConfig)
     policy, recorded = load(AutoModelForCausalLM, str(model)), Recorded(batches)
     policy.config._name_or_path = str(reference)

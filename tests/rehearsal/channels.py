@@ -1,7 +1,7 @@
-"""Messages and collectives under way on the device, where each communicator has a stream of its own, as torch gives NCCL's.
+"""Messages and collectives in progress on the device, with a stream per communicator, as torch gives NCCL's.
 
-What is called waits for the stream that calls it.  That stream goes on beside it, until it is told to wait (`Done.wait`): what
-it reads before may not be there, and what it writes may be sent in the place of what was meant.
+A call waits for the calling stream, which continues until it waits for the call (`Done.wait`).  Before that, what it reads may be
+missing, and what it writes may be sent instead.
 """
 
 from __future__ import annotations

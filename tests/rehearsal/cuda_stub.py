@@ -1,7 +1,6 @@
-"""What torch lacks without a CUDA device to index, or differentiate, tensors that say they are on one: a guard and hooks.
+"""A guard and hooks that torch needs, without a CUDA device, to index or differentiate tensors that claim to be on one.
 
-Compiled once a version of torch; loaded before torch is imported, which asks for the hooks once.  They take the place of those
-that a CUDA build of torch has, which would ask the driver.
+Compiled once per version of torch, and loaded before it, because torch asks for the hooks once.
 """
 
 from __future__ import annotations

@@ -114,8 +114,10 @@ def attention(
     watch: Watch, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """By the kernel that torch would choose: flash attention takes no mask and no float32, the memory-efficient one no groups
-    of heads; what neither takes is computed step by step, with all scores in memory."""
+    """Attention by the kernel that torch would choose; without one, step by step with all scores in memory.
+
+    Flash attention takes no mask and no float32, the memory-efficient kernel no groups of heads.
+    """
     grouped = q.shape[1] != k.shape[1]
     assert not grouped or enable_gqa, "heads in groups, and not said so"
     assert attn_mask is None or attn_mask.dtype in (torch.bool, q.dtype), "a mask of another type than the queries"

@@ -41,7 +41,7 @@ SHAPES = {
 class Layout:
     """A role of a run on the rank of one pipeline stage (-1: the last).
 
-    Prompts are short, so that nearly every token of a micro-batch is one of a response, which is the most there can be.
+    Prompts are short, so that nearly all tokens of a micro-batch are response tokens, the maximum.
     """
 
     model: str

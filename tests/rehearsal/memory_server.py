@@ -1,6 +1,6 @@
-"""Measures layouts on request: a process that has the stub and the libraries, and forks one for each.
+"""Measures layouts on request: a process with the stub and the libraries, which forks one per layout.
 
-Reads lines of JSON, the fields of a `Layout`, and answers each with a line: the bytes that were taken, by kind, or an error.
+Reads JSON lines (fields of a `Layout`) and answers each with bytes by kind, or an error.
 """
 
 from __future__ import annotations

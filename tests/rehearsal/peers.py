@@ -1,8 +1,8 @@
-"""The calls of torch.distributed between ranks whose tensors are fake: each is told to the others, and compared.
+"""Calls of torch.distributed between ranks with fake tensors: each is reported to the others and compared.
 
-Ranks are processes, and meet in a store.  What is known of a tensor's numbers travels with it.  Every rank of a group makes the
-same call, of the same type and size, or all of them are told who made which.  At the first message of two ranks over a group each
-end waits for the other, as NCCL does when it makes their communicator; made in the run's work, it is a fault.
+Ranks are processes and meet in a store.  Known values travel with a tensor.  All ranks of a group must make the same call, of the
+same type and size, or each gets an error that names the others' calls.  At the first message of two ranks over a group each waits
+for the other, as NCCL does to make their communicator; within the run's work that is a fault.
 """
 
 from __future__ import annotations

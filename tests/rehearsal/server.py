@@ -1,7 +1,7 @@
-"""Rehearses cases on request: a process that has the stub and the libraries, and forks the ranks of each case.
+"""Rehearses cases on request: a process with the stub and the libraries, which forks the ranks of each case.
 
-Reads lines of JSON and answers each with a line, the reports of its ranks: {"ranks", "kind", "changes", "defect"} is a run of the
-cases', {"config": FILE} any other of `oppo train`, {"order": FILE} a part of `oppo bench gpu`.
+Reads JSON lines and answers each with its ranks' reports: {"ranks", "kind", "changes", "defect"} is a run of the cases',
+{"config": FILE} another of `oppo train`, {"order": FILE} a part of `oppo bench gpu`.
 """
 
 from __future__ import annotations

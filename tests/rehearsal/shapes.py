@@ -1,6 +1,6 @@
-"""What operations make of shapes: worked out once by torch's fake tensors, which takes them most of a millisecond, then kept.
+"""Shapes of operations' results, computed once by torch's fake tensors (most of a millisecond each), then kept.
 
-What a rank has found (`Shapes.found`) can be pickled, and given to ranks that are forked later.
+A rank's results (`Shapes.found`) can be pickled for ranks that are forked later.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""CUDA streams by vector clocks: which operation is known to be done before another begins, whatever a GPU does when.
+"""CUDA streams by vector clocks: which operations are surely done before another begins.
 
-A time is the number of operations started on a stream.  A stream's clock says up to which time of each stream its next operation
-comes later; the host's clock, of what it has waited for, is part of every operation that it starts from then on.
+A time is the number of operations started on a stream.  A stream's clock holds, for each stream, the time that its next operation
+comes after; the host's clock, of what it has waited for, is part of every operation that it starts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The arithmetic of every recipe, row by row and token by token, from the papers' formulas.
 
-Nothing here is shared with the product: a row is a tensor of its own, and every weight stands as it is written on paper.
-
-Legend: B rows of a batch; lists have one tensor a row, [tokens of the row].
+Shares nothing with the product.  Legend: B rows of a batch; lists have one tensor per row, [tokens of the row].
 """
 
 from __future__ import annotations
@@ -21,11 +19,11 @@ WHITEN_EPS = 1e-8
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step was given.  `groups` names the prompt of each row; `cut`: whether it was cut at the limit.
+    """The inputs of a step.
 
-    `old` are the log-probs at the draw, `values` the critic's at the step's start, if there is one.  `greedy`: of the greedy
-    response to each prompt, by the prompt's name, its score and whether it was cut; they are no rows.  `token_rewards`: of each
-    token, where a response is not rewarded at its last one alone.
+    `groups`: prompt of each row; `cut`: cut at the limit.  `old`: log-probs at the draw; `values`: the critic's at the step's
+    start. `greedy`: by prompt, score and cut of the greedy response, which is not a row.  `token_rewards`: per token, unless only
+    the last one is rewarded.
     """
 
     scores_B: Tensor
@@ -49,8 +47,10 @@ def kl_of(new: Tensor, reference: Tensor, estimator: str) -> Tensor:
 
 
 def scores_for_training(batch: Batch, recipe: Recipe, seen: Tensor) -> tuple[Tensor, dict[int, float], Tensor]:
-    """Scores after clipping, normalising and what a cut response gets; the same of greedy ones, by prompt, which are
-    normalised by the others' moments; and the scores that the next batch has `seen`."""
+    """Scores clipped, normalised and corrected for cut responses; greedy ones by prompt; and those `seen` next.
+
+    Greedy scores are normalised by the moments of the others.
+    """
     clipped_B = clipped(batch.scores_B, recipe)
     seen = torch.cat([seen, clipped_B.double()])
     over = seen if recipe.reward_normalization == "running" else clipped_B.double()
@@ -98,7 +98,7 @@ def less_baseline(scores_B: Tensor, groups: Sequence[int], recipe: Recipe, greed
 
 
 def best_and_worst(scores_B: Tensor, groups: Sequence[int]) -> Tensor:
-    """1 for the first best row of a group and -1 for its first worst, [B]; 0 for others, and where all are equal."""
+    """1 for a group's first best row, -1 for its first worst, [B]; 0 for others, and if all are equal."""
     out_B = torch.zeros_like(scores_B)
     for members in members_of(groups):
         best = max(members, key=lambda row: float(scores_B[row]))

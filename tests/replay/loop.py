@@ -1,8 +1,8 @@
-"""A whole run made anew from what it recorded, with transformers and plain torch; no function of the product is called.
+"""Recomputes a run from its records, with transformers and plain torch and no function of the product.
 
-Read of the run: `config.yaml` (settings), `rollouts.jsonl` (of each step's batch, in its order: prompt, tokens, log-probs at the
-draw, versions, rewards, how they ended), and the models that it began with.  Everything else is computed: log-probs and
-values, KL, advantages, minibatches, losses, gradients, learning rates, the KL coefficient, weights.
+Reads `config.yaml`, `rollouts.jsonl` (each step's batch in order: prompt, tokens, log-probs at the draw, versions, rewards, ends)
+and the initial models.  Computes log-probs and values, KL, advantages, minibatches, losses, gradients, learning rates, the KL
+coefficient and weights.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Row = Mapping[str, Any]
 
 @dataclass
 class Replayed:
-    """Final weights by name, and of each step: the last learning rate of the actor, and the KL coefficient.
+    """Final weights by name, and per step the actor's last learning rate and the KL coefficient.
 
-    `gaps`: of each step, the furthest that a recorded log-prob is from that of the weights of the token's version; `sizes`: the
-    share of tokens that Kish's effective sample size leaves of those that older policies have drawn.
+    `gaps`: per step, the largest difference of a recorded log-prob from its version's weights.  `sizes`: Kish's effective sample
+    size as a share of the stale tokens.
     """
 
     actor: dict[str, Tensor] = field(default_factory=dict)
@@ -246,8 +246,10 @@ class Replay:
 
     @torch.no_grad()
     def _furthest(self, rows: Sequence[Row]) -> float:
-        """A token's recorded log-prob against a forward pass of the weights of its version; how far a greedy token is from the
-        likeliest one, too."""
+        """The largest difference of recorded log-probs from a forward pass of their version's weights.
+
+        Includes the distance of a greedy token from the likeliest one.
+        """
         gap, now = 0.0, self.kept[-1]
         for version, weights in enumerate(self.kept):
             touched = [row for row in rows if version in row["versions"]]

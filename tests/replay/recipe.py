@@ -19,10 +19,9 @@ Gradient = Literal["estimator", "reverse", "ratio"]
 class Recipe:
     """One algorithm.
 
-    `std_eps` is added to a standard deviation.  `cap` is the largest ratio of cispo, `dual_clip` the most that a negative
-    advantage is multiplied by, `beta` the factor of a pair's margin.  `longest` is the divisor of the reduction `constant`, in
-    tokens.  `kl_gradient`: that of the estimator as it is; that of the reverse KL (d times the gradient of the log-prob); or the
-    estimator times the ratio.
+    `std_eps`: added to standard deviations.  `cap`: largest ratio of cispo.  `dual_clip`: limit on the factor of negative
+    advantages. `beta`: factor of a pair's margin.  `longest`: divisor of the reduction `constant`, in tokens.  `kl_gradient`: of
+    the estimator itself, of the reverse KL (d times the log-prob's gradient), or of the estimator times the ratio.
     """
 
     baseline: Baseline = "critic"

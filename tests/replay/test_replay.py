@@ -1,7 +1,7 @@
-"""Runs with carried rollouts against an implementation of their own: the weights that they end with, to 1e-5.
+"""Runs with carried rollouts against an independent implementation: final weights, to 1e-5.
 
-The replay (`loop.py`, `formulas.py`) reads what a run recorded and makes every update anew, with transformers and plain torch.
-A further preset is a row of `recipe.PRESETS` and a case here.
+The replay (`loop.py`, `formulas.py`) recomputes every update from what a run recorded.  A new preset is a row of `recipe.PRESETS`
+and a case here.
 """
 
 from __future__ import annotations

@@ -17,8 +17,11 @@ Layout = tuple[int, int, int]
 
 
 def deep(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
-    """The plain configuration; a draw that falls within rounding of the border between two tokens may go either way, and
-    SEED (with few candidates a draw) is one whose draws stay clear of the borders, by 2e-3 of probability at the least."""
+    """The plain configuration, with a SEED whose draws avoid ties in rounding.
+
+    A draw near the border between two tokens may go either way; this one's draws are at least 2e-3 of probability away from
+    borders.
+    """
     roles: dict[str, Any] = {
         "actor": {"init": DEEP, "optimizer": STEADY_ADAM},
         "critic": {"init": DEEP, "init_seed": 5, "optimizer": STEADY_ADAM},

@@ -13,10 +13,9 @@ RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port() -> int:
-    """A port of the loopback that is free, and that the kernel gives to nobody who asks for any port.
+    """A free loopback port that the kernel will not assign to others.
 
-    One that was bound as port 0 and closed is given out again: to a group of gloo of other tests, say, hundreds of which are made
-    beside these.
+    A port bound as 0 and closed is assigned again, for instance to gloo groups of other tests.
     """
     highest = int(RANGE.read_text().split()[0]) if RANGE.exists() else 32_768
     chance = random.SystemRandom()  # other processes of the tests choose, too

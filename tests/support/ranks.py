@@ -67,12 +67,11 @@ def _serve(pipe: Connection, stacks: str) -> None:
 
 
 def let_go_of_groups() -> None:
-    """Free what ended runs leave in this process.
+    """Free what ended runs leave in this process: threads of process groups wake 100 times per second.
 
-    Process groups keep threads that wake 100 times a second until they are collected.  Two kinds of cycle hold them. One is
-    Python's.  The other goes through C++, where the collector does not look: a distributed optimizer in float32 holds
-    views of its parameters, the views their graph, the graph's ends the hooks of megatron-core's DDP, and the hooks the
-    optimizer.
+    Two kinds of cycle hold them.  One is Python's.  The other goes through C++, which the collector does not see: a float32
+    distributed optimizer holds views of its parameters, the views their graph, the graph's ends the hooks of megatron-core's DDP,
+    and the hooks the optimizer.
     """
     for held in gc.get_objects():
         if type(held).__name__ == "DistributedOptimizer":
@@ -90,10 +89,10 @@ class RankPool:
         self.jobs = 0
 
     def _grow(self, world: int) -> Path:
-        """See that there are so many; their folder.
+        """Start missing ranks; return their folder, which exists as long as they do.
 
-        It stays as long as they do.  A rank answers before it lets go of its store, and in a folder that goes in that moment
-        torch waits for the store's file until time-out.
+        A rank answers before it releases its store, and if the folder is removed then, torch waits for the store's file until
+        time-out.
         """
         self.folder = self.folder or tempfile.TemporaryDirectory()
         context = mp.get_context("forkserver")

@@ -1,7 +1,7 @@
-"""CUDA graphs on the CPU: a step's operations are recorded with their tensors, and done again in the very same memory.
+"""CUDA graphs on the CPU: a step's operations are recorded, and repeated in the same memory.
 
-What a graph would miss is missed here too: values that Python took from a tensor or computed itself, and tensors that were made
-anew since.  Operations for which the host waits for the device, or copies to it, are refused.
+Misses what a graph would miss: values read or computed by Python, and tensors made anew.  Refuses operations for which the host
+waits for the device, or copies to it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Really runs a schedule's lists, on values that tell where they come from: the judge of what the checker says.
+"""Runs a schedule's lists on values that identify their sources, to judge the checker.
 
-It knows no rule about schedules.  A message is whatever comes next on its link; an action computes on whatever its
-rank holds, as the workers of the runtime do; every value is a hash of all that went into it.  A schedule is harmful
-where a rank hangs or finds nothing to work on, where tensor ranks meet at different actions, where a message is left
-over, or where any value differs from the reference, which `reference` computes without ranks and messages.
+It knows no rule about schedules.  A message is the next on its link; an action computes on what its rank holds; every value is a
+hash of its inputs.  A schedule is harmful if a rank hangs or lacks input, tensor ranks meet at different actions, a message is
+left over, or a value differs from `reference`, which uses no ranks or messages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Rounds and sites to try schedules on, and a builder of sound schedules that shares nothing with the generators.
+"""Rounds and sites for schedules, and a builder of sound schedules that shares nothing with the generators.
 
-The builder puts everything that a round asks for into one global order in which each thing comes after what it depends
-on.  The lists are that order's projections on the ranks: sound by construction, in a random order if one is wished.
+It puts everything in a round into one global order in which each thing follows its dependencies (randomly, if requested).  The
+lists are that order's projections on the ranks, so they are sound.
 """
 
 from __future__ import annotations

@@ -45,8 +45,7 @@ def plain(**changes: Any) -> TrainConfig:
 
 
 def drawn(seed: int) -> tuple[TrainConfig, StepCosts]:
-    """A run on up to 16 ranks.  Roles may share ranks, in whole or in part, each in a layout of its own; costs of roles and
-    stages differ by orders of magnitude."""
+    """A run on up to 16 ranks, with roles that may share ranks, and costs that differ by orders of magnitude."""
     random = Random(seed)
     actor, scorer, roles = _placed(random)
     group, limit = random.choice((1, 1, 1, 2, 4)), random.choice((48, 96, 160, 256))

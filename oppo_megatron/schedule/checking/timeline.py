@@ -104,7 +104,7 @@ def same_action(a: Action | None, b: Action) -> bool:
 
 
 class _Run:
-    """`ready`: ranks to examine, `taken`: receive times by link, `made`: links in use."""
+    """`ready`: ranks to examine; `taken`: receive times by link; `made`: links in use."""
 
     def __init__(
         self, schedule: Schedule, round_: Round, site: Site, costs: Costs, transport: Transport, running: Running | None

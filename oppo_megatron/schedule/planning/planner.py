@@ -118,7 +118,7 @@ class RoundPlanner:
         order: Order,
         readable: Ints | None = None,
     ) -> BookedRound:
-        """First half of `plan`: the books count the work as done."""
+        """First half of `plan`; the books count the work as done."""
         active, unread = self.actor.active(decode), dict[str, Unread]()
         scored = some = columns_of(score)
         perishable = any(book.perishable for book in self.scorers.values())
