@@ -61,6 +61,8 @@ from oppo_megatron.train.supervised_tasks import (
 )
 
 RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
+COMMANDS = {"prm": "rm", "kto": "dpo"}
+"""The commands of the tasks that do not have their command's name."""
 
 
 @dataclass
@@ -199,7 +201,7 @@ def run_supervised(config: SupervisedConfig) -> bool:
     task, preemption = task_of(config), Preemption(config.preempt_deadline_s)
     with (
         open_world(config.runtime) as world,
-        watched(world, config.stall_deadline_s, config.run_dir, task.title),
+        watched(world, config.stall_deadline_s, config.run_dir, COMMANDS.get(task.title, task.title)),
         preemption.listening(),
     ):
         require_memory(config, world)
@@ -325,7 +327,8 @@ def _require_same_run(found: Found, saver: Saver, config: SupervisedConfig, step
     kind, done = found.state["kind"], found.state["done"]
     if kind != saver.extra["kind"]:
         raise CheckpointError(
-            f"{found.folder} is of a run of `oppo {kind}`; resume it with that, or choose another run_dir"
+            f"{found.folder} is of a {kind} run, and this is a {saver.extra['kind']} run; resume with the configuration that "
+            "it began with, or choose another run_dir"
         )
     require_same_run(found, saver.data, config, noun="rows")
     if steps < done or (steps == done and saver.run_dir.finished):

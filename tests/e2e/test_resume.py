@@ -257,8 +257,8 @@ def test_what_cannot_be_continued_is_refused(workspace: Workspace) -> None:
     assert "does not hold the models of this configuration" in refusal(config | {"actor": wider})
     (manifest,) = (run / "checkpoints").glob("step-*/manifest.json")
     text, there = manifest.read_text(), checkpoints(config)
-    manifest.write_text(text.replace('"format": 2', '"format": 1'))
-    assert f"{manifest}: format 1, this program reads format 2; resume with the version that wrote it" == refusal(
+    manifest.write_text(text.replace('"format": 3', '"format": 2'))
+    assert f"{manifest}: format 2, this program reads format 3; resume with the version that wrote it" == refusal(
         config
     )
     assert checkpoints(config) == there, "it is not damaged"

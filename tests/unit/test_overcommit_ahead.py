@@ -69,7 +69,7 @@ class Run:
         return True
 
     def resumed(self, prompts: PromptSet, plan: Settings) -> Run:
-        """As `Saver.restore` does."""
+        """As `TrainingLoop.restore` does."""
         held = self.buffer.rollouts
         ahead = Ahead(self.done, self.scheduler.position, len(held))
         require_resumable(self.done, plan.steps)
