@@ -103,7 +103,6 @@ test-wandb: $(INSTALLED_TEST)
 	test -d .wandb || $(PIP) --quiet --target .wandb 'wandb>=0.17'
 	PYTHONPATH=$(CURDIR)/.wandb $(BIN)/python -m pytest tests/unit/test_train_wandb.py
 
-# torch and the rest that it asks for are those of .venv.
 # The Python of these libraries alone: flash-attn would otherwise look for a compiler, or for a wheel of its own on the network.
 test-gpulibs: $(INSTALLED_TEST)
 	test -d .gpulibs/transformer_engine || $(PIP) --quiet --no-deps --only-binary=:all: --target .gpulibs/transformer_engine '$(TE)'

@@ -93,6 +93,7 @@ class _Measured(DryRun):
         super().__init__(config, cluster.prompt_tokens, rank, time.process_time, transport=cluster.transport)
         self.rows: list[dict[str, float]] = []
         self._checking_s, self._shapes = 0.0, 0
+
         def timed(*args: Any) -> None:
             started = self.clock()
             require_provable(*args)

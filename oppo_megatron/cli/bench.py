@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from oppo_megatron.bench import decode, overlap
-from oppo_megatron.bench.gpu import COLUMNS, SIZES, GpuBench, GpuWork, require_gpu
 from oppo_megatron.cli.launch import external_ranks, launch
 from oppo_megatron.cli.lengths import add_length_arguments, count, counts, forced_lengths, length_settings
 from oppo_megatron.cli.load import load_train
@@ -83,6 +81,7 @@ def _overlap_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _overlap(args: argparse.Namespace) -> int:
+    from oppo_megatron.bench import overlap
     from oppo_megatron.bench.suite import work_lines
 
     asked = chosen("--modes", args.modes, list(MODES))
@@ -121,6 +120,8 @@ def _decode_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _decode(args: argparse.Namespace) -> int:
+    from oppo_megatron.bench import decode
+
     possible = decode.available_peers()
     asked = args.peers or possible
     if unknown := [name for name in asked if name not in decode.PEERS]:
@@ -158,6 +159,8 @@ def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _gpu(args: argparse.Namespace) -> int:
+    from oppo_megatron.bench.gpu import COLUMNS, SIZES, GpuBench, GpuWork, require_gpu
+
     sizes = chosen("--sizes", args.sizes, list(SIZES))
     memory_bytes = require_gpu()
     work = GpuWork(

@@ -52,7 +52,7 @@ def supervised_rules(config: SupervisedConfig) -> Iterator[str]:
     yield from _preferences(config)
     columns = config.data.columns
     if isinstance(config, RewardModelConfig) and config.of_pairs and (columns.completions or columns.labels):
-        yield "data.columns names steps or their labels, but separator is null; set it, as in separator='\\n', or name chosen"
+        yield 'data.columns names steps or their labels, but separator is null; set it, as in `separator: "\\n"`, or name chosen'
     yield from config.data.rules("data", ("prompt", "completion"))
     yield from config.optimizer.rules("optimizer")
     yield from heldout_rules(config)

@@ -107,7 +107,7 @@ class Table:
                 f"`jq .{wrapped[0]} {self.file} > rows.json`."
             )
         elif part == "chosen" and self.find("completions", columns):
-            there_are = "its rows have steps: for a process reward model set separator, as in separator='\\n' (`oppo rm`)"
+            there_are = 'its rows have steps: for a process reward model set separator, as in `separator: "\\n"` (`oppo rm`)'
         elif part == "chosen" and self.find("label", columns):
             there_are = "its rows have a label: for completions that are wanted or unwanted set dpo.loss=kto (`oppo dpo`)"
         elif part in ("chosen", "rejected") and (pair := self._two_answers()):

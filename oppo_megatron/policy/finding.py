@@ -16,7 +16,7 @@ from oppo_megatron.config.load import read_tree
 from oppo_megatron.config.model import Dtype, ModelConfig, ParallelConfig, TrainedRoleConfig
 from oppo_megatron.config.paths import missing_path
 from oppo_megatron.config.run import TrainSettings
-from oppo_megatron.config.supervised import DPOConfig, SFTConfig, SupervisedConfig
+from oppo_megatron.config.supervised import DPOConfig, RewardModelConfig, SFTConfig, SupervisedConfig
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.shape import check_head, check_shape
@@ -107,7 +107,7 @@ def find_policy(directory: Path, choice: Choice = Choice()) -> Policy:
 def read_run(directory: Path) -> RunConfig:
     """Settings that a run recorded.  Raises ConfigError if another command or version wrote them."""
     tree = read_tree(directory / RUN_CONFIG)
-    sections: dict[str, type[RunConfig]] = {"actor": TrainSettings, "dpo": DPOConfig}
+    sections: dict[str, type[RunConfig]] = {"actor": TrainSettings, "dpo": DPOConfig, "separator": RewardModelConfig}
     kind = next((kind for name, kind in sections.items() if name in tree), SFTConfig)
     try:
         return kind.model_validate(tree)

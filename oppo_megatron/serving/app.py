@@ -36,7 +36,7 @@ class RequestLimits:
     More than `max_waiting` requests in scoring or `max_coming` arriving bodies get 429.
     """
 
-    max_bytes: int = 8 << 20
+    max_bytes: int = 32 << 20
     max_items: int = 256
     max_characters: int = 200_000
     max_waiting: int = 16
@@ -95,7 +95,7 @@ class Gate(Generic[Asked, Found]):
         self._read, self._score, self._limits = read, score, limits
         self._expected = None if token is None else f"Bearer {token.get_secret_value()}".encode()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="scorer")
-        self._waiting = self._coming = 0
+        self._waiting = self._coming = self._refusing = 0
 
     async def answer(self, request: Request) -> tuple[Asked, Found]:
         refusal = self._refused(request)
@@ -131,7 +131,10 @@ class Gate(Generic[Asked, Found]):
     async def _body(self, request: Request, refusal: Refusal | None) -> bytes:
         """Read a body; drop the rest of a refused or too large one.  Raises Refusal."""
         content, num_bytes, kept = bytearray(), 0, refusal is None
+        if refusal is not None and self._refusing >= self._limits.max_coming:
+            raise refusal
         self._coming += kept
+        self._refusing += not kept
         try:
             async for piece in request.stream():
                 num_bytes += len(piece)
@@ -143,6 +146,7 @@ class Gate(Generic[Asked, Found]):
                     break
         finally:
             self._coming -= kept
+            self._refusing -= not kept
         if refusal is not None:
             raise refusal
         return bytes(content)

@@ -63,9 +63,10 @@ class ModelScorer:
         return join_rows(outputs, [1] * len(items), batches).tolist()
 
     def _tokens(self, item: Item) -> list[int]:
+        text = item.prompt + item.response
         tokens = item.tokens
-        if tokens is None:
-            tokens = [*encode_prompt(self.tokenizer, item.prompt + item.response), self.tokenizer.eos_id]
+        if tokens is None or _letters(self.tokenizer.decode(tokens)) != _letters(text):  # ids of another tokenizer
+            tokens = [*encode_prompt(self.tokenizer, text), self.tokenizer.eos_id]
         if not 1 <= len(tokens) <= self.max_tokens:
             raise RewardError(f"sequence {item.id} has {len(tokens)} tokens, but must have 1 to max_tokens {self.max_tokens}")
         if max(tokens) >= self.model.shape.vocab_size:
@@ -74,6 +75,11 @@ class ModelScorer:
                 "run and the service must have the same tokenizer; or send no ids"
             )
         return list(tokens)
+
+
+def _letters(text: str) -> str:
+    """Return a text without what depends on the way it was put together: spaces, and bytes that are not UTF-8."""
+    return "".join(text.replace("\N{REPLACEMENT CHARACTER}", "").split())
 
 
 @contextmanager

@@ -87,6 +87,6 @@ TAKEN: tuple[Mistake, ...] = (
             ("--step 9", "1 to 2"), ("report", "runs/ppo", "--out", "page", "--step", "2", "--no-png")),
     Mistake("a job written over its configuration", ("launch", "slurm", "train.yaml", "--out", "train.yaml"), ("--out is",),
             ("launch", "slurm", "train.yaml", "--out", "job.sbatch")),
-    Mistake("a case written over a file", ("init", "arithmetic"), ("sft.yaml is there already", "--force"),
-            ("init", "arithmetic"), mends=[remove("sft.yaml"), remove("rm.yaml")]),
+    Mistake("a case written over a file", ("config", "--init", "arithmetic"), ("sft.yaml is there already", "--force"),
+            ("config", "--init", "arithmetic"), mends=[remove("sft.yaml"), remove("rm.yaml")]),
 )  # fmt: skip

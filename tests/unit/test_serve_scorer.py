@@ -149,7 +149,7 @@ def test_a_request_that_memory_does_not_hold_gets_an_error_and_the_next_one_its_
     short, items = [False, True, False], [{"id": 0, "prompt": "", "response": "", "tokens": list(range(1, 50))}]
     config = RoleConfig(checkpoint=tmp_path)
     with open_reward_model(config, RuntimeConfig(device="cpu"), max_tokens=64) as (model, device):
-        scorer = ModelScorer(model, mock.Mock(), 64, 64, device)
+        scorer = ModelScorer(model, mock.Mock(decode=lambda ids: ""), 64, 64, device)
 
         def scores(asked: Sequence[Item]) -> list[float]:
             with Failing(20) if short.pop(0) else nullcontext():
@@ -349,3 +349,14 @@ def test_it_does_not_listen_elsewhere_without_a_token(
     monkeypatch.setenv("SCORER_TOKEN", "short")
     assert main(["serve", str(path), "token_env=SCORER_TOKEN"]) == 2
     assert "holds no usable token" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("decoded", "taken"), [(" one two\N{REPLACEMENT CHARACTER}", [3, 4]), ("other words", [7, 0])])
+def test_ids_of_another_tokenizer_are_not_taken_for_those_of_the_model(decoded: str, taken: list[int]) -> None:
+    tokenizer = mock.Mock(eos_id=0, adds_bos=False, encode=lambda text: [7], decode=lambda ids: decoded)
+    scorer = ModelScorer(mock.Mock(shape=mock.Mock(vocab_size=8)), tokenizer, 64, 64, torch.device("cpu"))
+    item = Item(id=0, prompt="one ", response="two", tokens=[3, 4])
+    with mock.patch("oppo_megatron.serving.model_scorer.pack_at", side_effect=InterruptedError) as packed:
+        with pytest.raises(InterruptedError):
+            scorer.scores([item])
+    assert packed.call_args.args[0] == [taken]

@@ -119,9 +119,9 @@ REFUSED: dict[str, tuple[int, dict[str, str]]] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_who_sends_a_body_before_reading_gets_the_answer(what: str) -> None:
-    """The client writes 9 MiB and only then reads, as most do: it is neither reset nor kept waiting."""
+    """The client writes 33 MiB and only then reads, as most do: it is neither reset nor kept waiting."""
     code, headers = REFUSED[what]
-    body = b" " * (9 << 20)
+    body = b" " * (33 << 20)
     fields = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json", **headers}
     if "transfer-encoding" not in fields:
         fields["content-length"] = str(len(body))
@@ -135,7 +135,7 @@ def test_who_sends_a_body_before_reading_gets_the_answer(what: str) -> None:
             said = b"".join(iter(lambda: connection.recv(4096), b""))
         assert said.startswith(b"HTTP/1.1 %d" % code) and said.count(b"HTTP/1.1") == 1
         fields.pop("transfer-encoding", None)
-        assert HTTP.post(f"{address}/score", content=b" " * (9 << 20), headers=fields).status_code == code
+        assert HTTP.post(f"{address}/score", content=b" " * (33 << 20), headers=fields).status_code == code
 
 
 @pytest.mark.parametrize(
