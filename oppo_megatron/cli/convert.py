@@ -17,6 +17,7 @@ from oppo_megatron.modeldir.megatron import find_megatron
 from oppo_megatron.modeldir.vocabularies import GENERATION_CONFIG, model_eos_ids
 from oppo_megatron.nesting import read_json
 from oppo_megatron.policy.finding import CHECKPOINTS, RUN_CONFIG, TOKENIZER_FILES, WEIGHTS, run_of
+from oppo_megatron.processes import signals_held
 
 if TYPE_CHECKING:
     from oppo_megatron.integrations.huggingface import Conversion
@@ -77,7 +78,8 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises CheckpointError if SRC cannot be converted to the requested format or DST is not empty."""
-    from oppo_megatron.integrations.huggingface import Conversion, convert
+    with signals_held():
+        from oppo_megatron.integrations.huggingface import Conversion, convert
 
     _refuse_run(args.src)
     head: Literal["lm", "scalar"] = "scalar" if args.target == "reward" else "lm"

@@ -20,6 +20,7 @@ from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.modeldir.megatron import read_mapping
 from oppo_megatron.modeldir.vocabularies import GENERATION_CONFIG, distinct, model_eos_ids
 from oppo_megatron.nesting import check_json, read_json
+from oppo_megatron.processes import signals_held
 
 SENTENCEPIECE_NAME = "tokenizer.model"
 TOKENIZER_PATTERNS = ("*token*", "*vocab*", "*.model")
@@ -153,7 +154,8 @@ class HuggingFaceTokenizer:
     """A local `transformers` tokenizer; code in the directory is never run."""
 
     def __init__(self, directory: Path, config: TokenizerConfig):
-        from transformers import AutoTokenizer
+        with signals_held():  # an import that is interrupted may end in another exception
+            from transformers import AutoTokenizer
 
         try:
             for file in {file for pattern in JSON_PATTERNS for file in directory.glob(pattern)}:
