@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from oppo_megatron.cli.measure import cuda_devices
-from oppo_megatron.config.model import RuntimeConfig
+from oppo_megatron.config.model import RuntimeConfig, format_ranks
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.layout.holdings import Holding, rank_memory, supervised_holdings, train_holdings
-from oppo_megatron.layout.layouts import format_ranks
 from oppo_megatron.layout.memory import Memory
 
 Row = tuple[str, ...]

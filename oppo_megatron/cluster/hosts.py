@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
+
+from oppo_megatron.config.model import format_ranks
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,3 @@ def describe_hosts(hosts: Sequence[RankHost]) -> list[str]:
 
 def show_hosts(hosts: Sequence[RankHost]) -> None:
     print("\n".join(describe_hosts(hosts)), file=sys.stderr, flush=True)
-
-
-def format_ranks(ranks: Iterable[int]) -> str:
-    """Format ranks as `0-3,6`."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

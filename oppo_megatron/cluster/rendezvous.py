@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from oppo_megatron.cluster.hosts import RankHost, format_ranks
+from oppo_megatron.cluster.hosts import RankHost
+from oppo_megatron.config.model import format_ranks
 from oppo_megatron.errors import WorldError
 
 POLL_S = 0.1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -182,6 +182,17 @@ class RoleConfig(ModelConfig):
         if text is not None and not (isinstance(text, str) and _RANKS.fullmatch(text)):
             raise ValueError("ranks and spans of ranks with commas between them, as in 0-3,6")
         return text
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Format ranks as `RoleConfig.ranks` has them: `0-3,6`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 class AdaptedRoleConfig(RoleConfig, LearningModelConfig):

@@ -9,10 +9,10 @@ from math import ceil, lcm
 from typing import Any
 
 from oppo_megatron.config.derived import max_context, members, minibatch_parts, most_sequences, share_of_sequences
-from oppo_megatron.config.model import ParallelConfig, RoleConfig, TrainedRoleConfig, TrainingLayoutConfig
+from oppo_megatron.config.model import ParallelConfig, RoleConfig, TrainedRoleConfig, TrainingLayoutConfig, format_ranks
 from oppo_megatron.config.run import TrainConfig, TrainSettings
 from oppo_megatron.config.supervised import SupervisedConfig
-from oppo_megatron.layout.layouts import Limits, Sizes, fills_shards, format_ranks, suggestion
+from oppo_megatron.layout.layouts import Limits, Sizes, fills_shards, suggestion
 from oppo_megatron.layout.memory import slot_tokens
 from oppo_megatron.layout.placements import (
     RolePlacement,

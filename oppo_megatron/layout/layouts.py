@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import groupby
 from math import isqrt, lcm
 from typing import NamedTuple, Protocol
 
@@ -114,14 +113,6 @@ def vocab_rows(vocab_size: int, tp: int, multiple: int = 1) -> int:
 
 def fills_shards(vocab_size: int, tp: int, multiple: int = 1) -> bool:
     return vocab_size > (tp - 1) * vocab_rows(vocab_size, tp, multiple)
-
-
-def format_ranks(ranks: Iterable[int]) -> str:
-    """Format ascending ranks as `<role>.ranks` reads them: `0-3,6`."""
-    # Consecutive ranks have a constant difference from their index.
-    runs = groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])
-    spans = [[rank for _, rank in run] for _, run in runs]
-    return ",".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
 
 
 def divisors(number: int) -> tuple[int, ...]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from oppo_megatron.cluster.held_memory import device_bytes, held_bytes, peak_bytes
-from oppo_megatron.cluster.hosts import format_ranks
 from oppo_megatron.cluster.world import World
+from oppo_megatron.config.model import format_ranks
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.errors import CapacityError

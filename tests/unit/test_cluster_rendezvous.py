@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.groups import CountingStore
-from oppo_megatron.cluster.hosts import RankHost, describe_hosts, format_ranks
+from oppo_megatron.cluster.hosts import RankHost, describe_hosts
 from oppo_megatron.cluster.rendezvous import Meeting, MeetingPoint, loopback_store, meet, within
+from oppo_megatron.config.model import format_ranks
 from oppo_megatron.errors import WorldError
 from oppo_megatron.layout.placements import parse_ranks
 from tests.support.ports import free_port, free_ports

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oppo_megatron.config.model import format_ranks
 from oppo_megatron.layout.layouts import (
     Limits,
     Sizes,
     divisors,
-    format_ranks,
     layouts_of,
     nearest_counts,
     nearest_layouts,

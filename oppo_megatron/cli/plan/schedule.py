@@ -10,9 +10,9 @@ from typing import cast
 
 from oppo_megatron.cli.load import load_settings, placed, unplaced
 from oppo_megatron.cli.parser import add_config_arguments
+from oppo_megatron.config.model import format_ranks
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError, ScheduleError
-from oppo_megatron.layout.layouts import format_ranks
 from oppo_megatron.layout.placements import role_placements
 from oppo_megatron.schedule.actions import Schedule, parse_schedule
 from oppo_megatron.schedule.checking.checker import check_timeline

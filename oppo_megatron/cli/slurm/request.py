@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
+from oppo_megatron.config.model import format_ranks
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.layouts import format_ranks
 from oppo_megatron.layout.placements import RolePlacement, role_placements, training_placements, world_size
 
 GPUS_PER_NODE = 8

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from oppo_megatron.config.model import PlacementMode
+from oppo_megatron.config.model import PlacementMode, format_ranks
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.layout.layouts import Sizes, format_ranks
+from oppo_megatron.layout.layouts import Sizes
 from oppo_megatron.layout.placements import named_roles
 from oppo_megatron.sim.search.blocks import Block
 from oppo_megatron.sim.search.enumeration import Plan

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from oppo_megatron.config.model import format_ranks
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.layout.layouts import format_ranks
 from oppo_megatron.layout.placements import named_roles, role_placements, training_placements, world_size
 from oppo_megatron.layout.role_memory import laid_out, sequences_and_slots
 from oppo_megatron.sim.laws import RATIO_NODES, RINGS
