@@ -73,6 +73,7 @@ test-long: $(INSTALLED_TEST)
 
 lint: $(INSTALLED_TEST)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tools/english.py
 	if [ -x $(BIN)/hadolint ]; then $(BIN)/hadolint Dockerfile; fi

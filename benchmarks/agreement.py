@@ -49,9 +49,7 @@ def agree(plans: Mapping[int, OwnPlan], site: Site) -> tuple[Round, Schedule, li
 
 def _works(
     plans: Mapping[int, OwnPlan], site: Site, faults: dict[int, Fault]
-) -> tuple[
-    tuple[Sequence[Batch], ...], dict[str, tuple[Sequence[Batch], ...]], dict[str, tuple[tuple[Fork, ...], ...]]
-]:
+) -> tuple[tuple[Sequence[Batch], ...], dict[str, tuple[Sequence[Batch], ...]], dict[str, tuple[tuple[Fork, ...], ...]]]:
     """Return decode, prefill and forks of every replica; ranks that disagree about their own are added to `faults`."""
     decode: list[Sequence[Batch]] = []
     prefill: dict[str, tuple[Sequence[Batch], ...]] = {}

@@ -49,9 +49,7 @@ def run_script(
 
 
 def add_out(parser: argparse.ArgumentParser, folder: str) -> None:
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/bench") / folder, metavar="DIR", help="default %(default)s"
-    )
+    parser.add_argument("--out", type=Path, default=Path("runs/bench") / folder, metavar="DIR", help="default %(default)s")
 
 
 def write_figures(out: Path, name: str, figures: Mapping[str, Any]) -> None:

@@ -189,9 +189,7 @@ class DryRun(PureLoop):
 
     def _open(self, admitted: Sequence[Rollout]) -> None:
         for rollout in admitted:
-            self._limits[rollout.seq_id] = self.limit(
-                rollout.seq_id
-            )  # not timed: a run has one limit for all
+            self._limits[rollout.seq_id] = self.limit(rollout.seq_id)  # not timed: a run has one limit for all
         super()._open(admitted)
         if self.codec:
             with self.watch.part("stream"):

@@ -275,9 +275,7 @@ def line(rows: Sequence[dict[str, Any]], by: Callable[[dict[str, Any]], int]) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--ranks", type=int, nargs="+", default=[2, 4, 8], metavar="N", help="sizes of groups; ascending"
-    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], metavar="N", help="sizes of groups; ascending")
     parser.add_argument("--groups", type=int, default=20, metavar="N", help="groups of each size")
     parser.add_argument("--alone", type=int, nargs="*", default=[1024, 4096, 16384], metavar="N")
     parser.add_argument("--runs", type=int, nargs="+", default=[8, 128, 1024, 4096, 16384], metavar="N")

@@ -127,8 +127,7 @@ def least_seconds(config: TrainConfig, responses: Sequence[Response], peaks: Pea
     shapes = {name: read_hf_config(role) for name, role in named_roles(config).items()}
     actor = shapes["actor"]
     prefill = sum(
-        forward_flops(actor, r.prompt_tokens - 1, causal_pairs(0, r.prompt_tokens - 1), 0, scalar=False)
-        for r in responses
+        forward_flops(actor, r.prompt_tokens - 1, causal_pairs(0, r.prompt_tokens - 1), 0, scalar=False) for r in responses
     )
     steps_s, steps_gemm_s = decode_seconds(actor, config.actor.dtype, responses, peaks, threads)
     decode_s, gemm_s = prefill / rate + steps_s, prefill / rate + steps_gemm_s
@@ -186,9 +185,7 @@ def _scoring_flops(shapes: Mapping[str, Mapping[str, Any]], response: Response) 
 def _training_flops(config: TrainConfig, shapes: Mapping[str, Mapping[str, Any]], response: Response) -> int:
     short = response.prompt_tokens + response.tokens - 1
     counts = (short, causal_pairs(0, short), response.tokens)
-    total = config.ppo.epochs * sum(
-        training_flops(shapes[name], *counts, scalar=name == "critic") for name in config.trained
-    )
+    total = config.ppo.epochs * sum(training_flops(shapes[name], *counts, scalar=name == "critic") for name in config.trained)
     if config.ppo.staleness == "decoupled":  # computes the actor's log-probs once more
         total += forward_flops(shapes["actor"], *counts, scalar=False)
     return total

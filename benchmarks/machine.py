@@ -143,9 +143,7 @@ def _exchange(rank: int, ranks: int, name: str) -> Iterator[CollectivePoint]:
 
 def processor(core: Core, cores: int) -> Gpu:
     """Return one core with its share of the memory, and unmeasured constants."""
-    return replace(
-        GPUS["cpu"], flops=core.flops, bytes_per_s=core.read_bytes, memory_bytes=psutil.virtual_memory().total / cores
-    )
+    return replace(GPUS["cpu"], flops=core.flops, bytes_per_s=core.read_bytes, memory_bytes=psutil.virtual_memory().total / cores)
 
 
 def cluster_tree(gpu: Gpu, cores: int, measured: str) -> dict[str, Any]:
@@ -229,9 +227,7 @@ def exchange(ranks: int) -> list[CollectivePoint]:
     return points
 
 
-def fit(
-    gpu: Gpu, name: str, layers: Sequence[LayerPoint], collectives: Sequence[CollectivePoint], source: str
-) -> dict[str, Any]:
+def fit(gpu: Gpu, name: str, layers: Sequence[LayerPoint], collectives: Sequence[CollectivePoint], source: str) -> dict[str, Any]:
     """Fit the laws to measurements, print their errors, and return the content of measured.json."""
     found = fit_layers(gpu, layers) if layers else None
     lines = comparing.fit_lines(collectives)

@@ -162,9 +162,7 @@ class _Counted(DryRun):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=count, nargs="+", default=[128, 1024], metavar="N", help="default 128 1024")
-    parser.add_argument(
-        "--sequences", type=count, nargs="+", default=[512], metavar="N", help="rollouts per step; default 512"
-    )
+    parser.add_argument("--sequences", type=count, nargs="+", default=[512], metavar="N", help="rollouts per step; default 512")
     parser.add_argument("--mode", choices=MODES, nargs="+", default=["disaggregated"], help="default disaggregated")
     parser.add_argument("--tp", type=count, default=8, metavar="N", help="tensor-parallel size of all roles; default 8")
     parser.add_argument("--pp", type=count, default=8, metavar="N", help="pipeline-parallel size; default 8")

@@ -182,10 +182,7 @@ class Traffic:
 
 def token_bytes(config: TrainConfig) -> dict[str, int]:
     """Return the bytes of one token's hidden state by role."""
-    return {
-        role: read_hf_config(model)["hidden_size"] * DTYPE_BYTES[model.dtype]
-        for role, model in named_roles(config).items()
-    }
+    return {role: read_hf_config(model)["hidden_size"] * DTYPE_BYTES[model.dtype] for role, model in named_roles(config).items()}
 
 
 @dataclass(frozen=True)

@@ -127,9 +127,7 @@ class Layout:
 def cluster_of(ranks: int, nic_gb_per_s: float = NIC_GB_PER_S) -> Cluster:
     between = {"gb_per_s": nic_gb_per_s, "nics": NODE} if ranks > NODE else None
     nodes = max(1, ranks // NODE)
-    return build_cluster(
-        ClusterConfig.model_validate({"nodes": nodes, "gpus_per_node": NODE, "gpu": GPU, "between": between})
-    )
+    return build_cluster(ClusterConfig.model_validate({"nodes": nodes, "gpus_per_node": NODE, "gpu": GPU, "between": between}))
 
 
 def least_layout(model: str, ranks: int, batch: int) -> tuple[Layout, float] | None:
@@ -197,9 +195,7 @@ class Point:
 
     def run(self, mode: str, costs: StepCosts | None = None) -> list[VirtualStep]:
         """Play the steps and return those after the first few."""
-        run = VirtualRun(
-            switched(self.config, mode), costs or self.costs, self.lengths, prompt_tokens=LONG.prompt, endless=True
-        )
+        run = VirtualRun(switched(self.config, mode), costs or self.costs, self.lengths, prompt_tokens=LONG.prompt, endless=True)
         return list(run.steps(STEPS))[WARM_UP:]
 
     def network_s(self) -> float:
@@ -210,9 +206,7 @@ class Point:
         for nic in (self.nic_gb_per_s, FREE):
             decoding = Decoding(LONG.prompt, self.typical)
             priced = Prices(self.config, cluster_of(self.ranks, nic), decoding)
-            seconds.append(
-                next(row.seconds for row in priced.updates() if (row.role, row.phase) == ("actor", "update"))
-            )
+            seconds.append(next(row.seconds for row in priced.updates() if (row.role, row.phase) == ("actor", "update")))
         return seconds[0] - seconds[1]
 
     def fixed_s(self, decode_steps: float) -> float:
@@ -221,9 +215,7 @@ class Point:
         return decode_steps * sum(at_stage(self.costs.actions.decode, stage).fixed_s for stage in stages)
 
 
-def points(
-    models: Sequence[str], ranks: Sequence[int], batch: Callable[[int], int], seed: int
-) -> Iterator[tuple[Point, float]]:
+def points(models: Sequence[str], ranks: Sequence[int], batch: Callable[[int], int], seed: int) -> Iterator[tuple[Point, float]]:
     """Yield points that fit, with the GB of the fullest rank."""
     for model in models:
         for number in ranks:
@@ -232,9 +224,7 @@ def points(
                 yield Point(model, number, batch(number), found[0], seed), found[1]
 
 
-def study(
-    models: Sequence[str], ranks: Sequence[int], seed: int, say: Callable[[str], None]
-) -> dict[str, list[dict[str, Any]]]:
+def study(models: Sequence[str], ranks: Sequence[int], seed: int, say: Callable[[str], None]) -> dict[str, list[dict[str, Any]]]:
     """Return rows with a batch that grows with the ranks (`weak`) and a constant one (`strong`), `stops` and `mends`."""
     rows: dict[str, list[dict[str, Any]]] = {}
     largest: dict[str, Point] = {}
@@ -295,8 +285,7 @@ def _stops(scaling: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str
     for model in dict.fromkeys(row["model"] for row in rows):
         own = [row for row in rows if row["model"] == model]
         held = [
-            (row, {part: kept(part, own[0], row) for part in PARTS if row[part] > LEAST_SHARE * row["step_s"]})
-            for row in own
+            (row, {part: kept(part, own[0], row) for part in PARTS if row[part] > LEAST_SHARE * row["step_s"]}) for row in own
         ]
         lost = [(row, part, share) for row, shares in held[1:] for part, share in shares.items() if share < HALF]
         at_most = ", ".join(f"{PARTS[part]} {100 * share:.0f}" for part, share in held[-1][1].items())

@@ -136,9 +136,7 @@ def scaling_result(configs: Configs, runs: Runs) -> tuple[dict[str, Any], list[s
     rows = [_scaling_row(place, configs, runs) for place in dict.fromkeys(name.rpartition("/")[0] for name in runs)]
     for axis in AXES:
         add_growth([row for row in rows if row["axis"] == axis])
-    unequal = [
-        f"{row['axis']} {row['value']:g}: {line}" for row in rows if not row["same_work"] for line in work_lines(row)
-    ]
+    unequal = [f"{row['axis']} {row['value']:g}: {line}" for row in rows if not row["same_work"] for line in work_lines(row)]
     work = {"same_work": not unequal, "decoded_tokens": work_figures(runs)["decoded_tokens"]}
     return {"results": rows, **work}, unequal
 

@@ -124,8 +124,7 @@ def demo_figures(args: argparse.Namespace, out: Path, seed: int) -> dict[str, Fi
         raise BenchError(f"the demo of seed {seed} ended with exit code {code}; its message is above")
     found = json.loads((out / "demo.json").read_text(encoding="utf-8"))
     return {
-        name: {**found[name], "reward_half": reward_half(read_metrics(RunDirectory(out / name).metrics))}
-        for name in demo.RUNS
+        name: {**found[name], "reward_half": reward_half(read_metrics(RunDirectory(out / name).metrics))} for name in demo.RUNS
     }
 
 

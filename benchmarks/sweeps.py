@@ -78,16 +78,12 @@ def require_scorers(config: TrainConfig, so: str) -> None:
 def chunk_configs(args: Args) -> Configs:
     config = load_base(args)
     if not config.overlap.intra:
-        raise ConfigError(
-            "overlap.intra is false: the chunk size has no effect without streamed scoring; set it to true"
-        )
+        raise ConfigError("overlap.intra is false: the chunk size has no effect without streamed scoring; set it to true")
     require_scorers(config, "the chunk size has no effect")
     longest = config.rollout.max_response_tokens
     fitting = [size for size in args.sizes if size <= longest]
     if not fitting:
-        raise ConfigError(
-            f"--sizes {', '.join(map(str, args.sizes))}: none is within rollout.max_response_tokens {longest}"
-        )
+        raise ConfigError(f"--sizes {', '.join(map(str, args.sizes))}: none is within rollout.max_response_tokens {longest}")
     chunks: dict[str, dict[str, Any]] = {str(size): {"tokens": size, "adaptive": False} for size in fitting}
     chunks[ADAPTIVE] = {"adaptive": config.overlap.chunk.adaptive or True}
     tuner = config.overlap.chunk
@@ -154,8 +150,7 @@ def delta_configs(args: Args) -> Configs:
     delta = config.overlap.delta
     rules = chosen("--rules", args.rules or [rule for rule in MOVING_RULES if rule != "eq4_literal"], MOVING_RULES)
     changes: dict[str, dict[str, Any]] = {
-        f"fixed-{size}": {"rule": "fixed", "initial": size, "max": max(size, delta.max)}
-        for size in args.fixed
+        f"fixed-{size}": {"rule": "fixed", "initial": size, "max": max(size, delta.max)} for size in args.fixed
     }
     changes |= {rule: {"rule": rule} for rule in rules}
     return {name: updated(config, "overlap", delta=delta.model_copy(update=own)) for name, own in changes.items()}
@@ -200,18 +195,13 @@ def delta_row(name: str, runs: Sequence[Lines]) -> dict[str, Any]:
 
 def fork_configs(args: Args) -> Configs:
     bases = {
-        tokens: load_base(Args(**vars(args) | {"prompt_tokens": tokens}), inputs=f"inputs-{tokens}")
-        for tokens in args.prompts
+        tokens: load_base(Args(**vars(args) | {"prompt_tokens": tokens}), inputs=f"inputs-{tokens}") for tokens in args.prompts
     }
     if next(iter(bases.values())).rollout.group_size == 1:
-        raise ConfigError(
-            "rollout.group_size is 1, so no cache is forked; give rollout.group_size=8, or a preset of groups"
-        )
+        raise ConfigError("rollout.group_size is 1, so no cache is forked; give rollout.group_size=8, or a preset of groups")
     kinds = {"forked": True, "apart": False}
     return {
-        f"{tokens}/{kind}": updated(base, "debug", fork=fork)
-        for tokens, base in bases.items()
-        for kind, fork in kinds.items()
+        f"{tokens}/{kind}": updated(base, "debug", fork=fork) for tokens, base in bases.items() for kind, fork in kinds.items()
     }
 
 
@@ -245,8 +235,7 @@ def weave_configs(args: Args) -> Configs:
 
 def weave_result(configs: Configs, runs: Runs) -> tuple[dict[str, Any], list[str]]:
     rows = [
-        {"mode": mode, **figures(all_lines(turns)), **weave_figures([run.path for run in turns])}
-        for mode, turns in runs.items()
+        {"mode": mode, **figures(all_lines(turns)), **weave_figures([run.path for run in turns])} for mode, turns in runs.items()
     ]
     plain = next((row for row in rows if row["mode"] == "sequential"), None)
     for row in rows:
@@ -378,9 +367,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", type=counts, default=[8, 16, 32, 64, 128], metavar="N,N", help="chunk: fixed sizes")
     parser.add_argument("--fixed", type=whole_numbers, default=[0, 4, 8], metavar="N,N", help="delta: fixed deltas")
     parser.add_argument("--rules", type=names, metavar="A,B", help="delta: rules; default: those in use")
-    parser.add_argument(
-        "--prompts", type=counts, default=[64, 256, 1024], metavar="N,N", help="fork: tokens of prompts"
-    )
+    parser.add_argument("--prompts", type=counts, default=[64, 256, 1024], metavar="N,N", help="fork: tokens of prompts")
     parser.add_argument("--modes", type=names, metavar="A,B", help="weave, rewards: default all")
     parser.add_argument("--rewards", type=names, metavar="A,B", help=f"rewards: of {', '.join(REWARDS)}; default all")
     parser.add_argument("--axis", choices=(*AXES, "all"), default="all", help="scaling: default all")

@@ -33,9 +33,7 @@ def format_duration(seconds: float) -> str:
 class ByTime:
     """Passes on one line every `every_s` seconds, with the elapsed time."""
 
-    def __init__(
-        self, tell: Callable[[str], None], every_s: float = TELL_S, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, tell: Callable[[str], None], every_s: float = TELL_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._tell, self._every_s, self._clock = tell, every_s, clock
         self._started = self._told = clock()
 

@@ -21,9 +21,7 @@ class Completing:
         """True if a string's last character can come from this token, whose text may lack its leading space."""
         if token not in self._known:
             text = self._decode([token])
-            self._known[token] = (
-                INCOMPLETE in text or " " in self._last or any(last in text for last in self._last)
-            )
+            self._known[token] = INCOMPLETE in text or " " in self._last or any(last in text for last in self._last)
         return self._known[token]
 
 

@@ -349,9 +349,7 @@ def _rollouts(plain: RunDirectory, disturbed: RunDirectory) -> list[str]:
     if again := sorted(seq_id for seq_id, count in trained.items() if count > 1):
         found.append(f"{len(again)} prompts were trained more than once: {again[:SHOWN]}")
     if not found and got != due:
-        number = next(
-            (i for i, (a, b) in enumerate(zip(got, due, strict=False), start=1) if a != b), min(len(got), len(due)) + 1
-        )
+        number = next((i for i, (a, b) in enumerate(zip(got, due, strict=False), start=1) if a != b), min(len(got), len(due)) + 1)
         found.append(f"rollouts differ from line {number} on ({len(got)} lines, undisturbed {len(due)})")
     return found
 
@@ -362,12 +360,7 @@ def _metrics(plain: RunDirectory, disturbed: RunDirectory) -> list[str]:
     if steps != [line["step"] for line in due]:
         return [f"steps of metrics.jsonl are {steps}, each should be there once up to {len(due)}"]
     unequal = sorted(
-        {
-            name
-            for a, b in zip(due, got, strict=True)
-            for name in a
-            if not name.endswith(FREE) and a[name] != b.get(name)
-        }
+        {name for a, b in zip(due, got, strict=True) for name in a if not name.endswith(FREE) and a[name] != b.get(name)}
     )
     return [f"metrics differ: {', '.join(unequal[:SHOWN])}"] if unequal else []
 

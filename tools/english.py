@@ -36,9 +36,7 @@ class Pattern:
 
 
 PATTERNS = (
-    Pattern(
-        "starts-what", r"^What (?!.*\?)", 'a docstring begins with a verb or a noun: "Return ..."', 0, docstrings=True
-    ),
+    Pattern("starts-what", r"^What (?!.*\?)", 'a docstring begins with a verb or a noun: "Return ..."', 0, docstrings=True),
     Pattern("starts-of", r"^Of ", "put the subject first", 1),
     Pattern("starts-those", r"^(That|Those) (of|that|which|at|for|in|by|with|whose)\b", "repeat the noun", 3),
     Pattern("starts-whether", r"^Whether ", '"True if ..."', 0, docstrings=True),
@@ -81,20 +79,14 @@ def texts(path: Path) -> Iterator[tuple[int, bool, str]]:
     source = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         line = 1
-        for paragraph in re.sub(r"```.*?```", lambda code: "\n" * code[0].count("\n"), source, flags=re.S).split(
-            "\n\n"
-        ):
+        for paragraph in re.sub(r"```.*?```", lambda code: "\n" * code[0].count("\n"), source, flags=re.S).split("\n\n"):
             yield line, False, paragraph
             line += paragraph.count("\n") + 2
         return
     nodes = list(ast.walk(ast.parse(source)))
     standing = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     for node in nodes:
-        if (
-            isinstance(node, ast.Constant)
-            and isinstance(node.value, str)
-            and (id(node) in standing or node.value.count(" ") > 2)
-        ):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and (id(node) in standing or node.value.count(" ") > 2):
             yield node.lineno, id(node) in standing, re.sub(r"\n +", "\n", node.value)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -135,9 +127,7 @@ def main() -> int:
                 print(f"{file}:{line}: {sentence:.160}")
                 failed = True
             if number[pattern.name]:
-                print(
-                    f"{pattern.name}: {number[pattern.name]} matches, {pattern.allowed} allowed; better: {pattern.better}\n"
-                )
+                print(f"{pattern.name}: {number[pattern.name]} matches, {pattern.allowed} allowed; better: {pattern.better}\n")
     return int(failed)
 
 

@@ -261,9 +261,7 @@ def _replay(rejected: RejectedBatch, config: TrainConfig, world: World) -> Repla
     return Replayed(figures, facts.figures, breach)
 
 
-def _role(
-    name: str, head: Head, config: TrainConfig, world: World, topology: Topology, facts: Facts, warmed: int
-) -> TrainedRole:
+def _role(name: str, head: Head, config: TrainConfig, world: World, topology: Topology, facts: Facts, warmed: int) -> TrainedRole:
     """Build a role whose optimizer made `warmed` steps without the actor."""
     groups, training = topology.groups[name], topology.training[name]
     assert groups is not None and training is not None, "a world of one has every role"

@@ -43,9 +43,7 @@ def fit_layers(gpu: Gpu, points: Sequence[LayerPoint]) -> Fit:
     law = LayerLaw(
         replace(
             gpu,
-            efficiencies=replace(
-                by_products, elementwise=line[0], elementwise_fixed_s=line[1], plain=fit_plain(gpu, points)
-            ),
+            efficiencies=replace(by_products, elementwise=line[0], elementwise_fixed_s=line[1], plain=fit_plain(gpu, points)),
         )
     )
     return Fit(
@@ -75,9 +73,7 @@ def fit_products(gpu: Gpu, points: Sequence[LayerPoint]) -> Efficiencies:
     return best
 
 
-def _descend(
-    best: Efficiencies, least: float, step: float, error: Callable[[Efficiencies], float]
-) -> tuple[Efficiencies, float]:
+def _descend(best: Efficiencies, least: float, step: float, error: Callable[[Efficiencies], float]) -> tuple[Efficiencies, float]:
     moved = True
     while moved:
         moved = False
@@ -99,9 +95,7 @@ def fit_elementwise(gpu: Gpu, points: Sequence[LayerPoint]) -> tuple[float, floa
     """Share of the memory's peak, and fixed seconds."""
     num_bytes = np.array([_elementwise_bytes(point) for point in points])
     seconds = 1e-6 * np.array([point.elementwise_us for point in points])
-    fixed, per_byte = relative_fit(
-        np.stack([np.ones_like(num_bytes), num_bytes], axis=1), seconds, np.zeros_like(seconds)
-    )
+    fixed, per_byte = relative_fit(np.stack([np.ones_like(num_bytes), num_bytes], axis=1), seconds, np.zeros_like(seconds))
     if per_byte <= 0:
         raise DataError("elementwise_us does not grow with the tokens; measure from 1 to some thousand tokens")
     return float(1 / (per_byte * gpu.bytes_per_s)), float(fixed)

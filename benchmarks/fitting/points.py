@@ -117,16 +117,10 @@ def _layer(row: _Row) -> LayerPoint:
 def _collective(row: _Row) -> CollectivePoint:
     operation, ranks = row.text("operation"), row.count("ranks")
     if operation not in OPERATIONS:
-        raise DataError(
-            f"{row.where}: operation is {operation!r}, but must be one of {', '.join(OPERATIONS)}; correct it"
-        )
+        raise DataError(f"{row.where}: operation is {operation!r}, but must be one of {', '.join(OPERATIONS)}; correct it")
     if ranks < 2:
-        raise DataError(
-            f"{row.where}: ranks is {ranks}, but nothing passes a wire among fewer than 2; leave the line out"
-        )
-    return CollectivePoint(
-        row.text("gpu"), operation, ranks, row.count("ranks_per_node"), row.number("bytes"), row.number("us")
-    )
+        raise DataError(f"{row.where}: ranks is {ranks}, but nothing passes a wire among fewer than 2; leave the line out")
+    return CollectivePoint(row.text("gpu"), operation, ranks, row.count("ranks_per_node"), row.number("bytes"), row.number("us"))
 
 
 def _read(path: Path, columns: Sequence[str], point: Callable[[_Row], PointT]) -> list[PointT]:
@@ -135,9 +129,7 @@ def _read(path: Path, columns: Sequence[str], point: Callable[[_Row], PointT]) -
             reader = csv.DictReader(file)
             missing = [column for column in columns if column not in (reader.fieldnames or ())]
             if missing:
-                raise DataError(
-                    f"{path}: no column {', '.join(missing)}; its first line must name {', '.join(columns)}"
-                )
+                raise DataError(f"{path}: no column {', '.join(missing)}; its first line must name {', '.join(columns)}")
             points = [
                 point(_Row(path, number, {name: value or "" for name, value in row.items() if name}))
                 for number, row in enumerate(reader, start=2)

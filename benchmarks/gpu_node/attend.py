@@ -95,9 +95,7 @@ def triton_paged(q_TND: Any, k_PKGD: Any, v_PKGD: Any, call: PagedCall, scale: f
     return out
 
 
-def case(
-    name: str, rows: int, groups: int, repeat: int, dim: int, limit: int, mean: float, dtype: torch.dtype
-) -> dict[str, Any]:
+def case(name: str, rows: int, groups: int, repeat: int, dim: int, limit: int, mean: float, dtype: torch.dtype) -> dict[str, Any]:
     place, generator = torch.device(DEVICE), torch.Generator().manual_seed(1)
     lens = (256 + torch.empty(rows).log_normal_(mean, 1.0, generator=generator)).clamp(max=limit).int()
     if DEVICE == "cpu":
@@ -165,6 +163,4 @@ if __name__ == "__main__":
     except triton.runtime.errors.InterpreterError as error:
         if "0-dimensional" not in str(error):
             raise
-        print(
-            f"nothing is compared: Triton {triton.__version__}'s interpreter does not run with numpy 2.4 or newer ({error})"
-        )
+        print(f"nothing is compared: Triton {triton.__version__}'s interpreter does not run with numpy 2.4 or newer ({error})")

@@ -46,9 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         collect(has, asked.python_version, asked.machine)
     except subprocess.CalledProcessError as error:
-        print(
-            f"pack.py: {' '.join(error.cmd[-1:])} has no wheel for CPython {asked.python_version}; pip says:\n{error.stderr}"
-        )
+        print(f"pack.py: {' '.join(error.cmd[-1:])} has no wheel for CPython {asked.python_version}; pip says:\n{error.stderr}")
         return 1
     for name in SCRIPTS:
         shutil.copy(HERE / name, KIT)
@@ -93,9 +91,7 @@ def download(needed: Requirement, python: str, machine: str) -> Path:
     pins = dict(frozen((ROOT / "constraints.txt").read_text(encoding="utf-8")))
     pin = (pins.get(canonicalize_name(needed.name)) or "").partition(";")[0].strip()
     wanted = f"{needed.name}=={pin}" if pin and needed.specifier.contains(pin) else f"{needed.name}{needed.specifier}"
-    platforms = [f"--platform=manylinux_2_{minor}_{machine}" for minor in GLIBC] + [
-        f"--platform=manylinux2014_{machine}"
-    ]
+    platforms = [f"--platform=manylinux_2_{minor}_{machine}" for minor in GLIBC] + [f"--platform=manylinux2014_{machine}"]
     before = set(WHEELS.iterdir())
     subprocess.run(
         [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--implementation=cp",

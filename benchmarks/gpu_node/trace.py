@@ -84,9 +84,7 @@ def profiled(name: str, call: Any) -> dict[str, Any]:
     kernels = [e for e in events if not ON_GPU or str(e.device_type).endswith("CUDA")]
     busy = sum(getattr(e, key) for e in kernels) / 1e6
     top = sorted(kernels, key=lambda e: -getattr(e, key))[:14]
-    print(
-        f"--- {name}: {wall * 1e3:.1f} ms under the profiler, {DEVICE} busy {busy * 1e3:.1f} ms ({100 * busy / wall:.0f} %)"
-    )
+    print(f"--- {name}: {wall * 1e3:.1f} ms under the profiler, {DEVICE} busy {busy * 1e3:.1f} ms ({100 * busy / wall:.0f} %)")
     for e in top:
         print(f"{getattr(e, key) / 1e3:9.2f} ms {e.count:6d} x  {e.key[:110]}")
     calls = {e.key: e.count for e in prof.key_averages() if e.key in CALLS}

@@ -108,17 +108,14 @@ class Paper:
         shown = rewards(oppo.REWARD_POINTS[name], steps, last, case.setting.batch, self.seed)
         policies = {f"fixed {delta}": fixed(delta) for delta in (4, 8)}
         policies |= {
-            f"dynamic, at most {most}": DeltaConfig(rule="eq4", initial=min(4, most), max=most)
-            for most in (8, DYNAMIC_MOST)
+            f"dynamic, at most {most}": DeltaConfig(rule="eq4", initial=min(4, most), max=most) for most in (8, DYNAMIC_MOST)
         }
         rows: list[dict[str, Any]] = []
         for policy, delta in policies.items():
             run = case.run("full", steps, delta=delta, signals=shown)
             total = sum(step.step_s for step in run.steps)
             place = ranks["dynamic adapted"] if policy.startswith("dynamic") else ranks[policy]
-            rows.append(
-                {"policy": policy, "steps": steps, "mean_delta": run.delta, "minutes": total / 60, "printed": place}
-            )
+            rows.append({"policy": policy, "steps": steps, "mean_delta": run.delta, "minutes": total / 60, "printed": place})
         order = sorted(rows, key=lambda row: row["minutes"])
         return [row | {"place": order.index(row) + 1} for row in rows]
 

@@ -62,16 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the configuration's, or ppo",
     )
     parser.add_argument("--threads", type=count, metavar="N", help="CPU threads of each side; default: all cores")
-    parser.add_argument(
-        "--modes", type=names, default=["sequential", "full"], metavar="A,B", help=f"of ours: {', '.join(MODES)}"
-    )
+    parser.add_argument("--modes", type=names, default=["sequential", "full"], metavar="A,B", help=f"of ours: {', '.join(MODES)}")
     parser.add_argument(
         "--placements", type=names, default=["pair", "single"], metavar="A,B", help=f"of ours: {', '.join(PLACEMENTS)}"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of both sides; default: the configuration's")
-    parser.add_argument(
-        "--trl-micro-batch", type=count, metavar="N", help="rows of TRL's micro-batch; default: a minibatch"
-    )
+    parser.add_argument("--trl-micro-batch", type=count, metavar="N", help="rows of TRL's micro-batch; default: a minibatch")
     parser.add_argument("--peer-python", type=Path, default=PEER_PYTHON, metavar="FILE", help="default %(default)s")
     parser.add_argument(
         "--hf-generate", action="store_true", help="only measure transformers' generate at this batch, on a CUDA device"
@@ -162,9 +158,7 @@ def require_peer(python: Path, any_build: bool = False) -> dict[str, str]:
         )
     answer = subprocess.run([*peer_command(python, any_build), "--check"], capture_output=True, text=True)
     if answer.returncode:
-        raise BenchError(
-            answer.stderr.strip() or f"{python} --check ended with exit code {answer.returncode}, in silence"
-        )
+        raise BenchError(answer.stderr.strip() or f"{python} --check ended with exit code {answer.returncode}, in silence")
     try:
         return dict(json.loads(answer.stdout))
     except ValueError as error:
@@ -183,9 +177,7 @@ def peer_command(python: Path, any_build: bool) -> list[str]:
 def require_unused(out: Path) -> None:
     """Raise ConfigError if an earlier comparison is in the way."""
     if (out / "models").exists():
-        raise ConfigError(
-            f"{out} holds an earlier comparison, which is not written over; name another folder with --out"
-        )
+        raise ConfigError(f"{out} holds an earlier comparison, which is not written over; name another folder with --out")
 
 
 def prepared(config: TrainConfig, dtype: str | None) -> TrainConfig:
@@ -201,9 +193,7 @@ def prepared(config: TrainConfig, dtype: str | None) -> TrainConfig:
     return config.model_copy(update={**changes, "runtime": runtime})
 
 
-def our_configs(
-    config: TrainConfig, placements: Sequence[str], modes: Sequence[str], threads: int
-) -> dict[str, TrainConfig]:
+def our_configs(config: TrainConfig, placements: Sequence[str], modes: Sequence[str], threads: int) -> dict[str, TrainConfig]:
     """Every mode in every placement, by name.  Raises ConfigError with all that is wrong with any of them."""
     configs = {
         f"{placement}-{mode}": switched(with_threads(config, placement, threads), mode)
@@ -242,9 +232,7 @@ def how_it_runs(config: TrainConfig) -> Ours:
     )
 
 
-def run_in_turn(
-    args: argparse.Namespace, configs: Mapping[str, TrainConfig]
-) -> tuple[list[Lines], dict[str, list[Lines]]]:
+def run_in_turn(args: argparse.Namespace, configs: Mapping[str, TrainConfig]) -> tuple[list[Lines], dict[str, list[Lines]]]:
     """TRL, then every configuration of ours, and again: the steps of each run."""
     trl: list[Lines] = []
     ours: dict[str, list[Lines]] = {name: [] for name in configs}
@@ -295,9 +283,7 @@ def busy(load: float) -> list[str]:
     cores = usable_cores()
     if load < BUSY_SHARE * cores:
         return []
-    return [
-        f"this machine was busy before the first run (load average {load:.1f} on {cores} cores): measure again when idle"
-    ]
+    return [f"this machine was busy before the first run (load average {load:.1f} on {cores} cores): measure again when idle"]
 
 
 def write(

@@ -45,13 +45,9 @@ class Ours:
     shares_ranks: bool
 
 
-def unequal_work(
-    work: Mapping[str, Any], trl: Sequence[Lines], ours: Mapping[str, tuple[Ours, Sequence[Lines]]]
-) -> list[str]:
+def unequal_work(work: Mapping[str, Any], trl: Sequence[Lines], ours: Mapping[str, tuple[Ours, Sequence[Lines]]]) -> list[str]:
     """Return every difference between the planned work and the work of a run; none if they are equal."""
-    problems = [
-        f"{TRL}, run {turn}: {found}" for turn, lines in enumerate(trl, 1) for found in _trl_faults(work, lines)
-    ]
+    problems = [f"{TRL}, run {turn}: {found}" for turn, lines in enumerate(trl, 1) for found in _trl_faults(work, lines)]
     for name, (how, runs) in ours.items():
         for turn, lines in enumerate(runs, 1):
             problems += [f"{name}, run {turn}: {found}" for found in _our_faults(work, how, lines)]

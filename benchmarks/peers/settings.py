@@ -17,9 +17,7 @@ def require_same_work(config: TrainConfig, micro_batch: int | None) -> None:
     """Raises ConfigError with everything in the configuration that TRL's trainer of the algorithm cannot do."""
     preset = config.algorithm.preset
     if preset not in ALGORITHMS:
-        raise ConfigError(
-            f"algorithm.preset is {preset}, which is not compared with TRL; choose from {', '.join(ALGORITHMS)}"
-        )
+        raise ConfigError(f"algorithm.preset is {preset}, which is not compared with TRL; choose from {', '.join(ALGORITHMS)}")
     own = _grpo_problems if preset == "grpo" else _ppo_problems
     if problems := [*_rollout_problems(config), *_update_problems(config), *own(config), *_batch_problems(config, micro_batch)]:
         raise ConfigError(problems)
@@ -36,9 +34,7 @@ def algorithm_settings(config: TrainConfig) -> dict[str, Any]:
 def _rollout_problems(config: TrainConfig) -> Iterator[str]:
     rollout = config.rollout
     if config.debug.forced_lengths is None:
-        yield (
-            "debug.forced_lengths is not set: without forced lengths the two do different work; set it, or give --lognormal"
-        )
+        yield ("debug.forced_lengths is not set: without forced lengths the two do different work; set it, or give --lognormal")
     if rollout.temperature == 0 or rollout.top_k or rollout.top_p < 1:
         yield (
             f"TRL samples the whole vocabulary: rollout.temperature={rollout.temperature:g} must be above 0, "

@@ -147,9 +147,7 @@ def _step(work: Mapping[str, Any], generate: ForcedGenerate, batch: Batch, numbe
     """The tokens of a finished step's rows as TRL has them, and what forcing their lengths took."""
     rows = slice(number * work["batch_size"], (number + 1) * work["batch_size"])
     if batch.prompts != work["prompts"][rows]:
-        raise PeerError(
-            f"step {number + 1} of TRL has other prompts than rows {rows.start} to {rows.stop - 1} of the work"
-        )
+        raise PeerError(f"step {number + 1} of TRL has other prompts than rows {rows.start} to {rows.stop - 1} of the work")
     found = {
         "prompt_tokens": [len(prompt) for prompt in batch.prompts],
         "response_tokens": [len(response) for response in batch.responses],

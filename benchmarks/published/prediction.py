@@ -204,9 +204,7 @@ def predicted_speedups() -> list[Predicted]:
     found = []
     for slow, fast in PAIRS:
         a, b = steps[slow], steps[fast]
-        found.append(
-            Predicted(fast, f"over {slow}", a.published / b.published, a.fitted / b.fitted, a.left_out / b.left_out)
-        )
+        found.append(Predicted(fast, f"over {slow}", a.published / b.published, a.fitted / b.fitted, a.left_out / b.left_out))
     return found
 
 

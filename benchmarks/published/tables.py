@@ -162,8 +162,7 @@ def cut_stages(shape: Shape, pp: int, *, scalar: bool) -> tuple[Stage, ...]:
     head = head_linear(shape, scalar=scalar).size
     cuts = least_largest((embedding, *[layer] * layers, head), pp)
     return tuple(
-        Stage(min(end, layers + 1) - max(begin, 1), end == layers + 2)
-        for begin, end in zip(cuts, cuts[1:], strict=False)
+        Stage(min(end, layers + 1) - max(begin, 1), end == layers + 2) for begin, end in zip(cuts, cuts[1:], strict=False)
     )
 
 

@@ -34,9 +34,7 @@ class Canvas:
             f'stroke="#546e7a" stroke-width="0.8"{line}/>'
         )
 
-    def text(
-        self, x: float, y: float, words: str, anchor: str = "start", *, bold: bool = False, size: int = 12
-    ) -> None:
+    def text(self, x: float, y: float, words: str, anchor: str = "start", *, bold: bool = False, size: int = 12) -> None:
         weight = ' font-weight="bold"' if bold else ""
         self.parts.append(
             f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size}" fill="#263238"{weight}>{escape(words)}</text>'
@@ -44,9 +42,7 @@ class Canvas:
 
     def line(self, x1: float, y1: float, x2: float, y2: float, *, dashed: bool = False, arrow: bool = False) -> None:
         dash = ' stroke-dasharray="5 4"' if dashed else ""
-        self.parts.append(
-            f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="#37474f" stroke-width="1.2"{dash}/>'
-        )
+        self.parts.append(f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="#37474f" stroke-width="1.2"{dash}/>')
         if arrow:
             side = 1 if x2 > x1 else -1 if x2 < x1 else 0
             points = [(x2, y2), (x2 - 7 * side - (0 if side else 4), y2 - (4 if side else 7 * (1 if y2 > y1 else -1)))]
@@ -75,9 +71,7 @@ def intra() -> str:
     ]  # fmt: skip
     canvas.lane(32, "actor", actor, scale)
     canvas.lane(72, "scorers", scorers, scale)
-    canvas.text(
-        10, 142, "intra-step overlap: chunks of tokens are prefilled while the next ones are decoded", bold=True
-    )
+    canvas.text(10, 142, "intra-step overlap: chunks of tokens are prefilled while the next ones are decoded", bold=True)
     chunks = [(12.0 * i, 12.0, "decode", f"chunk {i + 1}") for i in range(4)]
     after = [(48.0, 6.0, "idle", ""), (54.0, 20.0, "update", "update actor"), (74.0, 12.0, "decode", "next step")]
     canvas.lane(154, "actor", [*chunks, *after], scale)

@@ -27,9 +27,7 @@ GENERATED = ("configuration.md", "mistakes.md")
 MISTAKES = ROOT / "build" / "mistakes.md"
 LINK = re.compile(r"(?<!!)\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
-ELSEWHERE = re.compile(
-    r"""<(?:script|img|iframe|source)[^>]*\ssrc=["']?(?:https?:)?//|<link[^>]*\shref=["']?(?:https?:)?//"""
-)
+ELSEWHERE = re.compile(r"""<(?:script|img|iframe|source)[^>]*\ssrc=["']?(?:https?:)?//|<link[^>]*\shref=["']?(?:https?:)?//""")
 LANGUAGES = {".yaml": "yaml", ".py": "python", ".sh": "bash", ".sbatch": "bash", ".env": "bash", ".json": "json"}
 log = logging.getLogger("mkdocs.hooks.repository")
 
@@ -46,11 +44,7 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
     """Add the generated pages, a page for each file of the repository that a page links to, and for those that these link to."""
     for name, text in zip(GENERATED, (_configuration(), _mistakes()), strict=True):
         files.append(File.generated(config, name, content=text))
-    waiting = [
-        place
-        for file in files.documentation_pages()
-        for place in _leads_to(_repository_path(file), file.content_string)
-    ]
+    waiting = [place for file in files.documentation_pages() for place in _leads_to(_repository_path(file), file.content_string)]
     while waiting:
         place = waiting.pop()
         if files.get_file_from_path(page_of(place)) is None:

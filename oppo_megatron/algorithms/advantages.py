@@ -104,9 +104,7 @@ def _deviation(x: Tensor, dim: int) -> Tensor:
     return x.std(dim, keepdim=True) if x.shape[dim] > 1 else torch.zeros_like(x)
 
 
-def gae(
-    rewards_T: Tensor, values_T: Tensor, lengths_B: Lengths, gamma: float, gae_lambda: float
-) -> tuple[Tensor, Tensor]:
+def gae(rewards_T: Tensor, values_T: Tensor, lengths_B: Lengths, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
     """Return advantages and returns, both [T] (paper eq. 1; Schulman et al. 2016).
 
     delta_t = r_t + gamma V_{t+1} - V_t, V = 0 after a row's end; A_t = sum_l (gamma lambda)^l
@@ -139,9 +137,7 @@ class Moments:
         return cls(x_T.numel(), float(exact_T.sum()), float(exact_T.square().sum()))
 
     def __add__(self, other: Moments) -> Moments:
-        return Moments(
-            self.count + other.count, self.total + other.total, self.total_of_squares + other.total_of_squares
-        )
+        return Moments(self.count + other.count, self.total + other.total, self.total_of_squares + other.total_of_squares)
 
     @property
     def mean(self) -> float:

@@ -101,9 +101,7 @@ class CustomLoss:
     plugin: Plugin
     mean: bool  # True with `reduction: sequence_mean`
 
-    def losses(
-        self, logp_T: Tensor, columns: Mapping[str, Tensor], lengths: Sequence[int], counts: Mapping[str, int]
-    ) -> Tensor:
+    def losses(self, logp_T: Tensor, columns: Mapping[str, Tensor], lengths: Sequence[int], counts: Mapping[str, int]) -> Tensor:
         """Return the token losses of a micro-batch, [T].  Raises PluginError for a bad result.
 
         `columns`: [T] each, by the names of `LossInputs` without `_L`; `counts`: its integers.

@@ -57,9 +57,7 @@ def token_noise(dtype: str) -> float:
     return APART[dtype] / 4
 
 
-def judged_gap(
-    limit: GapLimit, *, max_logprob_gap: float, max_usual_gap: float, num_fresh: float, num_beyond: float
-) -> float:
+def judged_gap(limit: GapLimit, *, max_logprob_gap: float, max_usual_gap: float, num_fresh: float, num_beyond: float) -> float:
     """Return a number above `limit.nats` if and only if the gap exceeds the limit."""
     if not limit.by_rounding:
         return max_logprob_gap

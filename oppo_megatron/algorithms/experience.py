@@ -327,9 +327,7 @@ def _check_inputs(scored: ScoredBatch, lengths_B: Tensor) -> None:
 
 
 def _check_tokens(quantity: str, x_T: Tensor, lengths_B: Tensor) -> None:
-    assert x_T.shape == (int(lengths_B.sum()),), (
-        f"{quantity}: shape {x_T.shape} for {int(lengths_B.sum())} packed tokens"
-    )
+    assert x_T.shape == (int(lengths_B.sum()),), f"{quantity}: shape {x_T.shape} for {int(lengths_B.sum())} packed tokens"
     bad_T = (~x_T.isfinite()).nonzero().flatten()
     if not bad_T.numel():
         return

@@ -225,9 +225,7 @@ OBJECTIVES: Mapping[Objective, ObjectiveTerms] = {
 }
 
 
-def policy_loss(
-    logp_T: Tensor, targets: ActorTargets, surrogate: Surrogate, num_tokens: int
-) -> tuple[Tensor, PolicyStats]:
+def policy_loss(logp_T: Tensor, targets: ActorTargets, surrogate: Surrogate, num_tokens: int) -> tuple[Tensor, PolicyStats]:
     """Return the importance-weighted surrogate (with `clip`: minus paper eq. 2) and its statistics."""
     old_logp_T, lengths_R = targets.old_logp_T, targets.lengths_R
     ratio_T = log_ratios(logp_T, old_logp_T, surrogate.ratio, lengths_R).exp()

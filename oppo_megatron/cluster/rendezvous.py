@@ -165,9 +165,7 @@ class _Arrival:
         timeout = timedelta(seconds=max(POLL_S, self._left_s()))
         address, port = self.point.address, self.point.port
         try:
-            return within(
-                self._left_s(), lambda: dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
-            )
+            return within(self._left_s(), lambda: dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False))
         except (dist.DistError, TimeoutError) as error:
             raise WorldError(
                 f"{self.me} was answered at {self.point}, but not by the meeting point of a run: another program has "

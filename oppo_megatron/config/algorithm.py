@@ -127,35 +127,41 @@ class AlgorithmConfig(Section):
     """The algorithm: a preset, or a preset with some of its choices changed."""
 
     preset: Annotated[Name, Choices(_table())] = Field(
-        "ppo", description="built-in preset, whose choices are the defaults here, of `ppo.kl`, of bounds in `ppo` and "
+        "ppo",
+        description="built-in preset, whose choices are the defaults here, of `ppo.kl`, of bounds in `ppo` and "
         "of `rollout.group_size` (`oppo config --explain algorithm.preset`); or a YAML file of your own "
-        "(docs/extending.md)"
+        "(docs/extending.md)",
     )
     baseline: Baseline = Field(
-        "critic", description="baseline of a score: a critic's values (GAE); the group's mean; the mean of the others "
+        "critic",
+        description="baseline of a score: a critic's values (GAE); the group's mean; the mean of the others "
         "in the group; the score of a greedy response, which is decoded too and not trained; a group's best response "
-        "against its worst; default: the preset's"
+        "against its worst; default: the preset's",
     )
     scale: Scale = Field(
-        "whiten", description="divisor of advantages: standard deviation of the scores of the group, or of the batch; "
+        "whiten",
+        description="divisor of advantages: standard deviation of the scores of the group, or of the batch; "
         "advantage_std: of the batch's advantages less their mean; whiten: mean 0 and variance 1 over the batch's "
-        "tokens; default: the preset's"
+        "tokens; default: the preset's",
     )
     ratio: Ratio = Field(
-        "token", description="bounded ratio of new to old policy: each token's; sequence: the geometric mean over the "
+        "token",
+        description="bounded ratio of new to old policy: each token's; sequence: the geometric mean over the "
         "response; sequence_token: that value with each token's gradient; sequence_product: the product over the "
-        "response; default: the preset's"
+        "response; default: the preset's",
     )
     objective: AnyObjective = Field(
-        "clip", description="clip: the clipped surrogate; cispo: log-probs weighted by capped ratios without "
+        "clip",
+        description="clip: the clipped surrogate; cispo: log-probs weighted by capped ratios without "
         "gradient; plain: log-probs, without a ratio; dpo: the loss of a pair, by section `dpo`; default: the "
-        "preset's"
+        "preset's",
     )
     reduction: AnyReduction = Field(
-        "token_mean", description="weight of a token in the loss of a minibatch with N responses, G groups and T "
+        "token_mean",
+        description="weight of a token in the loss of a minibatch with N responses, G groups and T "
         "tokens: token_mean: 1/T; sequence_mean: 1/(N x tokens of its response); constant: 1/(N x "
         "rollout.max_response_tokens); group_token_mean: 1/(G x tokens of its group); sequence_sum: 1/N; pair_mean: "
-        "1/pairs; default: the preset's"
+        "1/pairs; default: the preset's",
     )
 
     advantage: FunctionPath | None = Field(None, description="your own advantages, in place of baseline and scale")

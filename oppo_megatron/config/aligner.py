@@ -42,7 +42,5 @@ def read_aligner_config(tree: Mapping[str, Any]) -> AlignerConfig:
         raise ConfigError([f"trainer.ppo.oppo: {problem}" for problem in explain(AlignerConfig, error)]) from error
     delta = config.delta
     if delta.initial > delta.max:
-        raise ConfigError(
-            f"trainer.ppo.oppo.delta: initial {delta.initial} is above max {delta.max}; lower it, or raise max"
-        )
+        raise ConfigError(f"trainer.ppo.oppo.delta: initial {delta.initial} is above max {delta.max}; lower it, or raise max")
     return config

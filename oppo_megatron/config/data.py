@@ -20,13 +20,15 @@ class TokenizerConfig(Section):
     path: Path = Field(..., description="Hugging Face tokenizer directory, or a sentencepiece `.model` file")
     chat_template: str | None = Field(None, description="Jinja template for `messages`; default: the tokenizer's own")
     template_arguments: dict[str, Any] = Field(
-        {}, description="variables for the chat template, such as `{enable_thinking: false}`; a row's column of that "
-        "name comes first"
+        {},
+        description="variables for the chat template, such as `{enable_thinking: false}`; a row's column of that "
+        "name comes first",
     )
     date: datetime | None = Field(None, description="today's date for templates; null: when the first run began")
     add_bos: bool | None = Field(
-        None, description="begin each prompt with BOS, unless its text or template does; null: if the tokenizer "
-        "itself does (sentencepiece does not)"
+        None,
+        description="begin each prompt with BOS, unless its text or template does; null: if the tokenizer "
+        "itself does (sentencepiece does not)",
     )
 
 
@@ -43,8 +45,7 @@ class ColumnsConfig(PromptColumnsConfig):
     """The columns of a row by their part, answers among them."""
 
     chosen: str | None = Field(
-        None, description="the better answer (`oppo rm`, `oppo dpo`); of dialogues, with the prompt "
-        "before it"
+        None, description="the better answer (`oppo rm`, `oppo dpo`); of dialogues, with the prompt before it"
     )
     rejected: str | None = Field(None, description="the worse answer, as `chosen`")
     completion: str | None = Field(None, description="the answer to learn or to judge (`oppo sft`, `oppo dpo`)")
@@ -57,12 +58,14 @@ class RowsConfig(Section):
     """Files of rows (JSONL, JSON, CSV, Parquet, also compressed), and how they are read (docs/data.md)."""
 
     path: Path | list[Path] = Field(
-        ..., description="JSONL, JSON, CSV, TSV or Parquet, also compressed: a file, pattern, list or folder; or a "
-        "folder of `save_to_disk`"
+        ...,
+        description="JSONL, JSON, CSV, TSV or Parquet, also compressed: a file, pattern, list or folder; or a "
+        "folder of `save_to_disk`",
     )
     format: Literal["auto", "columns", "alpaca", "sharegpt", "messages", "hh"] = Field(
-        "auto", description="layout of a row: detected, a column for each part, Alpaca's instruction and input, "
-        "ShareGPT's conversations, lists of role and content, Human/Assistant dialogues in chosen and rejected"
+        "auto",
+        description="layout of a row: detected, a column for each part, Alpaca's instruction and input, "
+        "ShareGPT's conversations, lists of role and content, Human/Assistant dialogues in chosen and rejected",
     )
     columns: PromptColumnsConfig = PromptColumnsConfig()
     prompt_template: str = Field("{prompt}", description="text around each prompt; `{prompt}` stands for it")
@@ -71,8 +74,9 @@ class RowsConfig(Section):
         "error", description="a row that is not JSON, lacks a column or has no text: end the run, or set the row aside"
     )
     long_rows: Literal["error", "truncate", "quarantine"] = Field(
-        "error", description="a longer prompt ends the run, is cut to its end, or is set aside; in supervised "
-        "training also a row of more than `max_tokens`, by default set aside"
+        "error",
+        description="a longer prompt ends the run, is cut to its end, or is set aside; in supervised "
+        "training also a row of more than `max_tokens`, by default set aside",
     )
     shuffle: bool = Field(True, description="a new order each epoch, from the seed; false: the file's order")
 

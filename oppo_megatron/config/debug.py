@@ -51,18 +51,21 @@ class DebugConfig(Section):
     """
 
     forced_lengths: Annotated[list[float] | Path | tuple[Path, str] | None, Unit("tokens, nats")] = Field(
-        None, description="lengths at which responses end, in place of EOS: [median, sigma] of log-normal lengths, in "
+        None,
+        description="lengths at which responses end, in place of EOS: [median, sigma] of log-normal lengths, in "
         "tokens, and of their logarithm (0: all equal); a CSV file of lengths; or [file, column], with its column of "
-        "tokens (else `GeneratedTokens`), or the kind of a histogram (else `output`)"
+        "tokens (else `GeneratedTokens`), or the kind of a histogram (else `output`)",
     )
     wait_for: list[Literal["critic", "scores"]] = Field(
-        default=[], description="with `overlap.intra`, unnecessary waits that leave the result unchanged: the next "
-        "step waits for the critic's update; the forward pass of the actor's update waits for the last scores"
+        default=[],
+        description="with `overlap.intra`, unnecessary waits that leave the result unchanged: the next "
+        "step waits for the critic's update; the forward pass of the actor's update waits for the last scores",
     )
 
     fork: bool = Field(
-        True, description="compute the cache of a prompt once and fork it for its responses; false: each response "
-        "computes its own, for comparison"
+        True,
+        description="compute the cache of a prompt once and fork it for its responses; false: each response "
+        "computes its own, for comparison",
     )
 
     @field_validator("forced_lengths")

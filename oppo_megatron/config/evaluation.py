@@ -33,12 +33,14 @@ class EvaluationConfig(MeasuringConfig):
 
     data: PromptDataConfig
     verifier: Literal["arithmetic", "gsm8k", "math", "multiple_choice"] | None = Field(
-        None, description="rule whose share of right responses is the metric `accuracy`, checked against the column "
-        "`answer`; null: only `metrics`"
+        None,
+        description="rule whose share of right responses is the metric `accuracy`, checked against the column "
+        "`answer`; null: only `metrics`",
     )
     metrics: list[RewardPart] = Field(
-        default_factory=list, description="parts as under `rewards`, each a metric, whatever its weight; `model` and "
-        "`process` are the run's reward model"
+        default_factory=list,
+        description="parts as under `rewards`, each a metric, whatever its weight; `model` and "
+        "`process` are the run's reward model",
     )
     samples: Annotated[int, Unit("responses")] = Field(1, ge=1, description="responses per prompt")
     temperature: Annotated[float, Unit("")] = Field(0.0, ge=0, description="0: the likeliest token each time")
@@ -69,9 +71,10 @@ class EarlyStopConfig(Section):
     """The run ends once a held-out metric no longer improves."""
 
     metric: str = Field(
-        ..., description="a metric of `evaluation`: `accuracy`, the label of a part, `response_tokens`; for "
+        ...,
+        description="a metric of `evaluation`: `accuracy`, the label of a part, `response_tokens`; for "
         "supervised training `loss`, `accuracy`, `margin`. Lower is better for `loss` and `truncated`; `min toxicity` "
-        "and `max length` override this"
+        "and `max length` override this",
     )
     patience: Annotated[int, Unit("evaluations")] = Field(
         3, ge=1, description="end after this many consecutive evaluations that do not beat the best"

@@ -69,9 +69,7 @@ def load_config(
         data = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
-        raise ConfigError(
-            [*problems, f"`{error.full_key}` cannot be resolved: {reason}; correct the reference"]
-        ) from error
+        raise ConfigError([*problems, f"`{error.full_key}` cannot be resolved: {reason}; correct the reference"]) from error
     if secrets := shown_secrets(data, os.environ):
         raise ConfigError(secrets)  # before anything else could show them
     config: SectionT | None
@@ -123,9 +121,7 @@ def read_tree(path: str | Path, overrides: Sequence[str] = ()) -> dict[Any, Any]
 def _require_file(path: Path) -> None:
     if path.is_dir():
         found = sorted(entry.name for entry in path.iterdir() if entry.suffix in (".yaml", ".yml"))
-        named = (
-            f"name a file in it, as {path / found[0]}" if found else "it holds no .yaml file; `oppo config --init` writes one"
-        )
+        named = f"name a file in it, as {path / found[0]}" if found else "it holds no .yaml file; `oppo config --init` writes one"
         raise ConfigError(f"{path} is a folder, and a configuration is a file; {named}")
     if not path.is_file():
         raise ConfigError(missing_path("the configuration file", path))
@@ -151,9 +147,7 @@ def _read_yaml(path: Path) -> DictConfig:
         raise ConfigError(f"{path}: not a readable YAML text ({reason}); save it as UTF-8 YAML") from error
     except OSError as error:
         if error.errno is not None:
-            raise ConfigError(
-                f"{path} cannot be read ({error.strerror}); give this user the right to read it"
-            ) from error
+            raise ConfigError(f"{path} cannot be read ({error.strerror}); give this user the right to read it") from error
         raise ConfigError(
             f"{path} is not a YAML mapping ({error}); write `key: value` lines, with a space behind each colon"
         ) from error
@@ -167,9 +161,7 @@ def _read_yaml(path: Path) -> DictConfig:
 def _reference_problem(values: Collection[str]) -> str | None:
     """Why references `${...}` are not resolved (omegaconf recurses for each), if so."""
     if len(values) > MOST_REFERENCES:
-        return (
-            f"it has {len(values)} different references `${{...}}`, more than {MOST_REFERENCES}; write some of them out"
-        )
+        return f"it has {len(values)} different references `${{...}}`, more than {MOST_REFERENCES}; write some of them out"
     steps = {bracket: 1 for bracket in "[{("} | {bracket: -1 for bracket in "]})"}
     deepest = max((level for text in values for level in accumulate(steps.get(each, 0) for each in text)), default=0)
     if deepest > DEEPEST_REFERENCE:
@@ -206,9 +198,7 @@ def _apply_overrides(tree: DictConfig, overrides: Sequence[str]) -> list[str]:
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not all(key.split(".")):
-            problems.append(
-                f"override `{override}` is not of the form a.b=c; write the dotted key, `=`, then the value"
-            )
+            problems.append(f"override `{override}` is not of the form a.b=c; write the dotted key, `=`, then the value")
             continue
         try:
             if re.sub(r"[^.[]", "", key)[DEEPEST_YAML:]:
@@ -219,9 +209,7 @@ def _apply_overrides(tree: DictConfig, overrides: Sequence[str]) -> list[str]:
             OmegaConf.update(tree, key, container["value"])
         except (yaml.YAMLError, OmegaConfBaseException, TypeError, ValueError, AttributeError) as error:
             reason = str(error).partition("\n")[0]
-            problems.append(
-                f"override `{override}` cannot be applied ({reason}); give an existing key and a YAML value"
-            )
+            problems.append(f"override `{override}` cannot be applied ({reason}); give an existing key and a YAML value")
     return problems
 
 

@@ -31,8 +31,7 @@ class LoraConfig(Section):
         None, description="projections that have adapters, by their Hugging Face names; null: all seven"
     )
     adapter: Path | None = Field(
-        None, description="peft directory to start from, of this rank, alpha and targets; null: A drawn by init_seed, "
-        "B zero"
+        None, description="peft directory to start from, of this rank, alpha and targets; null: A drawn by init_seed, B zero"
     )
 
     @field_validator("targets")
@@ -99,12 +98,9 @@ class ModelConfig(Section):
     """A Hugging Face or Megatron directory, or a shape to initialise at random: exactly one of `checkpoint` and `init`."""
 
     checkpoint: Path | None = Field(
-        None, description="Hugging Face directory (config.json + safetensors), or a Megatron torch_dist one with a "
-        "config.json"
+        None, description="Hugging Face directory (config.json + safetensors), or a Megatron torch_dist one with a config.json"
     )
-    init: dict[str, Any] | Path | None = Field(
-        None, description="config.json, or its path: random weights of that shape"
-    )
+    init: dict[str, Any] | Path | None = Field(None, description="config.json, or its path: random weights of that shape")
     init_seed: Annotated[int, Unit("")] = Field(1234, ge=0, description="of random weights and fresh heads")
     fresh_head: bool = Field(False, description="a causal LM may be loaded with a new scalar head (reward, critic)")
     dtype: Dtype = Field("float32", description="type of the weights and of the computation; default: `runtime.dtype`")
@@ -132,16 +128,20 @@ class OptimizerConfig(Section):
     """Adam and its schedule, through megatron-core's optimizer."""
 
     lr: Annotated[float | None, Unit("")] = Field(
-        None, gt=0, description="largest learning rate; null: 1e-6 for an actor and `oppo dpo`, 5e-6 for "
-        "a critic, 1e-5 for `oppo sft` and `oppo rm`; ten times that for adapters (`lora`)"
+        None,
+        gt=0,
+        description="largest learning rate; null: 1e-6 for an actor and `oppo dpo`, 5e-6 for "
+        "a critic, 1e-5 for `oppo sft` and `oppo rm`; ten times that for adapters (`lora`)",
     )
     min_lr: Annotated[float, Unit("")] = Field(0.0, ge=0, description="learning rate at the end of the decay")
     warmup_steps: Annotated[int, Unit("optimizer steps")] = Field(0, ge=0, description="linear warm-up")
     decay: Literal["constant", "linear", "cosine"] = Field("constant", description="learning rate after the warm-up")
     weight_decay: Annotated[float, Unit("")] = Field(0.0, ge=0, description="decoupled weight decay (AdamW)")
     betas: Annotated[list[Annotated[float, Ge(0), Lt(1)]], Unit("")] = Field(
-        default=[0.9, 0.95], min_length=2, max_length=2, description="decay of the mean gradient, and of the mean "
-        "squared gradient"
+        default=[0.9, 0.95],
+        min_length=2,
+        max_length=2,
+        description="decay of the mean gradient, and of the mean squared gradient",
     )
     eps: Annotated[float, Unit("")] = Field(1e-8, gt=0, description="added to the root of the mean squared gradient")
     clip_grad: Annotated[float, Unit("")] = Field(1.0, ge=0, description="largest global gradient norm; 0: none")
@@ -224,14 +224,16 @@ class PlacementSettings(Section):
     """The ranks of the roles that name no ranks of their own."""
 
     mode: Literal["disaggregated", "colocated", "single", "auto"] = Field(
-        "disaggregated", description="disaggregated: actor on the first ranks, scorers on the next; colocated: all on "
-        "the same ranks; single: one process; auto: measure before the run which is fastest on this machine"
+        "disaggregated",
+        description="disaggregated: actor on the first ranks, scorers on the next; colocated: all on "
+        "the same ranks; single: one process; auto: measure before the run which is fastest on this machine",
     )
     actor: ParallelConfig = ParallelConfig()
     scorer: ParallelConfig | None = Field(None, description="default: one rank, or the actor's layout if colocated")
     reference: Literal["scorer", "actor"] = Field(
-        "scorer", description="ranks and layout of the reference: the scorers', or the actor's, if a large reward "
-        "model keeps the scorers busy"
+        "scorer",
+        description="ranks and layout of the reference: the scorers', or the actor's, if a large reward "
+        "model keeps the scorers busy",
     )
 
 
@@ -253,34 +255,42 @@ class RuntimeConfig(Section):
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is a device, else cpu")
     dtype: Dtype | None = Field(
-        None, description="type of every role that gives none of its own; with bfloat16 the optimizer also keeps "
-        "float32 weights; null: bfloat16 on CUDA devices, float32 on a CPU"
+        None,
+        description="type of every role that gives none of its own; with bfloat16 the optimizer also keeps "
+        "float32 weights; null: bfloat16 on CUDA devices, float32 on a CPU",
     )
     threads_per_rank: Annotated[int, Unit("threads")] = Field(
-        0, ge=0, description="CPU threads of each rank; 0: OMP_NUM_THREADS or MKL_NUM_THREADS, else usable cores "
-        "divided by local ranks"
+        0,
+        ge=0,
+        description="CPU threads of each rank; 0: OMP_NUM_THREADS or MKL_NUM_THREADS, else usable cores divided by local ranks",
     )
     timeout_s: float = Field(
-        1800.0, gt=0, description="time limit of a message or collective; at the start, all ranks must meet within a "
-        "sixth of it, or within a minute if that is longer"
+        1800.0,
+        gt=0,
+        description="time limit of a message or collective; at the start, all ranks must meet within a "
+        "sixth of it, or within a minute if that is longer",
     )
     micro_batch_tokens: int = Field(4096, ge=1, description="most tokens of a packed micro-batch")
     kv_cache_mb: float | None = Field(None, gt=0, description="budget per role and rank; null: the whole buffer")
     decode_path: DecodePath = Field(
-        "packed", description="computation of cached calls: megatron's modules, few calls over its parameters "
-        "(fused), or over a copy laid out for the CPU's products (packed; fused if the CPU has none)"
+        "packed",
+        description="computation of cached calls: megatron's modules, few calls over its parameters "
+        "(fused), or over a copy laid out for the CPU's products (packed; fused if the CPU has none)",
     )
     layers: Layers = Field(
-        "auto", description="linear layers and norms: megatron-core's with torch's norm, or transformer-engine's; "
-        "auto: transformer-engine's on CUDA devices if it is installed and a role has no adapters"
+        "auto",
+        description="linear layers and norms: megatron-core's with torch's norm, or transformer-engine's; "
+        "auto: transformer-engine's on CUDA devices if it is installed and a role has no adapters",
     )
     kv_layout: KVLayout = Field(
-        "auto", description="KV caches with a slot of full length per sequence (dense), or with blocks of 256 tokens "
-        "(paged); auto: paged if a GPU has an attention kernel for it, else dense; memory tables count auto as dense"
+        "auto",
+        description="KV caches with a slot of full length per sequence (dense), or with blocks of 256 tokens "
+        "(paged); auto: paged if a GPU has an attention kernel for it, else dense; memory tables count auto as dense",
     )
     decode_sync_steps: Annotated[PositiveInt | None, Unit("decode steps")] = Field(
-        None, description="decode steps between two checks for ended responses, if one rank holds all layers (pp 1); "
-        "steps between them never wait for the device and are CUDA graphs on a GPU; null: 16 on a GPU, else 1"
+        None,
+        description="decode steps between two checks for ended responses, if one rank holds all layers (pp 1); "
+        "steps between them never wait for the device and are CUDA graphs on a GPU; null: 16 on a GPU, else 1",
     )
 
     @property

@@ -19,8 +19,8 @@ class ChunkConfig(Section):
 
     tokens: int = Field(32, ge=1, description="decode steps in a round at the start of the run")
     adaptive: Annotated[bool | Annotated[list[PositiveInt], Field(min_length=1)], Unit("tokens")] = Field(
-        True, description="search for the fastest size among these, and the current one; true: [16, 32, 64]; false: "
-        "stay at `tokens`"
+        True,
+        description="search for the fastest size among these, and the current one; true: [16, 32, 64]; false: stay at `tokens`",
     )
 
     @property
@@ -46,8 +46,10 @@ class CarryConfig(Section):
     chunk: ChunkConfig = ChunkConfig()
     delta: DeltaConfig = DeltaConfig()
     max_staleness: Annotated[int, Unit("steps")] = Field(
-        4, ge=1, description="most steps that a prompt's rollouts are carried before they are trained; the batch "
-        "waits for the oldest, and nothing is thrown away"
+        4,
+        ge=1,
+        description="most steps that a prompt's rollouts are carried before they are trained; the batch "
+        "waits for the oldest, and nothing is thrown away",
     )
 
 
@@ -57,19 +59,24 @@ class OverlapConfig(CarryConfig):
     intra: bool = Field(True, description="stream chunks to the scorers while the actor decodes")
     inter: bool = Field(True, description="overcommit delta prompts and carry unfinished rollouts to the next step")
     schedule: Literal["auto", "intra", "woven"] | ImportPath = Field(
-        "auto", description="schedule of a round with `intra` on ranks that score and decode: scoring first, or woven "
+        "auto",
+        description="schedule of a round with `intra` on ranks that score and decode: scoring first, or woven "
         "into the bubbles of the decode pipeline; auto: woven if some rank does both; or your own function "
-        "(docs/extending.md)"
+        "(docs/extending.md)",
     )
     weave: Annotated[list[PositiveInt | Literal["auto"]], Unit("micro-batches, tokens")] = Field(
-        default=["auto", "auto"], min_length=2, max_length=2, description="if decoding and scoring share pipeline "
+        default=["auto", "auto"],
+        min_length=2,
+        max_length=2,
+        description="if decoding and scoring share pipeline "
         "stages: decode micro-batches of each replica, and most tokens of a scorer's prefill micro-batch; auto: by "
         "measured times. Fix both if a run must repeat to the bit, because they decide which sequences are computed "
-        "together"
+        "together",
     )
     backfill: Annotated[bool | PositiveInt, Unit("decode steps")] = Field(
-        False, description="with `inter`: new prompts replace finished rollouts within a step; a number gives the "
-        "decode steps between two admissions, a multiple of `chunk.tokens`; true: `chunk.tokens`"
+        False,
+        description="with `inter`: new prompts replace finished rollouts within a step; a number gives the "
+        "decode steps between two admissions, a multiple of `chunk.tokens`; true: `chunk.tokens`",
     )
     actor_kv: Literal["recompute", "keep"] = Field(
         "recompute", description="recompute or keep a carried KV cache after an update"

@@ -97,17 +97,13 @@ def named_paths(value: Any, key: str = "") -> Iterator[tuple[str, Path]]:
             yield from named_paths(item, f"{key}.{index}")
 
 
-SECRET_NAME = re.compile(
-    r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY)S?(?:_|$)", re.IGNORECASE
-)
+SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY)S?(?:_|$)", re.IGNORECASE)
 SHORTEST = 8  # a shorter value may occur in a text by chance
 
 
 def shown_secrets(settings: Any, environment: Mapping[str, str]) -> list[str]:
     """A sentence, without the value, for each setting that holds the value of a secret variable."""
-    secrets = {
-        name: value for name, value in environment.items() if SECRET_NAME.search(name) and len(value) >= SHORTEST
-    }
+    secrets = {name: value for name, value in environment.items() if SECRET_NAME.search(name) and len(value) >= SHORTEST}
     return [
         f"`{key}` holds the value of the environment variable {name}, by its name a secret, and the run's config.yaml would "
         "show it; leave it out: libraries read it from the environment themselves"

@@ -15,16 +15,19 @@ class RolloutConfig(Section):
 
     batch_size: Annotated[int, Unit("rollouts")] = Field(..., ge=1, description="trained rollouts per step (paper's B)")
     group_size: Annotated[int, Unit("rollouts")] = Field(
-        1, ge=1, description="responses to each prompt; must divide the batch size; `algorithm.baseline: greedy` adds "
-        "one, which does not count; default: that of `algorithm.preset`"
+        1,
+        ge=1,
+        description="responses to each prompt; must divide the batch size; `algorithm.baseline: greedy` adds "
+        "one, which does not count; default: that of `algorithm.preset`",
     )
     max_response_tokens: int = Field(..., ge=1, description="longest response; a longer one is cut")
     temperature: Annotated[float, Unit("factor")] = Field(1.0, ge=0, description="0 means greedy")
     top_k: Annotated[int, Unit("tokens")] = Field(0, ge=0, description="0 turns it off")
     top_p: Annotated[float, Unit("share")] = Field(1.0, gt=0, le=1, description="smallest set with this mass; 1: off")
     stop: Annotated[list[StrictStr | StrictInt], Unit("token ids")] = Field(
-        default=[], description="texts and token ids that end a response, in addition to the EOS of the tokenizer and "
-        "of the actor's `generation_config.json`; the stop text stays in the response"
+        default=[],
+        description="texts and token ids that end a response, in addition to the EOS of the tokenizer and "
+        "of the actor's `generation_config.json`; the stop text stays in the response",
     )
 
     def rules(self, *, forced: bool) -> Iterator[str]:
@@ -51,21 +54,23 @@ class KLConfig(Section):
 
     estimator: Literal["k1", "k2", "k3"] = Field("k1", description="KL of one sampled token; see docs/algorithm.md")
     mode: Literal["none", "penalty", "score", "loss", "margin"] = Field(
-        "penalty", description="penalty: subtracted from the reward of each token; score: a response's sum is "
+        "penalty",
+        description="penalty: subtracted from the reward of each token; score: a response's sum is "
         "subtracted from its score, before a baseline is; loss: a term of the actor's loss (estimator k2 or k3); "
         "margin: the margins of pairs are measured against the reference (preset online_dpo); none: there is no "
-        "reference; default: that of `algorithm.preset`"
+        "reference; default: that of `algorithm.preset`",
     )
     gradient: Literal["estimator", "reverse"] = Field(
-        "estimator", description="with `mode: loss`: of the estimator itself, or one whose expectation is the "
-        "gradient of KL(actor || reference)"
+        "estimator",
+        description="with `mode: loss`: of the estimator itself, or one whose expectation is the "
+        "gradient of KL(actor || reference)",
     )
-    coefficient: Annotated[float, Unit("reward a nat")] = Field(
-        0.05, ge=0, description="weight of the KL, or its start"
-    )
+    coefficient: Annotated[float, Unit("reward a nat")] = Field(0.05, ge=0, description="weight of the KL, or its start")
     target: Annotated[float | None, Unit("nats a response")] = Field(
-        None, gt=0, description="KL per response that the coefficient follows: by a tenth of the relative error, at "
-        "most 2 % a step (Ziegler et al. 2019); null: the coefficient stays"
+        None,
+        gt=0,
+        description="KL per response that the coefficient follows: by a tenth of the relative error, at "
+        "most 2 % a step (Ziegler et al. 2019); null: the coefficient stays",
     )
 
 
@@ -78,33 +83,32 @@ class PPOConfig(Section):
     gae_lambda: Annotated[float, Unit("factor")] = Field(0.95, ge=0, le=1, description="0 trusts the critic, 1 rewards")
     clip: Annotated[float, Unit("factor")] = Field(0.2, gt=0, description="ratio within 1 - clip .. 1 + clip")
     clip_high: Annotated[float | None, Unit("factor")] = Field(
-        None, gt=0, description="the ratio counts up to 1 + clip_high, and with objective cispo, which needs it, this "
-        "is the largest weight; null: 1 + clip; default: that of `algorithm.preset`"
+        None,
+        gt=0,
+        description="the ratio counts up to 1 + clip_high, and with objective cispo, which needs it, this "
+        "is the largest weight; null: 1 + clip; default: that of `algorithm.preset`",
     )
     dual_clip: Annotated[float | None, Unit("factor")] = Field(
-        None, gt=1, description="bound of the loss of a token of negative advantage, in advantages (arXiv "
-        "1912.09729); null: none"
+        None, gt=1, description="bound of the loss of a token of negative advantage, in advantages (arXiv 1912.09729); null: none"
     )
     value_clip: Annotated[float, Unit("reward")] = Field(0.2, ge=0, description="0 turns value clipping off")
-    entropy_coefficient: Annotated[float, Unit("reward a nat")] = Field(
-        0.0, ge=0, description="weight of the entropy bonus"
-    )
+    entropy_coefficient: Annotated[float, Unit("reward a nat")] = Field(0.0, ge=0, description="weight of the entropy bonus")
     reward_clip: Annotated[float | None, Unit("reward")] = Field(None, gt=0, description="bound of the absolute score")
     truncated_score: Annotated[float | None, Unit("reward")] = Field(None, description="score of a cut response")
     mask_truncated: bool = Field(
-        False, description="leave responses cut at the limit out of the actor's loss; they still count in baselines "
-        "and scales"
+        False, description="leave responses cut at the limit out of the actor's loss; they still count in baselines and scales"
     )
     reward_normalization: Literal["none", "batch", "running"] = Field(
-        "none", description="scale scores to mean 0 and variance 1, after `reward_clip`: over the batch, or over all "
-        "batches so far"
+        "none",
+        description="scale scores to mean 0 and variance 1, after `reward_clip`: over the batch, or over all batches so far",
     )
     critic_warmup_steps: int = Field(0, ge=0, description="first steps, which train only the critic")
     kl: KLConfig = KLConfig()
     staleness: Literal["behaviour", "decoupled"] = Field(
-        "behaviour", description="ratio of tokens that an older policy sampled: against their log-probs at sampling, "
+        "behaviour",
+        description="ratio of tokens that an older policy sampled: against their log-probs at sampling, "
         "or against those at the step's start with an importance weight (decoupled); default: decoupled if "
-        "`algorithm.ratio` is that of a response, and responses are carried or the actor is in bfloat16"
+        "`algorithm.ratio` is that of a response, and responses are carried or the actor is in bfloat16",
     )
 
 

@@ -13,22 +13,23 @@ class CheckpointConfig(Section):
     """The state of a run in `checkpoints/`, from which `--resume` continues exactly."""
 
     every_steps: int = Field(0, ge=0, description="steps from one checkpoint to the next; 0: as `every_minutes` says")
-    every_minutes: Annotated[float, Unit("minutes")] = Field(
-        15.0, ge=0, description="time between checkpoints; 0: never"
-    )
+    every_minutes: Annotated[float, Unit("minutes")] = Field(15.0, ge=0, description="time between checkpoints; 0: never")
     final: bool | Literal["nothing"] = Field(
-        True, description="save after the last step, so that the run can be given more steps later; false: only the "
-        "final weights; nothing: not even these"
+        True,
+        description="save after the last step, so that the run can be given more steps later; false: only the "
+        "final weights; nothing: not even these",
     )
     keep: Annotated[int, Unit("checkpoints")] = Field(2, ge=1, description="number of last checkpoints that are kept")
     keep_best: bool | str = Field(
-        False, description="save after each step that is the best so far, keep that checkpoint too, and write its "
+        False,
+        description="save after each step that is the best so far, keep that checkpoint too, and write its "
         "weights to `best/`; a text names the metric, as in `early_stop.metric`; true: that of `early_stop`, else the "
-        "first of `evaluation` (supervised training: `loss`), else `reward`, the mean reward of a step"
+        "first of `evaluation` (supervised training: `loss`), else `reward`, the mean reward of a step",
     )
     asynchronous: bool = Field(
-        False, description="the run waits only until the content has been copied in host memory; a thread writes the "
-        "copy while the run continues"
+        False,
+        description="the run waits only until the content has been copied in host memory; a thread writes the "
+        "copy while the run continues",
     )
     resume: bool = Field(False, description="continue from the last whole checkpoint, if any (`--resume`)")
 
@@ -46,8 +47,9 @@ class TrainCheckpointConfig(CheckpointConfig):
     """The state of a PPO run in `checkpoints/`, from which `oppo train --resume` continues exactly."""
 
     caches: bool = Field(
-        True, description="save the KV caches of sequences in flight: on the same layout the run continues to the "
-        "bit; false: up to rounding"
+        True,
+        description="save the KV caches of sequences in flight: on the same layout the run continues to the "
+        "bit; false: up to rounding",
     )
 
 
@@ -65,18 +67,18 @@ class GuardsConfig(Section):
 
     action: Action = Field("stop", description="end the run, undo the step's update, or go back to the last checkpoint")
     kl_mean: Annotated[float | None, Unit("nats a response")] = Field(
-        None, gt=0, description="largest `kl_mean` of a batch: beyond it the policy has left the reference; null: no "
-        "limit"
+        None, gt=0, description="largest `kl_mean` of a batch: beyond it the policy has left the reference; null: no limit"
     )
     ratio_max: Annotated[float | None, Unit("factor")] = Field(None, gt=1, description="largest `ratio_max`")
     ess: Annotated[float | None, Unit("share of the tokens")] = Field(
         None, gt=0, lt=1, description="smallest `ess`: below it too little is left of the batch; null: no limit"
     )
     logprob_gap: Annotated[PositiveFloat | Literal["auto"] | None, Unit("nats")] = Field(
-        "auto", description="largest |logprob at decode - at training| of any token. auto: 1e-4 for a float32 actor; "
+        "auto",
+        description="largest |logprob at decode - at training| of any token. auto: 1e-4 for a float32 actor; "
         "0.25 for bfloat16, where one rounding of a logit between 16 and 32 makes 0.125; doubled with each doubling "
         "of a token's largest logit beyond 32, divided by a temperature below 1, and up to four times that for one "
-        "token in a thousand. null: no limit"
+        "token in a thousand. null: no limit",
     )
 
     def gap_limit(self, dtype: str, temperature: float) -> float | None:

@@ -20,8 +20,9 @@ class RemoteRewardConfig(Section):
     timeout_s: float = Field(30.0, gt=0, description="time limit of one request and its answer")
     max_batch: Annotated[int, Unit("responses")] = Field(32, ge=1, description="responses in one request")
     give_up_s: float = Field(
-        600.0, ge=0, description="a failed request is sent again; the run ends after this long without an answer; 0: "
-        "at the first failure"
+        600.0,
+        ge=0,
+        description="a failed request is sent again; the run ends after this long without an answer; 0: at the first failure",
     )
 
 
@@ -57,37 +58,37 @@ class RewardPart(Section):
     weight: Annotated[float, Unit("factor")] = Field(1.0, description="factor of this part in the sum")
     name: RuleName | None = Field(None, description="the rule (verifier)")
     answer: str = Field(
-        "answer", description="column with the expected answer, for rule `code` the tests; `a.b` is key `b` of the "
-        "objects in column `a` (verifier)"
+        "answer",
+        description="column with the expected answer, for rule `code` the tests; `a.b` is key `b` of the "
+        "objects in column `a` (verifier)",
     )
     lenient: bool = Field(
-        False, description="accept the last number if no answer is marked (rule `gsm8k`), a match of the pattern "
-        "anywhere (rule `format`), or score the share of passed tests (rule `code`)"
+        False,
+        description="accept the last number if no answer is marked (rule `gsm8k`), a match of the pattern "
+        "anywhere (rule `format`), or score the share of passed tests (rule `code`)",
     )
     pattern: str | None = Field(None, description="regular expression; `.` matches newlines (rule `format`)")
     buffer_tokens: int | None = Field(
-        None, ge=1, description="the penalty grows from 0 to -1 over the last tokens before `max_tokens` (rule "
-        "`length`)"
+        None, ge=1, description="the penalty grows from 0 to -1 over the last tokens before `max_tokens` (rule `length`)"
     )
     max_tokens: int | None = Field(
-        None, ge=1, description="length from which the penalty is -1; null: `rollout.max_response_tokens` (rule "
-        "`length`)"
+        None, ge=1, description="length from which the penalty is -1; null: `rollout.max_response_tokens` (rule `length`)"
     )
-    processes: Annotated[int, Unit("processes")] = Field(
-        4, ge=1, description="responses checked at once (`math`, `code`)"
-    )
+    processes: Annotated[int, Unit("processes")] = Field(4, ge=1, description="responses checked at once (`math`, `code`)")
     entry_point: str | None = Field(None, description="`package.module:function` or `folder/file.py:function` (python)")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for the entry point")
     isolate: bool | IsolationConfig = Field(
-        False, description="call it in its own process with these limits; true: the default limits (python; the rules "
-        "`math` and `code` always have processes, by default with `wall_s` 5 and 10)"
+        False,
+        description="call it in its own process with these limits; true: the default limits (python; the rules "
+        "`math` and `code` always have processes, by default with `wall_s` 5 and 10)",
     )
     url: str | None = Field(None, description="address to which responses are posted: `http://HOST:PORT/score` (http)")
     token_env: str | None = Field(None, description="environment variable with the bearer token (http)")
     remote: RemoteRewardConfig = RemoteRewardConfig()
     step_rewards: Literal["last", "min", "sum", "potential"] = Field(
-        "last", description="reward made of the steps' scores p_k: the last or the lowest one, at the last token; "
-        "sum: p_k at the end of step k; potential: p_k - p_(k-1) there, which sums to the last score (process)"
+        "last",
+        description="reward made of the steps' scores p_k: the last or the lowest one, at the last token; "
+        "sum: p_k at the end of step k; potential: p_k - p_(k-1) there, which sums to the last score (process)",
     )
     separator: str = Field(STEP_SEPARATOR, min_length=1, description="text between two steps (process)")
 
@@ -151,9 +152,7 @@ def check_part(name: str, part: RewardPart) -> list[str]:
     if part.kind == "verifier" and part.name is None:
         problems.append(f"{name} is a verifier without a `name`; add one of {', '.join(get_args(RuleName))}")
     if part.name == "format" and part.pattern is None:
-        problems.append(
-            f"{name} is a rule `format` without a `pattern`; add a regular expression for the whole response"
-        )
+        problems.append(f"{name} is a rule `format` without a `pattern`; add a regular expression for the whole response")
     if part.name == "length" and part.buffer_tokens is None:
         problems.append(
             f"{name} is a rule `length` without `buffer_tokens`; add over how many tokens before the longest response it falls"

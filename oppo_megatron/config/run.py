@@ -61,8 +61,8 @@ class LoggingConfig(Section):
     tensorboard: bool = Field(False, description="also write the metrics to `tensorboard/` in the run directory")
     wandb_project: str | None = Field(None, description="Weights & Biases project (mode: WANDB_MODE); null: none")
     trace: bool | Literal["actions"] = Field(
-        True, description="write trace.json: each rank's work over time; actions: every action of every round in it, "
-        "and schedules.txt"
+        True,
+        description="write trace.json: each rank's work over time; actions: every action of every round in it, and schedules.txt",
     )
     rollouts: bool = Field(False, description="write trained and greedy rollouts to rollouts.jsonl")
 
@@ -88,13 +88,17 @@ class RunConfig(Section):
     logging: LoggingConfig = LoggingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     preempt_deadline_s: float = Field(
-        120.0, ge=0, description="on SIGTERM, SIGUSR1, SIGHUP or SIGINT (Ctrl-C) the run saves after the current "
-        "chunk and ends with exit code 75, or unsaved after this time; 0: SIGTERM and Ctrl-C end the run at once"
+        120.0,
+        ge=0,
+        description="on SIGTERM, SIGUSR1, SIGHUP or SIGINT (Ctrl-C) the run saves after the current "
+        "chunk and ends with exit code 75, or unsaved after this time; 0: SIGTERM and Ctrl-C end the run at once",
     )
     stall_deadline_s: float = Field(
-        900.0, ge=0, description="a run without progress for this long is ended, and every rank writes the stacks of "
+        900.0,
+        ge=0,
+        description="a run without progress for this long is ended, and every rank writes the stacks of "
         "its threads to `stacks/`; must exceed the longest single piece of work (reading weights, a checkpoint, a "
-        "micro-batch of an update, a call of a reward function); 0: no limit"
+        "micro-batch of an update, a call of a reward function); 0: no limit",
     )
 
     ALWAYS_MEASURED: ClassVar[str | None] = None
@@ -109,8 +113,7 @@ class TrainSettings(RunConfig):
     actor: ActorConfig
     critic: TrainedRoleConfig | None = Field(None, description="needed if `algorithm.preset` trains a critic")
     reference: RoleConfig | None = Field(
-        None, description="null: the actor's starting weights, `lora.adapter` included; there is none with "
-        "`ppo.kl.mode: none`"
+        None, description="null: the actor's starting weights, `lora.adapter` included; there is none with `ppo.kl.mode: none`"
     )
     reward: RoleConfig | None = Field(None, description="the (process) reward model, if `rewards` names one")
     rewards: list[RewardPart] = Field(..., min_length=1, description="the reward is the sum of these parts")
@@ -120,10 +123,11 @@ class TrainSettings(RunConfig):
     dpo: PairLossConfig | None = Field(None, description="the loss of pairs, for preset online_dpo only")
     overlap: OverlapConfig = OverlapConfig()
     filter: str | None = Field(
-        None, description="dynamic sampling: drop groups whose responses all have the same score, and sample other "
+        None,
+        description="dynamic sampling: drop groups whose responses all have the same score, and sample other "
         "prompts instead; the score is `reward`, the whole sum, or the label of one part of `rewards`, before its "
         "weight; needs `overlap.backfill`; default: that of `algorithm.preset` (`dapo` has one, and backfill for it, "
-        "with `overlap.inter`)"
+        "with `overlap.inter`)",
     )
     evaluation: EvaluationConfig | None = None
     guards: GuardsConfig = GuardsConfig()

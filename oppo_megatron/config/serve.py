@@ -30,8 +30,7 @@ class ServeConfig(Section):
     reward: RoleConfig | None = Field(None, description="the reward model, on one process; required without `rewards`")
     tokenizer: TokenizerConfig | None = Field(None, description="the reward model's, for requests without token ids")
     sequences: Annotated[int, Unit("sequences")] = Field(
-        256, ge=1, description="without `rewards`: sequences whose KV caches are kept; the least recently used is "
-        "dropped first"
+        256, ge=1, description="without `rewards`: sequences whose KV caches are kept; the least recently used is dropped first"
     )
 
     @property

@@ -98,8 +98,10 @@ class RewardModelConfig(SupervisedConfig):
     """`oppo rm`: Bradley-Terry loss on chosen / rejected pairs; with `separator` binary cross-entropy on the labels of steps."""
 
     separator: str | None = Field(
-        None, min_length=1, description="text between two steps, which makes it a process reward model: rows have steps "
-        "with labels, and a step ends with the token that completes it; null: rows are pairs"
+        None,
+        min_length=1,
+        description="text between two steps, which makes it a process reward model: rows have steps "
+        "with labels, and a step ends with the token that completes it; null: rows are pairs",
     )
 
     SCALAR = True
@@ -117,21 +119,21 @@ class DPOLossConfig(PairLossConfig):
     """The loss of a pair, or of a completion that is wanted or unwanted (docs/preferences.md has the formulas)."""
 
     loss: Literal["sigmoid", "robust", "hinge", "ipo", "kto", "apo_zero_unpaired"] = Field(  # type: ignore[assignment]
-        "sigmoid", description="of a pair's margin: DPO, robust DPO, SLiC's hinge, IPO; of a wanted or unwanted completion's "
+        "sigmoid",
+        description="of a pair's margin: DPO, robust DPO, SLiC's hinge, IPO; of a wanted or unwanted completion's "
         "log-ratio: kto (against its mean over mismatched prompts and completions, read before each step), "
-        "apo_zero_unpaired (against 0)"
+        "apo_zero_unpaired (against 0)",
     )
     label_smoothing: Annotated[float, Unit("share of the pairs")] = Field(
-        0.0, ge=0, lt=0.5, description="assumed share of pairs with the wrong order: conservative DPO with sigmoid, "
-        "unbiased with robust"
+        0.0,
+        ge=0,
+        lt=0.5,
+        description="assumed share of pairs with the wrong order: conservative DPO with sigmoid, unbiased with robust",
     )
     average: bool = Field(
-        False, description="compare mean log-probs per token in place of sums, so that long answers weigh no more "
-        "than short"
+        False, description="compare mean log-probs per token in place of sums, so that long answers weigh no more than short"
     )
-    nll: Annotated[float, Unit("factor")] = Field(
-        0.0, ge=0, description="factor of the chosen answer's mean NLL per token"
-    )
+    nll: Annotated[float, Unit("factor")] = Field(0.0, ge=0, description="factor of the chosen answer's mean NLL per token")
 
     wanted: Annotated[float, Unit("factor")] = Field(1.0, gt=0, description="weight of wanted completions")
     unwanted: Annotated[float, Unit("factor")] = Field(1.0, gt=0, description="weight of unwanted completions")
@@ -165,12 +167,12 @@ class DPOConfig(SupervisedConfig):
 
     dpo: DPOLossConfig = DPOLossConfig()
     reference: ModelConfig | None = Field(
-        None, description="the model that log-probs are compared with; null: the starting weights, `lora.adapter` "
-        "included"
+        None, description="the model that log-probs are compared with; null: the starting weights, `lora.adapter` included"
     )
     reference_logprobs: Path | None = Field(
-        None, description="file of the reference's log-probs, made if it is missing, for all runs with the same "
-        "reference; null: `reference.safetensors` in the run directory"
+        None,
+        description="file of the reference's log-probs, made if it is missing, for all runs with the same "
+        "reference; null: `reference.safetensors` in the run directory",
     )
 
     MODELS: ClassVar[tuple[str, ...]] = ("model", "reference")

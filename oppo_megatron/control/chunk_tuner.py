@@ -150,6 +150,4 @@ class ChunkTuner:
         self._settled = min(search.candidates, key=lambda size: (ratios[size], size))
         self._search, self._law = None, DecodeLaw()  # the next search uses the measurements until then
         figures = ", ".join(f"{size}: {ratios[size]:.4g}" for size in search.candidates)
-        return (
-            f"chunk {self._settled} is the fastest (seconds until scored, over those of decoding such work: {figures})"
-        )
+        return f"chunk {self._settled} is the fastest (seconds until scored, over those of decoding such work: {figures})"

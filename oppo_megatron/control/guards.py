@@ -22,8 +22,7 @@ REMEDIES = {
     "kl_mean": "raise ppo.kl.coefficient, lower the learning rate, or raise guards.kl_mean",
     "ratio_max": LOWER.format(rule="ratio_max"),
     "ess": "lower overlap.max_staleness or delta, so that fewer tokens are stale, or lower guards.ess",
-    "logprob_gap": "the two forwards do not compute the same policy. Raise guards.logprob_gap only for low-precision "
-    "weights",
+    "logprob_gap": "the two forwards do not compute the same policy. Raise guards.logprob_gap only for low-precision weights",
 }
 
 

@@ -33,8 +33,8 @@ PROBE = "a message of plain text"
 SHOWN_CHARACTERS = 500
 
 
-class NoChatTemplateError(ConfigError):
-    ...
+class NoChatTemplateError(ConfigError): ...
+
 
 class ChatTemplate:
     """The chat template of the tokenizer at `config.path`, with configured variables and date.

@@ -196,9 +196,7 @@ def _completion_column(config: RowsConfig, table: Table, prompt: str, form: str,
         raise DataError(f"column {prompt!r} does not end with an assistant's turn, and {error}") from error
 
 
-def _only(
-    part: str, names: Sequence[str], table: Table, form: Callable[[Any], Any] = lambda value: str(value).strip()
-) -> str:
+def _only(part: str, names: Sequence[str], table: Table, form: Callable[[Any], Any] = lambda value: str(value).strip()) -> str:
     """Return the first column.  Raises DataError if another differs from it."""
     for other in names[1:]:
         for row in table.rows:

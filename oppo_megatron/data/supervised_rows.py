@@ -266,9 +266,7 @@ class Passed(NamedTuple):
 BEGINNING = Passed()
 
 
-def num_batches(
-    num_rows: int, batch_size: int, epochs: float, max_steps: int | None, passed: Passed = BEGINNING
-) -> int:
+def num_batches(num_rows: int, batch_size: int, epochs: float, max_steps: int | None, passed: Passed = BEGINNING) -> int:
     """Steps of the whole run, with those passed."""
     left = max(0, math.ceil(epochs * num_rows) - passed.rows)
     steps = passed.steps + math.ceil(left / batch_size)

@@ -72,9 +72,7 @@ def to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separato
 
 @lru_cache(maxsize=1)
 def environment() -> ImmutableSandboxedEnvironment:
-    made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
     made.filters["tojson"] = to_json
     made.globals.update(raise_exception=raise_exception, dict=make_dict, namespace=Namespace, strftime_now=None)
     return made

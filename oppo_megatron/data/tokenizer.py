@@ -363,4 +363,3 @@ def _keep_class(path: Path, family: str) -> None:
     if not str(settings.get("tokenizer_class", "")).startswith("Qwen2") and "auto_map" not in settings:
         settings["auto_map"] = {"AutoTokenizer": ["", None]}
         path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-

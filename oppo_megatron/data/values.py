@@ -34,8 +34,7 @@ def read_value(row: Row, column: str) -> Value:
     if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
         start = 1 + _is_silent_system(value[0])
         return [
-            _checked_message(message, f"message {i} of column {column!r}")
-            for i, message in enumerate(value[start - 1 :], start)
+            _checked_message(message, f"message {i} of column {column!r}") for i, message in enumerate(value[start - 1 :], start)
         ]
     if value == [] or value is None:
         raise DataError(f"column {column!r} is empty ({value!r})")

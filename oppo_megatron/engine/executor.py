@@ -187,9 +187,7 @@ class Executor:
         except RuntimeError as error:
             raise self._stalled(action, error, shift, time.monotonic() - start) from error
 
-    def _stalled(
-        self, action: Action, error: RuntimeError, shift: int | None = None, seconds: float | None = None
-    ) -> StallError:
+    def _stalled(self, action: Action, error: RuntimeError, shift: int | None = None, seconds: float | None = None) -> StallError:
         shift = self._sent[-1][0] if shift is None else shift
         return stalled(self.rank, str(_Shifted(action, shift)), error, self.timeout_s, seconds)
 

@@ -170,9 +170,7 @@ class DecodeWorker:
         self._stage(action.micro_batch, [g.seq_id for g in lane], [1] * len(lane), [g.tokens[-1] for g in lane], None)
         return len(lane)
 
-    def _stage(
-        self, micro_batch: int, seq_ids: list[int], lens: list[int], tokens: list[int], rows_R: Tensor | None
-    ) -> None:
+    def _stage(self, micro_batch: int, seq_ids: list[int], lens: list[int], tokens: list[int], rows_R: Tensor | None) -> None:
         first = self.model.pre_process
         inputs = on_device(tokens, self.cache.device) if first else self._round.hidden[micro_batch]
         self._round.hidden[micro_batch] = step(self.model, self.cache, seq_ids, lens, inputs, rows_R)

@@ -174,7 +174,5 @@ def decoder(
         site, "sequential", ("auto", "auto"), micro_batch_tokens, cache.max_length, book, {}, rank=rank,
         transport=transport_of(cache.device.type, os.environ, most_streams(site)),
     )  # fmt: skip
-    executor = Executor(
-        rank, {"actor": worker}, links, timeout_s, cache.device, lambda *_: None, activity or Activity()
-    )
+    executor = Executor(rank, {"actor": worker}, links, timeout_s, cache.device, lambda *_: None, activity or Activity())
     return RoundRunner(planner, executor, {"actor": coords.replica}, worker, None)

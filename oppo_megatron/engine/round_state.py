@@ -34,9 +34,7 @@ class TakenUp:
         """Assert that the cache has what the plan expects."""
         for growth in batch:
             held = self._cache.length(growth.seq_id)
-            assert held == growth.past, (
-                f"sequence {growth.seq_id} has {held} tokens cached, but {growth.past} are planned"
-            )
+            assert held == growth.past, f"sequence {growth.seq_id} has {held} tokens cached, but {growth.past} are planned"
 
     def prefilled(self, batch: Batch) -> None:
         for growth in batch if self._forks.sources else ():

@@ -136,9 +136,7 @@ def _greedy(logits_RV: Tensor, shards: VocabShards) -> Draw:
     best_R, token_R = logits_RV.max(-1)
     mass_R = torch.logsumexp(logits_RV, -1)
     if shards.size > 1:
-        best_SR, token_SR, mass_SR = shards.gather(
-            torch.stack([best_R, shards.globally(token_R).to(best_R), mass_R])
-        ).unbind(1)
+        best_SR, token_SR, mass_SR = shards.gather(torch.stack([best_R, shards.globally(token_R).to(best_R), mass_R])).unbind(1)
         best_R, shard_R = best_SR.max(0)
         token_R = token_SR.gather(0, shard_R[None])[0].long()
         mass_R = torch.logsumexp(mass_SR, 0)

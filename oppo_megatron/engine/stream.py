@@ -110,9 +110,7 @@ class ChunkDecoder(ChunkBooks):
     def decode(self, header: Ints, payload: Ints) -> Chunk:
         size = self.payload_size(header)
         if len(payload) != size:
-            raise StreamError(
-                f"message {self._due()}; its payload has {len(payload)} words where the header says {size}."
-            )
+            raise StreamError(f"message {self._due()}; its payload has {len(payload)} words where the header says {size}.")
         _, index, clock, num_rows, num_tokens, halt, _ = (int(x) for x in header)
         table = payload[: num_rows * ROW_SIZE].reshape(num_rows, ROW_SIZE)
         body = payload[num_rows * ROW_SIZE :].reshape(3, num_tokens)

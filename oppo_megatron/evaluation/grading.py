@@ -94,14 +94,10 @@ class Grader:
 
     def _grade(self, answers: Sequence[Answer], model_scores: Sequence[float | None]) -> list[dict[str, float]]:
         graded = []
-        self._rewards.request(
-            [ScoreItem(number, each.prompt, each.response, each.fields) for number, each in enumerate(answers)]
-        )
+        self._rewards.request([ScoreItem(number, each.prompt, each.response, each.fields) for number, each in enumerate(answers)])
         progress = by_time()
         for number, (each, score) in enumerate(zip(answers, model_scores, strict=True)):
             progress(f"{number} of {len(answers)} responses judged")
-            reward = self._rewards.evaluate(
-                each.prompt, each.response, each.fields, score, number, num_tokens=each.num_tokens
-            )
+            reward = self._rewards.evaluate(each.prompt, each.response, each.fields, score, number, num_tokens=each.num_tokens)
             graded.append({**reward.parts, SUM: reward.total} if self._summed else dict(reward.parts))
         return graded

@@ -42,9 +42,7 @@ class BareLoop:
         self.embed_VH = weights["model.embed_tokens.weight"]
         self.norm_H = weights["model.norm.weight"]
         self.head = product(weights.get("lm_head.weight", self.embed_VH))
-        self.layers = [
-            _Layer(weights, f"model.layers.{number}.", product) for number in range(shape["num_hidden_layers"])
-        ]
+        self.layers = [_Layer(weights, f"model.layers.{number}.", product) for number in range(shape["num_hidden_layers"])]
 
     @torch.inference_mode()
     def decode(self, prompts_BP: Tensor, num_new: int) -> tuple[float, Tensor]:

@@ -60,9 +60,7 @@ def convert(src: Path, dst: Path, what: Conversion, beside: Beside | None = None
     shape = replace(shape, hf={**shape.hf, **ids})
     dtype = getattr(torch, what.dtype) if what.dtype else common_dtype(shape, source, what.head)
     if what.to == "hf":
-        rewrite_weights(
-            shape, source, dst, head=what.head, dtype=dtype, max_shard_bytes=what.max_shard_bytes, extra_files=files
-        )
+        rewrite_weights(shape, source, dst, head=what.head, dtype=dtype, max_shard_bytes=what.max_shard_bytes, extra_files=files)
         return len(hf_tensors(shape, what.head))
     return _convert_to_megatron(shape, source, files, dst, what, dtype)
 
@@ -70,9 +68,7 @@ def convert(src: Path, dst: Path, what: Conversion, beside: Beside | None = None
 def _open_source(src: Path, what: Conversion) -> tuple[ModelShape, TensorSource]:
     fresh = what.fresh_head_seed is not None
     if fresh and what.head == "lm":
-        raise ConfigError(
-            "--fresh-head-seed draws a scalar head, which a causal-lm lacks. Add --as reward or drop the flag."
-        )
+        raise ConfigError("--fresh-head-seed draws a scalar head, which a causal-lm lacks. Add --as reward or drop the flag.")
     adapters = None if what.adapter is None else lora_of(what.adapter)
     brought = what.head == "scalar" and what.adapter is not None and has_head(what.adapter)
     model = ModelConfig(checkpoint=src, fresh_head=fresh or brought, init_seed=what.fresh_head_seed or 0)
@@ -132,9 +128,7 @@ def compare_weights(src: Path, dst: Path, what: Conversion) -> tuple[int, float]
     return len(tensors), max(difference(name, size) for name, size in tensors.items())
 
 
-def write_random_checkpoint(
-    hf_config: Mapping[str, Any], directory: Path, dtype: torch.dtype, device: torch.device
-) -> None:
+def write_random_checkpoint(hf_config: Mapping[str, Any], directory: Path, dtype: torch.dtype, device: torch.device) -> None:
     """Random weights are drawn on the device (on a GPU in seconds)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -137,9 +137,7 @@ _ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pr
 _ATTENTION, _GATES = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
 
 
-def kept_activations(
-    model: Model, sizes: Sizes, stage: int, train: TrainingLayoutConfig, batch: TrainingBatch
-) -> float:
+def kept_activations(model: Model, sizes: Sizes, stage: int, train: TrainingLayoutConfig, batch: TrainingBatch) -> float:
     """Bytes that forward passes keep at once, without the loss."""
     return _tokens_in_flight(sizes, stage, batch) * _kept_of_token(model, sizes, train)
 
@@ -160,9 +158,7 @@ def _kept_of_token(model: Model, sizes: Sizes, train: TrainingLayoutConfig) -> f
     return float((layers * kept + model.shard(train)) * model.width + 2 * head_dim(model.shape) * FP32)
 
 
-def training_activations(
-    model: Model, sizes: Sizes, stage: int, train: TrainingLayoutConfig, batch: TrainingBatch
-) -> float:
+def training_activations(model: Model, sizes: Sizes, stage: int, train: TrainingLayoutConfig, batch: TrainingBatch) -> float:
     """Bytes of an update: kept activations, and the loss or a layer's backward.
 
     With `recompute: full` that layer is computed again. The first stage ends with the gradient of the embeddings.

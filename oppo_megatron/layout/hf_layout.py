@@ -71,9 +71,7 @@ def stage_parts(shape: ModelShape, head: Head, *, tp_size: int = 1, pp_rank: int
         parts.append(_vocab_part(shape, EMBEDDING, "embedding.word_embeddings.weight", tp_size))
     per_stage = shape.num_layers // pp_size
     for layer in range(per_stage):
-        parts += _layer_parts(
-            shape, tp_size, f"model.layers.{pp_rank * per_stage + layer}.", f"decoder.layers.{layer}."
-        )
+        parts += _layer_parts(shape, tp_size, f"model.layers.{pp_rank * per_stage + layer}.", f"decoder.layers.{layer}.")
     if last:
         parts.append(_part("model.norm.weight", (hidden,), None, "decoder.final_layernorm.weight", tp_size))
         if head == "scalar":
@@ -119,8 +117,7 @@ def _layer_parts(shape: ModelShape, tp_size: int, hf: str, ours: str) -> list[Pa
     ]
     if shape.qk_norm:
         parts += [
-            _part(f"{hf_attention}{x}_norm.weight", (head_dim,), None, f"{attention}{x}_layernorm.weight", tp_size)
-            for x in "qk"
+            _part(f"{hf_attention}{x}_norm.weight", (head_dim,), None, f"{attention}{x}_layernorm.weight", tp_size) for x in "qk"
         ]
     return [
         *parts,

@@ -145,6 +145,4 @@ def _attention(available: Available) -> Kernels:
         return Kernels("attention", "torch's, over dense KV caches", "block tables: they need a CUDA device")
     if available.flash_attn is None:
         return Kernels("attention", "torch's, over dense KV caches", f"block tables: {available.fault(FLASH)}")
-    return Kernels(
-        "attention", f"{FLASH} {available.flash_attn} with block tables in bfloat16 and float16, else torch's"
-    )
+    return Kernels("attention", f"{FLASH} {available.flash_attn} with block tables in bfloat16 and float16, else torch's")

@@ -72,9 +72,7 @@ def layouts_of(num_ranks: int, limits: Limits, *, interleaved: bool = False) -> 
 
 def nearest_layouts(asked: Sizes, num_ranks: int, limits: Limits, also: Callable[[Sizes], bool]) -> list[Sizes]:
     """Layouts that satisfy `also`, nearest to `asked` (product of the factors between sizes) first, then smaller tp, pp."""
-    return sorted(
-        filter(also, layouts_of(num_ranks, limits, interleaved=asked.vpp > 1)), key=lambda s: (_distance(s, asked), s)
-    )
+    return sorted(filter(also, layouts_of(num_ranks, limits, interleaved=asked.vpp > 1)), key=lambda s: (_distance(s, asked), s))
 
 
 def nearest_counts(num_ranks: int, limits: Limits, also: Callable[[Sizes], bool] = lambda sizes: True) -> list[int]:
@@ -89,9 +87,7 @@ def nearest_counts(num_ranks: int, limits: Limits, also: Callable[[Sizes], bool]
     return sorted(counts, key=lambda count: (abs(count - num_ranks), count))
 
 
-def suggestion(
-    asked: Sizes, num_ranks: int, limits: Limits | None, also: Callable[[Sizes], bool] = lambda sizes: True
-) -> str:
+def suggestion(asked: Sizes, num_ranks: int, limits: Limits | None, also: Callable[[Sizes], bool] = lambda sizes: True) -> str:
     """End of an error message that suggests layouts; empty for an unknown model."""
     if limits is None:
         return ""

@@ -123,9 +123,7 @@ def kv_slots(shape: Shape, layout: HasSizes, dtype: str, *, slots: int, context:
     return min(slots, int(budget_mb * 2**20) // (context * kv_bytes_per_token(shape, layout, dtype)))
 
 
-def kv_cache_bytes(
-    shape: Shape, layout: HasSizes, dtype: str, *, slots: int, context: int, budget_mb: float | None
-) -> int:
+def kv_cache_bytes(shape: Shape, layout: HasSizes, dtype: str, *, slots: int, context: int, budget_mb: float | None) -> int:
     held = kv_slots(shape, layout, dtype, slots=slots, context=context, budget_mb=budget_mb)
     return held * context * kv_bytes_per_token(shape, layout, dtype)
 

@@ -68,9 +68,7 @@ def role_placements(config: TrainConfig) -> dict[str, RolePlacement]:
     actor = _placement(config.actor, pool["actor"])
     beside = {"reference": actor} if config.placement.reference == "actor" else {}
     scorers = {name: role for name, role in named_roles(config).items() if name != "actor"}
-    return {"actor": actor} | {
-        name: _placement(role, beside.get(name, pool["scorer"])) for name, role in scorers.items()
-    }
+    return {"actor": actor} | {name: _placement(role, beside.get(name, pool["scorer"])) for name, role in scorers.items()}
 
 
 def training_placements(config: TrainConfig) -> dict[str, RolePlacement]:

@@ -131,9 +131,7 @@ def trained_stages(
 
 def laid_out(config: TrainConfig, name: str, serving: RolePlacement, training: RolePlacement) -> RoleModel:
     shared = name == "reference" and shares_weights(config)
-    return RoleModel.of(named_roles(config)[name], scalar=name in SCALAR_ROLES, shared=shared).laid_out(
-        serving, training
-    )
+    return RoleModel.of(named_roles(config)[name], scalar=name in SCALAR_ROLES, shared=shared).laid_out(serving, training)
 
 
 def is_one_model(train: TrainingLayoutConfig) -> bool:

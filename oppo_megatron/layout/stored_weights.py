@@ -38,9 +38,7 @@ class Tensor(NamedTuple):
     plain: bool
 
 
-def weight_problems(
-    shape: ModelShape, head: Head, stored: Mapping[str, Tensor], equal: Callable[[str, str], bool]
-) -> list[str]:
+def weight_problems(shape: ModelShape, head: Head, stored: Mapping[str, Tensor], equal: Callable[[str, str], bool]) -> list[str]:
     """A sentence per missing, misshapen or unexpected tensor. `equal` compares content; the rest needs headers only."""
     expected = hf_tensors(shape, head)
     if head == "lm" and SCALAR_HEAD in stored:

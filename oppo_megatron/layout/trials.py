@@ -155,15 +155,12 @@ def choose(options: Options, trials: Sequence[Trial]) -> Choice:
     """Raises PlacementError with the first error if all failed."""
     if len(options.candidates) == 1 and not trials:
         only = options.candidates[0]
-        return Choice(
-            only, None, f"{only.name} is the only placement to choose from on {options.machine}; nothing measured"
-        )
+        return Choice(only, None, f"{only.name} is the only placement to choose from on {options.machine}; nothing measured")
     order = ranked(trials)
     if not order:
         first = trials[0]
         raise PlacementError(
-            f"none of {len(trials)} placements could be measured; the first, {first.candidate.name}, ended with: "
-            f"{first.failure}"
+            f"none of {len(trials)} placements could be measured; the first, {first.candidate.name}, ended with: {first.failure}"
         )
     best = order[0]
     if len(order) == 1:

@@ -96,9 +96,7 @@ class AttentionPlan(Protocol):
     cos_T1D: Tensor
     sin_T1D: Tensor
 
-    def attend(
-        self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None = None
-    ) -> Tensor:
+    def attend(self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None = None) -> Tensor:
         """Rotated, causal attention of one layer -> [T, N * D].  `window`: tokens attended to, own included; None: all before."""
 
 
@@ -114,9 +112,7 @@ class PackedPlan:
         positions_T = torch.cat([torch.arange(n, device=cos_LD.device) for n in self.lengths])
         self.cos_T1D, self.sin_T1D = cos_LD[positions_T].unsqueeze(1), sin_LD[positions_T].unsqueeze(1)
 
-    def attend(
-        self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None = None
-    ) -> Tensor:
+    def attend(self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None = None) -> Tensor:
         q_TND = apply_rope(q_TND, self.cos_T1D, self.sin_T1D).to(v_TGD.dtype)
         k_TGD = apply_rope(k_TGD, self.cos_T1D, self.sin_T1D).to(v_TGD.dtype)
         v_TGD = v_TGD.contiguous()  # a view would keep the queries and keys until the backward pass
@@ -148,6 +144,4 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor 
         # Not `repeat_interleave`, for which the host waits.
         k, v = (x.unsqueeze(2).expand(-1, -1, repeat, -1, -1).flatten(1, 2) for x in (k, v))
         grouped = False
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-    )
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)

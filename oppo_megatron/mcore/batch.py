@@ -58,8 +58,7 @@ def pack_responses(
     """
     lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]
     return [
-        whole_responses(index, [(prompts[i], responses[i]) for i in index], device)
-        for index in pack_by_tokens(lengths, budget)
+        whole_responses(index, [(prompts[i], responses[i]) for i in index], device) for index in pack_by_tokens(lengths, budget)
     ]
 
 
@@ -67,14 +66,11 @@ def pack_together(units: Sequence[Sequence[Answered]], budget: int, device: torc
     """As `pack_responses`, keeping a unit's responses together; `index` counts units."""
     lengths = [sum(len(prompt) + len(response) - 1 for prompt, response in unit) for unit in units]
     return [
-        whole_responses(index, [each for i in index for each in units[i]], device)
-        for index in pack_by_tokens(lengths, budget)
+        whole_responses(index, [each for i in index for each in units[i]], device) for index in pack_by_tokens(lengths, budget)
     ]
 
 
-def whole_responses(
-    index: list[int], answered: Sequence[Answered], device: torch.device
-) -> MicroBatch:
+def whole_responses(index: list[int], answered: Sequence[Answered], device: torch.device) -> MicroBatch:
     tokens: list[int] = []
     rows: list[int] = []
     targets: list[int] = []

@@ -46,9 +46,7 @@ class RoleGroups:
         return self.ranks[(self.pp - 1) * (len(self.ranks) // self.pp)]
 
 
-def build_groups(
-    ranks: Sequence[int], tp: int, pp: int, role: str, shared: SharedGroups | None = None
-) -> RoleGroups | None:
+def build_groups(ranks: Sequence[int], tp: int, pp: int, role: str, shared: SharedGroups | None = None) -> RoleGroups | None:
     """Build groups of a model on `ranks` (tensor fastest, then data, then pipeline); None outside.
 
     Every rank of the world makes the call for every role in the same order.  Matching groups in `shared` are reused.

@@ -106,9 +106,7 @@ class _SwiGLU(torch.autograd.Function):
         return grads
 
 
-def tag_parameter(
-    parameter: torch.Tensor, name: Literal["sequence_parallel", "partition_stride"], value: bool | int
-) -> None:
+def tag_parameter(parameter: torch.Tensor, name: Literal["sequence_parallel", "partition_stride"], value: bool | int) -> None:
     setattr(parameter, name, value)
 
 

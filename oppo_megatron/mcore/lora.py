@@ -152,9 +152,7 @@ def _join(targets: Sequence[str], shape: ModelShape, tp: int) -> Join:
     groups = shape.num_kv_heads // tp
 
     def by_group(parts: Mapping[str, Tensor]) -> Tensor:
-        grouped = [
-            part.unflatten(-1, (groups, -1)) for part in filled(parts)
-        ]  # [..., G, R D], [..., G, D], [..., G, D]
+        grouped = [part.unflatten(-1, (groups, -1)) for part in filled(parts)]  # [..., G, R D], [..., G, D], [..., G, D]
         return torch.cat(grouped, dim=-1).flatten(-2)
 
     return by_group

@@ -123,9 +123,7 @@ class RoleModel(GPTModel):
         if self.adapters is not None and self.fused is not None:
             return
         packed = self._path == "packed" and all(can_prepack(p) for p in self.parameters())
-        self.fused = FusedStage(
-            self.decoder.layers, self.decoder.final_layernorm, self.groups.collection.tp, packed=packed
-        )
+        self.fused = FusedStage(self.decoder.layers, self.decoder.final_layernorm, self.groups.collection.tp, packed=packed)
         if self.post_process and self.head == "lm":
             tied = self.share_embeddings_and_output_weights
             weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
@@ -168,9 +166,7 @@ class RoleModel(GPTModel):
         logits_RV = self.vocab.of_tokens(out[:, 0])
         return logits_RV if whole else logits_RV.float()
 
-    def _cached_forward(
-        self, stage: FusedStage, tokens_T: Tensor | None, plan: CachedPlan, rows_R: Tensor | None
-    ) -> Tensor:
+    def _cached_forward(self, stage: FusedStage, tokens_T: Tensor | None, plan: CachedPlan, rows_R: Tensor | None) -> Tensor:
         if self.pre_process and tokens_T is not None:
             words = self.embedding.word_embeddings
             # The module's reduction costs more than the look-up, even with nothing to reduce.
@@ -207,9 +203,7 @@ class RoleModel(GPTModel):
             dp_cp_group=replicas,
         )
 
-    def new_cache(
-        self, num_slots: int, budget_bytes: int | None = None, layout: KVLayout = "dense"
-    ) -> KVCache | PagedKVCache:
+    def new_cache(self, num_slots: int, budget_bytes: int | None = None, layout: KVLayout = "dense") -> KVCache | PagedKVCache:
         weight = next(self.parameters())
         sizes: dict[str, Any] = {
             "num_layers": len(self.decoder.layers),

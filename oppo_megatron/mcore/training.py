@@ -156,9 +156,7 @@ def forward_rows(
 
 
 class TrainedModel:
-    def __init__(
-        self, model: Chunks, config: OptimizerConfig, total_steps: int, layout: TrainingLayoutConfig | None = None
-    ):
+    def __init__(self, model: Chunks, config: OptimizerConfig, total_steps: int, layout: TrainingLayoutConfig | None = None):
         layout = layout or TrainingLayoutConfig()
         self.chunks = as_chunks(model)
         self.model = self.chunks[0]

@@ -55,9 +55,7 @@ class VocabShards:
 
 class _LogProbEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits_RV: Tensor, targets_R: Tensor, shards: VocabShards, temperature: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits_RV: Tensor, targets_R: Tensor, shards: VocabShards, temperature: float) -> tuple[Tensor, Tensor]:
         shard = logits_RV.shape[-1]
         local_R = targets_R - shards.first
         here_R = (local_R >= 0) & (local_R < shard)
@@ -112,9 +110,7 @@ def _scaled(logits_BV: Tensor, temperature: float) -> Tensor:
     return copied_BV if temperature == 1.0 else copied_BV.div_(temperature)
 
 
-def token_logprobs(
-    logits_RV: Tensor, targets_R: Tensor, shards: VocabShards, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def token_logprobs(logits_RV: Tensor, targets_R: Tensor, shards: VocabShards, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return (log q(target), entropy of q), each [R], equal on every rank.  Temperature 0 means 1."""
     return _LogProbEntropy.apply(logits_RV, targets_R, shards, temperature or 1.0)
 

@@ -142,9 +142,7 @@ def same_content(one: Stored, other: Stored) -> bool:
 
 def is_inside(file: object) -> bool:
     """True if an index entry names a file inside its own folder."""
-    return (
-        isinstance(file, str) and file.isprintable() and not Path(file).is_absolute() and ".." not in Path(file).parts
-    )
+    return isinstance(file, str) and file.isprintable() and not Path(file).is_absolute() and ".." not in Path(file).parts
 
 
 def check_file(file: Path) -> None:
@@ -176,8 +174,7 @@ def tokenizer_vocab_size(path: Path) -> int | None:
             return max(ids) + 1 if ids else None
         except (AttributeError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"`{path / 'tokenizer.json'}` is not a tokenizer ({type(error).__name__}: {error}); "
-                "fetch or save it again"
+                f"`{path / 'tokenizer.json'}` is not a tokenizer ({type(error).__name__}: {error}); fetch or save it again"
             ) from error
     if (path / "tokenizer.model").is_file():
         return _sentencepiece_size(path / "tokenizer.model")

@@ -112,10 +112,7 @@ class RolloutBuffer:
         return columns.at(sure).seq_ids
 
     def admit(self, prompts: Iterable[Prompt]) -> list[Rollout]:
-        admitted = [
-            Rollout(prompt, number, recorded=self._recorded)
-            for number, prompt in enumerate(prompts, self._num_admitted)
-        ]
+        admitted = [Rollout(prompt, number, recorded=self._recorded) for number, prompt in enumerate(prompts, self._num_admitted)]
         assert len(admitted) <= self.room, f"{len(admitted)} prompts admitted into room for {self.room}"
         assert not (self._closed and admitted), "prompts admitted after the end of the prompts"
         new = {rollout.prompt.seq_id: rollout for rollout in admitted}

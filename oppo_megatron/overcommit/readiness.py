@@ -39,9 +39,7 @@ class Readiness:
         ended = set(seq_ids)
         decoded = len(ended) == len(seq_ids) and self._ended.isdisjoint(ended) and self._unfinished >= ended
         self._ended |= ended
-        assert decoded, (
-            f"of sequence {', '.join(map(str, seq_ids))} one is not decoded in this step or has already finished"
-        )
+        assert decoded, f"of sequence {', '.join(map(str, seq_ids))} one is not decoded in this step or has already finished"
         if self._group_size == 1 and not self._waits:
             self._num_missing -= len(seq_ids)
             return

@@ -142,9 +142,7 @@ def require_output(to: OutputFile) -> bool:
         if then.get(name) != to.settings.get(name)
     ]
     if changed:
-        raise ConfigError(
-            f"{partial} was begun with other settings: {'; '.join(changed)}; go on with those, or remove the file"
-        )
+        raise ConfigError(f"{partial} was begun with other settings: {'; '.join(changed)}; go on with those, or remove the file")
     return True
 
 

@@ -99,9 +99,7 @@ def find_policy(directory: Path, choice: Choice = Choice()) -> Policy:
         raise CheckpointError(
             f"{problems[0]}: a reward model or critic says nothing; name the policy (of a run: its {WEIGHTS}/actor)"
         )
-    return Policy(
-        directory, found.told, found.model, hf_config, _tokenizer(found, run, choice), run, adapters=found.adapters
-    )
+    return Policy(directory, found.told, found.model, hf_config, _tokenizer(found, run, choice), run, adapters=found.adapters)
 
 
 def read_run(directory: Path) -> RunConfig:
@@ -175,9 +173,7 @@ def _of_directory(directory: Path, run: RunConfig | None, choice: Choice) -> _We
 
 
 def _no_policy(directory: Path) -> str:
-    inner = sorted(
-        path.name for path in directory.iterdir() if any((path / name).is_file() for name in (RUN_CONFIG, SHAPE))
-    )
+    inner = sorted(path.name for path in directory.iterdir() if any((path / name).is_file() for name in (RUN_CONFIG, SHAPE)))
     remedy = f"name one of {', '.join(f'`{directory / name}`' for name in inner[:3])}" if inner else "name one of these"
     return (
         f"`{directory}` holds no policy: it is no run ({RUN_CONFIG}), no checkpoint of one, no Hugging Face or Megatron folder "

@@ -144,9 +144,7 @@ def _lines(path: Path) -> list[str]:
     return found
 
 
-def _worded(
-    text: str, wording: Wording, tokenizer: Tokenizer, variables: Callable[[], Mapping[str, Any]] = dict
-) -> str:
+def _worded(text: str, wording: Wording, tokenizer: Tokenizer, variables: Callable[[], Mapping[str, Any]] = dict) -> str:
     if wording.as_chat:
         try:
             return tokenizer.chat.render(user_turn(text, wording.system), variables=variables())

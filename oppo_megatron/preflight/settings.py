@@ -62,9 +62,7 @@ def check_run_dir(config: TrainConfig | SupervisedConfig) -> list[str]:
         return [f"run_dir `{config.run_dir}` is a file, but must be a folder; name another"]
     existing = next(path for path in (config.run_dir, *config.run_dir.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        return [
-            f"run_dir `{config.run_dir}`: nothing can be written in `{existing}`; choose a folder that you may write"
-        ]
+        return [f"run_dir `{config.run_dir}`: nothing can be written in `{existing}`; choose a folder that you may write"]
     return []
 
 

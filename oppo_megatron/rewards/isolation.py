@@ -115,8 +115,7 @@ class IsolatedFunction(Part):
             stdout=child_prints,  # the function's prints are not answers
             stderr=child_prints,
             pass_fds=(child_reads, child_writes),
-            env=self._environment
-            | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), MARK: self._mark},
+            env=self._environment | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), MARK: self._mark},
             start_new_session=True,
         )
         for descriptor in (child_reads, child_writes, child_prints):

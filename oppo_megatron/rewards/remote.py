@@ -228,9 +228,7 @@ class RemoteReward(Part):
         import httpx
 
         try:
-            status, headers, answer = await asyncio.wait_for(
-                self._post(client, body, len(ids)), self.settings.timeout_s
-            )
+            status, headers, answer = await asyncio.wait_for(self._post(client, body, len(ids)), self.settings.timeout_s)
         except (asyncio.TimeoutError, httpx.TimeoutException):
             raise _Failure(f"did not answer within {self.settings.timeout_s:g} s (remote.timeout_s)") from None
         # ValueError: raised by the HTTP library's parsers (for headers that are not text) and not wrapped.

@@ -39,8 +39,8 @@ def checksum(tokens: Sequence[int], start: int = 0) -> int:
     return zlib.crc32(struct.pack(f"<{len(tokens)}i", *tokens), start)
 
 
-class _NoAnswer(Exception):
-    ...
+class _NoAnswer(Exception): ...
+
 
 @dataclass
 class _Sequence:

@@ -1,8 +1,8 @@
 """Actions of a rank, and schedules of all ranks for one round; docs/schedule.md describes the text form::
 
-    rank 0
-      decode actor m0 c1 s0
-      send hidden actor m0 c1 s0 -> 1
+rank 0
+  decode actor m0 c1 s0
+  send hidden actor m0 c1 s0 -> 1
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ def parse_action(rank: int, text: str) -> Action:
     op, message = Op(found["op"]), found["op"] in ("send", "recv")
     arrow = {Op.SEND: "->", Op.RECV: "<-"}.get(op)
     if message != (found["payload"] is not None) or arrow != found["arrow"]:
-        raise ScheduleError(
-            f"{text!r}: only send (->) and recv (<-) have a payload and a peer, and they need both; correct it"
-        )
+        raise ScheduleError(f"{text!r}: only send (->) and recv (<-) have a payload and a peer, and they need both; correct it")
     return Action(
         rank,
         op,
@@ -106,8 +104,7 @@ class Schedule:
 
     def text(self) -> str:
         return "".join(
-            f"rank {rank}\n" + "".join(f"  {action}\n" for action in self.actions[rank])
-            for rank in sorted(self.actions)
+            f"rank {rank}\n" + "".join(f"  {action}\n" for action in self.actions[rank]) for rank in sorted(self.actions)
         )
 
 

@@ -67,9 +67,7 @@ def preview(
         free = _rounds(config, site, chosen, length, costs, transport.free)[number - 1].schedule
     changed = tuple(rank for rank in site.ranks if free.of(rank) != planned.schedule.of(rank))
     schedule = planned.schedule.shifted(planned.round.index - 1)
-    return Preview(
-        planned.round, clock, len(rounds), site, schedule, budgets, chosen, _assumed(config, site, length), changed
-    )
+    return Preview(planned.round, clock, len(rounds), site, schedule, budgets, chosen, _assumed(config, site, length), changed)
 
 
 def _rounds(

@@ -89,12 +89,8 @@ class Actor:
             old_T, advantages_T, stale_T = (micro.extra[name] for name in ("old_logp", "advantages", "stale"))
             reference_T, weight_T, share_T = (micro.extra.get(name) for name in ("reference_logp", "weight", "share"))
             lengths_R = on_device(micro.counts, logp.device) if self.algorithm.needs_lengths else None
-            columns = {name: micro.extra[name] for name in columns_T} | (
-                {"tokens": micro.targets_R} if columns_T else {}
-            )
-            targets = ActorTargets(
-                old_T, advantages_T, reference_T, weight_T, share_T, lengths_R, stale_T, columns, counts
-            )
+            columns = {name: micro.extra[name] for name in columns_T} | ({"tokens": micro.targets_R} if columns_T else {})
+            targets = ActorTargets(old_T, advantages_T, reference_T, weight_T, share_T, lengths_R, stale_T, columns, counts)
             value, stats = self.algorithm.actor_loss(logp, entropy, targets, kl_coefficient, num_tokens)
             return value, stats_dict(stats) | (self._first_sums(micro, logp.detach(), output.detach()) if first else {})
 
@@ -159,9 +155,7 @@ class Actor:
         optional = {"reference_logp": experience.reference_logp_T, "weight": weight_T}
         return inputs | {name: x_T for name, x_T in optional.items() if x_T is not None}
 
-    def _custom_columns(
-        self, batch: Sequence[Rollout], experience: Experience, settings: UpdateSettings
-    ) -> dict[str, Tensor]:
+    def _custom_columns(self, batch: Sequence[Rollout], experience: Experience, settings: UpdateSettings) -> dict[str, Tensor]:
         if self.algorithm.loss is None or not self._groups.is_last_stage:
             return {}
         assert experience.scores_B is not None
@@ -256,9 +250,7 @@ class Critic:
         self.stats = no_stats()
 
         def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
-            value, stats = self.algorithm.critic_loss(
-                output, micro.extra["old_values"], micro.extra["returns"], num_tokens
-            )
+            value, stats = self.algorithm.critic_loss(output, micro.extra["old_values"], micro.extra["returns"], num_tokens)
             return value, stats_dict(stats)
 
         assert experience.old_values_T is not None, "a critic has given values"

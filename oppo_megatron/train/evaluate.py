@@ -130,10 +130,7 @@ class Evaluator(HeldoutSchedule):
 
     def _judge(self, rollouts: Sequence[Rollout], scores_N: Tensor | None) -> list[tuple[float, float]]:
         columns: list[dict[int, list[float]]] = [{} for _ in self.config.names]
-        items = [
-            ScoreItem(r.seq_id, r.prompt.text, self.exchange.tokenizer.decode(r.tokens), r.prompt.fields)
-            for r in rollouts
-        ]
+        items = [ScoreItem(r.seq_id, r.prompt.text, self.exchange.tokenizer.decode(r.tokens), r.prompt.fields) for r in rollouts]
         self.judges.request(items)
         for i, (rollout, item) in enumerate(zip(rollouts, items, strict=True)):
             score = None if scores_N is None else float(scores_N[i])

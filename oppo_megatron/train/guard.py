@@ -186,9 +186,7 @@ class Rollbacks:
             return "the run should go back to a checkpoint, but has none yet; lower checkpoint.every_steps"
         return None
 
-    def go_back(
-        self, step: int, reason: str, rejected: Sequence[int], position: int, num_written: int, *, keeper: bool
-    ) -> None:
+    def go_back(self, step: int, reason: str, rejected: Sequence[int], position: int, num_written: int, *, keeper: bool) -> None:
         """Write the rollback on the keeper, and raise RollBack on every rank.
 
         `rejected`: sequences of the rejected batch.  Prompts before `position` have been admitted.
@@ -291,9 +289,7 @@ class Guard:
             if obstacle is not None:
                 raise NumericsError(f"{obstacle}; it was because {breach.message}{where}")
             groups = members(self.config).of_groups(rollout.seq_id for rollout in rejected.batch)
-            self.rollbacks.go_back(
-                step, breach.reason, groups, position, self.num_written, keeper=self.rank == self.site.source
-            )
+            self.rollbacks.go_back(step, breach.reason, groups, position, self.num_written, keeper=self.rank == self.site.source)
         elif action == "skip" and self.in_a_row > MAX_SKIPS:
             raise NumericsError(
                 f"{self.in_a_row} steps in a row were skipped, more than {MAX_SKIPS}; the last because {breach.message}{where}"

@@ -61,8 +61,7 @@ class HeldoutLog:
         if found is not None and self.standard is not None:
             best = {"step": found[0], "metric": self.standard.metric, "value": found[1]}
         heldout = {
-            str(step): {"mean": fields["heldout"], "error": fields["heldout_error"]}
-            for step, fields in self._by_step.items()
+            str(step): {"mean": fields["heldout"], "error": fields["heldout_error"]} for step, fields in self._by_step.items()
         }
         return {"heldout": heldout, "best": best}
 

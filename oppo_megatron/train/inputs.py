@@ -89,9 +89,7 @@ def unearned_formats(config: TrainSettings, tokenizer: Tokenizer, prompt: str) -
                 reason = "rollout.stop ends a response there, before the rest of the pattern; remove that stop"
             else:
                 continue
-            found.append(
-                f"WARNING: pattern {part.pattern!r} of rule format may never match: it asks for {text!r}, but {reason}"
-            )
+            found.append(f"WARNING: pattern {part.pattern!r} of rule format may never match: it asks for {text!r}, but {reason}")
             break
     return found
 
@@ -116,11 +114,7 @@ def try_answers(inputs: Inputs, settings: TrainSettings) -> list[str]:
             problems.report(file, int(line), why, data.bad_rows)
         problems.raise_errors(any_left=len(refused) < len(prompts))
         found += len(refused)
-    return (
-        [f"{found} rows more are set aside as they are drawn, because their answers cannot be compared"]
-        if found
-        else []
-    )
+    return [f"{found} rows more are set aside as they are drawn, because their answers cannot be compared"] if found else []
 
 
 def require_trained_actor(config: TrainSettings, prompts: PromptSet) -> None:

@@ -189,9 +189,7 @@ class TrainingLoop(Saveable):
         dropped = self.rollouts.figures()["groups_dropped"]
         told = f"the prompts have ended: none of the last {dropped} groups was worth training"
         if not self.done:
-            raise SamplingError(
-                f"{told}, and no step was made; use prompts that the policy answers rightly now and then"
-            )
+            raise SamplingError(f"{told}, and no step was made; use prompts that the policy answers rightly now and then")
         if self.journal is not None:
             self.journal.note(told)
         if self.evaluator is not None and not self.evaluator.due(self.done, last=False):

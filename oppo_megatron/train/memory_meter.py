@@ -30,9 +30,7 @@ def require_memory(config: TrainConfig | SupervisedConfig, world: World) -> None
     ranks = [each.rank for each in world.hosts if (each.node, each.host, each.device) == mine]
     lasting = lasting_memory(config, on_cpu=world.device.type == "cpu")
     where = me.host if world.device.type == "cpu" else f"{me.device} of {me.host}"
-    problem = shortage(
-        [lasting[rank] for rank in ranks], device_bytes(world.device), f"rank {format_ranks(ranks)}", where
-    )
+    problem = shortage([lasting[rank] for rank in ranks], device_bytes(world.device), f"rank {format_ranks(ranks)}", where)
     if problem:
         raise CapacityError(problem)
 

@@ -139,9 +139,7 @@ def _checksum(keys: Tensor, logprobs: Tensor) -> str:
 class ReferencePass:
     """Fills `table`.  Collective of the world; `owner` reads and writes the file."""
 
-    def __init__(
-        self, config: DPOConfig, table: LogprobTable, world: World, owner: int, note: Callable[[str], None]
-    ):
+    def __init__(self, config: DPOConfig, table: LogprobTable, world: World, owner: int, note: Callable[[str], None]):
         self.config, self.table, self.world, self.owner, self.note = config, table, world, owner, note
         self.path = config.reference_logprobs or RunDirectory(config.run_dir).reference
         with world.activity.doing("checksums of the reference's weights"):
@@ -208,9 +206,7 @@ class ReferencePass:
             if dist.get_rank() == self.owner:
                 self._write()
             took_s = time.monotonic() - started
-            self.note(
-                f"reference log-probs: {done} of {len(missing)} answers computed in {took_s:.1f} s, in {self.path}"
-            )
+            self.note(f"reference log-probs: {done} of {len(missing)} answers computed in {took_s:.1f} s, in {self.path}")
 
     def _write(self) -> None:
         try:

@@ -248,9 +248,7 @@ class ScoreExchange:
         places = [i for i, rollout in enumerate(rollouts) if self.members.is_greedy(rollout.seq_id) == greedy]
         return on_device(places, self.device, torch.int64)
 
-    def _rewards(
-        self, batch: Sequence[Rollout], model_N: Tensor | None, known: Known
-    ) -> tuple[Tensor, dict[str, float]]:
+    def _rewards(self, batch: Sequence[Rollout], model_N: Tensor | None, known: Known) -> tuple[Tensor, dict[str, float]]:
         labels = [summand.label for summand in self.rewards.summands]
         self.request(batch, {label for rollout in batch for label in known.get(rollout.seq_id, ())})
 

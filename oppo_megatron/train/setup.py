@@ -144,9 +144,7 @@ class RoleBuilder:
     @property
     def _stopping(self) -> Stopping:
         config, tokenizer = self.config, self.tokenizer
-        return Stopping.of(
-            config.rollout, tokenizer.eos_ids, config.seed, self.lengths, tokenizer.decode, config.debug.lengths
-        )
+        return Stopping.of(config.rollout, tokenizer.eos_ids, config.seed, self.lengths, tokenizer.decode, config.debug.lengths)
 
     @property
     def heldout_stopping(self) -> Stopping:
@@ -238,9 +236,7 @@ def build_loop(
         world, scheduler, ChunkTuner(config.overlap.chunk, longest_chunk(config)), kl, rounds.planner, tracer.meter,
         tunes_chunk=config.overlap.intra, members=members(config),
     )  # fmt: skip
-    updates = Updates(
-        config, world, actor, critic, guard, kl, exchange, meter, saver.conclude, lambda: scheduler.position
-    )
+    updates = Updates(config, world, actor, critic, guard, kl, exchange, meter, saver.conclude, lambda: scheduler.position)
     groups = _filter(config, scheduler, inputs.rewards)
     rollouts = Rollouts(scheduler, rounds, exchange, config.overlap, meter.planning, groups)
     evaluator = None

@@ -297,9 +297,7 @@ def _build(
         else:
             model = load(config.model)
     trained = TrainedModel(model, config.optimizer, steps)
-    trainer = SupervisedTrainer(
-        config, task, rows, heldout, trained, saver, report, spans, memory, began, steps, take_point
-    )
+    trainer = SupervisedTrainer(config, task, rows, heldout, trained, saver, report, spans, memory, began, steps, take_point)
     if found is not None:
         trainer.restore(found)
     return trainer

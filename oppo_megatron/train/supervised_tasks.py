@@ -175,9 +175,7 @@ class Preferences(ABC, Generic[AnswersT]):
     ) -> list[Answered]:
         others = [*self.mismatched(held)]
         if self.has_mismatched:
-            order = batches(
-                len(rows), config.batch_size, config.seed, config.epochs, config.steps, config.data.shuffle, passed
-            )
+            order = batches(len(rows), config.batch_size, config.seed, config.epochs, config.steps, config.data.shuffle, passed)
             others += [other for index in order for other in self.mismatched([rows[i] for i in index])]
         return [answer for row in (*rows, *held, *others) for answer in self.answers(row)]
 

@@ -71,9 +71,7 @@ class History:
         return {"count": seen.count, "total": seen.total, "squares": seen.total_of_squares, "warmed": self.warmed}
 
 
-def begin_update(
-    trained: TrainedModel, batch: Sequence[Rollout], settings: UpdateSettings, units: Units = each_alone
-) -> None:
+def begin_update(trained: TrainedModel, batch: Sequence[Rollout], settings: UpdateSettings, units: Units = each_alone) -> None:
     """Run the first forward pass of `run_update`, which needs no other inputs; does nothing in a pipeline."""
     groups = trained.model.groups
     mine = next(_shares(batch, groups.dp, settings, units))[groups.dp_rank]
@@ -116,9 +114,7 @@ def run_update(
     return reports
 
 
-def _shares_of_tokens(
-    lengths: Tensor, minibatch: list[int], weights: RowWeights, settings: UpdateSettings
-) -> dict[str, Tensor]:
+def _shares_of_tokens(lengths: Tensor, minibatch: list[int], weights: RowWeights, settings: UpdateSettings) -> dict[str, Tensor]:
     """`share` [T]: token weights of a minibatch, 0 for other rows; empty if all are 1."""
     of_rows = weights(minibatch)
     if all(weight == 1 for weight in of_rows):

@@ -80,9 +80,7 @@ class Updates:
         if self.trains_actor(step):
             self.version += 1
         else:
-            history = replace(
-                history, warmed=history.warmed + ppo.epochs * num_minibatches(len(batch), self._settings(step))
-            )
+            history = replace(history, warmed=history.warmed + ppo.epochs * num_minibatches(len(batch), self._settings(step)))
         self.history = history
 
     def _settings(self, step: int) -> UpdateSettings:
@@ -97,9 +95,7 @@ class Updates:
         history, seed = self.history.numbers() | {"updates": updates}, self.config.seed
         return Facts(step, seed, self.guard.total_steps, self.version, self.kl.value, "", "", figures, history)
 
-    def _update(
-        self, step: int, batch: Sequence[Rollout], experience: Experience
-    ) -> tuple[dict[str, float], Breach | None]:
+    def _update(self, step: int, batch: Sequence[Rollout], experience: Experience) -> tuple[dict[str, float], Breach | None]:
         actor = self.actor if self.trains_actor(step) else None
         critic, coefficient, settings = self.critic, self.kl.value, self._settings(step)
         roles = [role for role in (actor, critic) if role is not None]
@@ -108,9 +104,7 @@ class Updates:
         found: list[Breach | None] = []
         if actor is not None:
             with self.meter.part("update", "actor"):
-                figures, breach = self.guard.watch(
-                    "actor", lambda: actor.update(batch, experience, coefficient, settings)
-                )
+                figures, breach = self.guard.watch("actor", lambda: actor.update(batch, experience, coefficient, settings))
             self.meter.facts.actor = figures
             found.append(breach)
         if critic is not None:
@@ -181,9 +175,7 @@ class Adaptation:
             if not actor_trained:
                 facts.delta_reason = f"step {facts.step}: delta stays, the critic warms up"
                 return
-            signals = StepSignals(
-                experience.stats.shaped_score_mean, facts.tail_waste, facts.scores.ess, facts.length_gap
-            )
+            signals = StepSignals(experience.stats.shaped_score_mean, facts.tail_waste, facts.scores.ess, facts.length_gap)
             facts.delta_reason = self.scheduler.end_step(facts.step, signals).reason
             if experience.stats.kl_mean is not None:
                 self.kl.observe(experience.stats.kl_mean)

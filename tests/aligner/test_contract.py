@@ -179,10 +179,7 @@ def test_deferred_rows_survive_a_resume(
     for text in refused(other, world):
         assert "trainer.ppo.oppo.delta.rule is eq4, but the checkpoint's run has fixed" in text
     for text in refused(replace(resume, resume=4), 3 - world):
-        assert (
-            text.startswith("CheckpointError")
-            and f"rows of {world} data-parallel replicas, but there are {3 - world}" in text
-        )
+        assert text.startswith("CheckpointError") and f"rows of {world} data-parallel replicas, but there are {3 - world}" in text
 
 
 def test_a_run_that_defers_no_more_drains_its_pool(

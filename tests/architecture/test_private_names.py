@@ -43,9 +43,7 @@ def defined_in(tree: ast.Module) -> Names:
             members.update(bound(node.body))
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
             members.add(node.attr)
-    return Names(
-        {name for name in own if PRIVATE.fullmatch(name)}, {name for name in members if PRIVATE.fullmatch(name)}
-    )
+    return Names({name for name in own if PRIVATE.fullmatch(name)}, {name for name in members if PRIVATE.fullmatch(name)})
 
 
 def is_self(node: ast.expr) -> bool:
@@ -93,14 +91,10 @@ def parsed(folder: str) -> dict[Path, ast.Module]:
 
 def test_no_test_reaches_a_private_name() -> None:
     found_in = [defined_in(tree) for tree in parsed(PACKAGE).values()]
-    private = Names(
-        set[str]().union(*(each.own for each in found_in)), set[str]().union(*(each.members for each in found_in))
-    )
+    private = Names(set[str]().union(*(each.own for each in found_in)), set[str]().union(*(each.members for each in found_in)))
     assert min(map(len, private)) > 300, "the package has many"
     trees = {path: tree for path, tree in parsed("tests").items() if path != Path(__file__)}
-    found = [
-        f"{path.relative_to(ROOT)}:{line}: {name}" for path, tree in trees.items() for line, name in uses(tree, private)
-    ]
+    found = [f"{path.relative_to(ROOT)}:{line}: {name}" for path, tree in trees.items() for line, name in uses(tree, private)]
     assert not found, "test through the public surface, or make the name public:\n" + "\n".join(found)
 
 

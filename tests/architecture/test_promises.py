@@ -96,9 +96,7 @@ def find_marks(file: Path, name: str) -> set[str] | None:
 def checked_rooms() -> re.Pattern[str]:
     """Files of `make check`, from the Makefile's own line."""
     text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
-    found = re.search(
-        r"^PURE := tests/architecture .*tests/unit/test_, .*?_\*\.py,\s+([\w ]+?)\)+$", text, re.MULTILINE
-    )
+    found = re.search(r"^PURE := tests/architecture .*tests/unit/test_, .*?_\*\.py,\s+([\w ]+?)\)+$", text, re.MULTILINE)
     assert found is not None, "the Makefile's PURE is of another form; mend this test"
     return re.compile(rf"tests/(architecture/|unit/test_({'|'.join(found[1].split())})_)")
 

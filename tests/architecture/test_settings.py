@@ -18,9 +18,7 @@ def settings_with_a_default() -> dict[type[Section], list[str]]:
         if section.__module__.startswith("oppo_megatron.config"):
             inherited = {name for base in section.__bases__ if issubclass(base, Section) for name in base.model_fields}
             found[section] = [
-                name
-                for name, field in section.model_fields.items()
-                if name not in inherited and not field.is_required()
+                name for name, field in section.model_fields.items() if name not in inherited and not field.is_required()
             ]
     return found
 

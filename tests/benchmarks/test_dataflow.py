@@ -44,9 +44,7 @@ def by_last_of_mesh(
         call, own = calls[number], last[calls[number].devices]
         start = max(ready, own.end_ns)
         span = spans[call.name] = Span(start, start + call.duration_ns)
-        last = {
-            mesh: span if mesh & call.devices and newer(other, own, span) else other for mesh, other in last.items()
-        }
+        last = {mesh: span if mesh & call.devices and newer(other, own, span) else other for mesh, other in last.items()}
         done.add(call.name)
         for child, other in enumerate(calls):
             if call.name in other.parents and done >= set(other.parents):
@@ -110,9 +108,7 @@ def test_the_guard_as_printed_overlaps_two_calls() -> None:
     calls = step_calls(plan, Costs.printed(plan))
     spans = by_last_of_mesh(calls, [frozenset({1}), frozenset({2}), frozenset({1, 2})], literal)
     assert makespan_ns(spans) == nanoseconds(55.1)
-    with pytest.raises(
-        ScheduleError, match=r"CriticInf begins on device 2 at 22\.3 s, while RefInf runs there until 24\.3"
-    ):
+    with pytest.raises(ScheduleError, match=r"CriticInf begins on device 2 at 22\.3 s, while RefInf runs there until 24\.3"):
         check(calls, spans)
 
 

@@ -20,9 +20,7 @@ def test_the_least_time_counts_the_scorers_that_there_are() -> None:
     assert found["dapo"]["score_s"] == 0 < found["grpo"]["score_s"]
     for name in found:
         assert found[name]["train_s"] > 0
-        assert found[name]["least_s"] == pytest.approx(
-            sum(found[name][key] for key in ("decode_s", "score_s", "train_s"))
-        )
+        assert found[name]["least_s"] == pytest.approx(sum(found[name][key] for key in ("decode_s", "score_s", "train_s")))
 
 
 def test_decode_steps_are_those_of_a_clock() -> None:

@@ -66,14 +66,10 @@ def equal_lengths(chunk: int, length: int, lines: tuple[float, float, float]) ->
     score = Linear(0.0, token_s)
     free = Linear(0.0, 0.0)
     costs = StepCosts(
-        Costs(
-            Linear(step_s, 0.0), free, {"actor": free, "reference": free, "reward": score}, score=free, message_s=0.0
-        ),
+        Costs(Linear(step_s, 0.0), free, {"actor": free, "reference": free, "reward": score}, score=free, message_s=0.0),
         round_s=round_s,
     )
-    run = VirtualRun(
-        case.config.model_copy(update={"overlap": overlap}), costs, lambda _: length, prompt_tokens=1, endless=True
-    )
+    run = VirtualRun(case.config.model_copy(update={"overlap": overlap}), costs, lambda _: length, prompt_tokens=1, endless=True)
     return list(run.steps(3))[-1].step_s
 
 

@@ -36,9 +36,9 @@ def test_the_package_holds_what_is_printed(printed: Mapping[str, list[list[str]]
         constants["eval_steps_7b"],
         constants["eval_steps_3b"],
     ]
-    assert [
-        [row.setup, row.target_reward, row.baseline_minutes, row.oppo_minutes, row.stated] for row in oppo.SPEEDUPS
-    ] == [[row[0], *map(number, row[1:5])] for row in printed["speedups"]]
+    assert [[row.setup, row.target_reward, row.baseline_minutes, row.oppo_minutes, row.stated] for row in oppo.SPEEDUPS] == [
+        [row[0], *map(number, row[1:5])] for row in printed["speedups"]
+    ]
     assert [[row.setup, row.variant, row.minutes, row.stated] for row in oppo.ABLATION] == [
         [row[0], row[1], *map(number, row[2:4])] for row in printed["ablation"]
     ]
@@ -87,9 +87,7 @@ def test_the_settings_that_are_played_are_the_printed_ones(printed: Mapping[str,
         ("eq. 4 against Algorithm 1, line 24", 1, -1, "contradict"),
     ],
 )
-def test_what_the_printed_figures_say_of_each_other(
-    where: str, printed_value: float, computed: float, verdict: str
-) -> None:
+def test_what_the_printed_figures_say_of_each_other(where: str, printed_value: float, computed: float, verdict: str) -> None:
     found: dict[str, Check] = {check.where: check for check in checks()}
     check = found[where]
     assert (check.printed, check.computed) == (

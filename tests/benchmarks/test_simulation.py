@@ -23,9 +23,7 @@ ROUND = 2
 MODES = ["disaggregated", "colocated"]
 
 
-def played(
-    config: TrainConfig, odd: Callable[[int], RankRun] | None = None, rank: int = -1, number: int = ROUND
-) -> Simulated:
+def played(config: TrainConfig, odd: Callable[[int], RankRun] | None = None, rank: int = -1, number: int = ROUND) -> Simulated:
     """The round, in which `rank` is what `odd` makes of it."""
 
     def make_run(each: int) -> RankRun:
@@ -59,9 +57,7 @@ def test_a_rank_with_other_lengths_is_named(mode: str) -> None:
 
     for rank in range(8):
         faults = played(config, odd, rank).faults
-        assert [(fault.kind, fault.rank) for fault in faults if "other records" in fault.message] == [
-            (FaultKind.PLAN, rank)
-        ]
+        assert [(fault.kind, fault.rank) for fault in faults if "other records" in fault.message] == [(FaultKind.PLAN, rank)]
         assert f"of sequence {ended}, " in faults[0].message
 
 

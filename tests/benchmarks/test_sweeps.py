@@ -177,9 +177,7 @@ def test_every_kind_of_reward_has_the_model_that_it_needs() -> None:
         assert reward is not None and reward.init == base.actor.init and reward.init_seed != base.actor.init_seed
         [part] = sweeps.rewarded(found[kind], "verifier").rewards
         assert (part.name, part.buffer_tokens) == ("length", 16), "it had no rule"
-    trained = base.model_copy(
-        update={"actor": base.actor.model_copy(update={"init": None, "checkpoint": Path("weights")})}
-    )
+    trained = base.model_copy(update={"actor": base.actor.model_copy(update={"init": None, "checkpoint": Path("weights")})})
     reward = sweeps.rewarded(trained, "model").reward
     assert reward is not None and (reward.checkpoint, reward.fresh_head) == (Path("weights"), True)
     assert sweeps.rewarded(found["model"], "process").reward == found["model"].reward, "its own"
@@ -247,9 +245,7 @@ def test_rewards(swept: Sweep) -> None:
 
 @pytest.mark.long
 def test_weave(swept: Sweep) -> None:
-    rows = swept("weave", ["--modes", "sequential,woven"], placement={"mode": "colocated", "actor": {"pp": 2}})[
-        "results"
-    ]
+    rows = swept("weave", ["--modes", "sequential,woven"], placement={"mode": "colocated", "actor": {"pp": 2}})["results"]
     assert [row["mode"] for row in rows] == ["sequential", "woven"]
     for row in rows:
         assert 0 < row["rounds_s"] <= row["step_s"] and len(row["bubble_by_rank"]) == 2

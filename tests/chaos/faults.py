@@ -41,9 +41,7 @@ def run_case(workspace: Workspace, at: str, rank: int, how: str) -> str:
     }
     told, seconds = struck(deep(workspace, f"{at}-{rank}-{how}", **changes), at, rank, how)
     assert NAMED[how].format(rank) in told, told
-    other = next(
-        (line for line in told.replace("; rank", "\nrank").splitlines() if line.startswith(f"rank {1 - rank}")), ""
-    )
+    other = next((line for line in told.replace("; rank", "\nrank").splitlines() if line.startswith(f"rank {1 - rank}")), "")
     assert other, f"nothing of rank {1 - rank}: {told}"
     limit_s = AFTER_S + (0.0 if how == "killed" else STALL_S[how])
     assert seconds <= limit_s, f"{seconds:.1f} s"

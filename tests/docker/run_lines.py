@@ -51,9 +51,7 @@ def main() -> int:
         done = [part for part in commands if part not in left_out]
         script = " && ".join([*done, effect])
         folder = subprocess.run(["mktemp", "-d"], check=True, capture_output=True, text=True).stdout.strip()
-        ended = subprocess.run(
-            ["unshare", "-m", "bash", "-c", OVERLAY, "run_lines", folder, script], stdout=subprocess.DEVNULL
-        )
+        ended = subprocess.run(["unshare", "-m", "bash", "-c", OVERLAY, "run_lines", folder, script], stdout=subprocess.DEVNULL)
         Path(folder).rmdir()
         failed += ended.returncode != 0
         print(f"{stage}: {'FAILED' if ended.returncode else 'done'}: {'; '.join(done)}")

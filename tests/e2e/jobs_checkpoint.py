@@ -150,9 +150,7 @@ def resume_noting_syncs(config: dict[str, Any]) -> list[tuple[float, str, int]]:
     return noted
 
 
-def run_with_a_slow_disk(
-    config: dict[str, Any], late_s: float | None, full_on: int | None = None
-) -> tuple[str, list[int]]:
+def run_with_a_slow_disk(config: dict[str, Any], late_s: float | None, full_on: int | None = None) -> tuple[str, list[int]]:
     """A run each of whose checkpoints begins to be written `late_s` after its snapshot, or, None, once the next step has been
     trained; on one rank there is no space for it.
 

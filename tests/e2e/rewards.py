@@ -64,5 +64,3 @@ def level(prompt: str, response: str, fields: dict[str, Any], flat: list[str]) -
     """The same for all responses to a prompt of `flat`; for those to others a number that no other has."""
     CALLS[prompt] += 1
     return 1.0 if prompt in flat else float(CALLS[prompt])
-
-

@@ -78,8 +78,7 @@ def token_rows(inputs: Path, kind: str) -> list[tuple[list[int], list[list[int]]
             for row in rows
         ]
     return [
-        (tokenizer.encode(row["prompt"]), [[*tokenizer.encode(row[c]), tokenizer.eos_id] for c in COLUMNS[kind]])
-        for row in rows
+        (tokenizer.encode(row["prompt"]), [[*tokenizer.encode(row[c]), tokenizer.eos_id] for c in COLUMNS[kind]]) for row in rows
     ]
 
 

@@ -24,9 +24,7 @@ FIVE_STEPS = CARRIED | {"steps": 5, "checkpoint.every_steps": 2, "checkpoint.kee
 @pytest.mark.parametrize(
     "layout", [TWO_RANKS, pytest.param(REPLICAS, marks=pytest.mark.long)], ids=["actor | scorers", "replicas"]
 )
-def test_a_checkpoint_written_beside_the_run_is_that_of_its_moment(
-    workspace: Workspace, layout: dict[str, Any]
-) -> None:
+def test_a_checkpoint_written_beside_the_run_is_that_of_its_moment(workspace: Workspace, layout: dict[str, Any]) -> None:
     """The disk is so slow that the next steps are trained meanwhile; then the run continues from that checkpoint."""
     name = str(layout["placement"]["mode"])
     plain = run_ppo_ranks(deep(workspace, f"{name}-plain", **FIVE_STEPS, **layout))
@@ -62,9 +60,7 @@ def test_a_guard_waits_for_the_checkpoint_that_it_goes_back_to(workspace: Worksp
 
 
 def test_a_disk_without_space_ends_the_run_on_all_ranks(workspace: Workspace) -> None:
-    config = deep(
-        workspace, "full", **CARRIED, **TWO_RANKS, **{"checkpoint.asynchronous": True, "checkpoint.every_steps": 1}
-    )
+    config = deep(workspace, "full", **CARRIED, **TWO_RANKS, **{"checkpoint.asynchronous": True, "checkpoint.every_steps": 1})
     answers = run_ranks(2, JOB, config=config, late_s=0.1, full_on=1)
     for message, _ in answers:
         assert message.startswith("CheckpointError: ") and "rank 1: No space left" in message

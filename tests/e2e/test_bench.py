@@ -25,9 +25,7 @@ ONE_THREAD = {"runtime.threads_per_rank": 1}
 
 def config(workspace: Workspace, **changes: Any) -> TrainConfig:
     """Tiny models in one process."""
-    return bare(
-        TrainConfig(**workspace.config("bench", **{**LENGTHS, **OVERLAPS, "steps": 2, **ONE_THREAD, **changes}))
-    )
+    return bare(TrainConfig(**workspace.config("bench", **{**LENGTHS, **OVERLAPS, "steps": 2, **ONE_THREAD, **changes})))
 
 
 def suite(out: Path, repeats: int = 1) -> Suite:
@@ -78,9 +76,7 @@ def test_overlap_by_the_command(workspace: Workspace, tmp_path: Path, capfd: pyt
     assert {len(run["steps"]) for runs in written["runs"].values() for run in runs} == {3}
     for ranks in written["utilization"].values():
         assert [rank["rank"] for rank in ranks] == [0, 1]
-        assert all(
-            sum(rank[kind] for kind in ("decode", "score", "update", "idle")) == pytest.approx(100) for rank in ranks
-        )
+        assert all(sum(rank[kind] for kind in ("decode", "score", "update", "idle")) == pytest.approx(100) for rank in ranks)
         assert ranks[0]["decode"] > 0 and ranks[0]["score"] == 0 and ranks[1]["score"] > 0 and ranks[1]["update"] > 0
     (out / "utilization.png").stat()
     rows, peaks = limits([out / "pair" / f"{mode}-1" for mode in ("sequential", "full+critic")])

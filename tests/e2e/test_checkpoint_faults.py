@@ -203,10 +203,7 @@ def test_files_that_cannot_be_written_end_the_run_with_the_last_checkpoint_whole
 @pytest.fixture
 def small_disk(begun: Begun, tmp_path: Path) -> Iterator[Path]:
     """A file system that has room for the two checkpoints and half a third."""
-    sizes = [
-        sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        for folder in begun.checkpoints.iterdir()
-    ]
+    sizes = [sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) for folder in begun.checkpoints.iterdir()]
     disk = tmp_path / "disk"
     disk.mkdir()
     size = sum(sizes) + min(sizes) // 2 + 200_000  # blocks are 4 KiB each

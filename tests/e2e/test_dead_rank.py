@@ -57,9 +57,7 @@ def test_every_other_rank_names_the_action_it_waited_for(tmp_path_factory: pytes
     ("nth", "part"),
     [(2, "update actor, step 1"), pytest.param(6, "update critic, step 1", marks=pytest.mark.long)],
 )
-def test_every_other_rank_names_the_update_it_was_in(
-    tmp_path_factory: pytest.TempPathFactory, nth: int, part: str
-) -> None:
+def test_every_other_rank_names_the_update_it_was_in(tmp_path_factory: pytest.TempPathFactory, nth: int, part: str) -> None:
     """Two epochs of two minibatches of the actor, then as many of the critic."""
     workspace = Workspace.create(tmp_path_factory.mktemp("dead"))
     placement = {"mode": "colocated", "actor": {"pp": 2}}

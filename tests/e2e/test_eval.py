@@ -104,8 +104,7 @@ def test_a_reward_of_a_file_has_its_sum(work: Path, tmp_path: Path, capsys: pyte
         metrics["gsm8k"]["mean"] + 0.5 * metrics[f"{__name__}:length_of"]["mean"] + 2.0 * metrics["length"]["mean"]
     )
     assert (
-        metrics["length"]["mean"] == pytest.approx(-metrics["response tokens"]["mean"] / 1000)
-        and metrics["length"]["mean"] < 0
+        metrics["length"]["mean"] == pytest.approx(-metrics["response tokens"]["mean"] / 1000) and metrics["length"]["mean"] < 0
     )
     assert metrics["reward"]["n"] == 3
 

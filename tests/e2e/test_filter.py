@@ -46,9 +46,7 @@ def test_groups_that_are_all_the_same_are_dropped(workspace: Workspace, sequenti
     rewards = {row["seq_id"]: row["reward"] for row in sequential.rollouts}
     groups = {seq_id // GROUP for seq_id in rewards}
     assert all(rewards[GROUP * g] != rewards[GROUP * g + 1] for g in groups)
-    assert dropped(sequential) > 1 and sum(line["backfilled"] for line in sequential.metrics) == GROUP * dropped(
-        sequential
-    )
+    assert dropped(sequential) > 1 and sum(line["backfilled"] for line in sequential.metrics) == GROUP * dropped(sequential)
     assert max(groups) + 1 == len(groups) + dropped(sequential), "no prompt beyond the last that was needed"
     for line in sequential.metrics:
         assert line["keep_rate"] == 3 / (3 + line["groups_dropped"])

@@ -15,9 +15,7 @@ pytestmark = pytest.mark.long
 
 def test_stale_caches_that_are_kept_fork(matrix: Matrix) -> None:
     kept = FORK | {"overlap.actor_kv": "keep"}
-    forked, apart = (
-        run_ppo_ranks(matrix.config("fork-kept", str(fork), kept | {"debug.fork": fork})) for fork in (True, False)
-    )
+    forked, apart = (run_ppo_ranks(matrix.config("fork-kept", str(fork), kept | {"debug.fork": fork})) for fork in (True, False))
     assert_same(forked, apart)
     assert min(line["forked_tokens"] for line in forked.metrics) > 0
 

@@ -94,9 +94,7 @@ def test_a_reference_with_the_actor_reads_the_batch_last(workspace: Workspace) -
     placement = {"mode": "disaggregated", "reference": "actor"}
     run_ppo_ranks(workspace.config("beside", **FULL, placement=placement))
     for step in (1, 2, 3):
-        spans = [
-            s for s in read_trace(workspace.root / "runs" / "beside" / "trace.json") if (s.rank, s.step) == (0, step)
-        ]
+        spans = [s for s in read_trace(workspace.root / "runs" / "beside" / "trace.json") if (s.rank, s.step) == (0, step)]
         decoded = max(span.end for span in spans if span.role == "actor" and span.name == "decode")
         read = [span.start for span in spans if span.role == "reference"]
         assert read and min(read) > decoded

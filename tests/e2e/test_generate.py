@@ -274,9 +274,7 @@ def test_mistakes_are_told_before_anything_is_loaded(
     assert told in error and "Traceback" not in error
 
 
-def test_prompts_that_are_too_long_are_left_out(
-    export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_that_are_too_long_are_left_out(export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ["a" * 600, TEXTS[0], "b" * 600, TEXTS[1]]))
     asked = ["generate", str(export), "--input", str(rows), "--json", "--max-tokens", "8"]

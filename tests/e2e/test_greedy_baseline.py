@@ -57,9 +57,7 @@ def test_greedy_responses_are_the_likeliest_of_their_weights(workspace: Workspac
 def test_what_is_told_of_a_batch_is_of_what_is_trained(plain: Outcome) -> None:
     """And of greedy responses their reward alone."""
     for line in plain.metrics:
-        trained, greedy = (
-            [row for row in rows if row["step"] == line["step"]] for rows in (plain.rollouts, plain.greedy)
-        )
+        trained, greedy = ([row for row in rows if row["step"] == line["step"]] for rows in (plain.rollouts, plain.greedy))
         assert (len(trained), len(greedy)) == (16, 8)
         assert line["reward_mean"] == pytest.approx(sum(row["reward"] for row in trained) / 16)
         assert line["greedy_reward_mean"] == pytest.approx(sum(row["reward"] for row in greedy) / 8)
@@ -87,7 +85,4 @@ def test_a_run_does_not_go_on_without_them(
     path.write_text(json.dumps(remax(workspace, "plain", steps=3)))
     assert main(["train", str(path), "--resume", "algorithm.baseline=none"]) == 2
     told = capsys.readouterr().err
-    assert (
-        "whether a prompt has a greedy response (algorithm.baseline) is False, but the checkpoint's run has True"
-        in told
-    )
+    assert "whether a prompt has a greedy response (algorithm.baseline) is False, but the checkpoint's run has True" in told

@@ -102,9 +102,7 @@ def test_a_rule_without_a_reference_leaves_no_scorer(workspace: Workspace) -> No
     assert not [name for line in one.metrics for name in line if name.startswith("critic_")]
 
 
-def test_another_group_size_cannot_go_on(
-    workspace: Workspace, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_another_group_size_cannot_go_on(workspace: Workspace, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = grouped(workspace, "resized", "grpo", 4, **CARRIED, steps=1)
     run_ppo_ranks(config)
     path = tmp_path / "again.yaml"

@@ -35,9 +35,7 @@ def call(*arguments: str | Path, timeout_s: float = 60, **variables: str) -> sub
     """Run a command as a user's shell would: the interpreter's folder is on PATH, threads are the program's choice."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     environment |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", **variables}
-    return subprocess.run(
-        [str(a) for a in arguments], env=environment, capture_output=True, text=True, timeout=timeout_s
-    )
+    return subprocess.run([str(a) for a in arguments], env=environment, capture_output=True, text=True, timeout=timeout_s)
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

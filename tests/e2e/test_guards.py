@@ -62,9 +62,7 @@ def test_training_goes_on_from_where_it_was(workspace: Workspace) -> None:
 
 
 def test_too_many_skips_end_the_run(workspace: Workspace) -> None:
-    with pytest.raises(
-        AssertionError, match="NumericsError.*4 steps in a row were skipped, more than 3"
-    ):
+    with pytest.raises(AssertionError, match="NumericsError.*4 steps in a row were skipped, more than 3"):
         run_ppo_ranks(workspace.config("many", steps=5, **breaking("many", 0)))
 
 
@@ -110,9 +108,7 @@ def test_a_replay_knows_the_optimizer_steps_of_a_run_whose_steps_had_more(
     assert rates[0] == rates[1], "four optimizer steps were made before"
 
 
-def test_a_gradient_that_is_no_number_takes_the_minibatches_before_it_back(
-    workspace: Workspace, untrained: Outcome
-) -> None:
+def test_a_gradient_that_is_no_number_takes_the_minibatches_before_it_back(workspace: Workspace, untrained: Outcome) -> None:
     """Replicas that share the optimizer's state; the first minibatch's step ruins the weights."""
     ruin = {"actor.optimizer": {"lr": 1e30}, "placement": REPLICAS, "guards": {"action": "skip"}}
     outcome = run_ppo_ranks(workspace.config("ruin", steps=2, **ruin))

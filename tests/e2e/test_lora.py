@@ -75,9 +75,7 @@ def test_a_reference_with_the_actor_shares_its_weights(
 
 
 @pytest.mark.parametrize("mode", ["single", "disaggregated"])
-def test_a_null_reference_begins_with_the_adapters_that_are_given(
-    workspace: Workspace, plain: dict[str, Any], mode: str
-) -> None:
+def test_a_null_reference_begins_with_the_adapters_that_are_given(workspace: Workspace, plain: dict[str, Any], mode: str) -> None:
     config = configured(workspace, f"given-{mode}", steps=2, placement={"mode": mode})
     trained = Path(plain["run_dir"]) / "weights" / "actor"
     config["actor"] |= {"lora": LORA | {"adapter": str(trained)}}
@@ -102,9 +100,7 @@ def test_a_resumed_run_is_the_undisturbed_one(workspace: Workspace, plain: dict[
     assert_bit_equal(outcome(config), outcome(plain))
     newest = max((Path(config["run_dir"]) / "checkpoints").glob("step-*"))
     saved = FileSystemReader(newest / "models").read_metadata().state_dict_metadata
-    assert all("_lora." in key or key.endswith("critic.output_layer.weight") for key in saved), (
-        "adapters and no base weights"
-    )
+    assert all("_lora." in key or key.endswith("critic.output_layer.weight") for key in saved), "adapters and no base weights"
     assert sum(".exp_avg_sq." in key for key in saved) == 2 * 7 * 2 + 1
     with pytest.raises(CheckpointError, match="adapters"):
         open_directory(newest / "models" / "actor")
@@ -113,9 +109,7 @@ def test_a_resumed_run_is_the_undisturbed_one(workspace: Workspace, plain: dict[
 def test_adapters_are_counted_and_checked_before_models_are_built(workspace: Workspace, tmp_path: Path) -> None:
     config = TrainConfig(**configured(workspace, "counted"))
     full = TrainConfig(**deep(workspace, "counted"))
-    (with_adapters, without) = (
-        {each.role: each.memory for each in train_holdings(each, on_cpu=True)} for each in (config, full)
-    )
+    (with_adapters, without) = ({each.role: each.memory for each in train_holdings(each, on_cpu=True)} for each in (config, full))
     assert with_adapters["actor"].optimizer < without["actor"].optimizer / 2
     assert with_adapters["reference"].weights == with_adapters["reference"].packed == 0 < without["reference"].weights
     trainable = 4 * 4 * sum(a + b for a, b in _sizes())

@@ -25,6 +25,8 @@ RULES: list[dict[str, Any]] = [
     {"kind": "verifier", "name": "length", "buffer_tokens": LONGEST, "weight": 0.5},
     {"kind": "verifier", "name": "format", "pattern": r"\d", "lenient": True, "weight": 0.25},
 ]
+
+
 def test_rules_alone(workspace: Workspace) -> None:
     """Lengths are counted in tokens, formats are read in the text, and each rule is a metric of its own."""
     outcome = run_ppo_ranks(workspace.config("rules-only", steps=2, reward=None, rewards=RULES))
@@ -32,9 +34,7 @@ def test_rules_alone(workspace: Workspace) -> None:
     formats = [float(any(character.isdigit() for character in row["response"])) for row in outcome.rollouts]
     assert len(set(lengths)) > 1 and len(set(formats)) == 2, "the run no longer tells the rules apart"
     for row, length, found in zip(outcome.rollouts, lengths, formats, strict=True):
-        assert row["reward"] - 0.5 * length - 0.25 * found == pytest.approx(
-            round(row["reward"] - 0.5 * length), abs=1e-6
-        )
+        assert row["reward"] - 0.5 * length - 0.25 * found == pytest.approx(round(row["reward"] - 0.5 * length), abs=1e-6)
     for line, start in zip(outcome.metrics, (0, 6), strict=True):
         parts = line["reward_parts"]
         assert list(parts) == ["arithmetic", "math", "length", "format"]
@@ -58,9 +58,7 @@ def test_a_gap_is_found_in_any_minibatch(workspace: Workspace, minibatch: int, w
     """Of the actor's first update; behind the first minibatch, where the update has moved the weights, too."""
     config = workspace.config(f"gap-{minibatch}-{warmup}", steps=1 + warmup, **{"ppo.critic_warmup_steps": warmup})
     assert config["ppo"]["minibatches"] == 2
-    (error,) = run_ranks(
-        1, "tests.e2e.jobs:train_with_a_wrong_logprob", config=config, minibatch=minibatch, step=1 + warmup
-    )
+    (error,) = run_ranks(1, "tests.e2e.jobs:train_with_a_wrong_logprob", config=config, minibatch=minibatch, step=1 + warmup)
     assert "the log-prob of a token differs by 5.00e-01 between decoding and training" in error
 
 

@@ -175,9 +175,7 @@ def backfilled(workspace: Workspace) -> Outcome:
     return run_ppo_ranks(deep(workspace, "backfilled", **BACKFILL))
 
 
-def test_with_backfill_every_prompt_is_trained_exactly_once(
-    workspace: Workspace, backfilled: Outcome
-) -> None:
+def test_with_backfill_every_prompt_is_trained_exactly_once(workspace: Workspace, backfilled: Outcome) -> None:
     assert Counter(row["seq_id"] for row in backfilled.rollouts) == {i: 1 for i in range(BACKFILLED * BATCH)}
     assert [len(batch) for batch in backfilled.batches()] == [BATCH] * BACKFILLED
     assert sum(line["backfilled"] for line in backfilled.metrics) > BATCH, "prompts enter within steps"

@@ -44,9 +44,7 @@ def ask(directories: list[Path], layout: tuple[int, int, int] = (1, 1, 1), **set
     settings = {"sampling": GREEDY, "max_tokens": MAX_TOKENS, "texts": TEXTS} | settings
     parallel = dict(zip(("tp", "pp", "dp"), layout, strict=True))
     num_ranks = layout[0] * layout[1] * layout[2]
-    found = run_ranks(
-        num_ranks, "tests.e2e.jobs_policy:answers", directories=directories, parallel=parallel, **settings
-    )
+    found = run_ranks(num_ranks, "tests.e2e.jobs_policy:answers", directories=directories, parallel=parallel, **settings)
     assert all(other == found[0] for other in found)
     return found[0]
 
@@ -63,9 +61,7 @@ def test_a_run_its_export_and_its_last_checkpoint_say_the_same(run: Path) -> Non
     assert sorted(before) != sorted(found[0]), "another step, another policy"
 
 
-def test_texts_and_several_ids_end_where_transformers_ends_them(
-    workspace: Workspace, run: Path, tmp_path: Path
-) -> None:
+def test_texts_and_several_ids_end_where_transformers_ends_them(workspace: Workspace, run: Path, tmp_path: Path) -> None:
     """Byte-level BPE, so that transformers has the tokenizer too; one id is in the policy's directory alone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -135,9 +131,7 @@ def test_what_is_taken_is_told_and_what_is_no_policy_is_refused(run: Path, tmp_p
     with pytest.raises(CheckpointError, match=r"rollouts.jsonl is missing; name another checkpoint"):
         find_policy(unfinished)
     shutil.rmtree(unfinished / "checkpoints")
-    with pytest.raises(
-        CheckpointError, match=r"without final weights and without a checkpoint; let it come to its end"
-    ):
+    with pytest.raises(CheckpointError, match=r"without final weights and without a checkpoint; let it come to its end"):
         find_policy(unfinished)
     for place in (run / "weights" / "critic", run / "checkpoints" / "step-000002" / "models" / "critic"):
         with pytest.raises(CheckpointError, match=r"reward model or critic says nothing; name the policy"):

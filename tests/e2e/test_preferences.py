@@ -167,9 +167,7 @@ def test_micro_batches_have_no_influence(inputs: Path, tmp_path: Path, kind: str
     small, large = (
         run(kind, preferring(inputs, kind, tmp_path / str(budget), runtime=runtime(budget))) for budget in (240, 4096)
     )
-    assert small[-1]["packing_efficiency"] != large[-1]["packing_efficiency"], (
-        "both are packed alike: nothing is tested"
-    )
+    assert small[-1]["packing_efficiency"] != large[-1]["packing_efficiency"], "both are packed alike: nothing is tested"
     for ours, theirs in zip(small, large, strict=True):
         for name in ("loss", "margin", "grad_norm"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), (name, ours["step"])
@@ -181,9 +179,7 @@ def runtime(budget: int, **changes: Any) -> Settings:
     return {"device": "cpu", "threads_per_rank": 1, "micro_batch_tokens": budget, **changes}
 
 
-def test_memory_that_a_pair_does_not_fit_ends_the_run(
-    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_a_pair_does_not_fit_ends_the_run(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def short(task: Any, batch: MicroBatch, logp_S: Tensor) -> dict[str, Tensor]:
         assert len(batch.lengths) == 2 * len(batch.index)
         raise MemoryError("no more")
@@ -247,9 +243,7 @@ def test_the_reference_is_read_once_and_held_no_longer(
         assert len(file.get_tensor("logprobs")) == 2 * NUM_ROWS + others
 
 
-def test_another_reference_is_not_taken_for_the_same(
-    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_another_reference_is_not_taken_for_the_same(inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A run's own file is made anew, a named one is refused, and so is a run that goes on with another reference."""
     save_tiny(tmp_path / "other", "qwen2", vocab_size=320, tie_word_embeddings=True, seed=5)
     chosen = preferring(inputs, "dpo", tmp_path / "run", steps=1, logging={"console": "plain"})

@@ -57,9 +57,7 @@ def test_a_verifier_alone_needs_no_rank_of_scorers(workspace: Workspace) -> None
     assert len(run_ppo_ranks(config).metrics) == 3
 
 
-def test_a_step_that_a_guard_takes_back_can_be_replayed(
-    workspace: Workspace, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_that_a_guard_takes_back_can_be_replayed(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
     guards = {"ratio_max": 1.0001, "action": "skip"}
     config = workspace.config("guard", **WITHOUT_CRITIC, guards=guards, steps=2)
     assert all(line["skipped"] for line in run_ppo_ranks(config).metrics)
@@ -86,16 +84,13 @@ def test_a_step_that_a_guard_takes_back_can_be_replayed(
     ],
     ids=["ppo without", "reinforce_pp with"],
 )
-def test_a_critic_is_there_exactly_where_the_algorithm_has_one(
-    workspace: Workspace, changes: dict[str, Any], says: str
-) -> None:
+def test_a_critic_is_there_exactly_where_the_algorithm_has_one(workspace: Workspace, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         TrainConfig(**workspace.config("refused", **changes))
 
 
 def test_settings_that_only_a_critic_gives_a_meaning_are_refused(workspace: Workspace) -> None:
     config = TrainConfig(**workspace.config("refused", **WITHOUT_CRITIC, **{"ppo.gae_lambda": 0.9}))
-    assert (
-        "ppo.gae_lambda is 0.9, but algorithm.preset reinforce_pp has no critic, and nothing reads it; remove it"
-        in (check_train(config))
+    assert "ppo.gae_lambda is 0.9, but algorithm.preset reinforce_pp has no critic, and nothing reads it; remove it" in (
+        check_train(config)
     )

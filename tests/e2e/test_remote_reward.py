@@ -68,8 +68,7 @@ def test_scores_of_services_are_those_of_the_run_itself(tmp_path: Path) -> None:
     with ExitStack() as stack:
         isolated = {"rewards": [rules[0], BREVITY | {"isolate": True}]}
         services = [
-            stack.enter_context(service(tmp_path, name, config))
-            for name, config in (("model", model), ("rules", isolated))
+            stack.enter_context(service(tmp_path, name, config)) for name, config in (("model", model), ("rules", isolated))
         ]
         asked = [{"kind": "http", "url": url, "token_env": TOKEN_ENV, "remote": {"max_batch": 4}} for url in services]
         asked[0] |= {"weight": 0.0}
@@ -77,9 +76,7 @@ def test_scores_of_services_are_those_of_the_run_itself(tmp_path: Path) -> None:
         run_ranks(1, "tests.e2e.jobs:train_with_environment", config=far, environment={TOKEN_ENV: TOKEN})
     remote = read_outcome(Path(far["run_dir"]))
     local = run_ppo_ranks(
-        workspace.config(
-            "near", steps=2, reward=reward, rewards=[*rules, {"kind": "model", "weight": 0.0}], **OVERLAPPED
-        )
+        workspace.config("near", steps=2, reward=reward, rewards=[*rules, {"kind": "model", "weight": 0.0}], **OVERLAPPED)
     )
     assert remote.rollouts == local.rollouts and len({row["reward"] for row in local.rollouts}) > 2
     labels = [url.partition("://")[2] for url in services]
@@ -94,9 +91,7 @@ def test_scores_of_services_are_those_of_the_run_itself(tmp_path: Path) -> None:
 
 
 def right(request: dict[str, Any]) -> bytes:
-    return scored(
-        request, lambda item: brevity(**{name: item[name] for name in ("prompt", "response", "fields")}, limit=40)
-    )
+    return scored(request, lambda item: brevity(**{name: item[name] for name in ("prompt", "response", "fields")}, limit=40))
 
 
 def late(request: dict[str, Any]) -> bytes:

@@ -28,10 +28,9 @@ PP2 = {"placement": {"mode": "disaggregated", "actor": {"pp": 2}}}
 CASES: dict[str, dict[str, Any]] = {
     "one rank": CARRIED,
     "PP2 | 1, stale caches kept": CARRIED | PP2 | {"overlap.actor_kv": "keep"},
-    "PP2 | 1, tied, bfloat16": CARRIED
-    | PP2
-    | {"runtime.dtype": "bfloat16", "actor.init": DEEP | {"tie_word_embeddings": True}},
+    "PP2 | 1, tied, bfloat16": CARRIED | PP2 | {"runtime.dtype": "bfloat16", "actor.init": DEEP | {"tie_word_embeddings": True}},
 }
+
 
 @pytest.fixture(scope="module")
 def carried(workspace: Workspace) -> Outcome:
@@ -241,9 +240,7 @@ def test_what_cannot_be_continued_is_refused(workspace: Workspace) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9}\n')
     kept = {path: path.read_bytes() for path in (run / "metrics.jsonl", run / "config.yaml")}
-    assert "are not those that the checkpoint's run" in refusal(
-        config | {"data": config["data"] | {"path": str(other)}}
-    )
+    assert "are not those that the checkpoint's run" in refusal(config | {"data": config["data"] | {"path": str(other)}})
     assert kept == {path: path.read_bytes() for path in kept}, "a start that is refused has touched the run"
     other_tokenizer = data.with_name("other.model")
     train_sentencepiece(["other words of another tongue"], other_tokenizer, 276)
@@ -258,9 +255,7 @@ def test_what_cannot_be_continued_is_refused(workspace: Workspace) -> None:
     (manifest,) = (run / "checkpoints").glob("step-*/manifest.json")
     text, there = manifest.read_text(), checkpoints(config)
     manifest.write_text(text.replace('"format": 3', '"format": 2'))
-    assert f"{manifest}: format 2, this program reads format 3; resume with the version that wrote it" == refusal(
-        config
-    )
+    assert f"{manifest}: format 2, this program reads format 3; resume with the version that wrote it" == refusal(config)
     assert checkpoints(config) == there, "it is not damaged"
     manifest.unlink()
     assert "none of its checkpoints is whole" in refusal(config)

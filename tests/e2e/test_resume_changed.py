@@ -102,9 +102,7 @@ def test_fewer_steps_than_are_done_are_refused_and_nothing_is_lost(
     assert (run / "metrics.jsonl").read_bytes() == before and not (run / "summary.json").exists()
 
 
-def test_a_finished_run_is_given_more_steps(
-    ended: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_is_given_more_steps(ended: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its weights lie aside untouched; the same settings, or no more steps, leave it alone."""
     config = ended | {"run_dir": str(tmp_path / "run")}
     run = Path(config["run_dir"])
@@ -147,9 +145,7 @@ def test_another_actor_is_the_reference_and_leaves_the_weights_alone(
 
 
 @pytest.mark.long
-def test_a_run_that_ended_after_the_same_step_again_is_kept_beside_the_first(
-    ended: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_run_that_ended_after_the_same_step_again_is_kept_beside_the_first(ended: dict[str, Any], tmp_path: Path) -> None:
     """It was given a step more, which was lost; then it was ended as before, and given the step again."""
     config = ended | {"run_dir": str(tmp_path / "run")}
     run = Path(config["run_dir"])

@@ -98,9 +98,7 @@ def test_an_update_that_only_the_actors_ranks_see_takes_all_ranks_back_until_it_
     (Path(config["run_dir"]) / "summary.json").unlink()
     guards = {"ratio_max": 1.0001, "action": "rollback"}
     config |= {"steps": 3, "checkpoint": {"every_steps": 1, "resume": True}, "guards": guards}
-    with pytest.raises(
-        AssertionError, match="the run has gone back 2 times already, and may not do so again"
-    ) as told:
+    with pytest.raises(AssertionError, match="the run has gone back 2 times already, and may not do so again") as told:
         run(config)
     assert "it was because ratio_max is" in str(told.value) and "step-2-rollback-2.safetensors" in str(told.value)
     folder = Path(config["run_dir"])

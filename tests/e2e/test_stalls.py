@@ -66,9 +66,7 @@ def test_a_reward_function_that_never_returns_is_named(workspace: Workspace, how
     assert run.returncode == 2, told
     assert time.monotonic() - started < STALL_S + AFTER_S + 5, "a step, the deadline, and the end"
     if how == "asleep":
-        assert (
-            "rank 1 has not moved for" in told and "send scorer, step 2, reward of sequence 8; rank 0 waited" in told
-        ), told
+        assert "rank 1 has not moved for" in told and "send scorer, step 2, reward of sequence 8; rank 0 waited" in told, told
         assert "in hangs" in (Path(config["run_dir"]) / "stacks" / "rank-1.txt").read_text()
     else:
         assert "rank 1 did not answer" in told and "; rank 0 waited" in told, told

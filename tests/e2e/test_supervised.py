@@ -184,9 +184,7 @@ def _small_vocabulary(chosen: Settings) -> Settings:
         (lambda c: {**c, "max_tokens": 999}, "contexts of up to 999"),
     ],
 )
-def test_misfits_are_refused(
-    inputs: Path, tmp_path: Path, change: Callable[[Settings], Settings], message: str
-) -> None:
+def test_misfits_are_refused(inputs: Path, tmp_path: Path, change: Callable[[Settings], Settings], message: str) -> None:
     with pytest.raises((ConfigError, CapacityError), match=message):
         run("sft", change(settings(inputs, "sft", tmp_path / "run")))
     assert not (tmp_path / "run").exists()

@@ -93,14 +93,10 @@ def test_other_adapters_are_refused_where_a_run_goes_on(inputs: Path, tmp_path: 
     assert len(run("sft", more)) == STEPS + 1
 
 
-def test_what_is_written_is_used_by_the_other_commands(
-    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_written_is_used_by_the_other_commands(inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`oppo generate` of the run and of a checkpoint, `oppo convert`, and a reward model that is merged."""
     keep = {"keep_best": True}
-    chosen = adapted(
-        inputs, "sft", tmp_path / "sft", {}, checkpoint=keep, evaluation={"fraction": 0.5, "every_steps": 1}
-    )
+    chosen = adapted(inputs, "sft", tmp_path / "sft", {}, checkpoint=keep, evaluation={"fraction": 0.5, "every_steps": 1})
     run("sft", chosen)
     run("rm", adapted(inputs, "rm", tmp_path / "rm", {}))
     position = CheckpointStore(tmp_path / "sft" / "checkpoints").positions()[-1]
@@ -108,10 +104,7 @@ def test_what_is_written_is_used_by_the_other_commands(
     for policy in ("", "weights", "best", f"checkpoints/{position.name}"):
         capsys.readouterr()
         where = str(tmp_path / "sft" / policy)
-        assert (
-            main(["generate", where, "--prompt", "Q: 1+1=?\nA:", "--max-tokens", "6", "--greedy", "--device", "cpu"])
-            == 0
-        )
+        assert main(["generate", where, "--prompt", "Q: 1+1=?\nA:", "--max-tokens", "6", "--greedy", "--device", "cpu"]) == 0
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1] == answers[3] and answers[0]
     for kind, target in ("sft", "causal-lm"), ("rm", "reward"):
@@ -125,9 +118,7 @@ def test_what_is_written_is_used_by_the_other_commands(
             assert loss == pytest.approx(float(reference_loss(theirs.get_base_model(), kind, rows)), rel=1e-4)
 
 
-def test_adapters_are_counted_and_checked_before_a_model_is_built(
-    inputs: Path, starts: dict[str, Path], tmp_path: Path
-) -> None:
+def test_adapters_are_counted_and_checked_before_a_model_is_built(inputs: Path, starts: dict[str, Path], tmp_path: Path) -> None:
     plain = SFTConfig(**settings(inputs, "sft", tmp_path / "a"))
     small = SFTConfig(**adapted(inputs, "sft", tmp_path / "b", {}))
     (whole,), (adapters,) = supervised_holdings(plain, on_cpu=True), supervised_holdings(small, on_cpu=True)

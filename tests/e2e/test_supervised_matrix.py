@@ -95,6 +95,7 @@ def test_a_layout_trains_as_one_rank_and_goes_on_after_a_stop(
     inputs: Path, tmp_path: Path, alone: Callable[[str], Path], kind: str, layout: str
 ) -> None:
     """Resumed in the same layout to the bit, in another one to rounding."""
+
     def train(name: str, layout: str = layout, stop_after: int | None = None, **changes: Any) -> Path:
         tp, pp, dp = LAYOUTS[layout]
         own = chosen(inputs, kind, tmp_path / name, parallel={"tp": tp, "pp": pp, "dp": dp}, **changes)

@@ -56,9 +56,7 @@ def test_a_run_goes_on_the_next_day_under_a_template_that_prints_the_date(
     turns = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     rows.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(4)))
     tokenizer = {"path": inputs / "tokenizer.model", "chat_template": DATED}
-    chosen = settings(
-        inputs, "sft", tmp_path / "run", data={"path": rows}, tokenizer=tokenizer, batch_size=4, epochs=4
-    )
+    chosen = settings(inputs, "sft", tmp_path / "run", data={"path": rows}, tokenizer=tokenizer, batch_size=4, epochs=4)
     config.write_text(yaml.safe_dump(json.loads(json.dumps(chosen, default=str))))
 
     class Clock(datetime):

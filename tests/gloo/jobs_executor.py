@@ -90,9 +90,7 @@ def carry_out(
     return [_carry_out(Site(placements), schedule, late_s, last_words, rounds) for schedule in schedules]
 
 
-def _carry_out(
-    site: Site, schedule: Schedule, late_s: float, last_words: tuple[int, str] | None, rounds: int
-) -> Outcome:
+def _carry_out(site: Site, schedule: Schedule, late_s: float, last_words: tuple[int, str] | None, rounds: int) -> Outcome:
     rank, outcome = dist.get_rank(), Outcome()
     links = build_links(site)
     links.use_once(CPU)

@@ -161,9 +161,7 @@ def _against_training(model: RoleModel, sampling: Sampling) -> dict[str, Any]:
     lengths = [len(r.tokens) for r in rollouts]
     batches = pack_responses([r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts], 60, CPU)
     vocab = model.vocab
-    logprobs = forward_rows(
-        model, batches, lambda b, out: token_logprobs(out, b.targets_R, vocab, sampling.temperature)[0]
-    )
+    logprobs = forward_rows(model, batches, lambda b, out: token_logprobs(out, b.targets_R, vocab, sampling.temperature)[0])
     logits = forward_rows(model, batches, lambda _, out: gather_logits(out, vocab))
     assert all(r.versions == sorted(r.versions) and len(r.versions) == len(r.tokens) for r in rollouts)
     answer = {

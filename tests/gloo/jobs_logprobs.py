@@ -16,9 +16,7 @@ def shards_of(vocab_size: int) -> VocabShards:
     return VocabShards(dist.group.WORLD, vocab_rows(vocab_size, dist.get_world_size()), vocab_size)
 
 
-def shard_results(
-    logits_RV: Tensor, targets_R: Tensor, temperature: float, weights_2R: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def shard_results(logits_RV: Tensor, targets_R: Tensor, temperature: float, weights_2R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(log-probs, entropies, this shard's gradient of weights . (log-probs, entropies))."""
     vocab = shards_of(logits_RV.shape[-1])
     shard_RV = logits_RV.split(vocab.rows, dim=-1)[vocab.rank].clone().requires_grad_()
@@ -35,9 +33,7 @@ def many(cases: list[tuple[Tensor, Tensor, float, Tensor]]) -> list[tuple[Tensor
     return [shard_results(*case) for case in cases]
 
 
-def finite_differences(
-    logits_RV: Tensor, targets_R: Tensor, temperature: float, weights_2R: Tensor, step: float
-) -> Tensor:
+def finite_differences(logits_RV: Tensor, targets_R: Tensor, temperature: float, weights_2R: Tensor, step: float) -> Tensor:
     """Central differences of weights . (log-probs, entropies) by every logit of the whole vocabulary."""
     vocab = shards_of(logits_RV.shape[-1])
 

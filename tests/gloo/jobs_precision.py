@@ -20,9 +20,7 @@ from tests.gloo.models import load, world_groups
 SMALL = OptimizerConfig(lr=1e-4, weight_decay=0.1, betas=[0.9, 0.95], eps=1e-8, clip_grad=0.5)
 
 
-def small_updates(
-    directory: str, tp: int, pp: int, data: Minibatch, num_steps: int
-) -> tuple[float, float | None]:
+def small_updates(directory: str, tp: int, pp: int, data: Minibatch, num_steps: int) -> tuple[float, float | None]:
     """`num_steps` on one minibatch: how far all float32 weights moved (root of the sum of squares), and, where ranks hold
     whole models, how far theirs are from plain AdamW's, as a share of the way that those went."""
     groups = world_groups(tp, pp)

@@ -38,13 +38,9 @@ def two_layouts(train: Layout, serve: Layout, ranks: list[int] | None = None) ->
     return (built[0], built[1]) if built[0] is not None and built[1] is not None else None
 
 
-def trainable(
-    directory: str, groups: RoleGroups, layout: TrainingLayoutConfig, dtype: str = "float32"
-) -> list[RoleModel]:
+def trainable(directory: str, groups: RoleGroups, layout: TrainingLayoutConfig, dtype: str = "float32") -> list[RoleModel]:
     config = ModelConfig(checkpoint=Path(directory), dtype=dtype)
-    return load_training(
-        config, layout, groups, head=head_of(directory), max_length=MAX_LENGTH, device=CPU, vocab_multiple=4
-    )
+    return load_training(config, layout, groups, head=head_of(directory), max_length=MAX_LENGTH, device=CPU, vocab_multiple=4)
 
 
 def unset(directory: str, groups: RoleGroups, dtype: str = "float32") -> RoleModel:
@@ -77,9 +73,7 @@ def move(
     return _move(directory, groups, round_bytes, vpp, dtype)
 
 
-def _move(
-    directory: str, groups: tuple[RoleGroups, RoleGroups], round_bytes: int, vpp: int, dtype: str
-) -> tuple[list[str], int]:
+def _move(directory: str, groups: tuple[RoleGroups, RoleGroups], round_bytes: int, vpp: int, dtype: str) -> tuple[list[str], int]:
     chunks = trainable(directory, groups[0], TrainingLayoutConfig(vpp=vpp), dtype)
     serving, expected = (
         unset(directory, groups[1], dtype),
@@ -156,9 +150,7 @@ def after_steps(directory: str, target: str, train: Layout, serve: Layout, layou
         export_weights(chunks, old.shape, own, head=head, tp_group=collection.tp, pp_group=collection.pp)
         dist.barrier()
         wrong += [
-            name
-            for path in folder.iterdir()
-            for name in differing(serving, load(str(path), groups[1], head, vocab_multiple=4))
+            name for path in folder.iterdir() for name in differing(serving, load(str(path), groups[1], head, vocab_multiple=4))
         ]
         assert len(differing(serving, old)) == len(list(serving.parameters())), "every weight was updated"
     return wrong

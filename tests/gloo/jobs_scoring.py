@@ -73,9 +73,7 @@ def _expected(role: str, model: RoleModel, rollouts: Sequence[Rollout]) -> Tenso
     outputs = forward_rows(
         model,
         batches,
-        lambda batch, out: (
-            out if role == "critic" else token_logprobs(out, batch.targets_R, model.vocab, TEMPERATURE)[0]
-        ),
+        lambda batch, out: out if role == "critic" else token_logprobs(out, batch.targets_R, model.vocab, TEMPERATURE)[0],
     )
     return join_rows(outputs, [len(r.tokens) for r in rollouts], batches) if outputs else None
 
@@ -102,9 +100,7 @@ class Scorers:
         )
         executor = Executor(rank, dict(self.workers), links, 60.0, CPU, lambda *_: None)
         coords_by_role = {
-            role: coords.replica
-            for role, placement in site.placements.items()
-            if (coords := placement.coords(rank)) is not None
+            role: coords.replica for role, placement in site.placements.items() if (coords := placement.coords(rank)) is not None
         }
         self.rounds = RoundRunner(planner, executor, coords_by_role, None, None, self.workers)
 

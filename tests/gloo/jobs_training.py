@@ -191,8 +191,7 @@ def updates(
         return torch.randint(1, 64, (num,), generator=dice).tolist()
 
     batch = [
-        Rollout(Prompt(i, i, "", tuple(tokens(prompt))), i, tokens(response))
-        for i, (prompt, response) in enumerate(lengths)
+        Rollout(Prompt(i, i, "", tuple(tokens(prompt))), i, tokens(response)) for i, (prompt, response) in enumerate(lengths)
     ]
     weights_T = torch.rand(sum(len(rollout.tokens) for rollout in batch), generator=dice)
 
@@ -247,9 +246,7 @@ def begun_and_abandoned(directory: str, tp: int) -> list[tuple[bool, bool]]:
     return seen
 
 
-def learning_rates(
-    directory: str, config: OptimizerConfig, total_steps: int, steps: int, data: Minibatch
-) -> list[float]:
+def learning_rates(directory: str, config: OptimizerConfig, total_steps: int, steps: int, data: Minibatch) -> list[float]:
     model = load(directory, world_groups(1, 1))
     trained, loss = TrainedModel(model, config, total_steps), loss_of(model, data.num_tokens)
     return [trained.step(data.pack(), loss).lr for _ in range(steps)]
@@ -277,9 +274,7 @@ def refused_step(directory: str, tp: int, pp: int, data: list[Minibatch]) -> str
     return "no error"
 
 
-def bfloat16_steps(
-    directory: str, tp: int, pp: int, data: list[Minibatch], num_steps: int
-) -> tuple[list[float], int, int]:
+def bfloat16_steps(directory: str, tp: int, pp: int, data: list[Minibatch], num_steps: int) -> tuple[list[float], int, int]:
     """Repeated steps on one minibatch in bfloat16: losses, numbers in the weights and in this rank's float32 masters."""
     model = load(directory, world_groups(tp, pp), dtype="bfloat16")
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())

@@ -71,9 +71,7 @@ def micro_batches(sequences: Sequence[Whole], size: int = 8) -> list[MicroBatch]
         rows = [sum(lengths[:k]) + position for k, s in enumerate(part) for position in s.positions]
         tokens_T = torch.tensor([t for s in part for t in s.tokens])
         targets_R = torch.zeros(len(rows), dtype=torch.int64)
-        batches.append(
-            MicroBatch(list(range(start, start + len(part))), lengths, tokens_T, torch.tensor(rows), targets_R)
-        )
+        batches.append(MicroBatch(list(range(start, start + len(part))), lengths, tokens_T, torch.tensor(rows), targets_R))
     return batches
 
 

@@ -110,9 +110,7 @@ def test_a_withheld_message_is_named_by_all_who_wait_for_it(case: str) -> None:
             continue
         assert outcome.done == [str(action) for action in own[: stuck[rank].position]]
         assert named(outcome, own) == stuck[rank].action
-        assert f"rank {rank} waited" in str(outcome.error) and f"runtime.timeout_s is {TIMEOUT_S:g}" in str(
-            outcome.error
-        )
+        assert f"rank {rank} waited" in str(outcome.error) and f"runtime.timeout_s is {TIMEOUT_S:g}" in str(outcome.error)
         assert outcome.seconds < len(answers) * TIMEOUT_S + 3
 
 

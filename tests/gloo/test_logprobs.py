@@ -59,8 +59,6 @@ def test_gradients_equal_finite_differences(tp: int) -> None:
     answers = run_ranks(tp, "tests.gloo.jobs_logprobs:many", cases=[small])
     gradient = torch.cat([answer[0][2] for answer in answers], -1)
     keys = ("logits_RV", "targets_R", "temperature", "weights_2R")
-    (slopes, *_) = run_ranks(
-        tp, "tests.gloo.jobs_logprobs:finite_differences", **dict(zip(keys, small, strict=True)), step=0.02
-    )
+    (slopes, *_) = run_ranks(tp, "tests.gloo.jobs_logprobs:finite_differences", **dict(zip(keys, small, strict=True)), step=0.02)
     assert slopes.abs().max() > 0.1
     assert (gradient - slopes).abs().max() < 2e-3

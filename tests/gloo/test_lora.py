@@ -90,9 +90,7 @@ def reference(directory: str, adapter: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in WIDE)], ids=case_id)
-def test_steps_equal_peft_and_plain_torch(
-    models: dict[str, str], adapters: dict[str, Path], case: Case, tmp_path: Path
-) -> None:
+def test_steps_equal_peft_and_plain_torch(models: dict[str, str], adapters: dict[str, Path], case: Case, tmp_path: Path) -> None:
     tp, pp, dp, options = case
     answers = run_ranks(
         tp * pp * dp, "tests.gloo.jobs_lora:train_adapters",
@@ -187,9 +185,7 @@ def test_damaged_adapters_are_met_before_models_are_built(adapters: dict[str, Pa
         ({"target_modules": "all-linear"}, "target_modules are 'all-linear'"),
     ],
 )
-def test_what_is_not_computed_is_refused(
-    adapters: dict[str, Path], tmp_path: Path, change: dict[str, Any], said: str
-) -> None:
+def test_what_is_not_computed_is_refused(adapters: dict[str, Path], tmp_path: Path, change: dict[str, Any], said: str) -> None:
     copy = Path(shutil.copytree(adapters["qwen2"], tmp_path / "adapter"))
     config = json.loads((copy / "adapter_config.json").read_text())
     (copy / "adapter_config.json").write_text(json.dumps(config | change))

@@ -258,9 +258,7 @@ def test_without_clipping_the_norm_is_still_reported(models: dict[str, str], tmp
 
 @pytest.mark.parametrize("tp,pp", [(2, 2), (1, 2)])
 def test_a_gradient_that_is_not_finite_changes_nothing(models: dict[str, str], tp: int, pp: int) -> None:
-    for message in run_ranks(
-        4, "tests.gloo.jobs_training:refused_step", directory=models["qwen3"], tp=tp, pp=pp, data=DATA
-    ):
+    for message in run_ranks(4, "tests.gloo.jobs_training:refused_step", directory=models["qwen3"], tp=tp, pp=pp, data=DATA):
         assert "gradient norm is nan" in message and "learning rate" in message
 
 

@@ -117,9 +117,7 @@ def check_ppo(root: Path, device: str, dtype: str) -> None:
     changes: dict[str, Any] = {f"{role}.dtype": dtype for role in ("actor", "critic", "reward")}
     if dtype == "float32":
         changes["guards.logprob_gap"] = 1e-3
-    config = TrainConfig(
-        **Workspace.create(root).config("cuda", **{"runtime.device": device, "overlap.intra": True}, **changes)
-    )
+    config = TrainConfig(**Workspace.create(root).config("cuda", **{"runtime.device": device, "overlap.intra": True}, **changes))
     outcome = _run(config, device)
     assert len(outcome.rollouts) == 18
     assert max(line["logprob_gap"] for line in outcome.metrics) < (1e-3 if dtype == "float32" else 0.5)
@@ -256,9 +254,7 @@ def check_out_of_memory(device: str) -> None:
 def check_bench(root: Path, device: str) -> None:
     """All but TRL, which has an environment of its own."""
     work = replace(WORK, dtype="bfloat16", device=device)
-    figures = GpuBench(root, work, 600.0, memory_bytes=None, say=lambda text: None).run(
-        {"tiny": {**TINY, "vocab_size": 512}}
-    )
+    figures = GpuBench(root, work, 600.0, memory_bytes=None, say=lambda text: None).run({"tiny": {**TINY, "vocab_size": 512}})
     why_not = [row for row in figures["results"] if "why_not" in row]
     assert [row.get("variant") for row in why_not] == ["TRL"], why_not
     (tail,) = (row for row in figures["results"] if row.get("long_tail"))

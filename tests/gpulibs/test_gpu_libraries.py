@@ -17,9 +17,7 @@ from tests.support.processes import python_path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".gpulibs"
 FETCHED = "`make test-gpulibs` fetches it and runs this"
-CLONED = (
-    f"put NVIDIA's source there (git clone https://github.com/NVIDIA/apex {FOLDER / 'apex'}), then `make test-gpulibs`"
-)
+CLONED = f"put NVIDIA's source there (git clone https://github.com/NVIDIA/apex {FOLDER / 'apex'}), then `make test-gpulibs`"
 REMEDIES = {"transformer_engine": FETCHED, "flash_attn": FETCHED, "apex": CLONED}
 KINDS = ("qwen2", "llama", "qwen3")  # a bias, none, and norms of queries and keys
 
@@ -70,9 +68,7 @@ def test_transformer_engines_parameters_are_those_of_torchs_layers(transformer_e
             assert bool(reduced) is shared, "gradients of norms are summed over the tensor ranks"
 
 
-def test_a_model_of_transformer_engines_layers_computes_what_torchs_does(
-    transformer_engine: Path, tmp_path: Path
-) -> None:
+def test_a_model_of_transformer_engines_layers_computes_what_torchs_does(transformer_engine: Path, tmp_path: Path) -> None:
     """Their calls fit the signatures of its modules; cached calls read its parameters to the bit like torch's."""
     run("te_jobs", "outputs", tmp_path / "found.pt", library=transformer_engine)
     found = torch.load(tmp_path / "found.pt")

@@ -76,9 +76,7 @@ def build(folder: Path) -> None:
         save_tiny(folder / name, "llama", head, vocab_size=304, bos_token_id=1, eos_token_id=2, pad_token_id=3)
     numbers = range(24)
     _write_rows(folder / "prompts.jsonl", [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in numbers])
-    _write_rows(
-        folder / "completions.jsonl", [{"prompt": f"{n}+{n}=", "completion": f" it is {2 * n}"} for n in numbers]
-    )
+    _write_rows(folder / "completions.jsonl", [{"prompt": f"{n}+{n}=", "completion": f" it is {2 * n}"} for n in numbers])
     _write_rows(
         folder / "pairs.jsonl",
         [{"prompt": f"{n}+{n}=", "chosen": f" it is {2 * n}", "rejected": f" it is {n}"} for n in numbers],

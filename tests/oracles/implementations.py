@@ -40,9 +40,7 @@ def _replay_advantages(batch: Batch, recipe: Recipe) -> Rows:
     return formulas.advantages_of(batch, batch.scores_B, greedy, recipe, recipe.kl_coefficient)[0]
 
 
-def _replay_loss(
-    new: Rows, old: Rows, importance: Rows | None, advantages: Rows, batch: Batch, recipe: Recipe
-) -> Tensor:
+def _replay_loss(new: Rows, old: Rows, importance: Rows | None, advantages: Rows, batch: Batch, recipe: Recipe) -> Tensor:
     nothing = [torch.zeros_like(row) for row in new]
     return formulas.actor_loss(
         new, nothing, old, importance, advantages, batch.reference, batch.groups, recipe, recipe.kl_coefficient
@@ -97,9 +95,7 @@ def _greedy(batch: Batch) -> GreedyRows:
     return GreedyRows(torch.tensor(scores), torch.ones(len(scores), dtype=torch.int64), torch.tensor(cut))
 
 
-def _product_loss(
-    new: Rows, old: Rows, importance: Rows | None, advantages: Rows, batch: Batch, recipe: Recipe
-) -> Tensor:
+def _product_loss(new: Rows, old: Rows, importance: Rows | None, advantages: Rows, batch: Batch, recipe: Recipe) -> Tensor:
     algorithm, new_T = _algorithm(recipe, batch), _packed(new)
     weights = [torch.full((n,), w) for n, w in zip(batch.lengths, algorithm.row_weights(batch.lengths), strict=True)]
     targets = ActorTargets(

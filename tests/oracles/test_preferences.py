@@ -48,9 +48,7 @@ def our_loss(task: Preferences[Any], rows: list[Any], answered: Sequence[Answere
     places = {id(tokens): logits_RV for (_, tokens), logits_RV in zip(answered, logits, strict=True)}
     for batch in task.micro_batches(rows, 30, CPU):
         inside = [each for i in batch.index for each in task.answers(rows[i])]
-        logp_S = answer_logprobs(
-            batch, torch.cat([places[id(tokens)] for _, tokens in inside]), VocabShards(None, VOCAB, VOCAB)
-        )
+        logp_S = answer_logprobs(batch, torch.cat([places[id(tokens)] for _, tokens in inside]), VocabShards(None, VOCAB, VOCAB))
         shares.append(mean_loss(task.columns(batch, logp_S), len(rows))[0])
     return torch.stack(shares).sum()
 
@@ -88,9 +86,7 @@ def test_dpo(case: str) -> None:
     for _ in range(BATCHES):
         beta = rng.choice([0.05, 0.1, 0.5])
         task = PairPreferences(DPOConfig.model_validate(base() | {"dpo": rule | {"beta": beta}}))
-        length = (
-            rng.randint(1, 7) if "sft" in loss_types else None
-        )  # TRL's mean is over all tokens of the batch, ours over pairs
+        length = rng.randint(1, 7) if "sft" in loss_types else None  # TRL's mean is over all tokens of the batch, ours over pairs
         rows = [Pair(answer(rng), answer(rng, length), answer(rng)) for _ in range(rng.randint(1, 6))]
         answered = [(row.prompt, row.chosen) for row in rows] + [(row.prompt, row.rejected) for row in rows]
         logits, reference_B = logits_of(answered, generator), refer(task, answered, generator)

@@ -69,9 +69,7 @@ def lines(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def supervised(
-    kind: str, inputs: Path, run_dir: Path, rows: str, clip: float, model: str = MODEL, **changes: Any
-) -> list[Row]:
+def supervised(kind: str, inputs: Path, run_dir: Path, rows: str, clip: float, model: str = MODEL, **changes: Any) -> list[Row]:
     """Metrics of the finished run of `oppo dpo` or `rm`, in micro-batches of a few rows."""
     usual = {
         "batch_size": BATCH,
@@ -126,14 +124,10 @@ PAIRED: dict[str, tuple[Row, Row, float]] = {
 def test_dpo(inputs: Path, tmp_path: Path, case: str) -> None:
     rule, their_rule, clip = PAIRED[case]
     reference = {"checkpoint": inputs / REFERENCE}
-    metrics = supervised(
-        "dpo", inputs, tmp_path / "run", "pairs.jsonl", clip, reference=reference, dpo={"beta": BETA, **rule}
-    )
+    metrics = supervised("dpo", inputs, tmp_path / "run", "pairs.jsonl", clip, reference=reference, dpo={"beta": BETA, **rule})
     rows = lines(inputs / "pairs.jsonl")
     common = arguments(tmp_path / "trl", OPTIMIZER | {"clip_grad": clip}, STEPS, BATCH)
-    theirs = train_pairs(
-        common, rows, inputs / MODEL, inputs / REFERENCE, inputs / "tokenizer", beta=BETA, **their_rule
-    )
+    theirs = train_pairs(common, rows, inputs / MODEL, inputs / REFERENCE, inputs / "tokenizer", beta=BETA, **their_rule)
     require_same_tokens(inputs, rows, {"chosen_ids": "chosen", "rejected_ids": "rejected"}, theirs)
     require_same_steps(metrics, theirs, clip)
     require_same_weights(tmp_path / "run" / "weights", theirs, inputs / MODEL)
@@ -215,9 +209,7 @@ GROUPED: dict[str, tuple[Row, Row, float]] = {
 """Settings of ours beside the preset that a name begins with, what TRL calls them, and the bound of the gradient."""
 
 
-def rolled_out(
-    inputs: Path, root: Path, preset: str, size: int, clip: float, **changes: Any
-) -> tuple[Outcome, list[list[Row]]]:
+def rolled_out(inputs: Path, root: Path, preset: str, size: int, clip: float, **changes: Any) -> tuple[Outcome, list[list[Row]]]:
     """A finished run of `oppo train` without carried rollouts, so all are on-policy; and the rows of each step."""
     config = Workspace(root).config(
         "run",

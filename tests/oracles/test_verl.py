@@ -37,9 +37,7 @@ def preset(name: str, **changes: Any) -> Recipe:
 
 def importance_of(each: Sample, recipe: Recipe) -> list[torch.Tensor]:
     """Weights of stale tokens, whose ratio is against the step's start."""
-    return [
-        (now - then).exp().clamp(max=recipe.weight_cap) for now, then in zip(each.proximal, each.batch.old, strict=True)
-    ]
+    return [(now - then).exp().clamp(max=recipe.weight_cap) for now, then in zip(each.proximal, each.batch.old, strict=True)]
 
 
 LOSSES: dict[str, tuple[Recipe, str, dict[str, float]]] = {
@@ -84,9 +82,7 @@ def test_policy_losses_of_stale_tokens(ours: Implementation, name: str) -> None:
         assert_verls(ours, name, each, each.proximal, importance, batch=number)
 
 
-def assert_verls(
-    ours: Implementation, name: str, each: Sample, old: Rows, importance: Rows | None, **about: int
-) -> None:
+def assert_verls(ours: Implementation, name: str, each: Sample, old: Rows, importance: Rows | None, **about: int) -> None:
     recipe, theirs, clip = LOSSES[name]
     advantages = advantages_for(ours, each, recipe)
     loss = ours.loss(each.new, old, importance, advantages, each.batch, recipe)

@@ -60,9 +60,7 @@ def tokenizer_of(directory: Path) -> Any:
     return tokenizer
 
 
-def train_pairs(
-    common: Row, rows: Sequence[Row], model: Path, reference: Path, tokenizer: Path, **rule: Any
-) -> Trained:
+def train_pairs(common: Row, rows: Sequence[Row], model: Path, reference: Path, tokenizer: Path, **rule: Any) -> Trained:
     """By `DPOTrainer`."""
     trainer = DPOTrainer(
         load(AutoModelForCausalLM, str(model)),
@@ -74,9 +72,7 @@ def train_pairs(
     return _trained(trainer)
 
 
-def train_marked(
-    common: Row, rows: Sequence[Row], model: Path, reference: Path, tokenizer: Path, **rule: Any
-) -> Trained:
+def train_marked(common: Row, rows: Sequence[Row], model: Path, reference: Path, tokenizer: Path, **rule: Any) -> Trained:
     """By `KTOTrainer`, whose mismatched completions are those of the row before, within a batch."""
     trainer = KTOTrainer(
         load(AutoModelForCausalLM, str(model)),
@@ -212,6 +208,4 @@ def _trained(trainer: Any) -> Trained:
     trainer.train()
     steps = [line for line in trainer.state.log_history if "grad_norm" in line]
     weights = {name: weight.detach().clone() for name, weight in trainer.model.state_dict().items()}
-    return Trained(
-        weights, [line["loss"] for line in steps], [line["grad_norm"] for line in steps], trainer.train_dataset
-    )
+    return Trained(weights, [line["loss"] for line in steps], [line["grad_norm"] for line in steps], trainer.train_dataset)

@@ -33,9 +33,7 @@ def save_by_megatron(src: str, dst: str, tp: int, pp: int, head: Head, prefix: s
     sharded, common = save_preprocess(_sharded(model, prefix, per_layer))
     renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    torch_checkpoint.save(
-        mcore_to_pyt_state_dict(renamed, False), storage_writer=FileSystemWriter(folder), planner=planner
-    )
+    torch_checkpoint.save(mcore_to_pyt_state_dict(renamed, False), storage_writer=FileSystemWriter(folder), planner=planner)
     if dist.get_rank() == 0:
         torch.save(common, folder / "common.pt")
         save_config(CheckpointingConfig("torch_dist", 1), dst)

@@ -21,9 +21,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tokenizers import save_byte_level
 
 NUM_PROMPTS, MAX_TOKENS = 200, 16
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"
-)
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"
 TEXTS = [f"{a} + {b}  =\n" + "\u2581caf\u00e9 <s>" * (a % 3 == 0) for a in range(20) for b in range(10)]
 KINDS = ("sentencepiece", "byte-level BPE", "sentencepiece, chat", "byte-level BPE, chat")
 COVERED = KINDS[1:3]
@@ -57,9 +55,7 @@ def prompts_of(kind: str, tokenizer: Tokenizer) -> list[str]:
     return [tokenizer.chat.render([{"role": "user", "content": text}]) for text in TEXTS]
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.long] if kind in COVERED else []) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.long] if kind in COVERED else []) for kind in KINDS])
 def test_greedy_answers_are_the_engines_own(workspace: Workspace, kind: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -85,9 +81,7 @@ def test_greedy_answers_are_the_engines_own(workspace: Workspace, kind: str) -> 
             ids = tokenizer(prompt).input_ids
         assert ids == own.encode(prompt)
         with torch.no_grad():
-            out = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=MAX_TOKENS)[
-                0, len(ids) :
-            ].tolist()
+            out = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=MAX_TOKENS)[0, len(ids) :].tolist()
         if out != engine[number]:
             ties += 1
             assert is_tie(model, ids, out, engine[number]), f"{prompt!r}: transformers {out}, engine {engine[number]}"
@@ -115,10 +109,7 @@ def test_ids_of_ends_and_padding_are_written(workspace: Workspace) -> None:
         assert found["eos_token_id"] == [own.eos_id, 40] and found["bos_token_id"] == own.bos_id
         assert found["pad_token_id"] == own.pad_id == 3
     critic = json.loads((weights / "critic" / "config.json").read_text())
-    assert (
-        critic["pad_token_id"] not in (None, own.eos_id)
-        and not (weights / "critic" / "generation_config.json").exists()
-    )
+    assert critic["pad_token_id"] not in (None, own.eos_id) and not (weights / "critic" / "generation_config.json").exists()
 
 
 def test_scores_of_a_padded_batch_are_those_of_each_answer(workspace: Workspace) -> None:

@@ -79,15 +79,11 @@ def test_export_gives_back_what_was_loaded(tmp_path: Path, name: str, tp: int, p
     assert [path.name for path in dst.parent.iterdir()] == ["dst"], "nothing is left aside"
     assert torch.equal(outputs(src, head), outputs(dst, head))
     given, written = (json.loads((folder / "config.json").read_text()) for folder in (src, dst))
-    assert all(
-        written[key] == given[key] for key in ("architectures", "model_type", *({"sliding_window"} & given.keys()))
-    )
+    assert all(written[key] == given[key] for key in ("architectures", "model_type", *({"sliding_window"} & given.keys())))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_convert_keeps_every_bit_and_the_tokenizer(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_convert_keeps_every_bit_and_the_tokenizer(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     family, head, changes = MODELS[name]
     src, dst = tmp_path / "src", tmp_path / "dst"
     save_tiny(src, family, head, max_shard_size="20KB", **changes)
@@ -217,7 +213,6 @@ def test_long_reads_and_writes_of_weights_tell_by_time(tmp_path: Path, monkeypat
 def test_what_a_killed_run_left_is_replaced(tmp_path: Path) -> None:
     (tmp_path / ".dst.partial").mkdir()
     (tmp_path / ".dst.partial" / "model.safetensors").write_text("half")
-
 
     def values() -> Iterator[tuple[str, torch.Tensor]]:
         assert not (tmp_path / "dst").exists()

@@ -79,9 +79,7 @@ def test_check_sees_another_tensor(tmp_path: Path) -> None:
     assert compare_weights(tmp_path / "a", tmp_path / "dist", Conversion("lm"))[1] == pytest.approx(0.5)
 
 
-def test_a_piece_that_would_run_code_is_refused_without_torchs_advice(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_piece_that_would_run_code_is_refused_without_torchs_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """torch's own message says how to run it: set `weights_only` to False."""
     save_tiny(tmp_path / "hf", "llama", "lm")
     assert run(tmp_path / "hf", tmp_path / "dist", "--to", "megatron") == 0
@@ -143,9 +141,7 @@ def test_nemo_aligner_naming_and_back(tmp_path: Path, name: str) -> None:
     assert index["model.decoder.layers.mlp.linear_fc1.weight"].size == (4, 96, 32)
     config = yaml.safe_load((tmp_path / "nemo" / "model_config.yaml").read_text())
     assert config["num_layers"] == 4 and config["num_query_groups"] == 4 and config["qkv_bias"] == (family == "qwen2")
-    assert config.get("window_size") == ([7, 0] if name == "mistral" else None), (
-        "positions before a token's own, and behind"
-    )
+    assert config.get("window_size") == ([7, 0] if name == "mistral" else None), "positions before a token's own, and behind"
     assert Path(config["tokenizer"]["type"], "tokenizer.json").is_file()
     assert run(tmp_path / "nemo", tmp_path / "back", "--as", AS[head]) == 0
     assert_same_tensors(tmp_path / "hf", tmp_path / "back")
@@ -211,9 +207,7 @@ def test_a_model_of_fewer_or_more_layers_is_another_one(dist: Path, layers: int)
     config = json.loads((dist / "config.json").read_text())
     (dist / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
     message = refusal(dist)
-    assert (
-        f"mlp.linear_fc1.weight holds 4 layers, config.json asks for {layers}" in message and " layer " not in message
-    )
+    assert f"mlp.linear_fc1.weight holds 4 layers, config.json asks for {layers}" in message and " layer " not in message
 
 
 def test_an_output_layer_is_not_dropped_where_the_config_ties_it(dist: Path) -> None:

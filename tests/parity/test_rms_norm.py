@@ -16,9 +16,7 @@ def test_output_and_gradients_are_those_of_torch(shape: tuple[int, ...], dtype: 
     x = (3 * torch.randn(shape)).to(dtype).requires_grad_()
     weight = torch.rand(shape[-1]).to(dtype).requires_grad_()
     grad = torch.randn(shape).to(dtype)
-    outputs = [
-        norm(x) for norm in (lambda x: rms_norm(x, weight, 1e-5), lambda x: F.rms_norm(x, shape[-1:], weight, 1e-5))
-    ]
+    outputs = [norm(x) for norm in (lambda x: rms_norm(x, weight, 1e-5), lambda x: F.rms_norm(x, shape[-1:], weight, 1e-5))]
     found, expected = ([out, *torch.autograd.grad(out, (x, weight), grad)] for out in outputs)
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == dtype

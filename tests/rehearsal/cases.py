@@ -70,9 +70,7 @@ CASES = {
         2, {"placement": {"mode": "disaggregated"}, "rollout.group_size": 2, "overlap.inter": False}
     ),
     "adapters": Case(1, {"actor.lora": LORA, "critic.lora": LORA}),
-    "disaggregated": Case(
-        2, {"placement": {"mode": "disaggregated"}, "overlap.actor_kv": "keep", "ppo.staleness": "decoupled"}
-    ),
+    "disaggregated": Case(2, {"placement": {"mode": "disaggregated"}, "overlap.actor_kv": "keep", "ppo.staleness": "decoupled"}),
     "colocated tp 2": Case(2, {"placement": {"mode": "colocated", "actor": {"tp": 2}}}),
     "colocated pp 2": Case(2, {"placement": {"mode": "colocated", "actor": {"pp": 2}}}),
     "dp 2, updated as tp 2": Case(
@@ -82,9 +80,7 @@ CASES = {
             "actor.train": {"tp": 2, "sequence_parallel": True, "recompute": "full"},
         },
     ),
-    "updated as pp 2": Case(
-        2, {"placement": {"mode": "colocated", "actor": {"tp": 2}}, "actor.train": {"tp": 1, "pp": 2}}
-    ),
+    "updated as pp 2": Case(2, {"placement": {"mode": "colocated", "actor": {"tp": 2}}, "actor.train": {"tp": 1, "pp": 2}}),
     "updated as pp 2, interleaved": Case(
         2,
         {

@@ -283,9 +283,7 @@ DEFECTS = {
     "a read in the decode loop": Defect("single", "decode step: read in defects.py drawn", read_in_the_decode_loop),
     "a read in a captured step": Defect("single", "waits (read) in a step that is captured", read_in_the_decode_loop),
     "a read of each figure": Defect("single", "update: read in defects.py", read_of_each_figure),
-    "streams that do not wait": Defect(
-        "single", "another stream has written, without a wait", streams_that_do_not_wait
-    ),
+    "streams that do not wait": Defect("single", "another stream has written, without a wait", streams_that_do_not_wait),
     "a copy from pageable memory": Defect("single", "score: pageable in defects.py", copy_from_pageable_memory),
     "a mask that no kernel takes": Defect("single", "no kernel of attention takes this", mask_that_no_kernel_takes),
     "a type of one rank alone": Defect("colocated tp 2", "calls differ", type_of_one_rank_alone),
@@ -293,18 +291,14 @@ DEFECTS = {
     "a message of another type": Defect("colocated pp 2", "sends ('torch.float32'", message_of_another_type),
     "a wait with a time": Defect("colocated pp 2", "round: wait with a time", wait_with_a_time),
     "a group of other ranks": Defect("disaggregated", "that it is no member of", group_of_other_ranks),
-    "a batch of messages first": Defect(
-        "updated as pp 2", "batched messages are the first", batch_before_all_are_connected
-    ),
+    "a batch of messages first": Defect("updated as pp 2", "batched messages are the first", batch_before_all_are_connected),
     "neighbours that have not met": Defect(
         "updated as pp 2, interleaved", "is made in the run's work", neighbours_that_have_not_met
     ),
     "a weight left on the host": Defect(
         "dp 2, updated as tp 2", DEVICES_DIFFER, weight_left_on_the_host, {"checkpoint.every_steps": 0}
     ),
-    "a receive without a wait": Defect(
-        "colocated pp 2", "another stream has written, without a wait", receive_without_a_wait
-    ),
+    "a receive without a wait": Defect("colocated pp 2", "another stream has written, without a wait", receive_without_a_wait),
     "a buffer sent again": Defect(
         "colocated pp 2", "writes what another stream still reads", buffer_sent_again, MANY_MICRO_BATCHES
     ),

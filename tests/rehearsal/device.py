@@ -182,9 +182,7 @@ def install(watch: Watch) -> None:
 
 
 def _state(watch: Watch) -> dict[str, Any]:
-    properties = SimpleNamespace(
-        total_memory=MEMORY_BYTES, major=9, minor=0, name="no device", multi_processor_count=132
-    )
+    properties = SimpleNamespace(total_memory=MEMORY_BYTES, major=9, minor=0, name="no device", multi_processor_count=132)
     return {
         "is_available": lambda: True, "is_initialized": lambda: False, "_lazy_init": lambda: None, "device_count": lambda: 8,
         "current_device": lambda: DEVICE, "set_device": lambda *_: None, "device": lambda *_: nullcontext(),

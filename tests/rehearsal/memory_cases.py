@@ -93,9 +93,7 @@ QUICK = {
     "1.5B, one rank": Layout("1.5B", layers=2, rows=2),
     "70B, first of 8 stages": Layout("70B", 8, 8, 2, layers=8, tokens=8192, response=4094, rows=4, train=PARALLEL),
     "405B, first of 16 stages": Layout("405B", 8, 16, 2, layers=16, tokens=8192, response=4094, rows=2, train=FULL),
-    "8B critic, last of 4 stages": Layout(
-        "8B", 2, 4, 2, "critic", -1, layers=4, rows=2, train={"recompute": "selective"}
-    ),
+    "8B critic, last of 4 stages": Layout("8B", 2, 4, 2, "critic", -1, layers=4, rows=2, train={"recompute": "selective"}),
     "8B reference, paged": Layout("8B", 4, 2, role="reference", stage=-1, layers=2, rows=16, kv="paged"),
     "1B critic, one key head": Layout("1B, one key head", role="critic", layers=2, rows=3, train={"recompute": "full"}),
     "8B, long prompts, one adapter": Layout(
@@ -111,17 +109,13 @@ LAYOUTS = {
     "8B, tp 8, recomputed": Layout("8B", 8, rows=4, train=FULL, layers=8),
     "8B, pp 4, first": Layout("8B", 1, 4, 2, rows=10),
     "8B, pp 2, interleaved": Layout("8B", 2, 2, rows=8, train={"vpp": 2}, layers=8),
-    "8B, adapters of queries and values": Layout(
-        "8B", 2, 4, stage=-1, lora={"rank": 8, "targets": ["q_proj", "v_proj"]}
-    ),
+    "8B, adapters of queries and values": Layout("8B", 2, 4, stage=-1, lora={"rank": 8, "targets": ["q_proj", "v_proj"]}),
     "8B critic": Layout("8B", 2, role="critic", rows=2, train={"recompute": "full"}, layers=8),
     "8B reward, paged": Layout("8B", 2, role="reward", kv="paged", rows=64, layers=8),
     "8B, trained as tp 8": Layout("8B", 2, dp=4, rows=2, train={"tp": 8, "pp": 1, "dp": 1} | PARALLEL, layers=8),
     "8B, pp 4, interleaved, few rows": Layout("8B", 2, 4, layers=16, train={"vpp": 2, "recompute": "full"}, rows=2),
     "1B, float32, one key head": Layout("1B, one key head", layers=4, rows=2, dtype="float32"),
-    "2B, a key head each": Layout(
-        "2B, a key head each", 2, 2, stage=-1, layers=4, rows=3, train={"recompute": "selective"}
-    ),
+    "2B, a key head each": Layout("2B, a key head each", 2, 2, stage=-1, layers=4, rows=3, train={"recompute": "selective"}),
     "32B, pp 8, first": Layout("32B", 8, 8, 4, tokens=8192, response=4094, rows=16, train=PARALLEL),
     "32B critic": Layout("32B", 8, 4, 2, "critic", -1, layers=32, rows=4, train=FULL),
     "70B, pp 8, first": Layout("70B", 8, 8, 16, tokens=8192, response=4094, rows=16, train=PARALLEL),

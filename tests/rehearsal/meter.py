@@ -31,9 +31,7 @@ class Meter(Watch):
 
     def _account(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
         super()._account(func, name, args, kwargs, out)
-        if (
-            name == "logsumexp" and args[0].device.type == "cuda"
-        ):  # on a GPU a call of several kernels, with this between them
+        if name == "logsumexp" and args[0].device.type == "cuda":  # on a GPU a call of several kernels, with this between them
             self.most = max(self.most, self.held + args[0].nbytes)
 
     def _count(self, tensor: FakeTensor) -> None:

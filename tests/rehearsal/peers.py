@@ -270,9 +270,7 @@ def _collectives(peers: Peers) -> dict[str, Any]:
         assert output.numel() == tensor.numel() * len(peers.of(group)[1]) and output.dtype == tensor.dtype
         found = [numbers[0] for numbers in peers.collective("all_gather_into_tensor", group, [tensor])]
         known = not any(numbers is None for numbers in found)
-        peers.put(
-            output, torch.cat([x.flatten() for x in found if x is not None]).view(output.shape) if known else None
-        )
+        peers.put(output, torch.cat([x.flatten() for x in found if x is not None]).view(output.shape) if known else None)
         return peers.over(group, [tensor], [output], async_op)
 
     def reduce_scatter_tensor(
@@ -312,15 +310,11 @@ def _collectives(peers: Peers) -> dict[str, Any]:
 
 
 def _messages(peers: Peers) -> dict[str, Any]:
-    def isend(
-        tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
-    ) -> Done:
+    def isend(tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None) -> Done:
         assert dst is not None
         return peers.send(tensor, dst, group, alone=True, tag=tag)
 
-    def irecv(
-        tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
-    ) -> Done:
+    def irecv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None) -> Done:
         assert src is not None
         return peers.receive(tensor, src, group, alone=True, tag=tag)
 

@@ -51,9 +51,7 @@ def rehearse(
             plant()
         with watch:
             process_groups.world_timeout = lambda: timedelta(seconds=60)
-            hosts = tuple(
-                RankHost(each, socket.gethostname(), None, str(DEVICE), 1, os.getpid()) for each in range(size)
-            )
+            hosts = tuple(RankHost(each, socket.gethostname(), None, str(DEVICE), 1, os.getpid()) for each in range(size))
             work(World(rank, size, DEVICE, hosts, Activity()))
         watch.end()
     except Exception as raised:

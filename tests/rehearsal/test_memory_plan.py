@@ -22,9 +22,7 @@ MARGIN = 0.1
 SMALL = 2**20
 """Bytes that no kind need be right by."""
 
-pytestmark = pytest.mark.skipif(
-    compiler() is None, reason="needs g++, for torch's hooks of a CUDA device (Debian: g++)"
-)
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++, for torch's hooks of a CUDA device (Debian: g++)")
 
 
 class Measurements(Server):
@@ -124,9 +122,7 @@ DEFECTS: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_a_term_that_is_missing_is_found(
-    measurements: Measurements, defect: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_term_that_is_missing_is_found(measurements: Measurements, defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, kind, plant = DEFECTS[defect]
     taken = measurements.of(name, QUICK[name])
     plant(monkeypatch)

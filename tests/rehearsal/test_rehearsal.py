@@ -26,13 +26,9 @@ Report = dict[str, Any]
 LONG = ("updated as pp 2", "pairs, dp 2")
 """Beside others much like them these are rehearsed in `make gpu-rehearsal` and `make test-long` alone."""
 REHEARSED = [pytest.param(case, marks=pytest.mark.long) if case in LONG else case for case in CASES]
-PLANTED = [
-    pytest.param(name, marks=pytest.mark.long) if defect.case in LONG else name for name, defect in DEFECTS.items()
-]
+PLANTED = [pytest.param(name, marks=pytest.mark.long) if defect.case in LONG else name for name, defect in DEFECTS.items()]
 
-pytestmark = pytest.mark.skipif(
-    compiler() is None, reason="needs g++, for torch's hooks of a CUDA device (Debian: g++)"
-)
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++, for torch's hooks of a CUDA device (Debian: g++)")
 
 
 class Rehearsals(Server):
@@ -140,9 +136,7 @@ class BenchHere(GpuBench):
 @pytest.mark.long
 def test_the_benchmark_of_a_gpu_goes_through(rehearsals: Rehearsals, tmp_path: Path) -> None:
     """All its parts on one device, with their figures; the times are those of the host alone."""
-    work = GpuWork(
-        4, 16, 48, median=12.0, chunk_tokens=8, steady_steps=20, delta=2, ppo_steps=2, micro_batch_tokens=256
-    )
+    work = GpuWork(4, 16, 48, median=12.0, chunk_tokens=8, steady_steps=20, delta=2, ppo_steps=2, micro_batch_tokens=256)
     bench = BenchHere(tmp_path, work, 450.0, 80 * 2.0**30, (ROOT / "benchmarks/peers/compare.py", Path(sys.executable)))
     bench.rehearsals, bench.say = rehearsals, lambda _: None
     rows = bench.run({"tiny": TINY})["results"]
@@ -154,9 +148,7 @@ def test_the_benchmark_of_a_gpu_goes_through(rehearsals: Rehearsals, tmp_path: P
     assert told == [("decode", each) for each in decoded] + [("overlap", "second stream")] + [
         ("ppo", each) for each in ("sequential", "full", "TRL")
     ]
-    assert all(
-        row["tokens_per_s"] > 0 for row in rows if row.get("variant") not in ("bandwidth", "second stream", "TRL")
-    )
+    assert all(row["tokens_per_s"] > 0 for row in rows if row.get("variant") not in ("bandwidth", "second stream", "TRL"))
     tail = next(row for row in rows if row.get("long_tail"))
     assert tail["graphs"] > 0 and tail["steps"] > 12
     assert all(len(row["steps"]) == work.ppo_steps for row in rows if row["part"] == "ppo" and "why_not" not in row)

@@ -213,9 +213,7 @@ class Replay:
             reference=[logprobs(self.reference, row, self.compared)[0] for row in rows],
             values=None if self.critic is None else [values(self.critic.model, row) for row in rows],
             token_rewards=self.token_rewards and [torch.tensor(self.token_rewards(row)) for row in rows],
-            greedy={
-                row["seq_id"] // self.neighbours: (row["reward"], row["finish_reason"] == "length") for row in greedy
-            },
+            greedy={row["seq_id"] // self.neighbours: (row["reward"], row["finish_reason"] == "length") for row in greedy},
         )
 
     @torch.no_grad()

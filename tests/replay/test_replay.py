@@ -54,12 +54,8 @@ CASES: dict[str, Case] = {
             "ppo.gae_lambda": 0.8,
         }
     ),
-    "plain advantages and values": Case(
-        {"algorithm": {"scale": "none"}, "ppo.value_clip": 0.0}, {"scale": "none"}
-    ),
-    "another reference": Case(
-        {"reference": {"checkpoint": "reference"}, "ppo.kl": {"estimator": "k2", "coefficient": 0.01}}
-    ),
+    "plain advantages and values": Case({"algorithm": {"scale": "none"}, "ppo.value_clip": 0.0}, {"scale": "none"}),
+    "another reference": Case({"reference": {"checkpoint": "reference"}, "ppo.kl": {"estimator": "k2", "coefficient": 0.01}}),
     "top-k, top-p": Case({"rollout.top_k": 20, "rollout.top_p": 0.9}),
     "PP2 | TP2": Case({"placement": {"mode": "disaggregated", "actor": {"pp": 2}, "scorer": {"tp": 2}}}),
     "small micro-batches": Case(WITHOUT_CRITIC | {"runtime.micro_batch_tokens": 136, "ppo.staleness": "decoupled"}),
@@ -83,9 +79,7 @@ for preset, beside in GROUPED.items():
         "overlap.delta": {"rule": "fixed", "initial": 4, "max": 4}, **beside,
     }  # fmt: skip
     CASES[preset] = Case(common, CHOSEN.get(preset, {}))
-    CASES[f"{preset}, decoupled, replicas"] = Case(
-        common | REPLICAS | {"ppo.staleness": "decoupled"}, CHOSEN.get(preset, {})
-    )
+    CASES[f"{preset}, decoupled, replicas"] = Case(common | REPLICAS | {"ppo.staleness": "decoupled"}, CHOSEN.get(preset, {}))
 PAIRED = {
     "algorithm": {"preset": "online_dpo"}, "critic": None, "ppo.kl": {}, "ppo.gamma": 1.0, "rollout.batch_size": 8,
     "rollout.group_size": 2, "overlap.delta": {"rule": "fixed", "initial": 4, "max": 4},
@@ -128,9 +122,7 @@ def assert_carried(outcome: Outcome) -> None:
     assert any(len(set(row["versions"])) > 1 for row in outcome.rollouts), "some should be of several versions"
 
 
-@pytest.mark.parametrize(
-    "name", [each if each in IN_MAKE_TEST else pytest.param(each, marks=pytest.mark.long) for each in CASES]
-)
+@pytest.mark.parametrize("name", [each if each in IN_MAKE_TEST else pytest.param(each, marks=pytest.mark.long) for each in CASES])
 def test_a_run_is_what_its_records_come_to(workspace: Workspace, name: str) -> None:
     """And each token's log-prob is that of the weights of its version, by a forward pass without a cache."""
     case = CASES[name]

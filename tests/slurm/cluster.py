@@ -111,9 +111,7 @@ def _daemons(root: Path) -> Iterator[Cluster]:
     def start(*command: str) -> None:
         log = (root / f"{command[0]}-{len(daemons)}.out").open("wb")
         with log:
-            daemons.append(
-                subprocess.Popen(command, env=cluster.environment, stdout=log, stderr=log, start_new_session=True)
-            )
+            daemons.append(subprocess.Popen(command, env=cluster.environment, stdout=log, stderr=log, start_new_session=True))
 
     try:
         _start_munge(root, start)

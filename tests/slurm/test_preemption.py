@@ -36,9 +36,7 @@ setup_rank() {{
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        bool(missing()), reason=f"not installed: {', '.join(missing())}; on Debian: apt install slurm-wlm munge"
-    ),
+    pytest.mark.skipif(bool(missing()), reason=f"not installed: {', '.join(missing())}; on Debian: apt install slurm-wlm munge"),
 ]
 
 

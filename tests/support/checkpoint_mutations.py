@@ -163,9 +163,7 @@ def _caches(folder: Path, rng: random.Random) -> str:
     elif what == "renamed":
         tensors[name + rng.choice(("0", "x", ".kv.1"))] = tensors.pop(name)
     elif what == "slots":
-        slots = rng.choice(
-            ("", "null", "{}", "[]", '{"actor": [999]}', '{"actor": 1}', "[" * 5000, slots.replace("[", "[1, "))
-        )
+        slots = rng.choice(("", "null", "{}", "[]", '{"actor": [999]}', '{"actor": 1}', "[" * 5000, slots.replace("[", "[1, ")))
     save_file(tensors, path, {"slots": slots} if what != "header" else {})
     if what == "header" and rng.random() < 0.7:
         data = path.read_bytes()
@@ -198,9 +196,7 @@ def _index(folder: Path, rng: random.Random) -> str:
 
 def _models(folder: Path, rng: random.Random) -> str:
     """The rest of megatron-core's files, of another structure."""
-    path = (
-        folder / "models" / rng.choice(("common.pt", "metadata.json", "metadata.json", "__0_0.distcp", "__0_0.distcp"))
-    )
+    path = folder / "models" / rng.choice(("common.pt", "metadata.json", "metadata.json", "__0_0.distcp", "__0_0.distcp"))
     what = rng.choice(("cut", "empty", "evil", "text"))
     if what == "cut":
         path.write_bytes(path.read_bytes()[: rng.randrange(1, 60)])
@@ -211,9 +207,7 @@ def _models(folder: Path, rng: random.Random) -> str:
         torch.save(Evil(str(canary(folder))), evil)
         path.write_bytes(evil.getvalue())
     else:
-        path.write_text(
-            rng.choice(('{"sharded_backend": "zarr"}', "{}", "[]", "null", '{"sharded_backend": 1, "x": 2}'))
-        )
+        path.write_text(rng.choice(('{"sharded_backend": "zarr"}', "{}", "[]", "null", '{"sharded_backend": 1, "x": 2}')))
     reseal(folder)
     return f"{path.name} {what}, sealed"
 

@@ -46,9 +46,7 @@ def tiny_model(family: str, head: str = "lm", seed: int = 0, **changes: Any) -> 
     return model
 
 
-def save_tiny(
-    directory: Path, family: str, head: str = "lm", *, max_shard_size: str = "5GB", **changes: Any
-) -> PreTrainedModel:
+def save_tiny(directory: Path, family: str, head: str = "lm", *, max_shard_size: str = "5GB", **changes: Any) -> PreTrainedModel:
     model = tiny_model(family, head, **changes)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return model

@@ -49,9 +49,7 @@ def step_spans(step: int, pieces: int = 2) -> list[Span]:
     return spans
 
 
-def write_run(
-    path: Path, steps: int = 4, *, pieces: int = 2, finished: bool = True, rollouts: bool = True
-) -> RunDirectory:
+def write_run(path: Path, steps: int = 4, *, pieces: int = 2, finished: bool = True, rollouts: bool = True) -> RunDirectory:
     """A run of `steps` PPO steps on two ranks; one that goes on has no summary, and its ranks' traces are not merged."""
     run = RunDirectory(path)
     run.path.mkdir(parents=True)
@@ -73,9 +71,7 @@ def write_run(
     if finished:
         merge_traces(run)
         memory = {"memory_base_mb": [50.0, 50.0], "memory_peak_mb": [100.0, 204.0], "memory_planned_mb": [60.0, 150.0]}
-        write_json(
-            run.summary, {**summarise(lines), **memory, "memory_ratio": [0.83, 1.03], "total_s": 2.0 * steps, **BEST}
-        )
+        write_json(run.summary, {**summarise(lines), **memory, "memory_ratio": [0.83, 1.03], "total_s": 2.0 * steps, **BEST})
     return run
 
 

@@ -43,9 +43,7 @@ SITES = {
     "pp4_colocated": Site({"actor": RolePlacement((0, 1, 2, 3), pp=4), "reward": RolePlacement((0, 1, 2, 3), pp=4)}),
     "pp1_disaggregated": Site({"actor": RolePlacement((0,)), "reward": RolePlacement((1,))}),
     "pp1_dp2_colocated": Site({"actor": RolePlacement((0, 1), dp=2), "reward": RolePlacement((0, 1), dp=2)}),
-    "pp2_dp2_disaggregated": Site(
-        {"actor": RolePlacement((0, 1, 2, 3), pp=2, dp=2), "reward": RolePlacement((4, 5), pp=2)}
-    ),
+    "pp2_dp2_disaggregated": Site({"actor": RolePlacement((0, 1, 2, 3), pp=2, dp=2), "reward": RolePlacement((4, 5), pp=2)}),
     "pp4_disaggregated": Site({"actor": RolePlacement((0, 1, 2, 3), pp=4), "reward": RolePlacement((4,))}),
     "pp4_dp2_colocated": Site(
         {"actor": RolePlacement(tuple(range(8)), pp=4, dp=2), "reward": RolePlacement(tuple(range(8)), pp=4, dp=2)}

@@ -15,9 +15,7 @@ from oppo_megatron.algorithms.packed import lengths_like, tokens_after, tokens_o
 DOUBLE = torch.float64
 
 
-def plain_gae(
-    rewards: list[float], values: list[float], gamma: float, gae_lambda: float
-) -> tuple[list[float], list[float]]:
+def plain_gae(rewards: list[float], values: list[float], gamma: float, gae_lambda: float) -> tuple[list[float], list[float]]:
     """One response, one token at a time from the end: delta_t and A_t = delta_t + gamma lambda A_{t+1}."""
     advantages = [0.0] * len(rewards)
     next_value = next_advantage = 0.0
@@ -44,9 +42,7 @@ def random_batch(lengths: list[int], seed: int, dtype: torch.dtype = DOUBLE) -> 
 
 @settings(max_examples=60, deadline=None)
 @given(row_lengths, unit, unit, st.integers(0, 2**31))
-def test_gae_equals_a_plain_loop_over_each_response(
-    lengths: list[int], gamma: float, gae_lambda: float, seed: int
-) -> None:
+def test_gae_equals_a_plain_loop_over_each_response(lengths: list[int], gamma: float, gae_lambda: float, seed: int) -> None:
     rewards_T, values_T = random_batch(lengths, seed)
     advantages_T, returns_T = gae(rewards_T, values_T, lengths, gamma, gae_lambda)
     rows = zip(split(rewards_T, lengths), split(values_T, lengths), strict=True)

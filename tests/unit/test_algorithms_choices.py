@@ -72,9 +72,7 @@ def test_scores_are_compared_as_plain_loops_do(baseline: Baseline, scale: Scale)
 @pytest.mark.parametrize("size", [2, 3, 8, 17])
 @pytest.mark.parametrize("scale", ["none", "group_std", "batch_std"])
 @pytest.mark.parametrize("baseline", ["group_mean", "others", "best_worst"])
-def test_a_group_of_equal_scores_has_no_advantage_at_all(
-    baseline: Baseline, scale: Scale, size: int, score: float
-) -> None:
+def test_a_group_of_equal_scores_has_no_advantage_at_all(baseline: Baseline, scale: Scale, size: int, score: float) -> None:
     """Their mean, or deviation, may be off by a rounding, which a division by a small deviation would blow up."""
     equal_B, other_B = torch.full((size,), score), torch.arange(size).float()
     scores_B = torch.cat([equal_B, other_B])
@@ -83,9 +81,7 @@ def test_a_group_of_equal_scores_has_no_advantage_at_all(
     assert equal_groups(scores_B, size).tolist() == [True, False]
 
 
-def plain_losses(
-    rows: list[tuple[list[float], list[float], list[float]]], ratio: str, surrogate: Surrogate
-) -> list[list[float]]:
+def plain_losses(rows: list[tuple[list[float], list[float], list[float]]], ratio: str, surrogate: Surrogate) -> list[list[float]]:
     """Of rows of (log-probs, old ones, advantages): the loss of each token."""
     low, high = 1 - surrogate.clip, 1 + (surrogate.clip if surrogate.clip_high is None else surrogate.clip_high)
     found = []

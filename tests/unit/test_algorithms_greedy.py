@@ -41,9 +41,7 @@ def batch(seed: int, group_size: int) -> ScoredBatch:
         torch.rand(groups, generator=draw) < 0.3,
     )
     scores_B, cut_B = torch.randn(rows, generator=draw, dtype=DOUBLE), torch.rand(rows, generator=draw) < 0.3
-    return ScoredBatch(
-        actor_T, reference_T, None, scores_B, lengths_B.tolist(), cut_B, group_size=group_size, greedy=greedy
-    )
+    return ScoredBatch(actor_T, reference_T, None, scores_B, lengths_B.tolist(), cut_B, group_size=group_size, greedy=greedy)
 
 
 @pytest.mark.parametrize("group_size", [1, 3])

@@ -33,9 +33,7 @@ def randn(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
 
 
-def against(
-    old_T: torch.Tensor, advantages_T: torch.Tensor, weight_T: torch.Tensor | None = None
-) -> ActorTargets:
+def against(old_T: torch.Tensor, advantages_T: torch.Tensor, weight_T: torch.Tensor | None = None) -> ActorTargets:
     return ActorTargets(old_T, advantages_T, weight_T=weight_T)
 
 

@@ -77,9 +77,7 @@ def test_what_is_left_of_the_loss_is_what_trl_leaves(reduction: Reduction, count
         "all": [True] * 6, "some": [True, False, True, True, False, True], "one of a group": [True, False] * 3,
         "no group": [True, True, False, False, True, True], "none": [False] * 6,
     }[counted]  # fmt: skip
-    losses = list(
-        torch.randn(sum(lengths), generator=torch.Generator().manual_seed(3), dtype=torch.float64).split(lengths)
-    )
+    losses = list(torch.randn(sum(lengths), generator=torch.Generator().manual_seed(3), dtype=torch.float64).split(lengths))
     weights = row_weights(lengths, 2, reduction, LONGEST, of)
     share_T = to_tokens(torch.tensor(weights, dtype=torch.float64), torch.tensor(lengths), sum(lengths))
     loss = float(shared(torch.cat(losses), share_T).sum() / sum(lengths))

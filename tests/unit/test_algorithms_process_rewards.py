@@ -51,9 +51,7 @@ def test_it_is_the_cross_entropy_of_two_logits_and_shares_add_up(
     whole, _ = step_loss(logits_R, labels_R, len(labelled))
     wrong_R = torch.linspace(-3, 3, len(labelled), dtype=torch.float64)
     two_R2 = torch.stack([wrong_R, wrong_R + logits_R], -1)
-    assert float(whole) == pytest.approx(
-        float(cross_entropy(two_R2, torch.stack([1 - labels_R, labels_R], -1))), abs=1e-12
-    )
+    assert float(whole) == pytest.approx(float(cross_entropy(two_R2, torch.stack([1 - labels_R, labels_R], -1))), abs=1e-12)
     cut = data.draw(st.integers(0, len(labelled)))
     shares = [
         step_loss(logits, labels, len(labelled))[0]

@@ -37,8 +37,7 @@ def test_preference_loss_against_plain_arithmetic(scores: list[tuple[float, floa
     assert means(stats) == pytest.approx(
         {
             "loss": float(loss),
-            "accuracy": sum(0.5 if abs(c - r) <= 4 * EPS * max(abs(c), abs(r)) else c > r for c, r in scores)
-            / len(scores),
+            "accuracy": sum(0.5 if abs(c - r) <= 4 * EPS * max(abs(c), abs(r)) else c > r for c, r in scores) / len(scores),
             "margin": sum(c - r for c, r in scores) / len(scores),
         },
         abs=1e-12,

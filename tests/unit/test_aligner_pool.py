@@ -24,9 +24,7 @@ from oppo_megatron.rundir.manifest import list_files, seal, write_manifest
 def test_without_nemo_the_trainer_can_be_imported_and_says_what_is_missing() -> None:
     from oppo_megatron.integrations.nemo_aligner import PPOTrainer
 
-    with pytest.raises(
-        ConfigError, match="No module named 'nemo.*install nemo-aligner 0.7 and nemo-toolkit 2.1 to 2.4"
-    ):
+    with pytest.raises(ConfigError, match="No module named 'nemo.*install nemo-aligner 0.7 and nemo-toolkit 2.1 to 2.4"):
         PPOTrainer(cfg=None, model=None)
 
 

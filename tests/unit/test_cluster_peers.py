@@ -9,9 +9,7 @@ from oppo_megatron.cluster.world import open_world
 from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.errors import StallError, StreamError
 
-GLOO = (
-    "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:1234. Check the logs"
-)
+GLOO = "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:1234. Check the logs"
 
 
 def test_a_lost_peer_is_told_with_what_was_waited_for() -> None:
@@ -27,9 +25,7 @@ def test_a_lost_peer_is_told_with_what_was_waited_for() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "error", [RuntimeError("shape mismatch"), StreamError("a chunk message was lost"), KeyError(1)]
-)
+@pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), StreamError("a chunk message was lost"), KeyError(1)])
 def test_other_errors_stay_what_they_are(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, waiting_for("update actor, step 3"):
         raise error

@@ -82,9 +82,7 @@ def test_what_may_use_cuda_is_not_forked(
 
 @pytest.mark.long
 @pytest.mark.parametrize("excess", [0, 1])
-def test_a_folder_for_temporary_files_may_have_a_long_name(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, excess: int
-) -> None:
+def test_a_folder_for_temporary_files_may_have_a_long_name(monkeypatch: pytest.MonkeyPatch, folder: Path, excess: int) -> None:
     """A batch system's; the name of a socket is short."""
     temporary = folder / "x"
     temporary = temporary.with_name("x" * (LONGEST_FOLDER + excess - len(str(folder)) - 1))
@@ -106,15 +104,11 @@ def folder(tmp_path: Path) -> Path:
 
 def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     root = Path(__file__).resolve().parents[2]
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment["PYTHONPATH"] = python_path(folder, root)
     command = [sys.executable, "parent.py", *arguments]
     pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, cwd=folder, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True
-    )
+    return subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True)
 
 
 @pytest.mark.parametrize(

@@ -181,9 +181,7 @@ def test_a_store_whose_process_is_stopped_keeps_nobody(tmp_path: Path) -> None:
         assert keeper.stdout is not None
         port = int(keeper.stdout.readline())
         timeout = timedelta(seconds=5)
-        board = Board(
-            lambda: dist.TCPStore("127.0.0.1", port, None, False, timeout, wait_for_workers=False), range(2), "rank 0"
-        )
+        board = Board(lambda: dist.TCPStore("127.0.0.1", port, None, False, timeout, wait_for_workers=False), range(2), "rank 0")
         mine = Note(1, 1, 1, "work", False, 0.0)
         assert board.exchange(mine, 20.0) == [mine]
         os.kill(keeper.pid, signal.SIGSTOP)

@@ -66,9 +66,7 @@ def test_a_failed_rank_does_not_wait_for_its_peers(monkeypatch: pytest.MonkeyPat
     calls: list[str] = []
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: calls.append("join"))
     monkeypatch.setattr("oppo_megatron.cluster.world.tell_hosts", lambda hosts: hosts)
-    monkeypatch.setattr(
-        "oppo_megatron.cluster.world.meet", lambda *args: Meeting(dist.HashStore(), hosts=(), local_address=None)
-    )
+    monkeypatch.setattr("oppo_megatron.cluster.world.meet", lambda *args: Meeting(dist.HashStore(), hosts=(), local_address=None))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("leave"))
     ranks = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     with pytest.raises(KeyError), open_world(RuntimeConfig(device="cpu"), ranks):

@@ -29,9 +29,7 @@ def sections(kind: type[Section]) -> Iterator[type[Section]]:
             yield from sections(setting.section)
 
 
-ALL_SECTIONS = sorted(
-    {each for kind in COMMANDS.values() for each in sections(kind)}, key=lambda section: section.__name__
-)
+ALL_SECTIONS = sorted({each for kind in COMMANDS.values() for each in sections(kind)}, key=lambda section: section.__name__)
 
 
 def test_the_page_has_a_row_for_every_setting() -> None:

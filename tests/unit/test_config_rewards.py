@@ -88,9 +88,7 @@ def test_a_run_gives_up_before_its_ranks_do() -> None:
     assert list(check_waits(isolated, 1800.0, 111.0)) == []
     assert "60 to start, and isolate.wall_s" in next(check_waits(isolated, 1800.0, 110.0))
     rule = [RewardPart(kind="verifier", name="code")]
-    assert list(check_waits(rule, 1800.0, 71.0)) == [] and "rewards.0 may wait 70 s" in next(
-        check_waits(rule, 1800.0, 70.0)
-    )
+    assert list(check_waits(rule, 1800.0, 71.0)) == [] and "rewards.0 may wait 70 s" in next(check_waits(rule, 1800.0, 70.0))
     assert "rewards.0 may wait 630 s" in next(check_waits(parts, 630.0))
     parts[0].remote.give_up_s = 0
     assert list(check_waits(parts, 31.0)) == []

@@ -103,9 +103,7 @@ def steps_of_signals(draw: st.DrawFn, max_size: int = 40) -> list[StepSignals]:
 
 
 @given(steps=steps_of_signals(), rule=st.sampled_from(RULES), window=st.integers(1, 4))
-def test_delta_stays_within_bounds_and_changed_tells_the_truth(
-    steps: list[StepSignals], rule: Rule, window: int
-) -> None:
+def test_delta_stays_within_bounds_and_changed_tells_the_truth(steps: list[StepSignals], rule: Rule, window: int) -> None:
     controller = make_delta_controller(DeltaConfig(rule=rule, initial=3, max=5, window=window))
     before = controller.value
     for step, signals in enumerate(steps):

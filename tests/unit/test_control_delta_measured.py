@@ -53,9 +53,7 @@ FAR, NARROW = replace(EMPTY, length_gap=1.0), Bounds(target_waste=0.5, dead_band
         (new(window=1), [EMPTY, CALM, STALE, EMPTY, EMPTY], [5, 5, 4, 5, 6]),  # a growth that stood its window sets none
     ],
 )
-def test_delta_moves_by_waste_and_bias(
-    controller: DeltaController, steps: list[StepSignals], expected: list[int]
-) -> None:
+def test_delta_moves_by_waste_and_bias(controller: DeltaController, steps: list[StepSignals], expected: list[int]) -> None:
     assert run(controller, steps) == expected
 
 

@@ -72,9 +72,7 @@ def test_when_ranks_agree_on_updates_and_take_them_back(action: str, agree: bool
     value=st.floats(),
     limit=st.none() | st.floats(allow_nan=False),
 )
-def test_a_breach_survives_its_way_to_other_ranks(
-    rule: str, figure: str, value: float, limit: float | None
-) -> None:
+def test_a_breach_survives_its_way_to_other_ranks(rule: str, figure: str, value: float, limit: float | None) -> None:
     breach = Breach(rule, figure, value, limit)
     code = breach.encode()
     assert len(code) == CODE_SIZE and str(decode(code)) == str(breach)

@@ -90,9 +90,7 @@ def opened(made: Any, device: torch.device, num_seqs: int) -> KVCache:
 
 
 @pytest.mark.parametrize(("device", "calls"), [(CPU, 3), (META, 1)])
-def test_sequences_of_a_prefill_attend_one_by_one_on_a_cpu_and_at_once_elsewhere(
-    device: torch.device, calls: int
-) -> None:
+def test_sequences_of_a_prefill_attend_one_by_one_on_a_cpu_and_at_once_elsewhere(device: torch.device, calls: int) -> None:
     with tensors_of(device) as made, counted(F, "scaled_dot_product_attention") as found:
         cache = opened(made, device, 3)
         plan = cache.begin(range(3), [600, 300, 100])
@@ -144,9 +142,7 @@ def test_layers_for_cuda_devices_are_refused_where_auto_turns_out_to_be_a_cpu(
 ) -> None:
     monkeypatch.setattr(roles, "find_available", lambda cuda: Available(transformer_engine="2.12", cuda=cuda))
     with pytest.raises(ConfigError, match="transformer_engine, but it computes on CUDA devices only; set it to auto"):
-        roles.load_role(
-            ModelConfig(init=SHAPE), groups, head="lm", max_length=64, device=CPU, layers="transformer_engine"
-        )
+        roles.load_role(ModelConfig(init=SHAPE), groups, head="lm", max_length=64, device=CPU, layers="transformer_engine")
 
 
 def test_memory_is_the_devices_where_a_rank_computes_on_one(monkeypatch: pytest.MonkeyPatch) -> None:

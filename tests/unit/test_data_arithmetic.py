@@ -71,9 +71,7 @@ def test_lengths_are_long_tailed(seed: int) -> None:
 def test_wrong_solutions_are_wrong_and_alike(five_thousand: list[Problem]) -> None:
     rng = random.Random(0)
     wrong = [wrong_solution(problem, rng) for problem in five_thousand]
-    assert all(
-        verify("arithmetic", text, problem.answer) == 0.0 for text, problem in zip(wrong, five_thousand, strict=True)
-    )
+    assert all(verify("arithmetic", text, problem.answer) == 0.0 for text, problem in zip(wrong, five_thousand, strict=True))
     right_length = sum(len(problem.solution) for problem in five_thousand)
     assert 0.85 < sum(map(len, wrong)) / right_length < 1.05
     num_lines = [text.count("\n") - problem.num_operations for text, problem in zip(wrong, five_thousand, strict=True)]
@@ -131,9 +129,7 @@ def test_written_files(tmp_path: Path) -> None:
 
     num_wrong = sum(not right(row["prompt"], row["completion"]) for row in rows["sft"])
     assert 200 < num_wrong < 300
-    assert all(
-        right(row["prompt"], row["chosen"]) and not right(row["prompt"], row["rejected"]) for row in rows["pairs"]
-    )
+    assert all(right(row["prompt"], row["chosen"]) and not right(row["prompt"], row["rejected"]) for row in rows["pairs"])
     assert all(right(row["prompt"], f"#### {row['answer']}") for row in rows["prompts"] + rows["heldout"])
     heldout = {row["prompt"] for row in rows["heldout"]}
     assert len(heldout) == 100

@@ -103,9 +103,7 @@ def test_what_a_file_is_written_in_is_told_from_its_content(tmp_path: Path, name
 
 def test_a_first_row_longer_than_what_is_looked_at(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl.gz"
-    path.write_bytes(
-        gzip.compress(json.dumps({"prompt": "x" * 300_000}).encode() + b'\n{"prompt": "cut off\n{"prompt": "c"}\n')
-    )
+    path.write_bytes(gzip.compress(json.dumps({"prompt": "x" * 300_000}).encode() + b'\n{"prompt": "cut off\n{"prompt": "c"}\n'))
     rows, quarantine = read(path, bad_rows="quarantine")
     assert [row.line for row in rows] == [1, 3] and [entry["line"] for entry in quarantine.entries] == [2]
 
@@ -131,9 +129,7 @@ def test_bad_rows_of_arrays_and_tables_are_set_aside_by_line(tmp_path: Path) -> 
 def test_messages_in_a_cell_of_a_table(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     with path.open("w", newline="") as stream:
-        csv.writer(stream).writerows(
-            [["messages"], [json.dumps([{"role": "user", "content": "hi"}])], ["[1] a note {x}"]]
-        )
+        csv.writer(stream).writerows([["messages"], [json.dumps([{"role": "user", "content": "hi"}])], ["[1] a note {x}"]])
     rows, _ = read(path)
     assert [row.values["messages"] for row in rows] == [[{"role": "user", "content": "hi"}], "[1] a note {x}"]
 
@@ -172,9 +168,7 @@ def test_a_file_that_is_damaged_or_no_file_of_rows(tmp_path: Path, fault: str) -
 
 
 @pytest.mark.parametrize(("name", "content"), [("a.parquet", parquet()), ("a.jsonl.zst", zstd(jsonl()))])
-def test_without_pyarrow_there_is_a_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes
-) -> None:
+def test_without_pyarrow_there_is_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError, match="needs the `pyarrow` package: `pip install pyarrow`"):

@@ -66,9 +66,7 @@ def test_one_stray_row_does_not_choose_the_column() -> None:
 
 
 def test_no_column_names_what_there_is_the_setting_and_the_nearest() -> None:
-    with pytest.raises(
-        DataError, match=r"it has: qestion, other.*nearest is 'qestion': set data.columns.prompt=qestion"
-    ):
+    with pytest.raises(DataError, match=r"it has: qestion, other.*nearest is 'qestion': set data.columns.prompt=qestion"):
         rows_of({"qestion": "x", "other": "y"}).require("prompt", ColumnsConfig())
     with pytest.raises(DataError, match=r"data.columns.prompt=questio is not a column.*nearest is 'question'"):
         rows_of({"question": "x"}).require("prompt", ColumnsConfig(prompt="questio"))
@@ -250,9 +248,7 @@ def test_a_format_that_does_not_fit_is_refused_with_what_it_needs(tmp_path: Path
 @pytest.mark.parametrize(("name", "num_rows", "num_learned"), [
     ("hh_helpful_train_subset", 3000, 3000), ("hh_harmless_test_subset", 1000, 997),
 ])  # fmt: skip
-def test_real_dialogues_compressed(
-    shared_data: Path, tmp_path: Path, name: str, num_rows: int, num_learned: int
-) -> None:
+def test_real_dialogues_compressed(shared_data: Path, tmp_path: Path, name: str, num_rows: int, num_learned: int) -> None:
     path = tmp_path / f"{name}.jsonl.gz"
     path.write_bytes(gzip.compress((shared_data / f"{name}.jsonl").read_bytes(), 1))
     config = DataConfig(path=path, bad_rows="quarantine")

@@ -261,9 +261,7 @@ def test_two_readings_are_refused_with_the_setting_that_chooses(
         ({"prompt": "p", "chosen": [{**USER, "content": "other"}, YES], "rejected": [NO]}, "rm", "neither repeat"),
     ],
 )  # fmt: skip
-def test_a_layout_that_is_not_read_is_refused_with_a_remedy_that_works(
-    tmp_path: Path, row: Row, command: str, says: str
-) -> None:
+def test_a_layout_that_is_not_read_is_refused_with_a_remedy_that_works(tmp_path: Path, row: Row, command: str, says: str) -> None:
     found = {name: read for name, read, _ in readings(row, tmp_path, {})}
     with pytest.raises(DataError, match=says):
         raise found["rm" if command == "dpo" else command]
@@ -278,9 +276,7 @@ def test_turns_that_are_marked_so_are_not_learned(tmp_path: Path) -> None:
 
 
 def test_columns_for_templates_are_named_as_unread_beside_text(tmp_path: Path) -> None:
-    found = {
-        command: told for command, _, told in readings({"query": "p", "response": "a", "tools": "[{}]"}, tmp_path, {})
-    }
+    found = {command: told for command, _, told in readings({"query": "p", "response": "a", "tools": "[{}]"}, tmp_path, {})}
     assert found["sft"].notes[-1].endswith("; not read: 'tools'")
 
 

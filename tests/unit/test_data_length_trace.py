@@ -71,9 +71,7 @@ def test_real_traces_have_numpys_quantiles(
 
 
 @pytest.mark.parametrize(("name", "lengths"), [(AZURE, azure), (DEEPSEEK, deepseek)])
-def test_drawn_lengths_follow_the_real_trace(
-    shared_data: Path, name: str, lengths: Callable[[Path], np.ndarray]
-) -> None:
+def test_drawn_lengths_follow_the_real_trace(shared_data: Path, name: str, lengths: Callable[[Path], np.ndarray]) -> None:
     expected, count = lengths(shared_data / name), 4000
     lengths_drawn = np.array(drawn(rollout(shared_data / name, scale=1.0), count))
     shares = uniforms(3, range(count), [LENGTH_DRAW] * count)
@@ -82,9 +80,7 @@ def test_drawn_lengths_follow_the_real_trace(
     grid = np.unique(expected)
     distance = max(
         abs((lengths_drawn <= x).mean() - p)
-        for x, p in zip(
-            grid[::20], np.searchsorted(np.sort(expected), grid[::20], "right") / len(expected), strict=True
-        )
+        for x, p in zip(grid[::20], np.searchsorted(np.sort(expected), grid[::20], "right") / len(expected), strict=True)
     )
     assert distance < 1.95 / count**0.5
 

@@ -43,9 +43,7 @@ def shown(rows: list[Marked], tokenizer: Tokenizer) -> list[tuple[str, str, list
 
 
 @pytest.mark.parametrize("labels", [(True, False), (1, 0), ("true", "False"), ("1", "0"), (1.0, 0.0)])
-def test_a_label_says_whether_a_completion_is_wanted(
-    tmp_path: Path, tokenizer: Tokenizer, labels: tuple[Any, Any]
-) -> None:
+def test_a_label_says_whether_a_completion_is_wanted(tmp_path: Path, tokenizer: Tokenizer, labels: tuple[Any, Any]) -> None:
     rows = [WANTED | {"label": labels[0]}, UNWANTED | {"label": labels[1]}]
     found, quarantine = load("kto", rows, tmp_path, tokenizer)
     assert shown(found, tokenizer) == [("1+1=", "2", [1]), ("2+1=", "4", [0])]

@@ -46,6 +46,7 @@ def test_rows_become_prompts_with_their_other_columns(tmp_path: Path) -> None:
 def test_rows_are_told_of_by_time_at_each_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A tick of the clock is 1 s, and each row is met three times: nothing is silent for longer than 5 s."""
     path = write(tmp_path / "p.jsonl", *({"prompt": f"{n}", "completion": "c"} for n in range(10)))
+
     def completions(quarantine: Quarantine) -> list[Completion]:
         return RowLoader(DataConfig(path=path), TOKENIZER, 9, quarantine).completions()
 
@@ -82,9 +83,7 @@ def test_long_prompts_under_each_policy(tmp_path: Path) -> None:
         config = PromptDataConfig(path=path, max_prompt_tokens=5, long_rows=policy)
         return load_prompts(config, TOKENIZER, quarantine=quarantine)
 
-    with pytest.raises(
-        DataError, match="(?s)2 rows.*p.jsonl:1: .*6 tokens.*max_prompt_tokens=5.*p.jsonl:3.*data.long_rows"
-    ):
+    with pytest.raises(DataError, match="(?s)2 rows.*p.jsonl:1: .*6 tokens.*max_prompt_tokens=5.*p.jsonl:3.*data.long_rows"):
         load("error", Quarantine())
     truncated = load("truncate", Quarantine())
     assert [row.text for row in truncated.rows] == ["23456", "12345", "defgh"], "the end is kept"

@@ -37,9 +37,7 @@ def loader(
     return RowLoader(config, TOKENIZER, max_tokens, quarantine if quarantine is not None else Quarantine())
 
 
-def completions(
-    config: DataConfig, max_tokens: int = 100, long_rows: str = "error", quarantine: Quarantine | None = None
-):
+def completions(config: DataConfig, max_tokens: int = 100, long_rows: str = "error", quarantine: Quarantine | None = None):
     return loader(config, max_tokens, long_rows, quarantine).completions()
 
 
@@ -65,14 +63,10 @@ def test_each_id_that_ends_a_response_ends_a_completion(tmp_path: Path, monkeypa
 
 def test_what_a_chat_template_writes_after_its_eos_is_left_out(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
-    assert completions(write(tmp_path / "c.jsonl", {"messages": turns})) == [
-        (ids("<user>hi\3\n<assistant>"), ids("yo") + EOS)
-    ]
+    assert completions(write(tmp_path / "c.jsonl", {"messages": turns})) == [(ids("<user>hi\3\n<assistant>"), ids("yo") + EOS)]
 
 
-def test_an_end_of_turn_that_ends_no_response_is_followed_by_the_eos(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_end_of_turn_that_ends_no_response_is_followed_by_the_eos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CharacterTokenizer, "eos_id", 4)
     monkeypatch.setattr(CharacterTokenizer, "eos_ids", (4,))
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
@@ -125,9 +119,7 @@ def test_long_rows_under_each_policy(tmp_path: Path) -> None:
 def test_truncation_keeps_the_prompts_end_and_the_answers_beginning(
     tmp_path_factory: pytest.TempPathFactory, prompt: str, chosen: str, rejected: str, max_tokens: int
 ) -> None:
-    config = write(
-        tmp_path_factory.mktemp("cut") / "p.jsonl", {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-    )
+    config = write(tmp_path_factory.mktemp("cut") / "p.jsonl", {"prompt": prompt, "chosen": chosen, "rejected": rejected})
     ((cut, *answers),) = loader(config, max_tokens, "truncate").pairs()
     longest = max(len(chosen), len(rejected)) + 1
     assert cut and ids(prompt)[-len(cut) :] == cut

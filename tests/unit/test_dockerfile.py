@@ -65,9 +65,7 @@ def test_the_cpu_stage_tests_what_it_copied() -> None:
 
 def test_every_run_line_is_carried_out_or_named_as_left_out() -> None:
     assert set(EFFECTS) == {"cpu", "gpu"}
-    left_out = [
-        part for _, name, rest in LINES if name == "RUN" for part in rest.split(" && ") if part.startswith(LEFT_OUT)
-    ]
+    left_out = [part for _, name, rest in LINES if name == "RUN" for part in rest.split(" && ") if part.startswith(LEFT_OUT)]
     assert left_out == ["make test", INSTALL, "oppo validate"]
 
 
@@ -94,9 +92,7 @@ def test_what_is_copied_makes_a_whole_wheel(tmp_path: Path) -> None:
             shutil.copy2(ROOT / name, context / name, follow_symlinks=False)
             wanted |= {name} if name.startswith("oppo_megatron/") else set()
     build = "import setuptools.build_meta as build, sys; print(build.build_wheel(sys.argv[1]))"
-    made = subprocess.run(
-        [sys.executable, "-c", build, str(tmp_path)], cwd=context, capture_output=True, text=True, check=True
-    )
+    made = subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=context, capture_output=True, text=True, check=True)
     with zipfile.ZipFile(tmp_path / made.stdout.split()[-1]) as wheel:
         names = set(wheel.namelist())
         (points,) = [name for name in names if name.endswith("entry_points.txt")]

@@ -151,9 +151,7 @@ def test_draw_inverts_the_truncated_distribution(
 
 @pytest.mark.parametrize("u", [0.0, 2.0**-53, 0.5, 1 - 2.0**-53])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_k=5), Sampling(top_p=0.6)])
-def test_tokens_of_probability_zero_are_never_drawn(
-    monkeypatch: pytest.MonkeyPatch, u: float, sampling: Sampling
-) -> None:
+def test_tokens_of_probability_zero_are_never_drawn(monkeypatch: pytest.MonkeyPatch, u: float, sampling: Sampling) -> None:
     with_uniform(monkeypatch, u)
     rows = torch.full((3, 9), -300.0)  # exp underflows to 0 in float32
     for row, alive in zip(rows, ([4], [2, 6], [1, 3, 7]), strict=True):

@@ -18,9 +18,7 @@ from oppo_megatron.engine.stopping import Stopping, StopText
 from oppo_megatron.errors import ConfigError
 from tests.support.tokenizers import save_byte_level
 
-TEXTS = [
-    f"Q: {a} plus {b}?\n\nA: the sum  is {a + b}. caf\u00e9 \u65e5\u672c \u2581" for a in range(30) for b in range(30)
-]
+TEXTS = [f"Q: {a} plus {b}?\n\nA: the sum  is {a + b}. caf\u00e9 \u65e5\u672c \u2581" for a in range(30) for b in range(30)]
 STOPS = ["\n\n", "\nQ:", " is ", "sum  i", "\u00e9", "\u65e5\u672c", "?\n", "12", "a", " ", "the sum  is 1"]
 RARE = ["2 plus", "is 31", "5?", "Q: 2", "m  is 4", "is 5"]
 

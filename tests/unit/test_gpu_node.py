@@ -65,9 +65,7 @@ def test_every_command_that_it_calls_is_one() -> None:
         assert parse_arguments(each).command == each[0]
 
 
-def test_the_pack_holds_what_is_asked_for_and_what_these_ask_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pack_holds_what_is_asked_for_and_what_these_ask_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the wheels' own requirements, markers read for the image; only wheels whose versions an image lacks."""
     asks = {
         "megatron-core": ["torch", "numpy<3", "extra-only; extra == 'dev'"],
@@ -81,9 +79,7 @@ def test_the_pack_holds_what_is_asked_for_and_what_these_ask_for(
         found.append(str(needed))
         wheel = tmp_path / f"{needed.name}.whl"
         with zipfile.ZipFile(wheel, "w") as archive:
-            archive.writestr(
-                "x.dist-info/METADATA", "".join(f"Requires-Dist: {each}\n" for each in asks.get(needed.name, []))
-            )
+            archive.writestr("x.dist-info/METADATA", "".join(f"Requires-Dist: {each}\n" for each in asks.get(needed.name, [])))
         return wheel
 
     monkeypatch.setattr(pack, "download", download)
@@ -121,9 +117,7 @@ def test_without_a_gpu_every_part_runs_and_leaves_its_figures(tmp_path: Path) ->
         "FIRST_S": "1080",
         "PYTHONPATH": python_path(),
     }
-    done = subprocess.run(
-        ["bash", ".kit/first.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1200
-    )
+    done = subprocess.run(["bash", ".kit/first.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout
     summary = json.loads((out / "summary.json").read_text())
     steps = [step["step"] for step in summary["steps"]]

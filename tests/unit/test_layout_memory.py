@@ -66,9 +66,7 @@ def test_scalar_head_takes_the_place_of_the_vocabulary() -> None:
     assert with_logits - scalar == 96 // 2 * 64 - 64
 
 
-@pytest.mark.parametrize(
-    ("dtype", "dp", "optimizer"), [("float32", 1, 800), ("bfloat16", 1, 1200), ("bfloat16", 4, 300)]
-)
+@pytest.mark.parametrize(("dtype", "dp", "optimizer"), [("float32", 1, 800), ("bfloat16", 1, 1200), ("bfloat16", 4, 300)])
 def test_training_state_by_hand(dtype: str, dp: int, optimizer: int) -> None:
     assert training_state(100, dtype, dp) == Memory(gradients=400, optimizer=optimizer)
 
@@ -202,9 +200,7 @@ SHORT = {"batch_size": 8, "max_response_tokens": 20}
         ),
     ],
 )  # fmt: skip
-def test_batch_sizes_are_those_of_a_run(
-    changes: dict[str, Any], actor: dict[str, str], reference: dict[str, str]
-) -> None:
+def test_batch_sizes_are_those_of_a_run(changes: dict[str, Any], actor: dict[str, str], reference: dict[str, str]) -> None:
     held = {h.role: h for h in holdings(**{"overlap": {}, **changes}) if h.rank == 0 or h.role == "reference"}
     assert actor.items() <= held["actor"].batches.items()
     assert reference.items() <= held["reference"].batches.items()

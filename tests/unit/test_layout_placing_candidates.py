@@ -121,9 +121,7 @@ UPTO12, HEADS, DEVICES = st.integers(1, 12), st.sampled_from([1, 2, 4, 8]), st.s
 
 
 @given(UPTO12, HEADS, UPTO12, st.integers(1, 3), DEVICES)
-def test_every_candidate_passes_the_checks_of_a_run(
-    units: int, kv_heads: int, rows: int, minibatches: int, device: Any
-) -> None:
+def test_every_candidate_passes_the_checks_of_a_run(units: int, kv_heads: int, rows: int, minibatches: int, device: Any) -> None:
     asked = settings(kv_heads, rows * minibatches, ppo={"minibatches": minibatches})
     try:
         options = find_candidates(asked, Machine(device, units))

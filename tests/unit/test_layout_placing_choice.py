@@ -76,13 +76,9 @@ def test_a_real_margin_within_the_noise_of_no_run_is_no_draw() -> None:
 
 @given(
     st.lists(st.floats(0.5, 2.0), min_size=3, max_size=3),
-    st.lists(
-        st.lists(st.floats(-0.014, 0.014), min_size=CONFIRMED_RUNS, max_size=CONFIRMED_RUNS), min_size=3, max_size=3
-    ),
+    st.lists(st.lists(st.floats(-0.014, 0.014), min_size=CONFIRMED_RUNS, max_size=CONFIRMED_RUNS), min_size=3, max_size=3),
 )
-def test_with_small_noise_the_choice_is_within_3_percent_of_the_best(
-    true: list[float], noise: list[list[float]]
-) -> None:
+def test_with_small_noise_the_choice_is_within_3_percent_of_the_best(true: list[float], noise: list[list[float]]) -> None:
     times = [[seconds * (1 + share) for share in shares] for seconds, shares in zip(true, noise, strict=True)]
     choice, bench, _ = decide(*times)
     assert true[ALL.index(choice.candidate)] <= 1.03 * min(true)

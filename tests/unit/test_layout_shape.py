@@ -146,17 +146,13 @@ def test_a_classifier_needs_one_label() -> None:
 def test_vocabularies_between_roles() -> None:
     actor = {"vocab_size": 100}
     assert check_shared_vocabulary({"actor": actor, "reference": actor, "critic": {"vocab_size": 128}}) == []
-    assert (
-        "must equal the actor's 100" in check_shared_vocabulary({"actor": actor, "reference": {"vocab_size": 128}})[0]
-    )
+    assert "must equal the actor's 100" in check_shared_vocabulary({"actor": actor, "reference": {"vocab_size": 128}})[0]
     assert "the actor can draw any of 100" in check_shared_vocabulary({"actor": actor, "reward": {"vocab_size": 99}})[0]
 
 
 def write_safetensors(path: Path, payload: int, declared: int | None = None) -> None:
     end = payload if declared is None else declared
-    header = json.dumps(
-        {"w": {"dtype": "F32", "shape": [end // 4], "data_offsets": [0, end]}, "__metadata__": {}}
-    ).encode()
+    header = json.dumps({"w": {"dtype": "F32", "shape": [end // 4], "data_offsets": [0, end]}, "__metadata__": {}}).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(payload))
 
 
@@ -165,9 +161,7 @@ def checkpoint(directory: Path, **change: Any) -> Path:
     (directory / "config.json").write_text(json.dumps({**QWEN, **change}))
     head = "scalar" if "ForSequence" in change.get("architectures", [""])[0] else "lm"
     tensors = hf_tensors(ModelShape.from_hf({**QWEN, **change}), head)
-    save_file(
-        {name: np.zeros(size, np.float16) for name, size in tensors.items()}, directory / "model.safetensors"
-    )
+    save_file({name: np.zeros(size, np.float16) for name, size in tensors.items()}, directory / "model.safetensors")
     return directory
 
 

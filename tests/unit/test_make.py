@@ -15,9 +15,7 @@ READ = ("Makefile", "pyproject.toml", "setup.py", "constraints.txt", "tests/alig
 
 def make(folder: Path, *arguments: str) -> str:
     """What it prints; a make that fails is an error."""
-    done = subprocess.run(
-        ["make", "--no-print-directory", *arguments], cwd=folder, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(["make", "--no-print-directory", *arguments], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -212,9 +212,7 @@ def check_rows(path: Path, data: bytes) -> int:
 def test_rows(tmp_path: Path) -> None:
     data = b"\n".join(ROWS) + b"\n"
     assert check_rows(tmp_path / "rows.jsonl", data) == len(ROWS)
-    accepted = [
-        check_rows(tmp_path / "rows.jsonl", mutant) for mutant in mutants([data, *ROWS], JSON_BITS, 400, seed=2)
-    ]
+    accepted = [check_rows(tmp_path / "rows.jsonl", mutant) for mutant in mutants([data, *ROWS], JSON_BITS, 400, seed=2)]
     assert 100 < sum(accepted) and 50 < accepted.count(0), "the fuzzer is to give some of both"
 
 
@@ -312,9 +310,7 @@ def check_hf(folder: Path, text: bytes) -> bool:
     found = outcome(lambda: read_hf_config(ModelConfig(checkpoint=folder)), CheckpointError)
     if isinstance(found, CheckpointError):
         return False
-    headed = outcome(
-        lambda: [x for scalar in (False, True) for x in check_head("a", found, scalar=scalar, fresh_head=False)]
-    )
+    headed = outcome(lambda: [x for scalar in (False, True) for x in check_head("a", found, scalar=scalar, fresh_head=False)])
     assert all(isinstance(problem, str) for problem in headed)
     problems = outcome(lambda: check_use("actor", found, 200, 500))
     assert all(isinstance(problem, str) and problem.startswith("actor: ") for problem in problems)

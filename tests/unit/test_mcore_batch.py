@@ -15,9 +15,7 @@ TOKENS = st.lists(st.integers(0, 500), min_size=1, max_size=6)
 
 @settings(deadline=None)
 @given(pairs=st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=8), budget=st.integers(1, 30))
-def test_rows_predict_each_response_token_from_its_own_prefix(
-    pairs: list[tuple[list[int], list[int]]], budget: int
-) -> None:
+def test_rows_predict_each_response_token_from_its_own_prefix(pairs: list[tuple[list[int], list[int]]], budget: int) -> None:
     batches = pack_responses([p for p, _ in pairs], [r for _, r in pairs], budget, CPU)
     found: dict[tuple[int, int], tuple[list[int], int]] = {}
     for batch in batches:

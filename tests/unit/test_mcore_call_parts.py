@@ -84,9 +84,7 @@ def test_parts_attend_as_sequences_one_by_one_do(
         torch.testing.assert_close(found[0], other, atol=1e-6, rtol=1e-6)
 
 
-def attended(
-    order: list[int], kind: type[SequenceCache], window: int | None, prepare: Callable[[], None]
-) -> torch.Tensor:
+def attended(order: list[int], kind: type[SequenceCache], window: int | None, prepare: Callable[[], None]) -> torch.Tensor:
     prepare()
     torch.manual_seed(0)
     cache, outputs = new_cache(kind), []

@@ -26,9 +26,7 @@ def test_every_number_of_rows_gives_the_plain_product(
     generator = torch.Generator().manual_seed(0)
     weight_OI, bias_O = (torch.randn(size, generator=generator).to(dtype) for size in ((40, 24), (40,)))
     if not can_prepack(weight_OI):
-        pytest.skip(
-            f"oneDNN lays out no weights of {dtype} here; bfloat16 takes a processor with AVX-512 (avx512bw, vl, dq)"
-        )
+        pytest.skip(f"oneDNN lays out no weights of {dtype} here; bfloat16 takes a processor with AVX-512 (avx512bw, vl, dq)")
     multiply = product(weight_OI, bias_O if biased else None, packed=True)
     for rows in ROWS:
         x_TI = torch.randn(rows, 24, generator=generator).to(dtype)

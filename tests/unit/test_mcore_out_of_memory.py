@@ -44,9 +44,7 @@ def test_the_error_has_work_cause_and_remedy() -> None:
         ([30, 40], 2, 70, "lower the maximum lengths"),
     ],
 )
-def test_a_micro_batch_keeps_whole_sequences_and_pairs(
-    lengths: list[int], answers: int, size: int, remedy: str
-) -> None:
+def test_a_micro_batch_keeps_whole_sequences_and_pairs(lengths: list[int], answers: int, size: int, remedy: str) -> None:
     work, named = too_many_tokens("a training micro-batch", lengths, answers)
     assert work == f"a training micro-batch of {size} tokens" and named.startswith(remedy)
 

@@ -21,8 +21,7 @@ ROPE = torch.ones(max(LENGTHS), DIM), torch.zeros(max(LENGTHS), DIM)
 def inputs(num_tokens: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
     return [
-        torch.randn(num_tokens, heads, DIM, generator=generator).to(dtype).requires_grad_()
-        for heads in (HEADS, GROUPS, GROUPS)
+        torch.randn(num_tokens, heads, DIM, generator=generator).to(dtype).requires_grad_() for heads in (HEADS, GROUPS, GROUPS)
     ]
 
 

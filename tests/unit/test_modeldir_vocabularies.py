@@ -133,9 +133,7 @@ def write(directory: Path, **files: object) -> Path:
         ({"config": {}, "generation_config": {"temperature": 0.6}}, ()),
     ],
 )
-def test_the_generation_settings_count_before_the_model_s(
-    tmp_path: Path, files: dict[str, object], ids: object
-) -> None:
+def test_the_generation_settings_count_before_the_model_s(tmp_path: Path, files: dict[str, object], ids: object) -> None:
     assert model_eos_ids(write(tmp_path, **files)) == ids
 
 

@@ -122,9 +122,7 @@ def test_a_tokenizers_template_is_counted(name: str) -> None:
 def test_usual_templates() -> None:
     """A tag of its own for each part, chains of elif, long lists and texts with brackets are not nested."""
     check_template("{% if a %}" + "{% elif b == 1 %}{{ x.y['z'] | trim }}" * 500 + "{% endif %}")
-    check_template(
-        "{% set a = [" + "{'k': '((((', 'l': f(1, 2)}, " * 500 + "] %}{% raw %}" + "{% if %}" * 50 + "{% endraw %}"
-    )
+    check_template("{% set a = [" + "{'k': '((((', 'l': f(1, 2)}, " * 500 + "] %}{% raw %}" + "{% if %}" * 50 + "{% endraw %}")
     check_template("{# " + "{{ (" * 500 + " #}{% set x = 1 %}" + "{%- set y = x + 1 -%}" * 50)
 
 

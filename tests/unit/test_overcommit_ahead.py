@@ -44,9 +44,7 @@ class Run:
     def __init__(self, prompts: PromptSet, plan: Settings, lengths: list[int], ahead: Ahead = NEW_RUN):
         limit = ahead.limit(plan.steps, plan.batch_size)
         stream = PromptStream(prompts, 1, limit=limit, start=ahead.position, left_out=ahead.left_out)
-        self.buffer = RolloutBuffer(
-            plan.batch_size, plan.deltas[0], plan.max_staleness, backfill=plan.backfill_every is not None
-        )
+        self.buffer = RolloutBuffer(plan.batch_size, plan.deltas[0], plan.max_staleness, backfill=plan.backfill_every is not None)
         self.scheduler = OvercommitScheduler(stream, self.buffer, Deltas(plan.deltas), plan.backfill_every)
         self.plan, self.lengths, self.done, self.batches, self.rounds = plan, lengths, ahead.done, [], 0
 
@@ -164,9 +162,7 @@ def test_fewer_passes_than_have_begun_are_refused(passes: int | None, refused: b
     if not refused:
         require_prompts(ahead, most, 64)
         return
-    with pytest.raises(
-        CheckpointError, match=r"comes to 1, but .* at prompt 102, in pass 2 over 64.*set epochs to 2"
-    ):
+    with pytest.raises(CheckpointError, match=r"comes to 1, but .* at prompt 102, in pass 2 over 64.*set epochs to 2"):
         require_prompts(ahead, most, 64)
 
 
@@ -194,9 +190,7 @@ def test_a_run_that_has_ended_needs_more_to_train(steps: int | None, passes: int
         ([2, 2, 2, 0], 2, 3),  # three may not be deferred again
     ],
 )
-def test_a_batch_too_small_for_what_is_in_flight_is_refused(
-    deferrals: list[int], batch_size: int, needed: int | None
-) -> None:
+def test_a_batch_too_small_for_what_is_in_flight_is_refused(deferrals: list[int], batch_size: int, needed: int | None) -> None:
     if needed is None:
         require_bounded_deferrals(deferrals, batch_size, 1, max_staleness=2)
         return

@@ -83,9 +83,7 @@ class Simulation:
         self.story.dropped += [(self.buffer.clock, rollout.seq_id) for rollout in dropped]
         self.story.known.append(self.filter.known)
         held = {rollout.seq_id for rollout in self.buffer.rollouts}
-        for group in {
-            seq_id // self.run.group_size for seq_id in held if self.run.drops(seq_id // self.run.group_size)
-        }:
+        for group in {seq_id // self.run.group_size for seq_id in held if self.run.drops(seq_id // self.run.group_size)}:
             members = range(group * self.run.group_size, (group + 1) * self.run.group_size)
             assert not self.filter.scores.keys() >= set(members), "a group leaves with its last member's verdict"
 
@@ -143,9 +141,7 @@ class Simulation:
 
     def restored(self) -> Simulation:
         """Through JSON, as a checkpoint keeps it."""
-        state = json.loads(
-            json.dumps([self.scheduler.state_dict(), self.filter.state_dict(), self.deltas.state_dict()])
-        )
+        state = json.loads(json.dumps([self.scheduler.state_dict(), self.filter.state_dict(), self.deltas.state_dict()]))
         to_train = None if self.run.steps is None else (self.run.steps - self.done) * self.run.batch_size
         again = Simulation(self.run, self.scheduler.position, to_train, Deltas(self.run.deltas))
         again.scheduler.load_state_dict(state[0], self.buffer.rollouts)
@@ -369,9 +365,7 @@ def test_a_group_is_known_to_be_kept_as_soon_as_two_members_differ() -> None:
 
 def test_the_error_counts_what_is_known_to_be_kept() -> None:
     """The first group is dropped, and two members of the second differ while the third is decoded."""
-    run = plain_run(
-        lengths=[1, 1, 1, 3, 3, 30], scores=[1.0, 1.0, 1.0, 0.0, 1.0, 1.0], group_size=3, batch_size=3, max_groups=1
-    )
+    run = plain_run(lengths=[1, 1, 1, 3, 3, 30], scores=[1.0, 1.0, 1.0, 0.0, 1.0, 1.0], group_size=3, batch_size=3, max_groups=1)
     with pytest.raises(SamplingError, match=r"1 groups were judged .* but a batch has 1 \(1 more will be kept when"):
         Simulation(run).play(4)
 

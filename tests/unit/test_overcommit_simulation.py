@@ -81,9 +81,7 @@ def token(seq_id: int, offset: int) -> int:
     return 1000 * seq_id + offset
 
 
-def decode_round(
-    buffer: RolloutBuffer, lengths: list[int], version: int, index: int, chunk_tokens: int, log: Log
-) -> Chunk:
+def decode_round(buffer: RolloutBuffer, lengths: list[int], version: int, index: int, chunk_tokens: int, log: Log) -> Chunk:
     """One round: up to `chunk_tokens` decode steps, no step beyond the one that completes the batch."""
     readiness = buffer.readiness()
     rows = {r.seq_id: ChunkRow(r.seq_id, len(r.tokens), [], [], [], version) for r in buffer.active}
@@ -290,9 +288,7 @@ def test_what_is_sure_to_be_in_the_batch_is_in_it(run: Run, chunk_tokens: int) -
         assert all(before <= after for before, after in itertools.pairwise(rounds)), "what was sure stays so"
         assert rounds[-1] == trained
         if run.deltas == [0] and run.backfill_every is None:
-            assert all(sure == trained for sure in rounds), (
-                "without overcommitment every rollout is sure from the start"
-            )
+            assert all(sure == trained for sure in rounds), "without overcommitment every rollout is sure from the start"
 
 
 @given(run=runs(capped=False), chunk_tokens=st.sampled_from(CHUNKS))
@@ -340,10 +336,7 @@ def test_each_token_carries_the_version_that_sampled_it(run: Run, chunk_tokens: 
     for rollout in (r for batch in log.batches for r in batch):
         assert rollout.finish_clock is not None
         first_clock = rollout.finish_clock - len(rollout.tokens) + 1
-        expected = [
-            next(s for s, end in enumerate(log.clocks) if c <= end)
-            for c in range(first_clock, rollout.finish_clock + 1)
-        ]
+        expected = [next(s for s, end in enumerate(log.clocks) if c <= end) for c in range(first_clock, rollout.finish_clock + 1)]
         assert rollout.versions == expected
 
 

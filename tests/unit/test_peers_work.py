@@ -347,9 +347,7 @@ def test_a_comparison_that_is_told_to_stop_ends_the_peer(tmp_path: Path, monkeyp
 
 def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "python").write_text("no program")
-    assert (
-        main([str(tmp_path / "no.yaml"), "--peer-python", str(tmp_path / "python"), "--out", str(tmp_path / "o")]) == 2
-    )
+    assert main([str(tmp_path / "no.yaml"), "--peer-python", str(tmp_path / "python"), "--out", str(tmp_path / "o")]) == 2
     assert f"compare: {tmp_path / 'python'}: Permission denied" in capsys.readouterr().err
 
 

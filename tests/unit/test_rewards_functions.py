@@ -93,9 +93,7 @@ def test_what_is_no_finite_number_is_an_error(user_module: str, value: Any, reas
 
 @pytest.mark.parametrize("score", [None, math.nan, -math.inf])
 def test_a_missing_or_broken_model_score_is_an_error(score: float | None) -> None:
-    with pytest.raises(
-        RewardError, match="sequence 7.*'model' gave .*(not a number; give one|must be finite: correct)"
-    ):
+    with pytest.raises(RewardError, match="sequence 7.*'model' gave .*(not a number; give one|must be finite: correct)"):
         build_reward_functions([RewardPart(kind="model")]).score("", "", {}, score, 7)
 
 

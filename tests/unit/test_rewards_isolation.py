@@ -106,9 +106,7 @@ def function(module: str) -> Iterator[IsolatedFunction]:
 @pytest.fixture(scope="module")
 def impatient(module: str) -> Iterator[IsolatedFunction]:
     """For calls that never end, which may first have something to do."""
-    isolated = IsolatedFunction(
-        f"{module}:behave", {"factor": 2.0}, IsolationConfig(wall_s=2.5, memory_mb=1024), os.environ
-    )
+    isolated = IsolatedFunction(f"{module}:behave", {"factor": 2.0}, IsolationConfig(wall_s=2.5, memory_mb=1024), os.environ)
     yield isolated
     isolated.close()
 

@@ -130,9 +130,10 @@ def test_who_gives_up_after_0_s_ends_at_the_first_failure(day: str) -> None:
 
 def test_a_service_that_stays_away_ends_the_run_and_scores_nothing() -> None:
     """By a clock on which each request takes a tenth of a second."""
-    with reward_service(otherwise=saying(b"no", 500)) as service, client(
-        service, give_up_s=0.25, clock=lambda: 0.1 * len(service.requests)
-    ) as remote:
+    with (
+        reward_service(otherwise=saying(b"no", 500)) as service,
+        client(service, give_up_s=0.25, clock=lambda: 0.1 * len(service.requests)) as remote,
+    ):
         remote.request(items(2))
         for seq_id in (0, 1):
             with pytest.raises(RewardError, match=r"answered 500 \(no\).*had no score after \d+ attempts.*give_up_s"):
@@ -253,9 +254,7 @@ def test_the_token_is_sent_and_never_shown(caplog: pytest.LogCaptureFixture) -> 
     for status in (500, 400, 200):
         with reward_service(otherwise=repeat(status)) as service:
             echo[:] = [f"you said Authorization: Bearer {TOKEN}"]
-            part = RewardPart(
-                kind="http", url=service.url, token_env="REWARD_TOKEN", remote={**QUICK, "give_up_s": 0.5}
-            )
+            part = RewardPart(kind="http", url=service.url, token_env="REWARD_TOKEN", remote={**QUICK, "give_up_s": 0.5})
             assert TOKEN not in config_yaml(part) and TOKEN not in repr(part)
             rewards = build_reward_functions([part], {"REWARD_TOKEN": TOKEN})
             function = rewards.summands[0].function
@@ -299,8 +298,7 @@ def test_retry_after(value: str | None, seconds: float) -> None:
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["id", "score"]),
     lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["scores", "id", "score", "x"]), inner, max_size=3)
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["scores", "id", "score", "x"]), inner, max_size=3)
     ),
     max_leaves=8,
 )

@@ -168,9 +168,7 @@ def test_validate_names_every_row_that_cannot_be_compared(bad_rows: str) -> None
     answers = ["2^^9", "1", "2^^9", "x"]
     rows = [PromptRow(i, f"rows.jsonl:{i + 1}", "?", (1,), {"answer": answer}) for i, answer in enumerate(answers)]
     rewards, quarantine = RewardSum([Summand("math", 1.0, stuck_rule()[1])]), Quarantine()
-    inputs = SimpleNamespace(
-        rewards=rewards, prompts=PromptSet(rows, 0, 0, 0), heldout=None, judges=None, quarantine=quarantine
-    )
+    inputs = SimpleNamespace(rewards=rewards, prompts=PromptSet(rows, 0, 0, 0), heldout=None, judges=None, quarantine=quarantine)
     settings = SimpleNamespace(data=SimpleNamespace(bad_rows=bad_rows), evaluation=None)
     if bad_rows == "error":
         with pytest.raises(DataError, match=r"2 rows cannot be used.*\n  rows.jsonl:1: reward part 'math': .*2\^\^9.*\n.*:3: "):
@@ -209,9 +207,7 @@ def test_no_nesting_ends_a_rule(math: RewardSum, response: str) -> None:
     assert math.score("", response, {"answer": "x+1"}, None, 0) == 0.0
     for name, answer in (("gsm8k", "1"), ("multiple_choice", "B"), ("arithmetic", "1")):
         assert (
-            build_reward_functions([RewardPart(kind="verifier", name=name)]).score(
-                "", response, {"answer": answer}, None, 0
-            )
+            build_reward_functions([RewardPart(kind="verifier", name=name)]).score("", response, {"answer": answer}, None, 0)
             == 0.0
         )
 

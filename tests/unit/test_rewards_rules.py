@@ -178,6 +178,4 @@ def test_a_length_that_says_nothing_is_refused(settings: dict[str, int], longest
 def test_the_flexible_method_takes_the_last_number(text: str, value: Any) -> None:
     assert flexible_answer(text) == value
     rewards = build_reward_functions([rule("gsm8k", lenient=True)])
-    assert rewards.score("", text, {"answer": 11 if value is None else float(value)}, None, 0) == float(
-        value is not None
-    )
+    assert rewards.score("", text, {"answer": 11 if value is None else float(value)}, None, 0) == float(value is not None)

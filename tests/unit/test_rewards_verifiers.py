@@ -119,9 +119,7 @@ def test_expected_answers(value: Any, number: Any) -> None:
     assert expected_answer(value) == number
 
 
-@pytest.mark.parametrize(
-    "value", [None, "", "many", "####", True, float("nan"), float("inf"), [1], "7+5", "the answer is 7"]
-)
+@pytest.mark.parametrize("value", [None, "", "many", "####", True, float("nan"), float("inf"), [1], "7+5", "the answer is 7"])
 def test_an_expected_answer_without_a_number_is_an_error(value: Any) -> None:
     with pytest.raises(RewardError, match="has no number"):
         verify("gsm8k", "#### 5", value)

@@ -47,9 +47,7 @@ def test_a_process_without_peers_hears_ctrl_c_again_once_its_run_is_over(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
-@pytest.mark.parametrize(
-    ("by_torchrun", "apart_s", "ended"), [(False, 0.0, True), (True, 0.0, False), (True, ECHO_S, True)]
-)
+@pytest.mark.parametrize(("by_torchrun", "apart_s", "ended"), [(False, 0.0, True), (True, 0.0, False), (True, ECHO_S, True)])
 def test_the_second_ctrl_c_ends_a_rank_but_not_the_echo_of_the_first(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], by_torchrun: bool, apart_s: float, ended: bool
 ) -> None:

@@ -11,9 +11,7 @@ from tests.support.configs import least_config
 
 
 @pytest.mark.parametrize("named_by", ["file", "module"])
-def test_a_reward_function_whose_file_has_changed_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named_by: str
-) -> None:
+def test_a_reward_function_whose_file_has_changed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named_by: str) -> None:
     file = tmp_path / "told_reward.py"
     file.write_text("def score(prompt, response, fields):\n    return 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -43,9 +43,7 @@ def one_after_the_other(parts: Sequence[Part], slots: int, arrivals: Sequence[Pa
             (tokens, sequences, unfinished), (_, more, running) = held[d], arrival
             return max(0, unfinished + running - slots), max(0, sequences + more - slots), tokens, sequences, d
 
-        found.append(
-            min(whole, key=lambda d: (held[d][0], held[d][1], d)) if whole else min(range(len(held)), key=rank)
-        )
+        found.append(min(whole, key=lambda d: (held[d][0], held[d][1], d)) if whole else min(range(len(held)), key=rank))
         held[found[-1]] = [own + more for own, more in zip(held[found[-1]], arrival, strict=True)]
     return found
 
@@ -58,9 +56,7 @@ def one_after_the_other(parts: Sequence[Part], slots: int, arrivals: Sequence[Pa
     many=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_dealing_in_blocks_is_dealing_one_after_the_other(
-    replicas: int, size: int, scarce: float, many: bool, seed: int
-) -> None:
+def test_dealing_in_blocks_is_dealing_one_after_the_other(replicas: int, size: int, scarce: float, many: bool, seed: int) -> None:
     """With slots for all, for some, and for none; within one block and over several."""
     rng = random.Random(seed)
     counts = [rng.randint(0, 6) for _ in range(replicas)]

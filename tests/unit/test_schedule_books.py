@@ -237,9 +237,7 @@ def test_scorers_read_and_give_exactly_what_is_there(role: str, replicas: int, s
         life.grow()
         rollouts = life.listed()
         homes, news = book.pending(rollouts)
-        wanted = [
-            {r.seq_id for r in rollouts if book.replica(r.seq_id) == d and book.owes([r])} for d in range(replicas)
-        ]
+        wanted = [{r.seq_id for r in rollouts if book.replica(r.seq_id) == d and book.owes([r])} for d in range(replicas)]
         roomy = all(len(want | set(cache)) <= slots for want, cache in zip(wanted, caches.lengths, strict=True))
         works = book.plan(rollouts, BUDGET)
         caches.carry_out(works, life.known)

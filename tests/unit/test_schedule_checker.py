@@ -83,9 +83,7 @@ def rounds(draw: st.DrawFn) -> tuple[Round, Site, int]:
                 tuple(Growth(next(ids), past, new, rows) for past, new, rows in batch)
                 for batch in draw(
                     st.lists(
-                        st.lists(
-                            st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=3
-                        ),
+                        st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=3),
                         max_size=3,
                     )
                 )

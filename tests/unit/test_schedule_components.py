@@ -58,9 +58,7 @@ def sites(draw: st.DrawFn) -> Site:
     seed=st.integers(0, 10**6),
     transport=st.sampled_from([GLOO, ONE_QUEUE]),
 )
-def test_every_rank_plans_its_part_of_the_whole(
-    site: Site, generator: str, chunk: int, seed: int, transport: Transport
-) -> None:
+def test_every_rank_plans_its_part_of_the_whole(site: Site, generator: str, chunk: int, seed: int, transport: Transport) -> None:
     """On any layout, in every round of a run, for rounds of many steps and of few; the whole is checked as ever.
 
     Also where the transport holds sends: none is refused.
@@ -123,9 +121,7 @@ def test_where_intra_does_not_come_through_either_a_run_goes_on() -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(case=cases(), generator=st.sampled_from(sorted(GENERATORS)), steps=st.integers(STEPS + 1, 9))
-def test_a_round_that_repeats_follows_from_a_short_one(
-    case: tuple[Round, Site, Costs], generator: str, steps: int
-) -> None:
+def test_a_round_that_repeats_follows_from_a_short_one(case: tuple[Round, Site, Costs], generator: str, steps: int) -> None:
     drawn, site, costs = case
     assume(drawn.decodes)
     decode = tuple(tuple(tuple(g._replace(new=steps) for g in b) for b in replica) for replica in drawn.decode)
@@ -208,9 +204,7 @@ PLANTED = 300
 SITES = {
     "colocated": colocated((2, 2, 2)),
     "colocated, four tensor ranks": colocated((4, 1, 2)),
-    "scorers of another layout": make_site(
-        (2, 2, 1), {role: (0, 4, 1, 1) for role in ("reference", "critic", "reward")}
-    ),
+    "scorers of another layout": make_site((2, 2, 1), {role: (0, 4, 1, 1) for role in ("reference", "critic", "reward")}),
     "disaggregated": disaggregated((2, 2, 2), (2, 1, 2)),
     "split scorers": split_scorers((2, 2, 2)),
 }
@@ -222,9 +216,7 @@ def test_what_harms_the_whole_is_found_in_the_model() -> None:
     while counts.total() < PLANTED:
         name, generator = rng.choice(list(SITES)), rng.choice(sorted(GENERATORS))
         site = SITES[name]
-        round_ = make_round(
-            site, steps=rng.choice((0, 2, 5)), prefills=rng.choice((0, 1, 2)), prompts=rng.choice((0, 1))
-        )
+        round_ = make_round(site, steps=rng.choice((0, 2, 5)), prefills=rng.choice((0, 1, 2)), prompts=rng.choice((0, 1)))
         whole = add_communication(GENERATORS[generator](round_, site, Costs()), round_, site)
         part = component_of(site, rng.choice(site.ranks))
         shape = part.part(round_)
@@ -302,9 +294,7 @@ def test_ends_of_lists_are_the_sites() -> None:
 
     def visit(plans: list[PlannedRound]) -> None:
         if plans[1].round.decodes:
-            ends.append(
-                [a for a in plans[1].schedule.of(site.source) if a.op is Op.GATHER or a.payload is Payload.CHUNK]
-            )
+            ends.append([a for a in plans[1].schedule.of(site.source) if a.op is Op.GATHER or a.payload is Payload.CHUNK])
 
     run.steps(1, visit)
     assert ends and all([a.peer for a in own] == [None, *site.listeners] for own in ends)
@@ -313,9 +303,7 @@ def test_ends_of_lists_are_the_sites() -> None:
 @settings(deadline=None, max_examples=40)
 @given(site=sites(), generator=st.sampled_from(sorted(GENERATORS)), most=st.integers(1, 3), seed=st.integers(0, 10**6))
 @example(site=disaggregated((1, 1, 1), (1, 1, 11)), generator="intra", most=3, seed=0)
-def test_chunks_that_listeners_pass_on_end_the_lists_of_any_layout(
-    site: Site, generator: str, most: int, seed: int
-) -> None:
+def test_chunks_that_listeners_pass_on_end_the_lists_of_any_layout(site: Site, generator: str, most: int, seed: int) -> None:
     """Where a rank sends to three at most: planned by each rank as for all, and known everywhere in the end."""
     with mock.patch("oppo_megatron.schedule.rounds.FAN_OUT", most):
         round_ = make_round(site, steps=2, micro_batches=1, prefills=1 + seed % 2, sequences=1)
@@ -327,8 +315,5 @@ def test_chunks_that_listeners_pass_on_end_the_lists_of_any_layout(
             computes = GENERATORS[generator](shape, part.model, Costs())
             model = add_communication(computes, shape, part.model)
             for transport in TRANSPORTS.values():
-                assert (
-                    transport.holds
-                    or check(model, shape, part.model, ample_budgets(part.model), transport=transport) == []
-                )
+                assert transport.holds or check(model, shape, part.model, ample_budgets(part.model), transport=transport) == []
             assert part.own_list(computes, shape) == whole.of(rank)

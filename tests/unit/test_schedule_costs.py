@@ -177,9 +177,7 @@ def test_prediction_by_hand_where_the_last_stage_is_slow() -> None:
     assert predict_s(Work(2, 5, 2, {"critic": 2}), Cut(1, 1), first_slow) == pytest.approx(17 + 2 * 5 + 1)
 
 
-@given(
-    st.lists(st.integers(0, 20), min_size=2, max_size=5), st.integers(0, 9), st.integers(0, 9), *[st.integers(1, 6)] * 2
-)
+@given(st.lists(st.integers(0, 20), min_size=2, max_size=5), st.integers(0, 9), st.integers(0, 9), *[st.integers(1, 6)] * 2)
 def test_predicted_decoding_is_that_of_the_dry_run(
     seconds: list[int], sample: int, message: int, micro_batches: int, steps: int
 ) -> None:

@@ -35,9 +35,7 @@ def hops(site: Site) -> dict[int, int]:
     num_listeners=st.integers(0, 300),
     most=st.integers(1, 9),
 )
-def test_every_listener_is_told_once_by_a_rank_that_knows(
-    actor: tuple[int, int, int], num_listeners: int, most: int
-) -> None:
+def test_every_listener_is_told_once_by_a_rank_that_knows(actor: tuple[int, int, int], num_listeners: int, most: int) -> None:
     """By a rank of the actor where its ranks are enough; the output rank is the first of them."""
     scorers = {"reward": (math.prod(actor), 1, 1, num_listeners)} if num_listeners else {}
     site = make_site(actor, scorers)

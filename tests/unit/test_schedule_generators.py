@@ -162,9 +162,7 @@ def test_woven_is_within_a_tenth_of_the_bound(pp: int, costs: Costs, ratio: floa
 @pytest.mark.parametrize("pp", [2, 4, 8])
 @pytest.mark.parametrize("costs", [GPU, CPU], ids=["gpu", "cpu"])
 @pytest.mark.parametrize("slow", [{-1: 1.5}, {-1: 3.0}, {0: 2.0}, {0: 1.5, -1: 2.0}], ids=str)
-@pytest.mark.parametrize(
-    "ratio", [pytest.param(0.25, marks=pytest.mark.long), 1.0, pytest.param(4.0, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("ratio", [pytest.param(0.25, marks=pytest.mark.long), 1.0, pytest.param(4.0, marks=pytest.mark.long)])
 def test_woven_is_within_a_tenth_of_the_bound_where_stages_differ(
     pp: int, costs: Costs, slow: dict[int, float], ratio: float
 ) -> None:
@@ -198,9 +196,7 @@ def by_stage(costs: Costs, pp: int, slow: dict[int, float]) -> Costs:
         factors = [slow.get(p, slow.get(p - pp, 1.0)) for p in range(pp)]
         return tuple(Linear(line.fixed_s * f, line.per_token_s * f) for f in factors)
 
-    return replace(
-        costs, decode=lines(costs.decode_at(0)), prefill=dict.fromkeys(SCORERS, lines(costs.default_prefill))
-    )
+    return replace(costs, decode=lines(costs.decode_at(0)), prefill=dict.fromkeys(SCORERS, lines(costs.default_prefill)))
 
 
 def measure(pp: int, costs: Costs, ratio: float, believed: Costs | None = None) -> dict[str, float]:

@@ -128,9 +128,7 @@ def test_links_that_meet_on_two_ranks_have_groups_of_their_own(monkeypatch: pyte
     assert len(topology.links.groups) == 5 == len({id(group) for group in topology.links.groups.values()})
 
 
-def _topology(
-    config: TrainConfig, viewer: int, monkeypatch: pytest.MonkeyPatch
-) -> tuple[list[GroupName], Topology]:
+def _topology(config: TrainConfig, viewer: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[GroupName], Topology]:
     """What rank `viewer` makes, in its order, and what it has of it."""
     made: list[GroupName] = []
 

@@ -91,9 +91,7 @@ def test_the_order_of_the_replicas_does_not_matter(case: Case) -> None:
     def rows() -> list[ChunkRow]:
         return [row_of(case, i, min(case.chunk, n)) for i, n in case.lengths.items()]
 
-    assert merge_rows(INDEX, case.start, rows(), case.signal()) == merge_rows(
-        INDEX, case.start, reversed(rows()), case.signal()
-    )
+    assert merge_rows(INDEX, case.start, rows(), case.signal()) == merge_rows(INDEX, case.start, reversed(rows()), case.signal())
 
 
 def test_two_that_finish_at_once_both_count() -> None:

@@ -16,9 +16,7 @@ from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from tests.support.schedules import ample_budgets, build, colocated, make_round, make_site
 
 SITE = make_site((1, 2, 1), {"reward": (0, 1, 2, 1)})
-ROUND = Round(
-    2, 1, (((Growth(0, 5, 1),), (Growth(1, 5, 1),)),), {"reward": (((Growth(0, 0, 4, 1), Growth(1, 0, 4, 1)),),)}
-)
+ROUND = Round(2, 1, (((Growth(0, 5, 1),), (Growth(1, 5, 1),)),), {"reward": (((Growth(0, 0, 4, 1), Growth(1, 0, 4, 1)),),)})
 # decode 2 s, sample 1 s, prefill 4 s, score 1 s, messages 0 s
 COSTS = Costs(Linear(2, 0), Linear(1, 0), {}, Linear(4, 0), Linear(1, 0), 0.0)
 
@@ -31,10 +29,7 @@ def grid(text: str) -> dict[int, str]:
 def broken() -> tuple[Schedule, Timeline]:
     """Rank 0 never sends the reward's hidden state."""
     schedule = build(ROUND, SITE)
-    lists = {
-        rank: tuple(a for a in own if not str(a).startswith("send hidden reward"))
-        for rank, own in schedule.actions.items()
-    }
+    lists = {rank: tuple(a for a in own if not str(a).startswith("send hidden reward")) for rank, own in schedule.actions.items()}
     return Schedule(lists), simulate(Schedule(lists), ROUND, SITE, COSTS)
 
 

@@ -121,9 +121,7 @@ def test_a_step_that_begins_before_its_tokens_are_drawn_is_not_proved() -> None:
     def table(second: int) -> Timetable:
         starts = {"actor": [[0, second], [100, 200]]} | {role: [[3 + n], [6 + n]] for n, role in enumerate(SCORERS)}
         times = {(role, 0): np.array(own, dtype=np.int64) for role, own in starts.items()}
-        return Timetable(
-            round_, site, {team: Times(own, np.full_like(own, next(placed))) for team, own in times.items()}
-        )
+        return Timetable(round_, site, {team: Times(own, np.full_like(own, next(placed))) for team, own in times.items()})
 
     for second, kinds in ((101, set()), (2, {FaultKind.DEADLOCK}), (100, set())):
         faults = check(add_communication(Schedule(table(second)), round_, site), round_, site, ample_budgets(site))

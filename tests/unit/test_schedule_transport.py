@@ -49,8 +49,7 @@ SHAPE = {
 
 
 def stuck(schedule: Schedule, site: Site, transport: Transport) -> dict[int, int]:
-    """The ranks that do not come to their end, and where: the rules once more, by looking at all ranks until none moves.
-    """
+    """The ranks that do not come to their end, and where: the rules once more, by looking at all ranks until none moves."""
     lists = {rank: schedule.of(rank) for rank in {*schedule.actions, *site.ranks}}
     at, sent, taken, made = dict.fromkeys(lists, 0), Counter[Link](), Counter[Link](), set[Link]()
 
@@ -238,9 +237,7 @@ def test_a_planner_takes_another_order_where_one_queue_would_hang() -> None:
         for planned in first_step(settings, planner, 32):
             yield replace(planned.round, index=1), planned.schedule
 
-    plans = zip(
-        *(rounds(t, r) for t, r in ((NCCL, None), (ONE_QUEUE, None), (ONE_QUEUE, 0), (ONE_QUEUE, 1))), strict=True
-    )
+    plans = zip(*(rounds(t, r) for t, r in ((NCCL, None), (ONE_QUEUE, None), (ONE_QUEUE, 0), (ONE_QUEUE, 1))), strict=True)
     changed = 0
     for (round_, free), (_, held), (_, first), (_, second) in plans:
         hangs = bool(simulate(free, round_, site, transport=ONE_QUEUE).stuck)
@@ -269,9 +266,7 @@ def test_roles_whose_pipelines_run_in_opposite_directions_come_through() -> None
     site = Site({"actor": ranks, "critic": back, "reward": ranks, "reference": back})
     costs = Costs(default_prefill=Linear(1.0, 0.0), prefill={"critic": (Linear(0.1, 0.0), Linear(5.0, 0.0))})
     round_ = make_round(site, steps=2, prefills=8)
-    passing = {
-        name: prove(generator(round_, site, costs), round_, site, ONE_QUEUE) for name, generator in GENERATORS.items()
-    }
+    passing = {name: prove(generator(round_, site, costs), round_, site, ONE_QUEUE) for name, generator in GENERATORS.items()}
     assert passing == {"sequential": False, "intra": False, "woven": False}
     assert prove(one_by_one(round_, site, costs), round_, site, ONE_QUEUE)
 
@@ -283,11 +278,7 @@ def test_a_round_that_no_order_saves_is_refused_with_what_saves_it() -> None:
     work = tuple((Growth(j, 0, 4, 4),) for j in range(2))
     round_ = Round(1, 0, (), {"critic": (work,), "reward": (tuple((Growth(9 + j, 0, 4, 4),) for j in range(2)),)})
     own = {
-        rank: tuple(
-            sorted(
-                GENERATORS["intra"](round_, site, Costs()).of(rank), key=lambda a: (a.role == "critic") == bool(rank)
-            )
-        )
+        rank: tuple(sorted(GENERATORS["intra"](round_, site, Costs()).of(rank), key=lambda a: (a.role == "critic") == bool(rank)))
         for rank in (0, 1)
     }
     computes = Schedule(own)

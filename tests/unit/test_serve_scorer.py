@@ -202,7 +202,7 @@ def test_a_slot_that_could_not_be_given_up_is_given_up_later(tmp_path: Path) -> 
     config = ServeConfig(reward={"checkpoint": tmp_path}, sequences=1, max_tokens=64, runtime={"device": "cpu"})
     with open_stream_scorer(config) as scorer:
         whole = Piece(**piece(final=True))
-        with (mock.patch.object(scorer.cache, "close", side_effect=MemoryError), pytest.raises(MemoryError)):
+        with mock.patch.object(scorer.cache, "close", side_effect=MemoryError), pytest.raises(MemoryError):
             scorer.extend("s", [whole])
         first, other = scorer.extend("s", [whole]), scorer.extend("s", [Piece(**piece(2, final=True))])
     assert first[0].score == other[0].score

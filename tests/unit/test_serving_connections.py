@@ -127,9 +127,7 @@ def ask(address: tuple[str, int], token: str | None = None) -> int:
         "half of the next headers",
     ],
 )  # fmt: skip
-def test_what_does_not_come_in_time_ends_the_connection(
-    sent: bytes, end: Callable[[socket.socket], bytes], said: bytes
-) -> None:
+def test_what_does_not_come_in_time_ends_the_connection(sent: bytes, end: Callable[[socket.socket], bytes], said: bytes) -> None:
     with served(header_s=0.5) as address:
         begun = time.monotonic()
         assert end(connect(address, sent)).startswith(said)

@@ -84,17 +84,13 @@ def test_lines_are_those_of_the_calibration(shared_data: Path) -> None:
         inside = INSIDE[{"A100-80GB": "a100-80", "H100-80GB": "h100"}[row["gpu"]]]
         line = inside.send if row["operation"] == "send_recv" else inside.of_ranks(int(row["ranks"]))
         assert isinstance(line, Line)
-        assert [1e6 * line.alpha_s, line.bytes_per_s / 1e9] == pytest.approx(
-            [float(row["alpha_us"]), float(row["busbw_gb_s"])]
-        )
+        assert [1e6 * line.alpha_s, line.bytes_per_s / 1e9] == pytest.approx([float(row["alpha_us"]), float(row["busbw_gb_s"])])
 
 
 def test_collectives_within_a_node() -> None:
     """Of all sizes from 2 KiB to 64 MiB; messages between nodes are another fabric's, and no part of it."""
     for gpu, most in (("a100-80", 0.17), ("h100", 0.15)):
-        points = [
-            point for point in read_collectives(COLLECTIVES) if point.gpu == gpu and point.ranks == point.ranks_per_node
-        ]
+        points = [point for point in read_collectives(COLLECTIVES) if point.gpu == gpu and point.ranks == point.ranks_per_node]
         for operation, ranks in sorted({(point.operation, point.ranks) for point in points}):
             chosen = [point for point in points if (point.operation, point.ranks) == (operation, ranks)]
             law = INSIDE[gpu].send if operation == "send_recv" else INSIDE[gpu].of_ranks(ranks)
@@ -225,15 +221,10 @@ def test_constants_are_found_again() -> None:
     law = LayerLaw(known)
     points = points_of("h100", FITTED["h100"])
     products, elementwise = products_of(law, points), elementwise_of(law, points)
-    made = [
-        replace(point, products_us=a, elementwise_us=b)
-        for point, a, b in zip(points, products, elementwise, strict=True)
-    ]
+    made = [replace(point, products_us=a, elementwise_us=b) for point, a, b in zip(points, products, elementwise, strict=True)]
     fit = fit_layers(gpu, made)
     assert fit.products_error < 0.01 and fit.elementwise_error < 1e-6
-    assert fit.efficiencies.compute == pytest.approx(0.6, rel=0.05) and fit.efficiencies.elementwise == pytest.approx(
-        0.4
-    )
+    assert fit.efficiencies.compute == pytest.approx(0.6, rel=0.05) and fit.efficiencies.elementwise == pytest.approx(0.4)
     for name in FITTED:
         measured = points_of(name, FITTED[name])
         again, ours = fit_layers(GPUS[name], measured), errors_of(LayerLaw(GPUS[name]), measured)

@@ -141,9 +141,7 @@ def test_a_move_takes_what_its_bytes_do() -> None:
     seconds = reallocation_s(CLUSTER, shape, one, halves, scalar=False)
     assert seconds == pytest.approx(num_bytes / 2 / 357.5e9, rel=0.01)
     away = Weights(RolePlacement(tuple(range(8, 16)), 8, 1, 1))
-    assert reallocation_s(CLUSTER, shape, one, away, scalar=False) == pytest.approx(
-        num_bytes / (0.94 * 400e9), rel=0.02
-    )
+    assert reallocation_s(CLUSTER, shape, one, away, scalar=False) == pytest.approx(num_bytes / (0.94 * 400e9), rel=0.02)
     interleaved = Weights(RolePlacement((0, 1), 1, 2, 1), vpp=2)
     moved = reallocation_s(CLUSTER, shape, interleaved, halves, scalar=False)
     assert moved == pytest.approx(seconds / 2, rel=0.2)  # half of each stage's layers
@@ -153,8 +151,7 @@ def test_replicas_on_a_node_give_what_another_lacks() -> None:
     """A replica on each node in both layouts: nothing passes the network, so its bandwidth does not count."""
     slow = replace(CLUSTER, between=Between(19e-6, 1e6, 8, published("a test")))
     seconds = [
-        reallocation_s(cluster, SHAPES["7B"], placed(8, 1, 2), placed(1, 1, 16), scalar=False)
-        for cluster in (CLUSTER, slow)
+        reallocation_s(cluster, SHAPES["7B"], placed(8, 1, 2), placed(1, 1, 16), scalar=False) for cluster in (CLUSTER, slow)
     ]
     assert seconds[0] == seconds[1] > 0
 

@@ -187,9 +187,7 @@ def test_void_micro_steps_cost_nothing(player: type[VirtualRun]) -> None:
     none, second = Linear(0.0, 0.0), Linear(1.0, 0.0)
     costs = StepCosts(Costs(second, none, {}, none, none, message_s=0.25))
     overlap = tree()["overlap"] | {"chunk": {"tokens": 64, "adaptive": False}, "weave": [1, "auto"]}
-    config = plain(
-        actor=(1, 2, 1), scorer=(1, 1, 1), overlap=overlap, rollout={"batch_size": 4, "max_response_tokens": 96}
-    )
+    config = plain(actor=(1, 2, 1), scorer=(1, 1, 1), overlap=overlap, rollout={"batch_size": 4, "max_response_tokens": 96})
     run = player(config, costs, lambda seq_id: 10 if seq_id < 4 else 90, prompt_tokens=PROMPT)
     step = next(run.steps(1))
     assert step.clock == 10 and step.parts.decode_s == pytest.approx(10 * 2 * 1.0 + (10 + 9) * 0.25)
@@ -203,9 +201,7 @@ NEAR = [
 
 def furthest(config: TrainConfig, costs: StepCosts = COSTS, count: int = 3) -> float:
     """The largest share of a step by which playing units differs from playing actions."""
-    pairs = list(
-        zip(*(play(config, count, costs, each, endless=True) for each in (VirtualRun, OrderedRun)), strict=True)
-    )
+    pairs = list(zip(*(play(config, count, costs, each, endless=True) for each in (VirtualRun, OrderedRun)), strict=True))
     assert all((units.seq_ids == actions.seq_ids).all() and units.clock == actions.clock for units, actions in pairs)
     return max(abs(units.step_s / actions.step_s - 1) for units, actions in pairs)
 

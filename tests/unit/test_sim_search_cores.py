@@ -38,9 +38,7 @@ def test_measured_placements_are_in_their_order(kind: str, tmp_path: Path, monke
     for mode in MEASURED:
         cores = ["runtime.device=cpu", "runtime.dtype=float32", "runtime.threads_per_rank=0"]
         config = load_config(TrainConfig, "examples/benchmark/overlap.yaml", [f"placement={{mode: {mode}}}", *cores])
-        found[mode] = play_config(
-            Task(config, cluster, even_lengths(config), limits=forced_limits(config)), config
-        ).total
+        found[mode] = play_config(Task(config, cluster, even_lengths(config), limits=forced_limits(config)), config).total
     for one, other in [(a, b) for a in MEASURED for b in MEASURED if MEASURED[b] > PARTED * MEASURED[a]]:
         assert found[one] < found[other], (one, other)
 

@@ -76,13 +76,9 @@ def concrete(nodes: int, gpus: int, count: int) -> Iterator[Blocks]:
     for blocks in product(sets, repeat=count):
         different = set(blocks)
         inner = {a for a in different for b in different if a != b and b.contains(a)}
-        nested = all(
-            not (a != b and a.overlaps(b)) or a.contains(b) or b.contains(a) for a in different for b in different
-        )
+        nested = all(not (a != b and a.overlaps(b)) or a.contains(b) or b.contains(a) for a in different for b in different)
         flat = all(not (b in inner and b != a and b.contains(a)) for a in different for b in different)
-        placed = all(
-            a.first in part_starts(b, a.size, gpus) for a in inner for b in different if a != b and b.contains(a)
-        )
+        placed = all(a.first in part_starts(b, a.size, gpus) for a in inner for b in different if a != b and b.contains(a))
         held = {rank for block in different for rank in block.ranks}
         if placed and nested and flat and len(held) in ends and held == set(range(len(held))):
             yield blocks
@@ -93,9 +89,7 @@ def brute_force(offers: Drawn, tried: Sequence[Blocks], mode: Mode) -> int | Non
     best: int | None = None
     for blocks in tried:
         rule = StepRule(offers.roles, blocks, mode)
-        for options in product(
-            *(offers.options(role, block.size) for role, block in zip(offers.roles, blocks, strict=True))
-        ):
+        for options in product(*(offers.options(role, block.size) for role, block in zip(offers.roles, blocks, strict=True))):
             held: dict[int, list[tuple[int, int, int]]] = {}
             for block, option in zip(blocks, options, strict=True):
                 for place, rank in enumerate(block.ranks):
@@ -168,10 +162,7 @@ def test_the_closed_form_is_what_algorithm_1_plays(seed: int, cluster: tuple[int
     """Sequential phases; streamed ones take at least as long as the closed form says."""
     rng = random.Random(seed)
     blocks = rng.choice(places(*cluster))
-    times = [
-        Times(rng.randint(1, 99), *((rng.randint(1, 50), rng.randint(0, 50)) if role in TRAINED else ()))
-        for role in ROLES
-    ]
+    times = [Times(rng.randint(1, 99), *((rng.randint(1, 50), rng.randint(0, 50)) if role in TRAINED else ())) for role in ROLES]
     for mode in (Mode(False, False), Mode(True, False, 0.0)):
         rule = StepRule(ROLES, blocks, mode)
         calls = step_calls(rule, times)
@@ -188,8 +179,7 @@ def test_each_way_to_place_roles_comes_once() -> None:
 
     def pattern(blocks: Blocks) -> tuple[object, ...]:
         return tuple(
-            (a.size, tuple((a.overlaps(b), a.first - b.first if a.overlaps(b) else None) for b in blocks))
-            for a in blocks
+            (a.size, tuple((a.overlaps(b), a.first - b.first if a.overlaps(b) else None) for b in blocks)) for a in blocks
         )
 
     for nodes, gpus in ((1, 4), (2, 2), (2, 4)):
@@ -214,9 +204,7 @@ def test_bounds_of_all_blocks_are_those_of_each(seed: int, mode: Mode) -> None:
     def least(role: str, size: int) -> Times | None:
         rng = random.Random(f"{seed} {role} {size}")
         long = rng.choice([3, 300])
-        return (
-            None if rng.random() < 0.05 else Times(rng.randint(1, long), rng.randint(0, long) if role in TRAINED else 0)
-        )
+        return None if rng.random() < 0.05 else Times(rng.randint(1, long), rng.randint(0, long) if role in TRAINED else 0)
 
     drawn, sizes = Drawn(seed), block_sizes(1, 4)
     drawn.least = least  # type: ignore[method-assign]

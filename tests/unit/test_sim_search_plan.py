@@ -74,9 +74,7 @@ KINDS: Mapping[str, dict[str, Any]] = {
 OFTEN = ("ppo", "a reference of its own", "grpo", "adapters")
 
 
-@pytest.mark.parametrize(
-    "kind", [each if each in OFTEN else pytest.param(each, marks=pytest.mark.long) for each in KINDS]
-)
+@pytest.mark.parametrize("kind", [each if each in OFTEN else pytest.param(each, marks=pytest.mark.long) for each in KINDS])
 def test_every_plan_is_a_configuration_that_passes_the_checks(kind: str) -> None:
     """Memory is to the byte that of `--dry-run`, and the search's own count of the fullest rank agrees."""
     given, cluster = config(**KINDS[kind]), replace(CLUSTER, gpu=replace(CLUSTER.gpu, memory_bytes=16e9))
@@ -128,9 +126,7 @@ def test_more_work_never_takes_less() -> None:
 
 
 def test_overlapped_steps_are_never_slower() -> None:
-    streamed, sequential = (
-        seconds(CLUSTER, config(overlap={"intra": intra, "inter": False})) for intra in (True, False)
-    )
+    streamed, sequential = (seconds(CLUSTER, config(overlap={"intra": intra, "inter": False})) for intra in (True, False))
     assert streamed <= sequential
 
 

@@ -34,9 +34,7 @@ def test_without_delta_a_step_decodes_its_batch() -> None:
     assert steady_work(config(overlap={"inter": False}), PLAIN, dealt).decoding == PLAIN
     found = steady_work(carrying(0), PLAIN, dealt)
     assert sorted(found.decoding.lengths) == LENGTHS and found.decoding.prompt_tokens == 256
-    assert found.reads["actor"] == pytest.approx(1.0, abs=0.005) and found.reads["reward"] == pytest.approx(
-        1.0, rel=0.02
-    )
+    assert found.reads["actor"] == pytest.approx(1.0, abs=0.005) and found.reads["reward"] == pytest.approx(1.0, rel=0.02)
 
 
 @pytest.mark.parametrize("delta", [4, 16])

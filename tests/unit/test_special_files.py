@@ -29,9 +29,7 @@ def pipe(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["summary.json", "config.yaml", "hosts.json", "metrics.jsonl", "trace.json"])
 @pytest.mark.parametrize("typed", [("report",), ("report", "--watch")], ids="".join)
-def test_a_pipe_in_a_run_directory(
-    name: str, typed: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pipe_in_a_run_directory(name: str, typed: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run")
     pipe(tmp_path / "run" / name)
     assert main([*typed, str(tmp_path / "run")]) == 2

@@ -73,9 +73,7 @@ def test_live_shows_the_line_and_notes_literally(monkeypatch: pytest.MonkeyPatch
     stream = Terminal()
     with Progress("live", 3, "[sft]", stream) as progress:
         progress.note("[note] 1 row refused")
-        progress.update(
-            2, {"loss": 1.25, "accuracy": 0.5, "tokens_per_s": 12345, "delta": 3, "chunk_tokens": 16, "kl_mean": 0.1}
-        )
+        progress.update(2, {"loss": 1.25, "accuracy": 0.5, "tokens_per_s": 12345, "delta": 3, "chunk_tokens": 16, "kl_mean": 0.1})
     shown = stream.getvalue()
     assert "[note] 1 row refused" in shown
     assert "[sft] 2/3  loss 1.2500  acc 50.0%  tok/s 12.3k" in shown

@@ -23,9 +23,7 @@ def rejected(greedy: GreedyRows | None) -> RejectedBatch:
     facts = Facts(3, 1, 9, 2, 0.1, "", "kl", {"kl_mean": 1.0}, {})
     batch = [Rollout(Prompt(i, i, "p", (1, 2)), i, [4, 5], [-1.0, -2.0], [-1.0, -2.0], [2, 2]) for i in (0, 1, 3, 4)]
     logp_T = torch.tensor([-1.0, -2.0] * 4)
-    scored = ScoredBatch(
-        logp_T, None, None, torch.arange(4.0), [2] * 4, torch.zeros(4, dtype=torch.bool), greedy=greedy
-    )
+    scored = ScoredBatch(logp_T, None, None, torch.arange(4.0), [2] * 4, torch.zeros(4, dtype=torch.bool), greedy=greedy)
     return RejectedBatch(facts, batch, scored)
 
 

@@ -122,9 +122,7 @@ def test_a_missing_library_is_told_before_anything_starts(
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tok").mkdir()
-    (tmp_path / "rows.jsonl").write_text(
-        '{"prompt": "1", "completion": "2", "chosen": "2", "rejected": "3", "answer": "2"}\n'
-    )
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "completion": "2", "chosen": "2", "rejected": "3", "answer": "2"}\n')
     model = {"init": {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
                       "num_hidden_layers": 2, "num_attention_heads": 4}}  # fmt: skip
     settings: dict[str, Any] = {"run_dir": "run", "tokenizer": {"path": "tok"}, "logging": {"wandb_project": "rlhf"}}

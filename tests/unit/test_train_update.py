@@ -43,10 +43,7 @@ class Recorder:
 
 def rollouts(lengths: list[tuple[int, int]]) -> list[Rollout]:
     """Of so many prompt and response tokens; each response token is its rollout's number."""
-    return [
-        Rollout(Prompt(i, i, "", (0,) * prompt), i, tokens=[i] * response)
-        for i, (prompt, response) in enumerate(lengths)
-    ]
+    return [Rollout(Prompt(i, i, "", (0,) * prompt), i, tokens=[i] * response) for i, (prompt, response) in enumerate(lengths)]
 
 
 def side_by_side(rows: Sequence[int]) -> list[list[int]]:

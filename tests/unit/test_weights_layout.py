@@ -47,9 +47,7 @@ class Params(torch.nn.Module):
             owner.register_parameter(leaf, torch.nn.Parameter(tensor))
 
 
-def cut_by_hand(
-    state: dict[str, Tensor], config, head: str, tp_rank: int, tp: int, pp_rank: int, pp: int
-) -> dict[str, Tensor]:
+def cut_by_hand(state: dict[str, Tensor], config, head: str, tp_rank: int, tp: int, pp_rank: int, pp: int) -> dict[str, Tensor]:
     """One rank's parameters from a state dict: reshape by groups, concatenate, chunk."""
     groups = config.num_key_value_heads
 
@@ -152,9 +150,7 @@ def test_a_rank_reads_no_more_than_its_own_share_and_casts_it(saved) -> None:
 @pytest.mark.parametrize("change", ["unknown", "absent", "shape"])
 def test_a_model_that_is_not_of_the_shape_is_refused(saved, change: str) -> None:
     directory, hf = saved("llama", "lm")
-    params = {
-        name: torch.zeros_like(t) for name, t in cut_by_hand(hf.state_dict(), hf.config, "lm", 0, 1, 0, 1).items()
-    }
+    params = {name: torch.zeros_like(t) for name, t in cut_by_hand(hf.state_dict(), hf.config, "lm", 0, 1, 0, 1).items()}
     wrong = "decoder.layers.0.mlp.linear_fc2.weight"
     if change == "unknown":
         wrong = "decoder.layers.0.mlp.router.weight"
@@ -170,9 +166,7 @@ def test_a_model_that_is_not_of_the_shape_is_refused(saved, change: str) -> None
 def test_random_weights_do_not_depend_on_the_layout() -> None:
     shape = ModelShape.from_hf(tiny_config("qwen2").to_dict())
     source = RandomSource(shape, seed=7, head="lm")
-    whole = {
-        name: source.read(name, tuple(slice(0, n) for n in size)) for name, size in hf_tensors(shape, "lm").items()
-    }
+    whole = {name: source.read(name, tuple(slice(0, n) for n in size)) for name, size in hf_tensors(shape, "lm").items()}
     for tp, pp in LAYOUTS:
         for pp_rank in range(pp):
             for tp_rank in range(tp):

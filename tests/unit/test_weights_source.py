@@ -148,9 +148,7 @@ def test_a_path_without_a_directory_is_refused(checkpoints: Path) -> None:
     assert "is a file" in refusal(checkpoints / "lm" / "config.json")
 
 
-@pytest.mark.parametrize(
-    "text", ["{}", '{"weight_map": {}}', '{"weight_map": [1]}', '{"weight_map": {"a": 3}}', "nonsense"]
-)
+@pytest.mark.parametrize("text", ["{}", '{"weight_map": {}}', '{"weight_map": [1]}', '{"weight_map": {"a": 3}}', "nonsense"])
 def test_damaged_index(checkpoints: Path, text: str) -> None:
     (checkpoints / "sharded" / "model.safetensors.index.json").write_text(text)
     assert "model.safetensors.index.json" in refusal(checkpoints / "sharded")
@@ -234,9 +232,7 @@ def test_no_tensor_is_dropped_unnoticed(checkpoints: Path, name: str) -> None:
     assert says in both_refuse(checkpoints / "lm", "lm")
 
 
-@pytest.mark.parametrize(
-    "change", [{"hidden_size": 64}, {"num_hidden_layers": 3}, {"num_hidden_layers": 5}, {"vocab_size": 65}]
-)
+@pytest.mark.parametrize("change", [{"hidden_size": 64}, {"num_hidden_layers": 3}, {"num_hidden_layers": 5}, {"vocab_size": 65}])
 def test_another_config_is_found_from_the_headers(checkpoints: Path, change: dict[str, int]) -> None:
     for folder, head in (("lm", "lm"), ("sharded", "lm"), ("scalar", "scalar")):
         path = checkpoints / folder / "config.json"

@@ -102,9 +102,7 @@ class Decoder:
         limit = prompt_length + self.max_new
         return limit if self._longest is None else min(limit, self._longest)
 
-    def decode(
-        self, texts_bS: Tensor, contexts_b: Tensor, limits_b: Tensor, watch: Watch, *, carried: bool = False
-    ) -> Decoded:
+    def decode(self, texts_bS: Tensor, contexts_b: Tensor, limits_b: Tensor, watch: Watch, *, carried: bool = False) -> Decoded:
         """Continue rows until each ends, has `limits_b` tokens, or `watch` stops. `carried`: no minimum length."""
         device = torch.cuda.current_device()
         texts_bS, contexts_b, limits_b = (t.to(device) for t in (texts_bS, contexts_b, limits_b))
@@ -127,9 +125,7 @@ class Decoder:
         """NeMo-Aligner's `is_end` [b]. Clamps ids beyond the vocabulary in place."""
         strategy = GPTModelTextGenerationStrategy(self.model)
         end_strings = self.model.cfg.ppo.sampling_params["end_strings"]
-        valid_b: Tensor = verify_is_valid_and_clamp_range_(
-            tokens_bS, lengths_b, strategy, self.model.tokenizer, end_strings
-        )
+        valid_b: Tensor = verify_is_valid_and_clamp_range_(tokens_bS, lengths_b, strategy, self.model.tokenizer, end_strings)
         return valid_b
 
     def padded(self, rows: Sequence[Sequence[int]], width: int) -> Tensor:
@@ -264,9 +260,7 @@ class PooledActor:
 
         return watch
 
-    def _offers(
-        self, keys: Sequence[int], limits: Sequence[int], contexts: Sequence[int]
-    ) -> Callable[[Tensor, Tensor], None]:
+    def _offers(self, keys: Sequence[int], limits: Sequence[int], contexts: Sequence[int]) -> Callable[[Tensor, Tensor], None]:
         """Offer the feed rows once per chunk: (tokens [b, S], ends [b]).
 
         A running row is cut at `limits`, because NeMo draws more while others run, and without its last token, so no last
@@ -310,9 +304,7 @@ def fill(
     """Draw `draw` prompts, skipping the pool's own, which the sampler repeats. Raises DataError if the sampler has fewer."""
     first = next(sampler_iter, None)
     if first is None:
-        raise DataError(
-            "the sampler gives no prompt where an epoch's are left; let num_rollout_samples divide the data"
-        )
+        raise DataError("the sampler gives no prompt where an epoch's are left; let num_rollout_samples divide the data")
     ids = list(islice(chain.from_iterable(chain([first], sampler_iter)), len(pool), len(pool) + draw))
     if len(pool) + len(ids) < len(first) * num_microbatches:
         raise DataError(

@@ -93,7 +93,6 @@ class Feed:
 
 
 class StreamedScores(FutureResult):
-
     def __init__(self, critic: Any, take: Callable[[], Tensor]):
         self._critic, self._take = critic, take
 

@@ -1,8 +1,8 @@
 """Deferred rows in `<checkpoints>-oppo/step-<steps done>/`, because NeMo takes any folder among its checkpoints for one.
 
-    replica-00000.jsonl         header (names the step's earlier checkpoints), then a row per line
-    replica-00000.safetensors   token ids of all rows, prompt and response, int64
-    manifest.json               size and SHA-256 of each file
+replica-00000.jsonl         header (names the step's earlier checkpoints), then a row per line
+replica-00000.safetensors   token ids of all rows, prompt and response, int64
+manifest.json               size and SHA-256 of each file
 """
 
 from __future__ import annotations
@@ -205,9 +205,7 @@ def _rebuild(lines: Sequence[Mapping[str, Any]], tokens: list[int]) -> list[Row]
     for line in lines:
         middle, end = at + line["prompt"], at + line["prompt"] + line["response"]
         versions = [(int(policy), int(count)) for policy, count in line["versions"]]
-        rows.append(
-            Row(line["key"], tokens[at:middle], tokens[middle:end], versions, line["deferrals"], line["finished"])
-        )
+        rows.append(Row(line["key"], tokens[at:middle], tokens[middle:end], versions, line["deferrals"], line["finished"]))
         at = end
     if at != len(tokens):
         raise ValueError(f"{len(tokens)} token ids for rows of {at}")

@@ -35,9 +35,7 @@ class CachedPlan(ABC):
         cos_LD, sin_LD = cache.rope
         self.cos_T1D, self.sin_T1D = cos_LD[pos_T].unsqueeze(1), sin_LD[pos_T].unsqueeze(1)
 
-    def attend(
-        self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None = None
-    ) -> Tensor:
+    def attend(self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None = None) -> Tensor:
         q_TND = apply_rope(q_TND, self.cos_T1D, self.sin_T1D).to(v_TGD.dtype)
         k_TGD = apply_rope(k_TGD, self.cos_T1D, self.sin_T1D).to(v_TGD.dtype)
         q_TGRD = q_TND.view(len(q_TND), k_TGD.shape[1], -1, q_TND.shape[-1])
@@ -50,9 +48,7 @@ class CachedPlan(ABC):
         return self._attention(layer, qk_TGXD[:, :, :-1], qk_TGXD[:, :, -1], qkv_TGXD[:, :, -1], scale, window)
 
     @abstractmethod
-    def _attention(
-        self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def _attention(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None) -> Tensor:
         """Cache new keys and values and attend to all cached positions -> [T, N * D]."""
 
 
@@ -81,9 +77,7 @@ class CallPlan(CachedPlan):
         number_S = torch.arange(len(self.lens), device=self._device)
         return number_S if self.decode else torch.repeat_interleave(number_S, self.lens_S, output_size=sum(self.lens))
 
-    def _attention(
-        self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def _attention(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None) -> Tensor:
         k_SGLD, v_SGLD = self._extend(layer, k_TGD, v_TGD)
         window = binding(window, self.longest)
         if self.decode:
@@ -119,9 +113,7 @@ class CallPlan(CachedPlan):
         q_NTD, outputs, first = q_TGRD.flatten(1, 2).transpose(0, 1), [], 0
 
         def core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-            )
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
 
         for s, new in enumerate(self.lens):
             reach = self.past[s] + new
@@ -140,9 +132,7 @@ class CallPlan(CachedPlan):
     def parts_on(device: torch.device) -> bool:
         return device.type != "cpu"
 
-    def _attend_in_parts(
-        self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def _attend_in_parts(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None) -> Tensor:
         parts = self._parts.get(window)
         if parts is None:
             repeat = q_TGRD.shape[2]
@@ -185,9 +175,7 @@ class StepPlan(CachedPlan):
         self.position_B, self.reach, self._dtype = position_B, reach, cache.dtype
         self._masks: dict[int | None, Tensor] = {}  # by window
 
-    def _attention(
-        self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def _attention(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None) -> Tensor:
         window = binding(window, self.reach)
         mask = self._masks.get(window)
         if mask is None:

@@ -54,9 +54,7 @@ class Part:
         return 0 if self.causal else (self.rows.stop - self.rows.start) * repeat * queries * keys
 
 
-def parts_of(
-    past: Sequence[int], lens: Sequence[int], repeat: int, window: int | None, call: int = CALL_SCORES
-) -> list[Part]:
+def parts_of(past: Sequence[int], lens: Sequence[int], repeat: int, window: int | None, call: int = CALL_SCORES) -> list[Part]:
     """Return the parts of a call that appends lens[s] tokens to past[s], with `repeat` query heads per key head.
 
     Masks have at most MASK_NUMBERS numbers, or one query.

@@ -20,9 +20,7 @@ class KVCache(SequenceCache):
     """Storage k, v: per layer [M, G, L, D].  Raises CapacityError if no sequence fits the budget."""
 
     def __init__(self, *, num_kv_heads: int, head_dim: int, max_length: int, **sizes: Any):
-        super().__init__(
-            lambda num_slots: (num_slots, num_kv_heads, max_length, head_dim), max_length=max_length, **sizes
-        )
+        super().__init__(lambda num_slots: (num_slots, num_kv_heads, max_length, head_dim), max_length=max_length, **sizes)
 
     def step_rows(self) -> StepRows:
         return _DenseRows(self)

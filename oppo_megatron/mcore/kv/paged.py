@@ -54,9 +54,7 @@ def find_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel | None:
     return flash_attn if usable(FLASH) else None
 
 
-def flash_attn(
-    q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, scale: float, window: int | None = None
-) -> Tensor:
+def flash_attn(q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, scale: float, window: int | None = None) -> Tensor:
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
     # positions before and after its own that a token attends to; -1: all
@@ -201,9 +199,7 @@ class _OverTables(CachedPlan):
     _places: _Places
     _call: PagedCall
 
-    def _attention(
-        self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None
-    ) -> Tensor:
+    def _attention(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None) -> Tensor:
         if self._kernel is None:
             return super()._attention(layer, q_TGRD, k_TGD, v_TGD, scale, window)  # type: ignore[safe-super]
         pools = self._places.write(layer, k_TGD, v_TGD)

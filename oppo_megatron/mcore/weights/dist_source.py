@@ -255,9 +255,7 @@ class DistSource:
                 "copy the file again from where it was saved"
             ) from error
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != sizes:
-            raise CheckpointError(
-                f"{path}: the piece of {name} at {list(offsets)} is not what the index says; copy it again"
-            )
+            raise CheckpointError(f"{path}: the piece of {name} at {list(offsets)} is not what the index says; copy it again")
         return tensor
 
 
@@ -280,9 +278,7 @@ def _prefix(saved: Collection[str], folder: MegatronFolder) -> str:
     if len(prefixes) == 1:
         return prefixes[0]
     if prefixes:
-        raise CheckpointError(
-            f"{folder.weights}: holds several models ({', '.join(prefixes)}); save the one that is meant alone"
-        )
+        raise CheckpointError(f"{folder.weights}: holds several models ({', '.join(prefixes)}); save the one that is meant alone")
     whose = "" if folder.prefix is None else f" of {folder.prefix.removesuffix('.')}"
     raise CheckpointError(
         f"{folder.weights}: no tensor {folder.prefix or ''}{WORD_EMBEDDING}: it does not hold the whole model{whose} (only its "

@@ -52,12 +52,8 @@ class SafetensorsSource:
     def __init__(self, directory: Path | str, file: str | None = None):
         self.directory = Path(directory)
         _require_directory(self.directory)
-        self._stored = stored_tensors(
-            weight_files(self.directory) if file is None else {self.directory / file: None}
-        )
-        self._opened = {
-            path: safe_open(path, framework="pt") for path in {stored.file for stored in self._stored.values()}
-        }
+        self._stored = stored_tensors(weight_files(self.directory) if file is None else {self.directory / file: None})
+        self._opened = {path: safe_open(path, framework="pt") for path in {stored.file for stored in self._stored.values()}}
 
     def names(self) -> Collection[str]:
         return self._stored.keys()
@@ -165,9 +161,7 @@ def open_weights(model: ModelConfig, head: Head, shape_file: Path | None = None)
         shape = ModelShape.from_hf(hf, str(model.init) if isinstance(model.init, Path) else "init")
         source = RandomSource(shape, model.init_seed, head)
     else:
-        raise ConfigError(
-            "a model has neither checkpoint nor init: give a Hugging Face directory, or a shape to initialise."
-        )
+        raise ConfigError("a model has neither checkpoint nor init: give a Hugging Face directory, or a shape to initialise.")
     require_source(shape, source, head, str(model.checkpoint or "init"))
     return shape, source
 

@@ -32,9 +32,7 @@ _LABEL_KEYS = ("num_labels", "id2label", "label2id", "problem_type")
 
 def require_empty(directory: Path) -> None:
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise CheckpointError(
-            f"{directory} exists and is not empty: weights are never overwritten. Remove or rename it."
-        )
+        raise CheckpointError(f"{directory} exists and is not empty: weights are never overwritten. Remove or rename it.")
 
 
 @contextlib.contextmanager
@@ -120,9 +118,7 @@ def hf_config(shape: ModelShape, head: Head, dtype: torch.dtype) -> dict[str, An
     return config
 
 
-def _plan_shards(
-    tensors: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int, single: str
-) -> dict[str, Sequence[str]]:
+def _plan_shards(tensors: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int, single: str) -> dict[str, Sequence[str]]:
     shards: list[list[str]] = []
     size = 0
     for name, shape in tensors.items():

@@ -192,9 +192,7 @@ def _cut(ops: Iterable[TransferOp], weights: _Weights, limit: int) -> list[list[
     return [rounds[index] for index in range(len(rounds))]
 
 
-def _nearest_replica(
-    sources: Sequence[ParameterMetadata], target: ParameterMetadata, target_rank: int
-) -> ParameterMetadata:
+def _nearest_replica(sources: Sequence[ParameterMetadata], target: ParameterMetadata, target_rank: int) -> ParameterMetadata:
     """Choose the sender of a parameter: the receiving rank itself, else each in turn (unlike resharding/utils.py:322)."""
     own = [source for source in sources if source.owner_rank == target_rank]
     return own[0] if own else sources[target_rank % len(sources)]

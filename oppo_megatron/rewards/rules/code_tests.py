@@ -94,9 +94,7 @@ def _test(each: Any) -> dict[str, str]:
     raise RewardError(f"the test {str(each)[:100]!r} is neither code nor {{input, output}}; {_FORMS}")
 
 
-def grade(
-    prompt: str, response: str, fields: Mapping[str, Any], wall_s: float, memory_mb: int, partial_credit: bool
-) -> float:
+def grade(prompt: str, response: str, fields: Mapping[str, Any], wall_s: float, memory_mb: int, partial_credit: bool) -> float:
     """Share of tests passed within `wall_s` in all; without partial credit 1.0 for all, else 0.0."""
     tests, program, passed = fields[TESTS], program_of(response), 0
     if program is None:
@@ -120,7 +118,7 @@ def about_network() -> str:
     )
     if read_json(probe.stdout)["network"] == "cut":
         return "the programs reach no network"
-    return ("the programs can reach the network: this kernel or machine has no filter for it; take a host that you can lose")
+    return "the programs can reach the network: this kernel or machine has no filter for it; take a host that you can lose"
 
 
 def _stripped(text: str) -> list[str]:

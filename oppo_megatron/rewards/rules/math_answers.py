@@ -125,9 +125,7 @@ def found_answer(response: str) -> str | None:
         readable = (text for text in reversed(found[-64:]) if re.search(r"[\d$\\∞π√]|^\W*\w{1,2}\W*$", text))
         found = [next(readable, found[-1])]
     cut = _cut(found[-1])
-    return (
-        _closing(cut) or cut if _PROSE.search(cut) and _words(_tidy(cut)) is None and read_number(cut) is None else cut
-    )
+    return _closing(cut) or cut if _PROSE.search(cut) and _words(_tidy(cut)) is None and read_number(cut) is None else cut
 
 
 def equal(expected: str, given: str) -> bool:
@@ -150,11 +148,7 @@ def equal(expected: str, given: str) -> bool:
         return digits[0] == digits[1] and (not all(bases) or bases[0][2] == bases[1][2])  # type: ignore[index]
     sides = [_ASSIGNED.split(text) for text in (expected, given)]
     named = len(sides[0]) == 1 or _NAME.fullmatch(sides[0][0].strip())
-    if (
-        named
-        and (len(sides[0]) > 1) != (len(sides[1]) > 1)
-        and all(len(_split(text)) == 1 for text in (expected, given))
-    ):
+    if named and (len(sides[0]) > 1) != (len(sides[1]) > 1) and all(len(_split(text)) == 1 for text in (expected, given)):
         return equal(sides[0][-1], sides[1][-1])
     structured = _equal_parts(expected, given)
     if structured is not None:
@@ -253,12 +247,7 @@ def _parts(text: str) -> tuple[str, list[str]] | None:
         return f"{kind} {[len(row) for row in rows]}", [cell for row in rows for cell in row]
     if text.startswith(r"\{") and text.endswith(r"\}") and _balanced(text[2:-2]):
         return "set", _split(text[2:-2])
-    if (
-        text[:1] in ("(", "[")
-        and text[-1:] in (")", "]")
-        and _balanced(text[1:-1])
-        and len(inner := _split(text[1:-1])) > 1
-    ):
+    if text[:1] in ("(", "[") and text[-1:] in (")", "]") and _balanced(text[1:-1]) and len(inner := _split(text[1:-1])) > 1:
         return text[0] + text[-1], inner
     elements = _split(text)
     return ("list", elements) if len(elements) > 1 else None
@@ -289,9 +278,7 @@ def _equal_by_library(expected: str, given: str) -> bool:
     from math_verify import verify
 
     texts = (_latex(expected), _latex(given))
-    other, told = (
-        {word.lower() for each in _TEXT.findall(text) for word in OTHER_WORDS.findall(each)} for text in texts
-    )
+    other, told = ({word.lower() for each in _TEXT.findall(text) for word in OTHER_WORDS.findall(each)} for text in texts)
     if other != told:  # the library leaves out plain text
         return False
     gold, answer = (_parsed(text) for text in texts)

@@ -103,9 +103,7 @@ def _valued(found: re.Match[str], behind: str) -> Number | None:
         if int(found["denominator"] or found["of"]) == 0:
             return None
         value = (
-            value / int(found["denominator"])
-            if found["of"] is None
-            else value + Fraction(int(found["part"]), int(found["of"]))
+            value / int(found["denominator"]) if found["of"] is None else value + Fraction(int(found["part"]), int(found["of"]))
         )
     power = int(found["power"] or found["exponent"] or 0)
     places = len(found["decimals"]) - 1 - power if found["decimals"] else None
@@ -151,8 +149,5 @@ def close(a: Number, b: Number) -> bool:
         return False
     size, difference = max(abs(a.value), abs(b.value)), abs(a.value - b.value)
     last = Fraction(10) ** -places
-    noise = (
-        max(len(str(int(size / Fraction(10) ** -(each.places or 0)))) for each in (a, b)) >= 16
-        and difference * 10**14 < size
-    )
+    noise = max(len(str(int(size / Fraction(10) ** -(each.places or 0)))) for each in (a, b)) >= 16 and difference * 10**14 < size
     return noise or (difference < last and size / last >= 10 ** (SIGNIFICANT - 1))

@@ -20,9 +20,7 @@ def require_room(round_: Round, budgets: Mapping[str, Mapping[int, KVBudget]]) -
     ]
     if faults:
         count = "1 cache" if len(faults) == 1 else f"{len(faults)} caches"
-        raise ScheduleError(
-            f"{count} cannot take round {round_.index}:\n" + "".join(f"  - {text}\n" for text in faults)
-        )
+        raise ScheduleError(f"{count} cannot take round {round_.index}:\n" + "".join(f"  - {text}\n" for text in faults))
 
 
 def cache_faults(round_: Round, role: str, replica: int, budget: KVBudget | None) -> Iterator[str]:

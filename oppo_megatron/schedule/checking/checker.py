@@ -85,8 +85,7 @@ def require_sound(
     if faults:
         count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
         raise ScheduleError(
-            f"{count} in the schedule of round {round.index}, over {transport.name}:\n"
-            + "".join(f"  - {f}\n" for f in faults)
+            f"{count} in the schedule of round {round.index}, over {transport.name}:\n" + "".join(f"  - {f}\n" for f in faults)
         )
 
 

@@ -119,9 +119,7 @@ class _Run:
         self.taken: dict[Link, list[float]] = defaultdict(list)
         self.made: set[Link] = set()
         self.round, self.costs, self.running, self.actor_ranks = round_, costs, running, site.placements["actor"].ranks
-        self.coords_by_role = {
-            (role, rank): coords for rank in site.ranks for role, coords in coordinates_at(site, rank).items()
-        }
+        self.coords_by_role = {(role, rank): coords for rank in site.ranks for role, coords in coordinates_at(site, rank).items()}
         self.groups = {
             (role, rank): site.placements[role].stage_ranks(coords.replica, coords.stage)
             for (role, rank), coords in self.coords_by_role.items()
@@ -175,8 +173,7 @@ class _Run:
 
     def _whereabouts(self, ranks: tuple[int, ...]) -> str:
         return ", ".join(
-            f"rank {rank} has ended" if (at := self.current(rank)) is None else f"rank {rank} is at `{at}`"
-            for rank in ranks
+            f"rank {rank} has ended" if (at := self.current(rank)) is None else f"rank {rank} is at `{at}`" for rank in ranks
         )
 
     def _send(self, action: Action) -> tuple[int, ...] | None:

@@ -131,9 +131,7 @@ class RoundPlanner:
         cut = self._cut(active, unread, steps)
         works: dict[str, list[ReplicaWork]] = {}
         if decode:
-            works["actor"] = self.actor.plan(
-                active, steps, cut.micro_batches, self.micro_batch_tokens, order, self._own("actor")
-            )
+            works["actor"] = self.actor.plan(active, steps, cut.micro_batches, self.micro_batch_tokens, order, self._own("actor"))
         if score:
             works |= {n: book.plan(unread[n], cut.prefill_tokens, self._own(n)) for n, book in self.scorers.items()}
         return BookedRound(steps, works)

@@ -89,9 +89,7 @@ def _classes(site: Site, replicas: Mapping[str, tuple[int, ...]]) -> dict[int, i
     return classes if uniform else {rank: rank for rank in ranks}
 
 
-def _divisions(
-    placement: RolePlacement, replicas: tuple[int, ...], classes: Mapping[int, int]
-) -> Iterator[tuple[int, ...]]:
+def _divisions(placement: RolePlacement, replicas: tuple[int, ...], classes: Mapping[int, int]) -> Iterator[tuple[int, ...]]:
     for replica in replicas:
         for stage in range(placement.pp):
             own = [classes[rank] for rank in placement.stage_ranks(replica, stage)]

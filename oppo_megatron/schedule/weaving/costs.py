@@ -180,9 +180,7 @@ def read_costs(path: Path, placements: Mapping[str, RolePlacement]) -> Costs:
     if not isinstance(prefill, Mapping):
         problems.append(f"{path}: prefill is {prefill!r}; give a pair for each role, as in {EXAMPLE}")
         prefill = {}
-    by_role = {
-        role: _lines(f"{path}: prefill of {role}", value, stages.get(role), problems) for role, value in prefill.items()
-    }
+    by_role = {role: _lines(f"{path}: prefill of {role}", value, stages.get(role), problems) for role, value in prefill.items()}
     message_s = tree.get("message_s", Costs().message_s)
     if not _is_seconds(message_s):
         problems.append(f"{path}: message_s is {message_s!r}; give seconds, 0 to {MOST_SECONDS:g}")
@@ -209,9 +207,7 @@ def _pairs(lines: Lines) -> list[Any]:
 def _lines(name: str, value: Any, stages: int | None, problems: list[str]) -> Lines:
     if isinstance(value, list) and value and all(isinstance(pair, list) for pair in value):
         if len(value) != (stages or len(value)):
-            problems.append(
-                f"{name} is of {len(value)} stages, but the role has pp {stages}; give one pair, or {stages}"
-            )
+            problems.append(f"{name} is of {len(value)} stages, but the role has pp {stages}; give one pair, or {stages}")
         return tuple(_line(f"{name} at stage {stage}", pair, problems) for stage, pair in enumerate(value))
     return _line(name, value, problems)
 

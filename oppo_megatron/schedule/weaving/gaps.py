@@ -59,9 +59,7 @@ class Gaps:
     def last(self, ranks: Sequence[int]) -> int:
         return max((self._ends[rank][-2] for rank in ranks if len(self._ends[rank]) > 1), default=0)
 
-    def _one_by_one(
-        self, ranks: Sequence[int], ready: Ints, durations: Ints, lines: Sequence[int], ends: list[int]
-    ) -> list[int]:
+    def _one_by_one(self, ranks: Sequence[int], ready: Ints, durations: Ints, lines: Sequence[int], ends: list[int]) -> list[int]:
         if len(ranks) == 1:
             return self._on_one_rank(ranks[0], ready.tolist(), durations.tolist(), lines, ends)
         found, place = list[int](), self.place

@@ -132,9 +132,7 @@ def _earliest(durations: list[list[int]], ready: list[int], free: list[int], mes
     return starts
 
 
-def _close(
-    starts: list[list[int]], durations: list[list[int]], message: int, needed: list[int] | None = None
-) -> list[list[int]]:
+def _close(starts: list[list[int]], durations: list[list[int]], message: int, needed: list[int] | None = None) -> list[list[int]]:
     """Move all but the last as late as the next one, and the following step (`needed`), allow."""
     starts = [list(row) for row in starts]
     for m in range(len(starts) - 2, -1, -1):

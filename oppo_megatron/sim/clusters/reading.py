@@ -114,9 +114,7 @@ class MeasuredConfig(Section):
     collective: dict[Annotated[int, Field(ge=2)], Line] = Field(default_factory=dict)
     send: Line | None = None
     engine: Engine | None = None
-    threads: dict[Annotated[int, Field(ge=1)], Annotated[float, Strict(), Field(ge=1e-3, le=1e6)]] = Field(
-        default_factory=dict
-    )
+    threads: dict[Annotated[int, Field(ge=1)], Annotated[float, Strict(), Field(ge=1e-3, le=1e6)]] = Field(default_factory=dict)
 
 
 def read_measured(path: Path) -> MeasuredConfig:

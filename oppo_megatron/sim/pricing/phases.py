@@ -140,9 +140,7 @@ def _overlaps(here: int, there: int) -> list[tuple[int, int, Fraction]]:
     """Pairs of shards that share part of a matrix, with its share."""
     found = []
     for mine, theirs in product(range(here), range(there)):
-        share = min(Fraction(mine + 1, here), Fraction(theirs + 1, there)) - max(
-            Fraction(mine, here), Fraction(theirs, there)
-        )
+        share = min(Fraction(mine + 1, here), Fraction(theirs + 1, there)) - max(Fraction(mine, here), Fraction(theirs, there))
         if share > 0:
             found.append((mine, theirs, share))
     return found

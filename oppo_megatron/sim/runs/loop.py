@@ -69,9 +69,7 @@ class StepEnd:
 class PureLoop:
     """One rank's work. `responses(seq_id)`: response length. The planner has empty books."""
 
-    def __init__(
-        self, config: TrainConfig, prompts: Iterator[Prompt], responses: Callable[[int], int], planner: RoundPlanner
-    ):
+    def __init__(self, config: TrainConfig, prompts: Iterator[Prompt], responses: Callable[[int], int], planner: RoundPlanner):
         self.config, self.length, self.planner = config, responses, planner
         self.stream, period = plan_step(config).stream, config.overlap.admission_period
         self.scheduler = OvercommitScheduler(
@@ -195,9 +193,7 @@ class PureLoop:
             self.planner.actor.record(active)
         return done
 
-    def _numbered(
-        self, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Ints | None = None
-    ) -> Any:
+    def _numbered(self, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Ints | None = None) -> Any:
         self.num_rounds += 1
         with self._part("planner and checker"):
             return self._plan(active, score, chunk, readable)

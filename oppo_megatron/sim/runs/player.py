@@ -96,9 +96,7 @@ class Player:
         self.units = Units.of(planner.site, single=self.single_ranks)
         self._components = list(components_of(planner.site, planner.generator, planner.costs))
 
-    def plan(
-        self, index: int, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Ints | None
-    ) -> Any:
+    def plan(self, index: int, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Ints | None) -> Any:
         return self.planner.book(active, score, chunk, list, readable).round(index)
 
     def play(self, done: Recorded, begun: Floats) -> Played:

@@ -72,8 +72,7 @@ def cluster_costs(
     prices = [Prices(config, cluster, Decoding(prompt_tokens, own, captured)) for own in (halves, lengths)]
     few, many = ({(row.role, row.phase): row.seconds for row in each.updates()} for each in prices)
     updates = {
-        role: line_through(sum(halves), few[role, "update"], sum(lengths), many[role, "update"])
-        for role in config.trained
+        role: line_through(sum(halves), few[role, "update"], sum(lengths), many[role, "update"]) for role in config.trained
     }
     moves = {role: many[role, "weights"] for role in config.trained if (role, "weights") in many}
     sources = [f"actions, updates and moves: the laws of {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"]

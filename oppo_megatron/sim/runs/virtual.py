@@ -105,9 +105,7 @@ class VirtualRun(PureLoop):
         self.costs, self.site, self.signals = costs, Site(role_placements(config)), signals
         if prompt_tokens is None:
             prompt_tokens = usual_prompt_tokens(config)
-        planner = new_planner(
-            config, self.site, round_generator(config.overlap, self.site), lengths, costs=costs.actions
-        )
+        planner = new_planner(config, self.site, round_generator(config.overlap, self.site), lengths, costs=costs.actions)
         count = None if endless or config.steps is None else config.steps * batch_rows(config)
         super().__init__(config, made_up_prompts(prompt_tokens, count), lengths, planner)
         self.rounds = self.player(planner, costs.round_s)

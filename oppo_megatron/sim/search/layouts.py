@@ -191,9 +191,7 @@ class PriceTable:
         if key not in self._moves:
             source, target = Weights(training, option.train.vpp), Weights(serving)
             scalar = role in SCALAR_ROLES
-            self._moves[key] = nanoseconds(
-                reallocation_s(self.cluster, self._shapes[role], source, target, scalar=scalar)
-            )
+            self._moves[key] = nanoseconds(reallocation_s(self.cluster, self._shapes[role], source, target, scalar=scalar))
         return replace(option, times=option.times._replace(weights=self._moves[key]))
 
     def _servings(self, role: str, size: int) -> Iterator[Sizes]:
@@ -209,9 +207,7 @@ class PriceTable:
             # Sequence parallelism takes less time and less memory; gloo lacks its collectives.
             sequence_parallel = sizes.tp > 1 and (own.sequence_parallel or not self.on_cpu)
             for recompute in RECOMPUTED if self._is_tried(sizes) else ():
-                yield own.model_copy(
-                    update=sizes._asdict() | {"sequence_parallel": sequence_parallel, "recompute": recompute}
-                )
+                yield own.model_copy(update=sizes._asdict() | {"sequence_parallel": sequence_parallel, "recompute": recompute})
 
     def _is_tried(self, sizes: Sizes) -> bool:
         """Tensor ranks within a node; at most 8 stages, or one per node."""

@@ -111,9 +111,7 @@ def spaces(task: Task, sizes: Sequence[int], most_bytes: int | None = None) -> I
         bases.append((PriceTable(first, cluster, task.decoding, task.steady, budget), totals))
     places = []
     for table, totals in bases:
-        admitted = {
-            role: [size for size in block_sizes(nodes, per_node) if table.least(role, size)] for role in table.roles
-        }
+        admitted = {role: [size for size in block_sizes(nodes, per_node) if table.least(role, size)] for role in table.roles}
         places.append([blocks for total in totals for blocks in arrangements(admitted, total, per_node)])
     for tokens in sizes:
         config = with_micro_batch(task.config, tokens)

@@ -52,9 +52,7 @@ def steady_work(config: TrainConfig, plain: Decoding, lengths: Callable[[int], i
     decoded = tuple(tokens for tokens in np.rint(table.mean(axis=0)).astype(int).tolist() if tokens)
     own_position = sum(tokens * tokens / 2 for tokens in decoded) / sum(decoded)
     carried = max(0, round(positions / table.sum() - own_position))  # tokens before those decoded in the step
-    once = {
-        role: batch_rows(config) * (plain.prompt_tokens + fmean(plain.lengths) * (role != "actor")) for role in read
-    }
+    once = {role: batch_rows(config) * (plain.prompt_tokens + fmean(plain.lengths) * (role != "actor")) for role in read}
     reads = {role: tokens / len(table) / once[role] for role, tokens in read.items()}
     return Steady(Decoding(plain.prompt_tokens + carried, decoded, plain.captured), reads)
 

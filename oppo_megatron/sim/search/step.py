@@ -77,25 +77,20 @@ class StepRule:
     def _updates_ns(self, times: Sequence[Times]) -> Any:
         alone = times[0].update + times[0].weights
         others = [
-            each.update + each.weights + (alone if role in self._overlaps[0] else 0)
-            for role, each in enumerate(times)
-            if role
+            each.update + each.weights + (alone if role in self._overlaps[0] else 0) for role, each in enumerate(times) if role
         ]
         return _largest(alone, *others)
 
     @cached_property
     def _overlaps(self) -> tuple[frozenset[int], ...]:
         return tuple(
-            frozenset(number for number, other in enumerate(self.blocks) if block.overlaps(other))
-            for block in self.blocks
+            frozenset(number for number, other in enumerate(self.blocks) if block.overlaps(other)) for block in self.blocks
         )
 
     @cached_property
     def _over(self) -> tuple[tuple[int, ...], ...]:
         """Roles on all of each role's ranks."""
-        return tuple(
-            tuple(number for number, other in enumerate(self.blocks) if other.contains(block)) for block in self.blocks
-        )
+        return tuple(tuple(number for number, other in enumerate(self.blocks) if other.contains(block)) for block in self.blocks)
 
 
 def _largest(*values: Any) -> Any:

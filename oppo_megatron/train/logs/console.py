@@ -86,9 +86,7 @@ class Progress:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.mode == "live":
             self._live.stop()
         elif self._unprinted is not None:
@@ -103,15 +101,9 @@ def describe(fields: Mapping[str, Any]) -> list[str]:
 def _derived(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Rates and shares whose parts a metrics line has."""
     derived: dict[str, Any] = {}
-    if (
-        fields.get("tokens_per_s") is None and fields.get("tokens") and fields.get("step_s")
-    ):  # 0: nothing was left to decode
+    if fields.get("tokens_per_s") is None and fields.get("tokens") and fields.get("step_s"):  # 0: nothing was left to decode
         derived["tokens_per_s"] = fields["tokens"] / fields["step_s"]
-    if (
-        fields.get("scoring_hidden") is None
-        and fields.get("score_exposed_s") is not None
-        and fields.get("score_busy_s")
-    ):
+    if fields.get("scoring_hidden") is None and fields.get("score_exposed_s") is not None and fields.get("score_busy_s"):
         derived["scoring_hidden"] = max(0.0, 1.0 - fields["score_exposed_s"] / fields["score_busy_s"])
     if isinstance(fields.get("deferred"), Mapping):
         derived["deferred"] = sum(count for times, count in fields["deferred"].items() if int(times) > 0)

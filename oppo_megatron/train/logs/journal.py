@@ -309,9 +309,7 @@ class Report(RunLog):
         self.trackers.log(0, self.heldout.record(0, heldout))
         self.note(HeldoutLog.describe(0, heldout))
 
-    def step(
-        self, step: int, figures: dict[str, Any], saved: tuple[float, int, float], heldout: Figures | None
-    ) -> None:
+    def step(self, step: int, figures: dict[str, Any], saved: tuple[float, int, float], heldout: Figures | None) -> None:
         """`saved`: seconds, bytes and hidden seconds of checkpoints since the last step."""
         waited_s, num_bytes, hidden_s = saved
         costs = {"checkpoint_s": waited_s, "checkpoint_bytes": num_bytes, "checkpoint_hidden_s": hidden_s}

@@ -64,9 +64,7 @@ SCHEDULER = record(num_consumed=Count, position=Count, due=Count, delta=DELTA, b
 FILTER = record(  # scores by sequence and part; null is a score that is not finite
     labels=list[str], scores=list[tuple[Count, list[float | None]]], kept=Count, dropped=Count
 )
-CHUNK = record(
-    value=Annotated[int, Field(ge=1, lt=2**53)], steps_to_search=Annotated[int, Field(gt=-(2**53), lt=2**53)]
-)
+CHUNK = record(value=Annotated[int, Field(ge=1, lt=2**53)], steps_to_search=Annotated[int, Field(gt=-(2**53), lt=2**53)])
 GUARD = record(in_a_row=Count, num_written=Count, rollbacks=Count)
 ACTOR = record(version=Count, ess=Annotated[float, Field(allow_inf_nan=True)])
 HISTORY = record(count=Count, total=float, squares=Amount, warmed=Count)

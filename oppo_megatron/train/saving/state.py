@@ -66,9 +66,7 @@ def frozen_models(settings: Mapping[str, Any]) -> list[list[Any]]:
     """
     roles = settings.get("reference") or settings.get("actor"), settings.get("reward")
     return [
-        [*(role.get(name) for name in MODEL_FIELDS), (role.get("lora") or {}).get("adapter")]
-        if isinstance(role, Mapping)
-        else []
+        [*(role.get(name) for name in MODEL_FIELDS), (role.get("lora") or {}).get("adapter")] if isinstance(role, Mapping) else []
         for role in roles
     ]
 
@@ -162,9 +160,7 @@ def require_same_run(
             )
 
 
-def rest_of_run(
-    found: Found, data: Mapping[str, Any], config: TrainConfig, prompts: PromptSet, left_out: Set[int]
-) -> Ahead:
+def rest_of_run(found: Found, data: Mapping[str, Any], config: TrainConfig, prompts: PromptSet, left_out: Set[int]) -> Ahead:
     """Return what is left of a checkpoint's PPO run, without the stream positions `left_out`.
 
     Raises CheckpointError if prompts, order or adapters differ, nothing is left, or rollouts in flight would exceed
@@ -200,9 +196,7 @@ def changes(
     then: Mapping[str, Any], now: Mapping[str, Any], sources: Mapping[str, str], sources_now: Mapping[str, str]
 ) -> list[str]:
     lines = [f"changed: {change}" for change in changed_settings(then, now)]
-    return lines + [
-        f"changed: the file of {name}" for name, digest in sources_now.items() if sources.get(name, digest) != digest
-    ]
+    return lines + [f"changed: the file of {name}" for name, digest in sources_now.items() if sources.get(name, digest) != digest]
 
 
 def describe_missing(run_dir: Path) -> str:
