@@ -55,7 +55,7 @@ STARTING_S = 0.6  # the share of start-up in the seconds outside the steps
 FRAME = re.compile(r'File "[^"]*/oppo_megatron/([\w/]+\.py)", line (\d+) in (\w+)')
 PHASES = (
     ("waiting for the critic", r"train/loop\.py in finish_step"),
-    ("restoring", r"train/loop\.py in (_?restore|load_state)|saving/resuming\.py|resum"),
+    ("restoring", r"train/loop\.py in (_?restore|load_state)|in (find_checkpoint|_damage)$|resum"),
     ("saving", r"train/saving/(saver\.py in (save|conclude)|writing\.py)"),
     ("update", r"train/(updates?|actor|critic)\.py"),
     ("scores", r"train/score_exchange\.py|in _gather_scores$"),
