@@ -156,11 +156,10 @@ def draw(chart: Chart) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
         if isinstance(chart, LineChart):
             _draw_lines(axes, chart)
-            grid = "both"
+            axes.grid(color=GRID, linewidth=0.8)
         else:
             (_draw_rows if chart.horizontal else _draw_columns)(axes, chart)
-            grid = "x" if chart.horizontal else "y"
-        axes.grid(axis=grid, color=GRID, linewidth=0.8)
+            axes.grid(axis="x" if chart.horizontal else "y", color=GRID, linewidth=0.8)
         add_legend(figure, *axes.get_legend_handles_labels())
     return figure
 
