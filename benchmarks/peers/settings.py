@@ -65,7 +65,7 @@ def _ppo_problems(config: TrainConfig) -> Iterator[str]:
     ppo, critic = config.ppo, config.critic
     assert critic is not None, "the algorithm is ppo"
     if [(part.kind, part.weight) for part in config.rewards] != [("model", 1.0)]:
-        yield "TRL's reward is that of its reward model: `rewards` must be [{kind: model}]"
+        yield "TRL's reward is its reward model's score: `rewards` must be [{kind: model}]"
     if ppo.kl.mode != "penalty" or ppo.kl.estimator == "k2" or ppo.kl.target is not None:
         yield "TRL's KL is a penalty with a fixed coefficient by k1 or k3: set ppo.kl.mode, .estimator and .target so"
     if ppo.value_clip == 0:

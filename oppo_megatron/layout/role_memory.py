@@ -27,7 +27,7 @@ from oppo_megatron.layout.memory import (
     training_kernel_bytes,
     training_state,
 )
-from oppo_megatron.layout.placements import RolePlacement, has_own_training_weights, named_roles, shares_weights
+from oppo_megatron.layout.placements import RolePlacement, named_roles, shares_weights
 from oppo_megatron.modeldir.headers import read_hf_config
 
 SCALAR_ROLES = ("critic", "reward")
@@ -83,38 +83,6 @@ class RoleModel(activations.Model):
             return self.parameters(placement, stage)
         head = self.hidden if self.scalar and stage == placement.pp - 1 else 0
         return self._adapters(placement) + head
-
-
-@dataclass(frozen=True)
-class StageMemory:
-    """By pipeline stage; `both` if serving and training share one layout."""
-
-    served: tuple[Memory, ...]
-    trained: tuple[Memory, ...] = ()
-    both: tuple[Memory, ...] = ()
-
-
-def stage_memory(
-    config: TrainConfig,
-    name: str,
-    serving: RolePlacement,
-    training: RolePlacement | None,
-    train: TrainingLayoutConfig | None,
-    *,
-    on_cpu: bool,
-) -> StageMemory:
-    """Count `role_holdings` once per stage. `train` replaces the role's own layout."""
-    model = laid_out(config, name, serving, training or serving)
-    served = served_stages(config, name, serving, model, on_cpu=on_cpu)
-    if training is None or train is None:
-        return StageMemory(served)
-    trained = trained_stages(config, training, model, train, on_cpu=on_cpu)
-    if has_own_training_weights(serving, training, train.vpp):
-        return StageMemory(served, trained)
-    one_model = is_one_model(train)
-    return StageMemory(
-        served, trained, tuple(both_memory(*pair, one_model=one_model) for pair in zip(served, trained, strict=True))
-    )
 
 
 def served_stages(

@@ -15,8 +15,9 @@ import pytest
 if importlib.util.find_spec("trl") is None:
     pytest.skip("needs trl, in an environment of its own: make test-oracles", allow_module_level=True)
 
+from examples.arithmetic.write_steps import write_steps
 from oppo_megatron.config.data import TokenizerConfig
-from oppo_megatron.data.arithmetic import DatasetSizes, Shape, write_dataset, write_steps
+from oppo_megatron.data.arithmetic import DatasetSizes, Shape, write_dataset
 from oppo_megatron.data.tokenizer import load_tokenizer
 from tests.e2e.supervised import run, settings
 from tests.oracles.trl_trainers import (

@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 
 from oppo_megatron.clock import ByTime
 from oppo_megatron.config.rewards import RewardPart
-from oppo_megatron.data.prompts import PromptRow, PromptSet
+from oppo_megatron.data.prompts import PromptSet
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.errors import ConfigError, DataError, RewardError
+from oppo_megatron.records import Prompt
 from oppo_megatron.rewards import isolated_rule
 from oppo_megatron.rewards.functions import RewardSum, Summand, build_reward_functions
 from oppo_megatron.rewards.isolated_rule import IsolatedRule, Trial
@@ -164,7 +165,7 @@ def test_at_run_time_a_row_that_cannot_be_compared_is_named_once_and_scores_noth
 @pytest.mark.parametrize("bad_rows", ["error", "quarantine"])
 def test_validate_names_every_row_that_cannot_be_compared(bad_rows: str) -> None:
     answers = ["2^^9", "1", "2^^9", "x"]
-    rows = [PromptRow(i, f"rows.jsonl:{i + 1}", "?", (1,), {"answer": answer}) for i, answer in enumerate(answers)]
+    rows = [Prompt(-1, i, "?", (1,), {"answer": answer}, f"rows.jsonl:{i + 1}") for i, answer in enumerate(answers)]
     rewards, quarantine = RewardSum([Summand("math", 1.0, stuck_rule()[1])]), Quarantine()
     inputs = SimpleNamespace(rewards=rewards, prompts=PromptSet(rows, 0, 0, 0), heldout=None, judges=None, quarantine=quarantine)
     settings = SimpleNamespace(data=SimpleNamespace(bad_rows=bad_rows), evaluation=None)
