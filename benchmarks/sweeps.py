@@ -199,9 +199,11 @@ def fork_configs(args: Args) -> Configs:
     }
     if next(iter(bases.values())).rollout.group_size == 1:
         raise ConfigError("rollout.group_size is 1, so no cache is forked; give rollout.group_size=8, or a preset of groups")
-    kinds = {"forked": True, "apart": False}
+    kinds = {"forked": [], "apart": ["fork"]}
     return {
-        f"{tokens}/{kind}": updated(base, "debug", fork=fork) for tokens, base in bases.items() for kind, fork in kinds.items()
+        f"{tokens}/{kind}": updated(base, "overlap", without=without)
+        for tokens, base in bases.items()
+        for kind, without in kinds.items()
     }
 
 

@@ -12,8 +12,8 @@ from statistics import NormalDist, fmean
 import numpy as np
 
 from benchmarks.paper.assumptions import CAPTURED, MICRO_BATCH_TOKENS, ROUND_S, Sampled, Setting
-from oppo_megatron.config.debug import ForcedLimits
 from oppo_megatron.config.derived import switched
+from oppo_megatron.config.forced import ForcedLimits
 from oppo_megatron.config.overlap import DeltaConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.holdings import planned_memory
@@ -106,7 +106,7 @@ class Case:
 
     @cached_property
     def lengths(self) -> ForcedLimits:
-        forced = self.config.debug.lengths
+        forced = self.config.rollout.lengths
         assert forced is not None
         return ForcedLimits.of(forced, self.setting.lengths.limit, self.seed)
 

@@ -63,7 +63,7 @@ def build_work(
         config.seed,
         inputs.lengths,
         inputs.tokenizer.decode,
-        config.debug.lengths,
+        config.rollout.lengths,
     )
     vocab_size = open_weights(config.actor, "lm")[0].vocab_size
     return {

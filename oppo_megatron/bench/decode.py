@@ -23,9 +23,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from oppo_megatron.bench.figures import describe_machine
 from oppo_megatron.cluster.world import World, open_world
-from oppo_megatron.config.debug import DebugConfig, ForcedLimits, log_normal
 from oppo_megatron.config.explain import explain
+from oppo_megatron.config.forced import ForcedLimits, log_normal
 from oppo_megatron.config.model import DecodePath, Dtype, ModelConfig, RuntimeConfig
+from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.engine.executor import Links
 from oppo_megatron.engine.round_runner import Decoding, decoder
@@ -61,7 +62,7 @@ class DecodeWork:
     repeats: int
     threads: int
     dtype: Dtype = "float32"
-    forced_lengths: Mapping[str, Any] | None = None  # as in `debug`; None: all sequences end at new_tokens
+    forced_lengths: Mapping[str, Any] | None = None  # as in `rollout`; None: all sequences end at new_tokens
 
     @property
     def max_length(self) -> int:
@@ -77,12 +78,12 @@ class DecodeWork:
         if self.forced_lengths is None:
             return Stopping((), limit)
         try:
-            debug = DebugConfig.model_validate(self.forced_lengths)
+            rollout = RolloutConfig(batch_size=1, max_response_tokens=limit, **self.forced_lengths)
         except ValidationError as error:
-            raise ConfigError(explain(DebugConfig, error)) from error
-        if problems := check_trace(debug):
+            raise ConfigError(explain(RolloutConfig, error)) from error
+        if problems := check_trace(rollout):
             raise ConfigError(problems)
-        forced = debug.lengths
+        forced = rollout.lengths
         assert forced is not None, "it says where sequences end"
         quantile = forced_quantile(forced, limit) or log_normal(forced)
         return Stopping((), limit, ForcedLimits(lambda u: 1 + max(1.0, quantile(u)), limit, seed=1))

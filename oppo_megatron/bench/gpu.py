@@ -208,7 +208,6 @@ class GpuBench:
         work, checkpoint = self.work, directory / "checkpoint"
         role = {"checkpoint": checkpoint, "dtype": work.dtype}
         scalar = {**role, "fresh_head": True}
-        overlap, wait_for = switches(mode)
         return TrainConfig.model_validate(
             {
                 "run_dir": directory / mode,
@@ -220,12 +219,15 @@ class GpuBench:
                 "critic": {**scalar, "init_seed": 2, "optimizer": {"lr": 1e-6}},
                 "reward": {**scalar, "init_seed": 3},
                 "rewards": [{"kind": "model"}],
-                "rollout": {"batch_size": work.batch, "max_response_tokens": work.response_tokens},
-                "debug": {"forced_lengths": [work.median, work.sigma], "wait_for": wait_for},
+                "rollout": {
+                    "batch_size": work.batch,
+                    "max_response_tokens": work.response_tokens,
+                    "forced_lengths": [work.median, work.sigma],
+                },
                 # Random weights in low precision have a large gap.
                 "guards": {"logprob_gap": None},
                 "overlap": {
-                    **overlap,
+                    **switches(mode),
                     "chunk": {"tokens": work.chunk_tokens, "adaptive": False},
                     "delta": {"rule": "fixed", "initial": work.delta, "max": work.delta},
                 },

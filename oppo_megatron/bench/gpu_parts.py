@@ -19,7 +19,7 @@ import torch
 from oppo_megatron.bench.decode import HuggingFace, Unending
 from oppo_megatron.bench.gpu import GpuWork
 from oppo_megatron.cluster.world import choose_device, open_world
-from oppo_megatron.config.debug import ForcedLengths, ForcedLimits, log_normal
+from oppo_megatron.config.forced import ForcedLengths, ForcedLimits, log_normal
 from oppo_megatron.config.model import KVLayout, ModelConfig, ParallelConfig, RuntimeConfig
 from oppo_megatron.engine.executor import Executor, Links, RoleWorker
 from oppo_megatron.engine.generation import DecodeWorker

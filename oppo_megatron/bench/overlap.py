@@ -1,6 +1,6 @@
 """Time saved by overlap: one configuration in every mode of the loop, in one or several placements.
 
-Seed and prompts are the same in all runs; lengths only with `debug.forced_lengths`.
+Seed and prompts are the same in all runs; lengths only with `rollout.forced_lengths`.
 """
 
 from __future__ import annotations

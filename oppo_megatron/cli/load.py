@@ -68,7 +68,7 @@ def load_settings(
     """
 
     def problems(config: TrainSettings) -> list[str]:
-        traced = trace_problems(config.debug.lengths, config.rollout.max_response_tokens)
+        traced = trace_problems(config.rollout.lengths, config.rollout.max_response_tokens)
         return [*train_problems(config, inputs=inputs, models=models), *traced]
 
     require_kind(kind, path, overrides)

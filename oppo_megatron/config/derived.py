@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import ceil
-from typing import Literal
+from typing import Any
 
 from oppo_megatron.config.algorithm import PRESETS
 from oppo_megatron.config.evaluation import REWARD, Standard
@@ -158,23 +158,17 @@ MODES: dict[str, dict[str, bool]] = {
     "full+critic": {"intra": True, "inter": True, "hide_critic": True, "backfill": False},
     "full+both": {"intra": True, "inter": True, "hide_critic": True, "backfill": True},
 }
-"""The switches by name, `hide_critic` for no `critic` in `debug.wait_for`.  `full` is the paper's method."""
+"""The switches by name, `hide_critic` for no `critic` in `overlap.without`.  `full` is the paper's method."""
 
 
 def switched(config: TrainConfig, mode: str) -> TrainConfig:
     """The configuration with the switches of a mode, and without a filter, which most modes cannot have."""
-    overlap, wait_for = switches(mode)
-    others = [each for each in config.debug.wait_for if each != "critic"]
-    return config.model_copy(
-        update={
-            "overlap": config.overlap.model_copy(update=overlap),
-            "filter": None,
-            "debug": config.debug.model_copy(update={"wait_for": wait_for + others}),
-        }
-    )
+    overlap = switches(mode)
+    overlap["without"] += [each for each in config.overlap.without if each != "critic"]
+    return config.model_copy(update={"overlap": config.overlap.model_copy(update=overlap), "filter": None})
 
 
-def switches(mode: str) -> tuple[dict[str, bool], list[Literal["critic", "scores"]]]:
-    """The settings of `overlap` and `debug.wait_for` of a mode."""
-    overlap = {name: value for name, value in MODES[mode].items() if name != "hide_critic"}
-    return overlap, [] if MODES[mode]["hide_critic"] else ["critic"]
+def switches(mode: str) -> dict[str, Any]:
+    """The settings of `overlap` of a mode."""
+    overlap: dict[str, Any] = dict(MODES[mode])
+    return overlap | {"without": [] if overlap.pop("hide_critic") else ["critic"]}

@@ -82,6 +82,13 @@ class OverlapConfig(CarryConfig):
         "recompute", description="recompute or keep a carried KV cache after an update"
     )
 
+    without: list[Literal["critic", "scores", "fork"]] = Field(
+        default=[],
+        description="for measurements: parts that are turned off, without change of the result. critic: with `intra` the "
+        "next step waits for the critic's update; scores: with `intra` the forward pass of the actor's update waits for the "
+        "last scores; fork: each response computes the cache of its prompt itself",
+    )
+
     def rules(self, batch_size: int, group_size: int = 1) -> Iterator[str]:
         """Rules of delta, chunk sizes and backfill."""
         yield from self._backfill_rules()

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StrictInt, StrictStr
 
 from oppo_megatron.config.base import Section, Unit
+from oppo_megatron.config.forced import ForcedLengths, Given, lengths_of
 
 
 class RolloutConfig(Section):
@@ -30,15 +31,28 @@ class RolloutConfig(Section):
         "of the actor's `generation_config.json`; the stop text stays in the response",
     )
 
-    def rules(self, *, forced: bool) -> Iterator[str]:
-        """Rules of `stop`; `forced`: nothing but its forced length ends a response."""
+    forced_lengths: Annotated[Given | None, Unit("tokens, nats")] = Field(
+        None,
+        description="for benchmarks: lengths at which responses end, in place of EOS, drawn by (seed, sequence id): [median, "
+        "sigma] of log-normal lengths, in tokens, and of their logarithm (0: all equal); a CSV file with a row per request "
+        "and a column of tokens, or a histogram with the columns `kind`, `tokens`, `requests`; or [file, column], with its "
+        "column of tokens (else `GeneratedTokens`), or the kind of a histogram (else `output`). A file's lengths are scaled so "
+        "that their 99th percentile is `max_response_tokens`",
+    )
+
+    @property
+    def lengths(self) -> ForcedLengths | None:
+        return lengths_of(self.forced_lengths)
+
+    def rules(self) -> Iterator[str]:
+        """Rules of `stop`."""
         for each in self.stop_token_ids:
             if each < 0:
                 yield f"rollout.stop has {each}, but ids are numbers from 0 on; correct or remove it"
         if "" in self.stop:
             yield "rollout.stop has an empty text, which would end every response at once; remove it"
-        if self.stop and forced:
-            yield "rollout.stop is set, but with debug.forced_lengths a response ends at its length only; remove one of them"
+        if self.stop and self.forced_lengths is not None:
+            yield "rollout.stop is set, but with rollout.forced_lengths a response ends at its length only; remove one of them"
 
     @property
     def stop_texts(self) -> list[str]:

@@ -43,16 +43,6 @@ class CheckpointConfig(Section):
         return self.final != "nothing"
 
 
-class TrainCheckpointConfig(CheckpointConfig):
-    """The state of a PPO run in `checkpoints/`, from which `oppo train --resume` continues exactly."""
-
-    caches: bool = Field(
-        True,
-        description="save the KV caches of sequences in flight: on the same layout the run continues to the "
-        "bit; false: up to rounding",
-    )
-
-
 Action = Literal["stop", "skip", "rollback"]
 APART = {"float32": 1e-4, "bfloat16": 0.25}
 """Nats: largest difference of two computations of one token's log-prob, of the same weights in this type, in another order."""

@@ -12,7 +12,6 @@ from typing_extensions import Self
 from oppo_megatron.config.algorithm import AlgorithmConfig, with_preset, with_preset_file
 from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.data import PromptDataConfig, RowsConfig, TokenizerConfig
-from oppo_megatron.config.debug import DebugConfig
 from oppo_megatron.config.evaluation import (
     REWARD,
     EarlyStopConfig,
@@ -32,7 +31,7 @@ from oppo_megatron.config.model import (
 )
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.ppo import PairLossConfig, PPOConfig, RolloutConfig
-from oppo_megatron.config.reliability import CheckpointConfig, GuardsConfig, TrainCheckpointConfig
+from oppo_megatron.config.reliability import CheckpointConfig, GuardsConfig
 from oppo_megatron.config.rewards import RewardPart
 
 
@@ -131,8 +130,6 @@ class TrainSettings(RunConfig):
     )
     evaluation: EvaluationConfig | None = None
     guards: GuardsConfig = GuardsConfig()
-    checkpoint: TrainCheckpointConfig = TrainCheckpointConfig()
-    debug: DebugConfig = DebugConfig()
 
     @model_validator(mode="before")
     @classmethod

@@ -20,7 +20,7 @@ def train_rules(config: TrainConfig) -> Iterator[str]:
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     yield from _fits(config.runtime.micro_batch_tokens, longest, "data.max_prompt_tokens + rollout.max_response_tokens")
     yield from overlap.rules(rollout.batch_size, rollout.group_size)
-    yield from rollout.rules(forced=config.debug.forced_lengths is not None)
+    yield from rollout.rules()
     roles: list[tuple[str, ModelConfig]] = [("actor", config.actor), *scorers(config)]
     for name, role in roles:
         yield from role.rules(name)

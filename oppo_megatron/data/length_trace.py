@@ -1,4 +1,4 @@
-"""Recorded response lengths (CSV) for `debug.forced_lengths`.
+"""Recorded response lengths (CSV) for `rollout.forced_lengths`.
 
 A row per request with a token column (`GeneratedTokens`, as in Azure's LLM inference traces), or a histogram with the columns
 `kind`, `tokens` and `requests`.
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from oppo_megatron.config.debug import ForcedLengths
+from oppo_megatron.config.forced import ForcedLengths
 from oppo_megatron.data.files import csv_rows
 from oppo_megatron.data.rows import Quarantine, RowProblems
 from oppo_megatron.errors import DataError
 
 COLUMN, KIND = "GeneratedTokens", "output"
 HISTOGRAM = ("kind", "tokens", "requests")
-SETTING = "debug.forced_lengths"
+SETTING = "rollout.forced_lengths"
 WHOLE_NUMBER = re.compile(r"[0-9]{1,15}")
 
 
@@ -48,7 +48,7 @@ class LengthTrace:
 
 
 def forced_quantile(forced: ForcedLengths | None, max_response_tokens: int) -> Callable[[float], float] | None:
-    """Quantile function of `debug.forced_lengths`, or None without a trace.  Raises DataError.
+    """Quantile function of `rollout.forced_lengths`, or None without a trace.  Raises DataError.
 
     `scale: auto` maps the trace's 99th percentile to `rollout.max_response_tokens`.
     """
@@ -58,7 +58,7 @@ def forced_quantile(forced: ForcedLengths | None, max_response_tokens: int) -> C
     if forced.scale == "auto" and not trace.percentile_99:
         raise DataError(
             f"{forced.trace}: the 99th percentile of its lengths is 0 tokens, which no scale makes "
-            f"rollout.max_response_tokens; name another column, as in debug.forced_lengths: [{forced.trace}, COLUMN]"
+            f"rollout.max_response_tokens; name another column, as in rollout.forced_lengths: [{forced.trace}, COLUMN]"
         )
     factor = max_response_tokens / trace.percentile_99 if forced.scale == "auto" else forced.scale
     return lambda u: factor * trace.quantile(u)

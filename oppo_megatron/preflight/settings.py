@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator, Sequence
 
 from oppo_megatron.config.data import RowsConfig
-from oppo_megatron.config.debug import DebugConfig
 from oppo_megatron.config.derived import adapters, scorers
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig
 from oppo_megatron.config.paths import check_exists, check_files, irregular_path
@@ -31,7 +30,7 @@ def check_train(config: TrainConfig, *, inputs: bool = True, models: bool = True
     return [
         *check_run_dir(config),
         *train_rules(config),
-        *check_trace(config.debug),
+        *check_trace(config.rollout),
         *(problem for name, role in roles if models for problem in _check_source_files(name, role)),
         *(check_exists("tokenizer.path", config.tokenizer.path) if inputs else []),
         *(problem for name, rows in data if inputs for problem in check_rows(name, rows)),
@@ -66,9 +65,9 @@ def check_run_dir(config: TrainConfig | SupervisedConfig) -> list[str]:
     return []
 
 
-def check_trace(debug: DebugConfig) -> list[str]:
-    trace = None if debug.lengths is None else debug.lengths.trace
-    return [] if trace is None else check_exists("debug.forced_lengths", trace)
+def check_trace(rollout: RolloutConfig) -> list[str]:
+    trace = None if rollout.lengths is None else rollout.lengths.trace
+    return [] if trace is None else check_exists("rollout.forced_lengths", trace)
 
 
 def check_stop_ids(rollout: RolloutConfig, vocab_size: int) -> list[str]:

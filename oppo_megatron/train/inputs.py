@@ -56,7 +56,7 @@ def read_inputs(config: TrainSettings, progress: Callable[[str], None] = lambda 
     Raises ConfigError, DataError or RewardError for unusable input.
     """
     tokenizer = load_tokenizer(config.tokenizer, config.actor.checkpoint)
-    lengths = forced_quantile(config.debug.lengths, config.rollout.max_response_tokens)
+    lengths = forced_quantile(config.rollout.lengths, config.rollout.max_response_tokens)
     require_stop_texts(config.rollout.stop_texts, tokenizer, "rollout.stop", "rollout.stop")
     require_separators(config, tokenizer)
     longest = config.rollout.max_response_tokens

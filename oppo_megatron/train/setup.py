@@ -144,7 +144,7 @@ class RoleBuilder:
     @property
     def _stopping(self) -> Stopping:
         config, tokenizer = self.config, self.tokenizer
-        return Stopping.of(config.rollout, tokenizer.eos_ids, config.seed, self.lengths, tokenizer.decode, config.debug.lengths)
+        return Stopping.of(config.rollout, tokenizer.eos_ids, config.seed, self.lengths, tokenizer.decode, config.rollout.lengths)
 
     @property
     def heldout_stopping(self) -> Stopping:
@@ -282,8 +282,7 @@ def prompt_stream(config: TrainConfig, prompts: PromptSet, ahead: Ahead = NEW_RU
 
 
 def ppo_saver(config: TrainConfig, world: World, prompts: PromptSet, preemption: Preemption) -> Saver:
-    extra = {"caches": config.checkpoint.caches, "sources": source_state(config)}
-    return Saver(config, world, preemption, lambda: prompt_data(config, prompts), extra)
+    return Saver(config, world, preemption, lambda: prompt_data(config, prompts), {"sources": source_state(config)})
 
 
 def _filter(config: TrainConfig, scheduler: OvercommitScheduler, rewards: RewardSum) -> GroupFilter | None:

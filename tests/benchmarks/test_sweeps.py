@@ -144,7 +144,7 @@ def test_scaled_models_are_models(factor: float) -> None:
 
 def test_limits_and_batches_take_what_depends_on_them_along() -> None:
     longer = scaling.with_limit(with_critic(runtime={"micro_batch_tokens": 128}), 256)
-    assert longer.rollout.max_response_tokens == 256 and longer.debug.forced_lengths == [64.0, 1.0]
+    assert longer.rollout.max_response_tokens == 256 and longer.rollout.forced_lengths == [64.0, 1.0]
     assert longer.runtime.micro_batch_tokens == 320
     assert read_hf_config(longer.critic)["max_position_embeddings"] == 320
     smaller = scaling.with_batch(with_critic(overlap={"delta": {"initial": 4, "max": 8}}), 4)
@@ -193,7 +193,7 @@ def test_forks_and_woven_rounds_need_groups_and_scorers(configs_of: Make) -> Non
         configs_of("rewards", config("grpo"), "--rewards", "model,judge")
 
 
-LENGTHS = {"debug.forced_lengths": [12, 0.7], "rollout.max_response_tokens": 24}
+LENGTHS = {"rollout.forced_lengths": [12, 0.7], "rollout.max_response_tokens": 24}
 OVERLAPS = {"overlap.intra": True, "overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 2, "max": 2}}
 GROUPS: dict[str, Any] = {
     "critic": None, "reward": None, "ppo": {"minibatches": 1}, "steps": 1,

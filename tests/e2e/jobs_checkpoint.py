@@ -276,7 +276,7 @@ def _differences(loop: TrainingLoop, found: Found) -> list[str]:
     """What of the loop is not what the file says, where that is not the configuration's to decide."""
     now = json.loads(json.dumps(loop.saver.state(loop)))
     names = ["done", "actor", "updates", "phase"]
-    cached = found.state["caches"] and found.state["layout"] == now["layout"]
+    cached = found.state["layout"] == now["layout"]
     cached = cached and frozen_models(found.state["config"]) == frozen_models(loop.saver.settings)
     names += ["books"] if cached else []
     differing = [name for name in names if now[name] != found.state[name]]

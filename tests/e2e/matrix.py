@@ -209,7 +209,7 @@ FEATURES: dict[str, Feature] = {
         carries,
         also=forked_tokens,
         soon=("1 | 1", "PP2 | TP2", "TP2 | PP2"),
-        reference={"debug.fork": False},
+        reference={"overlap.without": ["fork"]},
     ),
     "process rewards": Feature(
         {"rewards": STEP_REWARDS},

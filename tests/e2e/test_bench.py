@@ -17,7 +17,7 @@ from oppo_megatron.cli.main import main
 from oppo_megatron.config.run import TrainConfig
 from tests.support.ppo import Workspace
 
-LENGTHS = {"debug.forced_lengths": [12, 0.7], "rollout.max_response_tokens": 24}
+LENGTHS = {"rollout.forced_lengths": [12, 0.7], "rollout.max_response_tokens": 24}
 OVERLAPS = {"overlap.intra": True, "overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 2, "max": 2}}
 
 ONE_THREAD = {"runtime.threads_per_rank": 1}

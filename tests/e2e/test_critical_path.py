@@ -49,7 +49,7 @@ def test_a_hidden_update_is_exposed_where_the_actor_waits_for_it(workspace: Work
 
 
 def test_a_critic_that_is_waited_for_is_exposed_but_for_the_actors_own_update(workspace: Workspace) -> None:
-    lines, spans = run(workspace, "waited", 2, **PAIR, **{"debug.wait_for": ["critic"]})
+    lines, spans = run(workspace, "waited", 2, **PAIR, **{"overlap.without": ["critic"]})
     for line, seconds in zip(lines, spans, strict=True):
         assert line["critic_exposed_s"] == pytest.approx(min(seconds["wait_update"], line["critic_update_s"]), abs=1e-3)
         assert line["score_exposed_s"] == pytest.approx(seconds["wait_scores"], abs=1e-4)

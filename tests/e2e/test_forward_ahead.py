@@ -18,7 +18,7 @@ def both(workspace: Workspace, name: str, **changes: Any) -> tuple[Outcome, Outc
     """The run whose actor begins its update ahead of the last scores, and the run without."""
     found = []
     for waits in ([], ["scores"]):
-        config = workspace.config(f"{name}-{not waits}", **PAIR, **FULL, **changes, **{"debug.wait_for": waits})
+        config = workspace.config(f"{name}-{not waits}", **PAIR, **FULL, **changes, **{"overlap.without": waits})
         run = Path(config["run_dir"])
         found.append(read_outcome(run) if (run / "summary.json").exists() else run_ppo_ranks(config))
     return found[0], found[1]
@@ -81,7 +81,7 @@ def test_a_batch_that_is_not_trained_leaves_nothing_begun(workspace: Workspace) 
         options = {"name": f"second step {value}", "good": 6, "bad": 6}
         part = {"kind": "python", "entry_point": "tests.e2e.rewards:breaks", "options": options}
         changes = {"reward": None, "rewards": [part], "guards": {"action": "skip"}}
-        changes["debug.wait_for"] = [] if value else ["scores"]
+        changes["overlap.without"] = [] if value else ["scores"]
         found.append(run_ppo_ranks(workspace.config(f"skip-{value}", **PAIR, **FULL, **changes)))
     for outcome in found:
         assert [line["skipped"] is not None for line in outcome.metrics] == [False, True, False]

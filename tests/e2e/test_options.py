@@ -88,11 +88,11 @@ def test_greedy_draws_are_certain(workspace: Workspace) -> None:
 @pytest.mark.parametrize("mode", ["single", "disaggregated"])
 def test_responses_are_as_long_as_the_trace_says(workspace: Workspace, shared_data: Path, mode: str) -> None:
     forced = str(shared_data / "trace_servegen_deepseek_r1_hist.csv")
-    changes = {"placement": {"mode": mode}, "debug.forced_lengths": forced, "overlap.intra": mode != "single"}
+    changes = {"placement": {"mode": mode}, "rollout.forced_lengths": forced, "overlap.intra": mode != "single"}
     config = workspace.config(f"trace-{mode}", steps=2, **changes)
     outcome = run_ppo_ranks(config)
     checked = TrainConfig(**config)
-    lengths = checked.debug.lengths
+    lengths = checked.rollout.lengths
     trace = forced_quantile(lengths, checked.rollout.max_response_tokens)
     stopping = Stopping.of(checked.rollout, (), checked.seed, trace, forced=lengths)
     assert [len(tokens) for _, tokens in sorted(outcome.tokens().items())] == [stopping.limit(i) for i in range(12)]

@@ -145,7 +145,7 @@ MEASURED = {"rule": "measured", "initial": 2, "max": DELTA, "window": 1}
 def test_delta_from_what_is_measured(workspace: Workspace, placement: dict[str, Any]) -> None:
     """Every rank must decide alike, or the ranks would admit other prompts and fail each other."""
     dp = placement.get("actor", {}).get("dp", 1)
-    changes = {"overlap.delta": MEASURED, "overlap.max_staleness": 2, "debug.forced_lengths": [12, 1.0]}
+    changes = {"overlap.delta": MEASURED, "overlap.max_staleness": 2, "rollout.forced_lengths": [12, 1.0]}
     config = overcommitted(workspace, f"measured-{dp}", **changes) | {"placement": placement}
     run = run_ppo_ranks(config)
     assert sorted(run.tokens()) == list(range(STEPS * BATCH))

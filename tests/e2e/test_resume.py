@@ -165,18 +165,6 @@ def test_resume_in_another_layout(workspace: Workspace, carried: Outcome) -> Non
     assert_same(run_ppo_ranks(config), carried)
 
 
-def test_resumed_without_caches_it_is_the_same_to_rounding(workspace: Workspace, carried: Outcome) -> None:
-    """Within a rollout: first from a checkpoint that has caches, which are not used, then from one that has none."""
-    config = deep(workspace, "no-caches", **CARRIED)
-    stop(config, rounds=3)
-    assert list((last_checkpoint(config) / "caches").iterdir())
-    config["checkpoint"] = {"resume": True, "caches": False}
-    stop(config, rounds=2)
-    assert not list((last_checkpoint(config) / "caches").iterdir())
-    config["checkpoint"] = {"resume": True}
-    assert_same(run_ppo_ranks(config), carried)
-
-
 def test_resumed_with_a_chunk_that_adapts_the_tokens_are_the_same(workspace: Workspace, carried: Outcome) -> None:
     """Told to stop within the first step; the sizes are tried out after it."""
     config = deep(workspace, "adaptive", **CARRIED | {"overlap.chunk": {"tokens": 7, "adaptive": True}})
@@ -189,7 +177,7 @@ def test_resumed_with_a_chunk_that_adapts_the_tokens_are_the_same(workspace: Wor
 def test_stale_caches_that_cannot_be_restored_are_those_of_the_current_weights(workspace: Workspace) -> None:
     """After the first step, with rollouts that are carried over: what is decoded of them then is what `recompute` decodes.
 
-    Without caches, and in another layout; with them the run is another, or nothing is tested.
+    In another layout; in the same one the run is another, or nothing is tested.
     """
     two_steps = CARRIED | {"steps": 2, "checkpoint": {"every_steps": 1, "keep": 9}}
     fresh = run_ppo_ranks(deep(workspace, "fresh", **two_steps))
@@ -198,14 +186,13 @@ def test_stale_caches_that_cannot_be_restored_are_those_of_the_current_weights(w
     first = [row for row in kept.rollouts if row["step"] == 1]
     assert first == [row for row in fresh.rollouts if row["step"] == 1], "nothing is stale in the first step"
     assert furthest_logprob(kept, fresh) > 1e-3
-    for name, changes in ("caches", {"checkpoint": {"caches": False, "resume": True}}), ("layout", TWO_RANKS):
-        again = config | {"run_dir": f"{config['run_dir']}-{name}", "checkpoint": {"resume": True}} | changes
-        shutil.copytree(config["run_dir"], again["run_dir"])
-        shutil.rmtree(last_checkpoint(again))
-        (Path(again["run_dir"]) / "summary.json").unlink()
-        outcome = run_ppo_ranks(again)
-        assert_same(outcome, fresh)
-        assert furthest_logprob(outcome, fresh) < 1e-4
+    again = config | {"run_dir": f"{config['run_dir']}-layout", "checkpoint": {"resume": True}} | TWO_RANKS
+    shutil.copytree(config["run_dir"], again["run_dir"])
+    shutil.rmtree(last_checkpoint(again))
+    (Path(again["run_dir"]) / "summary.json").unlink()
+    outcome = run_ppo_ranks(again)
+    assert_same(outcome, fresh)
+    assert furthest_logprob(outcome, fresh) < 1e-4
 
 
 def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_used(workspace: Workspace) -> None:

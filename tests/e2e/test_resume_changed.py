@@ -136,7 +136,7 @@ def test_another_actor_is_the_reference_and_leaves_the_weights_alone(
     twin = at_step_3 | {"run_dir": str(tmp_path / "twin")}
     shutil.copytree(at_step_3["run_dir"], twin["run_dir"])
     assert typed(at_step_3, f"actor.checkpoint={other}", "actor.init=null") == 0
-    assert typed(twin, f"reference.checkpoint={other}", "checkpoint.caches=false") == 0
+    assert typed(twin, f"reference.checkpoint={other}") == 0
     plain, ours, theirs = (read_outcome(Path(config["run_dir"])) for config in (ended, at_step_3, twin))
     assert_bit_equal(ours, theirs)
     assert ours.tokens() == plain.tokens() and ours.batches() == plain.batches(), "the policy is the checkpoint's"

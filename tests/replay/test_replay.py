@@ -62,8 +62,8 @@ CASES: dict[str, Case] = {
     "temperature": Case({"rollout.temperature": 0.7, "ppo.entropy_coefficient": 0.05}),
     "schedules, weight decay": Case({"actor.optimizer": SCHEDULED, "critic.optimizer": UNCLIPPED}),
     "critic warm-up": Case({"ppo.critic_warmup_steps": 2, "actor.optimizer": SCHEDULED}),
-    "the update waits for the scores": Case(APART | {"debug.wait_for": ["scores"]}),
-    "the next step waits for the critic": Case(APART | {"debug.wait_for": ["critic"]}),
+    "the update waits for the scores": Case(APART | {"overlap.without": ["scores"]}),
+    "the next step waits for the critic": Case(APART | {"overlap.without": ["critic"]}),
     "the critic apart": Case(APART),
     "backfill": Case(APART | {"overlap.backfill": True, "ppo.staleness": "decoupled"}),
 }

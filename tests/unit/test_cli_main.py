@@ -174,18 +174,18 @@ def test_a_length_trace_is_read_before_anything_starts(
     config: Path, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
     Path("lengths.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nx,1,5\nx,1,nan\n")
-    overrides = ["debug.forced_lengths=lengths.csv", "ppo.minibatches=3"]
+    overrides = ["rollout.forced_lengths=lengths.csv", "ppo.minibatches=3"]
     assert main([*command, str(config), *overrides]) == 2
     err = capsys.readouterr().err
     assert "2 problems" in err and "ppo.minibatches 3 does not divide" in err
-    assert "debug.forced_lengths: 1 row cannot be used" in err
+    assert "rollout.forced_lengths: 1 row cannot be used" in err
     assert "lengths.csv:3: `GeneratedTokens` is 'nan', but must be a whole number" in err and "Traceback" not in err
     assert not Path("run").exists()
 
 
 def test_a_good_length_trace_is_accepted(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("lengths.csv").write_text("kind,tokens,requests\noutput,5,2\n")
-    assert main(["validate", "--skip-data", str(config), "debug.forced_lengths=lengths.csv"]) == 0
+    assert main(["validate", "--skip-data", str(config), "rollout.forced_lengths=lengths.csv"]) == 0
     assert "OK" in capsys.readouterr().out
 
 

@@ -133,7 +133,7 @@ def test_groups_fork_their_prompts(config: Path, capsys: pytest.CaptureFixture[s
     read = sorted(g.seq_id for replica in first.prefill["actor"] for batch in replica for g in batch)
     assert read == [0, 4, 8]
     assert "forks" not in shown(capsys, str(config), *GROUPS), "in the second round all prompts are cached"
-    apart = shown(capsys, str(config), "--round", "1", *GROUPS, "debug.fork=false")
+    apart = shown(capsys, str(config), "--round", "1", *GROUPS, "overlap.without=[fork]")
     assert "forks" not in apart and "OK" in apart
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from oppo_megatron.config.base import Section
-from oppo_megatron.config.debug import MOST_MEDIAN, MOST_SIGMA, log_normal
 from oppo_megatron.config.explain import explain, first_problem
+from oppo_megatron.config.forced import MOST_MEDIAN, MOST_SIGMA, log_normal
 from oppo_megatron.config.load import dump_config, load_config, plain_settings
 from oppo_megatron.config.model import ActorConfig, RuntimeConfig, TrainedRoleConfig
 from oppo_megatron.config.run import TrainConfig
@@ -155,20 +155,20 @@ def test_cross_checks_join_the_schema_problems(good: Path) -> None:
 
 def test_forced_lengths_stay_in_the_range_of_floats(good: Path) -> None:
     for wrong in ("[200,1e6]", "[200,11]", "[1e300,1]", "[200,-1]"):
-        with pytest.raises(ConfigError, match=r"`debug\.forced_lengths` is .* a sigma from 0 to 10"):
-            load_config(TrainConfig, good, [f"debug.forced_lengths={wrong}"])
-    forced = load_config(TrainConfig, good, [f"debug.forced_lengths=[{MOST_MEDIAN},{MOST_SIGMA}]"]).debug.lengths
+        with pytest.raises(ConfigError, match=r"`rollout\.forced_lengths` is .* a sigma from 0 to 10"):
+            load_config(TrainConfig, good, [f"rollout.forced_lengths={wrong}"])
+    forced = load_config(TrainConfig, good, [f"rollout.forced_lengths=[{MOST_MEDIAN},{MOST_SIGMA}]"]).rollout.lengths
     assert forced is not None and log_normal(forced)(1 - 2.0**-53) > log_normal(forced)(0.5)
 
 
 def test_a_key_that_is_wrong_is_not_said_to_be_absent_as_well(good: Path) -> None:
     def check(config: TrainConfig) -> list[str]:
-        return [*check_trace(config.debug), *check_source("actor", config.actor)]
+        return [*check_trace(config.rollout), *check_source("actor", config.actor)]
 
     with pytest.raises(ConfigError) as caught:
-        load_config(TrainConfig, good, ["debug.forced_lengths=[0,1]", "actor.checkpoint=[1]", "actor.lorra={}"], check=check)
+        load_config(TrainConfig, good, ["rollout.forced_lengths=[0,1]", "actor.checkpoint=[1]", "actor.lorra={}"], check=check)
     assert sorted(problem.split("`")[1] for problem in caught.value.problems) == [
-        "actor.checkpoint", "actor.lorra", "debug.forced_lengths"
+        "actor.checkpoint", "actor.lorra", "rollout.forced_lengths"
     ]  # fmt: skip
     with pytest.raises(ConfigError) as caught:  # the other key's absence stays a problem
         load_config(TrainConfig, good, ["actor.checkpoint=null", "actor.lorra={}"], check=check)

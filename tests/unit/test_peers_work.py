@@ -40,7 +40,7 @@ from tests.support.ppo import Workspace, run_ppo_ranks
 
 SAME: dict[str, Any] = {
     "rewards": [{"kind": "model"}],
-    "debug.forced_lengths": [10, 0.8],
+    "rollout.forced_lengths": [10, 0.8],
     "ppo.entropy_coefficient": 0.0,
 }
 SEQUENTIAL = Ours("1 x 1", carries=False, streams_here=False, shares_ranks=True)
@@ -229,7 +229,7 @@ def test_what_trl_cannot_do_is_refused_all_at_once(workspace: Workspace) -> None
     wrong = {
         "steps": 1,
         "rewards": [{"kind": "verifier", "name": "arithmetic"}],
-        "debug.forced_lengths": None,
+        "rollout.forced_lengths": None,
         "rollout.top_p": 0.9,
         "ppo.kl": {"estimator": "k2"},
         "ppo.entropy_coefficient": 0.01,

@@ -94,17 +94,17 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"overlap.chunk.adaptive": [16, 16, 32]}, "each size may appear once"),
     ({"overlap": {"inter": False, "backfill": True}}, "overlap.backfill is true, but overlap.inter is false"),
     ({"overlap": {"backfill": 48}}, "backfill is 48, but must be a multiple of overlap.chunk.tokens 32; set it to 64"),
-    ({"debug.forced_lengths": ["gone.csv", "x"]}, "debug.forced_lengths `gone.csv` does not exist"),
+    ({"rollout.forced_lengths": ["gone.csv", "x"]}, "rollout.forced_lengths `gone.csv` does not exist"),
     ({"steps": 3, "ppo.critic_warmup_steps": 3}, "ppo.critic_warmup_steps is 3, but the run has 3 steps"),
     ({"ppo.kl.mode": "loss"}, "ppo.kl.estimator k1 is 0 in expectation"),
     ({"ppo.kl": {"mode": "loss", "estimator": "k1", "coefficient": 1.0}}, "set ppo.kl.estimator to k2, "),
     ({"rollout.stop": [7, -1]}, "rollout.stop has -1, but ids are numbers from 0 on"),
     ({"rollout.stop": ["x", ""]}, "rollout.stop has an empty text"),
     (
-        {"rollout.stop": ["x"], "debug.forced_lengths": [9, 1.0]},
-        "rollout.stop is set, but with debug.forced_lengths a response ends at its length only",
+        {"rollout.stop": ["x"], "rollout.forced_lengths": [9, 1.0]},
+        "rollout.stop is set, but with rollout.forced_lengths a response ends at its length only",
     ),
-    ({"debug.forced_lengths": "gone.csv"}, "debug.forced_lengths `gone.csv` does not exist"),
+    ({"rollout.forced_lengths": "gone.csv"}, "rollout.forced_lengths `gone.csv` does not exist"),
     ({"runtime.micro_batch_tokens": 199}, "runtime.micro_batch_tokens is 199, but one sequence may have 200 tokens"),
     ({"actor.init": {"model_type": "llama"}}, "actor has both of checkpoint and init"),
     ({"actor.checkpoint": None}, "actor has neither of checkpoint and init"),
@@ -140,8 +140,8 @@ GOOD: list[dict[str, Any]] = [
     {"overlap": {"backfill": 96}},
     {"steps": 4, "ppo.critic_warmup_steps": 3},
     {"rewards": [{"kind": "python", "entry_point": "pkg.mod:f", "options": {"a": 1}}]},
-    {"debug.forced_lengths": [20, 1.0]},
-    {"debug.forced_lengths": [__file__, "ContextTokens"]},
+    {"rollout.forced_lengths": [20, 1.0]},
+    {"rollout.forced_lengths": [__file__, "ContextTokens"]},
 ]
 
 

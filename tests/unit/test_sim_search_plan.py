@@ -57,7 +57,7 @@ def seconds(cluster: Cluster, of: TrainConfig | None = None, lengths: list[int] 
 KINDS: Mapping[str, dict[str, Any]] = {
     "ppo": {},
     "sequential": {"overlap": {"intra": False, "inter": False}},
-    "waits for the critic": {"debug": {"wait_for": ["critic"]}},
+    "waits for the critic": {"overlap": {"without": ["critic"]}},
     "a reference of its own": {"reference": {"init": SMALL}},
     "without a reference": {"ppo": {"minibatches": 2, "kl": {"mode": "none"}}},
     "grpo": {

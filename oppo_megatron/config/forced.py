@@ -1,4 +1,4 @@
-"""Settings for benchmarks and development, not for training."""
+"""Forced lengths of responses, for benchmarks and development, not for training."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from statistics import NormalDist
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import AfterValidator
 
-from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.uniforms import uniforms_at
 
 MOST_MEDIAN, MOST_SIGMA = 1e9, 10.0
@@ -42,52 +41,27 @@ def log_normal(forced: ForcedLengths) -> Quantile:
     return lambda u: median * math.exp(sigma * NormalDist().inv_cdf(max(u, 2.0**-53)))
 
 
-class DebugConfig(Section):
-    """For benchmarks and development, not for training.
+def _check_log_normal(value: Any) -> Any:
+    if isinstance(value, list) and not (len(value) == 2 and 0 < value[0] <= MOST_MEDIAN and 0 <= value[1] <= MOST_SIGMA):
+        raise ValueError(
+            f"[median, sigma] with a median above 0 and up to {MOST_MEDIAN:g} and a sigma from 0 to {MOST_SIGMA:g}, "
+            "a CSV file, or [file, column]"
+        )
+    return value
 
-    Forced lengths are drawn by (seed, sequence id), so that runs do the same work; at least 1 and at most
-    `rollout.max_response_tokens`. A trace is a CSV file with one row a request and a column of tokens, or a histogram with the
-    columns `kind`, `tokens`, `requests`; its lengths are scaled so that their 99th percentile is `rollout.max_response_tokens`.
-    """
 
-    forced_lengths: Annotated[list[float] | Path | tuple[Path, str] | None, Unit("tokens, nats")] = Field(
-        None,
-        description="lengths at which responses end, in place of EOS: [median, sigma] of log-normal lengths, in "
-        "tokens, and of their logarithm (0: all equal); a CSV file of lengths; or [file, column], with its column of "
-        "tokens (else `GeneratedTokens`), or the kind of a histogram (else `output`)",
-    )
-    wait_for: list[Literal["critic", "scores"]] = Field(
-        default=[],
-        description="with `overlap.intra`, unnecessary waits that leave the result unchanged: the next "
-        "step waits for the critic's update; the forward pass of the actor's update waits for the last scores",
-    )
+Given = Annotated[list[float] | Path | tuple[Path, str], AfterValidator(_check_log_normal)]
+"""[median, sigma] of log-normal lengths, a trace, or [trace, column]."""
 
-    fork: bool = Field(
-        True,
-        description="compute the cache of a prompt once and fork it for its responses; false: each response "
-        "computes its own, for comparison",
-    )
 
-    @field_validator("forced_lengths")
-    @classmethod
-    def _median_and_sigma(cls, value: Any) -> Any:
-        if isinstance(value, list) and not (len(value) == 2 and 0 < value[0] <= MOST_MEDIAN and 0 <= value[1] <= MOST_SIGMA):
-            raise ValueError(
-                f"[median, sigma] with a median above 0 and up to {MOST_MEDIAN:g} and a sigma from 0 to {MOST_SIGMA:g}, "
-                "a CSV file, or [file, column]"
-            )
-        return value
-
-    @property
-    def lengths(self) -> ForcedLengths | None:
-        given = self.forced_lengths
-        if given is None:
-            return None
-        if isinstance(given, Path):
-            return ForcedLengths(trace=given)
-        if isinstance(given, tuple):
-            return ForcedLengths(trace=given[0], column=given[1])
-        return ForcedLengths(median=given[0], sigma=given[1])
+def lengths_of(given: list[float] | Path | tuple[Path, str] | None) -> ForcedLengths | None:
+    if given is None:
+        return None
+    if isinstance(given, Path):
+        return ForcedLengths(trace=given)
+    if isinstance(given, tuple):
+        return ForcedLengths(trace=given[0], column=given[1])
+    return ForcedLengths(median=given[0], sigma=given[1])
 
 
 LENGTH_DRAW = 2**63  # takes the place of a token's position in its draw; no token has this position
