@@ -306,9 +306,8 @@ def rewarded(config: TrainConfig, reward: str) -> TrainConfig:
         return config.model_copy(update={"rewards": rules or [length], "reward": None})
     kind: Any = reward
     actor = config.actor
-    like = RoleConfig(checkpoint=actor.checkpoint, fresh_head=True, dtype=actor.dtype)
-    if actor.init is not None:
-        like = RoleConfig(init=actor.init, init_seed=3, dtype=actor.dtype)
+    init = actor.init if actor.checkpoint is None else actor.checkpoint / "config.json"
+    like = RoleConfig(init=init, dtype=actor.dtype)
     return config.model_copy(update={"rewards": [RewardPart(kind=kind)], "reward": config.reward or like})
 
 

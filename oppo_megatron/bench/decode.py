@@ -25,7 +25,7 @@ from oppo_megatron.bench.figures import describe_machine
 from oppo_megatron.cluster.world import World, open_world
 from oppo_megatron.config.explain import explain
 from oppo_megatron.config.forced import ForcedLimits, log_normal
-from oppo_megatron.config.model import DecodePath, Dtype, ModelConfig, RuntimeConfig
+from oppo_megatron.config.model import Dtype, ModelConfig, RuntimeConfig
 from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.engine.executor import Links
@@ -36,7 +36,7 @@ from oppo_megatron.errors import ConfigError
 from oppo_megatron.integrations.bare_loop import BareLoop, plain, prepacked
 from oppo_megatron.mcore.cpu import can_prepack
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
-from oppo_megatron.mcore.model import RoleModel, step
+from oppo_megatron.mcore.model import DecodePath, RoleModel, step
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.mcore.static_peer import StaticContextDecoder
 from oppo_megatron.mcore.weights.hf_weights import export_weights

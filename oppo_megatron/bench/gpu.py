@@ -207,7 +207,6 @@ class GpuBench:
     def ppo_run(self, directory: Path, mode: str, tokenizer: Path, prompts: Path) -> TrainConfig:
         work, checkpoint = self.work, directory / "checkpoint"
         role = {"checkpoint": checkpoint, "dtype": work.dtype}
-        scalar = {**role, "fresh_head": True}
         return TrainConfig.model_validate(
             {
                 "run_dir": directory / mode,
@@ -216,8 +215,8 @@ class GpuBench:
                 "tokenizer": {"path": tokenizer},
                 "data": {"path": prompts, "max_prompt_tokens": work.prompt_tokens},
                 "actor": {**role, "optimizer": {"lr": 1e-6}},
-                "critic": {**scalar, "init_seed": 2, "optimizer": {"lr": 1e-6}},
-                "reward": {**scalar, "init_seed": 3},
+                "critic": {**role, "optimizer": {"lr": 1e-6}},
+                "reward": {"init": checkpoint / "config.json", "dtype": work.dtype},
                 "rewards": [{"kind": "model"}],
                 "rollout": {
                     "batch_size": work.batch,

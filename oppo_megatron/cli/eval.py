@@ -153,7 +153,7 @@ def _with_model(config: ServeConfig, args: argparse.Namespace) -> ServeConfig:
     if problems := check_source(where, config.reward):
         raise ConfigError(problems)
     hf_config = read_hf_config(config.reward)
-    if problems := check_head(where, hf_config, scalar=True, fresh_head=False):
+    if problems := check_head(where, hf_config, scalar=True):
         raise ConfigError(problems)
     load_tokenizer(config.tokenizer)
     return config.model_copy(update={"max_tokens": max_positions(hf_config)})

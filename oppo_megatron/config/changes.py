@@ -9,7 +9,7 @@ from typing import Any
 WITHOUT_EFFECT = ("run_dir", "checkpoint.resume")
 """Settings of where and how a run is continued."""
 
-STARTING = ("checkpoint", "init", "init_seed", "fresh_head", "lora.adapter")
+STARTING = ("checkpoint", "init", "lora.adapter")
 """Settings that named the source of a trained role's weights when the run began."""
 
 SHOWN = 60

@@ -31,7 +31,7 @@ class LoraConfig(Section):
         None, description="projections that have adapters, by their Hugging Face names; null: all seven"
     )
     adapter: Path | None = Field(
-        None, description="peft directory to start from, of this rank, alpha and targets; null: A drawn by init_seed, B zero"
+        None, description="peft directory to start from, of this rank, alpha and targets; null: A drawn at random, B zero"
     )
 
     @field_validator("targets")
@@ -55,7 +55,6 @@ class LoraConfig(Section):
 Layers = Literal["auto", "torch", "transformer_engine"]
 _RANKS = re.compile("{0}(-{0})?(,{0}(-{0})?)*".format("[0-9]{1,18}"))
 Dtype = Literal["float32", "bfloat16"]
-DecodePath = Literal["packed", "fused", "module"]
 KVLayout = Literal["auto", "dense", "paged"]
 PlacementMode = Literal["disaggregated", "colocated", "single"]
 
@@ -101,14 +100,21 @@ class ModelConfig(Section):
         None, description="Hugging Face directory (config.json + safetensors), or a Megatron torch_dist one with a config.json"
     )
     init: dict[str, Any] | Path | None = Field(None, description="config.json, or its path: random weights of that shape")
-    init_seed: Annotated[int, Unit("")] = Field(1234, ge=0, description="of random weights and fresh heads")
-    fresh_head: bool = Field(False, description="a causal LM may be loaded with a new scalar head (reward, critic)")
     dtype: Dtype = Field("float32", description="type of the weights and of the computation; default: `runtime.dtype`")
 
     def rules(self, name: str) -> Iterator[str]:
         if (self.checkpoint is None) == (self.init is None):
             given = "neither" if self.checkpoint is None else "both"
             yield f"{name} has {given} of checkpoint and init, but needs exactly one; give the folder of weights or a shape"
+
+
+HEADS_LEARNED = ("critic", "model")
+"""Roles whose training may start with a new scalar head."""
+
+
+def weight_seed(role: str) -> int:
+    """Return the seed of a role's random weights, new head and new adapters; the reference has the actor's."""
+    return {"critic": 5, "reward": 6}.get(role, 1234)
 
 
 class LearningModelConfig(ModelConfig):
@@ -272,11 +278,6 @@ class RuntimeConfig(Section):
     )
     micro_batch_tokens: int = Field(4096, ge=1, description="most tokens of a packed micro-batch")
     kv_cache_mb: float | None = Field(None, gt=0, description="budget per role and rank; null: the whole buffer")
-    decode_path: DecodePath = Field(
-        "packed",
-        description="computation of cached calls: megatron's modules, few calls over its parameters "
-        "(fused), or over a copy laid out for the CPU's products (packed; fused if the CPU has none)",
-    )
     layers: Layers = Field(
         "auto",
         description="linear layers and norms: megatron-core's with torch's norm, or transformer-engine's; "
@@ -286,11 +287,6 @@ class RuntimeConfig(Section):
         "auto",
         description="KV caches with a slot of full length per sequence (dense), or with blocks of 256 tokens "
         "(paged); auto: paged if a GPU has an attention kernel for it, else dense; memory tables count auto as dense",
-    )
-    decode_sync_steps: Annotated[PositiveInt | None, Unit("decode steps")] = Field(
-        None,
-        description="decode steps between two checks for ended responses, if one rank holds all layers (pp 1); "
-        "steps between them never wait for the device and are CUDA graphs on a GPU; null: 16 on a GPU, else 1",
     )
 
     @property
@@ -303,6 +299,3 @@ class RuntimeConfig(Section):
         if self.dtype is None:
             self.dtype = usual_dtype(self.device)
         return self
-
-    def sync_steps(self, device: str) -> int:
-        return self.decode_sync_steps or (16 if device == "cuda" else 1)

@@ -24,8 +24,6 @@ def train_rules(config: TrainConfig) -> Iterator[str]:
     roles: list[tuple[str, ModelConfig]] = [("actor", config.actor), *scorers(config)]
     for name, role in roles:
         yield from role.rules(name)
-        if role.fresh_head and name in ("actor", "reference"):
-            yield f"{name}.fresh_head is true, but only reward and critic have a scalar head; remove it"
     yield from check_rewards(config.rewards, has_reward_model=config.reward is not None)
     yield from check_waits(config.rewards, config.runtime.timeout_s, config.stall_deadline_s)
     yield from _rollback(config)
@@ -165,5 +163,3 @@ def _preferences(config: SupervisedConfig) -> Iterator[str]:
             )
     if config.dpo.loss == "kto" and config.batch_size < 2:
         yield "batch_size is 1, but dpo.loss kto compares rows of a batch; raise it, or choose dpo.loss=apo_zero_unpaired"
-    if config.model.fresh_head or (config.reference is not None and config.reference.fresh_head):
-        yield "fresh_head is true, but preference training has no scalar head; remove it"

@@ -156,7 +156,7 @@ def _start_of(actor: ActorConfig) -> RoleConfig:
     return AdaptedRoleConfig(**model, lora=actor.lora)
 
 
-MODEL_FIELDS = ("checkpoint", "init", "init_seed", "fresh_head", "dtype")
+MODEL_FIELDS = ("checkpoint", "init", "dtype")
 
 
 def _expand(text: str) -> Iterator[int]:

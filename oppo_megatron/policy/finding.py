@@ -95,7 +95,7 @@ def find_policy(directory: Path, choice: Choice = Choice()) -> Policy:
         found = _of_directory(directory, run, choice)
     hf_config = read_hf_config(found.model)
     where = str(found.model.checkpoint or directory)
-    if problems := check_head(where, hf_config, scalar=False, fresh_head=False):
+    if problems := check_head(where, hf_config, scalar=False):
         raise CheckpointError(
             f"{problems[0]}: a reward model or critic says nothing; name the policy (of a run: its {WEIGHTS}/actor)"
         )

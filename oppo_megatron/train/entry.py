@@ -56,7 +56,7 @@ def _run_train(config: TrainConfig) -> int:
         ):
             require_memory(config, world)
             if world.device.type == "cpu":
-                require_private_ops(config.runtime, {role.dtype for role in named_roles(config).values()})
+                require_private_ops({role.dtype for role in named_roles(config).values()})
             return 0 if run_ppo(config, world, inputs, preemption) else EXIT_REQUEUE
     except RollBack:
         return EXIT_AGAIN

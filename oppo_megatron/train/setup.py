@@ -24,6 +24,7 @@ from oppo_megatron.control.delta_controllers import make_delta_controller
 from oppo_megatron.control.kl_controller import KLController
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.data.tokenizer import Tokenizer
+from oppo_megatron.engine.device_decode import SYNC_STEPS
 from oppo_megatron.engine.executor import Executor, RoleWorker
 from oppo_megatron.engine.generation import DecodeWorker
 from oppo_megatron.engine.round_runner import RoundRunner
@@ -119,7 +120,7 @@ class RoleBuilder:
                 sampling=Sampling.of(config.rollout, config.seed, members(config)),
                 stopping=self._stopping,
                 outlet=ChunkOutlet(device) if rank in site.feeds else None,
-                sync_steps=config.runtime.sync_steps(device.type),
+                sync_steps=SYNC_STEPS[device.type],
             )
         scoring = self._scoring_workers(actor, critic)
         planner = new_planner(
@@ -168,9 +169,9 @@ class RoleBuilder:
                     named_roles(config)[name],
                     groups,
                     head=head,
+                    role=name,
                     max_length=max_context(config),
                     device=self.world.device,
-                    path=config.runtime.decode_path,
                     layers=config.runtime.layers,
                 ).requires_grad_(False)
             temperature = config.algorithm.temperature(config.rollout.temperature)
@@ -186,9 +187,9 @@ class RoleBuilder:
             groups,
             training,
             head=head,
+            name=name,
             max_length=max_context(self.config),
             device=self.world.device,
-            path=self.config.runtime.decode_path,
             layers=self.config.runtime.layers,
             num_updates=num_updates(self.config, name, self.total_steps),
         )

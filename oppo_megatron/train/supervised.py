@@ -205,7 +205,7 @@ def run_supervised(config: SupervisedConfig) -> bool:
     ):
         require_memory(config, world)
         if world.device.type == "cpu":
-            require_private_ops(config.runtime, {model.dtype for model in config.models.values()})
+            require_private_ops({model.dtype for model in config.models.values()})
         return train_supervised(config, task, world, preemption)
 
 
@@ -285,7 +285,7 @@ def _build(
 
     def load(model: ModelConfig) -> RoleModel:
         length, layers = config.max_tokens, config.runtime.layers
-        loaded = load_role(model, groups, head=task.head, max_length=length, device=world.device, layers=layers)
+        loaded = load_role(model, groups, head=task.head, role="model", max_length=length, device=world.device, layers=layers)
         loaded.register_forward_pre_hook(lambda *_: world.activity.beat())  # a micro-batch is a sign of life
         return loaded
 

@@ -174,12 +174,12 @@ def test_every_kind_of_reward_has_the_model_that_it_needs() -> None:
     assert not found["model"].scores_steps and found["process"].scores_steps
     for kind in ("model", "process"):
         reward = found[kind].reward
-        assert reward is not None and reward.init == base.actor.init and reward.init_seed != base.actor.init_seed
+        assert reward is not None and reward.init == base.actor.init
         [part] = sweeps.rewarded(found[kind], "verifier").rewards
         assert (part.name, part.buffer_tokens) == ("length", 16), "it had no rule"
     trained = base.model_copy(update={"actor": base.actor.model_copy(update={"init": None, "checkpoint": Path("weights")})})
     reward = sweeps.rewarded(trained, "model").reward
-    assert reward is not None and (reward.checkpoint, reward.fresh_head) == (Path("weights"), True)
+    assert reward is not None and (reward.checkpoint, reward.init) == (None, Path("weights/config.json"))
     assert sweeps.rewarded(found["model"], "process").reward == found["model"].reward, "its own"
 
 

@@ -56,6 +56,12 @@ def train_with_fan_out(config: dict[str, Any], fan_out: int) -> None:
         train(config)
 
 
+def train_reading_seldom(config: dict[str, Any], every: int) -> None:
+    """`train`, where the host reads tokens once in so many decode steps, as on a GPU."""
+    with mock.patch.dict("oppo_megatron.engine.device_decode.SYNC_STEPS", cpu=every):
+        train(config)
+
+
 @dataclass
 class Counted:
     """What one rank of a run gave to others: in each round, among it what replicas gathered, in all steps, and what all ranks

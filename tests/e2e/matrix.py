@@ -29,8 +29,8 @@ def roles(actor: dict[str, Any], others: dict[str, Any], **settings: Any) -> dic
     trained = {"optimizer": STEADY_ADAM} | settings
     return {
         "actor": {"init": actor} | trained,
-        "critic": {"init": others, "init_seed": 5} | trained,
-        "reward": {"init": others, "init_seed": 6},
+        "critic": {"init": others} | trained,
+        "reward": {"init": others},
     }
 
 
@@ -275,8 +275,6 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"overlap.chunk.tokens": 1},
     FEW_ROUNDS[0],
     {"runtime.kv_layout": "paged"},
-    {"runtime.decode_sync_steps": 5, "runtime.kv_layout": "paged"},
-    {"runtime.decode_path": "module"},
     overcommitted(0),
     FEW_ROUNDS[1],
 )

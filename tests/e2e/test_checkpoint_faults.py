@@ -62,7 +62,7 @@ class Begun:
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Begun:
     workspace = Workspace.create(tmp_path_factory.mktemp("faults"))
-    roles = {name: {"init": SMALL, "init_seed": seed} for seed, name in enumerate(("actor", "critic", "reward"))}
+    roles = {name: {"init": SMALL} for seed, name in enumerate(("actor", "critic", "reward"))}
     config = workspace.config(
         "begun",
         **roles,

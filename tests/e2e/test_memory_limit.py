@@ -16,8 +16,8 @@ from tests.support.ppo import SHAPE, Workspace, read_outcome, run_ppo_ranks, wei
 BIG = SHAPE | {"vocab_size": 80_000}
 SETTINGS = {
     "actor": {"init": BIG, "optimizer": {"lr": 2e-3, "eps": 1e-4}},
-    "critic": {"init": BIG, "init_seed": 5, "optimizer": {"lr": 2e-3, "eps": 1e-4}},
-    "reward": {"init": BIG, "init_seed": 6},
+    "critic": {"init": BIG, "optimizer": {"lr": 2e-3, "eps": 1e-4}},
+    "reward": {"init": BIG},
     "steps": 2,
     "rollout": {"batch_size": 16, "max_response_tokens": 24, "top_k": 6},
     "ppo": {"epochs": 1, "minibatches": 1},

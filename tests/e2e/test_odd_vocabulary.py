@@ -16,8 +16,8 @@ from tests.support.ppo import Workspace, run_ppo_ranks
 ODD = DEEP | {"vocab_size": 283}
 ROLES: dict[str, Any] = {
     "actor": {"init": ODD | {"tie_word_embeddings": True}, "optimizer": STEADY_ADAM},
-    "critic": {"init": ODD, "init_seed": 5, "optimizer": STEADY_ADAM},
-    "reward": {"init": ODD, "init_seed": 6},
+    "critic": {"init": ODD, "optimizer": STEADY_ADAM},
+    "reward": {"init": ODD},
 }
 
 

@@ -14,7 +14,7 @@ from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.errors import RewardError
-from tests.support.ppo import Workspace, run_ppo_ranks
+from tests.support.ppo import Workspace, read_outcome, run_ppo_ranks
 from tests.support.ranks import run_ranks
 
 LONGEST = 40
@@ -105,11 +105,13 @@ def test_a_text_ends_responses_alike_whatever_is_decoded_together(workspace: Wor
     outcomes = []
     for name, changes in {
         "plain": {},
-        "sync": {"runtime.decode_sync_steps": 5, "overlap.chunk": {"tokens": 3, "adaptive": False}},
+        "sync": {"overlap.chunk": {"tokens": 3, "adaptive": False}},
         "streamed": {"placement": {"mode": "disaggregated"}, "overlap.intra": True},
     }.items():
         config = workspace.config(f"stop-{name}", steps=2, **{"rollout.stop": stop, **changes})
-        outcomes.append(run_ppo_ranks(config))
+        if name == "sync":
+            run_ranks(1, "tests.e2e.jobs:train_reading_seldom", config=config, every=5)
+        outcomes.append(read_outcome(Path(config["run_dir"])) if name == "sync" else run_ppo_ranks(config))
     plain = outcomes[0]
     assert all(other.tokens() == plain.tokens() and other.batches() == plain.batches() for other in outcomes[1:])
     reasons = [row["finish_reason"] for row in plain.rollouts]

@@ -57,7 +57,7 @@ def test_scores_of_services_are_those_of_the_run_itself(tmp_path: Path) -> None:
     """
     workspace = Workspace.create(tmp_path)
     rules = [{"kind": "verifier", "name": "arithmetic"}, BREVITY]
-    reward = {"init": SHAPE, "init_seed": 6}
+    reward = {"init": SHAPE}
     model = {
         "rewards": [{"kind": "model"}],
         "reward": reward,

@@ -58,7 +58,7 @@ def _obey(work: Callable[[int], Any], value: int, setting: str) -> tuple[list[st
 def decoded_within(rooms: list[int], sync_steps: int) -> tuple[list[str], list[int], bool]:
     """Decoding in the first of `rooms` (MiB) that is too small: errors, MiB of the cache, and whether the tokens are the same."""
     shape = BIG | {"vocab_size": 4 * VOCAB, "num_hidden_layers": 1, "max_position_embeddings": 8192}
-    model = load_role(ModelConfig(init=shape, init_seed=1), world_groups(1, 1), head="lm", max_length=8192, device=CPU)
+    model = load_role(ModelConfig(init=shape), world_groups(1, 1), head="lm", max_length=8192, device=CPU)
 
     def work(room: int | None, megabytes: int) -> list[list[int]]:
         rounds = decoder(
@@ -95,7 +95,7 @@ def scored(models: dict[str, str], most: int) -> str:
 
 
 def prefilled() -> str:
-    model = load_role(ModelConfig(init=BIG, init_seed=1), world_groups(1, 1), head="lm", max_length=64, device=CPU)
+    model = load_role(ModelConfig(init=BIG), world_groups(1, 1), head="lm", max_length=64, device=CPU)
     rounds = decoder(
         model, model.new_cache(4), sampling=Sampling(seed=4), stopping=Stopping((), 3),
         links=build_links(Site({"actor": RolePlacement((0,))})), micro_batch_tokens=64, timeout_s=60.0,

@@ -19,10 +19,11 @@ class Case:
     kind: str = "train"
 
 
+SYNC_STEPS = 4
+"""Decode steps between two reads."""
 PLAIN: dict[str, Any] = {
     "steps": 2,
     "runtime.device": "cuda",
-    "runtime.decode_sync_steps": 4,
     "runtime.dtype": "bfloat16",
     "runtime.micro_batch_tokens": 128,
     "rollout.batch_size": 4,

@@ -192,9 +192,10 @@ def test_a_good_length_trace_is_accepted(config: Path, capsys: pytest.CaptureFix
 def test_validate_tells_the_kind(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "--skip-data", str(config)]) == 0
     assert "OK" in capsys.readouterr().out
-    supervised = "run_dir: r\ntokenizer: {path: tok}\ndata: {path: rows.jsonl}\nmodel: {init: {}, fresh_head: %s}\n"
-    for fresh, kind in (("false", "sft"), ("true", "rm")):
-        config.write_text(supervised % fresh + "max_tokens: 64\n")
+    supervised = "run_dir: r\ntokenizer: {path: tok}\ndata: {path: rows.jsonl}\nmodel: {init: {}}\n"
+    for row, kind in (({"completion": "2"}, "sft"), ({"chosen": "2"}, "rm")):
+        Path("rows.jsonl").write_text(json.dumps(row))
+        config.write_text(supervised + "max_tokens: 64\n")
         override = "model.init=" + json.dumps(
             {
                 "model_type": "qwen2",

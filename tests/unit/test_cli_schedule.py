@@ -30,7 +30,7 @@ data: {path: rows.jsonl, max_prompt_tokens: 64}
 actor: {init: {model_type: llama, vocab_size: 512, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 4,
                num_attention_heads: 4}}
 critic: {init: "${actor.init}"}
-reward: {init: "${actor.init}", fresh_head: true}
+reward: {init: "${actor.init}"}
 rewards: [{kind: model}]
 rollout: {batch_size: 8, max_response_tokens: 20}
 overlap: {chunk: {tokens: 6}, delta: {initial: 4}, weave: [2, auto]}

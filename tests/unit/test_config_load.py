@@ -32,7 +32,7 @@ steps: 3
 tokenizer: {path: tok.model}
 data: {path: rows.jsonl}
 actor: {checkpoint: actor}
-critic: {checkpoint: actor, fresh_head: true, optimizer: {lr: 1e-5}}
+critic: {checkpoint: actor, optimizer: {lr: 1e-5}}
 rewards: [{kind: verifier, name: gsm8k}]
 rollout: {batch_size: 8, max_response_tokens: 50}
 """

@@ -236,8 +236,7 @@ def test_a_processor_decodes_by_a_copy_of_the_products_weights() -> None:
     norms_and_biases = 8 * (2 * 64 + 64 + 2 * 16) + 64
     assert held["actor"].packed == held["reference"].packed == held["actor"].weights - norms_and_biases * 4
     assert held["critic"].packed == held["critic"].weights - (norms_and_biases + 96 * 64 + 64) * 4
-    for changes in ({}, {"on_cpu": True, "runtime": {"decode_path": "fused"}}):
-        assert {h.memory.packed for h in holdings(**one, **changes)} == {0}
+    assert {h.memory.packed for h in holdings(**one)} == {0}
 
 
 def test_kernels_are_counted_for_every_number_of_rows_that_a_role_meets() -> None:

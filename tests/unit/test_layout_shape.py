@@ -124,23 +124,23 @@ def test_kv_bytes_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "scalar", "fresh", "expected"),
+    ("name", "architecture", "scalar", "expected"),
     [
-        ("Qwen2ForCausalLM", False, False, ""),
-        ("Qwen2ForSequenceClassification", True, False, ""),
-        ("Qwen2ForCausalLM", True, True, ""),
-        ("Qwen2ForCausalLM", True, False, "set `critic.fresh_head: true`"),
-        ("Qwen2ForSequenceClassification", False, False, "without a language-model head"),
+        ("actor", "Qwen2ForCausalLM", False, ""),
+        ("reward", "Qwen2ForSequenceClassification", True, ""),
+        ("critic", "Qwen2ForCausalLM", True, ""),
+        ("reward", "Qwen2ForCausalLM", True, "a frozen model's new head would score at random"),
+        ("actor", "Qwen2ForSequenceClassification", False, "without a language-model head"),
     ],
 )
-def test_heads_of_checkpoints(architecture: str, scalar: bool, fresh: bool, expected: str) -> None:
-    problems = check_head("critic", {**QWEN, "architectures": [architecture]}, scalar=scalar, fresh_head=fresh)
+def test_heads_of_checkpoints(name: str, architecture: str, scalar: bool, expected: str) -> None:
+    problems = check_head(name, {**QWEN, "architectures": [architecture]}, scalar=scalar)
     assert expected in problems[0] if expected else problems == []
 
 
 def test_a_classifier_needs_one_label() -> None:
     config = {**QWEN, "architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "a", "1": "b"}}
-    assert "2 labels" in check_head("x", config, scalar=True, fresh_head=False)[0]
+    assert "2 labels" in check_head("x", config, scalar=True)[0]
 
 
 def test_vocabularies_between_roles() -> None:
@@ -232,7 +232,7 @@ def train_settings(tmp_path: Path) -> dict[str, Any]:
         "tokenizer": {"path": tmp_path / "tok"},
         "data": {"path": tmp_path / "rows.jsonl", "max_prompt_tokens": 128},
         "actor": {"checkpoint": checkpoint(tmp_path / "actor")},
-        "critic": {"checkpoint": tmp_path / "actor", "fresh_head": True},
+        "critic": {"checkpoint": tmp_path / "actor"},
         "reward": {"checkpoint": checkpoint(tmp_path / "rm", architectures=["Qwen2ForSequenceClassification"])},
         "rewards": [{"kind": "model"}],
         "rollout": {"batch_size": 8, "max_response_tokens": 128},
@@ -274,10 +274,8 @@ def test_settings_files_and_shapes_are_reported_together(train_settings: dict[st
         assert expected in text
 
 
-def test_supervised_kinds_need_different_heads(train_settings: dict[str, Any]) -> None:
+def test_a_causal_lm_is_a_start_for_both_heads(train_settings: dict[str, Any]) -> None:
     common = {key: train_settings[key] for key in ("run_dir", "tokenizer")} | {"data": {"path": train_settings["data"]["path"]}}
     settings = {**common, "model": train_settings["actor"], "max_tokens": 256}
     assert supervised_problems(SFTConfig.model_validate(settings)) == []
-    assert any("fresh_head" in problem for problem in supervised_problems(RewardModelConfig.model_validate(settings)))
-    settings["model"] = {**settings["model"], "fresh_head": True}
     assert supervised_problems(RewardModelConfig.model_validate(settings)) == []

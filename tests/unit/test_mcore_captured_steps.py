@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from oppo_megatron.cluster.world import open_world
-from oppo_megatron.config.model import DecodePath, KVLayout, ModelConfig, RuntimeConfig
+from oppo_megatron.config.model import KVLayout, ModelConfig, RuntimeConfig
 from oppo_megatron.engine.device_decode import batch_bucket
 from oppo_megatron.engine.executor import Links
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
@@ -21,7 +21,7 @@ from oppo_megatron.mcore import fused
 from oppo_megatron.mcore.device import WARM_UPS, CapturedSteps
 from oppo_megatron.mcore.groups import build_groups
 from oppo_megatron.mcore.layers import Norm
-from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.model import DecodePath, RoleModel
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Prompt

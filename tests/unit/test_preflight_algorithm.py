@@ -43,7 +43,7 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 def test_a_preset_fills_in_what_its_row_says(settings: dict[str, Any], name: str) -> None:
     put(settings, "algorithm.preset", name)
     if PRESETS[name].baseline == "critic":
-        settings["critic"] = {"checkpoint": settings["actor"]["checkpoint"], "fresh_head": True}
+        settings["critic"] = {"checkpoint": settings["actor"]["checkpoint"]}
     config, preset = TrainConfig.model_validate(settings), PRESETS[name]
     assert check_train(config) == []
     assert {choice: getattr(config.algorithm, choice) for choice in CHOICES} == preset.choices

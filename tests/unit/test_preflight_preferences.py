@@ -72,7 +72,6 @@ def test_defaults(loss: str, folder: Path) -> None:
         ("ipo", {"reference": {"checkpoint": "FOLDER/none"}}, "reference.checkpoint `FOLDER/none` does not exist"),
         ("ipo", {"reference": {"checkpoint": "FOLDER/critic"}}, "reference: its checkpoint is a Qwen2ForSequenceClassification"),
         ("kto", {"reference_logprobs": "FOLDER"}, "reference_logprobs is FOLDER, which is a folder; name a file in it"),
-        ("ipo", {"model": {"checkpoint": "FOLDER/model", "fresh_head": True}}, "fresh_head is true, but"),
         ("ipo", {"evaluation": {"fraction": 0.5}, "early_stop": {"metric": "los"}}, "early_stop.metric is 'los'"),
     ],
 )
@@ -108,7 +107,6 @@ def test_a_pair_counts_twice_in_the_plan_of_memory(folder: Path) -> None:
         ("dpo", {"dpo": {"beta": 0.2}}),
         ("rm", {"separator": "x"}),
         ("rm", {"data": {"path": "d", "columns": {"labels": "l"}}}),
-        ("rm", {"model": {"checkpoint": "m", "fresh_head": True}}),
         ("sft", {}),
     ],
 )
