@@ -80,7 +80,7 @@ class Cluster:
             "rollout": {"batch_size": sequences, "max_response_tokens": self.response_tokens,
                 "forced_lengths": list(self.lengths),
             },
-            "overlap": {"chunk": {"tokens": self.chunk, "adaptive": False}, "delta": delta},
+            "overlap": {"chunk": self.chunk, "delta": delta},
             "runtime": {"micro_batch_tokens": 8192},
         }  # fmt: skip
         return TrainConfig.model_validate(tree)

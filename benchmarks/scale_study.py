@@ -117,7 +117,7 @@ class Layout:
                 "batch_size": batch, "max_response_tokens": LONG.limit, "forced_lengths": [LONG.median, LONG.sigma],
             },
             "overlap": {
-                "chunk": {"tokens": CHUNK, "adaptive": False},
+                "chunk": CHUNK,
                 "delta": {"rule": "fixed", "initial": delta, "max": delta},
             },
             "runtime": {"micro_batch_tokens": MICRO_BATCH_TOKENS, "dtype": "bfloat16"},

@@ -84,10 +84,10 @@ def chunk_configs(args: Args) -> Configs:
     fitting = [size for size in args.sizes if size <= longest]
     if not fitting:
         raise ConfigError(f"--sizes {', '.join(map(str, args.sizes))}: none is within rollout.max_response_tokens {longest}")
-    chunks: dict[str, dict[str, Any]] = {str(size): {"tokens": size, "adaptive": False} for size in fitting}
-    chunks[ADAPTIVE] = {"adaptive": config.overlap.chunk.adaptive or True}
-    tuner = config.overlap.chunk
-    return {name: updated(config, "overlap", chunk=tuner.model_copy(update=own)) for name, own in chunks.items()}
+    own = config.overlap.chunk_sizes
+    chunks: dict[str, int | list[int]] = {str(size): size for size in fitting}
+    chunks[ADAPTIVE] = own if len(own) > 1 else list(dict.fromkeys([*own, 16, 32, 64]))
+    return {name: updated(config, "overlap", chunk=chunk) for name, chunk in chunks.items()}
 
 
 def chunk_result(configs: Configs, runs: Runs) -> tuple[dict[str, Any], list[str]]:
@@ -116,7 +116,7 @@ def tuned(config: TrainConfig, runs: Runs) -> dict[str, Any]:
     Fixed sizes count by the same steps: a batch does not depend on the chunk, so they did the same work.  `choice_percent` is the
     distance of the fixed run of the chosen size; None if the repeats chose several sizes, or one that was not run.
     """
-    first = first_settled_step(config.overlap.chunk, longest_chunk(config))
+    first = first_settled_step(config.overlap.chunk_sizes, longest_chunk(config))
     adaptive = [run for run in runs[ADAPTIVE] if len(run.lines) >= first]
     sizes = [run.lines[first - 1]["chunk_tokens"] for run in adaptive]
     found = {"first_settled_step": first, "settled_on": sizes}

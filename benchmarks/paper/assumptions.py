@@ -97,7 +97,7 @@ class Setting:
                     "forced_lengths": [self.lengths.median, self.lengths.sigma],
                 },
                 "overlap": {
-                    "chunk": {"tokens": CHUNK, "adaptive": False},
+                    "chunk": CHUNK,
                     "delta": {"rule": "fixed", "initial": DELTA, "max": DELTA},
                 },
                 "runtime": {"micro_batch_tokens": MICRO_BATCH_TOKENS, "dtype": "bfloat16"},

@@ -154,7 +154,7 @@ class Case:
         if delta is not None:
             overlap = overlap.model_copy(update={"delta": delta})
         if chunk is not None:
-            overlap = overlap.model_copy(update={"chunk": overlap.chunk.model_copy(update={"tokens": chunk})})
+            overlap = overlap.model_copy(update={"chunk": chunk})
         config = config.model_copy(update={"overlap": overlap})
         run = VirtualRun(
             config, self.costs, self.lengths, prompt_tokens=self.setting.lengths.prompt, signals=signals, endless=True

@@ -227,7 +227,7 @@ class GpuBench:
                 "guards": {"logprob_gap": None},
                 "overlap": {
                     **switches(mode),
-                    "chunk": {"tokens": work.chunk_tokens, "adaptive": False},
+                    "chunk": work.chunk_tokens,
                     "delta": {"rule": "fixed", "initial": work.delta, "max": work.delta},
                 },
                 "runtime": {"device": work.device, "micro_batch_tokens": work.micro_batch_tokens},

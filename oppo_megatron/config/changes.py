@@ -32,7 +32,7 @@ def _kept(key: str, now: Mapping[str, Any]) -> str:
         return " (the adaptive coefficient continues from the checkpoint)"
     if key == "overlap.delta.initial" and _at(now, "overlap.delta.rule") != "fixed":
         return " (delta continues from the checkpoint)"
-    if key == "overlap.chunk.tokens" and _at(now, "overlap.chunk.adaptive"):
+    if key == "overlap.chunk" and isinstance(_at(now, "overlap.chunk"), list):
         return " (the chunk size continues from the checkpoint)"
     return ""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from oppo_megatron.config.overlap import SEARCH_STEPS, ChunkConfig
+from oppo_megatron.config.overlap import SEARCH_STEPS
 from oppo_megatron.records import Decision
 
 NANOSECOND = 1e-9
@@ -83,22 +84,22 @@ TRIALS = 1
 """Steps that a search spends on each candidate."""
 
 
-def candidates(config: ChunkConfig, settled: int, longest: int) -> list[int]:
-    return sorted({min(size, longest) for size in [*config.candidates, settled]})
+def candidates(sizes: Sequence[int], settled: int, longest: int) -> list[int]:
+    return sorted({min(size, longest) for size in [*sizes, settled]})
 
 
-def first_settled_step(config: ChunkConfig, longest: int) -> int:
-    count = len(candidates(config, min(config.tokens, longest), longest))
-    return 2 + count * TRIALS if config.adaptive and count > 1 else 1
+def first_settled_step(sizes: Sequence[int], longest: int) -> int:
+    count = len({min(size, longest) for size in sizes})
+    return 2 + count * TRIALS if count > 1 else 1
 
 
 class ChunkTuner:
-    """Sets the chunk size from measured steps, searching every `period` steps."""
+    """Sets the chunk size from measured steps, searching every `period` steps among `sizes`; it begins with the first one."""
 
-    def __init__(self, config: ChunkConfig, longest: int, trials: int = TRIALS, period: int = SEARCH_STEPS):
+    def __init__(self, sizes: Sequence[int], longest: int, trials: int = TRIALS, period: int = SEARCH_STEPS):
         assert longest >= 1, f"the response limit must be at least 1 token, not {longest}"
-        self._config, self._longest, self._trials, self._period = config, longest, trials, period
-        self._settled = min(config.tokens, longest)
+        self._sizes, self._longest, self._trials, self._period = sizes, longest, trials, period
+        self._settled = min(sizes[0], longest)
         self._steps_to_search = 1
         self._search: Search | None = None
         self._law = DecodeLaw()
@@ -110,14 +111,14 @@ class ChunkTuner:
     def observe(self, step: int, cost: StepCost) -> Decision:
         assert math.isfinite(cost.seconds) and cost.seconds >= 0 and cost.tokens >= 0, f"step {step}: {cost}"
         before = self.value
-        reason = self._advance(cost) if self._config.adaptive else f"chunk is fixed at {self._settled}"
+        reason = self._advance(cost) if len(self._sizes) > 1 else f"chunk is fixed at {self._settled}"
         return Decision(self.value, f"step {step}: {reason}", self.value != before)
 
     def state_dict(self) -> dict[str, Any]:
         return {"value": self._settled, "steps_to_search": 1 if self._search else self._steps_to_search}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._config.adaptive:
+        if len(self._sizes) > 1:
             self._settled = min(state["value"], self._longest)
         self._steps_to_search = state["steps_to_search"]
         self._search = None
@@ -133,7 +134,7 @@ class ChunkTuner:
 
     def _start(self) -> str:
         self._steps_to_search = self._period
-        sizes = candidates(self._config, self._settled, self._longest)
+        sizes = candidates(self._sizes, self._settled, self._longest)
         if len(sizes) == 1:
             return f"chunk stays {self._settled}: no other candidate within the response limit of {self._longest}"
         self._search = Search(sizes, num_steps=len(sizes) * self._trials)

@@ -171,7 +171,6 @@ def _serving_batches(config: TrainConfig, name: str, sequences: int, slots: int)
     batch, overlap = config.rollout.batch_size, config.overlap
     decode, prefill = _cut(config, slots)
     deltas = [overlap.delta.initial] if overlap.delta.rule == "fixed" else [0, overlap.delta.max]
-    chunks = [overlap.chunk.tokens, *(overlap.chunk.candidates if overlap.chunk.adaptive else [])]
     return {
         "rollout batch B": str(batch),
         "B + delta": _span([batch + delta for delta in (deltas if overlap.inter else [0])]),
@@ -179,7 +178,7 @@ def _serving_batches(config: TrainConfig, name: str, sequences: int, slots: int)
         "KV slots": str(slots),
         "decode m-batches": decode if name == "actor" else "-",
         "micro-batch tokens": str(config.runtime.micro_batch_tokens),
-        "chunk C": _span([min(size, longest_chunk(config)) for size in chunks]),
+        "chunk C": _span([min(size, longest_chunk(config)) for size in overlap.chunk_sizes]),
         "prefill tokens": "-" if name == "actor" else prefill,
     }
 

@@ -109,7 +109,7 @@ def probe_config(settings: TrainSettings, placement: PlacementConfig, run_dir: P
     """A short quiet run that keeps no weights; chunks are fixed, because adaptive ones would differ in every step."""
     changes = {
         "run_dir": run_dir, "steps": MEASURED_STEPS, "epochs": None, "evaluation": None, "early_stop": None,
-        "overlap.chunk.adaptive": False, "logging": LoggingConfig(console="off", trace=False),
+        "overlap.chunk": settings.overlap.chunk_tokens, "logging": LoggingConfig(console="off", trace=False),
         "checkpoint.every_minutes": 0.0, "checkpoint.final": "nothing",
     }  # fmt: skip
     return settings.with_placement(placement).with_values(changes)

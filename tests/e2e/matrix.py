@@ -158,7 +158,7 @@ FEATURES: dict[str, Feature] = {
         rounds=1,
     ),
     "backfill": Feature(
-        overcommitted(3) | {"steps": 6, "overlap.backfill": 4, "overlap.chunk.tokens": 2},
+        overcommitted(3) | {"steps": 6, "overlap.backfill": 4, "overlap.chunk": 2},
         lambda outcome: total(outcome, "backfilled") > 6,
         soon=("PP2 x DP2, woven", "DP2 | DP2"),
         stops="DP2 | DP2",
@@ -269,10 +269,10 @@ WIDE: dict[str, dict[str, Any]] = {
     "TP2 x PP4, scorers TP2 x PP2 x DP2": on("colocated", (2, 4, 1), (2, 2, 2)),
 }
 """For the plain configuration alone."""
-FEW_ROUNDS: tuple[dict[str, Any], ...] = ({"overlap.chunk.tokens": 64}, {"overlap.intra": False})
+FEW_ROUNDS: tuple[dict[str, Any], ...] = ({"overlap.chunk": 64}, {"overlap.intra": False})
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
-    {"overlap.chunk.tokens": 1},
+    {"overlap.chunk": 1},
     FEW_ROUNDS[0],
     {"runtime.kv_layout": "paged"},
     overcommitted(0),

@@ -57,7 +57,7 @@ def test_a_critic_that_is_waited_for_is_exposed_but_for_the_actors_own_update(wo
 
 def test_no_figure_goes_by_a_clock_that_somebody_sets(workspace: Workspace) -> None:
     """A step that took less than no time has stopped runs, by way of the chunk's tuner."""
-    config = workspace.config("set-back", **{"overlap.intra": True, "overlap.chunk.adaptive": True})
+    config = workspace.config("set-back", **{"overlap.intra": True, "overlap.chunk": [7, 16, 32, 64]})
     run_ranks(1, "tests.e2e.jobs:train_while_the_clock_is_set_back", config=config)
     lines = read_metrics(Path(config["run_dir"]) / "metrics.jsonl")
     times = [line[name] for line in lines for name in line if name.endswith("_s") and name != "idle_s"]

@@ -65,7 +65,7 @@ def test_a_response_is_dropped_where_its_greedy_one_scores_the_same(workspace: W
     assert dropped(one) > 1 and all(line["equal_groups"] == 0 for line in one.metrics)
     calls = calls_of(workspace, "greedy").read_text().splitlines()
     assert len(calls) == 2 * (STEPS * BATCH + dropped(one)), "each response once"
-    apart = {"placement": {"mode": "disaggregated", "actor": {"tp": 2}}, "overlap.chunk.tokens": 7}
+    apart = {"placement": {"mode": "disaggregated", "actor": {"tp": 2}}, "overlap.chunk": 7}
     assert_same(run_ppo_ranks(dapo(workspace, "greedy-apart", **overcommitted(1) | changes | apart)), one)
 
 

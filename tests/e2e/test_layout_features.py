@@ -101,7 +101,7 @@ def test_scorers_on_ranks_of_their_own(workspace: Workspace, plain: Outcome) -> 
 
 def test_a_tuned_chunk_is_the_same_for_scorers_partly_on_the_actors_ranks(workspace: Workspace, plain: Outcome) -> None:
     """The reward model's stages are on a rank that decodes and on one that does not: both plan its rounds."""
-    chunk = {"overlap.chunk": {"tokens": 7, "adaptive": [7, 20]}, "runtime.timeout_s": 60.0}
+    chunk = {"overlap.chunk": [7, 20], "runtime.timeout_s": 60.0}
     config = deep(workspace, "partly", placement=DISAGGREGATED | {"actor": {"pp": 2}}, **STREAMED, **chunk)
     config["reward"] |= {"ranks": "1-2", "parallel": {"pp": 2}}
     planned = run_ranks(3, "tests.e2e.jobs:train_and_tell_chunks", config=config)

@@ -105,7 +105,7 @@ def test_a_text_ends_responses_alike_whatever_is_decoded_together(workspace: Wor
     outcomes = []
     for name, changes in {
         "plain": {},
-        "sync": {"overlap.chunk": {"tokens": 3, "adaptive": False}},
+        "sync": {"overlap.chunk": 3},
         "streamed": {"placement": {"mode": "disaggregated"}, "overlap.intra": True},
     }.items():
         config = workspace.config(f"stop-{name}", steps=2, **{"rollout.stop": stop, **changes})

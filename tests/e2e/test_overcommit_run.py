@@ -25,7 +25,7 @@ BACKFILL = {
     "overlap.intra": True,
     "overlap.inter": True,
     "overlap.delta": {"rule": "fixed", "initial": 3, "max": 3},
-    "overlap.chunk.tokens": EVERY,
+    "overlap.chunk": EVERY,
     "overlap.backfill": EVERY,
 }
 
@@ -127,7 +127,7 @@ def test_the_end_of_the_data_is_a_smaller_batch(workspace: Workspace) -> None:
 
 def test_adaptive_chunk_and_delta_run(workspace: Workspace) -> None:
     changes = {
-        "overlap.chunk": {"tokens": 8, "adaptive": [2, 8, 32]},
+        "overlap.chunk": [8, 2, 32],
         "overlap.delta": {"rule": "eq4", "initial": 2, "max": 4, "window": 1},
         "overlap.max_staleness": 2,
     }
@@ -194,7 +194,7 @@ def test_few_slots_change_nothing(workspace: Workspace, backfilled: Outcome) -> 
 
 def test_a_chunk_that_adapts_changes_no_batch(workspace: Workspace, backfilled: Outcome) -> None:
     """It is searched for among sizes up to that of `overlap.backfill`, also such that do not divide it."""
-    chunk = {"tokens": EVERY, "adaptive": [3, 64]}
+    chunk = [EVERY, 3, 64]
     run = run_ppo_ranks(deep(workspace, "backfill-adaptive", **BACKFILL | {"overlap.chunk": chunk}))
     assert {line["chunk_tokens"] for line in run.metrics} == {3, EVERY}
     assert_same(run, backfilled)

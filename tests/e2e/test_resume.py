@@ -167,7 +167,7 @@ def test_resume_in_another_layout(workspace: Workspace, carried: Outcome) -> Non
 
 def test_resumed_with_a_chunk_that_adapts_the_tokens_are_the_same(workspace: Workspace, carried: Outcome) -> None:
     """Told to stop within the first step; the sizes are tried out after it."""
-    config = deep(workspace, "adaptive", **CARRIED | {"overlap.chunk": {"tokens": 7, "adaptive": True}})
+    config = deep(workspace, "adaptive", **CARRIED | {"overlap.chunk": [7, 16, 32, 64]})
     stop(config, rounds=3)
     outcome = resumed(config)
     assert_same(outcome, carried)

@@ -31,7 +31,7 @@ PLAIN: dict[str, Any] = {
     "ppo.epochs": 1,
     "overlap.intra": True,
     "overlap.inter": True,
-    "overlap.chunk": {"tokens": 8, "adaptive": False},
+    "overlap.chunk": 8,
     "overlap.delta": {"rule": "fixed", "initial": 1, "max": 2},
     "guards.logprob_gap": None,
     "checkpoint.every_steps": 1,

@@ -64,7 +64,7 @@ class Workspace:
             "rewards": [{"kind": "model"}, {"kind": "verifier", "name": "arithmetic", "weight": 0.5}],
             "rollout": {"batch_size": 6, "max_response_tokens": 40},
             "ppo": {"epochs": 2, "minibatches": 2, "kl": {"coefficient": 0.05}, "entropy_coefficient": 0.01},
-            "overlap": {"intra": False, "inter": False, "chunk": {"tokens": 7, "adaptive": False}},
+            "overlap": {"intra": False, "inter": False, "chunk": 7},
             "logging": {"console": "off", "rollouts": True},
         }
         config = deepcopy(config)

@@ -30,7 +30,7 @@ def tree(actor: Layout = (1, 1, 1), scorer: Layout | None = None, **changes: Any
         "data": {"path": "none", "max_prompt_tokens": 64}, "actor": role, "critic": role, "reward": role,
         "rewards": [{"kind": "model"}], "rollout": {"batch_size": 16, "max_response_tokens": 96, "forced_lengths": [30.0, 0.8]},
         "overlap": {
-            "chunk": {"tokens": 16, "adaptive": False},
+            "chunk": 16,
             "delta": {"rule": "fixed", "initial": 4, "max": 4},
         },
         "runtime": {"micro_batch_tokens": 2048},
@@ -51,12 +51,13 @@ def drawn(seed: int) -> tuple[TrainConfig, StepCosts]:
     group, limit = random.choice((1, 1, 1, 2, 4)), random.choice((48, 96, 160, 256))
     batch, chunk = (
         random.choice((8, 16, 32, 64)),
-        {"tokens": random.choice((4, 8, 16, 64)), "adaptive": random.random() < 0.2},
+        random.choice((4, 8, 16, 64)),
     )
+    sizes = list(dict.fromkeys([chunk, 16, 32, 64])) if random.random() < 0.2 else chunk
     delta = random.choice((0, 2, 4, batch // 4, batch // 2))
     weave = random.choice((["auto", "auto"],) * 3 + (["auto", 256], [2, "auto"], [3, 128]))
     overlap = {
-        "chunk": chunk, "delta": {"rule": "fixed", "initial": delta, "max": max(1, delta)}, "weave": weave,
+        "chunk": sizes, "delta": {"rule": "fixed", "initial": delta, "max": max(1, delta)}, "weave": weave,
         "schedule": random.choice(("auto", "woven", "intra")), "backfill": random.random() < 0.2,
         "actor_kv": random.choice(("recompute", "recompute", "keep")),
     }  # fmt: skip

@@ -19,7 +19,7 @@ LENGTHS = ("--lognormal", "8,0.8")
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     workspace = Workspace.create(tmp_path_factory.mktemp("simulate"))
-    overlap = {"intra": True, "inter": True, "chunk": {"tokens": 8, "adaptive": False}}
+    overlap = {"intra": True, "inter": True, "chunk": 8}
     overlap["delta"] = {"rule": "fixed", "initial": 3, "max": 8}
     tree = workspace.config("run", placement={"mode": "disaggregated"}, steps=6, overlap=overlap)
     path = workspace.root / "c.yaml"

@@ -27,7 +27,7 @@ def test_settings_that_changed_are_told() -> None:
 
 
 def test_what_goes_on_from_the_checkpoint_is_said() -> None:
-    now = tree(actor={"checkpoint": "other"}, overlap={"delta": {"initial": 3}, "chunk": {"tokens": 48}})
+    now = tree(actor={"checkpoint": "other"}, overlap={"delta": {"initial": 3}, "chunk": [48, 16]})
     told = "\n".join(changed_settings(tree(), now))
     assert "actor.checkpoint: a -> other (the actor's weights come from the checkpoint)" in told
     assert "overlap.delta.initial: 4 -> 3 (delta continues from the checkpoint)" in told

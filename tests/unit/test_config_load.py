@@ -68,7 +68,7 @@ def test_overrides_reach_sections_lists_and_null_sections(good: Path) -> None:
         ("ppo: {kl: {coefficient: 0.2}}", ["ppo.kl.coefficient=~"], "ppo.kl.coefficient", 0.05),
         ("ppo: {kl: {coefficient: 0.2}}", ["ppo.kl=null", "ppo.kl.coefficient=0.3"], "ppo.kl.coefficient", 0.3),
         ("seed: 7", ["seed=null", "ppo.kl=null"], "seed", 1),
-        ("overlap: {chunk: {tokens: 8}}", ["overlap=Null"], "overlap.chunk.tokens", 32),
+        ("overlap: {delta: {window: 8}}", ["overlap=Null"], "overlap.delta.window", 5),
         ("ppo: {clip_high: 0.3}", ["ppo.clip_high=null"], "ppo.clip_high", None),
         ("ppo: {kl_coefficient: 0.2, odd: 1}", ["ppo.odd=null", "ppo.kl_coefficient=null"], "ppo.kl.coefficient", 0.05),
     ],
@@ -98,8 +98,8 @@ def test_interpolation_sees_overrides(good: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("overlap.chunk.token=3", "`overlap.chunk.token` is not a setting; did you mean `overlap.chunk.tokens`?"),
-        ("overlap.chunk.adaptive=[]", "`overlap.chunk.adaptive` is [], but must be a boolean or a list of at least 1; correct"),
+        ("overlap.delta.windw=3", "`overlap.delta.windw` is not a setting; did you mean `overlap.delta.window`?"),
+        ("overlap.chunk=[]", "`overlap.chunk` is [], but must be an integer or a list of at least 1; correct"),
         ("seed=9223372036854775808", "`seed` is 9223372036854775808, but must be less than 9223372036854775808"),
         ("sead=3", "`sead` is not a setting; did you mean `seed`?"),
         ("batch_size=3", "`batch_size` is not a setting; did you mean `rollout.batch_size`?"),

@@ -184,7 +184,7 @@ SHORT = {"batch_size": 8, "max_response_tokens": 20}
         ),
         # without streaming a chunk has the same size: the scorers only wait for the last one
         (
-            {"placement": WOVEN, "overlap": {"intra": False, "chunk": {"tokens": 24, "adaptive": False}}},
+            {"placement": WOVEN, "overlap": {"intra": False, "chunk": 24}},
             {"decode m-batches": "1", "chunk C": "24"}, {"prefill tokens": "4096"},
         ),
         # no more micro-batches than sequences, no chunk beyond the response limit, no micro-batch beyond its budget

@@ -185,11 +185,11 @@ def test_a_measuring_run_is_the_configuration_but_short_and_quiet() -> None:
     placement = PlacementConfig(mode="single")
     probe = probe_config(asked, placement, Path("scratch"))
     assert (probe.run_dir, probe.steps, probe.evaluation, probe.checkpoint.final) == (Path("scratch"), 3, None, "nothing")
-    assert probe.logging.console == "off" and not probe.logging.trace and not probe.overlap.chunk.adaptive
+    assert probe.logging.console == "off" and not probe.logging.trace and probe.overlap.chunk == 32
     changed = {"run_dir", "steps", "epochs", "evaluation", "logging", "overlap", "placement", "checkpoint"}
     before, after = asked.with_placement(placement).model_dump(), probe.model_dump()
     assert {name for name in before if before[name] != after[name]} <= changed
-    after["overlap"]["chunk"]["adaptive"] = True
+    after["overlap"]["chunk"] = [32, 16, 64]
     assert before["overlap"] == after["overlap"] and before["seed"] == after["seed"]
 
 

@@ -107,7 +107,8 @@ def test_a_pair_counts_twice_in_the_plan_of_memory(folder: Path) -> None:
         ("dpo", {"dpo": {"beta": 0.2}}),
         ("rm", {"separator": "x"}),
         ("rm", {"data": {"path": "d", "columns": {"labels": "l"}}}),
-        ("sft", {}),
+        ("rm", {}),  # its first row has a chosen answer
+        ("sft", {"data": {"path": "d"}}),
     ],
 )
 def test_the_command_of_a_file_is_known_by_its_keys(kind: str, change: dict[str, Any], folder: Path, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_a_hidden_update_of_the_critic_shows_where_it_holds_up_scores(player: ty
 
 @pytest.mark.parametrize("delta", [0, 3, 8, 12])
 def test_mean_deferrals_are_mean_delta_over_batch(delta: int) -> None:
-    overlap = {"delta": {"rule": "fixed", "initial": delta, "max": delta}, "chunk": {"tokens": 16, "adaptive": False}}
+    overlap = {"delta": {"rule": "fixed", "initial": delta, "max": delta}, "chunk": 16}
     steps = play(plain(overlap=overlap), 60, endless=True)[10:]
     deferrals = fmean(times for step in steps for times in step.deferrals.tolist())
     assert deferrals == pytest.approx(delta / 16, rel=0.05)
@@ -111,7 +111,7 @@ def test_mean_deferrals_are_mean_delta_over_batch(delta: int) -> None:
 
 def test_mean_deferrals_follow_a_delta_that_changes() -> None:
     rule = {"rule": "measured", "initial": 2, "max": 12, "window": 1}
-    steps = play(plain(overlap={"delta": rule, "chunk": {"tokens": 16, "adaptive": False}}), 80, endless=True)[10:]
+    steps = play(plain(overlap={"delta": rule, "chunk": 16}), 80, endless=True)[10:]
     assert len({step.delta for step in steps}) > 2
     deferrals = fmean(times for step in steps for times in step.deferrals.tolist())
     assert deferrals == pytest.approx(fmean(step.delta for step in steps) / 16, rel=0.1)
@@ -172,7 +172,7 @@ def test_streaming_never_costs_where_rounds_cost_nothing(
     decode, token = Linear(1e-3, each[0]), Linear(0.0, each[1])
     actions = Costs(decode, Linear(0.0, 0.0), {}, token, Linear(0.0, 0.0), 0.0)
     costs = StepCosts(actions, UPDATES)
-    overlap = {"chunk": {"tokens": chunk, "adaptive": False}}
+    overlap = {"chunk": chunk}
     runs = [
         play(switched(plain(actor=layouts[0], scorer=layouts[1], overlap=overlap), mode), 3, costs)
         for mode in ("intra", "sequential")
@@ -186,7 +186,7 @@ def test_void_micro_steps_cost_nothing(player: type[VirtualRun]) -> None:
     """The batch is complete after 10 of 64 decode steps: of the others no stage computes, and no message is sent."""
     none, second = Linear(0.0, 0.0), Linear(1.0, 0.0)
     costs = StepCosts(Costs(second, none, {}, none, none, message_s=0.25))
-    overlap = tree()["overlap"] | {"chunk": {"tokens": 64, "adaptive": False}, "weave": [1, "auto"]}
+    overlap = tree()["overlap"] | {"chunk": 64, "weave": [1, "auto"]}
     config = plain(actor=(1, 2, 1), scorer=(1, 1, 1), overlap=overlap, rollout={"batch_size": 4, "max_response_tokens": 96})
     run = player(config, costs, lambda seq_id: 10 if seq_id < 4 else 90, prompt_tokens=PROMPT)
     step = next(run.steps(1))
@@ -266,7 +266,7 @@ def test_rounds_are_within_two_percent_of_actions_on_every_layout_of_up_to_16_ra
 def test_scorers_hear_of_a_chunk_a_message_later(player: type[VirtualRun]) -> None:
     none = Linear(0.0, 0.0)
     costs = StepCosts(Costs(Linear(1e-3, 0.0), none, {}, none, none, message_s=1.0))
-    chunk = {"chunk": {"tokens": 64, "adaptive": False}}
+    chunk = {"chunk": 64}
     config = switched(plain(scorer=(1, 1, 1), rollout={"forced_lengths": [24.0, 0.0]}, overlap=chunk), "intra")
     assert play(config, 1, costs, player)[0].step_s == pytest.approx(24 * 1e-3 + 1.0)
 

@@ -25,7 +25,7 @@ def dealt(seq_id: int) -> int:
 
 
 def carrying(delta: int, **changes: object) -> TrainConfig:
-    overlap = {"delta": {"rule": "fixed", "initial": delta, "max": 32}, "chunk": {"tokens": 16, "adaptive": False}}
+    overlap = {"delta": {"rule": "fixed", "initial": delta, "max": 32}, "chunk": 16}
     return config(overlap=overlap | changes)
 
 
