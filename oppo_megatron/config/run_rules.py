@@ -113,9 +113,6 @@ def _evaluation(config: TrainConfig) -> Iterator[str]:
         return
     for index, part in enumerate(evaluation.metrics):
         yield from check_part(f"evaluation.metrics.{index}", part)
-    if not evaluation.judges:
-        yield "evaluation has neither verifier nor metrics; add one of them, which judges the responses"
-        return
     models = [part.kind for part in evaluation.metrics if part.reads_model]
     if len(models) > 1:
         yield "evaluation.metrics names the reward model more than once; once is enough"
@@ -131,8 +128,6 @@ def _evaluation(config: TrainConfig) -> Iterator[str]:
 
 def _standards(config: TrainConfig | SupervisedConfig) -> Iterator[str]:
     """The metrics of `early_stop` and `checkpoint.keep_best` are measured during the run."""
-    if not (isinstance(config, SupervisedConfig) or config.evaluation is None or config.evaluation.judges):
-        return
     rules = config.checkpoint
     if config.early_stop is not None:
         yield from _metric("early_stop.metric", config.early_stop.metric, config)

@@ -49,7 +49,7 @@ class Evaluator(HeldoutSchedule):
         self.runtime, self.max_slots, self.kv_budget_bytes = config.runtime, max_slots, kv_budget_bytes
         self.rounds, self.exchange = rounds, exchange
         self.source = rounds.planner.site.source
-        self.steps = StepRewards.of(evaluation.judges, exchange.tokenizer)
+        self.steps = StepRewards.of(evaluation.metrics, exchange.tokenizer)
         self.sampling = Sampling(temperature=evaluation.temperature, seed=config.seed)
         count = min(len(prompts), evaluation.most_rows)
         once = PromptStream(prompts, 0, epochs=1, limit=count, shuffle=False)

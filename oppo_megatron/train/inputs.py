@@ -68,7 +68,7 @@ def read_inputs(config: TrainSettings, progress: Callable[[str], None] = lambda 
     require_trained_actor(config, prompts)
     heldout = judges = None
     if config.evaluation is not None:
-        judges = build_reward_functions(config.evaluation.judges, max_response_tokens=longest)
+        judges = build_reward_functions(config.evaluation.metrics, max_response_tokens=longest)
         heldout = load_prompts(config.evaluation.data, tokenizer, quarantine=quarantine, check=judges.check)
     warnings = unearned_formats(config, tokenizer, prompts.rows[0].text)
     return Inputs(tokenizer, rewards, prompts, heldout, judges, quarantine, lengths, warnings)

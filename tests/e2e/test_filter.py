@@ -90,7 +90,7 @@ def test_prompts_of_which_nothing_is_left_end_the_run_after_its_last_batch(works
     """Three of five groups make a step; the others are dropped, and held-out prompts are answered once after it."""
     heldout = {
         "data": {"path": str(workspace.root / "data" / "heldout.jsonl"), "max_prompt_tokens": 96, "max_rows": 4},
-        "verifier": "arithmetic",
+        "metrics": [{"kind": "verifier", "name": "arithmetic"}],
     }
     config = flat(workspace, "end", 3, **{"steps": None, "data.max_rows": 5, "evaluation": heldout})
     outcome = run_ppo_ranks(config)

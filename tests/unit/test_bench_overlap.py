@@ -208,7 +208,10 @@ def test_work_is_told_by_label_and_by_action() -> None:
 
 
 def test_evaluation_and_weights_are_no_part_of_a_benchmark() -> None:
-    held_out = config(evaluation={"data": {"path": "h.jsonl"}, "verifier": "gsm8k"}, logging={"trace": False, "console": "off"})
+    held_out = config(
+        evaluation={"data": {"path": "h.jsonl"}, "metrics": [{"kind": "verifier", "name": "gsm8k"}]},
+        logging={"trace": False, "console": "off"},
+    )
     changed = bare(held_out)
     assert changed.evaluation is None and not changed.checkpoint.writes_weights
     assert changed.logging.trace and changed.logging.console == "off"

@@ -181,7 +181,7 @@ def test_settings_without_auto_are_settled() -> None:
 def test_a_measuring_run_is_the_configuration_but_short_and_quiet() -> None:
     from pathlib import Path
 
-    asked = settings(evaluation={"data": {"path": "x"}, "verifier": "gsm8k"}, steps=900)
+    asked = settings(evaluation={"data": {"path": "x"}, "metrics": [{"kind": "verifier", "name": "gsm8k"}]}, steps=900)
     placement = PlacementConfig(mode="single")
     probe = probe_config(asked, placement, Path("scratch"))
     assert (probe.run_dir, probe.steps, probe.evaluation, probe.checkpoint.final) == (Path("scratch"), 3, None, "nothing")

@@ -380,7 +380,6 @@ def test_the_actor_makes_no_optimizer_steps_while_the_critic_warms_up(settings: 
 
 
 def test_prompts_are_admitted_after_a_chunk_or_after_a_given_number_of_steps() -> None:
-    chunk = {"tokens": 8}
-    periods = [OverlapConfig(chunk=chunk, backfill=backfill).admission_period for backfill in (False, True, 24)]  # type: ignore[arg-type]
+    periods = [OverlapConfig(chunk=8, backfill=backfill).admission_period for backfill in (False, True, 24)]
     assert periods == [None, 8, 24]
     assert OverlapConfig(inter=False, backfill=24).admission_period is None

@@ -57,7 +57,7 @@ def test_good_configuration_has_no_problem(settings: dict[str, Any]) -> None:
 def test_held_out_prompts_count_for_the_longest_context(settings: dict[str, Any]) -> None:
     assert max_context(TrainConfig.model_validate(settings)) == 200
     data = {"path": settings["data"]["path"], "max_prompt_tokens": 300}
-    put(settings, "evaluation", {"data": data, "verifier": "gsm8k"})
+    put(settings, "evaluation", {"data": data, "metrics": [{"kind": "verifier", "name": "gsm8k"}]})
     assert max_context(TrainConfig.model_validate(settings)) == 400
 
 
@@ -75,7 +75,7 @@ def test_a_chunk_ends_where_prompts_enter(settings: dict[str, Any]) -> None:
         return longest_chunk(TrainConfig.model_validate(settings | {"overlap": overlap}))
 
     assert longest() == longest(backfill=False) == 100, "else no chunk is longer than a response"
-    assert longest(backfill=True, chunk={"tokens": 48}) == 48
+    assert longest(backfill=True, chunk=48) == 48
     assert longest(backfill=64) == 64
     assert longest(backfill=640) == 100
 
