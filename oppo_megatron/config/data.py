@@ -14,6 +14,9 @@ from oppo_megatron.config.base import Section
 STEP_SEPARATOR = "\n"
 
 
+Part = Literal["prompt", "chosen", "rejected", "completion", "label", "completions", "labels"]
+
+
 class TokenizerConfig(Section):
     """A Hugging Face tokenizer directory, or a sentencepiece `.model` file."""
 
@@ -32,28 +35,6 @@ class TokenizerConfig(Section):
     )
 
 
-class PromptColumnsConfig(Section):
-    """The columns of a row by their part; `a.b` is key `b` of the objects in column `a`.
-
-    A null part is found by the known names (GSM8K's, TRL's, OpenAI's).
-    """
-
-    prompt: str | None = Field(None, description="the prompt: text, or a list of messages")
-
-
-class ColumnsConfig(PromptColumnsConfig):
-    """The columns of a row by their part, answers among them."""
-
-    chosen: str | None = Field(
-        None, description="the better answer (`oppo rm`, `oppo dpo`); of dialogues, with the prompt before it"
-    )
-    rejected: str | None = Field(None, description="the worse answer, as `chosen`")
-    completion: str | None = Field(None, description="the answer to learn or to judge (`oppo sft`, `oppo dpo`)")
-    label: str | None = Field(None, description="whether the answer is wanted: true or false, 1 or 0 (`oppo dpo`)")
-    completions: str | None = Field(None, description="the steps of the answer: a list of texts (`oppo rm`)")
-    labels: str | None = Field(None, description="for each step whether it is right, or a number from 0 to 1")
-
-
 class RowsConfig(Section):
     """Files of rows (JSONL, JSON, CSV, Parquet, also compressed), and how they are read (docs/data.md)."""
 
@@ -67,7 +48,13 @@ class RowsConfig(Section):
         description="layout of a row: detected, a column for each part, Alpaca's instruction and input, "
         "ShareGPT's conversations, lists of role and content, Human/Assistant dialogues in chosen and rejected",
     )
-    columns: PromptColumnsConfig = PromptColumnsConfig()
+    columns: dict[Part, str] = Field(
+        {},
+        description="columns by their part, for unknown names (`a.b` is key `b` of the objects in column `a`): prompt; chosen "
+        "and rejected, the better and the worse answer (`oppo rm`, `oppo dpo`); completion, the answer to learn or to judge (`oppo "
+        "sft`, `oppo dpo`); label, whether it is wanted: true or false, 1 or 0 (`oppo dpo`); completions, the steps of the "
+        "answer, a list of texts, and labels, for each step whether it is right, or a number from 0 to 1 (`oppo rm`)",
+    )
     prompt_template: str = Field("{prompt}", description="text around each prompt; `{prompt}` stands for it")
     max_rows: int | None = Field(None, ge=1, description="use at most this many rows, from the start of the data")
     bad_rows: Literal["error", "quarantine"] = Field(
@@ -93,13 +80,16 @@ class RowsConfig(Section):
 class PromptDataConfig(RowsConfig):
     """Files of prompts, as `RowsConfig`; what else is in their rows is for rewards."""
 
+    columns: dict[Literal["prompt"], str] = Field(  # type: ignore[assignment]
+        {},
+        description="column of the prompt if it has an unknown name, as in `{prompt: q.text}` (key `text` of the objects in `q`)",
+    )
     max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt")
 
 
 class DataConfig(RowsConfig):
     """Files of rows with answers, as `RowsConfig`."""
 
-    columns: ColumnsConfig = ColumnsConfig()
     turns: Literal["last", "all"] = Field("last", description="turns to learn: the last, or each as a row (`oppo sft`)")
     completion_template: str = Field("{completion}", description="text around each completion or answer")
 

@@ -49,7 +49,7 @@ def supervised_rules(config: SupervisedConfig) -> Iterator[str]:
         yield from model.rules(name)
     yield from _preferences(config)
     columns = config.data.columns
-    if isinstance(config, RewardModelConfig) and config.of_pairs and (columns.completions or columns.labels):
+    if isinstance(config, RewardModelConfig) and config.of_pairs and ("completions" in columns or "labels" in columns):
         yield 'data.columns names steps or their labels, but separator is null; set it, as in `separator: "\\n"`, or name chosen'
     yield from config.data.rules("data", ("prompt", "completion"))
     yield from config.optimizer.rules("optimizer")
