@@ -48,8 +48,7 @@ def _update_problems(config: TrainConfig) -> Iterator[str]:
     wanted = {
         "entropy_coefficient": 0.0,
         "reward_clip": None,
-        "truncated_score": None,
-        "mask_truncated": False,
+        "truncated": None,
         "reward_normalization": "none",
         "critic_warmup_steps": 0,
     }

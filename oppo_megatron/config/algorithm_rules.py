@@ -229,7 +229,7 @@ def _pairs(config: TrainConfig) -> Iterator[str]:
     if config.algorithm.scale != "none":
         yield f"algorithm.scale is {config.algorithm.scale}, but a pair has no advantage to be scaled; remove it"
     if config.ppo.mask_truncated:
-        yield "ppo.mask_truncated is true, but a pair needs both of its responses; remove it, or use ppo.truncated_score"
+        yield "ppo.truncated is mask, but a pair needs both of its responses; remove it, or give a score"
     longest = least_micro_batch(config)
     if longest // 2 <= tokens < longest:
         yield (

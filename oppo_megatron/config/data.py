@@ -51,9 +51,9 @@ class RowsConfig(Section):
     columns: dict[Part, str] = Field(
         {},
         description="columns by their part, for unknown names (`a.b` is key `b` of the objects in column `a`): prompt; chosen "
-        "and rejected, the better and the worse answer (`oppo rm`, `oppo dpo`); completion, the answer to learn or to judge (`oppo "
-        "sft`, `oppo dpo`); label, whether it is wanted: true or false, 1 or 0 (`oppo dpo`); completions, the steps of the "
-        "answer, a list of texts, and labels, for each step whether it is right, or a number from 0 to 1 (`oppo rm`)",
+        "and rejected, the better and the worse answer (`oppo rm`, `oppo dpo`); completion, the answer to learn or to judge "
+        "(`oppo sft`, `oppo dpo`); label, whether it is wanted: true or false, 1 or 0 (`oppo dpo`); completions, the steps of "
+        "the answer, a list of texts, and labels, for each step whether it is right, or a number from 0 to 1 (`oppo rm`)",
     )
     prompt_template: str = Field("{prompt}", description="text around each prompt; `{prompt}` stands for it")
     max_rows: int | None = Field(None, ge=1, description="use at most this many rows, from the start of the data")

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from oppo_megatron.config.aligner import AlignerConfig
-from oppo_megatron.config.base import Choices, Section, Unit
+from oppo_megatron.config.base import Choices, Section, Unit, leaves
 from oppo_megatron.config.explain import section_in
 from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.config.serve import ServeConfig
@@ -73,7 +73,7 @@ class Setting:
 
     @property
     def is_number(self) -> bool:
-        return any(part in (int, float) for part in _leaves(self.field.annotation))
+        return any(part in (int, float) for part in leaves(self.field.annotation))
 
     @property
     def unit(self) -> str | None:
@@ -139,17 +139,6 @@ def near_keys(kinds: dict[str, type[Section]], key: str, most: int = 3) -> list[
 
 def about(section: type[Section]) -> str:
     return inspect.cleandoc(section.__doc__ or "")
-
-
-def _leaves(annotation: Any) -> Iterator[Any]:
-    """The plain types within unions, lists and `Annotated`."""
-    if get_origin(annotation) is Annotated:
-        yield from _leaves(get_args(annotation)[0])
-    elif get_origin(annotation) in (Union, types.UnionType, list):
-        for part in get_args(annotation):
-            yield from _leaves(part)
-    else:
-        yield annotation
 
 
 def _type(annotation: Any, of_section: Callable[[type[Section]], str]) -> str:

@@ -53,6 +53,7 @@ RULES = {
     "int_from_float": "an integer, without a fraction",
     "int_parsing_size": "an integer of fewer digits",
     "model_type": "a section of keys",
+    "dict_type": "a section of keys",
     "dataclass_type": "a section of keys",
     "recursion_loop": "a value that does not hold itself",
 }

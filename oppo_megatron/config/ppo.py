@@ -117,9 +117,10 @@ class PPOConfig(Section):
     value_clip: Annotated[float, Unit("reward")] = Field(0.2, ge=0, description="0 turns value clipping off")
     entropy_coefficient: Annotated[float, Unit("reward a nat")] = Field(0.0, ge=0, description="weight of the entropy bonus")
     reward_clip: Annotated[float | None, Unit("reward")] = Field(None, gt=0, description="bound of the absolute score")
-    truncated_score: Annotated[float | None, Unit("reward")] = Field(None, description="score of a cut response")
-    mask_truncated: bool = Field(
-        False, description="leave responses cut at the limit out of the actor's loss; they still count in baselines and scales"
+    truncated: Annotated[float | Literal["mask"] | None, Unit("reward")] = Field(
+        None,
+        description="responses cut at the limit: a number is their score; mask: they are left out of the actor's loss, but still "
+        "count in baselines and scales; null: as others",
     )
     reward_normalization: Literal["none", "batch", "running"] = Field(
         "none",
@@ -133,6 +134,14 @@ class PPOConfig(Section):
         "or against those at the step's start with an importance weight (decoupled); default: decoupled if "
         "`algorithm.ratio` is that of a response, and responses are carried or the actor is in bfloat16",
     )
+
+    @property
+    def truncated_score(self) -> float | None:
+        return None if self.truncated == "mask" else self.truncated
+
+    @property
+    def mask_truncated(self) -> bool:
+        return self.truncated == "mask"
 
 
 class PairLossConfig(Section):

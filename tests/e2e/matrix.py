@@ -198,7 +198,7 @@ FEATURES: dict[str, Feature] = {
         grouped(
             "dapo", 2, **overcommitted(1), steps=3, rewards=[BY_PARITY, {"kind": "model", "weight": 0.0}],
             **{"rollout.batch_size": 6, "overlap.backfill": EVERY},
-            **{"ppo.minibatches": 1, "ppo.mask_truncated": True, "ppo.kl": PENALTY},
+            **{"ppo.minibatches": 1, "ppo.truncated": "mask", "ppo.kl": PENALTY},
         ),
         lambda outcome: total(outcome, "groups_dropped") > 1,
         also=groups_dropped,

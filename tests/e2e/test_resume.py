@@ -128,7 +128,7 @@ def warmed_up(workspace: Workspace) -> tuple[dict[str, Any], Outcome]:
     changes = {
         "ppo.critic_warmup_steps": 2,
         "ppo.reward_normalization": "running",
-        "ppo.truncated_score": -0.5,
+        "ppo.truncated": -0.5,
         "ppo.minibatches": 2,
         "overlap.actor_kv": "keep",
         "checkpoint": {"every_steps": 1, "keep": 9},

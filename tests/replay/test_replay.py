@@ -50,7 +50,7 @@ CASES: dict[str, Case] = {
         {
             "ppo.reward_clip": 1.0,
             "ppo.reward_normalization": "running",
-            "ppo.truncated_score": -1.0,
+            "ppo.truncated": -1.0,
             "ppo.gae_lambda": 0.8,
         }
     ),
@@ -99,7 +99,7 @@ CASES |= {
 CASES["remax, one response, replicas"] = Case(
     WITHOUT_CRITIC
     | {"algorithm": {"preset": "remax"}, "ppo.kl": {"coefficient": 0.2}, "ppo.reward_normalization": "running"}
-    | {"ppo.truncated_score": -0.5, "rollout.temperature": 0.8}
+    | {"ppo.truncated": -0.5, "rollout.temperature": 0.8}
     | {"overlap.delta": {"rule": "fixed", "initial": 6, "max": 6}}
     | REPLICAS
 )

@@ -110,7 +110,7 @@ def test_interpolation_sees_overrides(good: Path) -> None:
         ("rollout.batch_size=2.5", "`rollout.batch_size` is 2.5, but must be an integer, without a fraction; correct"),
         ("rollout.batch_size=many", "`rollout.batch_size` is 'many', but must be an integer"),
         ("rollout.batch_size=true", "`rollout.batch_size` is True, but must be a number, not a boolean"),
-        ("ppo.truncated_score=true", "`ppo.truncated_score` is True, but must be a number, not a boolean"),
+        ("ppo.kl.target=true", "`ppo.kl.target` is True, but must be a number, not a boolean"),
         ("rollout.temperature=.nan", "`rollout.temperature` is nan, but must be a finite number"),
         ("overlap.intra=perhaps", "`overlap.intra` is 'perhaps', but must be a boolean"),
         ("overlap.delta.rule=eq5", "did you mean `eq4`?"),

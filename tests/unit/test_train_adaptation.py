@@ -44,7 +44,7 @@ class Listening:
     [
         ({}, [0.5, -7.0, 3.0]),
         ({"reward_clip": 1.0}, [0.5, -1.0, 1.0]),
-        ({"reward_clip": 1.0, "truncated_score": -2.0}, [0.5, -1.0, -2.0]),
+        ({"reward_clip": 1.0, "truncated": -2.0}, [0.5, -1.0, -2.0]),
         ({"reward_clip": 1.0, "reward_normalization": "batch"}, [0.5, -1.0, 1.0]),  # whose mean would say nothing
     ],
 )
