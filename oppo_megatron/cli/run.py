@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue from the last whole checkpoint of run_dir, where it has one (checkpoint.resume=true)",
+        help="continue from the last whole checkpoint of run_dir, where it has one",
     )
     parser.add_argument(
         "--max-restarts", type=int, default=0, metavar="N",
@@ -38,9 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Raises ConfigError before anything expensive starts."""
     kind = args.command
-    if args.resume:
-        args.overrides = [*args.overrides, "checkpoint.resume=true"]
     settings = load_settings(kind, args.config, args.overrides)
+    if args.resume:
+        settings = settings.resumed()
     if args.dry_run:
         config = placed(settings, measure=False)
         if config is None:
@@ -54,8 +54,7 @@ def run(args: argparse.Namespace) -> int:
     code = start(kind, settings, args.max_restarts)
     if code == EXIT_REQUEUE and speaks_for_all(os.environ):
         saved = "saved" if directory.last_saved() != before else "not saved in time"
-        overrides = [each for each in args.overrides if not each.startswith("checkpoint.resume=")]
-        again = shlex.join(["oppo", kind, str(args.config), *overrides, "--resume"])
+        again = shlex.join(["oppo", kind, str(args.config), *args.overrides, "--resume"])
         print(f"oppo {kind}: {saved}; continue with: {again}", file=sys.stderr, flush=True)
     return code
 
@@ -68,7 +67,7 @@ def start(kind: str, settings: TrainSettings | SupervisedConfig, restarts: int =
     size = world_size(config)
     check_world_size(size)
     directory = RunDirectory(config.run_dir)
-    if config.checkpoint.resume and ended_here(config, directory):
+    if config.resume and ended_here(config, directory):
         print(f"oppo {kind}: {directory.path} holds this very run, and it has ended: nothing to do", file=sys.stderr)
         return 0
     config = with_date(config, directory, datetime.now())
@@ -109,5 +108,4 @@ def launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: in
                 return code
             told = "starting again from the last checkpoint, as a rank asked"
         print(f"oppo {kind}: {told}", file=sys.stderr, flush=True)
-        checkpoint = config.checkpoint.model_copy(update={"resume": True})
-        config = config.model_copy(update={"checkpoint": checkpoint})
+        config = config.resumed()

@@ -6,9 +6,6 @@ from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
-WITHOUT_EFFECT = ("run_dir", "checkpoint.resume")
-"""Settings of where and how a run is continued."""
-
 STARTING = ("checkpoint", "init", "lora.adapter")
 """Settings that named the source of a trained role's weights when the run began."""
 
@@ -18,9 +15,7 @@ SHOWN = 60
 def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """`key: old -> new` for every setting that differs between two trees, and whether the checkpoint's value is kept."""
     return [
-        f"{key}: {_shown(old)} -> {_shown(new)}{_kept(key, now)}"
-        for key, old, new in _differences(then, now)
-        if key not in WITHOUT_EFFECT
+        f"{key}: {_shown(old)} -> {_shown(new)}{_kept(key, now)}" for key, old, new in _differences(then, now) if key != "run_dir"
     ]
 
 

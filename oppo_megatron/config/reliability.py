@@ -31,7 +31,6 @@ class CheckpointConfig(Section):
         description="the run waits only until the content has been copied in host memory; a thread writes the "
         "copy while the run continues",
     )
-    resume: bool = Field(False, description="continue from the last whole checkpoint, if any (`--resume`)")
 
     @property
     def saves_end(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 from typing_extensions import Self
 
 from oppo_megatron.config.algorithm import AlgorithmConfig, with_preset, with_preset_file
@@ -102,6 +102,19 @@ class RunConfig(Section):
 
     ALWAYS_MEASURED: ClassVar[str | None] = None
 
+    _resume: bool = PrivateAttr(default=False)
+
+    @property
+    def resume(self) -> bool:
+        """True if the run continues from its last whole checkpoint (`--resume`)."""
+        return self._resume
+
+    def resumed(self) -> Self:
+        """The same run, to be continued."""
+        copy = self.model_copy()
+        copy._resume = True
+        return copy
+
 
 class TrainSettings(RunConfig):
     """`oppo train` as written in a configuration file: the placement may be `auto`."""
@@ -194,7 +207,8 @@ class TrainSettings(RunConfig):
         return self.with_placement(PlacementConfig(**self.placement.model_dump()))
 
     def with_placement(self, placement: PlacementConfig) -> TrainConfig:
-        return TrainConfig.model_validate(self.model_dump() | {"placement": placement.model_dump()})
+        placed = TrainConfig.model_validate(self.model_dump() | {"placement": placement.model_dump()})
+        return placed.resumed() if self.resume else placed
 
 
 class TrainConfig(TrainSettings):

@@ -138,8 +138,8 @@ class RunDirectory:
     def require_no_checkpoints(self) -> None:
         if self.has_checkpoints:
             raise ConfigError(
-                f"run_dir: {self.path} holds the checkpoints of a run that did not finish; continue it with --resume "
-                "(checkpoint.resume=true), choose another run_dir, or remove this one"
+                f"run_dir: {self.path} holds the checkpoints of a run that did not finish; continue it with --resume, "
+                "choose another run_dir, or remove this one"
             )
 
     def require_space(self, needed: int) -> None:

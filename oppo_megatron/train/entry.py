@@ -77,7 +77,7 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
     found = find_checkpoint(config, world)
     saver, run = ppo_saver(config, world, inputs.prompts, preemption), RunDirectory(config.run_dir)
     rollbacks = Rollbacks.of_run(run, inputs.prompts, config.seed, config.data.shuffle, resumed=found is not None)
-    ahead, start = NEW_RUN, [describe_missing(config.run_dir)] if config.checkpoint.resume else []
+    ahead, start = NEW_RUN, [describe_missing(config.run_dir)] if config.resume else []
     if found is not None:  # before the run's files are cut or its settings overwritten
         ahead = rest_of_run(found, saver.data, config, inputs.prompts, rollbacks.left_out)
         start = saver.describe(found)

@@ -265,7 +265,7 @@ def _build(
     saver = Saver(config, world, preemption, lambda: row_data(config, rows), {"kind": task.title, "reference": None})
     found, start = (
         find_checkpoint(config, world),
-        [describe_missing(config.run_dir)] if config.checkpoint.resume else [],
+        [describe_missing(config.run_dir)] if config.resume else [],
     )
     began, before_s = (BEGINNING, 0.0)
     if found is not None:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.cluster.world import World
-from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine import generation
 from oppo_megatron.engine.executor import Executor, RoleWorker
 from oppo_megatron.engine.round_runner import RoundRunner
@@ -39,13 +38,14 @@ from oppo_megatron.train.saving.state import Found
 from oppo_megatron.train.score_exchange import ScoreExchange
 from oppo_megatron.train.update import UpdateSettings, minibatches_of
 from oppo_megatron.train.updates import Updates
+from tests.support.configs import run_of
 from tests.support.limits import room_for
 from tests.support.traffic import Traffic
 
 
 def train(config: dict[str, Any]) -> None:
     """One rank of a whole PPO run, as `oppo train` starts it."""
-    checked = TrainConfig(**config)
+    checked = run_of(config)
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt_deadline_s))
 
@@ -235,7 +235,7 @@ def run_rank_within(kind: str, config: Any) -> int:
 
 def train_until(config: dict[str, Any], rounds: int, rank: int = 0) -> bool:
     """`train`, where `rank` alone is told to stop once it has begun so many rounds; whether the run ended by itself."""
-    checked = TrainConfig(**config)
+    checked = run_of(config)
     preemption = Preemption(checked.preempt_deadline_s)
     run, begun = RoundRunner.run, 0
 
@@ -253,7 +253,7 @@ def train_until(config: dict[str, Any], rounds: int, rank: int = 0) -> bool:
 
 def train_with_a_wrong_logprob(config: dict[str, Any], minibatch: int, step: int) -> str:
     """`train`, where the log-prob of one token in a minibatch of a step is not what it was drawn with: its error."""
-    take, settings = Rollouts.take_batch, UpdateSettings.of(TrainConfig(**config), step, torch.device("cpu"))
+    take, settings = Rollouts.take_batch, UpdateSettings.of(run_of(config), step, torch.device("cpu"))
     steps = itertools.count(1)
 
     def spoilt(rollouts: Rollouts) -> list[Rollout]:
@@ -283,7 +283,7 @@ def train_and_tell_chunks(config: dict[str, Any]) -> list[int]:
 
 def train_with_sigterm(config: dict[str, Any], rank: int, after_s: float) -> bool:
     """`train`, where `rank` gets a SIGTERM some seconds after it has built its models; whether the run ended by itself."""
-    checked = TrainConfig(**config)
+    checked = run_of(config)
     preemption = Preemption(checked.preempt_deadline_s)
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGTERM))

@@ -36,6 +36,7 @@ from oppo_megatron.train.saving.state import Found, find_checkpoint, frozen_mode
 from oppo_megatron.train.saving.writing import ROLLOUTS, CheckpointWriting
 from oppo_megatron.train.setup import build_loop, ppo_saver
 from tests.support.checkpoint_mutations import mutate
+from tests.support.configs import run_of
 from tests.support.file_faults import CACHE_FILE, COMMON_FILE, AtByte, Fault, arm, limit_files
 from tests.support.mutations import time_limit
 
@@ -45,7 +46,7 @@ SECONDS = 10.0
 def resume_to_the_end(config: dict[str, Any]) -> str:
     """A whole run, or what is left of it, in this process: a digest of the final weights."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    checked = TrainConfig(**config)
+    checked = run_of(config)
     with open_world(checked.runtime) as world:
         assert run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt_deadline_s))
     return weights_digest(Path(config["run_dir"]))
@@ -61,7 +62,7 @@ def weights_digest(run: Path) -> str:
 def die_while_saving(config: dict[str, Any], fault: Fault) -> None:
     """Continue from the checkpoint, and save anew: at once, in its place.  `fault` strikes in it."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    checked = TrainConfig(**config)
+    checked = run_of(config)
     inputs = read_inputs(checked)
     with open_world(checked.runtime) as world, libraries_armed(fault):
         found = find_checkpoint(checked, world)
@@ -104,7 +105,7 @@ def run_with_small_files(config: dict[str, Any], num_bytes: int, within: str) ->
 
     `within` is `module:name` or `module:class.name`; empty: nowhere.
     """
-    checked = TrainConfig(**config)
+    checked = run_of(config)
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     module, _, name = within.partition(":")
     try:
@@ -143,7 +144,7 @@ def resume_noting_syncs(config: dict[str, Any]) -> list[tuple[float, str, int]]:
         noted.append((time.monotonic(), str(target), -1))
         return rename(path, target)
 
-    checked, world = TrainConfig(**config), World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    checked, world = run_of(config), World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     with mock.patch.object(os, "fsync", fsync), mock.patch.object(Path, "rename", renamed):
         run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt_deadline_s))
     return noted
@@ -155,7 +156,7 @@ def run_with_a_slow_disk(config: dict[str, Any], late_s: float | None, full_on: 
 
     The message of its error, and the run's steps at the moments when a writing began and ended.
     """
-    checked, steps = TrainConfig(**config), []
+    checked, steps = run_of(config), []
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     write, run = CheckpointWriting.run, TrainingLoop.run
     running: list[TrainingLoop] = []
@@ -207,7 +208,7 @@ def resume_mutants(config: dict[str, Any], pristine: str, count: int, seed: int)
 
     The first answer is of the checkpoint as it was written.
     """
-    checked = TrainConfig(**config)
+    checked = run_of(config)
     subject = Subject(checked)
     checkpoints, answers = RunDirectory(checked.run_dir).checkpoints, []
     for number in range(-1, count):

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import role_placements, world_size
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.schedule.rounds import FAN_OUT
 from oppo_megatron.schedule.weaving.costs import Costs, read_costs
 from tests.e2e.matrix import Matrix, run_dir
+from tests.support.configs import run_of
 from tests.support.layouts import assert_same, deep
 from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
@@ -36,7 +36,7 @@ def test_disaggregated_sequential_is_bit_equal_to_one_process(matrix: Matrix, fe
     assert_same(outcome, plain)
     assert weight_distance(outcome.actor, plain.actor) == weight_distance(outcome.critic, plain.critic) == 0.0
     assert [row["reward"] for row in outcome.rollouts] == [row["reward"] for row in plain.rollouts]
-    costs = read_costs(RunDirectory(config["run_dir"]).costs, role_placements(TrainConfig(**config)))
+    costs = read_costs(RunDirectory(config["run_dir"]).costs, role_placements(run_of(config)))
     built_in = Costs()
     assert costs.decode_at(0) != built_in.decode_at(0) and costs.sample != built_in.sample and costs.score != built_in.score
     assert set(costs.prefill) == {"actor", "reference", "critic", "reward"}
@@ -56,7 +56,7 @@ def test_chunks_from_many_ranks_train_to_the_bit_as_those_from_one(
     for fan_out in (FAN_OUT, 1):
         name = f"fan-out-{fan_out}-{len(actor)}"
         config = deep(workspace, name, placement=DISAGGREGATED | {"actor": actor, "scorer": scorer}, **STREAMED)
-        world = world_size(TrainConfig(**config))
+        world = world_size(run_of(config))
         run_ranks(world, "tests.e2e.jobs:train_with_fan_out", config=config, fan_out=fan_out)
         outcomes.append(read_outcome(run_dir(config)))
     one, many = outcomes

@@ -16,6 +16,7 @@ from oppo_megatron.layout.placements import world_size
 from oppo_megatron.mcore.weights.hf_source import open_directory
 from oppo_megatron.preflight.validate import train_problems
 from tests.e2e.test_resume import assert_bit_equal
+from tests.support.configs import run_of
 from tests.support.layouts import DEEP, STEADY_ADAM, assert_same, deep
 from tests.support.ppo import Outcome, Workspace, read_outcome
 from tests.support.ranks import run_ranks
@@ -32,7 +33,7 @@ def configured(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any
 
 
 def run(config: dict[str, Any], job: str = "tests.e2e.jobs:train") -> list[Any]:
-    return run_ranks(world_size(TrainConfig(**config)), job, config=config)
+    return run_ranks(world_size(run_of(config)), job, config=config)
 
 
 def outcome(config: dict[str, Any]) -> Outcome:
@@ -79,12 +80,12 @@ def test_a_null_reference_begins_with_the_adapters_that_are_given(workspace: Wor
     config = configured(workspace, f"given-{mode}", steps=2, placement={"mode": mode})
     trained = Path(plain["run_dir"]) / "weights" / "actor"
     config["actor"] |= {"lora": LORA | {"adapter": str(trained)}}
-    assert train_problems(TrainConfig(**config)) == []
+    assert train_problems(run_of(config)) == []
     run(config)
     first, second = outcome(config).metrics
     assert abs(first["kl_mean"]) < 1e-4 < abs(second["kl_mean"]), "0 at first, and the reference stays where it was"
     assert abs(outcome(plain).metrics[-1]["kl_mean"]) > 1e-2, "the adapters do something"
-    shared = {each.role: each.memory.weights for each in train_holdings(TrainConfig(**config), on_cpu=True)}
+    shared = {each.role: each.memory.weights for each in train_holdings(run_of(config), on_cpu=True)}
     assert (0 < shared["reference"] < shared["actor"] / 2) == (mode == "single"), "beside the actor adapters alone"
 
 

@@ -53,8 +53,7 @@ def test_a_run_ends_with_the_limit_to_lower_and_resumes_with_it(
     run = RunDirectory(config.run_dir)
     assert [position.step for position in CheckpointStore(run.path / "checkpoints").positions()] == [1]
     runtime = config.runtime.model_copy(update={"micro_batch_tokens": int(found[1])})
-    again = {"runtime": runtime, "checkpoint": config.checkpoint.model_copy(update={"resume": True})}
-    assert launch("train", config.model_copy(update=again), ranks) == 0
+    assert launch("train", config.model_copy(update={"runtime": runtime}).resumed(), ranks) == 0
     outcome = read_outcome(run.path)
     assert outcome.tokens() == plain.tokens() and outcome.batches() == plain.batches()
     assert weight_distance(outcome.actor, plain.actor) < 1e-5 and weight_distance(outcome.critic, plain.critic) < 1e-5

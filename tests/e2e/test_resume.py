@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.tokenizer import train_sentencepiece
 from oppo_megatron.layout.placements import world_size
+from tests.support.configs import run_of
 from tests.support.layouts import DEEP, STEADY_ADAM, assert_same, deep
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
@@ -40,7 +40,7 @@ def carried(workspace: Workspace) -> Outcome:
 
 def stop(config: dict[str, Any], rounds: int, rank: int = 0) -> None:
     """Run until `rank` is told to stop in its round number `rounds`."""
-    world = world_size(TrainConfig(**config))
+    world = world_size(run_of(config))
     ended = run_ranks(world, "tests.e2e.jobs:train_until", config=config, rounds=rounds, rank=rank)
     assert ended == [False] * world, "the run was over before it was to stop"
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import world_size
 from tests.replay.runs import assert_replays, carrying, save_models
+from tests.support.configs import run_of
 from tests.support.layouts import STEADY_ADAM, WITHOUT_CRITIC
 from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks
 from tests.support.ranks import run_ranks
@@ -180,7 +180,7 @@ def test_coefficient_and_learning_rates_go_on_after_a_stop(workspace: Workspace,
         "critic.optimizer": UNCLIPPED,
     }
     config = carrying(workspace, f"stopped-{len(placement)}", changes | placement)
-    world = world_size(TrainConfig(**config))
+    world = world_size(run_of(config))
     for rounds in (8, 5):
         ended = run_ranks(world, "tests.e2e.jobs:train_until", config=config, rounds=rounds, rank=0)
         assert ended == [False] * world, "the run was over before it was to stop"

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.arithmetic import DatasetSizes, write_dataset
 from oppo_megatron.data.tokenizer import train_sentencepiece
 from oppo_megatron.layout.placements import world_size
+from tests.support.configs import run_of
 from tests.support.ranks import run_ranks
 
 SHAPE = {
@@ -99,7 +99,7 @@ class Outcome:
 
 
 def run_ppo_ranks(config: dict[str, Any]) -> Outcome:
-    world = world_size(TrainConfig(**config))
+    world = world_size(run_of(config))
     run_ranks(world, "tests.e2e.jobs:train", config=config)
     return read_outcome(Path(config["run_dir"]))
 
