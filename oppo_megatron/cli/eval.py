@@ -164,7 +164,7 @@ def _agree_on_prompts(args: argparse.Namespace) -> None:
     choice = choice_of(args)
     policies = [find_policy(directory, choice) for directory in args.directory]
     runs = [policy.run for policy in policies if policy.run is not None]
-    args.date = next((run.tokenizer.date for run in runs if run.tokenizer.date is not None), policies[0].tokenizer.date)
+    args.date = next((policy for policy in policies if policy.run is not None), policies[0]).tokenizer.date
     if args.template is None and not args.as_chat:
         templates = sorted({run.data.prompt_template for run in runs})
         if len(templates) > 1:

@@ -96,14 +96,7 @@ def ended_here(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> b
     A program that restarts a run until it ends needs this: a stop request may come just as the run ends.
     """
     then, now = run.settings(), plain_settings(config)
-    if not (run.finished and then):
-        return False
-    if config.tokenizer.date is None:  # the run kept the date of its first start
-        for tree in (then, now):
-            if not isinstance(tree.get("tokenizer", {}), dict):
-                return False
-            tree.get("tokenizer", {}).pop("date", None)
-    return bool(then == now)
+    return bool(run.finished and then == now)
 
 
 def on_one_rank(config: TrainConfig | SupervisedConfig) -> str:

@@ -81,10 +81,7 @@ def start(kind: str, settings: TrainSettings | SupervisedConfig, restarts: int =
 
 def with_date(config: TrainConfig | SupervisedConfig, directory: RunDirectory, now: datetime) -> TrainConfig | SupervisedConfig:
     """Date chat templates by the run's first start, so that all attempts render the same prompts."""
-    if config.tokenizer.date is not None:
-        return config
-    tokenizer = config.tokenizer.model_copy(update={"date": directory.first_date(now)})
-    return config.model_copy(update={"tokenizer": tokenizer})
+    return config.model_copy(update={"tokenizer": config.tokenizer.dated(directory.first_date(now))})
 
 
 def launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: int) -> int:

@@ -7,7 +7,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
+from typing_extensions import Self
 
 from oppo_megatron.config.base import Section
 
@@ -27,12 +28,23 @@ class TokenizerConfig(Section):
         description="variables for the chat template, such as `{enable_thinking: false}`; a row's column of that "
         "name comes first",
     )
-    date: datetime | None = Field(None, description="today's date for templates; null: when the first run began")
     add_bos: bool | None = Field(
         None,
         description="begin each prompt with BOS, unless its text or template does; null: if the tokenizer "
         "itself does (sentencepiece does not)",
     )
+
+    _date: datetime | None = PrivateAttr(default=None)
+
+    @property
+    def date(self) -> datetime | None:
+        """Date that templates print: that of the first start of the run."""
+        return self._date
+
+    def dated(self, date: datetime | None) -> Self:
+        copy = self.model_copy()
+        copy._date = date
+        return copy
 
 
 class RowsConfig(Section):

@@ -9,7 +9,6 @@ import re
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -39,7 +38,7 @@ COMMANDS: dict[str, type[Section]] = {
 UNITS_OF_NAMES = {"s": "s", "mb": "MiB", "bytes": "bytes", "tokens": "tokens", "steps": "steps", "rows": "rows"}
 """Units that the last word of a setting's name says."""
 
-PLAIN_TYPES = {int: "integer", float: "number", bool: "`true` or `false`", str: "text", Path: "path", datetime: "date"}
+PLAIN_TYPES = {int: "integer", float: "number", bool: "`true` or `false`", str: "text", Path: "path"}
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 LISTED = "as listed there"
 

@@ -67,8 +67,6 @@ def _rule(detail: Mapping[str, Any]) -> str:
         return "a text that is not empty" if least == 1 else f"a text of at least {least} characters"
     if kind in RULES:
         return RULES[kind].format(**context)
-    if kind.startswith("date"):
-        return "a date, as 2026-11-26, or a date and a time, as 2026-11-26T14:30:00"
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     message, asks = re.subn(r"^Input (should be|is not) ", "", message)
     if not asks and kind not in ("value_error", "assertion_error"):
