@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from annotated_types import Ge, Lt
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, PrivateAttr, field_validator, model_validator
 from typing_extensions import Self
 
 from oppo_megatron.config.base import Section, Unit
@@ -52,7 +52,6 @@ class LoraConfig(Section):
         return self.alpha / self.rank
 
 
-Layers = Literal["auto", "torch", "transformer_engine"]
 _RANKS = re.compile("{0}(-{0})?(,{0}(-{0})?)*".format("[0-9]{1,18}"))
 Dtype = Literal["float32", "bfloat16"]
 KVLayout = Literal["auto", "dense", "paged"]
@@ -278,16 +277,19 @@ class RuntimeConfig(Section):
     )
     micro_batch_tokens: int = Field(4096, ge=1, description="most tokens of a packed micro-batch")
     kv_cache_mb: float | None = Field(None, gt=0, description="budget per role and rank; null: the whole buffer")
-    layers: Layers = Field(
-        "auto",
-        description="linear layers and norms: megatron-core's with torch's norm, or transformer-engine's; "
-        "auto: transformer-engine's on CUDA devices if it is installed and a role has no adapters",
-    )
-    kv_layout: KVLayout = Field(
-        "auto",
-        description="KV caches with a slot of full length per sequence (dense), or with blocks of 256 tokens "
-        "(paged); auto: paged if a GPU has an attention kernel for it, else dense; memory tables count auto as dense",
-    )
+
+    _kv_layout: KVLayout = PrivateAttr(default="auto")
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """KV caches with a slot of full length per sequence (dense), or with blocks of 256 tokens (paged); auto: paged if a GPU
+        has an attention kernel for it, else dense; memory tables count auto as dense."""
+        return self._kv_layout
+
+    def with_kv_layout(self, layout: KVLayout) -> Self:
+        copy = self.model_copy()
+        copy._kv_layout = layout
+        return copy
 
     @property
     def meeting_s(self) -> float:

@@ -9,15 +9,13 @@ import torch
 
 from oppo_megatron.config.model import (
     HEADS_LEARNED,
-    Layers,
     LearningModelConfig,
     LoraConfig,
     ModelConfig,
     TrainingLayoutConfig,
     weight_seed,
 )
-from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.kernels import find_available, layer_kind, layers_refused
+from oppo_megatron.layout.kernels import LayerKind, find_available, layer_kind
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.lora import attach_adapters
 from oppo_megatron.mcore.model import DecodePath, Head, RoleModel, build_chunks, build_model
@@ -42,26 +40,23 @@ def load_training(
     head: Head,
     max_length: int,
     device: torch.device,
-    layers: Layers = "torch",
+    layers: LayerKind | None = None,
     vocab_multiple: int = 1,
     role: str = "actor",
 ) -> list[RoleModel]:
     """Load this rank's chunks of the model in `config`, in evaluation mode, in `layout` (None: serving).
 
     `role` decides the seed of random weights, and if a missing scalar head is drawn.  `vocab_multiple`: a multiple of all
-    layouts' tensor ranks, if weights move.  Raises CheckpointError if weights do not fit, CapacityError for too few positions,
-    ConfigError for unusable layers.
+    layouts' tensor ranks, if weights move.  Raises CheckpointError if weights do not fit, CapacityError for too few positions.
     """
     shape, source = open_weights(config, head, seed=weight_seed(role), fresh_head=role in HEADS_LEARNED)
     lora = _lora(config)
     if lora is not None and lora.adapter is not None:
         open_adapters(lora.adapter, shape, lora, head)  # to refuse them before a model is built
     available = find_available(device.type == "cuda")
-    if problem := layers_refused(layers, available, adapters=lora is not None):  # the device of `auto` is known only here
-        raise ConfigError(problem)
     chunks = build_chunks(
         replace(shape, vocab_multiple=vocab_multiple), groups, layout, head=head, max_length=max_length,
-        dtype=config.dtype, device=device, layers=layer_kind(layers, available, adapters=lora is not None),
+        dtype=config.dtype, device=device, layers=layers or layer_kind(available, adapters=lora is not None),
     )  # fmt: skip
     for chunk in chunks:
         load_weights(

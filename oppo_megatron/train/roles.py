@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from oppo_megatron.cluster.process_groups import SharedGroups, use_once, use_ring_once
-from oppo_megatron.config.model import Layers, TrainedRoleConfig
+from oppo_megatron.config.model import TrainedRoleConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine.executor import Links, build_links
 from oppo_megatron.layout.placements import RolePlacement, role_placements, training_placements
@@ -70,7 +70,6 @@ def build_trained_role(
     name: str,
     max_length: int,
     device: torch.device,
-    layers: Layers,
     num_updates: int,
 ) -> TrainedRole:
     layout = config.train
@@ -81,7 +80,6 @@ def build_trained_role(
         "role": name,
         "max_length": max_length,
         "device": device,
-        "layers": layers,
         "vocab_multiple": multiple,
     }
     if plain and training is groups:

@@ -18,6 +18,7 @@ from oppo_megatron.config.derived import (
     share_of_sequences,
 )
 from oppo_megatron.config.evaluation import REWARD
+from oppo_megatron.config.model import KVLayout
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk_tuner import ChunkTuner
 from oppo_megatron.control.delta_controllers import make_delta_controller
@@ -81,13 +82,12 @@ class RoleBuilder:
     lengths: Quantile | None  # of a length trace
 
     def __post_init__(self) -> None:
-        """Resolve `runtime.kv_layout: auto`, because planner and caches must count slots the same way."""
+        """Settle the layout of the KV caches, because planner and caches must count slots the same way."""
         runtime, device = self.config.runtime, self.world.device
         if runtime.kv_layout == "auto":
             dtypes = {DTYPES[role.dtype] for role in named_roles(self.config).values()}
-            layout = "dense" if any(find_kernel(device, dtype) is None for dtype in dtypes) else "paged"
-            settled = runtime.model_copy(update={"kv_layout": layout})
-            self.config = self.config.model_copy(update={"runtime": settled})
+            layout: KVLayout = "dense" if any(find_kernel(device, dtype) is None for dtype in dtypes) else "paged"
+            self.config = self.config.model_copy(update={"runtime": runtime.with_kv_layout(layout)})
 
         megabytes = runtime.kv_cache_mb
         self.kv_budget_bytes = None if megabytes is None else int(megabytes * 2**20)
@@ -172,7 +172,6 @@ class RoleBuilder:
                     role=name,
                     max_length=max_context(config),
                     device=self.world.device,
-                    layers=config.runtime.layers,
                 ).requires_grad_(False)
             temperature = config.algorithm.temperature(config.rollout.temperature)
             workers[name] = ScoringWorker(name, model, self._cache(name, model), temperature=temperature)
@@ -190,7 +189,6 @@ class RoleBuilder:
             name=name,
             max_length=max_context(self.config),
             device=self.world.device,
-            layers=self.config.runtime.layers,
             num_updates=num_updates(self.config, name, self.total_steps),
         )
         for chunk in role.trained.chunks:  # every micro-batch of an update is a sign of life

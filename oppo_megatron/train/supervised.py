@@ -284,8 +284,7 @@ def _build(
         report.begin(start, rows, held, quarantine)
 
     def load(model: ModelConfig) -> RoleModel:
-        length, layers = config.max_tokens, config.runtime.layers
-        loaded = load_role(model, groups, head=task.head, role="model", max_length=length, device=world.device, layers=layers)
+        loaded = load_role(model, groups, head=task.head, role="model", max_length=config.max_tokens, device=world.device)
         loaded.register_forward_pre_hook(lambda *_: world.activity.beat())  # a micro-batch is a sign of life
         return loaded
 

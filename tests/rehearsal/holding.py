@@ -125,7 +125,7 @@ class Measurement:
         with self.meter.span() as taken:
             role = train_roles.build_trained_role(
                 self.role, serving, own, head=self.head, name=self.name, max_length=max_context(self.config), device=DEVICE,
-                path="fused", layers="torch", num_updates=10,
+                num_updates=10,
             )  # fmt: skip
         state = self.found.pop("state")
         self.found["gradients"] = state - self.found["optimizer"]

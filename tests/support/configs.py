@@ -27,8 +27,11 @@ def least_config(run_dir: Path, **sections: Any) -> TrainConfig:
 
 
 def run_of(config: dict[str, Any], kind: type[RunT] = TrainConfig) -> RunT:  # type: ignore[assignment]
-    """The configuration of a run; `resume` in `checkpoint` stands for the command's `--resume`."""
+    """The configuration of a run; `resume` in `checkpoint` stands for `--resume`, `kv_layout` in `runtime` for what a GPU has."""
     checkpoint = dict(config.get("checkpoint", {}))
     resumes = checkpoint.pop("resume", False)
-    run = kind(**{**config, "checkpoint": checkpoint})
+    runtime = dict(config.get("runtime", {}))
+    layout = runtime.pop("kv_layout", "auto")
+    run = kind(**{**config, "checkpoint": checkpoint, "runtime": runtime})
+    run = run.model_copy(update={"runtime": run.runtime.with_kv_layout(layout)})
     return run.resumed() if resumes else run

@@ -21,8 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from oppo_megatron.cluster.held_memory import device_bytes, held_bytes, peak_bytes
 from oppo_megatron.cluster.world import open_world
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig
-from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.kernels import Available
 from oppo_megatron.layout.memory import WHOLE_MULTIPLE
 from oppo_megatron.mcore import roles
 from oppo_megatron.mcore.attention import PackedPlan
@@ -135,14 +133,6 @@ def test_rows_are_filled_up_for_a_cpus_bfloat16_alone(groups: RoleGroups) -> Non
     model = roles.load_role(config, groups, head="lm", max_length=64, device=CPU)
     assert model.token_multiple == WHOLE_MULTIPLE
     assert model.to("meta").token_multiple == 1
-
-
-def test_layers_for_cuda_devices_are_refused_where_auto_turns_out_to_be_a_cpu(
-    groups: RoleGroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(roles, "find_available", lambda cuda: Available(transformer_engine="2.12", cuda=cuda))
-    with pytest.raises(ConfigError, match="transformer_engine, but it computes on CUDA devices only; set it to auto"):
-        roles.load_role(ModelConfig(init=SHAPE), groups, head="lm", max_length=64, device=CPU, layers="transformer_engine")
 
 
 def test_memory_is_the_devices_where_a_rank_computes_on_one(monkeypatch: pytest.MonkeyPatch) -> None:

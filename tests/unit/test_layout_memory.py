@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oppo_megatron.config.model import LoraConfig, ParallelConfig, TrainingLayoutConfig
-from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import RewardModelConfig
 from oppo_megatron.layout.activations import (
     BLOCK_NUMBERS,
@@ -31,6 +30,7 @@ from oppo_megatron.layout.memory import (
     table_bytes,
     training_state,
 )
+from tests.support.configs import run_of
 
 SHAPE: dict[str, Any] = {
     "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 8,
@@ -145,7 +145,7 @@ def holdings(on_cpu: bool = False, **changes: Any) -> list[Holding]:
         "actor": {"init": SHAPE}, "critic": {"init": SHAPE}, "rewards": [{"kind": "verifier", "name": "gsm8k"}],
         "rollout": {"batch_size": 8, "max_response_tokens": 100}, "overlap": {"delta": {"initial": 0, "max": 3}},
     }  # fmt: skip
-    return train_holdings(TrainConfig.model_validate({**settings, **changes}), on_cpu=on_cpu)
+    return train_holdings(run_of({**settings, **changes}), on_cpu=on_cpu)
 
 
 def test_what_each_rank_holds() -> None:
