@@ -57,8 +57,11 @@ class LoggingConfig(Section):
     """Outputs of progress and metrics.  `metrics.jsonl` is always written."""
 
     console: Literal["auto", "live", "plain", "off"] = Field("auto", description="auto: live in a terminal")
-    tensorboard: bool = Field(False, description="also write the metrics to `tensorboard/` in the run directory")
-    wandb_project: str | None = Field(None, description="Weights & Biases project (mode: WANDB_MODE); null: none")
+    trackers: list[Annotated[str, Field(pattern="^(tensorboard|wandb:.+)$")]] = Field(
+        default=[],
+        description="also write the metrics to `tensorboard/` in the run directory (`tensorboard`), or to a Weights & Biases "
+        "project (`wandb:PROJECT`; mode: WANDB_MODE)",
+    )
     trace: bool | Literal["actions"] = Field(
         True,
         description="write trace.json: each rank's work over time; actions: every action of every round in it, and schedules.txt",

@@ -70,6 +70,6 @@ ENVIRONMENT: tuple[Mistake, ...] = (
     Mistake("more ranks than the placement has", ("train", "train.yaml"), ("4", "1"),
             variables={"RANK": "0", "WORLD_SIZE": "4"}),
     Mistake("a device that is not there", ("train", "train.yaml", "runtime.device=cuda"), ("cuda",)),
-    Mistake("a tracker that is not installed", ("train", "train.yaml", "logging.wandb_project=mine"), ("wandb",)),
+    Mistake("a tracker that is not installed", ("train", "train.yaml", "logging.trackers=[wandb:mine]"), ("wandb",)),
     Mistake("a continued run with other prompts", ("train", "train.yaml", "--resume", "run_dir=runs/done"), ("runs/done",)),
 )  # fmt: skip

@@ -150,12 +150,12 @@ def test_a_package_that_is_not_installed(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    asked = ["logging.wandb_project=p", "run_dir=taken"]
+    asked = ["logging.trackers=[wandb:p]", "run_dir=taken"]
     (folder / "taken").mkdir()
     (folder / "taken" / "summary.json").write_text("{}")
     said = both_refuse(capsys, "train.yaml", *asked)
     assert "pip install wandb" in said and "holds a finished run" in said  # all at once
-    assert "pip install tensorboard" in refused(capsys, "validate", "sft.yaml", "logging.tensorboard=true")
+    assert "pip install tensorboard" in refused(capsys, "validate", "sft.yaml", "logging.trackers=[tensorboard]")
 
 
 def test_a_service_without_its_packages(

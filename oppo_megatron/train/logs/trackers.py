@@ -69,8 +69,8 @@ class WandbSink:
             )
         except wandb.Error as error:
             raise ConfigError(
-                f"logging.wandb_project: {project}: Weights & Biases does not begin a run ({error}); log in (`wandb login`, or "
-                "the variable WANDB_API_KEY), or set the variable WANDB_MODE to offline, or logging.wandb_project to null"
+                f"logging.trackers: wandb:{project}: Weights & Biases does not begin a run ({error}); log in (`wandb login`, or "
+                "the variable WANDB_API_KEY), or set the variable WANDB_MODE to offline, or remove the entry"
             ) from error
         write_text(id_file, f"{self._run.id}\n")
 
@@ -82,19 +82,13 @@ class WandbSink:
 
 
 def check_trackers(config: LoggingConfig) -> None:
-    if config.tensorboard:
-        _import("tensorboard")
-    if config.wandb_project is not None:
-        _import("wandb")
+    for tracker in config.trackers:
+        _import(tracker.partition(":")[0])
 
 
 def open_trackers(config: LoggingConfig, run_dir: str | os.PathLike[str]) -> Tracker:
-    sinks: list[Sink] = []
-    if config.tensorboard:
-        sinks.append(TensorBoardSink(run_dir))
-    if config.wandb_project is not None:
-        sinks.append(WandbSink(config.wandb_project, run_dir))
-    return Tracker(sinks)
+    projects = (tracker.partition(":")[2] for tracker in config.trackers)
+    return Tracker([WandbSink(project, run_dir) if project else TensorBoardSink(run_dir) for project in projects])
 
 
 def _numbers(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -109,22 +103,15 @@ def _settings(run: RunDirectory) -> dict[str, Any]:
     return read_yaml(run.config.read_text(encoding="utf-8")) if run.config.exists() else {}
 
 
-OFF = {
-    "tensorboard": ("logging.tensorboard: true", "tensorboard", "logging.tensorboard to false"),
-    "wandb": ("logging.wandb_project", "wandb", "logging.wandb_project to null"),
-}
-
-
 def _import(name: str) -> Any:
     """Raise ConfigError if missing, as for a bare folder of its name (wandb creates one)."""
-    setting, package, off = OFF[name]
     try:
         module = importlib.import_module(name)
         if getattr(module, "__file__", None) is None and getattr(module, "__path__", None) is not None:
             raise ImportError(f"{name} is a folder here, not a package")
     except ImportError as error:
         raise ConfigError(
-            f"{setting} needs the package {package}, which cannot be imported here ({error}); "
-            f"install it (pip install {package}) or set {off}"
+            f"logging.trackers names {name}, whose package cannot be imported here ({error}); install it (pip install {name}), "
+            "or remove the entry"
         ) from error
     return module
