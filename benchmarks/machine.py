@@ -309,11 +309,12 @@ def alone(args: argparse.Namespace, cores: int) -> TrainConfig:
     inputs = args.out / "inputs"
     inputs.mkdir(parents=True, exist_ok=True)
     tokenizer, prompts = write_random_prompts(inputs, given.data.max_prompt_tokens)
-    own = [f"steps={args.steps}", f"runtime.threads_per_rank={cores}", f"run_dir={args.out / f'{cores}-cores'}"]
+    own = [f"steps={args.steps}", f"run_dir={args.out / f'{cores}-cores'}"]
     own += [f"tokenizer.path={tokenizer}", f"data.path={prompts}"]
     if given.rollout.lengths is None:
         own.append(f"rollout.forced_lengths=[{max(1, given.rollout.max_response_tokens // 4)},{SIGMA}]")
-    return load_train(args.config, [*args.overrides, *ALONE, *own])
+    config = load_train(args.config, [*args.overrides, *ALONE, *own])
+    return config.model_copy(update={"runtime": config.runtime.with_threads(cores)})
 
 
 def steps_of(config: TrainConfig) -> Iterator[Observed]:

@@ -209,7 +209,7 @@ def bench_decode(work: DecodeWork, names: Sequence[str], out: Path) -> dict[str,
     """
     stopping = work.stopping
     out.mkdir(parents=True, exist_ok=True)
-    runtime = RuntimeConfig(threads_per_rank=work.threads, device="cpu")
+    runtime = RuntimeConfig(device="cpu").with_threads(work.threads)
     lengths = {batch: [stopping.limit(i) - 1 for i in range(batch)] for batch in work.batches}
     with open_world(runtime) as world, tempfile.TemporaryDirectory() as scratch:
         peers = _build_peers(work, names, world, Path(scratch))

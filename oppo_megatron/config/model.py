@@ -264,11 +264,6 @@ class RuntimeConfig(Section):
         description="type of every role that gives none of its own; with bfloat16 the optimizer also keeps "
         "float32 weights; null: bfloat16 on CUDA devices, float32 on a CPU",
     )
-    threads_per_rank: Annotated[int, Unit("threads")] = Field(
-        0,
-        ge=0,
-        description="CPU threads of each rank; 0: OMP_NUM_THREADS or MKL_NUM_THREADS, else usable cores divided by local ranks",
-    )
     timeout_s: float = Field(
         1800.0,
         gt=0,
@@ -279,6 +274,7 @@ class RuntimeConfig(Section):
     kv_cache_mb: float | None = Field(None, gt=0, description="budget per role and rank; null: the whole buffer")
 
     _kv_layout: KVLayout = PrivateAttr(default="auto")
+    _threads: int = PrivateAttr(default=0)
 
     @property
     def kv_layout(self) -> KVLayout:
@@ -289,6 +285,16 @@ class RuntimeConfig(Section):
     def with_kv_layout(self, layout: KVLayout) -> Self:
         copy = self.model_copy()
         copy._kv_layout = layout
+        return copy
+
+    @property
+    def threads_per_rank(self) -> int:
+        """CPU threads of each rank; 0: OMP_NUM_THREADS or MKL_NUM_THREADS, else usable cores divided by local ranks."""
+        return self._threads
+
+    def with_threads(self, threads_per_rank: int) -> Self:
+        copy = self.model_copy()
+        copy._threads = threads_per_rank
         return copy
 
     @property

@@ -208,7 +208,7 @@ def swept(workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Run a kind on tiny models in one process, and return what it wrote."""
 
     def run(kind: str, options: Sequence[str] = (), **changes: Any) -> dict[str, Any]:
-        own = {**LENGTHS, **OVERLAPS, "steps": 2, "runtime.threads_per_rank": 1, **changes}
+        own = {**LENGTHS, **OVERLAPS, "steps": 2, **changes}
         base = bare(TrainConfig(**workspace.config("sweep", **own)))
         monkeypatch.setattr(sweeps, "load_base", lambda args, inputs="": base)
         monkeypatch.setattr(sweeps, "new_suite", lambda args: Suite(args.out, 1, launch, say=lambda _: None))

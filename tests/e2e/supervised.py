@@ -53,7 +53,7 @@ def settings(inputs: Path, kind: str, run_dir: Path, **changes: Any) -> Settings
         "data": {"path": inputs / FILES.get(kind, FILES["rm"]), "shuffle": False},
         "model": {"checkpoint": inputs / ("qwen2" if kind == "sft" else "classifier")},
         "optimizer": OPTIMIZER,
-        "runtime": {"device": "cpu", "threads_per_rank": 1, "micro_batch_tokens": 300},
+        "runtime": {"device": "cpu", "micro_batch_tokens": 300},
         "logging": {"console": "off"},
         **SELECTED.get(kind, {}),
         **changes,

@@ -176,7 +176,7 @@ def test_micro_batches_have_no_influence(inputs: Path, tmp_path: Path, kind: str
 
 
 def runtime(budget: int, **changes: Any) -> Settings:
-    return {"device": "cpu", "threads_per_rank": 1, "micro_batch_tokens": budget, **changes}
+    return {"device": "cpu", "micro_batch_tokens": budget, **changes}
 
 
 def test_memory_that_a_pair_does_not_fit_ends_the_run(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

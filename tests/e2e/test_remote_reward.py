@@ -63,7 +63,7 @@ def test_scores_of_services_are_those_of_the_run_itself(tmp_path: Path) -> None:
         "reward": reward,
         "tokenizer": {"path": str(tmp_path / "tokenizer.model")},
         "max_tokens": 200,
-        "runtime": {"device": "cpu", "threads_per_rank": 1},
+        "runtime": {"device": "cpu"},
     }
     with ExitStack() as stack:
         isolated = {"rewards": [rules[0], BREVITY | {"isolate": True}]}

@@ -202,7 +202,7 @@ def test_a_folder_without_a_run_is_told_of(workspace: Workspace, capsys: pytest.
 @pytest.mark.slow
 def test_ctrl_c_saves_and_says_how_to_go_on(workspace: Workspace) -> None:
     """As a terminal does it: all processes of the group get the signal."""
-    changes = CARRIED | {"steps": 12, "placement": {"mode": "disaggregated"}, "runtime.threads_per_rank": 1}
+    changes = CARRIED | {"steps": 12, "placement": {"mode": "disaggregated"}}
     config = deep(workspace, "interrupted", **changes)
     run = start(config, new_session=True)
     wait_until(run, lambda: num_lines(config) >= 1)

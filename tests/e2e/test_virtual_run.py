@@ -47,7 +47,7 @@ def test_a_step_takes_what_the_run_s_own_costs_say(workspace: Workspace, layout:
         **{f"{role}.init": shape for role in ("actor", "critic", "reward")},
         **{f"overlap.{name}": layout != "sequential" for name in ("intra", "inter")},
         **{"overlap.delta": DELTA | {"rule": "fixed"}, "overlap.chunk": 16, "rollout.forced_lengths": [32, 0.8],
-           "rollout.batch_size": 12, "rollout.max_response_tokens": 96, "runtime.threads_per_rank": 1},
+           "rollout.batch_size": 12, "rollout.max_response_tokens": 96},
     )  # fmt: skip
     run = Path(config["run_dir"])
     measured = run_ppo_ranks(config).metrics

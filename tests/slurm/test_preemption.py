@@ -66,7 +66,6 @@ def settings(workspace: Workspace, name: str) -> dict[str, Any]:
             "overlap.inter": True,
             "overlap.delta": {"rule": "fixed", "initial": 2, "max": 4},
             "runtime.device": "cpu",
-            "runtime.threads_per_rank": 1,
         },
     )
 

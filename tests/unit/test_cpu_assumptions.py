@@ -56,7 +56,7 @@ def counted(owner: Any, name: str) -> Iterator[Counter[str]]:
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[RoleGroups]:
-    with open_world(RuntimeConfig(device="cpu", threads_per_rank=1), {}):
+    with open_world(RuntimeConfig(device="cpu").with_threads(1), {}):
         found = build_groups([0], 1, 1, "actor")
         assert found is not None
         yield found

@@ -45,7 +45,7 @@ def torch_norm(weight_H: torch.Tensor, eps: float) -> Norm:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[None]:
-    with open_world(RuntimeConfig(device="cpu", threads_per_rank=1), {}):
+    with open_world(RuntimeConfig(device="cpu").with_threads(1), {}):
         yield
 
 
