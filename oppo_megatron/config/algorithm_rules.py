@@ -61,7 +61,7 @@ READS: tuple[Read, ...] = (
     ),
     (
         KL, lambda config: config.ppo.kl.mode != "none" or config.algorithm.pairs,
-        "ppo.kl.mode is none (that of algorithm.preset {preset}, unless it is set)", WITH_KL,
+        "ppo.kl.mode is none (the mode of algorithm.preset {preset}, unless it is set)", WITH_KL,
     ),
     (
         KL, lambda config: config.ppo.kl.mode != "margin" or not config.algorithm.pairs,
@@ -167,7 +167,7 @@ def _groups(config: TrainConfig) -> Iterator[str]:
 
 
 def greedily(rollout: RolloutConfig) -> str | None:
-    """The setting with which every draw is the most likely token, if any."""
+    """The setting that makes every draw the most likely token, if any."""
     for name, most in (("temperature", 1e-3), ("top_k", 1), ("top_p", 1e-6)):
         value = getattr(rollout, name)
         if value <= most and (name != "top_k" or value):

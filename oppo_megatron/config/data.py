@@ -38,7 +38,7 @@ class TokenizerConfig(Section):
 
     @property
     def date(self) -> datetime | None:
-        """Date that templates print: that of the first start of the run."""
+        """Date that templates print: the date of the run's first start."""
         return self._date
 
     def dated(self, date: datetime | None) -> Self:
@@ -67,7 +67,7 @@ class RowsConfig(Section):
         "(`oppo sft`, `oppo dpo`); label, whether it is wanted: true or false, 1 or 0 (`oppo dpo`); completions, the steps of "
         "the answer, a list of texts, and labels, for each step whether it is right, or a number from 0 to 1 (`oppo rm`)",
     )
-    prompt_template: str = Field("{prompt}", description="text around each prompt; `{prompt}` stands for it")
+    prompt_template: str = Field("{prompt}", description="text around each prompt; `{prompt}` is its place")
     max_rows: int | None = Field(None, ge=1, description="use at most this many rows, from the start of the data")
     bad_rows: Literal["error", "quarantine"] = Field(
         "error", description="a row that is not JSON, lacks a column or has no text: end the run, or set the row aside"
@@ -86,7 +86,7 @@ class RowsConfig(Section):
         for part in templates:
             template = getattr(self, f"{part}_template", self.prompt_template)
             if "{" + part + "}" not in template:
-                yield f"{name}.{part}_template is {template!r}, but must contain `{{{part}}}` where the text goes; add it"
+                yield f"{name}.{part}_template is {template!r}, but must contain `{{{part}}}` at the place of the text; add it"
 
 
 class PromptDataConfig(RowsConfig):

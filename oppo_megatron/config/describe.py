@@ -174,7 +174,7 @@ INTRODUCTION = """\
 All settings of `oppo train`, `oppo sft`, `oppo rm`, `oppo dpo` and `oppo serve`, and of the block `oppo:` for
 [the NeMo-Aligner plugin](nemo_aligner.md). The page is generated from the schema in `oppo_megatron/config/`.
 
-A configuration is a YAML file. Settings on the command line, after the file's name, replace those of the file:
+A configuration is a YAML file. Settings on the command line, after the file's name, replace the file's settings:
 
     oppo train ppo.yaml rollout.batch_size=64 overlap.delta.rule=fixed
 
@@ -209,7 +209,7 @@ def render_reference() -> str:
 
 
 def _sections() -> dict[type[Section], list[str]]:
-    """Each section class in the order of its first use, with the dotted keys where it is used."""
+    """Each section class in the order of its first use, with the dotted keys that hold it."""
     places: dict[type[Section], list[str]] = {}
     for kind in PAGES.values():
         for place, section in _nested(kind, ""):

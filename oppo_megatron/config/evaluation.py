@@ -32,7 +32,7 @@ class MeasuringConfig(Section):
 
     @property
     def most_rows(self) -> int:
-        """Rows that are measured at most: those of `data.max_rows`, else the usual number."""
+        """Rows that are measured at most: `data.max_rows`, else the usual number."""
         return (self.data and self.data.max_rows) or self.USUAL_ROWS
 
 
@@ -91,7 +91,7 @@ class EarlyStopConfig(Section):
 
 
 class Standard(NamedTuple):
-    """The figure by which steps are compared, and whether more of it is better."""
+    """The figure that compares steps, and its better direction."""
 
     metric: str
     mode: Direction

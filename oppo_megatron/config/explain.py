@@ -17,7 +17,7 @@ Path = tuple[str | int, ...]
 
 
 def explain(kind: type[Section], error: ValidationError) -> list[str]:
-    """Every problem in `error`, those of one key joined."""
+    """Every problem in `error`; the problems of one key are one sentence."""
     by_path: dict[Path, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         by_path.setdefault(_data_path(kind, detail), []).append(detail)

@@ -21,8 +21,8 @@ TARGETS: tuple[LoraTarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate
 class LoraConfig(Section):
     """Low-rank adapters (Hu et al. 2021): only they are trained; the model's own weights stay as they are.
 
-    y = W x + alpha / rank * B A x for each target, in every layer.  Without dropout, so that log-probs in training equal
-    those of decoding.
+    y = W x + alpha / rank * B A x for each target, in every layer.  Without dropout, so that training and decoding have the same
+    log-probs.
     """
 
     rank: Annotated[int, Unit("rows")] = Field(16, ge=1, description="rows of A and columns of B")

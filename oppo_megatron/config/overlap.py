@@ -121,7 +121,7 @@ class OverlapConfig(CarryConfig):
     def carries(self, *, filtered: bool) -> bool:
         """True if responses may be trained that began in an earlier step.
 
-        Backfill alone begins them for the next batch; with a filter a batch leaves none but delta behind.
+        Backfill alone begins them for the next batch; with a filter a batch leaves only delta for the next one.
         """
         if not self.inter:
             return False

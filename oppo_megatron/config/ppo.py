@@ -19,7 +19,7 @@ class RolloutConfig(Section):
         1,
         ge=1,
         description="responses to each prompt; must divide the batch size; `algorithm.baseline: greedy` adds "
-        "one, which does not count; default: that of `algorithm.preset`",
+        "one, which does not count; default: the preset's",
     )
     max_response_tokens: int = Field(..., ge=1, description="longest response; a longer one is cut")
     temperature: Annotated[float, Unit("factor")] = Field(1.0, ge=0, description="0 means greedy")
@@ -69,14 +69,14 @@ class KLConfig(Section):
     estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = Field(
         "k1",
         description="KL of one sampled token (docs/algorithm.md); k1+, k3+: with `mode: loss`, those values with a gradient "
-        "whose expectation is that of KL(actor || reference)",
+        "whose expectation is the gradient of KL(actor || reference)",
     )
     mode: Literal["none", "penalty", "score", "loss", "margin"] = Field(
         "penalty",
         description="penalty: subtracted from the reward of each token; score: a response's sum is "
         "subtracted from its score, before a baseline is; loss: a term of the actor's loss (estimator k1+, k2, k3 or k3+); "
-        "margin: the margins of pairs are measured against the reference (preset online_dpo); none: there is no "
-        "reference; default: that of `algorithm.preset`",
+        "margin: the margins of pairs are measured against the reference (preset online_dpo); none: without a "
+        "reference; default: the preset's",
     )
     coefficient: Annotated[float, Unit("reward a nat")] = Field(0.05, ge=0, description="weight of the KL, or its start")
     target: Annotated[float | None, Unit("nats a response")] = Field(
@@ -93,7 +93,7 @@ class KLConfig(Section):
 
     @property
     def corrected(self) -> bool:
-        """True if the gradient in the loss is corrected to that of KL(actor || reference)."""
+        """True if the gradient in the loss is corrected to the gradient of KL(actor || reference)."""
         return self.estimator.endswith("+")
 
 
@@ -109,7 +109,7 @@ class PPOConfig(Section):
         None,
         gt=0,
         description="the ratio counts up to 1 + clip_high, and with objective cispo, which needs it, this "
-        "is the largest weight; null: 1 + clip; default: that of `algorithm.preset`",
+        "is the largest weight; null: 1 + clip; default: the preset's",
     )
     dual_clip: Annotated[float | None, Unit("factor")] = Field(
         None, gt=1, description="bound of the loss of a token of negative advantage, in advantages (arXiv 1912.09729); null: none"
@@ -132,7 +132,7 @@ class PPOConfig(Section):
         "behaviour",
         description="ratio of tokens that an older policy sampled: against their log-probs at sampling, "
         "or against those at the step's start with an importance weight (decoupled); default: decoupled if "
-        "`algorithm.ratio` is that of a response, and responses are carried or the actor is in bfloat16",
+        "`algorithm.ratio` is a response's, and responses are carried or the actor is in bfloat16",
     )
 
     @property

@@ -23,7 +23,7 @@ class CheckpointConfig(Section):
     keep_best: bool | str = Field(
         False,
         description="save after each step that is the best so far, keep that checkpoint too, and write its "
-        "weights to `best/`; a text names the metric, as in `early_stop.metric`; true: that of `early_stop`, else the "
+        "weights to `best/`; a text names the metric, as in `early_stop.metric`; true: the metric of `early_stop`, else the "
         "first of `evaluation` (supervised training: `loss`), else `reward`, the mean reward of a step",
     )
     asynchronous: bool = Field(
@@ -65,7 +65,7 @@ class GuardsConfig(Section):
     logprob_gap: Annotated[PositiveFloat | Literal["auto"] | None, Unit("nats")] = Field(
         "auto",
         description="largest |logprob at decode - at training| of any token. auto: 1e-4 for a float32 actor; "
-        "0.25 for bfloat16, where one rounding of a logit between 16 and 32 makes 0.125; doubled with each doubling "
+        "0.25 for bfloat16, because one rounding of a logit between 16 and 32 makes 0.125; doubled with each doubling "
         "of a token's largest logit beyond 32, divided by a temperature below 1, and up to four times that for one "
         "token in a thousand. null: no limit",
     )

@@ -43,7 +43,7 @@ class RewardPart(Section):
     """One summand of the reward: `weight` times the number that `kind` gives for a finished response.
 
     kind: `model` the reward model's scalar; `process` a process reward model's scores of the steps (docs/process_rewards.md);
-    `verifier` a rule by `name`, most of which compare with column `answer`; `python` a function `entry_point` =
+    `verifier` a rule by `name`; most rules compare with column `answer`; `python` a function `entry_point` =
     `package.module:function` or `file.py:function`, called with (prompt, response, fields); `http` a reward service at `url`
     (docs/rewards.md).
     """

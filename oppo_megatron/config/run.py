@@ -141,7 +141,7 @@ class TrainSettings(RunConfig):
         None,
         description="dynamic sampling: drop groups whose responses all have the same score, and sample other "
         "prompts instead; the score is `reward`, the whole sum, or the label of one part of `rewards`, before its "
-        "weight; needs `overlap.backfill`; default: that of `algorithm.preset` (`dapo` has one, and backfill for it, "
+        "weight; needs `overlap.backfill`; default: the preset's (`dapo` has one, and backfill for it, "
         "with `overlap.inter`)",
     )
     evaluation: EvaluationConfig | None = None
@@ -169,8 +169,8 @@ class TrainSettings(RunConfig):
             )
         if mode == "none" and self.reference is not None:
             raise ValueError(
-                f"reference is given, but ppo.kl.mode is none (that of algorithm.preset {preset}, unless it is set), and nothing "
-                "reads it; remove the section, or set ppo.kl.mode"
+                f"reference is given, but ppo.kl.mode is none (the mode of algorithm.preset {preset}, unless it is set), and "
+                "nothing reads it; remove the section, or set ppo.kl.mode"
             )
         return self
 

@@ -138,7 +138,7 @@ def check_shared_vocabulary(shapes: Mapping[str, Mapping[str, Any]]) -> list[str
         elif vocab < actor:
             problems.append(
                 f"{name}: its vocabulary has {vocab} entries, but the actor can draw any of {actor}; "
-                "use models that share a tokenizer and pad their embeddings alike"
+                "use models that share a tokenizer and pad their embeddings to the same size"
             )
     return problems
 

@@ -62,7 +62,7 @@ def test_defaults(loss: str, folder: Path) -> None:
     ("loss", "change", "words"),
     [
         ("sigmoid", {"runtime": {"device": "cpu", "micro_batch_tokens": 127}}, "is 127, but a pair may have 128 tokens (twice"),
-        ("robust", {}, "dpo.loss is robust, but dpo.label_smoothing is 0, with which it is sigmoid"),
+        ("robust", {}, "dpo.loss is robust, but dpo.label_smoothing is 0, so that it is sigmoid"),
         ("ipo", {"dpo": {"label_smoothing": 0.1}}, "is 0.1, but dpo.loss ipo has none; remove it"),
         ("hinge", {"dpo": {"label_smoothing": 0.1}}, "dpo.loss hinge has none"),
         ("hinge", {"dpo": {"unwanted": 2}}, "dpo.unwanted is 2.0, but dpo.loss hinge is of pairs and does not read it"),
