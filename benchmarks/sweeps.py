@@ -29,7 +29,7 @@ from oppo_megatron.bench.overlap import COLUMNS as OVERLAP_COLUMNS
 from oppo_megatron.bench.overlap import compare, known_modes
 from oppo_megatron.bench.suite import Run, Runs, all_lines, require_same_work, work_figures, work_lines
 from oppo_megatron.cli.bench import add_resume_argument, add_run_arguments, chosen, load_base, names, new_suite
-from oppo_megatron.cli.lengths import counts
+from oppo_megatron.cli.parser import counts
 from oppo_megatron.config.derived import MODES, longest_chunk, switched
 from oppo_megatron.config.model import RoleConfig
 from oppo_megatron.config.rewards import RewardPart

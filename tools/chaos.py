@@ -32,9 +32,8 @@ import psutil
 from benchmarks.common import run_script
 from oppo_megatron.bench.figures import describe_machine
 from oppo_megatron.cli.bench import refuse_given_ranks
-from oppo_megatron.cli.lengths import count
 from oppo_megatron.cli.load import load_train
-from oppo_megatron.cli.parser import add_config_arguments
+from oppo_megatron.cli.parser import add_config_arguments, count
 from oppo_megatron.cluster.rank_processes import rank_processes
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from oppo_megatron.cli.launch import external_ranks, launch
-from oppo_megatron.cli.lengths import add_length_arguments, count, counts, forced_lengths, length_settings
+from oppo_megatron.cli.lengths import add_length_arguments, forced_lengths, length_settings
 from oppo_megatron.cli.load import load_train
-from oppo_megatron.cli.parser import add_config_arguments, add_debug_argument
+from oppo_megatron.cli.parser import add_config_arguments, add_debug_argument, count, counts
 from oppo_megatron.cli.signals import ending_by_signal
 from oppo_megatron.config.derived import MODES
 from oppo_megatron.config.model import ParallelConfig

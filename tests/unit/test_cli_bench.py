@@ -11,8 +11,9 @@ import pytest
 
 from oppo_megatron.bench.suite import BenchStopped
 from oppo_megatron.cli.bench import add_arguments, chosen, load_base, run
-from oppo_megatron.cli.lengths import counts, forced_lengths
+from oppo_megatron.cli.lengths import forced_lengths
 from oppo_megatron.cli.main import main
+from oppo_megatron.cli.parser import counts
 from oppo_megatron.errors import ConfigError
 from tests.support.commands import enter
 
