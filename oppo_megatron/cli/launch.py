@@ -255,7 +255,7 @@ def _agent(world_size: int, meeting: LocalMeeting, folder: Path, start_method: s
 
 
 def _local_rank(surroundings: rank_processes.Surroundings, entry: str, kind: str, config: Any, failures: str) -> None:
-    """Run one rank in its own process; on failure it writes a `Failure`, of which the parent shows the first.
+    """Run one rank in its own process; on failure it writes a `Failure`.  The parent shows the first one.
 
     `surroundings`: the starting process's environment and output files; unpickling applies them.
     """

@@ -84,9 +84,9 @@ def test_a_path_that_cannot_be_used_is_a_message(config: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("arguments", "least"),
     [
-        ("convert a b --as reward --fresh-head-seed=-1", 0), ("convert a b --max-shard-mb=0", 1), ("train c --max-restarts=-1", 0),
-        ("plan simulate c --steps=0", 1), ("launch slurm c --gpus-per-node=0", 1), ("launch slurm c --ranks-per-node=-5", 1),
-        ("launch slurm c --max-restarts=-1", 0),
+        ("convert a b --as reward --fresh-head-seed=-1", 0), ("convert a b --max-shard-mb=0", 1),
+        ("train c --max-restarts=-1", 0), ("plan simulate c --steps=0", 1), ("launch slurm c --max-restarts=-1", 0),
+        ("launch slurm c --gpus-per-node=0", 1), ("launch slurm c --ranks-per-node=-5", 1),
     ],
 )  # fmt: skip
 def test_counts_have_a_least_value(capsys: pytest.CaptureFixture[str], arguments: str, least: int) -> None:
