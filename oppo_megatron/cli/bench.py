@@ -237,8 +237,8 @@ def refuse_given_ranks(command: str) -> None:
     ranks = external_ranks(os.environ)
     if ranks is not None:
         raise ConfigError(
-            f"the launcher has started {ranks['WORLD_SIZE']} ranks, but `{command}` starts those of each run itself; call it "
-            "without torchrun or srun"
+            f"the launcher has started {ranks['WORLD_SIZE']} ranks, but `{command}` starts the ranks of each run itself; call "
+            "it without torchrun or srun"
         )
 
 

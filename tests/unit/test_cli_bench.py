@@ -128,7 +128,7 @@ def test_ranks_of_a_launcher_are_refused(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["bench", "overlap", str(config)]) == 2
-    assert "started 2 ranks, but `oppo bench` starts those of each run itself" in capsys.readouterr().err
+    assert "started 2 ranks, but `oppo bench` starts the ranks of each run itself" in capsys.readouterr().err
 
 
 def test_lists_of_arguments() -> None:
