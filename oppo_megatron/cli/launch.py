@@ -112,6 +112,13 @@ def check_world_size(expected: int) -> None:
         )
 
 
+def refuse_given_ranks(why: str) -> None:
+    """Raise ConfigError if a launcher has started ranks; `why` they cannot be used, and the remedy."""
+    ranks = external_ranks(os.environ)
+    if ranks is not None:
+        raise ConfigError(f"the launcher has started {ranks['WORLD_SIZE']} ranks, but {why}")
+
+
 def external_ranks(environment: Mapping[str, str]) -> dict[str, str] | None:
     """Return RANK and related variables from torchrun or srun; None without a launcher."""
     _require_numbers(environment)

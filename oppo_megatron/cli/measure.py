@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from oppo_megatron.cli.launch import external_ranks
+from oppo_megatron.cli.launch import external_ranks, refuse_given_ranks
 from oppo_megatron.cli.signals import ending_by_signal
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.model import RuntimeConfig
@@ -41,6 +41,10 @@ AUTO = [
     "placement.reference=scorer",
 ]  # fmt: skip
 """Overrides that replace a configuration's placement by `auto`."""
+ONE_MACHINE = (
+    "{}, and placements of other numbers of ranks cannot be measured with these; measure on one machine, without the launcher, "
+    "with `oppo plan measure CONFIG`, then write the placement that it prints into the configuration"
+)
 LAST_ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b.*$", re.MULTILINE)
 
 
@@ -54,7 +58,7 @@ def settle(settings: TrainSettings | SupervisedConfig, *, measure: bool) -> Trai
         return settings
     if (config := settings.settled()) is not None:
         return config
-    refuse_given_ranks("placement.mode is auto")
+    refuse_given_ranks(ONE_MACHINE.format("placement.mode is auto"))
     run = RunDirectory(settings.run_dir)
 
     def tell(line: str) -> None:
@@ -169,16 +173,6 @@ def check_devices(device: str, ranks: int, alone: str = "", without: str = "runt
         raise ConfigError(
             f"{ranks} ranks would be started, but this host has {has}, and NCCL wants one for each rank; set {fewer}, "
             f"or {without} to compute without them"
-        )
-
-
-def refuse_given_ranks(what: str) -> None:
-    ranks = external_ranks(os.environ)
-    if ranks is not None:
-        raise ConfigError(
-            f"{what}, but the launcher has started {ranks['WORLD_SIZE']} ranks, and placements of other numbers cannot be "
-            "measured with these; measure on one machine, without the launcher, with `oppo plan measure CONFIG`, then write "
-            "the placement that it prints into the configuration"
         )
 
 
