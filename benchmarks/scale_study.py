@@ -205,8 +205,7 @@ class Point:
         seconds = []
         for nic in (self.nic_gb_per_s, FREE):
             decoding = Decoding(LONG.prompt, self.typical)
-            priced = Prices(self.config, cluster_of(self.ranks, nic), decoding)
-            seconds.append(next(row.seconds for row in priced.updates() if (row.role, row.phase) == ("actor", "update")))
+            seconds.append(Prices(self.config, cluster_of(self.ranks, nic), decoding).updates()["actor", "update"])
         return seconds[0] - seconds[1]
 
     def fixed_s(self, decode_steps: float) -> float:

@@ -117,7 +117,7 @@ def demo_figures(args: argparse.Namespace, out: Path, seed: int) -> dict[str, Fi
     asked = {"algorithm": args.algorithm, "quick": args.quick, "configs": args.configs}
     code = demo.run(argparse.Namespace(**asked, out=out, seed=seed, fresh=False))
     if code == EXIT_REQUEUE:
-        raise BenchStopped(f"told to stop in the demo of seed {seed}; the same command continues with it")
+        raise BenchStopped(f"stopped in the demo of seed {seed}; the same command continues with it")
     if code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     if code:

@@ -179,7 +179,7 @@ def mean_of(lines: Lines, name: str) -> float | None:
 def delta_row(name: str, runs: Sequence[Lines]) -> dict[str, Any]:
     """Return the figures of a rule; all but the times are means over the steps after the first.
 
-    `length_gap`: tokens by which trained responses are shorter than submitted ones, which include those carried over;
+    `length_gap`: tokens that trained responses lack against submitted ones (carried rollouts included);
     `gap_percent`: the same as a share; `waste_percent`: share of the decode batch that ran empty; `ess`: effective sample size of
     the batch before the update, as a share of its tokens.
     """
@@ -249,7 +249,7 @@ def weave_result(configs: Configs, runs: Runs) -> tuple[dict[str, Any], list[str
 
 
 def weave_figures(runs: Sequence[Path]) -> dict[str, Any]:
-    """Return medians over steps: seconds of the rounds, and the share of them in which ranks do not work (the bubble)."""
+    """Return medians over steps: seconds of the rounds, and the idle share of ranks (the bubble)."""
     steps = [step for run in runs for step in _weave_steps(read_trace(RunDirectory(run).trace))]
     return {
         "rounds_s": median(step["rounds_s"] for step in steps),

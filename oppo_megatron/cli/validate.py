@@ -96,7 +96,7 @@ def _supervised_rows(settings: SupervisedConfig) -> list[str]:
     rows, held = read_heldout(settings.evaluation, settings.seed, every, read)
     found = f"data: {len(rows)} rows, {num_duplicates(rows)} of them duplicates; {set_aside} rows set aside"
     if settings.evaluation is not None:
-        found += f"; {len(held)} rows held out, {min(len(held), settings.evaluation.max_rows)} of them measured"
+        found += f"; {len(held)} rows held out, {min(len(held), settings.evaluation.most_rows)} of them measured"
     if further := len(quarantine) - set_aside:
         found += f"; {further} more of the held-out files set aside"
     seen = describe_seen((row[0] for row in held), (row[0] for row in rows))

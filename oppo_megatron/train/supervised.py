@@ -47,9 +47,8 @@ from oppo_megatron.train.memory_meter import MemoryMeter, require_memory
 from oppo_megatron.train.reference_pass import ReferencePass
 from oppo_megatron.train.run_files import prepare_run_directory, save_role
 from oppo_megatron.train.saving.preemption import Preemption
-from oppo_megatron.train.saving.resuming import Found, find_checkpoint
 from oppo_megatron.train.saving.saver import Saveable, Saver
-from oppo_megatron.train.saving.state import describe_missing, require_same_run, row_data
+from oppo_megatron.train.saving.state import Found, describe_missing, find_checkpoint, require_same_run, row_data
 from oppo_megatron.train.supervised_tasks import (
     FineTuning,
     MarkedPreferences,
@@ -268,7 +267,9 @@ def _build(
         find_checkpoint(config, world),
         [describe_missing(config.run_dir)] if config.checkpoint.resume else [],
     )
-    began, before_s = (BEGINNING, 0.0) if found is None else (found.passed, found.state["elapsed_s"])
+    began, before_s = (BEGINNING, 0.0)
+    if found is not None:
+        began, before_s = Passed(found.state["done"], found.state["rows"]), found.state["elapsed_s"]
     steps = num_batches(len(rows), config.batch_size, config.epochs, config.steps, began)
     if found is not None:  # before any file of the run is touched
         _require_same_run(found, saver, config, steps)

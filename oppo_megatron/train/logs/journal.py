@@ -309,11 +309,9 @@ class Report(RunLog):
         self.trackers.log(0, self.heldout.record(0, heldout))
         self.note(HeldoutLog.describe(0, heldout))
 
-    def step(self, step: int, figures: dict[str, Any], saved: tuple[float, int, float], heldout: Figures | None) -> None:
-        """`saved`: seconds, bytes and hidden seconds of checkpoints since the last step."""
-        waited_s, num_bytes, hidden_s = saved
-        costs = {"checkpoint_s": waited_s, "checkpoint_bytes": num_bytes, "checkpoint_hidden_s": hidden_s}
-        fields = {"time_s": self.elapsed_s, **figures, **costs}
+    def step(self, step: int, figures: dict[str, Any], saved: dict[str, Any], heldout: Figures | None) -> None:
+        """`saved`: fields of checkpoints since the last step."""
+        fields = {"time_s": self.elapsed_s, **figures, **saved}
         measured = {} if heldout is None else self.heldout.record(step, heldout)
         self.log.write(step, fields | measured)
         self.trackers.log(step, fields | measured)
