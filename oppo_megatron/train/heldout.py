@@ -136,7 +136,7 @@ class Heldout(HeldoutSchedule, Generic[RowT]):
     ):
         super().__init__(config.every_steps, stop)
         self.task, self.metrics, self.world, self.take_point = task, metrics, world, take_point
-        self.rows = rows[: config.max_rows]
+        self.rows = rows[: config.most_rows]
 
     def measure(self, trained: TrainedModel, step: int, budget: int) -> Figures:
         if self.take_point is not None:
