@@ -21,7 +21,7 @@ from benchmarks.common import run_script
 from oppo_megatron.bench.figures import Lines, describe_machine
 from oppo_megatron.bench.suite import BenchError, BenchStopped
 from oppo_megatron.cli import demo
-from oppo_megatron.cli.lengths import counts
+from oppo_megatron.cli.parser import counts
 from oppo_megatron.config.algorithm import PRESETS
 from oppo_megatron.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, ConfigError
 from oppo_megatron.report.comparison import format_table
@@ -117,7 +117,7 @@ def demo_figures(args: argparse.Namespace, out: Path, seed: int) -> dict[str, Fi
     asked = {"algorithm": args.algorithm, "quick": args.quick, "configs": args.configs}
     code = demo.run(argparse.Namespace(**asked, out=out, seed=seed, fresh=False))
     if code == EXIT_REQUEUE:
-        raise BenchStopped(f"told to stop in the demo of seed {seed}; the same command continues with it")
+        raise BenchStopped(f"stopped in the demo of seed {seed}; the same command continues with it")
     if code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     if code:

@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 
 from benchmarks.common import numbers, run_script, whole_numbers
 from benchmarks.scaling import AXES, Args, Configs, scaling_configs, scaling_result, updated
-from oppo_megatron.bench.figures import Lines, figures, mean_of, speedups, steady
+from oppo_megatron.bench.figures import Lines, figures, speedups, steady
 from oppo_megatron.bench.overlap import COLUMNS as OVERLAP_COLUMNS
 from oppo_megatron.bench.overlap import compare, known_modes
 from oppo_megatron.bench.suite import Run, Runs, all_lines, require_same_work, work_figures, work_lines
 from oppo_megatron.cli.bench import add_resume_argument, add_run_arguments, chosen, load_base, names, new_suite
-from oppo_megatron.cli.lengths import counts
+from oppo_megatron.cli.parser import counts
 from oppo_megatron.config.derived import MODES, longest_chunk, switched
 from oppo_megatron.config.model import RoleConfig
 from oppo_megatron.config.rewards import RewardPart
@@ -171,10 +171,15 @@ def delta_result(configs: Configs, runs: Runs) -> tuple[dict[str, Any], list[str
     ]
 
 
+def mean_of(lines: Lines, name: str) -> float | None:
+    values = [line[name] for line in lines if line.get(name) is not None]
+    return fmean(values) if values else None
+
+
 def delta_row(name: str, runs: Sequence[Lines]) -> dict[str, Any]:
     """Return the figures of a rule; all but the times are means over the steps after the first.
 
-    `length_gap`: tokens by which trained responses are shorter than submitted ones, which include those carried over;
+    `length_gap`: tokens that trained responses lack against submitted ones (carried rollouts included);
     `gap_percent`: the same as a share; `waste_percent`: share of the decode batch that ran empty; `ess`: effective sample size of
     the batch before the update, as a share of its tokens.
     """
@@ -244,7 +249,7 @@ def weave_result(configs: Configs, runs: Runs) -> tuple[dict[str, Any], list[str
 
 
 def weave_figures(runs: Sequence[Path]) -> dict[str, Any]:
-    """Return medians over steps: seconds of the rounds, and the share of them in which ranks do not work (the bubble)."""
+    """Return medians over steps: seconds of the rounds, and the idle share of ranks (the bubble)."""
     steps = [step for run in runs for step in _weave_steps(read_trace(RunDirectory(run).trace))]
     return {
         "rounds_s": median(step["rounds_s"] for step in steps),

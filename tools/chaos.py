@@ -31,10 +31,9 @@ import psutil
 
 from benchmarks.common import run_script
 from oppo_megatron.bench.figures import describe_machine
-from oppo_megatron.cli.bench import refuse_given_ranks
-from oppo_megatron.cli.lengths import count
+from oppo_megatron.cli.launch import refuse_given_ranks
 from oppo_megatron.cli.load import load_train
-from oppo_megatron.cli.parser import add_config_arguments
+from oppo_megatron.cli.parser import add_config_arguments, count
 from oppo_megatron.cluster.rank_processes import rank_processes
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
@@ -55,7 +54,7 @@ STARTING_S = 0.6  # the share of start-up in the seconds outside the steps
 FRAME = re.compile(r'File "[^"]*/oppo_megatron/([\w/]+\.py)", line (\d+) in (\w+)')
 PHASES = (
     ("waiting for the critic", r"train/loop\.py in finish_step"),
-    ("restoring", r"train/loop\.py in (_?restore|load_state)|saving/resuming\.py|resum"),
+    ("restoring", r"train/loop\.py in (_?restore|load_state)|in (find_checkpoint|_damage)$|resum"),
     ("saving", r"train/saving/(saver\.py in (save|conclude)|writing\.py)"),
     ("update", r"train/(updates?|actor|critic)\.py"),
     ("scores", r"train/score_exchange\.py|in _gather_scores$"),
@@ -107,7 +106,7 @@ class Chaos:
     say: Callable[[str], None] = lambda text: print(text, flush=True)
 
     def run(self) -> dict[str, Any]:
-        """Make both runs; return the content of `chaos.json`, in which `differences` may be empty.  Raises ChaosError."""
+        """Make both runs; return the content of `chaos.json`; its `differences` may be empty.  Raises ChaosError."""
         self.out.mkdir(parents=True, exist_ok=True)
         plain, disturbed = (RunDirectory(self.out / name) for name in ("undisturbed", "disturbed"))
         for run in (plain, disturbed):
@@ -393,7 +392,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace) -> int:
-    refuse_given_ranks("tools.chaos")
+    refuse_given_ranks("`tools.chaos` starts the ranks of each run itself; call it without torchrun or srun")
     overrides = [*args.overrides, f"run_dir={args.out / 'disturbed'}"]
     overrides += ["logging.rollouts=true", "logging.trace=false", "logging.console=off"]
     if args.prompt_tokens is not None:
@@ -409,7 +408,7 @@ def measure(args: argparse.Namespace) -> int:
     print(format_table(COLUMNS, result["kills"]))
     hit = ", ".join(f"{phase} {times}" for phase, times in phases(result).items())
     seconds = f"{result['disturbed_s']:.0f} s (undisturbed {result['undisturbed_s']:.0f} s)"
-    equal = ["final weights, rollouts and metrics equal those of the undisturbed run"]
+    equal = ["final weights, rollouts and metrics equal the undisturbed run's"]
     print(f"\n{len(result['kills'])} kills in {seconds}: {hit}", *(result["differences"] or equal), sep="\n")
     return 1 if result["differences"] else 0
 

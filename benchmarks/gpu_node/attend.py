@@ -1,4 +1,4 @@
-"""Attention of a decode step without flash-attn, against the time in which the cached keys and values alone could be read.
+"""Attention of a decode step without flash-attn, against the time of reading the cached keys and values alone.
 
 `attend.py DEVICE OUT`: into OUT/figures.json, under "attend".  Compared, for ragged lengths: `attend_one` as a captured step
 calls it (dense cache, mask, torch's memory-efficient kernel), and a Triton kernel that has the form of `PagedKernel`: it reads

@@ -1,7 +1,7 @@
 """Collects what a GPU node without a network needs: `make gpu-pack`, on a machine with a package index.
 
 Into .whl/ go wheels of what the package and tests/gpu ask for and the node's image lacks, into .kit/ the scripts of this folder.
-Take both along, beside the checkout, and call `bash .kit/first.sh` there.
+Take both along with the checkout, and call `bash .kit/first.sh` there.
 """
 
 from __future__ import annotations

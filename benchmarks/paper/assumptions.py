@@ -149,7 +149,7 @@ ASSUMED: Sequence[tuple[str, str, str]] = (
     (
         "steps to a reward",
         "the same with every overlap",
-        "figure 4 says so: minutes are in proportion to seconds a step",
+        "figure 4 says so: minutes are in proportion to seconds per step",
     ),
 )
 """Assumption, value, reason."""

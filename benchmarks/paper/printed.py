@@ -105,7 +105,7 @@ REWARD_POINTS: Mapping[str, tuple[tuple[int, float], ...]] = {
     "se7b": ((150, 2.0), (600, 4.1)),
     "se3b": ((150, 2.0), (1000, 5.12)),
 }
-"""Section 4.2, of figure 4: step and mean reward; the second point is where it levels off."""
+"""Section 4.2, of figure 4: step and mean reward; it levels off at the second point."""
 MULTINODE_S: Mapping[str, float] = {"TRL": 498.30, "OPPO": 111.08}
 """Table 1: seconds of a step of `multinode`."""
 FRAMEWORKS_S: Mapping[str, float] = {

@@ -188,7 +188,7 @@ def draw(rows: Sequence[Mapping[str, Any]], title: str, out_png: str | os.PathLi
     axes.invert_yaxis()
     axes.margins(x=0.3)
     axes.set_title(title, loc="left", fontsize=10)
-    axes.set_xlabel("seconds a step (medians of the steps after the first)")
+    axes.set_xlabel("seconds per step (medians of the steps after the first)")
     axes.grid(axis="x", color="#E6E6E6", linewidth=0.8)
     axes.set_axisbelow(True)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(PARTS), frameon=False)

@@ -65,7 +65,7 @@ def _ppo_problems(config: TrainConfig) -> Iterator[str]:
     ppo, critic = config.ppo, config.critic
     assert critic is not None, "the algorithm is ppo"
     if [(part.kind, part.weight) for part in config.rewards] != [("model", 1.0)]:
-        yield "TRL's reward is that of its reward model: `rewards` must be [{kind: model}]"
+        yield "TRL's reward is its reward model's score: `rewards` must be [{kind: model}]"
     if ppo.kl.mode != "penalty" or ppo.kl.estimator == "k2" or ppo.kl.target is not None:
         yield "TRL's KL is a penalty with a fixed coefficient by k1 or k3: set ppo.kl.mode, .estimator and .target so"
     if ppo.value_clip == 0:
@@ -79,7 +79,7 @@ def _grpo_problems(config: TrainConfig) -> Iterator[str]:
     for name in CHOICES:
         if (found := getattr(config.algorithm, name)) != (value := PRESETS["grpo"].choices[name]):
             yield f"algorithm.{name} is {found}, but TRL is compared as GRPO was published: it must be {value}"
-    if kl.mode != "none" and ((kl.mode, kl.estimator) != ("loss", "k3") or kl.target is not None):
+    if kl.mode != "none" and ((kl.mode, kl.formula) != ("loss", "k3") or kl.target is not None):
         yield "TRL's KL is a term of the loss with a fixed coefficient by k3: set ppo.kl.mode, .estimator and .target so"
     if ppo.epochs > 1 or ppo.minibatches > 1:
         yield (
@@ -129,7 +129,7 @@ def _grpo_settings(config: TrainConfig) -> dict[str, Any]:
         "scale_rewards": "group",
         "importance_sampling_level": "token",
         "beta": 0.0 if none else ppo.kl.coefficient,
-        "use_bias_correction_kl": ppo.kl.gradient == "reverse",
+        "use_bias_correction_kl": ppo.kl.corrected,
         "epsilon": ppo.clip,
         "epsilon_high": ppo.clip if ppo.clip_high is None else ppo.clip_high,
         "max_grad_norm": config.actor.optimizer.clip_grad,

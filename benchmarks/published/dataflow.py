@@ -159,4 +159,4 @@ def _require_known(calls: Sequence[Call]) -> None:
         if call.duration_ns < 0:
             raise ScheduleError(f"{call.name} lasts {call.duration_ns} ns; give 0 or more")
         if unknown := [parent for parent in call.parents if parent not in known]:
-            raise ScheduleError(f"{call.name} waits for {', '.join(unknown)}, which is no call; name one of the calls")
+            raise ScheduleError(f"{call.name} waits for {', '.join(unknown)}, which is not a call; name one of the calls")

@@ -69,7 +69,7 @@ def step_s(plan: PublishedPlan, costs: Costs, scoring: Sequence[str] = SCORING) 
 
 
 def steady_step_s(plan: PublishedPlan, costs: Costs) -> float:
-    """Return the seconds of each further step, in which a model's use waits for its training."""
+    """Return the seconds of each further step; a model's use waits for its training."""
     calls = step_calls(plan, costs)
     names = {call.name for call in calls}
     moves = [Carried(_move_name(used), trained) for trained, used in USES if _move_name(used) in names]

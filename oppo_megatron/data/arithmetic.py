@@ -129,14 +129,6 @@ def slipped_solution(problem: Problem, rng: random.Random) -> str:
     return _worked(slipped, problem.terms, slipped[-1])
 
 
-def labelled_steps(problem: Problem, rng: random.Random, wrong: float = 0.6) -> tuple[list[str], list[bool]]:
-    """Lines of a solution (wrong with probability `wrong`), and whether each prefix is right."""
-    text = wrong_solution(problem, rng) if rng.random() < wrong else problem.solution
-    steps, right = text.split("\n"), problem.solution.split("\n")
-    same = [step == expected for step, expected in zip(steps, right, strict=False)]
-    return steps, [all(same[: place + 1]) for place in range(len(steps))]
-
-
 @dataclass(frozen=True, slots=True)
 class DatasetSizes:
     sft: int = 6000
@@ -184,17 +176,6 @@ def write_dataset(
         "heldout": map(question, heldout),
     }
     return {name: _write_jsonl(directory / f"{name}.jsonl", rows) for name, rows in files.items()}
-
-
-def write_steps(path: Path, seed: int, count: int, shape: Shape = Shape()) -> Path:
-    """Write `count` labelled solutions of the train split; return the path."""
-    rng = random.Random(f"arithmetic steps {seed}")  # noqa: S311  (to be drawn again, not to be secret)
-
-    def row(problem: Problem) -> dict[str, Any]:
-        steps, labels = labelled_steps(problem, rng)
-        return {"prompt": problem.prompt, "completions": steps, "labels": labels}
-
-    return _write_jsonl(path, map(row, islice(problems(seed, "train", shape), count)))
 
 
 def _write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:

@@ -14,6 +14,7 @@ import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -48,13 +49,12 @@ LONGEST_CELL = 1 << 27
 """Characters; csv's default of 131072 is too short for some dialogues."""
 NOT_UTF8 = re.compile("[\udc80-\udcff]")
 """Bytes that are not UTF-8, as `surrogateescape` decodes them."""
-PYARROW = "pip install pyarrow"
 
 
 def data_files(path: Path, note: Callable[[str], None]) -> list[Path]:
     """Files (or saved data sets) at `path`: itself, a pattern's matches, or a folder's files.
 
-    Of several splits only `train` is read, with a note.
+    If there are several splits, it reads only `train`, with a note.
     """
     if not path.exists():
         return [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
@@ -115,22 +115,32 @@ def _opened(path: Path) -> BinaryIO:
         raise DataError(irregular)
     with path.open("rb") as raw:
         start = raw.read(8)
-    if start.startswith(b"\x1f\x8b"):
-        return cast(BinaryIO, gzip.open(path))
-    if start.startswith(b"\xfd7zXZ\0"):
-        return cast(BinaryIO, lzma.open(path))
-    if start.startswith(b"BZh"):
-        return cast(BinaryIO, bz2.open(path))
-    if not start.startswith(b"\x28\xb5\x2f\xfd"):
-        return path.open("rb")
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise DataError(
-            f"{path} is compressed by zstd, and unpacking it needs the `pyarrow` package: `{PYARROW}`, or unpack it "
-            f"(`zstd -d {path}`)"
-        ) from error
+    for mark, unpack in UNPACKED.items():
+        if start.startswith(mark):
+            return cast(BinaryIO, unpack(path))
+    return path.open("rb")
+
+
+def _open_zstd(path: Path) -> BinaryIO:
+    instead = f"unpack it (`zstd -d {path}`)"
+    pyarrow = _require("pyarrow", f"{path} is compressed by zstd, and unpacking it", instead)
     return cast(BinaryIO, io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd")))
+
+
+UNPACKED: dict[bytes, Callable[[Path], Any]] = {
+    b"\x1f\x8b": gzip.open,
+    b"\xfd7zXZ\0": lzma.open,
+    b"BZh": bz2.open,
+    b"\x28\xb5\x2f\xfd": _open_zstd,
+}
+
+
+def _require(package: str, what: str, instead: str) -> Any:
+    try:
+        return import_module(package)
+    except ImportError as error:
+        name = package.partition(".")[0]
+        raise DataError(f"{what} needs the `{name}` package: `pip install {name}`, or {instead}") from error
 
 
 def _rows(stream: BinaryIO, path: Path, start: bytes, first: bytes, second: bytes) -> Iterator[Numbered]:
@@ -142,7 +152,7 @@ def _rows(stream: BinaryIO, path: Path, start: bytes, first: bytes, second: byte
     if start.startswith(b"PAR1"):
         yield from _parquet_rows(stream if stream.seekable() else io.BytesIO(stream.read()), path)
     elif delimiter := _table_delimiter(first, _bare_name(path)):
-        yield from _csv_rows(stream, delimiter, path)
+        yield from _table_rows(stream, delimiter, path)
     elif spans_lines(first, second):
         content = stream.read()
         try:
@@ -169,7 +179,13 @@ def _table_delimiter(first: bytes, name: str) -> str | None:
     return delimiter if known or name.endswith(".csv") else None
 
 
-def _csv_rows(stream: BinaryIO, delimiter: str, file: Path) -> Iterator[Numbered]:
+def csv_rows(path: Path) -> Iterator[Numbered]:
+    """Yield the rows of a CSV file, whatever its columns are.  Raises DataError."""
+    with _opened(path) as stream:
+        yield from _table_rows(stream, ",", path)
+
+
+def _table_rows(stream: BinaryIO, delimiter: str, file: Path) -> Iterator[Numbered]:
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
     usual = csv.field_size_limit(LONGEST_CELL)
     reader = csv.reader(text, delimiter=delimiter, strict=True)
@@ -221,17 +237,11 @@ def _row_of_cells(header: list[str], cells: list[str], delimiter: str) -> dict[s
 
 
 def _parquet_rows(stream: BinaryIO, file: Path) -> Iterator[Numbered]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise DataError(
-            f"{file} is a Parquet file, and reading one needs the `pyarrow` package: `{PYARROW}`, or write the rows as "
-            "JSONL or CSV"
-        ) from error
+    what = f"{file} is a Parquet file, and reading one"
+    pyarrow, parquet = (_require(name, what, "write the rows as JSONL or CSV") for name in ("pyarrow", "pyarrow.parquet"))
     number = 0
     try:
-        for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(batch_size=1024):
+        for batch in parquet.ParquetFile(stream).iter_batches(batch_size=1024):
             for row in batch.to_pylist():
                 number += 1
                 yield number, plain_row(row)
@@ -241,30 +251,17 @@ def _parquet_rows(stream: BinaryIO, file: Path) -> Iterator[Numbered]:
 
 
 def _saved_rows(path: Path) -> Iterator[Numbered]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(
-            f"data.path={path} is a Hugging Face data set, and reading one needs the `datasets` package: "
-            "`pip install datasets`, or write the rows as JSONL (`Dataset.to_json`)."
-        ) from error
-    again = "write it again with save_to_disk."
+    what = f"data.path={path} is a Hugging Face data set, and reading one"
+    datasets = _require("datasets", what, "write the rows as JSONL (`Dataset.to_json`)")
     try:
         loaded = datasets.load_from_disk(str(path))
+        if isinstance(loaded, dict):
+            if "train" not in loaded and len(loaded) != 1:
+                raise DataError(f"it holds the splits {', '.join(loaded)}; name the directory of one, {path}/SPLIT")
+            loaded = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
+        for number, row in enumerate(loaded, start=1):  # damage shows as the rows are read
+            yield number, plain_row(dict(row))
+    except DataError as error:
+        raise DataError(f"data.path={path}: {error}") from error
     except Exception as error:
-        raise DataError(f"data.path={path}: cannot be opened ({error}); {again}") from error
-    if isinstance(loaded, dict):
-        if "train" not in loaded and len(loaded) != 1:
-            names = ", ".join(loaded)
-            raise DataError(f"data.path={path} holds the splits {names}; name the directory of one, {path}/SPLIT.")
-        loaded = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
-    rows, number = iter(loaded), 0
-    while True:
-        try:
-            row = next(rows, None)
-        except Exception as error:  # damage shows as the rows are read
-            raise DataError(f"data.path={path}: cannot be read ({error}); {again}") from error
-        if row is None:
-            return
-        number += 1
-        yield number, plain_row(dict(row))
+        raise DataError(f"data.path={path}: cannot be read ({error}); write it again with save_to_disk") from error

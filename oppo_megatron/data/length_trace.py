@@ -6,17 +6,16 @@ A row per request with a token column (`GeneratedTokens`, as in Azure's LLM infe
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
 from oppo_megatron.config.debug import ForcedLengths
+from oppo_megatron.data.files import csv_rows
 from oppo_megatron.data.rows import Quarantine, RowProblems
 from oppo_megatron.errors import DataError
 
@@ -77,63 +76,44 @@ def trace_problems(forced: ForcedLengths | None, max_response_tokens: int) -> li
 
 def read_length_trace(path: Path, column: str | None = None) -> LengthTrace:
     """Read a distribution; `column`: tokens or histogram kind.  Raises DataError with file and line."""
-    lines = _lines(path)
-    line, names = next(lines, (1, []))
-    header = [name.strip() for name in names]
-    is_histogram = set(HISTOGRAM) <= set(header)
-    wanted = column or (KIND if is_histogram else COLUMN)
-    places = []
-    for name in HISTOGRAM if is_histogram else (wanted,):
-        if header.count(name) != 1:
-            found, again = ", ".join(header) or "none", name in header
-            reason = f"the column `{name}` must be once in the header ({found}); rename one"
-            if not again:
-                reason = (
-                    f"there must be a column `{name}`, but the columns are: {found}; name the one that holds tokens, as in "
-                    f"{SETTING}: [FILE, COLUMN], or give a histogram {','.join(HISTOGRAM)}"
-                )
-            raise DataError(f"{path}, line {line}: {reason}")
-        places.append(header.index(name))
+    if not path.is_file():
+        raise DataError(f"{path} is not a file; {SETTING} must be a CSV file: correct the path")
     counts: Counter[int] = Counter()
     kinds: set[str] = set()
     problems = RowProblems(Quarantine(), configured=False)
-    for line, cells in lines:
-        values = [cells[place].strip() if place < len(cells) else "" for place in places]
+    for line, row in csv_rows(path):
+        if isinstance(row, DataError):
+            problems.report(str(path), line, str(row), "error")
+            continue
+        cells = {name.strip(): str(cell).strip() for name, cell in row.items()}
+        is_histogram = set(HISTOGRAM) <= cells.keys()
+        if not is_histogram and (column or COLUMN) not in cells:
+            raise DataError(
+                f"{path}: there must be a column `{column or COLUMN}`, but the columns are: {', '.join(cells)}; name the one "
+                f"that holds tokens, as in {SETTING}: [FILE, COLUMN], or give a histogram {','.join(HISTOGRAM)}"
+            )
         try:
             if not is_histogram:
-                counts[_whole_number(wanted, values[0])] += 1
+                counts[_whole_number(cells, column or COLUMN)] += 1
                 continue
-            kinds.add(values[0])
-            if values[0] == wanted:
-                counts[_whole_number("tokens", values[1])] += _whole_number("requests", values[2])
+            kinds.add(cells["kind"])
+            if cells["kind"] == (column or KIND):
+                counts[_whole_number(cells, "tokens")] += _whole_number(cells, "requests")
         except DataError as refusal:
             problems.report(str(path), line, str(refusal), "error")
     problems.raise_errors()
     if counts.total():
         return LengthTrace.of(counts)
-    if is_histogram:
+    if kinds:
         raise DataError(
-            f"{path}: a histogram with 0 requests of kind `{wanted}`, but at least one is needed; its kinds are "
-            f"{', '.join(sorted(kinds)) or 'none'}: name another, as in {SETTING}: [FILE, KIND], or another file"
+            f"{path}: a histogram with 0 requests of kind `{column or KIND}`, but at least one is needed; its kinds are "
+            f"{', '.join(sorted(kinds))}: name another, as in {SETTING}: [FILE, KIND], or another file"
         )
     raise DataError(f"{path}: no row follows the header, but at least one request is needed; add rows, or name another file")
 
 
-def _whole_number(column: str, text: str) -> int:
+def _whole_number(cells: Mapping[str, str], column: str) -> int:
+    text = cells[column]
     if not WHOLE_NUMBER.fullmatch(text):
         raise DataError(f"`{column}` is {text!r}, but must be a whole number of at least 0, of at most 15 digits")
     return int(text)
-
-
-def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
-    if not path.is_file():
-        raise DataError(f"{path} is not a file; {SETTING} must be a CSV file: correct the path")
-    raw = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
-    try:
-        reader = csv.reader(io.StringIO(raw.decode("utf-8"), newline=""))
-        yield from ((reader.line_num, cells) for cells in reader if cells)
-    except UnicodeDecodeError as error:
-        line, byte = raw.count(b"\n", 0, error.start) + 1, error.start - raw.rfind(b"\n", 0, error.start) - 1
-        raise DataError(f"{path}, line {line}: not UTF-8 (byte {byte} of the line); save the file as UTF-8 text") from error
-    except csv.Error as error:
-        raise DataError(f"{path}, line {reader.line_num}: not CSV ({error}); correct the line") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,26 +24,18 @@ MAX_SEED = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class PromptRow:
-    """A usable row: `row` is its index, `place` is file:line; `chat`: from the chat template."""
-
-    row: int
-    place: str
-    text: str
-    tokens: tuple[int, ...]
-    fields: dict[str, Any]
-    chat: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class PromptSet:
-    """All usable prompts, and counts of duplicate, truncated and refused rows."""
+    """All usable prompts, and counts of duplicate, truncated and refused rows.
 
-    rows: list[PromptRow]
+    `rows`: without numbers in the stream (`seq_id` -1).  `chats`: rows that the chat template rendered.
+    """
+
+    rows: list[Prompt]
     num_duplicates: int
     num_truncated: int
     num_quarantined: int
     responses_per_prompt: int = 1
+    chats: frozenset[int] = frozenset()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -73,7 +65,7 @@ def load_prompts(
     Truncation keeps the END.  Raises DataError listing refused rows, or if none is left.
     """
     problems, is_first = RowProblems(quarantine), not quarantine.first
-    rows: list[PromptRow] = []
+    rows: list[Prompt] = []
     num_truncated = 0
     examples = read_prompts(config, tokenizer, problems)
     for number, example in enumerate(examples):
@@ -86,12 +78,13 @@ def load_prompts(
             text = tokenizer.decode(tokens)
             num_truncated += 1
         place = f"{example.row.file}:{example.row.line}"
-        rows.append(PromptRow(example.row.index, place, text, tuple(tokens), example.fields, example.chat))
+        rows.append(Prompt(-1, example.row.index, text, tuple(tokens), example.fields, place))
     require_some(len(rows), config, problems)
     if is_first:
         quarantine.first = {"prompt": rows[0].text}
     num_duplicates = len(rows) - len({row.tokens for row in rows})
-    return PromptSet(rows, num_duplicates, num_truncated, problems.num_quarantined, responses_per_prompt)
+    chats = frozenset(example.row.index for example in examples if example.chat)
+    return PromptSet(rows, num_duplicates, num_truncated, problems.num_quarantined, responses_per_prompt, chats)
 
 
 def _refused(example: Example, num_tokens: int, config: PromptDataConfig, problems: RowProblems, check: Check | None) -> bool:
@@ -158,8 +151,7 @@ class PromptStream(Iterator[Prompt]):
         if epoch != self._epoch:
             self._order = epoch_order(len(self._prompts), self._seed, epoch, self._shuffle)
             self._epoch = epoch
-        row = self._prompts.rows[self._order[place]]
-        return Prompt(position, row.row, row.text, row.tokens, row.fields, row.place)
+        return replace(self._prompts.rows[self._order[place]], seq_id=position)
 
 
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool = True) -> list[int]:

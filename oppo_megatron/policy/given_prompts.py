@@ -11,7 +11,7 @@ from oppo_megatron.config.data import PromptColumnsConfig, PromptDataConfig
 from oppo_megatron.data.chat_template import NoChatTemplateError
 from oppo_megatron.data.conversations import Conversations
 from oppo_megatron.data.prompt_tokens import encode_prompt
-from oppo_megatron.data.prompts import PromptRow, load_prompts
+from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.errors import ConfigError, DataError
@@ -74,20 +74,20 @@ def prompts_of_file(
         max_rows=most,
     )
     quarantine = Quarantine(progress=progress)
-    rows = load_prompts(config, tokenizer, quarantine=quarantine).rows
-    if wording.system is not None and any(row.chat for row in rows):
+    prompts = load_prompts(config, tokenizer, quarantine=quarantine)
+    if wording.system is not None and prompts.chats:
         raise ConfigError(
             f"--system is given, but rows of {path} hold messages, which are rendered as they are; write a system message into "
             "them, and drop --system"
         )
     conversations = Conversations(tokenizer.chat, (), quarantine.note)
 
-    def worded(row: PromptRow) -> str:
-        if row.chat or not wording.as_chat:
+    def worded(row: Prompt) -> str:
+        if row.row in prompts.chats or not wording.as_chat:
             return row.text
         return _worded(row.text, wording, tokenizer, lambda: conversations.variables(row.fields, str(path)))
 
-    asked = [Asked(row.row, worded(row), row.fields) for row in rows]
+    asked = [Asked(row.row, worded(row), row.fields) for row in prompts.rows]
     list(map(note, quarantine.notes))
     return asked
 

@@ -30,8 +30,7 @@ from oppo_megatron.train.loop import TrainingLoop
 from oppo_megatron.train.memory_meter import require_memory
 from oppo_megatron.train.run_files import prepare_run_directory, save_role
 from oppo_megatron.train.saving.preemption import Preemption
-from oppo_megatron.train.saving.resuming import find_checkpoint
-from oppo_megatron.train.saving.state import describe_missing, rest_of_run
+from oppo_megatron.train.saving.state import describe_missing, find_checkpoint, rest_of_run
 from oppo_megatron.train.setup import build_loop, ppo_saver
 from oppo_megatron.train.supervised import run_supervised
 

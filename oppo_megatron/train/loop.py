@@ -11,6 +11,7 @@ decode the next step.  A rank with both roles follows the round's schedule.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,9 +35,8 @@ from oppo_megatron.train.logs.meter import RolloutPhase, StepMeter
 from oppo_megatron.train.logs.step import StepFacts
 from oppo_megatron.train.rollouts import Rollouts
 from oppo_megatron.train.saving.caches import CacheContents, gather_caches, load_caches, require_sound_books
-from oppo_megatron.train.saving.resuming import Found
 from oppo_megatron.train.saving.saver import Saveable, Saver
-from oppo_megatron.train.saving.state import books_state, frozen_models, make_rollouts, rest_of_run, rollout_lines
+from oppo_megatron.train.saving.state import Found, books_state, frozen_models, make_rollouts, rest_of_run, rollout_lines
 from oppo_megatron.train.saving.writing import ROLLOUTS, cache_path
 from oppo_megatron.train.score_exchange import ScoreExchange
 from oppo_megatron.train.update import History
@@ -134,8 +134,8 @@ class TrainingLoop(Saveable):
     def _admit(self, step: int) -> None:
         interrupted = self.phase
         if interrupted is None:
-            facts = StepFacts(step, self.buffer.delta, self.adaptation.chunk.value, version=self.updates.version)
-            facts.checkpoint_s, facts.checkpoint_bytes, facts.checkpoint_hidden_s = self.saver.take_cost()
+            chunk, version = self.adaptation.chunk.value, self.updates.version
+            facts = StepFacts(step, self.buffer.delta, chunk, version=version, **self.saver.take_cost())
             self.phase = RolloutPhase(facts, Occupancy(self.buffer.clock), self.buffer.clock)
         assert self.phase is not None
         self.meter.begin(self.phase)
@@ -143,15 +143,11 @@ class TrainingLoop(Saveable):
             self.rollouts.admit()
 
     def _decode(self, plan: StepPlan) -> Chunk:
-        clock = self.buffer.clock
-        with self.meter.round():
-            halt = self.actor is not None and self.saver.preemption.agreed(
-                self.actor.role.serving.groups.all, self.world.activity
-            )
-            chunk, backfilled = self.rollouts.decode(
-                self.adaptation.chunk.value, self.updates.version, stream=plan.stream, halt=halt
-            )
-        self.meter.decoded(chunk, clock, backfilled)
+        clock, started, preemption = self.buffer.clock, time.monotonic(), self.saver.preemption
+        halt = self.actor is not None and preemption.agreed(self.actor.role.serving.groups.all, self.world.activity)
+        most, version = self.adaptation.chunk.value, self.updates.version
+        chunk, backfilled = self.rollouts.decode(most, version, stream=plan.stream, halt=halt)
+        self.meter.decoded(chunk, clock, backfilled, time.monotonic() - started)
         return chunk
 
     def _gather_scores(self, step: int, batch: Sequence[Rollout]) -> ScoredBatch:
@@ -197,11 +193,7 @@ class TrainingLoop(Saveable):
 
     @property
     def position(self) -> Position:
-        return Position(self.done, self.buffer.clock if self.within_step else -1)
-
-    @property
-    def within_step(self) -> bool:
-        return self.phase is not None
+        return Position(self.done, -1 if self.phase is None else self.buffer.clock)
 
     @property
     def models(self) -> Mapping[str, TrainedModel]:
@@ -213,7 +205,7 @@ class TrainingLoop(Saveable):
         return None if self.journal is None else self.journal.note
 
     def finish_step(self) -> None:
-        if self.meter.settled != self.done:
+        if self.meter.settled < self.done:
             with self.meter.part("wait_update"):
                 critic_stats = self.exchange.critic_stats()
                 self.meter.all_memory()
@@ -270,7 +262,7 @@ class TrainingLoop(Saveable):
         lost = len(held) < len(found.rollouts)
         if not lost:
             self._restore_caches(found)
-        if self.within_step and (lost or len(self.buffer) < self.buffer.target):  # the batch may also be larger now
+        if self.phase is not None and (lost or len(self.buffer) < self.buffer.target):  # the batch may also be larger now
             self.rounds.admit(self.rollouts.scheduler.refill())
 
     def load_state_dict(self, state: Mapping[str, Any], held: Sequence[Rollout]) -> None:

@@ -116,7 +116,7 @@ def test_the_guard_as_printed_overlaps_two_calls() -> None:
     ("calls", "words"),
     [
         ([Call("a", frozenset({0}), 1, ("b",)), Call("b", frozenset({0}), 1, ("a",))], "a, b wait for each other"),
-        ([Call("a", frozenset({0}), 1, ("z",))], "a waits for z, which is no call"),
+        ([Call("a", frozenset({0}), 1, ("z",))], "a waits for z, which is not a call"),
         ([Call("a", frozenset(), 1)], "a has no device"),
         ([Call("a", frozenset({0}), 1), Call("a", frozenset({1}), 1)], "several calls have this name"),
         ([Call("a", frozenset({0}), -1)], "a lasts -1 ns"),

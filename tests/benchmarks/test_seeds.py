@@ -52,7 +52,7 @@ def test_one_seed_has_no_spread(capsys: pytest.CaptureFixture[str]) -> None:
     assert "needs two different seeds" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("code", "ends", "says"), [(75, 143, "told to stop in the demo of seed 3"), (130, 130, "interrupted")])
+@pytest.mark.parametrize(("code", "ends", "says"), [(75, 143, "stopped in the demo of seed 3"), (130, 130, "interrupted")])
 def test_a_demo_that_was_ended_is_no_wrong_input(
     code: int, ends: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,8 +34,8 @@ from oppo_megatron.train.inputs import read_inputs
 from oppo_megatron.train.loop import TrainingLoop
 from oppo_megatron.train.rollouts import Rollouts
 from oppo_megatron.train.saving.preemption import Preemption
-from oppo_megatron.train.saving.resuming import Found
 from oppo_megatron.train.saving.saver import Saver
+from oppo_megatron.train.saving.state import Found
 from oppo_megatron.train.score_exchange import ScoreExchange
 from oppo_megatron.train.update import UpdateSettings, minibatches_of
 from oppo_megatron.train.updates import Updates

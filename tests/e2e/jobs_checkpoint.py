@@ -32,8 +32,7 @@ from oppo_megatron.train.inputs import Inputs, read_inputs
 from oppo_megatron.train.loop import TrainingLoop
 from oppo_megatron.train.saving import writing
 from oppo_megatron.train.saving.preemption import Preemption
-from oppo_megatron.train.saving.resuming import Found, find_checkpoint
-from oppo_megatron.train.saving.state import frozen_models, rollout_lines
+from oppo_megatron.train.saving.state import Found, find_checkpoint, frozen_models, rollout_lines
 from oppo_megatron.train.saving.writing import ROLLOUTS, CheckpointWriting
 from oppo_megatron.train.setup import build_loop, ppo_saver
 from tests.support.checkpoint_mutations import mutate
@@ -161,7 +160,7 @@ def run_with_a_slow_disk(config: dict[str, Any], late_s: float | None, full_on: 
     write, run = CheckpointWriting.run, TrainingLoop.run
     running: list[TrainingLoop] = []
 
-    def slow(self: CheckpointWriting) -> int:
+    def slow(self: CheckpointWriting) -> tuple[int, float]:
         steps.append(running[0].done)
         until = time.monotonic() + (120.0 if late_s is None else late_s)
         while time.monotonic() < until and (late_s is not None or running[0].done == steps[-1]):
@@ -170,9 +169,9 @@ def run_with_a_slow_disk(config: dict[str, Any], late_s: float | None, full_on: 
             full = OSError(errno.ENOSPC, "No space left")
             with mock.patch.object(writing, "write_caches", side_effect=full):
                 return write(self)
-        num_bytes = write(self)
+        written = write(self)
         steps.append(running[0].done)
-        return num_bytes
+        return written
 
     def noted(self: TrainingLoop) -> bool:
         running.append(self)

@@ -10,9 +10,10 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from examples.arithmetic.write_steps import write_steps
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.describe import SUPERVISED
-from oppo_megatron.data.arithmetic import DatasetSizes, Shape, write_dataset, write_steps
+from oppo_megatron.data.arithmetic import DatasetSizes, Shape, write_dataset
 from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
 from oppo_megatron.train.supervised import run_supervised
 from tests.e2e.supervised_jobs import COMMANDS

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from oppo_megatron.clock import ByTime, by_time
 from oppo_megatron.config.data import DataConfig, PromptDataConfig
-from oppo_megatron.data.prompts import PromptRow, PromptSet, PromptStream, epoch_order, load_prompts
+from oppo_megatron.data.prompts import PromptSet, PromptStream, epoch_order, load_prompts
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import Completion, RowLoader
 from oppo_megatron.errors import DataError, RewardError
+from oppo_megatron.records import Prompt
 from tests.support.tokenizers import CharacterTokenizer
 
 TOKENIZER = CharacterTokenizer()
@@ -30,7 +31,7 @@ def write(path: Path, *values: object) -> Path:
 
 
 def plain_set(num_rows: int, responses_per_prompt: int = 1) -> PromptSet:
-    rows = [PromptRow(i, f"f:{i + 1}", chr(97 + i), (97 + i,), {}) for i in range(num_rows)]
+    rows = [Prompt(-1, i, chr(97 + i), (97 + i,), {}, f"f:{i + 1}") for i in range(num_rows)]
     return PromptSet(rows, 0, 0, 0, responses_per_prompt)
 
 

@@ -70,7 +70,7 @@ def cluster_costs(
     """Costs by a cluster's laws. `captured`: decode steps are CUDA graphs. Raises ConfigError if it is too small."""
     halves = [max(1, length // 2) for length in lengths]
     prices = [Prices(config, cluster, Decoding(prompt_tokens, own, captured)) for own in (halves, lengths)]
-    few, many = ({(row.role, row.phase): row.seconds for row in each.updates()} for each in prices)
+    few, many = (each.updates() for each in prices)
     updates = {
         role: line_through(sum(halves), few[role, "update"], sum(lengths), many[role, "update"]) for role in config.trained
     }

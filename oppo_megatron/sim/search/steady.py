@@ -63,12 +63,10 @@ class _Observed(VirtualRun):
     """
 
     def __init__(self, config: TrainConfig, lengths: Callable[[int], int], prompt_tokens: int):
-        runtime, overlap = config.runtime.model_copy(update={"kv_cache_mb": None}), config.overlap
-        if not overlap.backfill:  # one round per step, which ends with its batch
+        roomy = config.with_values({"runtime.kv_cache_mb": None})
+        if not config.overlap.backfill:  # one round per step, which ends with its batch
             most = config.rollout.max_response_tokens
-            chunk = overlap.chunk.model_copy(update={"tokens": most, "adaptive": False})
-            overlap = overlap.model_copy(update={"chunk": chunk})
-        roomy = config.model_copy(update={"runtime": runtime, "overlap": overlap})
+            roomy = roomy.with_values({"overlap.chunk.tokens": most, "overlap.chunk.adaptive": False})
         super().__init__(roomy, StepCosts(), lengths, prompt_tokens=prompt_tokens, endless=True)
         self.books = {"actor": self.planner.actor, **self.planner.scorers}
         self.got: dict[int, int] = {}

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,9 +37,8 @@ from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.train.saving.caches import CacheContents
 from oppo_megatron.train.saving.preemption import Preemption
-from oppo_megatron.train.saving.resuming import Found
-from oppo_megatron.train.saving.state import adapter_state, describe_changes
-from oppo_megatron.train.saving.writing import MODELS, STATE, Best, CheckpointWriting, Snapshot
+from oppo_megatron.train.saving.state import Found, adapter_state, describe_changes
+from oppo_megatron.train.saving.writing import MODELS, STATE, CheckpointWriting, Snapshot
 from oppo_megatron.train.update import History
 
 
@@ -49,10 +48,6 @@ class Saveable(ABC):
     @property
     @abstractmethod
     def position(self) -> Position: ...
-
-    @property
-    def within_step(self) -> bool:
-        return False
 
     @property
     @abstractmethod
@@ -82,20 +77,15 @@ class Saveable(ABC):
         return lambda: None
 
 
-class Cost(NamedTuple):
-    """Seconds the run waited for a checkpoint, its bytes, and seconds of hidden writing."""
-
-    waited_s: float = 0.0
-    num_bytes: int = 0
-    hidden_s: float = 0.0
+NO_COST: dict[str, Any] = {"checkpoint_s": 0.0, "checkpoint_bytes": 0, "checkpoint_hidden_s": 0.0}
+"""Seconds that the run waited for checkpoints, their bytes, and the seconds of writing that it did not wait for."""
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A pending checkpoint; `written` gives its bytes and the thread's seconds."""
+    """A pending checkpoint; `written` gives its bytes and seconds, `activity` the work of a thread that writes it."""
 
-    position: Position
-    note: Callable[[str], None] | None
+    writing: CheckpointWriting
     on_complete: Callable[[], None]
     waited_s: float
     written: Future[tuple[int, float]]
@@ -116,21 +106,20 @@ class Saver:
         fingerprint: Callable[[], dict[str, Any]],
         extra: Mapping[str, Any],
     ):
-        self.rules, self.standard, self.world, self.preemption = (
-            config.checkpoint, best_standard(config), world, preemption,
-        )  # fmt: skip
+        self.rules, self.standard = config.checkpoint, best_standard(config)
+        self.world, self.preemption = world, preemption
         self.run_dir = RunDirectory(config.run_dir)
         self.store = CheckpointStore(self.run_dir.checkpoints)
         self.settings, self.adapters = plain_settings(config), adapter_state(config)
         self.extra = dict(extra)
         self.stopping = False
-        self.best: Best | None = None
+        self.best: tuple[float, Position] | None = None  # the metric's value, and the checkpoint
         self.saved: Position | None = None
         self._fingerprint = fingerprint
         self._group = new_group(range(world.size), "checkpoints", backend="gloo")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Pending | None = None
-        self._cost = Cost()
+        self._cost = NO_COST
         self._saved_at, self._overdue = time.monotonic(), False
         self._measured: tuple[int, float] | None = None
 
@@ -168,8 +157,9 @@ class Saver:
         best = self.rules.keep_best and standard is not None and standard.metric != REWARD and self._is_best(step)
         return self.stopping or self._overdue or best or bool(every and step % every == 0)
 
-    def take_cost(self) -> Cost:
-        cost, self._cost = self._cost, Cost()
+    def take_cost(self) -> dict[str, Any]:
+        """Return what checkpoints have cost since the last call, as fields of a metrics line."""
+        cost, self._cost = self._cost, NO_COST
         return cost
 
     def measured(self, step: int, metric: str, value: float) -> None:
@@ -189,8 +179,8 @@ class Saver:
     def load_best(self, run: Saveable) -> bool:
         if not self.rules.keep_best or self.best is None:
             return False
-        folder = self.store.folder(self.best[1])
         if self.best[1] != run.position:
+            folder = self.store.folder(self.best[1])
             updates = updates_of(read_json((folder / STATE).read_text(encoding="utf-8")), run.models)
             with waiting_for("models of the best checkpoint", self.world.activity, waits=False):
                 load_models(folder / MODELS, run.models, updates)
@@ -213,24 +203,25 @@ class Saver:
     def save(self, run: Saveable) -> None:
         """Write the run's state; return when it is complete or, if asynchronous, when the run may continue."""
         self.conclude()
-        started, last = time.monotonic(), self.stopping or run.within_step
+        started, position = time.monotonic(), run.position
+        last = self.stopping or position.clock >= 0
         run.finish_step()
-        position, note = run.position, run.note
         if position.clock < 0 and self._is_best(position.step):
             assert self._measured is not None
             self.best = self._measured[1], position
-        threaded = self.rules.asynchronous and not last
-        activity = Activity() if threaded else self.world.activity
+        activity = Activity() if self.rules.asynchronous and not last else None
         self._saved_at, self._overdue = time.monotonic(), False
         with waiting_for(f"checkpoint {position.name}", self.world.activity, waits=False):
-            writing = CheckpointWriting(
-                self.store, self._group, self.snapshot(run, copied=threaded),
-                keep=self.rules.keep, keep_best=bool(self.rules.keep_best), warn=note, activity=activity,
-            )  # fmt: skip
-            written = self._thread.submit(_timed, writing) if threaded else _done((writing.run(), 0.0))
-        waited_s = time.monotonic() - started
-        self._pending = Pending(position, note, run.on_complete(), waited_s, written, activity if threaded else None)
-        if not threaded:
+            snapshot = self.snapshot(run, copied=activity is not None)
+            shown = activity or self.world.activity
+            writing = CheckpointWriting(self.store, self._group, snapshot, self.rules.keep, run.note, shown)
+            written: Future[tuple[int, float]] = Future()
+            if activity is None:
+                written.set_result(writing.run())
+            else:
+                written = self._thread.submit(writing.run)
+        self._pending = Pending(writing, run.on_complete(), time.monotonic() - started, written, activity)
+        if activity is None:
             self.conclude()
         if last:
             self.preemption.saved()
@@ -238,7 +229,8 @@ class Saver:
     def snapshot(self, run: Saveable, *, copied: bool) -> Snapshot:
         models, caches = gather_models(run.models, copied=copied), run.caches(copied=copied)
         texts = {} if run.note is None else {STATE: json.dumps(self.state(run), indent=1), **run.texts()}
-        return Snapshot(run.position, models, caches, texts, self.best)
+        best = self.best[1] if self.rules.keep_best and self.best is not None else None
+        return Snapshot(run.position, models, caches, texts, best)
 
     def finish(self, run: Saveable, save_weights: Callable[[Path], None]) -> None:
         with self.world.activity.doing("writing weights"):
@@ -259,31 +251,21 @@ class Saver:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        started, at, name = time.monotonic(), self.world.activity, pending.position.name
-        with waiting_for(f"checkpoint {name}", at, waits=False), at.doing(pending.activity or "written"):
+        started, at, position = time.monotonic(), self.world.activity, pending.writing.snapshot.position
+        with waiting_for(f"checkpoint {position.name}", at, waits=False), at.doing(pending.activity or "written"):
             num_bytes, took_s = pending.written.result()
         waited_s = time.monotonic() - started
-        cost = Cost(pending.waited_s + waited_s, num_bytes, max(0.0, took_s - waited_s))
-        waited_s, num_bytes, hidden_s = self._cost
-        self._cost = Cost(waited_s + cost.waited_s, num_bytes + cost.num_bytes, hidden_s + cost.hidden_s)
-        self.saved = pending.position
+        hidden_s = 0.0 if pending.activity is None else max(0.0, took_s - waited_s)
+        waited_s += pending.waited_s
+        costs = zip(self._cost.items(), (waited_s, num_bytes, hidden_s), strict=True)
+        self._cost = {name: before + cost for (name, before), cost in costs}
+        self.saved = position
         pending.on_complete()
-        if pending.note is not None:
-            hidden = f", {cost.hidden_s:.1f} s of writing while the run continued" if cost.hidden_s else ""
-            pending.note(f"checkpoint {name}: {cost.num_bytes / 2**20:.1f} MB in {cost.waited_s:.1f} s{hidden}")
+        if (note := pending.writing.warn) is not None:
+            hidden = f", {hidden_s:.1f} s of writing while the run continued" if hidden_s else ""
+            note(f"checkpoint {position.name}: {num_bytes / 2**20:.1f} MB in {waited_s:.1f} s{hidden}")
 
 
 def updates_of(state: Mapping[str, Any], models: Iterable[str]) -> dict[str, int]:
     warmed = History.of(state.get("history", {})).warmed
     return {name: state["updates"] + (warmed if name == "critic" else 0) for name in models}
-
-
-def _timed(writing: CheckpointWriting) -> tuple[int, float]:
-    started = time.monotonic()
-    return writing.run(), time.monotonic() - started
-
-
-def _done(written: tuple[int, float]) -> Future[tuple[int, float]]:
-    future: Future[tuple[int, float]] = Future()
-    future.set_result(written)
-    return future

@@ -1,4 +1,4 @@
-"""The state of a run apart from weights, and its comparison with the resumed run.
+"""The state of a run apart from weights: its entries, the last complete checkpoint, and its comparison with the resumed run.
 
 `state.json` has counters, controllers and books, `rollouts.jsonl` a line per buffered rollout.  A line names its prompt by stream
 position, which seed and data fix, so the data's fingerprint is checked first.
@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from oppo_megatron.clock import format_duration
+from oppo_megatron.cluster.world import World
 from oppo_megatron.config.changes import changed_settings
 from oppo_megatron.config.derived import adapters, batch_rows, members
 from oppo_megatron.config.run import TrainConfig
@@ -23,6 +29,8 @@ from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.placements import MODEL_FIELDS
+from oppo_megatron.mcore.weights.dist_source import INDEX
+from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.overcommit.ahead import (
     Ahead,
     require_bounded_deferrals,
@@ -31,8 +39,86 @@ from oppo_megatron.overcommit.ahead import (
     require_work,
 )
 from oppo_megatron.records import Rollout
+from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
 from oppo_megatron.rundir.directory import RunDirectory
-from oppo_megatron.train.saving.resuming import Found
+from oppo_megatron.rundir.manifest import OtherFormatError, find_damage, find_misfits, read_manifest
+from oppo_megatron.train.saving.schema import PPO_STATE, SUPERVISED_STATE, read_lines, read_state
+from oppo_megatron.train.saving.writing import CACHES, MODELS, ROLLOUTS, STATE
+
+
+@dataclass(frozen=True)
+class Found:
+    folder: Path
+    state: dict[str, Any]
+    rollouts: list[dict[str, Any]]
+
+    @property
+    def position(self) -> int:
+        return int(self.state["scheduler"]["position"])
+
+    def held(self, left_out: Set[int]) -> list[dict[str, Any]]:
+        return [line for line in self.rollouts if line["seq_id"] not in left_out]
+
+    def ahead(self, left_out: Set[int]) -> Ahead:
+        return Ahead(int(self.state["done"]), self.position, len(self.held(left_out)), left_out)
+
+
+def find_checkpoint(config: TrainConfig | SupervisedConfig, world: World) -> Found | None:
+    """Return the last complete checkpoint, the same on every rank; None unless the run is to resume.
+
+    Collective.  Damaged checkpoints are reported and renamed.  Raises CheckpointError if none is complete, OtherFormatError
+    (nothing renamed) for another version's.
+    """
+    if not config.checkpoint.resume:
+        return None
+    store = CheckpointStore(RunDirectory(config.run_dir).checkpoints)
+    vocab_size = read_hf_config(config.actor)["vocab_size"] if isinstance(config, TrainConfig) else None
+    if world.rank == 0:
+        store.recover()
+    found: list[Any] = [store.positions()]
+    dist.broadcast_object_list(found, src=0)
+    damages: dict[Position, str] = {}
+    for position in reversed(found[0]):
+        if damage := _damage(store.folder(position), world, vocab_size):
+            damages[position] = damage
+            continue
+        for each, reason in damages.items() if world.rank == 0 else ():
+            text = f"checkpoint {each.name} is damaged ({reason}): continuing from {position.name}"
+            print(text, file=sys.stderr, flush=True)
+            store.set_aside(each)
+        return _read(store.folder(position), vocab_size)
+    if damages:
+        reasons = "; ".join(f"{position.name}: {damage}" for position, damage in damages.items())
+        raise CheckpointError(
+            f"{store.root}: none of its checkpoints is whole ({reasons}); restore one from a copy, or choose another run_dir"
+        )
+    return None
+
+
+def _read(folder: Path, vocab_size: int | None) -> Found:
+    if vocab_size is None:
+        return Found(folder, read_state(folder / STATE, SUPERVISED_STATE), [])
+    state = read_state(folder / STATE, PPO_STATE)
+    return Found(folder, state, read_lines(folder / ROLLOUTS, state, vocab_size))
+
+
+def _damage(folder: Path, world: World, vocab_size: int | None) -> str | None:
+    mine: str | CheckpointError | None
+    files = (STATE, f"{MODELS}/{INDEX}", *(() if vocab_size is None else (ROLLOUTS,)))
+    try:
+        entries = read_manifest(folder)
+        mine = find_misfits(folder, entries, files, (MODELS, CACHES))
+        mine = mine or find_damage(folder, entries, world.rank, world.size)
+        if mine is None and world.rank == 0:  # an intact file may still not be the state of a run
+            _read(folder, vocab_size)
+    except CheckpointError as error:
+        mine = error
+    found: list[str | CheckpointError | None] = [None] * world.size
+    dist.all_gather_object(found, mine)
+    if other := next((damage for damage in found if isinstance(damage, OtherFormatError)), None):
+        raise other
+    return next((str(damage) for damage in found if damage is not None), None)
+
 
 ROLLOUT_FIELDS = (
     "admission", "tokens", "logprobs", "sampling_logprobs", "versions", "deferrals", "finish_clock", "finish_reason",
@@ -72,14 +158,8 @@ def frozen_models(settings: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def prompt_data(config: TrainConfig, prompts: PromptSet) -> dict[str, Any]:
-    return {
-        "seed": config.seed,
-        "shuffle": config.data.shuffle,
-        "rows": len(prompts),
-        "fingerprint": prompts.fingerprint(),
-        "group_size": config.rollout.group_size,
-        "greedy": config.algorithm.greedy,
-    }
+    data = _data(config, len(prompts), prompts.fingerprint())
+    return data | {"group_size": config.rollout.group_size, "greedy": config.algorithm.greedy}
 
 
 def row_data(config: SupervisedConfig, rows: Sequence[tuple[list[Any], ...]]) -> dict[str, Any]:
@@ -87,12 +167,11 @@ def row_data(config: SupervisedConfig, rows: Sequence[tuple[list[Any], ...]]) ->
     for part in (part for row in rows for part in row):
         code = "d" if any(isinstance(value, float) for value in part) else "q"
         digest.update(len(part).to_bytes(8, "little") + array(code, part).tobytes())
-    return {
-        "seed": config.seed,
-        "shuffle": config.data.shuffle,
-        "rows": len(rows),
-        "fingerprint": digest.hexdigest(),
-    }
+    return _data(config, len(rows), digest.hexdigest())
+
+
+def _data(config: TrainConfig | SupervisedConfig, rows: int, fingerprint: str) -> dict[str, Any]:
+    return {"seed": config.seed, "shuffle": config.data.shuffle, "rows": rows, "fingerprint": fingerprint}
 
 
 def adapter_state(config: TrainConfig | SupervisedConfig) -> dict[str, Any]:
@@ -148,15 +227,13 @@ def require_same_run(
             "and template, or start a new run in another run_dir"
         )
 
-    def described(lora: Mapping[str, Any] | None, missing: str) -> str:
-        return missing if lora is None else ", ".join(f"{key} {value}" for key, value in lora.items())
-
     then, now = found.state["adapters"], adapter_state(config)
     for name in sorted(then.keys() | now.keys()):  # another scale or rank would be another policy
         if then.get(name) != now.get(name):
+            is_now, was = (", ".join(f"{key} {value}" for key, value in (x.get(name) or {}).items()) for x in (now, then))
             raise CheckpointError(
-                f"{name}.lora is {described(now.get(name), 'null')}, but the checkpoint's run has "
-                f"{described(then.get(name), 'none')}; resume with what the run began with, or start a new run in another run_dir"
+                f"{name}.lora is {is_now or 'null'}, but the checkpoint's run has {was or 'none'}; resume with what the run "
+                "began with, or start a new run in another run_dir"
             )
 
 
@@ -183,20 +260,11 @@ def rest_of_run(found: Found, data: Mapping[str, Any], config: TrainConfig, prom
 
 
 def describe_changes(run_dir: Path, found: Found, settings: Mapping[str, Any], sources: Mapping[str, str]) -> list[str]:
-    state = found.state
-    seconds = max(time.time() - state["saved_at"], 0.0)
-    units = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
-    unit, size = next(((unit, size) for unit, size in units if seconds >= 2 * size), ("s", 1.0))
-    ago = f"saved {seconds / size:.0f} {unit} ago, after {state['done']} steps"
-    start = f"{run_dir}: continued from checkpoint {found.folder.name}, {ago}"
-    return [start, *changes(state["config"], settings, state.get("sources", {}), sources)]
-
-
-def changes(
-    then: Mapping[str, Any], now: Mapping[str, Any], sources: Mapping[str, str], sources_now: Mapping[str, str]
-) -> list[str]:
-    lines = [f"changed: {change}" for change in changed_settings(then, now)]
-    return lines + [f"changed: the file of {name}" for name, digest in sources_now.items() if sources.get(name, digest) != digest]
+    state, then = found.state, found.state.get("sources", {})
+    ago = f"saved {format_duration(max(time.time() - state['saved_at'], 0.0))} ago, after {state['done']} steps"
+    changed = changed_settings(state["config"], settings)
+    changed += [f"the file of {name}" for name, digest in sources.items() if then.get(name, digest) != digest]
+    return [f"{run_dir}: continued from checkpoint {found.folder.name}, {ago}", *(f"changed: {each}" for each in changed)]
 
 
 def describe_missing(run_dir: Path) -> str:

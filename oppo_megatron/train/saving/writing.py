@@ -7,6 +7,7 @@ manifest.json    size and SHA-256 of all other files
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,6 @@ from oppo_megatron.train.saving.caches import CacheContents, write_caches
 STATE, ROLLOUTS, MODELS, CACHES = "state.json", "rollouts.jsonl", "models", "caches"
 ResultT = TypeVar("ResultT")
 
-Best = tuple[float, Position]
-
 
 def cache_path(folder: Path, rank: int) -> Path:
     return folder / CACHES / f"rank-{rank:05d}.safetensors"
@@ -35,11 +34,13 @@ def cache_path(folder: Path, rank: int) -> Path:
 
 @dataclass(frozen=True)
 class Snapshot:
+    """A rank's contents of a checkpoint; `texts`: files by name; `best`: the position that is kept as the best."""
+
     position: Position
     models: ModelShards
     caches: CacheContents | None
     texts: Mapping[str, str]
-    best: Best | None
+    best: Position | None
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,12 @@ class CheckpointWriting:
     group: dist.ProcessGroup
     snapshot: Snapshot
     keep: int
-    keep_best: bool
     warn: Callable[[str], None] | None
     activity: Activity
 
-    def run(self) -> int:
-        snapshot = self.snapshot
-        folder = self.store.aside(snapshot.position)
+    def run(self) -> tuple[int, float]:
+        """Return the bytes written and the seconds."""
+        started, snapshot, folder = time.monotonic(), self.snapshot, self._folder
         needed = sum(self._together("size", 0, lambda: snapshot.models.num_bytes))
         try:
             self._together("its folder", needed, lambda: self._begin(needed))
@@ -72,7 +72,11 @@ class CheckpointWriting:
             if self.warn is not None:  # no rank writes any more
                 self.store.abandon(snapshot.position)
             raise
-        return sum(entry.size_bytes for entry in entries.values())
+        return sum(entry.size_bytes for entry in entries.values()), time.monotonic() - started
+
+    @property
+    def _folder(self) -> Path:
+        return self.store.aside(self.snapshot.position)
 
     def _together(self, part: str, needed: int, work: Callable[[], ResultT]) -> list[ResultT]:
         """Do `work` on every rank; return the results by rank.  Raises CheckpointError on all ranks if one fails."""
@@ -88,8 +92,7 @@ class CheckpointWriting:
         for rank, (_, failure) in enumerate(answers):
             if failure is not None:
                 last = next((whole.name for whole in reversed(self.store.positions())), None)
-                folder = self.store.aside(self.snapshot.position)
-                raise unwritten(folder, f"rank {rank}: {failure}", needed, last)
+                raise unwritten(self._folder, f"rank {rank}: {failure}", needed, last)
         return [result for result, _ in answers]
 
     def _begin(self, needed: int) -> None:
@@ -101,20 +104,16 @@ class CheckpointWriting:
                 self.warn(warning)
 
     def _write_own(self) -> None:
-        snapshot, folder = self.snapshot, self.store.aside(self.snapshot.position)
-        if snapshot.caches is not None:
-            write_caches(cache_path(folder, self.group.rank()), snapshot.caches)
-        for name, text in snapshot.texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
+        if self.snapshot.caches is not None:
+            write_caches(cache_path(self._folder, self.group.rank()), self.snapshot.caches)
+        for name, text in self.snapshot.texts.items():
+            (self._folder / name).write_text(text, encoding="utf-8")
 
     def _seal(self) -> dict[str, Entry]:
-        folder = self.store.aside(self.snapshot.position)
-        return seal(folder, list_files(folder)[self.group.rank() :: self.group.size()])
+        return seal(self._folder, list_files(self._folder)[self.group.rank() :: self.group.size()])
 
     def _commit(self, entries: dict[str, Entry]) -> None:
-        if self.warn is None:
-            return
-        write_manifest(self.store.aside(self.snapshot.position), entries)
-        self.store.commit(self.snapshot.position)
-        best = self.snapshot.best
-        self.store.prune(self.keep, best[1] if self.keep_best and best is not None else None)
+        if self.warn is not None:
+            write_manifest(self._folder, entries)
+            self.store.commit(self.snapshot.position)
+            self.store.prune(self.keep, self.snapshot.best)
