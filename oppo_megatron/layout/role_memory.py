@@ -124,7 +124,7 @@ def served_memory(
     _, slots = sequences_and_slots(config, name, placement, model)
     cached = slots
     if name == "actor" and config.evaluation is not None:  # held-out prompts have their own cache
-        cached += min(slots, config.evaluation.max_rows)
+        cached += min(slots, config.evaluation.most_rows)
     cache = kv_cache_bytes(model.shape, placement, model.dtype, slots=cached, context=context, budget_mb=None)
     tokens = min(config.runtime.micro_batch_tokens, slots * context)
     computed, logits = model.computed(placement, on_cpu=on_cpu), model.makes_logits(placement, stage)

@@ -16,16 +16,14 @@ from safetensors import SafetensorError
 from oppo_megatron.config.aligner import read_aligner_config
 from oppo_megatron.errors import CheckpointError, ConfigError, OppoError
 from oppo_megatron.integrations.nemo_aligner.pool import Pool, Row, room, share_of
-from oppo_megatron.integrations.nemo_aligner.sidecar import Kept, Sidecar, folder_beside, name_of, stamps_of, steps_of
+from oppo_megatron.integrations.nemo_aligner.sidecar import Kept, Sidecar, folder_next_to, name_of, stamps_of
 from oppo_megatron.rundir.manifest import list_files, seal, write_manifest
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nemo_aligner") is not None, reason="nemo_aligner is installed")
-def test_without_nemo_the_trainer_can_be_imported_and_says_what_is_missing() -> None:
-    from oppo_megatron.integrations.nemo_aligner import PPOTrainer
-
+def test_without_nemo_the_import_of_the_trainer_says_what_is_missing() -> None:
     with pytest.raises(ConfigError, match="No module named 'nemo.*install nemo-aligner 0.7 and nemo-toolkit 2.1 to 2.4"):
-        PPOTrainer(cfg=None, model=None)
+        from oppo_megatron.integrations.nemo_aligner import PPOTrainer  # noqa: F401
 
 
 def test_the_block_is_read_strictly() -> None:
@@ -113,7 +111,7 @@ def alone(error: Exception | None, kind: type[OppoError]) -> None:
 
 def sidecar(folder: Path, replica: int = 0, replicas: int = 1) -> Sidecar:
     """Beside `folder`/checkpoints."""
-    root = folder_beside(folder / "checkpoints")
+    root = folder_next_to(folder / "checkpoints")
     return Sidecar(root, replica, replicas, writes=True, leads=replica == 0, agree=alone)
 
 
@@ -151,9 +149,10 @@ NAME = "megatron_gpt-step={}-consumed_samples=64-ppo_optimization_step={}-epoch=
     "where", ["{}", "{}.ckpt", "mp_rank_00/{}.ckpt", "tp_rank_00_pp_rank_001/{}.ckpt", "{}-last", "{}-unfinished"]
 )
 def test_steps_are_read_from_the_names_of_nemos_checkpoints(where: str, tmp_path: Path) -> None:
-    (tmp_path / where.format(NAME.format(12, 48))).mkdir(parents=True)
+    path = tmp_path / where.format(NAME.format(12, 48))
+    path.mkdir(parents=True)
     (tmp_path / "megatron_gpt.nemo").touch()
-    assert steps_of(tmp_path) == {12}
+    assert list(stamps_of(tmp_path, 12)) == [name_of(path)] and not stamps_of(tmp_path, 48)
 
 
 def test_rows_go_with_their_checkpoint(tmp_path: Path) -> None:

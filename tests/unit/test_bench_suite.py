@@ -95,7 +95,7 @@ def test_runs_take_turns_and_a_failed_one_ends_the_benchmark(tmp_path: Path, rea
     with pytest.raises(BenchError, match="c-1 ended with exit code 1"):
         Suite(tmp_path, 1, launch, say=lambda _: None).run({"c": real_config})
     said: list[str] = []
-    with pytest.raises(BenchStopped, match="the run d was told to stop"):
+    with pytest.raises(BenchStopped, match="the run d was asked to stop"):
         Suite(tmp_path, 1, launch, said.append, resume=False).run(dict.fromkeys(("e", "d", "f"), real_config))
     assert said[-1] == (
         f"--- 1 of 3 runs are finished and stay in {tmp_path}, each with its metrics.jsonl; "

@@ -11,8 +11,9 @@ import pytest
 
 from oppo_megatron.bench.suite import BenchStopped
 from oppo_megatron.cli.bench import add_arguments, chosen, load_base, run
-from oppo_megatron.cli.lengths import counts, forced_lengths
+from oppo_megatron.cli.lengths import forced_lengths
 from oppo_megatron.cli.main import main
+from oppo_megatron.cli.parser import counts
 from oppo_megatron.errors import ConfigError
 from tests.support.commands import enter
 
@@ -127,7 +128,7 @@ def test_ranks_of_a_launcher_are_refused(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["bench", "overlap", str(config)]) == 2
-    assert "started 2 ranks, but `oppo bench` starts those of each run itself" in capsys.readouterr().err
+    assert "started 2 ranks, but `oppo bench` starts the ranks of each run itself" in capsys.readouterr().err
 
 
 def test_lists_of_arguments() -> None:

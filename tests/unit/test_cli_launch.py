@@ -62,8 +62,8 @@ def test_nobody_started_ranks(environment: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({"RANK": "0"}, "WORLD_SIZE is no number"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is no number"),
+        ({"RANK": "0"}, "WORLD_SIZE is not a number"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is not a number"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "ranks count from 0"),
         ({**SRUN, "SLURM_NNODES": "2"}, "MASTER_ADDR is not set"),
     ],
@@ -333,7 +333,7 @@ def test_a_run_that_goes_back_is_started_again(
 
     monkeypatch.setattr(run, "launch", launched)
     monkeypatch.setattr(run, "load_settings", lambda *_: config)
-    monkeypatch.setattr(run, "placed", lambda *_, **__: config)
+    monkeypatch.setattr(run, "settle", lambda *_, **__: config)
     monkeypatch.setattr(run, "require_ready", lambda *_: None)  # its files are not there
     args = argparse.Namespace(command="train", config=None, overrides=[], dry_run=False, resume=False, max_restarts=restarts)
     if code is None:

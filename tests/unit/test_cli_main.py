@@ -81,10 +81,19 @@ def test_a_path_that_cannot_be_used_is_a_message(config: Path, capsys: pytest.Ca
         main([*arguments, "--debug"])
 
 
-def test_a_seed_of_a_head_is_not_negative(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "least"),
+    [
+        ("convert a b --as reward --fresh-head-seed=-1", 0), ("convert a b --max-shard-mb=0", 1),
+        ("train c --max-restarts=-1", 0), ("plan simulate c --steps=0", 1), ("launch slurm c --max-restarts=-1", 0),
+        ("launch slurm c --gpus-per-node=0", 1), ("launch slurm c --ranks-per-node=-5", 1),
+    ],
+)  # fmt: skip
+def test_counts_have_a_least_value(capsys: pytest.CaptureFixture[str], arguments: str, least: int) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["convert", "a", "b", "--as", "reward", "--fresh-head-seed", "-1"])
-    assert end.value.code == 2 and "'-1' must be a number of at least 0" in capsys.readouterr().err
+        main(arguments.split())
+    given = arguments.rpartition("=")[2]
+    assert end.value.code == 2 and f"'{given}' is not a whole number of at least {least}" in capsys.readouterr().err
 
 
 def test_interrupt_ends_with_130(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +108,7 @@ def test_dry_run_shows_configuration_and_ranks(config: Path, capsys: pytest.Capt
     assert main(["train", str(config), "seed=5", "--dry-run", "overlap.delta.max=6"]) == 0
     out = capsys.readouterr().out
     assert "seed: 5" in out and "max: 6" in out
-    table = out[out.index("What each rank holds") :].splitlines()
+    table = out[out.index("Memory of each rank") :].splitlines()
     assert max(map(len, table)) <= 120
     rows = [line.split() for line in table]
     # 2 layers of 20,480 shared and 128 whole weights, 2 x 16,384 of embedding and head, a norm: 4 bytes each

@@ -109,7 +109,7 @@ def test_a_broken_record_is_named(config: Path, capsys: pytest.CaptureFixture[st
     Path("run/placement.json").write_text(text)
     assert main(["train", str(config), "--dry-run"]) == 2
     assert "run/placement.json is not what `oppo` wrote" in (err := capsys.readouterr().err)
-    assert "remove it to measure anew" in err
+    assert "remove it to measure again" in err
 
 
 @pytest.mark.parametrize("command", [["train"], ["plan", "measure"]])

@@ -135,7 +135,6 @@ def test_notes(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "12 ranks do not fill nodes of 8, and every node must have as many; give --ranks-per-node 6 (2 nodes)"),
         (["--gpus-per-node=4", "--ranks-per-node=6"], "6 ranks on nodes with 4 GPUs"),
-        (["--gpus-per-node=0"], "--gpus-per-node is 0; it must be 1 or more"),
         (["runtime.device=cpu", "--gpus-per-node=4"], "runtime.device is cpu and would leave them idle"),
         (["--hetero", "--scorer-ranks-per-node=3"], "give --scorer-ranks-per-node 2 (2 nodes)"),
         (["--scorer-partition=x"], "add --hetero"),
@@ -150,7 +149,6 @@ def test_notes(config: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["--container-mounts=/a:/b"], "without --container-image"),
         (["--container-image="], "--container-image is empty"),
         (["--hetero", "runtime.device=cpu", "--scorer-gpus-per-node=4"], "--scorer-gpus-per-node is given"),
-        (["--ranks-per-node=-5"], "--ranks-per-node is -5; it must be 1 or more"),
         (["--signal-s=70000", "--time=2-0"], "sbatch takes at most 65535"),
         (["--cluster-env=tok"], "--cluster-env is tok, a folder"),
         (["--gpus-per-node=4", "--out=./tok/../c.yaml"], "the configuration itself"),

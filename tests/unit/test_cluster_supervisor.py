@@ -60,7 +60,7 @@ def ended(pid: int | None) -> bool:
 
 
 def new_supervisor(folder: Path) -> Supervisor:
-    return Supervisor(folder, POINT, Limits(stall_s=0.0, told_s=None, first_s=0.0), lambda: None)
+    return Supervisor(folder, POINT, Limits(stall_s=0.0, asked_s=None, first_s=0.0), lambda: None)
 
 
 def alive_to(folder: Path) -> Supervisor:
