@@ -64,11 +64,7 @@ def kto_loss(
         calculate_KL=loss_type == "kto",
         _compute_kl_logps=lambda model, batch: ratios_B if loss_type == "kto" else None,
     )
-    given = inputs | {
-        "label": torch.tensor(wanted),
-        "ref_logps": reference_B,
-        "ref_KL_logps": torch.zeros_like(ratios_B),
-    }
+    given = inputs | {"label": torch.tensor(wanted), "ref_logps": reference_B, "ref_KL_logps": torch.zeros_like(ratios_B)}
     loss: Tensor = KTOTrainer._compute_loss(trainer, _Model(logits_BTV), given, False)
     return loss
 

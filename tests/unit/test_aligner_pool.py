@@ -96,11 +96,7 @@ def test_a_row_knows_which_policy_drew_what() -> None:
     assert row.versions == [(3, 2), (5, 1)] and row.stale_tokens(5) == 2 and row.context == [5, 6, 1, 2, 4]
 
 
-ROWS = [
-    Row(7, [3, 4], [5], [(0, 1)], 2),
-    Row(9, [2**40], [], [], 0),
-    Row(11, [1, 2, 3], [4, 5], [(0, 1), (1, 1)], 1, True),
-]
+ROWS = [Row(7, [3, 4], [5], [(0, 1)], 2), Row(9, [2**40], [], [], 0), Row(11, [1, 2, 3], [4, 5], [(0, 1), (1, 1)], 1, True)]
 
 
 def alone(error: Exception | None, kind: type[OppoError]) -> None:

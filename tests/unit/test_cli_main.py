@@ -15,20 +15,9 @@ from oppo_megatron.cli.main import COMMANDS, Command, main
 from oppo_megatron.config.load import dump_config, load_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.rundir.directory import RunDirectory
-from tests.support.commands import enter
+from tests.support.commands import LEAST, enter
 
-CONFIG = """
-run_dir: run
-steps: 3
-tokenizer: {path: tok}
-data: {path: rows.jsonl, max_prompt_tokens: 20}
-actor: {init: {model_type: llama, vocab_size: 512, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2,
-               num_attention_heads: 4}}
-critic: {init: "${actor.init}"}
-rewards: [{kind: verifier, name: gsm8k}]
-rollout: {batch_size: 8, max_response_tokens: 20}
-placement: {actor: {tp: 2}, scorer: {tp: 1, pp: 2}}
-"""
+CONFIG = LEAST + "placement: {actor: {tp: 2}, scorer: {tp: 1, pp: 2}}\n"
 
 
 @pytest.fixture

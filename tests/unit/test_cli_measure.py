@@ -23,21 +23,9 @@ from oppo_megatron.cores import usable_cores
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.candidates import Machine, find_candidates
 from oppo_megatron.layout.trials import Run, choose, fingerprint, measure_all, to_record
-from tests.support.commands import enter
+from tests.support.commands import LEAST, enter
 
-CONFIG = """
-run_dir: run
-steps: 3
-placement: {mode: auto}
-tokenizer: {path: tok}
-data: {path: rows.jsonl, max_prompt_tokens: 20}
-actor: {init: {model_type: llama, vocab_size: 512, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2,
-               num_attention_heads: 4}}
-critic: {init: "${actor.init}"}
-rewards: [{kind: verifier, name: gsm8k}]
-rollout: {batch_size: 8, max_response_tokens: 20}
-runtime: {device: cpu}
-"""
+CONFIG = LEAST + "placement: {mode: auto}\nruntime: {device: cpu}\n"
 LISTED = [
     f"{name:38}  {ranks}"
     for name, ranks in (

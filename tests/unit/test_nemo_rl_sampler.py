@@ -182,11 +182,7 @@ def test_it_has_what_the_controller_calls() -> None:
 
 @pytest.mark.parametrize(
     ("given", "says"),
-    [
-        ({"delta": -1}, "delta is -1"),
-        ({"delta": 1.5}, "delta is 1.5"),
-        ({"delta": 2, "max_staleness": 0}, "max_staleness is 0"),
-    ],
+    [({"delta": -1}, "delta is -1"), ({"delta": 1.5}, "delta is 1.5"), ({"delta": 2, "max_staleness": 0}, "max_staleness is 0")],
 )
 def test_settings_that_cannot_be_are_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=f"async_rl.sampler.{says}"):

@@ -38,11 +38,7 @@ from oppo_megatron.report.comparison import format_table
 from oppo_megatron.rewards.rules.formats import LengthRule
 from tests.support.ppo import Workspace, run_ppo_ranks
 
-SAME: dict[str, Any] = {
-    "rewards": [{"kind": "model"}],
-    "debug.forced_lengths": [10, 0.8],
-    "ppo.entropy_coefficient": 0.0,
-}
+SAME: dict[str, Any] = {"rewards": [{"kind": "model"}], "debug.forced_lengths": [10, 0.8], "ppo.entropy_coefficient": 0.0}
 SEQUENTIAL = Ours("1 x 1", carries=False, streams_here=False, shares_ranks=True)
 
 
@@ -84,11 +80,7 @@ def trl_lines(work: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("mode", [pytest.param("sequential", marks=pytest.mark.long), "full"])
 def test_our_run_does_the_work_that_the_peer_is_given(workspace: Workspace, work: dict[str, Any], mode: str) -> None:
     full = mode == "full"
-    switches = {
-        "overlap.intra": full,
-        "overlap.inter": full,
-        "overlap.delta": {"rule": "fixed", "initial": 2, "max": 2},
-    }
+    switches = {"overlap.intra": full, "overlap.inter": full, "overlap.delta": {"rule": "fixed", "initial": 2, "max": 2}}
     run = settings(workspace, mode, **switches)
     outcome = run_ppo_ranks(run)
     prompts, lengths = {}, {}
@@ -207,10 +199,7 @@ def test_the_algorithm_names_the_configuration_where_none_is_given() -> None:
         return str(args.config), args.overrides
 
     assert read() == ("examples/benchmark/overlap.yaml", [])
-    assert read("--algorithm", "grpo", "seed=2") == (
-        "examples/benchmark/grpo.yaml",
-        ["algorithm.preset=grpo", "seed=2"],
-    )
+    assert read("--algorithm", "grpo", "seed=2") == ("examples/benchmark/grpo.yaml", ["algorithm.preset=grpo", "seed=2"])
     for algorithm, path in comparison.CONFIGS.items():
         config = load_config(TrainConfig, Path(__file__).resolve().parents[2] / path)
         require_same_work(config, micro_batch=None)
@@ -239,17 +228,7 @@ def test_what_trl_cannot_do_is_refused_all_at_once(workspace: Workspace) -> None
     }
     with pytest.raises(ConfigError) as error:
         require_same_work(TrainConfig(**settings(workspace, "wrong", **wrong)), micro_batch=4)
-    asked = (
-        "forced_lengths",
-        "top_p",
-        "kl",
-        "entropy",
-        "value_clip",
-        "one optimizer",
-        "constant",
-        "--steps",
-        "reward model",
-    )
+    asked = ("forced_lengths", "top_p", "kl", "entropy", "value_clip", "one optimizer", "constant", "--steps", "reward model")
     problems = " ".join(error.value.problems)
     assert len(error.value.problems) == len(asked) + 1 and "--trl-micro-batch 4" in problems
     assert [word for word in asked if word not in problems] == []
