@@ -23,16 +23,11 @@ SHAPE = {
 
 def config(**changes: Any) -> TrainConfig:
     plain: dict[str, Any] = {
-        "run_dir": "runs/x",
-        "tokenizer": {"path": "t.model"},
-        "data": {"path": "p.jsonl", "max_prompt_tokens": 64},
-        "actor": {"init": SHAPE},
-        "critic": {"init": SHAPE},
-        "reward": {"init": SHAPE},
-        "rewards": [{"kind": "model"}],
-        "rollout": {"batch_size": 16, "max_response_tokens": 64},
+        "run_dir": "runs/x", "tokenizer": {"path": "t.model"}, "data": {"path": "p.jsonl", "max_prompt_tokens": 64},
+        "actor": {"init": SHAPE}, "critic": {"init": SHAPE}, "reward": {"init": SHAPE},
+        "rewards": [{"kind": "model"}], "rollout": {"batch_size": 16, "max_response_tokens": 64},
         "debug": {"forced_lengths": [16, 1.0]},
-    }
+    }  # fmt: skip
     return TrainConfig.model_validate(plain | changes)
 
 
