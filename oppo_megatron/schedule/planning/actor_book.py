@@ -90,7 +90,7 @@ class ActorBook(Book):
             lined = self._in_line(rows, here[~new[here]], opened, order)
             forks = here[sources[here] != ABSENT]
             work.fork = self._forks(rows[forks], depth[forks], sources[forks])
-            work.prefill = packed(stale, lined[stale.new[lined] > 0], work.fork, budget, self._memo)
+            work.prefill = packed(stale, lined[stale.new[lined] > 0], work.fork, budget)
             work.decode = Batches(decode.table[:, lined], even_ends(len(lined), micro_batches))
         return self._works(ours)
 

@@ -11,7 +11,7 @@ import numpy as np
 from oppo_megatron.columns import Bools, Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.packing import packed_in_order
-from oppo_megatron.schedule.planning.ledger import ABSENT, Memo
+from oppo_megatron.schedule.planning.ledger import ABSENT
 from oppo_megatron.schedule.planning.replicas import REPLICA, Replicas
 from oppo_megatron.schedule.rounds import Batch, Batches, Fork, Growths
 
@@ -57,11 +57,9 @@ class Book:
         columns: Mapping[str, int],
         groups: Grouping,
         most: int | None = None,
-        memo: Memo | None = None,
     ):
         self.slots, self.groups, self.prefilled_tokens, self.forked_tokens = slots, groups, 0, 0
-        self._memo = memo or Memo()
-        self._replicas = Replicas(replicas, slots, {CACHED: ABSENT, OPENED: 0} | dict(columns), groups.size, most, self._memo)
+        self._replicas = Replicas(replicas, slots, {CACHED: ABSENT, OPENED: 0} | dict(columns), groups.size, most)
         self._ledger = self._replicas.ledger
         self._num_open = np.zeros(replicas, dtype=np.int64)
         self._num_opened = 0
@@ -161,11 +159,11 @@ class Book:
         return list(map(Fork, *(column.tolist() for column in table)))
 
 
-def packed(growths: Growths, which: Ints, forks: Sequence[Fork], budget: int, memo: Memo) -> Batches:
+def packed(growths: Growths, which: Ints, forks: Sequence[Fork], budget: int) -> Batches:
     """Pack the growths at `which` into micro-batches, fork targets after sources."""
     late = np.isin(growths.seq_ids[which], [fork.target for fork in forks if fork.held < fork.tokens])
     found = []
     for part in (which[~late], which[late]) if late.any() else (which,):
-        members, ends = memo.once(packed_in_order, growths.new[part], budget)
+        members, ends = packed_in_order(growths.new[part], budget)
         found.append(Batches(growths.table[:, part[members]], ends))
     return found[0] if len(found) == 1 else Batches.of([batch for batches in found for batch in batches])

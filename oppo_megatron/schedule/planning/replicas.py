@@ -9,12 +9,9 @@ import numpy as np
 
 from oppo_megatron.columns import Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
-from oppo_megatron.schedule.planning.ledger import ABSENT, Ledger, Memo, Pairs
+from oppo_megatron.schedule.planning.ledger import ABSENT, Ledger, Pairs
 
 REPLICA = "replica"
-
-BLOCK = 512
-"""Arrivals assigned between two checks for free slots."""
 
 
 class Replicas:
@@ -27,11 +24,9 @@ class Replicas:
         columns: Mapping[str, int] | None = None,
         group_size: int = 1,
         most: int | None = None,
-        memo: Memo | None = None,
     ):
         self._num_replicas, self._slots, self._group_size = num_replicas, slots, group_size
         self._most = group_size if most is None else most
-        self._memo = memo or Memo()
         self.ledger = Ledger(REPLICA, {REPLICA: ABSENT} | dict(columns or {}))
 
     def of(self, seq_id: int) -> int:
@@ -94,7 +89,7 @@ class Replicas:
             return np.bincount(homes, weights, self._num_replicas).astype(np.int64)
 
         parts = np.stack([by_replica(known.num_tokens), by_replica(), by_replica((~known.finished).astype(np.int64))])
-        return self._memo.once(dealt, parts, self._slots, arrivals, self._most)
+        return dealt(parts, self._slots, arrivals, self._most)
 
 
 def dealt(parts: Ints, slots: int, arrivals: Ints, most: int) -> Ints:
@@ -102,66 +97,30 @@ def dealt(parts: Ints, slots: int, arrivals: Ints, most: int) -> Ints:
     if parts.shape[1] == 1:
         return np.zeros(arrivals.shape[1], dtype=np.int64)
     found = _to_those_with_slots(parts, slots, arrivals, most)
-    held = [list(own) for own in zip(*parts.tolist(), strict=True)]
-    rest = list(zip(*arrivals[:, len(found) :].tolist(), strict=True))
-    if rest:
-        for column, weights in enumerate(arrivals[:, : len(found)]):
-            for part, more in zip(held, np.bincount(found, weights, len(held)).astype(np.int64).tolist(), strict=True):
-                part[column] += more
-    others = list[int]()
-    for arrival in rest:
-        others.append(min(range(len(held)), key=lambda d: _rank_for(held[d], d, slots, arrival)))
-        held[others[-1]] = [own + more for own, more in zip(held[others[-1]], arrival, strict=True)]
-    return np.append(found, others).astype(np.int64)
+    held = parts.T.copy()
+    np.add.at(held, found, arrivals.T[: len(found)])
+    for arrival in arrivals.T[len(found) :]:
+        tokens, sequences, unfinished = held.T
+        crowded = np.maximum(0, unfinished + arrival[2] - slots), np.maximum(0, sequences + arrival[1] - slots)
+        found.append(int(np.lexsort((sequences, tokens, crowded[1], crowded[0]))[0]))
+        held[found[-1]] += arrival
+    return np.array(found, dtype=np.int64)
 
 
-def _rank_for(part: Sequence[int], replica: int, slots: int, arrival: Sequence[int]) -> tuple[int, ...]:
-    (tokens, sequences, unfinished), (_, more, more_unfinished) = part, arrival
-    crowded = max(0, unfinished + more_unfinished - slots), max(0, sequences + more - slots)
-    return *crowded, tokens, sequences, replica
-
-
-def _to_those_with_slots(parts: Ints, slots: int, arrivals: Ints, most: int) -> Ints:
-    """Return the replicas of the first arrivals, as long as one has slots for a group.
-
-    Integers in the heap (tokens, sequences, replica as bits) are faster than tuples.
-    """
-    replicas, bits = parts.shape[1], parts.shape[1].bit_length()
-    above, mask = int(parts[1].sum() + arrivals[1].sum()).bit_length() + bits, (1 << bits) - 1
-    assert int(parts[0].sum() + arrivals[0].sum()).bit_length() + above < 63, "too many tokens for a whole number"
-    adds = ((arrivals[0] << above) + (arrivals[1] << bits)).tolist()
-    left = slots - most - parts[1]  # room beyond another group
-    open_parts = np.flatnonzero(left >= 0)
-    heap = ((parts[0] << above) + (parts[1] << bits) + np.arange(replicas))[open_parts].tolist()
+def _to_those_with_slots(parts: Ints, slots: int, arrivals: Ints, most: int) -> list[int]:
+    """Return the replicas of the first arrivals, as long as one has slots for a group of `most`."""
+    found, free = list[int](), (slots - most - parts[1]).tolist()  # room beyond another group
+    loads = zip(parts[0].tolist(), parts[1].tolist(), range(len(free)), strict=True)
+    heap = [(tokens, sequences, replica) for tokens, sequences, replica in loads if free[replica] >= 0]
     heapify(heap)
-    found = list[Ints]()
-    for start in range(0, len(adds), BLOCK):
-        block, sequences = adds[start : start + BLOCK], arrivals[1, start : start + BLOCK]
+    for more_tokens, more in arrivals[:2].T.tolist():
         if not heap:
             break
-        tried = list(heap)
-        given = np.array([heapreplace(tried, tried[0] + add) for add in block], dtype=np.int64) & mask
-        after = left - np.bincount(given, sequences, replicas).astype(np.int64)
-        if (after[given] >= 0).all():
-            heap, left = tried, after
-        else:
-            given = _one_by_one(heap, left, block, sequences.tolist(), mask)
-        found.append(given)
-    return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
-
-
-def _one_by_one(heap: list[int], left: Ints, adds: Sequence[int], sequences: Sequence[int], mask: int) -> Ints:
-    found, free = list[int](), left.tolist()
-    for add, number in zip(adds, sequences, strict=True):
-        if not heap:
-            break
-        first = heap[0]
-        replica = first & mask
+        tokens, sequences, replica = heap[0]
         found.append(replica)
-        free[replica] -= number
+        free[replica] -= more
         if free[replica] >= 0:
-            heapreplace(heap, first + add)
+            heapreplace(heap, (tokens + more_tokens, sequences + more, replica))
         else:
             heappop(heap)
-    left[:] = free
-    return np.array(found, dtype=np.int64)
+    return found

@@ -18,7 +18,7 @@ from oppo_megatron.schedule.planning.book import (
     ReplicaWork,
     packed,
 )
-from oppo_megatron.schedule.planning.ledger import ABSENT, Memo
+from oppo_megatron.schedule.planning.ledger import ABSENT
 from oppo_megatron.schedule.planning.replicas import REPLICA
 from oppo_megatron.schedule.rounds import Growths
 
@@ -52,10 +52,9 @@ class ScoringBook(Book):
         *,
         every_token: bool = False,
         reads_greedy: bool = True,
-        memo: Memo | None = None,
     ):
         self._leaves_out = groups.greedy and not reads_greedy
-        super().__init__(replicas, slots, {OUTPUTS: 0}, groups, groups.size - self._leaves_out, memo)
+        super().__init__(replicas, slots, {OUTPUTS: 0}, groups, groups.size - self._leaves_out)
         self.role, self.every_token = role, every_token or role != "reward"
         self.perishable = role == "critic"  # each update makes what it has computed stale
 
@@ -93,7 +92,7 @@ class ScoringBook(Book):
         homes = admitted.homes[grown]
         self.prefilled_tokens += int(table.new[grown].sum())
         for replica, work in ours.items():
-            work.prefill = packed(table, grown[homes == replica], work.fork, budget, self._memo)
+            work.prefill = packed(table, grown[homes == replica], work.fork, budget)
             work.done = table.seq_ids[ended[admitted.homes[ended] == replica]].tolist()
         self._close(admitted.rows[ended])
         return self._works(ours)
