@@ -135,7 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     algorithm = args.algorithm
-    out = args.out or default_out(algorithm)
+    out = args.out or folder_of(OUT, algorithm)
     stages = plan(out, find_configs(args.configs, algorithm), args.seed, args.quick, algorithm)
     started = time.monotonic()
     try:
@@ -159,8 +159,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def default_out(algorithm: str) -> Path:
-    return OUT if algorithm == "ppo" else OUT.with_name(f"{OUT.name}-{algorithm}")
+def folder_of(out: Path, algorithm: str) -> Path:
+    return out if algorithm == "ppo" else out.with_name(f"{out.name}-{algorithm}")
 
 
 def find_configs(given: Path | None, algorithm: str = "ppo") -> Path:
