@@ -49,10 +49,7 @@ def comparison(figures: Mapping[str, Mapping[str, Any]], speedup: float, algorit
     for name in figures:
         table.add_column(name, justify="right")
 
-    def row(label: str, *values: str) -> None:
-        table.add_row(label, *values)
-
-    runs = list(figures.values())
+    row, runs = table.add_row, list(figures.values())
     row("seconds per step", *(f"{run['step_s']:.2f}" for run in runs))
     row("speed-up", "1.00x", f"{speedup:.2f}x")
     if any(run["scoring_hidden"] is not None for run in runs):  # there is none without a scoring model

@@ -22,7 +22,7 @@ def guess_kind(path: Path, overrides: Sequence[str] = ()) -> str:
     """
     tree = read_tree(path, overrides)
     keys = set(tree)
-    kind = max(COMMANDS, key=lambda kind: (len(keys & _fields(kind)), not _lacking(kind, keys)))
+    kind = max(COMMANDS, key=lambda kind: (len(keys & COMMANDS[kind].model_fields.keys()), not _lacking(kind, keys)))
     model, data = (section if isinstance(section := tree.get(name), Mapping) else {} for name in ("model", "data"))
     columns = data.get("columns")
     has_steps = isinstance(columns, Mapping) and bool({"completions", "labels"} & columns.keys())
@@ -46,10 +46,6 @@ def require_kind(kind: str, path: Path, overrides: Sequence[str]) -> None:
             f"{path} is a configuration for `oppo {other}`, by its keys, and not for `oppo {kind}`; run `oppo {other} {path}`, "
             "or name another file"
         )
-
-
-def _fields(kind: str) -> set[str]:
-    return set(COMMANDS[kind].model_fields)
 
 
 def _lacking(kind: str, keys: set[str]) -> set[str]:
