@@ -58,10 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _explanation(kinds: Mapping[str, type[Section]], key: str, here: Section | None) -> Iterator[str]:
-    """Yield the explanation of `key`, once for all commands that share it, with its value in `here` if given.
-
-    Raises ConfigError with the nearest keys if no command has it.
-    """
+    """Yield the explanation of `key`, once for commands that share it, with its value in `here`.  Raises ConfigError."""
     found: dict[tuple[str, ...], list[str]] = {}
     for command, kind in kinds.items():
         setting = find_setting(kind, key)

@@ -24,10 +24,7 @@ FIGURES = (
 
 
 def write_report(out: Path, names: Sequence[str], seconds: float, algorithm: str) -> None:
-    """Compare the finished runs `out/<name>`, the first one without overlap.
-
-    Writes demo.json, reward.png and timeline.png into `out` and prints the table.  `seconds`: duration of the demo.
-    """
+    """Write demo.json, reward.png and timeline.png of the finished runs `out/<name>`, the first without overlap."""
     runs = {name: RunDirectory(out / name) for name in names}
     figures = {name: _figures(run) for name, run in runs.items()}
     base, other = (figures[name]["step_s"] for name in names)
@@ -64,10 +61,7 @@ def comparison(figures: Mapping[str, Mapping[str, Any]], speedup: float, algorit
 
 
 def difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return the difference of two final accuracies, called noise below two standard errors.
-
-    The error assumes independent samples, but both runs answer the same problems: it is an upper bound.
-    """
+    """Return the difference of final accuracies, noise below two standard errors (of independent samples: an upper bound)."""
     change = other["accuracy_after"] - first["accuracy_after"]
     errors = [run["error_after"] for run in (first, other)]
     if None in errors:

@@ -260,8 +260,7 @@ class PooledActor:
     def _offers(self, keys: Sequence[int], limits: Sequence[int], contexts: Sequence[int]) -> Callable[[Tensor, Tensor], None]:
         """Offer the feed rows once per chunk: (tokens [b, S], ends [b]).
 
-        A running row is cut at `limits`, because NeMo draws more while others run, and without its last token, so no last
-        piece is empty.
+        Running rows are cut at `limits` (NeMo draws more) and before their last token, so that no last piece is empty.
         """
         feed, due = self._feed, min(contexts) + self.chunk
 

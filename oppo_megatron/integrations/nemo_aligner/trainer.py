@@ -38,10 +38,7 @@ from oppo_megatron.rewards.streaming import ScorerStream, build_stream
 
 
 class PPOTrainer(ppo.PPOTrainer):
-    """NeMo-Aligner's trainer with a block `oppo:` in `trainer.ppo` (docs/nemo_aligner.md).
-
-    Raises ConfigError for a wrong block, or deferral with TensorRT-LLM or `batch_iterator.use_flask`.
-    """
+    """NeMo-Aligner's trainer with a block `oppo:` in `trainer.ppo` (docs/nemo_aligner.md).  Raises ConfigError."""
 
     model: Any
     rm_critic: Any
