@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from oppo_megatron.config.data import TokenizerConfig
-from oppo_megatron.data.tokenizer import load_tokenizer, special_ids, write_beside
+from oppo_megatron.data.tokenizer import load_tokenizer, special_ids, write_tokenizer
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.modeldir.megatron import find_megatron
 from oppo_megatron.modeldir.vocabularies import GENERATION_CONFIG, model_eos_ids
@@ -121,7 +121,7 @@ def _beside(
     ids = special_ids(tokenizer, scored=scored)
     settles = args.adapter is not None and (args.adapter / GENERATION_CONFIG).is_file()
     source = args.adapter if settles else args.src
-    if told := write_beside(folder, tokenizer, ids, family, scored=scored, source=source):
+    if told := write_tokenizer(folder, tokenizer, ids, family, scored=scored, source=source):
         print(told, file=sys.stderr)
     return sorted(folder.iterdir()), ids
 
