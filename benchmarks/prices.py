@@ -24,12 +24,15 @@ from oppo_megatron.cli.lengths import (
 )
 from oppo_megatron.cli.load import load_train
 from oppo_megatron.cli.parser import add_config_arguments
+from oppo_megatron.layout.holdings import planned_memory
+from oppo_megatron.layout.layouts import Sizes
+from oppo_megatron.layout.placements import role_placements, training_placements
 from oppo_megatron.report.comparison import format_table
 from oppo_megatron.rundir.directory import write_json
 from oppo_megatron.schedule.weaving.costs import costs_tree
 from oppo_megatron.sim.clusters.reading import read_cluster
 from oppo_megatron.sim.pricing.decoding import Decoding
-from oppo_megatron.sim.pricing.prices import Prices, seen_by, total_s
+from oppo_megatron.sim.pricing.prices import Prices, seen_by
 
 COLUMNS = {"role": "role", "phase": "phase", "layout": "layout", "seconds": "seconds", "% of a step": "percent"}
 
@@ -48,15 +51,19 @@ def measure(args: argparse.Namespace) -> int:
     config = load_train(args.config, [*args.overrides, *forced_lengths(args)], inputs=False)
     cluster, lengths = seen_by(config, read_cluster(args.cluster)), even_lengths(config)
     prices = Prices(config, cluster, Decoding(prompt_tokens(args, config), lengths))
-    rows = list(prices.rows())
-    total = total_s(rows)
-    print(format_table(COLUMNS, [{**vars(row), "percent": 100 * row.seconds / total} for row in rows]))
+    seconds, serving, training = prices.rows(), role_placements(config), training_placements(config)
+    total, rows = sum(seconds.values()), list[dict[str, object]]()
+    for (role, phase), own in seconds.items():
+        layout = Sizes.of(training[role] if phase == "update" else serving[role])
+        rows.append({"role": role, "phase": phase, "layout": str(layout), "seconds": own, "percent": 100 * own / total})
+    print(format_table(COLUMNS, rows))
     mean = sum(lengths) / len(lengths)
     print(
         f"a step without overlap: {total:.3g} s for {len(lengths)} responses of {mean:.0f} tokens on average, {max(lengths)} at "
         f"most, to prompts of {prices.decoding.prompt_tokens}"
     )
-    print(f"the fullest rank holds {prices.fullest_gb():.1f} of {cluster.gpu.memory_bytes / 1e9:g} GB")
+    fullest_gb = max(planned_memory(config, on_cpu=cluster.gpu.on_cpu)) / 1e9
+    print(f"the fullest rank holds {fullest_gb:.1f} of {cluster.gpu.memory_bytes / 1e9:g} GB")
     print(*(f"{constant}: {source}" for constant, source in cluster.sources()), sep="\n")
     if args.costs is not None:
         write_json(args.costs, costs_tree(prices.costs()))

@@ -20,7 +20,7 @@ from benchmarks.common import add_out, run_script, write_figures
 from benchmarks.paper.assumptions import CHUNK, LONG, MICRO_BATCH_TOKENS, ROUND_S, Sampled
 from benchmarks.published.tables import llama_shape
 from oppo_megatron.cli.bench import chosen, names, refuse_figures
-from oppo_megatron.cli.lengths import counts
+from oppo_megatron.cli.parser import counts
 from oppo_megatron.config.debug import ForcedLimits
 from oppo_megatron.config.derived import switched
 from oppo_megatron.config.run import TrainConfig
@@ -205,8 +205,7 @@ class Point:
         seconds = []
         for nic in (self.nic_gb_per_s, FREE):
             decoding = Decoding(LONG.prompt, self.typical)
-            priced = Prices(self.config, cluster_of(self.ranks, nic), decoding)
-            seconds.append(next(row.seconds for row in priced.updates() if (row.role, row.phase) == ("actor", "update")))
+            seconds.append(Prices(self.config, cluster_of(self.ranks, nic), decoding).updates()["actor", "update"])
         return seconds[0] - seconds[1]
 
     def fixed_s(self, decode_steps: float) -> float:

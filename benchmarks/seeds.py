@@ -21,7 +21,7 @@ from benchmarks.common import run_script
 from oppo_megatron.bench.figures import Lines, describe_machine
 from oppo_megatron.bench.suite import BenchError, BenchStopped
 from oppo_megatron.cli import demo
-from oppo_megatron.cli.lengths import counts
+from oppo_megatron.cli.parser import counts
 from oppo_megatron.config.algorithm import PRESETS
 from oppo_megatron.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, ConfigError
 from oppo_megatron.report.comparison import format_table

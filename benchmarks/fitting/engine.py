@@ -76,11 +76,11 @@ def _stacked(cluster: Cluster, steps: Sequence[Observed], values: Mapping[str, f
 def phase_seconds(cluster: Cluster, config: TrainConfig, decoding: Decoding) -> dict[str, float]:
     """Seconds of a step by `PHASES`."""
     found = dict.fromkeys(PHASES, 0.0)
-    for price in Prices(config, seen_by(config, cluster), decoding).rows():
-        if price.phase in ("prompts", "decode"):
-            found["decode"] += price.seconds
-        elif price.phase == "score":
-            found["score"] += price.seconds
-        elif price.phase == "update":
-            found["update" if price.role == "actor" else "critic update"] += price.seconds
+    for (role, phase), seconds in Prices(config, seen_by(config, cluster), decoding).rows().items():
+        if phase in ("prompts", "decode"):
+            found["decode"] += seconds
+        elif phase == "score":
+            found["score"] += seconds
+        elif phase == "update":
+            found["update" if role == "actor" else "critic update"] += seconds
     return found

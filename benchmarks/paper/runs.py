@@ -16,6 +16,7 @@ from oppo_megatron.config.debug import ForcedLimits
 from oppo_megatron.config.derived import switched
 from oppo_megatron.config.overlap import DeltaConfig
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.layout.holdings import planned_memory
 from oppo_megatron.records import StepSignals
 from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.pricing.decoding import Decoding
@@ -81,7 +82,7 @@ class Summary:
     @property
     def own_scoring_s(self) -> float:
         """Return the seconds of the reference, which is on the GPUs that decode."""
-        return fmean(step.facts["score_busy_s"] for step in self.steady)
+        return fmean(step.line["score_busy_s"] for step in self.steady)
 
     @property
     def tokens(self) -> float:
@@ -89,7 +90,7 @@ class Summary:
 
     @property
     def in_use(self) -> float:
-        return fmean(1 - step.facts["tail_waste"] for step in self.steady)
+        return fmean(1 - step.line["tail_waste"] for step in self.steady)
 
 
 @dataclass(frozen=True)
@@ -126,11 +127,11 @@ class Case:
     def padded(self) -> Mapping[str, float]:
         """Return the seconds of sequential phases if every sequence is as long as the batch's longest."""
         decoding = Decoding(self.setting.lengths.prompt, [round(self.sampled.longest())] * self.setting.batch, CAPTURED)
-        return {f"{row.role} {row.phase}": row.seconds for row in Prices(self.config, self.cluster, decoding).rows()}
+        return {" ".join(key): seconds for key, seconds in Prices(self.config, self.cluster, decoding).rows().items()}
 
     @property
     def fullest_gb(self) -> float:
-        return Prices(self.config, self.cluster, Decoding(self.setting.lengths.prompt, [1])).fullest_gb()
+        return max(planned_memory(self.config, on_cpu=self.cluster.gpu.on_cpu)) / 1e9
 
     def reward_s(self, response_tokens: float) -> float:
         """Return the seconds that the reward model takes to read a batch."""

@@ -79,7 +79,7 @@ def _grpo_problems(config: TrainConfig) -> Iterator[str]:
     for name in CHOICES:
         if (found := getattr(config.algorithm, name)) != (value := PRESETS["grpo"].choices[name]):
             yield f"algorithm.{name} is {found}, but TRL is compared as GRPO was published: it must be {value}"
-    if kl.mode != "none" and ((kl.mode, kl.estimator) != ("loss", "k3") or kl.target is not None):
+    if kl.mode != "none" and ((kl.mode, kl.formula) != ("loss", "k3") or kl.target is not None):
         yield "TRL's KL is a term of the loss with a fixed coefficient by k3: set ppo.kl.mode, .estimator and .target so"
     if ppo.epochs > 1 or ppo.minibatches > 1:
         yield (
@@ -129,7 +129,7 @@ def _grpo_settings(config: TrainConfig) -> dict[str, Any]:
         "scale_rewards": "group",
         "importance_sampling_level": "token",
         "beta": 0.0 if none else ppo.kl.coefficient,
-        "use_bias_correction_kl": ppo.kl.gradient == "reverse",
+        "use_bias_correction_kl": ppo.kl.corrected,
         "epsilon": ppo.clip,
         "epsilon_high": ppo.clip if ppo.clip_high is None else ppo.clip_high,
         "max_grad_norm": config.actor.optimizer.clip_grad,

@@ -62,7 +62,7 @@ overrides() {
     "short sft") echo steps=16 batch_size=16 max_tokens=192 optimizer.warmup_steps=2 ;;
     "short rm") echo steps=24 batch_size=8 max_tokens=192 optimizer.warmup_steps=2 optimizer.lr=1.5e-3 ;;
     "short ppo") echo steps=30 data.max_prompt_tokens=64 rollout.max_response_tokens=32 actor.optimizer.lr=5.0e-4 \
-      ppo.kl.coefficient=0.002 evaluation.max_rows=16 ;;
+      ppo.kl.coefficient=0.002 evaluation.data.max_rows=16 ;;
   esac
 }
 

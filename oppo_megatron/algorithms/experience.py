@@ -135,7 +135,7 @@ def build_experience(
     with torch.no_grad():
         kl_T = None
         if scored.reference_logp_T is not None:
-            kl_T = kl_per_token(scored.behaviour_logp_T, scored.reference_logp_T, ppo.kl.estimator)
+            kl_T = kl_per_token(scored.behaviour_logp_T, scored.reference_logp_T, ppo.kl.formula)
             if check:
                 _check_tokens("KL to the reference", kl_T, lengths_B)
         scores = _trained_scores(scored, ppo, seen)

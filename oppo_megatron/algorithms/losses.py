@@ -40,12 +40,12 @@ def kl_per_token(logp_T: Tensor, reference_logp_T: Tensor, estimator: Estimator)
     raise ValueError(f"KL estimator {estimator!r} is unknown; choose k1, k2 or k3")
 
 
-def with_reverse_gradient(kl_T: Tensor, logp_T: Tensor, old_logp_T: Tensor, estimator: Estimator) -> Tensor:
-    """Return the estimate whose expected gradient is that of KL(actor || reference), for tokens drawn by `old`, [T].
+def with_reverse_gradient(kl_T: Tensor, logp_T: Tensor, old_logp_T: Tensor) -> Tensor:
+    """Return k1 or k3 with the expected gradient of KL(actor || reference), for tokens drawn by `old`, [T].
 
-    Multiplies k1 and k3 by actor / old (arXiv 2506.09477, 2512.21852; TRL's `use_bias_correction_kl`).
+    Multiplies it by actor / old (arXiv 2506.09477, 2512.21852; TRL's `use_bias_correction_kl`).
     """
-    return kl_T if estimator == "k2" else kl_T * (logp_T - old_logp_T).exp()
+    return kl_T * (logp_T - old_logp_T).exp()
 
 
 def row_weights(
@@ -287,11 +287,11 @@ def actor_loss(
     """
     loss, stats = policy_loss(logp_T, targets, surrogate, num_tokens)
     if targets.reference_logp_T is not None:
-        kl_T = kl_per_token(logp_T, targets.reference_logp_T, ppo.kl.estimator)
+        kl_T = kl_per_token(logp_T, targets.reference_logp_T, ppo.kl.formula)
         stats = replace(stats, kl=total(kl_T))
         if ppo.kl.mode == "loss":
-            if ppo.kl.gradient == "reverse":
-                kl_T = with_reverse_gradient(kl_T, logp_T, targets.old_logp_T, ppo.kl.estimator)
+            if ppo.kl.corrected:
+                kl_T = with_reverse_gradient(kl_T, logp_T, targets.old_logp_T)
             loss = loss + kl_coefficient * shared(kl_T, targets.share_T).sum() / num_tokens
     if ppo.entropy_coefficient > 0:
         loss = loss - ppo.entropy_coefficient * (shared(entropy_T, targets.share_T).sum() / num_tokens)

@@ -52,7 +52,7 @@ def bench_overlap(
 
 
 def known_modes(config: TrainConfig) -> list[str]:
-    """Modes that differ: without a critic there is no critic update to hide."""
+    """Modes that differ: only with a critic there is an update of it to hide."""
     return [mode for mode, switch in MODES.items() if config.critic is not None or not switch["hide_critic"]]
 
 
@@ -103,26 +103,18 @@ def nothing_waits(placement: str, runs: Runs) -> dict[str, Any]:
     No step can be shorter than the work of the busiest rank in the sequential run.
     """
     own = [work_seconds(run.path) for run in runs[f"{placement}/sequential"]]
-    ranks = [
-        {
-            "rank": rank,
-            "step_s": median(_steady_seconds([work[rank] for work in own])),
-            "total_s": fmean(sum(work[rank].values()) for work in own),
-        }
-        for rank in sorted(own[0])
-    ]
+    ranks = []
+    for rank in sorted(own[0]):
+        works = [work[rank] for work in own]
+        steady = [seconds for work in works for step, seconds in work.items() if step > 1 or len(work) == 1]
+        ranks.append({"rank": rank, "step_s": median(steady), "total_s": fmean(sum(work.values()) for work in works)})
     least = {seconds: max(rank[seconds] for rank in ranks) for seconds in ("step_s", "total_s")}
     ratios = {}
     for name, turns in runs.items():
-        where, mode = name.split("/")
-        if where == placement:
+        if name.startswith(f"{placement}/"):
             found = figures(all_lines(turns))
-            ratios[mode] = {seconds: found[seconds] / least[seconds] for seconds in least}
+            ratios[name.split("/")[1]] = {seconds: found[seconds] / least[seconds] for seconds in least}
     return {"placement": placement, "ranks": ranks, "least": least, "over_least": ratios}
-
-
-def _steady_seconds(works: Sequence[Mapping[int, float]]) -> list[float]:
-    return [seconds for work in works for step, seconds in work.items() if step > 1 or len(work) == 1]
 
 
 def rank_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -142,7 +134,7 @@ def remarks(result: Mapping[str, Any], out: Path) -> list[str]:
     for found in result["nothing_waits"]:
         works = ", ".join(f"{rank['step_s']:.2f}" for rank in found["ranks"])
         lines.append(
-            f"{found['placement']}: alone, its ranks work {works} s per step; a step in which nothing waits takes as long "
+            f"{found['placement']}: alone, its ranks work {works} s per step; a step without waiting takes as long "
             f"as the busiest, {found['least']['step_s']:.2f} s"
         )
         ratios = (f"{mode} {ratio['step_s']:.2f}" for mode, ratio in found["over_least"].items())

@@ -126,18 +126,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"default: {OUT}, with --algorithm {OUT}-NAME")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the data and of all training; default: 1")
     parser.add_argument("--quick", action="store_true", help="a tiny version: everything runs, little is learned")
-    parser.add_argument("--fresh", action="store_true", help="make every stage anew")
+    parser.add_argument("--fresh", action="store_true", help="make every stage again")
     parser.add_argument(
-        "--configs",
-        type=Path,
-        metavar="DIR",
+        "--configs", type=Path, metavar="DIR",
         help=f"folder of sft.yaml, rm.yaml, ppo.yaml, grpo.yaml, online_dpo.yaml; default: {CONFIGS}",
-    )
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     algorithm = args.algorithm
-    out = beside(OUT, algorithm) if args.out is None else args.out
+    out = args.out or default_out(algorithm)
     stages = plan(out, find_configs(args.configs, algorithm), args.seed, args.quick, algorithm)
     started = time.monotonic()
     try:
@@ -156,13 +154,13 @@ def run(args: argparse.Namespace) -> int:
 
         write_report(out, list(RUNS), time.monotonic() - started, algorithm)
     except KeyboardInterrupt:
-        print(f"\ninterrupted: finished stages in {out} are kept; the same command goes on from there", flush=True)
+        print(f"\ninterrupted: finished stages in {out} are kept; the same command continues from there", flush=True)
         return EXIT_INTERRUPTED
     return 0
 
 
-def beside(folder: Path, algorithm: str) -> Path:
-    return folder if algorithm == "ppo" else folder.with_name(f"{folder.name}-{algorithm}")
+def default_out(algorithm: str) -> Path:
+    return OUT if algorithm == "ppo" else OUT.with_name(f"{OUT.name}-{algorithm}")
 
 
 def find_configs(given: Path | None, algorithm: str = "ppo") -> Path:

@@ -13,14 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from oppo_megatron.cli.generate import (
-    ENTRY,
-    add_drawing_arguments,
-    add_policy_arguments,
-    add_prompt_arguments,
-    choice_of,
-    make_request,
-)
+from oppo_megatron.cli import generate
 from oppo_megatron.cli.launch import external_ranks, launch
 from oppo_megatron.config.explain import explain
 from oppo_megatron.config.load import read_tree
@@ -42,10 +35,10 @@ SHOWN_ROWS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_policy_arguments(parser, several=True)
+    generate.add_policy_arguments(parser, several=True)
     asked = parser.add_argument_group("held-out prompts")
     asked.add_argument("--data", type=Path, required=True, metavar="FILE", help="rows with a prompt, as `oppo train` reads them")
-    add_prompt_arguments(asked)
+    generate.add_prompt_arguments(asked)
     judges = parser.add_argument_group("what judges a response (at least one; each is a line of the table)")
     rules = ("arithmetic", "gsm8k", "math", "multiple_choice")
     judges.add_argument("--verifier", choices=rules, help="a rule that compares with --answer")
@@ -54,14 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     judges.add_argument("--function", action="append", metavar="PKG.MOD:FN", help="a function (prompt, response, fields)")
     judges.add_argument("--url", action="append", metavar="URL", help="a reward service")
     judges.add_argument(
-        "--rewards",
-        type=Path,
-        metavar="FILE.yaml",
+        "--rewards", type=Path, metavar="FILE.yaml",
         help="`rewards` (and `reward`, `tokenizer`) as in a configuration of `oppo train`, which may be the file",
-    )
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write eval.json and every response with its scores")
-    add_drawing_arguments(parser)
+    generate.add_drawing_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         requests = [_gradable(request, grader) for request in requests]
         for request in requests:
             _tell(request.policy.told)
-            if code := launch("eval", request, request.parallel.num_ranks, ENTRY):
+            if code := launch("eval", request, request.parallel.num_ranks, generate.ENTRY):
                 return code
         policies = _judge(args, grader, [_answers(_file(folder, place)) for place in range(len(requests))])
         if args.out is not None:
@@ -101,7 +92,7 @@ def _require_consistent(args: argparse.Namespace) -> None:
     if len(set(resolved)) < len(resolved):
         problems.append("a DIR is given twice; name each policy once")
     if args.out is not None and args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
-        problems.append(f"--out {args.out} is there already, and is no empty folder; name another, or remove it")
+        problems.append(f"--out {args.out} is there already, and is not an empty folder; name another, or remove it")
     if problems:
         raise ConfigError(problems)
     if not args.data.exists():
@@ -160,8 +151,8 @@ def _with_model(config: ServeConfig, args: argparse.Namespace) -> ServeConfig:
 
 
 def _agree_on_prompts(args: argparse.Namespace) -> None:
-    """Give all policies the same prompt template and length, by default those of their runs."""
-    choice = choice_of(args)
+    """Give all policies the same prompt template and length, by default as in their runs."""
+    choice = generate.choice_of(args)
     policies = [find_policy(directory, choice) for directory in args.directory]
     runs = [policy.run for policy in policies if policy.run is not None]
     args.date = next((run.tokenizer.date for run in runs if run.tokenizer.date is not None), policies[0].tokenizer.date)
@@ -181,7 +172,7 @@ def _file(folder: Path, place: int) -> Path:
 
 def _request(args: argparse.Namespace, directory: Path, output: Path) -> Request:
     asked = {"directory": directory, "prompt": None, "input": args.data, "chat": False, "output": output}
-    request = make_request(argparse.Namespace(**{**vars(args), **asked, "resume": False, "json": False}))
+    request = generate.make_request(argparse.Namespace(**{**vars(args), **asked, "resume": False, "json": False}))
     assert request is not None, "the file is new"
     return request
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from oppo_megatron.cli.measure import describe_options, settle
 from oppo_megatron.config.describe import COMMANDS, SUPERVISED
 from oppo_megatron.config.load import load_config, read_tree
 from oppo_megatron.config.run import TrainConfig, TrainSettings
@@ -41,8 +40,8 @@ def require_kind(kind: str, path: Path, overrides: Sequence[str]) -> None:
         raise ConfigError(
             f"{path} is empty; write the settings of `oppo {kind}` into it, or begin with one that `oppo config --init` writes"
         )
-    alike = {kind, other} <= SUPERVISED.keys()
-    if not alike and other != kind and _lacking(kind, keys) and not _lacking(other, keys):
+    both_supervised = {kind, other} <= SUPERVISED.keys()
+    if not both_supervised and other != kind and _lacking(kind, keys) and not _lacking(other, keys):
         raise ConfigError(
             f"{path} is a configuration for `oppo {other}`, by its keys, and not for `oppo {kind}`; run `oppo {other} {path}`, "
             "or name another file"
@@ -99,14 +98,3 @@ def load_train(path: Path, overrides: Sequence[str], *, inputs: bool = True) -> 
 def load_service(path: Path, overrides: Sequence[str]) -> ServeConfig:
     require_kind("serve", path, overrides)
     return load_config(ServeConfig, path, overrides, check=service_problems)
-
-
-def placed(settings: TrainSettings | SupervisedConfig, *, measure: bool) -> TrainConfig | SupervisedConfig | None:
-    """Return the placed configuration; None if it needs measuring and `measure` is false."""
-    return settle(settings, measure=measure) if isinstance(settings, TrainSettings) else settings
-
-
-def unplaced(settings: TrainSettings | SupervisedConfig) -> list[str]:
-    """Lines to print if `placed` returned None."""
-    assert isinstance(settings, TrainSettings), "the placement of others is written down"
-    return describe_options(settings)

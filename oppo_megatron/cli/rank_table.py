@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from oppo_megatron.cli.measure import cuda_devices
-from oppo_megatron.config.model import RuntimeConfig, format_ranks
+from oppo_megatron.cli.measure import on_cpu
+from oppo_megatron.config.model import format_ranks
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.layout.holdings import Holding, rank_memory, supervised_holdings, train_holdings
@@ -27,12 +27,13 @@ MEBIBYTE = 2**20
 
 def rank_table(config: TrainConfig | SupervisedConfig) -> list[str]:
     """Lines of the table: memory, then batch sizes, with a row per rank and one per role below it."""
+    on_host = on_cpu(config.runtime.device)
     if isinstance(config, TrainConfig):
-        holdings = train_holdings(config, on_cpu=_on_cpu(config.runtime))
+        holdings = train_holdings(config, on_cpu=on_host)
     else:
-        holdings = supervised_holdings(config, on_cpu=_on_cpu(config.runtime))
+        holdings = supervised_holdings(config, on_cpu=on_host)
     return [
-        "What each rank holds, in MiB, beside interpreter, libraries and a GPU's context (copy: weights of a training layout of",
+        "Memory of each rank in MiB, without interpreter, libraries and a GPU's context (copy: weights of a training layout of",
         "its own; packed: weights laid out for a CPU's products, kernels: what those keep; buffers: rotary tables and what",
         "sequence parallelism gathers; activations: of the largest micro-batch of the update or of cached calls; roles compute",
         "in turn, so of kernels and activations a rank's total has the largest only):",
@@ -40,10 +41,6 @@ def rank_table(config: TrainConfig | SupervisedConfig) -> list[str]:
         "Batch sizes (rows: of an optimizer step; m-batches: micro-batches; auto: as the measured times decide):",
         *_aligned(_batch_rows(holdings)),
     ]
-
-
-def _on_cpu(runtime: RuntimeConfig) -> bool:
-    return runtime.device == "cpu" or (runtime.device == "auto" and not cuda_devices())
 
 
 def _memory_rows(holdings: Sequence[Holding]) -> list[Row]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from oppo_megatron.cli.launch import check_world_size, external_ranks
-from oppo_megatron.cli.measure import check_devices
+from oppo_megatron.cli.measure import check_devices, on_cpu
 from oppo_megatron.config.load import plain_settings
 from oppo_megatron.config.paths import named_paths
 from oppo_megatron.config.run import TrainConfig, TrainSettings
@@ -86,7 +85,7 @@ def _require_more_steps(config: TrainSettings | SupervisedConfig, run: RunDirect
     if steps is not None and ended is not None and steps <= ended:
         raise ConfigError(
             f"steps is {steps}, and the run in {run.path} has ended after {ended}: there is nothing to train; set steps to more "
-            f"than {ended} to go on with it, or choose another run_dir"
+            f"than {ended} to continue it, or choose another run_dir"
         )
 
 
@@ -150,17 +149,7 @@ def unreached_services(settings: TrainSettings) -> Iterator[str]:
 
 def _memory_problems(config: TrainConfig | SupervisedConfig) -> Iterator[str]:
     """Yield a problem if the CPU ranks need more memory than this host has; other ranks check themselves."""
-    if _surely_on_cpu(config.runtime.device) and external_ranks(os.environ) is None:
+    if on_cpu(config.runtime.device) and external_ranks(os.environ) is None:
         held = lasting_memory(config, on_cpu=True)
         if problem := shortage(held, host_bytes(), "all ranks", socket.gethostname()):
             yield problem
-
-
-def _surely_on_cpu(device: str) -> bool:
-    """True for device cpu, or auto without a CUDA driver.  Checked without torch."""
-    if device == "auto":
-        try:
-            ctypes.CDLL("libcuda.so.1")
-        except OSError:
-            return True
-    return device == "cpu"

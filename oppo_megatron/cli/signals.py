@@ -1,4 +1,4 @@
-"""Signals of the starting process: passed on to its ranks, or turned into exits."""
+"""Pass on signals of the starting process to its ranks, or turn them into exits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from types import FrameType
@@ -22,14 +22,6 @@ from oppo_megatron.processes import ONCE, hears
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
-def child_pids() -> list[int]:
-    """Process ids of the ranks that this process started.
-
-    Read from the system: in a signal handler, `multiprocessing` would take exit codes from the code it interrupts.
-    """
-    return [rank.pid for rank in rank_processes(psutil.Process())]
-
-
 class SignalRelay:
     """Asks the ranks to save and end (SIGUSR1); a second SIGTERM or SIGINT ends them at once.
 
@@ -41,11 +33,11 @@ class SignalRelay:
         self.code = 0
         self._saves = saves
         self._terms = 0
-        self._told_at: float | None = None
+        self._asked_at: float | None = None
 
-    def told_s(self) -> float | None:
+    def asked_s(self) -> float | None:
         """Seconds since the ranks were first asked to stop, or None."""
-        return None if self._told_at is None else time.monotonic() - self._told_at
+        return None if self._asked_at is None else time.monotonic() - self._asked_at
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -57,21 +49,22 @@ class SignalRelay:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE
-        if self._told_at is None:
-            self._told_at = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
             if number == signal.SIGINT and self._saves:
                 print(INTERRUPTED, file=sys.stderr, flush=True)
         self._terms += number not in ONCE
         if self._terms > 1 or not self._saves:
-            _send(child_pids(), signal.SIGKILL)
+            _send_to_ranks(signal.SIGKILL)
             os._exit(128 + number)
-        _send(child_pids(), signal.SIGUSR1)
+        _send_to_ranks(signal.SIGUSR1)
 
 
-def _send(pids: Sequence[int], number: signal.Signals) -> None:
-    for pid in pids:
+def _send_to_ranks(number: signal.Signals) -> None:
+    # psutil's processes: in a signal handler, `multiprocessing` would take exit codes from the code it interrupts.
+    for rank in rank_processes(psutil.Process()):
         with suppress(ProcessLookupError):
-            os.kill(pid, number)
+            os.kill(rank.pid, number)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def _no_pairs(config: TrainConfig) -> bool:
     return not config.algorithm.pairs
 
 
-KL = ("ppo.kl.coefficient", "ppo.kl.target", "ppo.kl.estimator", "ppo.kl.gradient")
+KL = ("ppo.kl.coefficient", "ppo.kl.target", "ppo.kl.estimator")
 CLIPS = ("ppo.clip", "ppo.clip_high", "ppo.dual_clip")
 REMOVE, WITH_KL = "remove it", "remove it, or set ppo.kl.mode to penalty, score or loss"
 Read = tuple[tuple[str, ...], Callable[[TrainConfig], bool], str, str]
@@ -67,10 +67,6 @@ READS: tuple[Read, ...] = (
         KL, lambda config: config.ppo.kl.mode != "margin" or not config.algorithm.pairs,
         "with pairs the reference is in their margins alone",
         "remove it, or set dpo.beta, which holds the policy to the reference",
-    ),
-    (
-        ("ppo.kl.gradient",), lambda config: config.ppo.kl.mode == "loss" or not _has_kl(config),
-        "ppo.kl.mode {kl} has no gradient", "remove it, or set ppo.kl.mode to loss",
     ),
     (("guards.ratio_max",), _no_pairs, "algorithm.preset {preset} has no ratio", REMOVE),
     (
@@ -210,8 +206,13 @@ def _objective(config: TrainConfig) -> Iterator[str]:
 
 def _kl(ppo: PPOConfig) -> Iterator[str]:
     """The gradient of k1 is the score function, whose expectation is 0."""
-    if ppo.kl.mode == "loss" and ppo.kl.estimator == "k1" and ppo.kl.gradient == "estimator":
-        yield "ppo.kl.mode is loss: the gradient of ppo.kl.estimator k1 is 0 in expectation; set ppo.kl.estimator to k2, or k3"
+    if ppo.kl.mode == "loss" and ppo.kl.estimator == "k1":
+        yield "ppo.kl.mode is loss: the gradient of ppo.kl.estimator k1 is 0 in expectation; set it to k2, k3 or k1+"
+    if ppo.kl.mode in ("penalty", "score") and ppo.kl.corrected:
+        yield (
+            f"ppo.kl.estimator is {ppo.kl.estimator}, but ppo.kl.mode {ppo.kl.mode} has no gradient; set it to "
+            f"{ppo.kl.formula}, or ppo.kl.mode to loss"
+        )
     if ppo.kl.target is not None and ppo.kl.coefficient == 0 and ppo.kl.mode not in ("none", "margin"):
         yield f"ppo.kl.target is {ppo.kl.target:g}, but a ppo.kl.coefficient of 0 stays 0; raise it, or remove the target"
 

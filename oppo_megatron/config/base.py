@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
+from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,14 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", validate_assignment=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
     )
+
+    def with_values(self, values: Mapping[str, Any]) -> Self:
+        """Copy with other values of settings by dotted key, unchecked."""
+        copy = self
+        for key, value in values.items():
+            name, _, rest = key.partition(".")
+            copy = copy.model_copy(update={name: getattr(copy, name).with_values({rest: value}) if rest else value})
+        return copy
 
     @field_validator("*", mode="before")
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -24,14 +24,20 @@ class MeasuringConfig(Section):
     """Measurements before the first step, after the last and in between."""
 
     data: RowsConfig | None = Field(None, description="files of held-out rows, read as `data` is")
-    max_rows: Annotated[int, Unit("rows")] = Field(1000, ge=1, description="use at most this many held-out rows")
     every_steps: int = Field(0, ge=0, description="0: only before the first and after the last step")
+
+    USUAL_ROWS: ClassVar[int] = 1000
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that are measured at most: those of `data.max_rows`, else the usual number."""
+        return (self.data and self.data.max_rows) or self.USUAL_ROWS
 
 
 class EvaluationConfig(MeasuringConfig):
     """Held-out prompts, answered before the first step, after the last and in between, and the judges of the responses."""
 
-    data: PromptDataConfig
+    data: PromptDataConfig = Field(..., description="files of held-out prompts; without `max_rows` the first 200 are used")
     verifier: Literal["arithmetic", "gsm8k", "math", "multiple_choice"] | None = Field(
         None,
         description="rule whose share of right responses is the metric `accuracy`, checked against the column "
@@ -44,7 +50,8 @@ class EvaluationConfig(MeasuringConfig):
     )
     samples: Annotated[int, Unit("responses")] = Field(1, ge=1, description="responses per prompt")
     temperature: Annotated[float, Unit("")] = Field(0.0, ge=0, description="0: the likeliest token each time")
-    max_rows: Annotated[int, Unit("rows")] = Field(200, ge=1, description="use at most this many prompts")
+
+    USUAL_ROWS = 200
 
     @property
     def judges(self) -> list[RewardPart]:
@@ -61,7 +68,9 @@ class EvaluationConfig(MeasuringConfig):
 class HeldoutConfig(MeasuringConfig):
     """Held-out rows, measured before the first step, after the last and in between."""
 
-    data: DataConfig | None = Field(None, description="held-out rows, read as `data` is; null: a `fraction` of it")
+    data: DataConfig | None = Field(
+        None, description="held-out rows, the first 1000 without `max_rows`; null: a `fraction` of `data`"
+    )
     fraction: Annotated[float | None, Unit("of the rows")] = Field(
         None, gt=0, lt=1, description="held-out share of `data`, drawn by `seed`; rows of one prompt stay together"
     )

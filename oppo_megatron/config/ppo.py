@@ -52,18 +52,17 @@ class RolloutConfig(Section):
 class KLConfig(Section):
     """Distance kept from the reference policy."""
 
-    estimator: Literal["k1", "k2", "k3"] = Field("k1", description="KL of one sampled token; see docs/algorithm.md")
+    estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = Field(
+        "k1",
+        description="KL of one sampled token (docs/algorithm.md); k1+, k3+: with `mode: loss`, those values with a gradient "
+        "whose expectation is that of KL(actor || reference)",
+    )
     mode: Literal["none", "penalty", "score", "loss", "margin"] = Field(
         "penalty",
         description="penalty: subtracted from the reward of each token; score: a response's sum is "
-        "subtracted from its score, before a baseline is; loss: a term of the actor's loss (estimator k2 or k3); "
+        "subtracted from its score, before a baseline is; loss: a term of the actor's loss (estimator k1+, k2, k3 or k3+); "
         "margin: the margins of pairs are measured against the reference (preset online_dpo); none: there is no "
         "reference; default: that of `algorithm.preset`",
-    )
-    gradient: Literal["estimator", "reverse"] = Field(
-        "estimator",
-        description="with `mode: loss`: of the estimator itself, or one whose expectation is the "
-        "gradient of KL(actor || reference)",
     )
     coefficient: Annotated[float, Unit("reward a nat")] = Field(0.05, ge=0, description="weight of the KL, or its start")
     target: Annotated[float | None, Unit("nats a response")] = Field(
@@ -72,6 +71,16 @@ class KLConfig(Section):
         description="KL per response that the coefficient follows: by a tenth of the relative error, at "
         "most 2 % a step (Ziegler et al. 2019); null: the coefficient stays",
     )
+
+    @property
+    def formula(self) -> Literal["k1", "k2", "k3"]:
+        """The estimator's value, whatever its gradient."""
+        return {"k1+": "k1", "k3+": "k3"}.get(self.estimator, self.estimator)  # type: ignore[return-value]
+
+    @property
+    def corrected(self) -> bool:
+        """True if the gradient in the loss is corrected to that of KL(actor || reference)."""
+        return self.estimator.endswith("+")
 
 
 class PPOConfig(Section):

@@ -4,37 +4,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 import regex
-from pydantic import Field, field_validator
+from annotated_types import Ge
+from pydantic import Field, StrictInt, field_validator
 
 from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.data import STEP_SEPARATOR
-
-
-class RemoteRewardConfig(Section):
-    """Requests to a reward service.  A failure is never a score: the sequence waits, or the run stops."""
-
-    timeout_s: float = Field(30.0, gt=0, description="time limit of one request and its answer")
-    max_batch: Annotated[int, Unit("responses")] = Field(32, ge=1, description="responses in one request")
-    give_up_s: float = Field(
-        600.0,
-        ge=0,
-        description="a failed request is sent again; the run ends after this long without an answer; 0: at the first failure",
-    )
-
 
 START_S = 60.0
 """Time limit for starting an isolated function's process and importing its module."""
 
 
-class IsolationConfig(Section):
-    """Limits of the process of a user's reward function.  They contain accidents, not attackers: this is not a sandbox."""
+TIMEOUT_S, MEMORY_MB = 30.0, 4096
 
-    wall_s: float = Field(30.0, gt=0, description="time limit of one call, in wall-clock and processor seconds")
-    memory_mb: int = Field(4096, ge=64, description="address space of the process, in MiB")
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of the process of a reward function: of a call, in wall-clock and processor seconds, and of the address space.
+
+    They contain accidents, not attackers: this is not a sandbox.
+    """
+
+    wall_s: float = TIMEOUT_S
+    memory_mb: int = MEMORY_MB
 
 
 RuleName = Literal["arithmetic", "gsm8k", "gsm8k_first", "math", "multiple_choice", "format", "length", "code"]
@@ -74,17 +70,27 @@ class RewardPart(Section):
     max_tokens: int | None = Field(
         None, ge=1, description="length from which the penalty is -1; null: `rollout.max_response_tokens` (rule `length`)"
     )
-    processes: Annotated[int, Unit("processes")] = Field(4, ge=1, description="responses checked at once (`math`, `code`)")
     entry_point: str | None = Field(None, description="`package.module:function` or `folder/file.py:function` (python)")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for the entry point")
-    isolate: bool | IsolationConfig = Field(
+    isolate: Annotated[bool | Annotated[StrictInt, Ge(64)], Unit("MiB")] = Field(
         False,
-        description="call it in its own process with these limits; true: the default limits (python; the rules "
-        "`math` and `code` always have processes, by default with `wall_s` 5 and 10)",
+        description="call it in its own process; a number limits the process's address space, true: 4096 (python; the "
+        "rules `math` and `code` always have processes)",
+    )
+    timeout_s: float | None = Field(
+        None,
+        gt=0,
+        description="time limit of a request (http), or of a call in its own process, in wall-clock and processor seconds; "
+        "null: 30, for rule `math` 5, for rule `code` 10",
+    )
+    give_up_s: float = Field(
+        600.0,
+        ge=0,
+        description="a failed request is sent again; the run ends after this long without an answer; 0: at the first failure "
+        "(http)",
     )
     url: str | None = Field(None, description="address to which responses are posted: `http://HOST:PORT/score` (http)")
     token_env: str | None = Field(None, description="environment variable with the bearer token (http)")
-    remote: RemoteRewardConfig = RemoteRewardConfig()
     step_rewards: Literal["last", "min", "sum", "potential"] = Field(
         "last",
         description="reward made of the steps' scores p_k: the last or the lowest one, at the last token; "
@@ -105,14 +111,17 @@ class RewardPart(Section):
         return pattern
 
     @property
-    def isolation(self) -> IsolationConfig | None:
+    def isolation(self) -> Limits | None:
         """Limits of its own process, if it has one."""
-        if isinstance(self.isolate, IsolationConfig):
-            return self.isolate
-        if self.kind == "verifier":
-            wall_s = RULE_WALL_S.get(self.name or "")
-            return None if wall_s is None else IsolationConfig(wall_s=wall_s)
-        return IsolationConfig() if self.isolate else None
+        usual_s = RULE_WALL_S.get(self.name or "")
+        if usual_s is None and not self.isolate:
+            return None
+        return Limits(self.timeout_s or usual_s or TIMEOUT_S, MEMORY_MB if isinstance(self.isolate, bool) else self.isolate)
+
+    @property
+    def request_s(self) -> float:
+        """Time limit of one request to a service and its answer."""
+        return self.timeout_s or TIMEOUT_S
 
 
 def compile_pattern(pattern: str) -> regex.Pattern[str]:
@@ -132,14 +141,13 @@ OWNER = {
     "isolate": "python",
     "url": "http",
     "token_env": "http",
-    "remote": "http",
+    "give_up_s": "http",
 }
 RULE_OF = {
     "lenient": ("gsm8k", "format", "code"),
     "pattern": ("format",),
     "buffer_tokens": ("length",),
     "max_tokens": ("length",),
-    "processes": ("math", "code"),
 }
 """Settings of kind verifier, and the verifiers that read them."""
 _ENTRY_POINT = re.compile(r"(?:[\w.]+|.+\.py):[\w.]+")
@@ -163,7 +171,11 @@ def check_part(name: str, part: RewardPart) -> list[str]:
             "`folder/file.py:function`; name the function"
         )
     if part.kind == "http":
-        problems += [*_check_url(f"{name}.url", part.url), *_check_remote(name, part)]
+        problems += _check_url(f"{name}.url", part.url)
+        if part.token_env is not None and not _VARIABLE.fullmatch(part.token_env):
+            problems.append(
+                f"{name}.token_env is not the name of an environment variable; give the name, and never the token itself"
+            )
     return problems
 
 
@@ -205,10 +217,9 @@ def check_waits(parts: Sequence[RewardPart], timeout_s: float, stall_s: float = 
 def _longest_wait(part: RewardPart) -> tuple[float, str]:
     """The seconds that a reward may take by its own limits, and the names of these."""
     if part.kind == "http":
-        remote = part.remote
-        return remote.give_up_s + remote.timeout_s, "its service (remote.give_up_s + remote.timeout_s)"
+        return part.give_up_s + part.request_s, "its service (give_up_s + timeout_s)"
     if part.isolation is not None:
-        return START_S + part.isolation.wall_s, f"its function ({START_S:g} to start, and isolate.wall_s)"
+        return START_S + part.isolation.wall_s, f"its function ({START_S:g} to start, and timeout_s)"
     return 0.0, ""
 
 
@@ -222,6 +233,8 @@ def _misplaced(name: str, part: RewardPart) -> Iterator[str]:
         keys = [key for key in wrong if OWNER[key] == kind]
         if keys:
             yield (f"{name} has {' and '.join(keys)}, but only kind {kind} takes them; remove them or change the kind")
+    if part.timeout_s is not None and part.kind != "http" and part.isolation is None:
+        yield f"{name} has timeout_s, but only kind http, a function with isolate, and the rules math and code take it; remove it"
     for key, rules in RULE_OF.items():
         if _is_given(part, key) and part.name not in rules:
             is_now = f"rule {part.name}" if part.name else f"kind {part.kind}"
@@ -249,11 +262,6 @@ def _check_url(name: str, url: str | None) -> Iterator[str]:
         yield f"{name} has a query or fragment, which may hold a secret and would be kept; {remedy}, and use token_env"
     elif not valid or not url.isprintable() or " " in url:
         yield f"{name} is {url!r}, which is not the address of a service; {remedy}"
-
-
-def _check_remote(name: str, part: RewardPart) -> Iterator[str]:
-    if part.token_env is not None and not _VARIABLE.fullmatch(part.token_env):
-        yield f"{name}.token_env is not the name of an environment variable; give the name, and never the token itself"
 
 
 def part_labels(parts: Sequence[RewardPart]) -> list[str]:

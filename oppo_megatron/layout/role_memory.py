@@ -27,7 +27,7 @@ from oppo_megatron.layout.memory import (
     training_kernel_bytes,
     training_state,
 )
-from oppo_megatron.layout.placements import RolePlacement, has_own_training_weights, named_roles, shares_weights
+from oppo_megatron.layout.placements import RolePlacement, named_roles, shares_weights
 from oppo_megatron.modeldir.headers import read_hf_config
 
 SCALAR_ROLES = ("critic", "reward")
@@ -85,38 +85,6 @@ class RoleModel(activations.Model):
         return self._adapters(placement) + head
 
 
-@dataclass(frozen=True)
-class StageMemory:
-    """By pipeline stage; `both` if serving and training share one layout."""
-
-    served: tuple[Memory, ...]
-    trained: tuple[Memory, ...] = ()
-    both: tuple[Memory, ...] = ()
-
-
-def stage_memory(
-    config: TrainConfig,
-    name: str,
-    serving: RolePlacement,
-    training: RolePlacement | None,
-    train: TrainingLayoutConfig | None,
-    *,
-    on_cpu: bool,
-) -> StageMemory:
-    """Count `role_holdings` once per stage. `train` replaces the role's own layout."""
-    model = laid_out(config, name, serving, training or serving)
-    served = served_stages(config, name, serving, model, on_cpu=on_cpu)
-    if training is None or train is None:
-        return StageMemory(served)
-    trained = trained_stages(config, training, model, train, on_cpu=on_cpu)
-    if has_own_training_weights(serving, training, train.vpp):
-        return StageMemory(served, trained)
-    one_model = is_one_model(train)
-    return StageMemory(
-        served, trained, tuple(both_memory(*pair, one_model=one_model) for pair in zip(served, trained, strict=True))
-    )
-
-
 def served_stages(
     config: TrainConfig, name: str, serving: RolePlacement, model: RoleModel, *, on_cpu: bool
 ) -> tuple[Memory, ...]:
@@ -156,7 +124,7 @@ def served_memory(
     _, slots = sequences_and_slots(config, name, placement, model)
     cached = slots
     if name == "actor" and config.evaluation is not None:  # held-out prompts have their own cache
-        cached += min(slots, config.evaluation.max_rows)
+        cached += min(slots, config.evaluation.most_rows)
     cache = kv_cache_bytes(model.shape, placement, model.dtype, slots=cached, context=context, budget_mb=None)
     tokens = min(config.runtime.micro_batch_tokens, slots * context)
     computed, logits = model.computed(placement, on_cpu=on_cpu), model.makes_logits(placement, stage)

@@ -107,19 +107,12 @@ def close_ones(trials: Sequence[Trial]) -> list[Trial]:
 
 def probe_config(settings: TrainSettings, placement: PlacementConfig, run_dir: Path) -> TrainConfig:
     """A short quiet run that keeps no weights; chunks are fixed, because adaptive ones would differ in every step."""
-    config = settings.with_placement(placement)
-    chunk = config.overlap.chunk.model_copy(update={"adaptive": False})
     changes = {
-        "run_dir": run_dir,
-        "steps": MEASURED_STEPS,
-        "epochs": None,
-        "overlap": config.overlap.model_copy(update={"chunk": chunk}),
-        "logging": LoggingConfig(console="off", trace=False),
-        "evaluation": None,
-        "early_stop": None,
-        "checkpoint": config.checkpoint.model_copy(update={"every_minutes": 0.0, "final": "nothing"}),
-    }
-    return config.model_copy(update=changes)
+        "run_dir": run_dir, "steps": MEASURED_STEPS, "epochs": None, "evaluation": None, "early_stop": None,
+        "overlap.chunk.adaptive": False, "logging": LoggingConfig(console="off", trace=False),
+        "checkpoint.every_minutes": 0.0, "checkpoint.final": "nothing",
+    }  # fmt: skip
+    return settings.with_placement(placement).with_values(changes)
 
 
 def fingerprint(settings: TrainSettings, machine: Machine) -> str:

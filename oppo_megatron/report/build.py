@@ -8,10 +8,10 @@ from pathlib import Path
 
 from oppo_megatron.clock import ByTime
 from oppo_megatron.errors import DataError
-from oppo_megatron.report.charts import BarChart, draw, image
+from oppo_megatron.report.charts import draw, png
 from oppo_megatron.report.curves import heldout_section, learning_section
 from oppo_megatron.report.machine import memory_section, step_section, timeline_section, utilization_section
-from oppo_megatron.report.page import HEADING, Picture, Section, render
+from oppo_megatron.report.page import HEADING, Section, render
 from oppo_megatron.report.run_records import RunRecord, read_runs
 from oppo_megatron.report.sections import (
     control_section,
@@ -43,7 +43,6 @@ def write_report(
     page = out / PAGE
     if page.exists() and not (page.is_file() and HEADING in page.read_text(encoding="utf-8", errors="replace")):
         raise DataError(f"{page} exists and is not a report; name another folder with --out")
-    progress(f"reading {len(paths)} run{'s' * (len(paths) > 1)}")
     records = read_runs(paths, progress)
     have = {step for record in records for step in step_bounds(record.spans)}
     for step in steps:
@@ -51,25 +50,18 @@ def write_report(
             known = f"steps {min(have)} to {max(have)}" if have else "no steps"
             raise DataError(f"--step {step}: the traces of these runs have {known}; name one of those")
     sections = make_sections(records, steps)
-    out.mkdir(parents=True, exist_ok=True)
-    written = [page]
-    charts = [(section, chart) for section in sections for chart in section.charts]
-    progress(f"drawing {len(charts)} charts")
+    charts = [chart for section in sections for chart in section.charts]
+    images: dict[str, bytes] = {}
     by_time = ByTime(progress)
-    for done, (section, chart) in enumerate(charts, start=1):
+    for done, chart in enumerate(charts, start=1):
         by_time(f"drawing chart {done} of {len(charts)}")
-        is_timeline = isinstance(chart, Timeline)
-        figure = draw_windows(chart.windows) if isinstance(chart, Timeline) else draw(chart)
-        wide = is_timeline or (isinstance(chart, BarChart) and chart.horizontal)
-        png = image(figure, "png") if pictures or is_timeline else b""
-        if is_timeline:  # thousands of bars: smaller as PNG
-            section.pictures.append(Picture(chart.name, chart.title, png, "png", wide=wide))
-        else:
-            section.pictures.append(Picture(chart.name, chart.title, image(figure, "svg"), "svg+xml", chart.note, wide))
-        if pictures:
-            written.append(out / f"{chart.name}.png")
-            written[-1].write_bytes(png)
-    write_text(page, render([record.name for record in records], sections))
+        images[chart.name] = png(draw_windows(chart.windows) if isinstance(chart, Timeline) else draw(chart))
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(page, render([record.name for record in records], sections, images))
+    written = [page]
+    for name, content in images.items() if pictures else ():
+        written.append(out / f"{name}.png")
+        written[-1].write_bytes(content)
     return written
 
 

@@ -6,7 +6,7 @@ matplotlib is imported on first use, without its global state, so no display is 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from statistics import fmean
@@ -121,11 +121,27 @@ def new_figure(width_in: float, height_in: float) -> Figure:
     return Figure(figsize=(width_in, height_in), dpi=DPI, layout="constrained")
 
 
-def image(figure: Figure, kind: Literal["png", "svg"]) -> bytes:
+def png(figure: Figure) -> bytes:
     buffer = BytesIO()
-    figure.savefig(buffer, format=kind)
-    figure.set_layout_engine("none")  # the next call keeps the layout, which takes half of the time
+    figure.savefig(buffer, format="png")
     return buffer.getvalue()
+
+
+def rows_chart(
+    name: str,
+    title: str,
+    category: str,
+    value: str,
+    rows: Sequence[tuple[str, Mapping[str, float], str]],
+    parts: Mapping[str, tuple[str, str]],
+) -> BarChart:
+    """Return a chart of stacked rows, each with a label, values by part, and a text at its end.
+
+    `parts`: label and colour of each part.
+    """
+    bars = [Bars(label, [values[key] for _, values, _ in rows], colour) for key, (label, colour) in parts.items()]
+    labels, ends = [label for label, _, _ in rows], [end for _, _, end in rows]
+    return BarChart(name, title, category, value, labels, bars, stacked=True, horizontal=True, ends=ends)
 
 
 def draw(chart: Chart) -> Figure:
@@ -140,10 +156,10 @@ def draw(chart: Chart) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
         if isinstance(chart, LineChart):
             _draw_lines(axes, chart)
-        elif chart.horizontal:
-            _draw_rows(axes, chart)
+            axes.grid(color=GRID, linewidth=0.8)
         else:
-            _draw_columns(axes, chart)
+            (_draw_rows if chart.horizontal else _draw_columns)(axes, chart)
+            axes.grid(axis="x" if chart.horizontal else "y", color=GRID, linewidth=0.8)
         add_legend(figure, *axes.get_legend_handles_labels())
     return figure
 
@@ -184,7 +200,6 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if chart.from_zero:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-    axes.grid(color=GRID, linewidth=0.8)
 
 
 def _draw_rows(axes: Axes, chart: BarChart) -> None:
@@ -200,7 +215,6 @@ def _draw_rows(axes: Axes, chart: BarChart) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlabel(chart.value_label)
-    axes.grid(axis="x", color=GRID, linewidth=0.8)
 
 
 def _draw_columns(axes: Axes, chart: BarChart) -> None:
@@ -219,4 +233,3 @@ def _draw_columns(axes: Axes, chart: BarChart) -> None:
     axes.set_ylim(top=max(1.05 * chart.high, axes.get_ylim()[1]))
     axes.set_xlabel(chart.category_label)
     axes.set_ylabel(chart.value_label)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)

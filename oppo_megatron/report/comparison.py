@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from oppo_megatron.report.charts import COLOURS, BarChart, Bars, draw, run_colour
+from oppo_megatron.report.charts import BarChart, Bars, draw, rows_chart, run_colour
+from oppo_megatron.report.machine import utilization_chart
 from oppo_megatron.report.run_records import ALL_PARTS, split_step
 
 DOT = " \N{MIDDLE DOT} "
@@ -37,21 +38,14 @@ def _cell(value: Any) -> str:
 
 def draw_steps(rows: Rows, out_png: str | os.PathLike[str]) -> None:
     """Draw each run's seconds per step, stacked by the actor's activity (`split_step`)."""
-    names, parts = [f"{row['placement']}{DOT}{row['mode']}" for row in rows], [split_step(row) for row in rows]
-    bars = [Bars(label, [part[key] for part in parts], colour) for key, (label, colour) in ALL_PARTS.items()]
-    ends = [f"{row['step_s']:.2f} s" for row in rows]
-    _save("Steps (medians)", "run", "seconds per step", names, bars, ends, out_png)
+    bars = [(f"{row['placement']}{DOT}{row['mode']}", split_step(row), f"{row['step_s']:.2f} s") for row in rows]
+    draw(rows_chart("steps", "Steps (medians)", "run", "seconds per step", bars, ALL_PARTS)).savefig(out_png)
 
 
 def draw_utilization(runs: Mapping[str, Rows], out_png: str | os.PathLike[str]) -> None:
     """Draw each rank's shares of decoding, scoring, updates and idle time."""
     ranks = [(f"{name.replace('/', DOT)}{DOT}rank {row['rank']}", row) for name, rows in runs.items() for row in rows]
-    bars = [
-        Bars(kind, [max(0.0, row[kind]) for _, row in ranks], COLOURS[kind]) for kind in ("decode", "score", "update", "idle")
-    ]
-    ends = [f"{100 - row['idle']:.0f} %" for _, row in ranks]
-    title, label = "Work of each rank", "percent of the time after the first step"
-    _save(title, "rank", label, [name for name, _ in ranks], bars, ends, out_png)
+    draw(utilization_chart("Work of each rank", ranks)).savefig(out_png)
 
 
 def draw_decode(rows: Rows, out_png: str | os.PathLike[str]) -> None:
@@ -60,17 +54,4 @@ def draw_decode(rows: Rows, out_png: str | os.PathLike[str]) -> None:
     rates = {(row["peer"], row["batch"]): row["tokens_per_s"] for row in rows}
     bars = [Bars(peer, [rates[peer, batch] for batch in batches], run_colour(i)) for i, peer in enumerate(peers)]
     chart = BarChart("decode", "Decoding", "batch size", "decoded tokens/s", [str(batch) for batch in batches], bars)
-    draw(chart).savefig(out_png)
-
-
-def _save(
-    title: str,
-    category: str,
-    value: str,
-    names: Sequence[str],
-    bars: Sequence[Bars],
-    ends: Sequence[str],
-    out_png: str | os.PathLike[str],
-) -> None:
-    chart = BarChart("comparison", title, category, value, names, bars, stacked=True, horizontal=True, ends=ends)
     draw(chart).savefig(out_png)

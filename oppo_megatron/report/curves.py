@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from oppo_megatron.report.charts import Line, LineChart, Style, run_colour, smooth
@@ -26,32 +26,26 @@ class Curve:
     fields: Mapping[str, str]
     note: str = ""
     from_zero: bool = False
-    x_key: str = field(default="step", kw_only=True)
-    x_label: str = field(default="step", kw_only=True)
-    raw: Style | None = field(default=None, kw_only=True)
+    x_key: str = "step"
+    raw: Style | None = None
 
 
-REWARD_NOTE = (
-    "Healthy: it rises, then levels off while the KL stays small. A sudden rise together with KL or response length means "
-    "that the policy exploits the reward; a fall means that an update went too far or the critic lags."
-)
+X_LABELS = {"step": "step", "time_s": "seconds since the start"}
 LOSS_NOTE = (
     "Healthy: it falls fast, then slowly. A step down at each new epoch means that rows are memorised; peaks or a rise mean "
     "that the learning rate is too high."
 )
-GRAD_NOTE = (
-    "Healthy: even, with small peaks. Peaks of ten times the usual value, or steady growth, precede divergence: lower the "
-    "learning rate or `optimizer.clip_grad`."
+REWARD_NOTE = (
+    "Healthy: it rises, then levels off while the KL stays small. A sudden rise together with KL or response length means "
+    "that the policy exploits the reward; a fall means that an update went too far or the critic lags."
 )
-SECONDS = "seconds since the start"
 REWARD = (
     Curve("reward-steps", "Reward against steps", "mean reward", {"reward_mean": ""}, REWARD_NOTE),
-    Curve("reward-seconds", "Reward against seconds", "mean reward", {"reward_mean": ""}, REWARD_NOTE, x_key="time_s",
-          x_label=SECONDS),
-)  # fmt: skip
+    Curve("reward-seconds", "Reward against seconds", "mean reward", {"reward_mean": ""}, REWARD_NOTE, x_key="time_s"),
+)
 LOSS = (
     Curve("loss-steps", "Loss against steps", "loss (nats)", {"loss": ""}, LOSS_NOTE),
-    Curve("loss-seconds", "Loss against seconds", "loss (nats)", {"loss": ""}, LOSS_NOTE, x_key="time_s", x_label=SECONDS),
+    Curve("loss-seconds", "Loss against seconds", "loss (nats)", {"loss": ""}, LOSS_NOTE, x_key="time_s"),
 )
 CONTROL = (
     Curve("delta", "Δ by step", "Δ (sequences)", {"delta": ""}, from_zero=True, raw="stepped"),
@@ -63,16 +57,23 @@ LENGTHS = (
         {"trained_len_mean": "trained, mean", "submitted_len_mean": "submitted, mean", "trained_len_max": "trained, longest"},
         from_zero=True, raw="plain",
     ),
-    Curve(
-        "length-gap", "Gaps between lengths", "gap (share)", {"length_gap": "", "group_length_gap": "within groups"}, raw="plain"
-    ),
+    Curve("length-gap", "Gaps between lengths", "gap (share)",
+          {"length_gap": "", "group_length_gap": "within groups"}, raw="plain"),
 )  # fmt: skip
 QUARTERS = {"q1": "shortest quarter", "q2": "second quarter", "q3": "third quarter", "q4": "longest quarter"}
-BINS = Curve(
-    "bins-steps", "Reward by length over the steps", "mean reward",
-    {f"reward_by_quarter.{quarter}": QUARTERS[quarter] for quarter in ("q1", "q4")},
+BINS = Curve("bins-steps", "Reward by length over the steps", "mean reward",
+             {f"reward_by_quarter.{quarter}": QUARTERS[quarter] for quarter in ("q1", "q4")})  # fmt: skip
+GRAD_NORM = Curve(
+    "grad-norm", "Gradient norm", "before clipping", {"grad_norm": "", "critic_grad_norm": "critic"},
+    "Healthy: even, with small peaks. Peaks of ten times the usual value, or steady growth, precede divergence: lower the "
+    "learning rate or `optimizer.clip_grad`.", from_zero=True,
 )  # fmt: skip
-POLICY = (
+LEARNING_RATE = Curve(
+    "lr", "Learning rate", "at the step's last update", {"lr": ""},
+    "As the schedule says: a warm-up, then a flat line or a fall. If the reward stops rising with a learning rate near 0, the "
+    "schedule ended too early.", from_zero=True,
+)  # fmt: skip
+PPO = (
     Curve(
         "kl", "KL to the reference", "nats per response", {"kl_mean": ""},
         "Healthy: it rises slowly from 0 and levels off, or stays near `ppo.kl.target`. An endless rise, above all with a "
@@ -86,9 +87,9 @@ POLICY = (
     ),
     Curve(
         "entropy", "Entropy of the policy", "nats per token", {"entropy": ""},
-        "Healthy: it falls slowly. A fall to nearly 0 within some steps is collapse: all responses to a prompt are the same and "
-        "nothing more is learned; raise `ppo.entropy_coefficient` or the KL coefficient. A rise means that noise is learned: "
-        "lower the learning rate.", from_zero=True,
+        "Healthy: it falls slowly. A fall to nearly 0 is collapse: all responses to a prompt are the same and nothing more is "
+        "learned; raise `ppo.entropy_coefficient` or the KL coefficient. A rise means that noise is learned: lower the "
+        "learning rate.", from_zero=True,
     ),
     Curve(
         "clip-fraction", "Clipped tokens", "share of tokens", {"clip_fraction": ""},
@@ -108,8 +109,8 @@ POLICY = (
     ),
     Curve(
         "actor-loss", "Policy loss", "clipped surrogate per token (pairs: their loss)", {"actor_loss": ""},
-        "Healthy: noise around a value near 0. It need not fall, because each batch has new advantages; drift or growing noise "
-        "means that advantages or ratios grow. DPO's loss begins at 0.69 and stays near it, because each batch has new pairs.",
+        "Healthy: noise around a value near 0 (DPO: near 0.69). It need not fall, because each batch is new; drift or growing "
+        "noise means that advantages or ratios grow.",
     ),
     Curve(
         "response-length", "Response length", "mean tokens of a trained response", {"trained_len_mean": ""},
@@ -125,7 +126,7 @@ POLICY = (
     Curve(
         "groups", "Groups that teach", "share of groups", {"keep_rate": "kept by the filter", "equal_groups": "all the same"},
         "A group whose responses all score the same teaches nothing, and a filter drops it. Healthy: most are kept. A fall "
-        "means that the prompts have become too easy or are too hard: use others, or a larger `rollout.group_size`.",
+        "means that the prompts have become too easy or too hard: use others, or a larger `rollout.group_size`.",
         from_zero=True,
     ),
     Curve(
@@ -136,21 +137,17 @@ POLICY = (
     ),
     Curve(
         "pair-accuracy", "Pairs in the right order", "share of pairs", {"pair_accuracy": ""},
-        "How often the better response has the larger implicit reward, before each optimizer step; 0 without a pair. Noise "
-        "around 0.5 is usual, because the pairs are new. The reward shows whether the policy learns.", from_zero=True,
+        "How often the better response has the larger implicit reward, before each optimizer step. Noise around 0.5 is usual, "
+        "because the pairs are new. The reward shows whether the policy learns.", from_zero=True,
     ),
-)  # fmt: skip
-VALUE = (
     Curve(
         "explained-variance", "Explained variance of the critic", "1 - var(return - value) / var(return)",
         {"explained_variance": ""},
         "Healthy: it climbs from about 0 (below 0 at the start is usual) to 0.3 and more. If it stays at or below 0, the critic "
         "does not help: raise the critic's learning rate, or start it from the reward model.",
     ),
-    Curve(
-        "value", "Values and returns", "mean per token", {"value_mean": "value", "return_mean": "return"},
-        "Healthy: the lines meet and move together. A lasting gap means that the critic lags the reward.",
-    ),
+    Curve("value", "Values and returns", "mean per token", {"value_mean": "value", "return_mean": "return"},
+          "Healthy: the lines meet and move together. A lasting gap means that the critic lags the reward."),
     Curve(
         "critic-loss", "Value loss", "clipped squared error per token", {"critic_loss": ""},
         "Healthy: it falls in the first steps, then stays level. It rises when the scale of rewards changes or the critic's "
@@ -161,15 +158,8 @@ VALUE = (
         "Healthy: below 0.3. If most values are clipped, `ppo.value_clip` is narrow for the scale of the returns, and the "
         "critic learns slowly.", from_zero=True,
     ),
-)  # fmt: skip
-OPTIMIZER = (
-    Curve("grad-norm", "Gradient norm", "before clipping", {"grad_norm": "actor", "critic_grad_norm": "critic"}, GRAD_NOTE,
-          from_zero=True),
-    Curve(
-        "lr", "Learning rate", "at the step's last update", {"lr": ""},
-        "As the schedule says: a warm-up, then a flat line or a fall. If the reward stops rising with a learning rate near 0, "
-        "the schedule ended too early.", from_zero=True,
-    ),
+    GRAD_NORM,
+    LEARNING_RATE,
 )  # fmt: skip
 SUPERVISED = (
     Curve(
@@ -177,20 +167,18 @@ SUPERVISED = (
         "Healthy: from 0.5 up to 0.65 to 0.8 on human preferences. Near 1 on human data, pairs are memorised or differ in "
         "something trivial such as length.",
     ),
-    Curve(
-        "pair-margin", "Margin", "chosen - rejected", {"margin": ""},
-        "Healthy: it grows slowly. Endless growth with a level held-out accuracy is overconfidence: train fewer epochs.",
-    ),
+    Curve("pair-margin", "Margin", "chosen - rejected", {"margin": ""},
+          "Healthy: it grows slowly. Endless growth with a level held-out accuracy is overconfidence: train fewer epochs."),
     Curve(
         "implicit-rewards", "Implicit rewards", "β (log-prob - reference's)",
         {"reward_chosen": "chosen", "reward_rejected": "rejected", "reward": "all rows"},
         "Healthy: chosen stays level or rises, rejected falls. If both fall, chosen answers grow unlikely, too: lower the "
         "learning rate, raise beta, or add `dpo.nll`.",
     ),
-    Curve("grad-norm", "Gradient norm", "before clipping", {"grad_norm": ""}, GRAD_NOTE, from_zero=True),
-    Curve("lr", "Learning rate", "at each step", {"lr": ""}, "As the schedule says: a warm-up, then a flat line or a fall.",
-          from_zero=True),
+    GRAD_NORM,
+    LEARNING_RATE,
 )  # fmt: skip
+CURVES = {"train": PPO, "supervised": SUPERVISED}
 HELDOUT_NOTE = (
     "Healthy: it follows the training curve at some distance. If it turns back while the training curve still improves, the "
     "model overfits or exploits the reward: take the best step's weights, and stop earlier."
@@ -218,7 +206,7 @@ def curve_chart(records: Sequence[RunRecord], curve: Curve) -> LineChart | None:
             lines.append(Line(name, xs, smooth(ys) if curve.raw is None else ys, run_colour(place), drawn))
     if not lines:
         return None
-    return LineChart(curve.name, curve.title, curve.x_label, curve.unit, lines, curve.from_zero, curve.note)
+    return LineChart(curve.name, curve.title, X_LABELS[curve.x_key], curve.unit, lines, curve.from_zero, curve.note)
 
 
 def learning_section(records: Sequence[RunRecord]) -> Section:
@@ -229,7 +217,7 @@ def learning_section(records: Sequence[RunRecord]) -> Section:
         "depend on model and task, so compare with a run that went well. Strong: moving mean over a tenth of the steps.",
     )
     kinds = {record.kind for record in records if record.lines}
-    curves = (POLICY + VALUE + OPTIMIZER if "train" in kinds else ()) + (SUPERVISED if "supervised" in kinds else ())
+    curves = [curve for kind in CURVES if kind in kinds for curve in CURVES[kind]]
     drawn: dict[str, LineChart] = {}
     for curve in curves:  # a name that PPO and supervised runs share has one chart
         if (chart := curve_chart(records, curve)) is not None:
@@ -265,17 +253,14 @@ def heldout_section(records: Sequence[RunRecord]) -> Section:
 
 
 def heldout_of(record: RunRecord) -> dict[str, list[tuple[int, float, float | None]]]:
+    """Step, mean and standard error of each metric; fields of a wrong type count as missing."""
     by_step: dict[int, tuple[Any, Any]] = {}
-    summary = record.summary or {}
-    whole, accuracy = summary.get("heldout"), summary.get("heldout_accuracy")
-    if isinstance(whole, Mapping):
-        for step, entry in whole.items():
-            if str(step).isdecimal() and isinstance(entry, Mapping):
-                by_step[int(step)] = entry.get("mean"), entry.get("error")
-    elif isinstance(accuracy, Mapping):
-        by_step = {int(step): ({"accuracy": value}, None) for step, value in accuracy.items() if str(step).isdecimal()}
+    whole = (record.summary or {}).get("heldout")
+    for step, entry in whole.items() if isinstance(whole, Mapping) else ():
+        if str(step).isdecimal() and isinstance(entry, Mapping):
+            by_step[int(step)] = entry.get("mean"), entry.get("error")
     for line in record.lines:
-        if isinstance(line.get("heldout"), Mapping):
+        if "heldout" in line:
             by_step[line["step"]] = line["heldout"], line.get("heldout_error")
     found: dict[str, list[tuple[int, float, float | None]]] = {}
     for step, (means, errors) in sorted(by_step.items()):

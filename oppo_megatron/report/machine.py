@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from oppo_megatron.errors import DataError
-from oppo_megatron.report.charts import COLOURS, MAX_ROWS, BarChart, Bars, Line, LineChart, run_colour, short
+from oppo_megatron.report.charts import COLOURS, MAX_ROWS, BarChart, Bars, Line, LineChart, rows_chart, run_colour, short
 from oppo_megatron.report.page import Section, Table
 from oppo_megatron.report.run_records import ALL_PARTS, RunRecord, memory_peaks, number, split_step
 from oppo_megatron.report.timeline import KINDS, StepWindow, Timeline, shares, step_bounds, step_window, waits
@@ -35,15 +35,9 @@ def step_section(records: Sequence[RunRecord]) -> Section:
     if not splits:
         return section
     means = {records[i].name: _mean_split(steady(found)) for i, found in splits.items()}
-    totals = [sum(mean.values()) for mean in means.values()]
-    bars = [Bars(label, [mean[key] for mean in means.values()], colour) for key, (label, colour) in ALL_PARTS.items()]
     left_out = ", first step left out" if any(len(steady(found)) < len(found) for found in splits.values()) else ""
-    section.charts.append(
-        BarChart(
-            "steps-mean", f"Mean step{left_out}", "run", "seconds per step", list(means), bars, stacked=True, horizontal=True,
-            ends=[f"{total:.3g} s" for total in totals],
-        )
-    )  # fmt: skip
+    bars = [(name, mean, f"{sum(mean.values()):.3g} s") for name, mean in means.items()]
+    section.charts.append(rows_chart("steps-mean", f"Mean step{left_out}", "run", "seconds per step", bars, ALL_PARTS))
     binned = {i: _bins(found) for i, found in splits.items()}
     high = max(sum(parts.values()) for bins in binned.values() for _, parts in bins)
     for i, bins in binned.items():
@@ -52,8 +46,9 @@ def step_section(records: Sequence[RunRecord]) -> Section:
         categories = [label for label, _ in bins]
         section.charts.append(BarChart(f"steps-{i}", title, "PPO step", "seconds", categories, columns, stacked=True, high=high))
     rows = []
-    for (name, mean), total in zip(means.items(), totals, strict=True):
-        rows.append([name, *(f"{mean[key]:.3g} s ({100 * mean[key] / (total or 1.0):.0f} %)" for key in ALL_PARTS)])
+    for name, mean in means.items():
+        total = sum(mean.values()) or 1.0
+        rows.append([name, *(f"{mean[key]:.3g} s ({100 * mean[key] / total:.0f} %)" for key in ALL_PARTS)])
     section.tables.append(Table("", ["mean of a step", *(label for label, _ in ALL_PARTS.values())], rows))
     return section
 
@@ -125,13 +120,15 @@ def utilization_section(records: Sequence[RunRecord]) -> Section:
         title = f"Utilisation, the {MAX_ROWS} least used of {len(rows)} ranks; at the right: useful work"
         rows = sorted(rows, key=lambda row: -row[1]["idle"])[:MAX_ROWS]
     if rows:
-        bars = [Bars(use, [max(0.0, row[use]) for _, row in rows], COLOURS[use]) for use in USES]
-        ends = [f"{100 - row['idle']:.0f} %" for _, row in rows]
-        names = [name for name, _ in rows]
-        section.charts.append(
-            BarChart("utilization", title, "rank", "% of the time", names, bars, stacked=True, horizontal=True, ends=ends)
-        )
+        section.charts.append(utilization_chart(title, rows))
     return section
+
+
+def utilization_chart(title: str, ranks: Sequence[tuple[str, Mapping[str, float]]]) -> BarChart:
+    """Chart named rows of `shares`."""
+    rows = [(name, row, f"{100 - row['idle']:.0f} %") for name, row in ranks]
+    uses = {use: (use, COLOURS[use]) for use in USES}
+    return rows_chart("utilization", title, "rank", "% of the time after the first step", rows, uses)
 
 
 def utilization_of(record: RunRecord) -> list[dict[str, float]]:

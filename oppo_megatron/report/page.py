@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 from oppo_megatron import __version__
-from oppo_megatron.report.charts import Chart, short, show
+from oppo_megatron.report.charts import BarChart, Chart, short, show
 from oppo_megatron.report.run_records import RunRecord
 from oppo_megatron.report.timeline import Timeline
 
@@ -31,16 +31,6 @@ class Table:
     folded: bool = False
 
 
-@dataclass(frozen=True)
-class Picture:
-    name: str
-    title: str
-    content: bytes
-    kind: str
-    note: str = ""
-    wide: bool = False
-
-
 @dataclass
 class Section:
     """A part of the page.  `missing` lists, per run, what was not recorded."""
@@ -51,7 +41,6 @@ class Section:
     charts: list[Chart | Timeline] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    pictures: list[Picture] = field(default_factory=list)
     samples: list[tuple[str, list[Mapping[str, Any]]]] = field(default_factory=list)
 
     def lacks(self, record: RunRecord, what: str, why: str = "") -> None:
@@ -62,10 +51,10 @@ class Section:
         self.missing.append(f"{record.name}: no {what} ({why}).")
 
 
-def render(runs: Sequence[str], sections: Sequence[Section]) -> str:
-    """Return the HTML; all text from runs is escaped."""
+def render(runs: Sequence[str], sections: Sequence[Section], pictures: Mapping[str, bytes]) -> str:
+    """Return the HTML; all text from runs is escaped.  `pictures`: PNGs by the names of charts."""
     links = "".join(f'<a href="#{each.name}">{escape(each.heading)}</a>' for each in sections)
-    body = "".join(_section(section) for section in sections)
+    body = "".join(_section(section, pictures) for section in sections)
     names = ", ".join(_text(run) for run in runs)
     style = files("oppo_megatron.report").joinpath("files/page.css").read_text(encoding="utf-8")
     return (
@@ -86,9 +75,9 @@ def _prose(text: str) -> str:
     return re.sub("`([^`]+)`", r"<code>\1</code>", _text(text))
 
 
-def _section(section: Section) -> str:
+def _section(section: Section, images: Mapping[str, bytes]) -> str:
     missing = "".join(f'<p class="missing">{_prose(note)}</p>' for note in section.missing)
-    pictures = "".join(_picture(picture) for picture in section.pictures)
+    pictures = "".join(_picture(chart, images[chart.name]) for chart in section.charts if chart.name in images)
     grid = f'<div class="grid">{pictures}</div>' if pictures else ""
     tables = "".join(_table(table) for table in section.tables)
     samples = "".join(
@@ -101,12 +90,12 @@ def _section(section: Section) -> str:
     )
 
 
-def _picture(picture: Picture) -> str:
-    source = f"data:image/{picture.kind};base64,{b64encode(picture.content).decode()}"
-    note = f'<p class="note">{_prose(picture.note)}</p>' if picture.note else ""
+def _picture(chart: Chart | Timeline, png: bytes) -> str:
+    wide = isinstance(chart, Timeline) or (isinstance(chart, BarChart) and chart.horizontal)
+    note = f'<p class="note">{_prose(chart.note)}</p>' if chart.note else ""
     return (
-        f'<figure id="chart-{_text(picture.name)}" class="panel{" wide" if picture.wide else ""}">'
-        f'<img src="{source}" alt="{_text(picture.title)}">{note}</figure>'
+        f'<figure id="chart-{_text(chart.name)}" class="panel{" wide" if wide else ""}">'
+        f'<img src="data:image/png;base64,{b64encode(png).decode()}" alt="{_text(chart.title)}">{note}</figure>'
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +12,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from oppo_megatron.errors import DataError
-from oppo_megatron.nesting import read_json, read_yaml
+from oppo_megatron.nesting import read_json
 from oppo_megatron.report.charts import COLOURS
 from oppo_megatron.rundir.directory import RUN_FORMAT, RunDirectory
 from oppo_megatron.rundir.metrics_log import iter_json_lines, read_metrics
@@ -24,7 +21,6 @@ from oppo_megatron.rundir.trace import Span, read_spans
 
 MetricsLine = Mapping[str, Any]
 SHORTEST_PAUSE_S = 1.0
-STEP_OF_LINE = re.compile(rb'\{"step": (\d+),')
 # field -> label, colour
 STEP_PARTS = {
     "decode_s": ("decode", COLOURS["decode"]),
@@ -40,7 +36,7 @@ ALL_PARTS = {**STEP_PARTS, IDLE: ("idle and other", COLOURS["idle"])}
 class RunRecord:
     """One run: `lines` of metrics.jsonl in step order; `summary` is None until the run has ended.
 
-    `spans` are in seconds from the first, without time between attempts; `no_spans`: why there are none.
+    `spans` are in seconds from the first, without time between attempts; `no_spans`: the reason if there are none.
     """
 
     name: str
@@ -113,13 +109,9 @@ def read_runs(paths: Sequence[str | os.PathLike[str]], progress: Callable[[str],
     for place, path in enumerate(resolved):
         if path in resolved[:place]:
             raise DataError(f"{paths[place]}: given twice; name each run directory once")
-    for given in paths:
-        check_run_directory(given)
-    names = distinct_names(resolved)
     records = []
-    for given, name in zip(paths, names, strict=True):
-        if len(names) > 1:
-            progress(f"reading {name}")
+    for given, name in zip(paths, distinct_names(resolved), strict=True):
+        progress(f"reading {name}")
         records.append(read_run(given, name))
     return records
 
@@ -135,9 +127,16 @@ def read_run(path: str | os.PathLike[str], name: str | None = None, *, spans: bo
                 f"{run.metrics}, line {place}: `step` is {line.get('step')!r}; each line needs the number of its step; "
                 "repair or remove the line"
             )
-    found, no_spans = _spans(run, lines) if spans else ([], "")
-    summary, config = _read_object(run.summary) if run.finished else None, _read_object(run.config)
-    return RunRecord(name or run.path.resolve().name, run, lines, summary, config, found, no_spans)
+    found: list[Span] = []
+    no_spans = "no trace was recorded (run with logging.trace=true)"
+    if spans:
+        try:
+            found = without_downtime(read_spans(run), lines)
+            no_spans = "" if found else no_spans
+        except DataError as error:
+            no_spans = str(error)
+    summary = _read_object(run.summary) if run.finished else None
+    return RunRecord(name or run.path.resolve().name, run, lines, summary, run.settings(), found, no_spans)
 
 
 def check_run_directory(path: str | os.PathLike[str]) -> None:
@@ -171,20 +170,11 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
     raise AssertionError("resolved paths differ")
 
 
-def _spans(run: RunDirectory, lines: Sequence[MetricsLine]) -> tuple[list[Span], str]:
-    try:
-        spans = without_downtime(read_spans(run), lines)
-    except DataError as error:
-        return [], str(error)
-    return spans, "" if spans else "no trace was recorded (run with logging.trace=true)"
-
-
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON or YAML mapping; empty if missing or unreadable."""
+    """Return a JSON object; empty if missing or unreadable."""
     try:
-        text = path.read_text(encoding="utf-8")
-        value = read_yaml(text) if path.suffix == ".yaml" else read_json(text)
-    except (OSError, ValueError, yaml.YAMLError):
+        value = read_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -222,15 +212,11 @@ def sample_responses(record: RunRecord) -> tuple[list[Mapping[str, Any]], str]:
     if not record.run.rollouts.exists():
         return [], "run with logging.rollouts=true"
     steps = [line["step"] for line in record.lines if not line.get("skipped")]
-    wanted = {steps[0], steps[len(steps) // 2], steps[-1]} if steps else set()
-    by_step: dict[int, list[Mapping[str, Any]]] = {step: [] for step in sorted(wanted)}
-
-    def is_wanted(line: bytes) -> bool:  # the journal writes the step first: other lines of a large file stay unparsed
-        match = STEP_OF_LINE.match(line)
-        return match is None or int(match[1]) in wanted
-
+    by_step: dict[int, list[Mapping[str, Any]]] = {}
+    if steps:
+        by_step = {step: [] for step in (steps[0], steps[len(steps) // 2], steps[-1])}
     try:
-        for row in iter_json_lines(record.run.rollouts, is_wanted):
+        for row in iter_json_lines(record.run.rollouts):
             if row.get("step") in by_step and number(row, "reward") is not None and not row.get("greedy"):
                 by_step[row["step"]].append(row)
     except DataError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from statistics import fmean
 from typing import Any
 
@@ -22,16 +23,9 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s"
-
-
-def _reward(value: float) -> str:
-    return f"{value:.3f}"
-
-
+_reward = "{:.3f}".format
 FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "step_s": ("seconds per step", _seconds),
+    "step_s": ("seconds per step", "{:.3g} s".format),
     "scoring_hidden": ("scoring time hidden", _percent),
     "tokens_per_s": ("tokens per second", short),
     "reward_first": ("reward, first steps", _reward),
@@ -54,7 +48,7 @@ def overview(records: Sequence[RunRecord]) -> Section:
         "steps, at least three.",
     )
     figures = [_figures(record) for record in records]
-    rows = [["state", *(_state(record) for record in records)], ["steps done", *(_steps_done(r) for r in records)]]
+    rows = [["state", *map(_state, records)], ["steps done", *map(_steps_done, records)]]
     for key, (label, form) in FIGURES.items():
         values = [figure.get(key) for figure in figures]
         if any(isinstance(value, int | float) for value in values):
@@ -65,7 +59,7 @@ def overview(records: Sequence[RunRecord]) -> Section:
     section.tables.append(Table("", head, rows))
     if differences := _differences(records):
         folded = len(differences) > MANY_ROWS
-        section.tables.append(Table("Settings in which the runs differ", ["setting", *head[1:]], differences, folded=folded))
+        section.tables.append(Table("Settings that differ", ["setting", *head[1:]], differences, folded=folded))
     return section
 
 
@@ -113,11 +107,11 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", str(value)
 
 
-def _add_curves(section: Section, records: Sequence[RunRecord], curves: Sequence[Curve], what: Sequence[str]) -> None:
-    """Add the charts that any run has; `what` names curves for the list of missing ones."""
-    for curve, name in zip(curves, what, strict=True):
+def _add_curves(section: Section, records: Sequence[RunRecord], curves: Sequence[Curve], *names: str) -> None:
+    """Add the charts that any run has; `names` of the first curves are for the list of missing ones."""
+    for curve, name in zip_longest(curves, names):
         for record in records:
-            if name and not any(record.has(key) for key in curve.fields):
+            if name is not None and not any(record.has(key) for key in curve.fields):
                 section.lacks(record, name)
         if (chart := curve_chart(records, curve)) is not None:
             section.charts.append(chart)
@@ -130,9 +124,8 @@ def reward_section(records: Sequence[RunRecord]) -> Section:
         "Mean score of each step's trained responses, before clipping and without KL penalty. Faint: as measured; strong: "
         "moving mean over a tenth of the steps.",
     )
-    _add_curves(section, records, REWARD, ["reward", ""])
-    supervised = [record for record in records if record.kind == "supervised"]
-    _add_curves(section, supervised, LOSS, ["loss", ""])
+    _add_curves(section, records, REWARD, "reward")
+    _add_curves(section, [record for record in records if record.kind == "supervised"], LOSS, "loss")
     return section
 
 
@@ -166,7 +159,7 @@ def control_section(records: Sequence[RunRecord]) -> Section:
         "Delta and chunk size",
         "Sequences decoded beyond the batch (Δ), and decode steps per chunk; below, each change with the controller's reason.",
     )
-    _add_curves(section, records, CONTROL, ["Δ", "chunk size"])
+    _add_curves(section, records, CONTROL, "Δ", "chunk size")
     for record in records:
         rows = []
         for line, after in zip(record.lines, record.lines[1:], strict=False):
@@ -191,7 +184,7 @@ def length_section(records: Sequence[RunRecord]) -> Section:
         "far, a lower bound. The gap is 1 - trained / submitted: above 0, trained responses are shorter. Within groups: "
         "1 - mean / longest of the responses to a prompt; a group waits for its longest one.",
     )
-    _add_curves(section, records, LENGTHS, ["lengths", ""])
+    _add_curves(section, records, LENGTHS, "lengths")
     return section
 
 
@@ -214,7 +207,7 @@ def length_bin_section(records: Sequence[RunRecord]) -> Section:
         title, category = "Reward by length, mean of all steps", "quarter of the batch, by response length"
         section.charts.append(BarChart("bins", title, category, "mean reward", list(QUARTERS.values()), bars))
         section.tables.append(Table("", ["mean response tokens", *QUARTERS.values()], lengths))
-    _add_curves(section, records, [BINS], [""])
+    _add_curves(section, records, [BINS])
     return section
 
 

@@ -62,7 +62,9 @@ def build_reward_functions(
             elif part.kind == "http":
                 assert part.url is not None, "check_rewards asks for it"
                 token = None if part.token_env is None else read_token(part.token_env, environment)
-                function = RemoteReward(f"reward part {label!r}", part.url, token, part.remote)
+                function = RemoteReward(
+                    f"reward part {label!r}", part.url, token, timeout_s=part.request_s, give_up_s=part.give_up_s
+                )
             else:
                 function = _user_function(part, inherited)
             summands.append(Summand(label, part.weight, function))

@@ -17,6 +17,8 @@ from oppo_megatron.rewards.parts import Fields, Part
 from oppo_megatron.rewards.protocol import ScoreItem
 
 SHOWN = 5
+PROCESSES = 4
+"""Responses that are checked at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Trial:
 class IsolatedRule(Part):
     """Scores 0.0 if a response exceeds the limits or ends the process.
 
-    `make` returns a function for each of `processes` threads.  `read` returns the needed columns, or raises RewardError.
+    `make` returns a function for each of PROCESSES threads.  `read` returns the needed columns, or raises RewardError.
     """
 
     waits = True
@@ -42,11 +44,10 @@ class IsolatedRule(Part):
         self,
         make: Callable[[], IsolatedFunction],
         read: Callable[[Fields], dict[str, Any]],
-        processes: int,
         about: Callable[[], str] = str,
         trial: Trial | None = None,
     ):
-        self._functions = [make() for _ in range(processes)]
+        self._functions = [make() for _ in range(PROCESSES)]
         self._read, self._about, self._trial = read, about, trial
         self._tried: dict[str, str | None] = {}
         """Why an expected answer cannot be compared, or None if it can."""

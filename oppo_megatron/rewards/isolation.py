@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from oppo_megatron.config.rewards import START_S, IsolationConfig
+from oppo_megatron.config.rewards import START_S, Limits
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.nesting import read_json
 from oppo_megatron.rewards.isolated_child import MARK, MAX_ANSWER_BYTES, end_marked
@@ -47,7 +47,7 @@ class IsolatedFunction(Part):
         self,
         entry_point: str,
         options: Mapping[str, Any],
-        limits: IsolationConfig,
+        limits: Limits,
         environment: Mapping[str, str],
         cpu_s: int | None = None,
     ):
@@ -64,7 +64,7 @@ class IsolatedFunction(Part):
         try:
             self._start()
         except RewardError as error:
-            raise ConfigError(f"{error}; correct entry_point, or raise the limits in isolate") from error
+            raise ConfigError(f"{error}; correct entry_point, or raise the limit of isolate") from error
         self.close()
 
     def check(self, fields: Fields) -> None:
@@ -79,7 +79,7 @@ class IsolatedFunction(Part):
             self._start()
         assert threading.get_ident() == self._thread, f"{self.entry_point} is called from the thread that started it"
         call = {"prompt": prompt, "response": response, "fields": dict(fields)}
-        answer = self._ask(call, self.limits.wall_s, f"{self.entry_point} gave no score within isolate.wall_s")
+        answer = self._ask(call, self.limits.wall_s, f"{self.entry_point} gave no score within timeout_s")
         if "error" in answer:
             raise RewardError(f"{self.entry_point} failed in its process: {answer['error']}")
         return float(answer["value"])
@@ -181,7 +181,7 @@ class IsolatedFunction(Part):
         except subprocess.TimeoutExpired:
             return "its process closed the pipe to the run"
         if code == -signal.SIGXCPU:
-            return f"its process was ended after isolate.wall_s {self._cpu_s} s of processor time"
+            return f"its process was ended after timeout_s {self._cpu_s} s of processor time"
         if code < 0:
             return f"its process was killed by {signal.Signals(-code).name}"
         return f"its process ended with exit code {code}"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
 
-from oppo_megatron.config.rewards import RemoteRewardConfig
+from oppo_megatron.config.rewards import TIMEOUT_S
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.parts import Fields, Part
 from oppo_megatron.rewards.protocol import ScoreItem, check_fields, encode_request, read_answer
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 TRANSIENT_STATUS = {408, 425, 429}
 MAX_IN_FLIGHT = 4
 """Requests at once; all other responses wait here."""
+MAX_BATCH = 32
+"""Responses in one request."""
 ANSWER_BYTES, ANSWER_BYTES_PER_ITEM = 1 << 16, 1 << 12
 SHOWN_CHARACTERS = 200
 REDIRECTED = "redirects are not followed: write the address that it leads to as url"
@@ -40,7 +42,7 @@ REMEDIES = {
     403: "check the token in the variable that token_env names",
     404: "correct the url",
     405: "correct the url",
-    413: "lower remote.max_batch, or shorten the responses",
+    413: "let the service take larger requests, or shorten the responses",
 }
 _log = logging.getLogger(__name__)
 
@@ -63,17 +65,20 @@ class RemoteReward(Part):
         label: str,
         url: str,
         token: SecretStr | None = None,
-        settings: RemoteRewardConfig | None = None,
         *,
+        timeout_s: float = TIMEOUT_S,
+        give_up_s: float = 600.0,
+        max_batch: int = MAX_BATCH,
         pauses_s: tuple[float, float] = (0.5, 30.0),
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`pauses_s`: the first pause, and the limit up to which it doubles."""
+        """`timeout_s`: of one request; `max_batch`: responses in it; `pauses_s`: the first pause, and the most it doubles to."""
         try:
             import httpx  # noqa: F401  (used by `_serve`; fails before anything starts if it is not installed)
         except ImportError as error:
             raise ConfigError(f"{label} is a reward of kind http, which needs the package httpx; install it") from error
-        self.label, self.url, self.settings = label, url, settings or RemoteRewardConfig()
+        self.label, self.url = label, url
+        self.timeout_s, self.give_up_s, self.max_batch = timeout_s, give_up_s, max_batch
         self._token, self._clock = token, clock
         self._first_pause_s, self._longest_pause_s = pauses_s
         self._chance = random.Random()  # noqa: S311  (spreads retries; not to be secret)
@@ -167,7 +172,7 @@ class RemoteReward(Part):
         # No proxies or credentials from the environment, and no redirect: the token goes only to `url`.
         async with httpx.AsyncClient(
             headers=headers,
-            timeout=self.settings.timeout_s,
+            timeout=self.timeout_s,
             # Shorter than servers keep idle connections (uvicorn: 5 s), so that none is reused while being closed.
             limits=httpx.Limits(max_connections=MAX_IN_FLIGHT, keepalive_expiry=2.0),
             verify=_authorities(self.url),
@@ -187,7 +192,7 @@ class RemoteReward(Part):
         """Send requests in turn, each with everything waiting, up to a batch."""
         while True:
             batch = [await self._waiting.get()]
-            while len(batch) < self.settings.max_batch and not self._waiting.empty():
+            while len(batch) < self.max_batch and not self._waiting.empty():
                 batch.append(self._waiting.get_nowait())
             scores = await self._deliver(client, batch)
             for item in batch:
@@ -195,7 +200,7 @@ class RemoteReward(Part):
 
     async def _deliver(self, client: httpx.AsyncClient, batch: Sequence[ScoreItem]) -> dict[int, float]:
         body, ids = encode_request(batch), [item.seq_id for item in batch]
-        until, attempt, pause_s = self._clock() + self.settings.give_up_s, 0, self._first_pause_s
+        until, attempt, pause_s = self._clock() + self.give_up_s, 0, self._first_pause_s
         while True:
             attempt += 1
             try:
@@ -209,16 +214,15 @@ class RemoteReward(Part):
             pause_s = min(2 * pause_s, self._longest_pause_s)
 
     def _give_up_where_due(self, failure: _Failure, ids: Sequence[int], attempt: int, left_s: float) -> None:
-        settings = self.settings
         what = f"{self.label}: {self.url} {failure}"
         where = f"sequence {ids[0]}" + (f" and {len(ids) - 1} more" if len(ids) > 1 else "")
         if not failure.transient:
             raise RewardError(f"{what}; {where} cannot be scored, and asking again would not help")
-        if settings.give_up_s == 0:
-            raise RewardError(f"{what}; {where} cannot be scored, and remote.give_up_s is 0: mend the service, or give it time")
+        if self.give_up_s == 0:
+            raise RewardError(f"{what}; {where} cannot be scored, and give_up_s is 0: mend the service, or give it time")
         if left_s <= 0:
             raise RewardError(
-                f"{what}; {where} had no score after {attempt} attempts in {settings.give_up_s:g} s (remote.give_up_s): "
+                f"{what}; {where} had no score after {attempt} attempts in {self.give_up_s:g} s (give_up_s): "
                 "mend the service, or raise the limit; nothing was scored in its place"
             )
         if attempt == 1:
@@ -228,9 +232,9 @@ class RemoteReward(Part):
         import httpx
 
         try:
-            status, headers, answer = await asyncio.wait_for(self._post(client, body, len(ids)), self.settings.timeout_s)
+            status, headers, answer = await asyncio.wait_for(self._post(client, body, len(ids)), self.timeout_s)
         except (asyncio.TimeoutError, httpx.TimeoutException):
-            raise _Failure(f"did not answer within {self.settings.timeout_s:g} s (remote.timeout_s)") from None
+            raise _Failure(f"did not answer within {self.timeout_s:g} s (timeout_s)") from None
         # ValueError: raised by the HTTP library's parsers (for headers that are not text) and not wrapped.
         except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError, ValueError) as error:
             raise _Failure(f"could not be asked ({type(error).__name__}: {self._shown(str(error))})") from None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from oppo_megatron.config.rewards import IsolationConfig, RewardPart
+from oppo_megatron.config.rewards import Limits, RewardPart
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.records import field_at, field_names, nearest_field
 from oppo_megatron.rewards.isolated_rule import IsolatedRule, Trial
@@ -85,7 +85,7 @@ def _length_rule(part: RewardPart, max_response_tokens: int | None) -> Callable[
     return rate
 
 
-def _isolated_rule(part: RewardPart, limits: IsolationConfig, environment: Mapping[str, str]) -> IsolatedRule:
+def _isolated_rule(part: RewardPart, limits: Limits, environment: Mapping[str, str]) -> IsolatedRule:
     if part.name == "math":
         math_answers.require_library()
 
@@ -93,12 +93,10 @@ def _isolated_rule(part: RewardPart, limits: IsolationConfig, environment: Mappi
             return {math_answers.ANSWER: math_answers.expected_text(column(fields, part.answer))}
 
         trial = Trial(math_answers.PROBE, math_answers.needs_library)
-        return IsolatedRule(
-            lambda: IsolatedFunction(math_answers.ENTRY_POINT, {}, limits, environment), expected, part.processes, trial=trial
-        )
+        return IsolatedRule(lambda: IsolatedFunction(math_answers.ENTRY_POINT, {}, limits, environment), expected, trial=trial)
 
     options = {"wall_s": limits.wall_s, "memory_mb": limits.memory_mb, "partial_credit": part.lenient}
-    outer = IsolationConfig(wall_s=limits.wall_s + END_S, memory_mb=max(limits.memory_mb, OWN_MB))
+    outer = Limits(wall_s=limits.wall_s + END_S, memory_mb=max(limits.memory_mb, OWN_MB))
 
     def tests(fields: Fields) -> dict[str, Any]:
         return {code_tests.TESTS: code_tests.read_tests(column(fields, part.answer))}
@@ -106,6 +104,5 @@ def _isolated_rule(part: RewardPart, limits: IsolationConfig, environment: Mappi
     return IsolatedRule(
         lambda: IsolatedFunction(code_tests.ENTRY_POINT, options, outer, environment),
         tests,
-        part.processes,
         code_tests.about_network,
     )

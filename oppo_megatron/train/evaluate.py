@@ -51,7 +51,7 @@ class Evaluator(HeldoutSchedule):
         self.source = rounds.planner.site.source
         self.steps = StepRewards.of(evaluation.judges, exchange.tokenizer)
         self.sampling = Sampling(temperature=evaluation.temperature, seed=config.seed)
-        count = min(len(prompts), evaluation.max_rows)
+        count = min(len(prompts), evaluation.most_rows)
         once = PromptStream(prompts, 0, epochs=1, limit=count, shuffle=False)
         self.prompts: Sequence[Prompt] = [
             replace(prompt, seq_id=place * evaluation.samples + sample)

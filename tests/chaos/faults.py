@@ -30,14 +30,14 @@ NAMED = {
 
 def run_case(workspace: Workspace, at: str, rank: int, how: str) -> str:
     """What the run said.  Raises AssertionError."""
-    heldout = {"path": str(workspace.root / "data" / "heldout.jsonl"), "max_prompt_tokens": 96}
+    heldout = {"path": str(workspace.root / "data" / "heldout.jsonl"), "max_prompt_tokens": 96, "max_rows": 3}
     changes: dict[str, Any] = {
         "steps": 6,
         "placement": {"mode": "disaggregated"},
         "overlap.intra": True,
         "stall_deadline_s": STALL_S[how],
         "checkpoint": {"every_steps": 1, "asynchronous": at == "asynchronous"},
-        "evaluation": {"data": heldout, "verifier": "arithmetic", "max_rows": 3, "every_steps": 1},
+        "evaluation": {"data": heldout, "verifier": "arithmetic", "every_steps": 1},
     }
     told, seconds = struck(deep(workspace, f"{at}-{rank}-{how}", **changes), at, rank, how)
     assert NAMED[how].format(rank) in told, told

@@ -75,8 +75,8 @@ def test_what_was_sent_to_a_slow_rank_outlives_the_round(tmp_path_factory: pytes
     Tokens, metrics and weights are those of a run in which no rank is slow.
     """
     workspace = Workspace.create(tmp_path_factory.mktemp("slow"))
-    heldout = {"path": str(workspace.root / "data" / "heldout.jsonl"), "max_prompt_tokens": 96}
-    evaluation = {"data": heldout, "verifier": "arithmetic", "max_rows": 3}
+    heldout = {"path": str(workspace.root / "data" / "heldout.jsonl"), "max_prompt_tokens": 96, "max_rows": 3}
+    evaluation = {"data": heldout, "verifier": "arithmetic"}
     placement = {"mode": "colocated", "actor": {"pp": 2}}
     changes = {"runtime.timeout_s": TIMEOUT_S, "steps": 1, "rollout.max_response_tokens": 6}
     found = []

@@ -89,10 +89,10 @@ def test_a_filter_that_drops_everything_has_an_end(workspace: Workspace) -> None
 def test_prompts_of_which_nothing_is_left_end_the_run_after_its_last_batch(workspace: Workspace) -> None:
     """Three of five groups make a step; the others are dropped, and held-out prompts are answered once after it."""
     heldout = {
-        "data": {"path": str(workspace.root / "data" / "heldout.jsonl"), "max_prompt_tokens": 96},
+        "data": {"path": str(workspace.root / "data" / "heldout.jsonl"), "max_prompt_tokens": 96, "max_rows": 4},
         "verifier": "arithmetic",
     }
-    config = flat(workspace, "end", 3, **{"steps": None, "data.max_rows": 5, "evaluation": heldout | {"max_rows": 4}})
+    config = flat(workspace, "end", 3, **{"steps": None, "data.max_rows": 5, "evaluation": heldout})
     outcome = run_ppo_ranks(config)
     assert [sorted(batch) for batch in outcome.batches()] == [list(range(BATCH))]
     summary = json.loads((Path(config["run_dir"]) / "summary.json").read_text())

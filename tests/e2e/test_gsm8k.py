@@ -152,7 +152,7 @@ def test_two_changed_lines_make_the_chain_start_from_a_checkpoint(shared_data: P
         "rm": ["steps=2", "batch_size=2", "max_tokens=1000"],
         "ppo": [
             "steps=2", "rollout.batch_size=4", "rollout.max_response_tokens=12", "overlap.delta.max=4",
-            "data.max_prompt_tokens=400", "evaluation.data.max_prompt_tokens=400", "evaluation.max_rows=2",
+            "data.max_prompt_tokens=400", "evaluation.data.max_prompt_tokens=400", "evaluation.data.max_rows=2",
         ],
     }  # fmt: skip
     groups = ["rollout.group_size=2", "overlap.delta.max=2", "filter=null"]  # all rewards are 0: a filter would drop all

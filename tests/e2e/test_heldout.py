@@ -34,7 +34,7 @@ def write_job(folder: Path, **changes: Any) -> Path:
         "rewards": [{"kind": "model"}], "overlap": {"delta": {"max": 2, "initial": 1}},
         "rollout": {"batch_size": 4, "max_response_tokens": 10},
         "evaluation": {
-            "data": data, "verifier": "arithmetic", "max_rows": 6, "every_steps": 1,
+            "data": data | {"max_rows": 6}, "verifier": "arithmetic", "every_steps": 1,
             "metrics": [
                 {"kind": "model"}, {"kind": "python", "entry_point": "judge:brevity"},
                 {"kind": "verifier", "name": "length", "buffer_tokens": 10}, {"kind": "verifier", "name": "math"},
@@ -92,7 +92,7 @@ def test_the_step_that_is_best_by_a_held_out_metric_is_kept_and_its_weights_are_
     monkeypatch.syspath_prepend(str(tmp_path))  # for judge.py
     best = {"keep_best": "judge:brevity", "keep": 1}
     path = write_job(tmp_path, checkpoint=best, placement={"mode": "single"}, overlap={"inter": False, "intra": False})
-    assert main(["train", str(path), "evaluation.max_rows=4", "actor.optimizer.lr=0.05"]) == 0
+    assert main(["train", str(path), "evaluation.data.max_rows=4", "actor.optimizer.lr=0.05"]) == 0
     told = capsys.readouterr().out
     summary = summary_of(path)
     values = {int(step): entry["mean"]["judge:brevity"] for step, entry in summary["heldout"].items() if step != "0"}

@@ -14,7 +14,7 @@ SHORT = {
     "sft": ["steps=2", "batch_size=4"],
     "train": [
         "steps=2", "rollout.batch_size=4", "rollout.max_response_tokens=16", "overlap.delta={initial: 2, max: 2}",
-        "placement.mode=single", "evaluation.max_rows=4",
+        "placement.mode=single", "evaluation.data.max_rows=4",
     ],
 }  # fmt: skip
 

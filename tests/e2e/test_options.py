@@ -21,7 +21,7 @@ LONGEST = 40
 """Tokens of a response of the plain configuration."""
 RULES: list[dict[str, Any]] = [
     {"kind": "verifier", "name": "arithmetic"},
-    {"kind": "verifier", "name": "math", "processes": 1},
+    {"kind": "verifier", "name": "math"},
     {"kind": "verifier", "name": "length", "buffer_tokens": LONGEST, "weight": 0.5},
     {"kind": "verifier", "name": "format", "pattern": r"\d", "lenient": True, "weight": 0.25},
 ]

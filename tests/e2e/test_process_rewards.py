@@ -78,10 +78,10 @@ def test_a_run_over_step_rewards_is_what_a_loop_of_its_own_makes_of_them(workspa
 @pytest.mark.parametrize("how", ["last", "min", "sum"])
 def test_scores_of_a_part_are_those_of_the_whole_forward(workspace: Workspace, how: str) -> None:
     """Of replicas that share the responses, and held-out ones, too."""
-    heldout = {"path": str(workspace.root / "data" / "prompts.jsonl"), "max_prompt_tokens": 96}
+    heldout = {"path": str(workspace.root / "data" / "prompts.jsonl"), "max_prompt_tokens": 96, "max_rows": 6}
     changes = {
         "rewards": parts(how), "steps": 1, "placement": {"mode": "disaggregated", "scorer": {"pp": 2, "dp": 2}},
-        "evaluation": {"data": heldout, "metrics": parts(how)[:1], "max_rows": 6, "temperature": 1.0},
+        "evaluation": {"data": heldout, "metrics": parts(how)[:1], "temperature": 1.0},
     }  # fmt: skip
     run, reference = run_ppo_ranks(carrying(workspace, f"heldout-{how}", changes)), Reference(workspace)
     value_of = {"last": lambda p: p[-1], "min": min, "sum": sum}[how]

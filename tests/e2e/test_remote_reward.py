@@ -70,7 +70,7 @@ def test_scores_of_services_are_those_of_the_run_itself(tmp_path: Path) -> None:
         services = [
             stack.enter_context(service(tmp_path, name, config)) for name, config in (("model", model), ("rules", isolated))
         ]
-        asked = [{"kind": "http", "url": url, "token_env": TOKEN_ENV, "remote": {"max_batch": 4}} for url in services]
+        asked = [{"kind": "http", "url": url, "token_env": TOKEN_ENV} for url in services]
         asked[0] |= {"weight": 0.0}
         far = workspace.config("far", steps=2, reward=None, rewards=asked[::-1], **OVERLAPPED)
         run_ranks(1, "tests.e2e.jobs:train_with_environment", config=far, environment={TOKEN_ENV: TOKEN})
@@ -142,12 +142,11 @@ def test_an_outage_in_a_run_loses_nothing_and_invents_nothing(tmp_path: Path) ->
     try:
         while not addresses:
             time.sleep(0.01)
-        patience = {"timeout_s": 0.4}
         asked = {
             "kind": "http",
             "url": addresses[0],
             "weight": BREVITY["weight"],
-            "remote": patience | {"max_batch": 2},
+            "timeout_s": 0.4,
         }
         remote = run_ppo_ranks(workspace.config("far", rewards=[asked], **changes))
     finally:

@@ -65,7 +65,7 @@ def require_close(run_dir: Path, whole: Path) -> None:
 def chosen(inputs: Path, kind: str, run_dir: Path, **changes: Any) -> Settings:
     command, model = KINDS[kind]
     schedule = {"lr": 3e-3, "eps": 1e-4, "decay": "linear", "warmup_steps": 2}
-    evaluation = {"fraction": 0.25, "every_steps": 1, "max_rows": 5}
+    evaluation = {"fraction": 0.25, "every_steps": 1}
     usual = {"batch_size": 5, "epochs": 2, "steps": 6, "optimizer": schedule, "evaluation": evaluation}
     return settings(inputs, command, run_dir, model={"checkpoint": inputs / "qwen2", **model}, **usual | changes)
 

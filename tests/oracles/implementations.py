@@ -65,8 +65,7 @@ def _algorithm(recipe: Recipe, batch: Batch) -> Algorithm:
         dual_clip=recipe.dual_clip,
         kl=KLConfig(
             mode=recipe.kl,
-            estimator=recipe.estimator,
-            gradient="reverse" if recipe.kl_gradient == "ratio" else "estimator",
+            estimator=f"{recipe.estimator}+" if recipe.kl_gradient == "ratio" else recipe.estimator,
             coefficient=recipe.kl_coefficient,
         ),
     )

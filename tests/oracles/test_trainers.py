@@ -185,7 +185,7 @@ GROUPED: dict[str, tuple[Row, Row, float]] = {
         TWICE | {"ppo.kl": {"coefficient": 0.2}}, {"loss_type": "grpo", "beta": 0.2, "use_bias_correction_kl": False}, 8.0,
     ),
     "grpo, twice, reverse KL": (
-        TWICE | {"ppo.kl": {"coefficient": 0.2, "gradient": "reverse"}}, {"loss_type": "grpo", "beta": 0.2}, 8.0,
+        TWICE | {"ppo.kl": {"coefficient": 0.2, "estimator": "k3+"}}, {"loss_type": "grpo", "beta": 0.2}, 8.0,
     ),
     "dapo, cut ones masked": (
         {"ppo.mask_truncated": True, "rollout.max_response_tokens": 60, "rollout.stop": [PAD]},

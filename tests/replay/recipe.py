@@ -58,7 +58,7 @@ class Recipe:
         ppo, kl = config["ppo"], config["ppo"]["kl"]
         found = cls(
             kl=kl["mode"],
-            kl_gradient="ratio" if kl["gradient"] == "reverse" else "estimator",
+            kl_gradient="ratio" if kl["estimator"].endswith("+") else "estimator",
             clip_low=ppo["clip"],
             clip_high=ppo["clip"] if ppo["clip_high"] is None else ppo["clip_high"],
             dual_clip=ppo["dual_clip"],
@@ -66,7 +66,7 @@ class Recipe:
             beta=(config["dpo"] or {"beta": 0.1})["beta"],
             std_eps=1e-4,
             longest=config["rollout"]["max_response_tokens"],
-            estimator=kl["estimator"],
+            estimator=kl["estimator"].removesuffix("+"),
             kl_coefficient=kl["coefficient"],
             kl_target=kl["target"],
             **{

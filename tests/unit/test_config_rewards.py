@@ -18,13 +18,13 @@ FUNCTION = {"kind": "python", "entry_point": "a.b:c"}
 @pytest.mark.parametrize(
     "part",
     [
-        {"kind": "http", "url": URL, "token_env": "REWARD_TOKEN", "remote": {"max_batch": 2}},
+        {"kind": "http", "url": URL, "token_env": "REWARD_TOKEN", "timeout_s": 2, "give_up_s": 0},
         {"kind": "http", "url": "https://[::1]:1/"},
         {"kind": "http", "url": "http://host"},
-        FUNCTION | {"isolate": {"wall_s": 3}, "options": {"a": 1}},
+        FUNCTION | {"isolate": 512, "timeout_s": 3, "options": {"a": 1}},
         FUNCTION | {"isolate": False},
         RULE | {"name": "gsm8k", "lenient": True, "answer": "solution"},
-        RULE | {"name": "math", "isolate": {"wall_s": 3}, "processes": 2},
+        RULE | {"name": "math", "isolate": 512, "timeout_s": 3},
         RULE | {"name": "multiple_choice"},
         RULE | {"name": "format", "pattern": "<think>.*</think>.*", "lenient": True},
         RULE | {"name": "length", "buffer_tokens": 4, "max_tokens": 9},
@@ -59,8 +59,9 @@ def test_right(part: dict[str, Any]) -> None:
         ({"kind": "http", "url": URL, "name": "gsm8k"}, "kind http has no rule to name"),
         (FUNCTION | {"step_rewards": "min", "separator": "."}, "step_rewards and separator, but only kind process takes"),
         (FUNCTION | {"url": URL, "token_env": "A"}, "url and token_env, but only kind http takes them"),
-        (FUNCTION | {"remote": {"timeout_s": 3}}, "remote, but only kind http takes them"),
-        ({"kind": "verifier", "name": "gsm8k", "isolate": {"wall_s": 3}}, "isolate, but only kind python takes them"),
+        (FUNCTION | {"give_up_s": 3}, "give_up_s, but only kind http takes them"),
+        (FUNCTION | {"timeout_s": 3}, "timeout_s, but only kind http, a function with isolate, and the rules math and code"),
+        ({"kind": "verifier", "name": "gsm8k", "isolate": 512}, "isolate, but only kind python takes them"),
         (RULE, "without a `name`; add one of arithmetic, gsm8k, gsm8k_first, math, multiple_choice, format, length, code"),
         (RULE | {"name": "format"}, "without a `pattern`; add a regular expression"),
         (RULE | {"name": "length"}, "without `buffer_tokens`; add over how many tokens"),
@@ -69,7 +70,7 @@ def test_right(part: dict[str, Any]) -> None:
         (RULE | {"name": "code", "buffer_tokens": 3}, "has buffer_tokens, but only rule length takes it; remove it"),
         (RULE | {"name": "code", "max_tokens": 3}, "has max_tokens, but only rule length takes it; remove it"),
         (RULE | {"name": "math", "lenient": True}, "has lenient, but only rule gsm8k or format or code takes it; remove it"),
-        (RULE | {"name": "gsm8k", "processes": 2}, "has processes, but only rule math or code takes it; remove it"),
+        (RULE | {"name": "gsm8k", "timeout_s": 2}, "timeout_s, but only kind http, a function with isolate, and the rules"),
         (FUNCTION | {"pattern": "."}, "of kind python and has pattern, but only rule format takes it; remove it"),
         (RULE | {"name": "code", "url": URL}, "url, but only kind http takes them"),
     ],
@@ -81,16 +82,16 @@ def test_broken(part: dict[str, Any], expected: str) -> None:
 
 
 def test_a_run_gives_up_before_its_ranks_do() -> None:
-    parts = [RewardPart(kind="http", url=URL, remote={"give_up_s": 600, "timeout_s": 30})]
+    parts = [RewardPart(kind="http", url=URL, give_up_s=600, timeout_s=30)]
     assert list(check_waits(parts, 631.0)) == [] == list(check_waits(parts, 631.0, 631.0))
     assert "is ended after stall_deadline_s 630" in next(check_waits(parts, 1800.0, 630.0))
-    isolated = [RewardPart(kind="python", entry_point="a:b", isolate={"wall_s": 50})]
+    isolated = [RewardPart(kind="python", entry_point="a:b", isolate=True, timeout_s=50)]
     assert list(check_waits(isolated, 1800.0, 111.0)) == []
-    assert "60 to start, and isolate.wall_s" in next(check_waits(isolated, 1800.0, 110.0))
+    assert "60 to start, and timeout_s" in next(check_waits(isolated, 1800.0, 110.0))
     rule = [RewardPart(kind="verifier", name="code")]
     assert list(check_waits(rule, 1800.0, 71.0)) == [] and "rewards.0 may wait 70 s" in next(check_waits(rule, 1800.0, 70.0))
     assert "rewards.0 may wait 630 s" in next(check_waits(parts, 630.0))
-    parts[0].remote.give_up_s = 0
+    parts[0].give_up_s = 0
     assert list(check_waits(parts, 31.0)) == []
 
 

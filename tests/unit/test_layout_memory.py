@@ -289,7 +289,7 @@ def test_sequence_parallelism_keeps_a_buffer_and_a_model_of_its_own() -> None:
 
 
 def test_held_out_answers_have_a_cache_of_their_own() -> None:
-    judged = {"data": {"path": "rows.jsonl", "max_prompt_tokens": 28}, "verifier": "gsm8k", "max_rows": 2}
+    judged = {"data": {"path": "rows.jsonl", "max_prompt_tokens": 28, "max_rows": 2}, "verifier": "gsm8k"}
     without, beside = (holdings(evaluation=evaluation)[0].memory.kv_cache for evaluation in (None, judged))
     assert beside == without * 8 / 6
 

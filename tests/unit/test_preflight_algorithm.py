@@ -204,7 +204,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"algorithm": {"preset": "dapo"}, "guards.kl_mean": 3.0}, "guards.kl_mean is 3, but there is no KL"),
     ({"rewards": [{"kind": "verifier", "name": "gsm8k", "weight": 0.0}]}, "every part of rewards has weight 0"),
     ({"actor.optimizer": {"lr": 1e-5, "min_lr": 1e-6}}, "actor.optimizer.min_lr is 1e-06, but actor.optimizer.decay is constant"),
-    ({"ppo.kl": {"mode": "score", "gradient": "reverse"}}, "ppo.kl.gradient is reverse, but ppo.kl.mode score has no gradient"),
+    ({"ppo.kl": {"mode": "score", "estimator": "k3+"}}, "ppo.kl.estimator is k3+, but ppo.kl.mode score has no gradient"),
 ]  # fmt: skip
 
 
@@ -321,7 +321,7 @@ def test_a_replica_without_a_pair_is_refused(settings: dict[str, Any]) -> None:
 
 
 def test_the_gradient_of_the_reverse_kl_lets_k1_into_the_loss(settings: dict[str, Any]) -> None:
-    put(settings, "ppo.kl", {"mode": "loss", "estimator": "k1", "gradient": "reverse"})
+    put(settings, "ppo.kl", {"mode": "loss", "estimator": "k1+"})
     assert check_train(TrainConfig.model_validate(settings)) == []
 
 
@@ -347,7 +347,6 @@ def test_ranks_for_scorers_that_there_are_not_are_refused(settings: dict[str, An
         ("dapo", {"reference": {"init": {}}}),
         ("grpo", {"ppo.gae_lambda": 0.9}),
         ("grpo", {"ppo.value_clip": 0.3, "ppo.critic_warmup_steps": 3}),
-        ("grpo", {"ppo.kl.mode": "penalty", "ppo.kl.gradient": "reverse"}),
         ("online_dpo", {"algorithm.scale": "whiten"}),
         ("online_dpo", {"algorithm.objective": "clip"}),
         ("online_dpo", {"algorithm.ratio": "sequence"}),

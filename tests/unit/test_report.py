@@ -14,7 +14,7 @@ import yaml
 from oppo_megatron.cli.main import main
 from oppo_megatron.errors import DataError
 from oppo_megatron.report.build import make_sections, write_report
-from oppo_megatron.report.charts import COLOURS, BarChart, Chart, Line, LineChart, draw, image, short
+from oppo_megatron.report.charts import COLOURS, MAX_POINTS, BarChart, Chart, Line, LineChart, draw, png, short
 from oppo_megatron.report.machine import MAX_BARS, step_section, timeline_section, utilization_section
 from oppo_megatron.report.page import render
 from oppo_megatron.report.run_records import distinct_names, read_run, read_runs, split_step, without_downtime
@@ -38,7 +38,7 @@ LEARNING = {
 def undrawn(*runs: RunDirectory) -> Element:
     """The page without its pictures, which take time."""
     records = read_runs(runs)
-    return parse(render([record.name for record in records], make_sections(records)))
+    return parse(render([record.name for record in records], make_sections(records), {}))
 
 
 def charts_of(*runs: RunDirectory) -> dict[str, Chart]:
@@ -86,8 +86,7 @@ def test_every_part_is_there_and_nothing_comes_from_outside(written: Path) -> No
     assert not page.all("link") and not page.all("script")
     assert len(html) < 4e6
     for picture in page.all("img"):
-        kind, _, content = picture.attributes["src"].partition(";base64,")
-        assert b64decode(content).startswith(b"\x89PNG" if kind.endswith("png") else b"<?xml")
+        assert b64decode(picture.attributes["src"].removeprefix("data:image/png;base64,")).startswith(b"\x89PNG")
 
 
 def test_every_chart_is_a_picture(written: Path) -> None:
@@ -103,7 +102,7 @@ def test_the_command_refuses_a_step_without_a_trace(tmp_path: Path, capsys: pyte
     run = write_run(tmp_path / "run")
     assert main(["report", str(run.path), "--step", "99", "--no-png"]) == 2
     printed = capsys.readouterr().err
-    assert "oppo report: reading 1 run" in printed and "steps 1 to 4" in printed
+    assert "oppo report: reading run" in printed and "steps 1 to 4" in printed
 
 
 def test_axes_have_names_and_charts_have_legends(tmp_path: Path) -> None:
@@ -224,7 +223,7 @@ def test_a_chart_shows_names_as_they_are() -> None:
     chart = LineChart("n", "$x_1$", "x", "y", [Line("_$hidden$\x00", [1, 2], [3.0, None], "#000000")])
     figure = draw(chart)
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [" _$hidden$\ufffd"]
-    assert image(figure, "png").startswith(b"\x89PNG") and b"</svg>" in image(figure, "svg")
+    assert png(figure).startswith(b"\x89PNG")
 
 
 def test_a_long_run_stays_small(tmp_path: Path) -> None:
@@ -234,7 +233,8 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
     assert isinstance(steps, BarChart) and len(steps.categories) <= MAX_BARS
     timelines = timeline_section([record], [33, 150])
     assert [chart.name for chart in timelines.charts] == ["timeline-33", "timeline-150"]
-    assert len(image(draw(LineChart("n", "t", "x", "y", [Line("a", range(10**5), range(10**5), "#000000")])), "svg")) < 2e5
+    (axes,) = draw(LineChart("n", "t", "x", "y", [Line("a", range(10**5), range(10**5), "#000000")])).axes
+    assert len(axes.get_lines()[0].get_xdata()) <= MAX_POINTS
 
 
 def test_of_many_ranks_the_least_used_are_shown(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.rewards import IsolationConfig, RewardPart
+from oppo_megatron.config.rewards import Limits, RewardPart
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
 from oppo_megatron.rewards.isolation import SHOWN_BYTES, IsolatedFunction, Unanswered
@@ -97,7 +97,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def function(module: str) -> Iterator[IsolatedFunction]:
-    limits = IsolationConfig(wall_s=30, memory_mb=1024)  # on a busy machine
+    limits = Limits(wall_s=30, memory_mb=1024)  # on a busy machine
     isolated = IsolatedFunction(f"{module}:behave", {"factor": 2.0}, limits, os.environ)
     yield isolated
     isolated.close()
@@ -106,7 +106,7 @@ def function(module: str) -> Iterator[IsolatedFunction]:
 @pytest.fixture(scope="module")
 def impatient(module: str) -> Iterator[IsolatedFunction]:
     """For calls that never end, which may first have something to do."""
-    isolated = IsolatedFunction(f"{module}:behave", {"factor": 2.0}, IsolationConfig(wall_s=2.5, memory_mb=1024), os.environ)
+    isolated = IsolatedFunction(f"{module}:behave", {"factor": 2.0}, Limits(wall_s=2.5, memory_mb=1024), os.environ)
     yield isolated
     isolated.close()
 
@@ -121,7 +121,7 @@ def test_one_process_serves_all_calls_and_gets_the_whole_call(function: Isolated
 
 
 def test_what_it_prints_is_shown_up_to_a_bound(module: str, capfd: pytest.CaptureFixture[str]) -> None:
-    isolated = IsolatedFunction(f"{module}:behave", {}, IsolationConfig(wall_s=30), os.environ)
+    isolated = IsolatedFunction(f"{module}:behave", {}, Limits(wall_s=30), os.environ)
     for _ in range(3):
         isolated("", "chatty", {})
     isolated.close()
@@ -147,23 +147,23 @@ def test_a_misbehaving_function_is_an_error_and_the_next_call_is_served(
 
 
 def test_a_call_that_does_not_end_is_an_error_and_the_next_one_is_served(impatient: IsolatedFunction) -> None:
-    with pytest.raises(RewardError, match="isolated_rewards:behave.*no score within isolate.wall_s 2.5 s"):
+    with pytest.raises(RewardError, match="isolated_rewards:behave.*no score within timeout_s 2.5 s"):
         impatient("", "sleep", {})
     assert impatient("", "echo", {"value": 3.0}) == 6.0
 
 
 def test_processor_time_is_counted_by_call(module: str) -> None:
-    limits = IsolationConfig(wall_s=100, memory_mb=1024)
+    limits = Limits(wall_s=100, memory_mb=1024)
     isolated = IsolatedFunction(f"{module}:behave", {}, limits, os.environ, cpu_s=1)
     started = time.monotonic()
-    with pytest.raises(RewardError, match="isolate.wall_s 1 s"):
+    with pytest.raises(RewardError, match="timeout_s 1 s"):
         isolated("", "spin", {})
     assert time.monotonic() - started < 90, "its wall_s is 100"
     isolated.close()
 
 
 def test_what_it_has_started_ends_with_it(impatient: IsolatedFunction, tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match="wall_s"):
+    with pytest.raises(RewardError, match="timeout_s"):
         impatient("", "child", {"file": str(tmp_path / "pid")})
     assert_ends(int((tmp_path / "pid").read_text()))
 
@@ -171,7 +171,7 @@ def test_what_it_has_started_ends_with_it(impatient: IsolatedFunction, tmp_path:
 @pytest.mark.parametrize("response", ["session", "session, and exit"])
 def test_so_does_what_has_left_its_session(impatient: IsolatedFunction, tmp_path: Path, response: str) -> None:
     """Also where the process has ended by itself, and nothing ties to it what it had started."""
-    with pytest.raises(RewardError, match="wall_s" if response == "session" else "killed by SIGABRT"):
+    with pytest.raises(RewardError, match="timeout_s" if response == "session" else "killed by SIGABRT"):
         impatient("", response, {"file": str(tmp_path / "pids")})
     pids = (tmp_path / "pids").read_text().split()
     assert len(pids) == 3
@@ -194,9 +194,9 @@ def test_it_ends_with_a_run_that_is_killed_and_so_does_what_it_has_started(modul
 
     code = f"""if True:
         import os
-        from oppo_megatron.config.rewards import IsolationConfig
+        from oppo_megatron.config.rewards import Limits
         from oppo_megatron.rewards.isolation import IsolatedFunction
-        function = IsolatedFunction("{module}:behave", {{}}, IsolationConfig(), os.environ)
+        function = IsolatedFunction("{module}:behave", {{}}, Limits(), os.environ)
         print(int(function("", "who", {{}})), flush=True)
         function("", "session", {{"file": {str(tmp_path / "pids")!r}}})
     """
@@ -218,7 +218,7 @@ def part(entry_point: str, **settings: Any) -> RewardPart:
 def test_a_process_that_cannot_start_is_no_call_without_an_answer(tmp_path: Path) -> None:
     """A rule takes a call without an answer for a wrong response; this one says nothing of a response."""
     (tmp_path / "ends.py").write_text("import os\nos._exit(3)\n")
-    ending = IsolatedFunction(f"{tmp_path}/ends.py:f", {}, IsolationConfig(), os.environ)
+    ending = IsolatedFunction(f"{tmp_path}/ends.py:f", {}, Limits(), os.environ)
     with pytest.raises(RewardError, match="ends.py:f: its process ended with exit code 3") as caught:
         ending("", "", {})
     assert not isinstance(caught.value, Unanswered)

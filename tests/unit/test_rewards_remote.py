@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from oppo_megatron.config.load import config_yaml
-from oppo_megatron.config.rewards import RemoteRewardConfig, RewardPart
+from oppo_megatron.config.rewards import RewardPart
 from oppo_megatron.errors import ConfigError, OppoError, RewardError
 from oppo_megatron.rewards.functions import build_reward_functions
 from oppo_megatron.rewards.protocol import ScoreItem, read_answer, read_token
@@ -42,8 +42,8 @@ def client(
     clock: Callable[[], float] = time.monotonic,
     **changes: Any,
 ) -> Iterator[RemoteReward]:
-    secret, settings = None if token is None else SecretStr(token), RemoteRewardConfig(**QUICK | changes)
-    remote = RemoteReward("reward part 'r'", service.url, secret, settings, pauses_s=PAUSES_S, clock=clock)
+    secret = None if token is None else SecretStr(token)
+    remote = RemoteReward("reward part 'r'", service.url, secret, pauses_s=PAUSES_S, clock=clock, **QUICK | changes)
     try:
         yield remote
     finally:
@@ -163,7 +163,7 @@ def test_nobody_listening() -> None:
 
 @pytest.mark.parametrize(
     ("status", "remedy"),
-    [(400, ""), (401, "token_env"), (403, "token_env"), (404, "correct the url"), (413, "max_batch"), (302, ""), (204, "")],
+    [(400, ""), (401, "token_env"), (403, "token_env"), (404, "correct the url"), (413, "larger requests"), (302, ""), (204, "")],
 )
 def test_a_refusal_ends_the_run_at_once(status: int, remedy: str) -> None:
     answer = saying(b"" if status == 204 else b"why\nnot", status, "Location: http://127.0.0.1:1/")
@@ -254,7 +254,7 @@ def test_the_token_is_sent_and_never_shown(caplog: pytest.LogCaptureFixture) -> 
     for status in (500, 400, 200):
         with reward_service(otherwise=repeat(status)) as service:
             echo[:] = [f"you said Authorization: Bearer {TOKEN}"]
-            part = RewardPart(kind="http", url=service.url, token_env="REWARD_TOKEN", remote={**QUICK, "give_up_s": 0.5})
+            part = RewardPart(kind="http", url=service.url, token_env="REWARD_TOKEN", timeout_s=30, give_up_s=0.5)
             assert TOKEN not in config_yaml(part) and TOKEN not in repr(part)
             rewards = build_reward_functions([part], {"REWARD_TOKEN": TOKEN})
             function = rewards.summands[0].function

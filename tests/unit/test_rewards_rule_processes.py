@@ -40,14 +40,12 @@ SUM = "print(int(input()) + int(input()))"
 
 
 def code(wall_s: float = 30.0, **settings: Any) -> RewardSum:
-    isolate = {"wall_s": wall_s, "memory_mb": 512}
-    part = RewardPart(kind="verifier", name="code", answer="tests", isolate=isolate, **settings)
+    part = RewardPart(kind="verifier", name="code", answer="tests", isolate=512, timeout_s=wall_s, **settings)
     return build_reward_functions([part])
 
 
 def mathematics(wall_s: float) -> RewardSum:
-    isolate = {"wall_s": wall_s, "memory_mb": 2048}
-    return build_reward_functions([RewardPart(kind="verifier", name="math", isolate=isolate, processes=1)])
+    return build_reward_functions([RewardPart(kind="verifier", name="math", isolate=2048, timeout_s=wall_s)])
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +58,14 @@ def math() -> Iterator[RewardSum]:
 @pytest.fixture(scope="module")
 def every() -> Iterator[RewardSum]:
     """All tests have to be passed."""
-    rewards = code(processes=1)
+    rewards = code()
     yield rewards
     rewards.close()
 
 
 @pytest.fixture(scope="module")
 def share() -> Iterator[RewardSum]:
-    rewards = code(processes=1, lenient=True)
+    rewards = code(lenient=True)
     yield rewards
     rewards.close()
 
@@ -285,7 +283,7 @@ def test_standard_input_and_output(every: RewardSum, share: RewardSum, program: 
 
 def test_an_endless_program_costs_a_row_its_time_and_leaves_nothing(share: RewardSum) -> None:
     slow = "import time\ndef double(x):\n  time.sleep(60 * (x != 1))\n  return 2"
-    impatient, began = code(wall_s=4.0, processes=1, lenient=True), time.monotonic()
+    impatient, began = code(wall_s=4.0, lenient=True), time.monotonic()
     assert scored(impatient, slow, ASSERTS) == 0.25
     assert 3.5 < time.monotonic() - began < 60.0
     impatient.close()
@@ -299,7 +297,7 @@ def test_a_killed_run_leaves_no_program(tmp_path: Path) -> None:
     program = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
     ask = f"""
         from tests.unit.test_rewards_rule_processes import PAIRS, code, scored
-        scored(code(processes=1, wall_s=50), {program!r}, PAIRS)
+        scored(code(wall_s=50), {program!r}, PAIRS)
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(ask)], env=environment) as run:
@@ -325,7 +323,7 @@ def test_programs_make_no_socket_and_see_neither_the_runs_folder_nor_its_variabl
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("REWARD_TOKEN", "secret")
-    rewards = code(processes=1)
+    rewards = code()
     network = "import socket\ntry: socket.socket(); print('open')\nexcept PermissionError: print('cut')"
     assert rewards.describe() == ["reward code: the programs reach no network"]
     assert scored(rewards, network, [{"input": "", "output": "cut"}]) == 1.0
@@ -337,7 +335,7 @@ def test_programs_make_no_socket_and_see_neither_the_runs_folder_nor_its_variabl
 def test_several_processes_check_at_once_and_each_response_has_its_own_score(tmp_path: Path) -> None:
     """Each of three programs waits for the two others."""
     others = set(psutil.Process().children(recursive=True))
-    rewards = code(processes=3, wall_s=30)
+    rewards = code(wall_s=30)
     meet = "import os, time\nopen({0!r}, 'w').close()\nwhile len(os.listdir({1!r})) < 3: time.sleep(0.01)\nprint(7)"
     programs = [meet.format(f"{tmp_path}/{number}", str(tmp_path)) for number in range(3)] + ["print(7)", "print(8)"]
     items = [ScoreItem(i, "", f"```\n{program}\n```", {"tests": PAIRS[:1]}) for i, program in enumerate(programs)]

@@ -20,7 +20,7 @@ from pydantic import SecretStr
 pytest.importorskip("fastapi", reason="fastapi is not installed: it is of the extras `serve` and `test`")
 
 from oppo_megatron.cli.main import main
-from oppo_megatron.config.rewards import RemoteRewardConfig, RewardPart
+from oppo_megatron.config.rewards import RewardPart
 from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.protocol import Item, ScoreItem
@@ -67,8 +67,7 @@ def test_scores_of_the_parts_in_the_order_asked(tmp_path: Path) -> None:
 
 def test_our_client_and_our_server_agree() -> None:
     with served(token=TOKEN) as address:
-        settings = RemoteRewardConfig(max_batch=2, give_up_s=0)
-        remote = RemoteReward("r", f"{address}/score", SecretStr(TOKEN), settings)
+        remote = RemoteReward("r", f"{address}/score", SecretStr(TOKEN), max_batch=2, give_up_s=0)
         remote.request([ScoreItem(i, "p", "é" * i, {"answer": None}) for i in range(5)])
         assert [remote.result(i) for i in range(5)] == [0.0, 1.0, 2.0, 3.0, 4.0]
         remote.close()

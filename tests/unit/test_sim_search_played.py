@@ -10,7 +10,7 @@ import pytest
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.sim.pricing.decoding import Decoding
 from oppo_megatron.sim.search import playing
-from oppo_megatron.sim.search.configured import planned_config, with_delta
+from oppo_megatron.sim.search.configured import planned_config
 from oppo_megatron.sim.search.enumeration import Plan
 from oppo_megatron.sim.search.planning import Task, find_plans
 from oppo_megatron.sim.search.steady import steady_work
@@ -82,7 +82,9 @@ def test_the_delta_of_least_seconds_is_taken(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(playing, "MOST_LONG", 16)
     config = planned_config(TASK.config, planned()[0])
     chosen = playing.best_delta(TASK, config, 4)
-    paces = {delta: playing.pace(playing.counted_steps(TASK, with_delta(config, delta), 16)) for delta in (0, 8, 32)}
+    paces = {
+        delta: playing.pace(playing.counted_steps(TASK, config.with_values({playing.DELTA: delta}), 16)) for delta in (0, 8, 32)
+    }
     best = min(paces.values())
     assert paces[chosen or 0] <= 1.015 * best and (chosen is not None) == (paces[0] > 1.015 * best)
 

@@ -21,7 +21,7 @@ from oppo_megatron.preflight.validate import train_problems
 from oppo_megatron.sim.clusters.cluster import GPUS, INSIDE, Between, Cluster, published
 from oppo_megatron.sim.runs.virtual import VirtualRun
 from oppo_megatron.sim.search import playing
-from oppo_megatron.sim.search.configured import planned_config, with_micro_batch
+from oppo_megatron.sim.search.configured import planned_config
 from oppo_megatron.sim.search.planning import Task, find_plans, find_shortage, micro_batches
 from oppo_megatron.sim.search.playing import Played, play_plans, task_costs
 from tests.unit.test_sim_search_plan import SMALL, tree
@@ -111,7 +111,7 @@ def test_every_size_of_micro_batches_passes_the_checks() -> None:
         sizes = micro_batches(task.config)
         least += min(sizes) == least_micro_batch(task.config)
         for size in sizes if not task.check(task.config) else ():
-            assert task.check(with_micro_batch(task.config, size)) == []
+            assert task.check(task.config.with_values({"runtime.micro_batch_tokens": size})) == []
     assert least > 9
 
 

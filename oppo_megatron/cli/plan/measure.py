@@ -9,8 +9,9 @@ from typing import Any
 
 import yaml
 
+from oppo_megatron.cli.launch import refuse_given_ranks
 from oppo_megatron.cli.load import load_settings
-from oppo_megatron.cli.measure import AUTO, measure_placements, refuse_given_ranks, this_machine
+from oppo_megatron.cli.measure import AUTO, ONE_MACHINE, measure_placements, this_machine
 from oppo_megatron.cli.parser import add_config_arguments
 from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.layout.candidates import find_candidates
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    refuse_given_ranks("`oppo plan measure` starts ranks of its own")
+    refuse_given_ranks(ONE_MACHINE.format("`oppo plan measure` starts ranks of its own"))
     settings = load_settings("train", args.config, [*args.overrides, *AUTO])
     assert isinstance(settings, TrainSettings)
     directory = RunDirectory(settings.run_dir)

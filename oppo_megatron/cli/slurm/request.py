@@ -128,12 +128,6 @@ def _option_problems(options: argparse.Namespace) -> Iterator[str]:
             yield f"{name} is {value!r}; an #SBATCH line takes no spaces, quotes, backslashes or $ here"
     if "/" in (options.job_name or ""):
         yield f"--job-name is {options.job_name!r}; logs are named after it, so it takes no /"
-    for name in (f"{prefix}{count}_per_node" for prefix in ("", "scorer_") for count in ("gpus", "ranks")):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            yield f"{_option(name)} is {value}; it must be 1 or more"
-    if options.max_restarts is not None and options.max_restarts < 0:
-        yield f"--max-restarts is {options.max_restarts}; it must be 0 or more"
     if options.container_image == "":
         yield "--container-image is empty; name an image, or leave it out: cluster.env's is taken, or none"
     elif options.container_mounts and not options.container_image:
@@ -153,13 +147,13 @@ def _time_problems(config: TrainConfig, options: argparse.Namespace) -> Iterator
     elif limit_s <= options.signal_s:
         yield f"--time {options.time} is {limit_s} s, and --signal-s {options.signal_s} comes before it; leave time to train"
     if not config.preempt_deadline_s:
-        yield "preempt_deadline_s is 0: a job that is told to stop would not be saved; set it to 120, say"
+        yield "preempt_deadline_s is 0: a job that is asked to stop would not be saved; set it to 120, say"
     elif options.signal_s > LONGEST_SIGNAL_S:
         yield f"--signal-s is {options.signal_s}; sbatch takes at most {LONGEST_SIGNAL_S}"
     elif options.signal_s <= config.preempt_deadline_s:
         yield (
             f"--signal-s is {options.signal_s}, and the run may take preempt_deadline_s={config.preempt_deadline_s:g} s to "
-            "be saved; tell it earlier, or lower the deadline"
+            "be saved; raise --signal-s, or lower the deadline"
         )
 
 
@@ -197,7 +191,7 @@ def _part(name: str, num_ranks: int, wanted: PartOptions, device: str) -> Part |
     if gpus and (wanted.ranks_per_node or 0) > gpus:
         remedy = f"--{prefix}ranks-per-node {gpus}"
         return f"{wanted.ranks_per_node} ranks on nodes{of} with {gpus} GPUs; each rank needs one: {remedy}"
-    most = max(1, wanted.ranks_per_node or gpus or num_ranks)  # below 1 it is a problem of its own
+    most = wanted.ranks_per_node or gpus or num_ranks
     on_node = min(most, num_ranks)
     if num_ranks % on_node:
         fitting = [size for size in range(1, most + 1) if num_ranks % size == 0]
@@ -211,7 +205,7 @@ def _part(name: str, num_ranks: int, wanted: PartOptions, device: str) -> Part |
 
 def _notes(config: TrainConfig, parts: Sequence[Part], placements: Sequence[tuple[str, RolePlacement]]) -> Iterator[str]:
     if not config.checkpoint.every_steps:
-        yield "checkpoint.every_steps is 0: a run whose rank is killed begins anew, or where it was last told to stop"
+        yield "checkpoint.every_steps is 0: a run whose rank is killed starts again from the beginning or from its last stop"
     for part in parts:
         if part.gpus_per_node > part.ranks_per_node:
             of = f" of the {part.name}" if part.name else ""

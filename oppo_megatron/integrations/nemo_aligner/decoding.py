@@ -58,7 +58,7 @@ def watched(model: Any, inputs: tuple[Tensor, Tensor], watch: Watch) -> Iterator
     def shown(*args: Any, **kwargs: Any) -> Any:
         strategy: Any = kwargs.get("strategy")
         given: Any = kwargs.get("inputs", args[0] if args else None)
-        if strategy is not None and _alike(given, inputs):
+        if strategy is not None and _equal(given, inputs):
             kwargs["strategy"] = WatchedStrategy(strategy, given[1], watch)
         return generate(*args, **kwargs)
 
@@ -72,7 +72,7 @@ def watched(model: Any, inputs: tuple[Tensor, Tensor], watch: Watch) -> Iterator
             model.generate = own
 
 
-def _alike(given: Any, inputs: tuple[Tensor, Tensor]) -> bool:
+def _equal(given: Any, inputs: tuple[Tensor, Tensor]) -> bool:
     if not isinstance(given, tuple | list) or len(given) != len(inputs):
         return False
     pairs = zip(given, inputs, strict=True)
@@ -280,17 +280,11 @@ class PooledActor:
         return offer
 
 
-@dataclass(frozen=True)
-class PoolBatches:
-    pool: Pool
-    micro: int
-    num_microbatches: int
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        self.pool.begin(self.micro * self.num_microbatches, self.micro)
-        for _ in range(self.num_microbatches):
-            yield {"count": torch.tensor(self.micro)}
-        self.pool.end()
+def _batches(pool: Pool, micro: int, num_microbatches: int) -> Iterator[dict[str, Tensor]]:
+    pool.begin(micro * num_microbatches, micro)
+    for _ in range(num_microbatches):
+        yield {"count": torch.tensor(micro)}
+    pool.end()
 
 
 def fill(
@@ -300,11 +294,11 @@ def fill(
     num_microbatches: int,
     dataset: Any,
     collate_fn: Callable[[list[Any]], Mapping[str, Tensor]],
-) -> PoolBatches:
+) -> Iterator[dict[str, Tensor]]:
     """Draw `draw` prompts, skipping the pool's own, which the sampler repeats. Raises DataError if the sampler has fewer."""
     first = next(sampler_iter, None)
     if first is None:
-        raise DataError("the sampler gives no prompt where an epoch's are left; let num_rollout_samples divide the data")
+        raise DataError("the sampler gives no prompt, but the epoch has some left; let num_rollout_samples divide the data")
     ids = list(islice(chain.from_iterable(chain([first], sampler_iter)), len(pool), len(pool) + draw))
     if len(pool) + len(ids) < len(first) * num_microbatches:
         raise DataError(
@@ -314,4 +308,4 @@ def fill(
     if ids:
         drawn = collate_fn([dataset[index] for index in ids])
         pool.admit([t[:n].tolist() for t, n in zip(drawn["text"], drawn["length"].tolist(), strict=True)])
-    return PoolBatches(pool, len(first), num_microbatches)
+    return _batches(pool, len(first), num_microbatches)

@@ -51,7 +51,7 @@ class OvercommitSampler:
     ) -> tuple[Any | None, int]:
         """Return the taken groups' rows and number, oldest first; (None, 0) if too few are ready. Overdue groups keep places."""
         if not 1 <= min_prompt_groups <= max_prompt_groups:
-            raise ValueError(f"{min_prompt_groups} to {max_prompt_groups} prompt groups are no range to take")
+            raise ValueError(f"{min_prompt_groups} to {max_prompt_groups} prompt groups are not a range to take")
         starts, ready = self._buffer.start_weight_list, self._buffer.ready_list
         due = [current_train_weight - start >= self._max_staleness for start in starts]
         kept = sum(due[i] and not ready[i] for i in range(len(starts)))

@@ -1,16 +1,22 @@
-"""Seconds and bytes of each role and phase, without overlap."""
+"""Seconds of each role and phase: inference, update and move of weights, without overlap."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cache
+from itertools import product
+from math import ceil
 from statistics import fmean
+
+import numpy as np
 
 from oppo_megatron.config.derived import minibatch_rows
 from oppo_megatron.config.model import TrainingLayoutConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.holdings import rank_memory, train_holdings
+from oppo_megatron.layout.flops import Shape, head_linear, layer_linears
+from oppo_megatron.layout.memory import stage_layers, stage_parameters
 from oppo_megatron.layout.placements import (
     RolePlacement,
     has_own_training_weights,
@@ -23,17 +29,145 @@ from oppo_megatron.layout.role_memory import SCALAR_ROLES, laid_out, sequences_a
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.sim.clusters.cluster import Cluster, threaded
+from oppo_megatron.sim.laws import WIDTH, Ints, LayerLaw, Moves, scatter_s
 from oppo_megatron.sim.pricing.decoding import Decoding, Turns, decode_s, predicted_costs
-from oppo_megatron.sim.pricing.model import LaidModel
-from oppo_megatron.sim.pricing.phases import Batch, Update, Weights, inference_s, reallocation_s, update_s
+from oppo_megatron.sim.pricing.model import LaidModel, Tokens
+
+GRADIENT_WIDTH = 4
+"""Float32."""
+ADAM_BYTES = 28
+"""Bytes per parameter: main weight, two moments and gradient read, the first three written."""
 
 
 @dataclass(frozen=True)
-class Price:
-    role: str
-    phase: str
-    layout: str
-    seconds: float
+class Batch:
+    """A replica's `tokens` in sequences of mean `length`."""
+
+    tokens: float
+    length: float
+    micro_batch_tokens: int
+
+    @property
+    def micro_batches(self) -> int:
+        return max(1, ceil(self.tokens / max(self.micro_batch_tokens, self.length)))
+
+    def micro_batch(self, *, outputs: bool) -> Tokens:
+        return Tokens.prompts(self.tokens / self.micro_batches, self.length, outputs=outputs)
+
+
+def inference_s(model: LaidModel, batch: Batch) -> float:
+    """All micro-batches through all stages; messages overlap with the next one's computation."""
+    tokens = batch.micro_batch(outputs=True)
+    stages = [model.forward_s(stage, tokens) for stage in range(model.placement.pp)]
+    hops = [model.hop_s(stage, tokens.new) for stage in range(model.placement.pp)]
+    return sum(stages) + sum(hops) + (batch.micro_batches - 1) * max(*stages, *hops)
+
+
+@dataclass(frozen=True)
+class Update:
+    batch: Batch
+    optimizer_steps: int
+    train: TrainingLayoutConfig
+
+
+def update_s(model: LaidModel, update: Update) -> float:
+    placement, batch = model.placement, update.batch
+    tokens = batch.micro_batch(outputs=True)
+    stages = [_training_s(model, stage, tokens, update.train) for stage in range(placement.pp)]
+    hops = [2 * model.hop_s(stage, tokens.new) for stage in range(placement.pp)]
+    slowest = max(*stages, *hops)
+    bubble = (sum(stages) - max(stages)) / update.train.vpp + sum(hops)
+    exchange = max(_exchange_s(model, stage, update.train, stages[stage]) for stage in range(placement.pp))
+    return update.optimizer_steps * (batch.micro_batches * slowest + bubble + exchange)
+
+
+def _training_s(model: LaidModel, stage: int, tokens: Tokens, train: TrainingLayoutConfig) -> float:
+    """A stage's forward, a backward of two forwards, and recomputation."""
+    forward = model.forward_s(stage, tokens, training=True)
+    again = {
+        "none": 0.0,
+        "selective": model.attention_s(tokens),
+        "full": forward - model.head_s(stage, tokens.rows),
+    }
+    return 3 * forward + again[train.recompute]
+
+
+def _exchange_s(model: LaidModel, stage: int, train: TrainingLayoutConfig, last_s: float) -> float:
+    """Exposed messages of an optimizer step, and its passes. Gradients overlap with the last backward (2/3 `last_s`)."""
+    placement = model.placement
+    held = stage_parameters(model.shape, placement.tp, placement.pp, stage, scalar=model.scalar)
+    optimizer = LayerLaw(model.cluster.gpu).plain_s(held * ADAM_BYTES / placement.dp)
+    if placement.dp == 1:
+        return optimizer
+    group = model.replica_groups[stage]
+    reduced = scatter_s(model.cluster, group, GRADIENT_WIDTH * held)
+    gathered = scatter_s(model.cluster, group, WIDTH * held)
+    return optimizer + max(0.0, reduced - 2 / 3 * last_s) + gathered
+
+
+@dataclass(frozen=True)
+class Weights:
+    placement: RolePlacement
+    vpp: int = 1
+
+
+def reallocation_s(cluster: Cluster, shape: Shape, source: Weights, target: Weights, *, scalar: bool) -> float:
+    """Seconds until `target`'s ranks have all weights, from a replica on their node if there is one."""
+    moves = Moves(cluster)
+    sizes = {"layer": sum(linear.size for linear in layer_linears(shape))}
+    sizes |= {"embedding": head_linear(shape, scalar=False).size, "head": head_linear(shape, scalar=scalar).size}
+    here, there = target.placement, source.placement
+    mine_of, theirs_of = _by_coordinates(here), _by_coordinates(there)
+    parts, held = _parts(shape, target), _parts(shape, source)
+    for (stage, own), (holder, other) in product(enumerate(parts), enumerate(held)):
+        for kind, size in sizes.items():
+            times = len(own[kind] & other[kind])
+            if not times:
+                continue
+            for mine, theirs, share in _overlaps(here.tp, there.tp):
+                holding, asking = theirs_of[holder, :, theirs], mine_of[stage, :, mine]
+                place = np.minimum(np.searchsorted(holding, asking), len(holding) - 1)
+                lacking = asking[holding[place] != asking]
+                if len(lacking):
+                    moves.add(_nearest(cluster, holding, lacking), lacking, WIDTH * size * float(share), times)
+    return moves.seconds()
+
+
+def _by_coordinates(placement: RolePlacement) -> Ints:
+    """Ranks, [stage, replica, shard]."""
+    return np.array(placement.ranks).reshape(placement.pp, placement.dp, placement.tp)
+
+
+def _parts(shape: Shape, weights: Weights) -> list[dict[str, set[int]]]:
+    pp = weights.placement.pp
+    return [
+        {
+            "layer": {layer for span in stage_layers(shape, pp, stage, weights.vpp) for layer in span},
+            "embedding": {0} if stage == 0 else set(),
+            "head": {0} if stage == pp - 1 else set(),
+        }
+        for stage in range(pp)
+    ]
+
+
+@cache
+def _overlaps(here: int, there: int) -> list[tuple[int, int, Fraction]]:
+    """Pairs of shards that share part of a matrix, with its share."""
+    found = []
+    for mine, theirs in product(range(here), range(there)):
+        share = min(Fraction(mine + 1, here), Fraction(theirs + 1, there)) - max(Fraction(mine, here), Fraction(theirs, there))
+        if share > 0:
+            found.append((mine, theirs, share))
+    return found
+
+
+def _nearest(cluster: Cluster, holding: Ints, ranks: Ints) -> Ints:
+    """For each rank one of `holding` (ascending), on its node if possible."""
+    nodes, holders = ranks // cluster.gpus_per_node, holding // cluster.gpus_per_node
+    first, after = np.searchsorted(holders, nodes, "left"), np.searchsorted(holders, nodes, "right")
+    near = after - first
+    place: Ints = holding[np.where(near > 0, first + ranks % np.maximum(near, 1), ranks % len(holding))]
+    return place
 
 
 @dataclass(frozen=True)
@@ -74,6 +208,8 @@ def seen_by(config: TrainConfig, cluster: Cluster) -> Cluster:
 
 @dataclass(frozen=True)
 class Prices:
+    """Prices of a configuration's own layouts, by role and phase."""
+
     config: TrainConfig
     cluster: Cluster
     decoding: Decoding
@@ -86,10 +222,6 @@ class Prices:
                 f"({self.cluster.nodes} x {self.cluster.gpus_per_node}); add nodes, or take a smaller layout"
             )
 
-    @property
-    def work(self) -> StepWork:
-        return StepWork(self.config, self.decoding)
-
     def models(self) -> dict[str, LaidModel]:
         placements = role_placements(self.config)
         return {
@@ -97,43 +229,30 @@ class Prices:
             for name, role in named_roles(self.config).items()
         }
 
-    def rows(self) -> Iterator[Price]:
-        models, work = self.models(), self.work
-        for name, model in models.items():
+    def rows(self) -> dict[tuple[str, str], float]:
+        """Phases: prompts, decode, score, update, weights (if they move)."""
+        work, found = StepWork(self.config, self.decoding), dict[tuple[str, str], float]()
+        for name, model in self.models().items():
             if name == "actor":
-                yield _price(name, "prompts", model, inference_s(model, work.reading(model, prompts_only=True)))
-                yield _price(name, "decode", model, decode_s(model, self.decoding, work.turns(model.placement)))
+                found[name, "prompts"] = inference_s(model, work.reading(model, prompts_only=True))
+                found[name, "decode"] = decode_s(model, self.decoding, work.turns(model.placement))
             else:
-                yield _price(name, "score", model, inference_s(model, work.reading(model)))
-        yield from self.updates()
+                found[name, "score"] = inference_s(model, work.reading(model))
+        return found | self.updates()
+
+    def updates(self) -> dict[tuple[str, str], float]:
+        models, placements, found = self.models(), training_placements(self.config), dict[tuple[str, str], float]()
+        work = StepWork(self.config, self.decoding)
+        for name, role in self.config.trained.items():
+            serving, train = models[name], role.train
+            model = trained_model(serving, placements[name], train)
+            found[name, "update"] = update_s(model, work.update(model, train))
+            if has_own_training_weights(serving.placement, placements[name], train.vpp):
+                trained, target = Weights(placements[name], train.vpp), Weights(serving.placement)
+                found[name, "weights"] = reallocation_s(self.cluster, model.shape, trained, target, scalar=model.scalar)
+        return found
 
     def costs(self) -> Costs:
         models = self.models()
         sequences = -(-len(self.decoding.lengths) // models["actor"].placement.dp)
         return predicted_costs(models, self.decoding, sequences, self.config.runtime.micro_batch_tokens)
-
-    def fullest_gb(self) -> float:
-        """As in `--dry-run`, in 10^9 bytes."""
-        on_cpu = self.cluster.gpu.on_cpu
-        held = rank_memory(train_holdings(self.config, on_cpu=on_cpu))
-        return max(memory.total for memory in held.values()) / 1e9
-
-    def updates(self) -> Iterator[Price]:
-        models, placements, work = self.models(), training_placements(self.config), self.work
-        for name, role in self.config.trained.items():
-            serving, train = models[name], role.train
-            model = trained_model(serving, placements[name], train)
-            yield _price(name, "update", model, update_s(model, work.update(model, train)))
-            if has_own_training_weights(serving.placement, placements[name], train.vpp):
-                trained, target = Weights(placements[name], train.vpp), Weights(serving.placement)
-                seconds = reallocation_s(self.cluster, model.shape, trained, target, scalar=model.scalar)
-                yield _price(name, "weights", serving, seconds)
-
-
-def total_s(prices: Sequence[Price]) -> float:
-    return sum(price.seconds for price in prices)
-
-
-def _price(role: str, phase: str, model: LaidModel, seconds: float) -> Price:
-    placement = model.placement
-    return Price(role, phase, f"tp {placement.tp} x pp {placement.pp} x dp {placement.dp}", seconds)

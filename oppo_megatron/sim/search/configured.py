@@ -43,20 +43,6 @@ def planned_config(config: TrainConfig, plan: Plan) -> TrainConfig:
     return TrainConfig.model_validate(tree)
 
 
-def with_chunk(config: TrainConfig, tokens: int) -> TrainConfig:
-    chunk = config.overlap.chunk.model_copy(update={"tokens": tokens})
-    return config.model_copy(update={"overlap": config.overlap.model_copy(update={"chunk": chunk})})
-
-
-def with_delta(config: TrainConfig, initial: int) -> TrainConfig:
-    delta = config.overlap.delta.model_copy(update={"initial": initial})
-    return config.model_copy(update={"overlap": config.overlap.model_copy(update={"delta": delta})})
-
-
-def with_micro_batch(config: TrainConfig, tokens: int) -> TrainConfig:
-    return config.model_copy(update={"runtime": config.runtime.model_copy(update={"micro_batch_tokens": tokens})})
-
-
 def _pools(places: Mapping[str, Place]) -> _Pools:
     actor, own = places["actor"]
     pool, others = (Block(0, actor.size), own), {name: place for name, place in places.items() if name != "actor"}

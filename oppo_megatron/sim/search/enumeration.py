@@ -90,6 +90,8 @@ class _Layouts:
 
 def enumerate_plans(space: Space, best: Best, *, any_plan: bool = False) -> None:
     """Put the best plans of `space` into `best`. `any_plan`: stop at the first."""
+    if any_plan and best.plans:
+        return
     bounds = lower_bounds(space)
     near = np.flatnonzero(bounds < best.limit())
     for number in near[np.argsort(bounds[near], kind="stable")].tolist():

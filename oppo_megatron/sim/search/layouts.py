@@ -19,14 +19,13 @@ from oppo_megatron.layout.checks import serving_problems
 from oppo_megatron.layout.layouts import Sizes, fills_shards, layouts_of, vocab_rows
 from oppo_megatron.layout.memory import Memory
 from oppo_megatron.layout.placements import RolePlacement, has_own_training_weights, named_roles
-from oppo_megatron.layout.role_memory import SCALAR_ROLES, laid_out, served_stages, stage_memory, trained_stages
+from oppo_megatron.layout.role_memory import SCALAR_ROLES, both_memory, is_one_model, laid_out, served_stages, trained_stages
 from oppo_megatron.layout.shape import model_limits
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.pricing.decoding import Decoding, decode_s
 from oppo_megatron.sim.pricing.model import LaidModel
-from oppo_megatron.sim.pricing.phases import Weights, inference_s, reallocation_s, update_s
-from oppo_megatron.sim.pricing.prices import StepWork, trained_model
+from oppo_megatron.sim.pricing.prices import StepWork, Weights, inference_s, reallocation_s, trained_model, update_s
 from oppo_megatron.sim.search.steady import Steady
 from oppo_megatron.sim.search.step import Times, nanoseconds
 
@@ -141,8 +140,7 @@ class PriceTable:
         servings, trainings = self._priced(role, size)
         if not self._is_trained(role):
             for number, (serving, serving_ns) in enumerate(servings):
-                stages = stage_memory(self.config, role, _over(serving), None, None, on_cpu=self.on_cpu).served
-                yield Option(number, serving, None, Times(serving_ns), _bytes(stages))
+                yield Option(number, serving, None, Times(serving_ns), _bytes(self._served(role, serving, serving)))
             return
         known: dict[Any, Bytes] = {}
         pairs = product(servings, trainings)
@@ -155,19 +153,27 @@ class PriceTable:
     def _trained_bytes(self, role: str, serving: Sizes, train: TrainingLayoutConfig, known: dict[Any, Bytes]) -> Bytes:
         """`known`: bytes by layout and padded vocabulary, which both layouts' tensor ranks divide."""
         training = _training_sizes(train)
-        placed, trained = _over(serving), _over(training)
-        if not has_own_training_weights(placed, trained, train.vpp):
-            return _bytes(stage_memory(self.config, role, placed, trained, train, on_cpu=self.on_cpu).both)
+        if not has_own_training_weights(_over(serving), _over(training), train.vpp):
+            pairs = zip(self._served(role, serving, training), self._trained(role, serving, train), strict=True)
+            return _bytes([both_memory(*pair, one_model=is_one_model(train)) for pair in pairs])
         common = lcm(serving.tp, training.tp)
         rows = vocab_rows(self._shapes[role]["vocab_size"], common) * common
         serves, trains = ("serving", serving, rows), (training, train.recompute, rows)
-        if serves not in known or trains not in known:
-            model = laid_out(self.config, role, placed, trained)
-            if serves not in known:
-                known[serves] = _bytes(served_stages(self.config, role, placed, model, on_cpu=self.on_cpu))
-            if trains not in known:
-                known[trains] = _bytes(trained_stages(self.config, trained, model, train, on_cpu=self.on_cpu))
+        if serves not in known:
+            known[serves] = _bytes(self._served(role, serving, training))
+        if trains not in known:
+            known[trains] = _bytes(self._trained(role, serving, train))
         return _together(known[serves], known[trains])
+
+    def _served(self, role: str, serving: Sizes, training: Sizes) -> tuple[Memory, ...]:
+        placed = _over(serving)
+        model = laid_out(self.config, role, placed, _over(training))
+        return served_stages(self.config, role, placed, model, on_cpu=self.on_cpu)
+
+    def _trained(self, role: str, serving: Sizes, train: TrainingLayoutConfig) -> tuple[Memory, ...]:
+        placed = _over(_training_sizes(train))
+        model = laid_out(self.config, role, _over(serving), placed)
+        return trained_stages(self.config, placed, model, train, on_cpu=self.on_cpu)
 
     def _priced(self, role: str, size: int) -> tuple[list[Any], list[Any]]:
         key = (role, size)

@@ -12,12 +12,12 @@ from oppo_megatron.layout.checks import check_layouts
 from oppo_megatron.layout.holdings import rank_memory, train_holdings
 from oppo_megatron.layout.placements import named_roles, world_size
 from oppo_megatron.modeldir.headers import read_hf_config
-from oppo_megatron.sim.clusters.cluster import Between, Cluster, assumed, threaded
+from oppo_megatron.sim.clusters.cluster import Between, Cluster, Gpu, assumed, threaded
 from oppo_megatron.sim.pricing.decoding import Decoding
 from oppo_megatron.sim.search.blocks import arrangements, block_sizes, run_sizes
-from oppo_megatron.sim.search.configured import planned_config, with_micro_batch
+from oppo_megatron.sim.search.configured import planned_config
 from oppo_megatron.sim.search.enumeration import Best, Plan, Space, enumerate_plans, held_bytes
-from oppo_megatron.sim.search.layouts import PriceTable
+from oppo_megatron.sim.search.layouts import Option, PriceTable
 from oppo_megatron.sim.search.steady import Steady, steady_work
 from oppo_megatron.sim.search.step import Mode
 
@@ -49,7 +49,6 @@ class Task:
     limits: Callable[[int], int] | None = None
     prompt: int | None = None
     check: Callable[[TrainConfig], Sequence[str]] = layout_problems
-    known_work: Steady | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -64,7 +63,7 @@ class Task:
 
     @cached_property
     def steady(self) -> Steady:
-        return self.known_work or steady_work(self.config, self.decoding, self.limit_of)
+        return steady_work(self.config, self.decoding, self.limit_of)
 
     @cached_property
     def mode(self) -> Mode:
@@ -82,14 +81,29 @@ class Task:
     def budget(self, cluster: Cluster) -> int:
         return int(cluster.gpu.memory_bytes * (1 - self.margin))
 
-    def problems(self, config: TrainConfig) -> Sequence[str]:
-        """Problems of a plan; also its memory if the reference shares weights, which the search does not count."""
-        if problems := self.check(config):
-            return problems
+    def accepts(self, plan: Plan) -> bool:
+        """Check a plan; also its memory if the reference shares weights, which the search does not count."""
+        config = planned_config(self.config, plan)
+        if self.check(config):
+            return False
         if config.actor.lora is None or config.reference is not None:
-            return []
-        fullest, most = Fullest.of(config, on_cpu=self.on_cpu), self.budget(self.cluster_of(world_size(config)))
-        return [fullest.describe(most)] if fullest.held > most else []
+            return True
+        return Fullest.of(config, on_cpu=self.on_cpu).held <= self.budget(self.cluster_of(world_size(config)))
+
+    def table(self, ranks: int, tokens: int) -> PriceTable:
+        """Prices of layouts with micro-batches of `tokens` if `ranks` share the cluster, for any number of its nodes."""
+        cluster = replace(self.cluster_of(ranks), between=self.cluster.between or ANY_NETWORK)
+        tables = self._tables.setdefault(cluster.gpu, {})
+        if tokens not in tables:
+            config = self.config.with_values({"runtime.micro_batch_tokens": tokens})
+            other = next(iter(tables.values()), None)
+            new = PriceTable(config, cluster, self.decoding, self.steady, self.budget(cluster))
+            tables[tokens] = new if other is None else other.with_config(config)
+        return tables[tokens]
+
+    @cached_property
+    def _tables(self) -> dict[Gpu, dict[int, PriceTable]]:
+        return {}
 
 
 def micro_batches(config: TrainConfig) -> list[int]:
@@ -99,35 +113,26 @@ def micro_batches(config: TrainConfig) -> list[int]:
     return [size for size in sizes if size in (own, least) or size <= MOST_TOKENS]
 
 
-def spaces(task: Task, sizes: Sequence[int], most_bytes: int | None = None) -> Iterator[Space]:
-    """Yield plans to search, by micro-batch size and on CPUs also number of ranks. `most_bytes` replaces the budget."""
-    nodes, per_node = task.cluster.nodes, task.cluster.gpus_per_node
-    every, bases = run_sizes(nodes, per_node), list[tuple[PriceTable, Sequence[int]]]()
+def spaces(task: Task, sizes: Sequence[int], nodes: int) -> Iterator[Space]:
+    """Yield plans on `nodes` to search, by micro-batch size and on CPUs also number of ranks."""
+    per_node = task.cluster.gpus_per_node
+    every, blocks_of = run_sizes(nodes, per_node), block_sizes(nodes, per_node)
     groups: list[Sequence[int]] = [[total] for total in every] if task.on_cpu else [every]
-    for totals in groups:
-        cluster = task.cluster_of(max(totals))
-        budget = task.budget(cluster) if most_bytes is None else most_bytes
-        first = with_micro_batch(task.config, sizes[0])
-        bases.append((PriceTable(first, cluster, task.decoding, task.steady, budget), totals))
     places = []
-    for table, totals in bases:
-        admitted = {role: [size for size in block_sizes(nodes, per_node) if table.least(role, size)] for role in table.roles}
+    for totals in groups:
+        table = task.table(max(totals), sizes[0])
+        admitted = {role: [size for size in blocks_of if table.least(role, size)] for role in table.roles}
         places.append([blocks for total in totals for blocks in arrangements(admitted, total, per_node)])
     for tokens in sizes:
-        config = with_micro_batch(task.config, tokens)
-        for (table, _), own in zip(bases, places, strict=True):
-            priced = table if tokens == sizes[0] else table.with_config(config)
-
-            def accepts(plan: Plan) -> bool:
-                return not task.problems(planned_config(task.config, plan))
-
-            yield Space(priced, own, task.mode, priced.budget, accepts, tokens)
+        for totals, own in zip(groups, places, strict=True):
+            table = task.table(max(totals), tokens)
+            yield Space(table, own, task.mode, table.budget, task.accepts, tokens)
 
 
 def find_plans(task: Task, keep: int = FINALISTS) -> tuple[list[Plan], int]:
     """Return the cheapest plans, one per actor's block and layouts, and the number of placements tried."""
     best, count = Best(keep), 0
-    for space in spaces(task, micro_batches(task.config)):
+    for space in spaces(task, micro_batches(task.config), task.cluster.nodes):
         enumerate_plans(space, best)
         count += len(space.places)
     return best.plans, count
@@ -180,16 +185,15 @@ class Shortage:
 def find_shortage(task: Task) -> Shortage | None:
     """Count missing memory with the smallest micro-batches; None if no layout passes the checks."""
     least, plans = [min(micro_batches(task.config))], list[tuple[int, Plan, int]]()
-    for space in spaces(task, least, most_bytes=2**62):
-        table, smallest = space.offers, {}
-        budget = task.budget(table.cluster)
+    for space in spaces(task, least, task.cluster.nodes):
+        table, smallest = space.offers, dict[tuple[str, int], Option]()
         for blocks in space.places:
             for key in zip(table.roles, (block.size for block in blocks), strict=True):
                 if key not in smallest:
                     smallest[key] = min(table.options(*key), key=lambda o: (o.memory.sum(axis=0).max(), o.number))
             options = tuple(smallest[role, block.size] for role, block in zip(table.roles, blocks, strict=True))
             fullest = int(held_bytes(blocks, options).sum(axis=0).max())
-            plans.append((fullest - budget, Plan(blocks, options, 0, fullest, least[0]), budget))
+            plans.append((fullest - space.budget, Plan(blocks, options, 0, fullest, least[0]), space.budget))
     for _, plan, budget in sorted(plans, key=lambda each: each[0]):
         config = planned_config(task.config, plan)
         if not task.check(config):
@@ -210,9 +214,7 @@ def _least_nodes(task: Task) -> int | None:
 
 
 def _fits(task: Task, nodes: int) -> bool:
-    cluster, best = replace(task.cluster, nodes=nodes, between=task.cluster.between or ANY_NETWORK), Best(1)
-    for space in spaces(replace(task, cluster=cluster, known_work=task.steady), [min(micro_batches(task.config))]):
+    best = Best(1)
+    for space in spaces(task, [min(micro_batches(task.config))], nodes):
         enumerate_plans(space, best, any_plan=True)
-        if best.plans:
-            return True
-    return False
+    return bool(best.plans)

@@ -14,7 +14,7 @@ from oppo_megatron.schedule.weaving.costs import Linear
 from oppo_megatron.sim.pricing.prices import Prices
 from oppo_megatron.sim.runs.step_costs import StepCosts, cluster_costs
 from oppo_megatron.sim.runs.virtual import Parts, VirtualRun, VirtualStep
-from oppo_megatron.sim.search.configured import planned_config, with_chunk, with_delta
+from oppo_megatron.sim.search.configured import planned_config
 from oppo_megatron.sim.search.enumeration import Plan
 from oppo_megatron.sim.search.planning import Task
 
@@ -25,9 +25,10 @@ RESPONSES = 256, 1024
 """Responses that counted steps need, of all plans and of the fastest: FEW or MANY steps at least, MOST_STEPS at most."""
 LONG, MOST_LONG, LONG_RESPONSES = 8, 32, 2048
 """The same to compare deltas, which train different responses in a step."""
+CHUNK, DELTA = "overlap.chunk.tokens", "overlap.delta.initial"
 CHUNKS = (16, 1024)
 GAIN = 0.01
-"""Least share by which a setting must shorten a step to replace the configuration's."""
+"""A setting replaces the configuration's if it shortens a step by at least this share."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ def play_plans(task: Task, plans: Sequence[Plan], top: int) -> list[Played]:
     overlap = first.config.overlap
     if overlap == best[0].config.overlap:
         return best
-    others = [with_delta(with_chunk(each.config, overlap.chunk.tokens), overlap.delta.initial) for each in best[1:]]
-    played = [play_plan(task, each.plan, config, many) for each, config in zip(best[1:], others, strict=True)]
+    tuned = {CHUNK: overlap.chunk.tokens, DELTA: overlap.delta.initial}
+    played = [play_plan(task, each.plan, each.config.with_values(tuned), many) for each in best[1:]]
     return _fastest([first, *played])
 
 
@@ -99,9 +100,7 @@ def _mean_parts(steps: Sequence[VirtualStep]) -> Parts:
 def counted_steps(task: Task, config: TrainConfig, steps: int) -> list[VirtualStep]:
     """Play steps after the responses that began together have ended."""
     longest = max(task.lengths) if config.overlap.inter else 0
-    # Chunks are fixed, so that a few steps represent many.
-    chunk = config.overlap.chunk.model_copy(update={"adaptive": False})
-    fixed = config.model_copy(update={"overlap": config.overlap.model_copy(update={"chunk": chunk})})
+    fixed = config.with_values({"overlap.chunk.adaptive": False})  # so that a few steps represent many
     run = VirtualRun(fixed, task_costs(task, config), task.limit_of, prompt_tokens=task.prompt_tokens, endless=True)
     found = list[VirtualStep]()
     for step in run.steps(WARM_UP + longest + steps):
@@ -119,12 +118,12 @@ def task_costs(task: Task, config: TrainConfig) -> StepCosts:
 def _tuned(task: Task, first: Played, steps: int) -> Played:
     best = first
     for tokens in _chunks(task, first) if first.config.overlap.intra else ():
-        config = with_chunk(first.config, tokens)
+        config = first.config.with_values({CHUNK: tokens})
         if not task.check(config):
             other = play_plan(task, first.plan, config, steps)
             best = other if other.step_s < (1 - GAIN) * best.step_s else best
     delta = best_delta(task, best.config, steps)
-    return best if delta is None else play_plan(task, best.plan, with_delta(best.config, delta), steps)
+    return best if delta is None else play_plan(task, best.plan, best.config.with_values({DELTA: delta}), steps)
 
 
 def _chunks(task: Task, first: Played) -> list[int]:
@@ -148,12 +147,12 @@ def best_delta(task: Task, config: TrainConfig, steps: int) -> int | None:
     if not config.overlap.inter:
         return None
     sizes = {0, *(delta.max // part for part in (8, 4, 2, 1))} - {own}
-    tried = [own, *(size for size in sorted(sizes) if not task.check(with_delta(config, size)))]
+    tried = [own, *(size for size in sorted(sizes) if not task.check(config.with_values({DELTA: size})))]
     paces = dict[int, float]()
     for count in (steps, min(MOST_LONG, max(LONG, LONG_RESPONSES // config.rollout.batch_size))):
         if len(tried) < 2:
             return None
-        paces = {size: pace(counted_steps(task, with_delta(config, size), count)) for size in tried}
+        paces = {size: pace(counted_steps(task, config.with_values({DELTA: size}), count)) for size in tried}
         better = sorted(paces, key=lambda size: (paces[size], size))[: (len(tried) + 1) // 2]
         tried = [own, *(size for size in better if size != own)]
     best = min(paces, key=lambda size: (paces[size], size))

@@ -24,7 +24,7 @@ RESPONSES, STEPS, MOST_STEPS = 2048, 4, 48
 
 @dataclass(frozen=True)
 class Steady:
-    """`reads`: by role, tokens read over those of reading each response once."""
+    """`reads`: tokens that a role reads, relative to reading each response once."""
 
     decoding: Decoding
     reads: Mapping[str, float] = field(default_factory=dict)
@@ -63,12 +63,10 @@ class _Observed(VirtualRun):
     """
 
     def __init__(self, config: TrainConfig, lengths: Callable[[int], int], prompt_tokens: int):
-        runtime, overlap = config.runtime.model_copy(update={"kv_cache_mb": None}), config.overlap
-        if not overlap.backfill:  # one round per step, which ends with its batch
+        roomy = config.with_values({"runtime.kv_cache_mb": None})
+        if not config.overlap.backfill:  # one round per step, which ends with its batch
             most = config.rollout.max_response_tokens
-            chunk = overlap.chunk.model_copy(update={"tokens": most, "adaptive": False})
-            overlap = overlap.model_copy(update={"chunk": chunk})
-        roomy = config.model_copy(update={"runtime": runtime, "overlap": overlap})
+            roomy = roomy.with_values({"overlap.chunk.tokens": most, "overlap.chunk.adaptive": False})
         super().__init__(roomy, StepCosts(), lengths, prompt_tokens=prompt_tokens, endless=True)
         self.books = {"actor": self.planner.actor, **self.planner.scorers}
         self.got: dict[int, int] = {}
