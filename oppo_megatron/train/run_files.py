@@ -70,7 +70,10 @@ def prepare_run_directory(
     """
     run = RunDirectory(config.run_dir)
     if owner:
-        run.take_up(state)
+        if state is None:
+            run.prepare()
+        else:
+            run.reopen(state["done"], state["saved_at"])
         dump_config(config, run.config)
         if quarantine:
             quarantine.write(run.quarantine)
