@@ -25,7 +25,7 @@ UNKNOWN = {
     r"\w+_scale|\w+_zero_point)$": "It belongs to quantised weights: use the checkpoint that is not quantised.",
     r"(^|\.)(v_head|value_head)\.": f"It is of a value head, which is read under the name {SCALAR_HEAD} only: remove it from the "
     "file, by loading the model with transformers and save_pretrained.",
-    r"\.bias$": "Apart from those of Qwen2's queries, keys and values no bias is computed: use a model without it.",
+    r"\.bias$": "Only biases of Qwen2's queries, keys and values are computed: use a model without others.",
     "": WHOLE,
 }
 """Remedies for unexpected tensors; the first match counts."""
