@@ -23,7 +23,7 @@ from benchmarks.common import run_script
 from benchmarks.dry_run import Cluster, DryRun
 from benchmarks.simulation import COLUMNS as SIMULATED_COLUMNS
 from benchmarks.simulation import simulate_all
-from oppo_megatron.cli.lengths import count
+from oppo_megatron.cli.parser import count
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.flops import causal_pairs, forward_flops, training_flops, weight_bytes
 from oppo_megatron.layout.placements import role_placements, training_placements, world_size

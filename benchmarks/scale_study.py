@@ -20,7 +20,7 @@ from benchmarks.common import add_out, run_script, write_figures
 from benchmarks.paper.assumptions import CHUNK, LONG, MICRO_BATCH_TOKENS, ROUND_S, Sampled
 from benchmarks.published.tables import llama_shape
 from oppo_megatron.cli.bench import chosen, names, refuse_figures
-from oppo_megatron.cli.lengths import counts
+from oppo_megatron.cli.parser import counts
 from oppo_megatron.config.derived import switched
 from oppo_megatron.config.forced import ForcedLimits
 from oppo_megatron.config.run import TrainConfig

@@ -24,17 +24,16 @@ from typing import Any, NamedTuple
 
 from benchmarks.common import numbers, run_script, whole_numbers
 from benchmarks.scaling import AXES, Args, Configs, scaling_configs, scaling_result, updated
-from oppo_megatron.bench.figures import Lines, figures, mean_of, speedups, steady
+from oppo_megatron.bench.figures import Lines, figures, speedups, steady
 from oppo_megatron.bench.overlap import COLUMNS as OVERLAP_COLUMNS
 from oppo_megatron.bench.overlap import compare, known_modes
 from oppo_megatron.bench.suite import Run, Runs, all_lines, require_same_work, work_figures, work_lines
 from oppo_megatron.cli.bench import add_resume_argument, add_run_arguments, chosen, load_base, names, new_suite
-from oppo_megatron.cli.lengths import counts
+from oppo_megatron.cli.parser import counts
 from oppo_megatron.config.derived import MODES, longest_chunk, switched
 from oppo_megatron.config.model import RoleConfig
 from oppo_megatron.config.rewards import RewardPart
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.control.chunk_tuner import first_settled_step
 from oppo_megatron.control.delta_controllers import RULES
 from oppo_megatron.errors import ConfigError, ScheduleError
 from oppo_megatron.layout.placements import named_roles
@@ -110,6 +109,11 @@ def chunk_result(configs: Configs, runs: Runs) -> tuple[dict[str, Any], list[str
     return {"results": rows, ADAPTIVE: found}, [line]
 
 
+def first_settled_step(sizes: Sequence[int], longest: int) -> int:
+    count = len({min(size, longest) for size in sizes})
+    return 2 + count if count > 1 else 1
+
+
 def tuned(config: TrainConfig, runs: Runs) -> dict[str, Any]:
     """Return what the tuner settled on in each run, and how far its settled steps are from the best fixed size, in percent.
 
@@ -169,6 +173,11 @@ def delta_result(configs: Configs, runs: Runs) -> tuple[dict[str, Any], list[str
         f"{steps} steps are too few for a rule based on rewards: it waits for 2 x overlap.delta.window = {needed} steps; give "
         "more --steps, or a smaller window"
     ]
+
+
+def mean_of(lines: Lines, name: str) -> float | None:
+    values = [line[name] for line in lines if line.get(name) is not None]
+    return fmean(values) if values else None
 
 
 def delta_row(name: str, runs: Sequence[Lines]) -> dict[str, Any]:

@@ -31,10 +31,9 @@ import psutil
 
 from benchmarks.common import run_script
 from oppo_megatron.bench.figures import describe_machine
-from oppo_megatron.cli.bench import refuse_given_ranks
-from oppo_megatron.cli.lengths import count
+from oppo_megatron.cli.launch import refuse_given_ranks
 from oppo_megatron.cli.load import load_train
-from oppo_megatron.cli.parser import add_config_arguments
+from oppo_megatron.cli.parser import add_config_arguments, count
 from oppo_megatron.cluster.rank_processes import rank_processes
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
@@ -393,7 +392,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace) -> int:
-    refuse_given_ranks("tools.chaos")
+    refuse_given_ranks("`tools.chaos` starts the ranks of each run itself; call it without torchrun or srun")
     overrides = [*args.overrides, f"run_dir={args.out / 'disturbed'}"]
     overrides += ["logging.rollouts=true", "logging.trace=false", "logging.console=off"]
     if args.prompt_tokens is not None:

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from oppo_megatron.bench.decode import decode_round
 from oppo_megatron.bench.gpu import SIZES, GpuWork
-from oppo_megatron.bench.gpu_parts import Bench, decode_round, new_rounds
+from oppo_megatron.bench.gpu_parts import Bench, new_rounds
 from oppo_megatron.cluster.world import choose_device, open_world
 from oppo_megatron.config.model import LearningModelConfig, OptimizerConfig, RuntimeConfig
 from oppo_megatron.engine.stopping import Stopping

@@ -19,7 +19,7 @@ from benchmarks.paper import printed as oppo
 from benchmarks.paper.assumptions import ASSUMED, DELTA
 from benchmarks.paper.figures import Paper, implied_delta
 from oppo_megatron.cli.bench import refuse_figures
-from oppo_megatron.cli.lengths import count
+from oppo_megatron.cli.parser import count
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.report.comparison import format_table
 

@@ -2,8 +2,7 @@
 
 Legend: B sequences, P prompt tokens, N decode steps up to the last sequence's end, V vocabulary.
 
-Peers take turns, so other load affects all; results are medians.  Only decode steps after the prefill, and tokens within the
-given lengths, count.
+Results are medians of peers that take turns.  Decode steps after the prefill, and tokens within given lengths, count.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from oppo_megatron.bench.bare_loop import BareLoop, plain, prepacked
 from oppo_megatron.bench.figures import describe_machine
 from oppo_megatron.cluster.world import World, open_world
 from oppo_megatron.config.explain import explain
@@ -29,11 +29,10 @@ from oppo_megatron.config.model import Dtype, ModelConfig, RuntimeConfig
 from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.engine.executor import Links
-from oppo_megatron.engine.round_runner import Decoding, decoder
+from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.integrations.bare_loop import BareLoop, plain, prepacked
 from oppo_megatron.mcore.cpu import can_prepack
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.model import DecodePath, RoleModel, step
@@ -70,10 +69,7 @@ class DecodeWork:
 
     @property
     def stopping(self) -> Stopping:
-        """Sequences end after the prefill's token and 1 to `new_tokens` decoded ones.
-
-        Raises ConfigError or DataError for unusable lengths.
-        """
+        """Sequences end after the prefill's token and 1 to `new_tokens` decoded ones.  Raises ConfigError or DataError."""
         limit = self.new_tokens + 1
         if self.forced_lengths is None:
             return Stopping((), limit)
@@ -93,15 +89,11 @@ Decode = Callable[[Tensor, Sequence[int]], tuple[float, Tensor]]
 """Prompts [B, P] and lengths [B] -> seconds of the decode steps, and tokens [B, N]."""
 
 
-def _padded(decode: Callable[[Tensor, int], tuple[float, Tensor]]) -> Decode:
-    return lambda prompts_BP, lengths_B: decode(prompts_BP, max(lengths_B))
-
-
+@dataclass(frozen=True)
 class StepLoop:
     """This engine's unit step in a bare loop with argmax."""
 
-    def __init__(self, model: RoleModel):
-        self.model = model
+    model: RoleModel
 
     def decode(self, prompts_BP: Tensor, num_new: int) -> tuple[float, Tensor]:
         batch, length = prompts_BP.shape
@@ -118,11 +110,24 @@ class StepLoop:
         return time.perf_counter() - started, torch.stack(tokens, -1)
 
 
-class Engine:
-    """Decoding as in training: rounds of decode micro-steps, with sampling."""
+def decode_round(rounds: RoundRunner, rollouts: Sequence[Rollout], steps: int, score: Sequence[Rollout] = ()) -> None:
+    """Run a round and record it in the rollouts; `score` is scored as it was before."""
+    chunk = rounds.run(rollouts, score, steps, Decoding(0, 0, Unending))
+    assert chunk is not None
+    held = {r.seq_id: r for r in rollouts}
+    for row in chunk.rows:
+        held[row.seq_id].tokens.extend(row.tokens)
+        held[row.seq_id].finish_reason = row.finish_reason
+        held[row.seq_id].finish_clock = row.finish_clock
+    rounds.recorded(rollouts)
 
-    def __init__(self, model: RoleModel, stopping: Stopping):
-        self.model, self.stopping = model, stopping
+
+@dataclass(frozen=True)
+class Engine:
+    """Decoding as in training: rounds of decode micro-steps, with sampling, log-probs and bookkeeping."""
+
+    model: RoleModel
+    stopping: Stopping
 
     def decode(self, prompts_BP: Tensor, lengths_B: Sequence[int]) -> tuple[float, Tensor]:
         rounds = decoder(
@@ -135,16 +140,11 @@ class Engine:
             timeout_s=RuntimeConfig().timeout_s,
         )
         rollouts = [Rollout(Prompt(i, i, "", tuple(tokens)), i) for i, tokens in enumerate(prompts_BP.tolist())]
-        first = rounds.run(rollouts, [], 1, Decoding(0, 0, Unending))
-        assert first is not None
-        for row in first.rows:
-            rollouts[row.seq_id].tokens.extend(row.tokens)
-        rounds.recorded(rollouts)
+        decode_round(rounds, rollouts, 1)
         started = time.perf_counter()
-        chunk = rounds.run(rollouts, [], max(lengths_B), Decoding(1, 0, Unending))
+        decode_round(rounds, rollouts, max(lengths_B))
         seconds = time.perf_counter() - started
-        assert chunk is not None
-        rows = [torch.tensor(row.tokens) for row in sorted(chunk.rows, key=lambda row: row.seq_id)]
+        rows = [torch.tensor(rollout.tokens[1:]) for rollout in rollouts]
         assert [len(row) for row in rows] == list(lengths_B)
         return seconds, pad_sequence(rows, batch_first=True)
 
@@ -169,31 +169,20 @@ class HuggingFace:
         self.model.generation_config.pad_token_id = 0
 
     def decode(self, prompts_BP: Tensor, num_new: int) -> tuple[float, Tensor]:
-        clock = FirstToken()
-        tokens = self._generate(prompts_BP, num_new + 1, clock)
-        ended = _now(prompts_BP.device)
-        assert clock.at is not None
-        return ended - clock.at, tokens[:, prompts_BP.shape[1] + 1 :]
+        device, times = prompts_BP.device, list[float]()
 
-    @torch.inference_mode()
-    def _generate(self, prompts_BP: Tensor, count: int, clock: FirstToken) -> Tensor:
-        return self.model.generate(
-            prompts_BP, attention_mask=torch.ones_like(prompts_BP), max_new_tokens=count, min_new_tokens=count,
-            do_sample=False, stopping_criteria=[clock],
-        )  # fmt: skip
+        def never(input_ids_BT: Tensor, scores: Tensor, **options: Any) -> Tensor:
+            """Do not stop, but note the time after the first token."""
+            if not times:
+                times.append(_now(device))
+            return torch.zeros(len(input_ids_BT), dtype=torch.bool, device=device)
 
-
-class FirstToken:
-    """Never stops `generate`; `at`: time of the first call, after the first token."""
-
-    def __init__(self) -> None:
-        self.at: float | None = None
-
-    def __call__(self, input_ids_BT: Tensor, scores: Tensor, **options: Any) -> Tensor:
-        device = input_ids_BT.device
-        if self.at is None:
-            self.at = _now(device)
-        return torch.zeros(len(input_ids_BT), dtype=torch.bool, device=device)
+        with torch.inference_mode():
+            tokens: Tensor = self.model.generate(
+                prompts_BP, attention_mask=torch.ones_like(prompts_BP), max_new_tokens=num_new + 1,
+                min_new_tokens=num_new + 1, do_sample=False, stopping_criteria=[never],
+            )  # fmt: skip
+        return _now(device) - times[0], tokens[:, prompts_BP.shape[1] + 1 :]
 
 
 def _now(device: torch.device) -> float:
@@ -203,10 +192,7 @@ def _now(device: torch.device) -> float:
 
 
 def bench_decode(work: DecodeWork, names: Sequence[str], out: Path) -> dict[str, Any]:
-    """Measure the named `PEERS`; write decode.json and decode.png, and return the JSON content.
-
-    Raises ConfigError, DataError or OSError before measuring.
-    """
+    """Measure the named `PEERS`; write decode.json and decode.png.  Raises ConfigError, DataError or OSError before it."""
     stopping = work.stopping
     out.mkdir(parents=True, exist_ok=True)
     runtime = RuntimeConfig(device="cpu").with_threads(work.threads)
@@ -221,16 +207,8 @@ def bench_decode(work: DecodeWork, names: Sequence[str], out: Path) -> dict[str,
     return found
 
 
-PEERS = {
-    "bare": "a bare loop over the weights: one length, static KV cache, argmax",
-    "bare-packed": "the bare loop with prepacked weights",
-    "ours-packed": "the unit step, fused layers over prepacked weights, argmax",
-    "ours-fused": "the unit step, fused layers, argmax",
-    "ours-module": "the unit step, megatron-core's modules, argmax",
-    "ours-engine": "rounds as in training: packed path, sampling, log-probs and bookkeeping",
-    "mcore-static": "megatron-core's stock model and StaticInferenceContext, argmax",
-    "hf": "transformers generate, greedy",
-}
+PEERS = ("bare", "bare-packed", "ours-packed", "ours-fused", "ours-module", "ours-engine", "mcore-static", "hf")
+"""docs/benchmarks.md explains them.  All but the engine are greedy and decode all sequences to the longest length."""
 
 
 def available_peers() -> list[str]:
@@ -252,18 +230,24 @@ def _load(work: DecodeWork, groups: RoleGroups, world: World, path: DecodePath =
 def _build_peers(work: DecodeWork, names: Sequence[str], world: World, scratch: Path) -> dict[str, Decode]:
     groups = _groups()
     model = _load(work, groups, world)
-    export_weights(model, model.shape, scratch / "hf", head="lm")
-    makers: dict[str, Callable[[], Decode]] = {
-        "bare": lambda: _padded(BareLoop(scratch / "hf", work.shape, plain).decode),
-        "bare-packed": lambda: _padded(BareLoop(scratch / "hf", work.shape, prepacked).decode),
-        "ours-packed": lambda: _padded(StepLoop(model).decode),
-        "ours-fused": lambda: _padded(StepLoop(_load(work, groups, world, "fused")).decode),
-        "ours-module": lambda: _padded(StepLoop(_load(work, groups, world, "module")).decode),
-        "ours-engine": lambda: Engine(model, work.stopping).decode,
-        "mcore-static": lambda: _padded(StaticContextDecoder(model).decode),
-        "hf": lambda: _padded(HuggingFace(scratch / "hf", work.dtype).decode),
+    export_weights(model, scratch / "hf")
+    makers: dict[str, Callable[[], Any]] = {
+        "bare": lambda: BareLoop(scratch / "hf", work.shape, plain),
+        "bare-packed": lambda: BareLoop(scratch / "hf", work.shape, prepacked),
+        "ours-packed": lambda: StepLoop(model),
+        "ours-fused": lambda: StepLoop(_load(work, groups, world, "fused")),
+        "ours-module": lambda: StepLoop(_load(work, groups, world, "module")),
+        "mcore-static": lambda: StaticContextDecoder(model),
+        "hf": lambda: HuggingFace(scratch / "hf", work.dtype),
     }
-    return {name: makers[name]() for name in names}
+
+    def peer(name: str) -> Decode:
+        if name == "ours-engine":
+            return Engine(model, work.stopping).decode
+        decode = makers[name]().decode
+        return lambda prompts_BP, lengths_B: decode(prompts_BP, max(lengths_B))
+
+    return {name: peer(name) for name in names}
 
 
 def _measure(peers: Mapping[str, Decode], work: DecodeWork, lengths_B: Sequence[int]) -> list[dict[str, Any]]:
@@ -277,8 +261,12 @@ def _measure(peers: Mapping[str, Decode], work: DecodeWork, lengths_B: Sequence[
     for _ in range(work.repeats):
         for name, decode in peers.items():
             seconds[name].append(decode(prompts_BP, lengths_B)[0])
-    greedy = next((name for name in peers if name != "ours-engine"), None)
+    greedy = next((name for name in peers if name != "ours-engine"), "ours-engine")
     rates = {name: sorted(sum(lengths_B) / s for s in times) for name, times in seconds.items()}
+
+    def same(name: str) -> float:
+        return float((tokens[name] == tokens[greedy])[within_BN].float().mean())
+
     return [
         {
             "peer": name,
@@ -287,9 +275,7 @@ def _measure(peers: Mapping[str, Decode], work: DecodeWork, lengths_B: Sequence[
             "min": rate[0],
             "max": rate[-1],
             **{key: median(rate) / median(rates[base]) if base in rates else None for key, base in OVER.items()},
-            "same_tokens": None
-            if greedy is None or name == "ours-engine"
-            else float((tokens[name] == tokens[greedy])[within_BN].float().mean()),
+            "same_tokens": None if "ours-engine" in (name, greedy) else same(name),
         }
         for name, rate in rates.items()
     ]

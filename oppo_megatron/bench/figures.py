@@ -10,7 +10,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from oppo_megatron.cores import processor, usable_cores
@@ -45,11 +45,6 @@ def steady(runs: Sequence[Lines]) -> list[Mapping[str, Any]]:
 def median_of(lines: Lines, name: str) -> float | None:
     values = [line[name] for line in lines if line.get(name) is not None]
     return median(values) if values else None
-
-
-def mean_of(lines: Lines, name: str) -> float | None:
-    values = [line[name] for line in lines if line.get(name) is not None]
-    return fmean(values) if values else None
 
 
 def share(lines: Lines, part: str, whole: str) -> float | None:

@@ -1,6 +1,6 @@
-"""The parts of `oppo bench gpu` that load models: `python -m oppo_megatron.bench.gpu_parts ORDER.json`.
+"""Parts of `oppo bench gpu` that load models, each a process: `python -m oppo_megatron.bench.gpu_parts ORDER.json`.
 
-Each runs in its own process and writes every figure as a line once known.  Legend: B sequences, P prompt tokens, V vocabulary.
+Legend: B sequences, P prompt tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from oppo_megatron.bench.decode import HuggingFace, Unending
+from oppo_megatron.bench.decode import HuggingFace, Unending, decode_round
 from oppo_megatron.bench.gpu import GpuWork
 from oppo_megatron.cluster.world import choose_device, open_world
 from oppo_megatron.config.forced import ForcedLengths, ForcedLimits, log_normal
@@ -30,11 +30,12 @@ from oppo_megatron.engine.scoring import ScorerRole, ScoringWorker
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.integrations.huggingface import write_random_checkpoint
 from oppo_megatron.layout.flops import weight_bytes
+from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.layout.shape import kv_bytes_per_token
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.kv.paged import PagedKVCache
-from oppo_megatron.mcore.model import DTYPES, Head, RoleModel
+from oppo_megatron.mcore.model import DTYPES, RoleModel
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.planning.actor_book import ActorBook
@@ -142,18 +143,6 @@ def new_rounds(bench: Bench, model: RoleModel, sync_steps: int | None, layout: K
     )
 
 
-def decode_round(rounds: RoundRunner, rollouts: Sequence[Rollout], steps: int, score: Sequence[Rollout] = ()) -> None:
-    """Run a round and record it in the rollouts; `score` is scored as it was before."""
-    chunk = rounds.run(rollouts, score, steps, Decoding(0, 0, Unending))
-    assert chunk is not None
-    held = {r.seq_id: r for r in rollouts}
-    for row in chunk.rows:
-        held[row.seq_id].tokens.extend(row.tokens)
-        held[row.seq_id].finish_reason = row.finish_reason
-        held[row.seq_id].finish_clock = row.finish_clock
-    rounds.recorded(rollouts)
-
-
 def _steady(bench: Bench, model: RoleModel, sync_steps: int | None, layout: KVLayout, bandwidth: float) -> dict[str, Any]:
     """Measure steps without a finished sequence, after warm-up and graph capture."""
     rounds = new_rounds(bench, model, sync_steps, layout, Stopping((), bench.work.response_tokens))
@@ -219,11 +208,8 @@ def measure_overlap(bench: Bench) -> None:
 
 
 def _hidden(bench: Bench, rounds: RoundRunner) -> dict[str, Any]:
-    """Return medians of several turns after a warm-up.
-
-    `hidden_percent`: share of the scoring time that decoding at the same time hides.
-    """
-    decoded = 1 + 3 * (1 + REPEATS)  # chunks, all of which have to be within the limit
+    """Return medians of several turns; `hidden_percent`: share of the scoring time that decoding hides."""
+    decoded = 1 + 3 * (1 + REPEATS)  # all these chunks have to be within the limit
     chunk = max(1, min(bench.work.chunk_tokens, (bench.work.response_tokens - 1) // decoded))
     rollouts = bench.rollouts()
     times: dict[str, list[float]] = {"both_s": [], "decode_s": [], "score_s": []}

@@ -1,7 +1,4 @@
-"""Time saved by overlap: one configuration in every mode of the loop, in one or several placements.
-
-Seed and prompts are the same in all runs; lengths only with `rollout.forced_lengths`.
-"""
+"""Time saved by overlap: one configuration, seed and prompts in every mode of the loop, in one or several placements."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ def bench_overlap(
 
 
 def known_modes(config: TrainConfig) -> list[str]:
-    """Modes that differ: without a critic there is no critic update to hide."""
+    """Modes that differ: only with a critic there is an update of it to hide."""
     return [mode for mode, switch in MODES.items() if config.critic is not None or not switch["hide_critic"]]
 
 
@@ -98,31 +95,20 @@ def compare(configs: Mapping[str, TrainConfig], runs: Runs) -> dict[str, Any]:
 
 
 def nothing_waits(placement: str, runs: Runs) -> dict[str, Any]:
-    """Return each mode's distance from a step without waiting.
-
-    No step can be shorter than the work of the busiest rank in the sequential run.
-    """
+    """Return each mode's time over the least: the work of the busiest rank in the sequential run."""
     own = [work_seconds(run.path) for run in runs[f"{placement}/sequential"]]
-    ranks = [
-        {
-            "rank": rank,
-            "step_s": median(_steady_seconds([work[rank] for work in own])),
-            "total_s": fmean(sum(work[rank].values()) for work in own),
-        }
-        for rank in sorted(own[0])
-    ]
+    ranks = []
+    for rank in sorted(own[0]):
+        works = [work[rank] for work in own]
+        steady = [seconds for work in works for step, seconds in work.items() if step > 1 or len(work) == 1]
+        ranks.append({"rank": rank, "step_s": median(steady), "total_s": fmean(sum(work.values()) for work in works)})
     least = {seconds: max(rank[seconds] for rank in ranks) for seconds in ("step_s", "total_s")}
     ratios = {}
     for name, turns in runs.items():
-        where, mode = name.split("/")
-        if where == placement:
+        if name.startswith(f"{placement}/"):
             found = figures(all_lines(turns))
-            ratios[mode] = {seconds: found[seconds] / least[seconds] for seconds in least}
+            ratios[name.split("/")[1]] = {seconds: found[seconds] / least[seconds] for seconds in least}
     return {"placement": placement, "ranks": ranks, "least": least, "over_least": ratios}
-
-
-def _steady_seconds(works: Sequence[Mapping[int, float]]) -> list[float]:
-    return [seconds for work in works for step, seconds in work.items() if step > 1 or len(work) == 1]
 
 
 def rank_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -142,7 +128,7 @@ def remarks(result: Mapping[str, Any], out: Path) -> list[str]:
     for found in result["nothing_waits"]:
         works = ", ".join(f"{rank['step_s']:.2f}" for rank in found["ranks"])
         lines.append(
-            f"{found['placement']}: alone, its ranks work {works} s per step; a step in which nothing waits takes as long "
+            f"{found['placement']}: alone, its ranks work {works} s per step; a step without waiting takes as long "
             f"as the busiest, {found['least']['step_s']:.2f} s"
         )
         ratios = (f"{mode} {ratio['step_s']:.2f}" for mode, ratio in found["over_least"].items())

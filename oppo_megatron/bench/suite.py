@@ -48,10 +48,7 @@ Runs = Mapping[str, Sequence[Run]]
 
 @dataclass(frozen=True)
 class Suite:
-    """Makes the runs of a benchmark in `out`; `launch` starts a run's ranks.
-
-    `resume`: reuse finished runs of the same configuration (None: no such option).
-    """
+    """Makes the runs of a benchmark in `out`; `resume`: reuse finished runs (None: no such option)."""
 
     out: Path
     repeats: int
@@ -65,7 +62,8 @@ class Suite:
         Raises ConfigError before the first run, BenchError if one fails, BenchStopped if asked to stop.
         """
         planned = {name: self._turns(name, config) for name, config in configs.items()}
-        _check(planned, self.resume)
+        if problems := [problem for name, turns in planned.items() for problem in _problems(name, turns, self.resume)]:
+            raise ConfigError(list(dict.fromkeys(problems)))
         runs: dict[str, list[Run]] = {name: [] for name in configs}
         count = len(configs) * self.repeats
         try:
@@ -97,19 +95,19 @@ class Suite:
 
     def _run(self, name: str, config: TrainConfig) -> Run:
         run = RunDirectory(config.run_dir)
-        if run.finished:  # `_check` has compared its configuration
+        if run.finished:  # `_problems` has compared its configuration
             self.say(f"finished before: {config.run_dir}")
             return Run(config.run_dir, read_metrics(run.metrics))
         code = self.launch("train", config, world_size(config))
         if code == EXIT_REQUEUE:
-            raise BenchStopped(f"the run {name} was told to stop and saved itself in {config.run_dir}")
+            raise BenchStopped(f"the run {name} was asked to stop and saved itself in {config.run_dir}")
         if code:
             raise BenchError(f"the run {name} in {config.run_dir} ended with exit code {code}; its message is above")
         return Run(config.run_dir, read_metrics(run.metrics))
 
 
 def bare(config: TrainConfig) -> TrainConfig:
-    """Turn on the trace, and off evaluation, final weights and timed checkpoints."""
+    """Trace the run, without evaluation, final weights and timed checkpoints."""
     logging = config.logging.model_copy(update={"trace": True})
     checkpoint = config.checkpoint.model_copy(update={"every_minutes": 0.0, "final": "nothing"})
     changes = {"evaluation": None, "early_stop": None, "logging": logging, "checkpoint": checkpoint}
@@ -118,12 +116,6 @@ def bare(config: TrainConfig) -> TrainConfig:
 
 def all_lines(runs: Sequence[Run]) -> list[Lines]:
     return [run.lines for run in runs]
-
-
-def _check(planned: Mapping[str, Sequence[TrainConfig]], resume: bool | None) -> None:
-    problems = [problem for name, turns in planned.items() for problem in _problems(name, turns, resume)]
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
 
 
 def _problems(name: str, turns: Sequence[TrainConfig], resume: bool | None) -> Iterator[str]:
@@ -135,7 +127,7 @@ def _problems(name: str, turns: Sequence[TrainConfig], resume: bool | None) -> I
         if run.finished and not resume:
             take = "" if resume is None else "take it as it is with --resume, "
             yield f"{run.path} holds a finished run, which is not overwritten; {take}{remedy}"
-        elif run.finished and not _is_of(run, config):
+        elif run.finished and not (run.config.exists() and run.config.read_text(encoding="utf-8") == config_yaml(config)):
             yield (
                 f"{run.path} holds a finished run of another configuration (its config.yaml), which --resume cannot "
                 f"take; {remedy}"
@@ -148,13 +140,8 @@ def _shortages(config: TrainConfig) -> Iterator[str]:
     if config.runtime.device == "cuda" or (config.runtime.device == "auto" and torch.cuda.is_available()):
         return
     lasting = lasting_memory(config, on_cpu=True)
-    problem = shortage(lasting, device_bytes(torch.device("cpu")), "all ranks", "this machine")
-    if problem:
+    if problem := shortage(lasting, device_bytes(torch.device("cpu")), "all ranks", "this machine"):
         yield problem
-
-
-def _is_of(run: RunDirectory, config: TrainConfig) -> bool:
-    return run.config.exists() and run.config.read_text(encoding="utf-8") == config_yaml(config)
 
 
 def work_figures(runs: Runs) -> dict[str, Any]:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from oppo_megatron.cli.launch import external_ranks, launch
-from oppo_megatron.cli.lengths import add_length_arguments, count, counts, forced_lengths, length_settings
+from oppo_megatron.cli.launch import launch, refuse_given_ranks
+from oppo_megatron.cli.lengths import add_length_arguments, forced_lengths, length_settings
 from oppo_megatron.cli.load import load_train
-from oppo_megatron.cli.parser import add_config_arguments, add_debug_argument
+from oppo_megatron.cli.parser import add_config_arguments, add_debug_argument, count, counts
 from oppo_megatron.cli.signals import ending_by_signal
 from oppo_megatron.config.derived import MODES
 from oppo_megatron.config.model import ParallelConfig
@@ -180,10 +179,7 @@ def _gpu(args: argparse.Namespace) -> int:
 def add_run_arguments(
     parser: argparse.ArgumentParser, kind: str, *, config: Literal["?"] | None = None, prompts: Sequence[int] | None = None
 ) -> None:
-    """Add the common arguments of benchmarks of whole runs: CONFIG (optional if `config` is `?`) and options.
-
-    `prompts`: prompt lengths to compare.
-    """
+    """Add CONFIG (optional if `config` is `?`) and the options of whole runs; `prompts`: prompt lengths to compare."""
     add_config_arguments(parser, nargs=config)
     parser.add_argument("--steps", type=count, metavar="N", help="PPO steps per run; default: the configuration's")
     parser.add_argument("--repeats", type=count, default=1, metavar="N", help="runs of each, in turn (A B C A B C); default 1")
@@ -215,11 +211,8 @@ def add_resume_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def load_base(args: argparse.Namespace, inputs: str = "inputs") -> TrainConfig:
-    """Return the checked configuration with the common arguments applied; random prompts go to `OUT/inputs`.
-
-    Raises ConfigError, also if `--out` holds an earlier benchmark.
-    """
-    refuse_given_ranks("oppo bench")
+    """Return the checked configuration of the arguments; random prompts go to `OUT/inputs`.  Raises ConfigError."""
+    refuse_given_ranks("`oppo bench` starts the ranks of each run itself; call it without torchrun or srun")
     refuse_figures(args.out / args.figures)
     from oppo_megatron.bench.suite import bare
 
@@ -231,15 +224,6 @@ def load_base(args: argparse.Namespace, inputs: str = "inputs") -> TrainConfig:
         overrides += [f"tokenizer.path={tokenizer}", f"data.path={prompts}"]
         overrides.append(f"data.max_prompt_tokens={args.prompt_tokens}")
     return bare(load_train(args.config, overrides))
-
-
-def refuse_given_ranks(command: str) -> None:
-    ranks = external_ranks(os.environ)
-    if ranks is not None:
-        raise ConfigError(
-            f"the launcher has started {ranks['WORLD_SIZE']} ranks, but `{command}` starts those of each run itself; call it "
-            "without torchrun or srun"
-        )
 
 
 def refuse_figures(path: Path) -> None:

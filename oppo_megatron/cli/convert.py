@@ -1,4 +1,4 @@
-"""`oppo convert`: rewrites Hugging Face, Megatron or NeMo-Aligner weights, optionally with another dtype or head."""
+"""`oppo convert`: rewrite Hugging Face, Megatron or NeMo-Aligner weights, optionally with another dtype or head."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from oppo_megatron.cli.parser import at_least, count
 from oppo_megatron.config.data import TokenizerConfig
-from oppo_megatron.data.tokenizer import load_tokenizer, special_ids, write_beside
+from oppo_megatron.data.tokenizer import load_tokenizer, special_ids, write_tokenizer
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.modeldir.megatron import find_megatron
 from oppo_megatron.modeldir.vocabularies import GENERATION_CONFIG, model_eos_ids
@@ -27,53 +28,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("src", type=Path, metavar="SRC", help="Hugging Face directory, or Megatron torch_dist checkpoint")
     parser.add_argument("dst", type=Path, metavar="DST", help="directory to write; must be empty or not exist")
     parser.add_argument(
-        "--to",
-        choices=["hf", "megatron", "nemo"],
-        default="hf",
+        "--to", choices=["hf", "megatron", "nemo"], default="hf",
         help="format of DST: Hugging Face safetensors, Megatron torch_dist, or the latter as NeMo-Aligner names and places it "
         "(default: %(default)s)",
-    )
+    )  # fmt: skip
+    parser.add_argument("--config", type=Path, metavar="FILE", help="config.json of a SRC in Megatron's format that has none")
+    parser.add_argument("--adapter", type=Path, metavar="DIR", help="peft directory of LoRA adapters of SRC, merged into DST")
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="the model's config.json, where SRC is of Megatron and has none"
+        "--tokenizer", type=Path, metavar="PATH", help="default: the tokenizer of the adapters, of SRC, or of SRC's run"
     )
-    parser.add_argument(
-        "--adapter", type=Path, metavar="DIR", help="peft directory of LoRA adapters of SRC, which are merged into DST"
-    )
-    parser.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="PATH",
-        help="goes with the weights; default: that of the adapters, of SRC, or of the run it is from",
-    )
-    _add_changes(parser)
-
-
-def _add_changes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="default: the narrowest that keeps every bit of SRC"
     )
     parser.add_argument(
-        "--as",
-        dest="target",
-        choices=["causal-lm", "reward"],
-        default="causal-lm",
+        "--as", dest="target", choices=["causal-lm", "reward"], default="causal-lm",
         help="what DST is: *ForCausalLM, or *ForSequenceClassification with one label (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--fresh-head-seed", type=at_least(0), metavar="N", help="--as reward: give a causal LM a new scalar head drawn from N"
     )
     parser.add_argument(
-        "--fresh-head-seed", type=_seed, metavar="N", help="--as reward: give a causal LM a new scalar head drawn from N"
+        "--max-shard-mb", type=count, default=2048, metavar="N", help="--to hf: largest file, in MiB (default: %(default)s)"
     )
     parser.add_argument(
-        "--max-shard-mb",
-        type=_positive_int,
-        default=2048,
-        metavar="N",
-        help="--to hf: largest file, in MiB (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="compare SRC and DST: outputs in transformers; all tensors where one is of Megatron or adapters are merged",
-    )
+        "--check", action="store_true",
+        help="compare SRC and DST: outputs in transformers; all tensors if one is of Megatron or adapters are merged",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,11 +68,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--config says the shape of a Megatron checkpoint, which {args.src} is not; drop it")
     what = Conversion(head, args.to, args.dtype, args.fresh_head_seed, args.max_shard_mb << 20, args.config, args.adapter)
     with tempfile.TemporaryDirectory() as folder:
-        num_tensors = convert(args.src, args.dst, what, partial(_beside, args, Path(folder)))
+        num_tensors = convert(args.src, args.dst, what, partial(_side_files, args, Path(folder)))
     print(f"wrote {args.dst}: {num_tensors} tensors as {args.target}")
     if args.check:
         both_hf = args.to == "hf" and not megatron and args.adapter is None
-        print(_compared_outputs(args, head) if both_hf else _compared_weights(args, what))
+        print(_compared(args, what, outputs=both_hf))
     return 0
 
 
@@ -103,10 +83,10 @@ def _refuse_run(src: Path) -> None:
     weights = src / WEIGHTS
     found = [weights] if (weights / "config.json").is_file() else sorted(path.parent for path in weights.glob("*/config.json"))
     named = " or ".join(map(str, found)) or f"models of one of its checkpoints (in {src / CHECKPOINTS})"
-    raise ConfigError(f"{src} is a run, which is no weights itself; name {named}")
+    raise ConfigError(f"{src} is a run, not weights; name {named}")
 
 
-def _beside(
+def _side_files(
     args: argparse.Namespace, folder: Path, family: str, found: Sequence[Path]
 ) -> tuple[Sequence[Path], Mapping[str, Any]]:
     """Return tokenizer and generation settings for DST: SRC's, or completed in `folder`."""
@@ -121,8 +101,8 @@ def _beside(
     ids = special_ids(tokenizer, scored=scored)
     settles = args.adapter is not None and (args.adapter / GENERATION_CONFIG).is_file()
     source = args.adapter if settles else args.src
-    if told := write_beside(folder, tokenizer, ids, family, scored=scored, source=source):
-        print(told, file=sys.stderr)
+    if changed := write_tokenizer(folder, tokenizer, ids, family, scored=scored, source=source):
+        print(changed, file=sys.stderr)
     return sorted(folder.iterdir()), ids
 
 
@@ -149,29 +129,13 @@ def _pads(src: Path) -> bool:
     return pad is not None and pad not in model_eos_ids(src)
 
 
-def _compared_outputs(args: argparse.Namespace, head: str) -> str:
-    from oppo_megatron.integrations.huggingface import compare_outputs
+def _compared(args: argparse.Namespace, what: Conversion, *, outputs: bool) -> str:
+    """Compare outputs in transformers, or all tensors if one side is in Megatron's format or adapters are merged."""
+    from oppo_megatron.integrations.huggingface import compare_outputs, compare_weights
 
-    of, difference = compare_outputs(args.src, args.dst, head, args.fresh_head_seed is not None)
-    return f"largest difference of {of} between {args.src} and {args.dst} in transformers: {difference:.3g}"
-
-
-def _compared_weights(args: argparse.Namespace, what: Conversion) -> str:
-    """Compare all tensors, if one side is in Megatron's format or adapters are merged."""
-    from oppo_megatron.integrations.huggingface import compare_weights
-
+    if outputs:
+        of, difference = compare_outputs(args.src, args.dst, what.head, args.fresh_head_seed is not None)
+        return f"largest difference of {of} between {args.src} and {args.dst} in transformers: {difference:.3g}"
     num_tensors, difference = compare_weights(args.src, args.dst, what)
     merged = f" with the adapters of {args.adapter}" if args.adapter is not None else ""
     return f"largest difference of {num_tensors} tensors between {args.src}{merged} and {args.dst}, read back: {difference:.3g}"
-
-
-def _seed(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of at least 0")
-    return int(text)
-
-
-def _positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of at least 1")
-    return int(text)

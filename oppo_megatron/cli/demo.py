@@ -64,10 +64,9 @@ QUICK = {
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the chain whose finished content is reused.
+    """A part of the chain; `make` fills `directory` and returns an exit code.
 
-    `make` fills `directory` and returns an exit code (0: done).  A finished stage is reused only with the same `settings` (plain
-    JSON) and the same content of the stages in `after`.
+    A finished stage is reused with the same `settings` (plain JSON) and the same content of the stages in `after`.
     """
 
     name: str
@@ -126,18 +125,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"default: {OUT}, with --algorithm {OUT}-NAME")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the data and of all training; default: 1")
     parser.add_argument("--quick", action="store_true", help="a tiny version: everything runs, little is learned")
-    parser.add_argument("--fresh", action="store_true", help="make every stage anew")
+    parser.add_argument("--fresh", action="store_true", help="make every stage again")
     parser.add_argument(
-        "--configs",
-        type=Path,
-        metavar="DIR",
+        "--configs", type=Path, metavar="DIR",
         help=f"folder of sft.yaml, rm.yaml, ppo.yaml, grpo.yaml, online_dpo.yaml; default: {CONFIGS}",
-    )
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     algorithm = args.algorithm
-    out = beside(OUT, algorithm) if args.out is None else args.out
+    out = args.out or folder_of(OUT, algorithm)
     stages = plan(out, find_configs(args.configs, algorithm), args.seed, args.quick, algorithm)
     started = time.monotonic()
     try:
@@ -156,20 +153,17 @@ def run(args: argparse.Namespace) -> int:
 
         write_report(out, list(RUNS), time.monotonic() - started, algorithm)
     except KeyboardInterrupt:
-        print(f"\ninterrupted: finished stages in {out} are kept; the same command goes on from there", flush=True)
+        print(f"\ninterrupted: finished stages in {out} are kept; the same command continues from there", flush=True)
         return EXIT_INTERRUPTED
     return 0
 
 
-def beside(folder: Path, algorithm: str) -> Path:
-    return folder if algorithm == "ppo" else folder.with_name(f"{folder.name}-{algorithm}")
+def folder_of(out: Path, algorithm: str) -> Path:
+    return out if algorithm == "ppo" else out.with_name(f"{out.name}-{algorithm}")
 
 
 def find_configs(given: Path | None, algorithm: str = "ppo") -> Path:
-    """Return the folder of the algorithm's configurations: `given`, or in the working directory or repository.
-
-    Raises ConfigError if there is none.
-    """
+    """Return `given`, or the algorithm's folder in the working directory or repository.  Raises ConfigError."""
     names = [f"{name}.yaml" for name in ("sft", *(["rm"] if algorithm == "ppo" else []), _file_of(algorithm))]
     places = [given] if given is not None else [CONFIGS, Path(__file__).parents[2] / CONFIGS]
     for place in places:
@@ -186,10 +180,7 @@ def _file_of(algorithm: str) -> str:
 
 
 def plan(out: Path, configs: Path, seed: int, quick: bool, algorithm: str = "ppo") -> list[Stage]:
-    """Return the stages in order, each with its own directory in `out`.
-
-    Preset ppo trains a reward model first; the others start after the warm start, with the verifier as only reward.
-    """
+    """Return the stages, each with its own directory in `out`.  Only ppo trains a reward model; others have the verifier."""
     single = has_cuda() and cuda_devices() == 1
     recipe = {**(QUICK_DATA if quick else DATA), "seed": seed}
     make_data = functools.partial(_make_data, out / "data", recipe)
@@ -223,10 +214,7 @@ def plan(out: Path, configs: Path, seed: int, quick: bool, algorithm: str = "ppo
 
 
 def _preset(algorithm: str, single: bool) -> list[str]:
-    """Return the changes for a preset and for a host with a `single` GPU.
-
-    Without a reference nothing scores, so both processes hold the actor.
-    """
+    """Return the changes for a preset and for a host with a `single` GPU."""
     preset = [] if algorithm == "ppo" else [f"algorithm.preset={algorithm}"]
     if single:
         return [*preset, "placement.mode=single"]

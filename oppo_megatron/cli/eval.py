@@ -7,20 +7,13 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from oppo_megatron.cli.generate import (
-    ENTRY,
-    add_drawing_arguments,
-    add_policy_arguments,
-    add_prompt_arguments,
-    choice_of,
-    make_request,
-)
+from oppo_megatron.cli import generate
 from oppo_megatron.cli.launch import external_ranks, launch
 from oppo_megatron.config.explain import explain
 from oppo_megatron.config.load import read_tree
@@ -42,10 +35,10 @@ SHOWN_ROWS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_policy_arguments(parser, several=True)
+    generate.add_policy_arguments(parser, several=True)
     asked = parser.add_argument_group("held-out prompts")
     asked.add_argument("--data", type=Path, required=True, metavar="FILE", help="rows with a prompt, as `oppo train` reads them")
-    add_prompt_arguments(asked)
+    generate.add_prompt_arguments(asked)
     judges = parser.add_argument_group("what judges a response (at least one; each is a line of the table)")
     rules = ("arithmetic", "gsm8k", "math", "multiple_choice")
     judges.add_argument("--verifier", choices=rules, help="a rule that compares with --answer")
@@ -54,14 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     judges.add_argument("--function", action="append", metavar="PKG.MOD:FN", help="a function (prompt, response, fields)")
     judges.add_argument("--url", action="append", metavar="URL", help="a reward service")
     judges.add_argument(
-        "--rewards",
-        type=Path,
-        metavar="FILE.yaml",
+        "--rewards", type=Path, metavar="FILE.yaml",
         help="`rewards` (and `reward`, `tokenizer`) as in a configuration of `oppo train`, which may be the file",
-    )
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write eval.json and every response with its scores")
-    add_drawing_arguments(parser)
+    generate.add_drawing_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,14 +65,14 @@ def run(args: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         requests = [_request(args, directory, _file(folder, place)) for place, directory in enumerate(args.directory)]
         _require_same_prompts(requests, args.directory)
-        if requests[0].told_of_prompts:
-            _tell(requests[0].told_of_prompts)
+        if requests[0].about_prompts:
+            _tell(requests[0].about_prompts)
         requests = [_gradable(request, grader) for request in requests]
         for request in requests:
-            _tell(request.policy.told)
-            if code := launch("eval", request, request.parallel.num_ranks, ENTRY):
+            _tell(request.policy.summary)
+            if code := launch("eval", request, request.parallel.num_ranks, generate.ENTRY):
                 return code
-        policies = _judge(args, grader, [_answers(_file(folder, place)) for place in range(len(requests))])
+        policies = _judge(args, grader, [list(map(_answer, _rows(_file(folder, place)))) for place in range(len(requests))])
         if args.out is not None:
             _write(args, policies, grader.labels)
     if args.json:
@@ -101,7 +92,7 @@ def _require_consistent(args: argparse.Namespace) -> None:
     if len(set(resolved)) < len(resolved):
         problems.append("a DIR is given twice; name each policy once")
     if args.out is not None and args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
-        problems.append(f"--out {args.out} is there already, and is no empty folder; name another, or remove it")
+        problems.append(f"--out {args.out} is there already, and is not an empty folder; name another, or remove it")
     if problems:
         raise ConfigError(problems)
     if not args.data.exists():
@@ -122,7 +113,10 @@ def _judges(args: argparse.Namespace) -> ServeConfig:
         if reward is not None:
             raise ConfigError(f"{args.rewards} has a reward model already; drop --reward-model, or that part")
         parts.append({"kind": "model"})
-        model = _reward_weights(args.reward_model)
+        model, weights = args.reward_model, args.reward_model / WEIGHTS
+        is_run = (model / RUN_CONFIG).is_file() and not (model / SHAPE).is_file()
+        if is_run and any((weights / name).is_file() for name in (SHAPE, ADAPTER_CONFIG)):
+            model = weights  # the run's final ones
         reward, tokenizer = {"checkpoint": model}, {"path": model}
     parts += [{"kind": "python", "entry_point": name} for name in args.function or ()]
     parts += [{"kind": "http", "url": url} for url in args.url or ()]
@@ -134,13 +128,6 @@ def _judges(args: argparse.Namespace) -> ServeConfig:
     except ValidationError as error:
         raise ConfigError([f"{args.rewards}: {problem}" for problem in explain(ServeConfig, error)]) from error
     return _with_model(config, args)
-
-
-def _reward_weights(directory: Path) -> Path:
-    """Return the reward model's folder, or the final weights of a run."""
-    weights = directory / WEIGHTS
-    is_run = (directory / RUN_CONFIG).is_file() and not (directory / SHAPE).is_file()
-    return weights if is_run and any((weights / name).is_file() for name in (SHAPE, ADAPTER_CONFIG)) else directory
 
 
 def _with_model(config: ServeConfig, args: argparse.Namespace) -> ServeConfig:
@@ -160,8 +147,8 @@ def _with_model(config: ServeConfig, args: argparse.Namespace) -> ServeConfig:
 
 
 def _agree_on_prompts(args: argparse.Namespace) -> None:
-    """Give all policies the same prompt template and length, by default those of their runs."""
-    choice = choice_of(args)
+    """Give all policies the same prompt template and length, by default as in their runs."""
+    choice = generate.choice_of(args)
     policies = [find_policy(directory, choice) for directory in args.directory]
     runs = [policy.run for policy in policies if policy.run is not None]
     args.date = next((policy for policy in policies if policy.run is not None), policies[0]).tokenizer.date
@@ -181,15 +168,15 @@ def _file(folder: Path, place: int) -> Path:
 
 def _request(args: argparse.Namespace, directory: Path, output: Path) -> Request:
     asked = {"directory": directory, "prompt": None, "input": args.data, "chat": False, "output": output}
-    request = make_request(argparse.Namespace(**{**vars(args), **asked, "resume": False, "json": False}))
+    request = generate.make_request(argparse.Namespace(**{**vars(args), **asked, "resume": False, "json": False}))
     assert request is not None, "the file is new"
     return request
 
 
 def _require_same_prompts(requests: Sequence[Request], directories: Sequence[Path]) -> None:
-    texts = [[prompt.text for prompt in request.prompts] for request in requests]
-    for directory, other in zip(directories, texts, strict=True):
-        if other != texts[0]:
+    first, *others = ([prompt.text for prompt in request.prompts] for request in requests)
+    for directory, other in zip(directories[1:], others, strict=True):
+        if other != first:
             raise DataError(
                 f"{directory} would be asked other prompts than {directories[0]}, as by another chat template; give one with "
                 "--template or --chat-template"
@@ -211,9 +198,8 @@ def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _answers(path: Path) -> list[Answer]:
-    names = ("row", "sample", "prompt", "response", "finish_reason", "tokens", "fields")
-    return [Answer(*(line[name] for name in names)) for line in _rows(path)]
+def _answer(line: Mapping[str, Any]) -> Answer:
+    return Answer(*(line[name] for name in ("row", "sample", "prompt", "response", "finish_reason", "tokens", "fields")))
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from oppo_megatron.cli.launch import check_world_size, external_ranks, launch
+from oppo_megatron.cli.launch import check_world_size, external_ranks, launch, speaks_for_all
 from oppo_megatron.cli.measure import check_devices
 from oppo_megatron.clock import by_time
 from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
@@ -21,16 +21,8 @@ from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.errors import CheckpointError, ConfigError, DataError
 from oppo_megatron.layout.shape import check_model, max_positions
 from oppo_megatron.nesting import read_yaml
-from oppo_megatron.policy.answers import (
-    Conversation,
-    Drawing,
-    OutputFile,
-    Request,
-    Terminal,
-    first_date,
-    require_output,
-    settings_of,
-)
+from oppo_megatron.policy import answers
+from oppo_megatron.policy.answers import Conversation, Drawing, OutputFile, Request, Terminal
 from oppo_megatron.policy.chat import parent_input
 from oppo_megatron.policy.finding import Choice, Policy, find_policy, policy_tokenizer, require_layout
 from oppo_megatron.policy.given_prompts import Asked, Wording, numbered, prompts_of_file, prompts_of_texts, within
@@ -46,26 +38,26 @@ LEAST = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_policy_arguments(parser)
     asked = parser.add_argument_group("prompts (one of these)")
-    asked.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
+    asked.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; repeatable")
     asked.add_argument(
-        "--input", type=Path, metavar="FILE", help="a .txt file with a prompt a line, or rows as `oppo train` reads them"
+        "--input", type=Path, metavar="FILE", help="a .txt file with a prompt per line, or rows as `oppo train` reads them"
     )
     asked.add_argument("--chat", action="store_true", help="a conversation by the chat template; Ctrl-C ends an answer")
     add_prompt_arguments(asked)
-    answers = parser.add_argument_group("where responses go (default: the standard output)")
-    answers.add_argument("--output", type=Path, metavar="FILE.jsonl", help="a line of JSON a response, in the prompts' order")
-    answers.add_argument("--resume", action="store_true", help="--output: go on where an interrupted call was")
-    answers.add_argument("--json", action="store_true", help="lines of JSON on the standard output, too")
+    to = parser.add_argument_group("output (default: the standard output)")
+    to.add_argument("--output", type=Path, metavar="FILE.jsonl", help="a line of JSON per response, in the prompts' order")
+    to.add_argument("--resume", action="store_true", help="--output: continue an interrupted call")
+    to.add_argument("--json", action="store_true", help="lines of JSON on the standard output, too")
     add_drawing_arguments(parser)
 
 
 def add_prompt_arguments(asked: argparse._ArgumentGroup) -> None:
     asked.add_argument("--max-prompts", type=int, metavar="N", help="the file's first N prompts (default: all)")
     asked.add_argument("--max-prompt-tokens", type=int, metavar="N", help="leave out the file's prompts of more tokens")
-    asked.add_argument("--column", metavar="NAME", help="the file's column of the prompt, where it is not a known name")
+    asked.add_argument("--column", metavar="NAME", help="the file's column of the prompt, unless it has a known name")
     asked.add_argument(
         "--template", metavar="TEXT",
-        help="text around each prompt, `{prompt}` stands for it (default: as in the run that the policy comes from)",
+        help="text around each `{prompt}` (default: as in the run that the policy comes from)",
     )  # fmt: skip
     asked.add_argument("--as-chat", action="store_true", help="prompts are a user's turn, put into the chat template")
     asked.add_argument("--system", metavar="TEXT", help="in a chat: what the system says first")
@@ -74,34 +66,27 @@ def add_prompt_arguments(asked: argparse._ArgumentGroup) -> None:
 def add_policy_arguments(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
     """Add the options that select one policy (or `several`) and its layout."""
     parser.add_argument(
-        "directory",
-        type=Path,
-        nargs="+" if several else None,
-        metavar="DIR",
+        "directory", type=Path, nargs="+" if several else None, metavar="DIR",
         help="an export or another Hugging Face directory, adapters, a Megatron directory, a run's checkpoint, or a run: its "
         "final weights, else its last checkpoint",
-    )
+    )  # fmt: skip
     policy = parser.add_argument_group("policy")
-    policy.add_argument("--tokenizer", type=Path, metavar="PATH", help="default: that of DIR, or of its run")
-    policy.add_argument("--chat-template", metavar="JINJA", help="default: that of the run or the tokenizer")
+    policy.add_argument("--tokenizer", type=Path, metavar="PATH", help="default: the tokenizer of DIR, or of its run")
+    policy.add_argument("--chat-template", metavar="JINJA", help="default: as in the run or the tokenizer")
     policy.add_argument(
         "--template-argument", action="append", metavar="NAME=VALUE",
-        help="a variable for the chat template, its value in YAML, as in enable_thinking=false; may be given several times "
-        "(default: those of the run)",
+        help="a variable for the chat template, its value in YAML, as in enable_thinking=false; repeatable (default: the run's)",
     )  # fmt: skip
-    policy.add_argument("--base", type=Path, metavar="DIR", help="adapters: the model that they stand beside")
+    policy.add_argument("--base", type=Path, metavar="DIR", help="adapters: the model that they adapt")
     policy.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as in the run, or as stored")
     layout = parser.add_argument_group("layout")
     for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
         layout.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{what}-parallel size (default: 1)")
-    layout.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda where there is one")
+    layout.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if there is one")
+    layout.add_argument("--batch", type=int, default=32, metavar="N", help="sequences per replica at once (default: %(default)s)")
     layout.add_argument(
-        "--batch", type=int, default=32, metavar="N", help="sequences that a replica decodes at once (default: %(default)s)"
-    )  # fmt: skip
-    layout.add_argument(
-        "--threads", type=int, metavar="N",
-        help="CPU threads of a rank (default: OMP_NUM_THREADS, else the cores divided by the ranks)",
-    )  # fmt: skip
+        "--threads", type=int, metavar="N", help="CPU threads per rank (default: OMP_NUM_THREADS, else its share of the cores)"
+    )
     layout.add_argument("--kv-cache-mb", type=float, metavar="MB", help="bound of a rank's KV cache (default: none)")
     layout.add_argument(
         "--context", type=int, metavar="N",
@@ -111,13 +96,11 @@ def add_policy_arguments(parser: argparse.ArgumentParser, *, several: bool = Fal
 
 def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
     drawing = parser.add_argument_group("drawing")
-    drawing.add_argument("-n", "--samples", type=int, default=1, metavar="N", help="responses a prompt (default: 1)")
+    drawing.add_argument("-n", "--samples", type=int, default=1, metavar="N", help="responses per prompt (default: 1)")
     drawing.add_argument(
-        "--max-tokens",
-        type=int,
-        metavar="N",
-        help=f"most tokens of a response (default: as in the run, or {MAX_TOKENS}; less where the model has no room)",
-    )
+        "--max-tokens", type=int, metavar="N",
+        help=f"most tokens of a response (default: as in the run, or {MAX_TOKENS}; less if the model has no room)",
+    )  # fmt: skip
     drawing.add_argument("--greedy", action="store_true", help="the likeliest token each time: the default")
     drawing.add_argument(
         "--temperature", type=float, metavar="T", help="draw at this temperature (1 with -n, --top-k or --top-p; 0: greedy)"
@@ -127,11 +110,11 @@ def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
     drawing.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: %(default)s)")
     drawing.add_argument(
         "--stop", action="append", metavar="TEXT",
-        help="end a response with this text, in place of the run's texts; may be given several times",
+        help="end a response with this text, in place of the run's texts; repeatable",
     )  # fmt: skip
     drawing.add_argument(
         "--stop-id", action="append", type=int, metavar="ID",
-        help="end a response with this token id, beside those of tokenizer, model and run; may be given several times",
+        help="end a response with this token id, in addition to the ids of tokenizer, model and run; repeatable",
     )  # fmt: skip
 
 
@@ -143,8 +126,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     num_ranks = request.parallel.num_ranks
     check_world_size(num_ranks)
-    if external_ranks(os.environ) is None or os.environ.get("RANK", "0") == "0":
-        print(request.policy.told, *filter(None, [request.told_of_prompts]), sep="\n", file=sys.stderr, flush=True)
+    if speaks_for_all(os.environ):
+        print(request.policy.summary, *filter(None, [request.about_prompts]), sep="\n", file=sys.stderr, flush=True)
     return launch("generate", request, num_ranks, ENTRY)
 
 
@@ -156,13 +139,13 @@ def make_request(args: argparse.Namespace) -> Request | None:
     template = args.template
     if template is None:
         template = "{prompt}" if policy.run is None else policy.run.data.prompt_template
-    asked, told = _asked(args, Wording(template, args.as_chat or args.chat, args.system), tokenizer)
+    asked, about = _asked(args, Wording(template, args.as_chat or args.chat, args.system), tokenizer)
     longest = max((len(encode_prompt(tokenizer, each.text)) for each in asked), default=0)
     max_length, max_tokens = _room(args, policy, longest)
     drawing = drawing_of(args, policy, max_tokens)
     require_stop_texts(drawing.stop, tokenizer, "--stop", "--stop-id")
     to = _destination(args, policy, drawing)
-    if isinstance(to, OutputFile) and not require_output(to):
+    if isinstance(to, OutputFile) and not answers.require_output(to):
         return None
     check_devices(args.device, args.tp * args.pp * args.dp, "--tp 1 --pp 1 --dp 1", "--device cpu")
     runtime = RuntimeConfig(device=args.device, kv_cache_mb=args.kv_cache_mb).with_threads(args.threads or 0)
@@ -171,14 +154,14 @@ def make_request(args: argparse.Namespace) -> Request | None:
     _require_of_use(args, policy)
     of_file = args.input is not None
     prompts = tuple(numbered(asked, args.samples, tokenizer, max_length, drawing.max_tokens, of_file=of_file))
-    return Request(policy, parallel, runtime, drawing, prompts, args.samples, args.batch, max_length, to, told)
+    return Request(policy, parallel, runtime, drawing, prompts, args.samples, args.batch, max_length, to, about)
 
 
 def choice_of(args: argparse.Namespace) -> Choice:
     """Return the options that select the policy.  Raises ConfigError for a malformed template argument."""
     arguments, date = {}, getattr(args, "date", None)
     if getattr(args, "resume", False) and args.output is not None:
-        date = first_date(args.output)
+        date = answers.first_date(args.output)
     for given in args.template_argument or ():
         name, sign, value = given.partition("=")
         try:
@@ -217,7 +200,7 @@ def _require_consistent(args: argparse.Namespace) -> None:
     if args.stop and "" in args.stop:
         problems.append("--stop is empty, which would end every response at once; give a text, or drop it")
     if args.template is not None and "{prompt}" not in args.template:
-        problems.append(f"--template {args.template!r:.60} has no {{prompt}}, where the prompt is put; add it")
+        problems.append(f"--template {args.template!r:.60} has no {{prompt}}, which the prompt replaces; add it")
     if args.template is not None and (args.as_chat or args.chat):
         problems.append("--template is for prompts as they are; drop it with --chat and --as-chat")
     if args.system is not None and not (args.as_chat or args.chat):
@@ -226,7 +209,7 @@ def _require_consistent(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None and args.input is None:
             problems.append(f"--{name.replace('_', '-')} is of an --input; give one, or drop it")
     if args.resume and args.output is None:
-        problems.append("--resume goes on with an --output; give one, or drop it")
+        problems.append("--resume continues an --output; give one, or drop it")
     if args.chat and (args.output is not None or args.json or args.samples > 1):
         problems.append("--chat is shown in the terminal, one answer a turn; drop --output, --json and -n")
     if args.json and args.output is not None:
@@ -251,10 +234,7 @@ def _rollout(policy: Policy) -> RolloutConfig | None:
 
 
 def drawing_of(args: argparse.Namespace, policy: Policy, max_tokens: int) -> Drawing:
-    """Return the sampling options: greedy by default, with the stop rules of the policy's run, if any.
-
-    Requested stop ids are added to the run's, which an export of the policy contains too.
-    """
+    """Return the sampling options: greedy by default, with the stop rules and ids of the policy's run, if any."""
     rollout = _rollout(policy)
     draws = args.samples > 1 or args.top_k is not None or args.top_p is not None
     temperature = args.temperature if args.temperature is not None else 1.0 if draws and not args.greedy else 0.0
@@ -277,7 +257,7 @@ def _destination(args: argparse.Namespace, policy: Policy, drawing: Drawing) -> 
         started_here = args.tp * args.pp * args.dp > 1 and external_ranks(os.environ) is None
         return Conversation(args.system, parent_input() if started_here else None)
     if args.output is not None:
-        return OutputFile(args.output, settings_of(policy, drawing, args.samples), args.resume)
+        return OutputFile(args.output, answers.settings_of(policy, drawing, args.samples), args.resume)
     return Terminal(args.json)
 
 
@@ -290,13 +270,13 @@ def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> 
         return prompts_of_texts(args.prompt, wording, tokenizer), ""
     if not args.input.exists():
         raise DataError(missing_path("--input", args.input))
-    bound, told = args.max_prompt_tokens, list[str]()
+    bound, about = args.max_prompt_tokens, list[str]()
     most = None if bound else args.max_prompts
-    rows = prompts_of_file(args.input, args.column, wording, tokenizer, most, told.append, by_time())
+    rows = prompts_of_file(args.input, args.column, wording, tokenizer, most, about.append, by_time())
     short = within(rows, bound, tokenizer)
     if len(short) < len(rows):
-        told.append(f"{len(rows) - len(short)} of {len(rows)} prompts have more than {bound} tokens and are left out")
-    return short[: args.max_prompts], "\n".join(told)
+        about.append(f"{len(rows) - len(short)} of {len(rows)} prompts have more than {bound} tokens and are left out")
+    return short[: args.max_prompts], "\n".join(about)
 
 
 def _room(args: argparse.Namespace, policy: Policy, longest_prompt: int) -> tuple[int, int]:

@@ -1,7 +1,6 @@
-"""Starts the ranks of a run: as a rank of another launcher, in this process, or with torch's elastic agent.
+"""Start the ranks of a run: as a rank of another launcher, in this process, or with torch's elastic agent.
 
-Each rank calls `ENTRY` (kind, config) with torchrun's environment variables (RANK, WORLD_SIZE, ...).  A local rank that fails
-writes a `Failure` file; the parent shows the first one, once.
+Each rank calls `ENTRY` (kind, config) with torchrun's environment variables (RANK, WORLD_SIZE, ...).
 """
 
 from __future__ import annotations
@@ -21,23 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from oppo_megatron.cli.signals import SignalRelay, interrupts_from_here_alone
+from oppo_megatron.cluster import rank_processes
 from oppo_megatron.cluster.liveness.failures import FOLDER, Failure, ended_well, ended_within, read_failures
-from oppo_megatron.cluster.rank_processes import (
-    Surroundings,
-    await_fork_server,
-    begin_fork_server,
-    end_with_launcher,
-    start_method,
-)
-from oppo_megatron.errors import (
-    EXIT_AGAIN,
-    EXIT_INTERRUPTED,
-    EXIT_REQUEUE,
-    ConfigError,
-    OppoError,
-    StallError,
-    WorldError,
-)
+from oppo_megatron.errors import EXIT_AGAIN, EXIT_INTERRUPTED, EXIT_REQUEUE, ConfigError, OppoError, StallError, WorldError
 from oppo_megatron.processes import outlive_terminal, signals_held
 
 if TYPE_CHECKING:
@@ -53,10 +38,8 @@ ISOLATE = "correct the function; with `isolate: true` it runs in a process of it
 MONITOR_S = 0.1  # the agent's polling interval; it reports the first rank that has ended
 ORPHANED = 255
 """Exit code of a `multiprocessing` process whose fork server was killed."""
-ORPHANS = "the process that ranks are forked from was killed, and they end with it; --resume goes on from the last checkpoint"
+ORPHANS = "the process that ranks are forked from was killed, and they end with it; --resume continues from the last checkpoint"
 LINGER_S = 5 * MONITOR_S  # so that a killed rank is found before the peers that lost it
-
-
 NUMBERS = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT",
     "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NNODES", "SLURM_NODEID", "SLURM_JOB_ID",
@@ -90,31 +73,22 @@ def launch(kind: str, config: Any, world_size: int, entry: str = ENTRY, *, in_pr
     if world_size == 1 and in_process:
         with _environment(_local_ranks()):
             return _run_entry(entry, kind, config)
-    with signals_held():
-        surroundings = _prepare(config)
+    forks = rank_processes.start_method(config) == "forkserver"
+    with signals_held():  # import what starts ranks, here and in a fork server at the same time
+        if forks:
+            rank_processes.begin_fork_server()
+        importlib.import_module("torch.distributed.launcher.api")
+        if forks:
+            try:
+                rank_processes.await_fork_server()
+            except (EOFError, ConnectionError) as error:
+                raise RankKilled(ORPHANS) from error
+        surroundings = rank_processes.Surroundings.here()
     return _launch_local(entry, kind, config, world_size, surroundings)
 
 
-def _prepare(config: Any) -> Surroundings:
-    """Import the modules that start ranks, also in a fork server."""
-    forks = start_method(config) == "forkserver"
-    if forks:
-        begin_fork_server()
-    importlib.import_module("torch.distributed.launcher.api")
-    if forks:
-        try:
-            await_fork_server()
-        except (EOFError, ConnectionError) as error:
-            raise RankKilled(ORPHANS) from error
-    return Surroundings.here()
-
-
 def quiet_torch() -> None:
-    """Set torch's environment variables before it is loaded.  Exceptions repeat what its C++ log says.
-
-    libgomp's first thread spins for milliseconds after each product, taking a shared core from the thread it waits for
-    (docs/performance.md).
-    """
+    """Set torch's environment variables before it is loaded: less C++ log, and no spinning threads (docs/performance.md)."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -129,6 +103,13 @@ def check_world_size(expected: int) -> None:
         )
 
 
+def refuse_given_ranks(why: str) -> None:
+    """Raise ConfigError if a launcher has started ranks; `why` they cannot be used, and the remedy."""
+    ranks = external_ranks(os.environ)
+    if ranks is not None:
+        raise ConfigError(f"the launcher has started {ranks['WORLD_SIZE']} ranks, but {why}")
+
+
 def external_ranks(environment: Mapping[str, str]) -> dict[str, str] | None:
     """Return RANK and related variables from torchrun or srun; None without a launcher."""
     _require_numbers(environment)
@@ -136,7 +117,7 @@ def external_ranks(environment: Mapping[str, str]) -> dict[str, str] | None:
         ranks = {"RANK": environment.get("RANK", ""), "WORLD_SIZE": environment.get("WORLD_SIZE", "")}
         wrong = [name for name, value in ranks.items() if not value]
         if wrong:
-            raise ConfigError(f"{' and '.join(wrong)} is no number here; set RANK and WORLD_SIZE, or neither")
+            raise ConfigError(f"{' and '.join(wrong)} is not a number here; set RANK and WORLD_SIZE, or neither")
         ranks["LOCAL_RANK"] = environment.get("LOCAL_RANK", ranks["RANK"])
         ranks["LOCAL_WORLD_SIZE"] = environment.get("LOCAL_WORLD_SIZE", ranks["WORLD_SIZE"])
     elif "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
@@ -165,8 +146,8 @@ def _require_numbers(environment: Mapping[str, str]) -> None:
     wrong = {name: environment[name] for name in NUMBERS if not environment.get(name, "0").isdigit()}
     if wrong:
         raise ConfigError(
-            f"{' and '.join(wrong)} is no number here ({', '.join(map(repr, wrong.values()))}), but counts ranks, nodes, ports; "
-            "set it as torchrun or srun does (RANK and WORLD_SIZE, or neither), or unset it"
+            f"{' and '.join(wrong)} is not a number here ({', '.join(map(repr, wrong.values()))}), but counts ranks, nodes or "
+            "ports; set it as torchrun or srun does (RANK and WORLD_SIZE, or neither), or unset it"
         )
 
 
@@ -192,25 +173,22 @@ def _master(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _local_ranks() -> dict[str, str]:
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    return alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return alone | {"MASTER_PORT": str(probe.getsockname()[1])}
 
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
+    before = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in values:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _run_entry(entry: str, kind: str, config: Any) -> int:
@@ -220,7 +198,7 @@ def _run_entry(entry: str, kind: str, config: Any) -> int:
     return int(run(kind, config) or 0)
 
 
-def _launch_local(entry: str, kind: str, config: Any, world_size: int, surroundings: Surroundings) -> int:
+def _launch_local(entry: str, kind: str, config: Any, world_size: int, surroundings: rank_processes.Surroundings) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -234,8 +212,8 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int, surroundi
     meeting = LocalMeeting.open(str(os.getpid()))
     relay = SignalRelay(saves=getattr(config, "preempt_deadline_s", None) != 0)
     with tempfile.TemporaryDirectory(prefix="oppo-") as failures:
-        agent = _agent(world_size, meeting, Path(failures), start_method(config))
-        supervisor = Supervisor(Path(failures), meeting.point(world_size), Limits.of(config), relay.told_s)
+        agent = _agent(world_size, meeting, Path(failures), rank_processes.start_method(config))
+        supervisor = Supervisor(Path(failures), meeting.point(world_size), Limits.of(config), relay.asked_s)
         try:
             with relay.listening(), supervisor.guarding(), interrupts_from_here_alone():
                 elastic_launch(agent, _local_rank)(surroundings, entry, kind, config, failures)
@@ -274,12 +252,9 @@ def _agent(world_size: int, meeting: LocalMeeting, folder: Path, start_method: s
     return agent
 
 
-def _local_rank(surroundings: Surroundings, entry: str, kind: str, config: Any, failures: str) -> None:
-    """Run one rank in its own process; on failure it writes a Failure file for the parent to show.
-
-    `surroundings`: the starting process's environment and output files; unpickling applies them.
-    """
-    end_with_launcher()
+def _local_rank(surroundings: rank_processes.Surroundings, entry: str, kind: str, config: Any, failures: str) -> None:
+    """Run one rank in its own process; on failure it writes a `Failure`.  Unpickling `surroundings` applies them."""
+    rank_processes.end_with_launcher()
     outlive_terminal()
     rank, folder = int(os.environ["RANK"]), Path(failures)
     os.environ[FOLDER] = failures
@@ -287,9 +262,12 @@ def _local_rank(surroundings: Surroundings, entry: str, kind: str, config: Any, 
     try:
         code = _run_entry(entry, kind, config)
     except Exception as error:
-        kind_of_failure = _kind_of(error)
-        message = traceback.format_exc() if kind_of_failure == "defect" else str(error)
-        Failure(rank, time.time(), kind_of_failure, message).leave(folder)
+        # An OSError with a file name (disk full, no permission) is for the user to correct; a lost connection names none.
+        expected = isinstance(error, OppoError) or (isinstance(error, OSError) and error.filename is not None)
+        what: Literal["input", "defect", "symptom"] = "input" if expected else "defect"
+        what = "symptom" if isinstance(error, (StallError, WorldError)) else what
+        message = traceback.format_exc() if what == "defect" else str(error)
+        Failure(rank, time.time(), what, message).leave(folder)
         time.sleep(LINGER_S)
         leave(EXIT_DEFECT)
     if code in GOOD_ENDS:
@@ -305,23 +283,12 @@ def is_among_peers() -> bool:
 
 
 def leave(code: int) -> NoReturn:
-    """End a failed process; a rank with peers skips Python's cleanup.
-
-    A thread that frees a tensor of an open process group aborts the process, and the exit code would report a signal.
-    """
+    """End a failed process, without Python's cleanup if it has peers: freeing tensors of an open group may abort it."""
     if is_among_peers():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
-
-
-def _kind_of(error: Exception) -> Literal["input", "defect", "symptom"]:
-    if isinstance(error, (StallError, WorldError)):
-        return "symptom"
-    # An OSError with a file name (disk full, no permission) is for the user to correct; a lost connection names none.
-    expected = isinstance(error, OppoError) or (isinstance(error, OSError) and error.filename is not None)
-    return "input" if expected else "defect"
 
 
 def _report(failures: Path, error: ChildFailedError, last_words: Mapping[int, str]) -> int:
@@ -363,10 +330,10 @@ def _is_cause(failure: Failure) -> bool:
 
 def _killed(rank: int, number: int, written: Sequence[Failure], last_words: Mapping[int, str], within: Mapping[int, str]) -> str:
     """Say which signal ended which rank, and the calls in progress on the others."""
-    told = {failure.rank: failure.message for failure in written if failure.kind in ("symptom", "input")}
+    messages = {failure.rank: failure.message for failure in written if failure.kind in ("symptom", "input")}
     for failure in written:  # it may have met the loss of its peer in code that does not expect it
         if failure.kind == "defect":
-            told.setdefault(failure.rank, failure.message.rstrip().rpartition("\n")[2])
+            messages.setdefault(failure.rank, failure.message.rstrip().rpartition("\n")[2])
     at = f"; it was last heard of in: {last_words[rank]}" if rank in last_words else ""
     remedy = "SIGKILL mostly means that memory ran out (lower runtime.micro_batch_tokens or rollout.batch_size)"
     if number == signal.SIGABRT:
@@ -374,6 +341,6 @@ def _killed(rank: int, number: int, written: Sequence[Failure], last_words: Mapp
     if rank in within:
         at, remedy = f" in {within[rank]}", ISOLATE
     lines = [f"rank {rank} was ended by {signal.Signals(number).name}{at}; {remedy}"]
-    for other in sorted({*told, *last_words} - {rank}):
-        lines.append(f"rank {other}: {told[other] if other in told else 'last heard of in: ' + last_words[other]}")
+    for other in sorted({*messages, *last_words} - {rank}):
+        lines.append(f"rank {other}: {messages.get(other) or 'last heard of in: ' + last_words[other]}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Response lengths on the command line, and those of a predicted batch."""
+"""Response and prompt lengths on the command line, and of a predicted batch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from oppo_megatron.cli.parser import count
 from oppo_megatron.config.derived import usual_prompt_tokens
 from oppo_megatron.config.forced import ForcedLimits, log_normal
 from oppo_megatron.config.run import TrainConfig
@@ -43,22 +44,16 @@ def check_lengths(config: TrainConfig) -> None:
 
 def add_length_arguments(parser: argparse.ArgumentParser) -> None:
     lengths = parser.add_mutually_exclusive_group()
-    lengths.add_argument(
-        "--trace", type=Path, metavar="FILE.csv", help="force response lengths: those of a recorded trace, scaled"
-    )
-    lengths.add_argument(
-        "--lognormal", type=_median_sigma, metavar="MEDIAN,SIGMA", help="force response lengths: log-normal ones"
-    )
+    lengths.add_argument("--trace", type=Path, metavar="FILE.csv", help="force the response lengths of a recorded trace, scaled")
+    lengths.add_argument("--lognormal", type=_median_sigma, metavar="MEDIAN,SIGMA", help="force log-normal response lengths")
     parser.add_argument("--trace-column", metavar="NAME", help="the column of --trace that has the lengths")
 
 
 def add_prompt_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--prompt-tokens",
-        type=count,
-        metavar="N",
+        "--prompt-tokens", type=count, metavar="N",
         help="of all prompts (default: as in a run that calibrates, else half of data.max_prompt_tokens)",
-    )
+    )  # fmt: skip
 
 
 def prompt_tokens(args: argparse.Namespace, config: TrainConfig) -> int:
@@ -81,27 +76,14 @@ def length_settings(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def forced_lengths(args: argparse.Namespace) -> list[str]:
-    settings = length_settings(args)
-    if settings is None:
-        return []
-    return [f"rollout.{name}={json.dumps(value)}" for name, value in settings.items()]
-
-
-def count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def counts(text: str) -> list[int]:
-    return [count(part) for part in text.split(",")]
+    return [f"rollout.{name}={json.dumps(value)}" for name, value in (length_settings(args) or {}).items()]
 
 
 def _median_sigma(text: str) -> tuple[float, float]:
     try:
         median, sigma = map(float, text.split(","))
+        if isfinite(median) and isfinite(sigma):
+            return median, sigma
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not MEDIAN,SIGMA, as in 64,1.0") from None
-    if not (isfinite(median) and isfinite(sigma)):
-        raise argparse.ArgumentTypeError(f"{text!r} must be two finite numbers, MEDIAN,SIGMA, as in 64,1.0")
-    return median, sigma
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not MEDIAN,SIGMA, two finite numbers, as in 64,1.0")

@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from oppo_megatron.cli.measure import describe_options, settle
 from oppo_megatron.config.describe import COMMANDS, SUPERVISED
 from oppo_megatron.config.load import load_config, read_tree
 from oppo_megatron.config.run import TrainConfig, TrainSettings
@@ -29,7 +28,7 @@ def guess_kind(path: Path, overrides: Sequence[str] = ()) -> str:
     """
     tree = read_tree(path, overrides)
     keys = set(tree)
-    kind = max(COMMANDS, key=lambda kind: (len(keys & _fields(kind)), not _lacking(kind, keys)))
+    kind = max(COMMANDS, key=lambda kind: (len(keys & COMMANDS[kind].model_fields.keys()), not _lacking(kind, keys)))
     data = tree.get("data")
     return "rm" if kind == "sft" and isinstance(data, Mapping) and OF_RM & _columns(data) else kind
 
@@ -56,16 +55,12 @@ def require_kind(kind: str, path: Path, overrides: Sequence[str]) -> None:
         raise ConfigError(
             f"{path} is empty; write the settings of `oppo {kind}` into it, or begin with one that `oppo config --init` writes"
         )
-    alike = {kind, other} <= SUPERVISED.keys()
-    if not alike and other != kind and _lacking(kind, keys) and not _lacking(other, keys):
+    both_supervised = {kind, other} <= SUPERVISED.keys()
+    if not both_supervised and other != kind and _lacking(kind, keys) and not _lacking(other, keys):
         raise ConfigError(
             f"{path} is a configuration for `oppo {other}`, by its keys, and not for `oppo {kind}`; run `oppo {other} {path}`, "
             "or name another file"
         )
-
-
-def _fields(kind: str) -> set[str]:
-    return set(COMMANDS[kind].model_fields)
 
 
 def _lacking(kind: str, keys: set[str]) -> set[str]:
@@ -77,10 +72,7 @@ def _lacking(kind: str, keys: set[str]) -> set[str]:
 def load_settings(
     kind: str, path: Path, overrides: Sequence[str], *, inputs: bool = True, models: bool = True
 ) -> TrainSettings | SupervisedConfig:
-    """Return a training command's checked configuration, not yet placed (`placement.mode` may be auto).
-
-    `inputs`, `models`: require tokenizer and rows, or models, to exist.  Raises ConfigError.
-    """
+    """Return a command's checked configuration, not yet placed.  `inputs`, `models`: require that they exist."""
 
     def problems(config: TrainSettings) -> list[str]:
         traced = trace_problems(config.rollout.lengths, config.rollout.max_response_tokens)
@@ -114,14 +106,3 @@ def load_train(path: Path, overrides: Sequence[str], *, inputs: bool = True) -> 
 def load_service(path: Path, overrides: Sequence[str]) -> ServeConfig:
     require_kind("serve", path, overrides)
     return load_config(ServeConfig, path, overrides, check=service_problems)
-
-
-def placed(settings: TrainSettings | SupervisedConfig, *, measure: bool) -> TrainConfig | SupervisedConfig | None:
-    """Return the placed configuration; None if it needs measuring and `measure` is false."""
-    return settle(settings, measure=measure) if isinstance(settings, TrainSettings) else settings
-
-
-def unplaced(settings: TrainSettings | SupervisedConfig) -> list[str]:
-    """Lines to print if `placed` returned None."""
-    assert isinstance(settings, TrainSettings), "the placement of others is written down"
-    return describe_options(settings)

@@ -47,31 +47,26 @@ PRESENT = "present"
 def check_machine() -> int:
     """Print the report; return 1 if something that every run needs is missing."""
     print(f"python {platform.python_version()}  {sys.executable}")
-    print(f"machine: {platform.machine()}, {usable_cores()} usable cores, {_memory()}")
+    memory = psutil.virtual_memory()
+    free = f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB memory free"
+    print(f"machine: {platform.machine()}, {usable_cores()} usable cores, {free}")
     versions = {package.distribution: version_of(package) for package in PACKAGES}
     for distribution, version in versions.items():
         print(f"{distribution}: {version or 'absent'}")
-    required = unmet_requirements()
-    for line in _torch_report() if versions["torch"] else []:
-        print(line)
-    build, host = torch_build() if versions["torch"] else None, read_host(os.environ)
-    for line in [] if build is None else describe(build, host):
-        print(line)
+    build, host, missing = None, read_host(os.environ), list[Problem]()
+    if versions["torch"]:
+        build = torch_build()
+        missing = problems(build, host)
+        print(*_torch_report(), *describe(build, host), sep="\n")
     for kernels in kernel_table(find_available(build is not None and bool(build.gpus))):
         print(f"{kernels.part}: {kernels.used}" + (f"; off is {kernels.lacking}" if kernels.lacking else ""))
     print("features that are off:")
     for package in PACKAGES:
         if package.lost is not None and (fault := import_fault(*package.used)):
             print(f"  - {package.distribution} {fault}; without it: {package.lost}")
-    return _verdict(required, [] if build is None else problems(build, host))
-
-
-def _verdict(required: list[str], missing: list[Problem]) -> int:
     if missing:
-        print("missing for GPUs:")
-    for problem in missing:
-        print(f"  - {problem.text}")
-    if required:
+        print("missing for GPUs:", *(f"  - {problem.text}" for problem in missing), sep="\n")
+    if required := unmet_requirements():
         print(
             f"not ready: needed are {'; '.join(required)}. Run `pip install oppo-megatron`; in a container whose torch must "
             "stay as it is, `pip install --no-deps` of each"
@@ -118,11 +113,9 @@ def _torch_report() -> list[str]:
     if not torch.cuda.is_available():
         built = "this torch is built for the CPU" if torch.version.cuda is None else "torch finds no device"
         lines.append(f"cuda: off, {built}; runs use gloo and float32")
-    gloo = dist.is_available() and dist.is_gloo_available()
-    nccl = dist.is_available() and dist.is_nccl_available()
-    lines.append(f"back ends: gloo {'yes' if gloo else 'no'}, nccl {'yes' if nccl else 'no (needed for GPUs only)'}")
-    lines.append(f"torch threads: {torch.get_num_threads()}")
-    return lines
+    gloo = "yes" if dist.is_available() and dist.is_gloo_available() else "no"
+    nccl = "yes" if dist.is_available() and dist.is_nccl_available() else "no (needed for GPUs only)"
+    return [*lines, f"back ends: gloo {gloo}, nccl {nccl}", f"torch threads: {torch.get_num_threads()}"]
 
 
 def torch_build() -> TorchBuild:
@@ -140,8 +133,3 @@ def torch_build() -> TorchBuild:
         gpus.append(Gpu(device.name, device.total_memory, (device.major, device.minor), peers))
     version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else None
     return TorchBuild(torch.version.cuda, tuple(torch.cuda.get_arch_list()), version, tuple(gpus))
-
-
-def _memory() -> str:
-    memory = psutil.virtual_memory()
-    return f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB memory free"

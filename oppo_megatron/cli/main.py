@@ -1,6 +1,4 @@
-"""`oppo`: one table of commands; a command's module is imported only when the command is called, so that --help is fast.
-
-A command's module has two functions:
+"""`oppo`: a table of commands, whose modules are imported when called.  Each has two functions:
 
     add_arguments(parser: argparse.ArgumentParser) -> None     declares its arguments
     run(args: argparse.Namespace) -> int                       does the work, returns the exit code
@@ -20,18 +18,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from oppo_megatron import __version__
-from oppo_megatron.cli.launch import is_among_peers, leave, quiet_torch
+from oppo_megatron.cli.launch import EXIT_DEFECT, is_among_peers, leave, quiet_torch
 from oppo_megatron.cli.parser import Parser, add_debug_argument
 from oppo_megatron.errors import DISK_FULL, EXIT_INTERRUPTED, OppoError
 from oppo_megatron.processes import outlive_terminal, signals_held
 
-EXIT_DEFECT = 1
 EXIT_WRONG_INPUT = 2
 
 
 class Command(NamedTuple):
-    """A row of the table: `module` serves `oppo NAME`."""
-
     name: str
     module: str
     help: str
@@ -83,20 +78,20 @@ def _serve(args: argparse.Namespace) -> int:
     except OppoError as error:
         if args.debug:
             traceback.print_exc()
-        told = str(error)
+        message = str(error)
     except OSError as error:
         is_full = error.errno in DISK_FULL
         if args.debug or not (is_full or error.filename):
             raise
         where = f"{error.filename}: " if error.filename else ""
-        told = f"{where}{error.strerror}; it must be readable, or writable; correct its rights, or name another path"
+        message = f"{where}{error.strerror}; it must be readable, or writable; correct its rights, or name another path"
         if is_full:
-            told = f"{where}the disk has no place ({error.strerror}); free some, or write to another disk, then start again"
+            message = f"{where}the disk has no place ({error.strerror}); free some, or write to another disk, then start again"
     except KeyboardInterrupt as interrupt:
         print(f"oppo {args.command}: {'; '.join(['interrupted', *map(str, interrupt.args)])}", file=sys.stderr)
         return EXIT_INTERRUPTED
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")  # if another program started the ranks, each names itself
-    print(f"oppo {args.command}{f' [rank {rank}]' if rank else ''}: {told}", file=sys.stderr)
+    print(f"oppo {args.command}{f' [rank {rank}]' if rank else ''}: {message}", file=sys.stderr)
     return EXIT_WRONG_INPUT
 
 

@@ -1,7 +1,6 @@
-"""Resolves `placement.mode: auto`: runs each placement that fits for some steps, and chooses the fastest.
+"""Resolve `placement.mode: auto`: run each placement that fits for some steps, and choose the fastest.
 
-A measuring run is `oppo train` in its own process, under `placement/` in the run directory.  Results go to `placement.json`; the
-same configuration is not measured twice on the same machine.
+Measuring runs are `oppo train` under `placement/` in the run directory; `placement.json` keeps the result.
 """
 
 from __future__ import annotations
@@ -17,25 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from oppo_megatron.cli.launch import external_ranks
+from oppo_megatron.cli.launch import external_ranks, refuse_given_ranks
 from oppo_megatron.cli.signals import ending_by_signal
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.config.run import TrainConfig, TrainSettings
+from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.cores import asked_threads, has_cuda, usable_cores
 from oppo_megatron.errors import ConfigError, PlacementError
+from oppo_megatron.layout import trials
 from oppo_megatron.layout.candidates import Candidate, Machine, Options, find_candidates
-from oppo_megatron.layout.trials import (
-    MEASURED_STEPS,
-    Run,
-    Trial,
-    choose,
-    fingerprint,
-    measure_all,
-    probe_config,
-    read_run,
-    to_record,
-)
 from oppo_megatron.nesting import read_json
 from oppo_megatron.processes import started
 from oppo_megatron.rundir.directory import RunDirectory, write_json
@@ -50,18 +40,23 @@ AUTO = [
     "placement.reference=scorer",
 ]  # fmt: skip
 """Overrides that replace a configuration's placement by `auto`."""
+ONE_MACHINE = (
+    "{}, and placements of other numbers of ranks cannot be measured with these; measure on one machine, without the launcher, "
+    "with `oppo plan measure CONFIG`, then write the placement that it prints into the configuration"
+)
 LAST_ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b.*$", re.MULTILINE)
 
 
-def settle(settings: TrainSettings, *, measure: bool) -> TrainConfig | None:
-    """Return the configuration with its placement: given, measured before, or measured now.
+def settle(settings: TrainSettings | SupervisedConfig, *, measure: bool) -> TrainConfig | SupervisedConfig | None:
+    """Return the configuration with its placement; None if it needs measuring and `measure` is false.
 
-    None if it needs measuring and `measure` is false.  Raises ConfigError if a launcher has started ranks or the run has
-    finished, PlacementError if no placement can run.
+    Raises ConfigError if a launcher has started ranks or the run has finished, PlacementError if no placement can run.
     """
+    if not isinstance(settings, TrainSettings):
+        return settings
     if (config := settings.settled()) is not None:
         return config
-    refuse_given_ranks("placement.mode is auto")
+    refuse_given_ranks(ONE_MACHINE.format("placement.mode is auto"))
     run = RunDirectory(settings.run_dir)
 
     def tell(line: str) -> None:
@@ -69,7 +64,7 @@ def settle(settings: TrainSettings, *, measure: bool) -> TrainConfig | None:
             print(f"placement: {line}", file=sys.stderr, flush=True)
 
     options = find_candidates(settings, this_machine(settings.runtime))
-    chosen = read_choice(run.placement, fingerprint(settings, options.machine))
+    chosen = read_choice(run.placement, trials.fingerprint(settings, options.machine))
     if chosen is not None:
         tell(f"{chosen.name}, as measured before ({run.placement})")
     elif not measure:
@@ -85,41 +80,38 @@ def settle(settings: TrainSettings, *, measure: bool) -> TrainConfig | None:
 def measure_placements(
     settings: TrainSettings, options: Options, tell: Tell, tell_runs: Tell = lambda line: None
 ) -> dict[str, Any]:
-    """Measure the candidate placements; write `placement.json` and return its content.
-
-    Raises PlacementError, and errors of reading rows and rewards.
-    """
+    """Write `placement.json` and return its content.  Raises PlacementError, and errors of rows and rewards."""
     # Raise errors that every run would meet (a bad row, a reward setting) once, before the runs.
     read_inputs(settings).rewards.close()
     run = RunDirectory(settings.run_dir)
     if run.placement_runs.exists():
         shutil.rmtree(run.placement_runs)
     run.placement_runs.mkdir(parents=True)
-    trials: list[Trial] = []
+    tried: list[trials.Trial] = []
     load = os.getloadavg()[0]
     if len(options.candidates) > 1:
         tell(describe_work(settings, options))
         if load > usable_cores():
             tell(f"this machine is busy (load average {load:.1f} on {usable_cores()} cores): measure again when it is idle")
-        trials = measure_all(options.candidates, partial(_probe, settings, run.placement_runs, tell_runs))
-    record = to_record(fingerprint(settings, options.machine), options, trials, choose(options, trials))
+        tried = trials.measure_all(options.candidates, partial(_probe, settings, run.placement_runs, tell_runs))
+    record = trials.to_record(trials.fingerprint(settings, options.machine), options, tried, trials.choose(options, tried))
     record["load_average_1min"] = round(load, 2)
     write_json(run.placement, record)
     return record
 
 
-def _probe(settings: TrainSettings, folder: Path, tell: Tell, candidate: Candidate, turn: int) -> Run:
+def _probe(settings: TrainSettings, folder: Path, tell: Tell, candidate: Candidate, turn: int) -> trials.Run:
     """Run a placement in `folder/<name>-<turn>/`, configuration and log next to it.  Raises PlacementError."""
     name = f"{re.sub('[^a-z0-9]+', '-', candidate.name).strip('-')}-{turn}"
     file, log = folder / f"{name}.yaml", folder / f"{name}.log"
-    dump_config(probe_config(settings, candidate.placement, folder / name), file)
+    dump_config(trials.probe_config(settings, candidate.placement, folder / name), file)
     code = run_logged([sys.executable, "-c", START, json.dumps(sys.path), "train", str(file)], log)
     if code:
         reason = f"{failure(code, log.read_text(encoding='utf-8', errors='replace'))} (log: {log})"
         tell(f"{candidate.name}, run {turn}: {reason}")
         raise PlacementError(reason)
-    run = read_run(read_metrics(RunDirectory(folder / name).metrics))
-    tell(f"{candidate.name}, run {turn}: {run.seconds / run.steps:.3g} s a step")
+    run = trials.read_run(read_metrics(RunDirectory(folder / name).metrics))
+    tell(f"{candidate.name}, run {turn}: {run.seconds / run.steps:.3g} s per step")
     return run
 
 
@@ -132,9 +124,9 @@ def run_logged(command: Sequence[str], log: Path) -> int:
 
 def failure(code: int, output: str) -> str:
     """One line on why `oppo train` ended: its message, a signal, or the last exception."""
-    told = output.rpartition("oppo train: ")
-    if told[1]:
-        return " ".join(told[2].split())
+    _, found, message = output.rpartition("oppo train: ")
+    if found:
+        return " ".join(message.split())
     if code < 0:
         name = signal.Signals(-code).name
         return f"ended by {name}" + (", which mostly means that memory ran out" if name == "SIGKILL" else "")
@@ -143,11 +135,9 @@ def failure(code: int, output: str) -> str:
 
 
 def this_machine(runtime: RuntimeConfig) -> Machine:
-    if runtime.device != "cpu" and (devices := cuda_devices()):
-        return Machine("cuda", devices)
-    if runtime.device == "cuda":
-        raise ConfigError("runtime.device is 'cuda', but torch finds no CUDA device; set runtime.device=cpu or auto")
-    return Machine("cpu", usable_cores())
+    check_devices(runtime.device, 1)
+    devices = 0 if runtime.device == "cpu" else cuda_devices()
+    return Machine("cuda", devices) if devices else Machine("cpu", usable_cores())
 
 
 def cuda_devices() -> int:
@@ -157,12 +147,14 @@ def cuda_devices() -> int:
     return torch.cuda.device_count()
 
 
-def check_devices(device: str, ranks: int, alone: str, on_cpu: str = "runtime.device=cpu") -> None:
-    """Raise ConfigError if `device` is cuda without one, or there are fewer CUDA devices than ranks.
+def on_cpu(device: str) -> bool:
+    """True if a run with this `runtime.device` computes on the CPU.  Does not load torch."""
+    return device == "cpu" or (device == "auto" and not has_cuda())
 
-    `alone`: overrides for a single rank.  Other launchers may show each rank only its own device.
-    """
-    if device == "cpu" or (device == "auto" and not has_cuda()):
+
+def check_devices(device: str, ranks: int, alone: str = "", without: str = "runtime.device=cpu") -> None:
+    """Raise ConfigError if CUDA devices are lacking; `alone`: overrides for a single rank."""
+    if on_cpu(device):
         return
     devices = cuda_devices()
     if device == "cuda" and not devices:
@@ -172,17 +164,7 @@ def check_devices(device: str, ranks: int, alone: str, on_cpu: str = "runtime.de
         fewer = alone if devices == 1 else f"a placement of at most {devices} ranks (on one: {alone})"
         raise ConfigError(
             f"{ranks} ranks would be started, but this host has {has}, and NCCL wants one for each rank; set {fewer}, "
-            f"or {on_cpu} to compute without them"
-        )
-
-
-def refuse_given_ranks(what: str) -> None:
-    ranks = external_ranks(os.environ)
-    if ranks is not None:
-        raise ConfigError(
-            f"{what}, but the launcher has started {ranks['WORLD_SIZE']} ranks, and placements of other numbers cannot be "
-            "measured with these; measure on one machine, without the launcher, with `oppo plan measure CONFIG`, then write "
-            "the placement that it prints into the configuration"
+            f"or {without} to compute without them"
         )
 
 
@@ -194,13 +176,13 @@ def read_choice(path: Path, key: str) -> Candidate | None:
         record = read_json(path.read_text(encoding="utf-8"))
         return Candidate.of_record(record) if record["key"] == key else None
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is not what `oppo` wrote ({error}); remove it to measure anew") from error
+        raise ConfigError(f"{path} is not what `oppo` wrote ({error}); remove it to measure again") from error
 
 
 def describe_work(settings: TrainSettings, options: Options) -> str:
     """A line naming the placements to measure, and those whose configured threads leave cores idle."""
     names = ", ".join(candidate.name for candidate in options.candidates)
-    work = f"measuring {names} on {options.machine}, {MEASURED_STEPS} steps each"
+    work = f"measuring {names} on {options.machine}, {trials.MEASURED_STEPS} steps each"
     threads, machine = asked_threads(), options.machine
     idle = [each.name for each in options.candidates if 0 < each.num_ranks * threads < machine.units]
     if machine.device == "cuda" or not idle:
@@ -211,10 +193,12 @@ def describe_work(settings: TrainSettings, options: Options) -> str:
     )
 
 
-def describe_options(settings: TrainSettings) -> list[str]:
+def describe_options(settings: TrainSettings | SupervisedConfig) -> list[str]:
+    """Lines to print if `settle` returned None."""
+    assert isinstance(settings, TrainSettings), "the placement of others is written down"
     options = find_candidates(settings, this_machine(settings.runtime))
     head = (
-        f"placement.mode auto: `oppo train` would first measure these on {options.machine}, {MEASURED_STEPS} steps each, "
+        f"placement.mode auto: `oppo train` would first measure these on {options.machine}, {trials.MEASURED_STEPS} steps each, "
         "and take the fastest:"
     )
     if len(options.candidates) == 1:

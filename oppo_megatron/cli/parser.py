@@ -1,10 +1,11 @@
-"""The argument parser, which suggests the nearest known word, and `--debug`, an option of every command."""
+"""The argument parser, which suggests the nearest known word, and arguments that several commands have."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,10 +40,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_debug_argument(parser: argparse.ArgumentParser) -> None:
-    """Add --debug, before or after a subcommand's name (`oppo launch slurm`).
-
-    Without a default, so that the subcommand's parser keeps a value given earlier.
-    """
+    """Add --debug, without a default: a subcommand's parser keeps a value given before its name."""
     parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
 
 
@@ -50,9 +48,23 @@ def add_config_arguments(parser: argparse.ArgumentParser, **config: Any) -> None
     """Add CONFIG (`config`: its argparse options) and overrides."""
     parser.add_argument("config", type=Path, metavar="CONFIG.yaml", **config)
     parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="a.b=c",
-        help="settings that replace those of the file; a.b=null takes one out",
+        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace the file's; a.b=null takes one out"
     )
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return the type of an argument that is a whole number from `least` on."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return number
+
+
+count = at_least(1)
+
+
+def counts(text: str) -> list[int]:
+    return [count(part) for part in text.split(",")]

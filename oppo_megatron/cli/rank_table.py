@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from oppo_megatron.cli.measure import cuda_devices
-from oppo_megatron.config.model import RuntimeConfig, format_ranks
+from oppo_megatron.cli.measure import on_cpu
+from oppo_megatron.config.model import format_ranks
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.layout.holdings import Holding, rank_memory, supervised_holdings, train_holdings
@@ -27,12 +27,13 @@ MEBIBYTE = 2**20
 
 def rank_table(config: TrainConfig | SupervisedConfig) -> list[str]:
     """Lines of the table: memory, then batch sizes, with a row per rank and one per role below it."""
+    on_host = on_cpu(config.runtime.device)
     if isinstance(config, TrainConfig):
-        holdings = train_holdings(config, on_cpu=_on_cpu(config.runtime))
+        holdings = train_holdings(config, on_cpu=on_host)
     else:
-        holdings = supervised_holdings(config, on_cpu=_on_cpu(config.runtime))
+        holdings = supervised_holdings(config, on_cpu=on_host)
     return [
-        "What each rank holds, in MiB, beside interpreter, libraries and a GPU's context (copy: weights of a training layout of",
+        "Memory of each rank in MiB, without interpreter, libraries and a GPU's context (copy: weights of a training layout of",
         "its own; packed: weights laid out for a CPU's products, kernels: what those keep; buffers: rotary tables and what",
         "sequence parallelism gathers; activations: of the largest micro-batch of the update or of cached calls; roles compute",
         "in turn, so of kernels and activations a rank's total has the largest only):",
@@ -40,10 +41,6 @@ def rank_table(config: TrainConfig | SupervisedConfig) -> list[str]:
         "Batch sizes (rows: of an optimizer step; m-batches: micro-batches; auto: as the measured times decide):",
         *_aligned(_batch_rows(holdings)),
     ]
-
-
-def _on_cpu(runtime: RuntimeConfig) -> bool:
-    return runtime.device == "cpu" or (runtime.device == "auto" and not cuda_devices())
 
 
 def _memory_rows(holdings: Sequence[Holding]) -> list[Row]:
@@ -57,24 +54,16 @@ def _memory_rows(holdings: Sequence[Holding]) -> list[Row]:
 
 
 def _share(held: Holding) -> Row:
-    """The role and its part of each kind of parallelism, from 1: `tp 1/2`."""
+    """The role, its part of each kind of parallelism, from 1: `tp 1/2`, and its layers."""
     coords, sizes = held.coords, held.sizes
     parts = ((coords.shard, sizes.tp), (coords.stage, sizes.pp), (coords.replica, sizes.dp))
-    return held.role, *(f"{part + 1}/{count}" for part, count in parts), _layers(held.layers)
-
-
-def _layers(chunks: Sequence[range]) -> str:
-    return ",".join(f"{c.start + 1}-{c.stop}" if len(c) > 1 else str(c.stop) for c in chunks)
+    layers = ",".join(f"{c.start + 1}-{c.stop}" if len(c) > 1 else str(c.stop) for c in held.layers)
+    return held.role, *(f"{part + 1}/{count}" for part, count in parts), layers
 
 
 def _mebibytes(memory: Memory) -> Row:
-    return tuple(_number(size / MEBIBYTE) for size in (*vars(memory).values(), memory.total))
-
-
-def _number(mebibytes: float) -> str:
-    if mebibytes == 0:
-        return "-"
-    return f"{mebibytes:.2f}" if mebibytes < 100 else f"{mebibytes:.0f}"
+    found = [size / MEBIBYTE for size in (*vars(memory).values(), memory.total)]
+    return tuple("-" if size == 0 else f"{size:.2f}" if size < 100 else f"{size:.0f}" for size in found)
 
 
 def _batch_rows(holdings: Sequence[Holding]) -> list[Row]:
@@ -94,8 +83,10 @@ def _batch_rows(holdings: Sequence[Holding]) -> list[Row]:
 def _aligned(rows: Sequence[Row]) -> list[str]:
     """Align columns two spaces apart, names left and numbers right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(_cell(*cell) for cell in zip(range(len(row)), row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _cell(column: int, text: str, width: int) -> str:
-    return text.ljust(width) if column == 1 else text.rjust(width)
+    lines = []
+    for row in rows:
+        cells = [
+            text.ljust(width) if i == 1 else text.rjust(width) for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines

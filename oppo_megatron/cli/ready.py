@@ -1,11 +1,7 @@
-"""Checks of this machine and the run directory before any rank starts, for `oppo train` and `oppo validate`.
-
-`load_settings` checks the configuration's text, files and shapes.  Torch is loaded only for a run on CUDA devices.
-"""
+"""Check this machine and the run directory before any rank starts, without torch on a CPU."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from oppo_megatron.cli.launch import check_world_size, external_ranks
-from oppo_megatron.cli.measure import check_devices
+from oppo_megatron.cli.measure import check_devices, on_cpu
 from oppo_megatron.config.load import plain_settings
 from oppo_megatron.config.paths import named_paths
 from oppo_megatron.config.run import TrainConfig, TrainSettings
@@ -51,7 +47,9 @@ def require_ready(settings: TrainSettings | SupervisedConfig, config: TrainConfi
         collect(check_world_size, world_size(config))
     collect(check_devices, settings.runtime.device, *((1, "") if config is None else (world_size(config), on_one_rank(config))))
     if not problems and config is not None:
-        problems += _memory_problems(config)
+        if on_cpu(config.runtime.device) and external_ranks(os.environ) is None:  # other ranks check themselves
+            problem = shortage(lasting_memory(config, on_cpu=True), host_bytes(), "all ranks", socket.gethostname())
+            problems += [problem] if problem else []
         collect(run.require_space, LEAST_FREE + int(written_bytes(config)))
     if problems:
         raise ConfigError(problems)
@@ -72,11 +70,8 @@ def require_startable(config: TrainSettings | SupervisedConfig, run: RunDirector
             f"run_dir: {run.path} holds a run of {theirs}, which another command cannot continue; choose another run_dir, or "
             "give that command its own configuration"
         )
-    if run.finished and not ended_here(config, run):  # a run that has ended here needs no start, and that is not an error
-        _require_more_steps(config, run)
-
-
-def _require_more_steps(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> None:
+    if not run.finished or ended_here(config, run):  # a run that has ended here needs no start, and that is not an error
+        return
     steps, ended = config.steps, run.ended_after
     if not run.has_checkpoints:
         raise ConfigError(
@@ -86,15 +81,12 @@ def _require_more_steps(config: TrainSettings | SupervisedConfig, run: RunDirect
     if steps is not None and ended is not None and steps <= ended:
         raise ConfigError(
             f"steps is {steps}, and the run in {run.path} has ended after {ended}: there is nothing to train; set steps to more "
-            f"than {ended} to go on with it, or choose another run_dir"
+            f"than {ended} to continue it, or choose another run_dir"
         )
 
 
 def ended_here(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> bool:
-    """True if the run of this configuration has already ended in its directory.
-
-    A program that restarts a run until it ends needs this: a stop request may come just as the run ends.
-    """
+    """True if this very run has already ended in its directory: a program that restarts it needs no error then."""
     then, now = run.settings(), plain_settings(config)
     return bool(run.finished and then == now)
 
@@ -136,21 +128,3 @@ def unreached_services(settings: TrainSettings) -> Iterator[str]:
                 f"warning: rewards.{number}.url: {url.hostname}:{port} takes no connection now ({error.strerror or error}); "
                 "start the service before the run, or correct the address"
             )
-
-
-def _memory_problems(config: TrainConfig | SupervisedConfig) -> Iterator[str]:
-    """Yield a problem if the CPU ranks need more memory than this host has; other ranks check themselves."""
-    if _surely_on_cpu(config.runtime.device) and external_ranks(os.environ) is None:
-        held = lasting_memory(config, on_cpu=True)
-        if problem := shortage(held, host_bytes(), "all ranks", socket.gethostname()):
-            yield problem
-
-
-def _surely_on_cpu(device: str) -> bool:
-    """True for device cpu, or auto without a CUDA driver.  Checked without torch."""
-    if device == "auto":
-        try:
-            ctypes.CDLL("libcuda.so.1")
-        except OSError:
-            return True
-    return device == "cpu"

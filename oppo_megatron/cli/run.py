@@ -9,14 +9,15 @@ import sys
 from datetime import datetime
 
 from oppo_megatron.cli.launch import RankKilled, RankStalled, check_world_size, launch, speaks_for_all
-from oppo_megatron.cli.load import load_settings, placed, unplaced
-from oppo_megatron.cli.parser import add_config_arguments
+from oppo_megatron.cli.load import load_settings
+from oppo_megatron.cli.measure import describe_options, settle
+from oppo_megatron.cli.parser import add_config_arguments, at_least
 from oppo_megatron.cli.rank_table import rank_table
 from oppo_megatron.cli.ready import ended_here, require_ready
 from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.run import TrainConfig, TrainSettings
 from oppo_megatron.config.supervised import SupervisedConfig
-from oppo_megatron.errors import EXIT_AGAIN, EXIT_REQUEUE, ConfigError
+from oppo_megatron.errors import EXIT_AGAIN, EXIT_REQUEUE
 from oppo_megatron.layout.placements import world_size
 from oppo_megatron.rundir.directory import RunDirectory
 
@@ -26,11 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue from the last whole checkpoint of run_dir, where it has one",
+        help="continue from the last whole checkpoint of run_dir, if it has one",
     )
     parser.add_argument(
-        "--max-restarts", type=int, default=0, metavar="N",
-        help="where a rank is killed or the run stands still, continue from the last whole checkpoint, up to N times",
+        "--max-restarts", type=at_least(0), default=0, metavar="N",
+        help="if a rank is killed or the run stalls, continue from the last whole checkpoint, up to N times",
     )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and the ranks, then stop")
 
@@ -42,9 +43,9 @@ def run(args: argparse.Namespace) -> int:
     if args.resume:
         settings = settings.resumed()
     if args.dry_run:
-        config = placed(settings, measure=False)
+        config = settle(settings, measure=False)
         if config is None:
-            print(config_yaml(settings), *unplaced(settings), sep="\n")
+            print(config_yaml(settings), *describe_options(settings), sep="\n")
             return 0
         check_world_size(world_size(config))
         print(config_yaml(config), *rank_table(config), sep="\n")
@@ -61,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
 
 def start(kind: str, settings: TrainSettings | SupervisedConfig, restarts: int = 0) -> int:
     """Check this machine, place the roles and launch the ranks of a checked configuration; return the exit code."""
-    require_ready(settings, placed(settings, measure=False))
-    config = placed(settings, measure=True)
+    require_ready(settings, settle(settings, measure=False))
+    config = settle(settings, measure=True)
     assert config is not None, "a measured placement is settled"
     size = world_size(config)
     check_world_size(size)
@@ -70,8 +71,9 @@ def start(kind: str, settings: TrainSettings | SupervisedConfig, restarts: int =
     if config.resume and ended_here(config, directory):
         print(f"oppo {kind}: {directory.path} holds this very run, and it has ended: nothing to do", file=sys.stderr)
         return 0
-    config = with_date(config, directory, datetime.now())
-    if config.logging.console != "off" and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+    tokenizer = config.tokenizer.dated(directory.first_date(datetime.now()))  # so that all attempts render the same prompts
+    config = config.model_copy(update={"tokenizer": tokenizer})
+    if config.logging.console != "off" and speaks_for_all(os.environ):
         ranks = f"{size} rank{'s' if size > 1 else ''}"
         print(f"oppo {kind}: starting {ranks}, run directory {config.run_dir}", file=sys.stderr, flush=True)
     # Ranks that may roll back to a checkpoint need their own processes.
@@ -79,18 +81,8 @@ def start(kind: str, settings: TrainSettings | SupervisedConfig, restarts: int =
     return launch_again(kind, config, restarts) if again else launch(kind, config, size)
 
 
-def with_date(config: TrainConfig | SupervisedConfig, directory: RunDirectory, now: datetime) -> TrainConfig | SupervisedConfig:
-    """Date chat templates by the run's first start, so that all attempts render the same prompts."""
-    return config.model_copy(update={"tokenizer": config.tokenizer.dated(directory.first_date(now))})
-
-
 def launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: int) -> int:
-    """Launch the ranks, and again from the last checkpoint after a kill or stall, up to `restarts` times.
-
-    A guard's rollback does the same, with its own limit.
-    """
-    if restarts < 0:
-        raise ConfigError(f"--max-restarts is {restarts}; it must be 0 or more")
+    """Launch the ranks; up to `restarts` times again after a kill or stall, and always after a guard's rollback."""
     left = restarts
     while True:
         try:
@@ -98,11 +90,11 @@ def launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: in
         except (RankKilled, RankStalled) as error:
             if not left:
                 raise
-            told = f"{error}; starting again, {left} of {restarts} restarts left"
+            reason = f"{error}; starting again, {left} of {restarts} restarts left"
             left -= 1
         else:
             if code != EXIT_AGAIN:
                 return code
-            told = "starting again from the last checkpoint, as a rank asked"
-        print(f"oppo {kind}: {told}", file=sys.stderr, flush=True)
+            reason = "starting again from the last checkpoint, as a rank asked"
+        print(f"oppo {kind}: {reason}", file=sys.stderr, flush=True)
         config = config.resumed()

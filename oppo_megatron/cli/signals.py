@@ -1,4 +1,4 @@
-"""Signals of the starting process: passed on to its ranks, or turned into exits."""
+"""Pass on signals of the starting process to its ranks, or turn them into exits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from types import FrameType
@@ -22,30 +22,21 @@ from oppo_megatron.processes import ONCE, hears
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
-def child_pids() -> list[int]:
-    """Process ids of the ranks that this process started.
-
-    Read from the system: in a signal handler, `multiprocessing` would take exit codes from the code it interrupts.
-    """
-    return [rank.pid for rank in rank_processes(psutil.Process())]
-
-
 class SignalRelay:
-    """Asks the ranks to save and end (SIGUSR1); a second SIGTERM or SIGINT ends them at once.
+    """Asks the ranks to save and end (SIGUSR1); a second SIGTERM or SIGINT, or the first without `saves`, ends them at once.
 
-    So does the first if they save nothing (`saves`).  `code`: exit code of a run that was stopped unsaved: 75 (start it again),
-    130 after SIGINT, else 0.
+    `code`: exit code of a run that was stopped unsaved: 75 (start it again), 130 after SIGINT, else 0.
     """
 
     def __init__(self, saves: bool = True) -> None:
         self.code = 0
         self._saves = saves
         self._terms = 0
-        self._told_at: float | None = None
+        self._asked_at: float | None = None
 
-    def told_s(self) -> float | None:
+    def asked_s(self) -> float | None:
         """Seconds since the ranks were first asked to stop, or None."""
-        return None if self._told_at is None else time.monotonic() - self._told_at
+        return None if self._asked_at is None else time.monotonic() - self._asked_at
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -57,21 +48,22 @@ class SignalRelay:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE
-        if self._told_at is None:
-            self._told_at = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
             if number == signal.SIGINT and self._saves:
                 print(INTERRUPTED, file=sys.stderr, flush=True)
         self._terms += number not in ONCE
         if self._terms > 1 or not self._saves:
-            _send(child_pids(), signal.SIGKILL)
+            _send_to_ranks(signal.SIGKILL)
             os._exit(128 + number)
-        _send(child_pids(), signal.SIGUSR1)
+        _send_to_ranks(signal.SIGUSR1)
 
 
-def _send(pids: Sequence[int], number: signal.Signals) -> None:
-    for pid in pids:
+def _send_to_ranks(number: signal.Signals) -> None:
+    # psutil's processes: in a signal handler, `multiprocessing` would take exit codes from the code it interrupts.
+    for rank in rank_processes(psutil.Process()):
         with suppress(ProcessLookupError):
-            os.kill(pid, number)
+            os.kill(rank.pid, number)
 
 
 @contextmanager
@@ -86,10 +78,7 @@ def _handled(handlers: dict[signal.Signals, Callable[[int, FrameType | None], ob
 
 @contextmanager
 def interrupts_from_here_alone() -> Iterator[None]:
-    """Block SIGINT in processes that the main thread starts in the block.
-
-    A terminal sends it to all processes; the starting process handles it in another thread and signals the ranks.
-    """
+    """Block SIGINT in processes started in the block: a terminal sends it to all, but this process signals the ranks."""
     resource_tracker.ensure_running()  # started later, it would let the signal through
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

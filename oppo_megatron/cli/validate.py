@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from oppo_megatron.cli.load import guess_kind, load_service, load_settings, placed, unplaced
+from oppo_megatron.cli.load import guess_kind, load_service, load_settings
 from oppo_megatron.cli.machine import check_machine
+from oppo_megatron.cli.measure import describe_options, settle
 from oppo_megatron.cli.parser import add_config_arguments
 from oppo_megatron.cli.rank_table import rank_table
 from oppo_megatron.cli.ready import require_ready, require_service_packages, unreached_services
@@ -53,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
 def _run_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data: bool) -> Iterator[str]:
     """Check a run's configuration; yield lines about its ranks, tokenizer and rows."""
     settings = load_settings(kind, path, overrides)
-    config = placed(settings, measure=False)
+    config = settle(settings, measure=False)
     require_ready(settings, config)
-    yield from unplaced(settings) if config is None else rank_table(config)
+    yield from describe_options(settings) if config is None else rank_table(config)
     if isinstance(settings, TrainSettings):
         roles = list(train_roles(settings.settled() or settings.with_placement(PlacementConfig(mode="single"))))
     else:

@@ -15,10 +15,11 @@ from oppo_megatron.config.model import (
     TrainingLayoutConfig,
     weight_seed,
 )
+from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.layout.kernels import LayerKind, find_available, layer_kind
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.lora import attach_adapters
-from oppo_megatron.mcore.model import DecodePath, Head, RoleModel, build_chunks, build_model
+from oppo_megatron.mcore.model import DecodePath, RoleModel, build_chunks, build_model
 from oppo_megatron.mcore.weights.hf_source import open_weights
 from oppo_megatron.mcore.weights.hf_weights import load_weights
 from oppo_megatron.mcore.weights.lora_weights import fill_adapters, open_adapters

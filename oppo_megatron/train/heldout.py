@@ -43,10 +43,13 @@ class HeldoutLog:
     def best(self) -> tuple[int, float] | None:
         if self.standard is None:
             return None
-        known = [(step, fields["heldout"].get(self.standard.metric)) for step, fields in self._by_step.items() if step]
-        values = [(step, value) for step, value in known if value is not None and value == value]
+        values = [(step, mean) for step, mean in self.means(self.standard.metric).items() if step and mean == mean]
         sign = 1 if self.standard.mode == "max" else -1
         return max(values, key=lambda pair: (sign * pair[1], -pair[0]), default=None)
+
+    def means(self, metric: str) -> dict[int, float]:
+        known = ((step, fields["heldout"].get(metric)) for step, fields in self._by_step.items())
+        return {step: mean for step, mean in known if mean is not None}
 
     def describe_best(self) -> str | None:
         found = self.best()

@@ -11,6 +11,7 @@ decode the next step.  A rank with both roles follows the round's schedule.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -142,15 +143,11 @@ class TrainingLoop(Saveable):
             self.rollouts.admit()
 
     def _decode(self, plan: StepPlan) -> Chunk:
-        clock = self.buffer.clock
-        with self.meter.round():
-            halt = self.actor is not None and self.saver.preemption.agreed(
-                self.actor.role.serving.groups.all, self.world.activity
-            )
-            chunk, backfilled = self.rollouts.decode(
-                self.adaptation.chunk.value, self.updates.version, stream=plan.stream, halt=halt
-            )
-        self.meter.decoded(chunk, clock, backfilled)
+        clock, started, preemption = self.buffer.clock, time.monotonic(), self.saver.preemption
+        halt = self.actor is not None and preemption.agreed(self.actor.role.serving.groups.all, self.world.activity)
+        most, version = self.adaptation.chunk.value, self.updates.version
+        chunk, backfilled = self.rollouts.decode(most, version, stream=plan.stream, halt=halt)
+        self.meter.decoded(chunk, clock, backfilled, time.monotonic() - started)
         return chunk
 
     def _gather_scores(self, step: int, batch: Sequence[Rollout]) -> ScoredBatch:
@@ -208,7 +205,7 @@ class TrainingLoop(Saveable):
         return None if self.journal is None else self.journal.note
 
     def finish_step(self) -> None:
-        if self.meter.settled != self.done:
+        if self.meter.settled < self.done:
             with self.meter.part("wait_update"):
                 critic_stats = self.exchange.critic_stats()
                 self.meter.all_memory()

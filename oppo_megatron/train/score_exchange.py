@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -28,8 +27,7 @@ from oppo_megatron.engine.stream import share
 from oppo_megatron.layout.placements import RolePlacement, scorers_leader
 from oppo_megatron.mcore.device import on_device
 from oppo_megatron.records import ALONE, Members, Rollout
-from oppo_megatron.rewards.functions import NOTHING_KNOWN as NO_PART
-from oppo_megatron.rewards.functions import NonFiniteRewardError, RewardSum
+from oppo_megatron.rewards.functions import NOTHING_KNOWN, NonFiniteRewardError, RewardSum
 from oppo_megatron.rewards.protocol import ScoreItem
 from oppo_megatron.token_text import StepEnds
 from oppo_megatron.train.actor import CRITIC_STATS, Actor, Critic
@@ -67,11 +65,8 @@ class StepRewards:
         )
 
 
-TIMES = ("score", "wait_tokens")
 Known = Mapping[int, Mapping[str, float]]
 """Reward parts already evaluated, by sequence and label."""
-
-NOTHING_KNOWN: Known = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -119,7 +114,7 @@ class ScoreExchange:
         seconds: Mapping[str, float],
         work: Sequence[float],
         measured: Callable[[], list[float]],
-        known: Known = NOTHING_KNOWN,
+        known: Known,
     ) -> tuple[ScoredBatch, ScoreReport]:
         """Return the batch's scores, values and reference log-probs on every rank; for greedy responses only the reward.
 
@@ -127,20 +122,29 @@ class ScoreExchange:
         `judge`.
         """
         trained = self.members.to_train(batch)
-        reference_T, values_T = (self._of_tokens(role, trained, rounds) for role in ("reference", "critic"))
+        sizes = [len(r.tokens) for r in trained]
+        reference_T, values_T = (
+            self._share(role, trained, sizes, rounds).float() if role in self.placements else None
+            for role in ("reference", "critic")
+        )
         model_N, step_rewards_T = self._model_scores(batch, rounds)
         totals_N, parts = self._rewards(batch, model_N, known)
-        totals_B, greedy = self._apart(batch, totals_N.float())
-        times = [seconds.get(name, 0.0) for name in TIMES] + list(work)
+        scores_B, greedy = totals_N.float(), None
+        if self.members.greedy:
+            others = [r for r in batch if self.members.is_greedy(r.seq_id)]
+            lengths_G = on_device([len(r.tokens) for r in others], self.device)
+            cut_G = on_device([r.finish_reason == "length" for r in others], self.device, torch.bool)
+            greedy = GreedyRows(scores_B[self._places(batch, greedy=True)], lengths_G, cut_G)
+            scores_B = scores_B[self._places(batch, greedy=False)]
+        times = [seconds.get("score", 0.0), seconds.get("wait_tokens", 0.0), *work]
         mine = torch.tensor(times, dtype=torch.float64) if self.rank == self._leader else None
         busy_s, idle_s, *leaders_work = self.shared("times", mine, len(times), self._leader).tolist()
-        logp_T = on_device([x for r in trained for x in r.logprobs], self.device, torch.float32)
         scored = ScoredBatch(
-            behaviour_logp_T=logp_T,
+            behaviour_logp_T=on_device([x for r in trained for x in r.logprobs], self.device, torch.float32),
             reference_logp_T=reference_T,
             values_T=values_T,
-            scores_B=totals_B,
-            lengths_B=[len(r.tokens) for r in trained],
+            scores_B=scores_B,
+            lengths_B=sizes,
             truncated_B=on_device([r.finish_reason == "length" for r in trained], self.device, torch.bool),
             group_size=self.members.trained,
             step_rewards_T=step_rewards_T,
@@ -149,7 +153,13 @@ class ScoreExchange:
             versions_T=on_device([x for r in trained for x in r.versions], self.device),
         )
         critic = self.critic_stats()
-        ess, *of_rollout = self._of_actor(measured()).tolist()
+        source, mine = self.placements["actor"].output_rank(), None
+        of_actor = measured()
+        if self.rank == source:
+            assert self.actor is not None
+            mine = torch.tensor([self.actor.ess, *of_actor], dtype=torch.float64)
+        what = "effective sample size, seconds of the rollout"
+        ess, *of_rollout = self.shared(what, mine, 1 + len(of_actor), source).tolist()
         return scored, ScoreReport(parts, busy_s, idle_s, leaders_work, critic, ess, of_rollout)
 
     def judge(self, rollouts: Sequence[Rollout], rounds: RoundRunner, labels: Sequence[str]) -> list[list[float]]:
@@ -159,8 +169,7 @@ class ScoreExchange:
         self.request(rollouts)
 
         def parts(item: ScoreItem, score: float | None, rollout: Rollout) -> list[float]:
-            place, num_tokens = rollout.prompt.place, len(rollout.tokens)
-            found = self.rewards.parts(item, score, place, num_tokens, of=labels)
+            found = self.rewards.parts(item, score, rollout.prompt.place, len(rollout.tokens), of=labels)
             return [found[label] for label in labels]
 
         return self._scored(rollouts, model_N, len(labels), parts).tolist()
@@ -169,7 +178,7 @@ class ScoreExchange:
         """Request scores of finished rollouts, except `known` parts, from services and rule processes; returns at once."""
         if self.rank != self._leader or not self.rewards.asks_services:
             return
-        new = [rollout for rollout in rollouts if rollout.finished and not self.rewards.requested(rollout.seq_id)]
+        new = (rollout for rollout in rollouts if rollout.finished and not self.rewards.requested(rollout.seq_id))
         self.rewards.request([self._item(rollout) for rollout in new], known)
 
     def _item(self, rollout: Rollout) -> ScoreItem:
@@ -186,13 +195,6 @@ class ScoreExchange:
         stats = self.shared("critic's statistics", mine, len(CRITIC_STATS), self._leader)
         return dict(zip(CRITIC_STATS, stats.tolist(), strict=True))
 
-    def _of_actor(self, measured: Sequence[float]) -> Tensor:
-        source, mine = self.placements["actor"].output_rank(), None
-        if self.rank == source:
-            assert self.actor is not None
-            mine = torch.tensor([self.actor.ess, *measured], dtype=torch.float64)
-        return self.shared("effective sample size, seconds of the rollout", mine, 1 + len(measured), source)
-
     def shared(self, what: str, values: Tensor | None, size: int, source: int) -> Tensor:
         """Call `share` and wait for its end; a watchdog blames no rank for this wait."""
         with self.activity.doing(what, waits=True):
@@ -201,16 +203,11 @@ class ScoreExchange:
                 torch.cuda.current_stream(self.device).synchronize()
         return shared
 
-    def _of_tokens(self, role: str, batch: Sequence[Rollout], rounds: RoundRunner) -> Tensor | None:
-        if role not in self.placements:
-            return None
-        return self._share(role, batch, [len(r.tokens) for r in batch], rounds).float()
-
     def _share(self, role: str, batch: Sequence[Rollout], sizes: Sequence[int], rounds: RoundRunner) -> Tensor:
         placement, book = self.placements[role], rounds.planner.scorers[role]
         pieces: dict[int, Tensor] = {}
         scored_by: list[list[int]] = [[] for _ in range(placement.dp)]
-        for i, replica in enumerate(book.homes(batch).tolist()):
+        for i, replica in enumerate(book.replicas(batch).tolist()):
             scored_by[replica].append(i)
         for replica, rows in enumerate(scored_by):
             source, mine = placement.output_rank(replica), None
@@ -226,23 +223,11 @@ class ScoreExchange:
         if self.steps is None:
             return self._share("reward", rollouts, [1] * len(rollouts), rounds), None
         outputs_T = self._share("reward", rollouts, [len(r.tokens) for r in rollouts], rounds)
-        scores_N, earned = self.steps.of_tokens(outputs_T, [r.tokens for r in rollouts])
-        return scores_N, self._of_trained(rollouts, earned)
-
-    def _of_trained(self, rollouts: Sequence[Rollout], values: Tensor | None) -> Tensor | None:
-        if values is None or not self.members.greedy:
-            return values
-        pieces = zip(rollouts, values.split([len(r.tokens) for r in rollouts]), strict=True)
-        return torch.cat([piece for rollout, piece in pieces if not self.members.is_greedy(rollout.seq_id)])
-
-    def _apart(self, batch: Sequence[Rollout], totals_N: Tensor) -> tuple[Tensor, GreedyRows | None]:
-        if not self.members.greedy:
-            return totals_N, None
-        greedy = [rollout for rollout in batch if self.members.is_greedy(rollout.seq_id)]
-        lengths_G = on_device([len(r.tokens) for r in greedy], self.device, torch.int64)
-        cut_G = on_device([r.finish_reason == "length" for r in greedy], self.device, torch.bool)
-        rows = GreedyRows(totals_N[self._places(batch, greedy=True)], lengths_G, cut_G)
-        return totals_N[self._places(batch, greedy=False)], rows
+        scores_N, earned_T = self.steps.of_tokens(outputs_T, [r.tokens for r in rollouts])
+        if earned_T is not None and self.members.greedy:
+            pieces = zip(rollouts, earned_T.split([len(r.tokens) for r in rollouts]), strict=True)
+            earned_T = torch.cat([piece for rollout, piece in pieces if not self.members.is_greedy(rollout.seq_id)])
+        return scores_N, earned_T
 
     def _places(self, rollouts: Sequence[Rollout], *, greedy: bool) -> Tensor:
         places = [i for i, rollout in enumerate(rollouts) if self.members.is_greedy(rollout.seq_id) == greedy]
@@ -253,10 +238,9 @@ class ScoreExchange:
         self.request(batch, {label for rollout in batch for label in known.get(rollout.seq_id, ())})
 
         def reward(item: ScoreItem, score: float | None, rollout: Rollout) -> list[float]:
-            place, num_tokens = rollout.prompt.place, len(rollout.tokens)
             found = self.rewards.evaluate(
-                item.prompt, item.response, item.fields, score, item.seq_id, place, num_tokens,
-                known.get(item.seq_id, NO_PART),
+                item.prompt, item.response, item.fields, score, item.seq_id, rollout.prompt.place, len(rollout.tokens),
+                known.get(item.seq_id, NOTHING_KNOWN),
             )  # fmt: skip
             return [found.total, *found.parts.values()]
 
@@ -302,8 +286,7 @@ def by_rank(values: Sequence[float], device: torch.device) -> list[list[float]]:
 
 def _of_all_ranks(values: Sequence[float], device: torch.device) -> Tensor:
     mine = on_device(values, device, torch.float64)
-    all_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    if len(all_ranks) == 1:
-        return mine[None]
-    dist.all_gather(all_ranks, mine)
+    all_ranks = [mine] if dist.get_world_size() == 1 else [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    if len(all_ranks) > 1:
+        dist.all_gather(all_ranks, mine)
     return torch.stack(all_ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Literal
 
 from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.algorithms.decode_gap import GapLimit
@@ -33,10 +34,11 @@ from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.scoring import ScorerRole, ScoringWorker
 from oppo_megatron.engine.stopping import Quantile, Stopping
 from oppo_megatron.engine.stream import ChunkOutlet, ListenWorker
+from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.layout.placements import named_roles, shares_weights
 from oppo_megatron.mcore.kv.paged import find_kernel
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
-from oppo_megatron.mcore.model import DTYPES, Head, RoleModel
+from oppo_megatron.mcore.model import DTYPES, RoleModel
 from oppo_megatron.mcore.roles import as_it_began, load_role
 from oppo_megatron.overcommit.ahead import NEW_RUN, Ahead
 from oppo_megatron.overcommit.buffer import RolloutBuffer
@@ -56,7 +58,6 @@ from oppo_megatron.train.guard import Guard, Rollbacks
 from oppo_megatron.train.inputs import Inputs, verdict_clock
 from oppo_megatron.train.logs.journal import Journal
 from oppo_megatron.train.logs.meter import RoundTracer, StepMeter
-from oppo_megatron.train.logs.step import CriticPlacement
 from oppo_megatron.train.logs.trackers import open_trackers
 from oppo_megatron.train.loop import TrainingLoop
 from oppo_megatron.train.memory_meter import MemoryMeter
@@ -219,12 +220,13 @@ def build_loop(
     journal = trackers and Journal(builder.config, total_steps, inputs.tokenizer, world.device, trackers)
     actor, critic = builder.actor(), builder.critic()
     rounds = builder.rounds(actor, critic, tracer)
-    placement = None
+    where: Literal["shared", "waited", "apart"] | None = None
     if config.critic is not None:
-        shares_ranks = not set(site.placements["critic"].ranks).isdisjoint(site.placements["actor"].ranks)
-        placement = CriticPlacement(shares_ranks, plan_step(config).wait_for_critic)
+        where = "waited" if plan_step(config).wait_for_critic else "apart"
+        if not set(site.placements["critic"].ranks).isdisjoint(site.placements["actor"].ranks):
+            where = "shared"
     role = "scorer" if actor is None else "actor"
-    meter = StepMeter(world, rounds, tracer.spans, tracer, memory, journal, role, placement)
+    meter = StepMeter(world, rounds, tracer.spans, tracer, memory, journal, role, where)
     guard = Guard(config, algorithm, world.rank, world.device, site, total_steps, rollbacks)
     scheduler, kl = _scheduler(config, prompts, ahead), KLController(config.ppo.kl)
     exchange = ScoreExchange(
@@ -237,7 +239,7 @@ def build_loop(
     )  # fmt: skip
     updates = Updates(config, world, actor, critic, guard, kl, exchange, meter, saver.conclude, lambda: scheduler.position)
     groups = _filter(config, scheduler, inputs.rewards)
-    rollouts = Rollouts(scheduler, rounds, exchange, config.overlap, meter.planning, groups)
+    rollouts = Rollouts(scheduler, rounds, exchange, config.overlap, lambda: meter.facts.planning(), groups)
     evaluator = None
     if inputs.heldout is not None and inputs.judges is not None:
         evaluator = Evaluator(

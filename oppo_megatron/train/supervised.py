@@ -24,7 +24,6 @@ from oppo_megatron.cluster.world import World, open_world
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.supervised import DPOConfig, RewardModelConfig, SupervisedConfig
-from oppo_megatron.control.estimates import Figures
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import BEGINNING, Passed, batches, load_rows, num_batches, read_heldout
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
@@ -88,9 +87,7 @@ class SupervisedTrainer(Saveable, Generic[RowT]):
         """Make the remaining steps, measure and save; False if asked to stop, after saving."""
         config = self.config
         if self.passed.steps == 0:
-            figures = self._measure()
-            if self.report and figures is not None:
-                self.report.before(figures)
+            self._measure()
         for index in batches(
             len(self.rows),
             config.batch_size,
@@ -102,12 +99,12 @@ class SupervisedTrainer(Saveable, Generic[RowT]):
         ):
             if self.over:  # a run that is resumed may have been
                 break
-            figures = self._step(index)
-            heldout = self._measure()
-            if heldout is not None:
-                figures |= self.memory.by_rank.peak_fields()
+            figures = self._step(index) | self.saver.take_cost()
             if self.report:
-                self.report.step(self.passed.steps, figures, self.saver.take_cost(), heldout)
+                self.report.begin_line(self.passed.steps, {"time_s": self.report.elapsed_s, **figures})
+            memory = self.memory.by_rank.peak_fields() if self._measure() else {}
+            if self.report:
+                self.report.complete(self.passed.steps, memory)
             self.saver.look_around()
             if self.saver.due(self.passed.steps):
                 self.saver.save(self)
@@ -157,17 +154,20 @@ class SupervisedTrainer(Saveable, Generic[RowT]):
         if self.report is not None:
             self.report.heldout.load_state_dict(found.state["heldout"])
 
-    def _measure(self) -> Figures | None:
+    def _measure(self) -> bool:
+        """Measure the held-out metrics if they are due."""
         step = self.passed.steps
         if self.heldout is None or not self.heldout.due(step, last=step >= self.steps):
-            return None
+            return False
         activity, budget = self.saver.world.activity, self.config.runtime.micro_batch_tokens
         with self.spans.span("evaluate", role="model", step=step), activity.doing(f"evaluation after step {step}"):
             figures = self.heldout.measure(self.trained, step, budget)
         self.saver.look_at(step, figures)
         self.memory.look()
         self.memory.of_all_ranks()
-        return figures
+        if self.report:
+            self.report.evaluation(step, figures)
+        return True
 
     def _step(self, index: Sequence[int]) -> dict[str, Any]:
         start, self.passed = time.monotonic(), self.passed.step(len(index))

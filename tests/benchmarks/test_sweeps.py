@@ -15,7 +15,7 @@ from oppo_megatron.bench.suite import Run, Suite, bare
 from oppo_megatron.cli.launch import launch
 from oppo_megatron.config.derived import max_context
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost, first_settled_step
+from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import role_placements, world_size
 from oppo_megatron.layout.shape import check_shape
@@ -59,10 +59,7 @@ def test_chunk_sizes_within_the_limit_and_the_tuner_as_configured(configs_of: Ma
             configs_of("chunk", other, *options)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [[32, 16, 64], [48, 16, 32, 64], [32, 64, 200], [32]],
-)
+@pytest.mark.parametrize("sizes", [[32, 16, 64], [48, 16, 32, 64], [32, 64, 200], [32]])
 def test_the_first_settled_step_is_that_of_the_tuner(sizes: list[int]) -> None:
     longest = 100
     tuner, seen = ChunkTuner(sizes, longest), []
@@ -70,7 +67,7 @@ def test_the_first_settled_step_is_that_of_the_tuner(sizes: list[int]) -> None:
     for step in range(1, 20):
         seen.append(tuner.value)
         tuner.observe(step, StepCost(costs[tuner.value], steps=1, tokens=1))
-    first = first_settled_step(sizes, longest)
+    first = sweeps.first_settled_step(sizes, longest)
     assert len(set(seen[first - 1 :])) == 1, "nothing is tried from there on"
     assert seen[first - 1] == min({min(size, longest) for size in sizes}, key=lambda size: costs[size])
 

@@ -60,14 +60,10 @@ def settings(workspace: Workspace, name: str) -> dict[str, Any]:
         workspace,
         name,
         **{
-            "steps": STEPS,
-            "placement": {"mode": "disaggregated"},
-            "overlap.intra": True,
-            "overlap.inter": True,
-            "overlap.delta": {"rule": "fixed", "initial": 2, "max": 4},
-            "runtime.device": "cpu",
+            "steps": STEPS, "placement": {"mode": "disaggregated"}, "overlap.intra": True, "overlap.inter": True,
+            "overlap.delta": {"rule": "fixed", "initial": 2, "max": 4}, "runtime.device": "cpu",
         },
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -256,8 +256,8 @@ def test_a_launcher_whose_variables_are_no_numbers(
 ) -> None:
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    assert "is no number" in refused(capsys, "train", "train.yaml")
-    assert "is no number" in refused(capsys, "validate", "train.yaml")
+    assert "is not a number" in refused(capsys, "train", "train.yaml")
+    assert "is not a number" in refused(capsys, "validate", "train.yaml")
 
 
 def test_settings_with_dashes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,7 +117,7 @@ def test_a_closed_terminal_hangs_up_twice_and_is_written_to_in_vain(tmp_path: Pa
         "outlive_terminal(); relay = SignalRelay()\n"
         "with relay.listening():\n"
         "    print('ready', flush=True)\n"
-        "    while relay.told_s() is None: time.sleep(0.01)\n"
+        "    while relay.asked_s() is None: time.sleep(0.01)\n"
         "time.sleep(0.1); print('saved', flush=True); print('saved', file=sys.stderr)\n"
         f"open({str(tmp_path / 'code')!r}, 'w').write(str(relay.code))"
     )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oppo_megatron.schedule.plan import scoring_delay
-from oppo_megatron.train.logs.step import CriticPlacement, StepClock
+from oppo_megatron.train.logs.meter import StepClock
 
 ROUNDS = [1.0, 3.0, 3.0, 3.0]  # prompts, two chunks while the actor decodes, the last chunk
 ARRIVALS = [10.0, 20.0, 30.0]
@@ -76,16 +76,3 @@ def test_a_clock_tells_work_from_waits_for_chunks() -> None:
     hands.time += 1.0
     clock.begin()
     assert (clock.work, clock.ends) == ([1.0], []), "a step forgets the one before"
-
-
-@pytest.mark.parametrize(
-    ("shares_ranks", "waited_for", "exposed_s", "delays_scores"),
-    [(True, False, 3.0, False), (True, True, 3.0, False), (False, True, 2.0, False), (False, False, 2.0, True)],
-)
-def test_where_the_critic_is_decides_what_is_exposed(
-    shares_ranks: bool, waited_for: bool, exposed_s: float, delays_scores: bool
-) -> None:
-    place = CriticPlacement(shares_ranks, waited_for)
-    assert place.exposed_s(3.0, 2.0) == exposed_s
-    assert place.exposed_s(3.0, 9.0) == 3.0, "a wait for anything else is not the critic's"
-    assert place.delays_scores is delays_scores

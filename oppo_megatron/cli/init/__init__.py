@@ -1,4 +1,4 @@
-"""`oppo config --init CASE`: writes a starting configuration and the files it needs, and prints the next commands."""
+"""`oppo config --init CASE`: write a starting configuration and the files it needs, and print the next commands."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./~][A-Za-z0-9_./~+-]*")
 class Case:
     """A starting point, made from the template NAME.yaml.
 
-    `paths`: paths the user may name, with defaults in the configuration's folder.  `files`: further files there, with their
-    templates.  `before`: commands before `oppo {kind}` (`{here}`: the folder with a slash, or a path's name); `made`: paths they
-    make.
+    `paths`: what the user may name, with defaults; `files`: further files with their templates; `before`: commands before
+    `oppo {kind}` (`{here}`: the folder with a slash, or a path's name); `made`: paths that they make.
     """
 
     name: str
@@ -66,10 +65,10 @@ class Case:
     def texts(self, config: Path, paths: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
         """Yield each file to write with its text, the configuration first."""
         sources = {config: f"{self.name}.yaml"} | {config.parent / name: source for name, source in self.files.items()}
-        beside = {name: str(config.parent / path) for name, path in self.paths.items()}
+        defaults = {name: str(config.parent / path) for name, path in self.paths.items()}
         for target, source in sources.items():
             text = (files(__package__) / "files" / source).read_text(encoding="utf-8")
-            yield target, _filled(text, config.parent, {**beside, **paths})
+            yield target, _filled(text, config.parent, {**defaults, **paths})
 
 
 def _filled(text: str, here: Path, paths: Mapping[str, str]) -> str:
@@ -188,7 +187,7 @@ def _summary(case: Case, config: Path, given: Mapping[str, str]) -> Iterator[str
     here = config.parent
     yield f"{config}: {case.about}"
     for name in [*case.files, *(["data"] if case.makes_data else [])]:
-        yield f"{here / name}{'' if name in case.files else '/'}: written beside it"
+        yield f"{here / name}{'' if name in case.files else '/'}: written next to it"
     if missing := _missing(case, config):
         yield "yet to supply:"
         yield from (f"  {path}  ({', '.join(keys)})" for path, keys in missing.items())

@@ -9,8 +9,9 @@ from typing import Any
 
 import yaml
 
+from oppo_megatron.cli.launch import refuse_given_ranks
 from oppo_megatron.cli.load import load_settings
-from oppo_megatron.cli.measure import AUTO, measure_placements, refuse_given_ranks, this_machine
+from oppo_megatron.cli.measure import AUTO, ONE_MACHINE, measure_placements, this_machine
 from oppo_megatron.cli.parser import add_config_arguments
 from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.layout.candidates import find_candidates
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    refuse_given_ranks("`oppo plan measure` starts ranks of its own")
+    refuse_given_ranks(ONE_MACHINE.format("`oppo plan measure` starts ranks of its own"))
     settings = load_settings("train", args.config, [*args.overrides, *AUTO])
     assert isinstance(settings, TrainSettings)
     directory = RunDirectory(settings.run_dir)
@@ -43,7 +44,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report(record: Mapping[str, Any]) -> list[str]:
-    rows = [_row(record, candidate) for candidate in record["candidates"] if candidate.get("seconds_per_token")]
+    measured = [each for each in record["candidates"] if each.get("seconds_per_token")]
+    fastest = min((each["seconds_per_token"] for each in measured), default=1.0)
+    rows = [
+        {
+            **each, "runs": len(each["runs"]), "tokens_per_s": 1 / each["seconds_per_token"],
+            "times_fastest": each["seconds_per_token"] / fastest, "spread_percent": 100 * each["spread"],
+        }
+        for each in measured
+    ]  # fmt: skip
     failed = [(each["name"], each["failure"]) for each in record["candidates"] if each.get("failure")]
     left_out = [(each["name"], each["reason"]) for each in record["left_out"]]
     placement = yaml.safe_dump({"placement": record["chosen"]["placement"]}, sort_keys=False, default_flow_style=None)
@@ -55,17 +64,6 @@ def report(record: Mapping[str, Any]) -> list[str]:
         "",
         placement,
     ]
-
-
-def _row(record: Mapping[str, Any], candidate: Mapping[str, Any]) -> dict[str, Any]:
-    fastest = min(each["seconds_per_token"] for each in record["candidates"] if each.get("seconds_per_token"))
-    return {
-        **candidate,
-        "runs": len(candidate["runs"]),
-        "tokens_per_s": 1 / candidate["seconds_per_token"],
-        "times_fastest": candidate["seconds_per_token"] / fastest,
-        "spread_percent": 100 * candidate["spread"],
-    }
 
 
 def _tell(line: str) -> None:

@@ -8,7 +8,8 @@ import shutil
 from pathlib import Path
 from typing import cast
 
-from oppo_megatron.cli.load import load_settings, placed, unplaced
+from oppo_megatron.cli.load import load_settings
+from oppo_megatron.cli.measure import describe_options, settle
 from oppo_megatron.cli.parser import add_config_arguments
 from oppo_megatron.config.model import format_ranks
 from oppo_megatron.config.run import TrainConfig
@@ -51,9 +52,9 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None and args.out.suffix != ".png":  # matplotlib would write another file name or format
         raise ConfigError(f"--out {args.out}: the grid is drawn as PNG; name a file that ends in .png")
     settings = load_settings("train", args.config, args.overrides, inputs=False, models=False)
-    config = cast("TrainConfig | None", placed(settings, measure=False))
+    config = cast("TrainConfig | None", settle(settings, measure=False))
     if config is None:
-        print("\n".join([*unplaced(settings), "to draw one of them, add its placement, as in placement.mode=single"]))
+        print("\n".join([*describe_options(settings), "to draw one of them, add its placement, as in placement.mode=single"]))
         return 0
     placements = role_placements(config)
     costs = read_costs(args.costs, placements) if args.costs else Costs()
@@ -113,7 +114,7 @@ def _facts(shown: Preview, timeline: Timeline, costs: Costs, transport: Transpor
         *(f"  {what}" for what in (*shown.assumed, origin, f"messages over {transport.name}")),
         f"work: {work[0]}{'; prefill micro-batches: ' if work[1:] else ''}{', '.join(work[1:])}",
         *([f"forks, instead of prefills: {', '.join(forked)}"] if forks else []),
-        f"{seconds}, bubble share {timeline.bubble():.1%} (of each rank: beside the grid)",
+        f"{seconds}, bubble share {timeline.bubble():.1%} (of each rank: next to the grid)",
         *least,
     ]
 
@@ -128,5 +129,5 @@ def _filtered(shown: Preview, config: TrainConfig) -> list[str]:
         f"a filter, which is not drawn, judges at multiples of {clock.period} decode steps{late}:",
         f"  a response that ends {what} is judged at step {clock.due(ended)}",
         "  a group that it drops is read no further, and a new prompt takes its places; the round after prefills it",
-        "  a batch is complete only where it judges",
+        "  a batch is complete only when it judges",
     ]

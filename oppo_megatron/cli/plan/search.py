@@ -14,19 +14,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from oppo_megatron.cli.lengths import (
-    add_length_arguments,
-    add_prompt_argument,
-    check_lengths,
-    count,
-    even_lengths,
-    forced_lengths,
-    forced_limits,
-    prompt_tokens,
-)
+from oppo_megatron.cli import lengths
 from oppo_megatron.cli.load import load_settings
 from oppo_megatron.cli.measure import AUTO
-from oppo_megatron.cli.parser import add_config_arguments
+from oppo_megatron.cli.parser import add_config_arguments, count
 from oppo_megatron.clock import TELL_S, format_duration
 from oppo_megatron.config.load import dump_config, read_tree
 from oppo_megatron.config.model import PlacementConfig
@@ -38,15 +29,7 @@ from oppo_megatron.rundir.directory import write_json
 from oppo_megatron.schedule.weaving.costs import costs_tree
 from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.clusters.reading import read_cluster
-from oppo_megatron.sim.search.planning import (
-    MOST_NODES,
-    Fullest,
-    Shortage,
-    Task,
-    find_plans,
-    find_shortage,
-    layout_problems,
-)
+from oppo_megatron.sim.search.planning import MOST_NODES, Fullest, Shortage, Task, find_plans, find_shortage, layout_problems
 from oppo_megatron.sim.search.playing import Played, play_config, play_plans, task_costs
 from oppo_megatron.sim.search.record import to_record
 
@@ -66,8 +49,8 @@ ROLES = ("actor", "critic", "reference", "reward")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser, help="its ranks and layouts are ignored")
     parser.add_argument("--cluster", type=Path, required=True, metavar="cluster.yaml", help="docs/planner.md has an example")
-    add_length_arguments(parser)
-    add_prompt_argument(parser)
+    lengths.add_length_arguments(parser)
+    lengths.add_prompt_argument(parser)
     parser.add_argument("--top", type=count, default=5, metavar="N", help="plans to print (default 5)")
     parser.add_argument(
         "--margin", type=_margin, default=MARGIN, metavar="X", help="share of a rank's memory to leave free (default %(default)s)"
@@ -88,7 +71,11 @@ def run(args: argparse.Namespace) -> int:
         doing[0] = "playing the configuration's own placement"
         record["as_configured"] = _as_configured(args, task, plans[0])
     _print_record(record)
-    _write(args.out, task, plans[0], record)
+    args.out.mkdir(parents=True, exist_ok=True)
+    dump_config(plans[0].config, args.out / "plan.yaml")
+    write_json(args.out / "plan.json", record)
+    write_json(args.out / "costs.json", costs_tree(task_costs(task, plans[0].config).actions))
+    print(f"{args.out / 'plan.yaml'}, plan.json, costs.json")
     return 0
 
 
@@ -100,19 +87,19 @@ def load_task(args: argparse.Namespace) -> Task:
     settings = load_settings("train", args.config, overrides, inputs=False)
     assert isinstance(settings, TrainSettings), "`train` was asked for"
     config = settings.with_placement(PlacementConfig(mode="single"))
-    check_lengths(config)
+    lengths.check_lengths(config)
 
     def check(planned: TrainConfig) -> list[str]:
         """Check without tokenizers and weights: no plan depends on them, and reading them takes seconds."""
         return [*check_train(planned, inputs=False, models=False), *layout_problems(planned)]
 
-    lengths, tokens = even_lengths(config), prompt_tokens(args, config)
-    return Task(config, cluster, lengths, args.margin, forced_limits(config), tokens, check)
+    even, limits = lengths.even_lengths(config), lengths.forced_limits(config)
+    return Task(config, cluster, even, args.margin, limits, lengths.prompt_tokens(args, config), check)
 
 
 def given_settings(args: argparse.Namespace, cluster: Cluster) -> list[str]:
     """Overrides of the command line, and the cluster's default dtype."""
-    given = [*args.overrides, *forced_lengths(args)]
+    given = [*args.overrides, *lengths.forced_lengths(args)]
     runtime = read_tree(args.config, given).get("runtime")
     if not isinstance(runtime, Mapping) or runtime.get("dtype") is None:
         given.append(f"runtime.dtype={'float32' if cluster.gpu.on_cpu else 'bfloat16'}")
@@ -122,14 +109,12 @@ def given_settings(args: argparse.Namespace, cluster: Cluster) -> list[str]:
 def _unlaid(tree: Mapping[Any, Any]) -> Iterator[str]:
     """Yield overrides that remove the roles' own ranks and layouts."""
     for name in ROLES:
-        role = tree.get(name)
-        if not isinstance(role, Mapping):
-            continue
+        role = role if isinstance(role := tree.get(name), Mapping) else {}
+        train = train if isinstance(train := role.get("train"), Mapping) else {}
         yield from (f"{name}.{key}=null" for key in ("ranks", "parallel") if role.get(key) is not None)
-        train = role.get("train")
-        if isinstance(train, Mapping):
-            yield from (f"{name}.train.{key}=null" for key in ("tp", "pp", "dp") if train.get(key) is not None)
-            yield from (f"{name}.train.vpp=1" for key in ("vpp",) if key in train)
+        yield from (f"{name}.train.{key}=null" for key in ("tp", "pp", "dp") if train.get(key) is not None)
+        if "vpp" in train:
+            yield f"{name}.train.vpp=1"
 
 
 @contextmanager
@@ -179,7 +164,7 @@ def _as_configured(args: argparse.Namespace, task: Task, best: Played) -> str:
         return f"refused: {ranks} ranks, and the cluster has {task.cluster.num_ranks}"
     fullest, budget = Fullest.of(config, on_cpu=task.on_cpu), task.budget(task.cluster_of(ranks))
     if fullest.held > budget:
-        return f"refused, for it needs {fullest.describe(budget)}"
+        return f"refused, because it needs {fullest.describe(budget)}"
     seconds = play_config(task, config).total
     slower = seconds / best.step_s - 1
     return (
@@ -188,24 +173,13 @@ def _as_configured(args: argparse.Namespace, task: Task, best: Played) -> str:
     )
 
 
-def _write(out: Path, task: Task, best: Played, record: Mapping[str, Any]) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    dump_config(best.config, out / "plan.yaml")
-    write_json(out / "plan.json", record)
-    write_json(out / "costs.json", costs_tree(task_costs(task, best.config).actions))
-    print(f"{out / 'plan.yaml'}, plan.json, costs.json")
-
-
 def _print_record(record: Mapping[str, Any]) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=WIDE)
-    plans, cluster, work = record["plans"], record["cluster"], record["work"]
-    first = plans[0]
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
+    plans, cluster, work, first = record["plans"], record["cluster"], record["work"], record["plans"][0]
     console.print(
         f"{cluster['nodes']} x {cluster['gpus_per_node']} {cluster['gpu']}; {work['responses']} responses of "
         f"{work['mean_tokens']:.0f} tokens on average, {work['longest']} at most, to prompts of {work['prompt_tokens']}; "
-        + ("scoring streamed beside decoding" if work["overlapped"] else "phases one after the other")
+        + ("scoring streamed during decoding" if work["overlapped"] else "phases one after the other")
     )
     console.print(_plans(plans))
     console.print(_roles(first))
@@ -258,9 +232,8 @@ def _short(layout: str) -> str:
 
 def _margin(text: str) -> float:
     try:
-        value = float(text)
+        if 0 <= (value := float(text)) < 1:
+            return value
     except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to below 1")
-    return value
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to below 1")

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from oppo_megatron.cli.lengths import (
-    add_length_arguments,
-    add_prompt_argument,
-    check_lengths,
-    forced_lengths,
-    forced_limits,
-    prompt_tokens,
-)
+from oppo_megatron.cli import lengths
 from oppo_megatron.cli.load import load_train
-from oppo_megatron.cli.parser import add_config_arguments
+from oppo_megatron.cli.parser import add_config_arguments, count
 from oppo_megatron.config.derived import MODES, switched
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
@@ -28,16 +21,8 @@ from oppo_megatron.rundir.directory import RunDirectory, write_json
 from oppo_megatron.rundir.trace import Span
 from oppo_megatron.sim.clusters.reading import read_cluster
 from oppo_megatron.sim.pricing.prices import seen_by
+from oppo_megatron.sim.runs import step_costs
 from oppo_megatron.sim.runs.lines import metrics_lines, write_run
-from oppo_megatron.sim.runs.step_costs import (
-    StepCosts,
-    built_in_costs,
-    cluster_costs,
-    describe,
-    file_costs,
-    run_costs,
-    run_signals,
-)
 from oppo_megatron.sim.runs.virtual import VirtualRun
 
 HELP = "play the steps of a run in virtual time, without models"
@@ -48,6 +33,7 @@ COLUMNS = {
     "exp. critic": "critic_exposed_s", "move": "reallocate_s", "idle": "idle_s", "delta": "delta", "chunk": "chunk_tokens",
     "deferrals": "deferrals", "decode steps": "decode_steps", "tokens/s": "tokens_per_s", "x first": "speedup",
 }  # fmt: skip
+MEANS = set(COLUMNS.values()) - {"run", "deferrals", "tokens_per_s", "speedup"}
 
 
 class Variant(NamedTuple):
@@ -75,13 +61,13 @@ class Simulated(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
-    parser.add_argument("--steps", type=int, required=True, metavar="N", help="number of steps to play")
+    parser.add_argument("--steps", type=count, required=True, metavar="N", help="number of steps to play")
     seconds = parser.add_mutually_exclusive_group()
     seconds.add_argument("--cluster", type=Path, metavar="cluster.yaml", help="seconds by the laws of this cluster")
     seconds.add_argument("--calibrate", type=Path, metavar="RUN", help="seconds as this run has measured them")
     parser.add_argument("--costs", type=Path, metavar="COSTS.json", help="seconds of the actions, from a file")
-    add_length_arguments(parser)
-    add_prompt_argument(parser)
+    lengths.add_length_arguments(parser)
+    lengths.add_prompt_argument(parser)
     parser.add_argument("--modes", metavar="MODE,...", help="sequential, intra, inter, full, ...: a run in each")
     parser.add_argument(
         "--sweep", action="append", default=[], metavar="a.b=V,...", help="a run with each value; may be repeated"
@@ -90,8 +76,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.steps < 1:
-        raise ConfigError(f"--steps {args.steps}: a run has at least 1 step; raise it")
     if args.costs is not None and args.cluster is not None:
         raise ConfigError("--costs and --cluster both give the seconds of the actions; give one of them")
     chosen = variants(args.modes, args.sweep)
@@ -140,51 +124,49 @@ def variants(modes: str | None, sweeps: Sequence[str]) -> list[Variant]:
 
 
 def _configured(args: argparse.Namespace, variant: Variant) -> TrainConfig:
-    config = load_train(args.config, [*args.overrides, *forced_lengths(args), *variant.overrides], inputs=False)
-    prompt_tokens(args, config)
+    config = load_train(args.config, [*args.overrides, *lengths.forced_lengths(args), *variant.overrides], inputs=False)
+    lengths.prompt_tokens(args, config)
     if config.rollout.lengths is None:
         raise ConfigError(
             "the length of responses is not given, and a simulation has no model to end them; give --lognormal MEDIAN,SIGMA, "
             "--trace FILE, or rollout.forced_lengths"
         )
-    check_lengths(config)
+    lengths.check_lengths(config)
     return config if variant.mode is None else switched(config, variant.mode)
 
 
-def _costs(args: argparse.Namespace, config: TrainConfig) -> StepCosts:
-    tokens, limits = prompt_tokens(args, config), forced_limits(config)
+def _costs(args: argparse.Namespace, config: TrainConfig) -> step_costs.StepCosts:
+    tokens, limits = lengths.prompt_tokens(args, config), lengths.forced_limits(config)
     if args.cluster is not None:
         assert limits is not None, "lengths are forced"
-        lengths = [limits(seq_id) for seq_id in range(config.rollout.batch_size)]
-        return cluster_costs(config, seen_by(config, read_cluster(args.cluster)), tokens, lengths)
+        forced = [limits(seq_id) for seq_id in range(config.rollout.batch_size)]
+        return step_costs.cluster_costs(config, seen_by(config, read_cluster(args.cluster)), tokens, forced)
     if args.calibrate is not None:
-        return run_costs(config, args.calibrate, tokens, args.costs)
-    return built_in_costs(config, tokens) if args.costs is None else file_costs(config, args.costs, tokens)
+        return step_costs.run_costs(config, args.calibrate, tokens, args.costs)
+    if args.costs is not None:
+        return step_costs.file_costs(config, args.costs, tokens)
+    return step_costs.built_in_costs(config, tokens)
 
 
-def _simulated(args: argparse.Namespace, variant: Variant, config: TrainConfig, costs: StepCosts) -> Simulated:
-    endless, limits = config.steps is None or args.steps > config.steps, forced_limits(config)
+def _simulated(args: argparse.Namespace, variant: Variant, config: TrainConfig, costs: step_costs.StepCosts) -> Simulated:
+    endless, limits = config.steps is None or args.steps > config.steps, lengths.forced_limits(config)
     assert limits is not None, "lengths are forced"
-    signals = None if args.calibrate is None else run_signals(args.calibrate)
-    tokens, traced = prompt_tokens(args, config), TRACED_STEPS if args.out is not None else 0
+    signals = None if args.calibrate is None else step_costs.run_signals(args.calibrate)
+    tokens, traced = lengths.prompt_tokens(args, config), TRACED_STEPS if args.out is not None else 0
     played = VirtualRun(
         config, costs, limits,
         prompt_tokens=tokens, signals=signals, endless=endless, traced_steps=min(traced, args.steps),
     )  # fmt: skip
     steps = list(played.steps(args.steps + 1))
-    lines = list(islice(metrics_lines(config, steps), args.steps))
-    row = _row(variant.name, [step.parts._asdict() | vars(step) for step in steps[: args.steps]])
-    about = [f"prompts of {tokens} tokens", *describe(config, costs)]
+    lines = list(islice(metrics_lines(steps), args.steps))
+    found = [step.parts._asdict() | vars(step) for step in steps[: args.steps]]
+    row = {
+        "run": variant.name,
+        **{key: fmean(float(step[key]) for step in found) for key in MEANS},
+        "deferrals": fmean(float(times) for step in found for times in step["deferrals"]),
+        "tokens_per_s": sum(step["tokens"] for step in found) / sum(step["step_s"] for step in found),
+    }
+    about = [f"prompts of {tokens} tokens", *step_costs.describe(config, costs)]
     if endless:
         about.append(f"the run has {config.steps} steps; as more are asked for, its prompts do not end")
     return Simulated(config, row, lines, played.spans, about)
-
-
-def _row(name: str, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    keys = set(COLUMNS.values()) - {"run", "deferrals", "tokens_per_s", "speedup"}
-    return {
-        "run": name,
-        **{key: fmean(float(step[key]) for step in steps) for key in keys},
-        "deferrals": fmean(float(times) for step in steps for times in step["deferrals"]),
-        "tokens_per_s": sum(step["tokens"] for step in steps) / sum(step["step_s"] for step in steps),
-    }

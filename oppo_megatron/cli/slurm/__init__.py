@@ -1,4 +1,4 @@
-"""`oppo launch slurm`: writes a configuration's sbatch script, and shows the requested resources."""
+"""`oppo launch slurm`: write a configuration's sbatch script, and show the requested resources."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from oppo_megatron.cli.load import load_train
-from oppo_megatron.cli.parser import add_config_arguments, add_debug_argument
+from oppo_megatron.cli.parser import add_config_arguments, add_debug_argument, at_least, count
 from oppo_megatron.cli.slurm.request import Job, plan_job
 from oppo_megatron.errors import ConfigError
 
-ABOUT = """Writes the sbatch script of `oppo train CONFIG.yaml --resume`: nodes and ranks follow from the configuration, all that
-is local to a cluster stands in cluster.env.  The script goes to stdout or --out; what it will ask for is told on stderr.
+ABOUT = """Writes the sbatch script of `oppo train CONFIG.yaml --resume`: nodes and ranks follow from the configuration, settings
+of the cluster are in cluster.env.  The script goes to stdout or --out, a description of what it requests to stderr.
 docs/slurm.md says what happens when it runs."""
 TEMPLATE = "job.sbatch.j2"
 
@@ -39,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     slurm.add_argument(
         "--signal-s", type=int, default=600, metavar="S", help="seconds before it to save and be requeued; default 600"
     )
-    slurm.add_argument("--max-restarts", type=int, metavar="N", help="requeue so many times; default: cluster.env's")
+    slurm.add_argument("--max-restarts", type=at_least(0), metavar="N", help="most requeues; default: cluster.env's")
     slurm.add_argument("--container-image", metavar="IMAGE", help="run the ranks in it (pyxis/enroot)")
-    slurm.add_argument("--container-mounts", metavar="A:B,...", help="beside the working directory and the logs")
+    slurm.add_argument("--container-mounts", metavar="A:B,...", help="in addition to the working directory and the logs")
     slurm.add_argument(
         "--cluster-env", type=Path, metavar="FILE", help="settings local to the cluster; a missing file is made from the template"
     )
@@ -50,10 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_part_arguments(parser: argparse.ArgumentParser, prefix: str, whose: str) -> None:
-    parser.add_argument(f"--{prefix}gpus-per-node", type=int, metavar="N", help=f"GPUs {whose}" + ("" if prefix else "; 8"))
-    parser.add_argument(
-        f"--{prefix}ranks-per-node", type=int, metavar="N", help=f"ranks {whose}" + ("" if prefix else "; default: GPUs")
-    )
+    for what, default in (("gpus", "8"), ("ranks", "GPUs")):
+        about = f"{what.replace('gpu', 'GPU')} {whose}" + ("" if prefix else f"; default: {default}")
+        parser.add_argument(f"--{prefix}{what}-per-node", type=count, metavar="N", help=about)
     parser.add_argument(f"--{prefix}partition", help=f"partition {whose}")
     parser.add_argument(f"--{prefix}constraint", help=f"features {whose}")
 

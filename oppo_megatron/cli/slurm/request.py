@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import product
 from typing import NamedTuple
 
 from oppo_megatron.config.model import format_ranks
@@ -17,7 +17,7 @@ from oppo_megatron.layout.placements import RolePlacement, role_placements, trai
 
 GPUS_PER_NODE = 8
 LONGEST_SIGNAL_S = 65535  # the largest time that sbatch accepts after the @ of --signal
-_TIME = re.compile(r"(?:(?P<d>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+))?(?::(?P<ds>\d+))?|(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?)")
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _PLAIN = re.compile(r"[^\s'\"\\`$]+")
 """Text that needs no quotes in an #SBATCH line."""
 
@@ -113,37 +113,26 @@ def time_limit_s(text: str) -> int | None:
     match = _TIME.fullmatch(text)
     if match is None:
         return None
-    if match["d"]:
-        hours, minutes, seconds = (int(match[name] or 0) for name in ("dh", "dm", "ds"))
-        return ((int(match["d"]) * 24 + hours) * 60 + minutes) * 60 + seconds
-    fields = [int(match[name]) for name in "abc" if match[name]]
-    minutes_s = {1: (60,), 2: (60, 1), 3: (3600, 60, 1)}[len(fields)]
-    return sum(field * unit for field, unit in zip(fields, minutes_s, strict=True))
+    days, *fields = (int(number) if number else None for number in match.groups())
+    given = [number for number in fields if number is not None]
+    units = (3600, 60, 1) if days is not None or len(given) == 3 else (60, 1)
+    return (days or 0) * 86400 + sum(number * unit for number, unit in zip(given, units, strict=False))
 
 
 def _option_problems(options: argparse.Namespace) -> Iterator[str]:
     texts = ("account", "qos", "job_name", "partition", "constraint", "scorer_partition", "scorer_constraint")
-    for name, value in [("the working directory", os.getcwd()), *((_option(each), getattr(options, each)) for each in texts)]:
+    named = [("--" + name.replace("_", "-"), getattr(options, name)) for name in texts]
+    for name, value in [("the working directory", os.getcwd()), *named]:
         if value is not None and not _PLAIN.fullmatch(value):
             yield f"{name} is {value!r}; an #SBATCH line takes no spaces, quotes, backslashes or $ here"
     if "/" in (options.job_name or ""):
         yield f"--job-name is {options.job_name!r}; logs are named after it, so it takes no /"
-    for name in (f"{prefix}{count}_per_node" for prefix in ("", "scorer_") for count in ("gpus", "ranks")):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            yield f"{_option(name)} is {value}; it must be 1 or more"
-    if options.max_restarts is not None and options.max_restarts < 0:
-        yield f"--max-restarts is {options.max_restarts}; it must be 0 or more"
     if options.container_image == "":
         yield "--container-image is empty; name an image, or leave it out: cluster.env's is taken, or none"
     elif options.container_mounts and not options.container_image:
         yield "--container-mounts is given without --container-image; name the image, or leave the mounts to cluster.env"
     if PartOptions.of(options, "scorer_") != PartOptions() and not options.hetero:
         yield "--scorer-... describes nodes of a second kind; add --hetero, or leave it out"
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _time_problems(config: TrainConfig, options: argparse.Namespace) -> Iterator[str]:
@@ -153,13 +142,13 @@ def _time_problems(config: TrainConfig, options: argparse.Namespace) -> Iterator
     elif limit_s <= options.signal_s:
         yield f"--time {options.time} is {limit_s} s, and --signal-s {options.signal_s} comes before it; leave time to train"
     if not config.preempt_deadline_s:
-        yield "preempt_deadline_s is 0: a job that is told to stop would not be saved; set it to 120, say"
+        yield "preempt_deadline_s is 0: a job that is asked to stop would not be saved; set it to 120, say"
     elif options.signal_s > LONGEST_SIGNAL_S:
         yield f"--signal-s is {options.signal_s}; sbatch takes at most {LONGEST_SIGNAL_S}"
     elif options.signal_s <= config.preempt_deadline_s:
         yield (
             f"--signal-s is {options.signal_s}, and the run may take preempt_deadline_s={config.preempt_deadline_s:g} s to "
-            "be saved; tell it earlier, or lower the deadline"
+            "be saved; raise --signal-s, or lower the deadline"
         )
 
 
@@ -197,7 +186,7 @@ def _part(name: str, num_ranks: int, wanted: PartOptions, device: str) -> Part |
     if gpus and (wanted.ranks_per_node or 0) > gpus:
         remedy = f"--{prefix}ranks-per-node {gpus}"
         return f"{wanted.ranks_per_node} ranks on nodes{of} with {gpus} GPUs; each rank needs one: {remedy}"
-    most = max(1, wanted.ranks_per_node or gpus or num_ranks)  # below 1 it is a problem of its own
+    most = wanted.ranks_per_node or gpus or num_ranks
     on_node = min(most, num_ranks)
     if num_ranks % on_node:
         fitting = [size for size in range(1, most + 1) if num_ranks % size == 0]
@@ -211,29 +200,17 @@ def _part(name: str, num_ranks: int, wanted: PartOptions, device: str) -> Part |
 
 def _notes(config: TrainConfig, parts: Sequence[Part], placements: Sequence[tuple[str, RolePlacement]]) -> Iterator[str]:
     if not config.checkpoint.every_steps:
-        yield "checkpoint.every_steps is 0: a run whose rank is killed begins anew, or where it was last told to stop"
+        yield "checkpoint.every_steps is 0: a run whose rank is killed starts again from the beginning or from its last stop"
     for part in parts:
         if part.gpus_per_node > part.ranks_per_node:
             of = f" of the {part.name}" if part.name else ""
             yield f"{part.gpus_per_node - part.ranks_per_node} of {part.gpus_per_node} GPUs on each node{of} stay idle"
-    node_of = [node for part, node in _nodes(parts) for _ in range(part.ranks_per_node)]
-    wide = [
+    node_of = [(part.name, rank // part.ranks_per_node) for part in parts for rank in range(part.num_ranks)]
+    wide = {
         name
         for name, placement in placements
-        if any(
-            len({node_of[rank] for rank in placement.stage_ranks(replica, stage)}) > 1
-            for replica in range(placement.dp)
-            for stage in range(placement.pp)
-        )
-    ]
-    for name, _ in groupby(sorted(wide)):
+        for replica, stage in product(range(placement.dp), range(placement.pp))
+        if len({node_of[rank] for rank in placement.stage_ranks(replica, stage)}) > 1
+    }
+    for name in sorted(wide):
         yield f"tensor-parallel ranks of {name} are on different nodes, which is slow: lower tp, or take more ranks per node"
-
-
-def _nodes(parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
-    """Yield each node's component and number."""
-    node = 0
-    for part in parts:
-        for _ in range(part.num_nodes):
-            yield part, node
-            node += 1

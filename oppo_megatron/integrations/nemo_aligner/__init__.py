@@ -1,6 +1,4 @@
-"""NeMo-Aligner's PPO trainer with overcommit, deferral and streamed scoring (docs/nemo_aligner.md). Without NeMo-Aligner,
-`PPOTrainer()` raises ConfigError.
-"""
+"""NeMo-Aligner's PPO trainer with overcommit, deferral and streamed scoring (docs/nemo_aligner.md)."""
 
 from __future__ import annotations
 
@@ -18,17 +16,8 @@ def __getattr__(name: str) -> Any:
     try:
         from oppo_megatron.integrations.nemo_aligner.trainer import PPOTrainer
     except ImportError as error:
-        return _missing(error)
-    return PPOTrainer
-
-
-def _missing(error: ImportError) -> type:
-
-    class PPOTrainer:
-        def __init__(self, *args: Any, **kwargs: Any):
-            raise ConfigError(
-                f"PPOTrainer is a subclass of NeMo-Aligner's, which cannot be imported ({error}); install nemo-aligner 0.7 and "
-                "nemo-toolkit 2.1 to 2.4, or start the script in a NeMo container that has them"
-            ) from error
-
+        raise ConfigError(
+            f"PPOTrainer is a subclass of NeMo-Aligner's, which cannot be imported ({error}); install nemo-aligner 0.7 and "
+            "nemo-toolkit 2.1 to 2.4, or start the script in a NeMo container that has them"
+        ) from error
     return PPOTrainer

@@ -58,7 +58,7 @@ def watched(model: Any, inputs: tuple[Tensor, Tensor], watch: Watch) -> Iterator
     def shown(*args: Any, **kwargs: Any) -> Any:
         strategy: Any = kwargs.get("strategy")
         given: Any = kwargs.get("inputs", args[0] if args else None)
-        if strategy is not None and _alike(given, inputs):
+        if strategy is not None and _equal(given, inputs):
             kwargs["strategy"] = WatchedStrategy(strategy, given[1], watch)
         return generate(*args, **kwargs)
 
@@ -72,18 +72,11 @@ def watched(model: Any, inputs: tuple[Tensor, Tensor], watch: Watch) -> Iterator
             model.generate = own
 
 
-def _alike(given: Any, inputs: tuple[Tensor, Tensor]) -> bool:
+def _equal(given: Any, inputs: tuple[Tensor, Tensor]) -> bool:
     if not isinstance(given, tuple | list) or len(given) != len(inputs):
         return False
     pairs = zip(given, inputs, strict=True)
     return all(isinstance(one, Tensor) and torch.equal(one, other.to(one.device)) for one, other in pairs)
-
-
-@dataclass(frozen=True)
-class Decoded:
-    tokens_bS: Tensor
-    lengths_b: Tensor  # of prompt and response
-    ended_b: Tensor  # the row stopped by itself
 
 
 class Decoder:
@@ -102,8 +95,13 @@ class Decoder:
         limit = prompt_length + self.max_new
         return limit if self._longest is None else min(limit, self._longest)
 
-    def decode(self, texts_bS: Tensor, contexts_b: Tensor, limits_b: Tensor, watch: Watch, *, carried: bool = False) -> Decoded:
-        """Continue rows until each ends, has `limits_b` tokens, or `watch` stops. `carried`: no minimum length."""
+    def decode(
+        self, texts_bS: Tensor, contexts_b: Tensor, limits_b: Tensor, watch: Watch, carried: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Continue rows until each ends, has `limits_b` tokens, or `watch` stops. `carried`: no minimum length.
+
+        Returns tokens [b, S], lengths of prompt and response [b], and whether each row stopped by itself [b].
+        """
         device = torch.cuda.current_device()
         texts_bS, contexts_b, limits_b = (t.to(device) for t in (texts_bS, contexts_b, limits_b))
         strategy = WatchedStrategy(GPTModelTextGenerationStrategy(self.model), contexts_b, watch)
@@ -119,7 +117,7 @@ class Decoder:
         ends = strategy.ends_b.view(-1, 1) if parallel_state.is_pipeline_last_stage() else None
         ends_b = broadcast_2d_tensor_within_pp(ends, dtype=torch.long).flatten()
         last_b = limits_b.clamp(max=tokens_bS.size(1))
-        return Decoded(tokens_bS, torch.where(ends_b >= 0, ends_b + 1, last_b), ends_b >= 0)
+        return tokens_bS, torch.where(ends_b >= 0, ends_b + 1, last_b), ends_b >= 0
 
     def validity(self, tokens_bS: Tensor, lengths_b: Tensor) -> Tensor:
         """NeMo-Aligner's `is_end` [b]. Clamps ids beyond the vocabulary in place."""
@@ -231,17 +229,16 @@ class PooledActor:
         texts = self._decoder.padded([row.context for row in wave.rows], max(limits))
         carried = any(row.tokens for row in wave.rows)
         watch = self._watch(wave, limits, contexts)
-        decoded = self._decoder.decode(texts, torch.tensor(contexts), torch.tensor(limits), watch, carried=carried)
-        drawn = 0
-        ends = decoded.lengths_b.tolist()
+        tokens_bS, lengths_b, ended_b = self._decoder.decode(texts, torch.tensor(contexts), torch.tensor(limits), watch, carried)
+        drawn, ends = 0, lengths_b.tolist()
         for row, tokens, length, ended, limit, context in zip(
-            wave.rows, decoded.tokens_bS.tolist(), ends, decoded.ended_b.tolist(), limits, contexts, strict=True
-        ):  # fmt: skip
+            wave.rows, tokens_bS.tolist(), ends, ended_b.tolist(), limits, contexts, strict=True
+        ):
             drawn += length - context
             row.grow(tokens[len(row.prompt) : length], self.policy, ended or length >= limit)
             if self._feed is not None:  # the last token of an unfinished row waits: no last piece is empty
                 self._feed.offer(row.key, tokens[: length if row.finished else length - 1], final=row.finished)
-        positions = decoded.tokens_bS.size(1) - min(contexts)
+        positions = tokens_bS.size(1) - min(contexts)
         self.effort.add(positions, len(wave.rows), drawn, time.monotonic() - started)
         self.pool.decoded(wave, ends)
 
@@ -263,8 +260,7 @@ class PooledActor:
     def _offers(self, keys: Sequence[int], limits: Sequence[int], contexts: Sequence[int]) -> Callable[[Tensor, Tensor], None]:
         """Offer the feed rows once per chunk: (tokens [b, S], ends [b]).
 
-        A running row is cut at `limits`, because NeMo draws more while others run, and without its last token, so no last
-        piece is empty.
+        Running rows are cut at `limits` (NeMo draws more) and before their last token, so that no last piece is empty.
         """
         feed, due = self._feed, min(contexts) + self.chunk
 
@@ -280,17 +276,11 @@ class PooledActor:
         return offer
 
 
-@dataclass(frozen=True)
-class PoolBatches:
-    pool: Pool
-    micro: int
-    num_microbatches: int
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        self.pool.begin(self.micro * self.num_microbatches, self.micro)
-        for _ in range(self.num_microbatches):
-            yield {"count": torch.tensor(self.micro)}
-        self.pool.end()
+def _batches(pool: Pool, micro: int, num_microbatches: int) -> Iterator[dict[str, Tensor]]:
+    pool.begin(micro * num_microbatches, micro)
+    for _ in range(num_microbatches):
+        yield {"count": torch.tensor(micro)}
+    pool.end()
 
 
 def fill(
@@ -300,11 +290,11 @@ def fill(
     num_microbatches: int,
     dataset: Any,
     collate_fn: Callable[[list[Any]], Mapping[str, Tensor]],
-) -> PoolBatches:
+) -> Iterator[dict[str, Tensor]]:
     """Draw `draw` prompts, skipping the pool's own, which the sampler repeats. Raises DataError if the sampler has fewer."""
     first = next(sampler_iter, None)
     if first is None:
-        raise DataError("the sampler gives no prompt where an epoch's are left; let num_rollout_samples divide the data")
+        raise DataError("the sampler gives no prompt, but the epoch has some left; let num_rollout_samples divide the data")
     ids = list(islice(chain.from_iterable(chain([first], sampler_iter)), len(pool), len(pool) + draw))
     if len(pool) + len(ids) < len(first) * num_microbatches:
         raise DataError(
@@ -314,4 +304,4 @@ def fill(
     if ids:
         drawn = collate_fn([dataset[index] for index in ids])
         pool.admit([t[:n].tolist() for t, n in zip(drawn["text"], drawn["length"].tolist(), strict=True)])
-    return PoolBatches(pool, len(first), num_microbatches)
+    return _batches(pool, len(first), num_microbatches)

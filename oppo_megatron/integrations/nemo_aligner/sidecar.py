@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,14 +43,9 @@ class Kept:
     not_of: frozenset[str] = frozenset()  # names of checkpoints of the same step that an earlier run left in the folder
 
 
-def folder_beside(checkpoints: Path) -> Path:
+def folder_next_to(checkpoints: Path) -> Path:
     whole = checkpoints.resolve()
     return whole.with_name(f"{whole.name}-oppo")
-
-
-def steps_of(checkpoints: Path) -> set[int]:
-    """Steps of checkpoints in NeMo's folder, including unfinished ones."""
-    return {step for step, _ in _steps_and_paths(checkpoints)}
 
 
 def stamps_of(checkpoints: Path, step: int) -> dict[str, int]:
@@ -57,15 +53,11 @@ def stamps_of(checkpoints: Path, step: int) -> dict[str, int]:
     stamps: dict[str, int] = {}
     for found, path in _steps_and_paths(checkpoints):
         if found == step:
-            stamps[name_of(path)] = max(stamps.get(name_of(path), 0), _changed(path))
+            stamp = stamps.setdefault(name_of(path), 0)
+            with suppress(FileNotFoundError):  # it is being removed
+                changed = max(part.stat().st_mtime_ns for part in (path, *(path.iterdir() if path.is_dir() else ())))
+                stamps[name_of(path)] = max(stamp, changed)
     return stamps
-
-
-def _changed(path: Path) -> int:
-    try:
-        return max(part.stat().st_mtime_ns for part in (path, *(path.iterdir() if path.is_dir() else ())))
-    except FileNotFoundError:  # being removed
-        return 0
 
 
 def name_of(checkpoint: Path) -> str:
@@ -101,10 +93,8 @@ class Sidecar:
         self._together(self.leads, lambda: self._commit(position))
 
     def prune(self, checkpoints: Path, step: int) -> None:
-        """Remove rows whose checkpoints are gone, except `step`'s, which may still be written; none if no name has a step.
-        Collective. Raises CheckpointError.
-        """
-        self._together(self.leads, lambda: self._prune(steps_of(checkpoints), step))
+        """Remove rows whose checkpoints are gone, except `step`'s; none if no name has a step.  Collective."""
+        self._together(self.leads, lambda: self._prune(checkpoints, step))
 
     def read(self, step: int, name: str | None = None) -> Kept | None:
         """Read the rows of checkpoint `name`; None if no step has any. Collective.
@@ -131,7 +121,8 @@ class Sidecar:
         write_manifest(aside, seal(aside, list_files(aside)))
         self._store.commit(position)
 
-    def _prune(self, steps: Set[int], step: int) -> None:
+    def _prune(self, checkpoints: Path, step: int) -> None:
+        steps = {found for found, _ in _steps_and_paths(checkpoints)}
         for position in self._store.positions():
             if steps and position.step not in steps | {step}:
                 self._store.remove(position)
@@ -148,7 +139,11 @@ class Sidecar:
             )
         folder = self._store.folder(Position(step))
         require_whole(folder)
-        _require_replicas(folder, self.replicas)
+        found = len(list(folder.glob("replica-*.jsonl")))
+        if found != self.replicas:
+            raise CheckpointError(
+                f"{folder} has the rows of {found} data-parallel replicas, but there are {self.replicas} now; resume with {found}"
+            )
         kept = _read_files(folder / self._name)
         if name in kept.not_of:
             raise CheckpointError(
@@ -164,25 +159,14 @@ class Sidecar:
 
 def _write_files(stem: Path, kept: Kept) -> None:
     header = {"format": FORMAT, "next_key": kept.next_key, "state": kept.state, "not_of": sorted(kept.not_of)}
-    lines = [header, *(_describe(row) for row in kept.rows)]
+    lines: list[Mapping[str, Any]] = [header]
+    for row in kept.rows:
+        sizes = {"prompt": len(row.prompt), "response": len(row.tokens)}
+        state = {"deferrals": row.deferrals, "versions": row.versions, "finished": row.finished}
+        lines.append({"key": row.key, **sizes, **state})
     stem.with_suffix(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     tokens = [token for row in kept.rows for token in row.context]
     save_file({"tokens": torch.tensor(tokens, dtype=torch.int64)}, stem.with_suffix(".safetensors"))
-
-
-def _describe(row: Row) -> Mapping[str, Any]:
-    return {
-        "key": row.key, "prompt": len(row.prompt), "response": len(row.tokens), "deferrals": row.deferrals,
-        "versions": row.versions, "finished": row.finished,
-    }  # fmt: skip
-
-
-def _require_replicas(folder: Path, replicas: int) -> None:
-    found = len(list(folder.glob("replica-*.jsonl")))
-    if found != replicas:
-        raise CheckpointError(
-            f"{folder} has the rows of {found} data-parallel replicas, but there are {replicas} now; resume with {found}"
-        )
 
 
 def _read_files(stem: Path) -> Kept:

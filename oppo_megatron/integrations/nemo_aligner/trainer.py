@@ -6,10 +6,11 @@ client:
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,69 +18,43 @@ import torch
 from nemo.utils import logging
 from nemo.utils.model_utils import uninject_model_parallel_rank
 from nemo_aligner.algorithms import ppo
+from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.utils import parallel_state
+from nemo_aligner.utils.batch_iterators import DefaultBatchIterator
 from nemo_aligner.utils.distributed import all_reduce_dict
+from nemo_aligner.utils.train_script_utils import FakeCheckpointCallback
 from omegaconf import DictConfig
 
-from oppo_megatron.config.aligner import StreamConfig
+from oppo_megatron.config.aligner import AlignerConfig, StreamConfig, read_aligner_config
 from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost
 from oppo_megatron.control.delta_controllers import make_delta_controller
 from oppo_megatron.errors import CheckpointError, ConfigError, DataError
-from oppo_megatron.integrations.nemo_aligner.decoding import Effort, PoolBatches, PooledActor, fill
+from oppo_megatron.integrations.nemo_aligner.decoding import Effort, PooledActor, fill, plain
 from oppo_megatron.integrations.nemo_aligner.pool import Pool, room, share_of
 from oppo_megatron.integrations.nemo_aligner.rewarding import Feed, StreamedRewards, as_first, raise_together
-from oppo_megatron.integrations.nemo_aligner.settings import bypassed, folder_of, read_block, require_fit, shared, uncut
-from oppo_megatron.integrations.nemo_aligner.sidecar import Kept, Sidecar, folder_beside, name_of, stamps_of
+from oppo_megatron.integrations.nemo_aligner.sidecar import Kept, Sidecar, folder_next_to, name_of, stamps_of
 from oppo_megatron.records import StepSignals
 from oppo_megatron.rewards.streaming import ScorerStream, build_stream
 
 
 class PPOTrainer(ppo.PPOTrainer):
-    """NeMo-Aligner's trainer with a block `oppo:` in `trainer.ppo` (docs/nemo_aligner.md).
-
-    Raises ConfigError for a wrong block, or deferral with TensorRT-LLM or `batch_iterator.use_flask`.
-    """
+    """NeMo-Aligner's trainer with a block `oppo:` in `trainer.ppo` (docs/nemo_aligner.md).  Raises ConfigError."""
 
     model: Any
     rm_critic: Any
     batch_iterator_cls: Any
 
-    def __init__(
-        self,
-        cfg: DictConfig,
-        model: Any,
-        optimizer: Any,
-        scheduler: Any,
-        train_dataloader_builder: Callable[..., Any],
-        val_dataloader_builder: Callable[..., Any],
-        collate_fn: Callable[..., Any],
-        rm_critic: Any,
-        batch_iterator_cls: Callable[..., Any],
-        logger: Any,
-        ckpt_callback: Any,
-        run_timer: Any,
-    ):
-        self._settings = read_block(cfg)
+    def __init__(self, *args: Any, **kwargs: Any):
+        given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
+        cfg, model = given["cfg"], given["model"]
+        self._settings = _read_block(cfg)
         self.pool = Pool(self._settings.max_staleness)
         self._active, self._consumed_after, self._draw = False, 0, 0
         self._saved_step, self._others = -1, dict[str, int]()
         asked = self._settings.delta.max > 0 or self._settings.scorer is not None
         if asked:
-            require_fit(self._settings, uncut(cfg, model), shared(batch_iterator_cls), ckpt_callback)
-        super().__init__(
-            cfg=cfg,
-            model=model,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            train_dataloader_builder=train_dataloader_builder,
-            val_dataloader_builder=val_dataloader_builder,
-            collate_fn=collate_fn,
-            rm_critic=rm_critic,
-            batch_iterator_cls=batch_iterator_cls,
-            logger=logger,
-            ckpt_callback=ckpt_callback,
-            run_timer=run_timer,
-        )
+            _require_fit(self._settings, cfg, model, given["batch_iterator_cls"], given["ckpt_callback"])
+        super().__init__(**given)
         if asked:
             self._take_over()
 
@@ -99,8 +74,8 @@ class PPOTrainer(ppo.PPOTrainer):
     def generate_rollouts(self) -> tuple[Any, dict[str, Any], dict[str, float]]:
         """NeMo-Aligner's rollouts with overcommit; adds `oppo_*` metrics."""
         if not self._active:
-            plain: tuple[Any, dict[str, Any], dict[str, float]] = super().generate_rollouts()
-            return plain
+            theirs: tuple[Any, dict[str, Any], dict[str, float]] = super().generate_rollouts()
+            return theirs
         self._begin_step()
         started = time.monotonic()
         data, metrics, timers = super().generate_rollouts()
@@ -111,8 +86,8 @@ class PPOTrainer(ppo.PPOTrainer):
     def run_validation(self) -> dict[str, Any]:
         """Validate whole batches without the pool."""
         if not self._active:
-            plain: dict[str, Any] = super().run_validation()
-            return plain
+            theirs: dict[str, Any] = super().run_validation()
+            return theirs
         effort, self._actor.effort = self._actor.effort, Effort()
         self._actor.pooled, self._draw = False, 0
         metrics: dict[str, Any] = super().run_validation()
@@ -121,10 +96,11 @@ class PPOTrainer(ppo.PPOTrainer):
 
     def save(self, extra_candidates: dict[str, Any] | None = None, is_train_end: bool = False) -> None:
         """Write the sidecar first, so that no checkpoint lacks its deferred rows."""
-        folder = self._checkpoints()
-        if folder is None or not self._active:
+        dirpath = _folder_of(self.ckpt_callback)
+        if dirpath is None or not self._active:
             super().save(extra_candidates, is_train_end)
             return
+        folder = Path(dirpath)
         sidecar = self._sidecar(folder)
         state = {"delta": self._delta.state_dict(), "chunk": self._chunk.state_dict()}
         if self._saved_step != self.step:  # a second save finds this run's own checkpoints
@@ -143,31 +119,39 @@ class PPOTrainer(ppo.PPOTrainer):
         """Raises CheckpointError if the deferred rows cannot be continued."""
         super().load_state_dict(state_dict)
         self._consumed_after = self.consumed_samples
-        folder = self._restored_from()
-        if folder is None:
+        whole, dirpath = self._restored_checkpoint(), _folder_of(self.ckpt_callback)
+        if whole is None and dirpath is None:
             return
-        sidecar = self._sidecar(folder)
-        whole = self._restored_checkpoint()
+        sidecar = self._sidecar(Path(str(dirpath)) if whole is None else whole.parent)
         kept = sidecar.read(int(self.step), None if whole is None else name_of(whole))
         if kept is None:
             tell = logging.warning if self._active else logging.info
             tell(
                 f"{sidecar.root} does not exist: no deferred rollouts are carried into this run. If the checkpoint's run "
-                "deferred rollouts, their prompts are lost: bring that folder from beside its checkpoints, and resume again"
+                "deferred rollouts, their prompts are lost: bring that folder next to its checkpoints, and resume again"
             )
             return
         self._restore(kept)
 
     def _restore(self, kept: Kept) -> None:
-        rule = self._settings.delta.rule if self._settings.delta.max > 0 else None
+        error, delta, before = None, self._settings.delta, kept.state["delta"]["rule"]
         batches = self._their_batches if self._active else self.batch_iterator_cls
-        cannot = [*uncut(self.cfg, self.model), *shared(batches)] if kept.rows else []
-        raise_together(_unfit(kept, rule, cannot), CheckpointError)
+        if delta.max > 0 and before != delta.rule:
+            error = CheckpointError(
+                f"trainer.ppo.oppo.delta.rule is {delta.rule}, but the checkpoint's run has {before}, whose history means "
+                "nothing to it; resume with that"
+            )
+        elif kept.rows and (cannot := [*_uncut(self.cfg, self.model), *_shared(batches)]):
+            error = CheckpointError(
+                f"the checkpoint's run has deferred {len(kept.rows)} rollouts of this replica, which cannot be decoded on here: "
+                + "; ".join(cannot)
+            )
+        raise_together(error, CheckpointError)
         if not self._active:
             self._take_over()
         self.pool.restore(kept.rows, kept.next_key)
         self._chunk.load_state_dict(kept.state["chunk"])
-        if self._settings.delta.max > 0:
+        if delta.max > 0:
             self._delta.load_state_dict(kept.state["delta"])
 
     def _begin_step(self) -> None:
@@ -188,7 +172,7 @@ class PPOTrainer(ppo.PPOTrainer):
 
     def _batches(self, sampler_iter: Any, num_microbatches: int, dataset: Any, collate_fn: Any) -> Any:
         given = (sampler_iter, num_microbatches, dataset, collate_fn)
-        made: PoolBatches | None = None
+        made: Any = None
         error: Exception | None = None
         if self._actor.pooled:
             try:
@@ -219,14 +203,6 @@ class PPOTrainer(ppo.PPOTrainer):
         self._chunk.observe(self.step, StepCost(seconds, effort.positions, effort.tokens, effort.law))
         return figures
 
-    def _checkpoints(self) -> Path | None:
-        dirpath = folder_of(self.ckpt_callback)
-        return None if dirpath is None else Path(dirpath)
-
-    def _restored_from(self) -> Path | None:
-        whole = self._restored_checkpoint()
-        return self._checkpoints() if whole is None else whole.parent
-
     def _restored_checkpoint(self) -> Path | None:
         try:
             path = getattr(self.model.trainer, "ckpt_path", None)
@@ -240,12 +216,66 @@ class PPOTrainer(ppo.PPOTrainer):
 
     def _sidecar(self, checkpoints: Path) -> Sidecar:
         return Sidecar(
-            folder_beside(checkpoints),
+            folder_next_to(checkpoints),
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_data_parallel_world_size(),
             writes=bool(torch.distributed.get_rank() == parallel_state.get_model_parallel_src_rank()),
             leads=torch.distributed.get_rank() == 0,
             agree=raise_together,
+        )
+
+
+def _read_block(cfg: DictConfig) -> AlignerConfig:
+    """Read the block of `trainer.ppo`; without it nothing is enabled. Raises ConfigError."""
+    block = cfg.get("oppo")
+    if not isinstance(block, DictConfig | None):
+        raise ConfigError(f"trainer.ppo.oppo is {block!r:.40}, but must be a section of keys (docs/nemo_aligner.md)")
+    return read_aligner_config({} if block is None else plain(block))
+
+
+def _uncut(cfg: DictConfig, model: Any) -> list[str]:
+    """Reasons why micro-batches are generated without a break."""
+    return [
+        f"{name}.enable is true, but TensorRT-LLM generates whole micro-batches, so rollouts can neither be deferred nor "
+        "streamed; set it to false, or leave delta.max at 0 and scorer out of trainer.ppo.oppo"
+        for name, tree in (("trainer.ppo.trt_llm", cfg), ("model.ppo.trt_llm", model.cfg.ppo))
+        if (tree.get("trt_llm") or {}).get("enable", False)
+    ]
+
+
+def _shared(batch_iterator_cls: Any) -> list[str]:
+    """Reasons why a replica does not know its own prompts."""
+    made = batch_iterator_cls.func if isinstance(batch_iterator_cls, partial) else batch_iterator_cls
+    if made is DefaultBatchIterator:
+        return []
+    return [
+        f"the batch iterator is {getattr(made, '__name__', made)}, but deferral counts what each replica has drawn by "
+        "itself; set trainer.ppo.batch_iterator.use_flask to false, or oppo.delta.max to 0"
+    ]
+
+
+def _folder_of(ckpt_callback: Any) -> str | None:
+    dirpath = getattr(ckpt_callback, "dirpath", None)
+    return os.fspath(dirpath) if isinstance(dirpath, str | os.PathLike) else None
+
+
+def _require_fit(settings: AlignerConfig, cfg: DictConfig, model: Any, batch_iterator_cls: Any, ckpt_callback: Any) -> None:
+    """Raise ConfigError if NeMo-Aligner's settings exclude the block's."""
+    problems, dirpath = _uncut(cfg, model), _folder_of(ckpt_callback)
+    if settings.delta.max > 0:
+        problems += _shared(batch_iterator_cls)
+        if dirpath is not None and "://" in dirpath:
+            problems.append(
+                f"checkpoints go to {dirpath}, but deferred rollouts are kept in a folder next to them; give a path of a file "
+                "system as exp_manager.checkpoint_callback_params.dirpath, or set oppo.delta.max to 0"
+            )
+    if problems:
+        raise ConfigError(problems)
+    if settings.delta.max > 0 and dirpath is None and not isinstance(ckpt_callback, FakeCheckpointCallback):
+        logging.warning(
+            f"the checkpoint callback {type(ckpt_callback).__name__} has no dirpath, so deferred rollouts are not kept next to "
+            "its checkpoints, and a resumed run loses their prompts; give it the attribute dirpath, the folder of its "
+            "checkpoints, with step=<n> in their names, or set trainer.ppo.oppo.delta.max to 0"
         )
 
 
@@ -261,8 +291,11 @@ def _require_delta(most: int, batch: int, model: Any) -> None:
             f"trainer.ppo.oppo.delta.max is {most}, over {replicas} data-parallel replicas: those without a part of it make the "
             f"others wait; set it to {replicas} or more"
         )
-    if most > 0 and (told := bypassed(model)) is not None:
-        logging.warning(told)
+    if most > 0 and getattr(model.infer, "__func__", None) is not MegatronGPTActorModel.infer:
+        logging.warning(
+            f"{type(model).__name__}.infer is not NeMo-Aligner's: steps that defer rollouts do not call it, but the model's "
+            "`generate`; if it uses another back end, or chooses answers, set trainer.ppo.oppo.delta.max to 0"
+        )
 
 
 def _open_stream(settings: StreamConfig) -> ScorerStream | None:
@@ -276,19 +309,3 @@ def _open_stream(settings: StreamConfig) -> ScorerStream | None:
             error = wrong
     raise_together(error, ConfigError)
     return stream
-
-
-def _unfit(kept: Kept, rule: str | None, cannot: list[str]) -> CheckpointError | None:
-    """Reason why the run cannot continue with the rows; `rule` None: no delta."""
-    before = kept.state["delta"]["rule"]
-    if rule is not None and before != rule:
-        return CheckpointError(
-            f"trainer.ppo.oppo.delta.rule is {rule}, but the checkpoint's run has {before}, whose history means nothing to it; "
-            "resume with that"
-        )
-    if kept.rows and cannot:
-        return CheckpointError(
-            f"the checkpoint's run has deferred {len(kept.rows)} rollouts of this replica, which cannot be decoded on here: "
-            + "; ".join(cannot)
-        )
-    return None

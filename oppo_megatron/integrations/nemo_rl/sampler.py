@@ -15,10 +15,9 @@ POLL_S = 0.005
 
 
 class OvercommitSampler:
-    """Begins a batch when at most `delta` groups run; trains the B that finish first and defers the rest.
+    """Begins a batch when at most `delta` groups run (0: after the previous update); trains the B that finish first.
 
-    A step waits for groups that started `max_staleness` updates ago. With `delta` 0 each batch waits for the previous one's
-    update.
+    A step waits for groups that started `max_staleness` updates ago.
     """
 
     def __init__(self, buffer: Any, *, delta: int, max_staleness: int = 4):
@@ -51,7 +50,7 @@ class OvercommitSampler:
     ) -> tuple[Any | None, int]:
         """Return the taken groups' rows and number, oldest first; (None, 0) if too few are ready. Overdue groups keep places."""
         if not 1 <= min_prompt_groups <= max_prompt_groups:
-            raise ValueError(f"{min_prompt_groups} to {max_prompt_groups} prompt groups are no range to take")
+            raise ValueError(f"{min_prompt_groups} to {max_prompt_groups} prompt groups are not a range to take")
         starts, ready = self._buffer.start_weight_list, self._buffer.ready_list
         due = [current_train_weight - start >= self._max_staleness for start in starts]
         kept = sum(due[i] and not ready[i] for i in range(len(starts)))

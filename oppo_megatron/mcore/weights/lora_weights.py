@@ -1,15 +1,13 @@
-"""Adapters: transfer between peft directories and one rank's parameters, and merging."""
+"""Adapters: from peft directories to one rank's parameters, and merging."""
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from oppo_megatron.config.model import LoraConfig
 from oppo_megatron.errors import CheckpointError
@@ -21,13 +19,9 @@ from oppo_megatron.mcore.weights.hf_source import (
     OverlaidSource,
     SafetensorsSource,
     TensorSource,
-    stored_of,
 )
-from oppo_megatron.mcore.weights.hf_weights import Values, matching_params, put_part, write_gathered
-from oppo_megatron.mcore.weights.hf_writer import write_tensors
-from oppo_megatron.modeldir.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-
-TASKS: dict[Head, str] = {"lm": "CAUSAL_LM", "scalar": "SEQ_CLS"}
+from oppo_megatron.mcore.weights.hf_weights import matching_params, put_part
+from oppo_megatron.modeldir.adapters import ADAPTER_WEIGHTS
 
 
 class FreshAdapters(DrawnSource):
@@ -45,13 +39,13 @@ class FreshAdapters(DrawnSource):
 def open_adapters(directory: Path, shape: ModelShape, lora: LoraConfig, head: Head) -> TensorSource:
     """Return a peft directory's tensors.  Raises CheckpointError unless they fit; a scalar head may be missing."""
     source = SafetensorsSource(directory, ADAPTER_WEIGHTS)
-    if problems := adapter_problems(shape, lora, head, stored_of(source)):
+    if problems := adapter_problems(shape, lora, head, source.tensors):
         raise CheckpointError(f"{directory}: the adapters do not fit the model:\n{summary(problems)}")
     return source
 
 
 def has_head(directory: Path) -> bool:
-    return f"{PEFT}{SCALAR_HEAD}" in SafetensorsSource(directory, ADAPTER_WEIGHTS).names()
+    return f"{PEFT}{SCALAR_HEAD}" in SafetensorsSource(directory, ADAPTER_WEIGHTS).tensors
 
 
 @torch.no_grad()
@@ -65,55 +59,8 @@ def fill_adapters(model: Any, lora: LoraConfig, seed: int) -> None:
     parts = adapter_parts(model.shape, lora, model.head, tp_size=tp, pp_rank=model.stage, pp_size=model.num_stages)
     params = matching_params(model, parts, tp, whole=False)
     for part in parts:
-        if part.hf_name in source.names():
+        if part.hf_name in source.tensors:
             put_part(params[part.param], part, source.read(part.hf_name, part.share(model.groups.tp_rank, tp)))
-
-
-def export_adapters(
-    chunks: Sequence[Any],
-    directory: Path,
-    base: Path | None,
-    *,
-    tp_group: dist.ProcessGroup | None,
-    pp_group: dist.ProcessGroup | None,
-    dp_group: dist.ProcessGroup | None,
-    extra_files: Iterable[Path] = (),
-) -> None:
-    """Write a model's adapters as a peft directory; otherwise as `export_weights`.  `base`: None if random."""
-    first = chunks[0]
-    lora, shape, head = first.adapters, first.shape, first.head
-    assert lora is not None
-
-    def parts_of(tp_size: int, stage: int, num_stages: int) -> list[Part]:
-        return adapter_parts(shape, lora, head, tp_size=tp_size, pp_rank=stage, pp_size=num_stages)
-
-    def write(values: Values) -> None:
-        tensors = {part.hf_name: part.hf_shape for part in parts_of(1, 0, 1)}
-        write_tensors(
-            directory, tensors, values, peft_config(lora, head, base), next(first.parameters()).dtype,
-            max_shard_bytes=sys.maxsize, extra_files=extra_files, names=(ADAPTER_CONFIG, ADAPTER_WEIGHTS),
-        )  # fmt: skip
-
-    write_gathered(chunks, parts_of, write, tp_group, pp_group, dp_group, whole=False)
-
-
-def peft_config(lora: LoraConfig, head: Head, base: Path | None) -> dict[str, Any]:
-    return {
-        "peft_type": "LORA",
-        "task_type": TASKS[head],
-        "base_model_name_or_path": "" if base is None else str(base.absolute()),
-        "r": lora.rank,
-        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
-        "lora_dropout": 0.0,
-        "target_modules": list(lora.projections),
-        "modules_to_save": [SCALAR_HEAD.removesuffix(".weight")] if head == "scalar" else None,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "use_rslora": False,
-        "use_dora": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
-    }
 
 
 class MergedSource(OverlaidSource):
@@ -121,12 +68,12 @@ class MergedSource(OverlaidSource):
 
     def __init__(self, base: TensorSource, adapters: TensorSource, scale: float):
         head = PEFT + SCALAR_HEAD
-        super().__init__(base, {SCALAR_HEAD: (adapters, head)} if head in adapters.names() else {})
+        super().__init__(base, {SCALAR_HEAD: (adapters, head)} if head in adapters.tensors else {})
         self._adapters, self._scale = adapters, scale
 
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
         weight, pair = super().read(name, region), PEFT + name.removesuffix("weight")
-        if f"{pair}lora_A.weight" not in self._adapters.names():
+        if f"{pair}lora_A.weight" not in self._adapters.tensors:
             return weight
         a, b = (self._adapters.read(f"{pair}lora_{m}.weight", (slice(None), slice(None))).float() for m in "AB")
         return (weight.float() + (b @ a)[region] * self._scale).to(weight.dtype)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from oppo_megatron.algorithms.experience import PAIRED, Experience
+from oppo_megatron.columns import columns_of
 from oppo_megatron.config.derived import best_standard, members
 from oppo_megatron.config.evaluation import ACCURACY
 from oppo_megatron.config.run import TrainConfig
@@ -32,6 +33,7 @@ from oppo_megatron.train.logs.step import StepFacts
 from oppo_megatron.train.logs.trackers import Tracker
 from oppo_megatron.train.memory_meter import MemoryByRank
 
+ROLLOUT_FIELDS = ("tokens", "logprobs", "versions", "deferrals", "finish_clock", "finish_reason")
 NUM_LENGTH_BINS = 4
 MUCH_LOST = 0.2
 """Share of stale responses' gradient lost to clipping above which the run warns once."""
@@ -70,29 +72,46 @@ class RunLog:
     def elapsed_s(self) -> float:
         return time.monotonic() - self.started
 
+    def begin_line(self, step: int, fields: dict[str, Any]) -> None:
+        self.log.stage(step, fields)
+        self.trackers.log(step, fields)
+        self.progress.update(step, fields)
+
+    def evaluation(self, step: int, figures: Figures) -> None:
+        fields = self.heldout.record(step, figures)
+        if step:
+            self.log.extend(step, fields)
+        self.trackers.log(step, fields)
+        self.note(HeldoutLog.describe(step, figures))
+
+    def complete(self, step: int, late: dict[str, Any]) -> None:
+        self.log.complete(step, late)
+        self.trackers.log(step, late)
+
     def end(self, stopped: str | None) -> None:
         self.stopped = stopped
         for note in (stopped, self.heldout.describe_best()):
             if note is not None:
                 self.note(note)
 
+    def finish(self, figures: dict[str, Any], memory: MemoryByRank, best: tuple[float, Position] | None) -> None:
+        """Write the summary, which marks the run as finished.  `best`: a checkpoint."""
+        self.log.close()
+        self.note(memory.describe(self.planned_bytes))
+        ends = {**self.heldout.summary(best), "stopped_early": self.stopped, **memory.summary(self.planned_bytes)}
+        write_json(self.run_dir.summary, figures | ends)
+
 
 class Journal(RunLog):
     """Kept by the actor's first output rank.  A step's line waits for its critic update's statistics."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        total_steps: int | None,
-        tokenizer: Tokenizer,
-        device: torch.device,
-        trackers: Tracker,
+        self, config: TrainConfig, total_steps: int | None, tokenizer: Tokenizer, device: torch.device, trackers: Tracker
     ):
         super().__init__(config, total_steps, config.algorithm.preset, device, trackers)
         self.tokenizer, self.keep_rollouts = tokenizer, config.logging.rollouts
         self.members = members(config)
         self.single_stage = role_placements(config)["actor"].pp == 1
-        self.accuracy: dict[int, float] = {}
         self.staleness, self.warned = config.ppo.staleness, False
 
     def step(
@@ -104,10 +123,10 @@ class Journal(RunLog):
         spans: SpanRecorder,
     ) -> None:
         trained = self.members.to_train(batch)
-        fields = self._timing(facts, spans) | _experience(facts, experience)
+        fields = facts.fields() | self._timing(facts, spans) | _experience(facts, experience)
         fields |= _lengths(facts, trained, self.members.to_train(carried))
-        fields["group_length_gap"] = group_length_gap(trained, self.members.trained)
-        fields |= facts.filtered | facts.actor | {"skipped": facts.skipped}
+        fields["group_length_gap"] = group_length_gap(columns_of(trained).response_tokens, self.members.trained)
+        fields |= facts.filtered | facts.actor
         if facts.skipped is not None:
             self.note(f"step {facts.step} is skipped: {facts.skipped}")
         if not self.warned and (told := lost_gradient(fields, self.staleness)):
@@ -115,9 +134,7 @@ class Journal(RunLog):
             self.note(f"step {facts.step}: {told}")
         if self.keep_rollouts:
             self._write_rollouts(facts, batch)
-        self.log.stage(facts.step, fields)
-        self.trackers.log(facts.step, fields)
-        self.progress.update(facts.step, fields)
+        self.begin_line(facts.step, fields)
 
     def _write_rollouts(self, facts: StepFacts, batch: Sequence[Rollout]) -> None:
         rewards = iter(facts.rewards), iter(facts.greedy_rewards)
@@ -131,63 +148,38 @@ class Journal(RunLog):
                     "prompt_tokens": rollout.prompt.tokens,
                     "response": self.tokenizer.decode(rollout.tokens),
                     "reward": next(rewards[greedy]),
-                    "tokens": rollout.tokens,
-                    "logprobs": rollout.logprobs,
-                    "versions": rollout.versions,
-                    "deferrals": rollout.deferrals,
-                    "finish_clock": rollout.finish_clock,
-                    "finish_reason": rollout.finish_reason,
+                    **{name: getattr(rollout, name) for name in ROLLOUT_FIELDS},
                 } | ({"greedy": greedy} if self.members.greedy else {})
                 file.write(encode_json(line) + "\n")
 
-    def complete(self, step: int, late: dict[str, Any]) -> None:
-        self.log.complete(step, late)
-        self.trackers.log(step, late)
-
     def state_dict(self) -> dict[str, Any]:
-        figures = {"accuracy": list(self.accuracy.items()), "heldout": self.heldout.state_dict()}
-        return {"elapsed_s": self.elapsed_s, **figures}
+        return {"elapsed_s": self.elapsed_s, "heldout": self.heldout.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.started = time.monotonic() - state["elapsed_s"]
-        self.accuracy = dict(state["accuracy"])
-        self.heldout.load_state_dict(state.get("heldout", ()))
+        self.heldout.load_state_dict(state["heldout"])
 
     def evaluation(self, step: int, figures: Figures) -> None:
-        fields = self.heldout.record(step, figures)
-        if step:
-            self.log.extend(step, fields)
         if ACCURACY in figures:
-            self.accuracy[step] = figures[ACCURACY][0]
             self.note(f"held-out accuracy after {step} steps: {figures[ACCURACY][0]:.1%}")
-        self.trackers.log(step, fields)
-        if others := {name: pair for name, pair in figures.items() if name != ACCURACY}:
-            self.note(HeldoutLog.describe(step, others))
+        super().evaluation(step, figures)
 
     def write_summary(
-        self,
-        rows: Mapping[str, Mapping[str, int]],
-        memory: MemoryByRank,
-        rollbacks: Mapping[str, int],
-        best: tuple[float, Position] | None,
+        self, counts: Mapping[str, Any], memory: MemoryByRank, rollbacks: Mapping[str, int], best: tuple[float, Position] | None
     ) -> None:
-        """Write the file that marks the run as finished.  `rows`: rows read; `best`: a checkpoint."""
         self.log.close()
-        self.note(memory.describe(self.planned_bytes))
-        accuracy = [self.accuracy[step] for step in sorted(self.accuracy)]
-        summary = {
+        accuracy = self.heldout.means(ACCURACY)
+        by_step = [accuracy[step] for step in sorted(accuracy)]
+        figures = {
             **summarise(read_metrics(self.run_dir.metrics)),
-            "accuracy_before": accuracy[0] if accuracy else None,
-            "accuracy_after": accuracy[-1] if accuracy else None,
-            "heldout_accuracy": {str(step): value for step, value in self.accuracy.items()},
-            **self.heldout.summary(best),
-            "stopped_early": self.stopped,
+            "accuracy_before": by_step[0] if by_step else None,
+            "accuracy_after": by_step[-1] if by_step else None,
+            "heldout_accuracy": {str(step): value for step, value in accuracy.items()},
             "total_s": self.elapsed_s,
-            "rows": rows,
+            "rows": counts,
             **rollbacks,
-            **memory.summary(self.planned_bytes),
         }
-        write_json(self.run_dir.summary, summary)
+        self.finish(figures, memory, best)
 
     def _timing(self, facts: StepFacts, spans: SpanRecorder) -> dict[str, Any]:
         actor = spans.totals(facts.step, "actor")
@@ -199,26 +191,16 @@ class Journal(RunLog):
         waits = actor.get("wait", 0.0)
         return {
             "time_s": self.elapsed_s,
-            "step_s": facts.step_s,
-            "decode_s": facts.decode_s,
             "score_exposed_s": exposed,
             "score_hidden_s": max(0.0, facts.scores.score_busy_s - exposed),
             "score_busy_s": facts.scores.score_busy_s,
             "train_s": actor.get("update", 0.0),
-            "planning_s": facts.planning_s,
             "idle_s": {
                 "actor": waits + actor.get("wait_scores", 0.0) + actor.get("wait_update", 0.0),
                 "scorer": facts.scores.scorer_idle_s,
             },
             "bubble_share": waits / facts.decode_s if facts.decode_s else 0.0,
-            "checkpoint_s": facts.checkpoint_s,
-            "checkpoint_bytes": facts.checkpoint_bytes,
-            "checkpoint_hidden_s": facts.checkpoint_hidden_s,
-            "tokens": facts.tokens_decoded,
-            "prefilled_tokens": facts.prefilled_tokens,
-            "forked_tokens": facts.forked_tokens,
-            "running_mean": facts.tokens_decoded / facts.decode_steps if facts.decode_steps else 0.0,
-            "tail_waste": facts.tail_waste,
+            "running_mean": facts.tokens / facts.decode_steps if facts.decode_steps else 0.0,
         }
 
 
@@ -250,10 +232,6 @@ def _experience(facts: StepFacts, experience: Experience) -> dict[str, Any]:
         "explained_variance": stats.explained_variance,
         "equal_groups": stats.equal_groups,
         **({} if stats.pairs is None else {name: getattr(stats, name) for name in PAIRED}),
-        "delta": facts.delta,
-        "delta_reason": facts.delta_reason,
-        "chunk_tokens": facts.chunk_tokens,
-        "chunk_reason": facts.chunk_reason,
     }
 
 
@@ -272,12 +250,10 @@ def _lengths(facts: StepFacts, batch: Sequence[Rollout], carried: Sequence[Rollo
         "deferred": {str(times): count for times, count in sorted(Counter(r.deferrals for r in batch).items())},
         "carried": len(carried),
         "carried_finished": sum(rollout.finished for rollout in carried),
-        "backfilled": facts.backfilled,
         "prompt_len_mean": sum(len(r.prompt.tokens) for r in batch) / len(batch),
         "trained_len_mean": sum(trained) / len(trained),
         "trained_len_max": max(trained),
         "submitted_len_mean": sum(submitted) / len(submitted),
-        "length_gap": facts.length_gap,
         "truncated_fraction": sum(r.finish_reason == "length" for r in batch) / len(batch),
         "stale_token_fraction": stale / sum(trained),
         "length_by_quarter": {name: sum(trained[i] for i in rows) / len(rows) for name, rows in bins.items()},
@@ -288,11 +264,9 @@ def _lengths(facts: StepFacts, batch: Sequence[Rollout], carried: Sequence[Rollo
 class Report(RunLog):
     """Kept by the model's output rank in supervised training."""
 
-    rows: Sequence[Any] = ()
-    num_quarantined = 0
-
     def begin(self, start: Sequence[str], rows: Sequence[Any], held: Sequence[Any], quarantine: Quarantine) -> None:
-        self.rows, self.num_quarantined = rows, len(quarantine)
+        duplicates = num_duplicates(rows)
+        self.counts = {"rows": len(rows), "duplicates": duplicates, "quarantined": len(quarantine)}
         notes = [*start, *quarantine.notes]
         if held:
             notes.append(f"{len(held)} rows are held out and measured, {len(rows)} are there to train on")
@@ -300,43 +274,19 @@ class Report(RunLog):
         if quarantine:
             left = "held-out ones counted" if held else f"{len(rows)} left"
             notes.append(f"{len(quarantine)} rows set aside, {left}; see {self.run_dir.quarantine}")
-        if duplicates := num_duplicates(rows):
+        if duplicates:
             notes.append(f"{duplicates} of {len(rows)} rows are duplicates of others")
         for note in notes:
             self.note(note)
 
-    def before(self, heldout: Figures) -> None:
-        self.trackers.log(0, self.heldout.record(0, heldout))
-        self.note(HeldoutLog.describe(0, heldout))
-
-    def step(self, step: int, figures: dict[str, Any], saved: dict[str, Any], heldout: Figures | None) -> None:
-        """`saved`: fields of checkpoints since the last step."""
-        fields = {"time_s": self.elapsed_s, **figures, **saved}
-        measured = {} if heldout is None else self.heldout.record(step, heldout)
-        self.log.write(step, fields | measured)
-        self.trackers.log(step, fields | measured)
-        self.progress.update(step, fields)
-        if heldout is not None:
-            self.note(HeldoutLog.describe(step, heldout))
-
     def write_summary(self, title: str, memory: MemoryByRank, best: tuple[float, Position] | None) -> None:
-        """Write the file that marks the run as finished, with metrics of its first and last tenth."""
-        self.note(memory.describe(self.planned_bytes))
+        """Include metrics of the first and last tenth."""
         lines = read_metrics(self.run_dir.metrics)
         tenth = max(1, len(lines) // 10)
         tokens, seconds = sum(line["tokens"] for line in lines), sum(line["step_s"] for line in lines)
-        summary: dict[str, Any] = {
-            "kind": title,
-            "steps": len(lines),
-            "rows": len(self.rows),
-            "duplicates": num_duplicates(self.rows),
-            "quarantined": self.num_quarantined,
-            "time_s": lines[-1]["time_s"],
-            "tokens": tokens,
-            "tokens_per_s": tokens / seconds,
-        }
+        summary = {"kind": title, "steps": len(lines), **self.counts, "time_s": lines[-1]["time_s"]}
+        summary |= {"tokens": tokens, "tokens_per_s": tokens / seconds}
         for name in (name for name in ("loss", "accuracy", "margin") if name in lines[0]):
             for end, part in {"first": lines[:tenth], "last": lines[-tenth:]}.items():
                 summary[f"{name}_{end}"] = sum(line[name] for line in part) / len(part)
-        told = {**self.heldout.summary(best), "stopped_early": self.stopped, **memory.summary(self.planned_bytes)}
-        write_json(self.run_dir.summary, summary | told)
+        self.finish(summary, memory, best)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch
 from oppo_megatron.chunks import Chunk
@@ -24,7 +24,7 @@ from oppo_megatron.schedule.planning.planner import PlannedRound
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import CostMeter
 from oppo_megatron.train.logs.journal import Journal
-from oppo_megatron.train.logs.step import LATER_FACTS, CriticPlacement, StepClock, StepFacts
+from oppo_megatron.train.logs.step import LATER_FACTS, StepFacts
 from oppo_megatron.train.memory_meter import MemoryMeter
 from oppo_megatron.train.score_exchange import ScoreReport
 
@@ -112,10 +112,42 @@ class RolloutPhase:
 
 
 @dataclass
-class StepMeter:
-    """`role`: "actor" or "scorer".  `critic`: None unless trained.  `journal`: on the actor's first output rank only.
+class StepClock:
+    """One rank's rounds of a step, in seconds since all met for the previous scores.
 
-    `settled` counts steps with a complete line, on every rank.
+    `ends`: of decoding rounds.  `work`: before the first round (with the critic's update), then per round, without waits for
+    chunks.
+    """
+
+    now: Callable[[], float] = time.monotonic
+    met: float = 0.0
+    ends: list[float] = field(default_factory=list)
+    work: list[float] = field(default_factory=list)
+    _last: float = 0.0
+    _waited: float = 0.0
+
+    def meet(self) -> None:
+        self.met = self.now()
+
+    def begin(self) -> None:
+        self._last, self._waited, self.ends = self.now(), 0.0, []
+        self.work = [self._last - self.met]
+
+    def round(self, waited_s: float, *, decoded: bool) -> None:
+        """`waited_s`: waited for chunks in this step so far."""
+        now = self.now()
+        self.work.append(now - self._last - (waited_s - self._waited))
+        self._last, self._waited = now, waited_s
+        if decoded:
+            self.ends.append(now - self.met)
+
+
+@dataclass
+class StepMeter:
+    """`role`: "actor" or "scorer".  `journal`: on the actor's first output rank only.
+
+    `critic`: "shared" if some rank makes both updates, "waited" if a step ends only after both, else "apart"; None unless
+    trained.  `settled` counts steps with a complete line, on every rank.
     """
 
     world: World
@@ -125,14 +157,13 @@ class StepMeter:
     memory: MemoryMeter
     journal: Journal | None
     role: str
-    critic: CriticPlacement | None
+    critic: Literal["shared", "waited", "apart"] | None
     clock: StepClock = field(default_factory=StepClock)
     settled: int = 0
     _started: float = 0.0
     _before_s: float = 0.0  # what the step took before an interruption
     _planned_s: float = 0.0
     _prefills: tuple[int, int] = (0, 0)
-    _round_s: float = 0.0
     _phase: RolloutPhase | None = None
 
     @property
@@ -151,9 +182,6 @@ class StepMeter:
         self.clock.begin()
         self.tracer.begin(phase.facts.step)
 
-    def planning(self) -> contextlib.AbstractContextManager[None]:
-        return self.facts.planning()
-
     @contextlib.contextmanager
     def part(self, name: str, role: str | None = None) -> Iterator[None]:
         """Measure part of a step: a trace span, and the activity shown if a peer waits."""
@@ -170,25 +198,18 @@ class StepMeter:
         ):
             yield
 
-    @contextlib.contextmanager
-    def round(self) -> Iterator[None]:
-        started = time.monotonic()
-        yield
-        self.clock.round(self._waited_for_chunks(), decoded=True)
-        self._round_s = time.monotonic() - started
-
-    def decoded(self, chunk: Chunk, begun_at: int, backfilled: int) -> None:
-        facts, phase = self.facts, self.phase
-        tokens = chunk.rows.num_tokens
+    def decoded(self, chunk: Chunk, begun_at: int, backfilled: int, round_s: float) -> None:
+        """Count a round of `round_s` seconds; the decode clock was `begun_at` before it."""
+        facts, phase, tokens = self.facts, self.phase, chunk.rows.num_tokens
+        self._end_round(decoded=True)
         phase.occupancy.record(chunk, begun_at)
         facts.backfilled += backfilled
-        facts.tokens_decoded += tokens
-        facts.decode_s += self._round_s
+        facts.tokens += tokens
+        facts.decode_s += round_s
         facts.decode_steps, facts.tail_waste = phase.occupancy.num_steps, phase.occupancy.tail_waste
         if begun_at > phase.begun:  # the first round reads the step's prompts, too
-            phase.law.add(chunk.clock - begun_at, tokens, self._round_s)
+            phase.law.add(chunk.clock - begun_at, tokens, round_s)
         phase.spent_s = self._elapsed_s()
-        self._count_prefills()
 
     @contextlib.contextmanager
     def drain(self) -> Iterator[None]:
@@ -198,8 +219,7 @@ class StepMeter:
         self.facts.drain_s = time.monotonic() - started
 
     def scoring_round(self) -> None:
-        self.clock.round(self._waited_for_chunks(), decoded=False)
-        self._count_prefills()
+        self._end_round(decoded=False)
 
     def scoring_seconds(self) -> dict[str, float]:
         totals: dict[str, float] = {}
@@ -215,15 +235,15 @@ class StepMeter:
 
     def scored(self, scored: ScoredBatch, report: ScoreReport, kl_coefficient: float) -> None:
         self.clock.meet()
-        facts, memory = self.facts, self.memory.by_rank
+        facts = self.facts
         facts.scores, facts.kl_coefficient = report, kl_coefficient
         rewards, num_rows = scored.all_scores.tolist(), scored.scores_B.numel()
         facts.rewards, facts.greedy_rewards = rewards[:num_rows], rewards[num_rows:]
-        before = facts.step - 1
-        if self.journal is not None and self.settled < before:
-            facts.critic_exposed_s = self._critic_delay(report)
-            self._complete(before, report.critic | memory.peak_fields(), facts.critic_exposed_s)
-        self.settled = before
+        if self.journal is not None and self.settled < facts.step - 1:
+            if self.critic == "apart":
+                delay_s = scoring_delay(report.critic["critic_update_s"], report.work, self.clock.ends)
+                facts.critic_exposed_s = min(delay_s, self.spans.totals(facts.step, "actor")["wait_scores"])
+        self.settle(facts.step - 1, report.critic)
 
     def measured(self) -> list[float]:
         """Seconds of the step so far, without the update already made, then the sums of its decode law."""
@@ -233,7 +253,7 @@ class StepMeter:
     def cost(self) -> StepCost:
         assert self.facts.scores is not None
         seconds, *sums = self.facts.scores.measured
-        return StepCost(seconds, self.facts.decode_steps, self.facts.tokens_decoded, DecodeLaw(*sums))
+        return StepCost(seconds, self.facts.decode_steps, self.facts.tokens, DecodeLaw(*sums))
 
     def end(self, batch: Sequence[Rollout], carried: Sequence[Rollout], experience: Experience) -> None:
         facts = self.facts
@@ -244,12 +264,22 @@ class StepMeter:
         self.spans.flush()
 
     def settle(self, step: int, critic_stats: dict[str, float]) -> None:
-        memory = self.memory.by_rank
-        if self.journal is not None:
-            self._complete(step, critic_stats | memory.peak_fields())
+        """Complete the line of `step`, unless it is, with the critic's statistics."""
+        late: dict[str, Any] = critic_stats | self.memory.by_rank.peak_fields()
+        if self.journal is not None and self.settled < step:
+            if self.critic is not None:
+                update_s = late["critic_update_s"]
+                waited_s = self.spans.totals(step, "actor").get("wait_update", 0.0)
+                if self.facts.step > step:
+                    waited_s += self.facts.critic_exposed_s
+                exposed_s = update_s if self.critic == "shared" else min(update_s, waited_s)
+                late |= {"critic_exposed_s": exposed_s, "critic_hidden_s": update_s - exposed_s}
+            self.journal.complete(step, late)
         self.settled = step
 
-    def _count_prefills(self) -> None:
+    def _end_round(self, *, decoded: bool) -> None:
+        waited_s = self.spans.totals(self.facts.step, "scorer").get("wait_tokens", 0.0)
+        self.clock.round(waited_s, decoded=decoded)
         before, self._prefills = self._prefills, self._planned_prefills()
         self.facts.prefilled_tokens += self._prefills[0] - before[0]
         self.facts.forked_tokens += self._prefills[1] - before[1]
@@ -259,22 +289,3 @@ class StepMeter:
 
     def _elapsed_s(self) -> float:
         return self._before_s + time.monotonic() - self._started
-
-    def _waited_for_chunks(self) -> float:
-        return self.spans.totals(self.facts.step, "scorer").get("wait_tokens", 0.0)
-
-    def _critic_delay(self, report: ScoreReport) -> float:
-        if self.critic is None or not self.critic.delays_scores:
-            return 0.0
-        delay_s = scoring_delay(report.critic["critic_update_s"], report.work, self.clock.ends)
-        return min(delay_s, self.spans.totals(self.facts.step, "actor")["wait_scores"])
-
-    def _complete(self, step: int, late: dict[str, Any], delay_s: float = 0.0) -> None:
-        """Complete a line with `late` fields; `delay_s`: the critic update's delay of the next scores."""
-        assert self.journal is not None
-        if self.critic is not None:
-            update_s = late["critic_update_s"]
-            waited_s = self.spans.totals(step, "actor").get("wait_update", 0.0)
-            exposed_s = self.critic.exposed_s(update_s, waited_s + delay_s)
-            late = late | {"critic_exposed_s": exposed_s, "critic_hidden_s": update_s - exposed_s}
-        self.journal.complete(step, late)

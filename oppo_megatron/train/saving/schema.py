@@ -71,7 +71,7 @@ HISTORY = record(count=Count, total=float, squares=Amount, warmed=Count)
 OCCUPANCY = record(clock=Count, steps=Count, tokens=Count, width=Count)
 PHASE = record(facts=record_of(StepFacts, without=LATER_FACTS), occupancy=OCCUPANCY, begun=Count, spent_s=Amount)
 HELDOUT = list[tuple[Count, dict[str, dict[str, float | None]]]]
-JOURNAL = record(elapsed_s=float, accuracy=list[Measured], heldout=HELDOUT)
+JOURNAL = record(elapsed_s=float, heldout=HELDOUT)
 EARLY_STOP = record(best=Measured | None, worse=Count, last=Measured | None)
 PLACE = record(ranks=list[Count], tp=Count, pp=Count, dp=Count, slots=Count)
 BOOK = record(replicas=list[Pair], cached=list[list[Pair]], outputs=optional(list[Pair]), outlived=optional(list[Pair]))
