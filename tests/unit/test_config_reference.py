@@ -14,12 +14,12 @@ from oppo_megatron.config.describe import (
     all_settings,
     find_setting,
     near_keys,
-    render_reference,
     settings_in,
 )
 from oppo_megatron.config.explain import known_keys
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import RewardModelConfig, SFTConfig
+from tools.reference import render_reference
 
 
 def sections(kind: type[Section]) -> Iterator[type[Section]]:
