@@ -1,4 +1,4 @@
-"""The algorithm: a preset, and the choices that it is made of.  The resolved configuration shows what a preset came to."""
+"""The algorithm: a preset, and the choices that it is made of."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AnyReduction = Literal[Reduction, "pair_mean"]
 
 @dataclass(frozen=True)
 class Preset:
-    """An algorithm: its choices, and its other settings by section; `source` is the paper."""
+    """An algorithm: its choices, and its other settings by section."""
 
     about: str
     source: str
@@ -179,7 +179,6 @@ class AlgorithmConfig(Section):
 
     @property
     def contradiction(self) -> str | None:
-        """Only preset ppo has a section for a critic, and only online_dpo makes pairs."""
         preset, critic = self.preset, PRESETS[self.preset].baseline == "critic"
         for name, value in OF_PAIRS.items():
             found = getattr(self, name)
@@ -201,7 +200,7 @@ class AlgorithmConfig(Section):
         return self.objective == "dpo"
 
     def temperature(self, drawn: float) -> float:
-        """Temperature of the log-probs in the loss and of the reference: the temperature of sampling, or 1 for pairs."""
+        """Temperature of the log-probs in the loss and of the reference; 1 for pairs."""
         return 1.0 if self.pairs else drawn
 
     @property
@@ -221,8 +220,7 @@ class AlgorithmConfig(Section):
 
 
 def with_preset(settings: Any) -> Any:
-    """Add the preset's KL, bounds of the ratio, group size, loss of pairs, and the filter with the backfill that it needs (not
-    with `overlap.inter: false`, which excludes both)."""
+    """Add the preset's KL, bounds of the ratio, group size, loss of pairs, and (with `overlap.inter`) filter."""
     if not isinstance(settings, dict):
         return settings
     algorithm = settings.get("algorithm", {})
@@ -256,8 +254,7 @@ SUFFIXES = (".yaml", ".yml")
 
 
 def with_preset_file(settings: Any) -> Any:
-    """Return the settings laid over the settings of the file that `algorithm.preset` names, if any; its own `algorithm.preset`
-    is the built-in one to start from.  Raises ValueError if it cannot be read, or has other sections."""
+    """Lay the settings over the file that `algorithm.preset` names.  Raises ValueError for an unusable file."""
     algorithm = settings.get("algorithm") if isinstance(settings, dict) else None
     name = algorithm.get("preset") if isinstance(algorithm, dict) else None
     if not isinstance(name, str | Path) or Path(name).suffix not in SUFFIXES:

@@ -1,4 +1,4 @@
-"""Rules that tie the choices of an algorithm to the settings that they read, and to groups of responses."""
+"""Rules of the choices of an algorithm, the settings that they read, and groups of responses."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ READS: tuple[Read, ...] = (
 
 
 def unread_settings(config: TrainConfig) -> Iterator[str]:
-    """Yield a sentence for each setting that nothing reads; a default, and the preset's value, are allowed."""
+    """Yield a sentence for each unread setting that is neither the default nor the preset's value."""
     algorithm, reported = config.algorithm, set[str]()
     words = {
         "preset": algorithm.preset, "objective": algorithm.objective, "scale": algorithm.scale, "kl": config.ppo.kl.mode,

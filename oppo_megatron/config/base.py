@@ -14,17 +14,14 @@ from typing_extensions import Self
 
 @dataclass(frozen=True)
 class Unit:
-    """The unit of a setting's number, for the documentation.
-
-    A name that ends in a unit (`timeout_s`) needs none; see `UNITS_OF_NAMES` of describe.py.  `Unit("")`: a pure number.
-    """
+    """The unit of a number, for the documentation; "": a pure number.  A name that ends in its unit (`timeout_s`) needs none."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The meaning of each value of a setting, as a table with a head."""
+    """The meaning of each value, as a table with a head."""
 
     rows: tuple[tuple[str, ...], ...]
 

@@ -13,7 +13,7 @@ SHOWN = 60
 
 
 def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """`key: old -> new` for every setting that differs between two trees, and whether the checkpoint's value is kept."""
+    """`key: old -> new` for every difference of two trees, and whether the checkpoint's value is kept."""
     return [
         f"{key}: {_shown(old)} -> {_shown(new)}{_kept(key, now)}" for key, old, new in _differences(then, now) if key != "run_dir"
     ]

@@ -48,7 +48,7 @@ class TokenizerConfig(Section):
 
 
 class RowsConfig(Section):
-    """Files of rows (JSONL, JSON, CSV, Parquet, also compressed), and how they are read (docs/data.md)."""
+    """Files of rows, and how they are read (docs/data.md)."""
 
     path: Path | list[Path] = Field(
         ...,
@@ -90,7 +90,7 @@ class RowsConfig(Section):
 
 
 class PromptDataConfig(RowsConfig):
-    """Files of prompts, as `RowsConfig`; what else is in their rows is for rewards."""
+    """Files of prompts; other columns of their rows are for rewards."""
 
     columns: dict[Literal["prompt"], str] = Field(  # type: ignore[assignment]
         {},

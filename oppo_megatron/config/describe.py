@@ -123,7 +123,7 @@ def plain_key(key: str) -> str:
 
 
 def near_keys(kinds: dict[str, type[Section]], key: str, most: int = 3) -> list[str]:
-    """Keys that `key` may have meant: those that end in the same name, else the nearest by spelling."""
+    """Keys with the same last name, else the nearest by spelling."""
     known = list(dict.fromkeys(setting.key for kind in kinds.values() for setting in all_settings(kind)))
     wanted = plain_key(key)
     last = wanted.rpartition(".")[2]

@@ -37,7 +37,7 @@ class MeasuringConfig(Section):
 
 
 class EvaluationConfig(MeasuringConfig):
-    """Held-out prompts, answered before the first step, after the last and in between, and the judges of the responses."""
+    """Held-out prompts, answered before the first step, after the last and in between."""
 
     data: PromptDataConfig = Field(..., description="files of held-out prompts; without `max_rows` the first 200 are used")
     metrics: list[RewardPart] = Field(

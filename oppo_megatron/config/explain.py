@@ -85,7 +85,7 @@ def first_problem(error: ValidationError) -> str:
 
 
 def _remedy(details: list[ErrorDetails]) -> str:
-    """Suggest the nearest of the values that a setting takes; else give the remedy for the first detail."""
+    """Suggest the nearest of the values of a setting; else give the remedy for the first detail."""
     for detail in (each for each in details if each["type"] == "literal_error"):
         choices = [str(choice).strip("'") for choice in detail["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         near = difflib.get_close_matches(str(detail["input"]), choices, n=1)
@@ -100,7 +100,7 @@ def _remedy(details: list[ErrorDetails]) -> str:
 
 
 def _suggest_key(kind: type[Section], path: Path) -> str:
-    """Suggest the nearest key of the same section, else the place in the schema of a key with this name."""
+    """Suggest the nearest key of the section, else a key of this name elsewhere."""
     wrong = str(path[-1])
     section = _section_at(kind, path[:-1])
     near = difflib.get_close_matches(wrong, section.model_fields, n=1)

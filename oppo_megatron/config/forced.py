@@ -22,10 +22,9 @@ Quantile = Callable[[float], float]
 
 @dataclass(frozen=True)
 class ForcedLengths:
-    """Lengths of responses in place of EOS: log-normal (`median`, `sigma`), or from a file of requests (`trace`).
+    """Log-normal lengths (`median`, `sigma`), or lengths of a file (`trace`, `column`).
 
-    `column`: the trace's column of tokens, or the kind of a histogram.  `scale` multiplies a trace's lengths; auto: their 99th
-    percentile is `rollout.max_response_tokens`.
+    `scale` multiplies a file's lengths; auto: their 99th percentile is `rollout.max_response_tokens`.
     """
 
     median: float | None = None
@@ -71,7 +70,7 @@ DRAWN_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class ForcedLimits:
-    """The forced length of each sequence, from 1 to `most` tokens: a function of (seed, sequence id) alone."""
+    """The forced length of each sequence, a function of (seed, sequence id), up to `most` tokens."""
 
     quantile: Quantile
     most: int

@@ -81,8 +81,7 @@ class ParallelConfig(SizesConfig):
 class TrainingLayoutConfig(SizesConfig):
     """The layout of a trained role during its update.
 
-    A null size is taken from the role's `parallel` layout.  If the layouts differ, the weights move after each update; if they
-    are equal, both share the weights.
+    A null size is taken from the role's `parallel` layout.  If the layouts differ, the weights move after each update.
     """
 
     vpp: Annotated[int, Unit("stages a rank")] = Field(1, ge=1, description="virtual stages; above 1: interleaved 1F1B")
@@ -93,7 +92,7 @@ class TrainingLayoutConfig(SizesConfig):
 
 
 class ModelConfig(Section):
-    """A Hugging Face or Megatron directory, or a shape to initialise at random: exactly one of `checkpoint` and `init`."""
+    """A Hugging Face or Megatron directory (`checkpoint`), or a shape to initialise at random (`init`)."""
 
     checkpoint: Path | None = Field(
         None, description="Hugging Face directory (config.json + safetensors), or a Megatron torch_dist one with a config.json"
@@ -112,7 +111,7 @@ HEADS_LEARNED = ("critic", "model")
 
 
 def weight_seed(role: str) -> int:
-    """Return the seed of a role's random weights, new head and new adapters; the reference has the actor's."""
+    """Return the seed of random weights, new heads and new adapters."""
     return {"critic": 5, "reward": 6}.get(role, 1234)
 
 
@@ -201,7 +200,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 class AdaptedRoleConfig(RoleConfig, LearningModelConfig):
-    """A role that may have adapters; a role that is not trained keeps its initial ones."""
+    """A role that may have adapters."""
 
 
 class TrainedRoleConfig(AdaptedRoleConfig):
@@ -278,8 +277,10 @@ class RuntimeConfig(Section):
 
     @property
     def kv_layout(self) -> KVLayout:
-        """KV caches with a slot of full length per sequence (dense), or with blocks of 256 tokens (paged); auto: paged if a GPU
-        has an attention kernel for it, else dense; memory tables count auto as dense."""
+        """A slot of full length per sequence (dense), or blocks of 256 tokens (paged); auto: paged if a GPU has a kernel for it.
+
+        Memory tables count auto as dense.
+        """
         return self._kv_layout
 
     def with_kv_layout(self, layout: KVLayout) -> Self:

@@ -119,10 +119,7 @@ class OverlapConfig(CarryConfig):
         return self.chunk_tokens if self.backfill is True else self.backfill
 
     def carries(self, *, filtered: bool) -> bool:
-        """True if responses may be trained that began in an earlier step.
-
-        Backfill alone begins them for the next batch; with a filter a batch leaves only delta for the next one.
-        """
+        """True if responses may be trained that began in an earlier step; with a filter, backfill alone carries none."""
         if not self.inter:
             return False
         return max(self.delta.initial, self.delta.max) > 0 or (bool(self.backfill) and not filtered)

@@ -48,10 +48,10 @@ APART = {"float32": 1e-4, "bfloat16": 0.25}
 
 
 class GuardsConfig(Section):
-    """The reaction to numbers that are NaN or infinite, or beyond a limit.
+    """The reaction to numbers that are NaN or infinite, or beyond a limit (docs/guards.md).
 
-    `stop` ends the run; `skip` leaves weights and optimizers of actor and critic as they were, on all ranks; `rollback` returns
-    to the last checkpoint and continues without the prompts admitted since. See docs/guards.md.
+    `stop` ends the run; `skip` undoes the update of actor and critic; `rollback` continues from the last checkpoint without the
+    prompts admitted since.
     """
 
     action: Action = Field("stop", description="end the run, undo the step's update, or go back to the last checkpoint")

@@ -36,7 +36,7 @@ from oppo_megatron.config.rewards import RewardPart
 
 
 def with_common_dtype(data: Any, roles: Sequence[str]) -> Any:
-    """`runtime.dtype` in each role that gives no type of its own; the section refuses a wrong type."""
+    """`runtime.dtype` in each role without a type."""
     runtime = data.get("runtime", {}) if isinstance(data, dict) else None
     if isinstance(runtime, dict) and runtime.get("dtype") is None:
         runtime = runtime | {"dtype": usual_dtype(runtime.get("device", "auto"))}
