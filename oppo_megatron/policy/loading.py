@@ -60,7 +60,6 @@ class LoadedPolicy:
         activity: Activity | None = None,
     ) -> PromptDecoder:
         """Collective, with the same arguments.  `num_slots`: sequences per replica at once."""
-        megabytes = self.runtime.kv_cache_mb
         return PromptDecoder(
             self.model,
             self.placement.links,
@@ -68,7 +67,7 @@ class LoadedPolicy:
             num_slots=num_slots,
             sampling=sampling,
             stopping=stopping,
-            kv_budget_bytes=None if megabytes is None else int(megabytes * 2**20),
+            kv_budget_bytes=self.runtime.kv_budget_bytes,
             round_steps=round_steps,
             activity=activity or self.placement.world.activity,
         )

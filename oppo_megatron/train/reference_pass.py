@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import os
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,7 +35,7 @@ from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.training import forward_rows
 from oppo_megatron.mcore.vocab import VocabShards, token_logprobs
 from oppo_megatron.modeldir.headers import read_hf_config
-from oppo_megatron.rundir.directory import RunDirectory
+from oppo_megatron.rundir.directory import RunDirectory, atomic_writer
 from oppo_megatron.rundir.manifest import describe, list_files
 from oppo_megatron.train.score_exchange import sum_over_ranks
 
@@ -99,16 +98,9 @@ def write_logprobs(path: Path, table: Mapping[bytes, float], reference: str) -> 
     keys = torch.frombuffer(bytearray(b"".join(table)), dtype=torch.uint8).view(-1, KEY_BYTES)
     logprobs = torch.tensor(list(table.values()), dtype=torch.float64)
     metadata = {"kind": KIND, "reference": reference, "sha256": _checksum(keys, logprobs)}
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with aside.open("wb") as file:
-            file.write(save({"keys": keys, "logprobs": logprobs}, metadata))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with atomic_writer(path, "wb") as file:
+        file.write(save({"keys": keys, "logprobs": logprobs}, metadata))
 
 
 def read_logprobs(path: Path, reference: str) -> dict[bytes, float]:
@@ -148,32 +140,25 @@ class ReferencePass:
     def make(self, answers: Iterable[Answered], load: Load) -> RoleModel:
         """Get the log-probs of `answers`; return the model to train, made by `load`."""
         own = self.config.reference
-        self._read()
+        found: list[Any] = [self._read() if dist.get_rank() == self.owner else None]
+        dist.broadcast_object_list(found, src=self.owner)
+        if isinstance(found[0], DataError):
+            raise found[0]
+        self.table.by_key.update(found[0])
         missing = self.table.missing(answers)
         if own is None:
             model = load(self.config.model)
             self._compute(model, missing)
             return model
         if missing:
-            reference = load(own)
-            self._compute(reference, missing)
-            del reference
+            self._compute(load(own), missing)
             gc.collect()
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
         return load(self.config.model)
 
-    def _read(self) -> None:
+    def _read(self) -> Mapping[bytes, float] | DataError:
         """Replace an unusable file in the run directory, but refuse one named by the configuration."""
-        found: list[Any] = [None]
-        if dist.get_rank() == self.owner:
-            found[0] = self._read_here()
-        dist.broadcast_object_list(found, src=self.owner)
-        if isinstance(found[0], DataError):
-            raise found[0]
-        self.table.by_key.update(found[0])
-
-    def _read_here(self) -> Mapping[bytes, float] | DataError:
         if not self.path.exists():
             return {}
         try:
@@ -204,18 +189,15 @@ class ReferencePass:
             self.table.by_key.update(zip(block, values, strict=True))
             done += len(block)
             if dist.get_rank() == self.owner:
-                self._write()
+                try:
+                    write_logprobs(self.path, self.table.by_key, self.fingerprint)
+                except OSError as error:
+                    raise DataError(
+                        f"reference_logprobs: {self.path} cannot be written ({error.strerror}); name a file in a folder that "
+                        "this user may write, on a disk that is not full"
+                    ) from error
             took_s = time.monotonic() - started
             self.note(f"reference log-probs: {done} of {len(missing)} answers computed in {took_s:.1f} s, in {self.path}")
-
-    def _write(self) -> None:
-        try:
-            write_logprobs(self.path, self.table.by_key, self.fingerprint)
-        except OSError as error:
-            raise DataError(
-                f"reference_logprobs: {self.path} cannot be written ({error.strerror}); name a file in a folder that this user "
-                "may write, on a disk that is not full"
-            ) from error
 
 
 def answer_logprobs(batch: MicroBatch, logits_RV: Tensor, vocab: VocabShards) -> Tensor:
