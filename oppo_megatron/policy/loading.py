@@ -67,7 +67,6 @@ class LoadedPolicy:
             num_slots=num_slots,
             sampling=sampling,
             stopping=stopping,
-            kv_budget_bytes=self.runtime.kv_budget_bytes,
             round_steps=round_steps,
             activity=activity or self.placement.world.activity,
         )

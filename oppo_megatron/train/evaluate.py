@@ -79,7 +79,6 @@ class Evaluator(HeldoutSchedule):
             num_slots=min(len(self.prompts), self.max_slots),
             sampling=self.sampling,
             stopping=self.stopping,
-            kv_budget_bytes=self.runtime.kv_budget_bytes,
             activity=self.exchange.activity,
         )
         return sorted(decoder.decode(self.prompts), key=lambda rollout: rollout.seq_id)
