@@ -30,7 +30,7 @@ from oppo_megatron.train.roles import TrainedRole
 from oppo_megatron.train.update import UpdateSettings, begin_update, run_update, stats_dict, update_packing
 
 STATS = ("ess", "logprob_gap", "logprob_gap_judged", "grad_norm", "lr")
-"""Statistics in addition to those of the algorithm's loss."""
+"""Statistics in addition to what the algorithm's loss has."""
 
 
 WHOLE_EVERY = 10

@@ -102,10 +102,7 @@ def run_update(
         shared_T = extra_T if weights is None else extra_T | _shares_of_tokens(lengths, minibatch, weights, settings)
 
         def minibatch_loss(
-            micro: MicroBatch,
-            output: Tensor,
-            num_tokens: int = int(lengths[minibatch].sum()),
-            first: bool = number == 0,
+            micro: MicroBatch, output: Tensor, num_tokens: int = int(lengths[minibatch].sum()), first: bool = number == 0
         ) -> tuple[Tensor, dict[str, Tensor]]:
             return loss(micro, output, num_tokens, first)
 
@@ -125,11 +122,7 @@ def _shares_of_tokens(lengths: Tensor, minibatch: list[int], weights: RowWeights
 
 
 def _micro_batches(
-    batch: Sequence[Rollout],
-    units: list[list[int]],
-    lengths: Tensor,
-    extra_T: dict[str, Tensor],
-    settings: UpdateSettings,
+    batch: Sequence[Rollout], units: list[list[int]], lengths: Tensor, extra_T: dict[str, Tensor], settings: UpdateSettings
 ) -> list[MicroBatch]:
     answered = [[(batch[i].prompt.tokens, batch[i].tokens) for i in unit] for unit in units]
     micros = pack_together(answered, settings.micro_batch_tokens, settings.device)

@@ -31,7 +31,7 @@ class ListSink:
 
 def test_every_sink_gets_the_numeric_fields() -> None:
     sinks = [ListSink(), ListSink()]
-    tracker = Tracker(sinks)
+    tracker = Tracker([(sink.log, sink.close) for sink in sinks])
     fields = {
         "step": 3, "loss": 1.5, "tokens": 7, "why": "slope", "flag": True, "none": None, "ids": [1], "idle_s": {"actor": 0.5}
     }  # fmt: skip

@@ -114,12 +114,7 @@ class Journal(RunLog):
         self.staleness, self.warned = config.ppo.staleness, False
 
     def step(
-        self,
-        facts: StepFacts,
-        batch: Sequence[Rollout],
-        carried: Sequence[Rollout],
-        experience: Experience,
-        spans: SpanRecorder,
+        self, facts: StepFacts, batch: Sequence[Rollout], carried: Sequence[Rollout], experience: Experience, spans: SpanRecorder
     ) -> None:
         trained = self.members.to_train(batch)
         fields = facts.fields() | self._timing(facts, spans) | _experience(facts, experience)

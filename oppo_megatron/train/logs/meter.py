@@ -192,10 +192,7 @@ class StepMeter:
 
     @contextlib.contextmanager
     def evaluation(self, step: int) -> Iterator[None]:
-        with (
-            self.spans.span("evaluate", role=self.role, step=step),
-            self.world.activity.doing(f"evaluation after step {step}"),
-        ):
+        with self.spans.span("evaluate", role=self.role, step=step), self.world.activity.doing(f"evaluation after step {step}"):
             yield
 
     def decoded(self, chunk: Chunk, begun_at: int, backfilled: int, round_s: float) -> None:
