@@ -228,7 +228,7 @@ class TrainingLoop(Saveable):
 
     @property
     def _parts(self) -> dict[str, Any]:
-        """Parts of a run that every rank restores alike; None if the run has none."""
+        """Parts with a `state_dict` that all ranks share; None if the run has no such part."""
         adaptation = self.adaptation
         return {
             "filter": self.rollouts.filter, "chunk": adaptation.chunk, "kl": adaptation.kl, "early_stop": self.evaluator,

@@ -16,7 +16,7 @@ LATER_FACTS = ("scores", "actor", "rewards", "greedy_rewards", "filtered")
 OTHER_FACTS = (
     *LATER_FACTS, "step", "version", "decode_steps", "drain_s", "local_score_s", "critic_exposed_s", "kl_coefficient",
 )  # fmt: skip
-"""Facts that are no fields of the metrics line, or not of every line."""
+"""Facts that a metrics line does not have, or has only at times."""
 
 
 @dataclass
