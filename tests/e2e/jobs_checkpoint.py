@@ -108,10 +108,7 @@ def run_with_small_files(config: dict[str, Any], num_bytes: int, within: str) ->
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     module, _, name = within.partition(":")
     try:
-        with (
-            clear_when_full(checked.run_dir),
-            _limited(module, name, num_bytes) if within else contextlib.nullcontext(),
-        ):
+        with clear_when_full(checked.run_dir), _limited(module, name, num_bytes) if within else contextlib.nullcontext():
             run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt_deadline_s))
     except OppoError as error:
         return type(error).__name__, str(error)

@@ -14,9 +14,7 @@ from tests.support.ppo import Workspace, read_outcome, run_ppo_ranks
 from tests.support.ranks import run_ranks
 
 LATE_S = 1.0
-REPLICAS = {
-    "placement": {"mode": "colocated", "actor": {"dp": 2}, "scorer": {"dp": 2}},
-}
+REPLICAS = {"placement": {"mode": "colocated", "actor": {"dp": 2}, "scorer": {"dp": 2}}}
 JOB = "tests.e2e.jobs_checkpoint:run_with_a_slow_disk"
 FIVE_STEPS = CARRIED | {"steps": 5, "checkpoint.every_steps": 2, "checkpoint.keep": 9, "checkpoint.final": False}
 

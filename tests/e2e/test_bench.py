@@ -49,16 +49,7 @@ def test_overlap_by_the_command(workspace: Workspace, tmp_path: Path, capfd: pyt
     pair = {"placement.mode": "disaggregated", "rewards": [{"kind": "model"}]}
     plain = workspace.config("cli", **{**LENGTHS, **OVERLAPS, **ONE_THREAD, **pair, "logging.rollouts": True})
     path.write_text(yaml.safe_dump(plain))
-    arguments = [
-        "--modes",
-        "sequential,full+critic",
-        "--steps",
-        "3",
-        "--prompt-tokens",
-        "16",
-        "--cores",
-        "1",
-    ]
+    arguments = ["--modes", "sequential,full+critic", "--steps", "3", "--prompt-tokens", "16", "--cores", "1"]
     assert main(["bench", "overlap", str(path), *arguments, "--out", str(out)]) == 0
     said = capfd.readouterr().out
     assert (
@@ -95,10 +86,7 @@ def test_overlap_where_roles_share_a_process(workspace: Workspace, tmp_path: Pat
     [rank] = result["nothing_waits"][0]["ranks"]
     assert 0 < rank["step_s"] <= rank["total_s"] and result["best_sequential"]["step_s"] == "single"
     written = left(tmp_path, "overlap")
-    assert {name: len(runs) for name, runs in written["runs"].items()} == {
-        "single/sequential": 2,
-        "single/full+backfill": 2,
-    }
+    assert {name: len(runs) for name, runs in written["runs"].items()} == {"single/sequential": 2, "single/full+backfill": 2}
 
 
 GROUPS: dict[str, Any] = {

@@ -33,15 +33,7 @@ from tests.support.ranks import run_ranks
 
 SMALL = SHAPE | {"hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 160}
 NUM_MUTANTS = 165
-KINDS_OF_FILES = (
-    "__0_0.distcp",
-    ".metadata.tmp",
-    COMMON_FILE,
-    "state.json",
-    "rollouts.jsonl",
-    CACHE_FILE,
-    "manifest.json",
-)
+KINDS_OF_FILES = ("__0_0.distcp", ".metadata.tmp", COMMON_FILE, "state.json", "rollouts.jsonl", CACHE_FILE, "manifest.json")
 STARTING = threading.Lock()
 
 
@@ -67,12 +59,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Begun:
         "begun",
         **roles,
         steps=2,
-        overlap={
-            "intra": True,
-            "inter": True,
-            "delta": {"rule": "fixed", "initial": 2, "max": 2},
-            "chunk": {"tokens": 3},
-        },
+        overlap={"intra": True, "inter": True, "delta": {"rule": "fixed", "initial": 2, "max": 2}, "chunk": {"tokens": 3}},
         rollout={"batch_size": 3, "max_response_tokens": 12},
         logging={"console": "off", "rollouts": True, "trace": False},
         checkpoint={"every_steps": 1, "keep": 3},
@@ -192,10 +179,7 @@ def test_files_that_cannot_be_written_end_the_run_with_the_last_checkpoint_whole
     begun: Begun, tmp_path: Path, ranks: int, limit: int
 ) -> None:
     config = begun.again(tmp_path / "run") | {"placement": {"mode": "disaggregated" if ranks > 1 else "single"}}
-    job, place = (
-        "tests.e2e.jobs_checkpoint:run_with_small_files",
-        "oppo_megatron.train.saving.writing:CheckpointWriting.run",
-    )
+    job, place = ("tests.e2e.jobs_checkpoint:run_with_small_files", "oppo_megatron.train.saving.writing:CheckpointWriting.run")
     answers = run_ranks(ranks, job, config=config, num_bytes=limit, within=place)
     assert_ended_with_the_last_checkpoint_whole(begun, tmp_path / "run", answers, "File too large")
 
@@ -268,12 +252,7 @@ def test_figures_that_cannot_be_written_are_told_of(begun: Begun, tmp_path: Path
 def test_mutated_checkpoints_end_in_a_clear_error_or_the_one_before(begun: Begun, tmp_path: Path) -> None:
     config = begun.again(tmp_path / "run")
     answers = run_ranks(
-        1,
-        "tests.e2e.jobs_checkpoint:resume_mutants",
-        config=config,
-        pristine=str(begun.checkpoints),
-        count=NUM_MUTANTS,
-        seed=3,
+        1, "tests.e2e.jobs_checkpoint:resume_mutants", config=config, pristine=str(begun.checkpoints), count=NUM_MUTANTS, seed=3
     )[0]
     assert not canary(tmp_path / "run" / "checkpoints" / "x").exists(), "a pickle of a checkpoint was run"
     pristine = answers.pop(0)

@@ -22,11 +22,7 @@ CASES: dict[str, tuple[dict[str, Any], int, str]] = {
         3,
         "decode actor m0 c1 s2",
     ),
-    "a replica while another decodes": (
-        {"placement": {"mode": "disaggregated", "actor": {"dp": 2}}},
-        1,
-        "sample actor m0 c1 s1",
-    ),
+    "a replica while another decodes": ({"placement": {"mode": "disaggregated", "actor": {"dp": 2}}}, 1, "sample actor m0 c1 s1"),
 }
 
 
@@ -54,8 +50,7 @@ def test_every_other_rank_names_the_action_it_waited_for(tmp_path_factory: pytes
 
 
 @pytest.mark.parametrize(
-    ("nth", "part"),
-    [(2, "update actor, step 1"), pytest.param(6, "update critic, step 1", marks=pytest.mark.long)],
+    ("nth", "part"), [(2, "update actor, step 1"), pytest.param(6, "update critic, step 1", marks=pytest.mark.long)]
 )
 def test_every_other_rank_names_the_update_it_was_in(tmp_path_factory: pytest.TempPathFactory, nth: int, part: str) -> None:
     """Two epochs of two minibatches of the actor, then as many of the critic."""

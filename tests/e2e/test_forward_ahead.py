@@ -38,11 +38,7 @@ def spans_of(workspace: Workspace, name: str, step: int) -> list[Span]:
     ("name", "changes"),
     [
         ("pair", {}),
-        pytest.param(
-            "whole",
-            {"ppo.epochs": 1, "ppo.minibatches": 1, "runtime.micro_batch_tokens": 150},
-            marks=pytest.mark.long,
-        ),
+        pytest.param("whole", {"ppo.epochs": 1, "ppo.minibatches": 1, "runtime.micro_batch_tokens": 150}, marks=pytest.mark.long),
         ("decoupled", {"ppo.staleness": "decoupled"}),
         pytest.param("tp", {"placement.actor": {"tp": 2}}, marks=pytest.mark.long),
         ("dp", {"placement.actor": {"dp": 2}}),

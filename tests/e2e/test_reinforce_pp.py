@@ -77,10 +77,7 @@ def test_a_step_that_a_guard_takes_back_can_be_replayed(workspace: Workspace, ca
     ("changes", "says"),
     [
         ({"critic": None}, "critic is missing, but algorithm.preset ppo trains one; add it"),
-        (
-            {"algorithm": {"preset": "reinforce_pp"}},
-            "critic is given, but algorithm.preset reinforce_pp has none; remove",
-        ),
+        ({"algorithm": {"preset": "reinforce_pp"}}, "critic is given, but algorithm.preset reinforce_pp has none; remove"),
     ],
     ids=["ppo without", "reinforce_pp with"],
 )

@@ -244,10 +244,7 @@ def test_what_cannot_be_continued_is_refused(workspace: Workspace) -> None:
     assert kept == {path: path.read_bytes() for path in kept}, "a start that is refused has touched the run"
     other_tokenizer = data.with_name("other.model")
     train_sentencepiece(["other words of another tongue"], other_tokenizer, 276)
-    for changed in (
-        {"tokenizer": {"path": str(other_tokenizer)}},
-        {"data": config["data"] | {"prompt_template": "{prompt} "}},
-    ):
+    for changed in ({"tokenizer": {"path": str(other_tokenizer)}}, {"data": config["data"] | {"prompt_template": "{prompt} "}}):
         assert "resume with the same data, tokenizer and template" in refusal(config | changed)
     assert kept == {path: path.read_bytes() for path in kept}, "a start that is refused has touched the run"
     wider = config["actor"] | {"init": config["actor"]["init"] | {"intermediate_size": 96}}

@@ -13,16 +13,7 @@ from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.data.supervised_rows import split_rows
 from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.rundir.checkpoints import CheckpointStore
-from tests.e2e.supervised import (
-    COLUMNS,
-    Settings,
-    hf_model,
-    metrics,
-    reference_loss,
-    run,
-    settings,
-    token_rows,
-)
+from tests.e2e.supervised import COLUMNS, Settings, hf_model, metrics, reference_loss, run, settings, token_rows
 from tests.support.hf import tensors_of
 from tests.support.ranks import run_ranks
 

@@ -16,15 +16,7 @@ from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.holdings import supervised_holdings
 from oppo_megatron.preflight.validate import supervised_problems
 from oppo_megatron.rundir.checkpoints import CheckpointStore
-from tests.e2e.supervised import (
-    OPTIMIZER,
-    Settings,
-    hf_model,
-    reference_loss,
-    run,
-    settings,
-    token_rows,
-)
+from tests.e2e.supervised import OPTIMIZER, Settings, hf_model, reference_loss, run, settings, token_rows
 
 peft = pytest.importorskip("peft", reason="peft is the reference; pip install 'oppo-megatron[test]'")
 

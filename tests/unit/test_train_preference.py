@@ -12,13 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from oppo_megatron.config.supervised import DPOConfig
 from oppo_megatron.data.supervised_rows import Marked, Pair
-from oppo_megatron.train.reference_pass import (
-    LogprobTable,
-    UnusableFileError,
-    key_of,
-    read_logprobs,
-    write_logprobs,
-)
+from oppo_megatron.train.reference_pass import LogprobTable, UnusableFileError, key_of, read_logprobs, write_logprobs
 from oppo_megatron.train.supervised_tasks import MarkedPreferences, PairPreferences, Preferences
 
 CPU = torch.device("cpu")
@@ -33,13 +27,7 @@ def marked(loss: str = "kto") -> MarkedPreferences:
 
 
 def settings() -> dict[str, Any]:
-    return {
-        "run_dir": "r",
-        "tokenizer": {"path": "t"},
-        "data": {"path": "d"},
-        "model": {"checkpoint": "m"},
-        "max_tokens": 8,
-    }
+    return {"run_dir": "r", "tokenizer": {"path": "t"}, "data": {"path": "d"}, "model": {"checkpoint": "m"}, "max_tokens": 8}
 
 
 def know(task: Preferences[Any], rows: list[Any]) -> dict[bytes, float]:

@@ -128,10 +128,7 @@ def test_a_missing_library_is_told_before_anything_starts(
     settings: dict[str, Any] = {"run_dir": "run", "tokenizer": {"path": "tok"}, "logging": {"wandb_project": "rlhf"}}
     if kind == "train":
         settings |= {"steps": 3, "placement": {"mode": "single"}, "actor": model, "critic": model}
-        settings |= {
-            "data": {"path": "rows.jsonl", "max_prompt_tokens": 20},
-            "rewards": [{"kind": "verifier", "name": "gsm8k"}],
-        }
+        settings |= {"data": {"path": "rows.jsonl", "max_prompt_tokens": 20}, "rewards": [{"kind": "verifier", "name": "gsm8k"}]}
         settings |= {"rollout": {"batch_size": 8, "max_response_tokens": 20}}
     else:
         settings |= {"data": {"path": "rows.jsonl"}, "model": model, "batch_size": 1, "steps": 1, "max_tokens": 64}
