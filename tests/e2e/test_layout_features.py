@@ -13,7 +13,8 @@ from oppo_megatron.layout.placements import role_placements, world_size
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.schedule.rounds import FAN_OUT
 from oppo_megatron.schedule.weaving.costs import Costs, read_costs
-from tests.e2e.matrix import Matrix, run_dir
+from tests.e2e.matrix import FEATURES, Matrix, run_dir
+from tests.e2e.started import struck
 from tests.support.layouts import assert_same, deep
 from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
@@ -134,3 +135,27 @@ def test_updates_may_have_another_layout_than_decoding(
     moved = {line["reallocated_bytes"] for line in outcome.metrics}
     assert (max(moved) > 0) == moves and len(moved) == 1
     assert all(line["reallocate_s"] < line["train_s"] for line in outcome.metrics)
+
+
+FORK = FEATURES["prompts fork"].changes
+
+
+@pytest.mark.long
+def test_stale_caches_that_are_kept_fork(matrix: Matrix) -> None:
+    kept = FORK | {"overlap.actor_kv": "keep"}
+    forked, apart = (run_ppo_ranks(matrix.config("fork-kept", str(fork), kept | {"debug.fork": fork})) for fork in (True, False))
+    assert_same(forked, apart)
+    assert min(line["forked_tokens"] for line in forked.metrics) > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("caches", [True, False])
+def test_a_run_killed_within_groups_is_resumed_with_and_without_their_caches(matrix: Matrix, caches: bool) -> None:
+    """A rank dies in the second step.  Without caches every prompt in flight is computed once more, for all that answer it."""
+    config = matrix.in_layout("prompts fork", "PP2 | TP2", name=f"killed-{caches}")
+    config["checkpoint"] = {"every_steps": 1, "caches": caches}
+    struck(config, "round", 1, "killed")
+    config["checkpoint"]["resume"] = True
+    outcome = run_ppo_ranks(config)
+    assert_same(outcome, matrix.reference("prompts fork"))
+    assert min(line["forked_tokens"] for line in outcome.metrics) > 0
