@@ -35,8 +35,8 @@ from oppo_megatron.config.paths import missing_path
 from oppo_megatron.config.run import TrainConfig, TrainSettings
 from oppo_megatron.control.guards import Breach, Rules, first, non_finite
 from oppo_megatron.errors import ConfigError, DataError, NumericsError
+from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.layout.shape import check_use
-from oppo_megatron.mcore.model import Head
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.rundir.metrics_log import iter_json_lines

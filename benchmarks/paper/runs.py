@@ -82,7 +82,7 @@ class Summary:
     @property
     def own_scoring_s(self) -> float:
         """Return the seconds of the reference, which is on the GPUs that decode."""
-        return fmean(step.facts["score_busy_s"] for step in self.steady)
+        return fmean(step.line["score_busy_s"] for step in self.steady)
 
     @property
     def tokens(self) -> float:
@@ -90,7 +90,7 @@ class Summary:
 
     @property
     def in_use(self) -> float:
-        return fmean(1 - step.facts["tail_waste"] for step in self.steady)
+        return fmean(1 - step.line["tail_waste"] for step in self.steady)
 
 
 @dataclass(frozen=True)

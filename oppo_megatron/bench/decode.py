@@ -236,7 +236,7 @@ def _load(work: DecodeWork, groups: RoleGroups, world: World, path: DecodePath =
 def _build_peers(work: DecodeWork, names: Sequence[str], world: World, scratch: Path) -> dict[str, Decode]:
     groups = _groups()
     model = _load(work, groups, world)
-    export_weights(model, model.shape, scratch / "hf", head="lm")
+    export_weights(model, scratch / "hf")
     makers: dict[str, Callable[[], Any]] = {
         "bare": lambda: BareLoop(scratch / "hf", work.shape, plain),
         "bare-packed": lambda: BareLoop(scratch / "hf", work.shape, prepacked),

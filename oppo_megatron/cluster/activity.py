@@ -51,17 +51,16 @@ class Activity:
         self.beat()
 
     def look(self) -> Doing:
-        stack, beats, last = list(self._stack), self._beats, self._last
-        words, marked = [str(each) for each, _ in stack], bool(stack) and stack[-1][1]
-        if stack and isinstance(other := stack[-1][0], Activity):
-            theirs = other.look()
-            what = ", ".join([*words[:-1], theirs.what])
-            return Doing(what, theirs.waits, beats + theirs.beats, min(self._clock() - last, theirs.still_s))
+        stack, beats, still_s = list(self._stack), self._beats, self._clock() - self._last
+        words, (innermost, marked) = [str(each) for each, _ in stack], stack[-1] if stack else ("", False)
+        if isinstance(innermost, Activity):
+            theirs = innermost.look()
+            return Doing(", ".join([*words[:-1], theirs.what]), theirs.waits, beats + theirs.beats, min(still_s, theirs.still_s))
         call = waits_in(self._thread)
         if call:
             words.append(f"in {call}")
         waits = call is not None or (marked and not self.by_stack)
-        return Doing(", ".join(words) or "nothing that it has named", waits, beats, self._clock() - last)
+        return Doing(", ".join(words) or "nothing that it has named", waits, beats, still_s)
 
 
 CALLS = c10d.__file__
@@ -69,7 +68,7 @@ SENDERS = "/torch/", "/megatron/core/", "/oppo_megatron/cluster/", "/oppo_megatr
 
 
 def waits_in(thread: int) -> str | None:
-    """Return the call in which a thread waits for other ranks ("": one started earlier), or None."""
+    """Return the call that lets a thread wait for other ranks ("": one started earlier), or None."""
     innermost = frame = sys._current_frames().get(thread)
     call = None
     while frame is not None:

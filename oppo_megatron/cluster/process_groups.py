@@ -17,8 +17,7 @@ from oppo_megatron.errors import StallError
 
 
 def new_group(ranks: Sequence[int], desc: str, backend: str | None = None) -> dist.ProcessGroup:
-    """`dist.new_group` with the default group's timeout and back ends; called by all ranks of the world, for one rank by it
-    alone.
+    """Call `dist.new_group` with the default group's timeout and back ends; called by all ranks (for a group of one by it alone).
 
     Members alone cannot make a group of several: with `use_local_synchronization` torch (up to 2.13) names it by the rank's
     count of groups, so members with different counts wait forever.
@@ -62,7 +61,7 @@ def connect_pairs(group: dist.ProcessGroup) -> None:
 def use_once(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
     """Run one collective over each group (None: the world).
 
-    It blocks until all members have come, so each rank gives its groups in the order in which all made them.
+    It blocks until all members have come, so each rank gives its groups in the order of their creation.
     """
     for group in groups:
         if dist.get_world_size(group) == 1:
@@ -113,10 +112,7 @@ def gather_ragged(mine: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
     dist.all_gather(lengths, torch.tensor([mine.numel()]), group=group)
     sizes = [int(length) for length in lengths]
-    longest = max(sizes)
-    if not longest:
-        return [mine.new_empty(0) for _ in sizes]
-    padded = mine.new_zeros(longest)
+    padded = mine.new_zeros(max(1, *sizes))
     padded[: mine.numel()] = mine
     found = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(found, padded, group=group)

@@ -25,7 +25,7 @@ PRELOADED = ["oppo_megatron.cluster.fork_server", "oppo_megatron.train.entry"]
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/dxg"), Path("/dev/kfd"))
 """Exist if there may be a GPU (NVIDIA, WSL, AMD)."""
 LONGEST_FOLDER = 108 - len("/pymp-12345678/listener-12345678") - 1
-"""Most bytes of a folder in which `multiprocessing` can make a socket (its name has 108, the last one 0)."""
+"""Most bytes of a folder for sockets of `multiprocessing` (a socket's name has 108, the last one 0)."""
 FOR_RANKS = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 """Signals for the ranks and their launcher, not for the fork server."""
 
@@ -68,7 +68,12 @@ class Surroundings:
         return cls(dict(os.environ))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _taken_over, (self.environment, {number: DupFd(number) for number in (1, 2) if _is_open(number)})
+        files = {}
+        for number in (1, 2):
+            with suppress(OSError):  # it is closed
+                os.fstat(number)
+                files[number] = DupFd(number)
+        return _taken_over, (self.environment, files)
 
 
 def _taken_over(environment: Mapping[str, str], files: Mapping[int, Any]) -> Surroundings:
@@ -82,14 +87,6 @@ def _taken_over(environment: Mapping[str, str], files: Mapping[int, Any]) -> Sur
     os.environ.update(environment)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_RANKS)  # which the fork server ignores
     return Surroundings(environment)
-
-
-def _is_open(number: int) -> bool:
-    try:
-        os.fstat(number)
-    except OSError:
-        return False
-    return True
 
 
 def end_with_launcher() -> None:

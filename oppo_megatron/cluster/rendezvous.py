@@ -118,8 +118,8 @@ class _Arrival:
             ) from error
         if fault:
             raise WorldError(fault)
-        known = range(self.point.size) if self.me.rank == 0 else ()
-        places = store.multi_get([f"rank/{rank}" for rank in known]) if known else []
+        names = [f"rank/{rank}" for rank in range(self.point.size)]
+        places = store.multi_get(names) if self.me.rank == 0 else []
         return Meeting(store, tuple(RankHost.decode(place) for place in places), local_address)
 
     def _left_s(self) -> float:
@@ -178,24 +178,18 @@ class _Arrival:
         store.add("entered", 1)
         expected = store.compare_set("size", "", size).decode()
         if expected != size:
-            fault = f"{me} was started as one of {size} ranks, an earlier one as one of {expected}; start all alike"
+            fault = f"{me} was started as one of {size} ranks, an earlier one as one of {expected}; start all with one number"
         elif store.add(f"count/{me.rank}", 1) > 1:
             first = RankHost.decode(store.get(f"rank/{me.rank}"))
             fault = (
                 f"rank {me.rank} came twice to {self.point}: from host {first.host} (process {first.pid}) and from "
                 f"host {me.host} (process {me.pid}); give each process a RANK of its own, and each run a MASTER_PORT"
             )
-        if fault is not None:
-            self._settle(store, fault)
-            return fault
-        store.set(f"rank/{me.rank}", me.encode())
-        if store.add("arrived", 1) == self.point.size:
-            self._settle(store, "")
-        return None
-
-    def _settle(self, store: dist.Store, outcome: str) -> None:
-        if self._decides(store):
-            store.set("outcome", outcome)
+        if fault is None:
+            store.set(f"rank/{me.rank}", me.encode())
+        if (fault is not None or store.add("arrived", 1) == self.point.size) and self._decides(store):
+            store.set("outcome", fault or "")
+        return fault
 
     def _decides(self, store: dist.Store) -> bool:
         """True for the first caller, which alone looks for missing ranks."""

@@ -66,7 +66,9 @@ def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.enviro
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     hosts: tuple[RankHost, ...] = (me,)
     if size == 1:
-        preferred = _alone(backend, config)
+        preferred = _prefer_interface_of(LOOPBACK)  # gloo listens even without peers
+        timeout = timedelta(seconds=config.timeout_s)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         hosts = _join(me, MeetingPoint.from_environment(environment, rank, size), backend, config)
     failed = True
@@ -90,7 +92,7 @@ def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.enviro
 
 
 def _set_torch(threads: int) -> Callable[[], None]:
-    """Returns a function that restores the settings."""
+    """Set torch's threads and switches; return a function that restores them."""
     # gloo connects two ranks in their first message; by default all pairs of a new group, with 2 n store operations per rank.
     late_before = os.environ.get(CONNECT_LATE)
     os.environ.setdefault(CONNECT_LATE, "1")
@@ -106,14 +108,6 @@ def _set_torch(threads: int) -> Callable[[], None]:
             os.environ.pop(CONNECT_LATE, None)
 
     return undo
-
-
-def _alone(backend: str, config: RuntimeConfig) -> bool:
-    """Returns True if an interface was set for the group."""
-    preferred = _prefer_interface_of(LOOPBACK)  # gloo listens even without peers
-    timeout = timedelta(seconds=config.timeout_s)
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    return preferred
 
 
 def _device(config: RuntimeConfig, local_rank: int) -> torch.device:
@@ -166,9 +160,9 @@ def _join(me: RankHost, point: MeetingPoint, backend: str, config: RuntimeConfig
 def tell_hosts(hosts: tuple[RankHost, ...]) -> tuple[RankHost, ...]:
     """Broadcast rank 0's list."""
     connect_pairs(the_world())
-    told = [hosts]
-    dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
-    return told[0]
+    sent = [hosts]
+    dist.broadcast_object_list(sent, src=0, device=torch.device("cpu"))
+    return sent[0]
 
 
 def _prefer_interface_of(address: str) -> bool:

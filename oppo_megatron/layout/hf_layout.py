@@ -44,6 +44,16 @@ class Part:
             region[self.cut] = slice(min(tp_rank * size, whole), min((tp_rank + 1) * size, whole))
         return tuple(region)
 
+    def spans(self, start: int, stop: int) -> list[slice]:
+        """Return the parameter's rows that hold rows start .. stop of a rank's share."""
+        found, first = [], 0
+        for rows in self.rows:
+            low, high = max(start - first, 0) + rows.start, min(stop - first + rows.start, rows.stop)
+            if low < high:
+                found.append(slice(low, high))
+            first += rows.stop - rows.start
+        return found
+
 
 def layout_problems(shape: ModelShape, tp_size: int, pp_size: int) -> list[str]:
     sizes = [

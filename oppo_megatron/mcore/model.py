@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from oppo_megatron.config.model import DecodePath, KVLayout, LoraConfig, TrainingLayoutConfig
 from oppo_megatron.errors import CapacityError
+from oppo_megatron.layout.hf_layout import Head, Part, adapter_parts, stage_parts
 from oppo_megatron.layout.kernels import LayerKind
 from oppo_megatron.layout.memory import WHOLE_MULTIPLE
 from oppo_megatron.layout.model_shape import ModelShape
@@ -41,7 +42,6 @@ from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.layers import ScalarHead, block_spec
 from oppo_megatron.mcore.vocab import VocabShards
 
-Head = Literal["lm", "scalar"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -94,6 +94,13 @@ class RoleModel(GPTModel):
         for index, layer in enumerate(self.decoder.layers):
             layer.self_attention.stage_layer = index
             layer.self_attention.window = binding(shape.windows[layer.layer_number - 1], max_length)
+
+    def parts(self, tp: int, stage: int, num_stages: int) -> list[Part]:
+        """Return the Hugging Face tensors of a stage's trained weights in any layout."""
+        sizes = {"tp_size": tp, "pp_rank": stage, "pp_size": num_stages}
+        if self.adapters is not None:
+            return adapter_parts(self.shape, self.adapters, self.head, **sizes)
+        return stage_parts(self.shape, self.head, **sizes)
 
     @property
     def token_multiple(self) -> int:

@@ -16,10 +16,11 @@ from oppo_megatron.config.model import (
     TrainingLayoutConfig,
 )
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.layout.kernels import find_available, layer_kind, layers_refused
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.lora import attach_adapters
-from oppo_megatron.mcore.model import Head, RoleModel, build_chunks, build_model
+from oppo_megatron.mcore.model import RoleModel, build_chunks, build_model
 from oppo_megatron.mcore.weights.hf_source import open_weights
 from oppo_megatron.mcore.weights.hf_weights import load_weights
 from oppo_megatron.mcore.weights.lora_weights import fill_adapters, open_adapters

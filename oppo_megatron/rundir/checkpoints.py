@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +42,7 @@ class CheckpointStore:
         self.root = root
 
     def positions(self) -> list[Position]:
-        names = (path.name for path in self.root.iterdir() if path.is_dir()) if self.root.is_dir() else iter(())
+        names = [path.name for path in self.root.glob("*") if path.is_dir()]
         # Include a replaced one whose successor is still unnamed: `recover` renames it back.
         found = {Position.of(name.removeprefix(REPLACED)) for name in names}
         return sorted(position for position in found if position is not None)
@@ -67,8 +66,9 @@ class CheckpointStore:
             whole = self.root / left.name.removeprefix(REPLACED)
             if not whole.exists():
                 left.rename(whole)
-        for left in self._aside():
-            shutil.rmtree(left)
+        for left in self.root.glob(f"{ASIDE}*step-*"):
+            if left.is_dir():
+                shutil.rmtree(left)
         if self.root.is_dir():
             sync_folder(self.root)
 
@@ -103,6 +103,3 @@ class CheckpointStore:
         if target.exists():
             shutil.rmtree(target)
         self.folder(position).rename(target)
-
-    def _aside(self) -> Iterator[Path]:
-        yield from (path for path in self.root.glob(f"{ASIDE}*step-*") if path.is_dir())

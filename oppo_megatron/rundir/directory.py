@@ -7,9 +7,10 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime
+from itertools import count
 from numbers import Integral, Real
 from pathlib import Path, PurePath
 from typing import IO, Any, Literal
@@ -30,8 +31,6 @@ PRODUCTS = (
     "weights", "best", "tensorboard", "wandb", "schedules.txt", "costs.json", "rejected", "rollbacks.jsonl",
     "checkpoints",
 )  # fmt: skip
-
-
 RESOLVED = frozenset({"run_dir", "logging", "checkpoint", "preempt_deadline_s", "stall_deadline_s"})
 """Sections that a run's `config.yaml` always has, and a user's own rarely."""
 
@@ -109,7 +108,7 @@ class RunDirectory:
         """Raise ConfigError if a configured path is among the run's files."""
         products = {(self.path / name).resolve() for name in PRODUCTS}
         problems = [
-            f"{key} is {path}, which lies among what the run in {self.path} writes, and moves or removes when it begins or "
+            f"{key} is {path}, one of the files that the run in {self.path} writes, and moves or removes when it begins or "
             "continues; name what the run began with to continue it, or choose another run_dir to start from this"
             for key, path in named
             if products & {path.resolve(), *path.resolve().parents}
@@ -150,15 +149,11 @@ class RunDirectory:
                 "larger disk"
             )
 
-    def prepare(self, overwrite: bool = False) -> RunDirectory:
-        """Create the directory and return self.  Raises ConfigError.
-
-        Only `overwrite` removes a finished run; an interrupted run's measurements move to `attempt-<n>/`.
-        """
-        if not overwrite:
-            self.require_unfinished()
-            self.require_no_checkpoints()
-            self.require_own()
+    def prepare(self) -> RunDirectory:
+        """Create the directory and return self; an interrupted run's measurements move to `attempt-<n>/`.  Raises ConfigError."""
+        self.require_unfinished()
+        self.require_no_checkpoints()
+        self.require_own()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -167,8 +162,9 @@ class RunDirectory:
                 "may write; choose another run_dir"
             ) from error
         leftovers = [self.path / name for name in PRODUCTS if (self.path / name).exists()] + self.rank_traces()
-        if self.metrics in leftovers and not overwrite:
-            attempt = self._next_attempt()
+        if self.metrics in leftovers:
+            attempt = next(path for n in count(1) if not (path := self.path / f"attempt-{n}").exists())
+            attempt.mkdir()
             for leftover in leftovers:
                 leftover.rename(attempt / leftover.name)
         else:
@@ -178,12 +174,6 @@ class RunDirectory:
 
     def held(self, wait_s: float = HELD_WAIT_S) -> AbstractContextManager[None]:
         return held(self.path, self.holder, wait_s)
-
-    def take_up(self, state: Mapping[str, Any] | None) -> None:
-        if state is None:
-            self.prepare()
-        else:
-            self.reopen(state["done"], state["saved_at"])
 
     def reopen(self, step: int, saved_at: float) -> None:
         """Cut off what is newer than the checkpoint after `step` steps at `saved_at` (epoch seconds).
@@ -201,7 +191,7 @@ class RunDirectory:
             _keep_lines(path, lambda span: span["end"] <= saved_at)
 
     def first_date(self, now: datetime) -> datetime:
-        """Time of the first start here, which may be `now`."""
+        """Return the time of the first start here, perhaps `now`."""
         with suppress(OSError):  # it exists, or `prepare` reports the fault
             self.path.mkdir(parents=True, exist_ok=True)
             with self.date.open("x", encoding="utf-8") as file:
@@ -223,28 +213,18 @@ class RunDirectory:
         return steps if isinstance(steps, int) else None
 
     def _set_ending_aside(self) -> None:
-        """Move `summary.json` last: until then the next call moves the rest."""
+        """Move `summary.json` last: until then the next call moves the rest.
+
+        A run may end after the same step twice, so the folder is one that has none of the files.
+        """
         products = [product for product in (self.weights, self.best, self.trace, self.summary) if product.exists()]
-        folder = self._place_of_ending({product.name for product in products})
+        steps = self.ended_after
+        stem = self.path / ("ended" if steps is None else f"ended-step-{steps:06d}")
+        folders = (stem if n == 1 else stem.with_name(f"{stem.name}-{n}") for n in count(1))
+        folder = next(path for path in folders if not any((path / product.name).exists() for product in products))
         folder.mkdir(exist_ok=True)
         for product in products:
             product.rename(folder / product.name)
-
-    def _place_of_ending(self, names: Set[str]) -> Path:
-        """A new folder, because a run may end after the same step twice."""
-        steps = self.ended_after
-        name, number = "ended" if steps is None else f"ended-step-{steps:06d}", 1
-        while any((self.path / name / each).exists() for each in names):
-            number += 1
-            name = f"{name if number == 2 else name.rpartition('-')[0]}-{number}"
-        return self.path / name
-
-    def _next_attempt(self) -> Path:
-        number = 1
-        while (attempt := self.path / f"attempt-{number}").exists():
-            number += 1
-        attempt.mkdir()
-        return attempt
 
 
 def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:

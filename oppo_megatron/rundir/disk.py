@@ -35,13 +35,19 @@ def held(folder: Path, holder: Path, wait_s: float) -> Iterator[None]:
         until = time.monotonic() + wait_s
         while not _locked(handle):
             if time.monotonic() > until:
+                who = ""
+                with suppress(OSError, ValueError, KeyError, TypeError):
+                    found = json.loads(holder.read_text(encoding="utf-8"))
+                    who = f" (process {found['pid']} on {found['host']})"
                 raise ConfigError(
-                    f"run_dir: another run uses {folder}{_described(holder)}, and has been for {wait_s:g} s; wait for "
-                    "its end, end it (SIGTERM saves it), or choose another run_dir"
+                    f"run_dir: another run uses {folder}{who}, and has been for {wait_s:g} s; wait for its end, end it (SIGTERM "
+                    "saves it), or choose another run_dir"
                 )
             time.sleep(0.1)
         with suppress(OSError):
-            holder.write_text(json.dumps({"pid": _launcher_pid(), "host": socket.gethostname()}), encoding="utf-8")
+            launcher = multiprocessing.parent_process()  # the process to signal; under another launcher the rank itself
+            pid = os.getpid() if launcher is None or launcher.pid is None else launcher.pid
+            holder.write_text(json.dumps({"pid": pid, "host": socket.gethostname()}), encoding="utf-8")
         try:
             yield
         finally:
@@ -49,20 +55,6 @@ def held(folder: Path, holder: Path, wait_s: float) -> Iterator[None]:
                 holder.unlink()
     finally:
         os.close(handle)
-
-
-def _described(holder: Path) -> str:
-    try:
-        found = json.loads(holder.read_text(encoding="utf-8"))
-        return f" (process {found['pid']} on {found['host']})"
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-
-
-def _launcher_pid() -> int:
-    """The process to signal: this rank's launcher, or the rank under another launcher."""
-    launcher = multiprocessing.parent_process()
-    return os.getpid() if launcher is None or launcher.pid is None else launcher.pid
 
 
 def _locked(handle: int) -> bool:
@@ -108,7 +100,7 @@ def shortage(root: Path, needed: int) -> str | None:
 
 def unwritten(folder: Path, reason: str, needed: int, last: str | None) -> CheckpointError:
     """The error for a failed checkpoint; `last`: the newest complete one."""
-    left = "there is no checkpoint yet" if last is None else f"the last whole checkpoint is {last}"
+    left = "no checkpoint has been written yet" if last is None else f"the last whole checkpoint is {last}"
     return CheckpointError(
         f"{folder}: the checkpoint could not be written ({reason}); it takes about {megabytes(needed)}, and "
         f"{megabytes(free_bytes(folder.parent))} are free there; free some, lower checkpoint.keep, or move run_dir to a larger "

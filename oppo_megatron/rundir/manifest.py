@@ -44,12 +44,11 @@ def seal(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
 
 
 def describe(path: Path) -> Entry:
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
             digest.update(block)
-            size += len(block)
-    return Entry(size, digest.hexdigest())
+        return Entry(file.tell(), digest.hexdigest())
 
 
 def write_manifest(folder: Path, entries: Mapping[str, Entry]) -> None:

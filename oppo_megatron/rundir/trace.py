@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -35,18 +36,17 @@ class Span:
 class SpanRecorder:
     """Records one rank's spans, from one thread; spans of a role may nest but not cross.
 
-    Keeps totals of `KEPT_STEPS` steps, and spans if there is a `run_dir`.  `clock` (default: `SteadyClock`): epoch seconds,
-    common to all ranks, never going back.
+    Keeps totals of `KEPT_STEPS` steps, and spans if there is a `run_dir`.  `clock`: epoch seconds, common to all ranks, never
+    going back.
     """
 
     def __init__(
         self, rank: int, run_dir: str | os.PathLike[str] | None = None, clock: Callable[[], float] | None = None
     ) -> None:
-        self.rank = rank
+        self.rank, self.clock = rank, clock or SteadyClock()
         self._path = None if run_dir is None else RunDirectory(run_dir).rank_trace(rank)
-        self.clock = clock or SteadyClock()
         self._buffer: list[Span] = []
-        self._totals: dict[int, dict[tuple[str, str], float]] = {}  # step -> (role, name) -> seconds
+        self._totals: dict[int, defaultdict[tuple[str, str], float]] = {}  # step -> (role, name) -> seconds
 
     @contextmanager
     def span(self, name: str, *, role: str, step: int) -> Iterator[None]:
@@ -60,11 +60,11 @@ class SpanRecorder:
 
     def totals(self, step: int, role: str | None = None) -> dict[str, float]:
         """Seconds by span name in a recent step, for one role or all; nested spans each count."""
-        seconds: dict[str, float] = {}
+        seconds: dict[str, float] = defaultdict(float)
         for (span_role, name), value in self._totals.get(step, {}).items():
             if role is None or span_role == role:
-                seconds[name] = seconds.get(name, 0.0) + value
-        return seconds
+                seconds[name] += value
+        return dict(seconds)
 
     def flush(self) -> None:
         if self._path is not None and self._buffer:
@@ -73,9 +73,8 @@ class SpanRecorder:
             self._buffer.clear()
 
     def count(self, span: Span) -> None:
-        totals = self._totals.setdefault(span.step, {})
-        key = (span.role, span.name)
-        totals[key] = totals.get(key, 0.0) + span.end - span.start
+        totals = self._totals.setdefault(span.step, defaultdict(float))
+        totals[span.role, span.name] += span.end - span.start
         if len(self._totals) > KEPT_STEPS:
             del self._totals[min(self._totals)]
 
@@ -115,7 +114,11 @@ def read_trace(path: str | os.PathLike[str]) -> list[Span]:
     """Read the spans of a `trace.json`, in seconds from the run's start.  Raises DataError."""
     try:
         events = read_json(Path(path).read_text(encoding="utf-8"))["traceEvents"]
-        return [_span(event) for event in events if event["ph"] == "X"]
+        return [
+            Span(e["pid"], e["cat"], e["name"], e["args"]["step"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6)
+            for e in events
+            if e["ph"] == "X"
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{os.fspath(path)}: not a readable trace ({type(error).__name__}: {error}); expected the trace.json of a run "
@@ -138,11 +141,6 @@ def read_spans(run_dir: str | os.PathLike[str]) -> list[Span]:
     return [replace(span, start=span.start - origin, end=span.end - origin) for span in spans]
 
 
-def _span(event: dict[str, Any]) -> Span:
-    start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-    return Span(event["pid"], event["cat"], event["name"], event["args"]["step"], start, end)
-
-
 def _read_spans(files: Iterable[Path]) -> Iterator[Span]:
     for path in files:
         for line in iter_json_lines(path):
@@ -150,25 +148,13 @@ def _read_spans(files: Iterable[Path]) -> Iterator[Span]:
 
 
 def _lane_names(thread_of: dict[tuple[int, str], int]) -> list[dict[str, Any]]:
-    processes = [
-        {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
-        for rank in sorted({rank for rank, _ in thread_of})
-    ]
-    threads = [
-        {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": role}}
-        for (rank, role), thread in thread_of.items()
-    ]
-    return processes + threads
+    names = {(rank, 0): ("process_name", f"rank {rank}") for rank, _ in thread_of}
+    names |= {(rank, thread): ("thread_name", role) for (rank, role), thread in thread_of.items()}
+    return [{"ph": "M", "name": kind, "pid": rank, "tid": tid, "args": {"name": x}} for (rank, tid), (kind, x) in names.items()]
 
 
 def _event(span: Span, thread: int, origin: float) -> dict[str, Any]:
     return {
-        "ph": "X",
-        "name": span.name,
-        "cat": span.role,
-        "pid": span.rank,
-        "tid": thread,
-        "ts": round((span.start - origin) * 1e6, 3),
-        "dur": round((span.end - span.start) * 1e6, 3),
-        "args": {"step": span.step},
-    }
+        "ph": "X", "name": span.name, "cat": span.role, "pid": span.rank, "tid": thread, "args": {"step": span.step},
+        "ts": round((span.start - origin) * 1e6, 3), "dur": round((span.end - span.start) * 1e6, 3),
+    }  # fmt: skip

@@ -50,10 +50,6 @@ def _lane(ranks: tuple[int, ...], role: str, payload: Payload, ends: list[tuple[
     return Lane(f"{role}.{payload.value}", ranks, tuple((*both, role, payload) for both in ends))
 
 
-def links_of(site: Site) -> Iterator[Link]:
-    return (link for lane in lanes_of(site) for link in lane.links)
-
-
 def in_waves(links: Sequence[Link]) -> list[tuple[Link, ...]]:
     """Divide links into waves with one link per rank at most, so that their first use cannot deadlock."""
     engaged: dict[int, int] = defaultdict(int)  # by rank: its waves, as bits

@@ -14,7 +14,6 @@ from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.schedule.checking.transport import GLOO, Transport
 from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.book import Grouping
-from oppo_megatron.schedule.planning.ledger import Memo
 from oppo_megatron.schedule.planning.planner import RoundPlanner
 from oppo_megatron.schedule.planning.scoring_book import ScoringBook
 from oppo_megatron.schedule.rounds import Site
@@ -89,7 +88,6 @@ def new_planner(
     """`limit(seq_id)`: most tokens of a response."""
     slots = {role: cache_slots(config, role, placement) for role, placement in site.placements.items()}
     each = members(config)
-    memo = Memo()
     groups, steps = Grouping(each.size, config.debug.fork, greedy=each.greedy), config.scores_steps
     return RoundPlanner(
         site,
@@ -99,9 +97,7 @@ def new_planner(
         max_context(config),
         ActorBook(site.placements["actor"].dp, slots["actor"], limit, groups),
         {
-            role: ScoringBook(
-                role, placement.dp, slots[role], groups, every_token=steps, reads_greedy=role in READ_GREEDY, memo=memo
-            )
+            role: ScoringBook(role, placement.dp, slots[role], groups, every_token=steps, reads_greedy=role in READ_GREEDY)
             for role, placement in site.placements.items()
             if role != "actor"
         },

@@ -117,16 +117,16 @@ PIECE_BYTES = 64 * MIB
 
 @dataclass(frozen=True)
 class Group:
-    """`size` communicating ranks on `nodes` nodes; `beside` such groups share a node's NICs."""
+    """`size` communicating ranks on `nodes` nodes; `sharing` such groups share a node's NICs."""
 
     size: int
     nodes: int = 1
-    beside: int = 1
+    sharing: int = 1
 
     @classmethod
-    def of(cls, cluster: Cluster, ranks: Iterable[int], beside: int = 1) -> Group:
+    def of(cls, cluster: Cluster, ranks: Iterable[int], sharing: int = 1) -> Group:
         members = list(ranks)
-        return cls(len(members), len({cluster.node_of(rank) for rank in members}), beside)
+        return cls(len(members), len({cluster.node_of(rank) for rank in members}), sharing)
 
 
 def all_reduce_s(cluster: Cluster, group: Group, payload: float) -> float:
@@ -138,16 +138,12 @@ def scatter_s(cluster: Cluster, group: Group, payload: float) -> float:
     return _ring_s(cluster, group, payload, (group.size - 1) / group.size)
 
 
-def send_s(cluster: Cluster, payload: float, *, between: bool, beside: int = 1) -> float:
-    """`beside` concurrent messages share a node's NICs."""
+def send_s(cluster: Cluster, payload: float, *, between: bool, sharing: int = 1) -> float:
+    """`sharing` concurrent messages share a node's NICs."""
     if not between:
         return cluster.inside.send.seconds(payload, 1)
     network = network_of(cluster)
-    return network.alpha_s + payload / nic_rate(network, beside)
-
-
-def nic_rate(network: Between, beside: int) -> float:
-    return NIC_SHARE * network.bytes_per_s * min(1.0, network.nics / beside)
+    return network.alpha_s + payload / (NIC_SHARE * network.bytes_per_s * min(1.0, network.nics / sharing))
 
 
 def ring_efficiency(nodes: int, payload: float) -> float:
@@ -159,7 +155,7 @@ def ring_efficiency(nodes: int, payload: float) -> float:
 
 
 def network_of(cluster: Cluster) -> Between:
-    assert cluster.between is not None, "the schema asks for it where there are several nodes"
+    assert cluster.between is not None, "the schema asks for it if there are several nodes"
     return cluster.between
 
 
@@ -170,11 +166,8 @@ def _ring_s(cluster: Cluster, group: Group, payload: float, factor: float) -> fl
         return cluster.inside.of_ranks(group.size).seconds(payload, factor)
     network = network_of(cluster)
     in_node = group.size // group.nodes
-    rate = NIC_SHARE * network.node_bytes_per_s / group.beside
-    if in_node > 1:
-        rate = min(rate, cluster.inside.of_ranks(in_node).peak)
-    else:
-        rate = min(rate, NIC_SHARE * network.bytes_per_s)
+    rate = NIC_SHARE * network.node_bytes_per_s / group.sharing
+    rate = min(rate, cluster.inside.of_ranks(in_node).peak if in_node > 1 else NIC_SHARE * network.bytes_per_s)
     return network.alpha_s + factor * payload / (rate * ring_efficiency(group.nodes, payload))
 
 
@@ -185,10 +178,7 @@ class Moves:
     cluster: Cluster
     _parts: list[tuple[Ints, Ints, float, int]] = field(default_factory=list)
 
-    def add(self, source: int, target: int, num_bytes: float) -> None:
-        self.add_all(np.array([source]), np.array([target]), num_bytes)
-
-    def add_all(self, sources: Ints, targets: Ints, num_bytes: float, times: int = 1) -> None:
+    def add(self, sources: Ints, targets: Ints, num_bytes: float, times: int = 1) -> None:
         apart = sources != targets
         if num_bytes > 0 and apart.any():
             self._parts.append((sources[apart], targets[apart], num_bytes, times))

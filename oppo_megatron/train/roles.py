@@ -14,10 +14,11 @@ from oppo_megatron.cluster.process_groups import SharedGroups, use_once, use_rin
 from oppo_megatron.config.model import DecodePath, Layers, TrainedRoleConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine.executor import Links, build_links
+from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.layout.placements import RolePlacement, role_placements, training_placements
 from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
-from oppo_megatron.mcore.model import Head, RoleModel
+from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.roles import load_role, load_training
 from oppo_megatron.mcore.training import TrainedModel, Undo
 from oppo_megatron.mcore.weights.weight_sync import MoveReport, Reallocation

@@ -6,7 +6,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from oppo_megatron.data.tokenizer import Tokenizer, special_ids, write_beside
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.mcore.training import Chunks, as_chunks
 from oppo_megatron.mcore.weights.hf_weights import export_weights
-from oppo_megatron.mcore.weights.lora_weights import export_adapters
 from oppo_megatron.rundir.directory import RUN_FORMAT, RunDirectory, write_json
 from oppo_megatron.rundir.disk import free_bytes, megabytes
 
@@ -37,7 +36,6 @@ def save_role(
     chunks = as_chunks(model)
     first = chunks[0]
     groups = first.groups
-    over = {"tp_group": groups.collection.tp, "pp_group": groups.collection.pp, "dp_group": groups.collection.dp}
     with tempfile.TemporaryDirectory() as folder:
         scored = first.head == "scalar"
         ids = special_ids(tokenizer, stop_token_ids, scored=scored)
@@ -45,12 +43,8 @@ def save_role(
         if note is not None and groups.output_rank == dist.get_rank():
             print(note, file=sys.stderr, flush=True)
         files = sorted(Path(folder).iterdir())
-        shape = replace(first.shape, hf={**first.shape.hf, **ids})
         try:
-            if first.adapters is None:
-                export_weights(chunks, shape, directory, head=first.head, extra_files=files, **over)
-            else:
-                export_adapters(chunks, directory, base, extra_files=files, **over)
+            export_weights(chunks, directory, settings=ids, base=base, extra_files=files)
         except OSError as error:
             raise CheckpointError(
                 f"{directory}: the weights could not be written ({error.strerror or error}); {megabytes(free_bytes(directory))} "
@@ -71,7 +65,10 @@ def prepare_run_directory(
     """
     run = RunDirectory(config.run_dir)
     if owner:
-        run.take_up(state)
+        if state is None:
+            run.prepare()
+        else:
+            run.reopen(state["done"], state["saved_at"])
         dump_config(config, run.config)
         if quarantine:
             quarantine.write(run.quarantine)

@@ -33,10 +33,11 @@ from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.scoring import ScorerRole, ScoringWorker
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.engine.stream import ChunkOutlet, ListenWorker
+from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.layout.placements import named_roles, shares_weights
 from oppo_megatron.mcore.kv.paged import find_kernel
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
-from oppo_megatron.mcore.model import DTYPES, Head, RoleModel
+from oppo_megatron.mcore.model import DTYPES, RoleModel
 from oppo_megatron.mcore.roles import as_it_began, load_role
 from oppo_megatron.overcommit.ahead import NEW_RUN, Ahead
 from oppo_megatron.overcommit.buffer import RolloutBuffer

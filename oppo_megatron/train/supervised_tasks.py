@@ -23,9 +23,9 @@ from oppo_megatron.config.evaluation import PREFERENCE_METRICS, EarlyStopConfig,
 from oppo_megatron.config.supervised import DPOConfig
 from oppo_megatron.control.estimates import Figures, moments_of, ratios
 from oppo_megatron.data.supervised_rows import Completion, Marked, Pair, Passed, Steps, batches
+from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.mcore.batch import Answered, MicroBatch, pack_at, pack_responses, pack_together, whole_sequences
 from oppo_megatron.mcore.device import on_device
-from oppo_megatron.mcore.model import Head
 from oppo_megatron.mcore.training import TrainedModel, forward_rows
 from oppo_megatron.mcore.vocab import VocabShards, likeliest_share, token_logprobs
 from oppo_megatron.schedule.packing import pack_by_tokens

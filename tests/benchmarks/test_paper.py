@@ -31,7 +31,7 @@ def test_mean_deferrals_are_the_mean_delta_over_the_batch(paper: Paper, delta: i
     """Every step carries delta rollouts, and each of them counts once, when it is trained or while it waits."""
     run = paper.mode("se7b", "full", delta)
     trained = sum(int(step.deferrals.sum()) for step in run.steps)
-    carried = sum(step.facts["carried"] for step in run.steps)
+    carried = sum(step.line["carried"] for step in run.steps)
     assert carried == delta * STEPS and len(run.steady) == STEPS - STEPS // 5
     longest = paper.case("se7b").config.overlap.max_staleness
     assert carried - delta * longest <= trained <= carried

@@ -60,10 +60,7 @@ def test_chunk_sizes_within_the_limit_and_the_tuner_as_configured(configs_of: Ma
             configs_of("chunk", other, *options)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"tokens": 48}, {"adaptive": [64, 200]}, {"adaptive": [32]}, {"adaptive": False}],
-)
+@pytest.mark.parametrize("settings", [{}, {"tokens": 48}, {"adaptive": [64, 200]}, {"adaptive": [32]}, {"adaptive": False}])
 def test_the_first_settled_step_is_that_of_the_tuner(settings: dict[str, Any]) -> None:
     chunks, longest = ChunkConfig(**settings), 100
     tuner, seen = ChunkTuner(chunks, longest), []

@@ -68,4 +68,4 @@ def write_drawn(run: Path, directory: Path) -> None:
         head="lm", max_length=64, dtype="float32", device=torch.device("cpu"),
     )  # fmt: skip
     load_weights(model, shape, source, head="lm")
-    export_weights(model, shape, directory, head="lm")
+    export_weights(model, directory)

@@ -44,7 +44,7 @@ def test_a_stopped_scorer_is_named_and_ended_and_the_run_goes_on(workspace: Work
     assert run.returncode == 0, told
     assert "rank 1 did not answer" in told and "it last said, " in told and "; rank 0 " in told, told
     assert "starting again, 1 of 1 restarts left" in told
-    asked, _, after = told.partition("the run stands still")
+    asked, _, after = told.partition("the run has stalled")
     assert "(most recent call first)" in asked and "in run_ppo" in asked and "in run_ppo" not in after, told
     assert "in run_ppo" in (Path(config["run_dir"]) / "stacks" / "rank-0.txt").read_text()
     assert num_lines(config) == 6

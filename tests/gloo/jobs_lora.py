@@ -12,7 +12,7 @@ from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.mcore.lora import is_adapter
 from oppo_megatron.mcore.roles import as_it_began, load_role, load_training
 from oppo_megatron.mcore.training import TrainedModel
-from oppo_megatron.mcore.weights.lora_weights import export_adapters
+from oppo_megatron.mcore.weights.hf_weights import export_weights
 from tests.gloo.jobs_training import Minibatch, cached_outputs, full_outputs, loss_of
 from tests.gloo.models import CPU, MAX_LENGTH, PATHS, gather_logits, world_groups
 
@@ -46,9 +46,7 @@ def train_adapters(
         reports = [trained.step(batch.share(groups).pack(), loss_of(chunks[0], batch.num_tokens)) for batch in data]
         assert all(torch.equal(p, before) for p, before in frozen), "a frozen weight has changed"
         out = cached_outputs(chunks[0], probes) if plain else full_outputs(chunks, probes)
-        group = groups.collection
-        over = {"tp_group": group.tp, "pp_group": group.pp, "dp_group": group.dp}
-        export_adapters(chunks, Path(target) / name, Path(directory), **over)
+        export_weights(chunks, Path(target) / name, base=Path(directory))
         answers[name] = {"norms": [r.grad_norm for r in reports], "losses": [r.stats.get("loss") for r in reports]}
         if out is not None:
             answers[name]["outputs"] = (out if head == "scalar" else gather_logits(out, chunks[0].vocab)).clone()

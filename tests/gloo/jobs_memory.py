@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 
 from oppo_megatron.config.model import TrainingLayoutConfig
+from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.layout.model_shape import ModelShape
 from oppo_megatron.mcore.groups import build_groups
-from oppo_megatron.mcore.model import Head, build_chunks, build_model
+from oppo_megatron.mcore.model import build_chunks, build_model
 
 Count = tuple[int, int, list[int], int]
 """(stage, parameters, numbers of the layers, bytes of a KV cache of 3 slots)"""

@@ -137,7 +137,7 @@ def after_steps(directory: str, target: str, train: Layout, serve: Layout, layou
     """Train, and compare the serving model with what the trained model's export loads as."""
     groups = two_layouts(train, serve)
     assert groups is not None
-    collection, head = groups[0].collection, head_of(directory)
+    head = head_of(directory)
     old, serving = load(directory, groups[1], head, vocab_multiple=4), unset(directory, groups[1])
     chunks = trainable(directory, groups[0], layout)
     trained, reallocation = train_on(chunks, layout), Reallocation(chunks, serving)
@@ -145,13 +145,13 @@ def after_steps(directory: str, target: str, train: Layout, serve: Layout, layou
     for count in range(2):
         step(trained)
         reallocation.move()
+        for param in (param for chunk in chunks for param in chunk.parameters()):
+            replicas = [torch.empty_like(param) for _ in range(groups[0].dp)]
+            dist.all_gather(replicas, param.detach(), group=groups[0].collection.dp)
+            assert all(torch.equal(param, other) for other in replicas)
         folder = Path(target) / str(count)
-        own = folder / str(groups[0].dp_rank)  # each replica writes, so that each is compared
-        export_weights(chunks, old.shape, own, head=head, tp_group=collection.tp, pp_group=collection.pp)
-        dist.barrier()
-        wrong += [
-            name for path in folder.iterdir() for name in differing(serving, load(str(path), groups[1], head, vocab_multiple=4))
-        ]
+        export_weights(chunks, folder)
+        wrong += differing(serving, load(str(folder), groups[1], head, vocab_multiple=4))
         assert len(differing(serving, old)) == len(list(serving.parameters())), "every weight was updated"
     return wrong
 

@@ -19,10 +19,11 @@ from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.model import ModelConfig, OptimizerConfig, TrainingLayoutConfig
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.errors import NumericsError
+from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.mcore import training
 from oppo_megatron.mcore.batch import MicroBatch, pack_responses, split_rows
 from oppo_megatron.mcore.groups import RoleGroups
-from oppo_megatron.mcore.model import Head, RoleModel, step
+from oppo_megatron.mcore.model import RoleModel, step
 from oppo_megatron.mcore.roles import load_training
 from oppo_megatron.mcore.training import Loss, TrainedModel, forward_rows
 from oppo_megatron.mcore.vocab import token_logprobs
@@ -123,8 +124,7 @@ def _train_one(
     assert params == [param for chunk in chunks for param in chunk.parameters()]
     plain = len(chunks) == 1 and not layout.sequence_parallel
     out = cached_outputs(chunks[0], probes) if plain else full_outputs(chunks, probes)
-    group = groups.collection
-    export_weights(chunks, chunks[0].shape, target, head=head, tp_group=group.tp, pp_group=group.pp, dp_group=group.dp)
+    export_weights(chunks, target)
     answer: dict[str, Any] = {
         "grad_norm": [r.grad_norm for r in reports],
         "lr": [r.lr for r in reports],
@@ -209,8 +209,7 @@ def updates(
     before = len(outputs)
     reports = run_update(trained, batch, {"weights": weights_T}, loss, settings)
     assert not model.training and not any(held() is not None for held in outputs), "no forward pass waits for a step"
-    group = groups.collection
-    export_weights(model, model.shape, Path(target), head="lm", tp_group=group.tp, pp_group=group.pp, dp_group=group.dp)
+    export_weights(model, Path(target))
     return reports, (before, len(outputs) - before)
 
 

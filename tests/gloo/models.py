@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.config.model import DecodePath, ModelConfig
+from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
-from oppo_megatron.mcore.model import Head, RoleModel
+from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.mcore.training import forward_rows
 from oppo_megatron.mcore.vocab import VocabShards

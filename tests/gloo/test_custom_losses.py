@@ -108,8 +108,7 @@ def update(
     actor = Actor(TrainedRole(trained, model, None), algorithm, 1.0)
     settings = UpdateSettings(1, minibatches, micro_batch_tokens, seed=3, step=1, device=CPU, group_size=GROUP)
     actor.update(batch, algorithm.experience(scored(batch), 0.0), 0.0, settings)
-    group = groups.collection
-    export_weights(model, model.shape, Path(target), head="lm", tp_group=group.tp, pp_group=group.pp, dp_group=group.dp)
+    export_weights(model, Path(target))
     return norms
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron.core.resharding import execution, planner, utils
 from safetensors import safe_open
 
 from oppo_megatron.config.model import TrainingLayoutConfig
@@ -130,13 +128,3 @@ def test_other_ranks_take_no_part(models: dict[str, str], tmp_path: Path) -> Non
     first, *inner, last = run_ranks(4, f"{JOBS}on_inner_ranks", timeout_s=60, **job)
     assert first is None and last is None
     check(inner)
-
-
-def test_megatron_still_plans_over_the_world() -> None:
-    """When one of these is gone, so is the reason for `_RoleWorld`, or it lacks something."""
-    planned, executed = inspect.getsource(planner), inspect.getsource(execution)
-    assert "world_size = dist.get_world_size()" in planned
-    assert "dist.all_gather_object(all_src_metadata_by_rank, my_src_metadata)" in planned
-    assert "torch.distributed.broadcast_object_list(plans_list, src=0)" in planned
-    assert "dist.get_process_group_ranks(pg_collection.tp)" in inspect.getsource(utils)
-    assert "dist.barrier()" in executed

@@ -49,8 +49,7 @@ def load_by_megatron(hf: str, src: str, dst: str, tp: int, pp: int, head: Head, 
     with torch.no_grad():
         for name, param in model.named_parameters():
             param.copy_(loaded[f"{prefix}{name}"])
-    groups = model.groups.collection
-    export_weights(model, model.shape, Path(dst), head=head, tp_group=groups.tp, pp_group=groups.pp)
+    export_weights(model, Path(dst))
 
 
 def _sharded(model: RoleModel, prefix: str, per_layer: bool) -> dict[str, Any]:

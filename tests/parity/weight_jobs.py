@@ -32,15 +32,7 @@ def build(directory: Path, tp: int, pp: int, head: Head, max_length: int = 64, d
 def load_and_export(src: str, dst: str, tp: int, pp: int, head: Head) -> bool:
     """HF -> ranks -> HF.  Returns whether the directory was whole when this rank's call came back."""
     model = build(Path(src), tp, pp, head)
-    export_weights(
-        model,
-        model.shape,
-        Path(dst),
-        head=head,
-        tp_group=model.groups.collection.tp,
-        pp_group=model.groups.collection.pp,
-        max_shard_bytes=20_000,
-    )
+    export_weights(model, Path(dst), max_shard_bytes=20_000)
     return (Path(dst) / "config.json").is_file()
 
 

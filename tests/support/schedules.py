@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
+from oppo_megatron.schedule.links import Link, lanes_of
 from oppo_megatron.schedule.rounds import Batch, Growth, KVBudget, Round, Site
 
 LAYOUTS = [(tp, pp, dp) for tp in (1, 2) for pp in (1, 2, 4) for dp in (1, 2)]
@@ -63,6 +64,10 @@ def make_round(
     )
     prefill = {role: tuple(batches(prefills, 4, 6, 4) for _ in range(p.dp)) for role, p in site.placements.items()}
     return Round(index, steps, decode if steps else (), prefill | {"actor": prompted if steps else ()})
+
+
+def links_of(site: Site) -> list[Link]:
+    return [link for lane in lanes_of(site) for link in lane.links]
 
 
 def ample_budgets(site: Site) -> dict[str, list[KVBudget]]:

@@ -47,7 +47,7 @@ def assert_unfolds_alike(config: dict[str, Any], outcome: Outcome, *players: typ
         assert [step.seq_ids.tolist() for step in steps] == outcome.batches()
         deferrals = [times for step in steps for times in step.deferrals.tolist()]
         assert deferrals == [row["deferrals"] for row in outcome.rollouts]
-        for step, line, made in zip(steps, outcome.metrics, metrics_lines(parsed, steps), strict=True):
+        for step, line, made in zip(steps, outcome.metrics, metrics_lines(steps), strict=True):
             batch = [row for row in outcome.rollouts if row["step"] == step.step]
             assert max(row["finish_clock"] for row in batch) <= step.clock
             assert {key: made[key] for key in COUNTED} == {key: line[key] for key in COUNTED}, step.step

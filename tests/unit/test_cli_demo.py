@@ -74,13 +74,10 @@ def test_the_arithmetic_examples_are_what_the_demo_runs() -> None:
         assert own == theirs
 
 
-def test_each_algorithm_has_a_folder_of_its_own() -> None:
+def test_each_algorithm_has_its_own_folder_and_configurations(tmp_path: Path) -> None:
     folders = [default_out(name) for name in PRESETS]
     assert folders[0] == Path("runs/demo") and len({*folders}) == len(PRESETS)
     assert default_out("dapo") == Path("runs/demo-dapo")
-
-
-def test_only_the_configurations_of_the_algorithm_are_asked_for(tmp_path: Path) -> None:
     for name in ("sft", "grpo"):
         (tmp_path / f"{name}.yaml").touch()
     assert find_configs(tmp_path, "rloo") == tmp_path

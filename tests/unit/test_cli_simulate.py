@@ -109,7 +109,7 @@ def test_a_calibrated_run_takes_what_the_run_took(config: Path, tmp_path: Path, 
         (("--steps", "2", *LENGTHS, "--sweep", "steps=2,2"), "given twice"),
         (("--steps", "2", *LENGTHS, "--sweep", "steps=2", "--sweep", "steps=3"), "swept twice"),
         (("--steps", "2", *LENGTHS, "--prompt-tokens", "97"), "1 to data.max_prompt_tokens = 96"),
-        (("--steps", "2", *LENGTHS, "--calibrate", "nowhere"), "no metrics.jsonl"),
+        (("--steps", "2", *LENGTHS, "--calibrate", "nowhere"), "metrics.jsonl is missing"),
     ],
 )
 def test_what_is_refused(config: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str) -> None:

@@ -67,7 +67,7 @@ def test_a_rank_that_works_must_move_and_one_that_waits_may_wait_for_one_that_mo
     bench.look(1)
     told = bench.watch.describe(0, [0, 1], "rank 0")
     assert told == (
-        "the run stands still (stall_deadline_s is 10): rank 1 has not moved for 11 s: reward of sequence 3; "
+        "the run has stalled (stall_deadline_s is 10): rank 1 has not moved for 11 s: reward of sequence 3; "
         "rank 0 waited 70 s in vain: work"
     )
 
@@ -81,7 +81,7 @@ def test_ranks_that_all_wait_for_each_other() -> None:
     bench = Bench(2)
     bench.waits = [True, True]
     assert not bench.look(9) and bench.look(2)
-    assert "for its ranks wait for each other (" in bench.watch.describe(0, [0, 1], "rank 0")
+    assert "because its ranks wait for each other (" in bench.watch.describe(0, [0, 1], "rank 0")
 
 
 def test_a_silent_rank_is_named_with_its_last_words() -> None:
@@ -91,7 +91,7 @@ def test_a_silent_rank_is_named_with_its_last_words() -> None:
     bench.silent.add(2)
     assert not bench.look(9, moving=(0, 1)) and bench.look(2, moving=(0, 1))
     told = bench.watch.describe(0, [0, 1], "rank 0")
-    assert told.startswith("the run stands still (stall_deadline_s is 10): rank 2 did not answer")
+    assert told.startswith("the run has stalled (stall_deadline_s is 10): rank 2 did not answer")
     assert "it last said, 11 s ago: step 3, decode actor m0 c12 s2; rank 0 has not moved for 0 s: work" in told
 
 
@@ -118,7 +118,7 @@ def test_where_the_store_does_not_answer_a_rank_judges_itself_alone() -> None:
     assert not bench.look(60, moving=(0,), reaches=False), "it moves: nothing is wrong with it"
     assert not bench.look(9, reaches=False) and bench.look(2, reaches=False)
     told = bench.watch.describe(0, [0], "rank 2")
-    assert "which rank 2 keeps, has not answered for" in told and "rank 0 waited" in told
+    assert "kept by rank 2, has not answered for" in told and "rank 0 waited" in told
     assert not Bench(2).look(9, reaches=False)
 
 
@@ -216,7 +216,7 @@ def test_a_rank_whose_interpreter_is_held_is_ended_by_its_timer(
     store: dist.TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watchdog_module, "ANSWER_S", 0.3)
-    monkeypatch.setattr(watchdog_module, "TOLD_S", 0.3)
+    monkeypatch.setattr(watchdog_module, "READ_S", 0.3)
     board = Board(lambda: connection(store), range(2), "this test")
     rank = multiprocessing.get_context("fork").Process(target=hold_the_interpreter, args=(board, tmp_path))
     rank.start()

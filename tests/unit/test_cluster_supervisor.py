@@ -20,7 +20,7 @@ from oppo_megatron.cluster.liveness import supervisor as supervisor_module
 from oppo_megatron.cluster.liveness.failures import ended_well, read_failures
 from oppo_megatron.cluster.liveness.stalls import Note, board_at
 from oppo_megatron.cluster.liveness.supervisor import Limits, Supervisor
-from oppo_megatron.cluster.liveness.watchdog import told_within_s
+from oppo_megatron.cluster.liveness.watchdog import verdict_within_s
 from oppo_megatron.cluster.rendezvous import MeetingPoint, loopback_store
 from oppo_megatron.errors import EXIT_REQUEUE
 
@@ -157,8 +157,8 @@ def test_where_no_rank_can_report_the_notes_are_read_and_the_ranks_ended(
         assert board.exchange(note, 20.0)
     begun, stall_s = hurried(), 4.0
     supervisor = Supervisor(tmp_path, point, Limits(stall_s, None, 0.0), lambda: None)
-    assert ended_by_kill(supervisor, ranks, hurried) - begun >= stall_s + told_within_s(stall_s), "watchdogs come first"
+    assert ended_by_kill(supervisor, ranks, hurried) - begun >= stall_s + verdict_within_s(stall_s), "watchdogs come first"
     (failure,) = read_failures(tmp_path)
-    assert failure.kind == "stall" and "the run stands still (stall_deadline_s is 4)" in failure.message
+    assert failure.kind == "stall" and "the run has stalled (stall_deadline_s is 4)" in failure.message
     for rank, what in enumerate(["step 3, wait_scores actor", "step 3, prefill critic"]):
         assert f"rank {rank} did not answer" in failure.message and f"s ago: {what}" in failure.message

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.liveness import watchdog as watchdog_module
 from oppo_megatron.cluster.liveness.stalls import MOST_STATES, Board, Note, Watch
-from oppo_megatron.cluster.liveness.watchdog import JUDGE, Watchdog, told_within_s
+from oppo_megatron.cluster.liveness.watchdog import JUDGE, Watchdog, verdict_within_s
 from oppo_megatron.cluster.rendezvous import loopback_store
 
 DEADLINE_S = 1.0
@@ -83,7 +83,7 @@ class Run:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(watchdog_module, "ANSWER_S", 30.0)  # on a busy machine; who has all answers goes on
-    monkeypatch.setattr(watchdog_module, "TOLD_S", 10.0)
+    monkeypatch.setattr(watchdog_module, "READ_S", 10.0)
     # A process has one such timer, which its one watchdog restarts; here several would set it, and it would end the tests.
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *args, **kwargs: None)
     return Run(tmp_path)
@@ -100,7 +100,7 @@ def test_all_ranks_name_a_rank_that_stands_and_only_the_judge_reads_all_notes(ru
             run.beat((2, 4), lambda: set(ranks) <= set(run.told), 120.0)
     assert len(set(run.told.values())) == 1 and sorted(run.told) == list(ranks), run.told
     head, _, others = run.told[0].partition("; ")
-    assert "the run stands still (" in head and "rank 3 has not moved for" in head and "reward of sequence 9" in head
+    assert "the run has stalled (" in head and "rank 3 has not moved for" in head and "reward of sequence 9" in head
     assert all(f"rank {rank} " in others for rank in ranks if rank != 3)
     assert all((run.folder / f"rank-{rank}.txt").exists() for rank in ranks)
     assert run.reads[JUDGE] == SIZE and all(run.reads[rank] <= 2 for rank in ranks if rank != JUDGE)
@@ -123,9 +123,9 @@ def test_ranks_that_wait_for_one_that_moves_have_not_stalled_and_together_they_m
             run.beat((SIZE - 1,), lambda: bool(run.told), 3 * DEADLINE_S)
             assert not run.told
             block.enter_context(run.activities[SIZE - 1].doing("step 5, recv", waits=True))
-            run.beat((), lambda: len(run.told) == SIZE, DEADLINE_S + told_within_s(DEADLINE_S))
+            run.beat((), lambda: len(run.told) == SIZE, DEADLINE_S + verdict_within_s(DEADLINE_S))
     assert len(run.told) == SIZE
-    assert all("for its ranks wait for each other (" in message for message in run.told.values())
+    assert all("because its ranks wait for each other (" in message for message in run.told.values())
 
 
 def test_ranks_that_have_ended_are_missed_by_nobody(run: Run) -> None:

@@ -20,10 +20,11 @@ from oppo_megatron.layout.flops import (
     training_flops,
     weight_bytes,
 )
+from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.layout.memory import stage_parameters
 from oppo_megatron.mcore.attention import PackedPlan
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
-from oppo_megatron.mcore.model import Head, RoleModel, step
+from oppo_megatron.mcore.model import RoleModel, step
 from oppo_megatron.mcore.roles import load_role
 
 LLAMA = {

@@ -41,17 +41,6 @@ def test_a_finished_run_is_refused_and_untouched(tmp_path: Path) -> None:
     assert run.metrics.exists() and run.finished
 
 
-def test_overwriting_removes_products_only(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path).prepare()
-    write_json(run.summary, {"steps": 1})
-    run.weights.mkdir()
-    (run.weights / "model.safetensors").write_text("x")
-    run.rank_trace(3).write_text("")
-    (tmp_path / "notes.txt").write_text("mine")
-    run.prepare(overwrite=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt"]
-
-
 def test_what_an_interrupted_run_measured_is_kept_aside(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     for attempt in (1, 2):

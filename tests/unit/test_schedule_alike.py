@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -19,15 +17,14 @@ from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.readiness import Readiness, settled
 from oppo_megatron.records import Prompt, Rollout
+from oppo_megatron.schedule.packing import dealt
 from oppo_megatron.schedule.planning import planner as planner_module
 from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.book import packed
-from oppo_megatron.schedule.planning.ledger import KEPT, Memo
-from oppo_megatron.schedule.planning.planner import NEARLY, RoundPlanner, median
-from oppo_megatron.schedule.planning.replicas import BLOCK, dealt
+from oppo_megatron.schedule.planning.planner import RoundPlanner
 from oppo_megatron.schedule.planning.scoring_book import ScoringBook
 from oppo_megatron.schedule.rounds import Batches, Growth, Growths, Site
-from oppo_megatron.schedule.weaving.costs import Costs, Linear, nearly
+from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.schedule.weaving.cut import Cut, Work, choose_cut
 
 Part = tuple[int, int, int]
@@ -56,12 +53,12 @@ def one_after_the_other(parts: Sequence[Part], slots: int, arrivals: Sequence[Pa
     many=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_dealing_in_blocks_is_dealing_one_after_the_other(replicas: int, size: int, scarce: float, many: bool, seed: int) -> None:
-    """With slots for all, for some, and for none; within one block and over several."""
+def test_dealing_is_dealing_one_after_the_other(replicas: int, size: int, scarce: float, many: bool, seed: int) -> None:
+    """With slots for all, for some, and for none."""
     rng = random.Random(seed)
     counts = [rng.randint(0, 6) for _ in range(replicas)]
     parts = [(sum(rng.randint(1, 40) for _ in range(n)), n, rng.randint(0, n)) for n in counts]
-    number = rng.randint(BLOCK - 5, 2 * BLOCK + 5) if many else rng.randint(0, 40)
+    number = rng.randint(0, 300 if many else 40)
     sizes = [rng.randint(1, size) for _ in range(number)]
     arrivals = [(rng.choice((7, 7, rng.randint(1, 300))), n, rng.randint(0, n)) for n in sizes]
     slots = max(1, int(scarce * (sum(counts) + sum(sizes)) / replicas))
@@ -69,76 +66,25 @@ def test_dealing_in_blocks_is_dealing_one_after_the_other(replicas: int, size: i
     assert dealt(*asked).tolist() == one_after_the_other(parts, slots, arrivals, size)
 
 
-def test_what_is_alike_is_made_once() -> None:
-    made: list[int] = []
-
-    def total(numbers: np.ndarray, more: int) -> int:
-        made.append(more)
-        return int(numbers.sum()) + more
-
-    memo, ones = Memo(), np.ones(6, dtype=np.int64)
-    assert [memo.once(total, ones, 1), memo.once(total, ones.copy(), 1)] == [7, 7] and made == [1]
-    assert memo.once(total, ones.reshape(2, 3), 1) == 7 and made == [1, 1], "of another shape"
-    assert memo.once(total, 2 * ones, 1) == 13 and memo.once(total, ones, 2) == 8 and made == [1, 1, 1, 2]
-    for more in range(3, 3 + KEPT):
-        memo.once(total, ones, more)
-    made.clear()
-    assert memo.once(total, ones, 1) == 7 and made == [1], "the oldest is forgotten"
-
-
-LINES = st.builds(Linear, st.floats(1e-4, 5e-3), st.floats(1e-6, 1e-4))
-
-
-@given(data=st.data(), share=st.floats(0.01, 0.2))
-def test_costs_are_near_where_no_action_takes_another_time(data: st.DataObject, share: float) -> None:
-    """Between the numbers asked at, too."""
-
-    def off(line: Linear) -> Linear:
-        by = st.floats(1 - 1.5 * share, 1 + 1.5 * share)
-        return Linear(line.fixed_s * data.draw(by), line.per_token_s * data.draw(by))
-
-    lines = {role: (data.draw(LINES), data.draw(LINES)) for role in ("actor", "reward")}
-    before = Costs(data.draw(LINES), prefill=lines)
-    decode = tuple(off(before.decode_at(stage)) for stage in range(2))
-    now = replace(before, decode=decode, prefill={role: tuple(map(off, own)) for role, own in lines.items()})
-    near = nearly(now, before, share, (2, 40), (16, 900))
-    seconds = [(now.decode_at(p)(n), before.decode_at(p)(n)) for p, n in product(range(2), range(2, 41))]
-    for role, p, n in product(lines, range(2), range(16, 901, 4)):
-        seconds.append((now.prefill_at(role, p)(n), before.prefill_at(role, p)(n)))
-    apart = max(abs(a - b) / b for a, b in seconds)
-    assert apart <= share * (1 + 1e-9) if near else apart >= share * (1 - 1e-9)
-    assert not nearly(replace(now, prefill={}), before, 9.0, (2, 40), (16, 900)), "a role has gone"
-
-
-@pytest.mark.parametrize("name", ["decode", "sample", "default_prefill", "score"])
-def test_cuts_are_kept_until_an_action_takes_another_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a share of NEARLY, told from the costs by which they were sought: many small changes are a large one."""
-    made: list[Cut] = []
+def test_a_cut_is_chosen_once_for_rounds_of_a_size_until_costs_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Costs] = []
 
     def cut(work: Work, costs: Costs, budget: int, **rest: Any) -> Cut:
-        made.append(choose_cut(work, costs, budget, **rest))
-        return made[-1]
+        made.append(costs)
+        return choose_cut(work, costs, budget, **rest)
 
     monkeypatch.setattr(planner_module, "choose_cut", cut)
     placement, ids = RolePlacement((0, 1), 1, 2), itertools.count()
     books = ActorBook(1, 400, lambda _: 50), {"reward": ScoringBook("reward", 1, 400)}
     planner = RoundPlanner(Site({"actor": placement, "reward": placement}), "woven", ("auto", "auto"), 64, 99, *books)
-
-    def again(by: float) -> bool:
-        """Whether a cut of the same round is sought anew where an action takes `by` as long."""
-        line = getattr(Costs(), name)
-        planner.learn(replace(Costs(), **{name: Linear(by * line.fixed_s, by * line.per_token_s)}))
-        made.clear()
-        buffer = RolloutBuffer(4, 0, 1)
-        buffer.admit(Prompt(next(ids), 0, "", (1,) * 6) for _ in range(4))
-        planner.plan(1, buffer.active, buffer.rollouts, 8, list)
-        return bool(made)
-
-    assert again(1.0) and not again(1.0)
-    assert not again(1 + 0.9 * NEARLY) and not again(1 - 0.9 * NEARLY) and again(1 + 1.1 * NEARLY)
-    assert not again(1 + 1.9 * NEARLY) and again(1.0)
-    monkeypatch.setattr(planner_module, "NEARLY", 0.0)
-    assert not again(1.0) and again(1.0001)
+    dearer = Costs(decode=Linear(1.0, 1.0))
+    for costs in (Costs(), dearer):
+        planner.learn(costs)
+        for _ in range(2):
+            buffer = RolloutBuffer(4, 0, 1)
+            buffer.admit(Prompt(next(ids), 0, "", (1,) * 6) for _ in range(4))
+            planner.plan(1, buffer.active, buffer.rollouts, 8, list)
+    assert made == [Costs(), dearer]
 
 
 @given(data=st.data(), groups=st.integers(0, 12), batch=st.integers(1, 4), most=st.integers(1, 3))
@@ -175,15 +121,10 @@ def test_a_batch_is_not_ready_before_the_least_that_it_takes(data: st.DataObject
     assert least <= ended and signal.least == 0
 
 
-@given(numbers=st.lists(st.integers(0, 40), min_size=1, max_size=30))
-def test_a_median_that_is_counted_is_that_of_the_sorted(numbers: list[int]) -> None:
-    assert median(np.array(numbers)) == int(np.median(numbers))
-
-
 @given(lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), max_size=20), budget=st.integers(1, 12))
 def test_micro_batches_know_what_their_growths_sum_to(lengths: list[tuple[int, int]], budget: int) -> None:
     growths = Growths.of([Growth(i, 0, new, rows) for i, (new, rows) in enumerate(lengths)])
-    batches = packed(growths, np.arange(len(growths)), [], budget, Memo())
+    batches = packed(growths, np.arange(len(growths)), [], budget)
     new, rows = batches.sums
     assert new.tolist() == [sum(g.new for g in batch) for batch in batches]
     assert rows.tolist() == [sum(g.rows for g in batch) for batch in batches]

@@ -15,18 +15,17 @@ from oppo_megatron.errors import ScheduleError
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Prompt
-from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
+from oppo_megatron.schedule.actions import Op, Payload, Schedule
 from oppo_megatron.schedule.checking.checker import FaultKind, check
 from oppo_megatron.schedule.checking.proof import prove, require_provable
 from oppo_megatron.schedule.checking.transport import GLOO, ONE_QUEUE, TRANSPORTS, Transport
 from oppo_megatron.schedule.planning import planner as planner_module
 from oppo_megatron.schedule.planning.planner import PlannedRound
-from oppo_megatron.schedule.rounds import Growth, KVBudget, Round, Site
+from oppo_megatron.schedule.rounds import Growth, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.components import component_of
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.generators import GENERATORS, intra
-from oppo_megatron.schedule.weaving.steady import STEPS, lengthened, repeats, shortened
 from tests.support.schedule_interpreter import harm
 from tests.support.schedules import ample_budgets, colocated, disaggregated, make_round, make_site, split_scorers
 from tests.unit.test_schedule_generators import cases
@@ -119,36 +118,6 @@ def test_where_intra_does_not_come_through_either_a_run_goes_on() -> None:
         steps()
 
 
-@settings(deadline=None, max_examples=100)
-@given(case=cases(), generator=st.sampled_from(sorted(GENERATORS)), steps=st.integers(STEPS + 1, 9))
-def test_a_round_that_repeats_follows_from_a_short_one(case: tuple[Round, Site, Costs], generator: str, steps: int) -> None:
-    drawn, site, costs = case
-    assume(drawn.decodes)
-    decode = tuple(tuple(tuple(g._replace(new=steps) for g in b) for b in replica) for replica in drawn.decode)
-    round_ = Round(drawn.index, steps, decode, drawn.prefill)
-    assume(repeats(generator, round_, site))
-
-    def made(shape: Round) -> Schedule:
-        return add_communication(GENERATORS[generator](shape, site, costs), shape, site)
-
-    short, whole = made(shortened(round_)), made(round_)
-    assert check(short, shortened(round_), site, ample_budgets(site), costs) == []
-    for rank in site.ranks:
-        assert lengthened(short.of(rank), steps) == whole.of(rank)
-
-
-def test_a_round_with_scoring_between_decode_steps_does_not_repeat() -> None:
-    """What is woven into three steps does not lie in longer rounds as if these had been lengthened."""
-    site, costs = colocated((1, 4, 1)), Costs()
-    round_ = make_round(site, steps=6, micro_batches=1, prefills=4)
-    assert not repeats("woven", round_, site) and repeats("intra", round_, site)
-    assert repeats("woven", make_round(site, steps=6, prefills=0), site)
-    assert not repeats("intra", make_round(site, steps=STEPS), site)
-    short = add_communication(GENERATORS["woven"](shortened(round_), site, costs), shortened(round_), site)
-    decodes = [action.op is Op.DECODE for action in short.of(0) if action.op in (Op.DECODE, Op.PREFILL)]
-    assert decodes != sorted(decodes), "some scoring stands before the last decode step"
-
-
 def test_lists_that_wait_for_each_other_are_not_proved() -> None:
     """Two scorers whose pipelines run in opposite directions: each rank begins with what it must be sent first."""
     placements = {
@@ -171,16 +140,6 @@ def test_lists_that_wait_for_each_other_are_not_proved() -> None:
     assert prove(good, round_, site) and not prove(bad, round_, site)
     faults = check(add_communication(bad, round_, site), round_, site, ample_budgets(site))
     assert {fault.kind for fault in faults} == {FaultKind.DEADLOCK}
-
-
-def test_the_caches_of_a_short_round_end_as_long_as_those_of_the_whole() -> None:
-    site = colocated((1, 2, 1))
-    round_ = make_round(site, steps=8)
-    longest = max(g.past + g.new for batch in round_.decode[0] for g in batch)
-    for room, found in ((longest, 0), (longest - 1, 1)):
-        shape, budgets = shortened(round_), {"actor": [KVBudget(10_000, room)]}
-        schedule = add_communication(GENERATORS["intra"](shape, site, Costs()), shape, site)
-        assert len(check(schedule, shape, site, budgets)) == found
 
 
 def test_tensor_ranks_are_one_and_replicas_are_left_out() -> None:
@@ -220,8 +179,6 @@ def test_what_harms_the_whole_is_found_in_the_model() -> None:
         whole = add_communication(GENERATORS[generator](round_, site, Costs()), round_, site)
         part = component_of(site, rng.choice(site.ranks))
         shape = part.part(round_)
-        short = repeats(generator, shape, part.model)
-        shape = shortened(shape) if short else shape
         sound = GENERATORS[generator](shape, part.model, Costs())
         if not any(True for _ in sound):
             continue
@@ -231,7 +188,7 @@ def test_what_harms_the_whole_is_found_in_the_model() -> None:
             lists = dict(whole.actions)
             for other in map(partial(component_of, site), site.ranks):
                 if other.replicas == part.replicas:
-                    lists[other.rank] = lengthened_or_not(other.own_list(planted, shape), round_.steps, short)
+                    lists[other.rank] = other.own_list(planted, shape)
             harmful = harm(Schedule(lists), round_, site) is not None
             counts["harmful" if harmful else "harmless"] += 1
             if harmful and not refused(planted, shape, part.model):
@@ -274,15 +231,6 @@ def test_a_cache_too_short_for_the_round_is_told_before_it_runs() -> None:
         planner.plan(1, buffer.active, buffer.rollouts, 3, list)
     room = "replica 1 has room for 5 tokens per sequence, but one grows to"
     assert f"the cache of actor {room} 8" in str(told.value) and f"the cache of reward {room} 6" in str(told.value)
-
-
-def lengthened_or_not(own: tuple[Action, ...], steps: int, short: bool) -> tuple[Action, ...]:
-    if not short:
-        return own
-    try:
-        return lengthened(own, steps)
-    except AssertionError:  # the planted fault cuts through the repeated step: then carry it out once
-        return own
 
 
 def test_ends_of_lists_are_the_sites() -> None:

@@ -22,9 +22,10 @@ from oppo_megatron.layout.placements import (
     training_placements,
     world_size,
 )
-from oppo_megatron.schedule.links import calls_of, groups_by_rank, in_waves, links_of, run_groups
+from oppo_megatron.schedule.links import calls_of, groups_by_rank, in_waves, run_groups
 from oppo_megatron.train import roles
 from oppo_megatron.train.roles import Topology, build_topology
+from tests.support.schedules import links_of
 
 ROLES = ("actor", "reference", "critic", "reward")
 SIZES = [8, 64, 128, 1024, 4096]
@@ -113,7 +114,7 @@ def test_what_is_listed_is_what_is_made(name: str, monkeypatch: pytest.MonkeyPat
         own = [group for group in listed if group.label != ALONE or group.ranks == (viewer,)]
         assert made == own, "in this order"
         assert made[0] == GroupName(ALONE, (viewer,)), "or ranks would have different numbers of groups at a common one"
-        waves = in_waves([*links_of(topology.site)])
+        waves = in_waves(links_of(topology.site))
         assert [*topology.links.groups] == [link for wave in waves for link in wave if viewer in link[:2]]
         for (source, destination, role, payload), group in topology.links.groups.items():
             assert viewer in (source, destination) and {source, destination} <= set(group.ranks), (role, payload)

@@ -3,99 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import pairwise
+from itertools import count, pairwise, product
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.overcommit.readiness import Readiness
-from oppo_megatron.schedule.rounds import Growth, Round, Site
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.schedule.weaving.cut import ROUNDING, Cut, Work, predict_s
 from oppo_megatron.schedule.weaving.gaps import Gaps
-from oppo_megatron.schedule.weaving.generators import GENERATORS, Line, Placer, by_turns
-from oppo_megatron.schedule.weaving.timetable import Timetable
 
-RANKS = (0, 1)
-
-LINES = st.builds(Linear, st.sampled_from((0.0, 1e-3, 3.7e-3)), st.sampled_from((0.0, 1e-5, 7e-5)))
+UNITS = st.tuples(st.sampled_from([(0,), (1,), (0, 1)]), st.integers(0, 60), st.integers(1, 9))
 
 
-@st.composite
-def fillings(draw: st.DrawFn) -> tuple[int, int, list[int], list[tuple[int, int, int]]]:
-    """Tensor ranks, the shortest gap that counts, the edges of busy times, and units (ready, duration, line) to be placed."""
-    edges = sorted(draw(st.sets(st.integers(1, 60), max_size=8)))
-    units = draw(st.lists(st.tuples(st.integers(0, 80), st.integers(0, 9), st.integers(0, 2)), max_size=25))
-    if draw(st.booleans()):
-        units.sort()
-    return draw(st.sampled_from((1, 2))), draw(st.integers(1, 4)), edges[len(edges) % 2 :], units
-
-
-@settings(deadline=None, max_examples=300)
-@given(case=fillings())
-def test_filling_is_placing_one_after_the_other(case: tuple[int, int, list[int], list[tuple[int, int, int]]]) -> None:
-    num_ranks, shortest, edges, units = case
-    ranks = RANKS[:num_ranks]
-    together, apart = (Gaps(ranks, shortest) for _ in range(2))
-    for gaps in (together, apart) if edges else ():
-        busy = np.array(edges, dtype=np.int64)
-        gaps.append(ranks, busy[::2], busy[1::2])
-    table = np.array(units, dtype=np.int64).reshape(-1, 3)
-    ends, expected = [0, 0, 0], []
-    for ready, duration, line in units:
-        expected.append(apart.place(ranks, max(ready, ends[line]), duration))
-        ends[line] = expected[-1] + duration
-    assert together.fill(ranks, table[:, 0], table[:, 1], table[:, 2].tolist()).tolist() == expected
-    for probe in (1, 2, 5, 9):  # the same gaps are left
-        assert together.place(ranks, 0, probe) == apart.place(ranks, 0, probe)
-
-
-class _OneByOne(Placer):
-    """Goes through all stages with one micro-batch before it looks at the next."""
-
-    def _place_by_stage(self, lines: Sequence[Line]) -> None:
-        by_turns(lines, lambda n, j, _: self._place_prefill(lines[n], lines[n].times[j].tolist()))
-
-
-@st.composite
-def shared(draw: st.DrawFn) -> tuple[Round, Site, Costs]:
-    """A round of an actor and scorers on the same stages."""
-    pp = draw(st.integers(2, 4))
-    roles = draw(st.lists(st.sampled_from(("reference", "critic", "reward")), min_size=1, unique=True))
-    site = Site({role: RolePlacement(tuple(range(pp)), 1, pp, 1) for role in ("actor", *roles)})
-    ids, steps = iter(range(10_000)), draw(st.integers(0, 12))
-    decode = tuple((Growth(next(ids), 5, steps),) for _ in range(draw(st.integers(1, 4)) if steps else 0))
-
-    def batches() -> tuple[tuple[Growth, ...], ...]:
-        return tuple((Growth(next(ids), 3, new, 1),) for new in draw(st.lists(st.integers(1, 300), max_size=12)))
-
-    prefill = {role: (batches(),) for role in roles}
-    own = {role: tuple(draw(LINES) for _ in range(pp)) for role in ("actor", *roles)}
-    costs = Costs(tuple(draw(LINES) for _ in range(pp)), prefill=own, message_s=draw(st.sampled_from((0.0, 5e-5, 1e-3))))
-    return Round(1, steps, (decode,) if decode else (), prefill), site, costs
-
-
-@pytest.mark.parametrize("name", ["woven", "intra"])
-@settings(deadline=None, max_examples=150)
-@given(case=shared())
-def test_stage_by_stage_is_micro_batch_by_micro_batch(name: str, case: tuple[Round, Site, Costs]) -> None:
-    round_, site, costs = case
-    layout, found = _OneByOne(round_, site, costs), GENERATORS[name](round_, site, costs).actions
-    if name == "intra":
-        layout.place_scorers()
-        layout.free.close()
-        layout.place_actor()
-    else:
-        layout.place_actor()
-        layout.place_scorers()
-    expected = layout.schedule().actions
-    assert isinstance(found, Timetable) and isinstance(expected, Timetable)
-    for team, times in expected.times.items():
-        assert (found.times[team].starts == times.starts).all() and (found.times[team].placed == times.placed).all(), team
+@given(units=st.lists(UNITS, max_size=25))
+def test_each_unit_is_placed_at_the_first_time_that_is_free_on_all_its_ranks(
+    units: list[tuple[tuple[int, ...], int, int]],
+) -> None:
+    gaps, busy = Gaps((0, 1)), set[tuple[int, int]]()
+    for ranks, ready, duration in units:
+        times = (set(product(ranks, range(start, start + duration))) for start in count(ready))
+        taken = next(each for each in times if not each & busy)
+        assert gaps.place(ranks, ready, duration) == min(time for _, time in taken)
+        busy |= taken
 
 
 def plain_s(work: Work, cut: Cut, costs: Costs) -> float:

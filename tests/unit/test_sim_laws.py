@@ -169,22 +169,22 @@ def test_more_bandwidth_is_never_slower_and_more_bytes_never_faster(
         base = seconds(cluster_of(), group, payload)
         assert seconds(cluster_of(between=faster), group, payload) <= base
         assert base <= seconds(cluster_of(), group, payload * factor) * (1 + 1e-9)
-    slow = send_s(cluster_of(), payload, between=True, beside=8)
-    assert send_s(cluster_of(between=faster), payload, between=True, beside=8) <= slow
+    slow = send_s(cluster_of(), payload, between=True, sharing=8)
+    assert send_s(cluster_of(between=faster), payload, between=True, sharing=8) <= slow
 
 
 def test_groups_over_nodes_share_the_nics() -> None:
     """Eight groups of one GPU a node have a NIC each; one group of all GPUs has all of them, up to its links."""
     cluster, payload = cluster_of(), 16384 * 2.0**20
-    beside = all_reduce_s(cluster, Group(16, 16, beside=8), payload)
+    beside = all_reduce_s(cluster, Group(16, 16, sharing=8), payload)
     assert beside == pytest.approx(2 * 15 / 16 * payload / (0.94 * 50e9 * 0.96), rel=1e-3)
-    assert all_reduce_s(cluster, Group(16, 16, beside=1), payload) == beside  # a flow of one GPU has one NIC at most
+    assert all_reduce_s(cluster, Group(16, 16, sharing=1), payload) == beside  # a flow of one GPU has one NIC at most
     one_nic = cluster_of(between=replace(NETWORK, nics=1))
-    assert all_reduce_s(one_nic, Group(16, 16, beside=8), payload) == pytest.approx(8 * beside, rel=1e-3)
+    assert all_reduce_s(one_nic, Group(16, 16, sharing=8), payload) == pytest.approx(8 * beside, rel=1e-3)
     whole = all_reduce_s(cluster, Group(128, 16), payload)
     assert 0.12 * beside < whole < 0.16 * beside  # near the links' 339 GB/s
     assert all_reduce_s(cluster, Group(1), payload) == 0.0
-    assert Group.of(cluster, [0, 8, 16], beside=8) == Group(3, 3, 8)
+    assert Group.of(cluster, [0, 8, 16], sharing=8) == Group(3, 3, 8)
 
 
 def test_rings_over_many_nodes_need_large_payloads() -> None:
@@ -196,22 +196,20 @@ def test_rings_over_many_nodes_need_large_payloads() -> None:
 
 
 def test_moves_through_one_nic_add_up() -> None:
-    cluster = cluster_of(nodes=3)
-    moves = Moves(cluster)
-    moves.add(0, 0, 1e12)
-    assert moves.seconds() == 0.0
-    moves.add(0, 1, 10e9)
-    within = moves.seconds()
+    moves = Moves(cluster_of(nodes=3))
+
+    def seconds_with(source: int, target: int, num_bytes: float) -> float:
+        moves.add(np.array([source]), np.array([target]), num_bytes)
+        return moves.seconds()
+
+    assert seconds_with(0, 0, 1e12) == 0.0
+    within = seconds_with(0, 1, 10e9)
     assert within == pytest.approx(10e9 / 357.5e9, rel=1e-2)
-    moves.add(2, 3, 10e9)
-    assert moves.seconds() == within  # other ranks of the node
-    moves.add(0, 8, 40e9)
-    one = moves.seconds()
+    assert seconds_with(2, 3, 10e9) == within  # other ranks of the node
+    one = seconds_with(0, 8, 40e9)
     assert one == pytest.approx(40e9 / (0.94 * 400e9), rel=0.2) and one > within
-    moves.add(1, 16, 40e9)
-    assert moves.seconds() == pytest.approx(2 * one, rel=0.2)  # out of the same node
-    moves.add(17, 9, 40e9)
-    assert moves.seconds() == pytest.approx(2 * one, rel=0.2)  # another node sends, and a third has room
+    assert seconds_with(1, 16, 40e9) == pytest.approx(2 * one, rel=0.2)  # out of the same node
+    assert seconds_with(17, 9, 40e9) == pytest.approx(2 * one, rel=0.2)  # another node sends, and a third has room
 
 
 def test_constants_are_found_again() -> None:

@@ -90,7 +90,7 @@ def test_a_hidden_update_of_the_critic_shows_where_it_holds_up_scores(player: ty
     costs = StepCosts(actions, {"actor": Linear(0.2, 0.0), "critic": Linear(5.0, 0.0)})
     config = plain(scorer=(1, 1, 1), debug={"forced_lengths": [24.0, 0.0]}, overlap={"inter": False})
     steps = play(config, 4, costs, player)
-    lines = list(metrics_lines(config, steps))[:3]
+    lines = list(metrics_lines(steps))[:3]
     decode_s = 24 * 1e-3
     assert [line["critic_exposed_s"] for line in lines] == pytest.approx([5.0 - 0.2 - decode_s] * 3)
     assert [step.step_s for step in steps] == pytest.approx([decode_s + 0.2, *[5.0] * 3])
@@ -121,7 +121,7 @@ def test_mean_deferrals_follow_a_delta_that_changes() -> None:
 def test_a_longer_run_begins_as_a_shorter_one(mode: str) -> None:
     """Line by line: also the last of the shorter one, part of which shows in the step behind it."""
     config = switched(plain(actor=(1, 2, 2), scorer=(1, 1, 2)), mode)
-    lines = [list(metrics_lines(config, play(config, count + 1, endless=True)))[:count] for count in (3, 7)]
+    lines = [list(metrics_lines(play(config, count + 1, endless=True)))[:count] for count in (3, 7)]
     assert lines[0] == lines[1][:3] and len(lines[1]) == 7
 
 

@@ -25,7 +25,8 @@ from oppo_megatron.mcore.weights.hf_source import (
     open_weights,
     read_shape,
 )
-from oppo_megatron.mcore.weights.lora_weights import open_adapters, peft_config
+from oppo_megatron.mcore.weights.hf_writer import peft_config
+from oppo_megatron.mcore.weights.lora_weights import open_adapters
 from oppo_megatron.preflight.validate import service_problems, supervised_problems
 from tests.support.hf import save_tiny, tiny_config
 

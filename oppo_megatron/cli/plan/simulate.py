@@ -157,7 +157,7 @@ def _simulated(args: argparse.Namespace, variant: Variant, config: TrainConfig, 
         prompt_tokens=tokens, signals=signals, endless=endless, traced_steps=min(traced, args.steps),
     )  # fmt: skip
     steps = list(played.steps(args.steps + 1))
-    lines = list(islice(metrics_lines(config, steps), args.steps))
+    lines = list(islice(metrics_lines(steps), args.steps))
     row = _row(variant.name, [step.parts._asdict() | vars(step) for step in steps[: args.steps]])
     about = [f"prompts of {tokens} tokens", *step_costs.describe(config, costs)]
     if endless:

@@ -69,7 +69,7 @@ def noted(rank: int, what: str, environment: Mapping[str, str] = os.environ) -> 
 
 
 def ended_within(folder: Path) -> dict[int, str]:
-    """User call in which each rank ended."""
+    """Return the user's call that each rank ended in."""
     return {int(path.stem): path.read_text(encoding="utf-8") for path in folder.glob(f"*{CALLS}")}
 
 

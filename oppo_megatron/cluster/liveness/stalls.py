@@ -1,4 +1,4 @@
-"""Find a stalled rank from notes in a store: a rank that writes none, a rank that neither moves nor waits, or no rank moves."""
+"""Find a stall from ranks' notes in a store: a rank writes none, a rank neither moves nor waits, or no rank moves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from oppo_megatron.cluster.activity import Doing
 from oppo_megatron.cluster.rendezvous import MeetingPoint
 
 LONGEST_TICK_S = 5.0
@@ -36,25 +35,13 @@ class Note:
     verdict: str = ""  # its message about the stall
     ended: bool = False
 
-    @classmethod
-    def of(cls, rank: int, number: int, doing: Doing) -> Note:
-        return cls(rank, number, doing.beats, doing.what, doing.waits, doing.still_s)
-
-    def encode(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def decode(cls, text: str | bytes) -> Note:
-        return cls(**json.loads(text))
-
 
 class Board:
     """Notes of `ranks` in a store of the process `keeper`. A thread calls it: calls to a stopped process never return."""
 
     def __init__(self, connect: Callable[[], dist.Store], ranks: Sequence[int], keeper: str):
-        self.keeper = keeper
-        self._connect, self._unknown = connect, list(ranks)
-        self._known: list[int] = []
+        self.keeper, self._connect, self._keys = keeper, connect, [str(rank) for rank in ranks]
+        self._unknown = set(self._keys)  # without a note, for which `multi_get` would wait
         self._store: dist.Store | None = None
         self._call: threading.Thread | None = None
         self._found: list[Note] | None = None
@@ -76,18 +63,15 @@ class Board:
                 self._store = self._connect()
             store = self._store
             if mine is not None:
-                store.set(str(mine.rank), mine.encode())
-            if self._unknown and store.check([str(rank) for rank in self._unknown]):
-                self._known, self._unknown = [*self._known, *self._unknown], []
-            for rank in [rank for rank in self._unknown if store.check([str(rank)])]:
-                self._known.append(rank)
-                self._unknown.remove(rank)
-            keys = [str(rank) for rank in self._known]
-            self._found = [Note.decode(text) for text in store.multi_get(keys)] if keys else []
+                store.set(str(mine.rank), json.dumps(asdict(mine)))
+            if self._unknown and store.check(list(self._unknown)):  # one call, if all have come
+                self._unknown.clear()
+            self._unknown = {key for key in self._unknown if not store.check([key])}
+            keys = [key for key in self._keys if key not in self._unknown]
+            self._found = [Note(**json.loads(text)) for text in store.multi_get(keys)] if keys else []
 
 
 def board_at(point: MeetingPoint, ranks: Sequence[int] | None = None) -> Board:
-
     def connect() -> dist.Store:
         address = "localhost" if point.opens and not point.address.startswith("127.") else point.address
         timeout = timedelta(seconds=LONGEST_TICK_S)
@@ -100,8 +84,8 @@ def board_at(point: MeetingPoint, ranks: Sequence[int] | None = None) -> Board:
 class Watch:
     """An observer's view of ranks (`whole`: all of the run, so one must move).
 
-    At most three ticks count between looks, so a suspended machine raises no alarm. Extra time: `first_s` for first notes,
-    `later_s` here.
+    At most three ticks count between looks, so a suspended machine raises no alarm. Extra time: `first_s` until the first notes,
+    `later_s` for this observer.
     """
 
     def __init__(
@@ -177,10 +161,10 @@ class Watch:
         live, alone_s = self.live, self.alone_s
         if own is not None and alone_s >= self.deadline_s:
             first = [own]
-            head = f"the place where the ranks meet, which {keeper} keeps, has not answered for {alone_s:.0f} s"
+            head = f"the ranks' store, kept by {keeper}, has not answered for {alone_s:.0f} s"
         else:
             first = [rank for rank in live if rank not in answered] or self._longest_at_work(live)
-            head = "the run stands still" if first else "the run stands still, for its ranks wait for each other"
+            head = "the run has stalled" if first else "the run has stalled, because its ranks wait for each other"
         order = [*first, *[rank for rank in live if rank not in first]]
         states = [self._state(rank, rank in answered) for rank in order[:MOST_STATES]]
         if len(order) > MOST_STATES:
@@ -188,14 +172,14 @@ class Watch:
         return f"{head} (stall_deadline_s is {self.deadline_s:g}): " + "; ".join(states)
 
     def _longest_at_work(self, live: Collection[int]) -> list[int]:
-        at_work = [rank for rank in live if not self.notes[rank].waits]
-        at_work = [rank for rank in at_work if self.notes[rank].still_s >= self.deadline_s / 2]
-        return sorted(at_work, key=lambda rank: self.notes[rank].still_s, reverse=True)[:1]
+        notes = [self.notes[rank] for rank in live]
+        at_work = [note for note in notes if not note.waits and note.still_s >= self.deadline_s / 2]
+        return [note.rank for note in sorted(at_work, key=lambda note: note.still_s)[-1:]]
 
     def _state(self, rank: int, answered: bool) -> str:
         note = self.notes.get(rank)
         if note is None:
-            return f"rank {rank} did not answer, and has never said what it does"
+            return f"rank {rank} did not answer, and has written no note"
         if not answered:
             ago_s = self.heard_s(rank) + self.alone_s
             return (

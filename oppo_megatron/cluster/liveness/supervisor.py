@@ -14,7 +14,7 @@ import psutil
 
 from oppo_megatron.cluster.liveness.failures import WELL, Failure
 from oppo_megatron.cluster.liveness.stalls import Watch, board_at, tick_s
-from oppo_megatron.cluster.liveness.watchdog import told_within_s
+from oppo_megatron.cluster.liveness.watchdog import verdict_within_s
 from oppo_megatron.cluster.rendezvous import MeetingPoint
 
 POLL_S = 0.2
@@ -24,16 +24,15 @@ GRACE_S = 8.0
 @dataclass(frozen=True)
 class Limits:
     stall_s: float  # 0: none
-    asked_s: float | None  # for ranks that were asked to stop; None: unlimited
+    asked_s: float | None  # after ranks were asked to stop; None: unlimited
     first_s: float  # until the ranks meet
 
     @classmethod
     def of(cls, config: Any) -> Limits:
         """Limits that the configuration lacks are off."""
-        stall_s, asked_s = getattr(config, "stall_deadline_s", None), getattr(config, "preempt_deadline_s", None) or None
-        if stall_s is None:
-            return cls(0.0, asked_s, 0.0)
-        return cls(stall_s, asked_s, config.runtime.meeting_s)
+        asked_s = getattr(config, "preempt_deadline_s", None) or None
+        stall_s = getattr(config, "stall_deadline_s", 0.0)
+        return cls(stall_s, asked_s, config.runtime.meeting_s if stall_s else 0.0)
 
 
 class Supervisor:
@@ -42,7 +41,7 @@ class Supervisor:
     def __init__(self, folder: Path, point: MeetingPoint, limits: Limits, asked_s: Callable[[], float | None]):
         self._folder, self._limits, self._asked_s = folder, limits, asked_s
         self._board, self._tick_s = board_at(point), tick_s(limits.stall_s)
-        later_s = told_within_s(limits.stall_s) + 2 * self._tick_s  # the ranks' watchdogs come first
+        later_s = verdict_within_s(limits.stall_s) + 2 * self._tick_s  # the ranks' watchdogs come first
         self._watch = Watch(range(point.size), limits.stall_s, time.monotonic, limits.first_s, later_s)
         self._looked = self._ending_since = 0.0
         self._over = threading.Event()

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -30,14 +30,14 @@ from oppo_megatron.cluster.world import World
 from oppo_megatron.rundir.directory import RunDirectory
 
 JUDGE = 0
-ANSWER_S = 2.0  # for a rank that reads of a stall to write its stacks and to answer, in addition to two ticks
-TOLD_S = 2.0  # for the others to read the verdict: the store may end with this process
+ANSWER_S = 2.0  # for a rank that reads of a stall to write its stacks and a note, in addition to two ticks
+READ_S = 2.0  # for the others to read the verdict: the store may end with this process
 LOOK_S = 1e-4  # the store's time for a look of one rank: with many ranks each looks less often
 
 
-def told_within_s(deadline_s: float) -> float:
+def verdict_within_s(deadline_s: float) -> float:
     """Seconds after the deadline until running watchdogs have ended their ranks."""
-    return 4 * tick_s(deadline_s) + ANSWER_S + TOLD_S + 0.5
+    return 4 * tick_s(deadline_s) + ANSWER_S + READ_S + 0.5
 
 
 class Watchdog:
@@ -53,7 +53,8 @@ class Watchdog:
         end: Callable[[str], None],
         size: int = 1,
     ):
-        self.rank, self.watch, self.activity, self.board, self.folder = rank, watch, activity, board, folder
+        self.rank, self.watch, self.activity, self.board = rank, watch, activity, board
+        self.folder, self._file = folder, folder / f"rank-{rank}.txt"
         self._end, self._tick_s, self._number = end, tick_s(watch.deadline_s), 0
         self._pause_s = min(max(0.1, LOOK_S * size), self._tick_s)
         self._over = threading.Event()
@@ -74,7 +75,7 @@ class Watchdog:
     def _run(self) -> None:
         try:
             while not self._over.wait(self._tick_s):
-                self._wind_up(self.watch.deadline_s + told_within_s(self.watch.deadline_s))
+                self._wind_up(self.watch.deadline_s + verdict_within_s(self.watch.deadline_s))
                 self._look(self._note())
                 if self.watch.alarmed or self.watch.stalled(self.rank):
                     self._alarm()
@@ -84,7 +85,7 @@ class Watchdog:
 
     def _note(self) -> Note:
         self._number += 1
-        return Note.of(self.rank, self._number, self.activity.look())
+        return Note(self.rank, self._number, **asdict(self.activity.look()))
 
     def _look(self, mine: Note) -> None:
         found = None if self.board is None else self.board.exchange(mine, self._tick_s)
@@ -94,7 +95,7 @@ class Watchdog:
     def _alarm(self) -> None:
         watch, mine = self.watch, replace(self._note(), alarm=True)
         self._write_stacks(mine)
-        self._wind_up(5 * self._tick_s + 2 * ANSWER_S + TOLD_S)
+        self._wind_up(5 * self._tick_s + 2 * ANSWER_S + READ_S)
         self._look(mine)
         answer_s = 2 * self._tick_s + ANSWER_S
         if self.rank == JUDGE or self.board is None:
@@ -102,13 +103,12 @@ class Watchdog:
         else:
             self._until(answer_s + self._tick_s, mine, lambda: bool(self._verdict))
         answered = {self.rank, *watch.alarmed}
-        keeper = "this rank" if self.board is None else self.board.keeper
-        described = f"{watch.describe(self.rank, answered, keeper)}; stacks of all threads are in {self.folder}"
-        verdict = self._verdict or described
+        described = watch.describe(self.rank, answered, "this rank" if self.board is None else self.board.keeper)
+        verdict = self._verdict or f"{described}; stacks of all threads are in {self.folder}"
         last = replace(mine, verdict=verdict)
         self._look(last)
         if self.rank == JUDGE:
-            self._until(TOLD_S, last, lambda: self._all(lambda note: bool(note.verdict) or note.rank not in answered))
+            self._until(READ_S, last, lambda: self._all(lambda note: bool(note.verdict) or note.rank not in answered))
         self._end(verdict)
 
     @property
@@ -137,10 +137,6 @@ class Watchdog:
                 self._spare = self._file.open("a", encoding="utf-8")
             faulthandler.dump_traceback_later(seconds, exit=True, file=self._spare or sys.stderr)
 
-    @property
-    def _file(self) -> Path:
-        return self.folder / f"rank-{self.rank}.txt"
-
     def _write_stacks(self, note: Note) -> None:
         """Write all threads' stacks, from another thread because the file system may hang."""
         faulthandler.cancel_dump_traceback_later()
@@ -149,15 +145,16 @@ class Watchdog:
             file.seek(0)
             stacks = file.read()
         text = f"{datetime.now():%F %T} rank {self.rank}, for {note.still_s:.0f} s: {note.what}\n{stacks}\n"
-        writer = threading.Thread(target=self._append, args=(text,), daemon=True)
+
+        def append() -> None:
+            with suppress(OSError):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with self._file.open("a", encoding="utf-8") as file:
+                    file.write(text)
+
+        writer = threading.Thread(target=append, daemon=True)
         writer.start()
         writer.join(ANSWER_S)
-
-    def _append(self, text: str) -> None:
-        with suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(text)
 
 
 @contextmanager

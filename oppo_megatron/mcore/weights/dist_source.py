@@ -145,7 +145,7 @@ class DistSource:
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
         place = self._place(name)
         rows = region[0].indices(place.part.hf_shape[0])
-        pieces = [self._read_rows(place, *span, region[1:]) for span in _spans(place.part, rows[0], rows[1])]
+        pieces = [self._read_rows(place, span.start, span.stop, region[1:]) for span in place.part.spans(rows[0], rows[1])]
         return torch.cat(pieces)
 
     def _place(self, name: str) -> _Place:
@@ -257,16 +257,6 @@ class DistSource:
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != sizes:
             raise CheckpointError(f"{path}: the piece of {name} at {list(offsets)} is not what the index says; copy it again")
         return tensor
-
-
-def _spans(part: Part, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    first = 0
-    for rows in part.rows:
-        size = rows.stop - rows.start
-        low, high = max(start - first, 0), min(stop - first, size)
-        if low < high:
-            yield rows.start + low, rows.start + high
-        first += size
 
 
 def _prefix(saved: Collection[str], folder: MegatronFolder) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,8 +16,12 @@ from oppo_megatron.clock import by_time
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.hf_layout import Head, Part, hf_tensors, param_shapes, stage_parts
 from oppo_megatron.layout.model_shape import ModelShape
+from oppo_megatron.mcore.groups import RoleGroups
+from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.weights.hf_source import TensorSource, require_source
-from oppo_megatron.mcore.weights.hf_writer import MAX_SHARD_BYTES, hf_config, write_tensors
+from oppo_megatron.mcore.weights.hf_writer import MAX_SHARD_BYTES, hf_config, peft_config, write_tensors
+from oppo_megatron.modeldir.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from oppo_megatron.modeldir.headers import SINGLE_FILE
 
 
 @torch.no_grad()
@@ -43,110 +50,73 @@ def load_weights(
 
 
 def export_weights(
-    model: torch.nn.Module | Sequence[torch.nn.Module],
-    shape: ModelShape,
+    model: RoleModel | Sequence[RoleModel],
     directory: Path,
     *,
-    head: Head,
-    tp_group: dist.ProcessGroup | None = None,
-    pp_group: dist.ProcessGroup | None = None,
-    dp_group: dist.ProcessGroup | None = None,
-    dtype: torch.dtype | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    base: Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     extra_files: Iterable[Path] = (),
 ) -> None:
-    """Write the model as a Hugging Face directory, whole or not at all; every rank of the model makes the call.
+    """Write a Hugging Face directory, or with adapters a peft directory, whole or not at all; every rank of the model calls it.
 
-    `model`: this rank's stage or chunks.  Groups of size one may be None; `dtype` defaults to the parameters'.
+    `model`: this rank's stage or chunks; `settings`: more keys of `config.json`; `base`: model of the adapters, None if random.
     """
-    chunks = [model] if isinstance(model, torch.nn.Module) else model
-    out = dtype or next(chunks[0].parameters()).dtype
-
-    def parts_of(tp_size: int, stage: int, num_stages: int) -> list[Part]:
-        return stage_parts(shape, head, tp_size=tp_size, pp_rank=stage, pp_size=num_stages)
-
-    def write(values: Values) -> None:
-        write_tensors(
-            directory, hf_tensors(shape, head), values, hf_config(shape, head, out), out,
-            max_shard_bytes=max_shard_bytes, extra_files=extra_files,
-        )  # fmt: skip
-
-    write_gathered(chunks, parts_of, write, tp_group, pp_group, dp_group)
-
-
-Values = Iterator[tuple[str, torch.Tensor]]
-PartsOf = Callable[[int, int, int], list[Part]]
-"""(tensor ranks, stage, stages) -> the parts of the stage."""
-
-
-def write_gathered(
-    chunks: Sequence[torch.nn.Module],
-    parts_of: PartsOf,
-    write: Callable[[Values], None],
-    tp_group: dist.ProcessGroup | None,
-    pp_group: dist.ProcessGroup | None,
-    dp_group: dist.ProcessGroup | None,
-    *,
-    whole: bool = True,
-) -> None:
-    """Collect a model's parts on its first rank, tensor by tensor, for `write`; every rank makes the call.
-
-    `whole`: the parts are all parameters.
-    """
-    if _place(dp_group)[0] == 0:
-        values = _gathered(chunks, parts_of, tp_group, pp_group, whole)
-        if _place(tp_group)[0] == _place(pp_group)[0] == 0:
-            write(values)
+    chunks = [model] if isinstance(model, RoleModel) else model
+    first = chunks[0]
+    groups, dtype = first.groups, next(first.parameters()).dtype
+    names = "config.json", SINGLE_FILE
+    if first.adapters is None:
+        config = {**hf_config(first.shape, first.head, dtype), **settings}
+    else:
+        config, names = peft_config(first.adapters, first.head, base), (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+        max_shard_bytes = sys.maxsize
+    if groups.dp_rank == 0:
+        values = _gathered(chunks)
+        if groups.tp_rank == groups.pp_rank == 0:
+            tensors = {part.hf_name: part.hf_shape for part in first.parts(1, 0, 1)}
+            write_tensors(
+                directory, tensors, values, config, dtype,
+                max_shard_bytes=max_shard_bytes, extra_files=extra_files, names=names,
+            )  # fmt: skip
         for _ in values:  # the other ranks only take part
             pass
-    for group in (pp_group, tp_group, dp_group):
-        if group is not None:
-            dist.barrier(group)
+    dist.barrier(groups.all)
 
 
 @torch.no_grad()
-def _gathered(
-    chunks: Sequence[torch.nn.Module],
-    parts_of: PartsOf,
-    tp_group: dist.ProcessGroup | None,
-    pp_group: dist.ProcessGroup | None,
-    whole: bool,
-) -> Values:
-    (tp_rank, tp_size), (pp_rank, pp_size) = _place(tp_group), _place(pp_group)
-    num_stages = pp_size * len(chunks)
-    stages = [parts_of(tp_size, stage, num_stages) for stage in range(num_stages)]
-    own = {  # by virtual stage
-        stage: matching_params(chunk, stages[stage], tp_size, whole=whole)
-        for stage, chunk in zip(range(pp_rank, num_stages, pp_size), chunks, strict=True)
-    }
-    like, seen = next(chunks[0].parameters()), set[str]()
+def _gathered(chunks: Sequence[RoleModel]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Collect the model's tensors, one by one, on its first rank."""
+    first, groups = chunks[0], chunks[0].groups
+    pp_group, at_first = groups.collection.pp, groups.tp_rank == groups.pp_rank == 0
+    stages = [first.parts(groups.tp, stage, first.num_stages) for stage in range(first.num_stages)]
+    own = {chunk.stage: matching_params(chunk, stages[chunk.stage], groups.tp, whole=first.adapters is None) for chunk in chunks}
+    like, seen = next(first.parameters()), set[str]()
     for stage, part in ((stage, part) for stage, parts in enumerate(stages) for part in parts):
         if part.hf_name in seen:  # a tied embedding is on two stages
             continue
         seen.add(part.hf_name)
-        tensor, owner = None, stage % pp_size
-        if owner == pp_rank:
-            tensor = _over_tensor_ranks(take_part(own[stage][part.param], part), part, tp_group)
-        if tp_rank == 0 and owner > 0:
-            assert pp_group is not None
-            if pp_rank == owner:
+        tensor, owner = None, stage % groups.pp
+        if owner == groups.pp_rank:
+            tensor = _over_tensor_ranks(take_part(own[stage][part.param], part), part, groups)
+        if groups.tp_rank == 0 and owner > 0:
+            if groups.pp_rank == owner:
                 assert tensor is not None
                 dist.send(tensor, dist.get_global_rank(pp_group, 0), group=pp_group)
-            elif pp_rank == 0:
+            elif groups.pp_rank == 0:
                 tensor = like.new_empty(part.hf_shape)
                 dist.recv(tensor, dist.get_global_rank(pp_group, owner), group=pp_group)
-        if tp_rank == pp_rank == 0:
+        if at_first:
             assert tensor is not None
             yield part.hf_name, tensor
 
 
-def _over_tensor_ranks(share: torch.Tensor, part: Part, tp_group: dist.ProcessGroup | None) -> torch.Tensor | None:
-    rank, size = _place(tp_group)
-    if size == 1 or part.cut is None:
+def _over_tensor_ranks(share: torch.Tensor, part: Part, groups: RoleGroups) -> torch.Tensor | None:
+    rank, group = groups.tp_rank, groups.collection.tp
+    if groups.tp == 1 or part.cut is None:
         return share[: part.hf_shape[0]] if rank == 0 else None
-    shares = [torch.empty_like(share) for _ in range(size)] if rank == 0 else None
-    assert tp_group is not None
-    dist.gather(share, shares, dst=dist.get_global_rank(tp_group, 0), group=tp_group)
+    shares = [torch.empty_like(share) for _ in range(groups.tp)] if rank == 0 else None
+    dist.gather(share, shares, dst=dist.get_global_rank(group, 0), group=group)
     return torch.cat(shares, dim=part.cut)[: part.hf_shape[0]] if shares is not None else None
 
 
@@ -203,7 +173,3 @@ def matching_params(
             "Build the model from the same shape, head and parallel sizes."
         )
     return params
-
-
-def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    return (0, 1) if group is None else (group.rank(), group.size())

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.clock import by_time
+from oppo_megatron.config.model import LoraConfig
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.layout.hf_layout import Head
+from oppo_megatron.layout.hf_layout import SCALAR_HEAD, Head
 from oppo_megatron.layout.model_shape import ModelShape
 from oppo_megatron.mcore.weights.hf_source import DTYPES
 from oppo_megatron.modeldir.headers import INDEX_FILE, SINGLE_FILE
@@ -116,6 +117,28 @@ def hf_config(shape: ModelShape, head: Head, dtype: torch.dtype) -> dict[str, An
     if head == "scalar":
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return config
+
+
+TASKS: dict[Head, str] = {"lm": "CAUSAL_LM", "scalar": "SEQ_CLS"}
+
+
+def peft_config(lora: LoraConfig, head: Head, base: Path | None) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": TASKS[head],
+        "base_model_name_or_path": "" if base is None else str(base.absolute()),
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(lora.projections),
+        "modules_to_save": [SCALAR_HEAD.removesuffix(".weight")] if head == "scalar" else None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
 
 
 def _plan_shards(tensors: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int, single: str) -> dict[str, Sequence[str]]:

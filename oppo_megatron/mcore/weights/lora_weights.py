@@ -1,15 +1,13 @@
-"""Adapters: transfer between peft directories and one rank's parameters, and merging."""
+"""Adapters: from peft directories to one rank's parameters, and merging."""
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from oppo_megatron.config.model import LoraConfig
 from oppo_megatron.errors import CheckpointError
@@ -23,11 +21,8 @@ from oppo_megatron.mcore.weights.hf_source import (
     TensorSource,
     stored_of,
 )
-from oppo_megatron.mcore.weights.hf_weights import Values, matching_params, put_part, write_gathered
-from oppo_megatron.mcore.weights.hf_writer import write_tensors
-from oppo_megatron.modeldir.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-
-TASKS: dict[Head, str] = {"lm": "CAUSAL_LM", "scalar": "SEQ_CLS"}
+from oppo_megatron.mcore.weights.hf_weights import matching_params, put_part
+from oppo_megatron.modeldir.adapters import ADAPTER_WEIGHTS
 
 
 class FreshAdapters(DrawnSource):
@@ -67,53 +62,6 @@ def fill_adapters(model: Any, lora: LoraConfig, seed: int) -> None:
     for part in parts:
         if part.hf_name in source.names():
             put_part(params[part.param], part, source.read(part.hf_name, part.share(model.groups.tp_rank, tp)))
-
-
-def export_adapters(
-    chunks: Sequence[Any],
-    directory: Path,
-    base: Path | None,
-    *,
-    tp_group: dist.ProcessGroup | None,
-    pp_group: dist.ProcessGroup | None,
-    dp_group: dist.ProcessGroup | None,
-    extra_files: Iterable[Path] = (),
-) -> None:
-    """Write a model's adapters as a peft directory; otherwise as `export_weights`.  `base`: None if random."""
-    first = chunks[0]
-    lora, shape, head = first.adapters, first.shape, first.head
-    assert lora is not None
-
-    def parts_of(tp_size: int, stage: int, num_stages: int) -> list[Part]:
-        return adapter_parts(shape, lora, head, tp_size=tp_size, pp_rank=stage, pp_size=num_stages)
-
-    def write(values: Values) -> None:
-        tensors = {part.hf_name: part.hf_shape for part in parts_of(1, 0, 1)}
-        write_tensors(
-            directory, tensors, values, peft_config(lora, head, base), next(first.parameters()).dtype,
-            max_shard_bytes=sys.maxsize, extra_files=extra_files, names=(ADAPTER_CONFIG, ADAPTER_WEIGHTS),
-        )  # fmt: skip
-
-    write_gathered(chunks, parts_of, write, tp_group, pp_group, dp_group, whole=False)
-
-
-def peft_config(lora: LoraConfig, head: Head, base: Path | None) -> dict[str, Any]:
-    return {
-        "peft_type": "LORA",
-        "task_type": TASKS[head],
-        "base_model_name_or_path": "" if base is None else str(base.absolute()),
-        "r": lora.rank,
-        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
-        "lora_dropout": 0.0,
-        "target_modules": list(lora.projections),
-        "modules_to_save": [SCALAR_HEAD.removesuffix(".weight")] if head == "scalar" else None,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "use_rslora": False,
-        "use_dora": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
-    }
 
 
 class MergedSource(OverlaidSource):

@@ -1,29 +1,22 @@
 """Moves trained weights to the layout of decoding or scoring; with equal layouts the models share parameters.
 
-megatron-core's resharding 0.16.1 plans over the world (`_RoleWorld`), supports one module per rank (`_Weights`), may fetch a
-rank's own weights from others (`_nearest_replica`), and stages a whole model at once (`_rounds`).
+Both layouts cut the same Hugging Face tensors (`Part`), so every rank computes its own copies without a message.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
-from unittest import mock
+from math import prod
 
 import torch
 import torch.distributed as dist
-from megatron.core.resharding import execution, planner, utils
-from megatron.core.resharding.copy_services.base import CopyService
-from megatron.core.resharding.utils import ParameterMetadata, ReshardPlan, TransferOp
 from torch import Tensor
 from torch.nn import Parameter
 
+from oppo_megatron.layout.hf_layout import Part
 from oppo_megatron.mcore.lora import is_adapter
 from oppo_megatron.mcore.model import RoleModel
 
@@ -33,16 +26,39 @@ ROUND_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class MoveReport:
-    """One move; `bytes_moved` between ranks, summed over the role."""
+    """`bytes_moved` between ranks, summed over the role."""
 
     bytes_moved: int
     seconds: float
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """Rows and columns of a parameter, whose storage a distributed optimizer may replace before the first move."""
+
+    param: Parameter
+    rows: Sequence[slice]
+    columns: slice
+
+    @classmethod
+    def of(cls, params: dict[str, Parameter], part: Part, cut: slice) -> _Piece:
+        if part.cut == 1:
+            return cls(params[part.param], part.rows, cut)
+        return cls(params[part.param], part.spans(cut.start, cut.stop), slice(None))
+
+    def views(self) -> list[Tensor]:
+        matrix = self.param.data if self.param.dim() == 2 else self.param.data.unsqueeze(1)
+        return [matrix[rows, self.columns] for rows in self.rows]
+
+    @property
+    def numel(self) -> int:
+        return sum(view.numel() for view in self.views())
+
+
 class Reallocation:
     """Moves weights from trained chunks to the serving model, on the same ranks and of one dtype.
 
-    Every rank of the role makes it and calls each `move`.
+    Every rank of the role calls each `move`.
     """
 
     def __init__(self, training: Sequence[RoleModel], serving: RoleModel, round_bytes: int = ROUND_BYTES):
@@ -52,43 +68,57 @@ class Reallocation:
         if self.shared:
             share_parameters(training[0], serving)
             return
-        self._source, self._target = _weights(training, serving=False), _weights([serving], serving=True)
-        self._world, self._service = _RoleWorld(ours.all), GroupCopy(ours.all)
-        plan = self._plan()
-        self._rounds = list(_rounds(plan, self._source, self._target, round_bytes))
-        self._bytes = self._bytes_between_ranks(plan)
+        self._group, self._like = ours.all, next(serving.parameters())
+        assert self._like.dtype == next(training[0].parameters()).dtype, "weights of two dtypes cannot be moved bit for bit"
+        self._own: list[tuple[_Piece, _Piece]] = []
+        sends, receives, moved = defaultdict[int, list[_Piece]](list), defaultdict[int, list[_Piece]](list), 0
+        rank, source, target = dist.get_rank(), _Layout.of(training[0]), _Layout.of(serving)
+        trained = {chunk.stage: dict(chunk.named_parameters()) for chunk in training}
+        served = dict(serving.named_parameters())
+        for receiver in target.ranks:
+            for sender, stage, sent, received, numel in _copies(source, target, receiver):
+                out = _Piece.of(trained[stage], *sent) if sender == rank else None
+                into = _Piece.of(served, *received) if receiver == rank else None
+                if out is not None and into is not None:
+                    self._own.append((out, into))
+                elif out is not None:
+                    sends[receiver].append(out)
+                elif into is not None:
+                    receives[sender].append(into)
+                moved += numel * (sender != receiver)
+        self._bytes, limit = moved * self._like.itemsize, round_bytes // self._like.itemsize
+        self._sends = {peer: _rounds(pieces, limit) for peer, pieces in sends.items()}
+        self._receives = {peer: _rounds(pieces, limit) for peer, pieces in receives.items()}
 
+    @torch.no_grad()
     def move(self) -> MoveReport:
         """Copy the trained weights, bit for bit, into the serving model's storages."""
         if self.shared:
             return MoveReport(0, 0.0)
         began = time.perf_counter()
-        with self._world.in_place_of_the_world():
-            for part in self._rounds:
-                execution.execute_reshard_plan(part, self._source, self._target, self._service)
-        device = next(iter(self._target.named.values())).device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        for source, target in self._own:
+            _fill([target], _flat([source]))
+        for number in range(max(map(len, [*self._sends.values(), *self._receives.values()]), default=0)):
+            self._exchange(number)
+        if self._like.device.type == "cuda":
+            torch.cuda.synchronize(self._like.device)
         return MoveReport(self._bytes, time.perf_counter() - began)
 
-    def _plan(self) -> ReshardPlan:
-        dtypes = {p.dtype for weights in (self._source, self._target) for p in weights.named.values()}
-        assert len(dtypes) == 1, f"weights of different dtypes cannot be carried bit for bit: {dtypes}"
-        nearest = mock.patch.object(planner, "select_src_metadata_balanced", _nearest_replica)
-        with self._world.in_place_of_the_world(), nearest:
-            plan = planner.build_centralized_reshard_plan(self._source, self._target)
-        filled: dict[str, int] = defaultdict(int)
-        for op in plan.recv_ops:
-            filled[op.param_name] += self._target.piece(op).numel()
-        assert filled == {name: p.numel() for name, p in self._target.named.items()}, "the plan leaves a gap"
-        return plan
-
-    def _bytes_between_ranks(self, plan: ReshardPlan) -> int:
-        me = self._world.get_rank()
-        received = [0] * self._world.get_world_size()
-        own = sum(self._target.piece(op).nbytes for op in plan.recv_ops if op.peer_rank != me)
-        self._world.all_gather_object(received, own)
-        return sum(received)
+    def _exchange(self, number: int) -> None:
+        """Pass one message per pair of ranks; both have the pair's pieces in the same order."""
+        transfers, filled = [], []
+        for peer, rounds in self._sends.items():
+            for pieces in rounds[number : number + 1]:
+                transfers.append(dist.P2POp(dist.isend, _flat(pieces), peer, self._group))
+        for peer, rounds in self._receives.items():
+            for pieces in rounds[number : number + 1]:
+                values = self._like.new_empty(sum(piece.numel for piece in pieces))
+                transfers.append(dist.P2POp(dist.irecv, values, peer, self._group))
+                filled.append((pieces, values))
+        for work in dist.batch_isend_irecv(transfers) if transfers else ():
+            work.wait()
+        for pieces, values in filled:
+            _fill(pieces, values)
 
 
 def share_parameters(training: RoleModel, serving: RoleModel) -> None:
@@ -102,136 +132,75 @@ def share_parameters(training: RoleModel, serving: RoleModel) -> None:
     assert not lacking, f"parameters that the serving model lacks: {lacking}"
 
 
-class GroupCopy(CopyService):
-    """Copies between a group's ranks, numbered in the group; copies of a pair match in order."""
+@dataclass(frozen=True)
+class _Layout:
+    """A model's trained parts over its ranks, by (virtual) stage."""
 
-    def __init__(self, group: dist.ProcessGroup):
-        self._group = group
-        self._sends: list[tuple[Tensor, int]] = []
-        self._receives: list[tuple[Tensor, int]] = []
+    ranks: tuple[int, ...]
+    tp: int
+    pp: int
+    stages: list[list[Part]]
 
-    def submit_send(self, src_tensor: Tensor, dest_rank: int) -> None:
-        self._sends.append((src_tensor, dest_rank))
+    @classmethod
+    def of(cls, model: RoleModel) -> _Layout:
+        groups, stages = model.groups, range(model.num_stages)
+        return cls(groups.ranks, groups.tp, groups.pp, [model.parts(groups.tp, stage, len(stages)) for stage in stages])
 
-    def submit_recv(self, dest_tensor: Tensor, src_rank: int) -> None:
-        self._receives.append((dest_tensor, src_rank))
-
-    def run(self) -> None:
-        me = self._group.rank()
-        own = ([tensor for tensor, peer in copies if peer == me] for copies in (self._receives, self._sends))
-        for target, source in zip(*own, strict=True):
-            target.copy_(source)
-        transfers = [*self._operations(dist.isend, self._sends), *self._operations(dist.irecv, self._receives)]
-        for work in dist.batch_isend_irecv(transfers) if transfers else ():
-            work.wait()
-        self._sends.clear()
-        self._receives.clear()
-
-    def _operations(self, call: Any, copies: Iterable[tuple[Tensor, int]]) -> Iterator[dist.P2POp]:
-        for tensor, peer in copies:
-            if peer != self._group.rank():
-                yield dist.P2POp(call, tensor, dist.get_global_rank(self._group, peer), self._group)
+    def holders(self, stage: int, tp_rank: int | None) -> Sequence[int]:
+        """Ranks of a stage's replicas; None: of any tensor rank."""
+        size = len(self.ranks) // self.pp
+        ranks = self.ranks[stage % self.pp * size :][:size]
+        return ranks if tp_rank is None else ranks[tp_rank :: self.tp]
 
 
-class _Weights:
-    def __init__(self, model: RoleModel, named: dict[str, Parameter]):
-        self.named, self.pg_collection = named, model.pg_collection
-
-    def named_parameters(self, recurse: bool = True) -> Iterable[tuple[str, Parameter]]:
-        return self.named.items()
-
-    def named_modules(self) -> tuple[()]:
-        """Empty: the planner would read layer numbers from them, which the names already have."""
-        return ()
-
-    def piece(self, op: TransferOp) -> Tensor:
-        return self.named[op.param_name].data[op.my_slice]
+_Cut = tuple[Part, slice]
+"""A range of a rank's share of a tensor, along its cut."""
 
 
-def _weights(chunks: Sequence[RoleModel], *, serving: bool) -> _Weights:
-    """Return the changing parameters; a last stage's copy of tied embeddings is filled from them, not sent."""
-    named: dict[str, Parameter] = {}
-    for chunk in chunks:
-        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
-        tied = chunk.share_embeddings_and_output_weights and not chunk.pre_process
-        for name, param in chunk.named_parameters():
-            is_head = name == "output_layer.weight"
-            if chunk.adapters is not None and not is_adapter(name) and not (is_head and chunk.head == "scalar"):
-                continue  # frozen: both models have loaded it
-            if is_head and tied:
-                if not serving:
-                    continue
-                name = "embedding.word_embeddings.weight"
-            parts = name.split(".")
-            if parts[:2] == ["decoder", "layers"]:
-                parts[2] = str(numbers[int(parts[2])])
-            named[".".join(parts)] = param
-    return _Weights(chunks[0], named)
+def _copies(source: _Layout, target: _Layout, receiver: int) -> Iterator[tuple[int, int, _Cut, _Cut, int]]:
+    """Yield sender, its stage, what it sends, what this fills, and the number of elements, for each piece of a rank's model.
 
-
-def _rounds(plan: ReshardPlan, source: _Weights, target: _Weights, round_bytes: int) -> Iterator[ReshardPlan]:
-    """Split the plan to stage at most `round_bytes` per pair of ranks, or one larger piece.
-
-    Both ranks of a pair see its transfers in the same order.
+    A rank sends to itself if it can, otherwise the replicas take turns.
     """
-    sends, receives = _cut(plan.send_ops, source, round_bytes), _cut(plan.recv_ops, target, round_bytes)
-    for send_ops, recv_ops in itertools.zip_longest(sends, receives):
-        yield ReshardPlan(send_ops or [], recv_ops or [])
+    found = {part.hf_name: (stage, part) for stage in reversed(range(len(source.stages))) for part in source.stages[stage]}
+    place = target.ranks.index(receiver)
+    for part in target.stages[place * target.pp // len(target.ranks)]:
+        stage, held = found[part.hf_name]  # of tied embeddings the first
+        is_cut, width, held_width = part.cut is not None, _width(part, target.tp), _width(held, source.tp)
+        first = place % target.tp * width if is_cut else 0
+        for tp_rank in range(source.tp if is_cut else 1):
+            start, stop = max(first, tp_rank * held_width), min(first + width, (tp_rank + 1) * held_width)
+            if start >= stop:
+                continue
+            ranks = source.holders(stage, tp_rank if is_cut else None)
+            sender = receiver if receiver in ranks else ranks[receiver % len(ranks)]
+            sent, filled = (slice(start - begin, stop - begin) for begin in (tp_rank * held_width, first))
+            numel = (stop - start) * (part.num_rows if part.cut == 1 else prod(part.hf_shape[1:]))
+            yield sender, stage, (held, sent), (part, filled), numel
 
 
-def _cut(ops: Iterable[TransferOp], weights: _Weights, limit: int) -> list[list[TransferOp]]:
-    rounds: dict[int, list[TransferOp]] = defaultdict(list)
-    last: dict[int, int] = defaultdict(int)
-    staged: dict[int, int] = defaultdict(int)
-    for op in ops:
-        size, peer = weights.piece(op).nbytes, op.peer_rank
-        if staged[peer] and staged[peer] + size > limit:
-            last[peer], staged[peer] = last[peer] + 1, 0
-        staged[peer] += size
-        rounds[last[peer]].append(op)
-    return [rounds[index] for index in range(len(rounds))]
+def _width(part: Part, tp: int) -> int:
+    return part.hf_shape[1] // tp if part.cut == 1 else part.num_rows
 
 
-def _nearest_replica(sources: Sequence[ParameterMetadata], target: ParameterMetadata, target_rank: int) -> ParameterMetadata:
-    """Choose the sender of a parameter: the receiving rank itself, else each in turn (unlike resharding/utils.py:322)."""
-    own = [source for source in sources if source.owner_rank == target_rank]
-    return own[0] if own else sources[target_rank % len(sources)]
+def _rounds(pieces: Sequence[_Piece], limit: int) -> list[list[_Piece]]:
+    """Split into rounds of at most `limit` elements, or one larger piece."""
+    rounds: list[list[_Piece]] = []
+    staged = 0
+    for piece in pieces:
+        if not rounds or staged + piece.numel > limit:
+            rounds.append([])
+            staged = 0
+        staged += piece.numel
+        rounds[-1].append(piece)
+    return rounds
 
 
-class _RoleWorld:
-    """`torch.distributed` for resharding, with one group as the world.
+def _flat(pieces: Sequence[_Piece]) -> Tensor:
+    return torch.cat([view.flatten() for piece in pieces for view in piece.views()])
 
-    planner.py:261-337 and execution.py:59 would involve ranks with other models.
-    """
 
-    def __init__(self, group: dist.ProcessGroup):
-        self._group = group
-        self._numbers = {rank: number for number, rank in enumerate(dist.get_process_group_ranks(group))}
-
-    @contextlib.contextmanager
-    def in_place_of_the_world(self) -> Iterator[None]:
-        with (
-            mock.patch.object(planner, "dist", self),
-            mock.patch.object(planner, "torch", SimpleNamespace(distributed=self)),
-            mock.patch.object(utils, "dist", self),
-            mock.patch.object(execution, "dist", self),
-        ):
-            yield
-
-    def get_rank(self) -> int:
-        return self._group.rank()
-
-    def get_world_size(self) -> int:
-        return self._group.size()
-
-    def get_process_group_ranks(self, group: dist.ProcessGroup) -> list[int]:
-        return [self._numbers[rank] for rank in dist.get_process_group_ranks(group)]
-
-    def all_gather_object(self, objects: list[Any], own: Any) -> None:
-        dist.all_gather_object(objects, own, group=self._group)
-
-    def broadcast_object_list(self, objects: list[Any], src: int) -> None:
-        dist.broadcast_object_list(objects, dist.get_global_rank(self._group, src), group=self._group)
-
-    def barrier(self) -> None:
-        """Do nothing: a rank's own copies are complete, and numbers of rounds may differ."""
+def _fill(pieces: Sequence[_Piece], values: Tensor) -> None:
+    views = [view for piece in pieces for view in piece.views()]
+    for view, part in zip(views, values.split([view.numel() for view in views]), strict=True):
+        view.copy_(part.view_as(view))

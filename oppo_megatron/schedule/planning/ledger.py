@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TypeVar, cast
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from oppo_megatron.columns import Ints
 
-T = TypeVar("T")
-
 Pairs = list[tuple[int, int]]
 """A mapping in JSON: keys stay numbers, in order."""
-
-KEPT = 8
-"""Answers that `Memo` keeps."""
 
 ABSENT = -1
 """A missing number in columns that use 0."""
@@ -92,18 +86,3 @@ def ordinal(groups: Ints) -> Ints:
     found = np.empty_like(groups)
     found[order] = np.arange(len(groups)) - np.repeat(starts, lengths)
     return found
-
-
-class Memo:
-    """Last answers of pure functions; scorers of one layout mostly ask for the same."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], object] = {}
-
-    def once(self, make: Callable[..., T], *asked: object) -> T:
-        key = make, *((each.shape, each.tobytes()) if isinstance(each, np.ndarray) else each for each in asked)
-        if key not in self._known:
-            if len(self._known) >= KEPT:
-                del self._known[next(iter(self._known))]  # the oldest
-            self._known[key] = make(*asked)
-        return cast(T, self._known[key])

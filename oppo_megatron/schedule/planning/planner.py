@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -24,16 +23,12 @@ from oppo_megatron.schedule.planning.scoring_book import ScoringBook, Unread
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.components import component_of
-from oppo_megatron.schedule.weaving.costs import Costs, nearly
+from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.cut import Cut, Work, choose_cut
 from oppo_megatron.schedule.weaving.generators import CustomGenerator, Generator, generator_of, intra, one_by_one
-from oppo_megatron.schedule.weaving.steady import lengthened, repeats, shortened
 
 KEPT_SCHEDULES = 256
 KEPT_CUTS = 1024
-
-NEARLY = 0.05
-"""Relative change of an action's seconds after which cuts are chosen again."""
 
 Order = Callable[[Sequence[int]], list[int]]
 
@@ -49,21 +44,6 @@ class PlannedRound:
     @property
     def steps(self) -> int:
         return self.round.steps
-
-
-@dataclass(frozen=True)
-class BookedRound:
-    steps: int
-    works: Mapping[str, Sequence[ReplicaWork]]
-
-    def round(self, index: int) -> Round:
-        return Round(
-            index,
-            self.steps,
-            tuple(work.decode for work in self.works.get("actor", [])),
-            {name: tuple(w.prefill for w in replicas) for name, replicas in self.works.items()},
-            {n: tuple(tuple(w.fork) for w in own) for n, own in self.works.items() if any(w.fork for w in own)},
-        )
 
 
 @dataclass
@@ -85,7 +65,7 @@ class RoundPlanner:
     _cuts: dict[tuple[object, ...], Cut] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._sought_by, self._generate = self.costs, generator_of(self.generator)
+        self._generate = generator_of(self.generator)
         self._component = None if self.rank is None else component_of(self.site, self.rank)
 
     @uncollected()
@@ -102,8 +82,7 @@ class RoundPlanner:
 
         Raises ScheduleError.
         """
-        booked = self.book(decode, score, chunk, order, readable)
-        works, round_ = booked.works, booked.round(index)
+        round_, works = self.book(index, decode, score, chunk, order, readable)
         budgets = self._budgets(works)
         require_room(round_, budgets)
         ours = {name: list(own.values()) for name, own in budgets.items()}
@@ -112,13 +91,14 @@ class RoundPlanner:
     @uncollected()
     def book(
         self,
+        index: int,
         decode: Sequence[Rollout],
         score: Sequence[Rollout],
         chunk: int,
         order: Order,
         readable: Ints | None = None,
-    ) -> BookedRound:
-        """First half of `plan`; the books count the work as done."""
+    ) -> tuple[Round, dict[str, list[ReplicaWork]]]:
+        """Return a round and its work by role, which the books count as done: the first half of `plan`."""
         active, unread = self.actor.active(decode), dict[str, Unread]()
         scored = some = columns_of(score)
         perishable = any(book.perishable for book in self.scorers.values())
@@ -134,7 +114,9 @@ class RoundPlanner:
             works["actor"] = self.actor.plan(active, steps, cut.micro_batches, self.micro_batch_tokens, order, self._own("actor"))
         if score:
             works |= {n: book.plan(unread[n], cut.prefill_tokens, self._own(n)) for n, book in self.scorers.items()}
-        return BookedRound(steps, works)
+        forks = {name: tuple(tuple(work.fork) for work in own) for name, own in works.items() if any(w.fork for w in own)}
+        prefill = {name: tuple(work.prefill for work in own) for name, own in works.items()}
+        return Round(index, steps, tuple(work.decode for work in works.get("actor", [])), prefill, forks), works
 
     def owes(self, rollouts: Sequence[Rollout]) -> bool:
         columns = columns_of(rollouts)
@@ -149,14 +131,10 @@ class RoundPlanner:
         return sum(book.prefilled_tokens for book in (self.actor, *self.scorers.values()))
 
     def learn(self, costs: Costs) -> None:
-        """Plan by `costs` from now on, on all ranks at once; keep cuts until times differ by NEARLY."""
+        """Plan by `costs` from now on, on all ranks at once."""
         self.costs = costs
         self._known.clear()
-        slots, pp = self.actor.slots, self.site.placements["actor"].pp
-        sequences, tokens = (max(1, slots // (2 * pp)), slots), (max(1, self.micro_batch_tokens // 16), self.micro_batch_tokens)
-        if not nearly(costs, self._sought_by, NEARLY, sequences, tokens):
-            self._cuts.clear()
-            self._sought_by = costs
+        self._cuts.clear()
 
     def reset_perishable(self) -> list[str]:
         stale = [name for name, book in self.scorers.items() if book.perishable]
@@ -172,7 +150,9 @@ class RoundPlanner:
         tokens = None if asked == "auto" else min(asked, self.micro_batch_tokens)
         if self.generator != "woven" or placement.pp == 1:
             return Cut(1 if micro_batches == "auto" else micro_batches, tokens or self.micro_batch_tokens)
-        pending = {name: self.scorers[name].pending(unread[name]) for name in self._beside}
+        placements = self.site.placements
+        shared = [name for name in self.scorers if not set(placements[name].ranks).isdisjoint(placement.ranks)]
+        pending = {name: self.scorers[name].pending(unread[name]) for name in shared}
         growths = np.concatenate([news for _, news in pending.values()]) if pending else np.zeros(0, dtype=np.int64)
         work = Work(
             num_sequences=_coarse(max(self.actor.running(decode))),
@@ -180,7 +160,7 @@ class RoundPlanner:
             pp=placement.pp,
             prefill_tokens={name: _coarse(int(np.bincount(*each).max(initial=0))) for name, each in pending.items()},
         )
-        grain = _coarse(median(growths)) if len(growths) else 1
+        grain = _coarse(int(np.median(growths))) if len(growths) else 1
         key = (work.num_sequences, work.steps, *work.prefill_tokens.items(), grain)
         if key not in self._cuts:
             if len(self._cuts) >= KEPT_CUTS:
@@ -191,25 +171,10 @@ class RoundPlanner:
             )
         return self._cuts[key]
 
-    @cached_property
-    def _beside(self) -> list[str]:
-        actor, placements = self.site.placements["actor"], self.site.placements
-        return [name for name in self.scorers if any(actor.coords(rank) is not None for rank in placements[name].ranks)]
-
     def _schedule(self, round_: Round, budgets: Budgets) -> Schedule:
         component = self._component
-        part = round_ if component is None else component.part(round_)
-        shape = replace(part, index=1)
-        if component is None or not repeats(self.generator, shape, component.model):
-            return self._checked(shape, budgets)
-        key = part.steps, _counts(part)
-        if key not in self._known:
-            own = self._checked(shortened(shape), budgets).of(component.rank)
-            self._keep(key, Schedule({component.rank: lengthened(own, part.steps)}))
-        return self._known[key]
-
-    def _checked(self, shape: Round, budgets: Budgets) -> Schedule:
-        key, component = (shape.steps, _counts(shape)), self._component
+        shape = replace(round_ if component is None else component.part(round_), index=1)
+        key = shape.steps, _counts(shape)
         if key not in self._known:
             site = self.site if component is None else component.model
             computes, rules = self._ordered(shape, site)
@@ -224,7 +189,9 @@ class RoundPlanner:
                 if not isinstance(self._generate, CustomGenerator):
                     raise
                 raise self._generate.plugin.refuse(f"made a schedule that cannot run: {error}", "correct its order") from error
-            self._keep(key, schedule)
+            if len(self._known) >= KEPT_SCHEDULES:
+                self._known.clear()
+            self._known[key] = schedule
         return self._known[key]
 
     def _ordered(self, shape: Round, site: Site) -> tuple[Schedule, Transport]:
@@ -251,11 +218,6 @@ class RoundPlanner:
                 return generator, computes
         return one_by_one, one_by_one(shape, site, self.costs)
 
-    def _keep(self, key: tuple[object, ...], schedule: Schedule) -> None:
-        if len(self._known) >= KEPT_SCHEDULES:
-            self._known.clear()
-        self._known[key] = schedule
-
     def _budgets(self, works: Mapping[str, Sequence[ReplicaWork]]) -> dict[str, dict[int, KVBudget]]:
         books: dict[str, Book] = {"actor": self.actor, **self.scorers}
         budgets: dict[str, dict[int, KVBudget]] = {}
@@ -271,13 +233,6 @@ class RoundPlanner:
 def _counts(part: Round) -> tuple[object, ...]:
     prefill = tuple((name, tuple(map(len, replicas))) for name, replicas in sorted(part.prefill.items()))
     return tuple(map(len, part.decode)), prefill
-
-
-def median(numbers: Ints) -> int:
-    """Median, rounded down; counting is faster than sorting."""
-    smaller = np.cumsum(np.bincount(numbers))
-    middle = np.array([(len(numbers) - 1) // 2, len(numbers) // 2])
-    return int(np.searchsorted(smaller, middle, side="right").sum()) // 2
 
 
 def _coarse(number: int) -> int:

@@ -57,20 +57,6 @@ class Costs:
         return self.prefill.get(role, self.default_prefill)
 
 
-def nearly(costs: Costs, others: Costs, share: float, sequences: tuple[int, int], tokens: tuple[int, int]) -> bool:
-    """True if no action's seconds differ by more than `share`, for the least and most `sequences` and `tokens`."""
-    if costs.prefill.keys() != others.prefill.keys():
-        return False
-    each = [(costs.decode, others.decode, sequences), (costs.sample, others.sample, sequences)]
-    each += [(costs.default_prefill, others.default_prefill, tokens), (costs.score, others.score, tokens)]
-    each += [(lines, others.prefill[role], tokens) for role, lines in costs.prefill.items()]
-    seconds = [(costs.message_s, others.message_s)]
-    for own, before, numbers in each:
-        stages = max(len(lines) if isinstance(lines, tuple) else 1 for lines in (own, before))
-        seconds += [(at_stage(own, p)(n), at_stage(before, p)(n)) for p in range(stages) for n in numbers]
-    return all(abs(now - then) <= share * then for now, then in seconds)
-
-
 class CostMeter:
     """Fit `Costs` to measured seconds by least squares; vectors of ranks can be added."""
 

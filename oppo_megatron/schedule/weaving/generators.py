@@ -145,18 +145,6 @@ def _close(starts: list[list[int]], durations: list[list[int]], message: int, ne
     return starts
 
 
-def by_turns(lines: Sequence[Line], place: Callable[[int, int, int], int]) -> None:
-    """Place prefills in turn, of the line whose first stage is free first; `place(line, prefill, time)` returns when it is."""
-    turns = [(0, n, 0) for n, line in enumerate(lines) if len(line.times)]
-    while turns:
-        earliest, n, j = turns[0]
-        done = place(n, j, earliest)
-        if j + 1 < len(lines[n].times):
-            heapreplace(turns, (done, n, j + 1))
-        else:
-            heappop(turns)
-
-
 class Line:
     """`times` [prefills, stages]; `ends`, `starts` and `placed` by stage."""
 
@@ -164,8 +152,8 @@ class Line:
         self.ranks = [placement.stage_ranks(replica, stage) for stage in range(placement.pp)]
         self.times = times
         self.ends = [0] * placement.pp
-        self.starts: Sequence[list[int]] | Ints = [[] for _ in self.ranks]
-        self.placed: Sequence[list[int]] | Ints = [[] for _ in self.ranks]
+        self.starts: list[list[int]] = [[] for _ in self.ranks]
+        self.placed: list[list[int]] = [[] for _ in self.ranks]
         self.decoded: Times | None = None
 
     def whole(self) -> Times:
@@ -193,51 +181,27 @@ class Placer:
     def place_actor(self) -> None:
         for replica in range(self.site.placements["actor"].dp):
             line = self._lines["actor", replica]
-            if len(line.times):
-                none = np.zeros(len(line.times), dtype=np.int64)
-                of = none.tolist()
-                self._place_later([line], of, self.free.fill(line.ranks[0], none, line.times[:, 0], of))
+            for times in line.times.tolist():
+                self._place_prefill(line, times)
             self._place_decode(line, _of_replica(self.round.decode, replica))
 
     def place_scorers(self) -> None:
+        """Place prefills in turn, of the line whose first stage is free first."""
         roles = [role for role in self.site.placements if role != "actor" and role in self.round.prefill]
         teams = sorted((roles.index(role), replica, role) for role, replica in self._lines if role in roles)
         lines = [self._lines[role, replica] for _, replica, role in teams]
-        if any(line.ranks != lines[0].ranks for line in lines):
-            by_turns(lines, lambda n, j, _: self._place_prefill(lines[n], lines[n].times[j].tolist()))
-        elif lines:
-            self._place_by_stage(lines)
+        times = [line.times.tolist() for line in lines]
+        turns = [(0, n, 0) for n, own in enumerate(times) if own]
+        while turns:
+            _, n, j = turns[0]
+            done = self._place_prefill(lines[n], times[n][j])
+            if j + 1 < len(times[n]):
+                heapreplace(turns, (done, n, j + 1))
+            else:
+                heappop(turns)
 
     def schedule(self) -> Schedule:
         return Schedule(Timetable(self.round, self.site, {team: line.whole() for team, line in self._lines.items()}))
-
-    def _place_by_stage(self, lines: Sequence[Line]) -> None:
-        """Place lines on the same ranks, stage by stage, because only the first decides the turns."""
-        of, starts, ranks = list[int](), list[int](), lines[0].ranks[0]
-        durations, put = [line.times[:, 0].tolist() for line in lines], self.free.place
-
-        def place(n: int, j: int, earliest: int) -> int:
-            start = put(ranks, earliest, durations[n][j])
-            of.append(n)
-            starts.append(start)
-            return int(start + durations[n][j])
-
-        by_turns(lines, place)
-        self._place_later(lines, of, np.array(starts, dtype=np.int64))
-
-    def _place_later(self, lines: Sequence[Line], of: Sequence[int], first: Ints) -> None:
-        ranks, of_N = lines[0].ranks, np.array(of, dtype=np.int64)
-        times, starts = np.empty((len(of), len(ranks)), dtype=np.int64), np.empty((len(ranks), len(of)), dtype=np.int64)
-        for n, line in enumerate(lines):
-            times[of_N == n] = line.times
-        starts[0] = first
-        for stage in range(1, len(ranks)):
-            ready = starts[stage - 1] + times[:, stage - 1] + self.message
-            starts[stage] = self.free.fill(ranks[stage], ready, times[:, stage], of)
-        placed = self._num_placed + np.arange(times.size).reshape(times.shape).T
-        self._num_placed += times.size
-        for n, line in enumerate(lines):
-            line.starts, line.placed = starts[:, of_N == n], placed[:, of_N == n]
 
     def _place_decode(self, line: Line, batches: Sequence[Batch]) -> None:
         if not (batches and self.round.steps):
@@ -251,17 +215,17 @@ class Placer:
         starts = _laps(durations, free, self.message, steps)
         ends = starts + np.array(durations, dtype=np.int64)
         for stage, ranks in enumerate(line.ranks):
-            # No other actor replica is on these ranks, so everything there ends before the step.
+            # Everything on these ranks, which hold no other actor replica, ends before the step.
             self.free.append(ranks, starts[:, :, stage].ravel(), ends[:, :, stage].ravel())
         placed = np.arange(self._num_placed, self._num_placed + starts.size).reshape(-1, len(stages))
         self._num_placed += starts.size
         line.decoded = Times(starts.reshape(-1, len(stages)).T, placed.T)
 
     def _place_prefill(self, line: Line, times: list[int]) -> int:
-        place, ends, ready = self.free.place, line.ends, 0
+        """Place one prefill of `times` on all stages. Returns when the first stage is done."""
+        ends, ready = line.ends, 0
         for stage, (ranks, duration) in enumerate(zip(line.ranks, times, strict=True)):
-            before = ends[stage]
-            start = place(ranks, ready if ready > before else before, duration)
+            start = self.free.place(ranks, max(ready, ends[stage]), duration)
             ends[stage] = start + duration
             line.starts[stage].append(start)
             line.placed[stage].append(self._num_placed + stage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import log2
 from typing import Annotated, Literal
 
@@ -25,24 +26,11 @@ class Source:
         return f"{self.kind}: {self.where}"
 
 
-def published(where: str) -> Source:
-    return Source("published", where)
-
-
-def assumed(where: str) -> Source:
-    return Source("assumed", where)
-
-
-def measured(where: str) -> Source:
-    return Source("measured", where)
-
-
+published, assumed, measured = partial(Source, "published"), partial(Source, "assumed"), partial(Source, "measured")
 LAYERS = "microsoft/vidur, data/profiling/compute, commit 7d47513; fitted"
 PEAKS = "stas00/ml-engineering, compute/accelerator"
 MOST_POWER = 16.0
 """Above it the smooth maximum is within 4 % of the larger part, and powers of seconds leave the range of floats."""
-
-
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 Share = Annotated[float, Strict(), Field(ge=1e-6, le=2)]
 Seconds = Annotated[float, Strict(), Field(ge=0, le=60)]

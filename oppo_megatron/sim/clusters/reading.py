@@ -72,7 +72,7 @@ class ClusterConfig(Section):
     nodes: Annotated[int, Unit("nodes"), Field(ge=1, le=MOST_RANKS, description="machines")] = 1
     gpus_per_node: Annotated[int, Unit("GPUs"), Field(ge=1, le=GPUS_PER_NODE, description="processors of each")] = 8
     gpu: Annotated[GpuName | GpuSection, Field(description="by name, or by numbers")]
-    inside: Annotated[InsideSection | None, Field(description="null: those of the named GPU")] = None
+    inside: Annotated[InsideSection | None, Field(description="null: the links of the named GPU")] = None
     between: Annotated[BetweenSection | None, Field(description="required for several nodes")] = None
     measured: Annotated[
         Path | None,
@@ -81,29 +81,25 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _has_ranks_and_links(self) -> ClusterConfig:
-        if problems := list(cluster_problems(self)):
+        problems, per_node = [], self.gpus_per_node
+        if (ranks := self.nodes * per_node) > MOST_RANKS:
+            problems.append(
+                f"nodes {self.nodes} x gpus_per_node {per_node} are {ranks} ranks, but a run has at most {MOST_RANKS}; "
+                "lower one of them"
+            )
+        if self.nodes > 1 and self.between is None:
+            problems.append(
+                f"nodes is {self.nodes}, but nothing says how they are linked; add `between: {{gb_per_s: 50, nics: 8}}` "
+                "(line rate of a NIC, NICs per node)"
+            )
+        if isinstance(self.gpu, GpuSection) and self.inside is None and per_node > 1:
+            problems.append(
+                f"gpu is given by numbers, and gpus_per_node is {per_node}, but their links are missing; "
+                "add `inside: {gb_per_s: 300}` (bus bandwidth of an all-reduce within a node)"
+            )
+        if problems:
             raise ValueError("; ".join(problems))
         return self
-
-
-def cluster_problems(config: ClusterConfig) -> Sequence[str]:
-    problems = []
-    if (ranks := config.nodes * config.gpus_per_node) > MOST_RANKS:
-        problems.append(
-            f"nodes {config.nodes} x gpus_per_node {config.gpus_per_node} are {ranks} ranks, but a run has at most {MOST_RANKS}; "
-            "lower one of them"
-        )
-    if config.nodes > 1 and config.between is None:
-        problems.append(
-            f"nodes is {config.nodes}, but nothing says how they are linked; add `between: {{gb_per_s: 50, nics: 8}}` "
-            "(line rate of a NIC, NICs a node)"
-        )
-    if isinstance(config.gpu, GpuSection) and config.inside is None and config.gpus_per_node > 1:
-        problems.append(
-            f"gpu is given by numbers, and gpus_per_node is {config.gpus_per_node}, but their links are missing; "
-            "add `inside: {gb_per_s: 300}` (bus bandwidth of an all-reduce within a node)"
-        )
-    return problems
 
 
 class MeasuredConfig(Section):
@@ -138,7 +134,17 @@ def read_cluster(path: str | Path, overrides: Sequence[str] = ()) -> Cluster:
 
 
 def build_cluster(config: ClusterConfig, folder: Path = Path()) -> Cluster:
-    cluster = Cluster(config.nodes, config.gpus_per_node, _gpu(config), _inside(config), _between(config))
+    given, between = config.between, None
+    if isinstance(config.gpu, GpuSection):
+        gpu, inside = _gpu(config.gpu), INSIDE[config.gpu.like]
+    else:
+        gpu, inside = GPUS[config.gpu], INSIDE[config.gpu]
+    if config.inside is not None:
+        line = Line(config.inside.alpha_us * US, config.inside.gb_per_s * GB)
+        inside = Inside({config.gpus_per_node: line}, line, _given("inside"))
+    if given is not None:
+        between = Between(given.alpha_us * US, given.gb_per_s * GB, given.nics or config.gpus_per_node, _given("between"))
+    cluster = Cluster(config.nodes, config.gpus_per_node, gpu, inside, between)
     return cluster if config.measured is None else _with_measured(cluster, read_measured(folder / config.measured))
 
 
@@ -146,30 +152,14 @@ def _given(key: str) -> Source:
     return Source("given", f"`{key}` of cluster.yaml")
 
 
-def _gpu(config: ClusterConfig) -> Gpu:
-    if not isinstance(config.gpu, GpuSection):
-        return GPUS[config.gpu]
-    numbers, like = config.gpu, GPUS[config.gpu.like]
+def _gpu(numbers: GpuSection) -> Gpu:
+    like = GPUS[numbers.like]
     sources = {"flops": _given("gpu.tflops"), "bytes_per_s": _given("gpu.gb_per_s")}
     sources |= {"memory_bytes": _given("gpu.memory_gb"), "efficiencies": assumed(f"as a {like.name}'s")}
     return Gpu(
         f"{numbers.tflops:g} TFLOP/s", numbers.tflops * 1e12, numbers.gb_per_s * GB, numbers.memory_gb * 1e9,
         like.efficiencies, sources | ATTENTION, on_cpu=like.on_cpu,
     )  # fmt: skip
-
-
-def _inside(config: ClusterConfig) -> Inside:
-    if config.inside is not None:
-        line = Line(config.inside.alpha_us * US, config.inside.gb_per_s * GB)
-        return Inside({config.gpus_per_node: line}, line, _given("inside"))
-    return INSIDE[config.gpu.like if isinstance(config.gpu, GpuSection) else config.gpu]
-
-
-def _between(config: ClusterConfig) -> Between | None:
-    if config.between is None:
-        return None
-    given = config.between
-    return Between(given.alpha_us * US, given.gb_per_s * GB, given.nics or config.gpus_per_node, _given("between"))
 
 
 def _with_measured(cluster: Cluster, file: MeasuredConfig) -> Cluster:

@@ -89,7 +89,7 @@ class LaidModel:
             return 0.0
         payload = WIDTH * self.shape["hidden_size"] * tokens * self._hidden_share
         most = self._leaving[stage]
-        return send_s(self.cluster, payload, between=most > 0, beside=max(1, most))
+        return send_s(self.cluster, payload, between=most > 0, sharing=max(1, most))
 
     @cached_property
     def _forwards(self) -> dict[tuple[int, Tokens, float, float], float]:
@@ -97,16 +97,16 @@ class LaidModel:
 
     @cached_property
     def tensor_groups(self) -> tuple[Group, ...]:
-        placement, beside = self.placement, max(1, self.cluster.gpus_per_node // self.placement.tp)
-        return tuple(Group.of(self.cluster, placement.stage_ranks(0, stage), beside) for stage in range(placement.pp))
+        placement, sharing = self.placement, max(1, self.cluster.gpus_per_node // self.placement.tp)
+        return tuple(Group.of(self.cluster, placement.stage_ranks(0, stage), sharing) for stage in range(placement.pp))
 
     @cached_property
     def replica_groups(self) -> tuple[Group, ...]:
-        """A stage's ranks in all replicas; `beside`: such groups on the first one's node."""
+        """A stage's ranks in all replicas; `sharing`: such groups on the first one's node."""
         found = []
         for stage in self._nodes:
-            beside = (self._nodes == stage[0, 0]).any(axis=1).sum()
-            found.append(Group(self.placement.dp, len(set(stage[:, 0].tolist())), int(beside)))
+            sharing = (self._nodes == stage[0, 0]).any(axis=1).sum()
+            found.append(Group(self.placement.dp, len(set(stage[:, 0].tolist())), int(sharing)))
         return tuple(found)
 
     @cached_property

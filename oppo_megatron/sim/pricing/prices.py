@@ -29,7 +29,7 @@ from oppo_megatron.layout.role_memory import SCALAR_ROLES, laid_out, sequences_a
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.sim.clusters.cluster import Cluster, threaded
-from oppo_megatron.sim.laws import WIDTH, Ints, Moves, scatter_s
+from oppo_megatron.sim.laws import WIDTH, Ints, LayerLaw, Moves, scatter_s
 from oppo_megatron.sim.pricing.decoding import Decoding, Turns, decode_s, predicted_costs
 from oppo_megatron.sim.pricing.model import LaidModel, Tokens
 
@@ -94,9 +94,9 @@ def _training_s(model: LaidModel, stage: int, tokens: Tokens, train: TrainingLay
 
 def _exchange_s(model: LaidModel, stage: int, train: TrainingLayoutConfig, last_s: float) -> float:
     """Exposed messages of an optimizer step, and its passes. Gradients overlap with the last backward (2/3 `last_s`)."""
-    placement, gpu = model.placement, model.cluster.gpu
+    placement = model.placement
     held = stage_parameters(model.shape, placement.tp, placement.pp, stage, scalar=model.scalar)
-    optimizer = held * ADAM_BYTES / placement.dp / (gpu.efficiencies.plain * gpu.bytes_per_s)
+    optimizer = LayerLaw(model.cluster.gpu).plain_s(held * ADAM_BYTES / placement.dp)
     if placement.dp == 1:
         return optimizer
     group = model.replica_groups[stage]
@@ -129,7 +129,7 @@ def reallocation_s(cluster: Cluster, shape: Shape, source: Weights, target: Weig
                 place = np.minimum(np.searchsorted(holding, asking), len(holding) - 1)
                 lacking = asking[holding[place] != asking]
                 if len(lacking):
-                    moves.add_all(_nearest(cluster, holding, lacking), lacking, WIDTH * size * float(share), times)
+                    moves.add(_nearest(cluster, holding, lacking), lacking, WIDTH * size * float(share), times)
     return moves.seconds()
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from oppo_megatron.config.derived import members
 from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.rundir.directory import RunDirectory, write_json
@@ -22,14 +18,15 @@ ROUNDED = 9
 """Decimal places: nanoseconds."""
 
 
-def metrics_lines(config: TrainConfig, steps: Sequence[VirtualStep]) -> Iterator[dict[str, Any]]:
+def metrics_lines(steps: Sequence[VirtualStep]) -> Iterator[dict[str, Any]]:
     """Yield a line per step (docs/metrics.md). A line has the delay that its critic's update causes in the next step; the
     last of `steps` counts as the run's last.
     """
-    size = members(config).trained
     for step, after in pairwise([*steps, None]):
         assert step is not None
-        yield _rounded(_line(step, after, size))
+        update_s = step.line["critic_update_s"]
+        exposed_s = min(update_s, step.waited_s + (step.lag_s if after is None else after.critic_delay_s))
+        yield _rounded({**step.line, "critic_exposed_s": exposed_s, "critic_hidden_s": update_s - exposed_s})
 
 
 def write_run(
@@ -48,34 +45,6 @@ def write_run(
     merge_traces(path)
     total_s = lines[-1]["time_s"]
     write_json(run.summary, summarise(read_metrics(run.metrics)) | {"total_s": total_s, "simulated": list(about)})
-
-
-def _line(step: VirtualStep, after: VirtualStep | None, group_size: int) -> dict[str, Any]:
-    facts, parts, lengths = step.facts, step.parts, step.lengths
-    update_s, waited_s = facts["critic_update_s"], facts["wait_update_s"]
-    waited_s += facts["lag_s"] if after is None else after.facts["critic_delay_s"]
-    critic_s = update_s if facts["shares_ranks"] else min(update_s, waited_s)
-    busy_s, exposed_s, count = facts["score_busy_s"], facts["score_exposed_s"], len(lengths)
-    of_groups = lengths.reshape(-1, group_size)
-    submitted = (int(lengths.sum()) + facts["carried_tokens"]) / (count + facts["carried"])
-    return {
-        "step": step.step, "time_s": step.begun_s + step.step_s, "step_s": step.step_s, "decode_s": facts["decode_s"],
-        "score_exposed_s": exposed_s, "score_hidden_s": max(0.0, busy_s - exposed_s), "score_busy_s": busy_s,
-        "train_s": parts.update_s + parts.reallocate_s, "reallocate_s": parts.reallocate_s,
-        "idle_s": {"actor": facts["wait_scores_s"] + facts["wait_update_s"], "scorer": facts["scorer_idle_s"]},
-        "critic_update_s": update_s, "critic_exposed_s": critic_s, "critic_hidden_s": update_s - critic_s,
-        "tokens": step.tokens, "prefilled_tokens": facts["prefilled_tokens"], "forked_tokens": facts["forked_tokens"],
-        "running_mean": step.tokens / step.decode_steps if step.decode_steps else 0.0, "tail_waste": facts["tail_waste"],
-        "delta": step.delta, "delta_reason": facts["delta_reason"],
-        "chunk_tokens": step.chunk_tokens, "chunk_reason": facts["chunk_reason"],
-        "deferred": {str(times): number for times, number in sorted(Counter(step.deferrals.tolist()).items())},
-        "carried": facts["carried"], "carried_finished": facts["carried_finished"], "backfilled": facts["backfilled"],
-        "prompt_len_mean": facts["prompt_len_mean"],
-        "trained_len_mean": float(lengths.mean()), "trained_len_max": int(lengths.max()),
-        "submitted_len_mean": submitted, "length_gap": facts["length_gap"],
-        "group_length_gap": float(np.mean(1 - of_groups.mean(1) / of_groups.max(1))) if group_size > 1 else None,
-        "skipped": None,
-    }  # fmt: skip
 
 
 def _rounded(value: Any) -> Any:

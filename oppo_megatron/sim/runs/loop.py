@@ -29,7 +29,7 @@ from oppo_megatron.schedule.planning.planner import RoundPlanner
 
 LENGTH = "length"
 NO_FIELDS: dict[str, Any] = {}
-"""Shared by all prompts, of which a step makes thousands."""
+"""Shared by the thousands of prompts of a step."""
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class Player:
         self._components = list(components_of(planner.site, planner.generator, planner.costs))
 
     def plan(self, index: int, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Ints | None) -> Any:
-        return self.planner.book(active, score, chunk, list, readable).round(index)
+        return self.planner.book(index, active, score, chunk, list, readable)[0]
 
     def play(self, done: Recorded, begun: Floats) -> Played:
         units, starts, none = self.units, begun + self.round_s, np.zeros(0, dtype=np.int64)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, linear_regression, median
 from typing import Any
 
 from oppo_megatron.config.derived import minibatch_rows
@@ -167,7 +167,7 @@ def _assumed_update(config: TrainConfig, actions: Costs, role: str, prompt_token
 
 def _steady(run: RunDirectory) -> Lines:
     if not run.metrics.exists():
-        raise ConfigError(f"--calibrate {run.path}: there is no metrics.jsonl; give the run_dir of a run")
+        raise ConfigError(f"--calibrate {run.path}: metrics.jsonl is missing; give the run_dir of a run")
     lines = [line for line in read_metrics(run.metrics) if line.get("skipped") is None and not line.get("incomplete")]
     if not lines:
         raise ConfigError(f"--calibrate {run.path}: no step of the run was trained; give a run with a few steps")
@@ -180,13 +180,10 @@ def _update_line(config: TrainConfig, lines: Lines, role: str) -> Linear:
     moved = [float(line.get("reallocate_s") or 0.0) if role == "actor" else 0.0 for line in lines]
     tokens = [config.rollout.batch_size * float(line["trained_len_mean"]) for line in lines]
     seconds = [float(line.get(key) or 0.0) - move for line, move in zip(lines, moved, strict=True)]
-    mean_n, mean_s = fmean(tokens), fmean(seconds)
-    spread = sum((n - mean_n) ** 2 for n in tokens)
-    slope = sum((n - mean_n) * (s - mean_s) for n, s in zip(tokens, seconds, strict=True)) / spread if spread else 0.0
+    slope, fixed = linear_regression(tokens, seconds) if len(set(tokens)) > 1 else (0.0, 0.0)
     if slope <= 0:
-        return Linear(mean_s, 0.0)
-    fixed = mean_s - slope * mean_n
-    return Linear(fixed, slope) if fixed >= 0 else Linear(0.0, mean_s / mean_n)
+        return Linear(fmean(seconds), 0.0)
+    return Linear(fixed, slope) if fixed >= 0 else Linear(0.0, fmean(seconds) / fmean(tokens))
 
 
 def _planning_s(lines: Lines) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from oppo_megatron.columns import Ints
-from oppo_megatron.config.derived import batch_rows, usual_prompt_tokens
+from oppo_megatron.config.derived import batch_rows, members, usual_prompt_tokens
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk_tuner import DecodeLaw, StepCost
 from oppo_megatron.cores import uncollected
@@ -43,7 +44,11 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class VirtualStep:
-    """Arrays are of the trained rows, in order. `clock`: logical clock afterwards; `tokens`: decoded."""
+    """Arrays are of the trained rows, in order. `clock`: logical clock afterwards; `tokens`: decoded.
+
+    `line`: for metrics.jsonl, without the critic's exposed seconds. These are at most `waited_s` (infinite if it shares ranks
+    with the actor) and the `critic_delay_s` of the next step, or `lag_s` after the last step.
+    """
 
     step: int
     begun_s: float
@@ -57,7 +62,10 @@ class VirtualStep:
     lengths: Ints
     deferrals: Ints
     tokens: int
-    facts: Mapping[str, Any] = field(repr=False)
+    waited_s: float
+    critic_delay_s: float
+    lag_s: float
+    line: Mapping[str, Any] = field(repr=False)
 
 
 @dataclass
@@ -199,8 +207,8 @@ class VirtualRun(PureLoop):
         return self.costs.update_s("actor", tokens) if self.trains_actor(end.step) else 0.0
 
     def _decided(self, end: StepEnd, delta: Decision, chunk: Decision | None) -> None:
-        times, units, source = self._times, self.units, self.units.source
-        tokens = int(end.batch.response_tokens.sum())
+        times, units, source, lengths = self._times, self.units, self.units.source, end.batch.response_tokens
+        tokens = int(lengths.sum())
         actor_s, critic_s = self._actor_update_s(end), self.costs.update_s("critic", tokens)
         moved_s = self.costs.moves.get("actor", 0.0) if self.trains_actor(end.step) else 0.0
         met, own_critic = np.full(len(units), times.met), self.costs.moves.get("critic", 0.0) + critic_s
@@ -219,21 +227,31 @@ class VirtualRun(PureLoop):
         spent = decode_s, scored_s, actor_s, times.critic_delay_s + waited_s + own_critic_s, moved_s
         parts = Parts(*spent, round(step_s - sum(spent), 12) + 0.0)  # without the rounding errors of the sums
         own_s = times.own_score_s if self.site.placements["actor"].pp == 1 else times.own_drain_s
-        facts = {
-            "delta_reason": delta.reason, "chunk_reason": chunk.reason if chunk else "", "critic_update_s": own_critic,
-            "decode_s": times.decode_s, "score_busy_s": times.busy_s, "scorer_idle_s": times.scorer_idle_s,
-            "score_exposed_s": own_s + times.wait_s - times.critic_delay_s, "wait_scores_s": times.wait_s,
-            "critic_delay_s": times.critic_delay_s, "lag_s": times.lag_s, "shares_ranks": self._shares,
-            "prefilled_tokens": self.planner.prefilled_tokens - times.prefilled,
+        exposed_s, num_steps = own_s + times.wait_s - times.critic_delay_s, end.occupancy.num_steps
+        size, carried = members(self.config).trained, end.carried
+        of_groups = lengths.reshape(-1, size)
+        submitted = np.concatenate([lengths, carried.response_tokens])
+        line = {
+            "step": end.step, "time_s": times.begun + step_s, "step_s": step_s, "decode_s": times.decode_s,
+            "score_exposed_s": exposed_s, "score_hidden_s": max(0.0, times.busy_s - exposed_s), "score_busy_s": times.busy_s,
+            "train_s": actor_s + moved_s, "reallocate_s": moved_s,
+            "idle_s": {"actor": times.wait_s + waited_s, "scorer": times.scorer_idle_s}, "critic_update_s": own_critic,
+            "tokens": times.tokens, "prefilled_tokens": self.planner.prefilled_tokens - times.prefilled,
             "forked_tokens": self.planner.forked_tokens - times.forked,
+            "running_mean": times.tokens / num_steps if num_steps else 0.0, "tail_waste": end.occupancy.tail_waste,
+            "delta": end.delta, "delta_reason": delta.reason,
+            "chunk_tokens": end.chunk_tokens, "chunk_reason": chunk.reason if chunk else "",
+            "deferred": {str(deferred): number for deferred, number in sorted(Counter(end.deferrals.tolist()).items())},
+            "carried": len(carried.seq_ids), "carried_finished": int(carried.finished.sum()), "backfilled": end.backfilled,
             "prompt_len_mean": float(end.batch.prompt_tokens.mean()),
-            "tail_waste": end.occupancy.tail_waste, "length_gap": end.length_gap, "backfilled": end.backfilled,
-            "carried": len(end.carried.seq_ids), "carried_finished": int(end.carried.finished.sum()),
-            "carried_tokens": int(end.carried.response_tokens.sum()), "wait_update_s": waited_s,
+            "trained_len_mean": float(lengths.mean()), "trained_len_max": int(lengths.max()),
+            "submitted_len_mean": float(submitted.mean()), "length_gap": end.length_gap,
+            "group_length_gap": float(np.mean(1 - of_groups.mean(1) / of_groups.max(1))) if size > 1 else None, "skipped": None,
         }  # fmt: skip
         self._ended.append(
             VirtualStep(
-                end.step, times.begun, step_s, parts, end.occupancy.num_steps, end.clock, end.delta, end.chunk_tokens,
-                end.batch.seq_ids, end.batch.response_tokens, end.deferrals, times.tokens, facts,
+                end.step, times.begun, step_s, parts, num_steps, end.clock, end.delta, end.chunk_tokens,
+                end.batch.seq_ids, lengths, end.deferrals, times.tokens,
+                np.inf if self._shares else waited_s, times.critic_delay_s, times.lag_s, line,
             )
         )  # fmt: skip

@@ -1,1 +1,1 @@
-"""Search which ranks hold which role, in which layouts."""
+"""Search the ranks and layouts of the roles."""

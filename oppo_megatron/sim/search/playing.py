@@ -28,7 +28,7 @@ LONG, MOST_LONG, LONG_RESPONSES = 8, 32, 2048
 CHUNK, DELTA = "overlap.chunk.tokens", "overlap.delta.initial"
 CHUNKS = (16, 1024)
 GAIN = 0.01
-"""Least share by which a setting must shorten a step to replace the configuration's."""
+"""A setting replaces the configuration's if it shortens a step by at least this share."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ PARTS = {
     "critic_exposed_s": "the critic's update", "reallocate_s": "moves of weights", "idle_s": "waiting for busier ranks",
 }  # fmt: skip
 MOST_TP, MOST_TOKENS, MOST_NODES = 8, 32768, RATIO_NODES[-1]
-"""Limits of the measurements behind the laws: tensor ranks and tokens of layers, nodes of rings."""
+"""Limits of the measurements that the laws were fitted to: tensor ranks and tokens of layers, nodes of rings."""
 
 Record = dict[str, Any]
 

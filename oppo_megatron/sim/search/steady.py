@@ -24,7 +24,7 @@ RESPONSES, STEPS, MOST_STEPS = 2048, 4, 48
 
 @dataclass(frozen=True)
 class Steady:
-    """`reads`: by role, tokens read over those of reading each response once."""
+    """`reads`: tokens that a role reads, relative to reading each response once."""
 
     decoding: Decoding
     reads: Mapping[str, float] = field(default_factory=dict)
