@@ -107,7 +107,7 @@ class TrainingLoop(Saveable):
         with self.meter.drain():
             while self.rounds.owes(batch):  # a scorer, on any rank, has not read all of it
                 self.rollouts.score(batch, self.adaptation.chunk.value, self.updates.version)
-                self.meter.scoring_round()
+                self.meter.end_round(decoded=False)
         trained = self.exchange.members.to_train(batch)
         if plan.forward_ahead:
             self.updates.begin(step, trained)

@@ -198,7 +198,7 @@ class StepMeter:
     def decoded(self, chunk: Chunk, begun_at: int, backfilled: int, round_s: float) -> None:
         """Count a round of `round_s` seconds; the decode clock was `begun_at` before it."""
         facts, phase, tokens = self.facts, self.phase, chunk.rows.num_tokens
-        self._end_round(decoded=True)
+        self.end_round(decoded=True)
         phase.occupancy.record(chunk, begun_at)
         facts.backfilled += backfilled
         facts.tokens += tokens
@@ -214,9 +214,6 @@ class StepMeter:
         yield
         self.tracer.flush()
         self.facts.drain_s = time.monotonic() - started
-
-    def scoring_round(self) -> None:
-        self._end_round(decoded=False)
 
     def scoring_seconds(self) -> dict[str, float]:
         totals: dict[str, float] = {}
@@ -274,7 +271,7 @@ class StepMeter:
             self.journal.complete(step, late)
         self.settled = step
 
-    def _end_round(self, *, decoded: bool) -> None:
+    def end_round(self, *, decoded: bool) -> None:
         waited_s = self.spans.totals(self.facts.step, "scorer").get("wait_tokens", 0.0)
         self.clock.round(waited_s, decoded=decoded)
         before, self._prefills = self._prefills, self._planned_prefills()
