@@ -141,6 +141,11 @@ def forked_tokens(ours: Outcome, theirs: Outcome) -> None:
     assert read == [line["prefilled_tokens"] for line in theirs.metrics]
 
 
+def no_critic(ours: Outcome, theirs: Outcome) -> None:
+    assert ours.critic == {} and not [name for line in ours.metrics for name in line if name.startswith("critic_")]
+    assert all(line["value_mean"] is line["explained_variance"] is None for line in ours.metrics)
+
+
 def step_rewards(ours: Outcome, theirs: Outcome) -> None:
     assert [row["reward"] for row in ours.rollouts] == pytest.approx([row["reward"] for row in theirs.rollouts], abs=1e-4)
 
@@ -164,7 +169,7 @@ FEATURES: dict[str, Feature] = {
         stops="DP2 | DP2",
         rounds=1,
     ),
-    "without a critic": Feature(WITHOUT_CRITIC, lengths_differ, soon=("1 | 1, reference with the actor",)),
+    "without a critic": Feature(WITHOUT_CRITIC, lengths_differ, also=no_critic, soon=("1 | 1, reference with the actor",)),
     "groups": Feature(
         grouped("grpo", 4), members_differ, soon=("DP2 | DP2",),
     ),

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from oppo_megatron.cli.main import main
 from oppo_megatron.config.algorithm import PRESETS
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import named_roles, role_placements, world_size
@@ -18,8 +17,8 @@ from oppo_megatron.train.logs.journal import lost_gradient
 from tests.e2e.matrix import BY_PARITY, FEATURES, overcommitted
 from tests.e2e.matrix import grouped as of_groups
 from tests.support.hf import save_tiny
-from tests.support.layouts import DEEP, STEADY_ADAM, assert_same, deep
-from tests.support.ppo import Outcome, Workspace, run_ppo_ranks
+from tests.support.layouts import DEEP, STEADY_ADAM, TOLERANCE, WITHOUT_CRITIC, assert_same, deep
+from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 
 CRITIC_FREE = [name for name, preset in PRESETS.items() if preset.baseline != "critic"]
 CARRIED: dict[str, Any] = {
@@ -106,13 +105,30 @@ def test_a_rule_without_a_reference_leaves_no_scorer(workspace: Workspace) -> No
     assert not [name for line in one.metrics for name in line if name.startswith("critic_")]
 
 
-def test_another_group_size_cannot_go_on(workspace: Workspace, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    config = grouped(workspace, "resized", "grpo", 4, **CARRIED, steps=1)
-    run_ppo_ranks(config)
-    path = tmp_path / "again.yaml"
-    path.write_text(json.dumps(config | {"steps": 2}))
-    assert main(["train", str(path), "--resume", "rollout.group_size=2"]) == 2
-    assert "rollout.group_size is 2, but the checkpoint's run has 4" in capsys.readouterr().err
+def test_a_verifier_alone_needs_no_rank_of_scorers(workspace: Workspace) -> None:
+    """No reward model, and the reference on the actor's rank: a single process is the whole run."""
+    config = deep(workspace, "verifier", **WITHOUT_CRITIC, placement={"mode": "disaggregated", "reference": "actor"})
+    config |= {"reward": None, "rewards": [{"kind": "verifier", "name": "arithmetic"}]}
+    assert world_size(TrainConfig(**config)) == 1
+    assert len(run_ppo_ranks(config).metrics) == 3
+
+
+def test_several_responses_a_prompt_are_those_of_rows_that_stand_as_often(workspace: Workspace) -> None:
+    """Without a baseline and carried rollouts only the order in a batch tells groups from rows one after the other."""
+    rows = (workspace.root / "data" / "prompts.jsonl").read_text().splitlines(keepends=True)
+    repeated = workspace.root / "each-twice.jsonl"
+    repeated.write_text("".join(row * 2 for row in rows))
+    common: dict[str, Any] = {**WITHOUT_CRITIC, "data.shuffle": False, "steps": 2, "ppo.minibatches": 1}
+    ours = run_ppo_ranks(deep(workspace, "two-responses", **common, **{"rollout.group_size": 2}))
+    plain = run_ppo_ranks(deep(workspace, "two-rows", **common, **{"data.path": str(repeated)}))
+    assert ours.tokens() == plain.tokens()
+    assert [sorted(batch) for batch in ours.batches()] == [sorted(batch) for batch in plain.batches()]
+    assert weight_distance(ours.actor, plain.actor) < TOLERANCE
+    answers: dict[str, list[list[int]]] = {}
+    for row in sorted(ours.rollouts, key=lambda row: row["seq_id"]):
+        answers.setdefault(row["prompt"], []).append(row["tokens"])
+    pairs = [each for each in answers.values() if len(each) == 2]
+    assert len(pairs) >= 4 and all(first != second for first, second in pairs)
 
 
 LONGEST = 40
@@ -174,17 +190,6 @@ def test_each_score_is_of_its_own_response(workspace: Workspace) -> None:
     assert len(run.greedy) == 8 and {len(row["tokens"]) for row in run.greedy} != {len(row["tokens"]) for row in run.rollouts}
     for row in [*run.rollouts, *run.greedy]:
         assert row["reward"] == pytest.approx(-len(row["tokens"]) / LONGEST)
-
-
-def test_a_run_does_not_go_on_without_them(
-    workspace: Workspace, plain: Outcome, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """Sequence ids, and with them prompts and draws, would be others."""
-    path = tmp_path / "again.yaml"
-    path.write_text(json.dumps(remax(workspace, "plain", steps=3)))
-    assert main(["train", str(path), "--resume", "algorithm.baseline=none"]) == 2
-    told = capsys.readouterr().err
-    assert "whether a prompt has a greedy response (algorithm.baseline) is False, but the checkpoint's run has True" in told
 
 
 STEPS, BATCH, GROUP = 3, 6, 2
