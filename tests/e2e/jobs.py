@@ -43,11 +43,11 @@ from tests.support.limits import room_for
 from tests.support.traffic import Traffic
 
 
-def train(config: dict[str, Any]) -> None:
-    """One rank of a whole PPO run, as `oppo train` starts it."""
+def train(config: dict[str, Any], preemption: Preemption | None = None) -> bool:
+    """One rank of a whole PPO run, as `oppo train` starts it; False if it was asked to stop."""
     checked = TrainConfig(**config)
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt_deadline_s))
+    return run_ppo(checked, world, read_inputs(checked), preemption or Preemption(checked.preempt_deadline_s))
 
 
 def train_with_fan_out(config: dict[str, Any], fan_out: int) -> None:
@@ -229,20 +229,15 @@ def run_rank_within(kind: str, config: Any) -> int:
 
 def train_until(config: dict[str, Any], rounds: int, rank: int = 0) -> bool:
     """`train`, where `rank` alone is told to stop once it has begun so many rounds; whether the run ended by itself."""
-    checked = TrainConfig(**config)
-    preemption = Preemption(checked.preempt_deadline_s)
-    run, begun = RoundRunner.run, 0
+    preemption, run, begun = Preemption(), RoundRunner.run, itertools.count(1)
 
     def counting(runner: RoundRunner, *args: Any) -> Any:
-        nonlocal begun
-        begun += 1
-        if begun == rounds and dist.get_rank() == rank:
+        if next(begun) == rounds and dist.get_rank() == rank:
             preemption.ask()
         return run(runner, *args)
 
-    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     with mock.patch.object(RoundRunner, "run", counting):
-        return run_ppo(checked, world, read_inputs(checked), preemption)
+        return train(config, preemption)
 
 
 def train_with_a_wrong_logprob(config: dict[str, Any], minibatch: int, step: int) -> str:
@@ -277,9 +272,7 @@ def train_and_tell_chunks(config: dict[str, Any]) -> list[int]:
 
 def train_with_sigterm(config: dict[str, Any], rank: int, after_s: float) -> bool:
     """`train`, where `rank` gets a SIGTERM some seconds after it has built its models; whether the run ended by itself."""
-    checked = TrainConfig(**config)
-    preemption = Preemption(checked.preempt_deadline_s)
-    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    preemption = Preemption()
     timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGTERM))
     run = TrainingLoop.run
 
@@ -290,7 +283,7 @@ def train_with_sigterm(config: dict[str, Any], rank: int, after_s: float) -> boo
 
     with mock.patch.object(TrainingLoop, "run", told), preemption.listening():
         try:
-            return run_ppo(checked, world, read_inputs(checked), preemption)
+            return train(config, preemption)
         finally:
             timer.cancel()
 
