@@ -32,8 +32,8 @@ from oppo_megatron.records import Rollout
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.schedule.plan import StepPlan, plan_step
 from oppo_megatron.train.evaluate import Evaluator
+from oppo_megatron.train.logs.journal import StepFacts
 from oppo_megatron.train.logs.meter import RolloutPhase, StepMeter
-from oppo_megatron.train.logs.step import StepFacts
 from oppo_megatron.train.rollouts import Rollouts
 from oppo_megatron.train.saving.caches import CacheContents, gather_caches, load_caches, require_sound_books
 from oppo_megatron.train.saving.saver import Saveable, Saver

@@ -19,8 +19,8 @@ from oppo_megatron.schedule.planning.planner import RoundPlanner
 from oppo_megatron.schedule.weaving.costs import CostMeter, Costs
 from oppo_megatron.train.actor import Actor, Critic, no_stats
 from oppo_megatron.train.guard import Facts, Guard, RejectedBatch
+from oppo_megatron.train.logs.journal import StepFacts
 from oppo_megatron.train.logs.meter import StepMeter
-from oppo_megatron.train.logs.step import StepFacts
 from oppo_megatron.train.score_exchange import ScoreExchange, sum_over_ranks
 from oppo_megatron.train.update import History, UpdateSettings, num_minibatches
 

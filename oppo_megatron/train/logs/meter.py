@@ -23,8 +23,7 @@ from oppo_megatron.schedule.plan import scoring_delay
 from oppo_megatron.schedule.planning.planner import PlannedRound
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import CostMeter
-from oppo_megatron.train.logs.journal import Journal
-from oppo_megatron.train.logs.step import LATER_FACTS, StepFacts
+from oppo_megatron.train.logs.journal import LATER_FACTS, Journal, StepFacts
 from oppo_megatron.train.memory_meter import MemoryMeter
 from oppo_megatron.train.score_exchange import ScoreReport
 
