@@ -84,22 +84,6 @@ def test_weights_load_in_transformers(matrix: Matrix, plain: Outcome) -> None:
     assert AutoModelForSequenceClassification.from_pretrained(weights / "critic").config.num_labels == 1
 
 
-def test_unwoven_rounds_train_as_woven_ones(workspace: Workspace, plain: Outcome) -> None:
-    placement = {"mode": "colocated", "actor": {"pp": 2}}
-    assert_same(
-        run_ppo_ranks(deep(workspace, "unwoven", placement=placement, **STREAMED, **{"overlap.schedule": "intra"})), plain
-    )
-
-
-def test_scorers_on_ranks_of_their_own(workspace: Workspace, plain: Outcome) -> None:
-    """Reward on one rank, critic on another, reference on the actor's."""
-    config = deep(workspace, "split", placement=DISAGGREGATED | {"actor": {"pp": 2}}, **STREAMED)
-    config["reward"]["ranks"] = "2"
-    config["critic"]["ranks"] = "3"
-    config["reference"] = {"init": config["actor"]["init"], "ranks": "0-1", "parallel": {"tp": 2}}
-    assert_same(run_ppo_ranks(config), plain)
-
-
 def test_a_tuned_chunk_is_the_same_for_scorers_partly_on_the_actors_ranks(workspace: Workspace, plain: Outcome) -> None:
     """The reward model's stages are on a rank that decodes and on one that does not: both plan its rounds."""
     chunk = {"overlap.chunk": {"tokens": 7, "adaptive": [7, 20]}, "runtime.timeout_s": 60.0}
