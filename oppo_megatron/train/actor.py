@@ -31,7 +31,6 @@ from oppo_megatron.train.update import UpdateSettings, begin_update, run_update,
 STATS = ("ess", "logprob_gap", "logprob_gap_judged", "grad_norm", "lr")
 """Statistics in addition to what the algorithm's loss has."""
 
-
 WHOLE_EVERY = 10
 """Every tenth update, from the first, compares decoding with training in all minibatches.
 

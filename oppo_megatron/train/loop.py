@@ -104,10 +104,12 @@ class TrainingLoop(Saveable):
         self.phase = None
         if not batch:
             return True
-        with self.meter.drain():
-            while self.rounds.owes(batch):  # a scorer, on any rank, has not read all of it
-                self.rollouts.score(batch, self.adaptation.chunk.value, self.updates.version)
-                self.meter.end_round(decoded=False)
+        started = time.monotonic()
+        while self.rounds.owes(batch):  # a scorer, on any rank, has not read all of it
+            self.rollouts.score(batch, self.adaptation.chunk.value, self.updates.version)
+            self.meter.end_round(decoded=False)
+        self.meter.tracer.flush()
+        self.meter.facts.drain_s = time.monotonic() - started
         trained = self.exchange.members.to_train(batch)
         if plan.forward_ahead:
             self.updates.begin(step, trained)
@@ -163,7 +165,7 @@ class TrainingLoop(Saveable):
                 self.rollouts.judged,
             )  # fmt: skip
             self.meter.all_memory()
-            self.saver.measured(step, REWARD, float(scored.scores_B.double().mean()))
+            self.saver.look_at(step, {REWARD: (float(scored.scores_B.double().mean()), None)})
             self.saver.look_around()
         self.meter.scored(scored, report, self.adaptation.kl.value)
         self.rollouts.retire(batch)

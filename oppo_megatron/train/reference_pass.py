@@ -78,23 +78,20 @@ def key_of(prompt: Sequence[int], answer: Sequence[int]) -> bytes:
     return hashlib.sha256(length + array("q", prompt).tobytes() + array("q", answer).tobytes()).digest()[:KEY_BYTES]
 
 
-class LogprobTable:
-    def __init__(self) -> None:
-        self.by_key: dict[bytes, float] = {}
+Table = dict[bytes, float]
+"""Log-probs by key."""
 
-    def of(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
-        return self.by_key[key_of(prompt, answer)]
 
-    def missing(self, answers: Iterable[Answered]) -> dict[bytes, Answered]:
-        found = ((key_of(*each), each) for each in answers)
-        return {key: each for key, each in found if key not in self.by_key}
+def missing_answers(table: Table, answers: Iterable[Answered]) -> dict[bytes, Answered]:
+    found = ((key_of(*each), each) for each in answers)
+    return {key: each for key, each in found if key not in table}
 
 
 class UnusableFileError(DataError):
     pass
 
 
-def write_logprobs(path: Path, table: Mapping[bytes, float], reference: str) -> None:
+def write_logprobs(path: Path, table: Table, reference: str) -> None:
     keys = torch.frombuffer(bytearray(b"".join(table)), dtype=torch.uint8).view(-1, KEY_BYTES)
     logprobs = torch.tensor(list(table.values()), dtype=torch.float64)
     metadata = {"kind": KIND, "reference": reference, "sha256": _checksum(keys, logprobs)}
@@ -103,7 +100,7 @@ def write_logprobs(path: Path, table: Mapping[bytes, float], reference: str) -> 
         file.write(save({"keys": keys, "logprobs": logprobs}, metadata))
 
 
-def read_logprobs(path: Path, reference: str) -> dict[bytes, float]:
+def read_logprobs(path: Path, reference: str) -> Table:
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
@@ -131,7 +128,7 @@ def _checksum(keys: Tensor, logprobs: Tensor) -> str:
 class ReferencePass:
     """Fills `table`.  Collective of the world; `owner` reads and writes the file."""
 
-    def __init__(self, config: DPOConfig, table: LogprobTable, world: World, owner: int, note: Callable[[str], None]):
+    def __init__(self, config: DPOConfig, table: Table, world: World, owner: int, note: Callable[[str], None]):
         self.config, self.table, self.world, self.owner, self.note = config, table, world, owner, note
         self.path = config.reference_logprobs or RunDirectory(config.run_dir).reference
         with world.activity.doing("checksums of the reference's weights"):
@@ -144,8 +141,8 @@ class ReferencePass:
         dist.broadcast_object_list(found, src=self.owner)
         if isinstance(found[0], DataError):
             raise found[0]
-        self.table.by_key.update(found[0])
-        missing = self.table.missing(answers)
+        self.table.update(found[0])
+        missing = missing_answers(self.table, answers)
         if own is None:
             model = load(self.config.model)
             self._compute(model, missing)
@@ -157,7 +154,7 @@ class ReferencePass:
                 torch.cuda.empty_cache()
         return load(self.config.model)
 
-    def _read(self) -> Mapping[bytes, float] | DataError:
+    def _read(self) -> Table | DataError:
         """Replace an unusable file in the run directory, but refuse one named by the configuration."""
         if not self.path.exists():
             return {}
@@ -186,11 +183,11 @@ class ReferencePass:
             with self.world.activity.doing("log-probs of the reference"):
                 budget = self.config.runtime.micro_batch_tokens
                 values = answer_sums(model, list(block.values()), budget, self.world, report)
-            self.table.by_key.update(zip(block, values, strict=True))
+            self.table.update(zip(block, values, strict=True))
             done += len(block)
             if dist.get_rank() == self.owner:
                 try:
-                    write_logprobs(self.path, self.table.by_key, self.fingerprint)
+                    write_logprobs(self.path, self.table, self.fingerprint)
                 except OSError as error:
                     raise DataError(
                         f"reference_logprobs: {self.path} cannot be written ({error.strerror}); name a file in a folder that "

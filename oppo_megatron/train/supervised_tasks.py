@@ -30,7 +30,7 @@ from oppo_megatron.mcore.training import TrainedModel, forward_rows
 from oppo_megatron.mcore.vocab import VocabShards, likeliest_share, token_logprobs
 from oppo_megatron.schedule.packing import pack_by_tokens
 from oppo_megatron.train.heldout import HeldoutSchedule
-from oppo_megatron.train.reference_pass import LogprobTable, answer_logprobs
+from oppo_megatron.train.reference_pass import Table, answer_logprobs, key_of
 from oppo_megatron.train.score_exchange import sum_over_ranks
 
 RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
@@ -146,7 +146,7 @@ class Preferences(Task[RowT]):
     has_mismatched = False
 
     def __init__(self) -> None:
-        self.reference = LogprobTable()
+        self.reference: Table = {}
 
     @abstractmethod
     def answers(self, row: RowT) -> Sequence[Answered]: ...
@@ -173,7 +173,7 @@ class Preferences(Task[RowT]):
         answers = [self.answers(row) for row in rows]
         batches = pack_together(answers, budget, device)
         for batch in batches:
-            known = [self.reference.of(*each) for i in batch.index for each in answers[i]]
+            known = [self.reference[key_of(*each)] for i in batch.index for each in answers[i]]
             batch.extra["reference"] = on_device(known, device, torch.float64)
             batch.extra["counts"] = on_device(list(batch.counts), device, torch.float64)
         return batches

@@ -39,7 +39,6 @@ NUM_LENGTH_BINS = 4
 MUCH_LOST = 0.2
 """Share of stale responses' gradient lost to clipping above which the run warns once."""
 
-
 LATER_FACTS = ("scores", "actor", "rewards", "greedy_rewards", "filtered")
 """Facts known after the rollout phase, within which a checkpoint may interrupt a step."""
 

@@ -207,13 +207,6 @@ class StepMeter:
             phase.law.add(chunk.clock - begun_at, tokens, round_s)
         phase.spent_s = self._elapsed_s()
 
-    @contextlib.contextmanager
-    def drain(self) -> Iterator[None]:
-        started = time.monotonic()
-        yield
-        self.tracer.flush()
-        self.facts.drain_s = time.monotonic() - started
-
     def scoring_seconds(self) -> dict[str, float]:
         totals: dict[str, float] = {}
         for role in ("scorer", *self.rounds.scoring):
