@@ -24,10 +24,7 @@ FIGURES = (
 
 
 def write_report(out: Path, names: Sequence[str], seconds: float, algorithm: str) -> None:
-    """Compare the finished runs `out/<name>`, the first one without overlap.
-
-    Writes demo.json, reward.png and timeline.png into `out` and prints the table.  `seconds`: duration of the demo.
-    """
+    """Write demo.json, reward.png and timeline.png of the finished runs `out/<name>`, the first without overlap."""
     runs = {name: RunDirectory(out / name) for name in names}
     figures = {name: _figures(run) for name, run in runs.items()}
     base, other = (figures[name]["step_s"] for name in names)
@@ -49,10 +46,7 @@ def comparison(figures: Mapping[str, Mapping[str, Any]], speedup: float, algorit
     for name in figures:
         table.add_column(name, justify="right")
 
-    def row(label: str, *values: str) -> None:
-        table.add_row(label, *values)
-
-    runs = list(figures.values())
+    row, runs = table.add_row, list(figures.values())
     row("seconds per step", *(f"{run['step_s']:.2f}" for run in runs))
     row("speed-up", "1.00x", f"{speedup:.2f}x")
     if any(run["scoring_hidden"] is not None for run in runs):  # there is none without a scoring model
@@ -67,10 +61,7 @@ def comparison(figures: Mapping[str, Mapping[str, Any]], speedup: float, algorit
 
 
 def difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return the difference of two final accuracies, called noise below two standard errors.
-
-    The error assumes independent samples, but both runs answer the same problems: it is an upper bound.
-    """
+    """Return the difference of final accuracies, noise below two standard errors (of independent samples: an upper bound)."""
     change = other["accuracy_after"] - first["accuracy_after"]
     errors = [run["error_after"] for run in (first, other)]
     if None in errors:

@@ -71,7 +71,11 @@ def run(args: argparse.Namespace) -> int:
         doing[0] = "playing the configuration's own placement"
         record["as_configured"] = _as_configured(args, task, plans[0])
     _print_record(record)
-    _write(args.out, task, plans[0], record)
+    args.out.mkdir(parents=True, exist_ok=True)
+    dump_config(plans[0].config, args.out / "plan.yaml")
+    write_json(args.out / "plan.json", record)
+    write_json(args.out / "costs.json", costs_tree(task_costs(task, plans[0].config).actions))
+    print(f"{args.out / 'plan.yaml'}, plan.json, costs.json")
     return 0
 
 
@@ -167,14 +171,6 @@ def _as_configured(args: argparse.Namespace, task: Task, best: Played) -> str:
         f"{seconds:.3g} s per step, {abs(slower):.1%} {'more' if slower >= 0 else 'less'} than the first plan; its fullest rank "
         f"holds {fullest.held / 1e9:.1f} GB"
     )
-
-
-def _write(out: Path, task: Task, best: Played, record: Mapping[str, Any]) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    dump_config(best.config, out / "plan.yaml")
-    write_json(out / "plan.json", record)
-    write_json(out / "costs.json", costs_tree(task_costs(task, best.config).actions))
-    print(f"{out / 'plan.yaml'}, plan.json, costs.json")
 
 
 def _print_record(record: Mapping[str, Any]) -> None:
