@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -252,8 +252,7 @@ def _build(
     stack: ExitStack,
 ) -> SupervisedTrainer[RowT]:
     run, is_owner = RunDirectory(config.run_dir), world.rank == groups.output_rank
-    if is_owner:
-        stack.enter_context(run.held())
+    stack.enter_context(run.held() if is_owner else nullcontext())
     quarantine, evaluation = Quarantine(progress=by_time(is_owner=is_owner)), config.evaluation
 
     def read(data: DataConfig) -> list[RowT]:
@@ -283,9 +282,10 @@ def _build(
         stack.enter_context(report)
         report.begin(start, rows, held, quarantine)
 
+    options: Any = {"head": task.head, "max_length": config.max_tokens, "device": world.device, "layers": config.runtime.layers}
+
     def load(model: ModelConfig) -> RoleModel:
-        length, layers = config.max_tokens, config.runtime.layers
-        loaded = load_role(model, groups, head=task.head, max_length=length, device=world.device, layers=layers)
+        loaded = load_role(model, groups, **options)
         loaded.register_forward_pre_hook(lambda *_: world.activity.beat())  # a micro-batch is a sign of life
         return loaded
 
