@@ -253,7 +253,7 @@ def test_a_chat_needs_a_template(export: Path, tmp_path: Path, capsys: pytest.Ca
         (["--prompt", "x", "--template", "y"], "has no {prompt}"),
         (["--prompt", "x", "--system", "y"], "add --as-chat"),
         (["--prompt", "x", "--column", "y"], "--column is of an --input"),
-        (["--prompt", "x", "--resume"], "--resume goes on with an --output"),
+        (["--prompt", "x", "--resume"], "--resume continues an --output"),
         (["--chat", "--json"], "--chat is shown in the terminal"),
         (["--prompt", "x", "--tp", "3"], "4 attention heads do not"),
         (["--prompt", "x", "--stop-id", "-3"], "--stop-id is -3, but ids are numbers from 0 on"),
