@@ -21,7 +21,6 @@ from oppo_megatron.clock import by_time
 from oppo_megatron.cluster.liveness.watchdog import watched
 from oppo_megatron.cluster.process_groups import use_once
 from oppo_megatron.cluster.world import World, open_world
-from oppo_megatron.config.data import DataConfig
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.supervised import DPOConfig, RewardModelConfig, SupervisedConfig
 from oppo_megatron.data.rows import Quarantine
@@ -254,10 +253,7 @@ def _build(
     run, is_owner = RunDirectory(config.run_dir), world.rank == groups.output_rank
     stack.enter_context(run.held() if is_owner else nullcontext())
     quarantine, evaluation = Quarantine(progress=by_time(is_owner=is_owner)), config.evaluation
-
-    def read(data: DataConfig) -> list[RowT]:
-        return load_rows(config, data, tokenizer, quarantine)
-
+    read = partial(load_rows, config, tokenizer=tokenizer, quarantine=quarantine)
     rows, held = read_heldout(evaluation, config.seed, read(config.data), read)
     take_point = partial(task.take_point, world) if isinstance(task, MarkedPreferences) else None
     heldout = None
