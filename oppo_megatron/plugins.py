@@ -37,10 +37,7 @@ REWARD = Signature(("prompt", "response", "fields"), "number")
 
 
 def load_entry_point(
-    entry_point: str,
-    options: Mapping[str, Any] | None = None,
-    signature: Signature = REWARD,
-    setting: str = "entry_point",
+    entry_point: str, options: Mapping[str, Any] | None = None, signature: Signature = REWARD, setting: str = "entry_point"
 ) -> Any:
     """Return the function at `entry_point`, which takes the `signature`'s arguments and `options` as keywords.
 

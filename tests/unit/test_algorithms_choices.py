@@ -13,14 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oppo_megatron.algorithms.advantages import DEVIATION_EPS, compared, equal_groups
-from oppo_megatron.algorithms.losses import (
-    ActorTargets,
-    Surrogate,
-    kl_per_token,
-    policy_loss,
-    ratio_base,
-    with_reverse_gradient,
-)
+from oppo_megatron.algorithms.losses import ActorTargets, Surrogate, kl_per_token, policy_loss, ratio_base, with_reverse_gradient
 from oppo_megatron.config.algorithm import Baseline, Objective, Ratio, Scale
 
 DOUBLE = torch.float64
@@ -81,8 +74,11 @@ def test_a_group_of_equal_scores_has_no_advantage_at_all(baseline: Baseline, sca
     assert equal_groups(scores_B, size).tolist() == [True, False]
 
 
-def plain_losses(rows: list[tuple[list[float], list[float], list[float]]], ratio: str, surrogate: Surrogate) -> list[list[float]]:
-    """Of rows of (log-probs, old ones, advantages): the loss of each token."""
+Row = tuple[list[float], list[float], list[float]]
+
+
+def plain_losses(rows: list[Row], ratio: str, surrogate: Surrogate) -> list[tuple[float, float]]:
+    """(loss, ratio) of each token, of rows of (log-probs, old ones, advantages)."""
     low, high = 1 - surrogate.clip, 1 + (surrogate.clip if surrogate.clip_high is None else surrogate.clip_high)
     found = []
     for logp, old, advantages in rows:
@@ -92,7 +88,6 @@ def plain_losses(rows: list[tuple[list[float], list[float], list[float]]], ratio
             "sequence_product": [sum(d)] * len(d),
         }[ratio]  # fmt: skip
         parts = len(d) if ratio == "sequence_product" and surrogate.objective == "clip" else 1
-        losses = []
         for new, log_r, advantage in zip(logp, log_ratio, advantages, strict=True):
             r = math.exp(log_r)
             if surrogate.objective == "plain":
@@ -103,8 +98,7 @@ def plain_losses(rows: list[tuple[list[float], list[float], list[float]]], ratio
                 loss = -min(r * advantage, min(max(r, low), high) * advantage)
                 if surrogate.dual_clip is not None and advantage < 0:
                     loss = min(loss, surrogate.dual_clip * -advantage)
-            losses.append(loss / parts)
-        found.append(losses)
+            found.append((loss / parts, r))
     return found
 
 
@@ -122,14 +116,16 @@ def test_the_surrogate_equals_plain_loops_over_rows(name: str, ratio: Ratio, see
     surrogate = Surrogate(**vars(SURROGATES[name]) | {"ratio": ratio})
     logp_T, noise_T, advantages_T = randn(3, sum(LENGTHS), seed=seed)
     old_T = logp_T + 0.4 * noise_T
-    share_T = randn(sum(LENGTHS), seed=seed + 1).exp()
-    targets = ActorTargets(old_T, advantages_T, share_T=share_T, lengths_R=torch.tensor(LENGTHS))
+    share_T, weight_T = randn(2, sum(LENGTHS), seed=seed + 1).exp()
+    targets = ActorTargets(old_T, advantages_T, weight_T=weight_T, share_T=share_T, lengths_R=torch.tensor(LENGTHS))
     loss, stats = policy_loss(logp_T, targets, surrogate, 40)
     rows = list(zip(*(x.split(LENGTHS) for x in (logp_T, old_T, advantages_T)), strict=True))
-    expected = [x for row in plain_losses([tuple(x.tolist() for x in row) for row in rows], ratio, surrogate) for x in row]
-    weighted = sum(x * w for x, w in zip(expected, share_T.tolist(), strict=True))
+    expected, ratios = zip(*plain_losses([tuple(x.tolist() for x in row) for row in rows], ratio, surrogate), strict=True)
+    weighted = sum(x * w for x, w in zip(expected, (share_T * weight_T).tolist(), strict=True))
     assert float(loss) == pytest.approx(weighted / 40, rel=1e-9)
-    assert float(stats.loss) == pytest.approx(weighted, rel=1e-9)
+    kls = [math.exp(x) - 1 - x for x in (logp_T - old_T).tolist()]
+    found = [float(getattr(stats, name)) for name in ("num_tokens", "loss", "ratio", "max_ratio", "weight", "approx_kl")]
+    assert found == pytest.approx([len(kls), weighted, sum(ratios), max(ratios), float(weight_T.sum()), sum(kls)], rel=1e-9)
 
 
 @pytest.mark.parametrize("ratio", get_args(Ratio))

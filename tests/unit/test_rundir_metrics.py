@@ -22,30 +22,16 @@ def test_a_whole_line_is_on_disk_at_once(tmp_path: Path) -> None:
         assert json.loads(path.read_text()) == {"step": 1, "loss": 2.0}
 
 
-def test_late_lines_keep_step_order(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with MetricsLog(path) as log:
-        log.stage(1, {"reward_mean": 0.1, "train_s": 1.0})
-        log.stage(2, {"reward_mean": 0.2})
-        log.complete(2, {"value_loss": 20})
-        assert path.read_text() == ""
-        log.complete(1, {"value_loss": 10, "train_s": 1.5})
-        assert read_metrics(path) == [
-            {"step": 1, "reward_mean": 0.1, "train_s": 1.5, "value_loss": 10},
-            {"step": 2, "reward_mean": 0.2, "value_loss": 20},
-        ]
-
-
 @given(st.permutations(range(MAX_PENDING)), st.integers(0, MAX_PENDING))
 def test_any_order_of_completion_writes_all_in_order(order: list[int], num_completed: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "metrics.jsonl"
         with MetricsLog(path) as log:
             for step in range(MAX_PENDING):
-                log.stage(step, {})
+                log.stage(step, {"replaced": "old"})
             completed = order[:num_completed]
             for step in completed:
-                log.complete(step, {"done": True})
+                log.complete(step, {"done": True, "replaced": "new"})
             written = [line["step"] for line in read_metrics(path)]
             in_order = next((step for step in range(MAX_PENDING) if step not in completed), MAX_PENDING)
             assert written == list(range(in_order))
@@ -53,6 +39,7 @@ def test_any_order_of_completion_writes_all_in_order(order: list[int], num_compl
         assert [line["step"] for line in lines] == list(range(MAX_PENDING))
         assert {line["step"] for line in lines if line.get("incomplete")} == set(range(MAX_PENDING)) - set(completed)
         assert all(line.get("done", False) != line.get("incomplete", False) for line in lines)
+        assert all((line["replaced"] == "new") == line.get("done", False) for line in lines)
 
 
 def test_pending_lines_survive_a_failing_run(tmp_path: Path) -> None:
