@@ -49,6 +49,7 @@ class Timeline:
     windows: Mapping[str, StepWindow]
     title: str = "Timeline of a step of each run"
     note: str = ""
+    wide: bool = True
 
 
 def step_bounds(spans: Sequence[Span]) -> dict[int, tuple[float, float]]:
