@@ -42,6 +42,7 @@ class GuardedProtocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # writing pauses while any byte is unsent
         self._look()
 
     def data_received(self, data: bytes) -> None:
@@ -99,7 +100,6 @@ class GuardedProtocol(H11Protocol):
             head = f"HTTP/1.1 408 Request Timeout\r\ncontent-type: text/plain\r\ncontent-length: {len(LATE)}\r\n"
             self.transport.write(head.encode() + b"connection: close\r\n\r\n" + LATE)
         self.transport.close()
-        self.loop.call_later(self.header_s, self.transport.abort)  # for a client that reads no answer
 
 
 def server_settings(app: FastAPI, header_s: float = HEADER_S, most_waiting: int = MOST_WAITING) -> uvicorn.Config:

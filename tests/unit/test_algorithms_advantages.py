@@ -11,19 +11,9 @@ from hypothesis import strategies as st
 
 from oppo_megatron.algorithms.advantages import gae, token_rewards, whiten
 from oppo_megatron.algorithms.packed import lengths_like, tokens_after, tokens_of_rows
+from tests.replay.formulas import gae as plain_gae
 
 DOUBLE = torch.float64
-
-
-def plain_gae(rewards: list[float], values: list[float], gamma: float, gae_lambda: float) -> tuple[list[float], list[float]]:
-    """One response, one token at a time from the end: delta_t and A_t = delta_t + gamma lambda A_{t+1}."""
-    advantages = [0.0] * len(rewards)
-    next_value = next_advantage = 0.0
-    for t in range(len(rewards) - 1, -1, -1):
-        delta = rewards[t] + gamma * next_value - values[t]
-        next_advantage = advantages[t] = delta + gamma * gae_lambda * next_advantage
-        next_value = values[t]
-    return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
 
 def split(x_T: torch.Tensor, lengths: list[int]) -> list[list[float]]:
@@ -46,10 +36,10 @@ def random_batch(lengths: list[int], seed: int, dtype: torch.dtype = DOUBLE) -> 
 def test_gae_equals_a_plain_loop_over_each_response(lengths: list[int], gamma: float, gae_lambda: float, seed: int) -> None:
     rewards_T, values_T = random_batch(lengths, seed)
     advantages_T, returns_T = gae(rewards_T, values_T, lengths, gamma, gae_lambda)
-    rows = zip(split(rewards_T, lengths), split(values_T, lengths), strict=True)
-    expected = [plain_gae(rewards, values, gamma, gae_lambda) for rewards, values in rows]
-    assert advantages_T.tolist() == pytest.approx([a for row in expected for a in row[0]], rel=1e-9, abs=1e-9)
-    assert returns_T.tolist() == pytest.approx([r for row in expected for r in row[1]], rel=1e-9, abs=1e-9)
+    rows = zip(rewards_T.split(lengths), values_T.split(lengths), strict=True)
+    expected_T = torch.cat([plain_gae(rewards, values, gamma, gae_lambda) for rewards, values in rows])
+    torch.testing.assert_close(advantages_T, expected_T, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(returns_T, expected_T + values_T, rtol=1e-9, atol=1e-9)
 
 
 def test_gae_in_single_precision_stays_close_over_thousands_of_tokens() -> None:

@@ -24,6 +24,9 @@ from oppo_megatron.algorithms.losses import (
 from oppo_megatron.algorithms.packed import TokenStats
 from oppo_megatron.config.algorithm import Objective
 from oppo_megatron.config.ppo import PPOConfig
+from tests.replay.formulas import actor_loss as plain_actor_loss
+from tests.replay.formulas import critic_loss, kl_of
+from tests.replay.recipe import Recipe
 
 DOUBLE = torch.float64
 SURROGATE = Surrogate(0.2)
@@ -35,20 +38,6 @@ def randn(*shape: int, seed: int) -> torch.Tensor:
 
 def against(old_T: torch.Tensor, advantages_T: torch.Tensor, weight_T: torch.Tensor | None = None) -> ActorTargets:
     return ActorTargets(old_T, advantages_T, weight_T=weight_T)
-
-
-def plain_value_loss(
-    values: list[float], old: list[float], returns: list[float], clip: float, num_tokens: int
-) -> tuple[float, int]:
-    loss, lost = 0.0, 0
-    for value, before, target in zip(values, old, returns, strict=True):
-        errors = [(value - target) ** 2]
-        if clip > 0:
-            held = min(max(value, before - clip), before + clip)
-            errors.append((held - target) ** 2)
-            lost += held != value and errors[1] > errors[0]
-        loss += 0.5 * max(errors)
-    return loss / num_tokens, lost
 
 
 @pytest.mark.parametrize("objective", ["clip", "cispo", "plain"])
@@ -95,15 +84,13 @@ def test_without_stale_responses_none_of_their_gradient_is_lost() -> None:
 def test_value_loss_equals_a_plain_loop(n: int, clip: float, seed: int) -> None:
     values_T, old_T, returns_T = randn(3, n, seed=seed)
     values_T.requires_grad_()
-    loss, stats = value_loss(values_T, old_T, returns_T, clip, 3 * n)
-    expected, outside = plain_value_loss(values_T.tolist(), old_T.tolist(), returns_T.tolist(), clip, 3 * n)
-    assert float(loss) == pytest.approx(expected, rel=1e-9)
-    assert float(stats.clipped) == outside
-    squares = [(v - r) ** 2 for v, r in zip(values_T.tolist(), returns_T.tolist(), strict=True)]
-    assert float(stats.squared_error) == pytest.approx(sum(squares))
-    (gradient_T,) = torch.autograd.grad(loss, values_T)
-    assert int((gradient_T == 0).sum()) == outside, "what the clip range takes away"
-    assert torch.autograd.gradcheck(lambda x_T: value_loss(x_T, old_T, returns_T, clip, n)[0], values_T)
+    loss, stats = value_loss(values_T, old_T, returns_T, clip, n)
+    expected = critic_loss([values_T], [old_T], [returns_T], Recipe(value_clip=clip))
+    torch.testing.assert_close(loss, expected)
+    gradients = [torch.autograd.grad(x, values_T)[0] for x in (loss, expected)]
+    torch.testing.assert_close(*gradients)
+    assert float(stats.clipped) == int((gradients[1] == 0).sum()), "what the clip range takes away"
+    assert float(stats.squared_error) == pytest.approx(float((values_T - returns_T).square().sum()))
 
 
 def config(**changes: object) -> PPOConfig:
@@ -121,17 +108,16 @@ def actor_inputs(n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, ActorTa
 def test_actor_loss_is_the_sum_of_its_terms(mode: str, estimator: str) -> None:
     logp_T, entropy_T, targets = actor_inputs(6, seed=2)
     ppo = config(entropy_coefficient=0.01, clip=0.1, kl={"mode": mode, "estimator": estimator, "coefficient": 9.0})
-    loss, stats = actor_loss(logp_T, entropy_T, targets, Surrogate(ppo.clip), ppo, kl_coefficient=0.3, num_tokens=12)
-    assert targets.reference_logp_T is not None
-    expected = float(policy_loss(logp_T, targets, Surrogate(0.1), 12)[0])
-    d = [a - b for a, b in zip(logp_T.tolist(), targets.reference_logp_T.tolist(), strict=True)]
-    kl = sum({"k1": x, "k2": x * x / 2, "k3": math.exp(-x) - 1 + x}[estimator] for x in d)
-    entropy = sum(entropy_T.tolist())
-    expected += (0.3 * kl / 12 if mode == "loss" else 0.0) - 0.01 * entropy / 12
-    assert float(loss) == pytest.approx(expected, rel=1e-9)
-    assert float(stats.kl) == pytest.approx(kl) and float(stats.entropy) == pytest.approx(entropy)
     inputs = logp_T.requires_grad_(), entropy_T.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x_T, y_T: actor_loss(x_T, y_T, targets, Surrogate(0.1), ppo, 0.3, 12)[0], inputs)
+    loss, stats = actor_loss(logp_T, entropy_T, targets, Surrogate(ppo.clip), ppo, kl_coefficient=0.3, num_tokens=6)
+    recipe = Recipe(kl=mode, estimator=estimator, clip_low=0.1, clip_high=0.1, entropy_coefficient=0.01)
+    rows = ([x_T] for x_T in (targets.old_logp_T, targets.weight_T, targets.advantages_T, targets.reference_logp_T))
+    expected = plain_actor_loss([logp_T], [entropy_T], *rows, [0], recipe, 0.3)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs))
+    assert targets.reference_logp_T is not None
+    assert float(stats.kl) == pytest.approx(float(kl_of(logp_T, targets.reference_logp_T, estimator).sum()))
+    assert float(stats.entropy) == pytest.approx(float(entropy_T.sum()))
 
 
 def test_entropy_is_rewarded_and_needs_no_gradient_when_its_coefficient_is_zero() -> None:

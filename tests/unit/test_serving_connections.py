@@ -135,13 +135,12 @@ def test_what_does_not_come_in_time_ends_the_connection(sent: bytes, end: Callab
         assert time.monotonic() - begun >= 0.4, "it had its time"
 
 
-@pytest.mark.parametrize("size", [60_000, 16_000_000], ids=["an answer in the buffer", "an answer that waits for room"])
-def test_a_client_that_reads_no_answer_is_cut(size: int) -> None:
+def test_a_client_that_reads_no_answer_is_cut() -> None:
     app = new_app()
 
     @app.get("/large")
     async def large() -> PlainTextResponse:
-        return PlainTextResponse("x" * size)
+        return PlainTextResponse("x" * 16_000_000)
 
     with served_app(app, header_s=0.5) as address, socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
