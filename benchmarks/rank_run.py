@@ -111,7 +111,7 @@ class RankRun(DryRun):
         tokens = columns_of(batch).response_tokens
         for book in self.planner.scorers.values():
             each = tokens if book.every_token else np.ones_like(tokens)
-            yield from (WORD * np.bincount(book.homes(batch), each, len(book)).astype(np.int64)).tolist()
+            yield from (WORD * np.bincount(book.replicas(batch), each, len(book)).astype(np.int64)).tolist()
         yield WORD * len(batch) * (1 + len(self.config.rewards))
 
 

@@ -234,10 +234,7 @@ def _rollout(policy: Policy) -> RolloutConfig | None:
 
 
 def drawing_of(args: argparse.Namespace, policy: Policy, max_tokens: int) -> Drawing:
-    """Return the sampling options: greedy by default, with the stop rules of the policy's run, if any.
-
-    Requested stop ids are added to the run's, which an export of the policy contains too.
-    """
+    """Return the sampling options: greedy by default, with the stop rules and ids of the policy's run, if any."""
     rollout = _rollout(policy)
     draws = args.samples > 1 or args.top_k is not None or args.top_p is not None
     temperature = args.temperature if args.temperature is not None else 1.0 if draws and not args.greedy else 0.0

@@ -152,8 +152,8 @@ class RowLoader:
         prompt, *answers = encode_answers(tokenizer, example.prompt, example.answers)
         if prompt != encode_prompt(tokenizer, example.prompt):
             self._quarantine.note(
-                f"{row.file}: in some rows a token holds the end of the prompt and the beginning of the answer, so a policy that "
-                "is given the prompt alone reads other tokens; let answers begin with the white space that prompts end with"
+                f"{row.file}: in some rows one token joins the end of the prompt and the beginning of the answer; a policy that "
+                "is given the prompt alone reads other tokens: let answers begin with the white space that prompts end with"
             )
         answers = [_ended(answer, tokenizer) for answer in answers]
         longest = max(len(answer) for answer in answers)
@@ -284,7 +284,7 @@ def batches(
 ) -> Iterator[list[int]]:
     """Row indices of each step after `passed`.  Epochs join without a gap: only the last batch may be smaller."""
     if num_rows < 1:
-        raise DataError("there is no row to make batches of; at least one is needed.")
+        raise DataError("the data set is empty; at least one row is needed.")
     left = math.ceil(epochs * num_rows) - passed.rows
     epoch, first = divmod(passed.rows, num_rows)
     pending = epoch_order(num_rows, seed, epoch, shuffle)[first:]

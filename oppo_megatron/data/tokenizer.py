@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.paths import folders_with, irregular_path
-from oppo_megatron.data.chat_template import ChatTemplate, require_syntax
+from oppo_megatron.data.chat_template import ChatTemplate
 from oppo_megatron.data.fast_tokenizer import SPACE_MARK, fast_files, made_config
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.modeldir.megatron import read_mapping
@@ -93,8 +93,6 @@ def load_tokenizer(config: TokenizerConfig, model: Path | None = None) -> Tokeni
     for file in (path, *path.glob("*.json")):  # what reads them would wait for a pipe
         if irregular := irregular_path("tokenizer.path:", file):
             raise ConfigError(irregular)
-    if config.chat_template is not None:
-        require_syntax(config.chat_template)
     tokenizer = _open_tokenizer(path, config)
     directories = [directory for directory in (path, model) if directory is not None and directory.is_dir()]
     named = [i for directory in directories for i in model_eos_ids(directory)]
@@ -106,6 +104,8 @@ def load_tokenizer(config: TokenizerConfig, model: Path | None = None) -> Tokeni
         )
     if config.add_bos is not None:
         tokenizer.adds_bos = config.add_bos
+    if config.chat_template is not None:
+        tokenizer.chat.reads()  # raises for a syntax error
     tokenizer.chat.require_arguments()
     return tokenizer
 
@@ -336,7 +336,7 @@ def special_ids(tokenizer: Tokenizer, stop_token_ids: Sequence[int] = (), *, sco
     return {"bos_token_id": tokenizer.bos_id, "eos_token_id": eos, "pad_token_id": pad}
 
 
-def write_beside(
+def write_tokenizer(
     directory: Path, tokenizer: Tokenizer, ids: Mapping[str, Any], family: str, *, scored: bool, source: Path | None = None
 ) -> str | None:
     """Write the tokenizer and, for a policy, `generation_config.json` (from `source`, with `ids`).

@@ -79,7 +79,7 @@ class IsolatedRule(Part):
             tell_by_time(f"trying expected answers: {number + 1} of {len(tried)}")
         if texts:
             shown = ", ".join(f"{answer:.100}" for answer in texts[:SHOWN])
-            tell(f"{len(texts)} expected answers are no mathematics that is understood, and are compared as text: {shown}")
+            tell(f"{len(texts)} expected answers are not understood as mathematics, and are compared as text: {shown}")
         reasons = (self._tried.get(str(fields)) for fields in read)
         return {place: reason for place, reason in enumerate(reasons) if reason is not None}
 

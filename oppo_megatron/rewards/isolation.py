@@ -149,7 +149,7 @@ class IsolatedFunction(Part):
             answer = None
         if not isinstance(answer, dict) or answer.pop("call", None) != name:
             self.close()
-            raise RewardError(f"{self.entry_point}: its process gave {line[:100]!r}, which is no answer to this call")
+            raise RewardError(f"{self.entry_point}: its process gave {line[:100]!r}, which does not answer this call")
         return answer
 
     def _write(self, data: bytes, deadline: float, late: str) -> None:

@@ -17,7 +17,7 @@ from oppo_megatron.rewards.rules.formats import FormatRule, LengthRule
 from oppo_megatron.rewards.verifiers import expected_answer, verify
 
 VERLS_ANSWER = "reward_model.ground_truth"
-"""Expected answer in verl's layout, if there is no column `answer`."""
+"""Expected answer in verl's layout, used without a column `answer`."""
 END_S = 10.0
 """Time for rule `code`'s process to start and end the tests, in addition to the tests' own."""
 OWN_MB = 2048
@@ -34,7 +34,7 @@ def column(fields: Fields, answer: str) -> Any:
     named = f", the nearest is `answer: {near}`" if near else ""
     raise RewardError(
         f"the row has no column {answer!r} with the expected answer (it has: {', '.join(names) or 'none'}); name the column "
-        f"as `answer` beside the verifier{named}"
+        f"in the verifier's `answer`{named}"
     )
 
 

@@ -186,10 +186,10 @@ def _read_rows(answer: httpx.Response, request: Mapping[str, Any]) -> list[dict[
         for row in rows:
             known, sent = row["known"], asked.pop(row["id"])
             if type(known) is not int or not 0 <= known <= sent["offset"] + len(sent["tokens"]):
-                raise ValueError(f"known {known!r:.20} is no part of sequence {row['id']}")
+                raise ValueError(f"known {known!r:.20} is not a length of sequence {row['id']}")
             score = row["score"]
             if score is not None and not (sent["final"] and isinstance(score, float) and math.isfinite(score)):
-                raise ValueError(f"{score!r:.20} is no score of sequence {row['id']}")
+                raise ValueError(f"{score!r:.20} is not a score of sequence {row['id']}")
         if asked:
             raise ValueError(f"no answer for sequence {min(asked)}")
     except (ValueError, KeyError, TypeError) as error:

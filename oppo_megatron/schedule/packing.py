@@ -31,38 +31,14 @@ def _first_fit(lengths: Ints, budget: int) -> tuple[Ints, Ints]:
     """Indices, longest first, and their bins."""
     assert budget >= 1, f"the token budget of a micro-batch must be at least 1, not {budget}"
     order = np.argsort(-lengths, kind="stable")  # ties by index
-    ordered = lengths[order]
-    edges = np.array([0, *(np.flatnonzero(np.diff(ordered)) + 1), len(ordered)]) if len(ordered) else np.zeros(1, dtype=np.int64)
-    shortest, rooms = int(lengths.min(initial=budget)), list[int]()
-    open_bins: list[int] = []  # those with room for anything
-    filled, numbers = list[int](), list[int]()  # bins in the order of the items, and how many each gets
-    for length, count in zip(ordered[edges[:-1]].tolist(), np.diff(edges).tolist(), strict=True):
-        full = False
-        # Items of one length fill a bin as far as they fit before the next bin gets any.
-        for b in open_bins:
-            room = rooms[b]
-            if room < length:
-                continue
-            fitting = min(room // length, count) if length else count
-            filled.append(b)
-            numbers.append(fitting)
-            rooms[b] = room - fitting * length
-            full = full or rooms[b] < shortest
-            count -= fitting
-            if not count:
-                break
-        if count:
-            each = max(1, budget // length if length else count)
-            whole, rest = divmod(count, each)
-            new = [each] * whole + [rest] * (rest > 0)
-            filled += range(len(rooms), len(rooms) + len(new))
-            open_bins += range(len(rooms), len(rooms) + len(new))
-            numbers += new
-            rooms += [budget - number * length for number in new]
-            full = full or rooms[-len(new)] < shortest
-        if full:
-            open_bins = [b for b in open_bins if rooms[b] >= shortest]
-    return order, np.repeat(np.array(filled, dtype=np.int64), numbers)
+    bins, rooms = np.arange(len(order)), np.full(len(order) + 1, budget)
+    used = int((lengths > budget).sum())  # each of these has a bin to itself
+    rooms[:used] = -1
+    for place, length in enumerate(lengths[order[used:]].tolist(), start=used):
+        found = int(np.argmax(rooms[: used + 1] >= length))
+        rooms[found] -= length
+        bins[place], used = found, max(used, found + 1)
+    return order, bins
 
 
 def _ends(bins: Ints) -> list[int]:
@@ -79,6 +55,44 @@ def balance(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
         parts[part].append(index)
         heapq.heapreplace(loads, (tokens + lengths[index], items + 1, part))
     return [sorted(part) for part in parts]
+
+
+def dealt(parts: Ints, slots: int, arrivals: Ints, most: int) -> Ints:
+    """Return the replica of each arriving group, [groups], that leaves slots now and after the round.
+
+    Among those with slots for `most` sequences it has the fewest tokens (ties: sequences); without any it is a least crowded one.
+    `parts` [3, replicas] and `arrivals` [3, groups]: tokens, sequences, unfinished sequences.
+    """
+    if parts.shape[1] == 1:
+        return np.zeros(arrivals.shape[1], dtype=np.int64)
+    found = _to_those_with_slots(parts, slots, arrivals, most)
+    held = parts.T.copy()
+    np.add.at(held, found, arrivals.T[: len(found)])
+    for arrival in arrivals.T[len(found) :]:
+        tokens, sequences, unfinished = held.T
+        crowded = np.maximum(0, unfinished + arrival[2] - slots), np.maximum(0, sequences + arrival[1] - slots)
+        found.append(int(np.lexsort((sequences, tokens, crowded[1], crowded[0]))[0]))
+        held[found[-1]] += arrival
+    return np.array(found, dtype=np.int64)
+
+
+def _to_those_with_slots(parts: Ints, slots: int, arrivals: Ints, most: int) -> list[int]:
+    """Return the replicas of the first arrivals, as long as one has slots for a group of `most`."""
+    found, free = list[int](), (slots - most - parts[1]).tolist()  # room beyond another group
+    loads = zip(parts[0].tolist(), parts[1].tolist(), range(len(free)), strict=True)
+    heap = [(tokens, sequences, replica) for tokens, sequences, replica in loads if free[replica] >= 0]
+    heapq.heapify(heap)
+    for more_tokens, more in arrivals[:2].T.tolist():
+        if not heap:
+            break
+        tokens, sequences, replica = heap[0]
+        found.append(replica)
+        free[replica] -= more
+        if free[replica] >= 0:
+            heapq.heapreplace(heap, (tokens + more_tokens, sequences + more, replica))
+        else:
+            heapq.heappop(heap)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

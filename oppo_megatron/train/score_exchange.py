@@ -207,7 +207,7 @@ class ScoreExchange:
         placement, book = self.placements[role], rounds.planner.scorers[role]
         pieces: dict[int, Tensor] = {}
         scored_by: list[list[int]] = [[] for _ in range(placement.dp)]
-        for i, replica in enumerate(book.homes(batch).tolist()):
+        for i, replica in enumerate(book.replicas(batch).tolist()):
             scored_by[replica].append(i)
         for replica, rows in enumerate(scored_by):
             source, mine = placement.output_rank(replica), None

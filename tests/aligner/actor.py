@@ -173,10 +173,7 @@ class Elsewhere(TinyActor):
 
 def start_megatron(micro: int, batch: int, seed: int, pp: int = 1, tp: int = 1) -> None:
     """megatron's groups over the default group, in replicas of `pp` stages of `tp` ranks, and NeMo's counter of micro-batches."""
-    from megatron.core.num_microbatches_calculator import (
-        destroy_num_microbatches_calculator,
-        init_num_microbatches_calculator,
-    )
+    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator, init_num_microbatches_calculator
 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tp, pp)

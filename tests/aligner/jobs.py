@@ -44,18 +44,12 @@ def run(job: Job) -> dict[str, Any]:
     trainer.fit()
     log = given["logger"]
     return {
-        "trained": given["rm_critic"].trained,
-        "rewards": given["rm_critic"].rewards,
-        "endings": given["rm_critic"].endings,
-        "inferred": given["model"].num_inferred,
-        "weights": weights(given["model"]),
-        "rollouts": log.of("train_rollouts/"),
-        "optim": log.of("train_optim/"),
-        "validation": log.of("val_rollouts/"),
-        "step": trainer.step,
-        "consumed": trainer.consumed_samples,
+        "trained": given["rm_critic"].trained, "rewards": given["rm_critic"].rewards,
+        "endings": given["rm_critic"].endings, "inferred": given["model"].num_inferred,
+        "weights": weights(given["model"]), "rollouts": log.of("train_rollouts/"), "optim": log.of("train_optim/"),
+        "validation": log.of("val_rollouts/"), "step": trainer.step, "consumed": trainer.consumed_samples,
         "draw": torch.rand(1).item(),
-    }
+    }  # fmt: skip
 
 
 def refusal(job: Job, **changes: Any) -> str:

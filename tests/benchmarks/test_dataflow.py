@@ -10,17 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.published.dataflow import (
-    Call,
-    Carried,
-    Span,
-    check,
-    iterations,
-    makespan_ns,
-    nanoseconds,
-    period_ns,
-    play,
-)
+from benchmarks.published.dataflow import Call, Carried, Span, check, iterations, makespan_ns, nanoseconds, period_ns, play
 from benchmarks.published.prediction import Costs, steady_step_s, step_calls, step_s, tie_orders
 from benchmarks.published.tables import PLANS, plan_named
 from oppo_megatron.errors import ScheduleError

@@ -7,14 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.fitting.points import (
-    CollectivePoint,
-    LayerPoint,
-    read_collectives,
-    read_layers,
-    write_collectives,
-    write_layers,
-)
+from benchmarks.fitting.points import CollectivePoint, LayerPoint, read_collectives, read_layers, write_collectives, write_layers
 from benchmarks.machine import Core, cluster_tree, main, processor
 from oppo_megatron.cli.main import main as oppo
 from oppo_megatron.cores import usable_cores

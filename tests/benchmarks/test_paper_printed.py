@@ -32,10 +32,7 @@ def test_the_package_holds_what_is_printed(printed: Mapping[str, list[list[str]]
     assert ";".join(map(str, oppo.CHUNK_CANDIDATES)) == constants["chunk_candidates"]
     assert str(oppo.SCORING_HIDDEN_PERCENT) == constants["scoring_latency_hidden_by_intra"]
     assert "-".join(map(str, oppo.HEADLINE_SPEEDUP)) == constants["headline_speedup"]
-    assert [str(steps) for steps in oppo.EVAL_STEPS.values()] == [
-        constants["eval_steps_7b"],
-        constants["eval_steps_3b"],
-    ]
+    assert [str(steps) for steps in oppo.EVAL_STEPS.values()] == [constants["eval_steps_7b"], constants["eval_steps_3b"]]
     assert [[row.setup, row.target_reward, row.baseline_minutes, row.oppo_minutes, row.stated] for row in oppo.SPEEDUPS] == [
         [row[0], *map(number, row[1:5])] for row in printed["speedups"]
     ]
@@ -90,8 +87,5 @@ def test_the_settings_that_are_played_are_the_printed_ones(printed: Mapping[str,
 def test_what_the_printed_figures_say_of_each_other(where: str, printed_value: float, computed: float, verdict: str) -> None:
     found: dict[str, Check] = {check.where: check for check in checks()}
     check = found[where]
-    assert (check.printed, check.computed) == (
-        pytest.approx(printed_value, rel=1e-3),
-        pytest.approx(computed, rel=1e-3),
-    )
+    assert (check.printed, check.computed) == (pytest.approx(printed_value, rel=1e-3), pytest.approx(computed, rel=1e-3))
     assert check.verdict == verdict and check.arithmetic

@@ -41,12 +41,7 @@ def test_the_package_holds_the_tables_as_published(shared_data: Path) -> None:
             (c.name, tuple(nodes[row["device_mesh"]]), c.tp, c.pp, c.dp, c.micro_batches, c.seconds)
             for c, row in zip(plan.calls, printed, strict=True)
         ] == [
-            (
-                row["call"],
-                c.nodes,
-                *(int(row[key]) for key in ("tp", "pp", "dp", "micro_batches")),
-                float(row["time_s"]),
-            )
+            (row["call"], c.nodes, *(int(row[key]) for key in ("tp", "pp", "dp", "micro_batches")), float(row["time_s"]))
             for c, row in zip(plan.calls, printed, strict=True)
         ]
         assert all(call.tp * call.pp * call.dp == 8 * len(call.nodes) for call in plan.calls)
@@ -54,10 +49,7 @@ def test_the_package_holds_the_tables_as_published(shared_data: Path) -> None:
     for row in rows(shared_data / "real" / "table1_models.csv"):
         shape = SHAPES[row["identifier"]]
         assert [shape[key] for key in keys] == [int(row[key]) for key in keys]
-        assert (shape["num_hidden_layers"], shape["num_key_value_heads"]) == (
-            int(row["num_layers"]),
-            int(row["num_kv_heads"]),
-        )
+        assert (shape["num_hidden_layers"], shape["num_key_value_heads"]) == (int(row["num_layers"]), int(row["num_kv_heads"]))
 
 
 def test_the_package_holds_the_seconds_of_steps_as_published(shared_data: Path) -> None:

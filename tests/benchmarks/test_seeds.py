@@ -11,13 +11,7 @@ from oppo_megatron.cli import demo
 
 
 def figures(step_s: float, reward: float, accuracy: float) -> dict[str, Any]:
-    return {
-        "step_s": step_s,
-        "reward_half": reward,
-        "reward_last": reward,
-        "accuracy_before": 0.2,
-        "accuracy_after": accuracy,
-    }
+    return {"step_s": step_s, "reward_half": reward, "reward_last": reward, "accuracy_before": 0.2, "accuracy_after": accuracy}
 
 
 def test_difference_by_hand() -> None:

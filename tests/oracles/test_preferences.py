@@ -61,13 +61,7 @@ def require_alike(ours: Tensor, theirs: Tensor, logits: Sequence[Tensor]) -> Non
 
 
 def base() -> dict[str, Any]:
-    return {
-        "run_dir": "r",
-        "tokenizer": {"path": "t"},
-        "data": {"path": "d"},
-        "model": {"checkpoint": "m"},
-        "max_tokens": 64,
-    }
+    return {"run_dir": "r", "tokenizer": {"path": "t"}, "data": {"path": "d"}, "model": {"checkpoint": "m"}, "max_tokens": 64}
 
 
 def refer(task: Preferences[Any], answered: Sequence[Answered], generator: torch.Generator) -> Tensor:

@@ -92,11 +92,7 @@ def test_loss_of_rloo(ours: Implementation, name: str) -> None:
         assert_same_loss(loss, theirs, each.new, batch=number)
 
 
-ADVANTAGES = {
-    "group": preset("grpo"),
-    "none": preset("dr_grpo"),
-    "batch": preset("cispo"),
-}
+ADVANTAGES = {"group": preset("grpo"), "none": preset("dr_grpo"), "batch": preset("cispo")}
 
 
 @cases(ADVANTAGES)

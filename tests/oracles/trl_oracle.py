@@ -112,17 +112,11 @@ def _inputs(mask: Tensor) -> dict[str, Tensor]:
 
 def _advantages(trainer_class: Any, sample: Sample, trainer: Any) -> Rows:
     names = {
-        "self": trainer,
-        "rewards_per_func": sample.batch.scores_B[:, None],
-        "num_generations": sample.group_size,
-        "device": torch.device("cpu"),
-        "torch": torch,
-        "nanstd": nanstd,
-        "gather": lambda x: x,
-        "completion_mask": mask_of(sample.batch.old),
-        "old_per_token_logps": padded(sample.batch.old),
+        "self": trainer, "rewards_per_func": sample.batch.scores_B[:, None], "num_generations": sample.group_size,
+        "device": torch.device("cpu"), "torch": torch, "nanstd": nanstd, "gather": lambda x: x,
+        "completion_mask": mask_of(sample.batch.old), "old_per_token_logps": padded(sample.batch.old),
         "ref_per_token_logps": padded(sample.batch.reference),
-    }
+    }  # fmt: skip
     exec(_statements(trainer_class._generate_and_score_completions), names)
     return rows_of(names["advantages"], sample.batch.old)
 

@@ -31,14 +31,9 @@ def dpo_loss(
     inputs, logits_BTV = _padded(answered, logits)
     chosen_P, rejected_P = reference_B.chunk(2)
     trainer = _trainer(
-        loss_types=loss_types,
-        loss_weights=weights,
-        beta=beta,
-        label_smoothing=label_smoothing,
-        ld_alpha=None,
-        f_divergence_type="reverse_kl",
-        use_weighting=False,
-    )
+        loss_types=loss_types, loss_weights=weights, beta=beta, label_smoothing=label_smoothing, ld_alpha=None,
+        f_divergence_type="reverse_kl", use_weighting=False,
+    )  # fmt: skip
     given = inputs | {"ref_chosen_logps": chosen_P, "ref_rejected_logps": rejected_P}
     loss: Tensor = DPOTrainer._compute_loss(trainer, _Model(logits_BTV), given, False)
     return loss
@@ -64,11 +59,7 @@ def kto_loss(
         calculate_KL=loss_type == "kto",
         _compute_kl_logps=lambda model, batch: ratios_B if loss_type == "kto" else None,
     )
-    given = inputs | {
-        "label": torch.tensor(wanted),
-        "ref_logps": reference_B,
-        "ref_KL_logps": torch.zeros_like(ratios_B),
-    }
+    given = inputs | {"label": torch.tensor(wanted), "ref_logps": reference_B, "ref_KL_logps": torch.zeros_like(ratios_B)}
     loss: Tensor = KTOTrainer._compute_loss(trainer, _Model(logits_BTV), given, False)
     return loss
 
@@ -88,14 +79,9 @@ def _trainer(**settings: Any) -> Any:
         device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x, reduce=lambda x, reduction: x
     )
     return SimpleNamespace(
-        model=SimpleNamespace(training=True),
-        accelerator=same,
-        aux_loss_enabled=False,
-        precompute_ref_logps=True,
-        _metrics=defaultdict(lambda: defaultdict(list)),
-        _total_train_tokens=0,
-        **settings,
-    )
+        model=SimpleNamespace(training=True), accelerator=same, aux_loss_enabled=False, precompute_ref_logps=True,
+        _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0, **settings,
+    )  # fmt: skip
 
 
 def _padded(answered: Sequence[Answered], logits: Sequence[Tensor]) -> tuple[dict[str, Tensor], Tensor]:

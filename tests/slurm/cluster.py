@@ -75,14 +75,9 @@ class Cluster:
     def call(self, *command: str | Path, **options: object) -> str:
         """What one of Slurm's commands prints; raises CalledProcessError where it fails."""
         return subprocess.run(
-            [str(part) for part in command],
-            env=self.environment,
-            check=True,
-            text=True,
-            stdout=subprocess.PIPE,
-            timeout=60,
-            **options,
-        ).stdout
+            [str(part) for part in command], env=self.environment, check=True, text=True, stdout=subprocess.PIPE,
+            timeout=60, **options,
+        ).stdout  # fmt: skip
 
     def job(self, number: str) -> dict[str, str]:
         """The fields that scontrol shows of a job."""

@@ -6,6 +6,19 @@ from pathlib import Path
 
 import pytest
 
+LEAST = """
+run_dir: run
+steps: 3
+tokenizer: {path: tok}
+data: {path: rows.jsonl, max_prompt_tokens: 20}
+actor: {init: {model_type: llama, vocab_size: 512, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2,
+               num_attention_heads: 4}}
+critic: {init: "${actor.init}"}
+rewards: [{kind: verifier, name: gsm8k}]
+rollout: {batch_size: 8, max_response_tokens: 20}
+"""
+"""A configuration of `oppo train` whose files `enter` makes."""
+
 
 def enter(folder: Path, monkeypatch: pytest.MonkeyPatch, config: str) -> Path:
     """Change to `folder`, outside any launcher, with a tokenizer's folder, a row, and the configuration; return its path."""

@@ -85,22 +85,15 @@ def test_parts_of_delta_sum_to_it_and_lie_far_apart(replicas: int) -> None:
             assert abs(sum(here) - delta * len(here) / replicas) < 1
 
 
-def test_an_epoch_leaves_room_for_its_own_prompts() -> None:
+def test_rows_and_the_room_for_them() -> None:
     assert [room(drawn, 32, 8) for drawn in (0, 8, 24, 32, 40)] == [32, 24, 8, 32, 24]
-
-
-def test_a_row_knows_which_policy_drew_what() -> None:
     row = Row(0, [5, 6])
     row.grow([1, 2], policy=3, finished=False)
     row.grow([1, 2, 4], policy=5, finished=True)
     assert row.versions == [(3, 2), (5, 1)] and row.stale_tokens(5) == 2 and row.context == [5, 6, 1, 2, 4]
 
 
-ROWS = [
-    Row(7, [3, 4], [5], [(0, 1)], 2),
-    Row(9, [2**40], [], [], 0),
-    Row(11, [1, 2, 3], [4, 5], [(0, 1), (1, 1)], 1, True),
-]
+ROWS = [Row(7, [3, 4], [5], [(0, 1)], 2), Row(9, [2**40], [], [], 0), Row(11, [1, 2, 3], [4, 5], [(0, 1), (1, 1)], 1, True)]
 
 
 def alone(error: Exception | None, kind: type[OppoError]) -> None:
@@ -155,50 +148,42 @@ def test_steps_are_read_from_the_names_of_nemos_checkpoints(where: str, tmp_path
     assert list(stamps_of(tmp_path, 12)) == [name_of(path)] and not stamps_of(tmp_path, 48)
 
 
-def test_rows_go_with_their_checkpoint(tmp_path: Path) -> None:
+def test_rows_go_with_their_checkpoint_if_its_name_has_a_step(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "epoch=0-last").mkdir(parents=True)
+    for step in (2, 4):
+        sidecar(tmp_path).write(step, Kept(ROWS, 12, {}))
+    sidecar(tmp_path).prune(checkpoints, 4)
+    assert len(list((tmp_path / "checkpoints-oppo").iterdir())) == 2
     for step in (2, 6):
         (checkpoints / NAME.format(step, step)).mkdir(parents=True)
     for step in (2, 4, 6, 8):
         sidecar(tmp_path).write(step, Kept(ROWS, 12, {}))
-    assert len(list(checkpoints.iterdir())) == 2, "nothing stands among NeMo's checkpoints"
+    assert len(list(checkpoints.iterdir())) == 3, "nothing is among NeMo's checkpoints"
     sidecar(tmp_path).prune(checkpoints, 8)  # its checkpoint is still being written
     kept = sorted(path.name for path in (tmp_path / "checkpoints-oppo").iterdir())
     assert kept == ["step-000002", "step-000006", "step-000008"]
 
 
-def test_rows_stay_where_no_checkpoint_tells_its_step(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints" / "epoch=0-last").mkdir(parents=True)
-    for step in (2, 4):
-        sidecar(tmp_path).write(step, Kept(ROWS, 12, {}))
-    sidecar(tmp_path).prune(tmp_path / "checkpoints", 4)
-    assert len(list((tmp_path / "checkpoints-oppo").iterdir())) == 2
-
-
-def test_a_disk_that_fails_is_a_checkpoint_error(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints-oppo").write_text("a file where the folder is to be")
-    with pytest.raises(CheckpointError, match="checkpoints-oppo.*see to the disk"):
-        sidecar(tmp_path).write(2, Kept(ROWS, 12, {}))
-
-
-def test_a_disk_that_is_full_is_a_checkpoint_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """safetensors has an error of its own for it."""
+def test_a_failing_disk_is_a_checkpoint_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in safetensors' own error for a full one."""
 
     def fill(*_: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("oppo_megatron.integrations.nemo_aligner.sidecar.save_file", fill)
-    with pytest.raises(CheckpointError, match="No space left on device.*see to the disk"):
-        sidecar(tmp_path).write(2, Kept(ROWS, 12, {}))
-
-
-def test_a_file_that_is_none_of_safetensors_is_a_checkpoint_error(tmp_path: Path) -> None:
     sidecar(tmp_path).write(2, Kept(ROWS, 12, {}))
     folder = tmp_path / "checkpoints-oppo" / "step-000002"
     (folder / "replica-00000.safetensors").write_bytes(b"no tensors")
     write_manifest(folder, seal(folder, list_files(folder)))
     with pytest.raises(CheckpointError, match="replica-00000: not what was written"):
         sidecar(tmp_path).read(2)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "checkpoints-oppo").write_text("a file in place of the folder")
+    with pytest.raises(CheckpointError, match="checkpoints-oppo.*see to the disk"):
+        sidecar(tmp_path / "other").write(2, Kept(ROWS, 12, {}))
+    monkeypatch.setattr("oppo_megatron.integrations.nemo_aligner.sidecar.save_file", fill)
+    with pytest.raises(CheckpointError, match="No space left on device.*see to the disk"):
+        sidecar(tmp_path).write(2, Kept(ROWS, 12, {}))
 
 
 def test_rows_are_of_the_checkpoint_that_was_written_after_them(tmp_path: Path) -> None:

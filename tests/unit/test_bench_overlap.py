@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from oppo_megatron.bench.figures import figures, steady
 from oppo_megatron.bench.overlap import compare, known_modes, placed, remarks
@@ -30,34 +29,13 @@ from oppo_megatron.report.timeline import kind_of, utilization
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.trace import Span, SpanRecorder, merge_traces
 from oppo_megatron.schedule.plan import plan_step
+from tests.support.commands import enter
+from tests.unit import test_bench_suite
+from tests.unit.test_bench_suite import SHAPE, config
 
 
-def line(step_s: float, busy: float = 2.0, exposed: float = 1.0, tokens: int = 100, **more: float) -> dict[str, Any]:
-    return {
-        "step_s": step_s, "decode_s": 1.0, "score_exposed_s": exposed, "score_busy_s": busy, "train_s": 0.5,
-        "idle_s": {"actor": 0.1, "scorer": 0.2}, "tokens": tokens, "critic_update_s": 0.8, **more,
-    }  # fmt: skip
-
-
-def config(**changes: Any) -> TrainConfig:
-    return TrainConfig.model_validate(
-        {
-            "run_dir": "runs/x",
-            "tokenizer": {"path": "t.model"},
-            "data": {"path": "p.jsonl"},
-            "actor": {"init": {}},
-            "critic": {"init": {}},
-            "rewards": [{"kind": "model"}],
-            "rollout": {"batch_size": 4, "max_response_tokens": 8},
-            **changes,
-        }
-    )
-
-
-SHAPE = {
-    "model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 128, "vocab_size": 288, "max_position_embeddings": 128,
-}  # fmt: skip
+def line(step_s: float, exposed: float = 1.0, **more: float) -> dict[str, Any]:
+    return test_bench_suite.line(1, step_s, score_exposed_s=exposed, critic_update_s=0.8, **more)
 
 
 def without_critic(preset: str, **changes: Any) -> TrainConfig:
@@ -73,7 +51,7 @@ def without_critic(preset: str, **changes: Any) -> TrainConfig:
 
 
 def faults(config: TrainConfig) -> list[str]:
-    """What is wrong but for the files that are not there."""
+    """Problems except missing files."""
     return [problem for problem in train_problems(config) if "does not exist" not in problem]
 
 
@@ -86,9 +64,6 @@ def test_figures_leave_out_the_first_step_but_in_the_total() -> None:
     assert result["idle_actor_s"] == 0.1 and result["idle_scorer_s"] == 0.2
     assert result["critic_exposed_s"] is None and result["critic_exposed_percent"] is None, "no line has the field"
     assert len(steady([[line(1.0)]])) == 1, "a single step is all there is"
-
-
-def test_the_exposed_critic_is_a_share_of_its_update() -> None:
     result = figures([[line(1.0), line(1.0, critic_exposed_s=0.2), line(1.0, critic_exposed_s=0.6)]])
     assert result["critic_exposed_s"] == pytest.approx(0.4)
     assert result["critic_exposed_percent"] == pytest.approx(50.0)
@@ -241,15 +216,9 @@ def test_every_placement_of_the_overlap_benchmark(preset: str) -> None:
 def test_a_mode_that_hides_the_critic_needs_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    Path("tok").mkdir()
-    Path("rows.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
-    tree = yaml.safe_load(config_yaml(without_critic("dapo")))
-    tree |= {"tokenizer": {"path": "tok"}, "data": {"path": "rows.jsonl", "max_prompt_tokens": 16}}
-    Path("c.yaml").write_text(yaml.safe_dump(tree))
+    data = {"path": "rows.jsonl", "max_prompt_tokens": 16}
+    enter(tmp_path, monkeypatch, config_yaml(without_critic("dapo", tokenizer={"path": "tok"}, data=data)))
     assert main(["bench", "overlap", "c.yaml", "--out", "out", "--modes", "full,full+critic"]) == 2
-    told = "names full+critic, which would hide the critic's update, but algorithm.preset dapo has no critic; choose from "
-    assert told + "sequential, intra, inter, full, full+backfill" in capsys.readouterr().err
+    said = "names full+critic, which would hide the critic's update, but algorithm.preset dapo has no critic; choose from "
+    assert said + "sequential, intra, inter, full, full+backfill" in capsys.readouterr().err
     assert not Path("out").exists()

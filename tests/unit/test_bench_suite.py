@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.scaling import with_model
-from oppo_megatron.bench.suite import BenchError, BenchStopped, Run, Suite, require_same_work, work_figures, work_lines
+from oppo_megatron.bench.suite import BenchError, BenchStopped, Launch, Run, Suite, require_same_work, work_figures, work_lines
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.random_prompts import write_random_prompts
@@ -23,16 +23,11 @@ SHAPE = {
 
 def config(**changes: Any) -> TrainConfig:
     plain: dict[str, Any] = {
-        "run_dir": "runs/x",
-        "tokenizer": {"path": "t.model"},
-        "data": {"path": "p.jsonl", "max_prompt_tokens": 64},
-        "actor": {"init": SHAPE},
-        "critic": {"init": SHAPE},
-        "reward": {"init": SHAPE},
-        "rewards": [{"kind": "model"}],
-        "rollout": {"batch_size": 16, "max_response_tokens": 64},
+        "run_dir": "runs/x", "tokenizer": {"path": "t.model"}, "data": {"path": "p.jsonl", "max_prompt_tokens": 64},
+        "actor": {"init": SHAPE}, "critic": {"init": SHAPE}, "reward": {"init": SHAPE},
+        "rewards": [{"kind": "model"}], "rollout": {"batch_size": 16, "max_response_tokens": 64},
         "debug": {"forced_lengths": [16, 1.0]},
-    }
+    }  # fmt: skip
     return TrainConfig.model_validate(plain | changes)
 
 
@@ -48,25 +43,23 @@ def runs_of(seconds: Sequence[float], **more: Any) -> list[Run]:
     return [Run(Path("run"), [line(n, s, **more) for n, s in enumerate(seconds, start=1)])]
 
 
-def test_nothing_starts_where_one_of_the_runs_is_wrong(tmp_path: Path) -> None:
-    started: list[str] = []
-    suite = Suite(tmp_path, 2, lambda *_: started.append("run") or 0, say=lambda _: None)
-    with pytest.raises(ConfigError, match="only: tokenizer.path"):
-        suite.run({"only": config()})
-    assert not started
+def never(*_: object) -> int:
+    raise AssertionError("nothing may start")
+
+
+def quiet(out: Path, repeats: int, launch: Launch = never, resume: bool | None = None) -> Suite:
+    return Suite(out, repeats, launch, say=lambda _: None, resume=resume)
 
 
 def test_nothing_starts_where_a_run_cannot_fit_the_machine(tmp_path: Path, real_config: TrainConfig) -> None:
-    started: list[str] = []
-    suite = Suite(tmp_path, 1, lambda *_: started.append("run") or 0, say=lambda _: None)
     with pytest.raises(ConfigError, match=r"large: weights.* of all ranks take [\d,.]+ GiB on this machine"):
-        suite.run({"small": real_config, "large": with_model(real_config, 300)})
-    assert not started
+        quiet(tmp_path, 1).run({"small": real_config, "large": with_model(real_config, 300)})
 
 
-def test_a_finished_run_is_not_overwritten(tmp_path: Path, real_config: TrainConfig) -> None:
-    started: list[str] = []
-    suite = Suite(tmp_path / "out", 2, lambda *_: started.append("run") or 0, say=lambda _: None)
+def test_a_wrong_run_is_refused_and_a_finished_one_not_overwritten(tmp_path: Path, real_config: TrainConfig) -> None:
+    suite = quiet(tmp_path / "out", 2)
+    with pytest.raises(ConfigError, match="only: tokenizer.path"):
+        suite.run({"only": config()})
     (tmp_path / "out" / "a-2").mkdir(parents=True)
     (tmp_path / "out" / "a-2" / "summary.json").write_text("{}")
     with pytest.raises(ConfigError, match="a-2 holds a finished run"):
@@ -76,7 +69,6 @@ def test_a_finished_run_is_not_overwritten(tmp_path: Path, real_config: TrainCon
     (saved / "manifest.json").write_text("{}")
     with pytest.raises(ConfigError, match="b-1 holds the checkpoints of an unfinished run"):
         suite.run({"b": real_config})
-    assert not started
 
 
 def test_runs_take_turns_and_a_failed_one_ends_the_benchmark(tmp_path: Path, real_config: TrainConfig) -> None:
@@ -89,11 +81,11 @@ def test_runs_take_turns_and_a_failed_one_ends_the_benchmark(tmp_path: Path, rea
         (config.run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
         return {"c-1": 1, "d-1": EXIT_REQUEUE}.get(config.run_dir.name, 0)
 
-    runs = Suite(tmp_path, 2, launch, say=lambda _: None).run({"a": real_config, "b": real_config})
+    runs = quiet(tmp_path, 2, launch).run({"a": real_config, "b": real_config})
     assert started == ["a-1", "b-1", "a-2", "b-2"]
     assert [run.lines for run in runs["b"]] == [[{"step": 1}]] * 2
     with pytest.raises(BenchError, match="c-1 ended with exit code 1"):
-        Suite(tmp_path, 1, launch, say=lambda _: None).run({"c": real_config})
+        quiet(tmp_path, 1, launch).run({"c": real_config})
     said: list[str] = []
     with pytest.raises(BenchStopped, match="the run d was asked to stop"):
         Suite(tmp_path, 1, launch, said.append, resume=False).run(dict.fromkeys(("e", "d", "f"), real_config))
@@ -118,16 +110,16 @@ def test_an_interrupted_benchmark_continues_with_the_missing_runs(tmp_path: Path
 
     configs = {"a": real_config, "b": real_config}
     with pytest.raises(BenchError, match="b-1"):
-        Suite(tmp_path, 2, launch, say=lambda _: None).run(configs)
+        quiet(tmp_path, 2, launch).run(configs)
     with pytest.raises(ConfigError, match="a-1 holds a finished run, .* take it as it is with --resume"):
-        Suite(tmp_path, 2, launch, say=lambda _: None, resume=False).run(configs)
+        quiet(tmp_path, 2, launch, resume=False).run(configs)
     other = {"a": real_config.model_copy(update={"seed": 77}), "b": real_config}
     with pytest.raises(ConfigError, match="a-1 holds a finished run of another configuration"):
-        Suite(tmp_path, 2, launch, say=lambda _: None, resume=True).run(other)
+        quiet(tmp_path, 2, launch, resume=True).run(other)
     written = tmp_path / "a-1" / "config.yaml"
     lost = written.rename(tmp_path / "lost.yaml")
     with pytest.raises(ConfigError, match="a-1 holds a finished run of another configuration"):
-        Suite(tmp_path, 2, launch, say=lambda _: None, resume=True).run(configs)
+        quiet(tmp_path, 2, launch, resume=True).run(configs)
     lost.rename(written)
     said: list[str] = []
     runs = Suite(tmp_path, 2, launch, said.append, resume=True).run(configs)

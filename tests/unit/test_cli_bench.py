@@ -15,21 +15,9 @@ from oppo_megatron.cli.lengths import forced_lengths
 from oppo_megatron.cli.main import main
 from oppo_megatron.cli.parser import counts
 from oppo_megatron.errors import ConfigError
-from tests.support.commands import enter
+from tests.support.commands import LEAST, enter
 
-CONFIG = """
-run_dir: run
-steps: 9
-tokenizer: {path: tok}
-data: {path: rows.jsonl, max_prompt_tokens: 20}
-actor: {init: {model_type: llama, vocab_size: 512, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2,
-               num_attention_heads: 4}}
-critic: {init: "${actor.init}"}
-reward: {init: "${actor.init}"}
-rewards: [{kind: model}]
-rollout: {batch_size: 8, max_response_tokens: 20}
-debug: {forced_lengths: [4, 0.5]}
-"""
+CONFIG = LEAST + "debug: {forced_lengths: [4, 0.5]}\n"
 TRACE = "GeneratedTokens,my tokens\n5,1\n9,2\n"
 
 
@@ -74,7 +62,7 @@ def test_common_arguments_become_settings(config: Path) -> None:
     assert (base.seed, base.steps, base.run_dir) == (5, 4, Path("o"))
     assert base.data.max_prompt_tokens == 7 and base.data.path == Path("o/inputs/prompts.jsonl")
     assert base.debug.forced_lengths == [4, 0.5]
-    assert load_base(parsed(config)).steps == 9
+    assert load_base(parsed(config)).steps == 3
 
 
 def test_forced_lengths_take_the_place_of_the_files(config: Path) -> None:
@@ -112,14 +100,14 @@ def test_an_earlier_benchmark_is_not_overwritten(config: Path, capsys: pytest.Ca
     assert [path.name for path in Path("out").iterdir()] == ["overlap.json"], "its inputs stay as they are"
 
 
-def test_a_benchmark_that_is_told_to_stop_ends_what_it_started(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_benchmark_that_is_asked_to_stop_ends_what_it_started(capsys: pytest.CaptureFixture[str]) -> None:
     def stopped(args: argparse.Namespace) -> int:
-        raise BenchStopped("told to stop in the run a")
+        raise BenchStopped("asked to stop in the run a")
 
     with pytest.raises(SystemExit) as end:
         run(argparse.Namespace(measure=lambda args: os.kill(os.getpid(), signal.SIGTERM)))
     assert end.value.code == run(argparse.Namespace(measure=stopped)) == 143
-    assert capsys.readouterr().err == "oppo bench: told to stop in the run a\n"
+    assert capsys.readouterr().err == "oppo bench: asked to stop in the run a\n"
 
 
 def test_ranks_of_a_launcher_are_refused(

@@ -15,6 +15,7 @@ from oppo_megatron.cli.init import CASES
 from oppo_megatron.cli.main import main, parse_arguments
 from oppo_megatron.config.explain import dotted
 from oppo_megatron.config.rewards import RewardPart
+from oppo_megatron.data.tokenizer import train_sentencepiece
 from oppo_megatron.rewards.functions import build_reward_functions
 
 LONGEST_CONFIG = 60
@@ -50,9 +51,9 @@ def written(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def section(told: list[str], title: str) -> list[str]:
+def section(said: list[str], title: str) -> list[str]:
     """The indented lines below a title."""
-    lines = told[told.index(title) + 1 :]
+    lines = said[said.index(title) + 1 :]
     return [line.strip() for line in lines[: next((i for i, x in enumerate(lines) if x[:2] != "  "), len(lines))]]
 
 
@@ -68,13 +69,13 @@ def every_key(tree: object, path: tuple[str | int, ...] = ()) -> list[str]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_only_files_are_missing_and_they_are_named(case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    told = written(capsys, case)
-    config = told[0].partition(":")[0]
+    said = written(capsys, case)
+    config = said[0].partition(":")[0]
     assert main(["validate", config, "--kind", CASES[case].kind]) == 2
     problems = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  - ")]
     assert problems and all("does not exist" in problem for problem in problems)
     missing = {problem.split("`")[1] for problem in problems}
-    supply = set(section(told, "yet to supply:")) if "yet to supply:" in told else set()
+    supply = set(section(said, "yet to supply:")) if "yet to supply:" in said else set()
     assert {line.partition("  (")[0] for line in supply} == set(CASES[case].paths.values())
     assert missing == {line.partition("  (")[0] for line in supply} | set(CASES[case].made)
 
@@ -88,6 +89,7 @@ def test_files_are_short_commented_and_of_known_keys(case: str, capsys: pytest.C
         assert max(map(len, text.splitlines())) <= 140
         assert all(line.find("  # ") in (-1, 31) for line in text.splitlines() if line.startswith("run_dir")), "aligned"
         tree = yaml.safe_load(text)
+        assert tree.get("runtime", {}).get("dtype") is None, "the device decides: the same file runs on a GPU and a CPU"
         shape = tree.get("model", {}).pop("init", None)  # a config.json's keys, not ours
         assert (shape is not None) == (case.startswith(("arithmetic", "hh")) and path.name == "sft.yaml")
         for key in every_key(tree):
@@ -96,8 +98,6 @@ def test_files_are_short_commented_and_of_known_keys(case: str, capsys: pytest.C
 
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if not case.makes_data])
 def test_with_the_files_supplied_it_is_valid(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from oppo_megatron.data.tokenizer import train_sentencepiece
-
     texts = [f"what is {n} plus {n}? it is {2 * n} = + - * 0123456789" for n in range(60)]
     train_sentencepiece(texts, folder / "t.model", 300)
     for name in CASES[case].paths.values():
@@ -108,9 +108,9 @@ def test_with_the_files_supplied_it_is_valid(case: str, folder: Path, capsys: py
         else:
             Path(name).mkdir()
             (Path(name) / "config.json").write_text(json.dumps(SHAPE))
-    told = written(capsys, case, "--force")
-    assert "yet to supply:" not in told
-    config = told[0].partition(":")[0]
+    said = written(capsys, case, "--force")
+    assert "yet to supply:" not in said
+    config = said[0].partition(":")[0]
     shape = [f"{role}.init={json.dumps(SHAPE)}" for role in ("actor", "critic", "reward")]
     none = [f"{role}.checkpoint=null" for role in ("actor", "critic", "reward")]
     if CASES[case].kind != "train":
@@ -125,8 +125,6 @@ def test_with_the_files_supplied_it_is_valid(case: str, folder: Path, capsys: py
 
 @pytest.mark.parametrize("case", ["hh", "hh-dpo", "hh-kto"])
 def test_rows_as_hh_has_them_are_valid_in_every_stage(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from oppo_megatron.data.tokenizer import train_sentencepiece
-
     train_sentencepiece([f"Human Assistant what is {n} {n}+1? it" for n in range(60)], folder / "t.model", 300)
     whole = [{"chosen": f"{HH.format(n)} {n}", "rejected": f"{HH.format(n)} it is {n}"} for n in range(30)]
     empty = {"chosen": f"{HH.format(1)}{HH.format(2)} 3", "rejected": f"{HH.format(1)}"}
@@ -134,9 +132,9 @@ def test_rows_as_hh_has_them_are_valid_in_every_stage(case: str, folder: Path, c
     unanswered = {"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: b"}
     for name in ("a.jsonl", "b.jsonl"):
         Path(name).write_text("".join(json.dumps(row) + "\n" for row in [*whole, empty, same, unanswered]))
-    told = written(capsys, case, "--data", "a.jsonl", "--heldout", "b.jsonl")
+    said = written(capsys, case, "--data", "a.jsonl", "--heldout", "b.jsonl")
     model = json.dumps(SHAPE)
-    for config in [told[0].partition(":")[0], *(name for name in ("sft.yaml", "rm.yaml") if Path(name).exists())]:
+    for config in [said[0].partition(":")[0], *(name for name in ("sft.yaml", "rm.yaml") if Path(name).exists())]:
         tree = yaml.safe_load(Path(config).read_text())
         roles = [role for role in ("model", "actor", "critic", "reward") if role in tree]
         starts = [f"{role}.{key}" for role in roles for key in (f"init={model}", "checkpoint=null")]
@@ -144,7 +142,7 @@ def test_rows_as_hh_has_them_are_valid_in_every_stage(case: str, folder: Path, c
         assert "1 row" in (out := capsys.readouterr().out) or "rows set aside" in out
 
 
-def test_nothing_is_overwritten_unless_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:
     Path("my_reward.py").write_text("mine")
     assert "my_reward.py is there already; --force overwrites" in refused(capsys, "hf-actor")
     assert not Path("ppo.yaml").exists() and Path("my_reward.py").read_text() == "mine"
@@ -157,12 +155,12 @@ def test_nothing_is_overwritten_unless_told(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_what_is_named_stands_in_the_file(capsys: pytest.CaptureFixture[str]) -> None:
-    told = written(capsys, "reward-model", "--actor", "a b/c: #1", "--reward", "r", "--data", "x/{y}.jsonl", "--out", "n/p.yml")
+    said = written(capsys, "reward-model", "--actor", "a b/c: #1", "--reward", "r", "--data", "x/{y}.jsonl", "--out", "n/p.yml")
     tree = yaml.safe_load(Path("n/p.yml").read_text())
     assert tree["actor"]["checkpoint"] == tree["tokenizer"]["path"] == "a b/c: #1"
     assert tree["reward"]["checkpoint"] == "r" and tree["data"]["path"] == "x/{y}.jsonl"
     assert tree["run_dir"] == "n/runs/rlhf"
-    assert "oppo train n/p.yml" in section(told, "next:")
+    assert "oppo train n/p.yml" in section(said, "next:")
     written(capsys, "hh-dpo", "--heldout", "test.jsonl.gz", "--out", "h/dpo.yaml")
     for name in ("sft", "dpo"):
         assert yaml.safe_load(Path(f"h/{name}.yaml").read_text())["evaluation"]["data"]["path"] == "test.jsonl.gz"
@@ -173,7 +171,9 @@ def test_what_is_named_stands_in_the_file(capsys: pytest.CaptureFixture[str]) ->
     assert "here:    in ${HOME}.jsonl" in capsys.readouterr().out
 
 
-def test_wrong_words_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cases_are_listed_and_wrong_words_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    out = "\n".join(written(capsys))
+    assert all(case.name in out and case.about in out for case in CASES.values())
     assert "did you mean `gsm8k`?" in refused(capsys, "gsm")
     assert "choose one of gsm8k, grpo, dapo, reward-model" in refused(capsys, "zzzz")
     assert main(["config", "--list", "--force"]) == 2
@@ -198,31 +198,15 @@ def test_the_next_commands_can_be_given(case: str, out: str, capsys: pytest.Capt
             assert words[0] == "oppo" and parse_arguments(words[1:]).command == words[1]
 
 
-def test_the_list_shows_every_case(capsys: pytest.CaptureFixture[str]) -> None:
-    out = "\n".join(written(capsys))
-    assert all(case.name in out and case.about in out for case in CASES.values())
-
-
 def test_the_reward_function_is_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(capsys, "hf-actor", "--out", "h/ppo.yaml")
     spec = importlib.util.spec_from_file_location("my_reward", folder / "h" / "my_reward.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    told = build_reward_functions([RewardPart(kind="python", entry_point=f"{module.__file__}:score")]).describe()
+    said = build_reward_functions([RewardPart(kind="python", entry_point=f"{module.__file__}:score")]).describe()
     about = "Return 1 if the response contains the row's `answer`, else 0.  This is an example; replace it by your own rule."
-    assert len(told) == 1 and told[0].endswith(f": {about}")
+    assert len(said) == 1 and said[0].endswith(f": {about}")
     assert module.score("q", "it is 42", {"answer": 42}) == 1.0 and module.score("q", "no", {"answer": 42}) == 0.0
     with pytest.raises(KeyError, match="column `answer`, and this row has .*'solution'.*write in my_reward.py"):
         module.score("q", "word " * 50, {"solution": 42})
-
-
-def test_the_type_of_weights_follows_the_device(capsys: pytest.CaptureFixture[str]) -> None:
-    """A file that reads as automatic is: bfloat16 is for a GPU, and the same file runs on a CPU in float32."""
-    for case in CASES:
-        written(capsys, case)
-        for path in Path().iterdir():
-            if path.suffix == ".yaml":
-                assert yaml.safe_load(path.read_text()).get("runtime", {}).get("dtype") is None, path
-            if path.is_file():
-                path.unlink()

@@ -1,4 +1,4 @@
-"""The launcher: which environment means what, and how a rank that fails is told to the user."""
+"""The launcher: the ranks that an environment means, and how a failed rank is reported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from oppo_megatron.cli.launch import check_world_size, external_ranks, launch, quiet_torch, speaks_for_all
+from oppo_megatron.cli import run
+from oppo_megatron.cli.launch import RankKilled, external_ranks, launch, quiet_torch, speaks_for_all
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_AGAIN, EXIT_REQUEUE, ConfigError
 from tests.e2e.started import still_there
@@ -25,38 +26,28 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "n
 SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
 
 
-def test_torchrun() -> None:
-    assert external_ranks(TORCHRUN) == {**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}
+RANK_5 = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "20017"}
 
 
-def test_srun() -> None:
-    ranks = external_ranks({**SRUN, "SLURM_JOB_ID": "20017"})
-    assert ranks == {
-        "RANK": "5",
-        "WORLD_SIZE": "8",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "4",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "20017",
-    }
+def by_srun(tasks: str, node: str = "0") -> dict[str, str]:
+    return SRUN | {"SLURM_JOB_ID": "20017", "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node}
 
 
 @pytest.mark.parametrize(
-    ("tasks", "node", "expected"), [("4(x2)", "1", "4"), ("5,3", "1", "3"), ("2(x2),1", "2", "1"), ("8", "0", "8")]
+    ("environment", "ranks", "speaks"),
+    [
+        ({}, None, True),
+        ({"SLURM_PROCID": "0"}, None, True),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, None, True),
+        (TORCHRUN, TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, False),
+        (by_srun("4(x2)", "1"), RANK_5 | {"LOCAL_WORLD_SIZE": "4"}, False),
+        (by_srun("5,3", "1"), RANK_5 | {"LOCAL_WORLD_SIZE": "3"}, False),
+        (by_srun("2(x2),1", "2"), RANK_5 | {"LOCAL_WORLD_SIZE": "1"}, False),
+        (by_srun("8") | {"SLURM_PROCID": "0"}, RANK_5 | {"RANK": "0", "LOCAL_WORLD_SIZE": "8"}, True),
+    ],
 )
-def test_srun_with_nodes_of_different_size(tasks: str, node: str, expected: str) -> None:
-    ranks = external_ranks({**SRUN, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node})
-    assert ranks is not None and ranks["LOCAL_WORLD_SIZE"] == expected
-
-
-def test_one_process_speaks_for_all() -> None:
-    for environment, speaks in ({}, True), (SRUN, False), (SRUN | {"SLURM_PROCID": "0"}, True), (TORCHRUN, False):
-        assert speaks_for_all(environment) == speaks
-
-
-@pytest.mark.parametrize("environment", [{}, {"SLURM_PROCID": "0"}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}])
-def test_nobody_started_ranks(environment: dict[str, str]) -> None:
-    assert external_ranks(environment) is None
+def test_ranks_of_an_environment(environment: dict[str, str], ranks: dict[str, str] | None, speaks: bool) -> None:
+    assert external_ranks(environment) == ranks and speaks_for_all(environment) == speaks
 
 
 @pytest.mark.parametrize(
@@ -71,14 +62,6 @@ def test_nobody_started_ranks(environment: dict[str, str]) -> None:
 def test_wrong_environment(environment: dict[str, str], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         external_ranks(environment)
-
-
-def test_world_size_must_match(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    check_world_size(4)
-    with pytest.raises(ConfigError, match="started 4 ranks, but the configuration places its roles on 2"):
-        check_world_size(2)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +153,7 @@ KINDS = {
     "stalled": (1, "KeyError: 'the cause'"),
     "full disk": (2, "rank 1: [Errno 28] No space left on device: 'runs/x/metrics.jsonl'"),
 }
-"""How two ranks end: the exit code, and what is told."""
+"""How two ranks end: the exit code and the message."""
 
 RANK = """
 import sys
@@ -200,43 +183,42 @@ def started(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen
 
 @pytest.fixture(scope="module")
 def outcomes(two_ranks: Path) -> dict[str, tuple[int, str]]:
-    """Of two ranks of each kind, started one after the other by one process: the exit code, and what was told."""
+    """Exit code and messages of two ranks of each kind, started one after the other by one process."""
     parent = started(two_ranks, "parent.py", "", *KINDS)
-    _, told = parent.communicate(timeout=240)
+    _, said = parent.communicate(timeout=240)
     found: dict[str, tuple[int, str]] = {}
     for kind in KINDS:
-        before, ending, told = told.partition(f"exit code of {kind}: ")
+        before, ending, said = said.partition(f"exit code of {kind}: ")
         assert ending, before
-        code, _, told = told.partition("\n")
+        code, _, said = said.partition("\n")
         found[kind] = (int(code), before)
     return found
 
 
-def test_one_rank_runs_here_and_leaves_the_environment(
-    two_ranks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def no_launcher(two_ranks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(two_ranks))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_one_rank_runs_here_and_leaves_the_environment(capsys: pytest.CaptureFixture[str]) -> None:
     assert launch("seen", "c.yaml", 1, entry="entry_of_test:run") == 0
     assert capsys.readouterr().out.startswith("0 1 0 ")
     assert "RANK" not in os.environ
 
 
 @pytest.mark.slow
-def test_one_rank_may_have_a_process_of_its_own(
-    two_ranks: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(two_ranks))
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.mark.usefixtures("no_launcher")
+def test_one_rank_may_have_a_process_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
     assert launch("elsewhere", "c.yaml", 1, entry="entry_of_test:run", in_process=False) == 0
     rank, pid = capfd.readouterr().out.split()
     assert rank == "0" and int(pid) != os.getpid()
 
 
-def test_given_rank_runs_here(two_ranks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.syspath_prepend(str(two_ranks))
+@pytest.mark.usefixtures("no_launcher")
+def test_given_rank_runs_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     assert launch("seen", "c.yaml", 4, entry="entry_of_test:run") == 0
@@ -248,12 +230,10 @@ def test_given_rank_runs_here(two_ranks: Path, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_local_ranks(outcomes: dict[str, tuple[int, str]], kind: str) -> None:
     expected, message = KINDS[kind]
-    code, told = outcomes[kind]
-    assert code == expected, told
-    if kind == "wrong input":
-        assert told == message
-    assert message in told
-    assert told.count("Traceback") == (1 if kind in ("defect", "stalled") else 0)
+    code, said = outcomes[kind]
+    assert code == expected, said
+    assert message in said and (kind != "wrong input" or said == message)
+    assert said.count("Traceback") == (1 if kind in ("defect", "stalled") else 0)
 
 
 @pytest.mark.slow
@@ -317,9 +297,6 @@ def test_a_run_that_goes_back_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: list[int | str], restarts: int, code: int | None, resumed: list[bool]
 ) -> None:
     """However often, and without a restart for a killed rank being used up."""
-    from oppo_megatron.cli import launch as launcher
-    from oppo_megatron.cli import run
-
     config = least_config(tmp_path, guards={"action": "rollback"})
     seen, left = [], list(ends)
 
@@ -328,7 +305,7 @@ def test_a_run_that_goes_back_is_started_again(
         seen.append(config.checkpoint.resume)
         end = left.pop(0)
         if end == "killed":
-            raise launcher.RankKilled("rank 0 was ended by SIGKILL")
+            raise RankKilled("rank 0 was ended by SIGKILL")
         return int(end)
 
     monkeypatch.setattr(run, "launch", launched)
@@ -337,7 +314,7 @@ def test_a_run_that_goes_back_is_started_again(
     monkeypatch.setattr(run, "require_ready", lambda *_: None)  # its files are not there
     args = argparse.Namespace(command="train", config=None, overrides=[], dry_run=False, resume=False, max_restarts=restarts)
     if code is None:
-        with pytest.raises(launcher.RankKilled):
+        with pytest.raises(RankKilled):
             run.run(args)
     else:
         assert run.run(args) == code

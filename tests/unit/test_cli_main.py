@@ -9,25 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from oppo_megatron.cli import machine
 from oppo_megatron.cli import main as cli
 from oppo_megatron.cli.main import COMMANDS, Command, main
 from oppo_megatron.config.load import dump_config, load_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.rundir.directory import RunDirectory
-from tests.support.commands import enter
+from tests.support.commands import LEAST, enter
 
-CONFIG = """
-run_dir: run
-steps: 3
-tokenizer: {path: tok}
-data: {path: rows.jsonl, max_prompt_tokens: 20}
-actor: {init: {model_type: llama, vocab_size: 512, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2,
-               num_attention_heads: 4}}
-critic: {init: "${actor.init}"}
-rewards: [{kind: verifier, name: gsm8k}]
-rollout: {batch_size: 8, max_response_tokens: 20}
-placement: {actor: {tp: 2}, scorer: {tp: 1, pp: 2}}
-"""
+CONFIG = LEAST + "placement: {actor: {tp: 2}, scorer: {tp: 1, pp: 2}}\n"
 
 
 @pytest.fixture
@@ -51,25 +41,18 @@ def test_wrong_arguments_end_with_2(config: Path) -> None:
         assert end.value.code == 2
 
 
-def test_user_error_is_a_message_without_traceback(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", str(config), "sead=3"]) == 2
-    captured = capsys.readouterr()
-    assert "did you mean `seed`?" in captured.err and "Traceback" not in captured.err and captured.out == ""
-    assert not Path("run").exists()
-
-
 @pytest.mark.parametrize(
     "command",
     ["train CONFIG --debug", "launch slurm CONFIG --debug", "launch --debug slurm CONFIG", "bench overlap --debug CONFIG"],
 )
-def test_debug_shows_where_an_error_comes_from(config: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
-    """Wherever it stands; a part of a command takes it, too."""
+def test_an_error_is_a_message_and_with_debug_a_traceback(config: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    """Anywhere among the words, also after a part of a command."""
     words = command.replace("CONFIG", str(config)).split()
-    assert main([*words, "sead=3"]) == 2
-    told = capsys.readouterr().err
-    assert "Traceback" in told and "did you mean `seed`?" in told
-    assert main([*(word for word in words if word != "--debug"), "sead=3"]) == 2
-    assert "Traceback" not in capsys.readouterr().err
+    for given, traced in ((words, True), ([word for word in words if word != "--debug"], False)):
+        assert main([*given, "sead=3"]) == 2
+        captured = capsys.readouterr()
+        assert "did you mean `seed`?" in captured.err and ("Traceback" in captured.err) == traced
+        assert captured.out == "" and not Path("run").exists()
 
 
 def test_a_path_that_cannot_be_used_is_a_message(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,13 +134,6 @@ def test_run_is_launched_with_the_resolved_configuration(config: Path, monkeypat
     assert isinstance(launched, TrainConfig) and launched.seed == 5
 
 
-def test_a_finished_run_is_refused_before_anything_starts(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("run").mkdir()
-    Path("run/summary.json").write_text("{}")
-    assert main(["train", str(config)]) == 2
-    assert "holds a finished run" in capsys.readouterr().err
-
-
 def test_a_run_that_has_ended_is_no_error_for_who_resumes_it(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = load_config(TrainConfig, config, [])
     run = RunDirectory(settings.run_dir)
@@ -176,6 +152,8 @@ def test_wrong_number_of_ranks(config: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert main(["train", str(config), "--dry-run"]) == 2
     err = capsys.readouterr().err
     assert "[rank 1]" in err and "started 3 ranks, but the configuration places its roles on 4" in err
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert main(["train", str(config), "--dry-run"]) == 0
 
 
 @pytest.mark.parametrize("command", [["validate"], ["train", "--dry-run"], ["train"], ["plan", "schedule"]])
@@ -192,29 +170,16 @@ def test_a_length_trace_is_read_before_anything_starts(
     assert not Path("run").exists()
 
 
-def test_a_good_length_trace_is_accepted(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_finds_the_kind(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("lengths.csv").write_text("kind,tokens,requests\noutput,5,2\n")
     assert main(["validate", "--skip-data", str(config), "debug.forced_lengths=lengths.csv"]) == 0
-    assert "OK" in capsys.readouterr().out
-
-
-def test_validate_tells_the_kind(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", "--skip-data", str(config)]) == 0
-    assert "OK" in capsys.readouterr().out
-    supervised = "run_dir: r\ntokenizer: {path: tok}\ndata: {path: rows.jsonl}\nmodel: {init: {}, fresh_head: %s}\n"
+    assert "`oppo train`" in capsys.readouterr().out
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    init = json.dumps({"model_type": "qwen2", **sizes})
     for fresh, kind in (("false", "sft"), ("true", "rm")):
-        config.write_text(supervised % fresh + "max_tokens: 64\n")
-        override = "model.init=" + json.dumps(
-            {
-                "model_type": "qwen2",
-                "vocab_size": 8,
-                "hidden_size": 8,
-                "intermediate_size": 8,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-            }
-        )
-        assert main(["validate", "--skip-data", str(config), override]) == 0
+        model = f"model: {{init: {init}, fresh_head: {fresh}}}"
+        config.write_text(f"run_dir: r\ntokenizer: {{path: tok}}\ndata: {{path: rows.jsonl}}\nmax_tokens: 64\n{model}\n")
+        assert main(["validate", "--skip-data", str(config)]) == 0
         assert f"`oppo {kind}`" in capsys.readouterr().out
     assert main(["validate", "--skip-data", str(config), "--kind", "train"]) == 2
 
@@ -237,28 +202,21 @@ def test_tokenizer_reads_columns_and_names_bad_rows(tmp_path: Path, capsys: pyte
     assert main(["tokenizer", str(rows), "--out", "x.model", "--vocab-size", "0"]) == 2
 
 
-def test_validate_without_a_file_tells_what_is_there_and_what_is_off(capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_without_a_file_shows_this_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate"]) == 0
     out = capsys.readouterr().out
     for word in ("python", "torch:", "megatron-core:", "transformer-engine:", "gloo", "usable cores", "features that are off"):
         assert word in out
-
-
-def test_validate_without_a_file_fails_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from oppo_megatron.cli import machine
-
     monkeypatch.setattr(machine, "version_of", lambda package: None)
     assert main(["validate"]) == 1
     out = capsys.readouterr().out
     assert "not ready: needed are torch>=" in out and "pydantic>=2, which is absent" in out
-    assert "ruff" not in out, "what only an extra asks for"
+    assert "ruff" not in out, "an extra's"
 
 
-def test_validate_without_a_file_tells_of_a_version_that_is_too_old(
+def test_validate_without_a_file_names_a_version_that_is_too_old(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from oppo_megatron.cli import machine
-
     versions = {"megatron-core": "0.12.0", "torch": "2.11.0a0+nv26.02", "transformers": machine.PRESENT}
     real = machine.version_of
     monkeypatch.setattr(machine, "version_of", lambda each: versions.get(each.distribution) or real(each))
@@ -280,7 +238,7 @@ def test_only_the_chosen_module_is_imported(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_interrupt_waits_for_the_end_of_an_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "imported_while_told.py").write_text(
+    (tmp_path / "slow_module.py").write_text(
         "import os, signal, time\n"
         "try:\n"
         "    for _ in range(3):\n"
@@ -291,11 +249,11 @@ def test_an_interrupt_waits_for_the_end_of_an_import(
         "finished = True\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("oppo_megatron.cli.main.COMMANDS", (Command("slow", "imported_while_told", "a command"),))
+    monkeypatch.setattr("oppo_megatron.cli.main.COMMANDS", (Command("slow", "slow_module", "a command"),))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         assert main(["slow"]) == 130
     finally:
         signal.signal(signal.SIGINT, before)
-    assert sys.modules["imported_while_told"].finished is True
+    assert sys.modules["slow_module"].finished is True
     assert capsys.readouterr().err == "oppo: interrupted\n"

@@ -1,4 +1,4 @@
-"""`placement.mode: auto` at the command line, up to the measuring runs: what is told, reused and refused; how a run ends."""
+"""`placement.mode: auto` at the command line, up to the measuring runs: messages, reuse and errors; how a run ends."""
 
 from __future__ import annotations
 
@@ -23,21 +23,9 @@ from oppo_megatron.cores import usable_cores
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.candidates import Machine, find_candidates
 from oppo_megatron.layout.trials import Run, choose, fingerprint, measure_all, to_record
-from tests.support.commands import enter
+from tests.support.commands import LEAST, enter
 
-CONFIG = """
-run_dir: run
-steps: 3
-placement: {mode: auto}
-tokenizer: {path: tok}
-data: {path: rows.jsonl, max_prompt_tokens: 20}
-actor: {init: {model_type: llama, vocab_size: 512, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2,
-               num_attention_heads: 4}}
-critic: {init: "${actor.init}"}
-rewards: [{kind: verifier, name: gsm8k}]
-rollout: {batch_size: 8, max_response_tokens: 20}
-runtime: {device: cpu}
-"""
+CONFIG = LEAST + "placement: {mode: auto}\nruntime: {device: cpu}\n"
 LISTED = [
     f"{name:38}  {ranks}"
     for name, ranks in (
@@ -68,17 +56,13 @@ def write_record(config: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("command", [["validate", "--skip-data"], ["train", "--dry-run"], ["plan", "schedule"]])
-def test_what_would_be_measured_is_told_and_nothing_is(
+def test_candidates_are_listed_and_a_measured_one_is_used(
     config: Path, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
     assert main([*command, str(config)]) == 0
     out = capsys.readouterr().out
     assert "`oppo train` would first measure these on" in out and "3 steps each" in out
     assert all(f"  {line}\n" in out for line in LISTED) and not Path("run").exists()
-
-
-@pytest.mark.parametrize("command", [["validate", "--skip-data"], ["train", "--dry-run"], ["plan", "schedule"]])
-def test_what_was_measured_is_used(config: Path, capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     write_record(config)
     assert main([*command, str(config)]) == 0
     captured = capsys.readouterr()
@@ -86,6 +70,8 @@ def test_what_was_measured_is_used(config: Path, capsys: pytest.CaptureFixture[s
     assert "would first measure" not in captured.out
     if command[0] == "train":
         assert "mode: disaggregated" in captured.out and "mode: auto" not in captured.out
+        assert main([*command, str(config), "rollout.batch_size=16"]) == 0
+        assert "would first measure these" in capsys.readouterr().out, "another configuration"
 
 
 def test_a_run_uses_what_was_measured(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,12 +81,6 @@ def test_a_run_uses_what_was_measured(config: Path, monkeypatch: pytest.MonkeyPa
     assert main(["train", str(config), "steps=5"]) == 0
     [(_, launched, world_size)] = calls
     assert (launched.placement.mode, launched.steps, world_size) == ("disaggregated", 5, 2)
-
-
-def test_another_configuration_is_measured_anew(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_record(config)
-    assert main(["train", str(config), "--dry-run", "rollout.batch_size=16"]) == 0
-    assert "would first measure these" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"key": 3}x', "{}"])
@@ -190,21 +170,15 @@ def test_why_a_run_failed(code: int, output: str, expected: str) -> None:
     assert failure(code, output) == expected
 
 
-def test_output_of_a_measuring_run_goes_to_its_log(tmp_path: Path) -> None:
-    script = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
-    before = signal.getsignal(signal.SIGTERM)
-    assert run_logged([sys.executable, "-c", script], tmp_path / "log") == 3
-    assert sorted((tmp_path / "log").read_text().split()) == ["err", "out"]
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_a_measuring_run_is_this_command_line_and_imports_as_this_process_does(tmp_path: Path) -> None:
+def test_a_measuring_run_is_this_command_line_with_its_imports_and_output_in_a_log(tmp_path: Path) -> None:
     (tmp_path / "reached.py").write_text("print('found')")
     start = START.replace("sys.exit", "import reached; sys.exit")
     command = [sys.executable, "-c", start, json.dumps([*sys.path, str(tmp_path)]), "train", "none.yaml"]
+    before = signal.getsignal(signal.SIGTERM)
     assert run_logged(command, tmp_path / "log") == 2
-    told = (tmp_path / "log").read_text()
-    assert "found" in told and "none.yaml" in told, told
+    said = (tmp_path / "log").read_text()
+    assert "found" in said and "none.yaml" in said, said
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 CHILD = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"

@@ -12,6 +12,7 @@ import pytest
 from oppo_megatron.cli.main import main
 from oppo_megatron.cli.slurm import packaged
 from oppo_megatron.cli.slurm.request import time_limit_s
+from tests.support.commands import enter
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """
@@ -31,11 +32,7 @@ checkpoint: {every_steps: 10}
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tok").mkdir()
-    (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
-    (tmp_path / "c.yaml").write_text(CONFIG)
-    return "c.yaml"
+    return enter(tmp_path, monkeypatch, CONFIG).name
 
 
 def write(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
@@ -56,7 +53,7 @@ def directives(script: str) -> list[list[str]]:
 
 
 def test_nodes_and_tasks_follow_from_the_configuration(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    script, told = write(capsys, config, "seed=3", "--gpus-per-node=4", "--partition=gpu", "--account=me", "--time=1-00:00:00")
+    script, said = write(capsys, config, "seed=3", "--gpus-per-node=4", "--partition=gpu", "--account=me", "--time=1-00:00:00")
     (options,) = directives(script)
     for option in (
         "job-name=oppo-big-one", "nodes=3", "ntasks-per-node=4", "gpus-per-node=4", "partition=gpu", "account=me",
@@ -69,12 +66,12 @@ def test_nodes_and_tasks_follow_from_the_configuration(config: str, capsys: pyte
     assert f'set -- {Path.cwd()}/c.yaml seed=3 "$@"' in script
     body = packaged("job.sh")
     assert script.endswith(body[body.index("# What a job") :])
-    assert "job oppo-big-one: 12 ranks, without a container" in told
-    assert "3 exclusive nodes x 4 ranks, 4 GPUs each, partition gpu: ranks 0-11" in told and "note" not in told
+    assert "job oppo-big-one: 12 ranks, without a container" in said
+    assert "3 exclusive nodes x 4 ranks, 4 GPUs each, partition gpu: ranks 0-11" in said and "note" not in said
 
 
 def test_a_heterogeneous_job(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    script, told = write(
+    script, said = write(
         capsys, config, "--hetero", "--partition=big", "--scorer-partition=small", "--scorer-gpus-per-node=2",
         "--container-image=a#b", "--container-mounts=/x:/x", "--max-restarts=4",
     )  # fmt: skip
@@ -82,7 +79,7 @@ def test_a_heterogeneous_job(config: str, capsys: pytest.CaptureFixture[str]) ->
     assert {"job-name=oppo-big-one", "nodes=1", "ntasks-per-node=8", "gpus-per-node=8", "partition=big"} <= set(actor)
     assert {"job-name=oppo-big-one-scorers", "nodes=2", "ntasks-per-node=2", "gpus-per-node=2"} <= set(scorers)
     assert "partition=small" in scorers and not {"dependency=singleton"} & set(scorers)
-    assert "ranks 0-7 (actor)" in told and "ranks 8-11 (scorers)" in told and "in a#b" in told
+    assert "ranks 0-7 (actor)" in said and "ranks 8-11 (scorers)" in said and "in a#b" in said
     for line in ("OPPO_CONTAINER_IMAGE='a#b'", "OPPO_CONTAINER_MOUNTS=/x:/x", "OPPO_MAX_RESTARTS=4"):
         assert line in script.splitlines()
 
@@ -99,17 +96,17 @@ def test_the_ready_scripts_have_the_lines_of_the_template(
 
 
 def test_no_gpus_are_asked_for_on_the_cpu(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    script, told = write(capsys, config, "runtime.device=cpu", "--ranks-per-node=6")
+    script, said = write(capsys, config, "runtime.device=cpu", "--ranks-per-node=6")
     assert not [option for option in directives(script)[0] if option.startswith("gpu")]
-    assert "2 exclusive nodes x 6 ranks, no GPUs" in told
-    _, told = write(capsys, config, "runtime.device=cpu", "--out=a job.sbatch", "--time=90")
-    assert "time limit 90 minutes for each" in told and told.endswith("submit it with: sbatch 'a job.sbatch'\n")
+    assert "2 exclusive nodes x 6 ranks, no GPUs" in said
+    _, said = write(capsys, config, "runtime.device=cpu", "--out=a job.sbatch", "--time=90")
+    assert "time limit 90 minutes for each" in said and said.endswith("submit it with: sbatch 'a job.sbatch'\n")
 
 
 def test_a_file_and_a_new_cluster_env(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    out, told = write(capsys, config, "--gpus-per-node=4", "--out=job.sbatch", "--cluster-env=cluster.env")
-    assert out == "" and "made cluster.env" in told and "sbatch job.sbatch" in told
-    assert "without a container, unless cluster.env names an image" in told
+    out, said = write(capsys, config, "--gpus-per-node=4", "--out=job.sbatch", "--cluster-env=cluster.env")
+    assert out == "" and "made cluster.env" in said and "sbatch job.sbatch" in said
+    assert "without a container, unless cluster.env names an image" in said
     assert Path("cluster.env").read_text() == (ROOT / "launch/slurm/cluster.env").read_text()
     assert f"OPPO_CLUSTER_ENV={Path.cwd()}/cluster.env" in Path("job.sbatch").read_text().splitlines()
     (line,) = [x for x in Path("job.sbatch").read_text().splitlines() if x.startswith("# Written by: ")]
@@ -125,9 +122,9 @@ def test_a_file_and_a_new_cluster_env(config: str, capsys: pytest.CaptureFixture
 
 
 def test_notes(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    _, told = write(capsys, config, "checkpoint.every_steps=0", "--ranks-per-node=3")
-    assert "checkpoint.every_steps is 0" in told and "5 of 8 GPUs on each node stay idle" in told
-    assert "tensor-parallel ranks of actor are on different nodes" in told
+    _, said = write(capsys, config, "checkpoint.every_steps=0", "--ranks-per-node=3")
+    assert "checkpoint.every_steps is 0" in said and "5 of 8 GPUs on each node stay idle" in said
+    assert "tensor-parallel ranks of actor are on different nodes" in said
 
 
 @pytest.mark.parametrize(

@@ -51,18 +51,15 @@ def chain(tmp_path: Path) -> Chain:
     return chain
 
 
-def test_finished_stages_are_reused(chain: Chain) -> None:
+def test_finished_stages_are_reused_and_changed_ones_made_again_with_all_after_them(chain: Chain) -> None:
     assert chain.run() == []
-
-
-def test_changed_settings_make_a_stage_and_those_after_it_anew(chain: Chain) -> None:
     chain.settings["second"] = 2
     assert chain.run() == ["second", "third"]
     assert chain.run() == []
 
 
 @pytest.mark.parametrize(("name", "remade"), [("first", 3), ("second", 2), ("third", 1)])
-def test_a_removed_stage_is_made_anew_with_those_after_it(chain: Chain, name: str, remade: int) -> None:
+def test_a_removed_stage_is_made_again_with_all_after_it(chain: Chain, name: str, remade: int) -> None:
     for file in (chain.root / name).iterdir():
         file.unlink()
     (chain.root / name).rmdir()

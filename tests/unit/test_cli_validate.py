@@ -67,15 +67,10 @@ def test_rows_of_supervised_training_too(folder: Path, capsys: pytest.CaptureFix
     assert "rows.jsonl:4: not UTF-8" in capsys.readouterr().err
     assert main(["validate", "sft.yaml", "data.bad_rows=quarantine"]) == 0
     assert "data: 4 rows, 1 of them duplicates; 2 rows set aside\n" in capsys.readouterr().out
-
-
-def test_rows_set_aside_of_held_out_files_are_counted_apart(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     held_out = "evaluation={data: {path: rows.jsonl, bad_rows: quarantine}}"
     assert main(["validate", "sft.yaml", "data.bad_rows=quarantine", held_out]) == 0
-    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("data: "))
-    assert said.startswith("data: 4 rows, 1 of them duplicates; 2 rows set aside; ") and said.endswith(
-        "4 rows held out, 4 of them measured; 2 more of the held-out files set aside"
-    )
+    said = "4 rows, 1 of them duplicates; 2 rows set aside; 4 rows held out, 4 of them measured; 2 more of the held-out files"
+    assert f"data: {said} set aside\n" in capsys.readouterr().out
 
 
 def test_services_too(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,10 +98,10 @@ def test_services_too(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "cannot be imported" in refused("serve.yaml", "rewards=[{kind: model}, {kind: python, entry_point: 'no_module:f'}]")
     monkeypatch.setenv("SERVE_TOKEN", "a-token-of-enough-characters")
     monkeypatch.syspath_prepend(folder)
-    (folder / "spy.py").write_text("import os\nassert 'SERVE_TOKEN' not in os.environ, 'told'\ndef f(*_): return 0.0\n")
+    (folder / "spy.py").write_text("import os\nassert 'SERVE_TOKEN' not in os.environ, 'seen'\ndef f(*_): return 0.0\n")
     spy = "rewards=[{kind: model}, {kind: python, entry_point: 'spy:f', isolate: true}]"
     assert main(["validate", "serve.yaml", spy, "token_env=SERVE_TOKEN"]) == 0
     assert "spy:f" in capsys.readouterr().out
-    assert "told" in refused("serve.yaml", spy), "a token that is not named is no secret"
+    assert "seen" in refused("serve.yaml", spy), "a token that is not named is no secret"
     assert "the tokenizer gives ids up to 299" in refused("serve.yaml", "reward.init.vocab_size=9")
     assert "`nowhere` does not exist" in refused("serve.yaml", "reward={checkpoint: nowhere, init: null}")

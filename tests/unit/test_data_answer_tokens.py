@@ -91,7 +91,7 @@ def test_a_conversation_has_the_tokens_of_its_text(tmp_path: Path, kind: str, te
     assert trained[len(whole) :] in ([], [tokenizer.eos_id])
     assert trained[-1] == tokenizer.eos_id and trained.count(tokenizer.eos_id) == 1
     meets = row.prompt != encode_prompt(tokenizer, tokenizer.chat.render(turns[:1]))
-    assert any("a token holds the end of the prompt" in note for note in quarantine.notes) == meets
+    assert any("one token joins the end of the prompt" in note for note in quarantine.notes) == meets
     assert "four" in quarantine.first["completion"]
 
 
@@ -107,7 +107,7 @@ def test_texts_that_meet_anywhere_have_the_tokens_of_the_whole(tmp_path: Path, k
     row, quarantine = load(tmp_path, RowLoader.completions, tokenizer, {"prompt": prompt, "completion": answer})
     assert [*row.prompt, *row.completion] == wholes[0]
     meets = row.prompt != encode_prompt(tokenizer, prompt)
-    assert any("a token holds the end of the prompt" in note for note in quarantine.notes) == meets
+    assert any("one token joins the end of the prompt" in note for note in quarantine.notes) == meets
     for loader in (RowLoader.pairs, RowLoader.unequal_pairs):
         pair, _ = load(tmp_path, loader, tokenizer, {"prompt": prompt, "chosen": answer, "rejected": other})
         assert [[*pair.prompt, *each] for each in (pair.chosen, pair.rejected)] == wholes

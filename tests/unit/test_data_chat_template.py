@@ -152,7 +152,7 @@ def test_a_refusal_is_the_rows_and_a_broken_template_is_the_settings() -> None:
         chat_of(GEMMA).render([{"role": "system", "content": "Be kind."}, *ASKED])
     with pytest.raises(DataError, match="TypeError"):
         chat_of("{{ messages + 1 }}").render(ASKED)
-    with pytest.raises(ConfigError, match=r"not a Jinja template \(line 2"):
+    with pytest.raises(ConfigError, match=r"tokenizer.chat_template, line 2: not a Jinja template"):
         chat_of("a\n{% for").render(ASKED)
 
 

@@ -107,9 +107,9 @@ BAD = {
     "kto, a label between": (
         "kto",
         [WANTED, UNWANTED | {"label": 0.5}],
-        r":2: column 'label' is 0.5, which says neither",
+        r":2: column 'label' is 0.5, but must say if",
     ),
-    "kto, a label of words": ("kto", [WANTED, UNWANTED | {"label": "good"}], r"'good', which says neither"),
+    "kto, a label of words": ("kto", [WANTED, UNWANTED | {"label": "good"}], r"'good', but must say if"),
     "kto, all wanted": ("kto", [WANTED, WANTED], r"all 2 rows are wanted: KTO learns from both"),
     "kto, none wanted": ("kto", [UNWANTED], r"all 1 rows are unwanted"),
 }

@@ -111,12 +111,7 @@ def test_without_a_gpu_every_part_runs_and_leaves_its_figures(tmp_path: Path) ->
     for name in pack.SCRIPTS:
         shutil.copy(KIT / name, tmp_path / ".kit")
     out = tmp_path / "out"
-    environment = os.environ | {
-        "OUT": str(out),
-        "PYTHON": sys.executable,
-        "FIRST_S": "1080",
-        "PYTHONPATH": python_path(),
-    }
+    environment = os.environ | {"OUT": str(out), "PYTHON": sys.executable, "FIRST_S": "1080", "PYTHONPATH": python_path()}
     done = subprocess.run(["bash", ".kit/first.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout
     summary = json.loads((out / "summary.json").read_text())

@@ -72,18 +72,9 @@ def test_an_older_python_is_refused(fresh: Path, tmp_path: Path) -> None:
 def test_a_clone_installs_itself(tmp_path: Path) -> None:
     """With the package index that pip has here: the demo's command and the tests' tools work afterwards."""
     asked = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--retries=0",
-        "--timeout=20",
-        "-d",
-        tmp_path,
-        "einops",
-    ]
+        sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries=0", "--timeout=20", "-d",
+        tmp_path, "einops",
+    ]  # fmt: skip
     if subprocess.run(asked, capture_output=True, check=False).returncode:
         pytest.skip("pip reaches no package index from here")
     clone = tmp_path / "clone"

@@ -138,19 +138,14 @@ def test_every_group_is_trained_once_and_no_more_than_delta_run_beyond_a_batch(d
 
 
 @pytest.mark.parametrize("chunk", [1, B])
-def test_the_next_batch_begins_while_the_tail_of_the_last_one_runs(chunk: int) -> None:
+def test_the_tail_runs_during_the_next_batch_and_is_waited_for_when_due(chunk: int) -> None:
     seconds = [0.001] * (3 * B)
     seconds[0] = seconds[1] = 0.2
     done = train(delta=2, max_staleness=2, chunk=chunk, seconds=seconds)
     assert not {0, 1} & set(done.steps[0]), "the tail is deferred"
     assert {done.starts[name] for name in done.steps[0]} == {0}
     assert {0, 1} <= {name for step in done.steps[1:] for name in step}
-
-
-def test_a_group_that_was_deferred_often_enough_is_waited_for() -> None:
-    seconds = [0.001] * (6 * B)
-    seconds[0] = 0.4
-    done = train(delta=2, max_staleness=2, chunk=1, seconds=seconds)
+    done = train(delta=2, max_staleness=2, chunk=chunk, seconds=[0.4] + [0.001] * (6 * B - 1))
     assert 0 in done.steps[2], "passed by two updates, then waited for"
 
 
@@ -186,13 +181,9 @@ def test_it_has_what_the_controller_calls() -> None:
         ({"delta": -1}, "delta is -1"),
         ({"delta": 1.5}, "delta is 1.5"),
         ({"delta": 2, "max_staleness": 0}, "max_staleness is 0"),
+        ({"delta": 9}, "delta 9 is more than the 8 prompts of a step"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(given: dict[str, Any], says: str) -> None:
+def test_impossible_settings_are_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=f"async_rl.sampler.{says}"):
-        OvercommitSampler(Buffer(), **given)
-
-
-def test_a_delta_beyond_the_batch_is_refused() -> None:
-    with pytest.raises(ConfigError, match="delta 9 is more than the 8 prompts of a step"):
-        OvercommitSampler(Buffer(), delta=9).required_buffer_capacity(B)
+        OvercommitSampler(Buffer(), **given).required_buffer_capacity(B)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from copy import deepcopy
 from pathlib import Path
 from statistics import fmean
@@ -38,11 +39,7 @@ from oppo_megatron.report.comparison import format_table
 from oppo_megatron.rewards.rules.formats import LengthRule
 from tests.support.ppo import Workspace, run_ppo_ranks
 
-SAME: dict[str, Any] = {
-    "rewards": [{"kind": "model"}],
-    "debug.forced_lengths": [10, 0.8],
-    "ppo.entropy_coefficient": 0.0,
-}
+SAME: dict[str, Any] = {"rewards": [{"kind": "model"}], "debug.forced_lengths": [10, 0.8], "ppo.entropy_coefficient": 0.0}
 SEQUENTIAL = Ours("1 x 1", carries=False, streams_here=False, shares_ranks=True)
 
 
@@ -84,11 +81,7 @@ def trl_lines(work: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("mode", [pytest.param("sequential", marks=pytest.mark.long), "full"])
 def test_our_run_does_the_work_that_the_peer_is_given(workspace: Workspace, work: dict[str, Any], mode: str) -> None:
     full = mode == "full"
-    switches = {
-        "overlap.intra": full,
-        "overlap.inter": full,
-        "overlap.delta": {"rule": "fixed", "initial": 2, "max": 2},
-    }
+    switches = {"overlap.intra": full, "overlap.inter": full, "overlap.delta": {"rule": "fixed", "initial": 2, "max": 2}}
     run = settings(workspace, mode, **switches)
     outcome = run_ppo_ranks(run)
     prompts, lengths = {}, {}
@@ -156,6 +149,7 @@ def test_work_of_groups(workspace: Workspace, tmp_path: Path) -> None:
     told = {"beta": 0.04, "epsilon": 0.2, "epsilon_high": 0.2, "max_grad_norm": 0.5, "loss_type": "grpo"}
     assert told.items() <= work["grpo"].items() and not work["grpo"]["use_bias_correction_kl"]
     free = TrainConfig(**grpo(workspace, "free", **{"ppo.kl": {"mode": "none"}, "ppo.clip_high": 0.3}))
+    assert not how_it_runs(free).shares_ranks, "there is no critic's update"
     work = work_of(free, tmp_path / "free")
     assert set(work["models"]) == {"actor"} and (work["grpo"]["beta"], work["grpo"]["epsilon_high"]) == (0.0, 0.3)
 
@@ -194,11 +188,6 @@ def test_what_trl_cannot_do_of_grpo_is_refused_all_at_once(workspace: Workspace)
         require_same_work(TrainConfig(**grpo(workspace, "other", algorithm={"preset": "dapo"})), None)
 
 
-def test_a_run_without_a_critic_has_no_update_of_it(workspace: Workspace) -> None:
-    config = TrainConfig(**grpo(workspace, "alone"))
-    assert not how_it_runs(config).shares_ranks
-
-
 def test_the_algorithm_names_the_configuration_where_none_is_given() -> None:
     def read(*arguments: str) -> tuple[str, list[str]]:
         parser = argparse.ArgumentParser()
@@ -207,10 +196,7 @@ def test_the_algorithm_names_the_configuration_where_none_is_given() -> None:
         return str(args.config), args.overrides
 
     assert read() == ("examples/benchmark/overlap.yaml", [])
-    assert read("--algorithm", "grpo", "seed=2") == (
-        "examples/benchmark/grpo.yaml",
-        ["algorithm.preset=grpo", "seed=2"],
-    )
+    assert read("--algorithm", "grpo", "seed=2") == ("examples/benchmark/grpo.yaml", ["algorithm.preset=grpo", "seed=2"])
     for algorithm, path in comparison.CONFIGS.items():
         config = load_config(TrainConfig, Path(__file__).resolve().parents[2] / path)
         require_same_work(config, micro_batch=None)
@@ -227,29 +213,13 @@ def test_padding_token_is_the_largest_that_is_free() -> None:
 
 def test_what_trl_cannot_do_is_refused_all_at_once(workspace: Workspace) -> None:
     wrong = {
-        "steps": 1,
-        "rewards": [{"kind": "verifier", "name": "arithmetic"}],
-        "debug.forced_lengths": None,
-        "rollout.top_p": 0.9,
-        "ppo.kl": {"estimator": "k2"},
-        "ppo.entropy_coefficient": 0.01,
-        "ppo.value_clip": 0,
-        "critic.optimizer": {"lr": 1e-3},
-        "actor.optimizer": {"decay": "linear"},
-    }
+        "steps": 1, "rewards": [{"kind": "verifier", "name": "arithmetic"}], "debug.forced_lengths": None,
+        "rollout.top_p": 0.9, "ppo.kl": {"estimator": "k2"}, "ppo.entropy_coefficient": 0.01, "ppo.value_clip": 0,
+        "critic.optimizer": {"lr": 1e-3}, "actor.optimizer": {"decay": "linear"},
+    }  # fmt: skip
     with pytest.raises(ConfigError) as error:
         require_same_work(TrainConfig(**settings(workspace, "wrong", **wrong)), micro_batch=4)
-    asked = (
-        "forced_lengths",
-        "top_p",
-        "kl",
-        "entropy",
-        "value_clip",
-        "one optimizer",
-        "constant",
-        "--steps",
-        "reward model",
-    )
+    asked = ("forced_lengths", "top_p", "kl", "entropy", "value_clip", "one optimizer", "constant", "--steps", "reward model")
     problems = " ".join(error.value.problems)
     assert len(error.value.problems) == len(asked) + 1 and "--trl-micro-batch 4" in problems
     assert [word for word in asked if word not in problems] == []
@@ -294,7 +264,7 @@ def our_lines(work: dict[str, Any]) -> list[dict[str, Any]]:
     return lines
 
 
-def test_table_has_medians_and_ratios_to_trl(work: dict[str, Any]) -> None:
+def test_table_has_medians_and_ratios_to_trl(work: dict[str, Any], tmp_path: Path) -> None:
     pair = Ours("2 x 1", carries=True, streams_here=False, shares_ranks=False)
     woven = Ours("1 x 2", carries=True, streams_here=True, shares_ranks=True)
     lines = our_lines(work)
@@ -309,18 +279,10 @@ def test_table_has_medians_and_ratios_to_trl(work: dict[str, Any]) -> None:
     assert sequential["tokens_per_s"] == pytest.approx(real_tokens(work) / 30)
     text = format_table(COLUMNS, [trl, together])
     assert len({len(line) for line in text.splitlines()}) == 1 and " - " in text
-
-
-def test_costs_of_forcing_and_padding(work: dict[str, Any]) -> None:
-    lines = trl_lines(work)
-    assert forcing([lines]) == (0.04, pytest.approx(0.01))
-    assert padding([lines]) == pytest.approx(sum(line["computed_tokens"] for line in lines) / real_tokens(work))
-    assert padding([lines]) > 1
-
-
-def test_picture_is_drawn(work: dict[str, Any], tmp_path: Path) -> None:
-    rows = table_rows(work, [trl_lines(work)], {"ours": (SEQUENTIAL, [our_lines(work)])})
-    draw(rows, "title", tmp_path / "trl.png")
+    theirs = trl_lines(work)
+    assert forcing([theirs]) == (0.04, pytest.approx(0.01))
+    assert 1 < padding([theirs]) == pytest.approx(sum(line["computed_tokens"] for line in theirs) / real_tokens(work))
+    draw([trl, sequential], "title", tmp_path / "trl.png")
     assert (tmp_path / "trl.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -352,8 +314,6 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_an_environment_with_other_versions_is_refused() -> None:
-    import sys
-
     with pytest.raises(BenchError, match="trl none"):
         require_peer(Path(sys.executable))
     for other, message in (("true", "so it is no Python; name the one of TRL's"), ("false", "exit code 1, in silence")):
@@ -387,15 +347,12 @@ def test_dtype_is_of_all_roles(workspace: Workspace) -> None:
     assert both.runtime.device == "cpu"
 
 
-def test_an_earlier_comparison_is_not_written_over(tmp_path: Path) -> None:
+def test_generate_is_measured_and_an_earlier_comparison_not_written_over(workspace: Workspace, tmp_path: Path) -> None:
     require_unused(tmp_path)
     (tmp_path / "models").mkdir()
     with pytest.raises(ConfigError, match="--out"):
         require_unused(tmp_path)
-
-
-def test_generate_is_measured(workspace: Workspace, tmp_path: Path) -> None:
-    paths = export_models(TrainConfig(**settings(workspace, "hf")), tmp_path)
+    paths = export_models(TrainConfig(**settings(workspace, "hf")), tmp_path / "models")
     found = measure_generate(Path(paths["actor"]), 2, 4, 6, "float32", repeats=1, device="cpu")
     assert found["tokens_per_s"] > 0 and found["prefill_s"] > 0
 

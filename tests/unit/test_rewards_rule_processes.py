@@ -187,7 +187,7 @@ def test_a_hostile_answer_is_found_in_bounded_time() -> None:
     ]
     told = list[str]()
     assert list(rewards.unusable(rows, told.append)) == [1]
-    assert told[-1].startswith("1 expected answers are no mathematics") and r"\frac{1}{" in told[-1].replace("\\\\", "\\")
+    assert told[-1].startswith("1 expected answers are not understood") and r"\frac{1}{" in told[-1].replace("\\\\", "\\")
     assert time.monotonic() - began < 60.0
     assert rewards.score("", r"\boxed{0.5}", rows[2], None, 0) == 1.0
     rewards.close()
@@ -213,9 +213,9 @@ def test_no_nesting_ends_a_rule(math: RewardSum, response: str) -> None:
 
 @pytest.mark.parametrize("value", [None, "", " ?", [1], True, "x" * 3000, float("inf")])
 def test_an_expected_answer_without_mathematics_is_refused_before_the_run(math: RewardSum, value: Any) -> None:
-    with pytest.raises(RewardError, match="'math': the expected answer .* is no mathematics; give a number"):
+    with pytest.raises(RewardError, match="'math': the expected answer .* is not mathematics; give a number"):
         math.check({"answer": value})
-    with pytest.raises(RewardError, match="sequence 3: reward part 'math' failed: .* is no mathematics"):
+    with pytest.raises(RewardError, match="sequence 3: reward part 'math' failed: .* is not mathematics"):
         math.score("", "1", {"answer": value}, None, 3)
 
 

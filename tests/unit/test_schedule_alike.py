@@ -17,11 +17,11 @@ from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.readiness import Readiness, settled
 from oppo_megatron.records import Prompt, Rollout
+from oppo_megatron.schedule.packing import dealt
 from oppo_megatron.schedule.planning import planner as planner_module
 from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.book import packed
 from oppo_megatron.schedule.planning.planner import RoundPlanner
-from oppo_megatron.schedule.planning.replicas import dealt
 from oppo_megatron.schedule.planning.scoring_book import ScoringBook
 from oppo_megatron.schedule.rounds import Batches, Growth, Growths, Site
 from oppo_megatron.schedule.weaving.costs import Costs, Linear

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.book import ReplicaWork
-from oppo_megatron.schedule.planning.ledger import ABSENT
-from oppo_megatron.schedule.planning.replicas import REPLICA, Replicas
 from oppo_megatron.schedule.planning.scoring_book import ScoringBook
 from oppo_megatron.schedule.rounds import Growth
 
@@ -37,29 +35,29 @@ class Fleet:
 
     num_replicas: int
     slots: int
-    replicas: Replicas = field(init=False)
+    book: ScoringBook = field(init=False)
     held: dict[int, Rollout] = field(default_factory=dict)
     placed: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.replicas = Replicas(self.num_replicas, self.slots)
+        self.book = ScoringBook("critic", self.num_replicas, self.slots)
 
     def on(self, replica: int) -> list[Rollout]:
-        return [r for i, r in self.held.items() if i in self.placed and self.replicas.of(i) == replica]
+        return [r for i, r in self.held.items() if i in self.placed and self.book.replica(i) == replica]
 
     def tokens(self, replica: int) -> int:
         return sum(r.num_tokens for r in self.on(replica))
 
     def arrive(self, *new: Rollout) -> list[int]:
         self.held |= {r.seq_id: r for r in new}
-        self.replicas.place(list(self.held.values()))
+        self.book.place(list(self.held.values()))
         self.placed = set(self.held)
-        return [self.replicas.of(r.seq_id) for r in new]
+        return [self.book.replica(r.seq_id) for r in new]
 
     def leave(self, seq_id: int) -> None:
         del self.held[seq_id]
         self.placed.remove(seq_id)
-        self.replicas.ledger[REPLICA][self.replicas.ledger.row(seq_id)] = ABSENT
+        self.book.forget(seq_id, unread=True)
 
 
 @settings(deadline=None, max_examples=200)
@@ -73,7 +71,7 @@ def test_a_new_sequence_goes_where_the_fewest_tokens_are(num_replicas: int, slot
             own.finish_clock = 1 if own.finished or rng.random() < 0.1 else None
         for i in [i for i in fleet.held if rng.random() < 0.2]:
             fleet.leave(i)
-        homes = {i: fleet.replicas.of(i) for i in fleet.held}
+        homes = {i: fleet.book.replica(i) for i in fleet.held}
         free = [d for d in range(num_replicas) if len(fleet.on(d)) < slots]
         lasting = [d for d in range(num_replicas) if sum(not r.finished for r in fleet.on(d)) < slots]
         loads = [(fleet.tokens(d), len(fleet.on(d)), d) for d in range(num_replicas)]
@@ -81,7 +79,7 @@ def test_a_new_sequence_goes_where_the_fewest_tokens_are(num_replicas: int, slot
         if both := [d for d in lasting if d in free]:
             assert loads[found] == min(loads[d] for d in both)
         assert found in (both or lasting or range(num_replicas))
-        assert homes == {i: fleet.replicas.of(i) for i in homes}, "a sequence stays where it is"
+        assert homes == {i: fleet.book.replica(i) for i in homes}, "a sequence stays where it is"
 
 
 @settings(deadline=None)

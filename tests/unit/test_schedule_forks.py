@@ -16,8 +16,6 @@ from oppo_megatron.schedule.checking.caches import require_room
 from oppo_megatron.schedule.checking.checker import check
 from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.book import Grouping, ReplicaWork
-from oppo_megatron.schedule.planning.ledger import ABSENT
-from oppo_megatron.schedule.planning.replicas import REPLICA, Replicas
 from oppo_megatron.schedule.planning.scoring_book import ScoringBook
 from oppo_megatron.schedule.rounds import Fork, Forks, Growth, KVBudget, Round
 from tests.support.schedules import build, make_site
@@ -41,7 +39,7 @@ def group(first: int, size: int, prompt: int, *responses: int) -> list[Rollout]:
 @given(size=st.integers(2, 4), num_replicas=st.integers(1, 3), groups=st.integers(1, 3), seed=st.integers(0, 10**6))
 def test_a_group_has_one_replica_and_no_replica_too_many(size: int, num_replicas: int, groups: int, seed: int) -> None:
     """Also where some of a group arrive later, and others have left; with slots for whole groups there are always enough."""
-    rng, replicas = random.Random(seed), Replicas(num_replicas, groups * size, group_size=size)
+    rng, book = random.Random(seed), ScoringBook("critic", num_replicas, groups * size, Grouping(size))
     held: list[Rollout] = []
     late: list[Rollout] = []
     for number in range(0, 16 * size, 2 * size):
@@ -50,17 +48,17 @@ def test_a_group_has_one_replica_and_no_replica_too_many(size: int, num_replicas
             for first in (number, number + size):
                 arrived, cut = group(first, size, rng.randint(1, 9)), rng.randint(1, size)
                 held, late = held + arrived[:cut], late + arrived[cut:]
-        replicas.place(held)
+        book.place(held)
         homes = defaultdict(set)
         for rollout in held:
-            homes[rollout.seq_id // size].add(replicas.of(rollout.seq_id))
+            homes[rollout.seq_id // size].add(book.replica(rollout.seq_id))
         assert all(len(own) == 1 for own in homes.values())
-        on = [replicas.of(rollout.seq_id) for rollout in held]
+        on = [book.replica(rollout.seq_id) for rollout in held]
         assert max(map(on.count, range(num_replicas))) <= groups * size
         if homes and rng.random() < 0.5 and not late:
             gone = rng.choice(sorted(homes))
             leaving = [r for r in held if r.seq_id // size == gone]
-            replicas.ledger[REPLICA][[replicas.ledger.row(r.seq_id) for r in leaving]] = ABSENT
+            book.forget(*(r.seq_id for r in leaving), unread=True)
             held = [r for r in held if r not in leaving]
 
 

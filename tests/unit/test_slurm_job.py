@@ -54,7 +54,7 @@ OPPO = r"""#!/usr/bin/env bash
 if [[ $1 == --version ]]; then echo "oppo ${VERSION:-1}"; exit "${VERSION_CODE:-0}"; fi
 me="$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK"
 echo "$me $MASTER_ADDR:$MASTER_PORT $TORCHELASTIC_RUN_ID $*" >>"$FAKE/ranks"
-trap 'echo "$RANK" >>"$FAKE/told"; exit 75' USR1
+trap 'echo "$RANK" >>"$FAKE/stopped"; exit 75' USR1
 echo "$RANK" >>"$FAKE/listening"
 source "$FAKE/rank$RANK"
 """
@@ -79,8 +79,8 @@ class Slurm:
 
     def run(self, *arguments: str, **variables: str) -> tuple[int, str]:
         job = self.start(*arguments, **variables)
-        _, told = job.communicate(timeout=120)
-        return job.returncode, told
+        _, said = job.communicate(timeout=120)
+        return job.returncode, said
 
     def ranks(self, *what: str) -> None:
         for rank, each in enumerate(what):
@@ -121,8 +121,8 @@ def slurm(tmp_path: Path) -> Slurm:
 
 
 def test_ranks_are_started_and_the_end_is_noted(slurm: Slurm) -> None:
-    code, told = slurm.run()
-    assert (code, slurm.requeued) == (0, False) and "finished" in told
+    code, said = slurm.run()
+    assert (code, slurm.requeued) == (0, False) and "finished" in said
     command = "node0:20007 7 train c.yaml seed=3 --resume"
     assert slurm.lines("ranks") == [f"0/2 0/2 0 {command}", f"1/2 1/2 0 {command}"]
     (check, run) = slurm.lines("sruns")
@@ -130,10 +130,10 @@ def test_ranks_are_started_and_the_end_is_noted(slurm: Slurm) -> None:
     assert "--nodes=1 --ntasks=2 --ntasks-per-node=2" in run and "--wait=60 --kill-on-bad-exit=1" in run
     assert f"--output={slurm.root}/logs/oppo_7_r0_%t.log" in run
 
-    code, told = slurm.run()
-    assert code == 0 and "finished already" in told and len(slurm.lines("sruns")) == 2
-    code, told = slurm.run("c.yaml", "seed=4")
-    assert code == 0 and "finished already" not in told, "another run has a flag of its own"
+    code, said = slurm.run()
+    assert code == 0 and "finished already" in said and len(slurm.lines("sruns")) == 2
+    code, said = slurm.run("c.yaml", "seed=4")
+    assert code == 0 and "finished already" not in said, "another run has a flag of its own"
 
 
 STOPPED = ["exit 75", "exit 75"]
@@ -161,8 +161,8 @@ def test_what_is_requeued(
     slurm: Slurm, ranks: list[str], variables: dict[str, str], code: int, requeued: bool, says: str
 ) -> None:
     slurm.ranks(*ranks)
-    ended, told = slurm.run(**variables)
-    assert (ended, slurm.requeued) == (code, requeued) and says in told, told
+    ended, said = slurm.run(**variables)
+    assert (ended, slurm.requeued) == (code, requeued) and says in said, said
     assert not list((slurm.root / "logs").glob("*.finished"))
 
 
@@ -172,8 +172,8 @@ def test_crashes_count_in_a_row_only(slurm: Slurm) -> None:
     ):
         slurm.ranks(*ranks)
         (slurm.root / "scontrols").unlink(missing_ok=True)
-        _, told = slurm.run(SLURM_RESTART_COUNT=str(restart))
-        assert slurm.requeued == requeued, f"attempt {restart}: {told}"
+        _, said = slurm.run(SLURM_RESTART_COUNT=str(restart))
+        assert slurm.requeued == requeued, f"attempt {restart}: {said}"
 
 
 WAITING = "while :; do /bin/sleep 0.1; done"
@@ -187,9 +187,9 @@ def test_a_signal_to_the_script_reaches_every_rank(slurm: Slurm, number: signal.
     job = slurm.start()
     slurm.wait_for("listening", 2)
     job.send_signal(number)
-    _, told = job.communicate(timeout=60)
-    assert job.returncode == 75 and slurm.lines("told") == ["0", "1"]
-    assert slurm.requeued == requeued and says in told, told
+    _, said = job.communicate(timeout=60)
+    assert job.returncode == 75 and slurm.lines("stopped") == ["0", "1"]
+    assert slurm.requeued == requeued and says in said, said
 
 
 def test_a_run_that_ends_by_itself_after_the_signal_is_not_requeued(slurm: Slurm) -> None:
@@ -200,8 +200,8 @@ def test_a_run_that_ends_by_itself_after_the_signal_is_not_requeued(slurm: Slurm
     job.send_signal(signal.SIGUSR1)
     slurm.wait_for("heard", 2)
     (slurm.root / "go").touch()
-    _, told = job.communicate(timeout=60)
-    assert job.returncode == 0 and not slurm.requeued and "finished" in told, told
+    _, said = job.communicate(timeout=60)
+    assert job.returncode == 0 and not slurm.requeued and "finished" in said, said
 
 
 HETERO = {
@@ -212,8 +212,8 @@ HETERO = {
 
 def test_components_have_ranks_one_after_the_other(slurm: Slurm) -> None:
     slurm.ranks("exit 0", "exit 0", "exit 0")
-    code, told = slurm.run(script="train-hetero.sbatch", **HETERO)
-    assert code == 0, told
+    code, said = slurm.run(script="train-hetero.sbatch", **HETERO)
+    assert code == 0, said
     assert [line.split(" node0")[0] for line in slurm.lines("ranks")] == ["0/3 0/2 0", "1/3 1/2 0", "2/3 0/1 1"]
     runs = [line for line in slurm.lines("sruns") if "--wait" in line]
     assert "--het-group=0 " in runs[0] + runs[1] and "r0_actor-%t.log" in runs[0] + runs[1]
@@ -222,9 +222,9 @@ def test_components_have_ranks_one_after_the_other(slurm: Slurm) -> None:
 
 def test_a_component_whose_peer_has_failed_is_ended(slurm: Slurm) -> None:
     slurm.ranks(WAITING, WAITING, "exit 3")
-    code, told = slurm.run(script="train-hetero.sbatch", OPPO_PEERS_S="0", **HETERO)
+    code, said = slurm.run(script="train-hetero.sbatch", OPPO_PEERS_S="0", **HETERO)
     assert code == 3 and not slurm.requeued
-    assert "component actor has lost its peer: it is ended" in told, told
+    assert "component actor has lost its peer: it is ended" in said, said
 
 
 def test_the_container_variant(slurm: Slurm) -> None:
@@ -249,15 +249,15 @@ def test_the_container_variant(slurm: Slurm) -> None:
 def test_what_does_not_fit_is_told_before_a_rank_is_started(
     slurm: Slurm, arguments: list[str], variables: dict[str, str], says: str
 ) -> None:
-    code, told = slurm.run(*arguments, **variables)
-    assert code == 2 and says in told and not slurm.requeued and not slurm.lines("ranks"), told
+    code, said = slurm.run(*arguments, **variables)
+    assert code == 2 and says in said and not slurm.requeued and not slurm.lines("ranks"), said
 
 
 def test_settings_of_the_cluster_come_from_its_file(slurm: Slurm) -> None:
     local = slurm.root / "mine.env"
     local.write_text("MASTER_ADDR=head.example MASTER_PORT=4444\nOPPO_LOG_DIR=out\nsetup_rank() { export VERSION=9; }\n")
-    code, told = slurm.run(OPPO_CLUSTER_ENV=str(local))
-    assert code == 0 and "oppo 9" in told and all(" head.example:4444 " in line for line in slurm.lines("ranks"))
+    code, said = slurm.run(OPPO_CLUSTER_ENV=str(local))
+    assert code == 0 and "oppo 9" in said and all(" head.example:4444 " in line for line in slurm.lines("ranks"))
     assert (slurm.root / "out").is_dir()
 
 
@@ -266,5 +266,5 @@ def test_the_scripts_are_clean() -> None:
     if shellcheck is None:
         pytest.skip("shellcheck is not installed; on Debian: apt install shellcheck")
     scripts = [*sorted(LAUNCH.iterdir()), *sorted((ROOT / "launch" / "local").iterdir())]
-    told = subprocess.run([shellcheck, "-x", *map(str, scripts)], cwd=ROOT, capture_output=True, text=True)
-    assert told.returncode == 0, told.stdout
+    said = subprocess.run([shellcheck, "-x", *map(str, scripts)], cwd=ROOT, capture_output=True, text=True)
+    assert said.returncode == 0, said.stdout

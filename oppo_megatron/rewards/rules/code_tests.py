@@ -127,7 +127,7 @@ def _stripped(text: str) -> list[str]:
 
 @contextmanager
 def _running(job: Mapping[str, Any], wall_s: float) -> Iterator[Iterator[dict[str, Any]]]:
-    """Yield verdicts for up to `wall_s`, then leave no process behind."""
+    """Yield verdicts for up to `wall_s`, then end every process."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # whoever leaves its family becomes a child of this process
     deadline = time.monotonic() + wall_s
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, tempfile.TemporaryFile() as told:

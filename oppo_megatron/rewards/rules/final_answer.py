@@ -1,4 +1,4 @@
-r"""Where a response states its final answer, for all rules (docs/rewards.md shows the forms).
+r"""Finds the final answer in a response, for all rules (docs/rewards.md shows the forms).
 
 If text follows `</think>`, only that text counts.  The first form of a rule that occurs decides; `texts` returns all its places,
 in order.
@@ -78,8 +78,8 @@ def shown(response: str) -> str:
     while end_token := _END_TOKEN.search(response := response.rstrip(), max(0, len(response) - 48)):
         response = response[: end_token.start()]
     end = _CLOSED_THOUGHT.search(response)
-    behind = _THOUGHT.sub("", response[end.end() :]) if end else ""
-    return behind if behind.strip() else response
+    after = _THOUGHT.sub("", response[end.end() :]) if end else ""
+    return after if after.strip() else response
 
 
 def last_group(response: str) -> str | None:

@@ -20,7 +20,7 @@ ENTRY_POINT = f"{__name__}:grade"
 ANSWER = "answer"
 """The only field that `grade` reads."""
 PROBE = "\\boxed{12345.5}"
-"""Response with which an expected answer is tried if only the library can compare it."""
+"""Response that tries an expected answer if only the library can compare it."""
 
 _ASSIGNED = re.compile(r"(?<![<>!\\:=])=(?!=)")
 _AND = re.compile(r"\s*,?\s*(?:\\text\s*\{\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s*")
@@ -88,7 +88,7 @@ def expected_text(value: Any) -> str:
         text = _expected(value)
         if any(character.isalnum() for character in text) and len(text) <= MAX_CHARACTERS:
             return text
-    raise RewardError(f"the expected answer {value!r:.200} is no mathematics; give a number, an expression, or `\\boxed{{...}}`")
+    raise RewardError(f"the expected answer {value!r:.200} is not mathematics; give a number, an expression, or `\\boxed{{...}}`")
 
 
 def needs_library(fields: Mapping[str, Any]) -> bool:
@@ -184,8 +184,8 @@ def _closing(response: str) -> str | None:
     for last in _FORMULAS.finditer(text):  # noqa: B007  (the last one is wanted)
         pass
     if last and "\n\n" not in text[last.end() :] and _TAIL.fullmatch(text[last.end() :].rstrip(" .*\n")):
-        answer, behind = _elements(last[0]), text[last.end() :]
-        return answer if parse_number(answer) is None and parse_number(answer + behind) is None else answer + behind
+        answer, rest = _elements(last[0]), text[last.end() :]
+        return answer if parse_number(answer) is None and parse_number(answer + rest) is None else answer + rest
     line = text.splitlines()[-1].replace("**", "") if text else ""
     if not line.startswith("#") and (not _PROSE.search(line) or not re.search(r"\d|\s", line)):
         return line
@@ -278,8 +278,8 @@ def _equal_by_library(expected: str, given: str) -> bool:
     from math_verify import verify
 
     texts = (_latex(expected), _latex(given))
-    other, told = ({word.lower() for each in _TEXT.findall(text) for word in OTHER_WORDS.findall(each)} for text in texts)
-    if other != told:  # the library leaves out plain text
+    other, given_words = ({word.lower() for each in _TEXT.findall(text) for word in OTHER_WORDS.findall(each)} for text in texts)
+    if other != given_words:  # the library leaves out plain text
         return False
     gold, answer = (_parsed(text) for text in texts)
     if not gold or not answer:

@@ -15,13 +15,13 @@ from oppo_megatron.schedule.planning.book import (
     LIMIT,
     OPENED,
     OUTLIVED,
+    REPLICA,
     Book,
     Grouping,
     ReplicaWork,
     packed,
 )
 from oppo_megatron.schedule.planning.ledger import ABSENT, ordinal
-from oppo_megatron.schedule.planning.replicas import REPLICA
 from oppo_megatron.schedule.rounds import Batches, Growths
 from oppo_megatron.schedule.weaving.cut import even_ends
 
@@ -31,7 +31,7 @@ class Active(NamedTuple):
 
     columns: Columns
     rows: Ints
-    homes: Ints
+    replicas: Ints
     rooms: Ints
 
 
@@ -48,15 +48,15 @@ class ActorBook(Book):
     def active(self, rollouts: Sequence[Rollout] | Columns) -> Active:
         """Return the unfinished rollouts, after giving each a replica."""
         columns = columns_of(rollouts)
-        homes, rows = self._replicas.place(columns), self._ledger.rows(columns.seq_ids)
+        replicas, rows = self.place(columns), self._ledger.rows(columns.seq_ids)
         limits = self._ledger[LIMIT]
         unknown = limits[rows] == ABSENT
         if unknown.any():
             limits[rows[unknown]] = [self._limit(seq_id) for seq_id in columns.seq_ids[unknown].tolist()]
-        return Active(columns, rows, homes, limits[rows] - columns.response_tokens)
+        return Active(columns, rows, replicas, limits[rows] - columns.response_tokens)
 
     def running(self, active: Active) -> list[int]:
-        counts: list[int] = np.minimum(np.bincount(active.homes, minlength=len(self)), self.slots).tolist()
+        counts: list[int] = np.minimum(np.bincount(active.replicas, minlength=len(self)), self.slots).tolist()
         return counts
 
     def steps(self, active: Active, chunk: int) -> int:
@@ -72,8 +72,8 @@ class ActorBook(Book):
         own: Collection[int] | None = None,
     ) -> list[ReplicaWork]:
         """`order(seq_ids)` sorts open sequences by cache slot."""
-        columns, rows, homes, rooms = active if isinstance(active, Active) else self.active(active)
-        running, new = self._admit(rows, homes)
+        columns, rows, replicas, rooms = active if isinstance(active, Active) else self.active(active)
+        running, new = self._admit(rows, replicas)
         ours, cached = self._ours(own), self._ledger[CACHED][rows]
         due, none, depth = columns.num_tokens - 1, np.zeros_like(rooms), columns.prompt_tokens - 1
         sources = self._sources(rows, depth, running)
@@ -84,7 +84,7 @@ class ActorBook(Book):
         decode = Growths(np.stack([columns.seq_ids, due, np.minimum(steps, rooms), none]))
         stale = Growths(np.stack([columns.seq_ids, cached, due - cached, none]))
         for replica, work in ours.items():
-            here = np.flatnonzero(running & (homes == replica))
+            here = np.flatnonzero(running & (replicas == replica))
             opened = here[new[here]]
             work.open = columns.seq_ids[opened].tolist()
             lined = self._in_line(rows, here[~new[here]], opened, order)
@@ -137,12 +137,12 @@ class ActorBook(Book):
         current: Bools = super()._current() & (self._ledger[OUTLIVED] == 0)
         return current
 
-    def _admit(self, rows: Ints, homes: Ints) -> tuple[Bools, Bools]:
+    def _admit(self, rows: Ints, replicas: Ints) -> tuple[Bools, Bools]:
         """Return masks of running sequences and of those that get free slots."""
         new = self._ledger[CACHED][rows] == ABSENT
-        if len(self._short(homes[new])):
+        if len(self._short(replicas[new])):
             places = np.flatnonzero(new)
-            free = self.slots - self._num_open[homes[places]]
-            new[places[ordinal(homes[places]) >= free]] = False
+            free = self.slots - self._num_open[replicas[places]]
+            new[places[ordinal(replicas[places]) >= free]] = False
         self._open(rows[new])
         return self._ledger[CACHED][rows] != ABSENT, new

@@ -10,13 +10,12 @@ import numpy as np
 
 from oppo_megatron.columns import Bools, Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
-from oppo_megatron.schedule.packing import packed_in_order
-from oppo_megatron.schedule.planning.ledger import ABSENT
-from oppo_megatron.schedule.planning.replicas import REPLICA, Replicas
+from oppo_megatron.schedule.packing import dealt, packed_in_order
+from oppo_megatron.schedule.planning.ledger import ABSENT, Ledger
 from oppo_megatron.schedule.rounds import Batch, Batches, Fork, Growths
 
-CACHED, OPENED, OUTPUTS, LIMIT, OUTLIVED = "cached", "opened", "outputs", "limit", "outlived"
-"""Columns: cached tokens (ABSENT: no slot), order of opening, outputs given, most response tokens, updates since opening."""
+REPLICA, CACHED, OPENED, OUTPUTS, LIMIT, OUTLIVED = "replica", "cached", "opened", "outputs", "limit", "outlived"
+"""Columns: replica, cached tokens (ABSENT: no slot), order of opening, outputs, most response tokens, updates since opening."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,8 @@ class Book:
         most: int | None = None,
     ):
         self.slots, self.groups, self.prefilled_tokens, self.forked_tokens = slots, groups, 0, 0
-        self._replicas = Replicas(replicas, slots, {CACHED: ABSENT, OPENED: 0} | dict(columns), groups.size, most)
-        self._ledger = self._replicas.ledger
+        self._most = groups.size if most is None else most
+        self._ledger = Ledger(REPLICA, {REPLICA: ABSENT, CACHED: ABSENT, OPENED: 0} | dict(columns))
         self._num_open = np.zeros(replicas, dtype=np.int64)
         self._num_opened = 0
 
@@ -68,23 +67,47 @@ class Book:
         return len(self._num_open)
 
     def replica(self, seq_id: int) -> int:
-        return self._replicas.of(seq_id)
+        return int(self._ledger[REPLICA][self._ledger.row(seq_id)])
 
-    def homes(self, rollouts: Sequence[Rollout] | Columns) -> Ints:
+    def replicas(self, rollouts: Sequence[Rollout] | Columns) -> Ints:
         return self._ledger[REPLICA][self._ledger.rows(columns_of(rollouts).seq_ids)]
+
+    def place(self, held: Sequence[Rollout] | Columns) -> Ints:
+        """Give each of `held` (all present sequences) without a replica that of its group, or a new one. Returns all replicas."""
+        columns = columns_of(held)
+        rows = self._ledger.rows(columns.seq_ids)
+        replicas = self._ledger[REPLICA]
+        if not (replicas[rows] == ABSENT).any():
+            return replicas[rows]
+        groups = self._ledger.ids(np.arange(len(self._ledger))) // self.groups.size
+        groups -= groups[0]
+        known = np.flatnonzero(replicas != ABSENT)
+        of_group = np.full(groups[-1] + 1, ABSENT)
+        of_group[groups[known]] = replicas[known]
+        replicas[rows] = np.where(replicas[rows] == ABSENT, of_group[groups[rows]], replicas[rows])
+        placed = replicas[rows] != ABSENT
+        parts = _sums(columns.at(placed), replicas[rows[placed]], len(self))
+        _, first, group = np.unique(groups[rows[~placed]], return_index=True, return_inverse=True)
+        arrivals = _sums(columns.at(~placed), group, len(first))
+        order = np.lexsort((first, -arrivals[0]))  # longest first, ties in the order of `held`
+        found = np.empty_like(order)
+        found[order] = dealt(parts, self.slots, arrivals[:, order], self._most)
+        replicas[rows[~placed]] = found[group]
+        return replicas[rows]
 
     def num_open(self, replica: int) -> int:
         return int(self._num_open[replica])
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "replicas": self._replicas.state_dict(),
+            "replicas": self._ledger.pairs(REPLICA, self._ledger[REPLICA] != ABSENT),
             "cached": [list(self.cached(replica).items()) for replica in range(len(self))],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The caches must match `state`."""
-        self._replicas.load_state_dict(state["replicas"])
+        self._ledger.clear()
+        self._ledger.enter(REPLICA, state["replicas"])
         for replica, cached in enumerate(state["cached"]):
             rows = self._ledger.enter(CACHED, cached)
             self._stamp(rows)
@@ -113,8 +136,8 @@ class Book:
         self._ledger[OPENED][rows] = np.arange(self._num_opened, self._num_opened + len(rows))
         self._num_opened += len(rows)
 
-    def _short(self, homes: Ints) -> Ints:
-        return np.flatnonzero(self._num_open + np.bincount(homes, minlength=len(self)) > self.slots)
+    def _short(self, replicas: Ints) -> Ints:
+        return np.flatnonzero(self._num_open + np.bincount(replicas, minlength=len(self)) > self.slots)
 
     def _ours(self, own: Collection[int] | None) -> dict[int, ReplicaWork]:
         return {replica: ReplicaWork() for replica in (range(len(self)) if own is None else own)}
@@ -137,7 +160,7 @@ class Book:
         sources = np.full(len(rows), ABSENT, dtype=np.int64)
         if not self.forks:
             return sources
-        cached, homes = self._ledger[CACHED], self._ledger[REPLICA]
+        cached, replicas = self._ledger[CACHED], self._ledger[REPLICA]
         empty = (cached[rows] <= 0) & (depth > 0)
         fresh = np.flatnonzero(empty if wanting is None else empty & wanting)
         if not len(fresh):
@@ -146,7 +169,7 @@ class Book:
         both = np.concatenate([held, rows[fresh]])
         seq_ids = self._ledger.ids(both)
         _, first, inverse = np.unique(
-            seq_ids // self.groups.size * len(self) + homes[both], return_index=True, return_inverse=True
+            seq_ids // self.groups.size * len(self) + replicas[both], return_index=True, return_inverse=True
         )
         found = seq_ids[first[inverse]][len(held) :]
         sources[fresh] = np.where(found == self._ledger.ids(rows[fresh]), ABSENT, found)
@@ -157,6 +180,12 @@ class Book:
         held = np.maximum(self._ledger[CACHED][self._ledger.rows(sources[to])], 0)
         table = sources[to], self._ledger.ids(rows[to]), depth[to], held
         return list(map(Fork, *(column.tolist() for column in table)))
+
+
+def _sums(columns: Columns, of: Ints, count: int) -> Ints:
+    """Tokens, sequences and unfinished sequences of each of `count` replicas or groups `of` the rollouts, [3, count]."""
+    weights = columns.num_tokens, np.ones_like(of), ~columns.finished
+    return np.stack([np.bincount(of, each, count) for each in weights]).astype(np.int64)
 
 
 def packed(growths: Growths, which: Ints, forks: Sequence[Fork], budget: int) -> Batches:

@@ -13,13 +13,13 @@ from oppo_megatron.schedule.planning.book import (
     ALONE,
     CACHED,
     OUTPUTS,
+    REPLICA,
     Book,
     Grouping,
     ReplicaWork,
     packed,
 )
 from oppo_megatron.schedule.planning.ledger import ABSENT
-from oppo_megatron.schedule.planning.replicas import REPLICA
 from oppo_megatron.schedule.rounds import Growths
 
 
@@ -28,7 +28,7 @@ class Unread(NamedTuple):
 
     columns: Columns
     rows: Ints
-    homes: Ints
+    replicas: Ints
     cached: Ints
     targets: Ints
 
@@ -65,20 +65,20 @@ class ScoringBook(Book):
     def unread(self, rollouts: Sequence[Rollout] | Columns) -> Unread:
         """Return sequences with unread tokens, after giving each a replica."""
         columns = self._incomplete(rollouts)
-        homes = self._replicas.place(columns)
+        replicas = self.place(columns)
         rows, cached, targets = self._state(columns)
-        found, missing = Unread(columns, rows, homes, cached, targets), self._missing(columns, rows, cached, targets)
+        found, missing = Unread(columns, rows, replicas, cached, targets), self._missing(columns, rows, cached, targets)
         return found if missing.all() else found.at(np.flatnonzero(missing))
 
     def pending(self, rollouts: Sequence[Rollout] | Columns | Unread) -> tuple[Ints, Ints]:
         """Return replica and new tokens of each sequence to read."""
-        columns, rows, homes, cached, targets = rollouts if isinstance(rollouts, Unread) else self.unread(rollouts)
+        columns, rows, replicas, cached, targets = rollouts if isinstance(rollouts, Unread) else self.unread(rollouts)
         cached = np.maximum(cached, 0)
         depth = self._depth(columns)
         cached = np.where(self._sources(rows, depth) != ABSENT, depth, cached)
         news = targets - cached
         grow = np.flatnonzero(news > 0)
-        return homes[grow], news[grow]
+        return replicas[grow], news[grow]
 
     def plan(
         self, rollouts: Sequence[Rollout] | Columns | Unread, budget: int, own: Collection[int] | None = None
@@ -89,11 +89,11 @@ class ScoringBook(Book):
         self._fork(admitted, ours)
         table, finished = self._grow(admitted), admitted.columns.finished
         grown, ended = np.flatnonzero(table.new > 0), np.flatnonzero(finished)
-        homes = admitted.homes[grown]
+        replicas = admitted.replicas[grown]
         self.prefilled_tokens += int(table.new[grown].sum())
         for replica, work in ours.items():
-            work.prefill = packed(table, grown[homes == replica], work.fork, budget)
-            work.done = table.seq_ids[ended[admitted.homes[ended] == replica]].tolist()
+            work.prefill = packed(table, grown[replicas == replica], work.fork, budget)
+            work.done = table.seq_ids[ended[admitted.replicas[ended] == replica]].tolist()
         self._close(admitted.rows[ended])
         return self._works(ours)
 
@@ -146,20 +146,20 @@ class ScoringBook(Book):
         return missing
 
     def _admit(self, unread: Unread, ours: Mapping[int, ReplicaWork]) -> Unread:
-        columns, rows, homes, cached, _ = unread
+        columns, rows, replicas, cached, _ = unread
         new = np.flatnonzero(cached == ABSENT)
         if not len(new):
             return unread
         ended = columns.finished[new]
         new = np.concatenate([new[ended], new[~ended]])
-        short = self._short(homes[new])
+        short = self._short(replicas[new])
         for replica in short.tolist():
-            self._make_way(replica, columns.at(homes == replica), ours.get(replica) or ReplicaWork())
+            self._make_way(replica, columns.at(replicas == replica), ours.get(replica) or ReplicaWork())
         if len(short):
-            new = new[~np.isin(homes[new], short)]
+            new = new[~np.isin(replicas[new], short)]
         self._open(rows[new])
         for replica, work in ours.items():
-            work.open += columns.seq_ids[new[homes[new] == replica]].tolist()
+            work.open += columns.seq_ids[new[replicas[new] == replica]].tolist()
         now = unread._replace(cached=self._ledger[CACHED][rows])
         return now.at(np.flatnonzero(now.cached != ABSENT)) if len(short) else now
 
@@ -181,14 +181,14 @@ class ScoringBook(Book):
         self._open(self._ledger.rows(np.array(work.open, dtype=np.int64)))
 
     def _fork(self, admitted: Unread, ours: Mapping[int, ReplicaWork]) -> None:
-        columns, rows, homes, cached, _ = admitted
+        columns, rows, replicas, cached, _ = admitted
         depth = self._depth(columns)
         sources = self._sources(rows, depth)
         forked: Bools = sources != ABSENT
         if not forked.any():
             return
         for replica, work in ours.items():
-            here = forked & (homes == replica)
+            here = forked & (replicas == replica)
             work.fork = self._forks(rows[here], depth[here], sources[here])
         cached[forked] = depth[forked]
         self.forked_tokens += int(depth[forked].sum())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from oppo_megatron.algorithms.experience import PAIRED, Experience
+from oppo_megatron.columns import columns_of
 from oppo_megatron.config.derived import best_standard, members
 from oppo_megatron.config.evaluation import ACCURACY
 from oppo_megatron.config.run import TrainConfig
@@ -124,7 +125,7 @@ class Journal(RunLog):
         trained = self.members.to_train(batch)
         fields = facts.fields() | self._timing(facts, spans) | _experience(facts, experience)
         fields |= _lengths(facts, trained, self.members.to_train(carried))
-        fields["group_length_gap"] = group_length_gap(trained, self.members.trained)
+        fields["group_length_gap"] = group_length_gap(columns_of(trained).response_tokens, self.members.trained)
         fields |= facts.filtered | facts.actor
         if facts.skipped is not None:
             self.note(f"step {facts.step} is skipped: {facts.skipped}")
