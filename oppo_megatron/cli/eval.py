@@ -65,11 +65,11 @@ def run(args: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         requests = [_request(args, directory, _file(folder, place)) for place, directory in enumerate(args.directory)]
         _require_same_prompts(requests, args.directory)
-        if requests[0].told_of_prompts:
-            _tell(requests[0].told_of_prompts)
+        if requests[0].about_prompts:
+            _tell(requests[0].about_prompts)
         requests = [_gradable(request, grader) for request in requests]
         for request in requests:
-            _tell(request.policy.told)
+            _tell(request.policy.summary)
             if code := launch("eval", request, request.parallel.num_ranks, generate.ENTRY):
                 return code
         policies = _judge(args, grader, [list(map(_answer, _rows(_file(folder, place)))) for place in range(len(requests))])

@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     num_ranks = request.parallel.num_ranks
     check_world_size(num_ranks)
     if speaks_for_all(os.environ):
-        print(request.policy.told, *filter(None, [request.told_of_prompts]), sep="\n", file=sys.stderr, flush=True)
+        print(request.policy.summary, *filter(None, [request.about_prompts]), sep="\n", file=sys.stderr, flush=True)
     return launch("generate", request, num_ranks, ENTRY)
 
 

@@ -36,7 +36,7 @@ class GuardedProtocol(H11Protocol):
 
     header_s: float
     most_waiting: int
-    waiting: dict[GuardedProtocol, None]  # in the order in which they began to wait
+    waiting: dict[GuardedProtocol, None]  # the longest waiting first
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -90,6 +90,7 @@ class GuardedProtocol(H11Protocol):
             head = f"HTTP/1.1 408 Request Timeout\r\ncontent-type: text/plain\r\ncontent-length: {len(LATE)}\r\n"
             self.transport.write(head.encode() + b"connection: close\r\n\r\n" + LATE)
         self.transport.close()
+        self.loop.call_later(self.header_s, self.transport.abort)  # for a client that reads no answer
 
 
 def server_settings(app: FastAPI, header_s: float = HEADER_S, most_waiting: int = MOST_WAITING) -> uvicorn.Config:
@@ -127,9 +128,9 @@ def _open_app(config: ServeConfig, environment: Mapping[str, str], token: Secret
     if config.streams:
         with open_stream_scorer(config) as scorer:
             yield build_stream_app(scorer.extend, token)
-        return
-    with open_scorer(config, environment) as score:
-        yield build_app(score, token)
+    else:
+        with open_scorer(config, environment) as score:
+            yield build_app(score, token)
 
 
 def bound_socket(host: str, port: int, *, guarded: bool) -> socket.socket:

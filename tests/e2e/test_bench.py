@@ -65,7 +65,7 @@ def test_overlap_by_the_command(workspace: Workspace, tmp_path: Path, capfd: pyt
         "the same work: " in said
         and "x best" in said
         and "best sequential placement: pair" in said
-        and "a step in which nothing waits" in said
+        and "a step without waiting" in said
     )
     assert "--- pair/full+critic, run 1 of 1 (2 of 2)" in said
 

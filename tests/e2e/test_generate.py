@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import os
 import signal
@@ -141,24 +142,21 @@ def test_an_interrupted_file_goes_on_where_it_was(
     source.write_text("\n".join(text.replace("\n", " ") for text in TEXTS[:12]))
     words = [export, "--input", source, "--max-tokens", 12, "--temperature", 0.8, "--batch", 3]
     ask(capsys, *words, "--output", whole)
-    add, count = answers.Meter.add, 0
+    numbers = itertools.count(1)
 
-    def interrupted(meter: answers.Meter, rollout: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == 5:
+    def interrupted(line: str) -> None:
+        if next(numbers) == 5:
             raise KeyboardInterrupt
-        add(meter, rollout)
 
     with monkeypatch.context() as patched:
-        patched.setattr(answers.Meter, "add", interrupted)
+        patched.setattr(answering, "ByTime", lambda *_: interrupted)
         assert main(["generate", *map(str, words), "--output", str(cut)]) == 130
     partial = tmp_path / "cut.jsonl.partial"
     assert not cut.exists() and len(partial.read_text().splitlines()) == 1 + 5
     partial.write_text(partial.read_text() + '{"row": 11, "sam')  # a process that was killed
     for changed, told in [
-        ([], "add --resume to go on"),
-        (["--resume", "--seed", "3"], "seed was 0, is 3; go on with those, or remove the file"),
+        ([], "add --resume to continue it"),
+        (["--resume", "--seed", "3"], "seed was 0, is 3; use those, or remove the file"),
     ]:
         assert main(["generate", *map(str, words), "--output", str(cut), *changed]) == 2
         assert told in capsys.readouterr().err
@@ -253,14 +251,14 @@ def test_a_chat_needs_a_template(export: Path, tmp_path: Path, capsys: pytest.Ca
         (["--prompt", "x", "--template", "y"], "has no {prompt}"),
         (["--prompt", "x", "--system", "y"], "add --as-chat"),
         (["--prompt", "x", "--column", "y"], "--column is of an --input"),
-        (["--prompt", "x", "--resume"], "--resume goes on with an --output"),
+        (["--prompt", "x", "--resume"], "--resume continues an --output"),
         (["--chat", "--json"], "--chat is shown in the terminal"),
         (["--prompt", "x", "--tp", "3"], "4 attention heads do not"),
         (["--prompt", "x", "--stop-id", "-3"], "--stop-id is -3, but ids are numbers from 0 on"),
         (["--prompt", "x", "--max-tokens", "999"], "--context raises the bound up to what the model was made for"),
         (["--prompt", "x", "--context", "9999"], "256"),
         (["--input", "gone.jsonl"], "does not exist"),
-        (["--prompt", "x", "--output", "no/where.jsonl"], "there is no folder"),
+        (["--prompt", "x", "--output", "no/where.jsonl"], "no is not a folder"),
         (["--prompt", "x", "--tokenizer", "gone"], "gone"),
         (["--prompt", "x", "--chat-template", "{% if", "--as-chat"], "template"),
     ],

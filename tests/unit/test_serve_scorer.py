@@ -331,7 +331,7 @@ def test_what_the_model_cannot_read_is_refused(service: tuple[str, Any]) -> None
     for row, text in [
         (piece(tokens=range(65)), "must have 1 to max_tokens 64"),
         (piece(tokens=[64]), "token id 64, but the reward model knows 64"),
-        (piece(checksum=0), "the checksum is not that of its 2 tokens"),
+        (piece(checksum=0), "the checksum does not fit its 2 tokens"),
     ]:
         answer = post(address, [row])
         assert answer.status_code == 422 and text in answer.json()["error"]
