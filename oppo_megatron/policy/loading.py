@@ -51,13 +51,7 @@ class LoadedPolicy:
     runtime: RuntimeConfig
 
     def decoder(
-        self,
-        sampling: Sampling,
-        stopping: Stopping,
-        *,
-        num_slots: int,
-        round_steps: int = 64,
-        activity: Activity | None = None,
+        self, sampling: Sampling, stopping: Stopping, *, num_slots: int, round_steps: int = 64, activity: Activity | None = None
     ) -> PromptDecoder:
         """Collective, with the same arguments.  `num_slots`: sequences per replica at once."""
         return PromptDecoder(
