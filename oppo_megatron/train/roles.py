@@ -68,7 +68,7 @@ def build_trained_role(
     training: RoleGroups,
     *,
     head: Head,
-    name: str,
+    role: str,
     max_length: int,
     device: torch.device,
     num_updates: int,
@@ -78,7 +78,7 @@ def build_trained_role(
     multiple = lcm(groups.tp, training.tp)
     both: Any = {
         "head": head,
-        "role": name,
+        "role": role,
         "max_length": max_length,
         "device": device,
         "vocab_multiple": multiple,
@@ -89,10 +89,10 @@ def build_trained_role(
     serving = load_role(config, groups, path="module", **both)
     chunks = load_training(config, layout, training, **both)
     trained = TrainedModel(chunks, config.optimizer, num_updates, layout)
-    role = TrainedRole(trained, serving.requires_grad_(False), Reallocation(chunks, serving))
+    built = TrainedRole(trained, serving.requires_grad_(False), Reallocation(chunks, serving))
     # Only now: otherwise decoding would keep the weights that a shared model replaces.
     serving.decode_by("packed")
-    return role
+    return built
 
 
 @dataclass(frozen=True)

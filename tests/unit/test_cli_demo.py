@@ -89,11 +89,10 @@ def test_each_algorithm_has_its_own_folder_and_configurations(tmp_path: Path) ->
 
 
 def test_a_table_without_scorers_has_no_row_for_them() -> None:
-    table = comparison({name: FIGURES for name in RUNS}, 1.0, "dr_grpo")
-    labels = list(table.columns[0].cells)
-    assert str(table.title).startswith("DR_GRPO on arithmetic") and "scoring time hidden" not in labels
+    text = comparison({name: FIGURES for name in RUNS}, 1.0, "dr_grpo")
+    assert text.startswith("DR_GRPO on arithmetic") and "scoring time hidden" not in text
     scored = comparison({name: FIGURES | {"scoring_hidden": 0.5} for name in RUNS}, 1.0, "ppo")
-    assert str(scored.title).startswith("PPO on arithmetic") and "scoring time hidden" in scored.columns[0].cells
+    assert scored.startswith("PPO on arithmetic") and "scoring time hidden" in scored
 
 
 @pytest.mark.parametrize(
@@ -109,4 +108,4 @@ def test_a_table_without_scorers_has_no_row_for_them() -> None:
 def test_a_difference_of_two_accuracies_says_when_it_is_noise(after: float, error: float | None, said: str) -> None:
     other = FIGURES | {"accuracy_after": after, "error_after": error}
     assert difference(FIGURES, other) == said
-    assert said in comparison({"sequential": FIGURES, "oppo": other}, 1.0, "ppo").columns[2].cells
+    assert f" {said}\n" in comparison({"sequential": FIGURES, "oppo": other}, 1.0, "ppo")
