@@ -47,7 +47,7 @@ class PromptDecoder:
     def decode(self, prompts: Iterable[Prompt]) -> Iterator[Rollout]:
         """Yield responses as they end.  Raises CapacityError if no sequence fits the budget or memory runs out."""
         for rollouts in self.rounds(prompts):
-            yield from sorted((r for r in rollouts if r.finished), key=_order)
+            yield from sorted((r for r in rollouts if r.finished), key=lambda r: (r.finish_clock, r.seq_id))
 
     def rounds(self, prompts: Iterable[Prompt]) -> Iterator[list[Rollout]]:
         """Yield the growing rollouts after each round; stopping early abandons them."""
@@ -95,8 +95,3 @@ class _AllEnded:
     def finish(self, *seq_ids: int) -> None:
         assert self._going_on.issuperset(seq_ids)
         self._going_on.difference_update(seq_ids)
-
-
-def _order(rollout: Rollout) -> tuple[int, int]:
-    assert rollout.finish_clock is not None
-    return rollout.finish_clock, rollout.seq_id
