@@ -102,7 +102,5 @@ def _isolated_rule(part: RewardPart, limits: Limits, environment: Mapping[str, s
         return {code_tests.TESTS: code_tests.read_tests(column(fields, part.answer))}
 
     return IsolatedRule(
-        lambda: IsolatedFunction(code_tests.ENTRY_POINT, options, outer, environment),
-        tests,
-        code_tests.about_network,
+        lambda: IsolatedFunction(code_tests.ENTRY_POINT, options, outer, environment), tests, code_tests.about_network
     )

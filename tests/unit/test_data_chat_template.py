@@ -120,10 +120,7 @@ def test_arguments_are_those_that_the_template_reads() -> None:
         ("{% if tools %}{% set tools = tools | list %}{{ tools }}{% endif %}", {"tools"}),
         ("{% set tools = tools or [] %}{{ tools }}", {"tools"}),
         ("{% for tool in tools %}{{ tool }}{% endfor %}", {"tools"}),
-        (
-            "{% macro told(content) %}{{ content }}{% endmacro %}{% if 1 %}{% set content = 2 %}{% endif %}{{ content }}",
-            set(),
-        ),
+        ("{% macro told(content) %}{{ content }}{% endmacro %}{% if 1 %}{% set content = 2 %}{% endif %}{{ content }}", set()),
     ],
     ids=["parameter of that name", "set after it is read", "set from itself", "loop", "set before it is read"],
 )
@@ -139,11 +136,7 @@ def test_a_message_of_calls_alone_gets_no_content_that_nobody_has_written(conten
         "{% for m in messages %}{% set content = m['content'] %}{% if content is not string %}"
         "{% set content = content | tojson %}{% endif %}{{ '<' + m['role'] + '>' + content }}{% endfor %}"
     )
-    call = {
-        "role": "assistant",
-        "content": content,
-        "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}],
-    }
+    call = {"role": "assistant", "content": content, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]}
     assert chat_of(as_json).render([*ASKED, call], generation_prompt=False) == "<user> What is 2+2? <assistant>"
 
 

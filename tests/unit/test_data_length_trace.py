@@ -132,11 +132,7 @@ REFUSED: list[tuple[str | bytes, str | None, str]] = [
     (REQUESTS + "t,1\n", None, r"trace\.csv:2: 2 cells, but the header has 3 columns"),
     (REQUESTS + "t,1,1.5\nt,1,inf\n", None, r"(?s)2 rows cannot be used.*:2: .*'1\.5'.*:3: .*'inf'.*Correct them"),
     (REQUESTS + "t,1,1" + "0" * 15 + "\n", None, r"of at most 15 digits"),
-    (
-        HISTOGRAM + "output,5,0\n",
-        None,
-        r"0 requests of kind `output`, but at least one is needed; its kinds are output",
-    ),
+    (HISTOGRAM + "output,5,0\n", None, r"0 requests of kind `output`, but at least one is needed; its kinds are output"),
     (
         HISTOGRAM + "output,5,1\n",
         "inptu",

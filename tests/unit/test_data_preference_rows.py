@@ -79,36 +79,16 @@ def test_a_pair_is_two_rows_of_kto(tmp_path: Path, tokenizer: Tokenizer, form: s
 
 SAME = PAIR | {"rejected": "2"}
 BAD = {
-    "dpo, the same answer twice": (
-        "dpo",
-        [PAIR, SAME, SAME],
-        r"rows.jsonl:2: chosen and rejected are the same.*and 1 more",
-    ),
+    "dpo, the same answer twice": ("dpo", [PAIR, SAME, SAME], r"rows.jsonl:2: chosen and rejected are the same.*and 1 more"),
     "dpo, an empty answer": ("dpo", [PAIR, PAIR | {"chosen": " "}], r"rows.jsonl:2: column 'chosen' is empty"),
-    "dpo, no rejected": (
-        "dpo",
-        [{"prompt": "a", "chosen": "b"}],
-        r"no column for the rejected .*data.columns.rejected",
-    ),
+    "dpo, no rejected": ("dpo", [{"prompt": "a", "chosen": "b"}], r"no column for the rejected .*data.columns.rejected"),
     "dpo, one without a rejected": ("dpo", [PAIR, {"prompt": "a", "chosen": "b"}], r":2: column 'rejected' is missing"),
     "dpo, completions": ("dpo", [WANTED, UNWANTED], r"no column for the chosen"),
     "kto, the same answer twice": ("kto", [PAIR, SAME], r"rows.jsonl:2: chosen and rejected are the same"),
-    "kto, an empty completion": (
-        "kto",
-        [WANTED, UNWANTED, WANTED | {"completion": ""}],
-        r":3: column 'completion' is empty",
-    ),
+    "kto, an empty completion": ("kto", [WANTED, UNWANTED, WANTED | {"completion": ""}], r":3: column 'completion' is empty"),
     "kto, no label": ("kto", [{"prompt": "a", "completion": "b"}], r"no column for the label \(looked for label\)"),
-    "kto, one without a label": (
-        "kto",
-        [WANTED, UNWANTED, {"prompt": "a", "completion": "b"}],
-        r":3: column 'label' is missing",
-    ),
-    "kto, a label between": (
-        "kto",
-        [WANTED, UNWANTED | {"label": 0.5}],
-        r":2: column 'label' is 0.5, but must say if",
-    ),
+    "kto, one without a label": ("kto", [WANTED, UNWANTED, {"prompt": "a", "completion": "b"}], r":3: column 'label' is missing"),
+    "kto, a label between": ("kto", [WANTED, UNWANTED | {"label": 0.5}], r":2: column 'label' is 0.5, but must say if"),
     "kto, a label of words": ("kto", [WANTED, UNWANTED | {"label": "good"}], r"'good', but must say if"),
     "kto, all wanted": ("kto", [WANTED, WANTED], r"all 2 rows are wanted: KTO learns from both"),
     "kto, none wanted": ("kto", [UNWANTED], r"all 1 rows are unwanted"),

@@ -76,10 +76,7 @@ def test_a_prompt_that_is_cut_keeps_it(directory: Path, tmp_path: Path, add_bos:
 
 
 def test_answers_to_learn_from_follow_it(directory: Path, tmp_path: Path) -> None:
-    path, tokenizer = (
-        rows(tmp_path, {"prompt": "one", "completion": "two"}),
-        load_tokenizer(TokenizerConfig(path=directory)),
-    )
+    path, tokenizer = (rows(tmp_path, {"prompt": "one", "completion": "two"}), load_tokenizer(TokenizerConfig(path=directory)))
     (row,) = RowLoader(DataConfig(path=path), tokenizer, 64, Quarantine()).completions()
     assert row.prompt[0] == tokenizer.bos_id and tokenizer.bos_id not in row.completion
 

@@ -48,11 +48,7 @@ def test_a_completion_ends_with_one_eos(tmp_path: Path) -> None:
         {"question": "q", "answer": "abc\3"},
         {"question": "q", "answer": "a\3c"},
     )
-    assert completions(config) == [
-        (ids("q"), ids("abc") + EOS),
-        (ids("q"), ids("abc") + EOS),
-        (ids("q"), ids("a\3c") + EOS),
-    ]
+    assert completions(config) == [(ids("q"), ids("abc") + EOS), (ids("q"), ids("abc") + EOS), (ids("q"), ids("a\3c") + EOS)]
 
 
 def test_each_id_that_ends_a_response_ends_a_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,10 +191,7 @@ def test_of_a_row_that_is_cut_the_whole_steps_are_left(tmp_path: Path) -> None:
 
 
 def test_rows_with_other_steps_than_labels_are_set_aside(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": "q", "completions": ["a\nb"], "labels": [1]},
-        {"prompt": "q", "completions": ["a", "b"], "labels": [1, 0]},
-    ]
+    rows = [{"prompt": "q", "completions": ["a\nb"], "labels": [1]}, {"prompt": "q", "completions": ["a", "b"], "labels": [1, 0]}]
     config, quarantine = write(tmp_path / "s.jsonl", *rows), Quarantine()
     config = config.model_copy(update={"bad_rows": "quarantine"})
     assert steps(config, quarantine=quarantine) == [Steps(ids("q"), ids("a\nb") + EOS, [1, 3], [1.0, 0.0])]

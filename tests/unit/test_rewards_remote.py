@@ -37,10 +37,7 @@ def items(count: int) -> list[ScoreItem]:
 
 @contextmanager
 def client(
-    service: Service,
-    token: str | None = None,
-    clock: Callable[[], float] = time.monotonic,
-    **changes: Any,
+    service: Service, token: str | None = None, clock: Callable[[], float] = time.monotonic, **changes: Any
 ) -> Iterator[RemoteReward]:
     secret = None if token is None else SecretStr(token)
     remote = RemoteReward("reward part 'r'", service.url, secret, pauses_s=PAUSES_S, clock=clock, **QUICK | changes)
@@ -117,10 +114,7 @@ def test_after_a_bad_day_every_score_is_right(day: str) -> None:
 
 @pytest.mark.parametrize("day", [day for day in BAD_DAYS if day != "late"])
 def test_who_gives_up_after_0_s_ends_at_the_first_failure(day: str) -> None:
-    with (
-        reward_service(otherwise=BAD_DAYS[day]) as service,
-        client(service, give_up_s=0) as remote,
-    ):
+    with reward_service(otherwise=BAD_DAYS[day]) as service, client(service, give_up_s=0) as remote:
         with pytest.raises(RewardError, match="reward part 'r'.*sequence 0 and 4 more cannot be scored.*give_up_s is 0"):
             score_all(remote, 5)
         with pytest.raises(RewardError, match="sequence 0"):

@@ -149,9 +149,7 @@ def test_a_long_phase_tells_by_time_and_not_by_count() -> None:
     assert told == [f"{number} of 1000, {number // 10}s" for number in range(50, 500, 50)]
 
 
-def test_at_run_time_a_row_that_cannot_be_compared_is_named_once_and_scores_nothing(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_at_run_time_a_row_that_cannot_be_compared_is_named_once_and_scores_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     function, rule = stuck_rule()
     assert ask(rule, "5^^5", "x") == 0.0 == ask(rule, "6^^6", "x") and ask(rule, "x", "x") == 1.0
     assert capfd.readouterr().err == "", "the responses are wrong, not the row"
@@ -246,10 +244,7 @@ def test_without_the_extra_the_command_is_named_before_the_run(monkeypatch: pyte
         ("raise KeyboardInterrupt", 0),
         ("import ctypes; ctypes.string_at(0)", 0),
         ("filled = bytearray(1 << 30)\ndef double(x): return x * 2", 0),
-        (
-            "import os\nfor n in range(3, 99):\n  try: os.write(n, b'{\"passed\": true}\\n' * 8)\n  except OSError: pass",
-            0,
-        ),
+        ("import os\nfor n in range(3, 99):\n  try: os.write(n, b'{\"passed\": true}\\n' * 8)\n  except OSError: pass", 0),
         ("open('large', 'wb').write(bytes(1 << 25))\ndef double(x): return x * 2", 0),
         ("import os, signal; os.kill(os.getppid(), signal.SIGKILL)", 0),
         ("print('x' * 100000)\ndef double(x): return x * 2", 4),
@@ -319,9 +314,7 @@ def test_a_sequence_of_which_another_part_failed_is_asked_for_anew() -> None:
     rewards.close()
 
 
-def test_programs_make_no_socket_and_see_neither_the_runs_folder_nor_its_variables(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_programs_make_no_socket_and_see_neither_the_runs_folder_nor_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_TOKEN", "secret")
     rewards = code()
     network = "import socket\ntry: socket.socket(); print('open')\nexcept PermissionError: print('cut')"

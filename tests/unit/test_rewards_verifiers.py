@@ -12,14 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oppo_megatron.errors import RewardError
-from oppo_megatron.rewards.verifiers import (
-    ANSWER_OF,
-    arithmetic_answer,
-    expected_answer,
-    gsm8k_answer,
-    parse_number,
-    verify,
-)
+from oppo_megatron.rewards.verifiers import ANSWER_OF, arithmetic_answer, expected_answer, gsm8k_answer, parse_number, verify
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

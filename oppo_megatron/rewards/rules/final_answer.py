@@ -38,17 +38,7 @@ _REST = re.compile(r"\s*([^\n]{0,2000})")
 
 _ASCII = str.maketrans(
     {0xFF01 + i: chr(0x21 + i) for i in range(94)}
-    | {
-        "\u3000": " ",
-        "\u00a0": " ",
-        "\u202f": " ",
-        "\u2009": " ",
-        "。": ".",
-        "、": ",",
-        "\u2212": "-",
-        "“": '"',
-        "”": '"',
-    }
+    | {"\u3000": " ", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "。": ".", "、": ",", "\u2212": "-", "“": '"', "”": '"'}
 )
 _PAIRS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("__", "__"), ("*", "*"), ("`", "`"),
           ('"', '"'), ("'", "'"), ("「", "」"))  # fmt: skip
@@ -177,9 +167,4 @@ def _last_line(text: str) -> list[str]:
     return text.strip().splitlines()[-1:]
 
 
-_FORMS: dict[str, Callable[[str], list[str]]] = {
-    "marked": _marked,
-    "hashed": _hashed,
-    "stated": _stated,
-    "last line": _last_line,
-}
+_FORMS: dict[str, Callable[[str], list[str]]] = {"marked": _marked, "hashed": _hashed, "stated": _stated, "last line": _last_line}
