@@ -1,7 +1,6 @@
 """The layout of prompt and answers, configured or detected.
 
-Every command finds the same prompt.  Messages are preferred to text, and dialogues in `chosen` and `rejected` to a prompt.
-Ambiguous rows are refused, naming both readings and the setting to choose.
+Messages are preferred to text, and dialogues in `chosen` and `rejected` to a prompt.  Ambiguous rows are refused.
 """
 
 from __future__ import annotations
@@ -84,10 +83,7 @@ class Layout:
 
 
 def recognise(config: RowsConfig, rows: Sequence[Row], wanted: Wanted, used: Sequence[str] = ()) -> Layout:
-    """Return the layout; `used`: columns that the caller reads itself.
-
-    Raises DataError if a part has no column, the format does not fit, or two readings are possible.
-    """
+    """Return the layout; `used`: columns that the caller reads itself.  Raises DataError if none or two fit."""
     table = Table(rows)
     layout = _layout(config, table, wanted)
     if config.format not in ("auto", layout.format):

@@ -45,10 +45,7 @@ class Reward:
 def build_reward_functions(
     parts: Sequence[RewardPart], environment: Mapping[str, str] = os.environ, *, max_response_tokens: int | None = None
 ) -> RewardSum:
-    """Return the sum of `parts`; service tokens come from `environment`, and child processes do not inherit them.
-
-    `max_response_tokens`: for rule `length`.  Raises ConfigError with all problems.
-    """
+    """Return the sum of `parts`; child processes do not inherit the tokens of services.  Raises ConfigError with all problems."""
     found = check_rewards(parts, has_reward_model=any(part.reads_model for part in parts))
     summands: list[Summand] = []
     secrets = {part.token_env for part in parts}

@@ -1,7 +1,6 @@
 """Scores from a service over HTTP, requested by one thread with an event loop.
 
-At most MAX_IN_FLIGHT requests run at once.  One that fails is repeated after a pause, for `give_up_s`; then, or after a permanent
-failure (refused token, wrong address), `request` and `result` raise the error.
+A request that fails is repeated for `give_up_s`; then, or if refused, `request` and `result` raise the error.
 """
 
 from __future__ import annotations
@@ -207,13 +206,13 @@ class RemoteReward(Part):
                 return await self._attempt(client, body, ids)
             except _Failure as failure:
                 left_s = until - self._clock()
-                self._give_up_where_due(failure, ids, attempt, left_s)
+                self._give_up_if_due(failure, ids, attempt, left_s)
                 # Shorten pauses randomly, so that senders that failed together do not retry together.
                 wait_s = max(pause_s * self._chance.uniform(0.5, 1.0), failure.retry_after_s)
             await asyncio.sleep(max(0.0, min(wait_s, left_s)))
             pause_s = min(2 * pause_s, self._longest_pause_s)
 
-    def _give_up_where_due(self, failure: _Failure, ids: Sequence[int], attempt: int, left_s: float) -> None:
+    def _give_up_if_due(self, failure: _Failure, ids: Sequence[int], attempt: int, left_s: float) -> None:
         what = f"{self.label}: {self.url} {failure}"
         where = f"sequence {ids[0]}" + (f" and {len(ids) - 1} more" if len(ids) > 1 else "")
         if not failure.transient:

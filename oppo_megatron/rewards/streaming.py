@@ -69,10 +69,7 @@ class ScorerStream:
         self._thread: threading.Thread | None = None
 
     def offer(self, seq_id: int, tokens: Sequence[int], final: bool) -> bool:
-        """Pass a sequence's tokens so far; `final`: it is complete, its score is wanted.
-
-        Returns False, changing nothing, if it was complete and differs.
-        """
+        """Pass a sequence's tokens so far; `final`: all.  Returns False, changing nothing, if it was complete and differs."""
         with self._changed:
             sequence = self._sequences.setdefault(seq_id, _Sequence())
             if sequence.final:

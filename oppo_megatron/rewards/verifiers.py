@@ -27,11 +27,6 @@ def gsm8k_answer(text: str) -> Fraction | None:
     return _read(text, ["hashed"])
 
 
-def arithmetic_answer(text: str) -> Fraction | None:
-    """The GSM8K answer, else the last line's number (after `=`)."""
-    return _read(text, ["hashed", "last line"])
-
-
 def flexible_answer(text: str) -> Fraction | None:
     """The answer in any form, else the last number."""
     form, found = texts(text, ["hashed", "marked", "stated"])
@@ -48,11 +43,6 @@ def flexible_answer(text: str) -> Fraction | None:
     return parse_number(number_text.lstrip("+-") if joined else number_text)  # `7-5`, `7 - 5` and `GPT-4` have no sign
 
 
-def first_answer(text: str) -> Fraction | None:
-    mark = _MARK.search(text)
-    return _number(mark[1].partition("####")[0]) if mark else None
-
-
 def _read(text: str, forms: Sequence[str]) -> Fraction | None:
     form, found = texts(text, forms)
     return _number(found[-1].rpartition("=")[2] if form == "last line" else found[-1]) if found else None
@@ -66,9 +56,9 @@ def _number(text: str) -> Fraction | None:
 
 ANSWER_OF: dict[str, Callable[[str], Fraction | None]] = {
     "gsm8k": gsm8k_answer,
-    "arithmetic": arithmetic_answer,
+    "arithmetic": lambda text: _read(text, ["hashed", "last line"]),
     "flexible": flexible_answer,
-    "gsm8k_first": first_answer,
+    "gsm8k_first": lambda text: _number(mark[1].partition("####")[0]) if (mark := _MARK.search(text)) else None,
 }
 """Answer reader of each rule; `flexible` is gsm8k with `lenient`."""
 

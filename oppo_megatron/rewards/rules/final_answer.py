@@ -1,7 +1,6 @@
-r"""Finds the final answer in a response, for all rules (docs/rewards.md shows the forms).
+"""Finds the final answer in a response, after any `</think>`, for all rules (docs/rewards.md shows the forms).
 
-If text follows `</think>`, only that text counts.  The first form of a rule that occurs decides; `texts` returns all its places,
-in order.
+The first form of a rule that occurs decides; `texts` returns all its places, in order.
 """
 
 from __future__ import annotations

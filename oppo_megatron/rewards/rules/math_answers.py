@@ -1,7 +1,7 @@
-r"""Rule `math`: the final answer equals the expected one mathematically.
+"""Rule `math`: the final answer equals the expected one mathematically.
 
-`grade` needs its own process, because SymPy may hang or fill memory.  It compares numbers, words, then elements of tuples,
-intervals, sets, lists and matrices; for all else it uses math-verify.
+`grade` needs its own process, because SymPy may hang or fill memory.  Numbers, words and structures are compared here, all
+else by math-verify.
 """
 
 from __future__ import annotations
