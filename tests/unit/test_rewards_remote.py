@@ -151,15 +151,10 @@ def test_nobody_listening() -> None:
 @pytest.mark.parametrize(
     ("status", "remedy"),
     [
-        (400, ""),
-        (401, "token_env"),
-        (403, "token_env"),
-        (404, "correct the url"),
-        (413, "larger requests"),
+        (400, ""), (401, "token_env"), (403, "token_env"), (404, "correct the url"), (413, "larger requests"), (204, ""),
         (302, "redirects are not followed: write the address"),
-        (204, ""),
     ],
-)
+)  # fmt: skip
 def test_a_refusal_ends_the_run_at_once(status: int, remedy: str) -> None:
     answer = saying(b"" if status == 204 else b"why\nnot", status, "Location: http://127.0.0.1:1/")
     with reward_service(otherwise=answer) as service, client(service) as remote:
