@@ -89,10 +89,6 @@ class RewardSum:
         self.summands = list(summands)
 
     @property
-    def needs_model(self) -> bool:
-        return any(isinstance(summand.function, ModelScore) for summand in self.summands)
-
-    @property
     def user_functions(self) -> list[str]:
         """Labels of user functions in this process, which native crashes would end."""
         return [summand.label for summand in self.summands if isinstance(summand.function, UserFunction)]
@@ -121,8 +117,10 @@ class RewardSum:
                 found.setdefault(place, f"reward part {summand.label!r}: {reason}")
         return found
 
-    def reads_model(self, labels: Collection[str]) -> bool:
-        return any(isinstance(summand.function, ModelScore) for summand in self.summands if summand.label in labels)
+    def reads_model(self, labels: Collection[str] | None = None) -> bool:
+        """True if one of the parts (None: of all) is the reward model's score."""
+        models = [summand.label for summand in self.summands if isinstance(summand.function, ModelScore)]
+        return any(labels is None or label in labels for label in models)
 
     def requested(self, seq_id: int) -> bool:
         """True if this sequence's scores are requested and not yet taken by `evaluate`."""

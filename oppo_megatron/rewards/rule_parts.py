@@ -14,8 +14,7 @@ from oppo_megatron.rewards.isolated_rule import IsolatedRule, Trial
 from oppo_megatron.rewards.isolation import IsolatedFunction
 from oppo_megatron.rewards.parts import Fields, Part, RulePart
 from oppo_megatron.rewards.rules import choices, code_tests, math_answers
-from oppo_megatron.rewards.rules.formats import format_score, length_score
-from oppo_megatron.rewards.verifiers import expected_answer, verify
+from oppo_megatron.rewards.verifiers import expected_answer, format_score, length_score, verify
 
 VERLS_ANSWER = "reward_model.ground_truth"
 """Expected answer in verl's layout, used without a column `answer`."""

@@ -120,7 +120,7 @@ def test_templates_replace_only_their_mark_and_must_have_it(tmp_path: Path) -> N
 # --- layouts: that each command reads the same prompt is proved by test_data_layouts
 
 
-def test_alpaca_joins_the_input(tmp_path: Path) -> None:
+def test_alpaca_joins_the_input_of_the_rows_that_have_one(tmp_path: Path) -> None:
     rows = [
         {"instruction": "Add.", "input": "1 and 1", "output": "2"},
         {"instruction": "Greet.", "input": "", "output": "Hello."},
@@ -130,9 +130,6 @@ def test_alpaca_joins_the_input(tmp_path: Path) -> None:
     assert texts == [("Add.\n\n1 and 1", "2"), ("Greet.", "Hello."), ("Part.", "Bye.")]
     assert "Alpaca: prompt from 'instruction' and 'input', completion from 'output'" in quarantine.notes[0]
     assert quarantine.first == {"prompt": "Add.\n\n1 and 1", "completion": "2"}
-    pair = {"instruction": "Add.", "input": "1 and 1", "chosen": "2", "rejected": "3"}
-    assert read(read_pairs, tmp_path, pair)[0] == [("Add.\n\n1 and 1", "2", "3")]
-    assert read(read_completions, tmp_path, rows[0], format="columns")[0] == [("Add.", "2")]
 
 
 @pytest.mark.parametrize(
@@ -200,9 +197,7 @@ def test_dialogues_that_part_early_are_counted_and_kept_whole(tmp_path: Path) ->
     assert any("1 of 2 pairs have the same text as chosen and rejected" in note for note in quarantine.notes)
 
 
-def test_a_completion_must_be_somewhere(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no column for the completion"):
-        read(read_completions, tmp_path, {"prompt": "x"})
+def test_a_dialogue_without_an_answer_among_others_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not end with an assistant"):
         read(read_completions, tmp_path, {"messages": [USER, HELLO]}, {"messages": [USER]})
 

@@ -64,6 +64,10 @@ CASES = {
     "Alpaca": Case(
         {"instruction": "Add.", "input": "2 2", "output": "4", "text": "Below is"}, "Add.\n\n2 2", "4", unread=("text",)
     ),
+    "Alpaca pairs": Case({"instruction": "Add.", "input": "2 2", "chosen": "4", "rejected": "5"}, "Add.\n\n2 2", "4", ("4", "5")),
+    "Alpaca's columns as text": Case(
+        {"instruction": "Add.", "input": "2 2", "output": "4"}, "Add.", "4", unread=("input",), settings={"format": "columns"}
+    ),
     "Alpaca with a system": Case(
         {"instruction": "2+2?", "input": "", "output": "4", "system": "Be kind."}, WITH_SYSTEM, GOOD
     ),
@@ -208,7 +212,7 @@ def test_each_command_reads_the_same(tmp_path: Path, name: str) -> None:
         (asked,) = prompts_of_file(tmp_path / "rows.jsonl", None, Wording(), CharacterTokenizer())  # type: ignore[arg-type]
         assert asked.text == case.prompt, "as `oppo generate` and `oppo eval` ask"
         (asked,) = prompts_of_file(tmp_path / "rows.jsonl", None, Wording(as_chat=True), CharacterTokenizer())  # type: ignore[arg-type]
-        assert asked.text.count("<user>") == 1, "put into the template once"
+        assert asked.text.count("<user>") == max(1, case.prompt.count("<user>")), "put into the template once"
 
 
 @pytest.mark.parametrize(
@@ -264,6 +268,7 @@ def test_two_readings_are_refused_with_the_setting_that_chooses(
         ({"history": "h", "human_ref_A": "a", "human_ref_B": "b", "labels": 1}, "rm", "'human_ref_A' and 'human_ref_B'"),
         ({"prompt": "p", "response_0": "a", "response_1": "b", "safer": 1}, "dpo", "'response_0' and 'response_1'"),
         (VERL, "sft", "nearest is 'extra_info.answer': set data.columns.completion=extra_info.answer"),
+        ({"prompt": "x"}, "sft", "no column for the completion"),
         ({"prompt": "p", "answers": ["a", "b"]}, "sft", r"it has: prompt, answers\. None of them"),
         ({"question": "p", "generated_solution": "a"}, "sft", "set data.columns.completion=generated_solution"),
         ({"Problem": "p", "Solution": "s", "Answer": 4}, "train", "set data.columns.prompt=Problem"),

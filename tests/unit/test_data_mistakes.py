@@ -105,7 +105,7 @@ TEMPLATES = {
     "a mistake of types": ("{{ messages[0]['content'] + 1 }}", "refuses the messages: TypeError: .*set tokenizer.chat_template"),
     "a division": ("{{ 1 / 0 }}", "refuses the messages: ZeroDivisionError"),
     "a part that is not there": ("{{ messages[0].tools.name }}", "refuses the messages: .*has no attribute 'tools'"),
-    "messages that it refuses": ("{{ raise_exception('no users') }}", "refuses the messages: no users; correct them"),
+    "messages that it refuses": ("{{ raise_exception('no users') }}", "refuses the messages: no users; correct them, or set"),
 }
 
 

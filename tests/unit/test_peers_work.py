@@ -36,7 +36,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.records import Prompt
 from oppo_megatron.report.comparison import format_table
-from oppo_megatron.rewards.rules.formats import length_score
+from oppo_megatron.rewards.verifiers import length_score
 from tests.support.ppo import Workspace, run_ppo_ranks
 
 SAME: dict[str, Any] = {"rewards": [{"kind": "model"}], "debug.forced_lengths": [10, 0.8], "ppo.entropy_coefficient": 0.0}

@@ -46,7 +46,7 @@ def test_weighted_sum_of_all_kinds(user_module: str) -> None:
             python(f"{user_module}:numpy_scalar"),
         ]
     )
-    assert rewards.needs_model
+    assert rewards.reads_model()
     reward = rewards.evaluate("q", "#### 5", {"answer": "5"}, model_score=3.0, seq_id=1)
     assert reward.parts == {
         "model": 3.0,
@@ -60,14 +60,9 @@ def test_weighted_sum_of_all_kinds(user_module: str) -> None:
 
 def test_equal_parts_keep_their_own_labels() -> None:
     parts = [RewardPart(kind="verifier", name="gsm8k", answer=column) for column in ("a", "b", "c")]
-    reward = build_reward_functions(parts).evaluate("", "#### 1", {"a": 1, "b": 2, "c": 1}, None, 0)
-    assert list(reward.parts.values()) == [1.0, 0.0, 1.0] and reward.total == 2.0
-
-
-def test_needs_model_only_where_a_part_is_one() -> None:
-    rewards = build_reward_functions([RewardPart(kind="verifier", name="arithmetic")])
-    assert not rewards.needs_model
-    assert rewards.score("", "1+1=2", {"answer": 2}, None, 0) == 1.0
+    rewards = build_reward_functions(parts)
+    reward = rewards.evaluate("", "#### 1", {"a": 1, "b": 2, "c": 1}, None, 0)
+    assert list(reward.parts.values()) == [1.0, 0.0, 1.0] and reward.total == 2.0 and not rewards.reads_model()
 
 
 @pytest.mark.parametrize("score", [None, math.nan, -math.inf])

@@ -14,8 +14,7 @@ from oppo_megatron.config.rewards import RewardPart, compile_pattern
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.functions import build_reward_functions
 from oppo_megatron.rewards.rules import choices
-from oppo_megatron.rewards.rules.formats import format_score, length_score
-from oppo_megatron.rewards.verifiers import flexible_answer
+from oppo_megatron.rewards.verifiers import flexible_answer, format_score, length_score
 
 THINK = r"<think>.*?</think>\s*<answer>.*?</answer>"
 
