@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from pydantic import SecretStr
 
 from oppo_megatron.config.rewards import TIMEOUT_S
-from oppo_megatron.errors import ConfigError, RewardError
+from oppo_megatron.errors import RewardError
 from oppo_megatron.rewards.parts import Fields, Part
 from oppo_megatron.rewards.protocol import ScoreItem, check_fields, encode_request, read_answer
 
@@ -72,10 +72,6 @@ class RemoteReward(Part):
         clock: Callable[[], float] = time.monotonic,
     ):
         """`timeout_s`: of one request; `max_batch`: responses in it; `pauses_s`: the first pause, and the most it doubles to."""
-        try:
-            import httpx  # noqa: F401  (used by `_serve`; fails before anything starts if it is not installed)
-        except ImportError as error:
-            raise ConfigError(f"{label} is a reward of kind http, which needs the package httpx; install it") from error
         self.label, self.url = label, url
         self.timeout_s, self.give_up_s, self.max_batch = timeout_s, give_up_s, max_batch
         self._token, self._clock = token, clock
