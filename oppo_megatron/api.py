@@ -29,7 +29,7 @@ Source = str | Path | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Result:
-    """A run that has ended.  `finished` is False if it was interrupted and saved; `train(..., resume=True)` continues it."""
+    """An ended run.  `finished` is False if it was interrupted and saved; `train(..., resume=True)` continues it."""
 
     run_dir: Path
     finished: bool
@@ -46,16 +46,13 @@ class Result:
 
 
 def load_config(source: Source, overrides: Sequence[str] = (), *, kind: str = "train") -> TrainSettings | SupervisedConfig:
-    """Read and check a configuration as `oppo KIND` does; `overrides` are `section.setting=value`.
+    """Read and check a configuration as `oppo KIND` does; `overrides` are `section.setting=value`.  Raises ConfigError."""
+    import yaml
 
-    Raises ConfigError with every problem found.
-    """
     from oppo_megatron.cli.load import load_settings
 
     if not isinstance(source, Mapping):
         return load_settings(kind, Path(source), overrides)
-    import yaml
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "settings.yaml"
         path.write_text(yaml.safe_dump(dict(source)), encoding="utf-8")
@@ -63,10 +60,7 @@ def load_config(source: Source, overrides: Sequence[str] = (), *, kind: str = "t
 
 
 def train(source: Source, overrides: Sequence[str] = (), *, kind: str = "train", resume: bool = False) -> Result:
-    """Train as `oppo KIND` does, and return when the run has ended.
-
-    Raises an OppoError for wrong input, a failed rank or a failed plugin.
-    """
+    """Train as `oppo KIND` does until the run has ended.  Raises an OppoError for wrong input or a failed rank or plugin."""
     from oppo_megatron.cli.run import start
     from oppo_megatron.errors import EXIT_REQUEUE, WorldError
 

@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     num_ranks = request.parallel.num_ranks
     check_world_size(num_ranks)
     if speaks_for_all(os.environ):
-        print(request.policy.told, *filter(None, [request.told_of_prompts]), sep="\n", file=sys.stderr, flush=True)
+        print(request.policy.summary, *filter(None, [request.about_prompts]), sep="\n", file=sys.stderr, flush=True)
     return launch("generate", request, num_ranks, ENTRY)
 
 
@@ -234,10 +234,7 @@ def _rollout(policy: Policy) -> RolloutConfig | None:
 
 
 def drawing_of(args: argparse.Namespace, policy: Policy, max_tokens: int) -> Drawing:
-    """Return the sampling options: greedy by default, with the stop rules of the policy's run, if any.
-
-    Requested stop ids are added to the run's, which an export of the policy contains too.
-    """
+    """Return the sampling options: greedy by default, with the stop rules and ids of the policy's run, if any."""
     rollout = _rollout(policy)
     draws = args.samples > 1 or args.top_k is not None or args.top_p is not None
     temperature = args.temperature if args.temperature is not None else 1.0 if draws and not args.greedy else 0.0

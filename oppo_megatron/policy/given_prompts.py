@@ -38,10 +38,6 @@ class Asked:
     fields: dict[str, Any]
 
 
-def user_turn(text: str, system: str | None) -> list[dict[str, str]]:
-    return [*opening(system), {"role": "user", "content": text}]
-
-
 def opening(system: str | None) -> list[dict[str, str]]:
     return [] if system is None else [{"role": "system", "content": system}]
 
@@ -112,8 +108,7 @@ def numbered(
 
     Raises DataError for a prompt without tokens, or without room for `max_tokens` in `max_length`.
     """
-    prompts = []
-    room = max_length - max_tokens
+    prompts, room = [], max_length - max_tokens
     remedy = f"leave such rows out (--max-prompt-tokens {room})" if of_file and room > 0 else "shorten it"
     for place, each in enumerate(asked):
         tokens = tuple(encode_prompt(tokenizer, each.text))
@@ -147,7 +142,7 @@ def _lines(path: Path) -> list[str]:
 def _worded(text: str, wording: Wording, tokenizer: Tokenizer, variables: Callable[[], Mapping[str, Any]] = dict) -> str:
     if wording.as_chat:
         try:
-            return tokenizer.chat.render(user_turn(text, wording.system), variables=variables())
+            return tokenizer.chat.render([*opening(wording.system), {"role": "user", "content": text}], variables=variables())
         except NoChatTemplateError as error:
             raise ConfigError(
                 "--chat and --as-chat put turns into a chat template, and the policy's tokenizer has none; give one with "

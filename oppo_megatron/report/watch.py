@@ -198,15 +198,14 @@ def _step_time(record: RunRecord, width: int) -> RenderableType:
     if not lines or record.kind == "supervised":
         return _missing(record, "split of the step time")
     splits = [split_step(line) for line in lines]
-    means = {key: fmean(split[key] for split in splits) for key in ALL_PARTS}
-    total = sum(means.values())
-    kinds = dict(zip(ALL_PARTS, ("decode", "score", "update", "critic", "idle"), strict=True))
-    bar = _bar([(means[key], kinds[key], ALL_PARTS[key][1]) for key in means], total, min(BAR, max(NARROWEST, width - 24)))
-    parts = [
-        f"{GLYPHS.get(kinds[key], '█')} {ALL_PARTS[key][0]} {value:.3g} s ({100 * value / (total or 1.0):.0f} %)"
-        for key, value in means.items()
-    ]
-    return Group(Text.assemble(bar, f" {total:.3g} s, mean of {len(lines)}"), Text(", ".join(parts)))
+    means = [fmean(split[key] for split in splits) for key in ALL_PARTS]
+    total, kinds = sum(means), ("decode", "score", "update", "critic", "idle")
+    parts, words = [], []
+    for mean, kind, (label, colour) in zip(means, kinds, ALL_PARTS.values(), strict=True):
+        parts.append((mean, kind, colour))
+        words.append(f"{GLYPHS.get(kind, '█')} {label} {mean:.3g} s ({100 * mean / (total or 1.0):.0f} %)")
+    bar = _bar(parts, total, min(BAR, max(NARROWEST, width - 24)))
+    return Group(Text.assemble(bar, f" {total:.3g} s, mean of {len(lines)}"), Text(", ".join(words)))
 
 
 def _utilization(record: RunRecord, width: int) -> RenderableType:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import statistics
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -13,15 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oppo_megatron.algorithms.advantages import DEVIATION_EPS, compared, equal_groups
-from oppo_megatron.algorithms.losses import (
-    ActorTargets,
-    Surrogate,
-    kl_per_token,
-    policy_loss,
-    ratio_base,
-    with_reverse_gradient,
-)
+from oppo_megatron.algorithms.losses import ActorTargets, Surrogate, kl_per_token, policy_loss, ratio_base, with_reverse_gradient
 from oppo_megatron.config.algorithm import Baseline, Objective, Ratio, Scale
+from tests.replay.formulas import kl_of, less_baseline, row_losses, row_ratio, scaled
+from tests.replay.recipe import Recipe
 
 DOUBLE = torch.float64
 LENGTHS = [3, 1, 4, 2, 6, 1]
@@ -31,41 +26,15 @@ def randn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
 
 
-def plain_compared(groups: list[list[float]], baseline: str, scale: str, greedy: list[float]) -> list[float]:
-    scores = [score for group in groups for score in group]
-    centred = []
-    for group, of_greedy in zip(groups, greedy, strict=True):
-        mean = sum(group) / len(group)
-        for place, score in enumerate(group):
-            if baseline == "group_mean":
-                centred.append(score - mean)
-            elif baseline == "others":
-                centred.append(score - (sum(group) - score) / (len(group) - 1))
-            elif baseline == "best_worst":
-                centred.append(float((place == group.index(max(group))) - (place == group.index(min(group)))))
-            elif baseline == "greedy":
-                centred.append(score - of_greedy)
-            else:
-                centred.append(score)
-    if scale == "group_std":
-        deviations = [statistics.stdev(group) for group in groups for _ in group]
-        return [x / (d + DEVIATION_EPS) for x, d in zip(centred, deviations, strict=True)]
-    if scale == "batch_std":
-        return [x / (statistics.stdev(scores) + DEVIATION_EPS) for x in centred]
-    if scale == "advantage_std":
-        mean, deviation = statistics.fmean(centred), statistics.stdev(centred)
-        return [(x - mean) / (deviation + DEVIATION_EPS) for x in centred]
-    return centred
-
-
 @pytest.mark.parametrize("scale", get_args(Scale))
 @pytest.mark.parametrize("baseline", get_args(Baseline))
 def test_scores_are_compared_as_plain_loops_do(baseline: Baseline, scale: Scale) -> None:
-    groups = [[0.5, -1.0, 2.0, 0.0], [1.0, 1.5, 1.25, -3.0], [0.0, 0.0, 0.0, 1.0]]
-    scores_B, greedy = torch.tensor([score for group in groups for score in group], dtype=DOUBLE), [0.25, -2.0, 1.0]
-    greedy_G = torch.tensor(greedy, dtype=DOUBLE) if baseline == "greedy" else None
-    expected = plain_compared(groups, baseline, scale, greedy)
-    assert compared(scores_B, 4, baseline, scale, greedy_G).tolist() == pytest.approx(expected)
+    scores_B = torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, 1.5, 1.25, -3.0, 0.0, 0.0, 0.0, 1.0], dtype=DOUBLE)
+    groups, greedy = [0] * 4 + [1] * 4 + [2] * 4, {0: 0.25, 1: -2.0, 2: 1.0}
+    greedy_G = torch.tensor(list(greedy.values()), dtype=DOUBLE) if baseline == "greedy" else None
+    recipe = Recipe(baseline=baseline, scale=scale, std_eps=DEVIATION_EPS)
+    expected_B = scaled(less_baseline(scores_B, groups, recipe, greedy), scores_B, groups, recipe)
+    torch.testing.assert_close(compared(scores_B, 4, baseline, scale, greedy_G), expected_B)
 
 
 @pytest.mark.parametrize("score", [0.1, 0.7, 1 / 3, -5e7])
@@ -81,33 +50,6 @@ def test_a_group_of_equal_scores_has_no_advantage_at_all(baseline: Baseline, sca
     assert equal_groups(scores_B, size).tolist() == [True, False]
 
 
-def plain_losses(rows: list[tuple[list[float], list[float], list[float]]], ratio: str, surrogate: Surrogate) -> list[list[float]]:
-    """Of rows of (log-probs, old ones, advantages): the loss of each token."""
-    low, high = 1 - surrogate.clip, 1 + (surrogate.clip if surrogate.clip_high is None else surrogate.clip_high)
-    found = []
-    for logp, old, advantages in rows:
-        d = [a - b for a, b in zip(logp, old, strict=True)]
-        log_ratio = {
-            "token": d, "sequence": [sum(d) / len(d)] * len(d), "sequence_token": [sum(d) / len(d)] * len(d),
-            "sequence_product": [sum(d)] * len(d),
-        }[ratio]  # fmt: skip
-        parts = len(d) if ratio == "sequence_product" and surrogate.objective == "clip" else 1
-        losses = []
-        for new, log_r, advantage in zip(logp, log_ratio, advantages, strict=True):
-            r = math.exp(log_r)
-            if surrogate.objective == "plain":
-                loss = -advantage * new
-            elif surrogate.objective == "cispo":
-                loss = -min(r, surrogate.ratio_cap or math.inf) * advantage * new
-            else:
-                loss = -min(r * advantage, min(max(r, low), high) * advantage)
-                if surrogate.dual_clip is not None and advantage < 0:
-                    loss = min(loss, surrogate.dual_clip * -advantage)
-            losses.append(loss / parts)
-        found.append(losses)
-    return found
-
-
 SURROGATES = {
     "clip": Surrogate(0.2), "clip-higher": Surrogate(0.2, clip_high=0.5), "dual clip": Surrogate(0.2, dual_clip=1.3),
     "cispo": Surrogate(0.2, ratio_cap=1.1, objective="cispo"), "plain": Surrogate(0.2, objective="plain"),
@@ -119,17 +61,27 @@ SURROGATES = {
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**31))
 def test_the_surrogate_equals_plain_loops_over_rows(name: str, ratio: Ratio, seed: int) -> None:
-    surrogate = Surrogate(**vars(SURROGATES[name]) | {"ratio": ratio})
-    logp_T, noise_T, advantages_T = randn(3, sum(LENGTHS), seed=seed)
-    old_T = logp_T + 0.4 * noise_T
-    share_T = randn(sum(LENGTHS), seed=seed + 1).exp()
-    targets = ActorTargets(old_T, advantages_T, share_T=share_T, lengths_R=torch.tensor(LENGTHS))
+    """With its gradient and statistics."""
+    surrogate = replace(SURROGATES[name], ratio=ratio)
+    recipe = Recipe(
+        ratio=ratio, objective=surrogate.objective, clip_high=surrogate.clip_high or 0.2, dual_clip=surrogate.dual_clip,
+        cap=surrogate.ratio_cap or 5.0,
+    )  # fmt: skip
+    logp_T, noise_T, advantages_T, share_T, weight_T = randn(5, sum(LENGTHS), seed=seed)
+    old_T, share_T, weight_T = logp_T + 0.4 * noise_T, share_T.exp(), weight_T.exp()
+    logp_T.requires_grad_()
+    targets = ActorTargets(old_T, advantages_T, weight_T=weight_T, share_T=share_T, lengths_R=torch.tensor(LENGTHS))
     loss, stats = policy_loss(logp_T, targets, surrogate, 40)
-    rows = list(zip(*(x.split(LENGTHS) for x in (logp_T, old_T, advantages_T)), strict=True))
-    expected = [x for row in plain_losses([tuple(x.tolist() for x in row) for row in rows], ratio, surrogate) for x in row]
-    weighted = sum(x * w for x, w in zip(expected, share_T.tolist(), strict=True))
-    assert float(loss) == pytest.approx(weighted / 40, rel=1e-9)
-    assert float(stats.loss) == pytest.approx(weighted, rel=1e-9)
+    rows = list(zip(*(x_T.split(LENGTHS) for x_T in (logp_T, old_T, advantages_T)), strict=True))
+    expected = (torch.cat([row_losses(*row, recipe) for row in rows]) * share_T * weight_T).sum()
+    torch.testing.assert_close(loss, expected / 40)
+    gradients = [torch.autograd.grad(x, logp_T)[0] for x in (loss, expected / 40)]
+    torch.testing.assert_close(*gradients)
+    ratio_T = torch.cat([row_ratio(new, old, recipe) for new, old, _ in rows])
+    kl = float(kl_of(old_T, logp_T, "k3").sum())
+    found = [float(getattr(stats, name)) for name in ("num_tokens", "loss", "ratio", "max_ratio", "weight", "approx_kl")]
+    due = [sum(LENGTHS), float(expected), float(ratio_T.sum()), float(ratio_T.max()), float(weight_T.sum()), kl]
+    assert found == pytest.approx(due, rel=1e-9)
 
 
 @pytest.mark.parametrize("ratio", get_args(Ratio))

@@ -95,14 +95,6 @@ def test_a_silent_rank_is_named_with_its_last_words() -> None:
     assert "it last said, 11 s ago: step 3, decode actor m0 c12 s2; rank 0 has not moved for 0 s: work" in told
 
 
-def test_a_rank_that_has_ended_is_missed_by_nobody() -> None:
-    bench = Bench(2)
-    bench.look(1)
-    bench.watch.observe([Note(1, 99, 1, "", False, 0.0, ended=True)])
-    bench.silent.add(1)
-    assert not bench.look(60, moving=(0,)) and bench.watch.live == [0]
-
-
 def test_time_in_which_the_observer_did_not_run_is_not_held_against_anyone() -> None:
     """The whole job was stopped for an hour, and goes on."""
     bench = Bench(2)

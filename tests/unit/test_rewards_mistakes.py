@@ -62,7 +62,7 @@ BEFORE: dict[str, tuple[str, dict[str, Any], str]] = {
     "a number": ("mine:number", {}, "is a int, not a function of"),
     "a name near another": ("mine:lokup", {}, "has no 'lokup'; did you mean 'lookup'"),
     "a file without its ending": ("sub.mine2:f", {}, r"name the file: `sub/mine2\.py:f`"),
-    "a file that is not there": ("sub/absent.py:f", {}, r"there is no file sub/absent\.py \(looked from .*correct the path"),
+    "a file that is not there": ("sub/absent.py:f", {}, r"sub/absent\.py does not exist \(looked from .*correct the path"),
     "a syntax error": ("wrong.py:f", {}, r"IndentationError: expected .*wrong\.py:2\); correct it"),
     "an import that is not there": ("lacking.py:f", {}, r"No module named 'torchmetricz' at .*lacking\.py:1 in .*install what"),
     "an exit on import": ("leaving.py:f", {}, r"sys\.exit: 2 at .*leaving\.py:2 .*importing it must do nothing but define"),
