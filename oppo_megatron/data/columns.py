@@ -81,10 +81,7 @@ class Table:
         ]
 
     def find(self, part: str, columns: Mapping[Any, str], names: Sequence[str] | None = None) -> str | None:
-        """The configured column for `part`, else the known name (or one of `names`) most often filled, or None.
-
-        Raises DataError if the configured column is missing.
-        """
+        """The configured column, else the known name (or one of `names`) most often filled, or None.  Raises DataError."""
         wanted = columns.get(part)
         if wanted is not None:
             if all(row.get(wanted) is None for row in self.rows):
