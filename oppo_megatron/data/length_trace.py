@@ -1,4 +1,4 @@
-"""Recorded response lengths for `rollout.forced_lengths`: a CSV row per request, or a histogram of `kind`, `tokens`, `requests`."""
+"""Recorded response lengths for `rollout.forced_lengths`: a row per request, or a histogram of `kind`, `tokens`, `requests`."""
 
 from __future__ import annotations
 
