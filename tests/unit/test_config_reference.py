@@ -94,7 +94,7 @@ def test_defaults_bounds_and_types_are_shown() -> None:
         "| `batch_size` | integer, ≥ 1 | rollouts | required | trained rollouts per step (paper's B) |",
         "| `top_p` | number, > 0, ≤ 1 | share | `1.0` |",
         '| `estimator` | `k1`, `k2`, `k3`, `k1+`, `k3+` |  | `"k1"` |',
-        "| `adaptive` | `true` or `false` or list of integer > 0 | tokens | `true` |",
+        "| `chunk` | integer > 0 or list of integer > 0 | decode steps | `[32, 16, 64]` |",
         "| `reference` | [Role](#role) or `null` |  | `null` |",
         "| `path` | path or list of path |  | required |",
     ):
