@@ -32,10 +32,10 @@ UNKNOWN = {
 
 
 class Tensor(NamedTuple):
-    """`plain`: floating-point of 16 bits or more."""
+    """`dtype`: a code of safetensors."""
 
     shape: tuple[int, ...]
-    plain: bool
+    dtype: str
 
 
 def weight_problems(shape: ModelShape, head: Head, stored: Mapping[str, Tensor], equal: Callable[[str, str], bool]) -> list[str]:
@@ -92,6 +92,6 @@ def _misfit(
         one_label = "A reward or value head has one label: train or export the checkpoint with num_labels 1."
         remedy = one_label if name == SCALAR_HEAD else remedy
         return [f"{name} has shape {list(stored[name].shape)}, {who} for {list(size)}. {remedy}"]
-    if not stored[name].plain:
+    if stored[name].dtype not in FLOATS:
         return [f"{name} is not stored as one of {sorted(FLOATS)}. Use the checkpoint that is not quantised."]
     return []
