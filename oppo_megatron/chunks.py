@@ -181,13 +181,10 @@ def _flat(rows: Sequence[ChunkRow], name: str, dtype: npt.DTypeLike) -> npt.NDAr
 
 
 class StopSignal(Protocol):
-    """`finish` reports finished sequences; `ready` once the batch is complete, for which at least `least` more must finish."""
+    """`finish` reports finished sequences; `ready` once the batch is complete."""
 
     @property
     def ready(self) -> bool: ...
-
-    @property
-    def least(self) -> int: ...
 
     def finish(self, *seq_ids: int) -> None: ...
 
@@ -209,11 +206,7 @@ def _stop_clock(start: int, rows: ChunkRows, stop: StopSignal) -> int:
     ended = np.flatnonzero(rows.finish_clocks != GOES_ON)
     ended = ended[np.argsort(rows.finish_clocks[ended], kind="stable")]
     clocks, seq_ids = rows.finish_clocks[ended], rows.seq_ids[ended].tolist()
-    # `stop` cannot be ready before `least` have ended, so the earlier ones are reported together.
-    sooner = int(np.searchsorted(clocks, clocks[min(max(stop.least, 1), len(clocks)) - 1])) if seq_ids else 0
-    stop.finish(*seq_ids[:sooner])
-    edges = [*(np.flatnonzero(np.diff(clocks, prepend=GOES_ON)[sooner:]) + sooner).tolist(), len(seq_ids)]
-    for first, end in pairwise(edges if seq_ids else ()):
+    for first, end in pairwise([*np.flatnonzero(np.diff(clocks, prepend=GOES_ON)).tolist(), len(seq_ids)]):
         stop.finish(*seq_ids[first:end])
         if stop.ready:
             return int(clocks[first])

@@ -80,10 +80,10 @@ def test_what_is_recorded_is_joined_when_it_is_read() -> None:
         own.extend(ChunkRow(0, 1, [6, 7], [1.0, 2.0], [1.5, 2.5], 4))
         own.extend(ChunkRow(0, 3, [], [], [], 9, 12, "length"))
     read, unread = rollouts
-    assert (read.num_response_tokens, read.num_tokens, read.newest_version) == (3, 5, 4)
+    assert (read.num_response_tokens, read.num_tokens) == (3, 5)
     assert read.tokens == [5, 6, 7] and read.versions == [3, 4, 4]
     assert read.logprobs == [0.5, 1.0, 2.0] and read.sampling_logprobs == [0.25, 1.5, 2.5]
-    assert read.num_response_tokens == 3 and read.newest_version == 4 and (read.finish_clock, read.finished) == (12, True)
+    assert read.num_response_tokens == 3 and (read.finish_clock, read.finished) == (12, True)
     assert read == unread and unread != Rollout(Prompt(0, 0, "", (1, 2)), 0)
 
 
@@ -99,4 +99,4 @@ def test_lists_may_be_set_and_added_to() -> None:
         [6, 7, 8], [1.0, 2.0, 3.0], [1.5, 2.5, 3.5], [4, 5, 6],
     )  # fmt: skip
     own.tokens[:], own.logprobs[:], own.sampling_logprobs[:], own.versions[:] = [1], [0.1], [0.2], [2]
-    assert own.num_tokens == 2 and own.newest_version == 2 and own.logprobs + own.sampling_logprobs == [0.1, 0.2]
+    assert own.num_tokens == 2 and own.logprobs + own.sampling_logprobs == [0.1, 0.2]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from oppo_megatron.columns import Table
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.overcommit.buffer import RolloutBuffer
-from oppo_megatron.overcommit.readiness import Readiness, settled
+from oppo_megatron.overcommit.readiness import settled
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.packing import dealt
 from oppo_megatron.schedule.planning import planner as planner_module
@@ -106,19 +106,6 @@ def test_who_comes_first_is_found_without_sorting_all(data: st.DataObject, group
         chosen += [g for g in line if g not in chosen][: max(0, target - len(chosen) - reserved)]
     found = settled(np.array(finished, dtype=np.bool_), np.array(clocks), np.array(ages), batch, most, target)
     assert found.tolist() == sorted(chosen)[:target]
-
-
-@given(data=st.data(), size=st.integers(1, 3), groups=st.integers(1, 5))
-def test_a_batch_is_not_ready_before_the_least_that_it_takes(data: st.DataObject, size: int, groups: int) -> None:
-    order = data.draw(st.permutations(range(size * groups)))
-    forced = data.draw(st.sets(st.integers(0, groups - 1)))
-    waits = [([g * size + i for g in forced for i in range(size)], len(forced))] if forced else []
-    signal = Readiness(data.draw(st.integers(0, groups)), 0, set(order), waits, size)
-    least, ended = signal.least, 0
-    while not signal.ready:
-        signal.finish(order[ended])
-        ended += 1
-    assert least <= ended and signal.least == 0
 
 
 @given(lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), max_size=20), budget=st.integers(1, 12))
