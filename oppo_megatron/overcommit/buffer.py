@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from oppo_megatron.chunks import GOES_ON, REASONS, Chunk, ChunkRow, ChunkRows
+from oppo_megatron.chunks import REASONS, UNFINISHED, Chunk, ChunkRow, ChunkRows
 from oppo_megatron.columns import Bools, Held, Ints, Table
 from oppo_megatron.errors import StreamError
 from oppo_megatron.overcommit.readiness import JudgedReadiness, Readiness, due, settled
@@ -228,7 +228,7 @@ class RolloutBuffer:
         return self._table.columns.seq_ids // self.group_size
 
     def _end(self, rows: ChunkRows, places: Ints) -> None:
-        ends = np.flatnonzero(rows.finish_clocks != GOES_ON)
+        ends = np.flatnonzero(rows.finish_clocks != UNFINISHED)
         self._table.columns.finished[places[ends]] = True
         self._table.finish_clocks[places[ends]] = rows.finish_clocks[ends]
         ended = map(self._unfinished.pop, rows.seq_ids[ends].tolist())
@@ -262,7 +262,7 @@ class RolloutBuffer:
         known = np.flatnonzero(~wrong)
         held = places[known]
         wrong[known] = columns.finished[held] | (rows.offsets[known] != columns.response_tokens[held])
-        wrong |= (clocks != GOES_ON) & ((clocks < self.clock) | (clocks > chunk.clock))
+        wrong |= (clocks != UNFINISHED) & ((clocks < self.clock) | (clocks > chunk.clock))
         if wrong.any():
             first = int(np.argmax(wrong))
             row = rows[first]
