@@ -139,7 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace) -> int:
     if len(set(args.seeds)) < 2:
         raise ConfigError(f"--seeds is {args.seeds}, but a spread needs two different seeds; give --seeds 1,2,3")
-    folder = demo.beside(OUT, args.algorithm) if args.out is None else args.out
+    folder = args.out or demo.folder_of(OUT, args.algorithm)
     demos: dict[int, Mapping[str, Figures]] = {}
     for seed in args.seeds:
         print(f"--- seed {seed} ({len(demos) + 1} of {len(args.seeds)})", flush=True)

@@ -32,9 +32,10 @@ from oppo_megatron.cli.bench import add_resume_argument, add_run_arguments, chos
 from oppo_megatron.cli.parser import counts
 from oppo_megatron.config.derived import MODES, longest_chunk, switched
 from oppo_megatron.config.model import RoleConfig
+from oppo_megatron.config.overlap import ChunkConfig
 from oppo_megatron.config.rewards import RewardPart
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.control.chunk_tuner import first_settled_step
+from oppo_megatron.control.chunk_tuner import candidates
 from oppo_megatron.control.delta_controllers import RULES
 from oppo_megatron.errors import ConfigError, ScheduleError
 from oppo_megatron.layout.placements import named_roles
@@ -108,6 +109,11 @@ def chunk_result(configs: Configs, runs: Runs) -> tuple[dict[str, Any], list[str
     if found["choice_percent"] is not None:
         line += f"; the fixed run of that size: {found['choice_percent']:+.1f} %"
     return {"results": rows, ADAPTIVE: found}, [line]
+
+
+def first_settled_step(config: ChunkConfig, longest: int) -> int:
+    count = len(candidates(config, min(config.tokens, longest), longest))
+    return 2 + count if config.adaptive and count > 1 else 1
 
 
 def tuned(config: TrainConfig, runs: Runs) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_NAMES = {
     "oppo_megatron.api": ("load_config", "generate", "evaluate", "plan", "Result"),
     "oppo_megatron.algorithms.custom": ("AdvantageInputs", "LossInputs"),
     "oppo_megatron.records": ("StepSignals",),
@@ -20,13 +20,13 @@ _HOMES = {
     "oppo_megatron.schedule.weaving.generators": ("sequential", "intra", "woven"),
     "oppo_megatron.errors": ("OppoError",),
 }
-__all__ = ["train", *(name for names in _HOMES.values() for name in names)]
+__all__ = ["train", *(name for names in _NAMES.values() for name in names)]
 
 
 def __getattr__(name: str) -> Any:
     if name == "train":
         return importlib.import_module("oppo_megatron.train")  # a package that can be called
-    for module, names in _HOMES.items():
+    for module, names in _NAMES.items():
         if name in names:
             return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,7 +29,7 @@ Source = str | Path | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Result:
-    """A run that has ended.  `finished` is False if it was interrupted and saved; `train(..., resume=True)` continues it."""
+    """An ended run.  `finished` is False if it was interrupted and saved; `train(..., resume=True)` continues it."""
 
     run_dir: Path
     finished: bool
@@ -46,16 +46,13 @@ class Result:
 
 
 def load_config(source: Source, overrides: Sequence[str] = (), *, kind: str = "train") -> TrainSettings | SupervisedConfig:
-    """Read and check a configuration as `oppo KIND` does; `overrides` are `section.setting=value`.
+    """Read and check a configuration as `oppo KIND` does; `overrides` are `section.setting=value`.  Raises ConfigError."""
+    import yaml
 
-    Raises ConfigError with every problem found.
-    """
     from oppo_megatron.cli.load import load_settings
 
     if not isinstance(source, Mapping):
         return load_settings(kind, Path(source), overrides)
-    import yaml
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "settings.yaml"
         path.write_text(yaml.safe_dump(dict(source)), encoding="utf-8")
@@ -63,10 +60,7 @@ def load_config(source: Source, overrides: Sequence[str] = (), *, kind: str = "t
 
 
 def train(source: Source, overrides: Sequence[str] = (), *, kind: str = "train", resume: bool = False) -> Result:
-    """Train as `oppo KIND` does, and return when the run has ended.
-
-    Raises an OppoError for wrong input, a failed rank or a failed plugin.
-    """
+    """Train as `oppo KIND` does until the run has ended.  Raises an OppoError for wrong input or a failed rank or plugin."""
     from oppo_megatron.cli.run import start
     from oppo_megatron.errors import EXIT_REQUEUE, WorldError
 
@@ -94,18 +88,20 @@ def evaluate(directories: Sequence[str | Path], data: str | Path, **options: Any
 
     `options` are the options of `oppo eval` with underscores: `verifier="arithmetic"`, `function=["rewards.py:score"]`.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        _run("eval", ["--data", data, *directories], {"out": Path(folder), **options})
-        figures: dict[str, Any] = json.loads((Path(folder) / "eval.json").read_text(encoding="utf-8"))
-        return figures
+    return _record("eval", ["--data", data, *directories], options, "eval.json")
 
 
 def plan(path: str | Path, cluster: str | Path, overrides: Sequence[str] = (), **options: Any) -> dict[str, Any]:
     """Search placements and layouts of a configuration on a described cluster; return the record of `oppo plan search`."""
+    given = {"overrides": list(overrides), **options}
+    return _record("plan", ["search", path, "--cluster", cluster], given, "plan.json")
+
+
+def _record(command: str, arguments: Sequence[str | Path], options: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Run a command that writes the file `name` into `--out`; return its content."""
     with tempfile.TemporaryDirectory() as folder:
-        given = {"overrides": list(overrides), "out": Path(folder), **options}
-        _run("plan", ["search", path, "--cluster", cluster], given)
-        record: dict[str, Any] = json.loads((Path(folder) / "plan.json").read_text(encoding="utf-8"))
+        _run(command, arguments, {"out": Path(folder), **options})
+        record: dict[str, Any] = json.loads((Path(folder) / name).read_text(encoding="utf-8"))
         return record
 
 

@@ -18,18 +18,18 @@ GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def usable_cores() -> int:
-    """Return the cores of this process, within its container or job."""
+    """Cores of this process, within its container or job."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([cores, *map(int, cpu_quotas(MEMBERSHIP, GROUPS))]))
 
 
 def threads_of_rank(configured: int, local_ranks: int) -> int:
-    """Return CPU threads per rank: as configured, else by the environment, else an equal share."""
+    """CPU threads per rank: as configured, else by the environment, else an equal share."""
     return configured or asked_threads() or max(1, usable_cores() // local_ranks)
 
 
 def asked_threads(environment: Mapping[str, str] = os.environ) -> int:
-    """Return OMP_NUM_THREADS (its first number), else MKL_NUM_THREADS, else 0."""
+    """The first number of OMP_NUM_THREADS, else MKL_NUM_THREADS, else 0."""
     asked = (environment.get(name, "").partition(",")[0].strip() for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
     return next((int(number) for number in asked if number.isdecimal() and int(number)), 0)
 
@@ -45,7 +45,7 @@ def has_cuda(devices: Path = Path("/dev")) -> bool:
 
 
 def processor() -> tuple[str, str]:
-    """Return vendor and model name; empty if unknown."""
+    """Vendor and model name; empty if unknown."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
@@ -53,12 +53,12 @@ def processor() -> tuple[str, str]:
 
 
 def host_bytes() -> int:
-    """Return the host's memory, or the limit of its job or container."""
+    """Memory of the host, or of its job or container."""
     return min([int(psutil.virtual_memory().total), *group_limits(MEMBERSHIP, GROUPS)])
 
 
 def group_limits(membership: Path, groups: Path) -> Iterator[int]:
-    """Yield memory limits of control groups (v1 or v2) and their parents."""
+    """Memory limits of control groups (v1 or v2) and their parents."""
     for group, first in _control_groups("memory", membership, groups):
         file = group / ("memory.limit_in_bytes" if first else "memory.max")
         if file.is_file() and (limit := file.read_text().strip()).isdigit():
@@ -66,7 +66,7 @@ def group_limits(membership: Path, groups: Path) -> Iterator[int]:
 
 
 def cpu_quotas(membership: Path, groups: Path) -> Iterator[float]:
-    """Yield CPU quotas of control groups, in cores."""
+    """CPU quotas of control groups, in cores."""
     for group, first in _control_groups("cpu", membership, groups):
         files = ["cpu.cfs_quota_us", "cpu.cfs_period_us"] if first else ["cpu.max"]
         if all((group / file).is_file() for file in files):

@@ -1,4 +1,4 @@
-"""Checks nesting of JSON, YAML and templates, because deep nesting may overflow the stack of their parsers."""
+"""Checks nesting of JSON and YAML, because deep nesting may overflow the stack of their parsers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ DEEPEST_YAML = 20
 """Nested sections in YAML; omegaconf needs about ten calls per level."""
 MOST_NODES = 100_000
 """Keys and values of one YAML text, aliases expanded."""
-DEEPEST_TAGS = 19
-"""Nested blocks in a template; Python allows 20 loops."""
-DEEPEST_EXPRESSION = 100
-"""Nested operators in a template's expression; a bracket counts as three."""
 STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
-BLOCKS = frozenset({"if", "for", "macro", "call", "filter", "block", "with", "autoescape", "generation", "trans"})
-OPERATORS = frozenset({"and", "or", "not", "if", "else", "is", "in"})
 LEVEL = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
@@ -121,56 +115,15 @@ def check_yaml(text: str | bytes) -> set[str]:
                 f"{DEEPEST_YAML}; flatten it"
             )
     if (total := opened[0][2]) > MOST_NODES:
-        raise DataError(f"it stands for {total:.3g} settings by its aliases, more than {MOST_NODES}; write them out")
+        raise DataError(f"its aliases expand to {total:.3g} settings, more than {MOST_NODES}; write them out")
     return references
 
 
 def _close(
-    opened: list[tuple[str | None, int, int]],
-    anchor: str | None,
-    levels: int,
-    nodes: int,
-    known: dict[str, tuple[int, int]],
+    opened: list[tuple[str | None, int, int]], anchor: str | None, levels: int, nodes: int, known: dict[str, tuple[int, int]]
 ) -> int:
     if anchor is not None:
         known[anchor] = levels, nodes
     around, most, total = opened[-1]
     opened[-1] = around, max(most, levels + 1), total + nodes
     return levels
-
-
-def check_template(template: str) -> None:
-    """Raise TemplateSyntaxError if tags or expressions nest too deeply; ignore other faults."""
-    from jinja2 import Environment, TemplateSyntaxError
-
-    tags, words, levels = 0, [""], [0]
-    tokens = Environment().lex(template)  # noqa: S701 - nothing is rendered
-    while True:
-        try:
-            line, kind, word = next(tokens)
-        except (StopIteration, TemplateSyntaxError):
-            return
-        if kind in ("block_begin", "variable_begin"):
-            words, levels = [], [0]
-        elif kind in ("name", "operator"):
-            words.append(word)
-            _count(levels, word)
-        elif kind == "block_end" and words:
-            tags += (words[0] in BLOCKS or (words[0] == "set" and "=" not in words)) - words[0].startswith("end")
-        if tags > DEEPEST_TAGS or sum(levels) > DEEPEST_EXPRESSION:
-            raise TemplateSyntaxError(
-                f"nested too deeply: at most {DEEPEST_TAGS} tags, or {DEEPEST_EXPRESSION} operators, of which a bracket counts "
-                "as three; set a variable to a part of it, or make that a macro",
-                line,
-            )
-
-
-def _count(levels: list[int], word: str) -> None:
-    if word in ("(", "[", "{"):
-        levels.append(3)
-    elif word in (")", "]", "}"):
-        levels[-2:] = [levels[-2] + 1] if len(levels) > 1 else levels
-    elif word == ",":
-        levels[-1] = 3 if len(levels) > 1 else 0
-    elif word in OPERATORS or not word.isidentifier():
-        levels[-1] += 1

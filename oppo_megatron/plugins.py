@@ -37,14 +37,11 @@ REWARD = Signature(("prompt", "response", "fields"), "number")
 
 
 def load_entry_point(
-    entry_point: str,
-    options: Mapping[str, Any] | None = None,
-    signature: Signature = REWARD,
-    setting: str = "entry_point",
+    entry_point: str, options: Mapping[str, Any] | None = None, signature: Signature = REWARD, setting: str = "entry_point"
 ) -> Any:
-    """Return the function at `entry_point`, which takes the arguments of `signature` and `options` as keywords.
+    """Return the function at `entry_point`, which takes the `signature`'s arguments and `options` as keywords.
 
-    Raises ConfigError, with the name of the `setting`, if it cannot be imported or called that way.
+    Raises ConfigError naming the `setting` if it cannot be imported or called that way.
     """
     given = f"{setting}={entry_point!r}"
     name, colon, attribute = entry_point.rpartition(":")
@@ -63,14 +60,14 @@ def load_entry_point(
 
 @dataclass(frozen=True)
 class Plugin:
-    """A user's function; a call raises PluginError, with the user's line, for an exception of the function."""
+    """A user's function; a call raises PluginError with the user's line if the function raises."""
 
     function: Callable[..., Any]
     label: str
 
     @classmethod
     def load(cls, setting: str, value: str | Mapping[str, Any], signature: Signature) -> Plugin:
-        """Load the function that `setting` names: an import path, or a mapping of `entry_point` and `options`."""
+        """`value`: an import path, or a mapping of `entry_point` and `options`."""
         entry_point, options = (value, {}) if isinstance(value, str) else (value["entry_point"], value.get("options") or {})
         function = load_entry_point(entry_point, options, signature, setting)
         return cls(partial(function, **options) if options else function, f"{setting} {entry_point}")
@@ -86,42 +83,33 @@ class Plugin:
 
 
 def said_of(error: BaseException) -> str:
-    """Describe an exception of a user's code in one line: its class, message, and the user's line that raised it."""
+    """Describe an exception in one line: class, message, and the user's line that raised it."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg}, {error.filename}:{error.lineno}"
     name = "sys.exit" if isinstance(error, SystemExit) else type(error).__name__
     said = " ".join(str(error).split())[:SHOWN_CHARACTERS]
-    frame = _users_frame(error)
-    at = "" if frame is None else f" at {frame.filename}:{frame.lineno} in {frame.name}"
-    return (f"{name}: {said}" if said else name) + at
-
-
-def _users_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """Return the innermost frame outside this package and outside libraries; else a library's, but not the import system's."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith((*OWN, IMPORTING, "<frozen"))
     ]
-    theirs = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
-    found = theirs or frames
-    return found[-1] if found else None
+    users = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or frames
+    at = "".join(f" at {frame.filename}:{frame.lineno} in {frame.name}" for frame in users[-1:])
+    return (f"{name}: {said}" if said else name) + at
 
 
 def _module(name: str, attribute: str, given: str) -> ModuleType:
     is_file = name.endswith(".py")
     if is_file and not Path(name).is_file():
-        raise ConfigError(f"{given}: there is no file {name} (looked from {Path.cwd()}); correct the path")
+        raise ConfigError(f"{given}: {name} does not exist (looked from {Path.cwd()}); correct the path")
     try:
         return _from_file(Path(name)) if is_file else importlib.import_module(name)
     except (Exception, SystemExit) as error:
         file = Path(*name.split(".")).with_suffix(".py")
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
-            remedy = (
-                f"name the file: `{file}:{attribute}`"
-                if file.is_file()
-                else ("install it, put its folder on PYTHONPATH, or name a file: `folder/file.py:function`")
-            )
+            remedy = "install it, put its folder on PYTHONPATH, or name a file: `folder/file.py:function`"
+            if file.is_file():
+                remedy = f"name the file: `{file}:{attribute}`"
         elif isinstance(error, ImportError):
             remedy = "install what it imports, or put its folder on PYTHONPATH"
         else:
@@ -131,7 +119,7 @@ def _module(name: str, attribute: str, given: str) -> ModuleType:
 
 
 def _from_file(path: Path) -> ModuleType:
-    """Import a file as a module whose name no installed module has."""
+    """Import a file under a name that no installed module has."""
     name = f"oppo_plugin_{path.stem}_{abs(hash(path.resolve()))}"
     if name in sys.modules:
         return sys.modules[name]

@@ -24,9 +24,9 @@ DEVIATION_EPS = 1e-4
 def token_rewards(
     scores_B: Tensor, kl_T: Tensor, lengths_B: Lengths, kl_coefficient: float, step_rewards_T: Tensor | None = None
 ) -> Tensor:
-    """Return token rewards [T]: -coefficient * KL, plus the response's score on its last token.
+    """Return -coefficient * KL plus the response's score at its last token, [T].
 
-    `step_rewards_T`: parts of the score earned by tokens; the last one gets the remainder.
+    `step_rewards_T`: parts of the score earned by tokens; the last one gets the rest.
     """
     lengths_B = lengths_like(kl_T, lengths_B)
     rewards_T = -kl_coefficient * kl_T
@@ -37,33 +37,24 @@ def token_rewards(
     return rewards_T
 
 
-def compared(
-    scores_B: Tensor,
-    group_size: int,
-    baseline: Baseline,
-    scale: Scale,
-    greedy_G: Tensor | None = None,
-    *,
-    eps: float = DEVIATION_EPS,
-) -> Tensor:
-    """Return scores minus their baseline, divided by their scale, [B]; in double precision.
+def compared(scores_B: Tensor, group_size: int, baseline: Baseline, scale: Scale, greedy_G: Tensor | None = None) -> Tensor:
+    """Return scores minus their baseline, divided by their scale, [B]; computed in double precision.
 
-    `greedy_G`: scores of the greedy responses.  `equal_groups` get exact zeros, because
-    dividing by rounding errors would amplify them.
+    `greedy_G`: scores of greedy responses.  `equal_groups` get exact zeros: dividing by rounding errors would amplify them.
     """
     scores_GN = scores_B.double().view(-1, group_size)
     centred_GN = _centred(scores_GN, baseline, None if greedy_G is None else greedy_G.double())
     if scale == "group_std":
-        centred_GN = centred_GN / (_deviation(scores_GN, 1) + eps)
+        centred_GN = centred_GN / (_deviation(scores_GN, 1) + DEVIATION_EPS)
     elif scale == "batch_std":
-        centred_GN = centred_GN / (_deviation(scores_GN.flatten(), 0) + eps)
+        centred_GN = centred_GN / (_deviation(scores_GN.flatten(), 0) + DEVIATION_EPS)
     elif scale == "advantage_std":
-        centred_GN = (centred_GN - centred_GN.mean()) / (_deviation(centred_GN.flatten(), 0) + eps)
+        centred_GN = (centred_GN - centred_GN.mean()) / (_deviation(centred_GN.flatten(), 0) + DEVIATION_EPS)
     return centred_GN.flatten().to(scores_B.dtype)
 
 
 def equal_groups(scores_B: Tensor, group_size: int, greedy_G: Tensor | None = None) -> Tensor:
-    """Return True for groups whose scores, the greedy one included, are equal up to `TIE` (bool, [G])."""
+    """True for groups whose scores, the greedy one included, are equal up to `TIE`, [G]."""
     scores_GN = scores_B.view(-1, group_size)
     if greedy_G is not None:
         scores_GN = torch.cat([scores_GN, greedy_G[:, None]], 1)
@@ -87,10 +78,7 @@ def _centred(scores_GN: Tensor, baseline: Baseline, greedy_G: Tensor | None) -> 
 
 
 def _best_worst(scores_GN: Tensor) -> Tensor:
-    """Return 1 for the best of each group, -1 for the worst (first of equals), else 0; a group with a NaN gets NaN.
-
-    Scores within half of `TIE` are equal, so no response is both.
-    """
+    """Return 1 for each group's best, -1 for its worst (first of equals within half of `TIE`), else 0 (all NaN with a NaN)."""
     signs_GN = torch.zeros_like(scores_GN)
     tie_G1 = TIE / 2 * scores_GN.abs().amax(1, keepdim=True)
     for sign in (1.0, -1.0):
@@ -107,8 +95,8 @@ def _deviation(x: Tensor, dim: int) -> Tensor:
 def gae(rewards_T: Tensor, values_T: Tensor, lengths_B: Lengths, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
     """Return advantages and returns, both [T] (paper eq. 1; Schulman et al. 2016).
 
-    delta_t = r_t + gamma V_{t+1} - V_t, V = 0 after a row's end; A_t = sum_l (gamma lambda)^l
-    delta_{t+l}, by doubling the number of summed terms.
+    delta_t = r_t + gamma V_{t+1} - V_t, V = 0 after a row's end; A_t = sum_l (gamma lambda)^l delta_{t+l}, by doubling the number
+    of summed terms.
     """
     after_T = tokens_after(lengths_like(rewards_T, lengths_B))
     next_values_T = values_T.roll(-1).masked_fill(after_T == 0, 0.0)
@@ -116,16 +104,15 @@ def gae(rewards_T: Tensor, values_T: Tensor, lengths_B: Lengths, gamma: float, g
     num_terms, longest = 1, int(after_T.max()) + 1
     while num_terms < longest:
         later = advantages_T[num_terms:].masked_fill(after_T[:-num_terms] < num_terms, 0.0)
-        advantages_T = torch.cat(
-            [advantages_T[:-num_terms] + (gamma * gae_lambda) ** num_terms * later, advantages_T[-num_terms:]]
-        )
+        grown = advantages_T[:-num_terms] + (gamma * gae_lambda) ** num_terms * later
+        advantages_T = torch.cat([grown, advantages_T[-num_terms:]])
         num_terms *= 2
     return advantages_T, advantages_T + values_T
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, sum and sum of squares in double precision; moments of disjoint parts add up."""
+    """Count, sum and sum of squares, double precision; disjoint parts add up."""
 
     count: int
     total: float
@@ -153,6 +140,6 @@ NOTHING_SEEN = Moments(0, 0.0, 0.0)
 
 
 def whiten(x_T: Tensor, moments: Moments | None = None) -> Tensor:
-    """Return `x_T` with mean 0 and population variance 1, by `moments` (default: its own), [T]."""
+    """Scale `x_T` to mean 0 and population variance 1 by `moments` (default: its own)."""
     moments = moments or Moments.of(x_T)
     return (x_T - moments.mean) / math.sqrt(moments.variance + WHITEN_EPS)

@@ -1,7 +1,4 @@
-"""The interface between an algorithm and the training loop.
-
-Legend: T response tokens, B responses, N of them in a minibatch.
-"""
+"""The algorithm as the training loop sees it.  T: response tokens, B: responses, N: responses of a minibatch."""
 
 from __future__ import annotations
 
@@ -81,7 +78,7 @@ class Algorithm:
         return not self.choices.pairs or self.group_size == 2
 
     def units(self, rows: Sequence[int], experience: Experience | None = None) -> list[list[int]]:
-        """Return the rows an update reads, in units (a row or a pair) that must share a micro-batch.
+        """Return the rows that an update reads, in units (a row or a pair) that must share a micro-batch.
 
         `experience` may be None if `reads_known`.
         """
@@ -98,7 +95,7 @@ class Algorithm:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the ratio's base log-probs and importance weights (None: 1), both [T]."""
         base_T, weight_T = ratio_base(behaviour_logp_T, proximal_logp_T, self.ppo.staleness, self.choices.ratio, lengths_B)
-        return base_T, None if self.loss is not None else weight_T  # a custom loss weights its tokens itself
+        return base_T, weight_T if self.loss is None else None  # a custom loss weights its tokens itself
 
     def row_weights(self, lengths_N: Sequence[int], counted_N: Sequence[bool] | None = None) -> list[float]:
         if self.choices.reduction == "pair_mean":

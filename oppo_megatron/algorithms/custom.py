@@ -1,7 +1,7 @@
 """Inputs of a user's advantages and loss (docs/extending.md), and checks of their results.
 
-Legend: T response tokens of the global batch (packed), B responses in G groups (one prompt each, neighbours), L tokens of a
-response.  Numbers are float32; token ids, versions and lengths int64.
+T: response tokens of the global batch (packed), B: responses in G groups (one prompt each, neighbours), L: tokens of a response.
+Numbers are float32; token ids, versions and lengths int64.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AdvantageInputs:
     greedy_scores_G: Tensor | None = None  # of the greedy responses (`baseline: greedy`)
 
     def sum_tokens(self, x_T: Tensor) -> Tensor:
-        """Sum over each response, [B]."""
+        """Return the sum over each response, [B]."""
         return row_sums(x_T, self.lengths_B)
 
     def to_tokens(self, x_B: Tensor) -> Tensor:
@@ -52,12 +52,12 @@ class LossInputs:
     """One response of a batch, with log-probs of its tokens under the weights being trained."""
 
     logp_L: Tensor  # the only field with a gradient
-    old_logp_L: Tensor  # to compare with in a ratio; with `ppo.staleness: decoupled` by the weights that the step began with
+    old_logp_L: Tensor  # base of the ratio; with `ppo.staleness: decoupled` under the step's first weights
     behaviour_logp_L: Tensor  # at sampling
     advantages_L: Tensor
     tokens_L: Tensor
     versions_L: Tensor
-    score: Tensor  # [], as the reward gave it
+    score: Tensor  # [], before clipping
     truncated: Tensor  # [], bool: cut at the limit
     group: Tensor  # [], int64: index of its group in the batch
     num_tokens: int  # response tokens of the minibatch, on all ranks
@@ -69,10 +69,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class CustomAdvantage:
-    """`algorithm.advantage`: a function of the batch that returns [B] or [T].
-
-    [B]: scores minus a baseline, used like those of built-in baselines.  [T]: the advantages themselves.
-    """
+    """`algorithm.advantage`: a function of the batch that returns compared scores [B] or advantages [T]."""
 
     plugin: Plugin
 
@@ -92,17 +89,16 @@ class CustomAdvantage:
 
 @dataclass(frozen=True)
 class CustomLoss:
-    """`algorithm.loss`: a function of one response that returns [L] or [].
+    """`algorithm.loss`: a function of one response that returns token losses [L] or the response's loss [].
 
-    [L]: token losses, each with a gradient only by its own log-prob.  []: the response's loss, counted as the sum of its tokens'
-    losses; with `reduction: sequence_mean`, as their mean.
+    Token losses may depend only on their own log-prob.  [] counts as the sum of token losses (`mean`: as their mean).
     """
 
     plugin: Plugin
-    mean: bool  # True with `reduction: sequence_mean`
+    mean: bool  # with `reduction: sequence_mean`
 
     def losses(self, logp_T: Tensor, columns: Mapping[str, Tensor], lengths: Sequence[int], counts: Mapping[str, int]) -> Tensor:
-        """Return the token losses of a micro-batch, [T].  Raises PluginError for a bad result.
+        """Return the token losses of a micro-batch, [T].  Raises PluginError.
 
         `columns`: [T] each, by the names of `LossInputs` without `_L`; `counts`: its integers.
         """

@@ -1,8 +1,4 @@
-"""The gap between log-probs of decoding and training for the same tokens, compared with
-rounding errors, which grow with the logits.
-
-Legend: R tokens.
-"""
+"""The gap between a token's log-probs at decoding and in training, compared with rounding errors.  R: tokens."""
 
 from __future__ import annotations
 
@@ -14,15 +10,15 @@ from torch import Tensor
 from oppo_megatron.config.reliability import APART, GuardsConfig
 
 USUAL_LOGIT = 16.0
-"""Limits hold up to twice this size of a token's largest logit, and double with each doubling of it."""
+"""Limits hold up to twice this size of a token's largest logit, and double with it."""
 OUTLIERS, FARTHEST = 1e-3, 4.0
-"""Share of tokens that may exceed the limit, and by which factor at most."""
+"""Share of tokens that may exceed the limit, and the largest factor."""
 GAP_STATS = ("max_logprob_gap", "max_usual_gap", "num_fresh", "num_beyond")
 
 
 @dataclass(frozen=True)
 class GapLimit:
-    """`nats`: the largest difference (None: any).  `by_rounding`: outliers and large logits may exceed it."""
+    """`nats`: the largest difference (None: any); with `by_rounding` outliers and large logits may exceed it."""
 
     nats: float | None = None
     by_rounding: bool = False
@@ -35,8 +31,7 @@ class GapLimit:
 def gap_stats(difference_R: Tensor, largest_R: Tensor, fresh_R: Tensor, limit: GapLimit) -> dict[str, Tensor]:
     """Return sums and maxima over tokens for `judged_gap`.
 
-    `difference_R`: log-prob in training - at decoding; `largest_R`: largest absolute logit;
-    `fresh_R`: 1 if the weights are the same.
+    `difference_R`: log-prob in training - at decoding; `largest_R`: largest absolute logit; `fresh_R`: 1 for equal weights.
     """
     gap_R = difference_R.double().abs() * fresh_R
     usual_R = gap_R / rounding_scale(largest_R)

@@ -11,15 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from oppo_megatron.algorithms.advantages import (
-    NOTHING_SEEN,
-    Moments,
-    compared,
-    equal_groups,
-    gae,
-    token_rewards,
-    whiten,
-)
+from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments, compared, equal_groups, gae, token_rewards, whiten
 from oppo_megatron.algorithms.custom import AdvantageInputs, CustomAdvantage
 from oppo_megatron.algorithms.losses import kl_per_token
 from oppo_megatron.algorithms.packed import Lengths, last_tokens, lengths_like, row_sums
@@ -31,7 +23,7 @@ from oppo_megatron.errors import NumericsError, RewardError
 
 @dataclass(frozen=True)
 class GreedyRows:
-    """The greedy response to each prompt, [G] each; not rows of the batch."""
+    """Greedy responses, one per prompt; not rows of the batch."""
 
     scores_G: Tensor
     lengths_G: Tensor
@@ -43,7 +35,7 @@ class GreedyRows:
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """A finished batch with its scores; responses to one prompt are neighbours."""
+    """A finished batch; responses to one prompt are neighbours."""
 
     behaviour_logp_T: Tensor  # recorded at sampling
     reference_logp_T: Tensor | None  # None without a reference
@@ -59,7 +51,7 @@ class ScoredBatch:
 
     @property
     def all_scores(self) -> Tensor:
-        """Scores of the rows, then of the greedy responses, [B + G]."""
+        """Scores of rows and greedy responses, [B + G]."""
         return self.scores_B if self.greedy is None else torch.cat([self.scores_B, self.greedy.scores_G])
 
 
@@ -71,23 +63,22 @@ PAIRED = ("pairs", "ties", "chosen_reward_mean", "rejected_reward_mean")
 class ExperienceStats:
     """Summary of a batch; standard deviations are of the population.  None: the run has no such role."""
 
-    score_mean: float  # scores as the reward gave them, before clipping
+    score_mean: float  # before clipping
     score_std: float
-    shaped_score_mean: float  # clipped, of long and cut responses as the settings want them; not normalised
-    reward_mean: float  # per response: what GAE sees, KL penalty included
+    shaped_score_mean: float  # clipped and replaced in cut responses, not normalised
+    reward_mean: float  # per response, KL penalty included
     kl_mean: float | None  # per response, nats
     value_mean: float | None  # per token
     return_mean: float  # per token
     advantage_mean: float  # per token, before whitening
     advantage_std: float
-    # 1 - var(returns - values) / var(returns); 0 if returns vary by no more than rounding
-    explained_variance: float | None
-    equal_groups: float | None = None  # share of groups whose scores are all the same: they teach an actor nothing
-    pairs: int | None = None  # groups whose best response beats their worst, by the scores that are trained on
+    explained_variance: float | None  # 1 - var(returns - values) / var(returns); 0 if returns vary by no more than rounding
+    equal_groups: float | None = None  # share of groups whose scores are all the same
+    pairs: int | None = None  # groups whose best response beats their worst, by the trained scores
     ties: int | None = None  # the other groups
-    chosen_reward_mean: float | None = None  # of the pairs' better responses, as the reward gave it
-    rejected_reward_mean: float | None = None  # of the worse ones
-    greedy_score_mean: float | None = None  # per prompt, as the reward gave it
+    chosen_reward_mean: float | None = None  # of the pairs' better responses, before clipping
+    rejected_reward_mean: float | None = None
+    greedy_score_mean: float | None = None  # before clipping
 
     def figures(self) -> dict[str, float]:
         return {name: value for name, value in asdict(self).items() if value is not None}
@@ -105,11 +96,11 @@ class Experience:
     kl_T: Tensor | None  # of the sampling policy, also if the rewards do not include it
     rewards_T: Tensor
     lengths_B: Tensor
-    scores: Moments  # of this batch's, clipped: what a running normalisation remembers
+    scores: Moments  # of the clipped scores, for a running normalisation
     stats: ExperienceStats
-    counted_B: Tensor | None = None  # whether the actor's loss counts a response; None: it counts all
-    pairs: list[list[int]] | None = None  # of each group the rows that a loss of pairs reads
-    scores_B: Tensor | None = None  # as the reward gave them
+    counted_B: Tensor | None = None  # True if the actor's loss counts a response; None: it counts all
+    pairs: list[list[int]] | None = None  # rows of each group that a loss of pairs reads
+    scores_B: Tensor | None = None  # before clipping
 
 
 def build_experience(
@@ -123,11 +114,10 @@ def build_experience(
 ) -> Experience:
     """Compute rewards, advantages and returns of the global batch, without gradient.
 
-    Scores are clipped, normalised (`seen`: scores of earlier batches), then replaced by `truncated_score`.
-    The KL enters scores with `kl.mode: score`, token rewards with `penalty`.
-    Without a critic, A_t = sum over u >= t of gamma^(u-t) r_u (GAE with values 0 and lambda 1).
-
-    Raises RewardError for a non-finite score and NumericsError for other non-finite quantities, unless `check` is False.
+    Scores are clipped, normalised (`seen`: scores of earlier batches), then replaced by `truncated_score`.  The KL enters scores
+    with `kl.mode: score`, token rewards with `penalty`.  Without a critic, A_t = sum over u >= t of gamma^(u-t) r_u (GAE with
+    values 0 and lambda 1).  Raises RewardError for a non-finite score and NumericsError for other non-finite quantities, unless
+    `check` is False.
     """
     lengths_B = lengths_like(scored.behaviour_logp_T, scored.lengths_B)
     if check:
@@ -178,7 +168,7 @@ def _rewards(
     kl_coefficient: float,
     custom: CustomAdvantage | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return token rewards, the same with compared scores (None: not compared), and custom advantages, all [T]."""
+    """Return token rewards, the same with compared scores (None: not compared), and custom advantages, [T] each."""
     scores_B = scores.trained_B
     if kl_T is not None and ppo.kl.mode == "score":
         scores_B = scores_B - kl_coefficient * row_sums(kl_T, lengths_B)
@@ -187,7 +177,15 @@ def _rewards(
     steps_T = None if choices.pairs else scored.step_rewards_T
     rewards_T = token_rewards(scores_B, penalty_T, lengths_B, kl_coefficient, steps_T)
     if custom is not None:
-        compared_B = custom(_advantage_inputs(scored, scores_B, rewards_T, lengths_B, scores.greedy_G))
+        assert scored.tokens_T is not None and scored.versions_T is not None, "a custom function reads tokens and versions"
+        groups_B = torch.arange(scores_B.numel(), device=scores_B.device) // scored.group_size
+        batch = AdvantageInputs(
+            tokens_T=scored.tokens_T, old_logp_T=scored.behaviour_logp_T.detach(), versions_T=scored.versions_T,
+            reference_logp_T=_detached(scored.reference_logp_T), values_T=_detached(scored.values_T), rewards_T=rewards_T,
+            scores_B=scores_B, lengths_B=lengths_B, truncated_B=scored.truncated_B, groups_B=groups_B,
+            group_size=scored.group_size, greedy_scores_G=scores.greedy_G,
+        )  # fmt: skip
+        compared_B = custom(batch)
         if compared_B.shape != scores_B.shape:
             return rewards_T, None, compared_B
     elif choices.compares:
@@ -200,26 +198,6 @@ def _rewards(
 
 def _detached(x_T: Tensor | None) -> Tensor | None:
     return None if x_T is None else x_T.detach()
-
-
-def _advantage_inputs(
-    scored: ScoredBatch, scores_B: Tensor, rewards_T: Tensor, lengths_B: Tensor, greedy_G: Tensor | None
-) -> AdvantageInputs:
-    assert scored.tokens_T is not None and scored.versions_T is not None, "a custom function reads tokens and versions"
-    return AdvantageInputs(
-        tokens_T=scored.tokens_T,
-        old_logp_T=scored.behaviour_logp_T.detach(),
-        reference_logp_T=_detached(scored.reference_logp_T),
-        versions_T=scored.versions_T,
-        values_T=_detached(scored.values_T),
-        rewards_T=rewards_T,
-        scores_B=scores_B,
-        lengths_B=lengths_B,
-        truncated_B=scored.truncated_B,
-        groups_B=torch.arange(scores_B.numel(), device=scores_B.device) // scored.group_size,
-        group_size=scored.group_size,
-        greedy_scores_G=greedy_G,
-    )
 
 
 class _Scores(NamedTuple):
@@ -252,12 +230,7 @@ def _trained_scores(scored: ScoredBatch, ppo: PPOConfig, seen: Moments) -> _Scor
 
 
 def _summarise(
-    scored: ScoredBatch,
-    shaped_B: Tensor,
-    kl_T: Tensor | None,
-    rewards_T: Tensor,
-    advantages_T: Tensor,
-    returns_T: Tensor,
+    scored: ScoredBatch, shaped_B: Tensor, kl_T: Tensor | None, rewards_T: Tensor, advantages_T: Tensor, returns_T: Tensor
 ) -> ExperienceStats:
     num_rows = scored.scores_B.numel()
     scores_B, advantages_T = scored.scores_B.double(), advantages_T.double()
@@ -281,9 +254,9 @@ def _summarise(
 
 
 def with_pairs(experience: Experience, scored: ScoredBatch, knows_kl: bool) -> Experience:
-    """Add the rows and figures of pairs; advantages are 1 in better responses, -1 in worse ones, else 0.
+    """Add the pairs' rows and figures; `knows_kl`: the reference's log-probs have the sampling temperature.
 
-    `knows_kl`: the reference's log-probs have the sampling temperature.
+    Advantages are 1 in better responses, -1 in worse ones, else 0.
     """
     signs_B, scores_B = experience.advantages_T[last_tokens(experience.lengths_B)], scored.scores_B.double()
     chosen, rejected = scores_B[signs_B > 0], scores_B[signs_B < 0]
@@ -320,13 +293,13 @@ def _check_inputs(scored: ScoredBatch, lengths_B: Tensor) -> None:
             "finite); a score must be a finite number; check the reward that gave it"
         )
     _check_tokens("behaviour log-prob", scored.behaviour_logp_T, lengths_B)
-    if scored.reference_logp_T is not None:
-        _check_tokens("reference log-prob", scored.reference_logp_T, lengths_B)
-    if scored.values_T is not None:
-        _check_tokens("value", scored.values_T, lengths_B)
+    _check_tokens("reference log-prob", scored.reference_logp_T, lengths_B)
+    _check_tokens("value", scored.values_T, lengths_B)
 
 
-def _check_tokens(quantity: str, x_T: Tensor, lengths_B: Tensor) -> None:
+def _check_tokens(quantity: str, x_T: Tensor | None, lengths_B: Tensor) -> None:
+    if x_T is None:
+        return
     assert x_T.shape == (int(lengths_B.sum()),), f"{quantity}: shape {x_T.shape} for {int(lengths_B.sum())} packed tokens"
     bad_T = (~x_T.isfinite()).nonzero().flatten()
     if not bad_T.numel():

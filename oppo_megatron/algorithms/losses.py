@@ -1,14 +1,14 @@
 """Losses of actor and critic, KL estimates and the weights of a reduction.
 
-Legend: T response tokens of a micro-batch (packed), R its responses.  `num_tokens` counts the GLOBAL minibatch and divides
-every loss, so losses and gradients of micro-batches and ranks add up.
+T: response tokens of a micro-batch (packed), R: its responses.  `num_tokens` counts the global minibatch and divides every loss,
+so losses and gradients of micro-batches and ranks add up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,22 +22,18 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 def kl_per_token(logp_T: Tensor, reference_logp_T: Tensor, estimator: Estimator) -> Tensor:
-    """Return the KL(actor || reference) estimate of each token in nats, [T], differentiable in `logp_T`.
+    """Return each token's estimate of KL(actor || reference) in nats, [T].
 
     With d = log actor - log reference (J. Schulman, "Approximating KL divergence", 2020):
     k1 = d: unbiased, of either sign; as a loss, its expected gradient is zero.
     k2 = d^2 / 2: never negative, biased; its expected gradient is the KL's.
-    k3 = exp(-d) - 1 + d: never negative, unbiased if the reference has no mass outside the actor's
-    support; its expected gradient is that of KL(reference || actor).
+    k3 = exp(-d) - 1 + d: never negative, unbiased if the reference has no mass outside the actor's support; its expected gradient
+    is KL(reference || actor)'s.
     """
     d_T = logp_T - reference_logp_T
     if estimator == "k1":
         return d_T
-    if estimator == "k2":
-        return 0.5 * d_T.square()
-    if estimator == "k3":
-        return torch.expm1(-d_T) + d_T
-    raise ValueError(f"KL estimator {estimator!r} is unknown; choose k1, k2 or k3")
+    return 0.5 * d_T.square() if estimator == "k2" else torch.expm1(-d_T) + d_T
 
 
 def with_reverse_gradient(kl_T: Tensor, logp_T: Tensor, old_logp_T: Tensor) -> Tensor:
@@ -49,18 +45,14 @@ def with_reverse_gradient(kl_T: Tensor, logp_T: Tensor, old_logp_T: Tensor) -> T
 
 
 def row_weights(
-    lengths_N: Sequence[int],
-    group_size: int,
-    reduction: Reduction,
-    longest: int,
-    counted_N: Sequence[bool] | None = None,
+    lengths_N: Sequence[int], group_size: int, reduction: Reduction, longest: int, counted_N: Sequence[bool] | None = None
 ) -> list[float]:
-    """Return the weight of a token of each of the N responses, in units of 1/T (T: the minibatch's tokens).
+    """Return the weight of a token of each response, in units of 1/T (T: the minibatch's tokens).
 
     token_mean        1/T                     sequence_mean     1/(N |o|)          constant     1/(N L_max)
     group_token_mean  1/(G tokens of group)   sequence_sum      1/N
 
-    G counts groups; L_max is `longest` (arXiv 2503.20783).  Rows not in `counted_N` weigh 0; their tokens are left out, but
+    G counts groups; L_max is `longest` (arXiv 2503.20783).  Rows not in `counted_N` weigh 0, and their tokens are left out, but
     they count in N and G, as with TRL's `mask_truncated_completions` (1.12.0).
     """
     num_tokens, num_rows = sum(lengths_N), len(lengths_N)
@@ -83,15 +75,15 @@ def row_weights(
 @dataclass(frozen=True)
 class PolicyStats(TokenStats):
     loss: Tensor  # surrogate to be minimised, weighted as in the loss
-    clipped: Tensor  # tokens whose gradient the bounds of the ratio take away (cispo: reduce)
+    clipped: Tensor  # tokens whose gradient the ratio's bounds take away (cispo: reduce)
     approx_kl: Tensor  # k3 of KL(old || new)
     ratio: Tensor
-    weight: Tensor  # importance weights; 1 each if there are none
+    weight: Tensor  # importance weights
     kl: Tensor  # to the reference; like `entropy` filled in by `actor_loss`
     entropy: Tensor
     fresh_gradient: Tensor  # |advantage| by the weights of the loss, of responses without tokens of an older policy
-    fresh_lost: Tensor  # the part of it that the bounds take away
-    stale_gradient: Tensor  # the same of responses with tokens of an older policy
+    fresh_lost: Tensor  # the part that the bounds take away
+    stale_gradient: Tensor  # of responses with tokens of an older policy
     stale_lost: Tensor
     max_ratio: Tensor
 
@@ -142,7 +134,7 @@ class Surrogate:
 
 
 def log_ratios(logp_T: Tensor, old_logp_T: Tensor, ratio: Ratio, lengths_R: Tensor | None) -> Tensor:
-    """Return the log of the clipped ratio for each token, [T].
+    """Return the log of each token's ratio, [T].
 
     sequence: the response's mean (GSPO, arXiv 2507.18071 eq. 7); sequence_token: with the token's own gradient (eq. 14);
     sequence_product: the response's sum.
@@ -168,19 +160,17 @@ def ratio_base(
     correction: Literal["behaviour", "decoupled"],
     ratio: Ratio = "token",
     lengths_B: Tensor | None = None,
-    weight_cap: float = WEIGHT_CAP,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the ratio's base log-probs and each token's importance weight, both [T], without gradient.
+    """Return the ratio's base log-probs and importance weights, both [T], without gradient.
 
-    behaviour: log-probs recorded at sampling, no weight.
-    decoupled: proximal log-probs, recomputed at the step's start, and min(proximal / behaviour, `weight_cap`), a response's
-    if the `ratio` is (Hilton et al. 2022, AReaL 2025).  Without stale tokens both are plain PPO, bit for bit.
+    behaviour: log-probs recorded at sampling, no weight.  decoupled: proximal log-probs, recomputed at the step's start, and
+    min(proximal / behaviour, `WEIGHT_CAP`), a response's if the `ratio` is (Hilton et al. 2022, AReaL 2025).
     """
     if correction == "behaviour":
         return behaviour_logp_T.detach(), None
     assert proximal_logp_T is not None, "correction 'decoupled' needs the log-probs recomputed at the step's start"
     proximal_logp_T = proximal_logp_T.detach()
-    weight_T = log_ratios(proximal_logp_T, behaviour_logp_T.detach(), ratio, lengths_B).exp().clamp(max=weight_cap)
+    weight_T = log_ratios(proximal_logp_T, behaviour_logp_T.detach(), ratio, lengths_B).exp().clamp(max=WEIGHT_CAP)
     return proximal_logp_T, weight_T
 
 
@@ -211,18 +201,7 @@ def _plain(logp_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, surrogate: Sur
     return -advantages_T * logp_T, torch.zeros_like(ratio_T)
 
 
-class ObjectiveTerms(NamedTuple):
-    """`through_ratio`: gradients flow through the ratio, so a product of ratios is one term, shared by its tokens."""
-
-    terms: Terms
-    through_ratio: bool
-
-
-OBJECTIVES: Mapping[Objective, ObjectiveTerms] = {
-    "clip": ObjectiveTerms(_clip, through_ratio=True),
-    "cispo": ObjectiveTerms(_cispo, through_ratio=False),
-    "plain": ObjectiveTerms(_plain, through_ratio=False),
-}
+OBJECTIVES: Mapping[Objective, Terms] = {"clip": _clip, "cispo": _cispo, "plain": _plain}
 
 
 def policy_loss(logp_T: Tensor, targets: ActorTargets, surrogate: Surrogate, num_tokens: int) -> tuple[Tensor, PolicyStats]:
@@ -237,9 +216,8 @@ def policy_loss(logp_T: Tensor, targets: ActorTargets, surrogate: Surrogate, num
         losses_T = surrogate.custom.losses(logp_T, given, lengths_R.tolist(), {"num_tokens": num_tokens, **targets.counts})
         lost_T = torch.zeros_like(ratio_T)
     else:
-        objective = OBJECTIVES[surrogate.objective]
-        losses_T, lost_T = objective.terms(logp_T, ratio_T, targets.advantages_T, surrogate)
-        if objective.through_ratio and surrogate.ratio == "sequence_product":
+        losses_T, lost_T = OBJECTIVES[surrogate.objective](logp_T, ratio_T, targets.advantages_T, surrogate)
+        if surrogate.objective == "clip" and surrogate.ratio == "sequence_product":  # one term, shared by its tokens
             assert lengths_R is not None
             losses_T = losses_T / to_tokens(lengths_R, lengths_R, losses_T.numel())
     if targets.weight_T is not None:
@@ -281,10 +259,7 @@ def actor_loss(
     kl_coefficient: float,
     num_tokens: int,
 ) -> tuple[Tensor, PolicyStats]:
-    """Return surrogate + KL term (with `kl.mode: loss`) - entropy bonus, by the same weights.
-
-    `entropy_T` needs no gradient if its coefficient is 0.
-    """
+    """Return surrogate + KL term (with `kl.mode: loss`) - entropy bonus, by the same weights."""
     loss, stats = policy_loss(logp_T, targets, surrogate, num_tokens)
     if targets.reference_logp_T is not None:
         kl_T = kl_per_token(logp_T, targets.reference_logp_T, ppo.kl.formula)
@@ -301,7 +276,7 @@ def actor_loss(
 def value_loss(
     values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, value_clip: float, num_tokens: int
 ) -> tuple[Tensor, ValueStats]:
-    """Return half the larger squared error: of the value, or of the value clamped to old +- `value_clip` (0: not clamped)."""
+    """Return half the larger squared error, of the value or of the value clamped to old +- `value_clip` (0: not clamped)."""
     error_T = (values_T - returns_T).square()
     losses_T = 0.5 * error_T
     lost_T = torch.zeros_like(values_T, dtype=torch.bool)

@@ -1,7 +1,4 @@
-"""Packed response tokens: rows of a batch own contiguous spans of a 1-D tensor.
-
-Legend: T response tokens, B rows (responses), N some of the tokens.
-"""
+"""Packed tokens: rows own contiguous spans of a 1-D tensor.  T: response tokens, B: rows (responses), N: some of the tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ Lengths = Sequence[int] | Tensor
 
 
 def lengths_like(x_T: Tensor, lengths_B: Lengths) -> Tensor:
-    """Return `lengths_B` as int64 on the device of `x_T`, checked to cover it with non-empty spans."""
+    """Return `lengths_B` as int64 on the device of `x_T`, which it must cover with non-empty spans."""
     result_B = torch.as_tensor(lengths_B, dtype=torch.int64, device=x_T.device)
     assert result_B.dim() == 1 and x_T.dim() == 1, f"packed tensors are 1-D, got {x_T.shape}, lengths {result_B.shape}"
     assert bool((result_B >= 1).all()), f"every response has at least one token, got lengths {result_B.tolist()}"
@@ -45,12 +42,12 @@ def tokens_of_rows(lengths_B: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def row_sums(x_T: Tensor, lengths_B: Tensor) -> Tensor:
-    """Sum of each row's tokens, [B], with gradient and without host waits."""
+    """Sum of each row's tokens, [B], without host waits."""
     return torch.segment_reduce(x_T, "sum", lengths=lengths_B, axis=0, unsafe=True)
 
 
 def to_tokens(x_B: Tensor, lengths_B: Tensor, num_tokens: int) -> Tensor:
-    """Repeat each row's value for its tokens, [T]."""
+    """Each row's value for its tokens, [T]."""
     return x_B.repeat_interleave(lengths_B, output_size=num_tokens)
 
 

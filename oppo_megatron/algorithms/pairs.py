@@ -1,7 +1,6 @@
-"""Online DPO (arXiv 2402.04792): the loss of pairs, the best and the worst response of each group.
+"""Online DPO (arXiv 2402.04792): the loss of pairs, each group's best and worst response; groups of equal scores weigh 0.
 
-Groups of equal scores weigh 0.
-Legend: T response tokens of a micro-batch, B responses, P pairs, R the 2P rows of pairs.
+T: response tokens of a micro-batch, B: responses, P: pairs, R: the 2P rows of pairs.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class PairStats(TokenStats):
 
 
 def rows_of_pairs(signs_B: Tensor, group_size: int) -> list[list[int]]:
-    """Return each group's rows with non-zero signs (1: best, -1: worst), or its first two if it has no pair."""
+    """Return each group's rows with signs (1: best, -1: worst), or its first two if it has no pair."""
     found = []
     for first, signs in zip(range(0, signs_B.numel(), group_size), signs_B.view(-1, group_size).tolist(), strict=True):
         places = [place for place, sign in enumerate(signs) if sign] or [0, 1]
@@ -53,9 +52,9 @@ def pair_weights(num_tokens: int, counted_N: Sequence[bool]) -> list[float]:
 def pair_loss(
     logp_T: Tensor, entropy_T: Tensor, targets: ActorTargets, rule: DPOLossConfig, num_tokens: int, noise: float
 ) -> tuple[Tensor, PairStats]:
-    """Return a micro-batch's share of the mean loss over the minibatch's pairs, whose rows are neighbours.
+    """Return a micro-batch's share of the mean loss over the minibatch's pairs.
 
-    The sign of a row's advantages marks the better one; `share_T`: from `pair_weights`.
+    Rows of a pair are neighbours; positive advantages mark the better one.  `share_T`: from `pair_weights`.
     """
     assert targets.lengths_R is not None and targets.share_T is not None and targets.reference_logp_T is not None
     lengths_R = targets.lengths_R

@@ -9,9 +9,7 @@
     kto     wanted 1 - s(b(ratio - z0)), unwanted 1 - s(b(z0 - ratio)) (Ethayarajh et al. 2024, eq. 7)
     apo_zero_unpaired  the same with z0 = 0 (D'Oosterlinck et al. 2024)
 
-Sums are in double precision, because a sum of hundreds of log-probs is compared with another one.
-
-Legend: R answer tokens of a micro-batch, S its sequences (chosen, rejected, chosen, rejected, ... of pairs), P pairs.
+Sums are in double precision.  R: answer tokens of a micro-batch, S: its sequences (chosen, rejected, chosen, ...), P: pairs.
 """
 
 from __future__ import annotations
@@ -39,8 +37,7 @@ def pair_columns(
 ) -> dict[str, Tensor]:
     """Return each pair's `loss` and, without gradient, implicit rewards and their difference, [P] each.
 
-    `logp_S` and `reference_S` are sums over `counts_S` tokens.  `accuracy`: 1/2 if the
-    difference may be rounding (`noise` per token).
+    `logp_S`, `reference_S`: sums over `counts_S` tokens.  `accuracy`: 1/2 if the difference may be rounding (`noise` per token).
     """
     scale_S = 1.0 / counts_S if rule.average else torch.ones_like(reference_S)
     ratio_P2 = ((logp_S - reference_S) * scale_S).view(-1, 2)
@@ -83,9 +80,9 @@ def row_columns(
     point: float,
     noise: float = FLOAT32,
 ) -> dict[str, Tensor]:
-    """Return each row's `loss` and, without gradient, its position relative to the reference point, [S] each.
+    """Return each row's `loss` and, without gradient, `margin`, its implicit reward's distance from the point, [S] each.
 
-    `sign_S`: 1 for wanted rows, -1 for unwanted; `point`: z0; `margin`: distance of the implicit reward from the point's.
+    `sign_S`: 1 for wanted rows, -1 for unwanted; `point`: the reference point z0.
     """
     ratio_S = logp_S - reference_S
     margin_S = rule.beta * sign_S * (ratio_S - point)

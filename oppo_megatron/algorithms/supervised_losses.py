@@ -1,7 +1,6 @@
-"""Losses of supervised training: next tokens (SFT) and preferences (reward model).
+"""Losses of supervised training: next tokens (SFT), preferences and steps (reward models).
 
-Legend: R completion tokens and P pairs of a micro-batch.  `num_tokens` and `num_pairs` count the whole batch.  Statistics are
-sums over `count` tokens or pairs.
+R: tokens and P: pairs of a micro-batch.  `num_tokens` and `num_pairs` count the whole batch.  Statistics are sums over `count`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def preference_table(scores_P2: Tensor) -> Tensor:
 
 
 def means(stats: Mapping[str, float]) -> dict[str, float]:
-    """Return summed statistics divided by `count`; {} for {} (an early pipeline stage)."""
+    """Divide summed statistics by `count`; {} for {} (an early pipeline stage)."""
     return {name: value / stats["count"] for name, value in stats.items() if name != "count"}
 
 
@@ -67,10 +66,7 @@ def step_scores(logits_S: Tensor) -> Tensor:
 def response_scores(
     scores_S: Tensor, counts: Sequence[int], how: Literal["last", "min", "sum", "potential"]
 ) -> tuple[Tensor, Tensor | None]:
-    """Return response scores [B] from their steps' scores (`counts` per response), and each step's share [S].
-
-    The shares add up to the score; None if only the whole response is rewarded.
-    """
+    """Return scores [B] of steps' scores (`counts` per response) and the steps' shares [S] (None: steps earn nothing)."""
     rows = scores_S.split(list(counts))
     if how == "min":
         return torch.stack([row.amin() for row in rows]), None

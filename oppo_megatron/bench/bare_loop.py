@@ -1,7 +1,6 @@
-"""Greedy decoding in plain torch: a lower bound for the engine. Sequences have one length.
+"""Greedy decoding of sequences of one length in plain torch: a lower bound for the engine.
 
-B sequences, P prompt tokens, N new tokens, H hidden, G key/value heads, R query heads per group, D head dimension, L
-positions.
+B sequences, P prompt and N new tokens, H hidden, G key/value heads, R query heads per group, D head dimension, L positions.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Legend: B sequences, P prompt tokens, N decode steps up to the last sequence's end, V vocabulary.
 
-Peers take turns, so other load affects all; results are medians.  Only decode steps after the prefill, and tokens within the
-given lengths, count.
+Results are medians of peers that take turns.  Decode steps after the prefill, and tokens within given lengths, count.
 """
 
 from __future__ import annotations
@@ -69,10 +68,7 @@ class DecodeWork:
 
     @property
     def stopping(self) -> Stopping:
-        """Sequences end after the prefill's token and 1 to `new_tokens` decoded ones.
-
-        Raises ConfigError or DataError for unusable lengths.
-        """
+        """Sequences end after the prefill's token and 1 to `new_tokens` decoded ones.  Raises ConfigError or DataError."""
         limit = self.new_tokens + 1
         if self.forced_lengths is None:
             return Stopping((), limit)
@@ -195,10 +191,7 @@ def _now(device: torch.device) -> float:
 
 
 def bench_decode(work: DecodeWork, names: Sequence[str], out: Path) -> dict[str, Any]:
-    """Measure the named `PEERS`; write decode.json and decode.png, and return the JSON content.
-
-    Raises ConfigError, DataError or OSError before measuring.
-    """
+    """Measure the named `PEERS`; write decode.json and decode.png.  Raises ConfigError, DataError or OSError before it."""
     stopping = work.stopping
     out.mkdir(parents=True, exist_ok=True)
     runtime = RuntimeConfig(threads_per_rank=work.threads, device="cpu")

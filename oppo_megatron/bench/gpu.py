@@ -1,7 +1,6 @@
-"""Benchmarks one GPU within a time limit: decoding, scoring during it, and PPO steps against TRL's.
+"""Benchmark one GPU within a time limit: decoding, scoring during it, and PPO steps against TRL's.
 
-Each part has its own processes and share of the time, so a failure affects no other.  `gpu_parts.py` loads models,
-`benchmarks/peers` has TRL's runner.
+Each part has its own processes and share of the time.  `gpu_parts.py` loads models, `benchmarks/peers` has TRL's runner.
 """
 
 from __future__ import annotations
@@ -39,19 +38,10 @@ Shape = Mapping[str, Any]
 
 def _qwen(hidden: int, layers: int, heads: int, ffn: int) -> Shape:
     return {
-        "model_type": "qwen2",
-        "architectures": ["Qwen2ForCausalLM"],
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 2,
-        "intermediate_size": ffn,
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-        "rope_theta": 1000000.0,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-    }
+        "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": 2, "intermediate_size": ffn, "vocab_size": 151936,
+        "max_position_embeddings": 32768, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+    }  # fmt: skip
 
 
 SIZES: dict[str, Shape] = {"0.5B": _qwen(896, 24, 14, 4864), "1.5B": _qwen(1536, 28, 12, 8960), "3B": _qwen(2048, 36, 16, 11008)}
@@ -148,9 +138,11 @@ class GpuBench:
         for why_not in self._process(size, part, command, seconds):
             new = read_lines(lines)[taken:]
             taken += len(new)
-            self._add({"size": size, "part": part, **row} for row in new)
+            found = [{"size": size, "part": part, **row} for row in new]
             if why_not is not None:
-                self._add([{"size": size, "part": part, "why_not": why_not}])
+                found.append({"size": size, "part": part, "why_not": why_not})
+            if found:
+                self._add(found)
 
     def _train(self, size: str, mode: str, config: TrainConfig, seconds: float) -> None:
         """Run PPO; finished steps count even if it fails."""
@@ -245,12 +237,9 @@ class GpuBench:
             return None
         return f"needs about {needed / 2**30:.0f} GiB, the device has {self.memory_bytes / 2**30:.0f}"
 
-    def _add(self, rows: Iterator[dict[str, Any]] | Sequence[dict[str, Any]]) -> None:
-        new = list(rows)
-        if not new:
-            return
-        self.rows += new
-        for row in new:
+    def _add(self, rows: Sequence[dict[str, Any]]) -> None:
+        self.rows += rows
+        for row in rows:
             found = {name: row[key] for name, key in COLUMNS.items() if row.get(key) is not None}
             self.say("    " + ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items()))
         set_side_by_side(self.rows)
@@ -305,10 +294,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def run_within(command: Sequence[str], seconds: float, log: Path) -> Generator[str | None, None, None]:
-    """Run a command, output in `log`; yield None each second and finally why it did not finish.
-
-    All descendants end with it, so that none keeps device memory.
-    """
+    """Run a command, output in `log`; yield None each second and finally why it did not finish.  Its descendants end with it."""
     with started(command, log, end=_end) as process:
         end = time.monotonic() + seconds
         while process.poll() is None and time.monotonic() < end:
@@ -318,7 +304,8 @@ def run_within(command: Sequence[str], seconds: float, log: Path) -> Generator[s
     if ended is None:
         yield f"its {seconds:.0f} s ran out"
     elif ended:
-        yield f"exit code {ended}, {_last_line(log)} ({log})"
+        lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        yield f"exit code {ended}, {lines[-1] if lines else 'without a word'} ({log})"
     else:
         yield None
 
@@ -332,8 +319,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 member.kill()
         psutil.wait_procs(family, timeout=10)
     process.wait()
-
-
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "without a word"

@@ -1,6 +1,6 @@
-"""The parts of `oppo bench gpu` that load models: `python -m oppo_megatron.bench.gpu_parts ORDER.json`.
+"""Parts of `oppo bench gpu` that load models, each a process: `python -m oppo_megatron.bench.gpu_parts ORDER.json`.
 
-Each runs in its own process and writes every figure as a line once known.  Legend: B sequences, P prompt tokens, V vocabulary.
+Legend: B sequences, P prompt tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -209,10 +209,7 @@ def measure_overlap(bench: Bench) -> None:
 
 
 def _hidden(bench: Bench, rounds: RoundRunner) -> dict[str, Any]:
-    """Return medians of several turns after a warm-up.
-
-    `hidden_percent`: share of the scoring time that decoding at the same time hides.
-    """
+    """Return medians of several turns; `hidden_percent`: share of the scoring time that decoding hides."""
     decoded = 1 + 3 * (1 + REPEATS)  # all these chunks have to be within the limit
     chunk = max(1, min(bench.work.chunk_tokens, (bench.work.response_tokens - 1) // decoded))
     rollouts = bench.rollouts()

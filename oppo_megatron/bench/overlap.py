@@ -1,7 +1,4 @@
-"""Time saved by overlap: one configuration in every mode of the loop, in one or several placements.
-
-Seed and prompts are the same in all runs; lengths only with `debug.forced_lengths`.
-"""
+"""Time saved by overlap: one configuration, seed and prompts in every mode of the loop, in one or several placements."""
 
 from __future__ import annotations
 
@@ -98,10 +95,7 @@ def compare(configs: Mapping[str, TrainConfig], runs: Runs) -> dict[str, Any]:
 
 
 def nothing_waits(placement: str, runs: Runs) -> dict[str, Any]:
-    """Return each mode's distance from a step without waiting.
-
-    No step can be shorter than the work of the busiest rank in the sequential run.
-    """
+    """Return each mode's time over the least: the work of the busiest rank in the sequential run."""
     own = [work_seconds(run.path) for run in runs[f"{placement}/sequential"]]
     ranks = []
     for rank in sorted(own[0]):

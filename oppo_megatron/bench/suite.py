@@ -48,10 +48,7 @@ Runs = Mapping[str, Sequence[Run]]
 
 @dataclass(frozen=True)
 class Suite:
-    """Makes the runs of a benchmark in `out`; `launch` starts a run's ranks.
-
-    `resume`: reuse finished runs of the same configuration (None: no such option).
-    """
+    """Makes the runs of a benchmark in `out`; `resume`: reuse finished runs (None: no such option)."""
 
     out: Path
     repeats: int

@@ -179,10 +179,7 @@ def _gpu(args: argparse.Namespace) -> int:
 def add_run_arguments(
     parser: argparse.ArgumentParser, kind: str, *, config: Literal["?"] | None = None, prompts: Sequence[int] | None = None
 ) -> None:
-    """Add the common arguments of benchmarks of whole runs: CONFIG (optional if `config` is `?`) and options.
-
-    `prompts`: prompt lengths to compare.
-    """
+    """Add CONFIG (optional if `config` is `?`) and the options of whole runs; `prompts`: prompt lengths to compare."""
     add_config_arguments(parser, nargs=config)
     parser.add_argument("--steps", type=count, metavar="N", help="PPO steps per run; default: the configuration's")
     parser.add_argument("--repeats", type=count, default=1, metavar="N", help="runs of each, in turn (A B C A B C); default 1")
@@ -214,10 +211,7 @@ def add_resume_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def load_base(args: argparse.Namespace, inputs: str = "inputs") -> TrainConfig:
-    """Return the checked configuration with the common arguments applied; random prompts go to `OUT/inputs`.
-
-    Raises ConfigError, also if `--out` holds an earlier benchmark.
-    """
+    """Return the checked configuration of the arguments; random prompts go to `OUT/inputs`.  Raises ConfigError."""
     refuse_given_ranks("`oppo bench` starts the ranks of each run itself; call it without torchrun or srun")
     refuse_figures(args.out / args.figures)
     from oppo_megatron.bench.suite import bare

@@ -1,4 +1,4 @@
-"""`oppo config`: explains a setting, lists settings, prints a file with its defaults, or writes a starting file."""
+"""`oppo config`: explain a setting, list settings, print a file with its defaults, or write a starting file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def run(args: argparse.Namespace) -> int:
     if kind is not None and args.config is not None and not args.list:
         config = load_config(COMMANDS[kind], args.config, args.overrides)  # the files that it names need not exist
     if args.list:
-        print("\n".join(_listing(kinds)))
+        for number, (command, each) in enumerate(kinds.items()):
+            lines = _aligned(setting for setting in all_settings(each) if setting.section is None)
+            print(*[""] * bool(number), f"oppo {command}:", *lines, sep="\n")
     elif args.explain is not None:
         print("\n".join(_explanation(kinds, args.explain, config)))
     elif config is not None:
@@ -56,10 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _explanation(kinds: Mapping[str, type[Section]], key: str, here: Section | None) -> Iterator[str]:
-    """Yield the explanation of `key`, once for all commands that share it, with its value in `here` if given.
-
-    Raises ConfigError with the nearest keys if no command has it.
-    """
+    """Yield the explanation of `key`, once for commands that share it, with its value in `here`.  Raises ConfigError."""
     found: dict[tuple[str, ...], list[str]] = {}
     for command, kind in kinds.items():
         setting = find_setting(kind, key)
@@ -111,13 +110,6 @@ def _shown(config: Section, key: str) -> str:
         else:
             value = [at(item, part) for item in value] if isinstance(value, list) else at(value, part)
     return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
-
-
-def _listing(kinds: Mapping[str, type[Section]]) -> Iterator[str]:
-    for number, (command, kind) in enumerate(kinds.items()):
-        yield from [""] * bool(number)
-        yield f"oppo {command}:"
-        yield from _aligned(setting for setting in all_settings(kind) if setting.section is None)
 
 
 def _aligned(settings: Iterator[Setting]) -> Iterator[str]:

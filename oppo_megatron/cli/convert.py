@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from oppo_megatron.cli.parser import at_least, count
 from oppo_megatron.config.data import TokenizerConfig
-from oppo_megatron.data.tokenizer import load_tokenizer, special_ids, write_beside
+from oppo_megatron.data.tokenizer import load_tokenizer, special_ids, write_tokenizer
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.modeldir.megatron import find_megatron
 from oppo_megatron.modeldir.vocabularies import GENERATION_CONFIG, model_eos_ids
@@ -101,7 +101,7 @@ def _side_files(
     ids = special_ids(tokenizer, scored=scored)
     settles = args.adapter is not None and (args.adapter / GENERATION_CONFIG).is_file()
     source = args.adapter if settles else args.src
-    if changed := write_beside(folder, tokenizer, ids, family, scored=scored, source=source):
+    if changed := write_tokenizer(folder, tokenizer, ids, family, scored=scored, source=source):
         print(changed, file=sys.stderr)
     return sorted(folder.iterdir()), ids
 

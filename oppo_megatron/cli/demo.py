@@ -64,10 +64,9 @@ QUICK = {
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the chain whose finished content is reused.
+    """A part of the chain; `make` fills `directory` and returns an exit code.
 
-    `make` fills `directory` and returns an exit code (0: done).  A finished stage is reused only with the same `settings` (plain
-    JSON) and the same content of the stages in `after`.
+    A finished stage is reused with the same `settings` (plain JSON) and the same content of the stages in `after`.
     """
 
     name: str
@@ -135,7 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     algorithm = args.algorithm
-    out = args.out or default_out(algorithm)
+    out = args.out or folder_of(OUT, algorithm)
     stages = plan(out, find_configs(args.configs, algorithm), args.seed, args.quick, algorithm)
     started = time.monotonic()
     try:
@@ -159,15 +158,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def default_out(algorithm: str) -> Path:
-    return OUT if algorithm == "ppo" else OUT.with_name(f"{OUT.name}-{algorithm}")
+def folder_of(out: Path, algorithm: str) -> Path:
+    return out if algorithm == "ppo" else out.with_name(f"{out.name}-{algorithm}")
 
 
 def find_configs(given: Path | None, algorithm: str = "ppo") -> Path:
-    """Return the folder of the algorithm's configurations: `given`, or in the working directory or repository.
-
-    Raises ConfigError if there is none.
-    """
+    """Return `given`, or the algorithm's folder in the working directory or repository.  Raises ConfigError."""
     names = [f"{name}.yaml" for name in ("sft", *(["rm"] if algorithm == "ppo" else []), _file_of(algorithm))]
     places = [given] if given is not None else [CONFIGS, Path(__file__).parents[2] / CONFIGS]
     for place in places:
@@ -184,10 +180,7 @@ def _file_of(algorithm: str) -> str:
 
 
 def plan(out: Path, configs: Path, seed: int, quick: bool, algorithm: str = "ppo") -> list[Stage]:
-    """Return the stages in order, each with its own directory in `out`.
-
-    Preset ppo trains a reward model first; the others start after the warm start, with the verifier as only reward.
-    """
+    """Return the stages, each with its own directory in `out`.  Only ppo trains a reward model; others have the verifier."""
     single = has_cuda() and cuda_devices() == 1
     recipe = {**(QUICK_DATA if quick else DATA), "seed": seed}
     make_data = functools.partial(_make_data, out / "data", recipe)
@@ -221,10 +214,7 @@ def plan(out: Path, configs: Path, seed: int, quick: bool, algorithm: str = "ppo
 
 
 def _preset(algorithm: str, single: bool) -> list[str]:
-    """Return the changes for a preset and for a host with a `single` GPU.
-
-    Without a reference nothing scores, so both processes hold the actor.
-    """
+    """Return the changes for a preset and for a host with a `single` GPU."""
     preset = [] if algorithm == "ppo" else [f"algorithm.preset={algorithm}"]
     if single:
         return [*preset, "placement.mode=single"]

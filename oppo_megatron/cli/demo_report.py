@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from oppo_megatron.config.evaluation import ACCURACY
 from oppo_megatron.nesting import read_json
 from oppo_megatron.report.charts import draw
+from oppo_megatron.report.comparison import format_table
 from oppo_megatron.report.curves import REWARD, curve_chart
 from oppo_megatron.report.run_records import read_runs
 from oppo_megatron.report.timeline import draw_windows, step_window
@@ -24,10 +22,7 @@ FIGURES = (
 
 
 def write_report(out: Path, names: Sequence[str], seconds: float, algorithm: str) -> None:
-    """Compare the finished runs `out/<name>`, the first one without overlap.
-
-    Writes demo.json, reward.png and timeline.png into `out` and prints the table.  `seconds`: duration of the demo.
-    """
+    """Write demo.json, reward.png and timeline.png of the finished runs `out/<name>`, the first without overlap."""
     runs = {name: RunDirectory(out / name) for name in names}
     figures = {name: _figures(run) for name, run in runs.items()}
     base, other = (figures[name]["step_s"] for name in names)
@@ -37,50 +32,43 @@ def write_report(out: Path, names: Sequence[str], seconds: float, algorithm: str
     if (reward := curve_chart(records, REWARD[0])) is not None:
         draw(reward).savefig(out / "reward.png")
     draw_windows({each.name: step_window(each.name, each.spans, None) for each in records}).savefig(out / "timeline.png")
-    console = Console()
-    console.print(comparison(figures, base / other, algorithm))
+    print(comparison(figures, base / other, algorithm))
     files = ", ".join(str(out / file) for file in ("reward.png", "timeline.png", "demo.json"))
-    console.print(f"{files}; {seconds:.0f} s in all", soft_wrap=True, highlight=False)
+    print(f"{files}; {seconds:.0f} s in all")
 
 
-def comparison(figures: Mapping[str, Mapping[str, Any]], speedup: float, algorithm: str) -> Table:
-    table = Table(title=f"{algorithm.upper()} on arithmetic: the same start, the same steps", title_justify="left")
-    table.add_column("")
-    for name in figures:
-        table.add_column(name, justify="right")
-
-    def row(label: str, *values: str) -> None:
-        table.add_row(label, *values)
-
+def comparison(figures: Mapping[str, Mapping[str, Any]], speedup: float, algorithm: str) -> str:
+    """Return the table: a column for each run, the first without overlap."""
     runs = list(figures.values())
-    row("seconds per step", *(f"{run['step_s']:.2f}" for run in runs))
-    row("speed-up", "1.00x", f"{speedup:.2f}x")
+    lines = {"seconds per step": [f"{run['step_s']:.2f}" for run in runs], "speed-up": ["1.00x", f"{speedup:.2f}x"]}
     if any(run["scoring_hidden"] is not None for run in runs):  # there is none without a scoring model
-        row("scoring time hidden", *(f"{run['scoring_hidden']:.0%}" for run in runs))
-    row("rollouts by times deferred", *(histogram(run["deferred"]) for run in runs))
-    row("reward, first to last steps", *(f"{run['reward_first']:.2f} to {run['reward_last']:.2f}" for run in runs))
+        lines["scoring time hidden"] = [f"{run['scoring_hidden']:.0%}" for run in runs]
+    lines["rollouts by times deferred"] = [histogram(run["deferred"]) for run in runs]
+    lines["reward, first to last steps"] = [f"{run['reward_first']:.2f} to {run['reward_last']:.2f}" for run in runs]
     for when in ("before", "after"):
-        row(f"held-out accuracy {when}", *(_with_error(run[f"accuracy_{when}"], run[f"error_{when}"]) for run in runs))
-    row("difference from the first", "", difference(*runs))
-    table.caption = "±: standard error over the held-out problems; another seed changes an accuracy by more"
-    return table
+        accuracies = [(run[f"accuracy_{when}"], run[f"error_{when}"]) for run in runs]
+        lines[f"held-out accuracy {when}"] = [
+            f"{mean:.1%}" + ("" if error is None else f" ± {error:.1%}") for mean, error in accuracies
+        ]
+    lines["difference from the first"] = ["", difference(*runs)]
+    rows = [{"": label, **dict(zip(figures, values, strict=True))} for label, values in lines.items()]
+    return "\n".join(
+        [
+            f"{algorithm.upper()} on arithmetic: the same start, the same steps",
+            format_table({"": "", **{name: name for name in figures}}, rows),
+            "±: standard error over the held-out problems; another seed changes an accuracy by more",
+        ]
+    )
 
 
 def difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return the difference of two final accuracies, called noise below two standard errors.
-
-    The error assumes independent samples, but both runs answer the same problems: it is an upper bound.
-    """
+    """Return the difference of final accuracies, noise below two standard errors (of independent samples: an upper bound)."""
     change = other["accuracy_after"] - first["accuracy_after"]
     errors = [run["error_after"] for run in (first, other)]
     if None in errors:
         return f"{change:+.1%}"
     error = math.hypot(*errors)
     return f"{change:+.1%} ± {error:.1%}{', which is noise' if abs(change) < 2 * error else ''}"
-
-
-def _with_error(accuracy: float, error: float | None) -> str:
-    return f"{accuracy:.1%}" if error is None else f"{accuracy:.1%} ± {error:.1%}"
 
 
 def histogram(deferred: Mapping[str, int]) -> str:

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +22,7 @@ from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.errors import ConfigError, DataError
-from oppo_megatron.evaluation.comparing import Judged, as_json, as_table
-from oppo_megatron.evaluation.grading import Answer, Grader
+from oppo_megatron.evaluation.grading import Answer, Grader, Judged, as_json, as_table
 from oppo_megatron.layout.shape import check_head, max_positions
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.nesting import read_json
@@ -65,14 +64,14 @@ def run(args: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         requests = [_request(args, directory, _file(folder, place)) for place, directory in enumerate(args.directory)]
         _require_same_prompts(requests, args.directory)
-        if requests[0].told_of_prompts:
-            _tell(requests[0].told_of_prompts)
+        if requests[0].about_prompts:
+            _tell(requests[0].about_prompts)
         requests = [_gradable(request, grader) for request in requests]
         for request in requests:
-            _tell(request.policy.told)
+            _tell(request.policy.summary)
             if code := launch("eval", request, request.parallel.num_ranks, generate.ENTRY):
                 return code
-        policies = _judge(args, grader, [_answers(_file(folder, place)) for place in range(len(requests))])
+        policies = _judge(args, grader, [list(map(_answer, _rows(_file(folder, place)))) for place in range(len(requests))])
         if args.out is not None:
             _write(args, policies, grader.labels)
     if args.json:
@@ -113,7 +112,10 @@ def _judges(args: argparse.Namespace) -> ServeConfig:
         if reward is not None:
             raise ConfigError(f"{args.rewards} has a reward model already; drop --reward-model, or that part")
         parts.append({"kind": "model"})
-        model = _reward_weights(args.reward_model)
+        model, weights = args.reward_model, args.reward_model / WEIGHTS
+        is_run = (model / RUN_CONFIG).is_file() and not (model / SHAPE).is_file()
+        if is_run and any((weights / name).is_file() for name in (SHAPE, ADAPTER_CONFIG)):
+            model = weights  # the run's final ones
         reward, tokenizer = {"checkpoint": model}, {"path": model}
     parts += [{"kind": "python", "entry_point": name} for name in args.function or ()]
     parts += [{"kind": "http", "url": url} for url in args.url or ()]
@@ -125,13 +127,6 @@ def _judges(args: argparse.Namespace) -> ServeConfig:
     except ValidationError as error:
         raise ConfigError([f"{args.rewards}: {problem}" for problem in explain(ServeConfig, error)]) from error
     return _with_model(config, args)
-
-
-def _reward_weights(directory: Path) -> Path:
-    """Return the reward model's folder, or the final weights of a run."""
-    weights = directory / WEIGHTS
-    is_run = (directory / RUN_CONFIG).is_file() and not (directory / SHAPE).is_file()
-    return weights if is_run and any((weights / name).is_file() for name in (SHAPE, ADAPTER_CONFIG)) else directory
 
 
 def _with_model(config: ServeConfig, args: argparse.Namespace) -> ServeConfig:
@@ -178,9 +173,9 @@ def _request(args: argparse.Namespace, directory: Path, output: Path) -> Request
 
 
 def _require_same_prompts(requests: Sequence[Request], directories: Sequence[Path]) -> None:
-    texts = [[prompt.text for prompt in request.prompts] for request in requests]
-    for directory, other in zip(directories, texts, strict=True):
-        if other != texts[0]:
+    first, *others = ([prompt.text for prompt in request.prompts] for request in requests)
+    for directory, other in zip(directories[1:], others, strict=True):
+        if other != first:
             raise DataError(
                 f"{directory} would be asked other prompts than {directories[0]}, as by another chat template; give one with "
                 "--template or --chat-template"
@@ -202,9 +197,8 @@ def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _answers(path: Path) -> list[Answer]:
-    names = ("row", "sample", "prompt", "response", "finish_reason", "tokens", "fields")
-    return [Answer(*(line[name] for name in names)) for line in _rows(path)]
+def _answer(line: Mapping[str, Any]) -> Answer:
+    return Answer(*(line[name] for name in ("row", "sample", "prompt", "response", "finish_reason", "tokens", "fields")))
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

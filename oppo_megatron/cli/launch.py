@@ -73,31 +73,22 @@ def launch(kind: str, config: Any, world_size: int, entry: str = ENTRY, *, in_pr
     if world_size == 1 and in_process:
         with _environment(_local_ranks()):
             return _run_entry(entry, kind, config)
-    with signals_held():
-        surroundings = _prepare(config)
+    forks = rank_processes.start_method(config) == "forkserver"
+    with signals_held():  # import what starts ranks, here and in a fork server at the same time
+        if forks:
+            rank_processes.begin_fork_server()
+        importlib.import_module("torch.distributed.launcher.api")
+        if forks:
+            try:
+                rank_processes.await_fork_server()
+            except (EOFError, ConnectionError) as error:
+                raise RankKilled(ORPHANS) from error
+        surroundings = rank_processes.Surroundings.here()
     return _launch_local(entry, kind, config, world_size, surroundings)
 
 
-def _prepare(config: Any) -> rank_processes.Surroundings:
-    """Import what starts ranks, also in a fork server."""
-    forks = rank_processes.start_method(config) == "forkserver"
-    if forks:
-        rank_processes.begin_fork_server()
-    importlib.import_module("torch.distributed.launcher.api")
-    if forks:
-        try:
-            rank_processes.await_fork_server()
-        except (EOFError, ConnectionError) as error:
-            raise RankKilled(ORPHANS) from error
-    return rank_processes.Surroundings.here()
-
-
 def quiet_torch() -> None:
-    """Set torch's environment variables before it is loaded.  Exceptions repeat what its C++ log says.
-
-    libgomp's first thread spins for milliseconds after each product, taking a shared core from the thread it waits for
-    (docs/performance.md).
-    """
+    """Set torch's environment variables before it is loaded: less C++ log, and no spinning threads (docs/performance.md)."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -262,10 +253,7 @@ def _agent(world_size: int, meeting: LocalMeeting, folder: Path, start_method: s
 
 
 def _local_rank(surroundings: rank_processes.Surroundings, entry: str, kind: str, config: Any, failures: str) -> None:
-    """Run one rank in its own process; on failure it writes a `Failure`.  The parent shows the first one.
-
-    `surroundings`: the starting process's environment and output files; unpickling applies them.
-    """
+    """Run one rank in its own process; on failure it writes a `Failure`.  Unpickling `surroundings` applies them."""
     rank_processes.end_with_launcher()
     outlive_terminal()
     rank, folder = int(os.environ["RANK"]), Path(failures)
@@ -274,9 +262,12 @@ def _local_rank(surroundings: rank_processes.Surroundings, entry: str, kind: str
     try:
         code = _run_entry(entry, kind, config)
     except Exception as error:
-        kind_of_failure = _kind_of(error)
-        message = traceback.format_exc() if kind_of_failure == "defect" else str(error)
-        Failure(rank, time.time(), kind_of_failure, message).leave(folder)
+        # An OSError with a file name (disk full, no permission) is for the user to correct; a lost connection names none.
+        expected = isinstance(error, OppoError) or (isinstance(error, OSError) and error.filename is not None)
+        what: Literal["input", "defect", "symptom"] = "input" if expected else "defect"
+        what = "symptom" if isinstance(error, (StallError, WorldError)) else what
+        message = traceback.format_exc() if what == "defect" else str(error)
+        Failure(rank, time.time(), what, message).leave(folder)
         time.sleep(LINGER_S)
         leave(EXIT_DEFECT)
     if code in GOOD_ENDS:
@@ -292,23 +283,12 @@ def is_among_peers() -> bool:
 
 
 def leave(code: int) -> NoReturn:
-    """End a failed process; a rank with peers skips Python's cleanup.
-
-    A thread that frees a tensor of an open process group aborts the process, and the exit code would report a signal.
-    """
+    """End a failed process, without Python's cleanup if it has peers: freeing tensors of an open group may abort it."""
     if is_among_peers():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
-
-
-def _kind_of(error: Exception) -> Literal["input", "defect", "symptom"]:
-    if isinstance(error, (StallError, WorldError)):
-        return "symptom"
-    # An OSError with a file name (disk full, no permission) is for the user to correct; a lost connection names none.
-    expected = isinstance(error, OppoError) or (isinstance(error, OSError) and error.filename is not None)
-    return "input" if expected else "defect"
 
 
 def _report(failures: Path, error: ChildFailedError, last_words: Mapping[int, str]) -> int:

@@ -16,13 +16,10 @@ from oppo_megatron.preflight.validate import service_problems, supervised_proble
 
 
 def guess_kind(path: Path, overrides: Sequence[str] = ()) -> str:
-    """Return the command to which most keys belong; among equals, one with all required keys.
-
-    `sft` and `rm` differ in one key: a fresh scalar head, or rows with steps, also mean `rm`.
-    """
+    """Return the command with most of the keys.  `rm` differs from `sft` by a fresh scalar head, or rows with steps."""
     tree = read_tree(path, overrides)
     keys = set(tree)
-    kind = max(COMMANDS, key=lambda kind: (len(keys & _fields(kind)), not _lacking(kind, keys)))
+    kind = max(COMMANDS, key=lambda kind: (len(keys & COMMANDS[kind].model_fields.keys()), not _lacking(kind, keys)))
     model, data = (section if isinstance(section := tree.get(name), Mapping) else {} for name in ("model", "data"))
     columns = data.get("columns")
     has_steps = isinstance(columns, Mapping) and bool({"completions", "labels"} & columns.keys())
@@ -48,10 +45,6 @@ def require_kind(kind: str, path: Path, overrides: Sequence[str]) -> None:
         )
 
 
-def _fields(kind: str) -> set[str]:
-    return set(COMMANDS[kind].model_fields)
-
-
 def _lacking(kind: str, keys: set[str]) -> set[str]:
     if kind == "serve":
         return set() if keys & {"rewards", "reward"} else {"rewards"}
@@ -61,10 +54,7 @@ def _lacking(kind: str, keys: set[str]) -> set[str]:
 def load_settings(
     kind: str, path: Path, overrides: Sequence[str], *, inputs: bool = True, models: bool = True
 ) -> TrainSettings | SupervisedConfig:
-    """Return a training command's checked configuration, not yet placed (`placement.mode` may be auto).
-
-    `inputs`, `models`: require tokenizer and rows, or models, to exist.  Raises ConfigError.
-    """
+    """Return a command's checked configuration, not yet placed.  `inputs`, `models`: require that they exist."""
 
     def problems(config: TrainSettings) -> list[str]:
         traced = trace_problems(config.debug.lengths, config.rollout.max_response_tokens)

@@ -1,7 +1,6 @@
 """Resolve `placement.mode: auto`: run each placement that fits for some steps, and choose the fastest.
 
-A measuring run is `oppo train` in its own process, under `placement/` in the run directory.  Results go to `placement.json`; the
-same configuration is not measured twice on the same machine.
+Measuring runs are `oppo train` under `placement/` in the run directory; `placement.json` keeps the result.
 """
 
 from __future__ import annotations
@@ -49,10 +48,9 @@ LAST_ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b.*$", re.MULTILINE)
 
 
 def settle(settings: TrainSettings | SupervisedConfig, *, measure: bool) -> TrainConfig | SupervisedConfig | None:
-    """Return the configuration with its placement: given, measured before, or measured now.
+    """Return the configuration with its placement; None if it needs measuring and `measure` is false.
 
-    None if it needs measuring and `measure` is false.  Raises ConfigError if a launcher has started ranks or the run has
-    finished, PlacementError if no placement can run.
+    Raises ConfigError if a launcher has started ranks or the run has finished, PlacementError if no placement can run.
     """
     if not isinstance(settings, TrainSettings):
         return settings
@@ -82,10 +80,7 @@ def settle(settings: TrainSettings | SupervisedConfig, *, measure: bool) -> Trai
 def measure_placements(
     settings: TrainSettings, options: Options, tell: Tell, tell_runs: Tell = lambda line: None
 ) -> dict[str, Any]:
-    """Measure the candidate placements; write `placement.json` and return its content.
-
-    Raises PlacementError, and errors of reading rows and rewards.
-    """
+    """Write `placement.json` and return its content.  Raises PlacementError, and errors of rows and rewards."""
     # Raise errors that every run would meet (a bad row, a reward setting) once, before the runs.
     read_inputs(settings).rewards.close()
     run = RunDirectory(settings.run_dir)
@@ -158,10 +153,7 @@ def on_cpu(device: str) -> bool:
 
 
 def check_devices(device: str, ranks: int, alone: str = "", without: str = "runtime.device=cpu") -> None:
-    """Raise ConfigError if `device` is cuda without one, or there are fewer CUDA devices than ranks.
-
-    `alone`: overrides for a single rank.  Other launchers may show each rank only its own device.
-    """
+    """Raise ConfigError if CUDA devices are lacking; `alone`: overrides for a single rank."""
     if on_cpu(device):
         return
     devices = cuda_devices()

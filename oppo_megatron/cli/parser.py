@@ -40,10 +40,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_debug_argument(parser: argparse.ArgumentParser) -> None:
-    """Add --debug, before or after a subcommand's name (`oppo launch slurm`).
-
-    Without a default, so that the subcommand's parser keeps a value given earlier.
-    """
+    """Add --debug, without a default: a subcommand's parser keeps a value given before its name."""
     parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
 
 

@@ -54,24 +54,16 @@ def _memory_rows(holdings: Sequence[Holding]) -> list[Row]:
 
 
 def _share(held: Holding) -> Row:
-    """The role and its part of each kind of parallelism, from 1: `tp 1/2`."""
+    """The role, its part of each kind of parallelism, from 1: `tp 1/2`, and its layers."""
     coords, sizes = held.coords, held.sizes
     parts = ((coords.shard, sizes.tp), (coords.stage, sizes.pp), (coords.replica, sizes.dp))
-    return held.role, *(f"{part + 1}/{count}" for part, count in parts), _layers(held.layers)
-
-
-def _layers(chunks: Sequence[range]) -> str:
-    return ",".join(f"{c.start + 1}-{c.stop}" if len(c) > 1 else str(c.stop) for c in chunks)
+    layers = ",".join(f"{c.start + 1}-{c.stop}" if len(c) > 1 else str(c.stop) for c in held.layers)
+    return held.role, *(f"{part + 1}/{count}" for part, count in parts), layers
 
 
 def _mebibytes(memory: Memory) -> Row:
-    return tuple(_number(size / MEBIBYTE) for size in (*vars(memory).values(), memory.total))
-
-
-def _number(mebibytes: float) -> str:
-    if mebibytes == 0:
-        return "-"
-    return f"{mebibytes:.2f}" if mebibytes < 100 else f"{mebibytes:.0f}"
+    found = [size / MEBIBYTE for size in (*vars(memory).values(), memory.total)]
+    return tuple("-" if size == 0 else f"{size:.2f}" if size < 100 else f"{size:.0f}" for size in found)
 
 
 def _batch_rows(holdings: Sequence[Holding]) -> list[Row]:
@@ -91,8 +83,10 @@ def _batch_rows(holdings: Sequence[Holding]) -> list[Row]:
 def _aligned(rows: Sequence[Row]) -> list[str]:
     """Align columns two spaces apart, names left and numbers right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(_cell(*cell) for cell in zip(range(len(row)), row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _cell(column: int, text: str, width: int) -> str:
-    return text.ljust(width) if column == 1 else text.rjust(width)
+    lines = []
+    for row in rows:
+        cells = [
+            text.ljust(width) if i == 1 else text.rjust(width) for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines

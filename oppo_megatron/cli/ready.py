@@ -1,7 +1,4 @@
-"""Checks of this machine and the run directory before any rank starts, for `oppo train` and `oppo validate`.
-
-`load_settings` checks the configuration's text, files and shapes.  Torch is loaded only for a run on CUDA devices.
-"""
+"""Check this machine and the run directory before any rank starts, without torch on a CPU."""
 
 from __future__ import annotations
 
@@ -50,7 +47,9 @@ def require_ready(settings: TrainSettings | SupervisedConfig, config: TrainConfi
         collect(check_world_size, world_size(config))
     collect(check_devices, settings.runtime.device, *((1, "") if config is None else (world_size(config), on_one_rank(config))))
     if not problems and config is not None:
-        problems += _memory_problems(config)
+        if on_cpu(config.runtime.device) and external_ranks(os.environ) is None:  # other ranks check themselves
+            problem = shortage(lasting_memory(config, on_cpu=True), host_bytes(), "all ranks", socket.gethostname())
+            problems += [problem] if problem else []
         collect(run.require_space, LEAST_FREE + int(written_bytes(config)))
     if problems:
         raise ConfigError(problems)
@@ -71,11 +70,8 @@ def require_startable(config: TrainSettings | SupervisedConfig, run: RunDirector
             f"run_dir: {run.path} holds a run of {theirs}, which another command cannot continue; choose another run_dir, or "
             "give that command its own configuration"
         )
-    if run.finished and not ended_here(config, run):  # a run that has ended here needs no start, and that is not an error
-        _require_more_steps(config, run)
-
-
-def _require_more_steps(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> None:
+    if not run.finished or ended_here(config, run):  # a run that has ended here needs no start, and that is not an error
+        return
     steps, ended = config.steps, run.ended_after
     if not run.has_checkpoints:
         raise ConfigError(
@@ -90,10 +86,7 @@ def _require_more_steps(config: TrainSettings | SupervisedConfig, run: RunDirect
 
 
 def ended_here(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> bool:
-    """True if the run of this configuration has already ended in its directory.
-
-    A program that restarts a run until it ends needs this: a stop request may come just as the run ends.
-    """
+    """True if this very run has already ended in its directory: a program that restarts it needs no error then."""
     then, now = run.settings(), plain_settings(config)
     if not (run.finished and then):
         return False
@@ -145,11 +138,3 @@ def unreached_services(settings: TrainSettings) -> Iterator[str]:
                 f"warning: rewards.{number}.url: {url.hostname}:{port} takes no connection now ({error.strerror or error}); "
                 "start the service before the run, or correct the address"
             )
-
-
-def _memory_problems(config: TrainConfig | SupervisedConfig) -> Iterator[str]:
-    """Yield a problem if the CPU ranks need more memory than this host has; other ranks check themselves."""
-    if on_cpu(config.runtime.device) and external_ranks(os.environ) is None:
-        held = lasting_memory(config, on_cpu=True)
-        if problem := shortage(held, host_bytes(), "all ranks", socket.gethostname()):
-            yield problem

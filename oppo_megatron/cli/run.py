@@ -84,10 +84,7 @@ def start(kind: str, settings: TrainSettings | SupervisedConfig, restarts: int =
 
 
 def launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: int) -> int:
-    """Launch the ranks, and again from the last checkpoint after a kill or stall, up to `restarts` times.
-
-    A guard's rollback does the same, with its own limit.
-    """
+    """Launch the ranks; up to `restarts` times again after a kill or stall, and always after a guard's rollback."""
     left = restarts
     while True:
         try:

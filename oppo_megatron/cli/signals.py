@@ -23,10 +23,9 @@ PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class SignalRelay:
-    """Asks the ranks to save and end (SIGUSR1); a second SIGTERM or SIGINT ends them at once.
+    """Asks the ranks to save and end (SIGUSR1); a second SIGTERM or SIGINT, or the first without `saves`, ends them at once.
 
-    So does the first if they save nothing (`saves`).  `code`: exit code of a run that was stopped unsaved: 75 (start it again),
-    130 after SIGINT, else 0.
+    `code`: exit code of a run that was stopped unsaved: 75 (start it again), 130 after SIGINT, else 0.
     """
 
     def __init__(self, saves: bool = True) -> None:
@@ -79,10 +78,7 @@ def _handled(handlers: dict[signal.Signals, Callable[[int, FrameType | None], ob
 
 @contextmanager
 def interrupts_from_here_alone() -> Iterator[None]:
-    """Block SIGINT in processes that the main thread starts in the block.
-
-    A terminal sends it to all processes; the starting process handles it in another thread and signals the ranks.
-    """
+    """Block SIGINT in processes started in the block: a terminal sends it to all, but this process signals the ranks."""
     resource_tracker.ensure_running()  # started later, it would let the signal through
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -33,10 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def texts_of(paths: Sequence[Path], columns: Sequence[str] | None) -> list[str]:
-    """Texts of JSONL files: of `columns`, or of every column with text or messages.
-
-    Raises DataError with file and line of rows that are not JSON or lack text in a column.
-    """
+    """Texts of `columns`, or of every column with text or messages.  Raises DataError with file and line."""
     problems = RowProblems(Quarantine(), configured=False)
     texts: list[str] = []
     for row in read_rows(RowsConfig(path=list(paths)), problems):

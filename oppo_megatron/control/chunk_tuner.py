@@ -58,54 +58,24 @@ class StepCost:
     rounds: DecodeLaw = field(default_factory=DecodeLaw)
 
 
-@dataclass(slots=True)
-class Search:
-    """Candidates take turns, so that changing response lengths affect them equally."""
-
-    candidates: list[int]
-    num_steps: int
-    measured: list[StepCost] = field(default_factory=list)
-
-    @property
-    def current(self) -> int:
-        return self.candidates[len(self.measured) % len(self.candidates)]
-
-    def ratios(self, law: DecodeLaw) -> dict[int, float]:
-        found = {}
-        for place, size in enumerate(self.candidates):
-            costs = self.measured[place :: len(self.candidates)]
-            work = law.seconds(sum(cost.steps for cost in costs), sum(cost.tokens for cost in costs))
-            found[size] = sum(cost.seconds for cost in costs) / work
-        return found
-
-
-TRIALS = 1
-"""Steps that a search spends on each candidate."""
-
-
 def candidates(config: ChunkConfig, settled: int, longest: int) -> list[int]:
     return sorted({min(size, longest) for size in [*config.candidates, settled]})
 
 
-def first_settled_step(config: ChunkConfig, longest: int) -> int:
-    count = len(candidates(config, min(config.tokens, longest), longest))
-    return 2 + count * TRIALS if config.adaptive and count > 1 else 1
-
-
 class ChunkTuner:
-    """Sets the chunk size from measured steps, searching every `period` steps."""
+    """Sets the chunk size from measured steps, one per candidate, every `period` steps."""
 
-    def __init__(self, config: ChunkConfig, longest: int, trials: int = TRIALS, period: int = SEARCH_STEPS):
+    def __init__(self, config: ChunkConfig, longest: int, period: int = SEARCH_STEPS):
         assert longest >= 1, f"the response limit must be at least 1 token, not {longest}"
-        self._config, self._longest, self._trials, self._period = config, longest, trials, period
+        self._config, self._longest, self._period = config, longest, period
         self._settled = min(config.tokens, longest)
         self._steps_to_search = 1
-        self._search: Search | None = None
+        self._tried, self._measured = list[int](), list[StepCost]()  # of a search
         self._law = DecodeLaw()
 
     @property
     def value(self) -> int:
-        return self._search.current if self._search else self._settled
+        return self._tried[len(self._measured)] if self._tried else self._settled
 
     def observe(self, step: int, cost: StepCost) -> Decision:
         assert math.isfinite(cost.seconds) and cost.seconds >= 0 and cost.tokens >= 0, f"step {step}: {cost}"
@@ -114,40 +84,37 @@ class ChunkTuner:
         return Decision(self.value, f"step {step}: {reason}", self.value != before)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"value": self._settled, "steps_to_search": 1 if self._search else self._steps_to_search}
+        return {"value": self._settled, "steps_to_search": 1 if self._tried else self._steps_to_search}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._config.adaptive:
             self._settled = min(state["value"], self._longest)
         self._steps_to_search = state["steps_to_search"]
-        self._search = None
+        self._tried, self._measured = [], []
 
     def _advance(self, cost: StepCost) -> str:
         self._steps_to_search -= 1
         self._law.add_sums(*cost.rounds.sums())
-        if self._search is not None:
-            return self._measure(self._search, cost)
+        if self._tried:
+            return self._measure(cost)
         if self._steps_to_search > 0:
             return f"chunk stays {self._settled}, the next search starts in {self._steps_to_search} steps"
-        return self._start()
-
-    def _start(self) -> str:
         self._steps_to_search = self._period
         sizes = candidates(self._config, self._settled, self._longest)
         if len(sizes) == 1:
             return f"chunk stays {self._settled}: no other candidate within the response limit of {self._longest}"
-        self._search = Search(sizes, num_steps=len(sizes) * self._trials)
-        return f"search over chunks {sizes} starts with {self._search.current}"
+        self._tried = sizes
+        return f"search over chunks {sizes} starts with {self.value}"
 
-    def _measure(self, search: Search, cost: StepCost) -> str:
+    def _measure(self, cost: StepCost) -> str:
         if cost.tokens == 0:
-            return f"nothing was decoded, chunk {search.current} is tried again"
-        search.measured.append(cost)
-        done = len(search.measured)
-        if done < search.num_steps:
-            return f"search tries chunk {search.current} ({done} of {search.num_steps} steps measured)"
-        ratios = search.ratios(self._law)
-        self._settled = min(search.candidates, key=lambda size: (ratios[size], size))
-        self._search, self._law = None, DecodeLaw()  # the next search uses the measurements until then
-        figures = ", ".join(f"{size}: {ratios[size]:.4g}" for size in search.candidates)
-        return f"chunk {self._settled} is the fastest (seconds until scored, over those of decoding such work: {figures})"
+            return f"nothing was decoded, chunk {self.value} is tried again"
+        self._measured.append(cost)
+        if len(self._measured) < len(self._tried):
+            return f"search tries chunk {self.value} ({len(self._measured)} of {len(self._tried)} steps measured)"
+        costs = dict(zip(self._tried, self._measured, strict=True))
+        ratios = {size: each.seconds / self._law.seconds(each.steps, each.tokens) for size, each in costs.items()}
+        self._settled = min(ratios, key=lambda size: (ratios[size], size))
+        self._tried, self._measured, self._law = [], [], DecodeLaw()  # the next search uses the measurements until then
+        figures = ", ".join(f"{size}: {ratio:.4g}" for size, ratio in ratios.items())
+        return f"chunk {self._settled} is the fastest (seconds until scored, relative to decoding such work: {figures})"

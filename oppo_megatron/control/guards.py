@@ -18,7 +18,7 @@ CODE_SIZE = 4
 LOWER = "lower the learning rate or ppo.epochs, or raise guards.{rule} if this is how the run should look"
 REMEDIES = {
     "non_finite": "look at the rewards, at the log-prob gap and at the gradient norms of the steps before (metrics.jsonl), "
-    "lower the learning rate, or set guards.action=skip to go on without such steps",
+    "lower the learning rate, or set guards.action=skip to skip such steps",
     "kl_mean": "raise ppo.kl.coefficient, lower the learning rate, or raise guards.kl_mean",
     "ratio_max": LOWER.format(rule="ratio_max"),
     "ess": "lower overlap.max_staleness or delta, so that fewer tokens are stale, or lower guards.ess",

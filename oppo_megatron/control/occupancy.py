@@ -54,18 +54,15 @@ def _most_running(counts: Ints, ends: Ints) -> int:
 
 
 def length_gap(trained: Sequence[Rollout], carried: Sequence[Rollout]) -> float:
-    """Share by which trained responses are shorter on average than all submitted ones.
-
-    This is a lower bound, because carried ones still grow.
-    """
+    """1 - mean trained length / mean submitted length; a lower bound, because carried responses still grow."""
     lengths: list[int] = columns_of(trained).response_tokens.tolist()
     submitted: list[int] = lengths + columns_of(carried).response_tokens.tolist()
     return 1 - (sum(lengths) / len(lengths)) / (sum(submitted) / len(submitted))
 
 
-def group_length_gap(trained: Sequence[Rollout], group_size: int) -> float | None:
-    """Mean share by which responses are shorter than their prompt's longest; None without groups."""
+def group_length_gap(lengths: Ints, group_size: int) -> float | None:
+    """Mean of 1 - mean / longest length over the prompts' groups; None without groups."""
     if group_size == 1:
         return None
-    lengths_GN = columns_of(trained).response_tokens.reshape(-1, group_size)
+    lengths_GN = lengths.reshape(-1, group_size)
     return float(np.mean(1 - lengths_GN.mean(1) / lengths_GN.max(1)))

@@ -17,7 +17,7 @@ from typing import Any
 
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.errors import ConfigError, DataError
-from oppo_megatron.nesting import check_template, read_json
+from oppo_megatron.nesting import read_json
 
 PROCESS = "oppo_megatron.data.template_process"
 RENDER_S = 5
@@ -37,7 +37,7 @@ class NoChatTemplateError(ConfigError): ...
 
 
 class ChatTemplate:
-    """The chat template of the tokenizer at `config.path`, with configured variables and date.
+    """The tokenizer's chat template, with configured variables and date.
 
     `choose` returns the template with or without tools, or None.  `symbols`: special tokens.
     """
@@ -75,7 +75,7 @@ class ChatTemplate:
     ) -> str:
         """Return messages as text; with `generation_prompt`, up to the assistant's turn.
 
-        Raises ConfigError without a template or at a limit, DataError if the template refuses the messages.
+        Raises ConfigError without a template or at a limit, DataError if the template refuses them.
         """
         given = {**self._config.template_arguments, **(variables or {})}
         template = self._template(bool(given.get("tools")))
@@ -121,33 +121,18 @@ class ChatTemplate:
         answer = self._process.ask(request)
         if "error" not in answer:
             return answer
-        reason, remedy = answer["error"][:SHOWN_CHARACTERS], "correct it, or set tokenizer.chat_template"
+        reason = answer["error"][:SHOWN_CHARACTERS]
         if answer["kind"] == "refusal":
             raise DataError(f"the chat template refuses the messages: {reason}; correct them, or set tokenizer.chat_template")
         if answer["kind"] == "limit":
-            raise ConfigError(f"the chat template was stopped: {reason}; {remedy} to one that does not repeat itself")
+            remedy = "correct it, or set tokenizer.chat_template to one that does not repeat itself"
+            raise ConfigError(f"the chat template was stopped: {reason}; {remedy}")
+        name = "the tokenizer's chat template" if self._config.chat_template is None else "tokenizer.chat_template"
+        line = dict(enumerate(request["template"].splitlines(), start=1)).get(answer["line"], "").strip()
         raise ConfigError(
-            f"tokenizer.chat_template, or the tokenizer's own, is not a Jinja template (line {answer['line']}: {reason}); "
-            f"{remedy}"
+            f"{name}, line {answer['line']}: not a Jinja template ({reason}); correct `{line[:SHOWN_CHARACTERS]}`, or set "
+            "tokenizer.chat_template"
         )
-
-
-def require_syntax(template: str) -> None:
-    """Raise ConfigError for a syntax error; filters and tags are the renderer's."""
-    import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    try:
-        check_template(template)
-        ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-    except jinja2.TemplateSyntaxError as error:
-        if "unknown tag" in str(error):
-            return
-        lines = template.splitlines()
-        text = lines[error.lineno - 1].strip() if error.lineno <= len(lines) else ""
-        raise ConfigError(
-            f"tokenizer.chat_template, line {error.lineno}: not a Jinja template ({error.message}); correct `{text}`"
-        ) from error
 
 
 def _variants(messages: Sequence[Mapping[str, Any]], in_parts: bool) -> Iterator[list[dict[str, Any]]]:

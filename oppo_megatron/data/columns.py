@@ -73,13 +73,15 @@ class Table:
         """Columns (or fields) with text or messages in the first non-empty row."""
         first = next((row.values for row in self.rows if row.values), {})
         values = {name: field_at(first, name) for name in field_names(first)}
-        return [name for name, value in values.items() if isinstance(value, str) or (value and _are_messages(value))]
+        return [
+            name
+            for name, value in values.items()
+            if isinstance(value, str)
+            or (value and isinstance(value, list) and all(isinstance(item, dict) and role_of(item) is not None for item in value))
+        ]
 
     def find(self, part: str, columns: PromptColumnsConfig, names: Sequence[str] | None = None) -> str | None:
-        """The configured column for `part`, else the known name (or one of `names`) most often filled, or None.
-
-        Raises DataError if the configured column is missing.
-        """
+        """The configured column, else the known name (or one of `names`) most often filled, or None.  Raises DataError."""
         wanted: str | None = getattr(columns, part, None)
         if wanted is not None:
             if all(row.get(wanted) is None for row in self.rows):
@@ -101,6 +103,8 @@ class Table:
         there_are, first = self._there_are(KNOWN_NAMES[part], part), self.rows[0].values
         wrapped = [name for name, value in first.items() if isinstance(value, list) and len(value) > 1]
         wrapped = [name for name in wrapped if all(isinstance(item, dict) and role_of(item) is None for item in first[name])]
+        usable = self.usable()
+        alike = ((a, b) for a in usable for b in usable if a < b and a[:-1] == b[:-1])  # `response_0`, `response_1`
         if wrapped and len(self.rows) == 1:
             there_are = (
                 f"its only object has the rows in {wrapped[0]!r}: write that list as the file, "
@@ -110,7 +114,7 @@ class Table:
             there_are = 'its rows have steps: for a process reward model set separator, as in `separator: "\\n"` (`oppo rm`)'
         elif part == "chosen" and self.find("label", columns):
             there_are = "its rows have a label: for completions that are wanted or unwanted set dpo.loss=kto (`oppo dpo`)"
-        elif part in ("chosen", "rejected") and (pair := self._two_answers()):
+        elif part in ("chosen", "rejected") and (pair := next(alike, None)):
             there_are = (
                 f"it has {pair[0]!r} and {pair[1]!r}, which look like two answers: if the same one is the better in every row, "
                 "name them in data.columns.chosen and data.columns.rejected; if another column says which one is, write chosen "
@@ -118,11 +122,6 @@ class Table:
             )
         names = ", ".join(KNOWN_NAMES[part])
         raise DataError(f"{self.file} has no column for the {part} (looked for {names}); {there_are}")
-
-    def _two_answers(self) -> tuple[str, str] | None:
-        """Two columns that differ only in the last character (`response_0`, `response_1`)."""
-        names = self.usable()
-        return next(((a, b) for a in names for b in names if a < b and a[:-1] == b[:-1]), None)
 
     def _there_are(self, wanted: Sequence[str], part: str) -> str:
         names = dict.fromkeys(name for row in self.rows for name in field_names(row.values))
@@ -137,7 +136,3 @@ class Table:
         else:
             remedy = f"Set {setting} to one of them."
         return f"it has: {', '.join(names) or 'no column at all'}. {remedy}"
-
-
-def _are_messages(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, dict) and role_of(item) is not None for item in value)

@@ -46,8 +46,19 @@ class Conversations:
         for answer in answers:
             assert isinstance(answer, list), "align gives prompt and answers one form"
             whole = self._chat.render([*prompt, *answer], generation_prompt=False, variables=variables)
-            _require_whole(answer[-1], whole, head)
-            _require_continued(head, whole, self._chat.reads(with_tools=bool(variables.get("tools"))))
+            start = len(_squeezed(head)) if whole.startswith(head) else 0
+            if lost := [name for name in _lost(answer[-1], _squeezed(whole), start) if name in LEARNED]:
+                raise TemplateMismatch(
+                    f"the chat template leaves out a part of the answer's {' and '.join(lost)}, so that it would not be learned "
+                    "(templates of reasoning models drop the text before </think>)"
+                )
+            if not whole.startswith(head):
+                place, reads = len(os.path.commonprefix([head, whole])), self._chat.reads(bool(variables.get("tools")))
+                raise TemplateMismatch(
+                    "the chat template does not render the answer as a continuation of the prompt: the prompt ends with "
+                    f"{head[place : place + SHOWN]!r}, but the whole conversation has {whole[place : place + SHOWN]!r}"
+                    + (THOUGHTS if "enable_thinking" in reads else "")
+                )
             self._note_lost(row, answer, whole)
             tails.append(whole[len(head) :])
         return head, tails
@@ -78,8 +89,8 @@ class Conversations:
         for message in messages:
             for name in _lost(message, squeezed):
                 what = f"text of {message['role']!r} messages" if name == "content" else f"{name!r} of messages"
-                lost = f"{what} is not shown to the model: the chat template leaves it out"
-                self._note_once(message["role"], name, f"{lost} (first in {row.file}:{row.line})")
+                lost = f"{what} is not shown to the model: the chat template leaves it out (first in {row.file}:{row.line})"
+                self._note_once(message["role"], name, lost)
 
     def _note_once(self, kind: str, name: str, line: str) -> None:
         if (kind, name) not in self._noted:
@@ -123,23 +134,3 @@ def _lost(message: Message, squeezed: str, start: int = 0) -> Iterator[str]:
             yield name
         elif name in ("tool_calls", "function_call") and not all(map(shows, called_functions(value))):
             yield name
-
-
-def _require_whole(answer: Message, whole: str, head: str) -> None:
-    start = len(_squeezed(head)) if whole.startswith(head) else 0
-    if lost := [name for name in _lost(answer, _squeezed(whole), start) if name in LEARNED]:
-        raise TemplateMismatch(
-            f"the chat template leaves out a part of the answer's {' and '.join(lost)}, which would not be learned (templates of "
-            "reasoning models drop the text before </think>)"
-        )
-
-
-def _require_continued(head: str, whole: str, reads: Collection[str]) -> None:
-    if whole.startswith(head):
-        return
-    place = len(os.path.commonprefix([head, whole]))
-    raise TemplateMismatch(
-        "the chat template does not render the answer as a continuation of the prompt: the prompt ends with "
-        f"{head[place : place + SHOWN]!r}, but the whole conversation has {whole[place : place + SHOWN]!r}"
-        + (THOUGHTS if "enable_thinking" in reads else "")
-    )

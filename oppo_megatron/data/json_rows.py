@@ -90,7 +90,7 @@ def json_values(text: str, file: str) -> Iterator[Numbered]:
         elif is_array and not text.startswith("]", place):
             raise fault(place, "the array has no comma or ] after an object; correct it, or write JSONL")
     if is_array and text[place + 1 :].strip():
-        raise fault(place, "there is more after the array's ]; remove it, or write an object a line")
+        raise fault(place, "there is more after the array's ]; remove it, or write one object per line")
 
 
 def _after_spaces(text: str, place: int) -> int:

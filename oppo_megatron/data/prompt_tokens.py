@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Protocol
 
+from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.errors import ConfigError
 
-EITHER_SIDE = "a"
 
-
-class Encoder(Protocol):
-    bos_id: int | None
-    adds_bos: bool
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-
-def encode_prompt(tokenizer: Encoder, text: str) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids that begin a sequence, with BOS unless a template wrote it."""
     ids = tokenizer.encode(text)
     if not (tokenizer.adds_bos and ids) or ids[0] == tokenizer.bos_id:
@@ -29,11 +18,10 @@ def encode_prompt(tokenizer: Encoder, text: str) -> list[int]:
     return [tokenizer.bos_id, *ids]
 
 
-def encode_answers(tokenizer: Encoder, prompt: str, answers: Sequence[str]) -> list[list[int]]:
+def encode_answers(tokenizer: Tokenizer, prompt: str, answers: Sequence[str]) -> list[list[int]]:
     """Token ids of a prompt and of each answer: prompt + answer are the tokens of the whole text.
 
-    An answer alone may get a leading space (sentencepiece) or other tokens at the border.  Prompt tokens that an answer changes
-    belong to the answers, unless none would be left.
+    Prompt tokens that an answer changes belong to the answers, unless none would be left.
     """
     alone = encode_prompt(tokenizer, prompt)
     wholes = [encode_prompt(tokenizer, prompt + answer) for answer in answers]
@@ -43,19 +31,19 @@ def encode_answers(tokenizer: Encoder, prompt: str, answers: Sequence[str]) -> l
     return [alone[:shared], *(whole[shared:] for whole in wholes)]
 
 
-def end_of_prompt(tokenizer: Encoder, ids: Sequence[int], most: int) -> list[int]:
+def end_of_prompt(tokenizer: Tokenizer, ids: Sequence[int], most: int) -> list[int]:
     if ids[0] != tokenizer.bos_id or most < 2:
         return list(ids[-most:])
     return [ids[0], *ids[-(most - 1) :]]
 
 
-def hidden_ids(text: str, tokenizer: Encoder) -> list[int] | None:
+def hidden_ids(text: str, tokenizer: Tokenizer) -> list[int] | None:
     """Special tokens of a text that no response can contain, or None."""
-    ids = tokenizer.encode(f"{EITHER_SIDE}{text}{EITHER_SIDE}")
+    ids = tokenizer.encode(f"a{text}a")
     return None if text in tokenizer.decode(ids) else [i for i in ids if not tokenizer.decode([i])]
 
 
-def require_stop_texts(texts: Sequence[str], tokenizer: Encoder, setting: str, ids_setting: str | None = None) -> None:
+def require_stop_texts(texts: Sequence[str], tokenizer: Tokenizer, setting: str, ids_setting: str | None = None) -> None:
     """Raise ConfigError for a text that no response can contain; `ids_setting` would take its token id."""
     problems = []
     for text in texts:
@@ -65,7 +53,7 @@ def require_stop_texts(texts: Sequence[str], tokenizer: Encoder, setting: str, i
         if special and ids_setting is not None:
             remedy = f"; give its id in {ids_setting}: {special}"
         problems.append(
-            f"{setting} has {text!r:.60}, which is in no response's text: the tokenizer has a special token for it, or drops it"
+            f"{setting} has {text!r:.60}, which no response contains: the tokenizer has a special token for it, or drops it"
             f"{remedy}"
         )
     if problems:

@@ -56,10 +56,7 @@ class Marked(NamedTuple):
 
 
 class RowLoader:
-    """Reads and tokenizes one data set, by one of its public methods, which raise DataError.
-
-    `max_tokens` bounds prompt + longest answer + EOS; `config.long_rows` decides about longer rows.
-    """
+    """Reads and tokenizes one data set; `max_tokens` bounds prompt + longest answer + EOS.  Its methods raise DataError."""
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, max_tokens: int, quarantine: Quarantine):
         self._config, self._tokenizer, self._max_tokens = config, tokenizer, max_tokens
@@ -152,8 +149,8 @@ class RowLoader:
         prompt, *answers = encode_answers(tokenizer, example.prompt, example.answers)
         if prompt != encode_prompt(tokenizer, example.prompt):
             self._quarantine.note(
-                f"{row.file}: in some rows a token holds the end of the prompt and the beginning of the answer, so a policy that "
-                "is given the prompt alone reads other tokens; let answers begin with the white space that prompts end with"
+                f"{row.file}: in some rows one token joins the end of the prompt and the beginning of the answer; a policy that "
+                "is given the prompt alone reads other tokens: let answers begin with the white space that prompts end with"
             )
         answers = [_ended(answer, tokenizer) for answer in answers]
         longest = max(len(answer) for answer in answers)
@@ -222,10 +219,9 @@ def read_heldout(
 
 
 def split_rows(rows: Sequence[RowT], fraction: float, seed: int) -> tuple[list[RowT], list[RowT]]:
-    """(training rows, held-out rows), each in order.  Raises DataError if either is empty.
+    """(training rows, held-out rows), each in order; rows with the same prompt stay together.  Raises DataError if one is empty.
 
-    Rows with the same prompt (first part) stay together.  Prompts are taken by a hash of prompt and seed, up to `fraction` of the
-    rows; one with too many rows is skipped.
+    Prompts are taken by a hash of prompt and seed, up to `fraction` of the rows; one with too many rows is skipped.
     """
     by_prompt: dict[bytes, list[int]] = defaultdict(list)
     for place, row in enumerate(rows):
@@ -284,7 +280,7 @@ def batches(
 ) -> Iterator[list[int]]:
     """Row indices of each step after `passed`.  Epochs join without a gap: only the last batch may be smaller."""
     if num_rows < 1:
-        raise DataError("there is no row to make batches of; at least one is needed.")
+        raise DataError("the data set is empty; at least one row is needed.")
     left = math.ceil(epochs * num_rows) - passed.rows
     epoch, first = divmod(passed.rows, num_rows)
     pending = epoch_order(num_rows, seed, epoch, shuffle)[first:]

@@ -22,7 +22,6 @@ from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from oppo_megatron.nesting import check_template
 from oppo_megatron.processes import allow_processor_time, limit_resource
 
 MEMORY_BYTES = 1 << 30
@@ -70,25 +69,27 @@ def to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separato
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-@lru_cache(maxsize=1)
-def environment() -> ImmutableSandboxedEnvironment:
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
-    made.filters["tojson"] = to_json
-    made.globals.update(raise_exception=raise_exception, dict=make_dict, namespace=Namespace, strftime_now=None)
-    return made
+ENVIRONMENT = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+)
+ENVIRONMENT.filters["tojson"] = to_json
+ENVIRONMENT.globals.update(raise_exception=raise_exception, dict=make_dict, namespace=Namespace, strftime_now=None)
 
 
 @lru_cache(maxsize=8)
 def _compiled(template: str) -> jinja2.Template:
-    check_template(template)
-    return environment().from_string(template)
+    try:
+        return ENVIRONMENT.from_string(template)
+    except (RecursionError, SyntaxError) as error:  # of Python's compiler, which bounds the nesting
+        remedy = "nest it less deeply: set a variable to a part of it, or make that a macro"
+        raise jinja2.TemplateSyntaxError(f"Python cannot compile it ({type(error).__name__}: {error}); {remedy}", 1) from error
 
 
 def _read_names(text: str) -> set[str]:
     """Names that a caller may give: not those set first, unless tested (`x is defined`)."""
-    check_template(text)
-    template = environment().parse(text)
-    found = meta.find_undeclared_variables(template) - environment().globals.keys()
+    _compiled(text)  # refuses what cannot be rendered
+    template = ENVIRONMENT.parse(text)
+    found = meta.find_undeclared_variables(template) - ENVIRONMENT.globals.keys()
     begun: dict[str, bool] = {}
     for node in _names(template):
         begun.setdefault(node.name, node.ctx == "store")

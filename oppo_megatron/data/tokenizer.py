@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.paths import folders_with, irregular_path
-from oppo_megatron.data.chat_template import ChatTemplate, require_syntax
+from oppo_megatron.data.chat_template import ChatTemplate
 from oppo_megatron.data.fast_tokenizer import SPACE_MARK, fast_files, made_config
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.modeldir.megatron import read_mapping
@@ -63,17 +63,13 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids` as a continuation (a leading space is kept), without special tokens.
-
-        Ids beyond the vocabulary (embeddings may have spare rows) are U+FFFD.
-        """
+        """Text of `ids` as a continuation (a leading space is kept), without special tokens; unknown ids are U+FFFD."""
         ...
 
     def save(self, directory: Path, *, pad_id: int | None = None) -> str | None:
-        """Write files that `load_tokenizer` and `transformers.AutoTokenizer` load.
+        """Write files that `load_tokenizer` and transformers load; returns a warning if transformers will differ.
 
-        `pad_id`: padding token, if it has none or one that ends a response.  Returns a warning if transformers will differ, else
-        None.
+        `pad_id`: padding token, if it has none or one that ends a response.
         """
         ...
 
@@ -81,8 +77,7 @@ class Tokenizer(Protocol):
 def load_tokenizer(config: TokenizerConfig, model: Path | None = None) -> Tokenizer:
     """Load a Hugging Face directory or a sentencepiece `.model` file.  Raises ConfigError.
 
-    `eos_ids`: its own EOS, and those in `generation_config.json` (else `config.json`) of its directory and of `model`, the
-    policy.
+    `eos_ids`: its own EOS, then those in the generation settings of its directory and of `model`, the policy.
     """
     path = config.path
     if not path.exists():
@@ -93,8 +88,6 @@ def load_tokenizer(config: TokenizerConfig, model: Path | None = None) -> Tokeni
     for file in (path, *path.glob("*.json")):  # what reads them would wait for a pipe
         if irregular := irregular_path("tokenizer.path:", file):
             raise ConfigError(irregular)
-    if config.chat_template is not None:
-        require_syntax(config.chat_template)
     tokenizer = _open_tokenizer(path, config)
     directories = [directory for directory in (path, model) if directory is not None and directory.is_dir()]
     named = [i for directory in directories for i in model_eos_ids(directory)]
@@ -106,6 +99,8 @@ def load_tokenizer(config: TokenizerConfig, model: Path | None = None) -> Tokeni
         )
     if config.add_bos is not None:
         tokenizer.adds_bos = config.add_bos
+    if config.chat_template is not None:
+        tokenizer.chat.reads()  # raises for a syntax error
     tokenizer.chat.require_arguments()
     return tokenizer
 
@@ -277,10 +272,7 @@ def train_sentencepiece(
     model_type: Literal["bpe", "unigram", "char"] = "bpe",
     character_coverage: float = 0.9995,
 ) -> None:
-    """Train a lossless tokenizer and write it to `path`; ids 0-3 are unk, bos, eos, pad.
-
-    Raises DataError without text, ConfigError for an unfit `vocab_size`.
-    """
+    """Train a lossless tokenizer; ids 0-3 are unk, bos, eos, pad.  Raises DataError without text, or ConfigError."""
     import sentencepiece
 
     # Keep newlines and the space character out of all other pieces.
@@ -336,13 +328,10 @@ def special_ids(tokenizer: Tokenizer, stop_token_ids: Sequence[int] = (), *, sco
     return {"bos_token_id": tokenizer.bos_id, "eos_token_id": eos, "pad_token_id": pad}
 
 
-def write_beside(
+def write_tokenizer(
     directory: Path, tokenizer: Tokenizer, ids: Mapping[str, Any], family: str, *, scored: bool, source: Path | None = None
 ) -> str | None:
-    """Write the tokenizer and, for a policy, `generation_config.json` (from `source`, with `ids`).
-
-    `family`: `model_type` of the weights.  Returns a warning as `save`.
-    """
+    """Write the tokenizer and, for a policy, `generation_config.json` (`source`'s, with `ids`).  Returns a warning as `save`."""
     directory.mkdir(parents=True, exist_ok=True)
     warning = tokenizer.save(directory, pad_id=ids["pad_token_id"] if scored else None)
     _keep_class(directory / "tokenizer_config.json", family)

@@ -32,10 +32,10 @@ def read_value(row: Row, column: str) -> Value:
     if isinstance(value, dict) and ("role" in value or "from" in value):
         value = [value]
     if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
-        start = 1 + _is_silent_system(value[0])
-        return [
-            _checked_message(message, f"message {i} of column {column!r}") for i, message in enumerate(value[start - 1 :], start)
-        ]
+        content = _content_of(value[0])  # ShareGPT's system message may be empty
+        skipped = role_of(value[0]) == "system" and isinstance(content, str) and not content.strip()
+        numbered = list(enumerate(value, start=1))[skipped:]
+        return [_checked_message(message, f"message {i} of column {column!r}") for i, message in numbered]
     if value == [] or value is None:
         raise DataError(f"column {column!r} is empty ({value!r})")
     if isinstance(value, dict):
@@ -50,8 +50,7 @@ def read_label(row: Row, column: str) -> bool:
     wanted = LABELS.get(str(value).strip().lower())
     if wanted is None:
         raise DataError(
-            f"column {column!r} is {value!r:.40}, which says neither that the completion is wanted (true, 1) nor that it is not "
-            "(false, 0)"
+            f"column {column!r} is {value!r:.40}, but must say if the completion is wanted (true, 1) or not (false, 0)"
         )
     return wanted
 
@@ -89,23 +88,11 @@ def _listed(row: Row, column: str) -> list[Any]:
 def _checked_text(text: str, what: str) -> str:
     if not text.strip():
         raise DataError(f"{what} is empty")
-    if "\0" in text:
-        raise DataError(f"{what} has a NUL at character {text.index(chr(0))}")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(f"{what} is not text: half of a surrogate pair at character {error.start}") from error
     return text
 
 
 def _content_of(message: Message) -> Any:
     return message.get("value") if message.get("content") is None else message["content"]
-
-
-def _is_silent_system(message: Message) -> bool:
-    """True for ShareGPT's empty system message."""
-    content = _content_of(message)
-    return role_of(message) == "system" and isinstance(content, str) and not content.strip()
 
 
 def _checked_message(message: Message, what: str) -> Message:
@@ -153,7 +140,7 @@ def is_dialogue(value: Any) -> bool:
 
 
 def split_dialogue(text: str, what: str) -> list[tuple[str, str]]:
-    r"""`split_turns` for text in which "\n\nHuman:" and "\n\nAssistant:" alternate."""
+    r"""`split_turns` for text with "\n\nHuman:" and "\n\nAssistant:" in turn."""
     found, end = [], 0
     while (place := text.find(ASSISTANT_MARK, end)) >= 0:
         start = place + len(ASSISTANT_MARK)
@@ -161,7 +148,7 @@ def split_dialogue(text: str, what: str) -> list[tuple[str, str]]:
         end = next_turn if next_turn >= 0 else len(text)
         found.append((text[:start], _checked_text(text[start:end], f"{what}: an assistant's turn")))
     if not found:
-        raise DataError(f"{what} is not a dialogue with a turn after {ASSISTANT_MARK!r}, and there is no prompt column")
+        raise DataError(f"{what} is not a dialogue with a turn after {ASSISTANT_MARK!r}, and no column holds the prompt")
     return found
 
 

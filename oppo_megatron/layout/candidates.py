@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 from oppo_megatron.config.model import ParallelConfig, PlacementConfig, PlacementMode
@@ -123,15 +124,15 @@ class _Finder:
             needs = "needs a rank for the actor and another for the scorers, and there is one"
             yield LeftOut(mode, needs if mode == "disaggregated" else "is the same as single on one rank")
         elif mode == "colocated":
-            yield from self._fitting("colocated", [_colocated(actor) for actor in _layouts(self.num_ranks)])
+            yield from self._fitting(mode, [PlacementConfig(mode=mode, actor=actor) for actor in _layouts(self.num_ranks)])
         else:
             for actors, scorers in self._splits():
                 yield from self._split(actors, scorers)
 
     def _split(self, actors: int, scorers: int) -> Iterator[Candidate | LeftOut]:
-        pairs = [(actor, scorer) for actor in _layouts(actors) for scorer in _layouts(scorers)]
-        name = f"disaggregated {actors} | {scorers}"
-        found = list(self._fitting(name, [_disaggregated(*pair) for pair in pairs]))
+        name, pairs = f"disaggregated {actors} | {scorers}", product(_layouts(actors), _layouts(scorers))
+        placements = [PlacementConfig(mode="disaggregated", actor=actor, scorer=scorer) for actor, scorer in pairs]
+        found = list(self._fitting(name, placements))
         yield from found
         if isinstance(found[0], Candidate):
             moved = found[0].placement.model_copy(update={"reference": "actor"})
@@ -157,14 +158,6 @@ class _Finder:
 
 def _layouts(num_ranks: int) -> list[ParallelConfig]:
     return [ParallelConfig(tp=tp, dp=num_ranks // tp) for tp in divisors(num_ranks)]
-
-
-def _colocated(actor: ParallelConfig) -> PlacementConfig:
-    return PlacementConfig(mode="colocated", actor=actor)
-
-
-def _disaggregated(actor: ParallelConfig, scorer: ParallelConfig) -> PlacementConfig:
-    return PlacementConfig(mode="disaggregated", actor=actor, scorer=scorer)
 
 
 def _sizes(layout: ParallelConfig) -> str:

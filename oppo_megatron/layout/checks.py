@@ -9,7 +9,7 @@ from math import ceil, lcm
 from typing import Any
 
 from oppo_megatron.config.derived import max_context, members, minibatch_parts, most_sequences, share_of_sequences
-from oppo_megatron.config.model import ParallelConfig, RoleConfig, TrainedRoleConfig, TrainingLayoutConfig, format_ranks
+from oppo_megatron.config.model import ParallelConfig, RoleConfig, TrainedRoleConfig, format_ranks
 from oppo_megatron.config.run import TrainConfig, TrainSettings
 from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.layout.layouts import Limits, Sizes, fills_shards, suggestion
@@ -42,6 +42,11 @@ class _Asked:
     def near(self) -> str:
         return suggestion(self.sizes, self.num_ranks, self.limits)
 
+    def divisions(self, shape: Shape | None) -> list[str]:
+        if shape is None or self.limits is None:
+            return []
+        return check_divisions(self.name, shape, self.sizes, self.num_ranks, self.limits)
+
 
 def check_layouts(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]:
     """Return all problems. `shapes`: the config.jsons that could be read."""
@@ -67,29 +72,22 @@ def serving_problems(config: TrainConfig, name: str, placement: RolePlacement, s
 
 def check_auto_placement(settings: TrainSettings) -> list[str]:
     placement = settings.placement
-    written = {} if placement.actor.num_ranks == 1 else {"placement.actor": str(Sizes.of(placement.actor))}
-    if placement.scorer is not None:
-        written["placement.scorer"] = str(Sizes.of(placement.scorer))
-    if placement.reference != "scorer":
-        written["placement.reference"] = placement.reference
+    written: dict[str, object] = {
+        "placement.actor": placement.actor if placement.actor.num_ranks > 1 else None,
+        "placement.scorer": placement.scorer,
+        "placement.reference": placement.reference if placement.reference != "scorer" else None,
+    }
     for name, role in _sections(settings):
-        written |= _own_layouts(name, role)
+        written |= {f"{name}.ranks": role.ranks, f"{name}.parallel": role.parallel}
+        if isinstance(role, TrainedRoleConfig):
+            written |= {f"{name}.train.{size}": getattr(role.train, size) for size in ("tp", "pp", "dp")}
+            written[f"{name}.train.vpp"] = role.train.vpp if role.train.vpp > 1 else None
     return [
-        f"{key} is {value}, but placement.mode auto chooses the ranks and layouts of all roles; remove it, or choose "
-        "disaggregated, colocated or single"
+        f"{key} is {Sizes.of(value) if isinstance(value, ParallelConfig) else value}, but placement.mode auto chooses the ranks "
+        "and layouts of all roles; remove it, or choose disaggregated, colocated or single"
         for key, value in written.items()
+        if value is not None
     ]
-
-
-def _own_layouts(name: str, role: RoleConfig) -> dict[str, str]:
-    said: dict[str, object] = {f"{name}.ranks": role.ranks}
-    layouts = {f"{name}.parallel": role.parallel}
-    if isinstance(role, TrainedRoleConfig):
-        train = role.train
-        said |= {f"{name}.train.{size}": getattr(train, size) for size in ("tp", "pp", "dp")}
-        said[f"{name}.train.vpp"] = train.vpp if train.vpp > 1 else None
-    said |= {key: None if layout is None else Sizes.of(layout) for key, layout in layouts.items()}
-    return {key: str(value) for key, value in said.items() if value is not None}
 
 
 def check_supervised_layout(config: SupervisedConfig, shape: Shape, name: str = "model") -> list[str]:
@@ -109,12 +107,12 @@ def check_supervised_layout(config: SupervisedConfig, shape: Shape, name: str = 
 def _check_scorers(config: TrainConfig) -> list[str]:
     placement, roles = config.placement, set(named_roles(config))
     if placement.reference == "actor" and "reference" not in roles:
-        return ["placement.reference is actor, but ppo.kl.mode is none, and there is no reference; remove it"]
+        return ["placement.reference is actor, but ppo.kl.mode is none, so the run has no reference; remove it"]
     if placement.scorer is None or len(roles) > 1:
         return []
     return [
-        f"placement.scorer is {Sizes.of(placement.scorer)}, but there is no reward model, no critic, and with ppo.kl.mode none "
-        "no reference, so that nothing would use its ranks; remove it"
+        f"placement.scorer is {Sizes.of(placement.scorer)}, but the run has no reward model, no critic, and with "
+        "ppo.kl.mode none no reference, so that nothing would use its ranks; remove it"
     ]
 
 
@@ -124,9 +122,9 @@ def _sections(config: TrainSettings) -> Iterator[tuple[str, RoleConfig]]:
 
 
 def _settings(config: TrainConfig) -> Iterator[tuple[str, ParallelConfig]]:
-    placed = {"placement.actor": config.placement.actor, "placement.scorer": config.placement.scorer}
+    yield "placement.actor", config.placement.actor
     parallel = {f"{name}.parallel": role.parallel for name, role in _sections(config)}
-    for key, layout in {**placed, **parallel}.items():
+    for key, layout in {"placement.scorer": config.placement.scorer, **parallel}.items():
         if layout is not None:
             yield key, layout
 
@@ -135,7 +133,7 @@ def _check_magnitude(config: TrainConfig) -> list[str]:
     problems = [_enormous(key, layout) for key, layout in _settings(config) if layout.num_ranks > MOST_RANKS]
     for name, role in _sections(config):
         if any(int(number) >= MOST_RANKS for number in (role.ranks or "0").replace("-", ",").split(",")):
-            problems.append(f"{name}.ranks is {role.ranks}, but ranks end at {MOST_RANKS - 1}; name those of this run")
+            problems.append(f"{name}.ranks is {role.ranks}, but ranks end at {MOST_RANKS - 1}; name ranks of this run")
     return problems
 
 
@@ -195,7 +193,7 @@ def _check_counts(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]
         ranks, limits = placements[name].ranks, _limits(config, name, shapes.get(name))
         if role.parallel is not None:
             problems += _check_count(_Asked(f"{name}.parallel", Sizes.of(role.parallel), len(ranks), limits))
-        if isinstance(role, TrainedRoleConfig) and _names_sizes(role.train):
+        if isinstance(role, TrainedRoleConfig) and (role.train.tp or role.train.pp or role.train.dp):
             placement, limits = training[name], _training_limits(config, role, shapes.get(name))
             problems += _check_count(_Asked(f"{name}.train", Sizes.of(placement, role.train.vpp), len(ranks), limits))
     return problems
@@ -214,15 +212,10 @@ def _check_count(asked: _Asked) -> list[str]:
     ]
 
 
-def _names_sizes(train: TrainingLayoutConfig) -> bool:
-    return any(size is not None for size in (train.tp, train.pp, train.dp))
-
-
 def _check_serving(config: TrainConfig, name: str, placement: RolePlacement, shape: Shape | None) -> list[str]:
     sequences = most_sequences(config)
     asked = _Asked(name, Sizes.of(placement), len(placement.ranks), _limits(config, name, shape))
-    problems = _divisions(asked, shape)
-    each = members(config)
+    problems, each = asked.divisions(shape), members(config)
     size, own = each.size, each.trained
     if placement.dp * size > sequences:
         most, needed = config.overlap.delta.max, "one" if size == 1 else f"a group of {size}"
@@ -246,7 +239,7 @@ def training_problems(
     asked = _Asked(f"{name}.train", Sizes.of(placement, train.vpp), len(placement.ranks), limits)
     problems = []
     if asked.sizes != Sizes.of(serving):  # else its divisions are reported there
-        problems += _divisions(asked, shape) or _check_common_rows(asked, serving, shape)
+        problems += asked.divisions(shape) or _check_common_rows(asked, serving, shape)
     if placement.dp > parts:
         what = f"{parts} {'pair' if config.algorithm.pairs else 'row'}{'s' * (parts > 1)}"
         problems.append(
@@ -305,12 +298,6 @@ def _check_kv_budget(config: TrainConfig, name: str, placement: RolePlacement, s
         f"{name}: runtime.kv_cache_mb is {budget_mb:g}, but {what} {needed_mb(sizes):.3g} MiB on each rank; "
         f"raise the budget or lower {lower}{near}"
     ]
-
-
-def _divisions(asked: _Asked, shape: Shape | None) -> list[str]:
-    if shape is None or asked.limits is None:
-        return []
-    return check_divisions(asked.name, shape, asked.sizes, asked.num_ranks, asked.limits)
 
 
 def _limits(config: TrainConfig, name: str, shape: Shape | None) -> Limits | None:

@@ -11,6 +11,7 @@ from typing import Literal
 from oppo_megatron.config.model import LoraConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.model_shape import ModelShape
+from oppo_megatron.layout.shape import ROWS_OF_SUMS, projections
 
 Head = Literal["lm", "scalar"]
 EMBEDDING = "model.embed_tokens.weight"
@@ -163,33 +164,32 @@ PEFT = "base_model.model."
 
 @dataclass(frozen=True)
 class Product:
-    """A layer's product, with its Hugging Face projections and the cut of their adapters."""
+    """A layer's product, with its Hugging Face projections."""
 
     owner: str
     linear: str
     hf_owner: str
     targets: tuple[str, ...]
-    cut: Literal["rows", "columns"]
+
+    @property
+    def cut(self) -> Literal["rows", "columns"]:
+        """Dimension of the weights that is divided among the tensor ranks."""
+        return "columns" if self.targets[0] in ROWS_OF_SUMS else "rows"
 
 
 PRODUCTS = (
-    Product("self_attention", "linear_qkv", "self_attn", ("q_proj", "k_proj", "v_proj"), "rows"),
-    Product("self_attention", "linear_proj", "self_attn", ("o_proj",), "columns"),
-    Product("mlp", "linear_fc1", "mlp", ("gate_proj", "up_proj"), "rows"),
-    Product("mlp", "linear_fc2", "mlp", ("down_proj",), "columns"),
+    Product("self_attention", "linear_qkv", "self_attn", ("q_proj", "k_proj", "v_proj")),
+    Product("self_attention", "linear_proj", "self_attn", ("o_proj",)),
+    Product("mlp", "linear_fc1", "mlp", ("gate_proj", "up_proj")),
+    Product("mlp", "linear_fc2", "mlp", ("down_proj",)),
 )
 
 
 def pair_sizes(shape: ModelShape, rank: int, tp: int) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
     """(rows, columns) of A and of B on a tensor rank, by target."""
-    whole = _whole_sizes(shape)
-    cut = {target: product.cut for product in PRODUCTS for target in product.targets}
     return {
-        target: (
-            (rank, inputs // tp if cut[target] == "columns" else inputs),
-            (outputs // tp if cut[target] == "rows" else outputs, rank),
-        )
-        for target, (outputs, inputs) in whole.items()
+        target: ((rank, inputs // tp), (outputs, rank)) if target in ROWS_OF_SUMS else ((rank, inputs), (outputs // tp, rank))
+        for target, (outputs, inputs) in projections(shape.hf).items()
     }
 
 
@@ -198,7 +198,7 @@ def adapter_parts(
 ) -> list[Part]:
     """Tensors of a peft directory with a share on a stage, and a scalar head on the last."""
     per_stage = shape.num_layers // pp_size
-    sizes = _whole_sizes(shape)
+    sizes = projections(shape.hf)
     parts = []
     for layer in range(per_stage):
         for product in PRODUCTS:
@@ -206,7 +206,7 @@ def adapter_parts(
                 hf = f"{PEFT}model.layers.{pp_rank * per_stage + layer}.{product.hf_owner}.{target}."
                 ours = f"decoder.layers.{layer}.{product.owner}.{product.linear}_lora.{target}."
                 outputs, inputs = sizes[target]
-                cut_a, cut_b = (None, 0) if product.cut == "rows" else (1, None)
+                cut_a, cut_b = (1, None) if target in ROWS_OF_SUMS else (None, 0)
                 rows_b = outputs if cut_b is None else outputs // tp_size
                 rank = lora.rank
                 parts += [
@@ -217,18 +217,3 @@ def adapter_parts(
         size = (1, shape.hidden_size)
         parts.append(Part(f"{PEFT}{SCALAR_HEAD}", size, None, "output_layer.weight", (slice(0, 1),)))
     return parts
-
-
-def _whole_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of each projection."""
-    hidden, ffn, dim = shape.hidden_size, shape.ffn_size, shape.head_dim
-    queries, keys = shape.num_heads * dim, shape.num_kv_heads * dim
-    return {
-        "q_proj": (queries, hidden),
-        "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "o_proj": (hidden, queries),
-        "gate_proj": (ffn, hidden),
-        "up_proj": (ffn, hidden),
-        "down_proj": (hidden, ffn),
-    }

@@ -13,11 +13,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.layout.activations import TrainingBatch
 from oppo_megatron.layout.layouts import Sizes
-from oppo_megatron.layout.memory import (
-    Memory,
-    stage_layers,
-    table_bytes,
-)
+from oppo_megatron.layout.memory import Memory, stage_layers, table_bytes
 from oppo_megatron.layout.placements import (
     RankCoordinates,
     RolePlacement,
@@ -34,7 +30,7 @@ from oppo_megatron.layout.role_memory import (
     laid_out,
     sequences_and_slots,
     served_memory,
-    trained_memory,
+    trained_stages,
     training_rows,
 )
 
@@ -66,32 +62,22 @@ def lasting_memory(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> l
 
 
 def holdings_of(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list[Holding]:
-    return (
-        supervised_holdings(config, on_cpu=on_cpu)
-        if isinstance(config, SupervisedConfig)
-        else train_holdings(config, on_cpu=on_cpu)
-    )
+    if isinstance(config, SupervisedConfig):
+        return supervised_holdings(config, on_cpu=on_cpu)
+    return train_holdings(config, on_cpu=on_cpu)
 
 
 def written_bytes(config: TrainConfig | SupervisedConfig) -> float:
     """Bytes of the final weights and of one checkpoint, without adapters, which are small."""
-    saves = config.checkpoint
-    checkpoints = bool(saves.saves_end or saves.every_steps or saves.every_minutes)
-    weights = state = 0.0
-    if isinstance(config, SupervisedConfig):
-        if config.model.lora is not None:
-            return 0.0
-        holdings = supervised_holdings(config, on_cpu=False)
-        weights = sum(held.memory.weights for held in holdings if held.coords.replica == 0)
-        state = sum(held.memory.optimizer for held in holdings)  # sharded over the replicas
-        return weights * saves.writes_weights * (1 + bool(saves.keep_best)) + (weights + state) * checkpoints
-    for held in train_holdings(config, on_cpu=False):
-        role = named_roles(config)[held.role.partition(".")[0]]
-        if not isinstance(role, TrainedRoleConfig) or role.lora is not None:
+    saves, weights, state = config.checkpoint, 0.0, 0.0
+    roles = {"model": config.model} if isinstance(config, SupervisedConfig) else config.trained
+    for held in holdings_of(config, on_cpu=False):
+        role = roles.get(held.role.partition(".")[0])
+        if role is None or role.lora is not None or not held.memory.optimizer:
             continue
-        state += held.memory.optimizer
-        trains = held.memory.optimizer > 0
-        weights += max(held.memory.weights, held.memory.copy) if trains and held.coords.replica == 0 else 0
+        state += held.memory.optimizer  # sharded over the replicas
+        weights += max(held.memory.weights, held.memory.copy) if held.coords.replica == 0 else 0
+    checkpoints = bool(saves.saves_end or saves.every_steps or saves.every_minutes)
     return weights * saves.writes_weights * (1 + bool(saves.keep_best)) + (weights + state) * checkpoints
 
 
@@ -128,7 +114,7 @@ def role_holdings(
             "rows a replica": training_rows(config, training), "micro-batch tokens": config.runtime.micro_batch_tokens,
         }
     )  # fmt: skip
-    updates = [trained_memory(config, training, model, train, stage, on_cpu=on_cpu) for stage in range(training.pp)]
+    updates = trained_stages(config, training, model, train, on_cpu=on_cpu)
     trained = []
     for at, rank in _coords_of(training):
         memory, layers = updates[at.stage], stage_layers(model.shape, training.pp, at.stage, train.vpp)

@@ -76,7 +76,7 @@ def usable(library: str) -> bool:
     """True if it can be imported; warns if it is installed but cannot."""
     fault = import_fault(*USED[library])
     if fault not in (None, ABSENT):
-        warnings.warn(f"{library} {fault}; the run goes on without it", stacklevel=2)
+        warnings.warn(f"{library} {fault}; the run continues without it", stacklevel=2)
     return fault is None
 
 
@@ -103,7 +103,7 @@ def layer_problem(available: Available, *, adapters: bool) -> str | None:
         return ON_CUDA_ONLY
     if available.transformer_engine is None:
         return available.fault(TE)
-    return "adapters (lora) stand beside megatron-core's own layers only" if adapters else None
+    return "adapters (lora) need megatron-core's own layers" if adapters else None
 
 
 def layer_kind(wanted: Layers, available: Available, *, adapters: bool) -> LayerKind:
@@ -136,7 +136,7 @@ def kernel_table(available: Available) -> list[Kernels]:
             None if fused else f"fused: {absent}",
         ),
         _attention(available),
-        Kernels("FP8", "off: log-probs of decoding would not be those of training"),
+        Kernels("FP8", "off: log-probs of decoding would differ from training's"),
     ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from oppo_megatron.config.model import KVLayout, LoraConfig, TrainingLayoutConfig
 from oppo_megatron.layout.layouts import HasSizes, vocab_rows
-from oppo_megatron.layout.shape import DTYPE_BYTES, head_dim, kv_bytes_per_token, num_kv_heads
+from oppo_megatron.layout.shape import DTYPE_BYTES, ROWS_OF_SUMS, head_dim, kv_bytes_per_token, projections
 
 Shape = Mapping[str, Any]
 FP32 = 4
@@ -73,13 +73,11 @@ def stage_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool
 
 def adapter_parameters(shape: Shape, tp: int, pp: int, lora: LoraConfig) -> int:
     """Adapter parameters on a tensor rank of a stage."""
-    hidden, ffn, dim = shape["hidden_size"], shape["intermediate_size"], head_dim(shape)
-    queries, keys = shape["num_attention_heads"] * dim // tp, num_kv_heads(shape) * dim // tp
-    sizes = {
-        "q_proj": hidden + queries, "k_proj": hidden + keys, "v_proj": hidden + keys, "o_proj": queries + hidden,
-        "gate_proj": hidden + ffn // tp, "up_proj": hidden + ffn // tp, "down_proj": ffn // tp + hidden,
-    }  # fmt: skip
-    return int(shape["num_hidden_layers"] // pp * lora.rank * sum(sizes[target] for target in lora.projections))
+    size, sizes = 0, projections(shape)
+    for target in lora.projections:
+        outputs, inputs = sizes[target]
+        size += outputs + inputs // tp if target in ROWS_OF_SUMS else outputs // tp + inputs
+    return int(shape["num_hidden_layers"] // pp * lora.rank * size)
 
 
 def packed_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool) -> int:
@@ -89,20 +87,17 @@ def packed_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: boo
 
 
 def _product_parameters(shape: Shape, tp: int) -> int:
-    hidden, ffn, dim = shape["hidden_size"], shape["intermediate_size"], head_dim(shape)
-    query, keys_values = shape["num_attention_heads"] * dim // tp, 2 * num_kv_heads(shape) * dim // tp
-    return int(hidden * (query + keys_values) + query * hidden + 3 * hidden * ffn // tp)
+    return sum(outputs * inputs for outputs, inputs in projections(shape).values()) // tp
 
 
 def _layer_parameters(shape: Shape, tp: int) -> int:
-    hidden, dim = shape["hidden_size"], head_dim(shape)
-    query, keys_values = shape["num_attention_heads"] * dim // tp, 2 * num_kv_heads(shape) * dim // tp
-    count = _product_parameters(shape, tp) + 2 * hidden
+    count = _product_parameters(shape, tp) + 2 * int(shape["hidden_size"])
     if shape["model_type"] == "qwen2":
-        count += query + keys_values  # biases
+        sizes = projections(shape)
+        count += sum(sizes[name][0] for name in ("q_proj", "k_proj", "v_proj")) // tp  # biases
     if shape["model_type"] == "qwen3":
-        count += 2 * dim  # norms of queries and keys
-    return int(count)
+        count += 2 * head_dim(shape)  # norms of queries and keys
+    return count
 
 
 def training_state(num_parameters: int, dtype: str, dp: int) -> Memory:
@@ -121,11 +116,6 @@ def kv_slots(shape: Shape, layout: HasSizes, dtype: str, *, slots: int, context:
     if budget_mb is None:
         return slots
     return min(slots, int(budget_mb * 2**20) // (context * kv_bytes_per_token(shape, layout, dtype)))
-
-
-def kv_cache_bytes(shape: Shape, layout: HasSizes, dtype: str, *, slots: int, context: int, budget_mb: float | None) -> int:
-    held = kv_slots(shape, layout, dtype, slots=slots, context=context, budget_mb=budget_mb)
-    return held * context * kv_bytes_per_token(shape, layout, dtype)
 
 
 def table_bytes(shape: Shape, context: int) -> int:

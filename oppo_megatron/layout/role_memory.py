@@ -17,7 +17,6 @@ from oppo_megatron.layout.memory import (
     adapter_parameters,
     gather_bytes,
     kernel_bytes,
-    kv_cache_bytes,
     kv_slots,
     packed_parameters,
     prefill_sizes,
@@ -28,6 +27,7 @@ from oppo_megatron.layout.memory import (
     training_state,
 )
 from oppo_megatron.layout.placements import RolePlacement, named_roles, shares_weights
+from oppo_megatron.layout.shape import kv_bytes_per_token
 from oppo_megatron.modeldir.headers import read_hf_config
 
 SCALAR_ROLES = ("critic", "reward")
@@ -125,7 +125,6 @@ def served_memory(
     cached = slots
     if name == "actor" and config.evaluation is not None:  # held-out prompts have their own cache
         cached += min(slots, config.evaluation.most_rows)
-    cache = kv_cache_bytes(model.shape, placement, model.dtype, slots=cached, context=context, budget_mb=None)
     tokens = min(config.runtime.micro_batch_tokens, slots * context)
     computed, logits = model.computed(placement, on_cpu=on_cpu), model.makes_logits(placement, stage)
     calls = _calls(config, name, tokens, slots, logits=logits or (model.scalar and stage == placement.pp - 1))
@@ -134,7 +133,7 @@ def served_memory(
         weights=model.weights(placement, stage),
         packed=model.packed(placement, stage) if packed else 0,
         kernels=_kernels(name, tokens, slots, makes_logits=logits) if packed else 0,
-        kv_cache=cache,
+        kv_cache=cached * context * kv_bytes_per_token(model.shape, placement, model.dtype),
         buffers=table_bytes(model.shape, longest),
         activations=max(phases.values()),
     )

@@ -25,6 +25,7 @@ MOST_POSITIONS = 2**62  # bounds an absurd factor
 DEFAULT_POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 DEFAULT_WINDOW = 4096
 HEADS_LEARNED = ("critic", "model")  # roles whose head training can start
+ROWS_OF_SUMS = ("o_proj", "down_proj")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -141,6 +142,16 @@ def num_kv_heads(hf_config: Mapping[str, Any]) -> int:
     """All heads by default, 8 for Mistral."""
     default = 8 if hf_config["model_type"] == "mistral" else None
     return int(hf_config.get("num_key_value_heads", default) or hf_config["num_attention_heads"])
+
+
+def projections(hf_config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of a layer's products. Tensor ranks divide the inputs of `ROWS_OF_SUMS`, the outputs of the others."""
+    hidden, ffn, dim = hf_config["hidden_size"], hf_config["intermediate_size"], head_dim(hf_config)
+    queries, keys = hf_config["num_attention_heads"] * dim, num_kv_heads(hf_config) * dim
+    return {
+        "q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden), "o_proj": (hidden, queries),
+        "gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn),
+    }  # fmt: skip
 
 
 def windows(hf_config: Mapping[str, Any]) -> list[int | None]:

@@ -25,17 +25,17 @@ UNKNOWN = {
     r"\w+_scale|\w+_zero_point)$": "It belongs to quantised weights: use the checkpoint that is not quantised.",
     r"(^|\.)(v_head|value_head)\.": f"It is of a value head, which is read under the name {SCALAR_HEAD} only: remove it from the "
     "file, by loading the model with transformers and save_pretrained.",
-    r"\.bias$": "Apart from those of Qwen2's queries, keys and values no bias is computed: use a model without it.",
+    r"\.bias$": "Only biases of Qwen2's queries, keys and values are computed: use a model without others.",
     "": WHOLE,
 }
 """Remedies for unexpected tensors; the first match counts."""
 
 
 class Tensor(NamedTuple):
-    """`plain`: floating-point of 16 bits or more."""
+    """`dtype`: a code of safetensors."""
 
     shape: tuple[int, ...]
-    plain: bool
+    dtype: str
 
 
 def weight_problems(shape: ModelShape, head: Head, stored: Mapping[str, Tensor], equal: Callable[[str, str], bool]) -> list[str]:
@@ -92,6 +92,6 @@ def _misfit(
         one_label = "A reward or value head has one label: train or export the checkpoint with num_labels 1."
         remedy = one_label if name == SCALAR_HEAD else remedy
         return [f"{name} has shape {list(stored[name].shape)}, {who} for {list(size)}. {remedy}"]
-    if not stored[name].plain:
+    if stored[name].dtype not in FLOATS:
         return [f"{name} is not stored as one of {sorted(FLOATS)}. Use the checkpoint that is not quantised."]
     return []

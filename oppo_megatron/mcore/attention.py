@@ -66,7 +66,7 @@ class WindowedAttention:
         """The queries are the last T of L positions -> [1, N, T, D]."""
         new, reach = q_1NTD.shape[2], k_1GLD.shape[2]
         outputs = []
-        for queries, keys in _pieces(new, reach, window):
+        for queries, keys in pieces(new, reach, window, window_size(window)):
             mask_QK = self._mask(queries.stop - queries.start, keys.stop - keys.start, window)
             outputs.append(core(q_1NTD[:, :, queries], k_1GLD[:, :, keys], v_1GLD[:, :, keys], mask_QK))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
@@ -82,11 +82,16 @@ class WindowedAttention:
         return self._masks[key]
 
 
-def _pieces(new: int, reach: int, window: int) -> Iterator[tuple[slice, slice]]:
-    size, past = min(max(window, LEAST_PIECE), MOST_PIECE), reach - new
+def window_size(window: int) -> int:
+    return min(max(window, LEAST_PIECE), MOST_PIECE)
+
+
+def pieces(new: int, reach: int, window: int | None, size: int) -> Iterator[tuple[slice, slice]]:
+    """Yield at most `size` of the last `new` queries of `reach` positions, and the keys that they attend to."""
+    past = reach - new
     for first in range(0, new, size):
         stop = min(first + size, new)
-        yield slice(first, stop), slice(max(0, past + first + 1 - window), past + stop)
+        yield slice(first, stop), slice(0 if window is None else max(0, past + first + 1 - window), past + stop)
 
 
 class AttentionPlan(Protocol):

@@ -90,7 +90,7 @@ def weight_files(directory: Path) -> dict[Path, list[str] | None]:
     for name, file in weight_map.items():
         if not is_inside(file):
             raise CheckpointError(
-                f"`{index}` maps a tensor to {file!r:.60}, which is no file of its folder; fetch the checkpoint again"
+                f"`{index}` maps a tensor to {file!r:.60}, which is not a file of its folder; fetch the checkpoint again"
             )
         named = files.setdefault(directory / file, [])
         assert named is not None
@@ -156,7 +156,7 @@ def check_file(file: Path) -> None:
         except (SafetensorError, OSError) as error:
             reason = str(error).removeprefix("Error while deserializing header: ")
             raise CheckpointError(
-                f"`{file}` is truncated or damaged: its {file.stat().st_size} bytes are no whole safetensors file "
+                f"`{file}` is truncated or damaged: its {file.stat().st_size} bytes are not a whole safetensors file "
                 f"({reason}); fetch or save it again (a git-lfs pointer: `git lfs pull`)"
             ) from error
 

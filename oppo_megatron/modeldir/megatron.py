@@ -42,9 +42,10 @@ def find_megatron(directory: Path, shape: Path | None = None) -> MegatronFolder 
     """
     if any(directory.glob("*.safetensors")):
         return None
-    role = _of_role(directory, shape)
-    if role is not None:
-        return role
+    above = directory.parent
+    if is_index(above) and not is_index(directory) and (directory / SHAPE).is_file():  # a role's folder in a run's checkpoint
+        _check_backend(above)
+        return MegatronFolder(above, shape or directory / SHAPE, f"{directory.name}.")
     weights = _weights(directory)
     if weights is None:
         return None
@@ -57,25 +58,16 @@ def is_index(directory: Path) -> bool:
     return (directory / BACKENDS).is_file() or (directory / TORCH_INDEX).is_file()
 
 
-def _of_role(directory: Path, shape: Path | None) -> MegatronFolder | None:
-    """A role's folder in a run's checkpoint, with the shape but no weights."""
-    above = directory.parent
-    if is_index(directory) or not is_index(above) or not (directory / SHAPE).is_file():
-        return None
-    _check_backend(above)
-    return MegatronFolder(above, shape or directory / SHAPE, f"{directory.name}.")
-
-
 def _weights(directory: Path) -> Path | None:
-    if is_index(directory):
-        _refuse_several(directory)
-        return directory
-    if (directory / TRACKER).is_file():
+    tracked = (directory / TRACKER).is_file()
+    for folder in (directory, *(directory / name for name in PLACES if not tracked)):
+        if is_index(folder):
+            if roles := sorted(path.parent.name for path in folder.glob(f"*/{SHAPE}")):
+                names = " or ".join(f"`{folder / role}`" for role in roles)
+                raise CheckpointError(f"`{folder}` holds the models of a run; name the one that is meant: {names}")
+            return folder
+    if tracked:
         return _iteration(directory)
-    for name in PLACES:
-        if is_index(directory / name):
-            _refuse_several(directory / name)
-            return directory / name
     if legacy := sorted(path.name for path in directory.glob("mp_rank_*")):
         raise CheckpointError(
             f"`{directory}` holds {legacy[0]}, a checkpoint of one file a rank, which is a pickle and is not read; save it in "
@@ -97,18 +89,11 @@ def _iteration(directory: Path) -> Path:
     raise CheckpointError(f"`{tracker}` names {folder.name}, which holds no torch_dist checkpoint; name another iter_* itself")
 
 
-def _refuse_several(weights: Path) -> None:
-    roles = sorted(path.parent.name for path in weights.glob(f"*/{SHAPE}"))
-    if roles:
-        names = " or ".join(f"`{weights / role}`" for role in roles)
-        raise CheckpointError(f"`{weights}` holds the models of a run; name the one that is meant: {names}")
-
-
 def _check_backend(weights: Path) -> None:
     if not (weights / BACKENDS).is_file():
         raise CheckpointError(
-            f"`{weights}` has an index ({TORCH_INDEX}) but no {BACKENDS}, with which megatron-core says how it was saved; "
-            'where it is torch_dist, write {"sharded_backend": "torch_dist", "sharded_backend_version": 1} into it'
+            f"`{weights}` has an index ({TORCH_INDEX}) but no {BACKENDS}, megatron-core's record of how it was saved; if it was "
+            'torch_dist, write {"sharded_backend": "torch_dist", "sharded_backend_version": 1} into it'
         )
     backend = read_mapping(weights / BACKENDS, "Megatron's description").get("sharded_backend")
     if backend != "torch_dist":
@@ -117,7 +102,7 @@ def _check_backend(weights: Path) -> None:
             "wrote it (NeMo: model.dist_ckpt_format=torch_dist)"
         )
     if not (weights / TORCH_INDEX).is_file():
-        raise CheckpointError(f"`{weights}` has {BACKENDS} but no index ({TORCH_INDEX}); copy it whole from where it was saved")
+        raise CheckpointError(f"`{weights}` has {BACKENDS} but no index ({TORCH_INDEX}); copy the whole folder again")
 
 
 def _shape(directory: Path, weights: Path) -> Path:

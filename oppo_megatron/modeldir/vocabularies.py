@@ -50,10 +50,9 @@ def distinct(ids: Iterable[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer's content.
+    """A tokenizer's `pieces` with U+2581 as a space, its `added` tokens besides trained pieces, and its special ids.
 
-    `pieces`: with U+2581 as a space.  `added`: ids of tokens other than trained pieces.  `eos`: all ids that end a response;
-    empty if unspecified.
+    `eos`: all ids that end a response; empty if unspecified.
     """
 
     pieces: Mapping[int, str]
@@ -79,18 +78,18 @@ def compare_tokenizers(path: Path, directories: Mapping[str, Path]) -> tuple[lis
                     f"tokenizer: not compared with {name}, whose EOS is {ends}: {lacking} has no {FAST} or {SENTENCEPIECE}"
                 )
             elif _identity(path, file) == _identity(directory, other):
-                lines.append(f"tokenizer: that of {name} is the same, byte for byte")
+                lines.append(f"tokenizer: {name} has the same, byte for byte")
             else:
                 own = own or _read(path, file)
                 there = _read(directory, other)
                 if (fault := _difference(own, there)) is not None:
                     problems.append(
-                        f"tokenizer.path={path} is another tokenizer than that of {name}={directory}: {fault}; set "
+                        f"tokenizer.path={path} is not the tokenizer of {name}={directory}: {fault}; set "
                         f"tokenizer.path={directory}, or name a model that was trained with this tokenizer"
                     )
                 else:
                     shared = len(own.pieces.keys() & there.pieces.keys())
-                    lines.append(f"tokenizer: that of {name} has the same {shared} pieces, special ids and sample texts")
+                    lines.append(f"tokenizer: {name} has the same {shared} pieces, special ids and sample texts")
         except CheckpointError as error:
             problems.append(f"{name}: {error}")
     return problems, lines
@@ -129,12 +128,9 @@ def _tokenizer_file(path: Path) -> Path | None:
 
 def _identity(path: Path, file: Path) -> tuple[str, str]:
     """Digest of pieces, and special ids; equal ones need no further check."""
-    with file.open("rb") as stream:
-        digest = hashlib.sha256()
-        while block := stream.read(1 << 20):
-            digest.update(block)
     ends = set(model_eos_ids(path)) if path.is_dir() else set()
-    return digest.hexdigest(), json.dumps([_special(path, "eos_token"), _special(path, "bos_token"), sorted(ends)])
+    special = json.dumps([_special(path, "eos_token"), _special(path, "bos_token"), sorted(ends)])
+    return hashlib.sha256(file.read_bytes()).hexdigest(), special
 
 
 def _special(path: Path, name: str) -> str | None:

@@ -7,26 +7,18 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import count
 
 import torch.distributed as dist
 
+from oppo_megatron.clock import ByTime
 from oppo_megatron.cluster.hosts import show_hosts
 from oppo_megatron.cluster.world import World, choose_device, open_world
 from oppo_megatron.data.prompt_tokens import encode_prompt
 from oppo_megatron.engine.completions import PromptDecoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping, StopText, all_ids
-from oppo_megatron.policy.answers import (
-    Conversation,
-    Decode,
-    GrowingText,
-    Meter,
-    OutputFile,
-    Request,
-    ResponseFile,
-    Terminal,
-    answer_of,
-)
+from oppo_megatron.policy.answers import Conversation, Decode, GrowingText, OutputFile, Request, ResponseFile, Terminal, answer_of
 from oppo_megatron.policy.chat import Messages, converse, open_lines, until_interrupted
 from oppo_megatron.policy.finding import policy_tokenizer
 from oppo_megatron.policy.given_prompts import require_room
@@ -36,6 +28,7 @@ from oppo_megatron.records import Prompt, Rollout
 SHOWN_STEPS = 4
 """Decode steps between updates of a response that is shown while it grows."""
 FILE_STEPS = 32
+SHOW_EVERY_S = 2.0
 WAITING_S = 7 * 24 * 3600.0
 """Time that ranks wait for someone to type."""
 
@@ -94,11 +87,7 @@ def _show(request: Request, to: Terminal, policy: LoadedPolicy, world: World) ->
 
 
 def _grow(
-    decoder: PromptDecoder,
-    prompt: Prompt,
-    decode: Decode,
-    speaks: bool,
-    interrupted: Callable[[], bool] = lambda: False,
+    decoder: PromptDecoder, prompt: Prompt, decode: Decode, speaks: bool, interrupted: Callable[[], bool] = lambda: False
 ) -> list[int]:
     """Decode one response, printed while it grows if this rank `speaks`."""
     shown, tokens = GrowingText(decode, sys.stdout), list[int]()
@@ -116,7 +105,7 @@ def _grow(
 def _fill(request: Request, to: OutputFile, policy: LoadedPolicy, world: World) -> None:
     decode = policy.tokenizer.decode
     file = ResponseFile(to, request.prompts, request.samples, decode)
-    left, meter = file.left, Meter(len(file), len(request.prompts))
+    left, say, tokens = file.left, ByTime(lambda line: print(line, file=sys.stderr, flush=True), SHOW_EVERY_S), 0
     if world.size > 1:
         dist.barrier()  # all have read the file before it is written again
     responses = _decoder(request, policy, FILE_STEPS).decode(left)
@@ -127,53 +116,42 @@ def _fill(request: Request, to: OutputFile, policy: LoadedPolicy, world: World) 
     with file.writing() as write:
         for rollout in responses:
             write(rollout)
-            meter.add(rollout)
+            tokens += len(rollout.tokens)
+            say(f"{len(file)}/{len(request.prompts)} responses, {tokens} tokens")
+    print(f"{len(file)} responses", file=sys.stderr, flush=True)
 
 
 def _converse(request: Request, to: Conversation, policy: LoadedPolicy, world: World) -> None:
-    turns = _Turns(request, policy, world)
+    """Answer turn after turn, each sampled with its own number; other ranks get the prompts from rank 0, None at the end."""
+    tokenizer, decoder, numbers = policy.tokenizer, _decoder(replace(request, num_slots=1), policy, SHOWN_STEPS), count()
+
+    def shared(prompt: Prompt | None) -> Prompt | None:
+        box = [prompt]
+        if world.size > 1:
+            dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def decode(prompt: Prompt) -> str:
+        """Collective; Ctrl-C ends the answer if this is the only rank."""
+        with until_interrupted() if world.size == 1 else nullcontext(lambda: False) as interrupted:
+            return tokenizer.decode(_grow(decoder, prompt, tokenizer.decode, world.rank == 0, interrupted))
+
+    def answer(messages: Messages) -> str:
+        """Answer, printing tokens as they come.  Raises DataError if the context has no room for an answer."""
+        text = tokenizer.chat.render(messages)
+        tokens = tuple(encode_prompt(tokenizer, text))
+        require_room("the conversation", len(tokens), request.max_length, request.drawing.max_tokens)
+        number = next(numbers)
+        prompt = Prompt(number, number, text, tokens)
+        shared(prompt)
+        return decode(prompt)
+
     if world.rank != 0:
-        while (prompt := turns.hear()) is not None:
-            turns.decode(prompt)
+        while (prompt := shared(None)) is not None:
+            decode(prompt)
         return
     try:
         with open_lines(to.source) as read:
-            converse(to.system, read, turns.answer)
+            converse(to.system, read, answer)
     finally:
-        turns.tell(None)
-
-
-class _Turns:
-    """Answers the turns of a conversation, each sampled with its own number."""
-
-    def __init__(self, request: Request, policy: LoadedPolicy, world: World):
-        self._request, self._policy, self._world = request, policy, world
-        self._decoder = _decoder(replace(request, num_slots=1), policy, SHOWN_STEPS)
-        self._count = 0
-
-    def tell(self, prompt: Prompt | None) -> None:
-        """Send the next prompt from rank 0; None ends the conversation."""
-        if self._world.size > 1:
-            dist.broadcast_object_list([prompt], src=0)
-
-    def hear(self) -> Prompt | None:
-        told: list[Prompt | None] = [None]
-        dist.broadcast_object_list(told, src=0)
-        return told[0]
-
-    def answer(self, messages: Messages) -> str:
-        """Answer, printing tokens as they come.  Raises DataError if the context has no room for an answer."""
-        tokenizer, drawing = self._policy.tokenizer, self._request.drawing
-        text = tokenizer.chat.render(messages)
-        tokens = tuple(encode_prompt(tokenizer, text))
-        require_room("the conversation", len(tokens), self._request.max_length, drawing.max_tokens)
-        prompt = Prompt(self._count, self._count, text, tokens)
-        self._count += 1
-        self.tell(prompt)
-        return self.decode(prompt)
-
-    def decode(self, prompt: Prompt) -> str:
-        """Collective; Ctrl-C ends the answer if this is the only rank."""
-        decode, alone = self._policy.tokenizer.decode, self._world.size == 1
-        with until_interrupted() if alone else nullcontext(lambda: False) as interrupted:
-            return decode(_grow(self._decoder, prompt, decode, self._world.rank == 0, interrupted))
+        shared(None)

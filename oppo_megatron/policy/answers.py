@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -15,13 +12,13 @@ from typing import Any, TextIO
 
 from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
 from oppo_megatron.errors import ConfigError, DataError
-from oppo_megatron.nesting import read_json
 from oppo_megatron.policy.finding import Policy
 from oppo_megatron.records import Prompt, Rollout
+from oppo_megatron.rundir.directory import write_text
+from oppo_megatron.rundir.metrics_log import iter_json_lines
 
 Decode = Callable[[Sequence[int]], str]
 INCOMPLETE = "\ufffd"
-SHOW_EVERY_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -65,8 +62,8 @@ class Conversation:
 class Request:
     """`prompts` have `seq_id` = place * `samples` + sample; a conversation has none.
 
-    `max_length`: tokens of the longest prompt and response.  `num_slots`: sequences per replica at once.  `told_of_prompts`:
-    lines about a file's rows.
+    `max_length`: tokens of the longest prompt and response.  `num_slots`: sequences per replica at once.  `about_prompts`: lines
+    about a file's rows.
     """
 
     policy: Policy
@@ -78,7 +75,7 @@ class Request:
     num_slots: int
     max_length: int
     to: Terminal | OutputFile | Conversation
-    told_of_prompts: str = ""
+    about_prompts: str = ""
 
 
 def settings_of(policy: Policy, drawing: Drawing, samples: int) -> dict[str, Any]:
@@ -130,11 +127,11 @@ def require_output(to: OutputFile) -> bool:
             return False
         raise ConfigError(f"--output {to.path} is there already; name another file, or remove it")
     if not to.path.parent.is_dir():
-        raise ConfigError(f"--output {to.path}: there is no folder {to.path.parent}; make it, or name another")
+        raise ConfigError(f"--output {to.path}: {to.path.parent} is not a folder; make it, or name another")
     if not partial.exists():
         return True
     if not to.resume:
-        raise ConfigError(f"{partial} holds the responses of an interrupted call; add --resume to go on from them, or remove it")
+        raise ConfigError(f"{partial} holds the responses of an interrupted call; add --resume to continue it, or remove it")
     then = {"date": to.settings.get("date"), **_read(partial)[0]}  # earlier versions wrote none
     changed = [
         f"{name} was {then.get(name)!r}, is {to.settings.get(name)!r}"
@@ -142,7 +139,7 @@ def require_output(to: OutputFile) -> bool:
         if then.get(name) != to.settings.get(name)
     ]
     if changed:
-        raise ConfigError(f"{partial} was begun with other settings: {'; '.join(changed)}; go on with those, or remove the file")
+        raise ConfigError(f"{partial} was begun with other settings: {'; '.join(changed)}; use those, or remove the file")
     return True
 
 
@@ -163,16 +160,14 @@ class ResponseFile:
         self._prompts = {(prompt.row, prompt.seq_id % samples): prompt for prompt in prompts}
         self._done: dict[tuple[int, int], str] = {}
         partial = partial_path(to.path)
-        if partial.exists():
-            for answer in _read(partial)[1:]:
-                key = answer.get("row"), answer.get("sample")
-                prompt = self._prompts.get(key)  # type: ignore[arg-type]
-                if prompt is None or prompt.text != answer.get("prompt"):
-                    raise DataError(
-                        f"{partial} has a response to row {key[0]} to another prompt than --input has there now; give the file "
-                        "that it was begun with, or remove it"
-                    )
-                self._done[prompt.row, prompt.seq_id % samples] = json.dumps(answer, ensure_ascii=False)
+        for answer in _read(partial)[1:] if partial.exists() else ():
+            key: Any = answer.get("row"), answer.get("sample")
+            if key not in self._prompts or self._prompts[key].text != answer.get("prompt"):
+                raise DataError(
+                    f"{partial} has a response to row {key[0]} to another prompt than --input has there now; give the file "
+                    "that it was begun with, or remove it"
+                )
+            self._done[key] = json.dumps(answer, ensure_ascii=False)
 
     @property
     def left(self) -> list[Prompt]:
@@ -197,27 +192,13 @@ class ResponseFile:
                     self._done[rollout.prompt.row, rollout.seq_id % self._samples] = line
 
                 yield write
-            aside = self._to.path.with_name(f".{self._to.path.name}.{os.getpid()}")
-            aside.write_text("".join(f"{self._done[key]}\n" for key in self._prompts), encoding="utf-8")
-            os.replace(aside, self._to.path)
+            write_text(self._to.path, "".join(f"{self._done[key]}\n" for key in self._prompts))
             partial.unlink()
 
 
 def _read(partial: Path) -> list[dict[str, Any]]:
-    """Complete lines; a killed process may have left part of the last."""
-    lines: list[dict[str, Any]] = []
-    with partial.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                content = read_json(line)
-            except ValueError as error:
-                raise DataError(f"{partial}, line {number}: not JSON ({error}); remove the file, and begin anew") from error
-            if not isinstance(content, dict):
-                raise DataError(f"{partial}, line {number}: no JSON object; remove the file, and begin anew")
-            lines.append(content)
-    return lines or [{}]
+    """Return settings and responses; a killed process may have left part of the last line."""
+    return list(iter_json_lines(partial)) or [{}]
 
 
 @contextmanager
@@ -229,21 +210,3 @@ def _naming(path: Path) -> Iterator[None]:
         if error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
-
-
-class Meter:
-    """Reports progress on standard error, now and then and at the end."""
-
-    def __init__(self, done: int, total: int, clock: Callable[[], float] = time.monotonic):
-        self._total, self._clock = total, clock
-        self._count, self._tokens = done, 0
-        self._begun = self._shown = clock()
-
-    def add(self, rollout: Rollout) -> None:
-        self._count += 1
-        self._tokens += len(rollout.tokens)
-        now = self._clock()
-        if now - self._shown >= SHOW_EVERY_S or self._count == self._total:
-            self._shown = now
-            rate = self._tokens / max(now - self._begun, 1e-9)
-            print(f"{self._count}/{self._total} responses  tok/s {rate:.0f}", file=sys.stderr, flush=True)

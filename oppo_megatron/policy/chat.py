@@ -7,8 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from contextlib import contextmanager, nullcontext
 from typing import Any, TextIO
 
 from oppo_megatron.errors import DataError
@@ -16,7 +15,7 @@ from oppo_megatron.policy.given_prompts import opening
 
 Messages = list[dict[str, Any]]
 RESET = "/reset"
-HELP = f"{RESET} begins anew, Ctrl-C ends an answer, Ctrl-D ends the chat"
+HELP = f"{RESET} starts again, Ctrl-C ends an answer, Ctrl-D ends the chat"
 
 
 def converse(system: str | None, read: Callable[[], str | None], answer: Callable[[Messages], str]) -> None:
@@ -33,18 +32,15 @@ def converse(system: str | None, read: Callable[[], str | None], answer: Callabl
             try:
                 text = answer(asked)
             except DataError as error:
-                print(f"{error} ({RESET} begins anew)", file=sys.stderr, flush=True)
+                print(f"{error} ({RESET} starts again)", file=sys.stderr, flush=True)
                 continue
             messages = [*asked, {"role": "assistant", "content": text}]
 
 
 @contextmanager
 def open_lines(source: str | None) -> Iterator[Callable[[], str | None]]:
-    """Lines of standard input, or of the starting process's."""
-    if source is None:
-        yield lambda: _line(sys.stdin)
-        return
-    with open(source, encoding="utf-8") as stream:
+    """Yield a function that reads a line of standard input, or of `source`; it returns None at the end."""
+    with nullcontext(sys.stdin) if source is None else open(source, encoding="utf-8") as stream:
         yield lambda: _line(stream)
 
 
@@ -54,34 +50,27 @@ def parent_input() -> str:
 
 
 def _line(stream: TextIO) -> str | None:
-    if not stream.isatty():
-        line = stream.readline()
-        return line.rstrip("\n") if line else None
-    if stream is sys.stdin:  # with the terminal's line editing, where Python has it
+    if stream is sys.stdin and stream.isatty():  # with the terminal's line editing, if Python has it
         try:
             return input("> ")
         except EOFError:
             print(flush=True)
             return None
-    print("> ", end="", flush=True)
+    if stream.isatty():
+        print("> ", end="", flush=True)
     line = stream.readline()
     return line.rstrip("\n") if line else None
 
 
 @contextmanager
 def until_interrupted() -> Iterator[Callable[[], bool]]:
-    """Count Ctrl-C instead of raising; the yielded function reports one.  Main thread only."""
-    heard = False
+    """Yield a function that reports Ctrl-C, which then raises nothing; only in the main thread."""
+    pressed = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
+        yield pressed.is_set
         return
-
-    def hear(number: int, frame: FrameType | None) -> None:
-        nonlocal heard
-        heard = True
-
-    before = signal.signal(signal.SIGINT, hear)
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.set())
     try:
-        yield lambda: heard
+        yield pressed.is_set
     finally:
         signal.signal(signal.SIGINT, before)

@@ -49,13 +49,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Policy:
-    """`told`: a line on the choice.  `run`: settings of the policy's run.
+    """`summary`: a line on the choice.  `run`: settings of the policy's run.
 
     `adapters`: `models/` of a checkpoint of adapters only, and their name in it; `model`: their base.
     """
 
     directory: Path
-    told: str
+    summary: str
     model: TrainedRoleConfig
     hf_config: dict[str, Any]
     tokenizer: TokenizerConfig
@@ -72,7 +72,7 @@ class Policy:
 @dataclass(frozen=True)
 class _Weights:
     model: TrainedRoleConfig
-    told: str
+    summary: str
     own: Path | None = None  # what lies here belongs to the weights
     adapters: tuple[Path, str] | None = None
 
@@ -99,7 +99,7 @@ def find_policy(directory: Path, choice: Choice = Choice()) -> Policy:
         raise CheckpointError(
             f"{problems[0]}: a reward model or critic says nothing; name the policy (of a run: its {WEIGHTS}/actor)"
         )
-    return Policy(directory, found.told, found.model, hf_config, _tokenizer(found, run, choice), run, adapters=found.adapters)
+    return Policy(directory, found.summary, found.model, hf_config, _tokenizer(found, run, choice), run, adapters=found.adapters)
 
 
 def read_run(directory: Path) -> RunConfig:
@@ -134,7 +134,7 @@ def _of_run(directory: Path, run: RunConfig | None, choice: Choice) -> _Weights:
     for weights in (directory / WEIGHTS / "actor", directory / WEIGHTS):
         if any((weights / name).is_file() for name in (SHAPE, ADAPTER_CONFIG)):
             found = _of_directory(weights, run, choice)
-            return replace(found, told=f"final weights of the run {directory} ({found.told})")
+            return replace(found, summary=f"final weights of the run {directory} ({found.summary})")
     positions = CheckpointStore(directory / CHECKPOINTS).positions()
     if not positions:
         raise CheckpointError(
@@ -152,14 +152,14 @@ def _of_checkpoint(folder: Path, run: RunConfig | None, choice: Choice) -> _Weig
     if role is None:
         raise CheckpointError(f"`{folder}` holds no policy (no {MODELS}/actor); name another checkpoint, or an export")
     position = Position.of(folder.name)
-    told = f"checkpoint {folder}" + ("" if position is None else f", after {position.step} steps")
+    summary = f"checkpoint {folder}" + ("" if position is None else f", after {position.step} steps")
     own = None if run is None else _role_of(run)
     if own is None or own.lora is None:
-        return _Weights(_model(folder / MODELS / role, own, choice), told)
+        return _Weights(_model(folder / MODELS / role, own, choice), summary)
     began = {} if choice.base is None else {"checkpoint": choice.base, "init": None}
     model = own.model_copy(update={"dtype": choice.dtype or own.dtype, **began})
-    beside = model.checkpoint or "the weights that the run drew"
-    return _Weights(model, f"{told}, adapters beside {beside}", adapters=(folder / MODELS, role))
+    base = model.checkpoint or "the weights that the run drew"
+    return _Weights(model, f"{summary}, adapters of {base}", adapters=(folder / MODELS, role))
 
 
 def _of_directory(directory: Path, run: RunConfig | None, choice: Choice) -> _Weights:
@@ -176,8 +176,8 @@ def _no_policy(directory: Path) -> str:
     inner = sorted(path.name for path in directory.iterdir() if any((path / name).is_file() for name in (RUN_CONFIG, SHAPE)))
     remedy = f"name one of {', '.join(f'`{directory / name}`' for name in inner[:3])}" if inner else "name one of these"
     return (
-        f"`{directory}` holds no policy: it is no run ({RUN_CONFIG}), no checkpoint of one, no Hugging Face or Megatron folder "
-        f"({SHAPE}), and no adapters ({ADAPTER_CONFIG}); {remedy}"
+        f"`{directory}` holds no policy: neither a run ({RUN_CONFIG}) or its checkpoint, nor a Hugging Face or Megatron folder "
+        f"({SHAPE}), nor adapters ({ADAPTER_CONFIG}); {remedy}"
     )
 
 
@@ -185,31 +185,26 @@ def _of_adapters(directory: Path, run: RunConfig | None, choice: Choice) -> _Wei
     lora, found = lora_of(directory), read_adapter_config(directory)
     if found.get("task_type") == "SEQ_CLS":
         raise CheckpointError(
-            f"`{directory}` holds the adapters of a reward model or critic, which says nothing; name those of the policy (of a "
-            f"run: its {WEIGHTS}/actor)"
+            f"`{directory}` holds the adapters of a reward model or critic, which says nothing; name the policy's (in a run: "
+            f"{WEIGHTS}/actor)"
         )
     named = found.get("base_model_name_or_path")
     tried = [choice.base] if choice.base is not None else [Path(named), directory / named] if named else []
     base = next((path for path in tried if path.is_dir()), None)
     if base is None:
-        said = f"`{tried[0]}`, which is no directory here" if tried else "no base"
-        raise CheckpointError(
-            f"`{directory}` holds adapters and names {said}; give the directory of the model that they stand beside (--base)"
-        )
+        said = f"`{tried[0]}`, which is not a directory here" if tried else "no base"
+        raise CheckpointError(f"`{directory}` holds adapters and names {said}; give the directory of their base model (--base)")
     model = _model(base, None if run is None else _role_of(run), choice).model_copy(update={"lora": lora})
-    return _Weights(model, f"adapters {directory} beside {base}", own=directory)
+    return _Weights(model, f"adapters {directory} of {base}", own=directory)
 
 
 def _model(directory: Path, own: TrainedRoleConfig | None, choice: Choice) -> TrainedRoleConfig:
     """A directory's weights, in the chosen dtype, else the run's, else the stored one."""
-    dtype: Dtype = "float32"
-    if own is not None:
-        dtype = own.dtype
-    else:
+    dtype = choice.dtype or (None if own is None else own.dtype)
+    if dtype is None:
         hf_config = read_hf_config(ModelConfig(checkpoint=directory))
-        if "bfloat16" in (hf_config.get("dtype"), hf_config.get("torch_dtype")):
-            dtype = "bfloat16"
-    return TrainedRoleConfig(checkpoint=directory, dtype=choice.dtype or dtype)
+        dtype = "bfloat16" if "bfloat16" in (hf_config.get("dtype"), hf_config.get("torch_dtype")) else "float32"
+    return TrainedRoleConfig(checkpoint=directory, dtype=dtype)
 
 
 def _role_of(run: RunConfig) -> TrainedRoleConfig:
@@ -217,19 +212,14 @@ def _role_of(run: RunConfig) -> TrainedRoleConfig:
 
 
 def _tokenizer(found: _Weights, run: RunConfig | None, choice: Choice) -> TokenizerConfig:
-    """The chosen tokenizer, else that of the weights, the run, or the adapters' base model."""
+    """Return the chosen tokenizer, else one of the weights, the run, or the adapters' base model."""
     template = choice.chat_template or (None if run is None else run.tokenizer.chat_template)
-    path = choice.tokenizer
-    if path is None and found.own is not None and _has_tokenizer(found.own):
-        path = found.own
-    if path is None and run is not None and run.tokenizer.path.exists():
-        path = run.tokenizer.path
-    if path is None and found.model.checkpoint is not None and _has_tokenizer(found.model.checkpoint):
-        path = found.model.checkpoint
+    of_run = None if run is None or not run.tokenizer.path.exists() else run.tokenizer.path
+    path = choice.tokenizer or _with_tokenizer(found.own) or of_run or _with_tokenizer(found.model.checkpoint)
     if path is None:
-        theirs = "" if run is None else f", and that of its run, `{run.tokenizer.path}`, is not there"
+        theirs = "" if run is None else f", and its run's, `{run.tokenizer.path}`, is not there"
         raise ConfigError(
-            f"{found.told}: no tokenizer lies with the weights{theirs}; name one with --tokenizer (a Hugging Face directory or a "
+            f"{found.summary}: they have no tokenizer{theirs}; name one with --tokenizer (a Hugging Face directory or a "
             "sentencepiece .model file)"
         )
     began = TokenizerConfig(path=path) if run is None else run.tokenizer
@@ -240,8 +230,8 @@ def _tokenizer(found: _Weights, run: RunConfig | None, choice: Choice) -> Tokeni
     )
 
 
-def _has_tokenizer(directory: Path) -> bool:
-    return any((directory / name).is_file() for name in TOKENIZER_FILES)
+def _with_tokenizer(directory: Path | None) -> Path | None:
+    return directory if directory and any((directory / name).is_file() for name in TOKENIZER_FILES) else None
 
 
 def policy_tokenizer(policy: Policy) -> Tokenizer:

@@ -21,7 +21,7 @@ from oppo_megatron.layout.hf_layout import SCALAR_HEAD, Head
 from oppo_megatron.layout.model_shape import ModelShape
 from oppo_megatron.layout.placements import named_roles
 from oppo_megatron.layout.shape import check_head, check_model, check_use
-from oppo_megatron.layout.stored_weights import FLOATS, Tensor, adapter_problems, weight_problems
+from oppo_megatron.layout.stored_weights import Tensor, adapter_problems, weight_problems
 from oppo_megatron.modeldir.adapters import ADAPTER_WEIGHTS
 from oppo_megatron.modeldir.headers import (
     Stored,
@@ -180,7 +180,7 @@ def _check_tensors(role: Role, shape: ModelShape) -> list[str]:
         stored = stored_tensors(weight_files(checkpoint))
         tensors = _tensors(stored)
         if role.scalar and role.model.fresh_head:
-            tensors = {SCALAR_HEAD: Tensor((1, shape.hidden_size), True)} | tensors
+            tensors = {SCALAR_HEAD: Tensor((1, shape.hidden_size), "F32")} | tensors
         problems = weight_problems(shape, head, tensors, lambda one, other: same_content(stored[one], stored[other]))
     where, lora = checkpoint, role.model.lora if isinstance(role.model, LearningModelConfig) else None
     if not problems and lora is not None and lora.adapter is not None and not check_adapter(role.name, lora):
@@ -193,7 +193,7 @@ def _check_tensors(role: Role, shape: ModelShape) -> list[str]:
 
 
 def _tensors(stored: Mapping[str, Stored]) -> dict[str, Tensor]:
-    return {name: Tensor(each.shape, each.dtype in FLOATS) for name, each in stored.items()}
+    return {name: Tensor(each.shape, each.dtype) for name, each in stored.items()}
 
 
 def _vocab_size(tokenizer: TokenizerConfig, problems: list[str]) -> int | None:

@@ -23,20 +23,14 @@ PROCESSES = 4
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Tests if an expected answer can be compared (if its columns are `needed`), by scoring `response`.
-
-    NaN: comparable only as text.
-    """
+    """Tries expected answers by scoring `response`, if their columns are `needed`; NaN: comparable only as text."""
 
     response: str
     needed: Callable[[Fields], bool]
 
 
 class IsolatedRule(Part):
-    """Scores 0.0 if a response exceeds the limits or ends the process.
-
-    `make` returns a function for each of PROCESSES threads.  `read` returns the needed columns, or raises RewardError.
-    """
+    """Scores 0.0 if a response exceeds the limits or ends the process.  `read` returns the needed columns."""
 
     waits = True
 
@@ -79,7 +73,7 @@ class IsolatedRule(Part):
             tell_by_time(f"trying expected answers: {number + 1} of {len(tried)}")
         if texts:
             shown = ", ".join(f"{answer:.100}" for answer in texts[:SHOWN])
-            tell(f"{len(texts)} expected answers are no mathematics that is understood, and are compared as text: {shown}")
+            tell(f"{len(texts)} expected answers are not understood as mathematics, and are compared as text: {shown}")
         reasons = (self._tried.get(str(fields)) for fields in read)
         return {place: reason for place, reason in enumerate(reasons) if reason is not None}
 

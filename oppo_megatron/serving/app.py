@@ -48,7 +48,7 @@ LIMITS = RequestLimits()
 
 
 class Refusal(Exception):
-    """The request gets `status` and a reason."""
+    """Answers the request with `status` and a reason."""
 
     def __init__(self, status: int, reason: str):
         super().__init__(reason)
@@ -69,7 +69,7 @@ class Extension(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     session: Annotated[StrictStr, Field(min_length=1, max_length=64)]
-    rows: list[Piece] = Field(..., min_length=1)
+    rows: Annotated[list[Piece], Field(min_length=1)]
 
 
 class Known(BaseModel):
@@ -162,16 +162,26 @@ def read_message(kind: type[Message], body: bytes, what: str) -> Message:
         raise Refusal(422, f"not JSON: {str(error)[:100]}") from None
 
 
+def _require_fitting(ids: Sequence[int], limits: RequestLimits, what: str) -> None:
+    if len(ids) > limits.max_items:
+        raise Refusal(413, f"{len(ids)} {what} are more than {limits.max_items}")
+    if len(set(ids)) < len(ids):
+        raise Refusal(422, "an id occurs twice")
+
+
 def _read_items(limits: RequestLimits, body: bytes) -> list[protocol.Item]:
     items = read_message(protocol.Request, body, "scores").items
-    if len(items) > limits.max_items:
-        raise Refusal(413, f"{len(items)} items are more than {limits.max_items}")
+    _require_fitting([item.id for item in items], limits, "items")
     longest = max(max(len(item.prompt), len(item.response)) for item in items)
     if longest > limits.max_characters:
         raise Refusal(413, f"a text has {longest} characters, more than {limits.max_characters}")
-    if len({item.id for item in items}) < len(items):
-        raise Refusal(422, "an id stands twice")
     return items
+
+
+def _read_extension(limits: RequestLimits, body: bytes) -> Extension:
+    asked = read_message(Extension, body, "streamed scores")
+    _require_fitting([row.id for row in asked.rows], limits, "rows")
+    return asked
 
 
 def new_app() -> FastAPI:
@@ -192,7 +202,7 @@ def new_app() -> FastAPI:
 
 
 def build_app(score: Scorer, token: SecretStr | None, limits: RequestLimits = LIMITS) -> FastAPI:
-    """The service.  `score`, called from one thread, returns a number per item or raises RewardError."""
+    """Return the service; `score`, called from one thread, returns a number per item or raises RewardError."""
     app = new_app()
     gate = Gate(partial(_read_items, limits), score, limits, token)
 
@@ -206,7 +216,7 @@ def build_app(score: Scorer, token: SecretStr | None, limits: RequestLimits = LI
 
 
 def build_stream_app(extend: Extend, token: SecretStr | None, limits: RequestLimits = LIMITS) -> FastAPI:
-    """The streaming service.  `extend` is called from one thread; it may raise RewardError."""
+    """Return the streaming service; `extend` is called from one thread and may raise RewardError."""
     app = new_app()
     gate = Gate(partial(_read_extension, limits), lambda asked: extend(asked.session, asked.rows), limits, token)
 
@@ -216,12 +226,3 @@ def build_stream_app(extend: Extend, token: SecretStr | None, limits: RequestLim
         return JSONResponse({"rows": [row.model_dump() for row in rows]})
 
     return app
-
-
-def _read_extension(limits: RequestLimits, body: bytes) -> Extension:
-    asked = read_message(Extension, body, "streamed scores")
-    if len(asked.rows) > limits.max_items:
-        raise Refusal(413, f"{len(asked.rows)} rows are more than {limits.max_items}")
-    if len({row.id for row in asked.rows}) < len(asked.rows):
-        raise Refusal(422, "an id stands twice")
-    return asked

@@ -78,16 +78,14 @@ class ModelScorer:
 
 
 def _letters(text: str) -> str:
-    """Return a text without what depends on the way it was put together: spaces, and bytes that are not UTF-8."""
+    """Return a text without spaces and bytes that are not UTF-8, which depend on how it was put together."""
     return "".join(text.replace("\N{REPLACEMENT CHARACTER}", "").split())
 
 
 @contextmanager
 def open_model(config: ServeConfig) -> Iterator[ModelScorer]:
     assert config.reward is not None and config.tokenizer is not None, "rules of ServeConfig"
-    tokenizer, runtime = load_tokenizer(config.tokenizer), config.runtime
-    with open_reward_model(config.reward, runtime, max_tokens=config.max_tokens, vocab_size=tokenizer.vocab_size) as (
-        model,
-        device,
-    ):
-        yield ModelScorer(model, tokenizer, config.max_tokens, runtime.micro_batch_tokens, device)
+    tokenizer, runtime, most = load_tokenizer(config.tokenizer), config.runtime, config.max_tokens
+    opened = open_reward_model(config.reward, runtime, max_tokens=most, vocab_size=tokenizer.vocab_size)
+    with opened as (model, device):
+        yield ModelScorer(model, tokenizer, most, runtime.micro_batch_tokens, device)

@@ -32,20 +32,30 @@ LATE = b"the headers of a request did not come in time"
 
 
 class GuardedProtocol(H11Protocol):
-    """uvicorn's protocol, with a deadline for headers and a bound on waiting connections."""
+    """uvicorn's protocol, with deadlines for headers and for reading an answer, and a bound on waiting connections."""
 
     header_s: float
     most_waiting: int
-    waiting: dict[GuardedProtocol, None]  # in the order in which they began to wait
+    waiting: dict[GuardedProtocol, None]  # the longest waiting first
     _deadline: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # writing pauses while any byte is unsent
         self._look()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._look()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(self.header_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unread.cancel()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -127,9 +137,9 @@ def _open_app(config: ServeConfig, environment: Mapping[str, str], token: Secret
     if config.streams:
         with open_stream_scorer(config) as scorer:
             yield build_stream_app(scorer.extend, token)
-        return
-    with open_scorer(config, environment) as score:
-        yield build_app(score, token)
+    else:
+        with open_scorer(config, environment) as score:
+            yield build_app(score, token)
 
 
 def bound_socket(host: str, port: int, *, guarded: bool) -> socket.socket:

@@ -49,15 +49,12 @@ class StreamScorer:
             self._check(piece)
         if self.cache.device.type == "cuda":
             torch.cuda.set_device(self.cache.device)  # which device is current is a thread's own
-        answers = {}
-        for piece in pieces:
-            answers[piece.id] = self._take((session, piece.id), piece)
-        return [answers[piece.id] for piece in pieces]
+        return [self._take((session, piece.id), piece) for piece in pieces]
 
     def _take(self, name: Name, piece: Piece) -> Known:
         held = self._find(name)
         if piece.offset > held.known:
-            return Known(id=piece.id, known=held.known)  # a part that came between is not here any more
+            return Known(id=piece.id, known=held.known)  # earlier tokens were evicted
         fresh = piece.tokens[held.known - piece.offset :]
         if not fresh and piece.final:  # the last position is to be read again: it gives the score
             self._drop(name)
@@ -67,7 +64,7 @@ class StreamScorer:
             whole = held.known == 0
             self._drop(name)
             if whole:
-                raise RewardError(f"sequence {piece.id}: the checksum is not that of its {len(piece.tokens)} tokens")
+                raise RewardError(f"sequence {piece.id}: the checksum does not fit its {len(piece.tokens)} tokens")
             return Known(id=piece.id, known=0)
         try:
             score = self._prefill(held, fresh)
@@ -79,7 +76,7 @@ class StreamScorer:
             return Known(id=piece.id, known=held.known)
         self._drop(name)
         if not math.isfinite(score):
-            raise RewardError(f"sequence {piece.id}: the reward model gives {score} for it, which is no score")
+            raise RewardError(f"sequence {piece.id}: the reward model gives {score} for it, which is not a score")
         return Known(id=piece.id, known=held.known, score=score)
 
     def _find(self, name: Name) -> _Held:
@@ -133,10 +130,6 @@ def open_stream_scorer(config: ServeConfig) -> Iterator[StreamScorer]:
     with open_reward_model(config.reward, config.runtime, max_tokens=config.max_tokens) as (model, _):
         caches = f"making KV caches for {config.sequences} sequences of {config.max_tokens} tokens"
         with memory_for(lambda: (caches, "lower sequences or max_tokens")):
-            scorer = StreamScorer(
-                model,
-                sequences=config.sequences,
-                max_tokens=config.max_tokens,
-                micro_batch_tokens=config.runtime.micro_batch_tokens,
-            )
+            most, packed = config.max_tokens, config.runtime.micro_batch_tokens
+            scorer = StreamScorer(model, sequences=config.sequences, max_tokens=most, micro_batch_tokens=packed)
         yield scorer

@@ -18,7 +18,7 @@ from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.tokenizer import Tokenizer, special_ids, write_beside
+from oppo_megatron.data.tokenizer import Tokenizer, special_ids, write_tokenizer
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.mcore.training import Chunks, as_chunks
 from oppo_megatron.mcore.weights.hf_weights import export_weights
@@ -39,7 +39,7 @@ def save_role(
     with tempfile.TemporaryDirectory() as folder:
         scored = first.head == "scalar"
         ids = special_ids(tokenizer, stop_token_ids, scored=scored)
-        note = write_beside(Path(folder), tokenizer, ids, first.shape.family, scored=scored, source=base)
+        note = write_tokenizer(Path(folder), tokenizer, ids, first.shape.family, scored=scored, source=base)
         if note is not None and groups.output_rank == dist.get_rank():
             print(note, file=sys.stderr, flush=True)
         files = sorted(Path(folder).iterdir())
@@ -57,12 +57,7 @@ VISIBLE_WITHIN_S = 60.0  # network file systems show a new file late
 
 
 def prepare_run_directory(
-    config: TrainConfig | SupervisedConfig,
-    world: World,
-    state: Mapping[str, Any] | None,
-    quarantine: Quarantine,
-    *,
-    owner: bool,
+    config: TrainConfig | SupervisedConfig, world: World, state: Mapping[str, Any] | None, quarantine: Quarantine, *, owner: bool
 ) -> None:
     """Let `owner` create the run directory, or cut its files to a checkpoint's `state`, before any rank writes.
 

@@ -16,7 +16,7 @@ from oppo_megatron.cli.launch import launch
 from oppo_megatron.config.derived import max_context
 from oppo_megatron.config.overlap import ChunkConfig
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost, first_settled_step
+from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import role_placements, world_size
 from oppo_megatron.layout.shape import check_shape
@@ -68,7 +68,7 @@ def test_the_first_settled_step_is_that_of_the_tuner(settings: dict[str, Any]) -
     for step in range(1, 20):
         seen.append(tuner.value)
         tuner.observe(step, StepCost(costs[tuner.value], steps=1, tokens=1))
-    first = first_settled_step(chunks, longest)
+    first = sweeps.first_settled_step(chunks, longest)
     assert len(set(seen[first - 1 :])) == 1, "nothing is tried from there on"
     tried = {*chunks.candidates, chunks.tokens} if chunks.adaptive else {chunks.tokens}
     assert seen[first - 1] == min({min(size, longest) for size in tried}, key=lambda size: costs[size])

@@ -144,7 +144,7 @@ def test_an_interrupted_demo_says_how_to_go_on(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=240)
     assert process.returncode == 130, output + errors
-    assert "goes on from there" in output and "Traceback" not in errors
+    assert "continues from there" in output and "Traceback" not in errors
     assert json.loads((tmp_path / "tokenizer" / "stage.json").read_text())["finished"] is True
     assert json.loads((tmp_path / "sft" / "stage.json").read_text())["finished"] is False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import os
 import signal
@@ -53,10 +54,7 @@ def lines(text: str) -> list[dict[str, Any]]:
 def by_transformers(export: Path, texts: list[str], max_tokens: int) -> list[str]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(export),
-        AutoModelForCausalLM.from_pretrained(export).float().eval(),
-    )
+    tokenizer, model = (AutoTokenizer.from_pretrained(export), AutoModelForCausalLM.from_pretrained(export).float().eval())
     found = []
     for text in texts:
         ids = tokenizer(text, return_tensors="pt")
@@ -87,11 +85,7 @@ def test_a_response_has_the_room_that_the_model_has(export: Path, capsys: pytest
 
 @pytest.mark.parametrize(
     ("words", "texts", "ids"),
-    [
-        ([], ("END",), (7,)),
-        (["--stop-id", "9", "--stop-id", "11"], ("END",), (7, 9, 11)),
-        (["--stop", "Q:"], ("Q:",), (7,)),
-    ],
+    [([], ("END",), (7,)), (["--stop-id", "9", "--stop-id", "11"], ("END",), (7, 9, 11)), (["--stop", "Q:"], ("Q:",), (7,))],
 )
 def test_ids_join_those_of_the_run_and_texts_replace_its_own(
     words: list[str], texts: tuple[str, ...], ids: tuple[int, ...], tmp_path: Path
@@ -121,10 +115,7 @@ def test_rows_keep_their_columns_and_messages_have_the_template(
     export: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     source = tmp_path / "rows.jsonl"
-    rows = [
-        {"messages": [{"role": "user", "content": "hi"}], "answer": "9"},
-        {"messages": [{"role": "user", "content": "x"}]},
-    ]
+    rows = [{"messages": [{"role": "user", "content": "hi"}], "answer": "9"}, {"messages": [{"role": "user", "content": "x"}]}]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = lines(ask(capsys, export, "--input", source, "--json", "--max-tokens", 4))
     assert found[0]["prompt"] == "<|turn|>user: hi<|end|>\n<|turn|>assistant:" and found[0]["fields"] == {"answer": "9"}
@@ -141,24 +132,21 @@ def test_an_interrupted_file_goes_on_where_it_was(
     source.write_text("\n".join(text.replace("\n", " ") for text in TEXTS[:12]))
     words = [export, "--input", source, "--max-tokens", 12, "--temperature", 0.8, "--batch", 3]
     ask(capsys, *words, "--output", whole)
-    add, count = answers.Meter.add, 0
+    numbers = itertools.count(1)
 
-    def interrupted(meter: answers.Meter, rollout: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == 5:
+    def interrupted(line: str) -> None:
+        if next(numbers) == 5:
             raise KeyboardInterrupt
-        add(meter, rollout)
 
     with monkeypatch.context() as patched:
-        patched.setattr(answers.Meter, "add", interrupted)
+        patched.setattr(answering, "ByTime", lambda *_: interrupted)
         assert main(["generate", *map(str, words), "--output", str(cut)]) == 130
     partial = tmp_path / "cut.jsonl.partial"
     assert not cut.exists() and len(partial.read_text().splitlines()) == 1 + 5
     partial.write_text(partial.read_text() + '{"row": 11, "sam')  # a process that was killed
     for changed, told in [
-        ([], "add --resume to go on"),
-        (["--resume", "--seed", "3"], "seed was 0, is 3; go on with those, or remove the file"),
+        ([], "add --resume to continue it"),
+        (["--resume", "--seed", "3"], "seed was 0, is 3; use those, or remove the file"),
     ]:
         assert main(["generate", *map(str, words), "--output", str(cut), *changed]) == 2
         assert told in capsys.readouterr().err
@@ -215,13 +203,7 @@ def test_a_conversation_over_two_ranks(export: Path, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     said = [
         subprocess.run(
-            [*words, *layout],
-            input="hi\nmore\n",
-            text=True,
-            capture_output=True,
-            env=environment,
-            timeout=300,
-            check=True,
+            [*words, *layout], input="hi\nmore\n", text=True, capture_output=True, env=environment, timeout=300, check=True
         ).stdout
         for layout in ([], ["--pp", "2"])
     ]
@@ -253,14 +235,14 @@ def test_a_chat_needs_a_template(export: Path, tmp_path: Path, capsys: pytest.Ca
         (["--prompt", "x", "--template", "y"], "has no {prompt}"),
         (["--prompt", "x", "--system", "y"], "add --as-chat"),
         (["--prompt", "x", "--column", "y"], "--column is of an --input"),
-        (["--prompt", "x", "--resume"], "--resume goes on with an --output"),
+        (["--prompt", "x", "--resume"], "--resume continues an --output"),
         (["--chat", "--json"], "--chat is shown in the terminal"),
         (["--prompt", "x", "--tp", "3"], "4 attention heads do not"),
         (["--prompt", "x", "--stop-id", "-3"], "--stop-id is -3, but ids are numbers from 0 on"),
         (["--prompt", "x", "--max-tokens", "999"], "--context raises the bound up to what the model was made for"),
         (["--prompt", "x", "--context", "9999"], "256"),
         (["--input", "gone.jsonl"], "does not exist"),
-        (["--prompt", "x", "--output", "no/where.jsonl"], "there is no folder"),
+        (["--prompt", "x", "--output", "no/where.jsonl"], "no is not a folder"),
         (["--prompt", "x", "--tokenizer", "gone"], "gone"),
         (["--prompt", "x", "--chat-template", "{% if", "--as-chat"], "template"),
     ],

@@ -122,11 +122,11 @@ def test_adapters_of_an_export_and_of_a_checkpoint_are_the_same_policy(
 
 
 def test_what_is_taken_is_told_and_what_is_no_policy_is_refused(run: Path, tmp_path: Path) -> None:
-    assert find_policy(run).told.startswith(f"final weights of the run {run}")
+    assert find_policy(run).summary.startswith(f"final weights of the run {run}")
     unfinished = tmp_path / "unfinished"
     shutil.copytree(run, unfinished, ignore=shutil.ignore_patterns("weights"))
     found = find_policy(unfinished)
-    assert found.told == f"checkpoint {unfinished / 'checkpoints' / 'step-000002'}, after 2 steps"
+    assert found.summary == f"checkpoint {unfinished / 'checkpoints' / 'step-000002'}, after 2 steps"
     (unfinished / "checkpoints" / "step-000002" / "rollouts.jsonl").unlink()
     with pytest.raises(CheckpointError, match=r"rollouts.jsonl is missing; name another checkpoint"):
         find_policy(unfinished)
@@ -142,7 +142,7 @@ def test_what_is_taken_is_told_and_what_is_no_policy_is_refused(run: Path, tmp_p
         find_policy(run / "config.yaml")
     for place, remedy in ((tmp_path / "unfinished" / "..", "unfinished`"), (run / "stacks", "name one of these")):
         place.mkdir(exist_ok=True)
-        with pytest.raises(CheckpointError, match=f"holds no policy: it is no run.*{remedy}"):
+        with pytest.raises(CheckpointError, match=f"holds no policy: neither a run.*{remedy}"):
             find_policy(place)
     assert find_policy(run, Choice(dtype="bfloat16")).model.dtype == "bfloat16"
 
@@ -154,7 +154,7 @@ def test_a_tokenizer_lies_with_the_weights_or_is_named(workspace: Workspace, run
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copy(run / "weights" / "actor" / name, bare)
-    with pytest.raises(ConfigError, match=r"no tokenizer lies with the weights; name one with --tokenizer"):
+    with pytest.raises(ConfigError, match=r"they have no tokenizer; name one with --tokenizer"):
         find_policy(bare)
     assert find_policy(bare, Choice(tokenizer=workspace.root / "tokenizer.model")).tokenizer.path.is_file()
     config = run / "config.yaml"

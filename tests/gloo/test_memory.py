@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from oppo_megatron.config.model import ParallelConfig
-from oppo_megatron.layout.memory import kv_cache_bytes, stage_layers, stage_parameters
+from oppo_megatron.layout.memory import stage_layers, stage_parameters
+from oppo_megatron.layout.shape import kv_bytes_per_token
 from tests.support.hf import tiny_config
 from tests.support.ranks import run_ranks
 
@@ -26,4 +27,4 @@ def test_counts_equal_those_of_the_real_model(tp: int, pp: int, vpp: int) -> Non
             assert parameters == stage_parameters(shape, tp, pp, stage, scalar=head == "scalar"), (shape, head, stage)
             assert layers == [layer for chunk in stage_layers(shape, pp, stage, vpp) for layer in chunk]
             layout = ParallelConfig(tp=tp, pp=pp)
-            assert cache == kv_cache_bytes(shape, layout, "float32", slots=3, context=16, budget_mb=None)
+            assert cache == 3 * 16 * kv_bytes_per_token(shape, layout, "float32")

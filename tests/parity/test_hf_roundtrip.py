@@ -206,7 +206,7 @@ def test_long_reads_and_writes_of_weights_tell_by_time(tmp_path: Path, monkeypat
     told, seconds = list[str](), count()
     monkeypatch.setattr(hf_writer, "by_time", lambda: ByTime(told.append, clock=lambda: float(next(seconds))))
     rewrite_weights(shape, source, tmp_path / "dst", head="lm")
-    total = len(source.names())
+    total = len(source.tensors)
     assert told[:2] == [f"{tmp_path / 'dst'}: {n} of {total} tensors written, {n}s" for n in (5, 10)]
 
 

@@ -183,7 +183,7 @@ def refusal(directory: Path, head: str = "lm") -> str:
 
 def test_a_role_starts_from_it_and_a_fresh_head_is_drawn(dist: Path) -> None:
     _, source = open_weights(ModelConfig(checkpoint=dist, fresh_head=True), "scalar")
-    assert source.shape("score.weight") == (1, 32)
+    assert source.tensors["score.weight"].shape == (1, 32)
     assert "fresh_head: true" in refusal(dist, "scalar")
 
 

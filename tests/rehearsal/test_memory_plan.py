@@ -101,9 +101,9 @@ DEFECTS: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
         role_memory, "training_state", lambda m, n, *_: replace(m, optimizer=m.optimizer - 4 * n))),
     "an optimizer that is not sharded": ("70B, first of 8 stages", "optimizer", _without(
         role_memory, "training_state", lambda m, _, __, dp: replace(m, optimizer=m.optimizer * dp))),
-    "values": ("8B reference, paged", "kv_cache", _without(role_memory, "kv_cache_bytes", lambda n, *_, **__: n / 2)),
+    "values": ("8B reference, paged", "kv_cache", _without(role_memory, "kv_bytes_per_token", lambda n, *_: n / 2)),
     "whole blocks": ("8B reference, paged", "kv_cache", _without(
-        role_memory, "kv_cache_bytes", lambda n, *_, **__: n * 7 / 8)),
+        role_memory, "kv_bytes_per_token", lambda n, *_: n * 7 / 8)),
     "what is gathered": ("70B, first of 8 stages", "buffers", _without(role_memory, "gather_bytes", lambda *_, **__: 0)),
     "rotary tables": ("1.5B, one rank", "buffers", _without(role_memory, "table_bytes", lambda *_: 0)),
     "micro-batches in flight": ("70B, first of 8 stages", "update", _without(

@@ -88,7 +88,7 @@ def test_few_tokens_are_decoded_again() -> None:
 def test_a_text_that_no_response_can_have_is_refused_with_its_id(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(TokenizerConfig(path=save_byte_level(tmp_path, TEXTS)))
     require_stop_texts(STOPS, tokenizer, "rollout.stop", "rollout.stop")
-    with pytest.raises(ConfigError, match=rf"'<\|end\|>', which is in no response's text.*\[{tokenizer.eos_id}\]"):
+    with pytest.raises(ConfigError, match=rf"'<\|end\|>', which no response contains.*\[{tokenizer.eos_id}\]"):
         require_stop_texts(["<|end|>"], tokenizer, "rollout.stop", "rollout.stop")
 
 

@@ -107,7 +107,7 @@ def test_a_package_without_the_functions_that_are_used_is_left_aside_and_named(
     import_fault.cache_clear()
     try:
         assert find_spec(package) is not None
-        with pytest.warns(UserWarning, match=f"{library} cannot be used: .*; the run goes on without it"):
+        with pytest.warns(UserWarning, match=f"{library} cannot be used: .*; the run continues without it"):
             assert not usable(library)
         available = find_available(True)
         assert getattr(available, package) is None and said.format(folder=tmp_path) in available.fault(library)

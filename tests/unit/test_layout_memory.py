@@ -25,12 +25,13 @@ from oppo_megatron.layout.holdings import Holding, rank_memory, supervised_holdi
 from oppo_megatron.layout.layouts import Sizes
 from oppo_megatron.layout.memory import (
     Memory,
-    kv_cache_bytes,
+    kv_slots,
     stage_layers,
     stage_parameters,
     table_bytes,
     training_state,
 )
+from oppo_megatron.layout.shape import kv_bytes_per_token
 
 SHAPE: dict[str, Any] = {
     "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 8,
@@ -73,10 +74,10 @@ def test_training_state_by_hand(dtype: str, dp: int, optimizer: int) -> None:
 
 def test_kv_cache_holds_whole_slots_of_its_budget() -> None:
     layout = ParallelConfig(tp=2, pp=2)
-    slot = 10 * 2 * 4 * 1 * 8 * 2  # tokens, keys and values, layers, heads, width, bytes
-    sizes = {"slots": 6, "context": 10}
-    assert kv_cache_bytes(SHAPE, layout, "bfloat16", budget_mb=None, **sizes) == 6 * slot
-    assert kv_cache_bytes(SHAPE, layout, "bfloat16", budget_mb=2.5 * slot / 2**20, **sizes) == 2 * slot
+    slot = 10 * kv_bytes_per_token(SHAPE, layout, "bfloat16")
+    assert slot == 10 * 2 * 4 * 1 * 8 * 2, "tokens, keys and values, layers, heads, width, bytes"
+    budgets = None, 2.5 * slot / 2**20
+    assert [kv_slots(SHAPE, layout, "bfloat16", slots=6, context=10, budget_mb=most) for most in budgets] == [6, 2]
 
 
 TWO_BY_FOUR = Sizes(2, 4)

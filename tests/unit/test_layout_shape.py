@@ -173,7 +173,7 @@ def test_dtypes_that_numpy_has_not_are_no_damage(tmp_path: Path, dtype: str) -> 
     file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(3 * size))
     check_file(file)
     file.write_bytes(file.read_bytes() + b"x")
-    with pytest.raises(CheckpointError, match="is truncated or damaged: its .* bytes are no whole safetensors"):
+    with pytest.raises(CheckpointError, match="is truncated or damaged: its .* bytes are not a whole safetensors"):
         check_file(file)
 
 

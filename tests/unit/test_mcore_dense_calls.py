@@ -17,7 +17,8 @@ from oppo_megatron.engine.scoring import ScoringWorker
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.groups import build_groups
-from oppo_megatron.mcore.kv.dense import DensePlan, KVCache
+from oppo_megatron.mcore.kv.cached_plan import CallPlan
+from oppo_megatron.mcore.kv.dense import DensePlaces, KVCache
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.overcommit.buffer import RolloutBuffer
@@ -54,12 +55,13 @@ def new_rounds(model: RoleModel, device: torch.device, micro_batches: int) -> Ro
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
 def test_calls_stay_dense_as_sequences_finish(monkeypatch: pytest.MonkeyPatch, micro_batches: int) -> None:
-    spans: list[tuple[int, int] | None] = []
+    spans: list[slice | torch.Tensor] = []
     begin = KVCache.begin
 
-    def watched(cache: KVCache, seq_ids: Sequence[int], lens: Sequence[int]) -> DensePlan:
+    def watched(cache: KVCache, seq_ids: Sequence[int], lens: Sequence[int]) -> CallPlan:
         plan = begin(cache, seq_ids, lens)
-        spans.append(plan.span)
+        assert isinstance(plan.places, DensePlaces)
+        spans.append(plan.places.span)
         return plan
 
     monkeypatch.setattr(KVCache, "begin", watched)
@@ -77,4 +79,4 @@ def test_calls_stay_dense_as_sequences_finish(monkeypatch: pytest.MonkeyPatch, m
             buffer.record(chunk)
             rounds.recorded(active)
         assert [len(r.tokens) for r in buffer.rollouts] == LENGTHS
-    assert len(spans) >= max(LENGTHS) and None not in spans
+    assert len(spans) >= max(LENGTHS) and all(isinstance(span, slice) for span in spans)

@@ -10,19 +10,17 @@ from typing import Any
 
 import pytest
 import yaml
-from jinja2 import TemplateSyntaxError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.run import TrainSettings
-from oppo_megatron.data.chat_template import ChatTemplate, require_syntax
+from oppo_megatron.data.chat_template import ChatTemplate
 from oppo_megatron.data.files import file_rows
 from oppo_megatron.errors import CheckpointError, ConfigError, DataError, RewardError
 from oppo_megatron.modeldir.headers import read_hf_config, tokenizer_vocab_size, weight_files
 from oppo_megatron.modeldir.vocabularies import model_eos_ids
-from oppo_megatron.nesting import DEEPEST, DEEPEST_YAML, check_template, read_json, read_strict_json, read_yaml
+from oppo_megatron.nesting import DEEPEST, DEEPEST_YAML, read_json, read_strict_json, read_yaml
 from oppo_megatron.rewards.protocol import Request, read_answer
 from oppo_megatron.rundir.metrics_log import read_metrics
 from oppo_megatron.serving.app import Refusal, read_message
@@ -94,36 +92,15 @@ TEMPLATES: dict[str, Callable[[int], str]] = {
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates(name: str) -> None:
-    text, environment = TEMPLATES[name], ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
-    taken = 0
-    while taken < 200:
-        try:
-            check_template(text(taken + 1))
-        except TemplateSyntaxError:
-            break
-        taken += 1
-    assert 15 < taken < 110
-    if name != "open":  # what is taken is also compiled, though the stack is half full
-        below(STACK // 2, lambda: environment.from_string(text(taken)).render())
-    with pytest.raises(TemplateSyntaxError, match="nested too deeply"):
-        check_template(text(20_000))
+    def actions(levels: int) -> list[Callable[[], Any]]:
+        chat = ChatTemplate(TokenizerConfig(path=Path("t")), lambda with_tools: TEMPLATES[name](levels), {})
+        return [chat.reads, lambda: chat.render([{"role": "user", "content": "a"}])]
 
-
-@pytest.mark.parametrize("name", ["sums", "for", "brackets"])
-def test_a_tokenizers_template_is_counted(name: str) -> None:
-    chat = ChatTemplate(TokenizerConfig(path=Path("t")), lambda with_tools: TEMPLATES[name](500), {})
-    for action in (chat.reads, lambda: chat.render([{"role": "user", "content": "a"}])):
-        with pytest.raises(ConfigError, match="not a Jinja template .line 1: nested too deeply"):
+    for action in actions(10) if name != "open" else ():
+        action()
+    for action in [*actions(3000), *actions(20_000)]:
+        with pytest.raises(ConfigError, match=r"line 1: not a Jinja template .*(nest it less deeply|unexpected '\]')"):
             action()
-    with pytest.raises(ConfigError, match=r"tokenizer.chat_template, line 1: .*nested too deeply"):
-        require_syntax(TEMPLATES[name](500))
-
-
-def test_usual_templates() -> None:
-    """A tag of its own for each part, chains of elif, long lists and texts with brackets are not nested."""
-    check_template("{% if a %}" + "{% elif b == 1 %}{{ x.y['z'] | trim }}" * 500 + "{% endif %}")
-    check_template("{% set a = [" + "{'k': '((((', 'l': f(1, 2)}, " * 500 + "] %}{% raw %}" + "{% if %}" * 50 + "{% endraw %}")
-    check_template("{# " + "{{ (" * 500 + " #}{% set x = 1 %}" + "{%- set y = x + 1 -%}" * 50)
 
 
 def first_fault(path: Path) -> str:
@@ -142,13 +119,7 @@ def refused(calls: int, action: Callable[[], Any], *errors: type[Exception]) -> 
 @pytest.mark.parametrize("calls", [0, STACK])
 def test_every_reader_counts(tmp_path: Path, calls: int) -> None:
     deep = '{"weight_map": ' + nested(3_000) + "}"
-    for name in (
-        "config.json",
-        "generation_config.json",
-        "model.safetensors.index.json",
-        "tokenizer.json",
-        "state.json",
-    ):
+    for name in ("config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json", "state.json"):
         (tmp_path / name).write_text(deep)
     model = ModelConfig(checkpoint=tmp_path)
     for reader in (
@@ -175,12 +146,7 @@ def test_every_reader_counts(tmp_path: Path, calls: int) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    [
-        "a=" + nested(500),
-        ".".join(["a"] * 500) + "=1",
-        "a" + "[0]" * 500 + "=1",
-        "seed=${oc.create:" + nested(500) + "}",
-    ],
+    ["a=" + nested(500), ".".join(["a"] * 500) + "=1", "a" + "[0]" * 500 + "=1", "seed=${oc.create:" + nested(500) + "}"],
 )
 def test_overrides_are_counted(tmp_path: Path, override: str) -> None:
     path = tmp_path / "c.yaml"
@@ -199,4 +165,5 @@ def test_references_are_counted(tmp_path: Path) -> None:
 def test_nobody_waits_for_the_end_of_the_stack() -> None:
     sources = [*ROOT.glob("oppo_megatron/**/*.py"), *ROOT.glob("examples/**/*.py"), *ROOT.glob("benchmarks/**/*.py")]
     found = [path for path in sources if re.search(r"RecursionError|setrecursionlimit", path.read_text())]
+    found = [path for path in found if path.stem != "template_process"]  # whose stack is its own
     assert len(sources) > 300 and not found

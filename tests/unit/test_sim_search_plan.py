@@ -233,4 +233,4 @@ def test_rewards_without_a_price_are_named(described: Path, capsys: pytest.Captu
     assert "rewards of kind http take no time here" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(SystemExit):
         main([*PLAN, "--lognormal", "nan,1"])
-    assert "'nan,1' must be two finite numbers" in capsys.readouterr().err
+    assert "'nan,1' is not MEDIAN,SIGMA, two finite numbers" in capsys.readouterr().err

@@ -183,7 +183,7 @@ def test_random_weights_have_the_distribution_of_the_config_and_differ_by_name_a
 
     def read(name: str, seed: int = 7) -> Tensor:
         source = RandomSource(shape, seed, "scalar")
-        return source.read(name, tuple(slice(0, n) for n in source.shape(name)))
+        return source.read(name, tuple(slice(0, n) for n in source.tensors[name].shape))
 
     embedding = read("model.embed_tokens.weight")
     assert embedding.std().item() == pytest.approx(0.5, rel=0.02)

@@ -38,9 +38,8 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./~][A-Za-z0-9_./~+-]*")
 class Case:
     """A starting point, made from the template NAME.yaml.
 
-    `paths`: paths the user may name, with defaults in the configuration's folder.  `files`: further files there, with their
-    templates.  `before`: commands before `oppo {kind}` (`{here}`: the folder with a slash, or a path's name); `made`: paths they
-    make.
+    `paths`: what the user may name, with defaults; `files`: further files with their templates; `before`: commands before
+    `oppo {kind}` (`{here}`: the folder with a slash, or a path's name); `made`: paths that they make.
     """
 
     name: str

@@ -44,7 +44,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report(record: Mapping[str, Any]) -> list[str]:
-    rows = [_row(record, candidate) for candidate in record["candidates"] if candidate.get("seconds_per_token")]
+    measured = [each for each in record["candidates"] if each.get("seconds_per_token")]
+    fastest = min((each["seconds_per_token"] for each in measured), default=1.0)
+    rows = [
+        {
+            **each, "runs": len(each["runs"]), "tokens_per_s": 1 / each["seconds_per_token"],
+            "times_fastest": each["seconds_per_token"] / fastest, "spread_percent": 100 * each["spread"],
+        }
+        for each in measured
+    ]  # fmt: skip
     failed = [(each["name"], each["failure"]) for each in record["candidates"] if each.get("failure")]
     left_out = [(each["name"], each["reason"]) for each in record["left_out"]]
     placement = yaml.safe_dump({"placement": record["chosen"]["placement"]}, sort_keys=False, default_flow_style=None)
@@ -56,17 +64,6 @@ def report(record: Mapping[str, Any]) -> list[str]:
         "",
         placement,
     ]
-
-
-def _row(record: Mapping[str, Any], candidate: Mapping[str, Any]) -> dict[str, Any]:
-    fastest = min(each["seconds_per_token"] for each in record["candidates"] if each.get("seconds_per_token"))
-    return {
-        **candidate,
-        "runs": len(candidate["runs"]),
-        "tokens_per_s": 1 / candidate["seconds_per_token"],
-        "times_fastest": candidate["seconds_per_token"] / fastest,
-        "spread_percent": 100 * candidate["spread"],
-    }
 
 
 def _tell(line: str) -> None:

@@ -5,14 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from oppo_megatron.cli import lengths
 from oppo_megatron.cli.load import load_settings
@@ -25,6 +21,7 @@ from oppo_megatron.config.run import TrainConfig, TrainSettings
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import named_roles, world_size
 from oppo_megatron.preflight.settings import check_train
+from oppo_megatron.report.comparison import format_table
 from oppo_megatron.rundir.directory import write_json
 from oppo_megatron.schedule.weaving.costs import costs_tree
 from oppo_megatron.sim.clusters.cluster import Cluster
@@ -36,13 +33,15 @@ from oppo_megatron.sim.search.record import to_record
 HELP = "search the fastest ranks and layouts on a cluster that a file describes"
 OUT = Path("runs/plan")
 MARGIN = 0.1
-WIDE = 240
-"""Output columns if it is not a terminal."""
-PARTS = {
-    "step": "step_s", "decode": "decode_s", "exp. scoring": "score_exposed_s", "update": "update_s",
-    "exp. critic": "critic_exposed_s", "weights": "reallocate_s", "idle": "idle_s",
+PLANS = {
+    "": "number", "roles on ranks": "name", "actor": "actor", "trained": "trained", "step": "step_s", "decode": "decode_s",
+    "exp. scoring": "score_exposed_s", "update": "update_s", "exp. critic": "critic_exposed_s", "weights": "reallocate_s",
+    "idle": "idle_s", "fullest GB": "fullest_gb", "free GB": "free_gb", "slower": "slower",
 }  # fmt: skip
-TEXTS = ("roles on ranks", "actor", "trained")
+ROLE_COLUMNS = {
+    "role": "role", "ranks": "ranks", "decodes, scores": "layout", "s": "serving_s", "trained": "training",
+    "recompute": "recompute", "s ": "update_s", "weights s": "weights_s",
+}  # fmt: skip
 ROLES = ("actor", "critic", "reference", "reward")
 
 
@@ -70,8 +69,12 @@ def run(args: argparse.Namespace) -> int:
         record = to_record(task, plans, places)
         doing[0] = "playing the configuration's own placement"
         record["as_configured"] = _as_configured(args, task, plans[0])
-    _print_record(record)
-    _write(args.out, task, plans[0], record)
+    print(*_describe(record), sep="\n")
+    args.out.mkdir(parents=True, exist_ok=True)
+    dump_config(plans[0].config, args.out / "plan.yaml")
+    write_json(args.out / "plan.json", record)
+    write_json(args.out / "costs.json", costs_tree(task_costs(task, plans[0].config).actions))
+    print(f"{args.out / 'plan.yaml'}, plan.json, costs.json")
     return 0
 
 
@@ -169,63 +172,32 @@ def _as_configured(args: argparse.Namespace, task: Task, best: Played) -> str:
     )
 
 
-def _write(out: Path, task: Task, best: Played, record: Mapping[str, Any]) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    dump_config(best.config, out / "plan.yaml")
-    write_json(out / "plan.json", record)
-    write_json(out / "costs.json", costs_tree(task_costs(task, best.config).actions))
-    print(f"{out / 'plan.yaml'}, plan.json, costs.json")
-
-
-def _print_record(record: Mapping[str, Any]) -> None:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
+def _describe(record: Mapping[str, Any]) -> list[str]:
     plans, cluster, work, first = record["plans"], record["cluster"], record["work"], record["plans"][0]
-    console.print(
+    rows = []
+    for number, plan in enumerate(plans, start=1):
+        actor, slower = plan["roles"]["actor"], plan["step_s"] / first["step_s"] - 1
+        shown = {"actor": _short(actor["layout"]), "trained": _short(actor["training"]), "slower": f"{slower:.1%}"}
+        rows.append({**plan, "number": number, **shown})
+    return [
         f"{cluster['nodes']} x {cluster['gpus_per_node']} {cluster['gpu']}; {work['responses']} responses of "
         f"{work['mean_tokens']:.0f} tokens on average, {work['longest']} at most, to prompts of {work['prompt_tokens']}; "
-        + ("scoring streamed during decoding" if work["overlapped"] else "phases one after the other")
-    )
-    console.print(_plans(plans))
-    console.print(_roles(first))
-    console.print(f"micro-batches of {first['micro_batch_tokens']} tokens, chunks of {first['chunk']}, delta {first['delta']}")
-    console.print(f"{record['reason']}.")
-    console.print(
+        + ("scoring streamed during decoding" if work["overlapped"] else "phases one after the other"),
+        "",
+        "seconds per step, predicted:",
+        format_table(PLANS, rows),
+        "",
+        "the first plan:",
+        format_table(ROLE_COLUMNS, [{"role": role, **own} for role, own in first["roles"].items()]),
+        "",
+        f"micro-batches of {first['micro_batch_tokens']} tokens, chunks of {first['chunk']}, delta {first['delta']}",
+        f"{record['reason']}.",
         f"{record['placements']} placements compared by price, the best played in virtual time; the first has a price of "
-        f"{first['price_s']:.3g} s; a margin of {cluster['margin']:.0%} of {cluster['memory_gb']:g} GB stays free"
-    )
-    console.print(f"the configuration with its own placement: {record['as_configured']}")
-    for line in [*record["notes"], *(f"{name}: {source}" for name, source in record["constants"].items())]:
-        console.print(line)
-
-
-def _plans(plans: Sequence[Mapping[str, Any]]) -> Table:
-    names = ("", *TEXTS, *PARTS, "fullest GB", "free GB", "slower")
-    table = _table("seconds per step, predicted", names, TEXTS)
-    for number, plan in enumerate(plans, start=1):
-        actor, slower = plan["roles"]["actor"], plan["step_s"] / plans[0]["step_s"] - 1
-        table.add_row(
-            str(number), plan["name"], _short(actor["layout"]), _short(actor["training"]),
-            *(f"{plan[key]:.2f}" for key in PARTS.values()),
-            f"{plan['fullest_gb']:.1f}", f"{plan['free_gb']:.1f}", f"{slower:.1%}",
-        )  # fmt: skip
-    return table
-
-
-def _roles(plan: Mapping[str, Any]) -> Table:
-    texts = ("role", "ranks", "decodes, scores", "trained", "recompute")
-    table = _table("the first plan", ("role", "ranks", "decodes, scores", "s", "trained", "recompute", "s ", "weights s"), texts)
-    for role, own in plan["roles"].items():
-        update = [f"{own[key]:.2f}" if key in own else "-" for key in ("update_s", "weights_s")]
-        trained = [own.get(key, "-") for key in ("training", "recompute")]
-        table.add_row(role, own["ranks"], own["layout"], f"{own['serving_s']:.2f}", *trained, *update)
-    return table
-
-
-def _table(title: str, names: Sequence[str], texts: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE, title=title, title_justify="left")
-    for name in names:
-        table.add_column(name, justify="left" if name in texts else "right")
-    return table
+        f"{first['price_s']:.3g} s; a margin of {cluster['margin']:.0%} of {cluster['memory_gb']:g} GB stays free",
+        f"the configuration with its own placement: {record['as_configured']}",
+        *record["notes"],
+        *(f"{name}: {source}" for name, source in record["constants"].items()),
+    ]
 
 
 def _short(layout: str) -> str:

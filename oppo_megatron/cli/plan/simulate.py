@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice, product
 from pathlib import Path
 from statistics import fmean
@@ -33,6 +33,7 @@ COLUMNS = {
     "exp. critic": "critic_exposed_s", "move": "reallocate_s", "idle": "idle_s", "delta": "delta", "chunk": "chunk_tokens",
     "deferrals": "deferrals", "decode steps": "decode_steps", "tokens/s": "tokens_per_s", "x first": "speedup",
 }  # fmt: skip
+MEANS = set(COLUMNS.values()) - {"run", "deferrals", "tokens_per_s", "speedup"}
 
 
 class Variant(NamedTuple):
@@ -158,18 +159,14 @@ def _simulated(args: argparse.Namespace, variant: Variant, config: TrainConfig, 
     )  # fmt: skip
     steps = list(played.steps(args.steps + 1))
     lines = list(islice(metrics_lines(steps), args.steps))
-    row = _row(variant.name, [step.parts._asdict() | vars(step) for step in steps[: args.steps]])
+    found = [step.parts._asdict() | vars(step) for step in steps[: args.steps]]
+    row = {
+        "run": variant.name,
+        **{key: fmean(float(step[key]) for step in found) for key in MEANS},
+        "deferrals": fmean(float(times) for step in found for times in step["deferrals"]),
+        "tokens_per_s": sum(step["tokens"] for step in found) / sum(step["step_s"] for step in found),
+    }
     about = [f"prompts of {tokens} tokens", *step_costs.describe(config, costs)]
     if endless:
         about.append(f"the run has {config.steps} steps; as more are asked for, its prompts do not end")
     return Simulated(config, row, lines, played.spans, about)
-
-
-def _row(name: str, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    keys = set(COLUMNS.values()) - {"run", "deferrals", "tokens_per_s", "speedup"}
-    return {
-        "run": name,
-        **{key: fmean(float(step[key]) for step in steps) for key in keys},
-        "deferrals": fmean(float(times) for step in steps for times in step["deferrals"]),
-        "tokens_per_s": sum(step["tokens"] for step in steps) / sum(step["step_s"] for step in steps),
-    }

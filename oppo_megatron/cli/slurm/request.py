@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import product
 from typing import NamedTuple
 
 from oppo_megatron.config.model import format_ranks
@@ -17,7 +17,7 @@ from oppo_megatron.layout.placements import RolePlacement, role_placements, trai
 
 GPUS_PER_NODE = 8
 LONGEST_SIGNAL_S = 65535  # the largest time that sbatch accepts after the @ of --signal
-_TIME = re.compile(r"(?:(?P<d>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+))?(?::(?P<ds>\d+))?|(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?)")
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _PLAIN = re.compile(r"[^\s'\"\\`$]+")
 """Text that needs no quotes in an #SBATCH line."""
 
@@ -113,17 +113,16 @@ def time_limit_s(text: str) -> int | None:
     match = _TIME.fullmatch(text)
     if match is None:
         return None
-    if match["d"]:
-        hours, minutes, seconds = (int(match[name] or 0) for name in ("dh", "dm", "ds"))
-        return ((int(match["d"]) * 24 + hours) * 60 + minutes) * 60 + seconds
-    fields = [int(match[name]) for name in "abc" if match[name]]
-    minutes_s = {1: (60,), 2: (60, 1), 3: (3600, 60, 1)}[len(fields)]
-    return sum(field * unit for field, unit in zip(fields, minutes_s, strict=True))
+    days, *fields = (int(number) if number else None for number in match.groups())
+    given = [number for number in fields if number is not None]
+    units = (3600, 60, 1) if days is not None or len(given) == 3 else (60, 1)
+    return (days or 0) * 86400 + sum(number * unit for number, unit in zip(given, units, strict=False))
 
 
 def _option_problems(options: argparse.Namespace) -> Iterator[str]:
     texts = ("account", "qos", "job_name", "partition", "constraint", "scorer_partition", "scorer_constraint")
-    for name, value in [("the working directory", os.getcwd()), *((_option(each), getattr(options, each)) for each in texts)]:
+    named = [("--" + name.replace("_", "-"), getattr(options, name)) for name in texts]
+    for name, value in [("the working directory", os.getcwd()), *named]:
         if value is not None and not _PLAIN.fullmatch(value):
             yield f"{name} is {value!r}; an #SBATCH line takes no spaces, quotes, backslashes or $ here"
     if "/" in (options.job_name or ""):
@@ -134,10 +133,6 @@ def _option_problems(options: argparse.Namespace) -> Iterator[str]:
         yield "--container-mounts is given without --container-image; name the image, or leave the mounts to cluster.env"
     if PartOptions.of(options, "scorer_") != PartOptions() and not options.hetero:
         yield "--scorer-... describes nodes of a second kind; add --hetero, or leave it out"
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _time_problems(config: TrainConfig, options: argparse.Namespace) -> Iterator[str]:
@@ -210,24 +205,12 @@ def _notes(config: TrainConfig, parts: Sequence[Part], placements: Sequence[tupl
         if part.gpus_per_node > part.ranks_per_node:
             of = f" of the {part.name}" if part.name else ""
             yield f"{part.gpus_per_node - part.ranks_per_node} of {part.gpus_per_node} GPUs on each node{of} stay idle"
-    node_of = [node for part, node in _nodes(parts) for _ in range(part.ranks_per_node)]
-    wide = [
+    node_of = [(part.name, rank // part.ranks_per_node) for part in parts for rank in range(part.num_ranks)]
+    wide = {
         name
         for name, placement in placements
-        if any(
-            len({node_of[rank] for rank in placement.stage_ranks(replica, stage)}) > 1
-            for replica in range(placement.dp)
-            for stage in range(placement.pp)
-        )
-    ]
-    for name, _ in groupby(sorted(wide)):
+        for replica, stage in product(range(placement.dp), range(placement.pp))
+        if len({node_of[rank] for rank in placement.stage_ranks(replica, stage)}) > 1
+    }
+    for name in sorted(wide):
         yield f"tensor-parallel ranks of {name} are on different nodes, which is slow: lower tp, or take more ranks per node"
-
-
-def _nodes(parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
-    """Yield each node's component and number."""
-    node = 0
-    for part in parts:
-        for _ in range(part.num_nodes):
-            yield part, node
-            node += 1

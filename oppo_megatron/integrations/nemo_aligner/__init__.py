@@ -1,6 +1,4 @@
-"""NeMo-Aligner's PPO trainer with overcommit, deferral and streamed scoring (docs/nemo_aligner.md). Without NeMo-Aligner, its
-import raises ConfigError.
-"""
+"""NeMo-Aligner's PPO trainer with overcommit, deferral and streamed scoring (docs/nemo_aligner.md)."""
 
 from __future__ import annotations
 

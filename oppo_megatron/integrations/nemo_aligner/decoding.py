@@ -79,13 +79,6 @@ def _equal(given: Any, inputs: tuple[Tensor, Tensor]) -> bool:
     return all(isinstance(one, Tensor) and torch.equal(one, other.to(one.device)) for one, other in pairs)
 
 
-@dataclass(frozen=True)
-class Decoded:
-    tokens_bS: Tensor
-    lengths_b: Tensor  # of prompt and response
-    ended_b: Tensor  # the row stopped by itself
-
-
 class Decoder:
     def __init__(self, model: Any):
         ppo = model.cfg.ppo
@@ -102,8 +95,13 @@ class Decoder:
         limit = prompt_length + self.max_new
         return limit if self._longest is None else min(limit, self._longest)
 
-    def decode(self, texts_bS: Tensor, contexts_b: Tensor, limits_b: Tensor, watch: Watch, *, carried: bool = False) -> Decoded:
-        """Continue rows until each ends, has `limits_b` tokens, or `watch` stops. `carried`: no minimum length."""
+    def decode(
+        self, texts_bS: Tensor, contexts_b: Tensor, limits_b: Tensor, watch: Watch, carried: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Continue rows until each ends, has `limits_b` tokens, or `watch` stops. `carried`: no minimum length.
+
+        Returns tokens [b, S], lengths of prompt and response [b], and whether each row stopped by itself [b].
+        """
         device = torch.cuda.current_device()
         texts_bS, contexts_b, limits_b = (t.to(device) for t in (texts_bS, contexts_b, limits_b))
         strategy = WatchedStrategy(GPTModelTextGenerationStrategy(self.model), contexts_b, watch)
@@ -119,7 +117,7 @@ class Decoder:
         ends = strategy.ends_b.view(-1, 1) if parallel_state.is_pipeline_last_stage() else None
         ends_b = broadcast_2d_tensor_within_pp(ends, dtype=torch.long).flatten()
         last_b = limits_b.clamp(max=tokens_bS.size(1))
-        return Decoded(tokens_bS, torch.where(ends_b >= 0, ends_b + 1, last_b), ends_b >= 0)
+        return tokens_bS, torch.where(ends_b >= 0, ends_b + 1, last_b), ends_b >= 0
 
     def validity(self, tokens_bS: Tensor, lengths_b: Tensor) -> Tensor:
         """NeMo-Aligner's `is_end` [b]. Clamps ids beyond the vocabulary in place."""
@@ -231,17 +229,16 @@ class PooledActor:
         texts = self._decoder.padded([row.context for row in wave.rows], max(limits))
         carried = any(row.tokens for row in wave.rows)
         watch = self._watch(wave, limits, contexts)
-        decoded = self._decoder.decode(texts, torch.tensor(contexts), torch.tensor(limits), watch, carried=carried)
-        drawn = 0
-        ends = decoded.lengths_b.tolist()
+        tokens_bS, lengths_b, ended_b = self._decoder.decode(texts, torch.tensor(contexts), torch.tensor(limits), watch, carried)
+        drawn, ends = 0, lengths_b.tolist()
         for row, tokens, length, ended, limit, context in zip(
-            wave.rows, decoded.tokens_bS.tolist(), ends, decoded.ended_b.tolist(), limits, contexts, strict=True
-        ):  # fmt: skip
+            wave.rows, tokens_bS.tolist(), ends, ended_b.tolist(), limits, contexts, strict=True
+        ):
             drawn += length - context
             row.grow(tokens[len(row.prompt) : length], self.policy, ended or length >= limit)
             if self._feed is not None:  # the last token of an unfinished row waits: no last piece is empty
                 self._feed.offer(row.key, tokens[: length if row.finished else length - 1], final=row.finished)
-        positions = decoded.tokens_bS.size(1) - min(contexts)
+        positions = tokens_bS.size(1) - min(contexts)
         self.effort.add(positions, len(wave.rows), drawn, time.monotonic() - started)
         self.pool.decoded(wave, ends)
 
@@ -263,8 +260,7 @@ class PooledActor:
     def _offers(self, keys: Sequence[int], limits: Sequence[int], contexts: Sequence[int]) -> Callable[[Tensor, Tensor], None]:
         """Offer the feed rows once per chunk: (tokens [b, S], ends [b]).
 
-        A running row is cut at `limits`, because NeMo draws more while others run, and without its last token, so no last
-        piece is empty.
+        Running rows are cut at `limits` (NeMo draws more) and before their last token, so that no last piece is empty.
         """
         feed, due = self._feed, min(contexts) + self.chunk
 

@@ -42,10 +42,9 @@ def raise_together(error: Exception | None, kind: type[OppoError]) -> None:
 
 
 class Feed:
-    """Offers rows to `stream`, if this rank has one.
+    """Offers rows to `stream`, if this rank has one.  Rows that `infer` changed after they were drawn get another name.
 
-    An error is kept until all ranks learn of it (`StreamedRewards`): raised during generation it would leave the others
-    waiting. A row that the model's `infer` changed after it was drawn gets another name.
+    An error is kept until all ranks learn of it (`StreamedRewards`), because others would wait for a rank that raised it.
     """
 
     def __init__(self, stream: ScorerStream | None):

@@ -93,9 +93,7 @@ class Sidecar:
         self._together(self.leads, lambda: self._commit(position))
 
     def prune(self, checkpoints: Path, step: int) -> None:
-        """Remove rows whose checkpoints are gone, except `step`'s, which may still be written; none if no name has a step.
-        Collective. Raises CheckpointError.
-        """
+        """Remove rows whose checkpoints are gone, except `step`'s; none if no name has a step.  Collective."""
         self._together(self.leads, lambda: self._prune(checkpoints, step))
 
     def read(self, step: int, name: str | None = None) -> Kept | None:

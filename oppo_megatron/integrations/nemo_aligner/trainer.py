@@ -38,10 +38,7 @@ from oppo_megatron.rewards.streaming import ScorerStream, build_stream
 
 
 class PPOTrainer(ppo.PPOTrainer):
-    """NeMo-Aligner's trainer with a block `oppo:` in `trainer.ppo` (docs/nemo_aligner.md).
-
-    Raises ConfigError for a wrong block, or deferral with TensorRT-LLM or `batch_iterator.use_flask`.
-    """
+    """NeMo-Aligner's trainer with a block `oppo:` in `trainer.ppo` (docs/nemo_aligner.md).  Raises ConfigError."""
 
     model: Any
     rm_critic: Any
@@ -99,10 +96,11 @@ class PPOTrainer(ppo.PPOTrainer):
 
     def save(self, extra_candidates: dict[str, Any] | None = None, is_train_end: bool = False) -> None:
         """Write the sidecar first, so that no checkpoint lacks its deferred rows."""
-        folder = self._checkpoints()
-        if folder is None or not self._active:
+        dirpath = _folder_of(self.ckpt_callback)
+        if dirpath is None or not self._active:
             super().save(extra_candidates, is_train_end)
             return
+        folder = Path(dirpath)
         sidecar = self._sidecar(folder)
         state = {"delta": self._delta.state_dict(), "chunk": self._chunk.state_dict()}
         if self._saved_step != self.step:  # a second save finds this run's own checkpoints
@@ -121,11 +119,10 @@ class PPOTrainer(ppo.PPOTrainer):
         """Raises CheckpointError if the deferred rows cannot be continued."""
         super().load_state_dict(state_dict)
         self._consumed_after = self.consumed_samples
-        folder = self._restored_from()
-        if folder is None:
+        whole, dirpath = self._restored_checkpoint(), _folder_of(self.ckpt_callback)
+        if whole is None and dirpath is None:
             return
-        sidecar = self._sidecar(folder)
-        whole = self._restored_checkpoint()
+        sidecar = self._sidecar(Path(str(dirpath)) if whole is None else whole.parent)
         kept = sidecar.read(int(self.step), None if whole is None else name_of(whole))
         if kept is None:
             tell = logging.warning if self._active else logging.info
@@ -137,15 +134,24 @@ class PPOTrainer(ppo.PPOTrainer):
         self._restore(kept)
 
     def _restore(self, kept: Kept) -> None:
-        rule = self._settings.delta.rule if self._settings.delta.max > 0 else None
+        error, delta, before = None, self._settings.delta, kept.state["delta"]["rule"]
         batches = self._their_batches if self._active else self.batch_iterator_cls
-        cannot = [*_uncut(self.cfg, self.model), *_shared(batches)] if kept.rows else []
-        raise_together(_unfit(kept, rule, cannot), CheckpointError)
+        if delta.max > 0 and before != delta.rule:
+            error = CheckpointError(
+                f"trainer.ppo.oppo.delta.rule is {delta.rule}, but the checkpoint's run has {before}, whose history means "
+                "nothing to it; resume with that"
+            )
+        elif kept.rows and (cannot := [*_uncut(self.cfg, self.model), *_shared(batches)]):
+            error = CheckpointError(
+                f"the checkpoint's run has deferred {len(kept.rows)} rollouts of this replica, which cannot be decoded on here: "
+                + "; ".join(cannot)
+            )
+        raise_together(error, CheckpointError)
         if not self._active:
             self._take_over()
         self.pool.restore(kept.rows, kept.next_key)
         self._chunk.load_state_dict(kept.state["chunk"])
-        if self._settings.delta.max > 0:
+        if delta.max > 0:
             self._delta.load_state_dict(kept.state["delta"])
 
     def _begin_step(self) -> None:
@@ -196,14 +202,6 @@ class PPOTrainer(ppo.PPOTrainer):
         self._delta.observe(self.step, StepSignals(metrics["rewards"], waste, 1 - stale, gap))
         self._chunk.observe(self.step, StepCost(seconds, effort.positions, effort.tokens, effort.law))
         return figures
-
-    def _checkpoints(self) -> Path | None:
-        dirpath = _folder_of(self.ckpt_callback)
-        return None if dirpath is None else Path(dirpath)
-
-    def _restored_from(self) -> Path | None:
-        whole = self._restored_checkpoint()
-        return self._checkpoints() if whole is None else whole.parent
 
     def _restored_checkpoint(self) -> Path | None:
         try:
@@ -311,19 +309,3 @@ def _open_stream(settings: StreamConfig) -> ScorerStream | None:
             error = wrong
     raise_together(error, ConfigError)
     return stream
-
-
-def _unfit(kept: Kept, rule: str | None, cannot: list[str]) -> CheckpointError | None:
-    """Reason why the run cannot continue with the rows; `rule` None: no delta."""
-    before = kept.state["delta"]["rule"]
-    if rule is not None and before != rule:
-        return CheckpointError(
-            f"trainer.ppo.oppo.delta.rule is {rule}, but the checkpoint's run has {before}, whose history means nothing to it; "
-            "resume with that"
-        )
-    if kept.rows and cannot:
-        return CheckpointError(
-            f"the checkpoint's run has deferred {len(kept.rows)} rollouts of this replica, which cannot be decoded on here: "
-            + "; ".join(cannot)
-        )
-    return None

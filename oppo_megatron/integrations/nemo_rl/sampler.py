@@ -15,10 +15,9 @@ POLL_S = 0.005
 
 
 class OvercommitSampler:
-    """Begins a batch when at most `delta` groups run; trains the B that finish first and defers the rest.
+    """Begins a batch when at most `delta` groups run (0: after the previous update); trains the B that finish first.
 
-    A step waits for groups that started `max_staleness` updates ago. With `delta` 0 each batch waits for the previous one's
-    update.
+    A step waits for groups that started `max_staleness` updates ago.
     """
 
     def __init__(self, buffer: Any, *, delta: int, max_staleness: int = 4):

@@ -11,13 +11,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oppo_megatron.mcore.attention import WindowedAttention, apply_rope, binding
+from oppo_megatron.mcore.attention import apply_rope, binding
 from oppo_megatron.mcore.cpu import CALL_NUMBERS, stretches
 from oppo_megatron.mcore.device import on_device
-from oppo_megatron.mcore.kv.call_parts import Part, PartsOfCall, beyond_mask, parts_of
+from oppo_megatron.mcore.kv.call_parts import Part, PartsOfCall, beyond_mask, each_alone, parts_of
 
 FEW_TOKENS = 48
 """Average new tokens per sequence below which a CPU attends for all sequences at once, with little padding."""
+
+
+class Places(Protocol):
+    """Where a call's new keys and values are stored."""
+
+    def attend(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None) -> Tensor | None:
+        """Cache new keys and values and attend to all cached positions by a kernel -> [T, N * D]; None without a kernel."""
+
+    def extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        """Cache k and v; return all cached ones of the sequences, each [S, G, longest, D]."""
 
 
 class Cache(Protocol):
@@ -25,13 +35,17 @@ class Cache(Protocol):
     dtype: torch.dtype
     device: torch.device
 
+    def places(self, plan: CallPlan) -> Places: ...
+
 
 class CachedPlan(ABC):
     """An `AttentionPlan` that continues cached sequences, for one call of all layers."""
 
     qkv_format = "thd"
+    places: Places
 
-    def __init__(self, cache: Cache, pos_T: Tensor):
+    def __init__(self, cache: Cache, pos_T: Tensor, longest: int):
+        self.pos_T, self.longest, self._dtype = pos_T, longest, cache.dtype
         cos_LD, sin_LD = cache.rope
         self.cos_T1D, self.sin_T1D = cos_LD[pos_T].unsqueeze(1), sin_LD[pos_T].unsqueeze(1)
 
@@ -47,9 +61,15 @@ class CachedPlan(ABC):
         scale = qkv_TGXD.shape[-1] ** -0.5
         return self._attention(layer, qk_TGXD[:, :, :-1], qk_TGXD[:, :, -1], qkv_TGXD[:, :, -1], scale, window)
 
-    @abstractmethod
     def _attention(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None) -> Tensor:
-        """Cache new keys and values and attend to all cached positions -> [T, N * D]."""
+        found = self.places.attend(layer, q_TGRD, k_TGD, v_TGD, scale, window)
+        if found is not None:
+            return found
+        return self._over(q_TGRD, *self.places.extend(layer, k_TGD, v_TGD, self.longest), scale, binding(window, self.longest))
+
+    @abstractmethod
+    def _over(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None) -> Tensor:
+        """Attend to cached positions -> [T, N * D]."""
 
 
 class CallPlan(CachedPlan):
@@ -58,37 +78,46 @@ class CallPlan(CachedPlan):
     def __init__(self, cache: Cache, slots: list[int], past: list[int], lens: list[int]):
         self.slots, self.past, self.lens = slots, past, lens
         self.decode = max(lens) == 1
-        self.longest = max(p + n for p, n in zip(past, lens, strict=True))
-        self._dtype, self._device = cache.dtype, cache.device
+        self._device = cache.device
         # By window, made in the first layer that has it.
         self._steps: dict[int | None, list[tuple[slice, slice, Tensor | None]]] = {}
         self._parts: dict[int | None, PartsOfCall] = {}
         self.slots_S, self.past_S, self.lens_S = on_device([slots, past, lens], cache.device).unbind(0)
-        if self.decode:
-            self.pos_T = self.past_S
-        else:
+        pos_T = self.past_S
+        if not self.decode:
             first_S = torch.cumsum(self.lens_S, 0) - self.lens_S
             self.col_T = torch.arange(len(self.row_T), device=cache.device) - first_S[self.row_T]
-            self.pos_T = self.past_S[self.row_T] + self.col_T
-        super().__init__(cache, self.pos_T)
+            pos_T = self.past_S[self.row_T] + self.col_T
+        super().__init__(cache, pos_T, max(p + n for p, n in zip(past, lens, strict=True)))
+        self.places = cache.places(self)
 
     @cached_property
     def row_T(self) -> Tensor:
         number_S = torch.arange(len(self.lens), device=self._device)
         return number_S if self.decode else torch.repeat_interleave(number_S, self.lens_S, output_size=sum(self.lens))
 
-    def _attention(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None) -> Tensor:
-        k_SGLD, v_SGLD = self._extend(layer, k_TGD, v_TGD)
-        window = binding(window, self.longest)
+    def _over(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None) -> Tensor:
         if self.decode:
             return self._attend_last(q_TGRD, k_SGLD, v_SGLD, scale, window)
-        if not self.parts_on(self._device) and sum(self.lens) >= FEW_TOKENS * len(self.lens):
-            return self._attend_each(q_TGRD, k_SGLD, v_SGLD, scale, window)
-        return self._attend_in_parts(q_TGRD, k_SGLD, v_SGLD, scale, window)
+        if window not in self._parts:
+            repeat, places = q_TGRD.shape[2], (self.row_T, self.col_T)
+            parts = self._parts_of(k_SGLD, repeat, window)
+            self._parts[window] = PartsOfCall(parts, self.lens, self.past_S, places, repeat, self._dtype)
+        return self._parts[window].attend(q_TGRD, k_SGLD, v_SGLD, scale)
 
-    @abstractmethod
-    def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Cache k and v; return all cached ones of the call, each [S, G, longest, D]."""
+    def _parts_of(self, k_SGLD: Tensor, repeat: int, window: int | None) -> Sequence[Part]:
+        if self.parts_on(self._device):
+            return parts_of(self.past, self.lens, repeat, window)
+        if sum(self.lens) >= FEW_TOKENS * len(self.lens):
+            return each_alone(self.past, self.lens, window)
+        return [
+            Part(rows, slice(0, max(self.lens[rows])), self._keys(rows, window), window, causal=False)
+            for rows in self._stretches(k_SGLD)
+        ]
+
+    @staticmethod
+    def parts_on(device: torch.device) -> bool:
+        return device.type != "cpu"
 
     def _stretches(self, cached_SGLD: Tensor) -> list[slice]:
         """On a CPU neighbours of similar length attend together, elsewhere all sequences."""
@@ -97,55 +126,6 @@ class CallPlan(CachedPlan):
         _, groups, _, dim = cached_SGLD.shape
         reaches = [past + new for past, new in zip(self.past, self.lens, strict=True)]
         return stretches(reaches, CALL_NUMBERS / (2 * groups * dim))
-
-    @cached_property
-    def _masks(self) -> list[Tensor | None]:
-        return [
-            torch.full((new, past + new), -torch.inf, dtype=self._dtype).triu_(past + 1) if past else None
-            for past, new in zip(self.past, self.lens, strict=True)
-        ]
-
-    @cached_property
-    def _through_window(self) -> WindowedAttention:
-        return WindowedAttention(self._dtype, self._device)
-
-    def _attend_each(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None) -> Tensor:
-        q_NTD, outputs, first = q_TGRD.flatten(1, 2).transpose(0, 1), [], 0
-
-        def core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True)
-
-        for s, new in enumerate(self.lens):
-            reach = self.past[s] + new
-            q_1NCD = q_NTD[None, :, first : first + new]
-            k_1GLD, v_1GLD = (cached[s : s + 1, :, :reach] for cached in (k_SGLD, v_SGLD))
-            bound = binding(window, reach)
-            if bound is None:
-                out_1NCD = core(q_1NCD, k_1GLD, v_1GLD, self._masks[s])
-            else:
-                out_1NCD = self._through_window.attend(core, q_1NCD, k_1GLD, v_1GLD, bound)
-            outputs.append(out_1NCD[0].transpose(0, 1).flatten(1))
-            first += new
-        return torch.cat(outputs)
-
-    @staticmethod
-    def parts_on(device: torch.device) -> bool:
-        return device.type != "cpu"
-
-    def _attend_in_parts(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None) -> Tensor:
-        parts = self._parts.get(window)
-        if parts is None:
-            repeat = q_TGRD.shape[2]
-            if self.parts_on(self._device):
-                of_call = parts_of(self.past, self.lens, repeat, window)
-            else:
-                of_call = [
-                    Part(rows, slice(0, max(self.lens[rows])), self._keys(rows, window), window, causal=False)
-                    for rows in self._stretches(k_SGLD)
-                ]
-            places = self.row_T, self.col_T
-            parts = self._parts[window] = PartsOfCall(of_call, self.lens, self.past_S, places, repeat, self._dtype)
-        return parts.attend(q_TGRD, k_SGLD, v_SGLD, scale)
 
     def _attend_last(self, q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None) -> Tensor:
         steps = self._steps.get(window)
@@ -170,21 +150,15 @@ class CallPlan(CachedPlan):
 class StepPlan(CachedPlan):
     """One new token per row, at positions below `reach` that only the device knows."""
 
-    def __init__(self, cache: Cache, position_B: Tensor, reach: int):
-        super().__init__(cache, position_B)
-        self.position_B, self.reach, self._dtype = position_B, reach, cache.dtype
+    def __init__(self, cache: Cache, places: Places, position_B: Tensor, reach: int):
+        super().__init__(cache, position_B, reach)
+        self.places = places
         self._masks: dict[int | None, Tensor] = {}  # by window
 
-    def _attention(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None) -> Tensor:
-        window = binding(window, self.reach)
-        mask = self._masks.get(window)
-        if mask is None:
-            mask = self._masks[window] = beyond_mask(self.position_B, slice(0, self.reach), self._dtype, window)
-        return attend_one(q_TGRD, *self._extend(layer, k_TGD, v_TGD), mask, scale)
-
-    @abstractmethod
-    def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Cache k and v; return the rows' cached ones, each [B, G, reach, D]."""
+    def _over(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None) -> Tensor:
+        if window not in self._masks:
+            self._masks[window] = beyond_mask(self.pos_T, slice(0, self.longest), self._dtype, window)
+        return attend_one(q_TGRD, k_SGLD, v_SGLD, self._masks[window], scale)
 
 
 class StepRows(ABC):

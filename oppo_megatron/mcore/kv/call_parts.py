@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.layout.activations import MASK_NUMBERS
-from oppo_megatron.mcore.attention import binding, torch_attention
+from oppo_megatron.mcore.attention import binding, pieces, torch_attention, window_size
 from oppo_megatron.mcore.cpu import blocks
 
 
@@ -91,14 +91,21 @@ def _bounded(past: Sequence[int], lens: Sequence[int], repeat: int, window: int 
         middle = (rows.start + rows.stop) // 2
         halves = slice(rows.start, middle), slice(middle, rows.stop)
         return [part for half in halves for part in _bounded(past, lens, repeat, window, half)]
-    return list(_pieces(rows, pasts[0], longest, bound, max(1, MASK_NUMBERS // (repeat * reach))))
+    size = max(1, MASK_NUMBERS // (repeat * reach))
+    return [Part(rows, queries, keys, bound, False) for queries, keys in pieces(longest, reach, bound, size)]
 
 
-def _pieces(rows: slice, past: int, new: int, window: int | None, size: int) -> Iterator[Part]:
-    for first in range(0, new, size):
-        stop = min(first + size, new)
-        start = 0 if window is None else max(0, past + first + 1 - window)
-        yield Part(rows, slice(first, stop), slice(start, past + stop), window, False)
+def each_alone(past: Sequence[int], lens: Sequence[int], window: int | None) -> list[Part]:
+    """Return parts of one sequence, without padding; with a window these read few keys beyond it."""
+    parts: list[Part] = []
+    for s, (before, new) in enumerate(zip(past, lens, strict=True)):
+        rows, reach = slice(s, s + 1), before + new
+        bound = binding(window, reach)
+        if bound is None:
+            parts.append(Part(rows, slice(0, new), slice(0, reach), None, before == 0))
+        else:
+            parts += [Part(rows, queries, keys, bound, False) for queries, keys in pieces(new, reach, bound, window_size(bound))]
+    return parts
 
 
 class PartsOfCall:

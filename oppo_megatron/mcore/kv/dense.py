@@ -25,8 +25,10 @@ class KVCache(SequenceCache):
     def step_rows(self) -> StepRows:
         return _DenseRows(self)
 
-    def _plan(self, slots: list[int], past: list[int], lens: list[int]) -> DensePlan:
-        return DensePlan(self, slots, past, lens)
+    def places(self, plan: CallPlan) -> DensePlaces:
+        lo, hi = min(plan.slots), max(plan.slots) + 1
+        span = slice(lo, hi) if plan.slots == list(range(lo, hi)) else plan.slots_S
+        return DensePlaces(self, plan.slots_S if plan.decode else plan.slots_S[plan.row_T], plan.pos_T, span)
 
     def _move(self, source: int, target: int, length: int) -> None:
         for store in self.stores:
@@ -57,22 +59,23 @@ class KVCache(SequenceCache):
             store[slot, :, : len(values_LGD)] = values_LGD.transpose(0, 1)
 
 
-class DensePlan(CallPlan):
-    def __init__(self, cache: KVCache, slots: list[int], past: list[int], lens: list[int]):
-        super().__init__(cache, slots, past, lens)
-        self.cache = cache
-        lo, hi = min(slots), max(slots) + 1
-        self.span = (lo, hi) if slots == list(range(lo, hi)) else None
-        self._slot_T = self.slots_S if self.decode else self.slots_S[self.row_T]
+class DensePlaces:
+    """Tokens go to `slot_T` and `pos_T`; `span`: the slots of the call, a slice if they are neighbours."""
 
-    def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
+    def __init__(self, cache: KVCache, slot_T: Tensor, pos_T: Tensor, span: slice | Tensor):
+        self._cache, self._slot_T, self._pos_T, self.span = cache, slot_T, pos_T, span
+
+    def attend(self, *_: Any) -> None:
+        return None
+
+    def extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         views = []
-        for store, new_TGD in ((self.cache.k[layer], k_TGD), (self.cache.v[layer], v_TGD)):
-            store[self._slot_T, :, self.pos_T] = new_TGD
-            if self.span is not None:
-                views.append(store[self.span[0] : self.span[1], :, : self.longest])
+        for store, new_TGD in ((self._cache.k[layer], k_TGD), (self._cache.v[layer], v_TGD)):
+            store[self._slot_T, :, self._pos_T] = new_TGD
+            if isinstance(self.span, slice):
+                views.append(store[self.span, :, :longest])
             else:
-                views.append(store[:, :, : self.longest].index_select(0, self.slots_S))
+                views.append(store[:, :, :longest].index_select(0, self.span))
         return views[0], views[1]
 
 
@@ -94,17 +97,6 @@ class _DenseRows(StepRows):
         return self._cache.bucket(longest)
 
     def plan(self, position_B: Tensor, reach: int) -> StepPlan:
-        return _DenseStep(self._cache, self._slot_M[: len(position_B)], self._first, position_B, reach)
-
-
-class _DenseStep(StepPlan):
-    def __init__(self, cache: KVCache, slot_B: Tensor, first: int, position_B: Tensor, reach: int):
-        super().__init__(cache, position_B, reach)
-        self._cache, self._slot_B, self._span = cache, slot_B, slice(first, first + len(slot_B))
-
-    def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        views = []
-        for store, new_BGD in ((self._cache.k[layer], k_TGD), (self._cache.v[layer], v_TGD)):
-            store[self._slot_B, :, self.position_B] = new_BGD
-            views.append(store[self._span, :, : self.reach])
-        return views[0], views[1]
+        num_rows = len(position_B)
+        places = DensePlaces(self._cache, self._slot_M[:num_rows], position_B, slice(self._first, self._first + num_rows))
+        return StepPlan(self._cache, places, position_B, reach)

@@ -16,7 +16,7 @@ from torch import Tensor
 from oppo_megatron.layout.kernels import FLASH, usable
 from oppo_megatron.layout.memory import BLOCK_TOKENS
 from oppo_megatron.mcore.device import on_device
-from oppo_megatron.mcore.kv.cached_plan import CachedPlan, CallPlan, StepPlan, StepRows
+from oppo_megatron.mcore.kv.cached_plan import CallPlan, StepPlan, StepRows
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 
 LEAST_CAPABILITY = (8, 0)
@@ -109,8 +109,10 @@ class PagedKVCache(SequenceCache):
     def step_rows(self) -> StepRows:
         return _PagedRows(self)
 
-    def _plan(self, slots: list[int], past: list[int], lens: list[int]) -> CallPlan:
-        return _PagedPlan(self, slots, past, lens)
+    def places(self, plan: CallPlan) -> _PagedPlaces:
+        table_SW, lens_S = self.tables(plan.slots, -(-plan.longest // self.block_tokens)), plan.lens_S.int()
+        call = PagedCall(table_SW, lens_S, plan.past_S.int() + lens_S, max(plan.lens), plan.longest)
+        return _PagedPlaces(self, call, plan.row_T, plan.pos_T)
 
     def _move(self, source: int, target: int, length: int) -> None:
         self._tables[target], self._tables[source] = self._tables[source], []
@@ -175,46 +177,28 @@ class PagedKVCache(SequenceCache):
             pool[block_L, position_L % self.block_tokens] = values_LGD
 
 
-class _Places:
-    def __init__(self, cache: PagedKVCache, table_SW: Tensor, row_T: Tensor, pos_T: Tensor):
-        self._cache, self._table_SW = cache, table_SW
-        self._block_T = table_SW[row_T, pos_T // cache.block_tokens].long()
+class _PagedPlaces:
+    def __init__(self, cache: PagedKVCache, call: PagedCall, row_T: Tensor, pos_T: Tensor):
+        self._cache, self._call = cache, call
+        self._block_T = call.table_SW[row_T, pos_T // cache.block_tokens].long()
         self._offset_T = pos_T % cache.block_tokens
 
-    def write(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None) -> Tensor | None:
+        if self._cache.kernel is None:
+            return None
+        pools = self._write(layer, k_TGD, v_TGD)
+        return self._cache.kernel(q_TGRD.flatten(1, 2), *pools, self._call, scale, window).flatten(1)
+
+    def extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        table_SW = self._call.table_SW[:, : -(-longest // self._cache.block_tokens)]
+        k, v = (pool[table_SW].flatten(1, 2)[:, :longest].transpose(1, 2) for pool in self._write(layer, k_TGD, v_TGD))
+        return k, v
+
+    def _write(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
         pools = self._cache.k[layer], self._cache.v[layer]
         for pool, new_TGD in zip(pools, (k_TGD, v_TGD), strict=True):
             pool[self._block_T, self._offset_T] = new_TGD
         return pools
-
-    def extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Cache k and v; return the first `length` positions of every table, each [S, G, L, D]."""
-        table_SW = self._table_SW[:, : -(-length // self._cache.block_tokens)]
-        k, v = (pool[table_SW].flatten(1, 2)[:, :length].transpose(1, 2) for pool in self.write(layer, k_TGD, v_TGD))
-        return k, v
-
-
-class _OverTables(CachedPlan):
-    _kernel: PagedKernel | None
-    _places: _Places
-    _call: PagedCall
-
-    def _attention(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None) -> Tensor:
-        if self._kernel is None:
-            return super()._attention(layer, q_TGRD, k_TGD, v_TGD, scale, window)  # type: ignore[safe-super]
-        pools = self._places.write(layer, k_TGD, v_TGD)
-        return self._kernel(q_TGRD.flatten(1, 2), *pools, self._call, scale, window).flatten(1)
-
-    def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        return self._places.extend(layer, k_TGD, v_TGD, self._call.longest)
-
-
-class _PagedPlan(_OverTables, CallPlan):
-    def __init__(self, cache: PagedKVCache, slots: list[int], past: list[int], lens: list[int]):
-        super().__init__(cache, slots, past, lens)
-        table_SW, lens_S = cache.tables(slots, -(-self.longest // cache.block_tokens)), self.lens_S.int()
-        self._kernel, self._places = cache.kernel, _Places(cache, table_SW, self.row_T, self.pos_T)
-        self._call = PagedCall(table_SW, lens_S, self.past_S.int() + lens_S, max(lens), self.longest)
 
 
 class _PagedRows(StepRows):
@@ -236,13 +220,7 @@ class _PagedRows(StepRows):
         return self._cache.bucket(longest) if self._cache.kernel is None else self._cache.max_length
 
     def plan(self, position_B: Tensor, reach: int) -> StepPlan:
-        num_rows = len(position_B)
-        return _PagedStep(self._cache, self._table_MW[:num_rows], self._number_M[:num_rows], position_B, reach)
-
-
-class _PagedStep(_OverTables, StepPlan):
-    def __init__(self, cache: PagedKVCache, table_BW: Tensor, number_B: Tensor, position_B: Tensor, reach: int):
-        super().__init__(cache, position_B, reach)
-        self._kernel, self._places = cache.kernel, _Places(cache, table_BW, number_B, position_B)
-        length_B = position_B.int() + 1
-        self._call = PagedCall(table_BW, torch.ones_like(length_B), length_B, 1, reach)
+        num_rows, length_B = len(position_B), position_B.int() + 1
+        call = PagedCall(self._table_MW[:num_rows], torch.ones_like(length_B), length_B, 1, reach)
+        places = _PagedPlaces(self._cache, call, self._number_M[:num_rows], position_B)
+        return StepPlan(self._cache, places, position_B, reach)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.errors import CapacityError, CheckpointError
-from oppo_megatron.mcore.kv.cached_plan import CallPlan, StepRows
+from oppo_megatron.mcore.kv.cached_plan import CallPlan, Places, StepRows
 
 REACH = 256
 """Decode steps whose positions the host does not know attend to a multiple of this number."""
@@ -123,7 +123,7 @@ class SequenceCache(ABC):
         for seq_id, new in zip(seq_ids, lens, strict=True):
             self.reserve(seq_id, new)
         slots = [self._slots[i] for i in seq_ids]
-        return self._plan(slots, [self._lengths[s] for s in slots], list(lens))
+        return CallPlan(self, slots, [self._lengths[s] for s in slots], list(lens))
 
     def commit(self, plan: CallPlan) -> None:
         for slot, start, new in zip(plan.slots, plan.past, plan.lens, strict=True):
@@ -172,7 +172,7 @@ class SequenceCache(ABC):
     def step_rows(self) -> StepRows: ...
 
     @abstractmethod
-    def _plan(self, slots: list[int], past: list[int], lens: list[int]) -> CallPlan: ...
+    def places(self, plan: CallPlan) -> Places: ...
 
     @abstractmethod
     def _move(self, source: int, target: int, length: int) -> None:

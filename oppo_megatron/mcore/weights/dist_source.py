@@ -21,7 +21,7 @@ import torch
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.hf_layout import LM_HEAD, SCALAR_HEAD, Part, param_shapes, stage_parts
 from oppo_megatron.layout.model_shape import ModelShape
-from oppo_megatron.layout.stored_weights import summary
+from oppo_megatron.layout.stored_weights import FLOATS, Tensor, summary
 from oppo_megatron.modeldir.megatron import TORCH_INDEX, MegatronFolder
 
 INDEX = ".metadata"
@@ -103,7 +103,8 @@ def is_weight(key: str) -> bool:
 
 
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+DTYPES = dict(zip(FLOATS, (torch.float64, torch.float32, torch.float16, torch.bfloat16), strict=True))
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 _PADDED = (WORD_EMBEDDING, HEAD)
 
 
@@ -129,29 +130,18 @@ class DistSource:
         }
         self._pieces = {(key.fqn, tuple(key.offset or ())): info for key, info in self._index.storage_data.items()}
         self._places = dict(self._find(shape))
+        dtypes = {name: self._saved[place.key].properties.dtype for name, place in self._places.items()}
+        self.tensors = {
+            name: Tensor(place.part.hf_shape, CODES.get(dtypes[name], str(dtypes[name]))) for name, place in self._places.items()
+        }
         self._load = functools.lru_cache(maxsize=2)(self._load_piece)  # q, k and v, or gate and up, lie in one piece
         self._require_no_bias()
 
-    def names(self) -> Collection[str]:
-        return self._places.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._place(name).part.hf_shape
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        dtype = self._saved[self._place(name).key].properties.dtype
-        return dtype if dtype in _FLOATS else None
-
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
-        place = self._place(name)
+        place = self._places[name]
         rows = region[0].indices(place.part.hf_shape[0])
         pieces = [self._read_rows(place, span.start, span.stop, region[1:]) for span in place.part.spans(rows[0], rows[1])]
         return torch.cat(pieces)
-
-    def _place(self, name: str) -> _Place:
-        if name not in self._places:
-            raise CheckpointError(f"{self._folder}: no tensor that {name} is made of")
-        return self._places[name]
 
     def _find(self, shape: ModelShape) -> Iterator[tuple[str, _Place]]:
         parts = {part.hf_name: part for head in ("lm", "scalar") for part in stage_parts(shape, head)}

@@ -15,13 +15,12 @@ from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.hf_layout import LM_HEAD, SCALAR_HEAD, Head, hf_tensors
 from oppo_megatron.layout.model_shape import ModelShape
-from oppo_megatron.layout.stored_weights import FLOATS, Tensor, nearest, summary, weight_problems
+from oppo_megatron.layout.stored_weights import Tensor, summary, weight_problems
 from oppo_megatron.mcore.weights.dist_source import DistSource
 from oppo_megatron.modeldir.adapters import refuse_adapters
-from oppo_megatron.modeldir.headers import Stored, stored_tensors, weight_files
+from oppo_megatron.modeldir.headers import stored_tensors, weight_files
 from oppo_megatron.modeldir.megatron import find_megatron, read_mapping
 
-DTYPES = dict(zip(FLOATS, (torch.float64, torch.float32, torch.float16, torch.bfloat16), strict=True))
 SIDE_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
@@ -31,68 +30,40 @@ BLOCK_ROWS = 1 << 13
 
 
 class TensorSource(Protocol):
-    """Tensors by their Hugging Face name; shapes are known without reading data."""
-
-    def names(self) -> Collection[str]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        """Dtype of a tensor; None if not floating point."""
-        ...
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Shapes and dtypes by Hugging Face name, known without reading data."""
 
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
         """Return a region (a slice per dimension), on the CPU, in its stored dtype."""
-        ...
 
 
 class SafetensorsSource:
     """The safetensors of a directory; opening reads all headers."""
 
     def __init__(self, directory: Path | str, file: str | None = None):
-        self.directory = Path(directory)
-        _require_directory(self.directory)
-        self._stored = stored_tensors(weight_files(self.directory) if file is None else {self.directory / file: None})
-        self._opened = {path: safe_open(path, framework="pt") for path in {stored.file for stored in self._stored.values()}}
-
-    def names(self) -> Collection[str]:
-        return self._stored.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._find(name).shape
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        return DTYPES.get(self._find(name).dtype)
+        directory = Path(directory)
+        _require_directory(directory)
+        stored = stored_tensors(weight_files(directory) if file is None else {directory / file: None})
+        opened = {path: safe_open(path, framework="pt") for path in {each.file for each in stored.values()}}
+        self._files = {name: opened[each.file] for name, each in stored.items()}
+        self.tensors = {name: Tensor(each.shape, each.dtype) for name, each in stored.items()}
 
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
-        tensor: torch.Tensor = self._opened[self._find(name).file].get_slice(name)[region]
+        tensor: torch.Tensor = self._files[name].get_slice(name)[region]
         return tensor
-
-    def _find(self, name: str) -> Stored:
-        if name not in self._stored:
-            raise CheckpointError(f"{self.directory}: no tensor {name}.{nearest(name, self.names())}")
-        return self._stored[name]
 
 
 class DrawnSource(ABC):
     """Random tensors that depend only on seed and name, not on the layout."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int):
-        self._shapes, self._seed = shapes, seed
-
-    def names(self) -> Collection[str]:
-        return self._shapes.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        return torch.float32
+        self.tensors, self._seed = {name: Tensor(shape, "F32") for name, shape in shapes.items()}, seed
 
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        tensor = torch.zeros(self._shapes[name], dtype=torch.float32)
+        tensor = torch.zeros(self.tensors[name].shape, dtype=torch.float32)
         self.draw(name, tensor, generator)
         return tensor[region]
 
@@ -119,22 +90,11 @@ class OverlaidSource:
     """A source with tensors `over` read from other sources, by their names there."""
 
     def __init__(self, base: TensorSource, over: Mapping[str, tuple[TensorSource, str]], without: Collection[str] = ()):
-        self._base, self._over = base, over
-        self._names = {*base.names(), *over} - set(without)
-
-    def names(self) -> Collection[str]:
-        return self._names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        source, stored = self._over.get(name, (self._base, name))
-        return source.shape(stored)
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        source, stored = self._over.get(name, (self._base, name))
-        return source.dtype(stored)
+        self._sources = {name: (base, name) for name in base.tensors if name not in without} | dict(over)
+        self.tensors = {name: source.tensors[stored] for name, (source, stored) in self._sources.items()}
 
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
-        source, stored = self._over.get(name, (self._base, name))
+        source, stored = self._sources[name]
         return source.read(stored, region)
 
 
@@ -154,7 +114,7 @@ def open_weights(model: ModelConfig, head: Head, shape_file: Path | None = None)
     source: TensorSource
     if model.checkpoint is not None:
         shape, source = open_directory(model.checkpoint, shape_file)
-        if head == "scalar" and model.fresh_head and SCALAR_HEAD not in source.names():
+        if head == "scalar" and model.fresh_head and SCALAR_HEAD not in source.tensors:
             source = FreshHead(source, shape, model.init_seed)
     elif model.init is not None:
         hf = read_mapping(model.init, "the model configuration") if isinstance(model.init, Path) else model.init
@@ -176,23 +136,15 @@ def open_directory(directory: Path, shape_file: Path | None = None) -> tuple[Mod
     return shape, DistSource(megatron, shape)
 
 
-def check_source(shape: ModelShape, source: TensorSource, head: Head) -> list[str]:
-    """Return a sentence for each tensor that is missing, misshapen or foreign."""
+def require_source(shape: ModelShape, source: TensorSource, head: Head, where: str) -> None:
+    """Raise CheckpointError with a sentence for each tensor that is missing, misshapen or foreign."""
 
     def equal(one: str, other: str) -> bool:
-        rows = source.shape(one)[0]
+        rows = source.tensors[one].shape[0]
         blocks = ((slice(start, start + BLOCK_ROWS),) for start in range(0, rows, BLOCK_ROWS))
         return all(torch.equal(source.read(one, block), source.read(other, block)) for block in blocks)
 
-    return weight_problems(shape, head, stored_of(source), equal)
-
-
-def stored_of(source: TensorSource) -> dict[str, Tensor]:
-    return {name: Tensor(source.shape(name), source.dtype(name) is not None) for name in source.names()}
-
-
-def require_source(shape: ModelShape, source: TensorSource, head: Head, where: str) -> None:
-    if problems := check_source(shape, source, head):
+    if problems := weight_problems(shape, head, source.tensors, equal):
         raise CheckpointError(f"{where}: the weights do not fit the model:\n{summary(problems)}")
 
 

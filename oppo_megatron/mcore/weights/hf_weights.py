@@ -18,6 +18,7 @@ from oppo_megatron.layout.hf_layout import Head, Part, hf_tensors, param_shapes,
 from oppo_megatron.layout.model_shape import ModelShape
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.weights.dist_source import DTYPES
 from oppo_megatron.mcore.weights.hf_source import TensorSource, require_source
 from oppo_megatron.mcore.weights.hf_writer import MAX_SHARD_BYTES, hf_config, peft_config, write_tensors
 from oppo_megatron.modeldir.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -140,8 +141,7 @@ def rewrite_weights(
 
 
 def common_dtype(shape: ModelShape, source: TensorSource, head: Head) -> torch.dtype:
-    dtypes = [found for name in hf_tensors(shape, head) if (found := source.dtype(name)) is not None]
-    return functools.reduce(torch.promote_types, dtypes)
+    return functools.reduce(torch.promote_types, {DTYPES[source.tensors[name].dtype] for name in hf_tensors(shape, head)})
 
 
 def put_part(param: torch.Tensor, part: Part, share: torch.Tensor) -> None:

@@ -22,12 +22,11 @@ from oppo_megatron.config.model import LoraConfig
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.hf_layout import SCALAR_HEAD, Head
 from oppo_megatron.layout.model_shape import ModelShape
-from oppo_megatron.mcore.weights.hf_source import DTYPES
+from oppo_megatron.mcore.weights.dist_source import CODES
 from oppo_megatron.modeldir.headers import INDEX_FILE, SINGLE_FILE
 from oppo_megatron.rundir.manifest import sync_folder
 
 MAX_SHARD_BYTES = 2 << 30
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
 _LABEL_KEYS = ("num_labels", "id2label", "label2id", "problem_type")
 
 
@@ -99,7 +98,7 @@ def _header(tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes
     start = 0
     for name, shape in tensors.items():
         end = start + prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

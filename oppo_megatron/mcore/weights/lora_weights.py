@@ -19,7 +19,6 @@ from oppo_megatron.mcore.weights.hf_source import (
     OverlaidSource,
     SafetensorsSource,
     TensorSource,
-    stored_of,
 )
 from oppo_megatron.mcore.weights.hf_weights import matching_params, put_part
 from oppo_megatron.modeldir.adapters import ADAPTER_WEIGHTS
@@ -40,13 +39,13 @@ class FreshAdapters(DrawnSource):
 def open_adapters(directory: Path, shape: ModelShape, lora: LoraConfig, head: Head) -> TensorSource:
     """Return a peft directory's tensors.  Raises CheckpointError unless they fit; a scalar head may be missing."""
     source = SafetensorsSource(directory, ADAPTER_WEIGHTS)
-    if problems := adapter_problems(shape, lora, head, stored_of(source)):
+    if problems := adapter_problems(shape, lora, head, source.tensors):
         raise CheckpointError(f"{directory}: the adapters do not fit the model:\n{summary(problems)}")
     return source
 
 
 def has_head(directory: Path) -> bool:
-    return f"{PEFT}{SCALAR_HEAD}" in SafetensorsSource(directory, ADAPTER_WEIGHTS).names()
+    return f"{PEFT}{SCALAR_HEAD}" in SafetensorsSource(directory, ADAPTER_WEIGHTS).tensors
 
 
 @torch.no_grad()
@@ -60,7 +59,7 @@ def fill_adapters(model: Any, lora: LoraConfig, seed: int) -> None:
     parts = adapter_parts(model.shape, lora, model.head, tp_size=tp, pp_rank=model.stage, pp_size=model.num_stages)
     params = matching_params(model, parts, tp, whole=False)
     for part in parts:
-        if part.hf_name in source.names():
+        if part.hf_name in source.tensors:
             put_part(params[part.param], part, source.read(part.hf_name, part.share(model.groups.tp_rank, tp)))
 
 
@@ -69,12 +68,12 @@ class MergedSource(OverlaidSource):
 
     def __init__(self, base: TensorSource, adapters: TensorSource, scale: float):
         head = PEFT + SCALAR_HEAD
-        super().__init__(base, {SCALAR_HEAD: (adapters, head)} if head in adapters.names() else {})
+        super().__init__(base, {SCALAR_HEAD: (adapters, head)} if head in adapters.tensors else {})
         self._adapters, self._scale = adapters, scale
 
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
         weight, pair = super().read(name, region), PEFT + name.removesuffix("weight")
-        if f"{pair}lora_A.weight" not in self._adapters.names():
+        if f"{pair}lora_A.weight" not in self._adapters.tensors:
             return weight
         a, b = (self._adapters.read(f"{pair}lora_{m}.weight", (slice(None), slice(None))).float() for m in "AB")
         return (weight.float() + (b @ a)[region] * self._scale).to(weight.dtype)

@@ -1,6 +1,6 @@
-r"""Rule `multiple_choice`: a response states one letter, and it is the expected one.
+"""Rule `multiple_choice`: a response states one letter, the expected one (docs/rewards.md).
 
-The first form of `_READERS` that names a letter decides (docs/rewards.md shows them); all its places must name the same letter.
+The first form of `_READERS` that names a letter decides; all its places must name the same letter.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def expected_letter(value: Any) -> str:
     letter = _WHOLE.fullmatch(value) if isinstance(value, str) else None
     if letter is None:
         raise RewardError(
-            f"the expected answer {value!r:.200} is no choice; give a letter from A to {LETTERS[-1]}, or its number from 0"
+            f"the expected answer {value!r:.200} is not a choice; give a letter from A to {LETTERS[-1]}, or its number from 0"
         )
     return letter[1].upper()
 

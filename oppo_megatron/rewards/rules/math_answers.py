@@ -1,7 +1,7 @@
-r"""Rule `math`: the final answer equals the expected one mathematically.
+"""Rule `math`: the final answer equals the expected one mathematically.
 
-`grade` needs its own process, because SymPy may hang or fill memory.  It compares numbers, words, then elements of tuples,
-intervals, sets, lists and matrices; for all else it uses math-verify.
+`grade` needs its own process, because SymPy may hang or fill memory.  Numbers, words and structures are compared here, all
+else by math-verify.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ENTRY_POINT = f"{__name__}:grade"
 ANSWER = "answer"
 """The only field that `grade` reads."""
 PROBE = "\\boxed{12345.5}"
-"""Response with which an expected answer is tried if only the library can compare it."""
+"""Response that tries an expected answer if only the library can compare it."""
 
 _ASSIGNED = re.compile(r"(?<![<>!\\:=])=(?!=)")
 _AND = re.compile(r"\s*,?\s*(?:\\text\s*\{\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))\s*")
@@ -53,8 +53,7 @@ _CLOSE = re.compile(
     re.VERBOSE | re.IGNORECASE | re.DOTALL,
 )
 _BRIEF = re.compile(
-    r"[^A-Za-z]*(?:[A-Za-z]+[^A-Za-z]*){0,3}|[^A-Za-z]*(?:(?!(?:so|but|if|not|and|or|I)\b)[A-Za-z']+[ .!]*){0,10}",
-    re.IGNORECASE,
+    r"[^A-Za-z]*(?:[A-Za-z]+[^A-Za-z]*){0,3}|[^A-Za-z]*(?:(?!(?:so|but|if|not|and|or|I)\b)[A-Za-z']+[ .!]*){0,10}", re.IGNORECASE
 )
 """A number and a few words, or more words of one clause."""
 _LATEX = tuple((re.compile(pattern), latex) for pattern, latex in (
@@ -88,7 +87,7 @@ def expected_text(value: Any) -> str:
         text = _expected(value)
         if any(character.isalnum() for character in text) and len(text) <= MAX_CHARACTERS:
             return text
-    raise RewardError(f"the expected answer {value!r:.200} is no mathematics; give a number, an expression, or `\\boxed{{...}}`")
+    raise RewardError(f"the expected answer {value!r:.200} is not mathematics; give a number, an expression, or `\\boxed{{...}}`")
 
 
 def needs_library(fields: Mapping[str, Any]) -> bool:
@@ -184,8 +183,8 @@ def _closing(response: str) -> str | None:
     for last in _FORMULAS.finditer(text):  # noqa: B007  (the last one is wanted)
         pass
     if last and "\n\n" not in text[last.end() :] and _TAIL.fullmatch(text[last.end() :].rstrip(" .*\n")):
-        answer, behind = _elements(last[0]), text[last.end() :]
-        return answer if parse_number(answer) is None and parse_number(answer + behind) is None else answer + behind
+        answer, rest = _elements(last[0]), text[last.end() :]
+        return answer if parse_number(answer) is None and parse_number(answer + rest) is None else answer + rest
     line = text.splitlines()[-1].replace("**", "") if text else ""
     if not line.startswith("#") and (not _PROSE.search(line) or not re.search(r"\d|\s", line)):
         return line
@@ -198,9 +197,7 @@ def _closing(response: str) -> str | None:
 
 def _tidy(text: str) -> str:
     text = re.sub(
-        r"\\(?:left|right)(?![A-Za-z])",
-        "",
-        _FONT.sub("", text).replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac"),
+        r"\\(?:left|right)(?![A-Za-z])", "", _FONT.sub("", text).replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
     )
     text = _LEADING.sub("", bare(re.sub(r"^\s*[A-Za-z]\s*\\in(?![A-Za-z])", "", bare(text))), count=1) if text else text
     while text.startswith("(") and text.endswith(")") and len(_split(text[1:-1])) == 1 and _balanced(text[1:-1]):
@@ -278,8 +275,8 @@ def _equal_by_library(expected: str, given: str) -> bool:
     from math_verify import verify
 
     texts = (_latex(expected), _latex(given))
-    other, told = ({word.lower() for each in _TEXT.findall(text) for word in OTHER_WORDS.findall(each)} for text in texts)
-    if other != told:  # the library leaves out plain text
+    other, given_words = ({word.lower() for each in _TEXT.findall(text) for word in OTHER_WORDS.findall(each)} for text in texts)
+    if other != given_words:  # the library leaves out plain text
         return False
     gold, answer = (_parsed(text) for text in texts)
     if not gold or not answer:
@@ -287,12 +284,7 @@ def _equal_by_library(expected: str, given: str) -> bool:
     places = _places([*gold, *answer])
     return bool(
         verify(
-            gold,
-            answer,
-            float_rounding=places,
-            numeric_precision=places + 9,
-            timeout_seconds=None,
-            allow_set_relation_comp=True,
+            gold, answer, float_rounding=places, numeric_precision=places + 9, timeout_seconds=None, allow_set_relation_comp=True
         )
     )
 

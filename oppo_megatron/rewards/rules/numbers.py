@@ -87,17 +87,17 @@ def read_number(text: str) -> Number | None:
     found = _NUMBER.match(text)
     if found is None or len(found[0]) > MAX_CHARACTERS or (found["sign"] and found["inner"]):
         return None
-    behind, scale = bare(_POWER.sub("", text[found.end() :])), 1
-    if times := _SCALE.match(behind):
-        behind, scale = bare(behind[times.end() :]), SCALES[times[1].lower()]
-    behind, after = _CLOCK.sub(r"\1m", behind), text[found.end() : found.end() + 1]
-    if not _is_unit(behind, joined=after.isalpha() or after == "("):
+    rest, scale = bare(_POWER.sub("", text[found.end() :])), 1
+    if times := _SCALE.match(rest):
+        rest, scale = bare(rest[times.end() :]), SCALES[times[1].lower()]
+    rest, after = _CLOCK.sub(r"\1m", rest), text[found.end() : found.end() + 1]
+    if not _is_unit(rest, joined=after.isalpha() or after == "("):
         return None
-    number = _valued(found, behind)
+    number = _valued(found, rest)
     return number and replace(number, value=number.value * scale, places=number.places if scale == 1 else None)
 
 
-def _valued(found: re.Match[str], behind: str) -> Number | None:
+def _valued(found: re.Match[str], rest: str) -> Number | None:
     value = Fraction((re.sub("[, ]", "", found["whole"]) or "0") + (found["decimals"] or ""))
     if found["denominator"] is not None or found["of"] is not None:
         if int(found["denominator"] or found["of"]) == 0:
@@ -108,21 +108,21 @@ def _valued(found: re.Match[str], behind: str) -> Number | None:
     power = int(found["power"] or found["exponent"] or 0)
     places = len(found["decimals"]) - 1 - power if found["decimals"] else None
     value = value * Fraction(10) ** power * (-1 if "-" in (found["sign"], found["inner"]) else 1)
-    word = re.match(r"[^\W\d_]+(?:/[^\W\d_]+)?|[%$€¢£¥₹]", behind)
+    word = re.match(r"[^\W\d_]+(?:/[^\W\d_]+)?|[%$€¢£¥₹]", rest)
     unit = None if word is None else UNITS.get(word[0]) or UNITS.get(word[0].lower().removesuffix("s"))
     return Number(value, places, percent=unit == "%", unit=(unit if word else None) or UNITS.get(found["money"]))
 
 
-def _is_unit(behind: str, *, joined: bool) -> bool:
+def _is_unit(rest: str, *, joined: bool) -> bool:
     """True if the text after a number does not change it; `joined`: no space between."""
-    if not behind:
+    if not rest:
         return True
-    if not _WORDS.fullmatch(behind) or OTHER_WORDS.search(behind):
+    if not _WORDS.fullmatch(rest) or OTHER_WORDS.search(rest):
         return False
-    word = re.match(r"[^\W\d_]*", behind)
+    word = re.match(r"[^\W\d_]*", rest)
     name = word[0] if word else ""
     known = name in UNITS or name.lower().removesuffix("s") in UNITS or not name.isascii()
-    if re.match(r"-\s|-.?$|-[A-Za-z]{2}$|!", behind) or re.search(r"\s-\s", behind):
+    if re.match(r"-\s|-.?$|-[A-Za-z]{2}$|!", rest) or re.search(r"\s-\s", rest):
         return False
     return known or (not joined and len(name) != 1)
 

@@ -13,6 +13,7 @@ from oppo_megatron.columns import Ints
 from oppo_megatron.config.derived import batch_rows, members, usual_prompt_tokens
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk_tuner import DecodeLaw, StepCost
+from oppo_megatron.control.occupancy import group_length_gap
 from oppo_megatron.cores import uncollected
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import role_placements, training_placements
@@ -228,9 +229,7 @@ class VirtualRun(PureLoop):
         parts = Parts(*spent, round(step_s - sum(spent), 12) + 0.0)  # without the rounding errors of the sums
         own_s = times.own_score_s if self.site.placements["actor"].pp == 1 else times.own_drain_s
         exposed_s, num_steps = own_s + times.wait_s - times.critic_delay_s, end.occupancy.num_steps
-        size, carried = members(self.config).trained, end.carried
-        of_groups = lengths.reshape(-1, size)
-        submitted = np.concatenate([lengths, carried.response_tokens])
+        carried, group_size = end.carried, members(self.config).trained
         line = {
             "step": end.step, "time_s": times.begun + step_s, "step_s": step_s, "decode_s": times.decode_s,
             "score_exposed_s": exposed_s, "score_hidden_s": max(0.0, times.busy_s - exposed_s), "score_busy_s": times.busy_s,
@@ -245,8 +244,8 @@ class VirtualRun(PureLoop):
             "carried": len(carried.seq_ids), "carried_finished": int(carried.finished.sum()), "backfilled": end.backfilled,
             "prompt_len_mean": float(end.batch.prompt_tokens.mean()),
             "trained_len_mean": float(lengths.mean()), "trained_len_max": int(lengths.max()),
-            "submitted_len_mean": float(submitted.mean()), "length_gap": end.length_gap,
-            "group_length_gap": float(np.mean(1 - of_groups.mean(1) / of_groups.max(1))) if size > 1 else None, "skipped": None,
+            "submitted_len_mean": float(np.concatenate([lengths, carried.response_tokens]).mean()), "length_gap": end.length_gap,
+            "group_length_gap": group_length_gap(lengths, group_size), "skipped": None,
         }  # fmt: skip
         self._ended.append(
             VirtualStep(
