@@ -58,5 +58,5 @@ def test_a_disk_without_space_ends_the_run_on_all_ranks(workspace: Workspace) ->
     answers = run_ranks(2, JOB, config=config, late_s=0.1, full_on=1)
     for message, _ in answers:
         assert message.startswith("CheckpointError: ") and "rank 1: No space left" in message
-        assert "there is no checkpoint yet" in message and "nothing is left of this one" in message
+        assert "no checkpoint has been written yet" in message and "nothing is left of this one" in message
     assert checkpoints(config) == []
