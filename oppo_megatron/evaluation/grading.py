@@ -57,7 +57,7 @@ class Grader:
 
         Raises DataError if none can be scored, ConfigError if the model does not read `longest` tokens.
         """
-        if self._rewards.needs_model and longest > self._config.max_tokens:
+        if self._rewards.reads_model() and longest > self._config.max_tokens:
             raise ConfigError(
                 f"prompts and responses have up to {longest} tokens, but the reward model reads {self._config.max_tokens}; lower "
                 "--max-tokens, or take a reward model of longer context"

@@ -58,7 +58,7 @@ class Evaluator(HeldoutSchedule):
         Raises RewardError on the actor's first output rank if a judge fails.
         """
         rollouts = None if self.exchange.actor is None else self._decode(self.exchange.actor.role.serving)
-        scores_N = self._model_scores(rollouts) if self.judges.needs_model else None
+        scores_N = self._model_scores(rollouts) if self.judges.reads_model() else None
         table = None
         if self.exchange.rank == self.source:
             assert rollouts is not None

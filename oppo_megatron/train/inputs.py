@@ -17,7 +17,7 @@ from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.overcommit.filter import VerdictClock
 from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
-from oppo_megatron.rewards.rules.formats import literals
+from oppo_megatron.rewards.verifiers import literals
 
 if TYPE_CHECKING:
     from oppo_megatron.engine.stopping import Quantile
