@@ -89,10 +89,6 @@ class _AllEnded:
     def ready(self) -> bool:
         return not self._going_on
 
-    @property
-    def least(self) -> int:
-        return len(self._going_on)
-
     def finish(self, *seq_ids: int) -> None:
         assert self._going_on.issuperset(seq_ids)
         self._going_on.difference_update(seq_ids)
