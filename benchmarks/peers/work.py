@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.peers.settings import algorithm_settings
+from oppo_megatron.config.model import HEADS_LEARNED, weight_seed
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.engine.stopping import Stopping
@@ -102,7 +103,7 @@ def export_models(config: TrainConfig, directory: Path) -> dict[str, str]:
     roles, paths = named_roles(config), {}
     for role in roles:
         head = HEADS[role]
-        shape, source = open_weights(roles[role], head)
+        shape, source = open_weights(roles[role], head, seed=weight_seed(role), fresh_head=role in HEADS_LEARNED)
         rewrite_weights(shape, source, directory / role, head=head, dtype=torch.float32)
         paths[role] = str((directory / role).resolve())
     return paths

@@ -152,7 +152,7 @@ def _type(annotation: Any, of_section: Callable[[type[Section]], str]) -> str:
     if origin is tuple:
         return f"[{', '.join(_type(part, of_section) for part in arguments)}]"
     if origin is dict:
-        return "mapping"
+        return f"mapping of {_type(arguments[0], of_section)}" if get_origin(arguments[0]) is Literal else "mapping"
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return of_section(annotation)
     return PLAIN_TYPES[annotation]

@@ -24,7 +24,7 @@ COMMANDS: tuple[Mistake, ...] = (
     Mistake("an option with an underscore", ("train", "train.yaml", "--dry_run"), ("--dry_run", "--dry-run"),
             ("train", "train.yaml", "--dry-run")),
     Mistake("an option of another command", ("validate", "train.yaml", "--resume"), ("--resume",)),
-    Mistake("a negative number of restarts", ("train", "train.yaml", "--max-restarts", "-1"), ("-1", "0 or more")),
+    Mistake("a negative number of restarts", ("train", "train.yaml", "--max-restarts", "-1"), ("-1", "at least 0")),
     Mistake("restarts in words", ("train", "train.yaml", "--max-restarts", "two"), ("two",)),
     Mistake("a benchmark misspelt", ("bench", "overlp", "train.yaml"), ("overlp", "overlap"), ("bench", "--help")),
     Mistake("a case misspelt", ("config", "--init", "arithmetik"), ("arithmetik", "arithmetic"), ("config", "--init")),

@@ -115,7 +115,7 @@ def test_interpolation_sees_overrides(good: Path) -> None:
         ("overlap.intra=perhaps", "`overlap.intra` is 'perhaps', but must be a boolean"),
         ("overlap.delta.rule=eq5", "did you mean `eq4`?"),
         ("placement.mode=wat", "is 'wat', but must be 'disaggregated', 'colocated' or 'single'; choose one of these"),
-        ("actor.init=5", "`actor.init` is 5, but must be a dictionary or a path"),
+        ("actor.init=5", "`actor.init` is 5, but must be a section of keys or a path"),
         ("data.path=5", "`data.path` is 5, but must be a path"),
         ("data.columns=3", "`data.columns` is 3, but must be a section of keys"),
         ("rollout=null", "`rollout` is missing; add it"),

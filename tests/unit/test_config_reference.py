@@ -116,7 +116,7 @@ def test_a_key_is_found_however_its_list_is_written() -> None:
         ("overlap.dleta.rule", "overlap.delta.rule"),
         ("max_stalenes", "overlap.max_staleness"),
         ("actor.lr", "actor.optimizer.lr"),
-        ("evaluation.metrcs", "evaluation.metrics[]"),
+        ("evaluation.metrcs", "evaluation.metrics"),
         ("reward.kind", "rewards[].kind"),
     ],
 )

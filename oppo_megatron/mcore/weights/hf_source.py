@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from safetensors import safe_open
 
-from oppo_megatron.config.model import ModelConfig
+from oppo_megatron.config.model import ModelConfig, weight_seed
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.hf_layout import LM_HEAD, SCALAR_HEAD, Head, hf_tensors
 from oppo_megatron.layout.model_shape import ModelShape
@@ -106,7 +106,7 @@ class FreshHead(OverlaidSource):
 
 
 def open_weights(
-    model: ModelConfig, head: Head, shape_file: Path | None = None, *, seed: int = 0, fresh_head: bool = False
+    model: ModelConfig, head: Head, shape_file: Path | None = None, *, seed: int = weight_seed("actor"), fresh_head: bool = False
 ) -> tuple[ModelShape, TensorSource]:
     """Return shape and checked source of a model's weights, reading only headers.
 
