@@ -14,7 +14,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from oppo_megatron.chunks import GOES_ON, Chunk, ChunkRows, StopSignal
+from oppo_megatron.chunks import UNFINISHED, Chunk, ChunkRows, StopSignal
 from oppo_megatron.engine.device_decode import DeviceLane
 from oppo_megatron.engine.round_state import CacheWorker, DecodeRound, Drawn, Growing, TakenUp
 from oppo_megatron.engine.sampler import Sampling, draw, no_distribution
@@ -133,7 +133,7 @@ class DecodeWorker(CacheWorker):
         """Return the chunk of all replicas; drop finished sequences and excess tokens from the cache."""
         chunk = self._round.merge()
         rows, finished = chunk.rows, []
-        lengths, ended = (rows.offsets + rows.counts).tolist(), (rows.finish_clocks != GOES_ON).tolist()
+        lengths, ended = (rows.offsets + rows.counts).tolist(), (rows.finish_clocks != UNFINISHED).tolist()
         for seq_id, length, end in zip(rows.seq_ids.tolist(), lengths, ended, strict=True):
             growing = self._round.growing.get(seq_id)
             if growing is None:
