@@ -81,14 +81,9 @@ def grpo_advantages(sample: Sample, scale_rewards: str) -> Rows:
     return _advantages(grpo_trainer.GRPOTrainer, sample, trainer)
 
 
-def rloo_advantages(sample: Sample, beta: float, normalize: bool = False, clip: float | None = None) -> Rows:
+def rloo_advantages(sample: Sample, beta: float, normalize: bool = False) -> Rows:
     """Of each token, the KL of the sampling policy within the rewards."""
-    trainer = SimpleNamespace(
-        reward_weights=torch.ones(1),
-        reward_clip_range=None if clip is None else (-clip, clip),
-        beta=beta,
-        normalize_advantages=normalize,
-    )
+    trainer = SimpleNamespace(reward_weights=torch.ones(1), reward_clip_range=None, beta=beta, normalize_advantages=normalize)
     return _advantages(rloo_trainer.RLOOTrainer, sample, trainer)
 
 
