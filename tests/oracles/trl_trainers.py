@@ -55,24 +55,13 @@ def tokenizer_of(directory: Path) -> Any:
     return tokenizer
 
 
-def train_pairs(common: Row, rows: Sequence[Row], model: Path, reference: Path, tokenizer: Path, **rule: Any) -> Trained:
-    """By `DPOTrainer`."""
-    trainer = DPOTrainer(
+def train_preferences(common: Row, rows: Sequence[Row], model: Path, reference: Path, tokenizer: Path, **rule: Any) -> Trained:
+    """Train by `DPOTrainer` on pairs, else by `KTOTrainer` (mismatched completions: of the row before, within a batch)."""
+    trainer_class, config_class = (DPOTrainer, DPOConfig) if "chosen" in rows[0] else (KTOTrainer, KTOConfig)
+    trainer = trainer_class(
         load(AutoModelForCausalLM, str(model)),
         load(AutoModelForCausalLM, str(reference)),
-        DPOConfig(**common, max_length=None, **rule),
-        train_dataset=Dataset.from_list(list(rows)),
-        processing_class=tokenizer_of(tokenizer),
-    )
-    return _trained(trainer)
-
-
-def train_marked(common: Row, rows: Sequence[Row], model: Path, reference: Path, tokenizer: Path, **rule: Any) -> Trained:
-    """By `KTOTrainer`, whose mismatched completions are those of the row before, within a batch."""
-    trainer = KTOTrainer(
-        load(AutoModelForCausalLM, str(model)),
-        load(AutoModelForCausalLM, str(reference)),
-        KTOConfig(**common, max_length=None, **rule),
+        config_class(**common, max_length=None, **rule),
         train_dataset=Dataset.from_list(list(rows)),
         processing_class=tokenizer_of(tokenizer),
     )
