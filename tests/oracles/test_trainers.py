@@ -1,7 +1,4 @@
-"""Optimizer steps of our commands against TRL's trainers: the final weights.
-
-Both use the same directories, float32, and the same rows in the same order (or our run's rollouts).
-"""
+"""Final weights of optimizer steps of our commands and of TRL's trainers, from the same float32 weights and rows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""TRL 1.12: the losses and advantages of `GRPOTrainer` and `RLOOTrainer`.
+"""TRL 1.12: losses and advantages of `GRPOTrainer` and `RLOOTrainer`.
 
-Methods are called unbound, with what they read of a trainer.  Advantages are computed within a long method: the statements
-between two names are run unchanged.
+Methods are called unbound; of the long method that computes advantages, the statements between two names are run.
 """
 
 from __future__ import annotations

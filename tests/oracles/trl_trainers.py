@@ -1,8 +1,4 @@
-"""TRL 1.12's unchanged trainers on the rows or rollouts of our run: their final weights.
-
-Tokenizing, batches, log-probs, advantages, losses, clipping, AdamW and schedule are theirs.  `GRPOTrainer`, `RLOOTrainer` and
-`OnlineDPOTrainer` get our run's completions and scores.
-"""
+"""Final weights of TRL 1.12's unchanged trainers on our run's rows, or on its completions and scores."""
 
 from __future__ import annotations
 
@@ -134,10 +130,7 @@ class GivenRLOO(RLOOTrainer):
 def train_groups(
     common: Row, batches: Sequence[Sequence[Row]], size: int, model: Path, reference: Path, tokenizer: Path, **rule: Any
 ) -> Trained:
-    """Train by `GRPOTrainer`, or `RLOOTrainer` if `rule` has no loss type.
-
-    They load their reference from the path in the model's configuration.  `size`: of a group, whose rows are consecutive.
-    """
+    """Train by `GRPOTrainer`, or `RLOOTrainer` if `rule` has no loss type, on consecutive groups of `size` rows."""
     trainer_class, config_class = (GivenGRPO, GRPOConfig) if "loss_type" in rule else (GivenRLOO, RLOOConfig)
     policy, recorded = load(AutoModelForCausalLM, str(model)), Recorded(batches)
     policy.config._name_or_path = str(reference)
