@@ -37,10 +37,7 @@ REWARD = Signature(("prompt", "response", "fields"), "number")
 
 
 def load_entry_point(
-    entry_point: str,
-    options: Mapping[str, Any] | None = None,
-    signature: Signature = REWARD,
-    setting: str = "entry_point",
+    entry_point: str, options: Mapping[str, Any] | None = None, signature: Signature = REWARD, setting: str = "entry_point"
 ) -> Any:
     """Return the function at `entry_point`, which takes the `signature`'s arguments and `options` as keywords.
 
@@ -104,7 +101,7 @@ def said_of(error: BaseException) -> str:
 def _module(name: str, attribute: str, given: str) -> ModuleType:
     is_file = name.endswith(".py")
     if is_file and not Path(name).is_file():
-        raise ConfigError(f"{given}: there is no file {name} (looked from {Path.cwd()}); correct the path")
+        raise ConfigError(f"{given}: {name} does not exist (looked from {Path.cwd()}); correct the path")
     try:
         return _from_file(Path(name)) if is_file else importlib.import_module(name)
     except (Exception, SystemExit) as error:

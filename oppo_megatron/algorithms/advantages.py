@@ -112,7 +112,7 @@ def gae(rewards_T: Tensor, values_T: Tensor, lengths_B: Lengths, gamma: float, g
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, sum and sum of squares, double precision; those of disjoint parts add up."""
+    """Count, sum and sum of squares, double precision; disjoint parts add up."""
 
     count: int
     total: float

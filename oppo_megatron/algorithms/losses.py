@@ -45,11 +45,7 @@ def with_reverse_gradient(kl_T: Tensor, logp_T: Tensor, old_logp_T: Tensor) -> T
 
 
 def row_weights(
-    lengths_N: Sequence[int],
-    group_size: int,
-    reduction: Reduction,
-    longest: int,
-    counted_N: Sequence[bool] | None = None,
+    lengths_N: Sequence[int], group_size: int, reduction: Reduction, longest: int, counted_N: Sequence[bool] | None = None
 ) -> list[float]:
     """Return the weight of a token of each response, in units of 1/T (T: the minibatch's tokens).
 
@@ -164,18 +160,17 @@ def ratio_base(
     correction: Literal["behaviour", "decoupled"],
     ratio: Ratio = "token",
     lengths_B: Tensor | None = None,
-    weight_cap: float = WEIGHT_CAP,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the ratio's base log-probs and importance weights, both [T], without gradient.
 
     behaviour: log-probs recorded at sampling, no weight.  decoupled: proximal log-probs, recomputed at the step's start, and
-    min(proximal / behaviour, `weight_cap`), a response's if the `ratio` is (Hilton et al. 2022, AReaL 2025).
+    min(proximal / behaviour, `WEIGHT_CAP`), a response's if the `ratio` is (Hilton et al. 2022, AReaL 2025).
     """
     if correction == "behaviour":
         return behaviour_logp_T.detach(), None
     assert proximal_logp_T is not None, "correction 'decoupled' needs the log-probs recomputed at the step's start"
     proximal_logp_T = proximal_logp_T.detach()
-    weight_T = log_ratios(proximal_logp_T, behaviour_logp_T.detach(), ratio, lengths_B).exp().clamp(max=weight_cap)
+    weight_T = log_ratios(proximal_logp_T, behaviour_logp_T.detach(), ratio, lengths_B).exp().clamp(max=WEIGHT_CAP)
     return proximal_logp_T, weight_T
 
 

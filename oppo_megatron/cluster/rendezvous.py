@@ -1,7 +1,7 @@
 """Ranks meet in a store at MASTER_ADDR:MASTER_PORT, or report within a deadline which are missing.
 
 The last rank, or the first to find a fault or reach the deadline, writes the `outcome` ("" or a fault), which ends every
-wait. Counters: `arrived` ranks, `entered` processes, `told` readers of the outcome.
+wait. Counters: `arrived` ranks, `entered` processes, `read` readers of the outcome.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _Arrival:
         store = dist.PrefixStore(self.point.name, server or self._connect())
         try:
             fault = self._register(store) or self._outcome(store)
-            store.add("told", 1)
+            store.add("read", 1)
             if fault and self.point.opens:
                 self._linger(store)
         except dist.DistError as error:
@@ -218,7 +218,7 @@ class _Arrival:
         """Let others read the outcome: the store ends with this process."""
         until = time.monotonic() + LINGER_S
         with contextlib.suppress(dist.DistError):
-            while store.add("told", 0) < store.add("entered", 0) and time.monotonic() < until:
+            while store.add("read", 0) < store.add("entered", 0) and time.monotonic() < until:
                 time.sleep(POLL_S)
 
 

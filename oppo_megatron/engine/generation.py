@@ -15,9 +15,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from oppo_megatron.chunks import GOES_ON, Chunk, ChunkRows, StopSignal
+from oppo_megatron.chunks import UNFINISHED, Chunk, ChunkRows, StopSignal
 from oppo_megatron.engine.device_decode import DeviceLane
-from oppo_megatron.engine.round_state import DecodeRound, Drawn, Growing, TakenUp
+from oppo_megatron.engine.round_state import CacheWorker, DecodeRound, Drawn, Growing, TakenUp
 from oppo_megatron.engine.sampler import Sampling, draw, no_distribution
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.engine.stream import DRAWN, ChunkOutlet, gather_rows
@@ -36,7 +36,7 @@ from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.planning.book import ReplicaWork
 
 
-class DecodeWorker:
+class DecodeWorker(CacheWorker):
     def __init__(
         self,
         model: RoleModel,
@@ -48,9 +48,8 @@ class DecodeWorker:
         sync_steps: int = 1,
     ):
         """`outlet` encodes messages for ranks without the actor.  On one stage the host reads tokens every `sync_steps` steps."""
-        self.model, self.cache, self.outlet = model, cache, outlet
-        self.sampling, self.stopping = sampling, stopping
-        self._weight = next(model.parameters())
+        super().__init__(model, cache)
+        self.outlet, self.sampling, self.stopping = outlet, sampling, stopping
         self._sync_steps = sync_steps if model.groups.pp == 1 else 1
         self._resident: dict[int, DeviceLane] = {}  # by micro-batch
         self._begun: DecodeRound | None = None
@@ -64,10 +63,6 @@ class DecodeWorker:
     def invalidate(self) -> None:
         for seq_id in self.cache.seq_ids:
             self.cache.truncate(seq_id, 0)
-
-    def resume(self, stored: Mapping[int, Tensor]) -> None:
-        for seq_id, cached in stored.items():
-            self.cache.restore(seq_id, cached)
 
     def begin(
         self,
@@ -134,7 +129,7 @@ class DecodeWorker:
             yield table_3R
             self._absorb(action, [table_3R.tolist()])
         else:
-            hidden = self._weight.new_empty(self._round.num_tokens(action), 1, self.model.shape.hidden_size)
+            hidden = self.new_hidden(self._round.num_tokens(action))
             yield hidden
             self._round.hidden[action.micro_batch] = hidden
 
@@ -142,7 +137,7 @@ class DecodeWorker:
         """Return the chunk of all replicas; drop finished sequences and excess tokens from the cache."""
         chunk = self._round.merge()
         rows, finished = chunk.rows, []
-        lengths, ended = (rows.offsets + rows.counts).tolist(), (rows.finish_clocks != GOES_ON).tolist()
+        lengths, ended = (rows.offsets + rows.counts).tolist(), (rows.finish_clocks != UNFINISHED).tolist()
         for seq_id, length, end in zip(rows.seq_ids.tolist(), lengths, ended, strict=True):
             growing = self._round.growing.get(seq_id)
             if growing is None:
@@ -157,30 +152,23 @@ class DecodeWorker:
         return chunk
 
     def _prefill(self, micro_batch: int) -> int:
-        batch = tuple(sorted(self._round.work.prefill[micro_batch], key=lambda g: self.cache.slot(g.seq_id)))
-        self._round.taken.check(batch)
-        tokens = [t for g in batch for t in self._round.growing[g.seq_id].tokens[g.past : g.past + g.new]]
-        no_rows = torch.empty(0, dtype=torch.int64, device=self.cache.device)
-        self._stage(micro_batch, [g.seq_id for g in batch], [g.new for g in batch], tokens, no_rows)
-        self._round.taken.prefilled(batch)
-        return len(tokens)
+        batch, hidden = self.in_slot_order(self._round.work.prefill[micro_batch]), self._round.hidden
+        sequences = {g.seq_id: self._round.growing[g.seq_id].tokens for g in batch}
+        hidden[micro_batch] = self.append(batch, sequences, hidden.get(micro_batch), self._round.taken)
+        return sum(g.new for g in batch)
 
     def _decode(self, action: Action) -> int:
-        lane = self._round.lanes[action.micro_batch]
-        self._stage(action.micro_batch, [g.seq_id for g in lane], [1] * len(lane), [g.tokens[-1] for g in lane], None)
-        return len(lane)
-
-    def _stage(self, micro_batch: int, seq_ids: list[int], lens: list[int], tokens: list[int], rows_R: Tensor | None) -> None:
+        lane, hidden = self._round.lanes[action.micro_batch], self._round.hidden
         first = self.model.pre_process
-        inputs = on_device(tokens, self.cache.device) if first else self._round.hidden[micro_batch]
-        self._round.hidden[micro_batch] = step(self.model, self.cache, seq_ids, lens, inputs, rows_R)
+        inputs = on_device([g.tokens[-1] for g in lane], self.cache.device) if first else hidden[action.micro_batch]
+        hidden[action.micro_batch] = step(self.model, self.cache, [g.seq_id for g in lane], [1] * len(lane), inputs)
+        return len(lane)
 
     def _sample(self, action: Action) -> int:
         lane, logits_RV = self._round.lanes[action.micro_batch], self._round.hidden[action.micro_batch]
         seq_ids, positions = [g.seq_id for g in lane], [g.position for g in lane]
-        draws = draw(logits_RV, self.sampling, seq_ids, positions, self.model.vocab)
-        drawn = draws.read(self.sampling, seq_ids, positions)
-        self._round.drawn[action.micro_batch] = drawn
+        drawn: Drawn = draw(logits_RV, self.sampling, seq_ids, positions, self.model.vocab).table().tolist()
+        self._round.drawn[action.micro_batch] = drawn[:DRAWN]
         return self._absorb(action, [drawn])
 
     def _start_step(self, action: Action) -> int:

@@ -17,7 +17,7 @@ from oppo_megatron.engine.generation import DecodeWorker
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.scoring import ScoringWorker
 from oppo_megatron.engine.stopping import Stopping
-from oppo_megatron.engine.stream import ChunkOutlet, ListenWorker
+from oppo_megatron.engine.stream import ChunkBooks, ListenWorker
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel
@@ -104,12 +104,12 @@ class RoundRunner:
         return self.planner.owes(rollouts) if role is None else self.planner.scorers[role].owes(rollouts)
 
     def admit(self, rollouts: Sequence[Rollout]) -> None:
-        for end in self._stream_ends():
-            end.admit(rollouts)
+        if self._stream is not None:
+            self._stream.admit(rollouts)
 
     def retire(self, rollouts: Sequence[Rollout]) -> None:
-        for end in self._stream_ends():
-            end.retire(rollouts)
+        if self._stream is not None:
+            self._stream.retire(rollouts)
         seq_ids = [rollout.seq_id for rollout in rollouts]
         for book in self.planner.scorers.values():
             book.forget(*seq_ids)
@@ -139,9 +139,9 @@ class RoundRunner:
             if name in self.scoring:
                 self.scoring[name].reset()
 
-    def _stream_ends(self) -> list[ListenWorker | ChunkOutlet]:
-        outlet = None if self.decode is None else self.decode.outlet
-        return [end for end in (self.listen, outlet) if end is not None]
+    @property
+    def _stream(self) -> ChunkBooks | None:
+        return self.listen if self.decode is None else self.decode.outlet
 
 
 def grown(batches: Sequence[Batch], rollouts: Sequence[Rollout]) -> list[Rollout]:

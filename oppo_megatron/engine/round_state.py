@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from torch import Tensor
 
 from oppo_megatron.chunks import Chunk, ChunkRow, ChunkRows, StopSignal, merge_rows
 from oppo_megatron.engine.stopping import Stopping
+from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
+from oppo_megatron.mcore.model import RoleModel, step
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action
 from oppo_megatron.schedule.planning.book import ReplicaWork
@@ -46,8 +50,44 @@ class TakenUp:
             self._cache.fork(source, [fork.target for fork in forks if fork.tokens == tokens], tokens)
 
 
+class CacheWorker:
+    """Prefills sequences in one stage's cache."""
+
+    def __init__(self, model: RoleModel, cache: SequenceCache):
+        self.model, self.cache = model, cache
+        self._weight = next(model.parameters())
+
+    def restore(self, stored: Mapping[int, Tensor]) -> None:
+        for seq_id, cached in stored.items():
+            self.cache.restore(seq_id, cached)
+
+    def in_slot_order(self, batch: Batch) -> Batch:
+        """Sort so that the cache reads neighbouring slots."""
+        return tuple(sorted(batch, key=lambda g: self.cache.slot(g.seq_id)))
+
+    def new_hidden(self, num_tokens: int) -> Tensor:
+        return self._weight.new_empty(num_tokens, 1, self.model.shape.hidden_size)
+
+    def append(self, batch: Batch, sequences: Mapping[int, list[int]], hidden: Tensor | None, taken: TakenUp | None) -> Tensor:
+        """Cache the batch's new tokens; return the stage's output, on the last of the wanted rows."""
+        if taken is not None:
+            taken.check(batch)
+        device, ends = self.cache.device, accumulate(g.new for g in batch)
+        rows = [row for g, end in zip(batch, ends, strict=True) for row in range(end - g.rows, end)]
+        if self.model.pre_process:
+            inputs = on_device([t for g in batch for t in sequences[g.seq_id][g.past : g.past + g.new]], device)
+        else:
+            assert hidden is not None
+            inputs = hidden
+        seq_ids, lens = [g.seq_id for g in batch], [g.new for g in batch]
+        out = step(self.model, self.cache, seq_ids, lens, inputs, on_device(rows, device))
+        if taken is not None:
+            taken.prefilled(batch)
+        return out
+
+
 Drawn = list[list[float]]
-"""[DRAWN][R]: token, log-prob, sampling log-prob; from the device also a mass, finite if the distribution is valid."""
+"""[R] each: tokens, log-probs, sampling log-probs; on ranks that draw also masses, finite if the distribution is valid."""
 
 
 class Growing:

@@ -5,7 +5,6 @@ Legend: R rows, V vocabulary shard, S tensor ranks, K top-k candidates or blocks
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -19,8 +18,7 @@ from oppo_megatron.mcore.vocab import VocabShards
 from oppo_megatron.records import ALONE, Members
 from oppo_megatron.uniforms import uniforms
 
-BELOW_ONE = 1 - 2.0**-24
-"""Times this number, a float32 becomes the next smaller one."""
+BELOW_ONE = 1 - 2.0**-24  # times this number, a float32 becomes the next smaller one
 
 BLOCK = 64
 """Tokens per block: cumulative sums over blocks, then one block, are faster than over the vocabulary."""
@@ -58,16 +56,7 @@ class Draw:
         return torch.stack([x.double() for x in (self.tokens, self.logprobs, self.sampling_logprobs, self.masses)])
 
     def where(self, mask_R: Tensor, other: Draw) -> Draw:
-        pairs = [(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
-        return Draw(*(torch.where(mask_R, mine_R, theirs_R) for mine_R, theirs_R in pairs))
-
-    def read(self, sampling: Sampling, seq_ids: Sequence[int], positions: Sequence[int]) -> list[list[float]]:
-        """Copy to the host at once.  Raises NumericsError for the first invalid row."""
-        *drawn, masses = self.table().tolist()
-        for mass, seq_id, position in zip(masses, seq_ids, positions, strict=True):
-            if not math.isfinite(mass):
-                raise no_distribution(sampling, seq_id, position)
-        return drawn
+        return Draw(*(torch.where(mask_R, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
 
 
 def no_distribution(sampling: Sampling, seq_id: int, position: int) -> NumericsError:
@@ -206,7 +195,7 @@ def _in_blocks(probs_RV: Tensor) -> Tensor:
 
 
 def _invert(cumulative_RK: Tensor, target_R1: Tensor) -> Tensor:
-    """Return the index [R, 1] where the cumulative sum first exceeds the target; its probability is never 0."""
+    """Return the first index [R, 1] whose cumulative sum exceeds the target; its probability is never 0."""
     # The target may have been rounded up to the total, which no element exceeds: take the first that reaches it.
     below_R1 = torch.minimum(target_R1, cumulative_RK[:, -1:] * BELOW_ONE)
     # A row that is not a distribution has no such element, but needs a valid index.

@@ -13,10 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from oppo_megatron.engine.round_state import TakenUp
+from oppo_megatron.engine.round_state import CacheWorker, TakenUp
 from oppo_megatron.mcore.device import memory_for, on_device, too_many_tokens
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
-from oppo_megatron.mcore.model import RoleModel, step
+from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.vocab import token_logprobs
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action, Op
@@ -35,17 +35,17 @@ class _ScoringRound:
     hidden: Tensor | None = None
 
 
-class ScoringWorker:
+class ScoringWorker(CacheWorker):
     """One scoring role on this rank.
 
     The last stage keeps an output per response token (reference, critic) or response (reward).
     """
 
     def __init__(self, role: ScorerRole, model: RoleModel, cache: SequenceCache, *, temperature: float):
-        self.role, self.model, self.cache, self.temperature = role, model, cache, temperature
+        super().__init__(model, cache)
+        self.role, self.temperature = role, temperature
         self._round = _ScoringRound()
         self._outputs: dict[int, list[Tensor]] = {}
-        self._weight = next(model.parameters())
 
     def reset(self) -> None:
         self._outputs.clear()
@@ -65,8 +65,7 @@ class ScoringWorker:
         return {seq_id: torch.cat(parts) for seq_id, parts in self._outputs.items()}
 
     def resume(self, stored: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
-        for seq_id, cached in stored.items():
-            self.cache.restore(seq_id, cached)
+        self.restore(stored)
         self._outputs = {seq_id: [values.to(self.cache.device)] for seq_id, values in outputs.items()}
 
     def collect(self, rollouts: Sequence[Rollout]) -> Tensor:
@@ -78,9 +77,7 @@ class ScoringWorker:
         taken = TakenUp(self.cache, work)
         wanted = {g.seq_id for batch in work.prefill for g in batch}
         sequences = {r.seq_id: [*r.prompt.tokens, *r.tokens] for r in rollouts if r.seq_id in wanted}
-        # by slot, so that the cache reads a slice
-        batches = [tuple(sorted(batch, key=lambda g: self.cache.slot(g.seq_id))) for batch in work.prefill]
-        self._round = _ScoringRound(sequences, batches, work.done, taken)
+        self._round = _ScoringRound(sequences, [self.in_slot_order(batch) for batch in work.prefill], work.done, taken)
 
     def end(self) -> None:
         for seq_id in self._round.done:
@@ -99,43 +96,24 @@ class ScoringWorker:
         return [self._round.hidden.contiguous()]
 
     def inbox(self, action: Action) -> Iterator[Tensor]:
-        num_tokens = sum(g.new for g in self._round.batches[action.micro_batch])
-        hidden = self._weight.new_empty(num_tokens, 1, self.model.shape.hidden_size)
+        hidden = self.new_hidden(sum(g.new for g in self._round.batches[action.micro_batch]))
         yield hidden
         self._round.hidden = hidden
 
     def _prefill(self, batch: Batch) -> int:
-        if self._round.taken is not None:
-            self._round.taken.check(batch)
-        tokens = [t for g in batch for t in self._round.sequences[g.seq_id][g.past : g.past + g.new]]
-        rows: list[int] = []
-        end = 0
-        for growth in batch:
-            end += growth.new
-            rows += range(end - growth.rows, end)
-        device = self.cache.device
-        inputs = on_device(tokens, device) if self.model.pre_process else self._round.hidden
-        assert inputs is not None
-        seq_ids, lens = [g.seq_id for g in batch], [g.new for g in batch]
-        self._round.hidden = step(self.model, self.cache, seq_ids, lens, inputs, on_device(rows, device))
-        if self._round.taken is not None:
-            self._round.taken.prefilled(batch)
-        return len(tokens)
+        self._round.hidden = self.append(batch, self._round.sequences, self._round.hidden, self._round.taken)
+        return sum(g.new for g in batch)
 
     def _score(self, batch: Batch) -> int:
         assert self._round.hidden is not None
-        outputs_R = self._reduce(batch, self._round.hidden)
+        outputs_R = self._round.hidden
+        if self.role == "reference":  # the log-probs of the next tokens
+            ends = [g.past + g.new for g in batch]
+            targets = [self._round.sequences[g.seq_id][e - g.rows + 1 : e + 1] for g, e in zip(batch, ends, strict=True)]
+            targets_R = on_device([t for part in targets for t in part], outputs_R.device)
+            with torch.inference_mode():
+                outputs_R = token_logprobs(outputs_R, targets_R, self.model.vocab, self.temperature)[0]
         for growth, part in zip(batch, outputs_R.split([g.rows for g in batch]), strict=True):
             self._outputs.setdefault(growth.seq_id, []).append(part)
         self._round.hidden = None
         return sum(g.rows for g in batch)
-
-    def _reduce(self, batch: Batch, out_R: Tensor) -> Tensor:
-        """Return next-token log-probs for the reference, else `out_R`."""
-        if self.role != "reference":
-            return out_R
-        ends = [g.past + g.new for g in batch]
-        targets = [self._round.sequences[g.seq_id][e - g.rows + 1 : e + 1] for g, e in zip(batch, ends, strict=True)]
-        targets_R = on_device([t for part in targets for t in part], out_R.device)
-        with torch.inference_mode():
-            return token_logprobs(out_R, targets_R, self.model.vocab, self.temperature)[0]

@@ -1,7 +1,4 @@
-"""The token stream from the actor to ranks without it, and the scorers' results back.
-
-    ranks of the actor  --- chunk (isend to each) --->  listening ranks, some of which forward it  (`Site.feeds`)
-    every rank          <-- outputs, stats (broadcast from the rank that has them)
+"""The token stream from the actor to ranks without it; listening ranks may forward chunks (`Site.feeds`).
 
 A message is a header of HEADER_SIZE int64 words, then a payload:
 
@@ -17,14 +14,13 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oppo_megatron.chunks import FIELDS, GOES_ON, REASONS, Chunk, ChunkRows, Ints
+from oppo_megatron.chunks import FIELDS, REASONS, UNFINISHED, Chunk, ChunkRows, Ints
 from oppo_megatron.cluster.process_groups import gather_ragged
 from oppo_megatron.errors import StreamError
 from oppo_megatron.mcore.device import on_device
@@ -55,25 +51,27 @@ def gather_rows(rows: ChunkRows, group: dist.ProcessGroup) -> ChunkRows:
     return ChunkRows.joined([from_words(words.numpy()) for words in gather_ragged(mine, group)])
 
 
-@dataclass
-class Ledger:
-    offset: int
-    checksum: int
-
-
 class ChunkBooks:
-    """One end of a stream: a ledger per open sequence, starting with its prompt."""
+    """One end of a stream: offset and checksum of each open sequence."""
 
     def __init__(self) -> None:
-        self.ledgers: dict[int, Ledger] = {}
+        self.ledgers: dict[int, tuple[int, int]] = {}
         self._next_index = 0
 
     def open(self, seq_id: int, prompt: Sequence[int], response: Sequence[int] = ()) -> None:
         checksum = zlib.crc32(struct.pack(f"={len(prompt) + len(response)}q", *prompt, *response))
-        self.ledgers[seq_id] = Ledger(len(response), checksum)
+        self.ledgers[seq_id] = len(response), checksum
 
     def close(self, seq_id: int) -> None:
         del self.ledgers[seq_id]
+
+    def admit(self, rollouts: Sequence[Rollout]) -> None:
+        for rollout in rollouts:
+            self.open(rollout.seq_id, rollout.prompt.tokens, rollout.tokens)
+
+    def retire(self, rollouts: Sequence[Rollout]) -> None:
+        for rollout in rollouts:
+            self.close(rollout.seq_id)
 
 
 class ChunkEncoder(ChunkBooks):
@@ -88,11 +86,11 @@ class ChunkEncoder(ChunkBooks):
     def _checksums(self, rows: ChunkRows) -> Iterator[int]:
         sent = _Sent(rows)
         for i, (seq_id, offset, count) in enumerate(rows.table[:3].T.tolist()):
-            ledger = self.ledgers[seq_id]
-            assert ledger.offset == offset, f"sequence {seq_id}: chunk at {offset} after {ledger.offset} tokens"
-            ledger.offset += count
-            ledger.checksum = sent.checksum(i, ledger.checksum)
-            yield ledger.checksum
+            due, before = self.ledgers[seq_id]
+            assert due == offset, f"sequence {seq_id}: chunk at {offset} after {due} tokens"
+            checksum = sent.checksum(i, before)
+            self.ledgers[seq_id] = offset + count, checksum
+            yield checksum
 
 
 class ChunkDecoder(ChunkBooks):
@@ -104,13 +102,15 @@ class ChunkDecoder(ChunkBooks):
                 f"message {self._next_index}: the header {header.tolist()} is not one of a chunk; the stream is out of "
                 "step or corrupted. Restart from the last checkpoint."
             )
-        self._check_index(index)
+        if index != self._next_index:
+            kind = "lost" if index > self._next_index else "repeated"
+            raise StreamError(f"a chunk message was {kind}: message {index} came, but {self._due()}.")
         return num_rows * ROW_SIZE + 3 * num_tokens
 
     def decode(self, header: Ints, payload: Ints) -> Chunk:
         size = self.payload_size(header)
         if len(payload) != size:
-            raise StreamError(f"message {self._due()}; its payload has {len(payload)} words where the header says {size}.")
+            raise StreamError(f"message {self._due()}; its payload has {len(payload)} words, but the header says {size}.")
         _, index, clock, num_rows, num_tokens, halt, _ = (int(x) for x in header)
         table = payload[: num_rows * ROW_SIZE].reshape(num_rows, ROW_SIZE)
         body = payload[num_rows * ROW_SIZE :].reshape(3, num_tokens)
@@ -124,41 +124,34 @@ class ChunkDecoder(ChunkBooks):
         seq_ids, offsets, counts, _, finish, reasons, _ = table
         ends = np.cumsum(np.clip(counts, 0, num_tokens))
         bad = (counts < 0) | (counts > num_tokens) | (ends > num_tokens)
-        bad |= (finish < GOES_ON) | (reasons < 0) | (reasons >= len(REASONS))
+        bad |= (finish < UNFINISHED) | (reasons < 0) | (reasons >= len(REASONS))
         for i in np.flatnonzero(bad)[:1].tolist():
             raise StreamError(f"sequence {seq_ids[i]}, offset {offsets[i]}: the row of message {index} is corrupted.")
 
-    def _check_index(self, index: int) -> None:
-        if index == self._next_index:
-            return
-        kind = "lost" if index > self._next_index else "repeated"
-        raise StreamError(f"a chunk message was {kind}: message {index} came where {self._due()}.")
-
     def _due(self) -> str:
         due = f"{self._next_index} was due"
-        for seq_id, ledger in self.ledgers.items():
-            return f"{due}; the first sequence waiting is sequence {seq_id} at offset {ledger.offset}"
+        for seq_id, (offset, _) in self.ledgers.items():
+            return f"{due}; the first sequence waiting is sequence {seq_id} at offset {offset}"
         return due
 
     def _accept(self, rows: ChunkRows, checksums: Sequence[int], index: int) -> None:
         """Advance the ledgers.  Raises StreamError for the first row that does not continue its sequence."""
         sent = _Sent(rows)
         for i, (seq_id, offset, count) in enumerate(rows.table[:3].T.tolist()):
-            ledger = self.ledgers.get(seq_id)
             where = f"sequence {seq_id}, offset {offset} (message {index})"
-            if ledger is None:
+            if seq_id not in self.ledgers:
                 raise StreamError(f"{where}: the sequence is not open here; its admission differs between actor and scorers.")
-            if offset != ledger.offset:
-                kind = "lost" if offset > ledger.offset else "repeated"
-                raise StreamError(f"{where}: a chunk was {kind}; the next token due has offset {ledger.offset}.")
-            found = sent.checksum(i, ledger.checksum)
+            due, before = self.ledgers[seq_id]
+            if offset != due:
+                kind = "lost" if offset > due else "repeated"
+                raise StreamError(f"{where}: a chunk was {kind}; the next token due has offset {due}.")
+            found = sent.checksum(i, before)
             if found != checksums[i]:
                 raise StreamError(
-                    f"{where}: checksum {found:#010x} where {checksums[i]:#010x} was sent; the chunk "
+                    f"{where}: checksum {found:#010x}, but {checksums[i]:#010x} was sent; the chunk "
                     "was corrupted on its way, or actor and scorers hold different prompts."
                 )
-            ledger.offset += count
-            ledger.checksum = found
+            self.ledgers[seq_id] = offset + count, found
 
 
 class _Sent:
@@ -178,39 +171,27 @@ class _Sent:
         return before
 
 
-class _StreamEnd:
-    books: ChunkBooks
-
-    def admit(self, rollouts: Sequence[Rollout]) -> None:
-        for rollout in rollouts:
-            self.books.open(rollout.seq_id, rollout.prompt.tokens, rollout.tokens)
-
-    def retire(self, rollouts: Sequence[Rollout]) -> None:
-        for rollout in rollouts:
-            self.books.close(rollout.seq_id)
-
-
-class ChunkOutlet(_StreamEnd):
+class ChunkOutlet(ChunkEncoder):
     """The sending end on ranks of the actor; all encode the same message."""
 
     def __init__(self, device: torch.device):
+        super().__init__()
         self.device = device
-        self.books = self._encoder = ChunkEncoder()
         self._encoded: tuple[Chunk, list[Tensor]] | None = None
 
     def message(self, chunk: Chunk) -> list[Tensor]:
         if self._encoded is None or self._encoded[0] is not chunk:
-            words = self._encoder.encode(chunk)
+            words = self.encode(chunk)
             self._encoded = chunk, [on_device(torch.from_numpy(part), self.device) for part in words if len(part)]
         return self._encoded[1]
 
 
-class ListenWorker(_StreamEnd):
+class ListenWorker(ChunkDecoder):
     """The receiving end on a rank without the actor; it may forward messages."""
 
     def __init__(self, device: torch.device):
+        super().__init__()
         self.device = device
-        self.books = self._decoder = ChunkDecoder()
         self._chunk: Chunk | None = None
         self._received: list[Tensor] = []
 
@@ -229,11 +210,11 @@ class ListenWorker(_StreamEnd):
         header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self.device)
         yield header
         words = header.cpu().numpy()
-        payload = torch.empty(self._decoder.payload_size(words), dtype=torch.int64, device=self.device)
+        payload = torch.empty(self.payload_size(words), dtype=torch.int64, device=self.device)
         if payload.numel():
             yield payload
         self._received = [header, payload] if payload.numel() else [header]
-        self._chunk = self._decoder.decode(words, payload.cpu().numpy())
+        self._chunk = self.decode(words, payload.cpu().numpy())
 
     def end(self) -> Chunk:
         assert self._chunk is not None

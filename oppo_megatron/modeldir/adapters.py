@@ -31,8 +31,7 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
     "trainable_token_indices": (None,),
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),  # others change the base weights
     **dict.fromkeys(
-        ("alora_invocation_tokens", "use_bdlora", "arrow_config", "kasa_config", "velora_config", "monteclora_config"),
-        (None,),
+        ("alora_invocation_tokens", "use_bdlora", "arrow_config", "kasa_config", "velora_config", "monteclora_config"), (None,)
     ),
 }
 """Unsupported options of peft's LoRA, with the values that turn them off."""

@@ -18,16 +18,7 @@ from oppo_megatron.data.prompt_tokens import encode_prompt
 from oppo_megatron.engine.completions import PromptDecoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping, StopText, all_ids
-from oppo_megatron.policy.answers import (
-    Conversation,
-    Decode,
-    GrowingText,
-    OutputFile,
-    Request,
-    ResponseFile,
-    Terminal,
-    answer_of,
-)
+from oppo_megatron.policy.answers import Conversation, Decode, GrowingText, OutputFile, Request, ResponseFile, Terminal, answer_of
 from oppo_megatron.policy.chat import Messages, converse, open_lines, until_interrupted
 from oppo_megatron.policy.finding import policy_tokenizer
 from oppo_megatron.policy.given_prompts import require_room
@@ -96,11 +87,7 @@ def _show(request: Request, to: Terminal, policy: LoadedPolicy, world: World) ->
 
 
 def _grow(
-    decoder: PromptDecoder,
-    prompt: Prompt,
-    decode: Decode,
-    speaks: bool,
-    interrupted: Callable[[], bool] = lambda: False,
+    decoder: PromptDecoder, prompt: Prompt, decode: Decode, speaks: bool, interrupted: Callable[[], bool] = lambda: False
 ) -> list[int]:
     """Decode one response, printed while it grows if this rank `speaks`."""
     shown, tokens = GrowingText(decode, sys.stdout), list[int]()

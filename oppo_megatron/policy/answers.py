@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.policy.finding import Policy
 from oppo_megatron.records import Prompt, Rollout
+from oppo_megatron.rundir.directory import write_text
 from oppo_megatron.rundir.metrics_log import iter_json_lines
 
 Decode = Callable[[Sequence[int]], str]
@@ -192,9 +192,7 @@ class ResponseFile:
                     self._done[rollout.prompt.row, rollout.seq_id % self._samples] = line
 
                 yield write
-            aside = self._to.path.with_name(f".{self._to.path.name}.{os.getpid()}")
-            aside.write_text("".join(f"{self._done[key]}\n" for key in self._prompts), encoding="utf-8")
-            os.replace(aside, self._to.path)
+            write_text(self._to.path, "".join(f"{self._done[key]}\n" for key in self._prompts))
             partial.unlink()
 
 

@@ -58,6 +58,7 @@ class LineChart:
     lines: Sequence[Line]
     from_zero: bool = False
     note: str = ""
+    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,10 @@ class BarChart:
     ends: Sequence[str] = ()
     high: float = 0.0
     note: str = ""
+
+    @property
+    def wide(self) -> bool:
+        return self.horizontal
 
 
 Chart = LineChart | BarChart

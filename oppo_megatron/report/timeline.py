@@ -10,16 +10,7 @@ from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 from oppo_megatron.errors import DataError
-from oppo_megatron.report.charts import (
-    COLOURS,
-    GRID,
-    MAX_ROWS,
-    OTHER_COLOUR,
-    SPAN_COLOURS,
-    add_legend,
-    new_figure,
-    show,
-)
+from oppo_megatron.report.charts import COLOURS, GRID, MAX_ROWS, OTHER_COLOUR, SPAN_COLOURS, add_legend, new_figure, show
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.trace import Span, read_trace
 
@@ -58,6 +49,7 @@ class Timeline:
     windows: Mapping[str, StepWindow]
     title: str = "Timeline of a step of each run"
     note: str = ""
+    wide: bool = True
 
 
 def step_bounds(spans: Sequence[Span]) -> dict[int, tuple[float, float]]:

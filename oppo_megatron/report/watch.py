@@ -112,10 +112,8 @@ def _last_spans(run: RunDirectory) -> tuple[list[Span], str]:
         ranks = [[Span(**line) for line in last_objects(path, END_OF_TRACE)] for path in run.rank_traces()]
         if not any(ranks):
             return (read_trace(run.trace), "") if run.trace.exists() else ([], "run with logging.trace=true")
-    except TypeError as error:
-        return [], f"its trace.rank*.jsonl hold other fields than spans ({error})"
-    except DataError as error:
-        return [], str(error)
+    except (TypeError, DataError) as error:
+        return [], f"its trace is not readable ({error})"
     first = max((min(span.step for span in spans) for spans in ranks if spans), default=0)
     return [span for spans in ranks for span in spans if span.step >= first], ""
 
@@ -198,15 +196,14 @@ def _step_time(record: RunRecord, width: int) -> RenderableType:
     if not lines or record.kind == "supervised":
         return _missing(record, "split of the step time")
     splits = [split_step(line) for line in lines]
-    means = {key: fmean(split[key] for split in splits) for key in ALL_PARTS}
-    total = sum(means.values())
-    kinds = dict(zip(ALL_PARTS, ("decode", "score", "update", "critic", "idle"), strict=True))
-    bar = _bar([(means[key], kinds[key], ALL_PARTS[key][1]) for key in means], total, min(BAR, max(NARROWEST, width - 24)))
-    parts = [
-        f"{GLYPHS.get(kinds[key], '█')} {ALL_PARTS[key][0]} {value:.3g} s ({100 * value / (total or 1.0):.0f} %)"
-        for key, value in means.items()
-    ]
-    return Group(Text.assemble(bar, f" {total:.3g} s, mean of {len(lines)}"), Text(", ".join(parts)))
+    means = [fmean(split[key] for split in splits) for key in ALL_PARTS]
+    total, kinds = sum(means), ("decode", "score", "update", "critic", "idle")
+    parts, words = [], []
+    for mean, kind, (label, colour) in zip(means, kinds, ALL_PARTS.values(), strict=True):
+        parts.append((mean, kind, colour))
+        words.append(f"{GLYPHS.get(kind, '█')} {label} {mean:.3g} s ({100 * mean / (total or 1.0):.0f} %)")
+    bar = _bar(parts, total, min(BAR, max(NARROWEST, width - 24)))
+    return Group(Text.assemble(bar, f" {total:.3g} s, mean of {len(lines)}"), Text(", ".join(words)))
 
 
 def _utilization(record: RunRecord, width: int) -> RenderableType:

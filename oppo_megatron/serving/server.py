@@ -32,20 +32,30 @@ LATE = b"the headers of a request did not come in time"
 
 
 class GuardedProtocol(H11Protocol):
-    """uvicorn's protocol, with a deadline for headers and a bound on waiting connections."""
+    """uvicorn's protocol, with deadlines for headers and for reading an answer, and a bound on waiting connections."""
 
     header_s: float
     most_waiting: int
     waiting: dict[GuardedProtocol, None]  # the longest waiting first
     _deadline: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # writing pauses while any byte is unsent
         self._look()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._look()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(self.header_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unread.cancel()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -90,7 +100,6 @@ class GuardedProtocol(H11Protocol):
             head = f"HTTP/1.1 408 Request Timeout\r\ncontent-type: text/plain\r\ncontent-length: {len(LATE)}\r\n"
             self.transport.write(head.encode() + b"connection: close\r\n\r\n" + LATE)
         self.transport.close()
-        self.loop.call_later(self.header_s, self.transport.abort)  # for a client that reads no answer
 
 
 def server_settings(app: FastAPI, header_s: float = HEADER_S, most_waiting: int = MOST_WAITING) -> uvicorn.Config:

@@ -23,8 +23,8 @@ def test_every_scorer_rank_receives_what_was_sent(world: int, fan_out: int) -> N
 @pytest.mark.parametrize(
     "kind,where",
     [
-        ("lost", f"message 2 came where 1 was due; .* sequence {SEQ_ID} at offset 3"),
-        ("repeated", f"message 0 came where 1 was due; .* sequence {SEQ_ID} at offset 3"),
+        ("lost", f"message 2 came, but 1 was due; .* sequence {SEQ_ID} at offset 3"),
+        ("repeated", f"message 0 came, but 1 was due; .* sequence {SEQ_ID} at offset 3"),
         ("corrupted", f"sequence {SEQ_ID}, offset 3 .*corrupted"),
         ("prompt", f"sequence {SEQ_ID}, offset 0 .*different prompts"),
     ],

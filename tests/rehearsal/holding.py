@@ -225,7 +225,7 @@ class Reader(ScoringWorker):
         batch = tuple(Growth(seq_id, before, new, 0 if draws else new) for seq_id, (before, new) in growths)
         self._round.sequences = {g.seq_id: [1] * (g.past + g.new + 1) for g in batch}
         if not self.model.pre_process:
-            self._round.hidden = self._weight.new_empty(sum(lens), 1, self.model.shape.hidden_size)
+            self._round.hidden = self.new_hidden(sum(lens))
         self._prefill(batch)
         if self.model.groups.is_last_stage and not draws:
             self._score(batch)

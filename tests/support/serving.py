@@ -1,4 +1,4 @@
-"""An application served for real, on a free port of the loopback."""
+"""An application served for real, on a free port of the loopback, and a client."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import uvicorn
 from fastapi import FastAPI
 
 from oppo_megatron.serving.server import server_settings
+
+HTTP = httpx.Client(trust_env=False, verify=False, timeout=60.0, limits=httpx.Limits(max_keepalive_connections=0))
+TOKEN = "a-token-of-enough-characters"
 
 
 @contextmanager

@@ -14,9 +14,12 @@ from oppo_megatron.algorithms.experience import Experience, ScoredBatch
 from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.errors import NumericsError, RewardError
+from tests.replay.formulas import Batch, advantages_of, kl_of, scores_for_training, whitened
+from tests.replay.recipe import Recipe
 
 LENGTHS = [3, 1, 4]
 TRUNCATED = [False, False, True]
+ENDS = [2, 3, 7]
 
 
 def config(**changes: object) -> PPOConfig:
@@ -39,38 +42,21 @@ def batch(seed: int = 0) -> ScoredBatch:
     )
 
 
-def shaped(scores: list[float], ppo: PPOConfig, seen: list[float] | None = None) -> list[float]:
-    """What the responses are trained on; `seen` are the clipped scores of the batches before."""
-    bound = ppo.reward_clip or math.inf
-    scores = [min(max(score, -bound), bound) for score in scores]
-    if ppo.reward_normalization != "none":
-        known = scores + ((seen or []) if ppo.reward_normalization == "running" else [])
-        mean = sum(known) / len(known)
-        deviation = math.sqrt(sum((x - mean) ** 2 for x in known) / len(known) + 1e-8)
-        scores = [(score - mean) / deviation for score in scores]
-    cut = ppo.truncated_score
-    return [score if cut is None or not truncated else cut for score, truncated in zip(scores, TRUNCATED, strict=True)]
+def recipe_of(ppo: PPOConfig) -> Recipe:
+    names = ("gamma", "gae_lambda", "reward_clip", "reward_normalization", "truncated_score")
+    numbers = {name: getattr(ppo, name) for name in names}
+    return Recipe(scale="none", kl=ppo.kl.mode, estimator=ppo.kl.estimator, **numbers)
 
 
-def plain(scored: ScoredBatch, ppo: PPOConfig, coefficient: float) -> dict[str, list[float]]:
-    actor, reference, values = (x.tolist() for x in (scored.behaviour_logp_T, scored.reference_logp_T, scored.values_T))
-    result: dict[str, list[float]] = {"kl": [], "rewards": [], "advantages": [], "returns": []}
-    start = 0
-    for length, score in zip(LENGTHS, shaped(scored.scores_B.tolist(), ppo), strict=True):
-        d = [actor[i] - reference[i] for i in range(start, start + length)]
-        kl = [{"k1": x, "k2": x * x / 2, "k3": math.exp(-x) - 1 + x}[ppo.kl.estimator] for x in d]
-        rewards = [-coefficient * k if ppo.kl.mode == "penalty" else 0.0 for k in kl]
-        rewards[-1] += score
-        row_values = [*values[start : start + length], 0.0]
-        deltas = [rewards[t] + ppo.gamma * row_values[t + 1] - row_values[t] for t in range(length)]
-        decay = ppo.gamma * ppo.gae_lambda
-        advantages = [sum(decay ** (u - t) * deltas[u] for u in range(t, length)) for t in range(length)]
-        result["kl"] += kl
-        result["rewards"] += rewards
-        result["advantages"] += advantages
-        result["returns"] += [a + v for a, v in zip(advantages, row_values, strict=False)]
-        start += length
-    return result
+def plain(scored: ScoredBatch, ppo: PPOConfig, coefficient: float) -> dict[str, torch.Tensor]:
+    recipe, tensors = recipe_of(ppo), (scored.behaviour_logp_T, scored.reference_logp_T, scored.values_T)
+    rows = Batch(scored.scores_B, range(3), TRUNCATED, *(list(x_T.split(LENGTHS)) for x_T in tensors))
+    scores_B, greedy, _ = scores_for_training(rows, recipe, torch.zeros(0))
+    advantages, returns = advantages_of(rows, scores_B, greedy, recipe, coefficient)
+    kl_T = kl_of(*tensors[:2], ppo.kl.estimator)
+    rewards_T = -coefficient * kl_T if ppo.kl.mode == "penalty" else torch.zeros_like(kl_T)
+    rewards_T[ENDS] += scores_B
+    return {"kl_T": kl_T, "rewards_T": rewards_T, "advantages_T": torch.cat(advantages), "returns_T": torch.cat(returns)}
 
 
 OPTIONS: list[dict[str, object]] = [
@@ -90,11 +76,8 @@ OPTIONS: list[dict[str, object]] = [
 def test_experience_equals_a_plain_pass(options: dict[str, object]) -> None:
     scored, ppo = batch(), config(**options)
     experience = of_ppo(ppo).experience(scored, 0.3)
-    expected = plain(scored, ppo, 0.3)
-    assert experience.kl_T.tolist() == pytest.approx(expected["kl"], abs=1e-5)
-    assert experience.rewards_T.tolist() == pytest.approx(expected["rewards"], abs=1e-5)
-    assert experience.advantages_T.tolist() == pytest.approx(expected["advantages"], abs=1e-5)
-    assert experience.returns_T.tolist() == pytest.approx(expected["returns"], abs=1e-5)
+    for name, expected_T in plain(scored, ppo, 0.3).items():
+        torch.testing.assert_close(getattr(experience, name), expected_T, rtol=1e-5, atol=1e-5, msg=lambda m, name=name: name + m)
     assert experience.advantages_T.dtype == torch.float32
     assert torch.equal(experience.old_logp_T, scored.behaviour_logp_T)
     assert torch.equal(experience.old_values_T, scored.values_T)
@@ -105,10 +88,7 @@ def test_experience_equals_a_plain_pass(options: dict[str, object]) -> None:
 def test_whitening_is_over_the_whole_batch_and_leaves_the_returns() -> None:
     raw = of_ppo(config()).experience(batch(), 0.3)
     white = of_ppo(config(), "whiten").experience(batch(), 0.3)
-    advantages = raw.advantages_T.tolist()
-    mean = sum(advantages) / 8
-    deviation = math.sqrt(sum((a - mean) ** 2 for a in advantages) / 8)
-    assert white.advantages_T.tolist() == pytest.approx([(a - mean) / deviation for a in advantages], abs=1e-5)
+    torch.testing.assert_close(white.advantages_T, whitened([raw.advantages_T])[0])
     assert torch.equal(white.returns_T, raw.returns_T)
     assert white.stats == raw.stats
 
@@ -116,35 +96,27 @@ def test_whitening_is_over_the_whole_batch_and_leaves_the_returns() -> None:
 def test_summary() -> None:
     scored, ppo = batch(), config(reward_clip=1.0)
     stats = of_ppo(ppo).experience(scored, 0.3).stats
-    expected = plain(scored, ppo, 0.3)
-
-    def variance(x: list[float]) -> float:
-        return sum((v - sum(x) / len(x)) ** 2 for v in x) / len(x)
-
-    scores = [0.5, -7.0, 3.0]
-    assert stats.score_mean == pytest.approx(sum(scores) / 3)
-    assert stats.score_std == pytest.approx(math.sqrt(variance(scores)))
-    assert stats.reward_mean == pytest.approx(sum(expected["rewards"]) / 3, abs=1e-5)
-    assert stats.kl_mean == pytest.approx(sum(expected["kl"]) / 3, abs=1e-5)
-    assert stats.value_mean == pytest.approx(sum(scored.values_T.tolist()) / 8, abs=1e-5)
-    assert stats.return_mean == pytest.approx(sum(expected["returns"]) / 8, abs=1e-5)
-    assert stats.advantage_mean == pytest.approx(sum(expected["advantages"]) / 8, abs=1e-5)
-    assert stats.advantage_std == pytest.approx(math.sqrt(variance(expected["advantages"])), abs=1e-5)
-    explained = 1 - variance(expected["advantages"]) / variance(expected["returns"])
-    assert stats.explained_variance == pytest.approx(explained, abs=1e-4)
+    kl_T, rewards_T, advantages_T, returns_T = plain(scored, ppo, 0.3).values()
+    scores_B = torch.tensor([0.5, -7.0, 3.0])
+    expected = {
+        "score_mean": scores_B.mean(), "score_std": scores_B.std(correction=0), "reward_mean": rewards_T.sum() / 3,
+        "kl_mean": kl_T.sum() / 3, "value_mean": scored.values_T.mean(), "return_mean": returns_T.mean(),
+        "advantage_mean": advantages_T.mean(), "advantage_std": advantages_T.std(correction=0),
+        "explained_variance": 1 - advantages_T.var(correction=0) / returns_T.var(correction=0),
+    }  # fmt: skip
+    found = {name: getattr(stats, name) for name in expected}
+    assert found == pytest.approx({name: float(value) for name, value in expected.items()}, abs=1e-4)
 
 
 def test_a_running_normalisation_is_over_all_scores_so_far() -> None:
-    ppo, seen = config(reward_normalization="running", reward_clip=4.0), NOTHING_SEEN
-    known: list[float] = []
+    ppo, seen, known = config(reward_normalization="running", reward_clip=4.0), NOTHING_SEEN, torch.zeros(0)
     for scale in (1.0, 2.0, 0.1):
         scored = replace(batch(), scores_B=batch().scores_B * scale)
         experience = of_ppo(ppo).experience(scored, 0.0, seen=seen)
-        rewards = experience.rewards_T[[2, 3, 7]].tolist()
-        assert rewards == pytest.approx(shaped(scored.scores_B.tolist(), ppo, known), abs=1e-5)
-        known += [min(max(score, -4.0), 4.0) for score in scored.scores_B.tolist()]
+        expected_B, _, known = scores_for_training(Batch(scored.scores_B, range(3), TRUNCATED, [], []), recipe_of(ppo), known)
+        torch.testing.assert_close(experience.rewards_T[ENDS], expected_B)
         seen += experience.scores
-        assert seen.count == len(known) and seen.mean == pytest.approx(sum(known) / len(known))
+        assert seen.count == len(known) and seen.mean == pytest.approx(float(known.mean()))
 
 
 def test_explained_variance_of_a_perfect_critic_is_one_and_of_flat_returns_zero() -> None:

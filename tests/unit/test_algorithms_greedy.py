@@ -51,15 +51,10 @@ def test_advantages_are_what_follows_less_the_greedy_score(group_size: int) -> N
         scored = batch(seed, group_size)
         assert scored.greedy is not None and scored.reference_logp_T is not None
         made = remax(group_size).experience(scored, BETA)
-        expected, first = [], 0
-        for row, length in enumerate(scored.lengths_B):
-            baseline = float(scored.greedy.scores_G[row // group_size])
-            for t in range(length):
-                later = range(first + t, first + length)
-                kl = sum(float(scored.behaviour_logp_T[u] - scored.reference_logp_T[u]) for u in later)
-                expected.append(float(scored.scores_B[row]) - BETA * kl - baseline)
-            first += length
-        assert made.advantages_T.tolist() == pytest.approx(expected, abs=1e-6), seed
+        rest_T = scored.scores_B - scored.greedy.scores_G.repeat_interleave(group_size)
+        kls = (scored.behaviour_logp_T - scored.reference_logp_T).split(scored.lengths_B)
+        expected = [rest - BETA * kl.flip(0).cumsum(0).flip(0) for rest, kl in zip(rest_T, kls, strict=True)]
+        torch.testing.assert_close(made.advantages_T, torch.cat(expected), rtol=0, atol=1e-6)
         assert made.stats.greedy_score_mean == pytest.approx(float(scored.greedy.scores_G.mean()))
         assert made.stats.score_mean == pytest.approx(float(scored.scores_B.mean())), "of what is trained"
 
@@ -87,9 +82,7 @@ def test_a_greedy_score_that_is_no_number_is_refused() -> None:
 
 
 def test_a_group_teaches_nothing_where_it_scores_as_the_greedy_response_does() -> None:
-    scored = batch(0, 1)
-    assert scored.greedy is not None
-    scores_B = torch.tensor([0.7, 0.7], dtype=torch.float32)
+    scores_B = torch.tensor([0.7, 0.7])
     greedy = GreedyRows(torch.tensor([0.7, 0.1]), torch.tensor([1, 1]), torch.tensor([False, False]))
     even = ScoredBatch(torch.zeros(2), None, None, scores_B, [1, 1], torch.tensor([False, False]), greedy=greedy)
     made = remax(1, PPOConfig(kl=KLConfig(mode="none"))).experience(even, 0.0)

@@ -1,9 +1,10 @@
-"""Losses against plain loops, finite differences and additivity over micro-batches; staleness corrections."""
+"""Losses and their gradients against plain loops and enumeration; additivity over micro-batches; staleness corrections."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
+from typing import get_args
 
 import pytest
 import torch
@@ -20,10 +21,14 @@ from oppo_megatron.algorithms.losses import (
     policy_loss,
     ratio_base,
     value_loss,
+    with_reverse_gradient,
 )
 from oppo_megatron.algorithms.packed import TokenStats
-from oppo_megatron.config.algorithm import Objective
+from oppo_megatron.config.algorithm import Objective, Ratio
 from oppo_megatron.config.ppo import PPOConfig
+from tests.replay.formulas import actor_loss as plain_actor_loss
+from tests.replay.formulas import critic_loss, kl_of, row_losses, row_ratio
+from tests.replay.recipe import Recipe
 
 DOUBLE = torch.float64
 SURROGATE = Surrogate(0.2)
@@ -33,70 +38,45 @@ def randn(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
 
 
+LENGTHS = [3, 1, 4, 2, 6, 1]
+
+
 def against(old_T: torch.Tensor, advantages_T: torch.Tensor, weight_T: torch.Tensor | None = None) -> ActorTargets:
     return ActorTargets(old_T, advantages_T, weight_T=weight_T)
 
 
-def plain_policy_loss(
-    logp: list[float], old: list[float], advantages: list[float], clip: float, num_tokens: int, weights: list[float]
-) -> tuple[float, int]:
-    """The loss, and the tokens without a gradient: beyond the range on the side to which their advantage pushes."""
-    loss, lost = 0.0, 0
-    for new, before, advantage, weight in zip(logp, old, advantages, weights, strict=True):
-        ratio = math.exp(new - before)
-        held = min(max(ratio, 1 - clip), 1 + clip)
-        lost += ratio > 1 + clip if advantage > 0 else ratio < 1 - clip
-        loss -= weight * min(ratio * advantage, held * advantage)
-    return loss / num_tokens, lost
+SURROGATES = {
+    "clip": Surrogate(0.2), "clip-higher": Surrogate(0.2, clip_high=0.5), "dual clip": Surrogate(0.2, dual_clip=1.3),
+    "cispo": Surrogate(0.2, ratio_cap=1.1, objective="cispo"), "plain": Surrogate(0.2, objective="plain"),
+}  # fmt: skip
 
 
-def plain_value_loss(
-    values: list[float], old: list[float], returns: list[float], clip: float, num_tokens: int
-) -> tuple[float, int]:
-    loss, lost = 0.0, 0
-    for value, before, target in zip(values, old, returns, strict=True):
-        errors = [(value - target) ** 2]
-        if clip > 0:
-            held = min(max(value, before - clip), before + clip)
-            errors.append((held - target) ** 2)
-            lost += held != value and errors[1] > errors[0]
-        loss += 0.5 * max(errors)
-    return loss / num_tokens, lost
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(1, 30), st.floats(0.01, 0.9), st.booleans(), st.integers(0, 2**31))
-def test_policy_loss_equals_a_plain_loop(n: int, clip: float, weighted: bool, seed: int) -> None:
-    logp_T, noise_T, advantages_T, weight_T = randn(4, n, seed=seed)
-    old_T, weight_T = logp_T + 0.5 * noise_T, weight_T.exp()
-    weights = weight_T.tolist() if weighted else [1.0] * n
-    loss, stats = policy_loss(logp_T, against(old_T, advantages_T, weight_T if weighted else None), Surrogate(clip), 7 * n)
-    expected, lost = plain_policy_loss(logp_T.tolist(), old_T.tolist(), advantages_T.tolist(), clip, 7 * n, weights)
-    assert float(loss) == pytest.approx(expected, rel=1e-9, abs=1e-12)
-    assert float(stats.clipped) == lost
-    ratios = [math.exp(a - b) for a, b in zip(logp_T.tolist(), old_T.tolist(), strict=True)]
-    assert float(stats.num_tokens) == n
-    assert float(stats.loss) == pytest.approx(expected * 7 * n, rel=1e-9, abs=1e-12)
-    assert float(stats.ratio) == pytest.approx(sum(ratios))
-    assert float(stats.max_ratio) == pytest.approx(max(ratios))
-    assert float(stats.weight) == pytest.approx(sum(weights))
-    assert float(stats.approx_kl) == pytest.approx(sum(r - 1 - math.log(r) for r in ratios), abs=1e-9)
-
-
-def test_policy_gradient_by_finite_differences_in_every_region() -> None:
-    # ratio below, within and above the clip range, each with an advantage of either sign
-    log_ratio_T = torch.tensor([-0.6, -0.6, -0.1, 0.1, 0.5, 0.5], dtype=DOUBLE)
-    advantages_T = torch.tensor([1.5, -1.5, 2.0, -2.0, 0.7, -0.7], dtype=DOUBLE)
-    old_T = torch.tensor([-1.0, -2.0, -0.5, -3.0, -0.9, -1.1], dtype=DOUBLE)
-    weight_T = torch.tensor([1.0, 2.0, 0.3, 1.0, 0.5, 1.7], dtype=DOUBLE)
-    logp_T = (old_T + log_ratio_T).requires_grad_()
-
-    def loss_of(x_T: torch.Tensor) -> torch.Tensor:
-        return policy_loss(x_T, against(old_T, advantages_T, weight_T), Surrogate(0.2), 11)[0]
-
-    (gradient_T,) = torch.autograd.grad(loss_of(logp_T), logp_T)
-    assert [g == 0 for g in gradient_T.tolist()] == [False, True, False, False, True, False]
-    assert torch.autograd.gradcheck(loss_of, (logp_T,))
+@pytest.mark.parametrize("ratio", get_args(Ratio))
+@pytest.mark.parametrize("name", SURROGATES)
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**31))
+def test_the_surrogate_equals_plain_loops_over_rows(name: str, ratio: Ratio, seed: int) -> None:
+    """With its gradient and statistics."""
+    surrogate = replace(SURROGATES[name], ratio=ratio)
+    recipe = Recipe(
+        ratio=ratio, objective=surrogate.objective, clip_high=surrogate.clip_high or 0.2, dual_clip=surrogate.dual_clip,
+        cap=surrogate.ratio_cap or 5.0,
+    )  # fmt: skip
+    logp_T, noise_T, advantages_T, share_T, weight_T = randn(5, sum(LENGTHS), seed=seed)
+    old_T, share_T, weight_T = logp_T + 0.4 * noise_T, share_T.exp(), weight_T.exp()
+    logp_T.requires_grad_()
+    targets = ActorTargets(old_T, advantages_T, weight_T=weight_T, share_T=share_T, lengths_R=torch.tensor(LENGTHS))
+    loss, stats = policy_loss(logp_T, targets, surrogate, 40)
+    rows = list(zip(*(x_T.split(LENGTHS) for x_T in (logp_T, old_T, advantages_T)), strict=True))
+    expected = (torch.cat([row_losses(*row, recipe) for row in rows]) * share_T * weight_T).sum()
+    torch.testing.assert_close(loss, expected / 40)
+    gradients = [torch.autograd.grad(x, logp_T)[0] for x in (loss, expected / 40)]
+    torch.testing.assert_close(*gradients)
+    ratio_T = torch.cat([row_ratio(new, old, recipe) for new, old, _ in rows])
+    kl = float(kl_of(old_T, logp_T, "k3").sum())
+    found = [float(getattr(stats, name)) for name in ("num_tokens", "loss", "ratio", "max_ratio", "weight", "approx_kl")]
+    due = [sum(LENGTHS), float(expected), float(ratio_T.sum()), float(ratio_T.max()), float(weight_T.sum()), kl]
+    assert found == pytest.approx(due, rel=1e-9)
 
 
 @pytest.mark.parametrize("objective", ["clip", "cispo", "plain"])
@@ -142,27 +122,14 @@ def test_without_stale_responses_none_of_their_gradient_is_lost() -> None:
 @given(st.integers(1, 30), st.sampled_from([0.0, 0.2, 1.0]), st.integers(0, 2**31))
 def test_value_loss_equals_a_plain_loop(n: int, clip: float, seed: int) -> None:
     values_T, old_T, returns_T = randn(3, n, seed=seed)
-    loss, stats = value_loss(values_T, old_T, returns_T, clip, 3 * n)
-    expected, outside = plain_value_loss(values_T.tolist(), old_T.tolist(), returns_T.tolist(), clip, 3 * n)
-    assert float(loss) == pytest.approx(expected, rel=1e-9)
-    assert float(stats.clipped) == outside
-    squares = [(v - r) ** 2 for v, r in zip(values_T.tolist(), returns_T.tolist(), strict=True)]
-    assert float(stats.squared_error) == pytest.approx(sum(squares))
-
-
-@pytest.mark.parametrize("clip", [0.0, 0.2])
-def test_value_gradient_by_finite_differences_in_every_region(clip: float) -> None:
-    old_T = torch.zeros(5, dtype=DOUBLE)
-    returns_T = torch.tensor([1.0, 0.1, -1.0, 1.0, -1.0], dtype=DOUBLE)
-    # towards the return beyond the clip, past the return, within, away from the return, towards it from below
-    values_T = torch.tensor([0.5, 0.5, 0.1, -0.5, -0.5], dtype=DOUBLE, requires_grad=True)
-
-    def loss_of(x_T: torch.Tensor) -> torch.Tensor:
-        return value_loss(x_T, old_T, returns_T, clip, 5)[0]
-
-    (gradient_T,) = torch.autograd.grad(loss_of(values_T), values_T)
-    assert [g == 0 for g in gradient_T.tolist()] == ([True, False, False, False, True] if clip else [False] * 5)
-    assert torch.autograd.gradcheck(loss_of, (values_T,))
+    values_T.requires_grad_()
+    loss, stats = value_loss(values_T, old_T, returns_T, clip, n)
+    expected = critic_loss([values_T], [old_T], [returns_T], Recipe(value_clip=clip))
+    torch.testing.assert_close(loss, expected)
+    gradients = [torch.autograd.grad(x, values_T)[0] for x in (loss, expected)]
+    torch.testing.assert_close(*gradients)
+    assert float(stats.clipped) == int((gradients[1] == 0).sum()), "what the clip range takes away"
+    assert float(stats.squared_error) == pytest.approx(float((values_T - returns_T).square().sum()))
 
 
 def config(**changes: object) -> PPOConfig:
@@ -180,27 +147,16 @@ def actor_inputs(n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, ActorTa
 def test_actor_loss_is_the_sum_of_its_terms(mode: str, estimator: str) -> None:
     logp_T, entropy_T, targets = actor_inputs(6, seed=2)
     ppo = config(entropy_coefficient=0.01, clip=0.1, kl={"mode": mode, "estimator": estimator, "coefficient": 9.0})
-    loss, stats = actor_loss(logp_T, entropy_T, targets, Surrogate(ppo.clip), ppo, kl_coefficient=0.3, num_tokens=12)
-    assert targets.weight_T is not None and targets.reference_logp_T is not None
-    expected, _ = plain_policy_loss(
-        logp_T.tolist(), targets.old_logp_T.tolist(), targets.advantages_T.tolist(), 0.1, 12, targets.weight_T.tolist()
-    )
-    d = [a - b for a, b in zip(logp_T.tolist(), targets.reference_logp_T.tolist(), strict=True)]
-    kl = sum({"k1": x, "k2": x * x / 2, "k3": math.exp(-x) - 1 + x}[estimator] for x in d)
-    entropy = sum(entropy_T.tolist())
-    expected += (0.3 * kl / 12 if mode == "loss" else 0.0) - 0.01 * entropy / 12
-    assert float(loss) == pytest.approx(expected, rel=1e-9)
-    assert float(stats.kl) == pytest.approx(kl) and float(stats.entropy) == pytest.approx(entropy)
-
-
-def test_actor_gradient_by_finite_differences() -> None:
-    logp_T, entropy_T, targets = actor_inputs(8, seed=3)
-    ppo = config(entropy_coefficient=0.5, kl={"mode": "loss", "estimator": "k3"})
-
-    def loss_of(x_T: torch.Tensor, y_T: torch.Tensor) -> torch.Tensor:
-        return actor_loss(x_T, y_T, targets, SURROGATE, ppo, 0.3, 8)[0]
-
-    assert torch.autograd.gradcheck(loss_of, (logp_T.requires_grad_(), entropy_T.requires_grad_()))
+    inputs = logp_T.requires_grad_(), entropy_T.requires_grad_()
+    loss, stats = actor_loss(logp_T, entropy_T, targets, Surrogate(ppo.clip), ppo, kl_coefficient=0.3, num_tokens=6)
+    recipe = Recipe(kl=mode, estimator=estimator, clip_low=0.1, clip_high=0.1, entropy_coefficient=0.01)
+    rows = ([x_T] for x_T in (targets.old_logp_T, targets.weight_T, targets.advantages_T, targets.reference_logp_T))
+    expected = plain_actor_loss([logp_T], [entropy_T], *rows, [0], recipe, 0.3)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs))
+    assert targets.reference_logp_T is not None
+    assert float(stats.kl) == pytest.approx(float(kl_of(logp_T, targets.reference_logp_T, estimator).sum()))
+    assert float(stats.entropy) == pytest.approx(float(entropy_T.sum()))
 
 
 def test_entropy_is_rewarded_and_needs_no_gradient_when_its_coefficient_is_zero() -> None:
@@ -262,6 +218,15 @@ def test_corrections_agree_to_the_bit_when_nothing_is_stale(dtype: torch.dtype) 
     assert torch.equal(results[0][1], results[1][1])
 
 
+@pytest.mark.parametrize("ratio", get_args(Ratio))
+def test_the_weight_of_a_stale_response_is_made_as_its_ratio(ratio: Ratio) -> None:
+    behaviour_T, noise_T = randn(2, sum(LENGTHS), seed=6)
+    proximal_T, recipe = behaviour_T + 0.3 * noise_T, Recipe(ratio=ratio)
+    _, weight_T = ratio_base(behaviour_T, proximal_T, "decoupled", ratio, torch.tensor(LENGTHS))
+    rows = zip(proximal_T.split(LENGTHS), behaviour_T.split(LENGTHS), strict=True)
+    torch.testing.assert_close(weight_T, torch.cat([row_ratio(new, old, recipe) for new, old in rows]).clamp(max=2.0))
+
+
 def test_decoupled_weights_are_truncated_and_detached() -> None:
     proximal_T = torch.tensor([-1.0, -1.0, -1.0, -1.0], requires_grad=True)
     behaviour_T = torch.tensor([-1.0, -1.0 + math.log(2), -1.0 - math.log(5), -200.0])
@@ -272,19 +237,32 @@ def test_decoupled_weights_are_truncated_and_detached() -> None:
     assert weight_T is None and torch.equal(old_T, behaviour_T)
 
 
-def test_untruncated_decoupled_equals_behaviour_inside_the_clip_range() -> None:
-    """(actor / proximal) (proximal / behaviour) = actor / behaviour: without clip and cap both weigh alike."""
-    behaviour_T, noise_T, more_T, advantages_T = randn(4, 20, seed=8)
-    proximal_T, logp_T = behaviour_T + 0.1 * noise_T, behaviour_T + 0.1 * more_T
-    losses = []
-    for correction in ("behaviour", "decoupled"):
-        old_T, weight_T = ratio_base(behaviour_T, proximal_T, correction, weight_cap=1e9)
-        losses.append(float(policy_loss(logp_T, against(old_T, advantages_T, weight_T), Surrogate(0.99), 20)[0]))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
-
-
 def test_kl_estimates_are_0_for_equal_policies_and_k2_and_k3_never_negative() -> None:
     reference_T = torch.linspace(-8, 0, 400)
     logp_T = torch.full_like(reference_T, -3.0)
     assert all((kl_per_token(logp_T, reference_T, estimator) >= 0).all() for estimator in ("k2", "k3"))
     assert not any(kl_per_token(logp_T, logp_T, estimator).any() for estimator in ("k1", "k2", "k3"))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("moved", [0.0, 0.5], ids=["on-policy", "off-policy"])
+def test_the_reverse_gradient_is_that_of_the_kl_in_expectation(estimator: str, moved: float) -> None:
+    """Enumerated over a policy's actions; k3's own gradient is that of the reversed KL, and k1's nothing."""
+    logits_A, reference_A, noise_A = randn(3, 6, seed=5)
+    logits_A.requires_grad_()
+    logp_A, reference_A = logits_A.log_softmax(0), reference_A.log_softmax(0)
+    old_A = (logits_A + moved * noise_A).log_softmax(0).detach()
+    kl = (logp_A.exp() * (logp_A - reference_A)).sum()
+    (wanted_A,) = torch.autograd.grad(kl, logits_A, retain_graph=True)
+    own_A = kl_per_token(logp_A, reference_A, estimator)
+    corrected_A = own_A if estimator == "k2" else with_reverse_gradient(own_A, logp_A, old_A)
+    found = (old_A.exp() * corrected_A).sum()
+    (gradient_A,) = torch.autograd.grad(found, logits_A, retain_graph=True)
+    if estimator != "k2":
+        torch.testing.assert_close(found, kl)
+    if estimator != "k2" or not moved:
+        torch.testing.assert_close(gradient_A, wanted_A)
+    (reversed_A,) = torch.autograd.grad(-(reference_A.exp() * logp_A).sum(), logits_A, retain_graph=True)
+    (own_gradient_A,) = torch.autograd.grad((logp_A.detach().exp() * own_A).sum(), logits_A)
+    expected_A = {"k1": torch.zeros(6, dtype=DOUBLE), "k2": wanted_A, "k3": reversed_A}[estimator]
+    torch.testing.assert_close(own_gradient_A, expected_A)

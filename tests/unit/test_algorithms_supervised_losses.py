@@ -20,6 +20,7 @@ def test_next_token_shares_of_unequal_micro_batches_add_up_to_the_mean() -> None
     shares = [next_token_loss(part, 11) for part in logp_R.split([1, 7, 3])]
     assert float(sum(loss for loss, _ in shares)) == pytest.approx(float(-logp_R.mean()))
     assert float(sum(stats["loss"] for _, stats in shares)) == pytest.approx(float(-logp_R.sum()))
+    assert means({}) == {}, "an early stage has none"
 
 
 @pytest.mark.parametrize(("far", "share"), [(2e-7, 0.5), (-2e-7, 0.5), (1e-5, 1.0), (-1e-5, 0.0)])
@@ -54,10 +55,6 @@ def test_preference_shares_add_up(scores: list[tuple[float, float]], data: st.Da
     for name, value in whole_stats.items():
         assert not value.requires_grad
         assert float(sum(stats[name] for _, stats in parts)) == pytest.approx(float(value), abs=1e-12)
-
-
-def test_an_early_stage_has_no_means() -> None:
-    assert means({}) == {}
 
 
 def test_gradients_by_finite_differences() -> None:

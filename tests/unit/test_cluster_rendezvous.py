@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from datetime import timedelta
 
 import pytest
@@ -60,42 +59,56 @@ def all_come(
         return list(pool.map(lambda arrival: come(*arrival, port, address, timeout_s), arrivals))
 
 
-@dataclass
-class Failing:
-    """Ranks that do not find each other; `come`: what each is told once the time is over."""
-
-    port: int
-    come: Callable[[int], list[Meeting | str]]
-    told: list[str] = field(default_factory=list)
-
-    def wait(self) -> None:
-        outcomes = self.come(self.port)
-        assert all(isinstance(outcome, str) for outcome in outcomes), outcomes
-        self.told = list(map(str, outcomes))
-
-
 def of_two_jobs(port: int) -> list[Meeting | str]:
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda job, rank: come(rank, 2, port, SLURM_JOB_ID=job), "78", (0, 1)))
 
 
-FAILING: dict[str, Callable[[int], list[Meeting | str]]] = {
-    "missing": lambda port: all_come([(0, 5), (3, 5)], port),
-    "without rank 0": lambda port: all_come([(1, 3), (2, 3)], port),
-    "no host": lambda port: all_come([(0, 2), (1, 2)], port, "no-such-host.invalid"),
-    "occupied": lambda port: all_come([(0, 2), (1, 2)], port),
-    "two jobs": of_two_jobs,
+FAILING: dict[str, tuple[Callable[[int], list[Meeting | str]], list[tuple[str, ...]]]] = {
+    "ranks are missing": (
+        lambda port: all_come([(0, 5), (3, 5)], port),
+        [("waited 3 s", "127.0.0.1:PORT", "2 of 5 ranks came: ranks 1-2,4 missing", "runtime.timeout_s")] * 2,
+    ),
+    "rank 0 is missing": (
+        lambda port: all_come([(1, 3), (2, 3)], port),
+        [
+            (f"rank {rank} on host a found no meeting point", "127.0.0.1:PORT", "Connection refused", "rank 0 opens it")
+            for rank in (1, 2)
+        ],
+    ),
+    "the address is no host": (
+        lambda port: all_come([(0, 2), (1, 2)], port, "no-such-host.invalid"),
+        [
+            ("1 of 2 ranks came: rank 1 missing", "MASTER_ADDR does not lead to this host"),
+            ("found no meeting point of the 2 ranks at no-such-host.invalid:PORT",),
+        ],
+    ),
+    "the port is occupied": (
+        lambda port: all_come([(0, 2), (1, 2)], port),
+        [
+            ("cannot open the meeting point", "address already in use"),
+            ("not by the meeting point of a run", "MASTER_PORT"),
+        ],
+    ),
+    "two Slurm jobs have one address": (of_two_jobs, [("rank 1 missing",), ("rank 1 on host a",)]),
 }
+"""Ranks that do not find each other, and the words in each one's message."""
 
 
 @pytest.fixture(scope="module")
-def failing() -> dict[str, Failing]:
-    """All at once, each at a port of its own: they wait as long as ranks may.  That of `occupied` never answers."""
-    ports = zip(free_ports(len(FAILING)), FAILING.items(), strict=True)
-    cases = {name: Failing(port, ranks) for port, (name, ranks) in ports}
-    with socket.create_server(("127.0.0.1", cases["occupied"].port)), ThreadPoolExecutor(len(cases)) as pool:
-        list(pool.map(Failing.wait, cases.values()))
-    return cases
+def told() -> dict[str, tuple[int, list[Meeting | str]]]:
+    """Port and outcomes of each case, all at once: they wait as long as ranks may."""
+    ports = dict(zip(FAILING, free_ports(len(FAILING)), strict=True))
+    with socket.create_server(("127.0.0.1", ports["the port is occupied"])), ThreadPoolExecutor(len(ports)) as pool:
+        return dict(zip(ports, pool.map(lambda name: (ports[name], FAILING[name][0](ports[name])), ports), strict=True))
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_every_rank_that_came_says_what_failed(name: str, told: dict[str, tuple[int, list[Meeting | str]]]) -> None:
+    port, outcomes = told[name]
+    for outcome, words in zip(outcomes, FAILING[name][1], strict=True):
+        assert isinstance(outcome, str)
+        assert [word for word in words if word.replace(":PORT", f":{port}") not in outcome] == [], outcome
 
 
 def test_ranks_meet_and_rank_0_knows_where_each_is(port: int) -> None:
@@ -105,13 +118,6 @@ def test_ranks_meet_and_rank_0_knows_where_each_is(port: int) -> None:
         assert meeting.local_address == "127.0.0.1"
     known = [[place.rank for place in meeting.hosts] for meeting in meetings if isinstance(meeting, Meeting)]
     assert known == [[], [0, 1, 2], []], "it tells the others, which would all read all places from one store"
-
-
-def test_missing_ranks_are_named_by_every_rank_that_came(failing: dict[str, Failing]) -> None:
-    case = failing["missing"]
-    for fault in case.told:
-        assert "waited 3 s" in fault and f"127.0.0.1:{case.port}" in fault
-        assert "2 of 5 ranks came: ranks 1-2,4 missing" in fault and "runtime.timeout_s" in fault
 
 
 def test_one_rank_alone_looks_who_is_missing(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,20 +137,6 @@ def test_one_rank_alone_looks_who_is_missing(port: int, monkeypatch: pytest.Monk
     assert 2 < counting.asked["check"] < 200, "for the outcome alone"
 
 
-def test_without_rank_0_nobody_opens_the_meeting_point(failing: dict[str, Failing]) -> None:
-    case = failing["without rank 0"]
-    for rank, fault in zip((1, 2), case.told, strict=True):
-        assert f"rank {rank} on host a found no meeting point" in fault and f"127.0.0.1:{case.port}" in fault
-        assert "Connection refused" in fault and "rank 0 opens it" in fault
-
-
-def test_an_address_that_is_no_host(failing: dict[str, Failing]) -> None:
-    case = failing["no host"]
-    opener, other = case.told
-    assert "1 of 2 ranks came: rank 1 missing" in opener and "MASTER_ADDR does not lead to this host" in opener
-    assert f"found no meeting point of the 2 ranks at no-such-host.invalid:{case.port}" in other
-
-
 def test_a_rank_that_comes_twice_ends_the_wait_of_all(port: int) -> None:
     started = time.monotonic()
     faults = all_come([(0, 3), (1, 3), (1, 3)], port, timeout_s=LONG_S)
@@ -157,12 +149,6 @@ def test_worlds_of_different_size_do_not_mix(port: int) -> None:
     faults = all_come([(0, 2), (1, 3)], port, timeout_s=LONG_S)
     for fault in faults:
         assert isinstance(fault, str) and "one of 2" in fault and "one of 3" in fault
-
-
-def test_an_occupied_port(failing: dict[str, Failing]) -> None:
-    opener, other = failing["occupied"].told
-    assert "cannot open the meeting point" in opener and "address already in use" in opener
-    assert "not by the meeting point of a run" in other and "MASTER_PORT" in other
 
 
 def test_a_meeting_point_that_ends_while_ranks_wait(port: int) -> None:
@@ -180,12 +166,6 @@ def test_a_meeting_point_that_ends_while_ranks_wait(port: int) -> None:
     waiting.join()
     assert isinstance(faults[0], str)
     assert "lost the meeting point" in faults[0] and "the torchrun agent of node 0" in faults[0]
-
-
-def test_runs_at_one_address_are_told_apart(failing: dict[str, Failing]) -> None:
-    """A rank of Slurm job 8 is not taken for one of job 7."""
-    first, second = failing["two jobs"].told
-    assert "rank 1 missing" in first and "rank 1 on host a" in second
 
 
 def test_within_returns_raises_and_ends() -> None:

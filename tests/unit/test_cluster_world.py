@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,12 +18,12 @@ import torch.distributed as dist
 
 from oppo_megatron.cluster import world as world_module
 from oppo_megatron.cluster.hosts import RankHost
-from oppo_megatron.cluster.process_groups import new_group
+from oppo_megatron.cluster.process_groups import new_group, waiting_for
 from oppo_megatron.cluster.rendezvous import Meeting
 from oppo_megatron.cluster.world import CONNECT_LATE, choose_device, open_world
 from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.engine.stream import share
-from oppo_megatron.errors import ConfigError, WorldError
+from oppo_megatron.errors import ConfigError, StallError, StreamError, WorldError
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +41,8 @@ def test_without_ranks_in_the_environment_the_world_is_one_process() -> None:
     with open_world(RuntimeConfig(device="cpu", threads_per_rank=3), {}) as world:
         assert (world.rank, world.size, world.device) == (0, 1, torch.device("cpu"))
         assert dist.get_world_size() == 1 and torch.get_num_threads() == 3
+        (me,) = world.hosts
+        assert (me.rank, me.host, me.device, me.threads) == (0, socket.gethostname(), "cpu", 3)
         values = torch.tensor([1.5, -2.0])
         assert share(values, 2, 0, world.device).tolist() == [1.5, -2.0]
         assert not torch.backends.cuda.cudnn_sdp_enabled(), "it makes a plan for each shape"
@@ -100,8 +103,7 @@ class FakeDevices:
         monkeypatch.setattr("oppo_megatron.cluster.world.tell_hosts", lambda hosts: hosts)
         monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
         monkeypatch.setattr(
-            "oppo_megatron.cluster.world.meet",
-            lambda me, *_: Meeting(dist.HashStore(), hosts=(me, *others), local_address=None),
+            "oppo_megatron.cluster.world.meet", lambda me, *_: Meeting(dist.HashStore(), hosts=(me, *others), local_address=None)
         )
 
     def _init(self, backend: str, *, timeout: timedelta, **others: Any) -> None:
@@ -198,12 +200,6 @@ def test_a_device_gets_all_hardware_queues_unless_the_user_says_how_many(monkeyp
         assert os.environ.get(variable) == expected
 
 
-def test_a_world_of_one_knows_its_host() -> None:
-    with open_world(RuntimeConfig(device="cpu", threads_per_rank=2), {}) as world:
-        (me,) = world.hosts
-    assert (me.rank, me.host, me.device, me.threads) == (0, socket.gethostname(), "cpu", 2)
-
-
 def test_groups_keep_the_deadline_of_the_run() -> None:
     """torch gives a new group its own default, half an hour."""
     with open_world(RuntimeConfig(device="cpu", timeout_s=7), {}):
@@ -212,14 +208,27 @@ def test_groups_keep_the_deadline_of_the_run() -> None:
         assert group.group_desc == "role.tp"
 
 
-def test_an_error_of_the_back_end_tells_who_lost_its_peers() -> None:
-    gloo = "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:1234. Check"
-    with (
-        pytest.raises(WorldError, match=r"rank 0 on host .* \(Connection closed by peer \[10.0.0.2\]:1234\)") as caught,
-        open_world(RuntimeConfig(device="cpu", timeout_s=7), {}),
-    ):
-        raise RuntimeError(gloo)
-    assert "runtime.timeout_s, which is 7" in str(caught.value) and "pair.cc" not in str(caught.value)
-    with pytest.raises(RuntimeError, match="shape") as other, open_world(RuntimeConfig(device="cpu"), {}):
-        raise RuntimeError("shape mismatch")
-    assert not isinstance(other.value, WorldError)
+GLOO = "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:1234. Check the logs"
+
+
+def test_a_lost_peer_is_named_with_what_was_waited_for() -> None:
+    config = RuntimeConfig(device="cpu", timeout_s=7)
+    with pytest.raises(StallError) as stalled, open_world(config, {}), waiting_for("update actor, step 3"):
+        raise RuntimeError(GLOO)
+    assert str(stalled.value) == (
+        "rank 0 waited in vain for `update actor, step 3` (Connection closed by peer [10.0.0.2]:1234). The peer has died "
+        "or hangs: see its own message; runtime.timeout_s is 7."
+    )
+    with pytest.raises(WorldError) as lost, open_world(config, {}):
+        raise RuntimeError(GLOO)
+    message = str(lost.value)
+    assert re.match(r"rank 0 on host .* \(Connection closed by peer \[10.0.0.2\]:1234\)", message)
+    assert "runtime.timeout_s, which is 7" in message and "pair.cc" not in message
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), StreamError("a chunk message was lost"), KeyError(1)])
+def test_other_errors_stay_what_they_are(error: Exception) -> None:
+    config = RuntimeConfig(device="cpu")
+    with pytest.raises(type(error)) as caught, open_world(config, {}), waiting_for("update actor, step 3"):
+        raise error
+    assert caught.value is error

@@ -115,9 +115,9 @@ def test_a_corrupted_token_names_its_sequence_and_offset() -> None:
 @pytest.mark.parametrize(
     ("order", "says"),
     [
-        ([0, 2], "lost.*message 2 came where 1 was due.*sequence 7 at offset 2"),
-        ([0, 0], "repeated.*message 0 came where 1 was due.*sequence 7 at offset 2"),
-        ([1], "message 1 came where 0 was due"),
+        ([0, 2], "lost.*message 2 came, but 1 was due.*sequence 7 at offset 2"),
+        ([0, 0], "repeated.*message 0 came, but 1 was due.*sequence 7 at offset 2"),
+        ([1], "message 1 came, but 0 was due"),
     ],
     ids=["lost", "repeated", "reordered"],
 )
@@ -134,7 +134,7 @@ def test_a_message_out_of_order_is_an_error(order: list[int], says: str) -> None
 def test_a_lost_message_is_an_error_though_no_sequence_is_open() -> None:
     encoder, decoder = ChunkEncoder(), ChunkDecoder()
     encoder.encode(Chunk(0, 0))
-    with pytest.raises(StreamError, match="message 1 came where 0 was due"):
+    with pytest.raises(StreamError, match="message 1 came, but 0 was due"):
         decoder.payload_size(encoder.encode(Chunk(1, 0))[0])
 
 

@@ -130,10 +130,7 @@ def test_figures_are_those_of_the_run(tmp_path: Path) -> None:
     assert [cell.text() for cell in change.all("td")][:2] == ["Δ", "4 → 5"] and "improves <b>much" in change.text()
     assert "0.25 s (12 %)" in section(page, "steps").text()
     assert cells(section(page, "memory"))["1"] == ["50", "204", "150", "1.03"]
-
-
-def test_who_waits_is_listed(tmp_path: Path) -> None:
-    waiting = cells(section(undrawn(write_run(tmp_path / "run")), "timeline"))
+    waiting = cells(section(page, "timeline"))
     assert waiting["run, rank 0 actor"] == ["25 %", "wait_scores 0.5 s"] and waiting["run, rank 1 critic"] == ["0 %", "–"]
 
 
@@ -245,20 +242,6 @@ def test_of_many_ranks_the_least_used_are_shown(tmp_path: Path) -> None:
     assert len(chart.categories) == 64 and chart.categories[0].endswith("rank 0") and "of 500 ranks" in chart.title
 
 
-def test_trace_is_in_the_trace_event_format(tmp_path: Path) -> None:
-    """Perfetto's JSON input: complete events with numbers in microseconds, names for processes and threads."""
-    trace = json.loads(write_run(tmp_path / "run").trace.read_text())
-    assert trace["displayTimeUnit"] in ("ms", "ns")
-    named = {(e["name"], e["pid"], e["tid"]) for e in trace["traceEvents"] if e["ph"] == "M"}
-    complete = [e for e in trace["traceEvents"] if e["ph"] == "X"]
-    assert complete and len(complete) + len(named) == len(trace["traceEvents"])
-    for event in complete:
-        assert isinstance(event["name"], str) and isinstance(event["cat"], str) and isinstance(event["args"], dict)
-        assert event["ts"] >= 0 and event["dur"] >= 0
-        assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
-        assert ("thread_name", event["pid"], event["tid"]) in named and ("process_name", event["pid"], 0) in named
-
-
 def test_spans_are_the_same_before_and_after_the_merge(tmp_path: Path) -> None:
     going, ended = write_run(tmp_path / "going", finished=False), write_run(tmp_path / "ended")
     before, after = (sorted(read_spans(run), key=str) for run in (going, ended))
@@ -276,16 +259,10 @@ def test_runs_get_names_that_differ(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "reported"),
-    [
-        ("absent", "no such directory"),
-        ("file", "a file; give the run_dir"),
-        ("empty", "neither metrics.jsonl nor config.yaml"),
-        ("parent", "it holds the runs inner: name those"),
-        ("later", "format 99"),
-        ("torn", "line 2"),
-        ("stepless", "`step` is None"),
-    ],
-)
+    [("absent", "no such directory"), ("file", "a file; give the run_dir"), ("empty", "neither metrics.jsonl nor config.yaml"),
+     ("parent", "it holds the runs inner: name those"), ("later", "format 99"), ("torn", "line 2"),
+     ("stepless", "`step` is None")],
+)  # fmt: skip
 def test_other_folders_are_refused(kind: str, reported: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run"
     if kind == "file":
@@ -339,11 +316,8 @@ def test_gaps_within_groups_are_shown_with_those_of_the_batch(tmp_path: Path) ->
     plain = replace(record, name="plain", lines=[line | {"group_length_gap": None} for line in record.lines])
     (chart,) = [each for each in length_section([record, plain]).charts if each.name == "length-gap"]
     assert isinstance(chart, LineChart)
-    assert [(line.name, line.ys) for line in chart.lines] == [
-        ("run", [0.2, 0.2]),
-        ("run, within groups", [0.5, 0.5]),
-        ("plain", [0.2, 0.2]),
-    ]
+    found = {line.name: line.ys for line in chart.lines}
+    assert found == {"run": [0.2, 0.2], "run, within groups": [0.5, 0.5], "plain": [0.2, 0.2]}
 
 
 def test_a_covered_line_is_wider() -> None:

@@ -63,17 +63,11 @@ def test_bars_are_clipped_coloured_and_pale_for_other_steps() -> None:
     from matplotlib.colors import to_hex
 
     axes = new_figure(4.0, 2.0).subplots()
-    window = StepWindow(
-        2,
-        10.0,
-        20.0,
-        [
-            Span(0, "actor", "decode", 2, 10.0, 15.0),
-            Span(1, "critic", "update", 1, 8.0, 12.0),
-            Span(0, "actor", "wait_scores", 2, 15.0, 25.0),
-        ],
-    )
-    draw_window(axes, "oppo", window)
+    spans = [
+        Span(0, "actor", "decode", 2, 10.0, 15.0), Span(1, "critic", "update", 1, 8.0, 12.0),
+        Span(0, "actor", "wait_scores", 2, 15.0, 25.0),
+    ]  # fmt: skip
+    draw_window(axes, "oppo", StepWindow(2, 10.0, 20.0, spans))
     drawn = {}
     for bars in axes.collections:
         corners = bars.get_paths()[0].get_extents()
@@ -84,10 +78,8 @@ def test_bars_are_clipped_coloured_and_pale_for_other_steps() -> None:
         (0, COLOURS["idle"]): (5.0, 10.0, 1.0),
         (1, SPAN_COLOURS["update"]): (0.0, 2.0, OTHER_STEP_ALPHA),
     }
-    assert [label.get_text() for label in axes.get_yticklabels()] == [
-        "rank 0 \N{MIDDLE DOT} actor",
-        "rank 1 \N{MIDDLE DOT} critic",
-    ]
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == ["rank 0 \N{MIDDLE DOT} actor", "rank 1 \N{MIDDLE DOT} critic"]
     assert axes.get_title(loc="left") == "oppo: step 2, 10 s"
 
 

@@ -182,13 +182,6 @@ def test_killed_at_any_moment_of_a_replacement_one_of_both_is_there(tmp_path: Pa
     assert store.positions() == ([Position(0), position] if moment < 4 else [position])
 
 
-def test_what_could_not_be_written_leaves_nothing(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    (store.begin(Position(1)) / "f").write_text("x")
-    store.abandon(Position(1))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_error_of_a_full_disk_says_what_is_needed_and_what_is_left(tmp_path: Path) -> None:
     error = unwritten(tmp_path / ".step-000004", "rank 1: No space left on device", 3 * 2**20, "step-000003")
     for words in (".step-000004", "rank 1: No space", "about 3.0 MB", "are free", "--resume", "is step-000003"):
@@ -198,9 +191,11 @@ def test_the_error_of_a_full_disk_says_what_is_needed_and_what_is_left(tmp_path:
     assert warning is not None and str(tmp_path) in warning and "checkpoint.keep" in warning
 
 
-def test_a_damaged_checkpoint_is_set_aside(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_set_aside_and_an_unwritten_one_leaves_nothing(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.begin(Position(1))
     store.commit(Position(1))
     store.set_aside(Position(1))
-    assert store.positions() == [] and (tmp_path / "damaged-step-000001").is_dir()
+    (store.begin(Position(2)) / "f").write_text("x")
+    store.abandon(Position(2))
+    assert store.positions() == [] and [path.name for path in tmp_path.iterdir()] == ["damaged-step-000001"]

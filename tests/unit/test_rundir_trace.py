@@ -38,15 +38,10 @@ def test_totals_add_up_by_name_role_and_step() -> None:
     assert spans.totals(1, role="critic") == {"update": 4.0}
     assert spans.totals(2) == {"decode": 8.0}
     assert spans.totals(3) == {}
-
-
-def test_a_span_that_raises_is_recorded() -> None:
-    clock = FakeClock()
-    spans = SpanRecorder(0, clock=clock)
-    with pytest.raises(RuntimeError), spans.span("score", role="reward", step=1):
+    with pytest.raises(RuntimeError), spans.span("score", role="reward", step=3):
         clock.now += 1.0
         raise RuntimeError
-    assert spans.totals(1) == {"score": 1.0}
+    assert spans.totals(3) == {"score": 1.0}
 
 
 def test_writing_waits_for_flush_and_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,14 +101,8 @@ def test_merged_file_is_a_chrome_trace(tmp_path: Path) -> None:
     assert seen[0, "actor", "update", 1] == (1e6, 2e6)
     assert seen[1, "critic", "score", 1] == (0.75e6, 0.5e6)
     assert seen[1, "critic", "update", 2] == (1.25e6, 1e6)
-
-
-def test_read_trace_gives_back_the_spans(tmp_path: Path) -> None:
-    write_two_ranks(tmp_path)
-    merge_traces(tmp_path)
     spans = read_trace(tmp_path / "trace.json")
-    assert spans[0] == Span(0, "actor", "decode", 1, 0.0, 1.0)
-    assert spans[-1] == Span(1, "critic", "update", 2, 1.25, 2.25)
+    assert (spans[0], spans[-1]) == (Span(0, "actor", "decode", 1, 0.0, 1.0), Span(1, "critic", "update", 2, 1.25, 2.25))
 
 
 def test_merge_survives_a_rank_that_was_killed_while_writing(tmp_path: Path) -> None:
@@ -124,12 +113,8 @@ def test_merge_survives_a_rank_that_was_killed_while_writing(tmp_path: Path) -> 
     assert len(read_trace(tmp_path / "trace.json")) == 4
 
 
-def test_merge_of_nothing(tmp_path: Path) -> None:
-    assert merge_traces(tmp_path) is None
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_unreadable_traces_are_data_errors(tmp_path: Path) -> None:
+    assert merge_traces(tmp_path) is None and list(tmp_path.iterdir()) == [], "there are no spans"
     for content in (None, "{", "[]", "{}"):
         path = tmp_path / "trace.json"
         if content is not None:

@@ -28,10 +28,8 @@ from oppo_megatron.rewards.remote import RemoteReward
 from oppo_megatron.serving.app import RequestLimits, Scorer, build_app
 from oppo_megatron.serving.scorers import open_scorer
 from oppo_megatron.serving.server import bound_socket
-from tests.support.serving import served_app
+from tests.support.serving import HTTP, TOKEN, served_app
 
-HTTP = httpx.Client(trust_env=False, verify=False, timeout=60.0, limits=httpx.Limits(max_keepalive_connections=0))
-TOKEN = "a-token-of-enough-characters"
 ITEM = {"id": 1, "prompt": "1+1=", "response": "#### 2", "fields": {"answer": 2}}
 
 
@@ -138,27 +136,15 @@ def test_who_sends_a_body_before_reading_gets_the_answer(what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        (b"", 422),
-        (b"{", 422),
-        (b"\xff", 422),
-        (b"[" * 1900, 422),
-        ({}, 422),
-        ({"items": []}, 422),
-        ({"items": [ITEM], "more": 1}, 422),
-        ({"items": [ITEM | {"id": "1"}]}, 422),
-        ({"items": [ITEM | {"response": None}]}, 422),
-        ({"items": [ITEM | {"tokens": [-1]}]}, 422),
-        ({"items": [ITEM, ITEM]}, 422),
-        (b'{"items": [], "items": []}', 422),
-        (b'{"items": [{"id": 1, "prompt": "", "response": "", "fields": {"a": NaN}}]}', 422),
-    ],
+    "body",
+    [b"", b"{", b"\xff", b"[" * 1900, {}, {"items": []}, {"items": [ITEM], "more": 1}, {"items": [ITEM | {"id": "1"}]},
+     {"items": [ITEM | {"response": None}]}, {"items": [ITEM | {"tokens": [-1]}]}, {"items": [ITEM, ITEM]},
+     b'{"items": [], "items": []}', b'{"items": [{"id": 1, "prompt": "", "response": "", "fields": {"a": NaN}}]}'],
     ids=lambda value: str(value)[:40],
-)
-def test_what_is_no_request_is_answered_with_a_reason(body: Any, status: int, address: str) -> None:
+)  # fmt: skip
+def test_what_is_no_request_is_answered_with_a_reason(body: Any, address: str) -> None:
     answer = post(address, body)
-    assert answer.status_code == status and answer.json()["error"]
+    assert answer.status_code == 422 and answer.json()["error"]
 
 
 @pytest.fixture(scope="module")
@@ -231,10 +217,16 @@ def test_busy_and_slow() -> None:
 # --- the command
 
 
+SHAPE = {"model_type": "qwen2", "vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+REWARDS = {"rewards": [{"kind": "verifier", "name": "arithmetic"}]}
+STREAMS = {"reward": {"init": SHAPE | {"num_attention_heads": 2}}}
+
+
 @pytest.fixture
-def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> Callable[..., str]:
+    """The message of `oppo serve` with these settings."""
     path = tmp_path / "serve.yaml"
-    path.write_text("rewards: [{kind: verifier, name: arithmetic}]\n")
+    path.write_text(json.dumps(getattr(request, "param", REWARDS)))
 
     def run(*overrides: str) -> str:
         assert main(["serve", str(path), *overrides]) == 2
@@ -243,11 +235,13 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
     return run
 
 
+@pytest.mark.parametrize("refused", [REWARDS, STREAMS], indirect=True, ids=["rewards", "streams"])
 @pytest.mark.parametrize("host", ["0.0.0.0", "'::'", "10.0.0.1", "somewhere.example", "''"])
 def test_it_does_not_listen_elsewhere_without_a_token(refused: Callable[..., str], host: str) -> None:
     assert "which others can reach, but token_env is not set" in refused(f"host={host}")
 
 
+@pytest.mark.parametrize("refused", [REWARDS, STREAMS], indirect=True, ids=["rewards", "streams"])
 def test_a_token_must_be_there_and_long_enough(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SERVE_TOKEN", raising=False)
     assert "SERVE_TOKEN is not set" in refused("host=0.0.0.0", "token_env=SERVE_TOKEN")
@@ -267,10 +261,3 @@ def test_what_cannot_be_served_is_said_at_once(refused: Callable[..., str]) -> N
     assert "does not pass requests on" in refused("rewards=[{kind: http, url: 'http://h/'}]")
     assert "no `tokenizer` section" in refused("rewards=[{kind: model}]", "reward={init: {model_type: llama}}")
     assert "cannot be imported" in refused("rewards=[{kind: python, entry_point: 'no_such_module:f'}]")
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["serve", "--help"])
-    out = capsys.readouterr().out
-    assert end.value.code == 0 and "127.0.0.1" in out and "token_env" in out and "/health" in out

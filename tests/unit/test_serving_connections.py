@@ -15,18 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from pydantic import SecretStr
 
 pytest.importorskip("fastapi", reason="fastapi is not installed: it is of the extras `serve` and `test`")
 
-from oppo_megatron.serving.app import RequestLimits, build_app
+from fastapi.responses import PlainTextResponse
+
+from oppo_megatron.serving.app import RequestLimits, build_app, new_app
 from oppo_megatron.serving.server import HEADER_S
 from tests.support.processes import wait_for
-from tests.support.serving import served_app
+from tests.support.serving import HTTP, TOKEN, served_app
 
-HTTP = httpx.Client(trust_env=False, verify=False, timeout=30.0, limits=httpx.Limits(max_keepalive_connections=0))
-TOKEN = "a-token-of-enough-characters"
 BODY = json.dumps({"items": [{"id": 1, "prompt": "1+1=", "response": "#### 2", "fields": {"answer": "2"}}]}).encode()
 HALF = b"POST /score HTTP/1.1\r\nhost: service\r\n"
 WHOLE = HALF + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(BODY)
@@ -134,11 +135,25 @@ def test_what_does_not_come_in_time_ends_the_connection(sent: bytes, end: Callab
         assert time.monotonic() - begun >= 0.4, "it had its time"
 
 
+def test_a_client_that_reads_no_answer_is_cut() -> None:
+    app = new_app()
+
+    @app.get("/large")
+    async def large() -> PlainTextResponse:
+        return PlainTextResponse("x" * 16_000_000)
+
+    with served_app(app, header_s=0.5) as address, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        url = httpx.URL(address)
+        connection.connect((url.host, url.port))
+        mine = connection.getsockname()[1]
+        connection.sendall(b"GET /large HTTP/1.1\r\nhost: service\r\n\r\n")
+        wait_for(lambda: connection.recv(1, socket.MSG_PEEK))
+        wait_for(lambda: not any(each.raddr and each.raddr.port == mine for each in psutil.Process().net_connections("tcp")))
+
+
 def test_each_request_of_a_connection_has_a_deadline_of_its_own() -> None:
-    with (
-        served(header_s=3.0) as address,
-        httpx.Client(base_url=f"http://127.0.0.1:{address[1]}", trust_env=False) as client,
-    ):
+    with served(header_s=3.0) as address, httpx.Client(base_url=f"http://127.0.0.1:{address[1]}", trust_env=False) as client:
         begun, ports = time.monotonic(), set()
         while time.monotonic() - begun < 3.5:
             with client.stream("GET", "/health") as answer:

@@ -61,7 +61,7 @@ def load_caches(path: Path, rounds: RoundRunner) -> None:
                 cached = {seq_id: file.get_tensor(f"{role}.{CACHED}.{seq_id}") for seq_id in order[role]}
                 if role == "actor":
                     assert rounds.decode is not None
-                    rounds.decode.resume(cached)
+                    rounds.decode.restore(cached)
                 else:
                     rounds.scoring[role].resume(cached, _outputs(file, role))
                 _require_booked(role, cache, rounds)
