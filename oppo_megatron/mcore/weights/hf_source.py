@@ -108,10 +108,9 @@ class FreshHead(OverlaidSource):
 def open_weights(
     model: ModelConfig, head: Head, shape_file: Path | None = None, *, seed: int = weight_seed("actor"), fresh_head: bool = False
 ) -> tuple[ModelShape, TensorSource]:
-    """Return shape and checked source of a model's weights, reading only headers.
+    """Return shape and source of a model's weights, reading only headers.  `shape_file`: a Megatron checkpoint's `config.json`.
 
-    `shape_file`: a Megatron checkpoint's missing `config.json`.  `seed`: of random weights.  `fresh_head`: draw a missing scalar
-    head.  Raises ConfigError without `checkpoint` and `init`,
+    `seed`: of random weights.  `fresh_head`: draw a missing scalar head.  Raises ConfigError without `checkpoint` and `init`,
     CheckpointError if the weights do not fit.
     """
     source: TensorSource
