@@ -254,7 +254,7 @@ def test_measured_placements_are_in_their_order(kind: str, tmp_path: Path, monke
     cluster = read_cluster(tmp_path / "cluster.yaml")
     found = {}
     for mode in MEASURED:
-        cores = ["runtime.device=cpu", "runtime.dtype=float32", "runtime.threads_per_rank=0"]
+        cores = ["runtime.device=cpu", "runtime.dtype=float32"]
         config = load_config(TrainConfig, "examples/benchmark/overlap.yaml", [f"placement={{mode: {mode}}}", *cores])
         found[mode] = play_config(Task(config, cluster, even_lengths(config), limits=forced_limits(config)), config).total
     for one, other in [(a, b) for a in MEASURED for b in MEASURED if MEASURED[b] > PARTED * MEASURED[a]]:
