@@ -88,18 +88,20 @@ def evaluate(directories: Sequence[str | Path], data: str | Path, **options: Any
 
     `options` are the options of `oppo eval` with underscores: `verifier="arithmetic"`, `function=["rewards.py:score"]`.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        _run("eval", ["--data", data, *directories], {"out": Path(folder), **options})
-        figures: dict[str, Any] = json.loads((Path(folder) / "eval.json").read_text(encoding="utf-8"))
-        return figures
+    return _record("eval", ["--data", data, *directories], options, "eval.json")
 
 
 def plan(path: str | Path, cluster: str | Path, overrides: Sequence[str] = (), **options: Any) -> dict[str, Any]:
     """Search placements and layouts of a configuration on a described cluster; return the record of `oppo plan search`."""
+    given = {"overrides": list(overrides), **options}
+    return _record("plan", ["search", path, "--cluster", cluster], given, "plan.json")
+
+
+def _record(command: str, arguments: Sequence[str | Path], options: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Run a command that writes the file `name` into `--out`; return its content."""
     with tempfile.TemporaryDirectory() as folder:
-        given = {"overrides": list(overrides), "out": Path(folder), **options}
-        _run("plan", ["search", path, "--cluster", cluster], given)
-        record: dict[str, Any] = json.loads((Path(folder) / "plan.json").read_text(encoding="utf-8"))
+        _run(command, arguments, {"out": Path(folder), **options})
+        record: dict[str, Any] = json.loads((Path(folder) / name).read_text(encoding="utf-8"))
         return record
 
 

@@ -16,7 +16,7 @@ from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
 from oppo_megatron.config.paths import missing_path
 from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.config.run import TrainSettings
-from oppo_megatron.data.tokenizer import Tokenizer, encode_prompt, require_stop_texts
+from oppo_megatron.data.tokenizer import Tokenizer, require_stop_texts
 from oppo_megatron.errors import CheckpointError, ConfigError, DataError
 from oppo_megatron.layout.shape import check_model, max_positions
 from oppo_megatron.nesting import read_yaml
@@ -24,7 +24,8 @@ from oppo_megatron.policy import answers
 from oppo_megatron.policy.answers import Conversation, Drawing, OutputFile, Request, Terminal
 from oppo_megatron.policy.chat import parent_input
 from oppo_megatron.policy.finding import Choice, Policy, find_policy, policy_tokenizer, require_layout
-from oppo_megatron.policy.given_prompts import Asked, Wording, numbered, prompts_of_file, prompts_of_texts, within
+from oppo_megatron.policy.given_prompts import Wording, numbered, prompts_of_file, prompts_of_texts, within
+from oppo_megatron.records import Prompt
 
 ENTRY = "oppo_megatron.policy.answering:run_rank"
 MAX_TOKENS, CHAT_LENGTH = 256, 4096
@@ -139,7 +140,7 @@ def make_request(args: argparse.Namespace) -> Request | None:
     if template is None:
         template = "{prompt}" if policy.run is None else policy.run.data.prompt_template
     asked, about = _asked(args, Wording(template, args.as_chat or args.chat, args.system), tokenizer)
-    longest = max((len(encode_prompt(tokenizer, each.text)) for each in asked), default=0)
+    longest = max((len(each.tokens) for each in asked), default=0)
     max_length, max_tokens = _room(args, policy, longest)
     drawing = drawing_of(args, policy, max_tokens)
     require_stop_texts(drawing.stop, tokenizer, "--stop", "--stop-id")
@@ -152,7 +153,7 @@ def make_request(args: argparse.Namespace) -> Request | None:
     require_layout(policy, parallel, max_length, tokenizer.vocab_size)
     _require_of_use(args, policy)
     of_file = args.input is not None
-    prompts = tuple(numbered(asked, args.samples, tokenizer, max_length, drawing.max_tokens, of_file=of_file))
+    prompts = tuple(numbered(asked, args.samples, max_length, drawing.max_tokens, of_file=of_file))
     return Request(policy, parallel, runtime, drawing, prompts, args.samples, args.batch, max_length, to, about)
 
 
@@ -260,7 +261,7 @@ def _destination(args: argparse.Namespace, policy: Policy, drawing: Drawing) -> 
     return Terminal(args.json)
 
 
-def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> tuple[list[Asked], str]:
+def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> tuple[list[Prompt], str]:
     """Return the prompts (none for a conversation), and a summary of rows read and dropped."""
     if args.chat:
         prompts_of_texts(["?"], wording, tokenizer)
@@ -272,7 +273,7 @@ def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> 
     bound, about = args.max_prompt_tokens, list[str]()
     most = None if bound else args.max_prompts
     rows = prompts_of_file(args.input, args.column, wording, tokenizer, most, about.append, by_time())
-    short = within(rows, bound, tokenizer)
+    short = within(rows, bound)
     if len(short) < len(rows):
         about.append(f"{len(rows) - len(short)} of {len(rows)} prompts have more than {bound} tokens and are left out")
     return short[: args.max_prompts], "\n".join(about)

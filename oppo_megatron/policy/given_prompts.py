@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +28,14 @@ class Wording:
     system: str | None = None
 
 
-@dataclass(frozen=True)
-class Asked:
-    """`row`: number in the file or command line; `fields`: other columns."""
-
-    row: int
-    text: str
-    fields: dict[str, Any]
-
-
 def opening(system: str | None) -> list[dict[str, str]]:
     return [] if system is None else [{"role": "system", "content": system}]
 
 
-def prompts_of_texts(texts: Iterable[str], wording: Wording, tokenizer: Tokenizer) -> list[Asked]:
-    """Render texts as prompts.  Raises ConfigError without a chat template."""
-    return [Asked(row, _worded(text, wording, tokenizer), {}) for row, text in enumerate(texts)]
+def prompts_of_texts(texts: Iterable[str], wording: Wording, tokenizer: Tokenizer) -> list[Prompt]:
+    """Render texts as prompts, not yet numbered.  Raises ConfigError without a chat template."""
+    worded = [_worded(text, wording, tokenizer) for text in texts]
+    return [Prompt(-1, row, text, tuple(encode_prompt(tokenizer, text))) for row, text in enumerate(worded)]
 
 
 def prompts_of_file(
@@ -54,7 +46,7 @@ def prompts_of_file(
     most: int | None = None,
     note: Callable[[str], None] = lambda line: None,
     progress: Callable[[str], None] = lambda line: None,
-) -> list[Asked]:
+) -> list[Prompt]:
     """A prompt per line of a `.txt` file, else per row, as in `oppo train`; `most`: the first ones.
 
     `note` gets a line per finding, `progress` one per row.
@@ -77,46 +69,41 @@ def prompts_of_file(
         )
     conversations = Conversations(tokenizer.chat, (), quarantine.note)
 
-    def worded(row: Prompt) -> str:
+    def worded(row: Prompt) -> Prompt:
         if row.row in prompts.chats or not wording.as_chat:
-            return row.text
-        return _worded(row.text, wording, tokenizer, lambda: conversations.variables(row.fields, str(path)))
+            return row
+        text = _worded(row.text, wording, tokenizer, lambda: conversations.variables(row.fields, str(path)))
+        return replace(row, text=text, tokens=tuple(encode_prompt(tokenizer, text)))
 
-    asked = [Asked(row.row, worded(row), row.fields) for row in prompts.rows]
+    found = [worded(row) for row in prompts.rows]
     list(map(note, quarantine.notes))
-    return asked
+    return found
 
 
-def within(asked: Sequence[Asked], most_tokens: int | None, tokenizer: Tokenizer) -> list[Asked]:
+def within(prompts: Sequence[Prompt], most_tokens: int | None) -> list[Prompt]:
     """Keep prompts of at most `most_tokens` tokens.  Raises DataError if none is left."""
-    if most_tokens is None:
-        return list(asked)
-    lengths = [len(encode_prompt(tokenizer, each.text)) for each in asked]
-    kept = [each for each, length in zip(asked, lengths, strict=True) if length <= most_tokens]
-    if not kept:
+    kept = [each for each in prompts if most_tokens is None or len(each.tokens) <= most_tokens]
+    if prompts and not kept:
+        least = min(len(each.tokens) for each in prompts)
         raise DataError(
-            f"all {len(asked)} prompts have more than {most_tokens} tokens (the least: {min(lengths)}); raise --max-prompt-tokens"
+            f"all {len(prompts)} prompts have more than {most_tokens} tokens (the least: {least}); raise --max-prompt-tokens"
         )
     return kept
 
 
-def numbered(
-    asked: Sequence[Asked], samples: int, tokenizer: Tokenizer, max_length: int, max_tokens: int, *, of_file: bool
-) -> list[Prompt]:
+def numbered(prompts: Sequence[Prompt], samples: int, max_length: int, max_tokens: int, *, of_file: bool) -> list[Prompt]:
     """Repeat each prompt `samples` times, numbered; `of_file`: they are rows of a file.
 
     Raises DataError for a prompt without tokens, or without room for `max_tokens` in `max_length`.
     """
-    prompts, room = [], max_length - max_tokens
+    room = max_length - max_tokens
     remedy = f"leave such rows out (--max-prompt-tokens {room})" if of_file and room > 0 else "shorten it"
-    for place, each in enumerate(asked):
-        tokens = tuple(encode_prompt(tokenizer, each.text))
-        if not tokens:
+    for each in prompts:
+        if not each.tokens:
             raise DataError(f"prompt {each.row} ({each.text!r}) has no token; give it some text")
-        require_room(f"prompt {each.row}", len(tokens), max_length, max_tokens, remedy)
-        for sample in range(samples):
-            prompts.append(Prompt(place * samples + sample, each.row, each.text, tokens, each.fields))
-    return prompts
+        require_room(f"prompt {each.row}", len(each.tokens), max_length, max_tokens, remedy)
+    repeated = (each for each in prompts for _ in range(samples))
+    return [replace(each, seq_id=number) for number, each in enumerate(repeated)]
 
 
 def require_room(what: str, num_tokens: int, max_length: int, max_tokens: int, remedy: str = "shorten it") -> None:

@@ -112,10 +112,8 @@ def _last_spans(run: RunDirectory) -> tuple[list[Span], str]:
         ranks = [[Span(**line) for line in last_objects(path, END_OF_TRACE)] for path in run.rank_traces()]
         if not any(ranks):
             return (read_trace(run.trace), "") if run.trace.exists() else ([], "run with logging.trace=true")
-    except TypeError as error:
-        return [], f"its trace.rank*.jsonl hold other fields than spans ({error})"
-    except DataError as error:
-        return [], str(error)
+    except (TypeError, DataError) as error:
+        return [], f"its trace is not readable ({error})"
     first = max((min(span.step for span in spans) for spans in ranks if spans), default=0)
     return [span for spans in ranks for span in spans if span.step >= first], ""
 

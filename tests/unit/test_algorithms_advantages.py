@@ -1,17 +1,21 @@
-"""Token rewards, GAE, whitening and packing against plain loops, closed forms and permutations of rows."""
+"""Token rewards, GAE, baselines, scales, whitening and packing against plain loops, closed forms and permutations of rows."""
 
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from oppo_megatron.algorithms.advantages import gae, token_rewards, whiten
+from oppo_megatron.algorithms.advantages import DEVIATION_EPS, compared, equal_groups, gae, token_rewards, whiten
 from oppo_megatron.algorithms.packed import lengths_like, tokens_after, tokens_of_rows
+from oppo_megatron.config.algorithm import Baseline, Scale
 from tests.replay.formulas import gae as plain_gae
+from tests.replay.formulas import less_baseline, scaled
+from tests.replay.recipe import Recipe
 
 DOUBLE = torch.float64
 
@@ -124,3 +128,27 @@ def test_tokens_after_and_tokens_of_rows() -> None:
 def test_lengths_that_do_not_cover_the_tokens_are_refused(lengths: list[int]) -> None:
     with pytest.raises(AssertionError, match="packed tokens|at least one token|1-D"):
         lengths_like(torch.zeros(3), lengths)
+
+
+@pytest.mark.parametrize("scale", get_args(Scale))
+@pytest.mark.parametrize("baseline", get_args(Baseline))
+def test_scores_are_compared_as_plain_loops_do(baseline: Baseline, scale: Scale) -> None:
+    scores_B = torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, 1.5, 1.25, -3.0, 0.0, 0.0, 0.0, 1.0], dtype=DOUBLE)
+    groups, greedy = [0] * 4 + [1] * 4 + [2] * 4, {0: 0.25, 1: -2.0, 2: 1.0}
+    greedy_G = torch.tensor(list(greedy.values()), dtype=DOUBLE) if baseline == "greedy" else None
+    recipe = Recipe(baseline=baseline, scale=scale, std_eps=DEVIATION_EPS)
+    expected_B = scaled(less_baseline(scores_B, groups, recipe, greedy), scores_B, groups, recipe)
+    torch.testing.assert_close(compared(scores_B, 4, baseline, scale, greedy_G), expected_B)
+
+
+@pytest.mark.parametrize("score", [0.1, 0.7, 1 / 3, -5e7])
+@pytest.mark.parametrize("size", [2, 3, 8, 17])
+@pytest.mark.parametrize("scale", ["none", "group_std", "batch_std"])
+@pytest.mark.parametrize("baseline", ["group_mean", "others", "best_worst"])
+def test_a_group_of_equal_scores_has_no_advantage_at_all(baseline: Baseline, scale: Scale, size: int, score: float) -> None:
+    """Their mean, or deviation, may be off by a rounding, which a division by a small deviation would blow up."""
+    equal_B, other_B = torch.full((size,), score), torch.arange(size).float()
+    scores_B = torch.cat([equal_B, other_B])
+    advantages_B = compared(scores_B, size, baseline, scale)
+    assert advantages_B[:size].tolist() == [0.0] * size and bool((advantages_B[size:] != 0).any())
+    assert equal_groups(scores_B, size).tolist() == [True, False]

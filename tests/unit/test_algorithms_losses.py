@@ -1,9 +1,10 @@
-"""Losses against plain loops, finite differences and additivity over micro-batches; staleness corrections."""
+"""Losses and their gradients against plain loops and enumeration; additivity over micro-batches; staleness corrections."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
+from typing import get_args
 
 import pytest
 import torch
@@ -20,12 +21,13 @@ from oppo_megatron.algorithms.losses import (
     policy_loss,
     ratio_base,
     value_loss,
+    with_reverse_gradient,
 )
 from oppo_megatron.algorithms.packed import TokenStats
-from oppo_megatron.config.algorithm import Objective
+from oppo_megatron.config.algorithm import Objective, Ratio
 from oppo_megatron.config.ppo import PPOConfig
 from tests.replay.formulas import actor_loss as plain_actor_loss
-from tests.replay.formulas import critic_loss, kl_of
+from tests.replay.formulas import critic_loss, kl_of, row_losses, row_ratio
 from tests.replay.recipe import Recipe
 
 DOUBLE = torch.float64
@@ -36,8 +38,45 @@ def randn(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
 
 
+LENGTHS = [3, 1, 4, 2, 6, 1]
+
+
 def against(old_T: torch.Tensor, advantages_T: torch.Tensor, weight_T: torch.Tensor | None = None) -> ActorTargets:
     return ActorTargets(old_T, advantages_T, weight_T=weight_T)
+
+
+SURROGATES = {
+    "clip": Surrogate(0.2), "clip-higher": Surrogate(0.2, clip_high=0.5), "dual clip": Surrogate(0.2, dual_clip=1.3),
+    "cispo": Surrogate(0.2, ratio_cap=1.1, objective="cispo"), "plain": Surrogate(0.2, objective="plain"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ratio", get_args(Ratio))
+@pytest.mark.parametrize("name", SURROGATES)
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**31))
+def test_the_surrogate_equals_plain_loops_over_rows(name: str, ratio: Ratio, seed: int) -> None:
+    """With its gradient and statistics."""
+    surrogate = replace(SURROGATES[name], ratio=ratio)
+    recipe = Recipe(
+        ratio=ratio, objective=surrogate.objective, clip_high=surrogate.clip_high or 0.2, dual_clip=surrogate.dual_clip,
+        cap=surrogate.ratio_cap or 5.0,
+    )  # fmt: skip
+    logp_T, noise_T, advantages_T, share_T, weight_T = randn(5, sum(LENGTHS), seed=seed)
+    old_T, share_T, weight_T = logp_T + 0.4 * noise_T, share_T.exp(), weight_T.exp()
+    logp_T.requires_grad_()
+    targets = ActorTargets(old_T, advantages_T, weight_T=weight_T, share_T=share_T, lengths_R=torch.tensor(LENGTHS))
+    loss, stats = policy_loss(logp_T, targets, surrogate, 40)
+    rows = list(zip(*(x_T.split(LENGTHS) for x_T in (logp_T, old_T, advantages_T)), strict=True))
+    expected = (torch.cat([row_losses(*row, recipe) for row in rows]) * share_T * weight_T).sum()
+    torch.testing.assert_close(loss, expected / 40)
+    gradients = [torch.autograd.grad(x, logp_T)[0] for x in (loss, expected / 40)]
+    torch.testing.assert_close(*gradients)
+    ratio_T = torch.cat([row_ratio(new, old, recipe) for new, old, _ in rows])
+    kl = float(kl_of(old_T, logp_T, "k3").sum())
+    found = [float(getattr(stats, name)) for name in ("num_tokens", "loss", "ratio", "max_ratio", "weight", "approx_kl")]
+    due = [sum(LENGTHS), float(expected), float(ratio_T.sum()), float(ratio_T.max()), float(weight_T.sum()), kl]
+    assert found == pytest.approx(due, rel=1e-9)
 
 
 @pytest.mark.parametrize("objective", ["clip", "cispo", "plain"])
@@ -179,6 +218,15 @@ def test_corrections_agree_to_the_bit_when_nothing_is_stale(dtype: torch.dtype) 
     assert torch.equal(results[0][1], results[1][1])
 
 
+@pytest.mark.parametrize("ratio", get_args(Ratio))
+def test_the_weight_of_a_stale_response_is_made_as_its_ratio(ratio: Ratio) -> None:
+    behaviour_T, noise_T = randn(2, sum(LENGTHS), seed=6)
+    proximal_T, recipe = behaviour_T + 0.3 * noise_T, Recipe(ratio=ratio)
+    _, weight_T = ratio_base(behaviour_T, proximal_T, "decoupled", ratio, torch.tensor(LENGTHS))
+    rows = zip(proximal_T.split(LENGTHS), behaviour_T.split(LENGTHS), strict=True)
+    torch.testing.assert_close(weight_T, torch.cat([row_ratio(new, old, recipe) for new, old in rows]).clamp(max=2.0))
+
+
 def test_decoupled_weights_are_truncated_and_detached() -> None:
     proximal_T = torch.tensor([-1.0, -1.0, -1.0, -1.0], requires_grad=True)
     behaviour_T = torch.tensor([-1.0, -1.0 + math.log(2), -1.0 - math.log(5), -200.0])
@@ -194,3 +242,27 @@ def test_kl_estimates_are_0_for_equal_policies_and_k2_and_k3_never_negative() ->
     logp_T = torch.full_like(reference_T, -3.0)
     assert all((kl_per_token(logp_T, reference_T, estimator) >= 0).all() for estimator in ("k2", "k3"))
     assert not any(kl_per_token(logp_T, logp_T, estimator).any() for estimator in ("k1", "k2", "k3"))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("moved", [0.0, 0.5], ids=["on-policy", "off-policy"])
+def test_the_reverse_gradient_is_that_of_the_kl_in_expectation(estimator: str, moved: float) -> None:
+    """Enumerated over a policy's actions; k3's own gradient is that of the reversed KL, and k1's nothing."""
+    logits_A, reference_A, noise_A = randn(3, 6, seed=5)
+    logits_A.requires_grad_()
+    logp_A, reference_A = logits_A.log_softmax(0), reference_A.log_softmax(0)
+    old_A = (logits_A + moved * noise_A).log_softmax(0).detach()
+    kl = (logp_A.exp() * (logp_A - reference_A)).sum()
+    (wanted_A,) = torch.autograd.grad(kl, logits_A, retain_graph=True)
+    own_A = kl_per_token(logp_A, reference_A, estimator)
+    corrected_A = own_A if estimator == "k2" else with_reverse_gradient(own_A, logp_A, old_A)
+    found = (old_A.exp() * corrected_A).sum()
+    (gradient_A,) = torch.autograd.grad(found, logits_A, retain_graph=True)
+    if estimator != "k2":
+        torch.testing.assert_close(found, kl)
+    if estimator != "k2" or not moved:
+        torch.testing.assert_close(gradient_A, wanted_A)
+    (reversed_A,) = torch.autograd.grad(-(reference_A.exp() * logp_A).sum(), logits_A, retain_graph=True)
+    (own_gradient_A,) = torch.autograd.grad((logp_A.detach().exp() * own_A).sum(), logits_A)
+    expected_A = {"k1": torch.zeros(6, dtype=DOUBLE), "k2": wanted_A, "k3": reversed_A}[estimator]
+    torch.testing.assert_close(own_gradient_A, expected_A)

@@ -153,10 +153,7 @@ def test_a_client_that_reads_no_answer_is_cut() -> None:
 
 
 def test_each_request_of_a_connection_has_a_deadline_of_its_own() -> None:
-    with (
-        served(header_s=3.0) as address,
-        httpx.Client(base_url=f"http://127.0.0.1:{address[1]}", trust_env=False) as client,
-    ):
+    with served(header_s=3.0) as address, httpx.Client(base_url=f"http://127.0.0.1:{address[1]}", trust_env=False) as client:
         begun, ports = time.monotonic(), set()
         while time.monotonic() - begun < 3.5:
             with client.stream("GET", "/health") as answer:
