@@ -72,10 +72,7 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(config: TokenizerConfig, model: Path | None = None) -> Tokenizer:
-    """Load a Hugging Face directory or a sentencepiece `.model` file.  Raises ConfigError.
-
-    `eos_ids`: its own EOS, then those in the generation settings of its directory and of `model`, the policy.
-    """
+    """Load a directory or `.model` file; `eos_ids` also come from the settings of `model`, the policy.  Raises ConfigError."""
     path = config.path
     if not path.exists():
         raise ConfigError(
@@ -361,10 +358,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def encode_answers(tokenizer: Tokenizer, prompt: str, answers: Sequence[str]) -> list[list[int]]:
-    """Token ids of a prompt and of each answer: prompt + answer are the tokens of the whole text.
-
-    Prompt tokens that an answer changes belong to the answers, unless none would be left.
-    """
+    """Token ids of a prompt and of each answer, together those of the whole text; changed prompt tokens go to the answers."""
     alone = encode_prompt(tokenizer, prompt)
     wholes = [encode_prompt(tokenizer, prompt + answer) for answer in answers]
     shared = len(os.path.commonprefix([alone, *wholes]))
