@@ -19,10 +19,7 @@ ROUND_STEPS = 64
 
 
 class PromptDecoder:
-    """Decodes on its own cache; every rank of the model makes the same calls.
-
-    Responses depend only on `sampling.seed`, `seq_id` and prompt.
-    """
+    """Decodes on its own cache; every rank of the model makes the same calls."""
 
     def __init__(
         self,

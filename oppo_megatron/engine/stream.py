@@ -27,8 +27,7 @@ from oppo_megatron.mcore.device import on_device
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action
 
-DRAWN = 3
-"""Numbers of a drawn token: id, log-prob, sampling log-prob."""
+DRAWN = 3  # numbers of a drawn token: id, log-prob, sampling log-prob
 HEADER_SIZE = 7
 ROW_SIZE = FIELDS + 1
 MAGIC = 0x4F50504F
