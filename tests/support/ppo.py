@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from oppo_megatron.data.arithmetic import DatasetSizes, write_dataset
+from oppo_megatron.data.generated import DatasetSizes, write_dataset
 from oppo_megatron.data.tokenizer import train_sentencepiece
 from oppo_megatron.layout.placements import world_size
 from tests.support.configs import run_of
