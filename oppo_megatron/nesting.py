@@ -120,11 +120,7 @@ def check_yaml(text: str | bytes) -> set[str]:
 
 
 def _close(
-    opened: list[tuple[str | None, int, int]],
-    anchor: str | None,
-    levels: int,
-    nodes: int,
-    known: dict[str, tuple[int, int]],
+    opened: list[tuple[str | None, int, int]], anchor: str | None, levels: int, nodes: int, known: dict[str, tuple[int, int]]
 ) -> int:
     if anchor is not None:
         known[anchor] = levels, nodes

@@ -22,8 +22,7 @@ from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.errors import ConfigError, DataError
-from oppo_megatron.evaluation.comparing import Judged, as_json, as_table
-from oppo_megatron.evaluation.grading import Answer, Grader
+from oppo_megatron.evaluation.grading import Answer, Grader, Judged, as_json, as_table
 from oppo_megatron.layout.shape import check_head, max_positions
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.nesting import read_json

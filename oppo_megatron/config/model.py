@@ -294,6 +294,10 @@ class RuntimeConfig(Section):
     )
 
     @property
+    def kv_budget_bytes(self) -> int | None:
+        return None if self.kv_cache_mb is None else int(self.kv_cache_mb * 2**20)
+
+    @property
     def meeting_s(self) -> float:
         """Seconds that a rank waits at the start for the others, which may first read data."""
         return max(self.timeout_s / 6, LEAST_MEETING_S)

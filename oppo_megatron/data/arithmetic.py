@@ -146,10 +146,9 @@ def write_dataset(
     flaw: Callable[[Problem, random.Random], str] = slipped_solution,
     shape: Shape = Shape(),
 ) -> dict[str, Path]:
-    """Write sft.jsonl, pairs.jsonl, prompts.jsonl and heldout.jsonl; return their paths by name.
+    """Write sft, pairs, prompts and (distinct, unused) heldout.jsonl; return their paths by name.
 
-    `imperfect`: fraction of SFT completions by `flaw`, so that RL can improve.  Held-out prompts are distinct and unused
-    elsewhere.
+    `imperfect`: fraction of SFT completions by `flaw`, so that RL can improve.
     """
     rng = random.Random(f"arithmetic answers {seed}")  # noqa: S311  (to be drawn again, not to be secret)
     train = problems(seed, "train", shape)

@@ -37,7 +37,7 @@ class NoChatTemplateError(ConfigError): ...
 
 
 class ChatTemplate:
-    """The chat template of the tokenizer at `config.path`, with configured variables and date.
+    """The tokenizer's chat template, with configured variables and date.
 
     `choose` returns the template with or without tools, or None.  `symbols`: special tokens.
     """
@@ -75,7 +75,7 @@ class ChatTemplate:
     ) -> str:
         """Return messages as text; with `generation_prompt`, up to the assistant's turn.
 
-        Raises ConfigError without a template or at a limit, DataError if the template refuses the messages.
+        Raises ConfigError without a template or at a limit, DataError if the template refuses them.
         """
         given = {**self._config.template_arguments, **(variables or {})}
         template = self._template(bool(given.get("tools")))

@@ -81,10 +81,7 @@ class Table:
         ]
 
     def find(self, part: str, columns: PromptColumnsConfig, names: Sequence[str] | None = None) -> str | None:
-        """The configured column for `part`, else the known name (or one of `names`) most often filled, or None.
-
-        Raises DataError if the configured column is missing.
-        """
+        """The configured column, else the known name (or one of `names`) most often filled, or None.  Raises DataError."""
         wanted: str | None = getattr(columns, part, None)
         if wanted is not None:
             if all(row.get(wanted) is None for row in self.rows):

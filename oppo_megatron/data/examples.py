@@ -41,10 +41,7 @@ PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One row as text.
-
-    `answers`: empty, (completion,) or (chosen, rejected).  `fields`: other columns.  `chat`: from the chat template.
-    """
+    """One row as text.  `answers`: (), (completion,) or (chosen, rejected).  `fields`: other columns."""
 
     row: Row
     prompt: str

@@ -1,7 +1,4 @@
-"""Converts a sentencepiece model to files for `transformers.AutoTokenizer`, with the same ids and texts.
-
-Spaces stay spaces (sentencepiece: U+2581), so U+2581 in a text is not mistaken for one.
-"""
+"""Converts a sentencepiece model to files for `transformers.AutoTokenizer`; spaces stay spaces, so U+2581 in a text is kept."""
 
 from __future__ import annotations
 
@@ -44,10 +41,7 @@ CHECKED = (
 def fast_files(
     model: bytes, encode: Callable[[str], list[int]], chat_template: str | None, pad_id: int | None = None
 ) -> dict[str, str] | None:
-    """`tokenizer.json` and `tokenizer_config.json` of a serialized sentencepiece model, as texts.
-
-    None if the model is a word model, normalizes its input, or encodes a checked text differently.
-    """
+    """Texts of `tokenizer.json` and `tokenizer_config.json` for a serialized model, or None if it cannot be converted exactly."""
     from sentencepiece import sentencepiece_model_pb2
     from tokenizers import Tokenizer
 

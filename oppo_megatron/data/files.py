@@ -1,7 +1,4 @@
-"""Files named by `data.path`, and their rows, in any supported format.
-
-The first bytes decide the type; the name only whether other text is CSV.
-"""
+"""Files named by `data.path`, and their rows.  The first bytes decide the type; the name only whether other text is CSV."""
 
 from __future__ import annotations
 
@@ -52,10 +49,7 @@ NOT_UTF8 = re.compile("[\udc80-\udcff]")
 
 
 def data_files(path: Path, note: Callable[[str], None]) -> list[Path]:
-    """Files (or saved data sets) at `path`: itself, a pattern's matches, or a folder's files.
-
-    If there are several splits, it reads only `train`, with a note.
-    """
+    """Files (or saved data sets) at `path`; if a folder has several splits, only `train`, with a note."""
     if not path.exists():
         return [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
     if not path.is_dir() or is_saved(path):

@@ -1,7 +1,6 @@
 """The layout of prompt and answers, configured or detected.
 
-Every command finds the same prompt.  Messages are preferred to text, and dialogues in `chosen` and `rejected` to a prompt.
-Ambiguous rows are refused, naming both readings and the setting to choose.
+Messages are preferred to text, and dialogues in `chosen` and `rejected` to a prompt.  Ambiguous rows are refused.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from oppo_megatron.config.data import KNOWN_NAMES, RowsConfig
 from oppo_megatron.data.columns import Table, form_of, is_filled, role_of
@@ -21,18 +20,14 @@ from oppo_megatron.errors import DataError
 Wanted = Literal["prompt", "completion", "pair", "steps"]
 
 
-class Format(NamedTuple):
-    title: str
-    needs: str
-
-
 FORMATS = {
-    "columns": Format("columns", f"a column of text for the prompt, {', '.join(KNOWN_NAMES['prompt'])}"),
-    "alpaca": Format("Alpaca", "columns instruction and output, and input if there is one"),
-    "sharegpt": Format("ShareGPT", "a column conversations with lists of from and value"),
-    "messages": Format("chat messages", "a column messages with lists of role and content"),
-    "hh": Format("HH dialogues", "columns chosen and rejected that begin with `Human:` and hold `Assistant:`"),
+    "columns": ("columns", f"a column of text for the prompt, {', '.join(KNOWN_NAMES['prompt'])}"),
+    "alpaca": ("Alpaca", "columns instruction and output, and input if there is one"),
+    "sharegpt": ("ShareGPT", "a column conversations with lists of from and value"),
+    "messages": ("chat messages", "a column messages with lists of role and content"),
+    "hh": ("HH dialogues", "columns chosen and rejected that begin with `Human:` and hold `Assistant:`"),
 }
+"""Title of each format, and the columns that it needs."""
 SPOKEN = ("sharegpt", "messages")
 ADDED = ("input", "context")
 """Columns joined to the instruction: Alpaca's and Dolly's."""
@@ -75,7 +70,7 @@ class Layout:
             parts.append(f"completion from {self.completion!r}")
         elif wanted == "completion" and self.prompt is not None:
             parts.append(f"completion from {'its last' if turns == 'last' else 'each'} assistant's turn")
-        line = f"rows read as {FORMATS[self.format].title}: {', '.join(parts)}"
+        line = f"rows read as {FORMATS[self.format][0]}: {', '.join(parts)}"
         if not self.unread:
             return line
         more = len(self.unread) - NUM_NAMED
@@ -84,10 +79,7 @@ class Layout:
 
 
 def recognise(config: RowsConfig, rows: Sequence[Row], wanted: Wanted, used: Sequence[str] = ()) -> Layout:
-    """Return the layout; `used`: columns that the caller reads itself.
-
-    Raises DataError if a part has no column, the format does not fit, or two readings are possible.
-    """
+    """Return the layout; `used`: columns that the caller reads itself.  Raises DataError if none or two fit."""
     table = Table(rows)
     layout = _layout(config, table, wanted)
     if config.format not in ("auto", layout.format):

@@ -1,8 +1,4 @@
-"""Recorded response lengths (CSV) for `debug.forced_lengths`.
-
-A row per request with a token column (`GeneratedTokens`, as in Azure's LLM inference traces), or a histogram with the columns
-`kind`, `tokens` and `requests`.
-"""
+"""Recorded response lengths for `debug.forced_lengths`: a CSV row per request, or a histogram of `kind`, `tokens`, `requests`."""
 
 from __future__ import annotations
 
@@ -48,10 +44,7 @@ class LengthTrace:
 
 
 def forced_quantile(forced: ForcedLengths | None, max_response_tokens: int) -> Callable[[float], float] | None:
-    """Quantile function of `debug.forced_lengths`, or None without a trace.  Raises DataError.
-
-    `scale: auto` maps the trace's 99th percentile to `rollout.max_response_tokens`.
-    """
+    """Quantile function, or None without a trace; `scale: auto` maps the 99th percentile to the limit.  Raises DataError."""
     if forced is None or forced.trace is None:
         return None
     trace = read_length_trace(forced.trace, forced.column)

@@ -21,8 +21,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 def encode_answers(tokenizer: Tokenizer, prompt: str, answers: Sequence[str]) -> list[list[int]]:
     """Token ids of a prompt and of each answer: prompt + answer are the tokens of the whole text.
 
-    An answer alone may get a leading space (sentencepiece) or other tokens at the border.  Prompt tokens that an answer changes
-    belong to the answers, unless none would be left.
+    Prompt tokens that an answer changes belong to the answers, unless none would be left.
     """
     alone = encode_prompt(tokenizer, prompt)
     wholes = [encode_prompt(tokenizer, prompt + answer) for answer in answers]

@@ -109,8 +109,7 @@ def _refused(example: Example, num_tokens: int, config: PromptDataConfig, proble
 class PromptStream(Iterator[Prompt]):
     """Prompts in training order; `seq_id` is the stream position, one per response, over all epochs.
 
-    Ends after `epochs` passes (None: never) or `limit` prompts.  `start`: position of a resumed run; the order depends only on
-    (seed, epoch).  `left_out` positions are skipped and not counted in `limit` or `planned`, the length.
+    Ends after `epochs` passes or `limit` prompts.  `left_out` positions count neither for `limit` nor for `planned`.
     """
 
     def __init__(
@@ -155,10 +154,7 @@ class PromptStream(Iterator[Prompt]):
 
 
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool = True) -> list[int]:
-    """A permutation of range(num_rows), or range(num_rows) itself.
-
-    Sorts raw Philox4x64 words, equal everywhere, unlike methods of `numpy.random.Generator`.
-    """
+    """A permutation of range(num_rows), or range itself, by raw Philox4x64 words, which are equal everywhere."""
     if not shuffle:
         return list(range(num_rows))
     if not 0 <= seed <= MAX_SEED:

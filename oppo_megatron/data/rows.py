@@ -44,10 +44,9 @@ class Row:
 
 @dataclass(slots=True)
 class Quarantine:
-    """The outcome of reading data sets.
+    """Rows set aside (`entries`), how data were read (`notes`), and the first row as the model sees it.
 
-    `entries`: rows set aside (`file`, `line`, `reason`).  `notes`: how data were read.  `first`: first row as the model sees it,
-    by part.  `progress` gets a line per row.
+    `progress` gets a line per row.
     """
 
     entries: list[dict[str, Any]] = field(default_factory=list)
@@ -142,11 +141,7 @@ class RowProblems:
 
 
 def read_rows(config: RowsConfig, problems: RowProblems, templates: Sequence[str] = ()) -> list[Row]:
-    """Read at most `config.max_rows` rows, refused ones included, in order.
-
-    `templates`: the ones needed (`prompt`, `completion`).  Refused rows go to `problems`.  Raises ConfigError for a wrong path or
-    template, DataError without rows.
-    """
+    """Read at most `config.max_rows` rows, with refused ones; `templates`: the needed ones.  Raises ConfigError or DataError."""
     if wrong := check_data("data", config, templates):
         raise ConfigError(wrong)
     rows: list[Row] = []

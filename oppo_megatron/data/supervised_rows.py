@@ -56,10 +56,7 @@ class Marked(NamedTuple):
 
 
 class RowLoader:
-    """Reads and tokenizes one data set, by one of its public methods, which raise DataError.
-
-    `max_tokens` bounds prompt + longest answer + EOS; `config.long_rows` decides about longer rows.
-    """
+    """Reads and tokenizes one data set; `max_tokens` bounds prompt + longest answer + EOS.  Its methods raise DataError."""
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, max_tokens: int, quarantine: Quarantine):
         self._config, self._tokenizer, self._max_tokens = config, tokenizer, max_tokens
@@ -222,10 +219,9 @@ def read_heldout(
 
 
 def split_rows(rows: Sequence[RowT], fraction: float, seed: int) -> tuple[list[RowT], list[RowT]]:
-    """(training rows, held-out rows), each in order.  Raises DataError if either is empty.
+    """(training rows, held-out rows), each in order; rows with the same prompt stay together.  Raises DataError if one is empty.
 
-    Rows with the same prompt (first part) stay together.  Prompts are taken by a hash of prompt and seed, up to `fraction` of the
-    rows; one with too many rows is skipped.
+    Prompts are taken by a hash of prompt and seed, up to `fraction` of the rows; one with too many rows is skipped.
     """
     by_prompt: dict[bytes, list[int]] = defaultdict(list)
     for place, row in enumerate(rows):

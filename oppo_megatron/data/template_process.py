@@ -69,18 +69,17 @@ def to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separato
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-@lru_cache(maxsize=1)
-def environment() -> ImmutableSandboxedEnvironment:
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
-    made.filters["tojson"] = to_json
-    made.globals.update(raise_exception=raise_exception, dict=make_dict, namespace=Namespace, strftime_now=None)
-    return made
+ENVIRONMENT = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+)
+ENVIRONMENT.filters["tojson"] = to_json
+ENVIRONMENT.globals.update(raise_exception=raise_exception, dict=make_dict, namespace=Namespace, strftime_now=None)
 
 
 @lru_cache(maxsize=8)
 def _compiled(template: str) -> jinja2.Template:
     try:
-        return environment().from_string(template)
+        return ENVIRONMENT.from_string(template)
     except (RecursionError, SyntaxError) as error:  # of Python's compiler, which bounds the nesting
         remedy = "nest it less deeply: set a variable to a part of it, or make that a macro"
         raise jinja2.TemplateSyntaxError(f"Python cannot compile it ({type(error).__name__}: {error}); {remedy}", 1) from error
@@ -89,8 +88,8 @@ def _compiled(template: str) -> jinja2.Template:
 def _read_names(text: str) -> set[str]:
     """Names that a caller may give: not those set first, unless tested (`x is defined`)."""
     _compiled(text)  # refuses what cannot be rendered
-    template = environment().parse(text)
-    found = meta.find_undeclared_variables(template) - environment().globals.keys()
+    template = ENVIRONMENT.parse(text)
+    found = meta.find_undeclared_variables(template) - ENVIRONMENT.globals.keys()
     begun: dict[str, bool] = {}
     for node in _names(template):
         begun.setdefault(node.name, node.ctx == "store")

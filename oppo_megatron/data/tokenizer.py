@@ -63,17 +63,13 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids` as a continuation (a leading space is kept), without special tokens.
-
-        Ids beyond the vocabulary (embeddings may have spare rows) are U+FFFD.
-        """
+        """Text of `ids` as a continuation (a leading space is kept), without special tokens; unknown ids are U+FFFD."""
         ...
 
     def save(self, directory: Path, *, pad_id: int | None = None) -> str | None:
-        """Write files that `load_tokenizer` and `transformers.AutoTokenizer` load.
+        """Write files that `load_tokenizer` and transformers load; returns a warning if transformers will differ.
 
-        `pad_id`: padding token, if it has none or one that ends a response.  Returns a warning if transformers will differ, else
-        None.
+        `pad_id`: padding token, if it has none or one that ends a response.
         """
         ...
 
@@ -81,8 +77,7 @@ class Tokenizer(Protocol):
 def load_tokenizer(config: TokenizerConfig, model: Path | None = None) -> Tokenizer:
     """Load a Hugging Face directory or a sentencepiece `.model` file.  Raises ConfigError.
 
-    `eos_ids`: its own EOS, and those in `generation_config.json` (else `config.json`) of its directory and of `model`, the
-    policy.
+    `eos_ids`: its own EOS, then those in the generation settings of its directory and of `model`, the policy.
     """
     path = config.path
     if not path.exists():
@@ -277,10 +272,7 @@ def train_sentencepiece(
     model_type: Literal["bpe", "unigram", "char"] = "bpe",
     character_coverage: float = 0.9995,
 ) -> None:
-    """Train a lossless tokenizer and write it to `path`; ids 0-3 are unk, bos, eos, pad.
-
-    Raises DataError without text, ConfigError for an unfit `vocab_size`.
-    """
+    """Train a lossless tokenizer; ids 0-3 are unk, bos, eos, pad.  Raises DataError without text, or ConfigError."""
     import sentencepiece
 
     # Keep newlines and the space character out of all other pieces.
@@ -339,10 +331,7 @@ def special_ids(tokenizer: Tokenizer, stop_token_ids: Sequence[int] = (), *, sco
 def write_tokenizer(
     directory: Path, tokenizer: Tokenizer, ids: Mapping[str, Any], family: str, *, scored: bool, source: Path | None = None
 ) -> str | None:
-    """Write the tokenizer and, for a policy, `generation_config.json` (from `source`, with `ids`).
-
-    `family`: `model_type` of the weights.  Returns a warning as `save`.
-    """
+    """Write the tokenizer and, for a policy, `generation_config.json` (`source`'s, with `ids`).  Returns a warning as `save`."""
     directory.mkdir(parents=True, exist_ok=True)
     warning = tokenizer.save(directory, pad_id=ids["pad_token_id"] if scored else None)
     _keep_class(directory / "tokenizer_config.json", family)

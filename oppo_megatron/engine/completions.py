@@ -33,13 +33,12 @@ class PromptDecoder:
         num_slots: int,
         sampling: Sampling,
         stopping: Stopping,
-        kv_budget_bytes: int | None = None,
         round_steps: int = ROUND_STEPS,
         activity: Activity | None = None,
     ):
-        """`num_slots` per replica, if `kv_budget_bytes` holds them.  Ended responses leave every `round_steps`."""
+        """`num_slots` per replica, if `runtime.kv_cache_mb` holds them.  Ended responses leave every `round_steps`."""
         self._model, self._links, self._runtime, self._activity = model, links, runtime, activity
-        self._num_slots, self._kv_budget_bytes = num_slots, kv_budget_bytes
+        self._num_slots = num_slots
         self.sampling, self.stopping, self.round_steps = sampling, stopping, round_steps
         self._rounds: RoundRunner | None = None
         self._clock = 0
@@ -53,7 +52,8 @@ class PromptDecoder:
         """Yield the growing rollouts after each round; stopping early abandons them."""
         rounds, waiting = self._rounds, iter(prompts)
         if rounds is None:
-            runtime, cache = self._runtime, self._model.new_cache(self._num_slots, self._kv_budget_bytes, self._runtime.kv_layout)
+            runtime = self._runtime
+            cache = self._model.new_cache(self._num_slots, runtime.kv_budget_bytes, runtime.kv_layout)
             rounds = decoder(
                 self._model, cache, sampling=self.sampling, stopping=self.stopping, links=self._links,
                 micro_batch_tokens=runtime.micro_batch_tokens, timeout_s=runtime.timeout_s,

@@ -54,7 +54,6 @@ class LoadedPolicy:
         self, sampling: Sampling, stopping: Stopping, *, num_slots: int, round_steps: int = 64, activity: Activity | None = None
     ) -> PromptDecoder:
         """Collective, with the same arguments.  `num_slots`: sequences per replica at once."""
-        megabytes = self.runtime.kv_cache_mb
         return PromptDecoder(
             self.model,
             self.placement.links,
@@ -62,7 +61,6 @@ class LoadedPolicy:
             num_slots=num_slots,
             sampling=sampling,
             stopping=stopping,
-            kv_budget_bytes=None if megabytes is None else int(megabytes * 2**20),
             round_steps=round_steps,
             activity=activity or self.placement.world.activity,
         )

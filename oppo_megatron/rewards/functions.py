@@ -45,10 +45,7 @@ class Reward:
 def build_reward_functions(
     parts: Sequence[RewardPart], environment: Mapping[str, str] = os.environ, *, max_response_tokens: int | None = None
 ) -> RewardSum:
-    """Return the sum of `parts`; service tokens come from `environment`, and child processes do not inherit them.
-
-    `max_response_tokens`: for rule `length`.  Raises ConfigError with all problems.
-    """
+    """Return the sum of `parts`; child processes do not inherit the tokens of services.  Raises ConfigError with all problems."""
     found = check_rewards(parts, has_reward_model=any(part.reads_model for part in parts))
     summands: list[Summand] = []
     secrets = {part.token_env for part in parts}
@@ -92,10 +89,6 @@ class RewardSum:
         self.summands = list(summands)
 
     @property
-    def needs_model(self) -> bool:
-        return any(isinstance(summand.function, ModelScore) for summand in self.summands)
-
-    @property
     def user_functions(self) -> list[str]:
         """Labels of user functions in this process, which native crashes would end."""
         return [summand.label for summand in self.summands if isinstance(summand.function, UserFunction)]
@@ -124,8 +117,10 @@ class RewardSum:
                 found.setdefault(place, f"reward part {summand.label!r}: {reason}")
         return found
 
-    def reads_model(self, labels: Collection[str]) -> bool:
-        return any(isinstance(summand.function, ModelScore) for summand in self.summands if summand.label in labels)
+    def reads_model(self, labels: Collection[str] | None = None) -> bool:
+        """True if one of the parts (None: of all) is the reward model's score."""
+        models = [summand.label for summand in self.summands if isinstance(summand.function, ModelScore)]
+        return any(labels is None or label in labels for label in models)
 
     def requested(self, seq_id: int) -> bool:
         """True if this sequence's scores are requested and not yet taken by `evaluate`."""

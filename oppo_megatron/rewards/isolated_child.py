@@ -55,10 +55,7 @@ def main(reads: int, writes: int) -> None:
 
 
 def _watch() -> None:
-    """Start a process that kills the function's descendants after this one ends, because a killed run cannot.
-
-    It is reparented, so ending all children of this process spares it.
-    """
+    """Start a reparented process that kills the function's descendants after this one ends, because a killed run cannot."""
     try:
         ended = os.pidfd_open(os.getpid())
     except (AttributeError, OSError):  # Linux before 5.3, or another system: there it outlives such a run

@@ -23,20 +23,14 @@ PROCESSES = 4
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Tests if an expected answer can be compared (if its columns are `needed`), by scoring `response`.
-
-    NaN: comparable only as text.
-    """
+    """Tries expected answers by scoring `response`, if their columns are `needed`; NaN: comparable only as text."""
 
     response: str
     needed: Callable[[Fields], bool]
 
 
 class IsolatedRule(Part):
-    """Scores 0.0 if a response exceeds the limits or ends the process.
-
-    `make` returns a function for each of PROCESSES threads.  `read` returns the needed columns, or raises RewardError.
-    """
+    """Scores 0.0 if a response exceeds the limits or ends the process.  `read` returns the needed columns."""
 
     waits = True
 

@@ -1,6 +1,6 @@
 """A reward function in its own process with limits, against accidents; it is not a sandbox.
 
-Parent and child exchange JSON lines over two pipes.  An answer repeats its call's name, which no other text in the pipe has.
+Both exchange JSON lines over pipes.  An answer repeats its call's name, which no other text in the pipe has.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ class Unanswered(RewardError):
 
 
 class IsolatedFunction(Part):
-    """`entry_point` with keyword arguments `options`, as a function of (prompt, response, fields).
+    """`entry_point` with `options`, as a function of (prompt, response, fields); restarts after a failure.
 
-    The process starts with the first call, again after a failure, and inherits `environment`.  Use one thread: PR_SET_PDEATHSIG
-    ends the process with the thread that started it (prctl(2)).
+    Use one thread: PR_SET_PDEATHSIG ends the process with the thread that started it (prctl(2)).
     """
 
     def __init__(

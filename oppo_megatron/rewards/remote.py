@@ -1,7 +1,6 @@
 """Scores from a service over HTTP, requested by one thread with an event loop.
 
-At most MAX_IN_FLIGHT requests run at once.  One that fails is repeated after a pause, for `give_up_s`; then, or after a permanent
-failure (refused token, wrong address), `request` and `result` raise the error.
+A request that fails is repeated for `give_up_s`; then, or if refused, `request` and `result` raise the error.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING
 from pydantic import SecretStr
 
 from oppo_megatron.config.rewards import TIMEOUT_S
-from oppo_megatron.errors import ConfigError, RewardError
+from oppo_megatron.errors import RewardError
 from oppo_megatron.rewards.parts import Fields, Part
 from oppo_megatron.rewards.protocol import ScoreItem, check_fields, encode_request, read_answer
 
@@ -73,10 +72,6 @@ class RemoteReward(Part):
         clock: Callable[[], float] = time.monotonic,
     ):
         """`timeout_s`: of one request; `max_batch`: responses in it; `pauses_s`: the first pause, and the most it doubles to."""
-        try:
-            import httpx  # noqa: F401  (used by `_serve`; fails before anything starts if it is not installed)
-        except ImportError as error:
-            raise ConfigError(f"{label} is a reward of kind http, which needs the package httpx; install it") from error
         self.label, self.url = label, url
         self.timeout_s, self.give_up_s, self.max_batch = timeout_s, give_up_s, max_batch
         self._token, self._clock = token, clock
@@ -207,13 +202,13 @@ class RemoteReward(Part):
                 return await self._attempt(client, body, ids)
             except _Failure as failure:
                 left_s = until - self._clock()
-                self._give_up_where_due(failure, ids, attempt, left_s)
+                self._give_up_if_due(failure, ids, attempt, left_s)
                 # Shorten pauses randomly, so that senders that failed together do not retry together.
                 wait_s = max(pause_s * self._chance.uniform(0.5, 1.0), failure.retry_after_s)
             await asyncio.sleep(max(0.0, min(wait_s, left_s)))
             pause_s = min(2 * pause_s, self._longest_pause_s)
 
-    def _give_up_where_due(self, failure: _Failure, ids: Sequence[int], attempt: int, left_s: float) -> None:
+    def _give_up_if_due(self, failure: _Failure, ids: Sequence[int], attempt: int, left_s: float) -> None:
         what = f"{self.label}: {self.url} {failure}"
         where = f"sequence {ids[0]}" + (f" and {len(ids) - 1} more" if len(ids) > 1 else "")
         if not failure.transient:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from oppo_megatron.config.rewards import Limits, RewardPart
+from oppo_megatron.config.rewards import Limits, RewardPart, compile_pattern
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.records import field_at, field_names, nearest_field
 from oppo_megatron.rewards.isolated_rule import IsolatedRule, Trial
 from oppo_megatron.rewards.isolation import IsolatedFunction
 from oppo_megatron.rewards.parts import Fields, Part, RulePart
 from oppo_megatron.rewards.rules import choices, code_tests, math_answers
-from oppo_megatron.rewards.rules.formats import FormatRule, LengthRule
-from oppo_megatron.rewards.verifiers import expected_answer, verify
+from oppo_megatron.rewards.verifiers import expected_answer, format_score, length_score, verify
 
 VERLS_ANSWER = "reward_model.ground_truth"
 """Expected answer in verl's layout, used without a column `answer`."""
@@ -39,28 +39,23 @@ def column(fields: Fields, answer: str) -> Any:
 
 
 def build_rule(part: RewardPart, environment: Mapping[str, str], max_response_tokens: int | None) -> Part:
-    """Build a verifier part's rule.  Raises `ConfigError`.
-
-    Its processes inherit `environment`; `max_response_tokens`: if known.
-    """
+    """Build a verifier part's rule, whose processes inherit `environment`.  Raises ConfigError."""
     assert part.name is not None, "check_rewards asks for it"
     if part.name == "format":
         assert part.pattern is not None, "check_rewards asks for it"
-        form = FormatRule(part.pattern, whole=not part.lenient)
-        return RulePart(lambda item, _: form.score(item.response))
+        pattern = compile_pattern(part.pattern)
+        return RulePart(lambda item, _: format_score(item.response, pattern, whole=not part.lenient))
     if part.name == "length":
         return RulePart(_length_rule(part, max_response_tokens))
     if part.isolation is not None:
         return _isolated_rule(part, part.isolation, environment)
+    score: Callable[[str, Any], float] = partial(verify, "flexible" if part.lenient else part.name)
+    expected: Callable[[Any], Any] = expected_answer
     if part.name == "multiple_choice":
-        return RulePart(
-            lambda item, _: choices.verify(item.response, column(item.fields, part.answer)),
-            lambda fields: choices.expected_letter(column(fields, part.answer)),
-        )
-    name = "flexible" if part.lenient else part.name
+        score, expected = choices.verify, choices.expected_letter
     return RulePart(
-        lambda item, _: verify(name, item.response, column(item.fields, part.answer)),
-        lambda fields: expected_answer(column(fields, part.answer)),
+        lambda item, _: score(item.response, column(item.fields, part.answer)),
+        lambda fields: expected(column(fields, part.answer)),
     )
 
 
@@ -76,11 +71,10 @@ def _length_rule(part: RewardPart, max_response_tokens: int | None) -> Callable[
             f"rule length begins at {most - buffer} tokens (max_tokens {most}, less buffer_tokens {buffer}), but no response has "
             f"more than rollout.max_response_tokens {max_response_tokens}; lower max_tokens, or leave it out"
         )
-    rule = LengthRule(most, buffer)
 
     def rate(item: Any, num_tokens: int | None) -> float:
-        assert num_tokens is not None, "who takes a rule `length` counts the tokens"
-        return rule.score(num_tokens)
+        assert num_tokens is not None, "the caller of a rule `length` counts the tokens"
+        return length_score(num_tokens, most, buffer)
 
     return rate
 
@@ -102,7 +96,5 @@ def _isolated_rule(part: RewardPart, limits: Limits, environment: Mapping[str, s
         return {code_tests.TESTS: code_tests.read_tests(column(fields, part.answer))}
 
     return IsolatedRule(
-        lambda: IsolatedFunction(code_tests.ENTRY_POINT, options, outer, environment),
-        tests,
-        code_tests.about_network,
+        lambda: IsolatedFunction(code_tests.ENTRY_POINT, options, outer, environment), tests, code_tests.about_network
     )

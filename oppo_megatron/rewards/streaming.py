@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import SecretStr
 
 from oppo_megatron.config.aligner import StreamConfig
-from oppo_megatron.errors import ConfigError, RewardError
+from oppo_megatron.errors import RewardError
 from oppo_megatron.nesting import read_strict_json
 from oppo_megatron.rewards.protocol import read_token
 
@@ -55,10 +55,8 @@ class ScorerStream:
     """A client of the service.  `offer` returns at once; a thread sends everything in order."""
 
     def __init__(self, settings: StreamConfig, token: SecretStr | None = None, give_up_s: float = GIVE_UP_S):
-        try:
-            import httpx
-        except ImportError as error:
-            raise ConfigError("a scorer that is streamed to needs the package httpx; install it") from error
+        import httpx
+
         headers = {} if token is None else {"authorization": f"Bearer {token.get_secret_value()}"}
         self._http = httpx.Client(headers=headers, timeout=TIMEOUT_S, trust_env=False)
         self._settings, self._give_up_s, self._session = settings, give_up_s, uuid.uuid4().hex
@@ -69,10 +67,7 @@ class ScorerStream:
         self._thread: threading.Thread | None = None
 
     def offer(self, seq_id: int, tokens: Sequence[int], final: bool) -> bool:
-        """Pass a sequence's tokens so far; `final`: it is complete, its score is wanted.
-
-        Returns False, changing nothing, if it was complete and differs.
-        """
+        """Pass a sequence's tokens so far; `final`: all.  Returns False, changing nothing, if it was complete and differs."""
         with self._changed:
             sequence = self._sequences.setdefault(seq_id, _Sequence())
             if sequence.final:

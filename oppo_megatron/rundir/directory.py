@@ -13,7 +13,7 @@ from datetime import datetime
 from itertools import count
 from numbers import Integral, Real
 from pathlib import Path, PurePath
-from typing import Any, TextIO
+from typing import IO, Any, Literal
 
 import yaml
 
@@ -246,12 +246,12 @@ def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
 
 
 @contextmanager
-def atomic_writer(path: str | os.PathLike[str]) -> Iterator[TextIO]:
-    """Write a text file that appears complete, or not at all if the block raises."""
+def atomic_writer(path: str | os.PathLike[str], mode: Literal["w", "wb"] = "w") -> Iterator[IO[Any]]:
+    """Write a file that appears complete, or not at all if the block raises."""
     target = Path(path)
     aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with aside.open("w", encoding="utf-8") as file:
+        with aside.open(mode, encoding="utf-8" if mode == "w" else None) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -39,7 +39,7 @@ def try_parts(config: ServeConfig, environment: Mapping[str, str]) -> list[str]:
 @contextmanager
 def open_model_scores(config: ServeConfig, rewards: RewardSum) -> Iterator[ModelScores]:
     """Yield the reward model's scores of items (None without a model).  Raises ConfigError or CheckpointError."""
-    if not rewards.needs_model:
+    if not rewards.reads_model():
         yield lambda items: [None] * len(items)
         return
     from oppo_megatron.serving.model_scorer import open_model

@@ -21,17 +21,15 @@ from oppo_megatron.algorithms.losses import ActorTargets
 from oppo_megatron.algorithms.packed import tokens_of_rows
 from oppo_megatron.mcore.batch import MicroBatch, join_rows, pack_responses
 from oppo_megatron.mcore.device import on_device
-from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.training import forward_rows, read_reports
-from oppo_megatron.mcore.vocab import VocabShards, largest_logits, token_logprobs
+from oppo_megatron.mcore.vocab import largest_logits, token_logprobs
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.packing import balance
 from oppo_megatron.train.roles import TrainedRole
 from oppo_megatron.train.update import UpdateSettings, begin_update, run_update, stats_dict, update_packing
 
 STATS = ("ess", "logprob_gap", "logprob_gap_judged", "grad_norm", "lr")
-"""Statistics in addition to those of the algorithm's loss."""
-
+"""Statistics in addition to what the algorithm's loss has."""
 
 WHOLE_EVERY = 10
 """Every tenth update, from the first, compares decoding with training in all minibatches.
@@ -58,6 +56,10 @@ class Actor:
     ess: float = 1.0
     gap_limit: GapLimit = GapLimit()
     _begun: BegunUpdate | None = None
+
+    def __post_init__(self) -> None:
+        self._groups, self._vocab = self.role.trained.model.groups, self.role.trained.model.vocab
+        self._compared_at = self.algorithm.choices.temperature(self.temperature)
 
     def begin(self, batch: Sequence[Rollout], settings: UpdateSettings) -> None:
         """Do the work that needs no scores; `update` with the same batch and settings completes it."""
@@ -110,6 +112,7 @@ class Actor:
         return summary | packing | {"reallocated_bytes": moved.bytes_moved, "reallocate_s": moved.seconds}
 
     def set_aside(self) -> Callable[[], None]:
+        """Return the function that undoes later updates."""
         undo, ess = self.role.undo(), self.ess
 
         def back() -> None:
@@ -119,24 +122,10 @@ class Actor:
         return back
 
     def _prepare(self, batch: Sequence[Rollout], settings: UpdateSettings) -> BegunUpdate:
-        begun = BegunUpdate()
         whole = settings.minibatches > 1 and settings.version % WHOLE_EVERY == 0 and self.gap_limit.nats is not None
-        if whole or self.algorithm.needs_proximal:
-            begun = self._under_start(batch, settings)
+        begun = self._under_start(batch, settings) if whole or self.algorithm.needs_proximal else BegunUpdate()
         self.role.retire()
         return begun
-
-    @property
-    def _groups(self) -> RoleGroups:
-        return self.role.trained.model.groups
-
-    @property
-    def _compared_at(self) -> float:
-        return self.algorithm.choices.temperature(self.temperature)
-
-    @property
-    def _vocab(self) -> VocabShards:
-        return self.role.trained.model.vocab
 
     def _loss_inputs(
         self, batch: Sequence[Rollout], experience: Experience, proximal_T: Tensor | None, settings: UpdateSettings
@@ -145,15 +134,17 @@ class Actor:
         if not self._groups.is_last_stage:
             return {}
         base_T, weight_T = self.algorithm.ratio_base(experience.old_logp_T, proximal_T, experience.lengths_B)
+        stale = [float(any(v != settings.version for v in r.versions)) for r in batch for _ in r.versions]
         inputs = {
             "old_logp": base_T,
             "behaviour_logp": experience.old_logp_T,
             "advantages": experience.advantages_T,
             "fresh": fresh_tokens(batch, settings),
-            "stale": stale_rows(batch, settings),
+            "stale": on_device(stale, settings.device, torch.float32),  # 1 in responses with a token of an older policy
+            "reference_logp": experience.reference_logp_T,
+            "weight": weight_T,
         }
-        optional = {"reference_logp": experience.reference_logp_T, "weight": weight_T}
-        return inputs | {name: x_T for name, x_T in optional.items() if x_T is not None}
+        return {name: x_T for name, x_T in inputs.items() if x_T is not None}
 
     def _custom_columns(self, batch: Sequence[Rollout], experience: Experience, settings: UpdateSettings) -> dict[str, Tensor]:
         if self.algorithm.loss is None or not self._groups.is_last_stage:
@@ -225,12 +216,6 @@ class Actor:
 def fresh_tokens(batch: Sequence[Rollout], settings: UpdateSettings) -> Tensor:
     """[T]: 1 for tokens decoded with the update's initial weights, cache included."""
     flags = [float(version == settings.version) for rollout in batch for version in rollout.versions]
-    return on_device(flags, settings.device, torch.float32)
-
-
-def stale_rows(batch: Sequence[Rollout], settings: UpdateSettings) -> Tensor:
-    """[T]: 1 in responses with a token of an older policy version."""
-    flags = [float(any(v != settings.version for v in rollout.versions)) for rollout in batch for _ in rollout.versions]
     return on_device(flags, settings.device, torch.float32)
 
 

@@ -38,35 +38,30 @@ from oppo_megatron.train.supervised import run_supervised
 def run_rank(kind: str, config: Any) -> int:
     choose_device(config.runtime)
     stacks_on_request()
-    with memory_for(_other_work), clear_when_full(config.run_dir):
-        if kind == "train":
-            return _run_train(config)
-        return 0 if run_supervised(config) else EXIT_REQUEUE
-
-
-def _run_train(config: TrainConfig) -> int:
-    progress = by_time(is_owner=os.environ.get("RANK", "0") == "0")
-    inputs, preemption = read_inputs(config, progress), Preemption(config.preempt_deadline_s)
-    try:
-        with (
-            open_world(config.runtime) as world,
-            RunDirectory(config.run_dir).held() if world.rank == 0 else nullcontext(),
-            watched(world, config.stall_deadline_s, config.run_dir, "train"),
-            preemption.listening(),
-        ):
-            require_memory(config, world)
-            if world.device.type == "cpu":
-                require_private_ops(config.runtime, {role.dtype for role in named_roles(config).values()})
-            return 0 if run_ppo(config, world, inputs, preemption) else EXIT_REQUEUE
-    except RollBack:
-        return EXIT_AGAIN
-
-
-def _other_work() -> tuple[str, str]:
-    return (
+    other_work = (
         "work outside of decoding, prefill and training micro-batches",
         "compare `--dry-run` with this machine's memory; use more ranks, or lower rollout.batch_size or runtime.kv_cache_mb",
     )
+    with memory_for(lambda: other_work), clear_when_full(config.run_dir):
+        try:
+            return 0 if (_run_train if kind == "train" else run_supervised)(config) else EXIT_REQUEUE
+        except RollBack:
+            return EXIT_AGAIN
+
+
+def _run_train(config: TrainConfig) -> bool:
+    progress = by_time(is_owner=os.environ.get("RANK", "0") == "0")
+    inputs, preemption = read_inputs(config, progress), Preemption(config.preempt_deadline_s)
+    with (
+        open_world(config.runtime) as world,
+        RunDirectory(config.run_dir).held() if world.rank == 0 else nullcontext(),
+        watched(world, config.stall_deadline_s, config.run_dir, "train"),
+        preemption.listening(),
+    ):
+        require_memory(config, world)
+        if world.device.type == "cpu":
+            require_private_ops(config.runtime, {role.dtype for role in named_roles(config).values()})
+        return run_ppo(config, world, inputs, preemption)
 
 
 def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preemption) -> bool:
@@ -91,13 +86,8 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
             stack.callback(inputs.judges.close)
         if loop.journal is not None:
             stack.enter_context(loop.journal)
-            told = [
-                *start,
-                describe_batch(config),
-                *describe_inputs(inputs),
-                *(each.describe() for each in rollbacks.done),
-            ]
-            loop.journal.note("\n".join(told))
+            back = (each.describe() for each in rollbacks.done)
+            loop.journal.note("\n".join([*start, describe_batch(config), *describe_inputs(inputs), *back]))
         if found is not None:
             loop.restore(found)
         if not loop.run():

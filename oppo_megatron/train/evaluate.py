@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from oppo_megatron.config.derived import share_of_sequences
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.estimates import Figures, estimate
 from oppo_megatron.data.prompts import PromptSet, PromptStream
@@ -29,27 +30,19 @@ from oppo_megatron.train.score_exchange import ScoreExchange, StepRewards
 
 
 class Evaluator(HeldoutSchedule):
-    """Decodes into a temporary cache of at most `max_slots` slots and `kv_budget_bytes` (None: no limit)."""
+    """Decodes into a temporary cache of at most the run's slots, without forced lengths."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        prompts: PromptSet,
-        judges: RewardSum,
-        stopping: Stopping,
-        max_slots: int,
-        kv_budget_bytes: int | None,
-        rounds: RoundRunner,
-        exchange: ScoreExchange,
-    ):
+    def __init__(self, config: TrainConfig, prompts: PromptSet, judges: RewardSum, rounds: RoundRunner, exchange: ScoreExchange):
         evaluation = config.evaluation
         assert evaluation is not None
         super().__init__(evaluation.every_steps, config.early_stop)
-        self.config, self.judges, self.stopping = evaluation, judges, stopping
-        self.runtime, self.max_slots, self.kv_budget_bytes = config.runtime, max_slots, kv_budget_bytes
+        self.config, self.judges, self.runtime = evaluation, judges, config.runtime
+        tokenizer = exchange.tokenizer
+        self.stopping = Stopping.of(config.rollout, tokenizer.eos_ids, config.seed, decode=tokenizer.decode)
+        self.max_slots = share_of_sequences(config, "actor", exchange.placements["actor"].dp)
         self.rounds, self.exchange = rounds, exchange
         self.source = rounds.planner.site.source
-        self.steps = StepRewards.of(evaluation.judges, exchange.tokenizer)
+        self.steps = StepRewards.of(evaluation.judges, tokenizer)
         self.sampling = Sampling(temperature=evaluation.temperature, seed=config.seed)
         count = min(len(prompts), evaluation.most_rows)
         once = PromptStream(prompts, 0, epochs=1, limit=count, shuffle=False)
@@ -65,7 +58,7 @@ class Evaluator(HeldoutSchedule):
         Raises RewardError on the actor's first output rank if a judge fails.
         """
         rollouts = None if self.exchange.actor is None else self._decode(self.exchange.actor.role.serving)
-        scores_N = self._model_scores(rollouts) if self.judges.needs_model else None
+        scores_N = self._model_scores(rollouts) if self.judges.reads_model() else None
         table = None
         if self.exchange.rank == self.source:
             assert rollouts is not None
@@ -86,7 +79,6 @@ class Evaluator(HeldoutSchedule):
             num_slots=min(len(self.prompts), self.max_slots),
             sampling=self.sampling,
             stopping=self.stopping,
-            kv_budget_bytes=self.kv_budget_bytes,
             activity=self.exchange.activity,
         )
         return sorted(decoder.decode(self.prompts), key=lambda rollout: rollout.seq_id)

@@ -12,7 +12,6 @@ Legend: B rollouts, P their prompt tokens, T their response tokens (both packed)
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -87,15 +86,8 @@ class RejectedBatch:
                     "finish_reason": rollout.finish_reason,
                 }
                 lines.write(encode_json(line) + "\n")
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with aside.open("wb") as file:  # the library's own writer does not raise OSError for a full disk
-                file.write(save(self._tensors(), metadata={"format": FORMAT}))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(aside, path)
-        finally:
-            aside.unlink(missing_ok=True)
+        with atomic_writer(path, "wb") as file:  # the library's own writer does not raise OSError for a full disk
+            file.write(save(self._tensors(), metadata={"format": FORMAT}))
 
     def _tensors(self) -> dict[str, Tensor]:
         rollouts, scored = self.batch, self.scored
@@ -179,23 +171,24 @@ class Rollbacks:
                 "that were left out would be trained; restore the file next to the checkpoints"
             )
 
-    def obstacle(self) -> str | None:
-        if len(self.done) >= MAX_ROLLBACKS:
-            return f"the run has gone back {MAX_ROLLBACKS} times already, and may not do so again"
-        if self.checkpoint is None:
-            return "the run should go back to a checkpoint, but has none yet; lower checkpoint.every_steps"
-        return None
-
-    def go_back(self, step: int, reason: str, rejected: Sequence[int], position: int, num_written: int, *, keeper: bool) -> None:
-        """Write the rollback on the keeper, and raise RollBack on every rank.
+    def go_back(
+        self, step: int, breach: Breach, where: str, rejected: Sequence[int], position: int, num_written: int, *, keeper: bool
+    ) -> None:
+        """Write the rollback on the keeper, and raise RollBack on every rank; NumericsError if the run may not go back.
 
         `rejected`: sequences of the rejected batch.  Prompts before `position` have been admitted.
         """
-        assert self.checkpoint is not None
+        because = f"it was because {breach.message}{where}"
+        if len(self.done) >= MAX_ROLLBACKS:
+            raise NumericsError(f"the run has gone back {MAX_ROLLBACKS} times already, and may not do so again; {because}")
+        if self.checkpoint is None:
+            raise NumericsError(
+                f"the run should go back to a checkpoint, but has none yet; lower checkpoint.every_steps; {because}"
+            )
         name, start = self.checkpoint
         left_out = sorted((set(range(start, position)) | set(rejected)) - self.left_out)
         rows = [self._prompts.at(each).row for each in left_out]
-        rollback = Rollback(step, reason, name, left_out, rows, num_written)
+        rollback = Rollback(step, breach.reason, name, left_out, rows, num_written)
         if keeper:
             with atomic_writer(self._run.rollbacks) as file:
                 file.writelines(encode_json(asdict(each)) + "\n" for each in [*self.done, rollback])
@@ -285,11 +278,9 @@ class Guard:
         where = f" (step {step}; `python -m tools.replay {path}`, in the repository, repeats its update)"
         action = self.config.guards.action
         if action == "rollback":
-            obstacle = self.rollbacks.obstacle()
-            if obstacle is not None:
-                raise NumericsError(f"{obstacle}; it was because {breach.message}{where}")
             groups = members(self.config).of_groups(rollout.seq_id for rollout in rejected.batch)
-            self.rollbacks.go_back(step, breach.reason, groups, position, self.num_written, keeper=self.rank == self.site.source)
+            keeps = self.rank == self.site.source
+            self.rollbacks.go_back(step, breach, where, groups, position, self.num_written, keeper=keeps)
         elif action == "skip" and self.in_a_row > MAX_SKIPS:
             raise NumericsError(
                 f"{self.in_a_row} steps in a row were skipped, more than {MAX_SKIPS}; the last because {breach.message}{where}"

@@ -17,7 +17,7 @@ from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.overcommit.filter import VerdictClock
 from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
-from oppo_megatron.rewards.rules.formats import literals
+from oppo_megatron.rewards.verifiers import literals
 
 if TYPE_CHECKING:
     from oppo_megatron.engine.stopping import Quantile
@@ -39,14 +39,9 @@ class Inputs:
 
     def counts(self) -> dict[str, dict[str, int]]:
         sets = {"data": self.prompts} | ({} if self.heldout is None else {"evaluation.data": self.heldout})
+        kinds = ("quarantined", "duplicates", "truncated")
         return {
-            name: {
-                "prompts": len(rows),
-                "quarantined": rows.num_quarantined,
-                "duplicates": rows.num_duplicates,
-                "truncated": rows.num_truncated,
-            }
-            for name, rows in sets.items()
+            name: {"prompts": len(rows)} | {kind: getattr(rows, f"num_{kind}") for kind in kinds} for name, rows in sets.items()
         }
 
 
@@ -157,11 +152,9 @@ def describe_quarantine(quarantine: Quarantine) -> list[str]:
 def describe_first(quarantine: Quarantine) -> list[str]:
     lines = []
     for part, text in quarantine.first.items():
-        shown = (
-            repr(text)
-            if len(text) <= 2 * SHOWN_CHARACTERS
-            else (f"{text[:SHOWN_CHARACTERS]!r} ... {text[-SHOWN_CHARACTERS:]!r} ({len(text)} characters)")
-        )
+        shown = repr(text)
+        if len(text) > 2 * SHOWN_CHARACTERS:
+            shown = f"{text[:SHOWN_CHARACTERS]!r} ... {text[-SHOWN_CHARACTERS:]!r} ({len(text)} characters)"
         lines.append(f"  {part}: {shown}")
     return ["the first row as the model reads it:", *lines] if lines else []
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -31,8 +32,8 @@ from oppo_megatron.records import Rollout
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.schedule.plan import StepPlan, plan_step
 from oppo_megatron.train.evaluate import Evaluator
+from oppo_megatron.train.logs.journal import StepFacts
 from oppo_megatron.train.logs.meter import RolloutPhase, StepMeter
-from oppo_megatron.train.logs.step import StepFacts
 from oppo_megatron.train.rollouts import Rollouts
 from oppo_megatron.train.saving.caches import CacheContents, gather_caches, load_caches, require_sound_books
 from oppo_megatron.train.saving.saver import Saveable, Saver
@@ -103,24 +104,32 @@ class TrainingLoop(Saveable):
         self.phase = None
         if not batch:
             return True
-        with self.meter.drain():
-            while self.rounds.owes(batch):  # a scorer, on any rank, has not read all of it
-                self.rollouts.score(batch, self.adaptation.chunk.value, self.updates.version)
-                self.meter.scoring_round()
+        started = time.monotonic()
+        while self.rounds.owes(batch):  # a scorer, on any rank, has not read all of it
+            self.rollouts.score(batch, self.adaptation.chunk.value, self.updates.version)
+            self.meter.end_round(decoded=False)
+        self.meter.tracer.flush()
+        self.meter.facts.drain_s = time.monotonic() - started
         trained = self.exchange.members.to_train(batch)
         if plan.forward_ahead:
             self.updates.begin(step, trained)
-        scored = self._gather_scores(step, batch)
-        self.meter.facts.filtered = self.rollouts.figures()
+        scored, facts = self._gather_scores(step, batch), self.meter.facts
+        facts.filtered = self.rollouts.figures()
         self.adaptation.learn_costs(step)
         experience, breach = self.updates.make(step, trained, scored)
         actor_trained = self.updates.trains_actor(step)
-        self._end_update(plan, changed=breach is None, actor_trained=actor_trained)
         if breach is None:
-            self.adaptation.learn_batch(self.meter.facts, trained, experience, actor_trained=actor_trained)
+            self.rollouts.weights_changed(actor_trained)
+        self.rounds.executor.drain()
+        self.meter.memory.look()
+        if plan.wait_for_critic and self.world.size > 1:
+            with self.meter.part("wait_update"):
+                dist.barrier()
+        if breach is None:
+            self.adaptation.learn_batch(facts, trained, experience, actor_trained=actor_trained)
         else:
-            self.meter.facts.skipped = breach.reason
-        self.adaptation.learn_times(self.meter.facts, self.meter.cost())
+            facts.skipped = breach.reason
+        self.adaptation.learn_times(facts, self.meter.cost())
         self.meter.end(batch, self.buffer.rollouts, experience)
         self.done = step
         return True
@@ -132,15 +141,14 @@ class TrainingLoop(Saveable):
         return self.rollouts.scheduler.done or self.done == self.config.steps or stopped
 
     def _admit(self, step: int) -> None:
-        interrupted = self.phase
-        if interrupted is None:
-            chunk, version = self.adaptation.chunk.value, self.updates.version
-            facts = StepFacts(step, self.buffer.delta, chunk, version=version, **self.saver.take_cost())
-            self.phase = RolloutPhase(facts, Occupancy(self.buffer.clock), self.buffer.clock)
-        assert self.phase is not None
+        if self.phase is not None:  # a stop has interrupted it
+            self.meter.begin(self.phase)
+            return
+        chunk, version = self.adaptation.chunk.value, self.updates.version
+        facts = StepFacts(step, self.buffer.delta, chunk, version=version, **self.saver.take_cost())
+        self.phase = RolloutPhase(facts, Occupancy(self.buffer.clock), self.buffer.clock)
         self.meter.begin(self.phase)
-        if interrupted is None:
-            self.rollouts.admit()
+        self.rollouts.admit()
 
     def _decode(self, plan: StepPlan) -> Chunk:
         clock, started, preemption = self.buffer.clock, time.monotonic(), self.saver.preemption
@@ -157,20 +165,11 @@ class TrainingLoop(Saveable):
                 self.rollouts.judged,
             )  # fmt: skip
             self.meter.all_memory()
-            self.saver.measured(step, REWARD, float(scored.scores_B.double().mean()))
+            self.saver.look_at(step, {REWARD: (float(scored.scores_B.double().mean()), None)})
             self.saver.look_around()
         self.meter.scored(scored, report, self.adaptation.kl.value)
         self.rollouts.retire(batch)
         return scored
-
-    def _end_update(self, plan: StepPlan, changed: bool, actor_trained: bool) -> None:
-        if changed:
-            self.rollouts.weights_changed(actor_trained)
-        self.rounds.executor.drain()
-        self.meter.memory.look()
-        if plan.wait_for_critic and self.world.size > 1:
-            with self.meter.part("wait_update"):
-                dist.barrier()
 
     def _evaluate(self, last: bool) -> None:
         if self.evaluator is None or not self.evaluator.due(self.done, last):
@@ -183,11 +182,11 @@ class TrainingLoop(Saveable):
 
     def _end_of_prompts(self) -> None:
         dropped = self.rollouts.figures()["groups_dropped"]
-        told = f"the prompts have ended: none of the last {dropped} groups was worth training"
+        text = f"the prompts have ended: none of the last {dropped} groups was worth training"
         if not self.done:
-            raise SamplingError(f"{told}, and no step was made; use prompts that the policy answers rightly now and then")
+            raise SamplingError(f"{text}, and no step was made; use prompts that the policy answers rightly now and then")
         if self.journal is not None:
-            self.journal.note(told)
+            self.journal.note(text)
         if self.evaluator is not None and not self.evaluator.due(self.done, last=False):
             self._evaluate(last=True)
 
@@ -216,23 +215,27 @@ class TrainingLoop(Saveable):
         self.meter.memory.of_all_ranks()
 
     def state_dict(self) -> dict[str, Any]:
-        actor, journal, rollouts = self.actor, self.journal, self.rollouts
-        assert actor is not None and journal is not None
-        return {
+        assert self.actor is not None and self.journal is not None
+        parts = {name: None if part is None else part.state_dict() for name, part in self._parts.items()}
+        return parts | {
             "done": self.done,
-            "scheduler": rollouts.scheduler.state_dict(),
-            "filter": None if rollouts.filter is None else rollouts.filter.state_dict(),
-            "chunk": self.adaptation.chunk.state_dict(),
-            "kl": self.adaptation.kl.state_dict(),
-            "early_stop": None if self.evaluator is None else self.evaluator.state_dict(),
-            "guard": self.updates.guard.state_dict(),
-            "actor": {"version": self.updates.version, "ess": actor.ess},
+            "scheduler": self.rollouts.scheduler.state_dict(),
+            "actor": {"version": self.updates.version, "ess": self.actor.ess},
             "history": self.updates.history.numbers(),
-            "updates": actor.role.trained.updates,  # the critic has made these, and its warm-up's
+            "updates": self.actor.role.trained.updates,  # the critic has made these, and its warm-up's
             "phase": None if self.phase is None else self.phase.state_dict(),
-            "journal": journal.state_dict(),
+            "journal": self.journal.state_dict(),
             **books_state(self.rounds),
         }
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        """Parts with a `state_dict` that all ranks share; None if the run has no such part."""
+        adaptation = self.adaptation
+        return {
+            "filter": self.rollouts.filter, "chunk": adaptation.chunk, "kl": adaptation.kl, "early_stop": self.evaluator,
+            "guard": self.updates.guard,
+        }  # fmt: skip
 
     def texts(self) -> dict[str, str]:
         return {ROLLOUTS: "".join(rollout_lines(self.buffer.rollouts))}
@@ -241,12 +244,7 @@ class TrainingLoop(Saveable):
         return gather_caches(self.rounds, copied=copied) if self.config.checkpoint.caches else None
 
     def on_complete(self) -> Callable[[], None]:
-        place = self.position.name, self.rollouts.scheduler.position
-
-        def note() -> None:
-            self.rollbacks.checkpoint = place
-
-        return note
+        return partial(setattr, self.rollbacks, "checkpoint", (self.position.name, self.rollouts.scheduler.position))
 
     def restore(self, found: Found) -> None:
         left_out = self.rollbacks.left_out
@@ -268,16 +266,11 @@ class TrainingLoop(Saveable):
     def load_state_dict(self, state: Mapping[str, Any], held: Sequence[Rollout]) -> None:
         """Continue from `state_dict` and the buffer's rollouts, without books and caches."""
         self.done = self.meter.settled = state["done"]
-        rollouts, updates = self.rollouts, self.updates
-        rollouts.scheduler.load_state_dict(state["scheduler"], held)
-        if rollouts.filter is not None:
-            rollouts.filter.load_state_dict(state.get("filter"))
-        self.adaptation.chunk.load_state_dict(state["chunk"])
-        self.adaptation.kl.load_state_dict(state["kl"])
-        if self.evaluator is not None:
-            self.evaluator.load_state_dict(state.get("early_stop"))
-        updates.guard.load_state_dict(state["guard"])
-        updates.version, updates.history = state["actor"]["version"], History.of(state.get("history", {}))
+        self.rollouts.scheduler.load_state_dict(state["scheduler"], held)
+        for name, part in self._parts.items():
+            if part is not None:
+                part.load_state_dict(state[name])
+        self.updates.version, self.updates.history = state["actor"]["version"], History.of(state["history"])
         if self.actor is not None:
             self.actor.ess = state["actor"]["ess"]
         if state["phase"] is not None:
@@ -288,14 +281,12 @@ class TrainingLoop(Saveable):
 
     def _restore_caches(self, found: Found) -> None:
         """Load books and caches if layout, models and options still match; else all sequences are prefilled again."""
-        saved = self.config.checkpoint.caches and found.state["caches"]
-        if not saved or found.state["layout"] != books_state(self.rounds)["layout"]:
+        saved, state = self.config.checkpoint.caches and found.state["caches"], found.state
+        same = saved and state["layout"] == books_state(self.rounds)["layout"]
+        if not same or frozen_models(state["config"]) != frozen_models(self.saver.settings):
             return
-        if frozen_models(found.state["config"]) != frozen_models(self.saver.settings):
-            return
-        require_sound_books(found.state, self.buffer.rollouts)
-        planner, books = self.rounds.planner, found.state["books"]
-        planner.actor.load_state_dict(books["actor"])
-        for name, book in planner.scorers.items():
-            book.load_state_dict(books[name])
+        require_sound_books(state, self.buffer.rollouts)
+        planner = self.rounds.planner
+        for name, book in {"actor": planner.actor, **planner.scorers}.items():
+            book.load_state_dict(state["books"][name])
         load_caches(cache_path(found.folder, self.world.rank), self.rounds)

@@ -55,6 +55,7 @@ class MemoryMeter:
         self.peak_bytes = max(self.peak_bytes, peak_bytes(self.device))
 
     def of_all_ranks(self) -> MemoryByRank:
+        """Share the peaks up to the last `look`.  Collective of the world."""
         self.by_rank = MemoryByRank(*by_rank([self.base_bytes, self.peak_bytes], self.device))
         return self.by_rank
 
@@ -68,12 +69,9 @@ class MemoryByRank:
         return {"memory_peak_mb": _mebibytes(self.peak)}
 
     def summary(self, planned: Sequence[float]) -> dict[str, Any]:
-        return {
-            "memory_base_mb": _mebibytes(self.base),
-            "memory_peak_mb": _mebibytes(self.peak),
-            "memory_planned_mb": _mebibytes(planned),
-            "memory_ratio": [round(ratio, 3) for ratio in self.ratios(planned)],
-        }
+        sizes = {"memory_base_mb": self.base, "memory_peak_mb": self.peak, "memory_planned_mb": planned}
+        ratios = [round(ratio, 3) for ratio in self.ratios(planned)]
+        return {name: _mebibytes(each) for name, each in sizes.items()} | {"memory_ratio": ratios}
 
     def ratios(self, planned: Sequence[float]) -> list[float]:
         return [(peak - base) / plan for base, peak, plan in zip(self.base, self.peak, planned, strict=True)]

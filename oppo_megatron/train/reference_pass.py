@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import os
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,7 +35,7 @@ from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.training import forward_rows
 from oppo_megatron.mcore.vocab import VocabShards, token_logprobs
 from oppo_megatron.modeldir.headers import read_hf_config
-from oppo_megatron.rundir.directory import RunDirectory
+from oppo_megatron.rundir.directory import RunDirectory, atomic_writer
 from oppo_megatron.rundir.manifest import describe, list_files
 from oppo_megatron.train.score_exchange import sum_over_ranks
 
@@ -79,39 +78,29 @@ def key_of(prompt: Sequence[int], answer: Sequence[int]) -> bytes:
     return hashlib.sha256(length + array("q", prompt).tobytes() + array("q", answer).tobytes()).digest()[:KEY_BYTES]
 
 
-class LogprobTable:
-    def __init__(self) -> None:
-        self.by_key: dict[bytes, float] = {}
+Table = dict[bytes, float]
+"""Log-probs by key."""
 
-    def of(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
-        return self.by_key[key_of(prompt, answer)]
 
-    def missing(self, answers: Iterable[Answered]) -> dict[bytes, Answered]:
-        found = ((key_of(*each), each) for each in answers)
-        return {key: each for key, each in found if key not in self.by_key}
+def missing_answers(table: Table, answers: Iterable[Answered]) -> dict[bytes, Answered]:
+    found = ((key_of(*each), each) for each in answers)
+    return {key: each for key, each in found if key not in table}
 
 
 class UnusableFileError(DataError):
     pass
 
 
-def write_logprobs(path: Path, table: Mapping[bytes, float], reference: str) -> None:
+def write_logprobs(path: Path, table: Table, reference: str) -> None:
     keys = torch.frombuffer(bytearray(b"".join(table)), dtype=torch.uint8).view(-1, KEY_BYTES)
     logprobs = torch.tensor(list(table.values()), dtype=torch.float64)
     metadata = {"kind": KIND, "reference": reference, "sha256": _checksum(keys, logprobs)}
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with aside.open("wb") as file:
-            file.write(save({"keys": keys, "logprobs": logprobs}, metadata))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with atomic_writer(path, "wb") as file:
+        file.write(save({"keys": keys, "logprobs": logprobs}, metadata))
 
 
-def read_logprobs(path: Path, reference: str) -> dict[bytes, float]:
+def read_logprobs(path: Path, reference: str) -> Table:
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
@@ -139,7 +128,7 @@ def _checksum(keys: Tensor, logprobs: Tensor) -> str:
 class ReferencePass:
     """Fills `table`.  Collective of the world; `owner` reads and writes the file."""
 
-    def __init__(self, config: DPOConfig, table: LogprobTable, world: World, owner: int, note: Callable[[str], None]):
+    def __init__(self, config: DPOConfig, table: Table, world: World, owner: int, note: Callable[[str], None]):
         self.config, self.table, self.world, self.owner, self.note = config, table, world, owner, note
         self.path = config.reference_logprobs or RunDirectory(config.run_dir).reference
         with world.activity.doing("checksums of the reference's weights"):
@@ -148,32 +137,25 @@ class ReferencePass:
     def make(self, answers: Iterable[Answered], load: Load) -> RoleModel:
         """Get the log-probs of `answers`; return the model to train, made by `load`."""
         own = self.config.reference
-        self._read()
-        missing = self.table.missing(answers)
+        found: list[Any] = [self._read() if dist.get_rank() == self.owner else None]
+        dist.broadcast_object_list(found, src=self.owner)
+        if isinstance(found[0], DataError):
+            raise found[0]
+        self.table.update(found[0])
+        missing = missing_answers(self.table, answers)
         if own is None:
             model = load(self.config.model)
             self._compute(model, missing)
             return model
         if missing:
-            reference = load(own)
-            self._compute(reference, missing)
-            del reference
+            self._compute(load(own), missing)
             gc.collect()
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
         return load(self.config.model)
 
-    def _read(self) -> None:
+    def _read(self) -> Table | DataError:
         """Replace an unusable file in the run directory, but refuse one named by the configuration."""
-        found: list[Any] = [None]
-        if dist.get_rank() == self.owner:
-            found[0] = self._read_here()
-        dist.broadcast_object_list(found, src=self.owner)
-        if isinstance(found[0], DataError):
-            raise found[0]
-        self.table.by_key.update(found[0])
-
-    def _read_here(self) -> Mapping[bytes, float] | DataError:
         if not self.path.exists():
             return {}
         try:
@@ -201,21 +183,18 @@ class ReferencePass:
             with self.world.activity.doing("log-probs of the reference"):
                 budget = self.config.runtime.micro_batch_tokens
                 values = answer_sums(model, list(block.values()), budget, self.world, report)
-            self.table.by_key.update(zip(block, values, strict=True))
+            self.table.update(zip(block, values, strict=True))
             done += len(block)
             if dist.get_rank() == self.owner:
-                self._write()
+                try:
+                    write_logprobs(self.path, self.table, self.fingerprint)
+                except OSError as error:
+                    raise DataError(
+                        f"reference_logprobs: {self.path} cannot be written ({error.strerror}); name a file in a folder that "
+                        "this user may write, on a disk that is not full"
+                    ) from error
             took_s = time.monotonic() - started
             self.note(f"reference log-probs: {done} of {len(missing)} answers computed in {took_s:.1f} s, in {self.path}")
-
-    def _write(self) -> None:
-        try:
-            write_logprobs(self.path, self.table.by_key, self.fingerprint)
-        except OSError as error:
-            raise DataError(
-                f"reference_logprobs: {self.path} cannot be written ({error.strerror}); name a file in a folder that this user "
-                "may write, on a disk that is not full"
-            ) from error
 
 
 def answer_logprobs(batch: MicroBatch, logits_RV: Tensor, vocab: VocabShards) -> Tensor:

@@ -57,12 +57,7 @@ VISIBLE_WITHIN_S = 60.0  # network file systems show a new file late
 
 
 def prepare_run_directory(
-    config: TrainConfig | SupervisedConfig,
-    world: World,
-    state: Mapping[str, Any] | None,
-    quarantine: Quarantine,
-    *,
-    owner: bool,
+    config: TrainConfig | SupervisedConfig, world: World, state: Mapping[str, Any] | None, quarantine: Quarantine, *, owner: bool
 ) -> None:
     """Let `owner` create the run directory, or cut its files to a checkpoint's `state`, before any rank writes.
 

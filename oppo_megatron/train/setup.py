@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import torch
 
 from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.algorithms.decode_gap import GapLimit
@@ -24,13 +26,12 @@ from oppo_megatron.control.chunk_tuner import ChunkTuner
 from oppo_megatron.control.delta_controllers import make_delta_controller
 from oppo_megatron.control.kl_controller import KLController
 from oppo_megatron.data.prompts import PromptSet, PromptStream
-from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.engine.executor import Executor, RoleWorker
 from oppo_megatron.engine.generation import DecodeWorker
 from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.scoring import ScorerRole, ScoringWorker
-from oppo_megatron.engine.stopping import Quantile, Stopping
+from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.engine.stream import ChunkOutlet, ListenWorker
 from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.layout.placements import named_roles, shares_weights
@@ -48,7 +49,6 @@ from oppo_megatron.rundir.trace import SpanRecorder
 from oppo_megatron.schedule.checking.transport import transport_of
 from oppo_megatron.schedule.links import most_streams
 from oppo_megatron.schedule.plan import cache_slots, delta_rule, new_planner, plan_step, round_generator
-from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import CostMeter
 from oppo_megatron.train.actor import Actor, Critic
 from oppo_megatron.train.evaluate import Evaluator
@@ -73,43 +73,15 @@ SCORERS: dict[ScorerRole, Head] = {"reference": "lm", "critic": "scalar", "rewar
 @dataclass
 class RoleBuilder:
     config: TrainConfig
-    algorithm: Algorithm
     world: World
     topology: Topology
-    tokenizer: Tokenizer
-    total_steps: int  # of the run
-    lengths: Quantile | None  # of a length trace
 
-    def __post_init__(self) -> None:
-        """Resolve `runtime.kv_layout: auto`, because planner and caches must count slots the same way."""
-        runtime, device = self.config.runtime, self.world.device
-        if runtime.kv_layout == "auto":
-            dtypes = {DTYPES[role.dtype] for role in named_roles(self.config).values()}
-            layout = "dense" if any(find_kernel(device, dtype) is None for dtype in dtypes) else "paged"
-            settled = runtime.model_copy(update={"kv_layout": layout})
-            self.config = self.config.model_copy(update={"runtime": settled})
-
-        megabytes = runtime.kv_cache_mb
-        self.kv_budget_bytes = None if megabytes is None else int(megabytes * 2**20)
-
-    def num_slots(self, role: str) -> int:
-        return share_of_sequences(self.config, role, self.topology.site.placements[role].dp)
-
-    def actor(self) -> Actor | None:
-        role = self._trained("actor", "lm")
-        if role is None:
-            return None
-        config, temperature = self.config, self.config.rollout.temperature
-        gap_limit = GapLimit.of(config.guards, config.actor.dtype, temperature)
-        return Actor(role, self.algorithm, temperature, gap_limit=gap_limit)
-
-    def critic(self) -> Critic | None:
-        role = self._trained("critic", "scalar")
-        return None if role is None else Critic(role, self.algorithm)
-
-    def rounds(self, actor: Actor | None, critic: Critic | None, tracer: RoundTracer) -> RoundRunner:
-        config, site = self.config, self.topology.site
+    def rounds(self, inputs: Inputs, actor: Actor | None, critic: Critic | None, tracer: RoundTracer) -> RoundRunner:
+        config, site, tokenizer = self.config, self.topology.site, inputs.tokenizer
         rank, device = self.world.rank, self.world.device
+        stopping = Stopping.of(
+            config.rollout, tokenizer.eos_ids, config.seed, inputs.lengths, tokenizer.decode, config.debug.lengths
+        )
         decode = listen = None
         if actor is None:
             listen = ListenWorker(device)
@@ -118,7 +90,7 @@ class RoleBuilder:
                 actor.role.serving,
                 self._cache("actor", actor.role.serving),
                 sampling=Sampling.of(config.rollout, config.seed, members(config)),
-                stopping=self._stopping,
+                stopping=stopping,
                 outlet=ChunkOutlet(device) if rank in site.feeds else None,
                 sync_steps=config.runtime.sync_steps(device.type),
             )
@@ -127,12 +99,11 @@ class RoleBuilder:
             config,
             site,
             round_generator(config.overlap, site),
-            self._stopping.limit,
+            stopping.limit,
             rank=None if config.logging.trace == "actions" else rank,  # schedules.txt shows all ranks
             transport=transport_of(device.type, os.environ, most_streams(site)),
         )
-        first: RoleWorker | None = decode if decode is not None else listen
-        assert first is not None
+        first: RoleWorker = listen if decode is None else decode  # type: ignore[assignment]
         workers = {"actor": first, **scoring}
         executor = Executor(
             rank, workers, self.topology.links, config.runtime.timeout_s, device, tracer, self.world.activity,
@@ -141,16 +112,6 @@ class RoleBuilder:
         places = {name: placement.coords(rank) for name, placement in site.placements.items()}
         coords_by_role = {name: coords.replica for name, coords in places.items() if coords is not None}
         return RoundRunner(planner, executor, coords_by_role, decode, listen, scoring, tracer.planned)
-
-    @property
-    def _stopping(self) -> Stopping:
-        config, tokenizer = self.config, self.tokenizer
-        return Stopping.of(config.rollout, tokenizer.eos_ids, config.seed, self.lengths, tokenizer.decode, config.debug.lengths)
-
-    @property
-    def heldout_stopping(self) -> Stopping:
-        """As in training, but without forced lengths."""
-        return Stopping.of(self.config.rollout, self.tokenizer.eos_ids, self.config.seed, decode=self.tokenizer.decode)
 
     def _scoring_workers(self, actor: Actor | None, critic: Critic | None) -> dict[str, ScoringWorker]:
         config, workers = self.config, dict[str, ScoringWorker]()
@@ -165,41 +126,32 @@ class RoleBuilder:
                 assert actor is not None
                 model = as_it_began(actor.role.serving, groups, named_roles(config)[name])
             else:
-                model = load_role(
-                    named_roles(config)[name],
-                    groups,
-                    head=head,
-                    max_length=max_context(config),
-                    device=self.world.device,
-                    path=config.runtime.decode_path,
-                    layers=config.runtime.layers,
-                ).requires_grad_(False)
+                model = load_role(named_roles(config)[name], groups, head=head, **self._model_options).requires_grad_(False)
             temperature = config.algorithm.temperature(config.rollout.temperature)
             workers[name] = ScoringWorker(name, model, self._cache(name, model), temperature=temperature)
         return workers
 
-    def _trained(self, name: str, head: Head) -> TrainedRole | None:
+    def trained(self, name: str, head: Head, total_steps: int) -> TrainedRole | None:
+        """Build a trained role; None on ranks without it.  `total_steps`: of the run."""
         groups, training = self.topology.groups.get(name), self.topology.training.get(name)
         if groups is None or training is None:
             return None
-        role = build_trained_role(
-            self.config.trained[name],
-            groups,
-            training,
-            head=head,
-            max_length=max_context(self.config),
-            device=self.world.device,
-            path=self.config.runtime.decode_path,
-            layers=self.config.runtime.layers,
-            num_updates=num_updates(self.config, name, self.total_steps),
-        )
+        updates = num_updates(self.config, name, total_steps)
+        options = self._model_options
+        role = build_trained_role(self.config.trained[name], groups, training, head=head, num_updates=updates, **options)
         for chunk in role.trained.chunks:  # every micro-batch of an update is a sign of life
             chunk.register_forward_pre_hook(lambda *_: self.world.activity.beat())
         return role
 
+    @property
+    def _model_options(self) -> dict[str, Any]:
+        runtime, length = self.config.runtime, max_context(self.config)
+        return {"max_length": length, "device": self.world.device, "path": runtime.decode_path, "layers": runtime.layers}
+
     def _cache(self, name: str, model: RoleModel) -> SequenceCache:
-        cache = model.new_cache(self.num_slots(name), self.kv_budget_bytes, self.config.runtime.kv_layout)
-        planned = cache_slots(self.config, name, self.topology.site.placements[name])
+        placement, runtime = self.topology.site.placements[name], self.config.runtime
+        cache = model.new_cache(share_of_sequences(self.config, name, placement.dp), runtime.kv_budget_bytes, runtime.kv_layout)
+        planned = cache_slots(self.config, name, placement)
         assert cache.num_slots == planned, (name, cache.num_slots, planned)
         return cache
 
@@ -208,28 +160,44 @@ def build_loop(
     config: TrainConfig, world: World, inputs: Inputs, saver: Saver, rollbacks: Rollbacks, ahead: Ahead = NEW_RUN
 ) -> TrainingLoop:
     """Build this rank's groups, models, optimizers and books for the rest of the run (`ahead`)."""
+    config = _with_kv_layout(config, world.device)
     prompts = prompt_stream(config, inputs.prompts, ahead)
     total_steps = ahead.total_steps(config.steps, prompts.planned, batch_rows(config))
     with world.activity.doing("process groups", waits=True):
         topology = build_topology(config, world.device)
     algorithm, memory = Algorithm.of(config), MemoryMeter.begin(world.device)
-    builder = RoleBuilder(config, algorithm, world, topology, inputs.tokenizer, total_steps, inputs.lengths)
-    site = topology.site
+    builder, site = RoleBuilder(config, world, topology), topology.site
     keeps_journal = world.rank == site.source
-    tracer = _tracer(config, world.rank, site)
+    costs = CostMeter({role: placement.pp for role, placement in site.placements.items()})
+    all_actions, run = config.logging.trace == "actions", RunDirectory(config.run_dir)
+    spans = SpanRecorder(world.rank, run if config.logging.trace else None)
+    tracer = RoundTracer(
+        spans, costs, site, actions=all_actions, schedules=run.schedules if all_actions and keeps_journal else None
+    )
     trackers = open_trackers(config.logging, config.run_dir) if keeps_journal else None  # may refuse to begin
-    journal = trackers and Journal(builder.config, total_steps, inputs.tokenizer, world.device, trackers)
-    actor, critic = builder.actor(), builder.critic()
-    rounds = builder.rounds(actor, critic, tracer)
+    journal = trackers and Journal(config, total_steps, inputs.tokenizer, world.device, trackers)
+    actor = critic = None
+    if role := builder.trained("actor", "lm", total_steps):
+        temperature = config.rollout.temperature
+        actor = Actor(role, algorithm, temperature, gap_limit=GapLimit.of(config.guards, config.actor.dtype, temperature))
+    if role := builder.trained("critic", "scalar", total_steps):
+        critic = Critic(role, algorithm)
+    rounds = builder.rounds(inputs, actor, critic, tracer)
     where: Literal["shared", "waited", "apart"] | None = None
     if config.critic is not None:
         where = "waited" if plan_step(config).wait_for_critic else "apart"
         if not set(site.placements["critic"].ranks).isdisjoint(site.placements["actor"].ranks):
             where = "shared"
-    role = "scorer" if actor is None else "actor"
-    meter = StepMeter(world, rounds, tracer.spans, tracer, memory, journal, role, where)
+    meter = StepMeter(world, rounds, tracer.spans, tracer, memory, journal, "scorer" if actor is None else "actor", where)
     guard = Guard(config, algorithm, world.rank, world.device, site, total_steps, rollbacks)
-    scheduler, kl = _scheduler(config, prompts, ahead), KLController(config.ppo.kl)
+    overlap, period = config.overlap, config.overlap.admission_period
+    buffer = RolloutBuffer(
+        batch_rows(config), 0, overlap.max_staleness, backfill=period is not None, group_size=members(config).size,
+        filtered=config.filter is not None,
+    )  # fmt: skip
+    to_train = None if config.filter is None else ahead.to_train(config.steps, batch_rows(config))
+    scheduler = OvercommitScheduler(prompts, buffer, make_delta_controller(delta_rule(overlap)), period, to_train)
+    kl = KLController(config.ppo.kl)
     exchange = ScoreExchange(
         world.rank, world.device, site.placements, inputs.rewards, inputs.tokenizer, world.activity,
         members(config), actor, critic, StepRewards.of(config.rewards, inputs.tokenizer),
@@ -243,32 +211,17 @@ def build_loop(
     rollouts = Rollouts(scheduler, rounds, exchange, config.overlap, lambda: meter.facts.planning(), groups)
     evaluator = None
     if inputs.heldout is not None and inputs.judges is not None:
-        evaluator = Evaluator(
-            config, inputs.heldout, inputs.judges, builder.heldout_stopping, builder.num_slots("actor"),
-            builder.kv_budget_bytes, rounds, exchange,
-        )  # fmt: skip
+        evaluator = Evaluator(config, inputs.heldout, inputs.judges, rounds, exchange)
     return TrainingLoop(config, world, inputs.prompts, rollouts, exchange, updates, adaptation, evaluator, saver, meter)
 
 
-def _scheduler(config: TrainConfig, prompts: PromptStream, ahead: Ahead) -> OvercommitScheduler:
-    overlap, period = config.overlap, config.overlap.admission_period
-    buffer = RolloutBuffer(
-        batch_rows(config), 0, overlap.max_staleness, backfill=period is not None, group_size=members(config).size,
-        filtered=config.filter is not None,
-    )  # fmt: skip
-    to_train = None if config.filter is None else ahead.to_train(config.steps, batch_rows(config))
-    return OvercommitScheduler(prompts, buffer, make_delta_controller(delta_rule(overlap)), period, to_train)
-
-
-def _tracer(config: TrainConfig, rank: int, site: Site) -> RoundTracer:
-    schedules = RunDirectory(config.run_dir).schedules
-    return RoundTracer(
-        SpanRecorder(rank, config.run_dir if config.logging.trace else None),
-        CostMeter({role: placement.pp for role, placement in site.placements.items()}),
-        site,
-        actions=config.logging.trace == "actions",
-        schedules=schedules if config.logging.trace == "actions" and rank == site.source else None,
-    )
+def _with_kv_layout(config: TrainConfig, device: torch.device) -> TrainConfig:
+    """Resolve `runtime.kv_layout: auto`, because planner and caches must count slots the same way."""
+    if config.runtime.kv_layout != "auto":
+        return config
+    dtypes = {DTYPES[role.dtype] for role in named_roles(config).values()}
+    layout = "dense" if any(find_kernel(device, dtype) is None for dtype in dtypes) else "paged"
+    return config.model_copy(update={"runtime": config.runtime.model_copy(update={"kv_layout": layout})})
 
 
 def prompt_stream(config: TrainConfig, prompts: PromptSet, ahead: Ahead = NEW_RUN) -> PromptStream:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import torch.distributed as dist
 
@@ -21,7 +21,6 @@ from oppo_megatron.clock import by_time
 from oppo_megatron.cluster.liveness.watchdog import watched
 from oppo_megatron.cluster.process_groups import use_once
 from oppo_megatron.cluster.world import World, open_world
-from oppo_megatron.config.data import DataConfig
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.supervised import DPOConfig, RewardModelConfig, SupervisedConfig
 from oppo_megatron.data.rows import Quarantine
@@ -39,7 +38,6 @@ from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.trace import SpanRecorder, merge_traces
 from oppo_megatron.schedule.packing import Packing, balance, packing_figures
-from oppo_megatron.train.heldout import Heldout, TakePoint
 from oppo_megatron.train.logs.journal import Report
 from oppo_megatron.train.logs.trackers import open_trackers
 from oppo_megatron.train.memory_meter import MemoryMeter, require_memory
@@ -50,15 +48,17 @@ from oppo_megatron.train.saving.saver import Saveable, Saver
 from oppo_megatron.train.saving.state import Found, describe_missing, find_checkpoint, require_same_run, row_data
 from oppo_megatron.train.supervised_tasks import (
     FineTuning,
+    Heldout,
     MarkedPreferences,
     PairPreferences,
     Preferences,
     ProcessRewardModelling,
     RewardModelling,
+    RowT,
+    TakePoint,
     Task,
 )
 
-RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
 COMMANDS = {"prm": "rm", "kto": "dpo"}
 """The commands of the tasks that do not have their command's name."""
 
@@ -89,13 +89,7 @@ class SupervisedTrainer(Saveable, Generic[RowT]):
         if self.passed.steps == 0:
             self._measure()
         for index in batches(
-            len(self.rows),
-            config.batch_size,
-            config.seed,
-            config.epochs,
-            config.steps,
-            config.data.shuffle,
-            self.passed,
+            len(self.rows), config.batch_size, config.seed, config.epochs, config.steps, config.data.shuffle, self.passed
         ):
             if self.over:  # a run that is resumed may have been
                 break
@@ -178,7 +172,7 @@ class SupervisedTrainer(Saveable, Generic[RowT]):
         if self.take_point is not None:
             with self.spans.span("point", role="model", step=step):
                 self.take_point(self.trained, chosen, step, budget)
-        mine, loss = [chosen[i] for i in shares[groups.dp_rank]], self.task.loss(chosen, self.trained.model.vocab)
+        mine, loss = [chosen[i] for i in shares[groups.dp_rank]], partial(self.task.loss, chosen, self.trained.model.vocab)
         activity = self.saver.world.activity
         with self.spans.span("update", role="model", step=step), activity.doing(f"update, step {step}"):
             report = self.trained.step(self.task.micro_batches(mine, budget, device), loss)
@@ -257,17 +251,19 @@ def _build(
     stack: ExitStack,
 ) -> SupervisedTrainer[RowT]:
     run, is_owner = RunDirectory(config.run_dir), world.rank == groups.output_rank
-    if is_owner:
-        stack.enter_context(run.held())
+    stack.enter_context(run.held() if is_owner else nullcontext())
+    quarantine, evaluation = Quarantine(progress=by_time(is_owner=is_owner)), config.evaluation
+    read = partial(load_rows, config, tokenizer=tokenizer, quarantine=quarantine)
+    rows, held = read_heldout(evaluation, config.seed, read(config.data), read)
     take_point = partial(task.take_point, world) if isinstance(task, MarkedPreferences) else None
-    quarantine = Quarantine(progress=by_time(is_owner=is_owner))
-    rows, heldout = _load_rows(config, task, tokenizer, quarantine, world, take_point)
+    heldout = None
+    if evaluation is not None:
+        heldout = Heldout(evaluation, config.early_stop, task, held, config.metrics, world, take_point)
+        held = list(heldout.rows)
+
     saver = Saver(config, world, preemption, lambda: row_data(config, rows), {"kind": task.title, "reference": None})
-    found, start = (
-        find_checkpoint(config, world),
-        [describe_missing(config.run_dir)] if config.checkpoint.resume else [],
-    )
-    began, before_s = (BEGINNING, 0.0)
+    found, start = find_checkpoint(config, world), [describe_missing(config.run_dir)] if config.checkpoint.resume else []
+    began, before_s = BEGINNING, 0.0
     if found is not None:
         began, before_s = Passed(found.state["done"], found.state["rows"]), found.state["elapsed_s"]
     steps = num_batches(len(rows), config.batch_size, config.epochs, config.steps, began)
@@ -278,14 +274,14 @@ def _build(
     prepare_run_directory(config, world, None if found is None else found.state, quarantine, owner=is_owner)
     trackers = open_trackers(config.logging, run) if is_owner else None  # may refuse to begin
     spans, memory = SpanRecorder(world.rank, run if config.logging.trace else None), MemoryMeter.begin(world.device)
-    held = () if heldout is None else heldout.rows
     if report := trackers and Report(config, steps, task.title, world.device, trackers, before_s):
         stack.enter_context(report)
         report.begin(start, rows, held, quarantine)
 
+    options: Any = {"head": task.head, "max_length": config.max_tokens, "device": world.device, "layers": config.runtime.layers}
+
     def load(model: ModelConfig) -> RoleModel:
-        length, layers = config.max_tokens, config.runtime.layers
-        loaded = load_role(model, groups, head=task.head, max_length=length, device=world.device, layers=layers)
+        loaded = load_role(model, groups, **options)
         loaded.register_forward_pre_hook(lambda *_: world.activity.beat())  # a micro-batch is a sign of life
         return loaded
 
@@ -293,7 +289,9 @@ def _build(
         if isinstance(config, DPOConfig) and isinstance(task, Preferences):
             note = report.note if report else lambda text: None
             reference = ReferencePass(config, task.reference, world, groups.output_rank, note)
-            _take_reference(saver, reference.fingerprint, found)
+            if found is not None:
+                _require_same_reference(found, reference.fingerprint)
+            saver.extra["reference"] = reference.fingerprint
             model = reference.make(task.all_answers(config, rows, held, began), load)
         else:
             model = load(config.model)
@@ -302,24 +300,6 @@ def _build(
     if found is not None:
         trainer.restore(found)
     return trainer
-
-
-def _load_rows(
-    config: SupervisedConfig,
-    task: Task[RowT],
-    tokenizer: Tokenizer,
-    quarantine: Quarantine,
-    world: World,
-    take_point: TakePoint | None,
-) -> tuple[list[RowT], Heldout[RowT] | None]:
-    def read(data: DataConfig) -> list[RowT]:
-        return load_rows(config, data, tokenizer, quarantine)
-
-    evaluation = config.evaluation
-    rows, held = read_heldout(evaluation, config.seed, read(config.data), read)
-    if evaluation is None:
-        return rows, None
-    return rows, Heldout(evaluation, config.early_stop, task, held, config.metrics, world, take_point)
 
 
 def _require_same_run(found: Found, saver: Saver, config: SupervisedConfig, steps: int) -> None:
@@ -337,16 +317,14 @@ def _require_same_run(found: Found, saver: Saver, config: SupervisedConfig, step
         )
 
 
-def _take_reference(saver: Saver, fingerprint: str, found: Found | None) -> None:
-    """Save the reference's fingerprint from now on.  Raises CheckpointError if the checkpoint has another one."""
-    began = None if found is None else found.state["reference"]
-    if found is not None and began is not None and began != fingerprint:
+def _require_same_reference(found: Found, fingerprint: str) -> None:
+    began = found.state["reference"]
+    if began is not None and began != fingerprint:
         raise CheckpointError(
             f"the reference (its weights, shape, type or adapters) is not the one of the run of {found.folder}: "
             f"fingerprint {fingerprint[:12]}, not {began[:12]}; resume with the same `reference` and `model`, or "
             "start a new run in another run_dir"
         )
-    saver.extra["reference"] = fingerprint
 
 
 def _build_groups(config: SupervisedConfig, world: World) -> RoleGroups:

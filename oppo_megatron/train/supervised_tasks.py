@@ -1,60 +1,74 @@
 """The tasks of supervised training: rows as packed micro-batches, and their loss.
 
-Legend: R completion tokens (or labelled steps) of a micro-batch, V vocabulary shard, S sequences: chosen, rejected, chosen, ...
+Legend: N rows, K metrics, R completion tokens (or labelled steps) of a micro-batch, V vocabulary shard, S sequences: chosen,
+rejected, chosen, ...
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from oppo_megatron.algorithms.decode_gap import token_noise
 from oppo_megatron.algorithms.preference_losses import mean_loss, pair_columns, row_columns, table_of
-from oppo_megatron.algorithms.supervised_losses import (
-    next_token_loss,
-    preference_loss,
-    preference_table,
-    step_loss,
-    step_table,
-)
+from oppo_megatron.algorithms.supervised_losses import next_token_loss, preference_loss, preference_table, step_loss, step_table
+from oppo_megatron.cluster.process_groups import waiting_for
 from oppo_megatron.cluster.world import World
-from oppo_megatron.config.evaluation import PREFERENCE_METRICS
+from oppo_megatron.config.evaluation import PREFERENCE_METRICS, EarlyStopConfig, HeldoutConfig
 from oppo_megatron.config.supervised import DPOConfig
+from oppo_megatron.control.estimates import Figures, moments_of, ratios
 from oppo_megatron.data.supervised_rows import Completion, Marked, Pair, Passed, Steps, batches
 from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.mcore.batch import Answered, MicroBatch, pack_at, pack_responses, pack_together, whole_sequences
 from oppo_megatron.mcore.device import on_device
-from oppo_megatron.mcore.training import Loss, TrainedModel
+from oppo_megatron.mcore.training import TrainedModel, forward_rows
 from oppo_megatron.mcore.vocab import VocabShards, likeliest_share, token_logprobs
 from oppo_megatron.schedule.packing import pack_by_tokens
-from oppo_megatron.train.heldout import Measure, Measured, RowC, measure_rows
-from oppo_megatron.train.reference_pass import LogprobTable, answer_logprobs
+from oppo_megatron.train.heldout import HeldoutSchedule
+from oppo_megatron.train.reference_pass import Table, answer_logprobs, key_of
+from oppo_megatron.train.score_exchange import sum_over_ranks
 
-AnswersT = TypeVar("AnswersT", bound=tuple[list[int], ...])
+RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
+
+Measure = Callable[[Sequence[RowT], VocabShards, MicroBatch, Tensor], Tensor]
+"""(rows, vocabulary, micro-batch, its output) -> [N, 1 + K] in float64: each row's weight, and its sum of each metric."""
+
+TakePoint = Callable[[TrainedModel, Sequence[Any], int, int], None]
+"""(model, rows, step, token budget): measures an input of the loss on a whole batch (KTO's reference point)."""
+
+Share = tuple[Tensor, dict[str, Tensor]]
+"""A micro-batch's share of the mean loss, and of its statistics: sums, with their `count`."""
 
 
-class Task(Measured[RowC], Protocol[RowC]):
+class Task(ABC, Generic[RowT]):
     title: str
-    head: Head
+    head: Head = "lm"
 
-    def num_tokens(self, row: RowC) -> int:
+    @abstractmethod
+    def num_tokens(self, row: RowT) -> int:
         """Tokens of a row that the model reads."""
-        ...
 
-    def loss(self, rows: Sequence[RowC], vocab: VocabShards) -> Loss:
-        """Mean loss of the batch `rows`; its statistics are sums with their `count`."""
-        ...
+    @abstractmethod
+    def micro_batches(self, rows: Sequence[RowT], budget: int, device: torch.device) -> list[MicroBatch]: ...
+
+    @abstractmethod
+    def loss(self, rows: Sequence[RowT], vocab: VocabShards, batch: MicroBatch, output: Tensor) -> Share:
+        """Share of the mean loss of all `rows`."""
+
+    @abstractmethod
+    def measure(self, rows: Sequence[RowT], vocab: VocabShards, batch: MicroBatch, output: Tensor) -> Tensor:
+        """Return the table of a `Measure`."""
 
 
-class FineTuning:
+class FineTuning(Task[Completion]):
     """Next-token prediction on completions; prompts are not trained on."""
 
     title = "sft"
-    head: Head = "lm"
 
     def num_tokens(self, row: Completion) -> int:
         return len(row.prompt) + len(row.completion) - 1  # the last token predicts nothing
@@ -62,29 +76,20 @@ class FineTuning:
     def micro_batches(self, rows: Sequence[Completion], budget: int, device: torch.device) -> list[MicroBatch]:
         return pack_responses([row.prompt for row in rows], [row.completion for row in rows], budget, device)
 
-    def loss(self, rows: Sequence[Completion], vocab: VocabShards) -> Loss:
-        num_tokens = sum(len(row.completion) for row in rows)
+    def loss(self, rows: Sequence[Completion], vocab: VocabShards, batch: MicroBatch, output: Tensor) -> Share:
+        logp_R, _ = token_logprobs(output, batch.targets_R, vocab)
+        return next_token_loss(logp_R, sum(len(row.completion) for row in rows))
 
-        def share(batch: MicroBatch, logits_RV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            logp_R, _ = token_logprobs(logits_RV, batch.targets_R, vocab)
-            return next_token_loss(logp_R, num_tokens)
-
-        return share
-
-    def measure(self, rows: Sequence[Completion], vocab: VocabShards) -> Measure:
+    def measure(self, rows: Sequence[Completion], vocab: VocabShards, batch: MicroBatch, output: Tensor) -> Tensor:
         """Per row: completion tokens, sum of their negative log-probs, number of most likely tokens."""
-
-        def table(batch: MicroBatch, logits_RV: Tensor) -> Tensor:
-            logp_R, _ = token_logprobs(logits_RV, batch.targets_R, vocab)
-            right_R = likeliest_share(logits_RV, batch.targets_R, vocab)
-            columns_R3 = torch.stack([torch.ones_like(logp_R), -logp_R, right_R], -1).double()
-            pieces = columns_R3.split([len(rows[i].completion) for i in batch.index])
-            return torch.stack([piece.sum(0) for piece in pieces])
-
-        return table
+        logp_R, _ = token_logprobs(output, batch.targets_R, vocab)
+        right_R = likeliest_share(output, batch.targets_R, vocab)
+        columns_R3 = torch.stack([torch.ones_like(logp_R), -logp_R, right_R], -1).double()
+        pieces = columns_R3.split([len(rows[i].completion) for i in batch.index])
+        return torch.stack([piece.sum(0) for piece in pieces])
 
 
-class RewardModelling:
+class RewardModelling(Task[Pair]):
     """The scalar at an answer's last token is its score."""
 
     title = "rm"
@@ -101,22 +106,15 @@ class RewardModelling:
             for index in pack_by_tokens([self.num_tokens(row) for row in rows], budget)
         ]
 
-    def loss(self, rows: Sequence[Pair], vocab: VocabShards) -> Loss:
-        def share(batch: MicroBatch, scores_S: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            return preference_loss(scores_S.view(-1, 2), len(rows))
+    def loss(self, rows: Sequence[Pair], vocab: VocabShards, batch: MicroBatch, output: Tensor) -> Share:
+        return preference_loss(output.view(-1, 2), len(rows))
 
-        return share
-
-    def measure(self, rows: Sequence[Pair], vocab: VocabShards) -> Measure:
+    def measure(self, rows: Sequence[Pair], vocab: VocabShards, batch: MicroBatch, output: Tensor) -> Tensor:
         """Per pair: 1, loss, whether the chosen answer scores higher, and by how much."""
-
-        def table(batch: MicroBatch, scores_S: Tensor) -> Tensor:
-            return preference_table(scores_S.view(-1, 2)).double()
-
-        return table
+        return preference_table(output.view(-1, 2)).double()
 
 
-class ProcessRewardModelling:
+class ProcessRewardModelling(Task[Steps]):
     """The scalar at a step's last token is the logit of the step being right."""
 
     title = "prm"
@@ -134,81 +132,58 @@ class ProcessRewardModelling:
             batch.extra["labels"] = on_device(labels, device, torch.float32)
         return batches
 
-    def loss(self, rows: Sequence[Steps], vocab: VocabShards) -> Loss:
-        num_labels = sum(len(row.labels) for row in rows)
+    def loss(self, rows: Sequence[Steps], vocab: VocabShards, batch: MicroBatch, output: Tensor) -> Share:
+        return step_loss(output, batch.extra["labels"], sum(len(row.labels) for row in rows))
 
-        def share(batch: MicroBatch, logits_R: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            return step_loss(logits_R, batch.extra["labels"], num_labels)
-
-        return share
-
-    def measure(self, rows: Sequence[Steps], vocab: VocabShards) -> Measure:
+    def measure(self, rows: Sequence[Steps], vocab: VocabShards, batch: MicroBatch, output: Tensor) -> Tensor:
         """Per row: number of labels, sum of their losses, number of right predictions."""
-
-        def table(batch: MicroBatch, logits_R: Tensor) -> Tensor:
-            columns_R3 = step_table(logits_R, batch.extra["labels"]).double()
-            pieces = columns_R3.split([len(rows[i].labels) for i in batch.index])
-            return torch.stack([piece.sum(0) for piece in pieces])
-
-        return table
+        columns_R3 = step_table(output, batch.extra["labels"]).double()
+        pieces = columns_R3.split([len(rows[i].labels) for i in batch.index])
+        return torch.stack([piece.sum(0) for piece in pieces])
 
 
-class Preferences(ABC, Generic[AnswersT]):
-    title: str
-    head: Head = "lm"
+class Preferences(Task[RowT]):
+    has_mismatched = False
 
     def __init__(self) -> None:
-        self.reference = LogprobTable()
+        self.reference: Table = {}
 
     @abstractmethod
-    def answers(self, row: AnswersT) -> Sequence[Answered]: ...
+    def answers(self, row: RowT) -> Sequence[Answered]: ...
 
     @abstractmethod
     def columns(self, batch: MicroBatch, logp_S: Tensor) -> dict[str, Tensor]: ...
 
-    @property
-    def has_mismatched(self) -> bool:
-        return False
-
-    def all_answers(
-        self, config: DPOConfig, rows: Sequence[AnswersT], held: Sequence[AnswersT], passed: Passed
-    ) -> list[Answered]:
+    def all_answers(self, config: DPOConfig, rows: Sequence[RowT], held: Sequence[RowT], passed: Passed) -> list[Answered]:
         others = [*self.mismatched(held)]
         if self.has_mismatched:
             order = batches(len(rows), config.batch_size, config.seed, config.epochs, config.steps, config.data.shuffle, passed)
             others += [other for index in order for other in self.mismatched([rows[i] for i in index])]
         return [answer for row in (*rows, *held, *others) for answer in self.answers(row)]
 
-    def mismatched(self, rows: Sequence[AnswersT]) -> Sequence[AnswersT]:
+    def mismatched(self, rows: Sequence[RowT]) -> Sequence[RowT]:
         """Rows read without gradient before training on the batch `rows`; empty for most losses."""
         return ()
 
-    def num_tokens(self, row: AnswersT) -> int:
+    def num_tokens(self, row: RowT) -> int:
         return sum(len(prompt) + len(answer) - 1 for prompt, answer in self.answers(row))  # a last token predicts nothing
 
-    def micro_batches(self, rows: Sequence[AnswersT], budget: int, device: torch.device) -> list[MicroBatch]:
+    def micro_batches(self, rows: Sequence[RowT], budget: int, device: torch.device) -> list[MicroBatch]:
         """Keep all answers of a row in one micro-batch, because the loss compares them."""
         answers = [self.answers(row) for row in rows]
         batches = pack_together(answers, budget, device)
         for batch in batches:
-            known = [self.reference.of(*each) for i in batch.index for each in answers[i]]
+            known = [self.reference[key_of(*each)] for i in batch.index for each in answers[i]]
             batch.extra["reference"] = on_device(known, device, torch.float64)
             batch.extra["counts"] = on_device(list(batch.counts), device, torch.float64)
         return batches
 
-    def loss(self, rows: Sequence[AnswersT], vocab: VocabShards) -> Loss:
-        def share(batch: MicroBatch, logits_RV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            return mean_loss(self.columns(batch, answer_logprobs(batch, logits_RV, vocab)), len(rows))
+    def loss(self, rows: Sequence[RowT], vocab: VocabShards, batch: MicroBatch, output: Tensor) -> Share:
+        return mean_loss(self.columns(batch, answer_logprobs(batch, output, vocab)), len(rows))
 
-        return share
-
-    def measure(self, rows: Sequence[AnswersT], vocab: VocabShards) -> Measure:
+    def measure(self, rows: Sequence[RowT], vocab: VocabShards, batch: MicroBatch, output: Tensor) -> Tensor:
         """Per row: 1, and the held-out metrics."""
-
-        def table(batch: MicroBatch, logits_RV: Tensor) -> Tensor:
-            return table_of(self.columns(batch, answer_logprobs(batch, logits_RV, vocab)), PREFERENCE_METRICS)
-
-        return table
+        return table_of(self.columns(batch, answer_logprobs(batch, output, vocab)), PREFERENCE_METRICS)
 
 
 class PairPreferences(Preferences[Pair]):
@@ -236,13 +211,10 @@ class MarkedPreferences(Preferences[Marked]):
         super().__init__()
         self.rule, self.max_tokens = config.dpo, config.max_tokens
         self.point, self.noise = 0.0, token_noise(config.model.dtype)
+        self.has_mismatched = config.dpo.loss == "kto"
 
     def answers(self, row: Marked) -> Sequence[Answered]:
         return ((row.prompt, row.completion),)
-
-    @property
-    def has_mismatched(self) -> bool:
-        return self.rule.loss == "kto"
 
     def mismatched(self, rows: Sequence[Marked]) -> Sequence[Marked]:
         """Return each prompt with the completion of the previous row with another prompt, cyclically.
@@ -277,9 +249,55 @@ class MarkedPreferences(Preferences[Marked]):
         return row_columns(logp_S, reference_S, counts_S, sign_S, self.rule, self.point, self.noise)
 
 
-def _log_ratios(rows: Sequence[Any], vocab: VocabShards) -> Measure:
-    def table(batch: MicroBatch, logits_RV: Tensor) -> Tensor:
-        ratio_S = answer_logprobs(batch, logits_RV, vocab) - batch.extra["reference"]
-        return torch.stack([torch.ones_like(ratio_S), ratio_S], -1)
+def _log_ratios(rows: Sequence[Any], vocab: VocabShards, batch: MicroBatch, logits_RV: Tensor) -> Tensor:
+    ratio_S = answer_logprobs(batch, logits_RV, vocab) - batch.extra["reference"]
+    return torch.stack([torch.ones_like(ratio_S), ratio_S], -1)
 
-    return table
+
+class Heldout(HeldoutSchedule, Generic[RowT]):
+    """The held-out rows of a run.  Collective of the world, with the same result on every rank."""
+
+    def __init__(
+        self,
+        config: HeldoutConfig,
+        stop: EarlyStopConfig | None,
+        task: Task[RowT],
+        rows: Sequence[RowT],
+        metrics: Sequence[str],
+        world: World,
+        take_point: TakePoint | None = None,
+    ):
+        super().__init__(config.every_steps, stop)
+        self.task, self.metrics, self.world, self.take_point = task, metrics, world, take_point
+        self.rows = rows[: config.most_rows]
+
+    def measure(self, trained: TrainedModel, step: int, budget: int) -> Figures:
+        if self.take_point is not None:
+            self.take_point(trained, self.rows, step, budget)
+        width, what = 1 + len(self.metrics), f"held-out metrics after step {step}"
+        task = self.task
+        moments = measure_rows(self.world, trained, self.rows, task.micro_batches, task.measure, width, budget, what)
+        figures = dict(zip(self.metrics, ratios(moments, width), strict=True))
+        self.observe(step, figures)
+        return figures
+
+
+def measure_rows(
+    world: World,
+    trained: TrainedModel,
+    rows: Sequence[RowT],
+    micro_batches: Callable[[Sequence[RowT], int, torch.device], list[MicroBatch]],
+    measure: Measure[RowT],
+    width: int,
+    budget: int,
+    what: str,
+) -> list[float]:
+    """Moments of `measure`'s table (`width` columns) over `rows`, divided among replicas.  Collective of the world."""
+    groups = trained.model.groups
+    mine = rows[groups.dp_rank :: groups.dp]
+    device, finish = next(trained.model.parameters()).device, partial(measure, mine, trained.model.vocab)
+    tables = forward_rows(trained.chunks, micro_batches(mine, budget, device), finish)
+    speaks = groups.is_last_stage and groups.tp_rank == 0  # one rank for each replica
+    table = torch.cat(tables).tolist() if speaks and tables else []
+    with waiting_for(what, world.activity):
+        return sum_over_ranks(moments_of(table, width), world.device)

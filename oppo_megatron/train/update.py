@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,13 +22,11 @@ from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.packing import Packing, balance, packing_figures
 
-UpdateLoss = Callable[[MicroBatch, Tensor, int, bool], tuple[Tensor, dict[str, Tensor]]]
-"""(micro-batch, output of its rows, tokens of the minibatch, whether it is the first minibatch) -> (loss, sums)."""
-
+UpdateLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+"""(micro-batch, output of its rows, num_tokens of the minibatch, whether it is the first minibatch) -> (loss, sums)."""
 
 RowWeights = Callable[[Sequence[int]], list[float]]
 """Rows of a minibatch, group by group -> each row's token weight."""
-
 
 Units = Callable[[Sequence[int]], list[list[int]]]
 """Rows of a minibatch, group by group -> rows that are read, in lists that must share a micro-batch."""
@@ -101,14 +100,7 @@ def run_update(
         minibatch, mine = sorted(i for share in shares for unit in share for i in unit), shares[groups.dp_rank]
         shared_T = extra_T if weights is None else extra_T | _shares_of_tokens(lengths, minibatch, weights, settings)
 
-        def minibatch_loss(
-            micro: MicroBatch,
-            output: Tensor,
-            num_tokens: int = int(lengths[minibatch].sum()),
-            first: bool = number == 0,
-        ) -> tuple[Tensor, dict[str, Tensor]]:
-            return loss(micro, output, num_tokens, first)
-
+        minibatch_loss = partial(loss, num_tokens=int(lengths[minibatch].sum()), first=number == 0)
         report = trained.step(_micro_batches(batch, mine, lengths, shared_T, settings), minibatch_loss)
         reports.append({"grad_norm": report.grad_norm, "lr": report.lr} | report.stats)
     return reports
@@ -125,11 +117,7 @@ def _shares_of_tokens(lengths: Tensor, minibatch: list[int], weights: RowWeights
 
 
 def _micro_batches(
-    batch: Sequence[Rollout],
-    units: list[list[int]],
-    lengths: Tensor,
-    extra_T: dict[str, Tensor],
-    settings: UpdateSettings,
+    batch: Sequence[Rollout], units: list[list[int]], lengths: Tensor, extra_T: dict[str, Tensor], settings: UpdateSettings
 ) -> list[MicroBatch]:
     answered = [[(batch[i].prompt.tokens, batch[i].tokens) for i in unit] for unit in units]
     micros = pack_together(answered, settings.micro_batch_tokens, settings.device)

@@ -19,8 +19,8 @@ from oppo_megatron.schedule.planning.planner import RoundPlanner
 from oppo_megatron.schedule.weaving.costs import CostMeter, Costs
 from oppo_megatron.train.actor import Actor, Critic, no_stats
 from oppo_megatron.train.guard import Facts, Guard, RejectedBatch
+from oppo_megatron.train.logs.journal import StepFacts
 from oppo_megatron.train.logs.meter import StepMeter
-from oppo_megatron.train.logs.step import StepFacts
 from oppo_megatron.train.score_exchange import ScoreExchange, sum_over_ranks
 from oppo_megatron.train.update import History, UpdateSettings, num_minibatches
 
@@ -56,11 +56,10 @@ class Updates:
     def make(self, step: int, batch: Sequence[Rollout], scored: ScoredBatch) -> tuple[Experience, Breach | None]:
         """Update actor and critic, or leave them unchanged and return a guard's breach."""
         experience, breach = self.guard.examine(scored, self.kl.value, self.history.seen)
-        known = experience.stats.figures()
-        evidence = RejectedBatch(self._facts(step, known), batch, scored)
+        facts = self._facts(step, experience.stats.figures())
         if breach is None:
             figures, breach = self._update(step, batch, experience)
-            evidence = replace(evidence, facts=replace(evidence.facts, figures=known | figures))
+            facts = replace(facts, figures={**facts.figures, **figures})
         else:  # drop the actor's update if it was begun
             if self.actor is not None:
                 self.actor.abandon()
@@ -68,12 +67,9 @@ class Updates:
                 self.critic.stats = no_stats()
         if breach is not None:
             self.conclude()
-        self.guard.settle(breach, evidence, self.admitted(), self.exchange.refusal)
-        if breach is None:
-            self._remember(step, batch, experience)
-        return experience, breach
-
-    def _remember(self, step: int, batch: Sequence[Rollout], experience: Experience) -> None:
+        self.guard.settle(breach, RejectedBatch(facts, batch, scored), self.admitted(), self.exchange.refusal)
+        if breach is not None:
+            return experience, breach
         ppo, history = self.config.ppo, self.history
         if ppo.reward_normalization == "running":
             history = replace(history, seen=history.seen + experience.scores)
@@ -82,6 +78,7 @@ class Updates:
         else:
             history = replace(history, warmed=history.warmed + ppo.epochs * num_minibatches(len(batch), self._settings(step)))
         self.history = history
+        return experience, None
 
     def _settings(self, step: int) -> UpdateSettings:
         return UpdateSettings.of(self.config, step, self.world.device, self.version)

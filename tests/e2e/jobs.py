@@ -43,11 +43,11 @@ from tests.support.limits import room_for
 from tests.support.traffic import Traffic
 
 
-def train(config: dict[str, Any]) -> None:
-    """One rank of a whole PPO run, as `oppo train` starts it."""
+def train(config: dict[str, Any], preemption: Preemption | None = None) -> bool:
+    """One rank of a whole PPO run, as `oppo train` starts it; False if it was asked to stop."""
     checked = TrainConfig(**config)
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt_deadline_s))
+    return run_ppo(checked, world, read_inputs(checked), preemption or Preemption(checked.preempt_deadline_s))
 
 
 def train_with_fan_out(config: dict[str, Any], fan_out: int) -> None:
@@ -229,20 +229,15 @@ def run_rank_within(kind: str, config: Any) -> int:
 
 def train_until(config: dict[str, Any], rounds: int, rank: int = 0) -> bool:
     """`train`, where `rank` alone is told to stop once it has begun so many rounds; whether the run ended by itself."""
-    checked = TrainConfig(**config)
-    preemption = Preemption(checked.preempt_deadline_s)
-    run, begun = RoundRunner.run, 0
+    preemption, run, begun = Preemption(), RoundRunner.run, itertools.count(1)
 
     def counting(runner: RoundRunner, *args: Any) -> Any:
-        nonlocal begun
-        begun += 1
-        if begun == rounds and dist.get_rank() == rank:
+        if next(begun) == rounds and dist.get_rank() == rank:
             preemption.ask()
         return run(runner, *args)
 
-    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     with mock.patch.object(RoundRunner, "run", counting):
-        return run_ppo(checked, world, read_inputs(checked), preemption)
+        return train(config, preemption)
 
 
 def train_with_a_wrong_logprob(config: dict[str, Any], minibatch: int, step: int) -> str:
@@ -277,9 +272,7 @@ def train_and_tell_chunks(config: dict[str, Any]) -> list[int]:
 
 def train_with_sigterm(config: dict[str, Any], rank: int, after_s: float) -> bool:
     """`train`, where `rank` gets a SIGTERM some seconds after it has built its models; whether the run ended by itself."""
-    checked = TrainConfig(**config)
-    preemption = Preemption(checked.preempt_deadline_s)
-    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    preemption = Preemption()
     timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGTERM))
     run = TrainingLoop.run
 
@@ -290,7 +283,7 @@ def train_with_sigterm(config: dict[str, Any], rank: int, after_s: float) -> boo
 
     with mock.patch.object(TrainingLoop, "run", told), preemption.listening():
         try:
-            return run_ppo(checked, world, read_inputs(checked), preemption)
+            return train(config, preemption)
         finally:
             timer.cancel()
 
@@ -331,3 +324,28 @@ def train_through_rollbacks(config: dict[str, Any]) -> list[tuple[str, float]]:
                 config = config | {"checkpoint": config["checkpoint"] | {"resume": True}}
             else:
                 return seen
+
+
+def train_with_a_shared_reference(config: dict[str, Any]) -> int:
+    """`train`; the number of weights that the actor and the reference of this rank have in common, which are all it has."""
+    run, shared = TrainingLoop.run, 0
+
+    def looked_at(loop: TrainingLoop) -> bool:
+        nonlocal shared
+        actor, worker = loop.actor, loop.rounds.scoring.get("reference")
+        assert (actor is None) == (worker is None), "they are on the same ranks"
+        if actor is None or worker is None:
+            return run(loop)
+        for name, param in worker.model.named_parameters():
+            assert param is actor.role.serving.get_parameter(name), name
+            shared += param.numel()
+        fused, ours = worker.model.fused, actor.role.serving.fused
+        assert fused is not None and ours is not None
+        reference = worker.model
+        bare = ours.of(reference.decoder.layers, reference.groups.collection.tp)
+        assert fused.layers[0].down is bare.layers[0].down is not ours.layers[0].down, "laid-out weights are shared, too"
+        return run(loop)
+
+    with mock.patch.object(TrainingLoop, "run", looked_at):
+        train(config)
+    return shared

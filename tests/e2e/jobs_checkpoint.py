@@ -35,6 +35,7 @@ from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.state import Found, find_checkpoint, frozen_models, rollout_lines
 from oppo_megatron.train.saving.writing import ROLLOUTS, CheckpointWriting
 from oppo_megatron.train.setup import build_loop, ppo_saver
+from tests.e2e.jobs import train
 from tests.support.checkpoint_mutations import mutate
 from tests.support.file_faults import CACHE_FILE, COMMON_FILE, AtByte, Fault, arm, limit_files
 from tests.support.mutations import time_limit
@@ -104,15 +105,10 @@ def run_with_small_files(config: dict[str, Any], num_bytes: int, within: str) ->
 
     `within` is `module:name` or `module:class.name`; empty: nowhere.
     """
-    checked = TrainConfig(**config)
-    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     module, _, name = within.partition(":")
     try:
-        with (
-            clear_when_full(checked.run_dir),
-            _limited(module, name, num_bytes) if within else contextlib.nullcontext(),
-        ):
-            run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt_deadline_s))
+        with clear_when_full(Path(config["run_dir"])), _limited(module, name, num_bytes) if within else contextlib.nullcontext():
+            train(config)
     except OppoError as error:
         return type(error).__name__, str(error)
     return "", ""
@@ -143,9 +139,8 @@ def resume_noting_syncs(config: dict[str, Any]) -> list[tuple[float, str, int]]:
         noted.append((time.monotonic(), str(target), -1))
         return rename(path, target)
 
-    checked, world = TrainConfig(**config), World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     with mock.patch.object(os, "fsync", fsync), mock.patch.object(Path, "rename", renamed):
-        run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt_deadline_s))
+        train(config)
     return noted
 
 
@@ -155,8 +150,7 @@ def run_with_a_slow_disk(config: dict[str, Any], late_s: float | None, full_on: 
 
     The message of its error, and the run's steps at the moments when a writing began and ended.
     """
-    checked, steps = TrainConfig(**config), []
-    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    steps: list[int] = []
     write, run = CheckpointWriting.run, TrainingLoop.run
     running: list[TrainingLoop] = []
 
@@ -165,7 +159,7 @@ def run_with_a_slow_disk(config: dict[str, Any], late_s: float | None, full_on: 
         until = time.monotonic() + (120.0 if late_s is None else late_s)
         while time.monotonic() < until and (late_s is not None or running[0].done == steps[-1]):
             time.sleep(0.01)
-        if world.rank == full_on:
+        if dist.get_rank() == full_on:
             full = OSError(errno.ENOSPC, "No space left")
             with mock.patch.object(writing, "write_caches", side_effect=full):
                 return write(self)
@@ -179,7 +173,7 @@ def run_with_a_slow_disk(config: dict[str, Any], late_s: float | None, full_on: 
 
     with mock.patch.object(CheckpointWriting, "run", slow), mock.patch.object(TrainingLoop, "run", noted):
         try:
-            run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt_deadline_s))
+            train(config)
         except (OppoError, RollBack) as error:
             return f"{type(error).__name__}: {error}", steps
     return "", steps

@@ -141,13 +141,20 @@ def forked_tokens(ours: Outcome, theirs: Outcome) -> None:
     assert read == [line["prefilled_tokens"] for line in theirs.metrics]
 
 
+def no_critic(ours: Outcome, theirs: Outcome) -> None:
+    assert ours.critic == {} and not [name for line in ours.metrics for name in line if name.startswith("critic_")]
+    assert all(line["value_mean"] is line["explained_variance"] is None for line in ours.metrics)
+
+
 def step_rewards(ours: Outcome, theirs: Outcome) -> None:
     assert [row["reward"] for row in ours.rollouts] == pytest.approx([row["reward"] for row in theirs.rollouts], abs=1e-4)
 
 
 FEATURES: dict[str, Feature] = {
     "plain": Feature(
-        {}, lengths_differ, soon=("1 | 1", "PP2 | TP2", "DP2 | DP2", "PP2, woven", "PP4, scorers PP2 x DP2"),
+        {}, lengths_differ,
+        soon=("1 | 1", "PP2 | TP2", "DP2 | DP2", "PP2, woven", "PP2, unwoven", "PP4, scorers PP2 x DP2",
+              "PP2 and reference TP2 | reward | critic"),
     ),
     "overcommitted": Feature(overcommitted(4), carries, soon=("PP2, woven",)),
     "stale caches kept": Feature(
@@ -164,7 +171,7 @@ FEATURES: dict[str, Feature] = {
         stops="DP2 | DP2",
         rounds=1,
     ),
-    "without a critic": Feature(WITHOUT_CRITIC, lengths_differ, soon=("1 | 1, reference with the actor",)),
+    "without a critic": Feature(WITHOUT_CRITIC, lengths_differ, also=no_critic, soon=("1 | 1, reference with the actor",)),
     "groups": Feature(
         grouped("grpo", 4), members_differ, soon=("DP2 | DP2",),
     ),
@@ -263,11 +270,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 WIDE: dict[str, dict[str, Any]] = {
     "PP4, scorers PP2 x DP2": on("colocated", (1, 4, 1), (1, 2, 2)),
     "PP4 | 1": on("disaggregated", (1, 4, 1)),
+    "PP2 and reference TP2 | reward | critic": on(
+        "disaggregated", (1, 2, 1), **{"reward.ranks": "2", "critic.ranks": "3"},
+        reference={"init": DEEP, "ranks": "0-1", "parallel": {"tp": 2}},
+    ),
     "1 | PP4": on("disaggregated", scorer=(1, 4, 1)),
     "PP4 x DP2": on("colocated", (1, 4, 2), (1, 4, 2)),
     "TP2 x PP2 x DP2, scorers TP2 x PP4": on("colocated", (2, 2, 2), (2, 4, 1)),
     "TP2 x PP4, scorers TP2 x PP2 x DP2": on("colocated", (2, 4, 1), (2, 2, 2)),
-}
+    "PP2, unwoven": on("colocated", (1, 2, 1), (1, 2, 1), **{"overlap.schedule": "intra"}),
+}  # fmt: skip
 """For the plain configuration alone."""
 FEW_ROUNDS: tuple[dict[str, Any], ...] = ({"overlap.chunk.tokens": 64}, {"overlap.intra": False})
 OPTIONS: tuple[dict[str, Any], ...] = (

@@ -99,7 +99,7 @@ PLACES: dict[str, tuple[Any, str, int]] = {
     "round": (Executor, "run", 8),
     "scoring": (ScoreExchange, "gather", 2),
     "update": (TrainedModel, "step", 6),
-    "evaluation": (Evaluator, "accuracy", 2),
+    "evaluation": (Evaluator, "measure", 2),
     "checkpoint": (writing, "write_models", 2),
     "asynchronous": (writing, "write_models", 2),
 }

@@ -32,7 +32,6 @@ WORK = GpuWork(
     device="cpu",
 )
 
-
 ROOT = Path(__file__).resolve().parents[2]
 TRL = ROOT / "benchmarks/peers/compare.py", ROOT / PEER_PYTHON
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import re
 import shutil
 import subprocess
 import threading
@@ -33,15 +34,8 @@ from tests.support.ranks import run_ranks
 
 SMALL = SHAPE | {"hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 160}
 NUM_MUTANTS = 165
-KINDS_OF_FILES = (
-    "__0_0.distcp",
-    ".metadata.tmp",
-    COMMON_FILE,
-    "state.json",
-    "rollouts.jsonl",
-    CACHE_FILE,
-    "manifest.json",
-)
+SMALL_FILES = "tests.e2e.jobs_checkpoint:run_with_small_files"
+KINDS_OF_FILES = ("__0_0.distcp", ".metadata.tmp", COMMON_FILE, "state.json", "rollouts.jsonl", CACHE_FILE, "manifest.json")
 STARTING = threading.Lock()
 
 
@@ -67,12 +61,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Begun:
         "begun",
         **roles,
         steps=2,
-        overlap={
-            "intra": True,
-            "inter": True,
-            "delta": {"rule": "fixed", "initial": 2, "max": 2},
-            "chunk": {"tokens": 3},
-        },
+        overlap={"intra": True, "inter": True, "delta": {"rule": "fixed", "initial": 2, "max": 2}, "chunk": {"tokens": 3}},
         rollout={"batch_size": 3, "max_response_tokens": 12},
         logging={"console": "off", "rollouts": True, "trace": False},
         checkpoint={"every_steps": 1, "keep": 3},
@@ -192,11 +181,8 @@ def test_files_that_cannot_be_written_end_the_run_with_the_last_checkpoint_whole
     begun: Begun, tmp_path: Path, ranks: int, limit: int
 ) -> None:
     config = begun.again(tmp_path / "run") | {"placement": {"mode": "disaggregated" if ranks > 1 else "single"}}
-    job, place = (
-        "tests.e2e.jobs_checkpoint:run_with_small_files",
-        "oppo_megatron.train.saving.writing:CheckpointWriting.run",
-    )
-    answers = run_ranks(ranks, job, config=config, num_bytes=limit, within=place)
+    place = "oppo_megatron.train.saving.writing:CheckpointWriting.run"
+    answers = run_ranks(ranks, SMALL_FILES, config=config, num_bytes=limit, within=place)
     assert_ended_with_the_last_checkpoint_whole(begun, tmp_path / "run", answers, "File too large")
 
 
@@ -218,8 +204,7 @@ def small_disk(begun: Begun, tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(begun: Begun, small_disk: Path) -> None:
     config = begun.again(small_disk / "run") | {"placement": {"mode": "disaggregated"}}
-    job = "tests.e2e.jobs_checkpoint:run_with_small_files"
-    answers = run_ranks(2, job, config=config, num_bytes=0, within="")
+    answers = run_ranks(2, SMALL_FILES, config=config, num_bytes=0, within="")
     assert_ended_with_the_last_checkpoint_whole(begun, small_disk / "run", answers, "No space left on device")
 
 
@@ -250,30 +235,26 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(begun: Begun, tmp_pa
     assert any(path == str(store.root) and seconds > named_s for seconds, path, changed in synced if changed != -1)
 
 
-def test_weights_that_cannot_be_written_are_told_of_and_leave_nothing(begun: Begun, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("place", "num_bytes", "says"),
+    [
+        ("run_files:export_weights", 3000, "weights/actor: the weights could not be written \\(File too large\\)"),
+        ("logs.journal:Journal.step", 100, "run: .*--resume"),
+    ],
+)
+def test_weights_and_figures_that_cannot_be_written_are_reported(
+    begun: Begun, tmp_path: Path, place: str, num_bytes: int, says: str
+) -> None:
     config = begun.again(tmp_path / "run")
-    job, place = "tests.e2e.jobs_checkpoint:run_with_small_files", "oppo_megatron.train.run_files:export_weights"
-    kind, message = run_ranks(1, job, config=config, num_bytes=3000, within=place)[0]
-    assert kind == "CheckpointError" and "weights/actor: the weights could not be written (File too large)" in message
-    assert list((tmp_path / "run" / "weights").iterdir()) == []
-
-
-def test_figures_that_cannot_be_written_are_told_of(begun: Begun, tmp_path: Path) -> None:
-    config = begun.again(tmp_path / "run")
-    job, place = "tests.e2e.jobs_checkpoint:run_with_small_files", "oppo_megatron.train.logs.journal:Journal.step"
-    kind, message = run_ranks(1, job, config=config, num_bytes=100, within=place)[0]
-    assert kind == "CheckpointError" and message.startswith(f"{tmp_path / 'run'}: ") and "--resume" in message
+    ((kind, message),) = run_ranks(1, SMALL_FILES, config=config, num_bytes=num_bytes, within=f"oppo_megatron.train.{place}")
+    assert kind == "CheckpointError" and re.match(f"{tmp_path}/(run/)?{says}", message), message
+    assert not list((tmp_path / "run" / "weights").glob("*")), "nothing is left"
 
 
 def test_mutated_checkpoints_end_in_a_clear_error_or_the_one_before(begun: Begun, tmp_path: Path) -> None:
     config = begun.again(tmp_path / "run")
     answers = run_ranks(
-        1,
-        "tests.e2e.jobs_checkpoint:resume_mutants",
-        config=config,
-        pristine=str(begun.checkpoints),
-        count=NUM_MUTANTS,
-        seed=3,
+        1, "tests.e2e.jobs_checkpoint:resume_mutants", config=config, pristine=str(begun.checkpoints), count=NUM_MUTANTS, seed=3
     )[0]
     assert not canary(tmp_path / "run" / "checkpoints" / "x").exists(), "a pickle of a checkpoint was run"
     pristine = answers.pop(0)

@@ -119,7 +119,7 @@ def test_a_reward_of_a_file_has_its_sum(work: Path, tmp_path: Path, capsys: pyte
         (["--function", "no.module:here"], "no.module"),
         (["--rewards", "{work}/empty.yaml"], "has no `rewards`"),
         (["--verifier", "gsm8k", "--max-prompts", "0"], "--max-prompts is 0"),
-        (["--verifier", "gsm8k", "--out", "{work}"], "no empty folder"),
+        (["--verifier", "gsm8k", "--out", "{work}"], "not an empty folder"),
         (["{work}/before", "--verifier", "gsm8k"], "given twice"),
         (["--reward-model", "{work}/reward", "--max-tokens", "100000"], "100000"),
     ],

@@ -54,10 +54,7 @@ def lines(text: str) -> list[dict[str, Any]]:
 def by_transformers(export: Path, texts: list[str], max_tokens: int) -> list[str]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(export),
-        AutoModelForCausalLM.from_pretrained(export).float().eval(),
-    )
+    tokenizer, model = (AutoTokenizer.from_pretrained(export), AutoModelForCausalLM.from_pretrained(export).float().eval())
     found = []
     for text in texts:
         ids = tokenizer(text, return_tensors="pt")
@@ -88,11 +85,7 @@ def test_a_response_has_the_room_that_the_model_has(export: Path, capsys: pytest
 
 @pytest.mark.parametrize(
     ("words", "texts", "ids"),
-    [
-        ([], ("END",), (7,)),
-        (["--stop-id", "9", "--stop-id", "11"], ("END",), (7, 9, 11)),
-        (["--stop", "Q:"], ("Q:",), (7,)),
-    ],
+    [([], ("END",), (7,)), (["--stop-id", "9", "--stop-id", "11"], ("END",), (7, 9, 11)), (["--stop", "Q:"], ("Q:",), (7,))],
 )
 def test_ids_join_those_of_the_run_and_texts_replace_its_own(
     words: list[str], texts: tuple[str, ...], ids: tuple[int, ...], tmp_path: Path
@@ -122,10 +115,7 @@ def test_rows_keep_their_columns_and_messages_have_the_template(
     export: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     source = tmp_path / "rows.jsonl"
-    rows = [
-        {"messages": [{"role": "user", "content": "hi"}], "answer": "9"},
-        {"messages": [{"role": "user", "content": "x"}]},
-    ]
+    rows = [{"messages": [{"role": "user", "content": "hi"}], "answer": "9"}, {"messages": [{"role": "user", "content": "x"}]}]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = lines(ask(capsys, export, "--input", source, "--json", "--max-tokens", 4))
     assert found[0]["prompt"] == "<|turn|>user: hi<|end|>\n<|turn|>assistant:" and found[0]["fields"] == {"answer": "9"}
@@ -213,13 +203,7 @@ def test_a_conversation_over_two_ranks(export: Path, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     said = [
         subprocess.run(
-            [*words, *layout],
-            input="hi\nmore\n",
-            text=True,
-            capture_output=True,
-            env=environment,
-            timeout=300,
-            check=True,
+            [*words, *layout], input="hi\nmore\n", text=True, capture_output=True, env=environment, timeout=300, check=True
         ).stdout
         for layout in ([], ["--pp", "2"])
     ]

@@ -1,4 +1,4 @@
-"""Groups and presets on the same loop: groups stay whole, whatever is carried; the matrix compares layouts."""
+"""Groups of responses in real runs: presets, greedy baselines, and filters; the matrix compares layouts."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from oppo_megatron.cli.main import main
 from oppo_megatron.config.algorithm import PRESETS
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import named_roles, role_placements, world_size
 from oppo_megatron.train.logs.journal import lost_gradient
+from tests.e2e.matrix import BY_PARITY, FEATURES, overcommitted
 from tests.e2e.matrix import grouped as of_groups
-from tests.support.layouts import assert_same, deep
-from tests.support.ppo import Workspace, run_ppo_ranks
+from tests.support.hf import save_tiny
+from tests.support.layouts import DEEP, STEADY_ADAM, TOLERANCE, WITHOUT_CRITIC, assert_same, deep
+from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 
 CRITIC_FREE = [name for name, preset in PRESETS.items() if preset.baseline != "critic"]
 CARRIED: dict[str, Any] = {
@@ -102,10 +105,175 @@ def test_a_rule_without_a_reference_leaves_no_scorer(workspace: Workspace) -> No
     assert not [name for line in one.metrics for name in line if name.startswith("critic_")]
 
 
-def test_another_group_size_cannot_go_on(workspace: Workspace, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    config = grouped(workspace, "resized", "grpo", 4, **CARRIED, steps=1)
-    run_ppo_ranks(config)
-    path = tmp_path / "again.yaml"
-    path.write_text(json.dumps(config | {"steps": 2}))
-    assert main(["train", str(path), "--resume", "rollout.group_size=2"]) == 2
-    assert "rollout.group_size is 2, but the checkpoint's run has 4" in capsys.readouterr().err
+def test_a_verifier_alone_needs_no_rank_of_scorers(workspace: Workspace) -> None:
+    """No reward model, and the reference on the actor's rank: a single process is the whole run."""
+    config = deep(workspace, "verifier", **WITHOUT_CRITIC, placement={"mode": "disaggregated", "reference": "actor"})
+    config |= {"reward": None, "rewards": [{"kind": "verifier", "name": "arithmetic"}]}
+    assert world_size(TrainConfig(**config)) == 1
+    assert len(run_ppo_ranks(config).metrics) == 3
+
+
+def test_several_responses_a_prompt_are_those_of_rows_that_stand_as_often(workspace: Workspace) -> None:
+    """Without a baseline and carried rollouts only the order in a batch tells groups from rows one after the other."""
+    rows = (workspace.root / "data" / "prompts.jsonl").read_text().splitlines(keepends=True)
+    repeated = workspace.root / "each-twice.jsonl"
+    repeated.write_text("".join(row * 2 for row in rows))
+    common: dict[str, Any] = {**WITHOUT_CRITIC, "data.shuffle": False, "steps": 2, "ppo.minibatches": 1}
+    ours = run_ppo_ranks(deep(workspace, "two-responses", **common, **{"rollout.group_size": 2}))
+    plain = run_ppo_ranks(deep(workspace, "two-rows", **common, **{"data.path": str(repeated)}))
+    assert ours.tokens() == plain.tokens()
+    assert [sorted(batch) for batch in ours.batches()] == [sorted(batch) for batch in plain.batches()]
+    assert weight_distance(ours.actor, plain.actor) < TOLERANCE
+    answers: dict[str, list[list[int]]] = {}
+    for row in sorted(ours.rollouts, key=lambda row: row["seq_id"]):
+        answers.setdefault(row["prompt"], []).append(row["tokens"])
+    pairs = [each for each in answers.values() if len(each) == 2]
+    assert len(pairs) >= 4 and all(first != second for first, second in pairs)
+
+
+LONGEST = 40
+"""`rollout.max_response_tokens`"""
+
+
+@pytest.fixture(scope="module")
+def workspace(workspace: Workspace) -> Workspace:
+    shape = {name: DEEP[name] for name in DEEP if name not in ("model_type", "initializer_range")}
+    save_tiny(workspace.root / "actor", "qwen2", **shape)
+    return workspace
+
+
+def remax(workspace: Workspace, name: str, size: int = 2, **changes: Any) -> dict[str, Any]:
+    """16 responses a step, in groups of `size` with a greedy one each that is not among them."""
+    actor = {"checkpoint": str(workspace.root / "actor"), "optimizer": STEADY_ADAM}
+    return grouped(workspace, name, "remax", size, **{"actor": actor} | changes)
+
+
+@pytest.fixture(scope="module")
+def plain(workspace: Workspace) -> Outcome:
+    return run_ppo_ranks(remax(workspace, "plain"))
+
+
+def test_greedy_responses_are_the_likeliest_of_their_weights(workspace: Workspace, plain: Outcome) -> None:
+    """Token by token, by transformers, of the weights that the run began with; the temperature of the others is 1."""
+    model = AutoModelForCausalLM.from_pretrained(workspace.root / "actor", dtype=torch.float32).eval()
+    first = [row for row in plain.greedy if row["step"] == 1]
+    assert len(first) == 8 and {version for row in first for version in row["versions"]} == {0}
+    for row in first:
+        tokens: list[int] = []
+        while len(tokens) < len(row["tokens"]):
+            with torch.inference_mode():
+                logits = model(torch.tensor([[*row["prompt_tokens"], *tokens]])).logits[0, -1]
+            tokens.append(int(logits.argmax()))
+        assert row["tokens"] == tokens, row["seq_id"]
+    sampled = {row["seq_id"] // 3: row["tokens"] for row in plain.rollouts if row["step"] == 1}
+    assert any(sampled[row["seq_id"] // 3] != row["tokens"] for row in first)
+
+
+def test_what_is_told_of_a_batch_is_of_what_is_trained(plain: Outcome) -> None:
+    """And of greedy responses their reward alone."""
+    for line in plain.metrics:
+        trained, greedy = ([row for row in rows if row["step"] == line["step"]] for rows in (plain.rollouts, plain.greedy))
+        assert (len(trained), len(greedy)) == (16, 8)
+        assert line["reward_mean"] == pytest.approx(sum(row["reward"] for row in trained) / 16)
+        assert line["greedy_reward_mean"] == pytest.approx(sum(row["reward"] for row in greedy) / 8)
+        parts = line["reward_parts"]
+        assert line["reward_mean"] == pytest.approx(parts["model"] + 0.5 * parts["arithmetic"])
+        assert line["trained_len_mean"] == pytest.approx(sum(len(row["tokens"]) for row in trained) / 16)
+        assert line["tokens"] == sum(len(row["tokens"]) for row in [*trained, *greedy]), "what is decoded is counted"
+        assert line["kl_mean"] is not None and line["grad_norm"] > 0
+
+
+def test_each_score_is_of_its_own_response(workspace: Workspace) -> None:
+    """Told by a rule that goes by the length, which differs between greedy and drawn ones."""
+    rule = {"reward": None, "rewards": [{"kind": "verifier", "name": "length", "buffer_tokens": LONGEST}]}
+    run = run_ppo_ranks(remax(workspace, "lengths", **rule, steps=1))
+    assert len(run.greedy) == 8 and {len(row["tokens"]) for row in run.greedy} != {len(row["tokens"]) for row in run.rollouts}
+    for row in [*run.rollouts, *run.greedy]:
+        assert row["reward"] == pytest.approx(-len(row["tokens"]) / LONGEST)
+
+
+STEPS, BATCH, GROUP = 3, 6, 2
+
+
+def dapo(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
+    """Groups of two, of which those are dropped whose responses are both of an even length, or both of an odd one."""
+    parity = BY_PARITY | {"options": {"calls": str(calls_of(workspace, name))}}
+    alone = {"rewards": [parity], "reward": None, "ppo.kl": {"mode": "none"}}
+    return deep(workspace, name, **FEATURES["filter"].changes | overcommitted(0) | alone | changes)
+
+
+def calls_of(workspace: Workspace, name: str) -> Path:
+    return workspace.root / f"{name}.calls"
+
+
+@pytest.fixture(scope="module")
+def sequential(workspace: Workspace) -> Outcome:
+    return run_ppo_ranks(dapo(workspace, "sequential"))
+
+
+def dropped(outcome: Outcome) -> int:
+    return sum(line["groups_dropped"] for line in outcome.metrics)
+
+
+def assert_once(workspace: Workspace, name: str, outcome: Outcome) -> None:
+    """The function was called once for each response that was trained or dropped."""
+    calls = calls_of(workspace, name).read_text().splitlines()
+    assert len(calls) == STEPS * BATCH + GROUP * dropped(outcome)
+
+
+def test_groups_that_are_all_the_same_are_dropped(workspace: Workspace, sequential: Outcome) -> None:
+    assert [len(batch) for batch in sequential.batches()] == [BATCH] * STEPS
+    rewards = {row["seq_id"]: row["reward"] for row in sequential.rollouts}
+    groups = {seq_id // GROUP for seq_id in rewards}
+    assert all(rewards[GROUP * g] != rewards[GROUP * g + 1] for g in groups)
+    assert dropped(sequential) > 1 and sum(line["backfilled"] for line in sequential.metrics) == GROUP * dropped(sequential)
+    assert max(groups) + 1 == len(groups) + dropped(sequential), "no prompt beyond the last that was needed"
+    for line in sequential.metrics:
+        assert line["keep_rate"] == 3 / (3 + line["groups_dropped"])
+        assert line["equal_groups"] == line["carried"] == 0
+    assert_once(workspace, "sequential", sequential)
+
+
+@pytest.mark.long
+def test_a_response_is_dropped_where_its_greedy_one_scores_the_same(workspace: Workspace) -> None:
+    """A group of one and its greedy baseline, in another layout too."""
+    changes = {"algorithm": {"preset": "remax"}, "filter": "reward", "rollout.group_size": 1, "overlap.intra": True}
+    one = run_ppo_ranks(dapo(workspace, "greedy", **overcommitted(1) | changes))
+    assert [len(batch) for batch in one.batches()] == [BATCH] * STEPS and len(one.greedy) == STEPS * BATCH
+    rewards = {row["seq_id"]: row["reward"] for row in [*one.rollouts, *one.greedy]}
+    assert all(rewards[seq_id] != rewards[seq_id + 1] for seq_id in rewards if seq_id % 2 == 0)
+    assert dropped(one) > 1 and all(line["equal_groups"] == 0 for line in one.metrics)
+    calls = calls_of(workspace, "greedy").read_text().splitlines()
+    assert len(calls) == 2 * (STEPS * BATCH + dropped(one)), "each response once"
+    apart = {"placement": {"mode": "disaggregated", "actor": {"tp": 2}}, "overlap.chunk.tokens": 7}
+    assert_same(run_ppo_ranks(dapo(workspace, "greedy-apart", **overcommitted(1) | changes | apart)), one)
+
+
+def flat(workspace: Workspace, name: str, unlike: int, **changes: Any) -> dict[str, Any]:
+    """The rows in their order; only the first few have prompts whose responses are not all the same."""
+    rows = (workspace.root / "data" / "prompts.jsonl").read_text().splitlines()
+    level = {"kind": "python", "entry_point": "tests.e2e.rewards:level"}
+    level |= {"options": {"flat": [json.loads(row)["prompt"] for row in rows[unlike:]]}}
+    return dapo(workspace, name, **{"rewards": [level], "data.shuffle": False} | changes)
+
+
+def test_a_filter_that_drops_everything_has_an_end(workspace: Workspace) -> None:
+    with pytest.raises(
+        AssertionError, match=r"SamplingError.*3[0-2] groups were judged in this step, and 0 of them kept \(0\.0%\)"
+    ):
+        run_ppo_ranks(flat(workspace, "nothing", 0))
+    with pytest.raises(AssertionError, match="none of the last 4 groups was worth training, and no step was made"):
+        run_ppo_ranks(flat(workspace, "no-step", 0, **{"steps": None, "data.max_rows": 4}))
+
+
+def test_prompts_of_which_nothing_is_left_end_the_run_after_its_last_batch(workspace: Workspace) -> None:
+    """Three of five groups make a step; the others are dropped, and held-out prompts are answered once after it."""
+    heldout = {
+        "data": {"path": str(workspace.root / "data" / "heldout.jsonl"), "max_prompt_tokens": 96, "max_rows": 4},
+        "verifier": "arithmetic",
+    }
+    config = flat(workspace, "end", 3, **{"steps": None, "data.max_rows": 5, "evaluation": heldout})
+    outcome = run_ppo_ranks(config)
+    assert [sorted(batch) for batch in outcome.batches()] == [list(range(BATCH))]
+    summary = json.loads((Path(config["run_dir"]) / "summary.json").read_text())
+    assert summary["heldout_accuracy"].keys() == {"0", "1"}

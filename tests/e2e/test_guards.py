@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from oppo_megatron.errors import DataError
-from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
+from tests.support.layouts import WITHOUT_CRITIC
+from tests.support.ppo import SHAPE, Outcome, Workspace, run_ppo_ranks, weight_distance
 from tools.replay import main as replay
 from tools.replay import read_rejected
 
@@ -185,3 +186,19 @@ def test_a_batch_is_replayed_with_models_that_fit_it(
     ):
         assert replay([str(path), *overrides]) == 2
         assert re.search(says, capsys.readouterr().err)
+
+
+def test_a_step_that_a_guard_takes_back_can_be_replayed(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    guards = {"ratio_max": 1.0001, "action": "skip"}
+    config = workspace.config("guard", **WITHOUT_CRITIC, guards=guards, steps=2)
+    assert all(line["skipped"] for line in run_ppo_ranks(config).metrics)
+    path = Path(config["run_dir"]) / "rejected" / "step-1.safetensors"
+    assert read_rejected(path).scored.values_T is None
+    assert replay([str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "the replay: ratio_max is" in out and "critic_loss" not in out
+    with_critic = ["algorithm.preset=ppo", f"critic.init={json.dumps(SHAPE)}"]
+    assert replay([str(path), *with_critic]) == 2
+    assert "algorithm.baseline is none, but algorithm.preset ppo is what trains a critic" in capsys.readouterr().err
+    assert replay([str(path), *with_critic, "algorithm.baseline=critic"]) == 2
+    assert "the batch has no values, but algorithm.preset ppo updates a critic" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -132,3 +133,24 @@ def test_a_terminal_that_is_closed_saves_the_run_in_it(workspace: Workspace, mar
     else:
         assert "clock" in whole_checkpoints(config)[-1], "saved within a step"
         assert_goes_on(config, mark, f"steps={num_lines(config) + 1}")
+
+
+CONFIG = Path(__file__).resolve().parents[2] / "examples" / "reliability" / "chaos.yaml"
+KILLS = 5
+
+
+@pytest.mark.long
+def test_five_killed_ranks_leave_no_trace(tmp_path: Path) -> None:
+    command = [str(CONFIG), "steps=8", "--prompt-tokens", "24", "--kills", str(KILLS), "--seed", "4"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.chaos", *command, "--out", str(tmp_path)],
+        cwd=CONFIG.parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "disturbed.log").read_text()[-2000:]
+    assert "final weights, rollouts and metrics equal those of the undisturbed run" in done.stdout
+    result = json.loads((tmp_path / "chaos.json").read_text())
+    assert len(result["kills"]) == KILLS and result["differences"] == []
+    assert {kill["rank"] for kill in result["kills"]} == {0, 1}
+    assert (tmp_path / "disturbed.log").read_text().count("was ended by SIGKILL") == KILLS

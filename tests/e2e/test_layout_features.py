@@ -13,7 +13,8 @@ from oppo_megatron.layout.placements import role_placements, world_size
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.schedule.rounds import FAN_OUT
 from oppo_megatron.schedule.weaving.costs import Costs, read_costs
-from tests.e2e.matrix import Matrix, run_dir
+from tests.e2e.matrix import FEATURES, Matrix, run_dir
+from tests.e2e.started import struck
 from tests.support.layouts import assert_same, deep
 from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
@@ -83,22 +84,6 @@ def test_weights_load_in_transformers(matrix: Matrix, plain: Outcome) -> None:
     assert AutoModelForSequenceClassification.from_pretrained(weights / "critic").config.num_labels == 1
 
 
-def test_unwoven_rounds_train_as_woven_ones(workspace: Workspace, plain: Outcome) -> None:
-    placement = {"mode": "colocated", "actor": {"pp": 2}}
-    assert_same(
-        run_ppo_ranks(deep(workspace, "unwoven", placement=placement, **STREAMED, **{"overlap.schedule": "intra"})), plain
-    )
-
-
-def test_scorers_on_ranks_of_their_own(workspace: Workspace, plain: Outcome) -> None:
-    """Reward on one rank, critic on another, reference on the actor's."""
-    config = deep(workspace, "split", placement=DISAGGREGATED | {"actor": {"pp": 2}}, **STREAMED)
-    config["reward"]["ranks"] = "2"
-    config["critic"]["ranks"] = "3"
-    config["reference"] = {"init": config["actor"]["init"], "ranks": "0-1", "parallel": {"tp": 2}}
-    assert_same(run_ppo_ranks(config), plain)
-
-
 def test_a_tuned_chunk_is_the_same_for_scorers_partly_on_the_actors_ranks(workspace: Workspace, plain: Outcome) -> None:
     """The reward model's stages are on a rank that decodes and on one that does not: both plan its rounds."""
     chunk = {"overlap.chunk": {"tokens": 7, "adaptive": [7, 20]}, "runtime.timeout_s": 60.0}
@@ -134,3 +119,27 @@ def test_updates_may_have_another_layout_than_decoding(
     moved = {line["reallocated_bytes"] for line in outcome.metrics}
     assert (max(moved) > 0) == moves and len(moved) == 1
     assert all(line["reallocate_s"] < line["train_s"] for line in outcome.metrics)
+
+
+FORK = FEATURES["prompts fork"].changes
+
+
+@pytest.mark.long
+def test_stale_caches_that_are_kept_fork(matrix: Matrix) -> None:
+    kept = FORK | {"overlap.actor_kv": "keep"}
+    forked, apart = (run_ppo_ranks(matrix.config("fork-kept", str(fork), kept | {"debug.fork": fork})) for fork in (True, False))
+    assert_same(forked, apart)
+    assert min(line["forked_tokens"] for line in forked.metrics) > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("caches", [True, False])
+def test_a_run_killed_within_groups_is_resumed_with_and_without_their_caches(matrix: Matrix, caches: bool) -> None:
+    """A rank dies in the second step.  Without caches every prompt in flight is computed once more, for all that answer it."""
+    config = matrix.in_layout("prompts fork", "PP2 | TP2", name=f"killed-{caches}")
+    config["checkpoint"] = {"every_steps": 1, "caches": caches}
+    struck(config, "round", 1, "killed")
+    config["checkpoint"]["resume"] = True
+    outcome = run_ppo_ranks(config)
+    assert_same(outcome, matrix.reference("prompts fork"))
+    assert min(line["forked_tokens"] for line in outcome.metrics) > 0

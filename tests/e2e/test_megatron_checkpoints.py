@@ -15,14 +15,11 @@ from tests.support.ppo import SHAPE, Workspace, run_ppo_ranks
 
 def test_roles_of_a_checkpoint_are_models_to_start_from(tmp_path: Path) -> None:
     workspace = Workspace.create(tmp_path)
-    tied = SHAPE | {"tie_word_embeddings": True}
-    changes = {
-        "actor.init": tied,
-        "actor.train": {"tp": 1, "pp": 2},
-        "placement": {"mode": "colocated", "actor": {"tp": 2}},
-    }
+    tied = SHAPE | {"tie_word_embeddings": True, "vocab_size": 283}  # which tensor ranks do not divide
+    changes = {"actor.init": tied, "actor.train": {"tp": 1, "pp": 2}, "placement": {"mode": "colocated", "actor": {"tp": 2}}}
     first = workspace.config("first", steps=1, **changes, **{"checkpoint.every_steps": 1})
     outcome = run_ppo_ranks(first)
+    assert outcome.actor["model.embed_tokens.weight"].shape == (283, 32), "no row more than the vocabulary has"
     models = next((tmp_path / "runs" / "first" / "checkpoints").glob("step-000001")) / "models"
     for role, target in (("actor", "causal-lm"), ("critic", "reward")):
         assert main(["convert", str(models / role), str(tmp_path / role), "--as", target]) == 0

@@ -26,16 +26,10 @@ SETTINGS = {
 
 @pytest.mark.parametrize(
     ("layout", "mebibytes"),
-    [
-        pytest.param({}, 100, id="one rank"),
-        pytest.param({"tp": 2}, 20, id="tensor parallel", marks=pytest.mark.long),
-    ],
+    [pytest.param({}, 100, id="one rank"), pytest.param({"tp": 2}, 20, id="tensor parallel", marks=pytest.mark.long)],
 )
 def test_a_run_ends_with_the_limit_to_lower_and_resumes_with_it(
-    workspace: Workspace,
-    monkeypatch: pytest.MonkeyPatch,
-    layout: dict[str, int],
-    mebibytes: int,
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, layout: dict[str, int], mebibytes: int
 ) -> None:
     """The address space of the last rank is limited in the second update."""
     monkeypatch.setenv("BOUND_MB", str(mebibytes))

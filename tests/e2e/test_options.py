@@ -42,17 +42,6 @@ def test_rules_alone(workspace: Workspace) -> None:
         assert parts["format"] == pytest.approx(sum(formats[start : start + 6]) / 6)
 
 
-def test_the_reference_is_the_actors_start_unless_named(workspace: Workspace) -> None:
-    outcome = run_ppo_ranks(workspace.config("kl", steps=2))
-    assert outcome.metrics[0]["kl_mean"] == pytest.approx(0.0, abs=1e-3)
-    assert abs(outcome.metrics[1]["kl_mean"]) > 1e-3
-
-
-def test_a_gap_between_decoding_and_training_stops_the_run(workspace: Workspace) -> None:
-    with pytest.raises(AssertionError, match="NumericsError.*differs by .* between decoding and training"):
-        run_ppo_ranks(workspace.config("gap", steps=1, **{"guards.logprob_gap": 1e-9}))
-
-
 @pytest.mark.parametrize(("minibatch", "warmup"), [(0, 0), (1, 0), (1, 1)])
 def test_a_gap_is_found_in_any_minibatch(workspace: Workspace, minibatch: int, warmup: int) -> None:
     """Of the actor's first update; behind the first minibatch, where the update has moved the weights, too."""

@@ -23,16 +23,7 @@ from oppo_megatron.errors import CapacityError, CheckpointError, DataError
 from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.train import reference_pass, supervised
 from oppo_megatron.train.supervised_tasks import PairPreferences
-from tests.e2e.supervised import (
-    NUM_ROWS,
-    SHAPE,
-    Settings,
-    hf_model,
-    metrics,
-    run,
-    settings,
-    token_rows,
-)
+from tests.e2e.supervised import NUM_ROWS, SHAPE, Settings, hf_model, metrics, run, settings, token_rows
 from tests.support.hf import save_tiny, tensors_of
 from tests.support.ranks import run_ranks
 
@@ -221,10 +212,7 @@ def test_the_reference_is_read_once_and_held_no_longer(
     """Another run takes its log-probs from the file, computes those that the file lacks, and trains to the same weights."""
     save_tiny(tmp_path / "other", "qwen2", vocab_size=320, tie_word_embeddings=True, seed=5)
     loaded, shown = Loaded(monkeypatch), {"logging": {"console": "plain"}}
-    own = {
-        "reference": {"checkpoint": tmp_path / "other"},
-        "reference_logprobs": tmp_path / "ref" / "logprobs.safetensors",
-    }
+    own = {"reference": {"checkpoint": tmp_path / "other"}, "reference_logprobs": tmp_path / "ref" / "logprobs.safetensors"}
     run("dpo", preferring(inputs, "dpo", tmp_path / "first", **own, **shown))
     assert loaded.take() == ["other", "qwen2"] and loaded.held == 1
     assert f"{2 * NUM_ROWS} of {2 * NUM_ROWS} answers computed" in capfd.readouterr().out

@@ -142,12 +142,7 @@ def test_an_outage_in_a_run_loses_nothing_and_invents_nothing(tmp_path: Path) ->
     try:
         while not addresses:
             time.sleep(0.01)
-        asked = {
-            "kind": "http",
-            "url": addresses[0],
-            "weight": BREVITY["weight"],
-            "timeout_s": 0.4,
-        }
+        asked = {"kind": "http", "url": addresses[0], "weight": BREVITY["weight"], "timeout_s": 0.4}
         remote = run_ppo_ranks(workspace.config("far", rewards=[asked], **changes))
     finally:
         done.set()

@@ -11,6 +11,7 @@ import pytest
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.tokenizer import train_sentencepiece
 from oppo_megatron.layout.placements import world_size
+from tests.e2e.matrix import FEATURES
 from tests.support.layouts import DEEP, STEADY_ADAM, assert_same, deep
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
@@ -57,6 +58,16 @@ def last_checkpoint(config: dict[str, Any]) -> Path:
     return Path(config["run_dir"]) / "checkpoints" / checkpoints(config)[-1]
 
 
+def rewound(config: dict[str, Any], name: str, steps: int = 1) -> dict[str, Any]:
+    """A copy of a finished run without its last `steps` checkpoints."""
+    copy = config | {"run_dir": f"{config['run_dir']}-{name}"}
+    shutil.copytree(config["run_dir"], copy["run_dir"])
+    for _ in range(steps):
+        shutil.rmtree(last_checkpoint(copy))
+    (Path(copy["run_dir"]) / "summary.json").unlink()
+    return copy
+
+
 def assert_bit_equal(outcome: Outcome, plain: Outcome) -> None:
     assert outcome.tokens() == plain.tokens()
     assert outcome.batches() == plain.batches()
@@ -98,27 +109,18 @@ def test_resumed_after_a_step_is_the_run_that_never_stopped(workspace: Workspace
     """The run ends right after the first step's checkpoint: what it wrote beyond is cut off and written again."""
     config = deep(workspace, "after", **CARRIED, **TWO_RANKS, **{"checkpoint.every_steps": 1, "checkpoint.keep": 9})
     plain = run_ppo_ranks(config)
-    run = Path(config["run_dir"])
-    names = [f"step-{step:06d}" for step in range(1, config["steps"] + 1)]
-    assert checkpoints(config) == names and all(line["checkpoint_bytes"] for line in plain.metrics[1:])
-    for later in names[1:]:
-        shutil.rmtree(run / "checkpoints" / later)
-    (run / "summary.json").unlink()
-    assert_bit_equal(resumed(config), plain)
+    assert checkpoints(config) == [f"step-{step:06d}" for step in range(1, config["steps"] + 1)]
+    assert all(line["checkpoint_bytes"] for line in plain.metrics[1:])
+    assert_bit_equal(resumed(rewound(config, "again", config["steps"] - 1)), plain)
 
 
 @pytest.mark.parametrize("steps_left", [3, 1])
 def test_a_critics_warm_up_and_the_scores_seen_go_on(
     workspace: Workspace, warmed_up: tuple[dict[str, Any], Outcome], steps_left: int
 ) -> None:
-    """From within the warm-up, and from behind it."""
+    """From within the warm-up, and from after it."""
     config, plain = warmed_up
-    config = config | {"run_dir": f"{config['run_dir']}-{steps_left}"}
-    shutil.copytree(Path(config["run_dir"].rpartition("-")[0]), config["run_dir"])
-    for name in checkpoints(config)[-steps_left:]:
-        shutil.rmtree(Path(config["run_dir"]) / "checkpoints" / name)
-    (Path(config["run_dir"]) / "summary.json").unlink()
-    assert_bit_equal(resumed(config), plain)
+    assert_bit_equal(resumed(rewound(config, str(steps_left), steps_left)), plain)
 
 
 @pytest.fixture(scope="module")
@@ -152,17 +154,24 @@ def test_a_critic_warms_up_alone(warmed_up: tuple[dict[str, Any], Outcome]) -> N
     assert outcome.metrics[0]["critic_error"] != outcome.metrics[1]["critic_error"]
 
 
-def test_resume_in_another_layout(workspace: Workspace, carried: Outcome) -> None:
-    """Within a rollout, from 1 | 1 over TP2 | 1 and PP2 | 1 to replicas with a distributed optimizer: caches are filled anew."""
-    config = deep(workspace, "layout", **CARRIED, **TWO_RANKS)
+def test_resume_in_another_layout(workspace: Workspace) -> None:
+    """Within a rollout, from 1 | 1 over TP2 | 1, trained as replicas, and PP2 | 1 to replicas: caches are filled anew.
+
+    With a vocabulary that tensor ranks do not divide.
+    """
+    odd = CARRIED | FEATURES["odd vocabulary"].changes
+    plain, config = run_ppo_ranks(deep(workspace, "odd", **odd)), deep(workspace, "layout", **odd, **TWO_RANKS)
+    assert FEATURES["odd vocabulary"].shows(plain), "nothing is drawn from the second shard"
     stop(config, rounds=3)
     config["checkpoint"] = {"resume": True}
     config["placement"] = {"mode": "disaggregated", "actor": {"tp": 2}}
+    config["actor"]["train"] = {"tp": 1, "dp": 2}
     stop(config, rounds=2)
+    del config["actor"]["train"]
     config["placement"] = {"mode": "disaggregated", "actor": {"pp": 2}}
     stop(config, rounds=2)
     config["placement"] = {"mode": "colocated", "actor": {"dp": 2}, "scorer": {"dp": 2}}
-    assert_same(run_ppo_ranks(config), carried)
+    assert_same(run_ppo_ranks(config), plain)
 
 
 def test_resumed_without_caches_it_is_the_same_to_rounding(workspace: Workspace, carried: Outcome) -> None:
@@ -199,11 +208,7 @@ def test_stale_caches_that_cannot_be_restored_are_those_of_the_current_weights(w
     assert first == [row for row in fresh.rollouts if row["step"] == 1], "nothing is stale in the first step"
     assert furthest_logprob(kept, fresh) > 1e-3
     for name, changes in ("caches", {"checkpoint": {"caches": False, "resume": True}}), ("layout", TWO_RANKS):
-        again = config | {"run_dir": f"{config['run_dir']}-{name}", "checkpoint": {"resume": True}} | changes
-        shutil.copytree(config["run_dir"], again["run_dir"])
-        shutil.rmtree(last_checkpoint(again))
-        (Path(again["run_dir"]) / "summary.json").unlink()
-        outcome = run_ppo_ranks(again)
+        outcome = run_ppo_ranks(rewound(config, name) | {"checkpoint": {"resume": True}} | changes)
         assert_same(outcome, fresh)
         assert furthest_logprob(outcome, fresh) < 1e-4
 
@@ -244,10 +249,7 @@ def test_what_cannot_be_continued_is_refused(workspace: Workspace) -> None:
     assert kept == {path: path.read_bytes() for path in kept}, "a start that is refused has touched the run"
     other_tokenizer = data.with_name("other.model")
     train_sentencepiece(["other words of another tongue"], other_tokenizer, 276)
-    for changed in (
-        {"tokenizer": {"path": str(other_tokenizer)}},
-        {"data": config["data"] | {"prompt_template": "{prompt} "}},
-    ):
+    for changed in ({"tokenizer": {"path": str(other_tokenizer)}}, {"data": config["data"] | {"prompt_template": "{prompt} "}}):
         assert "resume with the same data, tokenizer and template" in refusal(config | changed)
     assert kept == {path: path.read_bytes() for path in kept}, "a start that is refused has touched the run"
     wider = config["actor"] | {"init": config["actor"]["init"] | {"intermediate_size": 96}}

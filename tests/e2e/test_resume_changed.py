@@ -15,7 +15,7 @@ import yaml
 from oppo_megatron.cli.main import main
 from oppo_megatron.errors import EXIT_REQUEUE
 from tests.e2e.started import num_lines, start, wait_until
-from tests.e2e.test_resume import CARRIED, assert_bit_equal, checkpoints
+from tests.e2e.test_resume import CARRIED, assert_bit_equal, checkpoints, rewound
 from tests.support.layouts import STEADY_ADAM, deep
 from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks
 
@@ -40,12 +40,7 @@ def ended(workspace: Workspace) -> dict[str, Any]:
 @pytest.fixture
 def at_step_3(ended: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     """A copy of that run as it was after its third step."""
-    config = ended | {"run_dir": str(tmp_path / "run")}
-    run = Path(config["run_dir"])
-    shutil.copytree(ended["run_dir"], run)
-    (run / "summary.json").unlink()
-    shutil.rmtree(run / "checkpoints" / "step-000004")
-    return config
+    return rewound(ended, tmp_path.name)
 
 
 def typed(config: dict[str, Any], *overrides: str) -> int:

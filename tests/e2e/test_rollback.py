@@ -89,9 +89,7 @@ def test_greedy_responses_are_left_out_with_their_group(workspace: Workspace) ->
     assert [row["seq_id"] for row in outcome.greedy] == [seq_id + 1 for seq_id in trained]
 
 
-def test_an_update_that_only_the_actors_ranks_see_takes_all_ranks_back_until_it_may_no_more(
-    workspace: Workspace,
-) -> None:
+def test_an_update_that_only_the_actors_ranks_see_takes_all_ranks_back_until_it_may_no_more(workspace: Workspace) -> None:
     """From the second step on every update goes too far; the run ends when it has gone back as often as it may."""
     config = workspace.config("often", steps=1, checkpoint={"every_steps": 1}, **DISAGGREGATED)
     assert run_ranks(2, "tests.e2e.jobs:train_error", config=config) == ["", ""]

@@ -12,19 +12,10 @@ from safetensors.torch import load_file
 
 from oppo_megatron.cli.main import main
 from oppo_megatron.config.supervised import RewardModelConfig, SFTConfig
-from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.holdings import supervised_holdings
 from oppo_megatron.preflight.validate import supervised_problems
 from oppo_megatron.rundir.checkpoints import CheckpointStore
-from tests.e2e.supervised import (
-    OPTIMIZER,
-    Settings,
-    hf_model,
-    reference_loss,
-    run,
-    settings,
-    token_rows,
-)
+from tests.e2e.supervised import OPTIMIZER, Settings, hf_model, reference_loss, run, settings, token_rows
 
 peft = pytest.importorskip("peft", reason="peft is the reference; pip install 'oppo-megatron[test]'")
 
@@ -81,16 +72,6 @@ def test_steps_equal_peft_and_adamw(inputs: Path, starts: dict[str, Path], tmp_p
         assert again == pytest.approx(float(reference_loss(model, kind, rows)), rel=1e-4)
     start, end = (load_file(folder / "adapter_model.safetensors") for folder in (starts[kind], written))
     assert start.keys() == end.keys() and all(not torch.equal(start[name], end[name]) for name in start)
-
-
-def test_other_adapters_are_refused_where_a_run_goes_on(inputs: Path, tmp_path: Path) -> None:
-    chosen = adapted(inputs, "sft", tmp_path / "run", {}, checkpoint={"every_steps": 1})
-    run("sft", chosen)
-    more = {**chosen, "epochs": STEPS + 1, "checkpoint": {"resume": True}}
-    for lora in LORA | {"alpha": 3.0}, None:
-        with pytest.raises(CheckpointError, match=r"model\.lora is .*but the checkpoint's run has rank 4, alpha 12\.0"):
-            run("sft", {**more, "model": {**chosen["model"], "lora": lora}})
-    assert len(run("sft", more)) == STEPS + 1
 
 
 def test_what_is_written_is_used_by_the_other_commands(inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

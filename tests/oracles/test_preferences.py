@@ -19,6 +19,7 @@ from oppo_megatron.algorithms.preference_losses import mean_loss
 from oppo_megatron.config.supervised import DPOConfig
 from oppo_megatron.data.supervised_rows import Marked, Pair
 from oppo_megatron.mcore.vocab import VocabShards
+from oppo_megatron.train.reference_pass import key_of, missing_answers
 from oppo_megatron.train.supervised_tasks import MarkedPreferences, PairPreferences, Preferences, answer_logprobs
 from tests.oracles.trl_preferences import Answered, dpo_loss, kto_loss
 
@@ -67,10 +68,10 @@ def base() -> dict[str, Any]:
 def refer(task: Preferences[Any], answered: Sequence[Answered], generator: torch.Generator) -> Tensor:
     """Log-probs of a reference, near those of the logits' kind."""
     values = -2.5 * torch.rand(len(answered), generator=generator, dtype=torch.float64) * 4
-    missing = task.reference.missing(answered)
+    missing = missing_answers(task.reference, answered)
     found = {key: float(value) for key, value in zip(missing, values.tolist(), strict=False)}
-    task.reference.by_key.update(found)
-    return torch.tensor([task.reference.of(*each) for each in answered], dtype=torch.float64).float()
+    task.reference.update(found)
+    return torch.tensor([task.reference[key_of(*each)] for each in answered], dtype=torch.float64).float()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -54,10 +54,10 @@ EXPECTED: dict[Wait, tuple[int, str]] = {
     ("checkpoint", "read", "mcore/weights/checkpoint.py _state"): (51, "checkpoint"),
     ("rest", "synchronize", "mcore/weights/checkpoint.py write_data"): (1, ONCE_A_STEP),
     # training on preferences: held-out rows, and those by which KTO's reference point is measured before an update
-    ("held out", "read", "train/heldout.py measure_rows"): (1, "held out"),
+    ("held out", "read", "train/supervised_tasks.py measure_rows"): (1, "held out"),
     ("held out", "read", "train/score_exchange.py sum_over_ranks"): (1, "held out"),
     ("held out", "read", "train/score_exchange.py by_rank"): (1, "held out"),
-    ("supervised", "read", "train/heldout.py measure_rows"): (1, "update"),
+    ("supervised", "read", "train/supervised_tasks.py measure_rows"): (1, "update"),
     ("supervised", "read", "train/score_exchange.py sum_over_ranks"): (1, "update"),
     ("supervised", "read", "train/score_exchange.py by_rank"): (1, "update"),
 }

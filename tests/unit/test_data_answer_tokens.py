@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from oppo_megatron.data.supervised_rows import RowLoader
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.token_text import StepEnds
 from tests.support.chat_templates import CHATML, LLAMA2, LLAMA3, MISTRAL
+from tests.support.rows import write_rows
 from tests.support.tokenizers import save_byte_level
 
 TEXTS = ["Question: two plus two? Answer: four", "[INST] hello there [/INST] Hello friend", "Sum: 4 and 17.\nThen: 21"] * 20
@@ -73,10 +73,8 @@ KINDS = ("bpe", "unigram", "llama", "words", "bytes")
 
 
 def load(tmp_path: Path, loader: Any, tokenizer: Tokenizer, row: dict[str, Any], *more: Any) -> Any:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(row) + "\n")
     quarantine = Quarantine()
-    return loader(RowLoader(DataConfig(path=path), tokenizer, 900, quarantine), *more)[0], quarantine
+    return loader(RowLoader(DataConfig(path=write_rows(tmp_path, row)), tokenizer, 900, quarantine), *more)[0], quarantine
 
 
 @pytest.mark.parametrize("template", [LLAMA2, MISTRAL, LLAMA3, CHATML], ids=["llama2", "mistral", "llama3", "chatml"])
@@ -111,10 +109,8 @@ def test_texts_that_meet_anywhere_have_the_tokens_of_the_whole(tmp_path: Path, k
     for loader in (RowLoader.pairs, RowLoader.unequal_pairs):
         pair, _ = load(tmp_path, loader, tokenizer, {"prompt": prompt, "chosen": answer, "rejected": other})
         assert [[*pair.prompt, *each] for each in (pair.chosen, pair.rejected)] == wholes
-    marked = {"prompt": [prompt] * 2, "completion": [answer, other], "label": [True, False]}
-    path = tmp_path / "marked.jsonl"
-    path.write_text("".join(json.dumps(dict(zip(marked, row, strict=True))) + "\n" for row in zip(*marked.values(), strict=True)))
-    rows = RowLoader(DataConfig(path=path), tokenizer, 900, Quarantine()).marked()
+    marked = [{"prompt": prompt, "completion": text, "label": text == answer} for text in (answer, other)]
+    rows = RowLoader(DataConfig(path=write_rows(tmp_path, *marked)), tokenizer, 900, Quarantine()).marked()
     assert [[*each.prompt, *each.completion] for each in rows] == wholes
 
 

@@ -68,10 +68,7 @@ WRITTEN: dict[str, tuple[Callable[[], bytes], list[int]]] = {
     "rows.jsonl": (jsonl, [1, 2, 3]),
     "array.json": (lambda: json.dumps(ROWS, indent=2).encode(), [2, 6, 10]),
     "array.jsonl": (lambda: json.dumps(ROWS).encode(), [1, 1, 1]),
-    "array-a-row-a-line.jsonl": (
-        lambda: b"[" + b",\n".join(json.dumps(row).encode() for row in ROWS) + b"]\n",
-        [1, 2, 3],
-    ),
+    "array-a-row-a-line.jsonl": (lambda: b"[" + b",\n".join(json.dumps(row).encode() for row in ROWS) + b"]\n", [1, 2, 3]),
     "with-a-mark.json": (lambda: b"\xef\xbb\xbf\n" + json.dumps(ROWS, indent=2).encode(), [3, 7, 11]),
     "objects-over-lines.json": (lambda: b"\n".join(json.dumps(row, indent=1).encode() for row in ROWS), [1, 5, 9]),
     "rows.csv": (lambda: table(","), [2, 3, 5]),
@@ -113,10 +110,7 @@ def test_bad_rows_of_arrays_and_tables_are_set_aside_by_line(tmp_path: Path) -> 
     array.write_text('[\n{"prompt": "a"},\n5,\n{"prompt": "b", "prompt": "c"},\n{"prompt": "d"}\n]\n')
     rows, quarantine = read(array, bad_rows="quarantine")
     assert [row.line for row in rows] == [2, 5]
-    assert [(entry["line"], entry["reason"][:12]) for entry in quarantine.entries] == [
-        (3, "a JSON int, "),
-        (4, "not JSON (th"),
-    ]
+    assert [(entry["line"], entry["reason"][:12]) for entry in quarantine.entries] == [(3, "a JSON int, "), (4, "not JSON (th")]
     wide = tmp_path / "rows.csv"
     wide.write_bytes(b"prompt,answer\na,b\nc,d,e\n\nf\n\xe9,g\nh,i\n")
     rows, quarantine = read(wide, bad_rows="quarantine")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine, Row, RowProblems
 from oppo_megatron.data.supervised_rows import RowLoader
 from oppo_megatron.errors import ConfigError, DataError
+from tests.support.rows import write_rows
 from tests.support.tokenizers import CharacterTokenizer
 
 USER = {"role": "user", "content": "hi"}
@@ -36,10 +36,8 @@ def rows_of(*values: dict[str, Any]) -> Table:
 
 def read_all(reader: Any, tmp_path: Path, *values: dict[str, Any], **settings: Any) -> tuple[list[Any], RowProblems]:
     """Texts of the examples, and the problems that are left to be raised."""
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(value) + "\n" for value in values))
     problems = RowProblems(Quarantine())
-    examples = reader(DataConfig(path=path, **settings), CharacterTokenizer(), problems)
+    examples = reader(DataConfig(path=write_rows(tmp_path, *values), **settings), CharacterTokenizer(), problems)
     return [(example.prompt, *example.answers) for example in examples], problems
 
 
@@ -122,7 +120,7 @@ def test_templates_replace_only_their_mark_and_must_have_it(tmp_path: Path) -> N
 # --- layouts: that each command reads the same prompt is proved by test_data_layouts
 
 
-def test_alpaca_joins_the_input(tmp_path: Path) -> None:
+def test_alpaca_joins_the_input_of_the_rows_that_have_one(tmp_path: Path) -> None:
     rows = [
         {"instruction": "Add.", "input": "1 and 1", "output": "2"},
         {"instruction": "Greet.", "input": "", "output": "Hello."},
@@ -132,9 +130,6 @@ def test_alpaca_joins_the_input(tmp_path: Path) -> None:
     assert texts == [("Add.\n\n1 and 1", "2"), ("Greet.", "Hello."), ("Part.", "Bye.")]
     assert "Alpaca: prompt from 'instruction' and 'input', completion from 'output'" in quarantine.notes[0]
     assert quarantine.first == {"prompt": "Add.\n\n1 and 1", "completion": "2"}
-    pair = {"instruction": "Add.", "input": "1 and 1", "chosen": "2", "rejected": "3"}
-    assert read(read_pairs, tmp_path, pair)[0] == [("Add.\n\n1 and 1", "2", "3")]
-    assert read(read_completions, tmp_path, rows[0], format="columns")[0] == [("Add.", "2")]
 
 
 @pytest.mark.parametrize(
@@ -155,36 +150,6 @@ def test_dialogues_in_a_column(tmp_path: Path, row: dict[str, Any], title: str) 
     assert "completion from each assistant's turn" in quarantine.notes[0]
     if "prompt" not in row:
         assert read(read_prompts, tmp_path, row)[0] == [(CHAT,)]
-
-
-@pytest.mark.parametrize(
-    ("reader", "row", "answers"),
-    [
-        (read_prompts, {"prompt": USER}, ()),
-        (read_prompts, {"prompt": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"text": "i"}]}]}, ()),
-        (read_completions, {"prompt": [USER], "completion": [HELLO]}, ("hello\3\n",)),
-        (read_completions, {"prompt": "hi", "completion": [HELLO]}, ("hello\3\n",)),
-        (read_completions, {"prompt": [USER], "response": "hello"}, ("hello\3\n",)),
-        (read_pairs, {"prompt": [USER], "chosen": [HELLO], "rejected": [BYE]}, ("hello\3\n", "bye\3\n")),
-        (read_pairs, {"prompt": "hi", "chosen": [USER, HELLO], "rejected": [USER, BYE]}, ("hello\3\n", "bye\3\n")),
-    ],
-)
-def test_messages_and_text_side_by_side(tmp_path: Path, reader: Any, row: dict[str, Any], answers: tuple[str, ...]) -> None:
-    assert read(reader, tmp_path, row)[0] == [(CHAT_HEAD, *answers)]
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"conversations": SHARED[:3], "chosen": SHARED[3], "rejected": {"from": "gpt", "value": "no"}},
-        {"prompt": SPOKEN[:3], "chosen": [BYE], "rejected": [NO]},
-        {"chosen": SPOKEN, "rejected": [*SPOKEN[:3], NO]},
-        {"chosen": SHARED, "rejected": [*SHARED[:3], {"from": "gpt", "value": "no"}]},
-    ],
-)
-def test_preferences_among_messages(tmp_path: Path, row: dict[str, Any]) -> None:
-    assert read(read_pairs, tmp_path, row)[0] == [(CHAT, "bye\3\n", "no\3\n")]
-    assert read(read_prompts, tmp_path, row)[0] == [(CHAT,)]
 
 
 def test_a_dialogue_that_begins_the_other_still_has_an_answer(tmp_path: Path) -> None:
@@ -232,9 +197,7 @@ def test_dialogues_that_part_early_are_counted_and_kept_whole(tmp_path: Path) ->
     assert any("1 of 2 pairs have the same text as chosen and rejected" in note for note in quarantine.notes)
 
 
-def test_a_completion_must_be_somewhere(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no column for the completion"):
-        read(read_completions, tmp_path, {"prompt": "x"})
+def test_a_dialogue_without_an_answer_among_others_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not end with an assistant"):
         read(read_completions, tmp_path, {"messages": [USER, HELLO]}, {"messages": [USER]})
 

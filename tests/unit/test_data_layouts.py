@@ -19,6 +19,7 @@ from oppo_megatron.errors import ConfigError, DataError, RewardError
 from oppo_megatron.policy.given_prompts import Wording, prompts_of_file
 from oppo_megatron.rewards.functions import build_reward_functions
 from oppo_megatron.rewards.rule_parts import column
+from tests.support.rows import write_rows
 from tests.support.tokenizers import CharacterTokenizer
 
 Row = dict[str, Any]
@@ -28,6 +29,7 @@ CHAT = "<user>2+2?\3\n<assistant>"
 WITH_SYSTEM = f"<system>Be kind.\3\n{CHAT}"
 HH = "\n\nHuman: 2+2?\n\nAssistant:"
 GOOD, BAD = "4\3\n", "5\3\n"
+LONGER = f"{CHAT}{BAD}{CHAT}"
 
 
 def shared(*turns: dict[str, str]) -> list[dict[str, str]]:
@@ -61,6 +63,10 @@ VERL = {
 CASES = {
     "Alpaca": Case(
         {"instruction": "Add.", "input": "2 2", "output": "4", "text": "Below is"}, "Add.\n\n2 2", "4", unread=("text",)
+    ),
+    "Alpaca pairs": Case({"instruction": "Add.", "input": "2 2", "chosen": "4", "rejected": "5"}, "Add.\n\n2 2", "4", ("4", "5")),
+    "Alpaca's columns as text": Case(
+        {"instruction": "Add.", "input": "2 2", "output": "4"}, "Add.", "4", unread=("input",), settings={"format": "columns"}
     ),
     "Alpaca with a system": Case(
         {"instruction": "2+2?", "input": "", "output": "4", "system": "Be kind."}, WITH_SYSTEM, GOOD
@@ -141,14 +147,27 @@ CASES = {
     "DAPO-17k": Case({name: VERL[name] for name in ("data_source", "prompt", "reward_model")}, CHAT),
     "PRM800K": Case({"question": {"problem": "2+2?"}, "label": {}}, "2+2?", settings={"columns": {"prompt": "question.problem"}}),
     "TRL's conversations": Case({"prompt": [SYSTEM, USER], "completion": [YES]}, WITH_SYSTEM, GOOD),
+    "one message": Case({"prompt": USER}, CHAT),
+    "content in parts": Case({"prompt": [{**USER, "content": [{"type": "text", "text": "2+"}, {"text": "2?"}]}]}, CHAT),
+    "a text and a message": Case({"prompt": "2+2?", "completion": [YES]}, CHAT, GOOD),
+    "a message and a text": Case({"prompt": [USER], "response": "4"}, CHAT, GOOD),
+    "messages of each answer": Case({"prompt": [USER], "chosen": [YES], "rejected": [NO]}, CHAT, GOOD, (GOOD, BAD)),
+    "pairs of longer dialogues": Case(
+        {"chosen": [USER, NO, USER, YES], "rejected": [USER, NO, USER, NO]}, LONGER, GOOD, (GOOD, BAD)
+    ),
+    "ShareGPT pairs of longer dialogues": Case(
+        {"conversations": shared(USER, NO, USER), "chosen": shared(YES)[0], "rejected": shared(NO)[0]}, LONGER, GOOD, (GOOD, BAD)
+    ),
+    "ShareGPT's whole dialogues": Case(
+        {"chosen": shared(USER, NO, USER, YES), "rejected": shared(USER, NO, USER, NO)}, LONGER, GOOD, (GOOD, BAD)
+    ),
     "a null column of the schema": Case({"prompt": "2+2?", "completion": None, "messages": None, "response": "4"}, "2+2?", "4"),
 }  # fmt: skip
 
 
 def readings(row: Row, tmp_path: Path, settings: dict[str, Any]) -> Iterator[tuple[str, Any, Quarantine]]:
     """(command, example or why there is none, what was told)."""
-    path, tokenizer = tmp_path / "rows.jsonl", CharacterTokenizer()
-    path.write_text(json.dumps(row) + "\n")
+    path, tokenizer = write_rows(tmp_path, row), CharacterTokenizer()
     readers: dict[str, Any] = {
         "train": read_prompts, "sft": read_completions, "rm": read_pairs,
         "kto": lambda *given: [each for each, _ in read_marked(*given)],
@@ -193,7 +212,7 @@ def test_each_command_reads_the_same(tmp_path: Path, name: str) -> None:
         (asked,) = prompts_of_file(tmp_path / "rows.jsonl", None, Wording(), CharacterTokenizer())  # type: ignore[arg-type]
         assert asked.text == case.prompt, "as `oppo generate` and `oppo eval` ask"
         (asked,) = prompts_of_file(tmp_path / "rows.jsonl", None, Wording(as_chat=True), CharacterTokenizer())  # type: ignore[arg-type]
-        assert asked.text.count("<user>") == 1, "put into the template once"
+        assert asked.text.count("<user>") == max(1, case.prompt.count("<user>")), "put into the template once"
 
 
 @pytest.mark.parametrize(
@@ -249,6 +268,7 @@ def test_two_readings_are_refused_with_the_setting_that_chooses(
         ({"history": "h", "human_ref_A": "a", "human_ref_B": "b", "labels": 1}, "rm", "'human_ref_A' and 'human_ref_B'"),
         ({"prompt": "p", "response_0": "a", "response_1": "b", "safer": 1}, "dpo", "'response_0' and 'response_1'"),
         (VERL, "sft", "nearest is 'extra_info.answer': set data.columns.completion=extra_info.answer"),
+        ({"prompt": "x"}, "sft", "no column for the completion"),
         ({"prompt": "p", "answers": ["a", "b"]}, "sft", r"it has: prompt, answers\. None of them"),
         ({"question": "p", "generated_solution": "a"}, "sft", "set data.columns.completion=generated_solution"),
         ({"Problem": "p", "Solution": "s", "Answer": 4}, "train", "set data.columns.prompt=Problem"),

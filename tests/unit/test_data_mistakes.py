@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from oppo_megatron.data.supervised_rows import RowLoader
 from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.rewards.functions import build_reward_functions
+from tests.support.rows import write_rows
 from tests.support.tokenizers import CharacterTokenizer, save_byte_level
 
 USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
@@ -66,8 +66,7 @@ MISTAKES: dict[str, tuple[str, list[Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_with_rows(tmp_path: Path, mistake: str) -> None:
     kind, rows, settings, says = MISTAKES[mistake]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_rows(tmp_path, *rows)
     with pytest.raises((DataError, ConfigError), match=f"(?s){says}") as caught:
         load(kind, path, **settings)
     assert str(caught.value).count("rows.jsonl") <= 2
@@ -83,15 +82,14 @@ def test_a_mistake_with_rows(tmp_path: Path, mistake: str) -> None:
     ],
 )
 def test_a_mistake_with_paths(tmp_path: Path, name: str, says: str) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    write_rows(tmp_path, {"prompt": "a"})
     (tmp_path / "empty").mkdir()
     with pytest.raises((DataError, ConfigError), match=says):
         load("train", tmp_path / name)
 
 
 def test_a_verifiers_missing_column_is_said_once_with_the_nearest(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a", "answers": "1"}\n' * 50)
+    path = write_rows(tmp_path, *[{"prompt": "a", "answers": "1"}] * 50)
     check = build_reward_functions([RewardPart(kind="verifier", name="gsm8k")]).check
     with pytest.raises(DataError) as caught:
         load_prompts(PromptDataConfig(path=path), CharacterTokenizer(), quarantine=Quarantine(), check=check)
@@ -104,13 +102,10 @@ def test_a_verifiers_missing_column_is_said_once_with_the_nearest(tmp_path: Path
 TEMPLATES = {
     "not Jinja": ("{% for m in messages %}{{ m.content }", r"tokenizer.chat_template, line 1: not a Jinja template .*correct"),
     "no filter of this name": ("{{ messages | shout }}", "No filter named 'shout'"),
-    "a mistake of types": (
-        "{{ messages[0]['content'] + 1 }}",
-        "refuses the messages: TypeError: .*set tokenizer.chat_template",
-    ),
+    "a mistake of types": ("{{ messages[0]['content'] + 1 }}", "refuses the messages: TypeError: .*set tokenizer.chat_template"),
     "a division": ("{{ 1 / 0 }}", "refuses the messages: ZeroDivisionError"),
     "a part that is not there": ("{{ messages[0].tools.name }}", "refuses the messages: .*has no attribute 'tools'"),
-    "messages that it refuses": ("{{ raise_exception('no users') }}", "refuses the messages: no users; correct them"),
+    "messages that it refuses": ("{{ raise_exception('no users') }}", "refuses the messages: no users; correct them, or set"),
 }
 
 
@@ -123,8 +118,8 @@ def test_a_broken_chat_template_is_said_once(tmp_path: Path, mistake: str, huggi
     else:
         (tmp_path / "tokenizer").mkdir()
         train_sentencepiece(["hello there"] * 9, tmp_path / "tokenizer" / "tokenizer.model", 275)
-    (tmp_path / "rows.jsonl").write_text((json.dumps({"messages": [USER]}) + "\n") * 30)
+    path = write_rows(tmp_path, *[{"messages": [USER]}] * 30)
     with pytest.raises((DataError, ConfigError), match=says) as caught:
         tokenizer = load_tokenizer(TokenizerConfig(path=tmp_path / "tokenizer", chat_template=template))
-        load_prompts(PromptDataConfig(path=tmp_path / "rows.jsonl"), tokenizer, quarantine=Quarantine())
+        load_prompts(PromptDataConfig(path=path), tokenizer, quarantine=Quarantine())
     assert len(str(caught.value).splitlines()) <= 3

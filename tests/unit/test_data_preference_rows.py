@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import Marked, RowLoader
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
 from oppo_megatron.errors import DataError
+from tests.support.rows import write_rows
 
 LOADERS = {"dpo": RowLoader.unequal_pairs, "kto": RowLoader.marked}
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
@@ -24,17 +24,15 @@ UNWANTED = {"prompt": "2+1=", "completion": "4", "label": False}
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     path = tmp_path_factory.mktemp("tokenizer") / "t.model"
     train_sentencepiece([f"{n}+{n + 1}={2 * n + 1} wanted" for n in range(80)], path, 290)
-    return load_tokenizer(TokenizerConfig(path=path))
+    return load_tokenizer(TokenizerConfig(path=path, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"))
 
 
 def load(
     kind: str, rows: list[Any], folder: Path, tokenizer: Tokenizer, most: int = 60, **settings: Any
 ) -> tuple[list[Any], Quarantine]:
-    path, quarantine = folder / "rows.jsonl", Quarantine()
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = DataConfig(path=path, **settings)
-    found = LOADERS[kind](RowLoader(config, tokenizer, most, quarantine))
-    return list(found), quarantine
+    quarantine = Quarantine()
+    config = DataConfig(path=write_rows(folder, *rows), **settings)
+    return list(LOADERS[kind](RowLoader(config, tokenizer, most, quarantine))), quarantine
 
 
 def shown(rows: list[Marked], tokenizer: Tokenizer) -> list[tuple[str, str, list[int]]]:
@@ -68,10 +66,6 @@ def test_a_pair_is_two_rows_of_kto(tmp_path: Path, tokenizer: Tokenizer, form: s
     if form == "messages":
         asked = {"role": "user", "content": "1+1="}
         pair = {name: [asked, {"role": "assistant", "content": PAIR[name]}] for name in ("chosen", "rejected")}
-        template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-        path = tmp_path / "t.model"
-        train_sentencepiece([f"{n}+{n + 1}={2 * n + 1} wanted" for n in range(80)], path, 290)
-        tokenizer = load_tokenizer(TokenizerConfig(path=path, chat_template=template))
     found, _ = load("kto", [pair], tmp_path, tokenizer)
     assert [(answer.strip(), wanted) for _, answer, wanted in shown(found, tokenizer)] == [("2", [1]), ("3", [0])]
     assert found[0].prompt == found[1].prompt
@@ -79,36 +73,16 @@ def test_a_pair_is_two_rows_of_kto(tmp_path: Path, tokenizer: Tokenizer, form: s
 
 SAME = PAIR | {"rejected": "2"}
 BAD = {
-    "dpo, the same answer twice": (
-        "dpo",
-        [PAIR, SAME, SAME],
-        r"rows.jsonl:2: chosen and rejected are the same.*and 1 more",
-    ),
+    "dpo, the same answer twice": ("dpo", [PAIR, SAME, SAME], r"rows.jsonl:2: chosen and rejected are the same.*and 1 more"),
     "dpo, an empty answer": ("dpo", [PAIR, PAIR | {"chosen": " "}], r"rows.jsonl:2: column 'chosen' is empty"),
-    "dpo, no rejected": (
-        "dpo",
-        [{"prompt": "a", "chosen": "b"}],
-        r"no column for the rejected .*data.columns.rejected",
-    ),
+    "dpo, no rejected": ("dpo", [{"prompt": "a", "chosen": "b"}], r"no column for the rejected .*data.columns.rejected"),
     "dpo, one without a rejected": ("dpo", [PAIR, {"prompt": "a", "chosen": "b"}], r":2: column 'rejected' is missing"),
     "dpo, completions": ("dpo", [WANTED, UNWANTED], r"no column for the chosen"),
     "kto, the same answer twice": ("kto", [PAIR, SAME], r"rows.jsonl:2: chosen and rejected are the same"),
-    "kto, an empty completion": (
-        "kto",
-        [WANTED, UNWANTED, WANTED | {"completion": ""}],
-        r":3: column 'completion' is empty",
-    ),
+    "kto, an empty completion": ("kto", [WANTED, UNWANTED, WANTED | {"completion": ""}], r":3: column 'completion' is empty"),
     "kto, no label": ("kto", [{"prompt": "a", "completion": "b"}], r"no column for the label \(looked for label\)"),
-    "kto, one without a label": (
-        "kto",
-        [WANTED, UNWANTED, {"prompt": "a", "completion": "b"}],
-        r":3: column 'label' is missing",
-    ),
-    "kto, a label between": (
-        "kto",
-        [WANTED, UNWANTED | {"label": 0.5}],
-        r":2: column 'label' is 0.5, but must say if",
-    ),
+    "kto, one without a label": ("kto", [WANTED, UNWANTED, {"prompt": "a", "completion": "b"}], r":3: column 'label' is missing"),
+    "kto, a label between": ("kto", [WANTED, UNWANTED | {"label": 0.5}], r":2: column 'label' is 0.5, but must say if"),
     "kto, a label of words": ("kto", [WANTED, UNWANTED | {"label": "good"}], r"'good', but must say if"),
     "kto, all wanted": ("kto", [WANTED, WANTED], r"all 2 rows are wanted: KTO learns from both"),
     "kto, none wanted": ("kto", [UNWANTED], r"all 1 rows are unwanted"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import RowLoader
 from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
 from oppo_megatron.errors import ConfigError
+from tests.support.rows import write_rows
 from tests.support.tokenizers import save_byte_level
 
 BEGIN = "<|begin|>"
@@ -34,12 +34,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def rows(folder: Path, *given: dict[str, Any]) -> Path:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in given))
-    return path
-
-
 def first_tokens(path: Path, config: TokenizerConfig, **data: Any) -> tuple[list[int], int | None]:
     """The first prompt's tokens, and BOS."""
     tokenizer = load_tokenizer(config)
@@ -52,14 +46,14 @@ def first_tokens(path: Path, config: TokenizerConfig, **data: Any) -> tuple[list
 def test_a_plain_prompt_begins_as_its_tokenizer_begins(
     directory: Path, tmp_path: Path, add_bos: bool | None, number: int, text: str
 ) -> None:
-    path = rows(tmp_path, {"prompt": text})
+    path = write_rows(tmp_path, {"prompt": text})
     tokens, bos = first_tokens(path, TokenizerConfig(path=directory, add_bos=add_bos))
     assert tokens.count(bos) == (1 if text.startswith(BEGIN) else number)
     assert (tokens[0] == bos) == (bos in tokens)
 
 
 def test_a_template_that_has_it_gets_no_second(directory: Path, tmp_path: Path) -> None:
-    path = rows(tmp_path, {"messages": [{"role": "user", "content": "one"}]})
+    path = write_rows(tmp_path, {"messages": [{"role": "user", "content": "one"}]})
     tokens, bos = first_tokens(path, TokenizerConfig(path=directory, chat_template=CHAT))
     assert tokens[0] == bos and tokens.count(bos) == 1
 
@@ -68,7 +62,7 @@ def test_a_template_that_has_it_gets_no_second(directory: Path, tmp_path: Path) 
 def test_a_prompt_that_is_cut_keeps_it(directory: Path, tmp_path: Path, add_bos: bool | None) -> None:
     """Whoever has put it there."""
     plain = {"prompt": "one two three", "completion": "four"}
-    path = rows(tmp_path, plain if add_bos is None else {"messages": [{"role": "user", "content": "one two three"}]})
+    path = write_rows(tmp_path, plain if add_bos is None else {"messages": [{"role": "user", "content": "one two three"}]})
     config = TokenizerConfig(path=directory, add_bos=add_bos, chat_template=CHAT)
     whole, bos = first_tokens(path, config)
     cut, _ = first_tokens(path, config, max_prompt_tokens=3, long_rows="truncate")
@@ -76,10 +70,8 @@ def test_a_prompt_that_is_cut_keeps_it(directory: Path, tmp_path: Path, add_bos:
 
 
 def test_answers_to_learn_from_follow_it(directory: Path, tmp_path: Path) -> None:
-    path, tokenizer = (
-        rows(tmp_path, {"prompt": "one", "completion": "two"}),
-        load_tokenizer(TokenizerConfig(path=directory)),
-    )
+    path = write_rows(tmp_path, {"prompt": "one", "completion": "two"})
+    tokenizer = load_tokenizer(TokenizerConfig(path=directory))
     (row,) = RowLoader(DataConfig(path=path), tokenizer, 64, Quarantine()).completions()
     assert row.prompt[0] == tokenizer.bos_id and tokenizer.bos_id not in row.completion
 

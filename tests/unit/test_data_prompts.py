@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import partial
 from itertools import count, islice
@@ -20,14 +19,10 @@ from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import Completion, RowLoader
 from oppo_megatron.errors import DataError, RewardError
 from oppo_megatron.records import Prompt
+from tests.support.rows import write_rows
 from tests.support.tokenizers import CharacterTokenizer
 
 TOKENIZER = CharacterTokenizer()
-
-
-def write(path: Path, *values: object) -> Path:
-    path.write_text("".join(json.dumps(value) + "\n" for value in values))
-    return path
 
 
 def plain_set(num_rows: int, responses_per_prompt: int = 1) -> PromptSet:
@@ -36,7 +31,7 @@ def plain_set(num_rows: int, responses_per_prompt: int = 1) -> PromptSet:
 
 
 def test_rows_become_prompts_with_their_other_columns(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", {"question": "ab", "answer": "1"}, {"question": "ab", "answer": "2", "id": 7})
+    path = write_rows(tmp_path, {"question": "ab", "answer": "1"}, {"question": "ab", "answer": "2", "id": 7})
     prompts = load_prompts(PromptDataConfig(path=path, prompt_template="Q{prompt}A"), TOKENIZER, quarantine=Quarantine())
     first, second = prompts.rows
     assert (first.text, first.tokens, first.fields) == ("QabA", tuple(map(ord, "QabA")), {"answer": "1"})
@@ -46,7 +41,7 @@ def test_rows_become_prompts_with_their_other_columns(tmp_path: Path) -> None:
 
 def test_rows_are_told_of_by_time_at_each_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A tick of the clock is 1 s, and each row is met three times: nothing is silent for longer than 5 s."""
-    path = write(tmp_path / "p.jsonl", *({"prompt": f"{n}", "completion": "c"} for n in range(10)))
+    path = write_rows(tmp_path, *({"prompt": f"{n}", "completion": "c"} for n in range(10)))
 
     def completions(quarantine: Quarantine) -> list[Completion]:
         return RowLoader(DataConfig(path=path), TOKENIZER, 9, quarantine).completions()
@@ -62,13 +57,13 @@ def test_rows_are_told_of_by_time_at_each_stage(tmp_path: Path, capsys: pytest.C
 
 
 def test_rows_that_a_check_refuses_fall_under_bad_rows(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", {"prompt": "a", "answer": 1}, {"prompt": "b"}, {"prompt": "c"})
+    path = write_rows(tmp_path, {"prompt": "a", "answer": 1}, {"prompt": "b"}, {"prompt": "c"})
 
     def check(fields: Mapping[str, Any]) -> None:
         if "answer" not in fields:
             raise RewardError("no answer here")
 
-    with pytest.raises(DataError, match="(?s)2 rows.*p.jsonl:2: no answer here.*p.jsonl:3.*data.bad_rows=quarantine"):
+    with pytest.raises(DataError, match="(?s)2 rows.*rows.jsonl:2: no answer here.*rows.jsonl:3.*data.bad_rows=quarantine"):
         load_prompts(PromptDataConfig(path=path), TOKENIZER, quarantine=Quarantine(), check=check)
     quarantine = Quarantine()
     config = PromptDataConfig(path=path, bad_rows="quarantine")
@@ -78,13 +73,13 @@ def test_rows_that_a_check_refuses_fall_under_bad_rows(tmp_path: Path) -> None:
 
 
 def test_long_prompts_under_each_policy(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", {"prompt": "123456"}, {"prompt": "12345"}, {"prompt": "abcdefgh"})
+    path = write_rows(tmp_path, {"prompt": "123456"}, {"prompt": "12345"}, {"prompt": "abcdefgh"})
 
     def load(policy: str, quarantine: Quarantine) -> PromptSet:
         config = PromptDataConfig(path=path, max_prompt_tokens=5, long_rows=policy)
         return load_prompts(config, TOKENIZER, quarantine=quarantine)
 
-    with pytest.raises(DataError, match="(?s)2 rows.*p.jsonl:1: .*6 tokens.*max_prompt_tokens=5.*p.jsonl:3.*data.long_rows"):
+    with pytest.raises(DataError, match="(?s)2 rows.*jsonl:1: .*6 tokens.*max_prompt_tokens=5.*jsonl:3.*data.long_rows"):
         load("error", Quarantine())
     truncated = load("truncate", Quarantine())
     assert [row.text for row in truncated.rows] == ["23456", "12345", "defgh"], "the end is kept"
@@ -97,17 +92,17 @@ def test_long_prompts_under_each_policy(tmp_path: Path) -> None:
 
 
 def test_bad_and_long_rows_are_reported_together(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", {"prompt": "123456"}, {"prompt": ""}, [], {"prompt": "ok"})
+    path = write_rows(tmp_path, {"prompt": "123456"}, {"prompt": ""}, [], {"prompt": "ok"})
     with pytest.raises(DataError, match="3 rows") as caught:
         load_prompts(PromptDataConfig(path=path, max_prompt_tokens=5), TOKENIZER, quarantine=Quarantine())
-    assert all(f"p.jsonl:{line}:" in str(caught.value) for line in (1, 2, 3))
+    assert all(f"rows.jsonl:{line}:" in str(caught.value) for line in (1, 2, 3))
     assert "data.bad_rows=quarantine" in str(caught.value) and "data.long_rows=quarantine" in str(caught.value)
 
 
 def test_nothing_left_is_an_error(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", {"prompt": "long"}, {"prompt": "longer"})
+    path = write_rows(tmp_path, {"prompt": "long"}, {"prompt": "longer"})
     config = PromptDataConfig(path=path, max_prompt_tokens=1, long_rows="quarantine")
-    with pytest.raises(DataError, match=r"all 2 rows were set aside.*p\.jsonl:1"):
+    with pytest.raises(DataError, match=r"all 2 rows were set aside.*rows\.jsonl:1"):
         load_prompts(config, TOKENIZER, quarantine=Quarantine([{"file": "earlier", "line": 9, "reason": "other"}]))
 
 
@@ -182,9 +177,12 @@ def test_order_depends_on_seed_and_epoch_and_never_on_the_platform() -> None:
     orders = {tuple(epoch_order(50, seed, epoch)) for seed in range(4) for epoch in range(4)}
     assert len(orders) == 16
     # Philox4x64 is a published function: these words, and so this order, are the same everywhere.
-    assert epoch_order(8, 1, 0) == GOLDEN_ORDER
+    words = philox4x64(1, (1, 0)) + philox4x64(2, (1, 0))
+    assert epoch_order(8, 1, 0) == sorted(range(8), key=words.__getitem__)
     with pytest.raises(ValueError, match="seed=-1"):
         epoch_order(3, -1, 0)
+    with pytest.raises(DataError, match="empty"):
+        PromptStream(plain_set(0), 1)
 
 
 def philox4x64(counter: int, key: tuple[int, int]) -> list[int]:
@@ -197,12 +195,3 @@ def philox4x64(counter: int, key: tuple[int, int]) -> list[int]:
         x = [high1 ^ x[1] ^ k0, low1, high0 ^ x[3] ^ k1, low0]
         k0, k1 = (k0 + 0x9E3779B97F4A7C15) & mask, (k1 + 0xBB67AE8584CAA73B) & mask
     return x
-
-
-GOLDEN_WORDS = philox4x64(1, (1, 0)) + philox4x64(2, (1, 0))
-GOLDEN_ORDER = sorted(range(8), key=GOLDEN_WORDS.__getitem__)
-
-
-def test_empty_set() -> None:
-    with pytest.raises(DataError, match="empty"):
-        PromptStream(plain_set(0), 1)

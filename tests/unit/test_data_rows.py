@@ -56,10 +56,7 @@ FAULTS = {
     "NUL byte": (b'{"prompt": "a\0b"}', r"a NUL byte \(byte 13 of the line\)"),
     "NUL escape": (rb'{"prompt": "a\u0000b"}', r"column 'prompt' has a NUL at character 1"),
     "NUL in another column": (rb'{"prompt": "a", "meta": [{"k\u0000": 1}]}', r"column 'meta' has a NUL"),
-    "half a pair": (
-        rb'{"prompt": "ab\ud83d"}',
-        r"column 'prompt' is not text: half of a surrogate pair at character 2",
-    ),
+    "half a pair": (rb'{"prompt": "ab\ud83d"}', r"column 'prompt' is not text: half of a surrogate pair at character 2"),
     "half a pair as a name": (rb'{"prompt": "a", "\udc00": 1}', r"half of a surrogate pair at character 0"),
     "mark in the middle": (b'\xef\xbb\xbf{"prompt": "a"}', "a byte order mark, which only the first line"),
     "UTF-16": ('{"prompt": "a"}'.encode("utf-16"), "UTF-16, by its byte order mark"),

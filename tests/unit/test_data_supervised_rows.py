@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised_rows import RowLoader, Steps, batches, num_batches
+from oppo_megatron.data.supervised_rows import Completion, RowLoader, Steps, batches, num_batches
 from oppo_megatron.errors import DataError
+from tests.support.rows import write_rows
 from tests.support.tokenizers import CharacterTokenizer
 
 TOKENIZER = CharacterTokenizer()
@@ -26,8 +27,7 @@ def ids(text: str) -> list[int]:
 
 
 def write(path: Path, *values: object) -> DataConfig:
-    path.write_text("".join(json.dumps(value) + "\n" for value in values))
-    return DataConfig(path=path)
+    return DataConfig(path=write_rows(path, *values))
 
 
 def loader(
@@ -37,71 +37,59 @@ def loader(
     return RowLoader(config, TOKENIZER, max_tokens, quarantine if quarantine is not None else Quarantine())
 
 
-def completions(config: DataConfig, max_tokens: int = 100, long_rows: str = "error", quarantine: Quarantine | None = None):
-    return loader(config, max_tokens, long_rows, quarantine).completions()
+def completions(config: DataConfig, *more: Any, **settings: Any) -> list[Completion]:
+    return loader(config, *more, **settings).completions()
 
 
-def test_a_completion_ends_with_one_eos(tmp_path: Path) -> None:
-    config = write(
-        tmp_path / "c.jsonl",
-        {"question": "q", "answer": "abc"},
-        {"question": "q", "answer": "abc\3"},
-        {"question": "q", "answer": "a\3c"},
-    )
-    assert completions(config) == [
-        (ids("q"), ids("abc") + EOS),
-        (ids("q"), ids("abc") + EOS),
-        (ids("q"), ids("a\3c") + EOS),
-    ]
+def answered(answer: str) -> tuple[dict[str, Any], str]:
+    return {"question": "q", "answer": answer}, "q"
 
 
-def test_each_id_that_ends_a_response_ends_a_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CharacterTokenizer, "eos_ids", (3, 4))
-    config = write(tmp_path / "c.jsonl", {"question": "q", "answer": "abc\4"}, {"question": "q", "answer": "a\4c"})
-    assert completions(config) == [(ids("q"), ids("abc\4")), (ids("q"), ids("a\4c") + EOS)]
+TURNS = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}, "<user>hi\3\n<assistant>"
 
 
-def test_what_a_chat_template_writes_after_its_eos_is_left_out(tmp_path: Path) -> None:
-    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
-    assert completions(write(tmp_path / "c.jsonl", {"messages": turns})) == [(ids("<user>hi\3\n<assistant>"), ids("yo") + EOS)]
-
-
-def test_an_end_of_turn_that_ends_no_response_is_followed_by_the_eos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CharacterTokenizer, "eos_id", 4)
-    monkeypatch.setattr(CharacterTokenizer, "eos_ids", (4,))
-    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
-    config = write(tmp_path / "c.jsonl", {"messages": turns})
-    assert completions(config) == [(ids("<user>hi\3\n<assistant>"), ids("yo\3\n\4"))]
-    monkeypatch.setattr(CharacterTokenizer, "eos_ids", (4, 3))
-    assert completions(config) == [(ids("<user>hi\3\n<assistant>"), ids("yo\3"))]
-
-
-def test_the_first_row_is_shown_as_it_is_trained_on(tmp_path: Path) -> None:
-    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+@pytest.mark.parametrize(
+    ("eos_ids", "row", "completion"),
+    [
+        ((3,), answered("abc"), "abc\3"),
+        ((3,), answered("abc\3"), "abc\3"),
+        ((3,), answered("a\3c"), "a\3c\3"),
+        ((3, 4), answered("abc\4"), "abc\4"),
+        ((3, 4), answered("a\4c"), "a\4c\3"),
+        ((3,), TURNS, "yo\3"),  # without the line break that the template writes after EOS
+        ((4,), TURNS, "yo\3\n\4"),  # the template's end of turn is not EOS
+        ((4, 3), TURNS, "yo\3"),
+    ],
+)
+def test_a_completion_ends_with_one_eos(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eos_ids: tuple[int, ...], row: tuple[Any, str], completion: str
+) -> None:
+    monkeypatch.setattr(CharacterTokenizer, "eos_id", eos_ids[0])
+    monkeypatch.setattr(CharacterTokenizer, "eos_ids", eos_ids)
     quarantine = Quarantine()
-    [(_, completion)] = completions(write(tmp_path / "c.jsonl", {"messages": turns}), quarantine=quarantine)
-    shown = TOKENIZER.decode(completion)
-    assert quarantine.first == {"prompt": "<user>hi\3\n<assistant>", "completion": shown} and not shown.endswith("\n")
+    assert completions(write(tmp_path, row[0]), quarantine=quarantine) == [(ids(row[1]), ids(completion))]
+    assert quarantine.first["prompt"] == row[1]
+    assert row is not TURNS or quarantine.first["completion"] == TOKENIZER.decode(ids(completion)), "shown as it is trained on"
 
 
 def test_a_row_that_was_set_aside_is_not_shown(tmp_path: Path) -> None:
     quarantine = Quarantine()
     rows = [{"question": "long " * 20, "answer": "a"}, {"question": "q", "answer": "abc"}]
-    completions(write(tmp_path / "c.jsonl", *rows), 20, "quarantine", quarantine)
+    completions(write(tmp_path, *rows), 20, "quarantine", quarantine)
     assert quarantine.first["prompt"] == "q" and quarantine.first["completion"].startswith("abc")
 
 
 def test_pairs(tmp_path: Path) -> None:
-    config = write(tmp_path / "p.jsonl", {"prompt": "q", "chosen": "yes", "rejected": "no"})
+    config = write(tmp_path, {"prompt": "q", "chosen": "yes", "rejected": "no"})
     assert loader(config, 5).pairs() == [(ids("q"), ids("yes") + EOS, ids("no") + EOS)]
     with pytest.raises(DataError, match="5 tokens, more than max_tokens=4"):
         loader(config, 4).pairs()
 
 
 def test_long_rows_under_each_policy(tmp_path: Path) -> None:
-    config = write(tmp_path / "c.jsonl", {"prompt": "abcdef", "completion": "123"}, {"prompt": "a", "completion": "1"})
+    config = write(tmp_path, {"prompt": "abcdef", "completion": "123"}, {"prompt": "a", "completion": "1"})
     assert len(completions(config, 10)) == 2, "exactly max_tokens fits"
-    with pytest.raises(DataError, match=r"1 row.*\n.*c.jsonl:1: .*10 tokens.*\n.*long_rows=quarantine"):
+    with pytest.raises(DataError, match=r"1 row.*\n.*rows.jsonl:1: .*10 tokens.*\n.*long_rows=quarantine"):
         completions(config, 9)
     quarantine = Quarantine()
     assert completions(config, 9, "quarantine", quarantine) == [(ids("a"), ids("1") + EOS)]
@@ -119,7 +107,7 @@ def test_long_rows_under_each_policy(tmp_path: Path) -> None:
 def test_truncation_keeps_the_prompts_end_and_the_answers_beginning(
     tmp_path_factory: pytest.TempPathFactory, prompt: str, chosen: str, rejected: str, max_tokens: int
 ) -> None:
-    config = write(tmp_path_factory.mktemp("cut") / "p.jsonl", {"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    config = write(tmp_path_factory.mktemp("cut"), {"prompt": prompt, "chosen": chosen, "rejected": rejected})
     ((cut, *answers),) = loader(config, max_tokens, "truncate").pairs()
     longest = max(len(chosen), len(rejected)) + 1
     assert cut and ids(prompt)[-len(cut) :] == cut
@@ -169,8 +157,8 @@ def test_real_preference_pairs_and_solutions(shared_data: Path) -> None:
     assert len(rows) == 50 and all(row.completion[-1:] == EOS for row in rows)
 
 
-def steps(config: DataConfig, max_tokens: int = 100, long_rows: str = "error", quarantine: Quarantine | None = None):
-    return loader(config, max_tokens, long_rows, quarantine).steps("\n")
+def steps(config: DataConfig, *more: Any, **settings: Any) -> list[Steps]:
+    return loader(config, *more, **settings).steps("\n")
 
 
 def test_labels_lie_at_the_ends_that_a_policys_response_has(tmp_path: Path) -> None:
@@ -178,15 +166,17 @@ def test_labels_lie_at_the_ends_that_a_policys_response_has(tmp_path: Path) -> N
     rows = [
         {"prompt": "q", "completions": ["ab", "cd", "e"], "labels": [True, 0.25, False]},
         {"prompt": "q", "completions": ["ab", "cd\n"], "labels": [None, 1]},
+        {"prompt": [{"role": "user", "content": "hi"}], "completions": ["a", "b"], "labels": [1, 0]},
     ]
-    assert steps(write(tmp_path / "s.jsonl", *rows)) == [
+    assert steps(write(tmp_path, *rows)) == [
         Steps(ids("q"), ids("ab\ncd\ne") + EOS, [2, 5, 7], [1.0, 0.25, 0.0]),
         Steps(ids("q"), ids("ab\ncd\n") + EOS, [5], [1.0]),
+        Steps(ids("<user>hi\3\n<assistant>"), ids("a\nb") + EOS, [1, 3], [1.0, 0.0]),
     ]
 
 
 def test_of_a_row_that_is_cut_the_whole_steps_are_left(tmp_path: Path) -> None:
-    config = write(tmp_path / "s.jsonl", {"prompt": "q", "completions": ["ab", "cd", "ef"], "labels": [1, 0, 0]})
+    config = write(tmp_path, {"prompt": "q", "completions": ["ab", "cd", "ef"], "labels": [1, 0, 0]})
     assert steps(config, 8, "truncate") == [Steps(ids("q"), ids("ab\ncd\ne"), [2, 5], [1.0, 0.0])]
     with pytest.raises(DataError, match="no step with a label ends within max_tokens=3"):
         steps(config, 3, "truncate")
@@ -195,20 +185,10 @@ def test_of_a_row_that_is_cut_the_whole_steps_are_left(tmp_path: Path) -> None:
 
 
 def test_rows_with_other_steps_than_labels_are_set_aside(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": "q", "completions": ["a\nb"], "labels": [1]},
-        {"prompt": "q", "completions": ["a", "b"], "labels": [1, 0]},
-    ]
-    config, quarantine = write(tmp_path / "s.jsonl", *rows), Quarantine()
+    rows = [{"prompt": "q", "completions": ["a\nb"], "labels": [1]}, {"prompt": "q", "completions": ["a", "b"], "labels": [1, 0]}]
+    config, quarantine = write(tmp_path, *rows), Quarantine()
     config = config.model_copy(update={"bad_rows": "quarantine"})
     assert steps(config, quarantine=quarantine) == [Steps(ids("q"), ids("a\nb") + EOS, [1, 3], [1.0, 0.0])]
     (entry,) = quarantine.entries
     assert entry["line"] == 1 and "2 steps by the separator '\\n', but the row has 1" in entry["reason"]
     assert quarantine.first == {"prompt": "q", "completion": TOKENIZER.decode(ids("a\nb") + EOS)}
-
-
-def test_messages_as_prompts_and_steps_behind_them(tmp_path: Path) -> None:
-    row = {"prompt": [{"role": "user", "content": "hi"}], "completions": ["a", "b"], "labels": [1, 0]}
-    assert steps(write(tmp_path / "s.jsonl", row)) == [
-        Steps(ids("<user>hi\3\n<assistant>"), ids("a\nb") + EOS, [1, 3], [1.0, 0.0])
-    ]

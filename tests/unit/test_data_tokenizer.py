@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.data.tokenizer import SentencePieceTokenizer, Tokenizer, load_tokenizer, train_sentencepiece
 from oppo_megatron.errors import ConfigError, DataError
+from tests.support.tokenizers import save_byte_level
 
 TEXTS = [f"Q: {a}+{b}=?\nA: the sum  is {a + b}\n\n#### {a + b} caf\u00e9 \u2581" for a in range(30) for b in range(30)]
 TEMPLATE = (
@@ -31,19 +32,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def hugging_face_directory(tmp_path: Path) -> Path:
-    from tokenizers import Tokenizer as FastTokenizer
-    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-    from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = {character: i for i, character in enumerate(sorted(ByteLevel.alphabet()))}
-    fast = FastTokenizer(BPE(alphabet, []))
-    fast.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    fast.decoder = ByteLevelDecoder()
-    loaded = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<|end|>", additional_special_tokens=["<|turn|>"])
-    loaded.save_pretrained(str(tmp_path / "hf"))
-    return tmp_path / "hf"
+    return save_byte_level(tmp_path / "hf", ["a"], 258)
 
 
 hard_texts = st.lists(
@@ -118,8 +107,6 @@ def test_sentencepiece_chat(tmp_path: Path) -> None:
     assert chat.chat.render(messages, generation_prompt=False) == "[user]hi\n"
     with pytest.raises(DataError, match="no tools"):
         chat.chat.render([{"role": "tool", "content": "x"}])
-    with pytest.raises(ConfigError, match="not a Jinja template"):
-        load_tokenizer(TokenizerConfig(path=path, chat_template="{% if")).chat.render(messages)
 
 
 def test_paths_that_are_no_tokenizer(tmp_path: Path) -> None:

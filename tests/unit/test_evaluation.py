@@ -7,8 +7,7 @@ import math
 import pytest
 
 from oppo_megatron.control.estimates import estimate, paired_difference
-from oppo_megatron.evaluation.comparing import LENGTH, Judged, as_json, as_table
-from oppo_megatron.evaluation.grading import Answer
+from oppo_megatron.evaluation.grading import LENGTH, Answer, Judged, as_json, as_table
 
 
 def judged(name: str, values: list[list[float]]) -> Judged:

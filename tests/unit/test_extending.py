@@ -321,8 +321,7 @@ def test_a_function_that_cannot_be_called_is_refused_before_the_run(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "value",
-    ["f", "a.b:", ":f", {"entry_point": "a.b:f", "kwargs": {}}, {"options": {}}, {"entry_point": "a.b:f", "options": 1}],
+    "value", ["f", "a.b:", ":f", {"entry_point": "a.b:f", "kwargs": {}}, {"options": {}}, {"entry_point": "a.b:f", "options": 1}]
 )
 def test_a_setting_that_is_not_a_function_is_refused(value: Any) -> None:
     with pytest.raises(ValidationError, match="a function `package.module:function` or `file.py:function`"):

@@ -119,13 +119,7 @@ def refused(calls: int, action: Callable[[], Any], *errors: type[Exception]) -> 
 @pytest.mark.parametrize("calls", [0, STACK])
 def test_every_reader_counts(tmp_path: Path, calls: int) -> None:
     deep = '{"weight_map": ' + nested(3_000) + "}"
-    for name in (
-        "config.json",
-        "generation_config.json",
-        "model.safetensors.index.json",
-        "tokenizer.json",
-        "state.json",
-    ):
+    for name in ("config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json", "state.json"):
         (tmp_path / name).write_text(deep)
     model = ModelConfig(checkpoint=tmp_path)
     for reader in (
@@ -152,12 +146,7 @@ def test_every_reader_counts(tmp_path: Path, calls: int) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    [
-        "a=" + nested(500),
-        ".".join(["a"] * 500) + "=1",
-        "a" + "[0]" * 500 + "=1",
-        "seed=${oc.create:" + nested(500) + "}",
-    ],
+    ["a=" + nested(500), ".".join(["a"] * 500) + "=1", "a" + "[0]" * 500 + "=1", "seed=${oc.create:" + nested(500) + "}"],
 )
 def test_overrides_are_counted(tmp_path: Path, override: str) -> None:
     path = tmp_path / "c.yaml"

@@ -36,7 +36,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.records import Prompt
 from oppo_megatron.report.comparison import format_table
-from oppo_megatron.rewards.rules.formats import LengthRule
+from oppo_megatron.rewards.verifiers import length_score
 from tests.support.ppo import Workspace, run_ppo_ranks
 
 SAME: dict[str, Any] = {"rewards": [{"kind": "model"}], "debug.forced_lengths": [10, 0.8], "ppo.entropy_coefficient": 0.0}
@@ -156,7 +156,7 @@ def test_work_of_groups(workspace: Workspace, tmp_path: Path) -> None:
 
 def test_rewards_by_length_are_compared(workspace: Workspace, tmp_path: Path) -> None:
     work = work_of(TrainConfig(**grpo(workspace, "rewards")), tmp_path)
-    rewards = [LengthRule(24, 12).score(length) for length in work["lengths"]]
+    rewards = [length_score(length, 24, 12) for length in work["lengths"]]
     means = [fmean(rewards[first : first + 8]) for first in (0, 8, 16)]
     assert len(set(means)) > 1
     right = [line | {"reward_mean": mean} for line, mean in zip(trl_lines(work), means, strict=True)]

@@ -53,12 +53,7 @@ def sleepers() -> list[psutil.Process]:
 
 @pytest.mark.parametrize(
     ("numbers", "expected"),
-    [
-        ([signal.SIGTERM], "143"),
-        ([signal.SIGHUP], "129"),
-        ([signal.SIGINT], "^$"),
-        ([signal.SIGTERM, signal.SIGHUP], "129|143"),
-    ],
+    [([signal.SIGTERM], "143"), ([signal.SIGHUP], "129"), ([signal.SIGINT], "^$"), ([signal.SIGTERM, signal.SIGHUP], "129|143")],
 )
 def test_a_signal_that_comes_with_the_start_ends_the_process_too(
     tmp_path: Path, signals_while_starting: list[int], numbers: list[int], expected: str

@@ -47,6 +47,8 @@ def forks(prompt, response, fields):
         os._exit(7)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 judge = Judge()
+def infinite(prompt, response, fields): return float("inf")
+def huge(prompt, response, fields): return 10**400
 """
 
 BEFORE: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -76,6 +78,8 @@ WITHIN: dict[str, str] = {
     "several": r"gave \[0.5, 0.5\] .list., not a number; .*called once for each response",
     "array": r"gave array\(\[0.5\]\) .ndarray., not a number; .*`.item\(\)` makes one",
     "nan": "gave nan; a reward must be finite: correct the function",
+    "infinite": "gave inf; a reward must be finite",
+    "huge": "gave inf; a reward must be finite",
     "lookup": r"failed: KeyError: 'answer' at \S*mine\.py:17 in lookup; it must give a number for every response",
     "library": r"failed: JSONDecodeError: .* at \S*mine\.py:19 in library",
     "silent": r"failed: ValueError at \S*mine\.py:21 in silent",
@@ -127,6 +131,7 @@ def test_a_mistake_within_a_call_names_row_function_and_line(folder: Path, name:
         rewards.evaluate("p", "not json", {"id": 1}, None, 3, "rows.jsonl:17")
     assert str(caught.value).startswith(f"sequence 3 (of rows.jsonl:17): reward part 'mine:{name}'")
     assert "\n" not in str(caught.value) and os._exit.__module__ == "posix"
+    assert name != "lookup" or isinstance(caught.value.__cause__, KeyError)
 
 
 def test_a_function_may_end_the_processes_that_it_starts(folder: Path) -> None:

@@ -140,18 +140,7 @@ def test_every_answer_that_cannot_be_compared_is_found_and_tried_once(monkeypatc
     rule.close()
 
 
-def test_a_long_phase_tells_by_time_and_not_by_count() -> None:
-    now, told = [0.0], list[str]()
-    by_time = ByTime(told.append, every_s=5.0, clock=lambda: now[0])
-    for number in range(1000):
-        now[0] = number * 0.1 if number < 500 else 49.9
-        by_time(f"{number} of 1000")
-    assert told == [f"{number} of 1000, {number // 10}s" for number in range(50, 500, 50)]
-
-
-def test_at_run_time_a_row_that_cannot_be_compared_is_named_once_and_scores_nothing(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_at_run_time_a_row_that_cannot_be_compared_is_named_once_and_scores_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     function, rule = stuck_rule()
     assert ask(rule, "5^^5", "x") == 0.0 == ask(rule, "6^^6", "x") and ask(rule, "x", "x") == 1.0
     assert capfd.readouterr().err == "", "the responses are wrong, not the row"
@@ -181,10 +170,8 @@ def test_validate_names_every_row_that_cannot_be_compared(bad_rows: str) -> None
 @pytest.mark.long
 def test_a_hostile_answer_is_found_in_bounded_time() -> None:
     rewards, began = mathematics(wall_s=10.0), time.monotonic()
-    rows = [
-        {"answer": answer}
-        for answer in (r"\$3", r"x^{10^{10^{10}}}+10^{10^{10}}", r"\frac{1}{2}", "Monday", r"\frac{1}{", "10^9")
-    ]
+    answers = (r"\$3", r"x^{10^{10^{10}}}+10^{10^{10}}", r"\frac{1}{2}", "Monday", r"\frac{1}{", "10^9")
+    rows = [{"answer": answer} for answer in answers]
     told = list[str]()
     assert list(rewards.unusable(rows, told.append)) == [1]
     assert told[-1].startswith("1 expected answers are not understood") and r"\frac{1}{" in told[-1].replace("\\\\", "\\")
@@ -205,10 +192,8 @@ def test_a_hostile_answer_is_found_in_bounded_time() -> None:
 def test_no_nesting_ends_a_rule(math: RewardSum, response: str) -> None:
     assert math.score("", response, {"answer": "x+1"}, None, 0) == 0.0
     for name, answer in (("gsm8k", "1"), ("multiple_choice", "B"), ("arithmetic", "1")):
-        assert (
-            build_reward_functions([RewardPart(kind="verifier", name=name)]).score("", response, {"answer": answer}, None, 0)
-            == 0.0
-        )
+        rule = build_reward_functions([RewardPart(kind="verifier", name=name)])
+        assert rule.score("", response, {"answer": answer}, None, 0) == 0.0
 
 
 @pytest.mark.parametrize("value", [None, "", " ?", [1], True, "x" * 3000, float("inf")])
@@ -246,10 +231,7 @@ def test_without_the_extra_the_command_is_named_before_the_run(monkeypatch: pyte
         ("raise KeyboardInterrupt", 0),
         ("import ctypes; ctypes.string_at(0)", 0),
         ("filled = bytearray(1 << 30)\ndef double(x): return x * 2", 0),
-        (
-            "import os\nfor n in range(3, 99):\n  try: os.write(n, b'{\"passed\": true}\\n' * 8)\n  except OSError: pass",
-            0,
-        ),
+        ("import os\nfor n in range(3, 99):\n  try: os.write(n, b'{\"passed\": true}\\n' * 8)\n  except OSError: pass", 0),
         ("open('large', 'wb').write(bytes(1 << 25))\ndef double(x): return x * 2", 0),
         ("import os, signal; os.kill(os.getppid(), signal.SIGKILL)", 0),
         ("print('x' * 100000)\ndef double(x): return x * 2", 4),
@@ -319,9 +301,7 @@ def test_a_sequence_of_which_another_part_failed_is_asked_for_anew() -> None:
     rewards.close()
 
 
-def test_programs_make_no_socket_and_see_neither_the_runs_folder_nor_its_variables(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_programs_make_no_socket_and_see_neither_the_runs_folder_nor_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_TOKEN", "secret")
     rewards = code()
     network = "import socket\ntry: socket.socket(); print('open')\nexcept PermissionError: print('cut')"

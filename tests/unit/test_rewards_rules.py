@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oppo_megatron.config.rewards import RewardPart
+from oppo_megatron.config.rewards import RewardPart, compile_pattern
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.functions import build_reward_functions
 from oppo_megatron.rewards.rules import choices
-from oppo_megatron.rewards.rules.formats import FormatRule, LengthRule
-from oppo_megatron.rewards.verifiers import flexible_answer
+from oppo_megatron.rewards.verifiers import flexible_answer, format_score, length_score
 
 THINK = r"<think>.*?</think>\s*<answer>.*?</answer>"
 
@@ -126,7 +125,8 @@ def test_formats(pattern: str, match: str, response: str, score: float) -> None:
 
 def test_a_catastrophic_pattern_ends() -> None:
     began = time.monotonic()
-    assert FormatRule(r"(?:\w+\s?)+#(?=b)|((a|b|ab)*)*c(?<=q)", whole=True).score("ab" * 5000) == 0.0
+    pattern = compile_pattern(r"(?:\w+\s?)+#(?=b)|((a|b|ab)*)*c(?<=q)")
+    assert format_score("ab" * 5000, pattern, whole=True) == 0.0
     assert 0.9 < time.monotonic() - began < 30.0, "it ran into the limit, or the case no longer tests it"
 
 
@@ -135,14 +135,13 @@ def test_length_is_the_papers_equation(num_tokens: int, longest: int, data: st.D
     buffer = data.draw(st.integers(1, longest))
     expected = Fraction(longest - buffer - num_tokens, buffer)
     expected = Fraction(0) if expected > 0 else Fraction(-1) if num_tokens > longest else expected
-    score = LengthRule(longest, buffer).score(num_tokens)
+    score = length_score(num_tokens, longest, buffer)
     assert score == pytest.approx(float(expected), abs=1e-12) and -1.0 <= score <= 0.0
 
 
 def test_length_of_the_paper_itself() -> None:
     """As TRL's get_soft_overlong_punishment(max_completion_len=20480, soft_punish_cache=4096)."""
-    score = LengthRule(20480, 4096).score
-    assert [score(n) for n in (1, 16384, 18432, 20480, 20481)] == [0.0, 0.0, -0.5, -1.0, -1.0]
+    assert [length_score(n, 20480, 4096) for n in (1, 16384, 18432, 20480, 20481)] == [0.0, 0.0, -0.5, -1.0, -1.0]
 
 
 def test_length_counts_tokens_up_to_the_runs_limit() -> None:

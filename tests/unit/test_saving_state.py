@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from oppo_megatron.config.load import plain_settings
+from oppo_megatron.errors import CheckpointError
 from oppo_megatron.overcommit.ahead import Ahead
-from oppo_megatron.train.saving.state import Found, describe_changes, frozen_models, source_state
+from oppo_megatron.train.saving.state import Found, adapter_state, describe_changes, frozen_models, require_same_run, source_state
 from tests.support.configs import least_config
 
 
@@ -46,3 +47,30 @@ def test_changes_are_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     file.write_text("def score(prompt, response, fields):\n    return 2.0\n")
     told = describe_changes(tmp_path, found, {"seed": 2}, source_state(config))
     assert told == [start, "changed: seed: 1 -> 2", f"changed: the file of {entry_point}"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "adapters", "says"),
+    [
+        ({"seed": 5}, {}, "seed is 5, but the checkpoint's run has 11"),
+        ({"shuffle": False}, {}, "data.shuffle is False, but"),
+        ({"rows": 7}, {}, "the number of usable prompts is 7, but"),
+        ({"group_size": 2}, {}, "rollout.group_size is 2, but the checkpoint's run has 1"),
+        ({"greedy": True}, {}, r"whether a prompt has a greedy response \(algorithm.baseline\) is True, but"),
+        ({"fingerprint": "b" * 64}, {}, "resume with the same data, tokenizer and template"),
+        ({}, {"alpha": 8.0}, r"actor.lora is rank 4, alpha 8.0, .* but the checkpoint's run has rank 4, alpha 16.0"),
+        ({}, {"targets": ["q_proj"]}, r"actor.lora is .*targets \['q_proj'\], but the checkpoint's run has rank 4"),
+        ({}, None, "actor.lora is null, but the checkpoint's run has rank 4"),
+    ],
+)
+def test_another_order_or_other_adapters_are_refused(
+    tmp_path: Path, entries: dict[str, Any], adapters: dict[str, Any] | None, says: str
+) -> None:
+    lora = {"rank": 4, "alpha": 16.0}
+    then = least_config(tmp_path, actor={"checkpoint": "a", "lora": lora})
+    data = {"seed": 11, "shuffle": True, "rows": 8, "fingerprint": "a" * 64, "group_size": 1, "greedy": False}
+    found = Found(tmp_path, {"data": data, "adapters": adapter_state(then)}, [])
+    require_same_run(found, data, then)
+    now = least_config(tmp_path, actor={"checkpoint": "a", "lora": None if adapters is None else lora | adapters})
+    with pytest.raises(CheckpointError, match=says):
+        require_same_run(found, data | entries, now)

@@ -20,7 +20,7 @@ from oppo_megatron.records import Decision, StepSignals
 from oppo_megatron.schedule.actions import Op
 from oppo_megatron.schedule.weaving.costs import CostMeter, Costs
 from oppo_megatron.train import updates
-from oppo_megatron.train.logs.step import StepFacts
+from oppo_megatron.train.logs.journal import StepFacts
 from oppo_megatron.train.score_exchange import ScoreReport
 from oppo_megatron.train.updates import Adaptation
 from tests.unit.test_algorithms_experience import batch, config, of_ppo

@@ -12,13 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from oppo_megatron.config.supervised import DPOConfig
 from oppo_megatron.data.supervised_rows import Marked, Pair
-from oppo_megatron.train.reference_pass import (
-    LogprobTable,
-    UnusableFileError,
-    key_of,
-    read_logprobs,
-    write_logprobs,
-)
+from oppo_megatron.train.reference_pass import UnusableFileError, key_of, missing_answers, read_logprobs, write_logprobs
 from oppo_megatron.train.supervised_tasks import MarkedPreferences, PairPreferences, Preferences
 
 CPU = torch.device("cpu")
@@ -33,20 +27,14 @@ def marked(loss: str = "kto") -> MarkedPreferences:
 
 
 def settings() -> dict[str, Any]:
-    return {
-        "run_dir": "r",
-        "tokenizer": {"path": "t"},
-        "data": {"path": "d"},
-        "model": {"checkpoint": "m"},
-        "max_tokens": 8,
-    }
+    return {"run_dir": "r", "tokenizer": {"path": "t"}, "data": {"path": "d"}, "model": {"checkpoint": "m"}, "max_tokens": 8}
 
 
 def know(task: Preferences[Any], rows: list[Any]) -> dict[bytes, float]:
     """Give the reference's log-probs of the rows' answers: -1, -2, ..."""
-    missing = task.reference.missing(answer for row in rows for answer in task.answers(row))
-    task.reference.by_key.update({key: -float(number) for number, key in enumerate(missing, start=1)})
-    return task.reference.by_key
+    missing = missing_answers(task.reference, (answer for row in rows for answer in task.answers(row)))
+    task.reference.update({key: -float(number) for number, key in enumerate(missing, start=1)})
+    return task.reference
 
 
 def test_a_pair_is_in_one_micro_batch_with_the_references_log_probs() -> None:
@@ -61,7 +49,7 @@ def test_a_pair_is_in_one_micro_batch_with_the_references_log_probs() -> None:
         assert micro.tokens_T.tolist() == [token for prompt, answer in answered for token in [*prompt, *answer][:-1]]
         assert micro.targets_R.tolist() == [token for _, answer in answered for token in answer], "the EOS, too"
         assert micro.counts == [len(answer) for _, answer in answered] == micro.extra["counts"].tolist()
-        assert micro.extra["reference"].tolist() == [task.reference.of(*each) for each in answered]
+        assert micro.extra["reference"].tolist() == [task.reference[key_of(*each)] for each in answered]
         assert len(micro.tokens_T) == sum(task.num_tokens(rows[i]) for i in micro.index)
         assert len(micro.lengths) == 2 * len(micro.index)
 
@@ -91,8 +79,7 @@ def test_what_is_too_long_together_is_cut_and_where_there_is_nothing_to_meet_not
 def test_keys_tell_prompt_from_answer() -> None:
     keys = [key_of([1, 2], [3]), key_of([1], [2, 3]), key_of([1, 2, 3], []), key_of([1, 2], [4]), key_of([2, 1], [3])]
     assert len(set(keys)) == len(keys) and all(len(key) == 16 for key in keys)
-    table = LogprobTable()
-    assert list(table.missing([([1], [2]), ([1], [3]), ([1], [2])])) == [key_of([1], [2]), key_of([1], [3])]
+    assert list(missing_answers({}, [([1], [2]), ([1], [3]), ([1], [2])])) == [key_of([1], [2]), key_of([1], [3])]
 
 
 def test_a_file_gives_back_every_bit(tmp_path: Path) -> None:

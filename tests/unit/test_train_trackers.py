@@ -31,7 +31,7 @@ class ListSink:
 
 def test_every_sink_gets_the_numeric_fields() -> None:
     sinks = [ListSink(), ListSink()]
-    tracker = Tracker(sinks)
+    tracker = Tracker([(sink.log, sink.close) for sink in sinks])
     fields = {
         "step": 3, "loss": 1.5, "tokens": 7, "why": "slope", "flag": True, "none": None, "ids": [1], "idle_s": {"actor": 0.5}
     }  # fmt: skip
@@ -128,10 +128,7 @@ def test_a_missing_library_is_told_before_anything_starts(
     settings: dict[str, Any] = {"run_dir": "run", "tokenizer": {"path": "tok"}, "logging": {"wandb_project": "rlhf"}}
     if kind == "train":
         settings |= {"steps": 3, "placement": {"mode": "single"}, "actor": model, "critic": model}
-        settings |= {
-            "data": {"path": "rows.jsonl", "max_prompt_tokens": 20},
-            "rewards": [{"kind": "verifier", "name": "gsm8k"}],
-        }
+        settings |= {"data": {"path": "rows.jsonl", "max_prompt_tokens": 20}, "rewards": [{"kind": "verifier", "name": "gsm8k"}]}
         settings |= {"rollout": {"batch_size": 8, "max_response_tokens": 20}}
     else:
         settings |= {"data": {"path": "rows.jsonl"}, "model": model, "batch_size": 1, "steps": 1, "max_tokens": 64}

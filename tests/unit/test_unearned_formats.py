@@ -10,7 +10,7 @@ import pytest
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.tokenizer import load_tokenizer
-from oppo_megatron.rewards.rules.formats import literals
+from oppo_megatron.rewards.verifiers import literals
 from oppo_megatron.train.inputs import unearned_formats
 from tests.support.configs import least_config
 from tests.support.tokenizers import CharacterTokenizer, save_byte_level

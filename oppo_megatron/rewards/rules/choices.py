@@ -1,6 +1,6 @@
-r"""Rule `multiple_choice`: a response states one letter, and it is the expected one.
+"""Rule `multiple_choice`: a response states one letter, the expected one (docs/rewards.md).
 
-The first form of `_READERS` that names a letter decides (docs/rewards.md shows them); all its places must name the same letter.
+The first form of `_READERS` that names a letter decides; all its places must name the same letter.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ This file is a program of its own: it imports nothing of the package, so that th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -65,20 +66,14 @@ def _run(job: dict[str, Any], test: dict[str, str]) -> dict[str, Any]:
         if child == 0:
             _be_tested(job, test, given.fileno(), output.fileno(), nonce)
         status = os.waitpid(child, 0)[1]
-        _kill_group(child)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
         output.seek(0)
         said = output.read(MAX_OUTPUT_BYTES + 1)
     if "code" in test:
         return {"passed": said == nonce}
     fine = status == 0 and len(said) <= MAX_OUTPUT_BYTES
     return {"stdout": said.decode("utf-8", "replace") if fine else None}
-
-
-def _kill_group(group: int) -> None:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def _be_tested(job: dict[str, Any], test: dict[str, str], given: int, output: int, nonce: bytes) -> None:

@@ -57,10 +57,7 @@ def program_of(response: str) -> str | None:
 
 
 def read_tests(value: Any) -> Tests:
-    """Read tests: asserts (text or list), a list of {input, output}, or {inputs, outputs}, also as JSON.
-
-    Raises `RewardError` for anything else.
-    """
+    """Read asserts (text or list), a list of {input, output}, or {inputs, outputs}, also as JSON.  Raises RewardError."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         with suppress(ValueError):
             value = read_json(value)
@@ -133,10 +130,7 @@ def _running(job: Mapping[str, Any], wall_s: float) -> Iterator[Iterator[dict[st
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, tempfile.TemporaryFile() as told:
         told.write(json.dumps(job).encode())
         told.seek(0)
-        environment = {name: os.environ[name] for name in _KEPT if name in os.environ} | {
-            "HOME": folder,
-            "TMPDIR": folder,
-        }
+        environment = {name: os.environ[name] for name in _KEPT if name in os.environ} | {"HOME": folder, "TMPDIR": folder}
         runner = subprocess.Popen(  # noqa: S603  (this package's own file, and no shell)
             [sys.executable, "-I", RUNNER],
             stdin=told,

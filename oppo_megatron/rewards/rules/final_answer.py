@@ -1,7 +1,6 @@
-r"""Finds the final answer in a response, for all rules (docs/rewards.md shows the forms).
+"""Finds the final answer in a response, after any `</think>`, for all rules (docs/rewards.md shows the forms).
 
-If text follows `</think>`, only that text counts.  The first form of a rule that occurs decides; `texts` returns all its places,
-in order.
+The first form of a rule that occurs decides; `texts` returns all its places, in order.
 """
 
 from __future__ import annotations
@@ -38,17 +37,7 @@ _REST = re.compile(r"\s*([^\n]{0,2000})")
 
 _ASCII = str.maketrans(
     {0xFF01 + i: chr(0x21 + i) for i in range(94)}
-    | {
-        "\u3000": " ",
-        "\u00a0": " ",
-        "\u202f": " ",
-        "\u2009": " ",
-        "。": ".",
-        "、": ",",
-        "\u2212": "-",
-        "“": '"',
-        "”": '"',
-    }
+    | {"\u3000": " ", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "。": ".", "、": ",", "\u2212": "-", "“": '"', "”": '"'}
 )
 _PAIRS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("__", "__"), ("*", "*"), ("`", "`"),
           ('"', '"'), ("'", "'"), ("「", "」"))  # fmt: skip
@@ -177,9 +166,4 @@ def _last_line(text: str) -> list[str]:
     return text.strip().splitlines()[-1:]
 
 
-_FORMS: dict[str, Callable[[str], list[str]]] = {
-    "marked": _marked,
-    "hashed": _hashed,
-    "stated": _stated,
-    "last line": _last_line,
-}
+_FORMS: dict[str, Callable[[str], list[str]]] = {"marked": _marked, "hashed": _hashed, "stated": _stated, "last line": _last_line}

@@ -1,7 +1,7 @@
-r"""Rule `math`: the final answer equals the expected one mathematically.
+"""Rule `math`: the final answer equals the expected one mathematically.
 
-`grade` needs its own process, because SymPy may hang or fill memory.  It compares numbers, words, then elements of tuples,
-intervals, sets, lists and matrices; for all else it uses math-verify.
+`grade` needs its own process, because SymPy may hang or fill memory.  Numbers, words and structures are compared here, all
+else by math-verify.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ _CLOSE = re.compile(
     re.VERBOSE | re.IGNORECASE | re.DOTALL,
 )
 _BRIEF = re.compile(
-    r"[^A-Za-z]*(?:[A-Za-z]+[^A-Za-z]*){0,3}|[^A-Za-z]*(?:(?!(?:so|but|if|not|and|or|I)\b)[A-Za-z']+[ .!]*){0,10}",
-    re.IGNORECASE,
+    r"[^A-Za-z]*(?:[A-Za-z]+[^A-Za-z]*){0,3}|[^A-Za-z]*(?:(?!(?:so|but|if|not|and|or|I)\b)[A-Za-z']+[ .!]*){0,10}", re.IGNORECASE
 )
 """A number and a few words, or more words of one clause."""
 _LATEX = tuple((re.compile(pattern), latex) for pattern, latex in (
@@ -198,9 +197,7 @@ def _closing(response: str) -> str | None:
 
 def _tidy(text: str) -> str:
     text = re.sub(
-        r"\\(?:left|right)(?![A-Za-z])",
-        "",
-        _FONT.sub("", text).replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac"),
+        r"\\(?:left|right)(?![A-Za-z])", "", _FONT.sub("", text).replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
     )
     text = _LEADING.sub("", bare(re.sub(r"^\s*[A-Za-z]\s*\\in(?![A-Za-z])", "", bare(text))), count=1) if text else text
     while text.startswith("(") and text.endswith(")") and len(_split(text[1:-1])) == 1 and _balanced(text[1:-1]):
@@ -287,12 +284,7 @@ def _equal_by_library(expected: str, given: str) -> bool:
     places = _places([*gold, *answer])
     return bool(
         verify(
-            gold,
-            answer,
-            float_rounding=places,
-            numeric_precision=places + 9,
-            timeout_seconds=None,
-            allow_set_relation_comp=True,
+            gold, answer, float_rounding=places, numeric_precision=places + 9, timeout_seconds=None, allow_set_relation_comp=True
         )
     )
 

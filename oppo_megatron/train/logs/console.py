@@ -49,9 +49,12 @@ class Progress:
     def update(self, step: int, fields: Mapping[str, Any]) -> None:
         if self.mode == "off":
             return
-        of_total = "" if self._total_steps is None else f"/{self._total_steps}"
-        left_s = self._seconds_left(step)
-        eta = [] if left_s is None else [f"ETA {format_duration(left_s)}"]
+        of_total, eta, now, total = "", [], self._clock(), self._total_steps
+        self._first = first_step, first_time = self._first or (step, now)
+        if total is not None:
+            of_total = f"/{total}"
+            if first_step < step < total:  # from the pace since the first update, because start-up does not count
+                eta = [f"ETA {format_duration((now - first_time) / (step - first_step) * (total - step))}"]
         line = "  ".join([f"{self._title} {step}{of_total}", *eta, *describe(fields)])
         if self.mode == "live":
             self._live.update(_one_line(line), refresh=True)
@@ -65,16 +68,6 @@ class Progress:
             self._live.console.print(text, markup=False, highlight=False)
         elif self.mode == "plain":
             print(text, file=self._stream, flush=True)
-
-    def _seconds_left(self, step: int) -> float | None:
-        """Estimate from the pace since the first update (start-up does not count), or None."""
-        now = self._clock()
-        if self._first is None:
-            self._first = (step, now)
-        first_step, first_time = self._first
-        if self._total_steps is None or not first_step < step < self._total_steps:
-            return None
-        return (now - first_time) / (step - first_step) * (self._total_steps - step)
 
     def _print_line(self) -> None:
         print(self._unprinted, file=self._stream, flush=True)
@@ -94,20 +87,15 @@ class Progress:
 
 
 def describe(fields: Mapping[str, Any]) -> list[str]:
-    derived = {**fields, **_derived(fields)}
-    return [f"{label} {form(derived[name])}" for name, label, form in SHOWN if derived.get(name) is not None]
-
-
-def _derived(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Rates and shares whose parts a metrics line has."""
-    derived: dict[str, Any] = {}
-    if fields.get("tokens_per_s") is None and fields.get("tokens") and fields.get("step_s"):  # 0: nothing was left to decode
-        derived["tokens_per_s"] = fields["tokens"] / fields["step_s"]
-    if fields.get("scoring_hidden") is None and fields.get("score_exposed_s") is not None and fields.get("score_busy_s"):
-        derived["scoring_hidden"] = max(0.0, 1.0 - fields["score_exposed_s"] / fields["score_busy_s"])
-    if isinstance(fields.get("deferred"), Mapping):
-        derived["deferred"] = sum(count for times, count in fields["deferred"].items() if int(times) > 0)
-    return derived
+    """Label the fields shown of a metrics line, and rates and shares whose parts it has."""
+    shown = dict(fields)
+    if shown.get("tokens_per_s") is None and shown.get("tokens") and shown.get("step_s"):  # 0: nothing was left to decode
+        shown["tokens_per_s"] = shown["tokens"] / shown["step_s"]
+    if shown.get("scoring_hidden") is None and shown.get("score_exposed_s") is not None and shown.get("score_busy_s"):
+        shown["scoring_hidden"] = max(0.0, 1.0 - shown["score_exposed_s"] / shown["score_busy_s"])
+    if isinstance(shown.get("deferred"), Mapping):
+        shown["deferred"] = sum(count for times, count in shown["deferred"].items() if int(times) > 0)
+    return [f"{label} {form(shown[name])}" for name, label, form in SHOWN if shown.get(name) is not None]
 
 
 def _one_line(text: str) -> Text:

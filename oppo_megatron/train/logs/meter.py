@@ -23,8 +23,7 @@ from oppo_megatron.schedule.plan import scoring_delay
 from oppo_megatron.schedule.planning.planner import PlannedRound
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import CostMeter
-from oppo_megatron.train.logs.journal import Journal
-from oppo_megatron.train.logs.step import LATER_FACTS, StepFacts
+from oppo_megatron.train.logs.journal import LATER_FACTS, Journal, StepFacts
 from oppo_megatron.train.memory_meter import MemoryMeter
 from oppo_megatron.train.score_exchange import ScoreReport
 
@@ -192,16 +191,13 @@ class StepMeter:
 
     @contextlib.contextmanager
     def evaluation(self, step: int) -> Iterator[None]:
-        with (
-            self.spans.span("evaluate", role=self.role, step=step),
-            self.world.activity.doing(f"evaluation after step {step}"),
-        ):
+        with self.spans.span("evaluate", role=self.role, step=step), self.world.activity.doing(f"evaluation after step {step}"):
             yield
 
     def decoded(self, chunk: Chunk, begun_at: int, backfilled: int, round_s: float) -> None:
         """Count a round of `round_s` seconds; the decode clock was `begun_at` before it."""
         facts, phase, tokens = self.facts, self.phase, chunk.rows.num_tokens
-        self._end_round(decoded=True)
+        self.end_round(decoded=True)
         phase.occupancy.record(chunk, begun_at)
         facts.backfilled += backfilled
         facts.tokens += tokens
@@ -210,16 +206,6 @@ class StepMeter:
         if begun_at > phase.begun:  # the first round reads the step's prompts, too
             phase.law.add(chunk.clock - begun_at, tokens, round_s)
         phase.spent_s = self._elapsed_s()
-
-    @contextlib.contextmanager
-    def drain(self) -> Iterator[None]:
-        started = time.monotonic()
-        yield
-        self.tracer.flush()
-        self.facts.drain_s = time.monotonic() - started
-
-    def scoring_round(self) -> None:
-        self._end_round(decoded=False)
 
     def scoring_seconds(self) -> dict[str, float]:
         totals: dict[str, float] = {}
@@ -277,7 +263,7 @@ class StepMeter:
             self.journal.complete(step, late)
         self.settled = step
 
-    def _end_round(self, *, decoded: bool) -> None:
+    def end_round(self, *, decoded: bool) -> None:
         waited_s = self.spans.totals(self.facts.step, "scorer").get("wait_tokens", 0.0)
         self.clock.round(waited_s, decoded=decoded)
         before, self._prefills = self._prefills, self._planned_prefills()

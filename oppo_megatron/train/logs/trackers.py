@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any, Protocol, final
+from typing import Any, final
 
 from oppo_megatron.config.run import LoggingConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.nesting import read_yaml
 from oppo_megatron.rundir.directory import RunDirectory, write_text
 
-
-class Sink(Protocol):
-    def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
+Sink = tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]
+"""Functions that log a step's numbers, and close the tracker."""
 
 
 @final
@@ -27,58 +24,12 @@ class Tracker:
 
     def log(self, step: int, fields: Mapping[str, Any]) -> None:
         numbers = {name: value for name, value in _numbers(fields) if name != "step"}
-        for sink in self.sinks:
-            sink.log(step, numbers)
+        for log, _ in self.sinks:
+            log(step, numbers)
 
     def close(self) -> None:
-        for sink in self.sinks:
-            sink.close()
-
-
-class TensorBoardSink:
-    def __init__(self, run_dir: str | os.PathLike[str]):
-        _import("tensorboard")
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(RunDirectory(run_dir).tensorboard))
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbSink:
-    """A Weights & Biases run named after the run directory; a file keeps its id for resumed runs."""
-
-    def __init__(self, project: str, run_dir: str | os.PathLike[str]):
-        wandb = _import("wandb")
-        run = RunDirectory(run_dir)
-        run.wandb.mkdir(parents=True, exist_ok=True)
-        id_file = run.wandb / "run_id"
-        try:
-            self._run = wandb.init(
-                project=project,
-                name=run.path.resolve().name,
-                dir=str(run.path),
-                id=id_file.read_text(encoding="utf-8").strip() if id_file.exists() else None,
-                resume="allow",
-                config=_settings(run),
-            )
-        except wandb.Error as error:
-            raise ConfigError(
-                f"logging.wandb_project: {project}: Weights & Biases does not begin a run ({error}); log in (`wandb login`, or "
-                "the variable WANDB_API_KEY), or set the variable WANDB_MODE to offline, or logging.wandb_project to null"
-            ) from error
-        write_text(id_file, f"{self._run.id}\n")
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._run.log(dict(numbers), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+        for _, close in self.sinks:
+            close()
 
 
 def check_trackers(config: LoggingConfig) -> None:
@@ -89,12 +40,48 @@ def check_trackers(config: LoggingConfig) -> None:
 
 
 def open_trackers(config: LoggingConfig, run_dir: str | os.PathLike[str]) -> Tracker:
-    sinks: list[Sink] = []
+    run, sinks = RunDirectory(run_dir), list[Sink]()
     if config.tensorboard:
-        sinks.append(TensorBoardSink(run_dir))
+        sinks.append(_tensorboard(run))
     if config.wandb_project is not None:
-        sinks.append(WandbSink(config.wandb_project, run_dir))
+        sinks.append(_wandb(config.wandb_project, run))
     return Tracker(sinks)
+
+
+def _tensorboard(run: RunDirectory) -> Sink:
+    _import("tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(run.tensorboard))
+
+    def log(step: int, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, step)
+
+    return log, writer.close
+
+
+def _wandb(project: str, run: RunDirectory) -> Sink:
+    """Begin a Weights & Biases run named after the run directory; a file keeps its id for resumed runs."""
+    wandb = _import("wandb")
+    run.wandb.mkdir(parents=True, exist_ok=True)
+    id_file = run.wandb / "run_id"
+    try:
+        begun = wandb.init(
+            project=project,
+            name=run.path.resolve().name,
+            dir=str(run.path),
+            id=id_file.read_text(encoding="utf-8").strip() if id_file.exists() else None,
+            resume="allow",
+            config=read_yaml(run.config.read_text(encoding="utf-8")) if run.config.exists() else {},
+        )
+    except wandb.Error as error:
+        raise ConfigError(
+            f"logging.wandb_project: {project}: Weights & Biases does not begin a run ({error}); log in (`wandb login`, or "
+            "the variable WANDB_API_KEY), or set the variable WANDB_MODE to offline, or logging.wandb_project to null"
+        ) from error
+    write_text(id_file, f"{begun.id}\n")
+    return lambda step, numbers: begun.log(dict(numbers), step=step), begun.finish
 
 
 def _numbers(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -105,26 +92,20 @@ def _numbers(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", float(value)
 
 
-def _settings(run: RunDirectory) -> dict[str, Any]:
-    return read_yaml(run.config.read_text(encoding="utf-8")) if run.config.exists() else {}
-
-
-OFF = {
-    "tensorboard": ("logging.tensorboard: true", "tensorboard", "logging.tensorboard to false"),
-    "wandb": ("logging.wandb_project", "wandb", "logging.wandb_project to null"),
-}
+SETTINGS = {"tensorboard": ("logging.tensorboard", "false"), "wandb": ("logging.wandb_project", "null")}
+"""The setting that needs a library, and its value without it."""
 
 
 def _import(name: str) -> Any:
     """Raise ConfigError if missing, as for a bare folder of its name (wandb creates one)."""
-    setting, package, off = OFF[name]
+    setting, off = SETTINGS[name]
     try:
         module = importlib.import_module(name)
         if getattr(module, "__file__", None) is None and getattr(module, "__path__", None) is not None:
             raise ImportError(f"{name} is a folder here, not a package")
     except ImportError as error:
         raise ConfigError(
-            f"{setting} needs the package {package}, which cannot be imported here ({error}); "
-            f"install it (pip install {package}) or set {off}"
+            f"{setting} needs the package {name}, which cannot be imported here ({error}); "
+            f"install it (pip install {name}) or set {setting} to {off}"
         ) from error
     return module

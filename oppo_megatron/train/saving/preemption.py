@@ -31,7 +31,6 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"
 ECHO_S = 2.0
 """A repeated signal within this time is the same one, forwarded by torchrun."""
 
-
 DEADLINE_S = 120.0
 
 

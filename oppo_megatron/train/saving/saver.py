@@ -93,7 +93,7 @@ class Pending:
 
 
 class Saver:
-    """One rank's part.  Collective of the world, except `due`, `measured`, `look_at` and `take_cost`.
+    """One rank's part.  Collective of the world, except `due`, `look_at` and `take_cost`.
 
     `fingerprint`: all that fixes the order of the data.  `extra`: further entries of `state.json`.
     """
@@ -162,13 +162,9 @@ class Saver:
         cost, self._cost = self._cost, NO_COST
         return cost
 
-    def measured(self, step: int, metric: str, value: float) -> None:
-        if self.standard is not None and self.standard.metric == metric:
-            self._measured = step, value
-
     def look_at(self, step: int, figures: Figures) -> None:
-        for metric, (mean, _) in figures.items():
-            self.measured(step, metric, mean)
+        if self.standard is not None and self.standard.metric in figures:
+            self._measured = step, figures[self.standard.metric][0]
 
     def _is_best(self, step: int) -> bool:
         if self._measured is None or self._measured[0] != step or not math.isfinite(value := self._measured[1]):

@@ -16,7 +16,7 @@ from oppo_megatron.config.explain import first_problem
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.nesting import read_json
 from oppo_megatron.records import StepSignals
-from oppo_megatron.train.logs.step import LATER_FACTS, StepFacts
+from oppo_megatron.train.logs.journal import LATER_FACTS, StepFacts
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Clock = Annotated[int, Field(ge=-1, lt=2**53)]

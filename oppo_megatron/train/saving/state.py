@@ -31,13 +31,7 @@ from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.placements import MODEL_FIELDS
 from oppo_megatron.mcore.weights.dist_source import INDEX
 from oppo_megatron.modeldir.headers import read_hf_config
-from oppo_megatron.overcommit.ahead import (
-    Ahead,
-    require_bounded_deferrals,
-    require_prompts,
-    require_resumable,
-    require_work,
-)
+from oppo_megatron.overcommit.ahead import Ahead, require_bounded_deferrals, require_prompts, require_resumable, require_work
 from oppo_megatron.records import Rollout
 from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
 from oppo_megatron.rundir.directory import RunDirectory
