@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.agreement import OwnPlan, Records
 from benchmarks.dry_run import DryRun
-from oppo_megatron.chunks import FIELDS, GOES_ON, Chunk, StopSignal
+from oppo_megatron.chunks import FIELDS, UNFINISHED, Chunk, StopSignal
 from oppo_megatron.columns import columns_of
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine.stream import DRAWN, HEADER_SIZE, ROW_SIZE
@@ -101,7 +101,7 @@ class RankRun(DryRun):
 
     def _send(self, chunk: Chunk) -> None:
         """Remove finished sequences from the cache."""
-        self.slots.close(chunk.rows.seq_ids[chunk.rows.finish_clocks != GOES_ON].tolist())
+        self.slots.close(chunk.rows.seq_ids[chunk.rows.finish_clocks != UNFINISHED].tolist())
 
     def _retire(self, step: int, batch: Sequence[Rollout]) -> None:
         self.results.append(list(self._results(batch)))

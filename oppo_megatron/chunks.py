@@ -26,7 +26,7 @@ FinishReason = Literal["eos", "stop", "length"]
 REASONS: tuple[FinishReason | None, ...] = (None, "eos", "length", "stop")
 """Columns store a reason as its index here."""
 
-GOES_ON = -1
+UNFINISHED = -1
 """Finish clock, in columns, of an unfinished response."""
 
 FIELDS = 6
@@ -57,7 +57,7 @@ class ChunkRows:
     offsets: Ints
     counts: Ints  # tokens
     versions: Ints
-    finish_clocks: Ints  # GOES_ON for a response that has not ended
+    finish_clocks: Ints  # UNFINISHED for a response that has not ended
     reasons: Ints  # places in REASONS
 
     def __init__(self, table: Ints, starts: Ints, body: Ints):
@@ -114,7 +114,7 @@ class ChunkRows:
         tokens, logprobs, sampling = self.body[:, start : start + count]
         return ChunkRow(
             seq_id, offset, tokens.tolist(), logprobs.view(np.float64).tolist(), sampling.view(np.float64).tolist(),
-            version, None if finish == GOES_ON else finish, REASONS[reason],
+            version, None if finish == UNFINISHED else finish, REASONS[reason],
         )  # fmt: skip
 
     def __eq__(self, other: object) -> bool:
@@ -131,7 +131,7 @@ class ChunkRows:
     def cut(self, keep: int) -> ChunkRows:
         """Keep at most `keep` tokens of each row; a cut response has not ended."""
         table, longer = self.table.copy(), self.counts > keep
-        table[2, longer], table[4, longer], table[5, longer] = keep, GOES_ON, 0
+        table[2, longer], table[4, longer], table[5, longer] = keep, UNFINISHED, 0
         return ChunkRows(table, self.starts, self.body)
 
     def packed(self) -> ChunkRows:
@@ -172,7 +172,7 @@ class Chunk:
 
 
 def _fields(row: ChunkRow) -> tuple[int, ...]:
-    finish = GOES_ON if row.finish_clock is None else row.finish_clock
+    finish = UNFINISHED if row.finish_clock is None else row.finish_clock
     return row.seq_id, row.offset, len(row.tokens), row.version, finish, REASONS.index(row.finish_reason)
 
 
@@ -181,13 +181,10 @@ def _flat(rows: Sequence[ChunkRow], name: str, dtype: npt.DTypeLike) -> npt.NDAr
 
 
 class StopSignal(Protocol):
-    """`finish` reports finished sequences; `ready` once the batch is complete, for which at least `least` more must finish."""
+    """`finish` reports finished sequences; `ready` once the batch is complete."""
 
     @property
     def ready(self) -> bool: ...
-
-    @property
-    def least(self) -> int: ...
 
     def finish(self, *seq_ids: int) -> None: ...
 
@@ -206,14 +203,10 @@ def merge_rows(index: int, start: int, rows: ChunkRows | Iterable[ChunkRow], sto
 
 
 def _stop_clock(start: int, rows: ChunkRows, stop: StopSignal) -> int:
-    ended = np.flatnonzero(rows.finish_clocks != GOES_ON)
+    ended = np.flatnonzero(rows.finish_clocks != UNFINISHED)
     ended = ended[np.argsort(rows.finish_clocks[ended], kind="stable")]
     clocks, seq_ids = rows.finish_clocks[ended], rows.seq_ids[ended].tolist()
-    # `stop` cannot be ready before `least` have ended, so the earlier ones are reported together.
-    sooner = int(np.searchsorted(clocks, clocks[min(max(stop.least, 1), len(clocks)) - 1])) if seq_ids else 0
-    stop.finish(*seq_ids[:sooner])
-    edges = [*(np.flatnonzero(np.diff(clocks, prepend=GOES_ON)[sooner:]) + sooner).tolist(), len(seq_ids)]
-    for first, end in pairwise(edges if seq_ids else ()):
+    for first, end in pairwise([*np.flatnonzero(np.diff(clocks, prepend=UNFINISHED)).tolist(), len(seq_ids)]):
         stop.finish(*seq_ids[first:end])
         if stop.ready:
             return int(clocks[first])

@@ -159,12 +159,6 @@ class Rollout:
     def num_tokens(self) -> int:
         return len(self.prompt.tokens) + self.num_response_tokens
 
-    @property
-    def newest_version(self) -> int:
-        """The largest of `versions`, which must not be empty."""
-        versions = [] if self._lists is None else self._lists[3]
-        return max(versions + [int(rows.versions[place]) for rows, place in self._pending() if rows.counts[place]])
-
     def extend(self, row: ChunkRow) -> None:
         self._append(self._joined(), row)
         self.finish_clock, self.finish_reason = row.finish_clock, row.finish_reason

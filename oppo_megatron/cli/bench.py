@@ -19,7 +19,7 @@ from oppo_megatron.config.derived import MODES
 from oppo_megatron.config.model import ParallelConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.cores import usable_cores
-from oppo_megatron.data.random_prompts import write_random_prompts
+from oppo_megatron.data.generated import write_random_prompts
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.shape import check_shape
 from oppo_megatron.report.comparison import format_table
@@ -176,21 +176,14 @@ def _gpu(args: argparse.Namespace) -> int:
     return 0
 
 
-def add_run_arguments(
-    parser: argparse.ArgumentParser, kind: str, *, config: Literal["?"] | None = None, prompts: Sequence[int] | None = None
-) -> None:
-    """Add CONFIG (optional if `config` is `?`) and the options of whole runs; `prompts`: prompt lengths to compare."""
+def add_run_arguments(parser: argparse.ArgumentParser, kind: str, *, config: Literal["?"] | None = None) -> None:
+    """Add CONFIG (optional if `config` is `?`) and the options of whole runs."""
     add_config_arguments(parser, nargs=config)
     parser.add_argument("--steps", type=count, metavar="N", help="PPO steps per run; default: the configuration's")
     parser.add_argument("--repeats", type=count, default=1, metavar="N", help="runs of each, in turn (A B C A B C); default 1")
     _add_out(parser, kind)
-    several = "" if prompts is None else f", each length in its own runs; default {','.join(map(str, prompts))}"
     parser.add_argument(
-        "--prompt-tokens",
-        type=count if prompts is None else counts,
-        default=prompts,
-        metavar="N" if prompts is None else "N,N",
-        help=f"prompts of N random tokens, in place of the configuration's data{several}",
+        "--prompt-tokens", type=count, metavar="N", help="prompts of N random tokens, in place of the configuration's data"
     )
     parser.set_defaults(figures=f"{kind}.json", resume=None)
     add_length_arguments(parser)
@@ -203,10 +196,7 @@ def _add_out(parser: argparse.ArgumentParser, kind: str) -> None:
 
 def add_resume_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--resume",
-        action="store_true",
-        default=False,
-        help="reuse the runs that an interrupted attempt has finished in --out, and make the others",
+        "--resume", action="store_true", default=False, help="reuse the finished runs of an interrupted attempt in --out"
     )
 
 

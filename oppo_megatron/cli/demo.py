@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
 import json
 import shutil
 import time
@@ -21,7 +20,7 @@ from oppo_megatron.cli.measure import cuda_devices
 from oppo_megatron.config.algorithm import PRESETS
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.cores import has_cuda
-from oppo_megatron.data.arithmetic import DatasetSizes, Shape, misreported_solution, write_dataset
+from oppo_megatron.data.generated import DatasetSizes, Shape, misreported_solution, write_dataset
 from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
 from oppo_megatron.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, ConfigError
 from oppo_megatron.layout.placements import world_size
@@ -105,7 +104,7 @@ class Stage:
             shutil.rmtree(self.directory)
         self.directory.mkdir(parents=True)
         # A new identity each time forces later stages to be made again.
-        record = {"stage": self.name, "identity": uuid.uuid4().hex, **self._key()}
+        record = {"identity": uuid.uuid4().hex, **self._key()}
         write_json(self.directory / RECORD, {**record, "finished": False})
         code = self.make()
         if code == 0:
@@ -113,11 +112,8 @@ class Stage:
         return code
 
     def _key(self) -> dict[str, Any]:
-        text = json.dumps(self.settings, sort_keys=True, default=str)
-        return {
-            "settings": hashlib.sha256(text.encode()).hexdigest()[:16],
-            "after": {stage.name: (stage.record or {}).get("identity") for stage in self.after},
-        }
+        after = {stage.name: (stage.record or {}).get("identity") for stage in self.after}
+        return dict(json.loads(json.dumps({"settings": self.settings, "after": after}, default=str)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -187,7 +187,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         for name in values:
-            del os.environ[name]
+            os.environ.pop(name, None)
         os.environ.update(before)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from oppo_megatron.chunks import GOES_ON, Chunk, Ints
+from oppo_megatron.chunks import UNFINISHED, Chunk, Ints
 from oppo_megatron.columns import columns_of
 from oppo_megatron.records import Rollout
 
@@ -22,7 +22,7 @@ class Occupancy:
     def record(self, chunk: Chunk, since: int | None = None) -> None:
         """Add the phase's next chunk; `since`: its start, if the clock advanced without decoding."""
         rows = chunk.rows
-        ends = np.where(rows.finish_clocks == GOES_ON, chunk.clock, rows.finish_clocks)
+        ends = np.where(rows.finish_clocks == UNFINISHED, chunk.clock, rows.finish_clocks)
         self.num_steps += chunk.clock - (self._clock if since is None else since)
         self._num_tokens += rows.num_tokens
         self._width = max(self._width, _most_running(rows.counts, ends))

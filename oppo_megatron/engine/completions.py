@@ -19,10 +19,7 @@ ROUND_STEPS = 64
 
 
 class PromptDecoder:
-    """Decodes on its own cache; every rank of the model makes the same calls.
-
-    Responses depend only on `sampling.seed`, `seq_id` and prompt.
-    """
+    """Decodes on its own cache; every rank of the model makes the same calls."""
 
     def __init__(
         self,
@@ -87,10 +84,6 @@ class _AllEnded:
     @property
     def ready(self) -> bool:
         return not self._going_on
-
-    @property
-    def least(self) -> int:
-        return len(self._going_on)
 
     def finish(self, *seq_ids: int) -> None:
         assert self._going_on.issuperset(seq_ids)

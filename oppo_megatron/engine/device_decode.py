@@ -1,7 +1,6 @@
-"""Decode steps that the host only starts: tokens and positions stay on the device for several steps.
+"""Decode steps that the host only starts; after `sync_steps` it reads the tokens and reloads.
 
-After `sync_steps` steps, or when no row can continue, the host reads the tokens, closes gaps and reloads.  Rows and positions are
-padded, so steps can be captured.
+Rows and positions are padded, so steps can be captured.
 Legend: B rows of a step, M cache slots, K steps of a window, R rows before padding, E ids that end a response.
 """
 
@@ -35,7 +34,6 @@ class DeviceLane:
         sync_steps: int,
         name: int,
     ):
-        """`run` makes or replays a step; `name` distinguishes the lanes' captured steps."""
         self._model, self._cache, self._run, self._name = model, cache, run, name
         self._sampling, self._eos_ids = sampling, sorted(eos_ids)
         self._places = cache.step_rows()
@@ -68,7 +66,7 @@ class DeviceLane:
         self._size = min(batch_bucket(len(rows)), cache.num_slots - slots[0])
         self._reach = self._places.reach(max(past) + self._window)
         filled = self._size - len(rows)
-        # Padding rows write where the first row has nothing and will not write in this window.
+        # Padding rows write to a position of the first row that this window does not reach.
         aside = min(past[0] + self._window, cache.max_length - 1)
         self._places.load([*slots, *[slots[0]] * filled])
         state = [self._state(row, length) for row, length in zip(rows, past, strict=True)]
@@ -81,7 +79,7 @@ class DeviceLane:
         self._done += 1
 
     def read(self) -> list[list[list[float]]]:
-        """Wait for tokens, log-probs, sampling log-probs and masses per step and row; past a row's end they are meaningless."""
+        """Wait for `Drawn` of each step; past a row's end it is meaningless."""
         assert self._done and not self.loaded
         drawn_K4R: list[list[list[float]]]
         drawn_K4R = self._drawn_4KM[:, : self._done, : len(self._rows)].permute(1, 0, 2).tolist()

@@ -1,8 +1,4 @@
-"""Executes one rank's actions of a schedule in their order.
-
-A rank waits only for a recv, tensor-parallel collectives, the gather of chunks, old sends, and all sends at a step's end
-(`drain`).  On a GPU each worker has its own stream.
-"""
+"""Executes one rank's actions of a schedule in their order; on a GPU each worker has its own stream."""
 
 from __future__ import annotations
 
@@ -37,10 +33,7 @@ class Links:
         return self.groups[link_of(action)]
 
     def use_once(self, device: torch.device) -> None:
-        """Send one number over each link; all ranks with links make the call.
-
-        NCCL's first message blocks both hosts; the order here (`in_waves`) has no cycles.
-        """
+        """Send one number over each link: NCCL's first message blocks both hosts, in an order without cycles here."""
         rank = dist.get_rank()
         for (source, destination, *_), group in self.groups.items():
             number = torch.zeros(1, device=device)
@@ -82,8 +75,7 @@ class _Shifted:
         return str(replace(self.action, chunk=self.action.chunk + self.shift))
 
 
-ROUNDS_IN_FLIGHT = 64
-"""Rounds after which a rank waits for its sends; bounds buffers if a listener lags."""
+ROUNDS_IN_FLIGHT = 64  # rounds after which a rank waits for its sends
 
 Observer = Callable[[Action, float, float, int], None]
 """Called after every action: start, end, number of tokens (0 for messages)."""
@@ -110,7 +102,7 @@ class Executor:
         self._streams = {role: torch.cuda.Stream(self.device) for role in self.workers} if cuda else {}
 
     def run(self, actions: Sequence[Action], shift: int = 0) -> None:
-        """Do a round's actions.  Raises StallError, naming the action (chunk numbers + `shift`), if a peer does not come."""
+        """Do a round's actions.  Raises StallError with the action (chunk number + `shift`) if a peer does not come."""
         self._num_rounds += 1
         self._sent.append((shift, []))
         for stream in self._streams.values():

@@ -1,8 +1,7 @@
 """The actor's decoding on one rank.  The last pipeline stage draws tokens, identically on its tensor ranks.
 
-A micro-step is one token per running sequence of a micro-batch.  It is *void*, and skipped by all ranks, if there is no running
-sequence or the batch was complete by the micro-batch's previous step (ordered by step, then micro-batch, because other ranks may
-not know about later ones).
+A micro-step (one token per running sequence of a micro-batch) is *void*, and skipped by all ranks, if no sequence is running or
+the batch was complete by the micro-batch's previous step.
 Legend: R rows (running sequences of a micro-batch), V vocabulary.
 """
 
@@ -15,7 +14,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from oppo_megatron.chunks import GOES_ON, Chunk, ChunkRows, StopSignal
+from oppo_megatron.chunks import UNFINISHED, Chunk, ChunkRows, StopSignal
 from oppo_megatron.engine.device_decode import DeviceLane
 from oppo_megatron.engine.round_state import CacheWorker, DecodeRound, Drawn, Growing, TakenUp
 from oppo_megatron.engine.sampler import Sampling, draw, no_distribution
@@ -47,7 +46,7 @@ class DecodeWorker(CacheWorker):
         outlet: ChunkOutlet | None = None,
         sync_steps: int = 1,
     ):
-        """`outlet` encodes messages for ranks without the actor.  On one stage the host reads tokens every `sync_steps` steps."""
+        """`outlet` encodes chunks for other ranks.  On one stage the host reads tokens every `sync_steps` steps."""
         super().__init__(model, cache)
         self.outlet, self.sampling, self.stopping = outlet, sampling, stopping
         self._sync_steps = sync_steps if model.groups.pp == 1 else 1
@@ -76,10 +75,7 @@ class DecodeWorker(CacheWorker):
         halt: bool = False,
         outlived: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """Begin a round of this replica's `work`; `readiness()` returns a new signal of the batch's completion.
-
-        Tokens get `version` less the updates that their cache has `outlived`.
-        """
+        """Begin a round; tokens get `version` less the updates that their cache has `outlived`."""
         taken = TakenUp(self.cache, work)
         running = {g.seq_id for batch in work.decode for g in batch}
         held = {r.seq_id: r for r in rollouts if r.seq_id in running}
@@ -137,7 +133,7 @@ class DecodeWorker(CacheWorker):
         """Return the chunk of all replicas; drop finished sequences and excess tokens from the cache."""
         chunk = self._round.merge()
         rows, finished = chunk.rows, []
-        lengths, ended = (rows.offsets + rows.counts).tolist(), (rows.finish_clocks != GOES_ON).tolist()
+        lengths, ended = (rows.offsets + rows.counts).tolist(), (rows.finish_clocks != UNFINISHED).tolist()
         for seq_id, length, end in zip(rows.seq_ids.tolist(), lengths, ended, strict=True):
             growing = self._round.growing.get(seq_id)
             if growing is None:
@@ -189,10 +185,7 @@ class DecodeWorker(CacheWorker):
         return len(lane) if resident.loaded else self._absorb(action, resident.read(), resident=True)
 
     def _absorb(self, action: Action, drawn: Sequence[Drawn], resident: bool = False) -> int:
-        """Append drawn tokens; ended sequences leave the micro-batch, but keep their slots, because they may end after the chunk.
-
-        `resident`: the cache's lengths have not advanced yet.
-        """
+        """Append drawn tokens; ended sequences leave the micro-batch but keep their slots: they may end after the chunk."""
         assert action.step is not None
         lane, first = self._round.lanes[action.micro_batch], action.step + 1 - len(drawn)
         rows, ends = list(lane), dict[int, int]()
@@ -204,7 +197,7 @@ class DecodeWorker(CacheWorker):
                     raise no_distribution(self.sampling, growing.seq_id, growing.position)
                 if growing.append(int(token), logprob, sampling_logprob, self.stopping, self._round.start):
                     ends[growing.seq_id] = step_
-        if resident:
+        if resident:  # the cache's lengths have not advanced yet
             for growing in rows:
                 self.cache.advance(growing.seq_id, ends.get(growing.seq_id, action.step) + 1 - first)
         self._leave(action.micro_batch, ends)
@@ -214,7 +207,7 @@ class DecodeWorker(CacheWorker):
         return len(rows)
 
     def _leave(self, micro_batch: int, ends: Mapping[int, int]) -> None:
-        """Remove ended sequences (id -> last micro-step) in order of their ends, unless the batch was complete before."""
+        """Remove ended sequences (id -> last micro-step), unless the batch was complete before."""
         lane = self._round.lanes[micro_batch]
         for step_ in sorted(set(ends.values())):
             if self._round.ready is not None and self._round.ready <= (step_ - 1, micro_batch):

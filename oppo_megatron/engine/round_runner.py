@@ -32,7 +32,7 @@ from oppo_megatron.schedule.rounds import Batch, Site
 
 @dataclass(frozen=True)
 class Decoding:
-    """`halt`: the run stops after this round; the chunk informs ranks that only listen."""
+    """`halt`: the run stops after this round."""
 
     clock: int
     version: int
@@ -65,10 +65,10 @@ class RoundRunner:
         decoding: Decoding,
         readable: Ints | None = None,
     ) -> Chunk | None:
-        """Decode up to `chunk_tokens` of each of `active`; score new tokens of `score` (critic: those in `readable`).
+        """Decode up to `chunk_tokens` of each of `active`; score new tokens of `score` (critic: of those in `readable`).
 
-        Returns the chunk; None if `active` is empty.  Raises ScheduleError before anything runs, StallError if a peer does not
-        come, CapacityError if memory runs out.
+        Returns None if `active` is empty.  Raises ScheduleError before anything runs, StallError if a peer does not come,
+        CapacityError if memory runs out.
         """
         self.num_rounds += 1
         order = self.decode.order if self.decode is not None else list

@@ -116,10 +116,9 @@ class Growing:
 
 @dataclass
 class DecodeRound:
-    """A round of one replica's `work`, from clock `start`.
+    """A round from clock `start`; `local` tracks completion on this rank, `stop` in the merge.
 
-    `local` tracks completion on this rank, `stop` in the merge.  By micro-batch: `lanes` (running sequences), `steps`, `ended`
-    (first void step), `hidden` and `drawn` (last outputs).
+    By micro-batch: `lanes` (running sequences), `steps`, `ended` (first void step), `hidden` and `drawn` (last outputs).
     """
 
     work: ReplicaWork

@@ -1,4 +1,4 @@
-"""Drawing tokens by a hash of (seed, sequence id, position), regardless of chunk size, batch, placement and restarts.
+"""Drawing tokens by a hash of (seed, sequence id, position), whatever the batch, placement and restarts.
 
 Legend: R rows, V vocabulary shard, S tensor ranks, K top-k candidates or blocks of W tokens.
 """
@@ -20,8 +20,7 @@ from oppo_megatron.uniforms import uniforms
 
 BELOW_ONE = 1 - 2.0**-24  # times this number, a float32 becomes the next smaller one
 
-BLOCK = 64
-"""Tokens per block: cumulative sums over blocks, then one block, are faster than over the vocabulary."""
+BLOCK = 64  # tokens per block: cumulative sums over blocks, then one block, are faster than over the vocabulary
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,10 @@ class Sampling:
 
 @dataclass
 class Draw:
-    """Tokens, two log-probs and masses, [R] each; a mass is finite if and only if its distribution is valid.
+    """[R] each; a mass is finite if and only if its distribution is valid.
 
     `logprobs` are over the whole vocabulary at the configured temperature (1 if greedy), as in training; `sampling_logprobs`
-    after top-k and top-p, whose support changes, so their ratios are undefined.
+    after top-k and top-p.
     """
 
     tokens: Tensor
@@ -105,7 +104,7 @@ def draw_at(
     shards: VocabShards | None = None,
     greedy_R: Tensor | None = None,
 ) -> Draw:
-    """Draw at given numbers in [0, 1), without the host; rows of `greedy_R` (bool) take the likeliest token."""
+    """Draw at given numbers in [0, 1); rows of `greedy_R` (bool) take the likeliest token."""
     shards = shards or VocabShards()
     logits_RV = shards.filled_up(logits_RV)
     if sampling.temperature == 0:

@@ -36,10 +36,7 @@ class _ScoringRound:
 
 
 class ScoringWorker(CacheWorker):
-    """One scoring role on this rank.
-
-    The last stage keeps an output per response token (reference, critic) or response (reward).
-    """
+    """The last stage keeps an output per response token (reference, critic) or response (reward)."""
 
     def __init__(self, role: ScorerRole, model: RoleModel, cache: SequenceCache, *, temperature: float):
         super().__init__(model, cache)

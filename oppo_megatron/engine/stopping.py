@@ -10,8 +10,7 @@ from oppo_megatron.config.debug import ForcedLengths, ForcedLimits, Quantile
 from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.token_text import Completing, Decode
 
-EDGE_CHARACTERS = 8
-"""Characters by which a decoded part may differ from the whole: a leading space, an incomplete character."""
+EDGE_CHARACTERS = 8  # difference between a decoded part and the whole: a leading space, half a character
 FIRST_TOKENS = 16
 
 
@@ -60,7 +59,7 @@ class Stopping:
         decode: Decode | None = None,
         forced: ForcedLengths | None = None,
     ) -> Stopping:
-        """Without `decode`, stop texts have no effect.  `forced` lengths replace EOS; `trace` has the lengths of its file."""
+        """`forced` lengths replace EOS; `trace` has the lengths of its file."""
         if forced is None:
             text = StopText(rollout.stop_texts, decode) if rollout.stop_texts and decode is not None else None
             return cls(all_ids(eos_ids, rollout.stop_token_ids), rollout.max_response_tokens, text=text)
@@ -76,7 +75,6 @@ class Stopping:
         return "length" if len(response) == limit else None
 
     def limit(self, seq_id: int) -> int:
-        """Maximum response tokens; forced limits depend only on (seed, sequence id)."""
         return self.max_response_tokens if self.forced is None else self.forced(seq_id)
 
 

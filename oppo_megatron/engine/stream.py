@@ -20,15 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oppo_megatron.chunks import FIELDS, GOES_ON, REASONS, Chunk, ChunkRows, Ints
+from oppo_megatron.chunks import FIELDS, REASONS, UNFINISHED, Chunk, ChunkRows, Ints
 from oppo_megatron.cluster.process_groups import gather_ragged
 from oppo_megatron.errors import StreamError
 from oppo_megatron.mcore.device import on_device
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action
 
-DRAWN = 3
-"""Numbers of a drawn token: id, log-prob, sampling log-prob."""
+DRAWN = 3  # numbers of a drawn token: id, log-prob, sampling log-prob
 HEADER_SIZE = 7
 ROW_SIZE = FIELDS + 1
 MAGIC = 0x4F50504F
@@ -124,7 +123,7 @@ class ChunkDecoder(ChunkBooks):
         seq_ids, offsets, counts, _, finish, reasons, _ = table
         ends = np.cumsum(np.clip(counts, 0, num_tokens))
         bad = (counts < 0) | (counts > num_tokens) | (ends > num_tokens)
-        bad |= (finish < GOES_ON) | (reasons < 0) | (reasons >= len(REASONS))
+        bad |= (finish < UNFINISHED) | (reasons < 0) | (reasons >= len(REASONS))
         for i in np.flatnonzero(bad)[:1].tolist():
             raise StreamError(f"sequence {seq_ids[i]}, offset {offsets[i]}: the row of message {index} is corrupted.")
 

@@ -15,13 +15,7 @@ from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.hf_layout import Head, hf_tensors
 from oppo_megatron.layout.model_shape import ModelShape
-from oppo_megatron.mcore.weights.dist_writer import (
-    ALIGNER,
-    CONFIG_NAME,
-    MEGATRON,
-    nemo_config,
-    write_dist,
-)
+from oppo_megatron.mcore.weights.dist_writer import ALIGNER, CONFIG_NAME, MEGATRON, nemo_config, write_dist
 from oppo_megatron.mcore.weights.hf_source import FreshHead, TensorSource, open_weights, side_files
 from oppo_megatron.mcore.weights.hf_weights import common_dtype, rewrite_weights
 from oppo_megatron.mcore.weights.hf_writer import MAX_SHARD_BYTES, hf_config, require_empty, whole_directory
@@ -44,25 +38,33 @@ class Conversion:
     adapter: Path | None = None  # a peft directory to merge
 
 
-Beside = Callable[[str, Sequence[Path]], tuple[Sequence[Path], Mapping[str, Any]]]
+SideFiles = Callable[[str, Sequence[Path]], tuple[Sequence[Path], Mapping[str, Any]]]
 """Maps a model's family and side files to the files for the new checkpoint and ids for its `config.json`."""
 
 
-def convert(src: Path, dst: Path, what: Conversion, beside: Beside | None = None) -> int:
-    """Convert `src` to `dst` and return the number of tensors. `beside` None: copy tokenizer and generation settings.
+def convert(src: Path, dst: Path, what: Conversion, side: SideFiles | None = None) -> int:
+    """Convert `src` to `dst` and return the number of tensors. `side` None: copy tokenizer and generation settings.
 
     Raises CheckpointError if `src` cannot be read as asked or `dst` is not empty; ConfigError for conflicting options.
     """
     dst = dst.resolve()  # `.` has no name, and a link must not be replaced itself
     require_empty(dst)
     shape, source = _open_source(src, what)
-    files, ids = (side_files(src), {}) if beside is None else beside(shape.family, side_files(src))
+    files, ids = (side_files(src), {}) if side is None else side(shape.family, side_files(src))
     shape = replace(shape, hf={**shape.hf, **ids})
     dtype = getattr(torch, what.dtype) if what.dtype else common_dtype(shape, source, what.head)
     if what.to == "hf":
         rewrite_weights(shape, source, dst, head=what.head, dtype=dtype, max_shard_bytes=what.max_shard_bytes, extra_files=files)
         return len(hf_tensors(shape, what.head))
-    return _convert_to_megatron(shape, source, files, dst, what, dtype)
+    nemo = what.to == "nemo"
+    # NeMo names the tokenizer by its path: DST, which has the tokenizer files next to the weights.
+    texts = {CONFIG_NAME: yaml.safe_dump(nemo_config(shape, what.head, str(dst)), sort_keys=False)} if nemo else {}
+    texts["config.json"] = json.dumps(hf_config(shape, what.head, dtype), indent=2) + "\n"
+    with whole_directory(dst, files) as folder:
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        weights, naming = (folder / NEMO_WEIGHTS, ALIGNER) if nemo else (folder, MEGATRON)
+        return write_dist(shape, source, weights, head=what.head, dtype=dtype, naming=naming)
 
 
 def _open_source(src: Path, what: Conversion) -> tuple[ModelShape, TensorSource]:
@@ -78,21 +80,6 @@ def _open_source(src: Path, what: Conversion) -> tuple[ModelShape, TensorSource]
     if adapters is not None:
         source = merged(source, shape, what.head, adapters)
     return shape, source
-
-
-def _convert_to_megatron(
-    shape: ModelShape, source: TensorSource, files: Sequence[Path], dst: Path, what: Conversion, dtype: torch.dtype
-) -> int:
-    nemo = what.to == "nemo"
-    # NeMo names the tokenizer by its path: DST, which has the tokenizer files next to the weights.
-    texts = {CONFIG_NAME: yaml.safe_dump(nemo_config(shape, what.head, str(dst)), sort_keys=False)} if nemo else {}
-    texts["config.json"] = json.dumps(hf_config(shape, what.head, dtype), indent=2) + "\n"
-
-    with whole_directory(dst, files) as folder:
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
-        weights, naming = (folder / NEMO_WEIGHTS, ALIGNER) if nemo else (folder, MEGATRON)
-        return write_dist(shape, source, weights, head=what.head, dtype=dtype, naming=naming)
 
 
 def compare_outputs(src: Path, dst: Path, head: str, fresh_head: bool) -> tuple[str, float]:

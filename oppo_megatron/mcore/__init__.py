@@ -1,8 +1,4 @@
-"""The only room that imports megatron-core, without parts that a rank never calls: half of the import's time.
-
-A plain import would also load torch's compiler, TensorBoard and Weights & Biases, and fail on an unusable
-transformer-engine or apex.
-"""
+"""Imports megatron-core in half the time: without torch's compiler, TensorBoard, Weights & Biases and unusable libraries."""
 
 from __future__ import annotations
 

@@ -16,9 +16,8 @@ Answered = tuple[Sequence[int], Sequence[int]]
 
 @dataclass
 class MicroBatch:
-    """Sequences to run together.
+    """`index`: indices of the sequences in the batch; `rows_R`: packed positions of wanted outputs; `targets_R`: next tokens.
 
-    `index`: their indices in the batch; `rows_R`: packed positions of wanted outputs; `targets_R`: the tokens these predict;
     `tokens`: `tokens_T` on the host; `counts`: rows per response; `extra`: tensors for the loss.
     """
 
@@ -52,10 +51,7 @@ class MicroBatch:
 def pack_responses(
     prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], budget: int, device: torch.device
 ) -> list[MicroBatch]:
-    """Pack micro-batches of at most `budget` tokens (a longer sequence is alone), longest first.
-
-    The row of response token t is the position before it.
-    """
+    """Pack at most `budget` tokens (longer sequences alone), longest first.  A response token's row is the position before."""
     lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]
     return [
         whole_responses(index, [(prompts[i], responses[i]) for i in index], device) for index in pack_by_tokens(lengths, budget)
@@ -89,7 +85,7 @@ def whole_responses(index: list[int], answered: Sequence[Answered], device: torc
 def pack_at(
     sequences: Sequence[Sequence[int]], places: Sequence[Sequence[int]], budget: int, device: torch.device
 ) -> list[MicroBatch]:
-    """As `pack_responses`, for whole sequences with rows at `places`, without targets."""
+    """As `pack_responses`, for sequences with rows at `places`, without targets."""
     return [
         whole_sequences(index, [sequences[i] for i in index], device, [places[i] for i in index])
         for index in pack_by_tokens([len(sequence) for sequence in sequences], budget)

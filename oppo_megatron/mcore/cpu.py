@@ -19,10 +19,7 @@ from oppo_megatron.layout.memory import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
 
 
 class HalfOnCpu(torch.autograd.Function):
-    """torch's CPU attention in bfloat16, causal without a mask, with backward in float32.
-
-    Backward in bfloat16 is up to three times slower and keeps hundreds of megabytes of kernels.
-    """
+    """torch's CPU attention in bfloat16, causal without a mask; backward in float32 is faster and keeps fewer kernels."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
@@ -44,17 +41,11 @@ class HalfOnCpu(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
-CALL_NUMBERS = 2**16
-"""Cached numbers read in the overhead of one attention call."""
-
-
-def stretches(lengths: Sequence[int], call: float) -> list[slice]:
-    """Cut rows, greedily, wherever that saves more than `call` positions, the cost of one attention call."""
-    return blocks([(length,) for length in lengths], call)
+CALL_NUMBERS = 2**16  # cached numbers read in the overhead of one attention call
 
 
 def blocks(sizes: Sequence[tuple[int, ...]], call: float) -> list[slice]:
-    """As `stretches`; a row costs the product of its block's largest sizes."""
+    """Cut rows, greedily, if that saves more than `call`; a row costs the product of its block's largest sizes."""
     return [slice(first, end) for first, end in _cut(sizes, 0, len(sizes), call)]
 
 
@@ -74,11 +65,7 @@ def _costs(rows: Sequence[tuple[int, ...]]) -> list[int]:
 
 
 TYPICAL_ROWS = 16  # a hint for the layout, which serves 1 to `MOST_ROWS` rows
-IN_PLACE_ROWS = 3
-"""Up to this number of rows torch's float32 product, which reads weights in their own layout, takes three quarters of the
-packed
-product's time on an Intel processor.  On others (AMD EPYC), and in bfloat16, packing always wins.
-"""
+IN_PLACE_ROWS = 3  # on an Intel processor torch's float32 product of at most 3 rows is faster than the packed one
 
 
 @cache
@@ -95,10 +82,7 @@ def can_prepack(weight: Tensor) -> bool:
 
 
 def product(weight_OI: Tensor, bias_O: Tensor | None = None, *, packed: bool) -> Callable[[Tensor], Tensor]:
-    """x [T, I] -> x W^T + b [T, O].  `packed`: products of few rows use a weight copy packed by oneDNN.
-
-    Otherwise every call packs it (float32) or looks up its layout (bfloat16).
-    """
+    """Return x [T, I] -> x W^T + b [T, O].  `packed`: products of few rows use a weight copy packed by oneDNN."""
     if not packed:
         return lambda x_TI: F.linear(x_TI, weight_OI, bias_O)
     laid_out = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), TYPICAL_ROWS)
@@ -107,7 +91,7 @@ def product(weight_OI: Tensor, bias_O: Tensor | None = None, *, packed: bool) ->
     in_place = IN_PLACE_ROWS if weight_OI.dtype == torch.float32 and by_intel() else 0
 
     def by_rows(x_TI: Tensor) -> Tensor:
-        if not in_place < x_TI.shape[0] <= MOST_ROWS:  # beyond, torch's own product has little left to lose
+        if not in_place < x_TI.shape[0] <= MOST_ROWS:
             return F.linear(x_TI, weight_OI, bias_O)
         if x_TI.shape[0] <= FEW_ROWS:  # decoding
             return multiply(x_TI, laid_out, bias, "none", [], "")

@@ -14,7 +14,7 @@ from oppo_megatron.errors import CapacityError, OppoError
 
 
 def on_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Copy a tensor, or numbers as `dtype`, to the device; from pinned memory, because otherwise the host waits."""
+    """Copy a tensor, or numbers as `dtype`, to the device, without a host wait."""
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
@@ -22,8 +22,7 @@ def on_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch
 
 
 CPU_WORDS = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc")
-NO_KERNEL = "could not create a primitive"
-"""oneDNN's whole message if memory for a kernel's code is lacking; other failures have longer ones."""
+NO_KERNEL = "could not create a primitive"  # oneDNN's whole message if memory for a kernel's code is lacking
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -74,8 +73,7 @@ def _first_sentence(error: BaseException) -> str:
 StepRunner = Callable[[Hashable, Callable[[], None]], None]
 """Runs a step, which computes the same for the same key."""
 
-WARM_UPS = 2
-"""Runs of a step before its capture, in which libraries choose kernels and make workspaces."""
+WARM_UPS = 2  # runs before a capture: libraries choose kernels and make workspaces
 
 
 def run_eagerly(key: Hashable, step: Callable[[], None]) -> None:
@@ -85,8 +83,7 @@ def run_eagerly(key: Hashable, step: Callable[[], None]) -> None:
 class CapturedSteps:
     """Runs the first steps of a key eagerly, then captures one as a CUDA graph and replays it.
 
-    Graphs hold addresses: they are dropped if weights have moved at a `renew`.  They share memory, because
-    they never run concurrently.  If CUDA refuses a capture, stderr gets a warning, and new keys run eagerly.
+    Graphs share memory and are dropped if weights have moved at a `renew`.  If CUDA refuses a capture, new keys run eagerly.
     """
 
     def __init__(self, device: torch.device, weights: Callable[[], Iterable[Tensor]]):

@@ -47,9 +47,9 @@ class RoleGroups:
 
 
 def build_groups(ranks: Sequence[int], tp: int, pp: int, role: str, shared: SharedGroups | None = None) -> RoleGroups | None:
-    """Build groups of a model on `ranks` (tensor fastest, then data, then pipeline); None outside.
+    """Build or share the groups of a model on `ranks` (tensor fastest, then data, then pipeline); None outside.
 
-    Every rank of the world makes the call for every role in the same order.  Matching groups in `shared` are reused.
+    Every rank of the world makes the call for every role in the same order.
     """
     parts, found = list(model_groups(ranks, tp, pp, role)), dict[str, dist.ProcessGroup]()
     shared = shared or SharedGroups()

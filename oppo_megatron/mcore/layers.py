@@ -33,7 +33,7 @@ Norm = Callable[[Tensor], Tensor]
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + eps) * w, internally float32.
 
-    On a CPU, x / hypot(|x|, sqrt(H eps)) * sqrt(H) w takes half as many passes as torch's norm.
+    On a CPU x / hypot(|x|, sqrt(H eps)) * sqrt(H) w, in fewer passes.
     """
     if x.device.type != "cpu":
         return F.rms_norm(x, (x.shape[-1],), weight_H, eps)
@@ -159,10 +159,7 @@ class ScalarHead(torch.nn.Module):
 
 
 def block_spec(config: TransformerConfig, num_layers: int, kind: LayerKind = "torch") -> TransformerBlockSubmodules:
-    """Return the spec of a stage, final norm included; `kind`: library of linear layers and norms.
-
-    transformer-engine's fused norms are not used, so that parameters keep their names.
-    """
+    """Return a stage with its final norm; without transformer-engine's fused norms, so that parameters keep their names."""
     modules: tuple[Any, ...] = (BiasedLinear, ColumnParallelLinear, RowParallelLinear, RMSNorm)
     if kind == "transformer_engine":
         from megatron.core.extensions import transformer_engine as te
@@ -187,10 +184,7 @@ def block_spec(config: TransformerConfig, num_layers: int, kind: LayerKind = "to
 
 
 class BiasedLinear(ColumnParallelLinear):
-    """A projection with a bias (queries, keys and values of Qwen2), rounded once.
-
-    megatron-core rounds before adding the bias, so bfloat16 log-probs of training and decoding would differ.
-    """
+    """A projection with a bias, rounded once; megatron-core rounds before adding it, unlike decoding."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         bias, group = kwargs["bias"], kwargs["tp_group"]

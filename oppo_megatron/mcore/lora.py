@@ -1,10 +1,7 @@
 """Low-rank adapters of megatron-core's parallel products: y = W x + s B A x (Hu et al. 2021), a pair per Hugging Face target.
 
-A column-parallel product has a whole A and B cut by rows, a row-parallel one A cut by columns and a whole B:
-
-    column   A x is the same on all ranks; the gradient of B's input is summed over them
-    row      B A x is summed with the product (cached calls), or A x is (training)
-
+A column-parallel product has a whole A and B cut by rows; the gradient of B's input is summed over ranks.  A row-parallel one
+has A cut by columns and a whole B; B A x is summed with the product (cached calls), or A x is (training).
 Legend: T packed tokens, I inputs, G key/value heads, R query heads of each, D head dimension.
 """
 
@@ -71,7 +68,7 @@ class Adapters(torch.nn.Module):
         return self._join({name: self._one(self.get_submodule(name), x) for name in self._names})
 
     def cached(self, x_TI: Tensor) -> Tensor:
-        """Return the addition in cached calls, before sums over tensor ranks."""
+        """Return the addition before sums over tensor ranks."""
         pairs: list[Any] = [self.get_submodule(name) for name in self._names]
         outputs = [F.linear(F.linear(x_TI, pair.lora_A), pair.lora_B) * self._scale for pair in pairs]
         return self._join(dict(zip(self._names, outputs, strict=True)))

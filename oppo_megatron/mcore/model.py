@@ -137,7 +137,7 @@ class RoleModel(GPTModel):
             self._fused_head = product(weight, packed=packed)
 
     def compute_as(self, adapted: RoleModel) -> None:
-        """In cached calls, use the derived tensors of `adapted`, which shares its weights."""
+        """Use the derived tensors of `adapted`, which shares its weights."""
         self._path, self._fused_head = adapted._path, adapted._fused_head
         if adapted.fused is not None:
             self.fused = adapted.fused.of(self.decoder.layers, self.groups.collection.tp)
@@ -148,7 +148,7 @@ class RoleModel(GPTModel):
     def forward(self, tokens_T: Tensor | None, plan: AttentionPlan, rows_R: Tensor | None = None) -> Tensor:
         """Return hidden states [T, 1, H]; on the last stage logits [R, V / tp] or scalars [R] of the rows (None: all T).
 
-        If tp does not divide V, the last rank has fewer logits.  Those of cached calls are float32.
+        If tp does not divide V, the last rank has fewer logits.  Logits of cached calls are float32.
         """
         if self.fused is not None and isinstance(plan, CachedPlan):
             return self._cached_forward(self.fused, tokens_T, plan, rows_R)
@@ -176,7 +176,6 @@ class RoleModel(GPTModel):
     def _cached_forward(self, stage: FusedStage, tokens_T: Tensor | None, plan: CachedPlan, rows_R: Tensor | None) -> Tensor:
         if self.pre_process and tokens_T is not None:
             words = self.embedding.word_embeddings
-            # The module's reduction costs more than the look-up, even with nothing to reduce.
             hidden_TH = words(tokens_T) if self.groups.tp > 1 else F.embedding(tokens_T, words.weight)
         else:
             hidden_TH = self.decoder.input_tensor[:, 0]
@@ -310,7 +309,7 @@ def build_chunks(
         )
     compat.install()
     compat.make_scratch_memory()
-    initialize_rng_tracker(inference_rng_tracker=True)  # nothing is drawn inside the model: there is no dropout
+    initialize_rng_tracker(inference_rng_tracker=True)  # the model has no dropout
     config = transformer_config(shape, groups, DTYPES[dtype], layout)  # megatron wants one object for all chunks
     chunks = []
     for number in range(1 if layout is None else layout.vpp):

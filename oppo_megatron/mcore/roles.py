@@ -45,7 +45,7 @@ def load_training(
     layers: Layers = "torch",
     vocab_multiple: int = 1,
 ) -> list[RoleModel]:
-    """Load this rank's chunks of the model in `config`, in evaluation mode, in `layout` (None: serving).
+    """Load this rank's chunks, in evaluation mode, in `layout` (None: serving).
 
     `vocab_multiple`: a multiple of all layouts' tensor ranks, if weights move.  Raises CheckpointError if weights do not fit,
     CapacityError for too few positions, ConfigError for unusable layers.

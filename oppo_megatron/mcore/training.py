@@ -29,10 +29,7 @@ from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.model import RoleModel
 
 Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""(micro-batch, output of its rows) -> (its share of the minibatch's loss, summed statistics).  Shares add up over
-micro-batches
-and replicas.
-"""
+"""(micro-batch, output of its rows) -> (its share of the minibatch's loss, summed statistics)."""
 
 Chunks = RoleModel | Sequence[RoleModel]
 
@@ -140,9 +137,9 @@ def forward_rows(
     batches: Sequence[MicroBatch],
     finish: Callable[[MicroBatch, Tensor], Tensor],
 ) -> list[Tensor]:
-    """Run this replica's micro-batches forward, without a cache.
+    """Return finish(batch, rows' output) of each micro-batch on the last stage, else [].
 
-    Returns finish(batch, rows' output) of each on the last stage, else [].  Raises CapacityError if memory runs out.
+    Raises CapacityError if memory runs out.
     """
     if not batches:
         return []
@@ -191,7 +188,7 @@ class TrainedModel:
         return self.model.groups.pp == 1 and len(self.chunks) == 1
 
     def ahead(self, batch: MicroBatch) -> None:
-        """Run the forward pass of one micro-batch of the next `step`, on all tensor ranks; weights must not change in between."""
+        """Run the forward pass of one micro-batch of the next `step`, on all tensor ranks."""
         assert self.goes_ahead
         self._ahead = None
         model, ddp = self.model, self.ddp[0]

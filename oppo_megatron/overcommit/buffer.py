@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from oppo_megatron.chunks import GOES_ON, REASONS, Chunk, ChunkRow, ChunkRows
+from oppo_megatron.chunks import REASONS, UNFINISHED, Chunk, ChunkRow, ChunkRows
 from oppo_megatron.columns import Bools, Held, Ints, Table
 from oppo_megatron.errors import StreamError
 from oppo_megatron.overcommit.readiness import JudgedReadiness, Readiness, due, settled
@@ -165,8 +165,7 @@ class RolloutBuffer:
                 f"chunks must be recorded in the order in which they were decoded"
             )
         places = self._table.rows(rows.seq_ids)
-        if not self._in_order(chunk, places):
-            self._refuse(chunk)
+        self._require_order(chunk, places)
         self._recorded.append(rows)
         self._table.columns.response_tokens[places] += rows.counts
         self._end(rows, places)
@@ -229,7 +228,7 @@ class RolloutBuffer:
         return self._table.columns.seq_ids // self.group_size
 
     def _end(self, rows: ChunkRows, places: Ints) -> None:
-        ends = np.flatnonzero(rows.finish_clocks != GOES_ON)
+        ends = np.flatnonzero(rows.finish_clocks != UNFINISHED)
         self._table.columns.finished[places[ends]] = True
         self._table.finish_clocks[places[ends]] = rows.finish_clocks[ends]
         ended = map(self._unfinished.pop, rows.seq_ids[ends].tolist())
@@ -255,25 +254,21 @@ class RolloutBuffer:
     def _rows_of(self, groups: Ints) -> Ints:
         return (groups[:, None] * self.group_size + np.arange(self.group_size)).flatten()
 
-    def _in_order(self, chunk: Chunk, places: Ints) -> bool:
-        rows, columns = chunk.rows, self._table.columns
-        if (places < 0).any() or (np.bincount(places, minlength=1) > 1).any():
-            return False
-        if columns.finished[places].any() or (rows.offsets != columns.response_tokens[places]).any():
-            return False
-        ends = rows.finish_clocks[rows.finish_clocks != GOES_ON]
-        return not len(ends) or bool(self.clock <= ends.min() and ends.max() <= chunk.clock)
-
-    def _refuse(self, chunk: Chunk) -> None:
-        seen: set[int] = set()
-        for row in chunk.rows:
-            problem = self._problem(row, chunk.clock)
-            if row.seq_id in seen:
-                problem = "the sequence has two rows in this chunk; it may have one"
-            if problem:
-                raise StreamError(f"chunk {chunk.index}, sequence {row.seq_id}, offset {row.offset}: {problem}")
-            seen.add(row.seq_id)
-        raise AssertionError(f"chunk {chunk.index} is in order, row by row, but not as a whole")
+    def _require_order(self, chunk: Chunk, places: Ints) -> None:
+        rows, columns, clocks = chunk.rows, self._table.columns, chunk.rows.finish_clocks
+        again = np.ones(len(rows), dtype=np.bool_)
+        again[np.unique(places, return_index=True)[1]] = False
+        wrong = again | (places < 0)
+        known = np.flatnonzero(~wrong)
+        held = places[known]
+        wrong[known] = columns.finished[held] | (rows.offsets[known] != columns.response_tokens[held])
+        wrong |= (clocks != UNFINISHED) & ((clocks < self.clock) | (clocks > chunk.clock))
+        if wrong.any():
+            first = int(np.argmax(wrong))
+            row = rows[first]
+            twice = "the sequence has two rows in this chunk; it may have one"
+            problem = twice if again[first] else self._problem(row, chunk.clock)
+            raise StreamError(f"chunk {chunk.index}, sequence {row.seq_id}, offset {row.offset}: {problem}")
 
     def _problem(self, row: ChunkRow, clock: int) -> str | None:
         rollout = self._rollouts.get(row.seq_id)

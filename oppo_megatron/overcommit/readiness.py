@@ -24,40 +24,22 @@ class Readiness:
         self._num_missing = target - num_finished
         self._unfinished = unfinished
         self._ended: set[int] = set()
-        self._waits = [(frozenset(sequences), number) for sequences, number in waits]
+        self._waits = [(frozenset(i // group_size for i in sequences), number) for sequences, number in waits]
         self._group_size = group_size
 
     @property
     def ready(self) -> bool:
         return self._num_missing <= 0 and not self._waits
 
-    @property
-    def least(self) -> int:
-        return max(self._num_missing, *(number for _, number in self._waits), 0)
-
     def finish(self, *seq_ids: int) -> None:
-        ended = set(seq_ids)
+        ended, size = set(seq_ids), self._group_size
         decoded = len(ended) == len(seq_ids) and self._ended.isdisjoint(ended) and self._unfinished >= ended
-        self._ended |= ended
         assert decoded, f"of sequence {', '.join(map(str, seq_ids))} one is not decoded in this step or has already finished"
-        if self._group_size == 1 and not self._waits:
-            self._num_missing -= len(seq_ids)
-            return
-        whole = self._last_of_groups(set(seq_ids))
+        self._ended |= ended
+        groups = {seq_id // size for seq_id in ended}
+        whole = {g for g in groups if self._unfinished.isdisjoint(set(range(g * size, (g + 1) * size)) - self._ended)}
         self._num_missing -= len(whole)
-        if self._waits:
-            left = [(sequences, number - len(whole & sequences)) for sequences, number in self._waits]
-            self._waits = [wait for wait in left if wait[1] > 0]
-
-    def _last_of_groups(self, ended: set[int]) -> set[int]:
-        if self._group_size == 1:
-            return ended
-        one_of_each = {seq_id // self._group_size: seq_id for seq_id in ended}
-        return set(filter(self._was_last, one_of_each.values()))
-
-    def _was_last(self, seq_id: int) -> bool:
-        first = seq_id - seq_id % self._group_size
-        return all(i in self._ended for i in range(first, first + self._group_size) if i in self._unfinished)
+        self._waits = [(of, left) for of, number in self._waits if (left := number - len(whole & of)) > 0]
 
 
 class JudgedReadiness(Readiness):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -15,16 +14,21 @@ from oppo_megatron.columns import Ints
 def pack_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Bins of at most `budget` tokens, by first-fit decreasing; longer sequences are alone."""
     order, bins = _first_fit(np.asarray(lengths, dtype=np.int64), budget)
-    members = order[np.argsort(bins, kind="stable")].tolist()
-    return [members[start:end] for start, end in pairwise(_ends(bins))]
+    return [own.tolist() for own in _split(order, bins)]
 
 
-def packed_in_order(lengths: Ints, budget: int) -> tuple[Ints, list[int]]:
-    """Return the same bins concatenated, each ascending, and their ends, from 0."""
+def packed_in_order(lengths: Ints, budget: int) -> list[Ints]:
+    """Return the same bins, each ascending."""
     order, bins = _first_fit(lengths, budget)
     by_index = np.empty_like(bins)
     by_index[order] = bins
-    return np.argsort(by_index, kind="stable"), _ends(bins)
+    return _split(np.arange(len(order)), by_index)
+
+
+def _split(items: Ints, bins: Ints) -> list[Ints]:
+    if not len(items):
+        return []
+    return np.split(items[np.argsort(bins, kind="stable")], np.cumsum(np.bincount(bins))[:-1])
 
 
 def _first_fit(lengths: Ints, budget: int) -> tuple[Ints, Ints]:
@@ -39,10 +43,6 @@ def _first_fit(lengths: Ints, budget: int) -> tuple[Ints, Ints]:
         rooms[found] -= length
         bins[place], used = found, max(used, found + 1)
     return order, bins
-
-
-def _ends(bins: Ints) -> list[int]:
-    return [0, *np.cumsum(np.bincount(bins)).tolist()]
 
 
 def balance(lengths: Sequence[int], num_parts: int) -> list[list[int]]:

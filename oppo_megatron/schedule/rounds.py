@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -73,54 +72,16 @@ class Growths(Sequence[Growth]):
         return Growths(self.table[:, positions])
 
 
-class Batches(Sequence[Batch]):
-    """Micro-batches concatenated in `table` [4, n]; `ends` of each, after a 0."""
+def joined(batches: Iterable[Batch]) -> Growths:
+    """Return all growths of micro-batches in one table."""
+    return Growths(np.concatenate([np.zeros((4, 0), dtype=np.int64), *(Growths.of(batch).table for batch in batches)], axis=1))
 
-    __slots__ = ("ends", "table")
 
-    def __init__(self, table: Ints, ends: Sequence[int]):
-        self.table, self.ends = table, ends
-
-    @classmethod
-    def of(cls, batches: Sequence[Batch]) -> Batches:
-        if isinstance(batches, Batches):
-            return batches
-        tables = [np.zeros((4, 0), dtype=np.int64), *(Growths.of(batch).table for batch in batches)]
-        return cls(np.concatenate(tables, axis=1), [0, *accumulate(map(len, batches))])
-
-    @property
-    def sums(self) -> Ints:
-        """New tokens and output rows of each micro-batch, [2, batches]."""
-        before = np.zeros((2, self.table.shape[1] + 1), dtype=np.int64)
-        np.cumsum(self.table[2:], axis=1, out=before[:, 1:])
-        return np.diff(before[:, self.ends], axis=1)
-
-    def __len__(self) -> int:
-        return len(self.ends) - 1
-
-    def __iter__(self) -> Iterator[Growths]:
-        return (Growths(self.table[:, start:end]) for start, end in pairwise(self.ends))
-
-    @overload
-    def __getitem__(self, which: int) -> Growths: ...
-
-    @overload
-    def __getitem__(self, which: slice) -> Sequence[Batch]: ...
-
-    def __getitem__(self, which: int | slice) -> Growths | Sequence[Batch]:
-        if isinstance(which, slice):
-            return list(self)[which]
-        place = range(len(self))[which]
-        return Growths(self.table[:, self.ends[place] : self.ends[place + 1]])
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Batches | list | tuple) and list(self) == list(other)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-    def __repr__(self) -> str:
-        return repr(list(self))
+def sums(batches: Iterable[Batch]) -> Ints:
+    """New tokens and output rows of each micro-batch, [2, batches]."""
+    found = [Growths.of(batch).table[2:].sum(axis=1) for batch in batches]
+    totals: Ints = np.array(found, dtype=np.int64).reshape(-1, 2).T
+    return totals
 
 
 class Fork(NamedTuple):
@@ -167,10 +128,6 @@ class Round:
     def forks_of(self, role: str, replica: int) -> tuple[Fork, ...]:
         own = self.forks.get(role, ())
         return own[replica] if replica < len(own) else ()
-
-    @property
-    def empty(self) -> bool:
-        return not self.decodes and not any(any(replicas) for replicas in self.prefill.values())
 
 
 @dataclass(frozen=True, slots=True)

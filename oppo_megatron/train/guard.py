@@ -11,6 +11,7 @@ Legend: B rollouts, P their prompt tokens, T their response tokens (both packed)
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from safetensors.torch import save
 from torch import Tensor
 
@@ -118,6 +120,8 @@ class RollBack(Exception):
 class Rollback:
     """One line.  `left_out`: positions in the prompt stream; `rows`: their data set rows, in the same order."""
 
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
     step: int
     reason: str
     checkpoint: str
@@ -127,12 +131,10 @@ class Rollback:
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Rollback:
-        kinds = {"step": int, "reason": str, "checkpoint": str, "left_out": list, "rows": list, "num_written": int}
-        if line.keys() != kinds.keys() or any(type(line[name]) is not kind for name, kind in kinds.items()):
-            raise CheckpointError(f"rollbacks.jsonl has a line that is not a rollback: {line!r:.80}; restore the file")
-        if any(type(position) is not int for position in line["left_out"]):
-            raise CheckpointError("rollbacks.jsonl: left_out has an entry that is not a position; restore the file")
-        return cls(**line)
+        try:
+            return TypeAdapter(cls).validate_json(json.dumps(line))
+        except ValidationError as error:
+            raise CheckpointError(f"rollbacks.jsonl has a line that is not a rollback: {line!r:.80}; restore the file") from error
 
     def describe(self) -> str:
         return f"step {self.step}: {self.reason}: back to {self.checkpoint}; {len(self.left_out)} prompts are left out"

@@ -107,15 +107,10 @@ class Topology:
 def build_topology(config: TrainConfig, device: torch.device) -> Topology:
     """Create all process groups (listed in `schedule/links.py`) and links, and use each once in order."""
     site, trained, shared = Site(role_placements(config)), training_placements(config), SharedGroups()
-    groups = {
-        name: build_groups(placement.ranks, placement.tp, placement.pp, name, shared)
-        for name, placement in site.placements.items()
-    }
+    groups = {name: build_groups(p.ranks, p.tp, p.pp, name, shared) for name, p in site.placements.items()}
     training = {
-        name: groups[name]
-        if placement == site.placements[name]
-        else build_groups(placement.ranks, placement.tp, placement.pp, name, shared)
-        for name, placement in trained.items()
+        name: groups[name] if p == site.placements[name] else build_groups(p.ranks, p.tp, p.pp, name, shared)
+        for name, p in trained.items()
     }
     links = build_links(site)
     own = dict.fromkeys(group for role in (*groups.values(), *training.values()) if role for group in role.made)

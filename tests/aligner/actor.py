@@ -1,7 +1,4 @@
-"""A tiny Megatron GPT under the real `MegatronGPTActorModel`: its methods are NeMo's own, only the constructor is ours.
-
-Legend: V vocabulary.
-"""
+"""A tiny Megatron GPT (V vocabulary) under the real `MegatronGPTActorModel`, of which only the constructor is ours."""
 
 from __future__ import annotations
 

@@ -12,10 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 
 @dataclass(frozen=True)
 class Job:
-    """A run.  `batch` is global; `oppo` is the block of the plugin, None: NeMo-Aligner's own trainer.
+    """A run of global `batch` with the plugin's block `oppo` (None: NeMo-Aligner's trainer) and a `model` of `actor.py`.
 
-    `folder` is its log folder; `resume` at a step of its own checkpoints, or of those of the log folder `resume_from`.
-    `model` is a class of `tests.aligner.actor`.
+    `folder`: its log folder; `resume`: a step of its own checkpoints, or of the log folder `resume_from`.
     """
 
     prompts: int = 32

@@ -94,10 +94,7 @@ def untouched(job: Job) -> list[bool]:
 
 
 def rows_left(job: Job) -> list[list[int]]:
-    """The answers of two of three carried rows, after a wave that may leave them.
-
-    The one that is taken has its last token to go; of the others one has begun by then, the context of the other is longer.
-    """
+    """Answers of two of three carried rows after a wave: one has begun when the third ends, one's context is longer."""
     model = started(job)["model"]
     model.prepare_for_inference()
     pool = Pool(max_staleness=4)

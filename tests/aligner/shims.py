@@ -1,7 +1,4 @@
-"""What the real NeMo-Aligner lacks on a machine without a GPU.  Of the tests: the package has none of it.
-
-Four shims: no TensorRT-LLM, no CUDA device, `cuda` is the CPU, and gloo gathers no scalar.
-"""
+"""Four shims for NeMo-Aligner without a GPU: no TensorRT-LLM, no CUDA device, `cuda` is the CPU, gloo gathers no scalar."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The plugin against the real NeMo-Aligner: its `PPOTrainer` and our subclass drive the same `MegatronGPTActorModel`.
-
-Runs in an environment of its own: `make test-aligner`.
-"""
+"""The plugin against the real NeMo-Aligner: its `PPOTrainer` and our subclass on the same model (`make test-aligner`)."""
 
 from __future__ import annotations
 

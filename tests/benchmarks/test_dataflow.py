@@ -21,10 +21,7 @@ DEVICES = 5
 def by_last_of_mesh(
     calls: Sequence[Call], meshes: Sequence[frozenset[int]], newer: Callable[[Span, Span, Span], bool]
 ) -> dict[str, Span]:
-    """Algorithm 1 as printed: `last` of every mesh that overlaps the new call's.
-
-    `newer(other, own, new)`: whether the new call, whose own mesh had `own` as last, replaces `other`.
-    """
+    """Algorithm 1 as printed; `newer(other, own, new)`: the new call, after `own` on its mesh, replaces `other` as last."""
     spans: dict[str, Span] = {}
     last = {mesh: Span(0, 0) for mesh in {*meshes, *(call.devices for call in calls)}}
     queue = [(0, number) for number, call in enumerate(calls) if not call.parents]

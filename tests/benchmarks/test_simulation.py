@@ -1,7 +1,4 @@
-"""A round that every rank plans for itself: sound where all plan alike, and whoever does not is found and named.
-
-That messages and bytes are those of real runs shows `tests/e2e/test_executed_order.py`.
-"""
+"""A round that every rank plans for itself: sound if all plan alike; a rank that does not is found and named."""
 
 from __future__ import annotations
 
@@ -91,8 +88,7 @@ def test_ends_that_expect_other_sizes_are_found() -> None:
 
 
 def test_the_command_prints_a_row_for_each_size(capsys: pytest.CaptureFixture[str]) -> None:
-    """By hand: each shard sends a hidden state and a token in each of 16 decode steps, and a hidden state of a micro-batch of
-    three scorers; the four ranks that listen get a header and a payload each."""
+    """By hand: each shard sends a hidden state and a token per decode step, and one for scorers; listeners get two."""
     sizes = ["--tp", "2", "--pp", "2", "--sequences", "8", "--chunk", "16"]
     assert main(["--simulate", "--ranks", "8", "16", *sizes]) == 0
     out, err = capsys.readouterr()

@@ -17,7 +17,7 @@ from oppo_megatron.mcore.weights.hf_source import open_directory
 from oppo_megatron.preflight.validate import train_problems
 from tests.e2e.test_resume import assert_bit_equal
 from tests.support.layouts import DEEP, STEADY_ADAM, assert_same, deep
-from tests.support.ppo import Outcome, Workspace, read_outcome
+from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks
 from tests.support.ranks import run_ranks
 
 LORA = {"rank": 4, "alpha": 16.0}
@@ -31,30 +31,31 @@ def configured(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any
     return config
 
 
-def run(config: dict[str, Any], job: str = "tests.e2e.jobs:train") -> list[Any]:
-    return run_ranks(world_size(TrainConfig(**config)), job, config=config)
-
-
-def outcome(config: dict[str, Any]) -> Outcome:
+def shared(config: dict[str, Any]) -> Outcome:
+    """A run whose reference must have the actor's own weights."""
+    ranks = world_size(TrainConfig(**config))
+    assert any(run_ranks(ranks, "tests.e2e.jobs:train_with_a_shared_reference", config=config))
     return read_outcome(Path(config["run_dir"]))
 
 
 @pytest.fixture(scope="module")
-def plain(workspace: Workspace) -> dict[str, Any]:
+def plain(workspace: Workspace) -> Outcome:
     """One process."""
-    config = configured(workspace, "plain")
-    (shared,) = run(config, "tests.e2e.jobs:train_with_a_shared_reference")
-    assert shared > 0
-    return config
+    return shared(configured(workspace, "plain"))
 
 
-def test_adapters_are_trained_and_the_reference_is_where_they_began(plain: dict[str, Any]) -> None:
-    run = outcome(plain)
-    assert max(line["logprob_gap"] for line in run.metrics) < 1e-4, "decoding computes as training"
-    assert abs(run.metrics[0]["kl_mean"]) < 1e-5 < abs(run.metrics[-1]["kl_mean"]), "of the actor without adapters"
-    trained = [*run.actor.values(), *run.critic.values()]
+@pytest.fixture(scope="module")
+def weights(workspace: Workspace, plain: Outcome) -> Path:
+    """The actor's adapters that it has trained."""
+    return Path(configured(workspace, "plain")["run_dir"]) / "weights" / "actor"
+
+
+def test_adapters_are_trained_and_the_reference_is_where_they_began(plain: Outcome, weights: Path) -> None:
+    assert max(line["logprob_gap"] for line in plain.metrics) < 1e-4, "decoding computes as training"
+    assert abs(plain.metrics[0]["kl_mean"]) < 1e-5 < abs(plain.metrics[-1]["kl_mean"]), "of the actor without adapters"
+    trained = [*plain.actor.values(), *plain.critic.values()]
     assert len(trained) == 2 * 4 * 7 * 2 + 1 and all(bool(tensor.any()) for tensor in trained)
-    written = json.loads((Path(plain["run_dir"]) / "weights" / "actor" / "adapter_config.json").read_text())
+    written = json.loads((weights / "adapter_config.json").read_text())
     assert (written["r"], written["lora_alpha"], written["task_type"]) == (4, 16, "CAUSAL_LM")
 
 
@@ -66,34 +67,29 @@ def test_adapters_are_trained_and_the_reference_is_where_they_began(plain: dict[
     ],
     ids=["PP2 and reference | 1", "decodes TP2, trains PP2"],
 )
-def test_a_reference_with_the_actor_shares_its_weights(
-    workspace: Workspace, plain: dict[str, Any], changes: dict[str, Any]
-) -> None:
-    config = configured(workspace, f"shared-{len(changes)}", **changes)
-    run(config, "tests.e2e.jobs:train_with_a_shared_reference")
-    assert_same(outcome(config), outcome(plain))
+def test_a_reference_with_the_actor_shares_its_weights(workspace: Workspace, plain: Outcome, changes: dict[str, Any]) -> None:
+    assert_same(shared(configured(workspace, f"shared-{len(changes)}", **changes)), plain)
 
 
 @pytest.mark.parametrize("mode", ["single", "disaggregated"])
-def test_a_null_reference_begins_with_the_adapters_that_are_given(workspace: Workspace, plain: dict[str, Any], mode: str) -> None:
+def test_a_null_reference_begins_with_the_adapters_that_are_given(
+    workspace: Workspace, plain: Outcome, weights: Path, mode: str
+) -> None:
     config = configured(workspace, f"given-{mode}", steps=2, placement={"mode": mode})
-    trained = Path(plain["run_dir"]) / "weights" / "actor"
-    config["actor"] |= {"lora": LORA | {"adapter": str(trained)}}
+    config["actor"] |= {"lora": LORA | {"adapter": str(weights)}}
     assert train_problems(TrainConfig(**config)) == []
-    run(config)
-    first, second = outcome(config).metrics
+    first, second = run_ppo_ranks(config).metrics
     assert abs(first["kl_mean"]) < 1e-4 < abs(second["kl_mean"]), "0 at first, and the reference stays where it was"
-    assert abs(outcome(plain).metrics[-1]["kl_mean"]) > 1e-2, "the adapters do something"
+    assert abs(plain.metrics[-1]["kl_mean"]) > 1e-2, "the adapters do something"
     shared = {each.role: each.memory.weights for each in train_holdings(TrainConfig(**config), on_cpu=True)}
     assert (0 < shared["reference"] < shared["actor"] / 2) == (mode == "single"), "beside the actor adapters alone"
 
 
-def test_a_resumed_run_is_the_undisturbed_one(workspace: Workspace, plain: dict[str, Any]) -> None:
+def test_a_resumed_run_is_the_undisturbed_one(workspace: Workspace, plain: Outcome) -> None:
     config = configured(workspace, "resumed", **{"checkpoint.every_steps": 1})
     assert run_ranks(1, "tests.e2e.jobs:train_until", config=config, rounds=4, rank=0) == [False]
     config["checkpoint"]["resume"] = True
-    run(config)
-    assert_bit_equal(outcome(config), outcome(plain))
+    assert_bit_equal(run_ppo_ranks(config), plain)
     newest = max((Path(config["run_dir"]) / "checkpoints").glob("step-*"))
     saved = FileSystemReader(newest / "models").read_metadata().state_dict_metadata
     assert all("_lora." in key or key.endswith("critic.output_layer.weight") for key in saved), "adapters and no base weights"

@@ -40,10 +40,6 @@ class Finishers:
     def ready(self) -> bool:
         return self.num_finished >= self.needed
 
-    @property
-    def least(self) -> int:
-        return self.needed - self.num_finished
-
     def finish(self, *seq_ids: int) -> None:
         self.num_finished += len(seq_ids)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.config.model import ModelConfig
-from oppo_megatron.engine import generation, scoring
+from oppo_megatron.engine import round_state
 from oppo_megatron.engine.executor import build_links
 from oppo_megatron.engine.round_runner import decoder
 from oppo_megatron.engine.sampler import Sampling
@@ -86,7 +86,7 @@ def scored(models: dict[str, str], most: int) -> str:
             raise RuntimeError(TOLD)
         return step(model, kv, seq_ids, lens, *rest)
 
-    with mock.patch.object(scoring, "step", failing):
+    with mock.patch.object(round_state, "step", failing):
         try:
             jobs_scoring.together(models, 1, 1)
         except CapacityError as error:
@@ -100,7 +100,7 @@ def prefilled() -> str:
         model, model.new_cache(4), sampling=Sampling(seed=4), stopping=Stopping((), 3),
         links=build_links(Site({"actor": RolePlacement((0,))})), micro_batch_tokens=64, timeout_s=60.0,
     )  # fmt: skip
-    with mock.patch.object(generation, "step", side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried")):
+    with mock.patch.object(round_state, "step", side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried")):
         try:
             decode_round(rounds, [Rollout(Prompt(i, i, "", tuple(range(9 + i))), i) for i in range(4)], 3, 0, 0)
         except CapacityError as error:

@@ -1,7 +1,4 @@
-"""Attention over a paged cache through flash-attn's Python: `python -m tests.gpulibs.flash_job FILE` leaves outputs in FILE.
-
-Its compiled half is replaced by plain attention over tables, which takes its arguments in the order of flash-attn's own calls.
-"""
+"""Attention through flash-attn's Python, whose compiled half is replaced: `python -m tests.gpulibs.flash_job FILE`."""
 
 from __future__ import annotations
 

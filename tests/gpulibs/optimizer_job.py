@@ -1,7 +1,6 @@
-"""Updates with the optimizer that megatron-core finds: `python -m tests.gpulibs.optimizer_job LIBRARY FOLDER`.
+"""Updates with megatron-core's optimizer over stand-in kernels: `python -m tests.gpulibs.optimizer_job LIBRARY FOLDER`.
 
-LIBRARY is torch, transformer_engine or apex; FOLDER/LIBRARY.pt is what the process finds.  The libraries' Python is theirs,
-their kernels are stand-ins.
+LIBRARY is torch, transformer_engine or apex; results go to FOLDER/LIBRARY.pt.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Stand-ins for the compiled halves of GPU libraries, so that their Python runs on a machine without a GPU.
+"""Stand-ins for the compiled halves of GPU libraries, so that their Python runs without a GPU.
 
-The kernels of the optimizer are replaced by their arithmetic; every other name of a compiled half is a class of which nothing
-is computed.  What the tests then see are the libraries' own signatures, parameters and calls.
+Optimizer kernels are replaced by their arithmetic; every other name is a class of which nothing is computed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,1 @@
-"""Published implementations as oracles: TRL's trainers and verl's core algorithms.
-
-They have their own environment (`make test-oracles`).  `trl_oracle` and `verl_oracle` call their functions and contain no
-formula.
-"""
+"""TRL's trainers and verl's core algorithms as oracles, in their own environment (`make test-oracles`)."""

@@ -30,10 +30,7 @@ def stand_in(name: str, **names: Any) -> None:
 
 @contextmanager
 def absent(**packages: dict[str, Any]) -> Iterator[None]:
-    """In the block these packages can be imported, and have the names given; behind it they are absent as before.
-
-    Others look for them, to see what there is.
-    """
+    """Make these packages importable in the block only, with the names given: others look for them."""
     for name, names in packages.items():
         assert name not in sys.modules, name
         _enter(types.ModuleType(name), names)

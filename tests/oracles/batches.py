@@ -1,7 +1,4 @@
-"""Random batches on which implementations are compared, and their two shapes: rows, and a padded matrix.
-
-Legend: B rows, L tokens of the longest row.
-"""
+"""Random batches on which implementations are compared, as rows or a padded matrix (B rows, L tokens of the longest)."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ BATCHES = 50
 
 @dataclass(frozen=True)
 class Sample:
-    """A batch, the policy's log-probs (with gradient), and an update's inputs.
-
-    `proximal`: log-probs at the step's start; `batch.old`, the behaviour's, differ for tokens of older versions.
-    """
+    """A batch, the policy's log-probs (with gradient), and `proximal` ones at the step's start (`batch.old`: the behaviour's)."""
 
     batch: Batch
     new: list[Tensor]
@@ -35,10 +29,7 @@ class Sample:
 
 
 def samples(spread: float = 0.4, grouped: bool = True, count: int = BATCHES) -> Iterator[Sample]:
-    """Batches with ties, equal rewards in a group, one-token and cut rows, and tokens of several versions.
-
-    `spread`: deviation of a log-ratio.  Not `grouped`: each row has its own prompt.
-    """
+    """Batches with ties, one-token and cut rows, several versions; `spread`: deviation of a log-ratio."""
     for seed in range(count):
         yield sample(seed, spread, grouped)
 

@@ -24,10 +24,7 @@ from tests.replay.recipe import Recipe
 
 @dataclass(frozen=True)
 class Implementation:
-    """`advantages(batch, recipe)`: of each token.  `loss(new, old, importance, advantages, batch, recipe)`: of a minibatch.
-
-    `has` tells whether it can make the recipe.
-    """
+    """`advantages` of each token and the `loss` of a minibatch by one implementation; `has`: it can make the recipe."""
 
     name: str
     has: Callable[[Recipe], bool]

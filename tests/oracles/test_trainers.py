@@ -1,7 +1,4 @@
-"""Optimizer steps of our commands against TRL's trainers: the final weights.
-
-Both use the same directories, float32, and the same rows in the same order (or our run's rollouts).
-"""
+"""Final weights of optimizer steps of our commands and of TRL's trainers, from the same float32 weights and rows."""
 
 from __future__ import annotations
 
@@ -17,18 +14,10 @@ if importlib.util.find_spec("trl") is None:
 
 from examples.arithmetic.write_steps import write_steps
 from oppo_megatron.config.data import TokenizerConfig
-from oppo_megatron.data.arithmetic import DatasetSizes, Shape, write_dataset
+from oppo_megatron.data.generated import DatasetSizes, Shape, write_dataset
 from oppo_megatron.data.tokenizer import load_tokenizer
 from tests.e2e.supervised import run, settings
-from tests.oracles.trl_trainers import (
-    Trained,
-    arguments,
-    train_groups,
-    train_marked,
-    train_online_pairs,
-    train_pairs,
-    train_steps,
-)
+from tests.oracles.trl_trainers import Trained, arguments, train_groups, train_online_pairs, train_preferences, train_steps
 from tests.support.hf import save_tiny, tensors_of
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks
 from tests.support.tokenizers import save_byte_level
@@ -113,45 +102,32 @@ def require_same_tokens(inputs: Path, rows: list[Row], columns: dict[str, str], 
             assert found[theirs_name] == [*tokenizer.encode(row[name]), tokenizer.eos_id]
 
 
-PAIRED: dict[str, tuple[Row, Row, float]] = {
-    "sigmoid": ({}, {"loss_type": ["sigmoid"]}, 15.0),
-    "robust": ({"loss": "robust", "label_smoothing": 0.2}, {"loss_type": ["robust"], "label_smoothing": 0.2}, 25.0),
-    "ipo, which TRL averages": ({"loss": "ipo", "average": True}, {"loss_type": ["ipo"]}, 20.0),
+MARKED = {"wanted": 1.0, "unwanted": 1.5}, {"desirable_weight": 1.0, "undesirable_weight": 1.5}
+PREFERENCES: dict[str, tuple[str, Row, Row, float]] = {
+    "sigmoid": ("dpo", {}, {"loss_type": ["sigmoid"]}, 15.0),
+    "robust": ("dpo", {"loss": "robust", "label_smoothing": 0.2}, {"loss_type": ["robust"], "label_smoothing": 0.2}, 25.0),
+    "ipo, which TRL averages": ("dpo", {"loss": "ipo", "average": True}, {"loss_type": ["ipo"]}, 20.0),
+    "kto": ("kto", {"loss": "kto", **MARKED[0]}, {"loss_type": "kto", **MARKED[1]}, 5.0),
+    "apo": ("kto", {"loss": "apo_zero_unpaired", **MARKED[0]}, {"loss_type": "apo_zero_unpaired", **MARKED[1]}, 3.0),
 }
-"""`dpo`, what TRL calls it, and the bound of the gradient."""
+"""Our kind of data and `dpo`, TRL's settings, and the bound of the gradient."""
+COLUMNS = {"dpo": {"chosen_ids": "chosen", "rejected_ids": "rejected"}, "kto": {"completion_ids": "completion"}}
 
 
-@pytest.mark.parametrize("case", PAIRED)
-def test_dpo(inputs: Path, tmp_path: Path, case: str) -> None:
-    rule, their_rule, clip = PAIRED[case]
-    reference = {"checkpoint": inputs / REFERENCE}
-    metrics = supervised("dpo", inputs, tmp_path / "run", "pairs.jsonl", clip, reference=reference, dpo={"beta": BETA, **rule})
-    rows = lines(inputs / "pairs.jsonl")
+@pytest.mark.parametrize("case", PREFERENCES)
+def test_preferences(inputs: Path, tmp_path: Path, case: str) -> None:
+    """In KTO all prompts differ, and a batch is one micro-batch of TRL's, so mismatched rows are the same."""
+    kind, rule, their_rule, clip = PREFERENCES[case]
+    file, reference = "pairs.jsonl" if kind == "dpo" else "marked.jsonl", {"checkpoint": inputs / REFERENCE}
+    metrics = supervised(kind, inputs, tmp_path / "run", file, clip, reference=reference, dpo={"beta": BETA, **rule})
+    rows = lines(inputs / file)
+    assert kind == "dpo" or len({row["prompt"] for row in rows}) == len(rows)
     common = arguments(tmp_path / "trl", OPTIMIZER | {"clip_grad": clip}, STEPS, BATCH)
-    theirs = train_pairs(common, rows, inputs / MODEL, inputs / REFERENCE, inputs / "tokenizer", beta=BETA, **their_rule)
-    require_same_tokens(inputs, rows, {"chosen_ids": "chosen", "rejected_ids": "rejected"}, theirs)
+    theirs = train_preferences(common, rows, inputs / MODEL, inputs / REFERENCE, inputs / "tokenizer", beta=BETA, **their_rule)
+    require_same_tokens(inputs, rows, COLUMNS[kind], theirs)
     require_same_steps(metrics, theirs, clip)
     require_same_weights(tmp_path / "run" / "weights", theirs, inputs / MODEL)
-
-
-@pytest.mark.parametrize(("loss", "clip"), [("kto", 5.0), ("apo_zero_unpaired", 3.0)])
-def test_kto(inputs: Path, tmp_path: Path, loss: str, clip: float) -> None:
-    """All prompts differ, and a batch is one micro-batch of TRL's, so mismatched rows are the same."""
-    rule = {"loss": loss, "beta": BETA, "wanted": 1.0, "unwanted": 1.5}
-    metrics = supervised(
-        "kto", inputs, tmp_path / "run", "marked.jsonl", clip, reference={"checkpoint": inputs / REFERENCE}, dpo=rule
-    )
-    rows = lines(inputs / "marked.jsonl")
-    assert len({row["prompt"] for row in rows}) == len(rows)
-    common = arguments(tmp_path / "trl", OPTIMIZER | {"clip_grad": clip}, STEPS, BATCH)
-    theirs = train_marked(
-        common, rows, inputs / MODEL, inputs / REFERENCE, inputs / "tokenizer",
-        loss_type=loss, beta=BETA, desirable_weight=1.0, undesirable_weight=1.5,
-    )  # fmt: skip
-    require_same_tokens(inputs, rows, {"completion_ids": "completion"}, theirs)
-    require_same_steps(metrics, theirs, clip)
-    require_same_weights(tmp_path / "run" / "weights", theirs, inputs / MODEL)
-    if loss == "kto":
+    if case == "kto":
         assert min(line["reference_point"] for line in metrics) > 0, "z0 is cut off at 0: it is not tested"
 
 

@@ -73,10 +73,7 @@ def test_policy_losses(ours: Implementation, name: str) -> None:
 
 @cases({name: recipe for name, (recipe, _, _) in LOSSES.items() if recipe.ratio != "sequence"})
 def test_policy_losses_of_stale_tokens(ours: Implementation, name: str) -> None:
-    """The ratio is against the step's start, and stale tokens have a weight.
-
-    Not for sequence ratios: verl's tokens have their own gradient (`sequence_token`), which is the same only with equal weights.
-    """
+    """With weights of stale tokens; not for sequence ratios, for which verl's gradients differ (`sequence_token`)."""
     for number, each in enumerate(samples()):
         importance = importance_of(each, LOSSES[name][0])
         assert_verls(ours, name, each, each.proximal, importance, batch=number)

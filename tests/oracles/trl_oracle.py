@@ -1,7 +1,6 @@
-"""TRL 1.12: the losses and advantages of `GRPOTrainer` and `RLOOTrainer`.
+"""TRL 1.12: losses and advantages of `GRPOTrainer` and `RLOOTrainer`.
 
-Methods are called unbound, with what they read of a trainer.  Advantages are computed within a long method: the statements
-between two names are run unchanged.
+Methods are called unbound; of the long method that computes advantages, the statements between two names are run.
 """
 
 from __future__ import annotations
@@ -81,14 +80,9 @@ def grpo_advantages(sample: Sample, scale_rewards: str) -> Rows:
     return _advantages(grpo_trainer.GRPOTrainer, sample, trainer)
 
 
-def rloo_advantages(sample: Sample, beta: float, normalize: bool = False, clip: float | None = None) -> Rows:
+def rloo_advantages(sample: Sample, beta: float, normalize: bool = False) -> Rows:
     """Of each token, the KL of the sampling policy within the rewards."""
-    trainer = SimpleNamespace(
-        reward_weights=torch.ones(1),
-        reward_clip_range=None if clip is None else (-clip, clip),
-        beta=beta,
-        normalize_advantages=normalize,
-    )
+    trainer = SimpleNamespace(reward_weights=torch.ones(1), reward_clip_range=None, beta=beta, normalize_advantages=normalize)
     return _advantages(rloo_trainer.RLOOTrainer, sample, trainer)
 
 

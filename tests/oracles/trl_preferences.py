@@ -1,7 +1,4 @@
-"""TRL 1.12: `DPOTrainer._compute_loss` and `KTOTrainer._compute_loss`, called unbound.
-
-Legend: B sequences, T tokens of the longest, V vocabulary.
-"""
+"""TRL 1.12: `DPOTrainer._compute_loss`, `KTOTrainer._compute_loss`.  B sequences, T tokens of the longest, V vocabulary."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""TRL 1.12's unchanged trainers on the rows or rollouts of our run: their final weights.
-
-Tokenizing, batches, log-probs, advantages, losses, clipping, AdamW and schedule are theirs.  `GRPOTrainer`, `RLOOTrainer` and
-`OnlineDPOTrainer` get our run's completions and scores.
-"""
+"""Final weights of TRL 1.12's unchanged trainers on our run's rows, or on its completions and scores."""
 
 from __future__ import annotations
 
@@ -55,24 +51,13 @@ def tokenizer_of(directory: Path) -> Any:
     return tokenizer
 
 
-def train_pairs(common: Row, rows: Sequence[Row], model: Path, reference: Path, tokenizer: Path, **rule: Any) -> Trained:
-    """By `DPOTrainer`."""
-    trainer = DPOTrainer(
+def train_preferences(common: Row, rows: Sequence[Row], model: Path, reference: Path, tokenizer: Path, **rule: Any) -> Trained:
+    """Train by `DPOTrainer` on pairs, else by `KTOTrainer` (mismatched completions: of the row before, within a batch)."""
+    trainer_class, config_class = (DPOTrainer, DPOConfig) if "chosen" in rows[0] else (KTOTrainer, KTOConfig)
+    trainer = trainer_class(
         load(AutoModelForCausalLM, str(model)),
         load(AutoModelForCausalLM, str(reference)),
-        DPOConfig(**common, max_length=None, **rule),
-        train_dataset=Dataset.from_list(list(rows)),
-        processing_class=tokenizer_of(tokenizer),
-    )
-    return _trained(trainer)
-
-
-def train_marked(common: Row, rows: Sequence[Row], model: Path, reference: Path, tokenizer: Path, **rule: Any) -> Trained:
-    """By `KTOTrainer`, whose mismatched completions are those of the row before, within a batch."""
-    trainer = KTOTrainer(
-        load(AutoModelForCausalLM, str(model)),
-        load(AutoModelForCausalLM, str(reference)),
-        KTOConfig(**common, max_length=None, **rule),
+        config_class(**common, max_length=None, **rule),
         train_dataset=Dataset.from_list(list(rows)),
         processing_class=tokenizer_of(tokenizer),
     )
@@ -145,10 +130,7 @@ class GivenRLOO(RLOOTrainer):
 def train_groups(
     common: Row, batches: Sequence[Sequence[Row]], size: int, model: Path, reference: Path, tokenizer: Path, **rule: Any
 ) -> Trained:
-    """Train by `GRPOTrainer`, or `RLOOTrainer` if `rule` has no loss type.
-
-    They load their reference from the path in the model's configuration.  `size`: of a group, whose rows are consecutive.
-    """
+    """Train by `GRPOTrainer`, or `RLOOTrainer` if `rule` has no loss type, on consecutive groups of `size` rows."""
     trainer_class, config_class = (GivenGRPO, GRPOConfig) if "loss_type" in rule else (GivenRLOO, RLOOConfig)
     policy, recorded = load(AutoModelForCausalLM, str(model)), Recorded(batches)
     policy.config._name_or_path = str(reference)

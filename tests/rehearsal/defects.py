@@ -217,7 +217,7 @@ def copy_read_before_it_is_there() -> None:
 
 
 def pinned_memory_used_again() -> None:
-    from oppo_megatron.engine import scoring
+    from oppo_megatron.engine import round_state
 
     buffer = torch.zeros(1000, dtype=torch.int64).pin_memory()
 
@@ -225,7 +225,7 @@ def pinned_memory_used_again() -> None:
         buffer[: len(values)].copy_(torch.tensor(values))
         return buffer[: len(values)].to(device, non_blocking=True)
 
-    scoring.on_device = on_device
+    round_state.on_device = on_device
 
 
 def memory_freed_too_early() -> None:

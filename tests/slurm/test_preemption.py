@@ -1,7 +1,4 @@
-"""Jobs of a real Slurm cluster: told to stop by a signal, requeued by their own script, finished with the same weights.
-
-`make test-slurm` runs all of it; in the ordinary suite the heterogeneous job is left out (OPPO_SLURM_ALL=1 takes it in).
-"""
+"""Jobs of a real Slurm cluster, stopped by a signal, requeued, and finished with the same weights (`make test-slurm`)."""
 
 from __future__ import annotations
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oppo_megatron.chunks import Chunk, ChunkRow
-from oppo_megatron.columns import Columns, Held
+from oppo_megatron.columns import Columns, Held, Table
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Prompt, Rollout
 
@@ -80,10 +81,10 @@ def test_what_is_recorded_is_joined_when_it_is_read() -> None:
         own.extend(ChunkRow(0, 1, [6, 7], [1.0, 2.0], [1.5, 2.5], 4))
         own.extend(ChunkRow(0, 3, [], [], [], 9, 12, "length"))
     read, unread = rollouts
-    assert (read.num_response_tokens, read.num_tokens, read.newest_version) == (3, 5, 4)
+    assert (read.num_response_tokens, read.num_tokens) == (3, 5)
     assert read.tokens == [5, 6, 7] and read.versions == [3, 4, 4]
     assert read.logprobs == [0.5, 1.0, 2.0] and read.sampling_logprobs == [0.25, 1.5, 2.5]
-    assert read.num_response_tokens == 3 and read.newest_version == 4 and (read.finish_clock, read.finished) == (12, True)
+    assert read.num_response_tokens == 3 and (read.finish_clock, read.finished) == (12, True)
     assert read == unread and unread != Rollout(Prompt(0, 0, "", (1, 2)), 0)
 
 
@@ -99,4 +100,16 @@ def test_lists_may_be_set_and_added_to() -> None:
         [6, 7, 8], [1.0, 2.0, 3.0], [1.5, 2.5, 3.5], [4, 5, 6],
     )  # fmt: skip
     own.tokens[:], own.logprobs[:], own.sampling_logprobs[:], own.versions[:] = [1], [0.1], [0.2], [2]
-    assert own.num_tokens == 2 and own.newest_version == 2 and own.logprobs + own.sampling_logprobs == [0.1, 0.2]
+    assert own.num_tokens == 2 and own.logprobs + own.sampling_logprobs == [0.1, 0.2]
+
+
+@given(held=st.lists(st.integers(5, 40), unique=True), asked=st.lists(st.integers(0, 50)), data=st.data())
+def test_a_table_finds_sequences_by_number(held: list[int], asked: list[int], data: st.DataObject) -> None:
+    table = Table()
+    table.add([Rollout(Prompt(seq_id, seq_id, "", (1,)), 0) for seq_id in held])
+    wanted = np.array(asked, dtype=np.int64)
+    assert table.rows(wanted).tolist() == [held.index(i) if i in held else -1 for i in asked]
+    kept = data.draw(st.lists(st.booleans(), min_size=len(held), max_size=len(held)))
+    table.keep(np.array(kept, dtype=np.bool_))
+    left = [seq_id for seq_id, stays in zip(held, kept, strict=True) if stays]
+    assert table.rows(wanted).tolist() == [left.index(i) if i in left else -1 for i in asked]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -11,23 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oppo_megatron.config.overlap import DeltaConfig
-from oppo_megatron.control.delta_controllers import (
-    BOUNDS,
-    Bounds,
-    DeltaController,
-    MeasuredDelta,
-    make_delta_controller,
-)
+from oppo_megatron.control.delta_controllers import BOUNDS, Bounds, DeltaController, MeasuredDelta, make_delta_controller
 from oppo_megatron.records import Decision, StepSignals
 
 CALM = StepSignals(reward_mean=0.0, tail_waste=0.35, ess=1.0, length_gap=0.0)
 EMPTY, FULL = replace(CALM, tail_waste=0.6), replace(CALM, tail_waste=0.1)
 STALE, SHORT = replace(EMPTY, ess=0.79), replace(EMPTY, length_gap=0.41)
-Plant = Callable[[int], StepSignals]
+Plant = list[StepSignals]
+"""Constant signals of each delta."""
 
 
-def new(window: int = 2, initial: int = 4, max: int = 8, bounds: Bounds = BOUNDS, **settings: int) -> DeltaController:
-    return MeasuredDelta(DeltaConfig(rule="measured", window=window, initial=initial, max=max, **settings), bounds)
+def new(window: int = 2, initial: int = 4, bounds: Bounds = BOUNDS) -> DeltaController:
+    return MeasuredDelta(DeltaConfig(rule="measured", window=window, initial=initial, max=8), bounds)
 
 
 def run(controller: DeltaController, steps: list[StepSignals]) -> list[int]:
@@ -117,28 +111,17 @@ def test_reasons_name_the_figures(steps: list[StepSignals], expected: str) -> No
     assert [controller.observe(*step) for step in enumerate(steps)][-1].reason == expected
 
 
-@dataclass
-class Table:
-    """A plant: constant signals of each delta."""
-
-    rows: list[StepSignals]
-
-    def __call__(self, delta: int) -> StepSignals:
-        return self.rows[delta]
-
-
 MOST = 8
 share = st.integers(0, 40).map(lambda n: n / 40)
 any_row = st.builds(StepSignals, st.just(0.0), share, share, st.integers(-40, 40).map(lambda n: n / 40))
-any_plant = st.builds(Table, st.lists(any_row, min_size=MOST + 1, max_size=MOST + 1))
+any_plant = st.lists(any_row, min_size=MOST + 1, max_size=MOST + 1)
 
 
 @st.composite
-def monotone_plants(draw: st.DrawFn) -> Table:
+def monotone_plants(draw: st.DrawFn) -> Plant:
     """Less waste, less ess and a larger gap with every delta more."""
-    columns = [sorted(draw(st.lists(share, min_size=MOST + 1, max_size=MOST + 1))) for _ in range(3)]
-    waste, ess, gap = columns
-    return Table([StepSignals(0.0, *row) for row in zip(waste[::-1], ess[::-1], gap, strict=True)])
+    waste, ess, gap = (sorted(draw(st.lists(share, min_size=MOST + 1, max_size=MOST + 1))) for _ in range(3))
+    return [StepSignals(0.0, *row) for row in zip(waste[::-1], ess[::-1], gap, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -153,19 +136,9 @@ class Rule:
 @st.composite
 def rules(draw: st.DrawFn) -> Rule:
     initial, high = sorted(draw(st.lists(st.integers(0, MOST), min_size=2, max_size=2)))
-    config = DeltaConfig(
-        rule="measured",
-        initial=initial,
-        max=high,
-        window=draw(st.integers(1, 4)),
-    )
-    bounds = Bounds(
-        target_waste=draw(st.sampled_from([0.1, 0.35, 0.6])),
-        dead_band=draw(st.sampled_from([0.0, 0.05, 0.2])),
-        ess_floor=draw(st.sampled_from([0.0, 0.4, 0.8])),
-        length_gap_cap=draw(st.sampled_from([0.1, 0.4, 1.0])),
-    )
-    return Rule(config, bounds)
+    config = DeltaConfig(rule="measured", initial=initial, max=high, window=draw(st.integers(1, 4)))
+    wastes, bands, floors, caps = ([0.1, 0.35, 0.6], [0.0, 0.05, 0.2], [0.0, 0.4, 0.8], [0.1, 0.4, 1.0])
+    return Rule(config, Bounds(*(draw(st.sampled_from(values)) for values in (wastes, bands, floors, caps))))
 
 
 def settle(rule: Rule, plant: Plant) -> int:
@@ -173,14 +146,14 @@ def settle(rule: Rule, plant: Plant) -> int:
     controller, span = rule.controller(), rule.config.max + 1
     enough = (span + 1) * (span + span * rule.config.window) + 2 * rule.config.window
     for step in range(enough):
-        controller.observe(step, plant(controller.value))
+        controller.observe(step, plant[controller.value])
     rest = controller.value
-    assert [controller.observe(step, plant(controller.value)).value for step in range(enough)] == [rest] * enough
+    assert [controller.observe(step, plant[controller.value]).value for step in range(enough)] == [rest] * enough
     return rest
 
 
 @given(rule=rules(), plant=any_plant)
-def test_delta_comes_to_rest_on_any_plant(rule: Rule, plant: Table) -> None:
+def test_delta_comes_to_rest_on_any_plant(rule: Rule, plant: Plant) -> None:
     assert 0 <= settle(rule, plant) <= rule.config.max
 
 
@@ -194,17 +167,18 @@ def verdict(rule: Rule, signals: StepSignals) -> int:
 
 
 @given(rule=rules(), plant=monotone_plants())
-def test_on_a_monotone_plant_delta_rests_where_it_should(rule: Rule, plant: Table) -> None:
+def test_on_a_monotone_plant_delta_rests_where_it_should(rule: Rule, plant: Plant) -> None:
     """In the dead band, else at the last delta below which all grow, else at an end of the range."""
     rest = settle(rule, plant)
-    here = verdict(rule, plant(rest))
+    here = verdict(rule, plant[rest])
     if here == 1:
-        assert rest == rule.config.max or verdict(rule, plant(rest + 1)) == -1
+        assert rest == rule.config.max or verdict(rule, plant[rest + 1]) == -1
     elif here == -1:
         assert rest == 0
 
 
-steps = st.lists(st.builds(StepSignals, st.just(0.0), share, share, share), max_size=30)
+signals = st.builds(StepSignals, st.just(0.0), share, share, share)
+steps = st.lists(signals, max_size=30)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +200,7 @@ def clone(controller: DeltaController, rule: Rule) -> DeltaController:
     return twin
 
 
-@given(rule=rules(), history=steps, last=st.builds(StepSignals, st.just(0.0), share, share, share), other=share)
+@given(rule=rules(), history=steps, last=signals, other=share)
 def test_of_two_steps_in_one_state_more_waste_or_less_bias_never_gives_the_smaller_delta(
     rule: Rule, history: list[StepSignals], last: StepSignals, other: float
 ) -> None:

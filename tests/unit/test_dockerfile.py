@@ -37,15 +37,11 @@ def test_stages_and_their_bases() -> None:
 
 
 @pytest.mark.parametrize("stage", ["cpu", "gpu"])
-def test_nobody_runs_as_root(stage: str) -> None:
+def test_nobody_runs_as_root_and_health_is_what_validate_says(stage: str) -> None:
     assert of(stage, "USER") == ["10001"]
     names = [name for each, name, _ in LINES if each == stage]
     assert names.index("USER") < names.index("HEALTHCHECK") < names.index("CMD")
     assert "useradd --create-home --uid 10001 oppo" in " ".join(of(stage, "RUN"))
-
-
-@pytest.mark.parametrize("stage", ["cpu", "gpu"])
-def test_health_is_what_validate_says(stage: str) -> None:
     (check,) = of(stage, "HEALTHCHECK")
     assert json.loads(check.partition("CMD ")[2]) == ["oppo", "validate"]
 
@@ -57,13 +53,10 @@ def test_the_image_keeps_its_own_torch() -> None:
     assert "autoremove" not in str(LINES) and "PIP_CONSTRAINT" not in str(LINES)
 
 
-def test_the_cpu_stage_tests_what_it_copied() -> None:
+def test_the_cpu_stage_tests_what_it_copied_and_every_run_line_is_known() -> None:
     names = [(name, rest) for stage, name, rest in LINES if stage == "cpu"]
     assert names.index(("USER", "10001")) < names.index(("RUN", "make test"))
     assert ("COPY", "--chown=10001 . .") in names
-
-
-def test_every_run_line_is_carried_out_or_named_as_left_out() -> None:
     assert set(EFFECTS) == {"cpu", "gpu"}
     left_out = [part for _, name, rest in LINES if name == "RUN" for part in rest.split(" && ") if part.startswith(LEFT_OUT)]
     assert left_out == ["make test", INSTALL, "oppo validate"]

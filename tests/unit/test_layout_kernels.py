@@ -10,15 +10,7 @@ from pathlib import Path
 import pytest
 
 from oppo_megatron.config.model import RuntimeConfig
-from oppo_megatron.layout.kernels import (
-    Available,
-    find_available,
-    import_fault,
-    kernel_table,
-    layer_kind,
-    layer_problem,
-    usable,
-)
+from oppo_megatron.layout.kernels import Available, find_available, import_fault, kernel_table, layer_kind, layer_problem, usable
 from oppo_megatron.preflight.settings import check_layers
 
 NGC = Available(transformer_engine="2.12.0", apex="0.1", flash_attn="2.8.3", cuda=True)
@@ -28,29 +20,20 @@ def table(available: Available) -> dict[str, tuple[str, str | None]]:
     return {kernels.part: (kernels.used, kernels.lacking) for kernels in kernel_table(available)}
 
 
-def test_an_ngc_container_has_everything_fused() -> None:
+def test_the_table_names_what_is_used_and_what_is_missing() -> None:
     found = table(NGC)
     assert found["layers and norms"] == ("transformer-engine 2.12.0", None)
     assert found["Adam"] == found["gradient norm"] == ("fused, of transformer-engine 2.12.0", None)
     assert "flash-attn 2.8.3 with block tables" in found["attention"][0]
-    assert layer_kind("auto", NGC, adapters=False) == "transformer_engine"
-
-
-def test_apex_alone_gives_adam_and_norms_of_gradients() -> None:
     found = table(Available(apex="0.1", cuda=True))
     assert found["Adam"] == found["gradient norm"] == ("fused, of apex 0.1", None)
     assert found["layers and norms"][1] == "transformer-engine's: transformer-engine is not installed"
-
-
-def test_nothing_installed_names_what_is_missing() -> None:
     found = table(Available())
-    assert found["Adam"] == ("fused, of torch", None)
-    assert "CUDA devices only" in str(found["layers and norms"][1])
+    assert found["Adam"] == ("fused, of torch", None) and "CUDA devices only" in str(found["layers and norms"][1])
     assert found["gradient norm"][1] == "fused: it computes on CUDA devices only"
-    on_gpu = table(Available(cuda=True))
-    absent = "fused: transformer-engine is not installed, and NVIDIA's apex is not installed"
-    assert on_gpu["gradient norm"][1] == absent
-    assert on_gpu["attention"] == ("torch's, over dense KV caches", "block tables: flash-attn is not installed")
+    found = table(Available(cuda=True))
+    assert found["gradient norm"][1] == "fused: transformer-engine is not installed, and NVIDIA's apex is not installed"
+    assert found["attention"] == ("torch's, over dense KV caches", "block tables: flash-attn is not installed")
 
 
 @pytest.mark.parametrize("te,cuda,adapters", list(product([None, "2.0"], [True, False], [True, False])))
@@ -71,24 +54,18 @@ def test_asked_for_by_name_it_must_be_there() -> None:
 
 
 BROKEN = {
-    "flash-attn 4": (
-        "flash_attn",
-        {"flash_attn/cute/__init__.py": ""},
-        "flash_attn is {folder}/flash_attn, without it",
-    ),
+    "flash-attn 4": ("flash_attn", {"flash_attn/cute/__init__.py": ""}, "flash_attn is {folder}/flash_attn, without it"),
     "built for another torch": (
-        "flash_attn",
-        {"flash_attn/__init__.py": "raise ImportError('undefined symbol: _ZN3c10')"},
+        "flash_attn", {"flash_attn/__init__.py": "raise ImportError('undefined symbol: _ZN3c10')"},
         "ImportError: undefined symbol",
     ),
     "PyPI's apex": ("apex", {"apex/__init__.py": ""}, "No module named 'apex.optimizers'"),
     "apex without kernels": ("apex", {"apex/optimizers.py": "class FusedAdam: pass"}, "No module named 'amp_C'"),
     "transformer-engine without its compiled half": (
-        "transformer_engine",
-        {"transformer_engine/__init__.py": "raise RuntimeError('Found empty meta package')"},
+        "transformer_engine", {"transformer_engine/__init__.py": "raise RuntimeError('Found empty meta package')"},
         "RuntimeError: Found empty",
     ),
-}
+}  # fmt: skip
 """Packages that are found, with the files that they have, and what is said of them."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,6 +109,8 @@ def test_what_no_layout_fits_is_left_out_with_the_reason() -> None:
     assert reasons["colocated"].startswith("actor has dp 8, but at most 4 sequences are in work at once")
     with pytest.raises(ConfigError, match="colocated: actor has dp 8, .*; change runtime.threads_per_rank, or choose"):
         find_candidates(settings(1, 3, overlap={"inter": False}), Machine("cuda", 8))
+    with pytest.raises(ConfigError, match="none of single, disaggregated, colocated is possible on 3 CUDA devices .*needs one"):
+        find_candidates(settings(kv_heads=1, batch=1), Machine("cuda", 3))
 
 
 def test_a_mode_that_the_schedule_forbids_is_left_out() -> None:
@@ -144,13 +147,6 @@ def test_threads_of_a_rank_divide_the_cores() -> None:
     assert "disaggregated dp 3 | 1" in names(options)
 
 
-def test_nothing_to_choose_from() -> None:
-    with pytest.raises(
-        ConfigError, match="none of single, disaggregated, colocated is possible on 3 CUDA devices .*each replica needs one"
-    ):
-        find_candidates(settings(kv_heads=1, batch=1), Machine("cuda", 3))
-
-
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
@@ -171,16 +167,12 @@ def test_written_ranks_and_layouts_leave_nothing_to_choose(changes: dict[str, An
 
 
 def test_settings_without_auto_are_settled() -> None:
-    written = {"mode": "disaggregated", "actor": {"dp": 3}}
-    config = settings(placement=written).settled()
-    assert isinstance(config, TrainConfig)
+    config = settings(placement={"mode": "disaggregated", "actor": {"dp": 3}}).settled()
+    assert isinstance(config, TrainConfig) and settings().settled() is None
     assert config.placement == PlacementConfig(mode="disaggregated", actor={"dp": 3})
-    assert settings().settled() is None
 
 
 def test_a_measuring_run_is_the_configuration_but_short_and_quiet() -> None:
-    from pathlib import Path
-
     asked = settings(evaluation={"data": {"path": "x"}, "verifier": "gsm8k"}, steps=900)
     placement = PlacementConfig(mode="single")
     probe = probe_config(asked, placement, Path("scratch"))

@@ -24,14 +24,14 @@ import torch
 import torch.distributed as dist
 from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.cluster.world import open_world
-from tests.unit.test_listening import listening
+from tests.unit.test_listening import listeners
 
 def run(kind, config):
     with open_world(RuntimeConfig(device="cpu")) as world:
         pair = dist.new_group([0, 1])
         dist.all_reduce(torch.ones(1), group=pair)
         pids = [os.getpid()] if world.rank else [os.getpid(), os.getppid()]
-        line = " ".join(["LISTENS", *(address for pid in pids for address in listening(pid))]) + os.linesep
+        line = " ".join(["LISTENS", *(address for pid in pids for address, _ in listeners(pid))]) + os.linesep
         os.write(1, line.encode())  # at once: the other rank writes to the same pipe
         dist.barrier()
 
@@ -41,13 +41,8 @@ if __name__ == "__main__":
 """
 
 
-def listening(pid: int) -> list[str]:
-    """Addresses at which a process takes connections."""
-    return [address for address, _ in listeners(pid)]
-
-
 def listeners(pid: int) -> set[tuple[str, int]]:
-    """Address and port of each."""
+    """Addresses and ports at which a process takes connections."""
     connections = psutil.Process(pid).net_connections("inet")
     return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
 
@@ -76,6 +71,8 @@ def test_a_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_store_on_the_loopback() -> None:
+    assert all(is_loopback(address) for address in ("localhost", "127.0.0.1", "127.8.8.8", "::1"))
+    assert not any(is_loopback(address) for address in ("10.0.0.2", "node-1", "0.0.0.0", ""))
     store = loopback_store(0, timedelta(seconds=5))
     store.set("key", "value")
     assert store.get("key") == b"value"
@@ -83,8 +80,3 @@ def test_a_store_on_the_loopback() -> None:
         loopback_store(store.port, timedelta(seconds=5))
     with socket.create_connection(("127.0.0.1", store.port), timeout=5):
         pass
-
-
-def test_what_the_loopback_is() -> None:
-    assert all(is_loopback(address) for address in ("localhost", "127.0.0.1", "127.8.8.8", "::1"))
-    assert not any(is_loopback(address) for address in ("10.0.0.2", "node-1", "0.0.0.0", ""))

@@ -11,7 +11,7 @@ from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.memory import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
 from oppo_megatron.mcore import cpu
-from oppo_megatron.mcore.cpu import IN_PLACE_ROWS, can_prepack, product, require_private_ops, stretches
+from oppo_megatron.mcore.cpu import IN_PLACE_ROWS, blocks, can_prepack, product, require_private_ops
 
 ROWS = [1, IN_PLACE_ROWS, IN_PLACE_ROWS + 1, FEW_ROWS, FEW_ROWS + 1, FEW_ROWS + ROW_MULTIPLE, MOST_ROWS, MOST_ROWS + 1]
 
@@ -34,6 +34,10 @@ def test_every_number_of_rows_gives_the_plain_product(
         found = multiply(x_TI)
         assert found.shape == expected.shape and found.dtype == dtype
         assert (found - expected).abs().max() < tolerance * expected.abs().max(), rows
+
+
+def stretches(lengths: list[int], call: float) -> list[slice]:
+    return blocks([(length,) for length in lengths], call)
 
 
 LENGTHS = st.lists(st.integers(0, 600), min_size=1, max_size=40)

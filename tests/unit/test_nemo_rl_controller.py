@@ -1,7 +1,4 @@
-"""The sampler in NeMo-RL's own controller: its pumps, buffer, factory and checks, over generation and training that only wait.
-
-Needs NeMo-RL's sources on the path and what they import (docs/nemo_rl.md).
-"""
+"""The sampler in NeMo-RL's own controller, over generation and training that only wait (needs its sources: docs/nemo_rl.md)."""
 
 from __future__ import annotations
 

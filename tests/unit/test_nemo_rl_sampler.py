@@ -1,7 +1,4 @@
-"""The sampler for NeMo-RL under two pumps like those of its controller, over a buffer with the parts of its own that are used.
-
-NeMo-RL itself cannot be installed here: docs/nemo_rl.md says why, and what was checked by hand against it.
-"""
+"""The sampler for NeMo-RL under pumps and a buffer like its controller's (docs/nemo_rl.md: why not the real ones)."""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ batch has its size and no rollout waits longer than it may, or it is refused wit
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -88,7 +90,7 @@ def plans(draw: st.DrawFn, most: int) -> Settings:
 
 
 @given(first=plans(4), then=plans(7), after=st.integers(0, 4), rounds=st.none() | st.integers(0, 4), data=st.data())
-@settings(max_examples=300)
+@settings(deadline=None, max_examples=300)
 def test_a_resumed_run_makes_the_steps_that_are_asked_for(
     first: Settings, then: Settings, after: int, rounds: int | None, data: st.DataObject
 ) -> None:
@@ -147,36 +149,35 @@ def test_what_is_left_of_an_unchanged_run_is_what_was_to_come() -> None:
     assert NEW_RUN.total_steps(None, 23, 5) == 5 and ahead.total_steps(None, 14 + 11, 5) == 5
 
 
-@pytest.mark.parametrize(("steps", "refused"), [(None, False), (3, False), (4, False), (2, True)])
-def test_fewer_steps_than_are_done_are_refused(steps: int | None, refused: bool) -> None:
-    if not refused:
-        require_resumable(3, steps)
-        return
-    with pytest.raises(CheckpointError, match=r"steps is 2, but the checkpoint was saved after step 3.*set steps to 3"):
-        require_resumable(3, steps)
+NO_STEPS = r"steps is 2, but the checkpoint was saved after step 3.*set steps to 3"
+NO_PASSES = r"comes to 1, but .* at prompt 102, in pass 2 over 64.*set epochs to 2"
+NO_WORK = "ended after 4 steps, and with these settings there is nothing more"
 
 
-@pytest.mark.parametrize(("passes", "refused"), [(None, False), (2, False), (3, False), (1, True)])
-def test_fewer_passes_than_have_begun_are_refused(passes: int | None, refused: bool) -> None:
+def refused_by(check: Callable[[], None], message: str | None) -> None:
+    with nullcontext() if message is None else pytest.raises(CheckpointError, match=message):
+        check()
+
+
+@pytest.mark.parametrize(("steps", "message"), [(None, None), (3, None), (4, None), (2, NO_STEPS)])
+def test_fewer_steps_than_are_done_are_refused(steps: int | None, message: str | None) -> None:
+    refused_by(lambda: require_resumable(3, steps), message)
+
+
+@pytest.mark.parametrize(("passes", "message"), [(None, None), (2, None), (3, None), (1, NO_PASSES)])
+def test_fewer_passes_than_have_begun_are_refused(passes: int | None, message: str | None) -> None:
     ahead, most = Ahead(done=5, position=102, held=2), None if passes is None else passes * 64
-    if not refused:
-        require_prompts(ahead, most, 64)
-        return
-    with pytest.raises(CheckpointError, match=r"comes to 1, but .* at prompt 102, in pass 2 over 64.*set epochs to 2"):
-        require_prompts(ahead, most, 64)
+    refused_by(lambda: require_prompts(ahead, most, 64), message)
 
 
 @pytest.mark.parametrize(
-    ("steps", "passes", "work"), [(4, None, False), (5, None, True), (None, 1, False), (None, 2, True), (9, 1, False)]
+    ("steps", "passes", "message"),
+    [(4, None, NO_WORK), (5, None, None), (None, 1, NO_WORK), (None, 2, None), (9, 1, NO_WORK)],
 )
-def test_a_run_that_has_ended_needs_more_to_train(steps: int | None, passes: int | None, work: bool) -> None:
+def test_a_run_that_has_ended_needs_more_to_train(steps: int | None, passes: int | None, message: str | None) -> None:
     """Four steps of 16 have taken all of 64 prompts."""
     ahead, most = Ahead(done=4, position=64), None if passes is None else passes * 64
-    if work:
-        require_work(ahead, steps, most, 16)
-        return
-    with pytest.raises(CheckpointError, match="ended after 4 steps, and with these settings there is nothing more"):
-        require_work(ahead, steps, most, 16)
+    refused_by(lambda: require_work(ahead, steps, most, 16), message)
 
 
 @pytest.mark.parametrize(
@@ -191,8 +192,5 @@ def test_a_run_that_has_ended_needs_more_to_train(steps: int | None, passes: int
     ],
 )
 def test_a_batch_too_small_for_what_is_in_flight_is_refused(deferrals: list[int], batch_size: int, needed: int | None) -> None:
-    if needed is None:
-        require_bounded_deferrals(deferrals, batch_size, 1, max_staleness=2)
-        return
-    with pytest.raises(CheckpointError, match=rf"resume with rollout.batch_size={needed} or more"):
-        require_bounded_deferrals(deferrals, batch_size, 1, max_staleness=2)
+    message = needed and rf"resume with rollout.batch_size={needed} or more"
+    refused_by(lambda: require_bounded_deferrals(deferrals, batch_size, 1, max_staleness=2), message)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from oppo_megatron.chunks import Chunk, ChunkRow
 from oppo_megatron.errors import StreamError
 from oppo_megatron.overcommit.buffer import RolloutBuffer
-from oppo_megatron.overcommit.readiness import Readiness
+from oppo_megatron.overcommit.readiness import Readiness, settled
 from oppo_megatron.records import Prompt, Rollout
 
 
@@ -59,53 +62,6 @@ def test_no_admission_after_the_end() -> None:
         buffer.admit(prompts(0))
 
 
-def test_record_keeps_what_each_token_was_sampled_under() -> None:
-    buffer = filled(1, 1)
-    buffer.record(Chunk(0, 2, [row(0, 0, [11, 12], version=3), row(1, 0, [21, 22], version=3)]))
-    buffer.record(Chunk(1, 4, [row(0, 2, [13], finish_clock=3, version=4), row(1, 2, [23, 24], version=4)]))
-    first, second = buffer.rollouts
-    assert (first.tokens, first.versions, first.finish_clock, first.finish_reason) == (
-        [11, 12, 13],
-        [3, 3, 4],
-        3,
-        "eos",
-    )
-    assert first.logprobs == [-5.5, -6.0, -6.5]
-    assert first.sampling_logprobs == [-2.75, -3.0, -3.25]
-    assert (second.tokens, second.finished) == ([21, 22, 23, 24], False)
-    assert buffer.active == [second]
-    assert buffer.clock == 4
-
-
-def test_batch_is_the_first_finished_by_clock_then_admission() -> None:
-    buffer = filled(3, 2)
-    buffer.record(Chunk(0, 6, [row(i, 0, [1], clock) for i, clock in enumerate([6, 4, 6, 5, 4])]))
-    assert seq_ids(buffer.take_batch()) == [1, 4, 3]
-    assert [(r.seq_id, r.deferrals) for r in buffer.rollouts] == [(0, 1), (2, 1)]
-
-
-def test_surplus_finishers_stay_and_head_the_next_batch() -> None:
-    buffer = filled(2, 2)
-    buffer.record(Chunk(0, 3, [row(i, 0, [1], 3) for i in range(3)]))
-    assert seq_ids(buffer.take_batch()) == [0, 1]
-    buffer.admit(prompts(4, 5))
-    assert not buffer.readiness().ready
-    buffer.record(Chunk(1, 5, [row(5, 0, [1], 4), row(4, 0, [1], 5), row(3, 0, [1], 5)]))
-    assert seq_ids(buffer.take_batch()) == [2, 5]
-
-
-def test_a_forced_rollout_is_waited_for_and_taken_before_earlier_finishers() -> None:
-    buffer = filled(2, 1, max_staleness=1)
-    buffer.record(Chunk(0, 1, [row(1, 0, [1], 1), row(2, 0, [1], 1), row(0, 0, [1])]))
-    buffer.take_batch()
-    buffer.admit(prompts(3, 4))
-    buffer.record(Chunk(1, 2, [row(3, 0, [1], 2), row(4, 0, [1], 2), row(0, 1, [1])]))
-    assert not buffer.readiness().ready
-    buffer.record(Chunk(2, 9, [row(0, 2, [1], 9)]))
-    assert buffer.readiness().ready
-    assert [(r.seq_id, r.deferrals) for r in buffer.take_batch()] == [(3, 0), (0, 1)]
-
-
 def test_more_due_rollouts_than_a_batch_holds_go_oldest_first() -> None:
     """As after settings have been changed within a run: with B 1 and η 1 no more than two should be held."""
     buffer = filled(1, 3, max_staleness=1)
@@ -116,29 +72,6 @@ def test_more_due_rollouts_than_a_batch_holds_go_oldest_first() -> None:
     assert not buffer.readiness().ready
     buffer.record(Chunk(2, 5, [row(1, 0, [1], 5)]))
     assert [seq_ids(buffer.take_batch()) for _ in range(3)] == [[1], [2], [3]]
-
-
-def test_the_batch_waits_for_the_oldest_before_more_fall_due_than_it_holds() -> None:
-    """B 1, η 2, three held: of the two that have been carried once, one must go now, though a newer one has finished."""
-    buffer = filled(1, 2, max_staleness=2)
-    buffer.record(Chunk(0, 1, [row(0, 0, [1], 1)]))
-    assert seq_ids(buffer.take_batch()) == [0]
-    buffer.admit(prompts(3))
-    buffer.record(Chunk(1, 2, [row(3, 0, [1], 2)]))
-    assert not buffer.readiness().ready and buffer.sure.tolist() == []
-    buffer.record(Chunk(2, 3, [row(2, 0, [1], 3)]))
-    assert buffer.readiness().ready and seq_ids(buffer.take_batch()) == [2]
-
-
-def test_a_smaller_delta_drops_nothing() -> None:
-    buffer = filled(2, 2)
-    buffer.set_delta(0)
-    assert (len(buffer), buffer.capacity, buffer.room) == (4, 2, 0)
-    buffer.record(Chunk(0, 1, [row(i, 0, [1], 1) for i in range(4)]))
-    assert seq_ids(buffer.take_batch()) == [0, 1]
-    assert buffer.room == 0
-    assert seq_ids(buffer.take_batch()) == [2, 3]
-    assert buffer.room == 2
 
 
 def test_only_the_end_of_the_prompts_allows_a_smaller_batch() -> None:
@@ -216,3 +149,24 @@ def test_deferrals_are_taken_up_with_the_rollouts_of_a_checkpoint() -> None:
     resumed.admit(prompts(2))
     resumed.record(Chunk(1, 2, [row(2, 0, [1], 2), row(1, 1, [1])]))
     assert not resumed.readiness().ready, "a rollout that was deferred as often as it may be is waited for"
+
+
+@given(data=st.data(), groups=st.integers(0, 12), batch=st.integers(1, 4), most=st.integers(1, 3))
+def test_who_comes_first_is_found_without_sorting_all(data: st.DataObject, groups: int, batch: int, most: int) -> None:
+    """As a plain loop finds it, which sorts all finishers; whether or not they fit."""
+    ages = [data.draw(st.integers(0, most)) for _ in range(groups)]
+    finished = [data.draw(st.booleans()) for _ in range(groups)]
+    clocks, target = [data.draw(st.integers(0, 5)) for _ in range(groups)], data.draw(st.integers(0, batch))
+    line = sorted((g for g in range(groups) if finished[g]), key=lambda g: (clocks[g], g))
+    chosen, reserved = [g for g in range(groups) if ages[g] >= most], 0
+    if len(chosen) <= target:
+        for k in range(min(most, groups // batch) + 1):
+            members = [g for g in range(groups) if ages[g] >= most - k]
+            if len(members) > k * batch:
+                missing = len(members) - k * batch - len(set(members) & set(chosen)) - reserved
+                room = max(0, min(missing, target - len(chosen) - reserved))
+                first = [g for g in line if g in members and g not in chosen][:room]
+                chosen, reserved = chosen + first, reserved + max(0, missing - len(first))
+        chosen += [g for g in line if g not in chosen][: max(0, target - len(chosen) - reserved)]
+    found = settled(np.array(finished, dtype=np.bool_), np.array(clocks), np.array(ages), batch, most, target)
+    assert found.tolist() == sorted(chosen)[:target]

@@ -151,13 +151,12 @@ class Simulation:
 
 
 @st.composite
-def plans(draw: st.DrawFn, steps: bool | None = None) -> Run:
+def plans(draw: st.DrawFn) -> Run:
     """Long-tailed lengths, and scores of which a group's are often all the same."""
     size, groups = draw(st.sampled_from([2, 3])), draw(st.integers(1, 4))
     longest = st.one_of(st.integers(1, 4), st.integers(1, 12), st.integers(20, 90))
     lengths = draw(st.lists(longest, max_size=60))
     lengths = lengths[: len(lengths) // size * size]
-    bounded = draw(st.booleans()) if steps is None else steps
     return Run(
         lengths=lengths,
         scores=draw(st.lists(st.sampled_from([0.0, 0.0, 1.0]), min_size=len(lengths), max_size=len(lengths))),
@@ -167,39 +166,86 @@ def plans(draw: st.DrawFn, steps: bool | None = None) -> Run:
         max_staleness=draw(st.integers(1, 3)),
         every=draw(st.integers(1, 9)),
         lag=draw(st.integers(0, 2)),
-        steps=draw(st.integers(1, 4)) if bounded else None,
+        steps=draw(st.none() | st.integers(1, 4)),
     )
 
 
-@given(run=plans(steps=False), chunk_tokens=st.sampled_from(CHUNKS))
-@settings(max_examples=150, deadline=None)
-def test_every_group_is_trained_or_dropped_once_by_its_scores_alone(run: Run, chunk_tokens: int) -> None:
-    story = Simulation(run).play(chunk_tokens)
-    trained = [r.seq_id for batch in story.batches for r in batch]
-    dropped = [seq_id for _, seq_id in story.dropped]
-    assert sorted(trained + dropped) == list(range(len(run.lengths)))
-    assert {seq_id // run.group_size for seq_id in dropped} == {
-        group for group in range(len(run.lengths) // run.group_size) if run.drops(group)
-    }
-    assert all(len(r.tokens) == run.lengths[r.seq_id] for batch in story.batches for r in batch)
-    assert all(len(batch) == run.batch_size for batch in story.batches[:-1]) and all(story.batches)
+class Watched(Simulation):
+    """Checks that each batch is what was sure to be in it, and that what was sure stays so."""
+
+    sure: set[int] = set()
+
+    def settle(self) -> None:
+        super().settle()
+        now = set(self.buffer.sure.tolist())
+        assert self.sure <= now
+        self.sure = now
+
+    def end(self) -> None:
+        number = len(self.story.batches)
+        super().end()
+        batch = self.story.batches[number] if len(self.story.batches) > number else []
+        assert self.sure == {rollout.seq_id for rollout in batch}
+        self.sure = set()
 
 
 @given(run=plans(), chunk_tokens=st.sampled_from(CHUNKS))
-@settings(max_examples=150, deadline=None)
-def test_every_response_is_judged_once_when_its_verdict_is_due(run: Run, chunk_tokens: int) -> None:
-    simulation = Simulation(run)
+@settings(max_examples=250, deadline=None)
+def test_whole_runs(run: Run, chunk_tokens: int) -> None:
+    simulation = Watched(run)
     story = simulation.play(chunk_tokens)
-    gone = {r.seq_id: r.finish_clock for batch in story.batches for r in batch}
+    assert [[(r.seq_id, r.finish_clock) for r in batch] for batch in story.batches] == naive_batches(run)
+    check_groups(run, story)
+    check_verdicts(run, story)
+    check_order(run, story)
+    check_end(run, simulation)
+
+
+def check_groups(run: Run, story: Story) -> None:
+    """Every group is trained or dropped once, by its scores alone."""
+    trained = [r for batch in story.batches for r in batch]
+    dropped = [seq_id for _, seq_id in story.dropped]
+    groups = {seq_id // run.group_size for seq_id in dropped}
+    assert all(map(run.drops, groups)) and not any(run.drops(r.seq_id // run.group_size) for r in trained)
+    found = sorted([r.seq_id for r in trained] + dropped)
+    assert found == list(range(len(run.lengths))) if run.steps is None else len(set(found)) == len(found)
+    assert all(len(r.tokens) == run.lengths[r.seq_id] for r in trained)
+    assert all(len(batch) == run.batch_size for batch in story.batches[:-1]) and all(story.batches)
+
+
+def check_verdicts(run: Run, story: Story) -> None:
+    """Every response is judged once, when its verdict is due."""
     judged = {seq_id: clock for clock, seq_id in story.judged}
     assert len(judged) == len(story.judged), "scores are asked for once"
-    for seq_id, ended in gone.items():
-        assert ended is not None
-        due = run.every * (-(-ended // run.every) + run.lag)
-        assert judged[seq_id] == due
     for batch, clock in zip(story.batches, story.clocks, strict=True):
-        assert clock % run.every == 0 or clock == 0
-        assert all(judged[r.seq_id] <= clock for r in batch)
+        assert clock % run.every == 0
+        for rollout in batch:
+            assert rollout.finish_clock is not None
+            assert judged[rollout.seq_id] == run.every * (-(-rollout.finish_clock // run.every) + run.lag) <= clock
+
+
+def check_order(run: Run, story: Story) -> None:
+    """Groups leave whole, in the order of their ends, and within the cap of deferrals."""
+    n = run.group_size
+    for batch in story.batches:
+        assert all(rollout.deferrals <= run.max_staleness for rollout in batch)
+        groups = [batch[i : i + n] for i in range(0, len(batch), n)]
+        assert all([r.seq_id % n for r in group] == list(range(n)) for group in groups)
+        keys = [(max(r.finish_clock or 0 for r in group), group[0].admission) for group in groups]
+        assert keys == sorted(keys)
+
+
+def check_end(run: Run, simulation: Simulation) -> None:
+    """Admission ends with trained + kept + undecided = steps * B; fewer steps are made only if the prompts end before."""
+    story = simulation.story
+    if run.steps is None:
+        return
+    assert len(story.batches) <= run.steps
+    if len(story.batches) == run.steps and all(len(batch) == run.batch_size for batch in story.batches):
+        assert len(simulation.buffer) == 0
+        assert len(story.entered) == run.steps * run.batch_size + len(story.dropped)
+    else:
+        assert len(story.entered) == len(run.lengths), "the prompts have ended"
 
 
 @given(run=plans())
@@ -228,28 +274,6 @@ def test_a_run_that_was_saved_goes_on_as_if_it_had_not_been(run: Run, chunk_toke
         simulation = simulation.restored()
         assert simulation.filter.counts == counts
     assert replace_known(simulation.play(chunk_tokens)) == replace_known(plain)
-
-
-@given(run=plans(steps=True), chunk_tokens=st.sampled_from(CHUNKS))
-@settings(max_examples=150, deadline=None)
-def test_the_last_of_so_many_steps_leaves_nothing_behind(run: Run, chunk_tokens: int) -> None:
-    """Admission ends with trained + kept + undecided = steps * B; fewer steps are made only where the prompts end before."""
-    simulation = Simulation(run)
-    story = simulation.play(chunk_tokens)
-    assert run.steps is not None and len(story.batches) <= run.steps
-    if len(story.batches) == run.steps and all(len(batch) == run.batch_size for batch in story.batches):
-        assert len(simulation.buffer) == 0
-        rest = [seq_id for _, seq_id in story.entered]
-        assert len(rest) == run.steps * run.batch_size + len(story.dropped)
-    else:
-        assert len(story.entered) == len(run.lengths), "the prompts have ended"
-
-
-@given(run=plans(), chunk_tokens=st.sampled_from(CHUNKS))
-@settings(max_examples=150, deadline=None)
-def test_batches_agree_with_the_naive_model(run: Run, chunk_tokens: int) -> None:
-    story = Simulation(run).play(chunk_tokens)
-    assert [[(r.seq_id, r.finish_clock) for r in batch] for batch in story.batches] == naive_batches(run)
 
 
 def naive_batches(run: Run) -> list[list[tuple[int, int]]]:
@@ -299,40 +323,6 @@ def naive_batches(run: Run) -> list[list[tuple[int, int]]]:
         for group in held.values():
             group.age += 1
     return batches
-
-
-@given(run=plans(), chunk_tokens=st.sampled_from(CHUNKS))
-@settings(max_examples=100, deadline=None)
-def test_no_group_is_deferred_beyond_the_cap_and_batches_go_by_the_clock(run: Run, chunk_tokens: int) -> None:
-    n = run.group_size
-    for batch in Simulation(run).play(chunk_tokens).batches:
-        assert all(rollout.deferrals <= run.max_staleness for rollout in batch)
-        groups = [batch[i : i + n] for i in range(0, len(batch), n)]
-        assert all([r.seq_id % n for r in group] == list(range(n)) for group in groups)
-        keys = [(max(r.finish_clock or 0 for r in group), group[0].admission) for group in groups]
-        assert keys == sorted(keys)
-
-
-@given(run=plans(), chunk_tokens=st.sampled_from(CHUNKS))
-@settings(max_examples=100, deadline=None)
-def test_what_is_sure_to_be_trained_is_in_the_next_batch(run: Run, chunk_tokens: int) -> None:
-    class Watched(Simulation):
-        sure: set[int] = set()
-
-        def settle(self) -> None:
-            super().settle()
-            now = set(self.buffer.sure.tolist())
-            assert self.sure <= now, "what was sure stays so"
-            self.sure = now
-
-        def end(self) -> None:
-            number = len(self.story.batches)
-            super().end()
-            batch = self.story.batches[number] if len(self.story.batches) > number else []
-            assert self.sure == {rollout.seq_id for rollout in batch}
-            self.sure = set()
-
-    Watched(run).play(chunk_tokens)
 
 
 def plain_run(**changes: Any) -> Run:

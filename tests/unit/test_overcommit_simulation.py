@@ -248,8 +248,8 @@ def naive_room(held: dict[int, NaiveGroup], capacity: int, run: Run) -> bool:
 
 
 @st.composite
-def runs(draw: st.DrawFn, capped: bool = True, backfill: bool | None = None) -> Run:
-    """Long-tailed lengths; `capped` keeps delta <= ηB, as the configuration demands; `backfill`: with, without or either."""
+def runs(draw: st.DrawFn, capped: bool = True) -> Run:
+    """Long-tailed lengths; `capped` keeps delta <= ηB, as the configuration demands."""
     group_size = draw(st.sampled_from([1, 1, 2, 3]))
     groups, staleness = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     longest = st.one_of(st.integers(1, 4), st.integers(1, 12), st.integers(20, 150))
@@ -258,44 +258,73 @@ def runs(draw: st.DrawFn, capped: bool = True, backfill: bool | None = None) -> 
         batch_size=groups * group_size,
         deltas=draw(st.lists(st.integers(0, staleness * groups if capped else 12), min_size=1, max_size=6)),
         max_staleness=staleness,
-        backfill_every=draw(st.integers(1, 9)) if (draw(st.booleans()) if backfill is None else backfill) else None,
+        backfill_every=draw(st.none() | st.integers(1, 9)),
         group_size=group_size,
     )
 
 
 @given(run=runs(capped=False), chunk_tokens=st.sampled_from(CHUNKS))
-@settings(max_examples=150, deadline=None)
-def test_every_prompt_is_trained_once_with_all_its_tokens(run: Run, chunk_tokens: int) -> None:
+@settings(max_examples=300, deadline=None)
+def test_whole_runs(run: Run, chunk_tokens: int) -> None:
     log = simulate(run, chunk_tokens)
+    assert [[(r.seq_id, r.finish_clock) for r in batch] for batch in log.batches] == naive_batches(run)
+    check_tokens(run, log)
+    check_deferrals(run, log)
+    check_sure(run, log)
+    check_waste(log)
+    if run.backfill_every is not None:
+        check_admissions(run, log)
+
+
+def check_tokens(run: Run, log: Log) -> None:
+    """Every prompt is trained once with all its tokens, each with the version of the step in which it was decoded."""
     trained = [r for batch in log.batches for r in batch]
     assert sorted(r.seq_id for r in trained) == list(range(len(run.lengths)))
+    assert all(len(batch) == run.batch_size for batch in log.batches[:-1]) and all(log.batches)
     for rollout in trained:
         tokens = [token(rollout.seq_id, n) for n in range(run.lengths[rollout.seq_id])]
-        assert rollout.tokens == tokens
+        assert (rollout.tokens, rollout.finish_reason) == (tokens, "eos")
         assert rollout.logprobs == [-float(t) for t in tokens]
         assert rollout.sampling_logprobs == [-0.5 * t for t in tokens]
-    assert all(len(batch) == run.batch_size for batch in log.batches[:-1])
-    assert all(log.batches)
+        assert rollout.finish_clock is not None
+        first_clock = rollout.finish_clock - len(tokens) + 1  # a rollout decodes one token per clock from its admission on
+        expected = [next(s for s, end in enumerate(log.clocks) if c <= end) for c in range(first_clock, rollout.finish_clock + 1)]
+        assert rollout.versions == expected
 
 
-@given(run=runs(capped=False), chunk_tokens=st.sampled_from(CHUNKS))
-@settings(max_examples=150, deadline=None)
-def test_what_is_sure_to_be_in_the_batch_is_in_it(run: Run, chunk_tokens: int) -> None:
-    log = simulate(run, chunk_tokens)
+def check_deferrals(run: Run, log: Log) -> None:
+    """They count the batches since admission, within the cap if delta is, and with backfill for any delta."""
+    bounded = run.backfill_every is not None or max(run.deltas) * run.group_size <= run.max_staleness * run.batch_size
+    for step, batch in enumerate(log.batches):
+        for rollout in batch:
+            assert rollout.deferrals <= run.max_staleness or not bounded
+            assert rollout.deferrals == step - next(i for i, n in enumerate(log.num_consumed) if n > rollout.admission)
+
+
+def check_sure(run: Run, log: Log) -> None:
     for batch, rounds in zip(log.batches, log.sure, strict=True):
         trained = {r.seq_id for r in batch}
-        assert all(sure <= trained for sure in rounds)
         assert all(before <= after for before, after in itertools.pairwise(rounds)), "what was sure stays so"
         assert rounds[-1] == trained
         if run.deltas == [0] and run.backfill_every is None:
             assert all(sure == trained for sure in rounds), "without overcommitment every rollout is sure from the start"
 
 
-@given(run=runs(capped=False), chunk_tokens=st.sampled_from(CHUNKS))
-@settings(max_examples=150, deadline=None)
-def test_batches_agree_with_the_naive_model(run: Run, chunk_tokens: int) -> None:
-    log = simulate(run, chunk_tokens)
-    assert [[(r.seq_id, r.finish_clock) for r in batch] for batch in log.batches] == naive_batches(run)
+def check_waste(log: Log) -> None:
+    """Tail waste is the share of places that ran empty, carried, late and cut-off sequences included."""
+    for begun, ended, waste in zip([0, *log.clocks], log.clocks, log.waste, strict=False):
+        running = log.running[begun:ended]
+        width = max(running, default=0)
+        assert waste == pytest.approx(fmean(1 - count / width for count in running) if running else 0.0, abs=1e-12)
+
+
+def check_admissions(run: Run, log: Log) -> None:
+    """Prompts enter in order, every `backfill_every` decode steps of a step."""
+    assert list(log.entered) == list(range(len(run.lengths)))
+    begun = [0, *log.clocks[:-1]]
+    for clock in log.entered.values():
+        step = max(i for i, start in enumerate(begun) if start <= clock)
+        assert (clock - begun[step]) % run.backfill_every == 0
 
 
 @given(run=runs())
@@ -304,58 +333,6 @@ def test_chunk_size_changes_nothing_and_runs_repeat(run: Run) -> None:
     first = simulate(run, CHUNKS[0])
     for chunk_tokens in CHUNKS:
         assert simulate(run, chunk_tokens) == first
-
-
-@given(run=runs(capped=False), chunk_tokens=st.sampled_from(CHUNKS))
-@settings(max_examples=150, deadline=None)
-def test_tail_waste_is_the_share_of_places_that_ran_empty(run: Run, chunk_tokens: int) -> None:
-    """The chunks tell what the engine counted step by step: carried, late and cut-off sequences included."""
-    log = simulate(run, chunk_tokens)
-    for begun, ended, waste in zip([0, *log.clocks], log.clocks, log.waste, strict=False):
-        running = log.running[begun:ended]
-        width = max(running, default=0)
-        assert waste == pytest.approx(fmean(1 - count / width for count in running) if running else 0.0, abs=1e-12)
-
-
-@given(run=runs(), chunk_tokens=st.sampled_from(CHUNKS))
-@settings(max_examples=150, deadline=None)
-def test_no_rollout_is_deferred_beyond_the_cap(run: Run, chunk_tokens: int) -> None:
-    log = simulate(run, chunk_tokens)
-    for step, batch in enumerate(log.batches):
-        for rollout in batch:
-            assert rollout.deferrals <= run.max_staleness
-            admitted_in = next(i for i, n in enumerate(log.num_consumed) if n > rollout.admission)
-            assert rollout.deferrals == step - admitted_in
-
-
-@given(run=runs(), chunk_tokens=st.sampled_from(CHUNKS))
-@settings(max_examples=100, deadline=None)
-def test_each_token_carries_the_version_that_sampled_it(run: Run, chunk_tokens: int) -> None:
-    """A rollout decodes one token a clock tick from its admission on, so the clock tells the step of each token."""
-    log = simulate(run, chunk_tokens)
-    for rollout in (r for batch in log.batches for r in batch):
-        assert rollout.finish_clock is not None
-        first_clock = rollout.finish_clock - len(rollout.tokens) + 1
-        expected = [next(s for s, end in enumerate(log.clocks) if c <= end) for c in range(first_clock, rollout.finish_clock + 1)]
-        assert rollout.versions == expected
-
-
-@given(run=runs(backfill=True), chunk_tokens=st.sampled_from(CHUNKS))
-@settings(max_examples=150, deadline=None)
-def test_backfill_admits_at_its_own_clock_ticks(run: Run, chunk_tokens: int) -> None:
-    """Every `backfill_every` decode steps of a step, in the order of the prompts, whatever the chunk."""
-    log = simulate(run, chunk_tokens)
-    assert list(log.entered) == list(range(len(run.lengths)))
-    begun = [0, *log.clocks[:-1]]
-    for clock in log.entered.values():
-        step = max(i for i, start in enumerate(begun) if start <= clock)
-        assert (clock - begun[step]) % run.backfill_every == 0
-
-
-@given(run=runs(capped=False, backfill=True))
-@settings(max_examples=150, deadline=None)
-def test_backfill_needs_no_cap_on_delta_to_keep_that_of_deferrals(run: Run) -> None:
-    assert all(r.deferrals <= run.max_staleness for batch in simulate(run, 7).batches for r in batch)
 
 
 def test_backfill_keeps_the_decode_batch_full() -> None:

@@ -33,25 +33,19 @@ def test_versions_are_those_that_are_pinned() -> None:
     assert require_versions(REQUIREMENTS.read_text(), built.get) == built
 
 
-def test_wrong_and_missing_versions_are_named_with_the_remedy() -> None:
+def test_wrong_and_missing_versions_are_named_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a GPU's machine TRL alone has to be as pinned; in this environment it is missing."""
     found = {"trl": "1.13.0", "torch": "2.13.0"}
     with pytest.raises(PeerError) as error:
         require_versions("torch==2.13.0\n# a comment\ntrl==1.12.0\naccelerate==1.15.0\n", found.get)
     text = str(error.value)
     assert "trl 1.13.0 (pinned: 1.12.0)" in text and "accelerate none (pinned: 1.15.0)" in text
     assert "torch" not in text and "make bench-trl" in text
-
-
-def test_on_a_gpus_machine_trl_alone_has_to_be_as_pinned() -> None:
     pins, found = "torch==2.13.0\ntrl==1.12.0\n", {"trl": "1.12.0", "torch": "2.11.0+cu130"}
     assert require_versions(pins, found.get, ["trl"]) == found
-    for wrong, told in (({**found, "trl": "1.13.0"}, "trl 1.13.0"), ({"trl": "1.12.0"}, "torch none")):
-        with pytest.raises(PeerError, match=told):
+    for wrong, said in (({**found, "trl": "1.13.0"}, "trl 1.13.0"), ({"trl": "1.12.0"}, "torch none")):
+        with pytest.raises(PeerError, match=said):
             require_versions(pins, wrong.get, ["trl"])
-
-
-def test_an_environment_without_trl_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """This one: the project does not depend on TRL."""
     assert main(["--check"]) == 2
     assert "trl none" in capsys.readouterr().err
 
@@ -103,10 +97,7 @@ def test_clock_divides_a_step_into_its_phases() -> None:
     parts = sum(value for name, value in seconds.items() if name != "step_s")
     assert math.isclose(parts, seconds["step_s"], rel_tol=1e-6)
     assert len(waits) == 6  # made, begun, three boundaries, the end
-
-
-def test_a_step_that_skips_a_phase_is_an_error() -> None:
-    clock = Clock(lambda: None)
+    clock = Clock(lambda: None)  # a step that skips a phase
     clock.enter("score")
     clock.enter("generate")
     with pytest.raises(PeerError, match="2 phases"):

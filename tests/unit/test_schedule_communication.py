@@ -1,12 +1,9 @@
-"""The communication pass: how many messages there are, between whom, and where they stand."""
+"""The communication pass: the places of messages; which ones there are is for the checker to say."""
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
-from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.rounds import Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
@@ -17,34 +14,10 @@ from tests.support.schedules import LAYOUTS, colocated, disaggregated, make_roun
 STEPS, MICRO_BATCHES, PREFILLS, PROMPTS = 3, 2, 2, 1
 
 
-def with_messages(site: Site, name: str, steps: int = STEPS) -> tuple[Round, Schedule, Schedule]:
-    round_ = make_round(site, steps, MICRO_BATCHES, PREFILLS, PROMPTS)
+def with_messages(site: Site, name: str) -> tuple[Round, Schedule, Schedule]:
+    round_ = make_round(site, STEPS, MICRO_BATCHES, PREFILLS, PROMPTS)
     compute = GENERATORS[name](round_, site, Costs())
     return round_, compute, add_communication(compute, round_, site)
-
-
-@pytest.mark.parametrize("name", sorted(GENERATORS))
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_number_of_messages(layout: tuple[int, int, int], name: str) -> None:
-    """Of each shard of a replica: one hidden message a stage boundary and call, one token message a draw and other stage."""
-    tp, pp, dp = layout
-    site = disaggregated(layout, (1, 2, 1))
-    _, _, schedule = with_messages(site, name)
-    found = Counter((a.op, a.payload, a.role) for a in schedule if a.payload is not None or a.op is Op.GATHER)
-    listeners = 2
-    expected = Counter(
-        {
-            (Op.GATHER, None, "actor"): tp * pp * dp if dp > 1 else 0,
-            **{(op, Payload.CHUNK, "actor"): listeners for op in (Op.SEND, Op.RECV)},
-        }
-    )
-    for op in (Op.SEND, Op.RECV):
-        boundaries = tp * dp * (pp - 1)
-        expected[op, Payload.HIDDEN, "actor"] = boundaries * (STEPS * MICRO_BATCHES + PROMPTS)
-        expected[op, Payload.TOKENS, "actor"] = boundaries * STEPS * MICRO_BATCHES
-        for role in ("reference", "critic", "reward"):
-            expected[op, Payload.HIDDEN, role] = PREFILLS
-    assert found == +expected
 
 
 @pytest.mark.parametrize("name", sorted(GENERATORS))
@@ -85,20 +58,3 @@ def test_gather_and_chunk_end_the_lists() -> None:
         assert bool(chunks) == (rank == site.source)
     (listener,) = site.listeners
     assert str(schedule.of(listener)[-1]) == f"recv chunk actor m0 c{chunk} <- {site.source}"
-
-
-def test_a_round_that_decodes_nothing_tells_nobody() -> None:
-    site = disaggregated((1, 2, 2), (1, 2, 1))
-    _, _, schedule = with_messages(site, "woven", steps=0)
-    assert {a.payload for a in schedule if a.payload is not None} == {Payload.HIDDEN}
-    assert not [a for a in schedule if a.op is Op.GATHER]
-
-
-def test_shards_send_to_the_same_shard_of_the_same_replica() -> None:
-    placement = RolePlacement(tuple(range(8)), tp=2, pp=2, dp=2)
-    _, _, schedule = with_messages(Site({"actor": placement}), "woven")
-    for action in schedule:
-        if action.peer is not None:
-            here, there = placement.coords(action.rank), placement.coords(action.peer)
-            assert here is not None and there is not None
-            assert (here.replica, here.shard) == (there.replica, there.shard)

@@ -161,20 +161,7 @@ def test_prediction_by_hand() -> None:
     fits = Work(4, 3, 2, {"reward": 40})
     assert predict_s(fits, Cut(1, 10), costs) == pytest.approx(2 * 3.3 + 2.8)
     # two fit into each of two gaps; of 9 the last 5, of 0.9 + 0.1 s on the last stage, come after decoding
-    assert predict_s(replace_tokens(fits, 90), Cut(1, 10), costs) == pytest.approx(2 * 3.3 + 2.8 + 5)
-
-
-def test_prediction_by_hand_where_the_last_stage_is_slow() -> None:
-    """Two micro-batches of 1 and 3 s, no messages: a lap is 6 s, all of it the last stage's; the first has 4 s free."""
-    critic = {"critic": (Linear(2.0, 0.0), Linear(4.0, 0.0))}
-    costs = Costs((Linear(1.0, 0.0), Linear(3.0, 0.0)), Linear(0.0, 0.0), critic, score=Linear(0.0, 0.0), message_s=0.0)
-    assert predict_s(Work(2, 5, 2, {}), Cut(2, 1), costs) == pytest.approx(4 * 6 + 7)
-    assert predict_s(Work(2, 5, 2, {"critic": 3}), Cut(2, 1), costs) == pytest.approx(4 * 6 + 7 + 3 * 4)
-    # one micro-batch at a time: laps of 4 s, gaps of 3 and 1 s; the first stage's hold one each, the last one's none
-    assert predict_s(Work(2, 5, 2, {"critic": 3}), Cut(1, 1), costs) == pytest.approx(4 * 4 + 4 + 3 * 4)
-    # of two, the second waits for the first stage, which decodes until 17: 17 + 2 ..., while the last one ends at 20
-    first_slow = replace(costs, prefill={"critic": (Linear(5.0, 0.0), Linear(1.0, 0.0))})
-    assert predict_s(Work(2, 5, 2, {"critic": 2}), Cut(1, 1), first_slow) == pytest.approx(17 + 2 * 5 + 1)
+    assert predict_s(replace(fits, prefill_tokens={"reward": 90}), Cut(1, 10), costs) == pytest.approx(2 * 3.3 + 2.8 + 5)
 
 
 @given(st.lists(st.integers(0, 20), min_size=2, max_size=5), st.integers(0, 9), st.integers(0, 9), *[st.integers(1, 6)] * 2)
@@ -199,10 +186,6 @@ def test_a_scorer_of_another_layout_has_its_costs_by_depth() -> None:
     assert predict_s(work, Cut(2, 10), Costs(prefill={"reward": two})) == predict_s(
         work, Cut(2, 10), Costs(prefill={"reward": four})
     )
-
-
-def replace_tokens(work: Work, tokens: int) -> Work:
-    return Work(work.num_sequences, work.steps, work.pp, {"reward": tokens})
 
 
 def test_one_stage_is_not_cut() -> None:

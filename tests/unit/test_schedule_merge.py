@@ -94,15 +94,6 @@ def test_the_order_of_the_replicas_does_not_matter(case: Case) -> None:
     assert merge_rows(INDEX, case.start, rows(), case.signal()) == merge_rows(INDEX, case.start, reversed(rows()), case.signal())
 
 
-def test_two_that_finish_at_once_both_count() -> None:
-    case = Case({1: 2, 2: 2, 3: 5}, {1: 0, 2: 4, 3: 0}, needed=1, forced=frozenset(), chunk=5, start=10)
-    merged = merge_rows(INDEX, 10, [row_of(case, 1, 2), row_of(case, 2, 2), row_of(case, 3, 5)], case.signal())
-    assert merged.clock == 12
-    assert [(row.seq_id, len(row.tokens), row.finish_clock) for row in merged.rows] == [
-        (1, 2, 12), (2, 2, 12), (3, 2, None),
-    ]  # fmt: skip
-
-
 def test_a_sequence_that_waited_for_a_slot_has_no_row() -> None:
     case = Case({1: 9, 2: 9}, {1: 0, 2: 0}, needed=2, forced=frozenset(), chunk=4, start=0)
     merged = merge_rows(INDEX, 0, [row_of(case, 1, 4), row_of(case, 2, 0)], case.signal())

@@ -1,15 +1,19 @@
-"""Packing by token budget."""
+"""Packing by token budget, and dividing among replicas."""
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise, product
+import random
+from collections.abc import Sequence
+from itertools import combinations, product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oppo_megatron.schedule.packing import Packing, balance, pack_by_tokens, packed_in_order, packing_figures
+from oppo_megatron.schedule.packing import Packing, balance, dealt, pack_by_tokens, packed_in_order, packing_figures
+from oppo_megatron.schedule.planning.book import packed
+from oppo_megatron.schedule.rounds import Growth, Growths, joined, sums
 
 
 def test_first_fit_decreasing_by_hand() -> None:
@@ -47,8 +51,7 @@ def test_properties(lengths: list[int], budget: int) -> None:
     bins = pack_by_tokens(lengths, budget)
     assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
     assert all(bins)
-    members, ends = packed_in_order(np.array(lengths, dtype=np.int64), budget)
-    assert [members[start:end].tolist() for start, end in pairwise(ends)] == [sorted(b) for b in bins]
+    assert [own.tolist() for own in packed_in_order(np.array(lengths, dtype=np.int64), budget)] == [sorted(b) for b in bins]
     loads = [sum(lengths[i] for i in b) for b in bins]
     for members, load in zip(bins, loads, strict=True):
         assert load <= budget or len(members) == 1
@@ -115,3 +118,53 @@ def test_figures_are_shares(parts: list[list[int]], budget: int) -> None:
     assert 0 < figures["packing_efficiency"] <= 1
     assert 0 <= figures["padding_saved"] < 1
     assert (figures["padding_saved"] == 0) == (len({n for part in parts for n in part}) == 1)
+
+
+Part = tuple[int, int, int]
+
+
+def one_after_the_other(parts: Sequence[Part], slots: int, arrivals: Sequence[Part], most: int) -> list[int]:
+    """Each to the least crowded part, then to the one with the fewest tokens; those with slots for a whole group come first."""
+    held, found = [list(part) for part in parts], []
+    for arrival in arrivals:
+        whole = [d for d, (_, sequences, _) in enumerate(held) if sequences + most <= slots]
+
+        def rank(d: int, arrival: Part = arrival) -> tuple[int, ...]:
+            (tokens, sequences, unfinished), (_, more, running) = held[d], arrival
+            return max(0, unfinished + running - slots), max(0, sequences + more - slots), tokens, sequences, d
+
+        found.append(min(whole, key=lambda d: (held[d][0], held[d][1], d)) if whole else min(range(len(held)), key=rank))
+        held[found[-1]] = [own + more for own, more in zip(held[found[-1]], arrival, strict=True)]
+    return found
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    replicas=st.integers(1, 9),
+    size=st.integers(1, 4),
+    scarce=st.floats(0.3, 1.5),
+    many=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_dealing_is_dealing_one_after_the_other(replicas: int, size: int, scarce: float, many: bool, seed: int) -> None:
+    """With slots for all, for some, and for none."""
+    rng = random.Random(seed)
+    counts = [rng.randint(0, 6) for _ in range(replicas)]
+    parts = [(sum(rng.randint(1, 40) for _ in range(n)), n, rng.randint(0, n)) for n in counts]
+    number = rng.randint(0, 300 if many else 40)
+    sizes = [rng.randint(1, size) for _ in range(number)]
+    arrivals = [(rng.choice((7, 7, rng.randint(1, 300))), n, rng.randint(0, n)) for n in sizes]
+    slots = max(1, int(scarce * (sum(counts) + sum(sizes)) / replicas))
+    asked = np.array(parts, dtype=np.int64).T, slots, np.array(arrivals, dtype=np.int64).reshape(-1, 3).T, size
+    assert dealt(*asked).tolist() == one_after_the_other(parts, slots, arrivals, size)
+
+
+@given(lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), max_size=20), budget=st.integers(1, 12))
+def test_micro_batches_know_what_their_growths_sum_to(lengths: list[tuple[int, int]], budget: int) -> None:
+    growths = Growths.of([Growth(i, 0, new, rows) for i, (new, rows) in enumerate(lengths)])
+    batches = packed(growths, np.arange(len(growths)), [], budget)
+    new, rows = sums(batches)
+    assert new.tolist() == [sum(g.new for g in batch) for batch in batches]
+    assert rows.tolist() == [sum(g.rows for g in batch) for batch in batches]
+    assert sorted(g for batch in batches for g in batch) == sorted(growths)
+    assert joined(batches) == tuple(growth for batch in batches for growth in batch)

@@ -20,13 +20,14 @@ from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.actions import Op, Schedule
 from oppo_megatron.schedule.checking.checker import check
 from oppo_megatron.schedule.plan import late_scorers, round_generator
+from oppo_megatron.schedule.planning import planner as planner_module
 from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.planner import PlannedRound, RoundPlanner
 from oppo_megatron.schedule.planning.scoring_book import ScoringBook
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site
-from oppo_megatron.schedule.weaving import generators
 from oppo_megatron.schedule.weaving.components import component_of
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
+from oppo_megatron.schedule.weaving.cut import Cut, Work, choose_cut
 from oppo_megatron.schedule.weaving.generators import GENERATORS
 from tests.support.schedules import colocated, disaggregated, make_site, split_scorers
 
@@ -256,54 +257,11 @@ def test_backfill_needs_no_more_slots_than_are_decoded(name: str, delta: int, se
 
 
 @pytest.mark.parametrize("name", [*SITES, *SPREAD])
-@pytest.mark.parametrize("generator", GENERATORS)
-def test_a_part_is_the_same_as_in_the_whole(name: str, generator: str) -> None:
-    """A rank's list does not depend on whether it plans the whole round or its part; nor on holding the actor."""
-    site = (SITES | SPREAD)[name]
-    ranks = ranks_of(site)
-    whole = new_planner(site, generator, weave=(2, "auto"))
-    run = Run([whole, *(new_planner(site, generator, rank=r, weave=(2, "auto")) for r in ranks)], random.Random(4))
-    decoded = []
-
-    def visit(plans: list[PlannedRound]) -> None:
-        decoded.append(plans[0].round.decodes)
-        for rank, plan in zip(ranks, plans[1:], strict=True):
-            assert plan.schedule.of(rank) == plans[0].schedule.of(rank)
-        for planner in run.planners:  # rounds of one shape differ in sizes: the whole and its parts see them at other times
-            planner.learn(planner.costs)
-
-    run.steps(2, visit)
-    assert True in decoded and False in decoded
-
-
-@pytest.mark.parametrize("name", [*SITES, *SPREAD])
 def test_woven_is_chosen_where_a_rank_decodes_and_scores(name: str) -> None:
     site = (SITES | SPREAD)[name]
     assert round_generator(OverlapConfig(), site) == ("intra" if "|" in name else "woven")
     assert round_generator(OverlapConfig(intra=False), site) == "sequential"
     assert round_generator(OverlapConfig(schedule="intra"), site) == "intra"
-
-
-def test_a_schedule_is_made_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    generate = GENERATORS["woven"]
-
-    def counted(*args: Any) -> Schedule:
-        made.append(args)
-        return generate(*args)
-
-    monkeypatch.setattr(generators, "GENERATORS", {"woven": counted})
-    site = SITES["colocated PP2"]
-    run = Run([new_planner(site, "woven", weave=(2, BUDGET))], random.Random(8))
-    seen: list[PlannedRound] = []
-
-    def visit(plans: list[PlannedRound]) -> None:
-        seen.extend(plans)
-        assert check(plans[0].schedule, replace(plans[0].round, index=1), site, budgets_of(site, 9)) == []
-
-    run.steps(8, visit)
-    assert len(made) == len({shape(plan.round) for plan in seen}) < len(seen)
-    assert [plan.round.index for plan in seen] == list(range(1, len(seen) + 1))
 
 
 def test_a_schedule_is_made_anew_when_costs_are_learned() -> None:
@@ -318,6 +276,24 @@ def test_a_schedule_is_made_anew_when_costs_are_learned() -> None:
         found.append(planner.plan(1, buffer.active, buffer.rollouts, CHUNK, list).schedule)
     woven, after, again = found
     assert sorted(map(str, woven)) == sorted(map(str, after)) and woven == again != after
+
+
+def test_a_cut_is_chosen_once_for_rounds_of_a_size_until_costs_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Costs] = []
+
+    def cut(work: Work, costs: Costs, budget: int, **rest: Any) -> Cut:
+        made.append(costs)
+        return choose_cut(work, costs, budget, **rest)
+
+    monkeypatch.setattr(planner_module, "choose_cut", cut)
+    planner = new_planner(SITES["colocated PP2"], "woven", 400)
+    for number in range(4):
+        if number % 2 == 0:
+            planner.learn((CHEAP_STARTS, DEAR_STARTS)[number // 2])
+        buffer = RolloutBuffer(4, 0, 1)
+        buffer.admit(Prompt(4 * number + i, 0, "", (1,) * 6) for i in range(4))
+        planner.plan(1, buffer.active, buffer.rollouts, CHUNK, list)
+    assert made == [CHEAP_STARTS, DEAR_STARTS]
 
 
 def shape(round_: Round) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.sim.clusters.cluster import GPUS, H100_LAWS, INSIDE, Cluster, Efficiencies, Line
+from oppo_megatron.sim.clusters.cluster import GPUS, H100_LAWS, INSIDE, Cluster, Efficiencies, Line, threaded
 from oppo_megatron.sim.clusters.reading import read_cluster
 
 TWO = "nodes: 2\ngpu: h100\nbetween: {gb_per_s: 50, nics: 8}\n"
@@ -48,21 +48,21 @@ def test_every_constant_has_a_source(tmp_path: Path) -> None:
     assert dict(cluster_of(tmp_path, "gpu: h200\n").sources())["gpu.efficiencies"].kind == "assumed"
 
 
+SEND = {"alpha_s": 1e-5, "bytes_per_s": 1e11}
+LAWS = {
+    "compute": 0.6, "memory": 0.7, "fixed_s": 1e-5, "power": 2.0, "elementwise": 0.5, "elementwise_fixed_s": 0.0, "plain": 0.8,
+}  # fmt: skip
+
+
+def measured_cluster(folder: Path, tree: object) -> Cluster:
+    (folder / "mine.json").write_text(tree if isinstance(tree, str) else json.dumps(tree))
+    return cluster_of(folder, TWO + "measured: mine.json\n")
+
+
 def test_a_measured_file_replaces_constants(tmp_path: Path) -> None:
-    fitted = {
-        "compute": 0.6,
-        "memory": 0.7,
-        "fixed_s": 1e-5,
-        "power": 2,
-        "elementwise": 0.5,
-        "elementwise_fixed_s": 0.0,
-    }
-    lines = {"8": {"alpha_s": 1e-5, "bytes_per_s": 1e11}}
-    tree = {"source": "here", "efficiencies": {**fitted, "plain": 0.8}, "collective": lines}
-    (tmp_path / "mine.json").write_text(json.dumps(tree))
-    cluster = cluster_of(tmp_path, TWO + "measured: mine.json\n")
-    assert cluster.gpu.efficiencies == Efficiencies(0.6, 0.7, 1e-5, 2, 0.5, 0.0, 0.8)
-    assert cluster.inside.of_ranks(4) == Line(1e-5, 1e11) and cluster.inside.send == INSIDE["h100"].send
+    cluster = measured_cluster(tmp_path, {"source": "here", "efficiencies": LAWS, "collective": {"8": SEND}})
+    assert cluster.gpu.efficiencies == Efficiencies(**LAWS)
+    assert cluster.inside.of_ranks(4) == Line(**SEND) and cluster.inside.send == INSIDE["h100"].send
     sources = dict(cluster.sources())
     assert str(sources["gpu.efficiencies"]) == str(sources["inside"]) == "measured: here"
     assert sources["gpu.flops"].kind == "published"
@@ -117,29 +117,34 @@ def test_absurd_numbers_are_refused(tmp_path: Path, key: str) -> None:
         ("engine.decode", [-1, 1e300, float("nan"), True]),
         ("threads.2", [0, 1e-300, 1e300, True]),
         ("threads.0", [1.0]),
-        ("collective.1", [{"alpha_s": 1e-5, "bytes_per_s": 1e11}]),
+        ("collective.1", [SEND]),
         ("collective", [[], 3]),
     ],
 )
 def test_absurd_measured_numbers_are_refused(tmp_path: Path, key: str, values: list[object]) -> None:
     tree: dict[str, Any] = {
-        "source": "here", "send": {"alpha_s": 1e-5, "bytes_per_s": 1e11}, "threads": {"2": 1.9}, "collective": {},
-        "efficiencies": {"compute": 0.5, "memory": 0.5, "fixed_s": 0.0, "power": 2.0, "elementwise": 0.5,
-                         "elementwise_fixed_s": 0.0, "plain": 0.5},
+        "source": "here", "send": SEND, "threads": {"2": 1.9}, "collective": {}, "efficiencies": LAWS,
         "engine": {"launch_s": 1e-4, "replay_s": 1e-4, "decode": 1.0, "read": 1.0, "update": 1.0},
     }  # fmt: skip
-    (tmp_path / "mine.json").write_text(json.dumps(tree))
-    cluster_of(tmp_path, TWO + "measured: mine.json\n")
+    measured_cluster(tmp_path, tree)
     section, _, name = key.partition(".")
     for value in values:
-        wrong = tree | {section: tree[section] | {name: value} if name else value}
-        (tmp_path / "mine.json").write_text(json.dumps(wrong))
         with pytest.raises(ConfigError, match=r"mine\.json: "):
-            cluster_of(tmp_path, TWO + "measured: mine.json\n")
+            measured_cluster(tmp_path, tree | {section: tree[section] | {name: value} if name else value})
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "", "3", '"x"', '{"source": "x", "send": {"alpha_s": 0}}', '{"source": ""}'])
 def test_a_broken_measured_file_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / "mine.json").write_text(text)
     with pytest.raises(ConfigError, match=r"mine\.json: "):
-        cluster_of(tmp_path, TWO + "measured: mine.json\n")
+        measured_cluster(tmp_path, text)
+
+
+def test_ranks_share_the_cores_of_a_node(tmp_path: Path) -> None:
+    cores = cluster_of(tmp_path, "gpus_per_node: 8\ngpu: cpu\n")
+    assert threaded(cores, 8, 0) == cores
+    two = threaded(cores, 4, 0)
+    assert two.gpu.flops == pytest.approx(1.9 * cores.gpu.flops)
+    assert two.gpu.memory_bytes == 2 * cores.gpu.memory_bytes and "threads" in two.gpu.sources
+    assert threaded(cores, 4, 1).gpu.flops == cores.gpu.flops
+    gpus = cluster_of(tmp_path, "gpu: h100\n")
+    assert threaded(gpus, 1, 0) == gpus

@@ -78,11 +78,8 @@ def test_training_costs_what_its_passes_do() -> None:
     interleaved = update_s(four, Update(batch, 1, TrainingLayoutConfig(vpp=2)))
     stages = [3 * four.forward_s(stage, tokens) for stage in range(4)]
     assert with_stages - interleaved == pytest.approx((sum(stages) - max(stages)) / 2)
-
-
-def test_gradients_between_nodes_take_time() -> None:
-    update = Update(Batch(8192.0, 2048.0, 8192), 1, TrainingLayoutConfig())
-    assert update_s(laid(8, 1, 1), update) < update_s(laid(8, 1, 4), update), "each replica a node"
+    update = Update(batch, 1, none)
+    assert update_s(laid(8, 1, 1), update) < update_s(laid(8, 1, 4), update), "gradients between nodes take time"
 
 
 def test_decode_steps_sum_over_the_lengths() -> None:
@@ -126,15 +123,11 @@ def placed(tp: int, pp: int, dp: int) -> Weights:
     return Weights(RolePlacement(tuple(range(tp * pp * dp)), tp, pp, dp))
 
 
-def test_weights_that_are_there_do_not_move() -> None:
+def test_a_move_takes_what_its_bytes_do() -> None:
+    """None if the weights are there; from one rank of all to two halves on a node; then to a node without weights."""
     shape = SHAPES["7B"]
     assert reallocation_s(CLUSTER, shape, placed(2, 4, 2), placed(2, 4, 2), scalar=False) == 0.0
     assert reallocation_s(CLUSTER, shape, placed(1, 1, 8), placed(1, 1, 8), scalar=True) == 0.0
-
-
-def test_a_move_takes_what_its_bytes_do() -> None:
-    """From one rank of all weights to two halves on a node; then to a node of which no rank has anything."""
-    shape = SHAPES["7B"]
     num_bytes = 2 * stage_parameters(shape, 1, 1, 0, scalar=False)
     one = Weights(RolePlacement((0,), 1, 1, 1))
     halves = Weights(RolePlacement((0, 1), 1, 2, 1))

@@ -1,7 +1,4 @@
-"""launch/slurm/job.sh over made-up `srun`, `scontrol` and `oppo`: what is requeued, what is not, and what srun is asked for.
-
-tests/slurm does the same over a real cluster, once.
-"""
+"""launch/slurm/job.sh over made-up `srun`, `scontrol` and `oppo`: what is requeued, and what srun gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of new tokens to cached positions, for dense and paged caches."""
+"""Attention of new tokens to cached positions."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oppo_megatron.mcore.attention import apply_rope, binding
-from oppo_megatron.mcore.cpu import CALL_NUMBERS, stretches
+from oppo_megatron.mcore.cpu import CALL_NUMBERS, blocks
 from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.kv.call_parts import Part, PartsOfCall, beyond_mask, each_alone, parts_of
 
-FEW_TOKENS = 48
-"""Average new tokens per sequence below which a CPU attends for all sequences at once, with little padding."""
+FEW_TOKENS = 48  # average new tokens per sequence below which a CPU attends for all sequences at once
 
 
 class Places(Protocol):
     """Where a call's new keys and values are stored."""
 
     def attend(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None) -> Tensor | None:
-        """Cache new keys and values and attend to all cached positions by a kernel -> [T, N * D]; None without a kernel."""
+        """Cache keys and values and attend by a kernel -> [T, N * D]; None without one."""
 
     def extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """Cache k and v; return all cached ones of the sequences, each [S, G, longest, D]."""
@@ -120,12 +119,12 @@ class CallPlan(CachedPlan):
         return device.type != "cpu"
 
     def _stretches(self, cached_SGLD: Tensor) -> list[slice]:
-        """On a CPU neighbours of similar length attend together, elsewhere all sequences."""
+        """On a CPU, neighbours of similar length attend together."""
         if self._device.type != "cpu":
             return [slice(0, len(self.lens))]
         _, groups, _, dim = cached_SGLD.shape
-        reaches = [past + new for past, new in zip(self.past, self.lens, strict=True)]
-        return stretches(reaches, CALL_NUMBERS / (2 * groups * dim))
+        reaches = [(past + new,) for past, new in zip(self.past, self.lens, strict=True)]
+        return blocks(reaches, CALL_NUMBERS / (2 * groups * dim))
 
     def _attend_last(self, q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None) -> Tensor:
         steps = self._steps.get(window)
@@ -182,6 +181,6 @@ class StepRows(ABC):
 
 
 def attend_one(q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention of one new token per sequence -> [S, N * D]; a group's query heads take the place of query positions."""
+    """Attend for one new token per sequence -> [S, N * D]; a group's query heads replace query positions."""
     out = F.scaled_dot_product_attention(q_SGRD, k_SGLD, v_SGLD, attn_mask=mask, scale=scale)
     return out.reshape(len(q_SGRD), -1)

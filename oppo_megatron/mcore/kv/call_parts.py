@@ -1,7 +1,4 @@
-"""Attention of a call with many new tokens on a GPU, in parts that waste little time and memory.
-
-Queries that attend together are padded to the longest; so long sequences attend alone, small neighbours together.
-"""
+"""Attention of a call with many new tokens: padded queries of small neighbours together, long sequences alone."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from oppo_megatron.mcore.cpu import blocks
 
 
 def hidden_keys(position: Tensor, keys: slice, window: int | None) -> Tensor:
-    """[..., L]: True for cached positions `keys` hidden from a token at `position` [...], never for all of them."""
+    """[..., L]: True for cached positions `keys` hidden from a token at `position` [...], never for all."""
     key_L, position_1 = torch.arange(keys.start, keys.stop, device=position.device), position.unsqueeze(-1)
     beyond = key_L > position_1
     return beyond if window is None else beyond | (key_L <= (position_1 - window).clamp(max=keys.stop - 2))
@@ -30,8 +27,7 @@ def beyond_mask(position_S: Tensor, keys: slice, dtype: torch.dtype, window: int
     return mask_SL.masked_fill_(hidden_SL, -torch.inf)[:, None, None]
 
 
-CALL_SCORES = 2**20
-"""Scores of a head (query-key pairs) computed in about the launch time of a call."""
+CALL_SCORES = 2**20  # query-key pairs of a head computed in about the launch time of a call
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,6 @@ class Part:
     queries: slice
     keys: slice
     window: int | None
-
     causal: bool
 
     @property
@@ -55,7 +50,7 @@ class Part:
 
 
 def parts_of(past: Sequence[int], lens: Sequence[int], repeat: int, window: int | None, call: int = CALL_SCORES) -> list[Part]:
-    """Return the parts of a call that appends lens[s] tokens to past[s], with `repeat` query heads per key head.
+    """Return the parts of a call on a GPU, with `repeat` query heads per key head.
 
     Masks have at most MASK_NUMBERS numbers, or one query.
     """
@@ -96,7 +91,7 @@ def _bounded(past: Sequence[int], lens: Sequence[int], repeat: int, window: int 
 
 
 def each_alone(past: Sequence[int], lens: Sequence[int], window: int | None) -> list[Part]:
-    """Return parts of one sequence, without padding; with a window these read few keys beyond it."""
+    """Return parts of one sequence each; with a window these read few keys beyond it."""
     parts: list[Part] = []
     for s, (before, new) in enumerate(zip(past, lens, strict=True)):
         rows, reach = slice(s, s + 1), before + new

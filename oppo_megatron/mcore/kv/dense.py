@@ -1,7 +1,4 @@
-"""The dense key/value cache: a slot of `max_length` positions per sequence.
-
-Decode steps over neighbouring slots read one slice, but changing slots and forking prompts copy.
-"""
+"""The dense key/value cache: a slot of `max_length` positions per sequence; steps over neighbouring slots read one slice."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 
 
 class KVCache(SequenceCache):
-    """Storage k, v: per layer [M, G, L, D].  Raises CapacityError if no sequence fits the budget."""
+    """Storage k, v: per layer [M, G, L, D]."""
 
     def __init__(self, *, num_kv_heads: int, head_dim: int, max_length: int, **sizes: Any):
         super().__init__(lambda num_slots: (num_slots, num_kv_heads, max_length, head_dim), max_length=max_length, **sizes)
@@ -46,10 +43,10 @@ class KVCache(SequenceCache):
             store[slot_S, :, :length] = store[source, :, :length].clone()
 
     def _extend(self, slot: int, length: int) -> None:
-        """Nothing to do: a slot has all positions."""
+        pass  # a slot has all positions
 
     def _shorten(self, slot: int, length: int) -> None:
-        """Nothing to do."""
+        pass
 
     def _read(self, slot: int, length: int) -> Tensor:
         return torch.stack([store[slot, :, :length].transpose(0, 1) for store in self.stores])

@@ -1,6 +1,6 @@
-"""The paged key/value cache: a pool of blocks, a block table per sequence, and flash-attn's kernel.
+"""The paged key/value cache: a pool of blocks, a table per sequence, and flash-attn's kernel.
 
-Sequences share their prompt's full blocks and copy a partly filled one, so only one ever writes to a block.
+Sequences share their prompt's full blocks and copy a partly filled one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEAST_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class PagedCall:
-    """A kernel's int32 tensors and bounds: sequence s has `new_S[s]` queries and `length_S[s]` tokens in blocks `table_SW[s]`."""
+    """Int32 tensors: sequence s has `new_S[s]` queries and `length_S[s]` tokens in blocks `table_SW[s]`."""
 
     table_SW: Tensor
     new_S: Tensor
@@ -34,7 +34,6 @@ class PagedCall:
 
     @cached_property
     def new_ends(self) -> Tensor:
-        """[S + 1]: start of each sequence's queries, and the end."""
         return _ends(self.new_S)
 
     @cached_property
@@ -154,7 +153,7 @@ class PagedKVCache(SequenceCache):
             self._free.append(block)
 
     def _copies(self, block: int, count: int, length: int) -> list[int]:
-        """Return new blocks with a block's first `length` positions; takes none if it fails."""
+        """Copy a block's first `length` positions to new blocks; takes none if it fails."""
         copies = [self._take() for _ in range(count)]
         try:
             block_S = on_device(copies, self.device)
@@ -216,7 +215,6 @@ class _PagedRows(StepRows):
         return None
 
     def reach(self, longest: int) -> int:
-        """A kernel reads only cached positions; gathering takes time for the whole bound."""
         return self._cache.bucket(longest) if self._cache.kernel is None else self._cache.max_length
 
     def plan(self, position_B: Tensor, reach: int) -> StepPlan:

@@ -1,8 +1,6 @@
 """Bookkeeping of a stage's key/value cache; subclasses decide the storage.
 
-Life of a sequence:  open -> [fork] -> (begin .. commit)* -> [truncate -> (begin .. commit)*]* -> close
-
-Closing a sequence moves the last into its slot.  State follows from the calls alone, so all ranks have the same.
+A sequence:  open -> [fork] -> (begin .. commit)* -> [truncate -> (begin .. commit)*]* -> close
 """
 
 from __future__ import annotations
@@ -17,8 +15,7 @@ from torch import Tensor
 from oppo_megatron.errors import CapacityError, CheckpointError
 from oppo_megatron.mcore.kv.cached_plan import CallPlan, Places, StepRows
 
-REACH = 256
-"""Decode steps whose positions the host does not know attend to a multiple of this number."""
+REACH = 256  # decode steps whose positions the host does not know attend to a multiple
 
 
 class SequenceCache(ABC):
@@ -66,7 +63,6 @@ class SequenceCache(ABC):
         return list(self._ids)
 
     def slot(self, seq_id: int) -> int:
-        """Calls over neighbouring slots in order are cheapest."""
         return self._slots[seq_id]
 
     def length(self, seq_id: int) -> int:
@@ -119,7 +115,6 @@ class SequenceCache(ABC):
             self._lengths[slot] = length
 
     def begin(self, seq_ids: Sequence[int], lens: Sequence[int]) -> CallPlan:
-        """Plan a call that appends lens[s] tokens to seq_ids[s]."""
         for seq_id, new in zip(seq_ids, lens, strict=True):
             self.reserve(seq_id, new)
         slots = [self._slots[i] for i in seq_ids]
@@ -147,7 +142,7 @@ class SequenceCache(ABC):
         return self._read(self._slots[seq_id], self.length(seq_id))
 
     def restore(self, seq_id: int, stored: Tensor) -> None:
-        """Open the sequence with a result of `stored`.  Raises CheckpointError for another model's cache."""
+        """Open a sequence with a result of `stored`.  Raises CheckpointError for another model's."""
         self.open(seq_id)
         slot = self._slots[seq_id]
         try:
@@ -176,7 +171,7 @@ class SequenceCache(ABC):
 
     @abstractmethod
     def _move(self, source: int, target: int, length: int) -> None:
-        """Move a slot's content to an empty slot."""
+        """Move to an empty slot."""
 
     @abstractmethod
     def _swap(self, one: int, other: int, length: int) -> None: ...

@@ -1,7 +1,6 @@
-"""Trained models in megatron-core checkpoints (`dist_checkpointing`, torch_dist), for any layout to load.
+"""Trained models in megatron-core checkpoints (torch_dist), for any layout to load.
 
-Unlike in megatron-core 0.16.1, optimizer shares are gathered (their format needs Apex or TE, distrib_optimizer.py:640), and no
-forked process writes (filesystem_async.py:266).
+Optimizer shares are gathered (distrib_optimizer.py:640 needs Apex or TE); no forked process writes (filesystem_async.py:266).
 """
 
 from __future__ import annotations
@@ -43,10 +42,7 @@ MASTER = "fp32_param"
 
 @dataclass(frozen=True)
 class ModelShards:
-    """This rank's part of trained models: tensors with offsets, and the rest.
-
-    `shapes`: the `config.json` of each model whose first rank this is.
-    """
+    """Tensors with offsets, the rest, and the `config.json` of each model whose first rank this is."""
 
     sharded: dict[str, Any]
     common: dict[str, Any]
@@ -55,7 +51,7 @@ class ModelShards:
 
 
 def gather_models(models: Mapping[str, TrainedModel], *, copied: bool) -> ModelShards:
-    """Gather models with their optimizers, on every rank of the world.  `copied`: training may continue."""
+    """Gather models with optimizers on every rank of the world.  `copied`: training may continue."""
     tree: dict[str, Any] = {}
     for name, model in models.items():
         shards = _Shards(name, model, gather=True)

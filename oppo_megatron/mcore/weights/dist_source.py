@@ -1,7 +1,6 @@
 """Hugging Face tensors from a Megatron `torch_dist` checkpoint of any layout, a saved piece at a time.
 
 Unpickling can call any function, so the index (`.metadata`) is read with a closed table of classes, pieces with `weights_only`.
-Layers are stacked (`decoder.layers.mlp.linear_fc2.weight`) or named (`decoder.layers.7...`), with transformer-engine's norms.
 """
 
 from __future__ import annotations
@@ -223,8 +222,8 @@ class DistSource:
             filled += prod(b - a for a, b in both)
         if filled != out.numel():
             raise CheckpointError(
-                f"{self._folder}: its pieces give {filled} of {out.numel()} elements of {key}; copy it whole from where it "
-                "was saved, or save it again"
+                f"{self._folder}: its pieces give {filled} of {out.numel()} elements of {key}; copy the whole folder "
+                "again, or save it again"
             )
         return out
 
@@ -242,7 +241,7 @@ class DistSource:
         except Exception as error:  # whatever damaged bytes lead torch's readers to
             raise CheckpointError(
                 f"{path}: the piece of {name} at {list(offsets)} cannot be read ({type(error).__name__}: {reason_of(error)}); "
-                "copy the file again from where it was saved"
+                "copy the file again"
             ) from error
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != sizes:
             raise CheckpointError(f"{path}: the piece of {name} at {list(offsets)} is not what the index says; copy it again")

@@ -106,10 +106,9 @@ class FreshHead(OverlaidSource):
 
 
 def open_weights(model: ModelConfig, head: Head, shape_file: Path | None = None) -> tuple[ModelShape, TensorSource]:
-    """Return shape and checked source of a model's weights, reading only headers.
+    """Return shape and source of a model's weights, reading only headers.  `shape_file`: a Megatron checkpoint's `config.json`.
 
-    `shape_file`: a Megatron checkpoint's missing `config.json`.  Raises ConfigError without `checkpoint` and `init`,
-    CheckpointError if the weights do not fit.
+    Raises ConfigError without `checkpoint` and `init`, CheckpointError if the weights do not fit.
     """
     source: TensorSource
     if model.checkpoint is not None:

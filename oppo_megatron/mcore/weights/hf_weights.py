@@ -37,10 +37,7 @@ def load_weights(
     pp_rank: int = 0,
     pp_size: int = 1,
 ) -> None:
-    """Fill every parameter of one stage in place, before DDP and optimizer, reading only this rank's shares.
-
-    Raises CheckpointError if source or model do not fit `shape`.
-    """
+    """Fill every parameter of a stage in place, reading only this rank's shares.  Raises CheckpointError if it does not fit."""
     require_source(shape, source, head, "load_weights")
     parts = stage_parts(shape, head, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size)
     params = matching_params(model, parts, tp_size)
@@ -162,14 +159,14 @@ def take_part(param: torch.Tensor, part: Part) -> torch.Tensor:
 def matching_params(
     model: torch.nn.Module, parts: list[Part], tp_size: int, *, whole: bool = True
 ) -> dict[str, torch.nn.Parameter]:
-    """Return the checked parameters that `parts` fill; `whole`: there are no others."""
+    """Return the checked parameters that `parts` fill; `whole`: they are all."""
     filled = {part.param for part in parts}
     params = {name: param for name, param in model.named_parameters() if whole or name in filled}
     expected, found = param_shapes(parts, tp_size), {name: tuple(p.shape) for name, p in params.items()}
     if wrong := sorted({name for name, _ in expected.items() ^ found.items()}):
         lines = "".join(f"\n  - {name}: model {found.get(name)}, layout {expected.get(name)}" for name in wrong)
         raise CheckpointError(
-            f"the model's parameters are not those of its shape and head:{lines}\n"
+            f"the model's parameters do not fit its shape and head:{lines}\n"
             "Build the model from the same shape, head and parallel sizes."
         )
     return params

@@ -20,8 +20,7 @@ from oppo_megatron.layout.hf_layout import Part
 from oppo_megatron.mcore.lora import is_adapter
 from oppo_megatron.mcore.model import RoleModel
 
-ROUND_BYTES = 64 << 20
-"""Bytes staged per round and pair of ranks; a larger piece is its own round."""
+ROUND_BYTES = 64 << 20  # staged per round and pair of ranks
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class MoveReport:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows and columns of a parameter, whose storage a distributed optimizer may replace before the first move."""
+    """Rows and columns of a parameter; its storage may be replaced before the first move."""
 
     param: Parameter
     rows: Sequence[slice]
@@ -158,10 +157,7 @@ _Cut = tuple[Part, slice]
 
 
 def _copies(source: _Layout, target: _Layout, receiver: int) -> Iterator[tuple[int, int, _Cut, _Cut, int]]:
-    """Yield sender, its stage, what it sends, what this fills, and the number of elements, for each piece of a rank's model.
-
-    A rank sends to itself if it can, otherwise the replicas take turns.
-    """
+    """Yield sender, its stage, what it sends, what this fills and number of elements; replicas take turns in sending."""
     found = {part.hf_name: (stage, part) for stage in reversed(range(len(source.stages))) for part in source.stages[stage]}
     place = target.ranks.index(receiver)
     for part in target.stages[place * target.pp // len(target.ranks)]:

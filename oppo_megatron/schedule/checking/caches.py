@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from oppo_megatron.errors import ScheduleError
-from oppo_megatron.schedule.rounds import Batches, Fork, Forks, KVBudget, Round
+from oppo_megatron.schedule.rounds import Fork, Forks, KVBudget, Round, joined
 
 Budgets = Mapping[str, Sequence[KVBudget]]
 """Capacity of each replica's cache, by role; a missing role is not checked."""
@@ -26,9 +26,9 @@ def require_room(round_: Round, budgets: Mapping[str, Mapping[int, KVBudget]]) -
 def cache_faults(round_: Round, role: str, replica: int, budget: KVBudget | None) -> Iterator[str]:
     """Yield the first fault of a replica's cache, of its size only with `budget`."""
     cache, prefill = f"the cache of {role} replica {replica}", round_.prefill.get(role, ())
-    growths = Batches.of(prefill[replica] if replica < len(prefill) else ()).table[:3]
+    growths = joined(prefill[replica] if replica < len(prefill) else ()).table[:3]
     if role == "actor" and replica < len(round_.decode):
-        seq_ids, past, new = Batches.of(round_.decode[replica]).table[:3]
+        seq_ids, past, new = joined(round_.decode[replica]).table[:3]
         growths = np.concatenate([growths, np.stack([seq_ids, past, np.minimum(new, round_.steps)])], axis=1)
     seq_ids, past, new = growths
     lengths = past + new

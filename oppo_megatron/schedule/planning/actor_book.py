@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +22,8 @@ from oppo_megatron.schedule.planning.book import (
     ReplicaWork,
     packed,
 )
-from oppo_megatron.schedule.planning.ledger import ABSENT, ordinal
-from oppo_megatron.schedule.rounds import Batches, Growths
+from oppo_megatron.schedule.planning.ledger import ABSENT
+from oppo_megatron.schedule.rounds import Growths
 from oppo_megatron.schedule.weaving.cut import even_ends
 
 
@@ -91,7 +92,8 @@ class ActorBook(Book):
             forks = here[sources[here] != ABSENT]
             work.fork = self._forks(rows[forks], depth[forks], sources[forks])
             work.prefill = packed(stale, lined[stale.new[lined] > 0], work.fork, budget)
-            work.decode = Batches(decode.table[:, lined], even_ends(len(lined), micro_batches))
+            ends = even_ends(len(lined), micro_batches)
+            work.decode = [decode.at(lined[start:end]) for start, end in pairwise(ends)]
         return self._works(ours)
 
     def _in_line(self, rows: Ints, before: Ints, new: Ints, order: Callable[[Sequence[int]], list[int]]) -> Ints:
@@ -140,9 +142,8 @@ class ActorBook(Book):
     def _admit(self, rows: Ints, replicas: Ints) -> tuple[Bools, Bools]:
         """Return masks of running sequences and of those that get free slots."""
         new = self._ledger[CACHED][rows] == ABSENT
-        if len(self._short(replicas[new])):
-            places = np.flatnonzero(new)
-            free = self.slots - self._num_open[replicas[places]]
-            new[places[ordinal(replicas[places]) >= free]] = False
+        for replica in self._short(replicas[new]).tolist():
+            waiting = np.flatnonzero(new & (replicas == replica))
+            new[waiting[self.slots - self.num_open(replica) :]] = False
         self._open(rows[new])
         return self._ledger[CACHED][rows] != ABSENT, new

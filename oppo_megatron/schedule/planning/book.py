@@ -12,7 +12,7 @@ from oppo_megatron.columns import Bools, Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.packing import dealt, packed_in_order
 from oppo_megatron.schedule.planning.ledger import ABSENT, Ledger
-from oppo_megatron.schedule.rounds import Batch, Batches, Fork, Growths
+from oppo_megatron.schedule.rounds import Batch, Fork, Growths
 
 REPLICA, CACHED, OPENED, OUTPUTS, LIMIT, OUTLIVED = "replica", "cached", "opened", "outputs", "limit", "outlived"
 """Columns: replica, cached tokens (ABSENT: no slot), order of opening, outputs, most response tokens, updates since opening."""
@@ -37,13 +37,13 @@ class ReplicaWork:
     evict: list[int] = field(default_factory=list)
     open: list[int] = field(default_factory=list)
     fork: list[Fork] = field(default_factory=list)
-    prefill: Sequence[Batch] = ()
-    decode: Sequence[Batch] = ()
+    prefill: Sequence[Batch] = field(default_factory=list)
+    decode: Sequence[Batch] = field(default_factory=list)
     done: list[int] = field(default_factory=list)
 
     @property
     def num_staying(self) -> int:
-        return Batches.of(self.decode or self.prefill).ends[-1] - len(self.done)
+        return sum(map(len, self.decode or self.prefill)) - len(self.done)
 
 
 class Book:
@@ -188,11 +188,8 @@ def _sums(columns: Columns, of: Ints, count: int) -> Ints:
     return np.stack([np.bincount(of, each, count) for each in weights]).astype(np.int64)
 
 
-def packed(growths: Growths, which: Ints, forks: Sequence[Fork], budget: int) -> Batches:
+def packed(growths: Growths, which: Ints, forks: Sequence[Fork], budget: int) -> list[Growths]:
     """Pack the growths at `which` into micro-batches, fork targets after sources."""
     late = np.isin(growths.seq_ids[which], [fork.target for fork in forks if fork.held < fork.tokens])
-    found = []
-    for part in (which[~late], which[late]) if late.any() else (which,):
-        members, ends = packed_in_order(growths.new[part], budget)
-        found.append(Batches(growths.table[:, part[members]], ends))
-    return found[0] if len(found) == 1 else Batches.of([batch for batches in found for batch in batches])
+    bins = [part[own] for part in (which[~late], which[late]) for own in packed_in_order(growths.new[part], budget)]
+    return list(map(growths.at, bins))

@@ -75,14 +75,3 @@ class Ledger:
                 column[used - low] = self._columns[name][used - self._first]
             self._columns[name] = column
         self._first = low
-
-
-def ordinal(groups: Ints) -> Ints:
-    """For each element, count earlier ones of its group."""
-    order = np.argsort(groups, kind="stable")
-    ordered = groups[order]
-    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])) if len(groups) else order
-    lengths = np.diff(np.append(starts, len(groups)))
-    found = np.empty_like(groups)
-    found[order] = np.arange(len(groups)) - np.repeat(starts, lengths)
-    return found

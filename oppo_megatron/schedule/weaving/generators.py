@@ -15,7 +15,7 @@ from oppo_megatron.columns import Ints
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.plugins import Plugin, Signature
 from oppo_megatron.schedule.actions import Schedule
-from oppo_megatron.schedule.rounds import Batch, Batches, Round, Site
+from oppo_megatron.schedule.rounds import Batch, Round, Site, sums
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.gaps import Gaps, in_nanoseconds, nanoseconds
 from oppo_megatron.schedule.weaving.timetable import Team, Times, Timetable, count_of
@@ -24,28 +24,26 @@ Generator = Callable[[Round, Site, Costs], Schedule]
 
 
 def sequential(round: Round, site: Site, costs: Costs) -> Schedule:
-    placer = Placer(round, site, costs)
-    placer.place_actor()
-    placer.free.close()
-    placer.place_scorers()
-    return placer.schedule()
+    return _placed(Placer(round, site, costs), actor_first=True, woven=False)
 
 
 def intra(round: Round, site: Site, costs: Costs) -> Schedule:
-    placer = Placer(round, site, costs)
-    placer.place_scorers()
-    placer.free.close()
-    placer.place_actor()
-    return placer.schedule()
+    return _placed(Placer(round, site, costs), actor_first=False, woven=False)
 
 
 def woven(round: Round, site: Site, costs: Costs) -> Schedule:
     """Place the scorers' part in the actor's gaps or after it; with one stage, as `intra`."""
     if site.placements["actor"].pp == 1:
         return intra(round, site, costs)
-    placer = Placer(round, site, costs)
-    placer.place_actor()
-    placer.place_scorers()
+    return _placed(Placer(round, site, costs), actor_first=True, woven=True)
+
+
+def _placed(placer: Placer, *, actor_first: bool, woven: bool) -> Schedule:
+    parts = placer.place_actor, placer.place_scorers
+    for place in parts if actor_first else parts[::-1]:
+        place()
+        if not woven:
+            placer.free.close()
     return placer.schedule()
 
 
@@ -91,26 +89,26 @@ def _of_replica(replicas: Sequence[Sequence[Batch]], replica: int) -> Sequence[B
     return replicas[replica] if replica < len(replicas) else ()
 
 
-def _laps(durations: list[list[int]], free: list[int], message: int, steps: int) -> Ints:
+def _step_starts(durations: list[list[int]], free: list[int], message: int, steps: int) -> Ints:
     """Starts of decode steps, [steps, micro-batches, stages]; `free`: when each stage may begin."""
-    ready, laps, apart = [0] * len(durations), list[list[list[int]]](), 0
+    ready, starts, apart = [0] * len(durations), list[list[list[int]]](), 0
     through = message if len(free) > 1 else 0
-    while len(laps) < steps:
-        lap = _lap_starts(durations, ready, free, message)
-        laps.append(lap)
+    while len(starts) < steps:
+        step = _one_step(durations, ready, free, message)
+        starts.append(step)
         before = *ready, *free
-        ready = [row[-1] + own[-1] + through for row, own in zip(lap, durations, strict=True)]
-        free = [start + duration for start, duration in zip(lap[-1], durations[-1], strict=True)]
+        ready = [row[-1] + own[-1] + through for row, own in zip(step, durations, strict=True)]
+        free = [start + duration for start, duration in zip(step[-1], durations[-1], strict=True)]
         shifts = {after - earlier for after, earlier in zip((*ready, *free), before, strict=True)}
         if len(shifts) == 1:
             apart = shifts.pop()
             break
-    found = np.array(laps, dtype=np.int64)
-    later = apart * np.arange(1, steps - len(laps) + 1, dtype=np.int64)
+    found = np.array(starts, dtype=np.int64)
+    later = apart * np.arange(1, steps - len(starts) + 1, dtype=np.int64)
     return np.concatenate([found, found[-1] + later[:, None, None]])
 
 
-def _lap_starts(durations: list[list[int]], ready: list[int], free: list[int], message: int) -> list[list[int]]:
+def _one_step(durations: list[list[int]], ready: list[int], free: list[int], message: int) -> list[list[int]]:
     """Starts of one decode step, by micro-batch and stage; micro-batches move together, to leave one gap per stage."""
     starts = _earliest(durations, ready, free, message)
     ready = [row[-1] + own[-1] + message for row, own in zip(starts, durations, strict=True)]
@@ -212,7 +210,7 @@ class Placer:
             own[-1] += self.costs.sample(len(batch))
         durations = [list(map(nanoseconds, own)) for own in seconds]
         free = [self.free.end(ranks) for ranks in line.ranks]
-        starts = _laps(durations, free, self.message, steps)
+        starts = _step_starts(durations, free, self.message, steps)
         ends = starts + np.array(durations, dtype=np.int64)
         for stage, ranks in enumerate(line.ranks):
             # Everything on these ranks, which hold no other actor replica, ends before the step.
@@ -237,7 +235,7 @@ class Placer:
         """Return the shortest time on any stage without scoring, and all times, [n, stages]."""
         if not batches:
             return None, np.zeros((0, self.site.placements[role].pp), dtype=np.int64)
-        tokens, rows = Batches.of(batches).sums
+        tokens, rows = sums(batches)
         lines = [self.costs.prefill_at(role, stage) for stage in range(self.site.placements[role].pp)]
         fixed_s, per_token_s = np.array([(line.fixed_s, line.per_token_s) for line in lines]).T
         seconds = fixed_s + tokens[:, None] * per_token_s

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from oppo_megatron.columns import Ints
 from oppo_megatron.errors import ScheduleError
-from oppo_megatron.schedule.rounds import Batch, Batches, Growths, Round, Site
+from oppo_megatron.schedule.rounds import Batch, Growths, Round, Site, sums
 from oppo_megatron.schedule.weaving.components import component_of
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.generators import generator_of
@@ -108,8 +108,7 @@ class Component:
         for role, replicas in self._component.replicas.items():
             prefill, line = round_.prefill.get(role, ()), costs.prefill_at(role, 0)
             for d in (each for each in replicas if each < len(prefill)):
-                batches = Batches.of(prefill[d])
-                number, (tokens, rows) = len(batches), batches.table[2:].sum(axis=1).tolist()
+                number, (tokens, rows) = len(prefill[d]), sums(prefill[d]).sum(axis=1).tolist()
                 own = number * line.fixed_s + tokens * line.per_token_s
                 if role != "actor":
                     own += number * costs.score.fixed_s + rows * costs.score.per_token_s
@@ -172,7 +171,7 @@ class Component:
         """Yield per stage its units' seconds, and whether they score."""
         for role, d in self._teams:
             pp, count = self.site.placements[role].pp, count_of((role, d), shape)
-            tokens, rows = Batches.of(shape.prefill[role][d] if count.prefills else ()).sums
+            tokens, rows = sums(shape.prefill[role][d] if count.prefills else ())
             running = [counts.running(batch, count.steps) for batch in shape.decode[d]] if count.steps else []
             for stage in range(pp):
                 line, score = self.costs.prefill_at(role, stage), self.costs.score

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from oppo_megatron.chunks import GOES_ON, REASONS, Chunk, ChunkRows, merge_rows
+from oppo_megatron.chunks import REASONS, UNFINISHED, Chunk, ChunkRows, merge_rows
 from oppo_megatron.columns import Bools, Columns, Ints, columns_of
 from oppo_megatron.config.derived import batch_rows, longest_chunk, members
 from oppo_megatron.config.run import TrainConfig
@@ -177,7 +177,7 @@ class PureLoop:
         planned = self._numbered(active, score, self.scheduler.chunk(self.chunk_tuner.value), readable)
         growing = self._decoded(planned, active)
         grown, counts, ends = growing.columns, growing.counts, growing.ends
-        finish = np.where(ends, buffer.clock + counts, GOES_ON)
+        finish = np.where(ends, buffer.clock + counts, UNFINISHED)
         reasons = np.where(ends, REASONS.index("length"), 0)
         table = np.stack([grown.seq_ids, grown.response_tokens, counts, np.zeros_like(counts), finish, reasons])
         rows = ChunkRows.packed_as(table, self._body(counts))

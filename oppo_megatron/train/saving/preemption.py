@@ -106,21 +106,14 @@ class Preemption:
             while number := numbers.read(1):
                 if number[0] not in HEARD:
                     continue
-                self._terms += self._counts(number[0])
+                now = time.monotonic()
+                if number[0] not in ONCE and (not self._terms or TORCHRUN not in os.environ or now - self._first_at >= ECHO_S):
+                    self._terms, self._first_at = self._terms + 1, self._first_at or now
                 if self._terms > 1:
                     os._exit(128 + number[0])
                 if number[0] == signal.SIGINT and not self.asked and dist.get_rank() == 0:
                     print(INTERRUPTED, file=sys.stderr, flush=True)
                 self.ask()
-
-    def _counts(self, number: int) -> bool:
-        if number in ONCE:
-            return False
-        now = time.monotonic()
-        if self._terms == 0:
-            self._first_at = now
-            return True
-        return TORCHRUN not in os.environ or now - self._first_at >= ECHO_S
 
     def _too_late(self) -> None:
         print(
