@@ -14,18 +14,14 @@ from torch import Tensor
 
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.engine import round_state
-from oppo_megatron.engine.executor import build_links
-from oppo_megatron.engine.round_runner import decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.errors import CapacityError
-from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.model import RoleModel, step
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.records import Prompt, Rollout
-from oppo_megatron.schedule.rounds import Site
 from tests.gloo import jobs_scoring
-from tests.gloo.jobs_generation import decode_round
+from tests.gloo.jobs_generation import decode_round, new_rounds
 from tests.gloo.models import CPU, world_groups
 from tests.support.limits import room_for
 
@@ -61,10 +57,8 @@ def decoded_within(rooms: list[int], sync_steps: int) -> tuple[list[str], list[i
     model = load_role(ModelConfig(init=shape, init_seed=1), world_groups(1, 1), head="lm", max_length=8192, device=CPU)
 
     def work(room: int | None, megabytes: int) -> list[list[int]]:
-        rounds = decoder(
-            model, model.new_cache(96, megabytes * 2**20), sampling=Sampling(seed=4), stopping=Stopping((), 3),
-            links=build_links(Site({"actor": RolePlacement((0,))})), micro_batch_tokens=64, timeout_s=60.0, sync_steps=sync_steps,
-        )  # fmt: skip
+        cache = model.new_cache(96, megabytes * 2**20)
+        rounds = new_rounds(model, cache, Sampling(seed=4), Stopping((), 3), tokens=64, sync_steps=sync_steps)
         rollouts = [Rollout(Prompt(i, i, "", (i, 7)), i) for i in range(96)]
         with nullcontext() if room is None else room_for(room):
             while any(not rollout.finished for rollout in rollouts):
@@ -96,10 +90,7 @@ def scored(models: dict[str, str], most: int) -> str:
 
 def prefilled() -> str:
     model = load_role(ModelConfig(init=BIG, init_seed=1), world_groups(1, 1), head="lm", max_length=64, device=CPU)
-    rounds = decoder(
-        model, model.new_cache(4), sampling=Sampling(seed=4), stopping=Stopping((), 3),
-        links=build_links(Site({"actor": RolePlacement((0,))})), micro_batch_tokens=64, timeout_s=60.0,
-    )  # fmt: skip
+    rounds = new_rounds(model, model.new_cache(4), Sampling(seed=4), Stopping((), 3), tokens=64)
     with mock.patch.object(round_state, "step", side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried")):
         try:
             decode_round(rounds, [Rollout(Prompt(i, i, "", tuple(range(9 + i))), i) for i in range(4)], 3, 0, 0)
