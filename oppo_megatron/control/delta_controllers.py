@@ -71,8 +71,14 @@ class RewardDelta(DeltaController):
     @abstractmethod
     def _decide(self) -> tuple[int, str]: ...
 
+    @property
+    def _needed(self) -> int:
+        return 2 * self._config.window
+
     def _take(self, signals: StepSignals) -> tuple[int, str]:
-        self._rewards.append(signals.reward_mean)
+        self._rewards = [*self._rewards, signals.reward_mean][-self._needed :]
+        if len(self._rewards) < self._needed:
+            return self.value, f"delta stays {self.value}: {len(self._rewards)} of {self._needed} rewards that the rule needs"
         return self._decide()
 
     def _memory(self) -> dict[str, Any]:
@@ -88,20 +94,12 @@ class RewardDelta(DeltaController):
         trend = "improves" if slope > 0 else "does not improve"
         return new, f"{figures}: the reward {trend}, delta {old} {change:+d} -> {new}{self._bounds()}"
 
-    def _wait(self, needed: int) -> tuple[int, str]:
-        return self.value, f"delta stays {self.value}: {len(self._rewards)} of {needed} rewards that the rule needs"
-
 
 class Eq4Delta(RewardDelta):
     """Eq. 4 with the windowed means of Algorithm 1, line 22."""
 
     def _decide(self) -> tuple[int, str]:
-        window = self._config.window
-        self._rewards = self._rewards[-2 * window :]
-        if len(self._rewards) < 2 * window:
-            return self._wait(2 * window)
-        difference, figures = compare_windows(self._rewards, window)
-        return self._follow(difference, figures)
+        return self._follow(*compare_windows(self._rewards, self._config.window))
 
 
 class Algorithm1Delta(RewardDelta):
@@ -109,8 +107,6 @@ class Algorithm1Delta(RewardDelta):
 
     def _decide(self) -> tuple[int, str]:
         window = self._config.window
-        if len(self._rewards) < 2 * window:
-            return self._wait(2 * window)
         difference, figures = compare_windows(self._rewards, window)
         self._rewards = self._rewards[-window:]
         old = self.value
@@ -123,12 +119,12 @@ class Algorithm1Delta(RewardDelta):
 class Eq4LiteralDelta(RewardDelta):
     """Eq. 4 as printed: its mean of differences telescopes to (R_t - R_{t-W}) / W."""
 
+    @property
+    def _needed(self) -> int:
+        return self._config.window + 1
+
     def _decide(self) -> tuple[int, str]:
-        window = self._config.window
-        self._rewards = self._rewards[-(window + 1) :]
-        if len(self._rewards) < window + 1:
-            return self._wait(window + 1)
-        oldest, newest = self._rewards[0], self._rewards[-1]
+        window, oldest, newest = self._config.window, self._rewards[0], self._rewards[-1]
         slope = change(newest, oldest, self._rewards) / window
         return self._follow(slope, f"reward {newest:.4g} against {oldest:.4g} {window} steps ago, slope {slope:+.4g}")
 

@@ -7,12 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from oppo_megatron.config.model import ActorConfig, AdaptedRoleConfig, ParallelConfig, RoleConfig, TrainedRoleConfig
+from oppo_megatron.config.model import ActorConfig, AdaptedRoleConfig, ParallelConfig, RoleConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import SupervisedConfig
-
-Layout = tuple[int, int, int]
-"""(tp, pp, dp)"""
 
 
 class RankCoordinates(NamedTuple):
@@ -31,7 +28,7 @@ class RolePlacement:
     dp: int = 1
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> tuple[int, int, int]:
         return self.tp, self.pp, self.dp
 
     def rank(self, replica: int, stage: int, shard: int) -> int:
@@ -59,30 +56,24 @@ class RolePlacement:
 
     @cached_property
     def _indices(self) -> Mapping[int, int]:
-        """Cached, because every scheduled action needs coordinates."""
         return {rank: index for index, rank in enumerate(self.ranks)}
 
 
 def role_placements(config: TrainConfig) -> dict[str, RolePlacement]:
     pool = pools(config)
     actor = _placement(config.actor, pool["actor"])
-    beside = {"reference": actor} if config.placement.reference == "actor" else {}
+    with_actor = {"reference": actor} if config.placement.reference == "actor" else {}
     scorers = {name: role for name, role in named_roles(config).items() if name != "actor"}
-    return {"actor": actor} | {name: _placement(role, beside.get(name, pool["scorer"])) for name, role in scorers.items()}
+    return {"actor": actor} | {name: _placement(role, with_actor.get(name, pool["scorer"])) for name, role in scorers.items()}
 
 
 def training_placements(config: TrainConfig) -> dict[str, RolePlacement]:
     """Placements of trained roles: the same ranks, possibly in another layout."""
-    pool = pools(config)
-    return {
-        name: training_placement(_placement(role, pool["actor" if name == "actor" else "scorer"]), role)
-        for name, role in config.trained.items()
-    }
-
-
-def training_placement(placement: RolePlacement, role: TrainedRoleConfig) -> RolePlacement:
-    train = role.train
-    return RolePlacement(placement.ranks, train.tp or placement.tp, train.pp or placement.pp, train.dp or placement.dp)
+    pool, found = pools(config), dict[str, RolePlacement]()
+    for name, role in config.trained.items():
+        serving, train = _placement(role, pool["actor" if name == "actor" else "scorer"]), role.train
+        found[name] = RolePlacement(serving.ranks, train.tp or serving.tp, train.pp or serving.pp, train.dp or serving.dp)
+    return found
 
 
 def has_own_training_weights(serving: RolePlacement, training: RolePlacement, vpp: int) -> bool:
@@ -145,7 +136,8 @@ def scorers_leader(placements: Mapping[str, RolePlacement]) -> int:
 
 def parse_ranks(text: str) -> tuple[int, ...]:
     """`0-2,5` -> (0, 1, 2, 5)"""
-    return tuple(_expand(text))
+    spans = (part.partition("-") for part in text.split(","))
+    return tuple(rank for first, _, last in spans for rank in range(int(first), int(last or first) + 1))
 
 
 def _start_of(actor: ActorConfig) -> RoleConfig:
@@ -157,12 +149,6 @@ def _start_of(actor: ActorConfig) -> RoleConfig:
 
 
 MODEL_FIELDS = ("checkpoint", "init", "init_seed", "fresh_head", "dtype")
-
-
-def _expand(text: str) -> Iterator[int]:
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        yield from range(int(first), int(last or first) + 1)
 
 
 def _placement(role: RoleConfig, pool: RolePlacement) -> RolePlacement:

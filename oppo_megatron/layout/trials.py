@@ -93,10 +93,6 @@ def running(trials: Sequence[Trial]) -> list[Trial]:
     return [trial for trial in trials if trial.failure is None]
 
 
-def ranked(trials: Sequence[Trial]) -> list[Trial]:
-    return sorted(running(trials), key=lambda trial: trial.seconds_per_token)
-
-
 def close_ones(trials: Sequence[Trial]) -> list[Trial]:
     """The fastest and those within `CLOSE`, in order; none if it is alone."""
     left = running(trials)
@@ -149,42 +145,31 @@ def choose(options: Options, trials: Sequence[Trial]) -> Choice:
     if len(options.candidates) == 1 and not trials:
         only = options.candidates[0]
         return Choice(only, None, f"{only.name} is the only placement to choose from on {options.machine}; nothing measured")
-    order = ranked(trials)
+    order = sorted(running(trials), key=lambda trial: trial.seconds_per_token)
     if not order:
         first = trials[0]
         raise PlacementError(
             f"none of {len(trials)} placements could be measured; the first, {first.candidate.name}, ended with: {first.failure}"
         )
     best = order[0]
+    speed = f"{1 / best.seconds_per_token:.4g} tokens/s ({_a_step(best, 'seconds'):.3g} s per step)"
+    speed = f"{best.candidate.name} trains {speed}"
     if len(order) == 1:
-        return Choice(best.candidate, None, f"{_speed(best)}; of {len(trials)} placements it is the only one that ran")
+        return Choice(best.candidate, None, f"{speed}; of {len(trials)} placements it is the only one that ran")
     following = order[1]
     margin = following.seconds_per_token / best.seconds_per_token - 1
-    return Choice(best.candidate, margin, "; ".join(_reasons(trials, best, following, margin)))
-
-
-def _reasons(trials: Sequence[Trial], best: Trial, following: Trial, margin: float) -> list[str]:
+    gains = {part: _a_step(following, part) - _a_step(best, part) for part in PARTS}
+    part = max(gains, key=lambda name: gains[name])
     reasons = [
-        f"{_speed(best)}; the next, {following.candidate.name}, needs {margin:.1%} more time",
-        _where(best, following),
+        f"{speed}; the next, {following.candidate.name}, needs {margin:.1%} more time",
+        f"most of it in {PARTS[part]}: {_a_step(best, part):.3g} s per step against {_a_step(following, part):.3g}",
     ]
     if close := close_ones(trials):
         spread = max(trial.spread for trial in close)
         runs = f"{len(close)} are this close and were run {min(len(trial.runs) for trial in close)} times or more"
         either = ", more than their difference: take it as a draw" if spread > margin else ""
         reasons.append(f"{runs}; runs of one placement differ by up to {spread:.1%}{either}")
-    return reasons
-
-
-def _speed(trial: Trial) -> str:
-    speed = f"{1 / trial.seconds_per_token:.4g} tokens/s ({_a_step(trial, 'seconds'):.3g} s per step)"
-    return f"{trial.candidate.name} trains {speed}"
-
-
-def _where(best: Trial, following: Trial) -> str:
-    gains = {part: _a_step(following, part) - _a_step(best, part) for part in PARTS}
-    part = max(gains, key=lambda name: gains[name])
-    return f"most of it in {PARTS[part]}: {_a_step(best, part):.3g} s per step against {_a_step(following, part):.3g}"
+    return Choice(best.candidate, margin, "; ".join(reasons))
 
 
 def _a_step(trial: Trial, part: str) -> float:

@@ -1,14 +1,7 @@
-"""Seconds of a layer's parts on a tensor rank, of collectives and messages, and of moves of weights.
+"""Seconds of a layer's parts on a tensor rank, of messages, and of moves of weights (docs/planner.md, "The laws").
 
-    products     ((F / (c P))^k + (B / (m W))^k)^(1/k) + f      F operations, B bytes of weights, inputs and outputs
-    elementwise  f_e + bytes / (m_e W)                          norms, rotations, activation, sums
-    attention    pairs: 4 q operations each, over a P;          cached: keys and values read, over m W
-    head         the larger of operations over c P and weights over m W
-    message      alpha + factor x payload / bandwidth           factor: all-reduce 2 (n - 1) / n, its halves (n - 1) / n, sends 1
-
-P, W: the processor's operations and bytes per second; other letters: its `Efficiencies`. Values have two bytes; `tokens` may
-be an array. Groups over nodes are rings, limited by a node's links and NICs, and slower for small payloads (aliyun/SimAI,
-astra-sim/system/calbusbw and inputs/ratio/nic_ratio.csv).
+Values have two bytes; `tokens` may be an array. Groups over nodes are rings, limited by a node's links and NICs, and slower for
+small payloads (aliyun/SimAI, astra-sim/system/calbusbw and inputs/ratio/nic_ratio.csv).
 """
 
 from __future__ import annotations

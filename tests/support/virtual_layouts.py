@@ -49,10 +49,8 @@ def drawn(seed: int) -> tuple[TrainConfig, StepCosts]:
     random = Random(seed)
     actor, scorer, roles = _placed(random)
     group, limit = random.choice((1, 1, 1, 2, 4)), random.choice((48, 96, 160, 256))
-    batch, chunk = (
-        random.choice((8, 16, 32, 64)),
-        {"tokens": random.choice((4, 8, 16, 64)), "adaptive": random.random() < 0.2},
-    )
+    batch = random.choice((8, 16, 32, 64))
+    chunk = {"tokens": random.choice((4, 8, 16, 64)), "adaptive": random.random() < 0.2}
     delta = random.choice((0, 2, 4, batch // 4, batch // 2))
     weave = random.choice((["auto", "auto"],) * 3 + (["auto", 256], [2, "auto"], [3, 128]))
     overlap = {
@@ -81,10 +79,7 @@ def drawn(seed: int) -> tuple[TrainConfig, StepCosts]:
 
 def _placed(random: Random) -> tuple[Layout, Layout | None, dict[str, dict[str, Any]]]:
     """Layouts of the actor and the scorers (None: on its ranks), and ranks and layouts of the roles that have their own."""
-    mode, roles = (
-        random.choice(("single", "colocated", "disaggregated", "custom", "custom")),
-        dict[str, dict[str, Any]](),
-    )
+    mode, roles = random.choice(("single", "colocated", "disaggregated", "custom", "custom")), dict[str, dict[str, Any]]()
     if mode == "single":
         return (1, 1, 1), None, roles
     size = random.choice((2, 4, 8, 16) if mode == "colocated" else (1, 2, 4, 8))
@@ -126,9 +121,6 @@ def _priced(random: Random, stages: Mapping[str, int]) -> StepCosts:
             {role: lines(role, (-4, -2), (-5.5, -4)) for role in stages if random.random() < 0.7},
             line((-4, -2), (-5.5, -4)), line((-4.5, -3), (-7, -5.5)), 10 ** random.uniform(-6, -3),
         )  # fmt: skip
-    updates = {
-        "actor": Linear(random.choice((0.0, 0.05, 0.2)), 1e-5),
-        "critic": Linear(random.choice((0.0, 0.3)), 2e-5),
-    }
+    updates = {"actor": Linear(random.choice((0.0, 0.05, 0.2)), 1e-5), "critic": Linear(random.choice((0.0, 0.3)), 2e-5)}
     moves = {"actor": 0.05} if random.random() < 0.5 else {}
     return StepCosts(costs, updates, moves, random.choice((0.0, 1e-3)), random.choice((0.0, 0.01)))

@@ -89,20 +89,13 @@ def test_rounding_does_not_make_a_slope(block: list[float]) -> None:
     assert values(controller, block + block[::-1])[-1] == 3
 
 
-@st.composite
-def steps_of_signals(draw: st.DrawFn, max_size: int = 40) -> list[StepSignals]:
-    """Signals on grids that lie on, above and below the bounds, so that ties and breaches are common."""
-    grid = st.builds(
-        StepSignals,
-        st.floats(-10, 10),
-        tail_waste=st.integers(0, 20).map(lambda n: n / 20),
-        ess=st.sampled_from([0.5, 0.79, 0.8, 0.9, 1.0]),
-        length_gap=st.sampled_from([-0.5, 0.0, 0.3, 0.4, 0.7]),
-    )
-    return draw(st.lists(grid, max_size=max_size))
+wastes = st.integers(0, 20).map(lambda n: n / 20)
+ess, gaps = st.sampled_from([0.5, 0.79, 0.8, 0.9, 1.0]), st.sampled_from([-0.5, 0.0, 0.3, 0.4, 0.7])
+steps_of_signals = st.lists(st.builds(StepSignals, st.floats(-10, 10), wastes, ess, gaps), max_size=40)
+"""On grids that lie on, above and below the bounds, so that ties and breaches are common."""
 
 
-@given(steps=steps_of_signals(), rule=st.sampled_from(RULES), window=st.integers(1, 4))
+@given(steps=steps_of_signals, rule=st.sampled_from(RULES), window=st.integers(1, 4))
 def test_delta_stays_within_bounds_and_changed_tells_the_truth(steps: list[StepSignals], rule: Rule, window: int) -> None:
     controller = make_delta_controller(DeltaConfig(rule=rule, initial=3, max=5, window=window))
     before = controller.value
@@ -114,7 +107,7 @@ def test_delta_stays_within_bounds_and_changed_tells_the_truth(steps: list[StepS
         before = decision.value
 
 
-@given(steps=steps_of_signals(), split=st.integers(0, 40), rule=st.sampled_from(RULES), window=st.integers(1, 4))
+@given(steps=steps_of_signals, split=st.integers(0, 40), rule=st.sampled_from(RULES), window=st.integers(1, 4))
 def test_resume_continues_exactly(steps: list[StepSignals], split: int, rule: Rule, window: int) -> None:
     config = DeltaConfig(rule=rule, initial=6, max=9, window=window)
     whole, first, second = (make_delta_controller(config) for _ in range(3))

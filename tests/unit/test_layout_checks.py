@@ -71,10 +71,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"critic.ranks": "1,1"}, "critic.ranks is 1,1, but a rank holds one part of a role and rank 1 is named twice"),
     ({"critic.ranks": "1-3,2-4"}, "ranks 2-3 are named twice; name each once"),
     ({"critic.ranks": "2-1"}, "critic.ranks is 2-1, but 2-1 counts down; write 1-2"),
-    (
-        {"critic.ranks": "3,1-2"},
-        "critic.ranks is 3,1-2, but a role's parts lie on its ranks in counting order; write 1-3",
-    ),
+    ({"critic.ranks": "3,1-2"}, "critic.ranks is 3,1-2, but a role's parts lie on its ranks in counting order; write 1-3"),
     ({"critic.ranks": "5"}, "ranks 2-4 are without a role, but a run has ranks 0 to the highest, 5 of critic, and each"),
     ({"critic.ranks": "99999999999"}, "critic.ranks is 99999999999, but ranks end at 65535"),
     ({"placement.actor": {"tp": 10**9}}, "= 1000000000 ranks, but at most 65536 are allowed"),
@@ -189,26 +186,15 @@ def test_tensor_ranks_of_both_layouts_have_a_token() -> None:
 
 def test_all_problems_come_at_once() -> None:
     changes = {
-        **EIGHT,
-        "critic.ranks": "0-7,3",
-        "reference.parallel": {"pp": 3},
-        "reward.ranks": "7-0",
-        "actor.parallel": {"tp": 8},
-        "actor.train": {"tp": 1, "vpp": 9, "sequence_parallel": True},
-        "runtime.kv_cache_mb": 0.001,
-        "overlap.schedule": "woven",
-    }
+        **EIGHT, "critic.ranks": "0-7,3", "reference.parallel": {"pp": 3}, "reward.ranks": "7-0", "actor.parallel": {"tp": 8},
+        "actor.train": {"tp": 1, "vpp": 9, "sequence_parallel": True}, "runtime.kv_cache_mb": 0.001, "overlap.schedule": "woven",
+    }  # fmt: skip
     text = "\n".join(problems_of(changes))
     for expected in (
-        "rank 3 is named twice",
-        "reference.parallel is tp 1 x pp 3 x dp 1 = 3 ranks",
-        "7-0 counts down",
-        "actor: 4 key/value heads do not divide by tp 8",
-        "actor.train is tp 1 x pp 1 x dp 1 = 1 ranks",
-        "8 layers do not divide by pp 1 x vpp 9",
-        "actor.train.sequence_parallel is true",
-        "critic: runtime.kv_cache_mb",
-    ):
+        "rank 3 is named twice", "reference.parallel is tp 1 x pp 3 x dp 1 = 3 ranks", "7-0 counts down",
+        "actor: 4 key/value heads do not divide by tp 8", "actor.train is tp 1 x pp 1 x dp 1 = 1 ranks",
+        "8 layers do not divide by pp 1 x vpp 9", "actor.train.sequence_parallel is true", "critic: runtime.kv_cache_mb",
+    ):  # fmt: skip
         assert expected in text
 
 

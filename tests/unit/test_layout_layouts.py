@@ -10,24 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oppo_megatron.config.model import format_ranks
-from oppo_megatron.layout.layouts import (
-    Limits,
-    Sizes,
-    divisors,
-    layouts_of,
-    nearest_counts,
-    nearest_layouts,
-    suggestion,
-)
+from oppo_megatron.layout.layouts import Limits, Sizes, divisors, layouts_of, nearest_counts, nearest_layouts, suggestion
 from oppo_megatron.layout.placements import parse_ranks
 
-LIMITS = st.builds(
-    Limits,
-    width=st.integers(1, 12),
-    layers=st.integers(1, 12),
-    sequences=st.none() | st.integers(1, 8),
-    min_tp=st.sampled_from([1, 2]),
-)
+UPTO12 = st.integers(1, 12)
+LIMITS = st.builds(Limits, UPTO12, UPTO12, st.none() | st.integers(1, 8), st.sampled_from([1, 2]))
 SIZES = st.builds(Sizes, *[st.integers(1, 8)] * 4)
 
 
@@ -44,7 +31,7 @@ def every_layout(num_ranks: int, limits: Limits, most_vpp: int) -> set[Sizes]:
     return found
 
 
-@given(st.integers(1, 12), LIMITS, st.booleans())
+@given(UPTO12, LIMITS, st.booleans())
 def test_all_that_fit_are_found_and_nothing_else(num_ranks: int, limits: Limits, interleaved: bool) -> None:
     found = list(layouts_of(num_ranks, limits, interleaved=interleaved))
     assert len(found) == len(set(found))

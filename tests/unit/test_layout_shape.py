@@ -223,16 +223,14 @@ def train_settings(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "tok").mkdir()
     (tmp_path / "tok" / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 99}}}))
     (tmp_path / "rows.jsonl").touch()
+    classifier = checkpoint(tmp_path / "rm", architectures=["Qwen2ForSequenceClassification"])
     return {
-        "run_dir": tmp_path / "run",
-        "tokenizer": {"path": tmp_path / "tok"},
+        "run_dir": tmp_path / "run", "tokenizer": {"path": tmp_path / "tok"},
         "data": {"path": tmp_path / "rows.jsonl", "max_prompt_tokens": 128},
-        "actor": {"checkpoint": checkpoint(tmp_path / "actor")},
-        "critic": {"checkpoint": tmp_path / "actor", "fresh_head": True},
-        "reward": {"checkpoint": checkpoint(tmp_path / "rm", architectures=["Qwen2ForSequenceClassification"])},
-        "rewards": [{"kind": "model"}],
+        "actor": {"checkpoint": checkpoint(tmp_path / "actor")}, "reward": {"checkpoint": classifier},
+        "critic": {"checkpoint": tmp_path / "actor", "fresh_head": True}, "rewards": [{"kind": "model"}],
         "rollout": {"batch_size": 8, "max_response_tokens": 128},
-    }
+    }  # fmt: skip
 
 
 def problems_of(settings: dict[str, Any]) -> list[str]:

@@ -48,11 +48,7 @@ def test_a_sequential_step_on_one_rank_by_hand(player: type[VirtualRun]) -> None
     decode = costs.default_prefill(rows * (PROMPT - 1))
     decode += length * (costs.decode_at(0)(rows) + costs.sample(rows)) + rounds * 1e-3
     tokens = rows * (PROMPT + length)
-    scores = [
-        (tokens - rows, rows * length),
-        (tokens - rows, rows * length),
-        (tokens, rows),
-    ]  # the reward reads the last, too
+    scores = [(tokens - rows, rows * length)] * 2 + [(tokens, rows)]  # the reward reads the last token, too
     scored = sum(costs.default_prefill(new) + costs.score(outputs) for new, outputs in scores)
     parts = step.parts
     assert parts.decode_s == pytest.approx(decode) and parts.score_exposed_s == pytest.approx(scored)
@@ -101,20 +97,15 @@ def test_a_hidden_update_of_the_critic_shows_where_it_holds_up_scores(player: ty
     assert [step.parts.critic_exposed_s for step in waiting] == pytest.approx([5.0 - 0.2] * 2)
 
 
-@pytest.mark.parametrize("delta", [0, 3, 8, 12])
-def test_mean_deferrals_are_mean_delta_over_batch(delta: int) -> None:
-    overlap = {"delta": {"rule": "fixed", "initial": delta, "max": delta}, "chunk": {"tokens": 16, "adaptive": False}}
-    steps = play(plain(overlap=overlap), 60, endless=True)[10:]
-    deferrals = fmean(times for step in steps for times in step.deferrals.tolist())
-    assert deferrals == pytest.approx(delta / 16, rel=0.05)
-
-
-def test_mean_deferrals_follow_a_delta_that_changes() -> None:
-    rule = {"rule": "measured", "initial": 2, "max": 12, "window": 1}
+@pytest.mark.parametrize("delta", [0, 3, 8, 12, None])
+def test_mean_deferrals_are_mean_delta_over_batch(delta: int | None) -> None:
+    """Of a fixed delta, and of one that changes."""
+    fixed = {"rule": "fixed", "initial": delta, "max": delta}
+    rule = {"rule": "measured", "initial": 2, "max": 12, "window": 1} if delta is None else fixed
     steps = play(plain(overlap={"delta": rule, "chunk": {"tokens": 16, "adaptive": False}}), 80, endless=True)[10:]
-    assert len({step.delta for step in steps}) > 2
+    assert len({step.delta for step in steps}) > 2 if delta is None else {step.delta for step in steps} == {delta}
     deferrals = fmean(times for step in steps for times in step.deferrals.tolist())
-    assert deferrals == pytest.approx(fmean(step.delta for step in steps) / 16, rel=0.1)
+    assert deferrals == pytest.approx(fmean(step.delta for step in steps) / 16, rel=0.1 if delta is None else 0.05)
 
 
 @pytest.mark.parametrize("mode", ["sequential", "full"])
@@ -132,7 +123,7 @@ def dearer(costs: StepCosts, what: str) -> StepCosts:
         return Linear(1.5 * line.fixed_s + 1e-3, 1.5 * line.per_token_s)
 
     actions = costs.actions
-    if what in ("decode", "sample", "default_prefill", "score"):
+    if what in ACTIONS:
         return replace(costs, actions=replace(actions, **{what: more(getattr(actions, what))}))
     if what == "message_s":
         return replace(costs, actions=replace(actions, message_s=4 * actions.message_s))
@@ -143,9 +134,8 @@ def dearer(costs: StepCosts, what: str) -> StepCosts:
     return replace(costs, **{what: 2 * getattr(costs, what)})
 
 
-KINDS = (
-    "decode", "sample", "default_prefill", "score", "message_s", "actor", "critic", "moves", "round_s", "step_s",
-)  # fmt: skip
+ACTIONS = ("decode", "sample", "default_prefill", "score")
+KINDS = (*ACTIONS, "message_s", "actor", "critic", "moves", "round_s", "step_s")
 
 
 @pytest.mark.parametrize(("actor", "scorer"), [((1, 1, 2), None), ((1, 2, 1), (1, 1, 2))])
@@ -193,12 +183,6 @@ def test_void_micro_steps_cost_nothing(player: type[VirtualRun]) -> None:
     assert step.clock == 10 and step.parts.decode_s == pytest.approx(10 * 2 * 1.0 + (10 + 9) * 0.25)
 
 
-NEAR = [
-    ((1, 1, 1), None), ((2, 1, 2), None), ((1, 4, 1), None), ((1, 2, 2), (1, 1, 2)), ((1, 1, 4), (2, 1, 2)),
-    ((2, 2, 2), (1, 2, 4)),
-]  # fmt: skip
-
-
 def furthest(config: TrainConfig, costs: StepCosts = COSTS, count: int = 3) -> float:
     """The largest share of a step by which playing units differs from playing actions."""
     pairs = list(zip(*(play(config, count, costs, each, endless=True) for each in (VirtualRun, OrderedRun)), strict=True))
@@ -206,6 +190,10 @@ def furthest(config: TrainConfig, costs: StepCosts = COSTS, count: int = 3) -> f
     return max(abs(units.step_s / actions.step_s - 1) for units, actions in pairs)
 
 
+NEAR = [
+    ((1, 1, 1), None), ((2, 1, 2), None), ((1, 4, 1), None), ((1, 2, 2), (1, 1, 2)), ((1, 1, 4), (2, 1, 2)),
+    ((2, 2, 2), (1, 2, 4)),
+]  # fmt: skip
 MANY = [
     ((1, 4, 6), None, None, "full"), ((1, 2, 20), None, None, "full"), ((1, 1, 24), None, (2, 2, 6), "sequential"),
     ((1, 2, 12), (1, 4, 2), None, "full"), ((1, 1, 20), (1, 2, 4), None, "full"),
@@ -220,20 +208,17 @@ def test_rounds_of_more_than_16_ranks_are_within_two_percent_of_actions(
 ) -> None:
     own = {} if reference is None else {"parallel": dict(zip(SIZES, reference, strict=True))}
     changes: dict[str, Any] = {
-        "rollout": {"batch_size": 50, "max_response_tokens": 96},
-        "runtime": {"micro_batch_tokens": 256},
+        "rollout": {"batch_size": 50, "max_response_tokens": 96}, "runtime": {"micro_batch_tokens": 256},
         "reference": {"init": MODEL_70B, **own},
-    }
-    config = switched(plain(actor=actor, scorer=scorer, **changes), mode)
-    assert furthest(config, DEAR, count=2) < 0.02
+    }  # fmt: skip
+    assert furthest(switched(plain(actor=actor, scorer=scorer, **changes), mode), DEAR, count=2) < 0.02
 
 
 @pytest.mark.parametrize("mode", ["sequential", "full"])
 @pytest.mark.parametrize(("actor", "scorer"), NEAR)
 @pytest.mark.parametrize("schedule", ["intra", "woven"])
 def test_rounds_are_within_two_percent_of_actions(actor: Layout, scorer: Layout | None, schedule: str, mode: str) -> None:
-    config = switched(plain(actor=actor, scorer=scorer, overlap={"schedule": schedule}), mode)
-    assert furthest(config) < 0.02
+    assert furthest(switched(plain(actor=actor, scorer=scorer, overlap={"schedule": schedule}), mode)) < 0.02
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -92,10 +92,8 @@ class _Times:
 
 
 class VirtualRun(PureLoop):
-    """`config` in virtual time; `lengths(seq_id)`: response tokens.
-
-    `prompt_tokens`: of all prompts, or of each in turn. `signals` replaces the constant rewards for delta. `endless`: prompts
-    never end. `spans`: the first `traced_steps`, for each unit's first rank.
+    """`lengths(seq_id)`: response tokens; `prompt_tokens`: of all prompts, or of each in turn; `signals` replaces delta's
+    constant rewards; `endless`: prompts never end; `spans`: the first `traced_steps`, of each unit's first rank.
     """
 
     player: type[Player] = Player

@@ -1,10 +1,4 @@
-"""Price of a step in nanoseconds, from its phases.
-
-Without overlap, phases follow each other, and disjoint ranks work in parallel. With streamed scoring, a step takes the larger
-of
-
-    path   decoding, the last chunk's scoring, the actor's update and move (the critic's, too, if waited for)
-    busy   all work of one rank
+"""Price of a step in nanoseconds, from its phases (docs/planner.md, end of "The laws").
 
 The search needs a price that never falls if a phase takes longer.
 """
