@@ -58,8 +58,7 @@ def train_with_fan_out(config: dict[str, Any], fan_out: int) -> None:
 
 @dataclass
 class Counted:
-    """What one rank of a run gave to others: in each round, among it what replicas gathered, in all steps, and what all ranks
-    shared: (what, numbers)."""
+    """Messages of one rank in each round, those gathered by replicas among them, in all steps, and shared: (what, numbers)."""
 
     rounds: list[Traffic] = field(default_factory=list)
     gathers: list[Traffic] = field(default_factory=list)
@@ -293,10 +292,7 @@ def train_error(config: dict[str, Any]) -> str:
 
 
 def train_through_rollbacks(config: dict[str, Any]) -> list[tuple[str, float]]:
-    """`train`, started again wherever a guard goes back; (when, what) the actor's weights and optimizer were on this rank.
-
-    Sums of each checkpoint as it is saved, and of each state that a run goes on from.
-    """
+    """Restart `train` after each rollback; return (when, sum of the actor's weights and optimizer) at each save and restore."""
     seen: list[tuple[str, float]] = []
 
     def sums(loop: TrainingLoop, when: str) -> None:

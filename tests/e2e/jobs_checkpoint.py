@@ -101,10 +101,7 @@ def restored(config: TrainConfig, world: World, inputs: Inputs, found: Found) ->
 
 
 def run_with_small_files(config: dict[str, Any], num_bytes: int, within: str) -> tuple[str, str]:
-    """A run whose files may not be larger than so many bytes where it is `within` a function: kind and message of its error.
-
-    `within` is `module:name` or `module:class.name`; empty: nowhere.
-    """
+    """Run with a limit on file sizes in the function `within` (`module:name`, or empty); return kind and text of its error."""
     module, _, name = within.partition(":")
     try:
         with clear_when_full(Path(config["run_dir"])), _limited(module, name, num_bytes) if within else contextlib.nullcontext():
@@ -197,10 +194,7 @@ def _limited(module: str, name: str, num_bytes: int) -> Any:
 
 
 def resume_mutants(config: dict[str, Any], pristine: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """What each of `count` mutated checkpoints leads to; see `tests.support.checkpoint_mutations`.
-
-    The first answer is of the checkpoint as it was written.
-    """
+    """Return what each of `count` mutated checkpoints leads to; the first answer is of the unchanged one."""
     checked = TrainConfig(**config)
     subject = Subject(checked)
     checkpoints, answers = RunDirectory(checked.run_dir).checkpoints, []

@@ -34,8 +34,7 @@ from tests.support.processes import runs
 def start(
     config: dict[str, Any], *options: str, module: str = "oppo_megatron train", new_session: bool = False
 ) -> subprocess.Popen[str]:
-    """`oppo train` of a configuration, which is written beside the run directory; with `new_session` in a process group of its
-    own."""
+    """Start `oppo train` of a configuration, written next to its run directory; `new_session`: in its own process group."""
     run_dir = Path(config["run_dir"])
     path = run_dir.with_name(f"{run_dir.name}.yaml")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,10 +75,7 @@ def fault(config: dict[str, Any], at: str, rank: int, how: str) -> None:
 
 
 def struck(config: dict[str, Any], at: str, rank: int, how: str) -> tuple[str, float]:
-    """Start a run on which the fault comes; what it says in the end, and the seconds that it took from the fault to there.
-
-    Raises AssertionError where it does not fail as a run of ours does, or leaves ranks behind.
-    """
+    """Start a run with a fault; return its errors and the seconds from the fault to its end, which must leave no ranks behind."""
     fault(config, at, rank, how)
     run = start(config, module="tests.e2e.started")
     path = Path(config["run_dir"]) / "fault"

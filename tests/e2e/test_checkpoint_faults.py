@@ -1,8 +1,4 @@
-"""Checkpoints under attack: a process killed at any byte or change of a save, a full disk, files that are not what was written.
-
-One small run has two checkpoints, after its first step and within the second; what is done to them must end in a continuation
-to the same final weights, or in an error that says what is wrong.
-"""
+"""Checkpoints under attack: killed saves, full disks and changed files end in the same final weights or in a clear error."""
 
 from __future__ import annotations
 
@@ -113,10 +109,7 @@ def random_bytes(newest: Path, each: int) -> list[Fault]:
 
 
 def strike(begun: Begun, servers: Any, run: Path, fault: Fault, to_the_end: bool) -> bool:
-    """Whether the fault struck; then the run can be resumed as if nothing had been.
-
-    Where the checkpoints are the bytes that they were, it is resumed only if `to_the_end`: what follows is known.
-    """
+    """Return whether the fault struck; if so, resume the run (if files differ or `to_the_end`) to the same weights."""
     config = begun.again(run)
     code, _ = in_a_process(servers, die_while_saving, config, fault)
     if code == 0:
@@ -147,10 +140,7 @@ def contents(checkpoints: Path) -> dict[str, bytes]:
 def test_killed_anywhere_in_a_save_the_run_continues_to_the_same_weights(
     begun: Begun, servers: Any, tmp_path: Path, offsets_each: int, events: int
 ) -> None:
-    """A checkpoint is saved in place of itself, so that its successor's getting the name is disturbed, too.
-
-    Of the changes of files each one in `events` is struck.
-    """
+    """A checkpoint replaces itself, so that the renaming is disturbed, too; every `events`th change of files is struck."""
 
     def hits(faults: Sequence[Fault]) -> list[bool]:
         places = [tmp_path / f"{type(fault).__name__}-{number}" for number, fault in enumerate(faults)]

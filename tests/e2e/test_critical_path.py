@@ -36,8 +36,7 @@ def run(workspace: Workspace, name: str, ranks: int, **changes: Any) -> tuple[li
 
 
 def test_a_hidden_update_is_exposed_where_the_actor_waits_for_it(workspace: Workspace) -> None:
-    """The actor decodes for less time than the critic takes: what it then waits is the critic's and the scoring's, together
-    the whole wait; after the last step it waits for the critic alone."""
+    """The actor's whole wait is the critic's and the scoring's, and after the last step the critic's alone."""
     lines, spans = run(workspace, "hidden", 2, **PAIR)
     for before, line, seconds in zip(lines, lines[1:], spans[1:], strict=False):
         assert before["critic_exposed_s"] + line["score_exposed_s"] == pytest.approx(seconds["wait_scores"], abs=1e-4)

@@ -84,7 +84,6 @@ def test_a_second_start_reuses_everything(demo: Path, capfd: pytest.CaptureFixtu
 
 
 @pytest.mark.long
-@pytest.mark.long
 def test_the_examples_of_process_rewards_go_on_from_a_demo(demo: Path, tmp_path: Path) -> None:
     """docs/process_rewards.md: rows are written, a process reward model is trained, and PPO is rewarded by it."""
     for name in ("data", "tokenizer", "sft"):

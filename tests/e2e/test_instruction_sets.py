@@ -1,8 +1,4 @@
-"""Runs are the same with the instructions of other processors, and with two threads.
-
-torch, oneDNN and MKL round differently with other instructions, and what a test asks for must not hang on that: not on the sign
-of a rounding, nor on a border that it crosses.  The widest set is that of this processor, which all other tests use.
-"""
+"""Results do not depend on the processor's instructions or on two threads, by which torch, oneDNN and MKL round differently."""
 
 from __future__ import annotations
 

@@ -51,10 +51,7 @@ def service(folder: Path, name: str, config: dict[str, Any]) -> Iterator[str]:
 
 
 def test_scores_of_services_are_those_of_the_run_itself(tmp_path: Path) -> None:
-    """A verifier and an isolated function behind one service: the same rewards to the last bit, hence the same training.
-
-    A reward model behind another, of weight 0: its scores agree but for rounding.
-    """
+    """Rules behind a service give the same rewards to the bit; a reward model behind another (weight 0) the same to rounding."""
     workspace = Workspace.create(tmp_path)
     rules = [{"kind": "verifier", "name": "arithmetic"}, BREVITY]
     reward = {"init": SHAPE, "init_seed": 6}

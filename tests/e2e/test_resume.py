@@ -155,10 +155,7 @@ def test_a_critic_warms_up_alone(warmed_up: tuple[dict[str, Any], Outcome]) -> N
 
 
 def test_resume_in_another_layout(workspace: Workspace) -> None:
-    """Within a rollout, from 1 | 1 over TP2 | 1, trained as replicas, and PP2 | 1 to replicas: caches are filled anew.
-
-    With a vocabulary that tensor ranks do not divide.
-    """
+    """From 1 | 1 over TP2 | 1 (trained as replicas) and PP2 | 1 to replicas; tensor ranks do not divide the vocabulary."""
     odd = CARRIED | FEATURES["odd vocabulary"].changes
     plain, config = run_ppo_ranks(deep(workspace, "odd", **odd)), deep(workspace, "layout", **odd, **TWO_RANKS)
     assert FEATURES["odd vocabulary"].shows(plain), "nothing is drawn from the second shard"
@@ -196,10 +193,7 @@ def test_resumed_with_a_chunk_that_adapts_the_tokens_are_the_same(workspace: Wor
 
 
 def test_stale_caches_that_cannot_be_restored_are_those_of_the_current_weights(workspace: Workspace) -> None:
-    """After the first step, with rollouts that are carried over: what is decoded of them then is what `recompute` decodes.
-
-    Without caches, and in another layout; with them the run is another, or nothing is tested.
-    """
+    """Carried rollouts resumed without caches, or in another layout, are decoded as `recompute` decodes them."""
     two_steps = CARRIED | {"steps": 2, "checkpoint": {"every_steps": 1, "keep": 9}}
     fresh = run_ppo_ranks(deep(workspace, "fresh", **two_steps))
     config = deep(workspace, "stale", **two_steps, **{"overlap.actor_kv": "keep"})

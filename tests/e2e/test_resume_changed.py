@@ -123,10 +123,7 @@ def test_a_finished_run_is_given_more_steps(ended: dict[str, Any], tmp_path: Pat
 def test_another_actor_is_the_reference_and_leaves_the_weights_alone(
     ended: dict[str, Any], at_step_3: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Named as `actor.checkpoint`, where `reference` is null, it is the same as if it were named as the reference.
-
-    Of rollouts in flight, too, for which the checkpoint has caches of the reference before.
-    """
+    """A new `actor.checkpoint` changes a null reference as if it were named, also for rollouts with saved caches."""
     other = Path(ended["run_dir"]) / "weights" / "actor"
     twin = at_step_3 | {"run_dir": str(tmp_path / "twin")}
     shutil.copytree(at_step_3["run_dir"], twin["run_dir"])

@@ -129,10 +129,7 @@ def test_every_other_rank_names_the_update_it_was_in(tmp_path_factory: pytest.Te
 
 
 def test_what_was_sent_to_a_slow_rank_outlives_the_round(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A last stage has nothing to wait for at a round's end; also in an evaluation, whose executor goes with it.
-
-    Tokens, metrics and weights are those of a run in which no rank is slow.
-    """
+    """A last stage waits for nothing at a round's end, or an evaluation's; the run equals one without a slow rank."""
     workspace = Workspace.create(tmp_path_factory.mktemp("slow"))
     heldout = {"path": str(workspace.root / "data" / "heldout.jsonl"), "max_prompt_tokens": 96, "max_rows": 3}
     evaluation = {"data": heldout, "verifier": "arithmetic"}

@@ -1,8 +1,4 @@
-"""One job over two hosts: two torchrun agents on loopback, srun's environment, and two network namespaces.
-
-The launchers start ranks with `oppo_megatron`'s own command; a job must not show by whom it was started, and a host that
-does not come, or goes, must end the ranks of the other with an error that says so.
-"""
+"""One job over two hosts, by torchrun agents, srun's environment, and network namespaces: the same run, and lost hosts end it."""
 
 from __future__ import annotations
 

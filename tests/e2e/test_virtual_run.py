@@ -36,10 +36,7 @@ def test_batches_and_deferrals_are_those_of_a_real_run(workspace: Workspace, rul
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["sequential", "full", "tp 2"])
 def test_a_step_takes_what_the_run_s_own_costs_say(workspace: Workspace, layout: str) -> None:
-    """Of a model large enough that its actions are most of a step.  Without the reading it would be some 30 % short.
-
-    Costs are means, and so the steps are compared by theirs: other work on the machine makes some of them twice as long.
-    """
+    """Compare mean steps of a model whose actions take most of a step; without the reading they would be some 30 % short."""
     shape = SHAPE | {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 1024, "initializer_range": 0.02}
     tensor = {"mode": "colocated", "actor": {"tp": 2}, "scorer": {"tp": 2}}
     config = workspace.config(

@@ -280,31 +280,6 @@ def train(life: Life, book: ScoringBook, caches: Caches) -> None:
             del life.rollouts[seq_id]
 
 
-def test_a_finished_sequence_takes_the_slot_of_the_youngest_unfinished_one() -> None:
-    book = ScoringBook("reference", 1, 2)
-    old, young = rollout(3, 4, 2), rollout(7, 2, 1)
-    (work,) = book.plan([old, young], BUDGET)
-    assert work.open == [3, 7] and work.evict == []
-    ended = rollout(5, 3, 4, finished=True)
-    (work,) = book.plan([old, young, ended], BUDGET)
-    assert work.evict == [7] and work.open == [5] and work.done == [5]
-    assert work.prefill == [(Growth(5, 0, 6, 4),)]
-    young.tokens[:] = [0, 1, 2]
-    (work,) = book.plan([old, young], BUDGET)
-    assert work.open == [7] and work.evict == []
-    assert work.prefill == [(Growth(7, 0, 4, 2),)], "prefilled again, but its first output is known"
-
-
-def test_unfinished_sequences_wait_for_a_slot() -> None:
-    book = ScoringBook("reward", 1, 1)
-    first, second = rollout(0, 2, 1), rollout(1, 2, 1)
-    (work,) = book.plan([first, second], BUDGET)
-    assert work.open == [0]
-    assert book.owes([second]) and not book.owes([first])
-    (work,) = book.plan([first, second], BUDGET)
-    assert work == ReplicaWork()
-
-
 def test_new_weights_make_everything_owed_again() -> None:
     book = ScoringBook("critic", 1, 4)
     surplus, running = rollout(0, 3, 4, finished=True), rollout(1, 2, 3)

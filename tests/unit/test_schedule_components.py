@@ -8,7 +8,7 @@ from functools import partial
 from unittest import mock
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from oppo_megatron.errors import ScheduleError
@@ -28,7 +28,6 @@ from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.generators import GENERATORS, intra
 from tests.support.schedule_interpreter import harm
 from tests.support.schedules import ample_budgets, colocated, disaggregated, make_round, make_site, split_scorers
-from tests.unit.test_schedule_generators import cases
 from tests.unit.test_schedule_mutations import mutate
 from tests.unit.test_schedule_planner import Run, new_planner
 
@@ -203,22 +202,6 @@ def refused(computes: Schedule, shape: Round, site: Site) -> bool:
     except ScheduleError:
         return True
     return False
-
-
-@settings(deadline=None, max_examples=150)
-@given(case=cases(), generator=st.sampled_from(sorted(GENERATORS)), seed=st.integers(0, 10**6))
-def test_what_is_proved_the_checker_finds_sound(case: tuple[Round, Site, Costs], generator: str, seed: int) -> None:
-    """All that generators make is proved; of mutants of it only what is sound."""
-    round_, site, costs = case
-    sound, rng = GENERATORS[generator](round_, site, costs), random.Random(seed)
-    assert prove(sound, round_, site)
-    assume(any(True for _ in sound))
-    for _ in range(5):
-        _, mutated = mutate(sound, rng)
-        if prove(mutated, round_, site):
-            assert check(add_communication(mutated, round_, site), round_, site, ample_budgets(site), costs) == []
-        else:
-            assert mutated != sound
 
 
 def test_a_cache_too_short_for_the_round_is_told_before_it_runs() -> None:

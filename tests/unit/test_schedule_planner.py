@@ -25,7 +25,6 @@ from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.planner import PlannedRound, RoundPlanner
 from oppo_megatron.schedule.planning.scoring_book import ScoringBook
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site
-from oppo_megatron.schedule.weaving import generators
 from oppo_megatron.schedule.weaving.components import component_of
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.schedule.weaving.cut import Cut, Work, choose_cut
@@ -263,28 +262,6 @@ def test_woven_is_chosen_where_a_rank_decodes_and_scores(name: str) -> None:
     assert round_generator(OverlapConfig(), site) == ("intra" if "|" in name else "woven")
     assert round_generator(OverlapConfig(intra=False), site) == "sequential"
     assert round_generator(OverlapConfig(schedule="intra"), site) == "intra"
-
-
-def test_a_schedule_is_made_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    generate = GENERATORS["woven"]
-
-    def counted(*args: Any) -> Schedule:
-        made.append(args)
-        return generate(*args)
-
-    monkeypatch.setattr(generators, "GENERATORS", {"woven": counted})
-    site = SITES["colocated PP2"]
-    run = Run([new_planner(site, "woven", weave=(2, BUDGET))], random.Random(8))
-    seen: list[PlannedRound] = []
-
-    def visit(plans: list[PlannedRound]) -> None:
-        seen.extend(plans)
-        assert check(plans[0].schedule, replace(plans[0].round, index=1), site, budgets_of(site, 9)) == []
-
-    run.steps(8, visit)
-    assert len(made) == len({shape(plan.round) for plan in seen}) < len(seen)
-    assert [plan.round.index for plan in seen] == list(range(1, len(seen) + 1))
 
 
 def test_a_schedule_is_made_anew_when_costs_are_learned() -> None:

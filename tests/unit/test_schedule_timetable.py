@@ -60,6 +60,7 @@ def moved(table: Timetable, rng: random.Random) -> Timetable:
 def test_lists_of_times_that_are_proved_are_sound(case: tuple[Round, Site, Costs], generator: str, seed: int) -> None:
     round_, site, costs = case
     table, rng = table_of(generator, round_, site, costs), random.Random(seed)
+    assert runs_in_time(table, round_, site), "all that generators make is proved"
     for _ in range(5 if any(times.starts.size for times in table.times.values()) else 0):
         table = moved(table, rng)
         if runs_in_time(table, round_, site):
@@ -151,19 +152,6 @@ def test_sends_that_are_in_nobodys_way_let_all_go_through(
             sound = goes_through(table, round_, site, most)
             assert all(prove(Schedule(lists), round_, site, transport) == sound for lists in (table, dict(table)))
         table = moved(table, rng)
-
-
-def test_what_is_told_of_sends_without_a_simulation() -> None:
-    """On one pipeline, by either way; some rounds hang over one queue, and of these none is told to go through."""
-    site, found = colocated((1, 4, 1)), Counter[tuple[str, bool]]()
-    for generator, prefills, micro_batches, message_s in itertools.product(GENERATORS, (1, 5), (1, 3, 4), (5e-5, 2e-3)):
-        round_ = make_round(site, steps=6, micro_batches=micro_batches, prefills=prefills, prompts=2)
-        table = table_of(generator, round_, site, Costs(message_s=message_s))
-        sound = goes_through(table, round_, site, 1)
-        assert all(prove(Schedule(lists), round_, site, ONE_QUEUE) == sound for lists in (table, dict(table)))
-        found[generator, sound] += 1
-    assert found["sequential", True] == found["intra", True] == 12
-    assert found["woven", True] > 0 and found["woven", False] > 0
 
 
 CIRCLES = {

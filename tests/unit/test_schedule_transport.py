@@ -38,7 +38,6 @@ from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.schedule.weaving.generators import GENERATORS, one_by_one
 from tests.support.configs import least_config
 from tests.support.schedules import ample_budgets, make_round
-from tests.unit.test_schedule_components import sites
 from tests.unit.test_schedule_generators import cases
 from tests.unit.test_schedule_mutations import mutate, sound_schedule
 
@@ -170,16 +169,6 @@ def test_who_waits_for_ever_is_found_whoever_is_looked_at_first(seed: int, trans
         found = simulate(made, round_, site, transport=transport).stuck
         if not any(each.mistaken for each in found.values()):  # the judge takes what comes
             assert {rank: each.position for rank, each in found.items()} == stuck(made, site, transport)
-
-
-@settings(deadline=None, max_examples=100)
-@given(site=sites(), generator=st.sampled_from(sorted(GENERATORS)), seed=st.integers(0, 10**6))
-def test_first_uses_in_rounds_of_any_layout(site: Site, generator: str, seed: int) -> None:
-    round_ = make_round(site, steps=2, prefills=1 + seed % 3, sequences=1)
-    schedule = add_communication(GENERATORS[generator](round_, site, Costs()), round_, site)
-    for transport in (COLD, ONE_QUEUE):
-        found = simulate(schedule, round_, site, transport=transport).stuck
-        assert {rank: each.position for rank, each in found.items()} == stuck(schedule, site, transport)
 
 
 MESSAGES = Site({"actor": RolePlacement((0, 1), pp=2), "reward": RolePlacement((0, 1), pp=2)})

@@ -36,7 +36,7 @@ from oppo_megatron.records import Rollout
 from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.manifest import OtherFormatError, find_damage, find_misfits, read_manifest
-from oppo_megatron.train.saving.schema import PPO_STATE, SUPERVISED_STATE, read_lines, read_state
+from oppo_megatron.train.saving.schema import PPO_STATE, ROLLOUT, SUPERVISED_STATE, read_lines, read_state
 from oppo_megatron.train.saving.writing import CACHES, MODELS, ROLLOUTS, STATE
 
 
@@ -114,9 +114,7 @@ def _damage(folder: Path, world: World, vocab_size: int | None) -> str | None:
     return next((str(damage) for damage in found if damage is not None), None)
 
 
-ROLLOUT_FIELDS = (
-    "admission", "tokens", "logprobs", "sampling_logprobs", "versions", "deferrals", "finish_clock", "finish_reason",
-)  # fmt: skip
+ROLLOUT_FIELDS = tuple(name for name in ROLLOUT.model_fields if name != "seq_id")
 """Fields of a rollout's line, in addition to its prompt's position."""
 
 FIXED = {
