@@ -358,7 +358,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def encode_answers(tokenizer: Tokenizer, prompt: str, answers: Sequence[str]) -> list[list[int]]:
-    """Token ids of a prompt and of each answer, together those of the whole text; changed prompt tokens go to the answers."""
+    """Token ids of a prompt and of each answer: joined, those of the whole text.  Changed prompt tokens go to the answers."""
     alone = encode_prompt(tokenizer, prompt)
     wholes = [encode_prompt(tokenizer, prompt + answer) for answer in answers]
     shared = len(os.path.commonprefix([alone, *wholes]))
