@@ -162,7 +162,7 @@ class RolloutBuffer:
             where = f"sequence {rows.seq_ids[0]}, offset {rows.offsets[0]}" if len(rows) else "no rows"
             raise StreamError(
                 f"chunk {chunk.index} ({where}): its clock is {chunk.clock}, but {self.clock} is already recorded; "
-                f"chunks must be recorded in the order in which they were decoded"
+                f"record chunks in the order of decoding"
             )
         places = self._table.rows(rows.seq_ids)
         self._require_order(chunk, places)
