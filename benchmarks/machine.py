@@ -54,8 +54,8 @@ from oppo_megatron.config.derived import batch_rows
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.cores import usable_cores
+from oppo_megatron.data.generated import write_random_prompts
 from oppo_megatron.data.length_trace import forced_quantile
-from oppo_megatron.data.random_prompts import write_random_prompts
 from oppo_megatron.errors import ConfigError, WorldError
 from oppo_megatron.layout.flops import Shape, layer_linears
 from oppo_megatron.layout.shape import head_dim, num_kv_heads

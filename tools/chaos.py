@@ -37,7 +37,7 @@ from oppo_megatron.cli.parser import add_config_arguments, count
 from oppo_megatron.cluster.rank_processes import rank_processes
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.data.random_prompts import write_random_prompts
+from oppo_megatron.data.generated import write_random_prompts
 from oppo_megatron.errors import ConfigError, OppoError
 from oppo_megatron.layout.placements import role_placements, world_size
 from oppo_megatron.processes import started

@@ -6,7 +6,7 @@ import sys
 from itertools import islice
 from pathlib import Path
 
-from oppo_megatron.data.arithmetic import Shape, problems, wrong_solution
+from oppo_megatron.data.generated import Shape, problems, wrong_solution
 
 
 def write_steps(path: Path, seed: int, count: int, shape: Shape, wrong: float = 0.6) -> None:

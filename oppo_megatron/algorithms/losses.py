@@ -296,27 +296,19 @@ def value_loss(
     return losses_T.sum() / num_tokens, stats
 
 
-POLICY_FIGURES = (
-    "actor_loss", "clip_fraction", "lost_gradient_fresh", "lost_gradient_stale", "approx_kl", "ratio_mean", "ratio_max",
-    "importance_weight_mean", "entropy",
-)  # fmt: skip
+POLICY_RATIOS = {
+    "actor_loss": ("loss", "num_tokens"), "clip_fraction": ("clipped", "num_tokens"),
+    "lost_gradient_fresh": ("fresh_lost", "fresh_gradient"), "lost_gradient_stale": ("stale_lost", "stale_gradient"),
+    "approx_kl": ("approx_kl", "num_tokens"), "ratio_mean": ("ratio", "num_tokens"),
+    "importance_weight_mean": ("weight", "num_tokens"), "entropy": ("entropy", "num_tokens"),
+}  # fmt: skip
+"""Figures that are ratios of two sums of `PolicyStats`."""
+POLICY_FIGURES = (*POLICY_RATIOS, "ratio_max")
 BOUND_FIGURES = ("clip_fraction", "lost_gradient_fresh", "lost_gradient_stale")
 """Figures of the ratio's bounds, which a custom loss lacks."""
 
 
 def policy_figures(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    def summed(name: str) -> float:
-        return sum(report[name] for report in reports)
-
-    tokens = summed("num_tokens")
-    return {
-        "actor_loss": summed("loss") / tokens,
-        "clip_fraction": summed("clipped") / tokens,
-        "lost_gradient_fresh": summed("fresh_lost") / (summed("fresh_gradient") or 1.0),
-        "lost_gradient_stale": summed("stale_lost") / (summed("stale_gradient") or 1.0),
-        "approx_kl": summed("approx_kl") / tokens,
-        "ratio_mean": summed("ratio") / tokens,
-        "ratio_max": max(report["max_ratio"] for report in reports),
-        "importance_weight_mean": summed("weight") / tokens,
-        "entropy": summed("entropy") / tokens,
-    }
+    sums = {name: sum(report[name] for report in reports) for names in POLICY_RATIOS.values() for name in names}
+    figures = {name: sums[part] / (sums[whole] or 1.0) for name, (part, whole) in POLICY_RATIOS.items()}
+    return figures | {"ratio_max": max(report["max_ratio"] for report in reports)}

@@ -27,7 +27,6 @@ from oppo_megatron.config.debug import DebugConfig, ForcedLimits, log_normal
 from oppo_megatron.config.explain import explain
 from oppo_megatron.config.model import DecodePath, Dtype, ModelConfig, RuntimeConfig
 from oppo_megatron.data.length_trace import forced_quantile
-from oppo_megatron.engine.executor import Links
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
@@ -134,7 +133,6 @@ class Engine:
             self.model.new_cache(len(prompts_BP)),
             sampling=Sampling(seed=1),
             stopping=self.stopping,
-            links=Links({}),  # one rank has nobody to send to
             micro_batch_tokens=prompts_BP.numel(),
             timeout_s=RuntimeConfig().timeout_s,
         )

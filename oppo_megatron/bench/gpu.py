@@ -24,7 +24,7 @@ from oppo_megatron.config.derived import switches
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.model import Dtype
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.data.random_prompts import write_random_prompts
+from oppo_megatron.data.generated import write_random_prompts
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.flops import weight_bytes
 from oppo_megatron.layout.holdings import train_holdings

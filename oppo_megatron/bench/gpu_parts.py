@@ -136,7 +136,6 @@ def new_rounds(bench: Bench, model: RoleModel, sync_steps: int | None, layout: K
         model.new_cache(bench.work.batch, layout=layout),
         sampling=Sampling(seed=1),
         stopping=stopping,
-        links=Links({}),
         micro_batch_tokens=bench.work.micro_batch_tokens,
         timeout_s=runtime.timeout_s,
         sync_steps=runtime.sync_steps(bench.device.type),

@@ -19,7 +19,7 @@ from oppo_megatron.config.derived import MODES
 from oppo_megatron.config.model import ParallelConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.cores import usable_cores
-from oppo_megatron.data.random_prompts import write_random_prompts
+from oppo_megatron.data.generated import write_random_prompts
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.shape import check_shape
 from oppo_megatron.report.comparison import format_table

@@ -20,7 +20,7 @@ from oppo_megatron.cli.measure import cuda_devices
 from oppo_megatron.config.algorithm import PRESETS
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.cores import has_cuda
-from oppo_megatron.data.arithmetic import DatasetSizes, Shape, misreported_solution, write_dataset
+from oppo_megatron.data.generated import DatasetSizes, Shape, misreported_solution, write_dataset
 from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
 from oppo_megatron.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, ConfigError
 from oppo_megatron.layout.placements import world_size

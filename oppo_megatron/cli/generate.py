@@ -16,8 +16,7 @@ from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
 from oppo_megatron.config.paths import missing_path
 from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.config.run import TrainSettings
-from oppo_megatron.data.prompt_tokens import require_stop_texts
-from oppo_megatron.data.tokenizer import Tokenizer
+from oppo_megatron.data.tokenizer import Tokenizer, require_stop_texts
 from oppo_megatron.errors import CheckpointError, ConfigError, DataError
 from oppo_megatron.layout.shape import check_model, max_positions
 from oppo_megatron.nesting import read_yaml

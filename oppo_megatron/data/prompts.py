@@ -12,9 +12,8 @@ import numpy as np
 
 from oppo_megatron.config.data import PromptDataConfig
 from oppo_megatron.data.examples import Example, read_prompts
-from oppo_megatron.data.prompt_tokens import encode_prompt, end_of_prompt
 from oppo_megatron.data.rows import Quarantine, RowProblems, require_some
-from oppo_megatron.data.tokenizer import Tokenizer
+from oppo_megatron.data.tokenizer import Tokenizer, encode_prompt, end_of_prompt
 from oppo_megatron.errors import DataError, OppoError
 from oppo_megatron.records import Prompt
 

@@ -13,10 +13,9 @@ from oppo_megatron.config.data import DataConfig
 from oppo_megatron.config.evaluation import HeldoutConfig
 from oppo_megatron.config.supervised import DPOConfig, RewardModelConfig, SupervisedConfig
 from oppo_megatron.data.examples import Example, is_unequal, read_completions, read_marked, read_pairs, read_steps
-from oppo_megatron.data.prompt_tokens import encode_answers, encode_prompt, end_of_prompt, require_stop_texts
 from oppo_megatron.data.prompts import epoch_order
 from oppo_megatron.data.rows import Quarantine, RowProblems, require_some
-from oppo_megatron.data.tokenizer import Tokenizer
+from oppo_megatron.data.tokenizer import Tokenizer, encode_answers, encode_prompt, end_of_prompt, require_stop_texts
 from oppo_megatron.errors import DataError
 from oppo_megatron.token_text import StepEnds
 

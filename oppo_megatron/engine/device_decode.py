@@ -86,7 +86,7 @@ class DeviceLane:
         return drawn_K4R
 
     def _state(self, row: Growing, length: int) -> tuple[int, ...]:
-        """Token, cached length, position, limit, random state, 1 if greedy."""
+        """Return token, cached length, position, limit, random state, 1 if greedy."""
         chain, greedy = row_state(self._sampling.seed, row.seq_id), self._sampling.members.is_greedy(row.seq_id)
         return row.tokens[-1], length, row.position, row.limit, chain, int(greedy)
 

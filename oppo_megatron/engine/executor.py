@@ -54,7 +54,7 @@ def build_links(site: Site) -> Links:
 
 class RoleWorker(Protocol):
     def live(self, action: Action) -> bool:
-        """False if the action's sequences have ended; the same on all its ranks."""
+        """False if the action's sequences have ended."""
 
     def compute(self, action: Action) -> int:
         """Return the number of tokens (rows).  Raises CapacityError if memory runs out."""
@@ -152,7 +152,7 @@ class Executor:
             self._wait(action, work)
 
     def _tag(self, action: Action) -> int:
-        """Tag a message, so that on gloo none replaces a lost one (NCCL ignores tags)."""
+        """Return a tag, so that on gloo no message replaces a lost one."""
         step = 0 if action.step is None else action.step + 1
         return ((self._num_rounds << 18) + (step << 6) + action.micro_batch) % 2**31
 

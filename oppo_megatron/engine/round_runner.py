@@ -12,7 +12,7 @@ import torch.distributed as dist
 from oppo_megatron.chunks import Chunk, StopSignal
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.columns import Held, Ints
-from oppo_megatron.engine.executor import Executor, Links
+from oppo_megatron.engine.executor import Executor, Links, build_links
 from oppo_megatron.engine.generation import DecodeWorker
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.scoring import ScoringWorker
@@ -155,13 +155,13 @@ def decoder(
     *,
     sampling: Sampling,
     stopping: Stopping,
-    links: Links,
     micro_batch_tokens: int,
     timeout_s: float,
+    links: Links | None = None,
     sync_steps: int = 1,
     activity: Activity | None = None,
 ) -> RoundRunner:
-    """Return a runner that only decodes, on the ranks of one model."""
+    """Return a runner that only decodes, on the ranks of one model.  `links`: None to make them."""
     groups = model.groups
     placement = RolePlacement(groups.ranks, groups.tp, groups.pp, groups.dp)
     rank = dist.get_rank()
@@ -174,5 +174,7 @@ def decoder(
         site, "sequential", ("auto", "auto"), micro_batch_tokens, cache.max_length, book, {}, rank=rank,
         transport=transport_of(cache.device.type, os.environ, most_streams(site)),
     )  # fmt: skip
-    executor = Executor(rank, {"actor": worker}, links, timeout_s, cache.device, lambda *_: None, activity or Activity())
+    executor = Executor(
+        rank, {"actor": worker}, links or build_links(site), timeout_s, cache.device, lambda *_: None, activity or Activity()
+    )
     return RoundRunner(planner, executor, {"actor": coords.replica}, worker, None)

@@ -22,7 +22,7 @@ class StopText:
         self._completing = Completing(strings, decode)
 
     def ends(self, response: Sequence[int]) -> bool:
-        """True if the last token ends the response; earlier ones must not."""
+        """True if the last token ends the response."""
         if response[-1] not in self._completing:
             return False
         size = FIRST_TOKENS + self._longest

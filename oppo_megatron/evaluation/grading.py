@@ -11,8 +11,7 @@ from typing import Any
 from oppo_megatron.clock import by_time
 from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.control.estimates import Estimate, estimate, paired_difference
-from oppo_megatron.data.prompt_tokens import encode_prompt
-from oppo_megatron.data.tokenizer import load_tokenizer
+from oppo_megatron.data.tokenizer import encode_prompt, load_tokenizer
 from oppo_megatron.errors import ConfigError, DataError, RewardError
 from oppo_megatron.rewards.functions import build_reward_functions
 from oppo_megatron.rewards.protocol import Item, ScoreItem

@@ -1,4 +1,4 @@
-"""Device copies without host waits, out-of-memory errors, and captured decode steps."""
+"""Device copies, out-of-memory errors and captured decode steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_for(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
-    """Raise CapacityError if memory runs out; `describe` returns work and remedy as phrases."""
+    """Raise CapacityError if memory runs out; `describe` returns work and remedy."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -129,11 +129,10 @@ class CapturedSteps:
         return graph
 
     def _capture(self, step: Callable[[], None]) -> Any:
-        """`thread_local`: NCCL's watchdog may query events meanwhile."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device):
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # NCCL's watchdog queries events
                 step()
         return graph

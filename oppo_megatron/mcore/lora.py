@@ -7,11 +7,10 @@ Legend: T packed tokens, I inputs, G key/value heads, R query heads of each, D h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -24,11 +23,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from oppo_megatron.config.model import LoraConfig
-from oppo_megatron.layout.hf_layout import PRODUCTS, pair_sizes
-from oppo_megatron.layout.model_shape import ModelShape
+from oppo_megatron.layout.hf_layout import PRODUCTS, Product, pair_sizes
 from oppo_megatron.mcore.layers import tag_parameter
-
-Join = Callable[[Mapping[str, Tensor]], Tensor]
 
 
 class Pair(torch.nn.Module):
@@ -47,22 +43,21 @@ class Pair(torch.nn.Module):
 
 
 class Adapters(torch.nn.Module):
-    def __init__(
-        self,
-        pairs: Mapping[str, Pair],
-        cut: Literal["rows", "columns"],
-        join: Join,
-        scale: float,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool,
-    ):
+    """The pairs of one product of a RoleModel."""
+
+    def __init__(self, model: Any, product: Product, lora: LoraConfig, like: Tensor):
         super().__init__()
-        for name, pair in pairs.items():
+        sizes = pair_sizes(model.shape, lora.rank, model.groups.tp)
+        self._targets, self._cut, self._scale = product.targets, product.cut, lora.scale
+        self._widths = {target: sizes[target][1][0] for target in product.targets}
+        self._key_heads = model.shape.num_kv_heads // model.groups.tp
+        self._group, self._sequence_parallel = model.groups.collection.tp, bool(model.config.sequence_parallel)
+        self._names = [target for target in product.targets if target in lora.projections]
+        for name in self._names:
+            pair = Pair(sizes[name], product.cut, like)
             self.add_module(name, pair)
-            if sequence_parallel:
+            if self._sequence_parallel:
                 tag_parameter(pair.whole, "sequence_parallel", True)
-        self._names, self._cut, self._join, self._scale = list(pairs), cut, join, scale
-        self._group, self._sequence_parallel = group, sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         return self._join({name: self._one(self.get_submodule(name), x) for name in self._names})
@@ -72,6 +67,17 @@ class Adapters(torch.nn.Module):
         pairs: list[Any] = [self.get_submodule(name) for name in self._names]
         outputs = [F.linear(F.linear(x_TI, pair.lora_A), pair.lora_B) * self._scale for pair in pairs]
         return self._join(dict(zip(self._names, outputs, strict=True)))
+
+    def _join(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Join the targets' outputs into the product's, with zeros for targets without a pair."""
+        if len(self._targets) == 1:
+            return parts[self._targets[0]]
+        like = next(iter(parts.values()))
+        filled = [parts[t] if t in parts else like.new_zeros(*like.shape[:-1], self._widths[t]) for t in self._targets]
+        if "q_proj" not in self._targets:
+            return torch.cat(filled, dim=-1)
+        grouped = [part.unflatten(-1, (self._key_heads, -1)) for part in filled]  # [..., G, R D], [..., G, D], [..., G, D]
+        return torch.cat(grouped, dim=-1).flatten(-2)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: Mapping[str, Any] | None = None
@@ -108,16 +114,11 @@ def attach_adapters(model: Any, lora: LoraConfig) -> None:
         model.output_layer.weight.requires_grad_(True)
     for layer in model.decoder.layers:
         for product in PRODUCTS:
-            targets = [target for target in product.targets if target in lora.projections]
-            if not targets:
+            if set(lora.projections).isdisjoint(product.targets):
                 continue
             owner = layer.get_submodule(product.owner)
             linear = getattr(owner, product.linear)
-            sizes = pair_sizes(model.shape, lora.rank, model.groups.tp)
-            pairs: dict[str, Pair] = {target: Pair(sizes[target], product.cut, linear.weight) for target in targets}
-            join = _join(product.targets, model.shape, model.groups.tp)
-            group, sequence_parallel = model.groups.collection.tp, bool(model.config.sequence_parallel)
-            adapters = Adapters(pairs, product.cut, join, lora.scale, group, sequence_parallel)
+            adapters = Adapters(model, product, lora, linear.weight)
             owner.add_module(f"{product.linear}_lora", adapters)
             linear.register_forward_hook(lambda _, args, out, a=adapters: (out[0] + a(args[0]), *out[1:]))
     model.adapters = lora
@@ -131,25 +132,3 @@ def adapters_of(owner: Any, linear: str) -> Adapters | None:
     found = getattr(owner, f"{linear}_lora", None)
     assert found is None or isinstance(found, Adapters)
     return found
-
-
-def _join(targets: Sequence[str], shape: ModelShape, tp: int) -> Join:
-    """Join the targets' outputs into the product's, with zeros for targets without a pair."""
-    if len(targets) == 1:
-        return lambda parts: parts[targets[0]]
-    sizes = pair_sizes(shape, 1, tp)
-    widths = {target: sizes[target][1][0] for target in targets}
-
-    def filled(parts: Mapping[str, Tensor]) -> list[Tensor]:
-        like = next(iter(parts.values()))
-        return [parts[t] if t in parts else like.new_zeros(*like.shape[:-1], widths[t]) for t in targets]
-
-    if "q_proj" not in targets:
-        return lambda parts: torch.cat(filled(parts), dim=-1)
-    groups = shape.num_kv_heads // tp
-
-    def by_group(parts: Mapping[str, Tensor]) -> Tensor:
-        grouped = [part.unflatten(-1, (groups, -1)) for part in filled(parts)]  # [..., G, R D], [..., G, D], [..., G, D]
-        return torch.cat(grouped, dim=-1).flatten(-2)
-
-    return by_group

@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from torch import Tensor
 
+from oppo_megatron.mcore.compat import make_scratch_memory
 from oppo_megatron.mcore.model import RoleModel, transformer_config
 
 
@@ -27,8 +27,7 @@ class StaticContextDecoder:
         config.use_te_activation_func = False  # the stock spec has no activation of its own
         # The stock attention takes a dropout generator and its scratch memory from globals.
         initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-        if parallel_state._GLOBAL_MEMORY_BUFFER is None:
-            parallel_state._set_global_memory_buffer()
+        make_scratch_memory()
         self.stock = GPTModel(
             config=config,
             transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm),

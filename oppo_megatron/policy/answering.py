@@ -14,7 +14,7 @@ import torch.distributed as dist
 from oppo_megatron.clock import ByTime
 from oppo_megatron.cluster.hosts import show_hosts
 from oppo_megatron.cluster.world import World, choose_device, open_world
-from oppo_megatron.data.prompt_tokens import encode_prompt
+from oppo_megatron.data.tokenizer import encode_prompt
 from oppo_megatron.engine.completions import PromptDecoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping, StopText, all_ids

@@ -172,9 +172,9 @@ class RewardSum:
         of: Collection[str] | None = None,
         known: Mapping[str, float] = NOTHING_KNOWN,
     ) -> dict[str, float]:
-        """Return the parts `of` a response (None: all), by label, requesting and awaiting scores.
+        """Return the parts `of` a response (None: all), by label, requesting and awaiting scores.  Raises `RewardError`.
 
-        `num_tokens`: for rule `length`.  Raises `RewardError` naming sequence, `place` (file:line) and part.
+        `num_tokens`: for rule `length`.  `place`: file:line, for errors.
         """
         sequence, parts = _named(item, place), dict[str, float]()
         wanted = [summand for summand in self.summands if of is None or summand.label in of]

@@ -1,6 +1,6 @@
 """A reward function in its own process with limits, against accidents; it is not a sandbox.
 
-Both exchange JSON lines over pipes.  An answer repeats its call's name, which no other text in the pipe has.
+Both exchange JSON lines over pipes.  An answer repeats its call's name.
 """
 
 from __future__ import annotations

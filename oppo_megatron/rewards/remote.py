@@ -1,6 +1,6 @@
 """Scores from a service over HTTP, requested by one thread with an event loop.
 
-A request that fails is repeated for `give_up_s`; then, or if refused, `request` and `result` raise the error.
+A failed request is repeated for `give_up_s`; then, or if refused, `request` and `result` raise.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Rules that compare a response's final answer with the expected number, exactly, and rules of form and length.
+"""Rules that compare a final answer with the expected number, exactly, and rules of form and length.
 
-gsm8k: the last `#### n`, or a last line `A: n`.  arithmetic: else the last line's number.  flexible (gsm8k with `lenient`): else
-the last number.  gsm8k_first: the first `#### n`.
+gsm8k: the last `#### n`, or a last line `A: n`; gsm8k_first: the first.  arithmetic: else the last line's number.
+flexible (gsm8k with `lenient`): else the last number.
 """
 
 from __future__ import annotations

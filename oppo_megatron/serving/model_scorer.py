@@ -12,8 +12,7 @@ from oppo_megatron.cluster.hosts import show_hosts
 from oppo_megatron.cluster.world import choose_device, open_world
 from oppo_megatron.config.model import ParallelConfig, RoleConfig, RuntimeConfig
 from oppo_megatron.config.serve import ServeConfig
-from oppo_megatron.data.prompt_tokens import encode_prompt
-from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from oppo_megatron.data.tokenizer import Tokenizer, encode_prompt, load_tokenizer
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.layout.shape import check_shape
 from oppo_megatron.mcore.batch import join_rows, pack_at

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 from oppo_megatron.config.derived import batch_rows, members, verdict_lag
 from oppo_megatron.config.run import TrainConfig, TrainSettings
 from oppo_megatron.data.length_trace import forced_quantile
-from oppo_megatron.data.prompt_tokens import hidden_ids, require_stop_texts
 from oppo_megatron.data.prompts import PromptSet, load_prompts
 from oppo_megatron.data.rows import Quarantine, RowProblems
 from oppo_megatron.data.supervised_rows import describe_seen
-from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from oppo_megatron.data.tokenizer import Tokenizer, hidden_ids, load_tokenizer, require_stop_texts
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.overcommit.filter import VerdictClock
 from oppo_megatron.rewards.functions import RewardSum, build_reward_functions

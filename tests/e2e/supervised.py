@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from examples.arithmetic.write_steps import write_steps
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.describe import SUPERVISED
-from oppo_megatron.data.arithmetic import DatasetSizes, Shape, write_dataset
+from oppo_megatron.data.generated import DatasetSizes, Shape, write_dataset
 from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
 from oppo_megatron.train.supervised import run_supervised
 from tests.e2e.supervised_jobs import COMMANDS

@@ -12,7 +12,7 @@ import torch
 from benchmarks.peers.comparison import PEER_PYTHON
 from oppo_megatron.bench.gpu import SHARES, SIZES, GpuBench, GpuWork, agenda, run_within, set_side_by_side
 from oppo_megatron.cli.main import main
-from oppo_megatron.data.random_prompts import write_random_prompts
+from oppo_megatron.data.generated import write_random_prompts
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.integrations.huggingface import write_random_checkpoint
 from oppo_megatron.layout.shape import check_model

@@ -10,18 +10,15 @@ from unittest import mock
 from oppo_megatron.chunks import Chunk
 from oppo_megatron.config.model import DecodePath, KVLayout
 from oppo_megatron.engine import device_decode
-from oppo_megatron.engine.executor import build_links
-from oppo_megatron.engine.round_runner import RoundRunner, decoder
+from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping, StopText
 from oppo_megatron.errors import NumericsError
-from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.kv import sequence_cache
 from oppo_megatron.mcore.kv.paged import PagedKVCache
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.records import Prompt, Rollout
-from oppo_megatron.schedule.rounds import Site
-from tests.gloo.jobs_generation import NEVER, decode_round
+from tests.gloo.jobs_generation import NEVER, decode_round, new_rounds
 from tests.gloo.models import MAX_LENGTH, load, world_groups
 
 MAX_RESPONSE = 22
@@ -62,17 +59,9 @@ def _eos_ids(seed: int) -> tuple[int, ...]:
 
 
 def _runner(model: RoleModel, course: Course, way: Way) -> RoundRunner:
-    groups = model.groups
-    rounds = decoder(
-        model,
-        model.new_cache(course.slots, layout=way.layout),
-        sampling=course.sampling,
-        stopping=OwnLimits(_eos_ids(course.seed), MAX_RESPONSE, text=_text(course.seed)),
-        links=build_links(Site({"actor": RolePlacement(groups.ranks, groups.tp, groups.pp, groups.dp)})),
-        micro_batch_tokens=16,
-        timeout_s=60.0,
-        sync_steps=way.sync_steps,
-    )
+    cache = model.new_cache(course.slots, layout=way.layout)
+    stopping = OwnLimits(_eos_ids(course.seed), MAX_RESPONSE, text=_text(course.seed))
+    rounds = new_rounds(model, cache, course.sampling, stopping, sync_steps=way.sync_steps)
     rounds.planner.weave = (course.micro_batches, "auto")
     return rounds
 
@@ -128,17 +117,7 @@ def beside_each_other(directory: str, tp: int, courses: list[Course], ways: list
 def looks(directory: str, sync_steps: int) -> list[int]:
     """How many steps each look at the device was for, in a round of 20 steps of rollouts that do not end before."""
     model = load(directory, world_groups(1, 1))
-    course = Course(1, 1, 4, Sampling(seed=1))
-    rounds = decoder(
-        model,
-        model.new_cache(course.slots),
-        sampling=course.sampling,
-        stopping=Stopping((), MAX_RESPONSE),
-        links=build_links(Site({"actor": RolePlacement((0,))})),
-        micro_batch_tokens=16,
-        timeout_s=60.0,
-        sync_steps=sync_steps,
-    )
+    rounds = new_rounds(model, model.new_cache(4), Sampling(seed=1), Stopping((), MAX_RESPONSE), sync_steps=sync_steps)
     seen: list[int] = []
     read = device_decode.DeviceLane.read
 

@@ -9,18 +9,16 @@ from typing import Any
 import torch
 
 from oppo_megatron.chunks import Chunk
-from oppo_megatron.engine.executor import build_links
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.engine.stream import ChunkOutlet
-from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.batch import join_rows, pack_responses
+from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.training import forward_rows
 from oppo_megatron.mcore.vocab import token_logprobs
 from oppo_megatron.records import Prompt, Rollout
-from oppo_megatron.schedule.rounds import Site
 from tests.gloo.models import CPU, PATHS, gather_logits, load, world_groups
 
 EOS = 20  # comes up early in some of the sequences that the tests draw, and never in others
@@ -82,17 +80,17 @@ def apply(chunk: Chunk, rollouts: dict[int, Rollout]) -> None:
         rollout.finish_clock, rollout.finish_reason = row.finish_clock, row.finish_reason
 
 
-def runner(model: RoleModel, sampling: Sampling, variant: Variant) -> RoundRunner:
-    groups = model.groups
-    rounds = decoder(
-        model,
-        model.new_cache(variant.slots),
-        sampling=sampling,
-        stopping=Stopping((EOS,), MAX_RESPONSE),
-        links=build_links(Site({"actor": RolePlacement(groups.ranks, groups.tp, groups.pp, groups.dp)})),
-        micro_batch_tokens=variant.prefill_tokens,
-        timeout_s=60.0,
+def new_rounds(
+    model: RoleModel, cache: SequenceCache, sampling: Sampling, stopping: Stopping, *, tokens: int = 16, sync_steps: int = 1
+) -> RoundRunner:
+    return decoder(
+        model, cache, sampling=sampling, stopping=stopping, micro_batch_tokens=tokens, timeout_s=60.0, sync_steps=sync_steps
     )
+
+
+def runner(model: RoleModel, sampling: Sampling, variant: Variant) -> RoundRunner:
+    stopping = Stopping((EOS,), MAX_RESPONSE)
+    rounds = new_rounds(model, model.new_cache(variant.slots), sampling, stopping, tokens=variant.prefill_tokens)
     rounds.planner.weave = (variant.micro_batches, "auto")
     return rounds
 

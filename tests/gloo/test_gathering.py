@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from oppo_megatron.chunks import ChunkRow
+import torch.distributed as dist
+
+from oppo_megatron.chunks import ChunkRow, ChunkRows
+from oppo_megatron.cluster.process_groups import gather_figures
+from oppo_megatron.engine.stream import gather_rows
 from tests.support.ranks import run_ranks
+from tests.support.traffic import Traffic
+
+
+def gather(
+    rounds: Sequence[Sequence[Sequence[ChunkRow]]], figures: Sequence[Mapping[str, float]]
+) -> tuple[list[list[ChunkRow]], list[dict[str, float]], Traffic]:
+    """The rows of each round and the figures, each of which names by rank what that rank has; and what a rank sends for it."""
+    rank, group, traffic = dist.get_rank(), dist.group.WORLD, Traffic()
+    assert group is not None
+    with traffic.watched(), traffic.counting():
+        rows = [list(gather_rows(ChunkRows.of(by_rank[rank]), group)) for by_rank in rounds]
+        return rows, gather_figures(figures[rank], group), traffic
 
 
 def bits(values: list[float]) -> bytes:
@@ -23,7 +40,7 @@ def test_rows_and_figures_of_all_ranks_arrive_to_the_bit() -> None:
     ]
     nothing: list[list[ChunkRow]] = [[], [], []]
     figures: list[dict[str, float]] = [{"loss": 0.1 + 0.2, "max_ratio": math.inf}, {}, {"b": -0.0, "a": 5e-324}]
-    answers: Any = run_ranks(3, "tests.gloo.jobs_gathering:gather", rounds=[first, nothing], figures=figures)
+    answers: Any = run_ranks(3, "tests.gloo.test_gathering:gather", rounds=[first, nothing], figures=figures)
     for (rows, none), found, traffic in answers:
         assert rows == [row for own in first for row in own] and none == []
         assert bits(rows[0].logprobs) == bits(odd) and bits(rows[0].sampling_logprobs) == bits(odd[::-1])

@@ -18,7 +18,6 @@ from oppo_megatron.cluster.world import open_world
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine.device_decode import DeviceLane
-from oppo_megatron.engine.executor import Links
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.round_state import Growing
 from oppo_megatron.engine.sampler import Sampling, draw
@@ -158,7 +157,6 @@ def decoding(
                 model.new_cache(9, layout=layout),
                 sampling=Sampling(seed=3),
                 stopping=OwnLimits((), 50),
-                links=Links({}),
                 micro_batch_tokens=200,
                 timeout_s=60.0,
                 sync_steps=sync_steps,

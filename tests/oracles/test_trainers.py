@@ -14,7 +14,7 @@ if importlib.util.find_spec("trl") is None:
 
 from examples.arithmetic.write_steps import write_steps
 from oppo_megatron.config.data import TokenizerConfig
-from oppo_megatron.data.arithmetic import DatasetSizes, Shape, write_dataset
+from oppo_megatron.data.generated import DatasetSizes, Shape, write_dataset
 from oppo_megatron.data.tokenizer import load_tokenizer
 from tests.e2e.supervised import run, settings
 from tests.oracles.trl_trainers import Trained, arguments, train_groups, train_online_pairs, train_preferences, train_steps

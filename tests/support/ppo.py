@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.data.arithmetic import DatasetSizes, write_dataset
+from oppo_megatron.data.generated import DatasetSizes, write_dataset
 from oppo_megatron.data.tokenizer import train_sentencepiece
 from oppo_megatron.layout.placements import world_size
 from tests.support.ranks import run_ranks

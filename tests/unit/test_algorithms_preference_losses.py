@@ -130,15 +130,6 @@ def test_shares_of_micro_batches_add_up_with_their_statistics(cut: int) -> None:
     assert float(table[:, 1].mean()) == pytest.approx(float(whole), rel=1e-6)
 
 
-@pytest.mark.parametrize("loss", ["sigmoid", "robust", "hinge", "ipo"])
-@pytest.mark.parametrize("average", [False, True])
-def test_gradients_by_finite_differences(loss: str, average: bool) -> None:
-    smoothing = {"label_smoothing": 0.2} if loss in ("sigmoid", "robust") else {}
-    rule = DPOLossConfig.model_validate({"loss": loss, "average": average, "nll": 0.3, "beta": 0.4, **smoothing})
-    logp_S = LOGPS.clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: pair_columns(x, REFERENCE, COUNTS, rule)["loss"], logp_S)
-
-
 def test_losses_stay_on_the_models_device_and_wait_for_no_value() -> None:
     """On tensors of a GPU that is not there."""
     with FakeTensorMode(), torch.no_grad():

@@ -19,7 +19,7 @@ from oppo_megatron.config.derived import MODES, switched
 from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.model import ParallelConfig
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.data.random_prompts import write_random_prompts
+from oppo_megatron.data.generated import write_random_prompts
 from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.errors import DataError
 from oppo_megatron.layout.placements import world_size

@@ -12,7 +12,7 @@ from benchmarks.scaling import with_model
 from oppo_megatron.bench.suite import BenchError, BenchStopped, Launch, Run, Suite, require_same_work, work_figures, work_lines
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.data.random_prompts import write_random_prompts
+from oppo_megatron.data.generated import write_random_prompts
 from oppo_megatron.errors import EXIT_REQUEUE, ConfigError
 
 SHAPE = {

@@ -85,23 +85,14 @@ def test_an_end_is_seen_and_left_to_the_agent(
         assert pid == child.pid and os.waitstatus_to_exitcode(status) == code
 
 
-def test_a_failure_that_the_agent_has_asked_for_first_is_seen_too(
-    ranks: list[tuple[BaseProcess, Connection]], tmp_path: Path
+@pytest.mark.parametrize(("code", "failed"), [(0, False), (3, True)])
+def test_an_end_that_the_agent_has_asked_for_first_is_seen_too(
+    ranks: list[tuple[BaseProcess, Connection]], tmp_path: Path, code: int, failed: bool
 ) -> None:
     supervisor, (child, tell) = alive_to(tmp_path), ranks[0]
-    tell.send(3)
-    child.join()
-    assert supervisor.someone_failed()
-
-
-def test_an_end_that_the_agent_is_just_asking_for_is_no_failure(
-    ranks: list[tuple[BaseProcess, Connection]], tmp_path: Path
-) -> None:
-    """Asked for, and not written down yet."""
-    supervisor, (child, tell) = alive_to(tmp_path), ranks[0]
-    tell.send(0)
+    tell.send(code)
     assert os.waitpid(child.pid or 0, 0)[0] == child.pid
-    assert not supervisor.someone_failed()
+    assert supervisor.someone_failed() == failed
 
 
 SPEED = 10.0

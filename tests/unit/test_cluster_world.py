@@ -58,12 +58,6 @@ def test_a_users_own_choice_of_when_to_connect_stays(monkeypatch: pytest.MonkeyP
     assert os.environ[CONNECT_LATE] == "0"
 
 
-def test_a_world_of_one_is_left_also_by_a_run_that_failed() -> None:
-    with pytest.raises(KeyError, match="the run failed"), open_world(RuntimeConfig(device="cpu"), {}):
-        raise KeyError("the run failed")
-    assert not dist.is_initialized()
-
-
 def test_a_failed_rank_does_not_wait_for_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaving the group could wait for messages that no one will take, and be noticed before the reason is told."""
     calls: list[str] = []
@@ -200,20 +194,15 @@ def test_a_device_gets_all_hardware_queues_unless_the_user_says_how_many(monkeyp
         assert os.environ.get(variable) == expected
 
 
-def test_groups_keep_the_deadline_of_the_run() -> None:
-    """torch gives a new group its own default, half an hour."""
-    with open_world(RuntimeConfig(device="cpu", timeout_s=7), {}):
-        group = new_group([0], desc="role.tp")
-        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
-        assert group.group_desc == "role.tp"
-
-
 GLOO = "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:1234. Check the logs"
 
 
-def test_a_lost_peer_is_named_with_what_was_waited_for() -> None:
+def test_a_lost_peer_is_named_with_what_was_waited_for_and_groups_have_the_runs_deadline() -> None:
     config = RuntimeConfig(device="cpu", timeout_s=7)
     with pytest.raises(StallError) as stalled, open_world(config, {}), waiting_for("update actor, step 3"):
+        group = new_group([0], desc="role.tp")
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7), "torch's own is half an hour"
+        assert group.group_desc == "role.tp"
         raise RuntimeError(GLOO)
     assert str(stalled.value) == (
         "rank 0 waited in vain for `update actor, step 3` (Connection closed by peer [10.0.0.2]:1234). The peer has died "
@@ -231,4 +220,4 @@ def test_other_errors_stay_what_they_are(error: Exception) -> None:
     config = RuntimeConfig(device="cpu")
     with pytest.raises(type(error)) as caught, open_world(config, {}), waiting_for("update actor, step 3"):
         raise error
-    assert caught.value is error
+    assert caught.value is error and not dist.is_initialized()

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from oppo_megatron.config.data import DataConfig, TokenizerConfig
-from oppo_megatron.data.prompt_tokens import encode_answers, encode_prompt
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import RowLoader
-from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from oppo_megatron.data.tokenizer import Tokenizer, encode_answers, encode_prompt, load_tokenizer
 from oppo_megatron.token_text import StepEnds
 from tests.support.chat_templates import CHATML, LLAMA2, LLAMA3, MISTRAL
 from tests.support.rows import write_rows

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from oppo_megatron.config.data import DataConfig, PromptDataConfig, TokenizerConfig
-from oppo_megatron.data.prompt_tokens import encode_prompt
 from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import RowLoader
-from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
+from oppo_megatron.data.tokenizer import encode_prompt, load_tokenizer, train_sentencepiece
 from oppo_megatron.errors import ConfigError
 from tests.support.rows import write_rows
 from tests.support.tokenizers import save_byte_level

@@ -12,8 +12,7 @@ import pytest
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.debug import ForcedLengths
 from oppo_megatron.config.ppo import RolloutConfig
-from oppo_megatron.data.prompt_tokens import require_stop_texts
-from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
+from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer, require_stop_texts, train_sentencepiece
 from oppo_megatron.engine.stopping import Stopping, StopText
 from oppo_megatron.errors import ConfigError
 from tests.support.tokenizers import save_byte_level

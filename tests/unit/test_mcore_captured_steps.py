@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from oppo_megatron.cluster.world import open_world
 from oppo_megatron.config.model import DecodePath, KVLayout, ModelConfig, RuntimeConfig
 from oppo_megatron.engine.device_decode import batch_bucket
-from oppo_megatron.engine.executor import Links
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
@@ -58,7 +57,7 @@ def new_model(path: DecodePath, dtype: str, **changes: Any) -> RoleModel:
 
 def new_rounds(model: RoleModel, sampling: Sampling, sync_steps: int, layout: KVLayout) -> RoundRunner:
     return decoder(
-        model, model.new_cache(9, layout=layout), sampling=sampling, stopping=OwnLimits((17, 41), 50), links=Links({}),
+        model, model.new_cache(9, layout=layout), sampling=sampling, stopping=OwnLimits((17, 41), 50),
         micro_batch_tokens=200, timeout_s=60.0, sync_steps=sync_steps,
     )  # fmt: skip
 

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from oppo_megatron.errors import CapacityError, CheckpointError
 from oppo_megatron.layout.memory import BLOCK_TOKENS, slot_tokens
-from oppo_megatron.mcore.kv import cached_plan
+from oppo_megatron.mcore.kv import cached_plan, call_parts
+from oppo_megatron.mcore.kv.cached_plan import CallPlan
 from oppo_megatron.mcore.kv.dense import KVCache
 from oppo_megatron.mcore.kv.paged import PagedCall, PagedKVCache
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
@@ -374,19 +375,24 @@ def watch_attention(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("window", [None, 5, LENGTH])
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3]], ids=["neighbours", "scattered slots"])
 @pytest.mark.parametrize("new", [new_cache, new_paged], ids=["dense", "paged"])
-def test_sequences_attend_alike_one_by_one_all_at_once_and_in_stretches(
+def test_sequences_attend_the_same_one_by_one_all_at_once_in_stretches_and_in_the_parts_of_a_gpu(
     order: list[int], new: Callable[[int], SequenceCache], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three calls: some sequences are new and some go on from what is cached; then each decodes a token."""
+    """New sequences, sequences that go on, a decode step of each; parts are few or many, with masks in pieces."""
     found, cuts, products = [], [], watch_attention(monkeypatch)
-    for fewest, call in ((0, 1e9), (1e9, 1e9), (1e9, 0.5)):
+    on_gpu = [(2**20, 2**25), (1, 2**25), (30, 40), (2**20, 1)]
+    for fewest, call, parts in [(0, 1e9, None), (1e9, 1e9, None), (1e9, 0.5, None), *[(0, 1e9, parts) for parts in on_gpu]]:
         monkeypatch.setattr(cached_plan, "FEW_TOKENS", fewest)
         monkeypatch.setattr(cached_plan, "CALL_NUMBERS", call)
+        if parts is not None:
+            monkeypatch.setattr(CallPlan, "parts_on", staticmethod(lambda _: True))
+            monkeypatch.setattr(call_parts.parts_of, "__defaults__", parts[:1])
+            monkeypatch.setattr(call_parts, "MASK_NUMBERS", parts[1])
         torch.manual_seed(0)
         cache, outputs = new(4), []
         for seq_id in range(4):
             cache.open(seq_id)
-        for lens in ([5, 1, 3, 4], [2, 6, 1, 7], [1, 1, 1, 1]):
+        for lens in ([5, 1, 3, 4], [2, 6, 1, 5], [1, 1, 1, 1], [2, 2, 2, 2]):
             ids, lens = order, [lens[i] for i in order]
             plan = cache.begin(ids, lens)
             q, k, v = (torch.randn(sum(lens), heads, DIM) for heads in (HEADS, GROUPS, GROUPS))
@@ -395,9 +401,10 @@ def test_sequences_attend_alike_one_by_one_all_at_once_and_in_stretches(
             cuts.append(list(products))
             cache.commit(plan)
         found.append(torch.cat(outputs))
-    each, all_at_once, stretches = cuts[:3], cuts[3:6], cuts[6:]
-    assert each == [[1] * LAYERS * len(order)] * 2 + [[len(order)] * LAYERS], "decode steps attend at once"
-    assert all_at_once == [[len(order)] * LAYERS] * 3
+    each, all_at_once, stretches = cuts[:4], cuts[4:8], cuts[8:12]
+    alone, together = [1] * LAYERS * len(order), [len(order)] * LAYERS
+    assert each == [alone, alone, together, alone], "decode steps attend at once"
+    assert all_at_once == [together] * 4
     assert all(len(sizes) > LAYERS and sum(sizes) == LAYERS * len(order) for sizes in stretches)
     for other in found[1:]:
         torch.testing.assert_close(found[0], other, atol=1e-6, rtol=1e-6)

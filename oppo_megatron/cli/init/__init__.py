@@ -15,7 +15,7 @@ from pathlib import Path
 from oppo_megatron.config.describe import COMMANDS
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.paths import named_paths
-from oppo_megatron.data.arithmetic import DatasetSizes, Shape, misreported_solution, write_dataset
+from oppo_megatron.data.generated import DatasetSizes, Shape, misreported_solution, write_dataset
 from oppo_megatron.errors import ConfigError
 
 PATHS = {

@@ -105,7 +105,7 @@ class SequenceCache(ABC):
         self._lengths[slot] = length
 
     def fork(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Give `targets`, open and empty, the first `length` tokens of `source`."""
+        """Give empty `targets` the first `length` tokens of `source`."""
         assert length <= self.length(source), f"sequence {source} has {self.length(source)} tokens to fork, not {length}"
         slots = [self._slots[target] for target in targets]
         for target, slot in zip(targets, slots, strict=True):

@@ -1,7 +1,4 @@
-"""Rule `multiple_choice`: a response states one letter, the expected one (docs/rewards.md).
-
-The first form of `_READERS` that names a letter decides; all its places must name the same letter.
-"""
+"""Rule `multiple_choice`: the first form of `_READERS` that names a letter decides; all its places must name the same letter."""
 
 from __future__ import annotations
 

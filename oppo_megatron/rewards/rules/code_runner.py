@@ -3,7 +3,7 @@
     job       {"program": text, "tests": [{"code": text} | {"stdin": text}], "memory_bytes": n, "cpu_s": n}
     answer    {"network": "cut" | "open"}, then a line for each test in turn: {"passed": bool} | {"stdout": text | null}
 
-This file is a program of its own: it imports nothing of the package, so that the program under test finds nothing of the run.
+It imports nothing of the package, so that the program finds nothing of the run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rule `code`: a response's last Python block passes the row's tests, each in its own process.
 
-`grade` runs in an `IsolatedFunction` and starts `code_runner` per response.  It is not a sandbox (docs/rewards.md).
+`grade` runs in an `IsolatedFunction` and starts `code_runner` per response; not a sandbox.
 """
 
 from __future__ import annotations

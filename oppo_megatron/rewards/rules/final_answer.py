@@ -1,7 +1,4 @@
-"""Finds the final answer in a response, after any `</think>`, for all rules (docs/rewards.md shows the forms).
-
-The first form of a rule that occurs decides; `texts` returns all its places, in order.
-"""
+"""Finds the final answer in a response, after any `</think>` (docs/rewards.md); the first form of a rule that occurs decides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generated arithmetic problems with worked solutions: the demo's task.  Chains of sums, a partial result per line:
+"""Generated data: random prompts, and arithmetic problems with worked solutions.  Chains of sums, a partial result per line:
 
     Q: 7+5-3=?
     A:7+5=12
@@ -20,7 +20,11 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, Literal
 
+from oppo_megatron.data.tokenizer import train_sentencepiece
+
 LARGEST = 99
+NUM_PROMPTS = 1024
+VOCAB_SIZE = 262  # of a tokenizer of single characters over digits, bytes included
 HELDOUT_BYTES = 26  # of 256: about a tenth of all problems
 
 
@@ -184,3 +188,12 @@ def _write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
         stream.writelines(json.dumps(row) + "\n" for row in rows)
     os.replace(partial, path)
     return path
+
+
+def write_random_prompts(directory: Path, prompt_tokens: int) -> tuple[Path, Path]:
+    """Write a digit tokenizer and `NUM_PROMPTS` prompts of `prompt_tokens` digits; return both paths."""
+    rng = random.Random(1)  # noqa: S311  (to be drawn again, not to be secret)
+    prompts = ["".join(rng.choices("0123456789", k=prompt_tokens)) for _ in range(NUM_PROMPTS)]
+    tokenizer = directory / "tokenizer.model"
+    train_sentencepiece([*prompts, "0123456789"], tokenizer, VOCAB_SIZE, model_type="char")
+    return tokenizer, _write_jsonl(directory / "prompts.jsonl", ({"prompt": prompt} for prompt in prompts))

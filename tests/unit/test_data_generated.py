@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from oppo_megatron.data.arithmetic import (
+from oppo_megatron.data.generated import (
     DatasetSizes,
     Problem,
     Shape,
