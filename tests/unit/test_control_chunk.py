@@ -22,23 +22,26 @@ def drive(tuner: ChunkTuner, num_steps: int, cost: Callable[[int, int], float], 
     return used
 
 
-def test_a_search_after_the_warm_up_and_then_every_period() -> None:
-    costs = {16: 3.0, 32: 2.0, 64: 1.0}
-    tuner = ChunkTuner(ChunkConfig(tokens=32, adaptive=[16, 32, 64]), longest=1000, period=6)
-    # Warm-up at 32, three candidates, settled on 64 until the next search 6 steps after the first began.
-    assert drive(tuner, 12, lambda step, chunk: costs[chunk]) == [32, 16, 32, 64, 64, 64, 64, 16, 32, 64, 64, 64]
+Cost = Callable[[int, int], float]
+SEARCHES: list[tuple[int, list[int], int, int, Cost, list[int]]] = [
+    # warm-up at 32, three candidates, settled on 64 until the next search 6 steps after the first began
+    (32, [16, 32, 64], 1000, 6, lambda step, chunk: 64 / chunk, [32, 16, 32, 64, 64, 64, 64, 16, 32, 64, 64, 64]),
+    # the warm-up step is not measured
+    (32, [16, 32], 1000, 6, lambda step, chunk: 1e6 if step == 0 else 1 / chunk, [32, 16, 32, 32]),
+    # the choice follows a change of costs
+    (8, [8, 16], 1000, 5, lambda step, chunk: chunk if step < 5 else 100 - chunk, [8, 8, 16, 8, 8, 8, 8, 16, 16, 16]),
+    # candidates are clipped, come once, and include the present value; a single one is no search
+    (5, [64, 16, 32, 16], 20, 6, lambda step, chunk: abs(chunk - 16) + 1, [5, 5, 16, 20, 16]),
+    (64, [16, 32], 8, 2, lambda step, chunk: 1.0, [8] * 6),
+]
 
 
-def test_the_warm_up_step_is_not_measured() -> None:
-    tuner = ChunkTuner(ChunkConfig(tokens=32, adaptive=[16, 32]), longest=1000)
-    drive(tuner, 3, lambda step, chunk: 1e6 if step == 0 else {16: 2.0, 32: 1.0}[chunk])
-    assert tuner.value == 32
-
-
-def test_the_choice_follows_a_change_of_costs() -> None:
-    tuner = ChunkTuner(ChunkConfig(tokens=8, adaptive=[8, 16]), longest=1000, period=5)
-    used = drive(tuner, 10, lambda step, chunk: float(chunk if step < 5 else -chunk + 100))
-    assert used == [8, 8, 16, 8, 8, 8, 8, 16, 16, 16]
+@pytest.mark.parametrize(("tokens", "sizes", "longest", "period", "cost", "expected"), SEARCHES)
+def test_a_search_after_the_warm_up_and_then_every_period(
+    tokens: int, sizes: list[int], longest: int, period: int, cost: Cost, expected: list[int]
+) -> None:
+    tuner = ChunkTuner(ChunkConfig(tokens=tokens, adaptive=sizes), longest, period)
+    assert drive(tuner, len(expected), cost) == expected
 
 
 def test_candidates_are_weighed_by_tokens() -> None:
@@ -51,17 +54,6 @@ def test_candidates_are_weighed_by_tokens() -> None:
     assert decision.reason == (
         "step 2: chunk 1 is the fastest (seconds until scored, relative to decoding such work: 1: 0.09091, 2: 0.2)"
     )
-
-
-def test_candidates_are_clipped_deduplicated_and_include_the_current_value() -> None:
-    tuner = ChunkTuner(ChunkConfig(tokens=5, adaptive=[64, 16, 32, 16]), longest=20)
-    assert drive(tuner, 4, lambda step, chunk: abs(chunk - 16) + 1.0) == [5, 5, 16, 20]
-    assert tuner.value == 16
-
-
-def test_one_candidate_is_no_search() -> None:
-    tuner = ChunkTuner(ChunkConfig(tokens=64, adaptive=[16, 32]), longest=8, period=2)
-    assert drive(tuner, 6, lambda step, chunk: 1.0) == [8] * 6
 
 
 def test_a_step_without_tokens_is_tried_again() -> None:
