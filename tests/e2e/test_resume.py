@@ -237,8 +237,8 @@ def test_what_cannot_be_continued_is_refused(workspace: Workspace) -> None:
     assert "does not hold the models of this configuration" in refusal(config | {"actor": wider})
     (manifest,) = (run / "checkpoints").glob("step-*/manifest.json")
     text, there = manifest.read_text(), checkpoints(config)
-    manifest.write_text(text.replace('"format": 3', '"format": 2'))
-    assert f"{manifest}: format 2, this program reads format 3; resume with the version that wrote it" == refusal(config)
+    manifest.write_text(text.replace('"format": 4', '"format": 3'))
+    assert f"{manifest}: format 3, this program reads format 4; resume with the version that wrote it" == refusal(config)
     assert checkpoints(config) == there, "it is not damaged"
     manifest.unlink()
     assert "none of its checkpoints is whole" in refusal(config)
