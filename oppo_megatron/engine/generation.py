@@ -155,8 +155,8 @@ class DecodeWorker(CacheWorker):
 
     def _decode(self, action: Action) -> int:
         lane, hidden = self._round.lanes[action.micro_batch], self._round.hidden
-        first = self.model.pre_process
-        inputs = on_device([g.tokens[-1] for g in lane], self.cache.device) if first else hidden[action.micro_batch]
+        is_first = self.model.pre_process
+        inputs = on_device([g.tokens[-1] for g in lane], self.cache.device) if is_first else hidden[action.micro_batch]
         hidden[action.micro_batch] = step(self.model, self.cache, [g.seq_id for g in lane], [1] * len(lane), inputs)
         return len(lane)
 
@@ -218,4 +218,6 @@ class DecodeWorker(CacheWorker):
                 lane.pop()
                 self.cache.exchange(growing.seq_id, last.seq_id)  # so that the micro-batch keeps neighbouring slots
                 if self.model.groups.dp == 1:  # else other replicas have a say in when the batch is complete
-                    self._round.hear(growing.seq_id, (step_, micro_batch))
+                    self._round.local.finish(growing.seq_id)
+                    if self._round.local.ready and self._round.ready is None:
+                        self._round.ready = step_, micro_batch

@@ -56,17 +56,13 @@ def _replace_torch(module: str) -> Callable[[], None]:
     return lambda: _replace(module, "torch", _TorchOnCpu())
 
 
-def _clip_by_norm() -> None:
+def _clip(parameters: Any, max_norm: float, total_norm: float, use_decoupled_grad: bool = False) -> None:
     """The original asserts the type string of CUDA gradients; this is the same arithmetic."""
-
-    def clip(parameters: Any, max_norm: float, total_norm: float, use_decoupled_grad: bool = False) -> None:
-        scale = max_norm / (total_norm + 1.0e-6)
-        name = "decoupled_grad" if use_decoupled_grad else "grad"
-        grads = [getattr(p, name) for p in parameters if getattr(p, name, None) is not None]
-        if scale < 1.0 and grads:
-            torch._foreach_mul_([grad.detach() for grad in grads], scale)
-
-    _replace("optimizer.optimizer", "clip_grad_by_total_norm_fp32", clip)
+    scale = max_norm / (total_norm + 1.0e-6)
+    name = "decoupled_grad" if use_decoupled_grad else "grad"
+    grads = [getattr(p, name) for p in parameters if getattr(p, name, None) is not None]
+    if scale < 1.0 and grads:
+        torch._foreach_mul_([grad.detach() for grad in grads], scale)
 
 
 def _parameter_type() -> None:
@@ -91,7 +87,8 @@ PATCHES = (
     Patch("optimizer/optimizer.py:907", "device='cuda'", _replace_torch("optimizer.optimizer")),
     Patch("optimizer/clip_grads.py:103", "device='cuda'", _replace_torch("optimizer.clip_grads")),
     Patch("utils.py:1207", 'device="cuda"', _replace_torch("utils")),
-    Patch("optimizer/clip_grads.py:167", "param.grad.type() == 'torch.cuda.FloatTensor'", _clip_by_norm),
+    Patch("optimizer/clip_grads.py:167", "param.grad.type() == 'torch.cuda.FloatTensor'",
+          lambda: _replace("optimizer.optimizer", "clip_grad_by_total_norm_fp32", _clip)),
     Patch("optimizer/optimizer.py:671", "'torch.cuda.BFloat16Tensor'", _parameter_type),
     # Recomputed activations save the state of the CPU's generator without the missing CUDA generator's.
     Patch("tensor_parallel/random.py:55", "torch.cuda.random.get_rng_state(device=device)", lambda: _replace(
@@ -142,12 +139,8 @@ def known_norm(optimizer: Any, norm: float) -> Iterator[None]:
 def optimizer_world(group: dist.ProcessGroup) -> Iterator[None]:
     """Narrow "the world" to a model's ranks: optimizer/__init__.py:180 would wait for ranks with other models."""
     gather = dist.all_gather_object
-
-    def gather_in_group(objects: list[Any], obj: Any, group_: Any = None) -> None:
-        gather(objects, obj, group=group_ or group)
-
     with (
-        mock.patch.object(dist, "all_gather_object", gather_in_group),
+        mock.patch.object(dist, "all_gather_object", lambda objects, obj, g=None: gather(objects, obj, group=g or group)),
         mock.patch.object(dist, "get_world_size", lambda g=None: (g or group).size()),
     ):
         yield

@@ -41,8 +41,9 @@ def memory_for(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        work, remedy = describe()
-        raise CapacityError(f"memory ran out in {work} ({_first_sentence(error)}); {remedy}") from error
+        (work, remedy), text = describe(), str(error).partition("\n")[0]
+        reason = text[max(0, text.find("DefaultCPUAllocator")) :].split(". ")[0] or type(error).__name__
+        raise CapacityError(f"memory ran out in {work} ({reason}); {remedy}") from error
 
 
 def too_many_tokens(work: str, lengths: Sequence[int], answers: int = 1) -> tuple[str, str]:
@@ -63,11 +64,6 @@ def too_many_sequences(work: str, sequences: int, cache_bytes: int) -> tuple[str
         f"set runtime.kv_cache_mb to {megabytes} or less (this cache takes {-(-cache_bytes // 2**20)} MiB) to decode fewer "
         "sequences at once, or use more ranks",
     )
-
-
-def _first_sentence(error: BaseException) -> str:
-    text = str(error).partition("\n")[0]
-    return text[max(0, text.find("DefaultCPUAllocator")) :].split(". ")[0] or type(error).__name__
 
 
 StepRunner = Callable[[Hashable, Callable[[], None]], None]
@@ -108,25 +104,20 @@ class CapturedSteps:
     def __call__(self, key: Hashable, step: Callable[[], None]) -> None:
         graph = self._graphs.get(key)
         if graph is None and not self._refused and self._runs.get(key, 0) >= WARM_UPS:
-            graph = self._try_capture(key, step)
+            try:
+                graph = self._graphs[key] = self._capture(step)
+            except RuntimeError as error:
+                # The end of the capture then raises, too; the error before it names the operation at fault.
+                if is_out_of_memory(error) or "captur" not in str(error):
+                    raise
+                self._refused = True
+                first = str(error.__context__ or error).partition("\n")[0]
+                print(f"decode steps are run without CUDA graphs from here on: {first}", file=sys.stderr, flush=True)
         if graph is not None:
             graph.replay()
             return
         self._runs[key] = self._runs.get(key, 0) + 1
         step()
-
-    def _try_capture(self, key: Hashable, step: Callable[[], None]) -> Any | None:
-        try:
-            graph = self._graphs[key] = self._capture(step)
-        except RuntimeError as error:
-            # The end of the capture then raises, too; the error before it names the operation at fault.
-            if is_out_of_memory(error) or "captur" not in str(error):
-                raise
-            self._refused = True
-            first = str(error.__context__ or error).partition("\n")[0]
-            print(f"decode steps are run without CUDA graphs from here on: {first}", file=sys.stderr, flush=True)
-            return None
-        return graph
 
     def _capture(self, step: Callable[[], None]) -> Any:
         if self._pool is None:

@@ -37,10 +37,6 @@ class Pair(torch.nn.Module):
         sharded, dim = (self.lora_B, 0) if cut == "rows" else (self.lora_A, 1)
         set_tensor_model_parallel_attributes(sharded, True, dim, 1)
 
-    @property
-    def whole(self) -> torch.nn.Parameter:
-        return self.lora_A if getattr(self.lora_B, "tensor_model_parallel", False) else self.lora_B
-
 
 class Adapters(torch.nn.Module):
     """The pairs of one product of a RoleModel."""
@@ -57,7 +53,7 @@ class Adapters(torch.nn.Module):
             pair = Pair(sizes[name], product.cut, like)
             self.add_module(name, pair)
             if self._sequence_parallel:
-                tag_parameter(pair.whole, "sequence_parallel", True)
+                tag_parameter(pair.lora_A if product.cut == "rows" else pair.lora_B, "sequence_parallel", True)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._join({name: self._one(self.get_submodule(name), x) for name in self._names})
@@ -85,13 +81,9 @@ class Adapters(torch.nn.Module):
         assert metadata is not None
         matrix, axis = ("lora_B", 0) if self._cut == "rows" else ("lora_A", 1)
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {f"{name}.{matrix}": axis for name in self._names},
-            sharded_offsets,
-            tp_group=self._group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+            self.state_dict(prefix="", keep_vars=True), prefix, {f"{name}.{matrix}": axis for name in self._names},
+            sharded_offsets, tp_group=self._group, dp_cp_group=metadata["dp_cp_group"],
+        )  # fmt: skip
         return sharded
 
     def _one(self, pair: Any, x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Legend: T packed tokens, H hidden, V vocabulary, R rows of interest.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -193,42 +194,29 @@ class RoleModel(GPTModel):
         return self.vocab.of_tokens(self._fused_head(hidden_TH)).float()
 
     def tie_embeddings_and_output_weights_state_dict(
-        self,
-        sharded_state_dict: dict[str, Any],
-        output_layer_weight_key: str,
-        first_stage_word_emb_key: str,
+        self, sharded_state_dict: dict[str, Any], output_layer_weight_key: str, first_stage_word_emb_key: str,
         metadata: dict[str, Any],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Save the last stage's output layer as a copy of the embedding."""
         if not self.post_process or self.pre_process:
             return
         replicas = metadata["dp_cp_group"]
         sharded_state_dict[output_layer_weight_key] = make_tp_sharded_tensor_for_checkpoint(
-            tensor=self.shared_embedding_or_output_weight(),
-            key=first_stage_word_emb_key,
-            replica_id=(1, 0, replicas.rank()),
-            allow_shape_mismatch=True,
-            tp_group=self.groups.collection.tp,
+            tensor=self.shared_embedding_or_output_weight(), key=first_stage_word_emb_key,
+            replica_id=(1, 0, replicas.rank()), allow_shape_mismatch=True, tp_group=self.groups.collection.tp,
             dp_cp_group=replicas,
-        )
+        )  # fmt: skip
 
     def new_cache(self, num_slots: int, budget_bytes: int | None = None, layout: KVLayout = "dense") -> KVCache | PagedKVCache:
         weight = next(self.parameters())
-        sizes: dict[str, Any] = {
-            "num_layers": len(self.decoder.layers),
-            "num_kv_heads": self.shape.num_kv_heads // self.groups.tp,
-            "head_dim": self.shape.head_dim,
-            "num_slots": num_slots,
-            "max_length": self.max_length,
-            "rope": self.rope,
-            "dtype": weight.dtype,
-            "device": weight.device,
-            "budget_bytes": budget_bytes,
-        }
         kernel = find_kernel(weight.device, weight.dtype)
-        if layout == "paged" or (layout == "auto" and kernel is not None):
-            return PagedKVCache(**sizes, kernel=kernel)
-        return KVCache(**sizes)
+        is_paged = layout == "paged" or (layout == "auto" and kernel is not None)
+        make = functools.partial(PagedKVCache, kernel=kernel) if is_paged else KVCache
+        return make(
+            num_layers=len(self.decoder.layers), num_kv_heads=self.shape.num_kv_heads // self.groups.tp,
+            head_dim=self.shape.head_dim, num_slots=num_slots, max_length=self.max_length, rope=self.rope,
+            dtype=weight.dtype, device=weight.device, budget_bytes=budget_bytes,
+        )  # fmt: skip
 
 
 def transformer_config(
@@ -317,35 +305,22 @@ def build_chunks(
     chunks = []
     for number in range(1 if layout is None else layout.vpp):
         chunk = RoleModel(shape, groups, config, head, max_length, number, layers).to(device)
-        _mark_shards(chunk)
+        for name, module in chunk.named_modules():  # mark tensor-parallel shards, so gradient norms count each weight once
+            if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)) and module.weight is not None:
+                stride = 2 if name.endswith("linear_fc1") else 1  # gate and up are sharded separately
+                set_tensor_model_parallel_attributes(module.weight, True, 0, stride)
+            elif isinstance(module, RowParallelLinear):
+                set_tensor_model_parallel_attributes(module.weight, True, 1, 1)
         chunk.set_rope(device)
         chunks.append(chunk)
     return chunks
 
 
-def _mark_shards(model: RoleModel) -> None:
-    """Mark tensor-parallel shards, so gradient norms count each weight once."""
-    for name, module in model.named_modules():
-        if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)) and module.weight is not None:
-            stride = 2 if name.endswith("linear_fc1") else 1  # gate and up are sharded separately
-            set_tensor_model_parallel_attributes(module.weight, True, 0, stride)
-        elif isinstance(module, RowParallelLinear):
-            set_tensor_model_parallel_attributes(module.weight, True, 1, 1)
-
-
 @torch.inference_mode()
 def step(
-    model: RoleModel,
-    kv: SequenceCache,
-    seq_ids: Sequence[int],
-    lens: Sequence[int],
-    inputs: Tensor,
-    rows_R: Tensor | None = None,
+    model: RoleModel, kv: SequenceCache, seq_ids: Sequence[int], lens: Sequence[int], inputs: Tensor, rows_R: Tensor | None = None
 ) -> Tensor:
-    """Append lens[s] tokens to each cache; return this stage's output.
-
-    `inputs`: tokens [T] on the first stage, hidden states [T, 1, H] on others.
-    """
+    """Append lens[s] tokens (on later stages hidden states [T, 1, H]) to each cache; return this stage's output."""
     plan = kv.begin(seq_ids, lens)
     if model.pre_process:
         out = model(inputs, plan, rows_R)

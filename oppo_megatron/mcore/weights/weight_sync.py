@@ -71,7 +71,7 @@ class Reallocation:
         assert self._like.dtype == next(training[0].parameters()).dtype, "weights of two dtypes cannot be moved bit for bit"
         self._own: list[tuple[_Piece, _Piece]] = []
         sends, receives, moved = defaultdict[int, list[_Piece]](list), defaultdict[int, list[_Piece]](list), 0
-        rank, source, target = dist.get_rank(), _Layout.of(training[0]), _Layout.of(serving)
+        rank, source, target = dist.get_rank(), _Layout(training[0]), _Layout(serving)
         trained = {chunk.stage: dict(chunk.named_parameters()) for chunk in training}
         served = dict(serving.named_parameters())
         for receiver in target.ranks:
@@ -131,19 +131,12 @@ def share_parameters(training: RoleModel, serving: RoleModel) -> None:
     assert not lacking, f"parameters that the serving model lacks: {lacking}"
 
 
-@dataclass(frozen=True)
 class _Layout:
     """A model's trained parts over its ranks, by (virtual) stage."""
 
-    ranks: tuple[int, ...]
-    tp: int
-    pp: int
-    stages: list[list[Part]]
-
-    @classmethod
-    def of(cls, model: RoleModel) -> _Layout:
-        groups, stages = model.groups, range(model.num_stages)
-        return cls(groups.ranks, groups.tp, groups.pp, [model.parts(groups.tp, stage, len(stages)) for stage in stages])
+    def __init__(self, model: RoleModel):
+        self.ranks, self.tp, self.pp = model.groups.ranks, model.groups.tp, model.groups.pp
+        self.stages = [model.parts(self.tp, stage, model.num_stages) for stage in range(model.num_stages)]
 
     def holders(self, stage: int, tp_rank: int | None) -> Sequence[int]:
         """Ranks of a stage's replicas; None: of any tensor rank."""
