@@ -86,10 +86,7 @@ class ScoringWorker(CacheWorker):
     def compute(self, action: Action) -> int:
         batch = self._round.batches[action.micro_batch]
         with memory_for(lambda: too_many_tokens(f"the {self.role} model's prefill", [growth.new for growth in batch])):
-            if action.op is Op.SCORE:
-                return self._score(batch)
-            self._round.hidden = self.append(batch, self._round.sequences, self._round.hidden, self._round.taken)
-            return sum(g.new for g in batch)
+            return self._score(batch) if action.op is Op.SCORE else self._prefill(batch)
 
     def outbox(self, action: Action) -> Sequence[Tensor]:
         assert self._round.hidden is not None
@@ -99,6 +96,10 @@ class ScoringWorker(CacheWorker):
         hidden = self.new_hidden(sum(g.new for g in self._round.batches[action.micro_batch]))
         yield hidden
         self._round.hidden = hidden
+
+    def _prefill(self, batch: Batch) -> int:
+        self._round.hidden = self.append(batch, self._round.sequences, self._round.hidden, self._round.taken)
+        return sum(g.new for g in batch)
 
     def _score(self, batch: Batch) -> int:
         assert self._round.hidden is not None
