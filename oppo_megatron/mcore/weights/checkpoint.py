@@ -222,15 +222,15 @@ def _pieces(model: TrainedModel) -> Iterator[tuple[Parameter, tuple[slice, dict[
         if hasattr(optimizer, "gbuf_ranges"):
             for param, (group, order) in optimizer.model_param_group_index_map.items():
                 share = optimizer._get_model_param_range_map(param)["param"]
-                yield param, (slice(share.start, share.end), _state(param, inner.param_groups[group]["params"][order], inner))
+                yield param, (slice(share.start, share.end), _parts(param, inner.param_groups[group]["params"][order], inner))
         else:
             for param in _trained(model):
                 main = getattr(param, "main_param", param)
                 if main in inner.state:
-                    yield param, (slice(0, param.numel()), _state(param, main, inner))
+                    yield param, (slice(0, param.numel()), _parts(param, main, inner))
 
 
-def _state(param: Parameter, main: Tensor, optimizer: Any) -> dict[str, Tensor]:
+def _parts(param: Parameter, main: Tensor, optimizer: Any) -> dict[str, Tensor]:
     """Return the moments of `main`, and `main` itself if it is the float32 copy of a low-precision weight."""
     parts = {moment: optimizer.state[main][moment] for moment in MOMENTS}
     return parts if param.dtype == torch.float32 else parts | {MASTER: main.data}
