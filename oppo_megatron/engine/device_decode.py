@@ -27,16 +27,9 @@ SYNC_STEPS = {"cpu": 1, "cuda": 16}
 
 class DeviceLane:
     def __init__(
-        self,
-        model: RoleModel,
-        cache: SequenceCache,
-        run: StepRunner,
-        *,
-        sampling: Sampling,
-        eos_ids: Sequence[int],
-        sync_steps: int,
-        name: int,
-    ):
+        self, model: RoleModel, cache: SequenceCache, run: StepRunner, *, sampling: Sampling, eos_ids: Sequence[int],
+        sync_steps: int, name: int,
+    ):  # fmt: skip
         self._model, self._cache, self._run, self._name = model, cache, run, name
         self._sampling, self._eos_ids = sampling, sorted(eos_ids)
         self._places = cache.step_rows()

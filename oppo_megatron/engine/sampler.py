@@ -26,7 +26,7 @@ BLOCK = 64  # tokens per block: cumulative sums over blocks, then one block, are
 
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature 0 is greedy, as are sequences marked by `members`; top_k 0 and top_p 1 keep all tokens."""
+    """Temperature 0 is greedy, as are marked `members`; top_k 0 and top_p 1 keep all tokens."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -43,8 +43,8 @@ class Sampling:
 class Draw:
     """[R] each; a mass is finite if and only if its distribution is valid.
 
-    `logprobs` are over the whole vocabulary at the configured temperature (1 if greedy), as in training; `sampling_logprobs`
-    after top-k and top-p.
+    `logprobs`: over the whole vocabulary at the temperature (1 if greedy), as in training; `sampling_logprobs`: after top-k and
+    top-p.
     """
 
     tokens: Tensor
@@ -79,7 +79,7 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 def draw(
     logits_RV: Tensor, sampling: Sampling, seq_ids: Sequence[int], positions: Sequence[int], shards: VocabShards | None = None
 ) -> Draw:
-    """Draw one token per row from float32 logits, the same on every rank of `shards`."""
+    """Draw a token per row from float32 logits, equal on every rank."""
     u_R = on_device(uniforms(sampling.seed, seq_ids, positions), logits_RV.device, torch.float64)
     greedy_R = None
     if sampling.members.greedy:
@@ -119,7 +119,7 @@ def _greedy(logits_RV: Tensor, shards: VocabShards) -> Draw:
 
 
 def _whole(scaled_RV: Tensor, u_R1: Tensor, shards: VocabShards) -> Draw:
-    """Draw first a block of the vocabulary, then a token in it; ranks exchange block masses, never logits."""
+    """Draw a block of the vocabulary, then a token in it; ranks exchange block masses."""
     probs_RV = torch.softmax(scaled_RV, -1)  # of this shard
     missing = -probs_RV.shape[-1] % BLOCK
     blocks_RKW = (F.pad(probs_RV, (0, missing)) if missing else probs_RV).view(len(probs_RV), -1, BLOCK)
@@ -151,7 +151,7 @@ def _whole(scaled_RV: Tensor, u_R1: Tensor, shards: VocabShards) -> Draw:
 
 
 def _truncated(scaled_RV: Tensor, u_R1: Tensor, sampling: Sampling, shards: VocabShards) -> Draw:
-    """Draw from the top-k and top-p candidates; ranks exchange their best k, without top-k all logits."""
+    """Draw from top-k and top-p candidates; ranks exchange their best k, without top-k all logits."""
     vocab = scaled_RV.shape[-1] * shards.size
     mass_R1 = torch.logsumexp(scaled_RV, -1, keepdim=True)
     if shards.size > 1:

@@ -91,7 +91,7 @@ class ChunkEncoder(ChunkBooks):
 
 class ChunkDecoder(ChunkBooks):
     def payload_size(self, header: Ints) -> int:
-        """Return the payload's size in integers.  Raises StreamError for an unexpected header."""
+        """Return the payload's number of words.  Raises StreamError for an unexpected header."""
         magic, index, _, num_rows, num_tokens, _, checksum = (int(x) for x in header)
         if magic != MAGIC or checksum != zlib.crc32(header[:-1].tobytes()):
             raise StreamError(
@@ -151,7 +151,7 @@ class ChunkDecoder(ChunkBooks):
 
 
 def _checksum_of(rows: ChunkRows) -> Callable[[int, int], int]:
-    """Return a function of a packed row and its sequence's checksum before; it covers all but the count."""
+    """Return a function of a packed row and the checksum before; it covers all but the count."""
     heads = memoryview(np.ascontiguousarray(rows.table[[0, 1, 3, 4, 5]].T).tobytes())
     body = [memoryview(part).cast("B") for part in np.ascontiguousarray(rows.body)] if rows.num_tokens else []
     starts, ends = (8 * rows.starts).tolist(), (8 * (rows.starts + rows.counts)).tolist()
@@ -167,7 +167,7 @@ def _checksum_of(rows: ChunkRows) -> Callable[[int, int], int]:
 
 
 class ChunkOutlet(ChunkEncoder):
-    """The sending end on ranks of the actor; all encode the same message."""
+    """The sending end on the actor's ranks, which encode equal messages."""
 
     def __init__(self, device: torch.device):
         super().__init__()

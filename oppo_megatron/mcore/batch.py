@@ -16,7 +16,7 @@ Answered = tuple[Sequence[int], Sequence[int]]
 
 @dataclass
 class MicroBatch:
-    """`index`: indices of the sequences in the batch; `rows_R`: packed positions of wanted outputs; `targets_R`: next tokens.
+    """`index`: indices in the batch; `rows_R`: packed positions of wanted outputs; `targets_R`: next tokens.
 
     `tokens`: `tokens_T` on the host; `counts`: rows per response; `extra`: tensors for the loss.
     """
@@ -51,7 +51,7 @@ class MicroBatch:
 def pack_responses(
     prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], budget: int, device: torch.device
 ) -> list[MicroBatch]:
-    """Pack at most `budget` tokens (longer sequences alone), longest first.  A response token's row is the position before."""
+    """Pack at most `budget` tokens (longer sequences alone), longest first.  A token's row is the position before."""
     return pack_together([[answered] for answered in zip(prompts, responses, strict=True)], budget, device)
 
 

@@ -1,4 +1,4 @@
-"""Patches that megatron-core 0.16.1 needs without a CUDA device; a test fails when one is no longer needed."""
+"""Patches that megatron-core 0.16.1 needs without a CUDA device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 
 @dataclass(frozen=True)
 class Patch:
-    """One adaptation; `serves` is `path:line` below megatron/core, `because` the text found there."""
+    """`serves` is `path:line` below megatron/core, `because` the text there."""
 
     serves: str
     because: str
@@ -99,7 +99,7 @@ PATCHES = (
 
 
 def install() -> bool:
-    """Apply all patches without a CUDA device; return True if applied."""
+    """Return True if applied, which a CUDA device forbids."""
     if torch.cuda.is_available():
         return False
     if not getattr(torch.cuda.current_device, "__module__", "").startswith(__name__):
@@ -117,7 +117,7 @@ def make_scratch_memory() -> None:
 
 
 def keep_norms_on_device() -> None:
-    """Sum gradient norms on the GPU without transformer-engine and apex; in utils.py:1206 the host waits for each."""
+    """Sum gradient norms on the GPU without transformer-engine and apex; utils.py:1206 waits for each."""
     clip_grads = importlib.import_module("megatron.core.optimizer.clip_grads")
     plain = getattr(clip_grads, "local_multi_tensor_l2_norm", None)
     if torch.cuda.is_available() and plain is not None and clip_grads.l2_norm_impl is plain:
@@ -130,14 +130,14 @@ def norm_on_device(_chunk: int, _overflow: torch.Tensor, lists: list[list[torch.
 
 @contextlib.contextmanager
 def known_norm(optimizer: Any, norm: float) -> Iterator[None]:
-    """Let `step` of a chained optimizer use `norm`, which optimizer.py:1314 would compute again with a host wait."""
+    """Let `step` use `norm`, which optimizer.py:1314 would compute again with a host wait."""
     with mock.patch.object(optimizer, "get_grad_norm", lambda: norm):
         yield
 
 
 @contextlib.contextmanager
 def optimizer_world(group: dist.ProcessGroup) -> Iterator[None]:
-    """Narrow "the world" to a model's ranks: optimizer/__init__.py:180 would wait for ranks with other models."""
+    """Narrow "the world" to a model's ranks: optimizer/__init__.py:180 would wait for others."""
     gather = dist.all_gather_object
     with (
         mock.patch.object(dist, "all_gather_object", lambda objects, obj, g=None: gather(objects, obj, group=g or group)),

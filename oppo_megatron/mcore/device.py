@@ -47,7 +47,7 @@ def memory_for(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
 
 
 def too_many_tokens(work: str, lengths: Sequence[int], answers: int = 1) -> tuple[str, str]:
-    """Return work and remedy for a micro-batch; `answers` of its sequences (2: a pair) stay together."""
+    """Return work and remedy; `answers` sequences (2: a pair) stay together."""
     tokens = sum(lengths)
     if len(lengths) <= answers:
         remedy = "lower the maximum lengths of prompts and responses"
@@ -77,7 +77,7 @@ def run_eagerly(key: Hashable, step: Callable[[], None]) -> None:
 
 
 class CapturedSteps:
-    """Runs the first steps of a key eagerly, then captures one as a CUDA graph and replays it.
+    """Runs a key's first steps eagerly, then replays a CUDA graph.
 
     Graphs share memory and are dropped if weights have moved at a `renew`.  If CUDA refuses a capture, new keys run eagerly.
     """

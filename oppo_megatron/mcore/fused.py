@@ -23,10 +23,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 class FusedStage:
-    """A stage's layers and, on the last, the final norm; made again after weight changes.
-
-    On a GPU it copies no weights, as captured steps need; for the CPU `packed` ones.
-    """
+    """A stage's layers and, on the last, final norm, made again after weight changes; copies weights only if `packed`."""
 
     def __init__(self, layers: Sequence[Any], final_norm: Any | None, tp_group: dist.ProcessGroup, *, packed: bool):
         self._bare = [_FusedLayer(layer, packed) for layer in layers]

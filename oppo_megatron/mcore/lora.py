@@ -1,7 +1,7 @@
-"""Low-rank adapters of megatron-core's parallel products: y = W x + s B A x (Hu et al. 2021), a pair per Hugging Face target.
+"""Low-rank adapters of parallel products: y = W x + s B A x (Hu et al. 2021), a pair per Hugging Face target.
 
-A column-parallel product has a whole A and B cut by rows; the gradient of B's input is summed over ranks.  A row-parallel one
-has A cut by columns and a whole B; B A x is summed with the product (cached calls), or A x is (training).
+Column-parallel products cut B by rows, and sum the gradient of its input over ranks.  Row-parallel ones cut A by columns;
+B A x is summed with the product (cached calls), or A x is (training).
 Legend: T packed tokens, I inputs, G key/value heads, R query heads of each, D head dimension.
 """
 
@@ -65,7 +65,7 @@ class Adapters(torch.nn.Module):
         return self._join(dict(zip(self._names, outputs, strict=True)))
 
     def _join(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Join the targets' outputs into the product's, with zeros for targets without a pair."""
+        """Join outputs, with zeros for targets without a pair."""
         if len(self._targets) == 1:
             return parts[self._targets[0]]
         like = next(iter(parts.values()))
@@ -100,7 +100,7 @@ class Adapters(torch.nn.Module):
 
 
 def attach_adapters(model: Any, lora: LoraConfig) -> None:
-    """Attach adapters, values not yet set, to a RoleModel; otherwise only a scalar head stays trainable."""
+    """Attach adapters without values to a RoleModel; else only a scalar head stays trainable."""
     model.requires_grad_(False)
     if model.head == "scalar" and model.post_process:
         model.output_layer.weight.requires_grad_(True)

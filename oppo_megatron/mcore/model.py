@@ -44,8 +44,7 @@ from oppo_megatron.mcore.layers import ScalarHead, block_spec
 from oppo_megatron.mcore.vocab import VocabShards
 
 DecodePath = Literal["packed", "fused", "module"]
-"""Computation of cached calls: over a copy of the weights for the CPU's products (fused if it has none), by few calls over the
-modules' parameters, or by megatron's modules."""
+"""Cached calls: over a copy of the weights for CPUs (else fused), by few calls over the parameters, or by megatron's modules."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -56,15 +55,9 @@ class RoleModel(GPTModel):
     """
 
     def __init__(
-        self,
-        shape: ModelShape,
-        groups: RoleGroups,
-        config: TransformerConfig,
-        head: Head,
-        max_length: int,
-        chunk: int = 0,
+        self, shape: ModelShape, groups: RoleGroups, config: TransformerConfig, head: Head, max_length: int, chunk: int = 0,
         layers: LayerKind = "torch",
-    ):
+    ):  # fmt: skip
         num_chunks = config.virtual_pipeline_model_parallel_size
         num_stages, stage = groups.pp * (num_chunks or 1), chunk * groups.pp + groups.pp_rank
         first, last = stage == 0, stage == num_stages - 1
@@ -152,7 +145,7 @@ class RoleModel(GPTModel):
     def forward(self, tokens_T: Tensor | None, plan: AttentionPlan, rows_R: Tensor | None = None) -> Tensor:
         """Return hidden states [T, 1, H]; on the last stage logits [R, V / tp] or scalars [R] of the rows (None: all T).
 
-        If tp does not divide V, the last rank has fewer logits.  Logits of cached calls are float32.
+        The last rank may have fewer logits.  Logits of cached calls are float32.
         """
         if self.fused is not None and isinstance(plan, CachedPlan):
             return self._cached_forward(self.fused, tokens_T, plan, rows_R)
@@ -223,41 +216,25 @@ def transformer_config(
     shape: ModelShape, groups: RoleGroups, dtype: torch.dtype, layout: TrainingLayoutConfig | None = None
 ) -> TransformerConfig:
     return TransformerConfig(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_size,
-        num_attention_heads=shape.num_heads,
-        num_query_groups=shape.num_kv_heads,
-        kv_channels=shape.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=shape.norm_eps,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=groups.tp,
-        pipeline_model_parallel_size=groups.pp,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
+        num_layers=shape.num_layers, hidden_size=shape.hidden_size, ffn_hidden_size=shape.ffn_size,
+        num_attention_heads=shape.num_heads, num_query_groups=shape.num_kv_heads, kv_channels=shape.head_dim,
+        normalization="RMSNorm", layernorm_epsilon=shape.norm_eps,
+        gated_linear_unit=True, activation_func=torch.nn.functional.silu,
+        add_bias_linear=False, add_qkv_bias=shape.qkv_bias, qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0, attention_dropout=0.0,
+        tensor_model_parallel_size=groups.tp, pipeline_model_parallel_size=groups.pp,
+        params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16,
         use_cpu_initialization=True,
         perform_initialization=False,  # every weight comes from a checkpoint or a seeded source
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False,
+        bias_activation_fusion=False, persist_layer_norm=False, apply_rope_fusion=False,
         use_te_activation_func=True,  # the layer spec's own, whoever made it
-        persist_layer_norm=False,
-        apply_rope_fusion=False,
         variable_seq_lengths=layout is None or layout.vpp == 1,  # packed micro-batches differ in length
         batch_p2p_sync=False,  # for torch before 1.12: the host would wait for the device in every message between stages
         moe_token_dispatcher_type="alltoall",  # noqa: S106  (no secret: megatron requires it for variable lengths)
         calculate_per_token_loss=True,  # losses are shares of a minibatch's: they add up, over replicas too
         **({} if layout is None else _training_options(layout, groups)),
-    )
+    )  # fmt: skip
 
 
 def _training_options(layout: TrainingLayoutConfig, groups: RoleGroups) -> dict[str, Any]:
@@ -282,16 +259,9 @@ def build_model(shape: ModelShape, groups: RoleGroups, **options: Any) -> RoleMo
 
 
 def build_chunks(
-    shape: ModelShape,
-    groups: RoleGroups,
-    layout: TrainingLayoutConfig | None,
-    *,
-    head: Head,
-    max_length: int,
-    dtype: str,
-    device: torch.device,
-    layers: LayerKind = "torch",
-) -> list[RoleModel]:
+    shape: ModelShape, groups: RoleGroups, layout: TrainingLayoutConfig | None, *, head: Head, max_length: int, dtype: str,
+    device: torch.device, layers: LayerKind = "torch",
+) -> list[RoleModel]:  # fmt: skip
     """Return this rank's chunks, weights not yet set.  Raises CapacityError if `max_length` is too large."""
     if max_length > shape.max_positions:
         raise CapacityError(

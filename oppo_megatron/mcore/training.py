@@ -44,16 +44,12 @@ class StepReport:
 
 
 def _run(
-    modules: Sequence[torch.nn.Module],
-    chunks: Sequence[RoleModel],
-    batches: Sequence[MicroBatch],
-    finish: Loss,
-    forward_only: bool,
-    ahead: list[tuple[MicroBatch, Tensor]],
-) -> list[dict[str, Tensor]]:
-    """Run the pipeline over `modules` (chunks or wrappers); return each report of `finish`, on the last stage.
+    modules: Sequence[torch.nn.Module], chunks: Sequence[RoleModel], batches: Sequence[MicroBatch], finish: Loss,
+    *, forward_only: bool, ahead: list[tuple[MicroBatch, Tensor]],
+) -> list[dict[str, Tensor]]:  # fmt: skip
+    """Run the pipeline over `modules` (chunks or wrappers); return the reports of `finish`, on the last stage.
 
-    `ahead`: none or one micro-batch after its forward pass, taken out when used.
+    `ahead`: at most one micro-batch after its forward pass, taken out when used.
     """
     first = chunks[0]
     groups, interleaved = first.groups, len(chunks) > 1
@@ -173,7 +169,7 @@ class TrainedModel:
         self._ahead.clear()
 
     def step(self, batches: Sequence[MicroBatch], loss: Loss) -> StepReport:
-        """Run one optimizer step on this replica's share of a minibatch, which may be empty; all ranks make the call.
+        """Run an optimizer step on this replica's share of a minibatch, which may be empty, on all ranks.
 
         Before weights change, raises NumericsError for a non-finite gradient norm, CapacityError if memory runs out.
         """

@@ -42,7 +42,7 @@ MASTER = "fp32_param"
 
 @dataclass(frozen=True)
 class ModelShards:
-    """Tensors with offsets, the rest, and the `config.json` of each model whose first rank this is."""
+    """Tensors with offsets, the rest, and `config.json` of each model whose first rank this is."""
 
     sharded: dict[str, Any]
     common: dict[str, Any]
@@ -51,7 +51,7 @@ class ModelShards:
 
 
 def gather_models(models: Mapping[str, TrainedModel], *, copied: bool) -> ModelShards:
-    """Gather models with optimizers on every rank of the world.  `copied`: training may continue."""
+    """Gather models and optimizers on every rank of the world.  `copied`: training may continue."""
     tree: dict[str, Any] = {}
     for name, model in models.items():
         tree |= _Shards(name, model).tree()
@@ -75,9 +75,9 @@ def gather_models(models: Mapping[str, TrainedModel], *, copied: bool) -> ModelS
 
 
 def write_models(folder: Path, shards: ModelShards, group: dist.ProcessGroup) -> None:
-    """Write the files into an empty folder; every rank of `group`, the world, makes the call.
+    """Write into an empty folder, on every rank of `group`, the world.
 
-    Raises CheckpointError on all ranks if a shard fails; OSError on one rank after the last message, so ranks can agree.
+    Raises CheckpointError on all ranks if a shard fails, OSError on one after the last message.
     """
     try:
         torch_checkpoint.save(
@@ -97,7 +97,7 @@ def write_models(folder: Path, shards: ModelShards, group: dist.ProcessGroup) ->
 
 
 def load_models(folder: Path, models: Mapping[str, TrainedModel], updates: Mapping[str, int]) -> None:
-    """Load weights and optimizers after `updates` optimizer steps.  Raises CheckpointError if the models are others."""
+    """Load weights and optimizers after `updates` steps.  Raises CheckpointError for other models."""
     shards = [_Shards(name, model, updates[name]) for name, model in models.items()]
     tree = {key: tensor for each in shards for key, tensor in each.tree().items()}
     remedy = "resume with the models that the run began with (layouts may differ), or start a new run in another run_dir"
@@ -107,7 +107,7 @@ def load_models(folder: Path, models: Mapping[str, TrainedModel], updates: Mappi
 
 
 def load_adapters(folder: Path, name: str, model: RoleModel) -> None:
-    """Load a model's adapters from model `name`, on all its ranks.  Raises CheckpointError if they are missing."""
+    """Load adapters of model `name`, on all ranks of `model`.  Raises CheckpointError if they are missing."""
     prefix = f"{name}."
     weights = model.sharded_state_dict(prefix=prefix, metadata={"dp_cp_group": model.groups.collection.dp_cp})
     adapters = {key: param for key, param in model.named_parameters() if param.requires_grad}
@@ -147,7 +147,7 @@ class _Writer(torch_checkpoint.FileSystemWriter):
 
 class _Shards:
     def __init__(self, name: str, model: TrainedModel, updates: int | None = None):
-        """`updates`: optimizer steps to load; None: gather values.  Creates missing state as the first step would."""
+        """Create missing state as the first step would.  `updates`: steps to load; None: gather values."""
         self.name, self._model, self._gather = name, model, updates is None
         for optimizer in model.optimizer.chained_optimizers:
             inner = optimizer.optimizer
@@ -216,7 +216,7 @@ def _trained(model: TrainedModel) -> Iterator[Parameter]:
 
 
 def _pieces(model: TrainedModel) -> Iterator[tuple[Parameter, tuple[slice, dict[str, Tensor]]]]:
-    """Yield weights, their flat elements of which this rank has optimizer state, and the state's tensors."""
+    """Yield weights, their flat elements with optimizer state on this rank, and its tensors."""
     for optimizer in model.optimizer.chained_optimizers:
         inner = optimizer.optimizer
         if hasattr(optimizer, "gbuf_ranges"):
@@ -231,6 +231,6 @@ def _pieces(model: TrainedModel) -> Iterator[tuple[Parameter, tuple[slice, dict[
 
 
 def _parts(param: Parameter, main: Tensor, optimizer: Any) -> dict[str, Tensor]:
-    """Return the moments of `main`, and `main` itself if it is the float32 copy of a low-precision weight."""
+    """Return the moments of `main`, and `main` if it is a float32 copy."""
     parts = {moment: optimizer.state[main][moment] for moment in MOMENTS}
     return parts if param.dtype == torch.float32 else parts | {MASTER: main.data}

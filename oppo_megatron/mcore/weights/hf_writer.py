@@ -37,7 +37,7 @@ def require_empty(directory: Path) -> None:
 
 @contextlib.contextmanager
 def whole_directory(directory: Path, extra_files: Iterable[Path] = ()) -> Iterator[Path]:
-    """Yield a folder that becomes `directory`, with copies of `extra_files`, synced to disk; an error leaves nothing.
+    """Yield a folder that becomes `directory`, synced, with copies of files; an error leaves nothing.
 
     Raises CheckpointError if the directory is not empty.
     """
@@ -59,16 +59,10 @@ def whole_directory(directory: Path, extra_files: Iterable[Path] = ()) -> Iterat
 
 
 def write_tensors(
-    directory: Path,
-    tensors: Mapping[str, tuple[int, ...]],
-    values: Iterable[tuple[str, Tensor]],
-    config: Mapping[str, Any],
-    dtype: torch.dtype,
-    *,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    extra_files: Iterable[Path] = (),
-    names: tuple[str, str] = ("config.json", SINGLE_FILE),
-) -> None:
+    directory: Path, tensors: Mapping[str, tuple[int, ...]], values: Iterable[tuple[str, Tensor]],
+    config: Mapping[str, Any], dtype: torch.dtype, *, max_shard_bytes: int = MAX_SHARD_BYTES,
+    extra_files: Iterable[Path] = (), names: tuple[str, str] = ("config.json", SINGLE_FILE),
+) -> None:  # fmt: skip
     """Write a directory, whole or not at all: `values` in the order of `tensors`.  `names`: files of config and single shard."""
     shards = _plan_shards(tensors, dtype.itemsize, max_shard_bytes, names[1])
     coming, progress, number = iter(values), by_time(), 0
