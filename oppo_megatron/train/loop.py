@@ -174,7 +174,8 @@ class TrainingLoop(Saveable):
     def _evaluate(self, last: bool) -> None:
         if self.evaluator is None or not self.evaluator.due(self.done, last):
             return
-        with self.meter.evaluation(self.done):
+        span = self.meter.spans.span("evaluate", role=self.meter.role, step=self.done)
+        with span, self.world.activity.doing(f"evaluation after step {self.done}"):
             figures = self.evaluator.measure(self.done)
         self.saver.look_at(self.done, figures)
         if self.journal is not None:
