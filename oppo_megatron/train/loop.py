@@ -129,7 +129,8 @@ class TrainingLoop(Saveable):
             self.adaptation.learn_batch(facts, trained, experience, actor_trained=actor_trained)
         else:
             facts.skipped = breach.reason
-        self.adaptation.learn_times(facts, self.meter.cost())
+        if self.config.overlap.intra:
+            facts.chunk_reason = self.adaptation.chunk.observe(step, self.meter.cost()).reason
         self.meter.end(batch, self.buffer.rollouts, experience)
         self.done = step
         return True

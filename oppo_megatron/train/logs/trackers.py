@@ -42,23 +42,19 @@ def check_trackers(config: LoggingConfig) -> None:
 def open_trackers(config: LoggingConfig, run_dir: str | os.PathLike[str]) -> Tracker:
     run, sinks = RunDirectory(run_dir), list[Sink]()
     if config.tensorboard:
-        sinks.append(_tensorboard(run))
+        _import("tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(str(run.tensorboard))
+
+        def log(step: int, numbers: Mapping[str, float]) -> None:
+            for name, value in numbers.items():
+                writer.add_scalar(name, value, step)
+
+        sinks.append((log, writer.close))
     if config.wandb_project is not None:
         sinks.append(_wandb(config.wandb_project, run))
     return Tracker(sinks)
-
-
-def _tensorboard(run: RunDirectory) -> Sink:
-    _import("tensorboard")
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(str(run.tensorboard))
-
-    def log(step: int, numbers: Mapping[str, float]) -> None:
-        for name, value in numbers.items():
-            writer.add_scalar(name, value, step)
-
-    return log, writer.close
 
 
 def _wandb(project: str, run: RunDirectory) -> Sink:
