@@ -92,13 +92,15 @@ class Setting:
                 "placement": {"actor": {"dp": self.training}, "scorer": {"dp": GPUS_SCORING}, "reference": "actor"},
                 "actor": {**actor, "train": {"recompute": "full"}}, "reference": actor,
                 **(reward if self.reward_model else rules),
-                "rollout": {"batch_size": self.batch, "max_response_tokens": self.lengths.limit},
+                "rollout": {
+                    "batch_size": self.batch, "max_response_tokens": self.lengths.limit,
+                    "forced_lengths": [self.lengths.median, self.lengths.sigma],
+                },
                 "overlap": {
-                    "chunk": {"tokens": CHUNK, "adaptive": False},
+                    "chunk": CHUNK,
                     "delta": {"rule": "fixed", "initial": DELTA, "max": DELTA},
                 },
                 "runtime": {"micro_batch_tokens": MICRO_BATCH_TOKENS, "dtype": "bfloat16"},
-                "debug": {"forced_lengths": [self.lengths.median, self.lengths.sigma]},
             }
         )  # fmt: skip
 

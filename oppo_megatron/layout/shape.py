@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from oppo_megatron.config.model import HEADS_LEARNED
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.layouts import HasSizes, Limits, Sizes, divisors, fills_shards, suggestion, vocab_rows
 
@@ -29,7 +30,6 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MOST_POSITIONS = 2**62  # bounds an absurd factor
 DEFAULT_POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 DEFAULT_WINDOW = 4096
-HEADS_LEARNED = ("critic", "model")  # roles whose head training can start
 ROWS_OF_SUMS = ("o_proj", "down_proj")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -137,25 +137,22 @@ def check_model(name: str, shape: Shape) -> list[str]:
     return problems + (numbers or _check_windows(name, shape)) + _check_rope(name, shape)
 
 
-def check_head(name: str, shape: Shape, *, scalar: bool, fresh_head: bool) -> list[str]:
+def check_head(name: str, shape: Shape, *, scalar: bool) -> list[str]:
+    """Check the head of a role's checkpoint; a role whose head is learned may start with a new one."""
     architectures = shape.get("architectures")
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     classifier = architecture.endswith("ForSequenceClassification")
     if not scalar and classifier:
         return [f"{name}: its checkpoint is a {architecture} without a language-model head; use a *ForCausalLM checkpoint"]
-    if scalar and not classifier and not fresh_head:
+    if scalar and not classifier and name not in HEADS_LEARNED:
         return [
             f"{name}: its checkpoint is a {architecture or 'model of unknown class'}, but a scalar head is needed; "
-            "use a *ForSequenceClassification checkpoint, "
-            + (
-                "as `oppo rm` trains one (`weights/` of its run_dir): a frozen model's new head would score at random"
-                if name not in HEADS_LEARNED
-                else f"or set `{name}.fresh_head: true` to start from a new head"
-            )
+            "use a *ForSequenceClassification checkpoint, as `oppo rm` trains one (`weights/` of its run_dir): a frozen model's "
+            "new head would score at random"
         ]
     names = shape.get("id2label")
     labels = shape.get("num_labels", len(names) if isinstance(names, (dict, list)) and names else None)
-    if scalar and classifier and not fresh_head and labels not in (None, 1):
+    if scalar and classifier and labels not in (None, 1):
         return [f"{name}: its classification head has {labels} labels, but must have one; train one with `oppo rm`"]
     return []
 

@@ -83,8 +83,8 @@ def _misfit(
 ) -> list[str]:
     if name not in stored and name == SCALAR_HEAD:
         return [
-            f"{SCALAR_HEAD} is missing: this is not a *ForSequenceClassification. Give one, or set fresh_head: true "
-            "(`oppo convert`: --fresh-head-seed N) to start a new scalar head on this causal LM."
+            f"{SCALAR_HEAD} is missing: this is not a *ForSequenceClassification. Give one, as `oppo rm` "
+            "trains it, or start a new scalar head on this causal LM by `oppo convert --fresh-head-seed N`."
         ]
     if name not in stored:
         return [f"{name} is missing.{nearest(name, stored)}"]

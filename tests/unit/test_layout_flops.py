@@ -37,7 +37,7 @@ LENGTHS = [9, 5]
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[RoleGroups]:
-    with open_world(RuntimeConfig(threads_per_rank=1, device="cpu"), environment={}):
+    with open_world(RuntimeConfig(device="cpu").with_threads(1), environment={}):
         built = build_groups([0], 1, 1, "flops")
         assert built is not None
         yield built

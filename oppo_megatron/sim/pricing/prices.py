@@ -190,7 +190,7 @@ class StepWork:
         _, slots = sequences_and_slots(self.config, "actor", placement, model)
         asked, weaves = overlap.weave[0], overlap.intra and overlap.schedule in ("auto", "woven")
         micro_batches = asked if asked != "auto" else None if weaves else 1  # as `RoundPlanner` cuts rounds
-        return Turns(max(1, slots), overlap.chunk.tokens, micro_batches)
+        return Turns(max(1, slots), overlap.chunk_tokens, micro_batches)
 
     def update(self, model: LaidModel, train: TrainingLayoutConfig) -> Update:
         ppo, share = self.config.ppo, minibatch_rows(self.config) / model.placement.dp
