@@ -114,7 +114,7 @@ def build_experience(
 ) -> Experience:
     """Compute rewards, advantages and returns of the global batch, without gradient.
 
-    Scores are clipped, normalised (`seen`: scores of earlier batches), then replaced by `truncated_score`.  The KL enters scores
+    Scores are clipped, normalised (`seen`: scores of earlier batches), then replaced by `ppo.truncated`.  The KL enters scores
     with `kl.mode: score`, token rewards with `penalty`.  Without a critic, A_t = sum over u >= t of gamma^(u-t) r_u (GAE with
     values 0 and lambda 1).  Raises RewardError for a non-finite score and NumericsError for other non-finite quantities, unless
     `check` is False.

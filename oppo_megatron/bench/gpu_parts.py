@@ -18,8 +18,9 @@ import torch
 from oppo_megatron.bench.decode import HuggingFace, Unending, decode_round, now
 from oppo_megatron.bench.gpu import GpuWork
 from oppo_megatron.cluster.world import choose_device, open_world
-from oppo_megatron.config.debug import ForcedLengths, ForcedLimits, log_normal
+from oppo_megatron.config.forced import ForcedLengths, ForcedLimits, log_normal
 from oppo_megatron.config.model import KVLayout, ModelConfig, ParallelConfig, RuntimeConfig
+from oppo_megatron.engine.device_decode import SYNC_STEPS
 from oppo_megatron.engine.executor import Executor, Links, RoleWorker
 from oppo_megatron.engine.generation import DecodeWorker
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
@@ -27,10 +28,9 @@ from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.scoring import ScorerRole, ScoringWorker
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.integrations.huggingface import write_random_checkpoint
-from oppo_megatron.layout.flops import weight_bytes
 from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.layout.placements import RolePlacement
-from oppo_megatron.layout.shape import kv_bytes_per_token
+from oppo_megatron.layout.shape import kv_bytes_per_token, weight_bytes
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.kv.paged import PagedKVCache
 from oppo_megatron.mcore.model import DTYPES, RoleModel
@@ -46,7 +46,7 @@ VARIANTS: dict[str, tuple[int | None, KVLayout]] = {
     "dense cache": (None, "dense"),
     "each token read": (1, "dense"),
 }
-"""`runtime.decode_sync_steps` and `runtime.kv_layout`."""
+"""Decode steps between two reads, by default the device's, and `runtime.kv_layout`."""
 
 SCORERS: dict[ScorerRole, Head] = {"reference": "lm", "critic": "scalar", "reward": "scalar"}
 REPEATS = 3
@@ -72,8 +72,8 @@ class Bench:
         return self.work.prompt_tokens + self.work.response_tokens
 
     def model(self, head: Head = "lm") -> RoleModel:
-        config = ModelConfig(checkpoint=self.checkpoint, fresh_head=head == "scalar", dtype=self.work.dtype)
-        model = load_role(config, self.groups, head=head, max_length=self.max_length, device=self.device)
+        config = ModelConfig(checkpoint=self.checkpoint, dtype=self.work.dtype)
+        model = load_role(config, self.groups, head=head, role="model", max_length=self.max_length, device=self.device)
         return model.requires_grad_(False)
 
     def rollouts(self, start: int = 0) -> list[Rollout]:
@@ -130,15 +130,14 @@ def measure_decode(bench: Bench) -> None:
 
 
 def new_rounds(bench: Bench, model: RoleModel, sync_steps: int | None, layout: KVLayout, stopping: Stopping) -> RoundRunner:
-    runtime = RuntimeConfig(decode_sync_steps=sync_steps)
     return decoder(
         model,
         model.new_cache(bench.work.batch, layout=layout),
         sampling=Sampling(seed=1),
         stopping=stopping,
         micro_batch_tokens=bench.work.micro_batch_tokens,
-        timeout_s=runtime.timeout_s,
-        sync_steps=runtime.sync_steps(bench.device.type),
+        timeout_s=RuntimeConfig().timeout_s,
+        sync_steps=sync_steps or SYNC_STEPS[bench.device.type],
     )
 
 
@@ -182,8 +181,7 @@ def measure_overlap(bench: Bench) -> None:
     stopping = Stopping((), work.response_tokens)
     actor = bench.model()
     cache = actor.new_cache(work.batch, layout="auto")
-    sync_steps = RuntimeConfig().sync_steps(bench.device.type)
-    decode = DecodeWorker(actor, cache, sampling=Sampling(seed=1), stopping=stopping, sync_steps=sync_steps)
+    decode = DecodeWorker(actor, cache, sampling=Sampling(seed=1), stopping=stopping, sync_steps=SYNC_STEPS[bench.device.type])
     scoring: dict[str, ScoringWorker] = {}
     for name, head in SCORERS.items():
         model = bench.model(head)

@@ -158,5 +158,5 @@ def work_lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def require_same_work(config: TrainConfig, result: Mapping[str, Any]) -> None:
-    if config.debug.forced_lengths is not None and not result["same_work"]:
+    if config.rollout.forced_lengths is not None and not result["same_work"]:
         raise BenchError(f"lengths were forced, but this is {work_lines(result)[0].partition(';')[0]}")

@@ -141,7 +141,7 @@ def _judges(args: argparse.Namespace) -> ServeConfig:
     if problems := check_source(where, config.reward):
         raise ConfigError(problems)
     hf_config = read_hf_config(config.reward)
-    if problems := check_head(where, hf_config, scalar=True, fresh_head=False):
+    if problems := check_head(where, hf_config, scalar=True):
         raise ConfigError(problems)
     load_tokenizer(config.tokenizer)
     return config.model_copy(update={"max_tokens": max_positions(hf_config)})
@@ -152,7 +152,7 @@ def _agree_on_prompts(args: argparse.Namespace) -> None:
     choice = generate.choice_of(args)
     policies = [find_policy(directory, choice) for directory in args.directory]
     runs = [policy.run for policy in policies if policy.run is not None]
-    args.date = next((run.tokenizer.date for run in runs if run.tokenizer.date is not None), policies[0].tokenizer.date)
+    args.date = next((policy for policy in policies if policy.run is not None), policies[0]).tokenizer.date
     if args.template is None and not args.as_chat:
         templates = sorted({run.data.prompt_template for run in runs})
         if len(templates) > 1:

@@ -148,7 +148,7 @@ def make_request(args: argparse.Namespace) -> Request | None:
     if isinstance(to, OutputFile) and not answers.require_output(to):
         return None
     check_devices(args.device, args.tp * args.pp * args.dp, "--tp 1 --pp 1 --dp 1", "--device cpu")
-    runtime = RuntimeConfig(device=args.device, kv_cache_mb=args.kv_cache_mb, threads_per_rank=args.threads or 0)
+    runtime = RuntimeConfig(device=args.device, kv_cache_mb=args.kv_cache_mb).with_threads(args.threads or 0)
     parallel = ParallelConfig(tp=args.tp, pp=args.pp, dp=args.dp)
     require_layout(policy, parallel, max_length, tokenizer.vocab_size)
     problems, vocab_size = [], int(policy.hf_config["vocab_size"])

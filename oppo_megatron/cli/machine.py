@@ -29,12 +29,10 @@ PACKAGES = (
     Package("torch", ("torch:Tensor",)),
     Package("megatron-core", ("megatron.core:ModelParallelConfig",)),
     Package("transformers", ("transformers:PreTrainedTokenizerFast",)),
-    Package(
-        TE, USED[TE], "its layers and norms (runtime.layers), fused Adam and gradient norms on GPU: apex's or torch's are used"
-    ),
+    Package(TE, USED[TE], "its layers and norms, fused Adam and gradient norms on GPU: apex's or torch's are used"),
     Package(APEX, USED[APEX], "NVIDIA's fused Adam and gradient norms on GPU: transformer-engine's or torch's are used"),
     Package(FLASH, USED[FLASH], "attention over paged KV caches on GPU, by versions from 2.5 to 2.x: caches are dense"),
-    Package("wandb", ("wandb:init",), "logging.wandb_project: install the extra `wandb`"),
+    Package("wandb", ("wandb:init",), "logging.trackers: install the extra `wandb`"),
     Package("datasets", ("datasets:load_from_disk",), "Hugging Face data set folders as input: install the extra `datasets`"),
     Package("pyarrow", ("pyarrow.parquet:ParquetFile",), "Parquet and zstd files as input: install the extra `parquet`"),
     Package("math-verify", ("math_verify:parse", "math_verify:verify"), "rule `math`: install the extra `math`"),

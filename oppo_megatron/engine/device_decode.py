@@ -21,6 +21,9 @@ from oppo_megatron.uniforms import row_state
 SMALL_BATCHES = (1, 2, 4, 8, 16, 24, 32)
 LARGE_BATCH = 16
 
+SYNC_STEPS = {"cpu": 1, "cuda": 16}
+"""Decode steps between two checks for ended responses; steps between them never wait for the device, and are CUDA graphs."""
+
 
 class DeviceLane:
     def __init__(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oppo_megatron.config.model import Dtype, RuntimeConfig
+from oppo_megatron.config.model import Dtype
 from oppo_megatron.cores import processor
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.memory import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
@@ -115,11 +115,11 @@ HALF_ATTENTION = (
 )
 
 
-def require_private_ops(runtime: RuntimeConfig, dtypes: set[Dtype]) -> None:
+def require_private_ops(dtypes: set[Dtype]) -> None:
     """Raise ConfigError naming undocumented torch operations that this run needs and torch lacks."""
     needed: list[tuple[str, str, tuple[str, ...]]] = []
-    if runtime.decode_path == "packed" and torch.backends.mkldnn.is_available():
-        needed.append(("runtime.decode_path packed", "set it to fused", PACKING))
+    if torch.backends.mkldnn.is_available():
+        needed.append(("decoding on a CPU", "use a GPU", PACKING))
     if "bfloat16" in dtypes:
         needed.append(("bfloat16 on a CPU", "set runtime.dtype to float32", HALF_ATTENTION))
     problems = []

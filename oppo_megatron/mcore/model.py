@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +24,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
-from oppo_megatron.config.model import DecodePath, KVLayout, LoraConfig, TrainingLayoutConfig
+from oppo_megatron.config.model import KVLayout, LoraConfig, TrainingLayoutConfig
 from oppo_megatron.errors import CapacityError
 from oppo_megatron.layout.hf_layout import Head, Part, adapter_parts, stage_parts
 from oppo_megatron.layout.kernels import LayerKind
 from oppo_megatron.layout.memory import WHOLE_MULTIPLE
-from oppo_megatron.layout.model_shape import ModelShape
+from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore import compat
 from oppo_megatron.mcore.attention import AttentionPlan, PackedPlan, binding, rope_tables
 from oppo_megatron.mcore.cpu import can_prepack, product
@@ -42,6 +42,9 @@ from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.layers import ScalarHead, block_spec
 from oppo_megatron.mcore.vocab import VocabShards
 
+DecodePath = Literal["packed", "fused", "module"]
+"""Computation of cached calls: over a copy of the weights for the CPU's products (fused if it has none), by few calls over the
+modules' parameters, or by megatron's modules."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

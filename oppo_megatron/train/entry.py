@@ -58,7 +58,7 @@ def _run_train(config: TrainConfig) -> bool:
     ):
         require_memory(config, world)
         if world.device.type == "cpu":
-            require_private_ops(config.runtime, {role.dtype for role in named_roles(config).values()})
+            require_private_ops({role.dtype for role in named_roles(config).values()})
         return run_ppo(config, world, inputs, preemption)
 
 
@@ -70,7 +70,7 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
     found = find_checkpoint(config, world)
     saver, run = ppo_saver(config, world, inputs.prompts, preemption), RunDirectory(config.run_dir)
     rollbacks = Rollbacks.of_run(run, inputs.prompts, config.seed, config.data.shuffle, resumed=found is not None)
-    ahead, start = NEW_RUN, [describe_missing(config.run_dir)] if config.checkpoint.resume else []
+    ahead, start = NEW_RUN, [describe_missing(config.run_dir)] if config.resume else []
     if found is not None:  # before the run's files are cut or its settings overwritten
         ahead = rest_of_run(found, saver.data, config, inputs.prompts, rollbacks.left_out)
         start = saver.describe(found)

@@ -50,7 +50,7 @@ def read_inputs(config: TrainSettings, progress: Callable[[str], None] = lambda 
     Raises ConfigError, DataError or RewardError for unusable input.
     """
     tokenizer = load_tokenizer(config.tokenizer, config.actor.checkpoint)
-    lengths = forced_quantile(config.debug.lengths, config.rollout.max_response_tokens)
+    lengths = forced_quantile(config.rollout.lengths, config.rollout.max_response_tokens)
     require_stop_texts(config.rollout.stop_texts, tokenizer, "rollout.stop", "rollout.stop")
     metrics = [] if config.evaluation is None else config.evaluation.metrics
     for name, parts in (("rewards", config.rewards), ("evaluation.metrics", metrics)):
@@ -73,7 +73,7 @@ def read_inputs(config: TrainSettings, progress: Callable[[str], None] = lambda 
             )
     heldout = judges = None
     if config.evaluation is not None:
-        judges = build_reward_functions(config.evaluation.judges, max_response_tokens=longest)
+        judges = build_reward_functions(config.evaluation.metrics, max_response_tokens=longest)
         heldout = load_prompts(config.evaluation.data, tokenizer, quarantine=quarantine, check=judges.check)
     warnings = unearned_formats(config, tokenizer, prompts.rows[0].text)
     return Inputs(tokenizer, rewards, prompts, heldout, judges, quarantine, lengths, warnings)

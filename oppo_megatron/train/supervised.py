@@ -199,7 +199,7 @@ def run_supervised(config: SupervisedConfig) -> bool:
     ):
         require_memory(config, world)
         if world.device.type == "cpu":
-            require_private_ops(config.runtime, {model.dtype for model in config.models.values()})
+            require_private_ops({model.dtype for model in config.models.values()})
         return train_supervised(config, task, world, preemption)
 
 
@@ -270,7 +270,7 @@ def _build(
         held = list(heldout.rows)
 
     saver = Saver(config, world, preemption, lambda: row_data(config, rows), {"kind": task.title, "reference": None})
-    found, start = find_checkpoint(config, world), [describe_missing(config.run_dir)] if config.checkpoint.resume else []
+    found, start = find_checkpoint(config, world), [describe_missing(config.run_dir)] if config.resume else []
     began, before_s = BEGINNING, 0.0
     if found is not None:
         began, before_s = Passed(found.state["done"], found.state["rows"]), found.state["elapsed_s"]
@@ -286,7 +286,7 @@ def _build(
         stack.enter_context(report)
         report.begin(start, rows, held, quarantine)
 
-    options: Any = {"head": task.head, "max_length": config.max_tokens, "device": world.device, "layers": config.runtime.layers}
+    options: Any = {"head": task.head, "role": "model", "max_length": config.max_tokens, "device": world.device}
 
     def load(model: ModelConfig) -> RoleModel:
         loaded = load_role(model, groups, **options)

@@ -37,7 +37,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 LONG = ("woven", "streamed, eight ranks", "woven, eight ranks")
 CARRIED = {
-    "debug.forced_lengths": [12, 0.8], "overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 3, "max": 3},
+    "rollout.forced_lengths": [12, 0.8], "overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 3, "max": 3},
 }  # fmt: skip
 """Rollouts are carried from a step to the next; then only forced lengths tell how long all of them would have been."""
 
@@ -150,4 +150,4 @@ def simulated_rank(executed: Executed, rank: int) -> RankRun:
     config = TrainConfig(**executed.config)
     prompts = [len(prompt.tokens) for prompt in prompt_stream(config, read_inputs(config).prompts)]
     lengths = {seq_id: len(tokens) for seq_id, tokens in read_outcome(executed.path).tokens().items()}
-    return RankRun(config, prompts, rank, None if config.debug.forced_lengths else lengths.__getitem__)
+    return RankRun(config, prompts, rank, None if config.rollout.forced_lengths else lengths.__getitem__)

@@ -132,7 +132,7 @@ def test_what_was_sent_to_a_slow_rank_outlives_the_round(tmp_path_factory: pytes
     """A last stage waits for nothing at a round's end, or an evaluation's; the run equals one without a slow rank."""
     workspace = Workspace.create(tmp_path_factory.mktemp("slow"))
     heldout = {"path": str(workspace.root / "data" / "heldout.jsonl"), "max_prompt_tokens": 96, "max_rows": 3}
-    evaluation = {"data": heldout, "verifier": "arithmetic"}
+    evaluation = {"data": heldout, "metrics": [{"kind": "verifier", "name": "arithmetic"}]}
     placement = {"mode": "colocated", "actor": {"pp": 2}}
     changes = {"runtime.timeout_s": TIMEOUT_S, "steps": 1, "rollout.max_response_tokens": 6}
     found = []

@@ -9,7 +9,6 @@ import pytest
 
 from oppo_megatron.chunks import Chunk, ChunkRow
 from oppo_megatron.cluster.activity import Activity
-from oppo_megatron.config.overlap import ChunkConfig
 from oppo_megatron.config.ppo import KLConfig
 from oppo_megatron.control.chunk_tuner import ChunkTuner
 from oppo_megatron.control.kl_controller import KLController
@@ -45,14 +44,14 @@ class Listening:
     [
         ({}, [0.5, -7.0, 3.0]),
         ({"reward_clip": 1.0}, [0.5, -1.0, 1.0]),
-        ({"reward_clip": 1.0, "truncated_score": -2.0}, [0.5, -1.0, -2.0]),
+        ({"reward_clip": 1.0, "truncated": -2.0}, [0.5, -1.0, -2.0]),
         ({"reward_clip": 1.0, "reward_normalization": "batch"}, [0.5, -1.0, 1.0]),  # whose mean would say nothing
     ],
 )
 def test_delta_is_told_the_scores_that_are_trained_on(settings: dict[str, Any], scores: list[float]) -> None:
     rule, buffer = Listening(), RolloutBuffer(3, 0, 1)
     scheduler = OvercommitScheduler(PromptStream(plain_set(3), 1), buffer, cast(Any, rule))
-    tuner, kl = ChunkTuner(ChunkConfig(), 8), KLController(KLConfig())
+    tuner, kl = ChunkTuner([32, 16, 64], 8), KLController(KLConfig())
     nothing = cast(Any, None)  # worlds and planners have no part in this
     adaptation = Adaptation(nothing, scheduler, tuner, kl, nothing, CostMeter({"actor": 1}))
     facts = StepFacts(1, 0, 8)

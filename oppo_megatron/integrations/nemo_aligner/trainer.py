@@ -65,7 +65,7 @@ class PPOTrainer(ppo.PPOTrainer):
         self._feed = None if settings.scorer is None else Feed(_open_stream(settings.scorer))
         self._actor = PooledActor(model, self.pool, self._feed)
         self._delta = make_delta_controller(settings.delta)
-        self._chunk = ChunkTuner(settings.chunk, model.cfg.ppo.length_params.max_length)
+        self._chunk = ChunkTuner(settings.chunk_sizes, model.cfg.ppo.length_params.max_length)
         self._their_batches, self._active = self.batch_iterator_cls, True
         self.model, self.rm_critic = self._actor, StreamedRewards(self.rm_critic, self._feed)
         self.batch_iterator_cls = self._batches

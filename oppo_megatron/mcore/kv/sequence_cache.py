@@ -151,7 +151,7 @@ class SequenceCache(ABC):
             if not fits or stored.dtype != ours.dtype:
                 raise CheckpointError(
                     f"the cache of sequence {seq_id} is {stored.dtype} {list(stored.shape)}, this model's is {ours.dtype} "
-                    f"{list(ours.shape)} with a length in the second place; resume with checkpoint.caches=false"
+                    f"{list(ours.shape)} with a length in the second place; resume in another layout"
                 )
             self.reserve(seq_id, stored.shape[1])
             self._write(slot, stored.to(self.device))

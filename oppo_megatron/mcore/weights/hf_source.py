@@ -11,10 +11,10 @@ from typing import Protocol
 import torch
 from safetensors import safe_open
 
-from oppo_megatron.config.model import ModelConfig
+from oppo_megatron.config.model import ModelConfig, weight_seed
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.hf_layout import LM_HEAD, SCALAR_HEAD, Head, hf_tensors
-from oppo_megatron.layout.model_shape import ModelShape
+from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.layout.stored_weights import Tensor, summary, weight_problems
 from oppo_megatron.mcore.weights.dist_source import DistSource
 from oppo_megatron.modeldir.adapters import refuse_adapters
@@ -105,20 +105,23 @@ class FreshHead(OverlaidSource):
         super().__init__(source, {SCALAR_HEAD: (RandomSource(shape, seed, "scalar"), SCALAR_HEAD)}, without=(LM_HEAD,))
 
 
-def open_weights(model: ModelConfig, head: Head, shape_file: Path | None = None) -> tuple[ModelShape, TensorSource]:
+def open_weights(
+    model: ModelConfig, head: Head, shape_file: Path | None = None, *, seed: int = weight_seed("actor"), fresh_head: bool = False
+) -> tuple[ModelShape, TensorSource]:
     """Return shape and source of a model's weights, reading only headers.  `shape_file`: a Megatron checkpoint's `config.json`.
 
-    Raises ConfigError without `checkpoint` and `init`, CheckpointError if the weights do not fit.
+    `seed`: of random weights.  `fresh_head`: draw a missing scalar head.  Raises ConfigError without `checkpoint` and `init`,
+    CheckpointError if the weights do not fit.
     """
     source: TensorSource
     if model.checkpoint is not None:
         shape, source = open_directory(model.checkpoint, shape_file)
-        if head == "scalar" and model.fresh_head and SCALAR_HEAD not in source.tensors:
-            source = FreshHead(source, shape, model.init_seed)
+        if head == "scalar" and fresh_head and SCALAR_HEAD not in source.tensors:
+            source = FreshHead(source, shape, seed)
     elif model.init is not None:
         hf = read_mapping(model.init, "the model configuration") if isinstance(model.init, Path) else model.init
         shape = ModelShape.from_hf(hf, str(model.init) if isinstance(model.init, Path) else "init")
-        source = RandomSource(shape, model.init_seed, head)
+        source = RandomSource(shape, seed, head)
     else:
         raise ConfigError("a model has neither checkpoint nor init: give a Hugging Face directory, or a shape to initialise.")
     require_source(shape, source, head, str(model.checkpoint or "init"))

@@ -1,7 +1,7 @@
 """How all ranks write a checkpoint, complete or not at all: they agree after every part.
 
 state.json       counters, controllers, books           models/   weights and optimizers
-rollouts.jsonl   every rollout in the buffer            caches/   a file per rank, with `checkpoint.caches`
+rollouts.jsonl   every rollout in the buffer            caches/   a file per rank
 manifest.json    size and SHA-256 of all other files
 """
 
