@@ -29,10 +29,9 @@ from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.scoring import ScorerRole, ScoringWorker
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.integrations.huggingface import write_random_checkpoint
-from oppo_megatron.layout.flops import weight_bytes
 from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.layout.placements import RolePlacement
-from oppo_megatron.layout.shape import kv_bytes_per_token
+from oppo_megatron.layout.shape import kv_bytes_per_token, weight_bytes
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.kv.paged import PagedKVCache
 from oppo_megatron.mcore.model import DTYPES, RoleModel
