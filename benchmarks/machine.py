@@ -57,8 +57,7 @@ from oppo_megatron.cores import usable_cores
 from oppo_megatron.data.generated import write_random_prompts
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.errors import ConfigError, WorldError
-from oppo_megatron.layout.flops import Shape, layer_linears
-from oppo_megatron.layout.shape import head_dim, num_kv_heads
+from oppo_megatron.layout.shape import Shape, head_dim, layer_linears, num_kv_heads
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.processes import end_with_parent
 from oppo_megatron.report.comparison import format_table

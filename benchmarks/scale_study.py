@@ -25,9 +25,9 @@ from oppo_megatron.config.derived import switched
 from oppo_megatron.config.forced import ForcedLimits
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.flops import Shape
 from oppo_megatron.layout.holdings import rank_memory, train_holdings
 from oppo_megatron.layout.placements import role_placements
+from oppo_megatron.layout.shape import Shape
 from oppo_megatron.report.comparison import format_table
 from oppo_megatron.schedule.weaving.costs import at_stage
 from oppo_megatron.sim.clusters.cluster import Cluster

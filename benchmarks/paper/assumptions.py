@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.paper.printed import BATCH, GPUS_SCORING, GPUS_TRAINING
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.layout.flops import Shape
+from oppo_megatron.layout.shape import Shape
 from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.clusters.reading import ClusterConfig, build_cluster
 

@@ -26,8 +26,8 @@ from oppo_megatron.config.model import Dtype
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.generated import write_random_prompts
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.flops import weight_bytes
 from oppo_megatron.layout.holdings import train_holdings
+from oppo_megatron.layout.shape import weight_bytes
 from oppo_megatron.processes import started
 from oppo_megatron.rundir.directory import RunDirectory, write_json
 from oppo_megatron.rundir.metrics_log import read_metrics

@@ -14,7 +14,7 @@ import yaml
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.hf_layout import Head, hf_tensors
-from oppo_megatron.layout.model_shape import ModelShape
+from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore.weights.dist_writer import ALIGNER, CONFIG_NAME, MEGATRON, nemo_config, write_dist
 from oppo_megatron.mcore.weights.hf_source import FreshHead, TensorSource, open_weights, side_files
 from oppo_megatron.mcore.weights.hf_weights import common_dtype, rewrite_weights

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from oppo_megatron.config.model import LoraConfig
 from oppo_megatron.layout.hf_layout import EMBEDDING, LM_HEAD, PEFT, SCALAR_HEAD, Head, adapter_parts, hf_tensors
-from oppo_megatron.layout.model_shape import ModelShape
+from oppo_megatron.layout.shape import ModelShape
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")

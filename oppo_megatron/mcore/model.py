@@ -30,7 +30,7 @@ from oppo_megatron.errors import CapacityError
 from oppo_megatron.layout.hf_layout import Head, Part, adapter_parts, stage_parts
 from oppo_megatron.layout.kernels import LayerKind
 from oppo_megatron.layout.memory import WHOLE_MULTIPLE
-from oppo_megatron.layout.model_shape import ModelShape
+from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore import compat
 from oppo_megatron.mcore.attention import AttentionPlan, PackedPlan, binding, rope_tables
 from oppo_megatron.mcore.cpu import can_prepack, product

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from oppo_megatron.cluster.world import open_world  # noqa: E402
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig, TrainingLayoutConfig  # noqa: E402
 from oppo_megatron.layout.kernels import Available, LayerKind  # noqa: E402
-from oppo_megatron.layout.model_shape import ModelShape  # noqa: E402
+from oppo_megatron.layout.shape import ModelShape  # noqa: E402
 from oppo_megatron.mcore import roles  # noqa: E402
 from oppo_megatron.mcore.attention import PackedPlan  # noqa: E402
 from oppo_megatron.mcore.groups import RoleGroups, build_groups  # noqa: E402

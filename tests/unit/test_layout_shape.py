@@ -19,8 +19,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import RewardModelConfig, SFTConfig
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.hf_layout import hf_tensors
-from oppo_megatron.layout.model_shape import ModelShape
-from oppo_megatron.layout.shape import check_head, check_shape, max_positions, num_kv_heads, windows
+from oppo_megatron.layout.shape import ModelShape, check_head, check_shape, max_positions, num_kv_heads, windows
 from oppo_megatron.modeldir.headers import check_file, check_weights, tokenizer_vocab_size
 from oppo_megatron.preflight.validate import check_shared_vocabulary, supervised_problems, train_problems
 

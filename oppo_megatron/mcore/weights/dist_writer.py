@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.hf_layout import Head, Part, param_shapes, stage_parts
-from oppo_megatron.layout.model_shape import ModelShape
+from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore.weights.dist_source import ALIGNER_BIAS, ALIGNER_HEAD, HEAD, saved_names
 from oppo_megatron.mcore.weights.hf_source import TensorSource
 from oppo_megatron.mcore.weights.hf_weights import put_part

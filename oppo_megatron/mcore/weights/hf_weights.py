@@ -15,7 +15,7 @@ import torch.distributed as dist
 from oppo_megatron.clock import by_time
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.hf_layout import Head, Part, hf_tensors, param_shapes, stage_parts
-from oppo_megatron.layout.model_shape import ModelShape
+from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.weights.dist_source import DTYPES
