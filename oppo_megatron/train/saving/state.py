@@ -142,11 +142,14 @@ def frozen_models(settings: Mapping[str, Any]) -> list[list[Any]]:
 
     A null reference has the actor's initial adapters.
     """
-    roles = settings.get("reference") or settings.get("actor"), settings.get("reward")
-    return [
-        [*(role.get(name) for name in MODEL_FIELDS), (role.get("lora") or {}).get("adapter")] if isinstance(role, Mapping) else []
-        for role in roles
-    ]
+    found = []
+    for role in (settings.get("reference") or settings.get("actor"), settings.get("reward")):
+        values = role if isinstance(role, Mapping) else {}
+        lora = values.get("lora")
+        found.append(
+            [*map(values.get, MODEL_FIELDS), lora.get("adapter") if isinstance(lora, Mapping) else lora] if values else []
+        )
+    return found
 
 
 def prompt_data(config: TrainConfig, prompts: PromptSet) -> dict[str, Any]:
