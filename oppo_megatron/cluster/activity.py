@@ -1,6 +1,4 @@
-"""A rank's activity, and whether it waits for others. In gloo the stack shows it; NCCL's calls return at once, so waits are
-marked, too.
-"""
+"""A rank's activity, and whether it waits for others: in gloo by the stack, in NCCL, whose calls return at once, by marks."""
 
 from __future__ import annotations
 

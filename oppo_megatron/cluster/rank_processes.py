@@ -59,13 +59,9 @@ def await_fork_server() -> None:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Launcher's environment, stdout and stderr, pickled for a rank."""
+    """A launcher's environment, stdout and stderr, pickled for a rank."""
 
     environment: Mapping[str, str]
-
-    @classmethod
-    def here(cls) -> Surroundings:
-        return cls(dict(os.environ))
 
     def __reduce__(self) -> tuple[Any, ...]:
         files = {}
@@ -77,7 +73,7 @@ class Surroundings:
 
 
 def _taken_over(environment: Mapping[str, str], files: Mapping[int, Any]) -> Surroundings:
-    """Apply the surroundings in the rank, before torch's agent adds RANK."""
+    """Runs in the rank, before torch's agent adds RANK."""
     for number, file in files.items():
         given = file.detach()
         if given != number:  # a spawned process has it already

@@ -212,7 +212,7 @@ class RolloutBuffer:
 
     def _defer(self) -> None:
         seq_ids = self._table.columns.seq_ids.copy()
-        recorded = [rows.of_sequences(seq_ids) for rows in self._recorded]
+        recorded = [rows.at(np.flatnonzero(np.isin(rows.seq_ids, seq_ids))) for rows in self._recorded]
         dropped = next((i for i, rows in enumerate(recorded) if len(rows)), len(recorded))
         self._recorded = recorded[dropped:]  # another list: the batch follows the old one
         for rollout in self._rollouts.values():

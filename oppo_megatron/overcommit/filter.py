@@ -97,12 +97,7 @@ class GroupFilter:
 
     def state_dict(self) -> dict[str, Any]:
         scores = [[i, [x if math.isfinite(x) else None for x in parts]] for i, parts in self.scores.items()]
-        return {
-            "labels": list(self.rule.labels),
-            "scores": scores,
-            "kept": self.counts.kept,
-            "dropped": self.counts.dropped,
-        }
+        return {"labels": list(self.rule.labels), "scores": scores, "kept": self.counts.kept, "dropped": self.counts.dropped}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         if state is None:

@@ -178,10 +178,17 @@ class RunDirectory:
     def reopen(self, step: int, saved_at: float) -> None:
         """Cut off what is newer than the checkpoint after `step` steps at `saved_at` (epoch seconds).
 
-        Results of a finished run move to `ended-step-<n>/`.
+        Results of a finished run move to an `ended-step-<n>/` that has none, `summary.json` last: a killed move is continued.
         """
         if self.finished:
-            self._set_ending_aside()
+            products = [product for product in (self.weights, self.best, self.trace, self.summary) if product.exists()]
+            steps = self.ended_after
+            stem = self.path / ("ended" if steps is None else f"ended-step-{steps:06d}")
+            folders = (stem if n == 1 else stem.with_name(f"{stem.name}-{n}") for n in count(1))
+            folder = next(path for path in folders if not any((path / product.name).exists() for product in products))
+            folder.mkdir(exist_ok=True)
+            for product in products:
+                product.rename(folder / product.name)
         for weights in (self.weights, self.best):
             if weights.exists():  # the run was ended while it wrote its final weights
                 shutil.rmtree(weights)
@@ -211,20 +218,6 @@ class RunDirectory:
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return steps if isinstance(steps, int) else None
-
-    def _set_ending_aside(self) -> None:
-        """Move `summary.json` last: until then the next call moves the rest.
-
-        A run may end after the same step twice, so the folder is one that has none of the files.
-        """
-        products = [product for product in (self.weights, self.best, self.trace, self.summary) if product.exists()]
-        steps = self.ended_after
-        stem = self.path / ("ended" if steps is None else f"ended-step-{steps:06d}")
-        folders = (stem if n == 1 else stem.with_name(f"{stem.name}-{n}") for n in count(1))
-        folder = next(path for path in folders if not any((path / product.name).exists() for product in products))
-        folder.mkdir(exist_ok=True)
-        for product in products:
-            product.rename(folder / product.name)
 
 
 def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
