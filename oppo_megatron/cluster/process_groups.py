@@ -97,7 +97,7 @@ def world_timeout() -> timedelta:
 
 
 def gather_ragged(mine: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Vectors [any length] of all ranks, of one dtype, on the CPU, without pickling."""
+    """Vectors [any length] of all ranks, of one dtype, on the CPU."""
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
     dist.all_gather(lengths, torch.tensor([mine.numel()]), group=group)
     sizes = [int(length) for length in lengths]
@@ -114,7 +114,7 @@ def gather_figures(mine: Mapping[str, float], group: dist.ProcessGroup) -> list[
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """True if a communication back end raised the error (gloo's has no class)."""
+    """True if a communication back end raised it (gloo's has no class)."""
     return isinstance(error, dist.DistError) or any(word in str(error) for word in ("/gloo/", "NCCL"))
 
 
@@ -134,7 +134,7 @@ def stalled(rank: int, what: str, error: RuntimeError, timeout_s: float, waited_
 
 @contextlib.contextmanager
 def waiting_for(what: str, activity: Activity | None = None, *, waits: bool = True) -> Iterator[None]:
-    """A section that waits for peers (`waits`: only waits). Raises StallError if one does not come."""
+    """A section that waits for peers (`waits`: only waits). Raises StallError."""
     noted = contextlib.nullcontext() if activity is None else activity.doing(what, waits=waits)
     try:
         with noted:

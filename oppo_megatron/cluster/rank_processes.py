@@ -1,4 +1,4 @@
-"""Rank processes of a host: forked from a server with the imports done, or spawned on CUDA, whose context survives no fork."""
+"""Rank processes of a host: forked from a server with imports done, or spawned on CUDA, which survives no fork."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def start_method(config: Any, environment: Mapping[str, str] = os.environ) -> St
 
 
 def begin_fork_server() -> None:
-    """Does not wait. The server ignores SIGINT and the ranks' signals."""
+    """Does not wait; the server ignores SIGINT and the ranks' signals."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     resource_tracker.ensure_running()  # it would unblock signals if it were started later
     heard = signal.pthread_sigmask(signal.SIG_BLOCK, {*FOR_RANKS, signal.SIGINT})
@@ -51,7 +51,7 @@ def begin_fork_server() -> None:
 
 
 def await_fork_server() -> None:
-    """Wait for its imports: then processes start at once and can be stopped."""
+    """Wait for its imports."""
     first = multiprocessing.get_context("forkserver").Process(target=os.getpid)
     first.start()
     first.join()

@@ -1,7 +1,7 @@
 """Ranks meet in a store at MASTER_ADDR:MASTER_PORT, or report within a deadline which are missing.
 
-The last rank, or the first to find a fault or reach the deadline, writes the `outcome` ("" or a fault), which ends every
-wait. Counters: `arrived` ranks, `entered` processes, `read` readers of the outcome.
+The last rank, or the first with a fault or at the deadline, writes the `outcome` ("" or a fault), which ends every wait.
+Counters: `arrived` ranks, `entered` processes, `read` readers of the outcome.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class MeetingPoint:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], rank: int, size: int) -> MeetingPoint:
-        """MASTER_ADDR and MASTER_PORT, with the launcher's run name to separate runs."""
+        """MASTER_ADDR and MASTER_PORT, with the launcher's name of the run."""
         agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         run = environment.get("TORCHELASTIC_RUN_ID") or environment.get("SLURM_JOB_ID", "run")
         attempt = environment.get("TORCHELASTIC_RESTART_COUNT") or environment.get("SLURM_STEP_ID", "0")
@@ -195,7 +195,7 @@ class _Arrival:
         return fault
 
     def _decides(self, store: dist.Store) -> bool:
-        """True for the first caller, which alone looks for missing ranks."""
+        """True for the first caller alone."""
         return store.add("settled", 1) == 1
 
     def _outcome(self, store: dist.Store) -> str:

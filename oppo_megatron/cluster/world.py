@@ -49,8 +49,7 @@ def choose_device(config: RuntimeConfig) -> None:
 def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.environ) -> Iterator[World]:
     """Join the ranks given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them, a world of one.
 
-    gloo on CPU, NCCL on GPU (gloo for CPU tensors). Raises ConfigError if ranks would share a GPU; WorldError if some do not
-    come within a sixth of `runtime.timeout_s` (at least 60 s), or if a message fails.
+    Raises ConfigError if ranks would share a GPU; WorldError if some do not come in time, or if a message fails.
     """
     rank, size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
     local_rank, local_size = int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", size))
@@ -158,7 +157,7 @@ def tell_hosts(hosts: tuple[RankHost, ...]) -> tuple[RankHost, ...]:
 
 
 def _prefer_interface_of(address: str) -> bool:
-    """Let gloo use an address's interface unless the user set one. Returns True if set here."""
+    """Let gloo use an address's interface unless the user set one; True if set here."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return False
     for name, entries in psutil.net_if_addrs().items():

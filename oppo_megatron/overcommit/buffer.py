@@ -99,9 +99,9 @@ class RolloutBuffer:
         return self._table.columns.at(self._sure()).seq_ids
 
     def worth_reading(self) -> Ints:
-        """Sequences for the critic to read now; updates make its values of carried ones stale.
+        """Sequences for the critic to read now: all, if half of the undecided ones will be in the batch, else the `sure` ones.
 
-        All, if at least half of the undecided ones will be in the batch, else the `sure` ones.
+        Updates make its values of carried ones stale.
         """
         sure, columns = self._sure(), self._table.columns
         unsure = ~columns.finished
@@ -194,7 +194,12 @@ class RolloutBuffer:
         groups = self._foremost_groups()
         batch = self._remove(self._rows_of(groups[np.argsort(self._group_clocks()[groups], kind="stable")]))
         self._ages += 1
-        self._defer()
+        seq_ids = self._table.columns.seq_ids.copy()
+        recorded = [rows.at(np.flatnonzero(np.isin(rows.seq_ids, seq_ids))) for rows in self._recorded]
+        dropped = next((i for i, rows in enumerate(recorded) if len(rows)), len(recorded))
+        self._recorded = recorded[dropped:]  # another list: the batch follows the old one
+        for rollout in self._rollouts.values():
+            rollout.defer(self._recorded, dropped)
         return batch
 
     def _remove(self, rows: Ints) -> Held:
@@ -209,14 +214,6 @@ class RolloutBuffer:
         self._table.keep(kept)
         self._ages = self._ages[kept[:: self.group_size]]
         return Held(gone.values(), gone, lambda: columns)
-
-    def _defer(self) -> None:
-        seq_ids = self._table.columns.seq_ids.copy()
-        recorded = [rows.at(np.flatnonzero(np.isin(rows.seq_ids, seq_ids))) for rows in self._recorded]
-        dropped = next((i for i, rows in enumerate(recorded) if len(rows)), len(recorded))
-        self._recorded = recorded[dropped:]  # another list: the batch follows the old one
-        for rollout in self._rollouts.values():
-            rollout.defer(self._recorded, dropped)
 
     def _sure(self) -> Ints:
         if len(self) <= self.target and (self._closed or not self.backfill) and not self.filtered:

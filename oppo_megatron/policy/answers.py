@@ -60,8 +60,7 @@ class Conversation:
 class Request:
     """`prompts` have `seq_id` = place * `samples` + sample; a conversation has none.
 
-    `max_length`: tokens of the longest prompt and response.  `num_slots`: sequences per replica at once.  `about_prompts`: lines
-    about a file's rows.
+    `max_length`: of prompt and response.  `num_slots`: sequences per replica at once.  `about_prompts`: lines on a file's rows.
     """
 
     policy: Policy

@@ -68,11 +68,11 @@ class RunDirectory:
 
     @property
     def finished(self) -> bool:
-        """True if a run ended here: it writes `summary.json` last."""
+        """True if a run ended, with `summary.json` as its last file."""
         return self.summary.exists()
 
     def rank_trace(self, rank: int) -> Path:
-        """Spans of one rank, until `merge_traces` merges all into `trace.json`."""
+        """Spans of one rank, until `merge_traces`."""
         return self.path / f"trace.rank{rank}.jsonl"
 
     def rank_traces(self) -> list[Path]:
@@ -93,7 +93,7 @@ class RunDirectory:
             raise ConfigError(problems)
 
     def require_own(self) -> None:
-        """Raise ConfigError for files that no run wrote and a run would remove."""
+        """Raise ConfigError for files of others that a run would remove."""
         self.require_regular()
         signs = (self.hosts, self.metrics, self.summary)
         if any(sign.exists() for sign in signs) or self.has_checkpoints or RESOLVED <= self.settings().keys():
@@ -150,7 +150,7 @@ class RunDirectory:
             )
 
     def prepare(self) -> RunDirectory:
-        """Create the directory and return self; an interrupted run's measurements move to `attempt-<n>/`.  Raises ConfigError."""
+        """Create it; an interrupted run's measurements move to `attempt-<n>/`.  Raises ConfigError."""
         self.require_unfinished()
         self.require_no_checkpoints()
         self.require_own()

@@ -84,10 +84,7 @@ class SpanRecorder:
 
 
 def merge_traces(run_dir: str | os.PathLike[str]) -> Path | None:
-    """Merge the ranks' files into `trace.json` (Trace Event Format); return its path, None without spans.
-
-    One rank calls this after all have flushed.  Spans are read twice instead of held in memory.
-    """
+    """Merge all ranks' flushed files into `trace.json` (Trace Event Format), read twice instead of held; None without spans."""
     run = RunDirectory(run_dir)
     files = run.rank_traces()
     origin, lanes = float("inf"), set()

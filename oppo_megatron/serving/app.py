@@ -31,10 +31,7 @@ REST_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits per request: body bytes, items, characters of a text, seconds to receive the body.
-
-    More than `max_waiting` requests in scoring or `max_coming` arriving bodies get 429.
-    """
+    """Limits per request.  More than `max_waiting` requests in scoring or `max_coming` arriving bodies get 429."""
 
     max_bytes: int = 32 << 20
     max_items: int = 256
@@ -84,9 +81,9 @@ Extend = Callable[[str, Sequence[Piece]], list[Known]]
 
 
 class Gate(Generic[Asked, Found]):
-    """Takes requests through all checks, cheapest first, then to the scorer.
+    """Checks requests, then scores them in a thread of its own, because user code need not be thread-safe.
 
-    `read` parses a body for `score`, or raises Refusal.  Scoring has its own thread, because user code need not be thread-safe.
+    `read` parses a body for `score`, or raises Refusal.
     """
 
     def __init__(

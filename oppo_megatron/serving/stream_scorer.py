@@ -41,12 +41,21 @@ class StreamScorer:
 
     @torch.no_grad()
     def extend(self, session: str, pieces: Sequence[Piece]) -> list[Known]:
-        """Take the pieces; complete sequences are scored at their last token and forgotten.
+        """Take the pieces; complete sequences are scored at their last token and forgotten, failed ones dropped.
 
-        Raises RewardError for unreadable tokens before taking any.  Another failure drops the piece's sequence.
+        Raises RewardError for unreadable tokens before taking any.
         """
         for piece in pieces:
-            self._check(piece)
+            if not 0 < piece.offset + len(piece.tokens) <= self.max_tokens:
+                raise RewardError(
+                    f"sequence {piece.id} has {piece.offset + len(piece.tokens)} tokens, but must have 1 to max_tokens "
+                    f"{self.max_tokens}"
+                )
+            if piece.tokens and max(piece.tokens) >= self.model.shape.vocab_size:
+                raise RewardError(
+                    f"sequence {piece.id} has token id {max(piece.tokens)}, but the reward model knows "
+                    f"{self.model.shape.vocab_size}: the run and the service must have the same tokenizer"
+                )
         if self.cache.device.type == "cuda":
             torch.cuda.set_device(self.cache.device)  # which device is current is a thread's own
         return [self._take((session, piece.id), piece) for piece in pieces]
@@ -109,18 +118,6 @@ class StreamScorer:
             last_R = torch.tensor([len(part) - 1], device=self.cache.device)
             score = float(step(self.model, self.cache, [held.number], [len(part)], tokens_T, last_R)[0])
         return score
-
-    def _check(self, piece: Piece) -> None:
-        if not 0 < piece.offset + len(piece.tokens) <= self.max_tokens:
-            raise RewardError(
-                f"sequence {piece.id} has {piece.offset + len(piece.tokens)} tokens, but must have 1 to max_tokens "
-                f"{self.max_tokens}"
-            )
-        if piece.tokens and max(piece.tokens) >= self.model.shape.vocab_size:
-            raise RewardError(
-                f"sequence {piece.id} has token id {max(piece.tokens)}, but the reward model knows "
-                f"{self.model.shape.vocab_size}: the run and the service must have the same tokenizer"
-            )
 
 
 @contextmanager

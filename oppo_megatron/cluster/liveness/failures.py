@@ -1,4 +1,4 @@
-"""Records of why a rank ended, for the process that started it."""
+"""Records of why ranks ended, for their launcher."""
 
 from __future__ import annotations
 

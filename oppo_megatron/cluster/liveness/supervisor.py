@@ -1,4 +1,4 @@
-"""Ends all ranks of a host: after GRACE_S if one failed or is late to stop, at once in a stall that no watchdog could end."""
+"""Ends a host's ranks: after GRACE_S if one failed or is late to stop, at once in a stall that no watchdog could end."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Supervisor:
         Failure(-1, time.time(), "stall", watch.describe(None, answered, "this process")).leave(self._folder)
 
     def someone_failed(self) -> bool:
-        """True if a watchdog ended a rank, or one ended without `WELL` (torch's agent alone can read exit codes)."""
+        """True if a watchdog ended a rank, or one ended without `WELL` (exit codes are known to torch's agent alone)."""
         return any(self._folder.glob("*.stall.json")) or any(
             not _runs(rank) and not path.with_suffix(WELL).exists() for path, rank in self._processes().items()
         )
