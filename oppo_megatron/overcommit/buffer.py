@@ -168,7 +168,13 @@ class RolloutBuffer:
         self._require_order(chunk, places)
         self._recorded.append(rows)
         self._table.columns.response_tokens[places] += rows.counts
-        self._end(rows, places)
+        ends = np.flatnonzero(rows.finish_clocks != UNFINISHED)
+        self._table.columns.finished[places[ends]] = True
+        self._table.finish_clocks[places[ends]] = rows.finish_clocks[ends]
+        ended = map(self._unfinished.pop, rows.seq_ids[ends].tolist())
+        reasons = map(REASONS.__getitem__, rows.reasons[ends].tolist())
+        for rollout, clock, reason in zip(ended, rows.finish_clocks[ends].tolist(), reasons, strict=True):
+            rollout.finish_clock, rollout.finish_reason = clock, reason
         self.clock = chunk.clock
 
     def state_dict(self) -> dict[str, Any]:
@@ -223,15 +229,6 @@ class RolloutBuffer:
 
     def _numbers(self) -> Ints:
         return self._table.columns.seq_ids // self.group_size
-
-    def _end(self, rows: ChunkRows, places: Ints) -> None:
-        ends = np.flatnonzero(rows.finish_clocks != UNFINISHED)
-        self._table.columns.finished[places[ends]] = True
-        self._table.finish_clocks[places[ends]] = rows.finish_clocks[ends]
-        ended = map(self._unfinished.pop, rows.seq_ids[ends].tolist())
-        reasons = map(REASONS.__getitem__, rows.reasons[ends].tolist())
-        for rollout, clock, reason in zip(ended, rows.finish_clocks[ends].tolist(), reasons, strict=True):
-            rollout.finish_clock, rollout.finish_reason = clock, reason
 
     def _foremost_groups(self) -> Ints:
         size, finished_G, clocks_G = self.group_size, self._finished_groups(), self._group_clocks()

@@ -209,11 +209,7 @@ def sample_responses(record: RunRecord) -> tuple[list[Mapping[str, Any]], str]:
     chosen: list[Mapping[str, Any]] = []
     for rows in filter(None, by_step.values()):
         by_reward = sorted(rows, key=lambda row: row["reward"])
-        few = [by_reward[0], by_reward[len(rows) // 2], by_reward[-1], max(rows, key=_num_tokens)]
+        longest = max(rows, key=lambda row: len(row["tokens"]) if isinstance(row.get("tokens"), list) else 0)
+        few = [by_reward[0], by_reward[len(rows) // 2], by_reward[-1], longest]
         chosen += {id(row): row for row in few}.values()
     return chosen, "" if chosen else "rollouts.jsonl has none of the steps in metrics.jsonl"
-
-
-def _num_tokens(row: Mapping[str, Any]) -> int:
-    tokens = row.get("tokens")
-    return len(tokens) if isinstance(tokens, list) else 0

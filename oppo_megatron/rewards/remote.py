@@ -105,8 +105,13 @@ class RemoteReward(Part):
             new = [item for item in items if item.seq_id not in self._scores]
             for item in new:
                 self._scores[item.seq_id] = Future()
-        if new:
-            self._start().call_soon_threadsafe(self._enqueue, new)
+        if not new:
+            return
+        if self._loop is None:
+            self._loop, self._stop = asyncio.new_event_loop(), asyncio.Event()
+            self._thread = threading.Thread(target=self._run, args=(self._loop,), name="reward service", daemon=True)
+            self._thread.start()
+        self._loop.call_soon_threadsafe(self._enqueue, new)
 
     def _enqueue(self, items: Sequence[ScoreItem]) -> None:
         for item in items:
@@ -130,14 +135,6 @@ class RemoteReward(Part):
         self._thread.join(timeout=5.0)
         self._thread = None
         self._fail(RewardError(f"{self.label}: the client of {self.url} was closed"))
-
-    def _start(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._stop = asyncio.Event()
-            self._thread = threading.Thread(target=self._run, args=(self._loop,), name="reward service", daemon=True)
-            self._thread.start()
-        return self._loop
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)

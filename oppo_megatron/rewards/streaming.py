@@ -72,7 +72,11 @@ class ScorerStream:
             if len(tokens) <= len(sequence.tokens) and not final:
                 return True  # a carried sequence is gone through again from its start
             sequence.tokens, sequence.final, sequence.waiting = list(tokens), final, True
-            self._start()
+            if self._failure is not None:
+                raise self._failure
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="scorer stream", daemon=True)
+                self._thread.start()
             self._changed.notify()
             return True
 
@@ -94,13 +98,6 @@ class ScorerStream:
         if self._thread is not None:
             self._thread.join(timeout=5.0)
         self._http.close()
-
-    def _start(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="scorer stream", daemon=True)
-            self._thread.start()
 
     def _run(self) -> None:
         try:

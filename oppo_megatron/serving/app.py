@@ -7,7 +7,6 @@ import hmac
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Generic, TypeVar
 
 from fastapi import FastAPI, Request
@@ -166,21 +165,6 @@ def _require_fitting(ids: Sequence[int], limits: RequestLimits, what: str) -> No
         raise Refusal(422, "an id occurs twice")
 
 
-def _read_items(limits: RequestLimits, body: bytes) -> list[protocol.Item]:
-    items = read_message(protocol.Request, body, "scores").items
-    _require_fitting([item.id for item in items], limits, "items")
-    longest = max(max(len(item.prompt), len(item.response)) for item in items)
-    if longest > limits.max_characters:
-        raise Refusal(413, f"a text has {longest} characters, more than {limits.max_characters}")
-    return items
-
-
-def _read_extension(limits: RequestLimits, body: bytes) -> Extension:
-    asked = read_message(Extension, body, "streamed scores")
-    _require_fitting([row.id for row in asked.rows], limits, "rows")
-    return asked
-
-
 def new_app() -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -200,8 +184,16 @@ def new_app() -> FastAPI:
 
 def build_app(score: Scorer, token: SecretStr | None, limits: RequestLimits = LIMITS) -> FastAPI:
     """Return the service; `score`, called from one thread, returns a number per item or raises RewardError."""
-    app = new_app()
-    gate = Gate(partial(_read_items, limits), score, limits, token)
+
+    def read(body: bytes) -> list[protocol.Item]:
+        items = read_message(protocol.Request, body, "scores").items
+        _require_fitting([item.id for item in items], limits, "items")
+        longest = max(max(len(item.prompt), len(item.response)) for item in items)
+        if longest > limits.max_characters:
+            raise Refusal(413, f"a text has {longest} characters, more than {limits.max_characters}")
+        return items
+
+    app, gate = new_app(), Gate(read, score, limits, token)
 
     @app.post("/score")
     async def scores(request: Request) -> JSONResponse:
@@ -214,8 +206,13 @@ def build_app(score: Scorer, token: SecretStr | None, limits: RequestLimits = LI
 
 def build_stream_app(extend: Extend, token: SecretStr | None, limits: RequestLimits = LIMITS) -> FastAPI:
     """Return the streaming service; `extend` is called from one thread and may raise RewardError."""
-    app = new_app()
-    gate = Gate(partial(_read_extension, limits), lambda asked: extend(asked.session, asked.rows), limits, token)
+
+    def read(body: bytes) -> Extension:
+        asked = read_message(Extension, body, "streamed scores")
+        _require_fitting([row.id for row in asked.rows], limits, "rows")
+        return asked
+
+    app, gate = new_app(), Gate(read, lambda asked: extend(asked.session, asked.rows), limits, token)
 
     @app.post("/extend")
     async def grow(request: Request) -> JSONResponse:

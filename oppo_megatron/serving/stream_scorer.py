@@ -92,20 +92,17 @@ class StreamScorer:
         held = self._held.get(name)
         if held is None:
             if not self.cache.num_free:
-                self._make_room()
+                known = {each.number for each in self._held.values()}
+                left = next((number for number in self.cache.seq_ids if number not in known), None)
+                if left is None:
+                    self._drop(next(iter(self._held)))
+                else:
+                    self.cache.close(left)
             held = _Held(self._next)
             self.cache.open(held.number)
             self._held[name], self._next = held, self._next + 1
         self._held.move_to_end(name)
         return held
-
-    def _make_room(self) -> None:
-        known = {held.number for held in self._held.values()}
-        left = next((number for number in self.cache.seq_ids if number not in known), None)
-        if left is None:
-            self._drop(next(iter(self._held)))
-        else:
-            self.cache.close(left)
 
     def _drop(self, name: Name) -> None:
         self.cache.close(self._held.pop(name).number)
