@@ -52,10 +52,7 @@ def pair_weights(num_tokens: int, counted_N: Sequence[bool]) -> list[float]:
 def pair_loss(
     logp_T: Tensor, entropy_T: Tensor, targets: ActorTargets, rule: DPOLossConfig, num_tokens: int, noise: float
 ) -> tuple[Tensor, PairStats]:
-    """Share of the minibatch's mean loss; a pair's rows are neighbours, the better one's advantages positive.
-
-    `share_T`: from `pair_weights`.
-    """
+    """Share of the minibatch's mean loss; a pair's rows are neighbours, the better's advantages > 0, shares by `pair_weights`."""
     assert targets.lengths_R is not None and targets.share_T is not None and targets.reference_logp_T is not None
     lengths_R = targets.lengths_R
     ends_R = last_tokens(lengths_R)

@@ -63,10 +63,7 @@ def use_once(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -
 
 
 def use_ring_once(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Make an interleaved pipeline's communicators, by numbers between neighbours in one order, because first messages wait.
-
-    In a ring of two, megatron-core also uses the world's group.
-    """
+    """Make an interleaved pipeline's communicators, in one order: first messages wait.  A ring of two uses the world's, too."""
     rank = dist.get_rank()
     for first, second in ring_pairs(dist.get_process_group_ranks(group)):
         for over in (group, None) if group.size() == 2 else (group,):

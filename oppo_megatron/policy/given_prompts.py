@@ -47,10 +47,7 @@ def prompts_of_file(
     note: Callable[[str], None] = lambda line: None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Prompt]:
-    """A prompt per line of a `.txt` file, else per row, as in `oppo train`; at most `most`.
-
-    `note` gets a line per finding, `progress` one per row.
-    """
+    """At most `most` prompts, per line of a `.txt` file, else per row as in `oppo train`; `note`: findings, `progress`: rows."""
     if path.suffix == ".txt":
         return prompts_of_texts(_lines(path)[:most], wording, tokenizer)
     config = PromptDataConfig(

@@ -69,10 +69,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class BarChart:
-    """Bars per category: stacked rows if `horizontal`, else columns, stacked or side by side.
-
-    `ends`: texts at the ends of rows; `high`: least upper end of the value axis.
-    """
+    """Bars per category: rows with texts at their `ends`, or columns; `high`: least upper end of the value axis."""
 
     name: str
     title: str

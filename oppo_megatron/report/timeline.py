@@ -71,10 +71,7 @@ def step_bounds(spans: Sequence[Span]) -> dict[int, tuple[float, float]]:
 
 
 def step_window(name: str, spans: Sequence[Span], step: int | None) -> StepWindow:
-    """Cut a step out of a run's spans; None: the step of median length, except the first if possible.
-
-    Raises DataError if the trace lacks the step.
-    """
+    """Cut a step out of a run's spans; None: of median length, except the first if possible.  Raises DataError."""
     bounds = step_bounds(spans)
     if not bounds or (step is not None and step not in bounds):
         have = f"has work of steps {min(bounds)} to {max(bounds)}" if bounds else "has no work of any step"

@@ -102,10 +102,7 @@ def find_misfits(folder: Path, entries: Mapping[str, Entry], required: Iterable[
 def find_damage(
     folder: Path, entries: Mapping[str, Entry], part: int = 0, parts: int = 1, *, checksums: bool = True
 ) -> str | None:
-    """Describe the first damaged file in share `part` of `parts`, or None.
-
-    Without `checksums`, only missing files and wrong sizes are found.
-    """
+    """Describe the first damaged file in share `part` of `parts`, or None; without `checksums`: missing or of wrong size."""
     for name in sorted(entries)[part::parts]:
         path, due = folder / name, entries[name]
         if not path.is_file():

@@ -19,10 +19,7 @@ MEAN_FIELDS = ("step_s", "decode_s", "train_s", "score_exposed_s", "critic_updat
 
 @final
 class MetricsLog:
-    """Appends a run's lines in order; a critic's update may complete one after the next begins.
-
-    `close` writes incomplete ones with `"incomplete": true`.
-    """
+    """Appends a run's lines in order; a critic's update may complete one after the next begins, else it is marked incomplete."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)

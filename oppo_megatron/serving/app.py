@@ -80,10 +80,7 @@ Extend = Callable[[str, Sequence[Piece]], list[Known]]
 
 
 class Gate(Generic[Asked, Found]):
-    """Checks requests, then scores them in a thread of its own, because user code need not be thread-safe.
-
-    `read` parses a body for `score`, or raises Refusal.
-    """
+    """Checks requests, has `read` parse them or raise Refusal, and calls `score`, maybe not thread-safe, in one thread."""
 
     def __init__(
         self, read: Callable[[bytes], Asked], score: Callable[[Asked], Found], limits: RequestLimits, token: SecretStr | None
