@@ -77,9 +77,11 @@ class Cluster:
             "run_dir": "none", "steps": self.steps, "placement": {"mode": mode, **pools},
             "tokenizer": {"path": "none"}, "data": {"path": "none", "max_prompt_tokens": self.prompt_tokens},
             "actor": role, "critic": role, "reward": role, "rewards": [{"kind": "model"}],
-            "rollout": {"batch_size": sequences, "max_response_tokens": self.response_tokens},
-            "overlap": {"chunk": {"tokens": self.chunk, "adaptive": False}, "delta": delta},
-            "runtime": {"micro_batch_tokens": 8192}, "debug": {"forced_lengths": list(self.lengths)},
+            "rollout": {"batch_size": sequences, "max_response_tokens": self.response_tokens,
+                "forced_lengths": list(self.lengths),
+            },
+            "overlap": {"chunk": self.chunk, "delta": delta},
+            "runtime": {"micro_batch_tokens": 8192},
         }  # fmt: skip
         return TrainConfig.model_validate(tree)
 
@@ -122,8 +124,8 @@ class DryRun(PureLoop):
         self.clock, self.watch = clock, Stopwatch(clock)
         self.site = Site(role_placements(config))
         self.codec = codec and bool(self.site.listeners)
-        trace = forced_quantile(config.debug.lengths, config.rollout.max_response_tokens)
-        stopping = Stopping.of(config.rollout, (), config.seed, trace, forced=config.debug.lengths)
+        trace = forced_quantile(config.rollout.lengths, config.rollout.max_response_tokens)
+        stopping = Stopping.of(config.rollout, (), config.seed, trace, forced=config.rollout.lengths)
         self.limit: Callable[[int], int] = stopping.limit
         self._limits: dict[int, int] = {}
         generator = round_generator(config.overlap, self.site)

@@ -32,9 +32,8 @@ from oppo_megatron.config.model import Dtype, ParallelConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.cores import threads_of_rank, usable_cores
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.flops import causal_pairs, forward_flops, training_flops, weight_bytes
 from oppo_megatron.layout.placements import named_roles, world_size
-from oppo_megatron.layout.shape import kv_bytes_per_token
+from oppo_megatron.layout.shape import Shape, causal_pairs, head_dim, head_linear, kv_bytes_per_token, layer_weights, weight_bytes
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.report.comparison import format_table
 from oppo_megatron.rundir.directory import RunDirectory
@@ -180,6 +179,23 @@ def _scoring_flops(shapes: Mapping[str, Mapping[str, Any]], response: Response) 
     if "reward" in shapes:
         total += forward_flops(shapes["reward"], whole, causal_pairs(0, whole), 1, scalar=True)
     return total
+
+
+def forward_flops(shape: Shape, tokens: int, pairs: int, rows: int, *, scalar: bool) -> int:
+    """Operations of a forward over `tokens`, `rows` of them with outputs; `pairs`: see `causal_pairs`.
+
+    2 tokens (h (q + 2 g) + q h + 3 h f) + 4 q pairs per layer, and 2 rows h V (scalar head: 2 rows h), with h hidden,
+    q = heads x head size, g = key/value heads x head size, f FFN, V vocabulary.
+    """
+    query = int(shape["num_attention_heads"]) * head_dim(shape)
+    products = 2 * tokens * layer_weights(shape)
+    layers = int(shape["num_hidden_layers"])
+    return layers * (products + 4 * query * pairs) + 2 * rows * head_linear(shape, scalar=scalar).size
+
+
+def training_flops(shape: Shape, tokens: int, pairs: int, rows: int, *, scalar: bool) -> int:
+    """Three forwards: each product again for its input's gradient and its weight's."""
+    return 3 * forward_flops(shape, tokens, pairs, rows, scalar=scalar)
 
 
 def _training_flops(config: TrainConfig, shapes: Mapping[str, Mapping[str, Any]], response: Response) -> int:

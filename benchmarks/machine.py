@@ -49,16 +49,15 @@ from benchmarks.peaks import DTYPES, Products, best_s, measure_peaks, threads_of
 from oppo_megatron.cli.launch import launch
 from oppo_megatron.cli.load import load_train
 from oppo_megatron.cli.parser import add_config_arguments
-from oppo_megatron.config.debug import ForcedLimits
 from oppo_megatron.config.derived import batch_rows
+from oppo_megatron.config.forced import ForcedLimits
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.cores import usable_cores
 from oppo_megatron.data.generated import write_random_prompts
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.errors import ConfigError, WorldError
-from oppo_megatron.layout.flops import Shape, layer_linears
-from oppo_megatron.layout.shape import head_dim, num_kv_heads
+from oppo_megatron.layout.shape import Shape, head_dim, layer_linears, num_kv_heads
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.processes import end_with_parent
 from oppo_megatron.report.comparison import format_table
@@ -309,16 +308,17 @@ def alone(args: argparse.Namespace, cores: int) -> TrainConfig:
     inputs = args.out / "inputs"
     inputs.mkdir(parents=True, exist_ok=True)
     tokenizer, prompts = write_random_prompts(inputs, given.data.max_prompt_tokens)
-    own = [f"steps={args.steps}", f"runtime.threads_per_rank={cores}", f"run_dir={args.out / f'{cores}-cores'}"]
+    own = [f"steps={args.steps}", f"run_dir={args.out / f'{cores}-cores'}"]
     own += [f"tokenizer.path={tokenizer}", f"data.path={prompts}"]
-    if given.debug.lengths is None:
-        own.append(f"debug.forced_lengths=[{max(1, given.rollout.max_response_tokens // 4)},{SIGMA}]")
-    return load_train(args.config, [*args.overrides, *ALONE, *own])
+    if given.rollout.lengths is None:
+        own.append(f"rollout.forced_lengths=[{max(1, given.rollout.max_response_tokens // 4)},{SIGMA}]")
+    config = load_train(args.config, [*args.overrides, *ALONE, *own])
+    return config.model_copy(update={"runtime": config.runtime.with_threads(cores)})
 
 
 def steps_of(config: TrainConfig) -> Iterator[Observed]:
     """Yield the steps of a run after the first, which warms up."""
-    forced, most, rows = config.debug.lengths, config.rollout.max_response_tokens, batch_rows(config)
+    forced, most, rows = config.rollout.lengths, config.rollout.max_response_tokens, batch_rows(config)
     assert forced is not None
     limit_of = ForcedLimits.of(forced, most, config.seed, forced_quantile(forced, most))
     for step, line in enumerate(read_metrics(RunDirectory(config.run_dir).metrics)[1:], start=1):

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from oppo_megatron.layout.flops import Linear, Shape, head_linear, layer_linears
 from oppo_megatron.layout.memory import MOST_ROWS
+from oppo_megatron.layout.shape import Linear, Shape, head_linear, layer_linears
 from oppo_megatron.mcore.cpu import can_prepack, product
 
 SQUARES = (512, 1024, 2048)

@@ -21,12 +21,13 @@ from typing import Any
 
 from benchmarks.common import run_script
 from benchmarks.dry_run import Cluster, DryRun
+from benchmarks.limit import forward_flops, training_flops
 from benchmarks.simulation import COLUMNS as SIMULATED_COLUMNS
 from benchmarks.simulation import simulate_all
 from oppo_megatron.cli.parser import count
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.layout.flops import causal_pairs, forward_flops, training_flops, weight_bytes
 from oppo_megatron.layout.placements import role_placements, training_placements, world_size
+from oppo_megatron.layout.shape import causal_pairs, weight_bytes
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.records import Prompt
 from oppo_megatron.report.comparison import format_table

@@ -21,13 +21,13 @@ from benchmarks.paper.assumptions import CHUNK, LONG, MICRO_BATCH_TOKENS, ROUND_
 from benchmarks.published.tables import llama_shape
 from oppo_megatron.cli.bench import chosen, names, refuse_figures
 from oppo_megatron.cli.parser import counts
-from oppo_megatron.config.debug import ForcedLimits
 from oppo_megatron.config.derived import switched
+from oppo_megatron.config.forced import ForcedLimits
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.flops import Shape
 from oppo_megatron.layout.holdings import rank_memory, train_holdings
 from oppo_megatron.layout.placements import role_placements
+from oppo_megatron.layout.shape import Shape
 from oppo_megatron.report.comparison import format_table
 from oppo_megatron.schedule.weaving.costs import at_stage
 from oppo_megatron.sim.clusters.cluster import Cluster
@@ -113,13 +113,14 @@ class Layout:
             "critic": {"init": MODELS[SCORER], "train": {**train, "sequence_parallel": self.reference[0] > 1}},
             "reference": {"init": MODELS[model], "parallel": _sizes(*self.reference, scoring)},
             "reward": {"init": MODELS[SCORER]}, "rewards": [{"kind": "model"}],
-            "rollout": {"batch_size": batch, "max_response_tokens": LONG.limit},
+            "rollout": {
+                "batch_size": batch, "max_response_tokens": LONG.limit, "forced_lengths": [LONG.median, LONG.sigma],
+            },
             "overlap": {
-                "chunk": {"tokens": CHUNK, "adaptive": False},
+                "chunk": CHUNK,
                 "delta": {"rule": "fixed", "initial": delta, "max": delta},
             },
             "runtime": {"micro_batch_tokens": MICRO_BATCH_TOKENS, "dtype": "bfloat16"},
-            "debug": {"forced_lengths": [LONG.median, LONG.sigma]},
         }  # fmt: skip
         return TrainConfig.model_validate(tree)
 
@@ -180,7 +181,7 @@ class Point:
 
     @cached_property
     def lengths(self) -> ForcedLimits:
-        forced = self.config.debug.lengths
+        forced = self.config.rollout.lengths
         assert forced is not None
         return ForcedLimits.of(forced, LONG.limit, self.seed)
 

@@ -104,12 +104,12 @@ def scaled_shape(shape: Mapping[str, Any], factor: float) -> dict[str, Any]:
 
 def with_limit(config: TrainConfig, limit: int) -> TrainConfig:
     """Return responses of at most `limit` tokens; log-normal lengths, micro-batches and random models' positions follow."""
-    before, forced = config.rollout.max_response_tokens, config.debug.lengths
+    before, forced = config.rollout.max_response_tokens, config.rollout.lengths
     if limit == before:
         return config
     changed = updated(config, "rollout", max_response_tokens=limit)
     if forced is not None and forced.median is not None:
-        changed = updated(changed, "debug", forced_lengths=[forced.median * limit / before, forced.sigma])
+        changed = updated(changed, "rollout", forced_lengths=[forced.median * limit / before, forced.sigma])
     context = max_context(changed)
     changes: dict[str, Any] = {}
     for name in ROLES:

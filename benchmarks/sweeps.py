@@ -32,10 +32,8 @@ from oppo_megatron.cli.bench import add_resume_argument, add_run_arguments, chos
 from oppo_megatron.cli.parser import counts
 from oppo_megatron.config.derived import MODES, longest_chunk, switched
 from oppo_megatron.config.model import RoleConfig
-from oppo_megatron.config.overlap import ChunkConfig
 from oppo_megatron.config.rewards import RewardPart
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.control.chunk_tuner import candidates
 from oppo_megatron.control.delta_controllers import RULES
 from oppo_megatron.errors import ConfigError, ScheduleError
 from oppo_megatron.layout.placements import named_roles
@@ -85,10 +83,10 @@ def chunk_configs(args: Args) -> Configs:
     fitting = [size for size in args.sizes if size <= longest]
     if not fitting:
         raise ConfigError(f"--sizes {', '.join(map(str, args.sizes))}: none is within rollout.max_response_tokens {longest}")
-    chunks: dict[str, dict[str, Any]] = {str(size): {"tokens": size, "adaptive": False} for size in fitting}
-    chunks[ADAPTIVE] = {"adaptive": config.overlap.chunk.adaptive or True}
-    tuner = config.overlap.chunk
-    return {name: updated(config, "overlap", chunk=tuner.model_copy(update=own)) for name, own in chunks.items()}
+    own = config.overlap.chunk_sizes
+    chunks: dict[str, int | list[int]] = {str(size): size for size in fitting}
+    chunks[ADAPTIVE] = own if len(own) > 1 else list(dict.fromkeys([*own, 16, 32, 64]))
+    return {name: updated(config, "overlap", chunk=chunk) for name, chunk in chunks.items()}
 
 
 def chunk_result(configs: Configs, runs: Runs) -> tuple[dict[str, Any], list[str]]:
@@ -111,9 +109,9 @@ def chunk_result(configs: Configs, runs: Runs) -> tuple[dict[str, Any], list[str
     return {"results": rows, ADAPTIVE: found}, [line]
 
 
-def first_settled_step(config: ChunkConfig, longest: int) -> int:
-    count = len(candidates(config, min(config.tokens, longest), longest))
-    return 2 + count if config.adaptive and count > 1 else 1
+def first_settled_step(sizes: Sequence[int], longest: int) -> int:
+    count = len({min(size, longest) for size in sizes})
+    return 2 + count if count > 1 else 1
 
 
 def tuned(config: TrainConfig, runs: Runs) -> dict[str, Any]:
@@ -122,7 +120,7 @@ def tuned(config: TrainConfig, runs: Runs) -> dict[str, Any]:
     Fixed sizes count by the same steps: a batch does not depend on the chunk, so they did the same work.  `choice_percent` is the
     distance of the fixed run of the chosen size; None if the repeats chose several sizes, or one that was not run.
     """
-    first = first_settled_step(config.overlap.chunk, longest_chunk(config))
+    first = first_settled_step(config.overlap.chunk_sizes, longest_chunk(config))
     adaptive = [run for run in runs[ADAPTIVE] if len(run.lines) >= first]
     sizes = [run.lines[first - 1]["chunk_tokens"] for run in adaptive]
     found = {"first_settled_step": first, "settled_on": sizes}
@@ -210,9 +208,11 @@ def fork_configs(args: Args) -> Configs:
     }
     if next(iter(bases.values())).rollout.group_size == 1:
         raise ConfigError("rollout.group_size is 1, so no cache is forked; give rollout.group_size=8, or a preset of groups")
-    kinds = {"forked": True, "apart": False}
+    kinds = {"forked": [], "apart": ["fork"]}
     return {
-        f"{tokens}/{kind}": updated(base, "debug", fork=fork) for tokens, base in bases.items() for kind, fork in kinds.items()
+        f"{tokens}/{kind}": updated(base, "overlap", without=without)
+        for tokens, base in bases.items()
+        for kind, without in kinds.items()
     }
 
 
@@ -315,9 +315,8 @@ def rewarded(config: TrainConfig, reward: str) -> TrainConfig:
         return config.model_copy(update={"rewards": rules or [length], "reward": None})
     kind: Any = reward
     actor = config.actor
-    like = RoleConfig(checkpoint=actor.checkpoint, fresh_head=True, dtype=actor.dtype)
-    if actor.init is not None:
-        like = RoleConfig(init=actor.init, init_seed=3, dtype=actor.dtype)
+    init = actor.init if actor.checkpoint is None else actor.checkpoint / "config.json"
+    like = RoleConfig(init=init, dtype=actor.dtype)
     return config.model_copy(update={"rewards": [RewardPart(kind=kind)], "reward": config.reward or like})
 
 

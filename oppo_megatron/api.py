@@ -63,9 +63,8 @@ def train(source: Source, overrides: Sequence[str] = (), *, kind: str = "train",
     from oppo_megatron.cli.run import start
     from oppo_megatron.errors import EXIT_REQUEUE, WorldError
 
-    more = ["checkpoint.resume=true"] if resume else []
-    settings = load_config(source, [*overrides, *more], kind=kind)
-    code = start(kind, settings)
+    settings = load_config(source, overrides, kind=kind)
+    code = start(kind, settings.resumed() if resume else settings)
     if code not in (0, EXIT_REQUEUE):
         raise WorldError(f"the run ended with exit code {code}; its ranks' messages are above")
     return Result(Path(settings.run_dir), finished=code == 0)

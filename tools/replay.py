@@ -275,8 +275,6 @@ def _role(name: str, head: Head, config: TrainConfig, world: World, topology: To
         head=head,
         max_length=max_context(config),
         device=world.device,
-        path=config.runtime.decode_path,
-        layers=config.runtime.layers,
         num_updates=num_updates(config, name, facts.total_steps),
     )
     role.trained.resume_schedule(int(made) + warmed)

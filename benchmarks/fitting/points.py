@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from oppo_megatron.errors import DataError
-from oppo_megatron.layout.flops import Shape
+from oppo_megatron.layout.shape import Shape
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "send_recv")
 PointT = TypeVar("PointT")

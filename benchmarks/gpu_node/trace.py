@@ -25,7 +25,7 @@ from oppo_megatron.cluster.world import choose_device, open_world
 from oppo_megatron.config.model import LearningModelConfig, OptimizerConfig, RuntimeConfig
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.integrations.huggingface import write_random_checkpoint
-from oppo_megatron.layout.flops import weight_bytes
+from oppo_megatron.layout.shape import weight_bytes
 from oppo_megatron.mcore.batch import pack_responses
 from oppo_megatron.mcore.groups import build_groups
 from oppo_megatron.mcore.model import DTYPES

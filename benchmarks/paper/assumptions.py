@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.paper.printed import BATCH, GPUS_SCORING, GPUS_TRAINING
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.layout.flops import Shape
+from oppo_megatron.layout.shape import Shape
 from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.clusters.reading import ClusterConfig, build_cluster
 
@@ -92,13 +92,15 @@ class Setting:
                 "placement": {"actor": {"dp": self.training}, "scorer": {"dp": GPUS_SCORING}, "reference": "actor"},
                 "actor": {**actor, "train": {"recompute": "full"}}, "reference": actor,
                 **(reward if self.reward_model else rules),
-                "rollout": {"batch_size": self.batch, "max_response_tokens": self.lengths.limit},
+                "rollout": {
+                    "batch_size": self.batch, "max_response_tokens": self.lengths.limit,
+                    "forced_lengths": [self.lengths.median, self.lengths.sigma],
+                },
                 "overlap": {
-                    "chunk": {"tokens": CHUNK, "adaptive": False},
+                    "chunk": CHUNK,
                     "delta": {"rule": "fixed", "initial": DELTA, "max": DELTA},
                 },
                 "runtime": {"micro_batch_tokens": MICRO_BATCH_TOKENS, "dtype": "bfloat16"},
-                "debug": {"forced_lengths": [self.lengths.median, self.lengths.sigma]},
             }
         )  # fmt: skip
 

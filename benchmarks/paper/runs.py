@@ -12,8 +12,8 @@ from statistics import NormalDist, fmean
 import numpy as np
 
 from benchmarks.paper.assumptions import CAPTURED, MICRO_BATCH_TOKENS, ROUND_S, Sampled, Setting
-from oppo_megatron.config.debug import ForcedLimits
 from oppo_megatron.config.derived import switched
+from oppo_megatron.config.forced import ForcedLimits
 from oppo_megatron.config.overlap import DeltaConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.holdings import planned_memory
@@ -106,7 +106,7 @@ class Case:
 
     @cached_property
     def lengths(self) -> ForcedLimits:
-        forced = self.config.debug.lengths
+        forced = self.config.rollout.lengths
         assert forced is not None
         return ForcedLimits.of(forced, self.setting.lengths.limit, self.seed)
 
@@ -154,7 +154,7 @@ class Case:
         if delta is not None:
             overlap = overlap.model_copy(update={"delta": delta})
         if chunk is not None:
-            overlap = overlap.model_copy(update={"chunk": overlap.chunk.model_copy(update={"tokens": chunk})})
+            overlap = overlap.model_copy(update={"chunk": chunk})
         config = config.model_copy(update={"overlap": overlap})
         run = VirtualRun(
             config, self.costs, self.lengths, prompt_tokens=self.setting.lengths.prompt, signals=signals, endless=True

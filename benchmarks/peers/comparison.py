@@ -218,8 +218,7 @@ def with_threads(config: TrainConfig, placement: str, threads: int) -> TrainConf
             f"{placement} needs {ranks} CUDA devices, and there are {torch.cuda.device_count()}; give --placements single, "
             "or runtime.device=cpu"
         )
-    runtime = config.runtime.model_copy(update={"threads_per_rank": threads // ranks})
-    return config.model_copy(update={"runtime": runtime})
+    return config.model_copy(update={"runtime": config.runtime.with_threads(threads // ranks)})
 
 
 def how_it_runs(config: TrainConfig) -> Ours:

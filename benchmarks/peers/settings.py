@@ -33,8 +33,8 @@ def algorithm_settings(config: TrainConfig) -> dict[str, Any]:
 
 def _rollout_problems(config: TrainConfig) -> Iterator[str]:
     rollout = config.rollout
-    if config.debug.forced_lengths is None:
-        yield ("debug.forced_lengths is not set: without forced lengths the two do different work; set it, or give --lognormal")
+    if config.rollout.forced_lengths is None:
+        yield ("rollout.forced_lengths is not set: without forced lengths the two do different work; set it, or give --lognormal")
     if rollout.temperature == 0 or rollout.top_k or rollout.top_p < 1:
         yield (
             f"TRL samples the whole vocabulary: rollout.temperature={rollout.temperature:g} must be above 0, "
@@ -48,8 +48,7 @@ def _update_problems(config: TrainConfig) -> Iterator[str]:
     wanted = {
         "entropy_coefficient": 0.0,
         "reward_clip": None,
-        "truncated_score": None,
-        "mask_truncated": False,
+        "truncated": None,
         "reward_normalization": "none",
         "critic_warmup_steps": 0,
     }

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.peers.settings import algorithm_settings
+from oppo_megatron.config.model import HEADS_LEARNED, weight_seed
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.engine.stopping import Stopping
@@ -63,7 +64,7 @@ def build_work(
         config.seed,
         inputs.lengths,
         inputs.tokenizer.decode,
-        config.debug.lengths,
+        config.rollout.lengths,
     )
     vocab_size = open_weights(config.actor, "lm")[0].vocab_size
     return {
@@ -102,7 +103,7 @@ def export_models(config: TrainConfig, directory: Path) -> dict[str, str]:
     roles, paths = named_roles(config), {}
     for role in roles:
         head = HEADS[role]
-        shape, source = open_weights(roles[role], head)
+        shape, source = open_weights(roles[role], head, seed=weight_seed(role), fresh_head=role in HEADS_LEARNED)
         rewrite_weights(shape, source, directory / role, head=head, dtype=torch.float32)
         paths[role] = str((directory / role).resolve())
     return paths

@@ -31,7 +31,7 @@ from benchmarks.published.tables import (
     Stage,
     cut_stages,
 )
-from oppo_megatron.layout.flops import causal_pairs, head_linear, layer_linears
+from oppo_megatron.layout.shape import causal_pairs, head_linear, layer_linears
 from oppo_megatron.sim.clusters.cluster import GB, GPUS, INSIDE, Cluster
 from oppo_megatron.sim.laws import WIDTH, Group, LayerLaw, LayerSizes, all_reduce_s, scatter_s
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.published.tables import llama_shape
-from oppo_megatron.layout.flops import Shape, causal_pairs
+from oppo_megatron.layout.shape import Shape, causal_pairs
 from oppo_megatron.sim.clusters.cluster import GPUS, INSIDE, Cluster
 from oppo_megatron.sim.laws import WIDTH, Group, LayerLaw, LayerSizes, all_reduce_s
 

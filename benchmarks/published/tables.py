@@ -12,7 +12,7 @@ from functools import cache
 from itertools import accumulate
 from typing import Literal
 
-from oppo_megatron.layout.flops import Shape, head_linear, layer_linears
+from oppo_megatron.layout.shape import Shape, head_linear, layer_linears
 
 Kind = Literal["generate", "infer", "train"]
 GPUS_A_NODE = 8

@@ -82,7 +82,8 @@ def on_post_build(config: Any, **_: Any) -> None:
 
 
 def _configuration() -> str:
-    from oppo_megatron.config.describe import render_reference
+    sys.path.insert(0, str(ROOT))
+    from tools.reference import render_reference
 
     return render_reference()
 

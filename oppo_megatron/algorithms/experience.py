@@ -111,7 +111,7 @@ def build_experience(
 ) -> Experience:
     """Compute rewards, advantages and returns, without gradient.
 
-    Scores are clipped, normalised (`seen`: earlier batches), then replaced by `truncated_score`.  The KL enters scores with
+    Scores are clipped, normalised (`seen`: earlier batches), then replaced by `ppo.truncated`.  The KL enters scores with
     `kl.mode: score`, token rewards with `penalty`.  Without a critic, A_t = sum over u >= t of gamma^(u-t) r_u.  With `check`,
     raises RewardError for a non-finite score, NumericsError for other non-finite quantities.
     """

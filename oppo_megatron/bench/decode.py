@@ -23,9 +23,10 @@ from torch.nn.utils.rnn import pad_sequence
 from oppo_megatron.bench.bare_loop import BareLoop, plain, prepacked
 from oppo_megatron.bench.figures import describe_machine
 from oppo_megatron.cluster.world import World, open_world
-from oppo_megatron.config.debug import DebugConfig, ForcedLimits, log_normal
 from oppo_megatron.config.explain import explain
-from oppo_megatron.config.model import DecodePath, Dtype, ModelConfig, RuntimeConfig
+from oppo_megatron.config.forced import ForcedLimits, log_normal
+from oppo_megatron.config.model import Dtype, ModelConfig, RuntimeConfig
+from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
@@ -33,7 +34,7 @@ from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.mcore.cpu import can_prepack
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
-from oppo_megatron.mcore.model import RoleModel, step
+from oppo_megatron.mcore.model import DecodePath, RoleModel, step
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.mcore.static_peer import StaticContextDecoder
 from oppo_megatron.mcore.weights.hf_weights import export_weights
@@ -59,7 +60,7 @@ class DecodeWork:
     repeats: int
     threads: int
     dtype: Dtype = "float32"
-    forced_lengths: Mapping[str, Any] | None = None  # as in `debug`; None: all sequences end at new_tokens
+    forced_lengths: Mapping[str, Any] | None = None  # as in `rollout`; None: all sequences end at new_tokens
 
     @property
     def max_length(self) -> int:
@@ -72,12 +73,12 @@ class DecodeWork:
         if self.forced_lengths is None:
             return Stopping((), limit)
         try:
-            debug = DebugConfig.model_validate(self.forced_lengths)
+            rollout = RolloutConfig(batch_size=1, max_response_tokens=limit, **self.forced_lengths)
         except ValidationError as error:
-            raise ConfigError(explain(DebugConfig, error)) from error
-        if problems := check_trace(debug):
+            raise ConfigError(explain(RolloutConfig, error)) from error
+        if problems := check_trace(rollout):
             raise ConfigError(problems)
-        forced = debug.lengths
+        forced = rollout.lengths
         assert forced is not None, "it says where sequences end"
         quantile = forced_quantile(forced, limit) or log_normal(forced)
         return Stopping((), limit, ForcedLimits(lambda u: 1 + max(1.0, quantile(u)), limit, seed=1))
@@ -171,7 +172,7 @@ class HuggingFace:
         def never(input_ids_BT: Tensor, scores: Tensor, **options: Any) -> Tensor:
             """Do not stop, but note the time after the first token."""
             if not times:
-                times.append(_now(device))
+                times.append(now(device))
             return torch.zeros(len(input_ids_BT), dtype=torch.bool, device=device)
 
         with torch.inference_mode():
@@ -179,10 +180,11 @@ class HuggingFace:
                 prompts_BP, attention_mask=torch.ones_like(prompts_BP), max_new_tokens=num_new + 1,
                 min_new_tokens=num_new + 1, do_sample=False, stopping_criteria=[never],
             )  # fmt: skip
-        return _now(device) - times[0], tokens[:, prompts_BP.shape[1] + 1 :]
+        return now(device) - times[0], tokens[:, prompts_BP.shape[1] + 1 :]
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Seconds, after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -192,7 +194,7 @@ def bench_decode(work: DecodeWork, names: Sequence[str], out: Path) -> dict[str,
     """Measure the named `PEERS`; write decode.json and decode.png.  Raises ConfigError, DataError or OSError before it."""
     stopping = work.stopping
     out.mkdir(parents=True, exist_ok=True)
-    runtime = RuntimeConfig(threads_per_rank=work.threads, device="cpu")
+    runtime = RuntimeConfig(device="cpu").with_threads(work.threads)
     lengths = {batch: [stopping.limit(i) - 1 for i in range(batch)] for batch in work.batches}
     with open_world(runtime) as world, tempfile.TemporaryDirectory() as scratch:
         peers = _build_peers(work, names, world, Path(scratch))

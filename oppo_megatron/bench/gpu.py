@@ -26,8 +26,8 @@ from oppo_megatron.config.model import Dtype
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.generated import write_random_prompts
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.flops import weight_bytes
 from oppo_megatron.layout.holdings import train_holdings
+from oppo_megatron.layout.shape import weight_bytes
 from oppo_megatron.processes import started
 from oppo_megatron.rundir.directory import RunDirectory, write_json
 from oppo_megatron.rundir.metrics_log import read_metrics
@@ -199,8 +199,6 @@ class GpuBench:
     def ppo_run(self, directory: Path, mode: str, tokenizer: Path, prompts: Path) -> TrainConfig:
         work, checkpoint = self.work, directory / "checkpoint"
         role = {"checkpoint": checkpoint, "dtype": work.dtype}
-        scalar = {**role, "fresh_head": True}
-        overlap, wait_for = switches(mode)
         return TrainConfig.model_validate(
             {
                 "run_dir": directory / mode,
@@ -209,16 +207,19 @@ class GpuBench:
                 "tokenizer": {"path": tokenizer},
                 "data": {"path": prompts, "max_prompt_tokens": work.prompt_tokens},
                 "actor": {**role, "optimizer": {"lr": 1e-6}},
-                "critic": {**scalar, "init_seed": 2, "optimizer": {"lr": 1e-6}},
-                "reward": {**scalar, "init_seed": 3},
+                "critic": {**role, "optimizer": {"lr": 1e-6}},
+                "reward": {"init": checkpoint / "config.json", "dtype": work.dtype},
                 "rewards": [{"kind": "model"}],
-                "rollout": {"batch_size": work.batch, "max_response_tokens": work.response_tokens},
-                "debug": {"forced_lengths": [work.median, work.sigma], "wait_for": wait_for},
+                "rollout": {
+                    "batch_size": work.batch,
+                    "max_response_tokens": work.response_tokens,
+                    "forced_lengths": [work.median, work.sigma],
+                },
                 # Random weights in low precision have a large gap.
                 "guards": {"logprob_gap": None},
                 "overlap": {
-                    **overlap,
-                    "chunk": {"tokens": work.chunk_tokens, "adaptive": False},
+                    **switches(mode),
+                    "chunk": work.chunk_tokens,
                     "delta": {"rule": "fixed", "initial": work.delta, "max": work.delta},
                 },
                 "runtime": {"device": work.device, "micro_batch_tokens": work.micro_batch_tokens},

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +15,12 @@ from typing import Any
 
 import torch
 
-from oppo_megatron.bench.decode import HuggingFace, Unending, decode_round
+from oppo_megatron.bench.decode import HuggingFace, Unending, decode_round, now
 from oppo_megatron.bench.gpu import GpuWork
 from oppo_megatron.cluster.world import choose_device, open_world
-from oppo_megatron.config.debug import ForcedLengths, ForcedLimits, log_normal
+from oppo_megatron.config.forced import ForcedLengths, ForcedLimits, log_normal
 from oppo_megatron.config.model import KVLayout, ModelConfig, ParallelConfig, RuntimeConfig
+from oppo_megatron.engine.device_decode import SYNC_STEPS
 from oppo_megatron.engine.executor import Executor, Links, RoleWorker
 from oppo_megatron.engine.generation import DecodeWorker
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
@@ -28,10 +28,9 @@ from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.scoring import ScorerRole, ScoringWorker
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.integrations.huggingface import write_random_checkpoint
-from oppo_megatron.layout.flops import weight_bytes
 from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.layout.placements import RolePlacement
-from oppo_megatron.layout.shape import kv_bytes_per_token
+from oppo_megatron.layout.shape import kv_bytes_per_token, weight_bytes
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.kv.paged import PagedKVCache
 from oppo_megatron.mcore.model import DTYPES, RoleModel
@@ -47,7 +46,7 @@ VARIANTS: dict[str, tuple[int | None, KVLayout]] = {
     "dense cache": (None, "dense"),
     "each token read": (1, "dense"),
 }
-"""`runtime.decode_sync_steps` and `runtime.kv_layout`."""
+"""Decode steps between two reads, by default the device's, and `runtime.kv_layout`."""
 
 SCORERS: dict[ScorerRole, Head] = {"reference": "lm", "critic": "scalar", "reward": "scalar"}
 REPEATS = 3
@@ -73,8 +72,8 @@ class Bench:
         return self.work.prompt_tokens + self.work.response_tokens
 
     def model(self, head: Head = "lm") -> RoleModel:
-        config = ModelConfig(checkpoint=self.checkpoint, fresh_head=head == "scalar", dtype=self.work.dtype)
-        model = load_role(config, self.groups, head=head, max_length=self.max_length, device=self.device)
+        config = ModelConfig(checkpoint=self.checkpoint, dtype=self.work.dtype)
+        model = load_role(config, self.groups, head=head, role="model", max_length=self.max_length, device=self.device)
         return model.requires_grad_(False)
 
     def rollouts(self, start: int = 0) -> list[Rollout]:
@@ -83,15 +82,9 @@ class Bench:
         return [Rollout(Prompt(start + i, i, "", tuple(row)), i) for i, row in enumerate(prompts.tolist())]
 
     def seconds(self, call: Callable[[], object]) -> float:
-        self._wait()
-        started = time.perf_counter()
+        started = now(self.device)
         call()
-        self._wait()
-        return time.perf_counter() - started
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        return now(self.device) - started
 
     def bandwidth(self) -> float:
         """Bytes/s of the best of several copies, reads and writes."""
@@ -126,19 +119,25 @@ def measure_decode(bench: Bench) -> None:
         paged = row["paged"]
         bench.write({"variant": name, **row})
     del model
-    bench.write({"variant": "transformers generate", **_transformers(bench, bandwidth)})
+    peer, steps = HuggingFace(bench.checkpoint, bench.work.dtype), bench.work.steady_steps
+    peer.model.to(bench.device)
+    prompts_BP = torch.tensor([r.prompt.tokens for r in bench.rollouts()], device=bench.device)
+    peer.decode(prompts_BP, 2)
+    seconds, _ = peer.decode(prompts_BP, steps)
+    responses = [(bench.work.prompt_tokens + 1, steps)] * len(prompts_BP)
+    row = bench.against_limit({"seconds": seconds}, responses, bandwidth)
+    bench.write({"variant": "transformers generate", **row})
 
 
 def new_rounds(bench: Bench, model: RoleModel, sync_steps: int | None, layout: KVLayout, stopping: Stopping) -> RoundRunner:
-    runtime = RuntimeConfig(decode_sync_steps=sync_steps)
     return decoder(
         model,
         model.new_cache(bench.work.batch, layout=layout),
         sampling=Sampling(seed=1),
         stopping=stopping,
         micro_batch_tokens=bench.work.micro_batch_tokens,
-        timeout_s=runtime.timeout_s,
-        sync_steps=runtime.sync_steps(bench.device.type),
+        timeout_s=RuntimeConfig().timeout_s,
+        sync_steps=sync_steps or SYNC_STEPS[bench.device.type],
     )
 
 
@@ -175,16 +174,6 @@ def _long_tail(bench: Bench, model: RoleModel, bandwidth: float) -> dict[str, An
     return bench.against_limit(row, responses, bandwidth)
 
 
-def _transformers(bench: Bench, bandwidth: float) -> dict[str, Any]:
-    peer, steps = HuggingFace(bench.checkpoint, bench.work.dtype), bench.work.steady_steps
-    peer.model.to(bench.device)
-    prompts_BP = torch.tensor([r.prompt.tokens for r in bench.rollouts()], device=bench.device)
-    peer.decode(prompts_BP, 2)
-    seconds, _ = peer.decode(prompts_BP, steps)
-    responses = [(bench.work.prompt_tokens + 1, steps)] * len(prompts_BP)
-    return bench.against_limit({"seconds": seconds}, responses, bandwidth)
-
-
 def measure_overlap(bench: Bench) -> None:
     """Measure decoding a chunk, scoring the previous one, and both at once on two streams."""
     work, placement = bench.work, RolePlacement((0,))
@@ -192,8 +181,7 @@ def measure_overlap(bench: Bench) -> None:
     stopping = Stopping((), work.response_tokens)
     actor = bench.model()
     cache = actor.new_cache(work.batch, layout="auto")
-    sync_steps = RuntimeConfig().sync_steps(bench.device.type)
-    decode = DecodeWorker(actor, cache, sampling=Sampling(seed=1), stopping=stopping, sync_steps=sync_steps)
+    decode = DecodeWorker(actor, cache, sampling=Sampling(seed=1), stopping=stopping, sync_steps=SYNC_STEPS[bench.device.type])
     scoring: dict[str, ScoringWorker] = {}
     for name, head in SCORERS.items():
         model = bench.model(head)

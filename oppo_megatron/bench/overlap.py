@@ -61,7 +61,7 @@ def placed(config: TrainConfig, placement: str, cores: int) -> TrainConfig:
     here = {"mode": "single" if single else "colocated", "actor": ParallelConfig(dp=1 if single else cores), "scorer": None}
     changes: dict[str, Any] = {
         "placement": config.placement.model_copy(update=here),
-        "runtime": config.runtime.model_copy(update={"threads_per_rank": cores if single else 1}),
+        "runtime": config.runtime.with_threads(cores if single else 1),
     }
     layout = {"tp": None, "pp": None, "dp": None, "vpp": 1, "sequence_parallel": False}
     for name in ("actor", "critic", "reward", "reference"):

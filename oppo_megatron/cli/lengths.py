@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from oppo_megatron.cli.parser import count
-from oppo_megatron.config.debug import ForcedLimits, log_normal
 from oppo_megatron.config.derived import usual_prompt_tokens
+from oppo_megatron.config.forced import ForcedLimits, log_normal
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.errors import ConfigError
@@ -21,7 +21,7 @@ from oppo_megatron.sim.runs.step_costs import run_prompt_tokens
 def even_lengths(config: TrainConfig) -> list[int]:
     """Lengths evenly spaced over the forced distribution, longest last; else the maximum for all."""
     count, most = config.rollout.batch_size, config.rollout.max_response_tokens
-    forced = config.debug.lengths
+    forced = config.rollout.lengths
     if forced is None:
         return [most] * count
     quantile = forced_quantile(forced, most) or log_normal(forced)
@@ -29,12 +29,12 @@ def even_lengths(config: TrainConfig) -> list[int]:
 
 
 def forced_limits(config: TrainConfig) -> Callable[[int], int] | None:
-    forced, most = config.debug.lengths, config.rollout.max_response_tokens
+    forced, most = config.rollout.lengths, config.rollout.max_response_tokens
     return None if forced is None else ForcedLimits.of(forced, most, config.seed, forced_quantile(forced, most))
 
 
 def check_lengths(config: TrainConfig) -> None:
-    most, forced = config.rollout.max_response_tokens, config.debug.lengths
+    most, forced = config.rollout.max_response_tokens, config.rollout.lengths
     if forced is not None and forced.median is not None and forced.median > most:
         raise ConfigError(
             f"half of the responses have more than {forced.median:g} tokens, but rollout.max_response_tokens is {most}, which "
@@ -76,7 +76,7 @@ def length_settings(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def forced_lengths(args: argparse.Namespace) -> list[str]:
-    return [f"debug.{name}={json.dumps(value)}" for name, value in (length_settings(args) or {}).items()]
+    return [f"rollout.{name}={json.dumps(value)}" for name, value in (length_settings(args) or {}).items()]
 
 
 def _median_sigma(text: str) -> tuple[float, float]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from oppo_megatron.config.describe import COMMANDS, SUPERVISED
 from oppo_megatron.config.load import load_config, read_tree
@@ -14,16 +17,31 @@ from oppo_megatron.data.length_trace import trace_problems
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.preflight.validate import service_problems, supervised_problems, train_problems
 
+OF_RM = {"chosen", "completions", "labels"}
+MOST_CHARACTERS = 1 << 20
+
 
 def guess_kind(path: Path, overrides: Sequence[str] = ()) -> str:
-    """Return the command with most of the keys.  `rm` differs from `sft` by a fresh scalar head, or rows with steps."""
+    """Return the command to which most keys belong; among equals, one with all required keys.
+
+    `sft` and `rm` have the same keys: columns or a first row with chosen answers or steps mean `rm`.
+    """
     tree = read_tree(path, overrides)
     keys = set(tree)
     kind = max(COMMANDS, key=lambda kind: (len(keys & COMMANDS[kind].model_fields.keys()), not _lacking(kind, keys)))
-    model, data = (section if isinstance(section := tree.get(name), Mapping) else {} for name in ("model", "data"))
-    columns = data.get("columns")
-    has_steps = isinstance(columns, Mapping) and bool({"completions", "labels"} & columns.keys())
-    return "rm" if kind == "sft" and (model.get("fresh_head") or has_steps) else kind
+    data = tree.get("data")
+    return "rm" if kind == "sft" and isinstance(data, Mapping) and OF_RM & _columns(data) else kind
+
+
+def _columns(data: Mapping[str, Any]) -> set[str]:
+    """Return the parts with a column of their own, and the columns of the first row if the data is one JSONL file."""
+    named = data.get("columns")
+    found = set(named) if isinstance(named, Mapping) else set[str]()
+    path = Path(str(data.get("path")))
+    if path.suffix == ".jsonl" and path.is_file():
+        with suppress(OSError, ValueError), path.open(encoding="utf-8") as file:
+            found |= set(json.loads(file.readline(MOST_CHARACTERS)))
+    return found
 
 
 def require_kind(kind: str, path: Path, overrides: Sequence[str]) -> None:
@@ -57,7 +75,7 @@ def load_settings(
     """Return a command's checked configuration, not yet placed.  `inputs`, `models`: require that they exist."""
 
     def problems(config: TrainSettings) -> list[str]:
-        traced = trace_problems(config.debug.lengths, config.rollout.max_response_tokens)
+        traced = trace_problems(config.rollout.lengths, config.rollout.max_response_tokens)
         return [*train_problems(config, inputs=inputs, models=models), *traced]
 
     require_kind(kind, path, overrides)

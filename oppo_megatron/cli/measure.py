@@ -22,7 +22,7 @@ from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.config.run import TrainConfig, TrainSettings
 from oppo_megatron.config.supervised import SupervisedConfig
-from oppo_megatron.cores import has_cuda, usable_cores
+from oppo_megatron.cores import asked_threads, has_cuda, usable_cores
 from oppo_megatron.errors import ConfigError, PlacementError
 from oppo_megatron.layout import trials
 from oppo_megatron.layout.candidates import Candidate, Machine, Options, find_candidates
@@ -183,12 +183,12 @@ def describe_work(settings: TrainSettings, options: Options) -> str:
     """A line naming the placements to measure, and those whose configured threads leave cores idle."""
     names = ", ".join(candidate.name for candidate in options.candidates)
     work = f"measuring {names} on {options.machine}, {trials.MEASURED_STEPS} steps each"
-    threads, machine = settings.runtime.threads_per_rank, options.machine
+    threads, machine = asked_threads(), options.machine
     idle = [each.name for each in options.candidates if 0 < each.num_ranks * threads < machine.units]
     if machine.device == "cuda" or not idle:
         return work
     return (
-        f"{work}; runtime.threads_per_rank={threads} leaves cores idle in {', '.join(idle)}: set it to 0 to have all cores "
+        f"{work}; OMP_NUM_THREADS={threads} leaves cores idle in {', '.join(idle)}: unset it to have all cores "
         "divided among the ranks of each placement"
     )
 

@@ -59,7 +59,7 @@ def require_startable(config: TrainSettings | SupervisedConfig, run: RunDirector
     """Raise ConfigError if files in the run directory would be overwritten or cannot be resumed."""
     run.require_own()
     run.require_apart(named_paths(config))
-    if not config.checkpoint.resume:
+    if not config.resume:
         run.require_unfinished()
         run.require_no_checkpoints()
         return
@@ -88,17 +88,7 @@ def require_startable(config: TrainSettings | SupervisedConfig, run: RunDirector
 def ended_here(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> bool:
     """True if this very run has already ended in its directory: a program that restarts it needs no error then."""
     then, now = run.settings(), plain_settings(config)
-    if not (run.finished and then):
-        return False
-    unimportant = [("checkpoint", "resume")]
-    if config.tokenizer.date is None:  # the run kept the date of its first start
-        unimportant.append(("tokenizer", "date"))
-    for tree in (then, now):
-        for section, name in unimportant:
-            if not isinstance(tree.get(section, {}), dict):
-                return False
-            tree.get(section, {}).pop(name, None)
-    return bool(then == now)
+    return bool(run.finished and then == now)
 
 
 def on_one_rank(config: TrainConfig | SupervisedConfig) -> str:

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue from the last whole checkpoint of run_dir, if it has one (checkpoint.resume=true)",
+        help="continue from the last whole checkpoint of run_dir, if it has one",
     )
     parser.add_argument(
         "--max-restarts", type=at_least(0), default=0, metavar="N",
@@ -39,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Raises ConfigError before anything expensive starts."""
     kind = args.command
-    if args.resume:
-        args.overrides = [*args.overrides, "checkpoint.resume=true"]
     settings = load_settings(kind, args.config, args.overrides)
+    if args.resume:
+        settings = settings.resumed()
     if args.dry_run:
         config = settle(settings, measure=False)
         if config is None:
@@ -55,40 +55,38 @@ def run(args: argparse.Namespace) -> int:
     code = start(kind, settings, args.max_restarts)
     if code == EXIT_REQUEUE and speaks_for_all(os.environ):
         saved = "saved" if directory.last_saved() != before else "not saved in time"
-        overrides = [each for each in args.overrides if not each.startswith("checkpoint.resume=")]
-        again = shlex.join(["oppo", kind, str(args.config), *overrides, "--resume"])
+        again = shlex.join(["oppo", kind, str(args.config), *args.overrides, "--resume"])
         print(f"oppo {kind}: {saved}; continue with: {again}", file=sys.stderr, flush=True)
     return code
 
 
 def start(kind: str, settings: TrainSettings | SupervisedConfig, restarts: int = 0) -> int:
-    """Check this machine, place the roles and launch the ranks of a checked configuration; return the exit code."""
+    """Check this machine, place the roles and launch the ranks of a checked configuration; return the exit code.
+
+    Launches again up to `restarts` times after a kill or stall, and always after a guard's rollback.
+    """
     require_ready(settings, settle(settings, measure=False))
     config = settle(settings, measure=True)
     assert config is not None, "a measured placement is settled"
     size = world_size(config)
     check_world_size(size)
     directory = RunDirectory(config.run_dir)
-    if config.checkpoint.resume and ended_here(config, directory):
+    if config.resume and ended_here(config, directory):
         print(f"oppo {kind}: {directory.path} holds this very run, and it has ended: nothing to do", file=sys.stderr)
         return 0
-    if config.tokenizer.date is None:  # dated by the run's first start, all attempts render the same prompts
-        tokenizer = config.tokenizer.model_copy(update={"date": directory.first_date(datetime.now())})
-        config = config.model_copy(update={"tokenizer": tokenizer})
+    tokenizer = config.tokenizer.dated(directory.first_date(datetime.now()))  # so that all attempts render the same prompts
+    config = config.model_copy(update={"tokenizer": tokenizer})
     if config.logging.console != "off" and speaks_for_all(os.environ):
         ranks = f"{size} rank{'s' if size > 1 else ''}"
         print(f"oppo {kind}: starting {ranks}, run directory {config.run_dir}", file=sys.stderr, flush=True)
     # Ranks that may roll back to a checkpoint need their own processes.
     again = restarts or size > 1 or (isinstance(config, TrainConfig) and config.guards.action == "rollback")
-    return launch_again(kind, config, restarts) if again else launch(kind, config, size)
-
-
-def launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: int) -> int:
-    """Launch the ranks; up to `restarts` times again after a kill or stall, and always after a guard's rollback."""
+    if not again:
+        return launch(kind, config, size)
     left = restarts
     while True:
         try:
-            code = launch(kind, config, world_size(config), in_process=False)
+            code = launch(kind, config, size, in_process=False)
         except (RankKilled, RankStalled) as error:
             if not left:
                 raise
@@ -99,5 +97,4 @@ def launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: in
                 return code
             reason = "starting again from the last checkpoint, as a rank asked"
         print(f"oppo {kind}: {reason}", file=sys.stderr, flush=True)
-        checkpoint = config.checkpoint.model_copy(update={"resume": True})
-        config = config.model_copy(update={"checkpoint": checkpoint})
+        config = config.resumed()

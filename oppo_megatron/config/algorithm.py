@@ -1,4 +1,4 @@
-"""The algorithm: a preset, and the choices that it is made of.  The resolved configuration shows what a preset came to."""
+"""The algorithm: a preset, and the choices that it is made of."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Objective = Literal["clip", "cispo", "plain"]
 Reduction = Literal["token_mean", "sequence_mean", "constant", "group_token_mean", "sequence_sum"]
 AnyObjective = Literal[Objective, "dpo"]
 AnyReduction = Literal[Reduction, "pair_mean"]
-"""Those of tokens, and those of pairs."""
+"""The objectives and reductions of tokens and of pairs."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """An algorithm: its choices, and its other settings by section; `source` is the paper."""
+    """An algorithm: its choices, and its other settings by section."""
 
     about: str
     source: str
@@ -38,7 +38,7 @@ class Preset:
     kl: Mapping[str, Any]
     ppo: Mapping[str, Any] = field(default_factory=dict)
     group_size: int = 1
-    filter: str | None = None  # the metric; with `overlap.backfill`, without which there is no filter
+    filter: str | None = None  # the metric; a filter needs `overlap.backfill`
 
     @property
     def choices(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ PRESETS = {
         "critic", "whiten", "token", "clip", "token_mean", {"mode": "penalty", "estimator": "k1", "coefficient": 0.05},
     ),
     "grpo": Preset(
-        "a group's mean and deviation, each response counts alike", "arXiv 2402.03300",
+        "a group's mean and deviation, each response has the same weight", "arXiv 2402.03300",
         "group_mean", "group_std", "token", "clip", "sequence_mean", {"mode": "loss", "estimator": "k3", "coefficient": 0.04},
         group_size=8,
     ),
@@ -92,7 +92,7 @@ PRESETS = {
         group_size=8,
     ),
     "magistral": Preset(
-        "a group's mean, then the batch's deviation; each group counts alike", "arXiv 2506.10910",
+        "a group's mean, then the batch's deviation; each group has the same weight", "arXiv 2506.10910",
         "group_mean", "advantage_std", "token", "clip", "group_token_mean", NO_KL, {"clip_high": 0.28}, group_size=8,
     ),
     "online_dpo": Preset(
@@ -179,7 +179,6 @@ class AlgorithmConfig(Section):
 
     @property
     def contradiction(self) -> str | None:
-        """Only preset ppo has a section for a critic, and only online_dpo makes pairs."""
         preset, critic = self.preset, PRESETS[self.preset].baseline == "critic"
         for name, value in OF_PAIRS.items():
             found = getattr(self, name)
@@ -201,7 +200,7 @@ class AlgorithmConfig(Section):
         return self.objective == "dpo"
 
     def temperature(self, drawn: float) -> float:
-        """Temperature of the log-probs in the loss and of the reference: that of sampling, or 1 for pairs."""
+        """Temperature of the log-probs in the loss and of the reference; 1 for pairs."""
         return 1.0 if self.pairs else drawn
 
     @property
@@ -210,7 +209,7 @@ class AlgorithmConfig(Section):
 
     @property
     def compares(self) -> bool:
-        """True if the scores of other responses change that of a response."""
+        """True if the scores of other responses change the score of a response."""
         by_response = self.scale in ("group_std", "batch_std", "advantage_std")
         return by_response or self.baseline in (*COMPARED, "greedy")
 
@@ -221,8 +220,7 @@ class AlgorithmConfig(Section):
 
 
 def with_preset(settings: Any) -> Any:
-    """Add the preset's KL, bounds of the ratio, group size, loss of pairs, and the filter with the backfill that it needs (not
-    with `overlap.inter: false`, which excludes both)."""
+    """Add the preset's KL, bounds of the ratio, group size, loss of pairs, and (with `overlap.inter`) filter."""
     if not isinstance(settings, dict):
         return settings
     algorithm = settings.get("algorithm", {})
@@ -256,8 +254,7 @@ SUFFIXES = (".yaml", ".yml")
 
 
 def with_preset_file(settings: Any) -> Any:
-    """Return the settings over those of the file that `algorithm.preset` names, if any; its own `algorithm.preset` is the
-    built-in one to start from.  Raises ValueError if it cannot be read, or has other sections."""
+    """Lay the settings over the file that `algorithm.preset` names.  Raises ValueError for an unusable file."""
     algorithm = settings.get("algorithm") if isinstance(settings, dict) else None
     name = algorithm.get("preset") if isinstance(algorithm, dict) else None
     if not isinstance(name, str | Path) or Path(name).suffix not in SUFFIXES:

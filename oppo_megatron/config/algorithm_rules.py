@@ -1,4 +1,4 @@
-"""Rules that tie the choices of an algorithm to the settings that they read, and to groups of responses."""
+"""Rules of the choices of an algorithm, the settings that they read, and groups of responses."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ READS: tuple[Read, ...] = (
     ),
     (
         KL, lambda config: config.ppo.kl.mode != "none" or config.algorithm.pairs,
-        "ppo.kl.mode is none (that of algorithm.preset {preset}, unless it is set)", WITH_KL,
+        "ppo.kl.mode is none (the mode of algorithm.preset {preset}, unless it is set)", WITH_KL,
     ),
     (
         KL, lambda config: config.ppo.kl.mode != "margin" or not config.algorithm.pairs,
@@ -78,7 +78,7 @@ READS: tuple[Read, ...] = (
 
 
 def unread_settings(config: TrainConfig) -> Iterator[str]:
-    """Yield a sentence for each setting that nothing reads; a default, and the preset's value, are allowed."""
+    """Yield a sentence for each unread setting that is neither the default nor the preset's value."""
     algorithm, reported = config.algorithm, set[str]()
     words = {
         "preset": algorithm.preset, "objective": algorithm.objective, "scale": algorithm.scale, "kl": config.ppo.kl.mode,
@@ -167,7 +167,7 @@ def _groups(config: TrainConfig) -> Iterator[str]:
 
 
 def greedily(rollout: RolloutConfig) -> str | None:
-    """The setting with which every draw is the most likely token, if any."""
+    """The setting that makes every draw the most likely token, if any."""
     for name, most in (("temperature", 1e-3), ("top_k", 1), ("top_p", 1e-6)):
         value = getattr(rollout, name)
         if value <= most and (name != "top_k" or value):
@@ -229,7 +229,7 @@ def _pairs(config: TrainConfig) -> Iterator[str]:
     if config.algorithm.scale != "none":
         yield f"algorithm.scale is {config.algorithm.scale}, but a pair has no advantage to be scaled; remove it"
     if config.ppo.mask_truncated:
-        yield "ppo.mask_truncated is true, but a pair needs both of its responses; remove it, or use ppo.truncated_score"
+        yield "ppo.truncated is mask, but a pair needs both of its responses; remove it, or give a score"
     longest = least_micro_batch(config)
     if longest // 2 <= tokens < longest:
         yield (

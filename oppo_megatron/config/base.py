@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import types
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
 from typing_extensions import Self
@@ -13,17 +14,14 @@ from typing_extensions import Self
 
 @dataclass(frozen=True)
 class Unit:
-    """The unit of a setting's number, for the documentation.
-
-    A name that ends in a unit (`timeout_s`) needs none; see `UNITS_OF_NAMES` of describe.py.  `Unit("")`: a pure number.
-    """
+    """The unit of a number, for the documentation; "": a pure number.  A name that ends in its unit (`timeout_s`) needs none."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The meaning of each value of a setting, as a table with a head."""
+    """The meaning of each value, as a table with a head."""
 
     rows: tuple[tuple[str, ...], ...]
 
@@ -54,6 +52,17 @@ ImportPath = Annotated[str, AfterValidator(_check_path)]
 """A user's function without options."""
 
 
+def leaves(annotation: Any) -> Iterator[Any]:
+    """The plain types within unions, lists and `Annotated`."""
+    if get_origin(annotation) is Annotated:
+        yield from leaves(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, types.UnionType, list):
+        for part in get_args(annotation):
+            yield from leaves(part)
+    else:
+        yield annotation
+
+
 class Section(BaseModel):
     """Refuses unknown keys, booleans as numbers and infinities; validates on assignment."""
 
@@ -74,7 +83,7 @@ class Section(BaseModel):
     def _no_boolean_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         """pydantic reads `true` as 1; a user who writes it meant something else."""
         assert info.field_name is not None
-        annotation = cls.model_fields[info.field_name].annotation
-        if isinstance(value, bool) and annotation in (int, float, int | None, float | None):
+        kinds = set(leaves(cls.model_fields[info.field_name].annotation))
+        if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
             raise ValueError("a number, not a boolean")
         return value

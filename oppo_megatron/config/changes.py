@@ -6,21 +6,16 @@ from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
-WITHOUT_EFFECT = ("run_dir", "checkpoint.resume")
-"""Settings of where and how a run is continued."""
-
-STARTING = ("checkpoint", "init", "init_seed", "fresh_head", "lora.adapter")
+STARTING = ("checkpoint", "init", "lora.adapter")
 """Settings that named the source of a trained role's weights when the run began."""
 
 SHOWN = 60
 
 
 def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """`key: old -> new` for every setting that differs between two trees, and whether the checkpoint's value is kept."""
+    """`key: old -> new` for every difference of two trees, and whether the checkpoint's value is kept."""
     return [
-        f"{key}: {_shown(old)} -> {_shown(new)}{_kept(key, now)}"
-        for key, old, new in _differences(then, now)
-        if key not in WITHOUT_EFFECT
+        f"{key}: {_shown(old)} -> {_shown(new)}{_kept(key, now)}" for key, old, new in _differences(then, now) if key != "run_dir"
     ]
 
 
@@ -32,7 +27,7 @@ def _kept(key: str, now: Mapping[str, Any]) -> str:
         return " (the adaptive coefficient continues from the checkpoint)"
     if key == "overlap.delta.initial" and _at(now, "overlap.delta.rule") != "fixed":
         return " (delta continues from the checkpoint)"
-    if key == "overlap.chunk.tokens" and _at(now, "overlap.chunk.adaptive"):
+    if key == "overlap.chunk" and isinstance(_at(now, "overlap.chunk"), list):
         return " (the chunk size continues from the checkpoint)"
     return ""
 

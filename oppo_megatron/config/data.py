@@ -7,11 +7,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
+from typing_extensions import Self
 
 from oppo_megatron.config.base import Section
 
 STEP_SEPARATOR = "\n"
+
+
+Part = Literal["prompt", "chosen", "rejected", "completion", "label", "completions", "labels"]
 
 
 class TokenizerConfig(Section):
@@ -24,38 +28,27 @@ class TokenizerConfig(Section):
         description="variables for the chat template, such as `{enable_thinking: false}`; a row's column of that "
         "name comes first",
     )
-    date: datetime | None = Field(None, description="today's date for templates; null: when the first run began")
     add_bos: bool | None = Field(
         None,
         description="begin each prompt with BOS, unless its text or template does; null: if the tokenizer "
         "itself does (sentencepiece does not)",
     )
 
+    _date: datetime | None = PrivateAttr(default=None)
 
-class PromptColumnsConfig(Section):
-    """The columns of a row by their part; `a.b` is key `b` of the objects in column `a`.
+    @property
+    def date(self) -> datetime | None:
+        """Date that templates print: the date of the run's first start."""
+        return self._date
 
-    A null part is found by the known names (GSM8K's, TRL's, OpenAI's).
-    """
-
-    prompt: str | None = Field(None, description="the prompt: text, or a list of messages")
-
-
-class ColumnsConfig(PromptColumnsConfig):
-    """The columns of a row by their part, answers among them."""
-
-    chosen: str | None = Field(
-        None, description="the better answer (`oppo rm`, `oppo dpo`); of dialogues, with the prompt before it"
-    )
-    rejected: str | None = Field(None, description="the worse answer, as `chosen`")
-    completion: str | None = Field(None, description="the answer to learn or to judge (`oppo sft`, `oppo dpo`)")
-    label: str | None = Field(None, description="whether the answer is wanted: true or false, 1 or 0 (`oppo dpo`)")
-    completions: str | None = Field(None, description="the steps of the answer: a list of texts (`oppo rm`)")
-    labels: str | None = Field(None, description="for each step whether it is right, or a number from 0 to 1")
+    def dated(self, date: datetime | None) -> Self:
+        copy = self.model_copy()
+        copy._date = date
+        return copy
 
 
 class RowsConfig(Section):
-    """Files of rows (JSONL, JSON, CSV, Parquet, also compressed), and how they are read (docs/data.md)."""
+    """Files of rows, and how they are read (docs/data.md)."""
 
     path: Path | list[Path] = Field(
         ...,
@@ -67,8 +60,14 @@ class RowsConfig(Section):
         description="layout of a row: detected, a column for each part, Alpaca's instruction and input, "
         "ShareGPT's conversations, lists of role and content, Human/Assistant dialogues in chosen and rejected",
     )
-    columns: PromptColumnsConfig = PromptColumnsConfig()
-    prompt_template: str = Field("{prompt}", description="text around each prompt; `{prompt}` stands for it")
+    columns: dict[Part, str] = Field(
+        {},
+        description="columns by their part, for unknown names (`a.b` is key `b` of the objects in column `a`): prompt; chosen "
+        "and rejected, the better and the worse answer (`oppo rm`, `oppo dpo`); completion, the answer to learn or to judge "
+        "(`oppo sft`, `oppo dpo`); label, whether it is wanted: true or false, 1 or 0 (`oppo dpo`); completions, the steps of "
+        "the answer, a list of texts, and labels, for each step whether it is right, or a number from 0 to 1 (`oppo rm`)",
+    )
+    prompt_template: str = Field("{prompt}", description="text around each prompt; `{prompt}` is its place")
     max_rows: int | None = Field(None, ge=1, description="use at most this many rows, from the start of the data")
     bad_rows: Literal["error", "quarantine"] = Field(
         "error", description="a row that is not JSON, lacks a column or has no text: end the run, or set the row aside"
@@ -87,19 +86,22 @@ class RowsConfig(Section):
         for part in templates:
             template = getattr(self, f"{part}_template", self.prompt_template)
             if "{" + part + "}" not in template:
-                yield f"{name}.{part}_template is {template!r}, but must contain `{{{part}}}` where the text goes; add it"
+                yield f"{name}.{part}_template is {template!r}, but must contain `{{{part}}}` at the place of the text; add it"
 
 
 class PromptDataConfig(RowsConfig):
-    """Files of prompts, as `RowsConfig`; what else is in their rows is for rewards."""
+    """Files of prompts; other columns of their rows are for rewards."""
 
+    columns: dict[Literal["prompt"], str] = Field(  # type: ignore[assignment]
+        {},
+        description="column of the prompt if it has an unknown name, as in `{prompt: q.text}` (key `text` of the objects in `q`)",
+    )
     max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt")
 
 
 class DataConfig(RowsConfig):
     """Files of rows with answers, as `RowsConfig`."""
 
-    columns: ColumnsConfig = ColumnsConfig()
     turns: Literal["last", "all"] = Field("last", description="turns to learn: the last, or each as a row (`oppo sft`)")
     completion_template: str = Field("{completion}", description="text around each completion or answer")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import ceil
-from typing import Literal
+from typing import Any
 
 from oppo_megatron.config.algorithm import PRESETS
 from oppo_megatron.config.evaluation import REWARD, Standard
@@ -56,15 +56,14 @@ def batch_rows(config: TrainSettings) -> int:
 def most_sequences(config: TrainConfig) -> int:
     """Sequences that are decoded and scored at once: the batch and the largest delta, greedy ones included.
 
-    With backfill the buffer holds up to 2B, but no more than these are unfinished and need a slot of the actor.  A scorer reads
-    the last tokens of a finished one in the next round and then frees its slot; what replaced it waits for that round.
+    Backfill adds none: no more than these are unfinished, and a scorer frees the slot of a finished one in the next round.
     """
     delta = config.overlap.delta
     return batch_rows(config) + (max(delta.max, delta.initial) * members(config).size if config.overlap.inter else 0)
 
 
 def share_of_sequences(config: TrainConfig, role: str, dp: int) -> int:
-    """The most sequences that one of `dp` replicas of a role holds, in whole groups."""
+    """The most sequences, in whole groups, of one of `dp` replicas of a role."""
     each = members(config)
     of_group = each.size if role in READ_GREEDY else each.trained
     return ceil(most_sequences(config) // each.size / dp) * of_group
@@ -119,8 +118,7 @@ def scorers(config: TrainConfig) -> Iterator[tuple[str, RoleConfig]]:
 
 
 def best_standard(config: TrainSettings | SupervisedConfig) -> Standard | None:
-    """The metric of the best step: `checkpoint.keep_best`, else `early_stop`'s, else the first held-out one, else the mean
-    reward of a step's batch; None for supervised runs that measure nothing."""
+    """The metric of the best step: `checkpoint.keep_best`, else `early_stop`'s, else the first held-out one, else the reward."""
     rules, names = config.checkpoint, config.measured
     if isinstance(rules.keep_best, str):
         return Standard.of(rules.keep_best)
@@ -139,10 +137,9 @@ def most_judged(config: TrainConfig) -> int:
 
 
 def verdict_lag(config: TrainConfig, metric: str) -> int:
-    """Periods of the verdict clock that a filter by `metric` waits beyond the end of a response.
+    """Periods of the verdict clock between the end of a response and its filter by `metric`.
 
-    A reward model reads the last chunk while the next one is decoded, so its scores are a period later than others.  This holds
-    without streaming too, so that streaming changes no batch.
+    A reward model reads the last chunk a period later, also without streaming, so that streaming changes no batch.
     """
     parts = zip(config.rewards, part_labels(config.rewards), strict=True)
     return int(any(part.reads_model for part, label in parts if metric in (REWARD, label)))
@@ -158,23 +155,17 @@ MODES: dict[str, dict[str, bool]] = {
     "full+critic": {"intra": True, "inter": True, "hide_critic": True, "backfill": False},
     "full+both": {"intra": True, "inter": True, "hide_critic": True, "backfill": True},
 }
-"""The switches by name, `hide_critic` for no `critic` in `debug.wait_for`.  `full` is the paper's method."""
+"""The switches by name, `hide_critic` for no `critic` in `overlap.without`.  `full` is the paper's method."""
 
 
 def switched(config: TrainConfig, mode: str) -> TrainConfig:
-    """The configuration with the switches of a mode, and without a filter, which most modes cannot have."""
-    overlap, wait_for = switches(mode)
-    others = [each for each in config.debug.wait_for if each != "critic"]
-    return config.model_copy(
-        update={
-            "overlap": config.overlap.model_copy(update=overlap),
-            "filter": None,
-            "debug": config.debug.model_copy(update={"wait_for": wait_for + others}),
-        }
-    )
+    """The configuration with the switches of a mode, and without a filter."""
+    overlap = switches(mode)
+    overlap["without"] += [each for each in config.overlap.without if each != "critic"]
+    return config.model_copy(update={"overlap": config.overlap.model_copy(update=overlap), "filter": None})
 
 
-def switches(mode: str) -> tuple[dict[str, bool], list[Literal["critic", "scores"]]]:
-    """The settings of `overlap` and `debug.wait_for` of a mode."""
-    overlap = {name: value for name, value in MODES[mode].items() if name != "hide_critic"}
-    return overlap, [] if MODES[mode]["hide_critic"] else ["critic"]
+def switches(mode: str) -> dict[str, Any]:
+    """The settings of `overlap` of a mode."""
+    overlap: dict[str, Any] = dict(MODES[mode])
+    return overlap | {"without": [] if overlap.pop("hide_critic") else ["critic"]}

@@ -1,4 +1,4 @@
-"""Meaning, values, unit and default of settings, for `oppo config` and the page of all settings (`python -m` this module)."""
+"""Meaning, values, unit and default of settings, for `oppo config` and the page of all settings (`tools/reference.py`)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import re
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from oppo_megatron.config.aligner import AlignerConfig
-from oppo_megatron.config.base import Choices, Section, Unit
+from oppo_megatron.config.base import Choices, Section, Unit, leaves
 from oppo_megatron.config.explain import section_in
 from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.config.serve import ServeConfig
@@ -39,7 +37,7 @@ COMMANDS: dict[str, type[Section]] = {
 UNITS_OF_NAMES = {"s": "s", "mb": "MiB", "bytes": "bytes", "tokens": "tokens", "steps": "steps", "rows": "rows"}
 """Units that the last word of a setting's name says."""
 
-PLAIN_TYPES = {int: "integer", float: "number", bool: "`true` or `false`", str: "text", Path: "path", datetime: "date"}
+PLAIN_TYPES = {int: "integer", float: "number", bool: "`true` or `false`", str: "text", Path: "path"}
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 LISTED = "as listed there"
 
@@ -73,7 +71,7 @@ class Setting:
 
     @property
     def is_number(self) -> bool:
-        return any(part in (int, float) for part in _leaves(self.field.annotation))
+        return any(part in (int, float) for part in leaves(self.field.annotation))
 
     @property
     def unit(self) -> str | None:
@@ -125,7 +123,7 @@ def plain_key(key: str) -> str:
 
 
 def near_keys(kinds: dict[str, type[Section]], key: str, most: int = 3) -> list[str]:
-    """Keys that `key` may have meant: those that end in the same name, else the nearest by spelling."""
+    """Keys with the same last name, else the nearest by spelling."""
     known = list(dict.fromkeys(setting.key for kind in kinds.values() for setting in all_settings(kind)))
     wanted = plain_key(key)
     last = wanted.rpartition(".")[2]
@@ -141,17 +139,6 @@ def about(section: type[Section]) -> str:
     return inspect.cleandoc(section.__doc__ or "")
 
 
-def _leaves(annotation: Any) -> Iterator[Any]:
-    """The plain types within unions, lists and `Annotated`."""
-    if get_origin(annotation) is Annotated:
-        yield from _leaves(get_args(annotation)[0])
-    elif get_origin(annotation) in (Union, types.UnionType, list):
-        for part in get_args(annotation):
-            yield from _leaves(part)
-    else:
-        yield annotation
-
-
 def _type(annotation: Any, of_section: Callable[[type[Section]], str]) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
@@ -165,7 +152,7 @@ def _type(annotation: Any, of_section: Callable[[type[Section]], str]) -> str:
     if origin is tuple:
         return f"[{', '.join(_type(part, of_section) for part in arguments)}]"
     if origin is dict:
-        return "mapping"
+        return f"mapping of {_type(arguments[0], of_section)}" if get_origin(arguments[0]) is Literal else "mapping"
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return of_section(annotation)
     return PLAIN_TYPES[annotation]
@@ -178,94 +165,3 @@ def _bounds(rules: Any) -> list[str]:
         for name, sign in BOUNDS.items()
         if getattr(rule, name, None) is not None
     ]
-
-
-INTRODUCTION = """\
-# Configuration
-
-All settings of `oppo train`, `oppo sft`, `oppo rm`, `oppo dpo` and `oppo serve`, and of the block `oppo:` for
-[the NeMo-Aligner plugin](nemo_aligner.md). The page is generated from the schema in `oppo_megatron/config/`.
-
-A configuration is a YAML file. Settings on the command line, after the file's name, replace those of the file:
-
-    oppo train ppo.yaml rollout.batch_size=64 overlap.delta.rule=fixed
-
-The right side is YAML too (`data.path=[a.jsonl,b.jsonl]`, `reference=null`). `null` takes a key out that cannot be
-null, and it has its default again: `ppo.kl=null`. `${...}` in the file is resolved by OmegaConf: `${actor.init}`
-repeats another setting, `${oc.env:NAME,default}` reads the environment. An unknown key is an error that names the
-nearest known one. Relative paths start at the current directory. `oppo validate FILE` checks a file, `--dry-run` prints
-it with every default filled in, and each run keeps that as `config.yaml`. `oppo config --explain KEY` prints this
-page's entry for a key.
-
-The column *unit* gives the unit of a number; 1 marks a pure number. A MiB is 2^20 bytes.
-"""
-PAGES: dict[str, type[Section]] = {
-    "`oppo train`": COMMANDS["train"],
-    "`oppo sft` and `oppo rm`": COMMANDS["rm"],
-    "`oppo dpo`": COMMANDS["dpo"],
-    "`oppo serve`": COMMANDS["serve"],
-    "`trainer.ppo.oppo` of NeMo-Aligner": AlignerConfig,
-}
-"""The configurations with a table of their own; `oppo sft` has the settings of `oppo rm` but `separator`."""
-
-
-def render_reference() -> str:
-    parts = [INTRODUCTION]
-    for title, kind in PAGES.items():
-        parts.append(f"## {title}\n\n{_table(kind)}")
-    parts.append("## Sections\n")
-    for section, places in _sections().items():
-        where = ", ".join(f"`{place}`" for place in places)
-        parts.append(f"### {_title(section)}\n\nAt {where}.\n\n{about(section)}\n\n{_table(section)}")
-    return "\n".join(parts)
-
-
-def _sections() -> dict[type[Section], list[str]]:
-    """Each section class in the order of its first use, with the dotted keys where it is used."""
-    places: dict[type[Section], list[str]] = {}
-    for kind in PAGES.values():
-        for place, section in _nested(kind, ""):
-            known = places.setdefault(section, [])
-            if place not in known:
-                known.append(place)
-    return places
-
-
-def _nested(kind: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
-    for setting in settings_in(kind, prefix):
-        if setting.section is not None:
-            place = setting.key + ("[]" if setting.is_list else "")
-            yield place, setting.section
-            yield from _nested(setting.section, place + ".")
-
-
-def _table(section: type[Section]) -> str:
-    lines = ["| setting | value | unit | default | meaning |", "|---|---|---|---|---|"]
-    for setting in settings_in(section):
-        cells = (f"`{setting.name}`", setting.values(_link), _unit(setting), _default(setting), setting.meaning)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _link(section: type[Section]) -> str:
-    title = _title(section)
-    return f"[{title}](#{title.lower().replace(' ', '-')})"
-
-
-def _unit(setting: Setting) -> str:
-    return {"": "1", None: ""}.get(setting.unit, setting.unit or "")
-
-
-def _default(setting: Setting) -> str:
-    return setting.default if setting.default in ("required", LISTED) else f"`{setting.default}`"
-
-
-def _title(section: type[Section]) -> str:
-    """`TrainedRoleConfig` -> `Trained role`, `KLConfig` -> `KL`, `PlacementSettings` -> `Placement`."""
-    name = section.__name__.removesuffix("Config").removesuffix("Settings")
-    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z]+", name)
-    return " ".join(word if word.isupper() or not index else word.lower() for index, word in enumerate(words))
-
-
-if __name__ == "__main__":
-    print(render_reference(), end="")

@@ -13,6 +13,8 @@ from oppo_megatron.config.rewards import RewardPart, part_labels
 ACCURACY, RESPONSE_TOKENS, TRUNCATED = "accuracy", "response_tokens", "truncated"
 LOSS = "loss"
 PREFERENCE_METRICS = (LOSS, ACCURACY, "margin")
+FORMS = ("format", "length")
+"""Rules that look at the form of a response, and not at its answer."""
 REWARD = "reward"
 """The mean reward of a step's batch."""
 
@@ -30,23 +32,19 @@ class MeasuringConfig(Section):
 
     @property
     def most_rows(self) -> int:
-        """Rows that are measured at most: those of `data.max_rows`, else the usual number."""
+        """Rows that are measured at most: `data.max_rows`, else the usual number."""
         return (self.data and self.data.max_rows) or self.USUAL_ROWS
 
 
 class EvaluationConfig(MeasuringConfig):
-    """Held-out prompts, answered before the first step, after the last and in between, and the judges of the responses."""
+    """Held-out prompts, answered before the first step, after the last and in between."""
 
     data: PromptDataConfig = Field(..., description="files of held-out prompts; without `max_rows` the first 200 are used")
-    verifier: Literal["arithmetic", "gsm8k", "math", "multiple_choice"] | None = Field(
-        None,
-        description="rule whose share of right responses is the metric `accuracy`, checked against the column "
-        "`answer`; null: only `metrics`",
-    )
     metrics: list[RewardPart] = Field(
-        default_factory=list,
-        description="parts as under `rewards`, each a metric, whatever its weight; `model` and "
-        "`process` are the run's reward model",
+        ...,
+        min_length=1,
+        description="judges of the responses: parts as under `rewards`, each a metric, whatever its weight; the first "
+        "verifier of answers is the metric `accuracy`; `model` and `process` are the run's reward model",
     )
     samples: Annotated[int, Unit("responses")] = Field(1, ge=1, description="responses per prompt")
     temperature: Annotated[float, Unit("")] = Field(0.0, ge=0, description="0: the likeliest token each time")
@@ -54,15 +52,13 @@ class EvaluationConfig(MeasuringConfig):
     USUAL_ROWS = 200
 
     @property
-    def judges(self) -> list[RewardPart]:
-        rule = [RewardPart(kind="verifier", name=self.verifier)] if self.verifier else []
-        return rule + self.metrics
-
-    @property
     def names(self) -> list[str]:
-        """The metrics' names, in the order of `judges`; then those that every evaluation measures."""
-        labels = part_labels(self.judges)
-        return [ACCURACY if self.verifier else labels[0], *labels[1:], RESPONSE_TOKENS, TRUNCATED]
+        """The metrics' names, in the order of `metrics`; then those that every evaluation measures."""
+        labels = part_labels(self.metrics)
+        answers = (place for place, part in enumerate(self.metrics) if part.kind == "verifier" and part.name not in FORMS)
+        if (first := next(answers, None)) is not None:
+            labels[first] = ACCURACY
+        return [*labels, RESPONSE_TOKENS, TRUNCATED]
 
 
 class HeldoutConfig(MeasuringConfig):
@@ -95,7 +91,7 @@ class EarlyStopConfig(Section):
 
 
 class Standard(NamedTuple):
-    """The figure by which steps are compared, and whether more of it is better."""
+    """The figure that compares steps, and its better direction."""
 
     metric: str
     mode: Direction

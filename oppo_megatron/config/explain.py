@@ -17,7 +17,7 @@ Path = tuple[str | int, ...]
 
 
 def explain(kind: type[Section], error: ValidationError) -> list[str]:
-    """Every problem in `error`, those of one key joined."""
+    """Every problem in `error`; the problems of one key are one sentence."""
     by_path: dict[Path, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         by_path.setdefault(_data_path(kind, detail), []).append(detail)
@@ -53,6 +53,7 @@ RULES = {
     "int_from_float": "an integer, without a fraction",
     "int_parsing_size": "an integer of fewer digits",
     "model_type": "a section of keys",
+    "dict_type": "a section of keys",
     "dataclass_type": "a section of keys",
     "recursion_loop": "a value that does not hold itself",
 }
@@ -66,8 +67,6 @@ def _rule(detail: Mapping[str, Any]) -> str:
         return "a text that is not empty" if least == 1 else f"a text of at least {least} characters"
     if kind in RULES:
         return RULES[kind].format(**context)
-    if kind.startswith("date"):
-        return "a date, as 2026-11-26, or a date and a time, as 2026-11-26T14:30:00"
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     message, asks = re.subn(r"^Input (should be|is not) ", "", message)
     if not asks and kind not in ("value_error", "assertion_error"):
@@ -86,7 +85,7 @@ def first_problem(error: ValidationError) -> str:
 
 
 def _remedy(details: list[ErrorDetails]) -> str:
-    """Suggest the nearest of the values that a setting takes; else give the remedy for the first detail."""
+    """Suggest the nearest of the values of a setting; else give the remedy for the first detail."""
     for detail in (each for each in details if each["type"] == "literal_error"):
         choices = [str(choice).strip("'") for choice in detail["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         near = difflib.get_close_matches(str(detail["input"]), choices, n=1)
@@ -101,7 +100,7 @@ def _remedy(details: list[ErrorDetails]) -> str:
 
 
 def _suggest_key(kind: type[Section], path: Path) -> str:
-    """Suggest the nearest key of the same section, else the place in the schema of a key with this name."""
+    """Suggest the nearest key of the section, else a key of this name elsewhere."""
     wrong = str(path[-1])
     section = _section_at(kind, path[:-1])
     near = difflib.get_close_matches(wrong, section.model_fields, n=1)

@@ -1,7 +1,4 @@
-"""YAML plus dotted overrides into a typed configuration, and back.
-
-Whatever is wrong is collected and raised as one `ConfigError`.  Relative paths stay relative to the current directory.
-"""
+"""YAML plus dotted overrides into a typed configuration, and back.  Relative paths start at the current directory."""
 
 from __future__ import annotations
 
@@ -60,8 +57,7 @@ def load_config(
 ) -> SectionT:
     """Read `path`, apply `overrides` (`a.b=c`, `c` in YAML; null removes a key that cannot be null) and build a `kind`.
 
-    Raises `ConfigError` with every problem: syntax, unknown keys with the nearest known one, missing keys, wrong types, values
-    out of range, secrets of the environment, and the results of `check`. If single keys are wrong, `check` still sees the rest.
+    Raises `ConfigError` with every problem, also of `check`, which sees the rest if single keys are wrong.
     """
     tree, overrides = _without_removed(kind, _read_yaml(Path(path)), overrides)
     problems = _apply_overrides(tree, overrides)
@@ -88,10 +84,7 @@ def load_config(
 
 
 def dump_config(config: Section, path: str | Path) -> None:
-    """Write `config` with every default filled in, so that `load_config` gives an equal one.
-
-    The file appears whole or not at all, because several ranks may write the same one.
-    """
+    """Write `config` with every default, whole or not at all (several ranks may write the same file)."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
@@ -105,7 +98,7 @@ def config_yaml(config: Section) -> str:
 
 
 def plain_settings(config: Section) -> dict[str, Any]:
-    """The tree that a reader of that text gets, without writing and reading it (0.1 s)."""
+    """The tree that a reader of that text gets."""
     return {key: _plain(value) for key, value in config.model_dump().items()}
 
 
@@ -149,7 +142,7 @@ def _read_yaml(path: Path) -> DictConfig:
         if error.errno is not None:
             raise ConfigError(f"{path} cannot be read ({error.strerror}); give this user the right to read it") from error
         raise ConfigError(
-            f"{path} is not a YAML mapping ({error}); write `key: value` lines, with a space behind each colon"
+            f"{path} is not a YAML mapping ({error}); write `key: value` lines, with a space after each colon"
         ) from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {str(error).splitlines()[0]}; correct the reference there") from error

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from annotated_types import Ge, Lt
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, PrivateAttr, field_validator, model_validator
 from typing_extensions import Self
 
 from oppo_megatron.config.base import Section, Unit
@@ -21,8 +21,8 @@ TARGETS: tuple[LoraTarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate
 class LoraConfig(Section):
     """Low-rank adapters (Hu et al. 2021): only they are trained; the model's own weights stay as they are.
 
-    y = W x + alpha / rank * B A x for each target, in every layer.  Without dropout, so that log-probs in training equal
-    those of decoding.
+    y = W x + alpha / rank * B A x for each target, in every layer.  Without dropout, so that training and decoding have the same
+    log-probs.
     """
 
     rank: Annotated[int, Unit("rows")] = Field(16, ge=1, description="rows of A and columns of B")
@@ -31,7 +31,7 @@ class LoraConfig(Section):
         None, description="projections that have adapters, by their Hugging Face names; null: all seven"
     )
     adapter: Path | None = Field(
-        None, description="peft directory to start from, of this rank, alpha and targets; null: A drawn by init_seed, B zero"
+        None, description="peft directory to start from, of this rank, alpha and targets; null: A drawn at random, B zero"
     )
 
     @field_validator("targets")
@@ -52,10 +52,8 @@ class LoraConfig(Section):
         return self.alpha / self.rank
 
 
-Layers = Literal["auto", "torch", "transformer_engine"]
 _RANKS = re.compile("{0}(-{0})?(,{0}(-{0})?)*".format("[0-9]{1,18}"))
 Dtype = Literal["float32", "bfloat16"]
-DecodePath = Literal["packed", "fused", "module"]
 KVLayout = Literal["auto", "dense", "paged"]
 PlacementMode = Literal["disaggregated", "colocated", "single"]
 
@@ -83,8 +81,7 @@ class ParallelConfig(SizesConfig):
 class TrainingLayoutConfig(SizesConfig):
     """The layout of a trained role during its update.
 
-    A null size is taken from the role's `parallel` layout.  If the layouts differ, the weights move after each update; if they
-    are equal, both share the weights.
+    A null size is taken from the role's `parallel` layout.  If the layouts differ, the weights move after each update.
     """
 
     vpp: Annotated[int, Unit("stages a rank")] = Field(1, ge=1, description="virtual stages; above 1: interleaved 1F1B")
@@ -95,20 +92,27 @@ class TrainingLayoutConfig(SizesConfig):
 
 
 class ModelConfig(Section):
-    """A Hugging Face or Megatron directory, or a shape to initialise at random: exactly one of `checkpoint` and `init`."""
+    """A Hugging Face or Megatron directory (`checkpoint`), or a shape to initialise at random (`init`)."""
 
     checkpoint: Path | None = Field(
         None, description="Hugging Face directory (config.json + safetensors), or a Megatron torch_dist one with a config.json"
     )
     init: dict[str, Any] | Path | None = Field(None, description="config.json, or its path: random weights of that shape")
-    init_seed: Annotated[int, Unit("")] = Field(1234, ge=0, description="of random weights and fresh heads")
-    fresh_head: bool = Field(False, description="a causal LM may be loaded with a new scalar head (reward, critic)")
     dtype: Dtype = Field("float32", description="type of the weights and of the computation; default: `runtime.dtype`")
 
     def rules(self, name: str) -> Iterator[str]:
         if (self.checkpoint is None) == (self.init is None):
             given = "neither" if self.checkpoint is None else "both"
             yield f"{name} has {given} of checkpoint and init, but needs exactly one; give the folder of weights or a shape"
+
+
+HEADS_LEARNED = ("critic", "model")
+"""Roles whose training may start with a new scalar head."""
+
+
+def weight_seed(role: str) -> int:
+    """Return the seed of random weights, new heads and new adapters."""
+    return {"critic": 5, "reward": 6}.get(role, 1234)
 
 
 class LearningModelConfig(ModelConfig):
@@ -196,7 +200,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 class AdaptedRoleConfig(RoleConfig, LearningModelConfig):
-    """A role that may have adapters; a role that is not trained keeps its initial ones."""
+    """A role that may have adapters."""
 
 
 class TrainedRoleConfig(AdaptedRoleConfig):
@@ -259,11 +263,6 @@ class RuntimeConfig(Section):
         description="type of every role that gives none of its own; with bfloat16 the optimizer also keeps "
         "float32 weights; null: bfloat16 on CUDA devices, float32 on a CPU",
     )
-    threads_per_rank: Annotated[int, Unit("threads")] = Field(
-        0,
-        ge=0,
-        description="CPU threads of each rank; 0: OMP_NUM_THREADS or MKL_NUM_THREADS, else usable cores divided by local ranks",
-    )
     timeout_s: float = Field(
         1800.0,
         gt=0,
@@ -272,26 +271,32 @@ class RuntimeConfig(Section):
     )
     micro_batch_tokens: int = Field(4096, ge=1, description="most tokens of a packed micro-batch")
     kv_cache_mb: float | None = Field(None, gt=0, description="budget per role and rank; null: the whole buffer")
-    decode_path: DecodePath = Field(
-        "packed",
-        description="computation of cached calls: megatron's modules, few calls over its parameters "
-        "(fused), or over a copy laid out for the CPU's products (packed; fused if the CPU has none)",
-    )
-    layers: Layers = Field(
-        "auto",
-        description="linear layers and norms: megatron-core's with torch's norm, or transformer-engine's; "
-        "auto: transformer-engine's on CUDA devices if it is installed and a role has no adapters",
-    )
-    kv_layout: KVLayout = Field(
-        "auto",
-        description="KV caches with a slot of full length per sequence (dense), or with blocks of 256 tokens "
-        "(paged); auto: paged if a GPU has an attention kernel for it, else dense; memory tables count auto as dense",
-    )
-    decode_sync_steps: Annotated[PositiveInt | None, Unit("decode steps")] = Field(
-        None,
-        description="decode steps between two checks for ended responses, if one rank holds all layers (pp 1); "
-        "steps between them never wait for the device and are CUDA graphs on a GPU; null: 16 on a GPU, else 1",
-    )
+
+    _kv_layout: KVLayout = PrivateAttr(default="auto")
+    _threads: int = PrivateAttr(default=0)
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """A slot of full length per sequence (dense), or blocks of 256 tokens (paged); auto: paged if a GPU has a kernel for it.
+
+        Memory tables count auto as dense.
+        """
+        return self._kv_layout
+
+    def with_kv_layout(self, layout: KVLayout) -> Self:
+        copy = self.model_copy()
+        copy._kv_layout = layout
+        return copy
+
+    @property
+    def threads_per_rank(self) -> int:
+        """CPU threads of each rank; 0: OMP_NUM_THREADS or MKL_NUM_THREADS, else usable cores divided by local ranks."""
+        return self._threads
+
+    def with_threads(self, threads_per_rank: int) -> Self:
+        copy = self.model_copy()
+        copy._threads = threads_per_rank
+        return copy
 
     @property
     def kv_budget_bytes(self) -> int | None:
@@ -307,6 +312,3 @@ class RuntimeConfig(Section):
         if self.dtype is None:
             self.dtype = usual_dtype(self.device)
         return self
-
-    def sync_steps(self, device: str) -> int:
-        return self.decode_sync_steps or (16 if device == "cuda" else 1)

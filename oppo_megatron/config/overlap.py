@@ -9,24 +9,8 @@ from pydantic import Field, PositiveInt
 
 from oppo_megatron.config.base import ImportPath, Section, Unit
 
-USUAL_CHUNKS = (16, 32, 64)
 SEARCH_STEPS = 50
 """Steps from one search for the fastest chunk size to the next."""
-
-
-class ChunkConfig(Section):
-    """Chunk size of the token stream: decode steps a round."""
-
-    tokens: int = Field(32, ge=1, description="decode steps in a round at the start of the run")
-    adaptive: Annotated[bool | Annotated[list[PositiveInt], Field(min_length=1)], Unit("tokens")] = Field(
-        True,
-        description="search for the fastest size among these, and the current one; true: [16, 32, 64]; false: stay at `tokens`",
-    )
-
-    @property
-    def candidates(self) -> list[int]:
-        """The sizes that a search tries besides the current one."""
-        return self.adaptive if isinstance(self.adaptive, list) else list(USUAL_CHUNKS)
 
 
 class DeltaConfig(Section):
@@ -43,7 +27,11 @@ class DeltaConfig(Section):
 class CarryConfig(Section):
     """How prompts enter, are decoded in chunks, and are carried from step to step."""
 
-    chunk: ChunkConfig = ChunkConfig()
+    chunk: Annotated[PositiveInt | Annotated[list[PositiveInt], Field(min_length=1)], Unit("decode steps")] = Field(
+        [32, 16, 64],
+        description="decode steps in a round, whose tokens are streamed together: a fixed number, or the sizes among which the "
+        "fastest is searched while the run goes, the first one at its start",
+    )
     delta: DeltaConfig = DeltaConfig()
     max_staleness: Annotated[int, Unit("steps")] = Field(
         4,
@@ -51,6 +39,16 @@ class CarryConfig(Section):
         description="most steps that a prompt's rollouts are carried before they are trained; the batch "
         "waits for the oldest, and nothing is thrown away",
     )
+
+    @property
+    def chunk_sizes(self) -> list[int]:
+        """Sizes that the run may use, the first one at its start; a single one is fixed."""
+        return [self.chunk] if isinstance(self.chunk, int) else self.chunk
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Decode steps in a round at the start of the run."""
+        return self.chunk_sizes[0]
 
 
 class OverlapConfig(CarryConfig):
@@ -76,16 +74,23 @@ class OverlapConfig(CarryConfig):
     backfill: Annotated[bool | PositiveInt, Unit("decode steps")] = Field(
         False,
         description="with `inter`: new prompts replace finished rollouts within a step; a number gives the "
-        "decode steps between two admissions, a multiple of `chunk.tokens`; true: `chunk.tokens`",
+        "decode steps between two admissions, a multiple of the first `chunk`; true: that number",
     )
     actor_kv: Literal["recompute", "keep"] = Field(
         "recompute", description="recompute or keep a carried KV cache after an update"
     )
 
+    without: list[Literal["critic", "scores", "fork"]] = Field(
+        default=[],
+        description="for measurements: parts that are turned off, without change of the result. critic: with `intra` the "
+        "next step waits for the critic's update; scores: with `intra` the forward pass of the actor's update waits for the "
+        "last scores; fork: each response computes the cache of its prompt itself",
+    )
+
     def rules(self, batch_size: int, group_size: int = 1) -> Iterator[str]:
         """Rules of delta, chunk sizes and backfill."""
         yield from self._backfill_rules()
-        delta, candidates, groups = self.delta, self.chunk.candidates, batch_size // group_size
+        delta, sizes, groups = self.delta, self.chunk_sizes, batch_size // group_size
         if self.inter and delta.initial > delta.max:
             yield f"overlap.delta.initial is {delta.initial}, but overlap.delta.max is {delta.max}; lower initial, or raise max"
         if self.inter and delta.max > self.max_staleness * groups:
@@ -95,29 +100,26 @@ class OverlapConfig(CarryConfig):
                 f"rollout.batch_size {batch_size}{of} (more prompts could not all be trained in time); lower it, or raise "
                 "overlap.max_staleness"
             )
-        if len(set(candidates)) < len(candidates):
-            yield f"overlap.chunk.adaptive is {candidates}, but each size may appear once; remove the repeated ones"
+        if len(set(sizes)) < len(sizes):
+            yield f"overlap.chunk is {sizes}, but each size may appear once; remove the repeated ones"
 
     def _backfill_rules(self) -> Iterator[str]:
-        every, tokens = self.backfill, self.chunk.tokens
+        every, tokens = self.backfill, self.chunk_tokens
         if every and not self.inter:
             yield f"overlap.backfill is {str(every).lower()}, but overlap.inter is false; set inter to true or backfill to false"
         if not isinstance(every, bool) and every % tokens:
             multiple = -(-every // tokens) * tokens
-            yield f"overlap.backfill is {every}, but must be a multiple of overlap.chunk.tokens {tokens}; set it to {multiple}"
+            yield f"overlap.backfill is {every}, but must be a multiple of overlap.chunk {tokens}; set it to {multiple}"
 
     @property
     def admission_period(self) -> int | None:
         """Decode steps between admissions within a step; None: prompts enter between steps only."""
         if not (self.inter and self.backfill):
             return None
-        return self.chunk.tokens if self.backfill is True else self.backfill
+        return self.chunk_tokens if self.backfill is True else self.backfill
 
     def carries(self, *, filtered: bool) -> bool:
-        """True if responses may be trained that began in an earlier step.
-
-        Backfill alone begins them for the next batch; with a filter a batch leaves none but delta behind.
-        """
+        """True if responses may be trained that began in an earlier step; with a filter, backfill alone carries none."""
         if not self.inter:
             return False
         return max(self.delta.initial, self.delta.max) > 0 or (bool(self.backfill) and not filtered)

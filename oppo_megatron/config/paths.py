@@ -1,4 +1,4 @@
-"""Files and folders that a configuration names and the disk lacks, and secrets that it must not show."""
+"""Files that a configuration names and the disk lacks, and secrets that it must not show."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def irregular_path(what: str, path: Path, remedy: str = "write its content to a 
 
 
 def missing_path(what: str, path: Path) -> str:
-    """A sentence: `path` does not exist (or is of the wrong kind), the first part that is missing, the nearest sibling."""
+    """A sentence: the first part of `path` that is missing, or its kind, and the nearest sibling."""
     if irregular := irregular_path(what, path):
         return irregular
     if path.is_dir():
@@ -43,14 +43,14 @@ def missing_path(what: str, path: Path) -> str:
 
 
 def folders_with(names: Sequence[str], directory: Path) -> list[Path]:
-    """Folders within a directory, or a run's, that hold one of the files; final weights come first."""
+    """Folders within a directory or run that hold one of the files; final weights come first."""
     patterns = ("weights", "weights/*", "models/*", "best", "best/*", "*", "checkpoints/*/models/*")
     found = (path for pattern in patterns for path in sorted(directory.glob(pattern), reverse="checkpoints" in pattern))
     return list(dict.fromkeys(path for path in found if any((path / name).is_file() for name in names)))
 
 
 def missing_within(what: str, path: Path) -> str:
-    """`missing_path` of a file in a model's folder, with the folders within that have such a file."""
+    """`missing_path` of a file in a model's folder, with the folders within that have it."""
     folder = path.parent
     inner = folders_with([path.name, "adapter_config.json"], folder) if folder.is_dir() else []
     if not inner:
@@ -69,7 +69,7 @@ def check_exists(what: str, path: Path) -> list[str]:
 
 
 def check_files(what: str, path: Path) -> list[str]:
-    """A problem if `path` is missing and matches no file as a pattern, or is neither a file nor a folder."""
+    """A problem if `path` is missing and matches no file as a pattern, or is irregular."""
     if path.exists():
         return check_exists(what, path)
     if glob.has_magic(str(path)):

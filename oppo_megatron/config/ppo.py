@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StrictInt, StrictStr
 
 from oppo_megatron.config.base import Section, Unit
+from oppo_megatron.config.forced import ForcedLengths, Given, lengths_of
 
 
 class RolloutConfig(Section):
@@ -18,7 +19,7 @@ class RolloutConfig(Section):
         1,
         ge=1,
         description="responses to each prompt; must divide the batch size; `algorithm.baseline: greedy` adds "
-        "one, which does not count; default: that of `algorithm.preset`",
+        "one, which does not count; default: the preset's",
     )
     max_response_tokens: int = Field(..., ge=1, description="longest response; a longer one is cut")
     temperature: Annotated[float, Unit("factor")] = Field(1.0, ge=0, description="0 means greedy")
@@ -30,15 +31,28 @@ class RolloutConfig(Section):
         "of the actor's `generation_config.json`; the stop text stays in the response",
     )
 
-    def rules(self, *, forced: bool) -> Iterator[str]:
-        """Rules of `stop`; `forced`: nothing but its forced length ends a response."""
+    forced_lengths: Annotated[Given | None, Unit("tokens, nats")] = Field(
+        None,
+        description="for benchmarks: lengths at which responses end, in place of EOS, drawn by (seed, sequence id): [median, "
+        "sigma] of log-normal lengths, in tokens, and of their logarithm (0: all equal); a CSV file with a row per request "
+        "and a column of tokens, or a histogram with the columns `kind`, `tokens`, `requests`; or [file, column], with its "
+        "column of tokens (else `GeneratedTokens`), or the kind of a histogram (else `output`). A file's lengths are scaled so "
+        "that their 99th percentile is `max_response_tokens`",
+    )
+
+    @property
+    def lengths(self) -> ForcedLengths | None:
+        return lengths_of(self.forced_lengths)
+
+    def rules(self) -> Iterator[str]:
+        """Rules of `stop`."""
         for each in self.stop_token_ids:
             if each < 0:
                 yield f"rollout.stop has {each}, but ids are numbers from 0 on; correct or remove it"
         if "" in self.stop:
             yield "rollout.stop has an empty text, which would end every response at once; remove it"
-        if self.stop and forced:
-            yield "rollout.stop is set, but with debug.forced_lengths a response ends at its length only; remove one of them"
+        if self.stop and self.forced_lengths is not None:
+            yield "rollout.stop is set, but with rollout.forced_lengths a response ends at its length only; remove one of them"
 
     @property
     def stop_texts(self) -> list[str]:
@@ -55,14 +69,14 @@ class KLConfig(Section):
     estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = Field(
         "k1",
         description="KL of one sampled token (docs/algorithm.md); k1+, k3+: with `mode: loss`, those values with a gradient "
-        "whose expectation is that of KL(actor || reference)",
+        "whose expectation is the gradient of KL(actor || reference)",
     )
     mode: Literal["none", "penalty", "score", "loss", "margin"] = Field(
         "penalty",
         description="penalty: subtracted from the reward of each token; score: a response's sum is "
         "subtracted from its score, before a baseline is; loss: a term of the actor's loss (estimator k1+, k2, k3 or k3+); "
-        "margin: the margins of pairs are measured against the reference (preset online_dpo); none: there is no "
-        "reference; default: that of `algorithm.preset`",
+        "margin: the margins of pairs are measured against the reference (preset online_dpo); none: without a "
+        "reference; default: the preset's",
     )
     coefficient: Annotated[float, Unit("reward a nat")] = Field(0.05, ge=0, description="weight of the KL, or its start")
     target: Annotated[float | None, Unit("nats a response")] = Field(
@@ -79,7 +93,7 @@ class KLConfig(Section):
 
     @property
     def corrected(self) -> bool:
-        """True if the gradient in the loss is corrected to that of KL(actor || reference)."""
+        """True if the gradient in the loss is corrected to the gradient of KL(actor || reference)."""
         return self.estimator.endswith("+")
 
 
@@ -95,7 +109,7 @@ class PPOConfig(Section):
         None,
         gt=0,
         description="the ratio counts up to 1 + clip_high, and with objective cispo, which needs it, this "
-        "is the largest weight; null: 1 + clip; default: that of `algorithm.preset`",
+        "is the largest weight; null: 1 + clip; default: the preset's",
     )
     dual_clip: Annotated[float | None, Unit("factor")] = Field(
         None, gt=1, description="bound of the loss of a token of negative advantage, in advantages (arXiv 1912.09729); null: none"
@@ -103,9 +117,10 @@ class PPOConfig(Section):
     value_clip: Annotated[float, Unit("reward")] = Field(0.2, ge=0, description="0 turns value clipping off")
     entropy_coefficient: Annotated[float, Unit("reward a nat")] = Field(0.0, ge=0, description="weight of the entropy bonus")
     reward_clip: Annotated[float | None, Unit("reward")] = Field(None, gt=0, description="bound of the absolute score")
-    truncated_score: Annotated[float | None, Unit("reward")] = Field(None, description="score of a cut response")
-    mask_truncated: bool = Field(
-        False, description="leave responses cut at the limit out of the actor's loss; they still count in baselines and scales"
+    truncated: Annotated[float | Literal["mask"] | None, Unit("reward")] = Field(
+        None,
+        description="responses cut at the limit: a number is their score; mask: they are left out of the actor's loss, but still "
+        "count in baselines and scales; null: as others",
     )
     reward_normalization: Literal["none", "batch", "running"] = Field(
         "none",
@@ -117,8 +132,16 @@ class PPOConfig(Section):
         "behaviour",
         description="ratio of tokens that an older policy sampled: against their log-probs at sampling, "
         "or against those at the step's start with an importance weight (decoupled); default: decoupled if "
-        "`algorithm.ratio` is that of a response, and responses are carried or the actor is in bfloat16",
+        "`algorithm.ratio` is a response's, and responses are carried or the actor is in bfloat16",
     )
+
+    @property
+    def truncated_score(self) -> float | None:
+        return None if self.truncated == "mask" else self.truncated
+
+    @property
+    def mask_truncated(self) -> bool:
+        return self.truncated == "mask"
 
 
 class PairLossConfig(Section):

@@ -23,7 +23,7 @@ class CheckpointConfig(Section):
     keep_best: bool | str = Field(
         False,
         description="save after each step that is the best so far, keep that checkpoint too, and write its "
-        "weights to `best/`; a text names the metric, as in `early_stop.metric`; true: that of `early_stop`, else the "
+        "weights to `best/`; a text names the metric, as in `early_stop.metric`; true: the metric of `early_stop`, else the "
         "first of `evaluation` (supervised training: `loss`), else `reward`, the mean reward of a step",
     )
     asynchronous: bool = Field(
@@ -31,7 +31,6 @@ class CheckpointConfig(Section):
         description="the run waits only until the content has been copied in host memory; a thread writes the "
         "copy while the run continues",
     )
-    resume: bool = Field(False, description="continue from the last whole checkpoint, if any (`--resume`)")
 
     @property
     def saves_end(self) -> bool:
@@ -43,26 +42,16 @@ class CheckpointConfig(Section):
         return self.final != "nothing"
 
 
-class TrainCheckpointConfig(CheckpointConfig):
-    """The state of a PPO run in `checkpoints/`, from which `oppo train --resume` continues exactly."""
-
-    caches: bool = Field(
-        True,
-        description="save the KV caches of sequences in flight: on the same layout the run continues to the "
-        "bit; false: up to rounding",
-    )
-
-
 Action = Literal["stop", "skip", "rollback"]
 APART = {"float32": 1e-4, "bfloat16": 0.25}
 """Nats: largest difference of two computations of one token's log-prob, of the same weights in this type, in another order."""
 
 
 class GuardsConfig(Section):
-    """The reaction to numbers that are NaN or infinite, or beyond a limit.
+    """The reaction to numbers that are NaN or infinite, or beyond a limit (docs/guards.md).
 
-    `stop` ends the run; `skip` leaves weights and optimizers of actor and critic as they were, on all ranks; `rollback` returns
-    to the last checkpoint and continues without the prompts admitted since. See docs/guards.md.
+    `stop` ends the run; `skip` undoes the update of actor and critic; `rollback` continues from the last checkpoint without the
+    prompts admitted since.
     """
 
     action: Action = Field("stop", description="end the run, undo the step's update, or go back to the last checkpoint")
@@ -76,7 +65,7 @@ class GuardsConfig(Section):
     logprob_gap: Annotated[PositiveFloat | Literal["auto"] | None, Unit("nats")] = Field(
         "auto",
         description="largest |logprob at decode - at training| of any token. auto: 1e-4 for a float32 actor; "
-        "0.25 for bfloat16, where one rounding of a logit between 16 and 32 makes 0.125; doubled with each doubling "
+        "0.25 for bfloat16, because one rounding of a logit between 16 and 32 makes 0.125; doubled with each doubling "
         "of a token's largest logit beyond 32, divided by a temperature below 1, and up to four times that for one "
         "token in a thousand. null: no limit",
     )

@@ -1,4 +1,4 @@
-"""The parts of a reward, and their rules: each has the settings that its kind needs, and no others."""
+"""The parts of a reward, and their rules."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RewardPart(Section):
     """One summand of the reward: `weight` times the number that `kind` gives for a finished response.
 
     kind: `model` the reward model's scalar; `process` a process reward model's scores of the steps (docs/process_rewards.md);
-    `verifier` a rule by `name`, most of which compare with column `answer`; `python` a function `entry_point` =
+    `verifier` a rule by `name`; most rules compare with column `answer`; `python` a function `entry_point` =
     `package.module:function` or `file.py:function`, called with (prompt, response, fields); `http` a reward service at `url`
     (docs/rewards.md).
     """
@@ -155,7 +155,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def check_part(name: str, part: RewardPart) -> list[str]:
-    """Every broken rule of the part at `name`.  No message repeats a value that may be a misplaced secret."""
+    """Every broken rule of the part at `name`.  No message repeats a value that may be a secret."""
     problems = list(_misplaced(name, part))
     if part.kind == "verifier" and part.name is None:
         problems.append(f"{name} is a verifier without a `name`; add one of {', '.join(get_args(RuleName))}")
@@ -180,7 +180,7 @@ def check_part(name: str, part: RewardPart) -> list[str]:
 
 
 def check_rewards(parts: Sequence[RewardPart], *, has_reward_model: bool) -> list[str]:
-    """Rules of all parts; the reward model is there if and only if it is used."""
+    """Rules of all parts."""
     problems = [problem for index, part in enumerate(parts) for problem in check_part(f"rewards.{index}", part)]
     if all(part.weight == 0 for part in parts):
         problems.append(
@@ -201,7 +201,7 @@ def check_rewards(parts: Sequence[RewardPart], *, has_reward_model: bool) -> lis
 
 
 def check_waits(parts: Sequence[RewardPart], timeout_s: float, stall_s: float = 0.0) -> Iterator[str]:
-    """A rank that waits for a reward must give up before its peers' timeout and the watchdog's deadline (0: no watchdog)."""
+    """Rules for waits: shorter than the peers' timeout and the watchdog's deadline (0: no watchdog)."""
     limits = [("the other ranks wait only runtime.timeout_s", timeout_s)]
     limits += [("a rank that does not move is ended after stall_deadline_s", stall_s)] if stall_s else []
     for index, part in enumerate(parts):
@@ -215,7 +215,7 @@ def check_waits(parts: Sequence[RewardPart], timeout_s: float, stall_s: float = 
 
 
 def _longest_wait(part: RewardPart) -> tuple[float, str]:
-    """The seconds that a reward may take by its own limits, and the names of these."""
+    """The seconds that a reward may take, and the names of their limits."""
     if part.kind == "http":
         return part.give_up_s + part.request_s, "its service (give_up_s + timeout_s)"
     if part.isolation is not None:

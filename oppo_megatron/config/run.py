@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 from typing_extensions import Self
 
 from oppo_megatron.config.algorithm import AlgorithmConfig, with_preset, with_preset_file
 from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.data import PromptDataConfig, RowsConfig, TokenizerConfig
-from oppo_megatron.config.debug import DebugConfig
 from oppo_megatron.config.evaluation import (
     REWARD,
     EarlyStopConfig,
@@ -32,12 +31,12 @@ from oppo_megatron.config.model import (
 )
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.ppo import PairLossConfig, PPOConfig, RolloutConfig
-from oppo_megatron.config.reliability import CheckpointConfig, GuardsConfig, TrainCheckpointConfig
+from oppo_megatron.config.reliability import CheckpointConfig, GuardsConfig
 from oppo_megatron.config.rewards import RewardPart
 
 
 def with_common_dtype(data: Any, roles: Sequence[str]) -> Any:
-    """`runtime.dtype` in each role that gives no type of its own; the section refuses a wrong type."""
+    """`runtime.dtype` in each role without a type."""
     runtime = data.get("runtime", {}) if isinstance(data, dict) else None
     if isinstance(runtime, dict) and runtime.get("dtype") is None:
         runtime = runtime | {"dtype": usual_dtype(runtime.get("device", "auto"))}
@@ -58,8 +57,11 @@ class LoggingConfig(Section):
     """Outputs of progress and metrics.  `metrics.jsonl` is always written."""
 
     console: Literal["auto", "live", "plain", "off"] = Field("auto", description="auto: live in a terminal")
-    tensorboard: bool = Field(False, description="also write the metrics to `tensorboard/` in the run directory")
-    wandb_project: str | None = Field(None, description="Weights & Biases project (mode: WANDB_MODE); null: none")
+    trackers: list[Annotated[str, Field(pattern="^(tensorboard|wandb:.+)$")]] = Field(
+        default=[],
+        description="also write the metrics to `tensorboard/` in the run directory (`tensorboard`), or to a Weights & Biases "
+        "project (`wandb:PROJECT`; mode: WANDB_MODE)",
+    )
     trace: bool | Literal["actions"] = Field(
         True,
         description="write trace.json: each rank's work over time; actions: every action of every round in it, and schedules.txt",
@@ -103,6 +105,19 @@ class RunConfig(Section):
 
     ALWAYS_MEASURED: ClassVar[str | None] = None
 
+    _resume: bool = PrivateAttr(default=False)
+
+    @property
+    def resume(self) -> bool:
+        """True if the run continues from its last whole checkpoint (`--resume`)."""
+        return self._resume
+
+    def resumed(self) -> Self:
+        """The same run, to be continued."""
+        copy = self.model_copy()
+        copy._resume = True
+        return copy
+
 
 class TrainSettings(RunConfig):
     """`oppo train` as written in a configuration file: the placement may be `auto`."""
@@ -126,13 +141,11 @@ class TrainSettings(RunConfig):
         None,
         description="dynamic sampling: drop groups whose responses all have the same score, and sample other "
         "prompts instead; the score is `reward`, the whole sum, or the label of one part of `rewards`, before its "
-        "weight; needs `overlap.backfill`; default: that of `algorithm.preset` (`dapo` has one, and backfill for it, "
+        "weight; needs `overlap.backfill`; default: the preset's (`dapo` has one, and backfill for it, "
         "with `overlap.inter`)",
     )
     evaluation: EvaluationConfig | None = None
     guards: GuardsConfig = GuardsConfig()
-    checkpoint: TrainCheckpointConfig = TrainCheckpointConfig()
-    debug: DebugConfig = DebugConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -156,8 +169,8 @@ class TrainSettings(RunConfig):
             )
         if mode == "none" and self.reference is not None:
             raise ValueError(
-                f"reference is given, but ppo.kl.mode is none (that of algorithm.preset {preset}, unless it is set), and nothing "
-                "reads it; remove the section, or set ppo.kl.mode"
+                f"reference is given, but ppo.kl.mode is none (the mode of algorithm.preset {preset}, unless it is set), and "
+                "nothing reads it; remove the section, or set ppo.kl.mode"
             )
         return self
 
@@ -197,7 +210,8 @@ class TrainSettings(RunConfig):
         return self.with_placement(PlacementConfig(**self.placement.model_dump()))
 
     def with_placement(self, placement: PlacementConfig) -> TrainConfig:
-        return TrainConfig.model_validate(self.model_dump() | {"placement": placement.model_dump()})
+        placed = TrainConfig.model_validate(self.model_dump() | {"placement": placement.model_dump()})
+        return placed.resumed() if self.resume else placed
 
 
 class TrainConfig(TrainSettings):

@@ -15,17 +15,15 @@ from oppo_megatron.config.supervised import DPOConfig, RewardModelConfig, Superv
 
 
 def train_rules(config: TrainConfig) -> Iterator[str]:
-    """Rules of `oppo train`'s settings.  Files, models and layouts are not looked at."""
+    """Rules of `oppo train`'s settings, without files, models and layouts."""
     rollout, overlap = config.rollout, config.overlap
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     yield from _fits(config.runtime.micro_batch_tokens, longest, "data.max_prompt_tokens + rollout.max_response_tokens")
     yield from overlap.rules(rollout.batch_size, rollout.group_size)
-    yield from rollout.rules(forced=config.debug.forced_lengths is not None)
+    yield from rollout.rules()
     roles: list[tuple[str, ModelConfig]] = [("actor", config.actor), *scorers(config)]
     for name, role in roles:
         yield from role.rules(name)
-        if role.fresh_head and name in ("actor", "reference"):
-            yield f"{name}.fresh_head is true, but only reward and critic have a scalar head; remove it"
     yield from check_rewards(config.rewards, has_reward_model=config.reward is not None)
     yield from check_waits(config.rewards, config.runtime.timeout_s, config.stall_deadline_s)
     yield from _rollback(config)
@@ -45,13 +43,13 @@ def train_rules(config: TrainConfig) -> Iterator[str]:
 
 
 def supervised_rules(config: SupervisedConfig) -> Iterator[str]:
-    """Rules of a supervised run's settings.  Files, models and layouts are not looked at."""
+    """Rules of a supervised run's settings, without files, models and layouts."""
     yield from _fits(config.runtime.micro_batch_tokens, config.max_tokens, "max_tokens")
     for name, model in config.models.items():
         yield from model.rules(name)
     yield from _preferences(config)
     columns = config.data.columns
-    if isinstance(config, RewardModelConfig) and config.of_pairs and (columns.completions or columns.labels):
+    if isinstance(config, RewardModelConfig) and config.of_pairs and ("completions" in columns or "labels" in columns):
         yield 'data.columns names steps or their labels, but separator is null; set it, as in `separator: "\\n"`, or name chosen'
     yield from config.data.rules("data", ("prompt", "completion"))
     yield from config.optimizer.rules("optimizer")
@@ -62,7 +60,7 @@ def supervised_rules(config: SupervisedConfig) -> Iterator[str]:
 
 
 def heldout_rules(config: SupervisedConfig) -> Iterator[str]:
-    """Rules of held-out rows: their source, and the settings that depend on their metrics."""
+    """Rules of held-out rows and of the settings that depend on their metrics."""
     evaluation = config.evaluation
     if evaluation is not None and (evaluation.data is None) == (evaluation.fraction is None):
         given = "neither" if evaluation.data is None else "both"
@@ -115,9 +113,6 @@ def _evaluation(config: TrainConfig) -> Iterator[str]:
         return
     for index, part in enumerate(evaluation.metrics):
         yield from check_part(f"evaluation.metrics.{index}", part)
-    if not evaluation.judges:
-        yield "evaluation has neither verifier nor metrics; add one of them, which judges the responses"
-        return
     models = [part.kind for part in evaluation.metrics if part.reads_model]
     if len(models) > 1:
         yield "evaluation.metrics names the reward model more than once; once is enough"
@@ -133,8 +128,6 @@ def _evaluation(config: TrainConfig) -> Iterator[str]:
 
 def _standards(config: TrainConfig | SupervisedConfig) -> Iterator[str]:
     """The metrics of `early_stop` and `checkpoint.keep_best` are measured during the run."""
-    if not (isinstance(config, SupervisedConfig) or config.evaluation is None or config.evaluation.judges):
-        return
     rules = config.checkpoint
     if config.early_stop is not None:
         yield from _metric("early_stop.metric", config.early_stop.metric, config)
@@ -165,5 +158,3 @@ def _preferences(config: SupervisedConfig) -> Iterator[str]:
             )
     if config.dpo.loss == "kto" and config.batch_size < 2:
         yield "batch_size is 1, but dpo.loss kto compares rows of a batch; raise it, or choose dpo.loss=apo_zero_unpaired"
-    if config.model.fresh_head or (config.reference is not None and config.reference.fresh_head):
-        yield "fresh_head is true, but preference training has no scalar head; remove it"

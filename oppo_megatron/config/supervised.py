@@ -152,7 +152,7 @@ class DPOLossConfig(PairLossConfig):
                 )
         if self.loss == "robust" and not self.label_smoothing:
             yield (
-                "dpo.loss is robust, but dpo.label_smoothing is 0, with which it is sigmoid; set label_smoothing to the share of "
+                "dpo.loss is robust, but dpo.label_smoothing is 0, so that it is sigmoid; set label_smoothing to the share of "
                 "pairs that are the wrong way round, or choose sigmoid"
             )
         if self.loss in ("hinge", "ipo") and self.label_smoothing:

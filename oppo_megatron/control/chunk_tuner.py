@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from oppo_megatron.config.overlap import SEARCH_STEPS, ChunkConfig
+from oppo_megatron.config.overlap import SEARCH_STEPS
 from oppo_megatron.records import Decision
 
 NANOSECOND = 1e-9
@@ -57,17 +58,17 @@ class StepCost:
     rounds: DecodeLaw = field(default_factory=DecodeLaw)
 
 
-def candidates(config: ChunkConfig, settled: int, longest: int) -> list[int]:
-    return sorted({min(size, longest) for size in [*config.candidates, settled]})
+def candidates(sizes: Sequence[int], settled: int, longest: int) -> list[int]:
+    return sorted({min(size, longest) for size in [*sizes, settled]})
 
 
 class ChunkTuner:
-    """Sets the chunk size from measured steps, one per candidate, every `period` steps."""
+    """Sets the chunk size from measured steps, one per size, every `period` steps; it begins with the first of `sizes`."""
 
-    def __init__(self, config: ChunkConfig, longest: int, period: int = SEARCH_STEPS):
+    def __init__(self, sizes: Sequence[int], longest: int, period: int = SEARCH_STEPS):
         assert longest >= 1, f"the response limit must be at least 1 token, not {longest}"
-        self._config, self._longest, self._period = config, longest, period
-        self._settled = min(config.tokens, longest)
+        self._sizes, self._longest, self._period = sizes, longest, period
+        self._settled = min(sizes[0], longest)
         self._steps_to_search = 1
         self._tried, self._measured = list[int](), list[StepCost]()  # of a search
         self._law = DecodeLaw()
@@ -79,14 +80,14 @@ class ChunkTuner:
     def observe(self, step: int, cost: StepCost) -> Decision:
         assert math.isfinite(cost.seconds) and cost.seconds >= 0 and cost.tokens >= 0, f"step {step}: {cost}"
         before = self.value
-        reason = self._advance(cost) if self._config.adaptive else f"chunk is fixed at {self._settled}"
+        reason = self._advance(cost) if len(self._sizes) > 1 else f"chunk is fixed at {self._settled}"
         return Decision(self.value, f"step {step}: {reason}", self.value != before)
 
     def state_dict(self) -> dict[str, Any]:
         return {"value": self._settled, "steps_to_search": 1 if self._tried else self._steps_to_search}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._config.adaptive:
+        if len(self._sizes) > 1:
             self._settled = min(state["value"], self._longest)
         self._steps_to_search = state["steps_to_search"]
         self._tried, self._measured = [], []
@@ -99,7 +100,7 @@ class ChunkTuner:
         if self._steps_to_search > 0:
             return f"chunk stays {self._settled}, the next search starts in {self._steps_to_search} steps"
         self._steps_to_search = self._period
-        sizes = candidates(self._config, self._settled, self._longest)
+        sizes = candidates(self._sizes, self._settled, self._longest)
         if len(sizes) == 1:
             return f"chunk stays {self._settled}: no other candidate within the response limit of {self._longest}"
         self._tried = sizes

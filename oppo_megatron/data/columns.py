@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from oppo_megatron.config.data import KNOWN_NAMES, PromptColumnsConfig
+from oppo_megatron.config.data import KNOWN_NAMES
 from oppo_megatron.data.rows import Row
 from oppo_megatron.errors import DataError
 from oppo_megatron.records import field_at, field_names, nearest_field
@@ -80,9 +80,9 @@ class Table:
             or (value and isinstance(value, list) and all(isinstance(item, dict) and role_of(item) is not None for item in value))
         ]
 
-    def find(self, part: str, columns: PromptColumnsConfig, names: Sequence[str] | None = None) -> str | None:
+    def find(self, part: str, columns: Mapping[Any, str], names: Sequence[str] | None = None) -> str | None:
         """The configured column, else the known name (or one of `names`) most often filled, or None.  Raises DataError."""
-        wanted: str | None = getattr(columns, part, None)
+        wanted = columns.get(part)
         if wanted is not None:
             if all(row.get(wanted) is None for row in self.rows):
                 there_are = self._there_are([wanted], part)
@@ -95,7 +95,7 @@ class Table:
         best = max(counts, key=lambda name: counts[name])
         return best if counts[best] else None
 
-    def require(self, part: str, columns: PromptColumnsConfig) -> str:
+    def require(self, part: str, columns: Mapping[Any, str]) -> str:
         """`find`, but raises DataError, naming columns and setting, if there is none."""
         found = self.find(part, columns)
         if found is not None:

@@ -103,7 +103,7 @@ def _layout(config: RowsConfig, table: Table, wanted: Wanted) -> Layout:
     find = table.require if wanted == "pair" else table.find
     chosen, rejected = find("chosen", config.columns), find("rejected", config.columns)
     prompt = _prompt_column(config, table, chosen, rejected)
-    answer = getattr(config.columns, "completion", None) if wanted == "completion" else None
+    answer = config.columns.get("completion") if wanted == "completion" else None
     apart = answer or wanted == "steps" or (wanted == "prompt" and rejected is None)
     if prompt is None and (chosen is None or apart or not _holds_prompt(config, table, chosen)):
         prompt = table.require("prompt", config.columns)
@@ -115,7 +115,7 @@ def _layout(config: RowsConfig, table: Table, wanted: Wanted) -> Layout:
     added = None
     if config.format == "alpaca" or (config.format == "auto" and prompt == "instruction"):
         added = next((name for name in ADDED if any(isinstance(row.get(name), str) for row in table.rows)), None)
-    named = config.columns.prompt is not None
+    named = "prompt" in config.columns
     form = table.form(prompt)
     if added or (config.format == "alpaca" and (named or prompt == "instruction")):
         form = "alpaca"
@@ -138,7 +138,7 @@ def _prompt_column(config: RowsConfig, table: Table, chosen: str | None, rejecte
     """The column, or None if chosen and rejected hold the prompt."""
     if config.format == "hh":
         return None
-    if config.columns.prompt is not None:
+    if "prompt" in config.columns:
         return table.find("prompt", config.columns)
     if config.format == "alpaca":
         return table.first(("instruction",))
@@ -165,7 +165,7 @@ def _are_whole(table: Table, column: str) -> bool:
 
 def _completion_column(config: RowsConfig, table: Table, prompt: str, form: str, chosen: str | None) -> str | None:
     """The column, or None if answers are turns of the prompt's messages."""
-    if getattr(config.columns, "completion", None) is not None:
+    if "completion" in config.columns:
         return table.find("completion", config.columns)
     names = [name for name in [*table.frequent(KNOWN_NAMES["completion"]), chosen] if name is not None]
     share = table.share_answered(prompt)

@@ -1,4 +1,4 @@
-"""Recorded response lengths for `debug.forced_lengths`: a CSV row per request, or a histogram of `kind`, `tokens`, `requests`."""
+"""Recorded response lengths for `rollout.forced_lengths`: a row per request, or a histogram of `kind`, `tokens`, `requests`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from oppo_megatron.config.debug import ForcedLengths
+from oppo_megatron.config.forced import ForcedLengths
 from oppo_megatron.data.files import csv_rows
 from oppo_megatron.data.rows import Quarantine, RowProblems
 from oppo_megatron.errors import DataError
 
 COLUMN, KIND = "GeneratedTokens", "output"
 HISTOGRAM = ("kind", "tokens", "requests")
-SETTING = "debug.forced_lengths"
+SETTING = "rollout.forced_lengths"
 WHOLE_NUMBER = re.compile(r"[0-9]{1,15}")
 
 
@@ -51,7 +51,7 @@ def forced_quantile(forced: ForcedLengths | None, max_response_tokens: int) -> C
     if forced.scale == "auto" and not trace.percentile_99:
         raise DataError(
             f"{forced.trace}: the 99th percentile of its lengths is 0 tokens, which no scale makes "
-            f"rollout.max_response_tokens; name another column, as in debug.forced_lengths: [{forced.trace}, COLUMN]"
+            f"rollout.max_response_tokens; name another column, as in rollout.forced_lengths: [{forced.trace}, COLUMN]"
         )
     factor = max_response_tokens / trace.percentile_99 if forced.scale == "auto" else forced.scale
     return lambda u: factor * trace.quantile(u)

@@ -8,6 +8,7 @@ from itertools import islice
 
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.config.model import RuntimeConfig
+from oppo_megatron.engine.device_decode import SYNC_STEPS
 from oppo_megatron.engine.executor import Links
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
@@ -22,17 +23,9 @@ class PromptDecoder:
     """Decodes on its own cache; every rank of the model makes the same calls."""
 
     def __init__(
-        self,
-        model: RoleModel,
-        links: Links,
-        runtime: RuntimeConfig,
-        *,
-        num_slots: int,
-        sampling: Sampling,
-        stopping: Stopping,
-        round_steps: int = ROUND_STEPS,
-        activity: Activity | None = None,
-    ):
+        self, model: RoleModel, links: Links, runtime: RuntimeConfig, *, num_slots: int, sampling: Sampling,
+        stopping: Stopping, round_steps: int = ROUND_STEPS, activity: Activity | None = None,
+    ):  # fmt: skip
         """`num_slots` per replica, if `runtime.kv_cache_mb` holds them.  Ended responses leave every `round_steps`."""
         self._model, self._links, self._runtime, self._activity = model, links, runtime, activity
         self._num_slots = num_slots
@@ -54,7 +47,7 @@ class PromptDecoder:
             rounds = decoder(
                 self._model, cache, sampling=self.sampling, stopping=self.stopping, links=self._links,
                 micro_batch_tokens=runtime.micro_batch_tokens, timeout_s=runtime.timeout_s,
-                sync_steps=runtime.sync_steps(cache.device.type), activity=self._activity,
+                sync_steps=SYNC_STEPS[cache.device.type], activity=self._activity,
             )  # fmt: skip
         assert rounds.decode is not None
         self._rounds = None  # these caches and books hold the abandoned sequences

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from oppo_megatron.chunks import FinishReason
-from oppo_megatron.config.debug import ForcedLengths, ForcedLimits, Quantile
+from oppo_megatron.config.forced import ForcedLengths, ForcedLimits, Quantile
 from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.token_text import Completing, Decode
 
@@ -51,14 +51,9 @@ class Stopping:
 
     @classmethod
     def of(
-        cls,
-        rollout: RolloutConfig,
-        eos_ids: Sequence[int],
-        seed: int,
-        trace: Quantile | None = None,
-        decode: Decode | None = None,
-        forced: ForcedLengths | None = None,
-    ) -> Stopping:
+        cls, rollout: RolloutConfig, eos_ids: Sequence[int], seed: int, trace: Quantile | None = None,
+        decode: Decode | None = None, forced: ForcedLengths | None = None,
+    ) -> Stopping:  # fmt: skip
         """`forced` lengths replace EOS; `trace` has the lengths of its file."""
         if forced is None:
             text = StopText(rollout.stop_texts, decode) if rollout.stop_texts and decode is not None else None

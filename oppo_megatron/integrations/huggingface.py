@@ -14,7 +14,7 @@ import yaml
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.hf_layout import Head, hf_tensors
-from oppo_megatron.layout.model_shape import ModelShape
+from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore.weights.dist_writer import ALIGNER, CONFIG_NAME, MEGATRON, nemo_config, write_dist
 from oppo_megatron.mcore.weights.hf_source import FreshHead, TensorSource, open_weights, side_files
 from oppo_megatron.mcore.weights.hf_weights import common_dtype, rewrite_weights
@@ -73,8 +73,9 @@ def _open_source(src: Path, what: Conversion) -> tuple[ModelShape, TensorSource]
         raise ConfigError("--fresh-head-seed draws a scalar head, which a causal-lm lacks. Add --as reward or drop the flag.")
     adapters = None if what.adapter is None else lora_of(what.adapter)
     brought = what.head == "scalar" and what.adapter is not None and has_head(what.adapter)
-    model = ModelConfig(checkpoint=src, fresh_head=fresh or brought, init_seed=what.fresh_head_seed or 0)
-    shape, source = open_weights(model, what.head, what.shape_file)
+    shape, source = open_weights(
+        ModelConfig(checkpoint=src), what.head, what.shape_file, seed=what.fresh_head_seed or 0, fresh_head=fresh or brought
+    )
     if fresh and not isinstance(source, FreshHead):
         raise CheckpointError(f"{src} has a scalar head already, which is kept. Drop --fresh-head-seed.")
     if adapters is not None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from oppo_megatron.config.model import LoraConfig, TrainingLayoutConfig
 from oppo_megatron.layout.layouts import Sizes, vocab_rows
-from oppo_megatron.layout.memory import FP32, Shape
-from oppo_megatron.layout.shape import DTYPE_BYTES, head_dim, num_kv_heads
+from oppo_megatron.layout.memory import FP32
+from oppo_megatron.layout.shape import DTYPE_BYTES, Shape, head_dim, num_kv_heads
 
 MASK_NUMBERS = 2**25
 """Most elements of an attention mask on a GPU (`mcore/kv/call_parts.py`)."""

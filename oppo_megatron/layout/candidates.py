@@ -96,7 +96,7 @@ def find_candidates(settings: TrainSettings, machine: Machine) -> Options:
         reasons = "; ".join(f"{option.name}: {option.reason}" for option in left_out)
         raise ConfigError(
             f"placement.mode is auto, but none of {', '.join(MODES)} is possible on {machine} ({reasons}); "
-            "change runtime.threads_per_rank, or choose a placement yourself"
+            "change OMP_NUM_THREADS, or choose a placement yourself"
         )
     return Options(machine, candidates, left_out)
 
@@ -105,7 +105,7 @@ def most_ranks(settings: TrainSettings, machine: Machine) -> int:
     """One rank per CUDA device, or cores over threads per rank."""
     if machine.device == "cuda":
         return machine.units
-    return max(1, machine.units // max(1, settings.runtime.threads_per_rank or asked_threads()))
+    return max(1, machine.units // max(1, asked_threads()))
 
 
 class _Finder:
@@ -142,7 +142,7 @@ class _Finder:
         ranks = self.num_ranks
         scorers = dict.fromkeys((1, max(1, ranks // 4), ranks // 2))
         splits = [(ranks - count, count) for count in scorers]
-        if self.machine.device == "cpu" and not (self.settings.runtime.threads_per_rank or asked_threads()):
+        if self.machine.device == "cpu" and not asked_threads():
             splits.insert(0, (1, 1))
         return list(dict.fromkeys(splits))
 

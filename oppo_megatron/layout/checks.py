@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, lcm
-from typing import Any
 
 from oppo_megatron.config.derived import max_context, members, minibatch_parts, most_sequences, share_of_sequences
 from oppo_megatron.config.model import ParallelConfig, RoleConfig, TrainedRoleConfig, format_ranks
@@ -23,10 +22,8 @@ from oppo_megatron.layout.placements import (
     training_placements,
     world_size,
 )
-from oppo_megatron.layout.shape import check_divisions, kv_bytes_per_token, model_limits
+from oppo_megatron.layout.shape import Shape, check_divisions, kv_bytes_per_token, model_limits
 
-Shape = Mapping[str, Any]
-"""A role's `config.json`."""
 MOST_RANKS = 2**16
 MEBIBYTE = 2**20
 

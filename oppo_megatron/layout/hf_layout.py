@@ -10,8 +10,7 @@ from typing import Literal
 
 from oppo_megatron.config.model import LoraConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.model_shape import ModelShape
-from oppo_megatron.layout.shape import ROWS_OF_SUMS, projections
+from oppo_megatron.layout.shape import ROWS_OF_SUMS, ModelShape, projections
 
 Head = Literal["lm", "scalar"]
 EMBEDDING = "model.embed_tokens.weight"

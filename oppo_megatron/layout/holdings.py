@@ -87,7 +87,7 @@ def rank_memory(holdings: Sequence[Holding]) -> dict[int, Memory]:
 
 
 def train_holdings(config: TrainConfig, *, on_cpu: bool) -> list[Holding]:
-    """`on_cpu`: decoding may have packed weights (`runtime.decode_path`)."""
+    """`on_cpu`: decoding has packed weights."""
     training, holdings = training_placements(config), list[Holding]()
     for name, placement in role_placements(config).items():
         holdings += role_holdings(config, name, placement, training.get(name, placement), on_cpu=on_cpu)
@@ -157,7 +157,6 @@ def _serving_batches(config: TrainConfig, name: str, sequences: int, slots: int)
     batch, overlap = config.rollout.batch_size, config.overlap
     decode, prefill = _cut(config, slots)
     deltas = [overlap.delta.initial] if overlap.delta.rule == "fixed" else [0, overlap.delta.max]
-    chunks = [overlap.chunk.tokens, *(overlap.chunk.candidates if overlap.chunk.adaptive else [])]
     return {
         "rollout batch B": str(batch),
         "B + delta": _span([batch + delta for delta in (deltas if overlap.inter else [0])]),
@@ -165,7 +164,7 @@ def _serving_batches(config: TrainConfig, name: str, sequences: int, slots: int)
         "KV slots": str(slots),
         "decode m-batches": decode if name == "actor" else "-",
         "micro-batch tokens": str(config.runtime.micro_batch_tokens),
-        "chunk C": _span([min(size, longest_chunk(config)) for size in chunks]),
+        "chunk C": _span([min(size, longest_chunk(config)) for size in overlap.chunk_sizes]),
         "prefill tokens": "-" if name == "actor" else prefill,
     }
 

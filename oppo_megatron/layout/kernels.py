@@ -14,8 +14,6 @@ from importlib import metadata
 from textwrap import shorten
 from typing import Literal
 
-from oppo_megatron.config.model import Layers
-
 LayerKind = Literal["torch", "transformer_engine"]
 TE, APEX, FLASH = "transformer-engine", "apex", "flash-attn"
 ABSENT, ON_CUDA_ONLY = "is not installed", "it computes on CUDA devices only"
@@ -106,21 +104,12 @@ def layer_problem(available: Available, *, adapters: bool) -> str | None:
     return "adapters (lora) need megatron-core's own layers" if adapters else None
 
 
-def layer_kind(wanted: Layers, available: Available, *, adapters: bool) -> LayerKind:
-    if wanted == "auto":
-        return "torch" if layer_problem(available, adapters=adapters) else "transformer_engine"
-    return wanted
-
-
-def layers_refused(wanted: Layers, available: Available, *, adapters: bool) -> str | None:
-    problem = layer_problem(available, adapters=adapters)
-    if wanted != "transformer_engine" or problem is None:
-        return None
-    return f"runtime.layers is transformer_engine, but {problem}; set it to auto or torch"
+def layer_kind(available: Available, *, adapters: bool) -> LayerKind:
+    return "torch" if layer_problem(available, adapters=adapters) else "transformer_engine"
 
 
 def kernel_table(available: Available) -> list[Kernels]:
-    """Parts of a run on this machine, with `runtime.layers: auto`, without adapters."""
+    """Parts of a run on this machine, without adapters."""
     problem = layer_problem(available, adapters=False)
     te, apex = available.transformer_engine, available.apex
     fused = te or apex

@@ -5,15 +5,13 @@ Not counted: interpreter and libraries, device context, NCCL's buffers, a guard'
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from oppo_megatron.config.model import KVLayout, LoraConfig, TrainingLayoutConfig
 from oppo_megatron.layout.layouts import HasSizes, vocab_rows
-from oppo_megatron.layout.shape import DTYPE_BYTES, ROWS_OF_SUMS, head_dim, kv_bytes_per_token, projections
+from oppo_megatron.layout.shape import DTYPE_BYTES, ROWS_OF_SUMS, Shape, head_dim, kv_bytes_per_token, layer_weights, projections
 
-Shape = Mapping[str, Any]
 FP32 = 4
 BLOCK_TOKENS = 256
 """Positions per block of a paged cache: FlashAttention-2's minimum."""
@@ -61,7 +59,13 @@ def stage_layers(shape: Shape, pp: int, stage: int, vpp: int = 1) -> list[range]
 def stage_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool) -> int:
     """Parameters on a tensor rank of a stage."""
     hidden, embedding = shape["hidden_size"], vocab_rows(shape["vocab_size"], tp) * shape["hidden_size"]
-    count = shape["num_hidden_layers"] // pp * _layer_parameters(shape, tp)
+    layer = layer_weights(shape) // tp + 2 * hidden
+    if shape["model_type"] == "qwen2":
+        sizes = projections(shape)
+        layer += sum(sizes[name][0] for name in ("q_proj", "k_proj", "v_proj")) // tp  # biases
+    if shape["model_type"] == "qwen3":
+        layer += 2 * head_dim(shape)  # norms of queries and keys
+    count = shape["num_hidden_layers"] // pp * layer
     if stage == 0:
         count += embedding
     if stage == pp - 1:
@@ -83,21 +87,7 @@ def adapter_parameters(shape: Shape, tp: int, pp: int, lora: LoraConfig) -> int:
 def packed_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool) -> int:
     """Parameters in matrix products, including the vocabulary's, tied or not."""
     head = vocab_rows(shape["vocab_size"], tp) * shape["hidden_size"] if stage == pp - 1 and not scalar else 0
-    return int(shape["num_hidden_layers"] // pp * _product_parameters(shape, tp) + head)
-
-
-def _product_parameters(shape: Shape, tp: int) -> int:
-    return sum(outputs * inputs for outputs, inputs in projections(shape).values()) // tp
-
-
-def _layer_parameters(shape: Shape, tp: int) -> int:
-    count = _product_parameters(shape, tp) + 2 * int(shape["hidden_size"])
-    if shape["model_type"] == "qwen2":
-        sizes = projections(shape)
-        count += sum(sizes[name][0] for name in ("q_proj", "k_proj", "v_proj")) // tp  # biases
-    if shape["model_type"] == "qwen3":
-        count += 2 * head_dim(shape)  # norms of queries and keys
-    return count
+    return int(shape["num_hidden_layers"] // pp * (layer_weights(shape) // tp) + head)
 
 
 def training_state(num_parameters: int, dtype: str, dp: int) -> Memory:

@@ -148,7 +148,7 @@ def _start_of(actor: ActorConfig) -> RoleConfig:
     return AdaptedRoleConfig(**model, lora=actor.lora)
 
 
-MODEL_FIELDS = ("checkpoint", "init", "init_seed", "fresh_head", "dtype")
+MODEL_FIELDS = ("checkpoint", "init", "dtype")
 
 
 def _placement(role: RoleConfig, pool: RolePlacement) -> RolePlacement:

@@ -118,7 +118,6 @@ def sequences_and_slots(config: TrainConfig, name: str, placement: RolePlacement
 def served_memory(
     config: TrainConfig, name: str, placement: RolePlacement, model: RoleModel, stage: int, *, on_cpu: bool
 ) -> tuple[Memory, dict[str, float]]:
-    packed = on_cpu and config.runtime.decode_path == "packed"
     longest = max_context(config)
     context = slot_tokens(longest, config.runtime.kv_layout)
     _, slots = sequences_and_slots(config, name, placement, model)
@@ -131,8 +130,8 @@ def served_memory(
     phases = {phase: activations.cached_activations(computed, call) for phase, call in calls.items()}
     memory = Memory(
         weights=model.weights(placement, stage),
-        packed=model.packed(placement, stage) if packed else 0,
-        kernels=_kernels(name, tokens, slots, makes_logits=logits) if packed else 0,
+        packed=model.packed(placement, stage) if on_cpu else 0,
+        kernels=_kernels(name, tokens, slots, makes_logits=logits) if on_cpu else 0,
         kv_cache=cached * context * kv_bytes_per_token(model.shape, placement, model.dtype),
         buffers=table_bytes(model.shape, longest),
         activations=max(phases.values()),

@@ -1,13 +1,19 @@
-"""Checks that a model fits its layout, contexts and tokenizer, without reading weights."""
+"""A model's shape, from its Hugging Face `config.json`: sizes, and checks without reading weights."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from oppo_megatron.config.model import HEADS_LEARNED
+from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.layouts import HasSizes, Limits, Sizes, divisors, fills_shards, suggestion, vocab_rows
 
+Shape = Mapping[str, Any]
+"""A `config.json`."""
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
@@ -24,44 +30,56 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MOST_POSITIONS = 2**62  # bounds an absurd factor
 DEFAULT_POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 DEFAULT_WINDOW = 4096
-HEADS_LEARNED = ("critic", "model")  # roles whose head training can start
 ROWS_OF_SUMS = ("o_proj", "down_proj")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def check_shape(
     name: str,
-    hf_config: Mapping[str, Any],
+    shape: Shape,
     layout: HasSizes,
     max_context: int,
     tokenizer_vocab_size: int | None,
 ) -> list[str]:
     """Problems of a model in a layout, with its contexts and vocabulary."""
     sizes = Sizes.of(layout)
-    own = check_use(name, hf_config, max_context, tokenizer_vocab_size)
-    if check_model(name, hf_config):
+    own = check_use(name, shape, max_context, tokenizer_vocab_size)
+    if check_model(name, shape):
         return own
-    return own + check_divisions(name, hf_config, sizes, sizes.num_ranks, model_limits(hf_config))
+    return own + check_divisions(name, shape, sizes, sizes.num_ranks, model_limits(shape))
 
 
-def check_use(name: str, hf_config: Mapping[str, Any], max_context: int, tokenizer_vocab_size: int | None) -> list[str]:
+def check_use(name: str, shape: Shape, max_context: int, tokenizer_vocab_size: int | None) -> list[str]:
     """`check_shape` without a layout."""
-    problems = check_model(name, hf_config)
-    if problems:
+    if problems := check_model(name, shape):
         return problems
-    return [
-        *_check_heads(name, hf_config),
-        *_check_context(name, hf_config, max_context),
-        *_check_vocabulary(name, hf_config, tokenizer_vocab_size),
-    ]
+    heads, kv_heads, hidden = shape["num_attention_heads"], num_kv_heads(shape), shape["hidden_size"]
+    if not shape.get("head_dim") and shape["model_type"] != "qwen3" and hidden % heads:
+        problems.append(f"{name}: hidden_size {hidden} does not divide by its {heads} attention heads; correct config.json")
+    if heads % kv_heads:
+        problems.append(f"{name}: {heads} attention heads do not divide by {kv_heads} key/value heads; correct config.json")
+    if head_dim(shape) % 2:
+        problems.append(f"{name}: head_dim is {head_dim(shape)}, but rotary embeddings turn pairs; use an even one")
+    longest, vocab = max_positions(shape), shape["vocab_size"]
+    if max_context > longest:
+        problems.append(
+            f"{name}: contexts of up to {max_context} tokens are asked for, but the model's longest is {longest} "
+            "(max_position_embeddings); lower the limits of prompts (held-out ones too) or responses"
+        )
+    if tokenizer_vocab_size is not None and vocab < tokenizer_vocab_size:
+        problems.append(
+            f"{name}: its vocabulary has {vocab} entries, but the tokenizer gives ids up to {tokenizer_vocab_size - 1}; "
+            "use the tokenizer that this model was trained with"
+        )
+    return problems
 
 
-def check_divisions(name: str, hf_config: Mapping[str, Any], sizes: Sizes, num_ranks: int, limits: Limits) -> list[str]:
+def check_divisions(name: str, shape: Shape, sizes: Sizes, num_ranks: int, limits: Limits) -> list[str]:
     """Sizes that do not divide, with layouts that would fit `num_ranks`."""
     problems = []
     tp, pp, _, vpp = sizes
-    heads, kv_heads, layers = hf_config["num_attention_heads"], num_kv_heads(hf_config), hf_config["num_hidden_layers"]
-    ffn, vocab = hf_config["intermediate_size"], hf_config["vocab_size"]
+    heads, kv_heads, layers = shape["num_attention_heads"], num_kv_heads(shape), shape["num_hidden_layers"]
+    ffn, vocab = shape["intermediate_size"], shape["vocab_size"]
     widths = ", ".join(map(str, divisors(limits.width)))
     for count, what in (
         (heads, f"{heads} attention heads do"),
@@ -85,142 +103,127 @@ def check_divisions(name: str, hf_config: Mapping[str, Any], sizes: Sizes, num_r
     return [problem + near for problem in problems]
 
 
-def model_limits(hf_config: Mapping[str, Any], sequences: int | None = None, min_tp: int = 1) -> Limits:
-    width = math.gcd(hf_config["num_attention_heads"], num_kv_heads(hf_config), hf_config["intermediate_size"])
-    return Limits(width, hf_config["num_hidden_layers"], sequences, min_tp, hf_config["vocab_size"])
+def model_limits(shape: Shape, sequences: int | None = None, min_tp: int = 1) -> Limits:
+    width = math.gcd(shape["num_attention_heads"], num_kv_heads(shape), shape["intermediate_size"])
+    return Limits(width, shape["num_hidden_layers"], sequences, min_tp, shape["vocab_size"])
 
 
-def check_model(name: str, hf_config: Mapping[str, Any]) -> list[str]:
+def check_model(name: str, shape: Shape) -> list[str]:
     """Errors and unsupported settings of a `config.json`."""
-    family = hf_config.get("model_type")
+    family = shape.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         return [f"{name}: model_type {family!r} is not supported; use one of {', '.join(FAMILIES)} (Qwen2.5 is qwen2)"]
-    numbers = _check_numbers(name, hf_config)
-    windows = [] if numbers else _check_windows(name, hf_config)
-    return [*_check_architecture(name, hf_config), *numbers, *windows, *_check_rope(name, hf_config)]
+    problems, numbers = list[str](), list[str]()
+    supported = [f"{FAMILIES[family]}ForCausalLM", f"{FAMILIES[family]}ForSequenceClassification"]
+    architectures = shape.get("architectures")
+    if architectures and (not isinstance(architectures, list) or architectures[0] not in supported):
+        shown = architectures[0] if isinstance(architectures, list) else repr(architectures)
+        problems.append(f"{name}: architecture {shown} is not supported; use a list of one of {', '.join(supported)}")
+    if shape.get("hidden_act", "silu") != "silu":
+        problems.append(f"{name}: hidden_act is {shape['hidden_act']!r}, but only silu is computed; use a model with it")
+    for key in ("attention_bias", "mlp_bias"):
+        if shape.get(key):
+            problems.append(f"{name}: {key} is true, but only Qwen2's own biases are computed; use a model without it")
+    for key in (*REQUIRED, *OPTIONAL_SIZES):
+        size = shape.get(key)
+        if size is None and key in OPTIONAL_SIZES:
+            continue
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            numbers.append(_wrong(name, key, size, "be a positive integer"))
+    for key in POSITIVE:
+        value = shape.get(key, 1.0)
+        if not _is_positive(value):
+            numbers.append(_wrong(name, key, value, "be a positive number"))
+    return problems + (numbers or _check_windows(name, shape)) + _check_rope(name, shape)
 
 
-def check_head(name: str, hf_config: Mapping[str, Any], *, scalar: bool, fresh_head: bool) -> list[str]:
-    architectures = hf_config.get("architectures")
+def check_head(name: str, shape: Shape, *, scalar: bool) -> list[str]:
+    """Check the head of a role's checkpoint; a role whose head is learned may start with a new one."""
+    architectures = shape.get("architectures")
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     classifier = architecture.endswith("ForSequenceClassification")
     if not scalar and classifier:
         return [f"{name}: its checkpoint is a {architecture} without a language-model head; use a *ForCausalLM checkpoint"]
-    if scalar and not classifier and not fresh_head:
+    if scalar and not classifier and name not in HEADS_LEARNED:
         return [
             f"{name}: its checkpoint is a {architecture or 'model of unknown class'}, but a scalar head is needed; "
-            "use a *ForSequenceClassification checkpoint, "
-            + (
-                "as `oppo rm` trains one (`weights/` of its run_dir): a frozen model's new head would score at random"
-                if name not in HEADS_LEARNED
-                else f"or set `{name}.fresh_head: true` to start from a new head"
-            )
+            "use a *ForSequenceClassification checkpoint, as `oppo rm` trains one (`weights/` of its run_dir): a frozen model's "
+            "new head would score at random"
         ]
-    names = hf_config.get("id2label")
-    labels = hf_config.get("num_labels", len(names) if isinstance(names, (dict, list)) and names else None)
-    if scalar and classifier and not fresh_head and labels not in (None, 1):
+    names = shape.get("id2label")
+    labels = shape.get("num_labels", len(names) if isinstance(names, (dict, list)) and names else None)
+    if scalar and classifier and labels not in (None, 1):
         return [f"{name}: its classification head has {labels} labels, but must have one; train one with `oppo rm`"]
     return []
 
 
-def max_positions(hf_config: Mapping[str, Any]) -> int:
+def max_positions(shape: Shape) -> int:
     """Longest context, with RoPE scaling if `max_position_embeddings` leaves it out."""
-    positions = int(hf_config.get("max_position_embeddings") or DEFAULT_POSITIONS[hf_config["model_type"]])
-    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    positions = int(shape.get("max_position_embeddings") or DEFAULT_POSITIONS[shape["model_type"]])
+    rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type")) in ("yarn", "linear") and "factor" in rope:
         original = rope.get("original_max_position_embeddings") or positions
         return max(positions, int(min(original * rope["factor"], MOST_POSITIONS)))
     return positions
 
 
-def head_dim(hf_config: Mapping[str, Any]) -> int:
-    own = hf_config["hidden_size"] // hf_config["num_attention_heads"]
-    return int(hf_config.get("head_dim") or (128 if hf_config["model_type"] == "qwen3" else own))
+def head_dim(shape: Shape) -> int:
+    own = shape["hidden_size"] // shape["num_attention_heads"]
+    return int(shape.get("head_dim") or (128 if shape["model_type"] == "qwen3" else own))
 
 
-def num_kv_heads(hf_config: Mapping[str, Any]) -> int:
+def num_kv_heads(shape: Shape) -> int:
     """All heads by default, 8 for Mistral."""
-    default = 8 if hf_config["model_type"] == "mistral" else None
-    return int(hf_config.get("num_key_value_heads", default) or hf_config["num_attention_heads"])
+    default = 8 if shape["model_type"] == "mistral" else None
+    return int(shape.get("num_key_value_heads", default) or shape["num_attention_heads"])
 
 
-def projections(hf_config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+def projections(shape: Shape) -> dict[str, tuple[int, int]]:
     """(outputs, inputs) of a layer's products. Tensor ranks divide the inputs of `ROWS_OF_SUMS`, the outputs of the others."""
-    hidden, ffn, dim = hf_config["hidden_size"], hf_config["intermediate_size"], head_dim(hf_config)
-    queries, keys = hf_config["num_attention_heads"] * dim, num_kv_heads(hf_config) * dim
+    hidden, ffn, dim = shape["hidden_size"], shape["intermediate_size"], head_dim(shape)
+    queries, keys = shape["num_attention_heads"] * dim, num_kv_heads(shape) * dim
     return {
         "q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden), "o_proj": (hidden, queries),
         "gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn),
     }  # fmt: skip
 
 
-def windows(hf_config: Mapping[str, Any]) -> list[int | None]:
+def windows(shape: Shape) -> list[int | None]:
     """Tokens each layer attends to, own included; None: all before."""
-    layers, window = hf_config["num_hidden_layers"], hf_config.get("sliding_window", DEFAULT_WINDOW)
-    if hf_config["model_type"] == "mistral":
+    layers, window = shape["num_hidden_layers"], shape.get("sliding_window", DEFAULT_WINDOW)
+    if shape["model_type"] == "mistral":
         return [window] * layers
-    if not hf_config.get("use_sliding_window"):
+    if not shape.get("use_sliding_window"):
         return [None] * layers
     full, sliding = LAYER_TYPES
-    first = hf_config.get("max_window_layers", 28)
-    kinds = hf_config.get("layer_types") or [full if layer < first else sliding for layer in range(layers)]
+    first = shape.get("max_window_layers", 28)
+    kinds = shape.get("layer_types") or [full if layer < first else sliding for layer in range(layers)]
     return [window if kind == sliding else None for kind in kinds]
 
 
-def kv_bytes_per_token(hf_config: Mapping[str, Any], layout: HasSizes, dtype: str) -> int:
-    layers = hf_config["num_hidden_layers"] // layout.pp
-    return int(2 * layers * (num_kv_heads(hf_config) // layout.tp) * head_dim(hf_config) * DTYPE_BYTES[dtype])
+def kv_bytes_per_token(shape: Shape, layout: HasSizes, dtype: str) -> int:
+    layers = shape["num_hidden_layers"] // layout.pp
+    return int(2 * layers * (num_kv_heads(shape) // layout.tp) * head_dim(shape) * DTYPE_BYTES[dtype])
 
 
-def _check_architecture(name: str, hf_config: Mapping[str, Any]) -> list[str]:
-    problems = []
-    family = FAMILIES[hf_config["model_type"]]
-    supported = [f"{family}ForCausalLM", f"{family}ForSequenceClassification"]
-    architectures = hf_config.get("architectures")
-    if architectures and (not isinstance(architectures, list) or architectures[0] not in supported):
-        shown = architectures[0] if isinstance(architectures, list) else repr(architectures)
-        problems.append(f"{name}: architecture {shown} is not supported; use a list of one of {', '.join(supported)}")
-    if hf_config.get("hidden_act", "silu") != "silu":
-        problems.append(f"{name}: hidden_act is {hf_config['hidden_act']!r}, but only silu is computed; use a model with it")
-    for key in ("attention_bias", "mlp_bias"):
-        if hf_config.get(key):
-            problems.append(f"{name}: {key} is true, but only Qwen2's own biases are computed; use a model without it")
-    return problems
-
-
-def _check_numbers(name: str, hf_config: Mapping[str, Any]) -> list[str]:
-    problems = []
-    for key in (*REQUIRED, *OPTIONAL_SIZES):
-        size = hf_config.get(key)
-        if size is None and key in OPTIONAL_SIZES:
-            continue
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            problems.append(_wrong(name, key, size, "be a positive integer"))
-    for key in POSITIVE:
-        value = hf_config.get(key, 1.0)
-        if not _is_positive(value):
-            problems.append(_wrong(name, key, value, "be a positive number"))
-    return problems
-
-
-def _check_windows(name: str, hf_config: Mapping[str, Any]) -> list[str]:
-    family = hf_config["model_type"]
+def _check_windows(name: str, shape: Shape) -> list[str]:
+    family = shape["model_type"]
     if family == "llama":
         return []
     problems = []
-    if family == "mistral" or hf_config.get("use_sliding_window"):
-        window, first = hf_config.get("sliding_window"), hf_config.get("max_window_layers", 0)
+    if family == "mistral" or shape.get("use_sliding_window"):
+        window, first = shape.get("sliding_window"), shape.get("max_window_layers", 0)
         if not (window is None or (type(window) is int and window > 0)):
             problems.append(_wrong(name, "sliding_window", window, "be a positive integer or null"))
         if type(first) is not int or first < 0:
             problems.append(_wrong(name, "max_window_layers", first, "be an integer of at least 0"))
-    kinds, layers = hf_config.get("layer_types"), hf_config["num_hidden_layers"]
+    kinds, layers = shape.get("layer_types"), shape["num_hidden_layers"]
     if family == "mistral" or kinds is None:
         return problems
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in LAYER_TYPES for kind in kinds):
         rule = f"name one of {', '.join(LAYER_TYPES)} for each of its {layers} layers"
         problems.append(_wrong(name, "layer_types", kinds, rule))
-    elif LAYER_TYPES[1] in kinds and not hf_config.get("use_sliding_window"):
+    elif LAYER_TYPES[1] in kinds and not shape.get("use_sliding_window"):
         problems.append(
             f"{name}: `layer_types` of its config.json names sliding_attention, but use_sliding_window is not true; set it to "
             "true, or the layers to full_attention"
@@ -232,14 +235,14 @@ def _wrong(name: str, key: str, value: object, rule: str) -> str:
     return f"{name}: `{key}` of its config.json is {value!r:.80}, but must {rule}; correct it"
 
 
-def _check_rope(name: str, hf_config: Mapping[str, Any]) -> list[str]:
-    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+def _check_rope(name: str, shape: Shape) -> list[str]:
+    rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         return [f"{name}: its RoPE parameters are {rope!r}, but must be a mapping; correct its config.json"]
     kind = rope.get("type") or rope.get("rope_type") or "default"
     if not isinstance(kind, str) or kind not in ROPE_KINDS:
         return [f"{name}: rope type {kind!r} is not supported; use a model with one of {', '.join(ROPE_KINDS)}"]
-    theta = rope.get("rope_theta", hf_config.get("rope_theta", 10000.0))
+    theta = rope.get("rope_theta", shape.get("rope_theta", 10000.0))
     needed = {"rope_theta": theta} | {key: rope.get(key) for key in ROPE_KINDS[kind]}
     needed |= {key: rope[key] for key in OPTIONAL_ROPE if rope.get(key) is not None}
     return [
@@ -253,33 +256,96 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _check_heads(name: str, hf_config: Mapping[str, Any]) -> list[str]:
-    problems = []
-    heads, kv_heads, hidden = hf_config["num_attention_heads"], num_kv_heads(hf_config), hf_config["hidden_size"]
-    if not hf_config.get("head_dim") and hf_config["model_type"] != "qwen3" and hidden % heads:
-        problems.append(f"{name}: hidden_size {hidden} does not divide by its {heads} attention heads; correct config.json")
-    if heads % kv_heads:
-        problems.append(f"{name}: {heads} attention heads do not divide by {kv_heads} key/value heads; correct config.json")
-    if head_dim(hf_config) % 2:
-        problems.append(f"{name}: head_dim is {head_dim(hf_config)}, but rotary embeddings turn pairs; use an even one")
-    return problems
+@dataclass(frozen=True)
+class ModelShape:
+    """`windows`: tokens a layer attends to, own included (None: all); `vocab_multiple`: padding of the vocabulary."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    norm_eps: float
+    init_std: float
+    qkv_bias: bool
+    qk_norm: bool
+    tied_embeddings: bool
+    rope: Mapping[str, Any]
+    windows: tuple[int | None, ...]
+    vocab_multiple: int = 1
+    hf: Mapping[str, Any] = field(repr=False, compare=False, default_factory=dict)
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any], where: str = "config.json") -> ModelShape:
+        """Raises CheckpointError for an unsupported family or feature."""
+        if problems := check_model(where, hf):
+            raise CheckpointError("\n".join(problems))
+        family = hf["model_type"]
+        rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+        rope.setdefault("rope_theta", hf.get("rope_theta", 10000.0))
+        rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
+        return cls(
+            family=str(family),
+            num_layers=int(hf["num_hidden_layers"]),
+            hidden_size=int(hf["hidden_size"]),
+            ffn_size=int(hf["intermediate_size"]),
+            num_heads=int(hf["num_attention_heads"]),
+            num_kv_heads=num_kv_heads(hf),
+            head_dim=head_dim(hf),
+            vocab_size=int(hf["vocab_size"]),
+            max_positions=max_positions(hf),
+            norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+            init_std=float(hf.get("initializer_range", 0.02)),
+            qkv_bias=family == "qwen2",
+            qk_norm=family == "qwen3",
+            tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            rope=rope,
+            windows=tuple(windows(hf)),
+            hf=copy.deepcopy(dict(hf)),
+        )
+
+    def vocab_rows(self, tp: int) -> int:
+        return vocab_rows(self.vocab_size, tp, self.vocab_multiple)
 
 
-def _check_context(name: str, hf_config: Mapping[str, Any], max_context: int) -> list[str]:
-    limit = max_positions(hf_config)
-    if max_context <= limit:
-        return []
-    return [
-        f"{name}: contexts of up to {max_context} tokens are asked for, but the model's longest is {limit} "
-        "(max_position_embeddings); lower the limits of prompts (held-out ones too) or responses"
-    ]
+@dataclass(frozen=True)
+class Linear:
+    """A weight matrix, `out` x `into`."""
+
+    out: int
+    into: int
+
+    @property
+    def size(self) -> int:
+        return self.out * self.into
 
 
-def _check_vocabulary(name: str, hf_config: Mapping[str, Any], tokenizer_vocab_size: int | None) -> list[str]:
-    vocab = hf_config["vocab_size"]
-    if tokenizer_vocab_size is None or vocab >= tokenizer_vocab_size:
-        return []
-    return [
-        f"{name}: its vocabulary has {vocab} entries, but the tokenizer gives ids up to {tokenizer_vocab_size - 1}; "
-        "use the tokenizer that this model was trained with"
-    ]
+def layer_linears(shape: Shape) -> list[Linear]:
+    """A layer's products: qkv, output, gate with up, down."""
+    hidden, ffn, dim = shape["hidden_size"], shape["intermediate_size"], head_dim(shape)
+    query, keys = shape["num_attention_heads"] * dim, num_kv_heads(shape) * dim
+    return [Linear(query + 2 * keys, hidden), Linear(hidden, query), Linear(2 * ffn, hidden), Linear(hidden, ffn)]
+
+
+def layer_weights(shape: Shape) -> int:
+    """Number of a layer's weights in products."""
+    return sum(linear.size for linear in layer_linears(shape))
+
+
+def head_linear(shape: Shape, *, scalar: bool) -> Linear:
+    return Linear(1 if scalar else shape["vocab_size"], shape["hidden_size"])
+
+
+def causal_pairs(past: int, new: int) -> int:
+    """Pairs of `new` tokens after `past` ones."""
+    return new * past + new * (new + 1) // 2
+
+
+def weight_bytes(shape: Shape, dtype: str, *, scalar: bool) -> int:
+    """Bytes of all matrices that a forward reads (single rows of the embedding do not count)."""
+    layers = int(shape["num_hidden_layers"]) * layer_weights(shape)
+    return DTYPE_BYTES[dtype] * (layers + head_linear(shape, scalar=scalar).size)

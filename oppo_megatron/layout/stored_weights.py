@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from oppo_megatron.config.model import LoraConfig
 from oppo_megatron.layout.hf_layout import EMBEDDING, LM_HEAD, PEFT, SCALAR_HEAD, Head, adapter_parts, hf_tensors
-from oppo_megatron.layout.model_shape import ModelShape
+from oppo_megatron.layout.shape import ModelShape
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
@@ -83,8 +83,8 @@ def _misfit(
 ) -> list[str]:
     if name not in stored and name == SCALAR_HEAD:
         return [
-            f"{SCALAR_HEAD} is missing: this is not a *ForSequenceClassification. Give one, or set fresh_head: true "
-            "(`oppo convert`: --fresh-head-seed N) to start a new scalar head on this causal LM."
+            f"{SCALAR_HEAD} is missing: this is not a *ForSequenceClassification. Give one, as `oppo rm` "
+            "trains it, or start a new scalar head on this causal LM by `oppo convert --fresh-head-seed N`."
         ]
     if name not in stored:
         return [f"{name} is missing.{nearest(name, stored)}"]

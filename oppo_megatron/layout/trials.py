@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from oppo_megatron import __version__
 from oppo_megatron.config.model import PlacementConfig
 from oppo_megatron.config.run import LoggingConfig, TrainConfig, TrainSettings
+from oppo_megatron.cores import asked_threads
 from oppo_megatron.errors import PlacementError
 from oppo_megatron.layout.candidates import Candidate, Machine, Options
 
@@ -105,7 +106,7 @@ def probe_config(settings: TrainSettings, placement: PlacementConfig, run_dir: P
     """A short quiet run that keeps no weights; chunks are fixed, because adaptive ones would differ in every step."""
     changes = {
         "run_dir": run_dir, "steps": MEASURED_STEPS, "epochs": None, "evaluation": None, "early_stop": None,
-        "overlap.chunk.adaptive": False, "logging": LoggingConfig(console="off", trace=False),
+        "overlap.chunk": settings.overlap.chunk_tokens, "logging": LoggingConfig(console="off", trace=False),
         "checkpoint.every_minutes": 0.0, "checkpoint.final": "nothing",
     }  # fmt: skip
     return settings.with_placement(placement).with_values(changes)
@@ -114,7 +115,7 @@ def probe_config(settings: TrainSettings, placement: PlacementConfig, run_dir: P
 def fingerprint(settings: TrainSettings, machine: Machine) -> str:
     """Key of the package version, the machine and the measured configuration."""
     probe = probe_config(settings, PlacementConfig(mode="single"), Path())
-    measured = [__version__, asdict(machine), MEASURED_STEPS, probe.model_dump(mode="json")]
+    measured = [__version__, asdict(machine), asked_threads(), MEASURED_STEPS, probe.model_dump(mode="json")]
     return hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()[:16]
 
 

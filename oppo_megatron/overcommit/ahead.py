@@ -83,6 +83,6 @@ def require_bounded_deferrals(deferrals: Sequence[int], groups: int, group_size:
         forced = sum(each >= max_staleness for each in deferrals)
         raise CheckpointError(
             f"rollout.batch_size is {groups * group_size}, but the checkpoint holds rollouts of {len(deferrals)} prompts, and "
-            f"those of {forced} may not be deferred again: not all could be trained within overlap.max_staleness="
+            f"{forced} of these may not be deferred again: not all could be trained within overlap.max_staleness="
             f"{max_staleness}; resume with rollout.batch_size={needed * group_size} or more"
         )

@@ -44,7 +44,8 @@ class RolloutBuffer:
         self.max_staleness = max_staleness
         self.backfill = backfill
         self.delta = delta
-        self._kept: set[int] | None = set() if filtered else None  # groups that may be trained, by number
+        self.filtered = filtered
+        self.kept: set[int] = set()  # with a filter: groups that may be trained, by number
         self._rollouts: dict[int, Rollout] = {}  # by seq_id, in the order of admission
         self._unfinished: dict[int, Rollout] = {}  # of these, in the same order
         self._ages: Ints = np.zeros(0, dtype=np.int64)  # deferrals of each group of the table
@@ -68,10 +69,6 @@ class RolloutBuffer:
         if self.backfill and not self.filtered:
             room = min(self.capacity - len(self._unfinished), self._most - len(self))
         return max(0, room // self.group_size * self.group_size)
-
-    @property
-    def filtered(self) -> bool:
-        return self._kept is not None
 
     @property
     def full(self) -> bool:
@@ -145,8 +142,8 @@ class RolloutBuffer:
         return kind(self.target // size, int(finished_G.sum()), self._unfinished.keys(), waits, size)
 
     def keep(self, groups: Iterable[int]) -> None:
-        assert self._kept is not None, "keep is called with a filter only"
-        self._kept.update(groups)
+        assert self.filtered, "keep is called with a filter only"
+        self.kept.update(groups)
 
     def drop(self, groups: Iterable[int]) -> list[Rollout]:
         return self._remove(np.flatnonzero(np.isin(self._numbers(), list(groups))))
@@ -162,7 +159,7 @@ class RolloutBuffer:
             where = f"sequence {rows.seq_ids[0]}, offset {rows.offsets[0]}" if len(rows) else "no rows"
             raise StreamError(
                 f"chunk {chunk.index} ({where}): its clock is {chunk.clock}, but {self.clock} is already recorded; "
-                f"chunks must be recorded in the order in which they were decoded"
+                f"record chunks in the order of decoding"
             )
         places = self._table.rows(rows.seq_ids)
         self._require_order(chunk, places)
@@ -192,7 +189,7 @@ class RolloutBuffer:
             rollout.follow(self._recorded)
         deferrals = [rollout.deferrals for rollout in self._rollouts.values()]
         self._ages = np.array(deferrals[:: self.group_size], dtype=np.int64)
-        self._kept = None if self._kept is None else set()
+        self.kept = set()
 
     def take_batch(self) -> Held:
         """Remove and return the batch, ordered by (finish clock, admission); defer the rest."""
@@ -215,8 +212,7 @@ class RolloutBuffer:
         gone = dict(zip(seq_ids, map(self._rollouts.pop, seq_ids), strict=True))
         for seq_id in columns.seq_ids[~columns.finished].tolist():
             del self._unfinished[seq_id]
-        if self._kept is not None:
-            self._kept -= {seq_id // self.group_size for seq_id in gone}
+        self.kept -= {seq_id // self.group_size for seq_id in gone}
         self._table.keep(kept)
         self._ages = self._ages[kept[:: self.group_size]]
         return Held(gone.values(), gone, lambda: columns)
@@ -225,7 +221,7 @@ class RolloutBuffer:
         if len(self) <= self.target and (self._closed or not self.backfill) and not self.filtered:
             return np.arange(len(self))
         rows = self._rows_of(self._foremost_groups())
-        return rows if self._kept is None else rows[np.isin(self._numbers()[rows], list(self._kept))]
+        return rows[np.isin(self._numbers()[rows], list(self.kept))] if self.filtered else rows
 
     def _numbers(self) -> Ints:
         return self._table.columns.seq_ids // self.group_size
@@ -237,8 +233,8 @@ class RolloutBuffer:
 
     def _finished_groups(self) -> Bools:
         finished: Bools = np.logical_and.reduce(self._table.columns.finished.reshape(-1, self.group_size), axis=1)
-        if self._kept is not None:
-            finished &= np.isin(self._numbers()[:: self.group_size], list(self._kept))
+        if self.filtered:
+            finished &= np.isin(self._numbers()[:: self.group_size], list(self.kept))
         return finished
 
     def _group_clocks(self) -> Ints:

@@ -58,7 +58,6 @@ class GroupFilter:
         self.scheduler, self.clock, self.rule = scheduler, clock, rule
         self.scores: dict[int, Scores] = {}
         self.counts = Counts()
-        self._judged: set[int] = set()  # groups, by number, that have their verdict and are still held
 
     def begin_step(self) -> None:
         self.counts = Counts()
@@ -85,7 +84,6 @@ class GroupFilter:
     def retire(self, rollouts: Iterable[Rollout]) -> None:
         for rollout in rollouts:
             self.scores.pop(rollout.seq_id, None)
-            self._judged.discard(self._number(rollout))
 
     @property
     def known(self) -> int:
@@ -94,7 +92,8 @@ class GroupFilter:
 
     def state_dict(self) -> dict[str, Any]:
         scores = [[i, [x if math.isfinite(x) else None for x in parts]] for i, parts in self.scores.items()]
-        return {"labels": list(self.rule.labels), "scores": scores, "kept": self.counts.kept, "dropped": self.counts.dropped}
+        counts = {"kept": self.counts.kept, "dropped": self.counts.dropped}
+        return {"labels": list(self.rule.labels), "scores": scores} | counts
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         if state is None:
@@ -104,19 +103,16 @@ class GroupFilter:
             held = {rollout.seq_id for rollout in self.scheduler.buffer.rollouts if rollout.finished}
             numbers = {i: [math.nan if x is None else x for x in parts] for i, parts in state["scores"]}
             self.scores = {seq_id: parts for seq_id, parts in numbers.items() if seq_id in held}
-        kept = [number for number, group in self._groups().items() if self._decided(group)]
-        self._judged = set(kept)
-        self.scheduler.buffer.keep(kept)
+        self.scheduler.buffer.keep(number for number, group in self._groups().items() if self._decided(group))
 
     def _judge(self, judge: Judge) -> list[Rollout]:
         buffer = self.scheduler.buffer
         due = [r for r in buffer.rollouts if self._is_due(r)]
         if due:
             self.scores |= dict(zip((r.seq_id for r in due), judge(due), strict=True))
-        decided = {n: group for n, group in self._groups().items() if n not in self._judged and self._decided(group)}
+        decided = {n: group for n, group in self._groups().items() if n not in buffer.kept and self._decided(group)}
         kept = {n for n, group in decided.items() if self._differ(group)}
         futile = decided.keys() - kept
-        self._judged |= kept
         self.counts.kept += len(kept)
         self.counts.dropped += len(futile)
         buffer.keep(kept)
@@ -131,11 +127,8 @@ class GroupFilter:
     def _groups(self) -> dict[int, list[Rollout]]:
         groups: dict[int, list[Rollout]] = {}
         for rollout in self.scheduler.buffer.rollouts:
-            groups.setdefault(self._number(rollout), []).append(rollout)
+            groups.setdefault(rollout.seq_id // self.scheduler.buffer.group_size, []).append(rollout)
         return groups
-
-    def _number(self, rollout: Rollout) -> int:
-        return rollout.seq_id // self.scheduler.buffer.group_size
 
     def _decided(self, group: Sequence[Rollout]) -> bool:
         return all(rollout.seq_id in self.scores for rollout in group)

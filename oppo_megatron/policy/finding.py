@@ -24,6 +24,7 @@ from oppo_megatron.modeldir.adapters import ADAPTER_CONFIG, lora_of, read_adapte
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.modeldir.megatron import SHAPE, find_megatron
 from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
+from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.manifest import MANIFEST, find_damage, read_manifest
 
 RUN_CONFIG, WEIGHTS, CHECKPOINTS, MODELS = "config.yaml", "weights", "checkpoints", "models"
@@ -89,7 +90,7 @@ def find_policy(directory: Path, choice: Choice = Choice()) -> Policy:
         found = _of_directory(directory, run, choice)
     hf_config = read_hf_config(found.model)
     where = str(found.model.checkpoint or directory)
-    if problems := check_head(where, hf_config, scalar=False, fresh_head=False):
+    if problems := check_head(where, hf_config, scalar=False):
         raise CheckpointError(
             f"{problems[0]}: a reward model or critic says nothing; name the policy (of a run: its {WEIGHTS}/actor)"
         )
@@ -102,12 +103,13 @@ def read_run(directory: Path) -> RunConfig:
     sections: dict[str, type[RunConfig]] = {"actor": TrainSettings, "dpo": DPOConfig, "separator": RewardModelConfig}
     kind = next((kind for name, kind in sections.items() if name in tree), SFTConfig)
     try:
-        return kind.model_validate(tree)
+        run = kind.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(
             f"`{directory / RUN_CONFIG}` is not the configuration of a run of this version ({first_problem(error)}); copy the "
             "folder of its weights away from it, and name that"
         ) from error
+    return run.model_copy(update={"tokenizer": run.tokenizer.dated(RunDirectory(directory).kept_date)})
 
 
 def run_of(directory: Path) -> RunConfig | None:
@@ -215,9 +217,8 @@ def _tokenizer(found: _Weights, run: RunConfig | None, choice: Choice) -> Tokeni
     began = TokenizerConfig(path=path) if run is None else run.tokenizer
     arguments = {**began.template_arguments, **choice.template_arguments}
     now = choice.date or began.date or datetime.now()
-    return began.model_copy(
-        update={"path": path, "chat_template": template, "template_arguments": arguments, "date": now.replace(microsecond=0)}
-    )
+    changed = began.model_copy(update={"path": path, "chat_template": template, "template_arguments": arguments})
+    return changed.dated(now.replace(microsecond=0))
 
 
 def _with_tokenizer(directory: Path | None) -> Path | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from oppo_megatron.config.data import PromptColumnsConfig, PromptDataConfig
+from oppo_megatron.config.data import PromptDataConfig
 from oppo_megatron.data.chat_template import NoChatTemplateError
 from oppo_megatron.data.conversations import Conversations
 from oppo_megatron.data.prompts import load_prompts
@@ -52,7 +52,7 @@ def prompts_of_file(
         return prompts_of_texts(_lines(path)[:most], wording, tokenizer)
     config = PromptDataConfig(
         path=path,
-        columns=PromptColumnsConfig(prompt=column),
+        columns={} if column is None else {"prompt": column},
         prompt_template="{prompt}" if wording.as_chat else wording.template,
         max_prompt_tokens=WITHOUT_LIMIT,
         max_rows=most,

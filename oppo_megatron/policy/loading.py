@@ -76,8 +76,6 @@ def load_policy(
         head="lm",
         max_length=max_length,
         device=placement.world.device,
-        path=runtime.decode_path,
-        layers=runtime.layers,
     )
     if policy.adapters is not None:
         load_adapters(*policy.adapters, model)

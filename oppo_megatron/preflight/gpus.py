@@ -202,7 +202,7 @@ def _devices(torch: TorchBuild) -> Iterator[Problem]:
         where = ", ".join(f"cuda:{number}" for number in same)
         if not has_kernels(capability, torch.architectures):
             yield Problem(
-                f"{where}: this torch has kernels for {' '.join(torch.architectures)}, none of which runs on compute capability "
+                f"{where}: this torch has kernels for {' '.join(torch.architectures)}, but none for compute capability "
                 f"{_dotted(capability)}: install a torch built for it",
                 stops=True,
             )
@@ -212,7 +212,7 @@ def _devices(torch: TorchBuild) -> Iterator[Problem]:
                 f"{_dotted(LEAST_CAPABILITY)}: set runtime.dtype to float32, or use newer devices"
             )
     if torch.nccl is None and len(torch.gpus) > 1:
-        yield Problem("this torch has no NCCL, by which ranks on GPUs talk: install one that has it", stops=True)
+        yield Problem("this torch has no NCCL for messages between GPUs: install one that has it", stops=True)
 
 
 def _between(torch: TorchBuild, host: Host) -> Iterator[Problem]:
@@ -224,7 +224,7 @@ def _between(torch: TorchBuild, host: Host) -> Iterator[Problem]:
             )
         if (host.shared_bytes or 0) < LEAST_SHARED_BYTES:
             yield Problem(
-                f"/{SHARED} has {(host.shared_bytes or 0) / 2**20:.0f} MiB, by which NCCL's ranks of a host may talk: start the "
+                f"/{SHARED} has {(host.shared_bytes or 0) / 2**20:.0f} MiB for messages of NCCL within the host: start the "
                 "container with --shm-size=16g or --ipc=host"
             )
     if host.ports:
@@ -250,7 +250,7 @@ def _settings(host: Host) -> Iterator[Problem]:
     queues = variables.get(CONNECTIONS, "").strip()
     if queues and not (queues.isdecimal() and int(queues)):
         yield Problem(
-            f"{CONNECTIONS}={queues} is no number from 1 to {MOST_CONNECTIONS}: rounds are planned as if a device had one "
+            f"{CONNECTIONS}={queues} is not a number from 1 to {MOST_CONNECTIONS}: rounds are planned as if a device had one "
             f"hardware queue; unset it, and runs take {MOST_CONNECTIONS}"
         )
     for name, lost in (("NCCL_P2P_DISABLE", "NVLink and PCIe between devices"), ("NCCL_IB_DISABLE", "InfiniBand")):

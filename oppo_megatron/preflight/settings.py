@@ -9,15 +9,13 @@ import os
 from collections.abc import Iterator, Sequence
 
 from oppo_megatron.config.data import RowsConfig
-from oppo_megatron.config.debug import DebugConfig
 from oppo_megatron.config.derived import adapters, scorers
-from oppo_megatron.config.model import ModelConfig, RuntimeConfig
+from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.paths import check_exists, check_files, irregular_path
 from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.run_rules import supervised_rules, train_rules
 from oppo_megatron.config.supervised import DPOConfig, SupervisedConfig
-from oppo_megatron.layout.kernels import find_available, layers_refused
 from oppo_megatron.modeldir.headers import check_adapter
 
 
@@ -31,11 +29,10 @@ def check_train(config: TrainConfig, *, inputs: bool = True, models: bool = True
     return [
         *check_run_dir(config),
         *train_rules(config),
-        *check_trace(config.debug),
+        *check_trace(config.rollout),
         *(problem for name, role in roles if models for problem in _check_source_files(name, role)),
         *(check_exists("tokenizer.path", config.tokenizer.path) if inputs else []),
         *(problem for name, rows in data if inputs for problem in check_rows(name, rows)),
-        *check_layers(config.runtime, adapters=bool(adapters(config))),
         *(problem for name, lora in adapters(config).items() for problem in check_adapter(name, lora)),
     ]
 
@@ -52,7 +49,6 @@ def check_supervised(config: SupervisedConfig) -> list[str]:
         *(_check_reference_file(config) if isinstance(config, DPOConfig) else ()),
         *check_exists("tokenizer.path", config.tokenizer.path),
         *(problem for name, rows in data for problem in check_rows(name, rows)),
-        *check_layers(config.runtime, adapters=bool(adapters(config))),
         *(problem for name, lora in adapters(config).items() for problem in check_adapter(name, lora)),
     ]
 
@@ -66,9 +62,9 @@ def check_run_dir(config: TrainConfig | SupervisedConfig) -> list[str]:
     return []
 
 
-def check_trace(debug: DebugConfig) -> list[str]:
-    trace = None if debug.lengths is None else debug.lengths.trace
-    return [] if trace is None else check_exists("debug.forced_lengths", trace)
+def check_trace(rollout: RolloutConfig) -> list[str]:
+    trace = None if rollout.lengths is None else rollout.lengths.trace
+    return [] if trace is None else check_exists("rollout.forced_lengths", trace)
 
 
 def check_stop_ids(rollout: RolloutConfig, vocab_size: int) -> list[str]:
@@ -100,14 +96,6 @@ def check_data(name: str, data: RowsConfig, templates: Sequence[str]) -> list[st
 def check_rows(name: str, data: RowsConfig) -> list[str]:
     paths = data.path if isinstance(data.path, list) else [data.path]
     return [problem for path in paths for problem in check_files(f"{name}.path", path)]
-
-
-def check_layers(runtime: RuntimeConfig, *, adapters: bool) -> list[str]:
-    """Check that explicitly requested layers are installed."""
-    if runtime.layers != "transformer_engine":
-        return []
-    problem = layers_refused(runtime.layers, find_available(cuda=runtime.device != "cpu"), adapters=adapters)
-    return [] if problem is None else [problem]
 
 
 def _check_reference_file(config: DPOConfig) -> Iterator[str]:

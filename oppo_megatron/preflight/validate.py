@@ -9,7 +9,7 @@ from typing import Any
 
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.derived import max_context
-from oppo_megatron.config.model import LearningModelConfig, ModelConfig, PlacementConfig
+from oppo_megatron.config.model import HEADS_LEARNED, LearningModelConfig, ModelConfig, PlacementConfig
 from oppo_megatron.config.paths import check_exists
 from oppo_megatron.config.rewards import check_rewards
 from oppo_megatron.config.run import TrainConfig, TrainSettings
@@ -18,9 +18,8 @@ from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.checks import check_auto_placement, check_layouts, check_supervised_layout
 from oppo_megatron.layout.hf_layout import SCALAR_HEAD, Head
-from oppo_megatron.layout.model_shape import ModelShape
 from oppo_megatron.layout.placements import named_roles
-from oppo_megatron.layout.shape import check_head, check_model, check_use
+from oppo_megatron.layout.shape import ModelShape, check_head, check_model, check_use
 from oppo_megatron.layout.stored_weights import Tensor, adapter_problems, weight_problems
 from oppo_megatron.modeldir.adapters import ADAPTER_WEIGHTS
 from oppo_megatron.modeldir.headers import (
@@ -138,7 +137,7 @@ def check_shared_vocabulary(shapes: Mapping[str, Mapping[str, Any]]) -> list[str
         elif vocab < actor:
             problems.append(
                 f"{name}: its vocabulary has {vocab} entries, but the actor can draw any of {actor}; "
-                "use models that share a tokenizer and pad their embeddings alike"
+                "use models that share a tokenizer and pad their embeddings to the same size"
             )
     return problems
 
@@ -163,7 +162,7 @@ def _check_role(role: Role, context: int, vocab_size: int | None, problems: list
     known = len(problems)
     if role.model.checkpoint is not None:
         if find_megatron(role.model.checkpoint) is None:  # of Megatron's the tensors alone say what the head is
-            problems += check_head(role.name, hf_config, scalar=role.scalar, fresh_head=role.model.fresh_head)
+            problems += check_head(role.name, hf_config, scalar=role.scalar)
         problems += check_weights(role.name, role.model.checkpoint)
     if check_model(role.name, hf_config):
         return None
@@ -179,7 +178,7 @@ def _check_tensors(role: Role, shape: ModelShape) -> list[str]:
     if checkpoint is not None and find_megatron(checkpoint) is None:
         stored = stored_tensors(weight_files(checkpoint))
         tensors = _tensors(stored)
-        if role.scalar and role.model.fresh_head:
+        if role.scalar and role.name in HEADS_LEARNED:
             tensors = {SCALAR_HEAD: Tensor((1, shape.hidden_size), "F32")} | tensors
         problems = weight_problems(shape, head, tensors, lambda one, other: same_content(stored[one], stored[other]))
     where, lora = checkpoint, role.model.lora if isinstance(role.model, LearningModelConfig) else None

@@ -137,8 +137,8 @@ class RunDirectory:
     def require_no_checkpoints(self) -> None:
         if self.has_checkpoints:
             raise ConfigError(
-                f"run_dir: {self.path} holds the checkpoints of a run that did not finish; continue it with --resume "
-                "(checkpoint.resume=true), choose another run_dir, or remove this one"
+                f"run_dir: {self.path} holds the checkpoints of a run that did not finish; continue it with --resume, "
+                "choose another run_dir, or remove this one"
             )
 
     def require_space(self, needed: int) -> None:
@@ -204,10 +204,16 @@ class RunDirectory:
             with self.date.open("x", encoding="utf-8") as file:
                 file.write(now.isoformat(timespec="seconds") + "\n")
         for _ in range(20):  # another process has made the file and not yet written the line
-            with suppress(OSError, ValueError):
-                return datetime.fromisoformat(self.date.read_text(encoding="utf-8").rstrip("\n"))
+            if (kept := self.kept_date) is not None:
+                return kept
             time.sleep(0.05)
         return now
+
+    @property
+    def kept_date(self) -> datetime | None:
+        with suppress(OSError, ValueError):
+            return datetime.fromisoformat(self.date.read_text(encoding="utf-8").rstrip("\n"))
+        return None
 
     @property
     def ended_after(self) -> int | None:

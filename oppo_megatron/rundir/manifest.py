@@ -13,7 +13,7 @@ from oppo_megatron.errors import CheckpointError
 from oppo_megatron.nesting import read_json
 
 MANIFEST = "manifest.json"
-FORMAT = 3
+FORMAT = 4
 """Format of the files under a manifest; changes when older files become unreadable."""
 BLOCK_BYTES = 2**22
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 
 import numpy as np
 
@@ -35,14 +36,19 @@ def _first_fit(lengths: Ints, budget: int) -> tuple[Ints, Ints]:
     """Indices, longest first, and their bins."""
     assert budget >= 1, f"the token budget of a micro-batch must be at least 1, not {budget}"
     order = np.argsort(-lengths, kind="stable")  # ties by index
-    bins, rooms = np.arange(len(order)), np.full(len(order) + 1, budget)
-    used = int((lengths > budget).sum())  # each of these has a bin to itself
-    rooms[:used] = -1
-    for place, length in enumerate(lengths[order[used:]].tolist(), start=used):
-        found = int(np.argmax(rooms[: used + 1] >= length))
-        rooms[found] -= length
-        bins[place], used = found, max(used, found + 1)
-    return order, bins
+    values, counts = np.unique(-lengths, return_counts=True)
+    rooms, used = np.full(len(lengths), budget), 0
+    filled, numbers = list[int](), list[int]()  # bins in the order of the items, and how many each gets
+    for length, left in zip((-values).tolist(), counts.tolist(), strict=True):
+        for found in chain(np.flatnonzero(rooms[:used] >= length).tolist(), count(used)):
+            fitting = min(left, max(1, int(rooms[found]) // length)) if length else left
+            filled.append(found)
+            numbers.append(fitting)
+            rooms[found] -= fitting * length
+            used, left = max(used, found + 1), left - fitting
+            if not left:
+                break
+    return order, np.repeat(np.array(filled, dtype=np.int64), numbers)
 
 
 def balance(lengths: Sequence[int], num_parts: int) -> list[list[int]]:

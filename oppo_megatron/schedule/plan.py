@@ -33,8 +33,8 @@ def plan_step(config: TrainConfig) -> StepPlan:
     stream = config.overlap.intra
     return StepPlan(
         stream=stream,
-        wait_for_critic=not stream or "critic" in config.debug.wait_for,
-        forward_ahead=stream and "scores" not in config.debug.wait_for,
+        wait_for_critic=not stream or "critic" in config.overlap.without,
+        forward_ahead=stream and "scores" not in config.overlap.without,
     )
 
 
@@ -88,7 +88,7 @@ def new_planner(
     """`limit(seq_id)`: most tokens of a response."""
     slots = {role: cache_slots(config, role, placement) for role, placement in site.placements.items()}
     each = members(config)
-    groups, steps = Grouping(each.size, config.debug.fork, greedy=each.greedy), config.scores_steps
+    groups, steps = Grouping(each.size, "fork" not in config.overlap.without, greedy=each.greedy), config.scores_steps
     return RoundPlanner(
         site,
         generator,

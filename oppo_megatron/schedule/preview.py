@@ -87,7 +87,7 @@ def least_s(round_: Round, site: Site, timeline: Timeline, costs: Costs) -> tupl
 
 def first_step(config: TrainConfig, planner: RoundPlanner, prompt_tokens: int) -> Iterator[PlannedRound]:
     """Yield rounds until the batch is scored; they also end where prompts may enter."""
-    prompt, chunk, clock = (0,) * prompt_tokens, config.overlap.chunk.tokens, 0
+    prompt, chunk, clock = (0,) * prompt_tokens, config.overlap.chunk_tokens, 0
     period = config.overlap.admission_period
     rows = batch_rows(config)
     rollouts = [Rollout(Prompt(number, number, "", prompt), number) for number in range(_in_flight(config))]
@@ -130,5 +130,5 @@ def _assumed(config: TrainConfig, site: Site, prompt_tokens: int) -> tuple[str, 
         *unfiltered,
         f"prompts of {prompt_tokens} tokens",
         f"responses of {config.rollout.max_response_tokens} tokens (none ends sooner)",
-        f"chunks of {config.overlap.chunk.tokens}",
+        f"chunks of {config.overlap.chunk_tokens}",
     )

@@ -162,8 +162,8 @@ class Site:
     def feeds(self) -> Mapping[int, tuple[int, ...]]:
         """Listeners that each rank sends chunks to.
 
-        Senders are `source`, other actor ranks, spaced over hosts, then earlier listeners, so no ranks wait in a cycle. Those
-        with the critic are last, because its update delays them.
+        Senders are `source`, other actor ranks, spaced over hosts, then earlier listeners, so no ranks wait in a cycle. Ranks
+        with the critic come last, because its update delays them.
         """
         actor, critic = self.placements["actor"].ranks, self.placements.get("critic")
         first = actor.index(self.source)

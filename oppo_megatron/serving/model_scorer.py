@@ -37,7 +37,7 @@ def open_reward_model(
         show_hosts(world.hosts)
         groups = build_groups(range(1), 1, 1, "reward")
         assert groups is not None
-        model = load_role(reward, groups, head="scalar", max_length=max_tokens, device=world.device)
+        model = load_role(reward, groups, head="scalar", role="reward", max_length=max_tokens, device=world.device)
         model.requires_grad_(False)
         yield model, world.device
 

@@ -13,8 +13,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from oppo_megatron.layout.flops import Shape, head_linear, layer_linears
-from oppo_megatron.layout.shape import head_dim, num_kv_heads
+from oppo_megatron.layout.shape import Shape, head_dim, head_linear, layer_weights, num_kv_heads
 from oppo_megatron.sim.clusters.cluster import MIB, Between, Cluster, Efficiencies, Gpu, Source, published
 
 Floats = npt.NDArray[np.float64]
@@ -42,7 +41,7 @@ class LayerSizes:
         query = shape["num_attention_heads"] * head_dim(shape)
         key = num_kv_heads(shape) * head_dim(shape)
         return cls(
-            weights=sum(linear.size for linear in layer_linears(shape)) / tp,
+            weights=layer_weights(shape) / tp,
             moved=4 * hidden + (2 * query + 2 * key + 3 * ffn) / tp,
             hidden=hidden,
             inner=(2 * (query + key) + 3 * ffn) / tp,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from oppo_megatron.rundir.trace import merge_traces
 from oppo_megatron.schedule.weaving.costs import costs_tree
 from oppo_megatron.train.guard import RollBack, Rollbacks
 from oppo_megatron.train.inputs import Inputs, describe_inputs, read_inputs
-from oppo_megatron.train.loop import TrainingLoop
 from oppo_megatron.train.memory_meter import require_memory
 from oppo_megatron.train.run_files import prepare_run_directory, save_role
 from oppo_megatron.train.saving.preemption import Preemption
@@ -60,7 +58,7 @@ def _run_train(config: TrainConfig) -> bool:
     ):
         require_memory(config, world)
         if world.device.type == "cpu":
-            require_private_ops(config.runtime, {role.dtype for role in named_roles(config).values()})
+            require_private_ops({role.dtype for role in named_roles(config).values()})
         return run_ppo(config, world, inputs, preemption)
 
 
@@ -72,7 +70,7 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
     found = find_checkpoint(config, world)
     saver, run = ppo_saver(config, world, inputs.prompts, preemption), RunDirectory(config.run_dir)
     rollbacks = Rollbacks.of_run(run, inputs.prompts, config.seed, config.data.shuffle, resumed=found is not None)
-    ahead, start = NEW_RUN, [describe_missing(config.run_dir)] if config.checkpoint.resume else []
+    ahead, start = NEW_RUN, [describe_missing(config.run_dir)] if config.resume else []
     if found is not None:  # before the run's files are cut or its settings overwritten
         ahead = rest_of_run(found, saver.data, config, inputs.prompts, rollbacks.left_out)
         start = saver.describe(found)
@@ -92,28 +90,22 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
             loop.restore(found)
         if not loop.run():
             return False
-        saver.finish(loop, partial(_save_weights, config, loop, inputs))
+
+        def save_weights(folder: Path) -> None:
+            if loop.actor is not None:
+                stops = config.rollout.stop_token_ids
+                save_role(loop.actor.role.trained.chunks, folder / "actor", inputs.tokenizer, config.actor.checkpoint, stops)
+            if loop.critic is not None and config.critic is not None:
+                save_role(loop.critic.role.trained.chunks, folder / "critic", inputs.tokenizer, config.critic.checkpoint)
+
+        saver.finish(loop, save_weights)
     with world.activity.doing("summary"):
-        _finish(config, loop, inputs)
+        loop.meter.memory.look()
+        memory, costs = loop.meter.memory.of_all_ranks(), loop.adaptation.measured_costs()
+        dist.barrier()
+        if loop.journal is not None:
+            merge_traces(config.run_dir)
+            if costs is not None:
+                write_json(run.costs, costs_tree(costs))
+            loop.journal.write_summary(inputs.counts(), memory, loop.rollbacks.summary(), saver.best)
     return True
-
-
-def _save_weights(config: TrainConfig, loop: TrainingLoop, inputs: Inputs, folder: Path) -> None:
-    if loop.actor is not None:
-        stops = config.rollout.stop_token_ids
-        save_role(loop.actor.role.trained.chunks, folder / "actor", inputs.tokenizer, config.actor.checkpoint, stops)
-    if loop.critic is not None and config.critic is not None:
-        save_role(loop.critic.role.trained.chunks, folder / "critic", inputs.tokenizer, config.critic.checkpoint)
-
-
-def _finish(config: TrainConfig, loop: TrainingLoop, inputs: Inputs) -> None:
-    run = RunDirectory(config.run_dir)
-    loop.meter.memory.look()
-    memory = loop.meter.memory.of_all_ranks()
-    costs = loop.adaptation.measured_costs()
-    dist.barrier()
-    if loop.journal is not None:
-        merge_traces(config.run_dir)
-        if costs is not None:
-            write_json(run.costs, costs_tree(costs))
-        loop.journal.write_summary(inputs.counts(), memory, loop.rollbacks.summary(), loop.saver.best)

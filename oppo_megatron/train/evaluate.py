@@ -42,7 +42,7 @@ class Evaluator(HeldoutSchedule):
         self.max_slots = share_of_sequences(config, "actor", exchange.placements["actor"].dp)
         self.rounds, self.exchange = rounds, exchange
         self.source = rounds.planner.site.source
-        self.steps = StepRewards.of(evaluation.judges, tokenizer)
+        self.steps = StepRewards.of(evaluation.metrics, tokenizer)
         self.sampling = Sampling(temperature=evaluation.temperature, seed=config.seed)
         count = min(len(prompts), evaluation.most_rows)
         once = PromptStream(prompts, 0, epochs=1, limit=count, shuffle=False)

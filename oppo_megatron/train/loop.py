@@ -129,7 +129,8 @@ class TrainingLoop(Saveable):
             self.adaptation.learn_batch(facts, trained, experience, actor_trained=actor_trained)
         else:
             facts.skipped = breach.reason
-        self.adaptation.learn_times(facts, self.meter.cost())
+        if self.config.overlap.intra:
+            facts.chunk_reason = self.adaptation.chunk.observe(step, self.meter.cost()).reason
         self.meter.end(batch, self.buffer.rollouts, experience)
         self.done = step
         return True
@@ -174,7 +175,8 @@ class TrainingLoop(Saveable):
     def _evaluate(self, last: bool) -> None:
         if self.evaluator is None or not self.evaluator.due(self.done, last):
             return
-        with self.meter.evaluation(self.done):
+        span = self.meter.spans.span("evaluate", role=self.meter.role, step=self.done)
+        with span, self.world.activity.doing(f"evaluation after step {self.done}"):
             figures = self.evaluator.measure(self.done)
         self.saver.look_at(self.done, figures)
         if self.journal is not None:
@@ -240,8 +242,8 @@ class TrainingLoop(Saveable):
     def texts(self) -> dict[str, str]:
         return {ROLLOUTS: "".join(rollout_lines(self.buffer.rollouts))}
 
-    def caches(self, *, copied: bool) -> CacheContents | None:
-        return gather_caches(self.rounds, copied=copied) if self.config.checkpoint.caches else None
+    def caches(self, *, copied: bool) -> CacheContents:
+        return gather_caches(self.rounds, copied=copied)
 
     def on_complete(self) -> Callable[[], None]:
         return partial(setattr, self.rollbacks, "checkpoint", (self.position.name, self.rollouts.scheduler.position))
@@ -280,9 +282,9 @@ class TrainingLoop(Saveable):
         self.rounds.admit(self.buffer.rollouts)
 
     def _restore_caches(self, found: Found) -> None:
-        """Load books and caches if layout, models and options still match; else all sequences are prefilled again."""
-        saved, state = self.config.checkpoint.caches and found.state["caches"], found.state
-        same = saved and state["layout"] == books_state(self.rounds)["layout"]
+        """Load books and caches if layout and models still match; else all sequences are prefilled again."""
+        state = found.state
+        same = state["layout"] == books_state(self.rounds)["layout"]
         if not same or frozen_models(state["config"]) != frozen_models(self.saver.settings):
             return
         require_sound_books(state, self.buffer.rollouts)

@@ -56,9 +56,7 @@ def reference_fingerprint(model: ModelConfig) -> str:
     """
     lora = model.lora if isinstance(model, LearningModelConfig) else None
     known: dict[str, Any] = {"dtype": model.dtype, "shape": read_hf_config(model)}
-    if model.checkpoint is None:
-        known["seed"] = model.init_seed
-    else:
+    if model.checkpoint is not None:
         known["weights"] = _checksums(model.checkpoint)
     if lora is not None and lora.adapter is not None:
         known["adapter"] = _checksums(lora.adapter), [lora.rank, lora.alpha, lora.projections]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from oppo_megatron.cluster.process_groups import SharedGroups, use_once, use_ring_once
-from oppo_megatron.config.model import DecodePath, Layers, TrainedRoleConfig
+from oppo_megatron.config.model import TrainedRoleConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine.executor import Links, build_links
 from oppo_megatron.layout.hf_layout import Head
@@ -68,26 +68,31 @@ def build_trained_role(
     training: RoleGroups,
     *,
     head: Head,
+    role: str,
     max_length: int,
     device: torch.device,
-    path: DecodePath,
-    layers: Layers,
     num_updates: int,
 ) -> TrainedRole:
     layout = config.train
     plain = layout.vpp == 1 and not layout.sequence_parallel and layout.recompute == "none"
     multiple = lcm(groups.tp, training.tp)
-    both: Any = {"head": head, "max_length": max_length, "device": device, "layers": layers, "vocab_multiple": multiple}
+    both: Any = {
+        "head": head,
+        "role": role,
+        "max_length": max_length,
+        "device": device,
+        "vocab_multiple": multiple,
+    }
     if plain and training is groups:
-        serving = load_role(config, groups, path=path, **both)
+        serving = load_role(config, groups, **both)
         return TrainedRole(TrainedModel(serving, config.optimizer, num_updates, layout), serving, None)
     serving = load_role(config, groups, path="module", **both)
     chunks = load_training(config, layout, training, **both)
     trained = TrainedModel(chunks, config.optimizer, num_updates, layout)
-    role = TrainedRole(trained, serving.requires_grad_(False), Reallocation(chunks, serving))
+    built = TrainedRole(trained, serving.requires_grad_(False), Reallocation(chunks, serving))
     # Only now: otherwise decoding would keep the weights that a shared model replaces.
-    serving.decode_by(path)
-    return role
+    serving.decode_by("packed")
+    return built
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,13 @@ from oppo_megatron.config.derived import (
     share_of_sequences,
 )
 from oppo_megatron.config.evaluation import REWARD
+from oppo_megatron.config.model import KVLayout
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk_tuner import ChunkTuner
 from oppo_megatron.control.delta_controllers import make_delta_controller
 from oppo_megatron.control.kl_controller import KLController
 from oppo_megatron.data.prompts import PromptSet, PromptStream
+from oppo_megatron.engine.device_decode import SYNC_STEPS
 from oppo_megatron.engine.executor import Executor, RoleWorker
 from oppo_megatron.engine.generation import DecodeWorker
 from oppo_megatron.engine.round_runner import RoundRunner
@@ -80,7 +82,7 @@ class RoleBuilder:
         config, site, tokenizer = self.config, self.topology.site, inputs.tokenizer
         rank, device = self.world.rank, self.world.device
         stopping = Stopping.of(
-            config.rollout, tokenizer.eos_ids, config.seed, inputs.lengths, tokenizer.decode, config.debug.lengths
+            config.rollout, tokenizer.eos_ids, config.seed, inputs.lengths, tokenizer.decode, config.rollout.lengths
         )
         decode = listen = None
         if actor is None:
@@ -92,7 +94,7 @@ class RoleBuilder:
                 sampling=Sampling.of(config.rollout, config.seed, members(config)),
                 stopping=stopping,
                 outlet=ChunkOutlet(device) if rank in site.feeds else None,
-                sync_steps=config.runtime.sync_steps(device.type),
+                sync_steps=SYNC_STEPS[device.type],
             )
         scoring = self._scoring_workers(actor, critic)
         planner = new_planner(
@@ -126,7 +128,9 @@ class RoleBuilder:
                 assert actor is not None
                 model = as_it_began(actor.role.serving, groups, named_roles(config)[name])
             else:
-                model = load_role(named_roles(config)[name], groups, head=head, **self._model_options).requires_grad_(False)
+                model = load_role(named_roles(config)[name], groups, head=head, role=name, **self._model_options).requires_grad_(
+                    False
+                )
             temperature = config.algorithm.temperature(config.rollout.temperature)
             workers[name] = ScoringWorker(name, model, self._cache(name, model), temperature=temperature)
         return workers
@@ -137,16 +141,15 @@ class RoleBuilder:
         if groups is None or training is None:
             return None
         updates = num_updates(self.config, name, total_steps)
-        options = self._model_options
-        role = build_trained_role(self.config.trained[name], groups, training, head=head, num_updates=updates, **options)
+        options = self._model_options | {"head": head, "role": name}
+        role = build_trained_role(self.config.trained[name], groups, training, num_updates=updates, **options)
         for chunk in role.trained.chunks:  # every micro-batch of an update is a sign of life
             chunk.register_forward_pre_hook(lambda *_: self.world.activity.beat())
         return role
 
     @property
     def _model_options(self) -> dict[str, Any]:
-        runtime, length = self.config.runtime, max_context(self.config)
-        return {"max_length": length, "device": self.world.device, "path": runtime.decode_path, "layers": runtime.layers}
+        return {"max_length": max_context(self.config), "device": self.world.device}
 
     def _cache(self, name: str, model: RoleModel) -> SequenceCache:
         placement, runtime = self.topology.site.placements[name], self.config.runtime
@@ -203,8 +206,8 @@ def build_loop(
         members(config), actor, critic, StepRewards.of(config.rewards, inputs.tokenizer),
     )  # fmt: skip
     adaptation = Adaptation(
-        world, scheduler, ChunkTuner(config.overlap.chunk, longest_chunk(config)), kl, rounds.planner, tracer.meter,
-        tunes_chunk=config.overlap.intra, members=members(config),
+        world, scheduler, ChunkTuner(config.overlap.chunk_sizes, longest_chunk(config)), kl, rounds.planner, tracer.meter,
+        members(config),
     )  # fmt: skip
     updates = Updates(config, world, actor, critic, guard, kl, exchange, meter, saver.conclude, lambda: scheduler.position)
     groups = _filter(config, scheduler, inputs.rewards)
@@ -216,12 +219,12 @@ def build_loop(
 
 
 def _with_kv_layout(config: TrainConfig, device: torch.device) -> TrainConfig:
-    """Resolve `runtime.kv_layout: auto`, because planner and caches must count slots the same way."""
+    """Settle the layout of the KV caches, because planner and caches must count slots the same way."""
     if config.runtime.kv_layout != "auto":
         return config
     dtypes = {DTYPES[role.dtype] for role in named_roles(config).values()}
-    layout = "dense" if any(find_kernel(device, dtype) is None for dtype in dtypes) else "paged"
-    return config.model_copy(update={"runtime": config.runtime.model_copy(update={"kv_layout": layout})})
+    layout: KVLayout = "dense" if any(find_kernel(device, dtype) is None for dtype in dtypes) else "paged"
+    return config.model_copy(update={"runtime": config.runtime.with_kv_layout(layout)})
 
 
 def prompt_stream(config: TrainConfig, prompts: PromptSet, ahead: Ahead = NEW_RUN) -> PromptStream:
@@ -237,8 +240,7 @@ def prompt_stream(config: TrainConfig, prompts: PromptSet, ahead: Ahead = NEW_RU
 
 
 def ppo_saver(config: TrainConfig, world: World, prompts: PromptSet, preemption: Preemption) -> Saver:
-    extra = {"caches": config.checkpoint.caches, "sources": source_state(config)}
-    return Saver(config, world, preemption, lambda: prompt_data(config, prompts), extra)
+    return Saver(config, world, preemption, lambda: prompt_data(config, prompts), {"sources": source_state(config)})
 
 
 def _filter(config: TrainConfig, scheduler: OvercommitScheduler, rewards: RewardSum) -> GroupFilter | None:

@@ -199,7 +199,7 @@ def run_supervised(config: SupervisedConfig) -> bool:
     ):
         require_memory(config, world)
         if world.device.type == "cpu":
-            require_private_ops(config.runtime, {model.dtype for model in config.models.values()})
+            require_private_ops({model.dtype for model in config.models.values()})
         return train_supervised(config, task, world, preemption)
 
 
@@ -216,7 +216,15 @@ def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World, p
 
     Raises ConfigError, DataError or CheckpointError before a model is built.
     """
-    groups = _build_groups(config, world)
+    layout = config.parallel
+    if world.size != layout.num_ranks:
+        raise ConfigError(
+            f"{world.size} ranks were started, but parallel.tp {layout.tp} x parallel.pp {layout.pp} x parallel.dp "
+            f"{layout.dp} needs exactly {layout.num_ranks}; start {layout.num_ranks}, or change the layout"
+        )
+    groups = build_groups(range(world.size), layout.tp, layout.pp, "model")
+    assert groups is not None, "every rank of the world is one of the model's"
+    use_once([None, *groups.made], world.device)  # held-out figures use the world's
     tokenizer = load_tokenizer(config.tokenizer, config.model.checkpoint)
     problems: list[str] = []
     for name, model in config.models.items():  # by config.json alone
@@ -262,7 +270,7 @@ def _build(
         held = list(heldout.rows)
 
     saver = Saver(config, world, preemption, lambda: row_data(config, rows), {"kind": task.title, "reference": None})
-    found, start = find_checkpoint(config, world), [describe_missing(config.run_dir)] if config.checkpoint.resume else []
+    found, start = find_checkpoint(config, world), [describe_missing(config.run_dir)] if config.resume else []
     began, before_s = BEGINNING, 0.0
     if found is not None:
         began, before_s = Passed(found.state["done"], found.state["rows"]), found.state["elapsed_s"]
@@ -278,7 +286,7 @@ def _build(
         stack.enter_context(report)
         report.begin(start, rows, held, quarantine)
 
-    options: Any = {"head": task.head, "max_length": config.max_tokens, "device": world.device, "layers": config.runtime.layers}
+    options: Any = {"head": task.head, "role": "model", "max_length": config.max_tokens, "device": world.device}
 
     def load(model: ModelConfig) -> RoleModel:
         loaded = load_role(model, groups, **options)
@@ -325,16 +333,3 @@ def _require_same_reference(found: Found, fingerprint: str) -> None:
             f"fingerprint {fingerprint[:12]}, not {began[:12]}; resume with the same `reference` and `model`, or "
             "start a new run in another run_dir"
         )
-
-
-def _build_groups(config: SupervisedConfig, world: World) -> RoleGroups:
-    layout = config.parallel
-    if world.size != layout.num_ranks:
-        raise ConfigError(
-            f"{world.size} ranks were started, but parallel.tp {layout.tp} x parallel.pp {layout.pp} x parallel.dp "
-            f"{layout.dp} needs exactly {layout.num_ranks}; start {layout.num_ranks}, or change the layout"
-        )
-    groups = build_groups(range(world.size), layout.tp, layout.pp, "model")
-    assert groups is not None, "every rank of the world is one of the model's"
-    use_once([None, *groups.made], world.device)  # over the world's go held-out figures
-    return groups

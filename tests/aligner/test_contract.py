@@ -24,7 +24,7 @@ from tests.support.hf import SIZES, save_tiny
 from tests.support.ranks import run_ranks
 
 NO_DELTA = {"delta": {"rule": "fixed", "initial": 0, "max": 0}}
-DELTA = {"delta": {"rule": "fixed", "initial": 4, "max": 8}, "chunk": {"tokens": 4, "adaptive": False}}
+DELTA = {"delta": {"rule": "fixed", "initial": 4, "max": 8}, "chunk": 4}
 EVERY = list(range(32))
 EOS = 1
 
@@ -50,7 +50,7 @@ def same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
 
 Runs = Callable[[int], list[dict[str, Any]]]
 PLAIN = Job(val_every=2, warmup=1, save_every=2)
-EACH = {"chunk": {"tokens": 1, "adaptive": False}}  # so that rows are streamed up to the limit of the longest
+EACH = {"chunk": 1}  # so that rows are streamed up to the limit of the longest
 CARRYING = Job(oppo=DELTA | EACH, val_every=2)
 
 

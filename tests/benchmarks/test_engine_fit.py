@@ -31,8 +31,9 @@ def cluster(tmp_path: Path) -> Cluster:
 
 def observed(cluster: Cluster, engine: Engine, cores: int) -> list[Observed]:
     """Steps on one rank with so many cores, as the engine takes them."""
-    given = ["placement={mode: single}", f"runtime.threads_per_rank={cores}", "rollout.batch_size=4", "runtime.dtype=float32"]
+    given = ["placement={mode: single}", "rollout.batch_size=4", "runtime.dtype=float32"]
     config = load_config(TrainConfig, "examples/benchmark/overlap.yaml", given)
+    config = config.model_copy(update={"runtime": config.runtime.with_threads(cores)})
     adapted = replace(cluster, adapted=engine)
     steps = [Decoding(64, lengths) for lengths in LENGTHS]
     return [Observed(config, step, phase_seconds(adapted, config, step)) for step in steps]

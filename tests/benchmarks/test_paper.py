@@ -143,9 +143,7 @@ def equal_lengths(chunk: int, length: int, lines: tuple[float, float, float]) ->
     round_s, step_s, token_s = lines
     setting = replace(SETTINGS["se7b"], lengths=Lengths(1, length, 0.0, length), training=1, batch=8)
     case = Case(setting, 0)
-    overlap = case.config.overlap.model_copy(
-        update={"inter": False, "chunk": case.config.overlap.chunk.model_copy(update={"tokens": chunk})}
-    )
+    overlap = case.config.overlap.model_copy(update={"inter": False, "chunk": chunk})
     score = Linear(0.0, token_s)
     free = Linear(0.0, 0.0)
     costs = StepCosts(

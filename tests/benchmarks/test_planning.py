@@ -53,7 +53,7 @@ def test_the_command_counts_what_a_rank_has(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_dry_run_trains_every_prompt_and_forgets_it() -> None:
-    base = with_critic(steps=3, overlap={"delta": {"rule": "fixed", "initial": 4}, "chunk": {"tokens": 8, "adaptive": False}})
+    base = with_critic(steps=3, overlap={"delta": {"rule": "fixed", "initial": 4}, "chunk": 8})
     for mode in ("sequential", "full", "full+both"):
         dry = DryRun(switched(base, mode), prompt_tokens=5)
         steps = dry.run()

@@ -14,7 +14,6 @@ from benchmarks import scaling, sweeps
 from oppo_megatron.bench.suite import Run, Suite, bare
 from oppo_megatron.cli.launch import launch
 from oppo_megatron.config.derived import max_context
-from oppo_megatron.config.overlap import ChunkConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost
 from oppo_megatron.errors import ConfigError
@@ -44,13 +43,13 @@ def configs_of(monkeypatch: pytest.MonkeyPatch) -> Make:
 
 
 def test_chunk_sizes_within_the_limit_and_the_tuner_as_configured(configs_of: Make) -> None:
-    base = with_critic(overlap={"chunk": {"adaptive": [4, 8]}})
+    base = with_critic(overlap={"chunk": [32, 4, 8]})
     configs = configs_of("chunk", base, "--sizes", "8,64,128")
     assert list(configs) == ["8", "64", "adaptive"], "128 is beyond the limit"
-    assert configs["8"].overlap.chunk.tokens == 8 and not configs["8"].overlap.chunk.adaptive
+    assert configs["8"].overlap.chunk == 8
     assert configs["adaptive"].overlap.chunk == base.overlap.chunk
-    unsearched = with_critic(overlap={"chunk": {"adaptive": False}})
-    assert configs_of("chunk", unsearched)["adaptive"].overlap.chunk.adaptive is True
+    unsearched = with_critic(overlap={"chunk": 32})
+    assert configs_of("chunk", unsearched)["adaptive"].overlap.chunk == [32, 16, 64]
     for problem, other, options in (
         ("none is within rollout.max_response_tokens 64", base, ["--sizes", "128"]),
         ("overlap.intra is false", with_critic(overlap={"intra": False}), []),
@@ -60,22 +59,21 @@ def test_chunk_sizes_within_the_limit_and_the_tuner_as_configured(configs_of: Ma
             configs_of("chunk", other, *options)
 
 
-@pytest.mark.parametrize("settings", [{}, {"tokens": 48}, {"adaptive": [64, 200]}, {"adaptive": [32]}, {"adaptive": False}])
-def test_the_first_settled_step_is_that_of_the_tuner(settings: dict[str, Any]) -> None:
-    chunks, longest = ChunkConfig(**settings), 100
-    tuner, seen = ChunkTuner(chunks, longest), []
+@pytest.mark.parametrize("sizes", [[32, 16, 64], [48, 16, 32, 64], [32, 64, 200], [32]])
+def test_the_first_settled_step_is_that_of_the_tuner(sizes: list[int]) -> None:
+    longest = 100
+    tuner, seen = ChunkTuner(sizes, longest), []
     costs = {16: 3.0, 32: 2.0, 48: 5.0, 64: 1.0, 100: 4.0}
     for step in range(1, 20):
         seen.append(tuner.value)
         tuner.observe(step, StepCost(costs[tuner.value], steps=1, tokens=1))
-    first = sweeps.first_settled_step(chunks, longest)
+    first = sweeps.first_settled_step(sizes, longest)
     assert len(set(seen[first - 1 :])) == 1, "nothing is tried from there on"
-    tried = {*chunks.candidates, chunks.tokens} if chunks.adaptive else {chunks.tokens}
-    assert seen[first - 1] == min({min(size, longest) for size in tried}, key=lambda size: costs[size])
+    assert seen[first - 1] == min({min(size, longest) for size in sizes}, key=lambda size: costs[size])
 
 
 def test_the_tuner_is_compared_over_the_same_steps(configs_of: Make) -> None:
-    base = with_critic(overlap={"chunk": {"adaptive": [16, 32]}})  # settles in step 4
+    base = with_critic(overlap={"chunk": [32, 16]})  # settles in step 4
     runs = {
         "16": runs_of([9.0, 1.0, 1.0, 4.0, 4.0]),
         "32": runs_of([9.0, 5.0, 5.0, 2.0, 3.0]),
@@ -141,7 +139,7 @@ def test_scaled_models_are_models(factor: float) -> None:
 
 def test_limits_and_batches_take_what_depends_on_them_along() -> None:
     longer = scaling.with_limit(with_critic(runtime={"micro_batch_tokens": 128}), 256)
-    assert longer.rollout.max_response_tokens == 256 and longer.debug.forced_lengths == [64.0, 1.0]
+    assert longer.rollout.max_response_tokens == 256 and longer.rollout.forced_lengths == [64.0, 1.0]
     assert longer.runtime.micro_batch_tokens == 320
     assert read_hf_config(longer.critic)["max_position_embeddings"] == 320
     smaller = scaling.with_batch(with_critic(overlap={"delta": {"initial": 4, "max": 8}}), 4)
@@ -171,12 +169,12 @@ def test_every_kind_of_reward_has_the_model_that_it_needs() -> None:
     assert not found["model"].scores_steps and found["process"].scores_steps
     for kind in ("model", "process"):
         reward = found[kind].reward
-        assert reward is not None and reward.init == base.actor.init and reward.init_seed != base.actor.init_seed
+        assert reward is not None and reward.init == base.actor.init
         [part] = sweeps.rewarded(found[kind], "verifier").rewards
         assert (part.name, part.buffer_tokens) == ("length", 16), "it had no rule"
     trained = base.model_copy(update={"actor": base.actor.model_copy(update={"init": None, "checkpoint": Path("weights")})})
     reward = sweeps.rewarded(trained, "model").reward
-    assert reward is not None and (reward.checkpoint, reward.fresh_head) == (Path("weights"), True)
+    assert reward is not None and (reward.checkpoint, reward.init) == (None, Path("weights/config.json"))
     assert sweeps.rewarded(found["model"], "process").reward == found["model"].reward, "its own"
 
 
@@ -190,7 +188,7 @@ def test_forks_and_woven_rounds_need_groups_and_scorers(configs_of: Make) -> Non
         configs_of("rewards", config("grpo"), "--rewards", "model,judge")
 
 
-LENGTHS = {"debug.forced_lengths": [12, 0.7], "rollout.max_response_tokens": 24}
+LENGTHS = {"rollout.forced_lengths": [12, 0.7], "rollout.max_response_tokens": 24}
 OVERLAPS = {"overlap.intra": True, "overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 2, "max": 2}}
 GROUPS: dict[str, Any] = {
     "critic": None, "reward": None, "ppo": {"minibatches": 1}, "steps": 1,
@@ -207,7 +205,7 @@ def swept(workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Run a kind on tiny models in one process, and return what it wrote."""
 
     def run(kind: str, options: Sequence[str] = (), **changes: Any) -> dict[str, Any]:
-        own = {**LENGTHS, **OVERLAPS, "steps": 2, "runtime.threads_per_rank": 1, **changes}
+        own = {**LENGTHS, **OVERLAPS, "steps": 2, **changes}
         base = bare(TrainConfig(**workspace.config("sweep", **own)))
         monkeypatch.setattr(sweeps, "load_base", lambda args, inputs="": base)
         monkeypatch.setattr(sweeps, "new_suite", lambda args: Suite(args.out, 1, launch, say=lambda _: None))
@@ -251,7 +249,7 @@ def test_weave(swept: Sweep) -> None:
 
 @pytest.mark.long
 def test_chunk(swept: Sweep) -> None:
-    written = swept("chunk", ["--sizes", "4,8,64"], steps=4, **{"overlap.chunk": {"tokens": 4, "adaptive": [4, 8]}})
+    written = swept("chunk", ["--sizes", "4,8,64"], steps=4, **{"overlap.chunk": [4, 8]})
     assert [row["chunk"] for row in written["results"]] == ["4", "8", "adaptive"]
     tuned = written["adaptive"]
     assert tuned["first_settled_step"] == 4 and tuned["settled_on"][0] in (4, 8) and tuned["best_fixed"] in (4, 8)

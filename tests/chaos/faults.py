@@ -37,7 +37,7 @@ def run_case(workspace: Workspace, at: str, rank: int, how: str) -> str:
         "overlap.intra": True,
         "stall_deadline_s": STALL_S[how],
         "checkpoint": {"every_steps": 1, "asynchronous": at == "asynchronous"},
-        "evaluation": {"data": heldout, "verifier": "arithmetic", "every_steps": 1},
+        "evaluation": {"data": heldout, "metrics": [{"kind": "verifier", "name": "arithmetic"}], "every_steps": 1},
     }
     told, seconds = struck(deep(workspace, f"{at}-{rank}-{how}", **changes), at, rank, how)
     assert NAMED[how].format(rank) in told, told

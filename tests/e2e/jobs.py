@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.cluster.world import World
-from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine import generation
 from oppo_megatron.engine.executor import Executor, RoleWorker
 from oppo_megatron.engine.round_runner import RoundRunner
@@ -39,13 +38,14 @@ from oppo_megatron.train.saving.state import Found
 from oppo_megatron.train.score_exchange import ScoreExchange
 from oppo_megatron.train.update import UpdateSettings, minibatches_of
 from oppo_megatron.train.updates import Updates
+from tests.support.configs import run_of
 from tests.support.limits import room_for
 from tests.support.traffic import Traffic
 
 
 def train(config: dict[str, Any], preemption: Preemption | None = None) -> bool:
     """One rank of a whole PPO run, as `oppo train` starts it; False if it was asked to stop."""
-    checked = TrainConfig(**config)
+    checked = run_of(config)
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     return run_ppo(checked, world, read_inputs(checked), preemption or Preemption(checked.preempt_deadline_s))
 
@@ -53,6 +53,12 @@ def train(config: dict[str, Any], preemption: Preemption | None = None) -> bool:
 def train_with_fan_out(config: dict[str, Any], fan_out: int) -> None:
     """`train`, where a rank sends a chunk to no more than `fan_out` others."""
     with mock.patch("oppo_megatron.schedule.rounds.FAN_OUT", fan_out):
+        train(config)
+
+
+def train_reading_seldom(config: dict[str, Any], every: int) -> None:
+    """`train`, where the host reads tokens once in so many decode steps, as on a GPU."""
+    with mock.patch.dict("oppo_megatron.engine.device_decode.SYNC_STEPS", cpu=every):
         train(config)
 
 
@@ -241,7 +247,7 @@ def train_until(config: dict[str, Any], rounds: int, rank: int = 0) -> bool:
 
 def train_with_a_wrong_logprob(config: dict[str, Any], minibatch: int, step: int) -> str:
     """`train`, where the log-prob of one token in a minibatch of a step is not what it was drawn with: its error."""
-    take, settings = Rollouts.take_batch, UpdateSettings.of(TrainConfig(**config), step, torch.device("cpu"))
+    take, settings = Rollouts.take_batch, UpdateSettings.of(run_of(config), step, torch.device("cpu"))
     steps = itertools.count(1)
 
     def spoilt(rollouts: Rollouts) -> list[Rollout]:

@@ -37,6 +37,7 @@ from oppo_megatron.train.saving.writing import ROLLOUTS, CheckpointWriting
 from oppo_megatron.train.setup import build_loop, ppo_saver
 from tests.e2e.jobs import train
 from tests.support.checkpoint_mutations import mutate
+from tests.support.configs import run_of
 from tests.support.file_faults import CACHE_FILE, COMMON_FILE, AtByte, Fault, arm, limit_files
 from tests.support.mutations import time_limit
 
@@ -46,7 +47,7 @@ SECONDS = 10.0
 def resume_to_the_end(config: dict[str, Any]) -> str:
     """A whole run, or what is left of it, in this process: a digest of the final weights."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    checked = TrainConfig(**config)
+    checked = run_of(config)
     with open_world(checked.runtime) as world:
         assert run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt_deadline_s))
     return weights_digest(Path(config["run_dir"]))
@@ -62,7 +63,7 @@ def weights_digest(run: Path) -> str:
 def die_while_saving(config: dict[str, Any], fault: Fault) -> None:
     """Continue from the checkpoint, and save anew: at once, in its place.  `fault` strikes in it."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    checked = TrainConfig(**config)
+    checked = run_of(config)
     inputs = read_inputs(checked)
     with open_world(checked.runtime) as world, libraries_armed(fault):
         found = find_checkpoint(checked, world)
@@ -195,7 +196,7 @@ def _limited(module: str, name: str, num_bytes: int) -> Any:
 
 def resume_mutants(config: dict[str, Any], pristine: str, count: int, seed: int) -> list[dict[str, Any]]:
     """Return what each of `count` mutated checkpoints leads to; the first answer is of the unchanged one."""
-    checked = TrainConfig(**config)
+    checked = run_of(config)
     subject = Subject(checked)
     checkpoints, answers = RunDirectory(checked.run_dir).checkpoints, []
     for number in range(-1, count):
@@ -264,7 +265,7 @@ def _differences(loop: TrainingLoop, found: Found) -> list[str]:
     """What of the loop is not what the file says, where that is not the configuration's to decide."""
     now = json.loads(json.dumps(loop.saver.state(loop)))
     names = ["done", "actor", "updates", "phase"]
-    cached = found.state["caches"] and found.state["layout"] == now["layout"]
+    cached = found.state["layout"] == now["layout"]
     cached = cached and frozen_models(found.state["config"]) == frozen_models(loop.saver.settings)
     names += ["books"] if cached else []
     differing = [name for name in names if now[name] != found.state[name]]

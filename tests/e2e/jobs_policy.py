@@ -36,7 +36,7 @@ def answers(
     choice: dict[str, Any] | None = None,
 ) -> list[list[Response]]:
     """Of each directory the responses (sequence, tokens, reason) to all prompts, in the order in which they ended."""
-    layout, runtime = ParallelConfig(**parallel), RuntimeConfig(threads_per_rank=1)
+    layout, runtime = ParallelConfig(**parallel), RuntimeConfig().with_threads(1)
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     place, found = build_place(world, layout), []
     for directory in directories:

@@ -29,8 +29,8 @@ def roles(actor: dict[str, Any], others: dict[str, Any], **settings: Any) -> dic
     trained = {"optimizer": STEADY_ADAM} | settings
     return {
         "actor": {"init": actor} | trained,
-        "critic": {"init": others, "init_seed": 5} | trained,
-        "reward": {"init": others, "init_seed": 6},
+        "critic": {"init": others} | trained,
+        "reward": {"init": others},
     }
 
 
@@ -165,7 +165,7 @@ FEATURES: dict[str, Feature] = {
         rounds=1,
     ),
     "backfill": Feature(
-        overcommitted(3) | {"steps": 6, "overlap.backfill": 4, "overlap.chunk.tokens": 2},
+        overcommitted(3) | {"steps": 6, "overlap.backfill": 4, "overlap.chunk": 2},
         lambda outcome: total(outcome, "backfilled") > 6,
         soon=("PP2 x DP2, woven", "DP2 | DP2"),
         stops="DP2 | DP2",
@@ -205,7 +205,7 @@ FEATURES: dict[str, Feature] = {
         grouped(
             "dapo", 2, **overcommitted(1), steps=3, rewards=[BY_PARITY, {"kind": "model", "weight": 0.0}],
             **{"rollout.batch_size": 6, "overlap.backfill": EVERY},
-            **{"ppo.minibatches": 1, "ppo.mask_truncated": True, "ppo.kl": PENALTY},
+            **{"ppo.minibatches": 1, "ppo.truncated": "mask", "ppo.kl": PENALTY},
         ),
         lambda outcome: total(outcome, "groups_dropped") > 1,
         also=groups_dropped,
@@ -216,7 +216,7 @@ FEATURES: dict[str, Feature] = {
         carries,
         also=forked_tokens,
         soon=("1 | 1", "PP2 | TP2", "TP2 | PP2"),
-        reference={"debug.fork": False},
+        reference={"overlap.without": ["fork"]},
     ),
     "process rewards": Feature(
         {"rewards": STEP_REWARDS},
@@ -281,14 +281,12 @@ WIDE: dict[str, dict[str, Any]] = {
     "PP2, unwoven": on("colocated", (1, 2, 1), (1, 2, 1), **{"overlap.schedule": "intra"}),
 }  # fmt: skip
 """For the plain configuration alone."""
-FEW_ROUNDS: tuple[dict[str, Any], ...] = ({"overlap.chunk.tokens": 64}, {"overlap.intra": False})
+FEW_ROUNDS: tuple[dict[str, Any], ...] = ({"overlap.chunk": 64}, {"overlap.intra": False})
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
-    {"overlap.chunk.tokens": 1},
+    {"overlap.chunk": 1},
     FEW_ROUNDS[0],
     {"runtime.kv_layout": "paged"},
-    {"runtime.decode_sync_steps": 5, "runtime.kv_layout": "paged"},
-    {"runtime.decode_path": "module"},
     overcommitted(0),
     FEW_ROUNDS[1],
 )

@@ -28,6 +28,7 @@ from oppo_megatron.train import entry
 from oppo_megatron.train.evaluate import Evaluator
 from oppo_megatron.train.saving import writing
 from oppo_megatron.train.score_exchange import ScoreExchange
+from tests.support.configs import run_of
 from tests.support.processes import runs
 
 
@@ -130,7 +131,7 @@ def run_rank(kind: str, config: TrainConfig) -> int:
 
 
 if __name__ == "__main__":
-    settings = TrainConfig(**yaml.safe_load(Path(sys.argv[1]).read_text()))
+    settings = run_of(yaml.safe_load(Path(sys.argv[1]).read_text()))
     try:
         sys.exit(launch("train", settings, placements.world_size(settings), entry="tests.e2e.started:run_rank"))
     except OppoError as error:

@@ -17,6 +17,7 @@ from oppo_megatron.data.generated import DatasetSizes, Shape, write_dataset
 from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
 from oppo_megatron.train.supervised import run_supervised
 from tests.e2e.supervised_jobs import COMMANDS
+from tests.support.configs import run_of
 from tests.support.hf import SIZES, save_tiny
 
 VOCAB = 320
@@ -52,7 +53,7 @@ def settings(inputs: Path, kind: str, run_dir: Path, **changes: Any) -> Settings
         "data": {"path": inputs / FILES.get(kind, FILES["rm"]), "shuffle": False},
         "model": {"checkpoint": inputs / ("qwen2" if kind == "sft" else "classifier")},
         "optimizer": OPTIMIZER,
-        "runtime": {"device": "cpu", "threads_per_rank": 1, "micro_batch_tokens": 300},
+        "runtime": {"device": "cpu", "micro_batch_tokens": 300},
         "logging": {"console": "off"},
         **SELECTED.get(kind, {}),
         **changes,
@@ -61,7 +62,7 @@ def settings(inputs: Path, kind: str, run_dir: Path, **changes: Any) -> Settings
 
 def run(kind: str, chosen: Settings) -> list[dict[str, Any]]:
     """Train in this process; the lines of metrics.jsonl."""
-    run_supervised(SUPERVISED[COMMANDS.get(kind, kind)](**chosen))
+    run_supervised(run_of(chosen, SUPERVISED[COMMANDS.get(kind, kind)]))
     return metrics(chosen["run_dir"])
 
 

@@ -14,6 +14,7 @@ from oppo_megatron.config.model import LearningModelConfig
 from oppo_megatron.train.reference_pass import reference_fingerprint
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.supervised import task_of, train_supervised
+from tests.support.configs import run_of
 
 COMMANDS = {"prm": "rm", "kto": "dpo"}
 """The commands of kinds that a setting selects."""
@@ -25,7 +26,7 @@ def train(kind: str, settings: dict[str, Any], stop_after: int | None = None) ->
     preemption = Preemption()
     if stop_after is not None:
         preemption = StopAfter(stop_after)
-    config = SUPERVISED[COMMANDS.get(kind, kind)](**settings)
+    config = run_of(settings, SUPERVISED[COMMANDS.get(kind, kind)])
     train_supervised(config, task_of(config), world, preemption)
 
 

@@ -18,15 +18,13 @@ from oppo_megatron.cli.main import main
 from oppo_megatron.config.run import TrainConfig
 from tests.support.ppo import Workspace
 
-LENGTHS = {"debug.forced_lengths": [12, 0.7], "rollout.max_response_tokens": 24}
+LENGTHS = {"rollout.forced_lengths": [12, 0.7], "rollout.max_response_tokens": 24}
 OVERLAPS = {"overlap.intra": True, "overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 2, "max": 2}}
-
-ONE_THREAD = {"runtime.threads_per_rank": 1}
 
 
 def config(workspace: Workspace, **changes: Any) -> TrainConfig:
     """Tiny models in one process."""
-    return bare(TrainConfig(**workspace.config("bench", **{**LENGTHS, **OVERLAPS, "steps": 2, **ONE_THREAD, **changes})))
+    return bare(TrainConfig(**workspace.config("bench", **{**LENGTHS, **OVERLAPS, "steps": 2, **changes})))
 
 
 def suite(out: Path, repeats: int = 1) -> Suite:
@@ -48,7 +46,7 @@ def left(out: Path, kind: str) -> dict[str, Any]:
 def test_overlap_by_the_command(workspace: Workspace, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path, out = tmp_path / "config.yaml", tmp_path / "out"
     pair = {"placement.mode": "disaggregated", "rewards": [{"kind": "model"}]}
-    plain = workspace.config("cli", **{**LENGTHS, **OVERLAPS, **ONE_THREAD, **pair, "logging.rollouts": True})
+    plain = workspace.config("cli", **{**LENGTHS, **OVERLAPS, **pair, "logging.rollouts": True})
     path.write_text(yaml.safe_dump(plain))
     arguments = ["--modes", "sequential,full+critic", "--steps", "3", "--prompt-tokens", "16", "--cores", "1"]
     assert main(["bench", "overlap", str(path), *arguments, "--out", str(out)]) == 0

@@ -48,7 +48,7 @@ def test_a_hidden_update_is_exposed_where_the_actor_waits_for_it(workspace: Work
 
 
 def test_a_critic_that_is_waited_for_is_exposed_but_for_the_actors_own_update(workspace: Workspace) -> None:
-    lines, spans = run(workspace, "waited", 2, **PAIR, **{"debug.wait_for": ["critic"]})
+    lines, spans = run(workspace, "waited", 2, **PAIR, **{"overlap.without": ["critic"]})
     for line, seconds in zip(lines, spans, strict=True):
         assert line["critic_exposed_s"] == pytest.approx(min(seconds["wait_update"], line["critic_update_s"]), abs=1e-3)
         assert line["score_exposed_s"] == pytest.approx(seconds["wait_scores"], abs=1e-4)
@@ -56,7 +56,7 @@ def test_a_critic_that_is_waited_for_is_exposed_but_for_the_actors_own_update(wo
 
 def test_no_figure_goes_by_a_clock_that_somebody_sets(workspace: Workspace) -> None:
     """A step that took less than no time has stopped runs, by way of the chunk's tuner."""
-    config = workspace.config("set-back", **{"overlap.intra": True, "overlap.chunk.adaptive": True})
+    config = workspace.config("set-back", **{"overlap.intra": True, "overlap.chunk": [7, 16, 32, 64]})
     run_ranks(1, "tests.e2e.jobs:train_while_the_clock_is_set_back", config=config)
     lines = read_metrics(Path(config["run_dir"]) / "metrics.jsonl")
     times = [line[name] for line in lines for name in line if name.endswith("_s") and name != "idle_s"]
@@ -79,7 +79,7 @@ def both(workspace: Workspace, name: str, **changes: Any) -> tuple[Outcome, Outc
     """The run whose actor begins its update ahead of the last scores, and the run without."""
     found = []
     for waits in ([], ["scores"]):
-        config = workspace.config(f"{name}-{not waits}", **DISAGGREGATED, **FULL, **changes, **{"debug.wait_for": waits})
+        config = workspace.config(f"{name}-{not waits}", **DISAGGREGATED, **FULL, **changes, **{"overlap.without": waits})
         run = Path(config["run_dir"])
         found.append(read_outcome(run) if (run / "summary.json").exists() else run_ppo_ranks(config))
     return found[0], found[1]
@@ -138,7 +138,7 @@ def test_a_batch_that_is_not_trained_leaves_nothing_begun(workspace: Workspace) 
         options = {"name": f"second step {value}", "good": 6, "bad": 6}
         part = {"kind": "python", "entry_point": "tests.e2e.rewards:breaks", "options": options}
         changes = {"reward": None, "rewards": [part], "guards": {"action": "skip"}}
-        changes["debug.wait_for"] = [] if value else ["scores"]
+        changes["overlap.without"] = [] if value else ["scores"]
         found.append(run_ppo_ranks(workspace.config(f"skip-{value}", **DISAGGREGATED, **FULL, **changes)))
     for outcome in found:
         assert [line["skipped"] is not None for line in outcome.metrics] == [False, True, False]

@@ -245,7 +245,7 @@ def test_a_response_is_dropped_where_its_greedy_one_scores_the_same(workspace: W
     assert dropped(one) > 1 and all(line["equal_groups"] == 0 for line in one.metrics)
     calls = calls_of(workspace, "greedy").read_text().splitlines()
     assert len(calls) == 2 * (STEPS * BATCH + dropped(one)), "each response once"
-    apart = {"placement": {"mode": "disaggregated", "actor": {"tp": 2}}, "overlap.chunk.tokens": 7}
+    apart = {"placement": {"mode": "disaggregated", "actor": {"tp": 2}}, "overlap.chunk": 7}
     assert_same(run_ppo_ranks(dapo(workspace, "greedy-apart", **overcommitted(1) | changes | apart)), one)
 
 
@@ -270,7 +270,7 @@ def test_prompts_of_which_nothing_is_left_end_the_run_after_its_last_batch(works
     """Three of five groups make a step; the others are dropped, and held-out prompts are answered once after it."""
     heldout = {
         "data": {"path": str(workspace.root / "data" / "heldout.jsonl"), "max_prompt_tokens": 96, "max_rows": 4},
-        "verifier": "arithmetic",
+        "metrics": [{"kind": "verifier", "name": "arithmetic"}],
     }
     config = flat(workspace, "end", 3, **{"steps": None, "data.max_rows": 5, "evaluation": heldout})
     outcome = run_ppo_ranks(config)

@@ -34,8 +34,9 @@ def write_job(folder: Path, **changes: Any) -> Path:
         "rewards": [{"kind": "model"}], "overlap": {"delta": {"max": 2, "initial": 1}},
         "rollout": {"batch_size": 4, "max_response_tokens": 10},
         "evaluation": {
-            "data": data | {"max_rows": 6}, "verifier": "arithmetic", "every_steps": 1,
+            "data": data | {"max_rows": 6}, "every_steps": 1,
             "metrics": [
+                {"kind": "verifier", "name": "arithmetic"},
                 {"kind": "model"}, {"kind": "python", "entry_point": "judge:brevity"},
                 {"kind": "verifier", "name": "length", "buffer_tokens": 10}, {"kind": "verifier", "name": "math"},
             ],

@@ -37,7 +37,7 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def settings(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
     own = {"steps": 3, "placement": {"mode": "disaggregated"}, "checkpoint": {"every_steps": 1}}
-    return deep(workspace, name.replace(" ", "-"), **(own | {"runtime.threads_per_rank": 1} | changes))
+    return deep(workspace, name.replace(" ", "-"), **(own | changes))
 
 
 def process_of(run: subprocess.Popen[str], victim: str) -> int:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import role_placements, world_size
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.schedule.rounds import FAN_OUT
 from oppo_megatron.schedule.weaving.costs import Costs, read_costs
 from tests.e2e.matrix import FEATURES, Matrix, run_dir
 from tests.e2e.started import struck
+from tests.support.configs import run_of
 from tests.support.layouts import assert_same, deep
 from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
@@ -37,7 +37,7 @@ def test_disaggregated_sequential_is_bit_equal_to_one_process(matrix: Matrix, fe
     assert_same(outcome, plain)
     assert weight_distance(outcome.actor, plain.actor) == weight_distance(outcome.critic, plain.critic) == 0.0
     assert [row["reward"] for row in outcome.rollouts] == [row["reward"] for row in plain.rollouts]
-    costs = read_costs(RunDirectory(config["run_dir"]).costs, role_placements(TrainConfig(**config)))
+    costs = read_costs(RunDirectory(config["run_dir"]).costs, role_placements(run_of(config)))
     built_in = Costs()
     assert costs.decode_at(0) != built_in.decode_at(0) and costs.sample != built_in.sample and costs.score != built_in.score
     assert set(costs.prefill) == {"actor", "reference", "critic", "reward"}
@@ -57,7 +57,7 @@ def test_chunks_from_many_ranks_train_to_the_bit_as_those_from_one(
     for fan_out in (FAN_OUT, 1):
         name = f"fan-out-{fan_out}-{len(actor)}"
         config = deep(workspace, name, placement=DISAGGREGATED | {"actor": actor, "scorer": scorer}, **STREAMED)
-        world = world_size(TrainConfig(**config))
+        world = world_size(run_of(config))
         run_ranks(world, "tests.e2e.jobs:train_with_fan_out", config=config, fan_out=fan_out)
         outcomes.append(read_outcome(run_dir(config)))
     one, many = outcomes
@@ -86,7 +86,7 @@ def test_weights_load_in_transformers(matrix: Matrix, plain: Outcome) -> None:
 
 def test_a_tuned_chunk_is_the_same_for_scorers_partly_on_the_actors_ranks(workspace: Workspace, plain: Outcome) -> None:
     """The reward model's stages are on a rank that decodes and on one that does not: both plan its rounds."""
-    chunk = {"overlap.chunk": {"tokens": 7, "adaptive": [7, 20]}, "runtime.timeout_s": 60.0}
+    chunk = {"overlap.chunk": [7, 20], "runtime.timeout_s": 60.0}
     config = deep(workspace, "partly", placement=DISAGGREGATED | {"actor": {"pp": 2}}, **STREAMED, **chunk)
     config["reward"] |= {"ranks": "1-2", "parallel": {"pp": 2}}
     planned = run_ranks(3, "tests.e2e.jobs:train_and_tell_chunks", config=config)
@@ -127,18 +127,22 @@ FORK = FEATURES["prompts fork"].changes
 @pytest.mark.long
 def test_stale_caches_that_are_kept_fork(matrix: Matrix) -> None:
     kept = FORK | {"overlap.actor_kv": "keep"}
-    forked, apart = (run_ppo_ranks(matrix.config("fork-kept", str(fork), kept | {"debug.fork": fork})) for fork in (True, False))
+    changed = {name: kept | {"overlap.without": without} for name, without in (("forked", []), ("apart", ["fork"]))}
+    forked, apart = (run_ppo_ranks(matrix.config("fork-kept", name, changes)) for name, changes in changed.items())
     assert_same(forked, apart)
     assert min(line["forked_tokens"] for line in forked.metrics) > 0
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("caches", [True, False])
-def test_a_run_killed_within_groups_is_resumed_with_and_without_their_caches(matrix: Matrix, caches: bool) -> None:
-    """A rank dies in the second step.  Without caches every prompt in flight is computed once more, for all that answer it."""
-    config = matrix.in_layout("prompts fork", "PP2 | TP2", name=f"killed-{caches}")
-    config["checkpoint"] = {"every_steps": 1, "caches": caches}
+@pytest.mark.parametrize("placement", [None, {"mode": "single"}], ids=["with caches", "without caches"])
+def test_a_run_killed_within_groups_is_resumed_with_and_without_their_caches(
+    matrix: Matrix, placement: dict[str, str] | None
+) -> None:
+    """A rank dies in the second step.  In another layout every prompt in flight is computed once more, for all that answer it."""
+    config = matrix.in_layout("prompts fork", "PP2 | TP2", name=f"killed-{placement is None}")
+    config["checkpoint"] = {"every_steps": 1}
     struck(config, "round", 1, "killed")
+    config["placement"] = placement or config["placement"]
     config["checkpoint"]["resume"] = True
     outcome = run_ppo_ranks(config)
     assert_same(outcome, matrix.reference("prompts fork"))

@@ -16,6 +16,7 @@ from oppo_megatron.layout.placements import world_size
 from oppo_megatron.mcore.weights.hf_source import open_directory
 from oppo_megatron.preflight.validate import train_problems
 from tests.e2e.test_resume import assert_bit_equal
+from tests.support.configs import run_of
 from tests.support.layouts import DEEP, STEADY_ADAM, assert_same, deep
 from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks
 from tests.support.ranks import run_ranks
@@ -33,7 +34,7 @@ def configured(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any
 
 def shared(config: dict[str, Any]) -> Outcome:
     """A run whose reference must have the actor's own weights."""
-    ranks = world_size(TrainConfig(**config))
+    ranks = world_size(run_of(config))
     assert any(run_ranks(ranks, "tests.e2e.jobs:train_with_a_shared_reference", config=config))
     return read_outcome(Path(config["run_dir"]))
 
@@ -77,11 +78,11 @@ def test_a_null_reference_begins_with_the_adapters_that_are_given(
 ) -> None:
     config = configured(workspace, f"given-{mode}", steps=2, placement={"mode": mode})
     config["actor"] |= {"lora": LORA | {"adapter": str(weights)}}
-    assert train_problems(TrainConfig(**config)) == []
+    assert train_problems(run_of(config)) == []
     first, second = run_ppo_ranks(config).metrics
     assert abs(first["kl_mean"]) < 1e-4 < abs(second["kl_mean"]), "0 at first, and the reference stays where it was"
     assert abs(plain.metrics[-1]["kl_mean"]) > 1e-2, "the adapters do something"
-    shared = {each.role: each.memory.weights for each in train_holdings(TrainConfig(**config), on_cpu=True)}
+    shared = {each.role: each.memory.weights for each in train_holdings(run_of(config), on_cpu=True)}
     assert (0 < shared["reference"] < shared["actor"] / 2) == (mode == "single"), "beside the actor adapters alone"
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import world_size
 from oppo_megatron.rundir.metrics_log import read_metrics
 from tests.e2e.matrix import FEATURES, FEW_ROUNDS, LAYOUTS, OPTIONS, WIDE, Matrix, calls_of, option_of, run_dir
 from tests.e2e.test_resume import assert_bit_equal, checkpoints, last_checkpoint, resumed, stop
+from tests.support.configs import run_of
 from tests.support.layouts import assert_same
 from tests.support.virtual import assert_unfolds_alike
 
@@ -88,7 +88,7 @@ def assert_memory_of_every_rank(config: dict[str, Any]) -> None:
     """The plan and what was measured, for each rank; peaks only rise."""
     summary = json.loads((run_dir(config) / "summary.json").read_text())
     base, peak, planned, ratio = (summary[f"memory_{name}"] for name in ("base_mb", "peak_mb", "planned_mb", "ratio"))
-    ranks = world_size(TrainConfig(**config))
+    ranks = world_size(run_of(config))
     assert len(base) == len(peak) == len(planned) == len(ratio) == ranks
     for rank in range(ranks):
         assert peak[rank] >= base[rank] > 0 < planned[rank], rank  # this process may have held more before

@@ -16,8 +16,8 @@ from tests.support.ppo import SHAPE, Workspace, read_outcome, run_ppo_ranks, wei
 BIG = SHAPE | {"vocab_size": 80_000}
 SETTINGS = {
     "actor": {"init": BIG, "optimizer": {"lr": 2e-3, "eps": 1e-4}},
-    "critic": {"init": BIG, "init_seed": 5, "optimizer": {"lr": 2e-3, "eps": 1e-4}},
-    "reward": {"init": BIG, "init_seed": 6},
+    "critic": {"init": BIG, "optimizer": {"lr": 2e-3, "eps": 1e-4}},
+    "reward": {"init": BIG},
     "steps": 2,
     "rollout": {"batch_size": 16, "max_response_tokens": 24, "top_k": 6},
     "ppo": {"epochs": 1, "minibatches": 1},
@@ -47,8 +47,7 @@ def test_a_run_ends_with_the_limit_to_lower_and_resumes_with_it(
     run = RunDirectory(config.run_dir)
     assert [position.step for position in CheckpointStore(run.path / "checkpoints").positions()] == [1]
     runtime = config.runtime.model_copy(update={"micro_batch_tokens": int(found[1])})
-    again = {"runtime": runtime, "checkpoint": config.checkpoint.model_copy(update={"resume": True})}
-    assert launch("train", config.model_copy(update=again), ranks) == 0
+    assert launch("train", config.model_copy(update={"runtime": runtime}).resumed(), ranks) == 0
     outcome = read_outcome(run.path)
     assert outcome.tokens() == plain.tokens() and outcome.batches() == plain.batches()
     assert weight_distance(outcome.actor, plain.actor) < 1e-5 and weight_distance(outcome.critic, plain.critic) < 1e-5

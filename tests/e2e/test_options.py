@@ -14,7 +14,7 @@ from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.errors import RewardError
-from tests.support.ppo import Workspace, run_ppo_ranks
+from tests.support.ppo import Workspace, read_outcome, run_ppo_ranks
 from tests.support.ranks import run_ranks
 
 LONGEST = 40
@@ -77,11 +77,11 @@ def test_greedy_draws_are_certain(workspace: Workspace) -> None:
 @pytest.mark.parametrize("mode", ["single", "disaggregated"])
 def test_responses_are_as_long_as_the_trace_says(workspace: Workspace, shared_data: Path, mode: str) -> None:
     forced = str(shared_data / "trace_servegen_deepseek_r1_hist.csv")
-    changes = {"placement": {"mode": mode}, "debug.forced_lengths": forced, "overlap.intra": mode != "single"}
+    changes = {"placement": {"mode": mode}, "rollout.forced_lengths": forced, "overlap.intra": mode != "single"}
     config = workspace.config(f"trace-{mode}", steps=2, **changes)
     outcome = run_ppo_ranks(config)
     checked = TrainConfig(**config)
-    lengths = checked.debug.lengths
+    lengths = checked.rollout.lengths
     trace = forced_quantile(lengths, checked.rollout.max_response_tokens)
     stopping = Stopping.of(checked.rollout, (), checked.seed, trace, forced=lengths)
     assert [len(tokens) for _, tokens in sorted(outcome.tokens().items())] == [stopping.limit(i) for i in range(12)]
@@ -94,11 +94,13 @@ def test_a_text_ends_responses_alike_whatever_is_decoded_together(workspace: Wor
     outcomes = []
     for name, changes in {
         "plain": {},
-        "sync": {"runtime.decode_sync_steps": 5, "overlap.chunk": {"tokens": 3, "adaptive": False}},
+        "sync": {"overlap.chunk": 3},
         "streamed": {"placement": {"mode": "disaggregated"}, "overlap.intra": True},
     }.items():
         config = workspace.config(f"stop-{name}", steps=2, **{"rollout.stop": stop, **changes})
-        outcomes.append(run_ppo_ranks(config))
+        if name == "sync":
+            run_ranks(1, "tests.e2e.jobs:train_reading_seldom", config=config, every=5)
+        outcomes.append(read_outcome(Path(config["run_dir"])) if name == "sync" else run_ppo_ranks(config))
     plain = outcomes[0]
     assert all(other.tokens() == plain.tokens() and other.batches() == plain.batches() for other in outcomes[1:])
     reasons = [row["finish_reason"] for row in plain.rollouts]

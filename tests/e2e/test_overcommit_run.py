@@ -25,7 +25,7 @@ BACKFILL = {
     "overlap.intra": True,
     "overlap.inter": True,
     "overlap.delta": {"rule": "fixed", "initial": 3, "max": 3},
-    "overlap.chunk.tokens": EVERY,
+    "overlap.chunk": EVERY,
     "overlap.backfill": EVERY,
 }
 
@@ -127,7 +127,7 @@ def test_the_end_of_the_data_is_a_smaller_batch(workspace: Workspace) -> None:
 
 def test_adaptive_chunk_and_delta_run(workspace: Workspace) -> None:
     changes = {
-        "overlap.chunk": {"tokens": 8, "adaptive": [2, 8, 32]},
+        "overlap.chunk": [8, 2, 32],
         "overlap.delta": {"rule": "eq4", "initial": 2, "max": 4, "window": 1},
         "overlap.max_staleness": 2,
     }
@@ -145,7 +145,7 @@ MEASURED = {"rule": "measured", "initial": 2, "max": DELTA, "window": 1}
 def test_delta_from_what_is_measured(workspace: Workspace, placement: dict[str, Any]) -> None:
     """Every rank must decide alike, or the ranks would admit other prompts and fail each other."""
     dp = placement.get("actor", {}).get("dp", 1)
-    changes = {"overlap.delta": MEASURED, "overlap.max_staleness": 2, "debug.forced_lengths": [12, 1.0]}
+    changes = {"overlap.delta": MEASURED, "overlap.max_staleness": 2, "rollout.forced_lengths": [12, 1.0]}
     config = overcommitted(workspace, f"measured-{dp}", **changes) | {"placement": placement}
     run = run_ppo_ranks(config)
     assert sorted(run.tokens()) == list(range(STEPS * BATCH))
@@ -194,7 +194,7 @@ def test_few_slots_change_nothing(workspace: Workspace, backfilled: Outcome) -> 
 
 def test_a_chunk_that_adapts_changes_no_batch(workspace: Workspace, backfilled: Outcome) -> None:
     """It is searched for among sizes up to that of `overlap.backfill`, also such that do not divide it."""
-    chunk = {"tokens": EVERY, "adaptive": [3, 64]}
+    chunk = [EVERY, 3, 64]
     run = run_ppo_ranks(deep(workspace, "backfill-adaptive", **BACKFILL | {"overlap.chunk": chunk}))
     assert {line["chunk_tokens"] for line in run.metrics} == {3, EVERY}
     assert_same(run, backfilled)

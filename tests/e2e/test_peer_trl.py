@@ -29,7 +29,7 @@ def test_trl_and_ours_do_the_same_work(tmp_path: Path, capsys: pytest.CaptureFix
     out = tmp_path / "out"
     settings: dict[str, Any] = {
         "rewards": [{"kind": "model"}],
-        "debug.forced_lengths": [10, 0.8],
+        "rollout.forced_lengths": [10, 0.8],
         "ppo.entropy_coefficient": 0.0,
         "overlap.delta": {"rule": "fixed", "initial": 2, "max": 2},
         "runtime": {"device": "cpu"},
@@ -59,7 +59,7 @@ def test_trl_and_ours_train_groups_alike(tmp_path: Path, capsys: pytest.CaptureF
     out = tmp_path / "out"
     settings: dict[str, Any] = {
         "algorithm": {"preset": "grpo"}, "critic": None, "reward": None, "runtime": {"device": "cpu"},
-        "rewards": [{"kind": "verifier", "name": "length", "buffer_tokens": 12}], "debug.forced_lengths": [10, 0.8],
+        "rewards": [{"kind": "verifier", "name": "length", "buffer_tokens": 12}], "rollout.forced_lengths": [10, 0.8],
         "rollout": {"batch_size": 8, "group_size": 4, "max_response_tokens": 24}, "ppo": {"kl": {"mode": kl}},
         "overlap.delta": {"rule": "fixed", "initial": 1, "max": 1},
     }  # fmt: skip

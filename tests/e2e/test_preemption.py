@@ -30,7 +30,6 @@ def stopped_killed_and_undisturbed(workspace: Workspace, *options: str) -> str:
     """A run that is told to stop, resumed, and has a rank killed, beside one that is left alone; what the resumed one says."""
     changes: dict[str, Any] = {
         "steps": STEPS,
-        "runtime.threads_per_rank": 1,  # a product's last bit may depend on how many threads make it
         "overlap.intra": True,
         "overlap.inter": True,
         "overlap.delta": {"rule": "fixed", "initial": 2, "max": 4},

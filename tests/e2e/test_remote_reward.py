@@ -54,13 +54,13 @@ def test_scores_of_services_are_those_of_the_run_itself(tmp_path: Path) -> None:
     """Rules behind a service give the same rewards to the bit; a reward model behind another (weight 0) the same to rounding."""
     workspace = Workspace.create(tmp_path)
     rules = [{"kind": "verifier", "name": "arithmetic"}, BREVITY]
-    reward = {"init": SHAPE, "init_seed": 6}
+    reward = {"init": SHAPE}
     model = {
         "rewards": [{"kind": "model"}],
         "reward": reward,
         "tokenizer": {"path": str(tmp_path / "tokenizer.model")},
         "max_tokens": 200,
-        "runtime": {"device": "cpu", "threads_per_rank": 1},
+        "runtime": {"device": "cpu"},
     }
     with ExitStack() as stack:
         isolated = {"rewards": [rules[0], BREVITY | {"isolate": True}]}

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.tokenizer import train_sentencepiece
 from oppo_megatron.layout.placements import world_size
 from tests.e2e.matrix import FEATURES
+from tests.support.configs import run_of
 from tests.support.layouts import DEEP, STEADY_ADAM, assert_same, deep
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
@@ -41,7 +41,7 @@ def carried(workspace: Workspace) -> Outcome:
 
 def stop(config: dict[str, Any], rounds: int, rank: int = 0) -> None:
     """Run until `rank` is told to stop in its round number `rounds`."""
-    world = world_size(TrainConfig(**config))
+    world = world_size(run_of(config))
     ended = run_ranks(world, "tests.e2e.jobs:train_until", config=config, rounds=rounds, rank=rank)
     assert ended == [False] * world, "the run was over before it was to stop"
 
@@ -130,7 +130,7 @@ def warmed_up(workspace: Workspace) -> tuple[dict[str, Any], Outcome]:
     changes = {
         "ppo.critic_warmup_steps": 2,
         "ppo.reward_normalization": "running",
-        "ppo.truncated_score": -0.5,
+        "ppo.truncated": -0.5,
         "ppo.minibatches": 2,
         "overlap.actor_kv": "keep",
         "checkpoint": {"every_steps": 1, "keep": 9},
@@ -171,21 +171,9 @@ def test_resume_in_another_layout(workspace: Workspace) -> None:
     assert_same(run_ppo_ranks(config), plain)
 
 
-def test_resumed_without_caches_it_is_the_same_to_rounding(workspace: Workspace, carried: Outcome) -> None:
-    """Within a rollout: first from a checkpoint that has caches, which are not used, then from one that has none."""
-    config = deep(workspace, "no-caches", **CARRIED)
-    stop(config, rounds=3)
-    assert list((last_checkpoint(config) / "caches").iterdir())
-    config["checkpoint"] = {"resume": True, "caches": False}
-    stop(config, rounds=2)
-    assert not list((last_checkpoint(config) / "caches").iterdir())
-    config["checkpoint"] = {"resume": True}
-    assert_same(run_ppo_ranks(config), carried)
-
-
 def test_resumed_with_a_chunk_that_adapts_the_tokens_are_the_same(workspace: Workspace, carried: Outcome) -> None:
     """Told to stop within the first step; the sizes are tried out after it."""
-    config = deep(workspace, "adaptive", **CARRIED | {"overlap.chunk": {"tokens": 7, "adaptive": True}})
+    config = deep(workspace, "adaptive", **CARRIED | {"overlap.chunk": [7, 16, 32, 64]})
     stop(config, rounds=3)
     outcome = resumed(config)
     assert_same(outcome, carried)
@@ -193,7 +181,7 @@ def test_resumed_with_a_chunk_that_adapts_the_tokens_are_the_same(workspace: Wor
 
 
 def test_stale_caches_that_cannot_be_restored_are_those_of_the_current_weights(workspace: Workspace) -> None:
-    """Carried rollouts resumed without caches, or in another layout, are decoded as `recompute` decodes them."""
+    """Carried rollouts resumed in another layout are decoded as `recompute` decodes them."""
     two_steps = CARRIED | {"steps": 2, "checkpoint": {"every_steps": 1, "keep": 9}}
     fresh = run_ppo_ranks(deep(workspace, "fresh", **two_steps))
     config = deep(workspace, "stale", **two_steps, **{"overlap.actor_kv": "keep"})
@@ -201,10 +189,9 @@ def test_stale_caches_that_cannot_be_restored_are_those_of_the_current_weights(w
     first = [row for row in kept.rollouts if row["step"] == 1]
     assert first == [row for row in fresh.rollouts if row["step"] == 1], "nothing is stale in the first step"
     assert furthest_logprob(kept, fresh) > 1e-3
-    for name, changes in ("caches", {"checkpoint": {"caches": False, "resume": True}}), ("layout", TWO_RANKS):
-        outcome = run_ppo_ranks(rewound(config, name) | {"checkpoint": {"resume": True}} | changes)
-        assert_same(outcome, fresh)
-        assert furthest_logprob(outcome, fresh) < 1e-4
+    outcome = run_ppo_ranks(rewound(config, "layout") | {"checkpoint": {"resume": True}} | TWO_RANKS)
+    assert_same(outcome, fresh)
+    assert furthest_logprob(outcome, fresh) < 1e-4
 
 
 def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_used(workspace: Workspace) -> None:
@@ -250,8 +237,8 @@ def test_what_cannot_be_continued_is_refused(workspace: Workspace) -> None:
     assert "does not hold the models of this configuration" in refusal(config | {"actor": wider})
     (manifest,) = (run / "checkpoints").glob("step-*/manifest.json")
     text, there = manifest.read_text(), checkpoints(config)
-    manifest.write_text(text.replace('"format": 3', '"format": 2'))
-    assert f"{manifest}: format 2, this program reads format 3; resume with the version that wrote it" == refusal(config)
+    manifest.write_text(text.replace('"format": 4', '"format": 3'))
+    assert f"{manifest}: format 3, this program reads format 4; resume with the version that wrote it" == refusal(config)
     assert checkpoints(config) == there, "it is not damaged"
     manifest.unlink()
     assert "none of its checkpoints is whole" in refusal(config)

@@ -128,7 +128,7 @@ def test_another_actor_is_the_reference_and_leaves_the_weights_alone(
     twin = at_step_3 | {"run_dir": str(tmp_path / "twin")}
     shutil.copytree(at_step_3["run_dir"], twin["run_dir"])
     assert typed(at_step_3, f"actor.checkpoint={other}", "actor.init=null") == 0
-    assert typed(twin, f"reference.checkpoint={other}", "checkpoint.caches=false") == 0
+    assert typed(twin, f"reference.checkpoint={other}") == 0
     plain, ours, theirs = (read_outcome(Path(config["run_dir"])) for config in (ended, at_step_3, twin))
     assert_bit_equal(ours, theirs)
     assert ours.tokens() == plain.tokens() and ours.batches() == plain.batches(), "the policy is the checkpoint's"
@@ -194,7 +194,7 @@ def test_a_folder_without_a_run_is_told_of(workspace: Workspace, capsys: pytest.
 @pytest.mark.slow
 def test_ctrl_c_saves_and_says_how_to_go_on(workspace: Workspace) -> None:
     """As a terminal does it: all processes of the group get the signal."""
-    changes = CARRIED | {"steps": 12, "placement": {"mode": "disaggregated"}, "runtime.threads_per_rank": 1}
+    changes = CARRIED | {"steps": 12, "placement": {"mode": "disaggregated"}}
     config = deep(workspace, "interrupted", **changes)
     run = start(config, new_session=True)
     wait_until(run, lambda: num_lines(config) >= 1)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.layout.placements import world_size
 from oppo_megatron.train.inputs import read_inputs
+from tests.support.configs import run_of
 from tests.support.ppo import Outcome, Workspace, read_outcome
 from tests.support.ranks import run_ranks
 from tools.replay import read_rejected
@@ -23,7 +23,7 @@ DISAGGREGATED = {"placement": {"mode": "disaggregated"}}
 
 def texts(config: dict[str, Any], positions: list[int]) -> list[str]:
     """Of the prompts at positions of the stream."""
-    checked = TrainConfig(**config)
+    checked = run_of(config)
     stream = PromptStream(read_inputs(checked).prompts, checked.seed)
     return [stream.at(position).text for position in positions]
 
@@ -39,7 +39,7 @@ def poisoned(workspace: Workspace, name: str, positions: list[int], **changes: A
 
 def run(config: dict[str, Any]) -> tuple[Outcome, list[list[tuple[str, float]]], list[dict[str, Any]]]:
     """The finished run, what each rank saved and went on from, and the rollbacks."""
-    world = world_size(TrainConfig(**config))
+    world = world_size(run_of(config))
     seen = run_ranks(world, "tests.e2e.jobs:train_through_rollbacks", config=config)
     folder = Path(config["run_dir"])
     lines = [json.loads(line) for line in (folder / "rollbacks.jsonl").read_text().splitlines()]
@@ -57,7 +57,7 @@ def test_a_run_goes_back_leaves_the_prompts_out_and_ends(workspace: Workspace, l
     assert "is nan (1 of 6 rows are not finite)" in line["reason"]
     rejected = read_rejected(Path(config["run_dir"]) / "rejected" / f"step-{step}.safetensors")
     assert {rollout.seq_id for rollout in rejected.batch} <= set(line["left_out"])
-    stream = PromptStream(read_inputs(TrainConfig(**config)).prompts, config["seed"])
+    stream = PromptStream(read_inputs(run_of(config)).prompts, config["seed"])
     assert line["rows"] == [stream.at(position).row for position in line["left_out"]]
 
     trained = [row["seq_id"] for row in outcome.rollouts]

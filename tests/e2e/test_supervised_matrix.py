@@ -19,16 +19,15 @@ from tests.support.hf import tensors_of
 from tests.support.ranks import run_ranks
 
 LORA = {"lora": {"rank": 4, "alpha": 12.0, "targets": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}}
-FRESH = {"fresh_head": True}
 KINDS: dict[str, tuple[str, Settings]] = {
     "sft": ("sft", {}),
-    "rm": ("rm", FRESH),
-    "prm": ("prm", FRESH),
+    "rm": ("rm", {}),
+    "prm": ("prm", {}),
     "dpo": ("dpo", {}),
     "kto": ("kto", {}),
     "sft, adapters": ("sft", LORA),
-    "rm, adapters": ("rm", LORA | FRESH),
-    "prm, adapters": ("prm", LORA | FRESH),
+    "rm, adapters": ("rm", LORA),
+    "prm, adapters": ("prm", LORA),
     "dpo, adapters": ("dpo", LORA),
 }
 """Commands and changes of the model, which has fresh heads and adapters that must be the same in every layout."""

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from oppo_megatron.cli.main import main
+from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.data.tokenizer import train_sentencepiece
 from oppo_megatron.errors import EXIT_REQUEUE, CheckpointError
 from oppo_megatron.policy.finding import find_policy
@@ -72,7 +73,7 @@ def test_a_run_goes_on_the_next_day_under_a_template_that_prints_the_date(
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]
     assert find_policy(tmp_path / "run").tokenizer.date == datetime(2026, 5, 4, 23, 59)
     with pytest.raises(CheckpointError, match="resume with the same data, tokenizer"):
-        other = {"tokenizer": {**tokenizer, "date": today}, "checkpoint": {"resume": True}}
+        other = {"tokenizer": TokenizerConfig(**tokenizer).dated(today), "checkpoint": {"resume": True}}
         run("sft", {**chosen, "steps": 3, **other})
 
 

@@ -68,7 +68,6 @@ def write_config(workspace: Workspace, name: str, **changes: Any) -> Path:
         "overlap.intra": True,
         "logging.console": "plain",
         "runtime.device": "cpu",
-        "runtime.threads_per_rank": 1,
         "runtime.timeout_s": 60.0,
     }
     path = workspace.root / f"{name}.yaml"

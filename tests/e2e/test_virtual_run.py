@@ -18,7 +18,7 @@ from tests.support.virtual import assert_unfolds_alike
 
 DELTA = {"initial": 3, "max": 6, "window": 1}
 FORCED = {
-    "debug.forced_lengths": [12, 1.0], "overlap.chunk": {"tokens": 8, "adaptive": [4, 8]},
+    "rollout.forced_lengths": [12, 1.0], "overlap.chunk": [8, 4],
     "placement": {"mode": "colocated", "actor": {"dp": 2}, "scorer": {"dp": 2}},
 }  # fmt: skip
 
@@ -43,8 +43,8 @@ def test_a_step_takes_what_the_run_s_own_costs_say(workspace: Workspace, layout:
         f"own costs {layout}", steps=8, placement=tensor if layout == "tp 2" else {"mode": "disaggregated"},
         **{f"{role}.init": shape for role in ("actor", "critic", "reward")},
         **{f"overlap.{name}": layout != "sequential" for name in ("intra", "inter")},
-        **{"overlap.delta": DELTA | {"rule": "fixed"}, "overlap.chunk.tokens": 16, "debug.forced_lengths": [32, 0.8],
-           "rollout.batch_size": 12, "rollout.max_response_tokens": 96, "runtime.threads_per_rank": 1},
+        **{"overlap.delta": DELTA | {"rule": "fixed"}, "overlap.chunk": 16, "rollout.forced_lengths": [32, 0.8],
+           "rollout.batch_size": 12, "rollout.max_response_tokens": 96},
     )  # fmt: skip
     run = Path(config["run_dir"])
     measured = run_ppo_ranks(config).metrics

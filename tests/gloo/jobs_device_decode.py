@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from oppo_megatron.chunks import Chunk
-from oppo_megatron.config.model import DecodePath, KVLayout
+from oppo_megatron.config.model import KVLayout
 from oppo_megatron.engine import device_decode
 from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.engine.sampler import Sampling
@@ -16,7 +16,7 @@ from oppo_megatron.engine.stopping import Stopping, StopText
 from oppo_megatron.errors import NumericsError
 from oppo_megatron.mcore.kv import sequence_cache
 from oppo_megatron.mcore.kv.paged import PagedKVCache
-from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.model import DecodePath, RoleModel
 from oppo_megatron.records import Prompt, Rollout
 from tests.gloo.jobs_generation import NEVER, decode_round, new_rounds
 from tests.gloo.models import MAX_LENGTH, load, world_groups

@@ -33,7 +33,7 @@ def train_adapters(
     for name, (directory, settings) in models.items():
         head: Head = "scalar" if "scalar" in name else "lm"
         role = TrainedRoleConfig(checkpoint=Path(directory), lora=LoraConfig(**settings))
-        chunks = load_training(role, layout, groups, head=head, max_length=MAX_LENGTH, device=CPU)
+        chunks = load_training(role, layout, groups, head=head, role="model", max_length=MAX_LENGTH, device=CPU)
         frozen = [(p, p.detach().clone()) for chunk in chunks for p in chunk.parameters() if not p.requires_grad]
         plain = len(chunks) == 1 and not layout.sequence_parallel
         if plain:  # what decoding computes with is made before the steps, and reads adapters as they are

@@ -147,8 +147,8 @@ def _filled_up(chunks: list[RoleModel]) -> float:
 
 
 def load_chunks(directory: str, groups: RoleGroups, head: Head, layout: TrainingLayoutConfig) -> list[RoleModel]:
-    config = ModelConfig(checkpoint=Path(directory), fresh_head=True)
-    return load_training(config, layout, groups, head=head, max_length=MAX_LENGTH, device=CPU)
+    config = ModelConfig(checkpoint=Path(directory))
+    return load_training(config, layout, groups, head=head, role="model", max_length=MAX_LENGTH, device=CPU)
 
 
 def cached_outputs(model: RoleModel, probes: Sequence[list[int]]) -> Tensor | None:

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oppo_megatron.config.model import DecodePath, ModelConfig
+from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
-from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.model import DecodePath, RoleModel
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.mcore.training import forward_rows
 from oppo_megatron.mcore.vocab import VocabShards
@@ -50,9 +50,9 @@ def load(
     vocab_multiple: int = 1,
 ) -> RoleModel:
     """The directory's model; a causal LM may serve with a fresh scalar head."""
-    config = ModelConfig(checkpoint=Path(directory), fresh_head=True, dtype=dtype)
+    config = ModelConfig(checkpoint=Path(directory), dtype=dtype)
     sizes = {"max_length": MAX_LENGTH, "vocab_multiple": vocab_multiple}
-    return load_role(config, groups, head=head, device=CPU, path=path, **sizes)
+    return load_role(config, groups, head=head, role="critic" if head == "scalar" else "actor", device=CPU, path=path, **sizes)
 
 
 @dataclass

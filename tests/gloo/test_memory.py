@@ -11,8 +11,7 @@ import torch.distributed as dist
 from oppo_megatron.config.model import ParallelConfig, TrainingLayoutConfig
 from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.layout.memory import stage_layers, stage_parameters
-from oppo_megatron.layout.model_shape import ModelShape
-from oppo_megatron.layout.shape import kv_bytes_per_token
+from oppo_megatron.layout.shape import ModelShape, kv_bytes_per_token
 from oppo_megatron.mcore.groups import build_groups
 from oppo_megatron.mcore.model import build_chunks, build_model
 from tests.support.hf import tiny_config

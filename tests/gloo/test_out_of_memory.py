@@ -56,7 +56,7 @@ def _obey(work: Callable[[int], Any], value: int, setting: str) -> tuple[list[st
 def decoded_within(rooms: list[int], sync_steps: int) -> tuple[list[str], list[int], bool]:
     """Decoding in the first of `rooms` (MiB) that is too small: errors, MiB of the cache, and whether the tokens are the same."""
     shape = BIG | {"vocab_size": 4 * VOCAB, "num_hidden_layers": 1, "max_position_embeddings": 8192}
-    model = load_role(ModelConfig(init=shape, init_seed=1), world_groups(1, 1), head="lm", max_length=8192, device=CPU)
+    model = load_role(ModelConfig(init=shape), world_groups(1, 1), head="lm", max_length=8192, device=CPU)
 
     def work(room: int | None, megabytes: int) -> list[list[int]]:
         cache = model.new_cache(96, megabytes * 2**20)
@@ -91,7 +91,7 @@ def scored(models: dict[str, str], most: int) -> str:
 
 
 def prefilled() -> str:
-    model = load_role(ModelConfig(init=BIG, init_seed=1), world_groups(1, 1), head="lm", max_length=64, device=CPU)
+    model = load_role(ModelConfig(init=BIG), world_groups(1, 1), head="lm", max_length=64, device=CPU)
     rounds = new_rounds(model, model.new_cache(4), Sampling(seed=4), Stopping((), 3), tokens=64)
     with mock.patch.object(round_state, "step", side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried")):
         try:

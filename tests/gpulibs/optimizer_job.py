@@ -109,7 +109,7 @@ def noted_constructions() -> Iterator[list[dict[str, Any]]]:
 
 def main(folder: Path) -> None:
     found: dict[str, Any] = {}
-    with open_world(RuntimeConfig(device="cpu", threads_per_rank=1), {}), cuda_means_cpu():
+    with open_world(RuntimeConfig(device="cpu").with_threads(1), {}), cuda_means_cpu():
         groups = build_groups([0], 1, 1, "actor")
         assert groups is not None
         with noted_constructions() as noted:

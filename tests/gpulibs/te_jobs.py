@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from oppo_megatron.cluster.world import open_world  # noqa: E402
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig, TrainingLayoutConfig  # noqa: E402
 from oppo_megatron.layout.kernels import Available, LayerKind  # noqa: E402
-from oppo_megatron.layout.model_shape import ModelShape  # noqa: E402
+from oppo_megatron.layout.shape import ModelShape  # noqa: E402
 from oppo_megatron.mcore import roles  # noqa: E402
 from oppo_megatron.mcore.attention import PackedPlan  # noqa: E402
 from oppo_megatron.mcore.groups import RoleGroups, build_groups  # noqa: E402
@@ -92,7 +92,7 @@ def _norm(self: Any, x: Tensor) -> Tensor:
 def outputs() -> dict[str, Any]:
     """The outputs of a model with the same weights, by library: of a whole sequence, and of cached calls by each path."""
     found: dict[str, Any] = {}
-    with open_world(RuntimeConfig(device="cpu", threads_per_rank=1), {}), bound_calls() as calls:
+    with open_world(RuntimeConfig(device="cpu").with_threads(1), {}), bound_calls() as calls:
         groups = build_groups([0], 1, 1, "actor")
         assert groups is not None
         for kind in KINDS:

@@ -47,7 +47,7 @@ GENERATE: tuple[Mistake, ...] = (
     _asked("heads that do not divide", ("runs/ppo", "--prompt", "1", "--tp", "3"), "tp 3", "1, 2, 4"),
     _asked("a cache of nothing", ("runs/ppo", "--prompt", "1", "--kv-cache-mb", "0"), "--kv-cache-mb is 0"),
     _asked("answers over a file", ("runs/ppo", "--prompt", "1", "--output", "prompts.jsonl"), "prompts.jsonl is there already"),
-    _asked("answers into a folder that is not there", ("runs/ppo", "--prompt", "1", "--output", "out/a.jsonl"), "no folder out"),
+    _asked("answers into a folder that is not there", ("runs/ppo", "--prompt", "1", "--output", "out/a.jsonl"), "not a folder"),
     _asked("answers gone on with, without a file", ("runs/ppo", "--prompt", "1", "--resume"), "--resume", "--output"),
 )  # fmt: skip
 

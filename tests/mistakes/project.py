@@ -25,7 +25,7 @@ placement: {mode: single}
 tokenizer: {path: t.model}
 data: {path: prompts.jsonl, max_prompt_tokens: 20}
 actor: {checkpoint: actor, optimizer: {lr: 1.0e-5}}
-critic: {checkpoint: actor, fresh_head: true}
+critic: {checkpoint: actor}
 reward: {checkpoint: reward}
 rewards: [{kind: model}, {kind: verifier, name: arithmetic, weight: 0.5}]
 rollout: {batch_size: 8, max_response_tokens: 20}
@@ -44,7 +44,7 @@ RM = """\
 run_dir: runs/rm
 tokenizer: {path: t.model}
 data: {path: pairs.jsonl}
-model: {checkpoint: actor, fresh_head: true}
+model: {checkpoint: actor}
 batch_size: 4
 max_tokens: 64
 """

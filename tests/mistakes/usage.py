@@ -24,7 +24,7 @@ COMMANDS: tuple[Mistake, ...] = (
     Mistake("an option with an underscore", ("train", "train.yaml", "--dry_run"), ("--dry_run", "--dry-run"),
             ("train", "train.yaml", "--dry-run")),
     Mistake("an option of another command", ("validate", "train.yaml", "--resume"), ("--resume",)),
-    Mistake("a negative number of restarts", ("train", "train.yaml", "--max-restarts", "-1"), ("-1", "0 or more")),
+    Mistake("a negative number of restarts", ("train", "train.yaml", "--max-restarts", "-1"), ("-1", "at least 0")),
     Mistake("restarts in words", ("train", "train.yaml", "--max-restarts", "two"), ("two",)),
     Mistake("a benchmark misspelt", ("bench", "overlp", "train.yaml"), ("overlp", "overlap"), ("bench", "--help")),
     Mistake("a case misspelt", ("config", "--init", "arithmetik"), ("arithmetik", "arithmetic"), ("config", "--init")),
@@ -70,6 +70,6 @@ ENVIRONMENT: tuple[Mistake, ...] = (
     Mistake("more ranks than the placement has", ("train", "train.yaml"), ("4", "1"),
             variables={"RANK": "0", "WORLD_SIZE": "4"}),
     Mistake("a device that is not there", ("train", "train.yaml", "runtime.device=cuda"), ("cuda",)),
-    Mistake("a tracker that is not installed", ("train", "train.yaml", "logging.wandb_project=mine"), ("wandb",)),
+    Mistake("a tracker that is not installed", ("train", "train.yaml", "logging.trackers=[wandb:mine]"), ("wandb",)),
     Mistake("a continued run with other prompts", ("train", "train.yaml", "--resume", "run_dir=runs/done"), ("runs/done",)),
 )  # fmt: skip

@@ -164,7 +164,7 @@ GROUPED: dict[str, tuple[Row, Row, float]] = {
         TWICE | {"ppo.kl": {"coefficient": 0.2, "estimator": "k3+"}}, {"loss_type": "grpo", "beta": 0.2}, 8.0,
     ),
     "dapo, cut ones masked": (
-        {"ppo.mask_truncated": True, "rollout.max_response_tokens": 60, "rollout.stop": [PAD]},
+        {"ppo.truncated": "mask", "rollout.max_response_tokens": 60, "rollout.stop": [PAD]},
         {"loss_type": "dapo", "epsilon_high": 0.28, "max_completion_length": 60, "mask_truncated_completions": True},
         5.0,
     ),
@@ -221,7 +221,7 @@ def test_groups(inputs: Path, tmp_path: Path, case: str) -> None:
     )  # fmt: skip
     require_same_norms(outcome.metrics, theirs, clip, passes)
     require_same_weights(tmp_path / ACTOR, theirs, inputs / MODEL)
-    if "ppo.mask_truncated" in changes:
+    if "ppo.truncated" in changes:
         cut = [row["finish_reason"] == "length" for row in outcome.rollouts]
         assert 4 < sum(cut) < len(cut) - 4, "some responses should be cut, and some not"
     if passes > 1:

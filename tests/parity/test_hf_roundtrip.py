@@ -120,7 +120,7 @@ def test_convert_a_causal_lm_to_a_reward_model(tmp_path: Path, capsys: pytest.Ca
     src, dst = tmp_path / "src", tmp_path / "dst"
     save_tiny(src, "qwen2")
     assert main(["convert", str(src), str(dst), "--as", "reward"]) == 2
-    assert "fresh_head" in capsys.readouterr().err and not dst.exists()
+    assert "--fresh-head-seed" in capsys.readouterr().err and not dst.exists()
     assert main(["convert", str(src), str(dst), "--as", "reward", "--fresh-head-seed", "3", "--check"]) == 0
     assert "hidden states" in (said := capsys.readouterr().out) and "in transformers: 0" in said
     config = json.loads((dst / "config.json").read_text())

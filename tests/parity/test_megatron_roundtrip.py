@@ -182,9 +182,9 @@ def refusal(directory: Path, head: str = "lm") -> str:
 
 
 def test_a_role_starts_from_it_and_a_fresh_head_is_drawn(dist: Path) -> None:
-    _, source = open_weights(ModelConfig(checkpoint=dist, fresh_head=True), "scalar")
+    _, source = open_weights(ModelConfig(checkpoint=dist), "scalar", fresh_head=True)
     assert source.tensors["score.weight"].shape == (1, 32)
-    assert "fresh_head: true" in refusal(dist, "scalar")
+    assert "--fresh-head-seed" in refusal(dist, "scalar")
 
 
 def test_rows_that_pad_the_vocabulary_are_left_out(dist: Path, tmp_path: Path) -> None:

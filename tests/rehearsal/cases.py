@@ -19,10 +19,11 @@ class Case:
     kind: str = "train"
 
 
+SYNC_STEPS = 4
+"""Decode steps between two reads."""
 PLAIN: dict[str, Any] = {
     "steps": 2,
     "runtime.device": "cuda",
-    "runtime.decode_sync_steps": 4,
     "runtime.dtype": "bfloat16",
     "runtime.micro_batch_tokens": 128,
     "rollout.batch_size": 4,
@@ -30,7 +31,7 @@ PLAIN: dict[str, Any] = {
     "ppo.epochs": 1,
     "overlap.intra": True,
     "overlap.inter": True,
-    "overlap.chunk": {"tokens": 8, "adaptive": False},
+    "overlap.chunk": 8,
     "overlap.delta": {"rule": "fixed", "initial": 1, "max": 2},
     "guards.logprob_gap": None,
     "checkpoint.every_steps": 1,

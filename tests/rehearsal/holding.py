@@ -89,7 +89,7 @@ class Measurement:
         with self.meter.span() as taken:
             model = roles.load_role(
                 self.role, self._groups(self.placement), head=self.head, max_length=max_context(self.config),
-                device=DEVICE, path="fused",
+                device=DEVICE, path="fused", role=self.name,
             )  # fmt: skip
         self.found["weights"] = taken.kept - self.found["buffers"]
         return model.requires_grad_(False)
@@ -124,8 +124,8 @@ class Measurement:
         train_roles.TrainedModel = self._counted("state", train_roles.TrainedModel)  # type: ignore[misc, assignment]
         with self.meter.span() as taken:
             role = train_roles.build_trained_role(
-                self.role, serving, own, head=self.head, max_length=max_context(self.config), device=DEVICE,
-                path="fused", layers="torch", num_updates=10,
+                self.role, serving, own, head=self.head, role=self.name, max_length=max_context(self.config), device=DEVICE,
+                num_updates=10,
             )  # fmt: skip
         state = self.found.pop("state")
         self.found["gradients"] = state - self.found["optimizer"]

@@ -47,12 +47,12 @@ def main() -> None:
 
 
 def measured(asked: dict[str, Any], peers: Any) -> dict[str, float]:
-    from oppo_megatron.config.run import TrainConfig
     from tests.rehearsal.holding import Measurement
     from tests.rehearsal.memory_cases import Layout
+    from tests.support.configs import run_of
 
     layout = Layout(**asked)
-    config = TrainConfig.model_validate(layout.settings())
+    config = run_of(layout.settings())
     return Measurement(config, layout.role, layout.rank(config), peers).run()
 
 

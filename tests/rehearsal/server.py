@@ -36,10 +36,13 @@ def main() -> None:
     from oppo_megatron.config.describe import SUPERVISED
     from oppo_megatron.config.load import load_config
     from oppo_megatron.config.run import TrainConfig
+    from oppo_megatron.engine import device_decode
     from tests.rehearsal import defects, rank
-    from tests.rehearsal.cases import PLAIN, PREFERENCES
+    from tests.rehearsal.cases import PLAIN, PREFERENCES, SYNC_STEPS
+    from tests.support.configs import run_of
     from tests.support.ppo import Workspace
 
+    device_decode.SYNC_STEPS |= dict.fromkeys(device_decode.SYNC_STEPS, SYNC_STEPS)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     kept: Shapes = {}
@@ -54,7 +57,7 @@ def main() -> None:
                 work = partial(rank.train, load_config(TrainConfig, asked["config"]))
             elif asked["kind"] == "train":
                 settings = workspace.config(f"{number}", **{**PLAIN, **asked["changes"]})
-                work = partial(rank.train, TrainConfig(**settings))
+                work = partial(rank.train, run_of(settings))
             else:
                 settings = workspace.files(f"{number}", "pairs") | PREFERENCES | asked["changes"]
                 work = partial(rank.train_supervised, SUPERVISED[asked["kind"]](**settings))

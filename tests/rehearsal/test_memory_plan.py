@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout import activations, role_memory
 from oppo_megatron.layout.activations import Model
 from oppo_megatron.layout.holdings import train_holdings
 from tests.rehearsal.asking import Server
 from tests.rehearsal.cuda_stub import compiler
 from tests.rehearsal.memory_cases import LAYOUTS, QUICK, Layout
+from tests.support.configs import run_of
 
 Bytes = dict[str, float]
 LASTING = ("weights", "gradients", "optimizer", "kv_cache", "buffers")
@@ -49,7 +49,7 @@ def measurements() -> Iterator[Measurements]:
 
 def planned(layout: Layout) -> Bytes:
     """Bytes of the layout's role on its rank, by kind, as `oppo train --dry-run` counts them on a GPU."""
-    config = TrainConfig.model_validate(layout.settings())
+    config = run_of(layout.settings())
     rank, found = layout.rank(config), Bytes()
     for held in train_holdings(config, on_cpu=False):
         if held.rank == rank and held.role.partition(".")[0] == layout.role:

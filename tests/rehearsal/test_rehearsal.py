@@ -12,7 +12,7 @@ import pytest
 
 from oppo_megatron.bench.gpu import SIZES, GpuBench, GpuWork
 from tests.rehearsal.asking import Server
-from tests.rehearsal.cases import CASES, PLAIN, PREFERENCES
+from tests.rehearsal.cases import CASES, PLAIN, PREFERENCES, SYNC_STEPS
 from tests.rehearsal.cuda_stub import compiler
 from tests.rehearsal.defects import DEFECTS
 from tests.rehearsal.waits import EXPECTED
@@ -94,7 +94,7 @@ def test_decoding_is_read_once_in_so_many_steps(rehearsals: Rehearsals) -> None:
         for report in rehearsals.of(case):
             steps = report["phases"]["decode step"]
             reads = {wait: count for wait, count in waits_of(report).items() if wait[0].startswith("decode")}
-            expected = {("decode", "read", "engine/device_decode.py read"): steps // PLAIN["runtime.decode_sync_steps"]}
+            expected = {("decode", "read", "engine/device_decode.py read"): steps // SYNC_STEPS}
             assert steps >= 24 and reads == expected, reads
 
 

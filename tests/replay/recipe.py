@@ -69,11 +69,12 @@ class Recipe:
             estimator=kl["estimator"].removesuffix("+"),
             kl_coefficient=kl["coefficient"],
             kl_target=kl["target"],
+            truncated_score=ppo["truncated"],
             **{
                 name: ppo[name]
                 for name in (
                     "gamma", "gae_lambda", "value_clip", "entropy_coefficient", "staleness", "reward_clip",
-                    "reward_normalization", "truncated_score",
+                    "reward_normalization",
                 )
             },
         )  # fmt: skip

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import world_size
 from tests.replay.runs import assert_replays, carrying, save_models
+from tests.support.configs import run_of
 from tests.support.layouts import STEADY_ADAM, WITHOUT_CRITIC
 from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks
 from tests.support.ranks import run_ranks
@@ -50,7 +50,7 @@ CASES: dict[str, Case] = {
         {
             "ppo.reward_clip": 1.0,
             "ppo.reward_normalization": "running",
-            "ppo.truncated_score": -1.0,
+            "ppo.truncated": -1.0,
             "ppo.gae_lambda": 0.8,
         }
     ),
@@ -62,8 +62,8 @@ CASES: dict[str, Case] = {
     "temperature": Case({"rollout.temperature": 0.7, "ppo.entropy_coefficient": 0.05}),
     "schedules, weight decay": Case({"actor.optimizer": SCHEDULED, "critic.optimizer": UNCLIPPED}),
     "critic warm-up": Case({"ppo.critic_warmup_steps": 2, "actor.optimizer": SCHEDULED}),
-    "the update waits for the scores": Case(APART | {"debug.wait_for": ["scores"]}),
-    "the next step waits for the critic": Case(APART | {"debug.wait_for": ["critic"]}),
+    "the update waits for the scores": Case(APART | {"overlap.without": ["scores"]}),
+    "the next step waits for the critic": Case(APART | {"overlap.without": ["critic"]}),
     "the critic apart": Case(APART),
     "backfill": Case(APART | {"overlap.backfill": True, "ppo.staleness": "decoupled"}),
 }
@@ -99,7 +99,7 @@ CASES |= {
 CASES["remax, one response, replicas"] = Case(
     WITHOUT_CRITIC
     | {"algorithm": {"preset": "remax"}, "ppo.kl": {"coefficient": 0.2}, "ppo.reward_normalization": "running"}
-    | {"ppo.truncated_score": -0.5, "rollout.temperature": 0.8}
+    | {"ppo.truncated": -0.5, "rollout.temperature": 0.8}
     | {"overlap.delta": {"rule": "fixed", "initial": 6, "max": 6}}
     | REPLICAS
 )
@@ -180,7 +180,7 @@ def test_coefficient_and_learning_rates_go_on_after_a_stop(workspace: Workspace,
         "critic.optimizer": UNCLIPPED,
     }
     config = carrying(workspace, f"stopped-{len(placement)}", changes | placement)
-    world = world_size(TrainConfig(**config))
+    world = world_size(run_of(config))
     for rounds in (8, 5):
         ended = run_ranks(world, "tests.e2e.jobs:train_until", config=config, rounds=rounds, rank=0)
         assert ended == [False] * world, "the run was over before it was to stop"

@@ -59,7 +59,6 @@ def settings(workspace: Workspace, name: str) -> dict[str, Any]:
         **{
             "steps": STEPS, "placement": {"mode": "disaggregated"}, "overlap.intra": True, "overlap.inter": True,
             "overlap.delta": {"rule": "fixed", "initial": 2, "max": 4}, "runtime.device": "cpu",
-            "runtime.threads_per_rank": 1,
         },
     )  # fmt: skip
 

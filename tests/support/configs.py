@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.run import RunConfig, TrainConfig
+
+RunT = TypeVar("RunT", bound=RunConfig)
 
 
 def least_config(run_dir: Path, **sections: Any) -> TrainConfig:
@@ -22,3 +24,14 @@ def least_config(run_dir: Path, **sections: Any) -> TrainConfig:
             **sections,
         }
     )
+
+
+def run_of(config: dict[str, Any], kind: type[RunT] = TrainConfig) -> RunT:  # type: ignore[assignment]
+    """The configuration of a run; `resume` in `checkpoint` stands for `--resume`, `kv_layout` in `runtime` for what a GPU has."""
+    checkpoint = dict(config.get("checkpoint", {}))
+    resumes = checkpoint.pop("resume", False)
+    runtime = dict(config.get("runtime", {}))
+    layout = runtime.pop("kv_layout", "auto")
+    run = kind(**{**config, "checkpoint": checkpoint, "runtime": runtime})
+    run = run.model_copy(update={"runtime": run.runtime.with_kv_layout(layout)})
+    return run.resumed() if resumes else run

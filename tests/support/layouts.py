@@ -24,8 +24,8 @@ def deep(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
     """
     roles: dict[str, Any] = {
         "actor": {"init": DEEP, "optimizer": STEADY_ADAM},
-        "critic": {"init": DEEP, "init_seed": 5, "optimizer": STEADY_ADAM},
-        "reward": {"init": DEEP, "init_seed": 6},
+        "critic": {"init": DEEP, "optimizer": STEADY_ADAM},
+        "reward": {"init": DEEP},
     }
     return workspace.config(name, **(roles | {"seed": SEED, "rollout.top_k": 6} | changes))
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.generated import DatasetSizes, write_dataset
 from oppo_megatron.data.tokenizer import train_sentencepiece
 from oppo_megatron.layout.placements import world_size
+from tests.support.configs import run_of
 from tests.support.ranks import run_ranks
 
 SHAPE = {
@@ -59,12 +59,12 @@ class Workspace:
             "steps": 3,
             "placement": {"mode": "single"},
             "actor": {"init": SHAPE, "optimizer": {"lr": 2e-3}},
-            "critic": {"init": SHAPE, "init_seed": 5, "optimizer": {"lr": 2e-3}},
-            "reward": {"init": SHAPE, "init_seed": 6},
+            "critic": {"init": SHAPE, "optimizer": {"lr": 2e-3}},
+            "reward": {"init": SHAPE},
             "rewards": [{"kind": "model"}, {"kind": "verifier", "name": "arithmetic", "weight": 0.5}],
             "rollout": {"batch_size": 6, "max_response_tokens": 40},
             "ppo": {"epochs": 2, "minibatches": 2, "kl": {"coefficient": 0.05}, "entropy_coefficient": 0.01},
-            "overlap": {"intra": False, "inter": False, "chunk": {"tokens": 7, "adaptive": False}},
+            "overlap": {"intra": False, "inter": False, "chunk": 7},
             "logging": {"console": "off", "rollouts": True},
         }
         config = deepcopy(config)
@@ -99,7 +99,7 @@ class Outcome:
 
 
 def run_ppo_ranks(config: dict[str, Any]) -> Outcome:
-    world = world_size(TrainConfig(**config))
+    world = world_size(run_of(config))
     run_ranks(world, "tests.e2e.jobs:train", config=config)
     return read_outcome(Path(config["run_dir"]))
 

@@ -28,12 +28,12 @@ def tree(actor: Layout = (1, 1, 1), scorer: Layout | None = None, **changes: Any
     config: dict[str, Any] = {
         "run_dir": "none", "steps": 6, "placement": {"mode": mode, **pools}, "tokenizer": {"path": "none"},
         "data": {"path": "none", "max_prompt_tokens": 64}, "actor": role, "critic": role, "reward": role,
-        "rewards": [{"kind": "model"}], "rollout": {"batch_size": 16, "max_response_tokens": 96},
+        "rewards": [{"kind": "model"}], "rollout": {"batch_size": 16, "max_response_tokens": 96, "forced_lengths": [30.0, 0.8]},
         "overlap": {
-            "chunk": {"tokens": 16, "adaptive": False},
+            "chunk": 16,
             "delta": {"rule": "fixed", "initial": 4, "max": 4},
         },
-        "runtime": {"micro_batch_tokens": 2048}, "debug": {"forced_lengths": [30.0, 0.8]},
+        "runtime": {"micro_batch_tokens": 2048},
     }  # fmt: skip
     for key, value in changes.items():
         config[key] = config.get(key, {}) | value if isinstance(value, dict) else value
@@ -50,22 +50,21 @@ def drawn(seed: int) -> tuple[TrainConfig, StepCosts]:
     actor, scorer, roles = _placed(random)
     group, limit = random.choice((1, 1, 1, 2, 4)), random.choice((48, 96, 160, 256))
     batch = random.choice((8, 16, 32, 64))
-    chunk = {"tokens": random.choice((4, 8, 16, 64)), "adaptive": random.random() < 0.2}
+    chunk = random.choice((4, 8, 16, 64))
+    sizes = list(dict.fromkeys([chunk, 16, 32, 64])) if random.random() < 0.2 else chunk
     delta = random.choice((0, 2, 4, batch // 4, batch // 2))
     weave = random.choice((["auto", "auto"],) * 3 + (["auto", 256], [2, "auto"], [3, 128]))
     overlap = {
-        "chunk": chunk, "delta": {"rule": "fixed", "initial": delta, "max": max(1, delta)}, "weave": weave,
+        "chunk": sizes, "delta": {"rule": "fixed", "initial": delta, "max": max(1, delta)}, "weave": weave,
         "schedule": random.choice(("auto", "woven", "intra")), "backfill": random.random() < 0.2,
         "actor_kv": random.choice(("recompute", "recompute", "keep")),
     }  # fmt: skip
-    debug = {
-        "forced_lengths": [float(limit // random.choice((2, 3, 6))), random.choice((0.0, 0.4, 0.8, 1.2))],
-        "wait_for": random.choice(([], [], [], ["critic"], ["scores"])), "fork": random.random() < 0.8,
-    }  # fmt: skip
+    lengths = [float(limit // random.choice((2, 3, 6))), random.choice((0.0, 0.4, 0.8, 1.2))]
+    overlap["without"] = random.choice(([], [], [], ["critic"], ["scores"])) + ([] if random.random() < 0.8 else ["fork"])
     config = tree(
-        actor, scorer, overlap=overlap, debug=debug, seed=seed, data={"max_prompt_tokens": random.choice((32, 64, 128))},
+        actor, scorer, overlap=overlap, seed=seed, data={"max_prompt_tokens": random.choice((32, 64, 128))},
         runtime={"micro_batch_tokens": random.choice((256, 512, 1024, 2048, 8192))},
-        rollout={"batch_size": batch, "max_response_tokens": limit, "group_size": group},
+        rollout={"batch_size": batch, "max_response_tokens": limit, "group_size": group, "forced_lengths": lengths},
     )  # fmt: skip
     if group > 1 and random.random() < 0.7:
         config["algorithm"] = {"preset": random.choice(("grpo", "rloo", "remax"))}

@@ -62,9 +62,9 @@ def plain(scored: ScoredBatch, ppo: PPOConfig, coefficient: float) -> dict[str, 
 OPTIONS: list[dict[str, object]] = [
     {},
     {"reward_clip": 1.0},
-    {"truncated_score": -2.0},
-    {"truncated_score": -2.0, "reward_clip": 1.0},
-    {"truncated_score": -2.0, "reward_normalization": "running"},
+    {"truncated": -2.0},
+    {"truncated": -2.0, "reward_clip": 1.0},
+    {"truncated": -2.0, "reward_normalization": "running"},
     {"reward_normalization": "batch", "reward_clip": 1.0},
     {"kl": {"mode": "loss", "estimator": "k2"}},
     {"kl": {"estimator": "k2"}},
@@ -141,7 +141,7 @@ def test_inputs_are_not_changed_and_no_gradient_is_kept() -> None:
     scored = batch()
     scored.values_T.requires_grad_()
     copies = [x.detach().clone() for x in (scored.values_T, scored.behaviour_logp_T, scored.scores_B)]
-    experience = of_ppo(config(truncated_score=0.0, reward_clip=1.0)).experience(scored, 0.3)
+    experience = of_ppo(config(truncated=0.0, reward_clip=1.0)).experience(scored, 0.3)
     for before, after in zip(copies, (scored.values_T, scored.behaviour_logp_T, scored.scores_B), strict=True):
         assert torch.equal(before, after)
     assert not experience.returns_T.requires_grad and not experience.old_values_T.requires_grad
@@ -151,7 +151,7 @@ def test_inputs_are_not_changed_and_no_gradient_is_kept() -> None:
 def test_a_score_that_is_not_finite_names_its_row_even_where_it_would_be_replaced(value: float) -> None:
     scores_B = torch.tensor([0.5, 1.0, value])
     with pytest.raises(RewardError, match=rf"score of row 2 is {value}"):
-        of_ppo(config(truncated_score=0.0, reward_clip=1.0)).experience(replace(batch(), scores_B=scores_B), 0.1)
+        of_ppo(config(truncated=0.0, reward_clip=1.0)).experience(replace(batch(), scores_B=scores_B), 0.1)
 
 
 @pytest.mark.parametrize(

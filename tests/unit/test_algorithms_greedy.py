@@ -65,7 +65,7 @@ def test_a_greedy_score_is_made_as_the_others_are() -> None:
         torch.zeros(4, dtype=DOUBLE), None, None, torch.tensor([1.0, 3.0], dtype=DOUBLE), [2, 2], torch.tensor([False, False]),
         greedy=GreedyRows(torch.tensor([9.0, 2.0], dtype=DOUBLE), torch.tensor([2, 3]), torch.tensor([False, True])),
     )  # fmt: skip
-    ppo = PPOConfig(reward_clip=4.0, reward_normalization="batch", truncated_score=-0.5, kl=KLConfig(mode="none"))
+    ppo = PPOConfig(reward_clip=4.0, reward_normalization="batch", truncated=-0.5, kl=KLConfig(mode="none"))
     found = remax(1, ppo).experience(scored, 0.0).advantages_T
     # Mean 2 and deviation 1; the greedy ones come to 4 - 2, and to what a cut response gets.
     first, second = -1 - 2, 1 + 0.5

@@ -33,7 +33,7 @@ def scored(lengths: Sequence[int], scores: Sequence[float], size: int) -> Scored
 
 def experience(batch: ScoredBatch, *, mask: bool = False) -> Experience:
     choices = AlgorithmConfig.model_validate({"preset": "dr_grpo"})
-    return Algorithm(choices, PPOConfig(mask_truncated=mask), batch.group_size, LONGEST).experience(batch, 0.0)
+    return Algorithm(choices, PPOConfig(truncated="mask" if mask else None), batch.group_size, LONGEST).experience(batch, 0.0)
 
 
 def test_responses_that_leave_the_loss_stay_in_the_mean_of_their_group() -> None:

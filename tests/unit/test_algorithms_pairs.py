@@ -229,7 +229,7 @@ def test_scores_are_compared_as_the_settings_shape_them() -> None:
     clipped = Algorithm(CHOICES, PPO.model_copy(update={"reward_clip": 1.0}), 2, longest=64, dpo=DPOLossConfig())
     assert case.experience(clipped).stats.ties == 1
     scored = ScoredBatch(case.behaviour_T, case.reference_T, None, torch.ones(2), case.lengths, torch.tensor([True, False]), 2)
-    penalised = Algorithm(CHOICES, PPO.model_copy(update={"truncated_score": 0.5}), 2, longest=64, dpo=DPOLossConfig())
+    penalised = Algorithm(CHOICES, PPO.model_copy(update={"truncated": 0.5}), 2, longest=64, dpo=DPOLossConfig())
     experience = penalised.experience(scored, 0.0)
     assert experience.stats.pairs == 1 and experience.advantages_T[0] == -1
 

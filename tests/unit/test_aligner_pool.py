@@ -28,11 +28,11 @@ def test_without_nemo_the_import_of_the_trainer_says_what_is_missing() -> None:
 
 def test_the_block_is_read_strictly() -> None:
     assert read_aligner_config({}).delta.rule == "eq4" and read_aligner_config({}).scorer is None
-    for unasked in ({}, {"delta": {}}, {"delta": {"window": 3}, "chunk": {"tokens": 64}}):
+    for unasked in ({}, {"delta": {}}, {"delta": {"window": 3}, "chunk": 64}):
         delta = read_aligner_config(unasked).delta
         assert (delta.initial, delta.max) == (0, 0), "nothing is deferred until that is asked for"
-    with pytest.raises(ConfigError, match="trainer.ppo.oppo: .*chunk.tokens"):
-        read_aligner_config({"chunk": {"tokens": 0}})
+    with pytest.raises(ConfigError, match="trainer.ppo.oppo: .*chunk"):
+        read_aligner_config({"chunk": 0})
     with pytest.raises(ConfigError, match=r"initial 4 is above max 2"):
         read_aligner_config({"delta": {"initial": 4, "max": 2}})
     with pytest.raises(ConfigError, match="url"):

@@ -44,8 +44,8 @@ def without_critic(preset: str, **changes: Any) -> TrainConfig:
         "run_dir": "runs/x", "algorithm": {"preset": preset}, "steps": 3,
         "tokenizer": {"path": "t.model"}, "data": {"path": "p.jsonl", "max_prompt_tokens": 16},
         "actor": {"init": SHAPE}, "rewards": [{"kind": "verifier", "name": "arithmetic"}],
-        "rollout": {"batch_size": 64, "group_size": 8, "max_response_tokens": 16},
-        "ppo": {"minibatches": 4}, "overlap": {"delta": {"initial": 2, "max": 2}}, "debug": {"forced_lengths": [4, 0.5]},
+        "rollout": {"batch_size": 64, "group_size": 8, "max_response_tokens": 16, "forced_lengths": [4, 0.5]},
+        "ppo": {"minibatches": 4}, "overlap": {"delta": {"initial": 2, "max": 2}},
     }  # fmt: skip
     return TrainConfig.model_validate(plain | changes)
 
@@ -76,8 +76,8 @@ def test_modes_set_every_switch_and_nothing_else() -> None:
         changed = switched(base, mode)
         others = {name: value for name, value in switches.items() if name != "hide_critic"}
         assert {name: getattr(changed.overlap, name) for name in others} == others
-        assert changed.debug.wait_for == ([] if switches["hide_critic"] else ["critic"])
-        assert changed.model_copy(update={"overlap": base.overlap, "debug": base.debug}) == base
+        assert changed.overlap.without == ([] if switches["hide_critic"] else ["critic"])
+        assert changed.model_copy(update={"overlap": base.overlap}) == base
         plans[mode] = plan_step(changed)
     assert plans["sequential"].wait_for_critic and not plans["sequential"].stream
     assert plans["full"].wait_for_critic and plans["full"].stream
@@ -183,7 +183,10 @@ def test_work_is_told_by_label_and_by_action() -> None:
 
 
 def test_evaluation_and_weights_are_no_part_of_a_benchmark() -> None:
-    held_out = config(evaluation={"data": {"path": "h.jsonl"}, "verifier": "gsm8k"}, logging={"trace": False, "console": "off"})
+    held_out = config(
+        evaluation={"data": {"path": "h.jsonl"}, "metrics": [{"kind": "verifier", "name": "gsm8k"}]},
+        logging={"trace": False, "console": "off"},
+    )
     changed = bare(held_out)
     assert changed.evaluation is None and not changed.checkpoint.writes_weights
     assert changed.logging.trace and changed.logging.console == "off"

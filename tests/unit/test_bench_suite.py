@@ -25,8 +25,7 @@ def config(**changes: Any) -> TrainConfig:
     plain: dict[str, Any] = {
         "run_dir": "runs/x", "tokenizer": {"path": "t.model"}, "data": {"path": "p.jsonl", "max_prompt_tokens": 64},
         "actor": {"init": SHAPE}, "critic": {"init": SHAPE}, "reward": {"init": SHAPE},
-        "rewards": [{"kind": "model"}], "rollout": {"batch_size": 16, "max_response_tokens": 64},
-        "debug": {"forced_lengths": [16, 1.0]},
+        "rewards": [{"kind": "model"}], "rollout": {"batch_size": 16, "max_response_tokens": 64, "forced_lengths": [16, 1.0]},
     }  # fmt: skip
     return TrainConfig.model_validate(plain | changes)
 
@@ -135,7 +134,7 @@ def test_equal_work_is_judged_by_decoded_tokens() -> None:
     require_same_work(config(), found)
     other = work_figures(same | {"c": runs_of([1.0])})
     assert not other["same_work"] and "a 200, b 200 200, c 100" in work_lines(other)[0]
-    require_same_work(config(debug={}), other)
+    require_same_work(config(rollout={"batch_size": 16, "max_response_tokens": 64}), other)
     with pytest.raises(BenchError, match="lengths were forced, but this is NOT the same work"):
         require_same_work(config(), other)
 

@@ -17,7 +17,7 @@ from oppo_megatron.cli.parser import counts
 from oppo_megatron.errors import ConfigError
 from tests.support.commands import LEAST, enter
 
-CONFIG = LEAST + "debug: {forced_lengths: [4, 0.5]}\n"
+CONFIG = LEAST.replace("max_response_tokens: 20}", "max_response_tokens: 20, forced_lengths: [4, 0.5]}")
 TRACE = "GeneratedTokens,my tokens\n5,1\n9,2\n"
 
 
@@ -52,17 +52,17 @@ def test_common_arguments_become_settings(config: Path) -> None:
     base = load_base(parsed(config, "seed=5", "--steps", "4", "--out", "o", "--prompt-tokens", "7"))
     assert (base.seed, base.steps, base.run_dir) == (5, 4, Path("o"))
     assert base.data.max_prompt_tokens == 7 and base.data.path == Path("o/inputs/prompts.jsonl")
-    assert base.debug.forced_lengths == [4, 0.5]
+    assert base.rollout.forced_lengths == [4, 0.5]
     assert load_base(parsed(config)).steps == 3
 
 
 def test_forced_lengths_take_the_place_of_the_files(config: Path) -> None:
-    drawn = load_base(parsed(config, "--lognormal", "6,1.5")).debug.lengths
+    drawn = load_base(parsed(config, "--lognormal", "6,1.5")).rollout.lengths
     assert drawn is not None and (drawn.median, drawn.sigma, drawn.trace) == (6, 1.5, None)
-    traced = load_base(parsed(config, "--trace", "a trace.csv")).debug.lengths
+    traced = load_base(parsed(config, "--trace", "a trace.csv")).rollout.lengths
     assert traced is not None and (traced.median, traced.scale) == (None, "auto")
     assert traced.trace == Path("a trace.csv") and traced.column is None
-    column = load_base(parsed(config, "--trace", "a trace.csv", "--trace-column", "my tokens")).debug.lengths
+    column = load_base(parsed(config, "--trace", "a trace.csv", "--trace-column", "my tokens")).rollout.lengths
     assert column is not None and column.column == "my tokens"
     with pytest.raises(ConfigError, match="--trace-column my tokens names a column of no file"):
         forced_lengths(parsed(config, "--trace-column", "my tokens"))

@@ -16,7 +16,7 @@ run_dir: run
 tokenizer: {path: nowhere}
 data: {path: rows.jsonl}
 actor: {checkpoint: nowhere}
-critic: {checkpoint: nowhere, fresh_head: true}
+critic: {checkpoint: nowhere}
 rewards: [{kind: verifier, name: gsm8k}, {kind: model, weight: 0.5}]
 rollout: {batch_size: 8, max_response_tokens: 20}
 """

@@ -302,7 +302,7 @@ def test_a_run_that_goes_back_is_started_again(
 
     def launched(kind: str, config: TrainConfig, world: int, *, in_process: bool) -> int:
         assert not in_process, "each start has a process of its own"
-        seen.append(config.checkpoint.resume)
+        seen.append(config.resume)
         end = left.pop(0)
         if end == "killed":
             raise RankKilled("rank 0 was ended by SIGKILL")

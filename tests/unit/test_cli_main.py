@@ -161,24 +161,26 @@ def test_a_length_trace_is_read_before_anything_starts(
     config: Path, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
     Path("lengths.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nx,1,5\nx,1,nan\n")
-    overrides = ["debug.forced_lengths=lengths.csv", "ppo.minibatches=3"]
+    overrides = ["rollout.forced_lengths=lengths.csv", "ppo.minibatches=3"]
     assert main([*command, str(config), *overrides]) == 2
     err = capsys.readouterr().err
     assert "2 problems" in err and "ppo.minibatches 3 does not divide" in err
-    assert "debug.forced_lengths: 1 row cannot be used" in err
+    assert "rollout.forced_lengths: 1 row cannot be used" in err
     assert "lengths.csv:3: `GeneratedTokens` is 'nan', but must be a whole number" in err and "Traceback" not in err
     assert not Path("run").exists()
 
 
 def test_validate_finds_the_kind(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("lengths.csv").write_text("kind,tokens,requests\noutput,5,2\n")
-    assert main(["validate", "--skip-data", str(config), "debug.forced_lengths=lengths.csv"]) == 0
+    assert main(["validate", "--skip-data", str(config), "rollout.forced_lengths=lengths.csv"]) == 0
     assert "`oppo train`" in capsys.readouterr().out
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     init = json.dumps({"model_type": "qwen2", **sizes})
-    for fresh, kind in (("false", "sft"), ("true", "rm")):
-        model = f"model: {{init: {init}, fresh_head: {fresh}}}"
-        config.write_text(f"run_dir: r\ntokenizer: {{path: tok}}\ndata: {{path: rows.jsonl}}\nmax_tokens: 64\n{model}\n")
+    config.write_text(
+        f"run_dir: r\ntokenizer: {{path: tok}}\ndata: {{path: rows.jsonl}}\nmax_tokens: 64\nmodel: {{init: {init}}}\n"
+    )
+    for row, kind in (({"completion": "2"}, "sft"), ({"chosen": "2"}, "rm")):
+        Path("rows.jsonl").write_text(json.dumps(row))
         assert main(["validate", "--skip-data", str(config)]) == 0
         assert f"`oppo {kind}`" in capsys.readouterr().out
     assert main(["validate", "--skip-data", str(config), "--kind", "train"]) == 2

@@ -203,11 +203,13 @@ def test_a_signal_ends_the_measuring_run_too(tmp_path: Path, number: int, code: 
         os.kill(int(started.read_text()), 0)
 
 
-def test_threads_that_leave_cores_idle_are_told_of(config: Path) -> None:
-    def work(*overrides: str) -> str:
-        settings = load_settings("train", config, list(overrides))
+def test_threads_that_leave_cores_idle_are_told_of(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work() -> str:
+        settings = load_settings("train", config, [])
         assert isinstance(settings, TrainSettings)
         return describe_work(settings, find_candidates(settings, Machine("cpu", 2)))
 
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert "idle" not in work()
-    assert "runtime.threads_per_rank=1 leaves cores idle in single: set it to 0" in work("runtime.threads_per_rank=1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert "OMP_NUM_THREADS=1 leaves cores idle in single: unset it" in work()

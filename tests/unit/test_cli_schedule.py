@@ -30,10 +30,10 @@ data: {path: rows.jsonl, max_prompt_tokens: 64}
 actor: {init: {model_type: llama, vocab_size: 512, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 4,
                num_attention_heads: 4}}
 critic: {init: "${actor.init}"}
-reward: {init: "${actor.init}", fresh_head: true}
+reward: {init: "${actor.init}"}
 rewards: [{kind: model}]
 rollout: {batch_size: 8, max_response_tokens: 20}
-overlap: {chunk: {tokens: 6}, delta: {initial: 4}, weave: [2, auto]}
+overlap: {chunk: 6, delta: {initial: 4}, weave: [2, auto]}
 placement: {mode: colocated, actor: {pp: 2, dp: 2}}
 """
 
@@ -133,7 +133,7 @@ def test_groups_fork_their_prompts(config: Path, capsys: pytest.CaptureFixture[s
     read = sorted(g.seq_id for replica in first.prefill["actor"] for batch in replica for g in batch)
     assert read == [0, 4, 8]
     assert "forks" not in shown(capsys, str(config), *GROUPS), "in the second round all prompts are cached"
-    apart = shown(capsys, str(config), "--round", "1", *GROUPS, "debug.fork=false")
+    apart = shown(capsys, str(config), "--round", "1", *GROUPS, "overlap.without=[fork]")
     assert "forks" not in apart and "OK" in apart
 
 
@@ -164,7 +164,7 @@ def test_what_a_filter_would_do_to_the_round_is_told(
 
 def test_rounds_end_where_prompts_may_enter(config: Path) -> None:
     """Chunks of 5 steps, and prompts that may enter every 12."""
-    changes = ["algorithm.preset=dr_grpo", "critic=null", "ppo.kl.mode=none", "overlap.chunk.tokens=5", "overlap.backfill=12"]
+    changes = ["algorithm.preset=dr_grpo", "critic=null", "ppo.kl.mode=none", "overlap.chunk=5", "overlap.backfill=12"]
     loaded = load_config(TrainConfig, config, [*GROUPS, *changes])
     assert [preview(loaded, number).round.steps for number in range(1, 6)] == [5, 5, 2, 5, 3]
 
@@ -228,7 +228,7 @@ def test_the_transport_is_that_of_the_run(
 
 HELD = (
     "placement.actor.dp=1", "rollout.batch_size=64", "rollout.max_response_tokens=64", "runtime.micro_batch_tokens=1024",
-    "overlap.chunk.tokens=8", "overlap.delta.initial=8", "overlap.weave=[auto,auto]", "data.max_prompt_tokens=32",
+    "overlap.chunk=8", "overlap.delta.initial=8", "overlap.weave=[auto,auto]", "data.max_prompt_tokens=32",
 )  # fmt: skip
 
 
@@ -321,7 +321,7 @@ def test_a_mode_that_needs_the_models_says_so(config: Path, capsys: pytest.Captu
 
 def test_a_small_cache_bounds_what_runs_at_once(config: Path) -> None:
     """64 + 20 tokens a slot, 2 layers, keys and values of 64 in float32: 86,016 bytes; 0.3 MB holds three."""
-    loaded = load_config(TrainConfig, config, ["runtime.kv_cache_mb=0.3", "overlap.chunk.tokens=20"])
+    loaded = load_config(TrainConfig, config, ["runtime.kv_cache_mb=0.3", "overlap.chunk=20"])
     first = preview(loaded, 1)
     assert first.budgets["actor"][0].slots == 3
     assert [sum(map(len, replica)) for replica in first.round.decode] == [3, 3]

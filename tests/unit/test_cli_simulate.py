@@ -19,7 +19,7 @@ LENGTHS = ("--lognormal", "8,0.8")
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     workspace = Workspace.create(tmp_path_factory.mktemp("simulate"))
-    overlap = {"intra": True, "inter": True, "chunk": {"tokens": 8, "adaptive": False}}
+    overlap = {"intra": True, "inter": True, "chunk": 8}
     overlap["delta"] = {"rule": "fixed", "initial": 3, "max": 8}
     tree = workspace.config("run", placement={"mode": "disaggregated"}, steps=6, overlap=overlap)
     path = workspace.root / "c.yaml"
@@ -101,7 +101,7 @@ def test_a_calibrated_run_takes_what_the_run_took(config: Path, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--steps", "2"), "give --lognormal MEDIAN,SIGMA, --trace FILE, or debug.forced_lengths"),
+        (("--steps", "2"), "give --lognormal MEDIAN,SIGMA, --trace FILE, or rollout.forced_lengths"),
         (("--steps", "2", "--lognormal", "400,1"), "rollout.max_response_tokens is 40, which would cut them"),
         (("--steps", "2", *LENGTHS, "--modes", "sequential,fast"), "--modes fast: not a mode; the modes are sequential, intra"),
         (("--steps", "2", *LENGTHS, "--sweep", "overlap.epsilon=1,2"), "overlap.epsilon"),

@@ -38,7 +38,7 @@ def _as_before() -> Iterator[None]:
 
 def test_without_ranks_in_the_environment_the_world_is_one_process() -> None:
     before = torch.get_num_threads()
-    with open_world(RuntimeConfig(device="cpu", threads_per_rank=3), {}) as world:
+    with open_world(RuntimeConfig(device="cpu").with_threads(3), {}) as world:
         assert (world.rank, world.size, world.device) == (0, 1, torch.device("cpu"))
         assert dist.get_world_size() == 1 and torch.get_num_threads() == 3
         (me,) = world.hosts
@@ -144,11 +144,11 @@ def test_four_ranks_of_a_host_share_its_cores(
 def test_the_environment_says_how_many_threads_a_rank_has(
     monkeypatch: pytest.MonkeyPatch, omp: str | None, mkl: str | None, configured: int, threads: int
 ) -> None:
-    """Unless `runtime.threads_per_rank` does."""
+    """Unless `--threads` does."""
     monkeypatch.setattr("oppo_megatron.cores.usable_cores", lambda: 5)
     for name, value in (("OMP_NUM_THREADS", omp), ("MKL_NUM_THREADS", mkl)):
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
-    with open_world(RuntimeConfig(device="cpu", threads_per_rank=configured), {}) as world:
+    with open_world(RuntimeConfig(device="cpu").with_threads(configured), {}) as world:
         assert torch.get_num_threads() == world.hosts[0].threads == threads
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from oppo_megatron.config.base import Section
-from oppo_megatron.config.debug import MOST_MEDIAN, MOST_SIGMA, log_normal
 from oppo_megatron.config.explain import explain, first_problem
+from oppo_megatron.config.forced import MOST_MEDIAN, MOST_SIGMA, log_normal
 from oppo_megatron.config.load import dump_config, load_config, plain_settings
 from oppo_megatron.config.model import ActorConfig, RuntimeConfig, TrainedRoleConfig
 from oppo_megatron.config.run import TrainConfig
@@ -32,7 +32,7 @@ steps: 3
 tokenizer: {path: tok.model}
 data: {path: rows.jsonl}
 actor: {checkpoint: actor}
-critic: {checkpoint: actor, fresh_head: true, optimizer: {lr: 1e-5}}
+critic: {checkpoint: actor, optimizer: {lr: 1e-5}}
 rewards: [{kind: verifier, name: gsm8k}]
 rollout: {batch_size: 8, max_response_tokens: 50}
 """
@@ -68,7 +68,7 @@ def test_overrides_reach_sections_lists_and_null_sections(good: Path) -> None:
         ("ppo: {kl: {coefficient: 0.2}}", ["ppo.kl.coefficient=~"], "ppo.kl.coefficient", 0.05),
         ("ppo: {kl: {coefficient: 0.2}}", ["ppo.kl=null", "ppo.kl.coefficient=0.3"], "ppo.kl.coefficient", 0.3),
         ("seed: 7", ["seed=null", "ppo.kl=null"], "seed", 1),
-        ("overlap: {chunk: {tokens: 8}}", ["overlap=Null"], "overlap.chunk.tokens", 32),
+        ("overlap: {delta: {window: 8}}", ["overlap=Null"], "overlap.delta.window", 5),
         ("ppo: {clip_high: 0.3}", ["ppo.clip_high=null"], "ppo.clip_high", None),
         ("ppo: {kl_coefficient: 0.2, odd: 1}", ["ppo.odd=null", "ppo.kl_coefficient=null"], "ppo.kl.coefficient", 0.05),
     ],
@@ -98,8 +98,8 @@ def test_interpolation_sees_overrides(good: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("overlap.chunk.token=3", "`overlap.chunk.token` is not a setting; did you mean `overlap.chunk.tokens`?"),
-        ("overlap.chunk.adaptive=[]", "`overlap.chunk.adaptive` is [], but must be a boolean or a list of at least 1; correct"),
+        ("overlap.delta.windw=3", "`overlap.delta.windw` is not a setting; did you mean `overlap.delta.window`?"),
+        ("overlap.chunk=[]", "`overlap.chunk` is [], but must be an integer or a list of at least 1; correct"),
         ("seed=9223372036854775808", "`seed` is 9223372036854775808, but must be less than 9223372036854775808"),
         ("sead=3", "`sead` is not a setting; did you mean `seed`?"),
         ("batch_size=3", "`batch_size` is not a setting; did you mean `rollout.batch_size`?"),
@@ -110,12 +110,12 @@ def test_interpolation_sees_overrides(good: Path) -> None:
         ("rollout.batch_size=2.5", "`rollout.batch_size` is 2.5, but must be an integer, without a fraction; correct"),
         ("rollout.batch_size=many", "`rollout.batch_size` is 'many', but must be an integer"),
         ("rollout.batch_size=true", "`rollout.batch_size` is True, but must be a number, not a boolean"),
-        ("ppo.truncated_score=true", "`ppo.truncated_score` is True, but must be a number, not a boolean"),
+        ("ppo.kl.target=true", "`ppo.kl.target` is True, but must be a number, not a boolean"),
         ("rollout.temperature=.nan", "`rollout.temperature` is nan, but must be a finite number"),
         ("overlap.intra=perhaps", "`overlap.intra` is 'perhaps', but must be a boolean"),
         ("overlap.delta.rule=eq5", "did you mean `eq4`?"),
         ("placement.mode=wat", "is 'wat', but must be 'disaggregated', 'colocated' or 'single'; choose one of these"),
-        ("actor.init=5", "`actor.init` is 5, but must be a dictionary or a path"),
+        ("actor.init=5", "`actor.init` is 5, but must be a section of keys or a path"),
         ("data.path=5", "`data.path` is 5, but must be a path"),
         ("data.columns=3", "`data.columns` is 3, but must be a section of keys"),
         ("rollout=null", "`rollout` is missing; add it"),
@@ -155,20 +155,20 @@ def test_cross_checks_join_the_schema_problems(good: Path) -> None:
 
 def test_forced_lengths_stay_in_the_range_of_floats(good: Path) -> None:
     for wrong in ("[200,1e6]", "[200,11]", "[1e300,1]", "[200,-1]"):
-        with pytest.raises(ConfigError, match=r"`debug\.forced_lengths` is .* a sigma from 0 to 10"):
-            load_config(TrainConfig, good, [f"debug.forced_lengths={wrong}"])
-    forced = load_config(TrainConfig, good, [f"debug.forced_lengths=[{MOST_MEDIAN},{MOST_SIGMA}]"]).debug.lengths
+        with pytest.raises(ConfigError, match=r"`rollout\.forced_lengths` is .* a sigma from 0 to 10"):
+            load_config(TrainConfig, good, [f"rollout.forced_lengths={wrong}"])
+    forced = load_config(TrainConfig, good, [f"rollout.forced_lengths=[{MOST_MEDIAN},{MOST_SIGMA}]"]).rollout.lengths
     assert forced is not None and log_normal(forced)(1 - 2.0**-53) > log_normal(forced)(0.5)
 
 
 def test_a_key_that_is_wrong_is_not_said_to_be_absent_as_well(good: Path) -> None:
     def check(config: TrainConfig) -> list[str]:
-        return [*check_trace(config.debug), *check_source("actor", config.actor)]
+        return [*check_trace(config.rollout), *check_source("actor", config.actor)]
 
     with pytest.raises(ConfigError) as caught:
-        load_config(TrainConfig, good, ["debug.forced_lengths=[0,1]", "actor.checkpoint=[1]", "actor.lorra={}"], check=check)
+        load_config(TrainConfig, good, ["rollout.forced_lengths=[0,1]", "actor.checkpoint=[1]", "actor.lorra={}"], check=check)
     assert sorted(problem.split("`")[1] for problem in caught.value.problems) == [
-        "actor.checkpoint", "actor.lorra", "debug.forced_lengths"
+        "actor.checkpoint", "actor.lorra", "rollout.forced_lengths"
     ]  # fmt: skip
     with pytest.raises(ConfigError) as caught:  # the other key's absence stays a problem
         load_config(TrainConfig, good, ["actor.checkpoint=null", "actor.lorra={}"], check=check)

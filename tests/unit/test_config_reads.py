@@ -19,7 +19,7 @@ from oppo_megatron.config.run import TrainConfig
 SIZE, GROUPS, LONGEST = 2, 3, 6
 CHANGES: dict[str, tuple[Any, ...]] = {
     "ppo.gamma": (0.7,), "ppo.gae_lambda": (0.3,), "ppo.clip": (0.01,), "ppo.clip_high": (0.02,), "ppo.dual_clip": (1.01,),
-    "ppo.value_clip": (0.01,), "ppo.entropy_coefficient": (0.3,), "ppo.reward_clip": (0.4,), "ppo.truncated_score": (-9.0,),
+    "ppo.value_clip": (0.01,), "ppo.entropy_coefficient": (0.3,), "ppo.reward_clip": (0.4,), "ppo.truncated": (-9.0,),
     "ppo.reward_normalization": ("batch",), "ppo.kl.coefficient": (0.7,),
     "ppo.kl.estimator": ("k2", "k3"), "ppo.staleness": ("decoupled", "behaviour"),
     "algorithm.ratio": ("sequence_product", "token"), "algorithm.scale": ("batch_std", "none"), "dpo.beta": (0.7,),

@@ -14,12 +14,12 @@ from oppo_megatron.config.describe import (
     all_settings,
     find_setting,
     near_keys,
-    render_reference,
     settings_in,
 )
 from oppo_megatron.config.explain import known_keys
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import RewardModelConfig, SFTConfig
+from tools.reference import render_reference
 
 
 def sections(kind: type[Section]) -> Iterator[type[Section]]:
@@ -94,7 +94,7 @@ def test_defaults_bounds_and_types_are_shown() -> None:
         "| `batch_size` | integer, ≥ 1 | rollouts | required | trained rollouts per step (paper's B) |",
         "| `top_p` | number, > 0, ≤ 1 | share | `1.0` |",
         '| `estimator` | `k1`, `k2`, `k3`, `k1+`, `k3+` |  | `"k1"` |',
-        "| `adaptive` | `true` or `false` or list of integer > 0 | tokens | `true` |",
+        "| `chunk` | integer > 0 or list of integer > 0 | decode steps | `[32, 16, 64]` |",
         "| `reference` | [Role](#role) or `null` |  | `null` |",
         "| `path` | path or list of path |  | required |",
     ):
@@ -116,7 +116,7 @@ def test_a_key_is_found_however_its_list_is_written() -> None:
         ("overlap.dleta.rule", "overlap.delta.rule"),
         ("max_stalenes", "overlap.max_staleness"),
         ("actor.lr", "actor.optimizer.lr"),
-        ("evaluation.verifer", "evaluation.verifier"),
+        ("evaluation.metrcs", "evaluation.metrics"),
         ("reward.kind", "rewards[].kind"),
     ],
 )

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from oppo_megatron.config.overlap import ChunkConfig
 from oppo_megatron.control.chunk_tuner import ChunkTuner, DecodeLaw, StepCost
 
 
@@ -22,28 +21,31 @@ def drive(tuner: ChunkTuner, num_steps: int, cost: Callable[[int, int], float], 
     return used
 
 
-def test_a_search_after_the_warm_up_and_then_every_period() -> None:
-    costs = {16: 3.0, 32: 2.0, 64: 1.0}
-    tuner = ChunkTuner(ChunkConfig(tokens=32, adaptive=[16, 32, 64]), longest=1000, period=6)
-    # Warm-up at 32, three candidates, settled on 64 until the next search 6 steps after the first began.
-    assert drive(tuner, 12, lambda step, chunk: costs[chunk]) == [32, 16, 32, 64, 64, 64, 64, 16, 32, 64, 64, 64]
+Cost = Callable[[int, int], float]
+SEARCHES: list[tuple[list[int], int, int, Cost, list[int]]] = [
+    # warm-up at 32, three candidates, settled on 64 until the next search 6 steps after the first began
+    ([32, 16, 64], 1000, 6, lambda step, chunk: 64 / chunk, [32, 16, 32, 64, 64, 64, 64, 16, 32, 64, 64, 64]),
+    # the warm-up step is not measured
+    ([32, 16], 1000, 6, lambda step, chunk: 1e6 if step == 0 else 1 / chunk, [32, 16, 32, 32]),
+    # the choice follows a change of costs
+    ([8, 16], 1000, 5, lambda step, chunk: chunk if step < 5 else 100 - chunk, [8, 8, 16, 8, 8, 8, 8, 16, 16, 16]),
+    # candidates are clipped, come once, and include the present value; a single one is no search
+    ([5, 64, 16, 32, 16], 20, 6, lambda step, chunk: abs(chunk - 16) + 1, [5, 5, 16, 20, 16]),
+    ([64, 16, 32], 8, 2, lambda step, chunk: 1.0, [8] * 6),
+]
 
 
-def test_the_warm_up_step_is_not_measured() -> None:
-    tuner = ChunkTuner(ChunkConfig(tokens=32, adaptive=[16, 32]), longest=1000)
-    drive(tuner, 3, lambda step, chunk: 1e6 if step == 0 else {16: 2.0, 32: 1.0}[chunk])
-    assert tuner.value == 32
-
-
-def test_the_choice_follows_a_change_of_costs() -> None:
-    tuner = ChunkTuner(ChunkConfig(tokens=8, adaptive=[8, 16]), longest=1000, period=5)
-    used = drive(tuner, 10, lambda step, chunk: float(chunk if step < 5 else -chunk + 100))
-    assert used == [8, 8, 16, 8, 8, 8, 8, 16, 16, 16]
+@pytest.mark.parametrize(("sizes", "longest", "period", "cost", "expected"), SEARCHES)
+def test_a_search_after_the_warm_up_and_then_every_period(
+    sizes: list[int], longest: int, period: int, cost: Cost, expected: list[int]
+) -> None:
+    tuner = ChunkTuner(sizes, longest, period)
+    assert drive(tuner, len(expected), cost) == expected
 
 
 def test_candidates_are_weighed_by_tokens() -> None:
     """Chunk 1 takes 10 s for 110 tokens, chunk 2 only 4 s, but for 20."""
-    tuner = ChunkTuner(ChunkConfig(tokens=1, adaptive=[2]), longest=10)
+    tuner = ChunkTuner([1, 2], longest=10)
     tuner.observe(0, StepCost(1.0, 1, 1))
     tuner.observe(1, StepCost(10.0, 1, 110))
     decision = tuner.observe(2, StepCost(4.0, 1, 20))
@@ -53,19 +55,8 @@ def test_candidates_are_weighed_by_tokens() -> None:
     )
 
 
-def test_candidates_are_clipped_deduplicated_and_include_the_current_value() -> None:
-    tuner = ChunkTuner(ChunkConfig(tokens=5, adaptive=[64, 16, 32, 16]), longest=20)
-    assert drive(tuner, 4, lambda step, chunk: abs(chunk - 16) + 1.0) == [5, 5, 16, 20]
-    assert tuner.value == 16
-
-
-def test_one_candidate_is_no_search() -> None:
-    tuner = ChunkTuner(ChunkConfig(tokens=64, adaptive=[16, 32]), longest=8, period=2)
-    assert drive(tuner, 6, lambda step, chunk: 1.0) == [8] * 6
-
-
 def test_a_step_without_tokens_is_tried_again() -> None:
-    tuner = ChunkTuner(ChunkConfig(tokens=16, adaptive=[16, 32]), longest=100)
+    tuner = ChunkTuner([16, 32], longest=100)
     tuner.observe(0, StepCost(1.0, 5, 10))
     assert tuner.value == 16
     decision = tuner.observe(1, StepCost(0.0, 0, 0))
@@ -75,7 +66,7 @@ def test_a_step_without_tokens_is_tried_again() -> None:
 
 
 def test_not_adaptive_is_constant() -> None:
-    tuner = ChunkTuner(ChunkConfig(tokens=24, adaptive=False), longest=100, period=1)
+    tuner = ChunkTuner([24], longest=100, period=1)
     decisions = [tuner.observe(step, StepCost(1.0 / (step + 1), 5, 10)) for step in range(20)]
     assert {(d.value, d.changed) for d in decisions} == {(24, False)}
 
@@ -86,8 +77,7 @@ def test_not_adaptive_is_constant() -> None:
     longest=st.integers(1, 60),
 )
 def test_every_search_finds_the_cheapest(costs: dict[int, float], period: int, longest: int) -> None:
-    config = ChunkConfig(tokens=next(iter(costs)), adaptive=list(costs))
-    tuner = ChunkTuner(config, longest, period)
+    tuner = ChunkTuner(list(costs), longest, period)
     reachable = {min(c, longest) for c in costs}
     cost = {chunk: costs.get(chunk, 20.0) for chunk in reachable}
     before = tuner.value
@@ -102,7 +92,7 @@ def test_every_search_finds_the_cheapest(costs: dict[int, float], period: int, l
 
 
 def test_resume_keeps_the_choice_and_the_time_of_the_next_search() -> None:
-    config = ChunkConfig(tokens=16, adaptive=[16, 32])
+    config = [16, 32]
     costs = {16: 2.0, 32: 1.0}
     whole, first, second = (ChunkTuner(config, longest=100, period=6) for _ in range(3))
     used = drive(first, 4, lambda step, chunk: costs[chunk])
@@ -112,7 +102,7 @@ def test_resume_keeps_the_choice_and_the_time_of_the_next_search() -> None:
 
 
 def test_resume_within_a_search_starts_it_again_after_a_warm_up() -> None:
-    config = ChunkConfig(tokens=16, adaptive=[16, 32])
+    config = [16, 32]
     first, second = ChunkTuner(config, longest=100), ChunkTuner(config, longest=100)
     drive(first, 2, lambda step, chunk: 1.0)
     assert first.value == 32, "in the middle of the search"
@@ -143,7 +133,7 @@ def test_the_law_never_says_that_work_takes_no_time(rounds: list[tuple[int, int,
 
 def test_a_candidate_is_not_judged_by_the_work_of_its_steps() -> None:
     """The smaller chunk is the better by a tenth, but its steps wait for one long response: three times the time a token."""
-    tuner = ChunkTuner(ChunkConfig(tokens=16, adaptive=[16, 64]), longest=1000)
+    tuner = ChunkTuner([16, 64], longest=1000)
     work = {0: (100, 1600), 1: (400, 1500), 2: (60, 1400)}  # decode steps, tokens
     for step, (steps, tokens) in work.items():
         decoding = 0.004 * steps + 0.0003 * tokens

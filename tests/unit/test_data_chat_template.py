@@ -23,7 +23,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 
 
 def chat_of(template: str | None, **settings: Any) -> ChatTemplate:
-    config = TokenizerConfig(path=Path("x"), date=MONDAY, chat_template=template, **settings)
+    config = TokenizerConfig(path=Path("x"), chat_template=template, **settings).dated(MONDAY)
     return ChatTemplate(config, lambda with_tools: template, SYMBOLS)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.data import KNOWN_NAMES, ColumnsConfig, DataConfig, PromptDataConfig
+from oppo_megatron.config.data import KNOWN_NAMES, DataConfig, PromptDataConfig
 from oppo_megatron.data.columns import Table
 from oppo_megatron.data.examples import read_completions, read_pairs, read_prompts
 from oppo_megatron.data.prompts import load_prompts
@@ -55,21 +55,21 @@ def test_known_names_in_the_documented_order(part: str) -> None:
     names = KNOWN_NAMES[part]
     for i, name in enumerate(names):
         table = rows_of({later: "x" for later in reversed(names[i:])})
-        assert table.find(part, ColumnsConfig()) == name
+        assert table.find(part, {}) == name
 
 
 def test_one_stray_row_does_not_choose_the_column() -> None:
     table = rows_of({"prompt": "x"}, {"question": "x"}, {"question": "x"})
-    assert table.find("prompt", ColumnsConfig()) == "question"
+    assert table.find("prompt", {}) == "question"
 
 
 def test_no_column_names_what_there_is_the_setting_and_the_nearest() -> None:
     with pytest.raises(DataError, match=r"it has: qestion, other.*nearest is 'qestion': set data.columns.prompt=qestion"):
-        rows_of({"qestion": "x", "other": "y"}).require("prompt", ColumnsConfig())
+        rows_of({"qestion": "x", "other": "y"}).require("prompt", {})
     with pytest.raises(DataError, match=r"data.columns.prompt=questio is not a column.*nearest is 'question'"):
-        rows_of({"question": "x"}).require("prompt", ColumnsConfig(prompt="questio"))
+        rows_of({"question": "x"}).require("prompt", {"prompt": "questio"})
     with pytest.raises(DataError, match=r"it has: zzz\. Set data.columns.chosen"):
-        rows_of({"zzz": "x"}).require("chosen", ColumnsConfig())
+        rows_of({"zzz": "x"}).require("chosen", {})
 
 
 def test_each_bad_value_is_refused_with_its_reason(tmp_path: Path) -> None:

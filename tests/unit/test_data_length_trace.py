@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oppo_megatron.config.debug import LENGTH_DRAW, ForcedLengths
+from oppo_megatron.config.forced import LENGTH_DRAW, ForcedLengths
 from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.data.length_trace import LengthTrace, forced_quantile, read_length_trace, trace_problems
 from oppo_megatron.engine.sampler import uniforms
@@ -111,7 +111,7 @@ def test_lengths_of_0_become_1_and_the_scale_is_a_factor(tmp_path: Path) -> None
 REFUSED: list[tuple[str | bytes, str | None, str]] = [
     ("", None, r"no row follows the header"),
     ("a,b\n1,2\n", None, r"must be a column `GeneratedTokens`, but the columns are: a, b; name the one"),
-    (REQUESTS + "t,1,2\n", "Length", r"must be a column `Length`.*debug\.forced_lengths: \[FILE, COLUMN\]"),
+    (REQUESTS + "t,1,2\n", "Length", r"must be a column `Length`.*rollout\.forced_lengths: \[FILE, COLUMN\]"),
     ("a,a\n1,2\n", "a", r"trace\.csv:1: the column name 'a' comes twice in the header; rename one"),
     (REQUESTS, None, r"no row follows the header, but at least one request is needed; add rows"),
     (REQUESTS + "t,1,-4\n", None, r"trace\.csv:2: `GeneratedTokens` is '-4', but must be a whole number of at least 0"),
@@ -134,7 +134,7 @@ REFUSED: list[tuple[str | bytes, str | None, str]] = [
     (
         REQUESTS + "t,1,0\n",
         None,
-        r"99th percentile of its lengths is 0 tokens.*name another column, as in debug\.forced_lengths: \[.*trace\.csv, COLUMN\]",
+        r"99th percentile of its lengths is 0 tokens.*as in rollout\.forced_lengths: \[.*trace\.csv, COLUMN\]",
     ),
 ]
 
@@ -147,11 +147,11 @@ def test_a_wrong_file_is_refused_with_line_rule_and_remedy(
     with pytest.raises(DataError, match=message) as refusal:
         forced_quantile(*config)
     assert "trace.csv" in str(refusal.value)
-    assert trace_problems(*config) == [f"debug.forced_lengths: {refusal.value}"]
+    assert trace_problems(*config) == [f"rollout.forced_lengths: {refusal.value}"]
 
 
 def test_a_folder_is_no_trace(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"is not a file; debug\.forced_lengths must be a CSV file: correct"):
+    with pytest.raises(DataError, match=r"is not a file; rollout\.forced_lengths must be a CSV file: correct"):
         read_length_trace(tmp_path)
 
 

@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A user's folder with my_functions.py and ppo.yaml, all of the page's settings in one; the current directory."""
     root = tmp_path_factory.mktemp("user")
     (root / "my_functions.py").write_text("\n\n".join(text for text in CODE if text is not FROM_PYTHON))
-    overlap = {"intra": True, "inter": True, "chunk": {"tokens": 8, "adaptive": False}, "delta": {"window": 1}}
+    overlap = {"intra": True, "inter": True, "chunk": 8, "delta": {"window": 1}}
     config = Workspace.create(root).config("a", overlap=overlap, critic=None, **{"rollout.group_size": 2})
     config |= {"ppo": {"minibatches": 3}}
     del config["critic"], config["reward"]

@@ -150,12 +150,12 @@ def test_a_package_that_is_not_installed(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    asked = ["logging.wandb_project=p", "run_dir=taken"]
+    asked = ["logging.trackers=[wandb:p]", "run_dir=taken"]
     (folder / "taken").mkdir()
     (folder / "taken" / "summary.json").write_text("{}")
     said = both_refuse(capsys, "train.yaml", *asked)
     assert "pip install wandb" in said and "holds a finished run" in said  # all at once
-    assert "pip install tensorboard" in refused(capsys, "validate", "sft.yaml", "logging.tensorboard=true")
+    assert "pip install tensorboard" in refused(capsys, "validate", "sft.yaml", "logging.trackers=[tensorboard]")
 
 
 def test_a_service_without_its_packages(
@@ -187,9 +187,9 @@ def test_a_service_that_is_not_there_is_a_warning(folder: Path, capsys: pytest.C
 
 def test_overrides_count_for_the_kind_of_a_file(folder: Path) -> None:
     assert validate.guess_kind(folder / "sft.yaml") == "sft"
-    assert validate.guess_kind(folder / "sft.yaml", ["model.fresh_head=true"]) == "rm"
-    (folder / "rm.yaml").write_text(yaml.safe_dump({**SFT, "model": {"init": SHAPE, "fresh_head": True}}))
-    assert validate.guess_kind(folder / "rm.yaml", ["model.fresh_head=false"]) == "sft"
+    assert validate.guess_kind(folder / "sft.yaml", ["data.columns.chosen=best"]) == "rm"
+    (folder / "pairs.jsonl").write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n')
+    assert validate.guess_kind(folder / "sft.yaml", [f"data.path={folder / 'pairs.jsonl'}"]) == "rm"
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_a_frozen_reward_model_is_not_told_to_begin_with_a_new_head(folder: Path
     (folder / "m" / "config.json").write_text(json.dumps({**SHAPE, "architectures": ["Qwen2ForCausalLM"]}))
     parts = ["rewards=[{kind: model}]", "reward={checkpoint: m}"]
     said = both_refuse(capsys, "train.yaml", *parts)
-    assert "`oppo rm` trains one" in said and "reward.fresh_head" not in said
+    assert "`oppo rm` trains one" in said
 
 
 def test_a_broken_chat_template_is_said_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

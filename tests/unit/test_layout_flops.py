@@ -10,18 +10,17 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.limit import forward_flops, training_flops
 from oppo_megatron.cluster.world import open_world
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig
-from oppo_megatron.layout.flops import (
-    causal_pairs,
-    forward_flops,
-    head_linear,
-    layer_linears,
-    training_flops,
-    weight_bytes,
-)
 from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.layout.memory import stage_parameters
+from oppo_megatron.layout.shape import (
+    causal_pairs,
+    head_linear,
+    layer_linears,
+    weight_bytes,
+)
 from oppo_megatron.mcore.attention import PackedPlan
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.model import RoleModel, step
@@ -38,7 +37,7 @@ LENGTHS = [9, 5]
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[RoleGroups]:
-    with open_world(RuntimeConfig(threads_per_rank=1, device="cpu"), environment={}):
+    with open_world(RuntimeConfig(device="cpu").with_threads(1), environment={}):
         built = build_groups([0], 1, 1, "flops")
         assert built is not None
         yield built

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.layout.kernels import Available, find_available, import_fault, kernel_table, layer_kind, layer_problem, usable
-from oppo_megatron.preflight.settings import check_layers
 
 NGC = Available(transformer_engine="2.12.0", apex="0.1", flash_attn="2.8.3", cuda=True)
 
@@ -40,17 +38,8 @@ def test_the_table_names_what_is_used_and_what_is_missing() -> None:
 def test_auto_takes_transformer_engine_where_it_can(te: str | None, cuda: bool, adapters: bool) -> None:
     available = Available(transformer_engine=te, cuda=cuda)
     possible = te is not None and cuda and not adapters
-    assert (layer_kind("auto", available, adapters=adapters) == "transformer_engine") == possible
+    assert (layer_kind(available, adapters=adapters) == "transformer_engine") == possible
     assert (layer_problem(available, adapters=adapters) is None) == possible
-    assert layer_kind("torch", available, adapters=adapters) == "torch"
-
-
-def test_asked_for_by_name_it_must_be_there() -> None:
-    (problem,) = check_layers(RuntimeConfig(layers="transformer_engine", device="cpu"), adapters=False)
-    assert "CUDA devices only; set it to auto or torch" in problem
-    (problem,) = check_layers(RuntimeConfig(layers="transformer_engine", device="cuda"), adapters=False)
-    assert "is not installed" in problem
-    assert check_layers(RuntimeConfig(), adapters=True) == []
 
 
 BROKEN = {

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from oppo_megatron.config.model import LoraConfig, ParallelConfig, TrainingLayoutConfig
-from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import RewardModelConfig
 from oppo_megatron.layout.activations import (
     MASK_NUMBERS,
@@ -28,6 +27,7 @@ from oppo_megatron.layout.memory import (
     training_state,
 )
 from oppo_megatron.layout.shape import kv_bytes_per_token
+from tests.support.configs import run_of
 
 SHAPE: dict[str, Any] = {
     "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 8,
@@ -110,7 +110,7 @@ def holdings(on_cpu: bool = False, **changes: Any) -> list[Holding]:
         "actor": {"init": SHAPE}, "critic": {"init": SHAPE}, "rewards": [{"kind": "verifier", "name": "gsm8k"}],
         "rollout": {"batch_size": 8, "max_response_tokens": 100}, "overlap": {"delta": {"initial": 0, "max": 3}},
     }  # fmt: skip
-    return train_holdings(TrainConfig.model_validate({**settings, **changes}), on_cpu=on_cpu)
+    return train_holdings(run_of({**settings, **changes}), on_cpu=on_cpu)
 
 
 def test_what_each_rank_holds() -> None:
@@ -149,7 +149,7 @@ SHORT = {"batch_size": 8, "max_response_tokens": 20}
         ),
         # without streaming a chunk has the same size: the scorers only wait for the last one
         (
-            {"placement": WOVEN, "overlap": {"intra": False, "chunk": {"tokens": 24, "adaptive": False}}},
+            {"placement": WOVEN, "overlap": {"intra": False, "chunk": 24}},
             {"decode m-batches": "1", "chunk C": "24"}, {"prefill tokens": "4096"},
         ),
         # no more micro-batches than sequences, no chunk beyond the response limit, no micro-batch beyond its budget
@@ -177,7 +177,8 @@ def test_the_cache_has_the_slots_that_are_shown() -> None:
     assert actor.batches["KV slots"] == "3" and actor.memory.kv_cache == 3 * slot
     paged = holdings(runtime={"kv_cache_mb": 0.1, "kv_layout": "paged"})[0]
     assert paged.batches["KV slots"] == "1" and paged.memory.kv_cache == 2 * slot, "a block has 256 positions"
-    judged = {"data": {"path": "rows.jsonl", "max_prompt_tokens": 28, "max_rows": 2}, "verifier": "gsm8k"}
+    rule = {"kind": "verifier", "name": "gsm8k"}
+    judged = {"data": {"path": "rows.jsonl", "max_prompt_tokens": 28, "max_rows": 2}, "metrics": [rule]}
     without, evaluated = (holdings(evaluation=evaluation)[0].memory.kv_cache for evaluation in (None, judged))
     assert evaluated == without * 8 / 6, "held-out answers have their own cache"
 
@@ -209,8 +210,7 @@ def test_a_processor_decodes_by_a_copy_of_the_products_weights() -> None:
     norms_and_biases = 8 * (2 * 64 + 64 + 2 * 16) + 64
     assert held["actor"].packed == held["reference"].packed == held["actor"].weights - norms_and_biases * 4
     assert held["critic"].packed == held["critic"].weights - (norms_and_biases + 96 * 64 + 64) * 4
-    for changes in ({}, {"on_cpu": True, "runtime": {"decode_path": "fused"}}):
-        assert {h.memory.packed for h in holdings(**one, **changes)} == {0}
+    assert {h.memory.packed for h in holdings(**one)} == {0}
 
 
 def test_kernels_are_counted_for_every_number_of_rows_that_a_role_meets() -> None:

@@ -68,13 +68,6 @@ def threads_are_our_choice(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_threads_of_the_environment_divide_the_machine_as_configured_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    given = find_candidates(settings(), Machine("cpu", 8))
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    assert names(given) == names(find_candidates(settings(**{"runtime": {"threads_per_rank": 2}}), Machine("cpu", 8)))
-
-
 @pytest.mark.parametrize("cores", CPU)
 def test_on_cores(cores: int) -> None:
     options = find_candidates(settings(), Machine("cpu", cores))
@@ -107,7 +100,7 @@ def test_what_no_layout_fits_is_left_out_with_the_reason() -> None:
     reasons = {option.name: option.reason for option in options.left_out}
     assert set(reasons) == {"single", "disaggregated 7 | 1", "disaggregated 6 | 2", "colocated"}
     assert reasons["colocated"].startswith("actor has dp 8, but at most 4 sequences are in work at once")
-    with pytest.raises(ConfigError, match="colocated: actor has dp 8, .*; change runtime.threads_per_rank, or choose"):
+    with pytest.raises(ConfigError, match="colocated: actor has dp 8, .*; change OMP_NUM_THREADS, or choose"):
         find_candidates(settings(1, 3, overlap={"inter": False}), Machine("cuda", 8))
     with pytest.raises(ConfigError, match="none of single, disaggregated, colocated is possible on 3 CUDA devices .*needs one"):
         find_candidates(settings(kv_heads=1, batch=1), Machine("cuda", 3))
@@ -139,8 +132,9 @@ def test_every_candidate_passes_the_checks_of_a_run(units: int, kv_heads: int, r
         assert candidate == Candidate.of_record({"chosen": {"placement": candidate.yaml_tree()}})
 
 
-def test_threads_of_a_rank_divide_the_cores() -> None:
-    asked = settings(runtime={"threads_per_rank": 4})
+def test_threads_of_a_rank_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    asked = settings()
     assert most_ranks(asked, Machine("cpu", 16)) == 4 and most_ranks(asked, Machine("cpu", 3)) == 1
     options = find_candidates(asked, Machine("cpu", 16))
     assert "disaggregated 1 | 1" not in names(options), "it would use 8 of 16 cores"
@@ -173,24 +167,26 @@ def test_settings_without_auto_are_settled() -> None:
 
 
 def test_a_measuring_run_is_the_configuration_but_short_and_quiet() -> None:
-    asked = settings(evaluation={"data": {"path": "x"}, "verifier": "gsm8k"}, steps=900)
+    asked = settings(evaluation={"data": {"path": "x"}, "metrics": [{"kind": "verifier", "name": "gsm8k"}]}, steps=900)
     placement = PlacementConfig(mode="single")
     probe = probe_config(asked, placement, Path("scratch"))
     assert (probe.run_dir, probe.steps, probe.evaluation, probe.checkpoint.final) == (Path("scratch"), 3, None, "nothing")
-    assert probe.logging.console == "off" and not probe.logging.trace and not probe.overlap.chunk.adaptive
+    assert probe.logging.console == "off" and not probe.logging.trace and probe.overlap.chunk == 32
     changed = {"run_dir", "steps", "epochs", "evaluation", "logging", "overlap", "placement", "checkpoint"}
     before, after = asked.with_placement(placement).model_dump(), probe.model_dump()
     assert {name for name in before if before[name] != after[name]} <= changed
-    after["overlap"]["chunk"]["adaptive"] = True
+    after["overlap"]["chunk"] = [32, 16, 64]
     assert before["overlap"] == after["overlap"] and before["seed"] == after["seed"]
 
 
-def test_what_measuring_replaces_does_not_ask_for_another_measurement() -> None:
+def test_what_measuring_replaces_does_not_ask_for_another_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine("cpu", 2)
     key = fingerprint(settings(), machine)
     for same in ({"run_dir": "other"}, {"steps": 7}, {"logging": {"console": "off"}}, {"checkpoint": {"final": "nothing"}}):
         assert fingerprint(settings(**same), machine) == key, same
     others = [settings(batch=8), settings(kv_heads=4), settings(seed=2)]
-    others += [settings(overlap={"intra": False}), settings(runtime={"threads_per_rank": 1})]
+    others += [settings(overlap={"intra": False})]
     keys = [fingerprint(other, machine) for other in others] + [fingerprint(settings(), Machine("cpu", 3)), key]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    keys.append(fingerprint(settings(), machine))
     assert len(set(keys)) == len(keys)

@@ -19,8 +19,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import RewardModelConfig, SFTConfig
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.hf_layout import hf_tensors
-from oppo_megatron.layout.model_shape import ModelShape
-from oppo_megatron.layout.shape import check_head, check_shape, max_positions, num_kv_heads, windows
+from oppo_megatron.layout.shape import ModelShape, check_head, check_shape, max_positions, num_kv_heads, windows
 from oppo_megatron.modeldir.headers import check_file, check_weights, tokenizer_vocab_size
 from oppo_megatron.preflight.validate import check_shared_vocabulary, supervised_problems, train_problems
 
@@ -122,21 +121,21 @@ def test_the_runtime_reads_the_context_that_was_checked(extra: dict[str, Any], p
 
 
 @pytest.mark.parametrize(
-    ("architecture", "scalar", "fresh", "expected"),
+    ("name", "architecture", "scalar", "expected"),
     [
-        ("Qwen2ForCausalLM", False, False, ""),
-        ("Qwen2ForSequenceClassification", True, False, ""),
-        ("Qwen2ForCausalLM", True, True, ""),
-        ("Qwen2ForCausalLM", True, False, "set `critic.fresh_head: true`"),
-        ("Qwen2ForSequenceClassification", False, False, "without a language-model head"),
+        ("actor", "Qwen2ForCausalLM", False, ""),
+        ("reward", "Qwen2ForSequenceClassification", True, ""),
+        ("critic", "Qwen2ForCausalLM", True, ""),
+        ("reward", "Qwen2ForCausalLM", True, "a frozen model's new head would score at random"),
+        ("actor", "Qwen2ForSequenceClassification", False, "without a language-model head"),
     ],
 )
-def test_heads_of_checkpoints(architecture: str, scalar: bool, fresh: bool, expected: str) -> None:
+def test_heads_of_checkpoints(name: str, architecture: str, scalar: bool, expected: str) -> None:
     config = {**QWEN, "architectures": [architecture]}
-    problems = check_head("critic", config, scalar=scalar, fresh_head=fresh)
+    problems = check_head(name, config, scalar=scalar)
     assert expected in problems[0] if expected else problems == []
-    if scalar and not expected and not fresh:
-        assert "2 labels" in check_head("x", config | {"id2label": {"0": "a", "1": "b"}}, scalar=True, fresh_head=False)[0]
+    if name == "reward" and not expected:
+        assert "2 labels" in check_head("x", config | {"id2label": {"0": "a", "1": "b"}}, scalar=True)[0]
 
 
 def test_vocabularies_between_roles() -> None:
@@ -228,7 +227,7 @@ def train_settings(tmp_path: Path) -> dict[str, Any]:
         "run_dir": tmp_path / "run", "tokenizer": {"path": tmp_path / "tok"},
         "data": {"path": tmp_path / "rows.jsonl", "max_prompt_tokens": 128},
         "actor": {"checkpoint": checkpoint(tmp_path / "actor")}, "reward": {"checkpoint": classifier},
-        "critic": {"checkpoint": tmp_path / "actor", "fresh_head": True}, "rewards": [{"kind": "model"}],
+        "critic": {"checkpoint": tmp_path / "actor"}, "rewards": [{"kind": "model"}],
         "rollout": {"batch_size": 8, "max_response_tokens": 128},
     }  # fmt: skip
 
@@ -268,10 +267,8 @@ def test_settings_files_and_shapes_are_reported_together(train_settings: dict[st
         assert expected in text
 
 
-def test_supervised_kinds_need_different_heads(train_settings: dict[str, Any]) -> None:
+def test_a_causal_lm_is_a_start_for_both_heads(train_settings: dict[str, Any]) -> None:
     common = {key: train_settings[key] for key in ("run_dir", "tokenizer")} | {"data": {"path": train_settings["data"]["path"]}}
     settings = {**common, "model": train_settings["actor"], "max_tokens": 256}
     assert supervised_problems(SFTConfig.model_validate(settings)) == []
-    assert any("fresh_head" in problem for problem in supervised_problems(RewardModelConfig.model_validate(settings)))
-    settings["model"] = {**settings["model"], "fresh_head": True}
     assert supervised_problems(RewardModelConfig.model_validate(settings)) == []

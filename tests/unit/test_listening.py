@@ -64,7 +64,7 @@ def test_ranks_that_oppo_starts(tmp_path: Path) -> None:
 def test_a_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     before = listeners(os.getpid())
-    with open_world(RuntimeConfig(device="cpu", threads_per_rank=1), {}):
+    with open_world(RuntimeConfig(device="cpu").with_threads(1), {}):
         opened = listeners(os.getpid()) - before
         assert all(ipaddress.ip_address(address).is_loopback for address, _ in opened), opened
     assert "GLOO_SOCKET_IFNAME" not in os.environ, "a later run may be of several hosts"

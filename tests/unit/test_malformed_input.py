@@ -47,7 +47,7 @@ tokenizer: {path: t.model}
 data: {path: rows.jsonl, max_prompt_tokens: 20, bad_rows: quarantine}
 actor: {init: {model_type: llama, vocab_size: 512, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2,
                num_attention_heads: 4}, optimizer: {lr: 1e-4}}
-critic: {init: "${actor.init}", init_seed: 3}
+critic: {init: "${actor.init}"}
 rewards: [{kind: verifier, name: gsm8k}]
 rollout: {batch_size: 8, max_response_tokens: 20, temperature: 0.7}
 ppo: {kl: {coefficient: 0.05}, minibatches: 2}
@@ -125,7 +125,7 @@ BOMB = b"a: &a [x, x, x, x, x, x, x, x, x]\n" + b"".join(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (BOMB, "by its aliases, more than 100000"),
+        (BOMB, "more than 100000; write them out"),
         (b"a: &a [*a]\n", "the alias of line 1 holds itself"),
         (b"a: " + b"[" * 5000, "line 1 is nested too deeply: .* at most 20"),
         (b"? [a]\n: b\n", "."),
@@ -302,7 +302,7 @@ def test_safetensors_headers(tmp_path: Path) -> None:
 def test_an_index_names_files_of_its_folder_only(tmp_path: Path, file: Any) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file, "b": "c"}}))
     (problem,) = outcome(lambda: check_weights("actor", tmp_path))
-    assert "no file of its folder" in problem
+    assert "not a file of its folder" in problem
 
 
 def check_hf(folder: Path, text: bytes) -> bool:
@@ -310,7 +310,7 @@ def check_hf(folder: Path, text: bytes) -> bool:
     found = outcome(lambda: read_hf_config(ModelConfig(checkpoint=folder)), CheckpointError)
     if isinstance(found, CheckpointError):
         return False
-    headed = outcome(lambda: [x for scalar in (False, True) for x in check_head("a", found, scalar=scalar, fresh_head=False)])
+    headed = outcome(lambda: [x for scalar in (False, True) for x in check_head("a", found, scalar=scalar)])
     assert all(isinstance(problem, str) for problem in headed)
     problems = outcome(lambda: check_use("actor", found, 200, 500))
     assert all(isinstance(problem, str) and problem.startswith("actor: ") for problem in problems)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from oppo_megatron.cluster.world import open_world
-from oppo_megatron.config.model import DecodePath, KVLayout, ModelConfig, RuntimeConfig
+from oppo_megatron.config.model import KVLayout, ModelConfig, RuntimeConfig
 from oppo_megatron.engine.device_decode import batch_bucket
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
@@ -20,7 +20,7 @@ from oppo_megatron.mcore import fused
 from oppo_megatron.mcore.device import WARM_UPS, CapturedSteps
 from oppo_megatron.mcore.groups import build_groups
 from oppo_megatron.mcore.layers import Norm
-from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.model import DecodePath, RoleModel
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Prompt
@@ -44,7 +44,7 @@ def torch_norm(weight_H: torch.Tensor, eps: float) -> Norm:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[None]:
-    with open_world(RuntimeConfig(device="cpu", threads_per_rank=1), {}):
+    with open_world(RuntimeConfig(device="cpu").with_threads(1), {}):
         yield
 
 

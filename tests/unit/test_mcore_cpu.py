@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.memory import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
 from oppo_megatron.mcore import cpu
@@ -66,13 +65,11 @@ def test_carried_sequences_are_cut_from_new_ones() -> None:
 
 
 def test_each_missing_operation_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    require_private_ops(RuntimeConfig(decode_path="packed"), {"float32", "bfloat16"})  # this torch has them all
+    require_private_ops({"float32", "bfloat16"})  # this torch has them all
     monkeypatch.setattr(cpu, "PACKING", ("mkldnn._linear_pointwise", "mkldnn._gone"))
     monkeypatch.setattr(cpu, "HALF_ATTENTION", ("aten._gone_too",))
     with pytest.raises(ConfigError) as found:
-        require_private_ops(RuntimeConfig(decode_path="packed"), {"bfloat16"})
+        require_private_ops({"bfloat16"})
     packing, attention = found.value.problems
-    assert packing.startswith("runtime.decode_path packed calls torch.ops.mkldnn._gone, which torch ")
-    assert "set it to fused" in packing
+    assert packing.startswith("decoding on a CPU calls torch.ops.mkldnn._gone, which torch ")
     assert "bfloat16 on a CPU calls torch.ops.aten._gone_too" in attention and "runtime.dtype to float32" in attention
-    require_private_ops(RuntimeConfig(decode_path="fused"), {"float32"})

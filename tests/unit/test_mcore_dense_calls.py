@@ -65,7 +65,7 @@ def test_calls_stay_dense_as_sequences_finish(monkeypatch: pytest.MonkeyPatch, m
         return plan
 
     monkeypatch.setattr(KVCache, "begin", watched)
-    with open_world(RuntimeConfig(device="cpu", threads_per_rank=1), {}) as world:
+    with open_world(RuntimeConfig(device="cpu").with_threads(1), {}) as world:
         groups = build_groups([0], 1, 1, "actor")
         assert groups is not None
         model = load_role(ModelConfig(init=SHAPE), groups, head="lm", max_length=32, device=world.device)

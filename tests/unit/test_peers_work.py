@@ -39,7 +39,7 @@ from oppo_megatron.report.comparison import format_table
 from oppo_megatron.rewards.verifiers import length_score
 from tests.support.ppo import Workspace, run_ppo_ranks
 
-SAME: dict[str, Any] = {"rewards": [{"kind": "model"}], "debug.forced_lengths": [10, 0.8], "ppo.entropy_coefficient": 0.0}
+SAME: dict[str, Any] = {"rewards": [{"kind": "model"}], "rollout.forced_lengths": [10, 0.8], "ppo.entropy_coefficient": 0.0}
 SEQUENTIAL = Ours("1 x 1", carries=False, streams_here=False, shares_ranks=True)
 
 
@@ -213,7 +213,7 @@ def test_padding_token_is_the_largest_that_is_free() -> None:
 
 def test_what_trl_cannot_do_is_refused_all_at_once(workspace: Workspace) -> None:
     wrong = {
-        "steps": 1, "rewards": [{"kind": "verifier", "name": "arithmetic"}], "debug.forced_lengths": None,
+        "steps": 1, "rewards": [{"kind": "verifier", "name": "arithmetic"}], "rollout.forced_lengths": None,
         "rollout.top_p": 0.9, "ppo.kl": {"estimator": "k2"}, "ppo.entropy_coefficient": 0.01, "ppo.value_clip": 0,
         "critic.optimizer": {"lr": 1e-3}, "actor.optimizer": {"decay": "linear"},
     }  # fmt: skip

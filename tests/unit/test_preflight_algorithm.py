@@ -43,7 +43,7 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 def test_a_preset_fills_in_what_its_row_says(settings: dict[str, Any], name: str) -> None:
     put(settings, "algorithm.preset", name)
     if PRESETS[name].baseline == "critic":
-        settings["critic"] = {"checkpoint": settings["actor"]["checkpoint"], "fresh_head": True}
+        settings["critic"] = {"checkpoint": settings["actor"]["checkpoint"]}
     config, preset = TrainConfig.model_validate(settings), PRESETS[name]
     assert check_train(config) == []
     assert {choice: getattr(config.algorithm, choice) for choice in CHOICES} == preset.choices
@@ -226,7 +226,7 @@ BROKEN += [({"algorithm": {"preset": "online_dpo"}, **changes}, message) for cha
     ({"algorithm.ratio": "sequence"}, "algorithm.ratio is sequence, but algorithm.objective dpo has no ratio"),
     ({"algorithm.scale": "group_std"}, "algorithm.scale is group_std, but a pair has no advantage to be scaled"),
     ({"rollout.temperature": 0.0}, "at which greedy responses to a prompt are all the same, and no pair"),
-    ({"ppo.mask_truncated": True}, "ppo.mask_truncated is true, but a pair needs both of its responses"),
+    ({"ppo.truncated": "mask"}, "ppo.truncated is mask, but a pair needs both of its responses"),
     ({"guards.ratio_max": 9.0}, "guards.ratio_max is 9, but algorithm.preset online_dpo has no ratio"),
     (
         {"rollout.temperature": 0.9, "guards.kl_mean": 3.0},
@@ -240,7 +240,7 @@ BROKEN += [({"algorithm": {"preset": "online_dpo"}, **changes}, message) for cha
 )]  # fmt: skip
 ALLOWED: list[dict[str, Any]] = [
     {"algorithm": {"preset": "reinforce_pp"}, "rollout.temperature": 0.0},
-    {"ppo.reward_normalization": "batch", "ppo.truncated_score": 0.5},
+    {"ppo.reward_normalization": "batch", "ppo.truncated": 0.5},
     {"algorithm.scale": "none", "ppo.reward_normalization": "batch"},
     {"algorithm": {"preset": "remax"}, "ppo.reward_normalization": "running"},
     {"rewards": [{"kind": "verifier", "name": n, "weight": w} for n, w in (("gsm8k", 1.0), ("arithmetic", 0.0))]},
@@ -353,7 +353,7 @@ def test_ranks_for_scorers_that_there_are_not_are_refused(settings: dict[str, An
         ("online_dpo", {"ppo.kl.mode": "penalty"}),
         ("online_dpo", {"ppo.kl.target": 3.0}),
         ("online_dpo", {"ppo.clip": 0.1}),
-        ("online_dpo", {"ppo.mask_truncated": True}),
+        ("online_dpo", {"ppo.truncated": "mask"}),
         ("online_dpo", {"guards.ratio_max": 3.0}),
         ("grpo", {"rewards.0.entry_point": "a:b"}),
         ("grpo", {"rewards.0.pattern": "a"}),
@@ -380,7 +380,6 @@ def test_the_actor_makes_no_optimizer_steps_while_the_critic_warms_up(settings: 
 
 
 def test_prompts_are_admitted_after_a_chunk_or_after_a_given_number_of_steps() -> None:
-    chunk = {"tokens": 8}
-    periods = [OverlapConfig(chunk=chunk, backfill=backfill).admission_period for backfill in (False, True, 24)]  # type: ignore[arg-type]
+    periods = [OverlapConfig(chunk=8, backfill=backfill).admission_period for backfill in (False, True, 24)]
     assert periods == [None, 8, 24]
     assert OverlapConfig(inter=False, backfill=24).admission_period is None

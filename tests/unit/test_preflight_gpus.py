@@ -47,7 +47,7 @@ def test_a_node_that_lacks_nothing_is_described_and_blamed_for_nothing() -> None
 @pytest.mark.parametrize(
     ("build", "host", "says"),
     [
-        (of_all(capability=(7, 5)), HOST, "none of which runs on compute capability 7.5"),
+        (of_all(capability=(7, 5)), HOST, "but none for compute capability 7.5"),
         (replace(of_all(capability=(7, 5)), architectures=("sm_75",)), HOST, "set runtime.dtype to float32"),
         (replace(NODE, nccl=None), HOST, "this torch has no NCCL"),
         (of_all(peers=3), HOST, "24 of 56 pairs reach each other's memory"),
@@ -62,7 +62,7 @@ def test_a_node_that_lacks_nothing_is_described_and_blamed_for_nothing() -> None
         (TorchBuild("12.8"), replace(HOST, driver=None), "no NVIDIA driver is loaded"),
         (TorchBuild("12.8"), HOST, "finds no device: the container has none"),
         (TorchBuild("12.8"), replace(HOST, variables={"CUDA_VISIBLE_DEVICES": "GPU-5"}), "VISIBLE_DEVICES=GPU-5 names none"),
-        (NODE, replace(HOST, variables={"CUDA_DEVICE_MAX_CONNECTIONS": "0"}), "CONNECTIONS=0 is no number from 1 to 32"),
+        (NODE, replace(HOST, variables={"CUDA_DEVICE_MAX_CONNECTIONS": "0"}), "CONNECTIONS=0 is not a number from 1 to 32"),
         (NODE, replace(HOST, variables={"CUDA_DEVICE_MAX_CONNECTIONS": "all"}), "as if a device had one hardware queue"),
         (TorchBuild("12.8"), replace(HOST, variables={"CUDA_VISIBLE_DEVICES": ""}), "hides every device"),
     ],
@@ -155,7 +155,7 @@ def test_the_report_looks_at_devices_and_refuses_those_that_torch_cannot_use(
     assert main(["validate"]) == 1
     out = capsys.readouterr().out
     assert "cuda:1: NVIDIA B200, 180 GB, compute capability 10.0" in out and "NCCL 2.27.3" in out
-    assert "kernels for sm_90, none of which runs on compute capability 10.0" in out
+    assert "kernels for sm_90, but none for compute capability 10.0" in out
     assert "not ready: the GPUs cannot be used" in out
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_100"])
     assert main(["validate"]) == 0 and "missing for GPUs" not in capsys.readouterr().out

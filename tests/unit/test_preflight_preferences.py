@@ -62,7 +62,7 @@ def test_defaults(loss: str, folder: Path) -> None:
     ("loss", "change", "words"),
     [
         ("sigmoid", {"runtime": {"device": "cpu", "micro_batch_tokens": 127}}, "is 127, but a pair may have 128 tokens (twice"),
-        ("robust", {}, "dpo.loss is robust, but dpo.label_smoothing is 0, with which it is sigmoid"),
+        ("robust", {}, "dpo.loss is robust, but dpo.label_smoothing is 0, so that it is sigmoid"),
         ("ipo", {"dpo": {"label_smoothing": 0.1}}, "is 0.1, but dpo.loss ipo has none; remove it"),
         ("hinge", {"dpo": {"label_smoothing": 0.1}}, "dpo.loss hinge has none"),
         ("hinge", {"dpo": {"unwanted": 2}}, "dpo.unwanted is 2.0, but dpo.loss hinge is of pairs and does not read it"),
@@ -72,7 +72,6 @@ def test_defaults(loss: str, folder: Path) -> None:
         ("ipo", {"reference": {"checkpoint": "FOLDER/none"}}, "reference.checkpoint `FOLDER/none` does not exist"),
         ("ipo", {"reference": {"checkpoint": "FOLDER/critic"}}, "reference: its checkpoint is a Qwen2ForSequenceClassification"),
         ("kto", {"reference_logprobs": "FOLDER"}, "reference_logprobs is FOLDER, which is a folder; name a file in it"),
-        ("ipo", {"model": {"checkpoint": "FOLDER/model", "fresh_head": True}}, "fresh_head is true, but"),
         ("ipo", {"evaluation": {"fraction": 0.5}, "early_stop": {"metric": "los"}}, "early_stop.metric is 'los'"),
     ],
 )
@@ -108,8 +107,8 @@ def test_a_pair_counts_twice_in_the_plan_of_memory(folder: Path) -> None:
         ("dpo", {"dpo": {"beta": 0.2}}),
         ("rm", {"separator": "x"}),
         ("rm", {"data": {"path": "d", "columns": {"labels": "l"}}}),
-        ("rm", {"model": {"checkpoint": "m", "fresh_head": True}}),
-        ("sft", {}),
+        ("rm", {}),  # its first row has a chosen answer
+        ("sft", {"data": {"path": "d"}}),
     ],
 )
 def test_the_command_of_a_file_is_known_by_its_keys(kind: str, change: dict[str, Any], folder: Path, tmp_path: Path) -> None:

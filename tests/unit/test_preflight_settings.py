@@ -37,7 +37,7 @@ def settings_without_critic(tmp_path: Path) -> dict[str, Any]:
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
     return settings_without_critic(tmp_path) | {
-        "critic": {"checkpoint": tmp_path / "actor", "fresh_head": True},
+        "critic": {"checkpoint": tmp_path / "actor"},
         "rewards": [{"kind": "verifier", "name": "gsm8k"}],
         "rollout": {"batch_size": 8, "max_response_tokens": 100},
     }
@@ -57,7 +57,7 @@ def test_good_configuration_has_no_problem(settings: dict[str, Any]) -> None:
 def test_held_out_prompts_count_for_the_longest_context(settings: dict[str, Any]) -> None:
     assert max_context(TrainConfig.model_validate(settings)) == 200
     data = {"path": settings["data"]["path"], "max_prompt_tokens": 300}
-    put(settings, "evaluation", {"data": data, "verifier": "gsm8k"})
+    put(settings, "evaluation", {"data": data, "metrics": [{"kind": "verifier", "name": "gsm8k"}]})
     assert max_context(TrainConfig.model_validate(settings)) == 400
 
 
@@ -75,7 +75,7 @@ def test_a_chunk_ends_where_prompts_enter(settings: dict[str, Any]) -> None:
         return longest_chunk(TrainConfig.model_validate(settings | {"overlap": overlap}))
 
     assert longest() == longest(backfill=False) == 100, "else no chunk is longer than a response"
-    assert longest(backfill=True, chunk={"tokens": 48}) == 48
+    assert longest(backfill=True, chunk=48) == 48
     assert longest(backfill=64) == 64
     assert longest(backfill=640) == 100
 
@@ -91,25 +91,24 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"ppo.minibatches": 3}, "ppo.minibatches 3 does not divide rollout.batch_size 8; choose from 1, 2, 4, 8"),
     ({"overlap.delta": {"initial": 5, "max": 4}}, "overlap.delta.initial is 5, but overlap.delta.max is 4"),
     ({"overlap.delta.max": 33}, "delta.max is 33, but must not exceed overlap.max_staleness 4 times rollout.batch_size 8"),
-    ({"overlap.chunk.adaptive": [16, 16, 32]}, "each size may appear once"),
+    ({"overlap.chunk": [16, 16, 32]}, "each size may appear once"),
     ({"overlap": {"inter": False, "backfill": True}}, "overlap.backfill is true, but overlap.inter is false"),
-    ({"overlap": {"backfill": 48}}, "backfill is 48, but must be a multiple of overlap.chunk.tokens 32; set it to 64"),
-    ({"debug.forced_lengths": ["gone.csv", "x"]}, "debug.forced_lengths `gone.csv` does not exist"),
+    ({"overlap": {"backfill": 48}}, "backfill is 48, but must be a multiple of overlap.chunk 32; set it to 64"),
+    ({"rollout.forced_lengths": ["gone.csv", "x"]}, "rollout.forced_lengths `gone.csv` does not exist"),
     ({"steps": 3, "ppo.critic_warmup_steps": 3}, "ppo.critic_warmup_steps is 3, but the run has 3 steps"),
     ({"ppo.kl.mode": "loss"}, "ppo.kl.estimator k1 is 0 in expectation"),
-    ({"ppo.kl": {"mode": "loss", "estimator": "k1", "coefficient": 1.0}}, "set ppo.kl.estimator to k2, "),
+    ({"ppo.kl": {"mode": "loss", "estimator": "k1", "coefficient": 1.0}}, "set it to k2, k3 or k1+"),
     ({"rollout.stop": [7, -1]}, "rollout.stop has -1, but ids are numbers from 0 on"),
     ({"rollout.stop": ["x", ""]}, "rollout.stop has an empty text"),
     (
-        {"rollout.stop": ["x"], "debug.forced_lengths": [9, 1.0]},
-        "rollout.stop is set, but with debug.forced_lengths a response ends at its length only",
+        {"rollout.stop": ["x"], "rollout.forced_lengths": [9, 1.0]},
+        "rollout.stop is set, but with rollout.forced_lengths a response ends at its length only",
     ),
-    ({"debug.forced_lengths": "gone.csv"}, "debug.forced_lengths `gone.csv` does not exist"),
+    ({"rollout.forced_lengths": "gone.csv"}, "rollout.forced_lengths `gone.csv` does not exist"),
     ({"runtime.micro_batch_tokens": 199}, "runtime.micro_batch_tokens is 199, but one sequence may have 200 tokens"),
     ({"actor.init": {"model_type": "llama"}}, "actor has both of checkpoint and init"),
     ({"actor.checkpoint": None}, "actor has neither of checkpoint and init"),
     ({"reference": {}}, "reference has neither of checkpoint and init"),
-    ({"actor.fresh_head": True}, "actor.fresh_head is true, but only reward and critic"),
     ({"rewards": [{"kind": "model"}]}, "there is no `reward` section"),
     ({"rewards": [{"kind": "verifier"}]}, "rewards.0 is a verifier without a `name`"),
     ({"rewards": [{"kind": "python"}]}, "rewards.0.entry_point is None, but must be `package.module:function`"),
@@ -140,8 +139,8 @@ GOOD: list[dict[str, Any]] = [
     {"overlap": {"backfill": 96}},
     {"steps": 4, "ppo.critic_warmup_steps": 3},
     {"rewards": [{"kind": "python", "entry_point": "pkg.mod:f", "options": {"a": 1}}]},
-    {"debug.forced_lengths": [20, 1.0]},
-    {"debug.forced_lengths": [__file__, "ContextTokens"]},
+    {"rollout.forced_lengths": [20, 1.0]},
+    {"rollout.forced_lengths": [__file__, "ContextTokens"]},
 ]
 
 

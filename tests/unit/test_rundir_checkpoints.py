@@ -100,7 +100,7 @@ def test_files_that_the_manifest_lacks_or_does_not_list_are_named(tmp_path: Path
 def test_one_of_another_version_is_not_damaged(tmp_path: Path, written: int) -> None:
     folder = fill(tmp_path / "c")
     (folder / MANIFEST).write_text(f'{{"format": {written}, "files": {{}}}}')
-    with pytest.raises(OtherFormatError, match=f"format {written}, .* reads format 3; resume with the version that wrote it"):
+    with pytest.raises(OtherFormatError, match=f"format {written}, .* reads format 4; resume with the version that wrote it"):
         require_whole(folder)
 
 

@@ -98,7 +98,7 @@ def faults_of(schedule: Schedule, round_: Round, site: Site, transport: Transpor
 def config(placement: dict[str, Any], batch: int = 16, chunk: int = 16) -> TrainConfig:
     """Of a run whose first step decodes `batch` + 8 sequences of 64 tokens."""
     role = {"init": SHAPE}
-    overlap = {"chunk": {"tokens": chunk, "adaptive": False}, "delta": {"rule": "fixed", "initial": 8, "max": 8}}
+    overlap = {"chunk": chunk, "delta": {"rule": "fixed", "initial": 8, "max": 8}}
     return least_config(
         Path("none"), placement=placement, actor=role, critic=role, reward=role, rewards=[{"kind": "model"}],
         data={"path": "none", "max_prompt_tokens": 32}, rollout={"batch_size": batch, "max_response_tokens": 64},

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from benchmarks.fitting.comparing import fit_lines
 from benchmarks.fitting.laws import elementwise_of, fit_layers, mean_error, products_of
 from benchmarks.fitting.points import LayerPoint, read_collectives, read_layers
+from benchmarks.limit import forward_flops
 from benchmarks.machine import main
 from benchmarks.published.points import SERVING, TRAINING, serving_by_law, training_by_law
 from benchmarks.published.tables import SHAPES
 from oppo_megatron.errors import DataError
-from oppo_megatron.layout.flops import causal_pairs, forward_flops
+from oppo_megatron.layout.shape import causal_pairs
 from oppo_megatron.sim.clusters.cluster import GPUS, INSIDE, MOST_POWER, Between, Cluster, Line, published
 from oppo_megatron.sim.clusters.reading import read_cluster
 from oppo_megatron.sim.laws import Group, LayerLaw, LayerSizes, Moves, all_reduce_s, ring_efficiency, scatter_s, send_s

@@ -161,8 +161,7 @@ actor: {init: &shape {model_type: llama, vocab_size: 32000, hidden_size: 4096, i
 critic: {init: *shape}
 reward: {init: *shape}
 rewards: [{kind: model}]
-rollout: {batch_size: 64, max_response_tokens: 1024}
-debug: {forced_lengths: [256, 1.0]}
+rollout: {batch_size: 64, max_response_tokens: 1024, forced_lengths: [256, 1.0]}
 """
 
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.dry_run import MODEL_70B
-from oppo_megatron.config.debug import ForcedLimits
 from oppo_megatron.config.derived import switched
+from oppo_megatron.config.forced import ForcedLimits
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
@@ -33,7 +33,7 @@ COSTS = StepCosts(Costs(), UPDATES, {"actor": 0.05}, round_s=1e-3, step_s=0.01)
 def play(
     config: TrainConfig, count: int, costs: StepCosts = COSTS, player: type[VirtualRun] = VirtualRun, **options: Any
 ) -> list[VirtualStep]:
-    forced = config.debug.lengths
+    forced = config.rollout.lengths
     assert forced is not None
     limits = ForcedLimits.of(forced, config.rollout.max_response_tokens, config.seed)
     return list(player(config, costs, limits, prompt_tokens=PROMPT, **options).steps(count))
@@ -42,7 +42,7 @@ def play(
 @pytest.mark.parametrize("player", [VirtualRun, OrderedRun])
 def test_a_sequential_step_on_one_rank_by_hand(player: type[VirtualRun]) -> None:
     """Prompts, 24 decode steps of 16 sequences, three scorers, two updates, a move of weights, one after the other."""
-    config = switched(plain(debug={"forced_lengths": [24.0, 0.0]}), "sequential")
+    config = switched(plain(rollout={"forced_lengths": [24.0, 0.0]}), "sequential")
     step, _ = play(config, 2, player=player)
     costs, rows, length, rounds = Costs(), 16, 24, 2
     decode = costs.default_prefill(rows * (PROMPT - 1))
@@ -68,7 +68,7 @@ def test_a_scorer_beside_is_a_queue_with_one_server(player: type[VirtualRun], ah
     """
     prefill = {"actor": Linear(ahead_s, 0.0)}
     slow = replace(COSTS, actions=replace(Costs(), default_prefill=Linear(0.5, 0.0), prefill=prefill))
-    config = switched(plain(actor=(1, 1, 1), scorer=(1, 1, 1), debug={"forced_lengths": [24.0, 0.0]}), "intra")
+    config = switched(plain(actor=(1, 1, 1), scorer=(1, 1, 1), rollout={"forced_lengths": [24.0, 0.0]}), "intra")
     step, _ = play(config, 2, slow, player)
     rounds, roles, outputs = 3, 3, 2 * 16 * 24 + 16
     scorers = rounds * (roles * (0.5 + Costs().score.fixed_s) + 1e-3) + outputs * Costs().score.per_token_s
@@ -84,15 +84,15 @@ def test_a_hidden_update_of_the_critic_shows_where_it_holds_up_scores(player: ty
     none = Linear(0.0, 0.0)
     actions = Costs(Linear(1e-3, 0.0), none, {}, none, none, 0.0)
     costs = StepCosts(actions, {"actor": Linear(0.2, 0.0), "critic": Linear(5.0, 0.0)})
-    config = plain(scorer=(1, 1, 1), debug={"forced_lengths": [24.0, 0.0]}, overlap={"inter": False})
+    config = plain(scorer=(1, 1, 1), rollout={"forced_lengths": [24.0, 0.0]}, overlap={"inter": False})
     steps = play(config, 4, costs, player)
     lines = list(metrics_lines(steps))[:3]
     decode_s = 24 * 1e-3
     assert [line["critic_exposed_s"] for line in lines] == pytest.approx([5.0 - 0.2 - decode_s] * 3)
     assert [step.step_s for step in steps] == pytest.approx([decode_s + 0.2, *[5.0] * 3])
     assert [step.parts.critic_exposed_s for step in steps] == pytest.approx([0.0, *[5.0 - 0.2 - decode_s] * 3])
-    waits = {"forced_lengths": [24.0, 0.0], "wait_for": ["critic"]}
-    waiting = play(plain(scorer=(1, 1, 1), debug=waits, overlap={"inter": False}), 2, costs, player)
+    waits = {"rollout": {"forced_lengths": [24.0, 0.0]}, "overlap": {"inter": False, "without": ["critic"]}}
+    waiting = play(plain(scorer=(1, 1, 1), **waits), 2, costs, player)
     assert [step.step_s for step in waiting] == pytest.approx([decode_s + 5.0] * 2)
     assert [step.parts.critic_exposed_s for step in waiting] == pytest.approx([5.0 - 0.2] * 2)
 
@@ -102,7 +102,7 @@ def test_mean_deferrals_are_mean_delta_over_batch(delta: int | None) -> None:
     """Of a fixed delta, and of one that changes."""
     fixed = {"rule": "fixed", "initial": delta, "max": delta}
     rule = {"rule": "measured", "initial": 2, "max": 12, "window": 1} if delta is None else fixed
-    steps = play(plain(overlap={"delta": rule, "chunk": {"tokens": 16, "adaptive": False}}), 80, endless=True)[10:]
+    steps = play(plain(overlap={"delta": rule, "chunk": 16}), 80, endless=True)[10:]
     assert len({step.delta for step in steps}) > 2 if delta is None else {step.delta for step in steps} == {delta}
     deferrals = fmean(times for step in steps for times in step.deferrals.tolist())
     assert deferrals == pytest.approx(fmean(step.delta for step in steps) / 16, rel=0.1 if delta is None else 0.05)
@@ -162,7 +162,7 @@ def test_streaming_never_costs_where_rounds_cost_nothing(
     decode, token = Linear(1e-3, each[0]), Linear(0.0, each[1])
     actions = Costs(decode, Linear(0.0, 0.0), {}, token, Linear(0.0, 0.0), 0.0)
     costs = StepCosts(actions, UPDATES)
-    overlap = {"chunk": {"tokens": chunk, "adaptive": False}}
+    overlap = {"chunk": chunk}
     runs = [
         play(switched(plain(actor=layouts[0], scorer=layouts[1], overlap=overlap), mode), 3, costs)
         for mode in ("intra", "sequential")
@@ -176,7 +176,7 @@ def test_void_micro_steps_cost_nothing(player: type[VirtualRun]) -> None:
     """The batch is complete after 10 of 64 decode steps: of the others no stage computes, and no message is sent."""
     none, second = Linear(0.0, 0.0), Linear(1.0, 0.0)
     costs = StepCosts(Costs(second, none, {}, none, none, message_s=0.25))
-    overlap = tree()["overlap"] | {"chunk": {"tokens": 64, "adaptive": False}, "weave": [1, "auto"]}
+    overlap = tree()["overlap"] | {"chunk": 64, "weave": [1, "auto"]}
     config = plain(actor=(1, 2, 1), scorer=(1, 1, 1), overlap=overlap, rollout={"batch_size": 4, "max_response_tokens": 96})
     run = player(config, costs, lambda seq_id: 10 if seq_id < 4 else 90, prompt_tokens=PROMPT)
     step = next(run.steps(1))
@@ -251,8 +251,8 @@ def test_rounds_are_within_two_percent_of_actions_on_every_layout_of_up_to_16_ra
 def test_scorers_hear_of_a_chunk_a_message_later(player: type[VirtualRun]) -> None:
     none = Linear(0.0, 0.0)
     costs = StepCosts(Costs(Linear(1e-3, 0.0), none, {}, none, none, message_s=1.0))
-    chunk = {"chunk": {"tokens": 64, "adaptive": False}}
-    config = switched(plain(scorer=(1, 1, 1), debug={"forced_lengths": [24.0, 0.0]}, overlap=chunk), "intra")
+    chunk = {"chunk": 64}
+    config = switched(plain(scorer=(1, 1, 1), rollout={"forced_lengths": [24.0, 0.0]}, overlap=chunk), "intra")
     assert play(config, 1, costs, player)[0].step_s == pytest.approx(24 * 1e-3 + 1.0)
 
 

@@ -68,7 +68,7 @@ def seconds(cluster: Cluster, of: TrainConfig | None = None, lengths: list[int] 
 KINDS: Mapping[str, dict[str, Any]] = {
     "ppo": {},
     "sequential": {"overlap": {"intra": False, "inter": False}},
-    "waits for the critic": {"debug": {"wait_for": ["critic"]}},
+    "waits for the critic": {"overlap": {"without": ["critic"]}},
     "a reference of its own": {"reference": {"init": SMALL}},
     "without a reference": {"ppo": {"minibatches": 2, "kl": {"mode": "none"}}},
     "grpo": {
@@ -132,7 +132,7 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "tok").mkdir()
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1"}\n')
     short = {"batch_size": 128, "max_response_tokens": 128}  # few rounds and steps, for the best plans are played
-    overlap = {"inter": False, "chunk": {"tokens": 64, "adaptive": False}}
+    overlap = {"inter": False, "chunk": 64}
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree(rollout=short, overlap=overlap)))
     (tmp_path / "cluster.yaml").write_text("nodes: 2\ngpus_per_node: 2\ngpu: h100\nbetween: {gb_per_s: 50}\n")
     return tmp_path
@@ -254,7 +254,7 @@ def test_measured_placements_are_in_their_order(kind: str, tmp_path: Path, monke
     cluster = read_cluster(tmp_path / "cluster.yaml")
     found = {}
     for mode in MEASURED:
-        cores = ["runtime.device=cpu", "runtime.dtype=float32", "runtime.threads_per_rank=0"]
+        cores = ["runtime.device=cpu", "runtime.dtype=float32"]
         config = load_config(TrainConfig, "examples/benchmark/overlap.yaml", [f"placement={{mode: {mode}}}", *cores])
         found[mode] = play_config(Task(config, cluster, even_lengths(config), limits=forced_limits(config)), config).total
     for one, other in [(a, b) for a in MEASURED for b in MEASURED if MEASURED[b] > PARTED * MEASURED[a]]:
@@ -270,7 +270,7 @@ def dealt(seq_id: int) -> int:
 
 
 def carrying(delta: int, **changes: object) -> TrainConfig:
-    overlap = {"delta": {"rule": "fixed", "initial": delta, "max": 32}, "chunk": {"tokens": 16, "adaptive": False}}
+    overlap = {"delta": {"rule": "fixed", "initial": delta, "max": 32}, "chunk": 16}
     return config(overlap=overlap | changes)
 
 

@@ -46,7 +46,7 @@ def drawn(rng: random.Random) -> Task:
         "ppo": {"minibatches": rng.choice([1, 2])},
         "overlap": {
             "intra": rng.random() < 0.5, "inter": inter, "backfill": inter and backfill,
-            "delta": {"initial": 0, "max": rng.choice([0, 2])}, "chunk": {"tokens": chunk, "adaptive": False},
+            "delta": {"initial": 0, "max": rng.choice([0, 2])}, "chunk": chunk,
         },
         "runtime": {
             "device": "cpu", "dtype": "bfloat16", "micro_batch_tokens": longest * rng.choice([1, 2, 8]),

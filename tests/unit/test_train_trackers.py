@@ -53,7 +53,7 @@ def test_tensorboard_files_hold_the_values(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="pip install tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tracker = open_trackers(LoggingConfig(tensorboard=True), tmp_path)
+    tracker = open_trackers(LoggingConfig(trackers=["tensorboard"]), tmp_path)
     for step, loss in ((1, 2.0), (2, 1.0)):
         tracker.log(step, {"loss": loss})
     tracker.close()
@@ -87,7 +87,7 @@ def test_wandb_through_its_own_interface(tmp_path: Path, monkeypatch: pytest.Mon
     run_dir = tmp_path / "run7"
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text("steps: 3\n")
-    config = LoggingConfig(wandb_project="rlhf")
+    config = LoggingConfig(trackers=["wandb:rlhf"])
     tracker = open_trackers(config, run_dir)
     tracker.log(4, {"loss": 0.5, "text": "x"})
     tracker.close()
@@ -103,7 +103,7 @@ def test_wandb_through_its_own_interface(tmp_path: Path, monkeypatch: pytest.Mon
 def test_wandb_that_refuses_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb(refusal="api_key not configured"))
     with pytest.raises(ConfigError, match="api_key not configured.*wandb login.*WANDB_MODE to offline"):
-        open_trackers(LoggingConfig(wandb_project="rlhf"), tmp_path)
+        open_trackers(LoggingConfig(trackers=["wandb:rlhf"]), tmp_path)
 
 
 def test_a_folder_named_wandb_is_not_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_a_folder_named_wandb_is_not_the_library(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(ConfigError, match="a folder here, not a package"):
-        check_trackers(LoggingConfig(wandb_project="rlhf"))
+        check_trackers(LoggingConfig(trackers=["wandb:rlhf"]))
     sys.modules.pop("wandb", None)
 
 
@@ -125,7 +125,7 @@ def test_a_missing_library_is_told_before_anything_starts(
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "completion": "2", "chosen": "2", "rejected": "3", "answer": "2"}\n')
     model = {"init": {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
                       "num_hidden_layers": 2, "num_attention_heads": 4}}  # fmt: skip
-    settings: dict[str, Any] = {"run_dir": "run", "tokenizer": {"path": "tok"}, "logging": {"wandb_project": "rlhf"}}
+    settings: dict[str, Any] = {"run_dir": "run", "tokenizer": {"path": "tok"}, "logging": {"trackers": ["wandb:rlhf"]}}
     if kind == "train":
         settings |= {"steps": 3, "placement": {"mode": "single"}, "actor": model, "critic": model}
         settings |= {"data": {"path": "rows.jsonl", "max_prompt_tokens": 20}, "rewards": [{"kind": "verifier", "name": "gsm8k"}]}
@@ -142,8 +142,8 @@ def test_a_missing_library_is_told_before_anything_starts(
 @pytest.mark.parametrize(
     ("config", "module", "remedy"),
     [
-        (LoggingConfig(wandb_project="rlhf"), "wandb", "pip install wandb"),
-        (LoggingConfig(tensorboard=True), "tensorboard", "pip install tensorboard"),
+        (LoggingConfig(trackers=["wandb:rlhf"]), "wandb", "pip install wandb"),
+        (LoggingConfig(trackers=["tensorboard"]), "tensorboard", "pip install tensorboard"),
     ],
 )
 def test_a_missing_library_names_setting_and_remedy(

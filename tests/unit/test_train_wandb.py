@@ -48,7 +48,7 @@ import sys
 from oppo_megatron.config.run import LoggingConfig
 from oppo_megatron.train.logs.trackers import open_trackers
 
-tracker = open_trackers(LoggingConfig(wandb_project="rlhf"), sys.argv[1])
+tracker = open_trackers(LoggingConfig(trackers=["wandb:rlhf"]), sys.argv[1])
 for step in (1, 2):
     tracker.log(step, {"reward_mean": 0.5 * step, "idle_s": {"actor": 0.25}, "delta_reason": "text"})
     tracker.log(step, {"critic_update_s": 3.0})

@@ -17,7 +17,7 @@ from oppo_megatron.layout.hf_layout import (
     layout_problems,
     stage_parts,
 )
-from oppo_megatron.layout.model_shape import ModelShape
+from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore.weights.hf_source import RandomSource, SafetensorsSource, read_shape
 from oppo_megatron.mcore.weights.hf_weights import load_weights, put_part, take_part
 from tests.support.hf import save_tiny, tiny_config

@@ -126,7 +126,7 @@ REFUSED: dict[str, tuple[str, Head, Callable[[Path], object], list[str]]] = {
     "quantised weights": ("lm", "lm", lambda d: rewrite(d, tensor(NORM, dtype=torch.int8)), ["quantised"]),
     "a scalar head for an actor": ("scalar", "lm", lambda d: None, ["*ForCausalLM"]),
     "no head": ("lm", "lm", lambda d: rewrite(d, lambda tensors: tensors.pop("lm_head.weight")), ["lm_head.weight is missing"]),
-    "no scalar head": ("lm", "scalar", lambda d: None, ["fresh_head: true", "score.weight"]),
+    "no scalar head": ("lm", "scalar", lambda d: None, ["--fresh-head-seed", "score.weight"]),
     "several labels": (
         "scalar", "scalar", lambda d: rewrite(d, lambda tensors: tensors.update({"score.weight": torch.ones(2, 32)})),
         ["[2, 32]", "num_labels 1"],
@@ -170,8 +170,7 @@ def test_tied_checkpoints_lack_the_head(checkpoints: Path) -> None:
 
 def test_a_causal_lm_becomes_a_reward_model_only_on_request(checkpoints: Path) -> None:
     def head(seed: int) -> torch.Tensor:
-        config = ModelConfig(checkpoint=checkpoints / "lm", fresh_head=True, init_seed=seed)
-        shape, source = open_weights(config, "scalar")
+        _, source = open_weights(ModelConfig(checkpoint=checkpoints / "lm"), "scalar", seed=seed, fresh_head=True)
         assert "lm_head.weight" not in source.tensors
         return source.read("score.weight", (slice(0, 1), slice(0, 32)))
 
@@ -180,10 +179,10 @@ def test_a_causal_lm_becomes_a_reward_model_only_on_request(checkpoints: Path) -
 
 def test_fresh_head_keeps_the_body_and_a_head_that_is_there(checkpoints: Path) -> None:
     stored = load_file(checkpoints / "lm" / "model.safetensors")
-    _, source = open_weights(ModelConfig(checkpoint=checkpoints / "lm", fresh_head=True), "scalar")
+    _, source = open_weights(ModelConfig(checkpoint=checkpoints / "lm"), "scalar", fresh_head=True)
     assert torch.equal(source.read(NORM, (slice(0, 32),)), stored[NORM])
     stored = load_file(checkpoints / "scalar" / "model.safetensors")
-    _, source = open_weights(ModelConfig(checkpoint=checkpoints / "scalar", fresh_head=True), "scalar")
+    _, source = open_weights(ModelConfig(checkpoint=checkpoints / "scalar"), "scalar", fresh_head=True)
     assert torch.equal(source.read("score.weight", (slice(0, 1), slice(0, 32))), stored["score.weight"])
 
 

@@ -126,10 +126,10 @@ def variants(modes: str | None, sweeps: Sequence[str]) -> list[Variant]:
 def _configured(args: argparse.Namespace, variant: Variant) -> TrainConfig:
     config = load_train(args.config, [*args.overrides, *lengths.forced_lengths(args), *variant.overrides], inputs=False)
     lengths.prompt_tokens(args, config)
-    if config.debug.lengths is None:
+    if config.rollout.lengths is None:
         raise ConfigError(
             "the length of responses is not given, and a simulation has no model to end them; give --lognormal MEDIAN,SIGMA, "
-            "--trace FILE, or debug.forced_lengths"
+            "--trace FILE, or rollout.forced_lengths"
         )
     lengths.check_lengths(config)
     return config if variant.mode is None else switched(config, variant.mode)

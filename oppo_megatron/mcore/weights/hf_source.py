@@ -11,10 +11,10 @@ from typing import Protocol
 import torch
 from safetensors import safe_open
 
-from oppo_megatron.config.model import ModelConfig
+from oppo_megatron.config.model import ModelConfig, weight_seed
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.hf_layout import LM_HEAD, SCALAR_HEAD, Head, hf_tensors
-from oppo_megatron.layout.model_shape import ModelShape
+from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.layout.stored_weights import Tensor, summary, weight_problems
 from oppo_megatron.mcore.weights.dist_source import DistSource
 from oppo_megatron.modeldir.adapters import refuse_adapters
@@ -32,14 +32,14 @@ BLOCK_ROWS = 1 << 13
 class TensorSource(Protocol):
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """Shapes and dtypes by Hugging Face name, known without reading data."""
+        """Shapes and dtypes by Hugging Face name."""
 
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
-        """Return a region (a slice per dimension), on the CPU, in its stored dtype."""
+        """Return a region (a slice per dimension) on the CPU, as stored."""
 
 
 class SafetensorsSource:
-    """The safetensors of a directory; opening reads all headers."""
+    """A directory's safetensors; opening reads all headers."""
 
     def __init__(self, directory: Path | str, file: str | None = None):
         directory = Path(directory)
@@ -55,7 +55,7 @@ class SafetensorsSource:
 
 
 class DrawnSource(ABC):
-    """Random tensors that depend only on seed and name, not on the layout."""
+    """Random tensors that depend only on seed and name."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int):
         self.tensors, self._seed = {name: Tensor(shape, "F32") for name, shape in shapes.items()}, seed
@@ -87,7 +87,7 @@ class RandomSource(DrawnSource):
 
 
 class OverlaidSource:
-    """A source with tensors `over` read from other sources, by their names there."""
+    """A source with tensors `over` of other sources, by their names there."""
 
     def __init__(self, base: TensorSource, over: Mapping[str, tuple[TensorSource, str]], without: Collection[str] = ()):
         self._sources = {name: (base, name) for name in base.tensors if name not in without} | dict(over)
@@ -105,20 +105,22 @@ class FreshHead(OverlaidSource):
         super().__init__(source, {SCALAR_HEAD: (RandomSource(shape, seed, "scalar"), SCALAR_HEAD)}, without=(LM_HEAD,))
 
 
-def open_weights(model: ModelConfig, head: Head, shape_file: Path | None = None) -> tuple[ModelShape, TensorSource]:
-    """Return shape and source of a model's weights, reading only headers.  `shape_file`: a Megatron checkpoint's `config.json`.
+def open_weights(
+    model: ModelConfig, head: Head, shape_file: Path | None = None, *, seed: int = weight_seed("actor"), fresh_head: bool = False
+) -> tuple[ModelShape, TensorSource]:
+    """Return a model's shape and weights, reading only headers.  Raises CheckpointError if they do not fit.
 
-    Raises ConfigError without `checkpoint` and `init`, CheckpointError if the weights do not fit.
+    `shape_file`: `config.json` of a Megatron checkpoint; `seed`: of random weights; `fresh_head`: draw a missing scalar head.
     """
     source: TensorSource
     if model.checkpoint is not None:
         shape, source = open_directory(model.checkpoint, shape_file)
-        if head == "scalar" and model.fresh_head and SCALAR_HEAD not in source.tensors:
-            source = FreshHead(source, shape, model.init_seed)
+        if head == "scalar" and fresh_head and SCALAR_HEAD not in source.tensors:
+            source = FreshHead(source, shape, seed)
     elif model.init is not None:
         hf = read_mapping(model.init, "the model configuration") if isinstance(model.init, Path) else model.init
         shape = ModelShape.from_hf(hf, str(model.init) if isinstance(model.init, Path) else "init")
-        source = RandomSource(shape, model.init_seed, head)
+        source = RandomSource(shape, seed, head)
     else:
         raise ConfigError("a model has neither checkpoint nor init: give a Hugging Face directory, or a shape to initialise.")
     require_source(shape, source, head, str(model.checkpoint or "init"))
@@ -136,7 +138,7 @@ def open_directory(directory: Path, shape_file: Path | None = None) -> tuple[Mod
 
 
 def require_source(shape: ModelShape, source: TensorSource, head: Head, where: str) -> None:
-    """Raise CheckpointError with a sentence for each tensor that is missing, misshapen or foreign."""
+    """Raise CheckpointError naming tensors that are missing, misshapen or foreign."""
 
     def equal(one: str, other: str) -> bool:
         rows = source.tensors[one].shape[0]

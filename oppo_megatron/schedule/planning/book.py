@@ -73,7 +73,7 @@ class Book:
         return self._ledger[REPLICA][self._ledger.rows(columns_of(rollouts).seq_ids)]
 
     def place(self, held: Sequence[Rollout] | Columns) -> Ints:
-        """Give each of `held` (all present sequences) without a replica that of its group, or a new one. Returns all replicas."""
+        """Give `held` (all present sequences) the replicas of their groups, or new ones. Returns the replica of each."""
         columns = columns_of(held)
         rows = self._ledger.rows(columns.seq_ids)
         replicas = self._ledger[REPLICA]

@@ -195,7 +195,7 @@ class RoundPlanner:
         return self._known[key]
 
     def _ordered(self, shape: Round, site: Site) -> tuple[Schedule, Transport]:
-        """Return a schedule in which held sends cannot deadlock, and the rules left to check."""
+        """Return a schedule whose held sends cannot deadlock, and the rules left to check."""
         if isinstance(self._generate, CustomGenerator):
             return self._generate(shape, site, self.costs), self.transport
         generator, computes = self._passing(shape, site)

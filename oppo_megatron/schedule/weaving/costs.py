@@ -101,7 +101,7 @@ class CostMeter:
         return [value for sums in self._sums.values() for value in sums]
 
     def costs(self, fallback: Costs) -> Costs:
-        """A stage without samples gets its role's line, else that of `fallback`; few samples scale it to their mean."""
+        """A stage without samples gets its role's line, else the line of `fallback`; few samples scale it to their mean."""
         prefill = {role: self._by_stage(Op.PREFILL, role, fallback.prefill_of(role)) for role in self.stages}
         return Costs(
             decode=self._by_stage(Op.DECODE, "actor", fallback.decode),

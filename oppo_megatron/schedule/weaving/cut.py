@@ -1,6 +1,6 @@
 """The cut of a round: decode micro-batches, and tokens of a prefill micro-batch, for the fewest predicted seconds.
 
-With P stages, M micro-batches, w_p the seconds of stage p for one (on the last with its sample), and h those of a message:
+With P stages, M micro-batches, w_p the seconds of stage p for one (on the last with its sample), and h the seconds of a message:
 
     step  L   = max(M max w_p, w_0 + ... + w_(P-1) + P h)   a decode step of all micro-batches
     end   e_p = w_0 + ... + w_p + p h + (M - 1) max(w_0 .. w_p)   when stage p finishes the first step

@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from oppo_megatron.layout.flops import Shape, causal_pairs
 from oppo_megatron.layout.placements import RolePlacement
+from oppo_megatron.layout.shape import Shape, causal_pairs
 from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.laws import WIDTH, Group, LayerLaw, LayerSizes, all_reduce_s, send_s
 

@@ -15,7 +15,6 @@ from oppo_megatron.config.derived import minibatch_rows
 from oppo_megatron.config.model import TrainingLayoutConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.flops import Shape, head_linear, layer_linears
 from oppo_megatron.layout.memory import stage_layers, stage_parameters
 from oppo_megatron.layout.placements import (
     RolePlacement,
@@ -26,6 +25,7 @@ from oppo_megatron.layout.placements import (
     world_size,
 )
 from oppo_megatron.layout.role_memory import SCALAR_ROLES, laid_out, sequences_and_slots
+from oppo_megatron.layout.shape import Shape, head_linear, layer_weights
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.sim.clusters.cluster import Cluster, threaded
@@ -114,8 +114,8 @@ class Weights:
 def reallocation_s(cluster: Cluster, shape: Shape, source: Weights, target: Weights, *, scalar: bool) -> float:
     """Seconds until `target`'s ranks have all weights, from a replica on their node if there is one."""
     moves = Moves(cluster)
-    sizes = {"layer": sum(linear.size for linear in layer_linears(shape))}
-    sizes |= {"embedding": head_linear(shape, scalar=False).size, "head": head_linear(shape, scalar=scalar).size}
+    embedding, head = (head_linear(shape, scalar=each).size for each in (False, scalar))
+    sizes = {"layer": layer_weights(shape), "embedding": embedding, "head": head}
     here, there = target.placement, source.placement
     mine_of, theirs_of = _by_coordinates(here), _by_coordinates(there)
     parts, held = _parts(shape, target), _parts(shape, source)
@@ -190,7 +190,7 @@ class StepWork:
         _, slots = sequences_and_slots(self.config, "actor", placement, model)
         asked, weaves = overlap.weave[0], overlap.intra and overlap.schedule in ("auto", "woven")
         micro_batches = asked if asked != "auto" else None if weaves else 1  # as `RoundPlanner` cuts rounds
-        return Turns(max(1, slots), overlap.chunk.tokens, micro_batches)
+        return Turns(max(1, slots), overlap.chunk_tokens, micro_batches)
 
     def update(self, model: LaidModel, train: TrainingLayoutConfig) -> Update:
         ppo, share = self.config.ppo, minibatch_rows(self.config) / model.placement.dp

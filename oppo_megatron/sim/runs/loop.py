@@ -84,7 +84,7 @@ class PureLoop:
             make_delta_controller(delta_rule(config.overlap)),
             period,
         )
-        self.chunk_tuner = ChunkTuner(config.overlap.chunk, longest_chunk(config))
+        self.chunk_tuner = ChunkTuner(config.overlap.chunk_sizes, longest_chunk(config))
         self.num_rounds = 0
         self._lengths = Ledger(LENGTH, {LENGTH: 0})
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from oppo_megatron.config.model import PlacementMode, format_ranks
+from oppo_megatron.config.model import format_ranks
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.layouts import Sizes
 from oppo_megatron.layout.placements import named_roles
@@ -16,24 +16,14 @@ from oppo_megatron.sim.search.layouts import Option
 Place = tuple[Block, Sizes]
 
 
-class _Pools(NamedTuple):
-    mode: PlacementMode
-    actor: Place
-    scorer: Place
-    reference: Place
-    with_actor: bool
-
-    def of(self, role: str) -> Place:
-        return {"actor": self.actor, "reference": self.reference}.get(role, self.scorer)
-
-
 def planned_config(config: TrainConfig, plan: Plan) -> TrainConfig:
     roles = named_roles(config)
     blocks, options = dict(zip(roles, plan.blocks, strict=True)), dict(zip(roles, plan.options, strict=True))
-    pools = _pools({name: (blocks[name], options[name].serving) for name in roles})
-    tree = config.model_dump() | {"placement": _placement(pools)}
+    places = {name: (blocks[name], options[name].serving) for name in roles}
+    placement, pools = _placement(places)
+    tree = config.model_dump() | {"placement": placement}
     for name, option in options.items():
-        own = _own(pools, name, (blocks[name], option.serving))
+        own = _own(places[name], pools[name])
         if name != "reference" or config.reference is not None or any(own.values()):
             tree[name] = roles[name].model_dump() | own | _training(option)
     if plan.micro_batch_tokens:
@@ -43,34 +33,28 @@ def planned_config(config: TrainConfig, plan: Plan) -> TrainConfig:
     return TrainConfig.model_validate(tree)
 
 
-def _pools(places: Mapping[str, Place]) -> _Pools:
+def _placement(places: Mapping[str, Place]) -> tuple[dict[str, Any], Mapping[str, Place]]:
+    """Return `placement`, and the ranks and layout that it gives each role."""
     actor, own = places["actor"]
-    pool, others = (Block(0, actor.size), own), {name: place for name, place in places.items() if name != "actor"}
     if max(block.end for block, _ in places.values()) == 1:
-        return _Pools("single", pool, pool, pool, with_actor=False)
-    with_actor = "reference" in others and others["reference"][0] == actor
-    scorers = [place for name, place in others.items() if not (name == "reference" and with_actor)]
+        return {"mode": "single"}, places
+    pool, others = (Block(0, actor.size), own), {name: place for name, place in places.items() if name != "actor"}
+    with_actor = {name for name in ("reference",) if name in others and others[name][0] == actor}
+    scorers = [place for name, place in others.items() if name not in with_actor]
     if scorers and actor.first == 0 and {block for block, _ in scorers} == {Block(actor.end, scorers[0][0].size)}:
-        return _Pools("disaggregated", pool, scorers[0], pool if with_actor else scorers[0], with_actor)
+        tree = {"mode": "disaggregated", "actor": _sizes(own), "scorer": _sizes(scorers[0][1])}
+        tree |= dict.fromkeys(with_actor, "actor")
+        return tree, {name: pool if name in {"actor", *with_actor} else scorers[0] for name in places}
     together = bool(others) and all(block == actor for block, _ in others.values())
     scorer = next(iter(others.values())) if together else pool
-    return _Pools("colocated", pool, scorer, scorer, with_actor=False)
+    tree = {"mode": "colocated", "actor": _sizes(own)} | ({"scorer": _sizes(scorer[1])} if scorer != pool else {})
+    return tree, {name: pool if name == "actor" else scorer for name in places}
 
 
-def _placement(pools: _Pools) -> dict[str, Any]:
-    if pools.mode == "single":
-        return {"mode": "single"}
-    tree: dict[str, Any] = {"mode": pools.mode, "actor": _sizes(pools.actor[1])}
-    if pools.mode == "disaggregated" or pools.scorer != pools.actor:
-        tree["scorer"] = _sizes(pools.scorer[1])
-    return tree | ({"reference": "actor"} if pools.with_actor else {})
-
-
-def _own(pools: _Pools, name: str, place: Place) -> dict[str, Any]:
-    if pools.mode == "single" or place == pools.of(name):
+def _own(place: Place, pool: Place) -> dict[str, Any]:
+    if place == pool:
         return {"ranks": None, "parallel": None}
-    ranks = None if place[0] == pools.of(name)[0] else format_ranks(place[0].ranks)
-    return {"ranks": ranks, "parallel": _sizes(place[1])}
+    return {"ranks": None if place[0] == pool[0] else format_ranks(place[0].ranks), "parallel": _sizes(place[1])}
 
 
 def _training(option: Option) -> dict[str, Any]:

@@ -68,8 +68,8 @@ class Task:
     @cached_property
     def mode(self) -> Mode:
         overlap = self.config.overlap
-        share = min(1.0, overlap.chunk.tokens / max(self.steady.decoding.lengths))
-        return Mode(overlap.intra, overlap.intra and "critic" not in self.config.debug.wait_for, share)
+        share = min(1.0, overlap.chunk_tokens / max(self.steady.decoding.lengths))
+        return Mode(overlap.intra, overlap.intra and "critic" not in overlap.without, share)
 
     @property
     def on_cpu(self) -> bool:

@@ -25,7 +25,7 @@ RESPONSES = 256, 1024
 """Responses that counted steps need, of all plans and of the fastest: FEW or MANY steps at least, MOST_STEPS at most."""
 LONG, MOST_LONG, LONG_RESPONSES = 8, 32, 2048
 """The same to compare deltas, which train different responses in a step."""
-CHUNK, DELTA = "overlap.chunk.tokens", "overlap.delta.initial"
+CHUNK, DELTA = "overlap.chunk", "overlap.delta.initial"
 CHUNKS = (16, 1024)
 GAIN = 0.01
 """A setting replaces the configuration's if it shortens a step by at least this share."""
@@ -73,7 +73,7 @@ def play_plans(task: Task, plans: Sequence[Plan], top: int) -> list[Played]:
     overlap = first.config.overlap
     if overlap == best[0].config.overlap:
         return best
-    tuned = {CHUNK: overlap.chunk.tokens, DELTA: overlap.delta.initial}
+    tuned = {CHUNK: overlap.chunk, DELTA: overlap.delta.initial}
     played = [play_plan(task, each.plan, each.config.with_values(tuned), many) for each in best[1:]]
     return _fastest([first, *played])
 
@@ -100,7 +100,7 @@ def _mean_parts(steps: Sequence[VirtualStep]) -> Parts:
 def counted_steps(task: Task, config: TrainConfig, steps: int) -> list[VirtualStep]:
     """Play steps after the responses that began together have ended."""
     longest = max(task.lengths) if config.overlap.inter else 0
-    fixed = config.with_values({"overlap.chunk.adaptive": False})  # so that a few steps represent many
+    fixed = config.with_values({CHUNK: config.overlap.chunk_tokens})  # so that a few steps represent many
     run = VirtualRun(fixed, task_costs(task, config), task.limit_of, prompt_tokens=task.prompt_tokens, endless=True)
     found = list[VirtualStep]()
     for step in run.steps(WARM_UP + longest + steps):
@@ -118,7 +118,9 @@ def task_costs(task: Task, config: TrainConfig) -> StepCosts:
 def _tuned(task: Task, first: Played, steps: int) -> Played:
     best = first
     for tokens in _chunks(task, first) if first.config.overlap.intra else ():
-        config = first.config.with_values({CHUNK: tokens})
+        sizes = first.config.overlap.chunk_sizes
+        searched = list(dict.fromkeys([tokens, *sizes]))
+        config = first.config.with_values({CHUNK: tokens if len(sizes) == 1 else searched})
         if not task.check(config):
             other = play_plan(task, first.plan, config, steps)
             best = other if other.step_s < (1 - GAIN) * best.step_s else best
@@ -138,7 +140,7 @@ def _chunks(task: Task, first: Played) -> list[int]:
     scoring_s = sum(option.times.serving for option in first.plan.options[1:]) / 1e9 / longest
     best = sqrt(round_s * longest / scoring_s) if scoring_s else CHUNKS[0]
     middle = min(2 ** round(log2(min(max(best, CHUNKS[0]), CHUNKS[1]))), longest)
-    return sorted({max(1, middle // 2), middle, min(longest, 2 * middle)} - {first.config.overlap.chunk.tokens})
+    return sorted({max(1, middle // 2), middle, min(longest, 2 * middle)} - {first.config.overlap.chunk_tokens})
 
 
 def best_delta(task: Task, config: TrainConfig, steps: int) -> int | None:

@@ -58,7 +58,7 @@ def _plan(task: Task, each: Played) -> Record:
         "price_s": each.plan.step_ns / 1e9,
         **each.parts._asdict(),
         "longest_part": max(PARTS, key=lambda name: getattr(each.parts, name)),
-        "chunk": config.overlap.chunk.tokens,
+        "chunk": config.overlap.chunk_tokens,
         "delta": config.overlap.delta.initial if config.overlap.inter else 0,
         "micro_batch_tokens": config.runtime.micro_batch_tokens,
         "fullest_rank": max(range(len(each.rank_bytes)), key=lambda rank: (each.rank_bytes[rank], -rank)),

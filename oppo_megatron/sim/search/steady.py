@@ -66,7 +66,7 @@ class _Observed(VirtualRun):
         roomy = config.with_values({"runtime.kv_cache_mb": None})
         if not config.overlap.backfill:  # one round per step, which ends with its batch
             most = config.rollout.max_response_tokens
-            roomy = roomy.with_values({"overlap.chunk.tokens": most, "overlap.chunk.adaptive": False})
+            roomy = roomy.with_values({"overlap.chunk": most})
         super().__init__(roomy, StepCosts(), lengths, prompt_tokens=prompt_tokens, endless=True)
         self.books = {"actor": self.planner.actor, **self.planner.scorers}
         self.got: dict[int, int] = {}

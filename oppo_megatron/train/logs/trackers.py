@@ -33,19 +33,13 @@ class Tracker:
 
 
 def check_trackers(config: LoggingConfig) -> None:
-    if config.tensorboard:
-        _import("tensorboard")
-    if config.wandb_project is not None:
-        _import("wandb")
+    for tracker in config.trackers:
+        _import(tracker.partition(":")[0])
 
 
 def open_trackers(config: LoggingConfig, run_dir: str | os.PathLike[str]) -> Tracker:
-    run, sinks = RunDirectory(run_dir), list[Sink]()
-    if config.tensorboard:
-        sinks.append(_tensorboard(run))
-    if config.wandb_project is not None:
-        sinks.append(_wandb(config.wandb_project, run))
-    return Tracker(sinks)
+    run, projects = RunDirectory(run_dir), [tracker.partition(":")[2] for tracker in config.trackers]
+    return Tracker([_wandb(project, run) if project else _tensorboard(run) for project in projects])
 
 
 def _tensorboard(run: RunDirectory) -> Sink:
@@ -77,8 +71,8 @@ def _wandb(project: str, run: RunDirectory) -> Sink:
         )
     except wandb.Error as error:
         raise ConfigError(
-            f"logging.wandb_project: {project}: Weights & Biases does not begin a run ({error}); log in (`wandb login`, or "
-            "the variable WANDB_API_KEY), or set the variable WANDB_MODE to offline, or logging.wandb_project to null"
+            f"logging.trackers: wandb:{project}: Weights & Biases does not begin a run ({error}); log in (`wandb login`, or "
+            "the variable WANDB_API_KEY), or set the variable WANDB_MODE to offline, or remove the entry"
         ) from error
     write_text(id_file, f"{begun.id}\n")
     return lambda step, numbers: begun.log(dict(numbers), step=step), begun.finish
@@ -92,20 +86,15 @@ def _numbers(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", float(value)
 
 
-SETTINGS = {"tensorboard": ("logging.tensorboard", "false"), "wandb": ("logging.wandb_project", "null")}
-"""The setting that needs a library, and its value without it."""
-
-
 def _import(name: str) -> Any:
     """Raise ConfigError if missing, as for a bare folder of its name (wandb creates one)."""
-    setting, off = SETTINGS[name]
     try:
         module = importlib.import_module(name)
         if getattr(module, "__file__", None) is None and getattr(module, "__path__", None) is not None:
             raise ImportError(f"{name} is a folder here, not a package")
     except ImportError as error:
         raise ConfigError(
-            f"{setting} needs the package {name}, which cannot be imported here ({error}); "
-            f"install it (pip install {name}) or set {setting} to {off}"
+            f"logging.trackers names {name}, whose package cannot be imported here ({error}); install it (pip install {name}), "
+            "or remove the entry"
         ) from error
     return module

@@ -68,7 +68,7 @@ def load_caches(path: Path, rounds: RoundRunner) -> None:
     except (OSError, ValueError, KeyError, TypeError, SafetensorError, CapacityError) as error:
         raise CheckpointError(
             f"{path}: not what the books of the checkpoint say of this rank's caches ({type(error).__name__}: "
-            f"{str(error):.200}); resume with checkpoint.caches=false, or from another checkpoint"
+            f"{str(error):.200}); resume in another layout, or from another checkpoint"
         ) from error
 
 
@@ -94,7 +94,7 @@ def require_sound_books(state: Mapping[str, Any], rollouts: Sequence[Rollout]) -
         if not sound:
             raise CheckpointError(
                 f"state.json: the book of {role} does not fit its {replicas} replicas and the {len(tokens)} rollouts; resume "
-                "with checkpoint.caches=false, or from another checkpoint"
+                "in another layout, or from another checkpoint"
             )
 
 

@@ -94,7 +94,7 @@ COMMON: dict[str, Any] = {
 SUPERVISED_STATE = record(**COMMON, kind=str, rows=Count, elapsed_s=float, heldout=HELDOUT, reference=str | None)
 PPO_STATE = record(
     **COMMON, scheduler=SCHEDULER, chunk=CHUNK, kl=record(value=Amount), guard=GUARD, actor=ACTOR, history=HISTORY,
-    phase=PHASE | None, journal=JOURNAL, layout=by_role(PLACE), books=by_role(BOOK), caches=bool,
+    phase=PHASE | None, journal=JOURNAL, layout=by_role(PLACE), books=by_role(BOOK),
     sources=dict[str, str], filter=FILTER | None,
 )  # fmt: skip
 ROLLOUT = record(

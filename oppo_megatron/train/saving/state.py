@@ -63,7 +63,7 @@ def find_checkpoint(config: TrainConfig | SupervisedConfig, world: World) -> Fou
     Collective.  Damaged checkpoints are reported and renamed.  Raises CheckpointError if none is complete, OtherFormatError
     (nothing renamed) for another version's.
     """
-    if not config.checkpoint.resume:
+    if not config.resume:
         return None
     store = CheckpointStore(RunDirectory(config.run_dir).checkpoints)
     vocab_size = read_hf_config(config.actor)["vocab_size"] if isinstance(config, TrainConfig) else None
