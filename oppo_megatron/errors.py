@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 EXIT_REQUEUE = 75
 """Exit code of a stopped run that should be started again (EX_TEMPFAIL of sysexits.h)."""
+EXIT_BROKEN_PIPE = 141
+"""Exit code if the reader of the output has ended, as a shell reports for SIGPIPE."""
 EXIT_INTERRUPTED = 130
 """Exit code after Ctrl-C with nothing to save, or after a second Ctrl-C."""
 INTERRUPTED = "interrupted: the run saves what it has trained, and ends soon; Ctrl-C once more ends it at once, unsaved"

@@ -320,5 +320,5 @@ def _killed(rank: int, number: int, written: Sequence[Failure], last_words: Mapp
         at, remedy = f" in {within[rank]}", ISOLATE
     lines = [f"rank {rank} was ended by {signal.Signals(number).name}{at}; {remedy}"]
     for other in sorted({*messages, *last_words} - {rank}):
-        lines.append(f"rank {other}: {messages.get(other) or 'last heard of in: ' + last_words[other]}")
+        lines.append(f"rank {other}: {messages[other] if other in messages else 'last heard of in: ' + last_words[other]}")
     return "\n".join(lines)

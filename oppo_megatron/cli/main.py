@@ -20,7 +20,7 @@ from typing import NamedTuple
 from oppo_megatron import __version__
 from oppo_megatron.cli.launch import EXIT_DEFECT, is_among_peers, leave, quiet_torch
 from oppo_megatron.cli.parser import Parser, add_debug_argument
-from oppo_megatron.errors import DISK_FULL, EXIT_INTERRUPTED, OppoError
+from oppo_megatron.errors import DISK_FULL, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, OppoError
 from oppo_megatron.processes import outlive_terminal, signals_held
 
 EXIT_WRONG_INPUT = 2
@@ -79,6 +79,9 @@ def _serve(args: argparse.Namespace) -> int:
         if args.debug:
             traceback.print_exc()
         message = str(error)
+    except BrokenPipeError:  # the reader of our output, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return EXIT_BROKEN_PIPE
     except OSError as error:
         is_full = error.errno in DISK_FULL
         if args.debug or not (is_full or error.filename):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -28,13 +28,6 @@ class MeasuringConfig(Section):
     data: RowsConfig | None = Field(None, description="files of held-out rows, read as `data` is")
     every_steps: int = Field(0, ge=0, description="0: only before the first and after the last step")
 
-    USUAL_ROWS: ClassVar[int] = 1000
-
-    @property
-    def most_rows(self) -> int:
-        """Rows that are measured at most: `data.max_rows`, else the usual number."""
-        return (self.data and self.data.max_rows) or self.USUAL_ROWS
-
 
 class EvaluationConfig(MeasuringConfig):
     """Held-out prompts, answered before the first step, after the last and in between."""
@@ -49,7 +42,9 @@ class EvaluationConfig(MeasuringConfig):
     samples: Annotated[int, Unit("responses")] = Field(1, ge=1, description="responses per prompt")
     temperature: Annotated[float, Unit("")] = Field(0.0, ge=0, description="0: the likeliest token each time")
 
-    USUAL_ROWS = 200
+    @property
+    def most_rows(self) -> int:
+        return self.data.max_rows or 200
 
     @property
     def names(self) -> list[str]:
@@ -64,12 +59,15 @@ class EvaluationConfig(MeasuringConfig):
 class HeldoutConfig(MeasuringConfig):
     """Held-out rows, measured before the first step, after the last and in between."""
 
-    data: DataConfig | None = Field(
-        None, description="held-out rows, the first 1000 without `max_rows`; null: a `fraction` of `data`"
-    )
+    data: DataConfig | None = Field(None, description="files of held-out rows; null: a `fraction` of `data`")
     fraction: Annotated[float | None, Unit("of the rows")] = Field(
         None, gt=0, lt=1, description="held-out share of `data`, drawn by `seed`; rows of one prompt stay together"
     )
+    max_rows: Annotated[int, Unit("rows")] = Field(1000, ge=1, description="measure at most this many held-out rows")
+
+    @property
+    def most_rows(self) -> int:
+        return self.max_rows
 
 
 class EarlyStopConfig(Section):

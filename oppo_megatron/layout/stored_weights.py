@@ -45,7 +45,7 @@ def weight_problems(shape: ModelShape, head: Head, stored: Mapping[str, Tensor],
         return [f"{SCALAR_HEAD} makes this a *ForSequenceClassification. An actor or reference needs a *ForCausalLM."]
     problems = [problem for name, size in expected.items() for problem in _misfit(name, size, stored)]
     if head == "lm" and shape.tied_embeddings and LM_HEAD in stored and EMBEDDING in stored:
-        if stored[LM_HEAD] != stored[EMBEDDING] or not equal(LM_HEAD, EMBEDDING):
+        if stored[LM_HEAD].shape != stored[EMBEDDING].shape or not equal(LM_HEAD, EMBEDDING):
             problems.append(
                 f"{LM_HEAD} differs from {EMBEDDING}, but tie_word_embeddings of config.json is true. Transformers uses both: "
                 "set tie_word_embeddings to false, or remove the tensor if the model shares the embeddings."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from oppo_megatron.rundir.trace import Span, read_spans
 
 MetricsLine = Mapping[str, Any]
 SHORTEST_PAUSE_S = 1.0
+STEP_OF_LINE = re.compile(rb'\{"step": (\d+),')
 # field -> label, colour
 STEP_PARTS = {
     "decode_s": ("decode", COLOURS["decode"]),
@@ -200,8 +202,13 @@ def sample_responses(record: RunRecord) -> tuple[list[Mapping[str, Any]], str]:
     by_step: dict[int, list[Mapping[str, Any]]] = {}
     if steps:
         by_step = {step: [] for step in (steps[0], steps[len(steps) // 2], steps[-1])}
+
+    def is_wanted(line: bytes) -> bool:  # the journal writes the step first: other lines of a large file stay unparsed
+        match = STEP_OF_LINE.match(line)
+        return match is None or int(match[1]) in by_step
+
     try:
-        for row in iter_json_lines(record.run.rollouts):
+        for row in iter_json_lines(record.run.rollouts, is_wanted):
             if row.get("step") in by_step and number(row, "reward") is not None and not row.get("greedy"):
                 by_step[row["step"]].append(row)
     except DataError as error:

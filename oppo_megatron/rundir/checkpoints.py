@@ -41,7 +41,7 @@ class CheckpointStore:
         self.root = root
 
     def positions(self) -> list[Position]:
-        names = [path.name for path in self.root.glob("*") if path.is_dir()]
+        names = [path.name for path in self.root.iterdir() if path.is_dir()] if self.root.is_dir() else []
         # Include a replaced one whose successor is still unnamed: `recover` renames it back.
         found = {Position.of(name.removeprefix(REPLACED)) for name in names}
         return sorted(position for position in found if position is not None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, final
@@ -67,13 +67,16 @@ class MetricsLog:
         self.close()
 
 
-def iter_json_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield a JSONL file's objects, except a cut last line.  Raises DataError for another bad line."""
+def iter_json_lines(path: str | os.PathLike[str], wanted: Callable[[bytes], bool] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield a JSONL file's objects, except a cut last line.  Raises DataError for another bad line.
+
+    Lines that are not `wanted` are skipped unparsed.
+    """
     if not Path(path).is_file():
         raise DataError(f"{os.fspath(path)}: no such file; expected the lines that a run writes; check the run directory")
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
+            if not line.strip() or (wanted is not None and not wanted(line)):
                 continue
             try:
                 value = read_json(line)

@@ -28,7 +28,7 @@ from oppo_megatron.config.algorithm import Objective, Ratio
 from oppo_megatron.config.ppo import PPOConfig
 from tests.replay.formulas import actor_loss as plain_actor_loss
 from tests.replay.formulas import critic_loss, kl_of, row_losses, row_ratio
-from tests.replay.recipe import Recipe
+from tests.replay.recipe import Gradient, Recipe
 
 DOUBLE = torch.float64
 SURROGATE = Surrogate(0.2)
@@ -142,20 +142,24 @@ def actor_inputs(n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, ActorTa
     return logp_T, entropy_T.abs(), targets
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("mode", ["penalty", "loss"])
+@pytest.mark.parametrize(
+    ("mode", "estimator"), [("penalty", "k1"), ("penalty", "k3"), *(("loss", x) for x in ("k1+", "k2", "k3", "k3+"))]
+)
 def test_actor_loss_is_the_sum_of_its_terms(mode: str, estimator: str) -> None:
     logp_T, entropy_T, targets = actor_inputs(6, seed=2)
     ppo = config(entropy_coefficient=0.01, clip=0.1, kl={"mode": mode, "estimator": estimator, "coefficient": 9.0})
     inputs = logp_T.requires_grad_(), entropy_T.requires_grad_()
     loss, stats = actor_loss(logp_T, entropy_T, targets, Surrogate(ppo.clip), ppo, kl_coefficient=0.3, num_tokens=6)
-    recipe = Recipe(kl=mode, estimator=estimator, clip_low=0.1, clip_high=0.1, entropy_coefficient=0.01)
+    gradient: Gradient = "ratio" if estimator.endswith("+") else "estimator"
+    recipe = Recipe(
+        kl=mode, estimator=estimator.rstrip("+"), kl_gradient=gradient, clip_low=0.1, clip_high=0.1, entropy_coefficient=0.01
+    )
     rows = ([x_T] for x_T in (targets.old_logp_T, targets.weight_T, targets.advantages_T, targets.reference_logp_T))
     expected = plain_actor_loss([logp_T], [entropy_T], *rows, [0], recipe, 0.3)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs))
     assert targets.reference_logp_T is not None
-    assert float(stats.kl) == pytest.approx(float(kl_of(logp_T, targets.reference_logp_T, estimator).sum()))
+    assert float(stats.kl) == pytest.approx(float(kl_of(logp_T, targets.reference_logp_T, estimator.rstrip("+")).sum()))
     assert float(stats.entropy) == pytest.approx(float(entropy_T.sum()))
 
 

@@ -126,7 +126,7 @@ class PartsOfCall:
             q_SCGRD[places] = q_TGRD
         num_seqs, chunk, groups, repeat, dim = q_SCGRD.shape
         q_SGRCD = q_SCGRD.permute(0, 2, 3, 1, 4)
-        heads = (groups * repeat, chunk) if mask is None else (groups, repeat * chunk)
+        heads = (groups * repeat, chunk) if mask is None or mask.shape[-2] == chunk else (groups, repeat * chunk)
         out = torch_attention(q_SGRCD.reshape(num_seqs, *heads, dim), k, v, scale, mask)
         out_SCGRD = out.view(num_seqs, groups, repeat, chunk, dim).permute(0, 3, 1, 2, 4)
         return (out_SCGRD[0] if places is None else out_SCGRD[places]).reshape(len(q_TGRD), -1)
@@ -138,11 +138,12 @@ class PartsOfCall:
         return slice(first, self._first[part.rows.stop])
 
     def _mask(self, part: Part) -> Tensor | None:
-        """[S, 1, R C, L]: 0 or minus infinity."""
+        """[S, 1, R C, L], on a CPU for one sequence [1, 1, C, L]: 0 or minus infinity."""
         if part.causal:
             return None
         col_C = torch.arange(part.queries.start, part.queries.stop, device=self._past_S.device)
         hidden_SCL = hidden_keys(self._past_S[part.rows, None] + col_C, part.keys, part.window)
         mask_SCL = torch.zeros(hidden_SCL.shape, dtype=self._dtype, device=col_C.device)
         mask_S1CL = mask_SCL.masked_fill_(hidden_SCL, -torch.inf)[:, None]
-        return mask_S1CL if self._repeat == 1 else mask_S1CL.repeat(1, 1, self._repeat, 1)
+        shared = self._repeat == 1 or (part.alone and col_C.device.type == "cpu")
+        return mask_S1CL if shared else mask_S1CL.repeat(1, 1, self._repeat, 1)

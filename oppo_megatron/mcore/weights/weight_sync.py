@@ -183,7 +183,9 @@ def _rounds(pieces: Sequence[_Piece], limit: int) -> list[list[_Piece]]:
 
 
 def _flat(pieces: Sequence[_Piece]) -> Tensor:
-    return torch.cat([view.flatten() for piece in pieces for view in piece.views()])
+    """Return the pieces' values, [n]; a single contiguous view is not copied."""
+    parts = [view.flatten() for piece in pieces for view in piece.views()]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _fill(pieces: Sequence[_Piece], values: Tensor) -> None:

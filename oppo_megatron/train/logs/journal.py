@@ -136,6 +136,9 @@ class RunLog:
         if step:
             self.log.extend(step, fields)
         self.trackers.log(step, fields)
+        self._note_heldout(step, figures)
+
+    def _note_heldout(self, step: int, figures: Figures) -> None:
         means = ", ".join(f"{name} {mean:.4g}" for name, (mean, _) in figures.items())
         self.note(f"held out after {step} steps: {means}")
 
@@ -208,10 +211,10 @@ class Journal(RunLog):
         self.started = time.monotonic() - state["elapsed_s"]
         self.heldout.load_state_dict(state["heldout"])
 
-    def evaluation(self, step: int, figures: Figures) -> None:
+    def _note_heldout(self, step: int, figures: Figures) -> None:
         if ACCURACY in figures:
             self.note(f"held-out accuracy after {step} steps: {figures[ACCURACY][0]:.1%}")
-        super().evaluation(step, figures)
+        super()._note_heldout(step, {name: figure for name, figure in figures.items() if name != ACCURACY})
 
     def write_summary(
         self, counts: Mapping[str, Any], memory: MemoryByRank, rollbacks: Mapping[str, int], best: tuple[float, Position] | None
