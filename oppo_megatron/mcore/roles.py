@@ -39,8 +39,8 @@ def load_training(
 ) -> list[RoleModel]:  # fmt: skip
     """Load this rank's chunks, in evaluation mode, in `layout` (None: serving).
 
-    `role` gives the seed of random weights and of a missing scalar head.  `vocab_multiple`: of all tensor ranks, if weights
-    move.  Raises CheckpointError if weights do not fit, CapacityError for too few positions.
+    `role` decides the seed of random weights, and if a missing scalar head is drawn.  `vocab_multiple`: of all tensor ranks,
+    if weights move.  Raises CheckpointError if weights do not fit, CapacityError for too few positions.
     """
     shape, source = open_weights(config, head, seed=weight_seed(role), fresh_head=role in HEADS_LEARNED)
     lora = _lora(config)
