@@ -273,6 +273,7 @@ def _role(name: str, head: Head, config: TrainConfig, world: World, topology: To
         groups,
         training,
         head=head,
+        role=name,
         max_length=max_context(config),
         device=world.device,
         num_updates=num_updates(config, name, facts.total_steps),
