@@ -4,8 +4,8 @@
     disaggregated    actor | scorers: W-1 | 1, three quarters | one, half | half; on CPU also 1 | 1 with W/2 threads each
     colocated        all roles on W ranks
 
-Each with the least and the largest tensor parallelism, without pipelines; the former also with the reference on the
-actor's ranks, because the two sides are seldom equally busy.
+Each with the least and the largest tensor parallelism, without pipelines; the former also with the reference on the actor's
+ranks.
 """
 
 from __future__ import annotations
@@ -126,7 +126,11 @@ class _Finder:
         elif mode == "colocated":
             yield from self._fitting(mode, [PlacementConfig(mode=mode, actor=actor) for actor in _layouts(self.num_ranks)])
         else:
-            for actors, scorers in self._splits():
+            ranks = self.num_ranks
+            splits = [(ranks - count, count) for count in (1, max(1, ranks // 4), ranks // 2)]
+            if self.machine.device == "cpu" and not (self.settings.runtime.threads_per_rank or asked_threads()):
+                splits.insert(0, (1, 1))
+            for actors, scorers in dict.fromkeys(splits):
                 yield from self._split(actors, scorers)
 
     def _split(self, actors: int, scorers: int) -> Iterator[Candidate | LeftOut]:
@@ -138,16 +142,8 @@ class _Finder:
             moved = found[0].placement.model_copy(update={"reference": "actor"})
             yield from self._fitting(name + BESIDE, [moved])
 
-    def _splits(self) -> list[tuple[int, int]]:
-        ranks = self.num_ranks
-        scorers = dict.fromkeys((1, max(1, ranks // 4), ranks // 2))
-        splits = [(ranks - count, count) for count in scorers]
-        if self.machine.device == "cpu" and not asked_threads():
-            splits.insert(0, (1, 1))
-        return list(dict.fromkeys(splits))
-
     def _fitting(self, name: str, placements: list[PlacementConfig]) -> Iterator[Candidate | LeftOut]:
-        """Yield the placements of least and largest tensor parallelism that pass the checks, or why the first fails."""
+        """Yield the first and last that pass the checks, or why the first fails."""
         problems = [check_layouts(self.settings.with_placement(placement), self.shapes) for placement in placements]
         fitting = [placement for placement, found in zip(placements, problems, strict=True) if not found]
         if not fitting:

@@ -93,7 +93,7 @@ def stage_parts(shape: ModelShape, head: Head, *, tp_size: int = 1, pp_rank: int
 
 
 def hf_tensors(shape: ModelShape, head: Head) -> dict[str, tuple[int, ...]]:
-    """Shapes of the Hugging Face checkpoint's tensors, in the model's order."""
+    """Shapes by name, in the model's order."""
     return {part.hf_name: part.hf_shape for part in stage_parts(shape, head)}
 
 
@@ -117,12 +117,27 @@ def _vocab_part(shape: ModelShape, hf_name: str, param: str, tp_size: int) -> Pa
 
 def _layer_parts(shape: ModelShape, tp_size: int, hf: str, ours: str) -> list[Part]:
     hidden, ffn, head_dim = shape.hidden_size, shape.ffn_size, shape.head_dim
-    heads_width = shape.num_heads * head_dim
+    heads_width, heads_per_group = shape.num_heads * head_dim, shape.num_heads // shape.num_kv_heads
+    width = (heads_per_group + 2) * head_dim
+
+    def rows(first_head: int, num_heads: int) -> tuple[slice, ...]:
+        """Rows of the joint parameter, which has for each group R query heads, key head, value head."""
+        start, size = first_head * head_dim, num_heads * head_dim
+        groups = range(shape.num_kv_heads // tp_size)
+        return tuple(slice(group * width + start, group * width + start + size) for group in groups)
+
+    heads = {"q": (shape.num_heads, rows(0, heads_per_group))}
+    heads |= {x: (shape.num_kv_heads, rows(heads_per_group + i, 1)) for i, x in enumerate("kv")}
+    kinds = {"weight": (hidden,), **({"bias": ()} if shape.qkv_bias else {})}
     attention, hf_attention = f"{ours}self_attention.", f"{hf}self_attn."
     fc1, gate = f"{ours}mlp.linear_fc1.weight", ffn // tp_size
     parts = [
         _part(f"{hf}input_layernorm.weight", (hidden,), None, f"{ours}input_layernorm.weight", tp_size),
-        *_qkv_parts(shape, tp_size, hf_attention, attention),
+        *(
+            Part(f"{hf_attention}{x}_proj.{kind}", (num * head_dim, *columns), 0, f"{attention}linear_qkv.{kind}", ranges)
+            for kind, columns in kinds.items()
+            for x, (num, ranges) in heads.items()
+        ),
         _part(f"{hf_attention}o_proj.weight", (hidden, heads_width), 1, f"{attention}linear_proj.weight", tp_size),
     ]
     if shape.qk_norm:
@@ -138,33 +153,11 @@ def _layer_parts(shape: ModelShape, tp_size: int, hf: str, ours: str) -> list[Pa
     ]
 
 
-def _qkv_parts(shape: ModelShape, tp_size: int, hf: str, ours: str) -> list[Part]:
-    """Rows of the joint parameter: for each group R query heads, key head, value head."""
-    heads_per_group = shape.num_heads // shape.num_kv_heads
-    width = (heads_per_group + 2) * shape.head_dim
-
-    def rows(first_head: int, num_heads: int) -> tuple[slice, ...]:
-        start, size = first_head * shape.head_dim, num_heads * shape.head_dim
-        groups = range(shape.num_kv_heads // tp_size)
-        return tuple(slice(group * width + start, group * width + start + size) for group in groups)
-
-    heads = {"q": (shape.num_heads, rows(0, heads_per_group))}
-    heads |= {x: (shape.num_kv_heads, rows(heads_per_group + i, 1)) for i, x in enumerate("kv")}
-    kinds = {"weight": (shape.hidden_size,), **({"bias": ()} if shape.qkv_bias else {})}
-    return [
-        Part(f"{hf}{x}_proj.{kind}", (num * shape.head_dim, *columns), 0, f"{ours}linear_qkv.{kind}", ranges)
-        for kind, columns in kinds.items()
-        for x, (num, ranges) in heads.items()
-    ]
-
-
 PEFT = "base_model.model."
 
 
 @dataclass(frozen=True)
 class Product:
-    """A layer's product, with its Hugging Face projections."""
-
     owner: str
     linear: str
     hf_owner: str
@@ -172,7 +165,7 @@ class Product:
 
     @property
     def cut(self) -> Literal["rows", "columns"]:
-        """Dimension of the weights that is divided among the tensor ranks."""
+        """Dimension that the tensor ranks divide."""
         return "columns" if self.targets[0] in ROWS_OF_SUMS else "rows"
 
 
@@ -185,7 +178,7 @@ PRODUCTS = (
 
 
 def pair_sizes(shape: ModelShape, rank: int, tp: int) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-    """(rows, columns) of A and of B on a tensor rank, by target."""
+    """(rows, columns) of A and B on a tensor rank."""
     return {
         target: ((rank, inputs // tp), (outputs, rank)) if target in ROWS_OF_SUMS else ((rank, inputs), (outputs // tp, rank))
         for target, (outputs, inputs) in projections(shape.hf).items()
@@ -195,7 +188,7 @@ def pair_sizes(shape: ModelShape, rank: int, tp: int) -> dict[str, tuple[tuple[i
 def adapter_parts(
     shape: ModelShape, lora: LoraConfig, head: Head, *, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1
 ) -> list[Part]:
-    """Tensors of a peft directory with a share on a stage, and a scalar head on the last."""
+    """A stage's tensors of a peft directory, with a scalar head on the last."""
     per_stage = shape.num_layers // pp_size
     sizes = projections(shape.hf)
     parts = []

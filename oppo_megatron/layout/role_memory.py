@@ -57,9 +57,6 @@ class RoleModel(activations.Model):
         own = packed_parameters(self.shape, placement.tp, placement.pp, stage, scalar=self.scalar)
         return 0 if self.shared else own * self.width
 
-    def makes_logits(self, placement: RolePlacement, stage: int) -> bool:
-        return not self.scalar and stage == placement.pp - 1
-
     def parameters(self, placement: RolePlacement, stage: int) -> int:
         return stage_parameters(self.shape, placement.tp, placement.pp, stage, scalar=self.scalar)
 
@@ -69,7 +66,11 @@ class RoleModel(activations.Model):
     def trained(
         self, placement: RolePlacement, stage: int, train: TrainingLayoutConfig, batch: TrainingBatch, *, on_cpu: bool
     ) -> Memory:
-        state = training_state(self._trainable(placement, stage), self.dtype, placement.dp)
+        if self.lora is None:
+            trainable = self.parameters(placement, stage)
+        else:
+            trainable = self._adapters(placement) + (self.hidden if self.scalar and stage == placement.pp - 1 else 0)
+        state = training_state(trainable, self.dtype, placement.dp)
         model, sizes = self.computed(placement, on_cpu=on_cpu), Sizes.of(placement, train.vpp)
         held = activations.training_activations(model, sizes, stage, train, batch)
         gathered = 0 if self.lora else gather_bytes(self.shape, self.dtype, train, placement.tp, batch.tokens)
@@ -77,12 +78,6 @@ class RoleModel(activations.Model):
 
     def _adapters(self, placement: RolePlacement) -> int:
         return 0 if self.lora is None else adapter_parameters(self.shape, placement.tp, placement.pp, self.lora)
-
-    def _trainable(self, placement: RolePlacement, stage: int) -> int:
-        if self.lora is None:
-            return self.parameters(placement, stage)
-        head = self.hidden if self.scalar and stage == placement.pp - 1 else 0
-        return self._adapters(placement) + head
 
 
 def served_stages(
@@ -94,7 +89,19 @@ def served_stages(
 def trained_stages(
     config: TrainConfig, training: RolePlacement, model: RoleModel, train: TrainingLayoutConfig, *, on_cpu: bool
 ) -> tuple[Memory, ...]:
-    return tuple(trained_memory(config, training, model, train, stage, on_cpu=on_cpu) for stage in range(training.pp))
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    # Minibatches are divided by tokens, so a replica may have more (short) rows: all but one per other replica.
+    most = minibatch_rows(config) - training.dp + 1
+    tokens = training_rows(config, training) * longest
+    batch = TrainingBatch(config.runtime.micro_batch_tokens, tokens, most * config.rollout.max_response_tokens)
+    kernels = training_kernel_bytes(batch.tokens) if on_cpu and model.dtype == "bfloat16" else 0
+    tables = table_bytes(model.shape, max_context(config)) * train.vpp
+    found = []
+    for stage in range(training.pp):
+        memory = model.trained(training, stage, train, batch, on_cpu=on_cpu)
+        copy = model.weights(training, stage)
+        found.append(replace(memory, copy=copy, kernels=kernels, buffers=memory.buffers + tables))
+    return tuple(found)
 
 
 def laid_out(config: TrainConfig, name: str, serving: RolePlacement, training: RolePlacement) -> RoleModel:
@@ -125,13 +132,13 @@ def served_memory(
     if name == "actor" and config.evaluation is not None:  # held-out prompts have their own cache
         cached += min(slots, config.evaluation.most_rows)
     tokens = min(config.runtime.micro_batch_tokens, slots * context)
-    computed, logits = model.computed(placement, on_cpu=on_cpu), model.makes_logits(placement, stage)
-    calls = _calls(config, name, tokens, slots, logits=logits or (model.scalar and stage == placement.pp - 1))
+    computed, last = model.computed(placement, on_cpu=on_cpu), stage == placement.pp - 1
+    calls = _calls(config, name, tokens, slots, logits=last)
     phases = {phase: activations.cached_activations(computed, call) for phase, call in calls.items()}
     memory = Memory(
         weights=model.weights(placement, stage),
         packed=model.packed(placement, stage) if on_cpu else 0,
-        kernels=_kernels(name, tokens, slots, makes_logits=logits) if on_cpu else 0,
+        kernels=_kernels(name, tokens, slots, makes_logits=last and not model.scalar) if on_cpu else 0,
         kv_cache=cached * context * kv_bytes_per_token(model.shape, placement, model.dtype),
         buffers=table_bytes(model.shape, longest),
         activations=max(phases.values()),
@@ -141,26 +148,6 @@ def served_memory(
 
 def training_rows(config: TrainConfig, placement: RolePlacement) -> int:
     return ceil(minibatch_rows(config) / placement.dp)
-
-
-def trained_memory(
-    config: TrainConfig,
-    placement: RolePlacement,
-    model: RoleModel,
-    train: TrainingLayoutConfig,
-    stage: int,
-    *,
-    on_cpu: bool,
-) -> Memory:
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    rows = training_rows(config, placement)
-    # Minibatches are divided by tokens, so a replica may have more (short) rows: all but one per other replica.
-    most = minibatch_rows(config) - placement.dp + 1
-    batch = TrainingBatch(config.runtime.micro_batch_tokens, rows * longest, most * config.rollout.max_response_tokens)
-    kernels = training_kernel_bytes(batch.tokens) if on_cpu and model.dtype == "bfloat16" else 0
-    memory = model.trained(placement, stage, train, batch, on_cpu=on_cpu)
-    tables = memory.buffers + table_bytes(model.shape, max_context(config)) * train.vpp
-    return replace(memory, copy=model.weights(placement, stage), kernels=kernels, buffers=tables)
 
 
 def _calls(config: TrainConfig, name: str, tokens: int, slots: int, *, logits: bool) -> dict[str, Call]:

@@ -45,7 +45,6 @@ class Run(NamedTuple):
 
     @property
     def other_s(self) -> float:
-        """Exposed scoring, and waiting for scores or an exposed critic update."""
         return self.seconds - self.decode_s - self.train_s
 
 
@@ -63,7 +62,6 @@ class Trial:
 
     @property
     def seconds_per_token(self) -> float:
-        """Median over the runs."""
         return median(run.seconds_per_token for run in self.runs)
 
     @property
@@ -113,7 +111,6 @@ def probe_config(settings: TrainSettings, placement: PlacementConfig, run_dir: P
 
 
 def fingerprint(settings: TrainSettings, machine: Machine) -> str:
-    """Key of the package version, the machine and the measured configuration."""
     probe = probe_config(settings, PlacementConfig(mode="single"), Path())
     measured = [__version__, asdict(machine), asked_threads(), MEASURED_STEPS, probe.model_dump(mode="json")]
     return hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()[:16]
@@ -178,7 +175,7 @@ def _a_step(trial: Trial, part: str) -> float:
 
 
 def to_record(key: str, options: Options, trials: Sequence[Trial], choice: Choice) -> dict[str, Any]:
-    """Content of `placement.json`, with the measurement's `fingerprint`."""
+    """Content of `placement.json`; `key`: its `fingerprint`."""
     tried = {trial.candidate.name: trial for trial in trials}
     return {
         "chosen": {"name": choice.candidate.name, "placement": choice.candidate.yaml_tree()},

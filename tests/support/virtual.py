@@ -10,9 +10,8 @@ import pytest
 
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.records import StepSignals
-from oppo_megatron.sim.runs.lines import metrics_lines
 from oppo_megatron.sim.runs.step_costs import StepCosts
-from oppo_megatron.sim.runs.virtual import VirtualRun
+from oppo_megatron.sim.runs.virtual import VirtualRun, metrics_lines
 from tests.support.ppo import Outcome
 
 COUNTED = (

@@ -29,9 +29,8 @@ from oppo_megatron.sim.clusters.cluster import GPUS, INSIDE, Between, Cluster, a
 from oppo_megatron.sim.clusters.reading import read_cluster
 from oppo_megatron.sim.pricing.decoding import Decoding
 from oppo_megatron.sim.search import playing
-from oppo_megatron.sim.search.configured import planned_config
 from oppo_megatron.sim.search.enumeration import Plan
-from oppo_megatron.sim.search.planning import Task, find_plans
+from oppo_megatron.sim.search.planning import Task, find_plans, planned_config
 from oppo_megatron.sim.search.playing import play_config
 from oppo_megatron.sim.search.record import PARTS, beyond_fits
 from oppo_megatron.sim.search.steady import steady_work

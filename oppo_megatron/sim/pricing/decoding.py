@@ -33,9 +33,7 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Turns:
-    """A replica decodes `slots` sequences at once, admitted at rounds of `chunk` steps. `micro_batches` None: the fastest
-    number.
-    """
+    """`slots` sequences at once, admitted at rounds of `chunk` steps. `micro_batches` None: the fastest number."""
 
     slots: int
     chunk: int = 1
@@ -53,7 +51,7 @@ class Turns:
 
 
 def decode_s(actor: LaidModel, decoding: Decoding, turns: Turns) -> float:
-    """Seconds until the slowest (first) replica's last response ends, without prompts. Responses are dealt longest first."""
+    """Seconds of the slowest (first) replica, without prompts. Responses are dealt longest first."""
     lengths = np.array(sorted(decoding.lengths, reverse=True)[:: actor.placement.dp])
     lengths = np.random.default_rng(0).permutation(lengths)  # sequences that wait for a slot have any length
     starts = turns.starts(lengths)
@@ -83,41 +81,33 @@ def decode_costs(actor: LaidModel, sequences: int, position: float, *, captured:
     decode = tuple(line_through(few, step(stage, few), sequences, step(stage, sequences)) for stage in range(pp))
     draw = PASSES * SAMPLED_WIDTH * actor.shape["vocab_size"] / actor.placement.tp / actor.cluster.gpu.bytes_per_s
     messages = DRAWS * all_reduce_s(actor.cluster, actor.tensor_groups[pp - 1], SAMPLED_WIDTH)
-    return Costs(decode, Linear(messages, draw), message_s=_message_s(actor, sequences / pp))
+    if pp == 1:
+        message_s = send_s(actor.cluster, WIDTH * actor.shape["hidden_size"] * sequences, between=False)
+    else:
+        message_s = max(actor.hop_s(stage, sequences / pp) for stage in range(pp - 1)) + actor.cluster.engine.replay_s
+    return Costs(decode, Linear(messages, draw), message_s=message_s)
 
 
 def predicted_costs(models: Mapping[str, LaidModel], decoding: Decoding, sequences: int, prefill_tokens: int) -> Costs:
-    """Cost lines as in `oppo plan schedule --costs`, for a replica's batch halfway through decoding."""
+    """Cost lines for a replica's batch halfway through decoding."""
     position = decoding.prompt_tokens + sum(decoding.lengths) / len(decoding.lengths) / 2
     actor = models["actor"]
     decode = decode_costs(actor, sequences, position, captured=decoding.captured)
-    prefill = {
-        role: tuple(_prefill_line(model, stage, prefill_tokens, position) for stage in range(model.placement.pp))
-        for role, model in models.items()
-    }
-    score = max(_score_s(model) for model in models.values())
-    return Costs(decode.decode, decode.sample, prefill, score=Linear(0.0, score), message_s=decode.message_s)
+    few, score_s = max(1, prefill_tokens // 8), 0.0  # seconds per row, without reading the head's weights
+
+    def prefill_s(model: LaidModel, stage: int, tokens: int) -> float:
+        return model.forward_s(stage, Tokens(tokens, tokens * position, 0.0, 0.0))
+
+    prefill = dict[str, tuple[Linear, ...]]()
+    for role, model in models.items():
+        stages = range(model.placement.pp)
+        ends = [(prefill_s(model, stage, few), prefill_s(model, stage, prefill_tokens)) for stage in stages]
+        prefill[role] = tuple(line_through(few, few_s, prefill_tokens, many_s) for few_s, many_s in ends)
+        score_s = max(score_s, (model.head_s(stages[-1], 4096) - model.head_s(stages[-1], 2048)) / 2048)
+    return Costs(decode.decode, decode.sample, prefill, score=Linear(0.0, score_s), message_s=decode.message_s)
 
 
 def line_through(few: float, few_s: float, many: float, many_s: float) -> Linear:
     """Line that does not fall; constant for equal sizes."""
     each = max(0.0, (many_s - few_s) / (many - few)) if many > few else 0.0
     return Linear(max(0.0, few_s - few * each), each)
-
-
-def _prefill_line(model: LaidModel, stage: int, tokens: int, position: float) -> Linear:
-    few = max(1, tokens // 8)
-    seconds = [model.forward_s(stage, Tokens(size, size * position, 0.0, 0.0)) for size in (few, tokens)]
-    return line_through(few, seconds[0], tokens, seconds[1])
-
-
-def _score_s(model: LaidModel) -> float:
-    """Seconds per row, without reading the head's weights."""
-    last = model.placement.pp - 1
-    return max(0.0, (model.head_s(last, 4096) - model.head_s(last, 2048)) / 2048)
-
-
-def _message_s(actor: LaidModel, rows: float) -> float:
-    if actor.placement.pp == 1:
-        return send_s(actor.cluster, WIDTH * actor.shape["hidden_size"] * rows, between=False)
-    return max(actor.hop_s(stage, rows) for stage in range(actor.placement.pp - 1)) + actor.cluster.engine.replay_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -42,6 +42,7 @@ class LaidModel:
     scalar: bool
     placement: RolePlacement
     sequence_parallel: bool = False
+    _forwards: dict[tuple[int, Tokens, float, float], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def layers(self) -> int:
@@ -61,20 +62,18 @@ class LaidModel:
         return self._forward_s(stage, tokens, engine.launch_s, engine.update if training else engine.read)
 
     def _forward_s(self, stage: int, tokens: Tokens, host_s: float, factor: float) -> float:
-        key = (stage, tokens, host_s, factor)
-        if key not in self._forwards:
-            self._forwards[key] = self._computed_s(stage, tokens, host_s, factor)
-        return self._forwards[key]
-
-    def _computed_s(self, stage: int, tokens: Tokens, host_s: float, factor: float) -> float:
-        law = self._law
+        key, law = (stage, tokens, host_s, factor), self._law
+        if (known := self._forwards.get(key)) is not None:
+            return known
         kernels = law.products_s(self.sizes, tokens.new)
         kernels += law.elementwise_s(self.sizes, tokens.new, hidden_share=self._hidden_share)
         kernels += law.attention_s(self.sizes, tokens.pairs) + law.cached_attention_s(self.sizes, tokens.cached)
         payload = WIDTH * self.shape["hidden_size"] * tokens.new
         messages = 2 * self.layers + (stage == 0)  # of products of rows, two a layer, and of the embedding
         own = factor * (self.layers * kernels + self.head_s(stage, tokens.rows))
-        return own + messages * all_reduce_s(self.cluster, self.tensor_groups[stage], payload) + self.layers * host_s
+        messages_s = messages * all_reduce_s(self.cluster, self.tensor_groups[stage], payload)
+        seconds = self._forwards[key] = own + messages_s + self.layers * host_s
+        return seconds
 
     def attention_s(self, tokens: Tokens) -> float:
         return self.layers * self._law.attention_s(self.sizes, tokens.pairs)
@@ -90,10 +89,6 @@ class LaidModel:
         payload = WIDTH * self.shape["hidden_size"] * tokens * self._hidden_share
         most = self._leaving[stage]
         return send_s(self.cluster, payload, between=most > 0, sharing=max(1, most))
-
-    @cached_property
-    def _forwards(self) -> dict[tuple[int, Tokens, float, float], float]:
-        return {}
 
     @cached_property
     def tensor_groups(self) -> tuple[Group, ...]:

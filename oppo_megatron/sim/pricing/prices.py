@@ -71,28 +71,21 @@ class Update:
 
 
 def update_s(model: LaidModel, update: Update) -> float:
+    """A stage trains with a forward, a backward of two forwards, and recomputation."""
     placement, batch = model.placement, update.batch
-    tokens = batch.micro_batch(outputs=True)
-    stages = [_training_s(model, stage, tokens, update.train) for stage in range(placement.pp)]
+    tokens, stages = batch.micro_batch(outputs=True), []
+    for stage in range(placement.pp):
+        forward = model.forward_s(stage, tokens, training=True)
+        again = {"none": 0.0, "selective": model.attention_s(tokens), "full": forward - model.head_s(stage, tokens.rows)}
+        stages.append(3 * forward + again[update.train.recompute])
     hops = [2 * model.hop_s(stage, tokens.new) for stage in range(placement.pp)]
     slowest = max(*stages, *hops)
     bubble = (sum(stages) - max(stages)) / update.train.vpp + sum(hops)
-    exchange = max(_exchange_s(model, stage, update.train, stages[stage]) for stage in range(placement.pp))
+    exchange = max(_exchange_s(model, stage, stages[stage]) for stage in range(placement.pp))
     return update.optimizer_steps * (batch.micro_batches * slowest + bubble + exchange)
 
 
-def _training_s(model: LaidModel, stage: int, tokens: Tokens, train: TrainingLayoutConfig) -> float:
-    """A stage's forward, a backward of two forwards, and recomputation."""
-    forward = model.forward_s(stage, tokens, training=True)
-    again = {
-        "none": 0.0,
-        "selective": model.attention_s(tokens),
-        "full": forward - model.head_s(stage, tokens.rows),
-    }
-    return 3 * forward + again[train.recompute]
-
-
-def _exchange_s(model: LaidModel, stage: int, train: TrainingLayoutConfig, last_s: float) -> float:
+def _exchange_s(model: LaidModel, stage: int, last_s: float) -> float:
     """Exposed messages of an optimizer step, and its passes. Gradients overlap with the last backward (2/3 `last_s`)."""
     placement = model.placement
     held = stage_parameters(model.shape, placement.tp, placement.pp, stage, scalar=model.scalar)

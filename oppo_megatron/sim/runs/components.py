@@ -1,7 +1,7 @@
 """A component's round in the generator's order, timed once lengths are known.
 
 A unit of work (`schedule/weaving/timetable.py`) begins when its ranks are free and its input has arrived, along a thread: a
-micro-batch from stage to stage, and in decoding from the last stage to the first. A round is one pass over its units.
+micro-batch from stage to stage, and in decoding from the last stage to the first.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class Component:
     def __init__(self, site: Site, rank: int, generator: str, costs: Costs):
         self._component = component_of(site, rank)
         self.site, self.generator, self.costs = self._component.model, generator, costs
+        self.all_ranks: frozenset[int] = self._component.ranks
         placements = self.site.placements
         self._teams: list[Team] = [(role, d) for role in self._component.replicas for d in range(placements[role].dp)]
         self._stages = [(team, stage) for team in self._teams for stage in range(placements[team[0]].pp)]
@@ -74,12 +75,8 @@ class Component:
         self._own = sorted({rank for ranks in self._ranks for rank in ranks})
         self._orders: dict[tuple[tuple[int, int, int], ...], _Order] = {}
 
-    @property
-    def all_ranks(self) -> frozenset[int]:
-        return self._component.ranks
-
     def play(self, round_: Round, counts: Counts, begun: Mapping[int, float]) -> Iterator[tuple[int, float, float]]:
-        """Play the component's part of a round from `begun`. Yields rank, end, scoring seconds of ranks with work."""
+        """Yield rank, end, scoring seconds of ranks with work."""
         ranks = self.site.ranks
         if len(self._own) == 1:
             seconds, scoring_s = self._on_one_rank(round_, counts)

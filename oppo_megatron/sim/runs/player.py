@@ -21,9 +21,8 @@ from oppo_megatron.sim.runs.loop import Recorded
 class Units:
     """Sets of ranks with the same stages of the same replicas.
 
-    `roles`: units with a part of each role, [U]. `hops` [U]: messages that bring a chunk, 0 if decoded there. `fed` [2, n]:
-    receiving and sending units, by hops. Units of the same `kinds` [U] differ in hops alone. `source`: unit of the actor's
-    output rank; `scorer`: of the critic's first rank, else the first scorer's.
+    `roles`: units with a part of each role, [U]. `hops` [U]: messages that bring a chunk. `fed` [2, n]: receiving and sending
+    units, by hops. Units of equal `kinds` [U] differ in hops alone. `source`: the actor's output; `scorer`: first scorer.
     """
 
     roles: Mapping[str, Bools]
@@ -77,7 +76,7 @@ class Units:
 
 @dataclass(frozen=True)
 class Played:
-    """Seconds, [U]; `waited` for the chunk. `arrived`: when decoding ranks have the chunk; None if the round only scores."""
+    """Seconds, [U]; `arrived`: when decoding ranks have the chunk, if any."""
 
     ends: Floats
     scored: Floats
@@ -87,8 +86,6 @@ class Played:
 
 
 class Player:
-    """`planner` has all ranks' books, `round_s` is added to each round."""
-
     single_ranks = False
 
     def __init__(self, planner: RoundPlanner, round_s: float):
@@ -112,7 +109,7 @@ class Player:
         return self._spread(done, starts, np.maximum(starts, ends[units.kinds]), scored[units.kinds])
 
     def tokens(self, done: Recorded) -> Ints:
-        """Decoded tokens: a single replica stops when the batch is complete, several at the end of the chunk."""
+        """A single replica stops when the batch is complete, several at the end of the chunk."""
         assert done.grown is not None and done.chunk is not None
         several = self.planner.site.placements["actor"].dp > 1
         return done.grown.counts if several else np.minimum(done.grown.counts, done.chunk.clock - done.begun)
@@ -132,7 +129,7 @@ class Player:
         return Played(due, scored, waited, arrived, lambda: self._spans(done.step, starts, ends, due, scored))
 
     def _spans(self, step: int, starts: Floats, ends: Floats, due: Floats, busy: Floats) -> Iterator[Span]:
-        """Spans of each unit's first rank; scoring first, even if woven."""
+        """Scoring comes first, even if woven."""
         holds, scorer = self.units.holds("actor"), next((role for role in self.units.roles if role != "actor"), "")
         columns = zip(*(each.tolist() for each in (self.units.first, holds, starts, ends, due, busy)), strict=True)
         for rank, decodes, start, end, whole, scored in columns:

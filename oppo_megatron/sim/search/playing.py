@@ -14,9 +14,8 @@ from oppo_megatron.schedule.weaving.costs import Linear
 from oppo_megatron.sim.pricing.prices import Prices
 from oppo_megatron.sim.runs.step_costs import StepCosts, cluster_costs
 from oppo_megatron.sim.runs.virtual import Parts, VirtualRun, VirtualStep
-from oppo_megatron.sim.search.configured import planned_config
 from oppo_megatron.sim.search.enumeration import Plan
-from oppo_megatron.sim.search.planning import Task
+from oppo_megatron.sim.search.planning import Task, planned_config
 
 WARM_UP = 3
 """Fewest first steps that do not count."""
@@ -50,7 +49,7 @@ class Played:
 
 
 def play_plans(task: Task, plans: Sequence[Plan], top: int) -> list[Played]:
-    """Play plans, cheapest first; return the fastest `top`, played longer, with the chunk and delta that suit the first.
+    """Return the fastest `top`, played longer, with the chunk and delta that suit the first.
 
     Stops when a price, times the least ratio of played time to price, exceeds the fastest.
     """
@@ -162,5 +161,5 @@ def best_delta(task: Task, config: TrainConfig, steps: int) -> int | None:
 
 
 def pace(steps: Sequence[VirtualStep]) -> float:
-    """Seconds per trained token: in the long run every delta trains the same tokens per step."""
+    """Seconds per trained token: every delta trains the same tokens per step in the long run."""
     return sum(step.step_s for step in steps) / sum(int(step.lengths.sum()) for step in steps)
