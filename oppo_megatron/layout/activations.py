@@ -36,8 +36,6 @@ class TrainingBatch:
 
 @dataclass(frozen=True)
 class Model:
-    """A model on one tensor rank."""
-
     shape: Shape
     tp: int
     dtype: str
@@ -71,7 +69,6 @@ class Model:
 
     @property
     def repeat(self) -> int:
-        """Query heads per key head."""
         return int(self.shape["num_attention_heads"]) // num_kv_heads(self.shape)
 
     @property

@@ -36,7 +36,6 @@ class Part:
         return sum(r.stop - r.start for r in self.rows)
 
     def share(self, tp_rank: int, tp_size: int) -> tuple[slice, ...]:
-        """Region of the Hugging Face tensor on a tensor rank."""
         region = [slice(0, size) for size in self.hf_shape]
         if self.cut is not None:
             whole = self.hf_shape[self.cut]
@@ -55,24 +54,21 @@ class Part:
         return found
 
 
-def layout_problems(shape: ModelShape, tp_size: int, pp_size: int) -> list[str]:
+def stage_parts(shape: ModelShape, head: Head, *, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1) -> list[Part]:
+    """Parts of a pipeline stage, in the model's order. Raises ConfigError if sizes do not divide."""
     sizes = [
         ("num_attention_heads", shape.num_heads, "tp", tp_size),
         ("num_key_value_heads", shape.num_kv_heads, "tp", tp_size),
         ("intermediate_size", shape.ffn_size, "tp", tp_size),
         ("num_hidden_layers", shape.num_layers, "pp", pp_size),
     ]
-    return [
+    problems = [
         f"{name} = {size} does not divide by {axis} = {ranks}: each rank must hold an equal share. "
         f"Choose {axis} among the divisors of {size}."
         for name, size, axis, ranks in sizes
         if size % ranks
     ]
-
-
-def stage_parts(shape: ModelShape, head: Head, *, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1) -> list[Part]:
-    """Parts of a pipeline stage, in the model's order. Raises ConfigError if sizes do not divide."""
-    if problems := layout_problems(shape, tp_size, pp_size):
+    if problems:
         raise ConfigError(problems)
     hidden = shape.hidden_size
     first, last = pp_rank == 0, pp_rank == pp_size - 1
@@ -165,7 +161,6 @@ class Product:
 
     @property
     def cut(self) -> Literal["rows", "columns"]:
-        """Dimension that the tensor ranks divide."""
         return "columns" if self.targets[0] in ROWS_OF_SUMS else "rows"
 
 

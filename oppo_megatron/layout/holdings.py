@@ -87,7 +87,6 @@ def rank_memory(holdings: Sequence[Holding]) -> dict[int, Memory]:
 
 
 def train_holdings(config: TrainConfig, *, on_cpu: bool) -> list[Holding]:
-    """`on_cpu`: decoding has packed weights."""
     training, holdings = training_placements(config), list[Holding]()
     for name, placement in role_placements(config).items():
         holdings += role_holdings(config, name, placement, training.get(name, placement), on_cpu=on_cpu)

@@ -33,8 +33,6 @@ another package, and builds for another torch fail at import.
 
 @dataclass(frozen=True)
 class Available:
-    """Versions of usable libraries, and faults of the others."""
-
     transformer_engine: str | None = None
     apex: str | None = None
     flash_attn: str | None = None
@@ -109,7 +107,6 @@ def layer_kind(available: Available, *, adapters: bool) -> LayerKind:
 
 
 def kernel_table(available: Available) -> list[Kernels]:
-    """Parts of a run on this machine, without adapters."""
     problem = layer_problem(available, adapters=False)
     te, apex = available.transformer_engine, available.apex
     fused = te or apex

@@ -109,7 +109,6 @@ def layout_tree(config: TrainConfig | SupervisedConfig) -> dict[str, list[Any]]:
 
 
 def shares_weights(config: TrainConfig) -> bool:
-    """True if the reference is the actor without adapters."""
     placements = role_placements(config)
     own = config.actor.lora is not None and config.reference is None
     return own and placements.get("reference") == placements["actor"]

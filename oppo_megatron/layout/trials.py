@@ -66,7 +66,6 @@ class Trial:
 
     @property
     def spread(self) -> float:
-        """Range of the runs over their median."""
         seconds = [run.seconds_per_token for run in self.runs]
         return (max(seconds) - min(seconds)) / median(seconds)
 

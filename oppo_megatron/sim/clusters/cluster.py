@@ -17,8 +17,6 @@ Kind = Literal["measured", "published", "assumed", "given"]
 
 @dataclass(frozen=True)
 class Source:
-    """Origin of a constant; `given` in cluster.yaml."""
-
     kind: Kind
     where: str
 

@@ -71,7 +71,6 @@ def decode_s(actor: LaidModel, decoding: Decoding, turns: Turns) -> float:
 
 
 def decode_costs(actor: LaidModel, sequences: int, position: float, *, captured: bool) -> Costs:
-    """Lines through the smallest and the largest micro-batch at a position."""
     pp = actor.placement.pp
     few = max(1, sequences // (2 * pp))
 
@@ -89,7 +88,6 @@ def decode_costs(actor: LaidModel, sequences: int, position: float, *, captured:
 
 
 def predicted_costs(models: Mapping[str, LaidModel], decoding: Decoding, sequences: int, prefill_tokens: int) -> Costs:
-    """Cost lines for a replica's batch halfway through decoding."""
     position = decoding.prompt_tokens + sum(decoding.lengths) / len(decoding.lengths) / 2
     actor = models["actor"]
     decode = decode_costs(actor, sequences, position, captured=decoding.captured)

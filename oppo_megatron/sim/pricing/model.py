@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from oppo_megatron.layout.placements import RolePlacement
-from oppo_megatron.layout.shape import Shape, causal_pairs
+from oppo_megatron.layout.shape import Shape
 from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.laws import WIDTH, Group, LayerLaw, LayerSizes, all_reduce_s, send_s
 
@@ -22,11 +22,6 @@ class Tokens:
     pairs: float
     cached: float
     rows: float
-
-    @classmethod
-    def prompts(cls, tokens: float, length: float, *, outputs: bool) -> Tokens:
-        pairs = tokens / length * causal_pairs(0, round(length)) if length else 0.0
-        return cls(tokens, pairs, 0.0, tokens if outputs else 0.0)
 
     @classmethod
     def step(cls, sequences: float, positions: float) -> Tokens:
@@ -53,7 +48,6 @@ class LaidModel:
         return LayerSizes.of(self.shape, self.placement.tp)
 
     def step_s(self, stage: int, tokens: Tokens, *, captured: bool) -> float:
-        """A decode step, captured as a CUDA graph or launched."""
         engine = self.cluster.engine
         return self._forward_s(stage, tokens, engine.replay_s + (0.0 if captured else engine.launch_s), engine.decode)
 

@@ -25,7 +25,7 @@ from oppo_megatron.layout.placements import (
     world_size,
 )
 from oppo_megatron.layout.role_memory import SCALAR_ROLES, laid_out, sequences_and_slots
-from oppo_megatron.layout.shape import Shape, head_linear, layer_weights
+from oppo_megatron.layout.shape import Shape, causal_pairs, head_linear, layer_weights
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.sim.clusters.cluster import Cluster, threaded
@@ -52,7 +52,9 @@ class Batch:
         return max(1, ceil(self.tokens / max(self.micro_batch_tokens, self.length)))
 
     def micro_batch(self, *, outputs: bool) -> Tokens:
-        return Tokens.prompts(self.tokens / self.micro_batches, self.length, outputs=outputs)
+        tokens = self.tokens / self.micro_batches
+        pairs = tokens / self.length * causal_pairs(0, round(self.length)) if self.length else 0.0
+        return Tokens(tokens, pairs, 0.0, tokens if outputs else 0.0)
 
 
 def inference_s(model: LaidModel, batch: Batch) -> float:
@@ -145,7 +147,6 @@ def _parts(shape: Shape, weights: Weights) -> list[dict[str, set[int]]]:
 
 @cache
 def _overlaps(here: int, there: int) -> list[tuple[int, int, Fraction]]:
-    """Pairs of shards that share part of a matrix, with its share."""
     found = []
     for mine, theirs in product(range(here), range(there)):
         share = min(Fraction(mine + 1, here), Fraction(theirs + 1, there)) - max(Fraction(mine, here), Fraction(theirs, there))
@@ -170,7 +171,6 @@ class StepWork:
 
     @property
     def length(self) -> float:
-        """Mean tokens of a sequence with its prompt."""
         return self.decoding.prompt_tokens + fmean(self.decoding.lengths)
 
     def reading(self, model: LaidModel, *, prompts_only: bool = False) -> Batch:
@@ -201,8 +201,6 @@ def seen_by(config: TrainConfig, cluster: Cluster) -> Cluster:
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices of a configuration's own layouts, by role and phase."""
-
     config: TrainConfig
     cluster: Cluster
     decoding: Decoding

@@ -38,7 +38,6 @@ class Units:
         return len(self.first)
 
     def holds(self, role: str) -> Bools:
-        """True for units with a part of the role, [U]."""
         return self.roles[role] if role in self.roles else np.zeros(len(self), dtype=np.bool_)
 
     @classmethod

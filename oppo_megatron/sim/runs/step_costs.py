@@ -108,7 +108,6 @@ def run_costs(config: TrainConfig, path: Path, prompt_tokens: int, actions: Path
 
 
 def run_prompt_tokens(path: Path) -> int | None:
-    """Mean prompt length of a run; None if unknown."""
     metrics = RunDirectory(path).metrics
     lines = read_metrics(metrics) if metrics.exists() else []
     lengths = [float(line["prompt_len_mean"]) for line in lines if "prompt_len_mean" in line]

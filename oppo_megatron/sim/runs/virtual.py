@@ -293,7 +293,6 @@ def write_run(
 
 
 def _rounded(value: Any) -> Any:
-    """Round to nanoseconds, so that lines can be compared."""
     if isinstance(value, dict):
         return {key: _rounded(each) for key, each in value.items()}
     return round(value, ROUNDED) if isinstance(value, float) else value

@@ -213,7 +213,6 @@ class StepRule:
     mode: Mode
 
     def step_ns(self, times: Sequence[Times]) -> Any:
-        """Nanoseconds of a step; an array if a time is one."""
         actor, mode = times[0], self.mode
         if not mode.streams:
             return actor.serving + self._scoring_ns(times, 1.0) + self._updates_ns(times)

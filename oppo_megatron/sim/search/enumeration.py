@@ -40,7 +40,6 @@ class Best:
         self._limit = float("inf")
 
     def limit(self, key: object = None) -> float:
-        """Price that a plan (of this key) must undercut."""
         return self._by_key.get(key, self._limit)
 
     def add(self, plan: Plan) -> None:

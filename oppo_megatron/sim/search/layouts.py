@@ -58,7 +58,6 @@ class Option:
         return Sizes(train.tp or self.serving.tp, train.pp or self.serving.pp, train.dp or self.serving.dp, train.vpp)
 
     def over(self, pieces: int) -> Bytes:
-        """`memory` in a multiple of its pieces."""
         return np.repeat(self.memory, pieces // self.memory.shape[1], axis=1)
 
 

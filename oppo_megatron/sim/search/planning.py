@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -44,9 +44,16 @@ def planned_config(config: TrainConfig, plan: Plan) -> TrainConfig:
     placement, pools = _placement(places)
     tree = config.model_dump() | {"placement": placement}
     for name, option in options.items():
-        own = _own(places[name], pools[name])
-        if name != "reference" or config.reference is not None or any(own.values()):
-            tree[name] = roles[name].model_dump() | own | _training(option)
+        (block, sizes), pool = places[name], pools[name]
+        own: dict[str, Any] = {"ranks": None, "parallel": None}
+        if (block, sizes) != pool:
+            own = {"ranks": None if block == pool[0] else format_ranks(block.ranks), "parallel": _sizes(sizes)}
+        if name == "reference" and config.reference is None and not any(own.values()):
+            continue
+        tree[name] = roles[name].model_dump() | own
+        if option.train is not None and option.training is not None:
+            same = option.training[:3] == option.serving[:3]
+            tree[name]["train"] = option.train.model_dump() | (dict.fromkeys(("tp", "pp", "dp")) if same else {})
     if plan.micro_batch_tokens:
         tree["runtime"]["micro_batch_tokens"] = plan.micro_batch_tokens
     if not any(blocks["actor"].overlaps(block) for name, block in blocks.items() if name != "actor"):
@@ -72,19 +79,6 @@ def _placement(places: Mapping[str, Place]) -> tuple[dict[str, Any], Mapping[str
     return tree, {name: pool if name == "actor" else scorer for name in places}
 
 
-def _own(place: Place, pool: Place) -> dict[str, Any]:
-    if place == pool:
-        return {"ranks": None, "parallel": None}
-    return {"ranks": None if place[0] == pool[0] else format_ranks(place[0].ranks), "parallel": _sizes(place[1])}
-
-
-def _training(option: Option) -> dict[str, Any]:
-    if option.train is None or option.training is None:
-        return {}
-    same = option.training[:3] == option.serving[:3]
-    return {"train": option.train.model_dump() | (dict.fromkeys(("tp", "pp", "dp")) if same else {})}
-
-
 def _sizes(sizes: Sizes) -> dict[str, int]:
     return {"tp": sizes.tp, "pp": sizes.pp, "dp": sizes.dp}
 
@@ -106,6 +100,7 @@ class Task:
     limits: Callable[[int], int] | None = None
     prompt: int | None = None
     check: Callable[[TrainConfig], Sequence[str]] = layout_problems
+    _tables: dict[Gpu, dict[int, PriceTable]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def prompt_tokens(self) -> int:
@@ -157,10 +152,6 @@ class Task:
             new = PriceTable(config, cluster, self.decoding, self.steady, self.budget(cluster))
             tables[tokens] = new if other is None else other.with_config(config)
         return tables[tokens]
-
-    @cached_property
-    def _tables(self) -> dict[Gpu, dict[int, PriceTable]]:
-        return {}
 
 
 def micro_batches(config: TrainConfig) -> list[int]:

@@ -32,8 +32,6 @@ GAIN = 0.01
 
 @dataclass(frozen=True)
 class Played:
-    """`rank_bytes`: as in `--dry-run`."""
-
     plan: Plan
     config: TrainConfig
     parts: Parts

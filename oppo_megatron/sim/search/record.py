@@ -25,7 +25,6 @@ Record = dict[str, Any]
 
 
 def to_record(task: Task, plans: Sequence[Played], places: int) -> Record:
-    """Plans are fastest first; `places`: placements compared."""
     gpu, lengths = task.cluster.gpu, task.lengths
     constants = {name: str(source) for name, source in task.cluster.sources()}
     if task.cluster.between is not None:
