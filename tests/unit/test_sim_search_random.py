@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from oppo_megatron.config.derived import batch_rows, least_micro_batch
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.layout.holdings import planned_memory
+from oppo_megatron.layout.role_memory import planned_memory
 from oppo_megatron.preflight.validate import train_problems
 from oppo_megatron.sim.clusters.cluster import GPUS, INSIDE, Between, Cluster, published
 from oppo_megatron.sim.runs.virtual import VirtualRun

@@ -30,8 +30,7 @@ from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.sim.clusters.cluster import Cluster, threaded
 from oppo_megatron.sim.laws import WIDTH, Ints, LayerLaw, Moves, scatter_s
-from oppo_megatron.sim.pricing.decoding import Decoding, Turns, decode_s, predicted_costs
-from oppo_megatron.sim.pricing.model import LaidModel, Tokens
+from oppo_megatron.sim.pricing.model import Decoding, LaidModel, Tokens, Turns, decode_s, predicted_costs
 
 GRADIENT_WIDTH = 4
 """Float32."""

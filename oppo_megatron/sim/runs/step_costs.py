@@ -21,7 +21,7 @@ from oppo_megatron.schedule.plan import round_generator
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import Costs, Linear, at_stage, read_costs
 from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.pricing.decoding import Decoding, line_through
+from oppo_megatron.sim.pricing.model import Decoding, line_through
 from oppo_megatron.sim.pricing.prices import Prices
 
 

@@ -27,9 +27,8 @@ from oppo_megatron.rundir.trace import Span, SpanRecorder, merge_traces
 from oppo_megatron.schedule.plan import new_planner, plan_step, round_generator, scoring_delay
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import Linear
-from oppo_megatron.sim.runs.components import Floats
 from oppo_megatron.sim.runs.loop import PureLoop, Recorded, StepEnd, made_up_prompts
-from oppo_megatron.sim.runs.player import Player
+from oppo_megatron.sim.runs.player import Floats, Player
 from oppo_megatron.sim.runs.step_costs import StepCosts
 
 

@@ -23,8 +23,7 @@ from oppo_megatron.layout.role_memory import SCALAR_ROLES, both_memory, is_one_m
 from oppo_megatron.layout.shape import model_limits
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.pricing.decoding import Decoding, decode_s
-from oppo_megatron.sim.pricing.model import LaidModel
+from oppo_megatron.sim.pricing.model import Decoding, LaidModel, decode_s
 from oppo_megatron.sim.pricing.prices import StepWork, Weights, inference_s, reallocation_s, trained_model, update_s
 from oppo_megatron.sim.search.blocks import Times, nanoseconds
 from oppo_megatron.sim.search.steady import Steady

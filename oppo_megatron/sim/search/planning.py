@@ -11,12 +11,12 @@ from oppo_megatron.config.derived import least_micro_batch, usual_prompt_tokens
 from oppo_megatron.config.model import format_ranks
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.checks import check_layouts
-from oppo_megatron.layout.holdings import rank_memory, train_holdings
 from oppo_megatron.layout.layouts import Sizes
 from oppo_megatron.layout.placements import named_roles, world_size
+from oppo_megatron.layout.role_memory import rank_memory, train_holdings
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.sim.clusters.cluster import Between, Cluster, Gpu, assumed, threaded
-from oppo_megatron.sim.pricing.decoding import Decoding
+from oppo_megatron.sim.pricing.model import Decoding
 from oppo_megatron.sim.search.blocks import Block, Mode, arrangements, block_sizes, run_sizes
 from oppo_megatron.sim.search.enumeration import Best, Plan, Space, enumerate_plans, held_bytes
 from oppo_megatron.sim.search.layouts import Option, PriceTable

@@ -11,7 +11,7 @@ import numpy as np
 
 from oppo_megatron.config.derived import batch_rows
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.sim.pricing.decoding import Decoding
+from oppo_megatron.sim.pricing.model import Decoding
 from oppo_megatron.sim.runs.loop import Recorded
 from oppo_megatron.sim.runs.step_costs import StepCosts
 from oppo_megatron.sim.runs.virtual import VirtualRun
