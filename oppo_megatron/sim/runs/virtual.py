@@ -134,7 +134,9 @@ class VirtualRun(PureLoop):
         if count < 1:
             raise ConfigError(f"{count} steps are asked for; ask for 1 or more")
         for rounds in self._steps():
-            self._begin()
+            times = self._times = _Times(float(self.now[self.units.source]), self._times.met)
+            times.work.append(float(self.now[self.units.scorer]) - times.met)
+            times.prefilled, times.forked = self.planner.prefilled_tokens, self.planner.forked_tokens
             with uncollected():  # a step has many records, freed with it
                 for _ in rounds:
                     pass
@@ -142,11 +144,6 @@ class VirtualRun(PureLoop):
             count -= 1
             if not count:
                 return
-
-    def _begin(self) -> None:
-        times = self._times = _Times(float(self.now[self.units.source]), self._times.met)
-        times.work.append(float(self.now[self.units.scorer]) - times.met)
-        times.prefilled, times.forked = self.planner.prefilled_tokens, self.planner.forked_tokens
 
     def _plan(self, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Ints | None) -> Any:
         return self.rounds.plan(self.num_rounds, active, score, chunk, readable)

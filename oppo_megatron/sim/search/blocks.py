@@ -224,8 +224,14 @@ class StepRule:
         """Until all have scored: each starts after those before it on its ranks."""
         ends: list[Any] = []
         for role in range(1, len(times)):
-            start = _largest(0, *(ends[other - 1] for other in self._overlaps[role] if 0 < other < role))
-            ends.append(start + _part(times[role].serving, share))
+            start, serving = (
+                _largest(0, *(ends[other - 1] for other in self._overlaps[role] if 0 < other < role)),
+                times[role].serving,
+            )
+            if share != 1.0:
+                part = serving * share
+                serving = np.ceil(part).astype(np.int64) if isinstance(part, np.ndarray) else ceil(part)
+            ends.append(start + serving)
         return _largest(0, *ends)
 
     def _updates_ns(self, times: Sequence[Times]) -> Any:
@@ -251,9 +257,3 @@ def _largest(*values: Any) -> Any:
     if any(isinstance(value, np.ndarray) for value in values):
         return reduce(np.maximum, values)
     return max(values)
-
-
-def _part(nanosecs: Any, share: float) -> Any:
-    if share == 1.0:
-        return nanosecs
-    return np.ceil(nanosecs * share).astype(np.int64) if isinstance(nanosecs, np.ndarray) else ceil(nanosecs * share)

@@ -177,8 +177,13 @@ class PriceTable:
             tried = [sizes for sizes in layouts_of(size, limits) if self._is_tried(sizes)]
             fitting = [sizes for sizes in tried if not serving_problems(self.config, role, _over(sizes), shape)]
             trains = self._trainings(role, size, settings.train) if isinstance(settings, TrainedRoleConfig) else ()
-            servings = [(sizes, self._serving_ns(role, sizes)) for sizes in fitting]
-            self._prices[key] = servings, [(train, self._update_ns(role, train)) for train in trains]
+            servings, updates = [(sizes, self._serving_ns(role, sizes)) for sizes in fitting], []
+            for train in trains:
+                sizes = _training_sizes(train)
+                model = trained_model(self._model(role, sizes), _over(sizes), train)
+                update = StepWork(self.config, self.decoding).update(model, train)
+                updates.append((train, nanoseconds(update_s(model, update))))
+            self._prices[key] = servings, updates
         return self._prices[key]
 
     def _is_trained(self, role: str) -> bool:
@@ -220,11 +225,6 @@ class PriceTable:
                 self._decoded[sizes] = decode_s(model, self.steady.decoding, work.turns(model.placement))
             seconds += self._decoded[sizes]
         return nanoseconds(seconds)
-
-    def _update_ns(self, role: str, train: TrainingLayoutConfig) -> int:
-        sizes = _training_sizes(train)
-        model = trained_model(self._model(role, sizes), _over(sizes), train)
-        return nanoseconds(update_s(model, StepWork(self.config, self.decoding).update(model, train)))
 
     def _model(self, role: str, sizes: Sizes) -> LaidModel:
         return LaidModel(self.cluster, self._shapes[role], role in SCALAR_ROLES, _over(sizes))
