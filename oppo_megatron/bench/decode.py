@@ -172,7 +172,7 @@ class HuggingFace:
         def never(input_ids_BT: Tensor, scores: Tensor, **options: Any) -> Tensor:
             """Do not stop, but note the time after the first token."""
             if not times:
-                times.append(_now(device))
+                times.append(now(device))
             return torch.zeros(len(input_ids_BT), dtype=torch.bool, device=device)
 
         with torch.inference_mode():
@@ -180,10 +180,11 @@ class HuggingFace:
                 prompts_BP, attention_mask=torch.ones_like(prompts_BP), max_new_tokens=num_new + 1,
                 min_new_tokens=num_new + 1, do_sample=False, stopping_criteria=[never],
             )  # fmt: skip
-        return _now(device) - times[0], tokens[:, prompts_BP.shape[1] + 1 :]
+        return now(device) - times[0], tokens[:, prompts_BP.shape[1] + 1 :]
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Seconds, after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

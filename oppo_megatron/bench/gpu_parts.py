@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from oppo_megatron.bench.decode import HuggingFace, Unending, decode_round
+from oppo_megatron.bench.decode import HuggingFace, Unending, decode_round, now
 from oppo_megatron.bench.gpu import GpuWork
 from oppo_megatron.cluster.world import choose_device, open_world
 from oppo_megatron.config.forced import ForcedLengths, ForcedLimits, log_normal
@@ -83,15 +82,9 @@ class Bench:
         return [Rollout(Prompt(start + i, i, "", tuple(row)), i) for i, row in enumerate(prompts.tolist())]
 
     def seconds(self, call: Callable[[], object]) -> float:
-        self._wait()
-        started = time.perf_counter()
+        started = now(self.device)
         call()
-        self._wait()
-        return time.perf_counter() - started
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        return now(self.device) - started
 
     def bandwidth(self) -> float:
         """Bytes/s of the best of several copies, reads and writes."""
@@ -126,7 +119,14 @@ def measure_decode(bench: Bench) -> None:
         paged = row["paged"]
         bench.write({"variant": name, **row})
     del model
-    bench.write({"variant": "transformers generate", **_transformers(bench, bandwidth)})
+    peer, steps = HuggingFace(bench.checkpoint, bench.work.dtype), bench.work.steady_steps
+    peer.model.to(bench.device)
+    prompts_BP = torch.tensor([r.prompt.tokens for r in bench.rollouts()], device=bench.device)
+    peer.decode(prompts_BP, 2)
+    seconds, _ = peer.decode(prompts_BP, steps)
+    responses = [(bench.work.prompt_tokens + 1, steps)] * len(prompts_BP)
+    row = bench.against_limit({"seconds": seconds}, responses, bandwidth)
+    bench.write({"variant": "transformers generate", **row})
 
 
 def new_rounds(bench: Bench, model: RoleModel, sync_steps: int | None, layout: KVLayout, stopping: Stopping) -> RoundRunner:
@@ -172,16 +172,6 @@ def _long_tail(bench: Bench, model: RoleModel, bandwidth: float) -> dict[str, An
     row["graphs"] = 0 if captured is None else captured.num_graphs
     responses = [(len(r.prompt.tokens), len(r.tokens)) for r in rollouts]
     return bench.against_limit(row, responses, bandwidth)
-
-
-def _transformers(bench: Bench, bandwidth: float) -> dict[str, Any]:
-    peer, steps = HuggingFace(bench.checkpoint, bench.work.dtype), bench.work.steady_steps
-    peer.model.to(bench.device)
-    prompts_BP = torch.tensor([r.prompt.tokens for r in bench.rollouts()], device=bench.device)
-    peer.decode(prompts_BP, 2)
-    seconds, _ = peer.decode(prompts_BP, steps)
-    responses = [(bench.work.prompt_tokens + 1, steps)] * len(prompts_BP)
-    return bench.against_limit({"seconds": seconds}, responses, bandwidth)
 
 
 def measure_overlap(bench: Bench) -> None:

@@ -61,7 +61,10 @@ class Suite:
 
         Raises ConfigError before the first run, BenchError if one fails, BenchStopped if asked to stop.
         """
-        planned = {name: self._turns(name, config) for name, config in configs.items()}
+        planned = {
+            name: [config.model_copy(update={"run_dir": self.out / f"{name}-{turn + 1}"}) for turn in range(self.repeats)]
+            for name, config in configs.items()
+        }
         if problems := [problem for name, turns in planned.items() for problem in _problems(name, turns, self.resume)]:
             raise ConfigError(list(dict.fromkeys(problems)))
         runs: dict[str, list[Run]] = {name: [] for name in configs}
@@ -90,9 +93,6 @@ class Suite:
         write_json(path, {"bench": kind, "machine": describe_machine(), **settings, **figures, "runs": raw})
         return path
 
-    def _turns(self, name: str, config: TrainConfig) -> list[TrainConfig]:
-        return [config.model_copy(update={"run_dir": self.out / f"{name}-{turn}"}) for turn in range(1, self.repeats + 1)]
-
     def _run(self, name: str, config: TrainConfig) -> Run:
         run = RunDirectory(config.run_dir)
         if run.finished:  # `_problems` has compared its configuration
@@ -119,8 +119,12 @@ def all_lines(runs: Sequence[Run]) -> list[Lines]:
 
 
 def _problems(name: str, turns: Sequence[TrainConfig], resume: bool | None) -> Iterator[str]:
-    for problem in train_problems(turns[0]) or _shortages(turns[0]):
-        yield f"{name}: {problem}"
+    found, device = train_problems(turns[0]), turns[0].runtime.device
+    if not found and (device == "cpu" or (device == "auto" and not torch.cuda.is_available())):
+        memory = device_bytes(torch.device("cpu"))
+        lacking = shortage(lasting_memory(turns[0], on_cpu=True), memory, "all ranks", "this machine")
+        found = [lacking] if lacking else []
+    yield from (f"{name}: {problem}" for problem in found)
     for config in turns:
         run = RunDirectory(config.run_dir)
         remedy = "name another folder with --out, or remove this one"
@@ -134,14 +138,6 @@ def _problems(name: str, turns: Sequence[TrainConfig], resume: bool | None) -> I
             )
         elif not run.finished and run.has_checkpoints:
             yield f"{run.path} holds the checkpoints of an unfinished run; {remedy}"
-
-
-def _shortages(config: TrainConfig) -> Iterator[str]:
-    if config.runtime.device == "cuda" or (config.runtime.device == "auto" and torch.cuda.is_available()):
-        return
-    lasting = lasting_memory(config, on_cpu=True)
-    if problem := shortage(lasting, device_bytes(torch.device("cpu")), "all ranks", "this machine"):
-        yield problem
 
 
 def work_figures(runs: Runs) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from oppo_megatron.cli.parser import at_least, count
 from oppo_megatron.config.data import TokenizerConfig
@@ -19,9 +19,6 @@ from oppo_megatron.modeldir.vocabularies import GENERATION_CONFIG, model_eos_ids
 from oppo_megatron.nesting import read_json
 from oppo_megatron.policy.finding import CHECKPOINTS, RUN_CONFIG, TOKENIZER_FILES, WEIGHTS, run_of
 from oppo_megatron.processes import signals_held
-
-if TYPE_CHECKING:
-    from oppo_megatron.integrations.huggingface import Conversion
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,9 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Raises CheckpointError if SRC cannot be converted to the requested format or DST is not empty."""
     with signals_held():
-        from oppo_megatron.integrations.huggingface import Conversion, convert
+        from oppo_megatron.integrations.huggingface import Conversion, compare_outputs, compare_weights, convert
 
-    _refuse_run(args.src)
+    if (args.src / RUN_CONFIG).is_file() and not (args.src / "config.json").is_file():
+        weights = args.src / WEIGHTS
+        found = [weights] if (weights / "config.json").is_file() else [path.parent for path in weights.glob("*/config.json")]
+        named = " or ".join(map(str, sorted(found))) or f"models of one of its checkpoints (in {args.src / CHECKPOINTS})"
+        raise ConfigError(f"{args.src} is a run, not weights; name {named}")
     head: Literal["lm", "scalar"] = "scalar" if args.target == "reward" else "lm"
     megatron = args.src.is_dir() and find_megatron(args.src, args.config) is not None
     if args.config is not None and args.src.exists() and not megatron:
@@ -70,20 +71,14 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         num_tensors = convert(args.src, args.dst, what, partial(_side_files, args, Path(folder)))
     print(f"wrote {args.dst}: {num_tensors} tensors as {args.target}")
-    if args.check:
-        both_hf = args.to == "hf" and not megatron and args.adapter is None
-        print(_compared(args, what, outputs=both_hf))
+    if args.check and args.to == "hf" and not megatron and args.adapter is None:
+        of, difference = compare_outputs(args.src, args.dst, what.head, args.fresh_head_seed is not None)
+        print(f"largest difference of {of} between {args.src} and {args.dst} in transformers: {difference:.3g}")
+    elif args.check:
+        num_tensors, difference = compare_weights(args.src, args.dst, what)
+        src = f"{args.src} with the adapters of {args.adapter}" if args.adapter is not None else args.src
+        print(f"largest difference of {num_tensors} tensors between {src} and {args.dst}, read back: {difference:.3g}")
     return 0
-
-
-def _refuse_run(src: Path) -> None:
-    """Raise ConfigError if SRC is a run; the message names the weights in it."""
-    if not (src / RUN_CONFIG).is_file() or (src / "config.json").is_file():
-        return
-    weights = src / WEIGHTS
-    found = [weights] if (weights / "config.json").is_file() else sorted(path.parent for path in weights.glob("*/config.json"))
-    named = " or ".join(map(str, found)) or f"models of one of its checkpoints (in {src / CHECKPOINTS})"
-    raise ConfigError(f"{src} is a run, not weights; name {named}")
 
 
 def _side_files(
@@ -92,8 +87,8 @@ def _side_files(
     """Return tokenizer and generation settings for DST: SRC's, or completed in `folder`."""
     scored = args.target == "reward"
     path, template = (args.tokenizer, None) if args.tokenizer is not None else _tokenizer_of(args.src, args.adapter)
-    whole = any(file.name == "tokenizer.json" for file in found)
-    if path is None or (path == args.src and whole and (_pads(args.src) if scored else _ends(args.src))):
+    whole = any(file.name == "tokenizer.json" for file in found) and _names_special_tokens(args.src, scored=scored)
+    if path is None or (path == args.src and whole):
         if path is None:
             print(f"{args.src} has no tokenizer, and {args.dst} gets none; name one with --tokenizer", file=sys.stderr)
         return found, {}
@@ -115,27 +110,8 @@ def _tokenizer_of(src: Path, adapter: Path | None) -> tuple[Path | None, str | N
     return (None, None) if run is None else (run.tokenizer.path, run.tokenizer.chat_template)
 
 
-def _ends(src: Path) -> bool:
-    """True if it names a token that ends responses, or its tokenizer has none."""
-    path = src / "tokenizer_config.json"
-    named = read_json(path.read_bytes()).get("eos_token") if path.is_file() else None
-    return bool(model_eos_ids(src)) or not named
-
-
-def _pads(src: Path) -> bool:
-    """True if it names a padding token that does not end responses."""
-    path = src / "config.json"
-    pad = read_json(path.read_bytes()).get("pad_token_id") if path.is_file() else None
-    return pad is not None and pad not in model_eos_ids(src)
-
-
-def _compared(args: argparse.Namespace, what: Conversion, *, outputs: bool) -> str:
-    """Compare outputs in transformers, or all tensors if one side is in Megatron's format or adapters are merged."""
-    from oppo_megatron.integrations.huggingface import compare_outputs, compare_weights
-
-    if outputs:
-        of, difference = compare_outputs(args.src, args.dst, what.head, args.fresh_head_seed is not None)
-        return f"largest difference of {of} between {args.src} and {args.dst} in transformers: {difference:.3g}"
-    num_tensors, difference = compare_weights(args.src, args.dst, what)
-    merged = f" with the adapters of {args.adapter}" if args.adapter is not None else ""
-    return f"largest difference of {num_tensors} tensors between {args.src}{merged} and {args.dst}, read back: {difference:.3g}"
+def _names_special_tokens(src: Path, *, scored: bool) -> bool:
+    """True if it names a token that ends responses, or its tokenizer has none; `scored`: a padding token that ends none."""
+    path, name = src / ("config.json" if scored else "tokenizer_config.json"), "pad_token_id" if scored else "eos_token"
+    token, ends = read_json(path.read_bytes()).get(name) if path.is_file() else None, model_eos_ids(src)
+    return (token is not None and token not in ends) if scored else (bool(ends) or not token)

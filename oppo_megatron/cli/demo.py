@@ -189,7 +189,12 @@ def plan(out: Path, configs: Path, seed: int, quick: bool, algorithm: str = "ppo
         file = configs / f"{_file_of(algorithm) if kind == 'train' else kind}.yaml"
         changes = [f"seed={seed}", *(QUICK[file.stem] if quick else [])]
         if kind == "train":
-            changes += [*_preset(algorithm, single), *(f"overlap.{it}={str(RUNS[name]).lower()}" for it in ("intra", "inter"))]
+            changes += [] if algorithm == "ppo" else [f"algorithm.preset={algorithm}"]
+            if single:
+                changes.append("placement.mode=single")
+            elif algorithm != "ppo" and PRESETS[algorithm].kl["mode"] == "none":
+                changes.append("placement.actor.dp=2")
+            changes += [f"overlap.{kind}={str(RUNS[name]).lower()}" for kind in ("intra", "inter")]
         paths = {"run_dir": out / name, "tokenizer.path": out / "tokenizer" / "tokenizer.model", **places}
         make = functools.partial(_train, kind, file, [*changes, *(f"{key}={path}" for key, path in paths.items())])
         # Paths are left out, so a demo that was moved as a whole is still finished.
@@ -207,15 +212,6 @@ def plan(out: Path, configs: Path, seed: int, quick: bool, algorithm: str = "ppo
     sequential = training("train", "sequential", f"{algorithm}: sequential, no overlap", places, before)
     oppo = training("train", "oppo", f"{algorithm}: OPPO, both overlaps", places, before)
     return [data, tokenizer, *before, sequential, oppo]
-
-
-def _preset(algorithm: str, single: bool) -> list[str]:
-    """Return the changes for a preset and for a host with a `single` GPU."""
-    preset = [] if algorithm == "ppo" else [f"algorithm.preset={algorithm}"]
-    if single:
-        return [*preset, "placement.mode=single"]
-    alone = algorithm != "ppo" and PRESETS[algorithm].kl["mode"] == "none"
-    return [*preset, *(["placement.actor.dp=2"] if alone else [])]
 
 
 def _make_data(directory: Path, recipe: Mapping[str, Any]) -> int:

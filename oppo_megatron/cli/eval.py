@@ -63,7 +63,13 @@ def run(args: argparse.Namespace) -> int:
         folder = args.out or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
         requests = [_request(args, directory, _file(folder, place)) for place, directory in enumerate(args.directory)]
-        _require_same_prompts(requests, args.directory)
+        first, *others = ([prompt.text for prompt in request.prompts] for request in requests)
+        for directory, other in zip(args.directory[1:], others, strict=True):
+            if other != first:
+                raise DataError(
+                    f"{directory} would be asked other prompts than {args.directory[0]}, as by another chat template; give one "
+                    "with --template or --chat-template"
+                )
         if requests[0].about_prompts:
             _tell(requests[0].about_prompts)
         requests = [_gradable(request, grader) for request in requests]
@@ -126,13 +132,9 @@ def _judges(args: argparse.Namespace) -> ServeConfig:
         config = ServeConfig.model_validate(wanted)
     except ValidationError as error:
         raise ConfigError([f"{args.rewards}: {problem}" for problem in explain(ServeConfig, error)]) from error
-    return _with_model(config, args)
-
-
-def _with_model(config: ServeConfig, args: argparse.Namespace) -> ServeConfig:
-    """Add the reward model's length, and check its files before a policy is loaded."""
     if not any(part.kind == "model" for part in config.rewards):
         return config
+    # Check the reward model's files before a policy is loaded.
     if config.reward is None or config.tokenizer is None:
         raise ConfigError(f"{args.rewards}: a part of kind model needs `reward` (the model) and `tokenizer` (its own); add them")
     where = "--reward-model" if args.reward_model is not None else "reward"
@@ -170,16 +172,6 @@ def _request(args: argparse.Namespace, directory: Path, output: Path) -> Request
     request = generate.make_request(argparse.Namespace(**{**vars(args), **asked, "resume": False, "json": False}))
     assert request is not None, "the file is new"
     return request
-
-
-def _require_same_prompts(requests: Sequence[Request], directories: Sequence[Path]) -> None:
-    first, *others = ([prompt.text for prompt in request.prompts] for request in requests)
-    for directory, other in zip(directories[1:], others, strict=True):
-        if other != first:
-            raise DataError(
-                f"{directory} would be asked other prompts than {directories[0]}, as by another chat template; give one with "
-                "--template or --chat-template"
-            )
 
 
 def _gradable(request: Request, grader: Grader) -> Request:

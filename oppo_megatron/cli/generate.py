@@ -151,7 +151,14 @@ def make_request(args: argparse.Namespace) -> Request | None:
     runtime = RuntimeConfig(device=args.device, kv_cache_mb=args.kv_cache_mb).with_threads(args.threads or 0)
     parallel = ParallelConfig(tp=args.tp, pp=args.pp, dp=args.dp)
     require_layout(policy, parallel, max_length, tokenizer.vocab_size)
-    _require_of_use(args, policy)
+    problems, vocab_size = [], int(policy.hf_config["vocab_size"])
+    if args.base is not None and policy.adapters is None and policy.model.lora is None:
+        problems.append(f"--base is {args.base}, but {args.directory} holds whole weights and no adapters; drop it")
+    for i in args.stop_id or ():
+        if i >= vocab_size:
+            problems.append(f"--stop-id is {i}, but the policy's vocabulary ends at {vocab_size - 1}; correct or drop it")
+    if problems:
+        raise ConfigError(problems)
     of_file = args.input is not None
     prompts = tuple(numbered(asked, args.samples, max_length, drawing.max_tokens, of_file=of_file))
     return Request(policy, parallel, runtime, drawing, prompts, args.samples, args.batch, max_length, to, about)
@@ -214,17 +221,6 @@ def _require_consistent(args: argparse.Namespace) -> None:
         problems.append("--chat is shown in the terminal, one answer a turn; drop --output, --json and -n")
     if args.json and args.output is not None:
         problems.append("--json is for the standard output; --output has JSON anyway: drop one of them")
-    if problems:
-        raise ConfigError(problems)
-
-
-def _require_of_use(args: argparse.Namespace, policy: Policy) -> None:
-    problems, vocab_size = [], int(policy.hf_config["vocab_size"])
-    if args.base is not None and policy.adapters is None and policy.model.lora is None:
-        problems.append(f"--base is {args.base}, but {args.directory} holds whole weights and no adapters; drop it")
-    for i in args.stop_id or ():
-        if i >= vocab_size:
-            problems.append(f"--stop-id is {i}, but the policy's vocabulary ends at {vocab_size - 1}; correct or drop it")
     if problems:
         raise ConfigError(problems)
 

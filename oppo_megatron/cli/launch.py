@@ -27,9 +27,6 @@ from oppo_megatron.processes import outlive_terminal, signals_held
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig
-
-    from oppo_megatron.cluster.rendezvous import LocalMeeting
 
 ENTRY = "oppo_megatron.train.entry:run_rank"
 EXIT_DEFECT = 1
@@ -112,12 +109,16 @@ def refuse_given_ranks(why: str) -> None:
 
 def external_ranks(environment: Mapping[str, str]) -> dict[str, str] | None:
     """Return RANK and related variables from torchrun or srun; None without a launcher."""
-    _require_numbers(environment)
+    wrong = {name: environment[name] for name in NUMBERS if not environment.get(name, "0").isdigit()}
+    if wrong:
+        raise ConfigError(
+            f"{' and '.join(wrong)} is not a number here ({', '.join(map(repr, wrong.values()))}), but counts ranks, nodes or "
+            "ports; set it as torchrun or srun does (RANK and WORLD_SIZE, or neither), or unset it"
+        )
     if "RANK" in environment or "WORLD_SIZE" in environment:
         ranks = {"RANK": environment.get("RANK", ""), "WORLD_SIZE": environment.get("WORLD_SIZE", "")}
-        wrong = [name for name, value in ranks.items() if not value]
-        if wrong:
-            raise ConfigError(f"{' and '.join(wrong)} is not a number here; set RANK and WORLD_SIZE, or neither")
+        if missing := [name for name, value in ranks.items() if not value]:
+            raise ConfigError(f"{' and '.join(missing)} is not a number here; set RANK and WORLD_SIZE, or neither")
         ranks["LOCAL_RANK"] = environment.get("LOCAL_RANK", ranks["RANK"])
         ranks["LOCAL_WORLD_SIZE"] = environment.get("LOCAL_WORLD_SIZE", ranks["WORLD_SIZE"])
     elif "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
@@ -133,22 +134,21 @@ def external_ranks(environment: Mapping[str, str]) -> dict[str, str] | None:
         raise ConfigError(
             f"rank {ranks['RANK']} of {ranks['WORLD_SIZE']}: ranks count from 0; correct the launcher's environment"
         )
-    return ranks | _master(environment)
+    if "MASTER_ADDR" not in environment and int(environment.get("SLURM_NNODES", "1")) > 1:
+        raise ConfigError(
+            "MASTER_ADDR is not set, but ranks on several nodes must know where to meet; "
+            'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+        )
+    ranks["MASTER_ADDR"] = environment.get("MASTER_ADDR", "127.0.0.1")
+    port = 20000 + int(environment.get("SLURM_JOB_ID", "9500")) % 20000  # the same on all ranks
+    ranks["MASTER_PORT"] = environment.get("MASTER_PORT", str(port))
+    return ranks
 
 
 def speaks_for_all(environment: Mapping[str, str]) -> bool:
     """True if this process prints the lines that appear once."""
     ranks = external_ranks(environment)
     return ranks is None or ranks["RANK"] == "0"
-
-
-def _require_numbers(environment: Mapping[str, str]) -> None:
-    wrong = {name: environment[name] for name in NUMBERS if not environment.get(name, "0").isdigit()}
-    if wrong:
-        raise ConfigError(
-            f"{' and '.join(wrong)} is not a number here ({', '.join(map(repr, wrong.values()))}), but counts ranks, nodes or "
-            "ports; set it as torchrun or srun does (RANK and WORLD_SIZE, or neither), or unset it"
-        )
 
 
 def _slurm_local_size(environment: Mapping[str, str]) -> str:
@@ -159,17 +159,6 @@ def _slurm_local_size(environment: Mapping[str, str]) -> str:
         tasks += [count] * int(times.rstrip(")") or 1)
     node = int(environment.get("SLURM_NODEID", "0"))
     return tasks[node] if node < len(tasks) else tasks[0]
-
-
-def _master(environment: Mapping[str, str]) -> dict[str, str]:
-    """Rendezvous address and port; all ranks derive the port from the Slurm job id."""
-    if "MASTER_ADDR" not in environment and int(environment.get("SLURM_NNODES", "1")) > 1:
-        raise ConfigError(
-            "MASTER_ADDR is not set, but ranks on several nodes must know where to meet; "
-            'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
-        )
-    port = 20000 + int(environment.get("SLURM_JOB_ID", "9500")) % 20000
-    return {"MASTER_ADDR": environment.get("MASTER_ADDR", "127.0.0.1"), "MASTER_PORT": environment.get("MASTER_PORT", str(port))}
 
 
 def _local_ranks() -> dict[str, str]:
@@ -199,9 +188,10 @@ def _run_entry(entry: str, kind: str, config: Any) -> int:
 
 
 def _launch_local(entry: str, kind: str, config: Any, world_size: int, surroundings: rank_processes.Surroundings) -> int:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from oppo_megatron.cluster.liveness.supervisor import Limits, Supervisor
     from oppo_megatron.cluster.rendezvous import LocalMeeting
@@ -212,7 +202,19 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int, surroundi
     meeting = LocalMeeting.open(str(os.getpid()))
     relay = SignalRelay(saves=getattr(config, "preempt_deadline_s", None) != 0)
     with tempfile.TemporaryDirectory(prefix="oppo-") as failures:
-        agent = _agent(world_size, meeting, Path(failures), rank_processes.start_method(config))
+        agent = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=world_size,
+            **meeting.settings(),
+            max_restarts=0,
+            monitor_interval=MONITOR_S,
+            start_method=rank_processes.start_method(config),
+            local_addr="127.0.0.1",
+            logs_specs=DefaultLogsSpecs(log_dir=f"{failures}/agent"),  # the default is a folder in /tmp that is never removed
+        )
+        if hasattr(agent, "signals_to_handle"):  # an older agent ends its ranks by SIGTERM and leaves them 30 s to save
+            agent.signals_to_handle = "SIGQUIT"  # the relay handles SIGTERM, SIGINT and SIGHUP
         supervisor = Supervisor(Path(failures), meeting.point(world_size), Limits.of(config), relay.asked_s)
         try:
             with relay.listening(), supervisor.guarding(), interrupts_from_here_alone():
@@ -230,26 +232,6 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int, surroundi
                 raise KeyboardInterrupt from error
             return 128 + int(error.sigval)
     return 0
-
-
-def _agent(world_size: int, meeting: LocalMeeting, folder: Path, start_method: str) -> LaunchConfig:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig
-
-    agent = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=world_size,
-        **meeting.settings(),
-        max_restarts=0,
-        monitor_interval=MONITOR_S,
-        start_method=start_method,
-        local_addr="127.0.0.1",
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "agent")),  # the default is a folder in /tmp that is never removed
-    )
-    if hasattr(agent, "signals_to_handle"):  # an older agent ends its ranks by SIGTERM and leaves them 30 s to save
-        agent.signals_to_handle = "SIGQUIT"  # the relay handles SIGTERM, SIGINT and SIGHUP
-    return agent
 
 
 def _local_rank(surroundings: rank_processes.Surroundings, entry: str, kind: str, config: Any, failures: str) -> None:
@@ -296,8 +278,10 @@ def _report(failures: Path, error: ChildFailedError, last_words: Mapping[int, st
     within = ended_within(failures)
     written = sorted(read_failures(failures), key=lambda failure: failure.time_s)
     effects = {-signal.SIGTERM}
-    if any(map(_is_cause, written)):  # NCCL aborts a rank whose peer has gone; the peer's message gives the cause
-        effects.add(-signal.SIGABRT)
+    for failure in written:  # NCCL aborts a rank whose peer has gone; a peer that failed by itself gives the cause
+        lost_peer = any(word in failure.message for word in ("/gloo/", "NCCL", "DistBackendError"))
+        if failure.kind == "input" or (failure.kind == "defect" and not lost_peer):
+            effects.add(-signal.SIGABRT)
     if not written and not within and all(failed.exitcode == ORPHANED for failed in error.failures.values()):
         raise RankKilled(ORPHANS)
     killed = [failed for failed in error.failures.values() if failed.exitcode < 0 and failed.exitcode not in effects]
@@ -320,12 +304,6 @@ def _report(failures: Path, error: ChildFailedError, last_words: Mapping[int, st
         print(f"rank {failure.rank} failed:\n{failure.message}", file=sys.stderr)
         return EXIT_DEFECT
     raise (RankStalled if failure.kind == "symptom" else RankError)(f"rank {failure.rank}: {failure.message}")
-
-
-def _is_cause(failure: Failure) -> bool:
-    """True if a rank failed by itself, not because a peer had ended."""
-    lost = any(word in failure.message for word in ("/gloo/", "NCCL", "DistBackendError"))
-    return failure.kind == "input" or (failure.kind == "defect" and not lost)
 
 
 def _killed(rank: int, number: int, written: Sequence[Failure], last_words: Mapping[int, str], within: Mapping[int, str]) -> str:

@@ -55,9 +55,18 @@ def check_machine() -> int:
         print(f"{distribution}: {version or 'absent'}")
     build, host, missing = None, read_host(os.environ), list[Problem]()
     if versions["torch"]:
+        import torch
+        import torch.distributed as dist
+
         build = torch_build()
         missing = problems(build, host)
-        print(*_torch_report(), *describe(build, host), sep="\n")
+        if not torch.cuda.is_available():
+            built = "this torch is built for the CPU" if torch.version.cuda is None else "torch finds no device"
+            print(f"cuda: off, {built}; runs use gloo and float32")
+        gloo = "yes" if dist.is_available() and dist.is_gloo_available() else "no"
+        nccl = "yes" if dist.is_available() and dist.is_nccl_available() else "no (needed for GPUs only)"
+        print(f"back ends: gloo {gloo}, nccl {nccl}")
+        print(f"torch threads: {torch.get_num_threads()}", *describe(build, host), sep="\n")
     for kernels in kernel_table(find_available(build is not None and bool(build.gpus))):
         print(f"{kernels.part}: {kernels.used}" + (f"; off is {kernels.lacking}" if kernels.lacking else ""))
     print("features that are off:")
@@ -103,19 +112,6 @@ def version_of(package: Package) -> str | None:
         return metadata.version(package.distribution)
     except metadata.PackageNotFoundError:
         return None if import_fault(*package.used) else PRESENT
-
-
-def _torch_report() -> list[str]:
-    import torch
-    import torch.distributed as dist
-
-    lines = []
-    if not torch.cuda.is_available():
-        built = "this torch is built for the CPU" if torch.version.cuda is None else "torch finds no device"
-        lines.append(f"cuda: off, {built}; runs use gloo and float32")
-    gloo = "yes" if dist.is_available() and dist.is_gloo_available() else "no"
-    nccl = "yes" if dist.is_available() and dist.is_nccl_available() else "no (needed for GPUs only)"
-    return [*lines, f"back ends: gloo {gloo}, nccl {nccl}", f"torch threads: {torch.get_num_threads()}"]
 
 
 def torch_build() -> TorchBuild:

@@ -32,25 +32,21 @@ def rank_table(config: TrainConfig | SupervisedConfig) -> list[str]:
         holdings = train_holdings(config, on_cpu=on_host)
     else:
         holdings = supervised_holdings(config, on_cpu=on_host)
+    memory, totals = [MEMORY_HEADINGS], rank_memory(holdings)
+    for rank, group in groupby(holdings, key=lambda holding: holding.rank):
+        held = list(group)
+        if len(held) > 1:
+            memory.append((str(rank), "all", "", "", "", "", *_mebibytes(totals[rank])))
+        memory += [("" if len(held) > 1 else str(rank), *_share(each), *_mebibytes(each.memory)) for each in held]
     return [
         "Memory of each rank in MiB, without interpreter, libraries and a GPU's context (copy: weights of a training layout of",
         "its own; packed: weights laid out for a CPU's products, kernels: what those keep; buffers: rotary tables and what",
         "sequence parallelism gathers; activations: of the largest micro-batch of the update or of cached calls; roles compute",
         "in turn, so of kernels and activations a rank's total has the largest only):",
-        *_aligned([MEMORY_HEADINGS, *_memory_rows(holdings)]),
+        *_aligned(memory),
         "Batch sizes (rows: of an optimizer step; m-batches: micro-batches; auto: as the measured times decide):",
         *_aligned(_batch_rows(holdings)),
     ]
-
-
-def _memory_rows(holdings: Sequence[Holding]) -> list[Row]:
-    rows, totals = [], rank_memory(holdings)
-    for rank, group in groupby(holdings, key=lambda holding: holding.rank):
-        held = list(group)
-        if len(held) > 1:
-            rows.append((str(rank), "all", "", "", "", "", *_mebibytes(totals[rank])))
-        rows += [("" if len(held) > 1 else str(rank), *_share(each), *_mebibytes(each.memory)) for each in held]
-    return rows
 
 
 def _share(held: Holding) -> Row:

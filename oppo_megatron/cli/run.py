@@ -61,7 +61,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def start(kind: str, settings: TrainSettings | SupervisedConfig, restarts: int = 0) -> int:
-    """Check this machine, place the roles and launch the ranks of a checked configuration; return the exit code."""
+    """Check this machine, place the roles and launch the ranks of a checked configuration; return the exit code.
+
+    Launches again up to `restarts` times after a kill or stall, and always after a guard's rollback.
+    """
     require_ready(settings, settle(settings, measure=False))
     config = settle(settings, measure=True)
     assert config is not None, "a measured placement is settled"
@@ -78,15 +81,12 @@ def start(kind: str, settings: TrainSettings | SupervisedConfig, restarts: int =
         print(f"oppo {kind}: starting {ranks}, run directory {config.run_dir}", file=sys.stderr, flush=True)
     # Ranks that may roll back to a checkpoint need their own processes.
     again = restarts or size > 1 or (isinstance(config, TrainConfig) and config.guards.action == "rollback")
-    return launch_again(kind, config, restarts) if again else launch(kind, config, size)
-
-
-def launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: int) -> int:
-    """Launch the ranks; up to `restarts` times again after a kill or stall, and always after a guard's rollback."""
+    if not again:
+        return launch(kind, config, size)
     left = restarts
     while True:
         try:
-            code = launch(kind, config, world_size(config), in_process=False)
+            code = launch(kind, config, size, in_process=False)
         except (RankKilled, RankStalled) as error:
             if not left:
                 raise

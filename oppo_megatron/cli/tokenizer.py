@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from oppo_megatron.config.data import RowsConfig
@@ -25,18 +24,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--out is `{args.out}`, but a sentencepiece file must end in `.model`; rename it")
     if args.vocab_size < 1:
         raise ConfigError(f"--vocab-size is {args.vocab_size}, but must be positive; give the number of token ids")
-    texts = texts_of(args.data, args.columns.split(",") if args.columns else None)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    train_sentencepiece(texts, args.out, args.vocab_size)
-    print(f"{args.out}: a vocabulary of {args.vocab_size} from {len(texts)} texts")
-    return 0
-
-
-def texts_of(paths: Sequence[Path], columns: Sequence[str] | None) -> list[str]:
-    """Texts of `columns`, or of every column with text or messages.  Raises DataError with file and line."""
-    problems = RowProblems(Quarantine(), configured=False)
-    texts: list[str] = []
-    for row in read_rows(RowsConfig(path=list(paths)), problems):
+    problems, texts = RowProblems(Quarantine(), configured=False), list[str]()
+    columns = args.columns.split(",") if args.columns else None
+    for row in read_rows(RowsConfig(path=args.data), problems):
         for column in columns or [name for name, value in row.values.items() if is_text(value)]:
             try:
                 value = read_value(row, column)
@@ -45,7 +35,10 @@ def texts_of(paths: Sequence[Path], columns: Sequence[str] | None) -> list[str]:
                 continue
             texts += [value] if isinstance(value, str) else [str(message["content"]) for message in value]
     problems.raise_errors()
-    return texts
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    train_sentencepiece(texts, args.out, args.vocab_size)
+    print(f"{args.out}: a vocabulary of {args.vocab_size} from {len(texts)} texts")
+    return 0
 
 
 def is_text(value: object) -> bool:

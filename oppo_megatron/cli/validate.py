@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data: bool) -> Iterator[str]:
-    """Check a run's configuration; yield lines about its ranks, tokenizer and rows."""
+    """Check a run's configuration; yield lines about its ranks, tokenizer and rows, which are read as in the run."""
     settings = load_settings(kind, path, overrides)
     config = settle(settings, measure=False)
     require_ready(settings, config)
@@ -62,8 +62,15 @@ def _run_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data: bo
     else:
         roles = [Role(name, model, scalar=settings.SCALAR) for name, model in settings.models.items()]
     yield from compare_with_roles(settings.tokenizer, roles)[1]
-    if not skip_data:
-        yield from _train_rows(settings) if isinstance(settings, TrainSettings) else _supervised_rows(settings)
+    if skip_data:
+        return
+    if not isinstance(settings, TrainSettings):
+        yield from _supervised_rows(settings)
+        return
+    inputs = read_inputs(settings, by_time())
+    refused = try_answers(inputs, settings)
+    yield describe_batch(settings)
+    yield from (*describe_inputs(inputs), *refused, *describe_first(inputs.quarantine), *unreached_services(settings))
 
 
 def _service_lines(path: Path, overrides: Sequence[str], *, skip_data: bool) -> Iterator[str]:
@@ -76,16 +83,8 @@ def _service_lines(path: Path, overrides: Sequence[str], *, skip_data: bool) -> 
         yield from try_parts(config, os.environ)
 
 
-def _train_rows(settings: TrainSettings) -> list[str]:
-    """Read all rows as the run does; return lines about them.  Raises DataError or RewardError."""
-    inputs = read_inputs(settings, by_time())
-    refused = try_answers(inputs, settings)
-    found = [*describe_inputs(inputs), *refused, *describe_first(inputs.quarantine), *unreached_services(settings)]
-    return [describe_batch(settings), *found]
-
-
 def _supervised_rows(settings: SupervisedConfig) -> list[str]:
-    """`_train_rows` for supervised training."""
+    """Read all rows as the run does; return lines about them."""
     quarantine, tokenizer = Quarantine(progress=by_time()), load_tokenizer(settings.tokenizer, settings.model.checkpoint)
 
     def read(data: DataConfig) -> list[Any]:

@@ -23,17 +23,9 @@ class PromptDecoder:
     """Decodes on its own cache; every rank of the model makes the same calls."""
 
     def __init__(
-        self,
-        model: RoleModel,
-        links: Links,
-        runtime: RuntimeConfig,
-        *,
-        num_slots: int,
-        sampling: Sampling,
-        stopping: Stopping,
-        round_steps: int = ROUND_STEPS,
-        activity: Activity | None = None,
-    ):
+        self, model: RoleModel, links: Links, runtime: RuntimeConfig, *, num_slots: int, sampling: Sampling,
+        stopping: Stopping, round_steps: int = ROUND_STEPS, activity: Activity | None = None,
+    ):  # fmt: skip
         """`num_slots` per replica, if `runtime.kv_cache_mb` holds them.  Ended responses leave every `round_steps`."""
         self._model, self._links, self._runtime, self._activity = model, links, runtime, activity
         self._num_slots = num_slots

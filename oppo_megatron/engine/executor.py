@@ -109,25 +109,22 @@ class Executor:
             stream.wait_stream(torch.cuda.current_stream(self.device))
         with self.activity.doing(f"round {shift + 1}"):
             for action in actions:
-                self._do(action, shift)
+                worker = self.workers[action.role]
+                if not worker.live(action):
+                    continue
+                self.activity.now_at(_Shifted(action, shift), action.op is Op.RECV)
+                start, size = self.clock(), 0
+                with torch.cuda.stream(self._streams[action.role]) if self._streams else contextlib.nullcontext():
+                    if action.op is Op.SEND:
+                        self._send(action, worker)
+                    elif action.op is Op.RECV:
+                        self._receive(action, worker)
+                    else:
+                        size = self._compute(action, worker)
+                self.observe(action, start, self.clock(), size)
         for stream in self._streams.values():
             torch.cuda.current_stream(self.device).wait_stream(stream)
         self._release(ROUNDS_IN_FLIGHT)
-
-    def _do(self, action: Action, shift: int) -> None:
-        worker = self.workers[action.role]
-        if not worker.live(action):
-            return
-        self.activity.now_at(_Shifted(action, shift), action.op is Op.RECV)
-        start, size = self.clock(), 0
-        with self._stream(action.role):
-            if action.op is Op.SEND:
-                self._send(action, worker)
-            elif action.op is Op.RECV:
-                self._receive(action, worker)
-            else:
-                size = self._compute(action, worker)
-        self.observe(action, start, self.clock(), size)
 
     def drain(self) -> None:
         self._release(0)
@@ -167,7 +164,7 @@ class Executor:
     def _wait(self, action: Action, work: Any, shift: int | None = None) -> None:
         with self._naming(action, shift):
             if self.device.type == "cuda":
-                work.wait()  # the stream waits; given a time, NCCL has the host wait as well.  The group has a time of its own
+                work.wait()  # the stream waits; given a time, NCCL has the host wait as well.  The group has its own time limit
             else:
                 work.wait(timedelta(seconds=self.timeout_s))
 
@@ -182,6 +179,3 @@ class Executor:
     def _stalled(self, action: Action, error: RuntimeError, shift: int | None = None, seconds: float | None = None) -> StallError:
         shift = self._sent[-1][0] if shift is None else shift
         return stalled(self.rank, str(_Shifted(action, shift)), error, self.timeout_s, seconds)
-
-    def _stream(self, role: str) -> contextlib.AbstractContextManager[Any]:
-        return torch.cuda.stream(self._streams[role]) if self._streams else contextlib.nullcontext()

@@ -151,11 +151,6 @@ class DecodeRound:
             return len(self.lanes[action.micro_batch])
         return sum(g.new for g in self.work.prefill[action.micro_batch])
 
-    def hear(self, seq_id: int, where: tuple[int, int]) -> None:
-        self.local.finish(seq_id)
-        if self.local.ready and self.ready is None:
-            self.ready = where
-
     def merge(self) -> Chunk:
         if self.merged is None:
             self.merged = merge_rows(self.index, self.start, self.rows, self.stop)

@@ -51,14 +51,9 @@ class Stopping:
 
     @classmethod
     def of(
-        cls,
-        rollout: RolloutConfig,
-        eos_ids: Sequence[int],
-        seed: int,
-        trace: Quantile | None = None,
-        decode: Decode | None = None,
-        forced: ForcedLengths | None = None,
-    ) -> Stopping:
+        cls, rollout: RolloutConfig, eos_ids: Sequence[int], seed: int, trace: Quantile | None = None,
+        decode: Decode | None = None, forced: ForcedLengths | None = None,
+    ) -> Stopping:  # fmt: skip
         """`forced` lengths replace EOS; `trace` has the lengths of its file."""
         if forced is None:
             text = StopText(rollout.stop_texts, decode) if rollout.stop_texts and decode is not None else None

@@ -81,10 +81,8 @@ class Actor:
         Raises NumericsError on every rank if a gradient is not finite.
         """
         begun, self._begun = self._begun or self._prepare(batch, settings), None
-        extra = self._loss_inputs(batch, experience, begun.proximal_T, settings)
-        columns_T = self._custom_columns(batch, experience, settings)
+        inputs_T, columns_T = self._loss_inputs(batch, experience, begun.proximal_T, settings)
         counts = {"batch_size": len(batch), "group_size": settings.group_size}
-        extra |= columns_T
 
         def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
             logp, entropy = token_logprobs(output, micro.targets_R, self._vocab, self._compared_at)
@@ -103,7 +101,7 @@ class Actor:
             return self.algorithm.row_weights(lengths, None if counted is None else [counted[i] for i in rows])
 
         units = partial(self.algorithm.units, experience=experience)
-        reports = run_update(self.role.trained, batch, extra, loss, settings, weights, units)
+        reports = run_update(self.role.trained, batch, inputs_T | columns_T, loss, settings, weights, units)
         names = (*self.algorithm.figure_names, *STATS)
         summary = self.role.share(self._summary(reports, begun.gap), names)
         self.ess = summary["ess"]
@@ -129,10 +127,10 @@ class Actor:
 
     def _loss_inputs(
         self, batch: Sequence[Rollout], experience: Experience, proximal_T: Tensor | None, settings: UpdateSettings
-    ) -> dict[str, Tensor]:
-        """Tensors [T]; empty except on the last stage."""
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Tensors [T] for any loss, and further ones for a custom loss; empty except on the last stage."""
         if not self._groups.is_last_stage:
-            return {}
+            return {}, {}
         base_T, weight_T = self.algorithm.ratio_base(experience.old_logp_T, proximal_T, experience.lengths_B)
         stale = [float(any(v != settings.version for v in r.versions)) for r in batch for _ in r.versions]
         inputs = {
@@ -144,11 +142,9 @@ class Actor:
             "reference_logp": experience.reference_logp_T,
             "weight": weight_T,
         }
-        return {name: x_T for name, x_T in inputs.items() if x_T is not None}
-
-    def _custom_columns(self, batch: Sequence[Rollout], experience: Experience, settings: UpdateSettings) -> dict[str, Tensor]:
-        if self.algorithm.loss is None or not self._groups.is_last_stage:
-            return {}
+        found = {name: x_T for name, x_T in inputs.items() if x_T is not None}
+        if self.algorithm.loss is None:
+            return found, {}
         assert experience.scores_B is not None
         rows_T = on_device([row for row, rollout in enumerate(batch) for _ in rollout.tokens], settings.device)
         cut_B = on_device([rollout.finish_reason == "length" for rollout in batch], settings.device, torch.bool)
@@ -159,8 +155,9 @@ class Actor:
             "truncated": cut_B[rows_T],
             "group": rows_T // settings.group_size,
         }
-        values_T = experience.old_values_T
-        return columns if values_T is None else columns | {"values": values_T}
+        if experience.old_values_T is not None:
+            columns["values"] = experience.old_values_T
+        return found, columns
 
     def _under_start(self, batch: Sequence[Rollout], settings: UpdateSettings) -> BegunUpdate:
         """Log-probs of the batch under the initial weights; replicas divide the rows."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from oppo_megatron.rundir.trace import merge_traces
 from oppo_megatron.schedule.weaving.costs import costs_tree
 from oppo_megatron.train.guard import RollBack, Rollbacks
 from oppo_megatron.train.inputs import Inputs, describe_inputs, read_inputs
-from oppo_megatron.train.loop import TrainingLoop
 from oppo_megatron.train.memory_meter import require_memory
 from oppo_megatron.train.run_files import prepare_run_directory, save_role
 from oppo_megatron.train.saving.preemption import Preemption
@@ -92,28 +90,22 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
             loop.restore(found)
         if not loop.run():
             return False
-        saver.finish(loop, partial(_save_weights, config, loop, inputs))
+
+        def save_weights(folder: Path) -> None:
+            if loop.actor is not None:
+                stops = config.rollout.stop_token_ids
+                save_role(loop.actor.role.trained.chunks, folder / "actor", inputs.tokenizer, config.actor.checkpoint, stops)
+            if loop.critic is not None and config.critic is not None:
+                save_role(loop.critic.role.trained.chunks, folder / "critic", inputs.tokenizer, config.critic.checkpoint)
+
+        saver.finish(loop, save_weights)
     with world.activity.doing("summary"):
-        _finish(config, loop, inputs)
+        loop.meter.memory.look()
+        memory, costs = loop.meter.memory.of_all_ranks(), loop.adaptation.measured_costs()
+        dist.barrier()
+        if loop.journal is not None:
+            merge_traces(config.run_dir)
+            if costs is not None:
+                write_json(run.costs, costs_tree(costs))
+            loop.journal.write_summary(inputs.counts(), memory, loop.rollbacks.summary(), saver.best)
     return True
-
-
-def _save_weights(config: TrainConfig, loop: TrainingLoop, inputs: Inputs, folder: Path) -> None:
-    if loop.actor is not None:
-        stops = config.rollout.stop_token_ids
-        save_role(loop.actor.role.trained.chunks, folder / "actor", inputs.tokenizer, config.actor.checkpoint, stops)
-    if loop.critic is not None and config.critic is not None:
-        save_role(loop.critic.role.trained.chunks, folder / "critic", inputs.tokenizer, config.critic.checkpoint)
-
-
-def _finish(config: TrainConfig, loop: TrainingLoop, inputs: Inputs) -> None:
-    run = RunDirectory(config.run_dir)
-    loop.meter.memory.look()
-    memory = loop.meter.memory.of_all_ranks()
-    costs = loop.adaptation.measured_costs()
-    dist.barrier()
-    if loop.journal is not None:
-        merge_traces(config.run_dir)
-        if costs is not None:
-            write_json(run.costs, costs_tree(costs))
-        loop.journal.write_summary(inputs.counts(), memory, loop.rollbacks.summary(), loop.saver.best)

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from safetensors.torch import save
-from torch import Tensor
 
 from oppo_megatron.algorithms.advantages import Moments
 from oppo_megatron.algorithms.algorithm import Algorithm
@@ -88,10 +87,6 @@ class RejectedBatch:
                     "finish_reason": rollout.finish_reason,
                 }
                 lines.write(encode_json(line) + "\n")
-        with atomic_writer(path, "wb") as file:  # the library's own writer does not raise OSError for a full disk
-            file.write(save(self._tensors(), metadata={"format": FORMAT}))
-
-    def _tensors(self) -> dict[str, Tensor]:
         rollouts, scored = self.batch, self.scored
         tensors = {
             "prompt_lengths_B": torch.tensor([len(r.prompt.tokens) for r in rollouts]),
@@ -109,7 +104,9 @@ class RejectedBatch:
             tensors["step_rewards_T"] = scored.step_rewards_T
         if scored.greedy is not None:
             tensors |= {f"greedy_{name}": tensor for name, tensor in vars(scored.greedy).items()}
-        return {name: tensor.detach().to("cpu", TENSORS[name]).contiguous() for name, tensor in tensors.items()}
+        on_cpu = {name: tensor.detach().to("cpu", TENSORS[name]).contiguous() for name, tensor in tensors.items()}
+        with atomic_writer(path, "wb") as file:  # the library's own writer does not raise OSError for a full disk
+            file.write(save(on_cpu, metadata={"format": FORMAT}))
 
 
 class RollBack(Exception):

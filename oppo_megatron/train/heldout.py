@@ -23,11 +23,6 @@ class HeldoutLog:
         self._by_step[step] = fields
         return fields
 
-    @staticmethod
-    def describe(step: int, figures: Figures) -> str:
-        told = ", ".join(f"{name} {mean:.4g}" for name, (mean, _) in figures.items())
-        return f"held out after {step} steps: {told}"
-
     def best(self) -> tuple[int, float] | None:
         if self.standard is None:
             return None
@@ -38,12 +33,6 @@ class HeldoutLog:
     def means(self, metric: str) -> dict[int, float]:
         known = ((step, fields["heldout"].get(metric)) for step, fields in self._by_step.items())
         return {step: mean for step, mean in known if mean is not None}
-
-    def describe_best(self) -> str | None:
-        found = self.best()
-        if found is None or self.standard is None:
-            return None
-        return f"best step {found[0]}: {self.standard.metric} {found[1]:.4g}"
 
     def summary(self, kept: tuple[float, Position] | None) -> dict[str, Any]:
         """Fields of the summary.  The best checkpoint `kept` defines the best step if no held-out metric does."""

@@ -52,14 +52,25 @@ def read_inputs(config: TrainSettings, progress: Callable[[str], None] = lambda 
     tokenizer = load_tokenizer(config.tokenizer, config.actor.checkpoint)
     lengths = forced_quantile(config.rollout.lengths, config.rollout.max_response_tokens)
     require_stop_texts(config.rollout.stop_texts, tokenizer, "rollout.stop", "rollout.stop")
-    require_separators(config, tokenizer)
+    metrics = [] if config.evaluation is None else config.evaluation.metrics
+    for name, parts in (("rewards", config.rewards), ("evaluation.metrics", metrics)):
+        for index, part in enumerate(parts):
+            if part.kind == "process":
+                require_stop_texts([part.separator], tokenizer, f"{name}.{index}.separator")
     longest = config.rollout.max_response_tokens
     rewards = build_reward_functions(config.rewards, max_response_tokens=longest)
     quarantine = Quarantine(progress=progress)
     prompts = load_prompts(
         config.data, tokenizer, quarantine=quarantine, check=rewards.check, responses_per_prompt=members(config).size
     )
-    require_trained_actor(config, prompts)
+    warming, passes = config.ppo.critic_warmup_steps, config.passes
+    if warming and passes is not None and len(prompts):
+        steps = -(-passes * prompts.rollouts_per_pass // batch_rows(config))
+        if steps <= warming:
+            raise ConfigError(
+                f"ppo.critic_warmup_steps is {warming}, but {passes} x {len(prompts)} prompts are {steps} steps, and the policy "
+                "would never be trained; lower it, or raise epochs"
+            )
     heldout = judges = None
     if config.evaluation is not None:
         judges = build_reward_functions(config.evaluation.metrics, max_response_tokens=longest)
@@ -109,26 +120,6 @@ def try_answers(inputs: Inputs, settings: TrainSettings) -> list[str]:
         problems.raise_errors(any_left=len(refused) < len(prompts))
         found += len(refused)
     return [f"{found} rows more are set aside as they are drawn, because their answers cannot be compared"] if found else []
-
-
-def require_trained_actor(config: TrainSettings, prompts: PromptSet) -> None:
-    warming, passes = config.ppo.critic_warmup_steps, config.passes
-    if not warming or passes is None or not len(prompts):
-        return
-    steps = -(-passes * prompts.rollouts_per_pass // batch_rows(config))
-    if steps <= warming:
-        raise ConfigError(
-            f"ppo.critic_warmup_steps is {warming}, but {passes} x {len(prompts)} prompts are {steps} steps, and the policy "
-            "would never be trained; lower it, or raise epochs"
-        )
-
-
-def require_separators(config: TrainSettings, tokenizer: Tokenizer) -> None:
-    metrics = [] if config.evaluation is None else config.evaluation.metrics
-    for name, parts in (("rewards", config.rewards), ("evaluation.metrics", metrics)):
-        for index, part in enumerate(parts):
-            if part.kind == "process":
-                require_stop_texts([part.separator], tokenizer, f"{name}.{index}.separator")
 
 
 def describe_inputs(inputs: Inputs) -> list[str]:

@@ -129,7 +129,8 @@ class TrainingLoop(Saveable):
             self.adaptation.learn_batch(facts, trained, experience, actor_trained=actor_trained)
         else:
             facts.skipped = breach.reason
-        self.adaptation.learn_times(facts, self.meter.cost())
+        if self.config.overlap.intra:
+            facts.chunk_reason = self.adaptation.chunk.observe(step, self.meter.cost()).reason
         self.meter.end(batch, self.buffer.rollouts, experience)
         self.done = step
         return True
@@ -174,7 +175,8 @@ class TrainingLoop(Saveable):
     def _evaluate(self, last: bool) -> None:
         if self.evaluator is None or not self.evaluator.due(self.done, last):
             return
-        with self.meter.evaluation(self.done):
+        span = self.meter.spans.span("evaluate", role=self.meter.role, step=self.done)
+        with span, self.world.activity.doing(f"evaluation after step {self.done}"):
             figures = self.evaluator.measure(self.done)
         self.saver.look_at(self.done, figures)
         if self.journal is not None:

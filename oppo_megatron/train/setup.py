@@ -207,7 +207,7 @@ def build_loop(
     )  # fmt: skip
     adaptation = Adaptation(
         world, scheduler, ChunkTuner(config.overlap.chunk_sizes, longest_chunk(config)), kl, rounds.planner, tracer.meter,
-        tunes_chunk=config.overlap.intra, members=members(config),
+        members(config),
     )  # fmt: skip
     updates = Updates(config, world, actor, critic, guard, kl, exchange, meter, saver.conclude, lambda: scheduler.position)
     groups = _filter(config, scheduler, inputs.rewards)

@@ -216,7 +216,15 @@ def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World, p
 
     Raises ConfigError, DataError or CheckpointError before a model is built.
     """
-    groups = _build_groups(config, world)
+    layout = config.parallel
+    if world.size != layout.num_ranks:
+        raise ConfigError(
+            f"{world.size} ranks were started, but parallel.tp {layout.tp} x parallel.pp {layout.pp} x parallel.dp "
+            f"{layout.dp} needs exactly {layout.num_ranks}; start {layout.num_ranks}, or change the layout"
+        )
+    groups = build_groups(range(world.size), layout.tp, layout.pp, "model")
+    assert groups is not None, "every rank of the world is one of the model's"
+    use_once([None, *groups.made], world.device)  # held-out figures use the world's
     tokenizer = load_tokenizer(config.tokenizer, config.model.checkpoint)
     problems: list[str] = []
     for name, model in config.models.items():  # by config.json alone
@@ -325,16 +333,3 @@ def _require_same_reference(found: Found, fingerprint: str) -> None:
             f"fingerprint {fingerprint[:12]}, not {began[:12]}; resume with the same `reference` and `model`, or "
             "start a new run in another run_dir"
         )
-
-
-def _build_groups(config: SupervisedConfig, world: World) -> RoleGroups:
-    layout = config.parallel
-    if world.size != layout.num_ranks:
-        raise ConfigError(
-            f"{world.size} ranks were started, but parallel.tp {layout.tp} x parallel.pp {layout.pp} x parallel.dp "
-            f"{layout.dp} needs exactly {layout.num_ranks}; start {layout.num_ranks}, or change the layout"
-        )
-    groups = build_groups(range(world.size), layout.tp, layout.pp, "model")
-    assert groups is not None, "every rank of the world is one of the model's"
-    use_once([None, *groups.made], world.device)  # over the world's go held-out figures
-    return groups

@@ -239,19 +239,19 @@ class MarkedPreferences(Preferences[Marked]):
     def take_point(self, world: World, trained: TrainedModel, rows: Sequence[Marked], step: int, budget: int) -> None:
         """Measure z0 for the batch `rows` with the current weights.  Collective of the world."""
         self.point = 0.0
+
+        def log_ratios(rows: Sequence[Any], vocab: VocabShards, batch: MicroBatch, logits_RV: Tensor) -> Tensor:
+            ratio_S = answer_logprobs(batch, logits_RV, vocab) - batch.extra["reference"]
+            return torch.stack([torch.ones_like(ratio_S), ratio_S], -1)
+
         if mismatched := self.mismatched(rows):
             what = f"reference point of step {step}"
-            moments = measure_rows(world, trained, mismatched, self.micro_batches, _log_ratios, 2, budget, what)
+            moments = measure_rows(world, trained, mismatched, self.micro_batches, log_ratios, 2, budget, what)
             self.point = max(0.0, moments[2] / moments[1])
 
     def columns(self, batch: MicroBatch, logp_S: Tensor) -> dict[str, Tensor]:
         reference_S, counts_S, sign_S = (batch.extra[name] for name in ("reference", "counts", "sign"))
         return row_columns(logp_S, reference_S, counts_S, sign_S, self.rule, self.point, self.noise)
-
-
-def _log_ratios(rows: Sequence[Any], vocab: VocabShards, batch: MicroBatch, logits_RV: Tensor) -> Tensor:
-    ratio_S = answer_logprobs(batch, logits_RV, vocab) - batch.extra["reference"]
-    return torch.stack([torch.ones_like(ratio_S), ratio_S], -1)
 
 
 class Heldout(HeldoutSchedule, Generic[RowT]):

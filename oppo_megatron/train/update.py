@@ -90,7 +90,7 @@ def run_update(
 ) -> list[dict[str, float]]:
     """Make one optimizer step per minibatch of each epoch, and return a report of each.
 
-    `extra_T`: tensors for the loss.  `weights` adds `share`, each token's weight in a minibatch (for rows in `units`).  Every
+    `extra_T`: tensors for the loss.  `weights` adds `share` [T], each token's weight in a minibatch, unless all are 1.  Every
     rank passes the whole batch; replicas divide minibatches by tokens, but loss and report cover all tokens.
     """
     reports = []
@@ -98,22 +98,15 @@ def run_update(
     groups = trained.model.groups
     for number, shares in enumerate(_shares(batch, groups.dp, settings, units)):
         minibatch, mine = sorted(i for share in shares for unit in share for i in unit), shares[groups.dp_rank]
-        shared_T = extra_T if weights is None else extra_T | _shares_of_tokens(lengths, minibatch, weights, settings)
-
+        shared_T, of_rows = extra_T, [] if weights is None else weights(minibatch)
+        if any(weight != 1 for weight in of_rows):
+            share_B = torch.zeros(len(lengths))  # 0 for rows of other minibatches
+            share_B[minibatch] = torch.tensor(of_rows)
+            shared_T = extra_T | {"share": on_device(share_B.repeat_interleave(lengths), settings.device)}
         minibatch_loss = partial(loss, num_tokens=int(lengths[minibatch].sum()), first=number == 0)
         report = trained.step(_micro_batches(batch, mine, lengths, shared_T, settings), minibatch_loss)
         reports.append({"grad_norm": report.grad_norm, "lr": report.lr} | report.stats)
     return reports
-
-
-def _shares_of_tokens(lengths: Tensor, minibatch: list[int], weights: RowWeights, settings: UpdateSettings) -> dict[str, Tensor]:
-    """`share` [T]: token weights of a minibatch, 0 for other rows; empty if all are 1."""
-    of_rows = weights(minibatch)
-    if all(weight == 1 for weight in of_rows):
-        return {}
-    share_B = torch.zeros(len(lengths))
-    share_B[minibatch] = torch.tensor(of_rows)
-    return {"share": on_device(share_B.repeat_interleave(lengths), settings.device)}
 
 
 def _micro_batches(

@@ -9,7 +9,7 @@ from oppo_megatron.algorithms.experience import Experience, ScoredBatch
 from oppo_megatron.cluster.process_groups import waiting_for
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost
+from oppo_megatron.control.chunk_tuner import ChunkTuner
 from oppo_megatron.control.guards import Breach
 from oppo_megatron.control.kl_controller import KLController
 from oppo_megatron.control.occupancy import length_gap
@@ -135,7 +135,6 @@ class Adaptation:
     kl: KLController
     planner: RoundPlanner
     costs: CostMeter
-    tunes_chunk: bool
     members: Members = ALONE
     _learned: int = 0  # steps
 
@@ -176,7 +175,3 @@ class Adaptation:
             facts.delta_reason = self.scheduler.end_step(facts.step, signals).reason
             if experience.stats.kl_mean is not None:
                 self.kl.observe(experience.stats.kl_mean)
-
-    def learn_times(self, facts: StepFacts, cost: StepCost) -> None:
-        if self.tunes_chunk:
-            facts.chunk_reason = self.chunk.observe(facts.step, cost).reason

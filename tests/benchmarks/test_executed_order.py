@@ -14,7 +14,6 @@ import pytest
 
 from benchmarks.rank_run import RankRun
 from benchmarks.simulation import simulate_rounds
-from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import role_placements, world_size
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule, parse_action, parse_schedule
 from oppo_megatron.schedule.checking.transport import GLOO
@@ -23,6 +22,7 @@ from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.train.inputs import read_inputs
 from oppo_megatron.train.setup import prompt_stream
 from tests.e2e.jobs import Counted
+from tests.support.configs import run_of
 from tests.support.layouts import deep
 from tests.support.ppo import Workspace, read_outcome
 from tests.support.ranks import run_ranks
@@ -72,7 +72,7 @@ class Executed:
     @property
     def learns_costs(self) -> bool:
         """From the second step on what is woven depends on measured times."""
-        config = TrainConfig(**self.config)
+        config = run_of(self.config)
         return round_generator(config.overlap, Site(role_placements(config))) == "woven"
 
 
@@ -84,7 +84,7 @@ def executed(request: pytest.FixtureRequest, workspace: Workspace) -> Iterator[E
     changes = {"overlap.intra": True, "logging.trace": "actions", "overlap.weave": [2, "auto"]}
     changes |= CARRIED if "eight" in name else {}
     config = deep(workspace, name.replace(" ", "-"), placement=PLACEMENTS[name], steps=2, **changes)
-    job, world = "tests.e2e.jobs:train_counted", world_size(TrainConfig(**config))
+    job, world = "tests.e2e.jobs:train_counted", world_size(run_of(config))
     with mock.patch("oppo_megatron.schedule.rounds.FAN_OUT", 1):  # in the simulation, as in the run
         yield Executed(config, run_ranks(world, job, config=config, fan_out=1))
 
@@ -147,7 +147,7 @@ def test_results_of_a_step_are_those_of_the_simulation(executed: Executed) -> No
 
 def simulated_rank(executed: Executed, rank: int) -> RankRun:
     """A rank of a run of the same configuration, prompts and lengths."""
-    config = TrainConfig(**executed.config)
+    config = run_of(executed.config)
     prompts = [len(prompt.tokens) for prompt in prompt_stream(config, read_inputs(config).prompts)]
     lengths = {seq_id: len(tokens) for seq_id, tokens in read_outcome(executed.path).tokens().items()}
     return RankRun(config, prompts, rank, None if config.rollout.forced_lengths else lengths.__getitem__)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import world_size
 from oppo_megatron.schedule.actions import Payload, parse_action
 from tests.e2e.started import num_lines, rank_pids, start, still_there, struck, wait_until
+from tests.support.configs import run_of
 from tests.support.layouts import deep
 from tests.support.ppo import Workspace, read_outcome, weight_distance
 from tests.support.ranks import run_mortal_ranks, run_ranks
@@ -95,7 +95,7 @@ def test_every_other_rank_names_the_action_it_waited_for(tmp_path_factory: pytes
     changes, victim, action = CASES[case]
     workspace = Workspace.create(tmp_path_factory.mktemp("dead"))
     config = workspace.config("dead", **{"overlap.intra": True, "runtime.timeout_s": TIMEOUT_S}, **changes)
-    world = world_size(TrainConfig(**config))
+    world = world_size(run_of(config))
     answers = run_mortal_ranks(world, "tests.e2e.jobs:train_with_a_death", config=config, rank=victim, at=action)
     assert answers[victim] is None
     for rank, answer in enumerate(answers):

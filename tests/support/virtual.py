@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.records import StepSignals
 from oppo_megatron.sim.runs.step_costs import StepCosts
 from oppo_megatron.sim.runs.virtual import VirtualRun, metrics_lines
+from tests.support.configs import run_of
 from tests.support.ppo import Outcome
 
 COUNTED = (
@@ -36,7 +36,7 @@ def shown(outcome: Outcome) -> Callable[[int, StepSignals], StepSignals]:
 
 def assert_unfolds_alike(config: dict[str, Any], outcome: Outcome, *players: type[VirtualRun]) -> None:
     """Batches, deferrals and clocks are the real run's to the last token, and so is whatever follows from them."""
-    parsed = TrainConfig(**config)
+    parsed = run_of(config)
     rows = {row["seq_id"]: row for row in [*outcome.rollouts, *outcome.greedy]}
     prompts = [len(rows[seq_id]["prompt_tokens"]) for seq_id in range(len(rows))]
     lengths = {seq_id: len(row["tokens"]) for seq_id, row in rows.items()}

@@ -53,7 +53,7 @@ def test_delta_is_told_the_scores_that_are_trained_on(settings: dict[str, Any], 
     scheduler = OvercommitScheduler(PromptStream(plain_set(3), 1), buffer, cast(Any, rule))
     tuner, kl = ChunkTuner([32, 16, 64], 8), KLController(KLConfig())
     nothing = cast(Any, None)  # worlds and planners have no part in this
-    adaptation = Adaptation(nothing, scheduler, tuner, kl, nothing, CostMeter({"actor": 1}), tunes_chunk=True)
+    adaptation = Adaptation(nothing, scheduler, tuner, kl, nothing, CostMeter({"actor": 1}))
     facts = StepFacts(1, 0, 8)
     facts.scores = ScoreReport({}, 0.0, 0.0, [], {}, ess=1.0, measured=[])
     scheduler.begin_step()
@@ -77,7 +77,7 @@ def test_a_run_s_costs_leave_out_the_first_step_and_woven_rounds_go_by_the_last(
 
     planner = cast(Any, SimpleNamespace(generator=generator, learn=lambda costs: learned.append(read_s(costs))))
     world, meter = cast(Any, SimpleNamespace(device=None, activity=Activity())), CostMeter({"actor": 1})
-    adaptation = Adaptation(world, nothing, nothing, nothing, planner, meter, tunes_chunk=False)
+    adaptation = Adaptation(world, nothing, nothing, nothing, planner, meter)
     assert adaptation.measured_costs() is None
     of_run = []
     for step, seconds in enumerate((9.0, 4.0, 2.0, 3.0), start=1):

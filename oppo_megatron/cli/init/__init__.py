@@ -188,7 +188,11 @@ def _summary(case: Case, config: Path, given: Mapping[str, str]) -> Iterator[str
     yield f"{config}: {case.about}"
     for name in [*case.files, *(["data"] if case.makes_data else [])]:
         yield f"{here / name}{'' if name in case.files else '/'}: written next to it"
-    if missing := _missing(case, config):
+    made, missing = {here / path for path in case.made}, dict[Path, list[str]]()
+    for key, path in named_paths(load_config(COMMANDS[case.kind], config)):
+        if key != "run_dir" and path not in made and not path.exists():  # nor does a next command make it
+            missing.setdefault(path, []).append(key)
+    if missing:
         yield "yet to supply:"
         yield from (f"  {path}  ({', '.join(keys)})" for path, keys in missing.items())
     yield "next:"
@@ -199,13 +203,3 @@ def _summary(case: Case, config: Path, given: Mapping[str, str]) -> Iterator[str
             prefix = prefix or "."
         quoted = shlex.quote(prefix) if prefix else ""
         yield "  " + command.format(config=shlex.quote(str(config)), here=quoted, **paths)
-
-
-def _missing(case: Case, config: Path) -> dict[Path, list[str]]:
-    """Return the missing paths of the configuration that no next command makes, with their keys."""
-    made = {config.parent / path for path in case.made}
-    missing: dict[Path, list[str]] = {}
-    for key, path in named_paths(load_config(COMMANDS[case.kind], config)):
-        if key != "run_dir" and path not in made and not path.exists():
-            missing.setdefault(path, []).append(key)
-    return missing

@@ -58,9 +58,18 @@ def _add_part_arguments(parser: argparse.ArgumentParser, prefix: str, whose: str
 
 
 def run(args: argparse.Namespace) -> int:
-    _check_files(args)
+    if args.cluster_env is not None and args.cluster_env.is_dir():
+        raise ConfigError(f"--cluster-env is {args.cluster_env}, a folder; name a file, as in --cluster-env cluster.env")
+    for name, what in (("config", "the configuration"), ("cluster_env", "cluster.env")):
+        path = getattr(args, name)
+        if None not in (path, args.out) and os.path.realpath(path) == os.path.realpath(args.out):
+            raise ConfigError(f"--out is {args.out}, {what} itself; name another file, as in --out job.sbatch")
     job = plan_job(load_train(args.config, args.overrides), args)
-    script = _script(job, _command(args))
+    words = ["oppo", "launch", "slurm", str(args.config), *args.overrides]
+    for name, value in vars(args).items():
+        if name not in ("command", "system", "config", "overrides", "debug", "run") and value not in (None, False):
+            words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    script = _script(job, shlex.join(words))
     if args.cluster_env is not None and not args.cluster_env.exists():
         args.cluster_env.write_text(packaged("cluster.env"), encoding="utf-8")
         print(f"made {args.cluster_env} from the template: edit it before you submit", file=sys.stderr)
@@ -72,17 +81,6 @@ def run(args: argparse.Namespace) -> int:
     name = "SCRIPT" if args.out is None else shlex.quote(str(args.out))
     print(*job.describe(), f"submit it with: sbatch {name}", sep="\n", file=sys.stderr)
     return 0
-
-
-def _check_files(args: argparse.Namespace) -> None:
-    """Raise ConfigError if the script would overwrite its sources, or cluster.env cannot be a file."""
-    if args.cluster_env is not None and args.cluster_env.is_dir():
-        raise ConfigError(f"--cluster-env is {args.cluster_env}, a folder; name a file, as in --cluster-env cluster.env")
-    for name in ("config", "cluster_env"):
-        path = getattr(args, name)
-        if None not in (path, args.out) and os.path.realpath(path) == os.path.realpath(args.out):
-            what = "the configuration" if name == "config" else "cluster.env"
-            raise ConfigError(f"--out is {args.out}, {what} itself; name another file, as in --out job.sbatch")
 
 
 def packaged(name: str) -> str:
@@ -110,11 +108,3 @@ def _script(job: Job, command: str) -> str:
         cluster_env=None if options.cluster_env is None else os.path.abspath(options.cluster_env),
         job_sh=packaged("job.sh").splitlines(),
     )
-
-
-def _command(args: argparse.Namespace) -> str:
-    words = ["oppo", "launch", "slurm", str(args.config), *args.overrides]
-    for name, value in vars(args).items():
-        if name not in ("command", "system", "config", "overrides", "debug", "run") and value not in (None, False):
-            words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
-    return shlex.join(words)

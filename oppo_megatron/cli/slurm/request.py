@@ -66,16 +66,7 @@ class Job:
             where += ", unless cluster.env names an image"
         limit = f"{options.time} minutes" if options.time.isdigit() else options.time
         restarts = "as cluster.env says" if options.max_restarts is None else f"up to {options.max_restarts} times"
-        return [
-            f"job {self.name}: {sum(part.num_ranks for part in self.parts)} ranks, {where}",
-            *(f"  {line}" for line in self._part_lines()),
-            f"  time limit {limit} for each attempt; {options.signal_s} s before, the run is saved and the job requeued "
-            f"({restarts})",
-            *(f"  note: {note}" for note in self.notes),
-        ]
-
-    def _part_lines(self) -> Iterator[str]:
-        first = 0
+        first, parts = 0, []
         for part in self.parts:
             gpus = f", {part.gpus_per_node} GPUs each" if part.gpus_per_node else ", no GPUs"
             queue = f", partition {part.partition}" if part.partition else ""
@@ -83,13 +74,20 @@ class Job:
             ranks = f"rank {first}" if part.num_ranks == 1 else f"ranks {first}-{first + part.num_ranks - 1}"
             of = f" ({part.name})" if part.name else ""
             each = f"{part.ranks_per_node} rank{'s' if part.ranks_per_node > 1 else ''}"
-            yield f"{nodes} x {each}{gpus}{queue}: {ranks}{of}"
+            parts.append(f"  {nodes} x {each}{gpus}{queue}: {ranks}{of}")
             first += part.num_ranks
+        return [
+            f"job {self.name}: {sum(part.num_ranks for part in self.parts)} ranks, {where}",
+            *parts,
+            f"  time limit {limit} for each attempt; {options.signal_s} s before, the run is saved and the job requeued "
+            f"({restarts})",
+            *(f"  note: {note}" for note in self.notes),
+        ]
 
 
 def plan_job(config: TrainConfig, options: argparse.Namespace) -> Job:
     """Return the job.  Raises ConfigError with all problems if configuration and nodes do not fit."""
-    problems = [*_option_problems(options), *_time_problems(config, options)]
+    problems = [*_option_problems(config, options)]
     parts: list[Part] = []
     for name, num_ranks, wanted in _split(config, options, problems):
         if isinstance(part := _part(name, num_ranks, wanted, config.runtime.device), Part):
@@ -119,7 +117,7 @@ def time_limit_s(text: str) -> int | None:
     return (days or 0) * 86400 + sum(number * unit for number, unit in zip(given, units, strict=False))
 
 
-def _option_problems(options: argparse.Namespace) -> Iterator[str]:
+def _option_problems(config: TrainConfig, options: argparse.Namespace) -> Iterator[str]:
     texts = ("account", "qos", "job_name", "partition", "constraint", "scorer_partition", "scorer_constraint")
     named = [("--" + name.replace("_", "-"), getattr(options, name)) for name in texts]
     for name, value in [("the working directory", os.getcwd()), *named]:
@@ -133,9 +131,6 @@ def _option_problems(options: argparse.Namespace) -> Iterator[str]:
         yield "--container-mounts is given without --container-image; name the image, or leave the mounts to cluster.env"
     if PartOptions.of(options, "scorer_") != PartOptions() and not options.hetero:
         yield "--scorer-... describes nodes of a second kind; add --hetero, or leave it out"
-
-
-def _time_problems(config: TrainConfig, options: argparse.Namespace) -> Iterator[str]:
     limit_s = time_limit_s(options.time)
     if limit_s is None:
         yield f"--time is {options.time!r}; Slurm reads minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, as in 1-12:00:00"

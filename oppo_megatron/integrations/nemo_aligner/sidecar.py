@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +94,14 @@ class Sidecar:
 
     def prune(self, checkpoints: Path, step: int) -> None:
         """Remove rows whose checkpoints are gone, except `step`'s; none if no name has a step.  Collective."""
-        self._together(self.leads, lambda: self._prune(checkpoints, step))
+
+        def remove() -> None:
+            steps = {found for found, _ in _steps_and_paths(checkpoints)}
+            for position in self._store.positions():
+                if steps and position.step not in steps | {step}:
+                    self._store.remove(position)
+
+        self._together(self.leads, remove)
 
     def read(self, step: int, name: str | None = None) -> Kept | None:
         """Read the rows of checkpoint `name`; None if no step has any. Collective.
@@ -120,12 +127,6 @@ class Sidecar:
         aside = self._store.aside(position)
         write_manifest(aside, seal(aside, list_files(aside)))
         self._store.commit(position)
-
-    def _prune(self, checkpoints: Path, step: int) -> None:
-        steps = {found for found, _ in _steps_and_paths(checkpoints)}
-        for position in self._store.positions():
-            if steps and position.step not in steps | {step}:
-                self._store.remove(position)
 
     def _read(self, step: int, name: str | None) -> Kept | None:
         there = self._store.positions()
@@ -172,25 +173,20 @@ def _write_files(stem: Path, kept: Kept) -> None:
 def _read_files(stem: Path) -> Kept:
     try:
         lines = stem.with_suffix(".jsonl").read_text(encoding="utf-8").splitlines()
-        header, *rows = (read_json(line) for line in lines)
+        header, *states = (read_json(line) for line in lines)
         if header["format"] != FORMAT:
             raise ValueError(f"its format is {header['format']!r:.20}, this program reads {FORMAT}")
         tokens: list[int] = load_file(stem.with_suffix(".safetensors"))["tokens"].tolist()
-        not_of = frozenset[str](header.get("not_of", ()))
-        return Kept(_rebuild(rows, tokens), header["next_key"], header["state"], not_of)
+        rows, at = [], 0
+        for row in states:
+            middle, end = at + row["prompt"], at + row["prompt"] + row["response"]
+            versions = [(int(policy), int(count)) for policy, count in row["versions"]]
+            rows.append(Row(row["key"], tokens[at:middle], tokens[middle:end], versions, row["deferrals"], row["finished"]))
+            at = end
+        if at != len(tokens):
+            raise ValueError(f"{len(tokens)} token ids for rows of {at}")
+        return Kept(rows, header["next_key"], header["state"], frozenset(header.get("not_of", ())))
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{stem}: not what was written ({error}); resume from another checkpoint, with as many replicas"
         ) from error
-
-
-def _rebuild(lines: Sequence[Mapping[str, Any]], tokens: list[int]) -> list[Row]:
-    rows, at = [], 0
-    for line in lines:
-        middle, end = at + line["prompt"], at + line["prompt"] + line["response"]
-        versions = [(int(policy), int(count)) for policy, count in line["versions"]]
-        rows.append(Row(line["key"], tokens[at:middle], tokens[middle:end], versions, line["deferrals"], line["finished"]))
-        at = end
-    if at != len(tokens):
-        raise ValueError(f"{len(tokens)} token ids for rows of {at}")
-    return rows

@@ -76,7 +76,20 @@ class PPOTrainer(ppo.PPOTrainer):
         if not self._active:
             theirs: tuple[Any, dict[str, Any], dict[str, float]] = super().generate_rollouts()
             return theirs
-        self._begin_step()
+        if self.consumed_samples < self._consumed_after:
+            # After the critic's warm-up the prompts start over, including the prompts of the pool.
+            given_up = self.pool.flush()
+            if self._feed is not None:
+                self._feed.forget([row.key for row in given_up])
+        replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        batch = self._batch // replicas
+        left = room(self.consumed_samples // replicas, self.num_steps_per_epoch * batch, batch)
+        left = min(left, max(self.max_steps - self.step, 1) * batch)
+        held = min(batch + share_of(self._delta.value, replica, replicas), left)
+        self._draw = max(0, held - len(self.pool))
+        self._actor.pooled = len(self.pool) > 0 or held > batch
+        self._actor.policy, self._actor.chunk = self.step, self._chunk.value
+        self._actor.measured, self._actor.effort = True, Effort()
         started = time.monotonic()
         data, metrics, timers = super().generate_rollouts()
         self._consumed_after = self.consumed_samples
@@ -153,22 +166,6 @@ class PPOTrainer(ppo.PPOTrainer):
         self._chunk.load_state_dict(kept.state["chunk"])
         if delta.max > 0:
             self._delta.load_state_dict(kept.state["delta"])
-
-    def _begin_step(self) -> None:
-        if self.consumed_samples < self._consumed_after:
-            # After the critic's warm-up the prompts start over, including the prompts of the pool.
-            given_up = self.pool.flush()
-            if self._feed is not None:
-                self._feed.forget([row.key for row in given_up])
-        replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-        batch = self._batch // replicas
-        left = room(self.consumed_samples // replicas, self.num_steps_per_epoch * batch, batch)
-        left = min(left, max(self.max_steps - self.step, 1) * batch)
-        held = min(batch + share_of(self._delta.value, replica, replicas), left)
-        self._draw = max(0, held - len(self.pool))
-        self._actor.pooled = len(self.pool) > 0 or held > batch
-        self._actor.policy, self._actor.chunk = self.step, self._chunk.value
-        self._actor.measured, self._actor.effort = True, Effort()
 
     def _batches(self, sampler_iter: Any, num_microbatches: int, dataset: Any, collate_fn: Any) -> Any:
         given = (sampler_iter, num_microbatches, dataset, collate_fn)

@@ -40,7 +40,7 @@ class OvercommitSampler:
         """Wait until the next batch may begin."""
         # The last admitted groups enter the buffer when their tasks first run, no later than this wakes up.
         await asyncio.sleep(POLL_S)
-        while self._buffer.ready_list.count(False) > self._delta or not self._is_current(trainer_version_fn()):
+        while self._buffer.ready_list.count(False) > self._delta or self._batches > trainer_version_fn() + (self._delta > 0):
             await asyncio.sleep(POLL_S)
         self._batches += 1
         return None
@@ -80,6 +80,3 @@ class OvercommitSampler:
                 f"async_rl.sampler.delta {self._delta} is more than the {groups_per_step} prompts of a step; lower it"
             )
         return groups_per_step * (1 + (self._delta > 0))
-
-    def _is_current(self, version: int) -> bool:
-        return self._batches <= version + (self._delta > 0)

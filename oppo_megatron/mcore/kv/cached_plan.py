@@ -38,7 +38,7 @@ class Cache(Protocol):
 
 
 class CachedPlan(ABC):
-    """An `AttentionPlan` that continues cached sequences, for one call of all layers."""
+    """An `AttentionPlan` that continues cached sequences."""
 
     qkv_format = "thd"
     places: Places
@@ -100,19 +100,17 @@ class CallPlan(CachedPlan):
             return self._attend_last(q_TGRD, k_SGLD, v_SGLD, scale, window)
         if window not in self._parts:
             repeat, places = q_TGRD.shape[2], (self.row_T, self.col_T)
-            parts = self._parts_of(k_SGLD, repeat, window)
+            if self.parts_on(self._device):
+                parts = parts_of(self.past, self.lens, repeat, window)
+            elif sum(self.lens) >= FEW_TOKENS * len(self.lens):
+                parts = each_alone(self.past, self.lens, window)
+            else:
+                parts = [
+                    Part(rows, slice(0, max(self.lens[rows])), self._keys(rows, window), window, causal=False)
+                    for rows in self._stretches(k_SGLD)
+                ]
             self._parts[window] = PartsOfCall(parts, self.lens, self.past_S, places, repeat, self._dtype)
         return self._parts[window].attend(q_TGRD, k_SGLD, v_SGLD, scale)
-
-    def _parts_of(self, k_SGLD: Tensor, repeat: int, window: int | None) -> Sequence[Part]:
-        if self.parts_on(self._device):
-            return parts_of(self.past, self.lens, repeat, window)
-        if sum(self.lens) >= FEW_TOKENS * len(self.lens):
-            return each_alone(self.past, self.lens, window)
-        return [
-            Part(rows, slice(0, max(self.lens[rows])), self._keys(rows, window), window, causal=False)
-            for rows in self._stretches(k_SGLD)
-        ]
 
     @staticmethod
     def parts_on(device: torch.device) -> bool:
@@ -131,10 +129,8 @@ class CallPlan(CachedPlan):
         if steps is None:
             steps = self._steps[window] = []
             for rows in self._stretches(k_SGLD):
-                keys, past = self._keys(rows, window), self.past[rows]
-                alike = min(past) == max(past)
-                mask = None if alike else beyond_mask(self.past_S[rows], keys, self._dtype, window)
-                steps.append((rows, keys, mask))
+                keys, equal = self._keys(rows, window), len(set(self.past[rows])) == 1
+                steps.append((rows, keys, None if equal else beyond_mask(self.past_S[rows], keys, self._dtype, window)))
         outputs = [
             attend_one(q_SGRD[rows], k_SGLD[rows, :, keys], v_SGLD[rows, :, keys], mask, scale) for rows, keys, mask in steps
         ]

@@ -50,14 +50,6 @@ class _Saved:
     layer: int | None
     parts: Sequence[Part]
 
-    @property
-    def param_size(self) -> tuple[int, ...]:
-        return self.size if self.layer is None else self.size[1:]
-
-    @property
-    def offset(self) -> tuple[int, ...]:
-        return (self.layer or 0,) + (0,) * (len(self.size) - 1)
-
 
 def write_dist(
     shape: ModelShape, source: TensorSource, weights: Path, *, head: Head, dtype: torch.dtype, naming: Naming = MEGATRON
@@ -91,25 +83,25 @@ def _planned(shape: ModelShape, head: Head, naming: Naming) -> Iterator[_Saved]:
 class _LazyPlanner(DefaultSavePlanner):
     def __init__(self, planned: Sequence[_Saved], source: TensorSource, dtype: torch.dtype):
         super().__init__(flatten_state_dict=False)
-        self._planned = {(saved.key, saved.offset): saved for saved in planned}
+        self._planned = {(saved.key, (saved.layer or 0,) + (0,) * (len(saved.size) - 1)): saved for saved in planned}
         self._source, self._dtype = source, dtype
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([self._item(saved) for saved in self._planned.values()])
+        items = []
+        for (key, place), saved in self._planned.items():
+            offset, size = torch.Size(place), torch.Size(saved.size)
+            chunk = ChunkStorageMetadata(offset, size if saved.layer is None else torch.Size((1, *size[1:])))
+            data = TensorWriteData(chunk, TensorProperties(dtype=self._dtype), size)
+            items.append(WriteItem(MetadataIndex(key, offset), WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         saved = self._planned[write_item.index.fqn, tuple(cast(torch.Size, write_item.index.offset))]
-        param = torch.zeros(saved.param_size, dtype=self._dtype)
+        param = torch.zeros(saved.size if saved.layer is None else saved.size[1:], dtype=self._dtype)
         for part in saved.parts:
             put_part(param, part, self._source.read(part.hf_name, part.share(0, 1)))
         return param if saved.layer is None else param[None]
-
-    def _item(self, saved: _Saved) -> WriteItem:
-        offset = torch.Size(saved.offset)
-        chunk = ChunkStorageMetadata(offset, torch.Size(saved.size if saved.layer is None else (1, *saved.size[1:])))
-        data = TensorWriteData(chunk, TensorProperties(dtype=self._dtype), torch.Size(saved.size))
-        return WriteItem(MetadataIndex(saved.key, offset), WriteItemType.SHARD, tensor_data=data)
 
 
 TARGETS = {

@@ -15,14 +15,22 @@ def add_communication(schedule: Schedule, round: Round, site: Site) -> Schedule:
     return Schedule({rank: own for rank, own in lists.items() if own})
 
 
-def messages_of(rank: int, schedule: Schedule, round: Round, site: Site) -> tuple[Action, ...]:
-    """Return the rank's list with its messages; actions of foreign roles are left to the checker."""
+def messages_of(
+    rank: int, schedule: Schedule, round: Round, site: Site, known: dict[Action, tuple[Action, ...]] | None = None
+) -> tuple[Action, ...]:
+    """Return the rank's list with its messages; actions of foreign roles are left to the checker.
+
+    `known` keeps each action with its messages for later lists of the same rank.
+    """
     placements, own = site.placements, schedule.of(rank)
     coords_by_role = {role: placement.coords(rank) for role, placement in placements.items()}
+    known = {} if known is None else known
     actions: list[Action] = []
     for action in own:
-        coords = coords_by_role.get(action.role)
-        actions += [action] if coords is None else with_messages(action, placements[action.role], coords)
+        if action not in known:
+            coords = coords_by_role.get(action.role)
+            known[action] = (action,) if coords is None else tuple(with_messages(action, placements[action.role], coords))
+        actions += known[action]
     return (*actions, *_last_tokens(own, placements["actor"]), *(_spread(rank, round.index, site) if round.decodes else ()))
 
 

@@ -8,7 +8,7 @@ share only the gather and the chunks at the end.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from oppo_megatron.layout.placements import RolePlacement
@@ -29,6 +29,7 @@ class Component:
     replicas: Mapping[str, tuple[int, ...]]
     model: Site
     member: int
+    _known: dict[Action, tuple[Action, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def ranks(self) -> frozenset[int]:
@@ -46,7 +47,7 @@ class Component:
 
     def own_list(self, model: Schedule, shape: Round) -> tuple[Action, ...]:
         own = (Action(self.rank, a.op, a.role, a.micro_batch, a.chunk, a.step) for a in model.of(self.member))
-        return messages_of(self.rank, Schedule({self.rank: tuple(own)}), shape, self.site)
+        return messages_of(self.rank, Schedule({self.rank: tuple(own)}), shape, self.site, self._known)
 
 
 def component_of(site: Site, rank: int) -> Component:

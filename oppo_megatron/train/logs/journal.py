@@ -136,7 +136,8 @@ class RunLog:
         if step:
             self.log.extend(step, fields)
         self.trackers.log(step, fields)
-        self.note(HeldoutLog.describe(step, figures))
+        means = ", ".join(f"{name} {mean:.4g}" for name, (mean, _) in figures.items())
+        self.note(f"held out after {step} steps: {means}")
 
     def complete(self, step: int, late: dict[str, Any]) -> None:
         self.log.complete(step, late)
@@ -144,9 +145,10 @@ class RunLog:
 
     def end(self, stopped: str | None) -> None:
         self.stopped = stopped
-        for note in (stopped, self.heldout.describe_best()):
-            if note is not None:
-                self.note(note)
+        if stopped is not None:
+            self.note(stopped)
+        if (best := self.heldout.best()) is not None and self.heldout.standard is not None:
+            self.note(f"best step {best[0]}: {self.heldout.standard.metric} {best[1]:.4g}")
 
     def finish(self, figures: dict[str, Any], memory: MemoryByRank, best: tuple[float, Position] | None) -> None:
         """Write the summary, which marks the run as finished.  `best`: a checkpoint."""
@@ -178,14 +180,12 @@ class Journal(RunLog):
         fields |= facts.filtered | facts.actor
         if facts.skipped is not None:
             self.note(f"step {facts.step} is skipped: {facts.skipped}")
-        if not self.warned and (told := lost_gradient(fields, self.staleness)):
+        if not self.warned and (warning := lost_gradient(fields, self.staleness)):
             self.warned = True
-            self.note(f"step {facts.step}: {told}")
-        if self.keep_rollouts:
-            self._write_rollouts(facts, batch)
+            self.note(f"step {facts.step}: {warning}")
         self.begin_line(facts.step, fields)
-
-    def _write_rollouts(self, facts: StepFacts, batch: Sequence[Rollout]) -> None:
+        if not self.keep_rollouts:
+            return
         rewards = iter(facts.rewards), iter(facts.greedy_rewards)
         with self.run_dir.rollouts.open("a", encoding="utf-8") as file:
             for rollout in batch:

@@ -58,7 +58,10 @@ class RoundTracer:
                 file.write(f"# round {self._round}, step {self._step}\n{text}")
 
     def __call__(self, action: Action, start: float, end: float, num_tokens: int) -> None:
-        label = _label(action)
+        if action.op is Op.RECV:
+            label = WAIT_TOKENS if action.payload is Payload.CHUNK else WAIT
+        else:
+            label = DECODE if action.role == "actor" else SCORE
         role = action.role if label != WAIT_TOKENS else "scorer"
         span = Span(self.spans.rank, role, label, self._step, start, end)
         self.spans.count(span)
@@ -68,26 +71,17 @@ class RoundTracer:
             name = str(replace(action, chunk=action.chunk + self._round - 1))
             self.spans.write(Span(self.spans.rank, action.role, name, self._step, start, end))
         elif label != WAIT or end - start >= SHORTEST_WAIT_S:
-            self._extend(span)
+            before = self._stretch
+            if before is not None and (before.role, before.name, before.step) == (role, label, self._step):
+                self._stretch = replace(span, start=before.start)
+            else:
+                self.flush()
+                self._stretch = span
 
     def flush(self) -> None:
         if self._stretch is not None:
             self.spans.write(self._stretch)
             self._stretch = None
-
-    def _extend(self, span: Span) -> None:
-        before = self._stretch
-        if before is not None and (before.role, before.name, before.step) == (span.role, span.name, span.step):
-            self._stretch = Span(span.rank, span.role, span.name, span.step, before.start, span.end)
-        else:
-            self.flush()
-            self._stretch = span
-
-
-def _label(action: Action) -> str:
-    if action.op is Op.RECV:
-        return WAIT_TOKENS if action.payload is Payload.CHUNK else WAIT
-    return DECODE if action.role == "actor" else SCORE
 
 
 @dataclass
@@ -187,11 +181,6 @@ class StepMeter:
         role, step = role or self.role, self.facts.step
         waits = waiting_for(f"{name} {role}, step {step}", self.world.activity, waits=False)
         with self.spans.span(name, role=role, step=step), waits:
-            yield
-
-    @contextlib.contextmanager
-    def evaluation(self, step: int) -> Iterator[None]:
-        with self.spans.span("evaluate", role=self.role, step=step), self.world.activity.doing(f"evaluation after step {step}"):
             yield
 
     def decoded(self, chunk: Chunk, begun_at: int, backfilled: int, round_s: float) -> None:

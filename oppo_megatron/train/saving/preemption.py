@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -52,7 +51,8 @@ class Preemption:
         if not self.deadline_s or threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, _leave_to_the_thread) for number in HEARD if hears(number)}
+        # The handlers do nothing, but without them the signals would not reach the thread.
+        before = {number: signal.signal(number, lambda *_: None) for number in HEARD if hears(number)}
         reads, writes = os.pipe()
         os.set_blocking(writes, False)
         earlier = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
@@ -123,7 +123,3 @@ class Preemption:
             flush=True,
         )
         os._exit(EXIT_REQUEUE)
-
-
-def _leave_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """Do nothing; without a handler the signal would not reach the thread."""

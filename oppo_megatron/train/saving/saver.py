@@ -172,16 +172,6 @@ class Saver:
         assert self.standard is not None
         return self.best is None or self.standard.gain(value, self.best[0]) > 0
 
-    def load_best(self, run: Saveable) -> bool:
-        if not self.rules.keep_best or self.best is None:
-            return False
-        if self.best[1] != run.position:
-            folder = self.store.folder(self.best[1])
-            updates = updates_of(read_json((folder / STATE).read_text(encoding="utf-8")), run.models)
-            with waiting_for("models of the best checkpoint", self.world.activity, waits=False):
-                load_models(folder / MODELS, run.models, updates)
-        return True
-
     def load(self, models: Mapping[str, TrainedModel], found: Found) -> None:
         state = found.state
         best = None if state["best"] is None else (state["best"][0], Position(*state["best"][1]))
@@ -239,9 +229,15 @@ class Saver:
             except CheckpointError as error:  # the disk may be full now: only later continuation is lost
                 if run.note is not None:
                     run.note(f"the run has ended, but cannot be given more steps later: {error}")
+        if not (self.rules.writes_weights and self.rules.keep_best and self.best is not None):
+            return
         with self.world.activity.doing("writing the best step's weights"):
-            if self.rules.writes_weights and self.load_best(run):
-                save_weights(self.run_dir.best)
+            if self.best[1] != run.position:
+                folder = self.store.folder(self.best[1])
+                updates = updates_of(read_json((folder / STATE).read_text(encoding="utf-8")), run.models)
+                with waiting_for("models of the best checkpoint", self.world.activity, waits=False):
+                    load_models(folder / MODELS, run.models, updates)
+            save_weights(self.run_dir.best)
 
     def conclude(self) -> None:
         if self._pending is None:

@@ -65,7 +65,8 @@ class CheckpointWriting:
             self._together("its folder", needed, lambda: self._begin(needed))
             self._together("models", needed, lambda: write_models(folder / MODELS, snapshot.models, self.group))
             self._together("caches and state", needed, self._write_own)
-            shares = self._together("checksums", needed, self._seal)
+            part = slice(self.group.rank(), None, self.group.size())
+            shares = self._together("checksums", needed, lambda: seal(folder, list_files(folder)[part]))
             entries = {name: entry for share in shares for name, entry in share.items()}
             self._together("its name", needed, lambda: self._commit(entries))
         except CheckpointError:
@@ -108,9 +109,6 @@ class CheckpointWriting:
             write_caches(cache_path(self._folder, self.group.rank()), self.snapshot.caches)
         for name, text in self.snapshot.texts.items():
             (self._folder / name).write_text(text, encoding="utf-8")
-
-    def _seal(self) -> dict[str, Entry]:
-        return seal(self._folder, list_files(self._folder)[self.group.rank() :: self.group.size()])
 
     def _commit(self, entries: dict[str, Entry]) -> None:
         if self.warn is not None:
