@@ -15,10 +15,7 @@ NANOSECOND = 1e-9
 
 @dataclass(slots=True)
 class DecodeLaw:
-    """Least squares for seconds of a round = a x decode steps + b x tokens.
-
-    `sums`: over rounds, of steps^2, steps x tokens, tokens^2, steps x seconds, tokens x seconds.
-    """
+    """Fit seconds = a x steps + b x tokens. `sums`: steps^2, steps x tokens, tokens^2, steps x seconds, tokens x seconds."""
 
     sums: list[float] = field(default_factory=lambda: [0.0] * 5)
 

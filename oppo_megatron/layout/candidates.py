@@ -203,8 +203,6 @@ Measure = Callable[[Candidate, int], Run]
 
 @dataclass
 class Trial:
-    """A placement and its runs; not repeated after a `failure`."""
-
     candidate: Candidate
     runs: list[Run] = field(default_factory=list)
     failure: str | None = None

@@ -91,7 +91,6 @@ def stage_parts(shape: ModelShape, head: Head, *, tp_size: int = 1, pp_rank: int
 
 
 def hf_tensors(shape: ModelShape, head: Head) -> dict[str, tuple[int, ...]]:
-    """Shapes by name, in the model's order."""
     return {part.hf_name: part.hf_shape for part in stage_parts(shape, head)}
 
 
@@ -210,9 +209,7 @@ def adapter_parts(
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-"""Rotary tables of older checkpoints, which follow from `config.json`. `lm_head.weight` is also unread under a scalar head or
-if tied.
-"""
+"""Rotary tables, which follow from `config.json`. `lm_head.weight` is also unread under a scalar head or if tied."""
 SHOWN = 8
 WHOLE = "Use the config.json that belongs to these weights."
 UNKNOWN = {

@@ -26,9 +26,7 @@ USED = {
     APEX: ("apex.optimizers:FusedAdam", "amp_C:multi_tensor_l2norm"),
     FLASH: ("flash_attn:flash_attn_varlen_func", "flash_attn:flash_attn_with_kvcache"),
 }
-"""Names that a run and megatron-core use. They are imported, because flash-attn 4 lacks these functions, PyPI's `apex` is
-another package, and builds for another torch fail at import.
-"""
+"""Imported, because flash-attn 4 lacks them, PyPI's `apex` is another package, and builds for another torch fail then."""
 
 
 @dataclass(frozen=True)

@@ -132,15 +132,6 @@ WHOLE_KERNEL_BYTES = 2**20
 """Bytes per product over whole sequences in bfloat16."""
 
 
-def prefill_sizes(tokens: int) -> int:
-    """Row counts of packed products in calls of up to `tokens`, without rare few rows."""
-    return max(0, -(-min(tokens, MOST_ROWS) // ROW_MULTIPLE) - FEW_ROWS // ROW_MULTIPLE)
-
-
-def kernel_bytes(layer_sizes: int, head_sizes: int) -> int:
-    return min(4 * layer_sizes + head_sizes, MOST_KERNELS) * KERNEL_BYTES
-
-
 def training_kernel_bytes(tokens: int) -> int:
     """A layer's four products and the head, with two gradients each, for every row count."""
     sizes = -(-tokens // WHOLE_MULTIPLE)

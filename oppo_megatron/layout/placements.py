@@ -67,7 +67,6 @@ def role_placements(config: TrainConfig) -> dict[str, RolePlacement]:
 
 
 def training_placements(config: TrainConfig) -> dict[str, RolePlacement]:
-    """The same ranks, possibly in another layout."""
     pool, found = pools(config), dict[str, RolePlacement]()
     for name, role in config.trained.items():
         serving, train = _placement(role, pool["actor" if name == "actor" else "scorer"]), role.train

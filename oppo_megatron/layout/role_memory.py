@@ -16,13 +16,15 @@ from oppo_megatron.layout.activations import Call, TrainingBatch
 from oppo_megatron.layout.layouts import Sizes, vocab_rows
 from oppo_megatron.layout.memory import (
     FEW_ROWS,
+    KERNEL_BYTES,
+    MOST_KERNELS,
+    MOST_ROWS,
+    ROW_MULTIPLE,
     Memory,
     adapter_parameters,
     gather_bytes,
-    kernel_bytes,
     kv_slots,
     packed_parameters,
-    prefill_sizes,
     slot_tokens,
     stage_layers,
     stage_parameters,
@@ -175,9 +177,11 @@ def _calls(config: TrainConfig, name: str, tokens: int, slots: int, *, logits: b
 
 
 def _kernels(name: str, tokens: int, slots: int, *, makes_logits: bool) -> int:
-    """The actor decodes any number of sequences; all roles read up to `tokens`."""
-    read, decoded = prefill_sizes(tokens), min(slots, FEW_ROWS) if name == "actor" else 0
-    return kernel_bytes(read + decoded, (decoded if name == "actor" else read) if makes_logits else 0)
+    """The actor decodes any number of sequences; all roles read up to `tokens`, seldom few rows, which are not counted."""
+    read = max(0, -(-min(tokens, MOST_ROWS) // ROW_MULTIPLE) - FEW_ROWS // ROW_MULTIPLE)
+    decoded = min(slots, FEW_ROWS) if name == "actor" else 0
+    head = (decoded if name == "actor" else read) if makes_logits else 0
+    return min(4 * (read + decoded) + head, MOST_KERNELS) * KERNEL_BYTES
 
 
 def both_memory(served: Memory, trained: Memory, *, one_model: bool) -> Memory:
@@ -188,9 +192,7 @@ def both_memory(served: Memory, trained: Memory, *, one_model: bool) -> Memory:
 
 @dataclass(frozen=True)
 class Holding:
-    """A role's share on a rank; `actor.train` if training has its own weights. `layers`: a range per virtual stage; `phases`:
-    activation bytes.
-    """
+    """`role`: `actor.train` if training has its own weights. `layers`: per virtual stage; `phases`: activation bytes."""
 
     rank: int
     role: str

@@ -125,7 +125,6 @@ def scatter_s(cluster: Cluster, group: Group, payload: float) -> float:
 
 
 def send_s(cluster: Cluster, payload: float, *, between: bool, sharing: int = 1) -> float:
-    """`sharing` concurrent messages share a node's NICs."""
     if not between:
         return cluster.inside.send.seconds(payload, 1)
     network = network_of(cluster)

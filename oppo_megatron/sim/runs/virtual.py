@@ -260,9 +260,7 @@ ROUNDED = 9
 
 
 def metrics_lines(steps: Sequence[VirtualStep]) -> Iterator[dict[str, Any]]:
-    """Yield a line per step (docs/metrics.md). A line has the delay that its critic's update causes in the next step; the
-    last of `steps` counts as the run's last.
-    """
+    """Yield a line per step (docs/metrics.md), with the delay that its critic's update causes in the next."""
     for step, after in pairwise([*steps, None]):
         assert step is not None
         update_s = step.line["critic_update_s"]

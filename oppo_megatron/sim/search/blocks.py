@@ -48,9 +48,7 @@ Blocks = tuple[Block, ...]
 
 
 def block_sizes(nodes: int, gpus_per_node: int) -> tuple[int, ...]:
-    """Ascending: 1 or 3 times powers of two of nodes, and the rest; up to two nodes also divisors of a node's ranks, and the
-    rest.
-    """
+    """Ascending: 1 or 3 times powers of two of nodes, and the rest; up to two nodes also divisors of a node's ranks."""
     powers = [2**power for power in range(nodes.bit_length())]
     multiples = (1,) if nodes > MANY_NODES else (1, 3)
     few = {factor * count for count in powers for factor in multiples if factor * count <= nodes}
@@ -195,9 +193,7 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Mode:
-    """`streams`: scoring during decoding; `hides_critic`: its update during the next step's decoding; `last_share` of scoring
-    after decoding.
-    """
+    """`streams`: scoring during decoding; `hides_critic`: its update too; `last_share` of scoring after decoding."""
 
     streams: bool
     hides_critic: bool

@@ -34,9 +34,7 @@ VIRTUAL = (1, 2, 4)
 RECOMPUTED: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 
 Bytes = npt.NDArray[np.int64]
-"""A role's bytes, [kind, piece]; pieces are equal runs of ranks. Kinds: lasting (sum of roles); activations and kernels
-(largest of roles).
-"""
+"""A role's bytes, [kind, piece], over equal runs of ranks. Kinds: lasting (sum of roles); activations and kernels (largest)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +59,7 @@ class Option:
 
 
 def undominated(options: Iterable[Option], weigh: Callable[[Option], Option], most_bytes: int) -> list[Option]:
-    """Options that fit a rank and that none beats or equals in times and memory. `weigh` adds the move, slow to compute, if
-    needed.
-    """
+    """Options that fit a rank and that none beats or equals in times and memory. `weigh` adds the move, slow to compute."""
     fitting = [option for option in options if option.memory.sum(axis=0).max() <= most_bytes]
     pieces = lcm(*(option.memory.shape[1] for option in fitting))
     kept, rows = list[Option](), np.zeros((0, 2 + 3 * pieces), dtype=np.int64)

@@ -89,9 +89,7 @@ def layout_problems(config: TrainConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class Task:
-    """`lengths`: response tokens of a batch; `limits`: by response number (None: `lengths` in turn); `margin`: free share of
-    memory.
-    """
+    """`lengths`: response tokens of a batch; `limits`: by number (None: `lengths` in turn); `margin`: free share of memory."""
 
     config: TrainConfig
     cluster: Cluster
