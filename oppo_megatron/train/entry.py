@@ -42,16 +42,17 @@ def run_rank(kind: str, config: Any) -> int:
     )
     with memory_for(lambda: other_work), clear_when_full(config.run_dir):
         try:
-            return 0 if _run(kind, config) else EXIT_REQUEUE
+            return 0 if run_training(kind, config) else EXIT_REQUEUE
         except RollBack:
             return EXIT_AGAIN
 
 
-def _run(kind: str, config: Any) -> bool:
-    preemption, inputs, models = Preemption(config.preempt_deadline_s), None, config.models if kind != "train" else {}
+def run_training(kind: str, config: Any) -> bool:
+    """Train from a configuration of command `kind`; False if asked to stop, after saving."""
+    preemption, inputs = Preemption(config.preempt_deadline_s), None
     if kind == "train":
         inputs = read_inputs(config, by_time(is_owner=os.environ.get("RANK", "0") == "0"))
-        models = named_roles(config)
+    models = config.models if inputs is None else named_roles(config)
     with (
         open_world(config.runtime) as world,
         RunDirectory(config.run_dir).held() if inputs is not None and world.rank == 0 else nullcontext(),
