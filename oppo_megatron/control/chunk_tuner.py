@@ -26,8 +26,7 @@ class DecodeLaw:
     def add(self, steps: int, tokens: int, seconds: float) -> None:
         """Times below a nanosecond count as 0."""
         seconds = seconds if seconds >= NANOSECOND else 0.0
-        products = (steps * steps, steps * tokens, tokens * tokens, steps * seconds, tokens * seconds)
-        self.add_sums(*products)
+        self.add_sums(steps * steps, steps * tokens, tokens * tokens, steps * seconds, tokens * seconds)
 
     def add_sums(self, *sums: float) -> None:
         for name, value in zip(self.__slots__, sums, strict=True):

@@ -262,18 +262,15 @@ class MeasuredDelta(DeltaController):
         return new, f"{figures}: delta {old} -1 -> {new}{self._bounds()}"
 
     def _grow(self, figures: str) -> tuple[int, str]:
-        old, ceiling = self.value, self._ceiling_now()
+        if self._ceiling is not None:
+            self._ceiling = self._ceiling.after(self._mean(self._ceiling.signal), self._bounds_of.dead_band)
+        old, ceiling = self.value, self._ceiling
         new = self._clip(old + 1)
         if ceiling is not None and new > ceiling.delta:
             new = max(old, ceiling.delta)
             figures += f", {ceiling.delta + 1} was taken back for its {ceiling.signal.replace('_', ' ')}"
         self._moved(new, grown=True)
         return new, f"{figures}: delta {old} +1 -> {new}{self._bounds()}"
-
-    def _ceiling_now(self) -> Ceiling | None:
-        if self._ceiling is not None:
-            self._ceiling = self._ceiling.after(self._mean(self._ceiling.signal), self._bounds_of.dead_band)
-        return self._ceiling
 
     def _moved(self, new: int, *, grown: bool) -> None:
         self._grown = grown and new != self.value

@@ -37,10 +37,6 @@ class Breach:
     detail: str = ""
 
     @property
-    def of_critic(self) -> bool:
-        return self.figure.startswith("critic_")
-
-    @property
     def reason(self) -> str:
         if self.figure == "batch":
             return self.detail.partition(";")[0]

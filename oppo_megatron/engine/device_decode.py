@@ -1,6 +1,5 @@
-"""Decode steps that the host only starts; after `sync_steps` it reads the tokens and reloads.
+"""Decode steps that the host only starts; after `sync_steps` it reads the tokens.  Padding lets steps be captured.
 
-Rows and positions are padded, so steps can be captured.
 Legend: B rows of a step, M cache slots, K steps of a window, R rows before padding, E ids that end a response.
 """
 
@@ -22,21 +21,14 @@ SMALL_BATCHES = (1, 2, 4, 8, 16, 24, 32)
 LARGE_BATCH = 16
 
 SYNC_STEPS = {"cpu": 1, "cuda": 16}
-"""Decode steps between two checks for ended responses; steps between them never wait for the device, and are CUDA graphs."""
+"""Decode steps between two checks for ended responses: CUDA graphs for which the host never waits."""
 
 
 class DeviceLane:
     def __init__(
-        self,
-        model: RoleModel,
-        cache: SequenceCache,
-        run: StepRunner,
-        *,
-        sampling: Sampling,
-        eos_ids: Sequence[int],
-        sync_steps: int,
-        name: int,
-    ):
+        self, model: RoleModel, cache: SequenceCache, run: StepRunner, *, sampling: Sampling, eos_ids: Sequence[int],
+        sync_steps: int, name: int,
+    ):  # fmt: skip
         self._model, self._cache, self._run, self._name = model, cache, run, name
         self._sampling, self._eos_ids = sampling, sorted(eos_ids)
         self._places = cache.step_rows()
@@ -73,7 +65,12 @@ class DeviceLane:
         aside = min(past[0] + self._window, cache.max_length - 1)
         self._places.load([*slots, *[slots[0]] * filled])
         state = [self._state(row, length) for row, length in zip(rows, past, strict=True)]
-        self._load_state([*state, *[(0, aside, 0, 0, 0, 0)] * filled])
+        state += [(0, aside, 0, 0, 0, 0)] * filled
+        table_6B = np.array(state, dtype=np.uint64).view(np.int64).T
+        self._state_6M[:, : self._size] = on_device(torch.from_numpy(table_6B), cache.device)
+        self._ended_M[: len(rows)] = False
+        self._ended_M[len(rows) : self._size] = True
+        self._step_1.zero_()
 
     def step(self) -> None:
         assert self.loaded
@@ -82,7 +79,7 @@ class DeviceLane:
         self._done += 1
 
     def read(self) -> list[list[list[float]]]:
-        """Wait for `Drawn` of each step; past a row's end it is meaningless."""
+        """Wait for `Drawn` of each step, meaningless past a row's end."""
         assert self._done and not self.loaded
         drawn_K4R: list[list[list[float]]]
         drawn_K4R = self._drawn_4KM[:, : self._done, : len(self._rows)].permute(1, 0, 2).tolist()
@@ -92,14 +89,6 @@ class DeviceLane:
         """Return token, cached length, position, limit, random state, 1 if greedy."""
         chain, greedy = row_state(self._sampling.seed, row.seq_id), self._sampling.members.is_greedy(row.seq_id)
         return row.tokens[-1], length, row.position, row.limit, chain, int(greedy)
-
-    def _load_state(self, state: list[tuple[int, ...]]) -> None:
-        size, num_rows = len(state), len(self._rows)
-        table_6B = np.array(state, dtype=np.uint64).view(np.int64).T
-        self._state_6M[:, :size] = on_device(torch.from_numpy(table_6B), self._cache.device)
-        self._ended_M[:num_rows] = False
-        self._ended_M[num_rows:size] = True
-        self._step_1.zero_()
 
     def _advance(self) -> None:
         size = self._size

@@ -1,4 +1,4 @@
-"""Executes one rank's actions of a schedule in their order; on a GPU each worker has its own stream."""
+"""Executes one rank's actions; on a GPU each worker has its own stream."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Links:
         return self.groups[link_of(action)]
 
     def use_once(self, device: torch.device) -> None:
-        """Send one number over each link: NCCL's first message blocks both hosts, in an order without cycles here."""
+        """Send one number over each link: NCCL's first message blocks both hosts."""
         rank = dist.get_rank()
         for (source, destination, *_), group in self.groups.items():
             number = torch.zeros(1, device=device)
@@ -63,7 +63,7 @@ class RoleWorker(Protocol):
         """Tensors of a send."""
 
     def inbox(self, action: Action) -> Iterator[Tensor]:
-        """Buffers for a recv; each is filled before the next is requested."""
+        """Buffers of a recv, each filled before the next is requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,32 +102,29 @@ class Executor:
         self._streams = {role: torch.cuda.Stream(self.device) for role in self.workers} if cuda else {}
 
     def run(self, actions: Sequence[Action], shift: int = 0) -> None:
-        """Do a round's actions.  Raises StallError with the action (chunk number + `shift`) if a peer does not come."""
+        """Do a round's actions.  Raises StallError naming the action (chunk + `shift`) if a peer does not come."""
         self._num_rounds += 1
         self._sent.append((shift, []))
         for stream in self._streams.values():
             stream.wait_stream(torch.cuda.current_stream(self.device))
         with self.activity.doing(f"round {shift + 1}"):
             for action in actions:
-                self._do(action, shift)
+                worker = self.workers[action.role]
+                if not worker.live(action):
+                    continue
+                self.activity.now_at(_Shifted(action, shift), action.op is Op.RECV)
+                start, size = self.clock(), 0
+                with torch.cuda.stream(self._streams[action.role]) if self._streams else contextlib.nullcontext():
+                    if action.op is Op.SEND:
+                        self._send(action, worker)
+                    elif action.op is Op.RECV:
+                        self._receive(action, worker)
+                    else:
+                        size = self._compute(action, worker)
+                self.observe(action, start, self.clock(), size)
         for stream in self._streams.values():
             torch.cuda.current_stream(self.device).wait_stream(stream)
         self._release(ROUNDS_IN_FLIGHT)
-
-    def _do(self, action: Action, shift: int) -> None:
-        worker = self.workers[action.role]
-        if not worker.live(action):
-            return
-        self.activity.now_at(_Shifted(action, shift), action.op is Op.RECV)
-        start, size = self.clock(), 0
-        with self._stream(action.role):
-            if action.op is Op.SEND:
-                self._send(action, worker)
-            elif action.op is Op.RECV:
-                self._receive(action, worker)
-            else:
-                size = self._compute(action, worker)
-        self.observe(action, start, self.clock(), size)
 
     def drain(self) -> None:
         self._release(0)
@@ -152,7 +149,7 @@ class Executor:
             self._wait(action, work)
 
     def _tag(self, action: Action) -> int:
-        """Return a tag, so that on gloo no message replaces a lost one."""
+        """Tag that on gloo keeps a message from replacing a lost one."""
         step = 0 if action.step is None else action.step + 1
         return ((self._num_rounds << 18) + (step << 6) + action.micro_batch) % 2**31
 
@@ -167,7 +164,7 @@ class Executor:
     def _wait(self, action: Action, work: Any, shift: int | None = None) -> None:
         with self._naming(action, shift):
             if self.device.type == "cuda":
-                work.wait()  # the stream waits; given a time, NCCL has the host wait as well.  The group has a time of its own
+                work.wait()  # the stream waits; given a time, NCCL has the host wait as well.  The group has its own time limit
             else:
                 work.wait(timedelta(seconds=self.timeout_s))
 
@@ -182,6 +179,3 @@ class Executor:
     def _stalled(self, action: Action, error: RuntimeError, shift: int | None = None, seconds: float | None = None) -> StallError:
         shift = self._sent[-1][0] if shift is None else shift
         return stalled(self.rank, str(_Shifted(action, shift)), error, self.timeout_s, seconds)
-
-    def _stream(self, role: str) -> contextlib.AbstractContextManager[Any]:
-        return torch.cuda.stream(self._streams[role]) if self._streams else contextlib.nullcontext()

@@ -1,8 +1,7 @@
-"""The actor's decoding on one rank.  The last pipeline stage draws tokens, identically on its tensor ranks.
+"""The actor's decoding on one rank; the last stage draws tokens, identically on its tensor ranks.
 
-A micro-step (one token per running sequence of a micro-batch) is *void*, and skipped by all ranks, if no sequence is running or
-the batch was complete by the micro-batch's previous step.
-Legend: R rows (running sequences of a micro-batch), V vocabulary.
+All ranks skip a *void* micro-step (one token per running sequence of a micro-batch): none is running, or the batch was complete
+by the previous one.  Legend: R rows (running sequences of a micro-batch), V vocabulary.
 """
 
 from __future__ import annotations
@@ -37,16 +36,10 @@ from oppo_megatron.schedule.planning.book import ReplicaWork
 
 class DecodeWorker(CacheWorker):
     def __init__(
-        self,
-        model: RoleModel,
-        cache: SequenceCache,
-        *,
-        sampling: Sampling,
-        stopping: Stopping,
-        outlet: ChunkOutlet | None = None,
-        sync_steps: int = 1,
-    ):
-        """`outlet` encodes chunks for other ranks.  On one stage the host reads tokens every `sync_steps` steps."""
+        self, model: RoleModel, cache: SequenceCache, *, sampling: Sampling, stopping: Stopping,
+        outlet: ChunkOutlet | None = None, sync_steps: int = 1,
+    ):  # fmt: skip
+        """`outlet`: for other ranks.  On one stage the host reads tokens every `sync_steps` steps."""
         super().__init__(model, cache)
         self.outlet, self.sampling, self.stopping = outlet, sampling, stopping
         self._sync_steps = sync_steps if model.groups.pp == 1 else 1
@@ -64,17 +57,9 @@ class DecodeWorker(CacheWorker):
             self.cache.truncate(seq_id, 0)
 
     def begin(
-        self,
-        work: ReplicaWork,
-        rollouts: Sequence[Rollout],
-        readiness: Callable[[], StopSignal],
-        *,
-        index: int,
-        clock: int,
-        version: int,
-        halt: bool = False,
-        outlived: Mapping[int, int] = MappingProxyType({}),
-    ) -> None:
+        self, work: ReplicaWork, rollouts: Sequence[Rollout], readiness: Callable[[], StopSignal], *, index: int,
+        clock: int, version: int, halt: bool = False, outlived: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         """Begin a round; tokens get `version` less the updates that their cache has `outlived`."""
         taken = TakenUp(self.cache, work)
         running = {g.seq_id for batch in work.decode for g in batch}
@@ -130,7 +115,7 @@ class DecodeWorker(CacheWorker):
             self._round.hidden[action.micro_batch] = hidden
 
     def end(self) -> Chunk:
-        """Return the chunk of all replicas; drop finished sequences and excess tokens from the cache."""
+        """Return all replicas' chunk; drop finished sequences and excess tokens from the cache."""
         chunk = self._round.merge()
         rows, finished = chunk.rows, []
         lengths, ended = (rows.offsets + rows.counts).tolist(), (rows.finish_clocks != UNFINISHED).tolist()
@@ -155,8 +140,8 @@ class DecodeWorker(CacheWorker):
 
     def _decode(self, action: Action) -> int:
         lane, hidden = self._round.lanes[action.micro_batch], self._round.hidden
-        first = self.model.pre_process
-        inputs = on_device([g.tokens[-1] for g in lane], self.cache.device) if first else hidden[action.micro_batch]
+        is_first = self.model.pre_process
+        inputs = on_device([g.tokens[-1] for g in lane], self.cache.device) if is_first else hidden[action.micro_batch]
         hidden[action.micro_batch] = step(self.model, self.cache, [g.seq_id for g in lane], [1] * len(lane), inputs)
         return len(lane)
 
@@ -185,7 +170,7 @@ class DecodeWorker(CacheWorker):
         return len(lane) if resident.loaded else self._absorb(action, resident.read(), resident=True)
 
     def _absorb(self, action: Action, drawn: Sequence[Drawn], resident: bool = False) -> int:
-        """Append drawn tokens; ended sequences leave the micro-batch but keep their slots: they may end after the chunk."""
+        """Append drawn tokens; ended sequences leave the micro-batch but keep their slots."""
         assert action.step is not None
         lane, first = self._round.lanes[action.micro_batch], action.step + 1 - len(drawn)
         rows, ends = list(lane), dict[int, int]()
@@ -207,7 +192,7 @@ class DecodeWorker(CacheWorker):
         return len(rows)
 
     def _leave(self, micro_batch: int, ends: Mapping[int, int]) -> None:
-        """Remove ended sequences (id -> last micro-step), unless the batch was complete before."""
+        """Remove `ends` (id -> last micro-step), unless the batch was complete before."""
         lane = self._round.lanes[micro_batch]
         for step_ in sorted(set(ends.values())):
             if self._round.ready is not None and self._round.ready <= (step_ - 1, micro_batch):
@@ -218,4 +203,6 @@ class DecodeWorker(CacheWorker):
                 lane.pop()
                 self.cache.exchange(growing.seq_id, last.seq_id)  # so that the micro-batch keeps neighbouring slots
                 if self.model.groups.dp == 1:  # else other replicas have a say in when the batch is complete
-                    self._round.hear(growing.seq_id, (step_, micro_batch))
+                    self._round.local.finish(growing.seq_id)
+                    if self._round.local.ready and self._round.ready is None:
+                        self._round.ready = step_, micro_batch

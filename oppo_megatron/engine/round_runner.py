@@ -44,7 +44,7 @@ class Decoding:
 class RoundRunner:
     """This rank's workers and planner: `run`, record the chunk in the buffer, then `recorded`.
 
-    `decode` is None on ranks without the actor, `listen` on ranks with it.
+    `decode`: on ranks with the actor; `listen`: on others.
     """
 
     planner: RoundPlanner
@@ -58,13 +58,9 @@ class RoundRunner:
     planning_s: float = 0.0
 
     def run(
-        self,
-        active: Sequence[Rollout],
-        score: Sequence[Rollout],
-        chunk_tokens: int,
-        decoding: Decoding,
+        self, active: Sequence[Rollout], score: Sequence[Rollout], chunk_tokens: int, decoding: Decoding,
         readable: Ints | None = None,
-    ) -> Chunk | None:
+    ) -> Chunk | None:  # fmt: skip
         """Decode up to `chunk_tokens` of each of `active`; score new tokens of `score` (critic: of those in `readable`).
 
         Returns None if `active` is empty.  Raises ScheduleError before anything runs, StallError if a peer does not come,
@@ -100,7 +96,7 @@ class RoundRunner:
         self.planner.actor.record(rollouts)
 
     def owes(self, rollouts: Sequence[Rollout], role: str | None = None) -> bool:
-        """True if any scorer (or scorer `role`) on any rank has unread tokens of the rollouts."""
+        """True if any scorer (or scorer `role`) has unread tokens of the rollouts."""
         return self.planner.owes(rollouts) if role is None else self.planner.scorers[role].owes(rollouts)
 
     def admit(self, rollouts: Sequence[Rollout]) -> None:
@@ -150,18 +146,10 @@ def grown(batches: Sequence[Batch], rollouts: Sequence[Rollout]) -> list[Rollout
 
 
 def decoder(
-    model: RoleModel,
-    cache: SequenceCache,
-    *,
-    sampling: Sampling,
-    stopping: Stopping,
-    micro_batch_tokens: int,
-    timeout_s: float,
-    links: Links | None = None,
-    sync_steps: int = 1,
-    activity: Activity | None = None,
-) -> RoundRunner:
-    """Return a runner that only decodes, on the ranks of one model.  `links`: None to make them."""
+    model: RoleModel, cache: SequenceCache, *, sampling: Sampling, stopping: Stopping, micro_batch_tokens: int,
+    timeout_s: float, links: Links | None = None, sync_steps: int = 1, activity: Activity | None = None,
+) -> RoundRunner:  # fmt: skip
+    """Return a runner that only decodes, on one model's ranks.  `links`: None to make them."""
     groups = model.groups
     placement = RolePlacement(groups.ranks, groups.tp, groups.pp, groups.dp)
     rank = dist.get_rank()

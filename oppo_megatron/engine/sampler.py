@@ -1,4 +1,4 @@
-"""Drawing tokens by a hash of (seed, sequence id, position), whatever the batch, placement and restarts.
+"""Drawing tokens by a hash of (seed, sequence id, position), whatever the batch and placement.
 
 Legend: R rows, V vocabulary shard, S tensor ranks, K top-k candidates or blocks of W tokens.
 """
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from oppo_megatron.config.ppo import RolloutConfig
@@ -25,7 +26,7 @@ BLOCK = 64  # tokens per block: cumulative sums over blocks, then one block, are
 
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature 0 is greedy, as are sequences marked by `members`; top_k 0 and top_p 1 keep all tokens."""
+    """Temperature 0 is greedy, as are marked `members`; top_k 0 and top_p 1 keep all tokens."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -42,8 +43,8 @@ class Sampling:
 class Draw:
     """[R] each; a mass is finite if and only if its distribution is valid.
 
-    `logprobs` are over the whole vocabulary at the configured temperature (1 if greedy), as in training; `sampling_logprobs`
-    after top-k and top-p.
+    `logprobs`: over the whole vocabulary at the temperature (1 if greedy), as in training; `sampling_logprobs`: after top-k and
+    top-p.
     """
 
     tokens: Tensor
@@ -53,9 +54,6 @@ class Draw:
 
     def table(self) -> Tensor:
         return torch.stack([x.double() for x in (self.tokens, self.logprobs, self.sampling_logprobs, self.masses)])
-
-    def where(self, mask_R: Tensor, other: Draw) -> Draw:
-        return Draw(*(torch.where(mask_R, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
 
 
 def no_distribution(sampling: Sampling, seq_id: int, position: int) -> NumericsError:
@@ -67,15 +65,11 @@ def no_distribution(sampling: Sampling, seq_id: int, position: int) -> NumericsE
 
 
 def uniforms_at(states_R: Tensor, positions_R: Tensor) -> Tensor:
-    """Float64 [R] in [0, 1): `uniforms` from `row_state` and int64 positions, bit-equal on every device."""
-    return _shifted(_mix_int64(states_R ^ positions_R), 11).double() * 2.0**-53
-
-
-def _mix_int64(x: Tensor) -> Tensor:
-    x = x + (0x9E3779B97F4A7C15 - 2**64)
+    """Float64 [R] in [0, 1) from `row_state` and int64 positions, bit-equal to `uniforms`."""
+    x = (states_R ^ positions_R) + (0x9E3779B97F4A7C15 - 2**64)
     x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
     x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - 2**64)
-    return x ^ _shifted(x, 31)
+    return _shifted(x ^ _shifted(x, 31), 11).double() * 2.0**-53
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
@@ -83,28 +77,20 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def draw(
-    logits_RV: Tensor,
-    sampling: Sampling,
-    seq_ids: Sequence[int],
-    positions: Sequence[int],
-    shards: VocabShards | None = None,
+    logits_RV: Tensor, sampling: Sampling, seq_ids: Sequence[int], positions: Sequence[int], shards: VocabShards | None = None
 ) -> Draw:
-    """Draw one token per row from float32 logits, the same on every rank of `shards`."""
+    """Draw a token per row from float32 logits, equal on every rank."""
     u_R = on_device(uniforms(sampling.seed, seq_ids, positions), logits_RV.device, torch.float64)
-    greedy_R: Tensor | None = None
+    greedy_R = None
     if sampling.members.greedy:
         greedy_R = on_device([sampling.members.is_greedy(i) for i in seq_ids], logits_RV.device, torch.bool)
     return draw_at(logits_RV, sampling, u_R, shards, greedy_R)
 
 
 def draw_at(
-    logits_RV: Tensor,
-    sampling: Sampling,
-    u_R: Tensor,
-    shards: VocabShards | None = None,
-    greedy_R: Tensor | None = None,
+    logits_RV: Tensor, sampling: Sampling, u_R: Tensor, shards: VocabShards | None = None, greedy_R: Tensor | None = None
 ) -> Draw:
-    """Draw at given numbers in [0, 1); rows of `greedy_R` (bool) take the likeliest token."""
+    """Draw at numbers in [0, 1); rows of `greedy_R` (bool) take the likeliest token."""
     shards = shards or VocabShards()
     logits_RV = shards.filled_up(logits_RV)
     if sampling.temperature == 0:
@@ -117,7 +103,8 @@ def draw_at(
         drawn = _truncated(scaled_RV, u_R1, sampling, shards)
     if greedy_R is None:
         return drawn
-    return _greedy(logits_RV, shards).where(greedy_R, drawn)
+    likeliest = _greedy(logits_RV, shards)
+    return Draw(*(torch.where(greedy_R, getattr(likeliest, f.name), getattr(drawn, f.name)) for f in fields(Draw)))
 
 
 def _greedy(logits_RV: Tensor, shards: VocabShards) -> Draw:
@@ -132,9 +119,10 @@ def _greedy(logits_RV: Tensor, shards: VocabShards) -> Draw:
 
 
 def _whole(scaled_RV: Tensor, u_R1: Tensor, shards: VocabShards) -> Draw:
-    """Draw first a block of the vocabulary, then a token in it; ranks exchange block masses, never logits."""
+    """Draw a block of the vocabulary, then a token in it; ranks exchange block masses."""
     probs_RV = torch.softmax(scaled_RV, -1)  # of this shard
-    blocks_RKW = _in_blocks(probs_RV)
+    missing = -probs_RV.shape[-1] % BLOCK
+    blocks_RKW = (F.pad(probs_RV, (0, missing)) if missing else probs_RV).view(len(probs_RV), -1, BLOCK)
     num_blocks, mass_RS = blocks_RKW.shape[1], blocks_RKW.sum(-1)
     log_share_R1: Tensor | None = None
     if shards.size > 1:
@@ -163,7 +151,7 @@ def _whole(scaled_RV: Tensor, u_R1: Tensor, shards: VocabShards) -> Draw:
 
 
 def _truncated(scaled_RV: Tensor, u_R1: Tensor, sampling: Sampling, shards: VocabShards) -> Draw:
-    """Draw from the top-k and top-p candidates; ranks exchange their best k, without top-k all logits."""
+    """Draw from candidates; ranks exchange their best k, without top-k all logits."""
     vocab = scaled_RV.shape[-1] * shards.size
     mass_R1 = torch.logsumexp(scaled_RV, -1, keepdim=True)
     if shards.size > 1:
@@ -187,14 +175,8 @@ def _truncated(scaled_RV: Tensor, u_R1: Tensor, sampling: Sampling, shards: Voca
     return Draw(ids_RK.gather(-1, place_R1)[:, 0], logprob_R, sampled_R, mass_R1[:, 0])
 
 
-def _in_blocks(probs_RV: Tensor) -> Tensor:
-    missing = -probs_RV.shape[-1] % BLOCK
-    padded_RV = torch.nn.functional.pad(probs_RV, (0, missing)) if missing else probs_RV
-    return padded_RV.view(len(probs_RV), -1, BLOCK)
-
-
 def _invert(cumulative_RK: Tensor, target_R1: Tensor) -> Tensor:
-    """Return the first index [R, 1] whose cumulative sum exceeds the target; its probability is never 0."""
+    """First index [R, 1] whose cumulative sum exceeds the target; never of probability 0."""
     # The target may have been rounded up to the total, which no element exceeds: take the first that reaches it.
     below_R1 = torch.minimum(target_R1, cumulative_RK[:, -1:] * BELOW_ONE)
     # A row that is not a distribution has no such element, but needs a valid index.

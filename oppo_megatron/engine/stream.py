@@ -6,14 +6,14 @@ A message is a header of HEADER_SIZE int64 words, then a payload:
     payload  per row: sequence id, offset, tokens, policy version, finish clock or -1, ending, checksum; then the body
     body     all tokens, then all log-probs, then all sampling log-probs (float64 bits)
 
-A row's checksum is the CRC-32 of everything sent for its sequence, prompt first.  The offset detects lost or repeated chunks.
+A row's checksum is the CRC-32 of its sequence's data, prompt first.  The offset detects lost or repeated chunks.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -76,25 +76,22 @@ class ChunkBooks:
 class ChunkEncoder(ChunkBooks):
     def encode(self, chunk: Chunk) -> tuple[Ints, Ints]:
         rows = chunk.rows.packed()
-        table = np.vstack([rows.table, np.array(list(self._checksums(rows)), dtype=np.int64)])
+        checksum_of, checksums = _checksum_of(rows), list[int]()
+        for i, (seq_id, offset, count) in enumerate(rows.table[:3].T.tolist()):
+            due, before = self.ledgers[seq_id]
+            assert due == offset, f"sequence {seq_id}: chunk at {offset} after {due} tokens"
+            checksums.append(checksum_of(i, before))
+            self.ledgers[seq_id] = offset + count, checksums[-1]
+        table = np.vstack([rows.table, np.array(checksums, dtype=np.int64)])
         words = np.array([MAGIC, self._next_index, chunk.clock, len(rows), rows.num_tokens, chunk.halt], dtype=np.int64)
         header = np.append(words, zlib.crc32(words.tobytes()))
         self._next_index += 1
         return header, np.concatenate([table.T.reshape(-1), rows.body.reshape(-1)])
 
-    def _checksums(self, rows: ChunkRows) -> Iterator[int]:
-        sent = _Sent(rows)
-        for i, (seq_id, offset, count) in enumerate(rows.table[:3].T.tolist()):
-            due, before = self.ledgers[seq_id]
-            assert due == offset, f"sequence {seq_id}: chunk at {offset} after {due} tokens"
-            checksum = sent.checksum(i, before)
-            self.ledgers[seq_id] = offset + count, checksum
-            yield checksum
-
 
 class ChunkDecoder(ChunkBooks):
     def payload_size(self, header: Ints) -> int:
-        """Return the payload's size in integers.  Raises StreamError for an unexpected header."""
+        """Return the payload's number of words.  Raises StreamError for an unexpected header."""
         magic, index, _, num_rows, num_tokens, _, checksum = (int(x) for x in header)
         if magic != MAGIC or checksum != zlib.crc32(header[:-1].tobytes()):
             raise StreamError(
@@ -134,8 +131,8 @@ class ChunkDecoder(ChunkBooks):
         return due
 
     def _accept(self, rows: ChunkRows, checksums: Sequence[int], index: int) -> None:
-        """Advance the ledgers.  Raises StreamError for the first row that does not continue its sequence."""
-        sent = _Sent(rows)
+        """Advance the ledgers.  Raises StreamError for a row that does not continue its sequence."""
+        checksum_of = _checksum_of(rows)
         for i, (seq_id, offset, count) in enumerate(rows.table[:3].T.tolist()):
             where = f"sequence {seq_id}, offset {offset} (message {index})"
             if seq_id not in self.ledgers:
@@ -144,7 +141,7 @@ class ChunkDecoder(ChunkBooks):
             if offset != due:
                 kind = "lost" if offset > due else "repeated"
                 raise StreamError(f"{where}: a chunk was {kind}; the next token due has offset {due}.")
-            found = sent.checksum(i, before)
+            found = checksum_of(i, before)
             if found != checksums[i]:
                 raise StreamError(
                     f"{where}: checksum {found:#010x}, but {checksums[i]:#010x} was sent; the chunk "
@@ -153,25 +150,24 @@ class ChunkDecoder(ChunkBooks):
             self.ledgers[seq_id] = offset + count, found
 
 
-class _Sent:
-    """The bytes under the checksums of packed rows: all but the count."""
+def _checksum_of(rows: ChunkRows) -> Callable[[int, int], int]:
+    """Return a function of packed row and checksum before, over all but the count."""
+    heads = memoryview(np.ascontiguousarray(rows.table[[0, 1, 3, 4, 5]].T).tobytes())
+    body = [memoryview(part).cast("B") for part in np.ascontiguousarray(rows.body)] if rows.num_tokens else []
+    starts, ends = (8 * rows.starts).tolist(), (8 * (rows.starts + rows.counts)).tolist()
+    size = 8 * (FIELDS - 1)
 
-    def __init__(self, rows: ChunkRows):
-        self._heads = memoryview(np.ascontiguousarray(rows.table[[0, 1, 3, 4, 5]].T).tobytes())
-        self._body = [memoryview(part).cast("B") for part in np.ascontiguousarray(rows.body)] if rows.num_tokens else []
-        self._starts = (8 * rows.starts).tolist()
-        self._ends = (8 * (rows.starts + rows.counts)).tolist()
-
-    def checksum(self, row: int, before: int) -> int:
-        size = 8 * (FIELDS - 1)
-        before = zlib.crc32(self._heads[size * row : size * (row + 1)], before)
-        for part in self._body:
-            before = zlib.crc32(part[self._starts[row] : self._ends[row]], before)
+    def checksum(row: int, before: int) -> int:
+        before = zlib.crc32(heads[size * row : size * (row + 1)], before)
+        for part in body:
+            before = zlib.crc32(part[starts[row] : ends[row]], before)
         return before
+
+    return checksum
 
 
 class ChunkOutlet(ChunkEncoder):
-    """The sending end on ranks of the actor; all encode the same message."""
+    """The sending end on the actor's ranks, which encode equal messages."""
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -186,7 +182,7 @@ class ChunkOutlet(ChunkEncoder):
 
 
 class ListenWorker(ChunkDecoder):
-    """The receiving end on a rank without the actor; it may forward messages."""
+    """The receiving end on a rank without the actor; may forward."""
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -205,7 +201,7 @@ class ListenWorker(ChunkDecoder):
         return self._received
 
     def inbox(self, action: Action) -> Iterator[Tensor]:
-        """Yield header and payload.  Raises StreamError if the chunk is not the next, intact one."""
+        """Yield header and payload.  Raises StreamError unless it is the next, intact chunk."""
         header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self.device)
         yield header
         words = header.cpu().numpy()

@@ -17,23 +17,19 @@ from oppo_megatron.mcore.cpu import HalfOnCpu
 
 
 def rope_tables(shape: ModelShape, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return float32 cos_LD and sin_LD (Su et al. 2021), the sine negated in the first half of D."""
-    frequencies, factor = _frequencies(shape)
+    """Return float32 cos_LD and sin_LD (Su et al. 2021), negated in the first half of D."""
+    kind, factor = shape.rope["rope_type"], 1.0
+    if kind == "default":
+        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64).float() / shape.head_dim
+        frequencies = 1.0 / (float(shape.rope["rope_theta"]) ** exponents)
+    else:
+        from transformers import AutoConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](AutoConfig.for_model(**dict(shape.hf)), torch.device("cpu"))
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies.float())
     cos, sin = angles.cos() * factor, angles.sin() * factor
     return torch.cat([cos, cos], dim=-1).to(device), torch.cat([-sin, sin], dim=-1).to(device)
-
-
-def _frequencies(shape: ModelShape) -> tuple[Tensor, float]:
-    kind = shape.rope["rope_type"]
-    if kind == "default":
-        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64).float() / shape.head_dim
-        return 1.0 / (float(shape.rope["rope_theta"]) ** exponents), 1.0
-    from transformers import AutoConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    config = AutoConfig.for_model(**dict(shape.hf))
-    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
 
 
 def apply_rope(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
@@ -53,7 +49,7 @@ def window_size(window: int) -> int:
 
 
 def pieces(new: int, reach: int, window: int | None, size: int) -> Iterator[tuple[slice, slice]]:
-    """Yield at most `size` of the last `new` queries of `reach` positions, and the keys that they attend to."""
+    """Yield at most `size` of the last `new` queries of `reach` positions, and their keys."""
     past = reach - new
     for first in range(0, new, size):
         stop = min(first + size, new)
@@ -61,14 +57,14 @@ def pieces(new: int, reach: int, window: int | None, size: int) -> Iterator[tupl
 
 
 class AttentionPlan(Protocol):
-    """A call's attention, passed by megatron's layers as `packed_seq_params`."""
+    """A call's attention, megatron's `packed_seq_params`."""
 
     qkv_format: str
     cos_T1D: Tensor
     sin_T1D: Tensor
 
     def attend(self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None = None) -> Tensor:
-        """Rotated, causal attention of one layer -> [T, N * D].  `window`: tokens attended to, own included."""
+        """Rotated, causal attention -> [T, N * D].  `window`: tokens attended to, own included."""
 
 
 class PackedPlan:

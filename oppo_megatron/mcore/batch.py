@@ -16,7 +16,7 @@ Answered = tuple[Sequence[int], Sequence[int]]
 
 @dataclass
 class MicroBatch:
-    """`index`: indices of the sequences in the batch; `rows_R`: packed positions of wanted outputs; `targets_R`: next tokens.
+    """`index`: indices in the batch; `rows_R`: packed positions of wanted outputs; `targets_R`: next tokens.
 
     `tokens`: `tokens_T` on the host; `counts`: rows per response; `extra`: tensors for the loss.
     """
@@ -51,35 +51,28 @@ class MicroBatch:
 def pack_responses(
     prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], budget: int, device: torch.device
 ) -> list[MicroBatch]:
-    """Pack at most `budget` tokens (longer sequences alone), longest first.  A response token's row is the position before."""
-    lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]
-    return [
-        whole_responses(index, [(prompts[i], responses[i]) for i in index], device) for index in pack_by_tokens(lengths, budget)
-    ]
+    """Pack at most `budget` tokens (longer sequences alone), longest first.  A token's row is the position before."""
+    return pack_together([[answered] for answered in zip(prompts, responses, strict=True)], budget, device)
 
 
 def pack_together(units: Sequence[Sequence[Answered]], budget: int, device: torch.device) -> list[MicroBatch]:
     """As `pack_responses`, keeping a unit's responses together; `index` counts units."""
     lengths = [sum(len(prompt) + len(response) - 1 for prompt, response in unit) for unit in units]
     return [
-        whole_responses(index, [each for i in index for each in units[i]], device) for index in pack_by_tokens(lengths, budget)
+        _whole_responses(index, [each for i in index for each in units[i]], device) for index in pack_by_tokens(lengths, budget)
     ]
 
 
-def whole_responses(index: list[int], answered: Sequence[Answered], device: torch.device) -> MicroBatch:
-    tokens: list[int] = []
-    rows: list[int] = []
-    targets: list[int] = []
-    lengths: list[int] = []
+def _whole_responses(index: list[int], answered: Sequence[Answered], device: torch.device) -> MicroBatch:
+    tokens, rows, targets, lengths = list[int](), list[int](), list[int](), list[int]()
     for prompt, response in answered:
         first = len(tokens) + len(prompt) - 1
         tokens += [*prompt, *response][:-1]
         rows += range(first, first + len(response))
         targets += response
         lengths.append(len(prompt) + len(response) - 1)
-    tensors = [on_device(x, device) for x in (tokens, rows, targets)]
-    counts = [len(response) for _, response in answered]
-    return MicroBatch(index, lengths, tensors[0], tensors[1], tensors[2], tokens, counts)
+    tokens_T, rows_R, targets_R = (on_device(x, device) for x in (tokens, rows, targets))
+    return MicroBatch(index, lengths, tokens_T, rows_R, targets_R, tokens, [len(response) for _, response in answered])
 
 
 def pack_at(
@@ -93,11 +86,9 @@ def pack_at(
 
 
 def whole_sequences(
-    index: list[int],
-    sequences: Sequence[Sequence[int]],
-    device: torch.device,
-    places: Sequence[Sequence[int]] | None = None,
+    index: list[int], sequences: Sequence[Sequence[int]], device: torch.device, places: Sequence[Sequence[int]] | None = None
 ) -> MicroBatch:
+    """`places`: positions of the rows in each sequence; None: its last."""
     rows: list[int] = []
     start = 0
     for number, sequence in enumerate(sequences):

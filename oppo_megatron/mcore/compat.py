@@ -1,4 +1,4 @@
-"""Patches that megatron-core 0.16.1 needs without a CUDA device; a test fails when one is no longer needed."""
+"""Patches that megatron-core 0.16.1 needs without a CUDA device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 
 @dataclass(frozen=True)
 class Patch:
-    """One adaptation; `serves` is `path:line` below megatron/core, `because` the text found there."""
+    """`serves` is `path:line` below megatron/core, `because` the text there."""
 
     serves: str
     because: str
@@ -26,7 +26,7 @@ class Patch:
 
 
 class _TorchOnCpu(types.ModuleType):
-    """Replaces `torch` inside one module: factories with device "cuda" make CPU tensors."""
+    """Replaces `torch` in a module: device "cuda" makes CPU tensors."""
 
     FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange")
 
@@ -56,17 +56,13 @@ def _replace_torch(module: str) -> Callable[[], None]:
     return lambda: _replace(module, "torch", _TorchOnCpu())
 
 
-def _clip_by_norm() -> None:
-    """The original asserts the type string of CUDA gradients; this is the same arithmetic."""
-
-    def clip(parameters: Any, max_norm: float, total_norm: float, use_decoupled_grad: bool = False) -> None:
-        scale = max_norm / (total_norm + 1.0e-6)
-        name = "decoupled_grad" if use_decoupled_grad else "grad"
-        grads = [getattr(p, name) for p in parameters if getattr(p, name, None) is not None]
-        if scale < 1.0 and grads:
-            torch._foreach_mul_([grad.detach() for grad in grads], scale)
-
-    _replace("optimizer.optimizer", "clip_grad_by_total_norm_fp32", clip)
+def _clip(parameters: Any, max_norm: float, total_norm: float, use_decoupled_grad: bool = False) -> None:
+    """As the original, which asserts the type string of CUDA gradients."""
+    scale = max_norm / (total_norm + 1.0e-6)
+    name = "decoupled_grad" if use_decoupled_grad else "grad"
+    grads = [getattr(p, name) for p in parameters if getattr(p, name, None) is not None]
+    if scale < 1.0 and grads:
+        torch._foreach_mul_([grad.detach() for grad in grads], scale)
 
 
 def _parameter_type() -> None:
@@ -91,7 +87,8 @@ PATCHES = (
     Patch("optimizer/optimizer.py:907", "device='cuda'", _replace_torch("optimizer.optimizer")),
     Patch("optimizer/clip_grads.py:103", "device='cuda'", _replace_torch("optimizer.clip_grads")),
     Patch("utils.py:1207", 'device="cuda"', _replace_torch("utils")),
-    Patch("optimizer/clip_grads.py:167", "param.grad.type() == 'torch.cuda.FloatTensor'", _clip_by_norm),
+    Patch("optimizer/clip_grads.py:167", "param.grad.type() == 'torch.cuda.FloatTensor'",
+          lambda: _replace("optimizer.optimizer", "clip_grad_by_total_norm_fp32", _clip)),
     Patch("optimizer/optimizer.py:671", "'torch.cuda.BFloat16Tensor'", _parameter_type),
     # Recomputed activations save the state of the CPU's generator without the missing CUDA generator's.
     Patch("tensor_parallel/random.py:55", "torch.cuda.random.get_rng_state(device=device)", lambda: _replace(
@@ -102,7 +99,7 @@ PATCHES = (
 
 
 def install() -> bool:
-    """Apply all patches without a CUDA device; return True if applied."""
+    """Apply all patches unless there is a CUDA device; return True if applied."""
     if torch.cuda.is_available():
         return False
     if not getattr(torch.cuda.current_device, "__module__", "").startswith(__name__):
@@ -120,7 +117,7 @@ def make_scratch_memory() -> None:
 
 
 def keep_norms_on_device() -> None:
-    """Sum gradient norms on the GPU without transformer-engine and apex; in utils.py:1206 the host waits for each."""
+    """Sum gradient norms on the GPU without transformer-engine and apex; utils.py:1206 waits for each."""
     clip_grads = importlib.import_module("megatron.core.optimizer.clip_grads")
     plain = getattr(clip_grads, "local_multi_tensor_l2_norm", None)
     if torch.cuda.is_available() and plain is not None and clip_grads.l2_norm_impl is plain:
@@ -133,21 +130,17 @@ def norm_on_device(_chunk: int, _overflow: torch.Tensor, lists: list[list[torch.
 
 @contextlib.contextmanager
 def known_norm(optimizer: Any, norm: float) -> Iterator[None]:
-    """Let `step` of a chained optimizer use `norm`, which optimizer.py:1314 would compute again with a host wait."""
+    """Let `step` use `norm`, for which optimizer.py:1314 would wait again."""
     with mock.patch.object(optimizer, "get_grad_norm", lambda: norm):
         yield
 
 
 @contextlib.contextmanager
 def optimizer_world(group: dist.ProcessGroup) -> Iterator[None]:
-    """Narrow "the world" to a model's ranks: optimizer/__init__.py:180 would wait for ranks with other models."""
+    """Narrow "the world" to a model's ranks: optimizer/__init__.py:180 would wait for others."""
     gather = dist.all_gather_object
-
-    def gather_in_group(objects: list[Any], obj: Any, group_: Any = None) -> None:
-        gather(objects, obj, group=group_ or group)
-
     with (
-        mock.patch.object(dist, "all_gather_object", gather_in_group),
+        mock.patch.object(dist, "all_gather_object", lambda objects, obj, g=None: gather(objects, obj, group=g or group)),
         mock.patch.object(dist, "get_world_size", lambda g=None: (g or group).size()),
     ):
         yield

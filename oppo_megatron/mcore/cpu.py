@@ -19,7 +19,7 @@ from oppo_megatron.layout.memory import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
 
 
 class HalfOnCpu(torch.autograd.Function):
-    """torch's CPU attention in bfloat16, causal without a mask; backward in float32 is faster and keeps fewer kernels."""
+    """torch's CPU attention in bfloat16, causal without a mask; its float32 backward is faster."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
@@ -44,19 +44,14 @@ class HalfOnCpu(torch.autograd.Function):
 CALL_NUMBERS = 2**16  # cached numbers read in the overhead of one attention call
 
 
-def blocks(sizes: Sequence[tuple[int, ...]], call: float) -> list[slice]:
-    """Cut rows, greedily, if that saves more than `call`; a row costs the product of its block's largest sizes."""
-    return [slice(first, end) for first, end in _cut(sizes, 0, len(sizes), call)]
-
-
-def _cut(sizes: Sequence[tuple[int, ...]], first: int, end: int, call: float) -> list[tuple[int, int]]:
-    rows = sizes[first:end]
-    left, right = _costs(rows), _costs(rows[::-1])[::-1]
-    costs = [n * left[n - 1] + (len(rows) - n) * right[n] for n in range(1, len(rows))]
-    if not costs or min(costs) + call >= len(rows) * left[-1]:
-        return [(first, end)]
-    middle = first + 1 + costs.index(min(costs))
-    return [*_cut(sizes, first, middle, call), *_cut(sizes, middle, end, call)]
+def blocks(sizes: Sequence[tuple[int, ...]], call: float, first: int = 0) -> list[slice]:
+    """Cut rows, numbered from `first`, if it saves more than `call`; a row costs the product of its block's largest sizes."""
+    left, right = _costs(sizes), _costs(sizes[::-1])[::-1]
+    costs = [n * left[n - 1] + (len(sizes) - n) * right[n] for n in range(1, len(sizes))]
+    if not costs or min(costs) + call >= len(sizes) * left[-1]:
+        return [slice(first, first + len(sizes))]
+    count = 1 + costs.index(min(costs))
+    return [*blocks(sizes[:count], call, first), *blocks(sizes[count:], call, first + count)]
 
 
 def _costs(rows: Sequence[tuple[int, ...]]) -> list[int]:
@@ -82,7 +77,7 @@ def can_prepack(weight: Tensor) -> bool:
 
 
 def product(weight_OI: Tensor, bias_O: Tensor | None = None, *, packed: bool) -> Callable[[Tensor], Tensor]:
-    """Return x [T, I] -> x W^T + b [T, O].  `packed`: products of few rows use a weight copy packed by oneDNN."""
+    """Return x [T, I] -> x W^T + b [T, O]; if `packed`, by a weight copy of oneDNN for few rows."""
     if not packed:
         return lambda x_TI: F.linear(x_TI, weight_OI, bias_O)
     laid_out = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), TYPICAL_ROWS)
@@ -101,7 +96,7 @@ def product(weight_OI: Tensor, bias_O: Tensor | None = None, *, packed: bool) ->
 
 
 def _filled_up(x_TI: Tensor) -> Tensor:
-    """Pad with arbitrary rows, because oneDNN builds a kernel per size."""
+    """Add arbitrary rows: oneDNN builds a kernel per size."""
     num_rows = x_TI.shape[0]
     filled_TI = x_TI.new_empty(-(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE, x_TI.shape[1])
     filled_TI[:num_rows] = x_TI
@@ -116,20 +111,17 @@ HALF_ATTENTION = (
 
 
 def require_private_ops(dtypes: set[Dtype]) -> None:
-    """Raise ConfigError naming undocumented torch operations that this run needs and torch lacks."""
-    needed: list[tuple[str, str, tuple[str, ...]]] = []
+    """Raise ConfigError naming undocumented operations that torch lacks."""
+    needed: list[tuple[str, str, str]] = []
     if torch.backends.mkldnn.is_available():
-        needed.append(("decoding on a CPU", "use a GPU", PACKING))
+        needed += [("decoding on a CPU", "use a GPU", name) for name in PACKING]
     if "bfloat16" in dtypes:
-        needed.append(("bfloat16 on a CPU", "set runtime.dtype to float32", HALF_ATTENTION))
-    problems = []
-    for setting, instead, names in needed:
-        for name in names:
-            namespace, _, operation = name.partition(".")
-            if not hasattr(getattr(torch.ops, namespace), operation):
-                problems.append(
-                    f"{setting} calls torch.ops.{name}, which torch {torch.__version__} does not have; {instead}, or install "
-                    "another torch, 2.6 or newer"
-                )
+        needed += [("bfloat16 on a CPU", "set runtime.dtype to float32", name) for name in HALF_ATTENTION]
+    problems = [
+        f"{setting} calls torch.ops.{name}, which torch {torch.__version__} does not have; {instead}, or install another "
+        "torch, 2.6 or newer"
+        for setting, instead, name in needed
+        if not hasattr(getattr(torch.ops, name.split(".")[0]), name.split(".")[1])
+    ]
     if problems:
         raise ConfigError(problems)

@@ -14,7 +14,7 @@ from oppo_megatron.errors import CapacityError, OppoError
 
 
 def on_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Copy a tensor, or numbers as `dtype`, to the device, without a host wait."""
+    """Copy a tensor, or numbers as `dtype`, without a host wait."""
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
@@ -41,12 +41,13 @@ def memory_for(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        work, remedy = describe()
-        raise CapacityError(f"memory ran out in {work} ({_first_sentence(error)}); {remedy}") from error
+        (work, remedy), text = describe(), str(error).partition("\n")[0]
+        reason = text[max(0, text.find("DefaultCPUAllocator")) :].split(". ")[0] or type(error).__name__
+        raise CapacityError(f"memory ran out in {work} ({reason}); {remedy}") from error
 
 
 def too_many_tokens(work: str, lengths: Sequence[int], answers: int = 1) -> tuple[str, str]:
-    """Return work and remedy for a micro-batch; `answers` of its sequences (2: a pair) stay together."""
+    """Return work and remedy; `answers` sequences (2: a pair) stay together."""
     tokens = sum(lengths)
     if len(lengths) <= answers:
         remedy = "lower the maximum lengths of prompts and responses"
@@ -65,11 +66,6 @@ def too_many_sequences(work: str, sequences: int, cache_bytes: int) -> tuple[str
     )
 
 
-def _first_sentence(error: BaseException) -> str:
-    text = str(error).partition("\n")[0]
-    return text[max(0, text.find("DefaultCPUAllocator")) :].split(". ")[0] or type(error).__name__
-
-
 StepRunner = Callable[[Hashable, Callable[[], None]], None]
 """Runs a step, which computes the same for the same key."""
 
@@ -81,9 +77,9 @@ def run_eagerly(key: Hashable, step: Callable[[], None]) -> None:
 
 
 class CapturedSteps:
-    """Runs the first steps of a key eagerly, then captures one as a CUDA graph and replays it.
+    """Runs a key's first steps eagerly, then replays a CUDA graph.
 
-    Graphs share memory and are dropped if weights have moved at a `renew`.  If CUDA refuses a capture, new keys run eagerly.
+    Graphs share memory and are dropped if weights have moved at `renew`.  After a refused capture, new keys run eagerly.
     """
 
     def __init__(self, device: torch.device, weights: Callable[[], Iterable[Tensor]]):
@@ -108,25 +104,20 @@ class CapturedSteps:
     def __call__(self, key: Hashable, step: Callable[[], None]) -> None:
         graph = self._graphs.get(key)
         if graph is None and not self._refused and self._runs.get(key, 0) >= WARM_UPS:
-            graph = self._try_capture(key, step)
+            try:
+                graph = self._graphs[key] = self._capture(step)
+            except RuntimeError as error:
+                # The end of the capture then raises, too; the error before it names the operation at fault.
+                if is_out_of_memory(error) or "captur" not in str(error):
+                    raise
+                self._refused = True
+                first = str(error.__context__ or error).partition("\n")[0]
+                print(f"decode steps are run without CUDA graphs from here on: {first}", file=sys.stderr, flush=True)
         if graph is not None:
             graph.replay()
             return
         self._runs[key] = self._runs.get(key, 0) + 1
         step()
-
-    def _try_capture(self, key: Hashable, step: Callable[[], None]) -> Any | None:
-        try:
-            graph = self._graphs[key] = self._capture(step)
-        except RuntimeError as error:
-            # The end of the capture then raises, too; the error before it names the operation at fault.
-            if is_out_of_memory(error) or "captur" not in str(error):
-                raise
-            self._refused = True
-            first = str(error.__context__ or error).partition("\n")[0]
-            print(f"decode steps are run without CUDA graphs from here on: {first}", file=sys.stderr, flush=True)
-            return None
-        return graph
 
     def _capture(self, step: Callable[[], None]) -> Any:
         if self._pool is None:

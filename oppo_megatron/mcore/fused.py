@@ -1,4 +1,4 @@
-"""Cached calls of a stage without megatron's fifteen nested calls per layer, which dominate small decode steps.
+"""Cached calls of a stage without megatron's nested calls per layer, which dominate small steps.
 
 Legend: T packed tokens, H hidden, G key/value heads, X query heads per key head + 2, D head dimension.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,20 +23,17 @@ Product = Callable[[Tensor], Tensor]
 
 
 class FusedStage:
-    """A stage's layers and, on the last, the final norm; made again after weight changes.
-
-    On a GPU it copies no weights, as captured steps need; for the CPU `packed` ones.
-    """
+    """A stage's layers and, on the last, final norm, made again after weight changes; copies weights only if `packed`."""
 
     def __init__(self, layers: Sequence[Any], final_norm: Any | None, tp_group: dist.ProcessGroup, *, packed: bool):
-        self._bare = [_fused_layer(layer, packed) for layer in layers]
-        self.layers = [_adapted(bare, layer) for bare, layer in zip(self._bare, layers, strict=True)]
+        self._bare = [_FusedLayer(layer, packed) for layer in layers]
+        self.layers = [bare.adapted(layer) for bare, layer in zip(self._bare, layers, strict=True)]
         self.final_norm = None if final_norm is None else fixed_norm(final_norm.weight, final_norm.eps)
         self.tp_group = tp_group if tp_group.size() > 1 else None
 
     def of(self, layers: Sequence[Any], tp_group: dist.ProcessGroup) -> FusedStage:
         stage = copy.copy(self)
-        stage.layers = [_adapted(bare, layer) for bare, layer in zip(self._bare, layers, strict=True)]
+        stage.layers = [bare.adapted(layer) for bare, layer in zip(self._bare, layers, strict=True)]
         stage.tp_group = tp_group if tp_group.size() > 1 else None
         return stage
 
@@ -53,17 +49,33 @@ class FusedStage:
         return x_TH
 
 
-@dataclass(frozen=True)
 class _FusedLayer:
-    norm: Norm
-    qkv: Product
-    head_norms: tuple[Norm, Norm] | None  # of queries and keys
-    proj: Product
-    mlp_norm: Norm
-    gate_up: Product
-    down: Product
-    shape_GXD: tuple[int, int, int]
-    window: int | None
+    def __init__(self, layer: Any, packed: bool):
+        attention, mlp = layer.self_attention, layer.mlp
+        bias = attention.linear_qkv.bias
+        if bias is not None and bias.numel() == 0:  # transformer-engine's layers without a bias have an empty tensor
+            bias = None
+        self.norm = fixed_norm(layer.input_layernorm.weight, layer.input_layernorm.eps)
+        self.qkv = product(attention.linear_qkv.weight, bias, packed=packed)
+        self.head_norms: tuple[Norm, Norm] | None = None  # of queries and keys
+        if layer.config.qk_layernorm:
+            query, key = attention.q_layernorm, attention.k_layernorm
+            self.head_norms = fixed_norm(query.weight, query.eps), fixed_norm(key.weight, key.eps)
+        self.proj = product(attention.linear_proj.weight, packed=packed)
+        self.mlp_norm = fixed_norm(layer.pre_mlp_layernorm.weight, layer.pre_mlp_layernorm.eps)
+        self.gate_up = product(mlp.linear_fc1.weight, packed=packed)
+        self.down = product(mlp.linear_fc2.weight, packed=packed)
+        groups, dim = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
+        self.shape_GXD = groups, attention.num_attention_heads_per_partition // groups + 2, dim
+        self.window = attention.window
+
+    def adapted(self, layer: Any) -> _FusedLayer:
+        attention, mlp, new = layer.self_attention, layer.mlp, copy.copy(self)
+        new.qkv = _with(self.qkv, adapters_of(attention, "linear_qkv"))
+        new.proj = _with(self.proj, adapters_of(attention, "linear_proj"))
+        new.gate_up = _with(self.gate_up, adapters_of(mlp, "linear_fc1"))
+        new.down = _with(self.down, adapters_of(mlp, "linear_fc2"))
+        return new
 
     def attend(self, x_TH: Tensor, plan: CachedPlan, number: int) -> Tensor:
         qkv_TGXD = self.qkv(self.norm(x_TH)).view(-1, *self.shape_GXD)
@@ -77,43 +89,6 @@ class _FusedLayer:
     def transform(self, x_TH: Tensor) -> Tensor:
         gate, up = self.gate_up(self.mlp_norm(x_TH)).chunk(2, dim=-1)
         return self.down(F.silu(gate).mul_(up))
-
-
-def _fused_layer(layer: Any, packed: bool) -> _FusedLayer:
-    attention, mlp = layer.self_attention, layer.mlp
-    norms = None
-    if layer.config.qk_layernorm:
-        query, key = attention.q_layernorm, attention.k_layernorm
-        norms = fixed_norm(query.weight, query.eps), fixed_norm(key.weight, key.eps)
-    groups, dim = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
-    return _FusedLayer(
-        norm=fixed_norm(layer.input_layernorm.weight, layer.input_layernorm.eps),
-        qkv=product(attention.linear_qkv.weight, _bias(attention.linear_qkv), packed=packed),
-        head_norms=norms,
-        proj=product(attention.linear_proj.weight, packed=packed),
-        mlp_norm=fixed_norm(layer.pre_mlp_layernorm.weight, layer.pre_mlp_layernorm.eps),
-        gate_up=product(mlp.linear_fc1.weight, packed=packed),
-        down=product(mlp.linear_fc2.weight, packed=packed),
-        shape_GXD=(groups, attention.num_attention_heads_per_partition // groups + 2, dim),
-        window=attention.window,
-    )
-
-
-def _bias(linear: Any) -> Tensor | None:
-    """transformer-engine's layers without a bias have an empty tensor."""
-    bias = linear.bias
-    return None if bias is None or bias.numel() == 0 else bias
-
-
-def _adapted(bare: _FusedLayer, layer: Any) -> _FusedLayer:
-    attention, mlp = layer.self_attention, layer.mlp
-    return replace(
-        bare,
-        qkv=_with(bare.qkv, adapters_of(attention, "linear_qkv")),
-        proj=_with(bare.proj, adapters_of(attention, "linear_proj")),
-        gate_up=_with(bare.gate_up, adapters_of(mlp, "linear_fc1")),
-        down=_with(bare.down, adapters_of(mlp, "linear_fc2")),
-    )
 
 
 def _with(bare: Product, adapters: Adapters | None) -> Product:

@@ -42,14 +42,14 @@ class RoleGroups:
 
     @property
     def output_rank(self) -> int:
-        """The global rank that reports the role's output: last stage, replica 0, tensor rank 0."""
+        """Global rank of the last stage, replica 0, tensor rank 0."""
         return self.ranks[(self.pp - 1) * (len(self.ranks) // self.pp)]
 
 
 def build_groups(ranks: Sequence[int], tp: int, pp: int, role: str, shared: SharedGroups | None = None) -> RoleGroups | None:
     """Build or share the groups of a model on `ranks` (tensor fastest, then data, then pipeline); None outside.
 
-    Every rank of the world makes the call for every role in the same order.
+    All ranks of the world call it for all roles in the same order.
     """
     parts, found = list(model_groups(ranks, tp, pp, role)), dict[str, dist.ProcessGroup]()
     shared = shared or SharedGroups()

@@ -1,4 +1,4 @@
-"""Replacements for megatron-core's modules, and parameter attributes that megatron reads.
+"""Replacements for megatron-core's modules.
 
 Legend: T packed tokens, H hidden, N query heads, G key/value heads, D head dimension.
 """
@@ -41,7 +41,7 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 
 def fixed_norm(weight_H: Tensor, eps: float) -> Norm:
-    """Return the norm with a constant weight (on a CPU copied), bit-equal to `rms_norm`."""
+    """Return `rms_norm`, bit-equal, with a constant weight (on a CPU copied)."""
     if weight_H.device.type != "cpu":
         return lambda x: F.rms_norm(x, (weight_H.shape[-1],), weight_H, eps)
     floor, scaled_H = _constants(weight_H, eps)
@@ -122,7 +122,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class PlannedSelfAttention(SelfAttention):
-    """Self attention whose middle belongs to the call's `AttentionPlan`."""
+    """Self attention by the call's `AttentionPlan`."""
 
     stage_layer = 0  # set by the model: index of this layer on its pipeline stage
     window: int | None = None  # set by the model if its sequences may be longer
@@ -146,7 +146,7 @@ class PlannedSelfAttention(SelfAttention):
 
 
 class ScalarHead(torch.nn.Module):
-    """One number per token, called like `GPTModel.output_layer`; replicated over TP."""
+    """One number per token, replicated over TP."""
 
     sequence_parallel = False
 
@@ -159,7 +159,7 @@ class ScalarHead(torch.nn.Module):
 
 
 def block_spec(config: TransformerConfig, num_layers: int, kind: LayerKind = "torch") -> TransformerBlockSubmodules:
-    """Return a stage with its final norm; without transformer-engine's fused norms, so that parameters keep their names."""
+    """Return a stage with its final norm; norms are not fused, so that parameters keep their names."""
     modules: tuple[Any, ...] = (BiasedLinear, ColumnParallelLinear, RowParallelLinear, RMSNorm)
     if kind == "transformer_engine":
         from megatron.core.extensions import transformer_engine as te
@@ -184,7 +184,7 @@ def block_spec(config: TransformerConfig, num_layers: int, kind: LayerKind = "to
 
 
 class BiasedLinear(ColumnParallelLinear):
-    """A projection with a bias, rounded once; megatron-core rounds before adding it, unlike decoding."""
+    """Rounds once; megatron-core rounds before adding the bias, unlike decoding."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         bias, group = kwargs["bias"], kwargs["tp_group"]

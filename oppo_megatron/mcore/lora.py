@@ -1,7 +1,7 @@
-"""Low-rank adapters of megatron-core's parallel products: y = W x + s B A x (Hu et al. 2021), a pair per Hugging Face target.
+"""Low-rank adapters of parallel products: y = W x + s B A x (Hu et al. 2021), a pair per Hugging Face target.
 
-A column-parallel product has a whole A and B cut by rows; the gradient of B's input is summed over ranks.  A row-parallel one
-has A cut by columns and a whole B; B A x is summed with the product (cached calls), or A x is (training).
+Column-parallel products cut B by rows and sum the gradient of its input.  Row-parallel ones cut A by columns and sum B A x with
+the product (cached calls), or A x (training).
 Legend: T packed tokens, I inputs, G key/value heads, R query heads of each, D head dimension.
 """
 
@@ -37,10 +37,6 @@ class Pair(torch.nn.Module):
         sharded, dim = (self.lora_B, 0) if cut == "rows" else (self.lora_A, 1)
         set_tensor_model_parallel_attributes(sharded, True, dim, 1)
 
-    @property
-    def whole(self) -> torch.nn.Parameter:
-        return self.lora_A if getattr(self.lora_B, "tensor_model_parallel", False) else self.lora_B
-
 
 class Adapters(torch.nn.Module):
     """The pairs of one product of a RoleModel."""
@@ -57,7 +53,7 @@ class Adapters(torch.nn.Module):
             pair = Pair(sizes[name], product.cut, like)
             self.add_module(name, pair)
             if self._sequence_parallel:
-                tag_parameter(pair.whole, "sequence_parallel", True)
+                tag_parameter(pair.lora_A if product.cut == "rows" else pair.lora_B, "sequence_parallel", True)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._join({name: self._one(self.get_submodule(name), x) for name in self._names})
@@ -69,7 +65,7 @@ class Adapters(torch.nn.Module):
         return self._join(dict(zip(self._names, outputs, strict=True)))
 
     def _join(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Join the targets' outputs into the product's, with zeros for targets without a pair."""
+        """Join outputs, with zeros for targets without a pair."""
         if len(self._targets) == 1:
             return parts[self._targets[0]]
         like = next(iter(parts.values()))
@@ -85,13 +81,9 @@ class Adapters(torch.nn.Module):
         assert metadata is not None
         matrix, axis = ("lora_B", 0) if self._cut == "rows" else ("lora_A", 1)
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {f"{name}.{matrix}": axis for name in self._names},
-            sharded_offsets,
-            tp_group=self._group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+            self.state_dict(prefix="", keep_vars=True), prefix, {f"{name}.{matrix}": axis for name in self._names},
+            sharded_offsets, tp_group=self._group, dp_cp_group=metadata["dp_cp_group"],
+        )  # fmt: skip
         return sharded
 
     def _one(self, pair: Any, x: Tensor) -> Tensor:
@@ -108,7 +100,7 @@ class Adapters(torch.nn.Module):
 
 
 def attach_adapters(model: Any, lora: LoraConfig) -> None:
-    """Attach adapters, values not yet set, to a RoleModel; otherwise only a scalar head stays trainable."""
+    """Attach adapters without values to a RoleModel; else only a scalar head stays trainable."""
     model.requires_grad_(False)
     if model.head == "scalar" and model.post_process:
         model.output_layer.weight.requires_grad_(True)

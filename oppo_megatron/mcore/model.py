@@ -5,6 +5,7 @@ Legend: T packed tokens, H hidden, V vocabulary, R rows of interest.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -43,8 +44,7 @@ from oppo_megatron.mcore.layers import ScalarHead, block_spec
 from oppo_megatron.mcore.vocab import VocabShards
 
 DecodePath = Literal["packed", "fused", "module"]
-"""Computation of cached calls: over a copy of the weights for the CPU's products (fused if it has none), by few calls over the
-modules' parameters, or by megatron's modules."""
+"""Cached calls: over a copy of the weights for CPUs (else fused), by few calls over the parameters, or by megatron's modules."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -55,15 +55,9 @@ class RoleModel(GPTModel):
     """
 
     def __init__(
-        self,
-        shape: ModelShape,
-        groups: RoleGroups,
-        config: TransformerConfig,
-        head: Head,
-        max_length: int,
-        chunk: int = 0,
+        self, shape: ModelShape, groups: RoleGroups, config: TransformerConfig, head: Head, max_length: int, chunk: int = 0,
         layers: LayerKind = "torch",
-    ):
+    ):  # fmt: skip
         num_chunks = config.virtual_pipeline_model_parallel_size
         num_stages, stage = groups.pp * (num_chunks or 1), chunk * groups.pp + groups.pp_rank
         first, last = stage == 0, stage == num_stages - 1
@@ -99,7 +93,7 @@ class RoleModel(GPTModel):
             layer.self_attention.window = binding(shape.windows[layer.layer_number - 1], max_length)
 
     def parts(self, tp: int, stage: int, num_stages: int) -> list[Part]:
-        """Return the Hugging Face tensors of a stage's trained weights in any layout."""
+        """Return the tensors of a stage's trained weights in any layout."""
         sizes = {"tp_size": tp, "pp_rank": stage, "pp_size": num_stages}
         if self.adapters is not None:
             return adapter_parts(self.shape, self.adapters, self.head, **sizes)
@@ -107,12 +101,12 @@ class RoleModel(GPTModel):
 
     @property
     def token_multiple(self) -> int:
-        """Whole sequences are padded to a multiple of this."""
+        """Whole sequences are padded to its multiples."""
         return math.lcm(self.groups.tp if self.config.sequence_parallel else 1, self._row_multiple)
 
     @property
     def _row_multiple(self) -> int:
-        """On a CPU in bfloat16, oneDNN keeps a kernel (about 1 MiB) per number of rows: pad to few."""
+        """oneDNN keeps a bfloat16 kernel (about 1 MiB) per number of rows: pad to few."""
         weight = next(self.parameters())
         return WHOLE_MULTIPLE if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 else 1
 
@@ -122,7 +116,7 @@ class RoleModel(GPTModel):
         self.end_weight_update()
 
     def begin_weight_update(self) -> None:
-        """Free tensors derived from weights that will change; with adapters these weights do not."""
+        """Free tensors derived from weights, which with adapters do not change."""
         if self.adapters is None:
             self.fused = self._fused_head = None
 
@@ -140,7 +134,7 @@ class RoleModel(GPTModel):
             self._fused_head = product(weight, packed=packed)
 
     def compute_as(self, adapted: RoleModel) -> None:
-        """Use the derived tensors of `adapted`, which shares its weights."""
+        """Use the derived tensors of `adapted`."""
         self._path, self._fused_head = adapted._path, adapted._fused_head
         if adapted.fused is not None:
             self.fused = adapted.fused.of(self.decoder.layers, self.groups.collection.tp)
@@ -151,7 +145,7 @@ class RoleModel(GPTModel):
     def forward(self, tokens_T: Tensor | None, plan: AttentionPlan, rows_R: Tensor | None = None) -> Tensor:
         """Return hidden states [T, 1, H]; on the last stage logits [R, V / tp] or scalars [R] of the rows (None: all T).
 
-        If tp does not divide V, the last rank has fewer logits.  Logits of cached calls are float32.
+        The last rank may have fewer logits.  Logits of cached calls are float32.
         """
         if self.fused is not None and isinstance(plan, CachedPlan):
             return self._cached_forward(self.fused, tokens_T, plan, rows_R)
@@ -193,83 +187,54 @@ class RoleModel(GPTModel):
         return self.vocab.of_tokens(self._fused_head(hidden_TH)).float()
 
     def tie_embeddings_and_output_weights_state_dict(
-        self,
-        sharded_state_dict: dict[str, Any],
-        output_layer_weight_key: str,
-        first_stage_word_emb_key: str,
+        self, sharded_state_dict: dict[str, Any], output_layer_weight_key: str, first_stage_word_emb_key: str,
         metadata: dict[str, Any],
-    ) -> None:
-        """Save the last stage's output layer as a copy of the embedding."""
+    ) -> None:  # fmt: skip
+        """Save the output layer as a copy of the embedding."""
         if not self.post_process or self.pre_process:
             return
         replicas = metadata["dp_cp_group"]
         sharded_state_dict[output_layer_weight_key] = make_tp_sharded_tensor_for_checkpoint(
-            tensor=self.shared_embedding_or_output_weight(),
-            key=first_stage_word_emb_key,
-            replica_id=(1, 0, replicas.rank()),
-            allow_shape_mismatch=True,
-            tp_group=self.groups.collection.tp,
+            tensor=self.shared_embedding_or_output_weight(), key=first_stage_word_emb_key,
+            replica_id=(1, 0, replicas.rank()), allow_shape_mismatch=True, tp_group=self.groups.collection.tp,
             dp_cp_group=replicas,
-        )
+        )  # fmt: skip
 
     def new_cache(self, num_slots: int, budget_bytes: int | None = None, layout: KVLayout = "dense") -> KVCache | PagedKVCache:
         weight = next(self.parameters())
-        sizes: dict[str, Any] = {
-            "num_layers": len(self.decoder.layers),
-            "num_kv_heads": self.shape.num_kv_heads // self.groups.tp,
-            "head_dim": self.shape.head_dim,
-            "num_slots": num_slots,
-            "max_length": self.max_length,
-            "rope": self.rope,
-            "dtype": weight.dtype,
-            "device": weight.device,
-            "budget_bytes": budget_bytes,
-        }
         kernel = find_kernel(weight.device, weight.dtype)
-        if layout == "paged" or (layout == "auto" and kernel is not None):
-            return PagedKVCache(**sizes, kernel=kernel)
-        return KVCache(**sizes)
+        is_paged = layout == "paged" or (layout == "auto" and kernel is not None)
+        make = functools.partial(PagedKVCache, kernel=kernel) if is_paged else KVCache
+        return make(
+            num_layers=len(self.decoder.layers), num_kv_heads=self.shape.num_kv_heads // self.groups.tp,
+            head_dim=self.shape.head_dim, num_slots=num_slots, max_length=self.max_length, rope=self.rope,
+            dtype=weight.dtype, device=weight.device, budget_bytes=budget_bytes,
+        )  # fmt: skip
 
 
 def transformer_config(
     shape: ModelShape, groups: RoleGroups, dtype: torch.dtype, layout: TrainingLayoutConfig | None = None
 ) -> TransformerConfig:
     return TransformerConfig(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_size,
-        num_attention_heads=shape.num_heads,
-        num_query_groups=shape.num_kv_heads,
-        kv_channels=shape.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=shape.norm_eps,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=groups.tp,
-        pipeline_model_parallel_size=groups.pp,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
+        num_layers=shape.num_layers, hidden_size=shape.hidden_size, ffn_hidden_size=shape.ffn_size,
+        num_attention_heads=shape.num_heads, num_query_groups=shape.num_kv_heads, kv_channels=shape.head_dim,
+        normalization="RMSNorm", layernorm_epsilon=shape.norm_eps,
+        gated_linear_unit=True, activation_func=torch.nn.functional.silu,
+        add_bias_linear=False, add_qkv_bias=shape.qkv_bias, qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0, attention_dropout=0.0,
+        tensor_model_parallel_size=groups.tp, pipeline_model_parallel_size=groups.pp,
+        params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16,
         use_cpu_initialization=True,
         perform_initialization=False,  # every weight comes from a checkpoint or a seeded source
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False,
+        bias_activation_fusion=False, persist_layer_norm=False, apply_rope_fusion=False,
         use_te_activation_func=True,  # the layer spec's own, whoever made it
-        persist_layer_norm=False,
-        apply_rope_fusion=False,
         variable_seq_lengths=layout is None or layout.vpp == 1,  # packed micro-batches differ in length
         batch_p2p_sync=False,  # for torch before 1.12: the host would wait for the device in every message between stages
         moe_token_dispatcher_type="alltoall",  # noqa: S106  (no secret: megatron requires it for variable lengths)
         calculate_per_token_loss=True,  # losses are shares of a minibatch's: they add up, over replicas too
         **({} if layout is None else _training_options(layout, groups)),
-    )
+    )  # fmt: skip
 
 
 def _training_options(layout: TrainingLayoutConfig, groups: RoleGroups) -> dict[str, Any]:
@@ -294,17 +259,10 @@ def build_model(shape: ModelShape, groups: RoleGroups, **options: Any) -> RoleMo
 
 
 def build_chunks(
-    shape: ModelShape,
-    groups: RoleGroups,
-    layout: TrainingLayoutConfig | None,
-    *,
-    head: Head,
-    max_length: int,
-    dtype: str,
-    device: torch.device,
-    layers: LayerKind = "torch",
-) -> list[RoleModel]:
-    """Return this rank's chunks, weights not yet set.  Raises CapacityError if `max_length` is too large."""
+    shape: ModelShape, groups: RoleGroups, layout: TrainingLayoutConfig | None, *, head: Head, max_length: int, dtype: str,
+    device: torch.device, layers: LayerKind = "torch",
+) -> list[RoleModel]:  # fmt: skip
+    """Return this rank's chunks without weights.  Raises CapacityError if `max_length` is too large."""
     if max_length > shape.max_positions:
         raise CapacityError(
             f"sequences of {max_length} tokens exceed the model's {shape.max_positions} positions; lower "
@@ -317,35 +275,22 @@ def build_chunks(
     chunks = []
     for number in range(1 if layout is None else layout.vpp):
         chunk = RoleModel(shape, groups, config, head, max_length, number, layers).to(device)
-        _mark_shards(chunk)
+        for name, module in chunk.named_modules():  # mark tensor-parallel shards, so gradient norms count each weight once
+            if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)) and module.weight is not None:
+                stride = 2 if name.endswith("linear_fc1") else 1  # gate and up are sharded separately
+                set_tensor_model_parallel_attributes(module.weight, True, 0, stride)
+            elif isinstance(module, RowParallelLinear):
+                set_tensor_model_parallel_attributes(module.weight, True, 1, 1)
         chunk.set_rope(device)
         chunks.append(chunk)
     return chunks
 
 
-def _mark_shards(model: RoleModel) -> None:
-    """Mark tensor-parallel shards, so gradient norms count each weight once."""
-    for name, module in model.named_modules():
-        if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)) and module.weight is not None:
-            stride = 2 if name.endswith("linear_fc1") else 1  # gate and up are sharded separately
-            set_tensor_model_parallel_attributes(module.weight, True, 0, stride)
-        elif isinstance(module, RowParallelLinear):
-            set_tensor_model_parallel_attributes(module.weight, True, 1, 1)
-
-
 @torch.inference_mode()
 def step(
-    model: RoleModel,
-    kv: SequenceCache,
-    seq_ids: Sequence[int],
-    lens: Sequence[int],
-    inputs: Tensor,
-    rows_R: Tensor | None = None,
+    model: RoleModel, kv: SequenceCache, seq_ids: Sequence[int], lens: Sequence[int], inputs: Tensor, rows_R: Tensor | None = None
 ) -> Tensor:
-    """Append lens[s] tokens to each cache; return this stage's output.
-
-    `inputs`: tokens [T] on the first stage, hidden states [T, 1, H] on others.
-    """
+    """Append lens[s] tokens (on later stages hidden states [T, 1, H]) to each cache; return this stage's output."""
     plan = kv.begin(seq_ids, lens)
     if model.pre_process:
         out = model(inputs, plan, rows_R)

@@ -46,7 +46,7 @@ class StaticContextDecoder:
 
     @torch.inference_mode()
     def decode(self, prompts_BP: Tensor, num_new: int) -> tuple[float, Tensor]:
-        """Return the decode steps' seconds and the tokens [B, N]."""
+        """Return seconds and tokens [B, N]."""
         batch, length = prompts_BP.shape
         context = StaticInferenceContext(batch, length + num_new + 1)
         hidden = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]

@@ -43,29 +43,14 @@ class StepReport:
     stats: dict[str, float]
 
 
-@dataclass
-class Ahead:
-    """A micro-batch after its forward pass."""
-
-    batch: MicroBatch
-    output: Tensor | None
-
-    def take(self, batch: MicroBatch) -> Tensor | None:
-        if batch.index != self.batch.index or batch.tokens != self.batch.tokens:
-            return None
-        output, self.output = self.output, None
-        return output
-
-
 def _run(
-    modules: Sequence[torch.nn.Module],
-    chunks: Sequence[RoleModel],
-    batches: Sequence[MicroBatch],
-    finish: Loss,
-    forward_only: bool,
-    ahead: Ahead | None = None,
-) -> list[dict[str, Tensor]]:
-    """Run the pipeline over `modules` (chunks or wrappers); return each report of `finish`, on the last stage."""
+    modules: Sequence[torch.nn.Module], chunks: Sequence[RoleModel], batches: Sequence[MicroBatch], finish: Loss,
+    *, forward_only: bool, ahead: list[tuple[MicroBatch, Tensor]],
+) -> list[dict[str, Tensor]]:  # fmt: skip
+    """Run the pipeline over `modules` (chunks or wrappers); return the reports of `finish`, on the last stage.
+
+    `ahead`: at most one micro-batch after its forward pass, taken out when used.
+    """
     first = chunks[0]
     groups, interleaved = first.groups, len(chunks) > 1
     missing = _multiple(max(len(batches), 1), groups.pp if interleaved else 1) - len(batches)
@@ -74,10 +59,23 @@ def _run(
     if interleaved:  # its messages do not say how long they are
         sizes = [max(sizes)] * len(sizes)
 
+    def forward_step(left: Iterator[tuple[MicroBatch, int]], module: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        batch, size = next(left)
+        if ahead and (batch.index, batch.tokens) == (ahead[0][0].index, ahead[0][0].tokens):
+            _, out = ahead.pop()
+        else:
+            out = _forward(first, module, batch, size)
+
+        def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            share, stats = (output.sum() * 0.0, {}) if batch.is_dummy else finish(batch, output)
+            return share, torch.zeros((), dtype=torch.int, device=share.device), stats  # losses are sums: no count
+
+        return out, loss
+
     work = list(zip(batches, sizes, strict=True))
     with memory_for(lambda: _largest(batches, "a forward pass" if forward_only else "a training micro-batch")):
         reports = get_forward_backward_func(groups.pp, len(chunks) if interleaved else None)(
-            forward_step_func=_forward_step(first, finish, ahead),
+            forward_step_func=forward_step,
             data_iterator=[iter(work) for _ in modules] if interleaved else iter(work),
             model=list(modules) if interleaved else modules[0],
             num_microbatches=len(batches),
@@ -100,24 +98,6 @@ def _forward(model: RoleModel, module: torch.nn.Module, batch: MicroBatch, size:
     return out
 
 
-def _forward_step(model: RoleModel, finish: Loss, ahead: Ahead | None) -> Callable[..., Any]:
-    def forward_step(
-        work_left: Iterator[tuple[MicroBatch, int]], module: torch.nn.Module
-    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        batch, size = next(work_left)
-        out = None if ahead is None else ahead.take(batch)
-        if out is None:
-            out = _forward(model, module, batch, size)
-
-        def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            share, stats = (output.sum() * 0.0, {}) if batch.is_dummy else finish(batch, output)
-            return share, torch.zeros((), dtype=torch.int, device=share.device), stats  # losses are sums: no count
-
-        return out, loss
-
-    return forward_step
-
-
 def _largest(batches: Sequence[MicroBatch], work: str) -> tuple[str, str]:
     largest = max(batches, key=lambda batch: len(batch.tokens_T))
     return too_many_tokens(work, largest.lengths, len(largest.lengths) // max(1, len(largest.index)))
@@ -132,23 +112,14 @@ def as_chunks(model: Chunks) -> list[RoleModel]:
 
 
 @torch.no_grad()
-def forward_rows(
-    model: Chunks,
-    batches: Sequence[MicroBatch],
-    finish: Callable[[MicroBatch, Tensor], Tensor],
-) -> list[Tensor]:
-    """Return finish(batch, rows' output) of each micro-batch on the last stage, else [].
-
-    Raises CapacityError if memory runs out.
-    """
+def forward_rows(model: Chunks, batches: Sequence[MicroBatch], finish: Callable[[MicroBatch, Tensor], Tensor]) -> list[Tensor]:
+    """Return finish(batch, rows' output) of each micro-batch on the last stage, else [].  Raises CapacityError without memory."""
     if not batches:
         return []
-
-    def as_loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return output.new_zeros(()), {"out": finish(batch, output)}
-
     chunks = as_chunks(model)
-    reports = _run(chunks, chunks, batches, as_loss, forward_only=True)
+    reports = _run(
+        chunks, chunks, batches, lambda b, out: (out.new_zeros(()), {"out": finish(b, out)}), forward_only=True, ahead=[]
+    )
     return [report["out"] for report in reports]
 
 
@@ -160,25 +131,19 @@ class TrainedModel:
         settings, groups = self.model.config, self.model.groups
         assert all(chunk.config is settings for chunk in self.chunks), "megatron reads one configuration for all chunks"
         assert len(self.chunks) == layout.vpp, (len(self.chunks), layout.vpp)
-        self.sharded = sharded = groups.dp > 1
+        self.sharded = sharded = groups.dp > 1  # each replica keeps the optimizer's state of a share of the weights
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=sharded, overlap_grad_reduce=sharded
+        )
         self.ddp = [
-            DistributedDataParallel(
-                settings,
-                DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True,
-                    use_distributed_optimizer=sharded,
-                    overlap_grad_reduce=sharded,
-                ),
-                chunk,
-                disable_bucketing=number > 0,
-                pg_collection=groups.collection,
-            )
+            DistributedDataParallel(settings, ddp_config, chunk, disable_bucketing=number > 0, pg_collection=groups.collection)
             for number, chunk in enumerate(self.chunks)
         ]
-        self.optimizer = _optimizer(self.ddp, config, groups, sharded)
+        self.optimizer = _optimizer(self.ddp, config, groups)
         self.scheduler = _scheduler(self.optimizer, config, total_steps)
-        settings.finalize_model_grads_func = self._finalize
-        self._ahead: Ahead | None = None
+        # Gradients are summed over replicas and copies of shared weights, but not divided by tokens.
+        settings.finalize_model_grads_func = lambda chunks, _tokens, **how: finalize_model_grads(chunks, None, **how)
+        self._ahead: list[tuple[MicroBatch, Tensor]] = []
         settings.no_sync_func = [ddp.no_sync for ddp in self.ddp] if len(self.ddp) > 1 else self.ddp[0].no_sync
         settings.grad_scale_func = self.optimizer.scale_loss if settings.bf16 else None
 
@@ -188,37 +153,37 @@ class TrainedModel:
         return self.model.groups.pp == 1 and len(self.chunks) == 1
 
     def ahead(self, batch: MicroBatch) -> None:
-        """Run the forward pass of one micro-batch of the next `step`, on all tensor ranks."""
+        """Run a micro-batch of the next `step` forward, on all tensor ranks."""
         assert self.goes_ahead
-        self._ahead = None
+        self._ahead.clear()
         model, ddp = self.model, self.ddp[0]
         ddp.train()
         try:
             with memory_for(lambda: _largest([batch], "a training micro-batch")):
                 output = _forward(model, ddp, batch, _multiple(len(batch.tokens_T), model.token_multiple))
-            self._ahead = Ahead(batch, output)
+            self._ahead.append((batch, output))
         finally:
             ddp.eval()
 
     def forget_ahead(self) -> None:
-        self._ahead = None
+        self._ahead.clear()
 
     def step(self, batches: Sequence[MicroBatch], loss: Loss) -> StepReport:
-        """Run one optimizer step on this replica's share of a minibatch, which may be empty; all ranks make the call.
+        """Run an optimizer step on this replica's share of a minibatch, which may be empty, on all ranks.
 
-        Before weights change, raises NumericsError for a non-finite gradient norm, CapacityError if memory runs out.
+        Raises NumericsError for a non-finite gradient norm, before weights change, CapacityError if memory runs out.
         """
         for ddp in self.ddp:
             ddp.train()
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         lr = self.optimizer.param_groups[0]["lr"]
-        ahead, self._ahead = self._ahead, None
         try:
-            reports = _run(self.ddp, self.chunks, batches, loss, forward_only=False, ahead=ahead)
+            reports = _run(self.ddp, self.chunks, batches, loss, forward_only=False, ahead=self._ahead)
             with memory_for(lambda: ("the optimizer step", "use more ranks")):
                 norm = self._checked_step()
         finally:
+            self._ahead.clear()
             for ddp in self.ddp:
                 ddp.eval()
         return StepReport(norm, lr, _total(reports, self.model.groups))
@@ -230,12 +195,6 @@ class TrainedModel:
     def resume_schedule(self, updates: int) -> None:
         self.scheduler.num_steps = updates
         self.scheduler.step(increment=0)
-
-    def _finalize(
-        self, model: list[torch.nn.Module], num_tokens: Tensor | None, *, pg_collection: Any, force_all_reduce: bool
-    ) -> None:
-        """Sum gradients over replicas and copies of shared weights, without dividing by tokens."""
-        finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
 
     def _checked_step(self) -> float:
         self.optimizer.prepare_grads()
@@ -274,23 +233,19 @@ def _added(reports: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return total
 
 
-def _optimizer(ddp: list[DistributedDataParallel], config: OptimizerConfig, groups: RoleGroups, sharded: bool) -> Any:
-    """`sharded`: each replica keeps the state of a share of the weights."""
+def _optimizer(ddp: list[DistributedDataParallel], config: OptimizerConfig, groups: RoleGroups) -> Any:
     settings = ddp[0].config
     compat.keep_norms_on_device()
     optimizer_config = McoreOptimizerConfig(
         optimizer="adam", lr=config.rate, min_lr=config.min_lr, weight_decay=config.weight_decay,
         adam_beta1=config.betas[0], adam_beta2=config.betas[1], adam_eps=config.eps, clip_grad=config.clip_grad,
-        bf16=settings.bf16, params_dtype=settings.params_dtype, use_distributed_optimizer=sharded,
+        bf16=settings.bf16, params_dtype=settings.params_dtype, use_distributed_optimizer=groups.dp > 1,
     )  # fmt: skip
     with compat.optimizer_world(groups.all):
         optimizer = get_megatron_optimizer(
-            optimizer_config,
-            ddp,
-            config_overrides=get_standard_config_overrides(optimizer_config),
-            use_gloo_process_groups=False,
-            pg_collection=groups.collection,
-        )
+            optimizer_config, ddp, config_overrides=get_standard_config_overrides(optimizer_config),
+            use_gloo_process_groups=False, pg_collection=groups.collection,
+        )  # fmt: skip
     for each in optimizer.chained_optimizers:
         if isinstance(each.optimizer, torch.optim.AdamW):  # megatron found no other
             for group in each.optimizer.param_groups:
@@ -302,21 +257,16 @@ def _scheduler(optimizer: Any, config: OptimizerConfig, total_steps: int) -> Opt
     return OptimizerParamScheduler(
         optimizer,
         # megatron starts a warm-up at init_lr; without this the first step would have a learning rate of 0.
-        init_lr=config.rate / config.warmup_steps if config.warmup_steps else config.rate,
-        max_lr=config.rate,
+        init_lr=config.rate / config.warmup_steps if config.warmup_steps else config.rate, max_lr=config.rate,
         min_lr=config.min_lr if config.decay != "constant" else min(config.min_lr, config.rate),
-        lr_warmup_steps=config.warmup_steps,
-        lr_decay_steps=max(total_steps, config.warmup_steps + 1),
-        lr_decay_style=config.decay,
-        start_wd=config.weight_decay,
-        end_wd=config.weight_decay,
-        wd_incr_steps=max(total_steps, 1),
-        wd_incr_style="constant",
-    )
+        lr_warmup_steps=config.warmup_steps, lr_decay_steps=max(total_steps, config.warmup_steps + 1),
+        lr_decay_style=config.decay, start_wd=config.weight_decay, end_wd=config.weight_decay,
+        wd_incr_steps=max(total_steps, 1), wd_incr_style="constant",
+    )  # fmt: skip
 
 
 class StageMessages(P2PCommunicator):
-    """Pipeline messages without an exchange of shapes, for which the host would wait (p2p_communication.py:242)."""
+    """Pipeline messages without shapes, for which the host would wait (p2p_communication.py:242)."""
 
     def __init__(self, group: dist.ProcessGroup, config: TransformerConfig, sizes: Sequence[int]):
         super().__init__(group, config)
@@ -332,7 +282,7 @@ class StageMessages(P2PCommunicator):
 
 
 class Undo:
-    """A host copy of a trained model and its optimizer; `restore` is exact after any updates."""
+    """A host copy of a model and its optimizer; `restore` is exact."""
 
     def __init__(self, model: TrainedModel):
         self._scheduler, self._num_steps = model.scheduler, model.scheduler.num_steps

@@ -1,6 +1,6 @@
 """The vocabulary over tensor ranks; log-probs and entropy from sharded logits in float32.
 
-megatron's cross entropies read a global group or round gradients to bfloat16, and use more memory.
+megatron's cross entropies read a global group or round gradients, and use more memory.
 Legend: R rows, V vocabulary shard, S shards, q = softmax(logits / temperature) over the whole vocabulary.
 """
 
@@ -18,7 +18,7 @@ from oppo_megatron.layout.activations import BLOCK_NUMBERS, CACHED_NUMBERS
 
 
 class VocabShards:
-    """This rank's shard of `rows` rows (the last may be padded); without a group, all."""
+    """This rank's `rows` rows (the last may be padded); without a group, all."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, rows: int = 0, vocab_size: int | None = None):
         self.group, self.rows, self.vocab_size = group, rows, vocab_size
@@ -125,7 +125,7 @@ def largest_logits(logits_RV: Tensor, shards: VocabShards) -> Tensor:
 
 
 def likeliest_share(logits_RV: Tensor, targets_R: Tensor, shards: VocabShards) -> Tensor:
-    """Return 1 / n if the target is one of the n likeliest tokens (within rounding), else 0, [R], equal on every rank."""
+    """Return 1 / n if the target is one of n likeliest tokens (within rounding), else 0, [R], equal on every rank."""
     local_R = targets_R - shards.first
     here_R = (local_R >= 0) & (local_R < logits_RV.shape[-1])
     target_R = logits_RV.gather(-1, local_R.clamp(0, logits_RV.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)

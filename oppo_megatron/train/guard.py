@@ -264,7 +264,7 @@ class Guard:
         name = f"step-{step}-rollback-{done}" if done else f"step-{step}"
         path = RunDirectory(self.config.run_dir).rejected / f"{name}.safetensors"
         # If the ranks do not meet, only the critic's ranks know the critic's breach.
-        alone = breach.of_critic and not self.rules.agree_on_updates
+        alone = breach.figure.startswith("critic_") and not self.rules.agree_on_updates
         keeper = self.site.placements["critic"].ranks[0] if alone else self.site.source
         if self.rank == keeper and self.num_written < KEPT_BATCHES:
             self.num_written += 1

@@ -20,13 +20,13 @@ FEW_TOKENS = 48  # average new tokens per sequence below which a CPU attends for
 
 
 class Places(Protocol):
-    """Where a call's new keys and values are stored."""
+    """Places of a call's new keys and values."""
 
     def attend(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None) -> Tensor | None:
         """Cache keys and values and attend by a kernel -> [T, N * D]; None without one."""
 
     def extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """Cache k and v; return all cached ones of the sequences, each [S, G, longest, D]."""
+        """Cache k and v; return all cached ones, each [S, G, longest, D]."""
 
 
 class Cache(Protocol):
@@ -38,7 +38,7 @@ class Cache(Protocol):
 
 
 class CachedPlan(ABC):
-    """An `AttentionPlan` that continues cached sequences, for one call of all layers."""
+    """An `AttentionPlan` that continues cached sequences."""
 
     qkv_format = "thd"
     places: Places
@@ -100,19 +100,17 @@ class CallPlan(CachedPlan):
             return self._attend_last(q_TGRD, k_SGLD, v_SGLD, scale, window)
         if window not in self._parts:
             repeat, places = q_TGRD.shape[2], (self.row_T, self.col_T)
-            parts = self._parts_of(k_SGLD, repeat, window)
+            if self.parts_on(self._device):
+                parts = parts_of(self.past, self.lens, repeat, window)
+            elif sum(self.lens) >= FEW_TOKENS * len(self.lens):
+                parts = each_alone(self.past, self.lens, window)
+            else:
+                parts = [
+                    Part(rows, slice(0, max(self.lens[rows])), self._keys(rows, window), window, causal=False)
+                    for rows in self._stretches(k_SGLD)
+                ]
             self._parts[window] = PartsOfCall(parts, self.lens, self.past_S, places, repeat, self._dtype)
         return self._parts[window].attend(q_TGRD, k_SGLD, v_SGLD, scale)
-
-    def _parts_of(self, k_SGLD: Tensor, repeat: int, window: int | None) -> Sequence[Part]:
-        if self.parts_on(self._device):
-            return parts_of(self.past, self.lens, repeat, window)
-        if sum(self.lens) >= FEW_TOKENS * len(self.lens):
-            return each_alone(self.past, self.lens, window)
-        return [
-            Part(rows, slice(0, max(self.lens[rows])), self._keys(rows, window), window, causal=False)
-            for rows in self._stretches(k_SGLD)
-        ]
 
     @staticmethod
     def parts_on(device: torch.device) -> bool:
@@ -131,10 +129,8 @@ class CallPlan(CachedPlan):
         if steps is None:
             steps = self._steps[window] = []
             for rows in self._stretches(k_SGLD):
-                keys, past = self._keys(rows, window), self.past[rows]
-                alike = min(past) == max(past)
-                mask = None if alike else beyond_mask(self.past_S[rows], keys, self._dtype, window)
-                steps.append((rows, keys, mask))
+                keys, equal = self._keys(rows, window), len(set(self.past[rows])) == 1
+                steps.append((rows, keys, None if equal else beyond_mask(self.past_S[rows], keys, self._dtype, window)))
         outputs = [
             attend_one(q_SGRD[rows], k_SGLD[rows, :, keys], v_SGLD[rows, :, keys], mask, scale) for rows, keys, mask in steps
         ]
@@ -181,6 +177,6 @@ class StepRows(ABC):
 
 
 def attend_one(q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attend for one new token per sequence -> [S, N * D]; a group's query heads replace query positions."""
+    """Attend for one new token per sequence -> [S, N * D], with heads as query positions."""
     out = F.scaled_dot_product_attention(q_SGRD, k_SGLD, v_SGLD, attn_mask=mask, scale=scale)
     return out.reshape(len(q_SGRD), -1)

@@ -1,4 +1,4 @@
-"""Attention of a call with many new tokens: padded queries of small neighbours together, long sequences alone."""
+"""Attention of many new tokens: padded queries of small neighbours together, long sequences alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CALL_SCORES = 2**20  # query-key pairs of a head computed in about the launch ti
 
 @dataclass(frozen=True)
 class Part:
-    """Sequences `rows` reading positions `keys`; `queries`: new tokens, if it is one.  `causal`: all are new, without a mask."""
+    """Sequences `rows` reading positions `keys`; `queries`: new tokens of one.  `causal`: all are new, without a mask."""
 
     rows: slice
     queries: slice
@@ -50,14 +50,8 @@ class Part:
 
 
 def parts_of(past: Sequence[int], lens: Sequence[int], repeat: int, window: int | None, call: int = CALL_SCORES) -> list[Part]:
-    """Return the parts of a call on a GPU, with `repeat` query heads per key head.
-
-    Masks have at most MASK_NUMBERS numbers, or one query.
-    """
-    parts: list[Part] = []
-    for rows in _groups(past, lens, call):
-        parts += _bounded(past, lens, repeat, window, rows)
-    return parts
+    """Return a GPU call's parts, for `repeat` query heads per key head; a mask has at most MASK_NUMBERS numbers, or one query."""
+    return [part for rows in _groups(past, lens, call) for part in _bounded(past, lens, repeat, window, rows)]
 
 
 def _groups(past: Sequence[int], lens: Sequence[int], call: int) -> Iterator[slice]:
@@ -123,19 +117,17 @@ class PartsOfCall:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _one(self, part: Part, q_TGRD: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        places = None if part.alone else self._within(part)
-        if places is None:
-            q_SCGRD = q_TGRD.unsqueeze(0)
+        if part.alone:
+            places, q_SCGRD = None, q_TGRD.unsqueeze(0)
         else:
-            num_seqs, chunk = part.rows.stop - part.rows.start, part.queries.stop
-            q_SCGRD = q_TGRD.new_zeros(num_seqs, chunk, *q_TGRD.shape[1:])
+            row_T, col_T = (place[self._tokens(part)] for place in self._places)
+            places = row_T - part.rows.start, col_T
+            q_SCGRD = q_TGRD.new_zeros(part.rows.stop - part.rows.start, part.queries.stop, *q_TGRD.shape[1:])
             q_SCGRD[places] = q_TGRD
         num_seqs, chunk, groups, repeat, dim = q_SCGRD.shape
         q_SGRCD = q_SCGRD.permute(0, 2, 3, 1, 4)
-        if mask is None:
-            out = torch_attention(q_SGRCD.reshape(num_seqs, groups * repeat, chunk, dim), k, v, scale, None)
-        else:
-            out = torch_attention(q_SGRCD.reshape(num_seqs, groups, repeat * chunk, dim), k, v, scale, mask)
+        heads = (groups * repeat, chunk) if mask is None else (groups, repeat * chunk)
+        out = torch_attention(q_SGRCD.reshape(num_seqs, *heads, dim), k, v, scale, mask)
         out_SCGRD = out.view(num_seqs, groups, repeat, chunk, dim).permute(0, 3, 1, 2, 4)
         return (out_SCGRD[0] if places is None else out_SCGRD[places]).reshape(len(q_TGRD), -1)
 
@@ -144,10 +136,6 @@ class PartsOfCall:
         if part.alone:
             return slice(first + part.queries.start, first + part.queries.stop)
         return slice(first, self._first[part.rows.stop])
-
-    def _within(self, part: Part) -> tuple[Tensor, Tensor]:
-        row_T, col_T = (place[self._tokens(part)] for place in self._places)
-        return row_T - part.rows.start, col_T
 
     def _mask(self, part: Part) -> Tensor | None:
         """[S, 1, R C, L]: 0 or minus infinity."""

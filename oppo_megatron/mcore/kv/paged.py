@@ -77,15 +77,9 @@ class PagedKVCache(SequenceCache):
     """Storage k, v: per layer [P, K, G, D].  Without a `kernel`, tables are gathered."""
 
     def __init__(
-        self,
-        *,
-        num_kv_heads: int,
-        head_dim: int,
-        max_length: int,
-        block_tokens: int = BLOCK_TOKENS,
-        kernel: PagedKernel | None = None,
-        **sizes: Any,
-    ):
+        self, *, num_kv_heads: int, head_dim: int, max_length: int, block_tokens: int = BLOCK_TOKENS,
+        kernel: PagedKernel | None = None, **sizes: Any,
+    ):  # fmt: skip
         self.block_tokens, self.kernel = block_tokens, kernel
         self.width = width = -(-max_length // block_tokens)
         super().__init__(

@@ -20,20 +20,18 @@ REACH = 256  # decode steps whose positions the host does not know attend to a m
 
 class SequenceCache(ABC):
     def __init__(
-        self,
-        shape: Callable[[int], tuple[int, ...]],
-        *,
-        num_layers: int,
-        num_slots: int,
-        max_length: int,
-        rope: tuple[Tensor, Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
-        budget_bytes: int | None = None,
-    ):
-        """`shape` of a layer's keys (or values) per number of slots.  Raises CapacityError if no slot fits the budget."""
+        self, shape: Callable[[int], tuple[int, ...]], *, num_layers: int, num_slots: int, max_length: int,
+        rope: tuple[Tensor, Tensor], dtype: torch.dtype, device: torch.device, budget_bytes: int | None = None,
+    ):  # fmt: skip
+        """`shape`: of a layer's keys, or values, by number of slots.  Raises CapacityError if no slot fits the budget."""
         slot_bytes = 2 * num_layers * prod(shape(1)) * dtype.itemsize
-        self.num_slots = slots_within(budget_bytes, slot_bytes, num_slots, max_length)
+        self.num_slots = num_slots if budget_bytes is None else min(num_slots, budget_bytes // slot_bytes)
+        if self.num_slots < 1:
+            raise CapacityError(
+                f"a KV cache of {budget_bytes:,} bytes cannot hold one sequence of {max_length} tokens, which takes "
+                f"{slot_bytes:,} bytes on this rank. Raise runtime.kv_cache_mb to at least {-(-slot_bytes // 2**20)}, "
+                "or lower data.max_prompt_tokens or rollout.max_response_tokens."
+            )
         self.max_length, self.rope, self.dtype, self.device = max_length, rope, dtype, device
         self.k, self.v = (
             [torch.zeros(shape(self.num_slots), dtype=dtype, device=device) for _ in range(num_layers)] for _ in range(2)
@@ -138,7 +136,7 @@ class SequenceCache(ABC):
         self._lengths[self._slots[seq_id]] += new
 
     def stored(self, seq_id: int) -> Tensor:
-        """Return the cached keys and values by layer, [2 * layers, length, G, D]."""
+        """Return keys and values by layer, [2 * layers, length, G, D]."""
         return self._read(self._slots[seq_id], self.length(seq_id))
 
     def restore(self, seq_id: int, stored: Tensor) -> None:
@@ -191,14 +189,3 @@ class SequenceCache(ABC):
 
     @abstractmethod
     def _shorten(self, slot: int, length: int) -> None: ...
-
-
-def slots_within(budget_bytes: int | None, slot_bytes: int, asked: int, max_length: int) -> int:
-    held = asked if budget_bytes is None else min(asked, budget_bytes // slot_bytes)
-    if held < 1:
-        raise CapacityError(
-            f"a KV cache of {budget_bytes:,} bytes cannot hold one sequence of {max_length} tokens, which takes "
-            f"{slot_bytes:,} bytes on this rank. Raise runtime.kv_cache_mb to at least {-(-slot_bytes // 2**20)}, "
-            "or lower data.max_prompt_tokens or rollout.max_response_tokens."
-        )
-    return held

@@ -42,7 +42,7 @@ MASTER = "fp32_param"
 
 @dataclass(frozen=True)
 class ModelShards:
-    """Tensors with offsets, the rest, and the `config.json` of each model whose first rank this is."""
+    """Tensors with offsets, the rest, and `config.json` of each model whose first rank this is."""
 
     sharded: dict[str, Any]
     common: dict[str, Any]
@@ -51,12 +51,10 @@ class ModelShards:
 
 
 def gather_models(models: Mapping[str, TrainedModel], *, copied: bool) -> ModelShards:
-    """Gather models with optimizers on every rank of the world.  `copied`: training may continue."""
+    """Gather models and optimizers on every rank of the world.  `copied`: training may continue."""
     tree: dict[str, Any] = {}
     for name, model in models.items():
-        shards = _Shards(name, model, gather=True)
-        shards.prepare(0)  # needed if nothing has been updated yet; else it changes nothing
-        tree |= shards.tree()
+        tree |= _Shards(name, model).tree()
     sharded, common = save_preprocess(tree)
     renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=copied)
     if copied:
@@ -68,13 +66,18 @@ def gather_models(models: Mapping[str, TrainedModel], *, copied: bool) -> ModelS
         for name, first in ((name, model.model) for name, model in models.items())
         if dist.get_rank() == first.groups.ranks[0]
     }
-    return ModelShards(mcore_to_pyt_state_dict(renamed, False), common, shapes, _size_bytes(models))
+    num_bytes = 0
+    for model in models.values():
+        for param in _trained(model) if model.model.groups.dp_rank == 0 else ():
+            states = len(MOMENTS) + (param.dtype != torch.float32)
+            num_bytes += param.numel() * (param.element_size() + states * torch.float32.itemsize)
+    return ModelShards(mcore_to_pyt_state_dict(renamed, False), common, shapes, num_bytes)
 
 
 def write_models(folder: Path, shards: ModelShards, group: dist.ProcessGroup) -> None:
-    """Write the files into an empty folder; every rank of `group`, the world, makes the call.
+    """Write into an empty folder, on every rank of `group`, the world.
 
-    Raises CheckpointError on all ranks if a shard fails; OSError on one rank after the last message, so ranks can agree.
+    Raises CheckpointError on all ranks if a shard fails, OSError on one after the last message.
     """
     try:
         torch_checkpoint.save(
@@ -93,24 +96,10 @@ def write_models(folder: Path, shards: ModelShards, group: dist.ProcessGroup) ->
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 
-def _size_bytes(models: Mapping[str, TrainedModel]) -> int:
-    total = 0
-    for model in models.values():
-        if model.model.groups.collection.dp.rank() == 0:
-            for chunk in model.chunks:
-                for param in filter(_is_trained, chunk.parameters()):
-                    states = len(MOMENTS) + (param.dtype != torch.float32)
-                    total += param.numel() * (param.element_size() + states * torch.float32.itemsize)
-    return total
-
-
 def load_models(folder: Path, models: Mapping[str, TrainedModel], updates: Mapping[str, int]) -> None:
-    """Load weights and optimizers after `updates` optimizer steps.  Raises CheckpointError if the models are others."""
-    shards = [_Shards(name, model, gather=False) for name, model in models.items()]
-    tree: dict[str, Any] = {}
-    for each in shards:
-        each.prepare(updates[each.name], fresh=True)
-        tree |= each.tree()
+    """Load weights and optimizers after `updates` steps.  Raises CheckpointError for other models."""
+    shards = [_Shards(name, model, updates[name]) for name, model in models.items()]
+    tree = {key: tensor for each in shards for key, tensor in each.tree().items()}
     remedy = "resume with the models that the run began with (layouts may differ), or start a new run in another run_dir"
     loaded = _loaded(folder, tree, "the models of this configuration", remedy)
     for each in shards:
@@ -118,10 +107,10 @@ def load_models(folder: Path, models: Mapping[str, TrainedModel], updates: Mappi
 
 
 def load_adapters(folder: Path, name: str, model: RoleModel) -> None:
-    """Load a model's adapters from model `name`, on all its ranks.  Raises CheckpointError if they are missing."""
+    """Load adapters of model `name`, on all ranks of `model`.  Raises CheckpointError if they are missing."""
     prefix = f"{name}."
     weights = model.sharded_state_dict(prefix=prefix, metadata={"dp_cp_group": model.groups.collection.dp_cp})
-    adapters = {key: param for key, param in model.named_parameters() if _is_trained(param)}
+    adapters = {key: param for key, param in model.named_parameters() if param.requires_grad}
     tree = {key: weights[f"{prefix}{key}"] for key in adapters}
     loaded = _loaded(folder, tree, f"the adapters of {name}", "name another of the run")
     with torch.no_grad():
@@ -142,7 +131,7 @@ def _loaded(folder: Path, tree: dict[str, Any], what: str, remedy: str) -> Mappi
 
 
 class _Writer(torch_checkpoint.FileSystemWriter):
-    """Raises the system's error, which torch's archive writer replaces."""
+    """Raises the system's error, which torch replaces."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
@@ -156,37 +145,23 @@ class _Writer(torch_checkpoint.FileSystemWriter):
             raise before from None
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A weight's flat elements start .. end, whose optimizer state this rank has."""
-
-    start: int
-    end: int
-    state: dict[str, Any]
-    master: Tensor | None  # the float32 weight of a low-precision one
-
-
 class _Shards:
-    def __init__(self, name: str, model: TrainedModel, gather: bool):
-        """`gather`: with values; else with memory to load into."""
-        self.name, self._model, self._gather = name, model, gather
-        self._pieces = dict(_pieces(model.optimizer))
-
-    def prepare(self, updates: int, fresh: bool = False) -> None:
-        """Create missing optimizer state as the first update would; `fresh`: count `updates` as done."""
-        for optimizer in self._model.optimizer.chained_optimizers:
+    def __init__(self, name: str, model: TrainedModel, updates: int | None = None):
+        """Create missing state as the first step does.  `updates`: steps to load; None: gather."""
+        self.name, self._model, self._gather = name, model, updates is None
+        for optimizer in model.optimizer.chained_optimizers:
             inner = optimizer.optimizer
             by_group = not isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))  # fused ones count steps there
             for group in inner.param_groups:
-                if by_group and fresh:
+                if by_group and updates is not None:
                     group["step"] = updates
                 for param in group["params"]:
                     state = inner.state[param]
                     for moment in MOMENTS:
                         state.setdefault(moment, torch.zeros_like(param.data))
-                    if not by_group and (fresh or "step" not in state):
-                        state["step"] = torch.tensor(float(updates), device=param.device)  # as fused AdamW has it
-        self._pieces = dict(_pieces(self._model.optimizer))
+                    if not by_group and (updates is not None or "step" not in state):
+                        state["step"] = torch.tensor(float(updates or 0), device=param.device)  # as fused AdamW has it
+        self._pieces = dict(_pieces(model))
 
     def tree(self) -> dict[str, Any]:
         groups = self._model.model.groups
@@ -206,37 +181,28 @@ class _Shards:
             for number in range(len(self._model.chunks)):
                 for key, param in self._weights(number):
                     param.data.copy_(loaded[key])
-                    piece = self._pieces.get(param)
-                    if piece is None:
-                        continue
-                    for part, target in _parts(piece).items():
-                        target.copy_(loaded[f"{part}:{key}"].flatten()[piece.start : piece.end].view(target.shape))
+                    elements, parts = self._pieces.get(param, (slice(0), {}))
+                    for part, target in parts.items():
+                        target.copy_(loaded[f"{part}:{key}"].flatten()[elements].view(target.shape))
 
     def _weights(self, number: int) -> Iterator[tuple[str, Parameter]]:
         for name, param in self._model.chunks[number].named_parameters():
-            if _is_trained(param):
+            if param.requires_grad:
                 yield f"{number}:{self.name}.{name}", param
 
     def _state(self, param: Parameter) -> dict[str, Tensor]:
-        piece, group = self._pieces.get(param), self._model.model.groups.collection.dp
-        names = [*MOMENTS, *([MASTER] if param.dtype != torch.float32 else [])]
-        found = {} if piece is None else _parts(piece)
-        sharded = self._model.sharded
-        if not sharded and self._gather:
-            return {name: found[name] for name in names}
+        elements, found = self._pieces.get(param, (slice(0), {}))
+        if self._gather and not self._model.sharded:
+            return found
         whole: dict[str, Tensor] = {}
-        for name in names:
+        for name in (*MOMENTS, MASTER) if param.dtype != torch.float32 else MOMENTS:
             values = torch.zeros(param.shape, dtype=torch.float32, device=param.device if self._gather else "cpu")
             if self._gather:
-                if piece is not None:
-                    values.view(-1)[piece.start : piece.end] = found[name].flatten()
-                dist.all_reduce(values, group=group)  # zeros elsewhere: the sum is exact
+                if found:
+                    values.view(-1)[elements] = found[name].flatten()
+                dist.all_reduce(values, group=self._model.model.groups.collection.dp)  # zeros elsewhere: the sum is exact
             whole[name] = values.cpu()
         return whole
-
-
-def _is_trained(param: Parameter) -> bool:
-    return param.requires_grad
 
 
 def _reason(error: BaseException) -> str:
@@ -245,35 +211,26 @@ def _reason(error: BaseException) -> str:
     return reason_of(first)
 
 
-def _parts(piece: _Piece) -> dict[str, Tensor]:
-    parts = {moment: piece.state[moment] for moment in MOMENTS}
-    return parts if piece.master is None else parts | {MASTER: piece.master.data}
+def _trained(model: TrainedModel) -> Iterator[Parameter]:
+    return (param for chunk in model.chunks for param in chunk.parameters() if param.requires_grad)
 
 
-def _pieces(chained: Any) -> Iterator[tuple[Parameter, _Piece]]:
-    for optimizer in chained.chained_optimizers:
+def _pieces(model: TrainedModel) -> Iterator[tuple[Parameter, tuple[slice, dict[str, Tensor]]]]:
+    """Yield weights, their flat elements with optimizer state on this rank, and its tensors."""
+    for optimizer in model.optimizer.chained_optimizers:
+        inner = optimizer.optimizer
         if hasattr(optimizer, "gbuf_ranges"):
-            yield from _sharded_pieces(optimizer)
-            continue
-        state = optimizer.optimizer.state
-        for param in _model_params(optimizer):
-            main = getattr(param, "main_param", None)
-            yield param, _Piece(0, param.numel(), state[param if main is None else main], main)
+            for param, (group, order) in optimizer.model_param_group_index_map.items():
+                share = optimizer._get_model_param_range_map(param)["param"]
+                yield param, (slice(share.start, share.end), _parts(param, inner.param_groups[group]["params"][order], inner))
+        else:
+            for param in _trained(model):
+                main = getattr(param, "main_param", param)
+                if main in inner.state:
+                    yield param, (slice(0, param.numel()), _parts(param, main, inner))
 
 
-def _sharded_pieces(optimizer: Any) -> Iterator[tuple[Parameter, _Piece]]:
-    for param, (group, order) in optimizer.model_param_group_index_map.items():
-        share = optimizer._get_model_param_range_map(param)["param"]
-        main = optimizer.optimizer.param_groups[group]["params"][order]
-        low = param.dtype != torch.float32
-        yield param, _Piece(share.start, share.end, optimizer.optimizer.state[main], main if low else None)
-
-
-def _model_params(optimizer: Any) -> Iterator[Parameter]:
-    if hasattr(optimizer, "float16_groups"):
-        for groups in (optimizer.float16_groups, optimizer.fp32_from_fp32_groups):
-            for group in groups:
-                yield from group
-    else:
-        for group in optimizer.optimizer.param_groups:
-            yield from group["params"]
+def _parts(param: Parameter, main: Tensor, optimizer: Any) -> dict[str, Tensor]:
+    """Return the moments of `main`, and `main` if it is a float32 copy."""
+    parts = {moment: optimizer.state[main][moment] for moment in MOMENTS}
+    return parts if param.dtype == torch.float32 else parts | {MASTER: main.data}

@@ -1,6 +1,6 @@
 """Hugging Face tensors from a Megatron `torch_dist` checkpoint of any layout, a saved piece at a time.
 
-Unpickling can call any function, so the index (`.metadata`) is read with a closed table of classes, pieces with `weights_only`.
+Unpickling can call any function: the index (`.metadata`) is read with a table of classes, pieces with `weights_only`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ALLOWED = {
 
 
 def read_plain_index(path: Path) -> Any:
-    """Return torch's `Metadata`.  Raises CheckpointError for another index, other classes, or files outside."""
+    """Return torch's `Metadata`.  Raises CheckpointError for other classes or files outside."""
     try:
         index = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
         files = {str(info.relative_path) for info in index.storage_data.values()}
@@ -86,7 +86,7 @@ NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state", "opt_param_s
 
 
 def saved_names(param: str) -> tuple[tuple[str, int | None], ...]:
-    """Return a parameter's possible keys, each with its layer's number if stacked."""
+    """Return a parameter's possible keys, with the layer's number if stacked."""
     if not param.startswith(LAYERS):
         return ((param, None),)
     number, _, name = param.removeprefix(LAYERS).partition(".")
@@ -134,13 +134,21 @@ class DistSource:
             name: Tensor(place.part.hf_shape, CODES.get(dtypes[name], str(dtypes[name]))) for name, place in self._places.items()
         }
         self._load = functools.lru_cache(maxsize=2)(self._load_piece)  # q, k and v, or gate and up, lie in one piece
-        self._require_no_bias()
+        if ALIGNER_BIAS in self._saved:
+            bias = self._region(ALIGNER_BIAS, tuple((0, size) for size in self._saved[ALIGNER_BIAS].size))
+            if bool(bias.any()):
+                raise CheckpointError(
+                    f"{self._folder}: the bias of its scalar head is {float(bias.flatten()[0]):g}, but a scalar head has none "
+                    "here: every score would lack it. Train the head without, or set it to 0 and shift the rewards"
+                )
 
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
         place = self._places[name]
-        rows = region[0].indices(place.part.hf_shape[0])
-        pieces = [self._read_rows(place, span.start, span.stop, region[1:]) for span in place.part.spans(rows[0], rows[1])]
-        return torch.cat(pieces)
+        (start, stop), *columns = (cut.indices(size)[:2] for cut, size in zip(region, place.part.hf_shape, strict=True))
+        layer = () if place.layer is None else ((place.layer, place.layer + 1),)
+        spans = [(*layer, (rows.start, rows.stop), *columns) for rows in place.part.spans(start, stop)]
+        found = torch.cat([self._region(place.key, span) for span in spans], dim=len(layer))
+        return found[0] if layer else found
 
     def _find(self, shape: ModelShape) -> Iterator[tuple[str, _Place]]:
         parts = {part.hf_name: part for head in ("lm", "scalar") for part in stage_parts(shape, head)}
@@ -156,7 +164,8 @@ class DistSource:
             depths[place.key] = shape.num_layers if place.layer is not None else None
             if place.layer is not None and place.layer >= self._saved[place.key].size[0]:
                 continue
-            size, due = self._size(place), part.hf_shape if name in (LM_HEAD, SCALAR_HEAD) else shapes[part.param]
+            size = tuple(self._saved[place.key].size)[0 if place.layer is None else 1 :]
+            due = part.hf_shape if name in (LM_HEAD, SCALAR_HEAD) else shapes[part.param]
             if size == due or (part.param in _PADDED and size[1:] == due[1:] and size[0] > due[0]):
                 yield name, place
             else:
@@ -183,26 +192,6 @@ class DistSource:
                     return None  # one key for both heads: its rows distinguish them
                 return _Place(part, key, layer)
         return None
-
-    def _size(self, place: _Place) -> tuple[int, ...]:
-        size = tuple(self._saved[place.key].size)
-        return size if place.layer is None else size[1:]
-
-    def _require_no_bias(self) -> None:
-        if ALIGNER_BIAS in self._saved:
-            bias = self._region(ALIGNER_BIAS, tuple((0, size) for size in self._saved[ALIGNER_BIAS].size))
-            if bool(bias.any()):
-                raise CheckpointError(
-                    f"{self._folder}: the bias of its scalar head is {float(bias.flatten()[0]):g}, but a scalar head has none "
-                    "here: every score would lack it. Train the head without, or set it to 0 and shift the rewards"
-                )
-
-    def _read_rows(self, place: _Place, start: int, stop: int, columns: tuple[slice, ...]) -> torch.Tensor:
-        sizes = place.part.hf_shape[1:]
-        spans = [(start, stop), *(region.indices(size)[:2] for region, size in zip(columns, sizes, strict=True))]
-        if place.layer is None:
-            return self._region(place.key, tuple(spans))
-        return self._region(place.key, ((place.layer, place.layer + 1), *spans))[0]
 
     def _region(self, key: str, spans: tuple[tuple[int, int], ...]) -> torch.Tensor:
         entry = self._saved[key]

@@ -29,7 +29,7 @@ from oppo_megatron.mcore.weights.hf_weights import put_part
 
 @dataclass(frozen=True)
 class Naming:
-    """A program's names in checkpoints; `keeps_output`: a scalar model needs its unused output layer to load."""
+    """A program's names; `keeps_output`: a scalar model has an unused output layer."""
 
     prefix: str = ""
     scalar_head: str = HEAD
@@ -43,26 +43,18 @@ ALIGNER = Naming("model.", ALIGNER_HEAD, ALIGNER_BIAS, keeps_output=True)
 
 @dataclass(frozen=True)
 class _Saved:
-    """A parameter's place in the saved tensor `key` of shape `size`: all or one layer.  Zeros without parts."""
+    """A parameter's place in tensor `key` of shape `size`: all or one layer.  Zeros without parts."""
 
     key: str
     size: tuple[int, ...]
     layer: int | None
     parts: Sequence[Part]
 
-    @property
-    def param_size(self) -> tuple[int, ...]:
-        return self.size if self.layer is None else self.size[1:]
-
-    @property
-    def offset(self) -> tuple[int, ...]:
-        return (self.layer or 0,) + (0,) * (len(self.size) - 1)
-
 
 def write_dist(
     shape: ModelShape, source: TensorSource, weights: Path, *, head: Head, dtype: torch.dtype, naming: Naming = MEGATRON
 ) -> int:
-    """Write `source` into the folder `weights`; return the number of tensors (stacked layers count as one)."""
+    """Write `source` into `weights`; return the number of tensors (stacked layers: one)."""
     planned = list(_planned(shape, head, naming))
     weights.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
@@ -91,25 +83,25 @@ def _planned(shape: ModelShape, head: Head, naming: Naming) -> Iterator[_Saved]:
 class _LazyPlanner(DefaultSavePlanner):
     def __init__(self, planned: Sequence[_Saved], source: TensorSource, dtype: torch.dtype):
         super().__init__(flatten_state_dict=False)
-        self._planned = {(saved.key, saved.offset): saved for saved in planned}
+        self._planned = {(saved.key, (saved.layer or 0,) + (0,) * (len(saved.size) - 1)): saved for saved in planned}
         self._source, self._dtype = source, dtype
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([self._item(saved) for saved in self._planned.values()])
+        items = []
+        for (key, place), saved in self._planned.items():
+            offset, size = torch.Size(place), torch.Size(saved.size)
+            chunk = ChunkStorageMetadata(offset, size if saved.layer is None else torch.Size((1, *size[1:])))
+            data = TensorWriteData(chunk, TensorProperties(dtype=self._dtype), size)
+            items.append(WriteItem(MetadataIndex(key, offset), WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         saved = self._planned[write_item.index.fqn, tuple(cast(torch.Size, write_item.index.offset))]
-        param = torch.zeros(saved.param_size, dtype=self._dtype)
+        param = torch.zeros(saved.size if saved.layer is None else saved.size[1:], dtype=self._dtype)
         for part in saved.parts:
             put_part(param, part, self._source.read(part.hf_name, part.share(0, 1)))
         return param if saved.layer is None else param[None]
-
-    def _item(self, saved: _Saved) -> WriteItem:
-        offset = torch.Size(saved.offset)
-        chunk = ChunkStorageMetadata(offset, torch.Size(saved.size if saved.layer is None else (1, *saved.size[1:])))
-        data = TensorWriteData(chunk, TensorProperties(dtype=self._dtype), torch.Size(saved.size))
-        return WriteItem(MetadataIndex(saved.key, offset), WriteItemType.SHARD, tensor_data=data)
 
 
 TARGETS = {
@@ -120,7 +112,7 @@ CONFIG_NAME = "model_config.yaml"
 
 
 def nemo_config(shape: ModelShape, head: Head, tokenizer: str) -> dict[str, Any]:
-    """Return NeMo's `model_config.yaml` (`tokenizer`: folder or name).  Raises ConfigError for models that it cannot describe."""
+    """Return NeMo's `model_config.yaml` (`tokenizer`: folder or name).  Raises ConfigError if it cannot describe the model."""
     (window, *others), kind = set(shape.windows), shape.rope["rope_type"]
     lacking = None
     if shape.qk_norm or kind not in ("default", "linear"):

@@ -32,14 +32,14 @@ BLOCK_ROWS = 1 << 13
 class TensorSource(Protocol):
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """Shapes and dtypes by Hugging Face name, known without reading data."""
+        """Shapes and dtypes by Hugging Face name."""
 
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
-        """Return a region (a slice per dimension), on the CPU, in its stored dtype."""
+        """Return a region (a slice per dimension) on the CPU, as stored."""
 
 
 class SafetensorsSource:
-    """The safetensors of a directory; opening reads all headers."""
+    """A directory's safetensors; opening reads all headers."""
 
     def __init__(self, directory: Path | str, file: str | None = None):
         directory = Path(directory)
@@ -55,7 +55,7 @@ class SafetensorsSource:
 
 
 class DrawnSource(ABC):
-    """Random tensors that depend only on seed and name, not on the layout."""
+    """Random tensors that depend only on seed and name."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int):
         self.tensors, self._seed = {name: Tensor(shape, "F32") for name, shape in shapes.items()}, seed
@@ -73,7 +73,7 @@ class DrawnSource(ABC):
 
 
 class RandomSource(DrawnSource):
-    """Random weights: matrices normal(0, init_std), norms one, biases zero."""
+    """Matrices normal(0, init_std), norms one, biases zero."""
 
     def __init__(self, shape: ModelShape, seed: int, head: Head):
         super().__init__(hf_tensors(shape, head), seed)
@@ -87,7 +87,7 @@ class RandomSource(DrawnSource):
 
 
 class OverlaidSource:
-    """A source with tensors `over` read from other sources, by their names there."""
+    """A source with tensors `over` of other sources, by their names there."""
 
     def __init__(self, base: TensorSource, over: Mapping[str, tuple[TensorSource, str]], without: Collection[str] = ()):
         self._sources = {name: (base, name) for name in base.tensors if name not in without} | dict(over)
@@ -99,7 +99,7 @@ class OverlaidSource:
 
 
 class FreshHead(OverlaidSource):
-    """A causal LM with a random scalar head; its `lm_head` is not read."""
+    """A causal LM with a random scalar head and no `lm_head`."""
 
     def __init__(self, source: TensorSource, shape: ModelShape, seed: int):
         super().__init__(source, {SCALAR_HEAD: (RandomSource(shape, seed, "scalar"), SCALAR_HEAD)}, without=(LM_HEAD,))
@@ -108,10 +108,9 @@ class FreshHead(OverlaidSource):
 def open_weights(
     model: ModelConfig, head: Head, shape_file: Path | None = None, *, seed: int = weight_seed("actor"), fresh_head: bool = False
 ) -> tuple[ModelShape, TensorSource]:
-    """Return shape and source of a model's weights, reading only headers.  `shape_file`: a Megatron checkpoint's `config.json`.
+    """Return a model's shape and weights, reading only headers.  Raises CheckpointError if they do not fit.
 
-    `seed`: of random weights.  `fresh_head`: draw a missing scalar head.  Raises ConfigError without `checkpoint` and `init`,
-    CheckpointError if the weights do not fit.
+    `shape_file`: `config.json` of a Megatron checkpoint; `seed`: of random weights; `fresh_head`: draw a missing scalar head.
     """
     source: TensorSource
     if model.checkpoint is not None:
@@ -139,7 +138,7 @@ def open_directory(directory: Path, shape_file: Path | None = None) -> tuple[Mod
 
 
 def require_source(shape: ModelShape, source: TensorSource, head: Head, where: str) -> None:
-    """Raise CheckpointError with a sentence for each tensor that is missing, misshapen or foreign."""
+    """Raise CheckpointError naming tensors that are missing, misshapen or foreign."""
 
     def equal(one: str, other: str) -> bool:
         rows = source.tensors[one].shape[0]

@@ -1,6 +1,6 @@
 """Writes a Hugging Face directory with at most one tensor in memory.
 
-safetensors: 8 bytes with the length of a JSON header (little-endian), the header with dtype, shape and byte ranges, the bytes.
+safetensors: 8 bytes with a JSON header's length (little-endian), the header with dtype, shape and byte ranges, the bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def require_empty(directory: Path) -> None:
 
 @contextlib.contextmanager
 def whole_directory(directory: Path, extra_files: Iterable[Path] = ()) -> Iterator[Path]:
-    """Yield a folder that becomes `directory`, with copies of `extra_files`, synced to disk; an error leaves nothing.
+    """Yield a folder that becomes `directory`, synced, with copies of files; an error leaves nothing.
 
     Raises CheckpointError if the directory is not empty.
     """
@@ -59,20 +59,11 @@ def whole_directory(directory: Path, extra_files: Iterable[Path] = ()) -> Iterat
 
 
 def write_tensors(
-    directory: Path,
-    tensors: Mapping[str, tuple[int, ...]],
-    values: Iterable[tuple[str, Tensor]],
-    config: Mapping[str, Any],
-    dtype: torch.dtype,
-    *,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    extra_files: Iterable[Path] = (),
-    names: tuple[str, str] = ("config.json", SINGLE_FILE),
-) -> None:
-    """Write `directory`, whole or not at all: `values` with the names and shapes `tensors`, in their order, as `dtype`.
-
-    `names`: files of `config` and of a single shard.
-    """
+    directory: Path, tensors: Mapping[str, tuple[int, ...]], values: Iterable[tuple[str, Tensor]],
+    config: Mapping[str, Any], dtype: torch.dtype, *, max_shard_bytes: int = MAX_SHARD_BYTES,
+    extra_files: Iterable[Path] = (), names: tuple[str, str] = ("config.json", SINGLE_FILE),
+) -> None:  # fmt: skip
+    """Write a directory, whole or not at all: `values` in the order of `tensors`.  `names`: files of config and single shard."""
     shards = _plan_shards(tensors, dtype.itemsize, max_shard_bytes, names[1])
     coming, progress, number = iter(values), by_time(), 0
     with whole_directory(directory, extra_files) as partial:
@@ -87,7 +78,7 @@ def write_tensors(
                     number += 1
                     progress(f"{directory}: {number} of {len(tensors)} tensors written")
         if len(shards) > 1:
-            size = sum(prod(shape) for shape in tensors.values()) * dtype.itemsize
+            size = sum(map(prod, tensors.values())) * dtype.itemsize
             weight_map = {name: shard for shard, held in shards.items() for name in held}
             _write_json(partial / INDEX_FILE, {"metadata": {"total_size": size}, "weight_map": weight_map})
         _write_json(partial / names[0], config)
@@ -141,8 +132,7 @@ def peft_config(lora: LoraConfig, head: Head, base: Path | None) -> dict[str, An
 
 
 def _plan_shards(tensors: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int, single: str) -> dict[str, Sequence[str]]:
-    shards: list[list[str]] = []
-    size = 0
+    shards, size = list[list[str]](), 0
     for name, shape in tensors.items():
         num_bytes = prod(shape) * itemsize
         if not shards or size + num_bytes > max_bytes:

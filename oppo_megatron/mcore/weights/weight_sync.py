@@ -1,6 +1,6 @@
 """Moves trained weights to the layout of decoding or scoring; with equal layouts the models share parameters.
 
-Both layouts cut the same Hugging Face tensors (`Part`), so every rank computes its own copies without a message.
+Layouts cut the same Hugging Face tensors (`Part`), so ranks compute their copies without a message.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class MoveReport:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows and columns of a parameter; its storage may be replaced before the first move."""
+    """Rows and columns of a parameter, whose storage may be replaced."""
 
     param: Parameter
     rows: Sequence[slice]
@@ -55,10 +55,7 @@ class _Piece:
 
 
 class Reallocation:
-    """Moves weights from trained chunks to the serving model, on the same ranks and of one dtype.
-
-    Every rank of the role calls each `move`.
-    """
+    """Moves weights from trained chunks to a serving model of equal ranks and dtype; every rank calls each `move`."""
 
     def __init__(self, training: Sequence[RoleModel], serving: RoleModel, round_bytes: int = ROUND_BYTES):
         ours, theirs = serving.groups, training[0].groups
@@ -71,7 +68,7 @@ class Reallocation:
         assert self._like.dtype == next(training[0].parameters()).dtype, "weights of two dtypes cannot be moved bit for bit"
         self._own: list[tuple[_Piece, _Piece]] = []
         sends, receives, moved = defaultdict[int, list[_Piece]](list), defaultdict[int, list[_Piece]](list), 0
-        rank, source, target = dist.get_rank(), _Layout.of(training[0]), _Layout.of(serving)
+        rank, source, target = dist.get_rank(), _Layout(training[0]), _Layout(serving)
         trained = {chunk.stage: dict(chunk.named_parameters()) for chunk in training}
         served = dict(serving.named_parameters())
         for receiver in target.ranks:
@@ -91,7 +88,7 @@ class Reallocation:
 
     @torch.no_grad()
     def move(self) -> MoveReport:
-        """Copy the trained weights, bit for bit, into the serving model's storages."""
+        """Copy the trained weights, bit for bit."""
         if self.shared:
             return MoveReport(0, 0.0)
         began = time.perf_counter()
@@ -104,7 +101,7 @@ class Reallocation:
         return MoveReport(self._bytes, time.perf_counter() - began)
 
     def _exchange(self, number: int) -> None:
-        """Pass one message per pair of ranks; both have the pair's pieces in the same order."""
+        """Pass one message per pair of ranks, which hold its pieces in the same order."""
         transfers, filled = [], []
         for peer, rounds in self._sends.items():
             for pieces in rounds[number : number + 1]:
@@ -121,7 +118,7 @@ class Reallocation:
 
 
 def share_parameters(training: RoleModel, serving: RoleModel) -> None:
-    """Give `serving` the `Parameter` objects of `training`, which DDP and optimizers keep, except adapters it lacks."""
+    """Give `serving` the `Parameter` objects of `training`, except adapters it lacks."""
     trained = dict(training.named_parameters())
     for path, old in list(serving.named_parameters()):
         new, (owner, _, name) = trained.pop(path), path.rpartition(".")
@@ -131,19 +128,12 @@ def share_parameters(training: RoleModel, serving: RoleModel) -> None:
     assert not lacking, f"parameters that the serving model lacks: {lacking}"
 
 
-@dataclass(frozen=True)
 class _Layout:
     """A model's trained parts over its ranks, by (virtual) stage."""
 
-    ranks: tuple[int, ...]
-    tp: int
-    pp: int
-    stages: list[list[Part]]
-
-    @classmethod
-    def of(cls, model: RoleModel) -> _Layout:
-        groups, stages = model.groups, range(model.num_stages)
-        return cls(groups.ranks, groups.tp, groups.pp, [model.parts(groups.tp, stage, len(stages)) for stage in stages])
+    def __init__(self, model: RoleModel):
+        self.ranks, self.tp, self.pp = model.groups.ranks, model.groups.tp, model.groups.pp
+        self.stages = [model.parts(self.tp, stage, model.num_stages) for stage in range(model.num_stages)]
 
     def holders(self, stage: int, tp_rank: int | None) -> Sequence[int]:
         """Ranks of a stage's replicas; None: of any tensor rank."""
@@ -157,7 +147,7 @@ _Cut = tuple[Part, slice]
 
 
 def _copies(source: _Layout, target: _Layout, receiver: int) -> Iterator[tuple[int, int, _Cut, _Cut, int]]:
-    """Yield sender, its stage, what it sends, what this fills and number of elements; replicas take turns in sending."""
+    """Yield sender, its stage, what it sends, what this fills, elements; replicas take turns in sending."""
     found = {part.hf_name: (stage, part) for stage in reversed(range(len(source.stages))) for part in source.stages[stage]}
     place = target.ranks.index(receiver)
     for part in target.stages[place * target.pp // len(target.ranks)]:
@@ -180,7 +170,7 @@ def _width(part: Part, tp: int) -> int:
 
 
 def _rounds(pieces: Sequence[_Piece], limit: int) -> list[list[_Piece]]:
-    """Split into rounds of at most `limit` elements, or one larger piece."""
+    """Split into rounds of at most `limit` elements or one piece."""
     rounds: list[list[_Piece]] = []
     staged = 0
     for piece in pieces:
