@@ -1,7 +1,4 @@
-"""Overlapped PPO (OPPO) for language models on Megatron-core.
-
-Names of `__all__` load on first use, so importing the package loads no heavy library.
-"""
+"""Overlapped PPO (OPPO) for language models on Megatron-core.  Names of `__all__` load on first use."""
 
 from __future__ import annotations
 

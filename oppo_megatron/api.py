@@ -1,11 +1,10 @@
-"""The Python API: what `oppo train`, `generate`, `eval` and `plan` do, with results as Python values (docs/extending.md).
+"""The Python API: `oppo train`, `generate`, `eval` and `plan` as functions (docs/extending.md).
 
     import oppo_megatron as oppo
     result = oppo.train("ppo.yaml", ["steps=20"])
     result.metrics[-1]["reward_mean"]
 
-A run with one rank stays in this process, any number of times; a run with more ranks starts processes as the command does.
-Wrong input raises an OppoError, whose message names the setting and the remedy.
+A run with one rank stays in this process; more ranks are processes, as with the command.  Wrong input raises an OppoError.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Source = str | Path | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Result:
-    """An ended run.  `finished` is False if it was interrupted and saved; `train(..., resume=True)` continues it."""
+    """An ended run.  Not `finished`: it was interrupted and saved, and `train(..., resume=True)` continues it."""
 
     run_dir: Path
     finished: bool
@@ -46,7 +45,7 @@ class Result:
 
 
 def load_config(source: Source, overrides: Sequence[str] = (), *, kind: str = "train") -> TrainSettings | SupervisedConfig:
-    """Read and check a configuration as `oppo KIND` does; `overrides` are `section.setting=value`.  Raises ConfigError."""
+    """Read and check a configuration; `overrides` are `section.setting=value`.  Raises ConfigError."""
     import yaml
 
     from oppo_megatron.cli.load import load_settings
@@ -60,7 +59,7 @@ def load_config(source: Source, overrides: Sequence[str] = (), *, kind: str = "t
 
 
 def train(source: Source, overrides: Sequence[str] = (), *, kind: str = "train", resume: bool = False) -> Result:
-    """Train as `oppo KIND` does until the run has ended.  Raises an OppoError for wrong input or a failed rank or plugin."""
+    """Train as `oppo KIND` does.  Raises an OppoError for wrong input or a failed rank or plugin."""
     from oppo_megatron.cli.run import start
     from oppo_megatron.errors import EXIT_REQUEUE, WorldError
 
@@ -72,9 +71,9 @@ def train(source: Source, overrides: Sequence[str] = (), *, kind: str = "train",
 
 
 def generate(directory: str | Path, prompts: Sequence[str], **options: Any) -> list[dict[str, Any]]:
-    """Let a trained policy answer `prompts`; return one dict per response, in their order.
+    """Let a policy answer `prompts`; return a dict per response, in order.
 
-    `options` are the options of `oppo generate` with underscores: `max_tokens=64, temperature=1.0, samples=4`.
+    `options`: of `oppo generate`, with underscores: `max_tokens=64, temperature=1.0, samples=4`.
     """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "responses.jsonl"
@@ -85,13 +84,13 @@ def generate(directory: str | Path, prompts: Sequence[str], **options: Any) -> l
 def evaluate(directories: Sequence[str | Path], data: str | Path, **options: Any) -> dict[str, Any]:
     """Judge policies on held-out prompts; return the figures of `oppo eval --json`.
 
-    `options` are the options of `oppo eval` with underscores: `verifier="arithmetic"`, `function=["rewards.py:score"]`.
+    `options`: of `oppo eval`, with underscores: `verifier="arithmetic"`, `function=["rewards.py:score"]`.
     """
     return _record("eval", ["--data", data, *directories], options, "eval.json")
 
 
 def plan(path: str | Path, cluster: str | Path, overrides: Sequence[str] = (), **options: Any) -> dict[str, Any]:
-    """Search placements and layouts of a configuration on a described cluster; return the record of `oppo plan search`."""
+    """Search placements and layouts on a described cluster; return the record of `oppo plan search`."""
     given = {"overrides": list(overrides), **options}
     return _record("plan", ["search", path, "--cluster", cluster], given, "plan.json")
 
@@ -105,7 +104,7 @@ def _record(command: str, arguments: Sequence[str | Path], options: Mapping[str,
 
 
 def _run(command: str, arguments: Sequence[str | Path], options: Mapping[str, Any]) -> None:
-    """Run a command with its defaults and these options.  Raises TypeError for an option that it does not have."""
+    """Run a command with its defaults and these options.  Raises TypeError for an unknown one."""
     from oppo_megatron.cli.main import COMMANDS
 
     module = importlib.import_module(next(each.module for each in COMMANDS if each.name == command))

@@ -1,7 +1,4 @@
-"""The output of a decoding round, in columns.  Every rank records all rows of a run but reads few.
-
-Legend: n rows, T tokens; *clock*: see `records.py`.
-"""
+"""The output of a decoding round, in columns.  n: rows, T: tokens; *clock*: see `records.py`."""
 
 from __future__ import annotations
 
@@ -21,10 +18,8 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 FinishReason = Literal["eos", "stop", "length"]
-"""Why a response ended: an EOS id, a stop text, or the length limit."""
-
 REASONS: tuple[FinishReason | None, ...] = (None, "eos", "length", "stop")
-"""Columns store a reason as its index here."""
+"""Columns store the index."""
 
 UNFINISHED = -1
 """Finish clock, in columns, of an unfinished response."""
@@ -48,7 +43,7 @@ class ChunkRow:
 
 
 class ChunkRows:
-    """Immutable rows in columns, [n] each; iterating or indexing gives `ChunkRow`s.
+    """Immutable sequence of `ChunkRow`s in columns, [n] each.
 
     `table` [FIELDS, n]; `body` [3, T]: tokens, log-probs, sampling log-probs (float64 bits); `starts` [n].
     """
@@ -129,7 +124,7 @@ class ChunkRows:
         return ChunkRows(self.table[:, positions], self.starts[positions], self.body)
 
     def cut(self, keep: int) -> ChunkRows:
-        """Keep at most `keep` tokens of each row; a cut response has not ended."""
+        """Keep at most `keep` tokens of a row; a cut response has not ended."""
         table, longer = self.table.copy(), self.counts > keep
         table[2, longer], table[4, longer], table[5, longer] = keep, UNFINISHED, 0
         return ChunkRows(table, self.starts, self.body)
@@ -149,9 +144,6 @@ class ChunkRows:
         at = min(int(np.searchsorted(self.seq_ids, seq_id, sorter=self._by_id)), len(self) - 1)
         found = int(self._by_id[at])
         return found if self.seq_ids[found] == seq_id else None
-
-    def of_sequences(self, seq_ids: Ints) -> ChunkRows:
-        return self.at(np.flatnonzero(np.isin(self.seq_ids, seq_ids)))
 
     @cached_property
     def _by_id(self) -> Ints:
@@ -190,24 +182,20 @@ class StopSignal(Protocol):
 
 
 def merge_rows(index: int, start: int, rows: ChunkRows | Iterable[ChunkRow], stop: StopSignal) -> Chunk:
-    """Merge the rows that replicas decoded in a round into the chunk every rank records.
+    """Merge the rows that replicas decoded in a round, as a single process would have decoded them.
 
-    Token k of a row has the clock `start + 1 + k`.  Tokens after the first clock at which `stop` is ready are cut, so the chunk
-    equals that of a single process.
+    Token k of a row has the clock `start + 1 + k`.  Tokens after the first clock at which `stop` is ready are cut.
     """
     rows = ChunkRows.of(rows)
     filled = np.flatnonzero(rows.counts)
     rows = rows.at(filled[np.argsort(rows.seq_ids[filled], kind="stable")])
-    end = _stop_clock(start, rows, stop)
-    return Chunk(index, end, rows.cut(end - start))
-
-
-def _stop_clock(start: int, rows: ChunkRows, stop: StopSignal) -> int:
     ended = np.flatnonzero(rows.finish_clocks != UNFINISHED)
     ended = ended[np.argsort(rows.finish_clocks[ended], kind="stable")]
     clocks, seq_ids = rows.finish_clocks[ended], rows.seq_ids[ended].tolist()
+    clock = start + int(rows.counts.max(initial=0))
     for first, end in pairwise([*np.flatnonzero(np.diff(clocks, prepend=UNFINISHED)).tolist(), len(seq_ids)]):
         stop.finish(*seq_ids[first:end])
         if stop.ready:
-            return int(clocks[first])
-    return start + int(rows.counts.max(initial=0))
+            clock = int(clocks[first])
+            break
+    return Chunk(index, clock, rows.cut(clock - start))

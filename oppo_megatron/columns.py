@@ -1,4 +1,4 @@
-"""Rollouts in columns, for planning over thousands of sequences per round.  All arrays are [n rollouts]."""
+"""Rollouts in columns, [n rollouts] each, for planning over thousands of sequences."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def columns_of(rollouts: Sequence[Rollout] | Columns) -> Columns:
 
 
 class Table:
-    """Columns of rollouts; rows are appended, changed in place and dropped together, which invalidates row indices."""
+    """Columns of rollouts; rows are appended, changed in place and dropped, which invalidates row indices."""
 
     def __init__(self) -> None:
         self.num_dropped = self._first = 0
@@ -79,7 +79,7 @@ class Table:
         return self._finish[: self._size]
 
     def view(self, rows: Ints | slice) -> Callable[[], Columns | None]:
-        """Return a function for the current columns at `rows`, or None after rows were dropped."""
+        """Function for the current columns at `rows`; None after rows were dropped."""
         since = self.num_dropped
 
         def columns() -> Columns | None:

@@ -24,7 +24,7 @@ def usable_cores() -> int:
 
 
 def threads_of_rank(configured: int, local_ranks: int) -> int:
-    """CPU threads per rank: as configured, else by the environment, else an equal share."""
+    """As configured, else by the environment, else an equal share."""
     return configured or asked_threads() or max(1, usable_cores() // local_ranks)
 
 
@@ -90,7 +90,7 @@ def _control_groups(controller: str, membership: Path, groups: Path) -> Iterator
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable garbage collection: planning makes tens of thousands of live objects, and each pass would scan the heap."""
+    """Disable garbage collection, which would scan tens of thousands of live objects at each pass."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,4 @@
-"""The project's exceptions; `assert` is for our own bugs.
-
-Messages state the value, the rule and the remedy.
-"""
+"""The project's exceptions, whose messages state value, rule and remedy; `assert` is for our own bugs."""
 
 from __future__ import annotations
 

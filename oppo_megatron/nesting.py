@@ -1,4 +1,4 @@
-"""Checks nesting of JSON and YAML, because deep nesting may overflow the stack of their parsers."""
+"""Limits the nesting of JSON and YAML, which may overflow their parsers' stack."""
 
 from __future__ import annotations
 

@@ -39,10 +39,7 @@ REWARD = Signature(("prompt", "response", "fields"), "number")
 def load_entry_point(
     entry_point: str, options: Mapping[str, Any] | None = None, signature: Signature = REWARD, setting: str = "entry_point"
 ) -> Any:
-    """Return the function at `entry_point`, which takes the `signature`'s arguments and `options` as keywords.
-
-    Raises ConfigError naming the `setting` if it cannot be imported or called that way.
-    """
+    """Return a function of the `signature`'s arguments and `options` as keywords.  Raises ConfigError naming the `setting`."""
     given = f"{setting}={entry_point!r}"
     name, colon, attribute = entry_point.rpartition(":")
     if not (name and colon and attribute):
@@ -60,7 +57,7 @@ def load_entry_point(
 
 @dataclass(frozen=True)
 class Plugin:
-    """A user's function; a call raises PluginError with the user's line if the function raises."""
+    """A user's function.  A call raises PluginError, with the user's line."""
 
     function: Callable[..., Any]
     label: str
@@ -83,7 +80,7 @@ class Plugin:
 
 
 def said_of(error: BaseException) -> str:
-    """Describe an exception in one line: class, message, and the user's line that raised it."""
+    """An exception's class, message, and the user's line that raised it."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg}, {error.filename}:{error.lineno}"
     name = "sys.exit" if isinstance(error, SystemExit) else type(error).__name__

@@ -87,7 +87,7 @@ def started(
     environment: Mapping[str, str] | None = None,
     own_session: bool = False,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process with its output in `log`; `end` ends it with the block.  Signals wait until it can be ended."""
+    """Run a process with its output in `log`, ended by `end` with the block.  Signals wait until it can be ended."""
     held = _Held()
     process = None
     try:

@@ -1,7 +1,6 @@
-"""Plain records without torch: prompts and rollouts.
+"""Plain records: prompts and rollouts.
 
-Legend: *offset* counts response tokens; *clock* counts decode steps since the run began, each of
-which gives every running sequence one token.
+*offset* counts response tokens; *clock* counts decode steps since the run began, each of one token per running sequence.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ from typing import Any
 from oppo_megatron.chunks import ChunkRow, ChunkRows, FinishReason
 
 TIE = 2.0**-20
-"""Scores of a group that differ by at most this share of the largest are equal: eight float32 roundings, as when a reward
-model reads a response in another micro-batch.
-"""
+"""Share of the largest score by which equal ones may differ: eight float32 roundings, as between micro-batches."""
 
 
 def field_at(fields: Mapping[str, Any], name: str) -> Any:
@@ -59,7 +56,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Members:
-    """Neighbouring sequence ids of one prompt's responses: `trained` ones, then a `greedy` one, scored as their baseline."""
+    """Neighbouring sequence ids of a prompt's responses: `trained` ones, then a `greedy` one as their baseline."""
 
     trained: int = 1
     greedy: bool = False
@@ -86,10 +83,10 @@ Lists = tuple[list[int], list[float], list[float], list[int]]
 
 
 class Rollout:
-    """A prompt's growing response; every rank records every chunk, so rows are looked up only when needed.
+    """A prompt's growing response; recorded rows are looked up only when needed.
 
     `logprobs`: full distribution at the sampling temperature; `sampling_logprobs`: after top-k / top-p; `versions`: of the oldest
-    weights in each token's cache.
+    weights in a token's cache.
     """
 
     __slots__ = (

@@ -18,7 +18,7 @@ class Completing:
         self._known: dict[int, bool] = {}
 
     def __contains__(self, token: int) -> bool:
-        """True if a string's last character can come from this token, whose text may lack its leading space."""
+        """True if a string's last character may come from the token; its text may lack a leading space."""
         if token not in self._known:
             text = self._decode([token])
             self._known[token] = INCOMPLETE in text or " " in self._last or any(last in text for last in self._last)
@@ -26,9 +26,9 @@ class Completing:
 
 
 class StepEnds:
-    """Finds the steps of a response, each ended by the token that completes the `separator`, the last by the last token.
+    """Finds a response's steps, each ended by the token that completes the `separator`, the last by the last token.
 
-    White-space steps do not count, so a blank line is the same in one token or two.  A token ends at most one step.
+    White-space steps do not count: a blank line may be one token or two.  A token ends at most one step.
     """
 
     def __init__(self, separator: str, decode: Decode):

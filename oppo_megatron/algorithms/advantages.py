@@ -1,7 +1,4 @@
-"""Token rewards, baselines, generalised advantage estimation and whitening.
-
-Legend: T response tokens of the batch (`packed`), B responses in G groups of N neighbours (one prompt each).
-"""
+"""Token rewards, baselines, GAE, whitening.  T: packed response tokens, B: responses in G groups of N neighbours (one prompt)."""
 
 from __future__ import annotations
 
@@ -24,10 +21,7 @@ DEVIATION_EPS = 1e-4
 def token_rewards(
     scores_B: Tensor, kl_T: Tensor, lengths_B: Lengths, kl_coefficient: float, step_rewards_T: Tensor | None = None
 ) -> Tensor:
-    """Return -coefficient * KL plus the response's score at its last token, [T].
-
-    `step_rewards_T`: parts of the score earned by tokens; the last one gets the rest.
-    """
+    """-coefficient * KL plus the score at the last token, less its parts `step_rewards_T`, at their tokens, [T]."""
     lengths_B = lengths_like(kl_T, lengths_B)
     rewards_T = -kl_coefficient * kl_T
     if step_rewards_T is not None:
@@ -38,9 +32,9 @@ def token_rewards(
 
 
 def compared(scores_B: Tensor, group_size: int, baseline: Baseline, scale: Scale, greedy_G: Tensor | None = None) -> Tensor:
-    """Return scores minus their baseline, divided by their scale, [B]; computed in double precision.
+    """Scores minus baseline, divided by scale, [B]; in double precision, 0 in `equal_groups`, whose rounding errors would grow.
 
-    `greedy_G`: scores of greedy responses.  `equal_groups` get exact zeros: dividing by rounding errors would amplify them.
+    `greedy_G`: scores of greedy responses.
     """
     scores_GN = scores_B.double().view(-1, group_size)
     centred_GN = _centred(scores_GN, baseline, None if greedy_G is None else greedy_G.double())
@@ -78,7 +72,7 @@ def _centred(scores_GN: Tensor, baseline: Baseline, greedy_G: Tensor | None) -> 
 
 
 def _best_worst(scores_GN: Tensor) -> Tensor:
-    """Return 1 for each group's best, -1 for its worst (first of equals within half of `TIE`), else 0 (all NaN with a NaN)."""
+    """1 for a group's best, -1 for its worst (first of equals within half of `TIE`), else 0 (all NaN with a NaN)."""
     signs_GN = torch.zeros_like(scores_GN)
     tie_G1 = TIE / 2 * scores_GN.abs().amax(1, keepdim=True)
     for sign in (1.0, -1.0):
@@ -93,10 +87,9 @@ def _deviation(x: Tensor, dim: int) -> Tensor:
 
 
 def gae(rewards_T: Tensor, values_T: Tensor, lengths_B: Lengths, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns, both [T] (paper eq. 1; Schulman et al. 2016).
+    """Advantages and returns, both [T] (paper eq. 1; Schulman et al. 2016).
 
-    delta_t = r_t + gamma V_{t+1} - V_t, V = 0 after a row's end; A_t = sum_l (gamma lambda)^l delta_{t+l}, by doubling the number
-    of summed terms.
+    delta_t = r_t + gamma V_{t+1} - V_t, V = 0 after a row's end; A_t = sum_l (gamma lambda)^l delta_{t+l}, by doubling.
     """
     after_T = tokens_after(lengths_like(rewards_T, lengths_B))
     next_values_T = values_T.roll(-1).masked_fill(after_T == 0, 0.0)
@@ -140,6 +133,6 @@ NOTHING_SEEN = Moments(0, 0.0, 0.0)
 
 
 def whiten(x_T: Tensor, moments: Moments | None = None) -> Tensor:
-    """Scale `x_T` to mean 0 and population variance 1 by `moments` (default: its own)."""
+    """Scale to mean 0 and population variance 1 by `moments` (default: its own)."""
     moments = moments or Moments.of(x_T)
     return (x_T - moments.mean) / math.sqrt(moments.variance + WHITEN_EPS)

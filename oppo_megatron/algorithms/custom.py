@@ -1,6 +1,6 @@
-"""Inputs of a user's advantages and loss (docs/extending.md), and checks of their results.
+"""A user's advantages and loss (docs/extending.md).
 
-T: response tokens of the global batch (packed), B: responses in G groups (one prompt each, neighbours), L: tokens of a response.
+T: packed response tokens of the global batch, B: responses in G groups of neighbours (one prompt each), L: tokens of a response.
 Numbers are float32; token ids, versions and lengths int64.
 """
 
@@ -23,7 +23,7 @@ LOSS = Signature(("response",), "tensor")
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """A scored global batch, the same on every rank.  Optional fields are None if the run has no such role."""
+    """A scored global batch, the same on every rank.  None: the run has no such role."""
 
     tokens_T: Tensor
     old_logp_T: Tensor  # at sampling
@@ -69,7 +69,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class CustomAdvantage:
-    """`algorithm.advantage`: a function of the batch that returns compared scores [B] or advantages [T]."""
+    """`algorithm.advantage`: returns compared scores [B] or advantages [T]."""
 
     plugin: Plugin
 
@@ -89,19 +89,13 @@ class CustomAdvantage:
 
 @dataclass(frozen=True)
 class CustomLoss:
-    """`algorithm.loss`: a function of one response that returns token losses [L] or the response's loss [].
-
-    Token losses may depend only on their own log-prob.  [] counts as the sum of token losses (`mean`: as their mean).
-    """
+    """`algorithm.loss`: gives token losses [L], each of its own log-prob only, or a response's loss []: their sum (or `mean`)."""
 
     plugin: Plugin
     mean: bool  # with `reduction: sequence_mean`
 
     def losses(self, logp_T: Tensor, columns: Mapping[str, Tensor], lengths: Sequence[int], counts: Mapping[str, int]) -> Tensor:
-        """Return the token losses of a micro-batch, [T].  Raises PluginError.
-
-        `columns`: [T] each, by the names of `LossInputs` without `_L`; `counts`: its integers.
-        """
+        """Return a micro-batch's token losses, [T]; `columns` [T] and `counts` by names of `LossInputs`.  Raises PluginError."""
         parts = {name: x_T.split(list(lengths)) for name, x_T in columns.items()}
         found, foreign = [], []
         for row, logp_L in enumerate(logp_T.split(list(lengths))):
@@ -118,8 +112,10 @@ class CustomLoss:
             loss = loss.to(logp_L.dtype)
             if loss.dim() == 0:
                 loss = loss.expand(length) / (1 if self.mean else length)
-            elif loss.requires_grad:
-                foreign.append(_between_tokens(loss, logp_L))
+            elif loss.requires_grad:  # do losses of even tokens depend on log-probs of odd ones?
+                (gradient_L,) = torch.autograd.grad(loss[::2].sum(), logp_L, retain_graph=True, allow_unused=True)
+                if gradient_L is not None:
+                    foreign.append((gradient_L[1::2] != 0).any())
             found.append(loss)
         losses_T = torch.cat([logp_T[:0], *found])
         _require_finite(self.plugin, losses_T)
@@ -129,12 +125,6 @@ class CustomLoss:
                 "return one number [] for the response: a sum over its tokens would count that dependence once per token",
             )
         return losses_T
-
-
-def _between_tokens(loss_L: Tensor, logp_L: Tensor) -> Tensor:
-    """True if losses of even tokens depend on log-probs of odd ones (bool, [])."""
-    (gradient_L,) = torch.autograd.grad(loss_L[::2].sum(), logp_L, retain_graph=True, allow_unused=True)
-    return logp_L.new_zeros((), dtype=torch.bool) if gradient_L is None else (gradient_L[1::2] != 0).any()
 
 
 def _versions(inputs: AdvantageInputs | LossInputs) -> list[int]:

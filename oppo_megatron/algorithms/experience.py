@@ -1,7 +1,4 @@
-"""Turns scored rollouts into the tensors of an update.
-
-Legend: T response tokens of the GLOBAL batch, B responses, G prompts.
-"""
+"""The tensors of an update, from scored rollouts.  T: response tokens of the GLOBAL batch, B: responses, G: prompts."""
 
 from __future__ import annotations
 
@@ -112,12 +109,11 @@ def build_experience(
     seen: Moments = NOTHING_SEEN,
     custom: CustomAdvantage | None = None,
 ) -> Experience:
-    """Compute rewards, advantages and returns of the global batch, without gradient.
+    """Compute rewards, advantages and returns, without gradient.
 
-    Scores are clipped, normalised (`seen`: scores of earlier batches), then replaced by `ppo.truncated`.  The KL enters scores
-    with `kl.mode: score`, token rewards with `penalty`.  Without a critic, A_t = sum over u >= t of gamma^(u-t) r_u (GAE with
-    values 0 and lambda 1).  Raises RewardError for a non-finite score and NumericsError for other non-finite quantities, unless
-    `check` is False.
+    Scores are clipped, normalised (`seen`: earlier batches), then replaced by `ppo.truncated`.  The KL enters scores with
+    `kl.mode: score`, token rewards with `penalty`.  Without a critic, A_t = sum over u >= t of gamma^(u-t) r_u.  With `check`,
+    raises RewardError for a non-finite score, NumericsError for other non-finite quantities.
     """
     lengths_B = lengths_like(scored.behaviour_logp_T, scored.lengths_B)
     if check:
@@ -168,7 +164,7 @@ def _rewards(
     kl_coefficient: float,
     custom: CustomAdvantage | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return token rewards, the same with compared scores (None: not compared), and custom advantages, [T] each."""
+    """Token rewards, the same with compared scores (None: not compared), and custom advantages, [T] each."""
     scores_B = scores.trained_B
     if kl_T is not None and ppo.kl.mode == "score":
         scores_B = scores_B - kl_coefficient * row_sums(kl_T, lengths_B)
@@ -254,10 +250,7 @@ def _summarise(
 
 
 def with_pairs(experience: Experience, scored: ScoredBatch, knows_kl: bool) -> Experience:
-    """Add the pairs' rows and figures; `knows_kl`: the reference's log-probs have the sampling temperature.
-
-    Advantages are 1 in better responses, -1 in worse ones, else 0.
-    """
+    """Add the rows (advantages 1 and -1) and figures of pairs; `knows_kl`: the reference has the sampling temperature."""
     signs_B, scores_B = experience.advantages_T[last_tokens(experience.lengths_B)], scored.scores_B.double()
     chosen, rejected = scores_B[signs_B > 0], scores_B[signs_B < 0]
     pairs = chosen.numel()

@@ -22,13 +22,11 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 def kl_per_token(logp_T: Tensor, reference_logp_T: Tensor, estimator: Estimator) -> Tensor:
-    """Return each token's estimate of KL(actor || reference) in nats, [T].
+    """Estimate KL(actor || reference) in nats, [T], with d = log actor - log reference (J. Schulman 2020):
 
-    With d = log actor - log reference (J. Schulman, "Approximating KL divergence", 2020):
-    k1 = d: unbiased, of either sign; as a loss, its expected gradient is zero.
-    k2 = d^2 / 2: never negative, biased; its expected gradient is the KL's.
-    k3 = exp(-d) - 1 + d: never negative, unbiased if the reference has no mass outside the actor's support; its expected gradient
-    is KL(reference || actor)'s.
+    k1 = d                unbiased, of either sign; as a loss, its expected gradient is zero
+    k2 = d^2 / 2          never negative, biased; its expected gradient is the KL's
+    k3 = exp(-d) - 1 + d  never negative, unbiased within the actor's support; expected gradient of KL(reference || actor)
     """
     d_T = logp_T - reference_logp_T
     if estimator == "k1":
@@ -37,23 +35,20 @@ def kl_per_token(logp_T: Tensor, reference_logp_T: Tensor, estimator: Estimator)
 
 
 def with_reverse_gradient(kl_T: Tensor, logp_T: Tensor, old_logp_T: Tensor) -> Tensor:
-    """Return k1 or k3 with the expected gradient of KL(actor || reference), for tokens drawn by `old`, [T].
-
-    Multiplies it by actor / old (arXiv 2506.09477, 2512.21852; TRL's `use_bias_correction_kl`).
-    """
+    """k1 or k3 of tokens drawn by `old`, with the KL's expected gradient: times actor / old (arXiv 2506.09477, 2512.21852)."""
     return kl_T * (logp_T - old_logp_T).exp()
 
 
 def row_weights(
     lengths_N: Sequence[int], group_size: int, reduction: Reduction, longest: int, counted_N: Sequence[bool] | None = None
 ) -> list[float]:
-    """Return the weight of a token of each response, in units of 1/T (T: the minibatch's tokens).
+    """Weight of a token of each response, in units of 1/T (T: the minibatch's tokens).
 
     token_mean        1/T                     sequence_mean     1/(N |o|)          constant     1/(N L_max)
     group_token_mean  1/(G tokens of group)   sequence_sum      1/N
 
-    G counts groups; L_max is `longest` (arXiv 2503.20783).  Rows not in `counted_N` weigh 0, and their tokens are left out, but
-    they count in N and G, as with TRL's `mask_truncated_completions` (1.12.0).
+    G counts groups; L_max is `longest` (arXiv 2503.20783).  Rows not in `counted_N` weigh 0 but count in N and G, as with TRL's
+    `mask_truncated_completions` (1.12.0).
     """
     num_tokens, num_rows = sum(lengths_N), len(lengths_N)
     counted_N = [True] * num_rows if counted_N is None else counted_N
@@ -134,10 +129,8 @@ class Surrogate:
 
 
 def log_ratios(logp_T: Tensor, old_logp_T: Tensor, ratio: Ratio, lengths_R: Tensor | None) -> Tensor:
-    """Return the log of each token's ratio, [T].
-
-    sequence: the response's mean (GSPO, arXiv 2507.18071 eq. 7); sequence_token: with the token's own gradient (eq. 14);
-    sequence_product: the response's sum.
+    """Log of each token's ratio, [T]; of a response with `sequence`: mean (GSPO, arXiv 2507.18071 eq. 7), `sequence_token`: mean
+    with the token's own gradient (eq. 14), `sequence_product`: sum.
     """
     d_T = logp_T - old_logp_T
     if ratio == "token":
@@ -161,10 +154,10 @@ def ratio_base(
     ratio: Ratio = "token",
     lengths_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the ratio's base log-probs and importance weights, both [T], without gradient.
+    """The ratio's base log-probs and importance weights, both [T], without gradient.
 
-    behaviour: log-probs recorded at sampling, no weight.  decoupled: proximal log-probs, recomputed at the step's start, and
-    min(proximal / behaviour, `WEIGHT_CAP`), a response's if the `ratio` is (Hilton et al. 2022, AReaL 2025).
+    behaviour: recorded at sampling, no weight.  decoupled: recomputed at the step's start, with min(proximal / behaviour,
+    `WEIGHT_CAP`), a response's if the `ratio` is (Hilton et al. 2022, AReaL 2025).
     """
     if correction == "behaviour":
         return behaviour_logp_T.detach(), None
@@ -205,7 +198,7 @@ OBJECTIVES: Mapping[Objective, Terms] = {"clip": _clip, "cispo": _cispo, "plain"
 
 
 def policy_loss(logp_T: Tensor, targets: ActorTargets, surrogate: Surrogate, num_tokens: int) -> tuple[Tensor, PolicyStats]:
-    """Return the importance-weighted surrogate (with `clip`: minus paper eq. 2) and its statistics."""
+    """The importance-weighted surrogate (with `clip`: minus paper eq. 2) and its statistics."""
     old_logp_T, lengths_R = targets.old_logp_T, targets.lengths_R
     ratio_T = log_ratios(logp_T, old_logp_T, surrogate.ratio, lengths_R).exp()
     if surrogate.custom is not None:
@@ -259,7 +252,7 @@ def actor_loss(
     kl_coefficient: float,
     num_tokens: int,
 ) -> tuple[Tensor, PolicyStats]:
-    """Return surrogate + KL term (with `kl.mode: loss`) - entropy bonus, by the same weights."""
+    """Surrogate + KL term (with `kl.mode: loss`) - entropy bonus, by the same weights."""
     loss, stats = policy_loss(logp_T, targets, surrogate, num_tokens)
     if targets.reference_logp_T is not None:
         kl_T = kl_per_token(logp_T, targets.reference_logp_T, ppo.kl.formula)
@@ -276,7 +269,7 @@ def actor_loss(
 def value_loss(
     values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, value_clip: float, num_tokens: int
 ) -> tuple[Tensor, ValueStats]:
-    """Return half the larger squared error, of the value or of the value clamped to old +- `value_clip` (0: not clamped)."""
+    """Half the larger squared error, of the value or the value clamped to old +- `value_clip` (0: not clamped)."""
     error_T = (values_T - returns_T).square()
     losses_T = 0.5 * error_T
     lost_T = torch.zeros_like(values_T, dtype=torch.bool)

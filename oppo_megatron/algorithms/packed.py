@@ -12,7 +12,7 @@ Lengths = Sequence[int] | Tensor
 
 
 def lengths_like(x_T: Tensor, lengths_B: Lengths) -> Tensor:
-    """Return `lengths_B` as int64 on the device of `x_T`, which it must cover with non-empty spans."""
+    """int64 on the device of `x_T`, which the non-empty spans must cover."""
     result_B = torch.as_tensor(lengths_B, dtype=torch.int64, device=x_T.device)
     assert result_B.dim() == 1 and x_T.dim() == 1, f"packed tensors are 1-D, got {x_T.shape}, lengths {result_B.shape}"
     assert bool((result_B >= 1).all()), f"every response has at least one token, got lengths {result_B.tolist()}"
@@ -33,7 +33,7 @@ def tokens_after(lengths_B: Tensor) -> Tensor:
 
 
 def tokens_of_rows(lengths_B: Tensor, rows: Sequence[int]) -> Tensor:
-    """Packed indices of the tokens of `rows`, in that order, [N]."""
+    """Packed indices of the tokens of `rows`, in order, [N]."""
     rows_R = torch.as_tensor(rows, dtype=torch.int64, device=lengths_B.device)
     chosen_R = lengths_B[rows_R]
     num_tokens = int(chosen_R.sum())

@@ -1,4 +1,4 @@
-"""Online DPO (arXiv 2402.04792): the loss of pairs, each group's best and worst response; groups of equal scores weigh 0.
+"""Online DPO (arXiv 2402.04792) on each group's best and worst response; groups of equal scores weigh 0.
 
 T: response tokens of a micro-batch, B: responses, P: pairs, R: the 2P rows of pairs.
 """
@@ -35,7 +35,7 @@ class PairStats(TokenStats):
 
 
 def rows_of_pairs(signs_B: Tensor, group_size: int) -> list[list[int]]:
-    """Return each group's rows with signs (1: best, -1: worst), or its first two if it has no pair."""
+    """Each group's rows with signs (1: best, -1: worst), or its first two without a pair."""
     found = []
     for first, signs in zip(range(0, signs_B.numel(), group_size), signs_B.view(-1, group_size).tolist(), strict=True):
         places = [place for place, sign in enumerate(signs) if sign] or [0, 1]
@@ -44,7 +44,7 @@ def rows_of_pairs(signs_B: Tensor, group_size: int) -> list[list[int]]:
 
 
 def pair_weights(num_tokens: int, counted_N: Sequence[bool]) -> list[float]:
-    """Return the minibatch's row weights, 1 / pairs in units of 1/T; 0 without a pair."""
+    """Row weights, 1 / pairs in units of 1/T; 0 without a pair."""
     pairs = sum(counted_N) / 2
     return [num_tokens / pairs if counted else 0.0 for counted in counted_N]
 
@@ -52,10 +52,7 @@ def pair_weights(num_tokens: int, counted_N: Sequence[bool]) -> list[float]:
 def pair_loss(
     logp_T: Tensor, entropy_T: Tensor, targets: ActorTargets, rule: DPOLossConfig, num_tokens: int, noise: float
 ) -> tuple[Tensor, PairStats]:
-    """Return a micro-batch's share of the mean loss over the minibatch's pairs.
-
-    Rows of a pair are neighbours; positive advantages mark the better one.  `share_T`: from `pair_weights`.
-    """
+    """Share of the minibatch's mean loss; a pair's rows are neighbours, the better's advantages > 0, shares by `pair_weights`."""
     assert targets.lengths_R is not None and targets.share_T is not None and targets.reference_logp_T is not None
     lengths_R = targets.lengths_R
     ends_R = last_tokens(lengths_R)
@@ -63,7 +60,10 @@ def pair_loss(
     weight_P, _ = targets.share_T[ends_R].view(-1, 2).unbind(-1)
     weight_P = weight_P * first_P.abs()  # unchanged, or NaN if the scores were NaN
     logp_R, reference_R = (row_sums(x_T.double(), lengths_R) for x_T in (logp_T, targets.reference_logp_T))
-    ordered = [_best_first(x_R, first_P) for x_R in (logp_R, reference_R, lengths_R.double())]
+    ordered = []
+    for x_R in (logp_R, reference_R, lengths_R.double()):
+        x_P2 = x_R.view(-1, 2)
+        ordered.append(torch.where((first_P < 0)[:, None], x_P2.flip(-1), x_P2).flatten())  # better, worse
     columns = pair_columns(ordered[0], ordered[1], ordered[2], rule, noise)
     loss = (columns["loss"] * weight_P).sum() / num_tokens
     counted_P = (weight_P > 0).double()
@@ -81,9 +81,3 @@ def pair_figures(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
     pairs = max(1.0, sums["pairs"])
     means = (sums[name] / pairs for name in ("loss", "accuracy", "margin", "reward_chosen", "reward_rejected"))
     return dict(zip(PAIR_FIGURES, (*means, sums["entropy"] / sums["num_tokens"]), strict=True))
-
-
-def _best_first(x_R: Tensor, first_P: Tensor) -> Tensor:
-    """Order each pair better, worse; `first_P` is negative if the worse is first."""
-    x_P2 = x_R.view(-1, 2)
-    return torch.where((first_P < 0)[:, None], x_P2.flip(-1), x_P2).flatten()

@@ -35,9 +35,9 @@ def sequence_sums(logp_R: Tensor, counts: Sequence[int]) -> Tensor:
 def pair_columns(
     logp_S: Tensor, reference_S: Tensor, counts_S: Tensor, rule: DPOLossConfig, noise: float = FLOAT32
 ) -> dict[str, Tensor]:
-    """Return each pair's `loss` and, without gradient, implicit rewards and their difference, [P] each.
+    """Each pair's `loss` and, without gradient, implicit rewards and their difference, [P].  Log-probs are sums over `counts_S`.
 
-    `logp_S`, `reference_S`: sums over `counts_S` tokens.  `accuracy`: 1/2 if the difference may be rounding (`noise` per token).
+    `accuracy`: 1/2 if the difference may be rounding (`noise` per token).
     """
     scale_S = 1.0 / counts_S if rule.average else torch.ones_like(reference_S)
     ratio_P2 = ((logp_S - reference_S) * scale_S).view(-1, 2)
@@ -80,9 +80,9 @@ def row_columns(
     point: float,
     noise: float = FLOAT32,
 ) -> dict[str, Tensor]:
-    """Return each row's `loss` and, without gradient, `margin`, its implicit reward's distance from the point, [S] each.
+    """Each row's `loss` and, without gradient, `margin`, its implicit reward's distance from z0 (`point`), [S].
 
-    `sign_S`: 1 for wanted rows, -1 for unwanted; `point`: the reference point z0.
+    `sign_S`: 1 for wanted rows, -1 for unwanted.
     """
     ratio_S = logp_S - reference_S
     margin_S = rule.beta * sign_S * (ratio_S - point)
@@ -98,12 +98,12 @@ def row_columns(
 
 
 def mean_loss(columns: Mapping[str, Tensor], num_rows: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the micro-batch's share of the mean over `num_rows`, and sums over its `count` rows."""
+    """Share of the mean over `num_rows`, and sums over the micro-batch's `count` rows."""
     share = columns["loss"].sum() / num_rows
     return share.float(), {"count": count(columns["loss"])} | {name: total(each) for name, each in columns.items()}
 
 
 def table_of(columns: Mapping[str, Tensor], metrics: Sequence[str]) -> Tensor:
-    """Return 1 and the `metrics` of each row, [N, 1 + K] in float64."""
+    """1 and the `metrics` of each row, [N, 1 + K] in float64."""
     found = [columns[name].detach().double() for name in metrics]
     return torch.stack([torch.ones_like(found[0]), *found], -1)

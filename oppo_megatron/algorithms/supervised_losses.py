@@ -66,7 +66,7 @@ def step_scores(logits_S: Tensor) -> Tensor:
 def response_scores(
     scores_S: Tensor, counts: Sequence[int], how: Literal["last", "min", "sum", "potential"]
 ) -> tuple[Tensor, Tensor | None]:
-    """Return scores [B] of steps' scores (`counts` per response) and the steps' shares [S] (None: steps earn nothing)."""
+    """Scores [B] of steps' scores (`counts` per response), and the steps' shares [S] (None: steps earn nothing)."""
     rows = scores_S.split(list(counts))
     if how == "min":
         return torch.stack([row.amin() for row in rows]), None

@@ -80,7 +80,7 @@ def launch(kind: str, config: Any, world_size: int, entry: str = ENTRY, *, in_pr
                 rank_processes.await_fork_server()
             except (EOFError, ConnectionError) as error:
                 raise RankKilled(ORPHANS) from error
-        surroundings = rank_processes.Surroundings.here()
+        surroundings = rank_processes.Surroundings(dict(os.environ))
     return _launch_local(entry, kind, config, world_size, surroundings)
 
 
@@ -199,7 +199,7 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int, surroundi
     # The agent logs each failed or ended rank at length; the ranks' own messages follow below.
     for noisy in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
-    meeting = LocalMeeting.open(str(os.getpid()))
+    meeting = LocalMeeting(str(os.getpid()))
     relay = SignalRelay(saves=getattr(config, "preempt_deadline_s", None) != 0)
     with tempfile.TemporaryDirectory(prefix="oppo-") as failures:
         agent = LaunchConfig(

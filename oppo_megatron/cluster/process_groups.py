@@ -17,10 +17,10 @@ from oppo_megatron.errors import StallError
 
 
 def new_group(ranks: Sequence[int], desc: str, backend: str | None = None) -> dist.ProcessGroup:
-    """Call `dist.new_group` with the default group's timeout and back ends; called by all ranks (for a group of one by it alone).
+    """`dist.new_group` with the default group's timeout and back ends; called by all ranks (for a group of one by it alone).
 
-    Members alone cannot make a group of several: with `use_local_synchronization` torch (up to 2.13) names it by the rank's
-    count of groups, so members with different counts wait forever.
+    Members cannot make a group of several: with `use_local_synchronization` torch (up to 2.13) names it by the rank's count of
+    groups, and members with different counts wait forever.
     """
     return dist.new_group(
         list(ranks), timeout=world_timeout(), backend=backend, group_desc=desc, use_local_synchronization=len(ranks) == 1
@@ -28,10 +28,7 @@ def new_group(ranks: Sequence[int], desc: str, backend: str | None = None) -> di
 
 
 class SharedGroups:
-    """Groups by label and ranks, each made once, in one order on all ranks.
-
-    A group of this rank alone comes first, because torch names groups by their number.
-    """
+    """Groups by label and ranks, each made once, in one order on all ranks; this rank's own first: torch names them by number."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
@@ -48,21 +45,14 @@ class SharedGroups:
 
 
 def connect_pairs(group: dist.ProcessGroup) -> None:
-    """Connect the pairs of gloo's collectives; all members call it.
-
-    gloo connects ranks at their first message, through the store, which may be gone at a run's end. Barriers and broadcasts
-    have the same pairs.
-    """
+    """Connect the pairs of gloo's barriers and broadcasts (collective): at their first message the store may be gone."""
     options = dist.BarrierOptions()
     options.device = torch.device("cpu")
     group.barrier(options).wait()
 
 
 def use_once(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
-    """Run one collective over each group (None: the world).
-
-    It blocks until all members have come, so each rank gives its groups in the order of their creation.
-    """
+    """Run a blocking collective over each group (None: the world), on each rank in the order of their creation."""
     for group in groups:
         if dist.get_world_size(group) == 1:
             continue
@@ -73,11 +63,7 @@ def use_once(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -
 
 
 def use_ring_once(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Make an interleaved pipeline's communicators: a number between all neighbours of the ring.
-
-    Both ends of a first message wait, so all ranks use one order. In a ring of two, megatron-core also uses the world's
-    group.
-    """
+    """Make an interleaved pipeline's communicators, in one order: first messages wait.  A ring of two uses the world's, too."""
     rank = dist.get_rank()
     for first, second in ring_pairs(dist.get_process_group_ranks(group)):
         for over in (group, None) if group.size() == 2 else (group,):
@@ -108,7 +94,7 @@ def world_timeout() -> timedelta:
 
 
 def gather_ragged(mine: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Vectors [any length] of all ranks, of one dtype, on the CPU, without pickling."""
+    """Vectors [any length] of all ranks, of one dtype, on the CPU."""
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
     dist.all_gather(lengths, torch.tensor([mine.numel()]), group=group)
     sizes = [int(length) for length in lengths]
@@ -125,7 +111,7 @@ def gather_figures(mine: Mapping[str, float], group: dist.ProcessGroup) -> list[
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """True if a communication back end raised the error (gloo's has no class)."""
+    """True if a communication back end raised it (gloo's has no class)."""
     return isinstance(error, dist.DistError) or any(word in str(error) for word in ("/gloo/", "NCCL"))
 
 
@@ -145,7 +131,7 @@ def stalled(rank: int, what: str, error: RuntimeError, timeout_s: float, waited_
 
 @contextlib.contextmanager
 def waiting_for(what: str, activity: Activity | None = None, *, waits: bool = True) -> Iterator[None]:
-    """A section that waits for peers (`waits`: only waits). Raises StallError if one does not come."""
+    """A section that waits for peers (`waits`: only waits). Raises StallError."""
     noted = contextlib.nullcontext() if activity is None else activity.doing(what, waits=waits)
     try:
         with noted:

@@ -1,4 +1,4 @@
-"""Rank processes of a host: forked from a server with the imports done, or spawned on CUDA, whose context survives no fork."""
+"""Rank processes of a host: forked from a server with imports done, or spawned on CUDA, which survives no fork."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def start_method(config: Any, environment: Mapping[str, str] = os.environ) -> St
 
 
 def begin_fork_server() -> None:
-    """Does not wait. The server ignores SIGINT and the ranks' signals."""
+    """Does not wait; the server ignores SIGINT and the ranks' signals."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     resource_tracker.ensure_running()  # it would unblock signals if it were started later
     heard = signal.pthread_sigmask(signal.SIG_BLOCK, {*FOR_RANKS, signal.SIGINT})
@@ -51,7 +51,7 @@ def begin_fork_server() -> None:
 
 
 def await_fork_server() -> None:
-    """Wait for its imports: then processes start at once and can be stopped."""
+    """Wait for its imports."""
     first = multiprocessing.get_context("forkserver").Process(target=os.getpid)
     first.start()
     first.join()
@@ -59,13 +59,9 @@ def await_fork_server() -> None:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Launcher's environment, stdout and stderr, pickled for a rank."""
+    """A launcher's environment, stdout and stderr, pickled for a rank."""
 
     environment: Mapping[str, str]
-
-    @classmethod
-    def here(cls) -> Surroundings:
-        return cls(dict(os.environ))
 
     def __reduce__(self) -> tuple[Any, ...]:
         files = {}
@@ -77,7 +73,7 @@ class Surroundings:
 
 
 def _taken_over(environment: Mapping[str, str], files: Mapping[int, Any]) -> Surroundings:
-    """Apply the surroundings in the rank, before torch's agent adds RANK."""
+    """Runs in the rank, before torch's agent adds RANK."""
     for number, file in files.items():
         given = file.detach()
         if given != number:  # a spawned process has it already

@@ -1,7 +1,7 @@
 """Ranks meet in a store at MASTER_ADDR:MASTER_PORT, or report within a deadline which are missing.
 
-The last rank, or the first to find a fault or reach the deadline, writes the `outcome` ("" or a fault), which ends every
-wait. Counters: `arrived` ranks, `entered` processes, `read` readers of the outcome.
+The last rank, or the first with a fault or at the deadline, writes the `outcome` ("" or a fault), which ends every wait.
+Counters: `arrived` ranks, `entered` processes, `read` readers of the outcome.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class MeetingPoint:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], rank: int, size: int) -> MeetingPoint:
-        """MASTER_ADDR and MASTER_PORT, with the launcher's run name to separate runs."""
+        """MASTER_ADDR and MASTER_PORT, with the launcher's name of the run."""
         agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         run = environment.get("TORCHELASTIC_RUN_ID") or environment.get("SLURM_JOB_ID", "run")
         attempt = environment.get("TORCHELASTIC_RESTART_COUNT") or environment.get("SLURM_STEP_ID", "0")
@@ -70,12 +70,12 @@ class MeetingPoint:
 
 
 def meet(me: RankHost, point: MeetingPoint, timeout_s: float) -> Meeting:
-    """Wait for all ranks. Raises WorldError on each rank that came, at `timeout_s` at the latest."""
+    """Wait for all ranks. Raises WorldError on each rank that came, within `timeout_s`."""
     return _Arrival(me, point, timeout_s).meet()
 
 
 def within(seconds: float, work: Callable[[], ResultT]) -> ResultT:
-    """Return `work()`, or raise TimeoutError. Runs in a thread, because torch's connecting calls may exceed their timeout."""
+    """Return `work()` or raise TimeoutError, by a thread: torch's connecting calls may exceed their timeout."""
     done: list[ResultT] = []
     failed: list[BaseException] = []
 
@@ -110,8 +110,11 @@ class _Arrival:
         try:
             fault = self._register(store) or self._outcome(store)
             store.add("read", 1)
-            if fault and self.point.opens:
-                self._linger(store)
+            if fault and self.point.opens:  # let others read the outcome: the store ends with this process
+                until = time.monotonic() + LINGER_S
+                with contextlib.suppress(dist.DistError):
+                    while store.add("read", 0) < store.add("entered", 0) and time.monotonic() < until:
+                        time.sleep(POLL_S)
         except dist.DistError as error:
             raise WorldError(
                 f"{self.me} lost the meeting point {self.point}: {self.point.opener}, which opened it, has ended; see its error"
@@ -192,7 +195,7 @@ class _Arrival:
         return fault
 
     def _decides(self, store: dist.Store) -> bool:
-        """True for the first caller, which alone looks for missing ranks."""
+        """True for the first caller alone."""
         return store.add("settled", 1) == 1
 
     def _outcome(self, store: dist.Store) -> str:
@@ -214,13 +217,6 @@ class _Arrival:
             "ranks have one sixth of it, at least 60 s, to meet"
         )
 
-    def _linger(self, store: dist.Store) -> None:
-        """Let others read the outcome: the store ends with this process."""
-        until = time.monotonic() + LINGER_S
-        with contextlib.suppress(dist.DistError):
-            while store.add("read", 0) < store.add("entered", 0) and time.monotonic() < until:
-                time.sleep(POLL_S)
-
 
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
@@ -239,7 +235,7 @@ def is_loopback(address: str) -> bool:
 
 
 def loopback_store(port: int, timeout: timedelta) -> dist.TCPStore:
-    """Open a store on the loopback alone (torch's listens everywhere); port 0: any. Raises OSError if the port is taken."""
+    """Open a store on the loopback alone (torch's listens everywhere); port 0: any. Raises OSError."""
     listener = socket.socket()
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -267,14 +263,9 @@ class LoopbackRendezvous(StaticTCPRendezvous):
         return BACKEND
 
 
-@dataclass(frozen=True)
 class LocalMeeting:
-    run_id: str
-    store: dist.TCPStore
-
-    @classmethod
-    def open(cls, run_id: str) -> LocalMeeting:
-        return cls(run_id, loopback_store(0, AGENT_TIMEOUT))
+    def __init__(self, run_id: str):
+        self.run_id, self.store = run_id, loopback_store(0, AGENT_TIMEOUT)
 
     def settings(self) -> dict[str, Any]:
         """Arguments of torch's LaunchConfig that keep its agent from opening a port."""

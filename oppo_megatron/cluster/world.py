@@ -38,14 +38,10 @@ class World:
 
 
 def choose_device(config: RuntimeConfig) -> None:
-    """Set CUDA's environment variables; called first in a rank.
-
-    `runtime.device: cpu` hides GPUs, because megatron-core uses the current CUDA device regardless. CUDA gets the most
-    hardware queues unless set: streams that share one wait for each other.
-    """
+    """Set CUDA's environment variables; called first in a rank."""
     if config.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    elif has_cuda() and not os.environ.get(CONNECTIONS, "").strip():  # empty: CUDA's default number
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron-core would use the current CUDA device
+    elif has_cuda() and not os.environ.get(CONNECTIONS, "").strip():  # streams that share a hardware queue wait for each other
         os.environ[CONNECTIONS] = str(MOST_CONNECTIONS)
 
 
@@ -53,8 +49,7 @@ def choose_device(config: RuntimeConfig) -> None:
 def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.environ) -> Iterator[World]:
     """Join the ranks given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them, a world of one.
 
-    gloo on CPU, NCCL on GPU (gloo for CPU tensors). Raises ConfigError if ranks would share a GPU; WorldError if some do not
-    come within a sixth of `runtime.timeout_s` (at least 60 s), or if a message fails.
+    Raises ConfigError if ranks would share a GPU; WorldError if some do not come in time, or if a message fails.
     """
     rank, size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
     local_rank, local_size = int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", size))
@@ -62,8 +57,10 @@ def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.enviro
     if device.type == "cuda":
         torch.cuda.set_device(device)
     undo = _set_torch(threads_of_rank(config.threads_per_rank, local_size))
-    me, preferred = _this_host(rank, device, environment), False
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    node = environment.get("GROUP_RANK") or environment.get("SLURM_NODEID")  # torchrun's or srun's number
+    uuid = "" if device.type != "cuda" else str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    me = RankHost(rank, socket.gethostname(), node, str(device), torch.get_num_threads(), os.getpid(), uuid)
+    preferred, backend = False, "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     hosts: tuple[RankHost, ...] = (me,)
     if size == 1:
         preferred = _prefer_interface_of(LOOPBACK)  # gloo listens even without peers
@@ -118,14 +115,8 @@ def _device(config: RuntimeConfig, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def _this_host(rank: int, device: torch.device, environment: Mapping[str, str]) -> RankHost:
-    node = environment.get("GROUP_RANK") or environment.get("SLURM_NODEID")  # torchrun's or srun's number
-    uuid = "" if device.type != "cuda" else str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-    return RankHost(rank, socket.gethostname(), node, str(device), torch.get_num_threads(), os.getpid(), uuid)
-
-
 def _join(me: RankHost, point: MeetingPoint, backend: str, config: RuntimeConfig) -> tuple[RankHost, ...]:
-    """Within one deadline, but the last to come have a few seconds more."""
+    """Meet and connect within one deadline; the last to come have at least `CONNECT_S` to connect."""
     deadline = time.monotonic() + config.meeting_s
     meeting = meet(me, point, config.meeting_s)
     if meeting.local_address is not None:
@@ -166,7 +157,7 @@ def tell_hosts(hosts: tuple[RankHost, ...]) -> tuple[RankHost, ...]:
 
 
 def _prefer_interface_of(address: str) -> bool:
-    """Let gloo use an address's interface unless the user set one. Returns True if set here."""
+    """Let gloo use an address's interface unless the user set one; True if set here."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return False
     for name, entries in psutil.net_if_addrs().items():

@@ -24,8 +24,7 @@ class Estimate:
 
 
 def estimate(by_prompt: Mapping[int, Sequence[float]]) -> Estimate:
-    means = [fmean(values) for values in by_prompt.values()]
-    return _of(means)
+    return _of([fmean(values) for values in by_prompt.values()])
 
 
 def paired_difference(before: Mapping[int, Sequence[float]], after: Mapping[int, Sequence[float]]) -> Estimate:

@@ -10,9 +10,10 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from itertools import product
 from typing import Any
 
 from oppo_megatron.config.data import TokenizerConfig
@@ -82,8 +83,11 @@ class ChatTemplate:
         if template not in self._takes_parts:
             parts = [{"type": "text", "text": PROBE}]
             self._takes_parts[template] = not self._shows_probe(template, PROBE) and self._shows_probe(template, parts)
-        refusals, texts = [], []
-        for variant in _variants(messages, self._takes_parts[template]):
+        refusals, texts, in_parts = [], [], self._takes_parts[template]
+        has_calls = any(message.get("tool_calls") for message in messages)
+        contents: Sequence[dict[str, Any]] = ({}, {"content": None}, {"content": ""}) if has_calls else ({},)
+        for as_object, empty in product((True, False) if has_calls else (True,), contents):  # forms that templates expect
+            variant = [_prepared(message, in_parts, as_object, empty) for message in messages]
             try:
                 texts.append(self._rendered(template, variant, generation_prompt, given))
             except DataError as refusal:
@@ -133,14 +137,6 @@ class ChatTemplate:
             f"{name}, line {answer['line']}: not a Jinja template ({reason}); correct `{line[:SHOWN_CHARACTERS]}`, or set "
             "tokenizer.chat_template"
         )
-
-
-def _variants(messages: Sequence[Mapping[str, Any]], in_parts: bool) -> Iterator[list[dict[str, Any]]]:
-    """Yield the forms of calls and their content that templates expect."""
-    has_calls = any(message.get("tool_calls") for message in messages)
-    for as_object in (True, False) if has_calls else (True,):
-        for empty in ({}, {"content": None}, {"content": ""}) if has_calls else ({},):
-            yield [_prepared(message, in_parts, as_object, empty) for message in messages]
 
 
 def called_functions(calls: Any) -> list[str]:

@@ -47,7 +47,12 @@ def fast_files(
 
     proto = sentencepiece_model_pb2.ModelProto()
     proto.ParseFromString(model)
-    if not _keeps_text(proto):
+    normalizer, trainer = proto.normalizer_spec, proto.trainer_spec
+    changes = (
+        normalizer.precompiled_charsmap, normalizer.add_dummy_prefix, normalizer.remove_extra_whitespaces,
+        not normalizer.escape_whitespaces, trainer.treat_whitespace_as_suffix, not trainer.byte_fallback,
+    )  # fmt: skip
+    if trainer.model_type not in (UNIGRAM, BPE, CHAR) or any(changes):
         return None
     text = _tokenizer(proto).to_str(pretty=True)
     made = Tokenizer.from_str(text)
@@ -75,15 +80,6 @@ def made_config(directory: Path, model: Path) -> dict[str, Any] | None:
 
 def _digests(model: bytes, tokenizer: bytes) -> dict[str, str]:
     return {"model": hashlib.sha256(model).hexdigest(), "tokenizer": hashlib.sha256(tokenizer).hexdigest()}
-
-
-def _keeps_text(proto: Any) -> bool:
-    normalizer, trainer = proto.normalizer_spec, proto.trainer_spec
-    changes = (
-        normalizer.precompiled_charsmap, normalizer.add_dummy_prefix, normalizer.remove_extra_whitespaces,
-        not normalizer.escape_whitespaces, trainer.treat_whitespace_as_suffix, not trainer.byte_fallback,
-    )  # fmt: skip
-    return trainer.model_type in (UNIGRAM, BPE, CHAR) and not any(changes)
 
 
 def _tokenizer(proto: Any) -> Any:

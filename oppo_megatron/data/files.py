@@ -52,7 +52,7 @@ def data_files(path: Path, note: Callable[[str], None]) -> list[Path]:
     """Files (or saved data sets) at `path`; if a folder has several splits, only `train`, with a note."""
     if not path.exists():
         return [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
-    if not path.is_dir() or is_saved(path):
+    if not path.is_dir() or any((path / name).is_file() for name in SAVED):
         return [path]
     found: list[Path] = []
     for folder in (path, path / "data"):
@@ -76,10 +76,6 @@ def data_files(path: Path, note: Callable[[str], None]) -> list[Path]:
     train = splits["train"]
     note(f"{path}: {len(train)} files of the split train are read, {len(found) - len(train)} of other splits are not")
     return train
-
-
-def is_saved(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in SAVED)
 
 
 def _bare_name(file: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from oppo_megatron.config.data import PromptDataConfig
-from oppo_megatron.data.examples import Example, read_prompts
+from oppo_megatron.data.examples import read_prompts
 from oppo_megatron.data.rows import Quarantine, RowProblems, require_some
 from oppo_megatron.data.tokenizer import Tokenizer, encode_prompt, end_of_prompt
 from oppo_megatron.errors import DataError, OppoError
@@ -68,41 +68,34 @@ def load_prompts(
     num_truncated = 0
     examples = read_prompts(config, tokenizer, problems)
     for number, example in enumerate(examples):
-        quarantine.progress(f"{example.row.file}: {number} of {len(examples)} prompts tokenized")
+        file, line, most = example.row.file, example.row.line, config.max_prompt_tokens
+        quarantine.progress(f"{file}: {number} of {len(examples)} prompts tokenized")
         tokens, text = encode_prompt(tokenizer, example.prompt), example.prompt
-        if _refused(example, len(tokens), config, problems, check):
+        try:
+            if check is not None:
+                check(example.fields)
+        except OppoError as error:
+            problems.report(file, line, str(error), config.bad_rows, once=True)
             continue
-        if len(tokens) > config.max_prompt_tokens:
-            tokens = end_of_prompt(tokenizer, tokens, config.max_prompt_tokens)
+        if not tokens:
+            problems.report(file, line, "the prompt has no token", config.bad_rows)
+            continue
+        if len(tokens) > most and config.long_rows != "truncate":
+            longer = f"more than data.max_prompt_tokens={most}; raise it, or set data.long_rows=truncate"
+            reason = f"the prompt has {len(tokens)} tokens, {longer}"
+            problems.report(file, line, reason, config.long_rows, setting="data.long_rows", once=longer)
+            continue
+        if len(tokens) > most:
+            tokens = end_of_prompt(tokenizer, tokens, most)
             text = tokenizer.decode(tokens)
             num_truncated += 1
-        place = f"{example.row.file}:{example.row.line}"
-        rows.append(Prompt(-1, example.row.index, text, tuple(tokens), example.fields, place))
+        rows.append(Prompt(-1, example.row.index, text, tuple(tokens), example.fields, f"{file}:{line}"))
     require_some(len(rows), config, problems)
     if is_first:
         quarantine.first = {"prompt": rows[0].text}
     num_duplicates = len(rows) - len({row.tokens for row in rows})
     chats = frozenset(example.row.index for example in examples if example.chat)
     return PromptSet(rows, num_duplicates, num_truncated, problems.num_quarantined, responses_per_prompt, chats)
-
-
-def _refused(example: Example, num_tokens: int, config: PromptDataConfig, problems: RowProblems, check: Check | None) -> bool:
-    file, line = example.row.file, example.row.line
-    try:
-        if check is not None:
-            check(example.fields)
-    except OppoError as error:
-        problems.report(file, line, str(error), config.bad_rows, once=True)
-        return True
-    if num_tokens == 0:
-        problems.report(file, line, "the prompt has no token", config.bad_rows)
-        return True
-    if num_tokens > config.max_prompt_tokens and config.long_rows != "truncate":
-        longer = f"more than data.max_prompt_tokens={config.max_prompt_tokens}; raise it, or set data.long_rows=truncate"
-        reason = f"the prompt has {num_tokens} tokens, {longer}"
-        problems.report(file, line, reason, config.long_rows, setting="data.long_rows", once=longer)
-        return True
-    return False
 
 
 class PromptStream(Iterator[Prompt]):

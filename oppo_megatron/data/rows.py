@@ -44,10 +44,7 @@ class Row:
 
 @dataclass(slots=True)
 class Quarantine:
-    """Rows set aside (`entries`), how data were read (`notes`), and the first row as the model sees it.
-
-    `progress` gets a line per row.
-    """
+    """Rows set aside, notes on reading, the first row as the model sees it; `progress` gets a line per row."""
 
     entries: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -328,7 +328,13 @@ def write_tokenizer(
     """Write the tokenizer and, for a policy, `generation_config.json` (`source`'s, with `ids`).  Returns a warning as `save`."""
     directory.mkdir(parents=True, exist_ok=True)
     warning = tokenizer.save(directory, pad_id=ids["pad_token_id"] if scored else None)
-    _keep_class(directory / "tokenizer_config.json", family)
+    path = directory / "tokenizer_config.json"
+    if family == "qwen2" and path.is_file():
+        # Without a class in `auto_map`, transformers 5 loads Qwen2's tokenizer for a Qwen2 model.
+        config = read_json(path.read_text(encoding="utf-8"))
+        if not str(config.get("tokenizer_class", "")).startswith("Qwen2") and "auto_map" not in config:
+            config["auto_map"] = {"AutoTokenizer": ["", None]}
+            path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if not scored:
         settings: dict[str, Any] = {}
         if source is not None and (source / GENERATION_CONFIG).is_file():
@@ -336,16 +342,6 @@ def write_tokenizer(
         settings |= {name: value for name, value in ids.items() if value is not None}
         (directory / GENERATION_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     return warning
-
-
-def _keep_class(path: Path, family: str) -> None:
-    """Name a class in `auto_map`, or transformers 5 loads Qwen2's tokenizer for a Qwen2 model."""
-    if family != "qwen2" or not path.is_file():
-        return
-    settings = read_json(path.read_text(encoding="utf-8"))
-    if not str(settings.get("tokenizer_class", "")).startswith("Qwen2") and "auto_map" not in settings:
-        settings["auto_map"] = {"AutoTokenizer": ["", None]}
-        path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Decodes whole responses on the ranks of one model: held-out evaluation, `oppo generate`."""
+"""Decodes whole responses on one model's ranks: held-out evaluation, `oppo generate`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUND_STEPS = 64
 
 
 class PromptDecoder:
-    """Decodes on its own cache; every rank of the model makes the same calls."""
+    """Decodes on its own cache; all ranks make the same calls."""
 
     def __init__(
         self, model: RoleModel, links: Links, runtime: RuntimeConfig, *, num_slots: int, sampling: Sampling,
@@ -34,12 +34,12 @@ class PromptDecoder:
         self._clock = 0
 
     def decode(self, prompts: Iterable[Prompt]) -> Iterator[Rollout]:
-        """Yield responses as they end.  Raises CapacityError if no sequence fits the budget or memory runs out."""
+        """Yield responses as they end.  Raises CapacityError if memory runs out or holds no sequence."""
         for rollouts in self.rounds(prompts):
             yield from sorted((r for r in rollouts if r.finished), key=lambda r: (r.finish_clock, r.seq_id))
 
     def rounds(self, prompts: Iterable[Prompt]) -> Iterator[list[Rollout]]:
-        """Yield the growing rollouts after each round; stopping early abandons them."""
+        """Yield growing rollouts after each round; stopping abandons them."""
         rounds, waiting = self._rounds, iter(prompts)
         if rounds is None:
             runtime = self._runtime

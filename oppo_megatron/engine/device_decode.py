@@ -1,6 +1,5 @@
-"""Decode steps that the host only starts; after `sync_steps` it reads the tokens and reloads.
+"""Decode steps that the host only starts; after `sync_steps` it reads the tokens.  Padding lets steps be captured.
 
-Rows and positions are padded, so steps can be captured.
 Legend: B rows of a step, M cache slots, K steps of a window, R rows before padding, E ids that end a response.
 """
 
@@ -80,7 +79,7 @@ class DeviceLane:
         self._done += 1
 
     def read(self) -> list[list[list[float]]]:
-        """Wait for `Drawn` of each step; past a row's end it is meaningless."""
+        """Wait for `Drawn` of each step, meaningless past a row's end."""
         assert self._done and not self.loaded
         drawn_K4R: list[list[list[float]]]
         drawn_K4R = self._drawn_4KM[:, : self._done, : len(self._rows)].permute(1, 0, 2).tolist()

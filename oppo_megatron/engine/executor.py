@@ -1,4 +1,4 @@
-"""Executes one rank's actions of a schedule in their order; on a GPU each worker has its own stream."""
+"""Executes one rank's actions; on a GPU each worker has its own stream."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Links:
         return self.groups[link_of(action)]
 
     def use_once(self, device: torch.device) -> None:
-        """Send one number over each link: NCCL's first message blocks both hosts, in an order without cycles here."""
+        """Send one number over each link: NCCL's first message blocks both hosts."""
         rank = dist.get_rank()
         for (source, destination, *_), group in self.groups.items():
             number = torch.zeros(1, device=device)
@@ -63,7 +63,7 @@ class RoleWorker(Protocol):
         """Tensors of a send."""
 
     def inbox(self, action: Action) -> Iterator[Tensor]:
-        """Buffers for a recv; each is filled before the next is requested."""
+        """Buffers of a recv, each filled before the next is requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Executor:
         self._streams = {role: torch.cuda.Stream(self.device) for role in self.workers} if cuda else {}
 
     def run(self, actions: Sequence[Action], shift: int = 0) -> None:
-        """Do a round's actions.  Raises StallError with the action (chunk number + `shift`) if a peer does not come."""
+        """Do a round's actions.  Raises StallError naming the action (chunk + `shift`) if a peer does not come."""
         self._num_rounds += 1
         self._sent.append((shift, []))
         for stream in self._streams.values():
@@ -149,7 +149,7 @@ class Executor:
             self._wait(action, work)
 
     def _tag(self, action: Action) -> int:
-        """Return a tag, so that on gloo no message replaces a lost one."""
+        """Tag that on gloo keeps a message from replacing a lost one."""
         step = 0 if action.step is None else action.step + 1
         return ((self._num_rounds << 18) + (step << 6) + action.micro_batch) % 2**31
 

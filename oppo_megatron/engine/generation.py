@@ -1,8 +1,7 @@
-"""The actor's decoding on one rank.  The last pipeline stage draws tokens, identically on its tensor ranks.
+"""The actor's decoding on one rank; the last stage draws tokens, identically on its tensor ranks.
 
-A micro-step (one token per running sequence of a micro-batch) is *void*, and skipped by all ranks, if no sequence is running or
-the batch was complete by the micro-batch's previous step.
-Legend: R rows (running sequences of a micro-batch), V vocabulary.
+All ranks skip a *void* micro-step (one token per running sequence of a micro-batch): none is running, or the batch was complete
+by the previous one.  Legend: R rows (running sequences of a micro-batch), V vocabulary.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class DecodeWorker(CacheWorker):
         self, model: RoleModel, cache: SequenceCache, *, sampling: Sampling, stopping: Stopping,
         outlet: ChunkOutlet | None = None, sync_steps: int = 1,
     ):  # fmt: skip
-        """`outlet` encodes chunks for other ranks.  On one stage the host reads tokens every `sync_steps` steps."""
+        """`outlet`: for other ranks.  On one stage the host reads tokens every `sync_steps` steps."""
         super().__init__(model, cache)
         self.outlet, self.sampling, self.stopping = outlet, sampling, stopping
         self._sync_steps = sync_steps if model.groups.pp == 1 else 1
@@ -116,7 +115,7 @@ class DecodeWorker(CacheWorker):
             self._round.hidden[action.micro_batch] = hidden
 
     def end(self) -> Chunk:
-        """Return the chunk of all replicas; drop finished sequences and excess tokens from the cache."""
+        """Return all replicas' chunk; drop finished sequences and excess tokens from the cache."""
         chunk = self._round.merge()
         rows, finished = chunk.rows, []
         lengths, ended = (rows.offsets + rows.counts).tolist(), (rows.finish_clocks != UNFINISHED).tolist()
@@ -193,7 +192,7 @@ class DecodeWorker(CacheWorker):
         return len(rows)
 
     def _leave(self, micro_batch: int, ends: Mapping[int, int]) -> None:
-        """Remove ended sequences (id -> last micro-step), unless the batch was complete before."""
+        """Remove `ends` (id -> last micro-step), unless the batch was complete before."""
         lane = self._round.lanes[micro_batch]
         for step_ in sorted(set(ends.values())):
             if self._round.ready is not None and self._round.ready <= (step_ - 1, micro_batch):

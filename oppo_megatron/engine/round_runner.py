@@ -44,7 +44,7 @@ class Decoding:
 class RoundRunner:
     """This rank's workers and planner: `run`, record the chunk in the buffer, then `recorded`.
 
-    `decode` is None on ranks without the actor, `listen` on ranks with it.
+    `decode`: on ranks with the actor; `listen`: on others.
     """
 
     planner: RoundPlanner
@@ -96,7 +96,7 @@ class RoundRunner:
         self.planner.actor.record(rollouts)
 
     def owes(self, rollouts: Sequence[Rollout], role: str | None = None) -> bool:
-        """True if any scorer (or scorer `role`) on any rank has unread tokens of the rollouts."""
+        """True if any scorer (or scorer `role`) has unread tokens of the rollouts."""
         return self.planner.owes(rollouts) if role is None else self.planner.scorers[role].owes(rollouts)
 
     def admit(self, rollouts: Sequence[Rollout]) -> None:

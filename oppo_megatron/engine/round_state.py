@@ -20,7 +20,7 @@ from oppo_megatron.schedule.rounds import Batch, Forks
 
 
 class TakenUp:
-    """Closes and opens slots and forks cached prompts; `prefilled` forks the others."""
+    """Closes and opens slots and forks cached prompts."""
 
     def __init__(self, cache: SequenceCache, work: ReplicaWork):
         self._cache, self._forks = cache, Forks(work.fork)
@@ -35,7 +35,6 @@ class TakenUp:
             self._make(source)
 
     def check(self, batch: Batch) -> None:
-        """Assert that the cache has what the plan expects."""
         for growth in batch:
             held = self._cache.length(growth.seq_id)
             assert held == growth.past, f"sequence {growth.seq_id} has {held} tokens cached, but {growth.past} are planned"
@@ -69,7 +68,7 @@ class CacheWorker:
         return self._weight.new_empty(num_tokens, 1, self.model.shape.hidden_size)
 
     def append(self, batch: Batch, sequences: Mapping[int, list[int]], hidden: Tensor | None, taken: TakenUp | None) -> Tensor:
-        """Cache the batch's new tokens; return the stage's output, on the last of the wanted rows."""
+        """Cache new tokens; return the stage's output, on the last of the wanted rows."""
         if taken is not None:
             taken.check(batch)
         device, ends = self.cache.device, accumulate(g.new for g in batch)
@@ -102,7 +101,7 @@ class Growing:
         return self.row.offset + len(self.row.tokens)
 
     def append(self, token: int, logprob: float, sampling_logprob: float, stopping: Stopping, start: int) -> bool:
-        """Append a token in a round from clock `start`; return True if it is the last."""
+        """Append a token in a round from clock `start`; True if the last."""
         self.tokens.append(token)
         self.response.append(token)
         self.row.tokens.append(token)
@@ -116,9 +115,9 @@ class Growing:
 
 @dataclass
 class DecodeRound:
-    """A round from clock `start`; `local` tracks completion on this rank, `stop` in the merge.
+    """A round from clock `start`; completion is tracked by `local` on this rank, by `stop` in the merge.
 
-    By micro-batch: `lanes` (running sequences), `steps`, `ended` (first void step), `hidden` and `drawn` (last outputs).
+    By micro-batch: `lanes` (running sequences), `steps`, `ended` (first void step), last `hidden` and `drawn`.
     """
 
     work: ReplicaWork

@@ -1,4 +1,4 @@
-"""Drawing tokens by a hash of (seed, sequence id, position), whatever the batch, placement and restarts.
+"""Drawing tokens by a hash of (seed, sequence id, position), whatever the batch and placement.
 
 Legend: R rows, V vocabulary shard, S tensor ranks, K top-k candidates or blocks of W tokens.
 """
@@ -65,7 +65,7 @@ def no_distribution(sampling: Sampling, seq_id: int, position: int) -> NumericsE
 
 
 def uniforms_at(states_R: Tensor, positions_R: Tensor) -> Tensor:
-    """Float64 [R] in [0, 1): `uniforms` from `row_state` and int64 positions, bit-equal on every device."""
+    """Float64 [R] in [0, 1) from `row_state` and int64 positions, bit-equal to `uniforms`."""
     x = (states_R ^ positions_R) + (0x9E3779B97F4A7C15 - 2**64)
     x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
     x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - 2**64)
@@ -90,7 +90,7 @@ def draw(
 def draw_at(
     logits_RV: Tensor, sampling: Sampling, u_R: Tensor, shards: VocabShards | None = None, greedy_R: Tensor | None = None
 ) -> Draw:
-    """Draw at given numbers in [0, 1); rows of `greedy_R` (bool) take the likeliest token."""
+    """Draw at numbers in [0, 1); rows of `greedy_R` (bool) take the likeliest token."""
     shards = shards or VocabShards()
     logits_RV = shards.filled_up(logits_RV)
     if sampling.temperature == 0:
@@ -151,7 +151,7 @@ def _whole(scaled_RV: Tensor, u_R1: Tensor, shards: VocabShards) -> Draw:
 
 
 def _truncated(scaled_RV: Tensor, u_R1: Tensor, sampling: Sampling, shards: VocabShards) -> Draw:
-    """Draw from top-k and top-p candidates; ranks exchange their best k, without top-k all logits."""
+    """Draw from candidates; ranks exchange their best k, without top-k all logits."""
     vocab = scaled_RV.shape[-1] * shards.size
     mass_R1 = torch.logsumexp(scaled_RV, -1, keepdim=True)
     if shards.size > 1:
@@ -176,7 +176,7 @@ def _truncated(scaled_RV: Tensor, u_R1: Tensor, sampling: Sampling, shards: Voca
 
 
 def _invert(cumulative_RK: Tensor, target_R1: Tensor) -> Tensor:
-    """Return the first index [R, 1] whose cumulative sum exceeds the target; its probability is never 0."""
+    """First index [R, 1] whose cumulative sum exceeds the target; never of probability 0."""
     # The target may have been rounded up to the total, which no element exceeds: take the first that reaches it.
     below_R1 = torch.minimum(target_R1, cumulative_RK[:, -1:] * BELOW_ONE)
     # A row that is not a distribution has no such element, but needs a valid index.

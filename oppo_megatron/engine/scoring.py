@@ -1,6 +1,6 @@
-"""Scorers on one rank: reward, reference and critic prefill sequences by chunks while the actor decodes.
+"""Scorers on one rank: reward, reference and critic prefill by chunks while the actor decodes.
 
-Reference log-prob and value V(s_t) of response token t come from position P + t - 1 (P: prompt tokens), the reward from the last.
+Log-prob and value V(s_t) of response token t come from position P + t - 1 (P: prompt tokens), the reward from the last.
 Legend: T tokens of a response, R output rows of a call.
 """
 
@@ -36,7 +36,7 @@ class _ScoringRound:
 
 
 class ScoringWorker(CacheWorker):
-    """The last stage keeps an output per response token (reference, critic) or response (reward)."""
+    """The last stage keeps outputs per response token (reference, critic) or response (reward)."""
 
     def __init__(self, role: ScorerRole, model: RoleModel, cache: SequenceCache, *, temperature: float):
         super().__init__(model, cache)
@@ -66,7 +66,7 @@ class ScoringWorker(CacheWorker):
         self._outputs = {seq_id: [values.to(self.cache.device)] for seq_id, values in outputs.items()}
 
     def collect(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """Outputs of finished rollouts, concatenated in order; last stage only."""
+        """Outputs of finished rollouts in order; last stage only."""
         parts = [part for r in rollouts for part in self._outputs[r.seq_id]]
         return torch.cat(parts) if parts else torch.empty(0, device=self.cache.device)
 

@@ -1,4 +1,4 @@
-"""The end of responses: EOS ids, stop texts (regardless of token borders) and limits."""
+"""The end of responses: EOS ids, stop texts across tokens, limits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StopText:
 
 @dataclass(frozen=True)
 class Stopping:
-    """Ends a response at `eos_ids`, a string of `text` or its limit; with `forced`, only at its limit."""
+    """Ends a response at `eos_ids`, `text` or its limit; with `forced`, only at its limit."""
 
     eos_ids: tuple[int, ...]
     max_response_tokens: int

@@ -6,7 +6,7 @@ A message is a header of HEADER_SIZE int64 words, then a payload:
     payload  per row: sequence id, offset, tokens, policy version, finish clock or -1, ending, checksum; then the body
     body     all tokens, then all log-probs, then all sampling log-probs (float64 bits)
 
-A row's checksum is the CRC-32 of everything sent for its sequence, prompt first.  The offset detects lost or repeated chunks.
+A row's checksum is the CRC-32 of its sequence's data, prompt first.  The offset detects lost or repeated chunks.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class ChunkDecoder(ChunkBooks):
         return due
 
     def _accept(self, rows: ChunkRows, checksums: Sequence[int], index: int) -> None:
-        """Advance the ledgers.  Raises StreamError for the first row that does not continue its sequence."""
+        """Advance the ledgers.  Raises StreamError for a row that does not continue its sequence."""
         checksum_of = _checksum_of(rows)
         for i, (seq_id, offset, count) in enumerate(rows.table[:3].T.tolist()):
             where = f"sequence {seq_id}, offset {offset} (message {index})"
@@ -151,7 +151,7 @@ class ChunkDecoder(ChunkBooks):
 
 
 def _checksum_of(rows: ChunkRows) -> Callable[[int, int], int]:
-    """Return a function of a packed row and the checksum before; it covers all but the count."""
+    """Return a function of packed row and checksum before, over all but the count."""
     heads = memoryview(np.ascontiguousarray(rows.table[[0, 1, 3, 4, 5]].T).tobytes())
     body = [memoryview(part).cast("B") for part in np.ascontiguousarray(rows.body)] if rows.num_tokens else []
     starts, ends = (8 * rows.starts).tolist(), (8 * (rows.starts + rows.counts)).tolist()
@@ -182,7 +182,7 @@ class ChunkOutlet(ChunkEncoder):
 
 
 class ListenWorker(ChunkDecoder):
-    """The receiving end on a rank without the actor; it may forward messages."""
+    """The receiving end on a rank without the actor; may forward."""
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -201,7 +201,7 @@ class ListenWorker(ChunkDecoder):
         return self._received
 
     def inbox(self, action: Action) -> Iterator[Tensor]:
-        """Yield header and payload.  Raises StreamError if the chunk is not the next, intact one."""
+        """Yield header and payload.  Raises StreamError unless it is the next, intact chunk."""
         header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self.device)
         yield header
         words = header.cpu().numpy()

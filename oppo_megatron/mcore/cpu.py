@@ -45,7 +45,7 @@ CALL_NUMBERS = 2**16  # cached numbers read in the overhead of one attention cal
 
 
 def blocks(sizes: Sequence[tuple[int, ...]], call: float, first: int = 0) -> list[slice]:
-    """Cut rows (the first is number `first`) if that saves more than `call`; a row costs its block's largest sizes' product."""
+    """Cut rows, numbered from `first`, if it saves more than `call`; a row costs the product of its block's largest sizes."""
     left, right = _costs(sizes), _costs(sizes[::-1])[::-1]
     costs = [n * left[n - 1] + (len(sizes) - n) * right[n] for n in range(1, len(sizes))]
     if not costs or min(costs) + call >= len(sizes) * left[-1]:
@@ -96,7 +96,7 @@ def product(weight_OI: Tensor, bias_O: Tensor | None = None, *, packed: bool) ->
 
 
 def _filled_up(x_TI: Tensor) -> Tensor:
-    """Add arbitrary rows, because oneDNN builds a kernel per size."""
+    """Add arbitrary rows: oneDNN builds a kernel per size."""
     num_rows = x_TI.shape[0]
     filled_TI = x_TI.new_empty(-(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE, x_TI.shape[1])
     filled_TI[:num_rows] = x_TI
@@ -111,7 +111,7 @@ HALF_ATTENTION = (
 
 
 def require_private_ops(dtypes: set[Dtype]) -> None:
-    """Raise ConfigError naming undocumented torch operations that this run needs and torch lacks."""
+    """Raise ConfigError naming undocumented operations that torch lacks."""
     needed: list[tuple[str, str, str]] = []
     if torch.backends.mkldnn.is_available():
         needed += [("decoding on a CPU", "use a GPU", name) for name in PACKING]

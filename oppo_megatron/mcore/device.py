@@ -14,7 +14,7 @@ from oppo_megatron.errors import CapacityError, OppoError
 
 
 def on_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Copy a tensor, or numbers as `dtype`, to the device, without a host wait."""
+    """Copy a tensor, or numbers as `dtype`, without a host wait."""
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
@@ -79,7 +79,7 @@ def run_eagerly(key: Hashable, step: Callable[[], None]) -> None:
 class CapturedSteps:
     """Runs a key's first steps eagerly, then replays a CUDA graph.
 
-    Graphs share memory and are dropped if weights have moved at a `renew`.  If CUDA refuses a capture, new keys run eagerly.
+    Graphs share memory and are dropped if weights have moved at `renew`.  After a refused capture, new keys run eagerly.
     """
 
     def __init__(self, device: torch.device, weights: Callable[[], Iterable[Tensor]]):

@@ -1,4 +1,4 @@
-"""Cached calls of a stage without megatron's fifteen nested calls per layer, which dominate small decode steps.
+"""Cached calls of a stage without megatron's nested calls per layer, which dominate small steps.
 
 Legend: T packed tokens, H hidden, G key/value heads, X query heads per key head + 2, D head dimension.
 """

@@ -41,7 +41,7 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 
 def fixed_norm(weight_H: Tensor, eps: float) -> Norm:
-    """Return the norm with a constant weight (on a CPU copied), bit-equal to `rms_norm`."""
+    """Return `rms_norm`, bit-equal, with a constant weight (on a CPU copied)."""
     if weight_H.device.type != "cpu":
         return lambda x: F.rms_norm(x, (weight_H.shape[-1],), weight_H, eps)
     floor, scaled_H = _constants(weight_H, eps)
@@ -122,7 +122,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class PlannedSelfAttention(SelfAttention):
-    """Self attention whose middle belongs to the call's `AttentionPlan`."""
+    """Self attention by the call's `AttentionPlan`."""
 
     stage_layer = 0  # set by the model: index of this layer on its pipeline stage
     window: int | None = None  # set by the model if its sequences may be longer

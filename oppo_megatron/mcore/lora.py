@@ -1,7 +1,7 @@
 """Low-rank adapters of parallel products: y = W x + s B A x (Hu et al. 2021), a pair per Hugging Face target.
 
-Column-parallel products cut B by rows, and sum the gradient of its input over ranks.  Row-parallel ones cut A by columns;
-B A x is summed with the product (cached calls), or A x is (training).
+Column-parallel products cut B by rows and sum the gradient of its input.  Row-parallel ones cut A by columns and sum B A x with
+the product (cached calls), or A x (training).
 Legend: T packed tokens, I inputs, G key/value heads, R query heads of each, D head dimension.
 """
 

@@ -93,7 +93,7 @@ class RoleModel(GPTModel):
             layer.self_attention.window = binding(shape.windows[layer.layer_number - 1], max_length)
 
     def parts(self, tp: int, stage: int, num_stages: int) -> list[Part]:
-        """Return the Hugging Face tensors of a stage's trained weights in any layout."""
+        """Return the tensors of a stage's trained weights in any layout."""
         sizes = {"tp_size": tp, "pp_rank": stage, "pp_size": num_stages}
         if self.adapters is not None:
             return adapter_parts(self.shape, self.adapters, self.head, **sizes)
@@ -101,12 +101,12 @@ class RoleModel(GPTModel):
 
     @property
     def token_multiple(self) -> int:
-        """Whole sequences are padded to a multiple of this."""
+        """Whole sequences are padded to its multiples."""
         return math.lcm(self.groups.tp if self.config.sequence_parallel else 1, self._row_multiple)
 
     @property
     def _row_multiple(self) -> int:
-        """On a CPU in bfloat16, oneDNN keeps a kernel (about 1 MiB) per number of rows: pad to few."""
+        """oneDNN keeps a bfloat16 kernel (about 1 MiB) per number of rows: pad to few."""
         weight = next(self.parameters())
         return WHOLE_MULTIPLE if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 else 1
 
@@ -116,7 +116,7 @@ class RoleModel(GPTModel):
         self.end_weight_update()
 
     def begin_weight_update(self) -> None:
-        """Free tensors derived from weights that will change; with adapters these weights do not."""
+        """Free tensors derived from weights, which with adapters do not change."""
         if self.adapters is None:
             self.fused = self._fused_head = None
 
@@ -134,7 +134,7 @@ class RoleModel(GPTModel):
             self._fused_head = product(weight, packed=packed)
 
     def compute_as(self, adapted: RoleModel) -> None:
-        """Use the derived tensors of `adapted`, which shares its weights."""
+        """Use the derived tensors of `adapted`."""
         self._path, self._fused_head = adapted._path, adapted._fused_head
         if adapted.fused is not None:
             self.fused = adapted.fused.of(self.decoder.layers, self.groups.collection.tp)
@@ -190,7 +190,7 @@ class RoleModel(GPTModel):
         self, sharded_state_dict: dict[str, Any], output_layer_weight_key: str, first_stage_word_emb_key: str,
         metadata: dict[str, Any],
     ) -> None:  # fmt: skip
-        """Save the last stage's output layer as a copy of the embedding."""
+        """Save the output layer as a copy of the embedding."""
         if not self.post_process or self.pre_process:
             return
         replicas = metadata["dp_cp_group"]
@@ -262,7 +262,7 @@ def build_chunks(
     shape: ModelShape, groups: RoleGroups, layout: TrainingLayoutConfig | None, *, head: Head, max_length: int, dtype: str,
     device: torch.device, layers: LayerKind = "torch",
 ) -> list[RoleModel]:  # fmt: skip
-    """Return this rank's chunks, weights not yet set.  Raises CapacityError if `max_length` is too large."""
+    """Return this rank's chunks without weights.  Raises CapacityError if `max_length` is too large."""
     if max_length > shape.max_positions:
         raise CapacityError(
             f"sequences of {max_length} tokens exceed the model's {shape.max_positions} positions; lower "

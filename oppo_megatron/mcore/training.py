@@ -153,7 +153,7 @@ class TrainedModel:
         return self.model.groups.pp == 1 and len(self.chunks) == 1
 
     def ahead(self, batch: MicroBatch) -> None:
-        """Run the forward pass of one micro-batch of the next `step`, on all tensor ranks."""
+        """Run a micro-batch of the next `step` forward, on all tensor ranks."""
         assert self.goes_ahead
         self._ahead.clear()
         model, ddp = self.model, self.ddp[0]
@@ -171,7 +171,7 @@ class TrainedModel:
     def step(self, batches: Sequence[MicroBatch], loss: Loss) -> StepReport:
         """Run an optimizer step on this replica's share of a minibatch, which may be empty, on all ranks.
 
-        Before weights change, raises NumericsError for a non-finite gradient norm, CapacityError if memory runs out.
+        Raises NumericsError for a non-finite gradient norm, before weights change, CapacityError if memory runs out.
         """
         for ddp in self.ddp:
             ddp.train()
@@ -266,7 +266,7 @@ def _scheduler(optimizer: Any, config: OptimizerConfig, total_steps: int) -> Opt
 
 
 class StageMessages(P2PCommunicator):
-    """Pipeline messages without an exchange of shapes, for which the host would wait (p2p_communication.py:242)."""
+    """Pipeline messages without shapes, for which the host would wait (p2p_communication.py:242)."""
 
     def __init__(self, group: dist.ProcessGroup, config: TransformerConfig, sizes: Sequence[int]):
         super().__init__(group, config)
@@ -282,7 +282,7 @@ class StageMessages(P2PCommunicator):
 
 
 class Undo:
-    """A host copy of a trained model and its optimizer; `restore` is exact after any updates."""
+    """A host copy of a model and its optimizer; `restore` is exact."""
 
     def __init__(self, model: TrainedModel):
         self._scheduler, self._num_steps = model.scheduler, model.scheduler.num_steps

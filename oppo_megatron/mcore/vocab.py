@@ -18,7 +18,7 @@ from oppo_megatron.layout.activations import BLOCK_NUMBERS, CACHED_NUMBERS
 
 
 class VocabShards:
-    """This rank's shard of `rows` rows (the last may be padded); without a group, all."""
+    """This rank's `rows` rows (the last may be padded); without a group, all."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, rows: int = 0, vocab_size: int | None = None):
         self.group, self.rows, self.vocab_size = group, rows, vocab_size

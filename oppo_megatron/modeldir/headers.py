@@ -82,13 +82,22 @@ def weight_files(directory: Path) -> dict[Path, list[str] | None]:
         return {directory / SINGLE_FILE: None}
     index = directory / INDEX_FILE
     if not index.is_file():
-        raise CheckpointError(_no_weights(directory))
+        if pickles := sorted(entry.name for pattern in ("*.bin", "*.pt") for entry in directory.glob(pattern)):
+            raise CheckpointError(
+                f"`{directory}` has only pickled weights ({pickles[0]}), which can run code when loaded and are not read; load "
+                "the model with transformers, and save it with save_pretrained (safe_serialization=True in version 4)"
+            )
+        found = ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
+        raise CheckpointError(
+            f"`{directory}` has neither {SINGLE_FILE} nor {INDEX_FILE} (it holds {found}); fetch them or correct the path"
+        )
     weight_map = read_mapping(index, "the checkpoint's index").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"`{index}` has no `weight_map`; fetch the checkpoint again")
     files: dict[Path, list[str] | None] = {}
     for name, file in weight_map.items():
-        if not is_inside(file):
+        inside = isinstance(file, str) and not Path(file).is_absolute() and ".." not in Path(file).parts
+        if not (inside and file.isprintable()):
             raise CheckpointError(
                 f"`{index}` maps a tensor to {file!r:.60}, which is not a file of its folder; fetch the checkpoint again"
             )
@@ -96,16 +105,6 @@ def weight_files(directory: Path) -> dict[Path, list[str] | None]:
         assert named is not None
         named.append(name)
     return files
-
-
-def _no_weights(directory: Path) -> str:
-    if pickles := sorted(entry.name for pattern in ("*.bin", "*.pt") for entry in directory.glob(pattern)):
-        return (
-            f"`{directory}` has only pickled weights ({pickles[0]}), which can run code when loaded and are not read; load the "
-            "model with transformers, and save it with save_pretrained (safe_serialization=True in version 4)"
-        )
-    found = ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
-    return f"`{directory}` has neither {SINGLE_FILE} nor {INDEX_FILE} (it holds {found}); fetch them or correct the path"
 
 
 def stored_tensors(files: Mapping[Path, Collection[str] | None]) -> dict[str, Stored]:
@@ -138,11 +137,6 @@ def same_content(one: Stored, other: Stored) -> bool:
                 return False
             left -= size
     return left == 0
-
-
-def is_inside(file: object) -> bool:
-    """True if an index entry names a file inside its own folder."""
-    return isinstance(file, str) and file.isprintable() and not Path(file).is_absolute() and ".." not in Path(file).parts
 
 
 def check_file(file: Path) -> None:

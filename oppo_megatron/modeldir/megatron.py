@@ -36,10 +36,7 @@ class MegatronFolder:
 
 
 def find_megatron(directory: Path, shape: Path | None = None) -> MegatronFolder | None:
-    """The Megatron checkpoint that `directory` names, or None.  Raises CheckpointError if unreadable.
-
-    `shape`: a `config.json` to use instead of searching for one.
-    """
+    """The Megatron checkpoint that `directory` names, or None; `shape`: a given `config.json`.  Raises CheckpointError."""
     if any(directory.glob("*.safetensors")):
         return None
     above = directory.parent

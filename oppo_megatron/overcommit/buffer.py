@@ -96,9 +96,9 @@ class RolloutBuffer:
         return self._table.columns.at(self._sure()).seq_ids
 
     def worth_reading(self) -> Ints:
-        """Sequences for the critic to read now; updates make its values of carried ones stale.
+        """Sequences for the critic to read now: all, if half of the undecided ones will be in the batch, else the `sure` ones.
 
-        All, if at least half of the undecided ones will be in the batch, else the `sure` ones.
+        Updates make its values of carried ones stale.
         """
         sure, columns = self._sure(), self._table.columns
         unsure = ~columns.finished
@@ -165,7 +165,13 @@ class RolloutBuffer:
         self._require_order(chunk, places)
         self._recorded.append(rows)
         self._table.columns.response_tokens[places] += rows.counts
-        self._end(rows, places)
+        ends = np.flatnonzero(rows.finish_clocks != UNFINISHED)
+        self._table.columns.finished[places[ends]] = True
+        self._table.finish_clocks[places[ends]] = rows.finish_clocks[ends]
+        ended = map(self._unfinished.pop, rows.seq_ids[ends].tolist())
+        reasons = map(REASONS.__getitem__, rows.reasons[ends].tolist())
+        for rollout, clock, reason in zip(ended, rows.finish_clocks[ends].tolist(), reasons, strict=True):
+            rollout.finish_clock, rollout.finish_reason = clock, reason
         self.clock = chunk.clock
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,7 +197,12 @@ class RolloutBuffer:
         groups = self._foremost_groups()
         batch = self._remove(self._rows_of(groups[np.argsort(self._group_clocks()[groups], kind="stable")]))
         self._ages += 1
-        self._defer()
+        seq_ids = self._table.columns.seq_ids.copy()
+        recorded = [rows.at(np.flatnonzero(np.isin(rows.seq_ids, seq_ids))) for rows in self._recorded]
+        dropped = next((i for i, rows in enumerate(recorded) if len(rows)), len(recorded))
+        self._recorded = recorded[dropped:]  # another list: the batch follows the old one
+        for rollout in self._rollouts.values():
+            rollout.defer(self._recorded, dropped)
         return batch
 
     def _remove(self, rows: Ints) -> Held:
@@ -206,14 +217,6 @@ class RolloutBuffer:
         self._ages = self._ages[kept[:: self.group_size]]
         return Held(gone.values(), gone, lambda: columns)
 
-    def _defer(self) -> None:
-        seq_ids = self._table.columns.seq_ids.copy()
-        recorded = [rows.of_sequences(seq_ids) for rows in self._recorded]
-        dropped = next((i for i, rows in enumerate(recorded) if len(rows)), len(recorded))
-        self._recorded = recorded[dropped:]  # another list: the batch follows the old one
-        for rollout in self._rollouts.values():
-            rollout.defer(self._recorded, dropped)
-
     def _sure(self) -> Ints:
         if len(self) <= self.target and (self._closed or not self.backfill) and not self.filtered:
             return np.arange(len(self))
@@ -222,15 +225,6 @@ class RolloutBuffer:
 
     def _numbers(self) -> Ints:
         return self._table.columns.seq_ids // self.group_size
-
-    def _end(self, rows: ChunkRows, places: Ints) -> None:
-        ends = np.flatnonzero(rows.finish_clocks != UNFINISHED)
-        self._table.columns.finished[places[ends]] = True
-        self._table.finish_clocks[places[ends]] = rows.finish_clocks[ends]
-        ended = map(self._unfinished.pop, rows.seq_ids[ends].tolist())
-        reasons = map(REASONS.__getitem__, rows.reasons[ends].tolist())
-        for rollout, clock, reason in zip(ended, rows.finish_clocks[ends].tolist(), reasons, strict=True):
-            rollout.finish_clock, rollout.finish_reason = clock, reason
 
     def _foremost_groups(self) -> Ints:
         size, finished_G, clocks_G = self.group_size, self._finished_groups(), self._group_clocks()

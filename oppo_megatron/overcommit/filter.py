@@ -63,10 +63,7 @@ class GroupFilter:
         self.counts = Counts()
 
     def settle(self, judge: Judge) -> list[Rollout]:
-        """Apply due verdicts, and advance the clock if nothing is left to decode. Returns dropped rollouts.
-
-        Raises SamplingError after `max_groups` groups without a batch.
-        """
+        """Apply due verdicts, advancing the clock if nothing decodes; return dropped rollouts.  Raises SamplingError."""
         scheduler, buffer = self.scheduler, self.scheduler.buffer
         dropped: list[Rollout] = []
         while not buffer.readiness().ready:

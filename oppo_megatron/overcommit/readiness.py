@@ -59,10 +59,7 @@ def due(ages_G: Ints, batch: int, most: int) -> Iterator[tuple[Bools, int]]:
 
 
 def settled(finished_G: Bools, clocks_G: Ints, ages_G: Ints, batch: int, most: int, target: int) -> Ints:
-    """Return the groups that the next batch will have, whatever is decoded next.
-
-    These are the oldest, finished or not; the first finishers of each S_k up to r_k; then of all groups, in places not reserved.
-    """
+    """Groups that the next batch will have: the oldest; the first finishers of each S_k up to r_k; of all, in free places."""
     finishers = np.flatnonzero(finished_G)
     chosen_G, reserved = ages_G >= most, 0
     if chosen_G.sum() > target:  # possible after settings changed: the first admitted

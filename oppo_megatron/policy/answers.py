@@ -16,9 +16,7 @@ from oppo_megatron.policy.finding import Policy
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.rundir.directory import write_text
 from oppo_megatron.rundir.metrics_log import iter_json_lines
-
-Decode = Callable[[Sequence[int]], str]
-INCOMPLETE = "\ufffd"
+from oppo_megatron.token_text import INCOMPLETE, Decode
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,7 @@ class Conversation:
 class Request:
     """`prompts` have `seq_id` = place * `samples` + sample; a conversation has none.
 
-    `max_length`: tokens of the longest prompt and response.  `num_slots`: sequences per replica at once.  `about_prompts`: lines
-    about a file's rows.
+    `max_length`: of prompt and response.  `num_slots`: sequences per replica at once.  `about_prompts`: lines on a file's rows.
     """
 
     policy: Policy
@@ -180,7 +177,7 @@ class ResponseFile:
     def writing(self) -> Iterator[Callable[[Rollout], None]]:
         """Yield a function that takes responses; a normal end completes the file."""
         partial = partial_path(self._to.path)
-        with _naming(partial):
+        try:
             with partial.open("w", encoding="utf-8") as file:
                 lines = [json.dumps(self._to.settings), *self._done.values()]
                 file.write("".join(f"{line}\n" for line in lines))
@@ -194,19 +191,12 @@ class ResponseFile:
                 yield write
             write_text(self._to.path, "".join(f"{self._done[key]}\n" for key in self._prompts))
             partial.unlink()
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            raise OSError(error.errno, error.strerror or str(error), str(partial)) from error
 
 
 def _read(partial: Path) -> list[dict[str, Any]]:
     """Return settings and responses; a killed process may have left part of the last line."""
     return list(iter_json_lines(partial)) or [{}]
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Make file system errors name the file."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror or str(error), str(path)) from error

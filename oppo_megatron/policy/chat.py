@@ -19,10 +19,7 @@ HELP = f"{RESET} starts again, Ctrl-C ends an answer, Ctrl-D ends the chat"
 
 
 def converse(system: str | None, read: Callable[[], str | None], answer: Callable[[Messages], str]) -> None:
-    """Ask and answer until `read` returns None.  `answer` also shows its text.
-
-    A turn that leaves no room for an answer (DataError) is dropped.
-    """
+    """Answer until `read` returns None; `answer` shows its text.  A turn without room for an answer (DataError) is dropped."""
     messages = opening(system)
     while (line := read()) is not None:
         if line.strip() == RESET:

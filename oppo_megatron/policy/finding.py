@@ -63,12 +63,6 @@ class Policy:
     run: RunConfig | None = None
     adapters: tuple[Path, str] | None = None
 
-    @property
-    def eos_source(self) -> Path | None:
-        """The run's initial model, whose `generation_config.json` defines where responses end."""
-        began = None if self.run is None else _role_of(self.run).checkpoint
-        return began if began is not None and began.is_dir() else self.model.checkpoint
-
 
 @dataclass(frozen=True)
 class _Weights:
@@ -168,19 +162,15 @@ def _of_directory(directory: Path, run: RunConfig | None, choice: Choice) -> _We
     if (directory / ADAPTER_CONFIG).is_file() and not (directory / SHAPE).is_file():
         return _of_adapters(directory, run, choice)
     if not (directory / SHAPE).is_file() and find_megatron(directory) is None:
-        raise CheckpointError(_no_policy(directory))
+        inner = sorted(p.name for p in directory.iterdir() if any((p / name).is_file() for name in (RUN_CONFIG, SHAPE)))
+        remedy = f"name one of {', '.join(f'`{directory / name}`' for name in inner[:3])}" if inner else "name one of these"
+        raise CheckpointError(
+            f"`{directory}` holds no policy: neither a run ({RUN_CONFIG}) or its checkpoint, nor a Hugging Face or Megatron "
+            f"folder ({SHAPE}), nor adapters ({ADAPTER_CONFIG}); {remedy}"
+        )
     model = _model(directory, None if run is None else _role_of(run), choice)
     kind = "Hugging Face directory" if find_megatron(directory) is None else "Megatron checkpoint"
     return _Weights(model, f"{kind} {directory}", own=directory)
-
-
-def _no_policy(directory: Path) -> str:
-    inner = sorted(path.name for path in directory.iterdir() if any((path / name).is_file() for name in (RUN_CONFIG, SHAPE)))
-    remedy = f"name one of {', '.join(f'`{directory / name}`' for name in inner[:3])}" if inner else "name one of these"
-    return (
-        f"`{directory}` holds no policy: neither a run ({RUN_CONFIG}) or its checkpoint, nor a Hugging Face or Megatron folder "
-        f"({SHAPE}), nor adapters ({ADAPTER_CONFIG}); {remedy}"
-    )
 
 
 def _of_adapters(directory: Path, run: RunConfig | None, choice: Choice) -> _Weights:
@@ -236,7 +226,9 @@ def _with_tokenizer(directory: Path | None) -> Path | None:
 
 
 def policy_tokenizer(policy: Policy) -> Tokenizer:
-    return load_tokenizer(policy.tokenizer, policy.eos_source)
+    """Load the tokenizer; the `generation_config.json` of the run's initial model says where responses end."""
+    began = None if policy.run is None else _role_of(policy.run).checkpoint
+    return load_tokenizer(policy.tokenizer, began if began is not None and began.is_dir() else policy.model.checkpoint)
 
 
 def require_layout(policy: Policy, parallel: ParallelConfig, max_length: int, vocab_size: int) -> None:

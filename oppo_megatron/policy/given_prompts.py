@@ -47,10 +47,7 @@ def prompts_of_file(
     note: Callable[[str], None] = lambda line: None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Prompt]:
-    """A prompt per line of a `.txt` file, else per row, as in `oppo train`; `most`: the first ones.
-
-    `note` gets a line per finding, `progress` one per row.
-    """
+    """At most `most` prompts, per line of a `.txt` file, else per row as in `oppo train`; `note`: findings, `progress`: rows."""
     if path.suffix == ".txt":
         return prompts_of_texts(_lines(path)[:most], wording, tokenizer)
     config = PromptDataConfig(
@@ -92,10 +89,7 @@ def within(prompts: Sequence[Prompt], most_tokens: int | None) -> list[Prompt]:
 
 
 def numbered(prompts: Sequence[Prompt], samples: int, max_length: int, max_tokens: int, *, of_file: bool) -> list[Prompt]:
-    """Repeat each prompt `samples` times, numbered; `of_file`: they are rows of a file.
-
-    Raises DataError for a prompt without tokens, or without room for `max_tokens` in `max_length`.
-    """
+    """Repeat each prompt `samples` times, numbered.  Raises DataError for one without tokens or room for `max_tokens`."""
     room = max_length - max_tokens
     remedy = f"leave such rows out (--max-prompt-tokens {room})" if of_file and room > 0 else "shorten it"
     for each in prompts:

@@ -1,7 +1,4 @@
-"""Charts as data, and their matplotlib figures.
-
-matplotlib is imported on first use, without its global state, so no display is needed.
-"""
+"""Charts as data, and their matplotlib figures, without its global state, so no display is needed."""
 
 from __future__ import annotations
 
@@ -72,10 +69,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class BarChart:
-    """Bars per category: stacked rows if `horizontal`, else columns, stacked or side by side.
-
-    `ends`: texts at the ends of rows; `high`: least upper end of the value axis.
-    """
+    """Bars per category: rows with texts at their `ends`, or columns; `high`: least upper end of the value axis."""
 
     name: str
     title: str
@@ -140,10 +134,7 @@ def rows_chart(
     rows: Sequence[tuple[str, Mapping[str, float], str]],
     parts: Mapping[str, tuple[str, str]],
 ) -> BarChart:
-    """Return a chart of stacked rows, each with a label, values by part, and a text at its end.
-
-    `parts`: label and colour of each part.
-    """
+    """Stacked rows, each with a label, values by part, and a text at its end; `parts`: label and colour."""
     bars = [Bars(label, [values[key] for _, values, _ in rows], colour) for key, (label, colour) in parts.items()]
     labels, ends = [label for label, _, _ in rows], [end for _, _, end in rows]
     return BarChart(name, title, category, value, labels, bars, stacked=True, horizontal=True, ends=ends)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -11,7 +11,7 @@ from oppo_megatron.errors import DataError
 from oppo_megatron.report.charts import COLOURS, MAX_ROWS, BarChart, Bars, Line, LineChart, rows_chart, run_colour, short
 from oppo_megatron.report.page import Section, Table
 from oppo_megatron.report.run_records import ALL_PARTS, RunRecord, memory_peaks, number, split_step
-from oppo_megatron.report.timeline import KINDS, StepWindow, Timeline, shares, step_bounds, step_window, waits
+from oppo_megatron.report.timeline import KINDS, Timeline, shares, step_bounds, step_window, waits
 
 MAX_BARS = 120
 MANY_ROWS = 12
@@ -88,18 +88,14 @@ def timeline_section(records: Sequence[RunRecord], steps: Sequence[int] = ()) ->
         if not bounds[record.name]:
             section.missing.append(f"{record.name}: no timeline ({record.no_spans or 'its trace has no work of any step'}).")
     if section.charts:
-        head = ["who waits", "share of the step", "for what"]
-        rows = list(_waits(windows))
+        head, rows = ["who waits", "share of the step", "for what"], []
+        for name, window in windows.items():
+            for (rank, role), kinds in waits(window).items():
+                text = ", ".join(f"{kind} {s:.3g} s" for kind, s in sorted(kinds.items(), key=lambda each: -each[1]))
+                share = 100 * sum(kinds.values()) / window.seconds
+                rows.append([f"{name}, rank {rank} {role}", f"{share:.0f} %", text or "–"])
         section.tables.append(Table("Waits", head, rows, folded=len(rows) > MANY_ROWS))
     return section
-
-
-def _waits(windows: Mapping[str, StepWindow]) -> Iterator[list[str]]:
-    for name, window in windows.items():
-        for (rank, role), kinds in waits(window).items():
-            text = ", ".join(f"{kind} {s:.3g} s" for kind, s in sorted(kinds.items(), key=lambda each: -each[1]))
-            share = 100 * sum(kinds.values()) / window.seconds
-            yield [f"{name}, rank {rank} {role}", f"{share:.0f} %", text or "–"]
 
 
 def utilization_section(records: Sequence[RunRecord]) -> Section:

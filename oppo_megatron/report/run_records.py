@@ -73,10 +73,7 @@ def number(line: Mapping[Any, Any], key: str) -> float | None:
 
 
 def split_step(line: MetricsLine) -> dict[str, float]:
-    """Split `line["step_s"]` into the parts of `ALL_PARTS`.
-
-    Scoring in decoding rounds is a part of its own, so decoding excludes it.  Idle is the rest: waits, planning, logs.
-    """
+    """Split `line["step_s"]` into `ALL_PARTS`; decoding is without scoring in its rounds."""
     parts = {key: number(line, key) or 0.0 for key in STEP_PARTS}
     step_s = number(line, "step_s") or 0.0
     parts["decode_s"] = max(0.0, parts["decode_s"] - max(0.0, sum(parts.values()) - step_s))
@@ -117,9 +114,25 @@ def read_runs(paths: Sequence[str | os.PathLike[str]], progress: Callable[[str],
 
 
 def read_run(path: str | os.PathLike[str], name: str | None = None, *, spans: bool = True) -> RunRecord:
-    """Read a run directory, possibly while it is written.  Raises DataError."""
-    check_run_directory(path)
+    """Read a run directory of this version or an earlier one, possibly while it is written.
+
+    Raises DataError, or ConfigError if a file in it is a pipe, socket or device.
+    """
     run = RunDirectory(path)
+    if not run.path.is_dir():
+        what = "a file" if run.path.exists() else "no such directory"
+        raise DataError(f"{run.path}: {what}; give the run_dir of a run, the folder that holds its metrics.jsonl")
+    if not run.metrics.exists() and not run.config.exists():
+        inside = sorted(entry.parent.name for entry in run.path.glob("*/metrics.jsonl"))
+        remedy = f"it holds the runs {', '.join(inside)}: name those" if inside else "give the run_dir of a run"
+        raise DataError(f"{run.path}: not a run directory: it has neither metrics.jsonl nor config.yaml; {remedy}")
+    run.require_regular()
+    written = _read_object(run.hosts).get("format", RUN_FORMAT)
+    if not isinstance(written, int) or written > RUN_FORMAT:
+        raise DataError(
+            f"{run.path}: its files have format {written!r} (hosts.json), and this version of oppo_megatron reads "
+            f"formats up to {RUN_FORMAT}; use the version that made the run, or a later one"
+        )
     lines = read_metrics(run.metrics) if run.metrics.exists() else []
     for place, line in enumerate(lines, start=1):
         if not isinstance(line.get("step"), int):
@@ -137,28 +150,6 @@ def read_run(path: str | os.PathLike[str], name: str | None = None, *, spans: bo
             no_spans = str(error)
     summary = _read_object(run.summary) if run.finished else None
     return RunRecord(name or run.path.resolve().name, run, lines, summary, run.settings(), found, no_spans)
-
-
-def check_run_directory(path: str | os.PathLike[str]) -> None:
-    """Raise DataError unless `path` is a run directory of this version or an earlier one.
-
-    Raises ConfigError if a file in it is a pipe, socket or device.
-    """
-    run = RunDirectory(path)
-    if not run.path.is_dir():
-        what = "a file" if run.path.exists() else "no such directory"
-        raise DataError(f"{run.path}: {what}; give the run_dir of a run, the folder that holds its metrics.jsonl")
-    if not run.metrics.exists() and not run.config.exists():
-        inside = sorted(entry.parent.name for entry in run.path.glob("*/metrics.jsonl"))
-        remedy = f"it holds the runs {', '.join(inside)}: name those" if inside else "give the run_dir of a run"
-        raise DataError(f"{run.path}: not a run directory: it has neither metrics.jsonl nor config.yaml; {remedy}")
-    run.require_regular()
-    written = _read_object(run.hosts).get("format", RUN_FORMAT)
-    if not isinstance(written, int) or written > RUN_FORMAT:
-        raise DataError(
-            f"{run.path}: its files have format {written!r} (hosts.json), and this version of oppo_megatron reads "
-            f"formats up to {RUN_FORMAT}; use the version that made the run, or a later one"
-        )
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
@@ -180,10 +171,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def without_downtime(spans: Sequence[Span], lines: Sequence[MetricsLine]) -> list[Span]:
-    """Remove pauses between a run's attempts; return spans by start.
-
-    A pause has no span and is longer than the metrics report for the steps on both sides.
-    """
+    """Remove pauses between attempts, without spans and longer than the steps on both sides; return spans by start."""
     took_s = {line["step"]: (number(line, "step_s") or 0.0) + (number(line, "checkpoint_s") or 0.0) for line in lines}
     order = sorted(spans, key=lambda span: span.start)
     ends, gaps = [], []  # end and seconds of each pause
@@ -205,10 +193,7 @@ def without_downtime(spans: Sequence[Span], lines: Sequence[MetricsLine]) -> lis
 
 
 def sample_responses(record: RunRecord) -> tuple[list[Mapping[str, Any]], str]:
-    """Trained responses of the first, middle and last step: lowest, middle and highest reward, and the longest.
-
-    The text is the reason if there are none.
-    """
+    """Trained responses of three steps: lowest, middle and highest reward, and the longest; or the reason for none."""
     if not record.run.rollouts.exists():
         return [], "run with logging.rollouts=true"
     steps = [line["step"] for line in record.lines if not line.get("skipped")]
@@ -224,11 +209,7 @@ def sample_responses(record: RunRecord) -> tuple[list[Mapping[str, Any]], str]:
     chosen: list[Mapping[str, Any]] = []
     for rows in filter(None, by_step.values()):
         by_reward = sorted(rows, key=lambda row: row["reward"])
-        few = [by_reward[0], by_reward[len(rows) // 2], by_reward[-1], max(rows, key=_num_tokens)]
+        longest = max(rows, key=lambda row: len(row["tokens"]) if isinstance(row.get("tokens"), list) else 0)
+        few = [by_reward[0], by_reward[len(rows) // 2], by_reward[-1], longest]
         chosen += {id(row): row for row in few}.values()
     return chosen, "" if chosen else "rollouts.jsonl has none of the steps in metrics.jsonl"
-
-
-def _num_tokens(row: Mapping[str, Any]) -> int:
-    tokens = row.get("tokens")
-    return len(tokens) if isinstance(tokens, list) else 0

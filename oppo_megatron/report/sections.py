@@ -53,7 +53,11 @@ def overview(records: Sequence[RunRecord]) -> Section:
         values = [figure.get(key) for figure in figures]
         if any(isinstance(value, int | float) for value in values):
             rows.append([label, *(form(value) if isinstance(value, int | float) else "–" for value in values)])
-    if any(bests := [_best(figure.get("best")) for figure in figures]):
+    bests = [""] * len(figures)
+    for place, best in enumerate(figure.get("best") for figure in figures):
+        if isinstance(best, Mapping) and isinstance(best.get("value"), int | float):
+            bests[place] = f"{best.get('step')} ({best.get('metric')} {best['value']:.4g})"
+    if any(bests):
         rows.append(["best step, held out", *(best or "–" for best in bests)])
     head = ["", *(record.name for record in records)]
     section.tables.append(Table("", head, rows))
@@ -61,12 +65,6 @@ def overview(records: Sequence[RunRecord]) -> Section:
         folded = len(differences) > MANY_ROWS
         section.tables.append(Table("Settings that differ", ["setting", *head[1:]], differences, folded=folded))
     return section
-
-
-def _best(found: Any) -> str:
-    if not isinstance(found, Mapping) or not isinstance(found.get("value"), int | float):
-        return ""
-    return f"{found.get('step')} ({found.get('metric')} {found['value']:.4g})"
 
 
 def _figures(record: RunRecord) -> dict[str, Any]:

@@ -71,10 +71,7 @@ def step_bounds(spans: Sequence[Span]) -> dict[int, tuple[float, float]]:
 
 
 def step_window(name: str, spans: Sequence[Span], step: int | None) -> StepWindow:
-    """Cut a step out of a run's spans; None: the step of median length, except the first if possible.
-
-    Raises DataError if the trace lacks the step.
-    """
+    """Cut a step out of a run's spans; None: of median length, except the first if possible.  Raises DataError."""
     bounds = step_bounds(spans)
     if not bounds or (step is not None and step not in bounds):
         have = f"has work of steps {min(bounds)} to {max(bounds)}" if bounds else "has no work of any step"
@@ -157,10 +154,9 @@ def _draw_legend(figure: Figure, windows: Sequence[StepWindow]) -> None:
 
 
 def utilization(runs: Sequence[Path]) -> list[dict[str, float]]:
-    """Each rank's percentages of decoding, scoring, updates and idle time, summed over runs.
+    """Each rank's percentages of decoding, scoring, updates and idle time (waits, messages, score exchange), summed over runs.
 
-    Counted from the first work of step 2 on any rank (step 1 if alone) to the last work.  A span of decoding or scoring includes
-    the loop's work between its actions; waiting, messages and the score exchange are idle time.
+    Counted from the first work of step 2 on any rank (step 1 if alone) to the last work.
     """
     return shares([(str(run), read_trace(RunDirectory(run).trace)) for run in runs])
 
@@ -195,10 +191,7 @@ def work_seconds(run: Path) -> dict[int, dict[int, float]]:
 
 
 def kind_of(span: Span) -> str | None:
-    """The span's entry in `KINDS`; None for other work and waits.
-
-    Spans are named by label or, with `logging.trace: actions`, by action (`prefill reward m0 c3`).
-    """
+    """The entry in `KINDS` of a label or action (`prefill reward m0 c3`); None for other work and waits."""
     word = span.name.split(" ")[0]
     if word in ("decode", "sample") or (word == "prefill" and span.role == "actor"):
         return "decode"

@@ -60,10 +60,9 @@ class Glance:
 
 
 def watch(path: str | os.PathLike[str], interval_s: float, console: Console) -> None:
-    """Show a run every `interval_s` seconds until it has finished.  Ctrl-C ends it.
+    """Show a run every `interval_s` seconds (0, or without a terminal: once) until it has finished.  Raises DataError.
 
-    A low terminal cuts off the view, but the last one is printed whole.  Shown once if the interval is 0 or without a terminal.
-    Raises DataError.
+    A low terminal cuts off the view, but the last one is printed whole.
     """
     now = glance(path)
     if interval_s and console.is_terminal:

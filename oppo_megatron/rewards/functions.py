@@ -62,24 +62,21 @@ def build_reward_functions(
                 function = RemoteReward(
                     f"reward part {label!r}", part.url, token, timeout_s=part.request_s, give_up_s=part.give_up_s
                 )
+            elif part.isolation is not None:
+                assert part.entry_point is not None, "check_rewards asks for it"
+                isolated = IsolatedFunction(part.entry_point, part.options, part.isolation, inherited)
+                isolated.try_start()
+                function = isolated
             else:
-                function = _user_function(part, inherited)
+                assert part.entry_point is not None, "check_rewards asks for it"
+                user = load_entry_point(part.entry_point, part.options)
+                function = UserFunction(partial(user, **part.options) if part.options else user)
             summands.append(Summand(label, part.weight, function))
         except ConfigError as error:
             found.extend(error.problems)
     if found:
         raise ConfigError(found)
     return RewardSum(summands)
-
-
-def _user_function(part: RewardPart, environment: Mapping[str, str]) -> UserFunction | IsolatedFunction:
-    assert part.entry_point is not None, "check_rewards asks for it"
-    if part.isolation is not None:
-        isolated = IsolatedFunction(part.entry_point, part.options, part.isolation, environment)
-        isolated.try_start()
-        return isolated
-    function, options = load_entry_point(part.entry_point, part.options), part.options
-    return UserFunction(partial(function, **options) if options else function)
 
 
 class RewardSum:

@@ -140,18 +140,7 @@ class IsolatedFunction(Part):
     def _ask(self, message: Mapping[str, Any], limit_s: float, late: str) -> dict[str, Any]:
         """Send a line and read the next.  Failures end the process; most raise `Unanswered`."""
         deadline, late, name = time.monotonic() + limit_s, f"{late} {limit_s:g} s", secrets.token_hex(8)
-        self._write(json.dumps({**message, "call": name}, allow_nan=False).encode() + b"\n", deadline, late)
-        line = self._read_line(deadline, late)
-        try:
-            answer = read_json(line)
-        except ValueError:
-            answer = None
-        if not isinstance(answer, dict) or answer.pop("call", None) != name:
-            self.close()
-            raise RewardError(f"{self.entry_point}: its process gave {line[:100]!r}, which does not answer this call")
-        return answer
-
-    def _write(self, data: bytes, deadline: float, late: str) -> None:
+        data = json.dumps({**message, "call": name}, allow_nan=False).encode() + b"\n"
         while data:
             if not _ready(self._to_child, select.POLLOUT, deadline):
                 self._end(late)
@@ -159,9 +148,7 @@ class IsolatedFunction(Part):
                 data = data[os.write(self._to_child, data) :]
             except BrokenPipeError:
                 self._end(f"{self.entry_point}: {self._how_it_ended()}")
-
-    def _read_line(self, deadline: float, late: str) -> bytes:
-        line = bytearray()
+        line = b""
         while not line.endswith(b"\n"):
             if not _ready(self._from_child, select.POLLIN, deadline):
                 self._end(late)
@@ -171,7 +158,14 @@ class IsolatedFunction(Part):
             line += piece
             if len(line) > MAX_ANSWER_BYTES:
                 self._end(f"{self.entry_point}: its process wrote more than an answer can have")
-        return bytes(line)
+        try:
+            answer = read_json(line)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict) or answer.pop("call", None) != name:
+            self.close()
+            raise RewardError(f"{self.entry_point}: its process gave {line[:100]!r}, which does not answer this call")
+        return answer
 
     def _how_it_ended(self) -> str:
         assert self._process is not None

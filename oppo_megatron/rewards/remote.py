@@ -105,8 +105,13 @@ class RemoteReward(Part):
             new = [item for item in items if item.seq_id not in self._scores]
             for item in new:
                 self._scores[item.seq_id] = Future()
-        if new:
-            self._start().call_soon_threadsafe(self._enqueue, new)
+        if not new:
+            return
+        if self._loop is None:
+            self._loop, self._stop = asyncio.new_event_loop(), asyncio.Event()
+            self._thread = threading.Thread(target=self._run, args=(self._loop,), name="reward service", daemon=True)
+            self._thread.start()
+        self._loop.call_soon_threadsafe(self._enqueue, new)
 
     def _enqueue(self, items: Sequence[ScoreItem]) -> None:
         for item in items:
@@ -130,14 +135,6 @@ class RemoteReward(Part):
         self._thread.join(timeout=5.0)
         self._thread = None
         self._fail(RewardError(f"{self.label}: the client of {self.url} was closed"))
-
-    def _start(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._stop = asyncio.Event()
-            self._thread = threading.Thread(target=self._run, args=(self._loop,), name="reward service", daemon=True)
-            self._thread.start()
-        return self._loop
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
@@ -164,13 +161,14 @@ class RemoteReward(Part):
         headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token.get_secret_value()}"
+        secure = self.url.startswith("https:")  # plain http has no authorities to load, which takes time
         # No proxies or credentials from the environment, and no redirect: the token goes only to `url`.
         async with httpx.AsyncClient(
             headers=headers,
             timeout=self.timeout_s,
             # Shorter than servers keep idle connections (uvicorn: 5 s), so that none is reused while being closed.
             limits=httpx.Limits(max_connections=MAX_IN_FLIGHT, keepalive_expiry=2.0),
-            verify=_authorities(self.url),
+            verify=ssl.create_default_context() if secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
             trust_env=False,
             follow_redirects=False,
         ) as client:
@@ -234,7 +232,13 @@ class RemoteReward(Part):
         except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError, ValueError) as error:
             raise _Failure(f"could not be asked ({type(error).__name__}: {self._shown(str(error))})") from None
         if status != 200:
-            raise self._refusal(status, headers, answer)
+            said = self._shown(answer.decode("utf-8", errors="replace"))
+            remedy = f"; {REMEDIES[status]}" if status in REMEDIES else ""
+            raise _Failure(
+                f"answered {status}{f' ({said})' if said else ''}{remedy}",
+                transient=status in TRANSIENT_STATUS or status >= 500,
+                retry_after_s=retry_after_s(headers.get("retry-after")),
+            )
         if (coding := headers.get("content-encoding", "identity").lower()) != "identity":
             raise _Failure(f"sent its answer encoded ({self._shown(coding)}), although asked for identity")
         try:
@@ -252,26 +256,12 @@ class RemoteReward(Part):
                     raise _Failure(f"sent more than {limit} bytes, longer than any answer to {num_items} responses")
             return response.status_code, response.headers, bytes(answer)
 
-    def _refusal(self, status: int, headers: httpx.Headers, answer: bytes) -> _Failure:
-        said = self._shown(answer.decode("utf-8", errors="replace"))
-        remedy = f"; {REMEDIES[status]}" if status in REMEDIES else ""
-        return _Failure(
-            f"answered {status}{f' ({said})' if said else ''}{remedy}",
-            transient=status in TRANSIENT_STATUS or status >= 500,
-            retry_after_s=retry_after_s(headers.get("retry-after")),
-        )
-
     def _shown(self, text: str) -> str:
         """Make foreign text one short line without the token, which a service may repeat."""
         if self._token is not None:
             text = text.replace(self._token.get_secret_value(), "***")
         text = "".join(character if character.isprintable() else " " for character in text)
         return " ".join(text.split())[:SHOWN_CHARACTERS]
-
-
-def _authorities(url: str) -> ssl.SSLContext:
-    """Trusted authorities; none for plain http, because loading them takes time."""
-    return ssl.create_default_context() if url.startswith("https:") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 def retry_after_s(value: str | None, now: datetime | None = None) -> float:

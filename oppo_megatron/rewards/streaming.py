@@ -39,9 +39,6 @@ def checksum(tokens: Sequence[int], start: int = 0) -> int:
     return zlib.crc32(struct.pack(f"<{len(tokens)}i", *tokens), start)
 
 
-class _NoAnswer(Exception): ...
-
-
 @dataclass
 class _Sequence:
     tokens: list[int] = field(default_factory=list)
@@ -75,7 +72,11 @@ class ScorerStream:
             if len(tokens) <= len(sequence.tokens) and not final:
                 return True  # a carried sequence is gone through again from its start
             sequence.tokens, sequence.final, sequence.waiting = list(tokens), final, True
-            self._start()
+            if self._failure is not None:
+                raise self._failure
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="scorer stream", daemon=True)
+                self._thread.start()
             self._changed.notify()
             return True
 
@@ -97,13 +98,6 @@ class ScorerStream:
         if self._thread is not None:
             self._thread.join(timeout=5.0)
         self._http.close()
-
-    def _start(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="scorer stream", daemon=True)
-            self._thread.start()
 
     def _run(self) -> None:
         try:
@@ -146,32 +140,24 @@ class ScorerStream:
                     sequence.waiting = True  # the service has forgotten a part: again, from what it knows
 
     def _post(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
-        body, until, pause_s = json.dumps(request), time.monotonic() + self._give_up_s, RETRY_S
-        while True:
-            try:
-                return self._post_once(body, request)
-            except _NoAnswer as failure:
-                if self._closed or time.monotonic() + pause_s > until:
-                    what = f"the scorer at {self._settings.url} {failure}, for {self._give_up_s:g} s"
-                    raise RewardError(f"{what}; start it") from failure
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, RETRY_MAX_S)
-
-    def _post_once(self, body: str, request: Mapping[str, Any]) -> list[dict[str, Any]]:
         import httpx
 
-        try:
-            answer = self._http.post(
-                f"{self._settings.url.rstrip('/')}/extend", content=body, headers={"content-type": "application/json"}
-            )
-        except httpx.HTTPError as error:
-            raise _NoAnswer(f"cannot be asked ({error!r})") from error
-        if answer.status_code == 200:
-            return _read_rows(answer, request)
-        reason = f"answered {answer.status_code}: {answer.text[:200]}"
-        if answer.status_code in REFUSED:
-            raise RewardError(f"the scorer at {self._settings.url} {reason}; correct its address, token or limits")
-        raise _NoAnswer(reason)
+        body, headers, url = json.dumps(request), {"content-type": "application/json"}, self._settings.url
+        until, pause_s = time.monotonic() + self._give_up_s, RETRY_S
+        while True:
+            try:
+                answer = self._http.post(f"{url.rstrip('/')}/extend", content=body, headers=headers)
+                if answer.status_code == 200:
+                    return _read_rows(answer, request)
+                failure = f"answered {answer.status_code}: {answer.text[:200]}"
+                if answer.status_code in REFUSED:
+                    raise RewardError(f"the scorer at {url} {failure}; correct its address, token or limits")
+            except httpx.HTTPError as error:
+                failure = f"cannot be asked ({error!r})"
+            if self._closed or time.monotonic() + pause_s > until:
+                raise RewardError(f"the scorer at {url} {failure}, for {self._give_up_s:g} s; start it")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, RETRY_MAX_S)
 
 
 def _read_rows(answer: httpx.Response, request: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -1,7 +1,6 @@
-"""The checkpoints of a run: `checkpoints/step-<steps>`, with `-clock-<decode steps>` within a step.
+"""A run's checkpoints: `checkpoints/step-<steps>`, with `-clock-<decode steps>` within a step.
 
-A folder is renamed from `.step-...` once complete.  `.removed-...` is being removed; `.replaced-...` is complete, and renamed
-back if it has no successor.
+`.step-...` is renamed once complete; `.removed-...` is being removed; `.replaced-...` is renamed back if it has no successor.
 """
 
 from __future__ import annotations

@@ -68,11 +68,11 @@ class RunDirectory:
 
     @property
     def finished(self) -> bool:
-        """True if a run ended here: it writes `summary.json` last."""
+        """True if a run ended, with `summary.json` as its last file."""
         return self.summary.exists()
 
     def rank_trace(self, rank: int) -> Path:
-        """Spans of one rank, until `merge_traces` merges all into `trace.json`."""
+        """Spans of one rank, until `merge_traces`."""
         return self.path / f"trace.rank{rank}.jsonl"
 
     def rank_traces(self) -> list[Path]:
@@ -93,7 +93,7 @@ class RunDirectory:
             raise ConfigError(problems)
 
     def require_own(self) -> None:
-        """Raise ConfigError for files that no run wrote and a run would remove."""
+        """Raise ConfigError for files of others that a run would remove."""
         self.require_regular()
         signs = (self.hosts, self.metrics, self.summary)
         if any(sign.exists() for sign in signs) or self.has_checkpoints or RESOLVED <= self.settings().keys():
@@ -150,7 +150,7 @@ class RunDirectory:
             )
 
     def prepare(self) -> RunDirectory:
-        """Create the directory and return self; an interrupted run's measurements move to `attempt-<n>/`.  Raises ConfigError."""
+        """Create it; an interrupted run's measurements move to `attempt-<n>/`.  Raises ConfigError."""
         self.require_unfinished()
         self.require_no_checkpoints()
         self.require_own()
@@ -178,10 +178,17 @@ class RunDirectory:
     def reopen(self, step: int, saved_at: float) -> None:
         """Cut off what is newer than the checkpoint after `step` steps at `saved_at` (epoch seconds).
 
-        Results of a finished run move to `ended-step-<n>/`.
+        Results of a finished run move to an `ended-step-<n>/` that has none, `summary.json` last: a killed move is continued.
         """
         if self.finished:
-            self._set_ending_aside()
+            products = [product for product in (self.weights, self.best, self.trace, self.summary) if product.exists()]
+            steps = self.ended_after
+            stem = self.path / ("ended" if steps is None else f"ended-step-{steps:06d}")
+            folders = (stem if n == 1 else stem.with_name(f"{stem.name}-{n}") for n in count(1))
+            folder = next(path for path in folders if not any((path / product.name).exists() for product in products))
+            folder.mkdir(exist_ok=True)
+            for product in products:
+                product.rename(folder / product.name)
         for weights in (self.weights, self.best):
             if weights.exists():  # the run was ended while it wrote its final weights
                 shutil.rmtree(weights)
@@ -217,20 +224,6 @@ class RunDirectory:
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return steps if isinstance(steps, int) else None
-
-    def _set_ending_aside(self) -> None:
-        """Move `summary.json` last: until then the next call moves the rest.
-
-        A run may end after the same step twice, so the folder is one that has none of the files.
-        """
-        products = [product for product in (self.weights, self.best, self.trace, self.summary) if product.exists()]
-        steps = self.ended_after
-        stem = self.path / ("ended" if steps is None else f"ended-step-{steps:06d}")
-        folders = (stem if n == 1 else stem.with_name(f"{stem.name}-{n}") for n in count(1))
-        folder = next(path for path in folders if not any((path / product.name).exists() for product in products))
-        folder.mkdir(exist_ok=True)
-        for product in products:
-            product.rename(folder / product.name)
 
 
 def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:

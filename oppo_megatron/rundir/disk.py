@@ -21,10 +21,7 @@ HELD_WAIT_S = 20.0
 
 @contextmanager
 def held(folder: Path, holder: Path, wait_s: float) -> Iterator[None]:
-    """Lock the folder until the block or process ends, if the file system has locks.
-
-    `holder` only informs.  Raises ConfigError if another process holds it for `wait_s`.
-    """
+    """Lock the folder, if the file system has locks; `holder` informs.  Raises ConfigError if another holds it for `wait_s`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)

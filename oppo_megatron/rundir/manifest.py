@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.nesting import read_json
@@ -73,7 +72,13 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
             raise OtherFormatError(
                 f"{path}: format {tree['format']}, this program reads format {FORMAT}; resume with the version that wrote it"
             )
-        return {name: _entry(name, entry) for name, entry in tree["files"].items()}
+        entries = {name: Entry(**entry) for name, entry in tree["files"].items()}
+        for name, entry in entries.items():
+            if not name.isprintable() or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise ValueError(f"{name!r:.100} is not a file of its folder")
+            if type(entry.size_bytes) is not int or entry.size_bytes < 0 or not isinstance(entry.sha256, str):
+                raise ValueError(f"{name}: {asdict(entry)!r:.100} is not a size and checksum")
+        return entries
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -81,15 +86,6 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
             f"{path}: not a readable manifest ({type(error).__name__}: {error}); a complete checkpoint has one; resume from "
             "another checkpoint, or remove this one"
         ) from error
-
-
-def _entry(name: str, tree: Any) -> Entry:
-    entry = Entry(**tree)
-    if not name.isprintable() or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        raise ValueError(f"{name!r:.100} is not a file of its folder")
-    if type(entry.size_bytes) is not int or entry.size_bytes < 0 or not isinstance(entry.sha256, str):
-        raise ValueError(f"{name}: {tree!r:.100} is not a size and checksum")
-    return entry
 
 
 def find_misfits(folder: Path, entries: Mapping[str, Entry], required: Iterable[str], closed: Iterable[str]) -> str | None:
@@ -106,10 +102,7 @@ def find_misfits(folder: Path, entries: Mapping[str, Entry], required: Iterable[
 def find_damage(
     folder: Path, entries: Mapping[str, Entry], part: int = 0, parts: int = 1, *, checksums: bool = True
 ) -> str | None:
-    """Describe the first damaged file in share `part` of `parts`, or None.
-
-    Without `checksums`, only missing files and wrong sizes are found.
-    """
+    """Describe the first damaged file in share `part` of `parts`, or None; without `checksums`: missing or of wrong size."""
     for name in sorted(entries)[part::parts]:
         path, due = folder / name, entries[name]
         if not path.is_file():

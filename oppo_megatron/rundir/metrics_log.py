@@ -19,11 +19,7 @@ MEAN_FIELDS = ("step_s", "decode_s", "train_s", "score_exposed_s", "critic_updat
 
 @final
 class MetricsLog:
-    """Appends the lines of a run, in order.
-
-    A line may be completed after the next begins, because a critic's update may overlap the next step.  `close` writes incomplete
-    ones with `"incomplete": true`.
-    """
+    """Appends a run's lines in order; a critic's update may complete one after the next begins, else it is marked incomplete."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
@@ -101,11 +97,10 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def summarise(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Compute the figures of a run; None for one whose fields are missing.
+    """Compute a run's figures; None if fields are missing.
 
     Times, `tokens_per_s` and `scoring_hidden` (1 - exposed / busy scorer seconds) leave out the first of more than three steps.
-    `reward_first`, `reward_last`: means of the first and last tenth of the steps, at least 3. `deferred`: trained sequences by
-    steps carried over.
+    `reward_first`, `reward_last`: means of a tenth of the steps, at least 3. `deferred`: trained sequences by steps carried over.
     """
     steady = lines[1:] if len(lines) > 3 else lines
     rewards = _values(lines, "reward_mean")

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from oppo_megatron.clock import SteadyClock
 from oppo_megatron.errors import DataError
@@ -36,8 +35,7 @@ class Span:
 class SpanRecorder:
     """Records one rank's spans, from one thread; spans of a role may nest but not cross.
 
-    Keeps totals of `KEPT_STEPS` steps, and spans if there is a `run_dir`.  `clock`: epoch seconds, common to all ranks, never
-    going back.
+    Keeps totals of `KEPT_STEPS` steps, and spans if there is a `run_dir`.  `clock`: steady epoch seconds, common to all ranks.
     """
 
     def __init__(
@@ -86,10 +84,7 @@ class SpanRecorder:
 
 
 def merge_traces(run_dir: str | os.PathLike[str]) -> Path | None:
-    """Merge the ranks' files into `trace.json` (Trace Event Format); return its path, None without spans.
-
-    One rank calls this after all have flushed.  Spans are read twice instead of held in memory.
-    """
+    """Merge all ranks' flushed files into `trace.json` (Trace Event Format), read twice instead of held; None without spans."""
     run = RunDirectory(run_dir)
     files = run.rank_traces()
     origin, lanes = float("inf"), set()
@@ -99,11 +94,19 @@ def merge_traces(run_dir: str | os.PathLike[str]) -> Path | None:
     if not lanes:
         return None
     thread_of = {lane: number for number, lane in enumerate(sorted(lanes), start=1)}
+    names = {(rank, 0): ("process_name", f"rank {rank}") for rank, _ in thread_of}
+    names |= {(rank, thread): ("thread_name", role) for (rank, role), thread in thread_of.items()}
+    heads = [{"ph": "M", "name": kind, "pid": rank, "tid": tid, "args": {"name": x}} for (rank, tid), (kind, x) in names.items()]
     with atomic_writer(run.trace) as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-        file.write(",\n".join(json.dumps(event) for event in _lane_names(thread_of)))
+        file.write(",\n".join(map(json.dumps, heads)))
         for span in _read_spans(files):
-            file.write(",\n" + json.dumps(_event(span, thread_of[span.rank, span.role], origin)))
+            event = {
+                "ph": "X", "name": span.name, "cat": span.role, "pid": span.rank, "tid": thread_of[span.rank, span.role],
+                "args": {"step": span.step}, "ts": round((span.start - origin) * 1e6, 3),
+                "dur": round((span.end - span.start) * 1e6, 3),
+            }  # fmt: skip
+            file.write(",\n" + json.dumps(event))
         file.write("\n]}\n")
     for path in files:
         path.unlink()
@@ -145,16 +148,3 @@ def _read_spans(files: Iterable[Path]) -> Iterator[Span]:
     for path in files:
         for line in iter_json_lines(path):
             yield Span(**line)
-
-
-def _lane_names(thread_of: dict[tuple[int, str], int]) -> list[dict[str, Any]]:
-    names = {(rank, 0): ("process_name", f"rank {rank}") for rank, _ in thread_of}
-    names |= {(rank, thread): ("thread_name", role) for (rank, role), thread in thread_of.items()}
-    return [{"ph": "M", "name": kind, "pid": rank, "tid": tid, "args": {"name": x}} for (rank, tid), (kind, x) in names.items()]
-
-
-def _event(span: Span, thread: int, origin: float) -> dict[str, Any]:
-    return {
-        "ph": "X", "name": span.name, "cat": span.role, "pid": span.rank, "tid": thread, "args": {"step": span.step},
-        "ts": round((span.start - origin) * 1e6, 3), "dur": round((span.end - span.start) * 1e6, 3),
-    }  # fmt: skip

@@ -7,7 +7,6 @@ import hmac
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Generic, TypeVar
 
 from fastapi import FastAPI, Request
@@ -31,10 +30,7 @@ REST_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits per request: body bytes, items, characters of a text, seconds to receive the body.
-
-    More than `max_waiting` requests in scoring or `max_coming` arriving bodies get 429.
-    """
+    """Limits per request.  More than `max_waiting` requests in scoring or `max_coming` arriving bodies get 429."""
 
     max_bytes: int = 32 << 20
     max_items: int = 256
@@ -84,10 +80,7 @@ Extend = Callable[[str, Sequence[Piece]], list[Known]]
 
 
 class Gate(Generic[Asked, Found]):
-    """Takes requests through all checks, cheapest first, then to the scorer.
-
-    `read` parses a body for `score`, or raises Refusal.  Scoring has its own thread, because user code need not be thread-safe.
-    """
+    """Checks requests, has `read` parse them or raise Refusal, and calls `score`, maybe not thread-safe, in one thread."""
 
     def __init__(
         self, read: Callable[[bytes], Asked], score: Callable[[Asked], Found], limits: RequestLimits, token: SecretStr | None
@@ -169,21 +162,6 @@ def _require_fitting(ids: Sequence[int], limits: RequestLimits, what: str) -> No
         raise Refusal(422, "an id occurs twice")
 
 
-def _read_items(limits: RequestLimits, body: bytes) -> list[protocol.Item]:
-    items = read_message(protocol.Request, body, "scores").items
-    _require_fitting([item.id for item in items], limits, "items")
-    longest = max(max(len(item.prompt), len(item.response)) for item in items)
-    if longest > limits.max_characters:
-        raise Refusal(413, f"a text has {longest} characters, more than {limits.max_characters}")
-    return items
-
-
-def _read_extension(limits: RequestLimits, body: bytes) -> Extension:
-    asked = read_message(Extension, body, "streamed scores")
-    _require_fitting([row.id for row in asked.rows], limits, "rows")
-    return asked
-
-
 def new_app() -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -203,8 +181,16 @@ def new_app() -> FastAPI:
 
 def build_app(score: Scorer, token: SecretStr | None, limits: RequestLimits = LIMITS) -> FastAPI:
     """Return the service; `score`, called from one thread, returns a number per item or raises RewardError."""
-    app = new_app()
-    gate = Gate(partial(_read_items, limits), score, limits, token)
+
+    def read(body: bytes) -> list[protocol.Item]:
+        items = read_message(protocol.Request, body, "scores").items
+        _require_fitting([item.id for item in items], limits, "items")
+        longest = max(max(len(item.prompt), len(item.response)) for item in items)
+        if longest > limits.max_characters:
+            raise Refusal(413, f"a text has {longest} characters, more than {limits.max_characters}")
+        return items
+
+    app, gate = new_app(), Gate(read, score, limits, token)
 
     @app.post("/score")
     async def scores(request: Request) -> JSONResponse:
@@ -217,8 +203,13 @@ def build_app(score: Scorer, token: SecretStr | None, limits: RequestLimits = LI
 
 def build_stream_app(extend: Extend, token: SecretStr | None, limits: RequestLimits = LIMITS) -> FastAPI:
     """Return the streaming service; `extend` is called from one thread and may raise RewardError."""
-    app = new_app()
-    gate = Gate(partial(_read_extension, limits), lambda asked: extend(asked.session, asked.rows), limits, token)
+
+    def read(body: bytes) -> Extension:
+        asked = read_message(Extension, body, "streamed scores")
+        _require_fitting([row.id for row in asked.rows], limits, "rows")
+        return asked
+
+    app, gate = new_app(), Gate(read, lambda asked: extend(asked.session, asked.rows), limits, token)
 
     @app.post("/extend")
     async def grow(request: Request) -> JSONResponse:

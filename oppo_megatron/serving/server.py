@@ -116,10 +116,7 @@ def server_settings(app: FastAPI, header_s: float = HEADER_S, most_waiting: int 
 
 
 def serve(config: ServeConfig, environment: Mapping[str, str], say: Callable[[str], None]) -> None:
-    """Serve until interrupted; calls `say` with the address when ready.
-
-    Raises ConfigError, before loading a model, for a missing token or unusable address.
-    """
+    """Serve until interrupted; `say` gets the address.  Raises ConfigError early, for a missing token or unusable address."""
     token = None if config.token_env is None else read_token(config.token_env, environment)
     with (
         bound_socket(config.host, config.port, guarded=token is not None) as listening,

@@ -41,12 +41,21 @@ class StreamScorer:
 
     @torch.no_grad()
     def extend(self, session: str, pieces: Sequence[Piece]) -> list[Known]:
-        """Take the pieces; complete sequences are scored at their last token and forgotten.
+        """Take the pieces; complete sequences are scored at their last token and forgotten, failed ones dropped.
 
-        Raises RewardError for unreadable tokens before taking any.  Another failure drops the piece's sequence.
+        Raises RewardError for unreadable tokens before taking any.
         """
         for piece in pieces:
-            self._check(piece)
+            if not 0 < piece.offset + len(piece.tokens) <= self.max_tokens:
+                raise RewardError(
+                    f"sequence {piece.id} has {piece.offset + len(piece.tokens)} tokens, but must have 1 to max_tokens "
+                    f"{self.max_tokens}"
+                )
+            if piece.tokens and max(piece.tokens) >= self.model.shape.vocab_size:
+                raise RewardError(
+                    f"sequence {piece.id} has token id {max(piece.tokens)}, but the reward model knows "
+                    f"{self.model.shape.vocab_size}: the run and the service must have the same tokenizer"
+                )
         if self.cache.device.type == "cuda":
             torch.cuda.set_device(self.cache.device)  # which device is current is a thread's own
         return [self._take((session, piece.id), piece) for piece in pieces]
@@ -83,20 +92,17 @@ class StreamScorer:
         held = self._held.get(name)
         if held is None:
             if not self.cache.num_free:
-                self._make_room()
+                known = {each.number for each in self._held.values()}
+                left = next((number for number in self.cache.seq_ids if number not in known), None)
+                if left is None:
+                    self._drop(next(iter(self._held)))
+                else:
+                    self.cache.close(left)
             held = _Held(self._next)
             self.cache.open(held.number)
             self._held[name], self._next = held, self._next + 1
         self._held.move_to_end(name)
         return held
-
-    def _make_room(self) -> None:
-        known = {held.number for held in self._held.values()}
-        left = next((number for number in self.cache.seq_ids if number not in known), None)
-        if left is None:
-            self._drop(next(iter(self._held)))
-        else:
-            self.cache.close(left)
 
     def _drop(self, name: Name) -> None:
         self.cache.close(self._held.pop(name).number)
@@ -109,18 +115,6 @@ class StreamScorer:
             last_R = torch.tensor([len(part) - 1], device=self.cache.device)
             score = float(step(self.model, self.cache, [held.number], [len(part)], tokens_T, last_R)[0])
         return score
-
-    def _check(self, piece: Piece) -> None:
-        if not 0 < piece.offset + len(piece.tokens) <= self.max_tokens:
-            raise RewardError(
-                f"sequence {piece.id} has {piece.offset + len(piece.tokens)} tokens, but must have 1 to max_tokens "
-                f"{self.max_tokens}"
-            )
-        if piece.tokens and max(piece.tokens) >= self.model.shape.vocab_size:
-            raise RewardError(
-                f"sequence {piece.id} has token id {max(piece.tokens)}, but the reward model knows "
-                f"{self.model.shape.vocab_size}: the run and the service must have the same tokenizer"
-            )
 
 
 @contextmanager

@@ -121,7 +121,7 @@ class Actor:
 
     def _prepare(self, batch: Sequence[Rollout], settings: UpdateSettings) -> BegunUpdate:
         whole = settings.minibatches > 1 and settings.version % WHOLE_EVERY == 0 and self.gap_limit.nats is not None
-        begun = self._under_start(batch, settings) if whole or self.algorithm.needs_proximal else BegunUpdate()
+        begun = self._under_start(batch, settings) if whole or self.algorithm.ppo.staleness == "decoupled" else BegunUpdate()
         self.role.retire()
         return begun
 

@@ -1,4 +1,4 @@
-"""Records of why a rank ended, for the process that started it."""
+"""Records of why ranks ended, for their launcher."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ EXIT_STALLED = 2  # as every error that is not a defect
 
 @dataclass(frozen=True)
 class Failure:
-    """`input`: the user can correct it; `defect`: `message` is a traceback; `symptom`: a peer did not come; `stall`: names
-    the stalled rank.
-    """
+    """`input`: the user can correct it; `defect`: a traceback; `symptom`: a peer did not come; `stall`: names a stalled rank."""
 
     rank: int
     time_s: float
@@ -50,7 +48,7 @@ def read_failures(folder: Path) -> Iterator[Failure]:
 
 @contextmanager
 def noted(rank: int, what: str, environment: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Keep a file during a user's code, which may end the process silently. Without a launcher, a crash writes its stack."""
+    """Keep a file during a user's code, which may end the process silently; without a launcher, a crash writes its stack."""
     if FOLDER in environment:
         path = Path(environment[FOLDER]) / f"{rank}{CALLS}"
         path.write_text(what, encoding="utf-8")

@@ -84,8 +84,8 @@ def board_at(point: MeetingPoint, ranks: Sequence[int] | None = None) -> Board:
 class Watch:
     """An observer's view of ranks (`whole`: all of the run, so one must move).
 
-    At most three ticks count between looks, so a suspended machine raises no alarm. Extra time: `first_s` until the first notes,
-    `later_s` for this observer.
+    At most three ticks count between looks: a suspended machine raises no alarm. `first_s`, `later_s`: extra time until the first
+    notes and for this observer.
     """
 
     def __init__(
@@ -163,18 +163,17 @@ class Watch:
             first = [own]
             head = f"the ranks' store, kept by {keeper}, has not answered for {alone_s:.0f} s"
         else:
-            first = [rank for rank in live if rank not in answered] or self._longest_at_work(live)
+            first = [rank for rank in live if rank not in answered]
+            if not first:  # the rank that has been at work for longest
+                notes = [self.notes[rank] for rank in live]
+                at_work = [note for note in notes if not note.waits and note.still_s >= self.deadline_s / 2]
+                first = [note.rank for note in sorted(at_work, key=lambda note: note.still_s)[-1:]]
             head = "the run has stalled" if first else "the run has stalled, because its ranks wait for each other"
         order = [*first, *[rank for rank in live if rank not in first]]
         states = [self._state(rank, rank in answered) for rank in order[:MOST_STATES]]
         if len(order) > MOST_STATES:
             states.append(f"and {len(order) - MOST_STATES} other ranks")
         return f"{head} (stall_deadline_s is {self.deadline_s:g}): " + "; ".join(states)
-
-    def _longest_at_work(self, live: Collection[int]) -> list[int]:
-        notes = [self.notes[rank] for rank in live]
-        at_work = [note for note in notes if not note.waits and note.still_s >= self.deadline_s / 2]
-        return [note.rank for note in sorted(at_work, key=lambda note: note.still_s)[-1:]]
 
     def _state(self, rank: int, answered: bool) -> str:
         note = self.notes.get(rank)

@@ -1,4 +1,4 @@
-"""Ends all ranks of a host: after GRACE_S if one failed or is late to stop, at once in a stall that no watchdog could end."""
+"""Ends a host's ranks: after GRACE_S if one failed or is late to stop, at once in a stall that no watchdog could end."""
 
 from __future__ import annotations
 
@@ -56,15 +56,20 @@ class Supervisor:
         finally:
             self._over.set()
             thread.join()
-            self._explain_silence()
+            watch = self._watch
+            if self._limits.stall_s and watch.notes and not any(self._folder.glob("*.json")):
+                self._read_notes()
+                if any(watch.heard_s(rank) >= self._limits.stall_s for rank in watch.live):
+                    self._leave_message()  # a rank's timer ended it, because its interpreter was held
 
     def last_words(self) -> dict[int, str]:
         return {rank: note.what for rank, note in self._watch.notes.items() if not note.ended}
 
     def _run(self) -> None:
         while not self._over.wait(POLL_S):
-            now = time.monotonic()
-            if not self._ending_since and (self.someone_failed() or self._is_late()):
+            now, asked_s, limit_s = time.monotonic(), self._asked_s(), self._limits.asked_s
+            late = asked_s is not None and limit_s is not None and asked_s >= limit_s
+            if not self._ending_since and (self.someone_failed() or late):
                 self._ending_since = now
                 self._read_notes()
             looks = self._limits.stall_s and now - self._looked >= self._tick_s
@@ -83,25 +88,13 @@ class Supervisor:
         found = self._board.exchange(None, 1.0)
         self._watch.observe(found or [], reaches_others=found is not None)
 
-    def _explain_silence(self) -> None:
-        """Report a rank that its timer ended, because its interpreter was held."""
-        watch = self._watch
-        if self._limits.stall_s and watch.notes and not any(self._folder.glob("*.json")):
-            self._read_notes()
-            if any(watch.heard_s(rank) >= self._limits.stall_s for rank in watch.live):
-                self._leave_message()
-
     def _leave_message(self) -> None:
         watch, silent_s = self._watch, 3 * self._tick_s
         answered = [rank for rank in watch.live if rank in watch.notes and watch.heard_s(rank) < silent_s]
         Failure(-1, time.time(), "stall", watch.describe(None, answered, "this process")).leave(self._folder)
 
-    def _is_late(self) -> bool:
-        asked_s, limit_s = self._asked_s(), self._limits.asked_s
-        return asked_s is not None and limit_s is not None and asked_s >= limit_s
-
     def someone_failed(self) -> bool:
-        """True if a watchdog ended a rank, or one ended without `WELL` (torch's agent alone can read exit codes)."""
+        """True if a watchdog ended a rank, or one ended without `WELL` (exit codes are known to torch's agent alone)."""
         return any(self._folder.glob("*.stall.json")) or any(
             not _runs(rank) and not path.with_suffix(WELL).exists() for path, rank in self._processes().items()
         )

@@ -1,8 +1,8 @@
 """Ends a rank if the run has stalled.
 
-A thread writes notes to the store of the rendezvous. Rank 0 (the judge) reads all, others only the judge's, so the load is
-linear in ranks. In a stall each watchdog writes `stacks/rank-N.txt` and ends its process with the judge's verdict. If a call
-holds the interpreter, a timer of `faulthandler`, restarted with each note, does so.
+A thread writes notes to the store of the rendezvous. Rank 0 (the judge) reads all, others only the judge's: a load linear in
+ranks. In a stall each watchdog writes `stacks/rank-N.txt` and ends its process with the judge's verdict; if a call holds the
+interpreter, a timer of `faulthandler`, restarted with each note, does so.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def verdict_within_s(deadline_s: float) -> float:
 
 
 class Watchdog:
-    """`end` does not return. The judge's `watch` and `board` have all ranks, others' the judge and themselves."""
+    """`end` does not return. `watch` and `board`: of all ranks (judge), or of the judge and this one."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Watchdog:
             faulthandler.dump_traceback_later(seconds, exit=True, file=self._spare or sys.stderr)
 
     def _write_stacks(self, note: Note) -> None:
-        """Write all threads' stacks, from another thread because the file system may hang."""
+        """Write all stacks, from another thread: the file system may hang."""
         faulthandler.cancel_dump_traceback_later()
         with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
             faulthandler.dump_traceback(file, all_threads=True)

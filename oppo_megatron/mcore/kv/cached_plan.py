@@ -20,13 +20,13 @@ FEW_TOKENS = 48  # average new tokens per sequence below which a CPU attends for
 
 
 class Places(Protocol):
-    """Where a call's new keys and values are stored."""
+    """Places of a call's new keys and values."""
 
     def attend(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None) -> Tensor | None:
         """Cache keys and values and attend by a kernel -> [T, N * D]; None without one."""
 
     def extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """Cache k and v; return all cached ones of the sequences, each [S, G, longest, D]."""
+        """Cache k and v; return all cached ones, each [S, G, longest, D]."""
 
 
 class Cache(Protocol):
@@ -177,6 +177,6 @@ class StepRows(ABC):
 
 
 def attend_one(q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attend for one new token per sequence -> [S, N * D]; a group's query heads replace query positions."""
+    """Attend for one new token per sequence -> [S, N * D], with heads as query positions."""
     out = F.scaled_dot_product_attention(q_SGRD, k_SGLD, v_SGLD, attn_mask=mask, scale=scale)
     return out.reshape(len(q_SGRD), -1)

@@ -1,4 +1,4 @@
-"""Attention of a call with many new tokens: padded queries of small neighbours together, long sequences alone."""
+"""Attention of many new tokens: padded queries of small neighbours together, long sequences alone."""
 
 from __future__ import annotations
 

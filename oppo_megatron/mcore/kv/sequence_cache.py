@@ -136,7 +136,7 @@ class SequenceCache(ABC):
         self._lengths[self._slots[seq_id]] += new
 
     def stored(self, seq_id: int) -> Tensor:
-        """Return the cached keys and values by layer, [2 * layers, length, G, D]."""
+        """Return keys and values by layer, [2 * layers, length, G, D]."""
         return self._read(self._slots[seq_id], self.length(seq_id))
 
     def restore(self, seq_id: int, stored: Tensor) -> None:

@@ -131,7 +131,7 @@ def _loaded(folder: Path, tree: dict[str, Any], what: str, remedy: str) -> Mappi
 
 
 class _Writer(torch_checkpoint.FileSystemWriter):
-    """Raises the system's error, which torch's archive writer replaces."""
+    """Raises the system's error, which torch replaces."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
@@ -147,7 +147,7 @@ class _Writer(torch_checkpoint.FileSystemWriter):
 
 class _Shards:
     def __init__(self, name: str, model: TrainedModel, updates: int | None = None):
-        """Create missing state as the first step would.  `updates`: steps to load; None: gather values."""
+        """Create missing state as the first step does.  `updates`: steps to load; None: gather."""
         self.name, self._model, self._gather = name, model, updates is None
         for optimizer in model.optimizer.chained_optimizers:
             inner = optimizer.optimizer

@@ -1,6 +1,6 @@
 """Hugging Face tensors from a Megatron `torch_dist` checkpoint of any layout, a saved piece at a time.
 
-Unpickling can call any function, so the index (`.metadata`) is read with a closed table of classes, pieces with `weights_only`.
+Unpickling can call any function: the index (`.metadata`) is read with a table of classes, pieces with `weights_only`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ALLOWED = {
 
 
 def read_plain_index(path: Path) -> Any:
-    """Return torch's `Metadata`.  Raises CheckpointError for another index, other classes, or files outside."""
+    """Return torch's `Metadata`.  Raises CheckpointError for other classes or files outside."""
     try:
         index = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
         files = {str(info.relative_path) for info in index.storage_data.values()}
@@ -85,7 +85,7 @@ NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state", "opt_param_s
 
 
 def saved_names(param: str) -> tuple[tuple[str, int | None], ...]:
-    """Return a parameter's possible keys, each with its layer's number if stacked."""
+    """Return a parameter's possible keys, with the layer's number if stacked."""
     if not param.startswith(LAYERS):
         return ((param, None),)
     number, _, name = param.removeprefix(LAYERS).partition(".")

@@ -72,7 +72,7 @@ class DrawnSource(ABC):
 
 
 class RandomSource(DrawnSource):
-    """Random weights: matrices normal(0, init_std), norms one, biases zero."""
+    """Matrices normal(0, init_std), norms one, biases zero."""
 
     def __init__(self, shape: ModelShape, seed: int, head: Head):
         super().__init__(hf_tensors(shape, head), seed)
@@ -98,7 +98,7 @@ class OverlaidSource:
 
 
 class FreshHead(OverlaidSource):
-    """A causal LM with a random scalar head; its `lm_head` is not read."""
+    """A causal LM with a random scalar head and no `lm_head`."""
 
     def __init__(self, source: TensorSource, shape: ModelShape, seed: int):
         super().__init__(source, {SCALAR_HEAD: (RandomSource(shape, seed, "scalar"), SCALAR_HEAD)}, without=(LM_HEAD,))

@@ -1,4 +1,4 @@
-"""Transfers weights between Hugging Face tensors and one rank's parameters, one tensor's share at a time."""
+"""Transfers shares of Hugging Face tensors to and from one rank's parameters."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def take_part(param: torch.Tensor, part: Part) -> torch.Tensor:
 def matching_params(
     model: torch.nn.Module, parts: list[Part], tp_size: int, *, whole: bool = True
 ) -> dict[str, torch.nn.Parameter]:
-    """Return the checked parameters that `parts` fill; `whole`: they are all."""
+    """Return the parameters that `parts` fill; `whole`: all."""
     filled = {part.param for part in parts}
     params = {name: param for name, param in model.named_parameters() if whole or name in filled}
     expected, found = param_shapes(parts, tp_size), {name: tuple(p.shape) for name, p in params.items()}

@@ -1,6 +1,6 @@
 """Writes a Hugging Face directory with at most one tensor in memory.
 
-safetensors: 8 bytes with the length of a JSON header (little-endian), the header with dtype, shape and byte ranges, the bytes.
+safetensors: 8 bytes with a JSON header's length (little-endian), the header with dtype, shape and byte ranges, the bytes.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class FreshAdapters(DrawnSource):
 
 
 def open_adapters(directory: Path, shape: ModelShape, lora: LoraConfig, head: Head) -> TensorSource:
-    """Return a peft directory's tensors.  Raises CheckpointError unless they fit; a scalar head may be missing."""
+    """Return a peft directory's tensors.  Raises CheckpointError unless they fit (without a head, too)."""
     source = SafetensorsSource(directory, ADAPTER_WEIGHTS)
     if problems := adapter_problems(shape, lora, head, source.tensors):
         raise CheckpointError(f"{directory}: the adapters do not fit the model:\n{summary(problems)}")
@@ -63,7 +63,7 @@ def fill_adapters(model: Any, lora: LoraConfig, seed: int) -> None:
 
 
 class MergedSource(OverlaidSource):
-    """A model's tensors with W + s B A for each adapted W, and the adapters' scalar head."""
+    """A model with W + s B A for each adapted W, and the adapters' scalar head."""
 
     def __init__(self, base: TensorSource, adapters: TensorSource, scale: float):
         head = PEFT + SCALAR_HEAD

@@ -88,7 +88,7 @@ class Reallocation:
 
     @torch.no_grad()
     def move(self) -> MoveReport:
-        """Copy the trained weights, bit for bit, into the serving model's storages."""
+        """Copy the trained weights, bit for bit."""
         if self.shared:
             return MoveReport(0, 0.0)
         began = time.perf_counter()
@@ -170,7 +170,7 @@ def _width(part: Part, tp: int) -> int:
 
 
 def _rounds(pieces: Sequence[_Piece], limit: int) -> list[list[_Piece]]:
-    """Split into rounds of at most `limit` elements, or one larger piece."""
+    """Split into rounds of at most `limit` elements or one piece."""
     rounds: list[list[_Piece]] = []
     staged = 0
     for piece in pieces:

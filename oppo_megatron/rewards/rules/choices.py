@@ -85,10 +85,6 @@ def _in_line(text: str) -> list[str]:
     return [letter.upper() for letter in (*found.groups(), *_BRACKETS.findall(text)) if letter]
 
 
-def _picked(text: str) -> list[str]:
-    return [letter for found in _PICKED.findall(text) for letter in found if letter]
-
-
 _PLACES: dict[str, Callable[[str], list[str]]] = {
     "picked": lambda response: [shown(response)],
     "any line": lambda response: shown(response).splitlines(),
@@ -97,6 +93,6 @@ _READERS: dict[str, Callable[[str], Sequence[str | None]]] = {
     "marked": _marked,
     "stated": _stated,
     "last line": _in_line,
-    "picked": _picked,
+    "picked": lambda text: [letter for found in _PICKED.findall(text) for letter in found if letter],
     "any line": _in_line,
 }

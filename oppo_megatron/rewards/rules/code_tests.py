@@ -64,19 +64,15 @@ def read_tests(value: Any) -> Tests:
     if isinstance(value, str):
         value = [value]
     if isinstance(value, Mapping):
-        value = list(_of_lists(value))
+        if name := value.get("fn_name"):
+            raise RewardError(f"the tests call a function {name!r} by `fn_name`, which is not supported; {_FORMS}")
+        inputs, outputs = value.get("inputs"), value.get("outputs")
+        if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
+            raise RewardError(f"the tests {str(value)[:100]!r} have not as many `inputs` as `outputs`; {_FORMS}")
+        value = [{"input": given, "output": wanted} for given, wanted in zip(inputs, outputs, strict=True)]
     if not isinstance(value, Sequence) or not value:
         raise RewardError(f"the tests {str(value)[:100]!r} are none; {_FORMS}")
     return [_test(each) for each in value]
-
-
-def _of_lists(value: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    if value.get("fn_name"):
-        raise RewardError(f"the tests call a function {value['fn_name']!r} by `fn_name`, which is not supported; {_FORMS}")
-    inputs, outputs = value.get("inputs"), value.get("outputs")
-    if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
-        raise RewardError(f"the tests {str(value)[:100]!r} have not as many `inputs` as `outputs`; {_FORMS}")
-    yield from ({"input": given, "output": wanted} for given, wanted in zip(inputs, outputs, strict=True))
 
 
 def _test(each: Any) -> dict[str, str]:

@@ -159,8 +159,9 @@ def _stated(text: str) -> list[str]:
     return found
 
 
-def _last_line(text: str) -> list[str]:
-    return text.strip().splitlines()[-1:]
-
-
-_FORMS: dict[str, Callable[[str], list[str]]] = {"marked": _marked, "hashed": _hashed, "stated": _stated, "last line": _last_line}
+_FORMS: dict[str, Callable[[str], list[str]]] = {
+    "marked": _marked,
+    "hashed": _hashed,
+    "stated": _stated,
+    "last line": lambda text: text.strip().splitlines()[-1:],
+}

@@ -1,7 +1,6 @@
 """Rule `math`: the final answer equals the expected one mathematically.
 
-`grade` needs its own process, because SymPy may hang or fill memory.  Numbers, words and structures are compared here, all
-else by math-verify.
+Numbers, words and structures are compared here, all else by math-verify; in an own process, as SymPy may hang or fill memory.
 """
 
 from __future__ import annotations
@@ -97,10 +96,7 @@ def needs_library(fields: Mapping[str, Any]) -> bool:
 
 
 def grade(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
-    """1.0 if the response's final answer equals the expected one, else 0.0.
-
-    NaN for a bare `PROBE` if the library cannot read the expected answer.
-    """
+    """1.0 if the final answer equals the expected one, else 0.0; NaN for a bare `PROBE` if the library cannot read the latter."""
     try:
         given = found_answer(response)
         score = float(given is not None and equal(fields[ANSWER], given))
