@@ -66,7 +66,7 @@ from oppo_megatron.rundir.metrics_log import read_metrics
 from oppo_megatron.sim.clusters.cluster import GPUS, INSIDE, Gpu
 from oppo_megatron.sim.clusters.cluster import measured as measured_by
 from oppo_megatron.sim.clusters.reading import read_cluster
-from oppo_megatron.sim.pricing.decoding import Decoding
+from oppo_megatron.sim.pricing.model import Decoding
 
 NAME = "cpu"
 MOST_RANKS = 64

@@ -24,14 +24,14 @@ from oppo_megatron.cli.lengths import (
 )
 from oppo_megatron.cli.load import load_train
 from oppo_megatron.cli.parser import add_config_arguments
-from oppo_megatron.layout.holdings import planned_memory
 from oppo_megatron.layout.layouts import Sizes
 from oppo_megatron.layout.placements import role_placements, training_placements
+from oppo_megatron.layout.role_memory import planned_memory
 from oppo_megatron.report.comparison import format_table
 from oppo_megatron.rundir.directory import write_json
 from oppo_megatron.schedule.weaving.costs import costs_tree
 from oppo_megatron.sim.clusters.reading import read_cluster
-from oppo_megatron.sim.pricing.decoding import Decoding
+from oppo_megatron.sim.pricing.model import Decoding
 from oppo_megatron.sim.pricing.prices import Prices, seen_by
 
 COLUMNS = {"role": "role", "phase": "phase", "layout": "layout", "seconds": "seconds", "% of a step": "percent"}

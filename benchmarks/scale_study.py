@@ -25,14 +25,14 @@ from oppo_megatron.config.derived import switched
 from oppo_megatron.config.forced import ForcedLimits
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.holdings import rank_memory, train_holdings
 from oppo_megatron.layout.placements import role_placements
+from oppo_megatron.layout.role_memory import rank_memory, train_holdings
 from oppo_megatron.layout.shape import Shape
 from oppo_megatron.report.comparison import format_table
 from oppo_megatron.schedule.weaving.costs import at_stage
 from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.clusters.reading import ClusterConfig, build_cluster
-from oppo_megatron.sim.pricing.decoding import Decoding
+from oppo_megatron.sim.pricing.model import Decoding
 from oppo_megatron.sim.pricing.prices import Prices
 from oppo_megatron.sim.runs.step_costs import StepCosts, cluster_costs
 from oppo_megatron.sim.runs.virtual import VirtualRun, VirtualStep

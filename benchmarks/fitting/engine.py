@@ -20,7 +20,7 @@ from benchmarks.fitting.nonnegative import Floats, relative_fit
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import DataError
 from oppo_megatron.sim.clusters.cluster import Cluster, Engine, Source
-from oppo_megatron.sim.pricing.decoding import Decoding
+from oppo_megatron.sim.pricing.model import Decoding
 from oppo_megatron.sim.pricing.prices import Prices, seen_by
 
 PARAMETERS = ("launch_s", "replay_s", "decode", "read", "update")

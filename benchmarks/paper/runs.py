@@ -16,10 +16,10 @@ from oppo_megatron.config.derived import switched
 from oppo_megatron.config.forced import ForcedLimits
 from oppo_megatron.config.overlap import DeltaConfig
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.layout.holdings import planned_memory
+from oppo_megatron.layout.role_memory import planned_memory
 from oppo_megatron.records import StepSignals
 from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.pricing.decoding import Decoding
+from oppo_megatron.sim.pricing.model import Decoding
 from oppo_megatron.sim.pricing.prices import Prices
 from oppo_megatron.sim.runs.step_costs import StepCosts, cluster_costs
 from oppo_megatron.sim.runs.virtual import VirtualRun, VirtualStep

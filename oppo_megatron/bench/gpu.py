@@ -26,7 +26,7 @@ from oppo_megatron.config.model import Dtype
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.generated import write_random_prompts
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.holdings import train_holdings
+from oppo_megatron.layout.role_memory import train_holdings
 from oppo_megatron.layout.shape import weight_bytes
 from oppo_megatron.processes import started
 from oppo_megatron.rundir.directory import RunDirectory, write_json

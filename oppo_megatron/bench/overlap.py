@@ -111,14 +111,6 @@ def nothing_waits(placement: str, runs: Runs) -> dict[str, Any]:
     return {"placement": placement, "ranks": ranks, "least": least, "over_least": ratios}
 
 
-def rank_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [
-        {"placement": name.split("/")[0], "mode": name.split("/")[1], **rank}
-        for name, ranks in result["utilization"].items()
-        for rank in ranks
-    ]
-
-
 def remarks(result: Mapping[str, Any], out: Path) -> list[str]:
     lines = []
     best = result["best_sequential"]["step_s"]

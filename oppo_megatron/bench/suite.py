@@ -17,9 +17,9 @@ from oppo_megatron.cluster.held_memory import device_bytes
 from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_REQUEUE, ConfigError, OppoError
-from oppo_megatron.layout.holdings import lasting_memory
 from oppo_megatron.layout.memory import shortage
 from oppo_megatron.layout.placements import world_size
+from oppo_megatron.layout.role_memory import lasting_memory
 from oppo_megatron.preflight.validate import train_problems
 from oppo_megatron.rundir.directory import RunDirectory, write_json
 from oppo_megatron.rundir.metrics_log import read_metrics

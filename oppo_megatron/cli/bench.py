@@ -96,7 +96,12 @@ def _overlap(args: argparse.Namespace) -> int:
     result = overlap.bench_overlap(new_suite(args), config, modes, placements, args.cores or usable_cores())
     print(format_table(overlap.COLUMNS, result["results"]))
     print("\nwhat each rank does, in percent of the time after the first step")
-    print(format_table(overlap.RANK_COLUMNS, overlap.rank_rows(result)))
+    ranks = [
+        dict(zip(("placement", "mode"), name.split("/"), strict=True)) | rank
+        for name, of_run in result["utilization"].items()
+        for rank in of_run
+    ]
+    print(format_table(overlap.RANK_COLUMNS, ranks))
     print("", *work_lines(result), *overlap.remarks(result, args.out), sep="\n")
     return 0
 

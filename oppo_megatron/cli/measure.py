@@ -24,7 +24,7 @@ from oppo_megatron.config.run import TrainConfig, TrainSettings
 from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.cores import asked_threads, has_cuda, usable_cores
 from oppo_megatron.errors import ConfigError, PlacementError
-from oppo_megatron.layout import trials
+from oppo_megatron.layout import candidates as placing
 from oppo_megatron.layout.candidates import Candidate, Machine, Options, find_candidates
 from oppo_megatron.nesting import read_json
 from oppo_megatron.processes import started
@@ -64,7 +64,7 @@ def settle(settings: TrainSettings | SupervisedConfig, *, measure: bool) -> Trai
             print(f"placement: {line}", file=sys.stderr, flush=True)
 
     options = find_candidates(settings, this_machine(settings.runtime))
-    chosen = read_choice(run.placement, trials.fingerprint(settings, options.machine))
+    chosen = read_choice(run.placement, placing.fingerprint(settings, options.machine))
     if chosen is not None:
         tell(f"{chosen.name}, as measured before ({run.placement})")
     elif not measure:
@@ -87,30 +87,30 @@ def measure_placements(
     if run.placement_runs.exists():
         shutil.rmtree(run.placement_runs)
     run.placement_runs.mkdir(parents=True)
-    tried: list[trials.Trial] = []
+    tried: list[placing.Trial] = []
     load = os.getloadavg()[0]
     if len(options.candidates) > 1:
         tell(describe_work(settings, options))
         if load > usable_cores():
             tell(f"this machine is busy (load average {load:.1f} on {usable_cores()} cores): measure again when it is idle")
-        tried = trials.measure_all(options.candidates, partial(_probe, settings, run.placement_runs, tell_runs))
-    record = trials.to_record(trials.fingerprint(settings, options.machine), options, tried, trials.choose(options, tried))
+        tried = placing.measure_all(options.candidates, partial(_probe, settings, run.placement_runs, tell_runs))
+    record = placing.to_record(placing.fingerprint(settings, options.machine), options, tried, placing.choose(options, tried))
     record["load_average_1min"] = round(load, 2)
     write_json(run.placement, record)
     return record
 
 
-def _probe(settings: TrainSettings, folder: Path, tell: Tell, candidate: Candidate, turn: int) -> trials.Run:
+def _probe(settings: TrainSettings, folder: Path, tell: Tell, candidate: Candidate, turn: int) -> placing.Run:
     """Run a placement in `folder/<name>-<turn>/`, configuration and log next to it.  Raises PlacementError."""
     name = f"{re.sub('[^a-z0-9]+', '-', candidate.name).strip('-')}-{turn}"
     file, log = folder / f"{name}.yaml", folder / f"{name}.log"
-    dump_config(trials.probe_config(settings, candidate.placement, folder / name), file)
+    dump_config(placing.probe_config(settings, candidate.placement, folder / name), file)
     code = run_logged([sys.executable, "-c", START, json.dumps(sys.path), "train", str(file)], log)
     if code:
         reason = f"{failure(code, log.read_text(encoding='utf-8', errors='replace'))} (log: {log})"
         tell(f"{candidate.name}, run {turn}: {reason}")
         raise PlacementError(reason)
-    run = trials.read_run(read_metrics(RunDirectory(folder / name).metrics))
+    run = placing.read_run(read_metrics(RunDirectory(folder / name).metrics))
     tell(f"{candidate.name}, run {turn}: {run.seconds / run.steps:.3g} s per step")
     return run
 
@@ -182,7 +182,7 @@ def read_choice(path: Path, key: str) -> Candidate | None:
 def describe_work(settings: TrainSettings, options: Options) -> str:
     """A line naming the placements to measure, and those whose configured threads leave cores idle."""
     names = ", ".join(candidate.name for candidate in options.candidates)
-    work = f"measuring {names} on {options.machine}, {trials.MEASURED_STEPS} steps each"
+    work = f"measuring {names} on {options.machine}, {placing.MEASURED_STEPS} steps each"
     threads, machine = asked_threads(), options.machine
     idle = [each.name for each in options.candidates if 0 < each.num_ranks * threads < machine.units]
     if machine.device == "cuda" or not idle:
@@ -198,7 +198,7 @@ def describe_options(settings: TrainSettings | SupervisedConfig) -> list[str]:
     assert isinstance(settings, TrainSettings), "the placement of others is written down"
     options = find_candidates(settings, this_machine(settings.runtime))
     head = (
-        f"placement.mode auto: `oppo train` would first measure these on {options.machine}, {trials.MEASURED_STEPS} steps each, "
+        f"placement.mode auto: `oppo train` would first measure these on {options.machine}, {placing.MEASURED_STEPS} steps each, "
         "and take the fastest:"
     )
     if len(options.candidates) == 1:

@@ -9,8 +9,8 @@ from oppo_megatron.cli.measure import on_cpu
 from oppo_megatron.config.model import format_ranks
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import SupervisedConfig
-from oppo_megatron.layout.holdings import Holding, rank_memory, supervised_holdings, train_holdings
 from oppo_megatron.layout.memory import Memory
+from oppo_megatron.layout.role_memory import Holding, rank_memory, supervised_holdings, train_holdings
 
 Row = tuple[str, ...]
 MEMORY_HEADINGS: Row = (

@@ -16,10 +16,10 @@ from oppo_megatron.config.run import TrainConfig, TrainSettings
 from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.cores import host_bytes
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.holdings import lasting_memory, written_bytes
 from oppo_megatron.layout.kernels import import_fault
 from oppo_megatron.layout.memory import shortage
 from oppo_megatron.layout.placements import world_size
+from oppo_megatron.layout.role_memory import lasting_memory, written_bytes
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.train.logs.trackers import check_trackers
 

@@ -15,13 +15,9 @@ NANOSECOND = 1e-9
 
 @dataclass(slots=True)
 class DecodeLaw:
-    """Least squares for seconds of a round = a x decode steps + b x tokens."""
+    """Fit seconds = a x steps + b x tokens. `sums`: steps^2, steps x tokens, tokens^2, steps x seconds, tokens x seconds."""
 
-    steps_steps: float = 0.0
-    steps_tokens: float = 0.0
-    tokens_tokens: float = 0.0
-    steps_seconds: float = 0.0
-    tokens_seconds: float = 0.0
+    sums: list[float] = field(default_factory=lambda: [0.0] * 5)
 
     def add(self, steps: int, tokens: int, seconds: float) -> None:
         """Times below a nanosecond count as 0."""
@@ -29,22 +25,19 @@ class DecodeLaw:
         self.add_sums(steps * steps, steps * tokens, tokens * tokens, steps * seconds, tokens * seconds)
 
     def add_sums(self, *sums: float) -> None:
-        for name, value in zip(self.__slots__, sums, strict=True):
-            setattr(self, name, getattr(self, name) + value)
-
-    def sums(self) -> list[float]:
-        return [getattr(self, name) for name in self.__slots__]
+        self.sums = [old + new for old, new in zip(self.sums, sums, strict=True)]
 
     def seconds(self, steps: int, tokens: int) -> float:
-        determinant = self.steps_steps * self.tokens_tokens - self.steps_tokens**2
-        if determinant > 1e-9 * self.steps_steps * self.tokens_tokens:
-            a = (self.steps_seconds * self.tokens_tokens - self.tokens_seconds * self.steps_tokens) / determinant
-            b = (self.tokens_seconds * self.steps_steps - self.steps_seconds * self.steps_tokens) / determinant
+        steps_steps, steps_tokens, tokens_tokens, steps_seconds, tokens_seconds = self.sums
+        determinant = steps_steps * tokens_tokens - steps_tokens**2
+        if determinant > 1e-9 * steps_steps * tokens_tokens:
+            a = (steps_seconds * tokens_tokens - tokens_seconds * steps_tokens) / determinant
+            b = (tokens_seconds * steps_steps - steps_seconds * steps_tokens) / determinant
             if b <= 0 < a:
-                return self.steps_seconds / self.steps_steps * steps
+                return steps_seconds / steps_steps * steps
             if a > 0:
                 return a * steps + b * tokens
-        rate = self.tokens_seconds / self.tokens_tokens if self.tokens_seconds > 0 else 1.0
+        rate = tokens_seconds / tokens_tokens if tokens_seconds > 0 else 1.0
         return rate * tokens
 
 
@@ -94,7 +87,7 @@ class ChunkTuner:
 
     def _advance(self, cost: StepCost) -> str:
         self._steps_to_search -= 1
-        self._law.add_sums(*cost.rounds.sums())
+        self._law.add_sums(*cost.rounds.sums)
         if self._tried:
             return self._measure(cost)
         if self._steps_to_search > 0:

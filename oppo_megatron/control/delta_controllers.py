@@ -200,7 +200,7 @@ BOUNDS = Bounds()
 
 
 class MeasuredDelta(DeltaController):
-    """Weighs measured benefit and cost of overcommitment ("Delta from measured signals", docs/algorithm.md)."""
+    """ "Delta from measured signals" (docs/algorithm.md)."""
 
     def __init__(self, config: DeltaConfig, bounds: Bounds = BOUNDS):
         super().__init__(config)
@@ -215,10 +215,15 @@ class MeasuredDelta(DeltaController):
         window = self._config.window
         self._steps = [*self._steps, signals][-window:]
         self._age += 1
-        broken = self._broken_bound(signals)
-        self._broken = self._broken or broken is not None
-        if broken is not None:
-            new, reason = self._shrink(*broken)
+        bounds, gap, broken, figures = self._bounds_of, self._mean("length_gap"), "", ""
+        if not signals.ess >= bounds.ess_floor:
+            broken, figures = "ess", f"ess {signals.ess:.3f} is below its floor of {bounds.ess_floor:g}"
+        elif not gap <= bounds.length_gap_cap:
+            steps = f"over {len(self._steps)} steps"
+            broken, figures = "length_gap", f"length gap {gap:+.3f} {steps} is above its cap of {bounds.length_gap_cap:g}"
+        if broken:
+            self._broken = True
+            new, reason = self._shrink(broken, figures)
         elif self._age < window:
             new, reason = self._stay(f"{self._age} of {window} steps that the rule averages")
         else:
@@ -226,15 +231,6 @@ class MeasuredDelta(DeltaController):
         if self._age >= window:
             self._age, self._broken = 0, False
         return new, reason
-
-    def _broken_bound(self, signals: StepSignals) -> tuple[str, str] | None:
-        bounds, gap = self._bounds_of, self._mean("length_gap")
-        if not signals.ess >= bounds.ess_floor:
-            return "ess", f"ess {signals.ess:.3f} is below its floor of {bounds.ess_floor:g}"
-        if not gap <= bounds.length_gap_cap:
-            over = f"over {len(self._steps)} steps"
-            return "length_gap", f"length gap {gap:+.3f} {over} is above its cap of {bounds.length_gap_cap:g}"
-        return None
 
     def _weigh_waste(self, signals: StepSignals) -> tuple[int, str]:
         config, bounds, waste = self._config, self._bounds_of, self._mean("tail_waste")
@@ -303,7 +299,7 @@ def change(newer: float, older: float, rewards: Sequence[float]) -> float:
 
 
 def compare_windows(rewards: Sequence[float], window: int) -> tuple[float, str]:
-    """Algorithm 1, line 22: mean of the last `window` rewards minus the mean before."""
+    """Algorithm 1, line 22."""
     # fsum rounds once, so the order of equal rewards cannot look like a slope
     last = math.fsum(rewards[-window:]) / window
     before = math.fsum(rewards[-2 * window : -window]) / window

@@ -39,7 +39,7 @@ def _of(means: Sequence[float]) -> Estimate:
 
 
 def moments_of(table: Sequence[Sequence[float]], width: int) -> list[float]:
-    """Row count, then for each column the sums of values, of products with the first column, and of squares."""
+    """Row count, then by column the sums of values, of products with the first column, of squares."""
     sums, by_weight, squares = [0.0] * width, [0.0] * width, [0.0] * width
     for row in table:
         for column, value in enumerate(row):
@@ -50,7 +50,7 @@ def moments_of(table: Sequence[Sequence[float]], width: int) -> list[float]:
 
 
 def ratios(moments: Sequence[float], width: int) -> list[tuple[float, float | None]]:
-    """For each column after the first: mean per unit of the first (the row's weight), and its standard error.
+    """Mean per unit of the first column, and its standard error, of each other column.
 
     For v and weights w over n rows, with m = sum v / sum w: sqrt(n / (n - 1) * sum (v - m w)^2) / sum w.
     """

@@ -1,4 +1,4 @@
-"""Signals for controlling delta, from chunks and responses, never seconds, so that ranks agree."""
+"""Signals for delta, without seconds, so that ranks agree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Occupancy:
         self.num_steps = self._num_tokens = self._width = 0
 
     def record(self, chunk: Chunk, since: int | None = None) -> None:
-        """Add the phase's next chunk; `since`: its start, if the clock advanced without decoding."""
+        """`since`: the chunk's start, if the clock advanced without decoding."""
         rows = chunk.rows
         ends = np.where(rows.finish_clocks == UNFINISHED, chunk.clock, rows.finish_clocks)
         self.num_steps += chunk.clock - (self._clock if since is None else since)
@@ -54,14 +54,14 @@ def _most_running(counts: Ints, ends: Ints) -> int:
 
 
 def length_gap(trained: Sequence[Rollout], carried: Sequence[Rollout]) -> float:
-    """1 - mean trained length / mean submitted length; a lower bound, because carried responses still grow."""
+    """1 - mean trained / mean submitted length; a lower bound: carried responses still grow."""
     lengths: list[int] = columns_of(trained).response_tokens.tolist()
     submitted: list[int] = lengths + columns_of(carried).response_tokens.tolist()
     return 1 - (sum(lengths) / len(lengths)) / (sum(submitted) / len(submitted))
 
 
 def group_length_gap(lengths: Ints, group_size: int) -> float | None:
-    """Mean of 1 - mean / longest length over the prompts' groups; None without groups."""
+    """Mean of 1 - mean / longest length over groups."""
     if group_size == 1:
         return None
     lengths_GN = lengths.reshape(-1, group_size)

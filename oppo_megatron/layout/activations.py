@@ -1,7 +1,4 @@
-"""Upper bounds of a rank's activation memory in the modules of `mcore`, checked on fake CUDA tensors.
-
-Sizes are elements per token; `shard`: the hidden size, or a tensor rank's part of it with sequence parallelism.
-"""
+"""Upper bounds of a rank's activation memory in `mcore`, checked on fake CUDA tensors. Sizes are elements per token."""
 
 from __future__ import annotations
 
@@ -39,8 +36,6 @@ class TrainingBatch:
 
 @dataclass(frozen=True)
 class Model:
-    """A model on one tensor rank."""
-
     shape: Shape
     tp: int
     dtype: str
@@ -74,7 +69,6 @@ class Model:
 
     @property
     def repeat(self) -> int:
-        """Query heads per key head."""
         return int(self.shape["num_attention_heads"]) // num_kv_heads(self.shape)
 
     @property
@@ -82,25 +76,20 @@ class Model:
         return CACHED_NUMBERS if self.on_cpu else BLOCK_NUMBERS
 
     @property
-    def one_group(self) -> bool:
-        return num_kv_heads(self.shape) == self.tp
-
-    @property
     def repeats_keys(self) -> bool:
         return not self.on_cpu and self.dtype == "float32" and self.repeat > 1
 
     def kept_of_layer(self, train: TrainingLayoutConfig) -> tuple[float, float]:
-        """Elements per token of a layer: those a backward pass needs, and those kept until then.
+        """Elements of a layer that a backward pass needs, and those kept until then. Frozen products keep no inputs.
 
         Inputs and outputs of both norms; rotated queries and keys, values, attention's output; gate, up and their product.
-        Norms of queries and keys also keep the product that values are a view of. With frozen weights, only adapted products
-        keep inputs.
+        Norms of queries and keys also keep the product that values are a view of.
         """
         shard, targets = self.shard(train), set(_ALL) if self.lora is None else set(self.lora.projections)
         attention = shard * bool(targets & _ATTENTION) + self.query * ("o_proj" in targets)
         outside = 2 * shard + shard * bool(targets & _GATES) + 2 * self.ffn + self.ffn * ("down_proj" in targets)
         if self.shape["model_type"] == "qwen3":
-            outside += self.query + 2 * self.key + (0 if self.one_group else self.query)
+            outside += self.query + 2 * self.key + (0 if num_kv_heads(self.shape) == self.tp else self.query)
         if self.lora is not None:
             outside += self.lora.rank * len(targets)
         inside = 2 * self.query + 2 * (self.query if self.repeats_keys else self.key)
@@ -110,6 +99,7 @@ class Model:
         return whole, kept
 
     def shard(self, train: TrainingLayoutConfig) -> float:
+        """Hidden size, or a tensor rank's part of it with sequence parallelism."""
         return self.hidden / (self.tp if train.sequence_parallel else 1)
 
     def backward_of_layer(self, train: TrainingLayoutConfig, tokens: int) -> float:
@@ -138,19 +128,17 @@ _ATTENTION, _GATES = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
 
 
 def kept_activations(model: Model, sizes: Sizes, stage: int, train: TrainingLayoutConfig, batch: TrainingBatch) -> float:
-    """Bytes that forward passes keep at once, without the loss."""
-    return _tokens_in_flight(sizes, stage, batch) * _kept_of_token(model, sizes, train)
+    """Bytes that forward passes keep at once, without the loss.
 
-
-def _tokens_in_flight(sizes: Sizes, stage: int, batch: TrainingBatch) -> int:
-    """1F1B has at most pp - stage micro-batches in flight; interleaved, 2 (pp - stage - 1) + (vpp - 1) pp + 1 virtual stages'
+    1F1B has at most pp - stage micro-batches in flight; interleaved, 2 (pp - stage - 1) + (vpp - 1) pp + 1 virtual stages'
     micro-batches, padded to one size and to a multiple of pp.
     """
-    if sizes.vpp == 1:
-        return min((sizes.pp - stage) * batch.tokens, batch.replica_tokens)
-    in_flight = 2 * (sizes.pp - stage - 1) + (sizes.vpp - 1) * sizes.pp + 1
-    count = -(-batch.replica_tokens // (batch.micro_batch_tokens * sizes.pp)) * sizes.pp
-    return min(in_flight, sizes.vpp * count) * batch.tokens
+    tokens = min((sizes.pp - stage) * batch.tokens, batch.replica_tokens)
+    if sizes.vpp > 1:
+        in_flight = 2 * (sizes.pp - stage - 1) + (sizes.vpp - 1) * sizes.pp + 1
+        count = -(-batch.replica_tokens // (batch.micro_batch_tokens * sizes.pp)) * sizes.pp
+        tokens = min(in_flight, sizes.vpp * count) * batch.tokens
+    return tokens * _kept_of_token(model, sizes, train)
 
 
 def _kept_of_token(model: Model, sizes: Sizes, train: TrainingLayoutConfig) -> float:
@@ -159,10 +147,7 @@ def _kept_of_token(model: Model, sizes: Sizes, train: TrainingLayoutConfig) -> f
 
 
 def training_activations(model: Model, sizes: Sizes, stage: int, train: TrainingLayoutConfig, batch: TrainingBatch) -> float:
-    """Bytes of an update: kept activations, and the loss or a layer's backward.
-
-    With `recompute: full` that layer is computed again. The first stage ends with the gradient of the embeddings.
-    """
+    """Bytes of an update. The first stage ends with the gradient of the embeddings."""
     whole, kept = model.kept_of_layer(train)
     of_layer = model.backward_of_layer(train, batch.tokens)
     if train.recompute == "full":
@@ -179,9 +164,7 @@ def training_activations(model: Model, sizes: Sizes, stage: int, train: Training
 
 @dataclass(frozen=True)
 class Call:
-    """`rows`: tokens with logits; `context`: longest sequence; `gathered`: positions copied by a paged cache without its own
-    kernel.
-    """
+    """`rows`: tokens with logits; `context`: longest sequence; `gathered`: positions that a paged cache copies for attention."""
 
     tokens: int
     rows: int
@@ -215,23 +198,19 @@ def _in_layers(model: Model, call: Call) -> float:
 
 
 def _beside_attention(model: Model, call: Call) -> tuple[float, float, float]:
-    """Bytes kept across layers and made in each for continuing tokens, and the repeated keys and values of a new one."""
+    """Bytes kept across layers, made in each, and of a new token's repeated keys and values."""
     repeated = 2 * model.query * model.width if model.repeats_keys else 0.0
     if call.draws:
         return 0.0, call.tokens * repeated, 0.0
-    kept, mask = _mask(model, call)
     numbers = call.tokens * model.repeat * call.context
     beyond = 0.0 if numbers <= MASK_NUMBERS else 1 - MASK_NUMBERS / numbers
+    if model.on_cpu:  # a mask per sequence
+        kept, mask = float(call.tokens * call.context * model.width), 0.0
+    else:  # a mask per query head of a group, made in each layer or the first
+        bounded = min(MASK_NUMBERS, numbers)
+        made = (model.width + 1) / model.repeat if model.repeat > 1 else 1
+        kept, mask = float(bounded * model.width), bounded * made
     return kept, mask + beyond * call.tokens * repeated, repeated
-
-
-def _mask(model: Model, call: Call) -> tuple[float, float]:
-    """Bytes kept across layers, and made in each or the first. CPU: a mask per sequence; GPU: one per query head of a group."""
-    if model.on_cpu:
-        return float(call.tokens * call.context * model.width), 0.0
-    bounded = min(MASK_NUMBERS, call.tokens * model.repeat * call.context)
-    made = (model.width + 1) / model.repeat if model.repeat > 1 else 1
-    return float(bounded * model.width), bounded * made
 
 
 def _of_logits(model: Model, call: Call) -> float:

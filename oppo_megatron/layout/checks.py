@@ -51,16 +51,26 @@ def check_layouts(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]
         return enormous
     wrong_ranks = {name: found for name, role in _sections(config) if (found := _check_ranks(config, name, role))}
     problems = [problem for found in wrong_ranks.values() for problem in found]
-    config = _without_ranks(config, wrong_ranks)
+    without = {name: role.model_copy(update={"ranks": None}) for name, role in _sections(config) if name in wrong_ranks}
+    config = config.model_copy(update=without)  # so that their other problems can be reported
     problems += [*_check_scorers(config), *_check_pools(config, shapes), *_check_counts(config, shapes)]
     serving = role_placements(config)
     for name, placement in serving.items():
         problems += serving_problems(config, name, placement, shapes.get(name))
     for name, placement in training_placements(config).items():
         problems += training_problems(config, name, placement, serving[name], shapes.get(name))
-    if not wrong_ranks:
-        problems += _check_gaps(config)
-    return problems + _check_woven(config)
+    held = {rank: name for name, placement in serving.items() for rank in placement.ranks}
+    if not wrong_ranks and (idle := [rank for rank in range(world_size(config)) if rank not in held]):
+        problems.append(
+            f"{_ranks(idle)} without a role, but a run has ranks 0 to the highest, {max(held)} of {held[max(held)]}, "
+            "and each must hold one; number the roles' ranks without gaps, or change placement"
+        )
+    if config.overlap.intra and config.overlap.schedule == "woven" and not decodes_and_scores(serving):
+        problems.append(
+            "overlap.schedule is woven, but no rank holds both the actor and a scorer, so there is nothing to weave; "
+            "choose auto or intra, or placement.mode colocated"
+        )
+    return problems
 
 
 def serving_problems(config: TrainConfig, name: str, placement: RolePlacement, shape: Shape | None) -> list[str]:
@@ -118,16 +128,11 @@ def _sections(config: TrainSettings) -> Iterator[tuple[str, RoleConfig]]:
     yield from ((name, role) for name, role in (*roles, ("reward", config.reward)) if role is not None)
 
 
-def _settings(config: TrainConfig) -> Iterator[tuple[str, ParallelConfig]]:
-    yield "placement.actor", config.placement.actor
-    parallel = {f"{name}.parallel": role.parallel for name, role in _sections(config)}
-    for key, layout in {"placement.scorer": config.placement.scorer, **parallel}.items():
-        if layout is not None:
-            yield key, layout
-
-
 def _check_magnitude(config: TrainConfig) -> list[str]:
-    problems = [_enormous(key, layout) for key, layout in _settings(config) if layout.num_ranks > MOST_RANKS]
+    placement = config.placement
+    layouts: dict[str, ParallelConfig | None] = {"placement.actor": placement.actor, "placement.scorer": placement.scorer}
+    layouts |= {f"{name}.parallel": role.parallel for name, role in _sections(config)}
+    problems = [_enormous(key, layout) for key, layout in layouts.items() if layout and layout.num_ranks > MOST_RANKS]
     for name, role in _sections(config):
         if any(int(number) >= MOST_RANKS for number in (role.ranks or "0").replace("-", ",").split(",")):
             problems.append(f"{name}.ranks is {role.ranks}, but ranks end at {MOST_RANKS - 1}; name ranks of this run")
@@ -156,12 +161,6 @@ def _check_ranks(config: TrainConfig, name: str, role: RoleConfig) -> list[str]:
     return []
 
 
-def _without_ranks(config: TrainConfig, roles: Mapping[str, object]) -> TrainConfig:
-    """Drop the ranks of `roles`, so that their other problems can be reported."""
-    changed = {name: role.model_copy(update={"ranks": None}) for name, role in _sections(config) if name in roles}
-    return config.model_copy(update=changed)
-
-
 def _check_pools(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]:
     placement = config.placement
     pools = [("placement.actor", placement.actor), ("placement.scorer", placement.scorer)]
@@ -184,29 +183,26 @@ def _check_pools(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]:
 
 
 def _check_counts(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]:
-    problems = []
+    asked = []
     placements, training = role_placements(config), training_placements(config)
     for name, role in named_roles(config).items():
         ranks, limits = placements[name].ranks, _limits(config, name, shapes.get(name))
         if role.parallel is not None:
-            problems += _check_count(_Asked(f"{name}.parallel", Sizes.of(role.parallel), len(ranks), limits))
+            asked.append(_Asked(f"{name}.parallel", Sizes.of(role.parallel), len(ranks), limits))
         if isinstance(role, TrainedRoleConfig) and (role.train.tp or role.train.pp or role.train.dp):
             placement, limits = training[name], _training_limits(config, role, shapes.get(name))
-            problems += _check_count(_Asked(f"{name}.train", Sizes.of(placement, role.train.vpp), len(ranks), limits))
+            asked.append(_Asked(f"{name}.train", Sizes.of(placement, role.train.vpp), len(ranks), limits))
+    problems = []
+    for each in asked:
+        sizes, replica = each.sizes, each.sizes.tp * each.sizes.pp
+        unequal = f", which equal replicas of {replica} do not fill" if each.num_ranks % replica else ""
+        null = " (null sizes are taken from the role)" if each.name.endswith(".train") else ""
+        if sizes.num_ranks != each.num_ranks:
+            problems.append(
+                f"{each.name} is tp {sizes.tp} x pp {sizes.pp} x dp {sizes.dp} = {sizes.num_ranks} ranks{null}, but the role "
+                f"has {each.num_ranks}{unequal}; make tp x pp x dp equal to that, or give the role other ranks{each.near}"
+            )
     return problems
-
-
-def _check_count(asked: _Asked) -> list[str]:
-    sizes, num_ranks = asked.sizes, asked.num_ranks
-    if sizes.num_ranks == num_ranks:
-        return []
-    replica = sizes.tp * sizes.pp
-    unequal = f", which equal replicas of {replica} do not fill" if num_ranks % replica else ""
-    null = " (null sizes are taken from the role)" if asked.name.endswith(".train") else ""
-    return [
-        f"{asked.name} is tp {sizes.tp} x pp {sizes.pp} x dp {sizes.dp} = {sizes.num_ranks} ranks{null}, but the role "
-        f"has {num_ranks}{unequal}; make tp x pp x dp equal to that, or give the role other ranks{asked.near}"
-    ]
 
 
 def _check_serving(config: TrainConfig, name: str, placement: RolePlacement, shape: Shape | None) -> list[str]:
@@ -236,7 +232,15 @@ def training_problems(
     asked = _Asked(f"{name}.train", Sizes.of(placement, train.vpp), len(placement.ranks), limits)
     problems = []
     if asked.sizes != Sizes.of(serving):  # else its divisions are reported there
-        problems += asked.divisions(shape) or _check_common_rows(asked, serving, shape)
+        wrong = asked.divisions(shape)
+        tensor_ranks = asked.sizes.tp, serving.tp
+        multiple = lcm(*tensor_ranks)
+        if not wrong and shape and not all(fills_shards(shape["vocab_size"], tp, multiple) for tp in tensor_ranks):
+            wrong = [
+                f"{asked.name}: vocab_size {shape['vocab_size']}, filled up to a multiple of {multiple} that tp {asked.sizes.tp} "
+                f"and tp {serving.tp} divide, leaves a tensor rank without a token; train and serve with equal tp, or lower one"
+            ]
+        problems += wrong
     if placement.dp > parts:
         what = f"{parts} {'pair' if config.algorithm.pairs else 'row'}{'s' * (parts > 1)}"
         problems.append(
@@ -255,16 +259,6 @@ def training_problems(
             f"set it to false or raise {name}.train.tp{asked.near}"
         )
     return problems
-
-
-def _check_common_rows(asked: _Asked, serving: RolePlacement, shape: Shape | None) -> list[str]:
-    train, serve, multiple = asked.sizes.tp, serving.tp, lcm(asked.sizes.tp, serving.tp)
-    if shape is None or all(fills_shards(shape["vocab_size"], tp, multiple) for tp in (train, serve)):
-        return []
-    return [
-        f"{asked.name}: vocab_size {shape['vocab_size']}, filled up to a multiple of {multiple} that tp {train} and tp {serve} "
-        "divide, leaves a tensor rank without a token; train and serve with equal tp, or lower one"
-    ]
 
 
 def _check_kv_budget(config: TrainConfig, name: str, placement: RolePlacement, shape: Shape | None) -> list[str]:
@@ -313,26 +307,6 @@ def _training_limits(config: TrainConfig, role: TrainedRoleConfig, shape: Shape 
     return None if shape is None else model_limits(shape, minibatch_parts(config), min_tp)
 
 
-def _check_gaps(config: TrainConfig) -> list[str]:
-    held = {rank: name for name, placement in role_placements(config).items() for rank in placement.ranks}
-    idle = [rank for rank in range(world_size(config)) if rank not in held]
-    if not idle:
-        return []
-    return [
-        f"{_ranks(idle)} without a role, but a run has ranks 0 to the highest, {max(held)} of {held[max(held)]}, "
-        "and each must hold one; number the roles' ranks without gaps, or change placement"
-    ]
-
-
 def _ranks(ranks: list[int]) -> str:
     one = len(ranks) == 1
     return f"rank{'' if one else 's'} {format_ranks(ranks)} {'is' if one else 'are'}"
-
-
-def _check_woven(config: TrainConfig) -> list[str]:
-    if not config.overlap.intra or config.overlap.schedule != "woven" or decodes_and_scores(role_placements(config)):
-        return []
-    return [
-        "overlap.schedule is woven, but no rank holds both the actor and a scorer, so there is nothing to weave; "
-        "choose auto or intra, or placement.mode colocated"
-    ]

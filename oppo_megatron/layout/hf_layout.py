@@ -1,12 +1,14 @@
-"""Places of Hugging Face tensors in a megatron-core model. H hidden, F ffn, V vocabulary, D head dim, N query heads, G
-groups, R = N / G.
+"""Places of Hugging Face tensors in a megatron-core model, and checks that a checkpoint's tensors have one: none missing, none
+ignored unnoticed. H hidden, F ffn, V vocabulary, D head dim, N query heads, G groups, R = N / G.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from oppo_megatron.config.model import LoraConfig
 from oppo_megatron.errors import ConfigError
@@ -36,7 +38,6 @@ class Part:
         return sum(r.stop - r.start for r in self.rows)
 
     def share(self, tp_rank: int, tp_size: int) -> tuple[slice, ...]:
-        """Region of the Hugging Face tensor on a tensor rank."""
         region = [slice(0, size) for size in self.hf_shape]
         if self.cut is not None:
             whole = self.hf_shape[self.cut]
@@ -55,24 +56,21 @@ class Part:
         return found
 
 
-def layout_problems(shape: ModelShape, tp_size: int, pp_size: int) -> list[str]:
+def stage_parts(shape: ModelShape, head: Head, *, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1) -> list[Part]:
+    """Parts of a pipeline stage, in the model's order. Raises ConfigError if sizes do not divide."""
     sizes = [
         ("num_attention_heads", shape.num_heads, "tp", tp_size),
         ("num_key_value_heads", shape.num_kv_heads, "tp", tp_size),
         ("intermediate_size", shape.ffn_size, "tp", tp_size),
         ("num_hidden_layers", shape.num_layers, "pp", pp_size),
     ]
-    return [
+    problems = [
         f"{name} = {size} does not divide by {axis} = {ranks}: each rank must hold an equal share. "
         f"Choose {axis} among the divisors of {size}."
         for name, size, axis, ranks in sizes
         if size % ranks
     ]
-
-
-def stage_parts(shape: ModelShape, head: Head, *, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1) -> list[Part]:
-    """Parts of a pipeline stage, in the model's order. Raises ConfigError if sizes do not divide."""
-    if problems := layout_problems(shape, tp_size, pp_size):
+    if problems:
         raise ConfigError(problems)
     hidden = shape.hidden_size
     first, last = pp_rank == 0, pp_rank == pp_size - 1
@@ -93,7 +91,6 @@ def stage_parts(shape: ModelShape, head: Head, *, tp_size: int = 1, pp_rank: int
 
 
 def hf_tensors(shape: ModelShape, head: Head) -> dict[str, tuple[int, ...]]:
-    """Shapes of the Hugging Face checkpoint's tensors, in the model's order."""
     return {part.hf_name: part.hf_shape for part in stage_parts(shape, head)}
 
 
@@ -117,12 +114,27 @@ def _vocab_part(shape: ModelShape, hf_name: str, param: str, tp_size: int) -> Pa
 
 def _layer_parts(shape: ModelShape, tp_size: int, hf: str, ours: str) -> list[Part]:
     hidden, ffn, head_dim = shape.hidden_size, shape.ffn_size, shape.head_dim
-    heads_width = shape.num_heads * head_dim
+    heads_width, heads_per_group = shape.num_heads * head_dim, shape.num_heads // shape.num_kv_heads
+    width = (heads_per_group + 2) * head_dim
+
+    def rows(first_head: int, num_heads: int) -> tuple[slice, ...]:
+        """Rows of the joint parameter, which has for each group R query heads, key head, value head."""
+        start, size = first_head * head_dim, num_heads * head_dim
+        groups = range(shape.num_kv_heads // tp_size)
+        return tuple(slice(group * width + start, group * width + start + size) for group in groups)
+
+    heads = {"q": (shape.num_heads, rows(0, heads_per_group))}
+    heads |= {x: (shape.num_kv_heads, rows(heads_per_group + i, 1)) for i, x in enumerate("kv")}
+    kinds = {"weight": (hidden,), **({"bias": ()} if shape.qkv_bias else {})}
     attention, hf_attention = f"{ours}self_attention.", f"{hf}self_attn."
     fc1, gate = f"{ours}mlp.linear_fc1.weight", ffn // tp_size
     parts = [
         _part(f"{hf}input_layernorm.weight", (hidden,), None, f"{ours}input_layernorm.weight", tp_size),
-        *_qkv_parts(shape, tp_size, hf_attention, attention),
+        *(
+            Part(f"{hf_attention}{x}_proj.{kind}", (num * head_dim, *columns), 0, f"{attention}linear_qkv.{kind}", ranges)
+            for kind, columns in kinds.items()
+            for x, (num, ranges) in heads.items()
+        ),
         _part(f"{hf_attention}o_proj.weight", (hidden, heads_width), 1, f"{attention}linear_proj.weight", tp_size),
     ]
     if shape.qk_norm:
@@ -138,33 +150,11 @@ def _layer_parts(shape: ModelShape, tp_size: int, hf: str, ours: str) -> list[Pa
     ]
 
 
-def _qkv_parts(shape: ModelShape, tp_size: int, hf: str, ours: str) -> list[Part]:
-    """Rows of the joint parameter: for each group R query heads, key head, value head."""
-    heads_per_group = shape.num_heads // shape.num_kv_heads
-    width = (heads_per_group + 2) * shape.head_dim
-
-    def rows(first_head: int, num_heads: int) -> tuple[slice, ...]:
-        start, size = first_head * shape.head_dim, num_heads * shape.head_dim
-        groups = range(shape.num_kv_heads // tp_size)
-        return tuple(slice(group * width + start, group * width + start + size) for group in groups)
-
-    heads = {"q": (shape.num_heads, rows(0, heads_per_group))}
-    heads |= {x: (shape.num_kv_heads, rows(heads_per_group + i, 1)) for i, x in enumerate("kv")}
-    kinds = {"weight": (shape.hidden_size,), **({"bias": ()} if shape.qkv_bias else {})}
-    return [
-        Part(f"{hf}{x}_proj.{kind}", (num * shape.head_dim, *columns), 0, f"{ours}linear_qkv.{kind}", ranges)
-        for kind, columns in kinds.items()
-        for x, (num, ranges) in heads.items()
-    ]
-
-
 PEFT = "base_model.model."
 
 
 @dataclass(frozen=True)
 class Product:
-    """A layer's product, with its Hugging Face projections."""
-
     owner: str
     linear: str
     hf_owner: str
@@ -172,7 +162,6 @@ class Product:
 
     @property
     def cut(self) -> Literal["rows", "columns"]:
-        """Dimension of the weights that is divided among the tensor ranks."""
         return "columns" if self.targets[0] in ROWS_OF_SUMS else "rows"
 
 
@@ -185,7 +174,7 @@ PRODUCTS = (
 
 
 def pair_sizes(shape: ModelShape, rank: int, tp: int) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-    """(rows, columns) of A and of B on a tensor rank, by target."""
+    """(rows, columns) of A and B on a tensor rank."""
     return {
         target: ((rank, inputs // tp), (outputs, rank)) if target in ROWS_OF_SUMS else ((rank, inputs), (outputs // tp, rank))
         for target, (outputs, inputs) in projections(shape.hf).items()
@@ -195,7 +184,7 @@ def pair_sizes(shape: ModelShape, rank: int, tp: int) -> dict[str, tuple[tuple[i
 def adapter_parts(
     shape: ModelShape, lora: LoraConfig, head: Head, *, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1
 ) -> list[Part]:
-    """Tensors of a peft directory with a share on a stage, and a scalar head on the last."""
+    """A stage's tensors of a peft directory, with a scalar head on the last."""
     per_stage = shape.num_layers // pp_size
     sizes = projections(shape.hf)
     parts = []
@@ -216,3 +205,87 @@ def adapter_parts(
         size = (1, shape.hidden_size)
         parts.append(Part(f"{PEFT}{SCALAR_HEAD}", size, None, "output_layer.weight", (slice(0, 1),)))
     return parts
+
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+"""Rotary tables, which follow from `config.json`. `lm_head.weight` is also unread under a scalar head or if tied."""
+SHOWN = 8
+WHOLE = "Use the config.json that belongs to these weights."
+UNKNOWN = {
+    r"^base_model\.|\.lora_|\.base_layer\.": "It is of adapters that were not merged: save the model after peft's "
+    "merge_and_unload, or name the base as checkpoint and the adapters as lora.adapter.",
+    r"\.(qweight|qzeros|scales|g_idx|SCB|absmax|\w*quant_map|\w*absmax|quant_state.*|weight_(scale|packed|shape|zero_point)\w*|"
+    r"\w+_scale|\w+_zero_point)$": "It belongs to quantised weights: use the checkpoint that is not quantised.",
+    r"(^|\.)(v_head|value_head)\.": f"It is of a value head, which is read under the name {SCALAR_HEAD} only: remove it from the "
+    "file, by loading the model with transformers and save_pretrained.",
+    r"\.bias$": "Only biases of Qwen2's queries, keys and values are computed: use a model without others.",
+    "": WHOLE,
+}
+"""Remedies for unexpected tensors; the first match counts."""
+
+
+class Tensor(NamedTuple):
+    """`dtype`: a code of safetensors."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def weight_problems(shape: ModelShape, head: Head, stored: Mapping[str, Tensor], equal: Callable[[str, str], bool]) -> list[str]:
+    """A sentence per missing, misshapen or unexpected tensor. `equal` compares content; the rest needs headers only."""
+    expected = hf_tensors(shape, head)
+    if head == "lm" and SCALAR_HEAD in stored:
+        return [f"{SCALAR_HEAD} makes this a *ForSequenceClassification. An actor or reference needs a *ForCausalLM."]
+    problems = [problem for name, size in expected.items() for problem in _misfit(name, size, stored)]
+    if head == "lm" and shape.tied_embeddings and LM_HEAD in stored and EMBEDDING in stored:
+        if stored[LM_HEAD].shape != stored[EMBEDDING].shape or not equal(LM_HEAD, EMBEDDING):
+            problems.append(
+                f"{LM_HEAD} differs from {EMBEDDING}, but tie_word_embeddings of config.json is true. Transformers uses both: "
+                "set tie_word_embeddings to false, or remove the tensor if the model shares the embeddings."
+            )
+    read = {*expected, LM_HEAD} if head == "scalar" or shape.tied_embeddings else set(expected)
+    for name in sorted(stored.keys() - read):
+        if not IGNORED.search(name):
+            remedy = next(remedy for pattern, remedy in UNKNOWN.items() if re.search(pattern, name))
+            problems.append(f"{name} has no place in the model of config.json. {remedy}")
+    return problems
+
+
+def adapter_problems(shape: ModelShape, lora: LoraConfig, head: Head, stored: Mapping[str, Tensor]) -> list[str]:
+    """`weight_problems` of a peft directory; a scalar head may be missing."""
+    due = {part.hf_name: part.hf_shape for part in adapter_parts(shape, lora, head)}
+    optional = {f"{PEFT}{SCALAR_HEAD}"} - stored.keys()
+    problems = [f"{name} is not one of the adapters' tensors" for name in sorted(stored.keys() - due.keys())]
+    own = "the model and its rank ask", "Use the adapters of this model and this rank."
+    return [problem for name in due if name not in optional for problem in _misfit(name, due[name], stored, *own)] + problems
+
+
+def summary(problems: list[str]) -> str:
+    more = [f"... and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+    return "\n".join(f"  - {problem}" for problem in problems[:SHOWN] + more)
+
+
+def nearest(name: str, names: Collection[str]) -> str:
+    if near := difflib.get_close_matches(name, names, n=3):
+        return f" Nearest names: {', '.join(near)}."
+    return " Use a checkpoint that this model family's transformers class saved."
+
+
+def _misfit(
+    name: str, size: tuple[int, ...], stored: Mapping[str, Tensor], who: str = "config.json asks", remedy: str = WHOLE
+) -> list[str]:
+    if name not in stored and name == SCALAR_HEAD:
+        return [
+            f"{SCALAR_HEAD} is missing: this is not a *ForSequenceClassification. Give one, as `oppo rm` "
+            "trains it, or start a new scalar head on this causal LM by `oppo convert --fresh-head-seed N`."
+        ]
+    if name not in stored:
+        return [f"{name} is missing.{nearest(name, stored)}"]
+    if stored[name].shape != size:
+        one_label = "A reward or value head has one label: train or export the checkpoint with num_labels 1."
+        remedy = one_label if name == SCALAR_HEAD else remedy
+        return [f"{name} has shape {list(stored[name].shape)}, {who} for {list(size)}. {remedy}"]
+    if stored[name].dtype not in FLOATS:
+        return [f"{name} is not stored as one of {sorted(FLOATS)}. Use the checkpoint that is not quantised."]
+    return []

@@ -26,15 +26,11 @@ USED = {
     APEX: ("apex.optimizers:FusedAdam", "amp_C:multi_tensor_l2norm"),
     FLASH: ("flash_attn:flash_attn_varlen_func", "flash_attn:flash_attn_with_kvcache"),
 }
-"""Names that a run and megatron-core use. They are imported, because flash-attn 4 lacks these functions, PyPI's `apex` is
-another package, and builds for another torch fail at import.
-"""
+"""Imported, because flash-attn 4 lacks them, PyPI's `apex` is another package, and builds for another torch fail then."""
 
 
 @dataclass(frozen=True)
 class Available:
-    """Versions of usable libraries, and faults of the others."""
-
     transformer_engine: str | None = None
     apex: str | None = None
     flash_attn: str | None = None
@@ -109,7 +105,6 @@ def layer_kind(available: Available, *, adapters: bool) -> LayerKind:
 
 
 def kernel_table(available: Available) -> list[Kernels]:
-    """Parts of a run on this machine, without adapters."""
     problem = layer_problem(available, adapters=False)
     te, apex = available.transformer_engine, available.apex
     fused = te or apex

@@ -71,12 +71,12 @@ def layouts_of(num_ranks: int, limits: Limits, *, interleaved: bool = False) -> 
 
 
 def nearest_layouts(asked: Sizes, num_ranks: int, limits: Limits, also: Callable[[Sizes], bool]) -> list[Sizes]:
-    """Layouts that satisfy `also`, nearest to `asked` (product of the factors between sizes) first, then smaller tp, pp."""
+    """Nearest to `asked` (product of the factors between sizes) first, then smaller tp, pp."""
     return sorted(filter(also, layouts_of(num_ranks, limits, interleaved=asked.vpp > 1)), key=lambda s: (_distance(s, asked), s))
 
 
 def nearest_counts(num_ranks: int, limits: Limits, also: Callable[[Sizes], bool] = lambda sizes: True) -> list[int]:
-    """Numbers of ranks with a layout that satisfies `also`, nearest first."""
+    """Numbers of ranks with a layout, nearest first."""
     most = num_ranks + SHOWN if limits.sequences is None else limits.sequences
     counts: set[int] = set()
     for tp in (tp for tp in divisors(limits.width) if tp >= limits.min_tp):

@@ -1,6 +1,6 @@
 """A model's share of a rank's memory, exact except for activations and a CPU's kernels.
 
-Not counted: interpreter and libraries, device context, NCCL's buffers, a guard's host copy, allocator loss.
+Not counted: libraries, device context, NCCL's buffers, a guard's host copy, allocator loss.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ BLOCK_TOKENS = 256
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on a rank. `copy`: weights of a separate training layout; `packed`: weights laid out for a CPU's products;
-    `buffers`: rotary tables and sequence parallelism's gather buffer.
-    """
+    """Bytes on a rank. `copy`: weights of a training layout; `packed`: of a CPU's products; `buffers`: rotary, gathering."""
 
     weights: float = 0
     copy: float = 0
@@ -57,7 +55,6 @@ def stage_layers(shape: Shape, pp: int, stage: int, vpp: int = 1) -> list[range]
 
 
 def stage_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool) -> int:
-    """Parameters on a tensor rank of a stage."""
     hidden, embedding = shape["hidden_size"], vocab_rows(shape["vocab_size"], tp) * shape["hidden_size"]
     layer = layer_weights(shape) // tp + 2 * hidden
     if shape["model_type"] == "qwen2":
@@ -76,7 +73,6 @@ def stage_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool
 
 
 def adapter_parameters(shape: Shape, tp: int, pp: int, lora: LoraConfig) -> int:
-    """Adapter parameters on a tensor rank of a stage."""
     size, sizes = 0, projections(shape)
     for target in lora.projections:
         outputs, inputs = sizes[target]
@@ -85,7 +81,7 @@ def adapter_parameters(shape: Shape, tp: int, pp: int, lora: LoraConfig) -> int:
 
 
 def packed_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool) -> int:
-    """Parameters in matrix products, including the vocabulary's, tied or not."""
+    """Parameters in products, including the vocabulary's, tied or not."""
     head = vocab_rows(shape["vocab_size"], tp) * shape["hidden_size"] if stage == pp - 1 and not scalar else 0
     return int(shape["num_hidden_layers"] // pp * (layer_weights(shape) // tp) + head)
 
@@ -102,7 +98,6 @@ def slot_tokens(context: int, kv_layout: KVLayout) -> int:
 
 
 def kv_slots(shape: Shape, layout: HasSizes, dtype: str, *, slots: int, context: int, budget_mb: float | None) -> int:
-    """Number of `slots` sequences of `context` tokens that fit the budget."""
     if budget_mb is None:
         return slots
     return min(slots, int(budget_mb * 2**20) // (context * kv_bytes_per_token(shape, layout, dtype)))
@@ -137,16 +132,7 @@ WHOLE_KERNEL_BYTES = 2**20
 """Bytes per product over whole sequences in bfloat16."""
 
 
-def prefill_sizes(tokens: int) -> int:
-    """Row counts of packed products in calls of up to `tokens`, without few rows, which are rare."""
-    return max(0, -(-min(tokens, MOST_ROWS) // ROW_MULTIPLE) - FEW_ROWS // ROW_MULTIPLE)
-
-
-def kernel_bytes(layer_sizes: int, head_sizes: int) -> int:
-    return min(4 * layer_sizes + head_sizes, MOST_KERNELS) * KERNEL_BYTES
-
-
 def training_kernel_bytes(tokens: int) -> int:
-    """Kernels of a layer's four products and the head, with two gradients each, for every row count."""
+    """A layer's four products and the head, with two gradients each, for every row count."""
     sizes = -(-tokens // WHOLE_MULTIPLE)
     return min(3 * 5 * sizes, MOST_KERNELS) * WHOLE_KERNEL_BYTES

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from oppo_megatron.config.model import ActorConfig, AdaptedRoleConfig, ParallelConfig, RoleConfig
+from oppo_megatron.config.model import AdaptedRoleConfig, ParallelConfig, RoleConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import SupervisedConfig
 
@@ -20,7 +20,7 @@ class RankCoordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class RolePlacement:
-    """A role's ranks and layout: `len(ranks) == tp * pp * dp`."""
+    """`len(ranks) == tp * pp * dp`."""
 
     ranks: tuple[int, ...]
     tp: int = 1
@@ -39,7 +39,6 @@ class RolePlacement:
         return self.ranks[first : first + self.tp]
 
     def replica_ranks(self, replica: int) -> tuple[int, ...]:
-        """Ranks of a replica, first stage first."""
         return tuple(rank for stage in range(self.pp) for rank in self.stage_ranks(replica, stage))
 
     def coords(self, rank: int) -> RankCoordinates | None:
@@ -68,7 +67,6 @@ def role_placements(config: TrainConfig) -> dict[str, RolePlacement]:
 
 
 def training_placements(config: TrainConfig) -> dict[str, RolePlacement]:
-    """Placements of trained roles: the same ranks, possibly in another layout."""
     pool, found = pools(config), dict[str, RolePlacement]()
     for name, role in config.trained.items():
         serving, train = _placement(role, pool["actor" if name == "actor" else "scorer"]), role.train
@@ -82,7 +80,7 @@ def has_own_training_weights(serving: RolePlacement, training: RolePlacement, vp
 
 
 def pools(config: TrainConfig) -> dict[str, RolePlacement]:
-    """Ranks and layouts for roles that name none."""
+    """For roles that name none."""
     placement = config.placement
     if placement.mode == "single":
         return {"actor": RolePlacement((0,)), "scorer": RolePlacement((0,))}
@@ -110,7 +108,6 @@ def layout_tree(config: TrainConfig | SupervisedConfig) -> dict[str, list[Any]]:
 
 
 def shares_weights(config: TrainConfig) -> bool:
-    """True if the reference uses the actor's base weights without adapters."""
     placements = role_placements(config)
     own = config.actor.lora is not None and config.reference is None
     return own and placements.get("reference") == placements["actor"]
@@ -123,13 +120,19 @@ def decodes_and_scores(placements: Mapping[str, RolePlacement]) -> bool:
 
 def named_roles(config: TrainConfig) -> Mapping[str, RoleConfig]:
     """Roles' sections by name; a null reference is the initial actor."""
-    reference = None if config.ppo.kl.mode == "none" else config.reference or _start_of(config.actor)
+    actor, reference = config.actor, config.reference
+    if config.ppo.kl.mode == "none":
+        reference = None
+    elif reference is None:
+        model = actor.model_dump(include=set(MODEL_FIELDS))
+        adapted = actor.lora is not None and actor.lora.adapter is not None  # new adapters add nothing
+        reference = AdaptedRoleConfig(**model, lora=actor.lora) if adapted else RoleConfig(**model)
     others = {"reference": reference, "critic": config.critic, "reward": config.reward}
-    return {"actor": config.actor} | {name: role for name, role in others.items() if role is not None}
+    return {"actor": actor} | {name: role for name, role in others.items() if role is not None}
 
 
 def scorers_leader(placements: Mapping[str, RolePlacement]) -> int:
-    """First rank of the critic, else the reward model, else the reference; without these the actor's output rank."""
+    """First rank of a scorer; without one the actor's output rank."""
     name = next((name for name in ("critic", "reward", "reference") if name in placements), None)
     return placements["actor"].output_rank() if name is None else placements[name].ranks[0]
 
@@ -140,19 +143,11 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     return tuple(rank for first, _, last in spans for rank in range(int(first), int(last or first) + 1))
 
 
-def _start_of(actor: ActorConfig) -> RoleConfig:
-    """The initial actor; new adapters add nothing to it."""
-    model = actor.model_dump(include=set(MODEL_FIELDS))
-    if actor.lora is None or actor.lora.adapter is None:
-        return RoleConfig(**model)
-    return AdaptedRoleConfig(**model, lora=actor.lora)
-
-
 MODEL_FIELDS = ("checkpoint", "init", "dtype")
 
 
 def _placement(role: RoleConfig, pool: RolePlacement) -> RolePlacement:
-    """A role's ranks and layout; by default the pool's layout if it fits, else replicas."""
+    """By default the pool's layout if it fits, else replicas."""
     ranks = pool.ranks if role.ranks is None else parse_ranks(role.ranks)
     if role.parallel is not None:
         return _over(ranks, role.parallel)

@@ -1,32 +1,47 @@
-"""Memory of a role's ranks."""
+"""Memory of each role on its ranks, and each rank's roles, shares and batches."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import ceil, lcm
 
-from oppo_megatron.config.derived import max_context, minibatch_rows, share_of_sequences
-from oppo_megatron.config.model import LearningModelConfig, ModelConfig, TrainingLayoutConfig
+from oppo_megatron.config.derived import longest_chunk, max_context, minibatch_rows, share_of_sequences
+from oppo_megatron.config.model import LearningModelConfig, ModelConfig, TrainedRoleConfig, TrainingLayoutConfig
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.layout import activations
 from oppo_megatron.layout.activations import Call, TrainingBatch
 from oppo_megatron.layout.layouts import Sizes, vocab_rows
 from oppo_megatron.layout.memory import (
     FEW_ROWS,
+    KERNEL_BYTES,
+    MOST_KERNELS,
+    MOST_ROWS,
+    ROW_MULTIPLE,
     Memory,
     adapter_parameters,
     gather_bytes,
-    kernel_bytes,
     kv_slots,
     packed_parameters,
-    prefill_sizes,
     slot_tokens,
+    stage_layers,
     stage_parameters,
     table_bytes,
     training_kernel_bytes,
     training_state,
 )
-from oppo_megatron.layout.placements import RolePlacement, named_roles, shares_weights
+from oppo_megatron.layout.placements import (
+    RankCoordinates,
+    RolePlacement,
+    decodes_and_scores,
+    has_own_training_weights,
+    named_roles,
+    role_placements,
+    shares_weights,
+    training_placements,
+)
 from oppo_megatron.layout.shape import kv_bytes_per_token
 from oppo_megatron.modeldir.headers import read_hf_config
 
@@ -57,9 +72,6 @@ class RoleModel(activations.Model):
         own = packed_parameters(self.shape, placement.tp, placement.pp, stage, scalar=self.scalar)
         return 0 if self.shared else own * self.width
 
-    def makes_logits(self, placement: RolePlacement, stage: int) -> bool:
-        return not self.scalar and stage == placement.pp - 1
-
     def parameters(self, placement: RolePlacement, stage: int) -> int:
         return stage_parameters(self.shape, placement.tp, placement.pp, stage, scalar=self.scalar)
 
@@ -69,7 +81,11 @@ class RoleModel(activations.Model):
     def trained(
         self, placement: RolePlacement, stage: int, train: TrainingLayoutConfig, batch: TrainingBatch, *, on_cpu: bool
     ) -> Memory:
-        state = training_state(self._trainable(placement, stage), self.dtype, placement.dp)
+        if self.lora is None:
+            trainable = self.parameters(placement, stage)
+        else:
+            trainable = self._adapters(placement) + (self.hidden if self.scalar and stage == placement.pp - 1 else 0)
+        state = training_state(trainable, self.dtype, placement.dp)
         model, sizes = self.computed(placement, on_cpu=on_cpu), Sizes.of(placement, train.vpp)
         held = activations.training_activations(model, sizes, stage, train, batch)
         gathered = 0 if self.lora else gather_bytes(self.shape, self.dtype, train, placement.tp, batch.tokens)
@@ -77,12 +93,6 @@ class RoleModel(activations.Model):
 
     def _adapters(self, placement: RolePlacement) -> int:
         return 0 if self.lora is None else adapter_parameters(self.shape, placement.tp, placement.pp, self.lora)
-
-    def _trainable(self, placement: RolePlacement, stage: int) -> int:
-        if self.lora is None:
-            return self.parameters(placement, stage)
-        head = self.hidden if self.scalar and stage == placement.pp - 1 else 0
-        return self._adapters(placement) + head
 
 
 def served_stages(
@@ -94,7 +104,19 @@ def served_stages(
 def trained_stages(
     config: TrainConfig, training: RolePlacement, model: RoleModel, train: TrainingLayoutConfig, *, on_cpu: bool
 ) -> tuple[Memory, ...]:
-    return tuple(trained_memory(config, training, model, train, stage, on_cpu=on_cpu) for stage in range(training.pp))
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    # Minibatches are divided by tokens, so a replica may have more (short) rows: all but one per other replica.
+    most = minibatch_rows(config) - training.dp + 1
+    tokens = training_rows(config, training) * longest
+    batch = TrainingBatch(config.runtime.micro_batch_tokens, tokens, most * config.rollout.max_response_tokens)
+    kernels = training_kernel_bytes(batch.tokens) if on_cpu and model.dtype == "bfloat16" else 0
+    tables = table_bytes(model.shape, max_context(config)) * train.vpp
+    found = []
+    for stage in range(training.pp):
+        memory = model.trained(training, stage, train, batch, on_cpu=on_cpu)
+        copy = model.weights(training, stage)
+        found.append(replace(memory, copy=copy, kernels=kernels, buffers=memory.buffers + tables))
+    return tuple(found)
 
 
 def laid_out(config: TrainConfig, name: str, serving: RolePlacement, training: RolePlacement) -> RoleModel:
@@ -125,13 +147,13 @@ def served_memory(
     if name == "actor" and config.evaluation is not None:  # held-out prompts have their own cache
         cached += min(slots, config.evaluation.most_rows)
     tokens = min(config.runtime.micro_batch_tokens, slots * context)
-    computed, logits = model.computed(placement, on_cpu=on_cpu), model.makes_logits(placement, stage)
-    calls = _calls(config, name, tokens, slots, logits=logits or (model.scalar and stage == placement.pp - 1))
+    computed, last = model.computed(placement, on_cpu=on_cpu), stage == placement.pp - 1
+    calls = _calls(config, name, tokens, slots, logits=last)
     phases = {phase: activations.cached_activations(computed, call) for phase, call in calls.items()}
     memory = Memory(
         weights=model.weights(placement, stage),
         packed=model.packed(placement, stage) if on_cpu else 0,
-        kernels=_kernels(name, tokens, slots, makes_logits=logits) if on_cpu else 0,
+        kernels=_kernels(name, tokens, slots, makes_logits=last and not model.scalar) if on_cpu else 0,
         kv_cache=cached * context * kv_bytes_per_token(model.shape, placement, model.dtype),
         buffers=table_bytes(model.shape, longest),
         activations=max(phases.values()),
@@ -141,26 +163,6 @@ def served_memory(
 
 def training_rows(config: TrainConfig, placement: RolePlacement) -> int:
     return ceil(minibatch_rows(config) / placement.dp)
-
-
-def trained_memory(
-    config: TrainConfig,
-    placement: RolePlacement,
-    model: RoleModel,
-    train: TrainingLayoutConfig,
-    stage: int,
-    *,
-    on_cpu: bool,
-) -> Memory:
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    rows = training_rows(config, placement)
-    # Minibatches are divided by tokens, so a replica may have more (short) rows: all but one per other replica.
-    most = minibatch_rows(config) - placement.dp + 1
-    batch = TrainingBatch(config.runtime.micro_batch_tokens, rows * longest, most * config.rollout.max_response_tokens)
-    kernels = training_kernel_bytes(batch.tokens) if on_cpu and model.dtype == "bfloat16" else 0
-    memory = model.trained(placement, stage, train, batch, on_cpu=on_cpu)
-    tables = memory.buffers + table_bytes(model.shape, max_context(config)) * train.vpp
-    return replace(memory, copy=model.weights(placement, stage), kernels=kernels, buffers=tables)
 
 
 def _calls(config: TrainConfig, name: str, tokens: int, slots: int, *, logits: bool) -> dict[str, Call]:
@@ -175,12 +177,172 @@ def _calls(config: TrainConfig, name: str, tokens: int, slots: int, *, logits: b
 
 
 def _kernels(name: str, tokens: int, slots: int, *, makes_logits: bool) -> int:
-    """The actor decodes any number of sequences; all roles read up to `tokens`."""
-    read, decoded = prefill_sizes(tokens), min(slots, FEW_ROWS) if name == "actor" else 0
-    return kernel_bytes(read + decoded, (decoded if name == "actor" else read) if makes_logits else 0)
+    """The actor decodes any number of sequences; all roles read up to `tokens`, seldom few rows, which are not counted."""
+    read = max(0, -(-min(tokens, MOST_ROWS) // ROW_MULTIPLE) - FEW_ROWS // ROW_MULTIPLE)
+    decoded = min(slots, FEW_ROWS) if name == "actor" else 0
+    head = (decoded if name == "actor" else read) if makes_logits else 0
+    return min(4 * (read + decoded) + head, MOST_KERNELS) * KERNEL_BYTES
 
 
 def both_memory(served: Memory, trained: Memory, *, one_model: bool) -> Memory:
     """`one_model`: one set of rotary tables."""
     tables = served.buffers if one_model else 0
     return Memory.of_rank([served, replace(trained, copy=0, buffers=trained.buffers - tables)])
+
+
+@dataclass(frozen=True)
+class Holding:
+    """`role`: `actor.train` if training has its own weights. `layers`: per virtual stage; `phases`: activation bytes."""
+
+    rank: int
+    role: str
+    coords: RankCoordinates
+    sizes: Sizes
+    layers: list[range]
+    memory: Memory
+    batches: dict[str, str]
+    phases: dict[str, float]
+
+
+def planned_memory(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list[float]:
+    """Expected bytes of each rank, without interpreter and libraries."""
+    return [memory.total for memory in rank_memory(holdings_of(config, on_cpu=on_cpu)).values()]
+
+
+def lasting_memory(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list[float]:
+    """Bytes that each rank holds for certain between updates."""
+    return [memory.lasting for memory in rank_memory(holdings_of(config, on_cpu=on_cpu)).values()]
+
+
+def holdings_of(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list[Holding]:
+    if isinstance(config, SupervisedConfig):
+        return supervised_holdings(config, on_cpu=on_cpu)
+    return train_holdings(config, on_cpu=on_cpu)
+
+
+def written_bytes(config: TrainConfig | SupervisedConfig) -> float:
+    """Bytes of the final weights and of one checkpoint, without adapters, which are small."""
+    saves, weights, state = config.checkpoint, 0.0, 0.0
+    roles = {"model": config.model} if isinstance(config, SupervisedConfig) else config.trained
+    for held in holdings_of(config, on_cpu=False):
+        role = roles.get(held.role.partition(".")[0])
+        if role is None or role.lora is not None or not held.memory.optimizer:
+            continue
+        state += held.memory.optimizer  # sharded over the replicas
+        weights += max(held.memory.weights, held.memory.copy) if held.coords.replica == 0 else 0
+    checkpoints = bool(saves.saves_end or saves.every_steps or saves.every_minutes)
+    return weights * saves.writes_weights * (1 + bool(saves.keep_best)) + (weights + state) * checkpoints
+
+
+def rank_memory(holdings: Sequence[Holding]) -> dict[int, Memory]:
+    ranks = groupby(holdings, key=lambda holding: holding.rank)
+    return {rank: Memory.of_rank([each.memory for each in held]) for rank, held in ranks}
+
+
+def train_holdings(config: TrainConfig, *, on_cpu: bool) -> list[Holding]:
+    training, holdings = training_placements(config), list[Holding]()
+    for name, placement in role_placements(config).items():
+        holdings += role_holdings(config, name, placement, training.get(name, placement), on_cpu=on_cpu)
+    return sorted(holdings, key=lambda holding: holding.rank)
+
+
+def role_holdings(
+    config: TrainConfig, name: str, serving: RolePlacement, training: RolePlacement, *, on_cpu: bool
+) -> list[Holding]:
+    role, model = named_roles(config)[name], laid_out(config, name, serving, training)
+    sequences, slots = sequences_and_slots(config, name, serving, model)
+    batches = _serving_batches(config, name, sequences, slots)
+    stages = [served_memory(config, name, serving, model, stage, on_cpu=on_cpu) for stage in range(serving.pp)]
+    served = []
+    for at, rank in _coords_of(serving):
+        (memory, phases), layers = stages[at.stage], stage_layers(model.shape, serving.pp, at.stage)
+        served.append(Holding(rank, name, at, Sizes.of(serving), layers, memory, batches, phases))
+    if not isinstance(role, TrainedRoleConfig):
+        return served
+    train, sizes = role.train, Sizes.of(training, role.train.vpp)
+    update = _words(
+        {
+            "rollout batch B": config.rollout.batch_size, "minibatch rows": minibatch_rows(config),
+            "rows a replica": training_rows(config, training), "micro-batch tokens": config.runtime.micro_batch_tokens,
+        }
+    )  # fmt: skip
+    updates = trained_stages(config, training, model, train, on_cpu=on_cpu)
+    trained = []
+    for at, rank in _coords_of(training):
+        memory, layers = updates[at.stage], stage_layers(model.shape, training.pp, at.stage, train.vpp)
+        trained.append(Holding(rank, f"{name}.train", at, sizes, layers, memory, update, {"update": memory.activations}))
+    if has_own_training_weights(serving, training, train.vpp):
+        return [*served, *trained]
+    one_model = is_one_model(train)
+    return [
+        replace(
+            each, memory=both_memory(each.memory, other.memory, one_model=one_model), batches=batches | update,
+            phases=other.phases | each.phases,
+        )
+        for each, other in zip(served, trained, strict=True)
+    ]  # fmt: skip
+
+
+def _words(sizes: Mapping[str, int]) -> dict[str, str]:
+    return {heading: str(size) for heading, size in sizes.items()}
+
+
+def supervised_holdings(config: SupervisedConfig, *, on_cpu: bool) -> list[Holding]:
+    layout = config.parallel
+    placement = RolePlacement(tuple(range(layout.num_ranks)), layout.tp, layout.pp, layout.dp)
+    model = RoleModel.of(config.model, scalar=config.SCALAR)
+    sequences = 2 if config.of_pairs else 1  # a chosen and a rejected completion
+    rows, tokens = ceil(config.batch_size / placement.dp), config.runtime.micro_batch_tokens
+    batch = TrainingBatch(tokens, rows * sequences * config.max_tokens)
+    batches = _words({"rows a batch": config.batch_size, "rows a replica": rows, "micro-batch tokens": tokens})
+    held = []
+    for coords, rank in _coords_of(placement):
+        memory = model.trained(placement, coords.stage, TrainingLayoutConfig(), batch, on_cpu=on_cpu)
+        tables = table_bytes(model.shape, config.max_tokens)
+        memory = replace(memory, weights=model.weights(placement, coords.stage), buffers=tables)
+        layers, phases = stage_layers(model.shape, placement.pp, coords.stage), {"update": memory.activations}
+        held.append(Holding(rank, "model", coords, Sizes.of(placement), layers, memory, batches, phases))
+    return sorted(held, key=lambda holding: holding.rank)
+
+
+def _serving_batches(config: TrainConfig, name: str, sequences: int, slots: int) -> dict[str, str]:
+    batch, overlap = config.rollout.batch_size, config.overlap
+    decode, prefill = _cut(config, slots)
+    deltas = [overlap.delta.initial] if overlap.delta.rule == "fixed" else [0, overlap.delta.max]
+    return {
+        "rollout batch B": str(batch),
+        "B + delta": _span([batch + delta for delta in (deltas if overlap.inter else [0])]),
+        "sequences a replica": str(sequences),
+        "KV slots": str(slots),
+        "decode m-batches": decode if name == "actor" else "-",
+        "micro-batch tokens": str(config.runtime.micro_batch_tokens),
+        "chunk C": _span([min(size, longest_chunk(config)) for size in overlap.chunk_sizes]),
+        "prefill tokens": "-" if name == "actor" else prefill,
+    }
+
+
+def _cut(config: TrainConfig, slots: int) -> tuple[str, str]:
+    """Decode micro-batches of a replica and prefill tokens of a scorer; `auto` if measured times decide."""
+    (micro_batches, tokens), placements = config.overlap.weave, role_placements(config)
+    most = config.runtime.micro_batch_tokens
+    woven = config.overlap.intra and config.overlap.schedule != "intra" and decodes_and_scores(placements)
+    measured = woven and placements["actor"].pp > 1
+    decode = "auto" if measured else "1"
+    prefill = "auto" if measured else str(most)
+    if micro_batches != "auto":
+        decode = str(min(micro_batches, slots))
+    if tokens != "auto":
+        prefill = str(min(tokens, most))
+    return decode, prefill
+
+
+def _span(sizes: Sequence[int]) -> str:
+    least, most = min(sizes), max(sizes)
+    return str(least) if least == most else f"{least}-{most}"
+
+
+def _coords_of(placement: RolePlacement) -> Iterator[tuple[RankCoordinates, int]]:
+    for rank in placement.ranks:
+        coords = placement.coords(rank)
+        assert coords is not None, "a placement has coordinates for each of its ranks"
+        yield coords, rank

@@ -41,7 +41,6 @@ def check_shape(
     max_context: int,
     tokenizer_vocab_size: int | None,
 ) -> list[str]:
-    """Problems of a model in a layout, with its contexts and vocabulary."""
     sizes = Sizes.of(layout)
     own = check_use(name, shape, max_context, tokenizer_vocab_size)
     if check_model(name, shape):
@@ -75,7 +74,6 @@ def check_use(name: str, shape: Shape, max_context: int, tokenizer_vocab_size: i
 
 
 def check_divisions(name: str, shape: Shape, sizes: Sizes, num_ranks: int, limits: Limits) -> list[str]:
-    """Sizes that do not divide, with layouts that would fit `num_ranks`."""
     problems = []
     tp, pp, _, vpp = sizes
     heads, kv_heads, layers = shape["num_attention_heads"], num_kv_heads(shape), shape["num_hidden_layers"]
@@ -109,7 +107,6 @@ def model_limits(shape: Shape, sequences: int | None = None, min_tp: int = 1) ->
 
 
 def check_model(name: str, shape: Shape) -> list[str]:
-    """Errors and unsupported settings of a `config.json`."""
     family = shape.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         return [f"{name}: model_type {family!r} is not supported; use one of {', '.join(FAMILIES)} (Qwen2.5 is qwen2)"]
@@ -332,7 +329,6 @@ def layer_linears(shape: Shape) -> list[Linear]:
 
 
 def layer_weights(shape: Shape) -> int:
-    """Number of a layer's weights in products."""
     return sum(linear.size for linear in layer_linears(shape))
 
 

@@ -17,10 +17,9 @@ from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.checks import check_auto_placement, check_layouts, check_supervised_layout
-from oppo_megatron.layout.hf_layout import SCALAR_HEAD, Head
+from oppo_megatron.layout.hf_layout import SCALAR_HEAD, Head, Tensor, adapter_problems, weight_problems
 from oppo_megatron.layout.placements import named_roles
 from oppo_megatron.layout.shape import ModelShape, check_head, check_model, check_use
-from oppo_megatron.layout.stored_weights import Tensor, adapter_problems, weight_problems
 from oppo_megatron.modeldir.adapters import ADAPTER_WEIGHTS
 from oppo_megatron.modeldir.headers import (
     Stored,

@@ -1,7 +1,7 @@
 """Seconds of a layer's parts on a tensor rank, of messages, and of moves of weights (docs/planner.md, "The laws").
 
-Values have two bytes; `tokens` may be an array. Groups over nodes are rings, limited by a node's links and NICs, and slower for
-small payloads (aliyun/SimAI, astra-sim/system/calbusbw and inputs/ratio/nic_ratio.csv).
+Groups over nodes are rings, limited by links and NICs, and slower for small payloads (aliyun/SimAI,
+astra-sim/system/calbusbw and inputs/ratio/nic_ratio.csv).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from oppo_megatron.layout.shape import Shape, head_dim, head_linear, layer_weights, num_kv_heads
-from oppo_megatron.sim.clusters.cluster import MIB, Between, Cluster, Efficiencies, Gpu, Source, published
+from oppo_megatron.sim.clusters.cluster import MIB, Between, Cluster, Gpu, Source, published
 
 Floats = npt.NDArray[np.float64]
 Number = TypeVar("Number", float, Floats)
@@ -24,9 +24,7 @@ WIDTH = 2
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Values of a layer on a tensor rank: `weights` of products; per token, `moved` by them, `hidden`, `inner` in rotations
-    and activation.
-    """
+    """Values on a tensor rank: `weights` of products; per token, `moved` by them, `inner` in rotations and activation."""
 
     weights: float
     moved: float
@@ -60,20 +58,17 @@ class LayerSizes:
         return WIDTH * tokens * ((2 * 2 + 3 * sums) * self.hidden * hidden_share + self.inner)
 
 
-def roofline_s(flops: Number, num_bytes: Number, gpu: Gpu, by: Efficiencies) -> Number:
-    """Smooth maximum of compute and memory time, without the fixed part."""
-    compute, memory = flops / (by.compute * gpu.flops), num_bytes / (by.memory * gpu.bytes_per_s)
-    seconds: Number = (compute**by.power + memory**by.power) ** (1 / by.power)
-    return seconds
-
-
 @dataclass(frozen=True)
 class LayerLaw:
     gpu: Gpu
 
     def products_s(self, sizes: LayerSizes, tokens: Number) -> Number:
+        """Smooth maximum of compute and memory time, and the fixed part."""
         by = self.gpu.efficiencies
-        return roofline_s(sizes.product_flops(tokens), sizes.product_bytes(tokens), self.gpu, by) + by.fixed_s
+        compute = sizes.product_flops(tokens) / (by.compute * self.gpu.flops)
+        memory = sizes.product_bytes(tokens) / (by.memory * self.gpu.bytes_per_s)
+        seconds: Number = (compute**by.power + memory**by.power) ** (1 / by.power)
+        return seconds + by.fixed_s
 
     def elementwise_s(self, sizes: LayerSizes, tokens: Number, *, sums: int = 2, hidden_share: float = 1.0) -> Number:
         by = self.gpu.efficiencies
@@ -81,7 +76,6 @@ class LayerLaw:
         return by.elementwise_fixed_s + num_bytes / (by.elementwise * self.gpu.bytes_per_s)
 
     def attention_s(self, sizes: LayerSizes, pairs: float) -> float:
-        """Attention of new tokens over `pairs` (`causal_pairs`)."""
         return 4 * sizes.queries * pairs / (self.gpu.efficiencies.attention * self.gpu.flops)
 
     def cached_attention_s(self, sizes: LayerSizes, positions: float) -> float:
@@ -126,12 +120,11 @@ def all_reduce_s(cluster: Cluster, group: Group, payload: float) -> float:
 
 
 def scatter_s(cluster: Cluster, group: Group, payload: float) -> float:
-    """Reduce-scatter of `payload` bytes per rank, or all-gather into as many."""
+    """Reduce-scatter of `payload` bytes, or all-gather into as many."""
     return _ring_s(cluster, group, payload, (group.size - 1) / group.size)
 
 
 def send_s(cluster: Cluster, payload: float, *, between: bool, sharing: int = 1) -> float:
-    """`sharing` concurrent messages share a node's NICs."""
     if not between:
         return cluster.inside.send.seconds(payload, 1)
     network = network_of(cluster)

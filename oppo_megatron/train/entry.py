@@ -30,7 +30,7 @@ from oppo_megatron.train.run_files import prepare_run_directory, save_role
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.state import describe_missing, find_checkpoint, rest_of_run
 from oppo_megatron.train.setup import build_loop, ppo_saver
-from oppo_megatron.train.supervised import run_supervised
+from oppo_megatron.train.supervised import task_of, train_supervised
 
 
 def run_rank(kind: str, config: Any) -> int:
@@ -42,23 +42,28 @@ def run_rank(kind: str, config: Any) -> int:
     )
     with memory_for(lambda: other_work), clear_when_full(config.run_dir):
         try:
-            return 0 if (_run_train if kind == "train" else run_supervised)(config) else EXIT_REQUEUE
+            return 0 if run_training(kind, config) else EXIT_REQUEUE
         except RollBack:
             return EXIT_AGAIN
 
 
-def _run_train(config: TrainConfig) -> bool:
-    progress = by_time(is_owner=os.environ.get("RANK", "0") == "0")
-    inputs, preemption = read_inputs(config, progress), Preemption(config.preempt_deadline_s)
+def run_training(kind: str, config: Any) -> bool:
+    """Train from a configuration of command `kind`; False if asked to stop, after saving."""
+    preemption, inputs = Preemption(config.preempt_deadline_s), None
+    if kind == "train":
+        inputs = read_inputs(config, by_time(is_owner=os.environ.get("RANK", "0") == "0"))
+    models = config.models if inputs is None else named_roles(config)
     with (
         open_world(config.runtime) as world,
-        RunDirectory(config.run_dir).held() if world.rank == 0 else nullcontext(),
-        watched(world, config.stall_deadline_s, config.run_dir, "train"),
+        RunDirectory(config.run_dir).held() if inputs is not None and world.rank == 0 else nullcontext(),
+        watched(world, config.stall_deadline_s, config.run_dir, kind),
         preemption.listening(),
     ):
         require_memory(config, world)
         if world.device.type == "cpu":
-            require_private_ops({role.dtype for role in named_roles(config).values()})
+            require_private_ops({model.dtype for model in models.values()})
+        if inputs is None:
+            return train_supervised(config, task_of(config), world, preemption)
         return run_ppo(config, world, inputs, preemption)
 
 

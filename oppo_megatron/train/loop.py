@@ -259,9 +259,14 @@ class TrainingLoop(Saveable):
         held = make_rollouts(found.held(left_out), stream)
         self.load_state_dict(found.state, held)
         self.rollbacks.checkpoint = found.folder.name, found.position
-        lost = len(held) < len(found.rollouts)
-        if not lost:
-            self._restore_caches(found)
+        lost, state = len(held) < len(found.rollouts), found.state
+        same = not lost and state["layout"] == books_state(self.rounds)["layout"]
+        if same and frozen_models(state["config"]) == frozen_models(self.saver.settings):  # else all is prefilled again
+            require_sound_books(state, self.buffer.rollouts)
+            planner = self.rounds.planner
+            for name, book in {"actor": planner.actor, **planner.scorers}.items():
+                book.load_state_dict(state["books"][name])
+            load_caches(cache_path(found.folder, self.world.rank), self.rounds)
         if self.phase is not None and (lost or len(self.buffer) < self.buffer.target):  # the batch may also be larger now
             self.rounds.admit(self.rollouts.scheduler.refill())
 
@@ -280,15 +285,3 @@ class TrainingLoop(Saveable):
         if self.journal is not None:
             self.journal.load_state_dict(state["journal"])
         self.rounds.admit(self.buffer.rollouts)
-
-    def _restore_caches(self, found: Found) -> None:
-        """Load books and caches if layout and models still match; else all sequences are prefilled again."""
-        state = found.state
-        same = state["layout"] == books_state(self.rounds)["layout"]
-        if not same or frozen_models(state["config"]) != frozen_models(self.saver.settings):
-            return
-        require_sound_books(state, self.buffer.rollouts)
-        planner = self.rounds.planner
-        for name, book in {"actor": planner.actor, **planner.scorers}.items():
-            book.load_state_dict(state["books"][name])
-        load_caches(cache_path(found.folder, self.world.rank), self.rounds)

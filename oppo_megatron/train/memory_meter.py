@@ -14,8 +14,8 @@ from oppo_megatron.config.model import format_ranks
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.errors import CapacityError
-from oppo_megatron.layout.holdings import lasting_memory
 from oppo_megatron.layout.memory import shortage
+from oppo_megatron.layout.role_memory import lasting_memory
 from oppo_megatron.train.score_exchange import by_rank
 
 MEBIBYTE = 2**20

@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 from oppo_megatron.algorithms.supervised_losses import means
 from oppo_megatron.clock import by_time
-from oppo_megatron.cluster.liveness.watchdog import watched
 from oppo_megatron.cluster.process_groups import use_once
-from oppo_megatron.cluster.world import World, open_world
+from oppo_megatron.cluster.world import World
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.supervised import DPOConfig, RewardModelConfig, SupervisedConfig
 from oppo_megatron.data.rows import Quarantine
@@ -28,7 +27,6 @@ from oppo_megatron.data.supervised_rows import BEGINNING, Passed, batches, load_
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.shape import check_shape
-from oppo_megatron.mcore.cpu import require_private_ops
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.roles import load_role
@@ -40,7 +38,7 @@ from oppo_megatron.rundir.trace import SpanRecorder, merge_traces
 from oppo_megatron.schedule.packing import Packing, balance, packing_figures
 from oppo_megatron.train.logs.journal import Report
 from oppo_megatron.train.logs.trackers import open_trackers
-from oppo_megatron.train.memory_meter import MemoryMeter, require_memory
+from oppo_megatron.train.memory_meter import MemoryMeter
 from oppo_megatron.train.reference_pass import ReferencePass
 from oppo_megatron.train.run_files import prepare_run_directory, save_role
 from oppo_megatron.train.saving.preemption import Preemption
@@ -58,9 +56,6 @@ from oppo_megatron.train.supervised_tasks import (
     TakePoint,
     Task,
 )
-
-COMMANDS = {"prm": "rm", "kto": "dpo"}
-"""The commands of the tasks that do not have their command's name."""
 
 
 @dataclass
@@ -188,19 +183,6 @@ class SupervisedTrainer(Saveable, Generic[RowT]):
             "grad_norm": report.grad_norm,
             **packing_figures([packing]),
         }
-
-
-def run_supervised(config: SupervisedConfig) -> bool:
-    task, preemption = task_of(config), Preemption(config.preempt_deadline_s)
-    with (
-        open_world(config.runtime) as world,
-        watched(world, config.stall_deadline_s, config.run_dir, COMMANDS.get(task.title, task.title)),
-        preemption.listening(),
-    ):
-        require_memory(config, world)
-        if world.device.type == "cpu":
-            require_private_ops({model.dtype for model in config.models.values()})
-        return train_supervised(config, task, world, preemption)
 
 
 def task_of(config: SupervisedConfig) -> Task[Any]:

@@ -14,7 +14,7 @@ from oppo_megatron.errors import DataError
 from oppo_megatron.rundir.directory import write_json
 from oppo_megatron.sim.clusters.cluster import OF_CPU, Cluster, Engine, measured
 from oppo_megatron.sim.clusters.reading import read_cluster
-from oppo_megatron.sim.pricing.decoding import Decoding
+from oppo_megatron.sim.pricing.model import Decoding
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = measured("here")

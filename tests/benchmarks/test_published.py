@@ -29,7 +29,7 @@ from oppo_megatron.layout.checks import check_layouts
 from oppo_megatron.layout.placements import layout_tree, named_roles
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.sim.clusters.cluster import GPUS, INSIDE, Between, Cluster, published
-from oppo_megatron.sim.pricing.decoding import Decoding
+from oppo_megatron.sim.pricing.model import Decoding
 from oppo_megatron.sim.pricing.prices import Prices
 from tests.unit.test_sim_search_plan import tree
 

@@ -15,7 +15,7 @@ from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.describe import SUPERVISED
 from oppo_megatron.data.generated import DatasetSizes, Shape, write_dataset
 from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
-from oppo_megatron.train.supervised import run_supervised
+from oppo_megatron.train.entry import run_training
 from tests.e2e.supervised_jobs import COMMANDS
 from tests.support.configs import run_of
 from tests.support.hf import SIZES, save_tiny
@@ -62,7 +62,8 @@ def settings(inputs: Path, kind: str, run_dir: Path, **changes: Any) -> Settings
 
 def run(kind: str, chosen: Settings) -> list[dict[str, Any]]:
     """Train in this process; the lines of metrics.jsonl."""
-    run_supervised(run_of(chosen, SUPERVISED[COMMANDS.get(kind, kind)]))
+    command = COMMANDS.get(kind, kind)
+    run_training(command, run_of(chosen, SUPERVISED[command]))
     return metrics(chosen["run_dir"])
 
 

@@ -21,7 +21,7 @@ COMMANDS = {"prm": "rm", "kto": "dpo"}
 
 
 def train(kind: str, settings: dict[str, Any], stop_after: int | None = None) -> None:
-    """Run `run_supervised` in the process group that the test's ranks already have."""
+    """Run `train_supervised` in the process group that the test's ranks already have."""
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     preemption = Preemption()
     if stop_after is not None:

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.layout.holdings import train_holdings
 from oppo_megatron.layout.placements import world_size
+from oppo_megatron.layout.role_memory import train_holdings
 from oppo_megatron.mcore.weights.hf_source import open_directory
 from oppo_megatron.preflight.validate import train_problems
 from tests.e2e.test_resume import assert_bit_equal

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from oppo_megatron.cli.main import main
 from oppo_megatron.config.supervised import RewardModelConfig, SFTConfig
-from oppo_megatron.layout.holdings import supervised_holdings
+from oppo_megatron.layout.role_memory import supervised_holdings
 from oppo_megatron.preflight.validate import supervised_problems
 from oppo_megatron.rundir.checkpoints import CheckpointStore
 from tests.e2e.supervised import OPTIMIZER, Settings, hf_model, reference_loss, run, settings, token_rows

@@ -10,7 +10,7 @@ import pytest
 
 from oppo_megatron.layout import activations, role_memory
 from oppo_megatron.layout.activations import Model
-from oppo_megatron.layout.holdings import train_holdings
+from oppo_megatron.layout.role_memory import train_holdings
 from tests.rehearsal.asking import Server
 from tests.rehearsal.cuda_stub import compiler
 from tests.rehearsal.memory_cases import LAYOUTS, QUICK, Layout

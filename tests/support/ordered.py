@@ -14,9 +14,8 @@ from oppo_megatron.rundir.trace import Span as TraceSpan
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.checking.timeline import Running, Span, Timeline, simulate
 from oppo_megatron.schedule.planning.planner import PlannedRound
-from oppo_megatron.sim.runs.components import Floats
 from oppo_megatron.sim.runs.loop import Growing, Recorded
-from oppo_megatron.sim.runs.player import Played, Player
+from oppo_megatron.sim.runs.player import Floats, Played, Player
 from oppo_megatron.sim.runs.virtual import VirtualRun
 
 SCORING = (Op.PREFILL, Op.SCORE)

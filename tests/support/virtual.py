@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from oppo_megatron.records import StepSignals
-from oppo_megatron.sim.runs.lines import metrics_lines
 from oppo_megatron.sim.runs.step_costs import StepCosts
-from oppo_megatron.sim.runs.virtual import VirtualRun
+from oppo_megatron.sim.runs.virtual import VirtualRun, metrics_lines
 from tests.support.configs import run_of
 from tests.support.ppo import Outcome
 

@@ -21,8 +21,7 @@ from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.cores import usable_cores
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.candidates import Machine, find_candidates
-from oppo_megatron.layout.trials import Run, choose, fingerprint, measure_all, to_record
+from oppo_megatron.layout.candidates import Machine, Run, choose, find_candidates, fingerprint, measure_all, to_record
 from tests.support.commands import LEAST, enter
 
 CONFIG = LEAST + "placement: {mode: auto}\nruntime: {device: cpu}\n"

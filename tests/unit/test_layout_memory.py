@@ -16,7 +16,6 @@ from oppo_megatron.layout.activations import (
     cached_activations,
     kept_activations,
 )
-from oppo_megatron.layout.holdings import Holding, rank_memory, supervised_holdings, train_holdings
 from oppo_megatron.layout.layouts import Sizes
 from oppo_megatron.layout.memory import (
     Memory,
@@ -26,6 +25,7 @@ from oppo_megatron.layout.memory import (
     table_bytes,
     training_state,
 )
+from oppo_megatron.layout.role_memory import Holding, rank_memory, supervised_holdings, train_holdings
 from oppo_megatron.layout.shape import kv_bytes_per_token
 from tests.support.configs import run_of
 

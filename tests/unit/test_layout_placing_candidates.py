@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from oppo_megatron.config.model import PlacementConfig
 from oppo_megatron.config.run import TrainConfig, TrainSettings
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.candidates import Candidate, Machine, Options, find_candidates, most_ranks
+from oppo_megatron.layout.candidates import Candidate, Machine, Options, find_candidates, fingerprint, most_ranks, probe_config
 from oppo_megatron.layout.checks import check_auto_placement, check_layouts
 from oppo_megatron.layout.placements import world_size
-from oppo_megatron.layout.trials import fingerprint, probe_config
 
 ROLES = ("actor", "reference", "critic")
 

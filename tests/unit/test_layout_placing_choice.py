@@ -12,8 +12,20 @@ from hypothesis import strategies as st
 
 from oppo_megatron.config.model import ParallelConfig, PlacementConfig
 from oppo_megatron.errors import PlacementError
-from oppo_megatron.layout.candidates import Candidate, LeftOut, Machine, Options
-from oppo_megatron.layout.trials import CONFIRMED_RUNS, Choice, Run, Trial, choose, measure_all, read_run, to_record
+from oppo_megatron.layout.candidates import (
+    CONFIRMED_RUNS,
+    Candidate,
+    Choice,
+    LeftOut,
+    Machine,
+    Options,
+    Run,
+    Trial,
+    choose,
+    measure_all,
+    read_run,
+    to_record,
+)
 
 SINGLE = Candidate(PlacementConfig(mode="single"))
 PAIR = Candidate(PlacementConfig(mode="disaggregated", scorer=ParallelConfig()))

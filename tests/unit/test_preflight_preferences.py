@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from oppo_megatron.cli.load import guess_kind
 from oppo_megatron.config.describe import SUPERVISED
 from oppo_megatron.config.supervised import DPOConfig
-from oppo_megatron.layout.holdings import supervised_holdings
+from oppo_megatron.layout.role_memory import supervised_holdings
 from oppo_megatron.preflight.validate import supervised_problems
 from tests.support.hf import save_tiny
 from tests.support.tokenizers import save_byte_level

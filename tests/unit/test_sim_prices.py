@@ -18,8 +18,7 @@ from oppo_megatron.layout.memory import stage_parameters
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.weaving.costs import read_costs
 from oppo_megatron.sim.clusters.cluster import GPUS, INSIDE, Between, Cluster, published
-from oppo_megatron.sim.pricing.decoding import Decoding, Turns, decode_costs, decode_s, line_through
-from oppo_megatron.sim.pricing.model import LaidModel, Tokens
+from oppo_megatron.sim.pricing.model import Decoding, LaidModel, Tokens, Turns, decode_costs, decode_s, line_through
 from oppo_megatron.sim.pricing.prices import Batch, Update, Weights, inference_s, reallocation_s, update_s
 
 CLUSTER = Cluster(4, 8, GPUS["h100"], INSIDE["h100"], Between(19e-6, 50e9, 8, published("a test")))

@@ -19,9 +19,8 @@ from oppo_megatron.config.forced import ForcedLimits
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
-from oppo_megatron.sim.runs.lines import metrics_lines
 from oppo_megatron.sim.runs.step_costs import StepCosts
-from oppo_megatron.sim.runs.virtual import VirtualRun, VirtualStep
+from oppo_megatron.sim.runs.virtual import VirtualRun, VirtualStep, metrics_lines
 from tests.support.ordered import OrderedRun
 from tests.support.virtual_layouts import SIZES, Layout, drawn, plain, tree
 

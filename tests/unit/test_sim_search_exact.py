@@ -16,10 +16,19 @@ from hypothesis import strategies as st
 from benchmarks.published.dataflow import Call, check, makespan_ns, play
 from oppo_megatron.config.model import TrainingLayoutConfig
 from oppo_megatron.layout.layouts import Sizes
-from oppo_megatron.sim.search.blocks import Block, Blocks, arrangements, block_sizes, part_starts, run_sizes
+from oppo_megatron.sim.search.blocks import (
+    Block,
+    Blocks,
+    Mode,
+    StepRule,
+    Times,
+    arrangements,
+    block_sizes,
+    part_starts,
+    run_sizes,
+)
 from oppo_megatron.sim.search.enumeration import Best, Space, enumerate_plans, held_bytes, lower_bounds
 from oppo_megatron.sim.search.layouts import Option, undominated
-from oppo_megatron.sim.search.step import Mode, StepRule, Times
 
 ROLES = ("actor", "reference", "critic", "reward")
 TRAINED = ("actor", "critic")

@@ -21,19 +21,17 @@ from oppo_megatron.cli.main import main
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.checks import check_layouts
-from oppo_megatron.layout.holdings import rank_memory, train_holdings
 from oppo_megatron.layout.placements import named_roles, role_placements
+from oppo_megatron.layout.role_memory import rank_memory, train_holdings
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.schedule.weaving.costs import read_costs
 from oppo_megatron.sim.clusters.cluster import GPUS, INSIDE, Between, Cluster, assumed, published
 from oppo_megatron.sim.clusters.reading import read_cluster
-from oppo_megatron.sim.pricing.decoding import Decoding
+from oppo_megatron.sim.pricing.model import Decoding
 from oppo_megatron.sim.search import playing
-from oppo_megatron.sim.search.configured import planned_config
 from oppo_megatron.sim.search.enumeration import Plan
-from oppo_megatron.sim.search.planning import Task, find_plans
-from oppo_megatron.sim.search.playing import play_config
-from oppo_megatron.sim.search.record import PARTS, beyond_fits
+from oppo_megatron.sim.search.planning import Task, find_plans, planned_config
+from oppo_megatron.sim.search.playing import PARTS, beyond_fits, play_config
 from oppo_megatron.sim.search.steady import steady_work
 
 SMALL = {

@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 
 from oppo_megatron.config.derived import batch_rows, least_micro_batch
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.layout.holdings import planned_memory
+from oppo_megatron.layout.role_memory import planned_memory
 from oppo_megatron.preflight.validate import train_problems
 from oppo_megatron.sim.clusters.cluster import GPUS, INSIDE, Between, Cluster, published
 from oppo_megatron.sim.runs.virtual import VirtualRun
 from oppo_megatron.sim.search import playing
-from oppo_megatron.sim.search.configured import planned_config
-from oppo_megatron.sim.search.planning import Task, find_plans, find_shortage, micro_batches
+from oppo_megatron.sim.search.planning import Task, find_plans, find_shortage, micro_batches, planned_config
 from oppo_megatron.sim.search.playing import Played, play_plans, task_costs
 from tests.unit.test_sim_search_plan import SMALL, tree
 

@@ -17,8 +17,8 @@ from oppo_megatron.cluster.world import World
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.cores import cpu_quotas, group_limits, usable_cores
 from oppo_megatron.errors import CapacityError
-from oppo_megatron.layout.holdings import lasting_memory
 from oppo_megatron.layout.memory import shortage
+from oppo_megatron.layout.role_memory import lasting_memory
 from oppo_megatron.train.memory_meter import MemoryByRank, MemoryMeter, require_memory
 from tests.support.configs import least_config
 

@@ -27,8 +27,7 @@ from oppo_megatron.schedule.weaving.costs import costs_tree
 from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.clusters.reading import read_cluster
 from oppo_megatron.sim.search.planning import MOST_NODES, Fullest, Shortage, Task, find_plans, find_shortage, layout_problems
-from oppo_megatron.sim.search.playing import Played, play_config, play_plans, task_costs
-from oppo_megatron.sim.search.record import to_record
+from oppo_megatron.sim.search.playing import Played, play_config, play_plans, task_costs, to_record
 
 HELP = "search the fastest ranks and layouts on a cluster that a file describes"
 OUT = Path("runs/plan")

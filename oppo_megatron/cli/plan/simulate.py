@@ -22,8 +22,7 @@ from oppo_megatron.rundir.trace import Span
 from oppo_megatron.sim.clusters.reading import read_cluster
 from oppo_megatron.sim.pricing.prices import seen_by
 from oppo_megatron.sim.runs import step_costs
-from oppo_megatron.sim.runs.lines import metrics_lines, write_run
-from oppo_megatron.sim.runs.virtual import VirtualRun
+from oppo_megatron.sim.runs.virtual import VirtualRun, metrics_lines, write_run
 
 HELP = "play the steps of a run in virtual time, without models"
 TRACED_STEPS = 3

@@ -47,7 +47,10 @@ class PPOTrainer(ppo.PPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any):
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         cfg, model = given["cfg"], given["model"]
-        self._settings = _read_block(cfg)
+        block = cfg.get("oppo")  # without it nothing is enabled
+        if not isinstance(block, DictConfig | None):
+            raise ConfigError(f"trainer.ppo.oppo is {block!r:.40}, but must be a section of keys (docs/nemo_aligner.md)")
+        self._settings = read_aligner_config({} if block is None else plain(block))
         self.pool = Pool(self._settings.max_staleness)
         self._active, self._consumed_after, self._draw = False, 0, 0
         self._saved_step, self._others = -1, dict[str, int]()
@@ -132,7 +135,12 @@ class PPOTrainer(ppo.PPOTrainer):
         """Raises CheckpointError if the deferred rows cannot be continued."""
         super().load_state_dict(state_dict)
         self._consumed_after = self.consumed_samples
-        whole, dirpath = self._restored_checkpoint(), _folder_of(self.ckpt_callback)
+        try:
+            path = getattr(self.model.trainer, "ckpt_path", None)
+        except (AttributeError, RuntimeError):  # a model without a Lightning trainer
+            path = None
+        whole = Path(uninject_model_parallel_rank(path)).resolve() if isinstance(path, str | os.PathLike) else None
+        dirpath = _folder_of(self.ckpt_callback)
         if whole is None and dirpath is None:
             return
         sidecar = self._sidecar(Path(str(dirpath)) if whole is None else whole.parent)
@@ -200,13 +208,6 @@ class PPOTrainer(ppo.PPOTrainer):
         self._chunk.observe(self.step, StepCost(seconds, effort.positions, effort.tokens, effort.law))
         return figures
 
-    def _restored_checkpoint(self) -> Path | None:
-        try:
-            path = getattr(self.model.trainer, "ckpt_path", None)
-        except (AttributeError, RuntimeError):  # a model without a Lightning trainer
-            path = None
-        return Path(uninject_model_parallel_rank(path)).resolve() if isinstance(path, str | os.PathLike) else None
-
     def _stamps(self, checkpoints: Path) -> dict[str, int]:
         """`stamps_of` this step on the first rank. Collective."""
         return as_first(stamps_of(checkpoints, self.step) if torch.distributed.get_rank() == 0 else {})
@@ -220,14 +221,6 @@ class PPOTrainer(ppo.PPOTrainer):
             leads=torch.distributed.get_rank() == 0,
             agree=raise_together,
         )
-
-
-def _read_block(cfg: DictConfig) -> AlignerConfig:
-    """Read the block of `trainer.ppo`; without it nothing is enabled. Raises ConfigError."""
-    block = cfg.get("oppo")
-    if not isinstance(block, DictConfig | None):
-        raise ConfigError(f"trainer.ppo.oppo is {block!r:.40}, but must be a section of keys (docs/nemo_aligner.md)")
-    return read_aligner_config({} if block is None else plain(block))
 
 
 def _uncut(cfg: DictConfig, model: Any) -> list[str]:

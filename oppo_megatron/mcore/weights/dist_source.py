@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.layout.hf_layout import LM_HEAD, SCALAR_HEAD, Part, param_shapes, stage_parts
+from oppo_megatron.layout.hf_layout import FLOATS, LM_HEAD, SCALAR_HEAD, Part, Tensor, param_shapes, stage_parts, summary
 from oppo_megatron.layout.shape import ModelShape
-from oppo_megatron.layout.stored_weights import FLOATS, Tensor, summary
 from oppo_megatron.modeldir.megatron import TORCH_INDEX, MegatronFolder
 
 INDEX = ".metadata"

@@ -13,9 +13,8 @@ from safetensors import safe_open
 
 from oppo_megatron.config.model import ModelConfig, weight_seed
 from oppo_megatron.errors import CheckpointError, ConfigError
-from oppo_megatron.layout.hf_layout import LM_HEAD, SCALAR_HEAD, Head, hf_tensors
+from oppo_megatron.layout.hf_layout import LM_HEAD, SCALAR_HEAD, Head, Tensor, hf_tensors, summary, weight_problems
 from oppo_megatron.layout.shape import ModelShape
-from oppo_megatron.layout.stored_weights import Tensor, summary, weight_problems
 from oppo_megatron.mcore.weights.dist_source import DistSource
 from oppo_megatron.modeldir.adapters import refuse_adapters
 from oppo_megatron.modeldir.headers import stored_tensors, weight_files

@@ -11,9 +11,8 @@ import torch
 
 from oppo_megatron.config.model import LoraConfig
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.layout.hf_layout import PEFT, SCALAR_HEAD, Head, Part, adapter_parts
+from oppo_megatron.layout.hf_layout import PEFT, SCALAR_HEAD, Head, Part, adapter_parts, adapter_problems, summary
 from oppo_megatron.layout.shape import ModelShape
-from oppo_megatron.layout.stored_weights import adapter_problems, summary
 from oppo_megatron.mcore.weights.hf_source import (
     DrawnSource,
     OverlaidSource,

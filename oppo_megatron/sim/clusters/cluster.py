@@ -17,8 +17,6 @@ Kind = Literal["measured", "published", "assumed", "given"]
 
 @dataclass(frozen=True)
 class Source:
-    """Origin of a constant; `given` in cluster.yaml."""
-
     kind: Kind
     where: str
 
@@ -38,9 +36,7 @@ Seconds = Annotated[float, Strict(), Field(ge=0, le=60)]
 
 @checked(frozen=True, config=STRICT)
 class Efficiencies:
-    """Fitted constants of a layer's laws. `elementwise`: fused norms, rotations, activation, sums; `plain`: one pass over
-    large tensors.
-    """
+    """`elementwise`: fused norms, rotations, activation, sums; `plain`: one pass over large tensors."""
 
     compute: Share
     memory: Share
@@ -190,9 +186,7 @@ THREADS = published("docs/measurements.md: two threads have 387 of 2 x 201 GFLOP
 
 @checked(frozen=True, config=STRICT)
 class Engine:
-    """Seconds per layer beyond the laws: `launch_s` if the host launches it, `replay_s` in a decode step. Others: factors on
-    kernels.
-    """
+    """Seconds per layer beyond the laws: `launch_s` from the host, `replay_s` in a decode step. Others: factors on kernels."""
 
     launch_s: Seconds
     replay_s: Seconds
@@ -238,9 +232,7 @@ class Cluster:
 
 
 def threaded(cluster: Cluster, ranks: int, threads_per_rank: int) -> Cluster:
-    """Cluster as `ranks` see it: on CPUs each has its threads' cores and a share of memory. `threads_per_rank` 0: all cores
-    are divided.
-    """
+    """Give each rank on CPUs its threads' cores and a share of memory. `threads_per_rank` 0: all cores are divided."""
     gpu, cores = cluster.gpu, cluster.gpus_per_node
     share = cores // min(ranks, cores)
     if not gpu.on_cpu or share == 1:

@@ -113,18 +113,28 @@ class MeasuredConfig(Section):
     threads: dict[Annotated[int, Field(ge=1)], Annotated[float, Strict(), Field(ge=1e-3, le=1e6)]] = Field(default_factory=dict)
 
 
-def read_measured(path: Path) -> MeasuredConfig:
+def _with_measured(cluster: Cluster, path: Path) -> Cluster:
     if not path.is_file():
         raise ConfigError(missing_path("`measured` of cluster.yaml", path))
     try:
         tree = read_json(path.read_text(encoding="utf-8"))
         if not isinstance(tree, dict):
             raise ValueError(f"it holds {type(tree).__name__}, not a JSON object")
-        return MeasuredConfig.model_validate(tree)
+        file = MeasuredConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError([f"{path}: {problem}" for problem in explain(MeasuredConfig, error)]) from error
     except ValueError as error:
         raise ConfigError(f"{path}: {error}; name the measured.json that benchmarks/machine.py has written") from error
+    gpu, inside, source = cluster.gpu, cluster.inside, measured(file.source)
+    if file.efficiencies is not None:
+        gpu = replace(gpu, efficiencies=file.efficiencies, sources={**gpu.sources, "efficiencies": source})
+    if file.collective:
+        laws: dict[int, Law] = dict(file.collective)
+        inside = replace(inside, collective=laws, source=source)
+    if file.send is not None:
+        inside = replace(inside, send=file.send, source=source)
+    engine = None if file.engine is None else replace(file.engine, source=source)
+    return replace(cluster, gpu=gpu, inside=inside, threads=file.threads, adapted=engine)
 
 
 def read_cluster(path: str | Path, overrides: Sequence[str] = ()) -> Cluster:
@@ -136,7 +146,13 @@ def read_cluster(path: str | Path, overrides: Sequence[str] = ()) -> Cluster:
 def build_cluster(config: ClusterConfig, folder: Path = Path()) -> Cluster:
     given, between = config.between, None
     if isinstance(config.gpu, GpuSection):
-        gpu, inside = _gpu(config.gpu), INSIDE[config.gpu.like]
+        numbers, like = config.gpu, GPUS[config.gpu.like]
+        sources = {"flops": _given("gpu.tflops"), "bytes_per_s": _given("gpu.gb_per_s")}
+        sources |= {"memory_bytes": _given("gpu.memory_gb"), "efficiencies": assumed(f"as a {like.name}'s")}
+        gpu, inside = Gpu(
+            f"{numbers.tflops:g} TFLOP/s", numbers.tflops * 1e12, numbers.gb_per_s * GB, numbers.memory_gb * 1e9,
+            like.efficiencies, sources | ATTENTION, on_cpu=like.on_cpu,
+        ), INSIDE[numbers.like]  # fmt: skip
     else:
         gpu, inside = GPUS[config.gpu], INSIDE[config.gpu]
     if config.inside is not None:
@@ -145,31 +161,8 @@ def build_cluster(config: ClusterConfig, folder: Path = Path()) -> Cluster:
     if given is not None:
         between = Between(given.alpha_us * US, given.gb_per_s * GB, given.nics or config.gpus_per_node, _given("between"))
     cluster = Cluster(config.nodes, config.gpus_per_node, gpu, inside, between)
-    return cluster if config.measured is None else _with_measured(cluster, read_measured(folder / config.measured))
+    return cluster if config.measured is None else _with_measured(cluster, folder / config.measured)
 
 
 def _given(key: str) -> Source:
     return Source("given", f"`{key}` of cluster.yaml")
-
-
-def _gpu(numbers: GpuSection) -> Gpu:
-    like = GPUS[numbers.like]
-    sources = {"flops": _given("gpu.tflops"), "bytes_per_s": _given("gpu.gb_per_s")}
-    sources |= {"memory_bytes": _given("gpu.memory_gb"), "efficiencies": assumed(f"as a {like.name}'s")}
-    return Gpu(
-        f"{numbers.tflops:g} TFLOP/s", numbers.tflops * 1e12, numbers.gb_per_s * GB, numbers.memory_gb * 1e9,
-        like.efficiencies, sources | ATTENTION, on_cpu=like.on_cpu,
-    )  # fmt: skip
-
-
-def _with_measured(cluster: Cluster, file: MeasuredConfig) -> Cluster:
-    gpu, inside, source = cluster.gpu, cluster.inside, measured(file.source)
-    if file.efficiencies is not None:
-        gpu = replace(gpu, efficiencies=file.efficiencies, sources={**gpu.sources, "efficiencies": source})
-    if file.collective:
-        laws: dict[int, Law] = dict(file.collective)
-        inside = replace(inside, collective=laws, source=source)
-    if file.send is not None:
-        inside = replace(inside, send=file.send, source=source)
-    engine = None if file.engine is None else replace(file.engine, source=source)
-    return replace(cluster, gpu=gpu, inside=inside, threads=file.threads, adapted=engine)

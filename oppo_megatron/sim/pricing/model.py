@@ -1,15 +1,20 @@
-"""Seconds of a role's stages and of messages between them."""
+"""Seconds of a role's stages, of messages between them, and of decoding a batch; cost lines for schedules."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from heapq import heapify, heapreplace
 
 import numpy as np
 import numpy.typing as npt
 
+from oppo_megatron.columns import Ints
 from oppo_megatron.layout.placements import RolePlacement
-from oppo_megatron.layout.shape import Shape, causal_pairs
+from oppo_megatron.layout.shape import Shape
+from oppo_megatron.schedule.weaving.costs import Costs, Linear
+from oppo_megatron.schedule.weaving.cut import Work, choose_cut, predict_s
 from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.laws import WIDTH, Group, LayerLaw, LayerSizes, all_reduce_s, send_s
 
@@ -22,11 +27,6 @@ class Tokens:
     pairs: float
     cached: float
     rows: float
-
-    @classmethod
-    def prompts(cls, tokens: float, length: float, *, outputs: bool) -> Tokens:
-        pairs = tokens / length * causal_pairs(0, round(length)) if length else 0.0
-        return cls(tokens, pairs, 0.0, tokens if outputs else 0.0)
 
     @classmethod
     def step(cls, sequences: float, positions: float) -> Tokens:
@@ -42,6 +42,7 @@ class LaidModel:
     scalar: bool
     placement: RolePlacement
     sequence_parallel: bool = False
+    _forwards: dict[tuple[int, Tokens, float, float], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def layers(self) -> int:
@@ -52,7 +53,6 @@ class LaidModel:
         return LayerSizes.of(self.shape, self.placement.tp)
 
     def step_s(self, stage: int, tokens: Tokens, *, captured: bool) -> float:
-        """A decode step, captured as a CUDA graph or launched."""
         engine = self.cluster.engine
         return self._forward_s(stage, tokens, engine.replay_s + (0.0 if captured else engine.launch_s), engine.decode)
 
@@ -61,20 +61,18 @@ class LaidModel:
         return self._forward_s(stage, tokens, engine.launch_s, engine.update if training else engine.read)
 
     def _forward_s(self, stage: int, tokens: Tokens, host_s: float, factor: float) -> float:
-        key = (stage, tokens, host_s, factor)
-        if key not in self._forwards:
-            self._forwards[key] = self._computed_s(stage, tokens, host_s, factor)
-        return self._forwards[key]
-
-    def _computed_s(self, stage: int, tokens: Tokens, host_s: float, factor: float) -> float:
-        law = self._law
+        key, law = (stage, tokens, host_s, factor), self._law
+        if (known := self._forwards.get(key)) is not None:
+            return known
         kernels = law.products_s(self.sizes, tokens.new)
         kernels += law.elementwise_s(self.sizes, tokens.new, hidden_share=self._hidden_share)
         kernels += law.attention_s(self.sizes, tokens.pairs) + law.cached_attention_s(self.sizes, tokens.cached)
         payload = WIDTH * self.shape["hidden_size"] * tokens.new
         messages = 2 * self.layers + (stage == 0)  # of products of rows, two a layer, and of the embedding
         own = factor * (self.layers * kernels + self.head_s(stage, tokens.rows))
-        return own + messages * all_reduce_s(self.cluster, self.tensor_groups[stage], payload) + self.layers * host_s
+        messages_s = messages * all_reduce_s(self.cluster, self.tensor_groups[stage], payload)
+        seconds = self._forwards[key] = own + messages_s + self.layers * host_s
+        return seconds
 
     def attention_s(self, tokens: Tokens) -> float:
         return self.layers * self._law.attention_s(self.sizes, tokens.pairs)
@@ -90,10 +88,6 @@ class LaidModel:
         payload = WIDTH * self.shape["hidden_size"] * tokens * self._hidden_share
         most = self._leaving[stage]
         return send_s(self.cluster, payload, between=most > 0, sharing=max(1, most))
-
-    @cached_property
-    def _forwards(self) -> dict[tuple[int, Tokens, float, float], float]:
-        return {}
 
     @cached_property
     def tensor_groups(self) -> tuple[Group, ...]:
@@ -131,3 +125,100 @@ class LaidModel:
     @property
     def _hidden_share(self) -> float:
         return 1 / self.placement.tp if self.sequence_parallel else 1.0
+
+
+BLOCKS = 32
+"""Intervals of decoding with constant sequences and position."""
+SAMPLED_WIDTH = 4
+"""Bytes of a sampled logit."""
+PASSES = 6
+"""Passes over logits per draw: temperature, softmax, cumulative sums."""
+DRAWS = 2
+"""Messages per draw: shards' masses, and the token (`engine/sampler.py`)."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    prompt_tokens: int
+    lengths: Sequence[int]
+    captured: bool = True
+
+
+@dataclass(frozen=True)
+class Turns:
+    """`slots` sequences at once, admitted at rounds of `chunk` steps. `micro_batches` None: the fastest number."""
+
+    slots: int
+    chunk: int = 1
+    micro_batches: int | None = None
+
+    def starts(self, lengths: Ints) -> Ints:
+        """Decode step at which each sequence gets a slot, in order."""
+        left = lengths[: self.slots].tolist()
+        heapify(left)
+        starts = np.zeros_like(lengths)
+        for number in range(self.slots, len(lengths)):
+            starts[number] = -(-left[0] // self.chunk) * self.chunk
+            heapreplace(left, int(starts[number] + lengths[number]))
+        return starts
+
+
+def decode_s(actor: LaidModel, decoding: Decoding, turns: Turns) -> float:
+    """Seconds of the slowest (first) replica, without prompts. Responses are dealt longest first."""
+    lengths = np.array(sorted(decoding.lengths, reverse=True)[:: actor.placement.dp])
+    lengths = np.random.default_rng(0).permutation(lengths)  # sequences that wait for a slot have any length
+    starts = turns.starts(lengths)
+    ends = starts + lengths
+    edges = np.unique(np.linspace(0, int(ends.max()), BLOCKS + 1).astype(int))
+    total = 0.0
+    for begin, end in zip(edges.tolist(), edges[1:].tolist(), strict=False):
+        first, last = np.maximum(starts, begin), np.minimum(ends, end)
+        steps = np.maximum(last - first, 0)
+        sequences = max(1, int(np.rint(steps.sum() / (end - begin))))
+        position = (steps * ((first + last) / 2 - starts)).sum() / max(1, steps.sum())
+        costs = decode_costs(actor, sequences, decoding.prompt_tokens + position, captured=decoding.captured)
+        work = Work(sequences, end - begin, actor.placement.pp, {})
+        cut = choose_cut(work, costs, sequences, micro_batches=turns.micro_batches, prefill_tokens=sequences)
+        total += predict_s(work, cut, costs)
+    return total
+
+
+def decode_costs(actor: LaidModel, sequences: int, position: float, *, captured: bool) -> Costs:
+    pp = actor.placement.pp
+    few = max(1, sequences // (2 * pp))
+
+    def step(stage: int, size: int) -> float:
+        return actor.step_s(stage, Tokens.step(size, size * position), captured=captured)
+
+    decode = tuple(line_through(few, step(stage, few), sequences, step(stage, sequences)) for stage in range(pp))
+    draw = PASSES * SAMPLED_WIDTH * actor.shape["vocab_size"] / actor.placement.tp / actor.cluster.gpu.bytes_per_s
+    messages = DRAWS * all_reduce_s(actor.cluster, actor.tensor_groups[pp - 1], SAMPLED_WIDTH)
+    if pp == 1:
+        message_s = send_s(actor.cluster, WIDTH * actor.shape["hidden_size"] * sequences, between=False)
+    else:
+        message_s = max(actor.hop_s(stage, sequences / pp) for stage in range(pp - 1)) + actor.cluster.engine.replay_s
+    return Costs(decode, Linear(messages, draw), message_s=message_s)
+
+
+def predicted_costs(models: Mapping[str, LaidModel], decoding: Decoding, sequences: int, prefill_tokens: int) -> Costs:
+    position = decoding.prompt_tokens + sum(decoding.lengths) / len(decoding.lengths) / 2
+    actor = models["actor"]
+    decode = decode_costs(actor, sequences, position, captured=decoding.captured)
+    few, score_s = max(1, prefill_tokens // 8), 0.0  # seconds per row, without reading the head's weights
+
+    def prefill_s(model: LaidModel, stage: int, tokens: int) -> float:
+        return model.forward_s(stage, Tokens(tokens, tokens * position, 0.0, 0.0))
+
+    prefill = dict[str, tuple[Linear, ...]]()
+    for role, model in models.items():
+        stages = range(model.placement.pp)
+        ends = [(prefill_s(model, stage, few), prefill_s(model, stage, prefill_tokens)) for stage in stages]
+        prefill[role] = tuple(line_through(few, few_s, prefill_tokens, many_s) for few_s, many_s in ends)
+        score_s = max(score_s, (model.head_s(stages[-1], 4096) - model.head_s(stages[-1], 2048)) / 2048)
+    return Costs(decode.decode, decode.sample, prefill, score=Linear(0.0, score_s), message_s=decode.message_s)
+
+
+def line_through(few: float, few_s: float, many: float, many_s: float) -> Linear:
+    """Line that does not fall; constant for equal sizes."""
+    each = max(0.0, (many_s - few_s) / (many - few)) if many > few else 0.0
+    return Linear(max(0.0, few_s - few * each), each)

@@ -25,13 +25,12 @@ from oppo_megatron.layout.placements import (
     world_size,
 )
 from oppo_megatron.layout.role_memory import SCALAR_ROLES, laid_out, sequences_and_slots
-from oppo_megatron.layout.shape import Shape, head_linear, layer_weights
+from oppo_megatron.layout.shape import Shape, causal_pairs, head_linear, layer_weights
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.sim.clusters.cluster import Cluster, threaded
 from oppo_megatron.sim.laws import WIDTH, Ints, LayerLaw, Moves, scatter_s
-from oppo_megatron.sim.pricing.decoding import Decoding, Turns, decode_s, predicted_costs
-from oppo_megatron.sim.pricing.model import LaidModel, Tokens
+from oppo_megatron.sim.pricing.model import Decoding, LaidModel, Tokens, Turns, decode_s, predicted_costs
 
 GRADIENT_WIDTH = 4
 """Float32."""
@@ -52,7 +51,9 @@ class Batch:
         return max(1, ceil(self.tokens / max(self.micro_batch_tokens, self.length)))
 
     def micro_batch(self, *, outputs: bool) -> Tokens:
-        return Tokens.prompts(self.tokens / self.micro_batches, self.length, outputs=outputs)
+        tokens = self.tokens / self.micro_batches
+        pairs = tokens / self.length * causal_pairs(0, round(self.length)) if self.length else 0.0
+        return Tokens(tokens, pairs, 0.0, tokens if outputs else 0.0)
 
 
 def inference_s(model: LaidModel, batch: Batch) -> float:
@@ -71,28 +72,21 @@ class Update:
 
 
 def update_s(model: LaidModel, update: Update) -> float:
+    """A stage trains with a forward, a backward of two forwards, and recomputation."""
     placement, batch = model.placement, update.batch
-    tokens = batch.micro_batch(outputs=True)
-    stages = [_training_s(model, stage, tokens, update.train) for stage in range(placement.pp)]
+    tokens, stages = batch.micro_batch(outputs=True), []
+    for stage in range(placement.pp):
+        forward = model.forward_s(stage, tokens, training=True)
+        again = {"none": 0.0, "selective": model.attention_s(tokens), "full": forward - model.head_s(stage, tokens.rows)}
+        stages.append(3 * forward + again[update.train.recompute])
     hops = [2 * model.hop_s(stage, tokens.new) for stage in range(placement.pp)]
     slowest = max(*stages, *hops)
     bubble = (sum(stages) - max(stages)) / update.train.vpp + sum(hops)
-    exchange = max(_exchange_s(model, stage, update.train, stages[stage]) for stage in range(placement.pp))
+    exchange = max(_exchange_s(model, stage, stages[stage]) for stage in range(placement.pp))
     return update.optimizer_steps * (batch.micro_batches * slowest + bubble + exchange)
 
 
-def _training_s(model: LaidModel, stage: int, tokens: Tokens, train: TrainingLayoutConfig) -> float:
-    """A stage's forward, a backward of two forwards, and recomputation."""
-    forward = model.forward_s(stage, tokens, training=True)
-    again = {
-        "none": 0.0,
-        "selective": model.attention_s(tokens),
-        "full": forward - model.head_s(stage, tokens.rows),
-    }
-    return 3 * forward + again[train.recompute]
-
-
-def _exchange_s(model: LaidModel, stage: int, train: TrainingLayoutConfig, last_s: float) -> float:
+def _exchange_s(model: LaidModel, stage: int, last_s: float) -> float:
     """Exposed messages of an optimizer step, and its passes. Gradients overlap with the last backward (2/3 `last_s`)."""
     placement = model.placement
     held = stage_parameters(model.shape, placement.tp, placement.pp, stage, scalar=model.scalar)
@@ -152,7 +146,6 @@ def _parts(shape: Shape, weights: Weights) -> list[dict[str, set[int]]]:
 
 @cache
 def _overlaps(here: int, there: int) -> list[tuple[int, int, Fraction]]:
-    """Pairs of shards that share part of a matrix, with its share."""
     found = []
     for mine, theirs in product(range(here), range(there)):
         share = min(Fraction(mine + 1, here), Fraction(theirs + 1, there)) - max(Fraction(mine, here), Fraction(theirs, there))
@@ -177,7 +170,6 @@ class StepWork:
 
     @property
     def length(self) -> float:
-        """Mean tokens of a sequence with its prompt."""
         return self.decoding.prompt_tokens + fmean(self.decoding.lengths)
 
     def reading(self, model: LaidModel, *, prompts_only: bool = False) -> Batch:
@@ -208,8 +200,6 @@ def seen_by(config: TrainConfig, cluster: Cluster) -> Cluster:
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices of a configuration's own layouts, by role and phase."""
-
     config: TrainConfig
     cluster: Cluster
     decoding: Decoding

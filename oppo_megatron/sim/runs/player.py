@@ -1,29 +1,239 @@
-"""Play rounds in virtual time: components, then the chunk's delivery. U units of ranks, K kinds."""
+"""Play rounds in virtual time: each component in the generator's order, then the chunk's delivery. U units of ranks.
+
+A unit of work (`schedule/weaving/timetable.py`) begins when its ranks are free and its input has arrived, along a thread: a
+micro-batch from stage to stage, and in decoding from the last stage to the first.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from oppo_megatron.columns import Bools, Ints
+from oppo_megatron.errors import ScheduleError
 from oppo_megatron.records import Rollout
 from oppo_megatron.rundir.trace import Span
 from oppo_megatron.schedule.planning.planner import RoundPlanner
-from oppo_megatron.schedule.rounds import Site
-from oppo_megatron.sim.runs.components import Counts, Floats, components_of
+from oppo_megatron.schedule.rounds import Batch, Growths, Round, Site, sums
+from oppo_megatron.schedule.weaving.components import component_of
+from oppo_megatron.schedule.weaving.costs import Costs
+from oppo_megatron.schedule.weaving.generators import generator_of
+from oppo_megatron.schedule.weaving.timetable import Team, Timetable, count_of
 from oppo_megatron.sim.runs.loop import Recorded
+
+Floats = npt.NDArray[np.float64]
+
+KEPT_UNITS = 1 << 18
+"""Most units in a component's kept orders."""
+
+NOTHING, NOBODY = 0, 1
+"""Threads of units without input, and of units without successors."""
+VOID, AWAITED = -2.0, -1.0
+"""In place of seconds: a skipped decode micro-step, and the first one, for which tokens are still received."""
+
+
+class Counts(NamedTuple):
+    """Tokens of each sequence in a round; `seq_ids` ascend."""
+
+    seq_ids: Ints
+    tokens: Ints
+
+    @classmethod
+    def of(cls, seq_ids: Ints, tokens: Ints) -> Counts:
+        order = np.argsort(seq_ids)
+        return cls(seq_ids[order], tokens[order])
+
+    def running(self, batch: Batch, steps: int) -> Ints:
+        """Running sequences of a micro-batch, [steps]."""
+        tokens = self.tokens[np.searchsorted(self.seq_ids, Growths.of(batch).seq_ids)]
+        ended = np.bincount(np.minimum(tokens, steps), minlength=steps + 1)
+        found: Ints = len(tokens) - np.cumsum(ended[:steps])
+        return found
+
+
+class _Order(NamedTuple):
+    """All stages' units in order. `table` [4, n]: indices of durations and stages, threads waited for and passed on."""
+
+    table: npt.NDArray[np.int32]
+    threads: int
+
+
+class Component:
+    """Ranks tied to one rank. Orders are kept by a round's shape."""
+
+    def __init__(self, site: Site, rank: int, generator: str, costs: Costs):
+        self._component = component_of(site, rank)
+        self.site, self.generator, self.costs = self._component.model, generator, costs
+        self.all_ranks: frozenset[int] = self._component.ranks
+        placements = self.site.placements
+        self._teams: list[Team] = [(role, d) for role in self._component.replicas for d in range(placements[role].dp)]
+        self._stages = [(team, stage) for team in self._teams for stage in range(placements[team[0]].pp)]
+        numbers = {each: number for number, each in enumerate(self.site.ranks)}
+        self._ranks = [
+            tuple(numbers[each] for each in placements[role].stage_ranks(d, stage)) for (role, d), stage in self._stages
+        ]
+        self._own = sorted({rank for ranks in self._ranks for rank in ranks})
+        self._orders: dict[tuple[tuple[int, int, int], ...], _Order] = {}
+
+    def play(self, round_: Round, counts: Counts, begun: Mapping[int, float]) -> Iterator[tuple[int, float, float]]:
+        """Yield rank, end, scoring seconds of ranks with work."""
+        ranks = self.site.ranks
+        if len(self._own) == 1:
+            seconds, scoring_s = self._on_one_rank(round_, counts)
+            if seconds:
+                rank = ranks[self._own[0]]
+                yield rank, begun[rank] + seconds, scoring_s
+            return
+        shape = replace(self._component.part(round_), index=1)
+        table, free = list(self._durations(shape, counts)), [begun[rank] for rank in ranks]
+        order = self._order(shape)
+        in_order, ready = np.concatenate([own for own, _ in table])[order.table[0]], [-np.inf] * order.threads
+        live = in_order > VOID
+        units = (*order.table[1:, live].tolist(), in_order[live].tolist())
+        _pass(units, self._ranks, free, ready, self.costs.message_s)
+        self._receive(shape, free, ready)
+        scored, worked = [0.0] * len(free), set[int]()
+        for own_ranks, (own, scores) in zip(self._ranks, table, strict=True):
+            worked |= set(own_ranks) if len(own) else set()
+            for rank in own_ranks if scores else ():
+                scored[rank] += float(own.sum())
+        yield from ((ranks[number], free[number], scored[number]) for number in sorted(worked))
+
+    def _on_one_rank(self, round_: Round, counts: Counts) -> tuple[float, float]:
+        """Seconds of a rank that waits for nothing; there are thousands of these."""
+        seconds, scoring_s, costs = 0.0, 0.0, self.costs
+        for role, replicas in self._component.replicas.items():
+            prefill, line = round_.prefill.get(role, ()), costs.prefill_at(role, 0)
+            for d in (each for each in replicas if each < len(prefill)):
+                number, (tokens, rows) = len(prefill[d]), sums(prefill[d]).sum(axis=1).tolist()
+                own = number * line.fixed_s + tokens * line.per_token_s
+                if role != "actor":
+                    own += number * costs.score.fixed_s + rows * costs.score.per_token_s
+                    scoring_s += own
+                seconds += own
+        decode, sample = costs.decode_at(0), costs.sample
+        for d in self._component.replicas.get("actor", ()):
+            for batch in round_.decode[d] if d < len(round_.decode) else ():
+                running = counts.running(batch, round_.steps)
+                steps, tokens = int((running > 0).sum()), int(running.sum())
+                seconds += steps * (decode.fixed_s + sample.fixed_s) + tokens * (decode.per_token_s + sample.per_token_s)
+        return seconds, scoring_s
+
+    def _receive(self, shape: Round, free: list[float], ready: Sequence[float]) -> None:
+        first = NOBODY + 1
+        for team in self._teams:
+            count = count_of(team, shape)
+            arrived = max(ready[first + count.prefills : first + count.prefills + count.batches], default=-np.inf)
+            first += count.prefills + count.batches
+            for (own, stage), ranks in zip(self._stages, self._ranks, strict=True):
+                if own == team and stage < self.site.placements[team[0]].pp - 1:
+                    for rank in ranks:
+                        free[rank] = max(free[rank], arrived)
+
+    def _order(self, shape: Round) -> _Order:
+        counts = [count_of(team, shape) for team in self._teams]
+        key = tuple((count.prefills, count.batches, count.steps) for count in counts)
+        if key not in self._orders:
+            if sum(each.table.shape[1] for each in self._orders.values()) > KEPT_UNITS:
+                self._orders.clear()
+            self._orders[key] = self._planned(shape)
+        return self._orders[key]
+
+    def _planned(self, shape: Round) -> _Order:
+        timetable = generator_of(self.generator)(shape, self.site, self.costs).actions
+        if not isinstance(timetable, Timetable):
+            raise ScheduleError(f"overlap.schedule {self.generator} gives no times to simulate; choose auto, intra or woven")
+        starts, placed, takes, gives, first = [], [], [], [], NOBODY + 1
+        for team in self._teams:
+            count, pp = count_of(team, shape), self.site.placements[team[0]].pp
+            threads = first + np.concatenate(
+                [np.arange(count.prefills), count.prefills + np.tile(np.arange(count.batches), count.steps)]
+            ).astype(np.int64)
+            prefills = np.arange(len(threads)) < count.prefills
+            none = np.zeros((pp, 0), dtype=np.int64)
+            times = timetable.times.get(team, (none, none))
+            for stage in range(pp):
+                starts.append(times[0][stage])
+                placed.append(times[1][stage])
+                alone = np.full(len(threads), pp == 1)
+                takes.append(np.where(alone | (prefills & (stage == 0)), NOTHING, threads))
+                gives.append(np.where(alone | (prefills & (stage == pp - 1)), NOBODY, threads))
+            first += count.prefills + count.batches
+        stages = np.repeat(np.arange(len(starts)), list(map(len, starts)))
+        order = np.lexsort((np.concatenate(placed), np.concatenate(starts)))
+        table = np.stack([order, stages[order], np.concatenate(takes)[order], np.concatenate(gives)[order]])
+        return _Order(table.astype(np.int32), first)
+
+    def _durations(self, shape: Round, counts: Counts) -> Iterator[tuple[Floats, bool]]:
+        """Yield per stage its units' seconds, and whether they score."""
+        for role, d in self._teams:
+            pp, count = self.site.placements[role].pp, count_of((role, d), shape)
+            tokens, rows = sums(shape.prefill[role][d] if count.prefills else ())
+            running = [counts.running(batch, count.steps) for batch in shape.decode[d]] if count.steps else []
+            for stage in range(pp):
+                line, score = self.costs.prefill_at(role, stage), self.costs.score
+                own = line.fixed_s + tokens * line.per_token_s
+                if role != "actor" and stage == pp - 1:
+                    own = own + score.fixed_s + rows * score.per_token_s
+                if running:
+                    own = np.concatenate([own, self._decode_s(stage, pp, np.stack(running, axis=1)).ravel()])
+                yield own, role != "actor"
+
+    def _decode_s(self, stage: int, pp: int, running: Ints) -> Floats:
+        """Seconds, [steps, micro-batches]."""
+        line, sample, last = self.costs.decode_at(stage), self.costs.sample, stage == pp - 1
+        seconds = line.fixed_s + running * line.per_token_s
+        if last:
+            seconds = seconds + sample.fixed_s + running * sample.per_token_s
+        void = np.full_like(seconds, VOID)
+        if not last:
+            void[1:][running[:-1] > 0] = AWAITED
+        found: Floats = np.where(running > 0, seconds, void)
+        return found
+
+
+def _pass(
+    units: tuple[list[Any], ...], ranks: Sequence[tuple[int, ...]], free: list[float], ready: list[float], message_s: float
+) -> None:
+    """Play `units` (stage, thread waited for, thread passed on, seconds); advance the clocks of ranks and threads."""
+    single = [own[0] for own in ranks]
+    shared = any(len(own) > 1 for own in ranks)
+    for stage, takes, gives, seconds in zip(*units, strict=True):
+        rank = single[stage]
+        start = free[rank]
+        if shared:
+            for other in ranks[stage]:
+                start = max(start, free[other])
+        if ready[takes] > start:
+            start = ready[takes]
+        if seconds >= 0:
+            start += seconds
+            ready[gives] = start + message_s
+        free[rank] = start
+        if shared:
+            for other in ranks[stage]:
+                free[other] = start
+
+
+def components_of(site: Site, generator: str, costs: Costs) -> Iterator[Component]:
+    seen: set[int] = set()
+    for rank in site.ranks:
+        if rank not in seen:
+            found = Component(site, rank, generator, costs)
+            seen |= found.all_ranks
+            yield found
 
 
 @dataclass(frozen=True)
 class Units:
     """Sets of ranks with the same stages of the same replicas.
 
-    `roles`: units with a part of each role, [U]. `hops` [U]: messages that bring a chunk, 0 if decoded there. `fed` [2, n]:
-    receiving and sending units, by hops. Units of the same `kinds` [U] differ in hops alone. `source`: unit of the actor's
-    output rank; `scorer`: of the critic's first rank, else the first scorer's.
+    `roles`: units with a part of each role, [U]. `hops` [U]: messages that bring a chunk. `fed` [2, n]: receiving and sending
+    units, by hops. Units of equal `kinds` [U] differ in hops alone. `source`: the actor's output; `scorer`: first scorer.
     """
 
     roles: Mapping[str, Bools]
@@ -39,7 +249,6 @@ class Units:
         return len(self.first)
 
     def holds(self, role: str) -> Bools:
-        """True for units with a part of the role, [U]."""
         return self.roles[role] if role in self.roles else np.zeros(len(self), dtype=np.bool_)
 
     @classmethod
@@ -77,7 +286,7 @@ class Units:
 
 @dataclass(frozen=True)
 class Played:
-    """Seconds, [U]; `waited` for the chunk. `arrived`: when decoding ranks have the chunk; None if the round only scores."""
+    """Seconds, [U]; `arrived`: when decoding ranks have the chunk, if any."""
 
     ends: Floats
     scored: Floats
@@ -87,8 +296,6 @@ class Played:
 
 
 class Player:
-    """`planner` has all ranks' books, `round_s` is added to each round."""
-
     single_ranks = False
 
     def __init__(self, planner: RoundPlanner, round_s: float):
@@ -112,7 +319,7 @@ class Player:
         return self._spread(done, starts, np.maximum(starts, ends[units.kinds]), scored[units.kinds])
 
     def tokens(self, done: Recorded) -> Ints:
-        """Decoded tokens: a single replica stops when the batch is complete, several at the end of the chunk."""
+        """A single replica stops when the batch is complete, several at the end of the chunk."""
         assert done.grown is not None and done.chunk is not None
         several = self.planner.site.placements["actor"].dp > 1
         return done.grown.counts if several else np.minimum(done.grown.counts, done.chunk.clock - done.begun)
@@ -132,7 +339,7 @@ class Player:
         return Played(due, scored, waited, arrived, lambda: self._spans(done.step, starts, ends, due, scored))
 
     def _spans(self, step: int, starts: Floats, ends: Floats, due: Floats, busy: Floats) -> Iterator[Span]:
-        """Spans of each unit's first rank; scoring first, even if woven."""
+        """Scoring comes first, even if woven."""
         holds, scorer = self.units.holds("actor"), next((role for role in self.units.roles if role != "actor"), "")
         columns = zip(*(each.tolist() for each in (self.units.first, holds, starts, ends, due, busy)), strict=True)
         for rank, decodes, start, end, whole, scored in columns:

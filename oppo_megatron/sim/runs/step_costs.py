@@ -21,7 +21,7 @@ from oppo_megatron.schedule.plan import round_generator
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import Costs, Linear, at_stage, read_costs
 from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.pricing.decoding import Decoding, line_through
+from oppo_megatron.sim.pricing.model import Decoding, line_through
 from oppo_megatron.sim.pricing.prices import Prices
 
 
@@ -99,13 +99,15 @@ def run_costs(config: TrainConfig, path: Path, prompt_tokens: int, actions: Path
         )
     costs = file_costs(config, measured, prompt_tokens)
     updates = {role: _update_line(config, lines, role) for role in config.trained}
-    moves = {"actor": fmean(float(line.get("reallocate_s") or 0.0) for line in lines)}
+    moves, planning = {"actor": fmean(float(line.get("reallocate_s") or 0.0) for line in lines)}, []
+    for line in lines:  # seconds per round: one per chunk, and one that scores
+        steps = line["tokens"] / line["running_mean"] if line.get("running_mean") else 0
+        planning.append(float(line.get("planning_s") or 0.0) / (ceil(steps / line["chunk_tokens"]) + 1))
     named = f"actions: {measured}", f"updates, moves and planning: {len(lines)} steps of {path}"
-    return replace(costs, updates=updates, moves=moves, round_s=_planning_s(lines), sources=named)
+    return replace(costs, updates=updates, moves=moves, round_s=float(median(planning)), sources=named)
 
 
 def run_prompt_tokens(path: Path) -> int | None:
-    """Mean prompt length of a run; None if unknown."""
     metrics = RunDirectory(path).metrics
     lines = read_metrics(metrics) if metrics.exists() else []
     lengths = [float(line["prompt_len_mean"]) for line in lines if "prompt_len_mean" in line]
@@ -145,24 +147,18 @@ def not_counted(config: TrainConfig) -> Iterator[str]:
 
 
 def _with_assumed_updates(costs: StepCosts, config: TrainConfig, prompt_tokens: int) -> StepCosts:
-    updates = {role: _assumed_update(config, costs.actions, role, prompt_tokens) for role in config.trained}
-    source = f"updates: assumed, {FORWARDS} forward passes by the prefill lines"
-    return replace(costs, updates=updates, sources=(*costs.sources, source))
+    batch, ppo, serving, training = config.rollout.batch_size, config.ppo, role_placements(config), training_placements(config)
+    most, source = batch * config.rollout.max_response_tokens, f"updates: assumed, {FORWARDS} forward passes by the prefill lines"
 
-
-def _assumed_update(config: TrainConfig, actions: Costs, role: str, prompt_tokens: int) -> Linear:
-    batch, ppo, placement = config.rollout.batch_size, config.ppo, training_placements(config)[role]
-    lines, pp = actions.prefill_of(role), role_placements(config)[role].pp
-
-    def seconds(tokens: int) -> float:
-        each = (batch * prompt_tokens + tokens) / batch * minibatch_rows(config) / placement.dp
+    def seconds(role: str, tokens: int) -> float:
+        each = (batch * prompt_tokens + tokens) / batch * minibatch_rows(config) / training[role].dp
         count = max(1, ceil(each / config.runtime.micro_batch_tokens))
-        stages = [at_stage(lines, stage) for stage in range(pp)]
+        stages = [at_stage(costs.actions.prefill_of(role), stage) for stage in range(serving[role].pp)]
         own = [count * line.fixed_s + each * line.per_token_s for line in stages]
         return FORWARDS * ppo.epochs * ppo.minibatches * (max(own) + (sum(own) - max(own)) / count)
 
-    most = batch * config.rollout.max_response_tokens
-    return line_through(most // 2, seconds(most // 2), most, seconds(most))
+    updates = {role: line_through(most // 2, seconds(role, most // 2), most, seconds(role, most)) for role in config.trained}
+    return replace(costs, updates=updates, sources=(*costs.sources, source))
 
 
 def _steady(run: RunDirectory) -> Lines:
@@ -184,12 +180,3 @@ def _update_line(config: TrainConfig, lines: Lines, role: str) -> Linear:
     if slope <= 0:
         return Linear(fmean(seconds), 0.0)
     return Linear(fixed, slope) if fixed >= 0 else Linear(0.0, fmean(seconds) / fmean(tokens))
-
-
-def _planning_s(lines: Lines) -> float:
-    """Median per round: one per chunk, and one that scores."""
-    found = []
-    for line in lines:
-        steps = line["tokens"] / line["running_mean"] if line.get("running_mean") else 0
-        found.append(float(line.get("planning_s") or 0.0) / (ceil(steps / line["chunk_tokens"]) + 1))
-    return float(median(found))

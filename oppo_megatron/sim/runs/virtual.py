@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from oppo_megatron.columns import Ints
 from oppo_megatron.config.derived import batch_rows, members, usual_prompt_tokens
+from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk_tuner import DecodeLaw, StepCost
 from oppo_megatron.control.occupancy import group_length_gap
@@ -18,13 +21,14 @@ from oppo_megatron.cores import uncollected
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import role_placements, training_placements
 from oppo_megatron.records import Decision, Rollout, StepSignals
-from oppo_megatron.rundir.trace import Span
+from oppo_megatron.rundir.directory import RunDirectory, write_json
+from oppo_megatron.rundir.metrics_log import MetricsLog, read_metrics, summarise
+from oppo_megatron.rundir.trace import Span, SpanRecorder, merge_traces
 from oppo_megatron.schedule.plan import new_planner, plan_step, round_generator, scoring_delay
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import Linear
-from oppo_megatron.sim.runs.components import Floats
 from oppo_megatron.sim.runs.loop import PureLoop, Recorded, StepEnd, made_up_prompts
-from oppo_megatron.sim.runs.player import Player
+from oppo_megatron.sim.runs.player import Floats, Player
 from oppo_megatron.sim.runs.step_costs import StepCosts
 
 
@@ -130,7 +134,9 @@ class VirtualRun(PureLoop):
         if count < 1:
             raise ConfigError(f"{count} steps are asked for; ask for 1 or more")
         for rounds in self._steps():
-            self._begin()
+            times = self._times = _Times(float(self.now[self.units.source]), self._times.met)
+            times.work.append(float(self.now[self.units.scorer]) - times.met)
+            times.prefilled, times.forked = self.planner.prefilled_tokens, self.planner.forked_tokens
             with uncollected():  # a step has many records, freed with it
                 for _ in rounds:
                     pass
@@ -138,11 +144,6 @@ class VirtualRun(PureLoop):
             count -= 1
             if not count:
                 return
-
-    def _begin(self) -> None:
-        times = self._times = _Times(float(self.now[self.units.source]), self._times.met)
-        times.work.append(float(self.now[self.units.scorer]) - times.met)
-        times.prefilled, times.forked = self.planner.prefilled_tokens, self.planner.forked_tokens
 
     def _plan(self, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Ints | None) -> Any:
         return self.rounds.plan(self.num_rounds, active, score, chunk, readable)
@@ -252,3 +253,40 @@ class VirtualRun(PureLoop):
                 np.inf if self._shares else waited_s, times.critic_delay_s, times.lag_s, line,
             )
         )  # fmt: skip
+
+
+ROUNDED = 9
+"""Decimal places: nanoseconds."""
+
+
+def metrics_lines(steps: Sequence[VirtualStep]) -> Iterator[dict[str, Any]]:
+    """Yield a line per step (docs/metrics.md), with the delay that its critic's update causes in the next."""
+    for step, after in pairwise([*steps, None]):
+        assert step is not None
+        update_s = step.line["critic_update_s"]
+        exposed_s = min(update_s, step.waited_s + (step.lag_s if after is None else after.critic_delay_s))
+        yield _rounded({**step.line, "critic_exposed_s": exposed_s, "critic_hidden_s": update_s - exposed_s})
+
+
+def write_run(
+    config: TrainConfig, path: Path, lines: Sequence[dict[str, Any]], spans: Sequence[Span], about: Sequence[str]
+) -> None:
+    run = RunDirectory(path).prepare()
+    run.config.write_text(config_yaml(config.model_copy(update={"run_dir": path})) + "\n", encoding="utf-8")
+    with MetricsLog(run.metrics) as log:
+        for line in lines:
+            log.write(line["step"], {key: value for key, value in line.items() if key != "step"})
+    recorders = {rank: SpanRecorder(rank, path) for rank in sorted({span.rank for span in spans})}
+    for span in spans:
+        recorders[span.rank].write(span)
+    for recorder in recorders.values():
+        recorder.flush()
+    merge_traces(path)
+    total_s = lines[-1]["time_s"]
+    write_json(run.summary, summarise(read_metrics(run.metrics)) | {"total_s": total_s, "simulated": list(about)})
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    return round(value, ROUNDED) if isinstance(value, float) else value

@@ -1,12 +1,19 @@
-"""Blocks of ranks for roles, up to renumbering: part of a node or whole nodes. Roles share a block, have disjoint ones, or
-one has part of another's, not divided further.
+"""Blocks of ranks for roles, up to renumbering, and the price of a step on them (docs/planner.md, end of "The laws").
+
+A block is part of a node or whole nodes. Roles share a block, have disjoint ones, or one has part of another's, not divided
+further.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, reduce
 from itertools import islice, permutations, product
+from math import ceil
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from oppo_megatron.layout.layouts import divisors
 
@@ -41,9 +48,7 @@ Blocks = tuple[Block, ...]
 
 
 def block_sizes(nodes: int, gpus_per_node: int) -> tuple[int, ...]:
-    """Block sizes in ranks, ascending: 1 or 3 times powers of two of nodes, and the rest of all; up to two nodes also
-    divisors of a node's ranks, and the rest.
-    """
+    """Ascending: 1 or 3 times powers of two of nodes, and the rest; up to two nodes also divisors of a node's ranks."""
     powers = [2**power for power in range(nodes.bit_length())]
     multiples = (1,) if nodes > MANY_NODES else (1, 3)
     few = {factor * count for count in powers for factor in multiples if factor * count <= nodes}
@@ -54,7 +59,7 @@ def block_sizes(nodes: int, gpus_per_node: int) -> tuple[int, ...]:
 
 
 def run_sizes(nodes: int, gpus_per_node: int) -> tuple[int, ...]:
-    """Numbers of ranks that a run may have, descending: halvings of all, and powers of two of nodes and ranks."""
+    """Ranks that a run may have, descending: halvings of all, and powers of two of nodes and ranks."""
     found = [nodes * gpus_per_node]
     while found[-1] % 2 == 0 and (found[-1] // 2 < gpus_per_node or found[-1] // 2 % gpus_per_node == 0):
         found.append(found[-1] // 2)
@@ -64,9 +69,7 @@ def run_sizes(nodes: int, gpus_per_node: int) -> tuple[int, ...]:
 
 
 def arrangements(sizes_of: Mapping[str, Sequence[int]], num_ranks: int, gpus_per_node: int) -> Iterator[Blocks]:
-    """Yield every choice of blocks that covers `num_ranks`, with all positions of parts up to two nodes, because memory
-    differs.
-    """
+    """Yield every choice of blocks that covers `num_ranks`, with all positions of parts up to two nodes."""
     roles, every = list(sizes_of), num_ranks <= FEW_NODES * gpus_per_node
     for groups in _partitions(roles):
         common = [sorted(set.intersection(*(set(sizes_of[role]) for role in group)), reverse=True) for group in groups]
@@ -79,7 +82,7 @@ def arrangements(sizes_of: Mapping[str, Sequence[int]], num_ranks: int, gpus_per
 
 
 def part_starts(whole: Block, size: int, gpus_per_node: int) -> Iterator[int]:
-    """Starts of a part: nodes, or within a node multiples of its size from either end."""
+    """Nodes, or within a node multiples of the size from either end."""
     if size >= gpus_per_node:
         yield from range(whole.first, whole.end - size + 1, gpus_per_node)
         return
@@ -170,3 +173,83 @@ def _in_a_row(groups: Sequence[int], sizes: Sequence[int], gpus_per_node: int) -
         blocks[group] = Block(first, size)
         first += size
     return blocks
+
+
+def nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+class Times(NamedTuple):
+    """Nanoseconds of a role's phases, numbers or arrays."""
+
+    serving: Any
+    update: Any = 0
+    weights: Any = 0
+
+    @property
+    def total(self) -> Any:
+        return self.serving + self.update + self.weights
+
+
+@dataclass(frozen=True)
+class Mode:
+    """`streams`: scoring during decoding; `hides_critic`: its update too; `last_share` of scoring after decoding."""
+
+    streams: bool
+    hides_critic: bool
+    last_share: float = 1.0
+
+
+@dataclass(frozen=True)
+class StepRule:
+    """Price of roles (the actor first) in these blocks; it never falls if a phase takes longer."""
+
+    roles: tuple[str, ...]
+    blocks: Blocks
+    mode: Mode
+
+    def step_ns(self, times: Sequence[Times]) -> Any:
+        actor, mode = times[0], self.mode
+        if not mode.streams:
+            return actor.serving + self._scoring_ns(times, 1.0) + self._updates_ns(times)
+        after = actor.update + actor.weights if mode.hides_critic else self._updates_ns(times)
+        path = actor.serving + self._scoring_ns(times, mode.last_share) + after
+        return _largest(path, *(sum(times[other].total for other in others) for others in self._over))
+
+    def _scoring_ns(self, times: Sequence[Times], share: float) -> Any:
+        """Until all have scored: each starts after those before it on its ranks."""
+        ends: list[Any] = []
+        for role in range(1, len(times)):
+            start, serving = (
+                _largest(0, *(ends[other - 1] for other in self._overlaps[role] if 0 < other < role)),
+                times[role].serving,
+            )
+            if share != 1.0:
+                part = serving * share
+                serving = np.ceil(part).astype(np.int64) if isinstance(part, np.ndarray) else ceil(part)
+            ends.append(start + serving)
+        return _largest(0, *ends)
+
+    def _updates_ns(self, times: Sequence[Times]) -> Any:
+        alone = times[0].update + times[0].weights
+        others = [
+            each.update + each.weights + (alone if role in self._overlaps[0] else 0) for role, each in enumerate(times) if role
+        ]
+        return _largest(alone, *others)
+
+    @cached_property
+    def _overlaps(self) -> tuple[frozenset[int], ...]:
+        return tuple(
+            frozenset(number for number, other in enumerate(self.blocks) if block.overlaps(other)) for block in self.blocks
+        )
+
+    @cached_property
+    def _over(self) -> tuple[tuple[int, ...], ...]:
+        """Roles on all of each role's ranks."""
+        return tuple(tuple(number for number, other in enumerate(self.blocks) if other.contains(block)) for block in self.blocks)
+
+
+def _largest(*values: Any) -> Any:
+    if any(isinstance(value, np.ndarray) for value in values):
+        return reduce(np.maximum, values)
+    return max(values)

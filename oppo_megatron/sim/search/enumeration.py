@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from oppo_megatron.sim.search.blocks import Blocks
+from oppo_megatron.sim.search.blocks import Blocks, Mode, StepRule, Times
 from oppo_megatron.sim.search.layouts import Bytes, Option, PriceTable
-from oppo_megatron.sim.search.step import Mode, StepRule, Times
 
 ROWS_AT_ONCE = 64
 Bounds = npt.NDArray[np.float64]
@@ -41,7 +40,6 @@ class Best:
         self._limit = float("inf")
 
     def limit(self, key: object = None) -> float:
-        """Price that a plan (of this key) must undercut."""
         return self._by_key.get(key, self._limit)
 
     def add(self, plan: Plan) -> None:
@@ -60,9 +58,6 @@ class Space:
     accepts: Callable[[Plan], bool] = lambda plan: True
     micro_batch_tokens: int = 0
     _layouts: dict[tuple[str, int], _Layouts] = field(default_factory=dict)
-
-    def rule(self, blocks: Blocks) -> StepRule:
-        return StepRule(self.offers.roles, blocks, self.mode)
 
     def layouts(self, blocks: Blocks) -> list[_Layouts]:
         found = []
@@ -122,14 +117,15 @@ def lower_bounds(space: Space) -> Bounds:
         rows = np.flatnonzero((pattern.reshape(-1) == number) & known)
         if len(rows):
             own = [Times(*(column[rows] for column in each)) for each in times]
-            found[rows] = space.rule(space.places[rows[0]]).step_ns(own)
+            found[rows] = StepRule(space.offers.roles, space.places[rows[0]], space.mode).step_ns(own)
     return found
 
 
 class _Chooser:
     def __init__(self, space: Space, blocks: Blocks, layouts: Sequence[_Layouts], best: Best):
         self.space, self.blocks, self.layouts, self.best = space, blocks, layouts, best
-        self.rule, roles = space.rule(blocks), space.offers.roles
+        roles = space.offers.roles
+        self.rule = StepRule(roles, blocks, space.mode)
         self.order = sorted(range(len(roles)), key=lambda role: (role != 0, roles[role] != "critic", role))
         edges = {
             block.first + piece * block.size // own.pieces

@@ -23,11 +23,10 @@ from oppo_megatron.layout.role_memory import SCALAR_ROLES, both_memory, is_one_m
 from oppo_megatron.layout.shape import model_limits
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.pricing.decoding import Decoding, decode_s
-from oppo_megatron.sim.pricing.model import LaidModel
+from oppo_megatron.sim.pricing.model import Decoding, LaidModel, decode_s
 from oppo_megatron.sim.pricing.prices import StepWork, Weights, inference_s, reallocation_s, trained_model, update_s
+from oppo_megatron.sim.search.blocks import Times, nanoseconds
 from oppo_megatron.sim.search.steady import Steady
-from oppo_megatron.sim.search.step import Times, nanoseconds
 
 MOST_STAGES = 8
 VIRTUAL = (1, 2, 4)
@@ -35,9 +34,7 @@ VIRTUAL = (1, 2, 4)
 RECOMPUTED: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 
 Bytes = npt.NDArray[np.int64]
-"""A role's bytes, [kind, piece]; pieces are equal runs of ranks. Kinds: lasting (sum of roles); activations and kernels
-(largest of roles).
-"""
+"""A role's bytes, [kind, piece], over equal runs of ranks. Kinds: lasting (sum of roles); activations and kernels (largest)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,14 +55,11 @@ class Option:
         return Sizes(train.tp or self.serving.tp, train.pp or self.serving.pp, train.dp or self.serving.dp, train.vpp)
 
     def over(self, pieces: int) -> Bytes:
-        """`memory` in a multiple of its pieces."""
         return np.repeat(self.memory, pieces // self.memory.shape[1], axis=1)
 
 
 def undominated(options: Iterable[Option], weigh: Callable[[Option], Option], most_bytes: int) -> list[Option]:
-    """Options that fit a rank and that none beats or equals in times and memory. `weigh` adds the move, slow to compute, if
-    needed.
-    """
+    """Options that fit a rank and that none beats or equals in times and memory. `weigh` adds the move, slow to compute."""
     fitting = [option for option in options if option.memory.sum(axis=0).max() <= most_bytes]
     pieces = lcm(*(option.memory.shape[1] for option in fitting))
     kept, rows = list[Option](), np.zeros((0, 2 + 3 * pieces), dtype=np.int64)
@@ -118,10 +112,6 @@ class PriceTable:
     def _shapes(self) -> Mapping[str, Mapping[str, Any]]:
         return {name: read_hf_config(role) for name, role in self._settings.items()}
 
-    @property
-    def on_cpu(self) -> bool:
-        return self.cluster.gpu.on_cpu
-
     def front(self, role: str, size: int) -> list[Option]:
         key = (role, size)
         if key not in self._fronts:
@@ -168,20 +158,28 @@ class PriceTable:
     def _served(self, role: str, serving: Sizes, training: Sizes) -> tuple[Memory, ...]:
         placed = _over(serving)
         model = laid_out(self.config, role, placed, _over(training))
-        return served_stages(self.config, role, placed, model, on_cpu=self.on_cpu)
+        return served_stages(self.config, role, placed, model, on_cpu=self.cluster.gpu.on_cpu)
 
     def _trained(self, role: str, serving: Sizes, train: TrainingLayoutConfig) -> tuple[Memory, ...]:
         placed = _over(_training_sizes(train))
         model = laid_out(self.config, role, _over(serving), placed)
-        return trained_stages(self.config, placed, model, train, on_cpu=self.on_cpu)
+        return trained_stages(self.config, placed, model, train, on_cpu=self.cluster.gpu.on_cpu)
 
     def _priced(self, role: str, size: int) -> tuple[list[Any], list[Any]]:
         key = (role, size)
         if key not in self._prices:
-            settings = self._settings[role]
-            servings = [(sizes, self._serving_ns(role, sizes)) for sizes in self._servings(role, size)]
+            settings, shape = self._settings[role], self._shapes[role]
+            limits = replace(model_limits(shape), sequences=most_sequences(self.config) // members(self.config).size)
+            tried = [sizes for sizes in layouts_of(size, limits) if self._is_tried(sizes)]
+            fitting = [sizes for sizes in tried if not serving_problems(self.config, role, _over(sizes), shape)]
             trains = self._trainings(role, size, settings.train) if isinstance(settings, TrainedRoleConfig) else ()
-            self._prices[key] = servings, [(train, self._update_ns(role, train)) for train in trains]
+            servings, updates = [(sizes, self._serving_ns(role, sizes)) for sizes in fitting], []
+            for train in trains:
+                sizes = _training_sizes(train)
+                model = trained_model(self._model(role, sizes), _over(sizes), train)
+                update = StepWork(self.config, self.decoding).update(model, train)
+                updates.append((train, nanoseconds(update_s(model, update))))
+            self._prices[key] = servings, updates
         return self._prices[key]
 
     def _is_trained(self, role: str) -> bool:
@@ -200,18 +198,11 @@ class PriceTable:
             self._moves[key] = nanoseconds(reallocation_s(self.cluster, self._shapes[role], source, target, scalar=scalar))
         return replace(option, times=option.times._replace(weights=self._moves[key]))
 
-    def _servings(self, role: str, size: int) -> Iterator[Sizes]:
-        sequences = most_sequences(self.config) // members(self.config).size
-        limits = replace(model_limits(self._shapes[role]), sequences=sequences)
-        for sizes in layouts_of(size, limits):
-            if self._is_tried(sizes) and not serving_problems(self.config, role, _over(sizes), self._shapes[role]):
-                yield sizes
-
     def _trainings(self, role: str, size: int, own: TrainingLayoutConfig) -> Iterator[TrainingLayoutConfig]:
         limits = model_limits(self._shapes[role], minibatch_parts(self.config))
         for sizes in layouts_of(size, limits, interleaved=True):
             # Sequence parallelism takes less time and less memory; gloo lacks its collectives.
-            sequence_parallel = sizes.tp > 1 and (own.sequence_parallel or not self.on_cpu)
+            sequence_parallel = sizes.tp > 1 and (own.sequence_parallel or not self.cluster.gpu.on_cpu)
             for recompute in RECOMPUTED if self._is_tried(sizes) else ():
                 yield own.model_copy(update=sizes._asdict() | {"sequence_parallel": sequence_parallel, "recompute": recompute})
 
@@ -230,11 +221,6 @@ class PriceTable:
                 self._decoded[sizes] = decode_s(model, self.steady.decoding, work.turns(model.placement))
             seconds += self._decoded[sizes]
         return nanoseconds(seconds)
-
-    def _update_ns(self, role: str, train: TrainingLayoutConfig) -> int:
-        sizes = _training_sizes(train)
-        model = trained_model(self._model(role, sizes), _over(sizes), train)
-        return nanoseconds(update_s(model, StepWork(self.config, self.decoding).update(model, train)))
 
     def _model(self, role: str, sizes: Sizes) -> LaidModel:
         return LaidModel(self.cluster, self._shapes[role], role in SCALAR_ROLES, _over(sizes))

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from oppo_megatron.config.derived import least_micro_batch, usual_prompt_tokens
+from oppo_megatron.config.model import format_ranks
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.checks import check_layouts
-from oppo_megatron.layout.holdings import rank_memory, train_holdings
+from oppo_megatron.layout.layouts import Sizes
 from oppo_megatron.layout.placements import named_roles, world_size
+from oppo_megatron.layout.role_memory import rank_memory, train_holdings
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.sim.clusters.cluster import Between, Cluster, Gpu, assumed, threaded
-from oppo_megatron.sim.pricing.decoding import Decoding
-from oppo_megatron.sim.search.blocks import arrangements, block_sizes, run_sizes
-from oppo_megatron.sim.search.configured import planned_config
+from oppo_megatron.sim.pricing.model import Decoding
+from oppo_megatron.sim.search.blocks import Block, Mode, arrangements, block_sizes, run_sizes
 from oppo_megatron.sim.search.enumeration import Best, Plan, Space, enumerate_plans, held_bytes
 from oppo_megatron.sim.search.layouts import Option, PriceTable
 from oppo_megatron.sim.search.steady import Steady, steady_work
-from oppo_megatron.sim.search.step import Mode
 
 STRIDE = 7919
 """Deals lengths to responses; no batch size divides it."""
@@ -32,15 +33,63 @@ MOST_NODES = 128
 ANY_NETWORK = Between(19e-6, 50e9, 8, assumed("only memory is asked for"))
 
 
+Place = tuple[Block, Sizes]
+
+
+def planned_config(config: TrainConfig, plan: Plan) -> TrainConfig:
+    """A plan as a configuration, with as few settings as possible."""
+    roles = named_roles(config)
+    blocks, options = dict(zip(roles, plan.blocks, strict=True)), dict(zip(roles, plan.options, strict=True))
+    places = {name: (blocks[name], options[name].serving) for name in roles}
+    placement, pools = _placement(places)
+    tree = config.model_dump() | {"placement": placement}
+    for name, option in options.items():
+        (block, sizes), pool = places[name], pools[name]
+        own: dict[str, Any] = {"ranks": None, "parallel": None}
+        if (block, sizes) != pool:
+            own = {"ranks": None if block == pool[0] else format_ranks(block.ranks), "parallel": _sizes(sizes)}
+        if name == "reference" and config.reference is None and not any(own.values()):
+            continue
+        tree[name] = roles[name].model_dump() | own
+        if option.train is not None and option.training is not None:
+            same = option.training[:3] == option.serving[:3]
+            tree[name]["train"] = option.train.model_dump() | (dict.fromkeys(("tp", "pp", "dp")) if same else {})
+    if plan.micro_batch_tokens:
+        tree["runtime"]["micro_batch_tokens"] = plan.micro_batch_tokens
+    if not any(blocks["actor"].overlaps(block) for name, block in blocks.items() if name != "actor"):
+        tree["overlap"] |= {"schedule": "auto"} if tree["overlap"]["schedule"] == "woven" else {}
+    return TrainConfig.model_validate(tree)
+
+
+def _placement(places: Mapping[str, Place]) -> tuple[dict[str, Any], Mapping[str, Place]]:
+    """Return `placement`, and the ranks and layout that it gives each role."""
+    actor, own = places["actor"]
+    if max(block.end for block, _ in places.values()) == 1:
+        return {"mode": "single"}, places
+    pool, others = (Block(0, actor.size), own), {name: place for name, place in places.items() if name != "actor"}
+    with_actor = {name for name in ("reference",) if name in others and others[name][0] == actor}
+    scorers = [place for name, place in others.items() if name not in with_actor]
+    if scorers and actor.first == 0 and {block for block, _ in scorers} == {Block(actor.end, scorers[0][0].size)}:
+        tree = {"mode": "disaggregated", "actor": _sizes(own), "scorer": _sizes(scorers[0][1])}
+        tree |= dict.fromkeys(with_actor, "actor")
+        return tree, {name: pool if name in {"actor", *with_actor} else scorers[0] for name in places}
+    together = bool(others) and all(block == actor for block, _ in others.values())
+    scorer = next(iter(others.values())) if together else pool
+    tree = {"mode": "colocated", "actor": _sizes(own)} | ({"scorer": _sizes(scorer[1])} if scorer != pool else {})
+    return tree, {name: pool if name == "actor" else scorer for name in places}
+
+
+def _sizes(sizes: Sizes) -> dict[str, int]:
+    return {"tp": sizes.tp, "pp": sizes.pp, "dp": sizes.dp}
+
+
 def layout_problems(config: TrainConfig) -> list[str]:
     return check_layouts(config, {name: read_hf_config(role) for name, role in named_roles(config).items()})
 
 
 @dataclass(frozen=True)
 class Task:
-    """`lengths`: response tokens of a batch; `limits`: by response number (None: `lengths` in turn); `margin`: free share of
-    memory.
-    """
+    """`lengths`: response tokens of a batch; `limits`: by number (None: `lengths` in turn); `margin`: free share of memory."""
 
     config: TrainConfig
     cluster: Cluster
@@ -49,6 +98,7 @@ class Task:
     limits: Callable[[int], int] | None = None
     prompt: int | None = None
     check: Callable[[TrainConfig], Sequence[str]] = layout_problems
+    _tables: dict[Gpu, dict[int, PriceTable]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def prompt_tokens(self) -> int:
@@ -100,10 +150,6 @@ class Task:
             new = PriceTable(config, cluster, self.decoding, self.steady, self.budget(cluster))
             tables[tokens] = new if other is None else other.with_config(config)
         return tables[tokens]
-
-    @cached_property
-    def _tables(self) -> dict[Gpu, dict[int, PriceTable]]:
-        return {}
 
 
 def micro_batches(config: TrainConfig) -> list[int]:

@@ -1,6 +1,4 @@
-"""Work of a step with carried rollouts, which fill the decode batch and are read again: from the real scheduler, on one rank
-without seconds.
-"""
+"""Work of a step with carried rollouts, from the real scheduler, on one rank without seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import numpy as np
 
 from oppo_megatron.config.derived import batch_rows
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.sim.pricing.decoding import Decoding
+from oppo_megatron.sim.pricing.model import Decoding
 from oppo_megatron.sim.runs.loop import Recorded
 from oppo_megatron.sim.runs.step_costs import StepCosts
 from oppo_megatron.sim.runs.virtual import VirtualRun
@@ -58,9 +56,7 @@ def steady_work(config: TrainConfig, plain: Decoding, lengths: Callable[[int], i
 
 
 class _Observed(VirtualRun):
-    """A run whose caches hold all. `got`: decoded tokens by sequence; `positions`: sum over them; `before`: tokens read so
-    far, by role.
-    """
+    """Caches hold all. `got`: decoded tokens by sequence; `positions`: sum over them; `before`: tokens read so far."""
 
     def __init__(self, config: TrainConfig, lengths: Callable[[int], int], prompt_tokens: int):
         roomy = config.with_values({"runtime.kv_cache_mb": None})

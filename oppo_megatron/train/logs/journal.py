@@ -22,8 +22,8 @@ from oppo_megatron.control.occupancy import group_length_gap
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import describe_seen, num_duplicates
 from oppo_megatron.data.tokenizer import Tokenizer
-from oppo_megatron.layout.holdings import planned_memory
 from oppo_megatron.layout.placements import role_placements
+from oppo_megatron.layout.role_memory import planned_memory
 from oppo_megatron.records import Rollout
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.directory import RunDirectory, encode_json, write_json

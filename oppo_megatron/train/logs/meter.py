@@ -223,12 +223,12 @@ class StepMeter:
     def measured(self) -> list[float]:
         """Seconds of the step so far, without the update already made, then the sums of its decode law."""
         update_s = self.spans.totals(self.facts.step, "actor").get("update", 0.0)
-        return [self._elapsed_s() - update_s, *self.phase.law.sums()]
+        return [self._elapsed_s() - update_s, *self.phase.law.sums]
 
     def cost(self) -> StepCost:
         assert self.facts.scores is not None
         seconds, *sums = self.facts.scores.measured
-        return StepCost(seconds, self.facts.decode_steps, self.facts.tokens, DecodeLaw(*sums))
+        return StepCost(seconds, self.facts.decode_steps, self.facts.tokens, DecodeLaw(sums))
 
     def end(self, batch: Sequence[Rollout], carried: Sequence[Rollout], experience: Experience) -> None:
         facts = self.facts
