@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import shutil
 import time
 import uuid
@@ -133,6 +134,7 @@ def run(args: argparse.Namespace) -> int:
     out = args.out or folder_of(OUT, algorithm)
     stages = plan(out, find_configs(args.configs, algorithm), args.seed, args.quick, algorithm)
     started = time.monotonic()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads slow tiny models down
     try:
         for number, stage in enumerate(stages, start=1):
             title, began = f"[{number}/{len(stages)}] {stage.title}", time.monotonic()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,35 +12,36 @@ from oppo_megatron.config.load import load_config, read_tree
 from oppo_megatron.config.run import TrainConfig, TrainSettings
 from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.config.supervised import SupervisedConfig
+from oppo_megatron.data.files import data_files, file_rows
 from oppo_megatron.data.length_trace import trace_problems
-from oppo_megatron.errors import ConfigError
+from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.preflight.validate import service_problems, supervised_problems, train_problems
-
-OF_RM = {"chosen", "completions", "labels"}
-MOST_CHARACTERS = 1 << 20
 
 
 def guess_kind(path: Path, overrides: Sequence[str] = ()) -> str:
     """Return the command to which most keys belong; among equals, one with all required keys.
 
-    `sft` and `rm` have the same keys: columns or a first row with chosen answers or steps mean `rm`.
+    `sft` and `rm` have the same keys: parts of rows with chosen answers or steps mean `rm`, `data.turns` means `sft`.
     """
     tree = read_tree(path, overrides)
     keys = set(tree)
     kind = max(COMMANDS, key=lambda kind: (len(keys & COMMANDS[kind].model_fields.keys()), not _lacking(kind, keys)))
     data = tree.get("data")
-    return "rm" if kind == "sft" and isinstance(data, Mapping) and OF_RM & _columns(data) else kind
+    return "rm" if kind == "sft" and isinstance(data, Mapping) and "turns" not in data and _is_for_rm(data) else kind
 
 
-def _columns(data: Mapping[str, Any]) -> set[str]:
-    """Return the parts with a column of their own, and the columns of the first row if the data is one JSONL file."""
-    named = data.get("columns")
-    found = set(named) if isinstance(named, Mapping) else set[str]()
-    path = Path(str(data.get("path")))
-    if path.suffix == ".jsonl" and path.is_file():
-        with suppress(OSError, ValueError), path.open(encoding="utf-8") as file:
-            found |= set(json.loads(file.readline(MOST_CHARACTERS)))
-    return found
+def _is_for_rm(data: Mapping[str, Any]) -> bool:
+    """True if parts with a column of their own, or else the first row, have chosen answers or steps."""
+    of_rm, named, paths = {"chosen", "completions", "labels"}, data.get("columns"), data.get("path")
+    if isinstance(named, Mapping) and named:
+        return not of_rm.isdisjoint(named)
+    path = paths[0] if isinstance(paths, list) and paths else paths
+    if isinstance(path, str):
+        with suppress(OSError, DataError):  # the check of the data reports it
+            for file in data_files(Path(path), lambda note: None)[:1]:
+                _, row = next(file_rows(file), (0, {}))
+                return isinstance(row, Mapping) and not of_rm.isdisjoint(row) and "completion" not in row
+    return False
 
 
 def require_kind(kind: str, path: Path, overrides: Sequence[str]) -> None:

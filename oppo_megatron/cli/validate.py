@@ -48,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     for line in lines:
         print(line)
     print(f"OK: {args.config} is a valid configuration for `oppo {kind}`")
+    if args.kind is None and kind in ("sft", "rm"):
+        print("the kind is by its keys and its first row; --kind sft or --kind rm checks it for that command")
     return 0
 
 

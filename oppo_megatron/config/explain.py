@@ -108,7 +108,8 @@ def _suggest_key(kind: type[Section], path: Path) -> str:
         return f"did you mean `{dotted((*path[:-1], near[0]))}`?"
     elsewhere = [known for known in known_keys(kind) if known.rpartition(".")[2] == wrong]
     if elsewhere:
-        return f"did you mean `{elsewhere[0]}`?"
+        near_by = (known for known in elsewhere if known.startswith(f"{dotted(path[:-1])}."))
+        return f"did you mean `{next(near_by, elsewhere[0])}`?"
     return f"the settings here are: {', '.join(section.model_fields)}"
 
 

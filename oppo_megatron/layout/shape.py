@@ -134,11 +134,18 @@ def check_model(name: str, shape: Shape) -> list[str]:
     return problems + (numbers or _check_windows(name, shape)) + _check_rope(name, shape)
 
 
+def _architecture(shape: Shape) -> str:
+    architectures = shape.get("architectures")
+    return str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+
+
+def is_classifier(shape: Shape) -> bool:
+    return _architecture(shape).endswith("ForSequenceClassification")
+
+
 def check_head(name: str, shape: Shape, *, scalar: bool) -> list[str]:
     """Check the head of a role's checkpoint; a role whose head is learned may start with a new one."""
-    architectures = shape.get("architectures")
-    architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
-    classifier = architecture.endswith("ForSequenceClassification")
+    architecture, classifier = _architecture(shape), is_classifier(shape)
     if not scalar and classifier:
         return [f"{name}: its checkpoint is a {architecture} without a language-model head; use a *ForCausalLM checkpoint"]
     if scalar and not classifier and name not in HEADS_LEARNED:

@@ -19,7 +19,7 @@ from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.checks import check_auto_placement, check_layouts, check_supervised_layout
 from oppo_megatron.layout.hf_layout import SCALAR_HEAD, Head, Tensor, adapter_problems, weight_problems
 from oppo_megatron.layout.placements import named_roles
-from oppo_megatron.layout.shape import ModelShape, check_head, check_model, check_use
+from oppo_megatron.layout.shape import ModelShape, check_head, check_model, check_use, is_classifier
 from oppo_megatron.modeldir.adapters import ADAPTER_WEIGHTS
 from oppo_megatron.modeldir.headers import (
     Stored,
@@ -166,18 +166,18 @@ def _check_role(role: Role, context: int, vocab_size: int | None, problems: list
     if check_model(role.name, hf_config):
         return None
     if len(problems) == known:
-        problems += _check_tensors(role, ModelShape.from_hf(hf_config))
+        problems += _check_tensors(role, ModelShape.from_hf(hf_config), new_head=not is_classifier(hf_config))
     return hf_config
 
 
-def _check_tensors(role: Role, shape: ModelShape) -> list[str]:
-    """Problems of tensors in a role's files; Megatron's are found on loading."""
+def _check_tensors(role: Role, shape: ModelShape, *, new_head: bool) -> list[str]:
+    """Problems of tensors in a role's files; Megatron's are found on loading.  `new_head`: a learned one may be missing."""
     head: Head = "scalar" if role.scalar else "lm"
     checkpoint, problems = role.model.checkpoint, []
     if checkpoint is not None and find_megatron(checkpoint) is None:
         stored = stored_tensors(weight_files(checkpoint))
         tensors = _tensors(stored)
-        if role.scalar and role.name in HEADS_LEARNED:
+        if new_head and role.scalar and role.name in HEADS_LEARNED:
             tensors = {SCALAR_HEAD: Tensor((1, shape.hidden_size), "F32")} | tensors
         problems = weight_problems(shape, head, tensors, lambda one, other: same_content(stored[one], stored[other]))
     where, lora = checkpoint, role.model.lora if isinstance(role.model, LearningModelConfig) else None

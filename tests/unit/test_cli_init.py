@@ -103,7 +103,8 @@ def test_with_the_files_supplied_it_is_valid(case: str, folder: Path, capsys: py
     for name in CASES[case].paths.values():
         Path(name).parent.mkdir(exist_ok=True)
         if name.endswith(".jsonl"):
-            rows = [ROW | {"prompt": f"{n}+1=", "question": f"{n}+1="} for n in range(30)]
+            row = {name: value for name, value in ROW.items() if CASES[case].kind != "rm" or name != "completion"}
+            rows = [row | {"prompt": f"{n}+1=", "question": f"{n}+1="} for n in range(30)]
             Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
         else:
             Path(name).mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import re
@@ -189,7 +190,10 @@ def test_overrides_count_for_the_kind_of_a_file(folder: Path) -> None:
     assert validate.guess_kind(folder / "sft.yaml") == "sft"
     assert validate.guess_kind(folder / "sft.yaml", ["data.columns.chosen=best"]) == "rm"
     (folder / "pairs.jsonl").write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n')
-    assert validate.guess_kind(folder / "sft.yaml", [f"data.path={folder / 'pairs.jsonl'}"]) == "rm"
+    (folder / "pairs.jsonl.gz").write_bytes(gzip.compress((folder / "pairs.jsonl").read_bytes()))
+    for name in ("pairs.jsonl", "pairs.jsonl.gz"):
+        assert validate.guess_kind(folder / "sft.yaml", [f"data.path={folder / name}"]) == "rm"
+    assert validate.guess_kind(folder / "sft.yaml", [f"data.path={folder / 'pairs.jsonl'}", "data.turns=all"]) == "sft"
 
 
 @pytest.mark.parametrize(
