@@ -80,13 +80,7 @@ def limits(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], list[Peaks]]:
         row = {key: seconds / len(lines) for key, seconds in least.items()}
         measured = fmean(line["step_s"] for line in lines)
         rows.append(
-            {
-                "run": str(run.path),
-                "threads": used,
-                **row,
-                "measured_s": measured,
-                "over_least": measured / row["least_s"],
-            }
+            {"run": str(run.path), "threads": used, **row, "measured_s": measured, "over_least": measured / row["least_s"]}
         )
     return rows, list(peaks.values())
 

@@ -37,14 +37,7 @@ from benchmarks.common import run_script
 from benchmarks.fitting import comparing
 from benchmarks.fitting.engine import PARAMETERS, Observed, fit_engine
 from benchmarks.fitting.laws import fit_layers
-from benchmarks.fitting.points import (
-    CollectivePoint,
-    LayerPoint,
-    read_collectives,
-    read_layers,
-    write_collectives,
-    write_layers,
-)
+from benchmarks.fitting.points import CollectivePoint, LayerPoint, read_collectives, read_layers, write_collectives, write_layers
 from benchmarks.peaks import DTYPES, Products, best_s, measure_peaks, threads_of
 from oppo_megatron.cli.launch import launch
 from oppo_megatron.cli.load import load_train

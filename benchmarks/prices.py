@@ -15,13 +15,7 @@ from pathlib import Path
 
 from benchmarks.common import run_script
 from oppo_megatron.cli.bench import refuse_figures
-from oppo_megatron.cli.lengths import (
-    add_length_arguments,
-    add_prompt_argument,
-    even_lengths,
-    forced_lengths,
-    prompt_tokens,
-)
+from oppo_megatron.cli.lengths import add_length_arguments, add_prompt_argument, even_lengths, forced_lengths, prompt_tokens
 from oppo_megatron.cli.load import load_train
 from oppo_megatron.cli.parser import add_config_arguments
 from oppo_megatron.layout.layouts import Sizes

@@ -53,11 +53,7 @@ class RankRun(DryRun):
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        prompt_tokens: int | Sequence[int],
-        rank: int,
-        responses: Callable[[int], int] | None = None,
+        self, config: TrainConfig, prompt_tokens: int | Sequence[int], rank: int, responses: Callable[[int], int] | None = None
     ):
         super().__init__(config, prompt_tokens, rank, responses=responses, codec=False)
         self.actor = self.site.placements["actor"]

@@ -77,14 +77,7 @@ STOP_COLUMNS = {
     "model": "model", "batch": "scaling", "from": "first", "stops first": "part", "at ranks": "ranks", "kept %": "kept",
     "kept % at the most ranks": "at_most",
 }  # fmt: skip
-MEND_COLUMNS = {
-    "model": "model",
-    "ranks": "ranks",
-    "batch": "batch",
-    "with": "with",
-    "s a step": "step_s",
-    "tokens/s x": "gain",
-}
+MEND_COLUMNS = {"model": "model", "ranks": "ranks", "batch": "batch", "with": "with", "s a step": "step_s", "tokens/s x": "gain"}
 TITLES = {
     "weak": "a batch of 4 sequences per rank",
     "strong": "a batch of 1024 sequences at any number of ranks",

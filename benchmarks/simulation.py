@@ -107,12 +107,7 @@ def _collecting_the_young() -> Iterator[None]:
 
 
 def simulate_all(
-    cluster: Cluster,
-    modes: Sequence[str],
-    ranks: Sequence[int],
-    sequences: int,
-    number: int,
-    say: Callable[[str], None],
+    cluster: Cluster, modes: Sequence[str], ranks: Sequence[int], sequences: int, number: int, say: Callable[[str], None]
 ) -> Iterator[tuple[dict[str, Any], Sequence[Fault]]]:
     """Yield a row and the faults of round `number` of the first step, for each number of ranks; `say` gets the progress.
 

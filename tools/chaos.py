@@ -64,12 +64,7 @@ PHASES = (
     ("a step", r"train/(loop|rollouts)\.py"),
 )
 SHOWN = 5
-FREE = (
-    "_s",
-    "_bytes",
-    "_mb",
-    "bubble_share",
-)  # endings of metrics that are times or sizes, which differ between any two runs
+FREE = ("_s", "_bytes", "_mb", "bubble_share")  # endings of metrics that are times or sizes, which differ between any two runs
 COLUMNS = {
     "kill": "number", "rank": "rank", "roles": "roles", "after step": "step", "was at": "phase", "in": "where",
     "back after s": "back_s",
@@ -384,10 +379,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1, metavar="S", help="of ranks and moments; default %(default)s")
     parser.add_argument("--out", type=Path, default=Path("runs/chaos"), metavar="DIR", help="default %(default)s")
     parser.add_argument(
-        "--prompt-tokens",
-        type=count,
-        metavar="N",
-        help="prompts of N random tokens, in place of the configuration's data",
+        "--prompt-tokens", type=count, metavar="N", help="prompts of N random tokens, in place of the configuration's data"
     )
 
 

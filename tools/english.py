@@ -45,12 +45,7 @@ PATTERNS = (
     Pattern("which", r"\b(of|in|by|with) which\b", "write two sentences", 50),
     Pattern("that-of", r"\b(that|those) of\b", "repeat the noun", 61),
     Pattern("so-many", r"\bso (many|few)\b(?! (that|as)\b)", '"n", "at most n", "a given number of"', 1),
-    Pattern(
-        "is-no",
-        r"\b(is|are|was|were|be) no (?!(more|longer|less|such|need|way|other|room)\b)[a-z]",
-        '"is not a ..."',
-        34,
-    ),
+    Pattern("is-no", r"\b(is|are|was|were|be) no (?!(more|longer|less|such|need|way|other|room)\b)[a-z]", '"is not a ..."', 34),
     Pattern("for-clause", r", for (it|they|there|he|she|what|nothing|no one) ", '"because"', 1),
     Pattern("told", r"\b(told|tells?)\b", "the exact verb: report, distinguish, know, log", 9),
     Pattern("goes-on", r"\b(goes|go|went|going|gone) on\b", '"continue"', 9),

@@ -283,12 +283,7 @@ def _role(name: str, head: Head, config: TrainConfig, world: World, topology: To
 
 
 def _update(
-    rejected: RejectedBatch,
-    experience: Experience,
-    actor: Actor,
-    critic: Critic | None,
-    config: TrainConfig,
-    world: World,
+    rejected: RejectedBatch, experience: Experience, actor: Actor, critic: Critic | None, config: TrainConfig, world: World
 ) -> tuple[dict[str, float], Breach | None]:
     rules = Rules(config.guards, config.guards.gap_limit(config.actor.dtype, config.rollout.temperature))
     settings = UpdateSettings.of(config, rejected.facts.step, world.device, rejected.facts.policy_version)

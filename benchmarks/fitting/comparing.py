@@ -47,10 +47,7 @@ def compare_layers(gpu: Gpu, points: Sequence[LayerPoint], fit: Fit) -> Iterator
         yield _row(f"{model}: products", products, mean_error(by_law, products), mean_error(by_fit, products))
         by_law, by_fit = elementwise_of(law, of_model), elementwise_of(fitted, of_model)
         yield _row(
-            f"{model}: norms, activation, ...",
-            elementwise,
-            mean_error(by_law, elementwise),
-            mean_error(by_fit, elementwise),
+            f"{model}: norms, activation, ...", elementwise, mean_error(by_law, elementwise), mean_error(by_fit, elementwise)
         )
 
 
@@ -73,21 +70,11 @@ def measured_tree(source: str, layers: Fit | None, lines: Sequence[FittedLine]) 
     efficiencies = None
     if layers is not None:
         efficiencies = {name: value for name, value in vars(layers.efficiencies).items() if name != "attention"}
-    return {
-        "source": source,
-        "efficiencies": efficiencies,
-        "collective": collective,
-        "send": sends[0] if sends else None,
-    }
+    return {"source": source, "efficiencies": efficiencies, "collective": collective, "send": sends[0] if sends else None}
 
 
 def _row(what: str, measured: Sequence[float], law: float, fitted: float) -> dict[str, Any]:
-    return {
-        "what": what,
-        "points": len(measured),
-        "law_error_percent": 100 * law,
-        "fitted_error_percent": 100 * fitted,
-    }
+    return {"what": what, "points": len(measured), "law_error_percent": 100 * law, "fitted_error_percent": 100 * fitted}
 
 
 def _line_tree(line: Line) -> dict[str, float]:

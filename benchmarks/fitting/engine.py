@@ -52,8 +52,7 @@ def fit_engine(cluster: Cluster, steps: Sequence[Observed], source: Source) -> E
     names = [(step, phase) for step, each in enumerate(steps) for phase in each.seconds]
     known = _stacked(cluster, steps, dict.fromkeys(PARAMETERS, 0.0))
     features = np.stack(
-        [_stacked(cluster, steps, {name: float(name == own) for name in PARAMETERS}) - known for own in PARAMETERS],
-        axis=1,
+        [_stacked(cluster, steps, {name: float(name == own) for name in PARAMETERS}) - known for own in PARAMETERS], axis=1
     )
     measured = np.array([steps[step].seconds[phase] for step, phase in names])
     found = relative_fit(features, measured, known)

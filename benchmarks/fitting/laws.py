@@ -42,8 +42,7 @@ def fit_layers(gpu: Gpu, points: Sequence[LayerPoint]) -> Fit:
     line = fit_elementwise(gpu, points)
     law = LayerLaw(
         replace(
-            gpu,
-            efficiencies=replace(by_products, elementwise=line[0], elementwise_fixed_s=line[1], plain=fit_plain(gpu, points)),
+            gpu, efficiencies=replace(by_products, elementwise=line[0], elementwise_fixed_s=line[1], plain=fit_plain(gpu, points))
         )
     )
     return Fit(

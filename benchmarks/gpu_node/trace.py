@@ -95,13 +95,7 @@ def profiled(name: str, call: Any) -> dict[str, Any]:
     except Exception as error:  # figures are worth more
         print(f"no trace of {name}: {error}")
     rows = [{"ms": round(getattr(e, key) / 1e3, 3), "count": e.count, "name": e.key[:160]} for e in top]
-    return {
-        "wall_ms": wall * 1e3,
-        "busy_ms": busy * 1e3,
-        "busy_percent": 100 * busy / wall,
-        "calls": calls,
-        "top": rows,
-    }
+    return {"wall_ms": wall * 1e3, "busy_ms": busy * 1e3, "busy_percent": 100 * busy / wall, "calls": calls, "top": rows}
 
 
 def decode(bench: Bench) -> None:

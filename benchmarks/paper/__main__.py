@@ -25,13 +25,7 @@ from oppo_megatron.report.comparison import format_table
 
 ASSUMED_COLUMNS = {"assumed": "what", "value": "value", "because": "why"}
 CHECK_COLUMNS = {"where": "where", "printed": "printed", "computed": "computed", "they": "verdict", "how": "arithmetic"}
-FIGURE_COLUMNS = {
-    "figure": "figure",
-    "what": "what",
-    "simulated": "simulated",
-    "paper": "printed",
-    "may differ because": "why",
-}
+FIGURE_COLUMNS = {"figure": "figure", "what": "what", "simulated": "simulated", "paper": "printed", "may differ because": "why"}
 TABLES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "speedups": (
         "figure 3: seconds per step",

@@ -120,11 +120,7 @@ LONG_TEXT = f"{LONG.prompt} tokens; log-normal, median {LONG.median}, sigma {LON
 SHORT_TEXT = f"{SHORT.prompt} tokens; median {SHORT.median}, sigma {SHORT.sigma:g}, at most {SHORT.limit}"
 UPDATE_TEXT = f"{EPOCHS} epochs of one minibatch, layers recomputed, {MICRO_BATCH_TOKENS} tokens a micro-batch"
 ASSUMED: Sequence[tuple[str, str, str]] = (
-    (
-        "prompts, responses",
-        LONG_TEXT,
-        "usual for answers to questions; chunks of 3000 tokens were tried, so some are longer",
-    ),
+    ("prompts, responses", LONG_TEXT, "usual for answers to questions; chunks of 3000 tokens were tried, so some are longer"),
     ("of GSM8K", SHORT_TEXT, "its worked solutions are short and similar"),
     ("delta", f"fixed at {DELTA}", "the largest fixed one of figure 7a; table 2's has its own rows"),
     ("chunk", f"{CHUNK} tokens", "the middle one of section 3.1's candidates"),
@@ -143,15 +139,7 @@ ASSUMED: Sequence[tuple[str, str, str]] = (
         f"{1e3 * ROUND_S:g} ms of the host",
         "planning, synchronising, caches handed over; never measured on a GPU",
     ),
-    (
-        "rewards of figure 7a",
-        "straight through the points that the text names, spread 1 a response",
-        "the curve is not printed",
-    ),
-    (
-        "steps to a reward",
-        "the same with every overlap",
-        "figure 4 says so: minutes are in proportion to seconds per step",
-    ),
+    ("rewards of figure 7a", "straight through the points that the text names, spread 1 a response", "the curve is not printed"),
+    ("steps to a reward", "the same with every overlap", "figure 4 says so: minutes are in proportion to seconds per step"),
 )
 """Assumption, value, reason."""

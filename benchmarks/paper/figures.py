@@ -46,11 +46,7 @@ class Paper:
 
     def _speedup(self, row: oppo.Speedup) -> dict[str, Any]:
         name = row.setup
-        base, both, padded = (
-            self.mode(name, "sequential"),
-            self.mode(name, "full"),
-            sum(self.case(name).padded.values()),
-        )
+        base, both, padded = (self.mode(name, "sequential"), self.mode(name, "full"), sum(self.case(name).padded.values()))
         assumed, implied = both.step_s, self.mode(name, "full", implied_delta()).step_s
         case = self.case(name)
         return {
@@ -73,13 +69,7 @@ class Paper:
             assert printed is not None
             run = self.mode(name, mode)
             rows.append(
-                {
-                    "setup": name,
-                    "mode": mode,
-                    "step_s": run.step_s,
-                    "speedup": base / run.step_s,
-                    "printed": minutes / printed,
-                }
+                {"setup": name, "mode": mode, "step_s": run.step_s, "speedup": base / run.step_s, "printed": minutes / printed}
             )
         intra, inter, both = (row["speedup"] for row in rows)
         share = self.mode(name, "sequential").scored_s / base
@@ -135,12 +125,7 @@ class Paper:
         case, run = self.case(name), self.mode(name, "full")
         step_s = case.costs.actions.decode_at(0).fixed_s
         tokens = least_chunk(case.costs.round_s, run.decode_steps, step_s / 2)
-        return {
-            "round_s": case.costs.round_s,
-            "decode_steps": run.decode_steps,
-            "decode_step_s": step_s,
-            "tokens": tokens,
-        }
+        return {"round_s": case.costs.round_s, "decode_steps": run.decode_steps, "decode_step_s": step_s, "tokens": tokens}
 
     def deferral(self, name: str = "se7b") -> list[dict[str, Any]]:
         """Table 2: at the paper's fixed deltas, and at the delta that its mean implies."""

@@ -140,13 +140,7 @@ class Case:
         return line.fixed_s * ceil(tokens / MICRO_BATCH_TOKENS) + line.per_token_s * tokens
 
     def run(
-        self,
-        mode: str,
-        steps: int,
-        *,
-        delta: DeltaConfig | None = None,
-        chunk: int | None = None,
-        signals: Signals | None = None,
+        self, mode: str, steps: int, *, delta: DeltaConfig | None = None, chunk: int | None = None, signals: Signals | None = None
     ) -> Summary:
         """Play `steps` steps of a mode of `config/derived.py`; `delta` and `chunk` replace the assumed ones."""
         config = switched(self.config, mode)

@@ -73,9 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hf-generate", action="store_true", help="only measure transformers' generate at this batch, on a CUDA device"
     )
     parser.add_argument(
-        "--trl-only",
-        action="store_true",
-        help="only run TRL, on whatever torch it finds (`oppo bench gpu` makes this call)",
+        "--trl-only", action="store_true", help="only run TRL, on whatever torch it finds (`oppo bench gpu` makes this call)"
     )
 
 

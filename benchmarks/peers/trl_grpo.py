@@ -55,10 +55,7 @@ def grpo_config(work: Mapping[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def watched(
-    trainer: Any,
-    clock: Clock,
-    autocast: Callable[[], contextlib.AbstractContextManager[Any]],
-    generated: Callable[[Any], None],
+    trainer: Any, clock: Clock, autocast: Callable[[], contextlib.AbstractContextManager[Any]], generated: Callable[[Any], None]
 ) -> Iterator[None]:
     """Wrap TRL's generation and loss methods with the clock, and with autocast if the trainer has none.
 

@@ -64,10 +64,7 @@ def ppo_config(work: Mapping[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def watched(
-    trainer: Any,
-    clock: Clock,
-    autocast: Callable[[], contextlib.AbstractContextManager[Any]],
-    generated: Callable[[Any], None],
+    trainer: Any, clock: Clock, autocast: Callable[[], contextlib.AbstractContextManager[Any]], generated: Callable[[Any], None]
 ) -> Iterator[None]:
     """TRL's functions of generation and scoring, as the trainer's module knows them, with the clock and autocast around.
 

@@ -46,11 +46,7 @@ def build_work(
     inputs, batch = read_inputs(config), config.rollout.batch_size
     assert config.steps is not None, "checked before"
     stream = PromptStream(
-        inputs.prompts,
-        config.seed,
-        epochs=config.epochs,
-        limit=config.steps * batch,
-        shuffle=config.data.shuffle,
+        inputs.prompts, config.seed, epochs=config.epochs, limit=config.steps * batch, shuffle=config.data.shuffle
     )
     prompts = list(stream)
     if len(prompts) < config.steps * batch:
@@ -59,12 +55,7 @@ def build_work(
             f"gives {len(prompts)}; lower --steps, or set epochs=null"
         )
     stopping = Stopping.of(
-        config.rollout,
-        inputs.tokenizer.eos_ids,
-        config.seed,
-        inputs.lengths,
-        inputs.tokenizer.decode,
-        config.rollout.lengths,
+        config.rollout, inputs.tokenizer.eos_ids, config.seed, inputs.lengths, inputs.tokenizer.decode, config.rollout.lengths
     )
     vocab_size = open_weights(config.actor, "lm")[0].vocab_size
     return {

@@ -13,16 +13,7 @@ import numpy as np
 from benchmarks.fitting.nonnegative import relative_fit
 from benchmarks.published.calls import UNFITTED, Constants, Work, features_of, parameters, work_of
 from benchmarks.published.dataflow import Call, Carried, check, makespan_ns, nanoseconds, period_ns, play
-from benchmarks.published.tables import (
-    GENERATION,
-    GPUS_A_NODE,
-    PAIRS,
-    PLANS,
-    SCORING,
-    PublishedCall,
-    PublishedPlan,
-    plan_named,
-)
+from benchmarks.published.tables import GENERATION, GPUS_A_NODE, PAIRS, PLANS, SCORING, PublishedCall, PublishedPlan, plan_named
 from oppo_megatron.sim.clusters.cluster import GB
 from oppo_megatron.sim.laws import WIDTH
 

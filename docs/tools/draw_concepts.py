@@ -147,12 +147,7 @@ def placements() -> str:
 def rollout() -> str:
     """The states of a rollout."""
     canvas = Canvas(860, 170, "The life of a rollout")
-    boxes = {
-        "waiting": (20, "idle"),
-        "decoding": (210, "decode"),
-        "finished": (430, "score"),
-        "trained": (680, "update"),
-    }
+    boxes = {"waiting": (20, "idle"), "decoding": (210, "decode"), "finished": (430, "score"), "trained": (680, "update")}
     for name, (x, kind) in boxes.items():
         canvas.rect(x, 60, 120, 40, kind)
         canvas.text(x + 60, 85, name, "middle", bold=True)

@@ -28,9 +28,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     picture, axes = pyplot.subplots(figsize=(8.2, 2.7), layout="constrained")
     modes = list(seconds)
     bars = axes.barh(
-        [NAMES[mode] for mode in modes],
-        [seconds[mode] for mode in modes],
-        color=[COLOURS.get(mode, "#b5d9d6") for mode in modes],
+        [NAMES[mode] for mode in modes], [seconds[mode] for mode in modes], color=[COLOURS.get(mode, "#b5d9d6") for mode in modes]
     )
     labels = [f"{seconds[mode]:.2f} s  ({figures['x_sequential'][mode]:.2f}x)" for mode in modes]
     axes.bar_label(bars, labels, padding=5)

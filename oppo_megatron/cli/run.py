@@ -24,11 +24,7 @@ from oppo_megatron.rundir.directory import RunDirectory
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue from the last whole checkpoint of run_dir, if it has one",
-    )
+    parser.add_argument("--resume", action="store_true", help="continue from the last whole checkpoint of run_dir, if it has one")
     parser.add_argument(
         "--max-restarts", type=at_least(0), default=0, metavar="N",
         help="if a rank is killed or the run stalls, continue from the last whole checkpoint, up to N times",

@@ -20,18 +20,10 @@ from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.config.supervised import DPOConfig, RewardModelConfig, SFTConfig, SupervisedConfig
 
-SUPERVISED: dict[str, type[SupervisedConfig]] = {
-    "sft": SFTConfig,
-    "rm": RewardModelConfig,
-    "dpo": DPOConfig,
-}
+SUPERVISED: dict[str, type[SupervisedConfig]] = {"sft": SFTConfig, "rm": RewardModelConfig, "dpo": DPOConfig}
 """The commands that train one model on rows."""
 
-COMMANDS: dict[str, type[Section]] = {
-    "train": TrainSettings,
-    **SUPERVISED,
-    "serve": ServeConfig,
-}
+COMMANDS: dict[str, type[Section]] = {"train": TrainSettings, **SUPERVISED, "serve": ServeConfig}
 """The commands that take a configuration, and its schema."""
 
 UNITS_OF_NAMES = {"s": "s", "mb": "MiB", "bytes": "bytes", "tokens": "tokens", "steps": "steps", "rows": "rows"}

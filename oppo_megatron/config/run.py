@@ -12,12 +12,7 @@ from typing_extensions import Self
 from oppo_megatron.config.algorithm import AlgorithmConfig, with_preset, with_preset_file
 from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.data import PromptDataConfig, RowsConfig, TokenizerConfig
-from oppo_megatron.config.evaluation import (
-    REWARD,
-    EarlyStopConfig,
-    EvaluationConfig,
-    MeasuringConfig,
-)
+from oppo_megatron.config.evaluation import REWARD, EarlyStopConfig, EvaluationConfig, MeasuringConfig
 from oppo_megatron.config.model import (
     ActorConfig,
     Dtype,

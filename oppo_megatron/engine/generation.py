@@ -19,14 +19,7 @@ from oppo_megatron.engine.round_state import CacheWorker, DecodeRound, Drawn, Gr
 from oppo_megatron.engine.sampler import Sampling, draw, no_distribution
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.engine.stream import DRAWN, ChunkOutlet, gather_rows
-from oppo_megatron.mcore.device import (
-    CapturedSteps,
-    memory_for,
-    on_device,
-    run_eagerly,
-    too_many_sequences,
-    too_many_tokens,
-)
+from oppo_megatron.mcore.device import CapturedSteps, memory_for, on_device, run_eagerly, too_many_sequences, too_many_tokens
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel, step
 from oppo_megatron.records import Rollout

@@ -166,11 +166,7 @@ def _sizes(layout: ParallelConfig) -> str:
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1"
 
 
-PARTS = {
-    "decode_s": "rounds that decode",
-    "train_s": "update of the actor",
-    "other_s": "scoring and waiting that nothing hides",
-}
+PARTS = {"decode_s": "rounds that decode", "train_s": "update of the actor", "other_s": "scoring and waiting that nothing hides"}
 """Parts of a step on the actor's output rank: attributes of `Run`."""
 MEASURED_STEPS = 3
 """Includes a warm-up step."""

@@ -115,9 +115,7 @@ def kernel_table(available: Available) -> list[Kernels]:
         Kernels("layers and norms", layers, None if problem is None else f"{TE}'s: {problem}"),
         Kernels("Adam", f"fused, of {library if fused else 'torch'}"),
         Kernels(
-            "gradient norm",
-            f"fused, of {library}" if fused else "megatron-core's own",
-            None if fused else f"fused: {absent}",
+            "gradient norm", f"fused, of {library}" if fused else "megatron-core's own", None if fused else f"fused: {absent}"
         ),
         _attention(available),
         Kernels("FP8", "off: log-probs of decoding would differ from training's"),

@@ -34,13 +34,7 @@ ROWS_OF_SUMS = ("o_proj", "down_proj")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def check_shape(
-    name: str,
-    shape: Shape,
-    layout: HasSizes,
-    max_context: int,
-    tokenizer_vocab_size: int | None,
-) -> list[str]:
+def check_shape(name: str, shape: Shape, layout: HasSizes, max_context: int, tokenizer_vocab_size: int | None) -> list[str]:
     sizes = Sizes.of(layout)
     own = check_use(name, shape, max_context, tokenizer_vocab_size)
     if check_model(name, shape):

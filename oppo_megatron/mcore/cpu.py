@@ -104,10 +104,7 @@ def _filled_up(x_TI: Tensor) -> Tensor:
 
 
 PACKING = ("mkldnn._reorder_linear_weight", "mkldnn._linear_pointwise", "mkldnn._is_mkldnn_bf16_supported")
-HALF_ATTENTION = (
-    "aten._scaled_dot_product_flash_attention_for_cpu",
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward",
-)
+HALF_ATTENTION = ("aten._scaled_dot_product_flash_attention_for_cpu", "aten._scaled_dot_product_flash_attention_for_cpu_backward")
 
 
 def require_private_ops(dtypes: set[Dtype]) -> None:

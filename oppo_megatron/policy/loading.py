@@ -70,13 +70,7 @@ def load_policy(
     policy: Policy, placement: PolicyPlacement, runtime: RuntimeConfig, tokenizer: Tokenizer, max_length: int
 ) -> LoadedPolicy:
     """Collective.  `max_length`: tokens of the longest prompt and its response.  Raises CheckpointError."""
-    model = load_role(
-        policy.model,
-        placement.groups,
-        head="lm",
-        max_length=max_length,
-        device=placement.world.device,
-    )
+    model = load_role(policy.model, placement.groups, head="lm", max_length=max_length, device=placement.world.device)
     if policy.adapters is not None:
         load_adapters(*policy.adapters, model)
     return LoadedPolicy(model.requires_grad_(False), tokenizer, placement, runtime)

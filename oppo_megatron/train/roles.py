@@ -76,13 +76,7 @@ def build_trained_role(
     layout = config.train
     plain = layout.vpp == 1 and not layout.sequence_parallel and layout.recompute == "none"
     multiple = lcm(groups.tp, training.tp)
-    both: Any = {
-        "head": head,
-        "role": role,
-        "max_length": max_length,
-        "device": device,
-        "vocab_multiple": multiple,
-    }
+    both: Any = {"head": head, "role": role, "max_length": max_length, "device": device, "vocab_multiple": multiple}
     if plain and training is groups:
         serving = load_role(config, groups, **both)
         return TrainedRole(TrainedModel(serving, config.optimizer, num_updates, layout), serving, None)

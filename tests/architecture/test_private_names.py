@@ -107,10 +107,7 @@ def test_no_test_reaches_a_private_name() -> None:
         ("executor._wait(1)\nexecutor.wait(1)", ["executor._wait"]),
         ("mock.patch.object(Executor, '_wait', slow)", ["_wait"]),
         ("monkeypatch.setattr(journal, '_run', 1)\ngetattr(executor, '_wait')", ["_run", "_wait"]),
-        (
-            "mock.patch('oppo_megatron.engine.executor.Executor._wait')",
-            ["oppo_megatron.engine.executor.Executor._wait"],
-        ),
+        ("mock.patch('oppo_megatron.engine.executor.Executor._wait')", ["oppo_megatron.engine.executor.Executor._wait"]),
         ("place = 'oppo_megatron.engine.executor:Executor._wait'", ["oppo_megatron.engine.executor:Executor._wait"]),
         ("os._exit(1)\nmock.patch.object(os, '_exit')\nimport torch._dynamo\nloop._run()", []),
         ("class Mine:\n    def __init__(self):\n        self._wait = 1\nMine()._wait", []),

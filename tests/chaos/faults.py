@@ -21,11 +21,7 @@ from tests.support.layouts import deep
 from tests.support.ppo import Workspace
 
 STALL_S, AFTER_S = {"killed": 20.0, "stopped": 4.0, "hangs": 4.0}, 20.0
-NAMED = {
-    "killed": "rank {} was ended by SIGKILL",
-    "stopped": "rank {} did not answer",
-    "hangs": "rank {} has not moved for",
-}
+NAMED = {"killed": "rank {} was ended by SIGKILL", "stopped": "rank {} did not answer", "hangs": "rank {} has not moved for"}
 
 
 def run_case(workspace: Workspace, at: str, rank: int, how: str) -> str:

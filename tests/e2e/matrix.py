@@ -27,11 +27,7 @@ STEP_REWARDS = [
 def roles(actor: dict[str, Any], others: dict[str, Any], **settings: Any) -> dict[str, Any]:
     """Shapes of the actor and of the other roles; `settings` are those of the trained ones."""
     trained = {"optimizer": STEADY_ADAM} | settings
-    return {
-        "actor": {"init": actor} | trained,
-        "critic": {"init": others} | trained,
-        "reward": {"init": others},
-    }
+    return {"actor": {"init": actor} | trained, "critic": {"init": others} | trained, "reward": {"init": others}}
 
 
 def overcommitted(delta: int) -> dict[str, Any]:
@@ -139,7 +135,9 @@ def forked_tokens(ours: Outcome, theirs: Outcome) -> None:
     assert min(line["forked_tokens"] for line in ours.metrics) > 0 == total(theirs, "forked_tokens")
     if all(line["chunk_tokens"] == other["chunk_tokens"] for line, other in zip(ours.metrics, theirs.metrics, strict=True)):
         read = [line["prefilled_tokens"] + line["forked_tokens"] for line in ours.metrics]
-        assert read == [line["prefilled_tokens"] for line in theirs.metrics], "other chunks divide the reading of a step otherwise"
+        assert read == [line["prefilled_tokens"] for line in theirs.metrics], (
+            "other chunks divide the reading of a step otherwise"
+        )
 
 
 def no_critic(ours: Outcome, theirs: Outcome) -> None:

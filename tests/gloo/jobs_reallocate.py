@@ -62,12 +62,7 @@ def differing(model: RoleModel, expected: RoleModel) -> list[str]:
 
 
 def move(
-    directory: str,
-    train: Layout,
-    serve: Layout,
-    round_bytes: int = ROUND_BYTES,
-    vpp: int = 1,
-    dtype: str = "float32",
+    directory: str, train: Layout, serve: Layout, round_bytes: int = ROUND_BYTES, vpp: int = 1, dtype: str = "float32"
 ) -> tuple[list[str], int]:
     """Move twice, with weights changed in between.  What differs from loading in the serving layout; bytes of a move."""
     groups = two_layouts(train, serve)

@@ -35,14 +35,7 @@ COURSES = [
 ]
 COURSES.append(Course(7, 2, 5, Sampling(seed=7, members=Members(1, greedy=True))))  # every other sequence is greedy
 PLAIN = Way()
-WAYS = [
-    Way(2),
-    Way(4, "paged"),
-    Way(64),
-    Way(5, "dense", "module"),
-    Way(3, "paged", "fused"),
-    Way(1, "paged"),
-]
+WAYS = [Way(2), Way(4, "paged"), Way(64), Way(5, "dense", "module"), Way(3, "paged", "fused"), Way(1, "paged")]
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
@@ -77,11 +70,7 @@ def test_rounds_are_the_same_whenever_tokens_are_read(models: dict[str, str], tp
     ("family", "changes", "ways"),
     [
         pytest.param(
-            "qwen3",
-            {"vocab_size": 67},
-            WAYS[1:2],
-            id="tensor ranks do not divide the vocabulary",
-            marks=pytest.mark.long,
+            "qwen3", {"vocab_size": 67}, WAYS[1:2], id="tensor ranks do not divide the vocabulary", marks=pytest.mark.long
         ),
         pytest.param("mistral", {"sliding_window": 5}, WAYS[:2], id="sliding window", marks=pytest.mark.long),
         pytest.param("mistral", {"sliding_window": 1}, WAYS[1:2], id="a window of one token", marks=pytest.mark.long),

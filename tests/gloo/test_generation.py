@@ -104,12 +104,7 @@ def test_greedy_responses_through_a_window_are_those_of_transformers(models: dic
 def test_recorded_log_probs_are_those_of_the_training_forward(models: dict[str, str], tp: int, pp: int, dp: int) -> None:
     for model in ("qwen3", "llama", "mistral") if (tp, pp, dp) == (1, 1, 1) else ("qwen3",):
         answers = run_ranks(
-            tp * pp * dp,
-            "tests.gloo.jobs_generation:logprob_gaps",
-            directory=models[model],
-            tp=tp,
-            pp=pp,
-            samplings=SAMPLINGS,
+            tp * pp * dp, "tests.gloo.jobs_generation:logprob_gaps", directory=models[model], tp=tp, pp=pp, samplings=SAMPLINGS
         )
         speakers = [answer for answer in answers if "training" in answer["whole"]]
         assert len(speakers) == tp * dp
@@ -146,12 +141,7 @@ def test_a_round_ends_with_the_batch_and_goes_on_under_new_weights(
     models: dict[str, str], tp: int, pp: int, dp: int, micro_batches: int, ended: dict[str, Any]
 ) -> None:
     answers = run_ranks(
-        tp * pp * dp,
-        "tests.gloo.jobs_generation:early_end",
-        directory=models["qwen2"],
-        tp=tp,
-        pp=pp,
-        micro_batches=micro_batches,
+        tp * pp * dp, "tests.gloo.jobs_generation:early_end", directory=models["qwen2"], tp=tp, pp=pp, micro_batches=micro_batches
     )
     cached: dict[int, int] = {}
     for answer in answers:

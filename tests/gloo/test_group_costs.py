@@ -13,8 +13,7 @@ from tests.support.ranks import PRELOADED, run_ranks
 
 
 @pytest.mark.parametrize(
-    ("how", "files", "operations"),
-    [(LATE, (4, 1), (1, 2)), pytest.param(AT_ONCE, (5, 0), (5, 0), marks=pytest.mark.long)],
+    ("how", "files", "operations"), [(LATE, (4, 1), (1, 2)), pytest.param(AT_ONCE, (5, 0), (5, 0), marks=pytest.mark.long)]
 )
 def test_threads_files_and_store_operations_of_a_group(how: str, files: tuple[int, int], operations: tuple[int, int]) -> None:
     """3 threads; 4 files and an operation, and one and two for each connection; by itself torch takes n + 3 and 2 n + 1."""

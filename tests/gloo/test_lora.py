@@ -21,18 +21,7 @@ from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore.weights.lora_weights import FreshAdapters, open_adapters
 from oppo_megatron.modeldir.adapters import adapter_problems
 from oppo_megatron.modeldir.headers import check_adapter
-from tests.gloo.test_training import (
-    DATA,
-    FULL,
-    PROBES,
-    SELECTIVE,
-    SEQUENCE,
-    SETTINGS,
-    Case,
-    case_id,
-    plain_outputs,
-    plain_steps,
-)
+from tests.gloo.test_training import DATA, FULL, PROBES, SELECTIVE, SEQUENCE, SETTINGS, Case, case_id, plain_outputs, plain_steps
 from tests.support.hf import SIZES, save_tiny, tensors_of
 from tests.support.ranks import run_ranks
 
@@ -42,13 +31,7 @@ LORA: dict[str, dict[str, Any]] = {
     "qwen2": {"rank": 4, "alpha": 6.0, "targets": list(TARGETS)},
     "qwen3-scalar": {"rank": 3, "alpha": 3.0, "targets": ["q_proj", "v_proj", "up_proj", "down_proj"]},
 }
-CASES = [
-    Case(1, 1, 1),
-    Case(2, 1, 1),
-    Case(1, 2, 1),
-    Case(2, 1, 2, SEQUENCE | SELECTIVE),
-    Case(1, 2, 1, {"vpp": 2}),
-]
+CASES = [Case(1, 1, 1), Case(2, 1, 1), Case(1, 2, 1), Case(2, 1, 2, SEQUENCE | SELECTIVE), Case(1, 2, 1, {"vpp": 2})]
 WIDE = [Case(2, 2, 1, SEQUENCE | FULL)]
 OUTPUT_ROUNDING = 4e-4
 """After steps of Adam, which moves a weight by the learning rate however small its gradient is: where that is all rounding, and

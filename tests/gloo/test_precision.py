@@ -29,8 +29,7 @@ def distance_in_one_process(directory: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("tp", "pp", "dp"),
-    [pytest.param(*layout, marks=[] if layout == LAYOUTS[1] else [pytest.mark.long]) for layout in LAYOUTS],
+    ("tp", "pp", "dp"), [pytest.param(*layout, marks=[] if layout == LAYOUTS[1] else [pytest.mark.long]) for layout in LAYOUTS]
 )
 def test_updates_of_a_ten_thousandth_add_up(models: dict[str, str], tp: int, pp: int, dp: int) -> None:
     """As plain AdamW on float32 weights, number by number where a rank's shares are comparable; else as far in all."""

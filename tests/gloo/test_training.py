@@ -22,14 +22,7 @@ from tests.support.ranks import run_ranks
 NUM_ROWS = (6, 7, 1, 9)  # of each minibatch: replicas without rows are among them
 NUM_STEPS = len(NUM_ROWS)
 SETTINGS = OptimizerConfig(
-    lr=0.01,
-    min_lr=0.002,
-    warmup_steps=1,
-    decay="linear",
-    weight_decay=0.1,
-    betas=[0.8, 0.9],
-    eps=1e-5,
-    clip_grad=0.5,
+    lr=0.01, min_lr=0.002, warmup_steps=1, decay="linear", weight_decay=0.1, betas=[0.8, 0.9], eps=1e-5, clip_grad=0.5
 )
 NAMES = ("qwen2", "qwen3", "qwen3-scalar")
 PROBES = [[1, 2, 3, 4], [60], [9, 8, 7]]
@@ -183,11 +176,7 @@ def check(
 
 
 def run_case(
-    chosen: dict[str, str],
-    case: Case,
-    target: Path,
-    config: OptimizerConfig = SETTINGS,
-    bucket_size: int | None = None,
+    chosen: dict[str, str], case: Case, target: Path, config: OptimizerConfig = SETTINGS, bucket_size: int | None = None
 ) -> list[dict[str, Any]]:
     tp, pp, dp, options = case
     return run_ranks(
@@ -216,9 +205,7 @@ def test_steps_equal_plain_torch(models: dict[str, str], case: Case, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(Case(4, 1, 1), marks=pytest.mark.long), Case(2, 2, 1, SEQUENCE), Case(2, 1, 2)],
-    ids=case_id,
+    "case", [pytest.param(Case(4, 1, 1), marks=pytest.mark.long), Case(2, 2, 1, SEQUENCE), Case(2, 1, 2)], ids=case_id
 )
 def test_rows_that_belong_to_no_token_change_nothing(tmp_path: Path, case: Case) -> None:
     """Of a vocabulary that the tensor ranks do not divide: losses, norms, decayed weights and exports."""
@@ -265,13 +252,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(models: dict[str, str], t
 @pytest.mark.parametrize("tp,pp,dp", [(1, 1, 1), (2, 2, 1), (1, 2, 2)])
 def test_bfloat16_trains_on_float32_masters(models: dict[str, str], tp: int, pp: int, dp: int) -> None:
     answers = run_ranks(
-        tp * pp * dp,
-        "tests.gloo.jobs_training:bfloat16_steps",
-        directory=models["qwen3"],
-        tp=tp,
-        pp=pp,
-        data=DATA,
-        num_steps=6,
+        tp * pp * dp, "tests.gloo.jobs_training:bfloat16_steps", directory=models["qwen3"], tp=tp, pp=pp, data=DATA, num_steps=6
     )
     losses, _, _ = answers[-1]
     assert len(losses) == 6 and losses[-1] < losses[0] - 0.05

@@ -78,8 +78,7 @@ def build(folder: Path) -> None:
     _write_rows(folder / "prompts.jsonl", [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in numbers])
     _write_rows(folder / "completions.jsonl", [{"prompt": f"{n}+{n}=", "completion": f" it is {2 * n}"} for n in numbers])
     _write_rows(
-        folder / "pairs.jsonl",
-        [{"prompt": f"{n}+{n}=", "chosen": f" it is {2 * n}", "rejected": f" it is {n}"} for n in numbers],
+        folder / "pairs.jsonl", [{"prompt": f"{n}+{n}=", "chosen": f" it is {2 * n}", "rejected": f" it is {n}"} for n in numbers]
     )
     for name, text in (
         ("train.yaml", TRAIN), ("sft.yaml", SFT), ("rm.yaml", RM), ("serve.yaml", SERVE), ("my_rewards.py", REWARDS),

@@ -52,14 +52,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_outputs_are_those_of_transformers(saved: tuple[Path, str, Tensor, Tensor], tp: int, pp: int) -> None:
     """Within 3 % of the outputs' spread (root mean square; 15 % at the worst), and with errors at most a tenth larger."""
     directory, head, half, exact = saved
-    job = {
-        "src": str(directory),
-        "tp": tp,
-        "pp": pp,
-        "head": head,
-        "sequences": ragged_sequences(),
-        "dtype": "bfloat16",
-    }
+    job = {"src": str(directory), "tp": tp, "pp": pp, "head": head, "sequences": ragged_sequences(), "dtype": "bfloat16"}
     (ours,) = [x for x in run_ranks(tp * pp, "tests.parity.weight_jobs:full_logits", **job) if x is not None]
     spread = float(exact.std())
     assert ours.shape == exact.shape and spread > 0.5

@@ -42,13 +42,7 @@ def ragged_sequences(lengths: tuple[int, ...] = (50, 1, 17)) -> list[list[int]]:
 def compare(directory: Path, hf: Any, head: str, tp: int, pp: int) -> None:
     sequences = ragged_sequences()
     answers = run_ranks(
-        tp * pp,
-        "tests.parity.weight_jobs:full_logits",
-        src=str(directory),
-        tp=tp,
-        pp=pp,
-        head=head,
-        sequences=sequences,
+        tp * pp, "tests.parity.weight_jobs:full_logits", src=str(directory), tp=tp, pp=pp, head=head, sequences=sequences
     )
     (ours,) = [answer for answer in answers if answer is not None]
     with torch.no_grad():

@@ -20,15 +20,7 @@ import yaml
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.replay.formulas import (
-    Batch,
-    actor_loss,
-    advantages_of,
-    critic_loss,
-    kl_of,
-    row_ratio,
-    scores_for_training,
-)
+from tests.replay.formulas import Batch, actor_loss, advantages_of, critic_loss, kl_of, row_ratio, scores_for_training
 from tests.replay.recipe import PRESETS, Recipe
 
 GAIN, MAX_ERROR = 0.1, 0.2
@@ -141,11 +133,7 @@ class Replay:
         self.temperature = self.config["rollout"]["temperature"] or 1.0
         # Pairs are compared at temperature 1.
         self.compared = 1.0 if self.recipe.objective == "dpo" else self.temperature
-        self.coefficient, self.seen, self.versions = (
-            self.recipe.kl_coefficient,
-            torch.zeros(0, dtype=torch.float64),
-            versions,
-        )
+        self.coefficient, self.seen, self.versions = (self.recipe.kl_coefficient, torch.zeros(0, dtype=torch.float64), versions)
         self.kept: list[dict[str, Tensor]] = []
 
     def run(self) -> Replayed:

@@ -47,12 +47,7 @@ CASES: dict[str, Case] = {
     ),
     "KL penalty, k3, reinforce_pp": Case(WITHOUT_CRITIC | {"ppo.kl": {"estimator": "k3", "coefficient": 0.2}}),
     "scores shaped": Case(
-        {
-            "ppo.reward_clip": 1.0,
-            "ppo.reward_normalization": "running",
-            "ppo.truncated": -1.0,
-            "ppo.gae_lambda": 0.8,
-        }
+        {"ppo.reward_clip": 1.0, "ppo.reward_normalization": "running", "ppo.truncated": -1.0, "ppo.gae_lambda": 0.8}
     ),
     "plain advantages and values": Case({"algorithm": {"scale": "none"}, "ppo.value_clip": 0.0}, {"scale": "none"}),
     "another reference": Case({"reference": {"checkpoint": "reference"}, "ppo.kl": {"estimator": "k2", "coefficient": 0.01}}),
@@ -141,9 +136,7 @@ def test_a_run_is_what_its_records_come_to(workspace: Workspace, name: str) -> N
 
 
 @pytest.mark.long
-def test_over_a_cache_that_is_kept_log_probs_are_of_no_version_and_weights_are_the_replays(
-    workspace: Workspace,
-) -> None:
+def test_over_a_cache_that_is_kept_log_probs_are_of_no_version_and_weights_are_the_replays(workspace: Workspace) -> None:
     """What is recorded is what was drawn from, so the update is the same arithmetic."""
     config = carrying(workspace, "kept", {"overlap.actor_kv": "keep"})
     run_ppo_ranks(config)

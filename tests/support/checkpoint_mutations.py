@@ -148,10 +148,7 @@ def _caches(folder: Path, rng: random.Random) -> str:
     path = next((folder / "caches").iterdir())
     with safe_open(path, framework="pt") as file:
         tensors, slots = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()["slots"]
-    name, what = (
-        rng.choice(sorted(tensors)),
-        rng.choice(("gone", "shape", "dtype", "longer", "renamed", "slots", "header")),
-    )
+    name, what = (rng.choice(sorted(tensors)), rng.choice(("gone", "shape", "dtype", "longer", "renamed", "slots", "header")))
     if what == "gone":
         del tensors[name]
     elif what == "shape":

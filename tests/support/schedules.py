@@ -42,13 +42,7 @@ def split_scorers(actor: tuple[int, int, int]) -> Site:
 
 
 def make_round(
-    site: Site,
-    steps: int = 3,
-    micro_batches: int = 2,
-    prefills: int = 2,
-    prompts: int = 1,
-    sequences: int = 2,
-    index: int = 2,
+    site: Site, steps: int = 3, micro_batches: int = 2, prefills: int = 2, prompts: int = 1, sequences: int = 2, index: int = 2
 ) -> Round:
     """A round in which every micro-batch has `sequences` sequences, and each role and replica has work."""
     actor = site.placements["actor"]

@@ -16,11 +16,7 @@ class MarkedTurns:
         return frozenset()
 
     def render(
-        self,
-        messages: Sequence[dict[str, Any]],
-        *,
-        generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
+        self, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
     ) -> str:
         if any(message["role"] == "tool" for message in messages):
             raise DataError("no tools here")

@@ -44,11 +44,7 @@ def user_environment() -> dict[str, str]:
 
 
 def follow(
-    command: str,
-    shown: list[str],
-    folder: Path,
-    environment: Mapping[str, str],
-    said: Callable[[str], str] = masked,
+    command: str, shown: list[str], folder: Path, environment: Mapping[str, str], said: Callable[[str], str] = masked
 ) -> None:
     """Give the command in `folder`.
 

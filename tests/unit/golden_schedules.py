@@ -18,22 +18,14 @@ from oppo_megatron.schedule.weaving.generators import GENERATORS
 GOLDEN = Path(__file__).parent / "golden"
 
 COSTS = Costs(
-    decode=Linear(1.0, 0.0),
-    sample=Linear(0.1, 0.0),
-    default_prefill=Linear(0.4, 0.0),
-    score=Linear(0.1, 0.0),
-    message_s=0.01,
+    decode=Linear(1.0, 0.0), sample=Linear(0.1, 0.0), default_prefill=Linear(0.4, 0.0), score=Linear(0.1, 0.0), message_s=0.01
 )
 
 SITES = {
     "pp1_colocated": Site({"actor": RolePlacement((0,)), "critic": RolePlacement((0,)), "reward": RolePlacement((0,))}),
     "pp1_dp2_disaggregated": Site({"actor": RolePlacement((0, 1), dp=2), "reward": RolePlacement((2,))}),
     "pp2_colocated": Site(
-        {
-            "actor": RolePlacement((0, 1), pp=2),
-            "critic": RolePlacement((0, 1), pp=2),
-            "reward": RolePlacement((0, 1), pp=2),
-        }
+        {"actor": RolePlacement((0, 1), pp=2), "critic": RolePlacement((0, 1), pp=2), "reward": RolePlacement((0, 1), pp=2)}
     ),
     "pp2_layouts_differ": Site({"actor": RolePlacement((0, 1), pp=2), "reward": RolePlacement((0, 1), tp=2)}),
     "pp2_disaggregated": Site({"actor": RolePlacement((0, 1), pp=2), "reward": RolePlacement((2, 3), pp=2)}),

@@ -85,10 +85,7 @@ FAILING: dict[str, tuple[Callable[[int], list[Meeting | str]], list[tuple[str, .
     ),
     "the port is occupied": (
         lambda port: all_come([(0, 2), (1, 2)], port),
-        [
-            ("cannot open the meeting point", "address already in use"),
-            ("not by the meeting point of a run", "MASTER_PORT"),
-        ],
+        [("cannot open the meeting point", "address already in use"), ("not by the meeting point of a run", "MASTER_PORT")],
     ),
     "two Slurm jobs have one address": (of_two_jobs, [("rank 1 missing",), ("rank 1 on host a",)]),
 }

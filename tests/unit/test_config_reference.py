@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 
 from oppo_megatron.config.base import Section
-from oppo_megatron.config.describe import (
-    COMMANDS,
-    Setting,
-    all_settings,
-    find_setting,
-    near_keys,
-    settings_in,
-)
+from oppo_megatron.config.describe import COMMANDS, Setting, all_settings, find_setting, near_keys, settings_in
 from oppo_megatron.config.explain import known_keys
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import RewardModelConfig, SFTConfig

@@ -52,10 +52,7 @@ def test_right(part: dict[str, Any]) -> None:
         ({"kind": "http", "url": "http://host/?key=s3cret"}, "a query or fragment"),
         ({"kind": "http", "url": "http://host/#s3cret"}, "a query or fragment"),
         ({"kind": "http", "url": URL, "token_env": "sk-s3cret"}, "not the name of an environment variable"),
-        (
-            {"kind": "http", "url": URL, "entry_point": "a:b", "isolate": True},
-            "entry_point and isolate, but only kind python",
-        ),
+        ({"kind": "http", "url": URL, "entry_point": "a:b", "isolate": True}, "entry_point and isolate, but only kind python"),
         ({"kind": "http", "url": URL, "name": "gsm8k"}, "kind http has no rule to name"),
         (FUNCTION | {"step_rewards": "min", "separator": "."}, "step_rewards and separator, but only kind process takes"),
         (FUNCTION | {"url": URL, "token_env": "A"}, "url and token_env, but only kind http takes them"),

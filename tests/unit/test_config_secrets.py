@@ -37,8 +37,7 @@ def test_the_dump_of_a_configuration_shows_no_secret(config: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    "override",
-    ["run_dir=${oc.env:%s}", "data.path=[a, 'x-${oc.env:%s}']", "actor.init={a: {b: ['${oc.env:%s}']}}"],
+    "override", ["run_dir=${oc.env:%s}", "data.path=[a, 'x-${oc.env:%s}']", "actor.init={a: {b: ['${oc.env:%s}']}}"]
 )
 def test_a_secret_in_a_setting_is_refused_without_being_shown(config: Path, name: str, override: str) -> None:
     with pytest.raises(ConfigError, match="by its name a secret") as caught:

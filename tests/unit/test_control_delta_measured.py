@@ -95,10 +95,7 @@ def test_what_was_measured_at_another_delta_lifts_no_ceiling() -> None:
             [CALM, replace(CALM, length_gap=0.9)],
             "step 1: length gap +0.450 over 2 steps is above its cap of 0.4: delta 4 -1 -> 3 (within 0..8)",
         ),
-        (
-            [STALE, EMPTY],
-            "step 1: tail waste 0.600 over 2 steps is above 0.4, but a step of them broke a bound: delta stays 3",
-        ),
+        ([STALE, EMPTY], "step 1: tail waste 0.600 over 2 steps is above 0.4, but a step of them broke a bound: delta stays 3"),
         (
             [EMPTY, EMPTY, STALE, EMPTY, EMPTY, EMPTY],
             "step 5: tail waste 0.600 over 2 steps is above 0.4, ess 1.000 and length gap +0.000 are within bounds, 5 was "

@@ -91,12 +91,7 @@ def test_uniforms_are_distinct_and_uniform() -> None:
 
 @pytest.mark.parametrize(
     "sampling",
-    [
-        Sampling(seed=5),
-        Sampling(0.7, seed=5),
-        Sampling(1.3, top_k=4, seed=5),
-        Sampling(1.0, top_k=6, top_p=0.7, seed=5),
-    ],
+    [Sampling(seed=5), Sampling(0.7, seed=5), Sampling(1.3, top_k=4, seed=5), Sampling(1.0, top_k=6, top_p=0.7, seed=5)],
 )
 def test_frequencies_follow_the_distribution(sampling: Sampling) -> None:
     logits = [0.3, -1.0, 2.0, 1.1, -0.5, 0.0, 1.7, -2.5]

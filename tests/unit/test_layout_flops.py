@@ -15,12 +15,7 @@ from oppo_megatron.cluster.world import open_world
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig
 from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.layout.memory import stage_parameters
-from oppo_megatron.layout.shape import (
-    causal_pairs,
-    head_linear,
-    layer_linears,
-    weight_bytes,
-)
+from oppo_megatron.layout.shape import causal_pairs, head_linear, layer_linears, weight_bytes
 from oppo_megatron.mcore.attention import PackedPlan
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.model import RoleModel, step

@@ -8,23 +8,9 @@ import pytest
 
 from oppo_megatron.config.model import LoraConfig, ParallelConfig, TrainingLayoutConfig
 from oppo_megatron.config.supervised import RewardModelConfig
-from oppo_megatron.layout.activations import (
-    MASK_NUMBERS,
-    Call,
-    Model,
-    TrainingBatch,
-    cached_activations,
-    kept_activations,
-)
+from oppo_megatron.layout.activations import MASK_NUMBERS, Call, Model, TrainingBatch, cached_activations, kept_activations
 from oppo_megatron.layout.layouts import Sizes
-from oppo_megatron.layout.memory import (
-    Memory,
-    kv_slots,
-    stage_layers,
-    stage_parameters,
-    table_bytes,
-    training_state,
-)
+from oppo_megatron.layout.memory import Memory, kv_slots, stage_layers, stage_parameters, table_bytes, training_state
 from oppo_megatron.layout.role_memory import Holding, rank_memory, supervised_holdings, train_holdings
 from oppo_megatron.layout.shape import kv_bytes_per_token
 from tests.support.configs import run_of

@@ -113,8 +113,7 @@ def test_ranks_as_yaml_reads_them(ranks: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "ranks",
-    [" 1", "", "-1", -1, "1-", "0,,1", "a", "1 ,2", "\N{ARABIC-INDIC DIGIT ONE}", "9" * 5000, [0, 1], True, 1.5],
+    "ranks", [" 1", "", "-1", -1, "1-", "0,,1", "a", "1 ,2", "\N{ARABIC-INDIC DIGIT ONE}", "9" * 5000, [0, 1], True, 1.5]
 )
 def test_ranks_that_are_none(ranks: object) -> None:
     with pytest.raises(ValidationError, match="ranks and spans of ranks with commas between them, as in 0-3,6"):

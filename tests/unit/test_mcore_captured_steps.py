@@ -110,11 +110,7 @@ def test_replayed_steps_draw_what_computed_steps_draw(
 def test_a_step_that_asks_the_device_is_refused(world: None) -> None:
     """The recording of these tests would not let it pass."""
     model, numbers = new_model("fused", "bfloat16"), torch.arange(3)
-    for step in (
-        lambda: int(numbers[0]),
-        lambda: numbers[numbers > 1],
-        lambda: numbers + torch.tensor([1, 2, 3], device="cpu"),
-    ):
+    for step in (lambda: int(numbers[0]), lambda: numbers[numbers > 1], lambda: numbers + torch.tensor([1, 2, 3], device="cpu")):
         recorded = RecordedSteps(model)
         with pytest.raises(AssertionError, match="cannot be captured"):
             for _ in range(WARM_UPS + 1):

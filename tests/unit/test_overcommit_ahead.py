@@ -171,8 +171,7 @@ def test_fewer_passes_than_have_begun_are_refused(passes: int | None, message: s
 
 
 @pytest.mark.parametrize(
-    ("steps", "passes", "message"),
-    [(4, None, NO_WORK), (5, None, None), (None, 1, NO_WORK), (None, 2, None), (9, 1, NO_WORK)],
+    ("steps", "passes", "message"), [(4, None, NO_WORK), (5, None, None), (None, 1, NO_WORK), (None, 2, None), (9, 1, NO_WORK)]
 )
 def test_a_run_that_has_ended_needs_more_to_train(steps: int | None, passes: int | None, message: str | None) -> None:
     """Four steps of 16 have taken all of 64 prompts."""

@@ -16,10 +16,7 @@ from tests.unit.test_preflight_settings import put, settings_without_critic
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
     return settings_without_critic(tmp_path) | {
-        "rewards": [
-            {"kind": "verifier", "name": "gsm8k"},
-            {"kind": "python", "entry_point": "tests.e2e.rewards:failing"},
-        ],
+        "rewards": [{"kind": "verifier", "name": "gsm8k"}, {"kind": "python", "entry_point": "tests.e2e.rewards:failing"}],
         "rollout": {"batch_size": 32, "max_response_tokens": 100},
         "algorithm": {"preset": "dapo"},
         "overlap": {"backfill": True, "delta": {"initial": 1, "max": 2}},
@@ -65,14 +62,8 @@ def test_dapo_brings_the_backfill_that_its_filter_needs(settings: dict[str, Any]
             {"algorithm.preset": "reinforce_pp", "filter": "reward"},
             "filter is set, but rollout.group_size is 1, and every group would be dropped",
         ),
-        (
-            {"filter": "gsm8"},
-            "filter is 'gsm8', but no part of rewards has that name; did you mean `gsm8k`?",
-        ),
-        (
-            {"filter": "acc"},
-            "no part of rewards has that name; choose from reward, gsm8k, tests.e2e.rewards:failing",
-        ),
+        ({"filter": "gsm8"}, "filter is 'gsm8', but no part of rewards has that name; did you mean `gsm8k`?"),
+        ({"filter": "acc"}, "no part of rewards has that name; choose from reward, gsm8k, tests.e2e.rewards:failing"),
     ],
 )
 def test_broken_rule_is_the_one_problem(settings: dict[str, Any], changes: dict[str, Any], expected: str) -> None:

@@ -115,10 +115,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"rewards": [{"kind": "python", "entry_point": "no_colon"}]}, "must be `package.module:function`"),
     ({"rewards": [{"kind": "python", "entry_point": "a:b", "name": "gsm8k"}]}, "kind python has no rule to name"),
     ({"rewards": [{"kind": "verifier", "name": "gsm8k", "options": {"a": 1}}]}, "only kind python takes them"),
-    (
-        {"guards.action": "rollback"},
-        "guards.action is rollback, but checkpoint.every_steps is 0",
-    ),
+    ({"guards.action": "rollback"}, "guards.action is rollback, but checkpoint.every_steps is 0"),
     ({"data.prompt_template": "no place"}, "data.prompt_template is 'no place', but must contain `{prompt}`"),
     ({"data.path": []}, "data.path is an empty list"),
     ({"actor.optimizer": {"lr": 1e-5, "min_lr": 1e-4}}, "actor.optimizer.min_lr is 0.0001, but must not exceed lr 1e-05"),

@@ -13,15 +13,7 @@ NUMBERS = st.integers(0, 10_000)
 ROLES = st.sampled_from(("actor", "reference", "critic", "reward"))
 STEPS = st.none() | NUMBERS
 MESSAGES = st.builds(
-    Action,
-    NUMBERS,
-    st.sampled_from((Op.SEND, Op.RECV)),
-    ROLES,
-    NUMBERS,
-    NUMBERS,
-    STEPS,
-    st.sampled_from(Payload),
-    NUMBERS,
+    Action, NUMBERS, st.sampled_from((Op.SEND, Op.RECV)), ROLES, NUMBERS, NUMBERS, STEPS, st.sampled_from(Payload), NUMBERS
 )
 OTHERS = st.builds(
     Action, NUMBERS, st.sampled_from([op for op in Op if op not in (Op.SEND, Op.RECV)]), ROLES, NUMBERS, NUMBERS, STEPS

@@ -107,11 +107,7 @@ def test_a_batch_that_has_ended_is_divided_within_the_slots() -> None:
     assert [len(fleet.on(d)) for d in (0, 1)] == [3, 3]
 
 
-@given(
-    num_replicas=st.integers(1, 4),
-    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=20),
-    seed=st.integers(0, 99),
-)
+@given(num_replicas=st.integers(1, 4), lengths=st.lists(st.integers(1, 60), min_size=1, max_size=20), seed=st.integers(0, 99))
 def test_arrivals_are_balanced_by_tokens(num_replicas: int, lengths: list[int], seed: int) -> None:
     """Longest first: no replica is ahead of another by more than its shortest; and every rank finds the same."""
     fleet, same = Fleet(num_replicas, 100), Fleet(num_replicas, 100)

@@ -157,10 +157,7 @@ def test_a_chain_of_waiting_ranks_is_told_once() -> None:
     assert [fault.kind for fault in faults] == ["missing", "order"]  # rank 0 meets another message
     faults = faults_of(without(0, "send hidden actor m1 c2 s1 -> 1"))
     assert [fault.kind for fault in faults] == ["missing", "deadlock"]
-    for link in (
-        "rank 1 waits at `recv hidden actor m1 c2 s1 <- 0`",
-        "rank 0 waits at `recv tokens actor m1 c2 s1 <- 1`",
-    ):
+    for link in ("rank 1 waits at `recv hidden actor m1 c2 s1 <- 0`", "rank 0 waits at `recv tokens actor m1 c2 s1 <- 1`"):
         assert link in faults[1].message
 
 
@@ -250,11 +247,7 @@ def test_gather_before_the_last_tokens() -> None:
 
 def test_missing_doubled_foreign() -> None:
     missing = only(faults_of(without(2, "score reward m1 c1")), "missing")
-    assert (missing.rank, missing.position, missing.action) == (
-        2,
-        4,
-        None,
-    ) and "`score reward m1 c1`" in missing.message
+    assert (missing.rank, missing.position, missing.action) == (2, 4, None) and "`score reward m1 c1`" in missing.message
     doubled = only(faults_of(edited(2, lambda own: own.append(own[0]))), "doubled")
     assert (doubled.rank, doubled.position) == (2, 5)
     for text, says in (

@@ -110,10 +110,7 @@ def test_where_intra_does_not_come_through_either_a_run_goes_on() -> None:
         Run(planners, random.Random(0), chunk=5).steps(2, visit)
 
     steps()
-    with (
-        mock.patch.object(planner_module, "one_by_one", intra),
-        pytest.raises(ScheduleError, match="over nccl-one-queue"),
-    ):
+    with mock.patch.object(planner_module, "one_by_one", intra), pytest.raises(ScheduleError, match="over nccl-one-queue"):
         steps()
 
 

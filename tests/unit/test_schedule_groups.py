@@ -18,14 +18,7 @@ from benchmarks.dry_run import MODEL_70B
 from oppo_megatron.cluster import process_groups
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine import executor as links_module
-from oppo_megatron.layout.placements import (
-    ALONE,
-    GroupName,
-    RolePlacement,
-    role_placements,
-    training_placements,
-    world_size,
-)
+from oppo_megatron.layout.placements import ALONE, GroupName, RolePlacement, role_placements, training_placements, world_size
 from oppo_megatron.schedule.actions import Op
 from oppo_megatron.schedule.links import Link, calls_of, groups_by_rank, in_waves, link_of, run_groups
 from oppo_megatron.schedule.rounds import FAN_OUT, Site

@@ -103,16 +103,10 @@ def test_figures_by_hand() -> None:
     assert Packing.of([[3, 20]], budget=8).room == 8 + 20, "a sequence longer than the budget fills its micro-batch"
     whole = Packing.of([[8], []], budget=8)
     assert packing_figures([whole]) == {"packing_efficiency": 1.0, "padding_saved": 0.0}
-    assert packing_figures([packing, whole]) == {
-        "packing_efficiency": 31 / 40,
-        "padding_saved": pytest.approx(1 - 31 / 50),
-    }
+    assert packing_figures([packing, whole]) == {"packing_efficiency": 31 / 40, "padding_saved": pytest.approx(1 - 31 / 50)}
 
 
-@given(
-    parts=st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=12), min_size=1, max_size=4),
-    budget=st.integers(1, 60),
-)
+@given(parts=st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=12), min_size=1, max_size=4), budget=st.integers(1, 60))
 def test_figures_are_shares(parts: list[list[int]], budget: int) -> None:
     figures = packing_figures([Packing.of(parts, budget)])
     assert 0 < figures["packing_efficiency"] <= 1
@@ -140,11 +134,7 @@ def one_after_the_other(parts: Sequence[Part], slots: int, arrivals: Sequence[Pa
 
 @settings(deadline=None, max_examples=150)
 @given(
-    replicas=st.integers(1, 9),
-    size=st.integers(1, 4),
-    scarce=st.floats(0.3, 1.5),
-    many=st.booleans(),
-    seed=st.integers(0, 10**6),
+    replicas=st.integers(1, 9), size=st.integers(1, 4), scarce=st.floats(0.3, 1.5), many=st.booleans(), seed=st.integers(0, 10**6)
 )
 def test_dealing_is_dealing_one_after_the_other(replicas: int, size: int, scarce: float, many: bool, seed: int) -> None:
     """With slots for all, for some, and for none."""

@@ -53,11 +53,7 @@ SPREAD: dict[str, Site] = {
         (1, 2, 1), {"critic": (0, 1, 2, 1), "reference": (1, 1, 2, 1), "reward": (1, 2, 1, 1)}
     ),
     "reward PP2 one way, critic the other": Site(
-        {
-            "actor": RolePlacement((0, 1), 1, 2),
-            "critic": RolePlacement((2, 1), 1, 2),
-            "reward": RolePlacement((1, 2), 1, 2),
-        }
+        {"actor": RolePlacement((0, 1), 1, 2), "critic": RolePlacement((2, 1), 1, 2), "reward": RolePlacement((1, 2), 1, 2)}
     ),
 }
 """Scorers on ranks of the actor and others."""
@@ -201,11 +197,7 @@ def test_who_scores_last() -> None:
         }
     )
     replicas = Site(
-        {
-            "actor": RolePlacement((0, 1), dp=2),
-            "reference": RolePlacement((1,)),
-            "critic": RolePlacement((0, 1, 2), dp=3),
-        }
+        {"actor": RolePlacement((0, 1), dp=2), "reference": RolePlacement((1,)), "critic": RolePlacement((0, 1, 2), dp=3)}
     )
     assert late_scorers(beside) == {"reference"} == late_scorers(replicas)
     assert late_scorers(SITES["DP2, critic beside it, others apart"]) == {"critic"}

@@ -27,10 +27,7 @@ from oppo_megatron.sim.laws import Group, LayerLaw, LayerSizes, Moves, all_reduc
 
 GOLDEN = Path(__file__).parent / "golden" / "laws"
 LAYERS, COLLECTIVES = GOLDEN / "layers.csv", GOLDEN / "collectives.csv"
-FITTED = {
-    "a100-80": ("Meta-Llama-3-8B", "Meta-Llama-3-70B"),
-    "h100": ("Llama-2-7b-hf", "Llama-2-70b-hf"),
-}
+FITTED = {"a100-80": ("Meta-Llama-3-8B", "Meta-Llama-3-70B"), "h100": ("Llama-2-7b-hf", "Llama-2-70b-hf")}
 OTHERS = {
     "a100-80": ("CodeLlama-34b-Instruct-hf", "Llama-2-70b-hf", "Llama-2-7b-hf", "Qwen-72B", "internlm-20b"),
     "h100": ("CodeLlama-34b-Instruct-hf", "Qwen-72B", "internlm-20b"),

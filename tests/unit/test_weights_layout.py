@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.errors import CheckpointError, ConfigError
-from oppo_megatron.layout.hf_layout import (
-    EMBEDDING,
-    LM_HEAD,
-    hf_tensors,
-    stage_parts,
-)
+from oppo_megatron.layout.hf_layout import EMBEDDING, LM_HEAD, hf_tensors, stage_parts
 from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore.weights.hf_source import RandomSource, SafetensorsSource, read_shape
 from oppo_megatron.mcore.weights.hf_weights import load_weights, put_part, take_part

@@ -77,10 +77,7 @@ class _PlainUnpickler(pickle.Unpickler):
 LAYERS = "decoder.layers."
 HEAD = "output_layer.weight"
 ALIGNER_HEAD, ALIGNER_BIAS = "rm_head.weight", "rm_head.bias"
-_RENAMED = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
+_RENAMED = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state", "opt_param_scheduler")
 
 

@@ -13,12 +13,7 @@ from oppo_megatron.config.model import LoraConfig
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.hf_layout import PEFT, SCALAR_HEAD, Head, Part, adapter_parts, adapter_problems, summary
 from oppo_megatron.layout.shape import ModelShape
-from oppo_megatron.mcore.weights.hf_source import (
-    DrawnSource,
-    OverlaidSource,
-    SafetensorsSource,
-    TensorSource,
-)
+from oppo_megatron.mcore.weights.hf_source import DrawnSource, OverlaidSource, SafetensorsSource, TensorSource
 from oppo_megatron.mcore.weights.hf_weights import matching_params, put_part
 from oppo_megatron.modeldir.adapters import ADAPTER_WEIGHTS
 

@@ -47,12 +47,7 @@ class Fault:
 
 
 def check(
-    schedule: Schedule,
-    round: Round,
-    site: Site,
-    budgets: Budgets,
-    costs: Costs | None = None,
-    transport: Transport = GLOO,
+    schedule: Schedule, round: Round, site: Site, budgets: Budgets, costs: Costs | None = None, transport: Transport = GLOO
 ) -> list[Fault]:
     """Return every fault, causes first. Raises ScheduleError if the round has more replicas than the site."""
     return check_timeline(schedule, round, site, budgets, simulate(schedule, round, site, costs, transport))
@@ -74,12 +69,7 @@ def check_timeline(schedule: Schedule, round: Round, site: Site, budgets: Budget
 
 
 def require_sound(
-    schedule: Schedule,
-    round: Round,
-    site: Site,
-    budgets: Budgets,
-    costs: Costs | None = None,
-    transport: Transport = GLOO,
+    schedule: Schedule, round: Round, site: Site, budgets: Budgets, costs: Costs | None = None, transport: Transport = GLOO
 ) -> None:
     faults = check(schedule, round, site, budgets, costs, transport)
     if faults:

@@ -49,14 +49,7 @@ class ReplicaWork:
 class Book:
     """`slots` per replica's cache; at most `most` sequences of a group."""
 
-    def __init__(
-        self,
-        replicas: int,
-        slots: int,
-        columns: Mapping[str, int],
-        groups: Grouping,
-        most: int | None = None,
-    ):
+    def __init__(self, replicas: int, slots: int, columns: Mapping[str, int], groups: Grouping, most: int | None = None):
         self.slots, self.groups, self.prefilled_tokens, self.forked_tokens = slots, groups, 0, 0
         self._most = groups.size if most is None else most
         self._ledger = Ledger(REPLICA, {REPLICA: ABSENT, CACHED: ABSENT, OPENED: 0} | dict(columns))

@@ -48,13 +48,7 @@ class Cut:
 
 
 def choose_cut(
-    work: Work,
-    costs: Costs,
-    budget: int,
-    *,
-    grain: int = 1,
-    micro_batches: int | None = None,
-    prefill_tokens: int | None = None,
+    work: Work, costs: Costs, budget: int, *, grain: int = 1, micro_batches: int | None = None, prefill_tokens: int | None = None
 ) -> Cut:
     """Return the fastest predicted cut (ties: fewer decode micro-batches, then larger prefill ones).
 

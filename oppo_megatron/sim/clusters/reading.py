@@ -75,8 +75,7 @@ class ClusterConfig(Section):
     inside: Annotated[InsideSection | None, Field(description="null: the links of the named GPU")] = None
     between: Annotated[BetweenSection | None, Field(description="required for several nodes")] = None
     measured: Annotated[
-        Path | None,
-        Field(description="constants fitted by benchmarks/machine.py, in place of the published ones"),
+        Path | None, Field(description="constants fitted by benchmarks/machine.py, in place of the published ones")
     ] = None
 
     @model_validator(mode="after")

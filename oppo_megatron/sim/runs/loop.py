@@ -75,11 +75,7 @@ class PureLoop:
         self.scheduler = OvercommitScheduler(
             prompts,
             RolloutBuffer(
-                batch_rows(config),
-                0,
-                config.overlap.max_staleness,
-                backfill=period is not None,
-                group_size=members(config).size,
+                batch_rows(config), 0, config.overlap.max_staleness, backfill=period is not None, group_size=members(config).size
             ),
             make_delta_controller(delta_rule(config.overlap)),
             period,

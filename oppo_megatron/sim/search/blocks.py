@@ -144,11 +144,7 @@ def _positions(sizes: Sequence[int], parents: Sequence[int | None], gpus_per_nod
 
 
 def _with_parts(
-    blocks: dict[int, Block],
-    inner: Sequence[int],
-    sizes: Sequence[int],
-    parents: Sequence[int | None],
-    gpus_per_node: int,
+    blocks: dict[int, Block], inner: Sequence[int], sizes: Sequence[int], parents: Sequence[int | None], gpus_per_node: int
 ) -> Iterator[list[Block]]:
     if not inner:
         yield [blocks[group] for group in range(len(sizes))]
