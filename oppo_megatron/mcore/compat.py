@@ -57,7 +57,7 @@ def _replace_torch(module: str) -> Callable[[], None]:
 
 
 def _clip(parameters: Any, max_norm: float, total_norm: float, use_decoupled_grad: bool = False) -> None:
-    """As the original, which asserts the type string of CUDA gradients."""
+    """Clip without the original's assertion of CUDA gradients."""
     scale = max_norm / (total_norm + 1.0e-6)
     name = "decoupled_grad" if use_decoupled_grad else "grad"
     grads = [getattr(p, name) for p in parameters if getattr(p, name, None) is not None]
@@ -66,7 +66,7 @@ def _clip(parameters: Any, max_norm: float, total_norm: float, use_decoupled_gra
 
 
 def _parameter_type() -> None:
-    """The mixed-precision optimizer sorts parameters by the string 'torch.cuda.BFloat16Tensor'."""
+    """megatron sorts parameters by the string 'torch.cuda.BFloat16Tensor'."""
     original = torch.nn.Parameter.type
 
     def type_name(self: torch.nn.Parameter, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ PATCHES = (
 
 
 def install() -> bool:
-    """Apply all patches unless there is a CUDA device; return True if applied."""
+    """Apply all patches unless there is a CUDA device; True if applied."""
     if torch.cuda.is_available():
         return False
     if not getattr(torch.cuda.current_device, "__module__", "").startswith(__name__):
@@ -130,7 +130,7 @@ def norm_on_device(_chunk: int, _overflow: torch.Tensor, lists: list[list[torch.
 
 @contextlib.contextmanager
 def known_norm(optimizer: Any, norm: float) -> Iterator[None]:
-    """Let `step` use `norm`, for which optimizer.py:1314 would wait again."""
+    """Let `step` use `norm`; optimizer.py:1314 would wait again."""
     with mock.patch.object(optimizer, "get_grad_norm", lambda: norm):
         yield
 

@@ -18,7 +18,7 @@ from oppo_megatron.layout.activations import BLOCK_NUMBERS, CACHED_NUMBERS
 
 
 class VocabShards:
-    """This rank's `rows` rows (the last may be padded); without a group, all."""
+    """This rank's `rows` rows (the last may be padded)."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, rows: int = 0, vocab_size: int | None = None):
         self.group, self.rows, self.vocab_size = group, rows, vocab_size
@@ -35,7 +35,6 @@ class VocabShards:
         return rows_RV if self.num_tokens == self.rows else rows_RV[..., : self.num_tokens]
 
     def filled_up(self, logits_RV: Tensor) -> Tensor:
-        """Pad to the other ranks' width."""
         missing = self.rows - self.num_tokens
         return F.pad(logits_RV, (0, missing), value=-torch.inf) if missing and self.size > 1 else logits_RV
 
@@ -125,7 +124,7 @@ def largest_logits(logits_RV: Tensor, shards: VocabShards) -> Tensor:
 
 
 def likeliest_share(logits_RV: Tensor, targets_R: Tensor, shards: VocabShards) -> Tensor:
-    """Return 1 / n if the target is one of n likeliest tokens (within rounding), else 0, [R], equal on every rank."""
+    """Return 1 / n if the target is among the n likeliest (within rounding), else 0, [R], equal on every rank."""
     local_R = targets_R - shards.first
     here_R = (local_R >= 0) & (local_R < logits_RV.shape[-1])
     target_R = logits_RV.gather(-1, local_R.clamp(0, logits_RV.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
