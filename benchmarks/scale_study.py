@@ -268,7 +268,7 @@ def _compare(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def kept(part: str, first: Mapping[str, Any], row: Mapping[str, Any]) -> float:
-    """Return the share of perfect scaling that a part keeps: its rank seconds per sequence at first over those of `row`."""
+    """Return the share of perfect scaling that a part keeps: its rank seconds per sequence at first over the same of `row`."""
     now = row[part] * row["ranks"] / row["batch"]
     return float(first[part] * first["ranks"] / first["batch"] / now) if now else 1.0
 
