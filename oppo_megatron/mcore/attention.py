@@ -68,7 +68,7 @@ class AttentionPlan(Protocol):
 
 
 class PackedPlan:
-    """Packed whole sequences, causal within each; differentiable."""
+    """Causal within each packed sequence; differentiable."""
 
     qkv_format = "thd"
 

@@ -37,7 +37,7 @@ class MicroBatch:
         return not self.index
 
     def padded(self, num_tokens: int, longest: int) -> tuple[list[int], Tensor]:
-        """Return lengths and tokens [num_tokens], padded by sequences of at most `longest`."""
+        """Return lengths and tokens [num_tokens]; padding sequences have at most `longest`."""
         missing = num_tokens - len(self.tokens_T)
         assert missing >= 0, f"{len(self.tokens_T)} tokens do not fit into {num_tokens}"
         full, rest = divmod(missing, longest)

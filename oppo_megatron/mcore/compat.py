@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 
 @dataclass(frozen=True)
 class Patch:
-    """`serves` is `path:line` below megatron/core, `because` the text there."""
+    """`serves`: `path:line` below megatron/core; `because`: the text there."""
 
     serves: str
     because: str
@@ -111,13 +111,13 @@ def install() -> bool:
 
 
 def make_scratch_memory() -> None:
-    """Make the buffer for gathered activations (tensor_parallel/layers.py:482; on GPUs too)."""
+    """Make the buffer of tensor_parallel/layers.py:482 (on GPUs too)."""
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
 
 
 def keep_norms_on_device() -> None:
-    """Sum gradient norms on the GPU without transformer-engine and apex; utils.py:1206 waits for each."""
+    """Sum gradient norms on the GPU; utils.py:1206 waits for each."""
     clip_grads = importlib.import_module("megatron.core.optimizer.clip_grads")
     plain = getattr(clip_grads, "local_multi_tensor_l2_norm", None)
     if torch.cuda.is_available() and plain is not None and clip_grads.l2_norm_impl is plain:
@@ -137,7 +137,7 @@ def known_norm(optimizer: Any, norm: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def optimizer_world(group: dist.ProcessGroup) -> Iterator[None]:
-    """Narrow "the world" to a model's ranks: optimizer/__init__.py:180 would wait for others."""
+    """Narrow "the world" to a model's ranks (optimizer/__init__.py:180)."""
     gather = dist.all_gather_object
     with (
         mock.patch.object(dist, "all_gather_object", lambda objects, obj, g=None: gather(objects, obj, group=g or group)),

@@ -77,7 +77,7 @@ def can_prepack(weight: Tensor) -> bool:
 
 
 def product(weight_OI: Tensor, bias_O: Tensor | None = None, *, packed: bool) -> Callable[[Tensor], Tensor]:
-    """Return x [T, I] -> x W^T + b [T, O]; if `packed`, by a weight copy of oneDNN for few rows."""
+    """Return x [T, I] -> x W^T + b [T, O]; `packed`: by oneDNN's weight copy for few rows."""
     if not packed:
         return lambda x_TI: F.linear(x_TI, weight_OI, bias_O)
     laid_out = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), TYPICAL_ROWS)

@@ -35,7 +35,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_for(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
-    """Raise CapacityError if memory runs out; `describe` returns work and remedy."""
+    """Raise CapacityError if memory runs out; `describe` returns work, remedy."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

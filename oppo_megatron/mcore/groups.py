@@ -14,7 +14,7 @@ from oppo_megatron.layout.placements import model_groups
 
 @dataclass(frozen=True)
 class RoleGroups:
-    """A role's groups; `ranks[(pp_rank * dp + dp_rank) * tp + tp_rank]` is a global rank."""
+    """`ranks[(pp_rank * dp + dp_rank) * tp + tp_rank]` is a global rank."""
 
     collection: ProcessGroupCollection
     all: dist.ProcessGroup

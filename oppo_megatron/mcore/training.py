@@ -47,7 +47,7 @@ def _run(
     modules: Sequence[torch.nn.Module], chunks: Sequence[RoleModel], batches: Sequence[MicroBatch], finish: Loss,
     *, forward_only: bool, ahead: list[tuple[MicroBatch, Tensor]],
 ) -> list[dict[str, Tensor]]:  # fmt: skip
-    """Run the pipeline; return the reports of `finish`, on the last stage.  `ahead`: a micro-batch already run forward, or none."""
+    """Run the pipeline; return the reports of `finish`, on the last stage.  `ahead`: at most one micro-batch, already forward."""
     first = chunks[0]
     groups, interleaved = first.groups, len(chunks) > 1
     missing = _multiple(max(len(batches), 1), groups.pp if interleaved else 1) - len(batches)
@@ -146,11 +146,11 @@ class TrainedModel:
 
     @property
     def goes_ahead(self) -> bool:
-        """True if a forward pass needs no other stage or micro-batch."""
+        """True if forward needs no other stage or micro-batch."""
         return self.model.groups.pp == 1 and len(self.chunks) == 1
 
     def ahead(self, batch: MicroBatch) -> None:
-        """Run a micro-batch of the next `step` forward, on all tensor ranks."""
+        """Run a micro-batch of the next `step` forward."""
         assert self.goes_ahead
         self._ahead.clear()
         model, ddp = self.model, self.ddp[0]

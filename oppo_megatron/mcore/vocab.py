@@ -47,7 +47,7 @@ class VocabShards:
         return torch.stack(found)
 
     def add(self, mine: Tensor) -> Tensor:
-        """Sum over the ranks; overwrites `mine`."""
+        """Sum over ranks; overwrites `mine`."""
         dist.all_reduce(mine, group=self.group)
         return mine
 
@@ -110,12 +110,12 @@ def _scaled(logits_BV: Tensor, temperature: float) -> Tensor:
 
 
 def token_logprobs(logits_RV: Tensor, targets_R: Tensor, shards: VocabShards, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return (log q(target), entropy of q), each [R], equal on every rank.  Temperature 0 means 1."""
+    """Return log q(target) and entropy of q, each [R], equal on every rank; temperature 0 means 1."""
     return _LogProbEntropy.apply(logits_RV, targets_R, shards, temperature or 1.0)
 
 
 def largest_logits(logits_RV: Tensor, shards: VocabShards) -> Tensor:
-    """Return the largest absolute logit, [R], equal on every rank; no gradient."""
+    """Return [R], equal on every rank; no gradient."""
     logits_RV = logits_RV.detach()
     largest_R = torch.maximum(logits_RV.amax(-1), -logits_RV.amin(-1)).float()
     if shards.size > 1:

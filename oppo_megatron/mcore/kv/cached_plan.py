@@ -151,7 +151,7 @@ class StepPlan(CachedPlan):
 
 
 class StepRows(ABC):
-    """Places of decode rows in tensors with fixed addresses."""
+    """Decode rows in tensors with fixed addresses."""
 
     @abstractmethod
     def load(self, slots: Sequence[int]) -> None:
@@ -164,7 +164,7 @@ class StepRows(ABC):
 
     @abstractmethod
     def reach(self, longest: int) -> int:
-        """Return one of few bounds on positions, at least `longest`."""
+        """Return one of few bounds, at least `longest`."""
 
     @abstractmethod
     def plan(self, position_B: Tensor, reach: int) -> StepPlan: ...

@@ -103,7 +103,7 @@ class SequenceCache(ABC):
         self._lengths[slot] = length
 
     def fork(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Give empty `targets` the first `length` tokens of `source`."""
+        """Copy the first `length` tokens to empty `targets`."""
         assert length <= self.length(source), f"sequence {source} has {self.length(source)} tokens to fork, not {length}"
         slots = [self._slots[target] for target in targets]
         for target, slot in zip(targets, slots, strict=True):

@@ -234,7 +234,7 @@ class DistSource:
 
 
 def _prefix(saved: Collection[str], folder: MegatronFolder) -> str:
-    """Return the prefix of keys: none in Megatron-LM, `model.` in NeMo, the role in our runs."""
+    """Return `model.` in NeMo, the role in our runs, nothing in Megatron-LM."""
     found = [name.removesuffix(WORD_EMBEDDING) for name in saved if name.endswith(WORD_EMBEDDING)]
     prefixes = sorted(prefix for prefix in found if not prefix.startswith("optimizer."))
     if folder.prefix is not None:

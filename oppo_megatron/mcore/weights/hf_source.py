@@ -34,7 +34,7 @@ class TensorSource(Protocol):
         """Shapes and dtypes by Hugging Face name."""
 
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
-        """Return a region (a slice per dimension) on the CPU, as stored."""
+        """Return a region on the CPU, as stored."""
 
 
 class SafetensorsSource:
@@ -52,8 +52,6 @@ class SafetensorsSource:
 
 
 class DrawnSource(ABC):
-    """Random tensors that depend only on seed and name."""
-
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int):
         self.tensors, self._seed = {name: Tensor(shape, "F32") for name, shape in shapes.items()}, seed
 
@@ -66,11 +64,11 @@ class DrawnSource(ABC):
 
     @abstractmethod
     def draw(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        """Fill the whole tensor, initially zero."""
+        """Fill the tensor, initially zero."""
 
 
 class RandomSource(DrawnSource):
-    """Matrices normal(0, init_std), norms one, biases zero."""
+    """Matrices normal(0, init_std), norms 1, biases 0."""
 
     def __init__(self, shape: ModelShape, seed: int, head: Head):
         super().__init__(hf_tensors(shape, head), seed)

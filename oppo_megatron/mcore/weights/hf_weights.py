@@ -110,7 +110,7 @@ def rewrite_weights(
     shape: ModelShape, source: TensorSource, directory: Path, *, head: Head, dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES, extra_files: Iterable[Path] = (),
 ) -> None:  # fmt: skip
-    """Write a Hugging Face directory; `dtype` defaults to the narrowest exact one."""
+    """Write a directory; `dtype` defaults to the narrowest exact one."""
     tensors, out = hf_tensors(shape, head), dtype or common_dtype(shape, source, head)
     values = ((name, source.read(name, tuple(map(slice, size)))) for name, size in tensors.items())
     write_tensors(

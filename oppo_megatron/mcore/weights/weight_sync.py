@@ -25,7 +25,7 @@ ROUND_BYTES = 64 << 20  # staged per round and pair of ranks
 
 @dataclass(frozen=True)
 class MoveReport:
-    """`bytes_moved` between ranks, summed over the role."""
+    """`bytes_moved`: between ranks, over the role."""
 
     bytes_moved: int
     seconds: float
@@ -167,7 +167,7 @@ def _width(part: Part, tp: int) -> int:
 
 
 def _rounds(pieces: Sequence[_Piece], limit: int) -> list[list[_Piece]]:
-    """Split into rounds of at most `limit` elements or one piece."""
+    """Split by `limit` elements or one piece."""
     rounds: list[list[_Piece]] = []
     staged = 0
     for piece in pieces:
