@@ -35,7 +35,7 @@ class Position:
 
 
 class CheckpointStore:
-    """The checkpoints in `root`.  One rank makes and renames folders."""
+    """One rank makes and renames the folders in `root`."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -60,7 +60,7 @@ class CheckpointStore:
         return folder
 
     def recover(self) -> None:
-        """After a kill, rename replaced checkpoints back and remove incomplete ones."""
+        """Rename replaced checkpoints back and remove incomplete ones."""
         for left in self.root.glob(f"{REPLACED}step-*"):
             whole = self.root / left.name.removeprefix(REPLACED)
             if not whole.exists():
