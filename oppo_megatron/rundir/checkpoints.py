@@ -75,7 +75,7 @@ class CheckpointStore:
         shutil.rmtree(self.aside(position), ignore_errors=True)
 
     def commit(self, position: Position) -> Path:
-        """Name the checkpoint once it is on disk."""
+        """Name a checkpoint once on disk."""
         folder = self.folder(position)
         replaced = self.root / f"{REPLACED}{position.name}"
         if folder.exists():  # a resumed run has reached this position again

@@ -68,7 +68,7 @@ class RunDirectory:
 
     @property
     def finished(self) -> bool:
-        """True if `summary.json`, a run's last file, is there."""
+        """True if the last file, `summary.json`, exists."""
         return self.summary.exists()
 
     def rank_trace(self, rank: int) -> Path:
@@ -92,7 +92,7 @@ class RunDirectory:
             raise ConfigError(problems)
 
     def require_own(self) -> None:
-        """Raise ConfigError for others' files that a run would remove."""
+        """Raise ConfigError for others' files."""
         self.require_regular()
         signs = (self.hosts, self.metrics, self.summary)
         if any(sign.exists() for sign in signs) or self.has_checkpoints or RESOLVED <= self.settings().keys():
@@ -197,7 +197,7 @@ class RunDirectory:
             _keep_lines(path, lambda span: span["end"] <= saved_at)
 
     def first_date(self, now: datetime) -> datetime:
-        """Return the time of the first start, perhaps `now`."""
+        """Return the first start's time, perhaps `now`."""
         with suppress(OSError):  # it exists, or `prepare` reports the fault
             self.path.mkdir(parents=True, exist_ok=True)
             with self.date.open("x", encoding="utf-8") as file:

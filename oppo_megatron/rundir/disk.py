@@ -21,7 +21,7 @@ HELD_WAIT_S = 20.0
 
 @contextmanager
 def held(folder: Path, holder: Path, wait_s: float) -> Iterator[None]:
-    """Lock the folder if the file system can.  Raises ConfigError after `wait_s`, naming the `holder`."""
+    """Lock the folder if the file system can.  Raises ConfigError after `wait_s`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)
@@ -85,7 +85,7 @@ def free_bytes(root: Path) -> int:
 
 
 def shortage(root: Path, needed: int) -> str | None:
-    """Warn if fewer than `needed` bytes are free."""
+    """Return a warning if fewer bytes are free."""
     free = free_bytes(root)
     if free >= needed:
         return None

@@ -19,7 +19,7 @@ MEAN_FIELDS = ("step_s", "decode_s", "train_s", "score_exposed_s", "critic_updat
 
 @final
 class MetricsLog:
-    """Appends lines in order; a critic's update may complete one after the next begins, else it is marked incomplete."""
+    """Appends lines in order; a critic's update may complete a line after the next begins."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
@@ -68,7 +68,7 @@ class MetricsLog:
 
 
 def iter_json_lines(path: str | os.PathLike[str], wanted: Callable[[bytes], bool] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield `wanted` objects, except a cut last line.  Raises DataError for another bad line."""
+    """Yield objects of `wanted` lines, except a cut last one.  Raises DataError."""
     if not Path(path).is_file():
         raise DataError(f"{os.fspath(path)}: no such file; expected the lines that a run writes; check the run directory")
     with open(path, "rb") as file:

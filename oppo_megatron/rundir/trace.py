@@ -35,7 +35,7 @@ class Span:
 class SpanRecorder:
     """Records from one thread; spans of a role may nest but not cross.
 
-    Keeps totals of `KEPT_STEPS` steps, and spans with a `run_dir`.  `clock`: epoch seconds, common to all ranks.
+    Keeps totals of `KEPT_STEPS` steps, and spans with a `run_dir`.  `clock`: common epoch seconds.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class SpanRecorder:
 
 
 def merge_traces(run_dir: str | os.PathLike[str]) -> Path | None:
-    """Merge flushed files into `trace.json` (Trace Event Format), read twice instead of held; None without spans."""
+    """Merge flushed files into `trace.json` (Trace Event Format); None without spans."""
     run = RunDirectory(run_dir)
     files = run.rank_traces()
     origin, lanes = float("inf"), set()
@@ -114,7 +114,7 @@ def merge_traces(run_dir: str | os.PathLike[str]) -> Path | None:
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[Span]:
-    """Read `trace.json`, in seconds from the run's start.  Raises DataError."""
+    """Read `trace.json`, in seconds from the start.  Raises DataError."""
     try:
         events = read_json(Path(path).read_text(encoding="utf-8"))["traceEvents"]
         return [
