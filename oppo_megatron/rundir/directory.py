@@ -92,7 +92,7 @@ class RunDirectory:
             raise ConfigError(problems)
 
     def require_own(self) -> None:
-        """Raise ConfigError for others' files."""
+        """Raise ConfigError for others' files that a run would remove."""
         self.require_regular()
         signs = (self.hosts, self.metrics, self.summary)
         if any(sign.exists() for sign in signs) or self.has_checkpoints or RESOLVED <= self.settings().keys():
