@@ -104,7 +104,7 @@ def compare_outputs(src: Path, dst: Path, head: str, fresh_head: bool) -> tuple[
 
 
 def compare_weights(src: Path, dst: Path, what: Conversion) -> tuple[int, float]:
-    """Return the number of tensors in `dst` and their largest difference."""
+    """Return number of tensors and largest difference."""
     shape, source = _open_source(src, what)
     _, written = open_weights(ModelConfig(checkpoint=dst), what.head)
     tensors = hf_tensors(shape, what.head)

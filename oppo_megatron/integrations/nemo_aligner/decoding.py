@@ -52,7 +52,7 @@ class WatchedStrategy:
 
 @contextmanager
 def watched(model: Any, inputs: tuple[Tensor, Tensor], watch: Watch) -> Iterator[None]:
-    """Show `watch` what `infer` generates from `inputs` (texts [b, S], lengths [b])."""
+    """Show `watch` what `infer` generates from `inputs` [b, S], [b]."""
     generate, own = model.generate, vars(model).get("generate")
 
     def shown(*args: Any, **kwargs: Any) -> Any:
@@ -285,7 +285,7 @@ def fill(
     dataset: Any,
     collate_fn: Callable[[list[Any]], Mapping[str, Tensor]],
 ) -> Iterator[dict[str, Tensor]]:
-    """Draw `draw` prompts, skipping the pool's own.  Raises DataError if the sampler has fewer."""
+    """Draw `draw` prompts not in the pool.  Raises DataError if the sampler has fewer."""
     first = next(sampler_iter, None)
     if first is None:
         raise DataError("the sampler gives no prompt, but the epoch has some left; let num_rollout_samples divide the data")

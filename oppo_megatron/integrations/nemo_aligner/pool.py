@@ -120,7 +120,7 @@ class Pool:
 
 
 def share_of(delta: int, replica: int, replicas: int) -> int:
-    """Replica's part of a delta."""
+    """Parts differ by one at most."""
     return delta * (replica + 1) // replicas - delta * replica // replicas
 
 

@@ -84,14 +84,14 @@ class Sidecar:
         return CheckpointStore(self.root)
 
     def write(self, step: int, kept: Kept) -> None:
-        """Write rows carried after `step`.  Collective.  Raises CheckpointError."""
+        """Collective.  Raises CheckpointError."""
         store, position = self._store, Position(step)
         self._together(self.leads, lambda: store.begin(position))
         self._together(self.writes, lambda: _write_files(store.aside(position) / self._name, kept))
         self._together(self.leads, lambda: self._commit(position))
 
     def prune(self, checkpoints: Path, step: int) -> None:
-        """Remove rows of removed checkpoints, except `step`'s; none if no name has a step.  Collective."""
+        """Remove rows of removed checkpoints, except `step`'s.  Collective."""
 
         def remove() -> None:
             steps = {found for found, _ in _steps_and_paths(checkpoints)}

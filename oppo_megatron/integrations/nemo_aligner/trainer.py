@@ -249,7 +249,7 @@ def _folder_of(ckpt_callback: Any) -> str | None:
 
 
 def _require_fit(settings: AlignerConfig, cfg: DictConfig, model: Any, batch_iterator_cls: Any, ckpt_callback: Any) -> None:
-    """Raise ConfigError if NeMo-Aligner's settings exclude ours."""
+    """Raise ConfigError for conflicting NeMo-Aligner settings."""
     problems, dirpath = _uncut(cfg, model), _folder_of(ckpt_callback)
     if settings.delta.max > 0:
         problems += _shared(batch_iterator_cls)
@@ -269,7 +269,7 @@ def _require_fit(settings: AlignerConfig, cfg: DictConfig, model: Any, batch_ite
 
 
 def _require_delta(most: int, batch: int, model: Any) -> None:
-    """Raise ConfigError for too large a delta; warn if replicas are left out."""
+    """Raise ConfigError for too large a delta."""
     if most > batch:
         raise ConfigError(
             f"trainer.ppo.oppo.delta.max {most} is more than the batch of {batch} rollouts (num_rollout_samples); lower it"
