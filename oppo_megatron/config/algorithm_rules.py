@@ -78,7 +78,7 @@ READS: tuple[Read, ...] = (
 
 
 def unread_settings(config: TrainConfig) -> Iterator[str]:
-    """Yield a sentence for each unread setting that is neither the default nor the preset's value."""
+    """Yield a sentence per unread setting that is neither default nor preset."""
     algorithm, reported = config.algorithm, set[str]()
     words = {
         "preset": algorithm.preset, "objective": algorithm.objective, "scale": algorithm.scale, "kl": config.ppo.kl.mode,
@@ -101,7 +101,7 @@ def _value(config: Any, key: str) -> Any:
 
 
 def _default(config: TrainConfig, key: str) -> Any:
-    """The default of a setting; of `algorithm.ratio` the one that needs no ratio."""
+    """Default of a setting; for `algorithm.ratio` one without a ratio."""
     if key == "algorithm.ratio":
         return "token"
     section, _, name = key.rpartition(".")
@@ -117,7 +117,7 @@ def _of_preset(config: TrainConfig, key: str) -> Any:
 
 
 def _scales_again(config: TrainConfig) -> bool:
-    """True if advantages do not depend on the scale of scores, and nothing is added to scores after their scaling."""
+    """True if advantages do not depend on the scale of scores."""
     algorithm, ppo = config.algorithm, config.ppo
     if ppo.truncated_score is not None or algorithm.critic or algorithm.greedy or algorithm.pairs:
         return False
@@ -127,7 +127,6 @@ def _scales_again(config: TrainConfig) -> bool:
 
 
 def algorithm_rules(config: TrainConfig) -> Iterator[str]:
-    """Rules of `algorithm`, `ppo`, `dpo` and `rollout.group_size`."""
     yield from _groups(config)
     yield from _greedy(config)
     yield from unread_settings(config)
@@ -167,7 +166,7 @@ def _groups(config: TrainConfig) -> Iterator[str]:
 
 
 def greedily(rollout: RolloutConfig) -> str | None:
-    """The setting that makes every draw the most likely token, if any."""
+    """Setting that makes every draw the most likely token, if any."""
     for name, most in (("temperature", 1e-3), ("top_k", 1), ("top_p", 1e-6)):
         value = getattr(rollout, name)
         if value <= most and (name != "top_k" or value):
@@ -176,7 +175,7 @@ def greedily(rollout: RolloutConfig) -> str | None:
 
 
 def _greedy(config: TrainConfig) -> Iterator[str]:
-    """Sampled responses must be able to differ from what they are compared with."""
+    """Sampled responses must be able to differ."""
     setting, algorithm = greedily(config.rollout), config.algorithm
     if setting is None:
         return
@@ -205,7 +204,7 @@ def _objective(config: TrainConfig) -> Iterator[str]:
 
 
 def _kl(ppo: PPOConfig) -> Iterator[str]:
-    """The gradient of k1 is the score function, whose expectation is 0."""
+    """The gradient of k1 is the score function, of expectation 0."""
     if ppo.kl.mode == "loss" and ppo.kl.estimator == "k1":
         yield "ppo.kl.mode is loss: the gradient of ppo.kl.estimator k1 is 0 in expectation; set it to k2, k3 or k1+"
     if ppo.kl.mode in ("penalty", "score") and ppo.kl.corrected:
