@@ -37,8 +37,6 @@ def hears(number: int) -> bool:
 
 
 class _Terminal(io.FileIO):
-    """Drops output after the terminal is closed."""
-
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
@@ -126,7 +124,6 @@ class _Held:
             signal.signal(number, lambda number, frame: self._came.append(number))
 
     def deliver(self) -> None:
-        """Idempotent."""
         for number, handler in list(self._handlers.items()):
             signal.signal(number, handler)
             del self._handlers[number]

@@ -99,7 +99,7 @@ def gae(rewards_T: Tensor, values_T: Tensor, lengths_B: Lengths, gamma: float, g
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, sum and sum of squares; disjoint parts add up."""
+    """Sums in float64 that add up over disjoint parts."""
 
     count: int
     total: float
