@@ -43,7 +43,6 @@ def train_rules(config: TrainConfig) -> Iterator[str]:
 
 
 def supervised_rules(config: SupervisedConfig) -> Iterator[str]:
-    """Rules without files, models and layouts."""
     yield from _fits(config.runtime.micro_batch_tokens, config.max_tokens, "max_tokens")
     for name, model in config.models.items():
         yield from model.rules(name)
