@@ -28,14 +28,14 @@ Source = str | Path | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Result:
-    """An ended run.  Not `finished`: it was interrupted and saved, and `train(..., resume=True)` continues it."""
+    """An ended run.  Not `finished`: interrupted and saved; `train(..., resume=True)` continues it."""
 
     run_dir: Path
     finished: bool
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """One dict per step, as in metrics.jsonl."""
+        """One dict per step."""
         return _rows(self.run_dir / "metrics.jsonl")
 
     @property
@@ -71,10 +71,7 @@ def train(source: Source, overrides: Sequence[str] = (), *, kind: str = "train",
 
 
 def generate(directory: str | Path, prompts: Sequence[str], **options: Any) -> list[dict[str, Any]]:
-    """Let a policy answer `prompts`; return a dict per response, in order.
-
-    `options`: of `oppo generate`, with underscores: `max_tokens=64, temperature=1.0, samples=4`.
-    """
+    """Answer `prompts` in order, a dict per response.  `options`: of `oppo generate`, as `max_tokens=64, samples=4`."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "responses.jsonl"
         _run("generate", [directory], {"prompt": list(prompts), "output": output, **options})
@@ -82,21 +79,18 @@ def generate(directory: str | Path, prompts: Sequence[str], **options: Any) -> l
 
 
 def evaluate(directories: Sequence[str | Path], data: str | Path, **options: Any) -> dict[str, Any]:
-    """Judge policies on held-out prompts; return the figures of `oppo eval --json`.
-
-    `options`: of `oppo eval`, with underscores: `verifier="arithmetic"`, `function=["rewards.py:score"]`.
-    """
+    """Judge policies; return the figures of `oppo eval --json`.  `options`: of `oppo eval`, as `verifier="arithmetic"`."""
     return _record("eval", ["--data", data, *directories], options, "eval.json")
 
 
 def plan(path: str | Path, cluster: str | Path, overrides: Sequence[str] = (), **options: Any) -> dict[str, Any]:
-    """Search placements and layouts on a described cluster; return the record of `oppo plan search`."""
+    """Search placements and layouts; return the record of `oppo plan search`."""
     given = {"overrides": list(overrides), **options}
     return _record("plan", ["search", path, "--cluster", cluster], given, "plan.json")
 
 
 def _record(command: str, arguments: Sequence[str | Path], options: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Run a command that writes the file `name` into `--out`; return its content."""
+    """Run a command with `--out`; return its file `name`."""
     with tempfile.TemporaryDirectory() as folder:
         _run(command, arguments, {"out": Path(folder), **options})
         record: dict[str, Any] = json.loads((Path(folder) / name).read_text(encoding="utf-8"))
@@ -104,7 +98,7 @@ def _record(command: str, arguments: Sequence[str | Path], options: Mapping[str,
 
 
 def _run(command: str, arguments: Sequence[str | Path], options: Mapping[str, Any]) -> None:
-    """Run a command with its defaults and these options.  Raises TypeError for an unknown one."""
+    """Run a command.  Raises TypeError for an unknown option."""
     from oppo_megatron.cli.main import COMMANDS
 
     module = importlib.import_module(next(each.module for each in COMMANDS if each.name == command))

@@ -30,7 +30,7 @@ FIELDS = 6
 
 @dataclass(slots=True)
 class ChunkRow:
-    """New tokens of one sequence, from response position `offset` on."""
+    """New tokens of a sequence, from response position `offset` on."""
 
     seq_id: int
     offset: int
@@ -43,10 +43,7 @@ class ChunkRow:
 
 
 class ChunkRows:
-    """Immutable sequence of `ChunkRow`s in columns, [n] each.
-
-    `table` [FIELDS, n]; `body` [3, T]: tokens, log-probs, sampling log-probs (float64 bits); `starts` [n].
-    """
+    """`ChunkRow`s in columns: `table` [FIELDS, n]; `body` [3, T]: tokens, log-probs, sampling log-probs (bits); `starts` [n]."""
 
     seq_ids: Ints
     offsets: Ints
@@ -61,7 +58,7 @@ class ChunkRows:
 
     @classmethod
     def of(cls, rows: ChunkRows | Iterable[ChunkRow]) -> ChunkRows:
-        """Return rows in columns.  Raises StreamError if a token lacks a log-prob."""
+        """Raises StreamError if a token lacks a log-prob."""
         if isinstance(rows, ChunkRows):
             return rows
         rows = list(rows)
@@ -119,18 +116,18 @@ class ChunkRows:
         return repr(list(self))
 
     def at(self, positions: Ints | Sequence[int]) -> ChunkRows:
-        """Return rows without copying tokens."""
+        """Rows, without copying tokens."""
         positions = np.asarray(positions, dtype=np.int64)
         return ChunkRows(self.table[:, positions], self.starts[positions], self.body)
 
     def cut(self, keep: int) -> ChunkRows:
-        """Keep at most `keep` tokens of a row; a cut response has not ended."""
+        """Keep at most `keep` tokens of a row, which then has not ended."""
         table, longer = self.table.copy(), self.counts > keep
         table[2, longer], table[4, longer], table[5, longer] = keep, UNFINISHED, 0
         return ChunkRows(table, self.starts, self.body)
 
     def packed(self) -> ChunkRows:
-        """Copy only the rows' tokens into the body."""
+        """Copy only the rows' tokens."""
         ends = np.cumsum(self.counts)
         starts = ends - self.counts
         if (starts == self.starts).all() and self.num_tokens == self.body.shape[1]:
@@ -152,7 +149,7 @@ class ChunkRows:
 
 @dataclass(init=False)
 class Chunk:
-    """The output of one decoding round.  `halt`: every rank stops after it."""
+    """Output of a decoding round.  `halt`: every rank stops after it."""
 
     index: int
     clock: int
@@ -173,7 +170,7 @@ def _flat(rows: Sequence[ChunkRow], name: str, dtype: npt.DTypeLike) -> npt.NDAr
 
 
 class StopSignal(Protocol):
-    """`finish` reports finished sequences; `ready` once the batch is complete."""
+    """`finish` reports finished sequences; `ready` if the batch is complete."""
 
     @property
     def ready(self) -> bool: ...
@@ -182,10 +179,7 @@ class StopSignal(Protocol):
 
 
 def merge_rows(index: int, start: int, rows: ChunkRows | Iterable[ChunkRow], stop: StopSignal) -> Chunk:
-    """Merge the rows that replicas decoded in a round, as a single process would have decoded them.
-
-    Token k of a row has the clock `start + 1 + k`.  Tokens after the first clock at which `stop` is ready are cut.
-    """
+    """Merge replicas' rows as one process would have decoded them; token k has the clock `start + 1 + k`, cut once `ready`."""
     rows = ChunkRows.of(rows)
     filled = np.flatnonzero(rows.counts)
     rows = rows.at(filled[np.argsort(rows.seq_ids[filled], kind="stable")])

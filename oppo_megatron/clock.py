@@ -11,7 +11,7 @@ TELL_S = 5.0
 
 
 class SteadyClock:
-    """Seconds since the epoch: the start time plus monotonic time, so spans are never negative."""
+    """Seconds since the epoch, monotonic."""
 
     def __init__(self) -> None:
         self._offset_s = time.time() - time.monotonic()
@@ -21,7 +21,6 @@ class SteadyClock:
 
 
 def format_duration(seconds: float) -> str:
-    """7s, 3m07s, 2h05m."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -31,7 +30,7 @@ def format_duration(seconds: float) -> str:
 
 
 class ByTime:
-    """Passes on one line every `every_s` seconds, with the elapsed time."""
+    """Passes on a line every `every_s` seconds, with the elapsed time."""
 
     def __init__(self, tell: Callable[[str], None], every_s: float = TELL_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._tell, self._every_s, self._clock = tell, every_s, clock
@@ -45,5 +44,5 @@ class ByTime:
 
 
 def by_time(*, is_owner: bool = True) -> Callable[[str], None]:
-    """Report a long phase on stderr if this rank is the owner."""
+    """Report a long phase on stderr, if owner."""
     return ByTime(lambda line: print(line, file=sys.stderr, flush=True)) if is_owner else lambda line: None

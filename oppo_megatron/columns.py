@@ -13,8 +13,6 @@ from oppo_megatron.records import Rollout
 
 
 class Columns(NamedTuple):
-    """A snapshot of rollouts."""
-
     seq_ids: Ints
     prompt_tokens: Ints
     response_tokens: Ints
@@ -40,7 +38,7 @@ class Columns(NamedTuple):
 
 
 class Held(list[Rollout]):
-    """Rollouts with their current columns.  `by_id` may contain others."""
+    """Rollouts with their columns.  `by_id` may contain others."""
 
     def __init__(self, rollouts: Iterable[Rollout], by_id: Mapping[int, Rollout], view: Callable[[], Columns | None]):
         super().__init__(rollouts)
@@ -59,7 +57,7 @@ def columns_of(rollouts: Sequence[Rollout] | Columns) -> Columns:
 
 
 class Table:
-    """Columns of rollouts; rows are appended, changed in place and dropped, which invalidates row indices."""
+    """Columns of rollouts; dropping rows invalidates row indices."""
 
     def __init__(self) -> None:
         self.num_dropped = self._first = 0
@@ -70,7 +68,7 @@ class Table:
 
     @property
     def columns(self) -> Columns:
-        """All rows; they change with the table."""
+        """All rows, which change with the table."""
         return self._room.at(slice(self._size))
 
     @property
@@ -79,7 +77,7 @@ class Table:
         return self._finish[: self._size]
 
     def view(self, rows: Ints | slice) -> Callable[[], Columns | None]:
-        """Function for the current columns at `rows`; None after rows were dropped."""
+        """Return the current columns at `rows`; None after rows were dropped."""
         since = self.num_dropped
 
         def columns() -> Columns | None:
@@ -91,7 +89,7 @@ class Table:
         return columns
 
     def rows(self, seq_ids: Ints) -> Ints:
-        """Return the sequences' rows; -1 if absent."""
+        """Rows of the sequences; -1 if absent."""
         if not self._size:
             return np.full(len(seq_ids), -1, dtype=np.int64)
         known = self.columns.seq_ids

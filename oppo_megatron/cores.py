@@ -18,7 +18,7 @@ GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def usable_cores() -> int:
-    """Cores of this process, within its container or job."""
+    """Cores of this process, container or job."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([cores, *map(int, cpu_quotas(MEMBERSHIP, GROUPS))]))
 
@@ -29,13 +29,13 @@ def threads_of_rank(configured: int, local_ranks: int) -> int:
 
 
 def asked_threads(environment: Mapping[str, str] = os.environ) -> int:
-    """The first number of OMP_NUM_THREADS, else MKL_NUM_THREADS, else 0."""
+    """OMP_NUM_THREADS, else MKL_NUM_THREADS, else 0."""
     asked = (environment.get(name, "").partition(",")[0].strip() for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
     return next((int(number) for number in asked if number.isdecimal() and int(number)), 0)
 
 
 def has_cuda(devices: Path = Path("/dev")) -> bool:
-    """True if torch would find a CUDA device; does not load torch."""
+    """Does not load torch."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None or os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return False
@@ -53,12 +53,12 @@ def processor() -> tuple[str, str]:
 
 
 def host_bytes() -> int:
-    """Memory of the host, or of its job or container."""
+    """Memory of the host, job or container."""
     return min([int(psutil.virtual_memory().total), *group_limits(MEMBERSHIP, GROUPS)])
 
 
 def group_limits(membership: Path, groups: Path) -> Iterator[int]:
-    """Memory limits of control groups (v1 or v2) and their parents."""
+    """Limits of control groups (v1, v2) and their parents."""
     for group, first in _control_groups("memory", membership, groups):
         file = group / ("memory.limit_in_bytes" if first else "memory.max")
         if file.is_file() and (limit := file.read_text().strip()).isdigit():
@@ -66,7 +66,7 @@ def group_limits(membership: Path, groups: Path) -> Iterator[int]:
 
 
 def cpu_quotas(membership: Path, groups: Path) -> Iterator[float]:
-    """CPU quotas of control groups, in cores."""
+    """In cores."""
     for group, first in _control_groups("cpu", membership, groups):
         files = ["cpu.cfs_quota_us", "cpu.cfs_period_us"] if first else ["cpu.max"]
         if all((group / file).is_file() for file in files):
@@ -90,7 +90,7 @@ def _control_groups(controller: str, membership: Path, groups: Path) -> Iterator
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable garbage collection, which would scan tens of thousands of live objects at each pass."""
+    """Disable garbage collection, which would scan many live objects."""
     enabled = gc.isenabled()
     gc.disable()
     try:

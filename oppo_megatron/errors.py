@@ -20,11 +20,11 @@ DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class OppoError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of errors raised on purpose."""
 
 
 class ConfigError(OppoError, ValueError):
-    """Wrong settings, arguments, files or packages.  `problems`: one sentence each."""
+    """Wrong settings, arguments, files or packages.  `problems`: a sentence each."""
 
     def __init__(self, problems: Sequence[str] | str):
         self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)
@@ -33,27 +33,27 @@ class ConfigError(OppoError, ValueError):
 
 
 class DataError(OppoError, ValueError):
-    """A row, file or data set is unusable."""
+    """An unusable row, file or data set."""
 
 
 class CheckpointError(OppoError, ValueError):
-    """A checkpoint is missing, truncated, or does not fit the model."""
+    """A missing, truncated or unsuitable checkpoint."""
 
 
 class CapacityError(OppoError, MemoryError):
-    """A budget (KV cache bytes, context length) is too small."""
+    """A budget (KV cache, context length) is too small."""
 
 
 class StreamError(OppoError, RuntimeError):
-    """A chunk message was lost, repeated, reordered or corrupted."""
+    """A lost, repeated, reordered or corrupted chunk message."""
 
 
 class ScheduleError(OppoError, ValueError):
-    """A schedule is unreadable, would hang, breaks causality or overruns a budget."""
+    """An unreadable schedule, or one that hangs, breaks causality or overruns a budget."""
 
 
 class StallError(OppoError, TimeoutError):
-    """A wait timed out; the message names rank, action and time."""
+    """A wait timed out."""
 
 
 class WorldError(OppoError, ConnectionError):
@@ -61,7 +61,7 @@ class WorldError(OppoError, ConnectionError):
 
 
 class RewardError(OppoError, RuntimeError):
-    """A reward failed or is not finite; failures never become scores."""
+    """A reward failed or is not finite."""
 
 
 class PluginError(OppoError, RuntimeError):
@@ -69,7 +69,7 @@ class PluginError(OppoError, RuntimeError):
 
 
 class SamplingError(OppoError, RuntimeError):
-    """Too few responses are worth training to fill a batch."""
+    """Too few responses are worth training."""
 
 
 class PlacementError(OppoError, RuntimeError):

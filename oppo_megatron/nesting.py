@@ -19,14 +19,14 @@ LEVEL = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 def read_json(text: str | bytes, **options: Any) -> Any:
-    """`json.loads` with a nesting limit.  Raises ValueError."""
+    """`json.loads` up to `DEEPEST`.  Raises ValueError."""
     text = text if isinstance(text, str) else text.decode(json.detect_encoding(text))
     check_json(text)
     return json.loads(text, **options)
 
 
 def read_strict_json(text: str, **options: Any) -> Any:
-    """`read_json` without duplicate names, NaN and infinity."""
+    """Refuse duplicate names, NaN and infinity, too."""
     return read_json(text, parse_constant=_refuse_constant, object_pairs_hook=_distinct, **options)
 
 
@@ -49,7 +49,7 @@ def check_json(text: str) -> None:
 
 
 def too_deep_at(text: str, deepest: int = DEEPEST) -> int | None:
-    """Return the position of the first bracket beyond `deepest`, or None."""
+    """Position of the first bracket beyond `deepest`, or None."""
     if text.count("[") + text.count("{") <= deepest:
         return None
     level = 0
@@ -76,7 +76,7 @@ def check_value(value: Any) -> None:
 
 
 def read_yaml(text: str | bytes) -> Any:
-    """`yaml.safe_load` after `check_yaml`.  Raises YAMLError or ValueError."""
+    """`yaml.safe_load`.  Raises YAMLError or ValueError."""
     import yaml
 
     check_yaml(text)
@@ -84,10 +84,7 @@ def read_yaml(text: str | bytes) -> Any:
 
 
 def check_yaml(text: str | bytes) -> set[str]:
-    """Return the values that contain a reference `${`.
-
-    Raises DataError if the text, aliases expanded, is too deep or large; YAMLError if it is not YAML.
-    """
+    """Return values with a reference `${`.  Raises DataError if too deep or large with aliases expanded, else YAMLError."""
     import yaml
 
     known: dict[str, tuple[int, int]] = {}  # by anchor: levels and nodes below it

@@ -39,7 +39,7 @@ REWARD = Signature(("prompt", "response", "fields"), "number")
 def load_entry_point(
     entry_point: str, options: Mapping[str, Any] | None = None, signature: Signature = REWARD, setting: str = "entry_point"
 ) -> Any:
-    """Return a function of the `signature`'s arguments and `options` as keywords.  Raises ConfigError naming the `setting`."""
+    """Return a function with its `options` bound.  Raises ConfigError naming the `setting`."""
     given = f"{setting}={entry_point!r}"
     name, colon, attribute = entry_point.rpartition(":")
     if not (name and colon and attribute):
@@ -57,14 +57,14 @@ def load_entry_point(
 
 @dataclass(frozen=True)
 class Plugin:
-    """A user's function.  A call raises PluginError, with the user's line."""
+    """A user's function.  Raises PluginError with the user's line."""
 
     function: Callable[..., Any]
     label: str
 
     @classmethod
     def load(cls, setting: str, value: str | Mapping[str, Any], signature: Signature) -> Plugin:
-        """`value`: an import path, or a mapping of `entry_point` and `options`."""
+        """`value`: import path, or mapping of `entry_point` and `options`."""
         entry_point, options = (value, {}) if isinstance(value, str) else (value["entry_point"], value.get("options") or {})
         function = load_entry_point(entry_point, options, signature, setting)
         return cls(partial(function, **options) if options else function, f"{setting} {entry_point}")
@@ -80,7 +80,7 @@ class Plugin:
 
 
 def said_of(error: BaseException) -> str:
-    """An exception's class, message, and the user's line that raised it."""
+    """Class, message, and the user's line."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg}, {error.filename}:{error.lineno}"
     name = "sys.exit" if isinstance(error, SystemExit) else type(error).__name__
@@ -116,7 +116,7 @@ def _module(name: str, attribute: str, given: str) -> ModuleType:
 
 
 def _from_file(path: Path) -> ModuleType:
-    """Import a file under a name that no installed module has."""
+    """Import a file under a unique name."""
     name = f"oppo_plugin_{path.stem}_{abs(hash(path.resolve()))}"
     if name in sys.modules:
         return sys.modules[name]

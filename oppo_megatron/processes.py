@@ -24,7 +24,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Let the kernel kill this process when the starting thread ends; exit now if `parent` is gone."""
+    """End this process when the starting thread ends, now if `parent` is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent not in (None, os.getppid()):
@@ -37,8 +37,6 @@ def hears(number: int) -> bool:
 
 
 class _Terminal(io.FileIO):
-    """Drops output after the terminal is closed."""
-
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
@@ -49,7 +47,6 @@ class _Terminal(io.FileIO):
 
 
 def outlive_terminal() -> None:
-    """Allow output after the terminal closes."""
     for name in ("stdout", "stderr"):
         stream = cast(io.TextIOWrapper, getattr(sys, name))
         if stream is getattr(sys, f"__{name}__") and stream is not None and stream.isatty():
@@ -65,14 +62,14 @@ def terminate(process: subprocess.Popen[bytes]) -> None:
 
 
 def limit_resource(what: int, most: int) -> None:
-    """Set soft and hard limit, at most the present hard limit."""
+    """Set soft and hard limit, up to the present hard limit."""
     _, hard = resource.getrlimit(what)
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(what, (most, most))
 
 
 def allow_processor_time(seconds: int) -> None:
-    """Grant `seconds` more CPU time, by the soft limit, whose signal kills."""
+    """Grant `seconds` more CPU time by the soft limit, whose signal kills."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = int(used.ru_utime + used.ru_stime) + 1 + seconds
@@ -87,7 +84,7 @@ def started(
     environment: Mapping[str, str] | None = None,
     own_session: bool = False,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process with its output in `log`, ended by `end` with the block.  Signals wait until it can be ended."""
+    """Run a process with output in `log`, ended by `end` with the block.  Signals wait until it can be ended."""
     held = _Held()
     process = None
     try:
@@ -109,7 +106,7 @@ def started(
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Delay signal handlers to the end of the block: some C++ libraries swallow an exception during import, or abort."""
+    """Delay signal handlers: some C++ libraries swallow an exception during import, or abort."""
     held = _Held()
     try:
         yield
@@ -127,7 +124,6 @@ class _Held:
             signal.signal(number, lambda number, frame: self._came.append(number))
 
     def deliver(self) -> None:
-        """A second call does nothing."""
         for number, handler in list(self._handlers.items()):
             signal.signal(number, handler)
             del self._handlers[number]

@@ -17,7 +17,7 @@ TIE = 2.0**-20
 
 
 def field_at(fields: Mapping[str, Any], name: str) -> Any:
-    """Return the column `name`; `a.b` is also key `b` of the object in column `a`.  Raises KeyError."""
+    """Column `name`; `a.b` is also key `b` of column `a`.  Raises KeyError."""
     if name in fields:
         return fields[name]
     column, _, rest = name.partition(".")
@@ -27,7 +27,7 @@ def field_at(fields: Mapping[str, Any], name: str) -> Any:
 
 
 def field_names(fields: Mapping[str, Any]) -> Iterator[str]:
-    """Yield every name that `field_at` accepts, except non-empty objects."""
+    """Names that `field_at` accepts, except non-empty objects."""
     for name, value in fields.items():
         if isinstance(value, Mapping) and value:
             yield from (f"{name}.{below}" for below in field_names(value))
@@ -36,7 +36,7 @@ def field_names(fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 def nearest_field(wanted: Iterable[str], names: Sequence[str]) -> str | None:
-    """Return the name most similar to one of `wanted`, also by its last key; None if none is near."""
+    """Name most similar to one of `wanted`, also by its last key; or None."""
     by_key = {name.rpartition(".")[2]: name for name in reversed(names)}
     for name in wanted:
         if found := difflib.get_close_matches(name, [*names, *by_key], n=1):
@@ -56,7 +56,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Members:
-    """Neighbouring sequence ids of a prompt's responses: `trained` ones, then a `greedy` one as their baseline."""
+    """Sequence ids of a prompt's responses: `trained`, then a `greedy` one as their baseline."""
 
     trained: int = 1
     greedy: bool = False
@@ -83,11 +83,7 @@ Lists = tuple[list[int], list[float], list[float], list[int]]
 
 
 class Rollout:
-    """A prompt's growing response; recorded rows are looked up only when needed.
-
-    `logprobs`: full distribution at the sampling temperature; `sampling_logprobs`: after top-k / top-p; `versions`: of the oldest
-    weights in a token's cache.
-    """
+    """A prompt's growing response; `logprobs`: full distribution; `sampling_logprobs`: after top-k / top-p."""
 
     __slots__ = (
         "_lists", "_position", "_recorded", "admission", "deferrals", "finish_clock", "finish_reason", "prompt",
@@ -106,7 +102,7 @@ class Rollout:
         finish_reason: FinishReason | None = None,
         recorded: Sequence[ChunkRows] = (),
     ):
-        """`recorded` is followed from its current end (`follow`)."""
+        """`recorded` is followed from its current end."""
         self.prompt, self.admission, self.deferrals = prompt, admission, deferrals
         self.finish_clock, self.finish_reason = finish_clock, finish_reason
         self._lists: Lists | None = None  # tokens, log-probs, sampling log-probs, versions; None until one is needed
@@ -146,7 +142,7 @@ class Rollout:
 
     @property
     def num_response_tokens(self) -> int:
-        """`len(tokens)`, without joining them."""
+        """Without joining them."""
         joined = 0 if self._lists is None else len(self._lists[0])
         if self._position == len(self._recorded):
             return joined
@@ -161,13 +157,13 @@ class Rollout:
         self.finish_clock, self.finish_reason = row.finish_clock, row.finish_reason
 
     def follow(self, recorded: Sequence[ChunkRows]) -> None:
-        """Count rows later added to `recorded` as appended; the caller sets `finish_clock`."""
+        """Count rows later added to `recorded`; the caller sets `finish_clock`."""
         if self._position < len(self._recorded):
             self._joined()
         self._recorded, self._position = recorded, len(recorded)
 
     def defer(self, recorded: Sequence[ChunkRows], dropped: int) -> None:
-        """Defer to a later batch.  `recorded` is the followed list without `dropped` chunks at the front."""
+        """Defer to a later batch; `recorded` has lost `dropped` chunks at its front."""
         self.deferrals += 1
         self._recorded, self._position = recorded, max(0, self._position - dropped)
 
@@ -199,7 +195,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class StepSignals:
-    """Signals of a step that control delta, the same on every rank."""
+    """Signals that control delta, the same on every rank."""
 
     reward_mean: float  # of the batch's scores, as they are trained on
     tail_waste: float  # share of the decode batch that ran empty: 1 - tokens / (decode steps x most sequences at once)

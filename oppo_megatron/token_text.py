@@ -11,14 +11,14 @@ INCOMPLETE = "\ufffd"  # what bytes of a character stand for until the last has 
 
 
 class Completing:
-    """Tokens that may end one of `strings`, judged by the token alone."""
+    """Tokens that may end one of `strings`."""
 
     def __init__(self, strings: Collection[str], decode: Decode):
         self._last, self._decode = frozenset(string[-1] for string in strings), decode
         self._known: dict[int, bool] = {}
 
     def __contains__(self, token: int) -> bool:
-        """True if a string's last character may come from the token; its text may lack a leading space."""
+        """True if a string's last character may come from the token."""
         if token not in self._known:
             text = self._decode([token])
             self._known[token] = INCOMPLETE in text or " " in self._last or any(last in text for last in self._last)
@@ -26,10 +26,7 @@ class Completing:
 
 
 class StepEnds:
-    """Finds a response's steps, each ended by the token that completes the `separator`, the last by the last token.
-
-    White-space steps do not count: a blank line may be one token or two.  A token ends at most one step.
-    """
+    """A response's steps, ended by the token that completes `separator`; one per token, white-space steps not counted."""
 
     def __init__(self, separator: str, decode: Decode):
         assert separator
@@ -37,7 +34,7 @@ class StepEnds:
         self._completing = Completing([separator], decode)
 
     def of(self, response: Sequence[int]) -> list[int]:
-        """Return the index of each step's last token."""
+        """Index of each step's last token."""
         assert len(response), "a response has one token at least"
         ends: list[int] = []
         rest = ""  # the text after the separator in the token of the last end

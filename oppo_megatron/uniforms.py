@@ -14,7 +14,7 @@ WORD = 2**64 - 1
 
 
 def uniforms(seed: int, seq_ids: Sequence[int], positions: Sequence[int]) -> list[float]:
-    """Return a number in [0, 1) each: 53 bits of a splitmix64 chain (Steele et al. 2014)."""
+    """A number in [0, 1) each: 53 bits of a splitmix64 chain (Steele et al. 2014)."""
     rows = zip(seq_ids, positions, strict=True)
     return [(_mix(row_state(seed, seq_id) ^ position) >> 11) * 2.0**-53 for seq_id, position in rows]
 
@@ -38,7 +38,7 @@ def _mix(x: int) -> int:
 
 
 def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """`_mix` of each; 64-bit numpy integers wrap around."""
+    """`_mix` of each."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -21,7 +21,7 @@ DEVIATION_EPS = 1e-4
 def token_rewards(
     scores_B: Tensor, kl_T: Tensor, lengths_B: Lengths, kl_coefficient: float, step_rewards_T: Tensor | None = None
 ) -> Tensor:
-    """-coefficient * KL plus the score at the last token, less its parts `step_rewards_T`, at their tokens, [T]."""
+    """Return -coefficient * KL + `step_rewards_T` + the rest of the score at the last token, [T]."""
     lengths_B = lengths_like(kl_T, lengths_B)
     rewards_T = -kl_coefficient * kl_T
     if step_rewards_T is not None:
@@ -32,10 +32,7 @@ def token_rewards(
 
 
 def compared(scores_B: Tensor, group_size: int, baseline: Baseline, scale: Scale, greedy_G: Tensor | None = None) -> Tensor:
-    """Scores minus baseline, divided by scale, [B]; in double precision, 0 in `equal_groups`, whose rounding errors would grow.
-
-    `greedy_G`: scores of greedy responses.
-    """
+    """Return (scores - baseline) / scale, [B], in float64; 0 in `equal_groups`.  `greedy_G`: scores of greedy responses."""
     scores_GN = scores_B.double().view(-1, group_size)
     centred_GN = _centred(scores_GN, baseline, None if greedy_G is None else greedy_G.double())
     if scale == "group_std":
@@ -48,7 +45,7 @@ def compared(scores_B: Tensor, group_size: int, baseline: Baseline, scale: Scale
 
 
 def equal_groups(scores_B: Tensor, group_size: int, greedy_G: Tensor | None = None) -> Tensor:
-    """True for groups whose scores, the greedy one included, are equal up to `TIE`, [G]."""
+    """True for groups with scores equal up to `TIE`, [G]."""
     scores_GN = scores_B.view(-1, group_size)
     if greedy_G is not None:
         scores_GN = torch.cat([scores_GN, greedy_G[:, None]], 1)
@@ -72,7 +69,7 @@ def _centred(scores_GN: Tensor, baseline: Baseline, greedy_G: Tensor | None) -> 
 
 
 def _best_worst(scores_GN: Tensor) -> Tensor:
-    """1 for a group's best, -1 for its worst (first of equals within half of `TIE`), else 0 (all NaN with a NaN)."""
+    """1 for a group's best, -1 for its worst (the first of equals), else 0; all NaN with a NaN."""
     signs_GN = torch.zeros_like(scores_GN)
     tie_G1 = TIE / 2 * scores_GN.abs().amax(1, keepdim=True)
     for sign in (1.0, -1.0):
@@ -87,10 +84,7 @@ def _deviation(x: Tensor, dim: int) -> Tensor:
 
 
 def gae(rewards_T: Tensor, values_T: Tensor, lengths_B: Lengths, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, both [T] (paper eq. 1; Schulman et al. 2016).
-
-    delta_t = r_t + gamma V_{t+1} - V_t, V = 0 after a row's end; A_t = sum_l (gamma lambda)^l delta_{t+l}, by doubling.
-    """
+    """Advantages and returns, both [T] (paper eq. 1; Schulman et al. 2016), with V = 0 after a row's end."""
     after_T = tokens_after(lengths_like(rewards_T, lengths_B))
     next_values_T = values_T.roll(-1).masked_fill(after_T == 0, 0.0)
     advantages_T = rewards_T + gamma * next_values_T - values_T
@@ -105,7 +99,7 @@ def gae(rewards_T: Tensor, values_T: Tensor, lengths_B: Lengths, gamma: float, g
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, sum and sum of squares, double precision; disjoint parts add up."""
+    """Sums in float64 that add up over disjoint parts."""
 
     count: int
     total: float
@@ -125,7 +119,7 @@ class Moments:
 
     @property
     def variance(self) -> float:
-        """Population variance, never negative."""
+        """Population variance."""
         return max(self.total_of_squares / self.count - self.mean**2, 0.0)
 
 
@@ -133,6 +127,6 @@ NOTHING_SEEN = Moments(0, 0.0, 0.0)
 
 
 def whiten(x_T: Tensor, moments: Moments | None = None) -> Tensor:
-    """Scale to mean 0 and population variance 1 by `moments` (default: its own)."""
+    """Scale to mean 0 and variance 1 by `moments` (default: its own)."""
     moments = moments or Moments.of(x_T)
     return (x_T - moments.mean) / math.sqrt(moments.variance + WHITEN_EPS)

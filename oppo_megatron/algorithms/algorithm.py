@@ -73,7 +73,7 @@ class Algorithm:
         return not self.choices.pairs or self.group_size == 2
 
     def units(self, rows: Sequence[int], experience: Experience | None = None) -> list[list[int]]:
-        """Rows that an update reads, in units that must share a micro-batch; `experience` may be None if `reads_known`."""
+        """Rows to read, in units that share a micro-batch; `experience` may be None if `reads_known`."""
         if not self.choices.pairs:
             return [[row] for row in rows]
         groups = [row // self.group_size for row in rows[:: self.group_size]]
@@ -85,7 +85,7 @@ class Algorithm:
     def ratio_base(
         self, behaviour_logp_T: Tensor, proximal_logp_T: Tensor | None, lengths_B: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """The ratio's base log-probs and importance weights (None: 1), both [T]."""
+        """Base log-probs and importance weights (None: 1), both [T]."""
         base_T, weight_T = ratio_base(behaviour_logp_T, proximal_logp_T, self.ppo.staleness, self.choices.ratio, lengths_B)
         return base_T, weight_T if self.loss is None else None  # a custom loss weights its tokens itself
 
@@ -98,7 +98,7 @@ class Algorithm:
     def actor_loss(
         self, logp_T: Tensor, entropy_T: Tensor, targets: ActorTargets, kl_coefficient: float, num_tokens: int
     ) -> tuple[Tensor, TokenStats]:
-        """`num_tokens`: read of the global minibatch."""
+        """`num_tokens`: of the global minibatch."""
         if self.dpo is not None:
             return pair_loss(logp_T, entropy_T, targets, self.dpo, num_tokens, token_noise(self.dtype))
         surrogate = Surrogate.of(self.choices, self.ppo, self.loss)

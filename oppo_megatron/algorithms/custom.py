@@ -89,13 +89,13 @@ class CustomAdvantage:
 
 @dataclass(frozen=True)
 class CustomLoss:
-    """`algorithm.loss`: gives token losses [L], each of its own log-prob only, or a response's loss []: their sum (or `mean`)."""
+    """`algorithm.loss`: returns token losses [L], each of its own log-prob only, or their sum (or `mean`), []."""
 
     plugin: Plugin
     mean: bool  # with `reduction: sequence_mean`
 
     def losses(self, logp_T: Tensor, columns: Mapping[str, Tensor], lengths: Sequence[int], counts: Mapping[str, int]) -> Tensor:
-        """Return a micro-batch's token losses, [T]; `columns` [T] and `counts` by names of `LossInputs`.  Raises PluginError."""
+        """Token losses, [T]; `columns` [T] and `counts` by names of `LossInputs`.  Raises PluginError."""
         parts = {name: x_T.split(list(lengths)) for name, x_T in columns.items()}
         found, foreign = [], []
         for row, logp_L in enumerate(logp_T.split(list(lengths))):
@@ -128,7 +128,6 @@ class CustomLoss:
 
 
 def _versions(inputs: AdvantageInputs | LossInputs) -> list[int]:
-    """torch's counters of in-place changes."""
     return [x._version for field in fields(inputs) if isinstance(x := getattr(inputs, field.name), Tensor)]
 
 

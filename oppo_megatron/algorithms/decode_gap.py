@@ -18,7 +18,7 @@ GAP_STATS = ("max_logprob_gap", "max_usual_gap", "num_fresh", "num_beyond")
 
 @dataclass(frozen=True)
 class GapLimit:
-    """`nats`: the largest difference (None: any); with `by_rounding` outliers and large logits may exceed it."""
+    """`nats`: largest difference (None: any); with `by_rounding`, outliers and large logits may exceed it."""
 
     nats: float | None = None
     by_rounding: bool = False
@@ -29,7 +29,7 @@ class GapLimit:
 
 
 def gap_stats(difference_R: Tensor, largest_R: Tensor, fresh_R: Tensor, limit: GapLimit) -> dict[str, Tensor]:
-    """Sums and maxima for `judged_gap`.  Log-probs in training - at decoding; largest absolute logits; 1 for equal weights."""
+    """Sums and maxima for `judged_gap`; log-probs in training - at decoding, `fresh_R`: 1 for equal weights."""
     gap_R = difference_R.double().abs() * fresh_R
     usual_R = gap_R / rounding_scale(largest_R)
     beyond_R = usual_R > (limit.nats or torch.inf)
@@ -42,10 +42,7 @@ def gap_stats(difference_R: Tensor, largest_R: Tensor, fresh_R: Tensor, limit: G
 
 
 def token_noise(dtype: str) -> float:
-    """Bound (nats) of the rounding error in a token's log-prob difference; n tokens have sqrt(n) times this.
-
-    Measured: at most 3e-6 in float32, 0.08 in bfloat16.
-    """
+    """Bound (nats) of a log-prob's rounding error (measured: 3e-6 in float32, 0.08 in bfloat16); n tokens: times sqrt(n)."""
     return APART[dtype] / 4
 
 
@@ -57,5 +54,5 @@ def judged_gap(limit: GapLimit, *, max_logprob_gap: float, max_usual_gap: float,
 
 
 def rounding_scale(largest_R: Tensor) -> Tensor:
-    """Rounding error relative to usual logits', a power of two >= 1, [R]."""
+    """Rounding error relative to usual logits', a power of two, [R]."""
     return torch.exp2((largest_R.double() / USUAL_LOGIT).clamp(min=1.0).log2().floor())

@@ -20,7 +20,7 @@ from oppo_megatron.errors import NumericsError, RewardError
 
 @dataclass(frozen=True)
 class GreedyRows:
-    """Greedy responses, one per prompt; not rows of the batch."""
+    """A greedy response per prompt, outside the batch."""
 
     scores_G: Tensor
     lengths_G: Tensor
@@ -32,7 +32,7 @@ class GreedyRows:
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """A finished batch; responses to one prompt are neighbours."""
+    """A batch; responses to one prompt are neighbours."""
 
     behaviour_logp_T: Tensor  # recorded at sampling
     reference_logp_T: Tensor | None  # None without a reference
@@ -48,7 +48,7 @@ class ScoredBatch:
 
     @property
     def all_scores(self) -> Tensor:
-        """Scores of rows and greedy responses, [B + G]."""
+        """Scores of rows, then greedy responses, [B + G]."""
         return self.scores_B if self.greedy is None else torch.cat([self.scores_B, self.greedy.scores_G])
 
 
@@ -58,7 +58,7 @@ PAIRED = ("pairs", "ties", "chosen_reward_mean", "rejected_reward_mean")
 
 @dataclass(frozen=True)
 class ExperienceStats:
-    """Summary of a batch; standard deviations are of the population.  None: the run has no such role."""
+    """Summary of a batch, with population deviations.  None: no such role."""
 
     score_mean: float  # before clipping
     score_std: float
@@ -109,12 +109,7 @@ def build_experience(
     seen: Moments = NOTHING_SEEN,
     custom: CustomAdvantage | None = None,
 ) -> Experience:
-    """Compute rewards, advantages and returns, without gradient.
-
-    Scores are clipped, normalised (`seen`: earlier batches), then replaced by `ppo.truncated`.  The KL enters scores with
-    `kl.mode: score`, token rewards with `penalty`.  Without a critic, A_t = sum over u >= t of gamma^(u-t) r_u.  With `check`,
-    raises RewardError for a non-finite score, NumericsError for other non-finite quantities.
-    """
+    """Return rewards, advantages and returns; with `check`, raises RewardError for a non-finite score, else NumericsError."""
     lengths_B = lengths_like(scored.behaviour_logp_T, scored.lengths_B)
     if check:
         _check_inputs(scored, lengths_B)
@@ -164,7 +159,7 @@ def _rewards(
     kl_coefficient: float,
     custom: CustomAdvantage | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Token rewards, the same with compared scores (None: not compared), and custom advantages, [T] each."""
+    """Token rewards, the same with compared scores (or None), custom advantages, [T] each."""
     scores_B = scores.trained_B
     if kl_T is not None and ppo.kl.mode == "score":
         scores_B = scores_B - kl_coefficient * row_sums(kl_T, lengths_B)
@@ -204,7 +199,7 @@ class _Scores(NamedTuple):
 
 
 def _trained_scores(scored: ScoredBatch, ppo: PPOConfig, seen: Moments) -> _Scores:
-    """Clip, normalise and shape the scores; greedy ones by the moments of the trained ones."""
+    """Clip, normalise and shape scores; greedy ones by the trained ones' moments."""
 
     def clipped(scores_B: Tensor) -> Tensor:
         return scores_B if ppo.reward_clip is None else scores_B.clamp(-ppo.reward_clip, ppo.reward_clip)
@@ -250,7 +245,7 @@ def _summarise(
 
 
 def with_pairs(experience: Experience, scored: ScoredBatch, knows_kl: bool) -> Experience:
-    """Add the rows (advantages 1 and -1) and figures of pairs; `knows_kl`: the reference has the sampling temperature."""
+    """Add rows (advantages 1 and -1) and figures of pairs; `knows_kl`: the reference has the sampling temperature."""
     signs_B, scores_B = experience.advantages_T[last_tokens(experience.lengths_B)], scored.scores_B.double()
     chosen, rejected = scores_B[signs_B > 0], scores_B[signs_B < 0]
     pairs = chosen.numel()

@@ -24,9 +24,9 @@ Estimator = Literal["k1", "k2", "k3"]
 def kl_per_token(logp_T: Tensor, reference_logp_T: Tensor, estimator: Estimator) -> Tensor:
     """Estimate KL(actor || reference) in nats, [T], with d = log actor - log reference (J. Schulman 2020):
 
-    k1 = d                unbiased, of either sign; as a loss, its expected gradient is zero
-    k2 = d^2 / 2          never negative, biased; its expected gradient is the KL's
-    k3 = exp(-d) - 1 + d  never negative, unbiased within the actor's support; expected gradient of KL(reference || actor)
+    k1 = d                unbiased; as a loss, its expected gradient is zero
+    k2 = d^2 / 2          biased; its expected gradient is the KL's
+    k3 = exp(-d) - 1 + d  unbiased; expected gradient of KL(reference || actor)
     """
     d_T = logp_T - reference_logp_T
     if estimator == "k1":
@@ -35,7 +35,7 @@ def kl_per_token(logp_T: Tensor, reference_logp_T: Tensor, estimator: Estimator)
 
 
 def with_reverse_gradient(kl_T: Tensor, logp_T: Tensor, old_logp_T: Tensor) -> Tensor:
-    """k1 or k3 of tokens drawn by `old`, with the KL's expected gradient: times actor / old (arXiv 2506.09477, 2512.21852)."""
+    """k1 or k3 of tokens drawn by `old`, times actor / old for the KL's gradient (arXiv 2506.09477, 2512.21852)."""
     return kl_T * (logp_T - old_logp_T).exp()
 
 
@@ -47,8 +47,7 @@ def row_weights(
     token_mean        1/T                     sequence_mean     1/(N |o|)          constant     1/(N L_max)
     group_token_mean  1/(G tokens of group)   sequence_sum      1/N
 
-    G counts groups; L_max is `longest` (arXiv 2503.20783).  Rows not in `counted_N` weigh 0 but count in N and G, as with TRL's
-    `mask_truncated_completions` (1.12.0).
+    G groups; L_max: `longest` (arXiv 2503.20783).  Rows not in `counted_N` weigh 0 but count in N and G (as in TRL 1.12.0).
     """
     num_tokens, num_rows = sum(lengths_N), len(lengths_N)
     counted_N = [True] * num_rows if counted_N is None else counted_N
@@ -129,9 +128,7 @@ class Surrogate:
 
 
 def log_ratios(logp_T: Tensor, old_logp_T: Tensor, ratio: Ratio, lengths_R: Tensor | None) -> Tensor:
-    """Log of each token's ratio, [T]; of a response with `sequence`: mean (GSPO, arXiv 2507.18071 eq. 7), `sequence_token`: mean
-    with the token's own gradient (eq. 14), `sequence_product`: sum.
-    """
+    """Log ratios, [T]; responses: `sequence` mean (arXiv 2507.18071 eq. 7), `sequence_token` eq. 14, `sequence_product` sum."""
     d_T = logp_T - old_logp_T
     if ratio == "token":
         return d_T
@@ -154,11 +151,7 @@ def ratio_base(
     ratio: Ratio = "token",
     lengths_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The ratio's base log-probs and importance weights, both [T], without gradient.
-
-    behaviour: recorded at sampling, no weight.  decoupled: recomputed at the step's start, with min(proximal / behaviour,
-    `WEIGHT_CAP`), a response's if the `ratio` is (Hilton et al. 2022, AReaL 2025).
-    """
+    """Base log-probs and weights, [T]; decoupled: min(proximal / behaviour, `WEIGHT_CAP`) (Hilton et al. 2022, AReaL 2025)."""
     if correction == "behaviour":
         return behaviour_logp_T.detach(), None
     assert proximal_logp_T is not None, "correction 'decoupled' needs the log-probs recomputed at the step's start"
@@ -172,7 +165,7 @@ Terms = Callable[[Tensor, Tensor, Tensor, Surrogate], tuple[Tensor, Tensor]]
 
 
 def _clip(logp_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, surrogate: Surrogate) -> tuple[Tensor, Tensor]:
-    """A token loses its gradient if its ratio is out of range on the side its advantage moves it to."""
+    """Tokens out of range on the side their advantage moves them to lose their gradient."""
     gains_T, held_T = ratio_T * advantages_T, ratio_T.clamp(*surrogate.range) * advantages_T
     losses_T, lost_T = -torch.minimum(gains_T, held_T), held_T < gains_T
     if surrogate.dual_clip is not None:
@@ -183,7 +176,7 @@ def _clip(logp_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, surrogate: Surr
 
 
 def _cispo(logp_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, surrogate: Surrogate) -> tuple[Tensor, Tensor]:
-    """A token loses the part of its weight above the cap."""
+    """Tokens lose the part of their weight above the cap."""
     assert surrogate.ratio_cap is not None, "objective cispo needs a ratio_cap"
     capped_T = ratio_T.detach().clamp(max=surrogate.ratio_cap)
     kept_T = (surrogate.ratio_cap / ratio_T.detach()).clamp(max=1)  # finite for a ratio of 0, too
@@ -198,7 +191,7 @@ OBJECTIVES: Mapping[Objective, Terms] = {"clip": _clip, "cispo": _cispo, "plain"
 
 
 def policy_loss(logp_T: Tensor, targets: ActorTargets, surrogate: Surrogate, num_tokens: int) -> tuple[Tensor, PolicyStats]:
-    """The importance-weighted surrogate (with `clip`: minus paper eq. 2) and its statistics."""
+    """Importance-weighted surrogate (`clip`: minus paper eq. 2) and statistics."""
     old_logp_T, lengths_R = targets.old_logp_T, targets.lengths_R
     ratio_T = log_ratios(logp_T, old_logp_T, surrogate.ratio, lengths_R).exp()
     if surrogate.custom is not None:
@@ -252,7 +245,7 @@ def actor_loss(
     kl_coefficient: float,
     num_tokens: int,
 ) -> tuple[Tensor, PolicyStats]:
-    """Surrogate + KL term (with `kl.mode: loss`) - entropy bonus, by the same weights."""
+    """Surrogate + KL term (`kl.mode: loss`) - entropy bonus, equally weighted."""
     loss, stats = policy_loss(logp_T, targets, surrogate, num_tokens)
     if targets.reference_logp_T is not None:
         kl_T = kl_per_token(logp_T, targets.reference_logp_T, ppo.kl.formula)

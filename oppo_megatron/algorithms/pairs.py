@@ -35,7 +35,7 @@ class PairStats(TokenStats):
 
 
 def rows_of_pairs(signs_B: Tensor, group_size: int) -> list[list[int]]:
-    """Each group's rows with signs (1: best, -1: worst), or its first two without a pair."""
+    """Each group's rows by sign (1: best, -1: worst), or its first two."""
     found = []
     for first, signs in zip(range(0, signs_B.numel(), group_size), signs_B.view(-1, group_size).tolist(), strict=True):
         places = [place for place, sign in enumerate(signs) if sign] or [0, 1]
@@ -52,7 +52,7 @@ def pair_weights(num_tokens: int, counted_N: Sequence[bool]) -> list[float]:
 def pair_loss(
     logp_T: Tensor, entropy_T: Tensor, targets: ActorTargets, rule: DPOLossConfig, num_tokens: int, noise: float
 ) -> tuple[Tensor, PairStats]:
-    """Share of the minibatch's mean loss; a pair's rows are neighbours, the better's advantages > 0, shares by `pair_weights`."""
+    """Share of the minibatch's mean loss; a pair's rows are neighbours, with `pair_weights`; the better's advantages > 0."""
     assert targets.lengths_R is not None and targets.share_T is not None and targets.reference_logp_T is not None
     lengths_R = targets.lengths_R
     ends_R = last_tokens(lengths_R)

@@ -28,17 +28,14 @@ FLOAT32 = token_noise("float32")
 
 
 def sequence_sums(logp_R: Tensor, counts: Sequence[int]) -> Tensor:
-    """Sum of each sequence's `counts` rows in float64, [S]."""
+    """Sum of each sequence's `counts` rows, [S]."""
     return torch.stack([piece.sum() for piece in logp_R.double().split(list(counts))])
 
 
 def pair_columns(
     logp_S: Tensor, reference_S: Tensor, counts_S: Tensor, rule: DPOLossConfig, noise: float = FLOAT32
 ) -> dict[str, Tensor]:
-    """Each pair's `loss` and, without gradient, implicit rewards and their difference, [P].  Log-probs are sums over `counts_S`.
-
-    `accuracy`: 1/2 if the difference may be rounding (`noise` per token).
-    """
+    """Each pair's `loss`, implicit rewards and their difference, [P]; `accuracy`: 1/2 within `noise` per token."""
     scale_S = 1.0 / counts_S if rule.average else torch.ones_like(reference_S)
     ratio_P2 = ((logp_S - reference_S) * scale_S).view(-1, 2)
     chosen_P, rejected_P = ratio_P2.unbind(-1)
@@ -59,7 +56,7 @@ def pair_columns(
 
 
 def margin_losses(margin_P: Tensor, rule: DPOLossConfig) -> Tensor:
-    """Loss of each margin, [P], without the `nll` term."""
+    """Loss per margin, [P], without `nll`."""
     scaled_P, flipped = rule.beta * margin_P, rule.label_smoothing
     if rule.loss == "hinge":
         return torch.relu(1 - scaled_P)
@@ -80,10 +77,7 @@ def row_columns(
     point: float,
     noise: float = FLOAT32,
 ) -> dict[str, Tensor]:
-    """Each row's `loss` and, without gradient, `margin`, its implicit reward's distance from z0 (`point`), [S].
-
-    `sign_S`: 1 for wanted rows, -1 for unwanted.
-    """
+    """Each row's `loss` and `margin`, its implicit reward's distance from z0 (`point`), [S].  `sign_S`: 1 wanted, -1 unwanted."""
     ratio_S = logp_S - reference_S
     margin_S = rule.beta * sign_S * (ratio_S - point)
     weight_S = torch.full_like(sign_S, rule.unwanted, dtype=torch.float64).masked_fill(sign_S > 0, rule.wanted)
@@ -98,12 +92,12 @@ def row_columns(
 
 
 def mean_loss(columns: Mapping[str, Tensor], num_rows: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Share of the mean over `num_rows`, and sums over the micro-batch's `count` rows."""
+    """Share of the mean over `num_rows`, and the micro-batch's sums."""
     share = columns["loss"].sum() / num_rows
     return share.float(), {"count": count(columns["loss"])} | {name: total(each) for name, each in columns.items()}
 
 
 def table_of(columns: Mapping[str, Tensor], metrics: Sequence[str]) -> Tensor:
-    """1 and the `metrics` of each row, [N, 1 + K] in float64."""
+    """1 and the `metrics` of each row, [N, 1 + K]."""
     found = [columns[name].detach().double() for name in metrics]
     return torch.stack([torch.ones_like(found[0]), *found], -1)

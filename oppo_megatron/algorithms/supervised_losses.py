@@ -40,12 +40,12 @@ def preference_table(scores_P2: Tensor) -> Tensor:
 
 
 def means(stats: Mapping[str, float]) -> dict[str, float]:
-    """Divide summed statistics by `count`; {} for {} (an early pipeline stage)."""
+    """Divide sums by `count`; {} for {} (an early pipeline stage)."""
     return {name: value / stats["count"] for name, value in stats.items() if name != "count"}
 
 
 def step_loss(logits_R: Tensor, labels_R: Tensor, num_labels: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean binary cross-entropy (nats) of labels from 0 to 1; sigmoid(logit) is the probability of 1."""
+    """Mean binary cross-entropy (nats) of labels from 0 to 1."""
     _, losses_R, right_R = step_table(logits_R, labels_R).unbind(-1)
     return losses_R.sum() / num_labels, {"count": count(losses_R), "loss": total(losses_R), "accuracy": total(right_R)}
 
@@ -66,7 +66,7 @@ def step_scores(logits_S: Tensor) -> Tensor:
 def response_scores(
     scores_S: Tensor, counts: Sequence[int], how: Literal["last", "min", "sum", "potential"]
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores [B] of steps' scores (`counts` per response), and the steps' shares [S] (None: steps earn nothing)."""
+    """Scores [B] of steps' scores (`counts` per response), and steps' shares [S] (None: no step rewards)."""
     rows = scores_S.split(list(counts))
     if how == "min":
         return torch.stack([row.amin() for row in rows]), None

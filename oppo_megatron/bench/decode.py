@@ -1,8 +1,8 @@
 """Decode speed of this engine, Hugging Face `generate` and megatron-core's context, on the same weights.
 
-Legend: B sequences, P prompt tokens, N decode steps up to the last sequence's end, V vocabulary.
+B sequences, P prompt tokens, N decode steps up to the last sequence's end, V vocabulary.
 
-Results are medians of peers that take turns.  Decode steps after the prefill, and tokens within given lengths, count.
+Results are medians of peers that take turns. Decode steps after the prefill, and tokens within given lengths, count.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class DecodeWork:
 
     @property
     def stopping(self) -> Stopping:
-        """Sequences end after the prefill's token and 1 to `new_tokens` decoded ones.  Raises ConfigError or DataError."""
+        """1 to `new_tokens` decoded tokens after the prefill's. Raises ConfigError or DataError."""
         limit = self.new_tokens + 1
         if self.forced_lengths is None:
             return Stopping((), limit)
@@ -90,7 +90,7 @@ Decode = Callable[[Tensor, Sequence[int]], tuple[float, Tensor]]
 
 @dataclass(frozen=True)
 class StepLoop:
-    """This engine's unit step in a bare loop with argmax."""
+    """The engine's unit step in a bare loop with argmax."""
 
     model: RoleModel
 
@@ -110,7 +110,7 @@ class StepLoop:
 
 
 def decode_round(rounds: RoundRunner, rollouts: Sequence[Rollout], steps: int, score: Sequence[Rollout] = ()) -> None:
-    """Run a round and record it in the rollouts; `score` is scored as it was before."""
+    """Run and record a round; `score` is scored as it was before."""
     chunk = rounds.run(rollouts, score, steps, Decoding(0, 0, Unending))
     assert chunk is not None
     held = {r.seq_id: r for r in rollouts}
@@ -123,7 +123,7 @@ def decode_round(rounds: RoundRunner, rollouts: Sequence[Rollout], steps: int, s
 
 @dataclass(frozen=True)
 class Engine:
-    """Decoding as in training: rounds of decode micro-steps, with sampling, log-probs and bookkeeping."""
+    """Rounds of decode micro-steps as in training, with sampling and log-probs."""
 
     model: RoleModel
     stopping: Stopping
@@ -191,7 +191,7 @@ def now(device: torch.device) -> float:
 
 
 def bench_decode(work: DecodeWork, names: Sequence[str], out: Path) -> dict[str, Any]:
-    """Measure the named `PEERS`; write decode.json and decode.png.  Raises ConfigError, DataError or OSError before it."""
+    """Measure the named `PEERS`; write decode.json and decode.png. Raises ConfigError, DataError or OSError before it."""
     stopping = work.stopping
     out.mkdir(parents=True, exist_ok=True)
     runtime = RuntimeConfig(device="cpu").with_threads(work.threads)
@@ -250,7 +250,7 @@ def _build_peers(work: DecodeWork, names: Sequence[str], world: World, scratch: 
 
 
 def _measure(peers: Mapping[str, Decode], work: DecodeWork, lengths_B: Sequence[int]) -> list[dict[str, Any]]:
-    """Return a row per peer.  `same_tokens`: share equal to the first greedy peer's (the engine samples)."""
+    """A row per peer. `same_tokens`: share equal to the first greedy peer's (the engine samples)."""
     batch = len(lengths_B)
     within_BN = torch.arange(max(lengths_B)) < torch.tensor(lengths_B)[:, None]
     generator = torch.Generator().manual_seed(batch)

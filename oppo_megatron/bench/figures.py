@@ -1,7 +1,7 @@
 """Figures from the metrics of several runs of one configuration.
 
-Seconds are medians over steps after the first (steady steps), shares are ratios of their sums, totals cover all steps.
-Inter-step overlap moves work between steps, so only totals with the same prompts and forced lengths compare equal work.
+Seconds are medians over steady steps, shares are ratios of sums, totals cover all steps. Inter-step overlap moves work between
+steps, so only totals with the same prompts and forced lengths compare equal work.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def figures(runs: Sequence[Lines]) -> dict[str, Any]:
 
 
 def steady(runs: Sequence[Lines]) -> list[Mapping[str, Any]]:
-    """Steps after the first of all runs; the first too if a run has only one."""
+    """Steps after the first of all runs, or a run's only one."""
     return [line for run in runs for line in (run[1:] or run)]
 
 

@@ -1,6 +1,6 @@
 """Benchmark one GPU within a time limit: decoding, scoring during it, and PPO steps against TRL's.
 
-Each part has its own processes and share of the time.  `gpu_parts.py` loads models, `benchmarks/peers` has TRL's runner.
+Each part has its own processes. `gpu_parts.py` loads models, `benchmarks/peers` has TRL's runner.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class GpuWork:
 
 @dataclass
 class GpuBench:
-    """Measures models within `seconds`.  `trl`: the script for TRL's trainer, and a Python with TRL."""
+    """`trl`: the script for TRL's trainer, and a Python with TRL."""
 
     out: Path
     work: GpuWork
@@ -105,7 +105,7 @@ class GpuBench:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self, sizes: Mapping[str, Shape]) -> dict[str, Any]:
-        """Write `out/gpu.json` after every row; return its content.  Raises ConfigError if it exists."""
+        """Write `out/gpu.json` after every row; return its content. Raises ConfigError if it exists."""
         if (self.out / "gpu.json").exists():
             raise ConfigError(
                 f"{self.out} holds an earlier measurement, which is not overwritten; name another folder with --out"
@@ -158,7 +158,7 @@ class GpuBench:
         self._add_steps(row, lines, ("step_s", "decode_s", "train_s"), why_not)
 
     def _trl(self, size: str, shape: Shape, inputs: tuple[Path, Path], seconds: float) -> None:
-        """Run TRL on the same weights, prompts and lengths, with as many rows as fit."""
+        """Run TRL on the same work, with as many rows as fit."""
         out = self.out / size / "trl"
         row: dict[str, Any] = {"size": size, "part": "ppo", "variant": "TRL"}
         if self.trl is None or not self.trl[0].is_file():
@@ -253,7 +253,7 @@ class GpuBench:
 
 
 def require_gpu() -> float:
-    """Return the device's memory in bytes.  Raises ConfigError without one."""
+    """Memory in bytes. Raises ConfigError without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -295,7 +295,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def run_within(command: Sequence[str], seconds: float, log: Path) -> Generator[str | None, None, None]:
-    """Run a command, output in `log`; yield None each second and finally why it did not finish.  Its descendants end with it."""
+    """Run a command, output in `log`; yield None each second and finally why it did not finish. Its descendants end with it."""
     with started(command, log, end=_end) as process:
         end = time.monotonic() + seconds
         while process.poll() is None and time.monotonic() < end:

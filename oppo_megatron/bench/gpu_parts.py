@@ -93,9 +93,8 @@ class Bench:
         return 2 * source.numel() / min(self.seconds(lambda: target.copy_(source)) for _ in range(10))
 
     def against_limit(self, row: dict[str, Any], responses: Sequence[tuple[int, int]], bandwidth: float) -> dict[str, Any]:
-        """Add the rate allowed by memory reads; `responses`: (context, decoded tokens), started together.
-
-        A decode step reads all weights once, and the running sequences' keys and values.
+        """Add the rate allowed by memory reads: all weights per step, and keys and values; `responses`: (context, decoded
+        tokens).
         """
         tokens, steps = sum(count for _, count in responses), max(count for _, count in responses)
         positions = sum(count * context + count * (count - 1) // 2 for context, count in responses)
@@ -142,7 +141,7 @@ def new_rounds(bench: Bench, model: RoleModel, sync_steps: int | None, layout: K
 
 
 def _steady(bench: Bench, model: RoleModel, sync_steps: int | None, layout: KVLayout, bandwidth: float) -> dict[str, Any]:
-    """Measure steps without a finished sequence, after warm-up and graph capture."""
+    """Steps without a finished sequence, after warm-up and graph capture."""
     rounds = new_rounds(bench, model, sync_steps, layout, Stopping((), bench.work.response_tokens))
     assert rounds.decode is not None
     rollouts, steps = bench.rollouts(), bench.work.steady_steps
@@ -155,7 +154,7 @@ def _steady(bench: Bench, model: RoleModel, sync_steps: int | None, layout: KVLa
 
 
 def _long_tail(bench: Bench, model: RoleModel, bandwidth: float) -> dict[str, Any]:
-    """Measure rounds to the last sequence's end; the first pass, with graph capture, is separate."""
+    """Rounds to the last sequence's end; the first pass, with graph capture, is separate."""
     work, most = bench.work, bench.work.response_tokens
     lengths = log_normal(ForcedLengths(median=work.median, sigma=work.sigma))
     rounds = new_rounds(bench, model, None, "auto", Stopping((), most, ForcedLimits(lengths, most, seed=1)))
@@ -196,7 +195,7 @@ def measure_overlap(bench: Bench) -> None:
 
 
 def _hidden(bench: Bench, rounds: RoundRunner) -> dict[str, Any]:
-    """Return medians of several turns; `hidden_percent`: share of the scoring time that decoding hides."""
+    """Medians of several turns; `hidden_percent`: share of the scoring time that decoding hides."""
     decoded = 1 + 3 * (1 + REPEATS)  # all these chunks have to be within the limit
     chunk = max(1, min(bench.work.chunk_tokens, (bench.work.response_tokens - 1) // decoded))
     rollouts = bench.rollouts()

@@ -1,4 +1,4 @@
-"""Time saved by overlap: one configuration, seed and prompts in every mode of the loop, in one or several placements."""
+"""Time saved by overlap: one configuration and seed in every mode of the loop, in several placements."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RANK_COLUMNS = {"placement": "placement", "mode": "mode", "rank": "rank"} | {f"{
 def bench_overlap(
     suite: Suite, config: TrainConfig, modes: Sequence[str], placements: Sequence[str], cores: int
 ) -> dict[str, Any]:
-    """Run every mode in every placement on `cores` cores; write overlap.json, overlap.png and utilization.png."""
+    """Run on `cores` cores; write overlap.json, overlap.png and utilization.png."""
     configs = {
         f"{placement}/{mode}": switched(placed(config, placement, cores), mode) for placement in placements for mode in modes
     }
@@ -54,7 +54,7 @@ def known_modes(config: TrainConfig) -> list[str]:
 
 
 def placed(config: TrainConfig, placement: str, cores: int) -> TrainConfig:
-    """Return the configuration in another placement, without the roles' own ranks and layouts."""
+    """The configuration in another placement, without the roles' own ranks and layouts."""
     if placement == "pair":
         return config
     single = placement == "single"
@@ -95,7 +95,7 @@ def compare(configs: Mapping[str, TrainConfig], runs: Runs) -> dict[str, Any]:
 
 
 def nothing_waits(placement: str, runs: Runs) -> dict[str, Any]:
-    """Return each mode's time over the least: the work of the busiest rank in the sequential run."""
+    """Each mode's time over the least: the work of the busiest rank in the sequential run."""
     own = [work_seconds(run.path) for run in runs[f"{placement}/sequential"]]
     ranks = []
     for rank in sorted(own[0]):

@@ -1,4 +1,4 @@
-"""Compared runs: ordinary PPO runs in their own directories, which take turns.
+"""Ordinary PPO runs in their own directories, which take turns.
 
 With forced lengths, runs of equal steps decode the same tokens, because every decoded rollout is trained in the end.
 """
@@ -48,7 +48,7 @@ Runs = Mapping[str, Sequence[Run]]
 
 @dataclass(frozen=True)
 class Suite:
-    """Makes the runs of a benchmark in `out`; `resume`: reuse finished runs (None: no such option)."""
+    """`resume`: reuse finished runs (None: no such option)."""
 
     out: Path
     repeats: int
@@ -57,7 +57,7 @@ class Suite:
     resume: bool | None = None
 
     def run(self, configs: Mapping[str, TrainConfig]) -> dict[str, list[Run]]:
-        """Run each configuration `repeats` times in turn (A B C A B C), each in `out/NAME-TURN`.
+        """Run each `repeats` times in turn (A B C A B C), in `out/NAME-TURN`.
 
         Raises ConfigError before the first run, BenchError if one fails, BenchStopped if asked to stop.
         """

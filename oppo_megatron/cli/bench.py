@@ -206,7 +206,7 @@ def add_resume_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def load_base(args: argparse.Namespace, inputs: str = "inputs") -> TrainConfig:
-    """Return the checked configuration of the arguments; random prompts go to `OUT/inputs`.  Raises ConfigError."""
+    """Random prompts go to `OUT/inputs`. Raises ConfigError."""
     refuse_given_ranks("`oppo bench` starts the ranks of each run itself; call it without torchrun or srun")
     refuse_figures(args.out / args.figures)
     from oppo_megatron.bench.suite import bare
@@ -235,7 +235,7 @@ def new_suite(args: argparse.Namespace) -> Suite:
 
 
 def chosen(option: str, names: Sequence[str] | None, known: Sequence[str]) -> list[str]:
-    """Return `names`, or all known names for None or `all`.  Raises ConfigError."""
+    """Return `names`, or all known ones for None or `all`. Raises ConfigError."""
     asked = [name for name in names or ["all"] if name != "all"]
     if unknown := [name or "''" for name in asked if name not in known]:
         raise ConfigError(f"{option} names {', '.join(unknown)}; choose from {', '.join(known)}, or all")

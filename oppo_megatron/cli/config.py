@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _explanation(kinds: Mapping[str, type[Section]], key: str, here: Section | None) -> Iterator[str]:
-    """Yield the explanation of `key`, once for commands that share it, with its value in `here`.  Raises ConfigError."""
+    """Yield the explanation of `key`, once for commands that share it, with its value in `here`. Raises ConfigError."""
     found: dict[tuple[str, ...], list[str]] = {}
     for command, kind in kinds.items():
         setting = find_setting(kind, key)
@@ -98,7 +98,7 @@ def _described(setting: Setting, key: str, here: Section | None) -> Iterator[str
 
 
 def _shown(config: Section, key: str) -> str:
-    """Return the value at `key` as one line of YAML; one value per section for a list without index."""
+    """The value at `key` as a line of YAML; one value per section for a list without index."""
 
     def at(value: Any, part: str) -> Any:
         return value.get(part) if isinstance(value, dict) and part else value  # a section may be null

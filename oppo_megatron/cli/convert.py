@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 def _side_files(
     args: argparse.Namespace, folder: Path, family: str, found: Sequence[Path]
 ) -> tuple[Sequence[Path], Mapping[str, Any]]:
-    """Return tokenizer and generation settings for DST: SRC's, or completed in `folder`."""
+    """Tokenizer and generation settings for DST: SRC's, or completed in `folder`."""
     scored = args.target == "reward"
     path, template = (args.tokenizer, None) if args.tokenizer is not None else _tokenizer_of(args.src, args.adapter)
     whole = any(file.name == "tokenizer.json" for file in found) and _names_special_tokens(args.src, scored=scored)
@@ -102,7 +102,7 @@ def _side_files(
 
 
 def _tokenizer_of(src: Path, adapter: Path | None) -> tuple[Path | None, str | None]:
-    """Return the tokenizer next to adapters or weights, else tokenizer and chat template of their run."""
+    """The tokenizer next to adapters or weights, else tokenizer and chat template of their run."""
     for directory in (adapter, src):
         if directory is not None and any((directory / name).is_file() for name in TOKENIZER_FILES):
             return directory, None

@@ -64,7 +64,7 @@ QUICK = {
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the chain; `make` fills `directory` and returns an exit code.
+    """`make` fills `directory` and returns an exit code.
 
     A finished stage is reused with the same `settings` (plain JSON) and the same content of the stages in `after`.
     """
@@ -95,7 +95,7 @@ class Stage:
         return bool(record.get("finished")) and {key: record.get(key) for key in ("settings", "after")} == self._key()
 
     def run(self) -> int:
-        """Make the stage in an empty directory; return the exit code of `make`.  Raises ConfigError for foreign files."""
+        """Make the stage in an empty directory; return the exit code. Raises ConfigError for foreign files."""
         if self.directory.exists():
             if self.record is None and any(self.directory.iterdir()):
                 raise ConfigError(
@@ -161,7 +161,7 @@ def folder_of(out: Path, algorithm: str) -> Path:
 
 
 def find_configs(given: Path | None, algorithm: str = "ppo") -> Path:
-    """Return `given`, or the algorithm's folder in the working directory or repository.  Raises ConfigError."""
+    """Return `given`, or the algorithm's folder in the working directory or repository. Raises ConfigError."""
     names = [f"{name}.yaml" for name in ("sft", *(["rm"] if algorithm == "ppo" else []), _file_of(algorithm))]
     places = [given] if given is not None else [CONFIGS, Path(__file__).parents[2] / CONFIGS]
     for place in places:
@@ -178,7 +178,7 @@ def _file_of(algorithm: str) -> str:
 
 
 def plan(out: Path, configs: Path, seed: int, quick: bool, algorithm: str = "ppo") -> list[Stage]:
-    """Return the stages, each with its own directory in `out`.  Only ppo trains a reward model; others have the verifier."""
+    """Only ppo trains a reward model; others have the verifier."""
     single = has_cuda() and cuda_devices() == 1
     recipe = {**(QUICK_DATA if quick else DATA), "seed": seed}
     make_data = functools.partial(_make_data, out / "data", recipe)

@@ -22,7 +22,7 @@ FIGURES = (
 
 
 def write_report(out: Path, names: Sequence[str], seconds: float, algorithm: str) -> None:
-    """Write demo.json, reward.png and timeline.png of the finished runs `out/<name>`, the first without overlap."""
+    """Write demo.json, reward.png and timeline.png of the runs `out/<name>`, the first without overlap."""
     runs = {name: RunDirectory(out / name) for name in names}
     figures = {name: _figures(run) for name, run in runs.items()}
     base, other = (figures[name]["step_s"] for name in names)
@@ -38,7 +38,7 @@ def write_report(out: Path, names: Sequence[str], seconds: float, algorithm: str
 
 
 def comparison(figures: Mapping[str, Mapping[str, Any]], speedup: float, algorithm: str) -> str:
-    """Return the table: a column for each run, the first without overlap."""
+    """A column for each run, the first without overlap."""
     runs = list(figures.values())
     lines = {"seconds per step": [f"{run['step_s']:.2f}" for run in runs], "speed-up": ["1.00x", f"{speedup:.2f}x"]}
     if any(run["scoring_hidden"] is not None for run in runs):  # there is none without a scoring model
@@ -62,7 +62,7 @@ def comparison(figures: Mapping[str, Mapping[str, Any]], speedup: float, algorit
 
 
 def difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return the difference of final accuracies, noise below two standard errors (of independent samples: an upper bound)."""
+    """Difference of final accuracies, noise below two standard errors (of independent samples: an upper bound)."""
     change = other["accuracy_after"] - first["accuracy_after"]
     errors = [run["error_after"] for run in (first, other)]
     if None in errors:

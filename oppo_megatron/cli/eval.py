@@ -175,7 +175,7 @@ def _request(args: argparse.Namespace, directory: Path, output: Path) -> Request
 
 
 def _gradable(request: Request, grader: Grader) -> Request:
-    """Return the rows that can be scored, and report the others.  Raises as `Grader.check`."""
+    """Return the rows that can be scored, and report the others. Raises as `Grader.check`."""
     refused = grader.check({prompt.row: prompt.fields for prompt in request.prompts}, request.max_length, _tell)
     for row, why in list(refused.items())[:SHOWN_ROWS]:
         _tell(f"row {row} of the data is set aside, because it cannot be scored: {why}")
@@ -194,7 +194,7 @@ def _answer(line: Mapping[str, Any]) -> Answer:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """Read a JSON object per line.  `str.splitlines` would also split at U+2028 and U+0085."""
+    """Read a JSON object per line. `str.splitlines` would also split at U+2028 and U+0085."""
     with path.open(encoding="utf-8") as file:
         return [read_json(line) for line in file]
 

@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_request(args: argparse.Namespace) -> Request | None:
-    """Return the checked request for the ranks; None if the output is complete."""
+    """Return the checked request; None if the output is complete."""
     _require_consistent(args)
     policy = find_policy(args.directory, choice_of(args))
     tokenizer = policy_tokenizer(policy)
@@ -165,7 +165,7 @@ def make_request(args: argparse.Namespace) -> Request | None:
 
 
 def choice_of(args: argparse.Namespace) -> Choice:
-    """Return the options that select the policy.  Raises ConfigError for a malformed template argument."""
+    """Options that select the policy. Raises ConfigError."""
     arguments, date = {}, getattr(args, "date", None)
     if getattr(args, "resume", False) and args.output is not None:
         date = answers.first_date(args.output)
@@ -230,7 +230,7 @@ def _rollout(policy: Policy) -> RolloutConfig | None:
 
 
 def drawing_of(args: argparse.Namespace, policy: Policy, max_tokens: int) -> Drawing:
-    """Return the sampling options: greedy by default, with the stop rules and ids of the policy's run, if any."""
+    """Sampling options: greedy by default, with the stop rules and ids of the policy's run, if any."""
     rollout = _rollout(policy)
     draws = args.samples > 1 or args.top_k is not None or args.top_p is not None
     temperature = args.temperature if args.temperature is not None else 1.0 if draws and not args.greedy else 0.0
@@ -258,7 +258,7 @@ def _destination(args: argparse.Namespace, policy: Policy, drawing: Drawing) -> 
 
 
 def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> tuple[list[Prompt], str]:
-    """Return the prompts (none for a conversation), and a summary of rows read and dropped."""
+    """The prompts (none for a conversation), and a summary of rows read and dropped."""
     if args.chat:
         prompts_of_texts(["?"], wording, tokenizer)
         return [], ""
@@ -276,7 +276,7 @@ def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> 
 
 
 def _room(args: argparse.Namespace, policy: Policy, longest_prompt: int) -> tuple[int, int]:
-    """Return the most tokens of prompt plus response, and of a response, within the model's context."""
+    """Most tokens of prompt plus response, and of a response, within the model's context."""
     if problems := check_model(str(args.directory), policy.hf_config):
         raise CheckpointError("\n".join(problems))
     most, rollout = max_positions(policy.hf_config), _rollout(policy)

@@ -53,13 +53,13 @@ class RankKilled(RankError):
 
 
 class RankStalled(RankError):
-    """The run made no progress, or ranks lost contact; the message names the stalled ranks, if known."""
+    """No progress, or ranks lost contact; the message names the stalled ranks, if known."""
 
 
 def launch(kind: str, config: Any, world_size: int, entry: str = ENTRY, *, in_process: bool = True) -> int:
-    """Run `entry` on all ranks of a checked configuration; return the exit code.
+    """Run `entry` on all ranks; return the exit code.
 
-    A single rank runs in this process unless `in_process` is false.  Raises RankError if a rank met invalid input.
+    A single rank runs in this process unless `in_process` is false. Raises RankError if a rank met invalid input.
     """
     quiet_torch()
     ranks = external_ranks(os.environ)
@@ -85,7 +85,7 @@ def launch(kind: str, config: Any, world_size: int, entry: str = ENTRY, *, in_pr
 
 
 def quiet_torch() -> None:
-    """Set torch's environment variables before it is loaded: less C++ log, and no spinning threads (docs/performance.md)."""
+    """Set torch's variables before it is loaded: less C++ log, and no spinning threads (docs/performance.md)."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -108,7 +108,7 @@ def refuse_given_ranks(why: str) -> None:
 
 
 def external_ranks(environment: Mapping[str, str]) -> dict[str, str] | None:
-    """Return RANK and related variables from torchrun or srun; None without a launcher."""
+    """RANK and related variables from torchrun or srun; None without a launcher."""
     wrong = {name: environment[name] for name in NUMBERS if not environment.get(name, "0").isdigit()}
     if wrong:
         raise ConfigError(
@@ -152,7 +152,7 @@ def speaks_for_all(environment: Mapping[str, str]) -> bool:
 
 
 def _slurm_local_size(environment: Mapping[str, str]) -> str:
-    """Number of tasks on this node; Slurm lists them as `8(x2),4`."""
+    """Tasks on this node; Slurm lists them as `8(x2),4`."""
     tasks: list[str] = []
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", environment["SLURM_NTASKS"]).split(","):
         count, _, times = part.partition("(x")
@@ -235,7 +235,7 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int, surroundi
 
 
 def _local_rank(surroundings: rank_processes.Surroundings, entry: str, kind: str, config: Any, failures: str) -> None:
-    """Run one rank in its own process; on failure it writes a `Failure`.  Unpickling `surroundings` applies them."""
+    """Run one rank in its own process; on failure write a `Failure`. Unpickling `surroundings` applies them."""
     rank_processes.end_with_launcher()
     outlive_terminal()
     rank, folder = int(os.environ["RANK"]), Path(failures)
@@ -259,7 +259,6 @@ def _local_rank(surroundings: rank_processes.Surroundings, entry: str, kind: str
 
 
 def is_among_peers() -> bool:
-    """True if this process is one of several ranks in a process group."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1
 

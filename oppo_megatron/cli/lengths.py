@@ -19,7 +19,7 @@ from oppo_megatron.sim.runs.step_costs import run_prompt_tokens
 
 
 def even_lengths(config: TrainConfig) -> list[int]:
-    """Lengths evenly spaced over the forced distribution, longest last; else the maximum for all."""
+    """Evenly spaced over the forced distribution, longest last; else the maximum for all."""
     count, most = config.rollout.batch_size, config.rollout.max_response_tokens
     forced = config.rollout.lengths
     if forced is None:
@@ -57,7 +57,7 @@ def add_prompt_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def prompt_tokens(args: argparse.Namespace, config: TrainConfig) -> int:
-    """Return the requested prompt length, the calibration run's, or half the maximum.  Raises ConfigError."""
+    """The requested prompt length, the calibration run's, or half the maximum. Raises ConfigError."""
     longest, asked, run = config.data.max_prompt_tokens, args.prompt_tokens, getattr(args, "calibrate", None)
     if asked is not None and asked > longest:
         raise ConfigError(f"--prompt-tokens {asked}: prompts have 1 to data.max_prompt_tokens = {longest}")

@@ -72,7 +72,7 @@ def _lacking(kind: str, keys: set[str]) -> set[str]:
 def load_settings(
     kind: str, path: Path, overrides: Sequence[str], *, inputs: bool = True, models: bool = True
 ) -> TrainSettings | SupervisedConfig:
-    """Return a command's checked configuration, not yet placed.  `inputs`, `models`: require that they exist."""
+    """Return the checked configuration, not yet placed. `inputs`, `models`: require that they exist."""
 
     def problems(config: TrainSettings) -> list[str]:
         traced = trace_problems(config.rollout.lengths, config.rollout.max_response_tokens)
@@ -85,7 +85,7 @@ def load_settings(
 
 
 def load_checked(kind: str, path: Path, overrides: Sequence[str], *, inputs: bool = True) -> TrainConfig | SupervisedConfig:
-    """`load_settings` for commands that need the placement.  Raises ConfigError for mode auto, too."""
+    """`load_settings` with the placement. Raises ConfigError for mode auto, too."""
     settings = load_settings(kind, path, overrides, inputs=inputs)
     config = settings.settled() if isinstance(settings, TrainSettings) else settings
     if config is None:

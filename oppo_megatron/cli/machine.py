@@ -45,7 +45,7 @@ PRESENT = "present"
 
 
 def check_machine() -> int:
-    """Print the report; return 1 if something that every run needs is missing."""
+    """Return 1 if something that every run needs is missing."""
     print(f"python {platform.python_version()}  {sys.executable}")
     memory = psutil.virtual_memory()
     free = f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB memory free"

@@ -53,7 +53,7 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code.  A failed rank with peers does not return."""
+    """Run a command; return its exit code. A failed rank with peers does not return."""
     outlive_terminal()
     quiet_torch()
     try:
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    """Do the work; turn errors that the user can correct into a message and exit code."""
+    """Turn errors that the user can correct into a message and exit code."""
     try:
         return int(args.run(args))
     except OppoError as error:
@@ -99,7 +99,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Parse a command line (without `oppo`); its `run` does the work.  Exits if invalid."""
+    """Parse a command line (without `oppo`); its `run` does the work. Exits if invalid."""
     parser = Parser(prog="oppo", description="PPO-based RLHF on Megatron-core, overlapped.")
     parser.add_argument("--version", action="version", version=f"oppo {__version__}")
     parser.set_defaults(debug=False)

@@ -80,7 +80,7 @@ def settle(settings: TrainSettings | SupervisedConfig, *, measure: bool) -> Trai
 def measure_placements(
     settings: TrainSettings, options: Options, tell: Tell, tell_runs: Tell = lambda line: None
 ) -> dict[str, Any]:
-    """Write `placement.json` and return its content.  Raises PlacementError, and errors of rows and rewards."""
+    """Write `placement.json` and return its content. Raises PlacementError, and errors of rows and rewards."""
     # Raise errors that every run would meet (a bad row, a reward setting) once, before the runs.
     read_inputs(settings).rewards.close()
     run = RunDirectory(settings.run_dir)
@@ -101,7 +101,7 @@ def measure_placements(
 
 
 def _probe(settings: TrainSettings, folder: Path, tell: Tell, candidate: Candidate, turn: int) -> placing.Run:
-    """Run a placement in `folder/<name>-<turn>/`, configuration and log next to it.  Raises PlacementError."""
+    """Run a placement in `folder/<name>-<turn>/`, with its configuration and log. Raises PlacementError."""
     name = f"{re.sub('[^a-z0-9]+', '-', candidate.name).strip('-')}-{turn}"
     file, log = folder / f"{name}.yaml", folder / f"{name}.log"
     dump_config(placing.probe_config(settings, candidate.placement, folder / name), file)
@@ -116,14 +116,14 @@ def _probe(settings: TrainSettings, folder: Path, tell: Tell, candidate: Candida
 
 
 def run_logged(command: Sequence[str], log: Path) -> int:
-    """Run to the end, all output in `log`; return the exit code.  Ends with this process."""
+    """Run to the end, all output in `log`; return the exit code. Ends with this process."""
     # Its own session: an interrupt from the terminal reaches it once, from this process.
     with ending_by_signal(), started(command, log, own_session=True) as process:
         return process.wait()
 
 
 def failure(code: int, output: str) -> str:
-    """One line on why `oppo train` ended: its message, a signal, or the last exception."""
+    """Why `oppo train` ended: its message, a signal, or the last exception."""
     _, found, message = output.rpartition("oppo train: ")
     if found:
         return " ".join(message.split())
@@ -141,14 +141,14 @@ def this_machine(runtime: RuntimeConfig) -> Machine:
 
 
 def cuda_devices() -> int:
-    """Count CUDA devices without creating a CUDA context, which would occupy device memory."""
+    """Count devices without creating a CUDA context, which would occupy device memory."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def on_cpu(device: str) -> bool:
-    """True if a run with this `runtime.device` computes on the CPU.  Does not load torch."""
+    """True if `runtime.device` means the CPU. Does not load torch."""
     return device == "cpu" or (device == "auto" and not has_cuda())
 
 
@@ -169,7 +169,7 @@ def check_devices(device: str, ranks: int, alone: str = "", without: str = "runt
 
 
 def read_choice(path: Path, key: str) -> Candidate | None:
-    """Return the choice measured earlier for the same configuration, or None.  Raises ConfigError."""
+    """The choice measured earlier for the same configuration, or None. Raises ConfigError."""
     if not path.exists():
         return None
     try:
@@ -180,7 +180,7 @@ def read_choice(path: Path, key: str) -> Candidate | None:
 
 
 def describe_work(settings: TrainSettings, options: Options) -> str:
-    """A line naming the placements to measure, and those whose configured threads leave cores idle."""
+    """Name the placements to measure, and those whose configured threads leave cores idle."""
     names = ", ".join(candidate.name for candidate in options.candidates)
     work = f"measuring {names} on {options.machine}, {placing.MEASURED_STEPS} steps each"
     threads, machine = asked_threads(), options.machine

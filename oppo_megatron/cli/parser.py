@@ -53,7 +53,7 @@ def add_config_arguments(parser: argparse.ArgumentParser, **config: Any) -> None
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return the type of an argument that is a whole number from `least` on."""
+    """Type of an argument that is a whole number from `least` on."""
 
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:

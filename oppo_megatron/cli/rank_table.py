@@ -26,7 +26,7 @@ MEBIBYTE = 2**20
 
 
 def rank_table(config: TrainConfig | SupervisedConfig) -> list[str]:
-    """Lines of the table: memory, then batch sizes, with a row per rank and one per role below it."""
+    """Memory, then batch sizes, with a row per rank and one per role below it."""
     on_host = on_cpu(config.runtime.device)
     if isinstance(config, TrainConfig):
         holdings = train_holdings(config, on_cpu=on_host)

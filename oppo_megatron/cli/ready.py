@@ -86,7 +86,7 @@ def require_startable(config: TrainSettings | SupervisedConfig, run: RunDirector
 
 
 def ended_here(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> bool:
-    """True if this very run has already ended in its directory: a program that restarts it needs no error then."""
+    """True if this run has already ended in its directory: a program that restarts it needs no error then."""
     then, now = run.settings(), plain_settings(config)
     return bool(run.finished and then == now)
 

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def start(kind: str, settings: TrainSettings | SupervisedConfig, restarts: int = 0) -> int:
-    """Check this machine, place the roles and launch the ranks of a checked configuration; return the exit code.
+    """Check this machine, place the roles and launch the ranks; return the exit code.
 
     Launches again up to `restarts` times after a kill or stall, and always after a guard's rollback.
     """

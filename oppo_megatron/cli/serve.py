@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until stopped.  Raises ConfigError before serving."""
+    """Serve until stopped. Raises ConfigError before."""
     config = load_service(args.config, args.overrides)
     require_service_packages()
     from oppo_megatron.serving.server import serve

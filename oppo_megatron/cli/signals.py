@@ -23,7 +23,7 @@ PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class SignalRelay:
-    """Asks the ranks to save and end (SIGUSR1); a second SIGTERM or SIGINT, or the first without `saves`, ends them at once.
+    """Asks the ranks to save and end (SIGUSR1); a second SIGTERM or SIGINT, or the first without `saves`, ends them.
 
     `code`: exit code of a run that was stopped unsaved: 75 (start it again), 130 after SIGINT, else 0.
     """

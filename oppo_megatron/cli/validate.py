@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data: bool) -> Iterator[str]:
-    """Check a run's configuration; yield lines about its ranks, tokenizer and rows, which are read as in the run."""
+    """Check a run's configuration; yield lines about its ranks, tokenizer and rows."""
     settings = load_settings(kind, path, overrides)
     config = settle(settings, measure=False)
     require_ready(settings, config)

@@ -197,7 +197,7 @@ class AlgorithmConfig(Section):
         return self.objective == "dpo"
 
     def temperature(self, drawn: float) -> float:
-        """Temperature of the log-probs in the loss and of the reference; 1 for pairs."""
+        """Temperature of log-probs in loss and reference; 1 for pairs."""
         return 1.0 if self.pairs else drawn
 
     @property
@@ -206,18 +206,18 @@ class AlgorithmConfig(Section):
 
     @property
     def compares(self) -> bool:
-        """True if the scores of other responses change the score of a response."""
+        """True if other responses change a response's score."""
         by_response = self.scale in ("group_std", "batch_std", "advantage_std")
         return by_response or self.baseline in (*COMPARED, "greedy")
 
     @property
     def needs_group(self) -> bool:
-        """True if a response is compared with others to its prompt."""
+        """True if responses to one prompt are compared."""
         return self.baseline in COMPARED or self.scale == "group_std"
 
 
 def with_preset(settings: Any) -> Any:
-    """Add the preset's KL, bounds of the ratio, group size, loss of pairs, and (with `overlap.inter`) filter."""
+    """Add the preset's KL, ratio bounds, group size, pair loss, and (with `overlap.inter`) filter."""
     if not isinstance(settings, dict):
         return settings
     algorithm = settings.get("algorithm", {})
@@ -247,7 +247,7 @@ SUFFIXES = (".yaml", ".yml")
 
 
 def with_preset_file(settings: Any) -> Any:
-    """Lay the settings over the file that `algorithm.preset` names.  Raises ValueError for an unusable file."""
+    """Lay the settings over the file of `algorithm.preset`.  Raises ValueError."""
     algorithm = settings.get("algorithm") if isinstance(settings, dict) else None
     name = algorithm.get("preset") if isinstance(algorithm, dict) else None
     if not isinstance(name, str | Path) or Path(name).suffix not in SUFFIXES:
@@ -278,7 +278,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _laid_over(under: Any, over: Any) -> Any:
-    """The mapping `under` with the keys of `over` replaced, section by section."""
+    """Return `under` with the keys of `over` replaced, by section."""
     if not (isinstance(under, dict) and isinstance(over, dict)):
         return over
     return {**under, **{key: _laid_over(under[key], value) if key in under else value for key, value in over.items()}}

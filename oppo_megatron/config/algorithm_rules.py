@@ -74,7 +74,7 @@ READS: tuple[Read, ...] = (
 
 
 def unread_settings(config: TrainConfig) -> Iterator[str]:
-    """Yield a sentence for each unread setting that is neither the default nor the preset's value."""
+    """Yield a sentence per unread setting that is neither default nor preset."""
     algorithm, reported = config.algorithm, set[str]()
     preset = PRESETS[algorithm.preset]
     brought = {f"ppo.{name}": value for name, value in preset.ppo.items()}
@@ -98,7 +98,7 @@ def unread_settings(config: TrainConfig) -> Iterator[str]:
 
 
 def _scales_again(config: TrainConfig) -> bool:
-    """True if advantages do not depend on the scale of scores, and nothing is added to scores after their scaling."""
+    """True if advantages do not depend on the scale of scores."""
     algorithm, ppo = config.algorithm, config.ppo
     if ppo.truncated_score is not None or algorithm.critic or algorithm.greedy or algorithm.pairs:
         return False
@@ -108,7 +108,6 @@ def _scales_again(config: TrainConfig) -> bool:
 
 
 def algorithm_rules(config: TrainConfig) -> Iterator[str]:
-    """Rules of `algorithm`, `ppo`, `dpo` and `rollout.group_size`."""
     algorithm, ppo, kl = config.algorithm, config.ppo, config.ppo.kl
     yield from _groups(config)
     yield from _greedy(config)
@@ -172,7 +171,7 @@ def _groups(config: TrainConfig) -> Iterator[str]:
 
 
 def greedily(rollout: RolloutConfig) -> str | None:
-    """The setting that makes every draw the most likely token, if any."""
+    """Setting that makes every draw the most likely token, if any."""
     for name, most in (("temperature", 1e-3), ("top_k", 1), ("top_p", 1e-6)):
         value = getattr(rollout, name)
         if value <= most and (name != "top_k" or value):
@@ -181,7 +180,7 @@ def greedily(rollout: RolloutConfig) -> str | None:
 
 
 def _greedy(config: TrainConfig) -> Iterator[str]:
-    """Sampled responses must be able to differ from what they are compared with."""
+    """Sampled responses must be able to differ."""
     setting, algorithm = greedily(config.rollout), config.algorithm
     if setting is None:
         return

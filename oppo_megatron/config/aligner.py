@@ -35,7 +35,7 @@ class AlignerConfig(CarryConfig):
 
 
 def read_aligner_config(tree: Mapping[str, Any]) -> AlignerConfig:
-    """Raises ConfigError with every problem in the block."""
+    """Raises ConfigError with every problem."""
     try:
         config = AlignerConfig.model_validate(tree)
     except ValidationError as error:

@@ -53,7 +53,7 @@ ImportPath = Annotated[str, AfterValidator(_check_path)]
 
 
 def leaves(annotation: Any) -> Iterator[Any]:
-    """The plain types within unions, lists and `Annotated`."""
+    """Yield the plain types within unions, lists and `Annotated`."""
     if get_origin(annotation) is Annotated:
         yield from leaves(get_args(annotation)[0])
     elif get_origin(annotation) in (Union, types.UnionType, list):
@@ -71,7 +71,7 @@ class Section(BaseModel):
     )
 
     def with_values(self, values: Mapping[str, Any]) -> Self:
-        """Copy with other values of settings by dotted key, unchecked."""
+        """Copy with other values by dotted key, unchecked."""
         copy = self
         for key, value in values.items():
             name, _, rest = key.partition(".")
@@ -81,7 +81,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_boolean_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        """pydantic reads `true` as 1; a user who writes it meant something else."""
+        """pydantic reads `true` as 1."""
         assert info.field_name is not None
         kinds = set(leaves(cls.model_fields[info.field_name].annotation))
         if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:

@@ -13,7 +13,7 @@ SHOWN = 60
 
 
 def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """`key: old -> new` for every difference of two trees, and whether the checkpoint's value is kept."""
+    """Return `key: old -> new` per difference, and if the checkpoint's value is kept."""
     return [
         f"{key}: {_shown(old)} -> {_shown(new)}{_kept(key, now)}" for key, old, new in _differences(then, now) if key != "run_dir"
     ]
@@ -36,7 +36,7 @@ _ABSENT = object()
 
 
 def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Dotted keys with both values; a section or a list that is on one side alone is one value."""
+    """Dotted keys with both values; sections or lists on one side only are one value."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for name in {**new, **old}:
             below = f"{key}.{name}" if key else str(name)
@@ -67,7 +67,7 @@ def _shown(value: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    """The value as YAML on one line, without null settings."""
+    """YAML on one line, without null settings."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name}: {_plain(item)}" for name, item in value.items() if item is not None) + "}"
     if isinstance(value, list):

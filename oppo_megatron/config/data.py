@@ -38,7 +38,7 @@ class TokenizerConfig(Section):
 
     @property
     def date(self) -> datetime | None:
-        """Date that templates print: the date of the run's first start."""
+        """Date for templates: of the run's first start."""
         return self._date
 
     def dated(self, date: datetime | None) -> Self:
@@ -80,7 +80,7 @@ class RowsConfig(Section):
     shuffle: bool = Field(True, description="a new order each epoch, from the seed; false: the file's order")
 
     def rules(self, name: str, templates: Sequence[str]) -> Iterator[str]:
-        """`templates` are those in use: prompt, completion."""
+        """`templates` in use: prompt, completion."""
         if isinstance(self.path, list) and not self.path:
             yield f"{name}.path is an empty list; name at least one file"
         for part in templates:

@@ -24,19 +24,19 @@ def adapters(config: TrainConfig | SupervisedConfig) -> dict[str, LoraConfig]:
 
 
 def max_context(config: TrainConfig) -> int:
-    """Tokens of the longest sequence that a role may see, held-out prompts included."""
+    """Tokens of the longest sequence, held-out prompts included."""
     data = [config.data] + ([config.evaluation.data] if config.evaluation else [])
     return max(each.max_prompt_tokens for each in data) + config.rollout.max_response_tokens
 
 
 def least_micro_batch(config: TrainConfig) -> int:
-    """The least `runtime.micro_batch_tokens`: the longest sequence that is trained, or a pair of them."""
+    """Least `runtime.micro_batch_tokens`: the longest trained sequence, or pair."""
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     return 2 * longest if config.algorithm.pairs else longest
 
 
 def usual_prompt_tokens(config: TrainSettings) -> int:
-    """Tokens of every prompt of a predicted run: half of the most."""
+    """Prompt tokens of a predicted run: half of the most."""
     return max(1, config.data.max_prompt_tokens // 2)
 
 
@@ -54,16 +54,13 @@ def batch_rows(config: TrainSettings) -> int:
 
 
 def most_sequences(config: TrainConfig) -> int:
-    """Sequences that are decoded and scored at once: the batch and the largest delta, greedy ones included.
-
-    Backfill adds none: no more than these are unfinished, and a scorer frees the slot of a finished one in the next round.
-    """
+    """Sequences decoded and scored at once: the batch and the largest delta, greedy ones included.  Backfill adds none."""
     delta = config.overlap.delta
     return batch_rows(config) + (max(delta.max, delta.initial) * members(config).size if config.overlap.inter else 0)
 
 
 def share_of_sequences(config: TrainConfig, role: str, dp: int) -> int:
-    """The most sequences, in whole groups, of one of `dp` replicas of a role."""
+    """Most sequences, in whole groups, of one of `dp` replicas."""
     each = members(config)
     of_group = each.size if role in READ_GREEDY else each.trained
     return ceil(most_sequences(config) // each.size / dp) * of_group
@@ -86,7 +83,7 @@ def describe_batch(config: TrainSettings) -> str:
 
 
 def longest_chunk(config: TrainConfig) -> int:
-    """Most decode steps of a round: no more than a response has tokens, and none beyond an admission."""
+    """Most decode steps of a round: at most a response's tokens, and none beyond an admission."""
     longest, period = config.rollout.max_response_tokens, config.overlap.admission_period
     return longest if period is None else min(longest, period)
 
@@ -96,19 +93,19 @@ def minibatch_rows(config: TrainSettings) -> int:
 
 
 def minibatch_parts(config: TrainSettings) -> int:
-    """Parts that replicas share in an optimizer step: its rollouts, or its pairs, one per group."""
+    """Parts of an optimizer step: its rollouts, or its pairs, one per group."""
     rows = minibatch_rows(config)
     return max(1, rows // config.rollout.group_size) if config.algorithm.pairs else rows
 
 
 def num_updates(config: TrainConfig, role: str, steps: int) -> int:
-    """Optimizer steps of a trained role; the actor makes none while the critic warms up."""
+    """Optimizer steps of a role; the actor makes none during the critic's warm-up."""
     warming = config.ppo.critic_warmup_steps if role == "actor" else 0
     return max(0, steps - warming) * config.ppo.epochs * config.ppo.minibatches
 
 
 def scorers(config: TrainConfig) -> Iterator[tuple[str, RoleConfig]]:
-    """The scorer roles that the configuration spells out (a null reference is the actor's start)."""
+    """Yield scorer roles with a configuration (a null reference is the actor's start)."""
     for name in ("reference", "reward", "critic"):
         role: RoleConfig | None = getattr(config, name)
         if role is not None:
@@ -116,7 +113,7 @@ def scorers(config: TrainConfig) -> Iterator[tuple[str, RoleConfig]]:
 
 
 def best_standard(config: TrainSettings | SupervisedConfig) -> Standard | None:
-    """The metric of the best step: `checkpoint.keep_best`, else `early_stop`'s, else the first held-out one, else the reward."""
+    """The best step's metric: `checkpoint.keep_best`, else `early_stop`'s, the first held-out one, the reward."""
     rules, names = config.checkpoint, config.measured
     if isinstance(rules.keep_best, str):
         return Standard.of(rules.keep_best)
@@ -135,7 +132,7 @@ def most_judged(config: TrainConfig) -> int:
 
 
 def verdict_lag(config: TrainConfig, metric: str) -> int:
-    """Periods of the verdict clock between the end of a response and its filter by `metric`.
+    """Verdict-clock periods between the end of a response and its filter by `metric`.
 
     A reward model reads the last chunk a period later, also without streaming, so that streaming changes no batch.
     """
@@ -157,13 +154,12 @@ MODES: dict[str, dict[str, bool]] = {
 
 
 def switched(config: TrainConfig, mode: str) -> TrainConfig:
-    """The configuration with the switches of a mode, and without a filter."""
+    """Return the configuration with a mode's switches, without a filter."""
     overlap = switches(mode)
     overlap["without"] += [each for each in config.overlap.without if each != "critic"]
     return config.model_copy(update={"overlap": config.overlap.model_copy(update=overlap), "filter": None})
 
 
 def switches(mode: str) -> dict[str, Any]:
-    """The settings of `overlap` of a mode."""
     overlap: dict[str, Any] = dict(MODES[mode])
     return overlap | {"without": [] if overlap.pop("hide_critic") else ["critic"]}

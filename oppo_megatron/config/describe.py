@@ -47,7 +47,7 @@ class Setting:
 
     @property
     def section(self) -> type[Section] | None:
-        """The section that it holds, or each element of its list."""
+        """Section that it holds, or of its list's elements."""
         return section_in(self.field.annotation)
 
     @property
@@ -56,7 +56,7 @@ class Setting:
 
     @property
     def meaning(self) -> str:
-        """Its description, else the first sentence about its section."""
+        """Its description, else its section's first sentence."""
         if self.field.description or self.section is None:
             return self.field.description or ""
         return about(self.section).partition("\n\n")[0].replace("\n", " ").partition(".  ")[0].rstrip(".")
@@ -67,7 +67,7 @@ class Setting:
 
     @property
     def unit(self) -> str | None:
-        """Unit of its number; empty for a pure number, None if it has none."""
+        """Unit of its number; empty if pure, None without a number."""
         if not self.is_number:
             return None
         given = [rule.name for rule in self.field.metadata if isinstance(rule, Unit)]
@@ -79,14 +79,14 @@ class Setting:
 
     @property
     def default(self) -> str:
-        """As YAML; `required`, or `as listed there` of a section with defaults of its own."""
+        """As YAML; `required`, or `as listed there` for a section's own defaults."""
         if self.field.is_required():
             return "required"
         value = self.field.get_default(call_default_factory=True)
         return LISTED if isinstance(value, Section) else json.dumps(value, default=str)
 
     def values(self, of_section: Callable[[type[Section]], str]) -> str:
-        """The type with its choices and bounds; `of_section` names a section."""
+        """Type with choices and bounds; `of_section` names a section."""
         return ", ".join([_type(self.field.annotation, of_section), *_bounds(self.field.metadata)])
 
 
@@ -96,7 +96,7 @@ def settings_in(section: type[Section], prefix: str = "") -> Iterator[Setting]:
 
 
 def all_settings(kind: type[Section], prefix: str = "") -> Iterator[Setting]:
-    """Yield every key of a schema; the keys of a section follow the key that holds it."""
+    """Yield every key; a section's keys follow its own."""
     for setting in settings_in(kind, prefix):
         yield setting
         if setting.section is not None:
@@ -104,18 +104,18 @@ def all_settings(kind: type[Section], prefix: str = "") -> Iterator[Setting]:
 
 
 def find_setting(kind: type[Section], key: str) -> Setting | None:
-    """`rewards.kind`, `rewards[].kind` and `rewards.0.kind` are the same."""
+    """`rewards.kind`, `rewards[].kind`, `rewards.0.kind` are the same."""
     wanted = plain_key(key)
     return next((setting for setting in all_settings(kind) if plain_key(setting.key) == wanted), None)
 
 
 def plain_key(key: str) -> str:
-    """Remove the places in lists: `rewards.0.kind` -> `rewards.kind`."""
+    """Remove places in lists: `rewards.0.kind` -> `rewards.kind`."""
     return re.sub(r"\[\d*\]|\.\d+(?=\.|$)", "", key).strip(".")
 
 
 def near_keys(kinds: dict[str, type[Section]], key: str, most: int = 3) -> list[str]:
-    """Keys with the same last name, else the nearest by spelling."""
+    """Return keys with the same last name, else the nearest in spelling."""
     known = list(dict.fromkeys(setting.key for kind in kinds.values() for setting in all_settings(kind)))
     wanted = plain_key(key)
     last = wanted.rpartition(".")[2]

@@ -48,7 +48,7 @@ class EvaluationConfig(MeasuringConfig):
 
     @property
     def names(self) -> list[str]:
-        """The metrics' names, in the order of `metrics`; then those that every evaluation measures."""
+        """Names of `metrics`, then those that every evaluation measures."""
         labels = part_labels(self.metrics)
         answers = (place for place, part in enumerate(self.metrics) if part.kind == "verifier" and part.name not in FORMS)
         if (first := next(answers, None)) is not None:
@@ -96,7 +96,7 @@ class Standard(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Standard:
-        """`min ` or `max ` may precede the metric's name."""
+        """`min ` or `max ` may precede the metric."""
         if text.startswith("min "):
             return cls(text.removeprefix("min "), "min")
         metric = text.removeprefix("max ")

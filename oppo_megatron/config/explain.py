@@ -17,7 +17,7 @@ Path = tuple[str | int, ...]
 
 
 def explain(kind: type[Section], error: ValidationError) -> list[str]:
-    """Every problem in `error`; the problems of one key are one sentence."""
+    """Return one sentence per key with problems."""
     by_path: dict[Path, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         by_path.setdefault(_data_path(kind, detail), []).append(detail)
@@ -25,7 +25,7 @@ def explain(kind: type[Section], error: ValidationError) -> list[str]:
 
 
 def wrong_paths(kind: type[Section], error: ValidationError) -> list[Path]:
-    """The keys that `error` is about, innermost first."""
+    """Keys with errors, innermost first."""
     paths = {_data_path(kind, detail) for detail in error.errors(include_url=False)}
     return sorted(paths, key=len, reverse=True)
 
@@ -76,7 +76,7 @@ def _rule(detail: Mapping[str, Any]) -> str:
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first problem in `error`, without the value, which may be secret."""
+    """First problem, without its value, which may be secret."""
     detail = error.errors(include_url=False, include_input=False)[0]
     name = f"`{dotted(detail['loc'])}`" if detail["loc"] else "the whole"
     if detail["type"] == "extra_forbidden":
@@ -85,7 +85,7 @@ def first_problem(error: ValidationError) -> str:
 
 
 def _remedy(details: list[ErrorDetails]) -> str:
-    """Suggest the nearest of the values of a setting; else give the remedy for the first detail."""
+    """Suggest the nearest value, else the first detail's remedy."""
     for detail in (each for each in details if each["type"] == "literal_error"):
         choices = [str(choice).strip("'") for choice in detail["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         near = difflib.get_close_matches(str(detail["input"]), choices, n=1)
@@ -100,7 +100,7 @@ def _remedy(details: list[ErrorDetails]) -> str:
 
 
 def _suggest_key(kind: type[Section], path: Path) -> str:
-    """Suggest the nearest key of the section, else a key of this name elsewhere."""
+    """Suggest the section's nearest key, else this name elsewhere."""
     wrong = str(path[-1])
     section = _section_at(kind, path[:-1])
     near = difflib.get_close_matches(wrong, section.model_fields, n=1)
@@ -114,7 +114,7 @@ def _suggest_key(kind: type[Section], path: Path) -> str:
 
 
 def known_keys(kind: type[Section], prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a schema, outermost first."""
+    """Yield dotted keys, outermost first."""
     nested: list[tuple[str, type[Section]]] = []
     for name, field in kind.model_fields.items():
         yield prefix + name
@@ -126,7 +126,7 @@ def known_keys(kind: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 def takes_null(kind: type[Section], path: list[str]) -> bool | None:
-    """True if the setting at a path may be null; None if there is no such setting."""
+    """True if it may be null; None if unknown."""
     section: type[Section] | None = kind
     annotation: Any = None
     for part in path:
@@ -141,7 +141,7 @@ def takes_null(kind: type[Section], path: list[str]) -> bool | None:
 
 
 def _data_path(kind: type[Section], detail: ErrorDetails) -> Path:
-    """pydantic's location without the tags it adds for the members of a union."""
+    """pydantic's location without its tags for unions' members."""
     path: list[str | int] = []
     section: type[Section] | None = kind
     in_list = False
@@ -170,7 +170,7 @@ def _section_at(kind: type[Section], path: Path) -> type[Section]:
 
 
 def section_in(annotation: Any) -> type[Section] | None:
-    """The section class inside `X`, `X | None` or `list[X]`."""
+    """Section class inside `X`, `X | None` or `list[X]`."""
     if isinstance(annotation, type) and get_origin(annotation) is None:
         return annotation if issubclass(annotation, Section) else None
     return next((found for arg in get_args(annotation) if (found := section_in(arg)) is not None), None)

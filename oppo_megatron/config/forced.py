@@ -79,7 +79,7 @@ class ForcedLimits:
 
     @classmethod
     def of(cls, forced: ForcedLengths, most: int, seed: int, trace: Quantile | None = None) -> ForcedLimits:
-        """`trace`: the lengths of the file that `forced` names, if it names one."""
+        """`trace`: lengths of a named file."""
         return cls(trace or log_normal(forced), most, seed)
 
     def __call__(self, seq_id: int) -> int:

@@ -57,7 +57,7 @@ def load_config(
 ) -> SectionT:
     """Read `path`, apply `overrides` (`a.b=c`, `c` in YAML; null removes a key that cannot be null) and build a `kind`.
 
-    Raises `ConfigError` with every problem, also of `check`, which sees the rest if single keys are wrong.
+    Raises ConfigError with every problem, also of `check`, which sees the rest if single keys are wrong.
     """
     tree, overrides = _without_removed(kind, _read_yaml(Path(path)), overrides)
     problems = _apply_overrides(tree, overrides)
@@ -84,7 +84,7 @@ def load_config(
 
 
 def dump_config(config: Section, path: str | Path) -> None:
-    """Write `config` with every default, whole or not at all (several ranks may write the same file)."""
+    """Write every setting, whole or not at all (several ranks may write the same file)."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
@@ -93,17 +93,17 @@ def dump_config(config: Section, path: str | Path) -> None:
 
 
 def config_yaml(config: Section) -> str:
-    """The YAML text that `dump_config` writes."""
+    """The text that `dump_config` writes."""
     return OmegaConf.to_yaml(OmegaConf.create(plain_settings(config)))
 
 
 def plain_settings(config: Section) -> dict[str, Any]:
-    """The tree that a reader of that text gets."""
+    """The tree read from that text."""
     return {key: _plain(value) for key, value in config.model_dump().items()}
 
 
 def read_tree(path: str | Path, overrides: Sequence[str] = ()) -> dict[Any, Any]:
-    """The file's mapping with the overrides that can be applied, interpolations unresolved."""
+    """Read a mapping with applicable overrides, interpolations unresolved."""
     read = _read_yaml(Path(path))
     _apply_overrides(read, overrides)  # `load_config` reports their faults
     tree = OmegaConf.to_container(read)
@@ -151,7 +151,7 @@ def _read_yaml(path: Path) -> DictConfig:
 
 
 def _reference_problem(values: Collection[str]) -> str | None:
-    """Why references `${...}` are not resolved (omegaconf recurses for each), if so."""
+    """Reason not to resolve `${...}` (omegaconf recurses for each), if any."""
     if len(values) > MOST_REFERENCES:
         return f"it has {len(values)} different references `${{...}}`, more than {MOST_REFERENCES}; write some of them out"
     steps = {bracket: 1 for bracket in "[{("} | {bracket: -1 for bracket in "]})"}
@@ -162,7 +162,7 @@ def _reference_problem(values: Collection[str]) -> str | None:
 
 
 def _without_removed(kind: type[Section], tree: DictConfig, overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
-    """Take out each key that an override makes null though it cannot be."""
+    """Take out keys that an override makes null though they cannot be."""
     nulls = [override for override in overrides if re.fullmatch(r"[^=]+=\s*(null|~)\s*", override, re.IGNORECASE)]
     removed, container = [], OmegaConf.to_container(tree)
     for override in nulls:
@@ -185,7 +185,7 @@ def _item(place: Any, part: str) -> Any:
 
 
 def _apply_overrides(tree: DictConfig, overrides: Sequence[str]) -> list[str]:
-    """Change `tree` in place; return the faults of the overrides."""
+    """Change `tree`; return the overrides' faults."""
     problems = []
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -206,13 +206,13 @@ def _apply_overrides(tree: DictConfig, overrides: Sequence[str]) -> list[str]:
 
 
 def _misses(problem: str, path: Sequence[str | int]) -> bool:
-    """True if a problem only says that a section lacks the key at `path`, which was left out because it is wrong."""
+    """True if a problem only says that the key at `path`, left out because it is wrong, is missing."""
     *section, key = map(str, path or [""])
     return problem.startswith(f"{'.'.join(section)} ") and key in re.findall(r"\w+", problem)
 
 
 def _without_wrong_keys(kind: type[SectionT], data: Any, wrong: Sequence[Sequence[str | int]]) -> SectionT | None:
-    """The configuration without the keys at `wrong` paths; None if one is required."""
+    """Build without keys at `wrong` paths; None if one is required."""
     for path in wrong:
         place = data
         with suppress(KeyError, TypeError):  # a key that a preset's file brought is not in the data
@@ -227,7 +227,7 @@ def _without_wrong_keys(kind: type[SectionT], data: Any, wrong: Sequence[Sequenc
 
 
 def _plain(value: Any) -> Any:
-    """Plain YAML values; `${` is escaped, because it is resolved already."""
+    """Plain YAML values; `${` is escaped, being resolved already."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

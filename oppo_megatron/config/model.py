@@ -111,7 +111,7 @@ HEADS_LEARNED = ("critic", "model")
 
 
 def weight_seed(role: str) -> int:
-    """Return the seed of random weights, new heads and new adapters."""
+    """Return a seed for random weights, heads and adapters."""
     return {"critic": 5, "reward": 6}.get(role, 1234)
 
 
@@ -156,7 +156,6 @@ class OptimizerConfig(Section):
         return self.lr
 
     def rules(self, name: str) -> Iterator[str]:
-        """Rules of the optimizer at `name`."""
         if self.min_lr > self.rate:
             yield f"{name}.min_lr is {self.min_lr}, but must not exceed lr {self.rate}; lower it"
         elif self.min_lr and self.decay == "constant":
@@ -166,7 +165,7 @@ class OptimizerConfig(Section):
             )
 
     def settled(self, usual: UsualRate, lora: LoraConfig | None) -> OptimizerConfig:
-        """The same settings with the usual learning rate if none is given."""
+        """Copy with the usual learning rate if none is given."""
         if self.lr is not None:
             return self
         return self.model_copy(update={"lr": usual.weights if lora is None else usual.adapters})
@@ -189,7 +188,7 @@ class RoleConfig(ModelConfig):
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Format ranks as `RoleConfig.ranks` has them: `0-3,6`."""
+    """Format as in `RoleConfig.ranks`: `0-3,6`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -277,10 +276,7 @@ class RuntimeConfig(Section):
 
     @property
     def kv_layout(self) -> KVLayout:
-        """A slot of full length per sequence (dense), or blocks of 256 tokens (paged); auto: paged if a GPU has a kernel for it.
-
-        Memory tables count auto as dense.
-        """
+        """A full-length slot per sequence (dense) or 256-token blocks (paged); auto: paged if a GPU has a kernel for it."""
         return self._kv_layout
 
     def with_kv_layout(self, layout: KVLayout) -> Self:
@@ -290,7 +286,7 @@ class RuntimeConfig(Section):
 
     @property
     def threads_per_rank(self) -> int:
-        """CPU threads of each rank; 0: OMP_NUM_THREADS or MKL_NUM_THREADS, else usable cores divided by local ranks."""
+        """CPU threads; 0: OMP_NUM_THREADS or MKL_NUM_THREADS, else usable cores divided by local ranks."""
         return self._threads
 
     def with_threads(self, threads_per_rank: int) -> Self:
@@ -304,7 +300,7 @@ class RuntimeConfig(Section):
 
     @property
     def meeting_s(self) -> float:
-        """Seconds that a rank waits at the start for the others, which may first read data."""
+        """Seconds to wait at the start for others, which may first read data."""
         return max(self.timeout_s / 6, LEAST_MEETING_S)
 
     @model_validator(mode="after")

@@ -42,12 +42,12 @@ class CarryConfig(Section):
 
     @property
     def chunk_sizes(self) -> list[int]:
-        """Sizes that the run may use, the first one at its start; a single one is fixed."""
+        """Sizes that may be used, the first at the start; a single one is fixed."""
         return [self.chunk] if isinstance(self.chunk, int) else self.chunk
 
     @property
     def chunk_tokens(self) -> int:
-        """Decode steps in a round at the start of the run."""
+        """Decode steps of a round at the start."""
         return self.chunk_sizes[0]
 
 
@@ -88,7 +88,6 @@ class OverlapConfig(CarryConfig):
     )
 
     def rules(self, batch_size: int, group_size: int = 1) -> Iterator[str]:
-        """Rules of delta, chunk sizes and backfill."""
         every, tokens = self.backfill, self.chunk_tokens
         if every and not self.inter:
             yield f"overlap.backfill is {str(every).lower()}, but overlap.inter is false; set inter to true or backfill to false"
@@ -110,13 +109,13 @@ class OverlapConfig(CarryConfig):
 
     @property
     def admission_period(self) -> int | None:
-        """Decode steps between admissions within a step; None: prompts enter between steps only."""
+        """Decode steps between admissions in a step; None: between steps only."""
         if not (self.inter and self.backfill):
             return None
         return self.chunk_tokens if self.backfill is True else self.backfill
 
     def carries(self, *, filtered: bool) -> bool:
-        """True if responses may be trained that began in an earlier step; with a filter, backfill alone carries none."""
+        """True if responses begun in an earlier step may be trained; with a filter, backfill alone carries none."""
         if not self.inter:
             return False
         return max(self.delta.initial, self.delta.max) > 0 or (bool(self.backfill) and not filtered)

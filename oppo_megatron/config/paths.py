@@ -17,7 +17,7 @@ SPECIAL = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a d
 
 
 def irregular_path(what: str, path: Path, remedy: str = "write its content to a file, and name that") -> str | None:
-    """A sentence if `path` exists and is neither a file nor a folder."""
+    """Return a sentence if `path` is neither file nor folder."""
     kind = SPECIAL.get(stat.S_IFMT(path.stat().st_mode)) if path.exists() else None
     if kind is None:
         return None
@@ -25,7 +25,7 @@ def irregular_path(what: str, path: Path, remedy: str = "write its content to a 
 
 
 def missing_path(what: str, path: Path) -> str:
-    """A sentence: the first part of `path` that is missing, or its kind, and the nearest sibling."""
+    """Return a sentence with the first missing part, or its kind, and the nearest sibling."""
     if irregular := irregular_path(what, path):
         return irregular
     if path.is_dir():
@@ -43,14 +43,14 @@ def missing_path(what: str, path: Path) -> str:
 
 
 def folders_with(names: Sequence[str], directory: Path) -> list[Path]:
-    """Folders within a directory or run that hold one of the files; final weights come first."""
+    """Folders in a directory or run with one of the files, final weights first."""
     patterns = ("weights", "weights/*", "models/*", "best", "best/*", "*", "checkpoints/*/models/*")
     found = (path for pattern in patterns for path in sorted(directory.glob(pattern), reverse="checkpoints" in pattern))
     return list(dict.fromkeys(path for path in found if any((path / name).is_file() for name in names)))
 
 
 def missing_within(what: str, path: Path) -> str:
-    """`missing_path` of a file in a model's folder, with the folders within that have it."""
+    """As `missing_path`, with folders within that have the file."""
     folder = path.parent
     inner = folders_with([path.name, "adapter_config.json"], folder) if folder.is_dir() else []
     if not inner:
@@ -62,14 +62,14 @@ def missing_within(what: str, path: Path) -> str:
 
 
 def check_exists(what: str, path: Path) -> list[str]:
-    """A problem if `path` is missing, or neither a file nor a folder."""
+    """Return a problem if missing or irregular."""
     if irregular := irregular_path(what, path):
         return [irregular]
     return [] if path.exists() else [missing_path(what, path)]
 
 
 def check_files(what: str, path: Path) -> list[str]:
-    """A problem if `path` is missing and matches no file as a pattern, or is irregular."""
+    """Return a problem if missing (also as a pattern) or irregular."""
     if path.exists():
         return check_exists(what, path)
     if glob.has_magic(str(path)):
@@ -86,7 +86,7 @@ def check_files(what: str, path: Path) -> list[str]:
 
 
 def named_paths(value: Any, key: str = "") -> Iterator[tuple[str, Path]]:
-    """Every path in a configuration with its dotted key."""
+    """Yield every path with its dotted key."""
     if isinstance(value, Path):
         yield key, value
     elif isinstance(value, Section):
@@ -102,7 +102,7 @@ SHORTEST = 8  # a shorter value may occur in a text by chance
 
 
 def shown_secrets(settings: Any, environment: Mapping[str, str]) -> list[str]:
-    """A sentence, without the value, for each setting that holds the value of a secret variable."""
+    """Return a sentence, without the value, per setting with a secret variable's value."""
     secrets = {name: value for name, value in environment.items() if SECRET_NAME.search(name) and len(value) >= SHORTEST}
     return [
         f"`{key}` holds the value of the environment variable {name}, by its name a secret, and the run's config.yaml would "

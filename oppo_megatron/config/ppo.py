@@ -45,7 +45,6 @@ class RolloutConfig(Section):
         return lengths_of(self.forced_lengths)
 
     def rules(self) -> Iterator[str]:
-        """Rules of `stop`."""
         for each in self.stop_token_ids:
             if each < 0:
                 yield f"rollout.stop has {each}, but ids are numbers from 0 on; correct or remove it"
@@ -88,12 +87,12 @@ class KLConfig(Section):
 
     @property
     def formula(self) -> Literal["k1", "k2", "k3"]:
-        """The estimator's value, whatever its gradient."""
+        """The value's estimator, whatever its gradient."""
         return {"k1+": "k1", "k3+": "k3"}.get(self.estimator, self.estimator)  # type: ignore[return-value]
 
     @property
     def corrected(self) -> bool:
-        """True if the gradient in the loss is corrected to the gradient of KL(actor || reference)."""
+        """True if the loss has the gradient of KL(actor || reference)."""
         return self.estimator.endswith("+")
 
 

@@ -38,7 +38,7 @@ class CheckpointConfig(Section):
 
     @property
     def writes_weights(self) -> bool:
-        """True if the run writes weights to `weights/`, and to `best/` if a best step is kept."""
+        """True if the run writes `weights/`, and `best/` if a best step is kept."""
         return self.final != "nothing"
 
 
@@ -71,7 +71,7 @@ class GuardsConfig(Section):
     )
 
     def gap_limit(self, dtype: str, temperature: float) -> float | None:
-        """`logprob_gap` in numbers, for an actor of `dtype` that samples at `temperature`."""
+        """`logprob_gap` in numbers, by `dtype` and `temperature`."""
         if self.logprob_gap != "auto":
             return self.logprob_gap
         return APART[dtype] / (min(temperature, 1.0) or 1.0)

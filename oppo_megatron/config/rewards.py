@@ -100,7 +100,7 @@ class RewardPart(Section):
 
     @property
     def reads_model(self) -> bool:
-        """True if the run's reward model gives the number."""
+        """True if the run's reward model scores."""
         return self.kind in ("model", "process")
 
     @field_validator("pattern")
@@ -112,7 +112,7 @@ class RewardPart(Section):
 
     @property
     def isolation(self) -> Limits | None:
-        """Limits of its own process, if it has one."""
+        """Limits of its own process, if any."""
         usual_s = RULE_WALL_S.get(self.name or "")
         if usual_s is None and not self.isolate:
             return None
@@ -120,12 +120,12 @@ class RewardPart(Section):
 
     @property
     def request_s(self) -> float:
-        """Time limit of one request to a service and its answer."""
+        """Time limit of a request and its answer."""
         return self.timeout_s or TIMEOUT_S
 
 
 def compile_pattern(pattern: str) -> regex.Pattern[str]:
-    """Raises ValueError if it is not a regular expression."""
+    """Raises ValueError for an invalid pattern."""
     try:
         return regex.compile(pattern, regex.DOTALL)
     except regex.error as error:
@@ -154,7 +154,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def check_part(name: str, part: RewardPart) -> list[str]:
-    """Every broken rule of the part at `name`.  No message repeats a value that may be a secret."""
+    """Every broken rule; no message repeats a value that may be secret."""
     problems = list(_misplaced(name, part))
     if part.kind == "verifier" and part.name is None:
         problems.append(f"{name} is a verifier without a `name`; add one of {', '.join(get_args(RuleName))}")
@@ -179,7 +179,6 @@ def check_part(name: str, part: RewardPart) -> list[str]:
 
 
 def check_rewards(parts: Sequence[RewardPart], *, has_reward_model: bool) -> list[str]:
-    """Rules of all parts."""
     problems = [problem for index, part in enumerate(parts) for problem in check_part(f"rewards.{index}", part)]
     if all(part.weight == 0 for part in parts):
         problems.append(
@@ -200,7 +199,7 @@ def check_rewards(parts: Sequence[RewardPart], *, has_reward_model: bool) -> lis
 
 
 def check_waits(parts: Sequence[RewardPart], timeout_s: float, stall_s: float = 0.0) -> Iterator[str]:
-    """Rules for waits: shorter than the peers' timeout and the watchdog's deadline (0: no watchdog)."""
+    """Waits must be shorter than the peers' timeout and the watchdog's deadline (0: none)."""
     limits = [("the other ranks wait only runtime.timeout_s", timeout_s)]
     limits += [("a rank that does not move is ended after stall_deadline_s", stall_s)] if stall_s else []
     for index, part in enumerate(parts):
@@ -237,7 +236,7 @@ def _misplaced(name: str, part: RewardPart) -> Iterator[str]:
 
 
 def _is_given(part: RewardPart, key: str) -> bool:
-    """True if it differs from the default, which a resolved configuration writes out."""
+    """True if not the default, which a resolved configuration writes out."""
     return bool(getattr(part, key) != RewardPart.model_fields[key].get_default(call_default_factory=True))
 
 
@@ -260,7 +259,7 @@ def _check_url(name: str, url: str | None) -> Iterator[str]:
 
 
 def part_labels(parts: Sequence[RewardPart]) -> list[str]:
-    """The name of each part in metrics and errors."""
+    """Names of parts in metrics and errors."""
     labels: list[str] = []
     for part in parts:
         address = (part.url or "").partition("://")[2]

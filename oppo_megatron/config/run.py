@@ -31,7 +31,7 @@ from oppo_megatron.config.rewards import RewardPart
 
 
 def with_common_dtype(data: Any, roles: Sequence[str]) -> Any:
-    """`runtime.dtype` in each role without a type."""
+    """Set `runtime.dtype` in roles without a type."""
     runtime = data.get("runtime", {}) if isinstance(data, dict) else None
     if isinstance(runtime, dict) and runtime.get("dtype") is None:
         runtime = runtime | {"dtype": usual_dtype(runtime.get("device", "auto"))}
@@ -104,11 +104,10 @@ class RunConfig(Section):
 
     @property
     def resume(self) -> bool:
-        """True if the run continues from its last whole checkpoint (`--resume`)."""
+        """True if the run continues from its last checkpoint (`--resume`)."""
         return self._resume
 
     def resumed(self) -> Self:
-        """The same run, to be continued."""
         copy = self.model_copy()
         copy._resume = True
         return copy
@@ -171,7 +170,7 @@ class TrainSettings(RunConfig):
 
     @model_validator(mode="after")
     def _staleness_of_ratio(self) -> Self:
-        """A response's ratio leaves the clip range by stale tokens, and by bfloat16's rounding in decoding."""
+        """Stale tokens and bfloat16's rounding move ratios out of the clip range."""
         apart = self.overlap.carries(filtered=self.filter is not None) or self.actor.dtype == "bfloat16"
         whole = self.algorithm.ratio != "token" and not self.algorithm.pairs
         if apart and whole and "staleness" not in self.ppo.model_fields_set:
@@ -190,16 +189,16 @@ class TrainSettings(RunConfig):
 
     @property
     def measured(self) -> list[str]:
-        """The held-out metrics that are measured during the run."""
+        """Held-out metrics measured during the run."""
         return self.evaluation.names if self.evaluation is not None and self.evaluation.every_steps else []
 
     @property
     def passes(self) -> int | None:
-        """Passes over the prompts after which the run ends, whatever its steps; None: no limit."""
+        """Passes over the prompts that end the run; None: no limit."""
         return self.epochs or (1 if self.steps is None else None)
 
     def settled(self) -> TrainConfig | None:
-        """None if the placement is still to be measured."""
+        """None if the placement is not yet measured."""
         if self.placement.mode == "auto":
             return None
         return self.with_placement(PlacementConfig(**self.placement.model_dump()))

@@ -15,7 +15,7 @@ from oppo_megatron.config.supervised import DPOConfig, RewardModelConfig, Superv
 
 
 def train_rules(config: TrainConfig) -> Iterator[str]:
-    """Rules of `oppo train`'s settings, without files, models and layouts."""
+    """Rules without files, models and layouts."""
     rollout, overlap = config.rollout, config.overlap
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     yield from _fits(config.runtime.micro_batch_tokens, longest, "data.max_prompt_tokens + rollout.max_response_tokens")
@@ -50,7 +50,6 @@ def train_rules(config: TrainConfig) -> Iterator[str]:
 
 
 def supervised_rules(config: SupervisedConfig) -> Iterator[str]:
-    """Rules of a supervised run's settings, without files, models and layouts."""
     yield from _fits(config.runtime.micro_batch_tokens, config.max_tokens, "max_tokens")
     for name, model in config.models.items():
         yield from model.rules(name)
@@ -76,7 +75,7 @@ def supervised_rules(config: SupervisedConfig) -> Iterator[str]:
 
 
 def heldout_rules(config: SupervisedConfig) -> Iterator[str]:
-    """Rules of held-out rows and of the settings that depend on their metrics."""
+    """Rules of held-out rows and their metrics."""
     evaluation = config.evaluation
     if evaluation is not None and (evaluation.data is None) == (evaluation.fraction is None):
         given = "neither" if evaluation.data is None else "both"
@@ -124,7 +123,7 @@ def _evaluation(config: TrainConfig, evaluation: EvaluationConfig) -> Iterator[s
 
 
 def _standards(config: TrainConfig | SupervisedConfig) -> Iterator[str]:
-    """The metrics of `early_stop` and `checkpoint.keep_best` are measured during the run."""
+    """Metrics of `early_stop` and `checkpoint.keep_best` are measured."""
     rules = config.checkpoint
     if config.early_stop is not None:
         yield from _metric("early_stop.metric", config.early_stop.metric, config)

@@ -63,7 +63,7 @@ class ServeConfig(Section):
 
 
 def is_loopback(host: str) -> bool:
-    """True if only this host can reach the address; False for a host name."""
+    """True if only this host can connect; False for host names."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

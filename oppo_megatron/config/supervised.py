@@ -58,23 +58,22 @@ class SupervisedConfig(RunConfig):
 
     @property
     def models(self) -> dict[str, ModelConfig]:
-        """The models that are read, by the key of their section."""
+        """Models read, by section."""
         found = {name: getattr(self, name) for name in self.MODELS}
         return {name: model for name, model in found.items() if model is not None}
 
     @property
     def measured(self) -> list[str]:
-        """The held-out metrics that are measured during the run."""
+        """Held-out metrics measured during the run."""
         return list(self.metrics) if self.evaluation is not None and self.evaluation.every_steps else []
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The held-out metrics of this training."""
         return PREFERENCE_METRICS
 
     @property
     def of_pairs(self) -> bool:
-        """True if a row has a chosen and a rejected completion."""
+        """True for rows of chosen and rejected completions."""
         return True
 
 
@@ -136,7 +135,7 @@ class DPOLossConfig(PairLossConfig):
 
     @property
     def of_pairs(self) -> bool:
-        """True for a loss of pairs, False for one of single completions."""
+        """True for a loss of pairs."""
         return self.loss not in ("kto", "apo_zero_unpaired")
 
     def rules(self) -> Iterator[str]:

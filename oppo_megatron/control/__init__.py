@@ -1,1 +1,0 @@
-"""Controllers: pure state machines, so that ranks and simulations decide the same."""

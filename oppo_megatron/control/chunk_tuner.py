@@ -1,5 +1,3 @@
-"""Try chunk sizes and keep the one with the fewest seconds, relative to a law fitted to all rounds."""
-
 from __future__ import annotations
 
 import math
@@ -43,7 +41,7 @@ class DecodeLaw:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """`seconds` of a step up to its scores, without the actor's update."""
+    """`seconds` of a step up to its scores."""
 
     seconds: float
     steps: int
@@ -56,7 +54,9 @@ def candidates(sizes: Sequence[int], settled: int, longest: int) -> list[int]:
 
 
 class ChunkTuner:
-    """Sets the chunk size from measured steps, one per size, every `period` steps; it begins with the first of `sizes`."""
+    """Tries one of `sizes` per step, every `period` steps, and keeps the one with the fewest seconds, relative to a law of all
+    rounds.
+    """
 
     def __init__(self, sizes: Sequence[int], longest: int, period: int = SEARCH_STEPS):
         assert longest >= 1, f"the response limit must be at least 1 token, not {longest}"

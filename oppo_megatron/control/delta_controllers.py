@@ -1,6 +1,6 @@
-"""Controllers of delta, the number of groups decoded beyond the batch (docs/algorithm.md).
+"""Controllers of delta, the groups decoded beyond the batch (docs/algorithm.md).
 
-The OPPO paper's rules disagree: eq. 4 (the default) increases delta while the reward improves, Algorithm 1 decreases it.
+The OPPO paper disagrees: eq. 4 (default) increases delta while the reward improves, Algorithm 1 decreases it.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Ceiling:
     level: float | None = None
 
     def after(self, now: float, band: float) -> Ceiling | None:
-        """Return the next ceiling; None once `now` is better than `level` by more than `band`."""
+        """Next ceiling; None once `now` is better than `level` by more than `band`."""
         if self.level is None:
             return replace(self, level=now)
         if self.signal == "length_gap":
@@ -274,7 +274,6 @@ class MeasuredDelta(DeltaController):
             self._ceiling = replace(self._ceiling, level=None)
 
     def _mean(self, signal: str) -> float:
-        """Exact mean, so that rounding cannot break law 5."""
         return float(mean(getattr(step, signal) for step in self._steps))
 
     def _memory(self) -> dict[str, Any]:
@@ -293,7 +292,7 @@ class MeasuredDelta(DeltaController):
 
 
 def change(newer: float, older: float, rewards: Sequence[float]) -> float:
-    """Return newer - older, or 0 within `TIE`: rounding must not move delta."""
+    """Newer - older, or 0 within `TIE`: rounding must not move delta."""
     difference = newer - older
     return difference if abs(difference) > TIE * max(map(abs, rewards)) else 0.0
 

@@ -1,4 +1,4 @@
-"""Held-out metrics and early stopping; a prompt counts once, because its responses are not independent."""
+"""Held-out metrics and early stopping; a prompt counts once: its responses are not independent."""
 
 from __future__ import annotations
 
@@ -50,9 +50,8 @@ def moments_of(table: Sequence[Sequence[float]], width: int) -> list[float]:
 
 
 def ratios(moments: Sequence[float], width: int) -> list[tuple[float, float | None]]:
-    """Mean per unit of the first column, and its standard error, of each other column.
-
-    For v and weights w over n rows, with m = sum v / sum w: sqrt(n / (n - 1) * sum (v - m w)^2) / sum w.
+    """Mean per unit of the first column, and its standard error, of each other column: for v and weights w over n rows, with m =
+    sum v / sum w, it is sqrt(n / (n - 1) * sum (v - m w)^2) / sum w.
     """
     n, parts = moments[0], [moments[1 + k * width : 1 + (k + 1) * width] for k in range(3)]
     sums, by_weight, squares = parts

@@ -1,5 +1,3 @@
-"""Rules for a step's figures, the same on every rank."""
-
 from __future__ import annotations
 
 import math
@@ -55,7 +53,7 @@ class Breach:
         return self.detail or f"{self.reason}: {REMEDIES[self.rule]}"
 
     def encode(self) -> list[float]:
-        """Return `CODE_SIZE` numbers for `decode`, without `detail`."""
+        """`CODE_SIZE` numbers for `decode`, without `detail`."""
         limit = math.nan if self.limit is None else self.limit
         return [1 + RULES.index(self.rule), FIGURES.index(self.figure), self.value, limit]
 

@@ -1,5 +1,3 @@
-"""Controller of the KL coefficient (beta)."""
-
 from __future__ import annotations
 
 import math

@@ -1,1 +1,0 @@
-"""From a user's files to token ids.  No torch here."""

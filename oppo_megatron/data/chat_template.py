@@ -38,10 +38,7 @@ class NoChatTemplateError(ConfigError): ...
 
 
 class ChatTemplate:
-    """The tokenizer's chat template, with configured variables and date.
-
-    `choose` returns the template with or without tools, or None.  `symbols`: special tokens.
-    """
+    """`choose` returns the template with or without tools, or None. `symbols`: special tokens."""
 
     def __init__(
         self, config: TokenizerConfig, choose: Callable[[bool], str | None], symbols: Mapping[str, Any], render_s: int = RENDER_S
@@ -53,7 +50,6 @@ class ChatTemplate:
         self._takes_parts: dict[str, bool] = {}
 
     def reads(self, with_tools: bool = False) -> frozenset[str]:
-        """Variables that the template reads, without messages and special tokens."""
         template = self._template(with_tools)
         if template not in self._reads:
             found = frozenset(self._ask({"template": template})["reads"])
@@ -61,7 +57,7 @@ class ChatTemplate:
         return self._reads[template]
 
     def require_arguments(self) -> None:
-        """Raise ConfigError for template arguments that the template does not read."""
+        """Raise ConfigError for arguments that the template does not read."""
         if not (given := self._config.template_arguments):
             return
         known = self.reads() | self.reads(with_tools=True) | self._symbols.keys()
@@ -140,7 +136,6 @@ class ChatTemplate:
 
 
 def called_functions(calls: Any) -> list[str]:
-    """Function names in a message's `tool_calls` or `function_call`."""
     listed = calls if isinstance(calls, list) else [calls]
     functions = [call.get("function", call) for call in listed if isinstance(call, Mapping)]
     return [str(function.get("name", "")) for function in functions if isinstance(function, Mapping)]
@@ -178,7 +173,7 @@ def _with_arguments(call: Any, as_object: bool) -> Any:
 
 
 class _TemplateProcess:
-    """A process for any thread, started by the first request and restarted after a failure."""
+    """Usable from any thread, started by the first request and restarted after a failure."""
 
     def __init__(self, render_s: int) -> None:
         self._lock, self._render_s = threading.Lock(), render_s

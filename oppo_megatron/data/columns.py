@@ -1,5 +1,3 @@
-"""The columns of a data set: their parts and the form of their values."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -81,7 +79,7 @@ class Table:
         ]
 
     def find(self, part: str, columns: Mapping[Any, str], names: Sequence[str] | None = None) -> str | None:
-        """The configured column, else the known name (or one of `names`) most often filled, or None.  Raises DataError."""
+        """The configured column, else the known name (or one of `names`) most often filled, or None. Raises DataError."""
         wanted = columns.get(part)
         if wanted is not None:
             if all(row.get(wanted) is None for row in self.rows):
@@ -96,7 +94,7 @@ class Table:
         return best if counts[best] else None
 
     def require(self, part: str, columns: Mapping[Any, str]) -> str:
-        """`find`, but raises DataError, naming columns and setting, if there is none."""
+        """`find`, but raises DataError if there is none."""
         found = self.find(part, columns)
         if found is not None:
             return found

@@ -1,5 +1,3 @@
-"""Renders messages by the chat template, noting omissions."""
-
 from __future__ import annotations
 
 import json
@@ -29,14 +27,14 @@ class TemplateMismatch(DataError):
 
 
 class Conversations:
-    """Renders rows.  `used`: columns of prompt and answer, hidden from the template."""
+    """`used`: columns of prompt and answer, hidden from the template."""
 
     def __init__(self, chat: ChatTemplate, used: Collection[str | None], note: Callable[[str], None]):
         self._chat, self._used, self._note = chat, used, note
         self._noted: set[tuple[str, str]] = set()
 
     def texts(self, row: Row, prompt: Value, answers: Sequence[Value]) -> tuple[str, list[str]]:
-        """Return prompt and answers as text.  Raises DataError (TemplateMismatch if part of an answer is hidden)."""
+        """Return prompt and answers as text. Raises DataError (TemplateMismatch if part of an answer is hidden)."""
         if isinstance(prompt, str):
             return prompt, [answer for answer in answers if isinstance(answer, str)]
         variables = self.variables(row.values, row.file)
@@ -64,7 +62,7 @@ class Conversations:
         return head, tails
 
     def variables(self, values: Mapping[str, Any], file: str) -> dict[str, Any]:
-        """The columns that the template reads, and the row's own arguments."""
+        """The columns that the template reads, and the row's arguments."""
         columns = {name: value for name, value in values.items() if value is not None and name not in self._used}
         own = _read_json(columns.pop(ARGUMENTS, None) or {}, ARGUMENTS, dict)
         for name in FOR_TEMPLATES:

@@ -1,5 +1,3 @@
-"""Turns rows into texts: a prompt and its answers, rendered by templates."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -41,7 +39,7 @@ PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One row as text.  `answers`: (), (completion,) or (chosen, rejected).  `fields`: other columns."""
+    """`answers`: (), (completion,) or (chosen, rejected). `fields`: other columns."""
 
     row: Row
     prompt: str
@@ -51,14 +49,14 @@ class Example:
 
 
 def read_prompts(config: RowsConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[Example]:
-    """Read prompts, without a trailing assistant turn."""
+    """Prompts without a trailing assistant turn."""
     rows = read_rows(config, problems, ["prompt"])
     layout = recognise(config, rows, "prompt")
     return _render(rows, lambda row: [(_prompt(row, layout), ())], layout, "prompt", config, tokenizer, problems)
 
 
 def read_completions(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[Example]:
-    """Read prompts with a completion: its column, or the turns of `config.turns`."""
+    """Prompts with a completion: its column, or the turns of `config.turns`."""
     return _completions(read_rows(config, problems, ["prompt", "completion"]), config, tokenizer, problems)
 
 
@@ -71,7 +69,7 @@ def read_pairs(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) 
 
 
 def read_marked(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[tuple[Example, bool]]:
-    """Read prompts with one completion and its label; a pair gives two."""
+    """Prompts with a completion and its label; a pair gives two."""
     rows = read_rows(config, problems, ["prompt", "completion"])
     table = Table(rows)
     if table.find("label", config.columns) is None and table.find("chosen", config.columns) is not None:
@@ -94,7 +92,7 @@ def read_marked(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems)
 def is_unequal(
     example: Example, answers: Sequence[str | list[int]], config: DataConfig, problems: RowProblems, when: str = ""
 ) -> bool:
-    """True if a pair's answers differ; else refuse it.  `when` extends the reason."""
+    """True if a pair's answers differ; else refuse it. `when` extends the reason."""
     if answers[0] != answers[1]:
         return True
     reason = f"chosen and rejected are the same{when}: such a pair prefers nothing"
@@ -105,7 +103,7 @@ def is_unequal(
 def read_steps(
     config: DataConfig, tokenizer: Tokenizer, problems: RowProblems, separator: str
 ) -> list[tuple[Example, list[float | None]]]:
-    """Read prompts with an answer (joined steps) and the steps' labels (None: not labelled)."""
+    """Prompts with an answer (joined steps) and the steps' labels (None: not labelled)."""
     rows = read_rows(config, problems, ["prompt", "completion"])
     steps, labels = (Table(rows).require(part, config.columns) for part in ("completions", "labels"))
     layout = recognise(config, rows, "steps", [steps, labels])

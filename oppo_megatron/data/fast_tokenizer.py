@@ -41,7 +41,7 @@ CHECKED = (
 def fast_files(
     model: bytes, encode: Callable[[str], list[int]], chat_template: str | None, pad_id: int | None = None
 ) -> dict[str, str] | None:
-    """Texts of `tokenizer.json` and `tokenizer_config.json` for a serialized model, or None if it cannot be converted exactly."""
+    """Texts of `tokenizer.json` and `tokenizer_config.json`, or None if `model` cannot be converted exactly."""
     from sentencepiece import sentencepiece_model_pb2
     from tokenizers import Tokenizer
 

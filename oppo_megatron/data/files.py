@@ -1,4 +1,4 @@
-"""Files named by `data.path`, and their rows.  The first bytes decide the type; the name only whether other text is CSV."""
+"""Files named by `data.path`. The first bytes decide the type; the name only whether other text is CSV."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NOT_UTF8 = re.compile("[\udc80-\udcff]")
 
 
 def data_files(path: Path, note: Callable[[str], None]) -> list[Path]:
-    """Files (or saved data sets) at `path`; if a folder has several splits, only `train`, with a note."""
+    """Files (or saved data sets) at `path`; of several splits only `train`, with a note."""
     if not path.exists():
         return [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
     if not path.is_dir() or any((path / name).is_file() for name in SAVED):
@@ -84,7 +84,7 @@ def _bare_name(file: Path) -> str:
 
 
 def file_rows(path: Path) -> Iterator[Numbered]:
-    """Yield the rows of a file or saved data set.  Raises DataError if damaged or empty."""
+    """Yield rows of a file or saved data set. Raises DataError if damaged or empty."""
     if path.is_dir():
         yield from _saved_rows(path)
         return
@@ -157,7 +157,6 @@ def _rows(stream: BinaryIO, path: Path, start: bytes, first: bytes, second: byte
 
 
 def _table_delimiter(first: bytes, name: str) -> str | None:
-    """Column separator if name or first line show a table; else None."""
     header = first.decode("utf-8-sig", errors="replace")
     if header.lstrip().startswith(("{", "[")) or "\0" in header or not header:
         return None
@@ -170,7 +169,7 @@ def _table_delimiter(first: bytes, name: str) -> str | None:
 
 
 def csv_rows(path: Path) -> Iterator[Numbered]:
-    """Yield the rows of a CSV file, whatever its columns are.  Raises DataError."""
+    """Raises DataError."""
     with _opened(path) as stream:
         yield from _table_rows(stream, ",", path)
 
@@ -199,7 +198,7 @@ def _table_rows(stream: BinaryIO, delimiter: str, file: Path) -> Iterator[Number
 
 
 def _row_of_cells(header: list[str], cells: list[str], delimiter: str) -> dict[str, Any] | DataError:
-    """The row, or why it is refused.  Cells may hold messages in JSON."""
+    """The row, or why it is refused. Cells may hold messages in JSON."""
     if len(cells) != len(header):
         shown = "a tab" if delimiter == "\t" else repr(delimiter)
         return DataError(

@@ -1,7 +1,4 @@
-"""The layout of prompt and answers, configured or detected.
-
-Messages are preferred to text, and dialogues in `chosen` and `rejected` to a prompt.  Ambiguous rows are refused.
-"""
+"""The layout of prompt and answers. Messages are preferred to text, dialogues in `chosen` and `rejected` to a prompt."""
 
 from __future__ import annotations
 
@@ -40,8 +37,8 @@ NUM_NAMED = 8
 class Layout:
     """The columns of each part.
 
-    `prompt` None: the answers' common beginning.  `added`: joined to the prompt.  `chat`: a text prompt is a user's turn.
-    `completion` None: turns of the prompt's messages.  `unread`: unused columns.
+    `prompt` None: the answers' common beginning. `added`: joined to the prompt. `chat`: a text prompt is a user's turn.
+    `completion` None: turns of the prompt's messages. `unread`: unused columns.
     """
 
     format: str
@@ -79,7 +76,7 @@ class Layout:
 
 
 def recognise(config: RowsConfig, rows: Sequence[Row], wanted: Wanted, used: Sequence[str] = ()) -> Layout:
-    """Return the layout; `used`: columns that the caller reads itself.  Raises DataError if none or two fit."""
+    """`used`: columns that the caller reads itself. Raises DataError if no layout or two fit."""
     table = Table(rows)
     layout = _layout(config, table, wanted)
     if config.format not in ("auto", layout.format):
@@ -135,7 +132,7 @@ def _holds_prompt(config: RowsConfig, table: Table, chosen: str) -> bool:
 
 
 def _prompt_column(config: RowsConfig, table: Table, chosen: str | None, rejected: str | None) -> str | None:
-    """The column, or None if chosen and rejected hold the prompt."""
+    """None if chosen and rejected hold the prompt."""
     if config.format == "hh":
         return None
     if "prompt" in config.columns:
@@ -164,7 +161,7 @@ def _are_whole(table: Table, column: str) -> bool:
 
 
 def _completion_column(config: RowsConfig, table: Table, prompt: str, form: str, chosen: str | None) -> str | None:
-    """The column, or None if answers are turns of the prompt's messages."""
+    """None if answers are turns of the prompt's messages."""
     if "completion" in config.columns:
         return table.find("completion", config.columns)
     names = [name for name in [*table.frequent(KNOWN_NAMES["completion"]), chosen] if name is not None]
@@ -189,7 +186,7 @@ def _completion_column(config: RowsConfig, table: Table, prompt: str, form: str,
 
 
 def _only(part: str, names: Sequence[str], table: Table, form: Callable[[Any], Any] = lambda value: str(value).strip()) -> str:
-    """Return the first column.  Raises DataError if another differs from it."""
+    """Return the first column. Raises DataError if another differs from it."""
     for other in names[1:]:
         for row in table.rows:
             one, two = row.get(names[0]), row.get(other)

@@ -30,7 +30,7 @@ HELDOUT_BYTES = 26  # of 256: about a tenth of all problems
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Difficulty: P(operations >= k) = (scale / k) ** tail, cut at `max_operations`."""
+    """P(operations >= k) = (scale / k) ** tail, cut at `max_operations`."""
 
     max_operations: int = 24
     scale: float = 1.5
@@ -41,7 +41,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A chain: the first term, then signed terms (7+5-3 is `(7, 5, -3)`)."""
+    """The first term, then signed terms (7+5-3 is `(7, 5, -3)`)."""
 
     terms: tuple[int, ...]
 
@@ -78,7 +78,7 @@ def is_heldout(prompt: str) -> bool:
 
 
 def problems(seed: int, split: Literal["train", "heldout"], shape: Shape = Shape()) -> Iterator[Problem]:
-    """Yield problems of one split without end, reproducibly."""
+    """Yield problems of one split without end."""
     rng = random.Random(f"arithmetic {split} {seed}")  # noqa: S311  (to be drawn again, not to be secret)
     while True:
         pareto = shape.scale * (1.0 - rng.random()) ** (-1.0 / shape.tail)
@@ -94,7 +94,7 @@ def problems(seed: int, split: Literal["train", "heldout"], shape: Shape = Shape
 
 
 def wrong_solution(problem: Problem, rng: random.Random) -> str:
-    """A plausible wrong solution: one slip carried through, or a wrong last line, a missing step or an early stop."""
+    """One slip carried through, or a wrong last line, a missing step or an early stop."""
     kind = rng.choices(("slip", "copy", "skip", "stop"), weights=(60, 15, 15, 10))[0]
     terms, totals = problem.terms, problem.totals
     if kind == "copy":
@@ -150,9 +150,8 @@ def write_dataset(
     flaw: Callable[[Problem, random.Random], str] = slipped_solution,
     shape: Shape = Shape(),
 ) -> dict[str, Path]:
-    """Write sft, pairs, prompts and (distinct, unused) heldout.jsonl; return their paths by name.
-
-    `imperfect`: fraction of SFT completions by `flaw`, so that RL can improve.
+    """Write sft, pairs, prompts and (distinct, unused) heldout.jsonl; return their paths. `imperfect`: fraction of completions by
+    `flaw`.
     """
     rng = random.Random(f"arithmetic answers {seed}")  # noqa: S311  (to be drawn again, not to be secret)
     train = problems(seed, "train", shape)

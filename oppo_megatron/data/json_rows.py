@@ -1,5 +1,3 @@
-"""Rows in JSON: an object per line, an array, or multi-line objects."""
-
 from __future__ import annotations
 
 import json
@@ -60,7 +58,7 @@ def _is_json(text: bytes, kind: type) -> bool:
 
 
 def json_values(text: str, file: str) -> Iterator[Numbered]:
-    """Yield the objects of an array, or consecutive objects.  Raises DataError if unreadable."""
+    """Yield the objects of an array, or consecutive objects. Raises DataError."""
 
     def fault(place: int, reason: str) -> DataError:
         line = text.count("\n", 0, place) + 1

@@ -23,7 +23,7 @@ WHOLE_NUMBER = re.compile(r"[0-9]{1,15}")
 
 @dataclass(frozen=True)
 class LengthTrace:
-    """Lengths in tokens, ascending, and the cumulative number of requests."""
+    """Ascending lengths in tokens, and the cumulative number of requests."""
 
     tokens: tuple[int, ...]
     requests: tuple[int, ...]
@@ -44,7 +44,7 @@ class LengthTrace:
 
 
 def forced_quantile(forced: ForcedLengths | None, max_response_tokens: int) -> Callable[[float], float] | None:
-    """Quantile function, or None without a trace; `scale: auto` maps the 99th percentile to the limit.  Raises DataError."""
+    """None without a trace; `scale: auto` maps the 99th percentile to the limit. Raises DataError."""
     if forced is None or forced.trace is None:
         return None
     trace = read_length_trace(forced.trace, forced.column)
@@ -68,7 +68,7 @@ def trace_problems(forced: ForcedLengths | None, max_response_tokens: int) -> li
 
 
 def read_length_trace(path: Path, column: str | None = None) -> LengthTrace:
-    """Read a distribution; `column`: tokens or histogram kind.  Raises DataError with file and line."""
+    """`column`: tokens or histogram kind. Raises DataError with file and line."""
     if not path.is_file():
         raise DataError(f"{path} is not a file; {SETTING} must be a CSV file: correct the path")
     counts: Counter[int] = Counter()

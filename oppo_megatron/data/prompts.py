@@ -1,5 +1,3 @@
-"""Tokenized prompts, and the repeatable stream of them."""
-
 from __future__ import annotations
 
 import hashlib
@@ -24,9 +22,9 @@ MAX_SEED = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """All usable prompts, and counts of duplicate, truncated and refused rows.
+    """Usable prompts, and counts of others.
 
-    `rows`: without numbers in the stream (`seq_id` -1).  `chats`: rows that the chat template rendered.
+    `rows`: without numbers in the stream (`seq_id` -1). `chats`: rows that the chat template rendered.
     """
 
     rows: list[Prompt]
@@ -59,9 +57,9 @@ def load_prompts(
     check: Check | None = None,
     responses_per_prompt: int = 1,
 ) -> PromptSet:
-    """Read, render and tokenize every prompt; `bad_rows` also covers rows that `check` refuses.
+    """Read, render and tokenize prompts; `bad_rows` also covers rows that `check` refuses.
 
-    Truncation keeps the END.  Raises DataError listing refused rows, or if none is left.
+    Truncation keeps the END. Raises DataError listing refused rows, or if none is left.
     """
     problems, is_first = RowProblems(quarantine), not quarantine.first
     rows: list[Prompt] = []
@@ -101,7 +99,7 @@ def load_prompts(
 class PromptStream(Iterator[Prompt]):
     """Prompts in training order; `seq_id` is the stream position, one per response, over all epochs.
 
-    Ends after `epochs` passes or `limit` prompts.  `left_out` positions count neither for `limit` nor for `planned`.
+    Ends after `epochs` passes or `limit` prompts. `left_out` positions count neither for `limit` nor for `planned`.
     """
 
     def __init__(
@@ -146,7 +144,7 @@ class PromptStream(Iterator[Prompt]):
 
 
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool = True) -> list[int]:
-    """A permutation of range(num_rows), or range itself, by raw Philox4x64 words, which are equal everywhere."""
+    """A permutation by raw Philox4x64 words, which are equal everywhere."""
     if not shuffle:
         return list(range(num_rows))
     if not 0 <= seed <= MAX_SEED:

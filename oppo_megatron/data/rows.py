@@ -1,5 +1,3 @@
-"""Rows of a data set in any format, each with its file and line."""
-
 from __future__ import annotations
 
 import json
@@ -21,7 +19,7 @@ NUM_SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: its index (from 0, refused rows counted), place and columns."""
+    """Index (from 0, refused rows counted), place and columns of a row."""
 
     index: int
     file: str
@@ -80,7 +78,7 @@ class _Refused:
 
 
 class RowProblems:
-    """Refused rows.  `configured`: a setting can set them aside."""
+    """`configured`: a setting can set refused rows aside."""
 
     def __init__(self, quarantine: Quarantine, configured: bool = True):
         self.quarantine = quarantine
@@ -103,7 +101,7 @@ class RowProblems:
     ) -> None:
         """Record a refused row; `setting` would set it aside.
 
-        `once`: show rows with the same reason, or this common text, once.  `sound`: another chat template would render the row.
+        `once`: show rows with the same reason, or this common text, once. `sound`: another chat template would render the row.
         """
         if policy == "quarantine":
             self.num_quarantined += 1
@@ -121,7 +119,7 @@ class RowProblems:
             self._settings.append(setting)
 
     def raise_errors(self, *, any_left: bool = True) -> None:
-        """Raise one `DataError` for all rows refused under `error`.  `any_left`: other rows remain."""
+        """Raise one `DataError` for all rows refused under `error`. `any_left`: other rows remain."""
         if not self.num_errors:
             return
         rows = "1 row" if self.num_errors == 1 else f"{self.num_errors} rows"
@@ -138,7 +136,7 @@ class RowProblems:
 
 
 def read_rows(config: RowsConfig, problems: RowProblems, templates: Sequence[str] = ()) -> list[Row]:
-    """Read at most `config.max_rows` rows, with refused ones; `templates`: the needed ones.  Raises ConfigError or DataError."""
+    """Read at most `config.max_rows` rows, with refused ones; `templates`: the needed ones. Raises ConfigError or DataError."""
     if wrong := check_data("data", config, templates):
         raise ConfigError(wrong)
     rows: list[Row] = []

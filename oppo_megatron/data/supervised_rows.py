@@ -1,4 +1,4 @@
-"""Token rows for `oppo sft`, `rm` and `dpo`: reading, held-out split, order of batches."""
+"""Token rows for `oppo sft`, `rm` and `dpo`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
 
 
 class Completion(NamedTuple):
-    """Token ids of a row; the completion ends with EOS unless cut."""
+    """The completion ends with EOS unless cut."""
 
     prompt: list[int]
     completion: list[int]
 
 
 class Pair(NamedTuple):
-    """Token ids of a preference; answers end with EOS unless cut."""
+    """Answers end with EOS unless cut."""
 
     prompt: list[int]
     chosen: list[int]
@@ -38,7 +38,7 @@ class Pair(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Token ids of steps.  `ends`: last token of each labelled step; `labels`: 0 to 1."""
+    """`ends`: last token of each labelled step; `labels`: 0 to 1."""
 
     prompt: list[int]
     completion: list[int]
@@ -47,7 +47,7 @@ class Steps(NamedTuple):
 
 
 class Marked(NamedTuple):
-    """Token ids of a completion; `wanted` is [1] or [0], a list like the other parts."""
+    """`wanted` is [1] or [0], a list like the other parts."""
 
     prompt: list[int]
     completion: list[int]
@@ -55,7 +55,7 @@ class Marked(NamedTuple):
 
 
 class RowLoader:
-    """Reads and tokenizes one data set; `max_tokens` bounds prompt + longest answer + EOS.  Its methods raise DataError."""
+    """Tokenizes a data set; `max_tokens` bounds prompt + longest answer + EOS. Its methods raise DataError."""
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, max_tokens: int, quarantine: Quarantine):
         self._config, self._tokenizer, self._max_tokens = config, tokenizer, max_tokens
@@ -75,7 +75,7 @@ class RowLoader:
         return rows
 
     def unequal_pairs(self) -> list[Pair]:
-        """Rows for DPO: pairs with different answers, because equal ones have margin 0."""
+        """Pairs for DPO, except with equal answers (margin 0)."""
         config, problems, cut = self._config, self._problems, f" once they are cut to max_tokens={self._max_tokens}"
         pairs = read_pairs(config, self._tokenizer, problems)
         pairs = [pair for pair in pairs if is_unequal(pair, pair.answers, config, problems)]
@@ -86,7 +86,7 @@ class RowLoader:
         return rows
 
     def marked(self) -> list[Marked]:
-        """Rows for KTO: labelled completions, or two per pair."""
+        """Labelled completions for KTO, or two per pair."""
         examples = read_marked(self._config, self._tokenizer, self._problems)
         wanted = {id(example): int(mark) for example, mark in examples}
         tokenized = self._tokenized([example for example, _ in examples])
@@ -108,7 +108,7 @@ class RowLoader:
         return rows
 
     def steps(self, separator: str) -> list[Steps]:
-        """Rows for a process reward model: joined steps, tokenized as one text."""
+        """Joined steps, tokenized as one text."""
         tokenizer = self._tokenizer
         require_stop_texts([separator], tokenizer, "separator")
         step_ends = StepEnds(separator, tokenizer.decode)
@@ -218,9 +218,9 @@ def read_heldout(
 
 
 def split_rows(rows: Sequence[RowT], fraction: float, seed: int) -> tuple[list[RowT], list[RowT]]:
-    """(training rows, held-out rows), each in order; rows with the same prompt stay together.  Raises DataError if one is empty.
+    """(training rows, held-out rows), each in order; rows with the same prompt stay together. Raises DataError if one is empty.
 
-    Prompts are taken by a hash of prompt and seed, up to `fraction` of the rows; one with too many rows is skipped.
+    A hash of prompt and seed orders prompts, taken up to `fraction` of the rows; one with too many rows is skipped.
     """
     by_prompt: dict[bytes, list[int]] = defaultdict(list)
     for place, row in enumerate(rows):
@@ -277,7 +277,7 @@ def batches(
     shuffle: bool = True,
     passed: Passed = BEGINNING,
 ) -> Iterator[list[int]]:
-    """Row indices of each step after `passed`.  Epochs join without a gap: only the last batch may be smaller."""
+    """Row indices of each step after `passed`. Epochs join without a gap: only the last batch may be smaller."""
     if num_rows < 1:
         raise DataError("the data set is empty; at least one row is needed.")
     left = math.ceil(epochs * num_rows) - passed.rows

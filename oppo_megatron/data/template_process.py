@@ -56,7 +56,7 @@ def _require_public(name: Any) -> None:
 
 
 def make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """A dict made by a function: the class itself would lead a template into Python."""
+    """A function, because the class itself would lead a template into Python."""
     return dict(*args, **kwargs)
 
 
@@ -100,7 +100,7 @@ def _read_names(text: str) -> set[str]:
 
 
 def _names(node: nodes.Node, parameters: frozenset[str] = frozenset()) -> Iterator[nodes.Name]:
-    """Names in evaluation order (a value before the assigned name), without macro parameters."""
+    """Names in evaluation order, without macro parameters."""
     if isinstance(node, nodes.Name) and node.name not in parameters:
         yield node
     if isinstance(node, nodes.Macro):

@@ -1,4 +1,4 @@
-"""Tokenizers (Hugging Face, sentencepiece or trained here), tokens of prompts and answers, and checks of stop texts."""
+"""Tokenizers (Hugging Face, sentencepiece or trained here), tokens of prompts and answers, checks of stop texts."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ LOSSLESS: dict[str, Any] = {
 
 
 class Tokenizer(Protocol):
-    """A tokenizer.  `vocab_size` is the largest id + 1, added tokens included.
+    """`vocab_size` is the largest id + 1, added tokens included.
 
-    `eos_ids`: ids that end a response, `eos_id` first.  `adds_bos`: prompts begin with `bos_id`.
+    `eos_ids`: ids that end a response, `eos_id` first. `adds_bos`: prompts begin with `bos_id`.
     """
 
     eos_id: int
@@ -65,14 +65,14 @@ class Tokenizer(Protocol):
         """Text of `ids` as a continuation (a leading space is kept), without special tokens; unknown ids are U+FFFD."""
 
     def save(self, directory: Path, *, pad_id: int | None = None) -> str | None:
-        """Write files that `load_tokenizer` and transformers load; returns a warning if transformers will differ.
+        """Write files for `load_tokenizer` and transformers; returns a warning if transformers will differ.
 
         `pad_id`: padding token, if it has none or one that ends a response.
         """
 
 
 def load_tokenizer(config: TokenizerConfig, model: Path | None = None) -> Tokenizer:
-    """Load a directory or `.model` file; `eos_ids` also come from the settings of `model`, the policy.  Raises ConfigError."""
+    """Load a directory or `.model` file; `eos_ids` also come from the settings of `model`, the policy. Raises ConfigError."""
     path = config.path
     if not path.exists():
         raise ConfigError(
@@ -205,7 +205,7 @@ class HuggingFaceTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece model.  Control symbols are never read, so text cannot forge an EOS."""
+    """Control symbols are never read, so text cannot forge an EOS."""
 
     def __init__(self, path: Path, config: TokenizerConfig):
         import sentencepiece
@@ -266,7 +266,7 @@ def train_sentencepiece(
     model_type: Literal["bpe", "unigram", "char"] = "bpe",
     character_coverage: float = 0.9995,
 ) -> None:
-    """Train a lossless tokenizer; ids 0-3 are unk, bos, eos, pad.  Raises DataError without text, or ConfigError."""
+    """Train losslessly; ids 0-3 are unk, bos, eos, pad. Raises DataError without text, or ConfigError."""
     import sentencepiece
 
     # Keep newlines and the space character out of all other pieces.
@@ -325,7 +325,7 @@ def special_ids(tokenizer: Tokenizer, stop_token_ids: Sequence[int] = (), *, sco
 def write_tokenizer(
     directory: Path, tokenizer: Tokenizer, ids: Mapping[str, Any], family: str, *, scored: bool, source: Path | None = None
 ) -> str | None:
-    """Write the tokenizer and, for a policy, `generation_config.json` (`source`'s, with `ids`).  Returns a warning as `save`."""
+    """Write the tokenizer and, for a policy, `generation_config.json` (`source`'s, with `ids`). Returns a warning as `save`."""
     directory.mkdir(parents=True, exist_ok=True)
     warning = tokenizer.save(directory, pad_id=ids["pad_token_id"] if scored else None)
     path = directory / "tokenizer_config.json"
@@ -345,7 +345,7 @@ def write_tokenizer(
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids that begin a sequence, with BOS unless a template wrote it."""
+    """Token ids with BOS, unless a template wrote it."""
     ids = tokenizer.encode(text)
     if not (tokenizer.adds_bos and ids) or ids[0] == tokenizer.bos_id:
         return ids
@@ -354,7 +354,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def encode_answers(tokenizer: Tokenizer, prompt: str, answers: Sequence[str]) -> list[list[int]]:
-    """Token ids of a prompt and of each answer: joined, those of the whole text.  Changed prompt tokens go to the answers."""
+    """Token ids of a prompt and of each answer: joined, those of the whole text. Changed prompt tokens go to the answers."""
     alone = encode_prompt(tokenizer, prompt)
     wholes = [encode_prompt(tokenizer, prompt + answer) for answer in answers]
     shared = len(os.path.commonprefix([alone, *wholes]))
@@ -370,7 +370,7 @@ def end_of_prompt(tokenizer: Tokenizer, ids: Sequence[int], most: int) -> list[i
 
 
 def hidden_ids(text: str, tokenizer: Tokenizer) -> list[int] | None:
-    """Special tokens of a text that no response can contain, or None."""
+    """Special tokens that no response can contain, or None."""
     ids = tokenizer.encode(f"a{text}a")
     return None if text in tokenizer.decode(ids) else [i for i in ids if not tokenizer.decode([i])]
 

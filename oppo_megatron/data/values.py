@@ -1,5 +1,3 @@
-"""Reads a column as text or messages, and splits it into parts."""
-
 from __future__ import annotations
 
 import os
@@ -25,7 +23,7 @@ KNOWN_ROLES = ("user", "assistant", "system", "tool")
 
 
 def read_value(row: Row, column: str) -> Value:
-    """Read text or messages.  Raises DataError if missing, empty or of a wrong type."""
+    """Read text or messages. Raises DataError if missing, empty or of a wrong type."""
     value = row.require(column)
     if isinstance(value, str):
         return _checked_text(value, f"column {column!r}")
@@ -65,7 +63,7 @@ def read_texts(row: Row, column: str) -> list[str]:
 
 
 def read_labels(row: Row, column: str) -> list[float | None]:
-    """Read labels from 0 (wrong) to 1 (right); None for a step without one."""
+    """Labels from 0 (wrong) to 1 (right); None for a step without one."""
     labels = _listed(row, column)
     for i, label in enumerate(labels, start=1):
         if label is not None and not (isinstance(label, bool | int | float) and 0 <= label <= 1):
@@ -175,7 +173,7 @@ def split_pair(chosen: Value, rejected: Value) -> tuple[Value, Value, Value]:
 
 
 def align(prompt: Value, answers: Sequence[Value]) -> tuple[Value, list[Value]]:
-    """Convert an example to all text or all messages, without the prompt in answers."""
+    """Convert to all text or all messages, without the prompt in answers."""
     if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers):
         if ASSISTANT_MARK in prompt and all(
             isinstance(answer, str) and len(answer) > len(prompt) and answer.startswith(prompt) for answer in answers

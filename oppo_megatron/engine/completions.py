@@ -20,13 +20,11 @@ ROUND_STEPS = 64
 
 
 class PromptDecoder:
-    """Decodes on its own cache; all ranks make the same calls."""
-
     def __init__(
         self, model: RoleModel, links: Links, runtime: RuntimeConfig, *, num_slots: int, sampling: Sampling,
         stopping: Stopping, round_steps: int = ROUND_STEPS, activity: Activity | None = None,
     ):  # fmt: skip
-        """`num_slots` per replica, if `runtime.kv_cache_mb` holds them.  Ended responses leave every `round_steps`."""
+        """`num_slots` per replica, if `runtime.kv_cache_mb` holds them; ended responses leave every `round_steps`."""
         self._model, self._links, self._runtime, self._activity = model, links, runtime, activity
         self._num_slots = num_slots
         self.sampling, self.stopping, self.round_steps = sampling, stopping, round_steps
@@ -34,12 +32,12 @@ class PromptDecoder:
         self._clock = 0
 
     def decode(self, prompts: Iterable[Prompt]) -> Iterator[Rollout]:
-        """Yield responses as they end.  Raises CapacityError if memory runs out or holds no sequence."""
+        """Yield responses as they end.  Raises CapacityError."""
         for rollouts in self.rounds(prompts):
             yield from sorted((r for r in rollouts if r.finished), key=lambda r: (r.finish_clock, r.seq_id))
 
     def rounds(self, prompts: Iterable[Prompt]) -> Iterator[list[Rollout]]:
-        """Yield growing rollouts after each round; stopping abandons them."""
+        """Yield growing rollouts per round; stopping abandons them."""
         rounds, waiting = self._rounds, iter(prompts)
         if rounds is None:
             runtime = self._runtime

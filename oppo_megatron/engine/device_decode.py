@@ -47,7 +47,7 @@ class DeviceLane:
         return self._done < self._window
 
     def load(self, rows: Sequence[Growing], steps: int) -> None:
-        """Load rows in neighbouring slots for at most `steps` steps."""
+        """Load rows in neighbouring slots."""
         cache = self._cache
         self._rows, self._done = list(rows), 0
         self._window = min(self._sync_steps, steps, max(row.limit - row.position for row in rows))
@@ -79,14 +79,13 @@ class DeviceLane:
         self._done += 1
 
     def read(self) -> list[list[list[float]]]:
-        """Wait for `Drawn` of each step, meaningless past a row's end."""
+        """Return `Drawn` of each step, meaningless past a row's end."""
         assert self._done and not self.loaded
         drawn_K4R: list[list[list[float]]]
         drawn_K4R = self._drawn_4KM[:, : self._done, : len(self._rows)].permute(1, 0, 2).tolist()
         return drawn_K4R
 
     def _state(self, row: Growing, length: int) -> tuple[int, ...]:
-        """Return token, cached length, position, limit, random state, 1 if greedy."""
         chain, greedy = row_state(self._sampling.seed, row.seq_id), self._sampling.members.is_greedy(row.seq_id)
         return row.tokens[-1], length, row.position, row.limit, chain, int(greedy)
 

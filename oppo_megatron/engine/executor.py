@@ -25,15 +25,13 @@ from oppo_megatron.schedule.rounds import Site
 
 @dataclass(frozen=True)
 class Links:
-    """This rank's links in order of first use."""
-
     groups: dict[Link, dist.ProcessGroup]
 
     def of(self, action: Action) -> dist.ProcessGroup:
         return self.groups[link_of(action)]
 
     def use_once(self, device: torch.device) -> None:
-        """Send one number over each link: NCCL's first message blocks both hosts."""
+        """Send a number over each link: NCCL's first message blocks."""
         rank = dist.get_rank()
         for (source, destination, *_), group in self.groups.items():
             number = torch.zeros(1, device=device)
@@ -57,13 +55,13 @@ class RoleWorker(Protocol):
         """False if the action's sequences have ended."""
 
     def compute(self, action: Action) -> int:
-        """Return the number of tokens (rows).  Raises CapacityError if memory runs out."""
+        """Return the number of tokens (rows).  Raises CapacityError."""
 
     def outbox(self, action: Action) -> Sequence[Tensor]:
-        """Tensors of a send."""
+        """Tensors to send."""
 
     def inbox(self, action: Action) -> Iterator[Tensor]:
-        """Buffers of a recv, each filled before the next is requested."""
+        """Buffers, each filled before the next is requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,7 @@ Observer = Callable[[Action, float, float, int], None]
 
 @dataclass
 class Executor:
-    """One rank's executor; `timeout_s` limits each message."""
+    """`timeout_s` limits each message."""
 
     rank: int
     workers: Mapping[str, RoleWorker]
@@ -102,7 +100,7 @@ class Executor:
         self._streams = {role: torch.cuda.Stream(self.device) for role in self.workers} if cuda else {}
 
     def run(self, actions: Sequence[Action], shift: int = 0) -> None:
-        """Do a round's actions.  Raises StallError naming the action (chunk + `shift`) if a peer does not come."""
+        """Do a round's actions.  Raises StallError naming the action (chunk + `shift`)."""
         self._num_rounds += 1
         self._sent.append((shift, []))
         for stream in self._streams.values():
@@ -149,7 +147,7 @@ class Executor:
             self._wait(action, work)
 
     def _tag(self, action: Action) -> int:
-        """Tag that on gloo keeps a message from replacing a lost one."""
+        """Keeps a message from replacing a lost one on gloo."""
         step = 0 if action.step is None else action.step + 1
         return ((self._num_rounds << 18) + (step << 6) + action.micro_batch) % 2**31
 

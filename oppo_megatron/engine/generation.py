@@ -32,7 +32,7 @@ class DecodeWorker(CacheWorker):
         self, model: RoleModel, cache: SequenceCache, *, sampling: Sampling, stopping: Stopping,
         outlet: ChunkOutlet | None = None, sync_steps: int = 1,
     ):  # fmt: skip
-        """`outlet`: for other ranks.  On one stage the host reads tokens every `sync_steps` steps."""
+        """On one stage the host reads tokens every `sync_steps` steps."""
         super().__init__(model, cache)
         self.outlet, self.sampling, self.stopping = outlet, sampling, stopping
         self._sync_steps = sync_steps if model.groups.pp == 1 else 1
@@ -42,7 +42,7 @@ class DecodeWorker(CacheWorker):
         self.captured = CapturedSteps(cache.device, model.parameters) if captures else None
 
     def order(self, seq_ids: Sequence[int]) -> list[int]:
-        """Sort by cache slot; sequences without a slot follow."""
+        """Sort by cache slot, those without last."""
         return sorted(seq_ids, key=lambda i: self.cache.slot(i) if i in self.cache else self.cache.num_slots)
 
     def invalidate(self) -> None:
@@ -53,7 +53,7 @@ class DecodeWorker(CacheWorker):
         self, work: ReplicaWork, rollouts: Sequence[Rollout], readiness: Callable[[], StopSignal], *, index: int,
         clock: int, version: int, halt: bool = False, outlived: Mapping[int, int] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """Begin a round; tokens get `version` less the updates that their cache has `outlived`."""
+        """Begin a round; tokens get `version` less the updates `outlived` by their cache."""
         taken = TakenUp(self.cache, work)
         running = {g.seq_id for batch in work.decode for g in batch}
         held = {r.seq_id: r for r in rollouts if r.seq_id in running}
@@ -108,7 +108,7 @@ class DecodeWorker(CacheWorker):
             self._round.hidden[action.micro_batch] = hidden
 
     def end(self) -> Chunk:
-        """Return all replicas' chunk; drop finished sequences and excess tokens from the cache."""
+        """Return all replicas' chunk; drop finished sequences and excess tokens."""
         chunk = self._round.merge()
         rows, finished = chunk.rows, []
         lengths, ended = (rows.offsets + rows.counts).tolist(), (rows.finish_clocks != UNFINISHED).tolist()
@@ -163,7 +163,7 @@ class DecodeWorker(CacheWorker):
         return len(lane) if resident.loaded else self._absorb(action, resident.read(), resident=True)
 
     def _absorb(self, action: Action, drawn: Sequence[Drawn], resident: bool = False) -> int:
-        """Append drawn tokens; ended sequences leave the micro-batch but keep their slots."""
+        """Append drawn tokens; ended sequences leave the micro-batch, not their slots."""
         assert action.step is not None
         lane, first = self._round.lanes[action.micro_batch], action.step + 1 - len(drawn)
         rows, ends = list(lane), dict[int, int]()
@@ -185,7 +185,7 @@ class DecodeWorker(CacheWorker):
         return len(rows)
 
     def _leave(self, micro_batch: int, ends: Mapping[int, int]) -> None:
-        """Remove `ends` (id -> last micro-step), unless the batch was complete before."""
+        """Remove `ends` (id -> last micro-step) from an incomplete batch."""
         lane = self._round.lanes[micro_batch]
         for step_ in sorted(set(ends.values())):
             if self._round.ready is not None and self._round.ready <= (step_ - 1, micro_batch):

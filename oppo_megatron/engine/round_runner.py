@@ -32,8 +32,6 @@ from oppo_megatron.schedule.rounds import Batch, Site
 
 @dataclass(frozen=True)
 class Decoding:
-    """`halt`: the run stops after this round."""
-
     clock: int
     version: int
     readiness: Callable[[], StopSignal]
@@ -42,7 +40,7 @@ class Decoding:
 
 @dataclass
 class RoundRunner:
-    """This rank's workers and planner: `run`, record the chunk in the buffer, then `recorded`.
+    """This rank's workers and planner: `run`, record the chunk, then `recorded`.
 
     `decode`: on ranks with the actor; `listen`: on others.
     """
@@ -63,8 +61,7 @@ class RoundRunner:
     ) -> Chunk | None:  # fmt: skip
         """Decode up to `chunk_tokens` of each of `active`; score new tokens of `score` (critic: of those in `readable`).
 
-        Returns None if `active` is empty.  Raises ScheduleError before anything runs, StallError if a peer does not come,
-        CapacityError if memory runs out.
+        Returns None without `active`.  Raises ScheduleError before anything runs, StallError, CapacityError.
         """
         self.num_rounds += 1
         order = self.decode.order if self.decode is not None else list
@@ -96,7 +93,7 @@ class RoundRunner:
         self.planner.actor.record(rollouts)
 
     def owes(self, rollouts: Sequence[Rollout], role: str | None = None) -> bool:
-        """True if any scorer (or scorer `role`) has unread tokens of the rollouts."""
+        """True if a scorer (or `role`) has unread tokens."""
         return self.planner.owes(rollouts) if role is None else self.planner.scorers[role].owes(rollouts)
 
     def admit(self, rollouts: Sequence[Rollout]) -> None:
@@ -127,7 +124,6 @@ class RoundRunner:
             self.decode.invalidate()
 
     def actor_kept(self) -> None:
-        """Keep the actor's cache although its weights changed."""
         self.planner.actor.keep()
 
     def scorers_changed(self) -> None:
@@ -149,7 +145,7 @@ def decoder(
     model: RoleModel, cache: SequenceCache, *, sampling: Sampling, stopping: Stopping, micro_batch_tokens: int,
     timeout_s: float, links: Links | None = None, sync_steps: int = 1, activity: Activity | None = None,
 ) -> RoundRunner:  # fmt: skip
-    """Return a runner that only decodes, on one model's ranks.  `links`: None to make them."""
+    """Return a runner that only decodes."""
     groups = model.groups
     placement = RolePlacement(groups.ranks, groups.tp, groups.pp, groups.dp)
     rank = dist.get_rank()

@@ -20,7 +20,7 @@ from oppo_megatron.schedule.rounds import Batch, Forks
 
 
 class TakenUp:
-    """Closes and opens slots and forks cached prompts."""
+    """Closes and opens slots; forks cached prompts."""
 
     def __init__(self, cache: SequenceCache, work: ReplicaWork):
         self._cache, self._forks = cache, Forks(work.fork)
@@ -50,8 +50,6 @@ class TakenUp:
 
 
 class CacheWorker:
-    """Prefills sequences in one stage's cache."""
-
     def __init__(self, model: RoleModel, cache: SequenceCache):
         self.model, self.cache = model, cache
         self._weight = next(model.parameters())
@@ -61,14 +59,13 @@ class CacheWorker:
             self.cache.restore(seq_id, cached)
 
     def in_slot_order(self, batch: Batch) -> Batch:
-        """Sort so that the cache reads neighbouring slots."""
         return tuple(sorted(batch, key=lambda g: self.cache.slot(g.seq_id)))
 
     def new_hidden(self, num_tokens: int) -> Tensor:
         return self._weight.new_empty(num_tokens, 1, self.model.shape.hidden_size)
 
     def append(self, batch: Batch, sequences: Mapping[int, list[int]], hidden: Tensor | None, taken: TakenUp | None) -> Tensor:
-        """Cache new tokens; return the stage's output, on the last of the wanted rows."""
+        """Cache new tokens; return the stage's output (last stage: wanted rows)."""
         if taken is not None:
             taken.check(batch)
         device, ends = self.cache.device, accumulate(g.new for g in batch)
@@ -101,7 +98,7 @@ class Growing:
         return self.row.offset + len(self.row.tokens)
 
     def append(self, token: int, logprob: float, sampling_logprob: float, stopping: Stopping, start: int) -> bool:
-        """Append a token in a round from clock `start`; True if the last."""
+        """Append in a round from clock `start`; True if the last."""
         self.tokens.append(token)
         self.response.append(token)
         self.row.tokens.append(token)
@@ -115,7 +112,7 @@ class Growing:
 
 @dataclass
 class DecodeRound:
-    """A round from clock `start`; completion is tracked by `local` on this rank, by `stop` in the merge.
+    """A round from clock `start`; `local` tracks completion here, `stop` in the merge.
 
     By micro-batch: `lanes` (running sequences), `steps`, `ended` (first void step), last `hidden` and `drawn`.
     """

@@ -26,7 +26,7 @@ BLOCK = 64  # tokens per block: cumulative sums over blocks, then one block, are
 
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature 0 is greedy, as are marked `members`; top_k 0 and top_p 1 keep all tokens."""
+    """Temperature 0 is greedy, as are `members`; top_k 0 and top_p 1 keep all tokens."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -43,8 +43,7 @@ class Sampling:
 class Draw:
     """[R] each; a mass is finite if and only if its distribution is valid.
 
-    `logprobs`: over the whole vocabulary at the temperature (1 if greedy), as in training; `sampling_logprobs`: after top-k and
-    top-p.
+    `logprobs`: over the vocabulary at the temperature (1 if greedy); `sampling_logprobs`: after top-k and top-p.
     """
 
     tokens: Tensor
@@ -65,7 +64,7 @@ def no_distribution(sampling: Sampling, seq_id: int, position: int) -> NumericsE
 
 
 def uniforms_at(states_R: Tensor, positions_R: Tensor) -> Tensor:
-    """Float64 [R] in [0, 1) from `row_state` and int64 positions, bit-equal to `uniforms`."""
+    """Float64 [R] in [0, 1) from int64, bit-equal to `uniforms`."""
     x = (states_R ^ positions_R) + (0x9E3779B97F4A7C15 - 2**64)
     x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
     x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - 2**64)
@@ -90,7 +89,7 @@ def draw(
 def draw_at(
     logits_RV: Tensor, sampling: Sampling, u_R: Tensor, shards: VocabShards | None = None, greedy_R: Tensor | None = None
 ) -> Draw:
-    """Draw at numbers in [0, 1); rows of `greedy_R` (bool) take the likeliest token."""
+    """Draw at numbers in [0, 1); `greedy_R` rows (bool) take the likeliest token."""
     shards = shards or VocabShards()
     logits_RV = shards.filled_up(logits_RV)
     if sampling.temperature == 0:
@@ -119,7 +118,7 @@ def _greedy(logits_RV: Tensor, shards: VocabShards) -> Draw:
 
 
 def _whole(scaled_RV: Tensor, u_R1: Tensor, shards: VocabShards) -> Draw:
-    """Draw a block of the vocabulary, then a token in it; ranks exchange block masses."""
+    """Draw a block, then a token in it; ranks exchange block masses."""
     probs_RV = torch.softmax(scaled_RV, -1)  # of this shard
     missing = -probs_RV.shape[-1] % BLOCK
     blocks_RKW = (F.pad(probs_RV, (0, missing)) if missing else probs_RV).view(len(probs_RV), -1, BLOCK)
@@ -151,7 +150,7 @@ def _whole(scaled_RV: Tensor, u_R1: Tensor, shards: VocabShards) -> Draw:
 
 
 def _truncated(scaled_RV: Tensor, u_R1: Tensor, sampling: Sampling, shards: VocabShards) -> Draw:
-    """Draw from candidates; ranks exchange their best k, without top-k all logits."""
+    """Draw from candidates: each rank's best k, without top-k all logits."""
     vocab = scaled_RV.shape[-1] * shards.size
     mass_R1 = torch.logsumexp(scaled_RV, -1, keepdim=True)
     if shards.size > 1:

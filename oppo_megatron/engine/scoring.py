@@ -36,8 +36,6 @@ class _ScoringRound:
 
 
 class ScoringWorker(CacheWorker):
-    """The last stage keeps outputs per response token (reference, critic) or response (reward)."""
-
     def __init__(self, role: ScorerRole, model: RoleModel, cache: SequenceCache, *, temperature: float):
         super().__init__(model, cache)
         self.role, self.temperature = role, temperature
@@ -66,7 +64,7 @@ class ScoringWorker(CacheWorker):
         self._outputs = {seq_id: [values.to(self.cache.device)] for seq_id, values in outputs.items()}
 
     def collect(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """Outputs of finished rollouts in order; last stage only."""
+        """Finished rollouts' outputs in order; last stage only."""
         parts = [part for r in rollouts for part in self._outputs[r.seq_id]]
         return torch.cat(parts) if parts else torch.empty(0, device=self.cache.device)
 

@@ -22,7 +22,6 @@ class StopText:
         self._completing = Completing(strings, decode)
 
     def ends(self, response: Sequence[int]) -> bool:
-        """True if the last token ends the response."""
         if response[-1] not in self._completing:
             return False
         size = FIRST_TOKENS + self._longest
@@ -42,7 +41,7 @@ class StopText:
 
 @dataclass(frozen=True)
 class Stopping:
-    """Ends a response at `eos_ids`, `text` or its limit; with `forced`, only at its limit."""
+    """Ends a response at `eos_ids`, `text` or its limit; `forced`: only at its limit."""
 
     eos_ids: tuple[int, ...]
     max_response_tokens: int
@@ -54,7 +53,7 @@ class Stopping:
         cls, rollout: RolloutConfig, eos_ids: Sequence[int], seed: int, trace: Quantile | None = None,
         decode: Decode | None = None, forced: ForcedLengths | None = None,
     ) -> Stopping:  # fmt: skip
-        """`forced` lengths replace EOS; `trace` has the lengths of its file."""
+        """`trace` has the lengths of its file."""
         if forced is None:
             text = StopText(rollout.stop_texts, decode) if rollout.stop_texts and decode is not None else None
             return cls(all_ids(eos_ids, rollout.stop_token_ids), rollout.max_response_tokens, text=text)

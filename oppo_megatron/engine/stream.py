@@ -39,7 +39,7 @@ def to_words(rows: ChunkRows) -> Ints:
 
 
 def from_words(words: Ints) -> ChunkRows:
-    """Decode `to_words`; tokens are views of `words`."""
+    """Inverse of `to_words`; tokens are views."""
     end = 1 + int(words[0]) * FIELDS
     table = np.ascontiguousarray(words[1:end].reshape(-1, FIELDS).T)
     return ChunkRows.packed_as(table, words[end:].reshape(DRAWN, -1))
@@ -51,7 +51,7 @@ def gather_rows(rows: ChunkRows, group: dist.ProcessGroup) -> ChunkRows:
 
 
 class ChunkBooks:
-    """One end of a stream: offset and checksum of each open sequence."""
+    """Offset and checksum of each open sequence."""
 
     def __init__(self) -> None:
         self.ledgers: dict[int, tuple[int, int]] = {}
@@ -91,7 +91,7 @@ class ChunkEncoder(ChunkBooks):
 
 class ChunkDecoder(ChunkBooks):
     def payload_size(self, header: Ints) -> int:
-        """Return the payload's number of words.  Raises StreamError for an unexpected header."""
+        """Return the payload's words.  Raises StreamError."""
         magic, index, _, num_rows, num_tokens, _, checksum = (int(x) for x in header)
         if magic != MAGIC or checksum != zlib.crc32(header[:-1].tobytes()):
             raise StreamError(
@@ -131,7 +131,7 @@ class ChunkDecoder(ChunkBooks):
         return due
 
     def _accept(self, rows: ChunkRows, checksums: Sequence[int], index: int) -> None:
-        """Advance the ledgers.  Raises StreamError for a row that does not continue its sequence."""
+        """Advance the ledgers.  Raises StreamError."""
         checksum_of = _checksum_of(rows)
         for i, (seq_id, offset, count) in enumerate(rows.table[:3].T.tolist()):
             where = f"sequence {seq_id}, offset {offset} (message {index})"
@@ -151,7 +151,7 @@ class ChunkDecoder(ChunkBooks):
 
 
 def _checksum_of(rows: ChunkRows) -> Callable[[int, int], int]:
-    """Return a function of packed row and checksum before, over all but the count."""
+    """Return a function of packed row and checksum before."""
     heads = memoryview(np.ascontiguousarray(rows.table[[0, 1, 3, 4, 5]].T).tobytes())
     body = [memoryview(part).cast("B") for part in np.ascontiguousarray(rows.body)] if rows.num_tokens else []
     starts, ends = (8 * rows.starts).tolist(), (8 * (rows.starts + rows.counts)).tolist()
@@ -167,7 +167,7 @@ def _checksum_of(rows: ChunkRows) -> Callable[[int, int], int]:
 
 
 class ChunkOutlet(ChunkEncoder):
-    """The sending end on the actor's ranks, which encode equal messages."""
+    """The sending end; ranks encode equal messages."""
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -182,7 +182,7 @@ class ChunkOutlet(ChunkEncoder):
 
 
 class ListenWorker(ChunkDecoder):
-    """The receiving end on a rank without the actor; may forward."""
+    """The receiving end, without the actor; may forward."""
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -201,7 +201,7 @@ class ListenWorker(ChunkDecoder):
         return self._received
 
     def inbox(self, action: Action) -> Iterator[Tensor]:
-        """Yield header and payload.  Raises StreamError unless it is the next, intact chunk."""
+        """Yield header and payload.  Raises StreamError unless next and intact."""
         header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self.device)
         yield header
         words = header.cpu().numpy()
@@ -218,7 +218,7 @@ class ListenWorker(ChunkDecoder):
 
 
 def share(values: Tensor | None, size: int, source: int, device: torch.device) -> Tensor:
-    """Broadcast `size` float64 numbers from rank `source`."""
+    """Broadcast `size` float64 numbers."""
     vector = torch.empty(size, dtype=torch.float64, device=device)
     if dist.get_rank() == source:
         assert values is not None and values.numel() == size

@@ -1,1 +1,0 @@
-"""Judges policies on held-out prompts: scores, means with standard errors, paired differences."""

@@ -1,4 +1,4 @@
-"""Scores responses to held-out prompts by each part of a reward, and compares policies, as JSON and as a table."""
+"""Scores responses to held-out prompts by each part of a reward, and compares policies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Grade = Callable[[Sequence[Answer]], list[dict[str, float]]]
 
 
 class Grader:
-    """Tries the parts before decoding.  Raises ConfigError for unusable ones."""
+    """Tries the parts before decoding. Raises ConfigError for unusable ones."""
 
     def __init__(self, config: ServeConfig, environment: Mapping[str, str], *, summed: bool):
         """`summed`: the parts form one reward, whose sum is also reported."""
@@ -52,9 +52,8 @@ class Grader:
         return [*labels, SUM] if self._summed else labels
 
     def check(self, rows: Mapping[int, Mapping[str, Any]], longest: int, tell: Callable[[str], None]) -> dict[int, str]:
-        """Return the `rows` (columns by number) that cannot be scored, with reasons.
-
-        Raises DataError if none can be scored, ConfigError if the model does not read `longest` tokens.
+        """Return `rows` (by number) that cannot be scored, with reasons. Raises DataError for all, ConfigError if `longest`
+        tokens do not fit.
         """
         if self._rewards.reads_model() and longest > self._config.max_tokens:
             raise ConfigError(
@@ -76,7 +75,7 @@ class Grader:
 
     @contextmanager
     def opened(self) -> Iterator[Grade]:
-        """Open the reward model, if any.  Raises ConfigError or CheckpointError."""
+        """Open the reward model, if any. Raises ConfigError or CheckpointError."""
         rewards = self._rewards
         with closing(rewards), open_model_scores(self._config, rewards) as model_scores:
             yield lambda answers: self._grade(answers, model_scores(self._items(answers)))
@@ -109,8 +108,6 @@ LENGTH = "response tokens"
 
 @dataclass(frozen=True)
 class Judged:
-    """A policy's answers and their scores by part."""
-
     name: str
     answers: Sequence[Answer]
     grades: Sequence[Mapping[str, float]]

@@ -43,9 +43,9 @@ SideFiles = Callable[[str, Sequence[Path]], tuple[Sequence[Path], Mapping[str, A
 
 
 def convert(src: Path, dst: Path, what: Conversion, side: SideFiles | None = None) -> int:
-    """Convert `src` to `dst` and return the number of tensors. `side` None: copy tokenizer and generation settings.
+    """Convert `src` to `dst`; return the number of tensors.  `side` None: copy tokenizer and generation settings.
 
-    Raises CheckpointError if `src` cannot be read as asked or `dst` is not empty; ConfigError for conflicting options.
+    Raises CheckpointError if `src` is unreadable or `dst` is not empty, ConfigError for conflicting options.
     """
     dst = dst.resolve()  # `.` has no name, and a link must not be replaced itself
     require_empty(dst)
@@ -84,7 +84,7 @@ def _open_source(src: Path, what: Conversion) -> tuple[ModelShape, TensorSource]
 
 
 def compare_outputs(src: Path, dst: Path, head: str, fresh_head: bool) -> tuple[str, float]:
-    """Quantity compared and its largest difference on random tokens, in float32."""
+    """Return quantity and its largest difference on random tokens, in float32."""
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     if fresh_head:
@@ -104,7 +104,7 @@ def compare_outputs(src: Path, dst: Path, head: str, fresh_head: bool) -> tuple[
 
 
 def compare_weights(src: Path, dst: Path, what: Conversion) -> tuple[int, float]:
-    """Number of tensors in `dst`, and their largest difference from `src`."""
+    """Return number of tensors and largest difference."""
     shape, source = _open_source(src, what)
     _, written = open_weights(ModelConfig(checkpoint=dst), what.head)
     tensors = hf_tensors(shape, what.head)
@@ -117,7 +117,7 @@ def compare_weights(src: Path, dst: Path, what: Conversion) -> tuple[int, float]
 
 
 def write_random_checkpoint(hf_config: Mapping[str, Any], directory: Path, dtype: torch.dtype, device: torch.device) -> None:
-    """Random weights are drawn on the device (on a GPU in seconds)."""
+    """Draw weights on the device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**hf_config)

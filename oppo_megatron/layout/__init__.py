@@ -1,1 +1,0 @@
-"""Role placements, layouts and memory of ranks, and whether they fit. No torch here."""

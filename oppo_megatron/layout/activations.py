@@ -80,10 +80,10 @@ class Model:
         return not self.on_cpu and self.dtype == "float32" and self.repeat > 1
 
     def kept_of_layer(self, train: TrainingLayoutConfig) -> tuple[float, float]:
-        """Elements of a layer that a backward pass needs, and those kept until then. Frozen products keep no inputs.
+        """Elements of a layer that a backward pass needs, and those kept until then.
 
-        Inputs and outputs of both norms; rotated queries and keys, values, attention's output; gate, up and their product.
-        Norms of queries and keys also keep the product that values are a view of.
+        Inputs and outputs of both norms; rotated queries and keys, values, attention's output; gate, up and their product. Norms
+        of queries and keys also keep the product that values are a view of. Frozen products keep no inputs.
         """
         shard, targets = self.shard(train), set(_ALL) if self.lora is None else set(self.lora.projections)
         attention = shard * bool(targets & _ATTENTION) + self.query * ("o_proj" in targets)
@@ -164,7 +164,7 @@ def training_activations(model: Model, sizes: Sizes, stage: int, train: Training
 
 @dataclass(frozen=True)
 class Call:
-    """`rows`: tokens with logits; `context`: longest sequence; `gathered`: positions that a paged cache copies for attention."""
+    """`rows`: tokens with logits; `context`: longest sequence; `gathered`: positions that a paged cache copies."""
 
     tokens: int
     rows: int

@@ -54,7 +54,6 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Such as `disaggregated 1 | 1 (reference: actor)`."""
         placement = self.placement
         if placement.mode == "single":
             return "single"
@@ -92,7 +91,6 @@ class Options:
 
 
 def find_candidates(settings: TrainSettings, machine: Machine) -> Options:
-    """Raises ConfigError if there are none."""
     finder = _Finder(settings, machine, most_ranks(settings, machine))
     found = [option for mode in MODES for option in finder.options(mode)]
     candidates = tuple(option for option in found if isinstance(option, Candidate))
@@ -235,7 +233,7 @@ def running(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def close_ones(trials: Sequence[Trial]) -> list[Trial]:
-    """The fastest and those within `CLOSE`, in order; none if it is alone."""
+    """The fastest and those within `CLOSE`; none if it is alone."""
     left = running(trials)
     least = min((trial.seconds_per_token for trial in left), default=0.0)
     close = [trial for trial in left if trial.seconds_per_token <= least * (1 + CLOSE)]

@@ -1,4 +1,4 @@
-"""Checks that layouts fit ranks, models, batch, and each other. Problems are sentences."""
+"""Checks that layouts fit ranks, models, batch, and each other."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def training_problems(
 
 
 def _check_kv_budget(config: TrainConfig, name: str, placement: RolePlacement, shape: Shape | None) -> list[str]:
-    """The cache must hold a sequence, or the sequences that a scorer's prefill micro-batch has at least."""
+    """The cache must hold a sequence, or a scorer's prefill micro-batch."""
     budget_mb, (_, tokens) = config.runtime.kv_cache_mb, config.overlap.weave
     if budget_mb is None or shape is None:
         return []

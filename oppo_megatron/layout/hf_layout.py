@@ -1,5 +1,5 @@
-"""Places of Hugging Face tensors in a megatron-core model, and checks that a checkpoint's tensors have one: none missing, none
-ignored unnoticed. H hidden, F ffn, V vocabulary, D head dim, N query heads, G groups, R = N / G.
+"""Places of Hugging Face tensors in a megatron-core model, and checks that a checkpoint has exactly these. H hidden, F ffn, V
+vocabulary, D head dim, N query heads, G groups, R = N / G.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Part:
         return tuple(region)
 
     def spans(self, start: int, stop: int) -> list[slice]:
-        """Return the parameter's rows that hold rows start .. stop of a rank's share."""
+        """The parameter's rows that hold rows start .. stop of a rank's share."""
         found, first = [], 0
         for rows in self.rows:
             low, high = max(start - first, 0) + rows.start, min(stop - first + rows.start, rows.stop)
@@ -57,7 +57,7 @@ class Part:
 
 
 def stage_parts(shape: ModelShape, head: Head, *, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1) -> list[Part]:
-    """Parts of a pipeline stage, in the model's order. Raises ConfigError if sizes do not divide."""
+    """Parts in the model's order. Raises ConfigError if sizes do not divide."""
     sizes = [
         ("num_attention_heads", shape.num_heads, "tp", tp_size),
         ("num_key_value_heads", shape.num_kv_heads, "tp", tp_size),

@@ -1,5 +1,3 @@
-"""Layouts that a model admits on a number of ranks."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -88,7 +86,7 @@ def nearest_counts(num_ranks: int, limits: Limits, also: Callable[[Sizes], bool]
 
 
 def suggestion(asked: Sizes, num_ranks: int, limits: Limits | None, also: Callable[[Sizes], bool] = lambda sizes: True) -> str:
-    """End of an error message that suggests layouts; empty for an unknown model."""
+    """End of an error message; empty for an unknown model."""
     if limits is None:
         return ""
     fitting = nearest_layouts(asked, num_ranks, limits, also)[:SHOWN]

@@ -1,4 +1,4 @@
-"""Ranks and shares of each role, numbered as in megatron-core: tensor ranks, then replicas, then stages."""
+"""Ranks and shares of roles, numbered as in megatron-core: tensor ranks, then replicas, then stages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RolePlacement:
         return RankCoordinates(replica, stage, shard)
 
     def output_rank(self, replica: int = 0) -> int:
-        """Rank with a replica's outputs: first tensor rank of the last stage."""
+        """First tensor rank of the last stage."""
         return self.rank(replica, self.pp - 1, 0)
 
     @cached_property
@@ -98,7 +98,7 @@ def world_size(config: TrainConfig | SupervisedConfig) -> int:
 
 
 def layout_tree(config: TrainConfig | SupervisedConfig) -> dict[str, list[Any]]:
-    """Ranks, tp, pp and dp of every model by name, in JSON types."""
+    """Ranks, tp, pp and dp of every model, in JSON types."""
     if isinstance(config, SupervisedConfig):
         found = {"model": _over(tuple(range(config.parallel.num_ranks)), config.parallel)}
     else:
@@ -119,7 +119,7 @@ def decodes_and_scores(placements: Mapping[str, RolePlacement]) -> bool:
 
 
 def named_roles(config: TrainConfig) -> Mapping[str, RoleConfig]:
-    """Roles' sections by name; a null reference is the initial actor."""
+    """Roles' sections; a null reference is the initial actor."""
     actor, reference = config.actor, config.reference
     if config.ppo.kl.mode == "none":
         reference = None
@@ -175,8 +175,8 @@ def group_name(label: str, ranks: Sequence[int]) -> GroupName:
 def model_groups(ranks: Sequence[int], tp: int, pp: int, role: str) -> Iterator[tuple[str, GroupName]]:
     """Yield (part, group) of a model on `ranks` (tensor fastest, then data, then pipeline).
 
-    Roles share groups of equal ranks and part, except tensor groups: roles that decode and prefill at once would wait for
-    each other.
+    Roles share groups of equal ranks and part, except tensor groups: roles that decode and prefill at once would wait for each
+    other.
     """
     per_stage = len(ranks) // pp
     assert per_stage % tp == 0 and per_stage * pp == len(ranks), (ranks, tp, pp)

@@ -1,5 +1,3 @@
-"""Memory of each role on its ranks, and each rank's roles, shares and batches."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +48,7 @@ SCALAR_ROLES = ("critic", "reward")
 
 @dataclass(frozen=True)
 class RoleModel(activations.Model):
-    """A role's model; `computed` sets `tp` and `on_cpu`."""
+    """`computed` sets `tp` and `on_cpu`."""
 
     shared: bool = False  # the reference, computed over the actor's base weights
 
@@ -130,7 +128,7 @@ def is_one_model(train: TrainingLayoutConfig) -> bool:
 
 
 def sequences_and_slots(config: TrainConfig, name: str, placement: RolePlacement, model: RoleModel) -> tuple[int, int]:
-    """Most sequences of a replica, and how many its cache holds at once."""
+    """Most sequences of a replica, and the number that its cache holds."""
     sequences = share_of_sequences(config, name, placement.dp)
     context, budget_mb = slot_tokens(max_context(config), config.runtime.kv_layout), config.runtime.kv_cache_mb
     slots = kv_slots(model.shape, placement, model.dtype, slots=sequences, context=context, budget_mb=budget_mb)
@@ -177,7 +175,7 @@ def _calls(config: TrainConfig, name: str, tokens: int, slots: int, *, logits: b
 
 
 def _kernels(name: str, tokens: int, slots: int, *, makes_logits: bool) -> int:
-    """The actor decodes any number of sequences; all roles read up to `tokens`, seldom few rows, which are not counted."""
+    """The actor decodes any number of sequences; all roles read up to `tokens`."""
     read = max(0, -(-min(tokens, MOST_ROWS) // ROW_MULTIPLE) - FEW_ROWS // ROW_MULTIPLE)
     decoded = min(slots, FEW_ROWS) if name == "actor" else 0
     head = (decoded if name == "actor" else read) if makes_logits else 0
@@ -210,7 +208,7 @@ def planned_memory(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> l
 
 
 def lasting_memory(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list[float]:
-    """Bytes that each rank holds for certain between updates."""
+    """Bytes that each rank certainly holds between updates."""
     return [memory.lasting for memory in rank_memory(holdings_of(config, on_cpu=on_cpu)).values()]
 
 

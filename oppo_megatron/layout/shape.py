@@ -1,4 +1,4 @@
-"""A model's shape, from its Hugging Face `config.json`: sizes, and checks without reading weights."""
+"""A model's shape, from its Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def is_classifier(shape: Shape) -> bool:
 
 
 def check_head(name: str, shape: Shape, *, scalar: bool) -> list[str]:
-    """Check the head of a role's checkpoint; a role whose head is learned may start with a new one."""
+    """Check the head of a checkpoint; a learned head may start new."""
     architecture, classifier = _architecture(shape), is_classifier(shape)
     if not scalar and classifier:
         return [f"{name}: its checkpoint is a {architecture} without a language-model head; use a *ForCausalLM checkpoint"]
@@ -177,7 +177,7 @@ def num_kv_heads(shape: Shape) -> int:
 
 
 def projections(shape: Shape) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of a layer's products. Tensor ranks divide the inputs of `ROWS_OF_SUMS`, the outputs of the others."""
+    """(outputs, inputs) of a layer's products. Tensor ranks divide inputs of `ROWS_OF_SUMS`, outputs of the others."""
     hidden, ffn, dim = shape["hidden_size"], shape["intermediate_size"], head_dim(shape)
     queries, keys = shape["num_attention_heads"] * dim, num_kv_heads(shape) * dim
     return {

@@ -64,11 +64,11 @@ class AttentionPlan(Protocol):
     sin_T1D: Tensor
 
     def attend(self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None = None) -> Tensor:
-        """Rotated, causal attention -> [T, N * D].  `window`: tokens attended to, own included."""
+        """Rotated, causal attention -> [T, N * D].  `window` includes the token itself."""
 
 
 class PackedPlan:
-    """Packed whole sequences, causal within each; differentiable."""
+    """Causal within each packed sequence; differentiable."""
 
     qkv_format = "thd"
 

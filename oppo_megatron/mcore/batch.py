@@ -16,10 +16,7 @@ Answered = tuple[Sequence[int], Sequence[int]]
 
 @dataclass
 class MicroBatch:
-    """`index`: indices in the batch; `rows_R`: packed positions of wanted outputs; `targets_R`: next tokens.
-
-    `tokens`: `tokens_T` on the host; `counts`: rows per response; `extra`: tensors for the loss.
-    """
+    """`index`: in the batch; `rows_R`: packed positions of outputs; `targets_R`: next tokens; `counts`: rows per response."""
 
     index: list[int]
     lengths: list[int]
@@ -40,7 +37,7 @@ class MicroBatch:
         return not self.index
 
     def padded(self, num_tokens: int, longest: int) -> tuple[list[int], Tensor]:
-        """Return lengths and tokens [num_tokens], padded by sequences of at most `longest`."""
+        """Return lengths and tokens [num_tokens]; padding sequences have at most `longest`."""
         missing = num_tokens - len(self.tokens_T)
         assert missing >= 0, f"{len(self.tokens_T)} tokens do not fit into {num_tokens}"
         full, rest = divmod(missing, longest)
@@ -56,7 +53,7 @@ def pack_responses(
 
 
 def pack_together(units: Sequence[Sequence[Answered]], budget: int, device: torch.device) -> list[MicroBatch]:
-    """As `pack_responses`, keeping a unit's responses together; `index` counts units."""
+    """As `pack_responses`, keeping units together; `index` counts units."""
     lengths = [sum(len(prompt) + len(response) - 1 for prompt, response in unit) for unit in units]
     return [
         _whole_responses(index, [each for i in index for each in units[i]], device) for index in pack_by_tokens(lengths, budget)
@@ -78,7 +75,7 @@ def _whole_responses(index: list[int], answered: Sequence[Answered], device: tor
 def pack_at(
     sequences: Sequence[Sequence[int]], places: Sequence[Sequence[int]], budget: int, device: torch.device
 ) -> list[MicroBatch]:
-    """As `pack_responses`, for sequences with rows at `places`, without targets."""
+    """Pack sequences with rows at `places`, without targets."""
     return [
         whole_sequences(index, [sequences[i] for i in index], device, [places[i] for i in index])
         for index in pack_by_tokens([len(sequence) for sequence in sequences], budget)

@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 
 @dataclass(frozen=True)
 class Patch:
-    """`serves` is `path:line` below megatron/core, `because` the text there."""
+    """`serves`: `path:line` below megatron/core; `because`: the text there."""
 
     serves: str
     because: str
@@ -57,7 +57,7 @@ def _replace_torch(module: str) -> Callable[[], None]:
 
 
 def _clip(parameters: Any, max_norm: float, total_norm: float, use_decoupled_grad: bool = False) -> None:
-    """As the original, which asserts the type string of CUDA gradients."""
+    """Clip without the original's assertion of CUDA gradients."""
     scale = max_norm / (total_norm + 1.0e-6)
     name = "decoupled_grad" if use_decoupled_grad else "grad"
     grads = [getattr(p, name) for p in parameters if getattr(p, name, None) is not None]
@@ -66,7 +66,7 @@ def _clip(parameters: Any, max_norm: float, total_norm: float, use_decoupled_gra
 
 
 def _parameter_type() -> None:
-    """The mixed-precision optimizer sorts parameters by the string 'torch.cuda.BFloat16Tensor'."""
+    """megatron sorts parameters by the string 'torch.cuda.BFloat16Tensor'."""
     original = torch.nn.Parameter.type
 
     def type_name(self: torch.nn.Parameter, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ PATCHES = (
 
 
 def install() -> bool:
-    """Apply all patches unless there is a CUDA device; return True if applied."""
+    """Apply all patches unless there is a CUDA device; True if applied."""
     if torch.cuda.is_available():
         return False
     if not getattr(torch.cuda.current_device, "__module__", "").startswith(__name__):
@@ -111,13 +111,13 @@ def install() -> bool:
 
 
 def make_scratch_memory() -> None:
-    """Make the buffer for gathered activations (tensor_parallel/layers.py:482; on GPUs too)."""
+    """Make the buffer of tensor_parallel/layers.py:482 (on GPUs too)."""
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
 
 
 def keep_norms_on_device() -> None:
-    """Sum gradient norms on the GPU without transformer-engine and apex; utils.py:1206 waits for each."""
+    """Sum gradient norms on the GPU; utils.py:1206 waits for each."""
     clip_grads = importlib.import_module("megatron.core.optimizer.clip_grads")
     plain = getattr(clip_grads, "local_multi_tensor_l2_norm", None)
     if torch.cuda.is_available() and plain is not None and clip_grads.l2_norm_impl is plain:
@@ -130,14 +130,14 @@ def norm_on_device(_chunk: int, _overflow: torch.Tensor, lists: list[list[torch.
 
 @contextlib.contextmanager
 def known_norm(optimizer: Any, norm: float) -> Iterator[None]:
-    """Let `step` use `norm`, for which optimizer.py:1314 would wait again."""
+    """Let `step` use `norm`; optimizer.py:1314 would wait again."""
     with mock.patch.object(optimizer, "get_grad_norm", lambda: norm):
         yield
 
 
 @contextlib.contextmanager
 def optimizer_world(group: dist.ProcessGroup) -> Iterator[None]:
-    """Narrow "the world" to a model's ranks: optimizer/__init__.py:180 would wait for others."""
+    """Narrow "the world" to a model's ranks (optimizer/__init__.py:180)."""
     gather = dist.all_gather_object
     with (
         mock.patch.object(dist, "all_gather_object", lambda objects, obj, g=None: gather(objects, obj, group=g or group)),

@@ -19,7 +19,7 @@ from oppo_megatron.layout.memory import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
 
 
 class HalfOnCpu(torch.autograd.Function):
-    """torch's CPU attention in bfloat16, causal without a mask; its float32 backward is faster."""
+    """torch's CPU attention in bfloat16; its float32 backward is faster."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
@@ -45,7 +45,7 @@ CALL_NUMBERS = 2**16  # cached numbers read in the overhead of one attention cal
 
 
 def blocks(sizes: Sequence[tuple[int, ...]], call: float, first: int = 0) -> list[slice]:
-    """Cut rows, numbered from `first`, if it saves more than `call`; a row costs the product of its block's largest sizes."""
+    """Cut rows if it saves more than `call`; a row costs the product of its block's largest sizes."""
     left, right = _costs(sizes), _costs(sizes[::-1])[::-1]
     costs = [n * left[n - 1] + (len(sizes) - n) * right[n] for n in range(1, len(sizes))]
     if not costs or min(costs) + call >= len(sizes) * left[-1]:
@@ -77,7 +77,7 @@ def can_prepack(weight: Tensor) -> bool:
 
 
 def product(weight_OI: Tensor, bias_O: Tensor | None = None, *, packed: bool) -> Callable[[Tensor], Tensor]:
-    """Return x [T, I] -> x W^T + b [T, O]; if `packed`, by a weight copy of oneDNN for few rows."""
+    """Return x [T, I] -> x W^T + b [T, O]; `packed`: by oneDNN's weight copy for few rows."""
     if not packed:
         return lambda x_TI: F.linear(x_TI, weight_OI, bias_O)
     laid_out = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), TYPICAL_ROWS)

@@ -14,7 +14,7 @@ from oppo_megatron.errors import CapacityError, OppoError
 
 
 def on_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Copy a tensor, or numbers as `dtype`, without a host wait."""
+    """Copy to the device without a host wait."""
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
@@ -35,7 +35,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_for(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
-    """Raise CapacityError if memory runs out; `describe` returns work and remedy."""
+    """Raise CapacityError if memory runs out; `describe` returns work, remedy."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -47,7 +47,7 @@ def memory_for(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
 
 
 def too_many_tokens(work: str, lengths: Sequence[int], answers: int = 1) -> tuple[str, str]:
-    """Return work and remedy; `answers` sequences (2: a pair) stay together."""
+    """Return work and remedy; `answers`: sequences kept together."""
     tokens = sum(lengths)
     if len(lengths) <= answers:
         remedy = "lower the maximum lengths of prompts and responses"
@@ -77,10 +77,7 @@ def run_eagerly(key: Hashable, step: Callable[[], None]) -> None:
 
 
 class CapturedSteps:
-    """Runs a key's first steps eagerly, then replays a CUDA graph.
-
-    Graphs share memory and are dropped if weights have moved at `renew`.  After a refused capture, new keys run eagerly.
-    """
+    """Runs a key's first steps eagerly, then replays a CUDA graph; `renew` drops graphs if weights have moved."""
 
     def __init__(self, device: torch.device, weights: Callable[[], Iterable[Tensor]]):
         self._device, self._weights = device, weights

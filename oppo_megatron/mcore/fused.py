@@ -23,7 +23,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 class FusedStage:
-    """A stage's layers and, on the last, final norm, made again after weight changes; copies weights only if `packed`."""
+    """A stage's layers and, on the last, final norm; copies weights only if `packed`."""
 
     def __init__(self, layers: Sequence[Any], final_norm: Any | None, tp_group: dist.ProcessGroup, *, packed: bool):
         self._bare = [_FusedLayer(layer, packed) for layer in layers]

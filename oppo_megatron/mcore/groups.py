@@ -14,7 +14,7 @@ from oppo_megatron.layout.placements import model_groups
 
 @dataclass(frozen=True)
 class RoleGroups:
-    """A role's groups; `ranks[(pp_rank * dp + dp_rank) * tp + tp_rank]` is a global rank."""
+    """`ranks[(pp_rank * dp + dp_rank) * tp + tp_rank]` is a global rank."""
 
     collection: ProcessGroupCollection
     all: dist.ProcessGroup
@@ -47,10 +47,7 @@ class RoleGroups:
 
 
 def build_groups(ranks: Sequence[int], tp: int, pp: int, role: str, shared: SharedGroups | None = None) -> RoleGroups | None:
-    """Build or share the groups of a model on `ranks` (tensor fastest, then data, then pipeline); None outside.
-
-    All ranks of the world call it for all roles in the same order.
-    """
+    """Build or share groups (tensor fastest, then data, pipeline); None outside.  Collective, in the same order of roles."""
     parts, found = list(model_groups(ranks, tp, pp, role)), dict[str, dist.ProcessGroup]()
     shared = shared or SharedGroups()
     for part, name in parts:

@@ -27,10 +27,7 @@ Norm = Callable[[Tensor], Tensor]
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + eps) * w, internally float32.
-
-    On a CPU x / hypot(|x|, sqrt(H eps)) * sqrt(H) w, in fewer passes.
-    """
+    """x / sqrt(mean(x^2) + eps) * w in float32 (Zhang and Sennrich 2019); on a CPU by `hypot`, in fewer passes."""
     if x.device.type != "cpu":
         return F.rms_norm(x, (x.shape[-1],), weight_H, eps)
     return _OnCpu.apply(x, weight_H, eps)
@@ -83,7 +80,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Recomputes the silu backward; megatron-core keeps two more tensors."""
+    """Recomputes silu backward; megatron-core keeps two more tensors."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -118,8 +115,6 @@ class RMSNorm(torch.nn.Module):
 
 
 class PlannedSelfAttention(SelfAttention):
-    """Self attention by the call's `AttentionPlan`."""
-
     stage_layer = 0  # set by the model: index of this layer on its pipeline stage
     window: int | None = None  # set by the model if its sequences may be longer
 
@@ -142,8 +137,6 @@ class PlannedSelfAttention(SelfAttention):
 
 
 class ScalarHead(torch.nn.Module):
-    """One number per token, replicated over TP."""
-
     sequence_parallel = False
 
     def __init__(self, config: TransformerConfig):
@@ -155,7 +148,7 @@ class ScalarHead(torch.nn.Module):
 
 
 def block_spec(config: TransformerConfig, num_layers: int, kind: LayerKind = "torch") -> TransformerBlockSubmodules:
-    """Return a stage with its final norm; norms are not fused, so that parameters keep their names."""
+    """Return a stage's modules; norms are not fused, so that parameters keep their names."""
     modules: tuple[Any, ...] = (BiasedLinear, ColumnParallelLinear, RowParallelLinear, RMSNorm)
     if kind == "transformer_engine":
         from megatron.core.extensions import transformer_engine as te
@@ -180,7 +173,7 @@ def block_spec(config: TransformerConfig, num_layers: int, kind: LayerKind = "to
 
 
 class BiasedLinear(ColumnParallelLinear):
-    """Rounds once; megatron-core rounds before adding the bias, unlike decoding."""
+    """Rounds once, as in decoding; megatron-core rounds before the bias."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         bias, group = kwargs["bias"], kwargs["tp_group"]

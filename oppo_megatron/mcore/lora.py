@@ -29,7 +29,7 @@ from oppo_megatron.mcore.layers import tag_parameter
 
 class Pair(torch.nn.Module):
     def __init__(self, sizes: tuple[tuple[int, int], tuple[int, int]], cut: Literal["rows", "columns"], like: Tensor):
-        """`sizes` of A and B on this rank; `cut`: B by rows, or A by columns."""
+        """`sizes` of A and B on this rank; `cut`: B by rows or A by columns."""
         super().__init__()
         (rank, inputs), (outputs, _) = sizes
         self.lora_A = torch.nn.Parameter(like.new_empty(rank, inputs))
@@ -39,8 +39,6 @@ class Pair(torch.nn.Module):
 
 
 class Adapters(torch.nn.Module):
-    """The pairs of one product of a RoleModel."""
-
     def __init__(self, model: Any, product: Product, lora: LoraConfig, like: Tensor):
         super().__init__()
         sizes = pair_sizes(model.shape, lora.rank, model.groups.tp)
@@ -59,7 +57,7 @@ class Adapters(torch.nn.Module):
         return self._join({name: self._one(self.get_submodule(name), x) for name in self._names})
 
     def cached(self, x_TI: Tensor) -> Tensor:
-        """Return the addition before sums over tensor ranks."""
+        """Return the addition before the sum over ranks."""
         pairs: list[Any] = [self.get_submodule(name) for name in self._names]
         outputs = [F.linear(F.linear(x_TI, pair.lora_A), pair.lora_B) * self._scale for pair in pairs]
         return self._join(dict(zip(self._names, outputs, strict=True)))
@@ -100,7 +98,7 @@ class Adapters(torch.nn.Module):
 
 
 def attach_adapters(model: Any, lora: LoraConfig) -> None:
-    """Attach adapters without values to a RoleModel; else only a scalar head stays trainable."""
+    """Attach adapters without values; else only a scalar head stays trainable."""
     model.requires_grad_(False)
     if model.head == "scalar" and model.post_process:
         model.output_layer.weight.requires_grad_(True)

@@ -49,10 +49,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class RoleModel(GPTModel):
-    """Stage `stage` of `num_stages`; `head`: "lm" (vocabulary-parallel logits) or "scalar" (a number per token).
-
-    With virtual stages, chunk c of pipeline rank p is stage c * pp + p.
-    """
+    """Stage `stage` of `num_stages` (chunk c of pipeline rank p: c * pp + p); `head`: "lm" (vocabulary-parallel) or "scalar"."""
 
     def __init__(
         self, shape: ModelShape, groups: RoleGroups, config: TransformerConfig, head: Head, max_length: int, chunk: int = 0,
@@ -93,7 +90,7 @@ class RoleModel(GPTModel):
             layer.self_attention.window = binding(shape.windows[layer.layer_number - 1], max_length)
 
     def parts(self, tp: int, stage: int, num_stages: int) -> list[Part]:
-        """Return the tensors of a stage's trained weights in any layout."""
+        """Return a stage's trained tensors in any layout."""
         sizes = {"tp_size": tp, "pp_rank": stage, "pp_size": num_stages}
         if self.adapters is not None:
             return adapter_parts(self.shape, self.adapters, self.head, **sizes)
@@ -101,12 +98,11 @@ class RoleModel(GPTModel):
 
     @property
     def token_multiple(self) -> int:
-        """Whole sequences are padded to its multiples."""
         return math.lcm(self.groups.tp if self.config.sequence_parallel else 1, self._row_multiple)
 
     @property
     def _row_multiple(self) -> int:
-        """oneDNN keeps a bfloat16 kernel (about 1 MiB) per number of rows: pad to few."""
+        """oneDNN keeps a kernel (about 1 MiB) per number of rows."""
         weight = next(self.parameters())
         return WHOLE_MULTIPLE if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 else 1
 
@@ -116,7 +112,7 @@ class RoleModel(GPTModel):
         self.end_weight_update()
 
     def begin_weight_update(self) -> None:
-        """Free tensors derived from weights, which with adapters do not change."""
+        """Free tensors derived from weights (kept with adapters)."""
         if self.adapters is None:
             self.fused = self._fused_head = None
 
@@ -143,10 +139,7 @@ class RoleModel(GPTModel):
         self.rope = rope_tables(self.shape, self.max_length, device)
 
     def forward(self, tokens_T: Tensor | None, plan: AttentionPlan, rows_R: Tensor | None = None) -> Tensor:
-        """Return hidden states [T, 1, H]; on the last stage logits [R, V / tp] or scalars [R] of the rows (None: all T).
-
-        The last rank may have fewer logits.  Logits of cached calls are float32.
-        """
+        """Return hidden [T, 1, H]; last stage: logits [R, V / tp] (last rank: maybe fewer; cached: float32) or scalars [R]."""
         if self.fused is not None and isinstance(plan, CachedPlan):
             return self._cached_forward(self.fused, tokens_T, plan, rows_R)
         hidden = self.embedding(tokens_T.unsqueeze(0), None) if self.pre_process and tokens_T is not None else None
@@ -262,7 +255,7 @@ def build_chunks(
     shape: ModelShape, groups: RoleGroups, layout: TrainingLayoutConfig | None, *, head: Head, max_length: int, dtype: str,
     device: torch.device, layers: LayerKind = "torch",
 ) -> list[RoleModel]:  # fmt: skip
-    """Return this rank's chunks without weights.  Raises CapacityError if `max_length` is too large."""
+    """Return chunks without weights.  Raises CapacityError if `max_length` is too large."""
     if max_length > shape.max_positions:
         raise CapacityError(
             f"sequences of {max_length} tokens exceed the model's {shape.max_positions} positions; lower "
@@ -290,7 +283,7 @@ def build_chunks(
 def step(
     model: RoleModel, kv: SequenceCache, seq_ids: Sequence[int], lens: Sequence[int], inputs: Tensor, rows_R: Tensor | None = None
 ) -> Tensor:
-    """Append lens[s] tokens (on later stages hidden states [T, 1, H]) to each cache; return this stage's output."""
+    """Append lens[s] tokens (later stages: hidden states [T, 1, H]) to each cache; return the stage's output."""
     plan = kv.begin(seq_ids, lens)
     if model.pre_process:
         out = model(inputs, plan, rows_R)

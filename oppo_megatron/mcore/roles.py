@@ -27,7 +27,6 @@ from oppo_megatron.mcore.weights.weight_sync import share_parameters
 
 
 def load_role(config: ModelConfig, groups: RoleGroups, *, path: DecodePath = "packed", **options: Any) -> RoleModel:
-    """Load this rank's stage of a serving model."""
     (model,) = load_training(config, None, groups, **options)
     model.decode_by(path)
     return model
@@ -37,10 +36,9 @@ def load_training(
     config: ModelConfig, layout: TrainingLayoutConfig | None, groups: RoleGroups, *, head: Head, max_length: int,
     device: torch.device, layers: LayerKind | None = None, vocab_multiple: int = 1, role: str = "actor",
 ) -> list[RoleModel]:  # fmt: skip
-    """Load this rank's chunks, in evaluation mode, in `layout` (None: serving).
+    """Load this rank's chunks in `layout` (None: serving); `role` decides the seed and if a missing scalar head is drawn.
 
-    `role` decides the seed of random weights, and if a missing scalar head is drawn.  `vocab_multiple`: of all tensor ranks,
-    if weights move.  Raises CheckpointError if weights do not fit, CapacityError for too few positions.
+    `vocab_multiple`: of all tensor ranks, if weights move.  Raises CheckpointError, or CapacityError for too few positions.
     """
     shape, source = open_weights(config, head, seed=weight_seed(role), fresh_head=role in HEADS_LEARNED)
     lora = _lora(config)
@@ -62,7 +60,7 @@ def load_training(
 
 
 def as_it_began(adapted: RoleModel, groups: RoleGroups, config: ModelConfig) -> RoleModel:
-    """Return the initial model, for scoring, of one with adapters: same layout, shared weights."""
+    """Return the initial model of an adapted one, with shared weights."""
     device = next(adapted.parameters()).device
     model = build_model(
         adapted.shape, groups, head=adapted.head, max_length=adapted.max_length, dtype=config.dtype, device=device

@@ -19,8 +19,6 @@ from oppo_megatron.mcore.model import RoleModel, transformer_config
 
 
 class StaticContextDecoder:
-    """Greedy decoding with the weights of `model`."""
-
     def __init__(self, model: RoleModel):
         shape = model.shape
         config = transformer_config(shape, model.groups, next(model.parameters()).dtype)

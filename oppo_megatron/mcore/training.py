@@ -36,7 +36,7 @@ Chunks = RoleModel | Sequence[RoleModel]
 
 @dataclass
 class StepReport:
-    """`stats`: sums over the micro-batches of all replicas (`max_...`: maxima), on last-stage ranks only."""
+    """`stats`: sums over all replicas' micro-batches (`max_...`: maxima), on last-stage ranks."""
 
     grad_norm: float
     lr: float
@@ -47,10 +47,7 @@ def _run(
     modules: Sequence[torch.nn.Module], chunks: Sequence[RoleModel], batches: Sequence[MicroBatch], finish: Loss,
     *, forward_only: bool, ahead: list[tuple[MicroBatch, Tensor]],
 ) -> list[dict[str, Tensor]]:  # fmt: skip
-    """Run the pipeline over `modules` (chunks or wrappers); return the reports of `finish`, on the last stage.
-
-    `ahead`: at most one micro-batch after its forward pass, taken out when used.
-    """
+    """Run the pipeline; return the reports of `finish`, on the last stage.  `ahead`: at most one batch, taken out when used."""
     first = chunks[0]
     groups, interleaved = first.groups, len(chunks) > 1
     missing = _multiple(max(len(batches), 1), groups.pp if interleaved else 1) - len(batches)
@@ -113,7 +110,7 @@ def as_chunks(model: Chunks) -> list[RoleModel]:
 
 @torch.no_grad()
 def forward_rows(model: Chunks, batches: Sequence[MicroBatch], finish: Callable[[MicroBatch, Tensor], Tensor]) -> list[Tensor]:
-    """Return finish(batch, rows' output) of each micro-batch on the last stage, else [].  Raises CapacityError without memory."""
+    """Return finish(batch, output) per micro-batch on the last stage, else [].  Raises CapacityError."""
     if not batches:
         return []
     chunks = as_chunks(model)
@@ -149,11 +146,11 @@ class TrainedModel:
 
     @property
     def goes_ahead(self) -> bool:
-        """True if a forward pass needs no other stage or micro-batch."""
+        """True if forward needs no other stage or micro-batch."""
         return self.model.groups.pp == 1 and len(self.chunks) == 1
 
     def ahead(self, batch: MicroBatch) -> None:
-        """Run a micro-batch of the next `step` forward, on all tensor ranks."""
+        """Run a micro-batch of the next `step` forward."""
         assert self.goes_ahead
         self._ahead.clear()
         model, ddp = self.model, self.ddp[0]
@@ -169,10 +166,7 @@ class TrainedModel:
         self._ahead.clear()
 
     def step(self, batches: Sequence[MicroBatch], loss: Loss) -> StepReport:
-        """Run an optimizer step on this replica's share of a minibatch, which may be empty, on all ranks.
-
-        Raises NumericsError for a non-finite gradient norm, before weights change, CapacityError if memory runs out.
-        """
+        """Step on this replica's share, maybe empty, on all ranks.  Raises CapacityError, NumericsError before weights change."""
         for ddp in self.ddp:
             ddp.train()
             ddp.zero_grad_buffer()
@@ -218,7 +212,6 @@ def _total(reports: Iterable[Mapping[str, Tensor]], groups: RoleGroups) -> dict[
 
 
 def read_reports(reports: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
-    """Copy all scalars to the host at once."""
     values = [value.detach().double() for report in reports for value in report.values()]
     numbers = iter(torch.stack(values).tolist() if values else ())
     return [{name: next(numbers) for name in report} for report in reports]
@@ -266,7 +259,7 @@ def _scheduler(optimizer: Any, config: OptimizerConfig, total_steps: int) -> Opt
 
 
 class StageMessages(P2PCommunicator):
-    """Pipeline messages without shapes, for which the host would wait (p2p_communication.py:242)."""
+    """Pipeline messages without shapes; the host waits for shapes (p2p_communication.py:242)."""
 
     def __init__(self, group: dist.ProcessGroup, config: TransformerConfig, sizes: Sequence[int]):
         super().__init__(group, config)
@@ -282,8 +275,6 @@ class StageMessages(P2PCommunicator):
 
 
 class Undo:
-    """A host copy of a model and its optimizer; `restore` is exact."""
-
     def __init__(self, model: TrainedModel):
         self._scheduler, self._num_steps = model.scheduler, model.scheduler.num_steps
         inner = [each.optimizer for each in model.optimizer.chained_optimizers if each.optimizer is not None]

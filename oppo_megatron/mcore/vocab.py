@@ -18,7 +18,7 @@ from oppo_megatron.layout.activations import BLOCK_NUMBERS, CACHED_NUMBERS
 
 
 class VocabShards:
-    """This rank's `rows` rows (the last may be padded); without a group, all."""
+    """This rank's `rows` rows (the last may be padded)."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, rows: int = 0, vocab_size: int | None = None):
         self.group, self.rows, self.vocab_size = group, rows, vocab_size
@@ -35,7 +35,6 @@ class VocabShards:
         return rows_RV if self.num_tokens == self.rows else rows_RV[..., : self.num_tokens]
 
     def filled_up(self, logits_RV: Tensor) -> Tensor:
-        """Pad to the other ranks' width."""
         missing = self.rows - self.num_tokens
         return F.pad(logits_RV, (0, missing), value=-torch.inf) if missing and self.size > 1 else logits_RV
 
@@ -48,7 +47,7 @@ class VocabShards:
         return torch.stack(found)
 
     def add(self, mine: Tensor) -> Tensor:
-        """Sum over the ranks; overwrites `mine`."""
+        """Sum over ranks; overwrites `mine`."""
         dist.all_reduce(mine, group=self.group)
         return mine
 
@@ -111,12 +110,12 @@ def _scaled(logits_BV: Tensor, temperature: float) -> Tensor:
 
 
 def token_logprobs(logits_RV: Tensor, targets_R: Tensor, shards: VocabShards, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return (log q(target), entropy of q), each [R], equal on every rank.  Temperature 0 means 1."""
+    """Return log q(target) and entropy of q, each [R], equal on every rank; temperature 0 means 1."""
     return _LogProbEntropy.apply(logits_RV, targets_R, shards, temperature or 1.0)
 
 
 def largest_logits(logits_RV: Tensor, shards: VocabShards) -> Tensor:
-    """Return the largest absolute logit, [R], equal on every rank; no gradient."""
+    """Return [R], equal on every rank; no gradient."""
     logits_RV = logits_RV.detach()
     largest_R = torch.maximum(logits_RV.amax(-1), -logits_RV.amin(-1)).float()
     if shards.size > 1:
@@ -125,7 +124,7 @@ def largest_logits(logits_RV: Tensor, shards: VocabShards) -> Tensor:
 
 
 def likeliest_share(logits_RV: Tensor, targets_R: Tensor, shards: VocabShards) -> Tensor:
-    """Return 1 / n if the target is one of n likeliest tokens (within rounding), else 0, [R], equal on every rank."""
+    """Return 1 / n if the target is among the n likeliest (within rounding), else 0, [R], equal on every rank."""
     local_R = targets_R - shards.first
     here_R = (local_R >= 0) & (local_R < logits_RV.shape[-1])
     target_R = logits_RV.gather(-1, local_R.clamp(0, logits_RV.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)

@@ -38,7 +38,7 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
 
 
 def adapter_problems(name: str, lora: LoraConfig) -> list[str]:
-    """Mismatches between `lora.adapter` and the settings, a sentence each."""
+    """Return a sentence per mismatch with the settings."""
     if lora.adapter is None:
         return []
     try:
@@ -73,7 +73,7 @@ def _uncomputed(where: str, found: Mapping[str, Any]) -> list[str]:
 
 
 def lora_of(directory: Path) -> LoraConfig:
-    """Settings of a peft directory's adapters.  Raises CheckpointError if unsupported."""
+    """Read a peft directory's settings.  Raises CheckpointError if unsupported."""
     found = read_adapter_config(directory)
     try:
         lora = LoraConfig(

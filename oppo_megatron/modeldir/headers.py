@@ -28,7 +28,7 @@ class Stored(NamedTuple):
 
 
 def read_hf_config(model: ModelConfig) -> dict[str, Any]:
-    """A role's `config.json`.  Raises CheckpointError if there is none."""
+    """Read `config.json`.  Raises CheckpointError if missing."""
     if isinstance(model.init, dict):
         return model.init
     if model.init is not None:
@@ -48,7 +48,7 @@ def read_hf_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def check_weights(name: str, directory: Path) -> list[str]:
-    """Problems of weight files: absent, truncated, not safetensors.  Skips Megatron checkpoints."""
+    """Return problems of weight files: absent, truncated, not safetensors.  Skips Megatron checkpoints."""
     try:
         if find_megatron(directory) is not None:
             return []
@@ -65,7 +65,6 @@ def check_weights(name: str, directory: Path) -> list[str]:
 
 
 def check_adapter(name: str, lora: LoraConfig) -> list[str]:
-    """Problems of a role's initial adapters."""
     if problems := adapter_problems(f"{name}.lora", lora):
         return problems
     try:
@@ -77,7 +76,7 @@ def check_adapter(name: str, lora: LoraConfig) -> list[str]:
 
 
 def weight_files(directory: Path) -> dict[Path, list[str] | None]:
-    """A checkpoint's safetensors files, with the tensors its index lists in each (None: all)."""
+    """Return safetensors files, with tensors listed by the index (None: all)."""
     if (directory / SINGLE_FILE).is_file():
         return {directory / SINGLE_FILE: None}
     index = directory / INDEX_FILE
@@ -108,7 +107,7 @@ def weight_files(directory: Path) -> dict[Path, list[str] | None]:
 
 
 def stored_tensors(files: Mapping[Path, Collection[str] | None]) -> dict[str, Stored]:
-    """Tensors of safetensors files by name, or the listed ones.  Raises CheckpointError."""
+    """Return all or the listed tensors by name.  Raises CheckpointError."""
     found = {}
     for file, names in files.items():
         check_file(file)
@@ -140,7 +139,7 @@ def same_content(one: Stored, other: Stored) -> bool:
 
 
 def check_file(file: Path) -> None:
-    """Raise CheckpointError if a file's header is incomplete or its tensors do not fill it."""
+    """Raise CheckpointError if a header is incomplete or tensors do not fill the file."""
     if not file.is_file():
         raise CheckpointError(missing_path("the weight file", file))
     with file.open("rb"):  # the library calls a file that may not be read one that is not there
@@ -156,7 +155,7 @@ def check_file(file: Path) -> None:
 
 
 def tokenizer_vocab_size(path: Path) -> int | None:
-    """Largest token id + 1 of a tokenizer; None if unknown without loading it.  Raises CheckpointError."""
+    """Return the largest id + 1; None if unknown without loading.  Raises CheckpointError."""
     if path.is_file():
         return _sentencepiece_size(path)
     if (path / "tokenizer.json").is_file():

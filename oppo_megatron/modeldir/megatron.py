@@ -28,7 +28,7 @@ SHAPE = "config.json"
 
 @dataclass(frozen=True)
 class MegatronFolder:
-    """`weights`: folder of index and tensors.  `prefix`: of the model's keys; None: derived from the keys."""
+    """`weights`: folder of index and tensors; `prefix`: of keys, None: derived from them."""
 
     weights: Path
     shape: Path
@@ -36,7 +36,7 @@ class MegatronFolder:
 
 
 def find_megatron(directory: Path, shape: Path | None = None) -> MegatronFolder | None:
-    """The Megatron checkpoint that `directory` names, or None; `shape`: a given `config.json`.  Raises CheckpointError."""
+    """Return what `directory` names, or None; `shape`: a given `config.json`.  Raises CheckpointError."""
     if any(directory.glob("*.safetensors")):
         return None
     above = directory.parent
@@ -51,7 +51,7 @@ def find_megatron(directory: Path, shape: Path | None = None) -> MegatronFolder 
 
 
 def is_index(directory: Path) -> bool:
-    """True if this folder itself is a `dist_checkpointing` checkpoint."""
+    """True if this is a `dist_checkpointing` folder."""
     return (directory / BACKENDS).is_file() or (directory / TORCH_INDEX).is_file()
 
 

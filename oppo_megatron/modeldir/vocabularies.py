@@ -29,7 +29,7 @@ SAMPLE = (
 
 
 def model_eos_ids(directory: Path) -> tuple[int, ...]:
-    """`eos_token_id` of `generation_config.json`, else of `config.json`.  Raises CheckpointError if malformed."""
+    """Read `eos_token_id` of `generation_config.json`, else `config.json`.  Raises CheckpointError."""
     for name in (GENERATION_CONFIG, MODEL_CONFIG):
         path = directory / name
         value = read_mapping(path, "the model's settings").get("eos_token_id") if path.is_file() else None
@@ -50,7 +50,7 @@ def distinct(ids: Iterable[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer's `pieces` with U+2581 as a space, its `added` tokens besides trained pieces, and its special ids.
+    """A tokenizer's `pieces` (U+2581: a space), `added` tokens besides, special ids.
 
     `eos`: all ids that end a response; empty if unspecified.
     """
@@ -63,7 +63,7 @@ class Vocabulary:
 
 
 def compare_tokenizers(path: Path, directories: Mapping[str, Path]) -> tuple[list[str], list[str]]:
-    """Return problems of directories with another tokenizer than `path`'s, and what was compared."""
+    """Return problems of directories with other tokenizers, and what was compared."""
     problems: list[str] = []
     lines: list[str] = []
     own: Vocabulary | None = None
@@ -127,7 +127,7 @@ def _tokenizer_file(path: Path) -> Path | None:
 
 
 def _identity(path: Path, file: Path) -> tuple[str, str]:
-    """Digest of pieces, and special ids; equal ones need no further check."""
+    """Return digest of pieces and special ids; equal ones need no further check."""
     ends = set(model_eos_ids(path)) if path.is_dir() else set()
     special = json.dumps([_special(path, "eos_token"), _special(path, "bos_token"), sorted(ends)])
     return hashlib.sha256(file.read_bytes()).hexdigest(), special

@@ -1,1 +1,0 @@
-"""Inter-step overlap: the rollout buffer, and the scheduler that admits prompts."""

@@ -1,5 +1,3 @@
-"""The rest of a resumed run."""
-
 from __future__ import annotations
 
 import math

@@ -1,13 +1,11 @@
-"""The rollout buffer: holds growing rollouts and selects the batch of each step.
+"""Holds growing rollouts and selects the batch of each step.
 
 A *group* is the n responses to one prompt; *clock* counts the run's decode steps.
 
-1. Every group leaves whole, in one batch, with every recorded token.
-2. Admission never exceeds B + delta groups; after a decrease of delta the buffer drains. Limits with backfill: n (B + delta)
-   unfinished rollouts and 2B groups (with delta > B: B + delta and (η + 1) B).
-3. A batch has B groups, or fewer after the end of the prompts.
-4. Apart from groups that the batch waited for (`readiness.py`), its groups finished no later than any group left.
-5. While delta <= η B (with backfill: always), no group is deferred more than η (`max_staleness`) times.
+1. A group leaves whole, in one batch. 2. At most B + delta groups are admitted; when delta decreases the buffer drains. With
+backfill: n (B + delta) unfinished rollouts and 2B groups (with delta > B: B + delta and (η + 1) B). 3. A batch has B groups, or
+fewer at the end of the prompts. 4. Except groups that it waited for (`readiness.py`), its groups finished no later than those
+left. 5. While delta <= η B (with backfill: always), no group is deferred more than η (`max_staleness`) times.
 
 A filter may drop groups, counts only kept ones as finished, and has the limit B + delta.
 """
@@ -64,7 +62,6 @@ class RolloutBuffer:
 
     @property
     def room(self) -> int:
-        """Rollouts that may be admitted now."""
         room = self.capacity - len(self)
         if self.backfill and not self.filtered:
             room = min(self.capacity - len(self._unfinished), self._most - len(self))
@@ -97,8 +94,7 @@ class RolloutBuffer:
 
     def worth_reading(self) -> Ints:
         """Sequences for the critic to read now: all, if half of the undecided ones will be in the batch, else the `sure` ones.
-
-        Updates make its values of carried ones stale.
+        Updates make values of carried ones stale.
         """
         sure, columns = self._sure(), self._table.columns
         unsure = ~columns.finished
@@ -131,7 +127,7 @@ class RolloutBuffer:
         self._closed = True
 
     def readiness(self) -> Readiness:
-        """Return the groups that the next batch waits for; valid until the buffer changes."""
+        """Groups that the next batch waits for; valid until the buffer changes."""
         finished_G, size = self._finished_groups(), self.group_size
         waits = []
         for members_G, needed in due(self._ages, self.batch_size // size, self.max_staleness):
@@ -153,7 +149,7 @@ class RolloutBuffer:
         self.clock = clock
 
     def record(self, chunk: Chunk) -> None:
-        """Append a round's tokens. Raises StreamError, before recording any, if a row does not continue its rollout."""
+        """Append a round's tokens. Raises StreamError, before any change, if a row does not continue its rollout."""
         rows = chunk.rows
         if chunk.clock < self.clock:
             where = f"sequence {rows.seq_ids[0]}, offset {rows.offsets[0]}" if len(rows) else "no rows"
@@ -192,7 +188,7 @@ class RolloutBuffer:
         self.kept = set()
 
     def take_batch(self) -> Held:
-        """Remove and return the batch, ordered by (finish clock, admission); defer the rest."""
+        """Remove and return the batch, ordered by (finish clock, admission)."""
         assert self.readiness().ready, "take_batch before the batch is ready"
         groups = self._foremost_groups()
         batch = self._remove(self._rows_of(groups[np.argsort(self._group_clocks()[groups], kind="stable")]))

@@ -1,4 +1,4 @@
-"""Dynamic sampling (arXiv 2503.14476, docs/algorithm.md): groups of equally good responses are not trained."""
+"""Dynamic sampling (arXiv 2503.14476, docs/algorithm.md)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class GroupFilter:
         self.counts = Counts()
 
     def settle(self, judge: Judge) -> list[Rollout]:
-        """Apply due verdicts, advancing the clock if nothing decodes; return dropped rollouts.  Raises SamplingError."""
+        """Apply due verdicts, advancing the clock if nothing decodes; return dropped rollouts. Raises SamplingError."""
         scheduler, buffer = self.scheduler, self.scheduler.buffer
         dropped: list[Rollout] = []
         while not buffer.readiness().ready:
@@ -87,7 +87,7 @@ class GroupFilter:
 
     @property
     def known(self) -> int:
-        """Groups that will be kept, with scores still missing."""
+        """Groups kept or with scores missing."""
         return sum(self._differ(group) for group in self._groups().values() if not self._decided(group))
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class GroupFilter:
         return all(rollout.seq_id in self.scores for rollout in group)
 
     def _differ(self, group: Sequence[Rollout]) -> bool:
-        """True if two scores differ by more than `TIE`, or one is not finite: guards must see it."""
+        """True if scores differ by more than `TIE`, or one is not finite: guards must see it."""
         values = [self.rule.metric(self.scores[r.seq_id]) for r in group if r.seq_id in self.scores]
         if not all(map(math.isfinite, values)):
             return True

@@ -1,4 +1,4 @@
-"""The decode step at which a batch is complete, and its groups ("A bound on staleness", docs/algorithm.md)."""
+"""When a batch is complete, and its groups ("A bound on staleness", docs/algorithm.md)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class JudgedReadiness(Readiness):
 
 
 def due(ages_G: Ints, batch: int, most: int) -> Iterator[tuple[Bools, int]]:
-    """Yield (S_k, r_k) for each k with r_k > 0, oldest first; `most` is η."""
+    """Yield (S_k, r_k) with r_k > 0, oldest first; `most` is η."""
     for k in range(min(most, len(ages_G) // batch) + 1):
         members_G = ages_G >= most - k
         needed = int(members_G.sum()) - k * batch
@@ -59,7 +59,7 @@ def due(ages_G: Ints, batch: int, most: int) -> Iterator[tuple[Bools, int]]:
 
 
 def settled(finished_G: Bools, clocks_G: Ints, ages_G: Ints, batch: int, most: int, target: int) -> Ints:
-    """Groups that the next batch will have: the oldest; the first finishers of each S_k up to r_k; of all, in free places."""
+    """The next batch's groups: the oldest; the first finishers of each S_k up to r_k; then of all."""
     finishers = np.flatnonzero(finished_G)
     chosen_G, reserved = ages_G >= most, 0
     if chosen_G.sum() > target:  # possible after settings changed: the first admitted
@@ -82,5 +82,5 @@ def _first(groups: Ints, clocks_G: Ints, number: int) -> Ints:
 
 
 def needed_batch(ages: Ints, most: int) -> int:
-    """Smallest B that trains groups of these ages in time: |S_k| <= (k + 1) B for each k."""
+    """Smallest B that trains these ages in time: |S_k| <= (k + 1) B for each k."""
     return max((-(-int((ages >= most - k).sum()) // (k + 1)) for k in range(most + 1)), default=0)

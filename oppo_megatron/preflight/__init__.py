@@ -1,1 +1,0 @@
-"""Checks before anything expensive starts: settings, files, shapes.  No torch here."""

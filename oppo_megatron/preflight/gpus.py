@@ -1,4 +1,4 @@
-"""A machine's GPUs, for `oppo validate`: devices, driver, NCCL, fabric, shared memory, and what is missing.  No torch.
+"""A machine's GPUs, for `oppo validate`.
 
 Torch's part comes as `TorchBuild`; the rest from the kernel's files and nvidia-smi.
 """
@@ -28,7 +28,7 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device as torch sees it.  `peers`: number of others whose memory it can address."""
+    """`peers`: number of other devices whose memory it can address."""
 
     name: str
     memory_bytes: int
@@ -38,7 +38,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """Torch's target (`cuda` None: CPU), kernel architectures, NCCL and devices."""
+    """`cuda` None: CPU."""
 
     cuda: str | None
     architectures: tuple[str, ...] = ()
@@ -48,9 +48,9 @@ class TorchBuild:
 
 @dataclass(frozen=True)
 class Host:
-    """The machine's report.  `links`: NVLinks per GPU; `ports`: InfiniBand or RoCE ports by state and rate.
+    """`links`: NVLinks per GPU; `ports`: InfiniBand or RoCE ports by state and rate.
 
-    `memory_lock_bytes`: None if unlimited, as these ports need.  `smi_failed`: why an installed nvidia-smi fails.
+    `memory_lock_bytes`: None if unlimited, as these ports need. `smi_failed`: why an installed nvidia-smi fails.
     """
 
     driver: str | None = None
@@ -75,7 +75,7 @@ class Problem:
 
 
 def read_host(environment: Mapping[str, str], root: Path = Path("/"), ask: Callable[[Sequence[str]], str] | None = None) -> Host:
-    """Read this machine from files below `root`; `ask` runs nvidia-smi: "" if absent, or raises NoAnswer."""
+    """Read files below `root`; `ask` runs nvidia-smi: "" if absent, or raises NoAnswer."""
     shared, lock = root / SHARED, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     links, smi_failed = _ask_for_links(ask or _nvidia_smi)
     return Host(
@@ -90,7 +90,7 @@ def read_host(environment: Mapping[str, str], root: Path = Path("/"), ask: Calla
 
 
 def _ask_for_links(ask: Callable[[Sequence[str]], str]) -> tuple[tuple[int, ...], str | None]:
-    """Return each GPU's links, and why nvidia-smi fails; unknown links are not a failure."""
+    """Each GPU's links, and why nvidia-smi fails; unknown links are not a failure."""
     try:
         return _links(ask(["nvlink", "--status"])), None
     except NoAnswer:
@@ -259,7 +259,7 @@ def _settings(host: Host) -> Iterator[Problem]:
 
 
 def has_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
-    """True if a device runs torch's kernels: sm_ of its generation and not newer, or older compute_."""
+    """True if torch's kernels run: sm_ of the generation and not newer, or older compute_."""
     for kind, major, minor in (
         (found[1], int(found[2]), int(found[3]))
         for found in map(re.compile(r"(sm|compute)_(\d+)(\d)a?f?$").match, architectures)

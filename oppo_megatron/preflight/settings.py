@@ -1,7 +1,4 @@
-"""All checks of a run's settings before it starts: configuration rules, and the files that it names.
-
-`layout/checks.py` checks ranks and layouts, because they depend on the models' shapes.
-"""
+"""Configuration rules, and the files that it names; `layout/checks.py` checks ranks and layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from oppo_megatron.modeldir.headers import check_adapter
 
 
 def check_train(config: TrainConfig, *, inputs: bool = True, models: bool = True) -> list[str]:
-    """Return every broken rule of `oppo train`'s settings, a sentence each.
+    """Return every broken rule of `oppo train`'s settings.
 
     `inputs`, `models`: require tokenizer and rows, or the models' folders, to exist.
     """
@@ -38,7 +35,7 @@ def check_train(config: TrainConfig, *, inputs: bool = True, models: bool = True
 
 
 def check_supervised(config: SupervisedConfig) -> list[str]:
-    """Return every broken rule of a supervised run's settings, a sentence each."""
+    """Return every broken rule of a supervised run's settings."""
     data = [("data", config.data)]
     if config.evaluation is not None and config.evaluation.data is not None:
         data.append(("evaluation.data", config.evaluation.data))
@@ -68,7 +65,7 @@ def check_trace(rollout: RolloutConfig) -> list[str]:
 
 
 def check_stop_ids(rollout: RolloutConfig, vocab_size: int) -> list[str]:
-    """Check that the stop ids are in the actor's vocabulary."""
+    """Check that stop ids are in the actor's vocabulary."""
     return [
         f"rollout.stop has {i}, but the actor's vocabulary ends at {vocab_size - 1}; correct or remove it"
         for i in rollout.stop_token_ids

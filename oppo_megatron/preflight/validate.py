@@ -1,5 +1,3 @@
-"""All checks before anything expensive starts: settings, files, shapes."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,7 +39,7 @@ SHOWN = 3
 
 @dataclass(frozen=True)
 class Role:
-    """A model as one role uses it: source, and whether it has a scalar head."""
+    """A model's source, and whether it has a scalar head."""
 
     name: str
     model: ModelConfig
@@ -49,7 +47,7 @@ class Role:
 
 
 def train_problems(settings: TrainSettings, *, inputs: bool = True, models: bool = True) -> list[str]:
-    """Return every problem of a PPO configuration, a sentence each, except of automatic placements.
+    """Return every problem of a PPO configuration, except of automatic placements.
 
     `inputs`, `models`: require tokenizer and rows, or models' folders, to exist.
     """
@@ -102,7 +100,7 @@ def service_problems(config: ServeConfig) -> list[str]:
 
 
 def compare_with_roles(tokenizer: TokenizerConfig, roles: Iterable[Role]) -> tuple[list[str], list[str]]:
-    """Return problems of directories with another tokenizer, and a line per comparison."""
+    """Problems of directories with another tokenizer, and a line per comparison."""
     if not tokenizer.path.exists():
         return [], []  # reported by the cross-checks
     directories: dict[str, Path] = {}
@@ -149,7 +147,7 @@ def check_preference_vocabulary(shapes: Mapping[str, Mapping[str, Any]]) -> list
 
 
 def _check_role(role: Role, context: int, vocab_size: int | None, problems: list[str]) -> Mapping[str, Any] | None:
-    """Add faults of the role's files and shape to `problems`; return its config.json if usable."""
+    """Add faults of files and shape to `problems`; return config.json if usable."""
     if check_source(role.name, role.model):
         return None  # reported by the cross-checks
     try:
@@ -171,7 +169,7 @@ def _check_role(role: Role, context: int, vocab_size: int | None, problems: list
 
 
 def _check_tensors(role: Role, shape: ModelShape, *, new_head: bool) -> list[str]:
-    """Problems of tensors in a role's files; Megatron's are found on loading.  `new_head`: a learned one may be missing."""
+    """Megatron's tensors are checked on loading. `new_head`: a learned one may be missing."""
     head: Head = "scalar" if role.scalar else "lm"
     checkpoint, problems = role.model.checkpoint, []
     if checkpoint is not None and find_megatron(checkpoint) is None:

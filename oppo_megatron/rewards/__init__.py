@@ -1,1 +1,0 @@
-"""Rewards: rules, user functions, services and their weighted sum.  No torch here."""

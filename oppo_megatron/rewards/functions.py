@@ -1,5 +1,3 @@
-"""The reward of a response: a weighted sum of models, rules, functions and services."""
-
 from __future__ import annotations
 
 import math
@@ -45,7 +43,7 @@ class Reward:
 def build_reward_functions(
     parts: Sequence[RewardPart], environment: Mapping[str, str] = os.environ, *, max_response_tokens: int | None = None
 ) -> RewardSum:
-    """Return the sum of `parts`; child processes do not inherit the tokens of services.  Raises ConfigError with all problems."""
+    """Child processes do not inherit the tokens of services. Raises ConfigError with all problems."""
     found = check_rewards(parts, has_reward_model=any(part.reads_model for part in parts))
     summands: list[Summand] = []
     secrets = {part.token_env for part in parts}
@@ -80,7 +78,7 @@ def build_reward_functions(
 
 
 class RewardSum:
-    """The weighted sum.  A part that fails or is not finite is an error, never a score."""
+    """A part that fails or is not finite is an error, never a score."""
 
     def __init__(self, summands: Sequence[Summand]):
         self.summands = list(summands)
@@ -120,7 +118,7 @@ class RewardSum:
         return any(labels is None or label in labels for label in models)
 
     def requested(self, seq_id: int) -> bool:
-        """True if this sequence's scores are requested and not yet taken by `evaluate`."""
+        """True if scores are requested and not yet taken by `evaluate`."""
         return all(summand.function.requested(seq_id) for summand in self.summands)
 
     def request(self, items: Sequence[ScoreItem], known: Collection[str] = ()) -> None:
@@ -151,7 +149,7 @@ class RewardSum:
         num_tokens: int | None = None,
         known: Mapping[str, float] = NOTHING_KNOWN,
     ) -> Reward:
-        """Return a response's reward; `known` parts are taken as given."""
+        """`known` parts are taken as given."""
         item = ScoreItem(seq_id, prompt, response, fields)
         parts = self.parts(item, model_score, place, num_tokens, known=known)
         return Reward(_finite(self.total(parts), f"{_named(item, place)}: the weighted sum of {parts}"), parts)
@@ -169,9 +167,9 @@ class RewardSum:
         of: Collection[str] | None = None,
         known: Mapping[str, float] = NOTHING_KNOWN,
     ) -> dict[str, float]:
-        """Return the parts `of` a response (None: all), by label, requesting and awaiting scores.  Raises `RewardError`.
+        """Return the parts `of` a response (None: all), by label, awaiting scores. Raises `RewardError`.
 
-        `num_tokens`: for rule `length`.  `place`: file:line, for errors.
+        `num_tokens`: for rule `length`. `place`: file:line, for errors.
         """
         sequence, parts = _named(item, place), dict[str, float]()
         wanted = [summand for summand in self.summands if of is None or summand.label in of]

@@ -30,7 +30,7 @@ class Trial:
 
 
 class IsolatedRule(Part):
-    """Scores 0.0 if a response exceeds the limits or ends the process.  `read` returns the needed columns."""
+    """Scores 0.0 if a response exceeds the limits or ends the process. `read` returns the needed columns."""
 
     waits = True
 

@@ -1,6 +1,6 @@
 """A reward function in its own process with limits, against accidents; it is not a sandbox.
 
-Both exchange JSON lines over pipes.  An answer repeats its call's name.
+Both exchange JSON lines over pipes. An answer repeats its call's name.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class IsolatedFunction(Part):
         self._shows: threading.Thread | None = None
 
     def try_start(self) -> None:
-        """Raise ConfigError if the function cannot be loaded in a process."""
+        """Raise ConfigError if the function cannot be loaded."""
         try:
             self._start()
         except RewardError as error:
@@ -138,7 +138,7 @@ class IsolatedFunction(Part):
             raise RewardError(f"{self.entry_point} cannot be loaded in its process: {answer.get('error', answer)}")
 
     def _ask(self, message: Mapping[str, Any], limit_s: float, late: str) -> dict[str, Any]:
-        """Send a line and read the next.  Failures end the process; most raise `Unanswered`."""
+        """Send a line and read the next. Failures end the process; most raise `Unanswered`."""
         deadline, late, name = time.monotonic() + limit_s, f"{late} {limit_s:g} s", secrets.token_hex(8)
         data = json.dumps({**message, "call": name}, allow_nan=False).encode() + b"\n"
         while data:

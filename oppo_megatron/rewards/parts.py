@@ -1,5 +1,3 @@
-"""The interface of a reward's parts, and the parts without a process."""
-
 from __future__ import annotations
 
 import contextlib
@@ -20,7 +18,7 @@ Fields = Mapping[str, Any]
 
 
 class Part:
-    """`waits`: scores take time, so request them early.  `names_itself`: its errors need no label."""
+    """`waits`: scores take time, so request them early. `names_itself`: its errors need no label."""
 
     waits: ClassVar[bool] = False
     names_itself: ClassVar[bool] = False
@@ -37,11 +35,11 @@ class Part:
         return {}
 
     def score(self, item: ScoreItem, num_tokens: int | None) -> Any:
-        """Wait for the requested score of a response of `num_tokens`.  Raises RewardError."""
+        """Wait for the requested score. Raises RewardError."""
         raise NotImplementedError
 
     def requested(self, seq_id: int) -> bool:
-        """True if this sequence's score is requested and not yet taken."""
+        """True if the score is requested and not yet taken."""
         return True
 
     def request(self, items: Sequence[ScoreItem]) -> None:
@@ -60,7 +58,7 @@ class ModelScore(Part):
 
 @dataclass(frozen=True)
 class RulePart(Part):
-    """A rule in this process; `expected` reads the columns it needs."""
+    """`expected` reads the columns it needs."""
 
     rate: Callable[[ScoreItem, int | None], float]
     expected: Callable[[Fields], Any] | None = None
@@ -75,7 +73,7 @@ class RulePart(Part):
 
 @dataclass(frozen=True)
 class UserFunction(Part):
-    """A user's function in this process.  Raises RewardError if it raises or asks to end the process."""
+    """Raises RewardError if the function raises or asks to end the process."""
 
     function: Callable[..., Any]
 
@@ -95,7 +93,7 @@ class UserFunction(Part):
 
 
 class ProcessExit(Exception):
-    """A user's function called `os._exit`, which would have ended the run silently."""
+    """A user's function called `os._exit`."""
 
 
 @contextlib.contextmanager

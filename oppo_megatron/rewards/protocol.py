@@ -1,4 +1,4 @@
-"""The wire format of a reward service (docs/rewards.md), and the validation of its answers."""
+"""The wire format of a reward service (docs/rewards.md)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIN_TOKEN_CHARACTERS = 16
 
 @dataclass(frozen=True, slots=True)
 class ScoreItem:
-    """A finished response.  `tokens`: ids of prompt and response, if known."""
+    """A finished response. `tokens`: ids of prompt and response, if known."""
 
     seq_id: int
     prompt: str
@@ -68,7 +68,7 @@ def encode_request(items: Sequence[ScoreItem]) -> bytes:
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
-    """Raise `RewardError` if a row's columns cannot be sent to a service."""
+    """Raise `RewardError` if columns cannot be sent to a service."""
     try:
         json.dumps(dict(fields), allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -79,7 +79,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
 
 
 def read_answer(body: bytes, ids: Sequence[int]) -> dict[int, float]:
-    """Return the finite score of each of `ids`.  Raises RewardError for anything else."""
+    """Return the finite score of each of `ids`. Raises RewardError."""
     try:
         answer = Answer.model_validate(read_strict_json(body.decode("utf-8")))
     except ValidationError as error:
@@ -97,7 +97,7 @@ def read_answer(body: bytes, ids: Sequence[int]) -> dict[int, float]:
 
 
 def read_token(variable: str, environment: Mapping[str, str]) -> SecretStr:
-    """Read a bearer token.  Raises ConfigError, which never shows it."""
+    """Read a bearer token. Raises ConfigError, which never shows it."""
     token = environment.get(variable)
     if not token:
         raise ConfigError(f"the environment variable {variable} is not set, but is to hold a token; export it on this host")

@@ -1,4 +1,4 @@
-"""Scores from a service over HTTP, requested by one thread with an event loop.
+"""Scores from a service over HTTP, requested by one thread.
 
 A failed request is repeated for `give_up_s`; then, or if refused, `request` and `result` raise.
 """
@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Failure(Exception):
-    """A failed attempt.  `transient`: the same request may succeed later."""
+    """`transient`: the same request may succeed later."""
 
     def __init__(self, reason: str, *, transient: bool = True, retry_after_s: float = 0.0):
         super().__init__(reason)
@@ -55,8 +55,6 @@ class _Failure(Exception):
 
 
 class RemoteReward(Part):
-    """A reward service at `url`, called `label` in messages."""
-
     waits = names_itself = True
 
     def __init__(
@@ -257,7 +255,7 @@ class RemoteReward(Part):
             return response.status_code, response.headers, bytes(answer)
 
     def _shown(self, text: str) -> str:
-        """Make foreign text one short line without the token, which a service may repeat."""
+        """One short line without the token, which a service may repeat."""
         if self._token is not None:
             text = text.replace(self._token.get_secret_value(), "***")
         text = "".join(character if character.isprintable() else " " for character in text)
@@ -265,7 +263,7 @@ class RemoteReward(Part):
 
 
 def retry_after_s(value: str | None, now: datetime | None = None) -> float:
-    """Seconds in a `Retry-After` header (RFC 9110: seconds or a date); 0.0 if unreadable."""
+    """`Retry-After` (RFC 9110: seconds or a date); 0.0 if unreadable."""
     if value is None:
         return 0.0
     text = value.strip()

@@ -1,5 +1,3 @@
-"""Verifier rules as parts of a reward."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -25,7 +23,7 @@ OWN_MB = 2048
 
 
 def column(fields: Fields, answer: str) -> Any:
-    """The row's column `answer`, or verl's.  Raises `RewardError` if missing."""
+    """The column `answer`, or verl's. Raises `RewardError` if missing."""
     for name in (answer, *([VERLS_ANSWER] if answer == "answer" else [])):
         with suppress(KeyError):
             return field_at(fields, name)
@@ -39,7 +37,7 @@ def column(fields: Fields, answer: str) -> Any:
 
 
 def build_rule(part: RewardPart, environment: Mapping[str, str], max_response_tokens: int | None) -> Part:
-    """Build a verifier part's rule, whose processes inherit `environment`.  Raises ConfigError."""
+    """Processes inherit `environment`. Raises ConfigError."""
     assert part.name is not None, "check_rewards asks for it"
     if part.name == "format":
         assert part.pattern is not None, "check_rewards asks for it"

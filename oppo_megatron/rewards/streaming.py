@@ -49,7 +49,7 @@ class _Sequence:
 
 
 class ScorerStream:
-    """A client of the service.  `offer` returns at once; a thread sends everything in order."""
+    """`offer` returns at once; a thread sends everything in order."""
 
     def __init__(self, settings: StreamConfig, token: SecretStr | None = None, give_up_s: float = GIVE_UP_S):
         import httpx
@@ -64,7 +64,7 @@ class ScorerStream:
         self._thread: threading.Thread | None = None
 
     def offer(self, seq_id: int, tokens: Sequence[int], final: bool) -> bool:
-        """Pass a sequence's tokens so far; `final`: all.  Returns False, changing nothing, if it was complete and differs."""
+        """Pass tokens so far; `final`: all. Returns False, changing nothing, if the sequence was complete and differs."""
         with self._changed:
             sequence = self._sequences.setdefault(seq_id, _Sequence())
             if sequence.final:

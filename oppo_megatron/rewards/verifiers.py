@@ -29,7 +29,7 @@ _DIGITS = re.compile(
 
 
 def gsm8k_answer(text: str) -> Fraction | None:
-    """A GSM8K solution's final answer, or None.  The last mark counts, number or not."""
+    """The last mark counts, number or not."""
     return _read(text, ["hashed"])
 
 
@@ -70,7 +70,7 @@ ANSWER_OF: dict[str, Callable[[str], Fraction | None]] = {
 
 
 def expected_answer(value: Any) -> Fraction:
-    """The number in an answer column: JSON number, text or whole solution.  Raises RewardError."""
+    """The number in a JSON number, text or whole solution. Raises RewardError."""
     if isinstance(value, int) and not isinstance(value, bool):
         return Fraction(value)
     if isinstance(value, float) and math.isfinite(value):
@@ -86,7 +86,7 @@ def expected_answer(value: Any) -> Fraction:
 
 
 def verify(name: str, response: str, expected: Any) -> float:
-    """1.0 if the answers are equal, else 0.0.  Raises as `expected_answer`."""
+    """1.0 if the answers are equal, else 0.0. Raises as `expected_answer`."""
     return 1.0 if ANSWER_OF[name](response) == expected_answer(expected) else 0.0
 
 

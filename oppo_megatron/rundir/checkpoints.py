@@ -35,7 +35,7 @@ class Position:
 
 
 class CheckpointStore:
-    """The checkpoints in `root`.  One rank makes and renames folders."""
+    """One rank makes and renames the folders in `root`."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -60,7 +60,7 @@ class CheckpointStore:
         return folder
 
     def recover(self) -> None:
-        """After a kill, rename replaced checkpoints back and remove incomplete ones."""
+        """Rename replaced checkpoints back and remove incomplete ones."""
         for left in self.root.glob(f"{REPLACED}step-*"):
             whole = self.root / left.name.removeprefix(REPLACED)
             if not whole.exists():
@@ -75,7 +75,7 @@ class CheckpointStore:
         shutil.rmtree(self.aside(position), ignore_errors=True)
 
     def commit(self, position: Position) -> Path:
-        """Name the checkpoint once it is on disk."""
+        """Name a checkpoint once on disk."""
         folder = self.folder(position)
         replaced = self.root / f"{REPLACED}{position.name}"
         if folder.exists():  # a resumed run has reached this position again

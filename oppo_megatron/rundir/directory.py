@@ -36,7 +36,7 @@ RESOLVED = frozenset({"run_dir", "logging", "checkpoint", "preempt_deadline_s", 
 
 
 class RunDirectory:
-    """Paths of one run (an `os.PathLike`); the disk is untouched until `prepare`."""
+    """Paths of one run; the disk is untouched until `prepare`."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
@@ -68,11 +68,10 @@ class RunDirectory:
 
     @property
     def finished(self) -> bool:
-        """True if a run ended, with `summary.json` as its last file."""
+        """True if the last file, `summary.json`, exists."""
         return self.summary.exists()
 
     def rank_trace(self, rank: int) -> Path:
-        """Spans of one rank, until `merge_traces`."""
         return self.path / f"trace.rank{rank}.jsonl"
 
     def rank_traces(self) -> list[Path]:
@@ -86,14 +85,14 @@ class RunDirectory:
             )
 
     def require_regular(self) -> None:
-        """Raise ConfigError for pipes, sockets and devices, which block reading."""
+        """Raise ConfigError for pipes, sockets and devices."""
         remedy = "remove it, or put what the run wrote in its place"
         found = [irregular_path("the run's file", self.path / name, remedy) for name in PRODUCTS]
         if problems := [problem for problem in found if problem is not None]:
             raise ConfigError(problems)
 
     def require_own(self) -> None:
-        """Raise ConfigError for files of others that a run would remove."""
+        """Raise ConfigError for others' files that a run would remove."""
         self.require_regular()
         signs = (self.hosts, self.metrics, self.summary)
         if any(sign.exists() for sign in signs) or self.has_checkpoints or RESOLVED <= self.settings().keys():
@@ -105,7 +104,7 @@ class RunDirectory:
             )
 
     def require_apart(self, named: Iterable[tuple[str, Path]]) -> None:
-        """Raise ConfigError if a configured path is among the run's files."""
+        """Raise ConfigError if a named path is among the run's files."""
         products = {(self.path / name).resolve() for name in PRODUCTS}
         problems = [
             f"{key} is {path}, one of the files that the run in {self.path} writes, and moves or removes when it begins or "
@@ -117,7 +116,7 @@ class RunDirectory:
             raise ConfigError(problems)
 
     def settings(self) -> dict[str, Any]:
-        """The run's `config.yaml`, unchecked; empty if unreadable."""
+        """`config.yaml`, unchecked; empty if unreadable."""
         try:
             tree = read_yaml(self.config.read_bytes()) if self.config.is_file() else None
         except (yaml.YAMLError, ValueError):
@@ -150,7 +149,7 @@ class RunDirectory:
             )
 
     def prepare(self) -> RunDirectory:
-        """Create it; an interrupted run's measurements move to `attempt-<n>/`.  Raises ConfigError."""
+        """Create it; move an interrupted run's measurements to `attempt-<n>/`.  Raises ConfigError."""
         self.require_unfinished()
         self.require_no_checkpoints()
         self.require_own()
@@ -176,9 +175,9 @@ class RunDirectory:
         return held(self.path, self.holder, wait_s)
 
     def reopen(self, step: int, saved_at: float) -> None:
-        """Cut off what is newer than the checkpoint after `step` steps at `saved_at` (epoch seconds).
+        """Cut off what is newer than the checkpoint after `step` steps, at `saved_at` (epoch seconds).
 
-        Results of a finished run move to an `ended-step-<n>/` that has none, `summary.json` last: a killed move is continued.
+        A finished run's results move to a new `ended-step-<n>/`, `summary.json` last: a killed move is continued.
         """
         if self.finished:
             products = [product for product in (self.weights, self.best, self.trace, self.summary) if product.exists()]
@@ -198,7 +197,7 @@ class RunDirectory:
             _keep_lines(path, lambda span: span["end"] <= saved_at)
 
     def first_date(self, now: datetime) -> datetime:
-        """Return the time of the first start here, perhaps `now`."""
+        """Return the first start's time, perhaps `now`."""
         with suppress(OSError):  # it exists, or `prepare` reports the fault
             self.path.mkdir(parents=True, exist_ok=True)
             with self.date.open("x", encoding="utf-8") as file:
@@ -227,7 +226,7 @@ class RunDirectory:
 
 
 def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a JSONL file with the wanted lines, without a cut one."""
+    """Rewrite a JSONL file with wanted, whole lines."""
     if not path.exists():
         return
     with atomic_writer(path) as file, path.open("rb") as old:
@@ -246,7 +245,7 @@ def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
 
 @contextmanager
 def atomic_writer(path: str | os.PathLike[str], mode: Literal["w", "wb"] = "w") -> Iterator[IO[Any]]:
-    """Write a file that appears complete, or not at all if the block raises."""
+    """Write a file whole, or not at all if the block raises."""
     target = Path(path)
     aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
@@ -269,7 +268,7 @@ def write_json(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
 
 
 def encode_json(value: Mapping[str, Any], indent: int | None = None) -> str:
-    """Encode as JSON.  NaN and infinities become null, with their keys in `non_finite`."""
+    """Encode as JSON; NaN and infinities become null, with their keys in `non_finite`."""
     non_finite: list[str] = []
     plain = _plain(value, "", non_finite)
     if non_finite:

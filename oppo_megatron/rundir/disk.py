@@ -21,7 +21,7 @@ HELD_WAIT_S = 20.0
 
 @contextmanager
 def held(folder: Path, holder: Path, wait_s: float) -> Iterator[None]:
-    """Lock the folder, if the file system has locks; `holder` informs.  Raises ConfigError if another holds it for `wait_s`."""
+    """Lock the folder if the file system can.  Raises ConfigError after `wait_s`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)
@@ -66,7 +66,7 @@ def _locked(handle: int) -> bool:
 
 @contextmanager
 def clear_when_full(root: Path) -> Iterator[None]:
-    """Raise CheckpointError naming `root` if the disk fills while the block writes."""
+    """Raise CheckpointError if the disk fills."""
     try:
         yield
     except OSError as error:
@@ -85,7 +85,7 @@ def free_bytes(root: Path) -> int:
 
 
 def shortage(root: Path, needed: int) -> str | None:
-    """A warning if fewer than `needed` bytes are free."""
+    """Return a warning if fewer bytes are free."""
     free = free_bytes(root)
     if free >= needed:
         return None
@@ -96,7 +96,7 @@ def shortage(root: Path, needed: int) -> str | None:
 
 
 def unwritten(folder: Path, reason: str, needed: int, last: str | None) -> CheckpointError:
-    """The error for a failed checkpoint; `last`: the newest complete one."""
+    """`last`: the newest complete checkpoint."""
     left = "no checkpoint has been written yet" if last is None else f"the last whole checkpoint is {last}"
     return CheckpointError(
         f"{folder}: the checkpoint could not be written ({reason}); it takes about {megabytes(needed)}, and "

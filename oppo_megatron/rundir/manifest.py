@@ -19,7 +19,7 @@ BLOCK_BYTES = 2**22
 
 
 class OtherFormatError(CheckpointError):
-    """Another version of this program wrote the checkpoint; it is not damaged."""
+    """Another version wrote the checkpoint; it is not damaged."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def describe(path: Path) -> Entry:
 
 
 def write_manifest(folder: Path, entries: Mapping[str, Entry]) -> None:
-    """Write and sync the manifest, a checkpoint's last file."""
+    """Write and sync a checkpoint's last file."""
     tree = {"format": FORMAT, "files": {name: asdict(entry) for name, entry in sorted(entries.items())}}
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump(tree, file, indent=1)
@@ -62,7 +62,7 @@ def write_manifest(folder: Path, entries: Mapping[str, Entry]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Entry]:
-    """Read the manifest.  Raises CheckpointError if unreadable, OtherFormatError for another version's."""
+    """Raises CheckpointError if unreadable, OtherFormatError for another version's."""
     path = folder / MANIFEST
     try:
         tree = read_json(path.read_text(encoding="utf-8"))
@@ -89,7 +89,7 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
 
 
 def find_misfits(folder: Path, entries: Mapping[str, Entry], required: Iterable[str], closed: Iterable[str]) -> str | None:
-    """Describe the first required file that is not listed, or unlisted file below a `closed` folder."""
+    """Describe the first required file not listed, or unlisted file in a `closed` folder."""
     for name in required:
         if name not in entries:
             return f"its manifest does not have {name}"
@@ -102,7 +102,7 @@ def find_misfits(folder: Path, entries: Mapping[str, Entry], required: Iterable[
 def find_damage(
     folder: Path, entries: Mapping[str, Entry], part: int = 0, parts: int = 1, *, checksums: bool = True
 ) -> str | None:
-    """Describe the first damaged file in share `part` of `parts`, or None; without `checksums`: missing or of wrong size."""
+    """Describe the first damaged file in share `part` of `parts`; without `checksums`: missing or of wrong size."""
     for name in sorted(entries)[part::parts]:
         path, due = folder / name, entries[name]
         if not path.is_file():

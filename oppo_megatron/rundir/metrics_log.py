@@ -19,7 +19,7 @@ MEAN_FIELDS = ("step_s", "decode_s", "train_s", "score_exposed_s", "critic_updat
 
 @final
 class MetricsLog:
-    """Appends a run's lines in order; a critic's update may complete one after the next begins, else it is marked incomplete."""
+    """Appends lines in order; a critic's update may complete a line after the next begins."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
@@ -50,7 +50,7 @@ class MetricsLog:
         self.complete(step)
 
     def close(self) -> None:
-        """Write pending lines and close the file; may be called again."""
+        """Write pending lines and close; may be called again."""
         for step, line in self._lines.items():
             self._write(line if step in self._ready else {**line, "incomplete": True})
         self._lines.clear()
@@ -68,10 +68,7 @@ class MetricsLog:
 
 
 def iter_json_lines(path: str | os.PathLike[str], wanted: Callable[[bytes], bool] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield a JSONL file's objects, except a cut last line.  Raises DataError for another bad line.
-
-    Lines that are not `wanted` are skipped unparsed.
-    """
+    """Yield objects of `wanted` lines, except a cut last one.  Raises DataError."""
     if not Path(path).is_file():
         raise DataError(f"{os.fspath(path)}: no such file; expected the lines that a run writes; check the run directory")
     with open(path, "rb") as file:
@@ -102,8 +99,8 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def summarise(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Compute a run's figures; None if fields are missing.
 
-    Times, `tokens_per_s` and `scoring_hidden` (1 - exposed / busy scorer seconds) leave out the first of more than three steps.
-    `reward_first`, `reward_last`: means of a tenth of the steps, at least 3. `deferred`: trained sequences by steps carried over.
+    Times, `tokens_per_s` and `scoring_hidden` (1 - exposed / busy scorer seconds) omit the first of more than three steps.
+    `reward_first`, `reward_last`: means of a tenth of the steps, at least 3.  `deferred`: sequences by steps carried over.
     """
     steady = lines[1:] if len(lines) > 3 else lines
     rewards = _values(lines, "reward_mean")

@@ -22,7 +22,7 @@ KEPT_STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Work of one rank for one role, in seconds on the ranks' common clock."""
+    """Work of one rank for one role, in seconds of the common clock."""
 
     rank: int
     role: str
@@ -33,9 +33,9 @@ class Span:
 
 
 class SpanRecorder:
-    """Records one rank's spans, from one thread; spans of a role may nest but not cross.
+    """Records from one thread; spans of a role may nest but not cross.
 
-    Keeps totals of `KEPT_STEPS` steps, and spans if there is a `run_dir`.  `clock`: steady epoch seconds, common to all ranks.
+    Keeps totals of `KEPT_STEPS` steps, and spans with a `run_dir`.  `clock`: common epoch seconds.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class SpanRecorder:
             self.write(span)
 
     def totals(self, step: int, role: str | None = None) -> dict[str, float]:
-        """Seconds by span name in a recent step, for one role or all; nested spans each count."""
+        """Seconds by span name in a recent step; nested spans each count."""
         seconds: dict[str, float] = defaultdict(float)
         for (span_role, name), value in self._totals.get(step, {}).items():
             if role is None or span_role == role:
@@ -84,7 +84,7 @@ class SpanRecorder:
 
 
 def merge_traces(run_dir: str | os.PathLike[str]) -> Path | None:
-    """Merge all ranks' flushed files into `trace.json` (Trace Event Format), read twice instead of held; None without spans."""
+    """Merge flushed files into `trace.json` (Trace Event Format); None without spans."""
     run = RunDirectory(run_dir)
     files = run.rank_traces()
     origin, lanes = float("inf"), set()
@@ -114,7 +114,7 @@ def merge_traces(run_dir: str | os.PathLike[str]) -> Path | None:
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[Span]:
-    """Read the spans of a `trace.json`, in seconds from the run's start.  Raises DataError."""
+    """Read `trace.json`, in seconds from the start.  Raises DataError."""
     try:
         events = read_json(Path(path).read_text(encoding="utf-8"))["traceEvents"]
         return [
@@ -130,7 +130,7 @@ def read_trace(path: str | os.PathLike[str]) -> list[Span]:
 
 
 def read_spans(run_dir: str | os.PathLike[str]) -> list[Span]:
-    """All spans so far, in seconds from the first.  Raises DataError."""
+    """Read spans, in seconds from the first.  Raises DataError."""
     run = RunDirectory(run_dir)
     if run.trace.exists():
         return read_trace(run.trace)

@@ -1,1 +1,0 @@
-"""Schedules as data, without torch or processes."""

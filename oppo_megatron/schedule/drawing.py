@@ -1,5 +1,3 @@
-"""Timelines as text and pictures."""
-
 from __future__ import annotations
 
 from collections import defaultdict
@@ -22,7 +20,7 @@ MIN_COLUMNS = 10
 
 
 def render(timeline: Timeline, width: int = 100, faults: Sequence[Fault] = ()) -> str:
-    """Return the grid of ranks and time, `width` wide; `!` marks faults and stuck ranks."""
+    """Return the grid of ranks and time; `!` marks faults and stuck ranks."""
     labels = {rank: f"rank {rank:{len(str(max(timeline.spans)))}} |" for rank in sorted(timeline.spans)}
     shares = {rank: f"| {timeline.bubble(rank):4.0%} idle" for rank in labels}
     room = max(len(labels[rank]) + len(shares[rank]) for rank in labels)
@@ -135,7 +133,7 @@ MAX_FAULT_LABELS = 8
 
 
 def draw(timeline: Timeline, out_png: str | Path, faults: Sequence[Fault] = (), title: str = "") -> None:
-    """Write the grid as PNG, with faults and stuck ranks outlined."""
+    """Write the grid as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

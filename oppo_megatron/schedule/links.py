@@ -1,7 +1,4 @@
-"""Links of a schedule, process groups of a run, and waves of first use.
-
-Directed links share no group, so their messages never wait for each other.
-"""
+"""Links, process groups, and waves of first use. Directed links share no group, so their messages never wait for each other."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ def _lane(ranks: tuple[int, ...], role: str, payload: Payload, ends: list[tuple[
 
 
 def in_waves(links: Sequence[Link]) -> list[tuple[Link, ...]]:
-    """Divide links into waves with one link per rank at most, so that their first use cannot deadlock."""
+    """Divide links into waves with one per rank at most, whose first use cannot deadlock."""
     engaged: dict[int, int] = defaultdict(int)  # by rank: its waves, as bits
     waves: list[list[Link]] = []
     for link in links:
@@ -66,7 +63,7 @@ def in_waves(links: Sequence[Link]) -> list[tuple[Link, ...]]:
 
 
 def run_groups(placements: Mapping[str, RolePlacement], trained: Mapping[str, RolePlacement]) -> list[GroupName]:
-    """List a run's groups, without the world's, in creation order."""
+    """List a run's groups in creation order, without the world's."""
     site = Site(placements)
     world = tuple(range(1 + max(site.ranks)))
     found = dict.fromkeys(group_name(ALONE, (rank,)) for rank in world)
@@ -77,7 +74,6 @@ def run_groups(placements: Mapping[str, RolePlacement], trained: Mapping[str, Ro
 
 
 def groups_by_rank(groups: Iterable[GroupName]) -> Counter[int]:
-    """Count each rank's groups, with the world's."""
     counts = Counter(rank for group in groups for rank in group.ranks)
     return Counter({rank: 1 + count for rank, count in counts.items()})
 
@@ -93,5 +89,5 @@ def most_streams(site: Site) -> int:
 
 
 def calls_of(groups: Iterable[GroupName]) -> int:
-    """Count a rank's `new_group` calls: every group of several ranks, and one for itself."""
+    """Count a rank's `new_group` calls: one per group of several ranks, and one for itself."""
     return 1 + sum(group.label != ALONE for group in groups)

@@ -1,5 +1,3 @@
-"""Pack sequences into micro-batches, and divide them among replicas."""
-
 from __future__ import annotations
 
 import heapq
@@ -19,7 +17,6 @@ def pack_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def packed_in_order(lengths: Ints, budget: int) -> list[Ints]:
-    """Return the same bins, each ascending."""
     order, bins = _first_fit(lengths, budget)
     by_index = np.empty_like(bins)
     by_index[order] = bins
@@ -66,8 +63,8 @@ def balance(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
 def dealt(parts: Ints, slots: int, arrivals: Ints, most: int) -> Ints:
     """Return the replica of each arriving group, [groups], that leaves slots now and after the round.
 
-    Among those with slots for `most` sequences it has the fewest tokens (ties: sequences); without any it is a least crowded one.
-    `parts` [3, replicas] and `arrivals` [3, groups]: tokens, sequences, unfinished sequences.
+    With slots for `most` sequences the one with the fewest tokens (ties: sequences), else a least crowded one. `parts` [3,
+    replicas] and `arrivals` [3, groups]: tokens, sequences, unfinished sequences.
     """
     if parts.shape[1] == 1:
         return np.zeros(arrivals.shape[1], dtype=np.int64)
@@ -83,7 +80,7 @@ def dealt(parts: Ints, slots: int, arrivals: Ints, most: int) -> Ints:
 
 
 def _to_those_with_slots(parts: Ints, slots: int, arrivals: Ints, most: int) -> list[int]:
-    """Return the replicas of the first arrivals, as long as one has slots for a group of `most`."""
+    """Replicas of the first arrivals, as long as one has slots for a group of `most`."""
     found, free = list[int](), (slots - most - parts[1]).tolist()  # room beyond another group
     loads = zip(parts[0].tolist(), parts[1].tolist(), range(len(free)), strict=True)
     heap = [(tokens, sequences, replica) for tokens, sequences, replica in loads if free[replica] >= 0]
@@ -103,7 +100,7 @@ def _to_those_with_slots(parts: Ints, slots: int, arrivals: Ints, most: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Tokens of an optimizer step; `room`: capacity of its micro-batches, `padded`: with rows padded to the longest."""
+    """Tokens of an optimizer step; `room`: capacity of its micro-batches, `padded`: rows as long as the longest."""
 
     tokens: int
     room: int

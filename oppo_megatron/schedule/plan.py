@@ -1,5 +1,3 @@
-"""How a configuration is scheduled."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -39,12 +37,12 @@ def plan_step(config: TrainConfig) -> StepPlan:
 
 
 def delta_rule(overlap: OverlapConfig) -> DeltaConfig:
-    """Return the delta rule; without inter-step overlap, fixed at 0."""
+    """Without inter-step overlap, fixed at 0."""
     return overlap.delta if overlap.inter else DeltaConfig(rule="fixed", initial=0, max=0)
 
 
 def round_generator(overlap: OverlapConfig, site: Site) -> str:
-    """Generator's name or user's function; `auto` weaves only if some rank decodes and scores."""
+    """Name or user's function; `auto` weaves only if some rank decodes and scores."""
     if not overlap.intra:
         return "sequential"
     if overlap.schedule != "auto":
@@ -53,7 +51,7 @@ def round_generator(overlap: OverlapConfig, site: Site) -> str:
 
 
 def late_scorers(site: Site) -> frozenset[str]:
-    """Roles that score only complete batches; otherwise the actor would wait for scorers on other ranks."""
+    """Roles that score only complete batches; otherwise the actor would wait for them."""
     actor = site.placements["actor"]
     if actor.pp > 1 or not site.listeners:
         return frozenset()
@@ -109,7 +107,7 @@ def new_planner(
 
 
 def cache_slots(config: TrainConfig, role: str, placement: RolePlacement) -> int:
-    """Sequences in one replica's cache, limited by `runtime.kv_cache_mb`."""
+    """Sequences in a replica's cache, limited by `runtime.kv_cache_mb`."""
     model, share = named_roles(config)[role], share_of_sequences(config, role, placement.dp)
     context, budget_mb = slot_tokens(max_context(config), config.runtime.kv_layout), config.runtime.kv_cache_mb
     if budget_mb is None:

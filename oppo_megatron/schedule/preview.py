@@ -1,5 +1,3 @@
-"""Preview the rounds of a run's first step."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +21,7 @@ from oppo_megatron.schedule.weaving.generators import GENERATORS
 
 @dataclass(frozen=True)
 class Preview:
-    """`clock`: decode steps at the round's end. `changed`: ranks reordered because held sends would deadlock."""
+    """`clock`: decode steps at the end. `changed`: ranks reordered because held sends would deadlock."""
 
     round: Round
     clock: int
@@ -45,7 +43,7 @@ def preview(
     costs: Costs | None = None,
     transport: Transport = GLOO,
 ) -> Preview:
-    """Plan round `number` (from 1). Raises ConfigError if there is none, ScheduleError if a run would refuse it."""
+    """Plan round `number` (from 1). Raises ConfigError if it does not exist, ScheduleError if a run would refuse it."""
     length = prompt_tokens if prompt_tokens is not None else max(1, config.data.max_prompt_tokens // 2)
     if not 1 <= length <= config.data.max_prompt_tokens:
         raise ConfigError(
@@ -86,7 +84,7 @@ def least_s(round_: Round, site: Site, timeline: Timeline, costs: Costs) -> tupl
 
 
 def first_step(config: TrainConfig, planner: RoundPlanner, prompt_tokens: int) -> Iterator[PlannedRound]:
-    """Yield rounds until the batch is scored; they also end where prompts may enter."""
+    """Yield rounds until the batch is scored; they also end when prompts may enter."""
     prompt, chunk, clock = (0,) * prompt_tokens, config.overlap.chunk_tokens, 0
     period = config.overlap.admission_period
     rows = batch_rows(config)

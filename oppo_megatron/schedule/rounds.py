@@ -1,5 +1,3 @@
-"""The work of one round before it is ordered."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +12,7 @@ from oppo_megatron.layout.placements import RolePlacement
 
 
 class Growth(NamedTuple):
-    """`new` tokens (to decode: at most) after `past` cached ones; `rows` of the last give an output."""
+    """`new` tokens (to decode: at most) after `past` cached ones; the last `rows` give an output."""
 
     seq_id: int
     past: int
@@ -27,7 +25,7 @@ Batch = Sequence[Growth]
 
 
 class Growths(Sequence[Growth]):
-    """A micro-batch in columns: `table` [4, n] has the fields of `Growth`."""
+    """A micro-batch: `table` [4, n] has the fields of `Growth`."""
 
     __slots__ = ("new", "past", "rows", "seq_ids", "table")
 
@@ -73,7 +71,7 @@ class Growths(Sequence[Growth]):
 
 
 def joined(batches: Iterable[Batch]) -> Growths:
-    """Return all growths of micro-batches in one table."""
+    """All growths in one table."""
     return Growths(np.concatenate([np.zeros((4, 0), dtype=np.int64), *(Growths.of(batch).table for batch in batches)], axis=1))
 
 
@@ -162,8 +160,8 @@ class Site:
     def feeds(self) -> Mapping[int, tuple[int, ...]]:
         """Listeners that each rank sends chunks to.
 
-        Senders are `source`, other actor ranks, spaced over hosts, then earlier listeners, so no ranks wait in a cycle. Ranks
-        with the critic come last, because its update delays them.
+        Senders are `source`, other actor ranks, spaced over hosts, then earlier listeners, so no ranks wait in a cycle. The
+        critic's ranks come last: its update delays them.
         """
         actor, critic = self.placements["actor"].ranks, self.placements.get("critic")
         first = actor.index(self.source)

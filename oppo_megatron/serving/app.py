@@ -30,7 +30,7 @@ REST_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits per request.  More than `max_waiting` requests in scoring or `max_coming` arriving bodies get 429."""
+    """More than `max_waiting` requests in scoring or `max_coming` arriving bodies get 429."""
 
     max_bytes: int = 32 << 20
     max_items: int = 256
@@ -44,8 +44,6 @@ LIMITS = RequestLimits()
 
 
 class Refusal(Exception):
-    """Answers the request with `status` and a reason."""
-
     def __init__(self, status: int, reason: str):
         super().__init__(reason)
         self.status = status
@@ -69,7 +67,7 @@ class Extension(BaseModel):
 
 
 class Known(BaseModel):
-    """Tokens that the service has of a sequence, and its score once complete."""
+    """Known tokens of a sequence, and its score once complete."""
 
     id: int
     known: int
@@ -80,7 +78,7 @@ Extend = Callable[[str, Sequence[Piece]], list[Known]]
 
 
 class Gate(Generic[Asked, Found]):
-    """Checks requests, has `read` parse them or raise Refusal, and calls `score`, maybe not thread-safe, in one thread."""
+    """Checks requests and calls `score`, maybe not thread-safe, in one thread; `read` may raise Refusal."""
 
     def __init__(
         self, read: Callable[[bytes], Asked], score: Callable[[Asked], Found], limits: RequestLimits, token: SecretStr | None
@@ -122,7 +120,7 @@ class Gate(Generic[Asked, Found]):
         return None
 
     async def _body(self, request: Request, refusal: Refusal | None) -> bytes:
-        """Read a body; drop the rest of a refused or too large one.  Raises Refusal."""
+        """Read a body, dropping a refused or too large one.  Raises Refusal."""
         content, num_bytes, kept = bytearray(), 0, refusal is None
         if refusal is not None and self._refusing >= self._limits.max_coming:
             raise refusal
@@ -202,7 +200,7 @@ def build_app(score: Scorer, token: SecretStr | None, limits: RequestLimits = LI
 
 
 def build_stream_app(extend: Extend, token: SecretStr | None, limits: RequestLimits = LIMITS) -> FastAPI:
-    """Return the streaming service; `extend` is called from one thread and may raise RewardError."""
+    """Return the streaming service; `extend`, called from one thread, may raise RewardError."""
 
     def read(body: bytes) -> Extension:
         asked = read_message(Extension, body, "streamed scores")

@@ -28,7 +28,7 @@ from oppo_megatron.rewards.protocol import Item
 def open_reward_model(
     reward: RoleConfig, runtime: RuntimeConfig, *, max_tokens: int, vocab_size: int | None = None
 ) -> Iterator[tuple[RoleModel, torch.device]]:
-    """Yield the model and its device.  `vocab_size`: of the tokenizer, if texts are tokenized here."""
+    """Yield the model and its device.  `vocab_size`: of the tokenizer, for texts."""
     choose_device(runtime)
     shape = read_hf_config(reward)
     if problems := check_shape("reward", shape, ParallelConfig(), max_tokens, vocab_size or shape["vocab_size"]):
@@ -53,7 +53,7 @@ class ModelScorer:
     device: torch.device
 
     def scores(self, items: Sequence[Item]) -> list[float]:
-        """A score per item.  Raises RewardError for a sequence too long or with unknown ids."""
+        """Return a score per item.  Raises RewardError for too long sequences or unknown ids."""
         sequences = [self._tokens(item) for item in items]
         batches = pack_at(sequences, [[len(s) - 1] for s in sequences], self.micro_batch_tokens, self.device)
         if self.device.type == "cuda":
@@ -77,7 +77,7 @@ class ModelScorer:
 
 
 def _letters(text: str) -> str:
-    """Return a text without spaces and bytes that are not UTF-8, which depend on how it was put together."""
+    """Return a text without spaces and bytes that are not UTF-8."""
     return "".join(text.replace("\N{REPLACEMENT CHARACTER}", "").split())
 
 

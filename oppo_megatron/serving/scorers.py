@@ -18,7 +18,7 @@ ModelScores = Callable[[Sequence[Item]], Sequence[float | None]]
 
 
 def build_rewards(config: ServeConfig, environment: Mapping[str, str]) -> RewardSum:
-    """Build the service's sum; isolated parts do not see the service's token."""
+    """Build the sum; isolated parts do not see the service's token."""
     inherited = {name: value for name, value in environment.items() if name != config.token_env}
     return build_reward_functions(config.rewards, inherited)
 
@@ -38,7 +38,7 @@ def try_parts(config: ServeConfig, environment: Mapping[str, str]) -> list[str]:
 
 @contextmanager
 def open_model_scores(config: ServeConfig, rewards: RewardSum) -> Iterator[ModelScores]:
-    """Yield the reward model's scores of items (None without a model).  Raises ConfigError or CheckpointError."""
+    """Yield the reward model's scores (None without a model).  Raises ConfigError or CheckpointError."""
     if not rewards.reads_model():
         yield lambda items: [None] * len(items)
         return

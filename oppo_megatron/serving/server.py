@@ -32,7 +32,7 @@ LATE = b"the headers of a request did not come in time"
 
 
 class GuardedProtocol(H11Protocol):
-    """uvicorn's protocol, with deadlines for headers and for reading an answer, and a bound on waiting connections."""
+    """Adds deadlines for headers and for reading an answer, and a bound on waiting connections."""
 
     header_s: float
     most_waiting: int
@@ -66,7 +66,7 @@ class GuardedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Handle a violation, perhaps during a request's answer."""
+        """Handle a violation, perhaps during an answer."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True  # what the application still says goes nowhere
             self.cycle.message_event.set()
@@ -116,7 +116,7 @@ def server_settings(app: FastAPI, header_s: float = HEADER_S, most_waiting: int 
 
 
 def serve(config: ServeConfig, environment: Mapping[str, str], say: Callable[[str], None]) -> None:
-    """Serve until interrupted; `say` gets the address.  Raises ConfigError early, for a missing token or unusable address."""
+    """Serve until interrupted; `say` gets the address.  Raises ConfigError for a missing token or unusable address."""
     token = None if config.token_env is None else read_token(config.token_env, environment)
     with (
         bound_socket(config.host, config.port, guarded=token is not None) as listening,
@@ -140,7 +140,7 @@ def _open_app(config: ServeConfig, environment: Mapping[str, str], token: Secret
 
 
 def bound_socket(host: str, port: int, *, guarded: bool) -> socket.socket:
-    """Return a bound socket, not yet listening; without a token (`guarded`), loopback only."""
+    """Return a socket, not yet listening; without a token (`guarded`), loopback only."""
     found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -23,7 +23,7 @@ Name = tuple[str, int]
 
 @dataclass
 class _Held:
-    """A cached sequence and its number there.  `checksum`: of its `known` tokens."""
+    """`checksum`: of the sequence's `known` tokens."""
 
     number: int
     known: int = 0
@@ -31,7 +31,7 @@ class _Held:
 
 
 class StreamScorer:
-    """Caches of up to `sequences` sequences; evicts the least recently used."""
+    """Caches up to `sequences` sequences; evicts the least recently used."""
 
     def __init__(self, model: RoleModel, *, sequences: int, max_tokens: int, micro_batch_tokens: int):
         self.model, self.max_tokens, self.micro_batch_tokens = model, max_tokens, micro_batch_tokens
@@ -41,7 +41,7 @@ class StreamScorer:
 
     @torch.no_grad()
     def extend(self, session: str, pieces: Sequence[Piece]) -> list[Known]:
-        """Take the pieces; complete sequences are scored at their last token and forgotten, failed ones dropped.
+        """Take the pieces; complete sequences are scored and forgotten, failed ones dropped.
 
         Raises RewardError for unreadable tokens before taking any.
         """
@@ -119,7 +119,7 @@ class StreamScorer:
 
 @contextmanager
 def open_stream_scorer(config: ServeConfig) -> Iterator[StreamScorer]:
-    """Load the reward model.  Raises CapacityError if memory cannot hold the cache."""
+    """Load the model.  Raises CapacityError if the cache does not fit."""
     assert config.reward is not None, "a rule of ServeConfig"
     with open_reward_model(config.reward, config.runtime, max_tokens=config.max_tokens) as (model, _):
         caches = f"making KV caches for {config.sequences} sequences of {config.max_tokens} tokens"

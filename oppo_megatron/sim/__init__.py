@@ -1,1 +1,0 @@
-"""Simulate the cost of a run on a described cluster."""

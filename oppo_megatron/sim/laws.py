@@ -54,7 +54,7 @@ class LayerSizes:
         return WIDTH * (self.weights + self.moved * tokens)
 
     def elementwise_bytes(self, tokens: Number, *, sums: int = 2, hidden_share: float = 1.0) -> Number:
-        """Two norms, `sums` of two tensors, rotations and activation. `hidden_share` of hidden values is on this rank."""
+        """Two norms, `sums` of two tensors, rotations and activation; this rank has `hidden_share` of hidden values."""
         return WIDTH * tokens * ((2 * 2 + 3 * sums) * self.hidden * hidden_share + self.inner)
 
 
@@ -132,7 +132,7 @@ def send_s(cluster: Cluster, payload: float, *, between: bool, sharing: int = 1)
 
 
 def ring_efficiency(nodes: int, payload: float) -> float:
-    """Efficiency of a ring over nodes, linear in both logarithms; time is constant below 16 MiB."""
+    """Linear in both logarithms; time is constant below 16 MiB."""
     mib = payload / MIB
     by_nodes = [float(np.interp(np.log(max(mib, 1e-9)), np.log(RATIO_MIB), row)) for row in RATIOS]
     at_size = float(np.interp(np.log(nodes), np.log(RATIO_NODES), by_nodes))

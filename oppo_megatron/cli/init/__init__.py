@@ -36,10 +36,10 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./~][A-Za-z0-9_./~+-]*")
 
 @dataclass(frozen=True)
 class Case:
-    """A starting point, made from the template NAME.yaml.
+    """A template NAME.yaml.
 
-    `paths`: what the user may name, with defaults; `files`: further files with their templates; `before`: commands before
-    `oppo {kind}` (`{here}`: the folder with a slash, or a path's name); `made`: paths that they make.
+    `paths`: what the user may name, with defaults; `files`: further files with their templates; `before`: commands before `oppo
+    {kind}` (`{here}`: the folder with a slash, or a path's name); `made`: paths that they make.
     """
 
     name: str
@@ -58,7 +58,6 @@ class Case:
 
     @property
     def commands(self) -> tuple[str, ...]:
-        """The next commands, with `{config}` for the configuration."""
         plan = ("oppo train {config} --dry-run",) if self.kind == "train" else ()
         return (*self.before, "oppo validate {config}", *plan, f"oppo {self.kind} {{config}}")
 

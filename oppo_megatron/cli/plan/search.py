@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def load_task(args: argparse.Namespace) -> Task:
-    """Read the cluster, and the configuration without its placement.  Raises ConfigError."""
+    """Read the cluster, and the configuration without its placement. Raises ConfigError."""
     cluster = read_cluster(args.cluster)
     given = given_settings(args, cluster)
     overrides = [*given, *AUTO, *_unlaid(read_tree(args.config, given))]
@@ -117,7 +117,7 @@ def _unlaid(tree: Mapping[Any, Any]) -> Iterator[str]:
 
 @contextmanager
 def progress(doing: str) -> Iterator[list[str]]:
-    """Print the current activity to stderr every few seconds; the caller may replace the list's only item."""
+    """Print the activity to stderr every few seconds; the caller may replace the list's only item."""
     now, ended = [doing], threading.Event()
 
     def tell() -> None:

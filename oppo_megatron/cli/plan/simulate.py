@@ -36,7 +36,7 @@ MEANS = set(COLUMNS.values()) - {"run", "deferrals", "tokens_per_s", "speedup"}
 
 
 class Variant(NamedTuple):
-    """One run of a sweep: the configuration in `mode` (None: unchanged), with `overrides`."""
+    """The configuration in `mode` (None: unchanged), with `overrides`."""
 
     mode: str | None
     overrides: tuple[str, ...]
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def variants(modes: str | None, sweeps: Sequence[str]) -> list[Variant]:
-    """Combine every mode of `modes` with every value of `sweeps` ("a.b=1,2").  Raises ConfigError."""
+    """Combine every mode with every value of `sweeps` ("a.b=1,2"). Raises ConfigError."""
     names = [None] if modes is None else [name.strip() for name in modes.split(",")]
     unknown = [name for name in names if name is not None and name not in MODES]
     problems = [f"--modes {name}: not a mode; the modes are {', '.join(MODES)}" for name in unknown]

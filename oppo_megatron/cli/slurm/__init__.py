@@ -89,7 +89,7 @@ def packaged(name: str) -> str:
 
 
 def _script(job: Job, command: str) -> str:
-    """Return the sbatch script: the template with the job's values and job.sh; `command` wrote it."""
+    """The template with the job's values and job.sh; `command` wrote it."""
     environment = Environment(  # noqa: S701  (a shell's script: values are quoted by shlex, or checked by `plan_job`)
         loader=PackageLoader(__package__, ""),
         undefined=StrictUndefined,

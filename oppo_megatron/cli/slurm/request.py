@@ -35,7 +35,7 @@ class PartOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """A component of the job: nodes of one kind.  `gpus_per_node` is 0 for a run on CPUs."""
+    """Nodes of one kind. `gpus_per_node` is 0 for a run on CPUs."""
 
     name: str
     num_ranks: int
@@ -51,7 +51,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Job:
-    """The requested resources.  `parts`: one component, or one each for actor and scorers."""
+    """`parts`: one component, or one each for actor and scorers."""
 
     options: argparse.Namespace
     name: str
@@ -86,7 +86,7 @@ class Job:
 
 
 def plan_job(config: TrainConfig, options: argparse.Namespace) -> Job:
-    """Return the job.  Raises ConfigError with all problems if configuration and nodes do not fit."""
+    """Raises ConfigError with all problems if configuration and nodes do not fit."""
     problems = [*_option_problems(config, options)]
     parts: list[Part] = []
     for name, num_ranks, wanted in _split(config, options, problems):
@@ -148,7 +148,7 @@ def _option_problems(config: TrainConfig, options: argparse.Namespace) -> Iterat
 
 
 def _split(config: TrainConfig, options: argparse.Namespace, problems: list[str]) -> list[tuple[str, int, PartOptions]]:
-    """Return name, number of ranks and options of each component; add errors to `problems`."""
+    """Name, number of ranks and options of each component; adds errors to `problems`."""
     own, theirs = PartOptions.of(options, ""), PartOptions.of(options, "scorer_")
     if not options.hetero:
         return [("", world_size(config), own)]
@@ -172,7 +172,7 @@ def _split(config: TrainConfig, options: argparse.Namespace, problems: list[str]
 
 
 def _part(name: str, num_ranks: int, wanted: PartOptions, device: str) -> Part | str:
-    """Return the component, or the problem as text."""
+    """The component, or the problem as text."""
     of = f" of the {name}" if name else ""
     prefix = "scorer-" if name == "scorers" else ""
     gpus = 0 if device == "cpu" else (wanted.gpus_per_node or GPUS_PER_NODE)

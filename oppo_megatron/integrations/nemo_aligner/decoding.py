@@ -33,7 +33,7 @@ def plain(tree: Any) -> dict[str, Any]:
 
 
 class WatchedStrategy:
-    """Shows `watch` every position, on the last pipeline stage. Rows end as in `TrackLengthGPTModelTextGenerationStrategy`."""
+    """Shows `watch` every position."""
 
     def __init__(self, strategy: Any, context_lengths_b: Tensor, watch: Watch):
         self._strategy, self._context_lengths_b, self._watch = strategy, context_lengths_b, watch
@@ -52,7 +52,7 @@ class WatchedStrategy:
 
 @contextmanager
 def watched(model: Any, inputs: tuple[Tensor, Tensor], watch: Watch) -> Iterator[None]:
-    """Show `watch` what the model's `infer` generates from `inputs` (texts [b, S], lengths [b]); other calls are unaffected."""
+    """Show `watch` what `infer` generates from `inputs` [b, S], [b]."""
     generate, own = model.generate, vars(model).get("generate")
 
     def shown(*args: Any, **kwargs: Any) -> Any:
@@ -91,17 +91,14 @@ class Decoder:
         self._longest = model.cfg.encoder_seq_length + 1 if learned else None
 
     def limit(self, prompt_length: int) -> int:
-        """Most tokens of prompt and response, as NeMo clips them."""
+        """Most tokens of prompt and response."""
         limit = prompt_length + self.max_new
         return limit if self._longest is None else min(limit, self._longest)
 
     def decode(
         self, texts_bS: Tensor, contexts_b: Tensor, limits_b: Tensor, watch: Watch, carried: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Continue rows until each ends, has `limits_b` tokens, or `watch` stops. `carried`: no minimum length.
-
-        Returns tokens [b, S], lengths of prompt and response [b], and whether each row stopped by itself [b].
-        """
+        """Continue rows to their end, `limits_b` or `watch`; return tokens [b, S], lengths [b], ended by itself [b]."""
         device = torch.cuda.current_device()
         texts_bS, contexts_b, limits_b = (t.to(device) for t in (texts_bS, contexts_b, limits_b))
         strategy = WatchedStrategy(GPTModelTextGenerationStrategy(self.model), contexts_b, watch)
@@ -120,7 +117,7 @@ class Decoder:
         return tokens_bS, torch.where(ends_b >= 0, ends_b + 1, last_b), ends_b >= 0
 
     def validity(self, tokens_bS: Tensor, lengths_b: Tensor) -> Tensor:
-        """NeMo-Aligner's `is_end` [b]. Clamps ids beyond the vocabulary in place."""
+        """NeMo-Aligner's `is_end` [b].  Clamps ids beyond the vocabulary in place."""
         strategy = GPTModelTextGenerationStrategy(self.model)
         end_strings = self.model.cfg.ppo.sampling_params["end_strings"]
         valid_b: Tensor = verify_is_valid_and_clamp_range_(tokens_bS, lengths_b, strategy, self.model.tokenizer, end_strings)
@@ -135,7 +132,7 @@ class Decoder:
 
 @dataclass
 class Effort:
-    """Cost of a step's calls; `places`: positions x rows."""
+    """`places`: positions x rows."""
 
     places: int = 0
     positions: int = 0
@@ -154,7 +151,7 @@ class Effort:
 
 
 class PooledActor:
-    """The model with an `infer` whose rows come from the pool in a `pooled` step. `feed` gets rows every `chunk` positions."""
+    """`feed` gets rows every `chunk` positions."""
 
     def __init__(self, model: Any, pool: Pool, feed: Feed | None):
         self._model, self.pool, self._feed = model, pool, feed
@@ -166,7 +163,7 @@ class PooledActor:
         return getattr(self._model, name)
 
     def infer(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """NeMo-Aligner's rollout of the batch, or of the pool's next b rows to finish."""
+        """Roll out the batch, or b rows of the pool."""
         return self._infer_pooled(int(batch["count"])) if self.pooled else self._infer_batch(batch)
 
     @torch.no_grad()
@@ -243,7 +240,7 @@ class PooledActor:
         self.pool.decoded(wave, ends)
 
     def _watch(self, wave: Wave, limits: Sequence[int], contexts: Sequence[int]) -> Watch:
-        """Feed the scorer; end the wave when all rows have begun and few enough run. Until all begin, NeMo fills stopped rows."""
+        """Feed the scorer; end the wave when few enough rows run."""
         least = max(1, self._decoder.min_new)
         offer = self._offers([row.key for row in wave.rows], limits, contexts)
 
@@ -258,10 +255,7 @@ class PooledActor:
         return watch
 
     def _offers(self, keys: Sequence[int], limits: Sequence[int], contexts: Sequence[int]) -> Callable[[Tensor, Tensor], None]:
-        """Offer the feed rows once per chunk: (tokens [b, S], ends [b]).
-
-        Running rows are cut at `limits` (NeMo draws more) and before their last token, so that no last piece is empty.
-        """
+        """Offer rows once per chunk: (tokens [b, S], ends [b]), cut before their last token, so that no last piece is empty."""
         feed, due = self._feed, min(contexts) + self.chunk
 
         def offer(tokens_bS: Tensor, ends_b: Tensor) -> None:
@@ -291,7 +285,7 @@ def fill(
     dataset: Any,
     collate_fn: Callable[[list[Any]], Mapping[str, Tensor]],
 ) -> Iterator[dict[str, Tensor]]:
-    """Draw `draw` prompts, skipping the pool's own, which the sampler repeats. Raises DataError if the sampler has fewer."""
+    """Draw `draw` prompts not in the pool.  Raises DataError if the sampler has fewer."""
     first = next(sampler_iter, None)
     if first is None:
         raise DataError("the sampler gives no prompt, but the epoch has some left; let num_rollout_samples divide the data")

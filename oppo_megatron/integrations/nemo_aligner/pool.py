@@ -39,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Wave:
-    """Rows of one call; `may_be_left` need not finish, `awaited` must."""
+    """`may_be_left` rows need not finish, `awaited` must."""
 
     rows: list[Row]
     may_be_left: int
@@ -51,7 +51,7 @@ class Wave:
 
 
 class Pool:
-    """Rows in the order drawn. A step: `admit`, `begin`, `next_wave` and `take` in turns, `end`."""
+    """Rows in the order drawn.  A step: `admit`, `begin`, `next_wave` and `take` in turns, `end`."""
 
     def __init__(self, max_staleness: int):
         self._max_staleness = max_staleness
@@ -90,7 +90,7 @@ class Pool:
         self._spare, self._total, self._decoded = len(self.rows) - batch, len(running), []
 
     def next_wave(self) -> Wave:
-        """Next rows to decode; `decoded` must follow."""
+        """Return rows to decode; `decoded` must follow."""
         rows = self._waves.pop(0)
         started = len(self._decoded) + len(rows)
         left = sum(not row.finished for row in self._decoded)
@@ -98,7 +98,7 @@ class Pool:
         return Wave(rows, max(0, self._spare * started // self._total - left), awaited)
 
     def decoded(self, wave: Wave, ends: Sequence[int]) -> None:
-        """Record a wave; finished rows are ordered by `ends`, their end positions."""
+        """Record a wave; `ends`: end positions."""
         self._decoded += wave.rows
         done = [i for i, row in enumerate(wave.rows) if row.finished]
         self._ready += [wave.rows[i] for i in sorted(done, key=lambda i: (ends[i], wave.rows[i].key))]
@@ -120,10 +120,10 @@ class Pool:
 
 
 def share_of(delta: int, replica: int, replicas: int) -> int:
-    """Replica's part of a delta; parts differ by one at most."""
+    """Parts differ by one at most."""
     return delta * (replica + 1) // replicas - delta * replica // replicas
 
 
 def room(drawn: int, epoch: int, batch: int) -> int:
-    """Prompts of the epoch that a replica may still hold or draw."""
+    """Prompts that a replica may still hold or draw."""
     return max(epoch - drawn % epoch, batch)

@@ -21,14 +21,14 @@ Known = TypeVar("Known")
 
 
 def as_first(known: Known) -> Known:
-    """First rank's value, on all ranks. Collective."""
+    """Return the first rank's value.  Collective."""
     told = [known]
     dist.broadcast_object_list(told, src=0)
     return told[0]
 
 
 def raise_together(error: Exception | None, kind: type[OppoError]) -> None:
-    """Raise on all ranks if any has an `error` (on others a `kind`), so that none waits for one that left. Collective."""
+    """Raise on all ranks if any has an `error` (on others a `kind`).  Collective."""
     failed = torch.tensor([error is not None], dtype=torch.int32, device=torch.cuda.current_device())
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)
     if not failed.item():
@@ -42,10 +42,7 @@ def raise_together(error: Exception | None, kind: type[OppoError]) -> None:
 
 
 class Feed:
-    """Offers rows to `stream`, if this rank has one.  Rows that `infer` changed after they were drawn get another name.
-
-    An error is kept until all ranks learn of it (`StreamedRewards`), because others would wait for a rank that raised it.
-    """
+    """Offers rows to `stream`, if this rank has one; keeps an error until all ranks learn of it."""
 
     def __init__(self, stream: ScorerStream | None):
         self._stream = stream
@@ -55,7 +52,6 @@ class Feed:
 
     @property
     def is_open(self) -> bool:
-        """True if offered rows are scored."""
         return self._stream is not None and self._failure is None
 
     def offer(self, key: int, tokens: Sequence[int], final: bool) -> None:
@@ -70,7 +66,7 @@ class Feed:
             self._failure = error
 
     def take(self, keys: Sequence[int]) -> list[float]:
-        """Wait for whole rows' scores; zeros on other ranks and after an error."""
+        """Wait for scores; zeros on other ranks and after an error."""
         if self._stream is None or self._failure is not None:
             return [0.0] * len(keys)
         try:
@@ -96,14 +92,14 @@ class StreamedScores(FutureResult):
         self._critic, self._take = critic, take
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Rewards [b] and values [b, S - 1], on every rank."""
+        """Return rewards [b] and values [b, S - 1], on every rank."""
         rewards_b = self._take()
         _, values = self._critic.result() if isinstance(self._critic, FutureResult) else self._critic
         return rewards_b, values
 
 
 class StreamedRewards:
-    """`rm_critic` with rewards of `feed`. All ranks learn of a failure with a step's last answer."""
+    """`rm_critic` with rewards of `feed`; failures reach all ranks."""
 
     def __init__(self, rm_critic: Any, feed: Feed | None):
         self._rm_critic, self._feed = rm_critic, feed

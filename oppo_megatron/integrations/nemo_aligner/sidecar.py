@@ -35,8 +35,6 @@ Agree = Callable[[Exception | None, type[OppoError]], None]
 
 @dataclass(frozen=True)
 class Kept:
-    """State from which a replica resumes."""
-
     rows: list[Row]
     next_key: int
     state: dict[str, Any]  # of the controllers, in JSON types
@@ -49,7 +47,7 @@ def folder_next_to(checkpoints: Path) -> Path:
 
 
 def stamps_of(checkpoints: Path, step: int) -> dict[str, int]:
-    """Time of each checkpoint's last change, in ns, by name."""
+    """Time of last change in ns, by name."""
     stamps: dict[str, int] = {}
     for found, path in _steps_and_paths(checkpoints):
         if found == step:
@@ -72,7 +70,7 @@ def _steps_and_paths(checkpoints: Path) -> Iterator[tuple[int, Path]]:
 
 @dataclass(frozen=True)
 class Sidecar:
-    """Rows in `root`. This rank `writes` for its replica, `leads` for all."""
+    """This rank `writes` for its replica, `leads` for all."""
 
     root: Path
     replica: int
@@ -86,14 +84,14 @@ class Sidecar:
         return CheckpointStore(self.root)
 
     def write(self, step: int, kept: Kept) -> None:
-        """Write the rows carried after `step`. Collective. Raises CheckpointError."""
+        """Collective.  Raises CheckpointError."""
         store, position = self._store, Position(step)
         self._together(self.leads, lambda: store.begin(position))
         self._together(self.writes, lambda: _write_files(store.aside(position) / self._name, kept))
         self._together(self.leads, lambda: self._commit(position))
 
     def prune(self, checkpoints: Path, step: int) -> None:
-        """Remove rows whose checkpoints are gone, except `step`'s; none if no name has a step.  Collective."""
+        """Remove rows of removed checkpoints, except `step`'s.  Collective."""
 
         def remove() -> None:
             steps = {found for found, _ in _steps_and_paths(checkpoints)}
@@ -104,10 +102,7 @@ class Sidecar:
         self._together(self.leads, remove)
 
     def read(self, step: int, name: str | None = None) -> Kept | None:
-        """Read the rows of checkpoint `name`; None if no step has any. Collective.
-
-        Raises CheckpointError if rows are missing, damaged, of another number of replicas, or of another checkpoint.
-        """
+        """Read checkpoint `name`'s rows, None if no step has any.  Collective.  Raises CheckpointError."""
         found: list[Kept | None] = []
         self._together(True, lambda: found.append(self._read(step, name)))
         return found[0]

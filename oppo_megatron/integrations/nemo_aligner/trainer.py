@@ -38,7 +38,7 @@ from oppo_megatron.rewards.streaming import ScorerStream, build_stream
 
 
 class PPOTrainer(ppo.PPOTrainer):
-    """NeMo-Aligner's trainer with a block `oppo:` in `trainer.ppo` (docs/nemo_aligner.md).  Raises ConfigError."""
+    """Reads a block `oppo:` in `trainer.ppo` (docs/nemo_aligner.md).  Raises ConfigError."""
 
     model: Any
     rm_critic: Any
@@ -75,7 +75,7 @@ class PPOTrainer(ppo.PPOTrainer):
 
     @torch.no_grad()
     def generate_rollouts(self) -> tuple[Any, dict[str, Any], dict[str, float]]:
-        """NeMo-Aligner's rollouts with overcommit; adds `oppo_*` metrics."""
+        """Roll out with overcommit; adds `oppo_*` metrics."""
         if not self._active:
             theirs: tuple[Any, dict[str, Any], dict[str, float]] = super().generate_rollouts()
             return theirs
@@ -100,7 +100,6 @@ class PPOTrainer(ppo.PPOTrainer):
 
     @torch.no_grad()
     def run_validation(self) -> dict[str, Any]:
-        """Validate whole batches without the pool."""
         if not self._active:
             theirs: dict[str, Any] = super().run_validation()
             return theirs
@@ -111,7 +110,7 @@ class PPOTrainer(ppo.PPOTrainer):
         return metrics
 
     def save(self, extra_candidates: dict[str, Any] | None = None, is_train_end: bool = False) -> None:
-        """Write the sidecar first, so that no checkpoint lacks its deferred rows."""
+        """Write the sidecar first: no checkpoint lacks its rows."""
         dirpath = _folder_of(self.ckpt_callback)
         if dirpath is None or not self._active:
             super().save(extra_candidates, is_train_end)
@@ -132,7 +131,7 @@ class PPOTrainer(ppo.PPOTrainer):
         sidecar.prune(folder, self.step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises CheckpointError if the deferred rows cannot be continued."""
+        """Raises CheckpointError if deferred rows do not fit."""
         super().load_state_dict(state_dict)
         self._consumed_after = self.consumed_samples
         try:
@@ -209,7 +208,7 @@ class PPOTrainer(ppo.PPOTrainer):
         return figures
 
     def _stamps(self, checkpoints: Path) -> dict[str, int]:
-        """`stamps_of` this step on the first rank. Collective."""
+        """Return the first rank's stamps.  Collective."""
         return as_first(stamps_of(checkpoints, self.step) if torch.distributed.get_rank() == 0 else {})
 
     def _sidecar(self, checkpoints: Path) -> Sidecar:
@@ -224,7 +223,7 @@ class PPOTrainer(ppo.PPOTrainer):
 
 
 def _uncut(cfg: DictConfig, model: Any) -> list[str]:
-    """Reasons why micro-batches are generated without a break."""
+    """Reasons why generation cannot stop early."""
     return [
         f"{name}.enable is true, but TensorRT-LLM generates whole micro-batches, so rollouts can neither be deferred nor "
         "streamed; set it to false, or leave delta.max at 0 and scorer out of trainer.ppo.oppo"
@@ -250,7 +249,7 @@ def _folder_of(ckpt_callback: Any) -> str | None:
 
 
 def _require_fit(settings: AlignerConfig, cfg: DictConfig, model: Any, batch_iterator_cls: Any, ckpt_callback: Any) -> None:
-    """Raise ConfigError if NeMo-Aligner's settings exclude the block's."""
+    """Raise ConfigError for conflicting NeMo-Aligner settings."""
     problems, dirpath = _uncut(cfg, model), _folder_of(ckpt_callback)
     if settings.delta.max > 0:
         problems += _shared(batch_iterator_cls)
@@ -270,7 +269,7 @@ def _require_fit(settings: AlignerConfig, cfg: DictConfig, model: Any, batch_ite
 
 
 def _require_delta(most: int, batch: int, model: Any) -> None:
-    """Raise ConfigError for too large a delta; warn if replicas or the model's `infer` are left out."""
+    """Raise ConfigError for too large a delta."""
     if most > batch:
         raise ConfigError(
             f"trainer.ppo.oppo.delta.max {most} is more than the batch of {batch} rollouts (num_rollout_samples); lower it"
@@ -289,7 +288,7 @@ def _require_delta(most: int, batch: int, model: Any) -> None:
 
 
 def _open_stream(settings: StreamConfig) -> ScorerStream | None:
-    """Open the scorer's client on the rank that sees tokens drawn; ConfigError on all ranks."""
+    """Open the client on the rank that sees tokens; ConfigError on all."""
     stream: ScorerStream | None = None
     error: ConfigError | None = None
     if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:

@@ -15,10 +15,7 @@ POLL_S = 0.005
 
 
 class OvercommitSampler:
-    """Begins a batch when at most `delta` groups run (0: after the previous update); trains the B that finish first.
-
-    A step waits for groups that started `max_staleness` updates ago.
-    """
+    """Begins a batch when at most `delta` groups run (0: after the previous update); trains the B that finish first."""
 
     def __init__(self, buffer: Any, *, delta: int, max_staleness: int = 4):
         problems = [
@@ -33,11 +30,10 @@ class OvercommitSampler:
         self._batches = 0
 
     def set_dispatch_index(self, resume_from_step: int) -> None:
-        """Continue after this many steps."""
         self._batches = resume_from_step
 
     async def admit(self, *, trainer_version_fn: Callable[[], int]) -> int | None:
-        """Wait until the next batch may begin."""
+        """Wait until a batch may begin."""
         # The last admitted groups enter the buffer when their tasks first run, no later than this wakes up.
         await asyncio.sleep(POLL_S)
         while self._buffer.ready_list.count(False) > self._delta or self._batches > trainer_version_fn() + (self._delta > 0):
@@ -48,7 +44,7 @@ class OvercommitSampler:
     async def select(
         self, *, current_train_weight: int, min_prompt_groups: int, max_prompt_groups: int
     ) -> tuple[Any | None, int]:
-        """Return the taken groups' rows and number, oldest first; (None, 0) if too few are ready. Overdue groups keep places."""
+        """Return rows and number of groups, oldest first; (None, 0) if too few are ready."""
         if not 1 <= min_prompt_groups <= max_prompt_groups:
             raise ValueError(f"{min_prompt_groups} to {max_prompt_groups} prompt groups are not a range to take")
         starts, ready = self._buffer.start_weight_list, self._buffer.ready_list
@@ -70,11 +66,10 @@ class OvercommitSampler:
 
     @property
     def is_on_policy(self) -> bool:
-        """True if groups are trained with the weights that drew them."""
         return self._delta == 0
 
     def required_buffer_capacity(self, groups_per_step: int) -> int | None:
-        """Least `async_rl.max_buffered_rollouts`. Raises ConfigError for a delta beyond the batch."""
+        """Least `async_rl.max_buffered_rollouts`.  Raises ConfigError."""
         if self._delta > groups_per_step:
             raise ConfigError(
                 f"async_rl.sampler.delta {self._delta} is more than the {groups_per_step} prompts of a step; lower it"

@@ -20,10 +20,8 @@ FEW_TOKENS = 48  # average new tokens per sequence below which a CPU attends for
 
 
 class Places(Protocol):
-    """Places of a call's new keys and values."""
-
     def attend(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None) -> Tensor | None:
-        """Cache keys and values and attend by a kernel -> [T, N * D]; None without one."""
+        """Cache k and v and attend -> [T, N * D]; None without a kernel."""
 
     def extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """Cache k and v; return all cached ones, each [S, G, longest, D]."""
@@ -38,8 +36,6 @@ class Cache(Protocol):
 
 
 class CachedPlan(ABC):
-    """An `AttentionPlan` that continues cached sequences."""
-
     qkv_format = "thd"
     places: Places
 
@@ -72,8 +68,6 @@ class CachedPlan(ABC):
 
 
 class CallPlan(CachedPlan):
-    """Any number of new tokens per sequence, known to the host."""
-
     def __init__(self, cache: Cache, slots: list[int], past: list[int], lens: list[int]):
         self.slots, self.past, self.lens = slots, past, lens
         self.decode = max(lens) == 1
@@ -117,7 +111,7 @@ class CallPlan(CachedPlan):
         return device.type != "cpu"
 
     def _stretches(self, cached_SGLD: Tensor) -> list[slice]:
-        """On a CPU, neighbours of similar length attend together."""
+        """Group neighbours of similar length, on a CPU."""
         if self._device.type != "cpu":
             return [slice(0, len(self.lens))]
         _, groups, _, dim = cached_SGLD.shape
@@ -143,7 +137,7 @@ class CallPlan(CachedPlan):
 
 
 class StepPlan(CachedPlan):
-    """One new token per row, at positions below `reach` that only the device knows."""
+    """One new token per row; only the device knows positions, below `reach`."""
 
     def __init__(self, cache: Cache, places: Places, position_B: Tensor, reach: int):
         super().__init__(cache, position_B, reach)
@@ -157,7 +151,7 @@ class StepPlan(CachedPlan):
 
 
 class StepRows(ABC):
-    """Places of decode rows in tensors with fixed addresses."""
+    """Decode rows in tensors with fixed addresses."""
 
     @abstractmethod
     def load(self, slots: Sequence[int]) -> None:
@@ -166,17 +160,17 @@ class StepRows(ABC):
     @property
     @abstractmethod
     def key(self) -> Hashable:
-        """Key of rows for which a captured step is valid."""
+        """Key for which a captured step is valid."""
 
     @abstractmethod
     def reach(self, longest: int) -> int:
-        """Return one of few bounds on positions, at least `longest`."""
+        """Return one of few bounds, at least `longest`."""
 
     @abstractmethod
     def plan(self, position_B: Tensor, reach: int) -> StepPlan: ...
 
 
 def attend_one(q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attend for one new token per sequence -> [S, N * D], with heads as query positions."""
+    """Attend for one new token per sequence -> [S, N * D]."""
     out = F.scaled_dot_product_attention(q_SGRD, k_SGLD, v_SGLD, attn_mask=mask, scale=scale)
     return out.reshape(len(q_SGRD), -1)

@@ -14,7 +14,7 @@ from oppo_megatron.mcore.cpu import blocks
 
 
 def hidden_keys(position: Tensor, keys: slice, window: int | None) -> Tensor:
-    """[..., L]: True for cached positions `keys` hidden from a token at `position` [...], never for all."""
+    """[..., L]: True for `keys` hidden from a token at `position` [...], never for all."""
     key_L, position_1 = torch.arange(keys.start, keys.stop, device=position.device), position.unsqueeze(-1)
     beyond = key_L > position_1
     return beyond if window is None else beyond | (key_L <= (position_1 - window).clamp(max=keys.stop - 2))
@@ -32,7 +32,7 @@ CALL_SCORES = 2**20  # query-key pairs of a head computed in about the launch ti
 
 @dataclass(frozen=True)
 class Part:
-    """Sequences `rows` reading positions `keys`; `queries`: new tokens of one.  `causal`: all are new, without a mask."""
+    """Sequences `rows` reading `keys`; `queries`: new tokens of one; `causal`: all are new, no mask needed."""
 
     rows: slice
     queries: slice
@@ -50,7 +50,7 @@ class Part:
 
 
 def parts_of(past: Sequence[int], lens: Sequence[int], repeat: int, window: int | None, call: int = CALL_SCORES) -> list[Part]:
-    """Return a GPU call's parts, for `repeat` query heads per key head; a mask has at most MASK_NUMBERS numbers, or one query."""
+    """Return a GPU call's parts, `repeat` query heads per key head; a mask has at most MASK_NUMBERS numbers, or one query."""
     return [part for rows in _groups(past, lens, call) for part in _bounded(past, lens, repeat, window, rows)]
 
 
@@ -85,7 +85,7 @@ def _bounded(past: Sequence[int], lens: Sequence[int], repeat: int, window: int 
 
 
 def each_alone(past: Sequence[int], lens: Sequence[int], window: int | None) -> list[Part]:
-    """Return parts of one sequence each; with a window these read few keys beyond it."""
+    """Return one part per sequence; a window leaves few keys to read."""
     parts: list[Part] = []
     for s, (before, new) in enumerate(zip(past, lens, strict=True)):
         rows, reach = slice(s, s + 1), before + new
@@ -138,7 +138,7 @@ class PartsOfCall:
         return slice(first, self._first[part.rows.stop])
 
     def _mask(self, part: Part) -> Tensor | None:
-        """[S, 1, R C, L], on a CPU for one sequence [1, 1, C, L]: 0 or minus infinity."""
+        """[S, 1, R C, L], on a CPU [1, 1, C, L] for one sequence: 0 or minus infinity."""
         if part.causal:
             return None
         col_C = torch.arange(part.queries.start, part.queries.stop, device=self._past_S.device)

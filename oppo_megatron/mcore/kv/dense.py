@@ -57,7 +57,7 @@ class KVCache(SequenceCache):
 
 
 class DensePlaces:
-    """Tokens go to `slot_T` and `pos_T`; `span`: the slots of the call, a slice if they are neighbours."""
+    """Tokens go to `slot_T`, `pos_T`; `span`: slots of the call, a slice for neighbours."""
 
     def __init__(self, cache: KVCache, slot_T: Tensor, pos_T: Tensor, span: slice | Tensor):
         self._cache, self._slot_T, self._pos_T, self.span = cache, slot_T, pos_T, span

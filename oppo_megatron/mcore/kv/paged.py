@@ -24,7 +24,7 @@ LEAST_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class PagedCall:
-    """Int32 tensors: sequence s has `new_S[s]` queries and `length_S[s]` tokens in blocks `table_SW[s]`."""
+    """Int32: sequence s has `new_S[s]` queries, `length_S[s]` tokens in blocks `table_SW[s]`."""
 
     table_SW: Tensor
     new_S: Tensor
@@ -147,7 +147,7 @@ class PagedKVCache(SequenceCache):
             self._free.append(block)
 
     def _copies(self, block: int, count: int, length: int) -> list[int]:
-        """Copy a block's first `length` positions to new blocks; takes none if it fails."""
+        """Copy a block's first positions to new blocks; takes none if it fails."""
         copies = [self._take() for _ in range(count)]
         try:
             block_S = on_device(copies, self.device)

@@ -23,7 +23,7 @@ class SequenceCache(ABC):
         self, shape: Callable[[int], tuple[int, ...]], *, num_layers: int, num_slots: int, max_length: int,
         rope: tuple[Tensor, Tensor], dtype: torch.dtype, device: torch.device, budget_bytes: int | None = None,
     ):  # fmt: skip
-        """`shape`: of a layer's keys, or values, by number of slots.  Raises CapacityError if no slot fits the budget."""
+        """`shape`: of a layer's keys by number of slots.  Raises CapacityError if no slot fits the budget."""
         slot_bytes = 2 * num_layers * prod(shape(1)) * dtype.itemsize
         self.num_slots = num_slots if budget_bytes is None else min(num_slots, budget_bytes // slot_bytes)
         if self.num_slots < 1:
@@ -103,7 +103,7 @@ class SequenceCache(ABC):
         self._lengths[slot] = length
 
     def fork(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Give empty `targets` the first `length` tokens of `source`."""
+        """Copy the first `length` tokens to empty `targets`."""
         assert length <= self.length(source), f"sequence {source} has {self.length(source)} tokens to fork, not {length}"
         slots = [self._slots[target] for target in targets]
         for target, slot in zip(targets, slots, strict=True):
@@ -123,7 +123,7 @@ class SequenceCache(ABC):
             self._lengths[slot] = start + new
 
     def reserve(self, seq_id: int, new: int) -> None:
-        """Reserve places for `new` tokens.  Raises CapacityError beyond `max_length`."""
+        """Reserve places.  Raises CapacityError beyond `max_length`."""
         slot = self._slots[seq_id]
         start = self._lengths[slot]
         if start + new > self.max_length:
@@ -136,11 +136,11 @@ class SequenceCache(ABC):
         self._lengths[self._slots[seq_id]] += new
 
     def stored(self, seq_id: int) -> Tensor:
-        """Return keys and values by layer, [2 * layers, length, G, D]."""
+        """Return keys and values, [2 * layers, length, G, D]."""
         return self._read(self._slots[seq_id], self.length(seq_id))
 
     def restore(self, seq_id: int, stored: Tensor) -> None:
-        """Open a sequence with a result of `stored`.  Raises CheckpointError for another model's."""
+        """Open a `stored` sequence.  Raises CheckpointError for another model's."""
         self.open(seq_id)
         slot = self._slots[seq_id]
         try:
@@ -182,7 +182,7 @@ class SequenceCache(ABC):
 
     @abstractmethod
     def _read(self, slot: int, length: int) -> Tensor:
-        """Return the slot's first tokens, [2 * layers, length, G, D]."""
+        """Return [2 * layers, length, G, D]."""
 
     @abstractmethod
     def _write(self, slot: int, stored: Tensor) -> None: ...

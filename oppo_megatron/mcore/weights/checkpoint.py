@@ -42,7 +42,7 @@ MASTER = "fp32_param"
 
 @dataclass(frozen=True)
 class ModelShards:
-    """Tensors with offsets, the rest, and `config.json` of each model whose first rank this is."""
+    """Tensors with offsets, the rest, and `config.json` of models whose first rank this is."""
 
     sharded: dict[str, Any]
     common: dict[str, Any]
@@ -51,7 +51,7 @@ class ModelShards:
 
 
 def gather_models(models: Mapping[str, TrainedModel], *, copied: bool) -> ModelShards:
-    """Gather models and optimizers on every rank of the world.  `copied`: training may continue."""
+    """Gather on every rank of the world.  `copied`: training may continue."""
     tree: dict[str, Any] = {}
     for name, model in models.items():
         tree |= _Shards(name, model).tree()
@@ -75,10 +75,7 @@ def gather_models(models: Mapping[str, TrainedModel], *, copied: bool) -> ModelS
 
 
 def write_models(folder: Path, shards: ModelShards, group: dist.ProcessGroup) -> None:
-    """Write into an empty folder, on every rank of `group`, the world.
-
-    Raises CheckpointError on all ranks if a shard fails, OSError on one after the last message.
-    """
+    """Write into an empty folder, on every rank.  Raises CheckpointError on all, OSError on one after the last message."""
     try:
         torch_checkpoint.save(
             shards.sharded,
@@ -97,7 +94,7 @@ def write_models(folder: Path, shards: ModelShards, group: dist.ProcessGroup) ->
 
 
 def load_models(folder: Path, models: Mapping[str, TrainedModel], updates: Mapping[str, int]) -> None:
-    """Load weights and optimizers after `updates` steps.  Raises CheckpointError for other models."""
+    """Load weights and optimizers after `updates` steps.  Raises CheckpointError."""
     shards = [_Shards(name, model, updates[name]) for name, model in models.items()]
     tree = {key: tensor for each in shards for key, tensor in each.tree().items()}
     remedy = "resume with the models that the run began with (layouts may differ), or start a new run in another run_dir"
@@ -107,7 +104,7 @@ def load_models(folder: Path, models: Mapping[str, TrainedModel], updates: Mappi
 
 
 def load_adapters(folder: Path, name: str, model: RoleModel) -> None:
-    """Load adapters of model `name`, on all ranks of `model`.  Raises CheckpointError if they are missing."""
+    """Load adapters, on all ranks.  Raises CheckpointError if missing."""
     prefix = f"{name}."
     weights = model.sharded_state_dict(prefix=prefix, metadata={"dp_cp_group": model.groups.collection.dp_cp})
     adapters = {key: param for key, param in model.named_parameters() if param.requires_grad}
@@ -147,7 +144,7 @@ class _Writer(torch_checkpoint.FileSystemWriter):
 
 class _Shards:
     def __init__(self, name: str, model: TrainedModel, updates: int | None = None):
-        """Create missing state as the first step does.  `updates`: steps to load; None: gather."""
+        """`updates`: steps to load; None: gather, creating missing state."""
         self.name, self._model, self._gather = name, model, updates is None
         for optimizer in model.optimizer.chained_optimizers:
             inner = optimizer.optimizer
@@ -216,7 +213,7 @@ def _trained(model: TrainedModel) -> Iterator[Parameter]:
 
 
 def _pieces(model: TrainedModel) -> Iterator[tuple[Parameter, tuple[slice, dict[str, Tensor]]]]:
-    """Yield weights, their flat elements with optimizer state on this rank, and its tensors."""
+    """Yield weights, their flat elements here, and optimizer state."""
     for optimizer in model.optimizer.chained_optimizers:
         inner = optimizer.optimizer
         if hasattr(optimizer, "gbuf_ranges"):
@@ -231,6 +228,6 @@ def _pieces(model: TrainedModel) -> Iterator[tuple[Parameter, tuple[slice, dict[
 
 
 def _parts(param: Parameter, main: Tensor, optimizer: Any) -> dict[str, Tensor]:
-    """Return the moments of `main`, and `main` if it is a float32 copy."""
+    """Return the moments, and `main` if it is a float32 copy."""
     parts = {moment: optimizer.state[main][moment] for moment in MOMENTS}
     return parts if param.dtype == torch.float32 else parts | {MASTER: main.data}

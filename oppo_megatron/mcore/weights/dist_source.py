@@ -40,7 +40,7 @@ ALLOWED = {
 
 
 def read_plain_index(path: Path) -> Any:
-    """Return torch's `Metadata`.  Raises CheckpointError for other classes or files outside."""
+    """Return torch's `Metadata`.  Raises CheckpointError for other classes."""
     try:
         index = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
         files = {str(info.relative_path) for info in index.storage_data.values()}
@@ -58,7 +58,7 @@ def read_plain_index(path: Path) -> Any:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return one line, without torch's advice to read a refused pickle unsafely."""
+    """Return one line, without torch's advice to unpickle unsafely."""
     text = str(error)
     if "weights_only" not in text:
         return next(iter(text.splitlines()), type(error).__name__)
@@ -82,7 +82,7 @@ NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state", "opt_param_s
 
 
 def saved_names(param: str) -> tuple[tuple[str, int | None], ...]:
-    """Return a parameter's possible keys, with the layer's number if stacked."""
+    """Return possible keys, with the layer's number if stacked."""
     if not param.startswith(LAYERS):
         return ((param, None),)
     number, _, name = param.removeprefix(LAYERS).partition(".")
@@ -93,7 +93,7 @@ def saved_names(param: str) -> tuple[tuple[str, int | None], ...]:
 
 
 def is_weight(key: str) -> bool:
-    """False for `_extra_state` of transformer-engine's FP8 and the like."""
+    """False for `_extra_state` (FP8) and the like."""
     return not key.startswith(NO_WEIGHTS) and not key.endswith("_extra_state") and "._extra_state" not in key
 
 
@@ -111,7 +111,7 @@ class _Place:
 
 
 class DistSource:
-    """A `TensorSource`; opening compares the index with the shape and omits vocabulary padding."""
+    """Opening compares the index with the shape; vocabulary padding is omitted."""
 
     def __init__(self, folder: MegatronFolder, shape: ModelShape):
         self._folder = folder.weights
@@ -234,7 +234,7 @@ class DistSource:
 
 
 def _prefix(saved: Collection[str], folder: MegatronFolder) -> str:
-    """Return the prefix of keys: none in Megatron-LM, `model.` in NeMo, the role in our runs."""
+    """Return `model.` in NeMo, the role in our runs, nothing in Megatron-LM."""
     found = [name.removesuffix(WORD_EMBEDDING) for name in saved if name.endswith(WORD_EMBEDDING)]
     prefixes = sorted(prefix for prefix in found if not prefix.startswith("optimizer."))
     if folder.prefix is not None:

@@ -29,7 +29,7 @@ from oppo_megatron.mcore.weights.hf_weights import put_part
 
 @dataclass(frozen=True)
 class Naming:
-    """A program's names; `keeps_output`: a scalar model has an unused output layer."""
+    """`keeps_output`: a scalar model has an unused output layer."""
 
     prefix: str = ""
     scalar_head: str = HEAD
@@ -43,7 +43,7 @@ ALIGNER = Naming("model.", ALIGNER_HEAD, ALIGNER_BIAS, keeps_output=True)
 
 @dataclass(frozen=True)
 class _Saved:
-    """A parameter's place in tensor `key` of shape `size`: all or one layer.  Zeros without parts."""
+    """Place in tensor `key` of shape `size`: all or one layer; zeros without parts."""
 
     key: str
     size: tuple[int, ...]
@@ -54,7 +54,7 @@ class _Saved:
 def write_dist(
     shape: ModelShape, source: TensorSource, weights: Path, *, head: Head, dtype: torch.dtype, naming: Naming = MEGATRON
 ) -> int:
-    """Write `source` into `weights`; return the number of tensors (stacked layers: one)."""
+    """Write `source`; return the number of tensors (stacked layers: one)."""
     planned = list(_planned(shape, head, naming))
     weights.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
@@ -112,7 +112,7 @@ CONFIG_NAME = "model_config.yaml"
 
 
 def nemo_config(shape: ModelShape, head: Head, tokenizer: str) -> dict[str, Any]:
-    """Return NeMo's `model_config.yaml` (`tokenizer`: folder or name).  Raises ConfigError if it cannot describe the model."""
+    """Return NeMo's `model_config.yaml`.  Raises ConfigError if it cannot describe the model."""
     (window, *others), kind = set(shape.windows), shape.rope["rope_type"]
     lacking = None
     if shape.qk_norm or kind not in ("default", "linear"):

@@ -34,12 +34,10 @@ class TensorSource(Protocol):
         """Shapes and dtypes by Hugging Face name."""
 
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
-        """Return a region (a slice per dimension) on the CPU, as stored."""
+        """Return a region on the CPU, as stored."""
 
 
 class SafetensorsSource:
-    """A directory's safetensors; opening reads all headers."""
-
     def __init__(self, directory: Path | str, file: str | None = None):
         directory = Path(directory)
         _require_directory(directory)
@@ -54,8 +52,6 @@ class SafetensorsSource:
 
 
 class DrawnSource(ABC):
-    """Random tensors that depend only on seed and name."""
-
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int):
         self.tensors, self._seed = {name: Tensor(shape, "F32") for name, shape in shapes.items()}, seed
 
@@ -68,11 +64,11 @@ class DrawnSource(ABC):
 
     @abstractmethod
     def draw(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        """Fill the whole tensor, initially zero."""
+        """Fill the tensor, initially zero."""
 
 
 class RandomSource(DrawnSource):
-    """Matrices normal(0, init_std), norms one, biases zero."""
+    """Matrices normal(0, init_std), norms 1, biases 0."""
 
     def __init__(self, shape: ModelShape, seed: int, head: Head):
         super().__init__(hf_tensors(shape, head), seed)
@@ -86,7 +82,7 @@ class RandomSource(DrawnSource):
 
 
 class OverlaidSource:
-    """A source with tensors `over` of other sources, by their names there."""
+    """`over`: tensors of other sources, by their names there."""
 
     def __init__(self, base: TensorSource, over: Mapping[str, tuple[TensorSource, str]], without: Collection[str] = ()):
         self._sources = {name: (base, name) for name in base.tensors if name not in without} | dict(over)
@@ -98,7 +94,7 @@ class OverlaidSource:
 
 
 class FreshHead(OverlaidSource):
-    """A causal LM with a random scalar head and no `lm_head`."""
+    """A causal LM with a random scalar head, without `lm_head`."""
 
     def __init__(self, source: TensorSource, shape: ModelShape, seed: int):
         super().__init__(source, {SCALAR_HEAD: (RandomSource(shape, seed, "scalar"), SCALAR_HEAD)}, without=(LM_HEAD,))
@@ -107,9 +103,9 @@ class FreshHead(OverlaidSource):
 def open_weights(
     model: ModelConfig, head: Head, shape_file: Path | None = None, *, seed: int = weight_seed("actor"), fresh_head: bool = False
 ) -> tuple[ModelShape, TensorSource]:
-    """Return a model's shape and weights, reading only headers.  Raises CheckpointError if they do not fit.
+    """Return shape and weights, reading only headers.  Raises CheckpointError if they do not fit.
 
-    `shape_file`: `config.json` of a Megatron checkpoint; `seed`: of random weights; `fresh_head`: draw a missing scalar head.
+    `shape_file`: a Megatron checkpoint's `config.json`; `seed`: of random weights; `fresh_head`: draw a missing scalar head.
     """
     source: TensorSource
     if model.checkpoint is not None:
@@ -137,7 +133,7 @@ def open_directory(directory: Path, shape_file: Path | None = None) -> tuple[Mod
 
 
 def require_source(shape: ModelShape, source: TensorSource, head: Head, where: str) -> None:
-    """Raise CheckpointError naming tensors that are missing, misshapen or foreign."""
+    """Raise CheckpointError naming missing, misshapen or foreign tensors."""
 
     def equal(one: str, other: str) -> bool:
         rows = source.tensors[one].shape[0]

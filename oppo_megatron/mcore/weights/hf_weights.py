@@ -30,7 +30,7 @@ def load_weights(
     model: torch.nn.Module, shape: ModelShape, source: TensorSource,
     *, head: Head, tp_rank: int = 0, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1,
 ) -> None:  # fmt: skip
-    """Fill a stage's parameters, reading only this rank's shares.  Raises CheckpointError if they do not fit."""
+    """Fill a stage, reading only this rank's shares.  Raises CheckpointError if they do not fit."""
     require_source(shape, source, head, "load_weights")
     parts = stage_parts(shape, head, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size)
     params = matching_params(model, parts, tp_size)
@@ -44,9 +44,9 @@ def export_weights(
     model: RoleModel | Sequence[RoleModel], directory: Path, *, settings: Mapping[str, Any] = MappingProxyType({}),
     base: Path | None = None, max_shard_bytes: int = MAX_SHARD_BYTES, extra_files: Iterable[Path] = (),
 ) -> None:  # fmt: skip
-    """Write a Hugging Face directory (adapters: a peft directory), whole or not at all, on every rank of the model.
+    """Write a Hugging Face directory (adapters: peft), whole or not at all, on every rank.
 
-    `settings`: more keys of `config.json`; `base`: model of the adapters, None if random.
+    `settings`: added to `config.json`; `base`: of the adapters, None if random.
     """
     chunks = [model] if isinstance(model, RoleModel) else model
     first = chunks[0]
@@ -72,7 +72,7 @@ def export_weights(
 
 @torch.no_grad()
 def _gathered(chunks: Sequence[RoleModel]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the model's tensors on its first rank."""
+    """Yield tensors on the model's first rank."""
     first, groups = chunks[0], chunks[0].groups
     pp_group, at_first = groups.collection.pp, groups.tp_rank == groups.pp_rank == 0
     stages = [first.parts(groups.tp, stage, first.num_stages) for stage in range(first.num_stages)]
@@ -110,7 +110,7 @@ def rewrite_weights(
     shape: ModelShape, source: TensorSource, directory: Path, *, head: Head, dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES, extra_files: Iterable[Path] = (),
 ) -> None:  # fmt: skip
-    """Write a Hugging Face directory; `dtype` defaults to the narrowest exact one."""
+    """Write a directory; `dtype` defaults to the narrowest exact one."""
     tensors, out = hf_tensors(shape, head), dtype or common_dtype(shape, source, head)
     values = ((name, source.read(name, tuple(map(slice, size)))) for name, size in tensors.items())
     write_tensors(
@@ -124,7 +124,7 @@ def common_dtype(shape: ModelShape, source: TensorSource, head: Head) -> torch.d
 
 
 def put_part(param: torch.Tensor, part: Part, share: torch.Tensor) -> None:
-    """Store a tensor's share in its rows of the parameter, zero-padded."""
+    """Store a tensor's share in the parameter's rows, zero-padded."""
     first = 0
     for rows in part.rows:
         piece = share[first : first + rows.stop - rows.start]
@@ -134,14 +134,13 @@ def put_part(param: torch.Tensor, part: Part, share: torch.Tensor) -> None:
 
 
 def take_part(param: torch.Tensor, part: Part) -> torch.Tensor:
-    """The inverse of `put_part`, padding included."""
     return torch.cat([param[rows] for rows in part.rows])
 
 
 def matching_params(
     model: torch.nn.Module, parts: list[Part], tp_size: int, *, whole: bool = True
 ) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters that `parts` fill; `whole`: all."""
+    """Return parameters filled by `parts`; `whole`: all."""
     filled = {part.param for part in parts}
     params = {name: param for name, param in model.named_parameters() if whole or name in filled}
     expected, found = param_shapes(parts, tp_size), {name: tuple(p.shape) for name, p in params.items()}

@@ -37,10 +37,7 @@ def require_empty(directory: Path) -> None:
 
 @contextlib.contextmanager
 def whole_directory(directory: Path, extra_files: Iterable[Path] = ()) -> Iterator[Path]:
-    """Yield a folder that becomes `directory`, synced, with copies of files; an error leaves nothing.
-
-    Raises CheckpointError if the directory is not empty.
-    """
+    """Yield a folder that becomes `directory`, or nothing after an error.  Raises CheckpointError if it is not empty."""
     require_empty(directory)
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was stopped while it wrote
@@ -63,7 +60,7 @@ def write_tensors(
     config: Mapping[str, Any], dtype: torch.dtype, *, max_shard_bytes: int = MAX_SHARD_BYTES,
     extra_files: Iterable[Path] = (), names: tuple[str, str] = ("config.json", SINGLE_FILE),
 ) -> None:  # fmt: skip
-    """Write a directory, whole or not at all: `values` in the order of `tensors`.  `names`: files of config and single shard."""
+    """Write a directory, whole or not at all: `values` ordered as `tensors`; `names`: files of config and single shard."""
     shards = _plan_shards(tensors, dtype.itemsize, max_shard_bytes, names[1])
     coming, progress, number = iter(values), by_time(), 0
     with whole_directory(directory, extra_files) as partial:

@@ -31,7 +31,7 @@ class FreshAdapters(DrawnSource):
 
 
 def open_adapters(directory: Path, shape: ModelShape, lora: LoraConfig, head: Head) -> TensorSource:
-    """Return a peft directory's tensors.  Raises CheckpointError unless they fit (without a head, too)."""
+    """Return a peft directory's tensors.  Raises CheckpointError unless they fit."""
     source = SafetensorsSource(directory, ADAPTER_WEIGHTS)
     if problems := adapter_problems(shape, lora, head, source.tensors):
         raise CheckpointError(f"{directory}: the adapters do not fit the model:\n{summary(problems)}")
@@ -58,7 +58,7 @@ def fill_adapters(model: Any, lora: LoraConfig, seed: int) -> None:
 
 
 class MergedSource(OverlaidSource):
-    """A model with W + s B A for each adapted W, and the adapters' scalar head."""
+    """Adapted weights are W + s B A; a scalar head is the adapters'."""
 
     def __init__(self, base: TensorSource, adapters: TensorSource, scale: float):
         head = PEFT + SCALAR_HEAD
@@ -74,7 +74,7 @@ class MergedSource(OverlaidSource):
 
 
 def merged(base: TensorSource, shape: ModelShape, head: Head, lora: LoraConfig) -> MergedSource:
-    """Merge the adapters of `lora.adapter`.  Raises CheckpointError if they do not fit."""
+    """Merge `lora.adapter`.  Raises CheckpointError if it does not fit."""
     assert lora.adapter is not None
     adapters = open_adapters(lora.adapter, shape, lora, head)
     return MergedSource(base, adapters, lora.scale)

@@ -25,7 +25,7 @@ ROUND_BYTES = 64 << 20  # staged per round and pair of ranks
 
 @dataclass(frozen=True)
 class MoveReport:
-    """`bytes_moved` between ranks, summed over the role."""
+    """`bytes_moved`: between ranks, over the role."""
 
     bytes_moved: int
     seconds: float
@@ -33,7 +33,7 @@ class MoveReport:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows and columns of a parameter, whose storage may be replaced."""
+    """Rows and columns of a parameter; its storage may be replaced."""
 
     param: Parameter
     rows: Sequence[slice]
@@ -55,7 +55,7 @@ class _Piece:
 
 
 class Reallocation:
-    """Moves weights from trained chunks to a serving model of equal ranks and dtype; every rank calls each `move`."""
+    """Moves weights to a serving model of equal ranks and dtype; every rank calls `move`."""
 
     def __init__(self, training: Sequence[RoleModel], serving: RoleModel, round_bytes: int = ROUND_BYTES):
         ours, theirs = serving.groups, training[0].groups
@@ -88,7 +88,6 @@ class Reallocation:
 
     @torch.no_grad()
     def move(self) -> MoveReport:
-        """Copy the trained weights, bit for bit."""
         if self.shared:
             return MoveReport(0, 0.0)
         began = time.perf_counter()
@@ -101,7 +100,7 @@ class Reallocation:
         return MoveReport(self._bytes, time.perf_counter() - began)
 
     def _exchange(self, number: int) -> None:
-        """Pass one message per pair of ranks, which hold its pieces in the same order."""
+        """Pass one message per pair of ranks, pieces in the same order."""
         transfers, filled = [], []
         for peer, rounds in self._sends.items():
             for pieces in rounds[number : number + 1]:
@@ -118,7 +117,7 @@ class Reallocation:
 
 
 def share_parameters(training: RoleModel, serving: RoleModel) -> None:
-    """Give `serving` the `Parameter` objects of `training`, except adapters it lacks."""
+    """Give `serving` the parameters of `training`, except adapters it lacks."""
     trained = dict(training.named_parameters())
     for path, old in list(serving.named_parameters()):
         new, (owner, _, name) = trained.pop(path), path.rpartition(".")
@@ -129,14 +128,12 @@ def share_parameters(training: RoleModel, serving: RoleModel) -> None:
 
 
 class _Layout:
-    """A model's trained parts over its ranks, by (virtual) stage."""
-
     def __init__(self, model: RoleModel):
         self.ranks, self.tp, self.pp = model.groups.ranks, model.groups.tp, model.groups.pp
         self.stages = [model.parts(self.tp, stage, model.num_stages) for stage in range(model.num_stages)]
 
     def holders(self, stage: int, tp_rank: int | None) -> Sequence[int]:
-        """Ranks of a stage's replicas; None: of any tensor rank."""
+        """Ranks of a stage's replicas (None: any tensor rank)."""
         size = len(self.ranks) // self.pp
         ranks = self.ranks[stage % self.pp * size :][:size]
         return ranks if tp_rank is None else ranks[tp_rank :: self.tp]
@@ -147,7 +144,7 @@ _Cut = tuple[Part, slice]
 
 
 def _copies(source: _Layout, target: _Layout, receiver: int) -> Iterator[tuple[int, int, _Cut, _Cut, int]]:
-    """Yield sender, its stage, what it sends, what this fills, elements; replicas take turns in sending."""
+    """Yield sender, its stage, sent cut, filled cut, elements; replicas take turns."""
     found = {part.hf_name: (stage, part) for stage in reversed(range(len(source.stages))) for part in source.stages[stage]}
     place = target.ranks.index(receiver)
     for part in target.stages[place * target.pp // len(target.ranks)]:
@@ -170,7 +167,7 @@ def _width(part: Part, tp: int) -> int:
 
 
 def _rounds(pieces: Sequence[_Piece], limit: int) -> list[list[_Piece]]:
-    """Split into rounds of at most `limit` elements or one piece."""
+    """Split by `limit` elements or one piece."""
     rounds: list[list[_Piece]] = []
     staged = 0
     for piece in pieces:
@@ -183,7 +180,7 @@ def _rounds(pieces: Sequence[_Piece], limit: int) -> list[list[_Piece]]:
 
 
 def _flat(pieces: Sequence[_Piece]) -> Tensor:
-    """Return the pieces' values, [n]; a single contiguous view is not copied."""
+    """Return values, [n]; a single contiguous view is not copied."""
     parts = [view.flatten() for piece in pieces for view in piece.views()]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

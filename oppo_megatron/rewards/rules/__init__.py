@@ -1,1 +1,0 @@
-"""Verifier rules other than numbers: choices, formats, lengths, mathematics, code."""

@@ -45,12 +45,12 @@ def choice(response: str) -> str | None:
 
 
 def verify(response: str, expected: Any) -> float:
-    """1.0 for the expected letter, else 0.0.  Raises as `expected_letter`."""
+    """1.0 for the expected letter, else 0.0. Raises as `expected_letter`."""
     return 1.0 if choice(response) == expected_letter(expected) else 0.0
 
 
 def expected_letter(value: Any) -> str:
-    """The letter in an answer column; an integer counts from 0, as in MMLU.  Raises RewardError."""
+    """The letter in an answer column; an integer counts from 0, as in MMLU. Raises RewardError."""
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(LETTERS):
         return LETTERS[value]
     letter = _WHOLE.fullmatch(value) if isinstance(value, str) else None

@@ -57,7 +57,7 @@ def program_of(response: str) -> str | None:
 
 
 def read_tests(value: Any) -> Tests:
-    """Read asserts (text or list), a list of {input, output}, or {inputs, outputs}, also as JSON.  Raises RewardError."""
+    """Read asserts (text or list), a list of {input, output}, or {inputs, outputs}, also as JSON. Raises RewardError."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         with suppress(ValueError):
             value = read_json(value)

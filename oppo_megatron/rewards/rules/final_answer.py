@@ -59,7 +59,7 @@ def texts(response: str, forms: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def shown(response: str) -> str:
-    """The text after any thoughts, with full-width characters as ASCII."""
+    """Text after any thoughts, with full-width characters as ASCII."""
     response = response.translate(_ASCII)
     while end_token := _END_TOKEN.search(response := response.rstrip(), max(0, len(response) - 48)):
         response = response[: end_token.start()]
@@ -83,7 +83,7 @@ def last_group(response: str) -> str | None:
 
 
 def bare(text: str) -> str:
-    r"""Strip what may surround an answer: spaces, full stop, `$`, `\(`, quotes, `**`, braces, `\text{}`."""
+    r"""Strip spaces, full stop, `$`, `\(`, quotes, `**`, braces, `\text{}`."""
     if len(text) > 2 * MAX_CHARACTERS:
         return text
     while True:

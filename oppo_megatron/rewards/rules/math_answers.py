@@ -1,6 +1,6 @@
 """Rule `math`: the final answer equals the expected one mathematically.
 
-Numbers, words and structures are compared here, all else by math-verify; in an own process, as SymPy may hang or fill memory.
+Numbers, words and structures are compared here, else by math-verify; in a process, as SymPy may hang or fill memory.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def require_library() -> None:
 
 
 def expected_text(value: Any) -> str:
-    """An answer column as text.  Raises `RewardError` if nothing can be compared."""
+    """Raises `RewardError` if nothing can be compared."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**MAX_CHARACTERS:
         return str(value)
     if isinstance(value, float) and math.isfinite(value):
@@ -96,7 +96,7 @@ def needs_library(fields: Mapping[str, Any]) -> bool:
 
 
 def grade(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
-    """1.0 if the final answer equals the expected one, else 0.0; NaN for a bare `PROBE` if the library cannot read the latter."""
+    """1.0 if equal, else 0.0; NaN for a bare `PROBE` if the library cannot read the expected answer."""
     try:
         given = found_answer(response)
         score = float(given is not None and equal(fields[ANSWER], given))
@@ -124,7 +124,7 @@ def found_answer(response: str) -> str | None:
 
 
 def equal(expected: str, given: str) -> bool:
-    """True if mathematically equal.  If only one side is an equation with a variable, compare last sides."""
+    """True if mathematically equal. If only one side is an equation with a variable, compare last sides."""
     (letter, expected), (label, given) = labelled(_tidy(expected)), labelled(_tidy(given))
     if letter and (label or re.fullmatch("[A-J]", given)) or label and re.fullmatch("[A-J]", expected):
         return (letter or expected) == (label or given)
@@ -232,7 +232,7 @@ def _split(text: str) -> list[str]:
 
 
 def _parts(text: str) -> tuple[str, list[str]] | None:
-    """A structure's kind (brackets, `set`, `list` or matrix form) and elements."""
+    """Kind (brackets, `set`, `list` or matrix form) and elements."""
     matrix = _MATRIX.fullmatch(text)
     if matrix and "\\begin" not in matrix[2]:
         rows = [row.split("&") for row in re.split(r"\\\\", matrix[2])]

@@ -1,4 +1,4 @@
-r"""Reads a number as people write it, exactly: with currency, unit, scale or LaTeX (docs/rewards.md)."""
+r"""Reads a number as people write it, exactly (docs/rewards.md)."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Number:
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The number in `text`; None without one, or if it is part of more (`3+4`, `5 pi`)."""
+    """None without a number, or if it is part of more (`3+4`, `5 pi`)."""
     number = read_number(text)
     return None if number is None else number.value
 
@@ -128,7 +128,7 @@ def _is_unit(rest: str, *, joined: bool) -> bool:
 
 
 def same_number(expected: Number, given: Number) -> bool:
-    """True if equal as written.  A percentage equals its value and, from 1 on, its number."""
+    """True if equal as written. A percentage equals its value and, from 1 on, its number."""
     if expected.unit and given.unit and expected.unit != given.unit and not (expected.percent or given.percent):
         return False
     if expected.percent == given.percent:

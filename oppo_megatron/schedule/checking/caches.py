@@ -1,5 +1,3 @@
-"""Check in every round that the caches hold what it adds."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +22,7 @@ def require_room(round_: Round, budgets: Mapping[str, Mapping[int, KVBudget]]) -
 
 
 def cache_faults(round_: Round, role: str, replica: int, budget: KVBudget | None) -> Iterator[str]:
-    """Yield the first fault of a replica's cache, of its size only with `budget`."""
+    """Yield a replica's first fault, of its size only with `budget`."""
     cache, prefill = f"the cache of {role} replica {replica}", round_.prefill.get(role, ())
     growths = joined(prefill[replica] if replica < len(prefill) else ()).table[:3]
     if role == "actor" and replica < len(round_.decode):

@@ -1,4 +1,4 @@
-"""Check that each rank uses nothing before it exists; it holds one hidden state per role, the last received or computed."""
+"""Check that results exist before use; a rank holds one hidden state per role, the last received or computed."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class _RankState:
             yield CAUSALITY, f"{trouble}; a rank holds one of each role; move it to directly after what makes it"
 
     def _hold(self, what: str, action: Action) -> Iterator[Trouble]:
-        """Hold a state until it is used; nothing uses a prefill of the actor's last stage."""
+        """Hold a state until its use; a prefill of the actor's last stage has none."""
         if action.role in self.held:
             held, (m, step) = self.held[action.role]
             yield (

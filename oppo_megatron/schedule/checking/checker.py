@@ -1,5 +1,3 @@
-"""Check whether a schedule would hang, violate causality or overflow a cache."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -31,10 +29,7 @@ class FaultKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault of a rank's list; `message` has fault, rule and remedy.
-
-    `action` is None for caches and missing actions, whose `position` is the list's end.
-    """
+    """`message` has fault, rule and remedy. `action` is None for caches and missing actions (`position`: end of the list)."""
 
     kind: FaultKind
     rank: int

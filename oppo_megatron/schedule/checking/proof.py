@@ -1,8 +1,8 @@
-"""Prove quickly, from start times alone, that a timetable is a sound schedule once its messages are added.
+"""Prove from start times that a timetable is sound once its messages are added.
 
-`runs_in_time` shows that each stage has exactly the required units in the only permitted order, each after all that it waits for.
-Receives come directly before a unit, sends directly after it, so links keep their order and no ranks wait in a cycle. Only drawn
-tokens, a gather, and chunks in the order of `Site.feeds` follow the units.
+`runs_in_time` shows that each stage has exactly the required units in the permitted order, each after all that it waits for.
+Receives come directly before a unit, sends directly after, so no ranks wait in a cycle. Only drawn tokens, a gather and chunks
+follow the units.
 
 If sends may be held, units are run in each rank's order: exact for stages of single ranks, else a simulation decides.
 """
@@ -30,9 +30,8 @@ Place = tuple[str, int, int]
 
 @dataclass
 class _Stage:
-    """Unit n waits for n + 1 units of `before`; from unit `first` on also for n + 1 - `micro_batches` of `last`.
-
-    `first` is the start of the second decode step. `woken`: ranks that wait for the stage.
+    """Unit n waits for n + 1 units of `before`; from unit `first` (second decode step) on also for n + 1 - `micro_batches` of
+    `last`.
     """
 
     ranks: tuple[int, ...]
@@ -50,7 +49,7 @@ class _Stage:
 def require_provable(
     computes: Schedule, round_: Round, site: Site, budgets: Budgets, costs: Costs, transport: Transport = GLOO
 ) -> None:
-    """Raise ScheduleError with all faults unless the compute actions are proved sound."""
+    """Raise ScheduleError with all faults of compute actions that cannot be proved."""
     if not prove(computes, round_, site, transport):
         require_sound(add_communication(computes, round_, site), round_, site, budgets, costs, transport)
 

@@ -1,4 +1,4 @@
-"""Simulate a schedule in virtual time: when each action runs, and which ranks cannot continue."""
+"""Simulate a schedule in virtual time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """`action` waits for `ranks`; `mistaken`: another message came, `held`: why the transport holds this send."""
+    """`action` waits for `ranks`; `mistaken`: another message came, `held`: why the send is held."""
 
     action: Action
     position: int
@@ -97,7 +97,6 @@ def coordinates_at(site: Site, rank: int) -> dict[str, RankCoordinates]:
 
 
 def same_action(a: Action | None, b: Action) -> bool:
-    """True if two actions differ at most in rank and peer."""
     if a is None or a.op is not b.op or a.micro_batch != b.micro_batch or a.step != b.step:
         return False
     return a.role == b.role and a.chunk == b.chunk
@@ -195,7 +194,6 @@ class _Run:
         return None
 
     def _meets(self, action: Action) -> bool:
-        """True if the link is in use, or both ends are ready."""
         link = link_of(action)
         if self.transport.made or link in self.made:
             return True
@@ -203,7 +201,7 @@ class _Run:
         return other is not None and other.peer is not None and link_of(other) == link
 
     def _released_s(self, action: Action) -> float:
-        """Time at which a held send is released; marks its link as in use."""
+        """Time of a held send's release; its link is then in use."""
         link, moments = link_of(action), [0.0]
         if not self.transport.made and link not in self.made and action.peer is not None:
             self.made.add(link)

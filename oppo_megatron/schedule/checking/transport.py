@@ -1,7 +1,7 @@
-"""The rules of gloo and NCCL for a schedule.
+"""Rules of gloo and NCCL for a schedule.
 
-gloo accepts every message at once. Over NCCL, both ends wait in a communicator's first use, and a send ends when it is received;
-without tags, each directed link has its own communicator.
+gloo accepts every message at once. Over NCCL, both ends wait in a communicator's first use, and a send ends when received;
+without tags, each directed link has a communicator.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from oppo_megatron.schedule.actions import Payload
 
 @dataclass(frozen=True)
 class Transport:
-    """`made`: links were used before the round. `in_flight`: most unreceived messages of a link (missing: no limit)."""
+    """`made`: links used before the round. `in_flight`: most unreceived messages of a link (missing: no limit)."""
 
     name: str
     made: bool = True
@@ -47,7 +47,7 @@ queue, because CUDA does not say which do; a waiting hidden state then blocks la
 
 
 def transport_of(device: str, environment: Mapping[str, str], streams: int) -> Transport:
-    """Transport for "cpu" or "cuda" with at most `streams` CUDA streams per rank."""
+    """`device` is "cpu" or "cuda"; `streams`: most CUDA streams per rank."""
     if device == "cpu":
         return GLOO
     value = environment.get(CONNECTIONS, "").strip() or str(MOST_CONNECTIONS)

@@ -1,5 +1,3 @@
-"""The actor's sequences."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,7 +26,7 @@ from oppo_megatron.schedule.weaving.cut import even_ends
 
 
 class Active(NamedTuple):
-    """`rows` (valid until the book's next call) and replicas of sequences, and tokens that each may still get."""
+    """`rows` (valid until the book's next call), replicas, and tokens that each sequence may still get."""
 
     columns: Columns
     rows: Ints
@@ -37,9 +35,8 @@ class Active(NamedTuple):
 
 
 class ActorBook(Book):
-    """Between rounds an open sequence has all but its last token cached, unless stale: then it is prefilled again.
-
-    If slots are short, sequences admitted first run.
+    """Between rounds an open sequence has all but its last token cached, or is prefilled again if stale. Earlier admitted ones
+    run first.
     """
 
     def __init__(self, replicas: int, slots: int, limit: Callable[[int], int], groups: Grouping = ALONE):
@@ -47,7 +44,7 @@ class ActorBook(Book):
         self._limit = limit
 
     def active(self, rollouts: Sequence[Rollout] | Columns) -> Active:
-        """Return the unfinished rollouts, after giving each a replica."""
+        """Return the unfinished rollouts, each with a replica."""
         columns = columns_of(rollouts)
         replicas, rows = self.place(columns), self._ledger.rows(columns.seq_ids)
         limits = self._ledger[LIMIT]
@@ -140,7 +137,7 @@ class ActorBook(Book):
         return current
 
     def _admit(self, rows: Ints, replicas: Ints) -> tuple[Bools, Bools]:
-        """Return masks of running sequences and of those that get free slots."""
+        """Masks of running sequences and of those that get free slots."""
         new = self._ledger[CACHED][rows] == ABSENT
         for replica in self._short(replicas[new]).tolist():
             waiting = np.flatnonzero(new & (replicas == replica))

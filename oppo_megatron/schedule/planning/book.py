@@ -1,4 +1,4 @@
-"""Cached and computed tokens of a role's rollouts, the same on all ranks that plan a round."""
+"""Cached and computed tokens of a role's rollouts, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Book:
         return self._ledger[REPLICA][self._ledger.rows(columns_of(rollouts).seq_ids)]
 
     def place(self, held: Sequence[Rollout] | Columns) -> Ints:
-        """Give `held` (all present sequences) the replicas of their groups, or new ones. Returns the replica of each."""
+        """Return the replica of each of `held`, which are all sequences; groups stay together."""
         columns = columns_of(held)
         rows = self._ledger.rows(columns.seq_ids)
         replicas = self._ledger[REPLICA]
@@ -140,7 +140,6 @@ class Book:
         return [ours.get(replica, elsewhere) for replica in range(len(self))]
 
     def _current(self) -> Bools:
-        """True if the prompt is cached by the present weights."""
         current: Bools = self._ledger[CACHED] > 0
         return current
 
@@ -149,7 +148,7 @@ class Book:
         return self.groups.size > 1 and self.groups.fork
 
     def _sources(self, rows: Ints, depth: Ints, wanting: Bools | None = None) -> Ints:
-        """For each of `rows`, return the sequence to fork at `depth`, or ABSENT; `wanting`: prefilled in this round."""
+        """Sequence to fork at `depth`, or ABSENT, for each of `rows`; `wanting`: prefilled in this round."""
         sources = np.full(len(rows), ABSENT, dtype=np.int64)
         if not self.forks:
             return sources
@@ -176,13 +175,13 @@ class Book:
 
 
 def _sums(columns: Columns, of: Ints, count: int) -> Ints:
-    """Tokens, sequences and unfinished sequences of each of `count` replicas or groups `of` the rollouts, [3, count]."""
+    """Tokens, sequences, unfinished sequences of each of `count` replicas or groups, [3, count]."""
     weights = columns.num_tokens, np.ones_like(of), ~columns.finished
     return np.stack([np.bincount(of, each, count) for each in weights]).astype(np.int64)
 
 
 def packed(growths: Growths, which: Ints, forks: Sequence[Fork], budget: int) -> list[Growths]:
-    """Pack the growths at `which` into micro-batches, fork targets after sources."""
+    """Pack the growths at `which`, fork targets after sources."""
     late = np.isin(growths.seq_ids[which], [fork.target for fork in forks if fork.held < fork.tokens])
     bins = [part[own] for part in (which[~late], which[late]) for own in packed_in_order(growths.new[part], budget)]
     return list(map(growths.at, bins))

@@ -1,5 +1,3 @@
-"""Columns of integers by sequence id: dense, because ids in use are close together."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -17,7 +15,7 @@ ABSENT = -1
 
 
 class Ledger:
-    """Columns with their values for unused sequences; `entered` shows which are in use."""
+    """Dense columns of integers by sequence id; `entered` shows which are in use."""
 
     def __init__(self, entered: str, columns: Mapping[str, int]):
         self._entered, self._unset = entered, dict(columns)

@@ -1,4 +1,4 @@
-"""Plan rounds: books give the work, a generator orders it, and the checker proves the result, the same on all ranks."""
+"""Plan rounds, the same on all ranks: books give the work, a generator orders it, the checker proves the result."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PlannedRound:
 
 @dataclass
 class RoundPlanner:
-    """Plans and checks the `Component` of `rank` (None: all ranks); scorers in `late` skip rounds that decode."""
+    """Plans the `Component` of `rank` (None: all ranks); scorers in `late` skip rounds that decode."""
 
     site: Site
     generator: str
@@ -78,9 +78,8 @@ class RoundPlanner:
         order: Order,
         readable: Ints | None = None,
     ) -> PlannedRound:
-        """Decode up to `chunk` tokens of `decode` and score new tokens of `score`; the critic only `readable` (None: all).
-
-        Raises ScheduleError.
+        """Decode up to `chunk` tokens of `decode` and score new tokens of `score`; the critic only `readable` (None: all). Raises
+        ScheduleError.
         """
         round_, works = self.book(index, decode, score, chunk, order, readable)
         budgets = self._budgets(works)
@@ -98,7 +97,7 @@ class RoundPlanner:
         order: Order,
         readable: Ints | None = None,
     ) -> tuple[Round, dict[str, list[ReplicaWork]]]:
-        """Return a round and its work by role, which the books count as done: the first half of `plan`."""
+        """Return a round and its work by role, which the books count as done."""
         active, unread = self.actor.active(decode), dict[str, Unread]()
         scored = some = columns_of(score)
         perishable = any(book.perishable for book in self.scorers.values())
@@ -131,7 +130,7 @@ class RoundPlanner:
         return sum(book.prefilled_tokens for book in (self.actor, *self.scorers.values()))
 
     def learn(self, costs: Costs) -> None:
-        """Plan by `costs` from now on, on all ranks at once."""
+        """Plan by `costs` from now on; all ranks at once."""
         self.costs = costs
         self._known.clear()
         self._cuts.clear()

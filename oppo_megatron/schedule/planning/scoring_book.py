@@ -1,5 +1,3 @@
-"""A scoring role's sequences."""
-
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
@@ -28,10 +26,10 @@ class Unread(NamedTuple):
 
 
 class ScoringBook(Book):
-    """Without `reads_greedy` the book ignores greedy sequences.
+    """Without `reads_greedy`, ignores greedy sequences.
 
-    Only the reward model reads the last token: others give response token t from position P + t - 1. If slots are short, finished
-    sequences evict the youngest unfinished ones, whose outputs stay valid.
+    Only the reward model reads the last token: others give response token t from position P + t - 1. Finished sequences evict the
+    youngest unfinished ones, whose outputs stay valid.
     """
 
     def __init__(
@@ -54,7 +52,7 @@ class ScoringBook(Book):
         return bool(self._missing(columns, *self._state(columns)).any())
 
     def unread(self, rollouts: Sequence[Rollout] | Columns) -> Unread:
-        """Return sequences with unread tokens, after giving each a replica."""
+        """Return sequences with unread tokens, each with a replica."""
         columns = self._incomplete(rollouts)
         replicas = self.place(columns)
         rows, cached, targets = self._state(columns)
@@ -62,7 +60,7 @@ class ScoringBook(Book):
         return found if missing.all() else found.at(np.flatnonzero(missing))
 
     def pending(self, rollouts: Sequence[Rollout] | Columns | Unread) -> tuple[Ints, Ints]:
-        """Return replica and new tokens of each sequence to read."""
+        """Replica and new tokens of each sequence to read."""
         columns, rows, replicas, cached, targets = rollouts if isinstance(rollouts, Unread) else self.unread(rollouts)
         cached = np.maximum(cached, 0)
         depth = self._depth(columns)

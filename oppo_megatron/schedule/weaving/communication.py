@@ -10,7 +10,7 @@ from oppo_megatron.schedule.rounds import Round, Site
 
 
 def add_communication(schedule: Schedule, round: Round, site: Site) -> Schedule:
-    """Drawn tokens are received before the next step, or at the list's end; the gather and the whole chunk come last."""
+    """Drawn tokens are received before the next step, or at the end; the gather and the whole chunk come last."""
     lists = {rank: messages_of(rank, schedule, round, site) for rank in site.ranks}
     return Schedule({rank: own for rank, own in lists.items() if own})
 
@@ -18,10 +18,7 @@ def add_communication(schedule: Schedule, round: Round, site: Site) -> Schedule:
 def messages_of(
     rank: int, schedule: Schedule, round: Round, site: Site, known: dict[Action, tuple[Action, ...]] | None = None
 ) -> tuple[Action, ...]:
-    """Return the rank's list with its messages; actions of foreign roles are left to the checker.
-
-    `known` keeps each action with its messages for later lists of the same rank.
-    """
+    """Return the rank's list with its messages; the checker handles foreign roles. `known` caches each action's messages."""
     placements, own = site.placements, schedule.of(rank)
     coords_by_role = {role: placement.coords(rank) for role, placement in placements.items()}
     known = {} if known is None else known

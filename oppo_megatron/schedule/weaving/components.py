@@ -1,8 +1,8 @@
-"""The part of a site that a rank's schedule depends on, with its tensor ranks taken as one.
+"""The part of a site that a rank's schedule depends on.
 
 A *component* is all ranks tied by shared replicas, directly or through others. Ranks with the same replica and stage of every
-role are a *class*; the *model*, which is planned and checked, has one of each. Its proof holds for every shard, and components
-share only the gather and the chunks at the end.
+role are a *class*; the *model*, which is planned and checked, has one of each. Its proof holds for every shard; components share
+only the gather and the chunks at the end.
 """
 
 from __future__ import annotations

@@ -1,5 +1,3 @@
-"""Durations of actions, fitted to measured times."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +17,7 @@ _MOMENTS = 5
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Seconds of an action on n tokens: `fixed_s` + n * `per_token_s`."""
+    """Seconds for n tokens: `fixed_s` + n * `per_token_s`."""
 
     fixed_s: float
     per_token_s: float
@@ -58,7 +56,7 @@ class Costs:
 
 
 class CostMeter:
-    """Fit `Costs` to measured seconds by least squares; vectors of ranks can be added."""
+    """Fits `Costs` to measured seconds by least squares; vectors of ranks can be added."""
 
     MIN_SAMPLES = 4
 

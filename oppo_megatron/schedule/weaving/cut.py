@@ -50,7 +50,7 @@ class Cut:
 def choose_cut(
     work: Work, costs: Costs, budget: int, *, grain: int = 1, micro_batches: int | None = None, prefill_tokens: int | None = None
 ) -> Cut:
-    """Return the fastest predicted cut (ties: fewer decode micro-batches, then larger prefill ones).
+    """Return the fastest cut (ties: fewer decode micro-batches, larger prefill ones).
 
     `budget`: most tokens of a prefill micro-batch. `grain`: growth of one sequence.
     """
@@ -74,7 +74,7 @@ def predict_s(work: Work, cut: Cut, costs: Costs) -> float:
 
 
 def even_ends(count: int, portions: int) -> list[int]:
-    """Return the ends of at most `portions` runs of `count` items, from 0; longer runs come first."""
+    """Ends of at most `portions` runs of `count` items, from 0; longer runs first."""
     assert portions >= 1, f"items are cut into at least 1 portion, not {portions}"
     short, longer = divmod(count, min(portions, count or 1))
     return [short * i + min(i, longer) for i in range(min(portions, count) + 1)]

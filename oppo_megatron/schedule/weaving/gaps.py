@@ -1,4 +1,4 @@
-"""Free time of ranks while a schedule is laid out, in nanoseconds, so that all ranks agree."""
+"""Free time of ranks, in nanoseconds so that all ranks agree."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def in_nanoseconds(seconds: npt.NDArray[np.float64]) -> Ints:
 
 
 class Gaps:
-    """Gaps of each rank, the last endless, without those shorter than `shortest`."""
+    """Gaps of each rank, the last endless, none shorter than `shortest`."""
 
     def __init__(self, ranks: Sequence[int], shortest: int = 1):
         self._shortest = max(1, shortest)

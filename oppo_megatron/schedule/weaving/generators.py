@@ -1,6 +1,5 @@
-"""Generators: turn a round's work into a list of compute actions for every rank.
-
-Every action follows all that it waits for on one virtual timeline, so lists cannot deadlock.
+"""Turn a round's work into lists of compute actions. Each follows all that it waits for on one timeline, so lists cannot
+deadlock.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ def _step_starts(durations: list[list[int]], free: list[int], message: int, step
 
 
 def _one_step(durations: list[list[int]], ready: list[int], free: list[int], message: int) -> list[list[int]]:
-    """Starts of one decode step, by micro-batch and stage; micro-batches move together, to leave one gap per stage."""
+    """Starts by micro-batch and stage; micro-batches move together, to leave one gap per stage."""
     starts = _earliest(durations, ready, free, message)
     ready = [row[-1] + own[-1] + message for row, own in zip(starts, durations, strict=True)]
     free = [start + duration for start, duration in zip(starts[-1], durations[-1], strict=True)]
@@ -220,7 +219,7 @@ class Placer:
         line.decoded = Times(starts.reshape(-1, len(stages)).T, placed.T)
 
     def _place_prefill(self, line: Line, times: list[int]) -> int:
-        """Place one prefill of `times` on all stages. Returns when the first stage is done."""
+        """Place a prefill on all stages. Returns when the first is done."""
         ends, ready = line.ends, 0
         for stage, (ranks, duration) in enumerate(zip(line.ranks, times, strict=True)):
             start = self.free.place(ranks, max(ready, ends[stage]), duration)
@@ -232,7 +231,7 @@ class Placer:
         return ends[0]
 
     def _prefill_times(self, role: str, batches: Sequence[Batch]) -> tuple[int | None, Ints]:
-        """Return the shortest time on any stage without scoring, and all times, [n, stages]."""
+        """Shortest time on any stage without scoring, and all times, [n, stages]."""
         if not batches:
             return None, np.zeros((0, self.site.placements[role].pp), dtype=np.int64)
         tokens, rows = sums(batches)

@@ -1,4 +1,4 @@
-"""Start times of all units in arrays, and the ranks' lists that follow from them.
+"""Start times of all units, and the ranks' lists.
 
 A *unit* is a decode with its sample, or a prefill with its score. A round has tens of thousands, so actions are made on access.
 """
@@ -53,7 +53,7 @@ def count_of(team: Team, round: Round) -> Count:
 
 @dataclass(frozen=True, eq=False)
 class Timetable(Mapping[int, tuple[Action, ...]]):
-    """Compute actions of all ranks, in order of start (ties: of placement)."""
+    """Compute actions of all ranks, by start (ties: placement)."""
 
     round: Round
     site: Site
@@ -79,7 +79,7 @@ class Timetable(Mapping[int, tuple[Action, ...]]):
         return count_of(team, self.round)
 
     def sequence(self, rank: int) -> tuple[Ints, list[tuple[Team, int]]]:
-        """Return the order of the rank's units, numbered through its stages (prefills first), and those (team, stage)."""
+        """Order of the rank's units, numbered through its stages (prefills first), and those (team, stage)."""
         own = [((role, coords.replica), coords.stage) for role, coords, _ in self._stages(rank)]
         if not own:
             return np.zeros(0, dtype=np.int64), []

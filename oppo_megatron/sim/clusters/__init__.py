@@ -1,1 +1,0 @@
-"""Clusters of `cluster.yaml`, with the source of each constant."""

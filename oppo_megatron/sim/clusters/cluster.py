@@ -1,4 +1,4 @@
-"""A cluster of equal nodes, with a source per constant. Bus bandwidth as in nccl-tests: bytes on the wire per second."""
+"""A cluster of equal nodes. Bus bandwidth as in nccl-tests: bytes on the wire per second."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ OF_CPU = Engine(0.0, 0.0, assumed("a CPU launches nothing"))
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equal processors. `threads`: speed of a rank by cores, relative to one; `adapted`: measured engine."""
+    """`threads`: speed of a rank by cores, relative to one; `adapted`: measured engine."""
 
     nodes: int
     gpus_per_node: int
@@ -232,7 +232,7 @@ class Cluster:
 
 
 def threaded(cluster: Cluster, ranks: int, threads_per_rank: int) -> Cluster:
-    """Give each rank on CPUs its threads' cores and a share of memory. `threads_per_rank` 0: all cores are divided."""
+    """Give each rank on CPUs its threads' cores and a share of memory. `threads_per_rank` 0: all cores."""
     gpu, cores = cluster.gpu, cluster.gpus_per_node
     share = cores // min(ranks, cores)
     if not gpu.on_cpu or share == 1:

@@ -1,5 +1,3 @@
-"""Reads `cluster.yaml` and its file of measured constants as a `Cluster`."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -137,7 +135,7 @@ def _with_measured(cluster: Cluster, path: Path) -> Cluster:
 
 
 def read_cluster(path: str | Path, overrides: Sequence[str] = ()) -> Cluster:
-    """Read a cluster; `measured` is relative to its folder. Raises ConfigError."""
+    """`measured` is relative to the file's folder. Raises ConfigError."""
     config = load_config(ClusterConfig, path, overrides)
     return build_cluster(config, Path(path).parent)
 

@@ -1,1 +1,0 @@
-"""Seconds of each role and phase on a cluster."""

@@ -1,4 +1,4 @@
-"""Seconds of a role's stages, of messages between them, and of decoding a batch; cost lines for schedules."""
+"""Seconds of a role's stages and messages, and of decoding a batch; cost lines for schedules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from oppo_megatron.sim.laws import WIDTH, Group, LayerLaw, LayerSizes, all_reduc
 
 @dataclass(frozen=True)
 class Tokens:
-    """A micro-batch: `new` tokens, attending `pairs`, `cached` positions read, output `rows`."""
+    """`new` tokens, attending `pairs`, `cached` positions read, output `rows`."""
 
     new: float
     pairs: float
@@ -153,7 +153,7 @@ class Turns:
     micro_batches: int | None = None
 
     def starts(self, lengths: Ints) -> Ints:
-        """Decode step at which each sequence gets a slot, in order."""
+        """Decode step at which each sequence gets a slot."""
         left = lengths[: self.slots].tolist()
         heapify(left)
         starts = np.zeros_like(lengths)

@@ -1,4 +1,4 @@
-"""Seconds of each role and phase: inference, update and move of weights, without overlap."""
+"""Seconds of inference, update and move of weights, without overlap."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Batch:
 
 
 def inference_s(model: LaidModel, batch: Batch) -> float:
-    """All micro-batches through all stages; messages overlap with the next one's computation."""
+    """Micro-batches through all stages; messages overlap with the next one's computation."""
     tokens = batch.micro_batch(outputs=True)
     stages = [model.forward_s(stage, tokens) for stage in range(model.placement.pp)]
     hops = [model.hop_s(stage, tokens.new) for stage in range(model.placement.pp)]
@@ -72,7 +72,7 @@ class Update:
 
 
 def update_s(model: LaidModel, update: Update) -> float:
-    """A stage trains with a forward, a backward of two forwards, and recomputation."""
+    """A forward, a backward of two forwards, and recomputation."""
     placement, batch = model.placement, update.batch
     tokens, stages = batch.micro_batch(outputs=True), []
     for stage in range(placement.pp):
@@ -106,7 +106,7 @@ class Weights:
 
 
 def reallocation_s(cluster: Cluster, shape: Shape, source: Weights, target: Weights, *, scalar: bool) -> float:
-    """Seconds until `target`'s ranks have all weights, from a replica on their node if there is one."""
+    """Seconds until `target`'s ranks have all weights, from a replica on their node if possible."""
     moves = Moves(cluster)
     embedding, head = (head_linear(shape, scalar=each).size for each in (False, scalar))
     sizes = {"layer": layer_weights(shape), "embedding": embedding, "head": head}
@@ -155,7 +155,7 @@ def _overlaps(here: int, there: int) -> list[tuple[int, int, Fraction]]:
 
 
 def _nearest(cluster: Cluster, holding: Ints, ranks: Ints) -> Ints:
-    """For each rank one of `holding` (ascending), on its node if possible."""
+    """One of `holding` (ascending) for each rank, on its node if possible."""
     nodes, holders = ranks // cluster.gpus_per_node, holding // cluster.gpus_per_node
     first, after = np.searchsorted(holders, nodes, "left"), np.searchsorted(holders, nodes, "right")
     near = after - first

@@ -1,1 +1,0 @@
-"""Steps of a configuration in virtual time, without models."""

@@ -1,4 +1,4 @@
-"""The training loop without models; subclasses define a round.
+"""The training loop without models.
 
 Responses grow up to a length given by their id. Without rewards a `filter` is not played: every group is trained.
 """
@@ -41,7 +41,7 @@ class Growing:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A recorded round. `grown`: what it would decode without a complete batch; `chunk`: what it did. None if it only scored."""
+    """`grown`: tokens decoded without a complete batch; `chunk`: real ones. None if the round only scored."""
 
     step: int
     planned: Any
@@ -195,7 +195,7 @@ class PureLoop:
             return self._plan(active, score, chunk, readable)
 
     def _decoded(self, planned: Any, active: Sequence[Rollout]) -> Growing:
-        """Rows that models would decode on all ranks; not timed."""
+        """Rows that models would decode on all ranks."""
         grown = columns_of(active).at(self.planner.actor.runs(active))
         left = self._lengths[LENGTH][self._lengths.rows(grown.seq_ids)] - grown.response_tokens
         counts = np.minimum(planned.steps, left)

@@ -56,14 +56,14 @@ class Counts(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """All stages' units in order. `table` [4, n]: indices of durations and stages, threads waited for and passed on."""
+    """All stages' units. `table` [4, n]: indices of durations and stages, threads waited for and passed on."""
 
     table: npt.NDArray[np.int32]
     threads: int
 
 
 class Component:
-    """Ranks tied to one rank. Orders are kept by a round's shape."""
+    """Orders are kept by a round's shape."""
 
     def __init__(self, site: Site, rank: int, generator: str, costs: Costs):
         self._component = component_of(site, rank)
@@ -104,7 +104,7 @@ class Component:
         yield from ((ranks[number], free[number], scored[number]) for number in sorted(worked))
 
     def _on_one_rank(self, round_: Round, counts: Counts) -> tuple[float, float]:
-        """Seconds of a rank that waits for nothing; there are thousands of these."""
+        """Seconds of a rank that waits for nothing."""
         seconds, scoring_s, costs = 0.0, 0.0, self.costs
         for role, replicas in self._component.replicas.items():
             prefill, line = round_.prefill.get(role, ()), costs.prefill_at(role, 0)
@@ -286,7 +286,7 @@ class Units:
 
 @dataclass(frozen=True)
 class Played:
-    """Seconds, [U]; `arrived`: when decoding ranks have the chunk, if any."""
+    """Seconds, [U]; `arrived`: when decoding ranks have the chunk."""
 
     ends: Floats
     scored: Floats

@@ -1,5 +1,3 @@
-"""Seconds of a step's parts, from cluster laws, a file, a run, or built-in lines."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,7 +65,7 @@ def file_costs(config: TrainConfig, path: Path, prompt_tokens: int) -> StepCosts
 def cluster_costs(
     config: TrainConfig, cluster: Cluster, prompt_tokens: int, lengths: Sequence[int], *, captured: bool = True
 ) -> StepCosts:
-    """Costs by a cluster's laws. `captured`: decode steps are CUDA graphs. Raises ConfigError if it is too small."""
+    """`captured`: decode steps are CUDA graphs. Raises ConfigError if the cluster is too small."""
     halves = [max(1, length // 2) for length in lengths]
     prices = [Prices(config, cluster, Decoding(prompt_tokens, own, captured)) for own in (halves, lengths)]
     few, many = (each.updates() for each in prices)
@@ -82,7 +80,7 @@ def cluster_costs(
 
 
 def run_costs(config: TrainConfig, path: Path, prompt_tokens: int, actions: Path | None = None) -> StepCosts:
-    """Costs from costs.json (or `actions`) and metrics.jsonl of a run."""
+    """Costs from a run's costs.json (or `actions`) and metrics.jsonl."""
     run = RunDirectory(path)
     lines = _steady(run)
     theirs = load_config(TrainConfig, run.config) if run.config.exists() else None
@@ -115,7 +113,7 @@ def run_prompt_tokens(path: Path) -> int | None:
 
 
 def run_signals(path: Path) -> Callable[[int, StepSignals], StepSignals]:
-    """A run's rewards and effective sample sizes for delta's controller; constant after its last step."""
+    """Rewards and effective sample sizes for delta's controller; constant after the last step."""
     lines = read_metrics(RunDirectory(path).metrics)
 
     def signals(step: int, seen: StepSignals) -> StepSignals:

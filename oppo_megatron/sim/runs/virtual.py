@@ -33,7 +33,7 @@ from oppo_megatron.sim.runs.step_costs import StepCosts
 
 
 class Parts(NamedTuple):
-    """Seconds of a step on the actor's output rank, which add up; `decode_s` excludes its scoring."""
+    """Seconds on the actor's output rank, which add up; `decode_s` excludes its scoring."""
 
     decode_s: float
     score_exposed_s: float
@@ -49,7 +49,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class VirtualStep:
-    """Arrays are of the trained rows, in order. `clock`: logical clock afterwards; `tokens`: decoded.
+    """Arrays are of the trained rows. `clock`: logical clock afterwards; `tokens`: decoded.
 
     `line`: for metrics.jsonl, without the critic's exposed seconds. These are at most `waited_s` (infinite if it shares ranks
     with the actor) and the `critic_delay_s` of the next step, or `lag_s` after the last step.
@@ -96,8 +96,8 @@ class _Times:
 
 
 class VirtualRun(PureLoop):
-    """`lengths(seq_id)`: response tokens; `prompt_tokens`: of all prompts, or of each in turn; `signals` replaces delta's
-    constant rewards; `endless`: prompts never end; `spans`: the first `traced_steps`, of each unit's first rank.
+    """`lengths(seq_id)`: response tokens; `prompt_tokens`: of all prompts, or each in turn; `signals` replaces delta's constant
+    rewards; `endless`: prompts never end; `spans`: the first `traced_steps`, of each unit's first rank.
     """
 
     player: type[Player] = Player
@@ -130,7 +130,7 @@ class VirtualRun(PureLoop):
         self.traced_steps, self.spans = traced_steps, list[Span]()
 
     def steps(self, count: int) -> Iterator[VirtualStep]:
-        """Yield `count` steps, or as many as the prompts last for. Raises ConfigError for less than one."""
+        """Yield `count` steps, or until the prompts end. Raises ConfigError for less than one."""
         if count < 1:
             raise ConfigError(f"{count} steps are asked for; ask for 1 or more")
         for rounds in self._steps():
@@ -260,7 +260,7 @@ ROUNDED = 9
 
 
 def metrics_lines(steps: Sequence[VirtualStep]) -> Iterator[dict[str, Any]]:
-    """Yield a line per step (docs/metrics.md), with the delay that its critic's update causes in the next."""
+    """Lines (docs/metrics.md) with the delay that the critic's update causes in the next step."""
     for step, after in pairwise([*steps, None]):
         assert step is not None
         update_s = step.line["critic_update_s"]

@@ -1,1 +1,0 @@
-"""Search the ranks and layouts of the roles."""

@@ -103,7 +103,7 @@ def _partitions(roles: Sequence[str]) -> Iterator[list[list[str]]]:
 
 
 def _forests(count: int) -> Iterator[tuple[int | None, ...]]:
-    """Yield for each group its parent (whose block it has part of), or None."""
+    """Yield each group's parent (whose block it has part of), or None."""
     for parents in product((None, *range(count)), repeat=count):
         if all(parent is None or (parent != group and parents[parent] is None) for group, parent in enumerate(parents)):
             yield parents
@@ -198,7 +198,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class StepRule:
-    """Price of roles (the actor first) in these blocks; it never falls if a phase takes longer."""
+    """Price of roles (the actor first); it never falls if a phase takes longer."""
 
     roles: tuple[str, ...]
     blocks: Blocks

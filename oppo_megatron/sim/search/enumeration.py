@@ -1,4 +1,4 @@
-"""Exact enumeration of plans: blocks by lower bound until no others can be among the best, layouts role by role."""
+"""Enumerate plans: blocks by lower bound until no others can be among the best, layouts role by role."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A role's layouts with prices and memory, without those that another beats in every respect."""
+"""A role's layouts, without those that another beats in every respect."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _row(option: Option, pieces: int) -> Bytes:
 
 @dataclass(frozen=True)
 class PriceTable:
-    """Layouts, priced once by role and number of ranks: blocks are parts of a node or whole nodes."""
+    """Layouts, priced once by role and number of ranks."""
 
     config: TrainConfig
     cluster: Cluster
@@ -97,7 +97,7 @@ class PriceTable:
     _decoded: dict[Sizes, float] = field(default_factory=dict)
 
     def with_config(self, config: TrainConfig) -> PriceTable:
-        """For other micro-batches, on which decoding and moves do not depend."""
+        """Use other micro-batches, on which decoding and moves do not depend."""
         return replace(self, config=config, _fronts={}, _prices={})
 
     @cached_property

@@ -1,5 +1,3 @@
-"""Find the plans of least price, each checked as a configuration."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +35,7 @@ Place = tuple[Block, Sizes]
 
 
 def planned_config(config: TrainConfig, plan: Plan) -> TrainConfig:
-    """A plan as a configuration, with as few settings as possible."""
+    """A configuration with as few settings as possible."""
     roles = named_roles(config)
     blocks, options = dict(zip(roles, plan.blocks, strict=True)), dict(zip(roles, plan.options, strict=True))
     places = {name: (blocks[name], options[name].serving) for name in roles}
@@ -132,7 +130,7 @@ class Task:
         return int(cluster.gpu.memory_bytes * (1 - self.margin))
 
     def accepts(self, plan: Plan) -> bool:
-        """Check a plan; also its memory if the reference shares weights, which the search does not count."""
+        """Also check memory if the reference shares weights, which the search does not count."""
         config = planned_config(self.config, plan)
         if self.check(config):
             return False
@@ -141,7 +139,7 @@ class Task:
         return Fullest.of(config, on_cpu=self.on_cpu).held <= self.budget(self.cluster_of(world_size(config)))
 
     def table(self, ranks: int, tokens: int) -> PriceTable:
-        """Prices of layouts with micro-batches of `tokens` if `ranks` share the cluster, for any number of its nodes."""
+        """Prices with micro-batches of `tokens` if `ranks` share the cluster, for any number of its nodes."""
         cluster = replace(self.cluster_of(ranks), between=self.cluster.between or ANY_NETWORK)
         tables = self._tables.setdefault(cluster.gpu, {})
         if tokens not in tables:

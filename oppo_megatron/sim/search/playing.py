@@ -1,4 +1,4 @@
-"""Play the cheapest plans in virtual time, all with the same responses (`sim/runs`), and describe them (`plan.json`)."""
+"""Play the cheapest plans in virtual time, all with the same responses, and describe them (`plan.json`)."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _mean_parts(steps: Sequence[VirtualStep]) -> Parts:
 
 
 def counted_steps(task: Task, config: TrainConfig, steps: int) -> list[VirtualStep]:
-    """Play steps after the responses that began together have ended."""
+    """Steps after the responses that began together have ended."""
     longest = max(task.lengths) if config.overlap.inter else 0
     fixed = config.with_values({CHUNK: config.overlap.chunk_tokens})  # so that a few steps represent many
     run = VirtualRun(fixed, task_costs(task, config), task.limit_of, prompt_tokens=task.prompt_tokens, endless=True)
@@ -129,8 +129,8 @@ def _tuned(task: Task, first: Played, steps: int) -> Played:
 
 
 def _chunks(task: Task, first: Played) -> list[int]:
-    """Sizes around sqrt(f T / s), which balances the cost of rounds and the last chunk's exposed scoring. f: seconds of a
-    round; T: decode steps per step; s: scoring seconds per decode step.
+    """Sizes around sqrt(f T / s), which balances the cost of rounds and the last chunk's exposed scoring. f: seconds of a round;
+    T: decode steps per step; s: scoring seconds per decode step.
     """
     longest = max(task.lengths)
     costs = Prices(first.config, task.cluster_of(world_size(first.config)), task.decoding).costs()
@@ -144,7 +144,7 @@ def _chunks(task: Task, first: Played) -> list[int]:
 
 
 def best_delta(task: Task, config: TrainConfig, steps: int) -> int | None:
-    """Delta of least seconds per trained token; None: the configuration's. All play the same responses."""
+    """Delta of least seconds per trained token; None: the configuration's."""
     delta, own = config.overlap.delta, config.overlap.delta.initial
     if not config.overlap.inter:
         return None
@@ -242,7 +242,7 @@ def _reason(plans: Sequence[Played]) -> str:
 
 
 def beyond_fits(task: Task, config: TrainConfig) -> Iterator[str]:
-    """Yield in what the plan exceeds the fits, and whether sequences wait for cache slots."""
+    """Yield the limits of fits that the plan exceeds, and whether sequences wait for cache slots."""
     places = {**role_placements(config), **{f"{name}, trained": p for name, p in training_placements(config).items()}}
     if wide := [name for name, place in places.items() if place.tp > MOST_TP]:
         yield f"beyond the fits: tp of {', '.join(wide)} is above {MOST_TP}, the most that layers were measured with"

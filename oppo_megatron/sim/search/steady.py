@@ -1,4 +1,4 @@
-"""Work of a step with carried rollouts, from the real scheduler, on one rank without seconds."""
+"""Work of a step with carried rollouts, from the real scheduler."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def steady_work(config: TrainConfig, plain: Decoding, lengths: Callable[[int], i
 
 
 class _Observed(VirtualRun):
-    """Caches hold all. `got`: decoded tokens by sequence; `positions`: sum over them; `before`: tokens read so far."""
+    """`got`: decoded tokens by sequence; `positions`: sum over them; `before`: tokens read so far."""
 
     def __init__(self, config: TrainConfig, lengths: Callable[[int], int], prompt_tokens: int):
         roomy = config.with_values({"runtime.kv_cache_mb": None})
