@@ -73,7 +73,7 @@ def right_share(margin: Tensor, noise: Tensor) -> Tensor:
 
 
 def rounding(x: Tensor) -> float:
-    """Relative, of a model's outputs."""
+    """Relative error of a model's outputs."""
     return 4 * torch.finfo(x.dtype).eps
 
 

@@ -34,7 +34,7 @@ class Activity:
 
     @contextmanager
     def doing(self, what: object, *, waits: bool = False) -> Iterator[None]:
-        """Enter a section; an `Activity` waits for that thread's work."""
+        """Enter a section; with an `Activity` as `what`, wait for that thread's work."""
         self._thread = threading.get_ident()
         self._stack.append((what, waits))
         self.beat()

@@ -24,7 +24,7 @@ def new_group(ranks: Sequence[int], desc: str, backend: str | None = None) -> di
 
 
 class SharedGroups:
-    """Groups by label and ranks, made once, in one order on all ranks (torch numbers them), own ones first."""
+    """Groups by label and ranks, made once, in one order on all ranks; own ones first, because torch numbers them."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}

@@ -113,7 +113,7 @@ def _device(config: RuntimeConfig, local_rank: int) -> torch.device:
 
 
 def _join(me: RankHost, point: MeetingPoint, backend: str, config: RuntimeConfig) -> tuple[RankHost, ...]:
-    """Meet and connect within one deadline, at least `CONNECT_S` after the last."""
+    """Meet and connect within one deadline; the last to come have at least `CONNECT_S` to connect."""
     deadline = time.monotonic() + config.meeting_s
     meeting = meet(me, point, config.meeting_s)
     if meeting.local_address is not None:
@@ -154,7 +154,7 @@ def tell_hosts(hosts: tuple[RankHost, ...]) -> tuple[RankHost, ...]:
 
 
 def _prefer_interface_of(address: str) -> bool:
-    """Let gloo use an address's interface; False if the user chose one."""
+    """Let gloo use an address's interface unless the user set one; True if set here."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return False
     for name, entries in psutil.net_if_addrs().items():

@@ -167,7 +167,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def without_downtime(spans: Sequence[Span], lines: Sequence[MetricsLine]) -> list[Span]:
-    """Remove pauses between attempts: without spans, longer than the steps around; sort by start."""
+    """Remove pauses between attempts (without spans, longer than the steps around them); return spans by start."""
     took_s = {line["step"]: (number(line, "step_s") or 0.0) + (number(line, "checkpoint_s") or 0.0) for line in lines}
     order = sorted(spans, key=lambda span: span.start)
     ends, gaps = [], []  # end and seconds of each pause

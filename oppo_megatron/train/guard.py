@@ -107,7 +107,7 @@ class RejectedBatch:
 
 
 class RollBack(Exception):
-    """Every rank must restart; the rollback is on disk."""
+    """Raised on every rank once the rollback is on disk; ranks must restart."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Rollbacks:
     def go_back(
         self, step: int, breach: Breach, where: str, rejected: Sequence[int], position: int, num_written: int, *, keeper: bool
     ) -> None:
-        """Write the rollback and raise RollBack on every rank, or NumericsError.  `position`: in the prompt stream."""
+        """Write the rollback and raise RollBack on every rank, or NumericsError.  `position`: of the next prompt to admit."""
         because = f"it was because {breach.message}{where}"
         if len(self.done) >= MAX_ROLLBACKS:
             raise NumericsError(f"the run has gone back {MAX_ROLLBACKS} times already, and may not do so again; {because}")

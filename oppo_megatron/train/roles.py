@@ -27,7 +27,7 @@ from oppo_megatron.schedule.rounds import Site
 
 @dataclass
 class TrainedRole:
-    """`serving` is the trained module itself if layout and options allow it."""
+    """`serving` is the trained module itself if layout and options allow it; then no weights are moved."""
 
     trained: TrainedModel
     serving: RoleModel

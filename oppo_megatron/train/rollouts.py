@@ -104,7 +104,7 @@ class Rollouts:
             self.filter.retire(batch)
 
     def weights_changed(self, actor: bool) -> None:
-        """Invalidate trained roles' caches of carried rollouts, unless configured."""
+        """Invalidate caches of carried rollouts, unless configured to be kept."""
         if actor and self.overlap.actor_kv == "recompute":
             self.rounds.actor_changed()
         elif actor:

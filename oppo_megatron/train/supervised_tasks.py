@@ -252,7 +252,7 @@ class MarkedPreferences(Preferences[Marked]):
 
 
 class Heldout(HeldoutSchedule, Generic[RowT]):
-    """Held-out rows.  Collective of the world."""
+    """Held-out rows of a run.  Collective of the world."""
 
     def __init__(
         self,
