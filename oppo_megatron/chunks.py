@@ -179,7 +179,7 @@ class StopSignal(Protocol):
 
 
 def merge_rows(index: int, start: int, rows: ChunkRows | Iterable[ChunkRow], stop: StopSignal) -> Chunk:
-    """Merge replicas' rows as one process would have decoded them; token k has the clock `start + 1 + k`, cut once `ready`."""
+    """Merge replicas' rows as one process would decode them; token k has the clock `start + 1 + k`.  Cut at the first `ready`."""
     rows = ChunkRows.of(rows)
     filled = np.flatnonzero(rows.counts)
     rows = rows.at(filled[np.argsort(rows.seq_ids[filled], kind="stable")])

@@ -11,7 +11,7 @@ TELL_S = 5.0
 
 
 class SteadyClock:
-    """Seconds since the epoch, monotonic."""
+    """Seconds since the epoch, advanced by monotonic time."""
 
     def __init__(self) -> None:
         self._offset_s = time.time() - time.monotonic()

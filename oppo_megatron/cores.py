@@ -53,12 +53,12 @@ def processor() -> tuple[str, str]:
 
 
 def host_bytes() -> int:
-    """Memory of the host, job or container."""
+    """Bytes of the host, job or container."""
     return min([int(psutil.virtual_memory().total), *group_limits(MEMBERSHIP, GROUPS)])
 
 
 def group_limits(membership: Path, groups: Path) -> Iterator[int]:
-    """Memory limits of control groups (v1, v2) and their parents."""
+    """Bytes allowed by control groups (v1, v2) and their parents."""
     for group, first in _control_groups("memory", membership, groups):
         file = group / ("memory.limit_in_bytes" if first else "memory.max")
         if file.is_file() and (limit := file.read_text().strip()).isdigit():
@@ -66,7 +66,7 @@ def group_limits(membership: Path, groups: Path) -> Iterator[int]:
 
 
 def cpu_quotas(membership: Path, groups: Path) -> Iterator[float]:
-    """Quotas of control groups, in cores."""
+    """In cores."""
     for group, first in _control_groups("cpu", membership, groups):
         files = ["cpu.cfs_quota_us", "cpu.cfs_period_us"] if first else ["cpu.max"]
         if all((group / file).is_file() for file in files):

@@ -53,7 +53,7 @@ class ScheduleError(OppoError, ValueError):
 
 
 class StallError(OppoError, TimeoutError):
-    """A wait timed out."""
+    """A wait timed out; the message names rank, action and time."""
 
 
 class WorldError(OppoError, ConnectionError):
@@ -61,7 +61,7 @@ class WorldError(OppoError, ConnectionError):
 
 
 class RewardError(OppoError, RuntimeError):
-    """A reward failed or is not finite."""
+    """A reward failed or is not finite; failures never become scores."""
 
 
 class PluginError(OppoError, RuntimeError):

@@ -19,7 +19,7 @@ LEVEL = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 def read_json(text: str | bytes, **options: Any) -> Any:
-    """`json.loads` with a nesting limit.  Raises ValueError."""
+    """`json.loads` up to `DEEPEST`.  Raises ValueError."""
     text = text if isinstance(text, str) else text.decode(json.detect_encoding(text))
     check_json(text)
     return json.loads(text, **options)

@@ -24,7 +24,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """End this process when the starting thread ends, now if `parent` is gone."""
+    """Let the kernel end this process when the starting thread ends; now if `parent` is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent not in (None, os.getppid()):
@@ -37,8 +37,6 @@ def hears(number: int) -> bool:
 
 
 class _Terminal(io.FileIO):
-    """Drops output after the terminal is closed."""
-
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
@@ -126,7 +124,6 @@ class _Held:
             signal.signal(number, lambda number, frame: self._came.append(number))
 
     def deliver(self) -> None:
-        """Idempotent."""
         for number, handler in list(self._handlers.items()):
             signal.signal(number, handler)
             del self._handlers[number]

@@ -195,7 +195,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class StepSignals:
-    """Signals of a step that control delta, the same on every rank."""
+    """Signals that control delta, the same on every rank."""
 
     reward_mean: float  # of the batch's scores, as they are trained on
     tail_waste: float  # share of the decode batch that ran empty: 1 - tokens / (decode steps x most sequences at once)

@@ -32,7 +32,7 @@ def token_rewards(
 
 
 def compared(scores_B: Tensor, group_size: int, baseline: Baseline, scale: Scale, greedy_G: Tensor | None = None) -> Tensor:
-    """Return (scores - baseline) / scale, [B], in float64; 0 in `equal_groups`.  `greedy_G`: scores of greedy responses."""
+    """Return (scores - baseline) / scale, [B], computed in float64; 0 in `equal_groups`."""
     scores_GN = scores_B.double().view(-1, group_size)
     centred_GN = _centred(scores_GN, baseline, None if greedy_G is None else greedy_G.double())
     if scale == "group_std":
@@ -45,7 +45,7 @@ def compared(scores_B: Tensor, group_size: int, baseline: Baseline, scale: Scale
 
 
 def equal_groups(scores_B: Tensor, group_size: int, greedy_G: Tensor | None = None) -> Tensor:
-    """True for groups with scores equal up to `TIE`, [G]."""
+    """True for groups whose scores, the greedy one included, are equal up to `TIE`, [G]."""
     scores_GN = scores_B.view(-1, group_size)
     if greedy_G is not None:
         scores_GN = torch.cat([scores_GN, greedy_G[:, None]], 1)
@@ -99,7 +99,7 @@ def gae(rewards_T: Tensor, values_T: Tensor, lengths_B: Lengths, gamma: float, g
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, sum and sum of squares; disjoint parts add up."""
+    """Sums in float64 that add up over disjoint parts."""
 
     count: int
     total: float

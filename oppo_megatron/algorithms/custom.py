@@ -128,7 +128,6 @@ class CustomLoss:
 
 
 def _versions(inputs: AdvantageInputs | LossInputs) -> list[int]:
-    """torch's counters of in-place changes."""
     return [x._version for field in fields(inputs) if isinstance(x := getattr(inputs, field.name), Tensor)]
 
 

@@ -32,7 +32,7 @@ class GreedyRows:
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """A finished batch; responses to one prompt are neighbours."""
+    """A batch; responses to one prompt are neighbours."""
 
     behaviour_logp_T: Tensor  # recorded at sampling
     reference_logp_T: Tensor | None  # None without a reference
@@ -159,7 +159,7 @@ def _rewards(
     kl_coefficient: float,
     custom: CustomAdvantage | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Token rewards, the same with compared scores (None: not compared), custom advantages, [T] each."""
+    """Token rewards, the same with compared scores (or None), custom advantages, [T] each."""
     scores_B = scores.trained_B
     if kl_T is not None and ppo.kl.mode == "score":
         scores_B = scores_B - kl_coefficient * row_sums(kl_T, lengths_B)

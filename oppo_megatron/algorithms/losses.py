@@ -165,7 +165,7 @@ Terms = Callable[[Tensor, Tensor, Tensor, Surrogate], tuple[Tensor, Tensor]]
 
 
 def _clip(logp_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, surrogate: Surrogate) -> tuple[Tensor, Tensor]:
-    """A token loses its gradient if its ratio is out of range on the side its advantage moves it to."""
+    """Tokens out of range on the side their advantage moves them to lose their gradient."""
     gains_T, held_T = ratio_T * advantages_T, ratio_T.clamp(*surrogate.range) * advantages_T
     losses_T, lost_T = -torch.minimum(gains_T, held_T), held_T < gains_T
     if surrogate.dual_clip is not None:
@@ -176,7 +176,7 @@ def _clip(logp_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, surrogate: Surr
 
 
 def _cispo(logp_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, surrogate: Surrogate) -> tuple[Tensor, Tensor]:
-    """A token loses the part of its weight above the cap."""
+    """Tokens lose the part of their weight above the cap."""
     assert surrogate.ratio_cap is not None, "objective cispo needs a ratio_cap"
     capped_T = ratio_T.detach().clamp(max=surrogate.ratio_cap)
     kept_T = (surrogate.ratio_cap / ratio_T.detach()).clamp(max=1)  # finite for a ratio of 0, too

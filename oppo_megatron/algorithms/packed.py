@@ -12,7 +12,7 @@ Lengths = Sequence[int] | Tensor
 
 
 def lengths_like(x_T: Tensor, lengths_B: Lengths) -> Tensor:
-    """int64 on the device of `x_T`, which the non-empty spans must cover."""
+    """int64 on the device of `x_T`, which the spans must cover."""
     result_B = torch.as_tensor(lengths_B, dtype=torch.int64, device=x_T.device)
     assert result_B.dim() == 1 and x_T.dim() == 1, f"packed tensors are 1-D, got {x_T.shape}, lengths {result_B.shape}"
     assert bool((result_B >= 1).all()), f"every response has at least one token, got lengths {result_B.tolist()}"
@@ -53,7 +53,7 @@ def to_tokens(x_B: Tensor, lengths_B: Tensor, num_tokens: int) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenStats:
-    """Sums over tokens (`max_...`: maxima), detached 0-d float64 tensors."""
+    """Sums over tokens (`max_...`: maxima), 0-d float64."""
 
     num_tokens: Tensor
 
@@ -68,12 +68,12 @@ def count(x_T: Tensor) -> Tensor:
 
 
 def right_share(margin: Tensor, noise: Tensor) -> Tensor:
-    """Return 1 above `noise`, 0 below -`noise`, else 1/2 (float64)."""
+    """1 above `noise`, 0 below -`noise`, else 1/2."""
     return (margin.greater(noise).double() + margin.greater_equal(-noise).double()) / 2
 
 
 def rounding(x: Tensor) -> float:
-    """Relative rounding error of a model's outputs."""
+    """Relative error of a model's outputs."""
     return 4 * torch.finfo(x.dtype).eps
 
 

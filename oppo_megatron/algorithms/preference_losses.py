@@ -28,7 +28,7 @@ FLOAT32 = token_noise("float32")
 
 
 def sequence_sums(logp_R: Tensor, counts: Sequence[int]) -> Tensor:
-    """Sum of each sequence's `counts` rows in float64, [S]."""
+    """Sum of each sequence's `counts` rows, [S]."""
     return torch.stack([piece.sum() for piece in logp_R.double().split(list(counts))])
 
 

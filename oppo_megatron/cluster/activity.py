@@ -21,7 +21,7 @@ class Doing:
 
 
 class Activity:
-    """Nested sections of work. `by_stack`: the stack alone shows waits (gloo)."""
+    """Nested sections of work. `by_stack`: only the stack shows waits (gloo)."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, by_stack: bool = False) -> None:
         self._clock, self._beats, self._last, self.by_stack = clock, 0, clock(), by_stack
@@ -66,7 +66,7 @@ SENDERS = "/torch/", "/megatron/core/", "/oppo_megatron/cluster/", "/oppo_megatr
 
 
 def waits_in(thread: int) -> str | None:
-    """The call by which a thread waits for other ranks ("": one started earlier), or None."""
+    """Call by which a thread waits for other ranks ("": one started earlier), or None."""
     innermost = frame = sys._current_frames().get(thread)
     call = None
     while frame is not None:

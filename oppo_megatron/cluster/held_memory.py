@@ -25,14 +25,14 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def device_bytes(device: torch.device) -> int:
-    """Total bytes of the device; on the host, the job's or container's limit."""
+    """Bytes of the device, or of the host, job or container."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return host_bytes()
 
 
 def peak_resident_bytes(status: Path) -> int:
-    """The fallback `getrusage` counts from before `exec`, so a spawned rank has its parent's size."""
+    """Bytes; `getrusage` is the fallback, because it counts from before `exec`."""
     if status.exists():
         for line in status.read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):  # "VmHWM:     5412 kB", which are KiB

@@ -17,25 +17,21 @@ from oppo_megatron.errors import StallError
 
 
 def new_group(ranks: Sequence[int], desc: str, backend: str | None = None) -> dist.ProcessGroup:
-    """`dist.new_group` with the default group's timeout and back ends; called by all ranks (for a group of one by it alone).
-
-    Members cannot make a group of several: with `use_local_synchronization` torch (up to 2.13) names it by the rank's count of
-    groups, and members with different counts wait forever.
-    """
+    """Create a group; all ranks call it: with `use_local_synchronization`, members with unequal counts of groups wait forever."""
     return dist.new_group(
         list(ranks), timeout=world_timeout(), backend=backend, group_desc=desc, use_local_synchronization=len(ranks) == 1
     )
 
 
 class SharedGroups:
-    """Groups by label and ranks, each made once, in one order on all ranks; this rank's own first: torch names them by number."""
+    """Groups by label and ranks, made once, in one order on all ranks; own ones first, because torch numbers them."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self._alone = new_group((dist.get_rank(),), "self")
 
     def get(self, label: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """Return the group, None outside of it."""
+        """Return None outside of it."""
         belongs = dist.get_rank() in ranks
         if len(ranks) == 1:
             return self._alone if belongs else None
@@ -45,14 +41,14 @@ class SharedGroups:
 
 
 def connect_pairs(group: dist.ProcessGroup) -> None:
-    """Connect the pairs of gloo's barriers and broadcasts (collective): at their first message the store may be gone."""
+    """Connect the pairs of gloo's barriers and broadcasts (collective): later the store may be gone."""
     options = dist.BarrierOptions()
     options.device = torch.device("cpu")
     group.barrier(options).wait()
 
 
 def use_once(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
-    """Run a blocking collective over each group (None: the world), on each rank in the order of their creation."""
+    """Run a blocking collective over each group (None: the world), in order of creation."""
     for group in groups:
         if dist.get_world_size(group) == 1:
             continue
@@ -63,7 +59,7 @@ def use_once(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -
 
 
 def use_ring_once(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Make an interleaved pipeline's communicators, in one order: first messages wait.  A ring of two uses the world's, too."""
+    """Make an interleaved pipeline's communicators in one order; a ring of two uses the world's, too."""
     rank = dist.get_rank()
     for first, second in ring_pairs(dist.get_process_group_ranks(group)):
         for over in (group, None) if group.size() == 2 else (group,):
@@ -75,7 +71,7 @@ def use_ring_once(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def ring_pairs(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """Each neighbouring pair once, every second first, because those share no rank."""
+    """Neighbouring pairs, every second first: those share no rank."""
     if len(ranks) == 2:
         return [(ranks[0], ranks[1])]
     pairs = list(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
@@ -111,12 +107,11 @@ def gather_figures(mine: Mapping[str, float], group: dist.ProcessGroup) -> list[
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """True if a communication back end raised it (gloo's has no class)."""
+    """True for a back end's error (gloo's has no class)."""
     return isinstance(error, dist.DistError) or any(word in str(error) for word in ("/gloo/", "NCCL"))
 
 
 def first_clause(error: Exception) -> str:
-    """First clause of a back end's message, without source file."""
     clause = re.split(r"\. |\n", str(error))[0]
     return re.sub(r"^\[\S+\]\s*", "", clause).rstrip(".") or "no answer"
 
@@ -131,7 +126,7 @@ def stalled(rank: int, what: str, error: RuntimeError, timeout_s: float, waited_
 
 @contextlib.contextmanager
 def waiting_for(what: str, activity: Activity | None = None, *, waits: bool = True) -> Iterator[None]:
-    """A section that waits for peers (`waits`: only waits). Raises StallError."""
+    """Section that waits for peers (`waits`: only waits). Raises StallError."""
     noted = contextlib.nullcontext() if activity is None else activity.doing(what, waits=waits)
     try:
         with noted:

@@ -31,7 +31,7 @@ FOR_RANKS = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 
 def start_method(config: Any, environment: Mapping[str, str] = os.environ) -> StartMethod:
-    """Does not import torch, so the fork server can start before."""
+    """Does not import torch."""
     device = config.runtime.device if hasattr(config, "runtime") else "cpu"
     hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     on_gpu = device == "cuda" or (device == "auto" and not hidden and any(path.exists() for path in DRIVERS))
@@ -40,7 +40,7 @@ def start_method(config: Any, environment: Mapping[str, str] = os.environ) -> St
 
 
 def begin_fork_server() -> None:
-    """Does not wait; the server ignores SIGINT and the ranks' signals."""
+    """Start it without waiting; it ignores SIGINT and the ranks' signals."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     resource_tracker.ensure_running()  # it would unblock signals if it were started later
     heard = signal.pthread_sigmask(signal.SIG_BLOCK, {*FOR_RANKS, signal.SIGINT})
@@ -51,7 +51,6 @@ def begin_fork_server() -> None:
 
 
 def await_fork_server() -> None:
-    """Wait for its imports."""
     first = multiprocessing.get_context("forkserver").Process(target=os.getpid)
     first.start()
     first.join()
@@ -59,7 +58,7 @@ def await_fork_server() -> None:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """A launcher's environment, stdout and stderr, pickled for a rank."""
+    """A launcher's environment, stdout and stderr."""
 
     environment: Mapping[str, str]
 
@@ -73,7 +72,7 @@ class Surroundings:
 
 
 def _taken_over(environment: Mapping[str, str], files: Mapping[int, Any]) -> Surroundings:
-    """Runs in the rank, before torch's agent adds RANK."""
+    """Run in the rank, before torch's agent adds RANK."""
     for number, file in files.items():
         given = file.detach()
         if given != number:  # a spawned process has it already
@@ -86,7 +85,7 @@ def _taken_over(environment: Mapping[str, str], files: Mapping[int, Any]) -> Sur
 
 
 def end_with_launcher() -> None:
-    """End this rank with fork server and launcher; called first."""
+    """End this rank with its launcher; called first."""
     end_with_parent()
     launcher = multiprocessing.parent_process()
     assert launcher is not None, "another launcher's ranks end as that one has them end"

@@ -52,7 +52,7 @@ class MeetingPoint:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], rank: int, size: int) -> MeetingPoint:
-        """MASTER_ADDR and MASTER_PORT, with the launcher's name of the run."""
+        """MASTER_ADDR, MASTER_PORT and the launcher's name of the run."""
         agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         run = environment.get("TORCHELASTIC_RUN_ID") or environment.get("SLURM_JOB_ID", "run")
         attempt = environment.get("TORCHELASTIC_RESTART_COUNT") or environment.get("SLURM_STEP_ID", "0")
@@ -70,12 +70,12 @@ class MeetingPoint:
 
 
 def meet(me: RankHost, point: MeetingPoint, timeout_s: float) -> Meeting:
-    """Wait for all ranks. Raises WorldError on each rank that came, within `timeout_s`."""
+    """Wait for all ranks. Raises WorldError within `timeout_s`."""
     return _Arrival(me, point, timeout_s).meet()
 
 
 def within(seconds: float, work: Callable[[], ResultT]) -> ResultT:
-    """Return `work()` or raise TimeoutError, by a thread: torch's connecting calls may exceed their timeout."""
+    """Return `work()` or raise TimeoutError; torch's calls may exceed their timeout."""
     done: list[ResultT] = []
     failed: list[BaseException] = []
 
@@ -143,7 +143,7 @@ class _Arrival:
             ) from error
 
     def _knock(self, seconds: float) -> str | None:
-        """Return this end's address, or None and set `refusal`."""
+        """This end's address, or None and `refusal`."""
         try:
             with socket.create_connection((self.point.address, self.point.port), timeout=seconds) as connection:
                 self.refusal = ""
@@ -176,7 +176,7 @@ class _Arrival:
             ) from error
 
     def _register(self, store: dist.Store) -> str | None:
-        """Return a fault if this rank is refused."""
+        """Return a fault if refused."""
         me, size, fault = self.me, str(self.point.size), None
         store.add("entered", 1)
         expected = store.compare_set("size", "", size).decode()
@@ -195,7 +195,6 @@ class _Arrival:
         return fault
 
     def _decides(self, store: dist.Store) -> bool:
-        """True for the first caller alone."""
         return store.add("settled", 1) == 1
 
     def _outcome(self, store: dist.Store) -> str:
@@ -225,7 +224,6 @@ def _reason(error: Exception) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """True if other hosts cannot reach the address."""
     if address == "localhost":
         return True
     try:
@@ -235,7 +233,7 @@ def is_loopback(address: str) -> bool:
 
 
 def loopback_store(port: int, timeout: timedelta) -> dist.TCPStore:
-    """Open a store on the loopback alone (torch's listens everywhere); port 0: any. Raises OSError."""
+    """Open a store on the loopback alone; port 0: any. Raises OSError."""
     listener = socket.socket()
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -268,7 +266,7 @@ class LocalMeeting:
         self.run_id, self.store = run_id, loopback_store(0, AGENT_TIMEOUT)
 
     def settings(self) -> dict[str, Any]:
-        """Arguments of torch's LaunchConfig that keep its agent from opening a port."""
+        """Arguments of torch's LaunchConfig; its agent opens no port."""
         rendezvous_handler_registry.register(BACKEND, _handler)  # torch refuses another function later
         return {"run_id": self.run_id, "rdzv_backend": BACKEND, "rdzv_configs": {"store": self.store}}
 

@@ -47,10 +47,7 @@ def choose_device(config: RuntimeConfig) -> None:
 
 @contextlib.contextmanager
 def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.environ) -> Iterator[World]:
-    """Join the ranks given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them, a world of one.
-
-    Raises ConfigError if ranks would share a GPU; WorldError if some do not come in time, or if a message fails.
-    """
+    """Join the ranks (by RANK, WORLD_SIZE, MASTER_*).  Raises ConfigError for a shared GPU, WorldError for missing ranks."""
     rank, size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
     local_rank, local_size = int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", size))
     device = _device(config, local_rank)
@@ -89,7 +86,7 @@ def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.enviro
 
 
 def _set_torch(threads: int) -> Callable[[], None]:
-    """Set torch's threads and switches; return a function that restores them."""
+    """Set threads and switches; return a function that restores them."""
     # gloo connects two ranks in their first message; by default all pairs of a new group, with 2 n store operations per rank.
     late_before = os.environ.get(CONNECT_LATE)
     os.environ.setdefault(CONNECT_LATE, "1")

@@ -58,7 +58,7 @@ class RoleWorker(Protocol):
         """Return the number of tokens (rows).  Raises CapacityError."""
 
     def outbox(self, action: Action) -> Sequence[Tensor]:
-        """Tensors of a send."""
+        """Tensors to send."""
 
     def inbox(self, action: Action) -> Iterator[Tensor]:
         """Buffers, each filled before the next is requested."""

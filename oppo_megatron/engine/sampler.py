@@ -78,7 +78,7 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 def draw(
     logits_RV: Tensor, sampling: Sampling, seq_ids: Sequence[int], positions: Sequence[int], shards: VocabShards | None = None
 ) -> Draw:
-    """Draw a token per row from float32 logits."""
+    """Draw a token per row from float32 logits, equal on every rank."""
     u_R = on_device(uniforms(sampling.seed, seq_ids, positions), logits_RV.device, torch.float64)
     greedy_R = None
     if sampling.members.greedy:
@@ -175,7 +175,7 @@ def _truncated(scaled_RV: Tensor, u_R1: Tensor, sampling: Sampling, shards: Voca
 
 
 def _invert(cumulative_RK: Tensor, target_R1: Tensor) -> Tensor:
-    """First index [R, 1] whose cumulative sum exceeds the target."""
+    """First index [R, 1] whose cumulative sum exceeds the target; never of probability 0."""
     # The target may have been rounded up to the total, which no element exceeds: take the first that reaches it.
     below_R1 = torch.minimum(target_R1, cumulative_RK[:, -1:] * BELOW_ONE)
     # A row that is not a distribution has no such element, but needs a valid index.

@@ -139,7 +139,7 @@ class RoleModel(GPTModel):
         self.rope = rope_tables(self.shape, self.max_length, device)
 
     def forward(self, tokens_T: Tensor | None, plan: AttentionPlan, rows_R: Tensor | None = None) -> Tensor:
-        """Return hidden states [T, 1, H]; on the last stage logits [R, V / tp] (cached: float32) or scalars [R]; None: all T."""
+        """Return hidden [T, 1, H]; last stage: logits [R, V / tp] (last rank: maybe fewer; cached: float32) or scalars [R]."""
         if self.fused is not None and isinstance(plan, CachedPlan):
             return self._cached_forward(self.fused, tokens_T, plan, rows_R)
         hidden = self.embedding(tokens_T.unsqueeze(0), None) if self.pre_process and tokens_T is not None else None

@@ -47,7 +47,7 @@ def _run(
     modules: Sequence[torch.nn.Module], chunks: Sequence[RoleModel], batches: Sequence[MicroBatch], finish: Loss,
     *, forward_only: bool, ahead: list[tuple[MicroBatch, Tensor]],
 ) -> list[dict[str, Tensor]]:  # fmt: skip
-    """Run the pipeline; return the reports of `finish`, on the last stage.  `ahead`: at most one micro-batch, already forward."""
+    """Run the pipeline; return the reports of `finish`, on the last stage.  `ahead`: at most one batch, taken out when used."""
     first = chunks[0]
     groups, interleaved = first.groups, len(chunks) > 1
     missing = _multiple(max(len(batches), 1), groups.pp if interleaved else 1) - len(batches)

@@ -122,7 +122,7 @@ def _fill(request: Request, to: OutputFile, policy: LoadedPolicy, world: World) 
 
 
 def _converse(request: Request, to: Conversation, policy: LoadedPolicy, world: World) -> None:
-    """Answer turn after turn, each sampled with its own number; other ranks get the prompts from rank 0, None at the end."""
+    """Answer turn after turn; other ranks get the prompts from rank 0, None at the end."""
     tokenizer, decoder, numbers = policy.tokenizer, _decoder(replace(request, num_slots=1), policy, SHOWN_STEPS), count()
 
     def shared(prompt: Prompt | None) -> Prompt | None:
@@ -132,12 +132,12 @@ def _converse(request: Request, to: Conversation, policy: LoadedPolicy, world: W
         return box[0]
 
     def decode(prompt: Prompt) -> str:
-        """Collective; Ctrl-C ends the answer if this is the only rank."""
+        """Collective; Ctrl-C ends the answer if this rank is alone."""
         with until_interrupted() if world.size == 1 else nullcontext(lambda: False) as interrupted:
             return tokenizer.decode(_grow(decoder, prompt, tokenizer.decode, world.rank == 0, interrupted))
 
     def answer(messages: Messages) -> str:
-        """Answer, printing tokens as they come.  Raises DataError if the context has no room for an answer."""
+        """Print tokens as they come.  Raises DataError if the context is full."""
         text = tokenizer.chat.render(messages)
         tokens = tuple(encode_prompt(tokenizer, text))
         require_room("the conversation", len(tokens), request.max_length, request.drawing.max_tokens)

@@ -21,7 +21,7 @@ from oppo_megatron.token_text import INCOMPLETE, Decode
 
 @dataclass(frozen=True)
 class Drawing:
-    """Sampling settings (temperature 0: greedy), and further ids that end responses."""
+    """Sampling settings (temperature 0: greedy), further ids that end responses."""
 
     max_tokens: int
     temperature: float = 0.0
@@ -34,14 +34,14 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Terminal:
-    """Standard output; `as_json`: a JSON line per response."""
+    """Standard output, or a JSON line per response."""
 
     as_json: bool = False
 
 
 @dataclass(frozen=True)
 class OutputFile:
-    """Responses go to a JSONL file; `settings`: all that they depend on."""
+    """A JSONL file; `settings`: all that responses depend on."""
 
     path: Path
     settings: dict[str, Any]
@@ -50,7 +50,7 @@ class OutputFile:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns are read from `source` (None: standard input) and answered."""
+    """Turns from `source` (None: standard input)."""
 
     system: str | None = None
     source: str | None = None
@@ -58,10 +58,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Request:
-    """`prompts` have `seq_id` = place * `samples` + sample; a conversation has none.
-
-    `max_length`: of prompt and response.  `num_slots`: sequences per replica at once.  `about_prompts`: lines on a file's rows.
-    """
+    """`prompts` have `seq_id` = place * `samples` + sample.  `max_length`: of prompt and response.  `num_slots`: per replica."""
 
     policy: Policy
     parallel: ParallelConfig
@@ -86,7 +83,7 @@ def settings_of(policy: Policy, drawing: Drawing, samples: int) -> dict[str, Any
 
 
 class GrowingText:
-    """Prints a growing response; an incomplete character waits for its rest."""
+    """Prints a growing response by complete characters."""
 
     def __init__(self, decode: Decode, out: TextIO):
         self._decode, self._out, self._shown = decode, out, ""
@@ -141,7 +138,7 @@ def require_output(to: OutputFile) -> bool:
 
 
 def first_date(path: Path) -> datetime | None:
-    """The date that an interrupted call for this output gave to chat templates."""
+    """Date of chat templates in an interrupted call for this output."""
     partial = partial_path(path)
     try:
         return datetime.fromisoformat(_read(partial)[0]["date"]) if partial.is_file() else None
@@ -150,7 +147,7 @@ def first_date(path: Path) -> datetime | None:
 
 
 class ResponseFile:
-    """A JSONL file in prompt order; incomplete output is in a file next to it."""
+    """A JSONL file in prompt order; incomplete output is next to it."""
 
     def __init__(self, to: OutputFile, prompts: Sequence[Prompt], samples: int, decode: Decode):
         self._to, self._samples, self._decode = to, samples, decode
@@ -198,5 +195,5 @@ class ResponseFile:
 
 
 def _read(partial: Path) -> list[dict[str, Any]]:
-    """Return settings and responses; a killed process may have left part of the last line."""
+    """Settings and responses; the last line may be partial."""
     return list(iter_json_lines(partial)) or [{}]

@@ -19,7 +19,7 @@ HELP = f"{RESET} starts again, Ctrl-C ends an answer, Ctrl-D ends the chat"
 
 
 def converse(system: str | None, read: Callable[[], str | None], answer: Callable[[Messages], str]) -> None:
-    """Answer until `read` returns None; `answer` shows its text.  A turn without room for an answer (DataError) is dropped."""
+    """Answer until `read` returns None.  A turn without room for an answer (DataError) is dropped."""
     messages = opening(system)
     while (line := read()) is not None:
         if line.strip() == RESET:
@@ -36,13 +36,13 @@ def converse(system: str | None, read: Callable[[], str | None], answer: Callabl
 
 @contextmanager
 def open_lines(source: str | None) -> Iterator[Callable[[], str | None]]:
-    """Yield a function that reads a line of standard input, or of `source`; it returns None at the end."""
+    """Yield a reader of a line of standard input, or of `source`; None at the end."""
     with nullcontext(sys.stdin) if source is None else open(source, encoding="utf-8") as stream:
         yield lambda: _line(stream)
 
 
 def parent_input() -> str:
-    """This process's standard input, as a path for a child process."""
+    """Path of this process's standard input for a child process."""
     return f"/proc/{os.getpid()}/fd/0"
 
 
@@ -61,7 +61,7 @@ def _line(stream: TextIO) -> str | None:
 
 @contextmanager
 def until_interrupted() -> Iterator[Callable[[], bool]]:
-    """Yield a function that reports Ctrl-C, which then raises nothing; only in the main thread."""
+    """Yield a function that reports Ctrl-C, which then raises nothing; main thread only."""
     pressed = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield pressed.is_set

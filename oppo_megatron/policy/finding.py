@@ -38,7 +38,7 @@ RunConfig = TrainSettings | SupervisedConfig
 
 @dataclass(frozen=True)
 class Choice:
-    """The user's choices for a policy; None: the directory's own."""
+    """The user's choices; None: the directory's own."""
 
     tokenizer: Path | None = None
     chat_template: str | None = None
@@ -50,10 +50,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Policy:
-    """`summary`: a line on the choice.  `run`: settings of the policy's run.
-
-    `adapters`: `models/` of a checkpoint of adapters only, and their name in it; `model`: their base.
-    """
+    """`summary`: a line on the choice.  `adapters`: folder of a checkpoint of adapters, and their name; `model`: their base."""
 
     directory: Path
     summary: str
@@ -73,7 +70,7 @@ class _Weights:
 
 
 def find_policy(directory: Path, choice: Choice = Choice()) -> Policy:
-    """Find a directory's policy.  Raises CheckpointError or ConfigError, with a remedy."""
+    """Raises CheckpointError or ConfigError, with a remedy."""
     if not directory.exists():
         raise CheckpointError(missing_path("the policy", directory))
     if not directory.is_dir():
@@ -98,7 +95,7 @@ def find_policy(directory: Path, choice: Choice = Choice()) -> Policy:
 
 
 def read_run(directory: Path) -> RunConfig:
-    """Settings that a run recorded.  Raises ConfigError if another command or version wrote them."""
+    """Settings of a run.  Raises ConfigError if another command or version wrote them."""
     tree = read_tree(directory / RUN_CONFIG)
     sections: dict[str, type[RunConfig]] = {"actor": TrainSettings, "dpo": DPOConfig, "separator": RewardModelConfig}
     kind = next((kind for name, kind in sections.items() if name in tree), SFTConfig)
@@ -113,7 +110,7 @@ def read_run(directory: Path) -> RunConfig:
 
 
 def run_of(directory: Path) -> RunConfig | None:
-    """Settings of the run that contains a directory, or None.  Raises as `read_run`."""
+    """Settings of a directory's run, or None.  Raises as `read_run`."""
     above = _run_above(directory)
     return None if above is None else read_run(above)
 
@@ -191,7 +188,7 @@ def _of_adapters(directory: Path, run: RunConfig | None, choice: Choice) -> _Wei
 
 
 def _model(directory: Path, own: TrainedRoleConfig | None, choice: Choice) -> TrainedRoleConfig:
-    """A directory's weights, in the chosen dtype, else the run's, else the stored one."""
+    """Weights in the chosen dtype, else the run's, else the stored one."""
     dtype = choice.dtype or (None if own is None else own.dtype)
     if dtype is None:
         hf_config = read_hf_config(ModelConfig(checkpoint=directory))
@@ -204,7 +201,7 @@ def _role_of(run: RunConfig) -> TrainedRoleConfig:
 
 
 def _tokenizer(found: _Weights, run: RunConfig | None, choice: Choice) -> TokenizerConfig:
-    """Return the chosen tokenizer, else one of the weights, the run, or the adapters' base model."""
+    """The chosen one, else of the weights, the run, or the adapters' base."""
     template = choice.chat_template or (None if run is None else run.tokenizer.chat_template)
     of_run = None if run is None or not run.tokenizer.path.exists() else run.tokenizer.path
     path = choice.tokenizer or _with_tokenizer(found.own) or of_run or _with_tokenizer(found.model.checkpoint)
@@ -226,12 +223,12 @@ def _with_tokenizer(directory: Path | None) -> Path | None:
 
 
 def policy_tokenizer(policy: Policy) -> Tokenizer:
-    """Load the tokenizer; the `generation_config.json` of the run's initial model says where responses end."""
+    """Load the tokenizer; `generation_config.json` of the initial model says where responses end."""
     began = None if policy.run is None else _role_of(policy.run).checkpoint
     return load_tokenizer(policy.tokenizer, began if began is not None and began.is_dir() else policy.model.checkpoint)
 
 
 def require_layout(policy: Policy, parallel: ParallelConfig, max_length: int, vocab_size: int) -> None:
-    """Raise CheckpointError if the model does not fit the layout, `max_length` or the tokenizer."""
+    """Raise CheckpointError if the model does not fit."""
     if problems := check_shape(str(policy.directory), policy.hf_config, parallel, max_length, vocab_size):
         raise CheckpointError("\n".join(problems))

@@ -21,7 +21,7 @@ WITHOUT_LIMIT = 2**40  # tokens: how long a prompt may be is asked with its resp
 
 @dataclass(frozen=True)
 class Wording:
-    """The text around a prompt: `template` at `{prompt}`, or the chat template with a user's turn."""
+    """Text around a prompt: `template` at `{prompt}`, or the chat template."""
 
     template: str = "{prompt}"
     as_chat: bool = False
@@ -47,7 +47,7 @@ def prompts_of_file(
     note: Callable[[str], None] = lambda line: None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Prompt]:
-    """At most `most` prompts, per line of a `.txt` file, else per row as in `oppo train`; `note`: findings, `progress`: rows."""
+    """At most `most` prompts, per line (`.txt`) or row; `note`: findings, `progress`: rows."""
     if path.suffix == ".txt":
         return prompts_of_texts(_lines(path)[:most], wording, tokenizer)
     config = PromptDataConfig(
@@ -78,7 +78,7 @@ def prompts_of_file(
 
 
 def within(prompts: Sequence[Prompt], most_tokens: int | None) -> list[Prompt]:
-    """Keep prompts of at most `most_tokens` tokens.  Raises DataError if none is left."""
+    """Prompts of at most `most_tokens` tokens.  Raises DataError if none is left."""
     kept = [each for each in prompts if most_tokens is None or len(each.tokens) <= most_tokens]
     if prompts and not kept:
         least = min(len(each.tokens) for each in prompts)
@@ -89,7 +89,7 @@ def within(prompts: Sequence[Prompt], most_tokens: int | None) -> list[Prompt]:
 
 
 def numbered(prompts: Sequence[Prompt], samples: int, max_length: int, max_tokens: int, *, of_file: bool) -> list[Prompt]:
-    """Repeat each prompt `samples` times, numbered.  Raises DataError for one without tokens or room for `max_tokens`."""
+    """Repeat prompts `samples` times, numbered.  Raises DataError for one without tokens or room for `max_tokens`."""
     room = max_length - max_tokens
     remedy = f"leave such rows out (--max-prompt-tokens {room})" if of_file and room > 0 else "shorten it"
     for each in prompts:

@@ -24,7 +24,7 @@ from oppo_megatron.schedule.rounds import Site
 
 @dataclass(frozen=True)
 class PolicyPlacement:
-    """Placement of policies on all ranks, in one layout."""
+    """Policies on all ranks, in one layout."""
 
     world: World
     groups: RoleGroups
@@ -53,7 +53,7 @@ class LoadedPolicy:
     def decoder(
         self, sampling: Sampling, stopping: Stopping, *, num_slots: int, round_steps: int = 64, activity: Activity | None = None
     ) -> PromptDecoder:
-        """Collective, with the same arguments.  `num_slots`: sequences per replica at once."""
+        """Collective.  `num_slots`: sequences per replica at once."""
         return PromptDecoder(
             self.model,
             self.placement.links,
@@ -69,7 +69,7 @@ class LoadedPolicy:
 def load_policy(
     policy: Policy, placement: PolicyPlacement, runtime: RuntimeConfig, tokenizer: Tokenizer, max_length: int
 ) -> LoadedPolicy:
-    """Collective.  `max_length`: tokens of the longest prompt and its response.  Raises CheckpointError."""
+    """Collective.  `max_length`: of prompt and response.  Raises CheckpointError."""
     model = load_role(policy.model, placement.groups, head="lm", max_length=max_length, device=placement.world.device)
     if policy.adapters is not None:
         load_adapters(*policy.adapters, model)

@@ -36,10 +36,7 @@ def write_report(
     pictures: bool = True,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Path]:
-    """Write `index.html` and a PNG of each chart into `out`; return their paths, the page first.
-
-    `steps`: timelines to draw, instead of the step of median length.  Raises DataError.
-    """
+    """Write `index.html` and PNGs; return their paths.  `steps`: timelines (default: of median length).  Raises DataError."""
     page = out / PAGE
     if page.exists() and not (page.is_file() and HEADING in page.read_text(encoding="utf-8", errors="replace")):
         raise DataError(f"{page} exists and is not a report; name another folder with --out")
@@ -66,7 +63,7 @@ def write_report(
 
 
 def make_sections(records: Sequence[RunRecord], steps: Sequence[int] = ()) -> list[Section]:
-    """Sections of the page, in order, without pictures."""
+    """Sections in order, without pictures."""
     return [
         overview(records),
         reward_section(records),

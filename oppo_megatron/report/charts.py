@@ -34,7 +34,7 @@ Style = Literal["plain", "dashed", "dotted", "faint", "stepped"]
 
 @dataclass(frozen=True)
 class Line:
-    """Values `ys` at `xs` (None: a gap), with standard errors as bars."""
+    """Values (None: a gap), with standard errors."""
 
     name: str
     xs: Sequence[float]
@@ -46,7 +46,7 @@ class Line:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Lines over one x axis; `name` is the picture's file name."""
+    """Lines over one x axis; `name`: of the picture's file."""
 
     name: str
     title: str
@@ -60,7 +60,7 @@ class LineChart:
 
 @dataclass(frozen=True)
 class Bars:
-    """A value per category; None if missing."""
+    """A value per category, or None."""
 
     name: str
     values: Sequence[float | None]
@@ -69,7 +69,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class BarChart:
-    """Bars per category: rows with texts at their `ends`, or columns; `high`: least upper end of the value axis."""
+    """Rows with texts at their `ends`, or columns; `high`: least upper end of the value axis."""
 
     name: str
     title: str
@@ -103,14 +103,14 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def short(value: float) -> str:
-    """Format with three significant digits, grouped thousands, and an exponent from ten million on."""
+    """Three significant digits, grouped thousands, an exponent from ten million on."""
     if abs(value) >= 1e7:
         return f"{value:.3g}"
     return f"{value:,.0f}" if abs(value) >= 1000 or float(value).is_integer() else f"{value:.3g}"
 
 
 def show(text: str) -> str:
-    """Replace characters that cannot be shown, or that reverse text, by \ufffd."""
+    """Replace characters that cannot be shown, or that reverse text, by �."""
     return UNSHOWABLE.sub("\ufffd", text)
 
 
@@ -134,7 +134,7 @@ def rows_chart(
     rows: Sequence[tuple[str, Mapping[str, float], str]],
     parts: Mapping[str, tuple[str, str]],
 ) -> BarChart:
-    """Stacked rows, each with a label, values by part, and a text at its end; `parts`: label and colour."""
+    """Stacked rows: label, values by part, text at the end; `parts`: label and colour."""
     bars = [Bars(label, [values[key] for _, values, _ in rows], colour) for key, (label, colour) in parts.items()]
     labels, ends = [label for label, _, _ in rows], [end for _, _, end in rows]
     return BarChart(name, title, category, value, labels, bars, stacked=True, horizontal=True, ends=ends)
@@ -168,7 +168,7 @@ def add_legend(figure: Figure, handles: Sequence[Any], names: Sequence[str], col
 
 
 def _label(name: str) -> str:
-    """Return the name as shown; a legend leaves out names that begin with an underscore."""
+    """Legends leave out names with an initial underscore."""
     return f" {show(name)}" if name.startswith("_") else show(name)
 
 

@@ -15,10 +15,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def format_table(columns: Mapping[str, str], rows: Rows) -> str:
-    """Return aligned text; `columns` maps each heading to the key of its values.
-
-    A missing value is a dash.  Numbers have two decimals, none from 100 on; one that would round to 0.00 keeps one digit.
-    """
+    """Aligned text; `columns`: key per heading.  Two decimals, none from 100 on, one digit for small ones; a dash if missing."""
     cells = [list(columns), *([_cell(row.get(key)) for key in columns.values()] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
@@ -37,7 +34,7 @@ def _cell(value: Any) -> str:
 
 
 def draw_steps(rows: Rows, out_png: str | os.PathLike[str]) -> None:
-    """Draw each run's seconds per step, stacked by the actor's activity (`split_step`)."""
+    """Draw seconds per step by the actor's activity (`split_step`)."""
     bars = [(f"{row['placement']}{DOT}{row['mode']}", split_step(row), f"{row['step_s']:.2f} s") for row in rows]
     draw(rows_chart("steps", "Steps (medians)", "run", "seconds per step", bars, ALL_PARTS)).savefig(out_png)
 
@@ -49,7 +46,7 @@ def draw_utilization(runs: Mapping[str, Rows], out_png: str | os.PathLike[str]) 
 
 
 def draw_decode(rows: Rows, out_png: str | os.PathLike[str]) -> None:
-    """Draw decoded tokens/s: a group of bars per batch size, a bar per peer."""
+    """Draw decoded tokens/s by batch size and peer."""
     batches, peers = (list(dict.fromkeys(row[key] for row in rows)) for key in ("batch", "peer"))
     rates = {(row["peer"], row["batch"]): row["tokens_per_s"] for row in rows}
     bars = [Bars(peer, [rates[peer, batch] for batch in batches], run_colour(i)) for i, peer in enumerate(peers)]

@@ -15,10 +15,7 @@ STYLES: tuple[Style, ...] = ("plain", "dashed", "dotted")
 
 @dataclass(frozen=True)
 class Curve:
-    """A chart of fields, each with its word in the legend ("": only the run's name).
-
-    Unless `raw`, measured values are faint and their moving mean is strong.
-    """
+    """Fields with their words in the legend ("": only the run's name); unless `raw`, the moving mean is strong."""
 
     name: str
     title: str
@@ -192,7 +189,7 @@ HELDOUT_NOTES = {
 
 
 def curve_chart(records: Sequence[RunRecord], curve: Curve) -> LineChart | None:
-    """The chart of all runs that have the curve; None if none has."""
+    """Chart of the runs that have the curve, or None."""
     lines = []
     for place, record in enumerate(records):
         for style, (key, word) in zip(STYLES, curve.fields.items(), strict=False):
@@ -230,7 +227,7 @@ def learning_section(records: Sequence[RunRecord]) -> Section:
 
 
 def heldout_section(records: Sequence[RunRecord]) -> Section:
-    """Held-out metrics; step 0 (before training) appears once a run has ended."""
+    """Held-out metrics; step 0 appears once a run has ended."""
     section = Section(
         "heldout",
         "Held-out metrics",
@@ -253,7 +250,7 @@ def heldout_section(records: Sequence[RunRecord]) -> Section:
 
 
 def heldout_of(record: RunRecord) -> dict[str, list[tuple[int, float, float | None]]]:
-    """Step, mean and standard error of each metric; fields of a wrong type count as missing."""
+    """Step, mean and standard error of each metric."""
     by_step: dict[int, tuple[Any, Any]] = {}
     whole = (record.summary or {}).get("heldout")
     for step, entry in whole.items() if isinstance(whole, Mapping) else ():

@@ -54,7 +54,7 @@ def step_section(records: Sequence[RunRecord]) -> Section:
 
 
 def steady(found: Sequence[Any]) -> Sequence[Any]:
-    """Leave out the first of more than three steps, which warms up."""
+    """Leave out the first of more than three steps."""
     return found[1:] if len(found) > 3 else found
 
 
@@ -63,7 +63,7 @@ def _mean_split(found: Sequence[tuple[int, dict[str, float]]]) -> dict[str, floa
 
 
 def _bins(found: Sequence[tuple[int, dict[str, float]]]) -> list[tuple[str, dict[str, float]]]:
-    """At most `MAX_BARS` bars, each a mean of neighbouring steps."""
+    """At most `MAX_BARS` bars, means of neighbouring steps."""
     width = math.ceil(len(found) / MAX_BARS)
     groups = [found[start : start + width] for start in range(0, len(found), width)]
     return [(f"{each[0][0]}–{each[-1][0]}" if len(each) > 1 else str(each[0][0]), _mean_split(each)) for each in groups]

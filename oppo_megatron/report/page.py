@@ -22,7 +22,7 @@ HEADING = "<h1>Run report</h1>"
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under `head`; the first column names the row.  `folded`: hidden under its title."""
+    """Rows of text, named by the first column.  `folded`: hidden under the title."""
 
     title: str
     head: Sequence[str]
@@ -32,7 +32,7 @@ class Table:
 
 @dataclass
 class Section:
-    """A part of the page.  `missing` lists, per run, what was not recorded."""
+    """A part of the page.  `missing`: per run, data not recorded."""
 
     name: str
     heading: str
@@ -51,7 +51,7 @@ class Section:
 
 
 def render(runs: Sequence[str], sections: Sequence[Section], pictures: Mapping[str, bytes]) -> str:
-    """Return the HTML; all text from runs is escaped.  `pictures`: PNGs by the names of charts."""
+    """HTML, with text from runs escaped.  `pictures`: PNGs by chart."""
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, loader=PackageLoader("oppo_megatron.report", "files"),
         finalize=lambda value: show(value) if type(value) is str else value,  # else a macro's output, already escaped

@@ -36,10 +36,7 @@ ALL_PARTS = {**STEP_PARTS, IDLE: ("idle and other", COLOURS["idle"])}
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run: `lines` of metrics.jsonl in step order; `summary` is None until the run has ended.
-
-    `spans` are in seconds from the first, without time between attempts; `no_spans`: the reason if there are none.
-    """
+    """A run, `lines` in step order.  `summary`: None until it has ended.  `spans`: in seconds; `no_spans`: reason for none."""
 
     name: str
     run: RunDirectory
@@ -51,12 +48,12 @@ class RunRecord:
 
     @property
     def kind(self) -> str:
-        """`train`, or `supervised` for `oppo sft`, `rm` and `dpo`."""
+        """`train` or `supervised`."""
         supervised = any("loss" in line for line in self.lines[:1]) if self.lines else "rollout" not in self.config
         return "supervised" if supervised else "train"
 
     def known(self, key: str, x_key: str = "step") -> tuple[list[Any], list[float]]:
-        """Numbers of a field and their steps (or `x_key`), from lines with both."""
+        """Numbers of a field and their steps (or `x_key`)."""
         found = [(line["step"] if x_key == "step" else number(line, x_key), number(line, key)) for line in self.lines]
         points = [(x, y) for x, y in found if x is not None and y is not None]
         return [x for x, _ in points], [y for _, y in points]
@@ -66,7 +63,7 @@ class RunRecord:
 
 
 def number(line: Mapping[Any, Any], key: str) -> float | None:
-    """The finite number in a field, or None; `field.key` names an entry of a mapping."""
+    """Finite number in a field (`field.key`: of a mapping), or None."""
     value: Any = line
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -75,7 +72,7 @@ def number(line: Mapping[Any, Any], key: str) -> float | None:
 
 
 def split_step(line: MetricsLine) -> dict[str, float]:
-    """Split `line["step_s"]` into `ALL_PARTS`; decoding is without scoring in its rounds."""
+    """Split `line["step_s"]` into `ALL_PARTS`; decoding is without scoring."""
     parts = {key: number(line, key) or 0.0 for key in STEP_PARTS}
     step_s = number(line, "step_s") or 0.0
     parts["decode_s"] = max(0.0, parts["decode_s"] - max(0.0, sum(parts.values()) - step_s))
@@ -84,7 +81,7 @@ def split_step(line: MetricsLine) -> dict[str, float]:
 
 
 def deferred_counts(lines: Sequence[MetricsLine]) -> Counter[int]:
-    """Number of trained responses by the number of steps they were carried over."""
+    """Trained responses by the steps they were carried over."""
     total: Counter[int] = Counter()
     for line in lines:
         deferred = line.get("deferred")
@@ -96,14 +93,14 @@ def deferred_counts(lines: Sequence[MetricsLine]) -> Counter[int]:
 
 
 def memory_peaks(line: MetricsLine) -> list[float | None]:
-    """Peak MiB by rank, None if unknown; empty if the line has none."""
+    """Peak MiB by rank, None if unknown; or empty."""
     value = line.get("memory_peak_mb")
     peaks = [number({"peak": peak}, "peak") for peak in value] if isinstance(value, list) else []
     return peaks if any(peak is not None for peak in peaks) else []
 
 
 def read_runs(paths: Sequence[str | os.PathLike[str]], progress: Callable[[str], None] = lambda line: None) -> list[RunRecord]:
-    """Read run directories, named by the shortest path ends that differ.  Raises DataError."""
+    """Read run directories, named by the shortest distinct path ends.  Raises DataError."""
     resolved = [Path(path).resolve() for path in paths]
     for place, path in enumerate(resolved):
         if path in resolved[:place]:
@@ -116,10 +113,7 @@ def read_runs(paths: Sequence[str | os.PathLike[str]], progress: Callable[[str],
 
 
 def read_run(path: str | os.PathLike[str], name: str | None = None, *, spans: bool = True) -> RunRecord:
-    """Read a run directory of this version or an earlier one, possibly while it is written.
-
-    Raises DataError, or ConfigError if a file in it is a pipe, socket or device.
-    """
+    """Read a run, possibly unfinished.  Raises DataError, or ConfigError for a pipe, socket or device."""
     run = RunDirectory(path)
     if not run.path.is_dir():
         what = "a file" if run.path.exists() else "no such directory"
@@ -155,7 +149,7 @@ def read_run(path: str | os.PathLike[str], name: str | None = None, *, spans: bo
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
-    """Shortest ends of the paths, with the same number of folders, that differ."""
+    """Shortest distinct ends of the paths, with as many folders."""
     for depth in range(1, 1 + max(len(path.parts) for path in paths)):
         names = ["/".join(path.parts[-depth:]) for path in paths]
         if len(set(names)) == len(names):
@@ -164,7 +158,7 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Return a JSON object; empty if missing or unreadable."""
+    """A JSON object; empty if missing or unreadable."""
     try:
         value = read_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -173,7 +167,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def without_downtime(spans: Sequence[Span], lines: Sequence[MetricsLine]) -> list[Span]:
-    """Remove pauses between attempts, without spans and longer than the steps on both sides; return spans by start."""
+    """Remove pauses between attempts (without spans, longer than the steps around them); return spans by start."""
     took_s = {line["step"]: (number(line, "step_s") or 0.0) + (number(line, "checkpoint_s") or 0.0) for line in lines}
     order = sorted(spans, key=lambda span: span.start)
     ends, gaps = [], []  # end and seconds of each pause
@@ -195,7 +189,7 @@ def without_downtime(spans: Sequence[Span], lines: Sequence[MetricsLine]) -> lis
 
 
 def sample_responses(record: RunRecord) -> tuple[list[Mapping[str, Any]], str]:
-    """Trained responses of three steps: lowest, middle and highest reward, and the longest; or the reason for none."""
+    """Trained responses of three steps: lowest, middle, highest reward, and the longest; or the reason for none."""
     if not record.run.rollouts.exists():
         return [], "run with logging.rollouts=true"
     steps = [line["step"] for line in record.lines if not line.get("skipped")]

@@ -68,7 +68,7 @@ def overview(records: Sequence[RunRecord]) -> Section:
 
 
 def _figures(record: RunRecord) -> dict[str, Any]:
-    """Figures of the summary, or of the steps until there is one."""
+    """Figures of the summary, or of the steps so far."""
     lines: list[dict[str, Any]] = []
     for line in record.lines:  # fields of a wrong type count as missing
         deferred = {str(times): count for times, count in deferred_counts([line]).items()}
@@ -89,7 +89,7 @@ def _steps_done(record: RunRecord) -> str:
 
 
 def _differences(records: Sequence[RunRecord]) -> list[list[str]]:
-    """A row per setting that differs, without sections that only one run has."""
+    """A row per differing setting, without sections of one run only."""
     sections = Counter(name for record in records for name in record.config)
     flat = [dict(_flat({name: value for name, value in record.config.items() if sections[name] > 1})) for record in records]
     keys = sorted({key for settings in flat for key in settings} - {"run_dir"})
@@ -106,7 +106,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _add_curves(section: Section, records: Sequence[RunRecord], curves: Sequence[Curve], *names: str) -> None:
-    """Add the charts that any run has; `names` of the first curves are for the list of missing ones."""
+    """Add charts; `names` of the first curves are for the list of missing ones."""
     for curve, name in zip_longest(curves, names):
         for record in records:
             if name is not None and not any(record.has(key) for key in curve.fields):

@@ -26,7 +26,7 @@ END_STYLE: Any = (0, (4, 2))
 
 @dataclass(frozen=True, slots=True)
 class StepWindow:
-    """Spans that overlap the time from a step's start to the next step's start."""
+    """Spans from a step's start to the next's."""
 
     step: int
     start: float
@@ -53,11 +53,7 @@ class Timeline:
 
 
 def step_bounds(spans: Sequence[Span]) -> dict[int, tuple[float, float]]:
-    """Start and end of each step, in step order.
-
-    A step lasts from its first span of work to the next step's first (the last: to its last span's end), so work that overlaps
-    two steps counts once.  Waiting and evaluation do not bound a step.
-    """
+    """Start and end of each step, from its first span of work to the next step's first; work over two steps counts once."""
     work = [span for span in spans if span.name not in WAITING and span.name != "evaluate"]
     starts: dict[int, float] = {}
     for span in work:
@@ -71,7 +67,7 @@ def step_bounds(spans: Sequence[Span]) -> dict[int, tuple[float, float]]:
 
 
 def step_window(name: str, spans: Sequence[Span], step: int | None) -> StepWindow:
-    """Cut a step out of a run's spans; None: of median length, except the first if possible.  Raises DataError."""
+    """Cut a step out of spans; None: of median length, except the first if possible.  Raises DataError."""
     bounds = step_bounds(spans)
     if not bounds or (step is not None and step not in bounds):
         have = f"has work of steps {min(bounds)} to {max(bounds)}" if bounds else "has no work of any step"
@@ -86,7 +82,7 @@ def step_window(name: str, spans: Sequence[Span], step: int | None) -> StepWindo
 
 
 def waits(window: StepWindow) -> dict[tuple[int, str], dict[str, float]]:
-    """Seconds within the step by rank and role, then by kind of waiting."""
+    """Seconds by rank and role, then by kind of waiting."""
     seconds: dict[tuple[int, str], dict[str, float]] = {lane: {} for lane in window.lanes}
     for span in window.spans:
         if span.name in WAITING:
@@ -110,7 +106,7 @@ def draw_windows(windows: Mapping[str, StepWindow]) -> Figure:
 
 
 def draw_window(axes: Axes, name: str, window: StepWindow) -> None:
-    """Draw one panel: bars clipped to the step, at most `MAX_ROWS` rows."""
+    """Draw bars clipped to the step, at most `MAX_ROWS` rows."""
     row_of = {lane: row for row, lane in enumerate(window.lanes[:MAX_ROWS])}
     bars: dict[tuple[bool, int, str, bool], list[tuple[float, float]]] = defaultdict(list)
     for span in window.spans:
@@ -154,15 +150,12 @@ def _draw_legend(figure: Figure, windows: Sequence[StepWindow]) -> None:
 
 
 def utilization(runs: Sequence[Path]) -> list[dict[str, float]]:
-    """Each rank's percentages of decoding, scoring, updates and idle time (waits, messages, score exchange), summed over runs.
-
-    Counted from the first work of step 2 on any rank (step 1 if alone) to the last work.
-    """
+    """Each rank's percentages of decoding, scoring, updates and idle time, from step 2 on (step 1 if alone), over all runs."""
     return shares([(str(run), read_trace(RunDirectory(run).trace)) for run in runs])
 
 
 def shares(traces: Sequence[tuple[str, Sequence[Span]]]) -> list[dict[str, float]]:
-    """Compute `utilization` from (name, spans) per run; errors show the name."""
+    """`utilization` of (name, spans) per run."""
     busy: dict[int, dict[str, float]] = {}
     total_s = 0.0
     for name, spans in traces:
@@ -182,7 +175,7 @@ def shares(traces: Sequence[tuple[str, Sequence[Span]]]) -> list[dict[str, float
 
 
 def work_seconds(run: Path) -> dict[int, dict[int, float]]:
-    """Seconds of work, without waits, by rank, then step."""
+    """Seconds of work by rank, then step."""
     work: dict[int, dict[int, float]] = {}
     for span in _work(str(run), read_trace(RunDirectory(run).trace)):
         steps = work.setdefault(span.rank, {})
@@ -191,7 +184,7 @@ def work_seconds(run: Path) -> dict[int, dict[int, float]]:
 
 
 def kind_of(span: Span) -> str | None:
-    """The entry in `KINDS` of a label or action (`prefill reward m0 c3`); None for other work and waits."""
+    """Entry in `KINDS` of a label or action (`prefill reward m0 c3`), or None."""
     word = span.name.split(" ")[0]
     if word in ("decode", "sample") or (word == "prefill" and span.role == "actor"):
         return "decode"

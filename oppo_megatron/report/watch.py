@@ -52,7 +52,7 @@ FIGURES = {
 
 @dataclass(frozen=True)
 class Glance:
-    """A run at one moment: last spans in `record`, newest response, seconds since its last line."""
+    """A run now: last spans, newest response, seconds since its last line."""
 
     record: RunRecord
     newest: Mapping[str, Any] | None
@@ -60,10 +60,7 @@ class Glance:
 
 
 def watch(path: str | os.PathLike[str], interval_s: float, console: Console) -> None:
-    """Show a run every `interval_s` seconds (0, or without a terminal: once) until it has finished.  Raises DataError.
-
-    A low terminal cuts off the view, but the last one is printed whole.
-    """
+    """Show a run every `interval_s` seconds (0: once), until it has finished.  Raises DataError."""
     now = glance(path)
     if interval_s and console.is_terminal:
         with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
@@ -77,7 +74,7 @@ def watch(path: str | os.PathLike[str], interval_s: float, console: Console) -> 
 
 
 def glance(path: str | os.PathLike[str], now: float | None = None) -> Glance:
-    """Read a run directory, possibly while it is written; `now`: seconds since the epoch.  Raises DataError."""
+    """Read a run, possibly unfinished; `now`: seconds since the epoch.  Raises DataError."""
     run = RunDirectory(path)
     now = time.time() if now is None else now
     quiet_s = max(0.0, now - run.metrics.stat().st_mtime) if run.metrics.exists() else None
@@ -89,7 +86,7 @@ def glance(path: str | os.PathLike[str], now: float | None = None) -> Glance:
 
 
 def last_objects(path: Path, num_bytes: int) -> list[dict[str, Any]]:
-    """Objects of the complete lines in the last bytes of a JSONL file."""
+    """Objects of complete lines in the last bytes of a JSONL file."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -106,7 +103,7 @@ def last_objects(path: Path, num_bytes: int) -> list[dict[str, Any]]:
 
 
 def _last_spans(run: RunDirectory) -> tuple[list[Span], str]:
-    """Spans of the last steps that every rank's tail covers; the text is the reason if there are none."""
+    """Spans of the last steps that every rank's tail covers, or the reason for none."""
     try:
         ranks = [[Span(**line) for line in last_objects(path, END_OF_TRACE)] for path in run.rank_traces()]
         if not any(ranks):
@@ -153,7 +150,7 @@ def _missing(record: RunRecord, what: str, why: str = "the run does not record i
 
 
 def spark(values: Sequence[float], width: int = SPARK) -> str:
-    """The values as a line of blocks; means of neighbours if there are more than `width`."""
+    """Values as blocks; means of neighbours beyond `width`."""
     if len(values) > width:
         edges = [len(values) * place // width for place in range(width + 1)]
         values = [fmean(values[a:b]) for a, b in zip(edges, edges[1:], strict=False)]

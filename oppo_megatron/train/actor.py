@@ -40,7 +40,7 @@ After the first minibatch the weights have moved, so the other tokens need an ex
 
 @dataclass(frozen=True)
 class BegunUpdate:
-    """Log-probs [T] under an update's initial weights (last stage), and decoding's gap to them."""
+    """Log-probs [T] under the initial weights (last stage), and decoding's gap to them."""
 
     proximal_T: Tensor | None = None
     gap: dict[str, float] | None = None
@@ -48,7 +48,7 @@ class BegunUpdate:
 
 @dataclass
 class Actor:
-    """The policy and its optimizer.  `ess`: effective sample size of the last update; 1 before the first."""
+    """The policy and its optimizer.  `ess`: of the last update; 1 before the first."""
 
     role: TrainedRole
     algorithm: Algorithm
@@ -62,7 +62,7 @@ class Actor:
         self._compared_at = self.algorithm.choices.temperature(self.temperature)
 
     def begin(self, batch: Sequence[Rollout], settings: UpdateSettings) -> None:
-        """Do the work that needs no scores; `update` with the same batch and settings completes it."""
+        """Do the work that needs no scores; `update` completes it."""
         self._begun = self._prepare(batch, settings)
         if self.algorithm.reads_known:
             begin_update(self.role.trained, batch, settings, self.algorithm.units)
@@ -76,10 +76,7 @@ class Actor:
     def update(
         self, batch: Sequence[Rollout], experience: Experience, kl_coefficient: float, settings: UpdateSettings
     ) -> dict[str, float]:
-        """Train PPO epochs on the batch and publish the new weights.  Returns statistics.
-
-        Raises NumericsError on every rank if a gradient is not finite.
-        """
+        """Train PPO epochs and publish; return statistics.  Raises NumericsError on every rank if a gradient is not finite."""
         begun, self._begun = self._begun or self._prepare(batch, settings), None
         inputs_T, columns_T = self._loss_inputs(batch, experience, begun.proximal_T, settings)
         counts = {"batch_size": len(batch), "group_size": settings.group_size}
@@ -110,7 +107,7 @@ class Actor:
         return summary | packing | {"reallocated_bytes": moved.bytes_moved, "reallocate_s": moved.seconds}
 
     def set_aside(self) -> Callable[[], None]:
-        """Return the function that undoes later updates."""
+        """Return a function that undoes later updates."""
         undo, ess = self.role.undo(), self.ess
 
         def back() -> None:
@@ -128,7 +125,7 @@ class Actor:
     def _loss_inputs(
         self, batch: Sequence[Rollout], experience: Experience, proximal_T: Tensor | None, settings: UpdateSettings
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Tensors [T] for any loss, and further ones for a custom loss; empty except on the last stage."""
+        """Tensors [T] for any loss, and for a custom loss; empty except on the last stage."""
         if not self._groups.is_last_stage:
             return {}, {}
         base_T, weight_T = self.algorithm.ratio_base(experience.old_logp_T, proximal_T, experience.lengths_B)
@@ -160,7 +157,7 @@ class Actor:
         return found, columns
 
     def _under_start(self, batch: Sequence[Rollout], settings: UpdateSettings) -> BegunUpdate:
-        """Log-probs of the batch under the initial weights; replicas divide the rows."""
+        """Log-probs under the initial weights; replicas divide the rows."""
         trained, groups = self.role.trained, self._groups
         rows = balance([r.num_tokens for r in batch], groups.dp)[groups.dp_rank]
         prompts, responses = [batch[i].prompt.tokens for i in rows], [batch[i].tokens for i in rows]
@@ -228,7 +225,7 @@ class Critic:
     stats: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CRITIC_STATS, 0.0))
 
     def update(self, batch: Sequence[Rollout], experience: Experience, settings: UpdateSettings) -> dict[str, float]:
-        """Train value epochs on the batch and publish the weights.  After a NumericsError `stats` are NaN."""
+        """Train value epochs and publish the weights.  After a NumericsError `stats` are NaN."""
         self.stats = no_stats()
 
         def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:

@@ -48,7 +48,7 @@ def run_rank(kind: str, config: Any) -> int:
 
 
 def run_training(kind: str, config: Any) -> bool:
-    """Train from a configuration of command `kind`; False if asked to stop, after saving."""
+    """Train as command `kind`; False if asked to stop, after saving."""
     preemption, inputs = Preemption(config.preempt_deadline_s), None
     if kind == "train":
         inputs = read_inputs(config, by_time(is_owner=os.environ.get("RANK", "0") == "0"))
@@ -68,10 +68,7 @@ def run_training(kind: str, config: Any) -> bool:
 
 
 def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preemption) -> bool:
-    """Run PPO on this rank to the end; False if asked to stop earlier, after saving.
-
-    Raises RollBack if the run must restart from its last checkpoint.
-    """
+    """Run PPO on this rank; False if asked to stop, after saving.  Raises RollBack to restart from the last checkpoint."""
     found = find_checkpoint(config, world)
     saver, run = ppo_saver(config, world, inputs.prompts, preemption), RunDirectory(config.run_dir)
     rollbacks = Rollbacks.of_run(run, inputs.prompts, config.seed, config.data.shuffle, resumed=found is not None)

@@ -53,10 +53,7 @@ class Evaluator(HeldoutSchedule):
         ]
 
     def measure(self, step: int) -> Figures:
-        """Measure the metrics after `step` steps and report them to early stopping.
-
-        Raises RewardError on the actor's first output rank if a judge fails.
-        """
+        """Measure and report to early stopping.  Raises RewardError on the actor's first output rank if a judge fails."""
         rollouts = None if self.exchange.actor is None else self._decode(self.exchange.actor.role.serving)
         scores_N = self._model_scores(rollouts) if self.judges.reads_model() else None
         table = None
@@ -84,7 +81,7 @@ class Evaluator(HeldoutSchedule):
         return sorted(decoder.decode(self.prompts), key=lambda rollout: rollout.seq_id)
 
     def _model_scores(self, rollouts: Sequence[Rollout] | None) -> Tensor:
-        """Scores [N] on every rank; the replicas divide the sequences."""
+        """Scores [N] on every rank; replicas divide the sequences."""
         exchange, source, prompts = self.exchange, self.source, self.prompts
         speaks = exchange.rank == source
         responses = [rollout.tokens for rollout in rollouts or ()]

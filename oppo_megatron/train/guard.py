@@ -50,10 +50,7 @@ TENSORS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts of a step; `config` (YAML) and `reason` are added on writing.
-
-    `policy_version`: before the update.  `figures`: statistics known here.  `history`: a `History`.
-    """
+    """Facts of a step.  `policy_version`: before the update.  `figures`: statistics known here.  `history`: a `History`."""
 
     step: int
     seed: int
@@ -110,12 +107,12 @@ class RejectedBatch:
 
 
 class RollBack(Exception):
-    """Raised on every rank once the rollback is on disk; the ranks must then restart."""
+    """Raised on every rank once the rollback is on disk; ranks must restart."""
 
 
 @dataclass(frozen=True)
 class Rollback:
-    """One line.  `left_out`: positions in the prompt stream; `rows`: their data set rows, in the same order."""
+    """`left_out`: positions in the prompt stream; `rows`: their data set rows."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
 
@@ -138,7 +135,7 @@ class Rollback:
 
 
 class Rollbacks:
-    """Rollbacks of a run, the same on every rank.  `checkpoint`: the last one and its stream position."""
+    """Rollbacks of a run.  `checkpoint`: the last one and its stream position."""
 
     def __init__(self, run: RunDirectory, prompts: PromptStream, done: Sequence[Rollback] = ()):
         self._run, self._prompts, self.done = run, prompts, list(done)
@@ -173,10 +170,7 @@ class Rollbacks:
     def go_back(
         self, step: int, breach: Breach, where: str, rejected: Sequence[int], position: int, num_written: int, *, keeper: bool
     ) -> None:
-        """Write the rollback on the keeper, and raise RollBack on every rank; NumericsError if the run may not go back.
-
-        `rejected`: sequences of the rejected batch.  Prompts before `position` have been admitted.
-        """
+        """Write the rollback and raise RollBack on every rank, or NumericsError.  `position`: of the next prompt to admit."""
         because = f"it was because {breach.message}{where}"
         if len(self.done) >= MAX_ROLLBACKS:
             raise NumericsError(f"the run has gone back {MAX_ROLLBACKS} times already, and may not do so again; {because}")
@@ -220,7 +214,7 @@ class Guard:
         self.rules = Rules(config.guards, config.guards.gap_limit(config.actor.dtype, config.rollout.temperature))
 
     def examine(self, scored: ScoredBatch, kl_coefficient: float, seen: Moments) -> tuple[Experience, Breach | None]:
-        """Return the experience, and a breach if it must not be trained on (figures may not be finite)."""
+        """Return the experience, and a breach if it must not be trained on."""
         try:
             experience = self.algorithm.experience(scored, kl_coefficient, seen=seen)
         except (RewardError, NumericsError) as error:
@@ -230,7 +224,7 @@ class Guard:
         return experience, self.rules.check({} if kl is None else {"kl_mean": kl})
 
     def watch(self, role: str, update: Callable[[], dict[str, float]]) -> tuple[dict[str, float], Breach | None]:
-        """Update `role`.  Returns its statistics (none after a gradient that is not finite) and its breach."""
+        """Update `role`; return statistics (none for a non-finite gradient) and breach."""
         try:
             figures = update()
         except NumericsError as error:
@@ -239,7 +233,7 @@ class Guard:
         return figures, self.rules.check(figures)
 
     def agree(self, breaches: Sequence[Breach | None], step: int) -> Breach | None:
-        """Return the first breach of any rank if all must act on it, else this rank's."""
+        """First breach of any rank if all must act on it, else this rank's."""
         own = first(breaches)
         if not self.rules.agree_on_updates or dist.get_world_size() == 1:
             return own
@@ -251,10 +245,7 @@ class Guard:
         return own if own is not None and found is not None and own.encode()[:2] == found.encode()[:2] else found
 
     def settle(self, breach: Breach | None, rejected: RejectedBatch, position: int, refusal: str | None) -> None:
-        """Keep the rejected batch; raise NumericsError or RewardError to stop, RollBack to return to a checkpoint.
-
-        `position`: stream position after all admitted prompts.  `refusal`: the reward's reason for a NaN score.
-        """
+        """Keep the batch and raise: NumericsError or RewardError to stop, else RollBack.  `refusal`: reason for a NaN score."""
         if breach is None:
             self.in_a_row = 0
             return

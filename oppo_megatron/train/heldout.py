@@ -35,7 +35,7 @@ class HeldoutLog:
         return {step: mean for step, mean in known if mean is not None}
 
     def summary(self, kept: tuple[float, Position] | None) -> dict[str, Any]:
-        """Fields of the summary.  The best checkpoint `kept` defines the best step if no held-out metric does."""
+        """Fields of the summary.  The checkpoint `kept` defines the best step if no metric does."""
         found = self.best() or (None if kept is None else (kept[1].step, kept[0]))
         best = None
         if found is not None and self.standard is not None:
@@ -53,7 +53,7 @@ class HeldoutLog:
 
 
 class HeldoutSchedule:
-    """When held-out metrics are due, and whether they end the run; the same on every rank."""
+    """When metrics are due, and whether they end the run; the same on every rank."""
 
     def __init__(self, every_steps: int, stop: EarlyStopConfig | None):
         self.every_steps = every_steps

@@ -45,10 +45,7 @@ class Inputs:
 
 
 def read_inputs(config: TrainSettings, progress: Callable[[str], None] = lambda line: None) -> Inputs:
-    """Read tokenizer, prompts, rewards and length trace; `progress` gets a line per row.
-
-    Raises ConfigError, DataError or RewardError for unusable input.
-    """
+    """Read inputs; `progress` gets a line per row.  Raises ConfigError, DataError or RewardError."""
     tokenizer = load_tokenizer(config.tokenizer, config.actor.checkpoint)
     lengths = forced_quantile(config.rollout.lengths, config.rollout.max_response_tokens)
     require_stop_texts(config.rollout.stop_texts, tokenizer, "rollout.stop", "rollout.stop")
@@ -100,10 +97,7 @@ def unearned_formats(config: TrainSettings, tokenizer: Tokenizer, prompt: str) -
 
 
 def try_answers(inputs: Inputs, settings: TrainSettings) -> list[str]:
-    """Try expected answers that only a separate process can compare, and close the rewards.
-
-    `bad_rows` decides if incomparable ones are quarantined (returns a line) or raise DataError.
-    """
+    """Try answers that need a separate process, and close the rewards.  Returns lines on quarantined rows or raises DataError."""
     found = 0
     sets = [(inputs.rewards, inputs.prompts, settings.data)]
     if settings.evaluation is not None and inputs.heldout is not None and inputs.judges is not None:
@@ -150,7 +144,7 @@ def describe_first(quarantine: Quarantine) -> list[str]:
 
 
 def verdict_clock(config: TrainConfig) -> VerdictClock | None:
-    """When finished responses are judged; None without a filter."""
+    """Time at which finished responses are judged; None without a filter."""
     if config.filter is None:
         return None
     period = config.overlap.admission_period

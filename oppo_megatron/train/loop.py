@@ -46,7 +46,7 @@ from oppo_megatron.train.updates import Adaptation, Updates
 
 @dataclass
 class TrainingLoop(Saveable):
-    """One rank's view of a run.  `done`: trained steps; `phase`: of a step interrupted by a stop, else None."""
+    """One rank's view of a run.  `done`: trained steps; `phase`: of an interrupted step, else None."""
 
     config: TrainConfig
     world: World
@@ -67,7 +67,7 @@ class TrainingLoop(Saveable):
         self.rollbacks = self.updates.guard.rollbacks
 
     def run(self) -> bool:
-        """Train until all rollouts are trained; False if asked to stop, after saving."""
+        """Train all rollouts; False if asked to stop, after saving."""
         if self.done == 0 and self.phase is None:
             self._evaluate(last=False)
         while not self.over:
@@ -91,10 +91,7 @@ class TrainingLoop(Saveable):
         return True
 
     def _step(self, step: int, plan: StepPlan) -> bool:
-        """Make, or complete, one step of the paper's Algorithm 1; False if asked to stop within it.
-
-        Makes no step if a filter has dropped all remaining prompts.
-        """
+        """Make, or complete, a step (paper, Algorithm 1), unless all prompts are dropped; False if asked to stop."""
         self._admit(step)
         while not self.rollouts.complete:
             chunk = self._decode(plan)  # while the scorers prefill the chunk before
@@ -137,7 +134,7 @@ class TrainingLoop(Saveable):
 
     @property
     def over(self) -> bool:
-        """True if nothing is left to train; an early end or fewer steps may leave rollouts."""
+        """True if nothing is left to train."""
         stopped = self.evaluator is not None and self.evaluator.over
         return self.rollouts.scheduler.done or self.done == self.config.steps or stopped
 
@@ -232,7 +229,7 @@ class TrainingLoop(Saveable):
 
     @property
     def _parts(self) -> dict[str, Any]:
-        """Parts with a `state_dict` that all ranks share; None if the run has no such part."""
+        """Parts with a `state_dict` that all ranks share, or None."""
         adaptation = self.adaptation
         return {
             "filter": self.rollouts.filter, "chunk": adaptation.chunk, "kl": adaptation.kl, "early_stop": self.evaluator,
@@ -271,7 +268,7 @@ class TrainingLoop(Saveable):
             self.rounds.admit(self.rollouts.scheduler.refill())
 
     def load_state_dict(self, state: Mapping[str, Any], held: Sequence[Rollout]) -> None:
-        """Continue from `state_dict` and the buffer's rollouts, without books and caches."""
+        """Continue from `state_dict` and held rollouts, without books and caches."""
         self.done = self.meter.settled = state["done"]
         self.rollouts.scheduler.load_state_dict(state["scheduler"], held)
         for name, part in self._parts.items():

@@ -24,7 +24,7 @@ FIXED_MEBIBYTES = 100
 
 
 def require_memory(config: TrainConfig | SupervisedConfig, world: World) -> None:
-    """Raise CapacityError if this rank's host or CUDA device lacks the memory that the run needs at least."""
+    """Raise CapacityError if host or CUDA device lacks the least memory of the run."""
     me = world.hosts[world.rank]
     mine = (me.node, me.host, me.device)  # containers of several machines may bear one name
     ranks = [each.rank for each in world.hosts if (each.node, each.host, each.device) == mine]
@@ -37,7 +37,7 @@ def require_memory(config: TrainConfig | SupervisedConfig, world: World) -> None
 
 @dataclass
 class MemoryMeter:
-    """This rank's memory: `base_bytes` before any model, and the peak up to the last `look`."""
+    """This rank's memory: `base_bytes` before any model, and the peak."""
 
     device: torch.device
     base_bytes: int
@@ -46,16 +46,16 @@ class MemoryMeter:
 
     @classmethod
     def begin(cls, device: torch.device) -> MemoryMeter:
-        """Call after libraries, process groups and inputs are loaded, before any model is built."""
+        """Call after libraries, process groups and inputs are loaded."""
         base = held_bytes(device)
         return cls(device, base, base)
 
     def look(self) -> None:
-        """Record the peak so far; the kernel's counts are inexact and may decrease."""
+        """Record the peak; the kernel's counts may decrease."""
         self.peak_bytes = max(self.peak_bytes, peak_bytes(self.device))
 
     def of_all_ranks(self) -> MemoryByRank:
-        """Share the peaks up to the last `look`.  Collective of the world."""
+        """Share the recorded peaks.  Collective of the world."""
         self.by_rank = MemoryByRank(*by_rank([self.base_bytes, self.peak_bytes], self.device))
         return self.by_rank
 

@@ -50,10 +50,7 @@ BLOCK = 4096
 
 
 def reference_fingerprint(model: ModelConfig) -> str:
-    """SHA-256 of a model's shape, type, weights and initial adapters.  Collective: ranks divide the files.
-
-    Fresh adapters do not change a model's outputs, so they are left out.
-    """
+    """SHA-256 of a model's shape, type, weights and initial adapters (unless fresh).  Collective: ranks divide the files."""
     lora = model.lora if isinstance(model, LearningModelConfig) else None
     known: dict[str, Any] = {"dtype": model.dtype, "shape": read_hf_config(model)}
     if model.checkpoint is not None:
@@ -124,16 +121,16 @@ def _checksum(keys: Tensor, logprobs: Tensor) -> str:
 
 
 class ReferencePass:
-    """Fills `table`.  Collective of the world; `owner` reads and writes the file."""
+    """Fills `table`.  Collective of the world; `owner` has the file."""
 
     def __init__(self, config: DPOConfig, table: Table, world: World, owner: int, note: Callable[[str], None]):
         self.config, self.table, self.world, self.owner, self.note = config, table, world, owner, note
         self.path = config.reference_logprobs or RunDirectory(config.run_dir).reference
         with world.activity.doing("checksums of the reference's weights"):
-            self.fingerprint = reference_fingerprint(config.referred)
+            self.fingerprint = reference_fingerprint(config.reference or config.model)
 
     def make(self, answers: Iterable[Answered], load: Load) -> RoleModel:
-        """Get the log-probs of `answers`; return the model to train, made by `load`."""
+        """Get the log-probs of `answers`; return the model to train."""
         own = self.config.reference
         found: list[Any] = [self._read() if dist.get_rank() == self.owner else None]
         dist.broadcast_object_list(found, src=self.owner)
@@ -153,7 +150,7 @@ class ReferencePass:
         return load(self.config.model)
 
     def _read(self) -> Table | DataError:
-        """Replace an unusable file in the run directory, but refuse one named by the configuration."""
+        """Replace an unusable file of the run, but refuse a configured one."""
         if not self.path.exists():
             return {}
         try:
@@ -203,10 +200,7 @@ def answer_logprobs(batch: MicroBatch, logits_RV: Tensor, vocab: VocabShards) ->
 def answer_sums(
     model: RoleModel, answers: Sequence[Answered], budget: int, world: World, report: Callable[[float], None]
 ) -> list[float]:
-    """`answer_logprobs` of all answers, the same on every rank; replicas divide the answers.
-
-    `report` gets this rank's finished share after each micro-batch.
-    """
+    """`answer_logprobs` of all answers, divided among replicas.  `report` gets this rank's finished share."""
     groups = model.groups
     device = next(model.parameters()).device
     mine = range(groups.dp_rank, len(answers), groups.dp)

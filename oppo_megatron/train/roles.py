@@ -34,7 +34,7 @@ class TrainedRole:
     reallocation: Reallocation | None
 
     def retire(self) -> None:
-        """Begin an update; until `publish`, the serving model uses megatron-core's modules."""
+        """Begin an update; until `publish`, serving uses megatron-core's modules."""
         self.serving.begin_weight_update()
 
     def publish(self) -> MoveReport:
@@ -53,7 +53,7 @@ class TrainedRole:
         return back
 
     def share(self, stats: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
-        """Share an update's statistics from the last training stage with every rank of the role."""
+        """Share statistics of the last stage with every rank of the role."""
         groups = self.trained.model.groups
         device = next(self.serving.parameters()).device
         values = on_device([stats.get(name, 0.0) for name in names], device, torch.float64)
@@ -91,10 +91,7 @@ def build_trained_role(
 
 @dataclass(frozen=True)
 class Topology:
-    """The placement of all roles, and this rank's groups (None for roles it does not hold).
-
-    `training` groups update actor and critic; they are those in `groups` if the layouts agree.
-    """
+    """Placement of all roles, and this rank's groups; `training` updates actor and critic."""
 
     site: Site
     training_placements: dict[str, RolePlacement]
@@ -104,7 +101,7 @@ class Topology:
 
 
 def build_topology(config: TrainConfig, device: torch.device) -> Topology:
-    """Create all process groups (listed in `schedule/links.py`) and links, and use each once in order."""
+    """Create all process groups and links (`schedule/links.py`), and use each once."""
     site, trained, shared = Site(role_placements(config)), training_placements(config), SharedGroups()
     groups = {name: build_groups(p.ranks, p.tp, p.pp, name, shared) for name, p in site.placements.items()}
     training = {

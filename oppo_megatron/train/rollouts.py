@@ -21,10 +21,7 @@ NOTHING = np.zeros(0, dtype=np.int64)  # no sequence
 
 @dataclass
 class Rollouts:
-    """All records of a sequence: buffer, books, caches, outputs, stream codec, reward requests.
-
-    All but the workers' are the same on every rank.  `planning` times decisions and bookkeeping.
-    """
+    """All records of sequences, the same on every rank except the workers'.  `planning` times decisions."""
 
     scheduler: OvercommitScheduler
     rounds: RoundRunner
@@ -48,10 +45,7 @@ class Rollouts:
             self._settle(self.filter)
 
     def decode(self, most: int, version: int, *, stream: bool, halt: bool) -> tuple[Chunk, int]:
-        """Decode at most `most` tokens of each rollout with the policy's `version` and advance all records.
-
-        With `stream`, scorers prefill the previous chunk.  Returns the chunk and the number of newly admitted prompts.
-        """
+        """Decode at most `most` tokens each; return chunk and number of new prompts.  `stream`: prefill the previous chunk."""
         buffer = self.buffer
         with self.planning():
             backfilled = self.scheduler.backfill()
@@ -110,7 +104,7 @@ class Rollouts:
             self.filter.retire(batch)
 
     def weights_changed(self, actor: bool) -> None:
-        """Invalidate what trained roles have cached of carried rollouts, unless configured to be kept."""
+        """Invalidate caches of carried rollouts, unless configured to be kept."""
         if actor and self.overlap.actor_kv == "recompute":
             self.rounds.actor_changed()
         elif actor:

@@ -29,10 +29,7 @@ from oppo_megatron.rundir.disk import free_bytes, megabytes
 def save_role(
     model: Chunks, directory: Path, tokenizer: Tokenizer, base: Path | None = None, stop_token_ids: Sequence[int] = ()
 ) -> None:
-    """Write a role's weights, or adapters for `base`.  Collective of the role.
-
-    `stop_token_ids` also end a response.  Raises CheckpointError on the writing rank.
-    """
+    """Write weights, or adapters for `base`.  Collective of the role.  Raises CheckpointError on the writing rank."""
     chunks = as_chunks(model)
     first = chunks[0]
     groups = first.groups
@@ -59,10 +56,7 @@ VISIBLE_WITHIN_S = 60.0  # network file systems show a new file late
 def prepare_run_directory(
     config: TrainConfig | SupervisedConfig, world: World, state: Mapping[str, Any] | None, quarantine: Quarantine, *, owner: bool
 ) -> None:
-    """Let `owner` create the run directory, or cut its files to a checkpoint's `state`, before any rank writes.
-
-    Raises ConfigError on a host that does not see it.
-    """
+    """Let `owner` create the run directory, or cut it to a checkpoint's `state`.  Raises ConfigError on a host that lacks it."""
     run = RunDirectory(config.run_dir)
     if owner:
         if state is None:

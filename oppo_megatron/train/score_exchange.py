@@ -44,14 +44,14 @@ class StepRewards:
         return None if found is None else cls(found, StepEnds(found.separator, tokenizer.decode))
 
     def ends(self, responses: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Index of the last token of each step, per response."""
+        """Index of each step's last token, per response."""
         return [self.step_ends.of(response) for response in responses]
 
     def scores(self, logits_S: Tensor, ends: Sequence[Sequence[int]]) -> Tensor:
         return response_scores(step_scores(logits_S), [len(row) for row in ends], self.part.step_rewards)[0]
 
     def of_tokens(self, logits_T: Tensor, responses: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
-        """Score of each response [B], and weighted token rewards [T] (None if only whole responses are rewarded)."""
+        """Scores [B] and weighted token rewards [T] (None: whole responses only)."""
         ends = self.ends(responses)
         starts = accumulate((len(response) for response in responses), initial=0)
         places = [start + end for start, row in zip(starts, ends, strict=False) for end in row]
@@ -71,10 +71,7 @@ Known = Mapping[int, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class ScoreReport:
-    """Figures that come with the scores: seconds of the scorers' first rank, `work` per round.
-
-    `critic`, `ess`: of the last updates.  `measured`: of the rank that sends the chunks.
-    """
+    """Seconds of the scorers' first rank, `work` per round.  `critic`, `ess`: of the last updates.  `measured`: of the sender."""
 
     parts: dict[str, float]
     score_busy_s: float
@@ -87,10 +84,7 @@ class ScoreReport:
 
 @dataclass
 class ScoreExchange:
-    """Collective of the world, once per step.  Sizes follow from the batch, which every rank knows.
-
-    A reward that is not finite is NaN.  The scorers' first rank computes rewards and keeps the reason in `refusal`.
-    """
+    """Collective of the world, once per step; `refusal`: the reason for a NaN reward (scorers' first rank)."""
 
     rank: int
     device: torch.device
@@ -116,11 +110,7 @@ class ScoreExchange:
         measured: Callable[[], list[float]],
         known: Known,
     ) -> tuple[ScoredBatch, ScoreReport]:
-        """Return the batch's scores, values and reference log-probs on every rank; for greedy responses only the reward.
-
-        `seconds`, `work`: this rank's totals and seconds per round.  `measured` is called after the scores.  `known`: parts from
-        `judge`.
-        """
+        """Share the batch's scores, values and reference log-probs.  `seconds`, `work`: this rank's.  `known`: from `judge`."""
         trained = self.members.to_train(batch)
         sizes = [len(r.tokens) for r in trained]
         reference_T, values_T = (
@@ -163,7 +153,7 @@ class ScoreExchange:
         return scored, ScoreReport(parts, busy_s, idle_s, leaders_work, critic, ess, of_rollout)
 
     def judge(self, rollouts: Sequence[Rollout], rounds: RoundRunner, labels: Sequence[str]) -> list[list[float]]:
-        """Wait for the reward parts `labels` of finished rollouts that the reward model has read."""
+        """Wait for the reward parts `labels` of finished rollouts."""
         reads_model = self.rewards.reads_model(labels)
         model_N = self._model_scores(rollouts, rounds)[0] if reads_model else None
         self.request(rollouts)
@@ -175,7 +165,7 @@ class ScoreExchange:
         return self._scored(rollouts, model_N, len(labels), parts).tolist()
 
     def request(self, rollouts: Sequence[Rollout], known: Collection[str] = ()) -> None:
-        """Request scores of finished rollouts, except `known` parts, from services and rule processes; returns at once."""
+        """Request scores, except `known` parts, from services and rule processes; returns at once."""
         if self.rank != self._leader or not self.rewards.asks_services:
             return
         new = (rollout for rollout in rollouts if rollout.finished and not self.rewards.requested(rollout.seq_id))
@@ -196,7 +186,7 @@ class ScoreExchange:
         return dict(zip(CRITIC_STATS, stats.tolist(), strict=True))
 
     def shared(self, what: str, values: Tensor | None, size: int, source: int) -> Tensor:
-        """Call `share` and wait for its end; a watchdog blames no rank for this wait."""
+        """Call `share` and wait; a watchdog blames no rank."""
         with self.activity.doing(what, waits=True):
             shared = share(values, size, source, self.device)
             if self.device.type == "cuda":
@@ -256,7 +246,7 @@ class ScoreExchange:
         width: int,
         numbers: Callable[[ScoreItem, float | None, Rollout], list[float]],
     ) -> Tensor:
-        """`width` numbers per rollout, [N, width].  User code runs on one rank only."""
+        """[N, width] numbers.  User code runs on one rank only."""
         table = None
         if self.rank == self._leader:
             rows, functions = [], " and ".join(map(repr, self.rewards.user_functions))
@@ -276,7 +266,7 @@ class ScoreExchange:
 
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
-    """Element-wise sums over all ranks, added in rank order, so bit for bit the same on each."""
+    """Element-wise sums in rank order, bit for bit the same on all ranks."""
     return _of_all_ranks(values, device).sum(0).tolist()
 
 

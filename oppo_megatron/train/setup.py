@@ -162,7 +162,7 @@ class RoleBuilder:
 def build_loop(
     config: TrainConfig, world: World, inputs: Inputs, saver: Saver, rollbacks: Rollbacks, ahead: Ahead = NEW_RUN
 ) -> TrainingLoop:
-    """Build this rank's groups, models, optimizers and books for the rest of the run (`ahead`)."""
+    """Build groups, models, optimizers and books for the rest of the run (`ahead`)."""
     config = _with_kv_layout(config, world.device)
     prompts = prompt_stream(config, inputs.prompts, ahead)
     total_steps = ahead.total_steps(config.steps, prompts.planned, batch_rows(config))
@@ -219,7 +219,7 @@ def build_loop(
 
 
 def _with_kv_layout(config: TrainConfig, device: torch.device) -> TrainConfig:
-    """Settle the layout of the KV caches, because planner and caches must count slots the same way."""
+    """Settle the layout of KV caches, so planner and caches count slots the same way."""
     if config.runtime.kv_layout != "auto":
         return config
     dtypes = {DTYPES[role.dtype] for role in named_roles(config).values()}
@@ -228,10 +228,7 @@ def _with_kv_layout(config: TrainConfig, device: torch.device) -> TrainConfig:
 
 
 def prompt_stream(config: TrainConfig, prompts: PromptSet, ahead: Ahead = NEW_RUN) -> PromptStream:
-    """Return exactly the prompts to train: admission ends early enough that none is left over.
-
-    With a filter their number is unknown, and the scheduler stops admission.
-    """
+    """Return exactly the prompts to train; with a filter their number is unknown, and the scheduler stops admission."""
     limit = None if config.filter is not None else ahead.limit(config.steps, batch_rows(config))
     return PromptStream(
         prompts, config.seed, epochs=config.passes, limit=limit, shuffle=config.data.shuffle,

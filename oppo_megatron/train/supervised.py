@@ -60,10 +60,7 @@ from oppo_megatron.train.supervised_tasks import (
 
 @dataclass
 class SupervisedTrainer(Saveable, Generic[RowT]):
-    """One rank's view of the run.  `steps`: of the whole run; `report`: on one rank only.
-
-    `take_point` is called for each batch before training on it, if the task needs it.
-    """
+    """One rank's view of the run.  `steps`: of the whole run; `report`: on one rank.  `take_point` precedes each batch."""
 
     config: SupervisedConfig
     task: Task[RowT]
@@ -79,7 +76,7 @@ class SupervisedTrainer(Saveable, Generic[RowT]):
     take_point: TakePoint | None
 
     def run(self) -> bool:
-        """Make the remaining steps, measure and save; False if asked to stop, after saving."""
+        """Train and measure; False if asked to stop, after saving."""
         config = self.config
         if self.passed.steps == 0:
             self._measure()
@@ -144,7 +141,6 @@ class SupervisedTrainer(Saveable, Generic[RowT]):
             self.report.heldout.load_state_dict(found.state["heldout"])
 
     def _measure(self) -> bool:
-        """Measure the held-out metrics if they are due."""
         step = self.passed.steps
         if self.heldout is None or not self.heldout.due(step, last=step >= self.steps):
             return False
@@ -194,10 +190,7 @@ def task_of(config: SupervisedConfig) -> Task[Any]:
 
 
 def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World, preemption: Preemption) -> bool:
-    """Train, then write weights and summary into `config.run_dir`; False if asked to stop, after saving.
-
-    Raises ConfigError, DataError or CheckpointError before a model is built.
-    """
+    """Train and write weights; False if asked to stop.  Raises ConfigError, DataError or CheckpointError for wrong input."""
     layout = config.parallel
     if world.size != layout.num_ranks:
         raise ConfigError(

@@ -51,7 +51,7 @@ class Task(ABC, Generic[RowT]):
 
     @abstractmethod
     def num_tokens(self, row: RowT) -> int:
-        """Tokens of a row that the model reads."""
+        """Tokens that the model reads."""
 
     @abstractmethod
     def micro_batches(self, rows: Sequence[RowT], budget: int, device: torch.device) -> list[MicroBatch]: ...
@@ -62,11 +62,11 @@ class Task(ABC, Generic[RowT]):
 
     @abstractmethod
     def measure(self, rows: Sequence[RowT], vocab: VocabShards, batch: MicroBatch, output: Tensor) -> Tensor:
-        """Return the table of a `Measure`."""
+        """Table of a `Measure`."""
 
 
 class FineTuning(Task[Completion]):
-    """Next-token prediction on completions; prompts are not trained on."""
+    """Next-token prediction on completions."""
 
     title = "sft"
 
@@ -81,7 +81,7 @@ class FineTuning(Task[Completion]):
         return next_token_loss(logp_R, sum(len(row.completion) for row in rows))
 
     def measure(self, rows: Sequence[Completion], vocab: VocabShards, batch: MicroBatch, output: Tensor) -> Tensor:
-        """Per row: completion tokens, sum of their negative log-probs, number of most likely tokens."""
+        """Per row: completion tokens, sum of negative log-probs, number of most likely tokens."""
         logp_R, _ = token_logprobs(output, batch.targets_R, vocab)
         right_R = likeliest_share(output, batch.targets_R, vocab)
         columns_R3 = torch.stack([torch.ones_like(logp_R), -logp_R, right_R], -1).double()
@@ -99,7 +99,7 @@ class RewardModelling(Task[Pair]):
         return 2 * len(row.prompt) + len(row.chosen) + len(row.rejected)  # the prompt is read with each answer
 
     def micro_batches(self, rows: Sequence[Pair], budget: int, device: torch.device) -> list[MicroBatch]:
-        """A pair with more than `budget` tokens is a micro-batch of its own."""
+        """A pair with more than `budget` tokens is its own micro-batch."""
         sequences = [([*row.prompt, *row.chosen], [*row.prompt, *row.rejected]) for row in rows]
         return [
             whole_sequences(index, [sequence for i in index for sequence in sequences[i]], device)
@@ -110,12 +110,12 @@ class RewardModelling(Task[Pair]):
         return preference_loss(output.view(-1, 2), len(rows))
 
     def measure(self, rows: Sequence[Pair], vocab: VocabShards, batch: MicroBatch, output: Tensor) -> Tensor:
-        """Per pair: 1, loss, whether the chosen answer scores higher, and by how much."""
+        """Per pair: 1, loss, accuracy and margin."""
         return preference_table(output.view(-1, 2)).double()
 
 
 class ProcessRewardModelling(Task[Steps]):
-    """The scalar at a step's last token is the logit of the step being right."""
+    """The scalar at a step's last token is its logit of being right."""
 
     title = "prm"
     head: Head = "scalar"
@@ -124,7 +124,7 @@ class ProcessRewardModelling(Task[Steps]):
         return len(row.prompt) + len(row.completion)
 
     def micro_batches(self, rows: Sequence[Steps], budget: int, device: torch.device) -> list[MicroBatch]:
-        """Request outputs at the labelled ends, with the labels in `extra`."""
+        """Outputs at the labelled ends, labels in `extra`."""
         sequences = [[*row.prompt, *row.completion] for row in rows]
         batches = pack_at(sequences, [[len(row.prompt) + end for end in row.ends] for row in rows], budget, device)
         for batch in batches:
@@ -136,7 +136,7 @@ class ProcessRewardModelling(Task[Steps]):
         return step_loss(output, batch.extra["labels"], sum(len(row.labels) for row in rows))
 
     def measure(self, rows: Sequence[Steps], vocab: VocabShards, batch: MicroBatch, output: Tensor) -> Tensor:
-        """Per row: number of labels, sum of their losses, number of right predictions."""
+        """Per row: number of labels, sum of losses, number of right predictions."""
         columns_R3 = step_table(output, batch.extra["labels"]).double()
         pieces = columns_R3.split([len(rows[i].labels) for i in batch.index])
         return torch.stack([piece.sum(0) for piece in pieces])
@@ -162,14 +162,14 @@ class Preferences(Task[RowT]):
         return [answer for row in (*rows, *held, *others) for answer in self.answers(row)]
 
     def mismatched(self, rows: Sequence[RowT]) -> Sequence[RowT]:
-        """Rows read without gradient before training on the batch `rows`; empty for most losses."""
+        """Rows read without gradient before training; empty for most losses."""
         return ()
 
     def num_tokens(self, row: RowT) -> int:
         return sum(len(prompt) + len(answer) - 1 for prompt, answer in self.answers(row))  # a last token predicts nothing
 
     def micro_batches(self, rows: Sequence[RowT], budget: int, device: torch.device) -> list[MicroBatch]:
-        """Keep all answers of a row in one micro-batch, because the loss compares them."""
+        """Keep all answers of a row together, because the loss compares them."""
         answers = [self.answers(row) for row in rows]
         batches = pack_together(answers, budget, device)
         for batch in batches:
@@ -187,7 +187,7 @@ class Preferences(Task[RowT]):
 
 
 class PairPreferences(Preferences[Pair]):
-    """Raises the chosen answer over the rejected one, relative to the reference (DPO)."""
+    """Raises the chosen answer over the rejected one (DPO)."""
 
     title = "dpo"
 
@@ -203,7 +203,7 @@ class PairPreferences(Preferences[Pair]):
 
 
 class MarkedPreferences(Preferences[Marked]):
-    """Raises wanted completions over the reference point `point` (z0), lowers unwanted ones (KTO)."""
+    """Raises wanted completions over `point` (z0), lowers unwanted ones (KTO)."""
 
     title = "kto"
 
@@ -217,10 +217,7 @@ class MarkedPreferences(Preferences[Marked]):
         return ((row.prompt, row.completion),)
 
     def mismatched(self, rows: Sequence[Marked]) -> Sequence[Marked]:
-        """Return each prompt with the completion of the previous row with another prompt, cyclically.
-
-        Long rows are cut.  Empty if all prompts are the same.
-        """
+        """Pair each prompt with the completion of the previous other prompt, cyclically; empty if all prompts are the same."""
         if not self.has_mismatched or len({tuple(row.prompt) for row in rows}) < 2:
             return ()
         found = []
@@ -237,7 +234,7 @@ class MarkedPreferences(Preferences[Marked]):
         return batches
 
     def take_point(self, world: World, trained: TrainedModel, rows: Sequence[Marked], step: int, budget: int) -> None:
-        """Measure z0 for the batch `rows` with the current weights.  Collective of the world."""
+        """Measure z0 with the current weights.  Collective of the world."""
         self.point = 0.0
 
         def log_ratios(rows: Sequence[Any], vocab: VocabShards, batch: MicroBatch, logits_RV: Tensor) -> Tensor:
@@ -255,7 +252,7 @@ class MarkedPreferences(Preferences[Marked]):
 
 
 class Heldout(HeldoutSchedule, Generic[RowT]):
-    """The held-out rows of a run.  Collective of the world, with the same result on every rank."""
+    """Held-out rows of a run.  Collective of the world."""
 
     def __init__(
         self,
@@ -292,7 +289,7 @@ def measure_rows(
     budget: int,
     what: str,
 ) -> list[float]:
-    """Moments of `measure`'s table (`width` columns) over `rows`, divided among replicas.  Collective of the world."""
+    """Moments of `measure`'s table (`width` columns), divided among replicas.  Collective of the world."""
     groups = trained.model.groups
     mine = rows[groups.dp_rank :: groups.dp]
     device, finish = next(trained.model.parameters()).device, partial(measure, mine, trained.model.vocab)

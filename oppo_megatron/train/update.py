@@ -55,7 +55,7 @@ class UpdateSettings:
 
 @dataclass(frozen=True)
 class History:
-    """Moments of trained batches' scores (`seen`), and the critic's steps before the actor's first (`warmed`)."""
+    """Moments of trained scores (`seen`), and the critic's steps before the actor's first (`warmed`)."""
 
     seen: Moments = NOTHING_SEEN
     warmed: int = 0
@@ -71,7 +71,7 @@ class History:
 
 
 def begin_update(trained: TrainedModel, batch: Sequence[Rollout], settings: UpdateSettings, units: Units = each_alone) -> None:
-    """Run the first forward pass of `run_update`, which needs no other inputs; does nothing in a pipeline."""
+    """Run the first forward pass of `run_update`; does nothing in a pipeline."""
     groups = trained.model.groups
     mine = next(_shares(batch, groups.dp, settings, units))[groups.dp_rank]
     if trained.goes_ahead and mine:
@@ -88,10 +88,9 @@ def run_update(
     weights: RowWeights | None = None,
     units: Units = each_alone,
 ) -> list[dict[str, float]]:
-    """Make one optimizer step per minibatch of each epoch, and return a report of each.
+    """Make one optimizer step per minibatch of each epoch; return their reports, over all tokens.
 
-    `extra_T`: tensors for the loss.  `weights` adds `share` [T], each token's weight in a minibatch, unless all are 1.  Every
-    rank passes the whole batch; replicas divide minibatches by tokens, but loss and report cover all tokens.
+    `extra_T`: for the loss.  `weights` adds `share` [T].  Every rank passes the whole batch; replicas divide minibatches.
     """
     reports = []
     lengths = torch.tensor([len(r.tokens) for r in batch])
@@ -147,7 +146,7 @@ def _shares(
 
 
 def num_minibatches(num_rows: int, settings: UpdateSettings) -> int:
-    """Optimizer steps per epoch; at most the number of groups."""
+    """Steps per epoch; at most the number of groups."""
     return min(settings.minibatches, num_rows // settings.group_size)
 
 

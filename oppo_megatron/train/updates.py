@@ -27,10 +27,7 @@ from oppo_megatron.train.update import History, UpdateSettings, num_minibatches
 
 @dataclass
 class Updates:
-    """`actor` and `critic` are None on ranks without them, or without a critic.
-
-    `conclude` waits for the pending checkpoint, to which a guard may return.  `admitted`: the stream position.
-    """
+    """`actor`, `critic`: None on other ranks.  `conclude` waits for the pending checkpoint.  `admitted`: the stream position."""
 
     config: TrainConfig
     world: World
@@ -54,7 +51,7 @@ class Updates:
         return step > self.config.ppo.critic_warmup_steps
 
     def make(self, step: int, batch: Sequence[Rollout], scored: ScoredBatch) -> tuple[Experience, Breach | None]:
-        """Update actor and critic, or leave them unchanged and return a guard's breach."""
+        """Update actor and critic, or return a guard's breach."""
         experience, breach = self.guard.examine(scored, self.kl.value, self.history.seen)
         facts = self._facts(step, experience.stats.figures())
         if breach is None:
@@ -124,10 +121,7 @@ COSTS_KEPT = 0.5
 
 @dataclass
 class Adaptation:
-    """One rank's controllers, and `costs`, its actions' times in this step.
-
-    Ranks must agree on the chunk size, so it depends only on figures shared with the scores.
-    """
+    """One rank's controllers, and its actions' `costs`; the chunk size depends only on shared figures."""
 
     world: World
     scheduler: OvercommitScheduler
@@ -142,10 +136,7 @@ class Adaptation:
         self._of_run, self._of_late = CostMeter(self.costs.stages), CostMeter(self.costs.stages)
 
     def learn_costs(self, step: int) -> None:
-        """Update the cost model of the next step's woven rounds from all ranks' measurements.
-
-        Call before the update: the ranks have just met for the scores, later they diverge.
-        """
+        """Update the cost model from all ranks' measurements; call before the update, when ranks have just met."""
         sums = self.costs.take()
         self._learned += 1
         warm = self._learned > 2

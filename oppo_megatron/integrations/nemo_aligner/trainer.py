@@ -233,7 +233,7 @@ def _uncut(cfg: DictConfig, model: Any) -> list[str]:
 
 
 def _shared(batch_iterator_cls: Any) -> list[str]:
-    """Reasons why replicas share prompts."""
+    """Reasons why a replica does not know its own prompts."""
     made = batch_iterator_cls.func if isinstance(batch_iterator_cls, partial) else batch_iterator_cls
     if made is DefaultBatchIterator:
         return []
