@@ -289,6 +289,7 @@ class MeasuredDelta(DeltaController):
 
 
 def change(newer: float, older: float, rewards: Sequence[float]) -> float:
+    """Return the difference, or 0 within `TIE`: rounding must not move delta."""
     difference = newer - older
     return difference if abs(difference) > TIE * max(map(abs, rewards)) else 0.0
 

@@ -1,4 +1,4 @@
-"""Dynamic sampling (arXiv 2503.14476, docs/algorithm.md)."""
+"""Dynamic sampling (arXiv 2503.14476, docs/algorithm.md): groups of equally good responses are not trained."""
 
 from __future__ import annotations
 
