@@ -107,20 +107,17 @@ PRESETS = {
 
 Name = Literal[
     "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "magistral",
-    "online_dpo",
-    "remax",
+    "online_dpo", "remax",
 ]  # fmt: skip
 
 
 def _table() -> tuple[tuple[str, ...], ...]:
-    head = ("preset", *CHOICES, "KL", "group_size", "ppo", "source")
-    return (head, *(_row(name, preset) for name, preset in PRESETS.items()))
-
-
-def _row(name: str, preset: Preset) -> tuple[str, ...]:
-    kl = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in preset.kl.values())
-    bounds = ", ".join(f"{key} {value:g}" for key, value in preset.ppo.items())
-    return (name, *preset.choices.values(), kl, str(preset.group_size), bounds or "-", preset.source)
+    rows: list[tuple[str, ...]] = [("preset", *CHOICES, "KL", "group_size", "ppo", "source")]
+    for name, preset in PRESETS.items():
+        kl = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in preset.kl.values())
+        bounds = ", ".join(f"{key} {value:g}" for key, value in preset.ppo.items())
+        rows.append((name, *preset.choices.values(), kl, str(preset.group_size), bounds or "-", preset.source))
+    return tuple(rows)
 
 
 class AlgorithmConfig(Section):
@@ -237,16 +234,12 @@ def with_preset(settings: Any) -> Any:
         settings = settings | {"ppo": dict(preset.ppo) | ppo | {"kl": {**usual, **kl}}}
     if isinstance(rollout, dict):
         settings = settings | {"rollout": {"group_size": preset.group_size} | rollout}
-    return settings if preset.filter is None else _with_filter(settings, preset.filter)
-
-
-def _with_filter(settings: dict[str, Any], usual: str) -> dict[str, Any]:
     overlap = settings.get("overlap", {})
-    if settings.get("filter", usual) is None or not isinstance(overlap, dict):
+    if None in (preset.filter, settings.get("filter", preset.filter)) or not isinstance(overlap, dict):
         return settings
     if overlap.get("inter", True) is True:
         overlap = {"backfill": True} | overlap
-    return {"filter": usual} | settings | {"overlap": overlap} if overlap.get("backfill") else settings
+    return {"filter": preset.filter} | settings | {"overlap": overlap} if overlap.get("backfill") else settings
 
 
 SECTIONS = ("algorithm", "ppo", "dpo", "rollout", "overlap", "filter")

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from operator import attrgetter
 
 from oppo_megatron.config.algorithm import PRESETS
 from oppo_megatron.config.derived import least_micro_batch
-from oppo_megatron.config.ppo import PPOConfig, RolloutConfig
+from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.config.run import TrainConfig
 
 AND_NOTHING = "so that nothing is learned"
-
-
-def _has_kl(config: TrainConfig) -> bool:
-    return config.ppo.kl.mode not in ("none", "margin")
 
 
 def _bounded(*objectives: str) -> Callable[[TrainConfig], bool]:
@@ -71,7 +67,7 @@ READS: tuple[Read, ...] = (
     (("guards.ratio_max",), _no_pairs, "algorithm.preset {preset} has no ratio", REMOVE),
     (
         ("guards.kl_mean",),
-        lambda config: _has_kl(config) or (config.ppo.kl.mode == "margin" and config.rollout.temperature == 1),
+        lambda config: config.ppo.kl.mode != "none" and (config.ppo.kl.mode != "margin" or config.rollout.temperature == 1),
         "there is no KL to a reference (ppo.kl.mode; with pairs, rollout.temperature 1)", WITH_KL,
     ),
 )  # fmt: skip
@@ -80,6 +76,10 @@ READS: tuple[Read, ...] = (
 def unread_settings(config: TrainConfig) -> Iterator[str]:
     """Yield a sentence per unread setting that is neither default nor preset."""
     algorithm, reported = config.algorithm, set[str]()
+    preset = PRESETS[algorithm.preset]
+    brought = {f"ppo.{name}": value for name, value in preset.ppo.items()}
+    if algorithm.pairs:  # the others bring a KL with its mode
+        brought |= {f"ppo.kl.{name}": value for name, value in preset.kl.items()}
     words = {
         "preset": algorithm.preset, "objective": algorithm.objective, "scale": algorithm.scale, "kl": config.ppo.kl.mode,
     }  # fmt: skip
@@ -87,33 +87,14 @@ def unread_settings(config: TrainConfig) -> Iterator[str]:
         if is_read(config):
             continue
         for key in settings:
-            value = _value(config, key)
-            if key not in reported and value not in (_default(config, key), _of_preset(config, key)):
+            value, (section, _, name) = attrgetter(key)(config), key.rpartition(".")
+            default = type(attrgetter(section)(config)).model_fields[name].default
+            if key == "algorithm.ratio":
+                default = "token"  # it needs no ratio
+            if key not in reported and value not in (default, brought.get(key, default)):
                 reported.add(key)
                 shown = f"{value:g}" if isinstance(value, float) else str(value).lower() if value is True else value
                 yield f"{key} is {shown}, but {why.format(**words)}, and nothing reads it; {remedy}"
-
-
-def _value(config: Any, key: str) -> Any:
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
-
-
-def _default(config: TrainConfig, key: str) -> Any:
-    """Default of a setting; for `algorithm.ratio` one without a ratio."""
-    if key == "algorithm.ratio":
-        return "token"
-    section, _, name = key.rpartition(".")
-    return type(_value(config, section)).model_fields[name].default
-
-
-def _of_preset(config: TrainConfig, key: str) -> Any:
-    preset = PRESETS[config.algorithm.preset]
-    brought = {f"ppo.{name}": value for name, value in preset.ppo.items()}
-    if config.algorithm.pairs:  # the others bring a KL with its mode
-        brought |= {f"ppo.kl.{name}": value for name, value in preset.kl.items()}
-    return brought.get(key, _default(config, key))
 
 
 def _scales_again(config: TrainConfig) -> bool:
@@ -127,13 +108,37 @@ def _scales_again(config: TrainConfig) -> bool:
 
 
 def algorithm_rules(config: TrainConfig) -> Iterator[str]:
+    algorithm, ppo, kl = config.algorithm, config.ppo, config.ppo.kl
     yield from _groups(config)
     yield from _greedy(config)
     yield from unread_settings(config)
-    yield from _objective(config)
-    yield from _kl(config.ppo)
+    if algorithm.objective == "cispo" and ppo.clip_high is None:
+        yield "ppo.clip_high is null, but algorithm.objective cispo weights log-probs by ratios up to 1 + it; set it (4 is usual)"
+    if algorithm.objective == "plain" and (ppo.epochs > 1 or ppo.minibatches > 1):
+        yield (
+            f"algorithm.objective is plain, for one optimizer step per batch, but ppo.epochs {ppo.epochs} and ppo.minibatches "
+            f"{ppo.minibatches} make more; lower both to 1, or choose clip"
+        )
+    if kl.mode == "loss" and kl.estimator == "k1":  # its gradient is the score function, whose expectation is 0
+        yield "ppo.kl.mode is loss: the gradient of ppo.kl.estimator k1 is 0 in expectation; set it to k2, k3 or k1+"
+    if kl.mode in ("penalty", "score") and kl.corrected:
+        yield (
+            f"ppo.kl.estimator is {kl.estimator}, but ppo.kl.mode {kl.mode} has no gradient; set it to "
+            f"{kl.formula}, or ppo.kl.mode to loss"
+        )
+    if kl.target is not None and kl.coefficient == 0 and kl.mode not in ("none", "margin"):
+        yield f"ppo.kl.target is {kl.target:g}, but a ppo.kl.coefficient of 0 stays 0; raise it, or remove the target"
     yield from _pairs(config)
-    yield from _custom(config)
+    preset = PRESETS[algorithm.preset]
+    for name, replaced in (("advantage", ("baseline", "scale")), ("loss", ("ratio", "objective"))):
+        if getattr(algorithm, name) is None:
+            continue
+        if algorithm.pairs:
+            yield f"algorithm.{name} is set, but algorithm.preset online_dpo has pairs; remove it, or choose another preset"
+            continue
+        for choice in replaced:
+            if getattr(algorithm, choice) != getattr(preset, choice):
+                yield f"algorithm.{choice} is {getattr(algorithm, choice)}, but algorithm.{name} replaces it; remove one of them"
 
 
 def _groups(config: TrainConfig) -> Iterator[str]:
@@ -192,30 +197,6 @@ def _greedy(config: TrainConfig) -> Iterator[str]:
     yield f"{setting}, at which {why}; sample (rollout.temperature 1, top_k 0 and top_p 1 are usual)"
 
 
-def _objective(config: TrainConfig) -> Iterator[str]:
-    algorithm, ppo = config.algorithm, config.ppo
-    if algorithm.objective == "cispo" and ppo.clip_high is None:
-        yield "ppo.clip_high is null, but algorithm.objective cispo weights log-probs by ratios up to 1 + it; set it (4 is usual)"
-    if algorithm.objective == "plain" and (ppo.epochs > 1 or ppo.minibatches > 1):
-        yield (
-            f"algorithm.objective is plain, for one optimizer step per batch, but ppo.epochs {ppo.epochs} and ppo.minibatches "
-            f"{ppo.minibatches} make more; lower both to 1, or choose clip"
-        )
-
-
-def _kl(ppo: PPOConfig) -> Iterator[str]:
-    """The gradient of k1 is the score function, of expectation 0."""
-    if ppo.kl.mode == "loss" and ppo.kl.estimator == "k1":
-        yield "ppo.kl.mode is loss: the gradient of ppo.kl.estimator k1 is 0 in expectation; set it to k2, k3 or k1+"
-    if ppo.kl.mode in ("penalty", "score") and ppo.kl.corrected:
-        yield (
-            f"ppo.kl.estimator is {ppo.kl.estimator}, but ppo.kl.mode {ppo.kl.mode} has no gradient; set it to "
-            f"{ppo.kl.formula}, or ppo.kl.mode to loss"
-        )
-    if ppo.kl.target is not None and ppo.kl.coefficient == 0 and ppo.kl.mode not in ("none", "margin"):
-        yield f"ppo.kl.target is {ppo.kl.target:g}, but a ppo.kl.coefficient of 0 stays 0; raise it, or remove the target"
-
-
 def _pairs(config: TrainConfig) -> Iterator[str]:
     mode, tokens = config.ppo.kl.mode, config.runtime.micro_batch_tokens
     if not config.algorithm.pairs:
@@ -235,17 +216,3 @@ def _pairs(config: TrainConfig) -> Iterator[str]:
             f"runtime.micro_batch_tokens is {tokens}, but a pair may have {longest} tokens (twice data.max_prompt_tokens + "
             f"rollout.max_response_tokens) and must fit; raise it to {longest}, or lower the limits"
         )
-
-
-def _custom(config: TrainConfig) -> Iterator[str]:
-    algorithm = config.algorithm
-    preset = PRESETS[algorithm.preset]
-    for name, replaced in (("advantage", ("baseline", "scale")), ("loss", ("ratio", "objective"))):
-        if getattr(algorithm, name) is None:
-            continue
-        if algorithm.pairs:
-            yield f"algorithm.{name} is set, but algorithm.preset online_dpo has pairs; remove it, or choose another preset"
-            continue
-        for choice in replaced:
-            if getattr(algorithm, choice) != getattr(preset, choice):
-                yield f"algorithm.{choice} is {getattr(algorithm, choice)}, but algorithm.{name} replaces it; remove one of them"

@@ -106,12 +106,10 @@ def num_updates(config: TrainConfig, role: str, steps: int) -> int:
 
 def scorers(config: TrainConfig) -> Iterator[tuple[str, RoleConfig]]:
     """Yield scorer roles with a configuration (a null reference is the actor's start)."""
-    if config.reference is not None:
-        yield "reference", config.reference
-    if config.reward is not None:
-        yield "reward", config.reward
-    if config.critic is not None:
-        yield "critic", config.critic
+    for name in ("reference", "reward", "critic"):
+        role: RoleConfig | None = getattr(config, name)
+        if role is not None:
+            yield name, role
 
 
 def best_standard(config: TrainSettings | SupervisedConfig) -> Standard | None:

@@ -111,17 +111,13 @@ def read_tree(path: str | Path, overrides: Sequence[str] = ()) -> dict[Any, Any]
     return tree
 
 
-def _require_file(path: Path) -> None:
+def _read_yaml(path: Path) -> DictConfig:
     if path.is_dir():
         found = sorted(entry.name for entry in path.iterdir() if entry.suffix in (".yaml", ".yml"))
         named = f"name a file in it, as {path / found[0]}" if found else "it holds no .yaml file; `oppo config --init` writes one"
         raise ConfigError(f"{path} is a folder, and a configuration is a file; {named}")
     if not path.is_file():
         raise ConfigError(missing_path("the configuration file", path))
-
-
-def _read_yaml(path: Path) -> DictConfig:
-    _require_file(path)
     try:
         if problem := _reference_problem(check_yaml(path.read_text(encoding="utf-8"))):
             raise ConfigError(f"{path}: {problem}")
@@ -130,11 +126,14 @@ def _read_yaml(path: Path) -> DictConfig:
         mark = error.problem_mark or error.context_mark
         where = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(path)
         what = ", ".join(part for part in (error.context, error.problem) if part)
-        raise ConfigError(f"{where}: not valid YAML ({what}); {yaml_remedy(what)}") from error
+        remedy = next((remedy for words, remedy in REMEDIES.items() if words in what), "correct the syntax there")
+        raise ConfigError(f"{where}: not valid YAML ({what}); {remedy}") from error
     except DataError as error:  # of the text's size or depth
         raise ConfigError(f"{path}: {error}") from error
     except UnicodeError as error:
-        raise ConfigError(f"{path}: its text is not UTF-8 ({error}); {encoding_remedy(path)}") from error
+        encoding = "UTF-16" if path.read_bytes()[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "LATIN1"
+        command = f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > utf8.yaml"
+        raise ConfigError(f"{path}: its text is not UTF-8 ({error}); save it as UTF-8: {command}") from error
     except (yaml.YAMLError, ValueError, AttributeError, TypeError) as error:  # the latter of tags such as `!!int x`
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"{path}: not a readable YAML text ({reason}); save it as UTF-8 YAML") from error
@@ -236,15 +235,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (Path, date)):
         value = str(value)
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
-
-
-def yaml_remedy(said: str) -> str:
-    return next((remedy for words, remedy in REMEDIES.items() if words in said), "correct the syntax there")
-
-
-def encoding_remedy(path: Path) -> str:
-    """Return a command that converts to UTF-8."""
-    head = path.read_bytes()[:2]
-    encoding = "UTF-16" if head in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "LATIN1"
-    name = shlex.quote(str(path))
-    return f"save it as UTF-8: iconv -f {encoding} -t UTF-8 {name} > utf8.yaml"

@@ -88,7 +88,12 @@ class OverlapConfig(CarryConfig):
     )
 
     def rules(self, batch_size: int, group_size: int = 1) -> Iterator[str]:
-        yield from self._backfill_rules()
+        every, tokens = self.backfill, self.chunk_tokens
+        if every and not self.inter:
+            yield f"overlap.backfill is {str(every).lower()}, but overlap.inter is false; set inter to true or backfill to false"
+        if not isinstance(every, bool) and every % tokens:
+            multiple = -(-every // tokens) * tokens
+            yield f"overlap.backfill is {every}, but must be a multiple of overlap.chunk {tokens}; set it to {multiple}"
         delta, sizes, groups = self.delta, self.chunk_sizes, batch_size // group_size
         if self.inter and delta.initial > delta.max:
             yield f"overlap.delta.initial is {delta.initial}, but overlap.delta.max is {delta.max}; lower initial, or raise max"
@@ -101,14 +106,6 @@ class OverlapConfig(CarryConfig):
             )
         if len(set(sizes)) < len(sizes):
             yield f"overlap.chunk is {sizes}, but each size may appear once; remove the repeated ones"
-
-    def _backfill_rules(self) -> Iterator[str]:
-        every, tokens = self.backfill, self.chunk_tokens
-        if every and not self.inter:
-            yield f"overlap.backfill is {str(every).lower()}, but overlap.inter is false; set inter to true or backfill to false"
-        if not isinstance(every, bool) and every % tokens:
-            multiple = -(-every // tokens) * tokens
-            yield f"overlap.backfill is {every}, but must be a multiple of overlap.chunk {tokens}; set it to {multiple}"
 
     @property
     def admission_period(self) -> int | None:

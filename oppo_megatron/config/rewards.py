@@ -12,7 +12,7 @@ import regex
 from annotated_types import Ge
 from pydantic import Field, StrictInt, field_validator
 
-from oppo_megatron.config.base import Section, Unit
+from oppo_megatron.config.base import IMPORT_PATH, Section, Unit
 from oppo_megatron.config.data import STEP_SEPARATOR
 
 START_S = 60.0
@@ -150,7 +150,6 @@ RULE_OF = {
     "max_tokens": ("length",),
 }
 """Settings of kind verifier, and the verifiers that read them."""
-_ENTRY_POINT = re.compile(r"(?:[\w.]+|.+\.py):[\w.]+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -165,7 +164,7 @@ def check_part(name: str, part: RewardPart) -> list[str]:
         problems.append(
             f"{name} is a rule `length` without `buffer_tokens`; add over how many tokens before the longest response it falls"
         )
-    if part.kind == "python" and not _ENTRY_POINT.fullmatch(part.entry_point or ""):
+    if part.kind == "python" and not IMPORT_PATH.fullmatch(part.entry_point or ""):
         problems.append(
             f"{name}.entry_point is {part.entry_point!r}, but must be `package.module:function` or "
             "`folder/file.py:function`; name the function"
@@ -204,22 +203,18 @@ def check_waits(parts: Sequence[RewardPart], timeout_s: float, stall_s: float = 
     limits = [("the other ranks wait only runtime.timeout_s", timeout_s)]
     limits += [("a rank that does not move is ended after stall_deadline_s", stall_s)] if stall_s else []
     for index, part in enumerate(parts):
-        longest_s, what = _longest_wait(part)
+        if part.kind == "http":
+            longest_s, what = part.give_up_s + part.request_s, "its service (give_up_s + timeout_s)"
+        elif part.isolation is not None:
+            longest_s, what = START_S + part.isolation.wall_s, f"its function ({START_S:g} to start, and timeout_s)"
+        else:
+            continue
         for who, limit_s in limits:
             if longest_s >= limit_s:
                 yield (
                     f"rewards.{index} may wait {longest_s:g} s for {what}, but {who} {limit_s:g}; lower the former or raise "
                     "the latter"
                 )
-
-
-def _longest_wait(part: RewardPart) -> tuple[float, str]:
-    """Seconds that a reward may take, and its limits' names."""
-    if part.kind == "http":
-        return part.give_up_s + part.request_s, "its service (give_up_s + timeout_s)"
-    if part.isolation is not None:
-        return START_S + part.isolation.wall_s, f"its function ({START_S:g} to start, and timeout_s)"
-    return 0.0, ""
 
 
 def _misplaced(name: str, part: RewardPart) -> Iterator[str]:

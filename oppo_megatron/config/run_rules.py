@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from oppo_megatron.config.algorithm_rules import algorithm_rules
 from oppo_megatron.config.derived import best_standard, scorers
-from oppo_megatron.config.evaluation import REWARD, Standard
+from oppo_megatron.config.evaluation import REWARD, EvaluationConfig, Standard
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.rewards import check_part, check_rewards, check_waits, part_labels
 from oppo_megatron.config.run import TrainConfig
@@ -26,15 +26,22 @@ def train_rules(config: TrainConfig) -> Iterator[str]:
         yield from role.rules(name)
     yield from check_rewards(config.rewards, has_reward_model=config.reward is not None)
     yield from check_waits(config.rewards, config.runtime.timeout_s, config.stall_deadline_s)
-    yield from _rollback(config)
+    if config.guards.action == "rollback" and not config.checkpoint.every_steps:
+        yield "guards.action is rollback, but checkpoint.every_steps is 0; set it, because checkpoints by the clock are too rare"
     yield from config.data.rules("data", ("prompt",))
     if config.evaluation is not None:
         yield from config.evaluation.data.rules("evaluation.data", ("prompt",))
-    yield from _evaluation(config)
+        yield from _evaluation(config, config.evaluation)
     yield from _standards(config)
     yield from algorithm_rules(config)
     yield from _filter(config)
-    yield from _step_rewards(config)
+    how = next((part.step_rewards for part in config.rewards if part.kind == "process"), "last")
+    scaling = config.ppo.reward_normalization
+    if how in ("sum", "potential") and scaling != "none":  # scores of responses are scaled, rewards of steps are not
+        yield (
+            f"ppo.reward_normalization is {scaling}, but does not scale the rewards of steps (step_rewards {how}); set it to "
+            "none, or step_rewards to last or min"
+        )
     warming, steps = config.ppo.critic_warmup_steps, config.steps
     if warming and steps is not None and warming >= steps:
         yield f"ppo.critic_warmup_steps is {warming}, but the run has {steps} steps: the policy would never be trained; lower it"
@@ -46,7 +53,16 @@ def supervised_rules(config: SupervisedConfig) -> Iterator[str]:
     yield from _fits(config.runtime.micro_batch_tokens, config.max_tokens, "max_tokens")
     for name, model in config.models.items():
         yield from model.rules(name)
-    yield from _preferences(config)
+    if isinstance(config, DPOConfig):
+        yield from config.dpo.rules()
+        longest, tokens = 2 * config.max_tokens, config.runtime.micro_batch_tokens
+        if config.of_pairs and tokens < longest:
+            yield (
+                f"runtime.micro_batch_tokens is {tokens}, but a pair may have {longest} tokens (twice max_tokens "
+                f"{config.max_tokens}) and must fit; raise it to {longest}, or lower max_tokens to {tokens // 2}"
+            )
+        if config.dpo.loss == "kto" and config.batch_size < 2:
+            yield "batch_size is 1, but dpo.loss kto compares rows of a batch; raise it, or choose dpo.loss=apo_zero_unpaired"
     columns = config.data.columns
     if isinstance(config, RewardModelConfig) and config.of_pairs and ("completions" in columns or "labels" in columns):
         yield 'data.columns names steps or their labels, but separator is null; set it, as in `separator: "\\n"`, or name chosen'
@@ -76,11 +92,6 @@ def _fits(micro_batch_tokens: int, longest: int, what: str) -> Iterator[str]:
         )
 
 
-def _rollback(config: TrainConfig) -> Iterator[str]:
-    if config.guards.action == "rollback" and not config.checkpoint.every_steps:
-        yield "guards.action is rollback, but checkpoint.every_steps is 0; set it, because checkpoints by the clock are too rare"
-
-
 def _filter(config: TrainConfig) -> Iterator[str]:
     if config.filter is None:
         return
@@ -95,21 +106,7 @@ def _filter(config: TrainConfig) -> Iterator[str]:
         yield f"filter is {config.filter!r}, but no part of rewards has that name; {remedy}"
 
 
-def _step_rewards(config: TrainConfig) -> Iterator[str]:
-    """Scores of responses are scaled, rewards of steps not."""
-    how = next((part.step_rewards for part in config.rewards if part.kind == "process"), "last")
-    scaling = config.ppo.reward_normalization
-    if how in ("sum", "potential") and scaling != "none":
-        yield (
-            f"ppo.reward_normalization is {scaling}, but does not scale the rewards of steps (step_rewards {how}); set it to "
-            "none, or step_rewards to last or min"
-        )
-
-
-def _evaluation(config: TrainConfig) -> Iterator[str]:
-    evaluation = config.evaluation
-    if evaluation is None:
-        return
+def _evaluation(config: TrainConfig, evaluation: EvaluationConfig) -> Iterator[str]:
     for index, part in enumerate(evaluation.metrics):
         yield from check_part(f"evaluation.metrics.{index}", part)
     models = [part.kind for part in evaluation.metrics if part.reads_model]
@@ -142,18 +139,3 @@ def _metric(key: str, text: str, config: TrainConfig | SupervisedConfig) -> Iter
         yield f"{key} is {metric!r}, but nothing is measured during the run; set evaluation.every_steps"
     elif metric not in names:
         yield f"{key} is {metric!r}, which the evaluation does not measure; choose from {', '.join(names)}"
-
-
-def _preferences(config: SupervisedConfig) -> Iterator[str]:
-    if not isinstance(config, DPOConfig):
-        return
-    yield from config.dpo.rules()
-    if config.of_pairs:
-        longest, tokens = 2 * config.max_tokens, config.runtime.micro_batch_tokens
-        if tokens < longest:
-            yield (
-                f"runtime.micro_batch_tokens is {tokens}, but a pair may have {longest} tokens (twice max_tokens "
-                f"{config.max_tokens}) and must fit; raise it to {longest}, or lower max_tokens to {tokens // 2}"
-            )
-    if config.dpo.loss == "kto" and config.batch_size < 2:
-        yield "batch_size is 1, but dpo.loss kto compares rows of a batch; raise it, or choose dpo.loss=apo_zero_unpaired"

@@ -18,20 +18,6 @@ from oppo_megatron.config.ppo import PairLossConfig
 from oppo_megatron.config.run import RunConfig, with_common_dtype
 
 
-def _with_long_rows(settings: Any) -> Any:
-    """Make `long_rows: quarantine` the default of all rows."""
-    data = settings.get("data") if isinstance(settings, dict) else None
-    if not isinstance(data, dict):
-        return settings
-    usual = {"long_rows": data.get("long_rows", "quarantine")}
-    settings = settings | {"data": data | usual}
-    evaluation = settings.get("evaluation")
-    heldout = evaluation.get("data") if isinstance(evaluation, dict) else None
-    if isinstance(heldout, dict):
-        settings["evaluation"] = evaluation | {"data": usual | heldout}
-    return settings
-
-
 class SupervisedConfig(RunConfig):
     """Settings that `oppo sft`, `oppo rm` and `oppo dpo` share."""
 
@@ -46,8 +32,18 @@ class SupervisedConfig(RunConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _common_dtype(cls, data: Any) -> Any:
-        return _with_long_rows(with_common_dtype(data, cls.MODELS))
+    def _defaults(cls, data: Any) -> Any:
+        settings = with_common_dtype(data, cls.MODELS)
+        rows = settings.get("data") if isinstance(settings, dict) else None
+        if not isinstance(rows, dict):
+            return settings
+        usual = {"long_rows": rows.get("long_rows", "quarantine")}  # of all rows
+        settings = settings | {"data": rows | usual}
+        evaluation = settings.get("evaluation")
+        heldout = evaluation.get("data") if isinstance(evaluation, dict) else None
+        if isinstance(heldout, dict):
+            settings["evaluation"] = evaluation | {"data": usual | heldout}
+        return settings
 
     MODELS: ClassVar[tuple[str, ...]] = ("model",)
     USUAL_RATE: ClassVar[UsualRate] = UsualRate(1e-5, 1e-4)
@@ -180,8 +176,3 @@ class DPOConfig(SupervisedConfig):
     @property
     def of_pairs(self) -> bool:
         return self.dpo.of_pairs
-
-    @property
-    def referred(self) -> ModelConfig:
-        """Model of the reference."""
-        return self.model if self.reference is None else self.reference

@@ -17,10 +17,7 @@ from oppo_megatron.modeldir.headers import check_adapter
 
 
 def check_train(config: TrainConfig, *, inputs: bool = True, models: bool = True) -> list[str]:
-    """Return every broken rule of `oppo train`'s settings.
-
-    `inputs`, `models`: require tokenizer and rows, or the models' folders, to exist.
-    """
+    """Return every broken rule. `inputs`, `models`: require tokenizer and rows, or the models' folders, to exist."""
     roles: list[tuple[str, ModelConfig]] = [("actor", config.actor), *scorers(config)]
     data = [("data", config.data)] + ([("evaluation.data", config.evaluation.data)] if config.evaluation else [])
     return [

@@ -47,10 +47,7 @@ class Role:
 
 
 def train_problems(settings: TrainSettings, *, inputs: bool = True, models: bool = True) -> list[str]:
-    """Return every problem of a PPO configuration, except of automatic placements.
-
-    `inputs`, `models`: require tokenizer and rows, or models' folders, to exist.
-    """
+    """Return every problem, except of automatic placements. `inputs`, `models`: require rows, or models' folders, to exist."""
     settled = settings.settled()
     # Only the layout checks look at the placement.
     config = settled or settings.with_placement(PlacementConfig(mode="single"))

@@ -127,7 +127,7 @@ class ReferencePass:
         self.config, self.table, self.world, self.owner, self.note = config, table, world, owner, note
         self.path = config.reference_logprobs or RunDirectory(config.run_dir).reference
         with world.activity.doing("checksums of the reference's weights"):
-            self.fingerprint = reference_fingerprint(config.referred)
+            self.fingerprint = reference_fingerprint(config.reference or config.model)
 
     def make(self, answers: Iterable[Answered], load: Load) -> RoleModel:
         """Get the log-probs of `answers`; return the model to train."""
