@@ -12,10 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 @dataclass(frozen=True)
 class Job:
-    """A run of global `batch` with the plugin's block `oppo` (None: NeMo-Aligner's trainer) and a `model` of `actor.py`.
-
-    `folder`: its log folder; `resume`: a step of its own checkpoints, or of the log folder `resume_from`.
-    """
+    """A run of global `batch` with block `oppo` (None: NeMo-Aligner's trainer); `resume`: a step of its own or `resume_from`'s."""
 
     prompts: int = 32
     batch: int = 8

@@ -150,7 +150,7 @@ def test_a_critic_warms_up_alone(warmed_up: tuple[dict[str, Any], Outcome]) -> N
 
 
 def test_resume_in_another_layout(workspace: Workspace) -> None:
-    """From 1 | 1 over TP2 | 1 (trained as replicas) and PP2 | 1 to replicas; tensor ranks do not divide the vocabulary."""
+    """Goes from 1 | 1 over TP2 | 1 (trained as replicas) and PP2 | 1 to replicas; tensor ranks do not divide the vocabulary."""
     odd = CARRIED | FEATURES["odd vocabulary"].changes
     plain, config = run_ppo_ranks(deep(workspace, "odd", **odd)), deep(workspace, "layout", **odd, **TWO_RANKS)
     assert FEATURES["odd vocabulary"].shows(plain), "nothing is drawn from the second shard"

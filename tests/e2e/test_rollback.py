@@ -46,7 +46,7 @@ def run(config: dict[str, Any]) -> tuple[Outcome, list[list[tuple[str, float]]],
 
 @pytest.mark.parametrize("layout", [{}, DISAGGREGATED], ids=["one rank", "actor | scorers"])
 def test_a_run_goes_back_leaves_the_prompts_out_and_ends(workspace: Workspace, layout: dict[str, Any]) -> None:
-    """With rollouts carried over: those of the rejected batch that the checkpoint has in flight are left out, too."""
+    """Rejected rollouts that the checkpoint has in flight are left out, too."""
     config = poisoned(workspace, f"back-{len(layout)}", [20], **CARRIED, **layout)
     outcome, seen, lines = run(config)
     (line,) = lines

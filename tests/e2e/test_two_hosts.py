@@ -221,7 +221,7 @@ if __name__ == "__main__":
     ],
 )
 def test_the_other_host_is_told_when_one_fails(tmp_path: Path, port: str, kind: str, agents: bool, reason: str) -> None:
-    """Also over a group of its own, to which torch would have given half an hour."""
+    """Covers a group of its own, to which torch would have given half an hour."""
     (tmp_path / "job_of_hosts.py").write_text(JOB)
     path = {"PYTHONPATH": python_path(tmp_path, ROOT)}
     limit_s = "3" if kind == "withheld" else "5"  # gloo may knock five times at the door of one that is killed so early

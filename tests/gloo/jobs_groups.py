@@ -12,8 +12,7 @@ from oppo_megatron.cluster.process_groups import connect_pairs, new_group
 
 
 def connections(sizes: list[int]) -> list[tuple[int, int, int]]:
-    """For a group of the first so many ranks: files of this rank once it is made, those of its connections, and those that all
-    collectives of a run add then.  Zeros on other ranks."""
+    """Files of this rank for a group of so many ranks: made, connected, added by collectives; zeros on other ranks."""
     return [_connections(size) for size in sizes]
 
 

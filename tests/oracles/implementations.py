@@ -45,7 +45,7 @@ def _replay_loss(new: Rows, old: Rows, importance: Rows | None, advantages: Rows
 
 
 def _product_has(recipe: Recipe) -> bool:
-    """All but a KL whose gradient is another's: d times that of the log-prob, with the estimate for its value."""
+    """True but for a KL whose gradient is another's: d times that of the log-prob, with the estimate for its value."""
     return recipe.kl_gradient != "reverse"
 
 

@@ -45,7 +45,7 @@ def load(shape: dict[str, Any], groups: RoleGroups, head: Head) -> RoleModel:
 
 
 def counted(call: Any) -> int:
-    """What torch counts.  Its counter knows attention only as plain products, which compute masked pairs too."""
+    """Count by torch's counter, which knows attention only as plain products and computes masked pairs too."""
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         call()
     return int(counter.get_total_flops())

@@ -31,7 +31,7 @@ def rollout(seq_id: int, num_prompt: int, num_response: int = 0, finished: bool 
 
 @dataclass
 class Fleet:
-    """What replicas hold, by what was placed on them; plain lists and sums."""
+    """Replicas' content, by what was placed on them; plain lists and sums."""
 
     num_replicas: int
     slots: int

@@ -108,7 +108,7 @@ def test_every_round_is_checked_and_not_only_the_first_of_its_shape(monkeypatch:
 
 
 def test_sequences_that_keep_their_slots_are_counted() -> None:
-    """Beside those of the round a cache has to hold all others that are open; caches are too small for all at once."""
+    """A cache has to hold all other open sequences, too; these are too small for all at once."""
     changed = set()
 
     def visit(plans: list[PlannedRound]) -> None:

@@ -27,7 +27,7 @@ class Groups:
 
 @dataclass
 class Recorder:
-    """In the place of a trained model: keeps what it is given."""
+    """Stands for a trained model: keeps what it is given."""
 
     groups: Groups
     steps: list[list[MicroBatch]] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Recorder:
 
 
 def rollouts(lengths: list[tuple[int, int]]) -> list[Rollout]:
-    """Of so many prompt and response tokens; each response token is its rollout's number."""
+    """Rollouts of so many prompt and response tokens; each response token is its rollout's number."""
     return [Rollout(Prompt(i, i, "", (0,) * prompt), i, tokens=[i] * response) for i, (prompt, response) in enumerate(lengths)]
 
 
