@@ -35,7 +35,7 @@ class Result:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """One dict per step."""
+        """One dict per step, as in metrics.jsonl."""
         return _rows(self.run_dir / "metrics.jsonl")
 
     @property

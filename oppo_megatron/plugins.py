@@ -116,7 +116,6 @@ def _module(name: str, attribute: str, given: str) -> ModuleType:
 
 
 def _from_file(path: Path) -> ModuleType:
-    """Import a file under a unique name."""
     name = f"oppo_plugin_{path.stem}_{abs(hash(path.resolve()))}"
     if name in sys.modules:
         return sys.modules[name]

@@ -142,7 +142,7 @@ class Rollout:
 
     @property
     def num_response_tokens(self) -> int:
-        """Without joining them."""
+        """`len(tokens)`, without joining them."""
         joined = 0 if self._lists is None else len(self._lists[0])
         if self._position == len(self._recorded):
             return joined

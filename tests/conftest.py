@@ -65,7 +65,6 @@ def _few_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def _data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prompts and a tokenizer; each file of tests copies them."""
     from tests.support.ppo import Workspace
 
     return Workspace.create(tmp_path_factory.mktemp("data")).root
@@ -73,7 +72,6 @@ def _data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def workspace(_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    """A folder of this file of tests, with prompts and a tokenizer."""
     from tests.support.ppo import Workspace
 
     return Workspace(Path(shutil.copytree(_data, tmp_path_factory.mktemp("workspace"), dirs_exist_ok=True)))
@@ -81,7 +79,6 @@ def workspace(_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Workspac
 
 @pytest.fixture(scope="session")
 def matrix(_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    """Runs of features on layouts, and their references, for all files."""
     from tests.e2e.matrix import Matrix
     from tests.support.ppo import Workspace
 

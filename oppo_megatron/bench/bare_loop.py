@@ -29,8 +29,6 @@ def prepacked(weight_OI: Tensor, bias_O: Tensor | None = None) -> Product:
 
 
 class BareLoop:
-    """A Llama- or Qwen2-like model."""
-
     def __init__(self, directory: Path, shape: Mapping[str, Any], product: Callable[..., Product]):
         weights: dict[str, Tensor] = {}
         for file in sorted(directory.glob("*.safetensors")):
@@ -91,8 +89,6 @@ class BareLoop:
 
 
 class _Layer:
-    """Weights, with fused qkv and gate-up products."""
-
     def __init__(self, weights: Mapping[str, Tensor], prefix: str, product: Callable[..., Product]):
         def joined(names: Sequence[str], kind: str) -> Tensor | None:
             found = [weights.get(f"{prefix}{name}.{kind}") for name in names]

@@ -1,8 +1,7 @@
 """Decode speed of this engine, Hugging Face `generate` and megatron-core's context, on the same weights.
 
-B sequences, P prompt tokens, N decode steps up to the last sequence's end, V vocabulary.
-
-Results are medians of peers that take turns. Decode steps after the prefill, and tokens within given lengths, count.
+B sequences, P prompt tokens, N decode steps up to the last sequence's end, V vocabulary. Medians of peers that take turns; decode
+steps after the prefill, and tokens within given lengths, count.
 """
 
 from __future__ import annotations
@@ -90,8 +89,6 @@ Decode = Callable[[Tensor, Sequence[int]], tuple[float, Tensor]]
 
 @dataclass(frozen=True)
 class StepLoop:
-    """The engine's unit step in a bare loop with argmax."""
-
     model: RoleModel
 
     def decode(self, prompts_BP: Tensor, num_new: int) -> tuple[float, Tensor]:
@@ -110,7 +107,7 @@ class StepLoop:
 
 
 def decode_round(rounds: RoundRunner, rollouts: Sequence[Rollout], steps: int, score: Sequence[Rollout] = ()) -> None:
-    """Run and record a round; `score` is scored as it was before."""
+    """`score` is scored as it was before."""
     chunk = rounds.run(rollouts, score, steps, Decoding(0, 0, Unending))
     assert chunk is not None
     held = {r.seq_id: r for r in rollouts}
@@ -191,7 +188,7 @@ def now(device: torch.device) -> float:
 
 
 def bench_decode(work: DecodeWork, names: Sequence[str], out: Path) -> dict[str, Any]:
-    """Measure the named `PEERS`; write decode.json and decode.png. Raises ConfigError, DataError or OSError before it."""
+    """Write decode.json and decode.png. Raises ConfigError, DataError or OSError before measuring."""
     stopping = work.stopping
     out.mkdir(parents=True, exist_ok=True)
     runtime = RuntimeConfig(device="cpu").with_threads(work.threads)

@@ -1,7 +1,7 @@
 """Figures from the metrics of several runs of one configuration.
 
-Seconds are medians over steady steps, shares are ratios of sums, totals cover all steps. Inter-step overlap moves work between
-steps, so only totals with the same prompts and forced lengths compare equal work.
+Seconds are medians over steady steps, shares are ratios of sums, totals cover all steps. Overlap moves work between steps, so
+only totals with the same prompts and forced lengths compare equal work.
 """
 
 from __future__ import annotations

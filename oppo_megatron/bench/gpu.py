@@ -1,7 +1,4 @@
-"""Benchmark one GPU within a time limit: decoding, scoring during it, and PPO steps against TRL's.
-
-Each part has its own processes. `gpu_parts.py` loads models, `benchmarks/peers` has TRL's runner.
-"""
+"""Benchmark one GPU within a time limit: decoding, scoring during it, and PPO steps against TRL's, each in own processes."""
 
 from __future__ import annotations
 
@@ -66,7 +63,6 @@ TRL_LOGIT_BYTES = 14
 
 
 def agenda(sizes: Sequence[str]) -> list[tuple[str, str]]:
-    """(size, part): all of the first size, then parts without training, then the rest."""
     first, *others = sizes
     plan = [(first, part) for part in SHARES]
     for parts in (("decode", "overlap"), (*PPO_MODES, "trl")):
@@ -145,7 +141,7 @@ class GpuBench:
                 self._add(found)
 
     def _train(self, size: str, mode: str, config: TrainConfig, seconds: float) -> None:
-        """Run PPO; finished steps count even if it fails."""
+        """Finished steps count even if the run fails."""
         row: dict[str, Any] = {"size": size, "part": "ppo", "variant": mode, "rows": config.rollout.batch_size}
         if (lacking := self.lacking(config)) is not None:
             self._add([{**row, "why_not": lacking}])
@@ -158,7 +154,6 @@ class GpuBench:
         self._add_steps(row, lines, ("step_s", "decode_s", "train_s"), why_not)
 
     def _trl(self, size: str, shape: Shape, inputs: tuple[Path, Path], seconds: float) -> None:
-        """Run TRL on the same work, with as many rows as fit."""
         out = self.out / size / "trl"
         row: dict[str, Any] = {"size": size, "part": "ppo", "variant": "TRL"}
         if self.trl is None or not self.trl[0].is_file():
@@ -183,7 +178,6 @@ class GpuBench:
     def _add_steps(
         self, row: dict[str, Any], lines: Sequence[Mapping[str, Any]], seconds: Sequence[str], why_not: str | None
     ) -> None:
-        """Add medians and decoded tokens/s of the steady steps."""
         if steady := lines[1:] or lines:
             row |= {name: median(line[name] for line in steady) for name in seconds}
             row |= {"steps": lines, "tokens_per_s": sum(x["tokens"] for x in steady) / sum(x["step_s"] for x in steady)}
@@ -295,7 +289,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def run_within(command: Sequence[str], seconds: float, log: Path) -> Generator[str | None, None, None]:
-    """Run a command, output in `log`; yield None each second and finally why it did not finish. Its descendants end with it."""
+    """Run a command; yield None each second and finally why it did not finish. Its descendants end with it."""
     with started(command, log, end=_end) as process:
         end = time.monotonic() + seconds
         while process.poll() is None and time.monotonic() < end:

@@ -93,9 +93,7 @@ class Bench:
         return 2 * source.numel() / min(self.seconds(lambda: target.copy_(source)) for _ in range(10))
 
     def against_limit(self, row: dict[str, Any], responses: Sequence[tuple[int, int]], bandwidth: float) -> dict[str, Any]:
-        """Add the rate allowed by memory reads: all weights per step, and keys and values; `responses`: (context, decoded
-        tokens).
-        """
+        """Add the rate allowed by reads of weights, keys and values; `responses`: (context, decoded tokens)."""
         tokens, steps = sum(count for _, count in responses), max(count for _, count in responses)
         positions = sum(count * context + count * (count - 1) // 2 for context, count in responses)
         kv = kv_bytes_per_token(self.shape, ParallelConfig(), self.work.dtype)
@@ -174,7 +172,6 @@ def _long_tail(bench: Bench, model: RoleModel, bandwidth: float) -> dict[str, An
 
 
 def measure_overlap(bench: Bench) -> None:
-    """Measure decoding a chunk, scoring the previous one, and both at once on two streams."""
     work, placement = bench.work, RolePlacement((0,))
     site = Site({name: placement for name in ("actor", *SCORERS)})
     stopping = Stopping((), work.response_tokens)

@@ -1,4 +1,4 @@
-"""Time saved by overlap: one configuration and seed in every mode of the loop, in several placements."""
+"""Time saved by overlap: one configuration and seed in every mode of the loop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RANK_COLUMNS = {"placement": "placement", "mode": "mode", "rank": "rank"} | {f"{
 def bench_overlap(
     suite: Suite, config: TrainConfig, modes: Sequence[str], placements: Sequence[str], cores: int
 ) -> dict[str, Any]:
-    """Run on `cores` cores; write overlap.json, overlap.png and utilization.png."""
+    """Write overlap.json, overlap.png and utilization.png."""
     configs = {
         f"{placement}/{mode}": switched(placed(config, placement, cores), mode) for placement in placements for mode in modes
     }
@@ -54,7 +54,7 @@ def known_modes(config: TrainConfig) -> list[str]:
 
 
 def placed(config: TrainConfig, placement: str, cores: int) -> TrainConfig:
-    """The configuration in another placement, without the roles' own ranks and layouts."""
+    """The configuration without the roles' own ranks and layouts."""
     if placement == "pair":
         return config
     single = placement == "single"

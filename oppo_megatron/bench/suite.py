@@ -1,7 +1,4 @@
-"""Ordinary PPO runs in their own directories, which take turns.
-
-With forced lengths, runs of equal steps decode the same tokens, because every decoded rollout is trained in the end.
-"""
+"""PPO runs that take turns. With forced lengths, runs of equal steps decode the same tokens: all are trained in the end."""
 
 from __future__ import annotations
 
@@ -57,10 +54,7 @@ class Suite:
     resume: bool | None = None
 
     def run(self, configs: Mapping[str, TrainConfig]) -> dict[str, list[Run]]:
-        """Run each `repeats` times in turn (A B C A B C), in `out/NAME-TURN`.
-
-        Raises ConfigError before the first run, BenchError if one fails, BenchStopped if asked to stop.
-        """
+        """Take turns (A B C A B C) in `out/NAME-TURN`. Raises ConfigError before the first run, BenchError, or BenchStopped."""
         planned = {
             name: [config.model_copy(update={"run_dir": self.out / f"{name}-{turn + 1}"}) for turn in range(self.repeats)]
             for name, config in configs.items()

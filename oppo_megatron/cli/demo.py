@@ -64,10 +64,7 @@ QUICK = {
 
 @dataclass(frozen=True)
 class Stage:
-    """`make` fills `directory` and returns an exit code.
-
-    A finished stage is reused with the same `settings` (plain JSON) and the same content of the stages in `after`.
-    """
+    """`make` returns an exit code. A finished stage is reused with the same `settings` and content of the stages in `after`."""
 
     name: str
     title: str

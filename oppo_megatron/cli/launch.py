@@ -57,10 +57,7 @@ class RankStalled(RankError):
 
 
 def launch(kind: str, config: Any, world_size: int, entry: str = ENTRY, *, in_process: bool = True) -> int:
-    """Run `entry` on all ranks; return the exit code.
-
-    A single rank runs in this process unless `in_process` is false. Raises RankError if a rank met invalid input.
-    """
+    """Return the exit code. A single rank runs in this process if `in_process`. Raises RankError if a rank met invalid input."""
     quiet_torch()
     ranks = external_ranks(os.environ)
     if ranks is not None:

@@ -33,7 +33,7 @@ class RankHost:
 
 
 def shared_gpus(hosts: Sequence[RankHost]) -> list[str]:
-    """As `ranks 0,4 of host a`."""
+    """Texts as `ranks 0,4 of host a`."""
     by_gpu: dict[tuple[str, str], list[int]] = {}
     for rank in hosts:
         if rank.gpu:
@@ -42,7 +42,7 @@ def shared_gpus(hosts: Sequence[RankHost]) -> list[str]:
 
 
 def describe_hosts(hosts: Sequence[RankHost]) -> list[str]:
-    """As `rank 0-3: host a (node 0, cpu, 4 threads each)`."""
+    """Lines as `rank 0-3: host a (node 0, cpu, 4 threads each)`."""
 
     def kind(rank: RankHost) -> tuple[str, str, str, int]:
         device = rank.device.partition(":")[0]

@@ -31,7 +31,7 @@ class SharedGroups:
         self._alone = new_group((dist.get_rank(),), "self")
 
     def get(self, label: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The group, None outside of it."""
+        """Return None outside of it."""
         belongs = dist.get_rank() in ranks
         if len(ranks) == 1:
             return self._alone if belongs else None
@@ -112,7 +112,6 @@ def is_lost_peer(error: RuntimeError) -> bool:
 
 
 def first_clause(error: Exception) -> str:
-    """First clause of a back end's message."""
     clause = re.split(r"\. |\n", str(error))[0]
     return re.sub(r"^\[\S+\]\s*", "", clause).rstrip(".") or "no answer"
 

@@ -54,9 +54,7 @@ def candidates(sizes: Sequence[int], settled: int, longest: int) -> list[int]:
 
 
 class ChunkTuner:
-    """Tries one of `sizes` per step, every `period` steps, and keeps the one with the fewest seconds, relative to a law of all
-    rounds.
-    """
+    """Tries one of `sizes` per step, every `period` steps; the best has the fewest seconds relative to a law of all rounds."""
 
     def __init__(self, sizes: Sequence[int], longest: int, period: int = SEARCH_STEPS):
         assert longest >= 1, f"the response limit must be at least 1 token, not {longest}"

@@ -1,7 +1,4 @@
-"""Controllers of delta, the groups decoded beyond the batch (docs/algorithm.md).
-
-The OPPO paper disagrees: eq. 4 (default) increases delta while the reward improves, Algorithm 1 decreases it.
-"""
+"""Controllers of delta. In the OPPO paper, eq. 4 (default) increases it while the reward improves, Algorithm 1 decreases it."""
 
 from __future__ import annotations
 
@@ -292,7 +289,7 @@ class MeasuredDelta(DeltaController):
 
 
 def change(newer: float, older: float, rewards: Sequence[float]) -> float:
-    """Newer - older, or 0 within `TIE`: rounding must not move delta."""
+    """Return the difference, or 0 within `TIE`: rounding must not move delta."""
     difference = newer - older
     return difference if abs(difference) > TIE * max(map(abs, rewards)) else 0.0
 

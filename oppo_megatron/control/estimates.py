@@ -1,4 +1,4 @@
-"""Held-out metrics and early stopping; a prompt counts once: its responses are not independent."""
+"""Held-out metrics and early stopping; a prompt counts once."""
 
 from __future__ import annotations
 

@@ -70,10 +70,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = True, variables: Mapping[str, Any] | None = None
     ) -> str:
-        """Return messages as text; with `generation_prompt`, up to the assistant's turn.
-
-        Raises ConfigError without a template or at a limit, DataError if the template refuses them.
-        """
+        """`generation_prompt`: up to the assistant's turn. Raises ConfigError, or DataError if the template refuses them."""
         given = {**self._config.template_arguments, **(variables or {})}
         template = self._template(bool(given.get("tools")))
         if template not in self._takes_parts:

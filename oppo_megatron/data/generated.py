@@ -150,9 +150,7 @@ def write_dataset(
     flaw: Callable[[Problem, random.Random], str] = slipped_solution,
     shape: Shape = Shape(),
 ) -> dict[str, Path]:
-    """Write sft, pairs, prompts and (distinct, unused) heldout.jsonl; return their paths. `imperfect`: fraction of completions by
-    `flaw`.
-    """
+    """Write sft, pairs, prompts and (distinct, unused) heldout.jsonl. `imperfect`: fraction of completions by `flaw`."""
     rng = random.Random(f"arithmetic answers {seed}")  # noqa: S311  (to be drawn again, not to be secret)
     train = problems(seed, "train", shape)
 

@@ -22,10 +22,7 @@ MAX_SEED = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """Usable prompts, and counts of others.
-
-    `rows`: without numbers in the stream (`seq_id` -1). `chats`: rows that the chat template rendered.
-    """
+    """`rows`: without numbers in the stream (`seq_id` -1). `chats`: rows that the chat template rendered."""
 
     rows: list[Prompt]
     num_duplicates: int
@@ -57,10 +54,7 @@ def load_prompts(
     check: Check | None = None,
     responses_per_prompt: int = 1,
 ) -> PromptSet:
-    """Read, render and tokenize prompts; `bad_rows` also covers rows that `check` refuses.
-
-    Truncation keeps the END. Raises DataError listing refused rows, or if none is left.
-    """
+    """`bad_rows` also covers rows that `check` refuses. Truncation keeps the END. Raises DataError, also if no row is left."""
     problems, is_first = RowProblems(quarantine), not quarantine.first
     rows: list[Prompt] = []
     num_truncated = 0

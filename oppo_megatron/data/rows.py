@@ -99,10 +99,7 @@ class RowProblems:
         once: bool | str = False,
         sound: bool = False,
     ) -> None:
-        """Record a refused row; `setting` would set it aside.
-
-        `once`: show rows with the same reason, or this common text, once. `sound`: another chat template would render the row.
-        """
+        """`once`: show rows with the same reason, or this text, once. `sound`: another chat template would render the row."""
         if policy == "quarantine":
             self.num_quarantined += 1
             self.quarantine.entries.append({"file": file, "line": line, "reason": reason})

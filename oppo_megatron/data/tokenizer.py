@@ -44,10 +44,7 @@ LOSSLESS: dict[str, Any] = {
 
 
 class Tokenizer(Protocol):
-    """`vocab_size` is the largest id + 1, added tokens included.
-
-    `eos_ids`: ids that end a response, `eos_id` first. `adds_bos`: prompts begin with `bos_id`.
-    """
+    """`vocab_size`: largest id + 1. `eos_ids`: they end a response, `eos_id` first. `adds_bos`: prompts begin with `bos_id`."""
 
     eos_id: int
     eos_ids: tuple[int, ...]
@@ -65,10 +62,7 @@ class Tokenizer(Protocol):
         """Text of `ids` as a continuation (a leading space is kept), without special tokens; unknown ids are U+FFFD."""
 
     def save(self, directory: Path, *, pad_id: int | None = None) -> str | None:
-        """Write files for `load_tokenizer` and transformers; returns a warning if transformers will differ.
-
-        `pad_id`: padding token, if it has none or one that ends a response.
-        """
+        """Write files for `load_tokenizer` and transformers; returns a warning if these will differ. `pad_id`: if it has none."""
 
 
 def load_tokenizer(config: TokenizerConfig, model: Path | None = None) -> Tokenizer:

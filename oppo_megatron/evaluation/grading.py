@@ -1,5 +1,3 @@
-"""Scores responses to held-out prompts by each part of a reward, and compares policies."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -52,9 +50,7 @@ class Grader:
         return [*labels, SUM] if self._summed else labels
 
     def check(self, rows: Mapping[int, Mapping[str, Any]], longest: int, tell: Callable[[str], None]) -> dict[int, str]:
-        """Return `rows` (by number) that cannot be scored, with reasons. Raises DataError for all, ConfigError if `longest`
-        tokens do not fit.
-        """
+        """Return `rows` (by number) that cannot be scored. Raises DataError for all, ConfigError if `longest` does not fit."""
         if self._rewards.reads_model() and longest > self._config.max_tokens:
             raise ConfigError(
                 f"prompts and responses have up to {longest} tokens, but the reward model reads {self._config.max_tokens}; lower "
@@ -75,7 +71,7 @@ class Grader:
 
     @contextmanager
     def opened(self) -> Iterator[Grade]:
-        """Open the reward model, if any. Raises ConfigError or CheckpointError."""
+        """Raises ConfigError or CheckpointError."""
         rewards = self._rewards
         with closing(rewards), open_model_scores(self._config, rewards) as model_scores:
             yield lambda answers: self._grade(answers, model_scores(self._items(answers)))

@@ -91,6 +91,7 @@ class Options:
 
 
 def find_candidates(settings: TrainSettings, machine: Machine) -> Options:
+    """Raises ConfigError if there are none."""
     finder = _Finder(settings, machine, most_ranks(settings, machine))
     found = [option for mode in MODES for option in finder.options(mode)]
     candidates = tuple(option for option in found if isinstance(option, Candidate))

@@ -2,10 +2,11 @@
 
 A *group* is the n responses to one prompt; *clock* counts the run's decode steps.
 
-1. A group leaves whole, in one batch. 2. At most B + delta groups are admitted; when delta decreases the buffer drains. With
-backfill: n (B + delta) unfinished rollouts and 2B groups (with delta > B: B + delta and (η + 1) B). 3. A batch has B groups, or
-fewer at the end of the prompts. 4. Except groups that it waited for (`readiness.py`), its groups finished no later than those
-left. 5. While delta <= η B (with backfill: always), no group is deferred more than η (`max_staleness`) times.
+1. A group leaves whole, in one batch of B groups (fewer at the end of the prompts).
+2. At most B + delta groups are admitted; when delta decreases the buffer drains. Limits with backfill: n (B + delta) unfinished
+   rollouts and 2B groups (with delta > B: B + delta and (η + 1) B).
+3. Except groups that it waited for (`readiness.py`), a batch's groups finished no later than those left.
+4. While delta <= η B (with backfill: always), no group is deferred more than η (`max_staleness`) times.
 
 A filter may drop groups, counts only kept ones as finished, and has the limit B + delta.
 """
@@ -93,9 +94,7 @@ class RolloutBuffer:
         return self._table.columns.at(self._sure()).seq_ids
 
     def worth_reading(self) -> Ints:
-        """Sequences for the critic to read now: all, if half of the undecided ones will be in the batch, else the `sure` ones.
-        Updates make values of carried ones stale.
-        """
+        """Sequences for the critic: all, if half of the undecided ones will be in the batch, else the `sure` ones."""
         sure, columns = self._sure(), self._table.columns
         unsure = ~columns.finished
         unsure[sure] = False

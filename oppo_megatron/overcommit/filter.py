@@ -1,4 +1,4 @@
-"""Dynamic sampling (arXiv 2503.14476, docs/algorithm.md)."""
+"""Dynamic sampling (arXiv 2503.14476, docs/algorithm.md): groups of equally good responses are not trained."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class VerdictClock:
 
 @dataclass(frozen=True)
 class Rule:
-    """`metric` of the reward parts `labels` judges groups, at most `max_groups` per step without a batch."""
+    """`metric` of the reward parts `labels` judges groups."""
 
     labels: tuple[str, ...]
     metric: Callable[[Scores], float]
@@ -63,7 +63,7 @@ class GroupFilter:
         self.counts = Counts()
 
     def settle(self, judge: Judge) -> list[Rollout]:
-        """Apply due verdicts, advancing the clock if nothing decodes; return dropped rollouts. Raises SamplingError."""
+        """Apply due verdicts; return dropped rollouts. Raises SamplingError."""
         scheduler, buffer = self.scheduler, self.scheduler.buffer
         dropped: list[Rollout] = []
         while not buffer.readiness().ready:
@@ -87,7 +87,6 @@ class GroupFilter:
 
     @property
     def known(self) -> int:
-        """Groups kept or with scores missing."""
         return sum(self._differ(group) for group in self._groups().values() if not self._decided(group))
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,5 +1,3 @@
-"""When a batch is complete, and its groups ("A bound on staleness", docs/algorithm.md)."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Set
@@ -20,7 +18,7 @@ class Readiness:
         waits: Iterable[tuple[Iterable[int], int]] = (),
         group_size: int = 1,
     ):
-        """`waits`: (sequences, how many of their groups must finish first); `target` and `num_finished` count groups."""
+        """`waits`: (sequences, how many of their groups must finish first); other counts are of groups."""
         self._num_missing = target - num_finished
         self._unfinished = unfinished
         self._ended: set[int] = set()
@@ -43,7 +41,7 @@ class Readiness:
 
 
 class JudgedReadiness(Readiness):
-    """With a filter only verdicts, between rounds, complete a batch."""
+    """Only verdicts of a filter, between rounds, complete a batch."""
 
     def finish(self, *seq_ids: int) -> None:
         pass
@@ -59,7 +57,7 @@ def due(ages_G: Ints, batch: int, most: int) -> Iterator[tuple[Bools, int]]:
 
 
 def settled(finished_G: Bools, clocks_G: Ints, ages_G: Ints, batch: int, most: int, target: int) -> Ints:
-    """The next batch's groups: the oldest; the first finishers of each S_k up to r_k; then of all."""
+    """The oldest; the first finishers of each S_k up to r_k; then of all ("A bound on staleness", docs/algorithm.md)."""
     finishers = np.flatnonzero(finished_G)
     chosen_G, reserved = ages_G >= most, 0
     if chosen_G.sum() > target:  # possible after settings changed: the first admitted
@@ -82,5 +80,5 @@ def _first(groups: Ints, clocks_G: Ints, number: int) -> Ints:
 
 
 def needed_batch(ages: Ints, most: int) -> int:
-    """Smallest B that trains these ages in time: |S_k| <= (k + 1) B for each k."""
+    """Smallest B that trains these in time: |S_k| <= (k + 1) B for each k."""
     return max((-(-int((ages >= most - k).sum()) // (k + 1)) for k in range(most + 1)), default=0)

@@ -128,7 +128,6 @@ class OvercommitScheduler:
         return room if self._to_train is None else max(0, min(room, self._to_train - len(self.buffer)))
 
     def _next_admission(self) -> int:
-        """Clock of the next admission; a filter's are at multiples of the period."""
         clock, every = self.buffer.clock, self._every or 0
         return every * (clock // every + 1) if self.buffer.filtered else clock + every
 

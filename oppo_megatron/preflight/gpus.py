@@ -1,7 +1,4 @@
-"""A machine's GPUs, for `oppo validate`.
-
-Torch's part comes as `TorchBuild`; the rest from the kernel's files and nvidia-smi.
-"""
+"""A machine's GPUs, for `oppo validate`: `TorchBuild`, and the kernel's files and nvidia-smi."""
 
 from __future__ import annotations
 

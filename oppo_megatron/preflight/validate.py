@@ -51,10 +51,7 @@ class Role:
 
 
 def train_problems(settings: TrainSettings, *, inputs: bool = True, models: bool = True) -> list[str]:
-    """Return every problem of a PPO configuration, except of automatic placements.
-
-    `inputs`, `models`: require tokenizer and rows, or models' folders, to exist.
-    """
+    """Return every problem, except of automatic placements. `inputs`, `models`: require rows, or models' folders, to exist."""
     settled = settings.settled()
     # Only the layout checks look at the placement.
     config = settled or settings.with_placement(PlacementConfig(mode="single"))
@@ -205,10 +202,7 @@ def _vocab_size(tokenizer: TokenizerConfig, problems: list[str]) -> int | None:
 
 
 def check_train(config: TrainConfig, *, inputs: bool = True, models: bool = True) -> list[str]:
-    """Return every broken rule of `oppo train`'s settings.
-
-    `inputs`, `models`: require tokenizer and rows, or the models' folders, to exist.
-    """
+    """Return every broken rule. `inputs`, `models`: require tokenizer and rows, or the models' folders, to exist."""
     roles: list[tuple[str, ModelConfig]] = [("actor", config.actor), *scorers(config)]
     data = [("data", config.data)] + ([("evaluation.data", config.evaluation.data)] if config.evaluation else [])
     return [

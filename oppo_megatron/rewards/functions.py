@@ -34,7 +34,7 @@ class Summand:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A response's reward, and parts before weighting, by label."""
+    """`parts` before weighting, by label."""
 
     total: float
     parts: dict[str, float]
@@ -105,7 +105,7 @@ class RewardSum:
                 raise RewardError(f"reward part {summand.label!r}: {error}") from error
 
     def unusable(self, rows: Sequence[Fields], tell: Callable[[str], None] = print) -> dict[int, str]:
-        """Why rows cannot be scored within a rule's limits, by row."""
+        """Why rows cannot be scored, by row."""
         found = dict[int, str]()
         for summand in self.summands:
             for place, reason in summand.function.unusable(rows, tell).items():
@@ -167,10 +167,7 @@ class RewardSum:
         of: Collection[str] | None = None,
         known: Mapping[str, float] = NOTHING_KNOWN,
     ) -> dict[str, float]:
-        """Return the parts `of` a response (None: all), by label, awaiting scores. Raises `RewardError`.
-
-        `num_tokens`: for rule `length`. `place`: file:line, for errors.
-        """
+        """The parts `of` a response (None: all), by label. `num_tokens`: for `length`; `place`: file:line. Raises RewardError."""
         sequence, parts = _named(item, place), dict[str, float]()
         wanted = [summand for summand in self.summands if of is None or summand.label in of]
         asked = {summand.label for summand in wanted} - known.keys()

@@ -30,7 +30,7 @@ MAX_DESCRIPTORS = 1 << 16
 
 
 def main(reads: int, writes: int) -> None:
-    """Load the function of the first line, then answer each line with a line."""
+    """Load the function of the first line, then answer each line."""
     for descriptor in (reads, writes):
         os.set_inheritable(descriptor, False)
     with os.fdopen(reads, "rb") as calls, os.fdopen(writes, "wb") as answers:
@@ -55,7 +55,7 @@ def main(reads: int, writes: int) -> None:
 
 
 def _watch() -> None:
-    """Start a reparented process that kills the function's descendants after this one ends, because a killed run cannot."""
+    """Start a process that kills the function's descendants after this one ends, because a killed run cannot."""
     try:
         ended = os.pidfd_open(os.getpid())
     except (AttributeError, OSError):  # Linux before 5.3, or another system: there it outlives such a run

@@ -1,4 +1,4 @@
-"""A rule that may hang or crash over a response, in several processes."""
+"""A rule that may hang or crash, in several processes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class IsolatedRule(Part):
         return self.result(item.seq_id)
 
     def unusable(self, rows: Sequence[Fields], tell: Callable[[str], None]) -> dict[int, str]:
-        """Try each distinct expected answer once, logging progress."""
+        """Try each distinct expected answer once."""
         if self._trial is None:
             return {}
         read = [self._read(fields) for fields in rows]

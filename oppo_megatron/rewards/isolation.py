@@ -1,7 +1,4 @@
-"""A reward function in its own process with limits, against accidents; it is not a sandbox.
-
-Both exchange JSON lines over pipes. An answer repeats its call's name.
-"""
+"""A reward function in its own process with limits, against accidents; it is not a sandbox. Both exchange JSON lines."""
 
 from __future__ import annotations
 

@@ -78,7 +78,6 @@ class UserFunction(Part):
     function: Callable[..., Any]
 
     def about(self) -> str:
-        """The first line of its docstring."""
         called = self.function.func if isinstance(self.function, partial) else self.function
         return (inspect.getdoc(called) or "").partition("\n")[0]
 

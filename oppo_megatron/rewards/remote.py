@@ -1,7 +1,4 @@
-"""Scores from a service over HTTP, requested by one thread.
-
-A failed request is repeated for `give_up_s`; then, or if refused, `request` and `result` raise.
-"""
+"""Scores from a service over HTTP. A failed request is repeated for `give_up_s`; then `request` and `result` raise."""
 
 from __future__ import annotations
 

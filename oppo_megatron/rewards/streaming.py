@@ -49,7 +49,7 @@ class _Sequence:
 
 
 class ScorerStream:
-    """`offer` returns at once; a thread sends everything in order."""
+    """`offer` returns at once; a thread sends in order."""
 
     def __init__(self, settings: StreamConfig, token: SecretStr | None = None, give_up_s: float = GIVE_UP_S):
         import httpx

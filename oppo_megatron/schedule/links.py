@@ -1,4 +1,4 @@
-"""Links, process groups, and waves of first use. Directed links share no group, so their messages never wait for each other."""
+"""Links and process groups. Directed links share no group, so their messages never wait for each other."""
 
 from __future__ import annotations
 

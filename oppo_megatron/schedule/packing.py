@@ -61,10 +61,9 @@ def balance(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
 
 
 def dealt(parts: Ints, slots: int, arrivals: Ints, most: int) -> Ints:
-    """Return the replica of each arriving group, [groups], that leaves slots now and after the round.
-
-    With slots for `most` sequences the one with the fewest tokens (ties: sequences), else a least crowded one. `parts` [3,
-    replicas] and `arrivals` [3, groups]: tokens, sequences, unfinished sequences.
+    """Return the replica of each arriving group, [groups]: with slots for `most` sequences the one with the fewest tokens (ties:
+    sequences), else a least crowded one. `parts` [3, replicas] and `arrivals` [3, groups]: tokens, sequences, unfinished
+    sequences.
     """
     if parts.shape[1] == 1:
         return np.zeros(arrivals.shape[1], dtype=np.int64)
@@ -80,7 +79,6 @@ def dealt(parts: Ints, slots: int, arrivals: Ints, most: int) -> Ints:
 
 
 def _to_those_with_slots(parts: Ints, slots: int, arrivals: Ints, most: int) -> list[int]:
-    """Replicas of the first arrivals, as long as one has slots for a group of `most`."""
     found, free = list[int](), (slots - most - parts[1]).tolist()  # room beyond another group
     loads = zip(parts[0].tolist(), parts[1].tolist(), range(len(free)), strict=True)
     heap = [(tokens, sequences, replica) for tokens, sequences, replica in loads if free[replica] >= 0]
@@ -100,7 +98,7 @@ def _to_those_with_slots(parts: Ints, slots: int, arrivals: Ints, most: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Tokens of an optimizer step; `room`: capacity of its micro-batches, `padded`: rows as long as the longest."""
+    """`room`: capacity of its micro-batches, `padded`: rows as long as the longest."""
 
     tokens: int
     room: int

@@ -51,7 +51,7 @@ def round_generator(overlap: OverlapConfig, site: Site) -> str:
 
 
 def late_scorers(site: Site) -> frozenset[str]:
-    """Roles that score only complete batches; otherwise the actor would wait for them."""
+    """Roles that score only complete batches; otherwise the actor would wait."""
     actor = site.placements["actor"]
     if actor.pp > 1 or not site.listeners:
         return frozenset()

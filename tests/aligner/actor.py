@@ -103,7 +103,6 @@ class TinyActor(MegatronGPTActorModel):
         self.distributed_adam_offload_manager = None
 
     def infer(self, inference_batch: Any) -> Any:
-        """NeMo-Aligner's; counts."""
         self.num_inferred += 1
         return super().infer(inference_batch)
 
@@ -183,5 +182,4 @@ def start_megatron(micro: int, batch: int, seed: int, pp: int = 1, tp: int = 1) 
 
 
 def weights(actor: Any) -> dict[str, torch.Tensor]:
-    """All parameters, on the CPU."""
     return {name: p.detach().clone() for name, p in actor.model.named_parameters()}

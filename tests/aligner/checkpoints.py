@@ -52,7 +52,6 @@ class Lightning:
 
 
 def weights_name() -> str:
-    """Of the file of this rank's part of the model."""
     return f"stage-{parallel_state.get_pipeline_model_parallel_rank()}-{parallel_state.get_tensor_model_parallel_rank()}.pt"
 
 
@@ -76,12 +75,10 @@ def attach(job: Job, actor: Any) -> Any:
 
 
 def checkpoint_of(folder: Path, step: int) -> str:
-    """That of `step` in the log folder of a run; the oldest."""
     return str(min((folder / "checkpoints").glob(f"*-step={step}-*")))
 
 
 def restore(actor: Any) -> dict[str, int]:
-    """The actor's weights, and what NeMo-Aligner reads from the checkpoint's name."""
     path = actor.trainer.ckpt_path
     actor.model.load_state_dict(torch.load(Path(path) / weights_name(), weights_only=True))
     return {key: extract_value_from_ckpt(key, path) for key in KEYS}

@@ -39,7 +39,6 @@ TOKEN = "a-token-of-the-contract-test"
 
 
 def run(job: Job) -> dict[str, Any]:
-    """One run on this rank: what was trained, logged, and is left."""
     trainer, given = build(job)
     trainer.fit()
     log = given["logger"]
@@ -53,7 +52,6 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def refusal(job: Job, **changes: Any) -> str:
-    """What the trainer says of a job that it does not take."""
     from omegaconf import OmegaConf
 
     from tests.aligner import world
@@ -72,7 +70,6 @@ def refusal(job: Job, **changes: Any) -> str:
 
 
 def told(job: Job, **changes: Any) -> str:
-    """What a job's trainer, resumed where it says so, warns of as it is made, or why it cannot be."""
     warnings = logging.handlers.BufferingHandler(100)
     warnings.setLevel(logging.WARNING)
     logging.getLogger("nemo_logger").addHandler(warnings)
@@ -114,7 +111,6 @@ def topk_of_next_run(job: Job) -> tuple[list[str], list[str]]:
 
 
 def load_reward_model(weights: str, sizes: Mapping[str, int], tied: bool) -> dict[str, torch.Tensor]:
-    """What NeMo-Aligner's own reward model finds in a folder `model_weights`."""
     start_megatron(1, 1, 0)
     config = TransformerConfig(
         num_layers=sizes["num_hidden_layers"], hidden_size=sizes["hidden_size"], ffn_hidden_size=sizes["intermediate_size"],
@@ -157,7 +153,6 @@ class Recorder:
 
 
 def run_streamed(job: Job) -> dict[str, Any]:
-    """As `run`, with rewards that are streamed to a service."""
     os.environ["ALIGNER_TEST_TOKEN"] = TOKEN
     recorder = Recorder()
     with served_app(build_stream_app(recorder.extend, SecretStr(TOKEN))) as url:
@@ -167,7 +162,6 @@ def run_streamed(job: Job) -> dict[str, Any]:
 
 
 def run_failing(job: Job) -> str:
-    """What a run says that comes to an error."""
     trainer, _ = build(job)
     try:
         trainer.fit()
@@ -177,7 +171,6 @@ def run_failing(job: Job) -> str:
 
 
 def run_refused(job: Job, rank: int) -> str:
-    """What a run says of which rank `rank` alone has the wrong token for its scorer."""
     token = TOKEN if torch.distributed.get_rank() != rank else "another-token-of-the-test"
     with served_app(build_stream_app(Recorder().extend, SecretStr(token))) as url:
         os.environ["ALIGNER_TEST_TOKEN"] = TOKEN

@@ -34,12 +34,10 @@ def run(job: Job, world: int = 1, entry: str = "run") -> list[dict[str, Any]]:
 
 
 def trained(results: list[dict[str, Any]], steps: slice = slice(None)) -> list[int]:
-    """The prompts of these steps on all ranks, in order."""
     return sorted(prompt for result in results for batch in result["trained"][steps] for prompt in batch)
 
 
 def same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
-    """The same training, to the last bit."""
     for mine, other in zip(ours, theirs, strict=True):
         assert mine["trained"] == other["trained"] and mine["optim"] == other["optim"]
         assert all(torch.equal(mine["weights"][name], other["weights"][name]) for name in other["weights"])
@@ -56,20 +54,16 @@ CARRYING = Job(oppo=DELTA | EACH, val_every=2)
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """NeMo-Aligner's own run on so many replicas."""
     return cache(lambda world: run(replace(PLAIN, folder=tmp_path_factory.mktemp("theirs")), world))
 
 
 @pytest.fixture(scope="module")
 def carrying() -> list[dict[str, Any]]:
-    """A run with delta on one replica."""
     return run(CARRYING)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Job, list[dict[str, Any]]]]:
-    """A run with delta that saves after every step, on so many replicas, and its job."""
-
     @cache
     def made(world: int) -> tuple[Job, list[dict[str, Any]]]:
         job = Job(oppo=DELTA, greedy=True, save_every=1, folder=tmp_path_factory.mktemp("saved"))
@@ -238,7 +232,6 @@ def test_rows_of_a_checkpoint_are_not_taken_for_those_of_a_later_one_of_its_step
 
 @pytest.mark.parametrize("model", ["Sorting", "Choosing", "Twice", "Elsewhere"])
 def test_rewards_are_of_what_the_models_own_infer_gives(model: str) -> None:
-    """However it generates: what ended while it was drawn need not be what comes of it."""
     job = Job(prompts=16, model=model)
     theirs, streamed = run(job), run(replace(job, oppo=EACH), entry="run_streamed")
     same(streamed, theirs)

@@ -36,7 +36,6 @@ class Prompts(torch.utils.data.Dataset):
 
 
 def index_of(tokens: torch.Tensor) -> int:
-    """The prompt that a row of tokens begins with."""
     return int((tokens[0] - FIRST) * DIGITS + tokens[1] - FIRST)
 
 
@@ -74,8 +73,6 @@ class Critic:
 
 
 class Log:
-    """What the trainer logs."""
-
     def __init__(self) -> None:
         self.rows: list[tuple[str, int, dict[str, Any]]] = []
 
@@ -118,7 +115,6 @@ def _loader(job: Job, dataset: Prompts, consumed_samples: int, random: bool) -> 
 
 
 def arguments(job: Job) -> Iterator[tuple[str, Any]]:
-    """The keyword arguments of the trainer, as `train_gpt_ppo_actor.py` builds them."""
     from nemo_aligner.data.nlp.builders import collate_with_pad_to_max_batch
     from nemo_aligner.utils.batch_iterators import get_batch_iterator_cls
 
@@ -144,7 +140,6 @@ def arguments(job: Job) -> Iterator[tuple[str, Any]]:
 
 
 def started(job: Job) -> dict[str, Any]:
-    """megatron set up for the job, and the arguments of its trainer."""
     start_megatron(job.micro, job.batch, job.seed, job.pp, job.tp)
     given = dict(arguments(job))
     torch.manual_seed(job.seed + parallel_state.get_data_parallel_rank())
@@ -152,7 +147,6 @@ def started(job: Job) -> dict[str, Any]:
 
 
 def build(job: Job, **changes: Any) -> tuple[Any, dict[str, Any]]:
-    """The trainer of the job, resumed where it says so, and its arguments, of which `changes` are others."""
     from nemo_aligner.algorithms.ppo import PPOTrainer as Theirs
 
     given = started(job) | changes

@@ -24,7 +24,6 @@ def tool() -> ModuleType:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_prose_has_at_most_100_columns(name: str) -> None:
-    """Not tables, code, headings, HTML, and lines that are one word, link or piece of inline code."""
     wide = [f"{name}:{line}: {text}" for line, text in tool().too_long((ROOT / name).read_text(encoding="utf-8"))]
     assert not wide, f"run python docs/tools/wrap.py {name}\n" + "\n".join(wide)
 

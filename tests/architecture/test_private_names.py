@@ -20,14 +20,11 @@ OTHERS = {"_actions"}
 
 
 class Names(NamedTuple):
-    """Private names: of modules' own functions, classes and variables, and of classes' members."""
-
     own: set[str]
     members: set[str]
 
 
 def bound(body: Iterable[ast.stmt]) -> Iterator[str]:
-    """Names that statements of a module or a class define."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name

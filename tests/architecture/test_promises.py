@@ -59,7 +59,6 @@ def marks(node: ast.expr) -> Iterator[str]:
 
 
 def marks_of_all_cases(call: ast.Call) -> Iterator[str]:
-    """What every case is marked with."""
     cases = call.args[1] if len(call.args) > 1 else None
     if not isinstance(cases, LISTS) or not cases.elts:
         return
@@ -94,7 +93,6 @@ def find_marks(file: Path, name: str) -> set[str] | None:
 
 @cache
 def checked_rooms() -> re.Pattern[str]:
-    """Files of `make check`, from the Makefile's own line."""
     text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
     found = re.search(r"^PURE := tests/architecture .*tests/unit/test_, .*?_\*\.py,\s+([\w ]+?)\)+$", text, re.MULTILINE)
     assert found is not None, "the Makefile's PURE is of another form; mend this test"
@@ -112,7 +110,6 @@ def tier(file: str, found: set[str]) -> str:
 
 
 def problems(page: str) -> list[str]:
-    """What is wrong with a page of promises."""
     rows, wrong = promises(page), []
     for row in rows:
         right = []

@@ -111,7 +111,6 @@ for path in paths:
 
 
 def python_310() -> str:
-    """One that is installed here, or a skip."""
     named = [os.environ.get("OPPO_PYTHON310"), shutil.which("python3.10")]
     of_pyenv = sorted((Path.home() / ".pyenv" / "versions").glob("3.10.*/bin/python3.10"))
     for each in filter(None, [*named, *map(str, of_pyenv)]):

@@ -24,7 +24,6 @@ def settings_with_a_default() -> dict[type[Section], list[str]]:
 
 
 def test_there_are_no_more_settings_than_a_page_can_hold() -> None:
-    """A setting that nobody sets is a constant of the module that uses it."""
     assert sum(map(len, settings_with_a_default().values())) <= 178
 
 

@@ -30,7 +30,6 @@ def cluster(tmp_path: Path) -> Cluster:
 
 
 def observed(cluster: Cluster, engine: Engine, cores: int) -> list[Observed]:
-    """Steps on one rank with so many cores, as the engine takes them."""
     given = ["placement={mode: single}", "rollout.batch_size=4", "runtime.dtype=float32"]
     config = load_config(TrainConfig, "examples/benchmark/overlap.yaml", given)
     config = config.model_copy(update={"runtime": config.runtime.with_threads(cores)})

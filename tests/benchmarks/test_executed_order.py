@@ -43,13 +43,11 @@ CARRIED = {
 
 
 def read_schedules(run: Path) -> list[Schedule]:
-    """One a round, in their order."""
     parts = re.split(r"^# round \d+, step \d+\n", (run / "schedules.txt").read_text(), flags=re.MULTILINE)
     return [parse_schedule(part) for part in parts[1:]]
 
 
 def executed_actions(run: Path) -> dict[int, list[Action]]:
-    """The traced actions of each rank, in the order of their starts."""
     events = [e for e in json.loads((run / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
     actions: dict[int, list[Action]] = {}
     for event in sorted(events, key=lambda e: (e["pid"], e["ts"])):
@@ -60,8 +58,6 @@ def executed_actions(run: Path) -> dict[int, list[Action]]:
 
 @dataclass(frozen=True)
 class Executed:
-    """A run that has ended, and what each of its ranks counted."""
-
     config: dict[str, Any]
     counts: list[Counted]
 
@@ -146,7 +142,6 @@ def test_results_of_a_step_are_those_of_the_simulation(executed: Executed) -> No
 
 
 def simulated_rank(executed: Executed, rank: int) -> RankRun:
-    """A rank of a run of the same configuration, prompts and lengths."""
     config = run_of(executed.config)
     prompts = [len(prompt.tokens) for prompt in prompt_stream(config, read_inputs(config).prompts)]
     lengths = {seq_id: len(tokens) for seq_id, tokens in read_outcome(executed.path).tokens().items()}

@@ -25,7 +25,6 @@ from oppo_megatron.sim.runs.virtual import VirtualRun
 
 @pytest.fixture
 def printed(shared_data: Path) -> Mapping[str, list[list[str]]]:
-    """The rows of each file without its head."""
     files = (shared_data / "oppo_paper").glob("*.csv")
     return {file.stem: list(csv.reader(file.read_text(encoding="utf-8").splitlines()))[1:] for file in files}
 
@@ -170,7 +169,6 @@ def test_the_chunk_curve_is_a_u_with_its_least_where_the_law_says() -> None:
 def test_the_command_prints_each_figure_beside_the_papers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With two chunks and two deltas, which leave the tables as they are."""
     monkeypatch.setattr(studies, "CHUNKS", (500, 4096))
     monkeypatch.setattr(studies, "INTER_DELTAS", (0, 8))
     assert main(["--steps", "5", "--out", str(tmp_path)]) == 0
@@ -188,7 +186,6 @@ def test_the_command_prints_each_figure_beside_the_papers(
 
 @pytest.mark.long
 def test_the_page_has_the_figures_of_the_command() -> None:
-    """At its defaults, of figures 3 and 6 and table 2's mean."""
     page, whole = (Path(__file__).resolve().parents[2] / "benchmarks" / "README.md").read_text(encoding="utf-8"), Paper(100, 0)
     for row in whole.speedups():
         cells = " | ".join(f"{row[key]:.2f}" for key in ("speedup", "speedup_implied", "speedup_padded"))

@@ -41,7 +41,6 @@ def test_ranks_that_no_layout_fills_are_refused_before_anything_is_measured() ->
 
 
 def test_the_command_counts_what_a_rank_has(capsys: pytest.CaptureFixture[str]) -> None:
-    """By hand: a rank of an actor of two stages and shards sends a token to the other stage in each step of each micro-batch."""
     sizes = ["--tp", "2", "--pp", "2", "--sequences", "8", "--chunk", "16"]
     assert main(["--count", "--ranks", "8", "64", *sizes]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:3]]

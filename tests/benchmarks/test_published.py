@@ -147,14 +147,11 @@ def test_the_command_prints_fitted_and_left_out_rows(tmp_path: Path, capsys: pyt
 
 
 def decode_micro_batches(plan: PublishedPlan) -> int:
-    """The printed number, times the stages where there are several."""
     call = plan.call("ActorGen")
     return call.micro_batches * call.pp
 
 
 def published_tree(plan: PublishedPlan, **runtime: Any) -> dict[str, Any]:
-    """A plan of ReaL whose calls are all on the same ranks, as a configuration."""
-
     def sizes(name: str) -> dict[str, int]:
         call = plan.call(name)
         return {"tp": call.tp, "pp": call.pp, "dp": call.dp}
@@ -182,7 +179,6 @@ TOGETHER = [plan for plan in PLANS if plan.name != "7b-searched"]
 
 @pytest.mark.parametrize("plan", TOGETHER, ids=lambda plan: plan.name)
 def test_published_plans_load_as_configurations(plan: PublishedPlan) -> None:
-    """All but Table 4, whose actor decodes on other ranks than it is trained on."""
     loaded = TrainConfig.model_validate(published_tree(plan))
     assert check_layouts(loaded, {name: read_hf_config(role) for name, role in named_roles(loaded).items()}) == []
     layouts = layout_tree(loaded)
@@ -193,7 +189,6 @@ def test_published_plans_load_as_configurations(plan: PublishedPlan) -> None:
 
 @pytest.mark.parametrize("plan", TOGETHER, ids=lambda plan: plan.name)
 def test_generation_of_published_plans_is_priced(plan: PublishedPlan) -> None:
-    """Nothing is fitted but the host's time for a layer; each of a step's micro-batches costs it."""
     nodes, network = len(plan.call("ActorGen").nodes), Between(19e-6, 25e9, 1, published("a test"))
     cluster = Cluster(nodes, 8, GPUS["h100"], INSIDE["h100"], network)
     loaded = TrainConfig.model_validate(published_tree(plan))

@@ -24,7 +24,6 @@ def test_the_least_layout_fits_and_uses_every_rank(model: str, ranks: int) -> No
 
 
 def test_no_layout_where_nothing_fits() -> None:
-    """Too little memory, and more replicas than sequences even at the most tensor ranks."""
     assert least_layout("405B", 64, 256) is None
     assert least_layout("8B", 16384, STRONG) is None
     assert least_layout("8B", 8192, STRONG) is not None

@@ -21,8 +21,6 @@ MODES = ["disaggregated", "colocated"]
 
 
 def played(config: TrainConfig, odd: Callable[[int], RankRun] | None = None, rank: int = -1, number: int = ROUND) -> Simulated:
-    """The round, in which `rank` is what `odd` makes of it."""
-
     def make_run(each: int) -> RankRun:
         return odd(each) if odd is not None and each == rank else RankRun(config, PROMPT, each)
 
@@ -44,7 +42,6 @@ def test_ranks_that_plan_alike_have_a_sound_round(mode: str, ranks: int) -> None
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rank_with_other_lengths_is_named(mode: str) -> None:
-    """It takes one response to end a token sooner, in the round before: each rank in turn."""
     config = CLUSTER.config(mode, 8, 8)
     own = RankRun(config, PROMPT, 0)
     ended = next(seq_id for seq_id in range(8) if own.limit(seq_id) <= CLUSTER.chunk)
@@ -60,7 +57,6 @@ def test_a_rank_with_other_lengths_is_named(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rank_with_another_configuration_is_named_and_its_peers_wait(mode: str) -> None:
-    """It decodes chunks of half the length: all others wait for tokens or for its hidden states."""
     config, other = CLUSTER.config(mode, 8, 8), replace(CLUSTER, chunk=8).config(mode, 8, 8)
     for rank in (0, 3, 7):
         simulated = played(config, lambda each: RankRun(other, PROMPT, each), rank, number=1)
@@ -74,7 +70,6 @@ def test_a_rank_with_another_configuration_is_named_and_its_peers_wait(mode: str
 
 
 def test_ends_that_expect_other_sizes_are_found() -> None:
-    """A rank that takes a response to end within the round: its plan is that of its peers, its messages are shorter."""
     config = CLUSTER.config("disaggregated", 8, 8)
     own = RankRun(config, PROMPT, 0)
     running = next(seq_id for seq_id in range(8) if own.limit(seq_id) > CLUSTER.chunk)

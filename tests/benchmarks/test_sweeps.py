@@ -31,8 +31,6 @@ Make = Callable[..., sweeps.Configs]
 
 @pytest.fixture
 def configs_of(monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Make the configurations of a kind from a base."""
-
     def make(kind: str, base: TrainConfig, *options: str) -> sweeps.Configs:
         monkeypatch.setattr(sweeps, "load_base", lambda args, inputs="": base)
         parser = argparse.ArgumentParser()
@@ -202,8 +200,6 @@ Sweep = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def swept(workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
-    """Run a kind on tiny models in one process, and return what it wrote."""
-
     def run(kind: str, options: Sequence[str] = (), **changes: Any) -> dict[str, Any]:
         own = {**LENGTHS, **OVERLAPS, "steps": 2, **changes}
         base = bare(TrainConfig(**workspace.config("sweep", **own)))
@@ -219,7 +215,6 @@ def swept(workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.long
 def test_fork(swept: Sweep) -> None:
-    """What a fork saves is not prefilled, in the actor and in the reference."""
     rows = swept("fork", ["--prompts", "16,20"], **GROUPS)["results"]
     assert [(row["prompt_tokens"], row["fork"]) for row in rows] == [(16, "yes"), (16, "no"), (20, "yes"), (20, "no")]
     for forked, apart in (rows[:2], rows[2:]):

@@ -25,7 +25,6 @@ NAMED = {"killed": "rank {} was ended by SIGKILL", "stopped": "rank {} did not a
 
 
 def run_case(workspace: Workspace, at: str, rank: int, how: str) -> str:
-    """What the run said.  Raises AssertionError."""
     heldout = {"path": str(workspace.root / "data" / "heldout.jsonl"), "max_prompt_tokens": 96, "max_rows": 3}
     changes: dict[str, Any] = {
         "steps": 6,

@@ -51,7 +51,6 @@ def train(config: dict[str, Any], preemption: Preemption | None = None) -> bool:
 
 
 def train_with_fan_out(config: dict[str, Any], fan_out: int) -> None:
-    """`train`, where a rank sends a chunk to no more than `fan_out` others."""
     with mock.patch("oppo_megatron.schedule.rounds.FAN_OUT", fan_out):
         train(config)
 
@@ -73,7 +72,6 @@ class Counted:
 
 
 def train_counted(config: dict[str, Any], fan_out: int) -> Counted:
-    """`train_with_fan_out`, and this rank's traffic in it."""
     counted, rounds, gathers = Counted(), Traffic(), Traffic()
     run, all_steps, share, steps = RoundRunner.run, TrainingLoop.run, ScoreExchange.shared, counted.steps
     gather = generation.gather_rows
@@ -139,7 +137,6 @@ class Disturbed:
 
 @contextmanager
 def disturbing(disturb: Callable[[int, Action], None]) -> Iterator[None]:
-    """In the block `disturb(rank, action)` comes before what this rank's executors compute, and before what they take."""
     run = Executor.run
 
     def disturbed(executor: Executor, actions: Sequence[Action], shift: int = 0) -> None:
@@ -167,7 +164,6 @@ def train_with_a_death(config: dict[str, Any], rank: int, at: str) -> tuple[str,
 
 
 def train_with_a_death_in_an_update(config: dict[str, Any], rank: int, nth: int) -> tuple[str, str, float]:
-    """`train`, but `rank` dies within its `nth` optimizer step, before the gradients' norm: as `train_with_a_death`."""
     seen = []
     step = TrainedModel.step
 
@@ -191,8 +187,6 @@ def _error_of(config: dict[str, Any]) -> tuple[str, str, float]:
 
 
 def train_beside_a_slow_rank(config: dict[str, Any], rank: int, seconds: float) -> None:
-    """`train`, where `rank` takes a while before it takes a message."""
-
     def slow(own: int, action: Action) -> None:
         if own == rank and action.op is Op.RECV:
             time.sleep(seconds)
@@ -213,7 +207,6 @@ def train_with_a_slow_critic(config: dict[str, Any], seconds: float) -> None:
 
 
 def train_while_the_clock_is_set_back(config: dict[str, Any]) -> None:
-    """`train`, where the machine's clock is five seconds earlier whenever somebody looks."""
     shown = itertools.count(2e9, -5.0)
     with mock.patch.object(time, "time", lambda: next(shown)):
         train(config)
@@ -246,7 +239,6 @@ def train_until(config: dict[str, Any], rounds: int, rank: int = 0) -> bool:
 
 
 def train_with_a_wrong_logprob(config: dict[str, Any], minibatch: int, step: int) -> str:
-    """`train`, where the log-prob of one token in a minibatch of a step is not what it was drawn with: its error."""
     take, settings = Rollouts.take_batch, UpdateSettings.of(run_of(config), step, torch.device("cpu"))
     steps = itertools.count(1)
 
@@ -263,7 +255,6 @@ def train_with_a_wrong_logprob(config: dict[str, Any], minibatch: int, step: int
 
 
 def train_and_tell_chunks(config: dict[str, Any]) -> list[int]:
-    """`train`; the most tokens that each round of this rank was planned with."""
     chunks, run = [], RoundRunner.run
 
     def noting(runner: RoundRunner, active: Any, score: Any, chunk_tokens: int, *args: Any) -> Any:
@@ -276,7 +267,6 @@ def train_and_tell_chunks(config: dict[str, Any]) -> list[int]:
 
 
 def train_with_sigterm(config: dict[str, Any], rank: int, after_s: float) -> bool:
-    """`train`, where `rank` gets a SIGTERM some seconds after it has built its models; whether the run ended by itself."""
     preemption = Preemption()
     timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGTERM))
     run = TrainingLoop.run
@@ -329,7 +319,6 @@ def train_through_rollbacks(config: dict[str, Any]) -> list[tuple[str, float]]:
 
 
 def train_with_a_shared_reference(config: dict[str, Any]) -> int:
-    """`train`; the number of weights that the actor and the reference of this rank have in common, which are all it has."""
     run, shared = TrainingLoop.run, 0
 
     def looked_at(loop: TrainingLoop) -> bool:

@@ -94,7 +94,6 @@ def libraries_armed(fault: Fault) -> Iterator[None]:
 
 
 def restored(config: TrainConfig, world: World, inputs: Inputs, found: Found) -> TrainingLoop:
-    """A fresh loop that continues from `found`, without a journal's files."""
     saver = ppo_saver(config, world, inputs.prompts, Preemption(config.preempt_deadline_s))
     loop = build_loop(config, world, inputs, saver, _no_rollbacks(config, inputs), found.ahead(frozenset()))
     loop.restore(found)
@@ -113,7 +112,6 @@ def run_with_small_files(config: dict[str, Any], num_bytes: int, within: str) ->
 
 
 def end_without_space_for_a_checkpoint(config: dict[str, Any]) -> tuple[str, str]:
-    """A run none of whose checkpoints can be written: its error, if it ends with one, and what it says on the console."""
     said, place = io.StringIO(), "oppo_megatron.train.saving.writing:CheckpointWriting.run"
     with contextlib.redirect_stdout(said):
         _, message = run_with_small_files(config, 9_000, place)
@@ -216,8 +214,6 @@ def _no_rollbacks(config: TrainConfig, inputs: Inputs) -> Rollbacks:
 
 
 class Subject:
-    """A loop of one rank that is given one checkpoint after the other."""
-
     def __init__(self, config: TrainConfig):
         self.config, self.world = config, World(0, 1, torch.device("cpu"))
         inputs = read_inputs(config)
@@ -262,7 +258,6 @@ class Subject:
 
 
 def _differences(loop: TrainingLoop, found: Found) -> list[str]:
-    """What of the loop is not what the file says, where that is not the configuration's to decide."""
     now = json.loads(json.dumps(loop.saver.state(loop)))
     names = ["done", "actor", "updates", "phase"]
     cached = found.state["layout"] == now["layout"]

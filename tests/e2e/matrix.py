@@ -35,7 +35,6 @@ def overcommitted(delta: int) -> dict[str, Any]:
 
 
 def grouped(preset: str, size: int, **changes: Any) -> dict[str, Any]:
-    """16 responses per step in groups of `size`, in two minibatches, scored by a reward model."""
     common = {
         "algorithm": {"preset": preset}, "critic": None, "steps": 2,
         "rollout.batch_size": 16, "rollout.group_size": size, "ppo.kl": {}, "ppo.epochs": 1,
@@ -86,13 +85,11 @@ def members_differ(outcome: Outcome) -> bool:
 
 
 def stale_weights(ours: Outcome, theirs: Outcome) -> None:
-    """Replicas divide the log-probs of the step's start, by which stale tokens are weighed."""
     weights, expected = ([line["importance_weight_mean"] for line in o.metrics] for o in (ours, theirs))
     assert weights == pytest.approx(expected, abs=1e-4) and max(abs(weight - 1) for weight in weights) > 1e-3
 
 
 def pairs_of_groups(ours: Outcome, theirs: Outcome) -> None:
-    """The best against the worst of four; each pair on one replica."""
     for one, other in zip(ours.metrics, theirs.metrics, strict=True):
         assert (one["pairs"], one["ties"]) == (other["pairs"], other["ties"]) == (4, 0)
         for figure in ("pair_margin", "implicit_reward_chosen", "implicit_reward_rejected", "chosen_reward_mean"):
@@ -104,7 +101,6 @@ def pairs_of_groups(ours: Outcome, theirs: Outcome) -> None:
 
 
 def pairs_that_tie_are_counted(outcome: Outcome) -> bool:
-    """The shorter response is the better one, and those that were cut all tie."""
     rewards = [row["reward"] for row in outcome.rollouts]
     assert rewards == pytest.approx([-len(row["tokens"]) / 40 for row in outcome.rollouts])
     ties = sum(rewards[i] == rewards[i + 1] for i in range(0, len(rewards), 2))
@@ -113,7 +109,6 @@ def pairs_that_tie_are_counted(outcome: Outcome) -> bool:
 
 
 def pairs_of_two(outcome: Outcome) -> bool:
-    """Whole batches of pairs whose rewards differ; groups that tie were dropped."""
     rewards = [row["reward"] for row in outcome.rollouts]
     groups = [set(rewards[i : i + 2]) for i in range(0, len(rewards), 2)]
     counts = [(line["pairs"], line["ties"]) for line in outcome.metrics]
@@ -131,7 +126,6 @@ def groups_dropped(ours: Outcome, theirs: Outcome) -> None:
 
 
 def forked_tokens(ours: Outcome, theirs: Outcome) -> None:
-    """What is forked is not prefilled, and nothing else changes."""
     assert min(line["forked_tokens"] for line in ours.metrics) > 0 == total(theirs, "forked_tokens")
     if all(line["chunk_tokens"] == other["chunk_tokens"] for line, other in zip(ours.metrics, theirs.metrics, strict=True)):
         read = [line["prefilled_tokens"] + line["forked_tokens"] for line in ours.metrics]
@@ -306,7 +300,6 @@ class Matrix:
         return outcome
 
     def run(self, config: dict[str, Any]) -> Outcome:
-        """The outcome of a configuration, which is run once."""
         name = config["run_dir"]
         if name not in self.outcomes:
             self.outcomes[name] = run_ppo_ranks(config)
@@ -320,7 +313,6 @@ class Matrix:
         return config
 
     def in_layout(self, feature: str, layout: str, option: int = 0, name: str = "") -> dict[str, Any]:
-        """Configuration of a feature in a layout, with intra-step overlap and one of OPTIONS."""
         changes = {"overlap.intra": True} | OPTIONS[option] | FEATURES[feature].changes | (LAYOUTS | WIDE)[layout]
         return self.config(feature, f"{layout}-{option}-{name}", changes)
 
@@ -331,7 +323,6 @@ def option_of(feature: str, layout: str) -> int:
 
 
 def calls_of(config: dict[str, Any]) -> Path:
-    """The calls of BY_PARITY in a run."""
     return run_dir(config).with_suffix(".calls")
 
 

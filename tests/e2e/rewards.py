@@ -23,7 +23,6 @@ def failing(prompt: str, response: str, fields: dict[str, Any]) -> float:
 
 
 def only_alone(prompt: str, response: str, fields: dict[str, Any]) -> float:
-    """What a reward that reads shared files may do."""
     if os.environ["WORLD_SIZE"] != "1":
         raise ValueError("cannot be shared")
     return float(len(response))

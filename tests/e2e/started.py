@@ -50,7 +50,6 @@ def num_lines(config: dict[str, Any]) -> int:
 
 
 def wait_until(run: subprocess.Popen[str], what: Any, seconds: float = 300.0) -> None:
-    """Until `what()` is true, of a run that goes on."""
     until = time.monotonic() + seconds
     while not what():
         assert run.poll() is None, run.communicate()
@@ -69,7 +68,6 @@ def still_there(pids: list[int]) -> list[int]:
 
 
 def fault(config: dict[str, Any], at: str, rank: int, how: str) -> None:
-    """Before the run starts: what is to befall a rank, once (`run_rank`)."""
     run_dir = Path(config["run_dir"])
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "fault").write_text(json.dumps({"at": at, "rank": rank, "how": how}))

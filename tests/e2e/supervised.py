@@ -44,7 +44,6 @@ def write_inputs(root: Path) -> Path:
 
 
 def settings(inputs: Path, kind: str, run_dir: Path, **changes: Any) -> Settings:
-    """One step over all rows, several micro-batches, unless changed."""
     return {
         "run_dir": run_dir,
         "batch_size": NUM_ROWS,
@@ -61,7 +60,6 @@ def settings(inputs: Path, kind: str, run_dir: Path, **changes: Any) -> Settings
 
 
 def run(kind: str, chosen: Settings) -> list[dict[str, Any]]:
-    """Train in this process; the lines of metrics.jsonl."""
     command = COMMANDS.get(kind, kind)
     run_training(command, run_of(chosen, SUPERVISED[command]))
     return metrics(chosen["run_dir"])
@@ -103,7 +101,6 @@ def judged_steps(inputs: Path, model: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def whole_loss(model: Any, kind: str, inputs: Path) -> torch.Tensor:
-    """The loss of all rows of the file."""
     if kind == "prm":
         return binary_cross_entropy_with_logits(*judged_steps(inputs, model))
     return reference_loss(model, kind, token_rows(inputs, kind))

@@ -21,7 +21,6 @@ COMMANDS = {"prm": "rm", "kto": "dpo"}
 
 
 def train(kind: str, settings: dict[str, Any], stop_after: int | None = None) -> None:
-    """Run `train_supervised` in the process group that the test's ranks already have."""
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     preemption = Preemption()
     if stop_after is not None:
@@ -31,13 +30,10 @@ def train(kind: str, settings: dict[str, Any], stop_after: int | None = None) ->
 
 
 def fingerprints(models: list[dict[str, Any]]) -> list[str]:
-    """Of references that are made from these."""
     return [reference_fingerprint(LearningModelConfig.model_validate(model)) for model in models]
 
 
 class StopAfter(Preemption):
-    """Told to stop within step `step`, on the last rank alone."""
-
     def __init__(self, step: int):
         super().__init__()
         self.left = step

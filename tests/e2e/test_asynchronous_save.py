@@ -22,7 +22,6 @@ FIVE_STEPS = CARRIED | {"steps": 5, "checkpoint.every_steps": 2, "checkpoint.kee
     "layout", [TWO_RANKS, pytest.param(REPLICAS, marks=pytest.mark.long)], ids=["actor | scorers", "replicas"]
 )
 def test_a_checkpoint_written_beside_the_run_is_that_of_its_moment(workspace: Workspace, layout: dict[str, Any]) -> None:
-    """The disk is so slow that the next steps are trained meanwhile; then the run continues from that checkpoint."""
     name = str(layout["placement"]["mode"])
     plain = run_ppo_ranks(deep(workspace, f"{name}-plain", **FIVE_STEPS, **layout))
     config = deep(workspace, name, **FIVE_STEPS, **layout, **{"checkpoint.asynchronous": True})
@@ -44,7 +43,6 @@ def test_told_to_stop_the_run_waits_for_its_checkpoint(workspace: Workspace) -> 
 
 
 def test_a_guard_waits_for_the_checkpoint_that_it_goes_back_to(workspace: Workspace) -> None:
-    """That of the first step is still being written when the second step's rewards turn out to be no numbers."""
     poisoned = {"kind": "python", "entry_point": "tests.e2e.rewards:breaks", "options": {"name": "waits", "good": 6}}
     checkpoint = {"every_steps": 1, "asynchronous": True}
     config = workspace.config("guarded", checkpoint=checkpoint, rewards=[poisoned], guards={"action": "rollback"})

@@ -32,7 +32,6 @@ NAMES = ["single", "disaggregated 1 | 1", "disaggregated 1 | 1 (reference: actor
 
 
 def write(workspace: Workspace, name: str, **changes: Any) -> tuple[Path, Path]:
-    """A configuration file and its run directory."""
     common = {"placement": {"mode": "auto"}, "runtime": {"device": "cpu"}, "logging": {"console": "plain"}}
     config = workspace.config(name, **common, **changes)
     path = workspace.root / f"{name}.yaml"

@@ -23,17 +23,14 @@ OVERLAPS = {"overlap.intra": True, "overlap.inter": True, "overlap.delta": {"rul
 
 
 def config(workspace: Workspace, **changes: Any) -> TrainConfig:
-    """Tiny models in one process."""
     return bare(TrainConfig(**workspace.config("bench", **{**LENGTHS, **OVERLAPS, "steps": 2, **changes})))
 
 
 def suite(out: Path, repeats: int = 1) -> Suite:
-    """Runs of one rank in this process, of several in processes of their own."""
     return Suite(out, repeats, launch, say=lambda _: None)
 
 
 def left(out: Path, kind: str) -> dict[str, Any]:
-    """What the benchmark wrote, its pictures looked at."""
     written = json.loads((out / f"{kind}.json").read_text())
     assert written["bench"] == kind and written["machine"]["usable_cores"] >= 1
     assert written["config"]["rollout"]["max_response_tokens"] == 24
@@ -98,7 +95,6 @@ GROUPS: dict[str, Any] = {
 
 @pytest.mark.long
 def test_overlap_without_a_model_that_scores(workspace: Workspace, tmp_path: Path) -> None:
-    """The time that scoring takes is 0, so it has no share."""
     base = config(workspace, **GROUPS, algorithm={"preset": "dapo"})
     assert base.filter is not None
     said: list[str] = []

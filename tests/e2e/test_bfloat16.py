@@ -46,12 +46,10 @@ def limit() -> float:
 
 
 def same(one: Outcome, other: Outcome) -> list[int]:
-    """Sequences of the first step that were drawn alike."""
     return [i for i in one.batches()[0] if one.tokens()[i] == other.tokens()[i]]
 
 
 def test_the_first_step_is_near_float32s(full: Outcome, half: Outcome) -> None:
-    """Token for token where the draws agree, and for the batch, within bounds that rounding explains."""
     alike = same(full, half)
     assert len(alike) >= BATCH // 4
     ours, theirs = ({row["seq_id"]: row for row in outcome.rollouts} for outcome in (half, full))
@@ -111,7 +109,6 @@ def test_every_layout_trains(workspace: Workspace, half: Outcome, name: str) -> 
 
 
 def test_frozen_scorers_alone_in_bfloat16(workspace: Workspace, full: Outcome) -> None:
-    """Draws and the actor's arithmetic stay float32's; what the scorers say is off by their rounding."""
     trained = {"actor.dtype": "float32", "critic.dtype": "float32"}
     mode = {"placement.mode": "disaggregated", "overlap.intra": True}
     outcome = train(workspace, "mixed", reference={"init": SHAPE}, **trained, **mode, **HALF)
@@ -128,7 +125,6 @@ def test_frozen_scorers_alone_in_bfloat16(workspace: Workspace, full: Outcome) -
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("kind", ["sft", pytest.param("rm", marks=pytest.mark.long)])
 def test_supervised_stages_learn_as_in_float32(workspace: Workspace, tmp_path: Path, kind: str, ranks: int) -> None:
-    """On one rank and on two replicas: the first loss within 1 % of float32's, the last within 5 % of the first."""
     losses = {}
     for dtype in ("float32", "bfloat16"):
         run = tmp_path / dtype

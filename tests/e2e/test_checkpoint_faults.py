@@ -44,7 +44,6 @@ class Begun:
     final_weights: str
 
     def again(self, run_dir: Path) -> dict[str, Any]:
-        """The run, stopped, in another directory, to be resumed there."""
         shutil.copytree(self.checkpoints.parent, run_dir)
         return self.config | {"run_dir": str(run_dir), "checkpoint": {**self.config["checkpoint"], "resume": True}}
 
@@ -75,14 +74,12 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Begun:
 
 @pytest.fixture(scope="module")
 def servers() -> Any:
-    """Starts processes that have loaded everything before."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.e2e.jobs_checkpoint", "oppo_megatron.train.entry"])
     return context
 
 
 def in_a_process(servers: Any, job: Any, *args: Any) -> tuple[int, Any]:
-    """Exit code and result of a job in a process that may die."""
     ours, theirs = servers.Pipe()
     process, until = servers.Process(target=call, args=(job, theirs, *args)), time.monotonic() + 60
     with STARTING:
@@ -101,7 +98,6 @@ def in_a_process(servers: Any, job: Any, *args: Any) -> tuple[int, Any]:
 
 
 def random_bytes(newest: Path, each: int) -> list[Fault]:
-    """So many of each kind of file."""
     rng = random.Random(5)
     sizes = {path.name: path.stat().st_size for path in newest.rglob("*") if path.is_file()}
     sizes[".metadata.tmp"] = sizes[".metadata"]
@@ -130,7 +126,6 @@ def strike(begun: Begun, servers: Any, run: Path, fault: Fault, to_the_end: bool
 
 
 def contents(checkpoints: Path) -> dict[str, bytes]:
-    """Of what has a checkpoint's name."""
     files = (path for path in checkpoints.glob("step-*/**/*") if path.is_file())
     return {path.relative_to(checkpoints).as_posix(): path.read_bytes() for path in files}
 
@@ -178,7 +173,6 @@ def test_files_that_cannot_be_written_end_the_run_with_the_last_checkpoint_whole
 
 @pytest.fixture
 def small_disk(begun: Begun, tmp_path: Path) -> Iterator[Path]:
-    """A file system that has room for the two checkpoints and half a third."""
     sizes = [sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) for folder in begun.checkpoints.iterdir()]
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -210,7 +204,6 @@ def test_a_run_whose_last_checkpoint_cannot_be_written_has_ended_and_says_so(beg
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(begun: Begun, tmp_path: Path) -> None:
-    """Every file and folder of it, of two ranks, as it was then left; and at last the name."""
     config = begun.again(tmp_path / "run") | {"placement": {"mode": "disaggregated"}}
     by_rank = run_ranks(2, "tests.e2e.jobs_checkpoint:resume_noting_syncs", config=config)
     store, position = CheckpointStore(tmp_path / "run" / "checkpoints"), Position(2)

@@ -36,7 +36,6 @@ def run(workspace: Workspace, name: str, ranks: int, **changes: Any) -> tuple[li
 
 
 def test_a_hidden_update_is_exposed_where_the_actor_waits_for_it(workspace: Workspace) -> None:
-    """The actor's whole wait is the critic's and the scoring's, and after the last step the critic's alone."""
     lines, spans = run(workspace, "hidden", 2, **PAIR)
     for before, line, seconds in zip(lines, lines[1:], spans[1:], strict=False):
         assert before["critic_exposed_s"] + line["score_exposed_s"] == pytest.approx(seconds["wait_scores"], abs=1e-4)
@@ -76,7 +75,6 @@ FULL = {"overlap.intra": True, "overlap.inter": True, "overlap.delta": {"rule": 
 
 
 def both(workspace: Workspace, name: str, **changes: Any) -> tuple[Outcome, Outcome]:
-    """The run whose actor begins its update ahead of the last scores, and the run without."""
     found = []
     for waits in ([], ["scores"]):
         config = workspace.config(f"{name}-{not waits}", **DISAGGREGATED, **FULL, **changes, **{"overlap.without": waits})
@@ -86,7 +84,6 @@ def both(workspace: Workspace, name: str, **changes: Any) -> tuple[Outcome, Outc
 
 
 def spans_of(workspace: Workspace, name: str, step: int) -> list[Span]:
-    """Update and wait for scores on the actor's rank, in the order of time."""
     spans = [
         span
         for span in read_trace(workspace.root / "runs" / name / "trace.json")
@@ -132,7 +129,6 @@ def test_plain_ppo_waits_for_all_scores_first(workspace: Workspace) -> None:
 
 
 def test_a_batch_that_is_not_trained_leaves_nothing_begun(workspace: Workspace) -> None:
-    """Decoding goes on from the weights as they were, and the next update is another's."""
     found = []
     for value in (True, False):
         options = {"name": f"second step {value}", "good": 6, "bad": 6}

@@ -27,7 +27,6 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory that a whole demo left."""
     out = tmp_path_factory.mktemp("demo")
     assert main(["demo", "--quick", "--out", str(out)]) == 0
     return out
@@ -85,7 +84,6 @@ def test_a_second_start_reuses_everything(demo: Path, capfd: pytest.CaptureFixtu
 
 @pytest.mark.long
 def test_the_examples_of_process_rewards_go_on_from_a_demo(demo: Path, tmp_path: Path) -> None:
-    """docs/process_rewards.md: rows are written, a process reward model is trained, and PPO is rewarded by it."""
     for name in ("data", "tokenizer", "sft"):
         shutil.copytree(demo / name, tmp_path / "runs" / "demo" / name)
     writer = [sys.executable, str(EXAMPLES / "write_steps.py"), "runs/demo/data/steps.jsonl", "200"]
@@ -103,7 +101,6 @@ def test_the_examples_of_process_rewards_go_on_from_a_demo(demo: Path, tmp_path:
 def test_an_algorithm_without_a_critic_takes_the_same_start(
     demo: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """No model scores: both processes are replicas of the actor, and the reward model's stage is skipped."""
     for name in ("data", "tokenizer", "sft"):
         shutil.copytree(demo / name, tmp_path / name)
     assert main(["demo", "--quick", "--algorithm", "dapo", "--out", str(tmp_path)]) == 0

@@ -19,7 +19,6 @@ SIZES = {name: value for name, value in SHAPE.items() if name != "model_type"} |
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two policies, a reward model, also as a run has it, and held-out rows."""
     folder = tmp_path_factory.mktemp("judged")
     for name, head, seed in (("before", "lm", 1), ("after", "lm", 2), ("reward", "scalar", 3)):
         save_tiny(folder / name, "qwen2", head, seed=seed, **SIZES)

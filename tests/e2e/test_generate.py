@@ -31,7 +31,6 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of transformers with a byte-level tokenizer, a chat template, and a second id that ends responses."""
     directory = tmp_path_factory.mktemp("policy") / "export"
     sizes = {name: value for name, value in SHAPE.items() if name != "model_type"} | {"vocab_size": 320}
     model = save_tiny(directory, "qwen2", seed=3, **sizes)

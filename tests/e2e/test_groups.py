@@ -30,7 +30,6 @@ BY_RULE = {"reward": None, "rewards": [{"kind": "verifier", "name": "arithmetic"
 
 
 def grouped(workspace: Workspace, name: str, preset: str, size: int, **changes: Any) -> dict[str, Any]:
-    """16 responses a step in groups of `size`, in two minibatches, scored by a reward model."""
     return deep(workspace, name, **of_groups(preset, size, **changes))
 
 
@@ -44,7 +43,6 @@ def test_every_preset_is_the_same_streamed(workspace: Workspace, preset: str) ->
 
 @pytest.mark.parametrize("preset", CRITIC_FREE)
 def test_a_preset_trains_with_carried_groups(workspace: Workspace, preset: str) -> None:
-    """Batches have whole groups, side by side; nothing is lost or trained twice; the weights move."""
     size = max(2, min(PRESETS[preset].group_size, 4))
     config = grouped(workspace, f"{preset}-carried", preset, size, **CARRIED, steps=3)
     run = run_ppo_ranks(config)
@@ -71,7 +69,6 @@ def test_a_preset_trains_with_carried_groups(workspace: Workspace, preset: str) 
 
 
 def test_ratios_of_responses_keep_the_gradient_of_carried_rows(workspace: Workspace) -> None:
-    """Against the policies that sampled them, most ratios of carried responses leave GSPO's range before an update."""
     common = CARRIED | {"steps": 3, "ppo.minibatches": 1}
     decoupled, behaviour = (
         run_ppo_ranks(grouped(workspace, f"gspo-{name}", "gspo", 4, **common, **changes)).metrics
@@ -93,7 +90,6 @@ def test_rounding_takes_no_gradient_from_ratios_of_responses(workspace: Workspac
 
 
 def test_a_rule_without_a_reference_leaves_no_scorer(workspace: Workspace) -> None:
-    """No role but the actor has a rank, a model or a message, in one process, and on ranks of the actor alone."""
     config = grouped(workspace, "alone", "dapo", 4, **CARRIED, **BY_RULE)
     assert list(role_placements(TrainConfig(**config))) == ["actor"]
     one = run_ppo_ranks(config)
@@ -106,7 +102,6 @@ def test_a_rule_without_a_reference_leaves_no_scorer(workspace: Workspace) -> No
 
 
 def test_a_verifier_alone_needs_no_rank_of_scorers(workspace: Workspace) -> None:
-    """No reward model, and the reference on the actor's rank: a single process is the whole run."""
     config = deep(workspace, "verifier", **WITHOUT_CRITIC, placement={"mode": "disaggregated", "reference": "actor"})
     config |= {"reward": None, "rewards": [{"kind": "verifier", "name": "arithmetic"}]}
     assert world_size(TrainConfig(**config)) == 1
@@ -170,7 +165,6 @@ def test_greedy_responses_are_the_likeliest_of_their_weights(workspace: Workspac
 
 
 def test_what_is_told_of_a_batch_is_of_what_is_trained(plain: Outcome) -> None:
-    """And of greedy responses their reward alone."""
     for line in plain.metrics:
         trained, greedy = ([row for row in rows if row["step"] == line["step"]] for rows in (plain.rollouts, plain.greedy))
         assert (len(trained), len(greedy)) == (16, 8)
@@ -184,7 +178,6 @@ def test_what_is_told_of_a_batch_is_of_what_is_trained(plain: Outcome) -> None:
 
 
 def test_each_score_is_of_its_own_response(workspace: Workspace) -> None:
-    """Told by a rule that goes by the length, which differs between greedy and drawn ones."""
     rule = {"reward": None, "rewards": [{"kind": "verifier", "name": "length", "buffer_tokens": LONGEST}]}
     run = run_ppo_ranks(remax(workspace, "lengths", **rule, steps=1))
     assert len(run.greedy) == 8 and {len(row["tokens"]) for row in run.greedy} != {len(row["tokens"]) for row in run.rollouts}
@@ -196,7 +189,6 @@ STEPS, BATCH, GROUP = 3, 6, 2
 
 
 def dapo(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
-    """Groups of two, of which those are dropped whose responses are both of an even length, or both of an odd one."""
     parity = BY_PARITY | {"options": {"calls": str(calls_of(workspace, name))}}
     alone = {"rewards": [parity], "reward": None, "ppo.kl": {"mode": "none"}}
     return deep(workspace, name, **FEATURES["filter"].changes | overcommitted(0) | alone | changes)
@@ -216,7 +208,6 @@ def dropped(outcome: Outcome) -> int:
 
 
 def assert_once(workspace: Workspace, name: str, outcome: Outcome) -> None:
-    """The function was called once for each response that was trained or dropped."""
     calls = calls_of(workspace, name).read_text().splitlines()
     assert len(calls) == STEPS * BATCH + GROUP * dropped(outcome)
 
@@ -236,7 +227,6 @@ def test_groups_that_are_all_the_same_are_dropped(workspace: Workspace, sequenti
 
 @pytest.mark.long
 def test_a_response_is_dropped_where_its_greedy_one_scores_the_same(workspace: Workspace) -> None:
-    """A group of one and its greedy baseline, in another layout too."""
     changes = {"algorithm": {"preset": "remax"}, "filter": "reward", "rollout.group_size": 1, "overlap.intra": True}
     one = run_ppo_ranks(dapo(workspace, "greedy", **overcommitted(1) | changes))
     assert [len(batch) for batch in one.batches()] == [BATCH] * STEPS and len(one.greedy) == STEPS * BATCH
@@ -250,7 +240,6 @@ def test_a_response_is_dropped_where_its_greedy_one_scores_the_same(workspace: W
 
 
 def flat(workspace: Workspace, name: str, unlike: int, **changes: Any) -> dict[str, Any]:
-    """The rows in their order; only the first few have prompts whose responses are not all the same."""
     rows = (workspace.root / "data" / "prompts.jsonl").read_text().splitlines()
     level = {"kind": "python", "entry_point": "tests.e2e.rewards:level"}
     level |= {"options": {"flat": [json.loads(row)["prompt"] for row in rows[unlike:]]}}
@@ -267,7 +256,6 @@ def test_a_filter_that_drops_everything_has_an_end(workspace: Workspace) -> None
 
 
 def test_prompts_of_which_nothing_is_left_end_the_run_after_its_last_batch(workspace: Workspace) -> None:
-    """Three of five groups make a step; the others are dropped, and held-out prompts are answered once after it."""
     heldout = {
         "data": {"path": str(workspace.root / "data" / "heldout.jsonl"), "max_prompt_tokens": 96, "max_rows": 4},
         "metrics": [{"kind": "verifier", "name": "arithmetic"}],

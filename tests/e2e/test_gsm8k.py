@@ -49,7 +49,6 @@ def summary(out: Path, stage: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def short(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """OUT_DIR of one short run, in a folder whose name has a space."""
     out = tmp_path_factory.mktemp("gsm8k") / "out of run"
     done = call(EXAMPLE / "run.sh", "--short", shared_data, out, timeout_s=1200)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -123,7 +122,6 @@ def test_finished_stages_are_reused_and_another_variant_is_refused(short: Path, 
 
 
 def change_two_lines(config: Path, checkpoint: Path) -> None:
-    """What README.md tells the user to do with sft.yaml."""
     before = config.read_text(encoding="utf-8")
     after = re.sub(r"(?m)^  path: .*# \(1\)$", f"  path: {checkpoint}", before)
     after = re.sub(r"(?m)^  init: .*# \(2\)$", f"  checkpoint: {checkpoint}", after)
@@ -134,7 +132,6 @@ def change_two_lines(config: Path, checkpoint: Path) -> None:
 
 @pytest.mark.long
 def test_two_changed_lines_make_the_chain_start_from_a_checkpoint(shared_data: Path, tmp_path: Path) -> None:
-    """A tiny random Qwen2 with a tokenizer of its own, as transformers saves them, runs through all three stages."""
     checkpoint, example, out = tmp_path / "Qwen2.5-tiny", tmp_path / "gsm8k", tmp_path / "out"
     pieces = [*sorted(ByteLevel.alphabet()), "<|endoftext|>"]
     Qwen2Tokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], eos_token=pieces[-1]).save_pretrained(

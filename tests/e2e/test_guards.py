@@ -33,7 +33,6 @@ def breaking(name: str, good: int, **guards: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def untrained(workspace: Workspace) -> Outcome:
-    """Two steps whose rewards are no numbers."""
     return run_ppo_ranks(workspace.config("untrained", steps=2, **breaking("untrained", 0)))
 
 
@@ -55,7 +54,6 @@ def test_a_reward_that_is_no_number_trains_nothing(workspace: Workspace, untrain
 
 
 def test_training_goes_on_from_where_it_was(workspace: Workspace) -> None:
-    """A step that is skipped last leaves the very weights of the run without it."""
     one = run_ppo_ranks(workspace.config("one", steps=1, **breaking("one", 99)))
     two = run_ppo_ranks(workspace.config("two", steps=2, **breaking("two", 6)))
     assert [line["skipped"] is None for line in two.metrics] == [True, False]
@@ -96,7 +94,6 @@ def test_an_update_that_went_too_far_is_taken_back_on_all_ranks(
 def test_a_replay_knows_the_optimizer_steps_of_a_run_whose_steps_had_more(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Resumed with one minibatch in place of two."""
     schedule = {"actor.optimizer.warmup_steps": 20, "critic.optimizer.warmup_steps": 20, "checkpoint.every_steps": 1}
     config = workspace.config("fewer", steps=1, **schedule)
     run_ppo_ranks(config)
@@ -110,7 +107,6 @@ def test_a_replay_knows_the_optimizer_steps_of_a_run_whose_steps_had_more(
 
 
 def test_a_gradient_that_is_no_number_takes_the_minibatches_before_it_back(workspace: Workspace, untrained: Outcome) -> None:
-    """Replicas that share the optimizer's state; the first minibatch's step ruins the weights."""
     ruin = {"actor.optimizer": {"lr": 1e30}, "placement": REPLICAS, "guards": {"action": "skip"}}
     outcome = run_ppo_ranks(workspace.config("ruin", steps=2, **ruin))
     assert all("no finite number" in line["skipped"] for line in outcome.metrics)

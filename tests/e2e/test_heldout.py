@@ -89,7 +89,6 @@ def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
 def test_the_step_that_is_best_by_a_held_out_metric_is_kept_and_its_weights_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The shorter the better; more steps keep what was the best, and the same weights."""
     monkeypatch.syspath_prepend(str(tmp_path))  # for judge.py
     best = {"keep_best": "judge:brevity", "keep": 1}
     path = write_job(tmp_path, checkpoint=best, placement={"mode": "single"}, overlap={"inter": False, "intra": False})

@@ -28,7 +28,6 @@ TELLING = [
 
 
 def under(environment: dict[str, str], *arguments: str) -> str:
-    """The output of a Python process that ends well, in this environment beside the test's own."""
     command = [sys.executable, *arguments]
     ended = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=1800)
     assert ended.returncode == 0, ended.stdout[-8000:] + ended.stderr[-2000:]

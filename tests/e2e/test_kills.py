@@ -81,7 +81,6 @@ def test_nothing_outlives_one_that_is_killed(workspace: Workspace, mark: str, vi
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_signals_before_there_is_anything_to_save(workspace: Workspace, mark: str, number: signal.Signals) -> None:
-    """To the launcher while its fork server imports."""
     config = settings(workspace, f"early-{number.name}")
     run = start(config)
     wait_until(run, lambda: len(marked(mark)) > 2)
@@ -109,7 +108,6 @@ def test_a_hang_up_saves_and_the_fork_server_hears_no_signal(workspace: Workspac
 
 @pytest.mark.parametrize("how", ["terminal closed", "shell killed", "nohup"])
 def test_a_terminal_that_is_closed_saves_the_run_in_it(workspace: Workspace, mark: str, how: str) -> None:
-    """Its lines go there up to the end; with `nohup` the run goes on."""
     config = settings(workspace, how, steps=3 if how == "nohup" else 99, **{"logging.console": "plain"})
     path = Path(config["run_dir"]).with_suffix(".yaml")
     start(config, "--dry-run").communicate(timeout=120)  # writes the file

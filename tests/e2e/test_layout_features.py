@@ -30,7 +30,6 @@ def plain(matrix: Matrix) -> Outcome:
 
 @pytest.mark.parametrize("feature", ["plain", "process rewards"])
 def test_disaggregated_sequential_is_bit_equal_to_one_process(matrix: Matrix, feature: str) -> None:
-    """And measures every kind of action, though each role reads a single micro-batch in a step."""
     plain, config = matrix.reference(feature), matrix.in_layout(feature, "1 | 1", name="sequential")
     config["overlap"]["intra"] = False
     outcome = run_ppo_ranks(config)
@@ -52,7 +51,6 @@ def test_disaggregated_sequential_is_bit_equal_to_one_process(matrix: Matrix, fe
 def test_chunks_from_many_ranks_train_to_the_bit_as_those_from_one(
     workspace: Workspace, plain: Outcome, actor: dict[str, int], scorer: dict[str, int]
 ) -> None:
-    """Several of the actor's ranks send, and listeners pass on, where each sends to a single one."""
     outcomes = []
     for fan_out in (FAN_OUT, 1):
         name = f"fan-out-{fan_out}-{len(actor)}"
@@ -67,7 +65,6 @@ def test_chunks_from_many_ranks_train_to_the_bit_as_those_from_one(
 
 
 def test_a_small_cache_changes_nothing_but_order(workspace: Workspace, plain: Outcome) -> None:
-    """Slots for two or three sequences at a time: the others wait their turn, and scorers evict and prefill again."""
     slot_mb = 2 * 4 * 2 * (96 + 40) * 8 * 4 / 2**20  # k and v, layers, kv heads, positions, head dimension, bytes
     cache = {"runtime.kv_cache_mb": 2.5 * slot_mb}
     outcome = run_ppo_ranks(deep(workspace, "small-cache", placement=DISAGGREGATED, **STREAMED, **cache))
@@ -138,7 +135,6 @@ def test_stale_caches_that_are_kept_fork(matrix: Matrix) -> None:
 def test_a_run_killed_within_groups_is_resumed_with_and_without_their_caches(
     matrix: Matrix, placement: dict[str, str] | None
 ) -> None:
-    """A rank dies in the second step.  In another layout every prompt in flight is computed once more, for all that answer it."""
     config = matrix.in_layout("prompts fork", "PP2 | TP2", name=f"killed-{placement is None}")
     config["checkpoint"] = {"every_steps": 1}
     struck(config, "round", 1, "killed")

@@ -33,7 +33,6 @@ def configured(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any
 
 
 def shared(config: dict[str, Any]) -> Outcome:
-    """A run whose reference must have the actor's own weights."""
     ranks = world_size(run_of(config))
     assert any(run_ranks(ranks, "tests.e2e.jobs:train_with_a_shared_reference", config=config))
     return read_outcome(Path(config["run_dir"]))
@@ -41,13 +40,11 @@ def shared(config: dict[str, Any]) -> Outcome:
 
 @pytest.fixture(scope="module")
 def plain(workspace: Workspace) -> Outcome:
-    """One process."""
     return shared(configured(workspace, "plain"))
 
 
 @pytest.fixture(scope="module")
 def weights(workspace: Workspace, plain: Outcome) -> Path:
-    """The actor's adapters that it has trained."""
     return Path(configured(workspace, "plain")["run_dir"]) / "weights" / "actor"
 
 

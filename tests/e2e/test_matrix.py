@@ -48,7 +48,6 @@ def test_a_feature_in_a_layout_trains_as_one_process(matrix: Matrix, feature: st
     "feature", [each if each in STOPPED_IN_MAKE_TEST else pytest.param(each, marks=pytest.mark.long) for each in FEATURES]
 )
 def test_stopped_within_rollouts_and_resumed_is_the_run_that_never_stopped(matrix: Matrix, feature: str) -> None:
-    """Told to stop on one rank, twice; no response is scored twice."""
     layout = FEATURES[feature].stops
     option = option_of(feature, layout)
     option = 0 if OPTIONS[option] in FEW_ROUNDS else option
@@ -68,7 +67,6 @@ def test_stopped_within_rollouts_and_resumed_is_the_run_that_never_stopped(matri
 
 
 def assert_within_a_group(config: dict[str, Any]) -> None:
-    """Some group has members that have ended, and others."""
     ended: dict[int, set[bool]] = {}
     for row in map(json.loads, (last_checkpoint(config) / "rollouts.jsonl").read_text().splitlines()):
         group = row["seq_id"] // config["rollout"]["group_size"]
@@ -85,7 +83,6 @@ def test_layouts_cover_every_pair_of_choices() -> None:
 
 
 def assert_memory_of_every_rank(config: dict[str, Any]) -> None:
-    """The plan and what was measured, for each rank; peaks only rise."""
     summary = json.loads((run_dir(config) / "summary.json").read_text())
     base, peak, planned, ratio = (summary[f"memory_{name}"] for name in ("base_mb", "peak_mb", "planned_mb", "ratio"))
     ranks = world_size(run_of(config))

@@ -31,7 +31,6 @@ SETTINGS = {
 def test_a_run_ends_with_the_limit_to_lower_and_resumes_with_it(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, layout: dict[str, int], mebibytes: int
 ) -> None:
-    """The address space of the last rank is limited in the second update."""
     monkeypatch.setenv("BOUND_MB", str(mebibytes))
     ranks, placement = (2, {"mode": "colocated", "actor": layout}) if layout else (1, {"mode": "single"})
     changes = SETTINGS | {"placement": placement}

@@ -28,7 +28,6 @@ RULES: list[dict[str, Any]] = [
 
 
 def test_rules_alone(workspace: Workspace) -> None:
-    """Lengths are counted in tokens, formats are read in the text, and each rule is a metric of its own."""
     outcome = run_ppo_ranks(workspace.config("rules-only", steps=2, reward=None, rewards=RULES))
     lengths = [-len(row["tokens"]) / LONGEST for row in outcome.rollouts]
     formats = [float(any(character.isdigit() for character in row["response"])) for row in outcome.rollouts]
@@ -89,7 +88,6 @@ def test_responses_are_as_long_as_the_trace_says(workspace: Workspace, shared_da
 
 
 def test_a_text_ends_responses_alike_whatever_is_decoded_together(workspace: Workspace) -> None:
-    """Chunks, looks at the device, overlap and a resumed run: the same tokens, and the text in the last one only."""
     stop = ["1", "3", "e ", "\n"]
     outcomes = []
     for name, changes in {

@@ -193,7 +193,6 @@ def test_few_slots_change_nothing(workspace: Workspace, backfilled: Outcome) -> 
 
 
 def test_a_chunk_that_adapts_changes_no_batch(workspace: Workspace, backfilled: Outcome) -> None:
-    """It is searched for among sizes up to that of `overlap.backfill`, also such that do not divide it."""
     chunk = [EVERY, 3, 64]
     run = run_ppo_ranks(deep(workspace, "backfill-adaptive", **BACKFILL | {"overlap.chunk": chunk}))
     assert {line["chunk_tokens"] for line in run.metrics} == {3, EVERY}

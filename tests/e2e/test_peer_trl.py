@@ -25,7 +25,6 @@ pytestmark = [
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_trl_and_ours_do_the_same_work(tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str) -> None:
-    """Prompts of several lengths, two epochs of two minibatches: every row of TRL has its forced length."""
     out = tmp_path / "out"
     settings: dict[str, Any] = {
         "rewards": [{"kind": "model"}],
@@ -55,7 +54,6 @@ def test_trl_and_ours_do_the_same_work(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("kl", ["loss", "none"])
 def test_trl_and_ours_train_groups_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str], kl: str) -> None:
-    """Every row has its forced length, its prompt, and hence the reward of its length, in TRL's run and in both of ours."""
     out = tmp_path / "out"
     settings: dict[str, Any] = {
         "algorithm": {"preset": "grpo"}, "critic": None, "reward": None, "runtime": {"device": "cpu"},

@@ -27,7 +27,6 @@ STEPS = 16
 
 
 def stopped_killed_and_undisturbed(workspace: Workspace, *options: str) -> str:
-    """A run that is told to stop, resumed, and has a rank killed, beside one that is left alone; what the resumed one says."""
     changes: dict[str, Any] = {
         "steps": STEPS,
         "overlap.intra": True,
@@ -80,7 +79,6 @@ def test_a_rank_that_cannot_give_up_its_save_is_killed(tmp_path_factory: pytest.
 
 
 def whole_checkpoints(config: dict[str, Any]) -> list[str]:
-    """Names of the run's checkpoints, each of them whole."""
     store = CheckpointStore(Path(config["run_dir"]) / "checkpoints")
     for position in store.positions():
         folder = store.folder(position)
@@ -92,7 +90,6 @@ def whole_checkpoints(config: dict[str, Any]) -> list[str]:
 def test_a_second_sigterm_ends_a_run_within_a_save_and_a_save_that_is_late_is_given_up(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Both while the save is being written; the last checkpoint is whole, and no rank is left."""
     workspace = Workspace.create(tmp_path_factory.mktemp("slow-saves"))
     changes = {"steps": 99, "placement": {"mode": "disaggregated"}, "checkpoint": {"every_steps": 2}}
     config = deep(workspace, "slow", **changes, preempt_deadline_s=3.0)
@@ -127,7 +124,6 @@ def test_a_second_sigterm_ends_a_run_within_a_save_and_a_save_that_is_late_is_gi
 
 
 def test_sigterm_at_random_moments_to_either_rank(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Three stops of one run, then it ends as the run that was left alone."""
     draw = random.Random(7)
     workspace = Workspace.create(tmp_path_factory.mktemp("moments"))
     changes: dict[str, Any] = CARRIED | {"steps": 14, "placement": {"mode": "disaggregated"}}

@@ -34,7 +34,6 @@ Answer = tuple[list[int], list[int]]
 
 
 def preferring(inputs: Path, kind: str, run_dir: Path, rule: Settings | None = None, **changes: Any) -> Settings:
-    """Three steps over the pairs in their order, in several micro-batches, unless changed."""
     usual = {
         "batch_size": BATCH,
         "steps": STEPS,
@@ -46,7 +45,6 @@ def preferring(inputs: Path, kind: str, run_dir: Path, rule: Settings | None = N
 
 
 def logprob(model: Any, answer: Answer) -> Tensor:
-    """Of the answer's tokens, by transformers and one unpacked sequence."""
     prompt, tokens = answer
     logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits.double(), -1).gather(-1, torch.tensor(tokens)[:, None]).sum()
@@ -209,7 +207,6 @@ class Loaded:
 def test_the_reference_is_read_once_and_held_no_longer(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Another run takes its log-probs from the file, computes those that the file lacks, and trains to the same weights."""
     save_tiny(tmp_path / "other", "qwen2", vocab_size=320, tie_word_embeddings=True, seed=5)
     loaded, shown = Loaded(monkeypatch), {"logging": {"console": "plain"}}
     own = {"reference": {"checkpoint": tmp_path / "other"}, "reference_logprobs": tmp_path / "ref" / "logprobs.safetensors"}
@@ -232,7 +229,6 @@ def test_the_reference_is_read_once_and_held_no_longer(
 
 
 def test_another_reference_is_not_taken_for_the_same(inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A run's own file is made anew, a named one is refused, and so is a run that goes on with another reference."""
     save_tiny(tmp_path / "other", "qwen2", vocab_size=320, tie_word_embeddings=True, seed=5)
     chosen = preferring(inputs, "dpo", tmp_path / "run", steps=1, logging={"console": "plain"})
     run("dpo", chosen)
@@ -302,7 +298,6 @@ def test_a_pass_that_is_killed_goes_on_where_it_was(
 
 
 def test_with_adapters_the_reference_is_the_model_without_them(inputs: Path, tmp_path: Path) -> None:
-    """As peft and AdamW train them; the run's policy is found, answers, and is reported."""
     peft = pytest.importorskip("peft", reason="peft is the reference; pip install 'oppo-megatron[test]'")
     lora = {"rank": 4, "alpha": 12.0, "targets": ["q_proj", "v_proj", "down_proj"]}
     base, rule = hf_model("sft", inputs / "qwen2"), {"beta": 0.3}

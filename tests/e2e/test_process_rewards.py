@@ -42,7 +42,6 @@ class Reference:
         self.tokenizer = load_tokenizer(TokenizerConfig(path=workspace.root / "tokenizer.model"))
 
     def scores(self, row: Mapping[str, Any]) -> tuple[list[int], list[float]]:
-        """Ends of the response's steps, and the probability that each is right."""
         prompt = self.tokenizer.encode(row["prompt"])
         with torch.no_grad():
             hidden = self.model.model(torch.tensor([[*prompt, *row["tokens"]]])).last_hidden_state
@@ -53,7 +52,6 @@ class Reference:
 
 @pytest.mark.parametrize("how", ["sum", "potential"])
 def test_a_run_over_step_rewards_is_what_a_loop_of_its_own_makes_of_them(workspace: Workspace, how: str) -> None:
-    """Streamed on ranks of their own, with carried rollouts; the replay reads its step scores from transformers."""
     changes = {"rewards": parts(how), "placement": {"mode": "disaggregated"}, "steps": 3}
     rollout = {"batch_size": 12, "max_response_tokens": 40}
     config = carrying(workspace, f"parity-{how}", WITHOUT_CRITIC | changes | {"rollout": rollout})
@@ -77,7 +75,6 @@ def test_a_run_over_step_rewards_is_what_a_loop_of_its_own_makes_of_them(workspa
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["last", "min", "sum"])
 def test_scores_of_a_part_are_those_of_the_whole_forward(workspace: Workspace, how: str) -> None:
-    """Of replicas that share the responses, and held-out ones, too."""
     heldout = {"path": str(workspace.root / "data" / "prompts.jsonl"), "max_prompt_tokens": 96, "max_rows": 6}
     changes = {
         "rewards": parts(how), "steps": 1, "placement": {"mode": "disaggregated", "scorer": {"pp": 2, "dp": 2}},

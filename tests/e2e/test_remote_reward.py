@@ -29,7 +29,6 @@ OVERLAPPED = {"overlap.intra": True, "overlap.inter": True, "overlap.delta": {"r
 
 @contextmanager
 def service(folder: Path, name: str, config: dict[str, Any]) -> Iterator[str]:
-    """The address that the command prints once it serves."""
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump({"port": 0, "token_env": TOKEN_ENV, **config}))
     process = subprocess.Popen(
@@ -51,7 +50,6 @@ def service(folder: Path, name: str, config: dict[str, Any]) -> Iterator[str]:
 
 
 def test_scores_of_services_are_those_of_the_run_itself(tmp_path: Path) -> None:
-    """Rules behind a service give the same rewards to the bit; a reward model behind another (weight 0) the same to rounding."""
     workspace = Workspace.create(tmp_path)
     rules = [{"kind": "verifier", "name": "arithmetic"}, BREVITY]
     reward = {"init": SHAPE}
@@ -113,7 +111,6 @@ BAD_ANSWERS = [
 
 
 def one_bad_day(addresses: list[str], services: list[Service], done: threading.Event) -> None:
-    """A service that answers badly, works, is gone for a while in the midst of the run, and comes back at its address."""
     with reward_service(*BAD_ANSWERS, otherwise=right) as service:
         services.append(service)
         addresses.append(service.url)
@@ -128,7 +125,6 @@ def one_bad_day(addresses: list[str], services: list[Service], done: threading.E
 
 @pytest.mark.long
 def test_an_outage_in_a_run_loses_nothing_and_invents_nothing(tmp_path: Path) -> None:
-    """Late, garbage, NaN, a score missing, 500, cut off, out of range, nobody there: the run is the one of good days."""
     workspace = Workspace.create(tmp_path)
     changes: dict[str, Any] = {"reward": None, "placement": {"mode": "disaggregated"}, **OVERLAPPED}
     addresses: list[str] = []

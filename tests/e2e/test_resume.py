@@ -35,12 +35,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def carried(workspace: Workspace) -> Outcome:
-    """The undisturbed run on one rank with rollouts that are carried over."""
     return run_ppo_ranks(deep(workspace, "carried", **CARRIED))
 
 
 def stop(config: dict[str, Any], rounds: int, rank: int = 0) -> None:
-    """Run until `rank` is told to stop in its round number `rounds`."""
     world = world_size(run_of(config))
     ended = run_ranks(world, "tests.e2e.jobs:train_until", config=config, rounds=rounds, rank=rank)
     assert ended == [False] * world, "the run was over before it was to stop"
@@ -79,7 +77,6 @@ def assert_bit_equal(outcome: Outcome, plain: Outcome) -> None:
 
 
 def furthest_logprob(outcome: Outcome, other: Outcome) -> float:
-    """Between log-probs that tokens were sampled with."""
     ours, theirs = ({row["seq_id"]: row["logprobs"] for row in each.rollouts} for each in (outcome, other))
     return max(abs(a - b) for seq_id in ours for a, b in zip(ours[seq_id], theirs[seq_id], strict=False))
 
@@ -118,14 +115,12 @@ def test_resumed_after_a_step_is_the_run_that_never_stopped(workspace: Workspace
 def test_a_critics_warm_up_and_the_scores_seen_go_on(
     workspace: Workspace, warmed_up: tuple[dict[str, Any], Outcome], steps_left: int
 ) -> None:
-    """From within the warm-up, and from after it."""
     config, plain = warmed_up
     assert_bit_equal(resumed(rewound(config, str(steps_left), steps_left)), plain)
 
 
 @pytest.fixture(scope="module")
 def warmed_up(workspace: Workspace) -> tuple[dict[str, Any], Outcome]:
-    """A run whose first two steps train the critic alone, under schedules that end with the run."""
     falling = STEADY_ADAM | {"decay": "linear"}
     changes = {
         "ppo.critic_warmup_steps": 2,
@@ -172,7 +167,6 @@ def test_resume_in_another_layout(workspace: Workspace) -> None:
 
 
 def test_resumed_with_a_chunk_that_adapts_the_tokens_are_the_same(workspace: Workspace, carried: Outcome) -> None:
-    """Told to stop within the first step; the sizes are tried out after it."""
     config = deep(workspace, "adaptive", **CARRIED | {"overlap.chunk": [7, 16, 32, 64]})
     stop(config, rounds=3)
     outcome = resumed(config)
@@ -181,7 +175,6 @@ def test_resumed_with_a_chunk_that_adapts_the_tokens_are_the_same(workspace: Wor
 
 
 def test_stale_caches_that_cannot_be_restored_are_those_of_the_current_weights(workspace: Workspace) -> None:
-    """Carried rollouts resumed in another layout are decoded as `recompute` decodes them."""
     two_steps = CARRIED | {"steps": 2, "checkpoint": {"every_steps": 1, "keep": 9}}
     fresh = run_ppo_ranks(deep(workspace, "fresh", **two_steps))
     config = deep(workspace, "stale", **two_steps, **{"overlap.actor_kv": "keep"})

@@ -31,7 +31,6 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def ended(workspace: Workspace) -> dict[str, Any]:
-    """The configuration of a run of four steps that has come to its end."""
     config = deep(workspace, "ended", **CARRIED | {"steps": STEPS} | CHANGES)
     run_ppo_ranks(config)
     return config
@@ -39,12 +38,10 @@ def ended(workspace: Workspace) -> dict[str, Any]:
 
 @pytest.fixture
 def at_step_3(ended: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
-    """A copy of that run as it was after its third step."""
     return rewound(ended, tmp_path.name)
 
 
 def typed(config: dict[str, Any], *overrides: str) -> int:
-    """`oppo train CONFIG OVERRIDES --resume`, in this process."""
     path = Path(config["run_dir"]).with_suffix(".yaml")
     path.parent.mkdir(exist_ok=True)
     path.write_text(yaml.safe_dump(config))
@@ -52,7 +49,6 @@ def typed(config: dict[str, Any], *overrides: str) -> int:
 
 
 def linear(lr: float, step: int, steps: int) -> float:
-    """The learning rate of a step's last update, of two epochs over two minibatches each."""
     return lr * (1 - (4 * step - 1) / (4 * steps))
 
 
@@ -98,7 +94,6 @@ def test_fewer_steps_than_are_done_are_refused_and_nothing_is_lost(
 
 
 def test_a_finished_run_is_given_more_steps(ended: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its weights lie aside untouched; the same settings, or no more steps, leave it alone."""
     config = ended | {"run_dir": str(tmp_path / "run")}
     run = Path(config["run_dir"])
     shutil.copytree(ended["run_dir"], run)
@@ -123,7 +118,6 @@ def test_a_finished_run_is_given_more_steps(ended: dict[str, Any], tmp_path: Pat
 def test_another_actor_is_the_reference_and_leaves_the_weights_alone(
     ended: dict[str, Any], at_step_3: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A new `actor.checkpoint` changes a null reference as if it were named, also for rollouts with saved caches."""
     other = Path(ended["run_dir"]) / "weights" / "actor"
     twin = at_step_3 | {"run_dir": str(tmp_path / "twin")}
     shutil.copytree(at_step_3["run_dir"], twin["run_dir"])

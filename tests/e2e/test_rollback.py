@@ -22,14 +22,12 @@ DISAGGREGATED = {"placement": {"mode": "disaggregated"}}
 
 
 def texts(config: dict[str, Any], positions: list[int]) -> list[str]:
-    """Of the prompts at positions of the stream."""
     checked = run_of(config)
     stream = PromptStream(read_inputs(checked).prompts, checked.seed)
     return [stream.at(position).text for position in positions]
 
 
 def poisoned(workspace: Workspace, name: str, positions: list[int], **changes: Any) -> dict[str, Any]:
-    """Five steps whose reward is no number for some prompts."""
     settings = {"steps": 5, "checkpoint": {"every_steps": 2, "keep": 9}, "guards": {"action": "rollback"}}
     config = workspace.config(name, **(settings | changes))
     options = {"prompts": texts(config, positions)}
@@ -75,7 +73,6 @@ def test_a_run_goes_back_leaves_the_prompts_out_and_ends(workspace: Workspace, l
 
 @pytest.mark.long
 def test_greedy_responses_are_left_out_with_their_group(workspace: Workspace) -> None:
-    """They are not in the rejected batch, but their prompt is; what goes on has whole groups."""
     remax = {"algorithm": {"preset": "remax"}, "critic": None, "ppo.kl": {}}
     config = poisoned(workspace, "greedy", [40], **CARRIED, **remax)
     outcome, _, (line,) = run(config)
@@ -90,7 +87,6 @@ def test_greedy_responses_are_left_out_with_their_group(workspace: Workspace) ->
 
 
 def test_an_update_that_only_the_actors_ranks_see_takes_all_ranks_back_until_it_may_no_more(workspace: Workspace) -> None:
-    """From the second step on every update goes too far; the run ends when it has gone back as often as it may."""
     config = workspace.config("often", steps=1, checkpoint={"every_steps": 1}, **DISAGGREGATED)
     assert run_ranks(2, "tests.e2e.jobs:train_error", config=config) == ["", ""]
     (Path(config["run_dir"]) / "summary.json").unlink()

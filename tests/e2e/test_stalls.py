@@ -52,7 +52,6 @@ def test_a_stopped_scorer_is_named_and_ended_and_the_run_goes_on(workspace: Work
 
 @pytest.mark.long
 def test_a_rank_killed_within_a_checkpoint_is_named_with_what_it_was_at(workspace: Workspace) -> None:
-    """So is what the other waited for, or was at."""
     config = deep(workspace, "killed", steps=8, **TWO_RANKS)
     told, seconds = struck(config, "checkpoint", 1, "killed")
     assert "rank 1 was ended by SIGKILL" in told and seconds < AFTER_S
@@ -117,7 +116,6 @@ def test_every_other_rank_names_the_action_it_waited_for(tmp_path_factory: pytes
     ("nth", "part"), [(2, "update actor, step 1"), pytest.param(6, "update critic, step 1", marks=pytest.mark.long)]
 )
 def test_every_other_rank_names_the_update_it_was_in(tmp_path_factory: pytest.TempPathFactory, nth: int, part: str) -> None:
-    """Two epochs of two minibatches of the actor, then as many of the critic."""
     workspace = Workspace.create(tmp_path_factory.mktemp("dead"))
     placement = {"mode": "colocated", "actor": {"pp": 2}}
     config = workspace.config("dead", placement=placement, **{"runtime.timeout_s": TIMEOUT_S})

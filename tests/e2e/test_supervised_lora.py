@@ -26,7 +26,6 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def starts(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Adapters that peft has saved, with a B that is not zero."""
     root = tmp_path_factory.mktemp("starts")
     for kind, task in ("sft", "CAUSAL_LM"), ("rm", "SEQ_CLS"):
         config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=LORA["targets"], task_type=task)
@@ -75,7 +74,6 @@ def test_steps_equal_peft_and_adamw(inputs: Path, starts: dict[str, Path], tmp_p
 
 
 def test_what_is_written_is_used_by_the_other_commands(inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`oppo generate` of the run and of a checkpoint, `oppo convert`, and a reward model that is merged."""
     keep = {"keep_best": True}
     chosen = adapted(inputs, "sft", tmp_path / "sft", {}, checkpoint=keep, evaluation={"fraction": 0.5, "every_steps": 1})
     run("sft", chosen)

@@ -40,7 +40,6 @@ LOSSES = {"loss", "margin", "heldout"}
 
 
 def figures(run_dir: Path) -> list[dict[str, Any]]:
-    """What the lines say of learning: no seconds, no checkpoints."""
     told = ("step", "loss", "accuracy", "margin", "lr", "grad_norm", "tokens", "heldout")
     return [{name: line[name] for name in told if name in line} for line in metrics(run_dir)]
 
@@ -71,7 +70,6 @@ def chosen(inputs: Path, kind: str, run_dir: Path, **changes: Any) -> Settings:
 
 @pytest.fixture(scope="module")
 def alone(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The run of one rank, made once for each kind."""
     root = tmp_path_factory.mktemp("alone")
 
     @cache
@@ -93,8 +91,6 @@ def alone(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 def test_a_layout_trains_as_one_rank_and_goes_on_after_a_stop(
     inputs: Path, tmp_path: Path, alone: Callable[[str], Path], kind: str, layout: str
 ) -> None:
-    """Resumed in the same layout to the bit, in another one to rounding."""
-
     def train(name: str, layout: str = layout, stop_after: int | None = None, **changes: Any) -> Path:
         tp, pp, dp = LAYOUTS[layout]
         own = chosen(inputs, kind, tmp_path / name, parallel={"tp": tp, "pp": pp, "dp": dp}, **changes)

@@ -28,7 +28,6 @@ DATED = "{{ strftime_now('%d %b %Y') }}: {% for message in messages %}{{ message
 
 
 def test_a_finished_run_is_given_more_steps(inputs: Path, tmp_path: Path) -> None:
-    """The schedule is constant, so a run that was asked for all its steps at once is the same; `asynchronous`, too."""
     steps = {"optimizer": {"lr": 5e-3}, "batch_size": 8, "epochs": 4}
     run("sft", settings(inputs, "sft", tmp_path / "whole", **steps, steps=7))
     chosen = settings(inputs, "sft", tmp_path / "more", **steps, checkpoint={"every_steps": 2, "asynchronous": True})
@@ -52,7 +51,6 @@ def test_a_finished_run_is_given_more_steps(inputs: Path, tmp_path: Path) -> Non
 def test_a_run_goes_on_the_next_day_under_a_template_that_prints_the_date(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its prompts keep the date of the first start, and so does the policy when it is asked."""
     rows, config, today = tmp_path / "chats.jsonl", tmp_path / "sft.yaml", datetime(2026, 5, 4, 23, 59)
     turns = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     rows.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(4)))
@@ -78,7 +76,6 @@ def test_a_run_goes_on_the_next_day_under_a_template_that_prints_the_date(
 
 
 def test_an_epoch_that_ended_with_a_short_batch_is_followed_by_another(inputs: Path, tmp_path: Path) -> None:
-    """The schedule of the learning rate goes on at its step, over the new length."""
     optimizer = {"lr": 6e-3, "decay": "linear"}
     chosen = settings(inputs, "sft", tmp_path / "run", batch_size=10, optimizer=optimizer)
     first = run("sft", chosen)

@@ -43,7 +43,6 @@ def start(command: Sequence[str | Path], inside: Sequence[str] = (), **variables
 
 
 def ends(processes: Sequence[subprocess.Popen[str]], timeout_s: float = 120) -> list[tuple[int, str]]:
-    """Exit code and output of each; none outlives the call."""
     until = time.monotonic() + timeout_s
     try:
         outputs = [process.communicate(timeout=max(0.1, until - time.monotonic()))[0] for process in processes]
@@ -61,7 +60,6 @@ def port() -> str:
 
 
 def write_config(workspace: Workspace, name: str, **changes: Any) -> Path:
-    """Two ranks: the actor on one, the scorers on the other, streaming; console on, so that the map is shown."""
     settings: dict[str, Any] = {
         "placement": {"mode": "disaggregated"},
         "steps": 2,
@@ -76,14 +74,12 @@ def write_config(workspace: Workspace, name: str, **changes: Any) -> Path:
 
 
 def agent(node: int, port: str, *command: str | Path, **variables: str) -> subprocess.Popen[str]:
-    """torchrun's agent of one of two nodes."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)]
     meeting = ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
     return start([*torchrun, *meeting, "-m", *command], **variables)
 
 
 def slurm(node: int, port: str) -> dict[str, str]:
-    """What srun sets for the one task on each of two nodes."""
     return {
         "SLURM_PROCID": str(node), "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": str(node),
         "SLURM_NNODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0",
@@ -92,7 +88,6 @@ def slurm(node: int, port: str) -> dict[str, str]:
 
 
 def torchrun_ranks(node: int, address: str, port: str) -> dict[str, str]:
-    """What torchrun sets for the one rank on each of two nodes."""
     return {
         "RANK": str(node), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": address, "MASTER_PORT": port,
@@ -105,7 +100,6 @@ def run_dir(config: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def one_launch(workspace: Workspace) -> Path:
-    """The same job, both ranks started by `oppo train` itself."""
     config = write_config(workspace, "one")
     ((code, output),) = ends([start([*OPPO, "train", config])])
     assert code == 0, output

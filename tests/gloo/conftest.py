@@ -51,5 +51,4 @@ LAYOUTS = [(1, 1), (2, 1), (1, 2), pytest.param((2, 2), marks=pytest.mark.long)]
 
 @pytest.fixture(params=LAYOUTS, ids=["tp1-pp1", "tp2-pp1", "tp1-pp2", "tp2-pp2"])
 def layout(request: pytest.FixtureRequest) -> tuple[int, int]:
-    """Tensor- and pipeline-parallel size."""
     return request.param

@@ -67,7 +67,6 @@ def _runner(model: RoleModel, course: Course, way: Way) -> RoundRunner:
 
 
 def _facts(chunk: Chunk) -> Facts:
-    """What every rank records, but for log-probs."""
     rows = [(r.seq_id, r.offset, r.tokens, r.version, r.finish_clock, r.finish_reason) for r in chunk.rows]
     return {"index": chunk.index, "clock": chunk.clock, "rows": rows}
 
@@ -107,7 +106,6 @@ def travel(model: RoleModel, course: Course, way: Way) -> tuple[list[Facts], lis
 
 
 def beside_each_other(directory: str, tp: int, courses: list[Course], ways: list[Way]) -> list[dict[Way, Any]]:
-    """Of each course, way -> rounds and log-probs."""
     groups = world_groups(tp, 1)
     models = {path: load(directory, groups, path=path) for path in {way.path for way in ways}}
     with mock.patch.object(sequence_cache, "REACH", 4):  # so that these short sequences meet several bounds

@@ -29,8 +29,6 @@ NEVER = 10**6
 
 @dataclass
 class Finishers:
-    """A stop signal that is ready after `needed` finished sequences."""
-
     needed: int = NEVER
     num_finished: int = 0
 
@@ -170,7 +168,6 @@ def _against_training(model: RoleModel, sampling: Sampling) -> dict[str, Any]:
 
 
 def early_end(directory: str, tp: int, pp: int, micro_batches: int) -> dict[str, Any]:
-    """A round that ends as the batch is complete, and the one that goes on from there under other weights."""
     model = load(directory, world_groups(tp, pp))
     rounds, rollouts = runner(model, Sampling(seed=7), Variant(micro_batches=micro_batches)), new_rollouts()
     assert rounds.decode is not None

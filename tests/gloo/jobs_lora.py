@@ -27,7 +27,6 @@ def train_adapters(
     probes: list[list[int]],
     layout: TrainingLayoutConfig,
 ) -> dict[str, Any]:
-    """Train the adapters of each model (directory, LoRA settings), write them below `target`, and say what steps gave."""
     groups = world_groups(tp, pp)
     answers = {}
     for name, (directory, settings) in models.items():

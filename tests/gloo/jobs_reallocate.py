@@ -55,7 +55,6 @@ def unset(directory: str, groups: RoleGroups, dtype: str = "float32") -> RoleMod
 
 
 def differing(model: RoleModel, expected: RoleModel) -> list[str]:
-    """Names of parameters that are not equal to the last bit."""
     theirs = dict(expected.named_parameters())
     assert theirs.keys() == dict(model.named_parameters()).keys()
     return [name for name, p in model.named_parameters() if not torch.equal(p, theirs[name])]
@@ -131,7 +130,6 @@ def step(trained: TrainedModel) -> None:
 
 
 def after_steps(directory: str, target: str, train: Layout, serve: Layout, layout: TrainingLayoutConfig) -> list[str]:
-    """Train, and compare the serving model with what the trained model's export loads as."""
     groups = two_layouts(train, serve)
     assert groups is not None
     head = head_of(directory)

@@ -49,7 +49,6 @@ class Growth:
             self.ends.append([self.random.randrange(64) for _ in range(num_response)])
 
     def rounds(self) -> Iterator[list[Rollout]]:
-        """Until all have ended, the rollouts in some order after each round of growth."""
         clock = 0
         while not all(r.finished for r in self.rollouts):
             clock += 1
@@ -61,7 +60,6 @@ class Growth:
 
 
 def _expected(role: str, model: RoleModel, rollouts: Sequence[Rollout]) -> Tensor | None:
-    """What the role says of whole sequences, without a cache."""
     if role == "reward":
         wholes = [Whole([*r.prompt.tokens, *r.tokens], [r.num_tokens - 1]) for r in rollouts]
         return full_outputs(model, wholes)

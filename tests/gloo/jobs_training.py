@@ -91,7 +91,6 @@ def train(
     layout: TrainingLayoutConfig,
     bucket_size: int | None = None,
 ) -> dict[str, Any]:
-    """Train each model, write it below `target`, and say what every step and a forward afterwards gave."""
     groups = world_groups(tp, pp)
     buckets = partial(training.DistributedDataParallelConfig, bucket_size=bucket_size)
     with mock.patch.object(training, "DistributedDataParallelConfig", buckets):
@@ -162,7 +161,6 @@ def cached_outputs(model: RoleModel, probes: Sequence[list[int]]) -> Tensor | No
 
 
 def full_outputs(chunks: Sequence[RoleModel], probes: Sequence[list[int]]) -> Tensor | None:
-    """The same by the forward without a cache, every probe a micro-batch of its own."""
     batches = micro_batches([Whole(probe, list(range(len(probe)))) for probe in probes], size=1)
     outputs = forward_rows(chunks, batches, lambda _, out: out)
     return torch.cat(outputs) if outputs else None
@@ -214,7 +212,6 @@ def updates(
 
 
 def watched_outputs(trained: TrainedModel) -> list[weakref.ref[Tensor]]:
-    """What every forward pass of the first chunk will have given, as long as it is held."""
     outputs: list[weakref.ref[Tensor]] = []
     trained.ddp[0].register_forward_hook(lambda _module, _inputs, out: outputs.append(weakref.ref(out)))
     return outputs
@@ -252,7 +249,6 @@ def learning_rates(directory: str, config: OptimizerConfig, total_steps: int, st
 
 
 def refused_step(directory: str, tp: int, pp: int, data: list[Minibatch]) -> str:
-    """A gradient that is not finite, on one replica: the error, after checking that the weights stayed as they were."""
     model = load(directory, world_groups(tp, pp))
     trained = TrainedModel(model, OptimizerConfig(lr=0.1), total_steps=4)
     before = [p.detach().clone() for p in model.parameters()]
@@ -274,7 +270,6 @@ def refused_step(directory: str, tp: int, pp: int, data: list[Minibatch]) -> str
 
 
 def bfloat16_steps(directory: str, tp: int, pp: int, data: list[Minibatch], num_steps: int) -> tuple[list[float], int, int]:
-    """Repeated steps on one minibatch in bfloat16: losses, numbers in the weights and in this rank's float32 masters."""
     model = load(directory, world_groups(tp, pp), dtype="bfloat16")
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
     trained = TrainedModel(model, OptimizerConfig(lr=1e-3), total_steps=num_steps)

@@ -27,14 +27,12 @@ PATHS: tuple[DecodePath, ...] = ("packed", "fused", "module")
 
 
 def gather_logits(logits_RV: Tensor, vocab: VocabShards) -> Tensor:
-    """The full-vocabulary rows on every tensor rank."""
     if vocab.size == 1:
         return logits_RV
     return torch.cat(list(vocab.gather(vocab.filled_up(logits_RV))), dim=-1)[:, : vocab.vocab_size]
 
 
 def world_groups(tp: int, pp: int) -> RoleGroups:
-    """Groups of one role on all ranks of the job."""
     groups = build_groups(range(dist.get_world_size()), tp, pp, "model")
     assert groups is not None
     return groups
@@ -49,7 +47,6 @@ def load(
     dtype: str = "float32",
     vocab_multiple: int = 1,
 ) -> RoleModel:
-    """The directory's model; a causal LM may serve with a fresh scalar head."""
     config = ModelConfig(checkpoint=Path(directory), dtype=dtype)
     sizes = {"max_length": MAX_LENGTH, "vocab_multiple": vocab_multiple}
     return load_role(config, groups, head=head, role="critic" if head == "scalar" else "actor", device=CPU, path=path, **sizes)
@@ -57,14 +54,11 @@ def load(
 
 @dataclass
 class Whole:
-    """A whole sequence and the positions whose outputs are compared."""
-
     tokens: list[int]
     positions: list[int]
 
 
 def micro_batches(sequences: Sequence[Whole], size: int = 8) -> list[MicroBatch]:
-    """`size` sequences to a micro-batch, in order."""
     batches = []
     for start in range(0, len(sequences), size):
         part = sequences[start : start + size]

@@ -45,7 +45,6 @@ def look_at_waits(folder: str) -> dict[str, Doing]:
 
 
 def _look(activity: Activity, name: str, folder: Path, found: dict[str, Doing]) -> None:
-    """Of rank 0 once the call waits for rank 1; once it is at it where it does not."""
     if dist.get_rank() == 1:
         found[name] = activity.look()
         return

@@ -67,7 +67,6 @@ class Walk:
         del self.tokens[seq_id]
 
     def grow(self) -> None:
-        """One or two unit steps over all open sequences or some of them, in any order."""
         ids = self.cache.seq_ids
         if self.random.random() < 0.6:
             ids = self.random.sample(ids, self.random.randint(1, len(ids)))
@@ -80,7 +79,6 @@ class Walk:
                 self.outputs.append(out)
 
     def _pass(self, call: Call) -> Tensor:
-        """The call through this stage, between the one before and the one behind it."""
         inputs = stage_inputs(self.model, torch.tensor(call.tokens))
         rows_R = None if call.rows is None else torch.tensor(call.rows)
         out = step(self.model, self.cache, call.seq_ids, call.lens, inputs, rows_R)

@@ -149,7 +149,6 @@ ALONE = [(1, 1, 1, 1000), (1, 1, 1, 20)]
 def test_a_custom_loss_has_the_gradient_of_the_whole_batch(
     models: dict[str, str], tmp_path: Path, name: str, reduction: str
 ) -> None:
-    """One process with one micro-batch equals plain torch; in all else norms and weights equal those of one process."""
     in_layouts = {1: [*ALONE, (2, 1, 1, 20)], 2: [ALONE[0], (2, 2, 1, 20), (2, 1, 2, 20)]}
     for minibatches, layouts in in_layouts.items() if LOSSES[name] == reduction else [(1, ALONE)]:
         expected: tuple[list[float], dict[str, Tensor]] | None = None

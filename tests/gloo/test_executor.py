@@ -74,7 +74,6 @@ def without(schedule: Schedule, action: Action) -> Schedule:
 
 
 def until(schedule: Schedule, action: Action) -> Schedule:
-    """The schedule of a rank that dies at `action`."""
     own = schedule.of(action.rank)
     return Schedule({**schedule.actions, action.rank: own[: own.index(action)]})
 
@@ -153,7 +152,6 @@ def test_a_killed_rank_is_felt_and_named_by_all_who_need_it(case: str) -> None:
 
 
 def named(outcome: Outcome, own: tuple[Action, ...]) -> Action:
-    """The action of this rank that its error names."""
     assert outcome.error is not None
     found = re.search(r"in vain for `([^`]+)`", outcome.error)
     assert found, outcome.error

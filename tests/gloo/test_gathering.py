@@ -19,7 +19,6 @@ from tests.support.traffic import Traffic
 def gather(
     rounds: Sequence[Sequence[Sequence[ChunkRow]]], figures: Sequence[Mapping[str, float]]
 ) -> tuple[list[list[ChunkRow]], list[dict[str, float]], Traffic]:
-    """The rows of each round and the figures, each of which names by rank what that rank has; and what a rank sends for it."""
     rank, group, traffic = dist.get_rank(), dist.group.WORLD, Traffic()
     assert group is not None
     with traffic.watched(), traffic.counting():

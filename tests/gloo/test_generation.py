@@ -36,7 +36,6 @@ layouts = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def drawn() -> dict[str, Any]:
-    """Tokens of the first layout that ran; all others must draw the same."""
     return {}
 
 
@@ -132,7 +131,6 @@ ENDS = [(1, 1, 1, 1), (1, 1, 1, 3), (1, 2, 1, 2), (2, 1, 2, 1), (1, 2, 2, 2)]
 
 @pytest.fixture(scope="module")
 def ended() -> dict[str, Any]:
-    """The first answer: all layouts and cuts must end and go on alike."""
     return {}
 
 

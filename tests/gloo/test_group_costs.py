@@ -49,7 +49,6 @@ def by_size() -> dict[int, tuple[dict[str, float], bool]]:
 def test_a_group_takes_as_much_to_make_however_many_ranks_it_has(
     by_size: dict[int, tuple[dict[str, float], bool]], size: int
 ) -> None:
-    """And needs none of them: this one is alone."""
     found, initialized = by_size[size]
     assert (found["threads"], found["files"], found["operations"]) == (3, 4, 1)
     assert not initialized

@@ -14,7 +14,6 @@ from tests.support.ranks import run_ranks
 
 
 def shards_of(vocab_size: int) -> VocabShards:
-    """Over all ranks of the job."""
     return VocabShards(dist.group.WORLD, vocab_rows(vocab_size, dist.get_world_size()), vocab_size)
 
 

@@ -45,7 +45,6 @@ def load_hf(directory: str) -> Any:
 
 @pytest.fixture(scope="module")
 def adapters(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Directories that peft has saved: random B, and a scalar head of their own."""
     root = tmp_path_factory.mktemp("adapters")
     for name, settings in LORA.items():
         task = "SEQ_CLS" if "scalar" in name else "CAUSAL_LM"
@@ -63,7 +62,6 @@ def adapters(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
 
 
 def wrapped(directory: str, adapter: Path, trainable: bool = False) -> Any:
-    """transformers' model with peft's layers in it."""
     return peft.PeftModel.from_pretrained(load_hf(directory), adapter, is_trainable=trainable).get_base_model()
 
 

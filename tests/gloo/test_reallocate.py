@@ -30,7 +30,6 @@ PAIRS_OF_4 = [
 
 
 def check(answers: list[Any]) -> int:
-    """All ranks have the right weights and say the same number of bytes, which is returned."""
     assert [wrong for wrong, _ in answers] == [[]] * len(answers)
     (num_bytes,) = {num for _, num in answers}
     return num_bytes

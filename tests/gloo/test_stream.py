@@ -47,8 +47,6 @@ def chunks(number: int) -> list[Chunk]:
 
 @dataclass
 class Sender:
-    """In the actor's place on rank 0: has one message for each round."""
-
     messages: Iterator[Sequence[Tensor]]
 
     def __post_init__(self) -> None:
@@ -71,8 +69,6 @@ class Sender:
 
 
 class Stream:
-    """Rounds in which nothing but the chunk's messages happens."""
-
     def __init__(self, worker: RoleWorker):
         world = dist.get_world_size()
         site = Site({"actor": RolePlacement((0,)), "reward": RolePlacement(tuple(range(1, world)), dp=world - 1)})
@@ -84,7 +80,6 @@ class Stream:
 
 
 def whole(number: int, fan_out: int) -> dict[str, Any]:
-    """What arrives where a rank sends to `fan_out` others at most, and a vector shared from the last rank."""
     with mock.patch("oppo_megatron.schedule.rounds.FAN_OUT", fan_out):
         return _whole(number)
 

@@ -47,8 +47,6 @@ DATA = make_data()
 
 
 class Case(NamedTuple):
-    """A layout, and what it changes of the plainest options."""
-
     tp: int
     pp: int
     dp: int
@@ -81,7 +79,6 @@ def case_id(case: Case) -> str:
 
 @pytest.fixture(scope="module")
 def deep_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Eight layers, for virtual stages: tied embeddings, and a scalar head."""
     root = tmp_path_factory.mktemp("deep")
     save_small(root / "deep", "qwen2", num_hidden_layers=8, tie_word_embeddings=True)
     save_small(root / "deep-scalar", "qwen3", "scalar", num_hidden_layers=8)
@@ -123,7 +120,6 @@ def plain_training(directory: str, settings: OptimizerConfig) -> dict[str, Any]:
 
 
 def plain_steps(model: Any, settings: OptimizerConfig) -> dict[str, Any]:
-    """Losses and norms of a step for each minibatch of DATA; outputs and weights behind them."""
     model.train()
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(

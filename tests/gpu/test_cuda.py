@@ -282,7 +282,6 @@ def check_no_waiting(device: str) -> None:
 
 
 def check_paged_kernel(device: str) -> None:
-    """Prefill and decode, of sequences that differ in length, over heads that share keys."""
     place, dtype = torch.device(device), torch.bfloat16
     kernel = find_kernel(place, dtype)
     if kernel is None:

@@ -66,7 +66,6 @@ def fwd_kvcache(
 
 
 def bound(name: str, calls: list[str]) -> Callable[..., Any]:
-    """A function of flash-attn; each call is bound to its signature, and the names of the arguments are noted."""
     function = getattr(flash_attn, name)
     signature = inspect.signature(function)
 

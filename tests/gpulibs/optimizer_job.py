@@ -52,7 +52,6 @@ def trained_model(groups: RoleGroups, dtype: Dtype) -> TrainedModel:
 
 
 def update(trained: TrainedModel) -> float:
-    """One step; the norm of its gradient."""
     batches = pack_responses([[5, 6, 7]] * 3, [list(range(10, 10 + n)) for n in (4, 9, 15)], 24, CPU)
 
     def loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -91,7 +90,6 @@ def _kind(trained: TrainedModel) -> str:
 
 @contextmanager
 def noted_constructions() -> Iterator[list[dict[str, Any]]]:
-    """What megatron-core gives the optimizer's constructor, as its signature names it."""
     from megatron.core import optimizer as megatron_optimizer
 
     noted: list[dict[str, Any]] = []

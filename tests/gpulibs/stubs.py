@@ -116,7 +116,6 @@ def stand_in(names: Sequence[str] = COMPILED) -> None:
 
 
 def import_transformer_engine() -> Any:
-    """`transformer_engine.pytorch`, without the shared objects that it would load."""
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # so that it looks for none of the common half
     with warnings.catch_warnings(action="ignore"):
         from transformer_engine import common

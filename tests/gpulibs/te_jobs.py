@@ -62,7 +62,6 @@ def shards() -> dict[str, Any]:
 
 @contextmanager
 def bound_calls() -> Iterator[list[str]]:
-    """Calls of transformer-engine's modules are bound to their signatures, noted, and computed by torch."""
     calls: list[str] = []
 
     def replaced(kind: type, compute: Callable[..., Any]) -> Any:
@@ -90,7 +89,6 @@ def _norm(self: Any, x: Tensor) -> Tensor:
 
 
 def outputs() -> dict[str, Any]:
-    """The outputs of a model with the same weights, by library: of a whole sequence, and of cached calls by each path."""
     found: dict[str, Any] = {}
     with open_world(RuntimeConfig(device="cpu").with_threads(1), {}), bound_calls() as calls:
         groups = build_groups([0], 1, 1, "actor")

@@ -23,7 +23,6 @@ KINDS = ("qwen2", "llama", "qwen3")  # a bias, none, and norms of queries and ke
 
 
 def needed(library: str) -> Path:
-    """The folder that has the library's Python; where it has none, the test is skipped."""
     if not (FOLDER / library / library / "__init__.py").is_file():
         pytest.skip(f"no Python of {library} in {FOLDER / library}: {REMEDIES[library]}")
     return FOLDER / library
@@ -55,7 +54,6 @@ def transformer_engine() -> Path:
 
 
 def test_transformer_engines_parameters_are_those_of_torchs_layers(transformer_engine: Path, tmp_path: Path) -> None:
-    """Names, shapes, types, devices and the marks that megatron-core reads, of a tensor rank of two."""
     run("te_jobs", "shards", tmp_path / "found.pt", library=transformer_engine)
     found = torch.load(tmp_path / "found.pt")
     for kind in KINDS:
@@ -69,7 +67,6 @@ def test_transformer_engines_parameters_are_those_of_torchs_layers(transformer_e
 
 
 def test_a_model_of_transformer_engines_layers_computes_what_torchs_does(transformer_engine: Path, tmp_path: Path) -> None:
-    """Their calls fit the signatures of its modules; cached calls read its parameters to the bit like torch's."""
     run("te_jobs", "outputs", tmp_path / "found.pt", library=transformer_engine)
     found = torch.load(tmp_path / "found.pt")
     assert found["calls"] == ["Linear(inp, is_first_microbatch)", "RMSNorm(input)"]
@@ -83,7 +80,6 @@ def test_a_model_of_transformer_engines_layers_computes_what_torchs_does(transfo
 
 @pytest.mark.parametrize("library", ["transformer_engine", "apex"])
 def test_updates_by_a_fused_adam_are_those_of_torchs(library: str, tmp_path: Path) -> None:
-    """Its constructor takes what megatron-core gives it; norm, clipping, steps, undoing and resuming are torch's."""
     run("optimizer_job", library, tmp_path, library=needed(library))
     run("optimizer_job", "torch", tmp_path)
     theirs, ours = (torch.load(tmp_path / f"{name}.pt") for name in (library, "torch"))
@@ -100,7 +96,6 @@ def test_updates_by_a_fused_adam_are_those_of_torchs(library: str, tmp_path: Pat
 
 
 def test_attention_through_flash_attn_is_that_of_gathered_keys(tmp_path: Path) -> None:
-    """Prefill, decode and windows over tables: flash-attn's functions take the call, and mean by it what we do."""
     run("flash_job", tmp_path / "found.pt", library=needed("flash_attn"))
     found = torch.load(tmp_path / "found.pt")
     assert [call.partition("(")[0] for call in found["calls"]] == ["flash_attn_varlen_func", "flash_attn_with_kvcache"]

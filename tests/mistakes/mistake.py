@@ -74,5 +74,4 @@ def copy(name: str, to: str) -> Edit:
 
 
 def setting(name: str, wrong: str, right: str, *says: str, command: str = "train") -> Mistake:
-    """One setting of a run that is wrong, given behind the configuration."""
     return Mistake(name, (command, f"{command}.yaml", wrong), says, ("validate", f"{command}.yaml", right))

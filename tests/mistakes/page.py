@@ -86,7 +86,6 @@ def _cell(text: str) -> str:
 
 @contextlib.contextmanager
 def mistaken(mistake: Mistake, template: Path, folder: Path) -> Iterator[None]:
-    """Inside the project as it is with the mistake."""
     shutil.copytree(template, folder)
     with inside(folder), mock.patch.dict(os.environ), mock.patch.object(sys, "path", [str(folder), *sys.path]):
         for name in [name for name in os.environ if name in LAUNCHED or name.startswith("SLURM_")]:
@@ -97,7 +96,6 @@ def mistaken(mistake: Mistake, template: Path, folder: Path) -> Iterator[None]:
 
 
 def answered(mistake: Mistake) -> int:
-    """Exit code of what is typed, with the variables that are set."""
     with mock.patch.dict(os.environ, mistake.variables):
         return typed(mistake.typed)
 

@@ -70,7 +70,6 @@ def inside(folder: Path) -> Iterator[None]:
 
 
 def build(folder: Path) -> None:
-    """Write the project into an empty folder."""
     train_sentencepiece(TEXTS, folder / "t.model", 300)
     for name, head in (("actor", "lm"), ("reward", "scalar")):
         save_tiny(folder / name, "llama", head, vocab_size=304, bos_token_id=1, eos_token_id=2, pad_token_id=3)
@@ -98,7 +97,6 @@ def _write_rows(path: Path, rows: list[dict[str, str]]) -> None:
 
 
 def fingerprints(folder: Path) -> dict[str, str]:
-    """Of every file below `folder`, by its path there."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))

@@ -9,7 +9,6 @@ FUNCTION = ("validate", "train.yaml", REWARD)
 
 
 def _function(name: str, body: str, *says: str) -> Mistake:
-    """A reward function whose module is wrong."""
     return Mistake(
         name, ("train", "train.yaml", REWARD), ("my_rewards", *says), FUNCTION,
         spoils=[write("my_rewards.py", body)],

@@ -30,7 +30,6 @@ def stand_in(name: str, **names: Any) -> None:
 
 @contextmanager
 def absent(**packages: dict[str, Any]) -> Iterator[None]:
-    """Make these packages importable in the block only, with the names given: others look for them."""
     for name, names in packages.items():
         assert name not in sys.modules, name
         _enter(types.ModuleType(name), names)

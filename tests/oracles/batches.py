@@ -75,17 +75,14 @@ def padded(rows: Sequence[Tensor]) -> Tensor:
 
 
 def mask_of(rows: Sequence[Tensor]) -> Tensor:
-    """[B, L]: 1 where there is a token."""
     return padded([torch.ones_like(row) for row in rows]).detach()
 
 
 def rows_of(matrix: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The rows of a padded matrix, or of one number a row, without what is behind them."""
     if matrix.dim() == 1:
         return [number.expand(len(row)) for number, row in zip(matrix, like, strict=True)]
     return [row[: len(each)] for row, each in zip(matrix, like, strict=True)]
 
 
 def gradients(loss: Tensor, rows: Sequence[Tensor]) -> Tensor:
-    """Those of all tokens, one after the other."""
     return torch.cat(torch.autograd.grad(loss, list(rows)))

@@ -19,7 +19,6 @@ TOLERANCE = 1e-6
 
 
 def cases(recipes: dict[str, Recipe]) -> pytest.MarkDecorator:
-    """Every recipe by every implementation that has it."""
     found = [
         pytest.param(implementation, name, id=f"{implementation.name}-{name}")
         for name, recipe in recipes.items()

@@ -44,7 +44,6 @@ def logits_of(answered: Sequence[Answered], generator: torch.Generator) -> list[
 
 
 def our_loss(task: Preferences[Any], rows: list[Any], answered: Sequence[Answered], logits: Sequence[Tensor]) -> Tensor:
-    """Through micro-batches of a few rows each, with the shares added up."""
     shares = []
     places = {id(tokens): logits_RV for (_, tokens), logits_RV in zip(answered, logits, strict=True)}
     for batch in task.micro_batches(rows, 30, CPU):
@@ -66,7 +65,6 @@ def base() -> dict[str, Any]:
 
 
 def refer(task: Preferences[Any], answered: Sequence[Answered], generator: torch.Generator) -> Tensor:
-    """Log-probs of a reference, near those of the logits' kind."""
     values = -2.5 * torch.rand(len(answered), generator=generator, dtype=torch.float64) * 4
     missing = missing_answers(task.reference, answered)
     found = {key: float(value) for key, value in zip(missing, values.tolist(), strict=False)}

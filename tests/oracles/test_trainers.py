@@ -37,7 +37,6 @@ Row = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prompts, pairs, marked rows (each prompt once) and steps, a tokenizer, a model, its reference, and a classifier."""
     root = tmp_path_factory.mktemp("inputs")
     sizes = DatasetSizes(sft=1, pairs=STEPS * BATCH, prompts=32, heldout=1)
     files = write_dataset(root, seed=7, sizes=sizes, shape=Shape(max_operations=4))
@@ -60,7 +59,6 @@ def lines(path: Path) -> list[Row]:
 
 
 def supervised(kind: str, inputs: Path, run_dir: Path, rows: str, clip: float, model: str = MODEL, **changes: Any) -> list[Row]:
-    """Metrics of the finished run of `oppo dpo` or `rm`, in micro-batches of a few rows."""
     usual = {
         "batch_size": BATCH,
         "steps": STEPS,
@@ -73,7 +71,6 @@ def supervised(kind: str, inputs: Path, run_dir: Path, rows: str, clip: float, m
 
 
 def require_same_weights(ours: Path, theirs: Trained, begin: Path) -> None:
-    """Every tensor, which should have moved."""
     trained, start = tensors_of(ours), tensors_of(begin)
     assert trained.keys() == theirs.weights.keys() == start.keys()
     for name, weight in theirs.weights.items():
@@ -94,7 +91,6 @@ def require_same_norms(metrics: list[Row], theirs: Trained, clip: float, passes:
 
 
 def require_same_tokens(inputs: Path, rows: list[Row], columns: dict[str, str], theirs: Trained) -> None:
-    """Prompts and answers, with their EOS; `columns`: of rows, by those of TRL's data."""
     tokenizer = load_tokenizer(TokenizerConfig(path=inputs / "tokenizer"))
     for row, found in zip(rows, theirs.data, strict=True):
         assert found["prompt_ids"] == tokenizer.encode(row["prompt"])
@@ -187,7 +183,6 @@ GROUPED: dict[str, tuple[Row, Row, float]] = {
 
 
 def rolled_out(inputs: Path, root: Path, preset: str, size: int, clip: float, **changes: Any) -> tuple[Outcome, list[list[Row]]]:
-    """A finished run of `oppo train` without carried rollouts, so all are on-policy; and the rows of each step."""
     config = Workspace(root).config(
         "run",
         tokenizer={"path": str(inputs / "tokenizer")},
@@ -208,7 +203,6 @@ def rolled_out(inputs: Path, root: Path, preset: str, size: int, clip: float, **
 
 @pytest.mark.parametrize("case", GROUPED)
 def test_groups(inputs: Path, tmp_path: Path, case: str) -> None:
-    """With one pass over a step's rollouts, or two."""
     changes, rule, clip = GROUPED[case]
     passes = changes.get("ppo.epochs", 1)
     reference = {"reference": {"checkpoint": str(inputs / REFERENCE)}} if rule.get("beta") else {}

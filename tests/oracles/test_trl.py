@@ -97,7 +97,6 @@ ADVANTAGES = {"group": preset("grpo"), "none": preset("dr_grpo"), "batch": prese
 
 @cases(ADVANTAGES)
 def test_advantages_of_grpo(ours: Implementation, name: str) -> None:
-    """By `scale_rewards`."""
     for number, each in enumerate(samples()):
         assert_rows_close(advantages_for(ours, each, ADVANTAGES[name]), grpo_advantages(each, name), batch=number)
 

@@ -36,7 +36,6 @@ def preset(name: str, **changes: Any) -> Recipe:
 
 
 def importance_of(each: Sample, recipe: Recipe) -> list[torch.Tensor]:
-    """Weights of stale tokens, whose ratio is against the step's start."""
     return [(now - then).exp().clamp(max=recipe.weight_cap) for now, then in zip(each.proximal, each.batch.old, strict=True)]
 
 
@@ -136,7 +135,6 @@ def test_a_group_of_one_has_no_advantage_here_and_its_reward_there() -> None:
 
 @pytest.mark.parametrize("reduction", AGGREGATIONS)
 def test_reductions(reduction: str) -> None:
-    """Weights of tokens against `agg_loss` of the same numbers."""
     recipe = Recipe(reduction=reduction, longest=LIMIT)
     for each in samples():
         weights = formulas.token_weights(each.lengths, each.batch.groups, recipe)
@@ -168,7 +166,6 @@ KL: dict[str, tuple[Recipe, str]] = {
 
 @cases({name: recipe for name, (recipe, _) in KL.items()})
 def test_kl_in_the_loss(ours: Implementation, name: str) -> None:
-    """What the loss has more than without it."""
     recipe, kind = KL[name]
     for number, each in enumerate(samples()):
         nothing = [torch.zeros_like(row) for row in each.proximal]
@@ -179,7 +176,6 @@ def test_kl_in_the_loss(ours: Implementation, name: str) -> None:
 
 @pytest.mark.parametrize("clip", [0.1, 0.5])
 def test_value_losses(clip: float) -> None:
-    """The replay's and the product's."""
     recipe = Recipe(value_clip=clip)
     for number, each in enumerate(samples()):
         old, returns = each.batch.values, each.batch.reference

@@ -35,7 +35,6 @@ def grpo_loss(
     delta: float | None = None,
     bias_correction: bool = False,
 ) -> Tensor:
-    """`GRPOTrainer._compute_loss` with one micro-batch."""
     trainer = _trainer(
         sample,
         args=SimpleNamespace(use_bias_correction_kl=bias_correction, delta=delta, steps_per_generation=1),
@@ -73,7 +72,6 @@ def rloo_loss(sample: Sample, old: Rows, advantages: Rows, low: float = 0.2, hig
 
 
 def grpo_advantages(sample: Sample, scale_rewards: str) -> Rows:
-    """Of each token; `scale_rewards`: group, batch or none."""
     trainer = SimpleNamespace(
         multi_objective_aggregation="sum_then_normalize", reward_weights=torch.ones(1), scale_rewards=scale_rewards
     )
@@ -87,7 +85,6 @@ def rloo_advantages(sample: Sample, beta: float, normalize: bool = False) -> Row
 
 
 def _trainer(sample: Sample, **settings: Any) -> Any:
-    """What the methods read of a trainer; its model's log-probs are the sample's."""
     new = padded(sample.new)
     return SimpleNamespace(
         model=SimpleNamespace(training=True),
@@ -116,7 +113,6 @@ def _advantages(trainer_class: Any, sample: Sample, trainer: Any) -> Rows:
 
 
 def _statements(method: Callable[..., Any]) -> Any:
-    """From that which marks unscorable rows to that which gives them no advantage."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
     body = tree.body[0].body
     texts = [ast.unparse(statement) for statement in body]

@@ -62,8 +62,6 @@ def kto_loss(
 
 
 class _Model:
-    """Gives the logits that it has."""
-
     def __init__(self, logits_BTV: Tensor):
         self.logits_BTV, self.training = logits_BTV, True
 

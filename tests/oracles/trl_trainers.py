@@ -32,7 +32,6 @@ class Trained:
 
 
 def arguments(out: Path, optimizer: Mapping[str, Any], steps: int, batch_size: int) -> dict[str, Any]:
-    """Those of all trainers, from the settings of an optimizer of ours: float32, one micro-batch, rows in their order."""
     first, second = optimizer["betas"]
     return {
         "output_dir": str(out), "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none",
@@ -101,13 +100,11 @@ class Recorded:
         self.left, self.rows = list(batches), []
 
     def completions(self, prompt_ids: list[list[int]]) -> list[list[int]]:
-        """Those of the next batch, of which these should be the prompts."""
         self.rows = self.left.pop(0)
         assert prompt_ids == [row["prompt_tokens"] for row in self.rows]
         return [row["tokens"] for row in self.rows]
 
     def scores(self, completion_ids: list[list[int]], **columns: Any) -> list[float]:
-        """Of these completions, which may be padded."""
         for found, row in zip(completion_ids, self.rows, strict=True):
             assert found[: len(row["tokens"])] == row["tokens"]
         return [row["reward"] for row in self.rows]

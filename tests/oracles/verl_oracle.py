@@ -16,15 +16,11 @@ from tests.replay.formulas import Rows, kl_of
 
 @dataclass
 class AlgoConfig:
-    """What the advantages read of verl's own."""
-
     gamma: float = 1.0
 
 
 @dataclass
 class ActorConfig:
-    """What the losses read of verl's own."""
-
     clip_ratio: float = 0.2
     clip_ratio_low: float | None = 0.2
     clip_ratio_high: float | None = 0.2
@@ -77,7 +73,6 @@ def advantages(sample: Sample, name: str, *, kl: str | None = None, coefficient:
 def loss(
     name: str, new: Rows, old: Rows, advantages: Rows, aggregation: str, importance: Rows | None, config: ActorConfig
 ) -> Tensor:
-    """The policy loss `name`."""
     found, _ = core.get_policy_loss_fn(name)(
         old_log_prob=padded(old),
         log_prob=padded(new),
@@ -91,12 +86,10 @@ def loss(
 
 
 def aggregated(rows: Rows, mode: str, **options: Any) -> Tensor:
-    """`agg_loss` of any numbers."""
     return core.agg_loss(padded(rows), mask_of(rows), mode, **options)
 
 
 def kl_loss(new: Rows, reference: Rows, kind: str, aggregation: str, **options: Any) -> Tensor:
-    """Of the reference, as the actor's worker adds it to the loss."""
     return core.agg_loss(core.kl_penalty(padded(new), padded(reference), kind), mask_of(new), aggregation, **options)
 
 

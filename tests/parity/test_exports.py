@@ -29,7 +29,6 @@ COVERED = KINDS[1:3]
 
 
 def trained(workspace: Workspace, kind: str) -> dict[str, Any]:
-    """The configuration of a run of one step with this kind of tokenizer, which is made where it has not been yet."""
     name = "".join(c for c in kind if c.isalnum())
     config = deep(workspace, name, steps=1, **{"rollout.stop": [40]})
     directory = workspace.root / f"tokenizer-{name}"
@@ -128,7 +127,6 @@ def test_scores_of_a_padded_batch_are_those_of_each_answer(workspace: Workspace)
 
 @pytest.mark.parametrize("to", ["hf", "megatron", "nemo"])
 def test_convert_takes_the_tokenizer_of_the_run_along(workspace: Workspace, tmp_path: Path, to: str) -> None:
-    """From a checkpoint, which has none beside its weights."""
     from transformers import AutoTokenizer
 
     config = trained(workspace, "sentencepiece, chat")

@@ -34,7 +34,6 @@ def rms(x: Tensor) -> float:
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, Tensor, Tensor]:
-    """Folder and head of a bfloat16 model, and what transformers makes of it in bfloat16 and, from the same weights, float32."""
     family, head = request.param
     model, sequences = tiny_model(family, head, **WIDE), ragged_sequences()
     with torch.no_grad():
@@ -50,7 +49,6 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("tp,pp", LAYOUTS)
 def test_outputs_are_those_of_transformers(saved: tuple[Path, str, Tensor, Tensor], tp: int, pp: int) -> None:
-    """Within 3 % of the outputs' spread (root mean square; 15 % at the worst), and with errors at most a tenth larger."""
     directory, head, half, exact = saved
     job = {"src": str(directory), "tp": tp, "pp": pp, "head": head, "sequences": ragged_sequences(), "dtype": "bfloat16"}
     (ours,) = [x for x in run_ranks(tp * pp, "tests.parity.weight_jobs:full_logits", **job) if x is not None]

@@ -171,7 +171,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def dist(whole: Path, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
     return Path(shutil.copytree(whole, tmp_path / "dist"))
 
 
@@ -284,7 +283,6 @@ def test_a_bias_of_a_scalar_head_is_not_dropped_in_silence(dist: Path) -> None:
 
 
 def _tensors(dist: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, by torch's own reader."""
     index = torch_checkpoint.FileSystemReader(dist).read_metadata().state_dict_metadata
     tensors = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in index.items()}
     torch_checkpoint.load(tensors, checkpoint_id=dist, no_dist=True)
@@ -292,7 +290,6 @@ def _tensors(dist: Path) -> dict[str, torch.Tensor]:
 
 
 def _save(tensors: dict[str, torch.Tensor], dist: Path) -> None:
-    """Anew, by torch's own writer."""
     for path in [*dist.glob("*.distcp"), dist / ".metadata"]:
         path.unlink()
     torch_checkpoint.save(tensors, checkpoint_id=dist, no_dist=True)

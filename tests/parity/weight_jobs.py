@@ -19,7 +19,6 @@ from tests.support.stages import pass_on, stage_inputs
 
 
 def build(directory: Path, tp: int, pp: int, head: Head, max_length: int = 64, dtype: str = "float32") -> RoleModel:
-    """This rank's stage with the directory's weights."""
     shape, source = open_weights(ModelConfig(checkpoint=directory), head)
     groups = build_groups(range(dist.get_world_size()), tp, pp, "model")
     assert groups is not None

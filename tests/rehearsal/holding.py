@@ -218,8 +218,6 @@ class Measurement:
 
 
 class Reader(ScoringWorker):
-    """Reads sequences as scorers do, and as the actor reads prompts."""
-
     def read(self, past: Sequence[int], lens: Sequence[int], *, draws: bool) -> None:
         growths = enumerate(zip(past, lens, strict=True))
         batch = tuple(Growth(seq_id, before, new, 0 if draws else new) for seq_id, (before, new) in growths)

@@ -36,13 +36,11 @@ class HostCopies:
         copies[memory.untyped_storage()._cdata] = Copy(memory, time, place)
 
     def waited(self, host: Clock) -> None:
-        """The host has waited until all of this clock was done."""
         for copies in (self.leaving, self.arriving):
             for number in [n for n, copy in copies.items() if copy.time[1] <= host.get(copy.time[0], 0)]:
                 del copies[number]
 
     def touched(self, reads: Iterable[int], writes: Iterable[int]) -> str | None:
-        """The host reads and writes memories; what is wrong with that, if anything is."""
         reads, writes = set(reads), set(writes)
         if not self.arriving.keys().isdisjoint(reads | writes):
             return "the host uses what a copy to it may not have brought yet"

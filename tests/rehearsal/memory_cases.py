@@ -81,7 +81,6 @@ class Layout:
         } | self.more  # fmt: skip
 
     def rank(self, config: TrainConfig) -> int:
-        """Of the configuration that `settings` are of."""
         placement = role_placements(config)[self.role]
         return placement.rank(0, self.stage % placement.pp, 0)
 

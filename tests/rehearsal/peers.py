@@ -50,8 +50,6 @@ class Mismatch(RuntimeError):
 
 
 class Peers:
-    """The other ranks, from one of them, once it has joined."""
-
     watch: Watch
     store: dist.Store
     rank: int
@@ -88,7 +86,6 @@ class Peers:
         return group
 
     def exchange(self, group: Any, mine: Any) -> list[Any]:
-        """What every rank of the group gives, in their order."""
         if group is dist.GroupMember.NON_GROUP_MEMBER or (
             group is not None and group not in self.groups and group is not dist.group.WORLD
         ):
@@ -157,7 +154,6 @@ class Peers:
         return None if known is None else known.clone()
 
     def put(self, tensor: Tensor, numbers: Tensor | None) -> None:
-        """A collective or message gives a tensor these numbers."""
         if isinstance(tensor, FakeTensor):
             whole = tensor.numel() * tensor.dtype.itemsize == tensor.untyped_storage().nbytes()
             self.watch.learn(tensor, numbers if whole else None)
@@ -165,7 +161,6 @@ class Peers:
             tensor.copy_(numbers.view(tensor.shape))
 
     def over(self, group: Any, reads: Sequence[Tensor], writes: Sequence[Tensor], async_op: bool) -> Done | None:
-        """What torch answers to a collective of the group, which reads and writes these tensors."""
         return self.channels.over(self.channels.begin(self.of(group)[0], reads, writes), async_op)
 
     def pickles(self) -> None:
@@ -218,7 +213,6 @@ class Peers:
         return self.channels.begin(self._channel(group, source, alone), [], [tensor], finish)
 
     def _channel(self, group: Any, peer: int, alone: bool) -> str:
-        """The communicator of a message: that of the two ranks, or the group's."""
         return f"{self.of(group)[0]}/{peer}" if alone else self.of(group)[0]
 
     def _message(self, group: Any, source: int, target: int) -> str:

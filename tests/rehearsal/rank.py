@@ -65,18 +65,15 @@ def rehearse(
 
 
 def train(config: TrainConfig, world: World) -> None:
-    """A whole run of `oppo train`."""
     assert run_ppo(config, world, read_inputs(config), Preemption(config.preempt_deadline_s))
 
 
 def train_supervised(config: SupervisedConfig, world: World) -> None:
-    """A whole run of `oppo sft`, `rm` or `dpo`."""
     preemption = Preemption(config.preempt_deadline_s)
     assert supervised.train_supervised(config, supervised.task_of(config), world, preemption)
 
 
 def bench_part(order: Path, world: World) -> None:
-    """A part of `oppo bench gpu`, as a process of it does what is ordered."""
     from oppo_megatron.bench import gpu_parts
 
     gpu_parts.open_world = lambda *_: nullcontext(world)  # type: ignore[assignment]
@@ -84,7 +81,6 @@ def bench_part(order: Path, world: World) -> None:
 
 
 def _name_phases(watch: Watch) -> None:
-    """What the run is at, by the product's functions."""
     from oppo_megatron.engine.device_decode import DeviceLane
     from oppo_megatron.engine.executor import Executor
     from oppo_megatron.engine.generation import DecodeWorker

@@ -43,8 +43,6 @@ Kept = Mapping[Hashable, Outputs | None]  # None: not to be kept
 
 
 class Shapes:
-    """Runs operations on fake tensors of `mode`."""
-
     def __init__(self, kept: Kept):
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.mode.cache_enabled = False
@@ -89,7 +87,6 @@ class Shapes:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """What lists, tuples and dictionaries of arguments, or of outputs, hold."""
     if isinstance(value, list | tuple):
         for each in value:
             yield from leaves(each)

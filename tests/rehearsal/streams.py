@@ -28,8 +28,6 @@ class Uses:
 
 
 class Streams:
-    """The streams of a device, and what its memories (by number) are used for on them."""
-
     def __init__(self) -> None:
         self.host: Clock = {}
         self.clocks: list[Clock] = []
@@ -94,7 +92,6 @@ class Streams:
         return None
 
     def wait_for(self, clock: Clock) -> None:
-        """The host has waited until all of a clock was done."""
         merge(self.host, clock)
 
     def wait_for_all(self) -> None:

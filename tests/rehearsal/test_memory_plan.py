@@ -26,8 +26,6 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++, for torch
 
 
 class Measurements(Server):
-    """A process that measures; what it tells of a layout is kept."""
-
     def __init__(self) -> None:
         super().__init__("tests.rehearsal.memory_server")
         self._kept: dict[str, Bytes] = {}

@@ -32,14 +32,11 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++, for torch
 
 
 class Rehearsals(Server):
-    """A process that rehearses; what it reports of a case is kept."""
-
     def __init__(self) -> None:
         super().__init__("tests.rehearsal.server")
         self._kept: dict[tuple[str, str | None], list[Report]] = {}
 
     def of(self, case: str, defect: str | None = None) -> list[Report]:
-        """A report of each rank."""
         if (case, defect) not in self._kept:
             self._kept[case, defect] = self._ask(case, defect)
         return self._kept[case, defect]
@@ -135,7 +132,6 @@ class BenchHere(GpuBench):
 
 @pytest.mark.long
 def test_the_benchmark_of_a_gpu_goes_through(rehearsals: Rehearsals, tmp_path: Path) -> None:
-    """All its parts on one device, with their figures; the times are those of the host alone."""
     work = GpuWork(4, 16, 48, median=12.0, chunk_tokens=8, steady_steps=20, delta=2, ppo_steps=2, micro_batch_tokens=256)
     bench = BenchHere(tmp_path, work, 450.0, 80 * 2.0**30, (ROOT / "benchmarks/peers/compare.py", Path(sys.executable)))
     bench.rehearsals, bench.say = rehearsals, lambda _: None

@@ -69,7 +69,6 @@ def test_numbers_of_other_kinds_are_other_calls(shapes: Shapes) -> None:
 
 
 def test_a_tensor_of_another_kind_is_another_call(shapes: Shapes) -> None:
-    """What comes of it differs, too."""
     base = fake(shapes, 3, 3)
     others = [fake(shapes, 3, 3, dtype=torch.int32), fake(shapes, 3, 3, device="cpu"), fake(shapes, 4, 3)]
     turned = shapes.run(ops.t.default, (base,), {})

@@ -175,7 +175,6 @@ class Watch(TorchDispatchMode):
         return out
 
     def _shaped_by_values(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """An operation whose output has a shape that only the device knows."""
         tensors = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
         self._launch(reads=[x for x in tensors if isinstance(x, FakeTensor)])
         self.waits_for(name)
@@ -187,7 +186,6 @@ class Watch(TorchDispatchMode):
         return tree_map(lambda x: self._placed(x) if isinstance(x, Tensor) else x, out)
 
     def _placed(self, numbers: Tensor) -> Tensor:
-        """A tensor of the device with known numbers, made there."""
         with self.shapes.mode:
             fake = torch.empty(numbers.shape, dtype=numbers.dtype, device=DEVICE)
         self._launch(fresh=[fake])
@@ -225,7 +223,6 @@ class Watch(TorchDispatchMode):
         return None
 
     def _brought_back(self, name: str, args: Any, out: Any) -> Any:
-        """What the host has of the device, and is known, is real."""
         if name in ("_to_copy", "to") and isinstance(out, FakeTensor) and out.device.type == "cpu":
             return self._numbers(args[0]).to(out.dtype)
         if name == "copy_" and not isinstance(args[0], FakeTensor):
@@ -233,7 +230,6 @@ class Watch(TorchDispatchMode):
         return out
 
     def _account(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
-        """Which memories were read and written, and what is known of them now."""
         inputs = [x for x in leaves((args, kwargs)) if isinstance(x, FakeTensor)]
         outputs = [x for x in leaves(out) if isinstance(x, FakeTensor)]
         written = [x for x in written_by(func, args, kwargs) if isinstance(x, FakeTensor)]
@@ -272,7 +268,6 @@ class Watch(TorchDispatchMode):
 
 
 def memory_of(tensor: Tensor) -> int:
-    """The number of the memory that a tensor, or a view of it, lies in."""
     return tensor.untyped_storage()._cdata
 
 

@@ -41,7 +41,6 @@ class Batch:
 
 
 def kl_of(new: Tensor, reference: Tensor, estimator: str) -> Tensor:
-    """Estimate of KL(policy || reference) of each token."""
     d = new - reference
     return {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[estimator]
 
@@ -66,7 +65,6 @@ def clipped(scores_B: Tensor, recipe: Recipe) -> Tensor:
 
 
 def shaped(scores_B: Tensor, cut: Sequence[bool], over: Tensor, recipe: Recipe) -> Tensor:
-    """Clipped scores, normalised by those in `over`, and what a cut response gets."""
     if recipe.reward_normalization != "none":
         scores_B = ((scores_B - over.mean()) / torch.sqrt(over.var(correction=0) + WHITEN_EPS)).float()
     cut_B = torch.tensor(cut)
@@ -126,7 +124,6 @@ def scaled(advantages_B: Tensor, scores_B: Tensor, groups: Sequence[int], recipe
 
 
 def members_of(groups: Sequence[int]) -> list[list[int]]:
-    """The rows of each group."""
     return [[row for row, group in enumerate(groups) if group == each] for each in dict.fromkeys(groups)]
 
 
@@ -167,14 +164,12 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, gae_lambda: float) -> Ten
 
 
 def whitened(rows: Rows) -> Rows:
-    """Mean 0 and variance 1 over all tokens."""
     flat = torch.cat(list(rows)).double()
     mean, deviation = flat.mean(), torch.sqrt(flat.var(correction=0) + WHITEN_EPS)
     return [((row - mean) / deviation).to(row.dtype) for row in rows]
 
 
 def token_weights(lengths: Sequence[int], groups: Sequence[int], recipe: Recipe) -> list[float]:
-    """w_t of a token of each row of a minibatch."""
     rows, tokens = len(lengths), sum(lengths)
     in_group = {group: sum(lengths[i] for i in range(rows) if groups[i] == group) for group in groups}
     return [
@@ -190,7 +185,6 @@ def token_weights(lengths: Sequence[int], groups: Sequence[int], recipe: Recipe)
 
 
 def row_ratio(new: Tensor, old: Tensor, recipe: Recipe) -> Tensor:
-    """The ratio of each token of one row."""
     log = new - old
     if recipe.ratio == "token":
         return log.exp()
@@ -218,7 +212,6 @@ def row_losses(new: Tensor, old: Tensor, advantages: Tensor, recipe: Recipe) -> 
 
 
 def kl_losses(new: Tensor, old: Tensor, reference: Tensor, recipe: Recipe) -> Tensor:
-    """The KL of each token as a term of the loss."""
     value = kl_of(new, reference, recipe.estimator)
     if recipe.kl_gradient == "reverse":
         pull = (new - reference).detach() * new

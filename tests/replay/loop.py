@@ -44,8 +44,6 @@ class Replayed:
 
 
 class Trained:
-    """A model with AdamW, gradient clipping and a schedule over `total` updates."""
-
     def __init__(self, model: Any, settings: Mapping[str, Any], total: int):
         self.model, self.settings, self.total, self.done = model, settings, total, 0
         parameters = dict(model.named_parameters())
@@ -83,7 +81,6 @@ class Trained:
 
 
 def logprobs(model: Any, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs of the response's tokens, and the entropy of each draw."""
     prompt, response = row["prompt_tokens"], row["tokens"]
     logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1] / temperature
     table = logits.log_softmax(-1)
@@ -212,7 +209,6 @@ class Replay:
 
     @torch.no_grad()
     def _ratio_base(self, rows: Sequence[Row], batch: Batch) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
-        """What ratios are taken against, and the weights of stale tokens."""
         if self.recipe.staleness == "behaviour":
             return batch.old, None
         proximal = [logprobs(self.actor.model, row, self.temperature)[0] for row in rows]

@@ -22,7 +22,6 @@ DELTA = {"rule": "fixed", "initial": 3, "max": 3}
 
 
 def save_models(root: Path) -> None:
-    """An actor, a critic, a reward model and a reference, all of other weights."""
     shape = {name: SHAPE[name] for name in SHAPE if name not in ("model_type", "initializer_range")}
     save_tiny(root / "actor", "qwen2", **shape)
     save_tiny(root / "critic", "qwen2", "scalar", seed=5, **shape)
@@ -31,7 +30,6 @@ def save_models(root: Path) -> None:
 
 
 def carrying(workspace: Workspace, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A run with carried rollouts, two epochs of two minibatches each, and most responses shorter than the limit."""
     root = workspace.root
     settings: dict[str, Any] = {
         "steps": 4,
@@ -51,7 +49,6 @@ def carrying(workspace: Workspace, name: str, changes: Mapping[str, Any]) -> dic
 
 
 def assert_replays(config: Mapping[str, Any], versions: bool = False, **choices: Any) -> tuple[Outcome, Replayed]:
-    """The finished run's weights, learning rates and KL coefficients are what the replay of its records comes to."""
     run = Path(config["run_dir"])
     outcome = read_outcome(run)
     assert all(line["skipped"] is None for line in outcome.metrics), "a step that was taken back cannot be replayed"

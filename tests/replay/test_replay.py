@@ -29,8 +29,6 @@ GAP = 1e-4
 
 @dataclass(frozen=True)
 class Case:
-    """Settings of a run, and what of its recipe they do not say."""
-
     changes: dict[str, Any]
     choices: dict[str, Any] = field(default_factory=dict)
 
@@ -165,7 +163,6 @@ def test_rollouts_are_carried_over_the_end_of_an_epoch(workspace: Workspace) -> 
 @pytest.mark.long
 @pytest.mark.parametrize("placement", [{}, APART], ids=["one rank", "actor | scorers"])
 def test_coefficient_and_learning_rates_go_on_after_a_stop(workspace: Workspace, placement: dict[str, Any]) -> None:
-    """Stopped within two rollouts; the replay knows nothing of it."""
     changes = {
         "ppo.kl": {"coefficient": 0.2, "target": 0.05},
         "ppo.reward_normalization": "running",

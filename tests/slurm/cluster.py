@@ -61,7 +61,6 @@ PartitionName=test Nodes=ALL Default=YES MaxTime=60 State=UP
 
 
 def missing() -> list[str]:
-    """The programs of Slurm and munge that are not installed."""
     return [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
 
 
@@ -80,7 +79,6 @@ class Cluster:
         ).stdout  # fmt: skip
 
     def job(self, number: str) -> dict[str, str]:
-        """The fields that scontrol shows of a job."""
         fields = self.call("scontrol", "show", "job", "-o", number).splitlines()[0].split()
         return dict(field.split("=", 1) for field in fields if "=" in field)
 

@@ -52,7 +52,6 @@ def cluster(workspace: Workspace) -> Iterator[Cluster]:
 
 
 def settings(workspace: Workspace, name: str) -> dict[str, Any]:
-    """Actor and scorers on a rank each, rollouts in flight at any moment."""
     return deep(
         workspace,
         name,
@@ -69,8 +68,6 @@ def undisturbed(workspace: Workspace) -> Outcome:
 
 
 class Job:
-    """A job of the cluster whose run writes metrics."""
-
     def __init__(self, cluster: Cluster, workspace: Workspace, name: str, *command: str | Path):
         self.cluster, self.workspace, self.name = cluster, workspace, name
         self.run_dir = workspace.root / "runs" / name
@@ -164,7 +161,6 @@ def test_a_job_is_told_to_stop_requeued_and_finishes_as_if_nothing_had_been(
 def test_a_heterogeneous_job_is_told_to_stop_then_loses_a_rank_and_finishes_as_if_nothing_had_been(
     cluster: Cluster, workspace: Workspace, undisturbed: Outcome
 ) -> None:
-    """The script that `oppo launch slurm` writes."""
     config, script = write_config(workspace, "parted"), workspace.root / "parted.sbatch"
     subprocess.run(
         [sys.executable, "-m", "oppo_megatron", "launch", "slurm", config, "--hetero", "--time=10",

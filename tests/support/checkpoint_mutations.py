@@ -210,7 +210,6 @@ def _models(folder: Path, rng: random.Random) -> str:
 
 
 def damage_tree(tree: Any, rng: random.Random) -> str:
-    """Change a JSON tree in place, somewhere: another value, a key less or more, an item twice."""
     places = list(_places(tree, ()))
     path = rng.choice(places)
     node = tree

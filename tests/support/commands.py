@@ -21,7 +21,6 @@ rollout: {batch_size: 8, max_response_tokens: 20}
 
 
 def enter(folder: Path, monkeypatch: pytest.MonkeyPatch, config: str) -> Path:
-    """Change to `folder`, outside any launcher, with a tokenizer's folder, a row, and the configuration; return its path."""
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "COLUMNS", "CUDA_DEVICE_MAX_CONNECTIONS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(folder)

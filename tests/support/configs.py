@@ -11,7 +11,6 @@ RunT = TypeVar("RunT", bound=RunConfig)
 
 
 def least_config(run_dir: Path, **sections: Any) -> TrainConfig:
-    """What a PPO run must have, of files that are not there, and `sections` beside it."""
     return TrainConfig.model_validate(
         {
             "run_dir": run_dir,

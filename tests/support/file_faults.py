@@ -49,7 +49,6 @@ def count_events(folder: Path, on_event: Callable[[str], None]) -> None:
 
 
 def arm(fault: Fault, folder: Path) -> None:
-    """From now on this process is to die by `fault`."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if isinstance(fault, AtByte):
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
@@ -66,5 +65,4 @@ def arm(fault: Fault, folder: Path) -> None:
 
 
 def limit_files(num_bytes: int) -> None:
-    """No file may be written beyond `num_bytes` by this process."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))

@@ -25,8 +25,6 @@ Lanes = list[list[Ints]]
 
 
 class Ordered(Player):
-    """Plays the rounds of one run; each rank is a unit."""
-
     single_ranks = True
 
     def plan(

@@ -33,8 +33,6 @@ SHAPE = {
 
 @dataclass
 class Workspace:
-    """Prompts and a tokenizer in a temporary folder, and a plain configuration over them."""
-
     root: Path
 
     @classmethod

@@ -35,7 +35,6 @@ def metrics_line(step: int) -> dict[str, Any]:
 
 
 def step_spans(step: int, pieces: int = 2) -> list[Span]:
-    """Two seconds of two ranks; decoding and scoring in `pieces`."""
     start, length = 2.0 * (step - 1), 1.0 / pieces
     spans = [
         Span(0, "actor", "update", step, start + 1.5, start + 2.0),
@@ -50,7 +49,6 @@ def step_spans(step: int, pieces: int = 2) -> list[Span]:
 
 
 def write_run(path: Path, steps: int = 4, *, pieces: int = 2, finished: bool = True, rollouts: bool = True) -> RunDirectory:
-    """A run of `steps` PPO steps on two ranks; one that goes on has no summary, and its ranks' traces are not merged."""
     run = RunDirectory(path)
     run.path.mkdir(parents=True)
     run.config.write_text(yaml.safe_dump({"run_dir": str(path), "steps": steps, "rollout": {"batch_size": 8}}))

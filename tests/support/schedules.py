@@ -36,7 +36,6 @@ def disaggregated(actor: tuple[int, int, int], scorer: tuple[int, int, int]) -> 
 
 
 def split_scorers(actor: tuple[int, int, int]) -> Site:
-    """Reference and reward beside the actor, critic on the actor's ranks."""
     first = actor[0] * actor[1] * actor[2]
     return make_site(actor, {"critic": (0, *actor), "reference": (first, 1, 2, 1), "reward": (first + 2, 1, 1, 1)})
 
@@ -44,7 +43,6 @@ def split_scorers(actor: tuple[int, int, int]) -> Site:
 def make_round(
     site: Site, steps: int = 3, micro_batches: int = 2, prefills: int = 2, prompts: int = 1, sequences: int = 2, index: int = 2
 ) -> Round:
-    """A round in which every micro-batch has `sequences` sequences, and each role and replica has work."""
     actor = site.placements["actor"]
     ids = iter(range(10_000))
 

@@ -20,7 +20,6 @@ TOKEN = "a-token-of-enough-characters"
 
 @contextmanager
 def served_app(app: FastAPI, **limits: Any) -> Iterator[str]:
-    """The address of the application."""
     settings = server_settings(app, **limits)
     settings.timeout_graceful_shutdown = 1
     server = uvicorn.Server(settings)

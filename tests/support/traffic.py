@@ -42,7 +42,6 @@ class Traffic:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """In the block torch's calls come by here; those within others, too."""
         with ExitStack() as patches:
             for name, place in CALLS.items():
                 counted = self._counted(name, place, getattr(c10d, name))

@@ -31,12 +31,10 @@ def steps(page: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def masked(line: str) -> str:
-    """Without numbers, times and spaces, which differ from machine to machine; an equal line says the same thing."""
     return " ".join(NUMBER.sub("N", CLOCK.sub("", re.sub(r"host \S+", "host", line))).split())
 
 
 def user_environment() -> dict[str, str]:
-    """That of a user's shell: `oppo` is on the path, no launcher is about, threads are the program's choice."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "OMP_NUM_THREADS"):
         environment.pop(name, None)

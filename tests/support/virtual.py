@@ -25,8 +25,6 @@ MEASURED = (
 
 
 def shown(outcome: Outcome) -> Callable[[int, StepSignals], StepSignals]:
-    """Rewards and effective sample sizes, which no simulation can tell."""
-
     def signals(step: int, seen: StepSignals) -> StepSignals:
         ess = outcome.metrics[step - 2].get("ess", 1.0) if step > 1 else 1.0
         return replace(seen, reward_mean=outcome.metrics[step - 1]["reward_mean"], ess=ess)
@@ -35,7 +33,6 @@ def shown(outcome: Outcome) -> Callable[[int, StepSignals], StepSignals]:
 
 
 def assert_unfolds_alike(config: dict[str, Any], outcome: Outcome, *players: type[VirtualRun]) -> None:
-    """Batches, deferrals and clocks are the real run's to the last token, and so is whatever follows from them."""
     parsed = run_of(config)
     rows = {row["seq_id"]: row for row in [*outcome.rollouts, *outcome.greedy]}
     prompts = [len(rows[seq_id]["prompt_tokens"]) for seq_id in range(len(rows))]

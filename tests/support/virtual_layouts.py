@@ -45,7 +45,6 @@ def plain(**changes: Any) -> TrainConfig:
 
 
 def drawn(seed: int) -> tuple[TrainConfig, StepCosts]:
-    """A run on up to 16 ranks, with roles that may share ranks, and costs that differ by orders of magnitude."""
     random = Random(seed)
     actor, scorer, roles = _placed(random)
     group, limit = random.choice((1, 1, 1, 2, 4)), random.choice((48, 96, 160, 256))
@@ -108,7 +107,6 @@ def _priced(random: Random, stages: Mapping[str, int]) -> StepCosts:
         return Linear(10 ** random.uniform(*fixed) if random.random() < 0.9 else 0.0, 10 ** random.uniform(*each))
 
     def lines(role: str, fixed: tuple[float, float], each: tuple[float, float]) -> Lines:
-        """One for all stages, or one for each."""
         if random.random() < 0.5:
             return line(fixed, each)
         return tuple(line(fixed, each) for _ in range(stages[role]))

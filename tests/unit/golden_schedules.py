@@ -73,7 +73,6 @@ def schedules() -> Iterator[tuple[str, Schedule]]:
 
 
 def _round(site: Site, decode_batches: int) -> Round:
-    """Each replica of the actor prefills a prompt, then decodes."""
     actor = site.placements["actor"]
     decode, prompts = [], []
     for replica in range(actor.dp):

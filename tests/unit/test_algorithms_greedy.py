@@ -60,7 +60,6 @@ def test_advantages_are_what_follows_less_the_greedy_score(group_size: int) -> N
 
 
 def test_a_greedy_score_is_made_as_the_others_are() -> None:
-    """Clipped, normalised by the moments of what is trained, and replaced if the response was cut."""
     scored = ScoredBatch(
         torch.zeros(4, dtype=DOUBLE), None, None, torch.tensor([1.0, 3.0], dtype=DOUBLE), [2, 2], torch.tensor([False, False]),
         greedy=GreedyRows(torch.tensor([9.0, 2.0], dtype=DOUBLE), torch.tensor([2, 3]), torch.tensor([False, True])),
@@ -91,7 +90,6 @@ def test_a_group_teaches_nothing_where_it_scores_as_the_greedy_response_does() -
 
 
 def responses() -> list[tuple[int, ...]]:
-    """All that the tabular policy can answer."""
     found = [
         tokens
         for length in range(1, LONGEST + 1)
@@ -103,7 +101,6 @@ def responses() -> list[tuple[int, ...]]:
 
 
 def logp_of(table: dict[tuple[int, ...], Tensor], tokens: tuple[int, ...]) -> Tensor:
-    """Of each token, by the logits of its prefix."""
     return torch.stack([table[tokens[:t]].log_softmax(-1)[token] for t, token in enumerate(tokens)])
 
 
@@ -125,7 +122,6 @@ def test_the_expected_gradient_is_that_without_a_baseline() -> None:
     greedy = greedy_response(table)
 
     def expected_gradient(algorithm: Algorithm, baseline: float | None) -> Tensor:
-        """`baseline` None: the response's own score."""
         total, mass = torch.zeros((), dtype=DOUBLE), 0.0
         for tokens in responses():
             logp_T = logp_of(table, tokens)

@@ -56,7 +56,6 @@ SURROGATES = {
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**31))
 def test_the_surrogate_equals_plain_loops_over_rows(name: str, ratio: Ratio, seed: int) -> None:
-    """With its gradient and statistics."""
     surrogate = replace(SURROGATES[name], ratio=ratio)
     recipe = Recipe(
         ratio=ratio, objective=surrogate.objective, clip_high=surrogate.clip_high or 0.2, dual_clip=surrogate.dual_clip,
@@ -82,7 +81,6 @@ def test_the_surrogate_equals_plain_loops_over_rows(name: str, ratio: Ratio, see
 @pytest.mark.parametrize("objective", ["clip", "cispo", "plain"])
 @pytest.mark.parametrize("dual_clip", [None, 3.0])
 def test_lost_gradient_is_what_autograd_finds_missing(objective: Objective, dual_clip: float | None) -> None:
-    """By tokens of responses with stale tokens and without: |advantage| by weight and share, where the bounds leave less."""
     n = 60
     logp_T, noise_T, advantages_T, weight_T, share_T = randn(5, n, seed=3)
     old_T, weight_T, share_T = logp_T - noise_T, weight_T.exp(), share_T.exp()
@@ -201,7 +199,6 @@ def test_micro_batches_add_up_to_the_minibatch(sizes: list[int], seed: int) -> N
 
 
 def assert_same_stats(parts: list[TokenStats], whole: TokenStats) -> None:
-    """Sums add up, and of maxima the largest is the whole's."""
     for f in fields(whole):
         values = [float(getattr(stats, f.name)) for stats in parts]
         together = max(values) if f.name.startswith("max_") else sum(values)

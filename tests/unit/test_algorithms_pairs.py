@@ -74,8 +74,6 @@ def plain_loss(
 
 
 class Case:
-    """A random batch: groups of `size`, scores of few values so that some tie, responses of 1 to 5 tokens."""
-
     def __init__(self, seed: int, size: int, groups: int):
         generator = torch.Generator().manual_seed(seed)
         rows = size * groups
@@ -96,7 +94,6 @@ class Case:
         return made.experience(self.scored(), 0.0)
 
     def shares(self, made: Algorithm, experience: Experience, parts: int) -> tuple[Tensor, list[dict[str, Tensor]], Tensor]:
-        """Loss (and sums) of the whole batch as one minibatch in so many micro-batches, and its gradient by tokens."""
         logp_T = self.logp_T.clone().requires_grad_()
         units = made.units(range(len(self.lengths)), experience)
         read = sorted(row for unit in units for row in unit)
@@ -125,7 +122,6 @@ class Case:
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**31), size=st.integers(2, 5), groups=st.integers(1, 6), parts=st.integers(1, 4))
 def test_loss_and_gradient_are_those_of_a_plain_loop(name: str, seed: int, size: int, groups: int, parts: int) -> None:
-    """However the pairs lie in micro-batches, and however many groups tie."""
     case, made = Case(seed, size, groups), algorithm(size, **RULES[name])
     found, _, gradient_T = case.shares(made, case.experience(made), parts)
     assert made.dpo is not None
@@ -211,7 +207,6 @@ def test_where_all_groups_tie_nothing_is_learned_and_figures_are_zero() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_score_that_is_no_number_leaves_no_finite_loss(size: int) -> None:
-    """A rejected batch that is looked at again shows the fault."""
     case, made = Case(3, size, 2), algorithm(size)
     case.scores[0] = torch.nan
     with pytest.raises(RewardError, match="the score of row 0 is nan"):
@@ -223,7 +218,6 @@ def test_a_score_that_is_no_number_leaves_no_finite_loss(size: int) -> None:
 
 
 def test_scores_are_compared_as_the_settings_shape_them() -> None:
-    """A clip may make a tie, and a score for cut responses a pair."""
     case = Case(5, 2, 1)
     case.scores = torch.tensor([3.0, 9.0])
     clipped = Algorithm(CHOICES, PPO.model_copy(update={"reward_clip": 1.0}), 2, longest=64, dpo=DPOLossConfig())
@@ -235,7 +229,6 @@ def test_scores_are_compared_as_the_settings_shape_them() -> None:
 
 
 def test_steps_of_a_process_reward_decide_by_their_sum() -> None:
-    """A response is better or worse as a whole: every token has the same sign."""
     case, made = Case(9, 2, 2), algorithm(2)
     case.scores = torch.tensor([2.0, 1.0, 0.0, 1.0])
     steps_T = torch.rand(len(case.logp_T), generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -131,7 +131,6 @@ def test_shares_of_micro_batches_add_up_with_their_statistics(cut: int) -> None:
 
 
 def test_losses_stay_on_the_models_device_and_wait_for_no_value() -> None:
-    """On tensors of a GPU that is not there."""
     with FakeTensorMode(), torch.no_grad():
         cuda = torch.device("cuda")
         logp_S = sequence_sums(torch.empty(14, device=cuda), [2, 4, 3, 5])

@@ -77,7 +77,6 @@ def test_what_step_scores_come_to() -> None:
 
 
 def test_rewards_lie_at_the_ends_of_steps_and_add_up_to_the_score() -> None:
-    """Of outputs at every token those at the ends; the part's weight; what else the score has is the last token's."""
     tokenizer = CharacterTokenizer()
     responses = [tokenizer.encode(text) for text in ("ab\ncd\n\3", "abc", "a\nb\3")]
     logits_T = torch.randn(sum(map(len, responses)), generator=torch.Generator().manual_seed(1))
@@ -106,7 +105,6 @@ def test_rewards_lie_at_the_ends_of_steps_and_add_up_to_the_score() -> None:
     ids=str,
 )
 def test_a_response_earns_its_compared_score_with_steps_as_without(algorithm: dict[str, str]) -> None:
-    """Advantages are the rewards that still come: the whole score at the first token, then less what steps have given."""
     lengths, generator = [3, 5, 2, 4], torch.Generator().manual_seed(3)
     choices, ppo = AlgorithmConfig.model_validate(algorithm), PPOConfig.model_validate({"gamma": 1.0})
     logp_T, reference_T = -torch.rand(2, sum(lengths), generator=generator)

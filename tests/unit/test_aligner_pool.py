@@ -47,7 +47,6 @@ def test_the_block_is_read_strictly() -> None:
 def test_a_step_trains_its_batch_and_leaves_what_was_drawn_beyond(
     steps: list[tuple[int, object]], width: int, max_staleness: int
 ) -> None:
-    """Whatever ends when: batches are whole, no row is trained twice or lost, none is carried beyond the limit."""
     pool, batch, trained, drawn = Pool(max_staleness), 2 * width, [], 0
     for step, (delta, chance) in enumerate(steps):
         new = max(0, batch + min(delta, batch) - len(pool))
@@ -97,13 +96,11 @@ ROWS = [Row(7, [3, 4], [5], [(0, 1)], 2), Row(9, [2**40], [], [], 0), Row(11, [1
 
 
 def alone(error: Exception | None, kind: type[OppoError]) -> None:
-    """The agreement of one rank."""
     if error is not None:
         raise error
 
 
 def sidecar(folder: Path, replica: int = 0, replicas: int = 1) -> Sidecar:
-    """Beside `folder`/checkpoints."""
     root = folder_next_to(folder / "checkpoints")
     return Sidecar(root, replica, replicas, writes=True, leads=replica == 0, agree=alone)
 
@@ -166,8 +163,6 @@ def test_rows_go_with_their_checkpoint_if_its_name_has_a_step(tmp_path: Path) ->
 
 
 def test_a_failing_disk_is_a_checkpoint_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in safetensors' own error for a full one."""
-
     def fill(*_: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 

@@ -39,7 +39,6 @@ def line(step_s: float, exposed: float = 1.0, **more: float) -> dict[str, Any]:
 
 
 def without_critic(preset: str, **changes: Any) -> TrainConfig:
-    """64 responses in groups of 8, scored by a rule."""
     plain: dict[str, Any] = {
         "run_dir": "runs/x", "algorithm": {"preset": preset}, "steps": 3,
         "tokenizer": {"path": "t.model"}, "data": {"path": "p.jsonl", "max_prompt_tokens": 16},
@@ -51,7 +50,6 @@ def without_critic(preset: str, **changes: Any) -> TrainConfig:
 
 
 def faults(config: TrainConfig) -> list[str]:
-    """Problems except missing files."""
     return [problem for problem in train_problems(config) if "does not exist" not in problem]
 
 
@@ -101,7 +99,6 @@ def test_other_placements_use_all_cores_and_drop_layouts_of_the_roles() -> None:
 
 
 def made(tmp_path: Path, name: str, lines: Sequence[dict[str, Any]], spans: Sequence[Span]) -> Run:
-    """A run directory with a trace."""
     run = RunDirectory(tmp_path / name).prepare()
     for rank in {span.rank for span in spans}:
         recorder = SpanRecorder(rank, run)

@@ -141,6 +141,5 @@ def test_equal_work_is_judged_by_decoded_tokens() -> None:
 
 @pytest.fixture
 def real_config(tmp_path: Path) -> TrainConfig:
-    """A configuration that passes every check: its files exist."""
     tokenizer, prompts = write_random_prompts(tmp_path / "inputs", 8)
     return config(tokenizer={"path": tokenizer}, data={"path": prompts, "max_prompt_tokens": 8})

@@ -34,7 +34,6 @@ def cut(row: ChunkRow, keep: int) -> ChunkRow:
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 10**6), ids=st.lists(st.integers(0, 30), max_size=9, unique=True), keep=st.integers(0, 4))
 def test_columns_are_rows(seed: int, ids: list[int], keep: int) -> None:
-    """Chosen, cut, sent as words, and put behind others, in any order of these."""
     rng = random.Random(seed)
     plain = rows_of(rng, ids)
     rows = ChunkRows.of(plain)

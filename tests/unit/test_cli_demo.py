@@ -26,7 +26,6 @@ FIGURES = {
 
 
 def trained(stage: Stage) -> TrainConfig:
-    """The configuration that a stage trains."""
     assert isinstance(stage.make, functools.partial)
     kind, file, changes = stage.make.args
     assert kind == "train"
@@ -65,7 +64,6 @@ def test_a_host_with_one_gpu_gets_one_rank(algorithm: str, tmp_path: Path, monke
 
 
 def test_the_arithmetic_examples_are_what_the_demo_runs() -> None:
-    """But for paths, the size that fills both cores, and the place of a preset without a reference."""
     folder = ROOT / CONFIGS
     for name in ("ppo", "grpo", "dapo", "online_dpo"):
         file, out = folder / f"{name}.yaml", folder_of(OUT, name)
@@ -137,7 +135,6 @@ class Chain:
         return make
 
     def run(self) -> list[str]:
-        """Make what is not finished; the names of what was made."""
         self.made = []
         for stage in self.stages():
             if not stage.finished and stage.run():

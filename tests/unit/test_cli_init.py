@@ -52,7 +52,6 @@ def written(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
 
 
 def section(said: list[str], title: str) -> list[str]:
-    """The indented lines below a title."""
     lines = said[said.index(title) + 1 :]
     return [line.strip() for line in lines[: next((i for i, x in enumerate(lines) if x[:2] != "  "), len(lines))]]
 

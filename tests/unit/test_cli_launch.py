@@ -183,7 +183,6 @@ def started(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen
 
 @pytest.fixture(scope="module")
 def outcomes(two_ranks: Path) -> dict[str, tuple[int, str]]:
-    """Exit code and messages of two ranks of each kind, started one after the other by one process."""
     parent = started(two_ranks, "parent.py", "", *KINDS)
     _, said = parent.communicate(timeout=240)
     found: dict[str, tuple[int, str]] = {}
@@ -252,7 +251,6 @@ def test_ranks_that_would_save_nothing_end_with_the_first_signal(two_ranks: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["launcher", "fork server"])
 def test_nothing_outlives_a_launcher_or_a_fork_server_that_is_killed(two_ranks: Path, victim: str) -> None:
-    """Not even a rank that is stopped; that the launcher stands still is not its end."""
     parent = started(two_ranks, "parent.py", "", "long", OPPO_TEST=str(two_ranks / victim))
     mark = f"OPPO_TEST={two_ranks / victim}"
     assert parent.stdout is not None
@@ -274,7 +272,6 @@ def test_nothing_outlives_a_launcher_or_a_fork_server_that_is_killed(two_ranks: 
 
 @pytest.mark.slow
 def test_ranks_of_another_launcher_fail_with_their_own_exit_code(two_ranks: Path) -> None:
-    """Wrong input ends with 2 and a defect with 1, each with its message, whatever would happen while Python clears up."""
     (two_ranks / "rank.py").write_text(RANK)
     port = str(free_port())
     ranks = [started(two_ranks, "rank.py", RANK=str(rank), WORLD_SIZE="2", MASTER_PORT=port) for rank in range(2)]
@@ -296,7 +293,6 @@ def test_ranks_of_another_launcher_fail_with_their_own_exit_code(two_ranks: Path
 def test_a_run_that_goes_back_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: list[int | str], restarts: int, code: int | None, resumed: list[bool]
 ) -> None:
-    """However often, and without a restart for a killed rank being used up."""
     config = least_config(tmp_path, guards={"action": "rollback"})
     seen, left = [], list(ends)
 

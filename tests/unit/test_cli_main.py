@@ -46,7 +46,6 @@ def test_wrong_arguments_end_with_2(config: Path) -> None:
     ["train CONFIG --debug", "launch slurm CONFIG --debug", "launch --debug slurm CONFIG", "bench overlap --debug CONFIG"],
 )
 def test_an_error_is_a_message_and_with_debug_a_traceback(config: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
-    """Anywhere among the words, also after a part of a command."""
     words = command.replace("CONFIG", str(config)).split()
     for given, traced in ((words, True), ([word for word in words if word != "--debug"], False)):
         assert main([*given, "sead=3"]) == 2

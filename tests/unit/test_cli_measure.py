@@ -42,7 +42,6 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_record(config: Path) -> dict[str, Any]:
-    """The placement.json of a measurement in which the pair was the fastest."""
     settings = load_settings("train", config, [])
     assert isinstance(settings, TrainSettings)
     machine = Machine("cpu", usable_cores())

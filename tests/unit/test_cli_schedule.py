@@ -153,7 +153,6 @@ FILTERED = [*GROUPS, "algorithm.preset=dapo", "critic=null", "overlap.backfill=1
 def test_what_a_filter_would_do_to_the_round_is_told(
     config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], judged: str
 ) -> None:
-    """By the verdict clock of a run: with a reward model in the metric a period later."""
     out = shown(capsys, str(config), *arguments, *FILTERED)
     assert "\n  no filter (every group is kept)\n" in out and judged in out
     assert "\na filter, which is not drawn, judges at multiples of 12 decode steps" in out
@@ -163,7 +162,6 @@ def test_what_a_filter_would_do_to_the_round_is_told(
 
 
 def test_rounds_end_where_prompts_may_enter(config: Path) -> None:
-    """Chunks of 5 steps, and prompts that may enter every 12."""
     changes = ["algorithm.preset=dr_grpo", "critic=null", "ppo.kl.mode=none", "overlap.chunk=5", "overlap.backfill=12"]
     loaded = load_config(TrainConfig, config, [*GROUPS, *changes])
     assert [preview(loaded, number).round.steps for number in range(1, 6)] == [5, 5, 2, 5, 3]
@@ -206,7 +204,6 @@ PP4 = ("placement.actor.pp=4", "placement.actor.dp=1", "--round", "1")
 
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_a_round_that_only_gloo_survives_is_refused(config: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    """Which rank, at which action on which link, and why; the same plan is sound over the others."""
     cold = name == "nccl-cold"
     out = shown(capsys, str(config), *PP4, "--transport", name, code=2 if cold else 0)
     assert f"\n  messages over {name}\n" in out
@@ -235,7 +232,6 @@ HELD = (
 def test_an_order_that_one_queue_would_hold_is_shown_as_the_run_changes_it(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A generator that is named is drawn as it is, with its fault."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for number, title in ((1, "woven\n"), (2, "woven; changed on ranks 0-1 for held sends\n")):
         out = shown(capsys, str(config), *HELD, "--round", str(number))

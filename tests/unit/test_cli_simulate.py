@@ -73,7 +73,6 @@ def test_seconds_of_a_cluster(config: Path, tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_calibrated_run_takes_what_the_run_took(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a made-up run: its updates, its moves and its planning come back."""
     run, out = tmp_path / "run", tmp_path / "out"
     run.mkdir()
     costs = {"decode": [0.002, 1e-4], "prefill": {r: [0.003, 1e-4] for r in ("actor", "reference", "critic", "reward")}}

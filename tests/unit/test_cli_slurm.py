@@ -42,7 +42,6 @@ def write(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str
 
 
 def directives(script: str) -> list[list[str]]:
-    """The #SBATCH options of each component."""
     parts: list[list[str]] = [[]]
     for line in script.splitlines():
         if line == "#SBATCH hetjob":
@@ -88,7 +87,6 @@ def test_a_heterogeneous_job(config: str, capsys: pytest.CaptureFixture[str]) ->
 def test_the_ready_scripts_have_the_lines_of_the_template(
     config: str, capsys: pytest.CaptureFixture[str], ready: str, actor_dp: int, options: list[str]
 ) -> None:
-    """Of nodes that are all full, and but for the working directory, which is the one that sbatch is called in."""
     placement = f"placement={{mode: disaggregated, actor: {{tp: 2, dp: {actor_dp}}}, scorer: {{tp: 2, pp: {actor_dp}}}}}"
     script, _ = write(capsys, config, placement, "--job-name=oppo", *options)
     written, own = (text[text.index("#SBATCH ") :].partition("\n\n")[0] for text in (script, packaged(ready)))

@@ -74,7 +74,6 @@ def test_rows_of_supervised_training_too(folder: Path, capsys: pytest.CaptureFix
 
 
 def test_services_too(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file that is enough for a service is one, although a run has these settings, too; nothing listens, no model is read."""
     monkeypatch.delenv("SERVE_TOKEN", raising=False)
     shape = json.dumps(SHAPE)
     (folder / "serve.yaml").write_text(

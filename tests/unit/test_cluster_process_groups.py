@@ -29,7 +29,6 @@ def timeout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def seen_from(rank: int, size: int) -> Iterator[dist.Store]:
-    """A world without peers, and its store."""
     store = dist.HashStore()
     dist.init_process_group("fake", store=store, rank=rank, world_size=size)
     try:
@@ -50,7 +49,6 @@ SITES = {
 
 @pytest.mark.parametrize("name", SITES)
 def test_members_of_a_group_call_it_by_one_name(name: str) -> None:
-    """Also where some ranks have more groups than others, or no role."""
     site = SITES[name]
     size, names = 1 + max(site.ranks), defaultdict[tuple[int, ...], list[set[str]]](list)
     for viewer in range(size):
@@ -67,7 +65,6 @@ def test_members_of_a_group_call_it_by_one_name(name: str) -> None:
 
 
 def groups_of(site: Site) -> list[dist.ProcessGroup]:
-    """This rank's, made as a run makes them."""
     shared = SharedGroups()
     roles = [build_groups(p.ranks, p.tp, p.pp, role, shared) for role, p in site.placements.items()]
     links = build_links(site)
@@ -87,7 +84,6 @@ def test_members_alone_would_call_it_by_several() -> None:
 
 
 def test_a_call_for_others_makes_and_sends_nothing() -> None:
-    """The store, by which members find each other, is asked nothing."""
     with seen_from(4095, 4096) as store:
         before = store.num_keys()
         for first in range(0, 4088, 8):
@@ -99,7 +95,6 @@ def test_a_call_for_others_makes_and_sends_nothing() -> None:
 
 @pytest.mark.parametrize("size", range(2, 10))
 def test_neighbours_in_a_ring_meet_without_a_circle_of_waiting(size: int) -> None:
-    """Each two of them once, in two turns, three where their number is odd."""
     ranks = [10 * number for number in range(size)]
     pairs = ring_pairs(ranks)
     assert {frozenset(pair) for pair in pairs} == {frozenset((rank, (rank + 10) % (10 * size))) for rank in ranks}

@@ -123,7 +123,6 @@ def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 def test_ranks_have_the_environment_and_the_files_of_who_starts_them_now(
     folder: Path, device: str, before: list[str], imported: bool
 ) -> None:
-    """Not those of when the process began that they are forked from."""
     parent = started(folder, "surroundings", device, *before)
     out, errors = parent.communicate(timeout=240)
     assert parent.returncode == 0, errors

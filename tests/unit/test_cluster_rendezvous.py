@@ -94,7 +94,6 @@ FAILING: dict[str, tuple[Callable[[int], list[Meeting | str]], list[tuple[str, .
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, tuple[int, list[Meeting | str]]]:
-    """Port and outcomes of each case, all at once: they wait as long as ranks may."""
     ports = dict(zip(FAILING, free_ports(len(FAILING)), strict=True))
     with socket.create_server(("127.0.0.1", ports["the port is occupied"])), ThreadPoolExecutor(len(ports)) as pool:
         return dict(zip(ports, pool.map(lambda name: (ports[name], FAILING[name][0](ports[name])), ports), strict=True))

@@ -99,7 +99,6 @@ def test_a_silent_rank_is_named_with_its_last_words() -> None:
 
 
 def test_time_in_which_the_observer_did_not_run_is_not_held_against_anyone() -> None:
-    """The whole job was stopped for an hour, and goes on."""
     bench = Bench(2)
     bench.look(2, moving=(0, 1))
     bench.clock.now += 3600
@@ -137,7 +136,6 @@ def test_what_a_rank_does_is_told_from_the_widest_stretch_to_the_innermost() -> 
 
 
 def test_who_waits_for_a_thread_of_its_own_is_at_what_the_thread_is_at() -> None:
-    """A checkpoint that is written beside the run."""
     clock = Clock()
     run, thread = Activity(clock), Activity(clock)
     with run.doing("checkpoint step-000002"), run.doing(thread):
@@ -228,8 +226,6 @@ SIZE = 5
 
 
 class Counted:
-    """A connection to a store that counts the notes read over it."""
-
     def __init__(self, store: dist.Store, reads: Counter[int], rank: int):
         self.store, self.reads, self.rank = store, reads, rank
 
@@ -274,7 +270,6 @@ class Run:
             yield
 
     def beat(self, ranks: Sequence[int], until: Callable[[], bool], seconds: float) -> None:
-        """Have these ranks move until then, for at most `seconds`."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and not until():
             for rank in ranks:
@@ -293,7 +288,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_all_ranks_name_a_rank_that_stands_and_only_the_judge_reads_all_notes(run: Run) -> None:
-    """Others wait for it, and some move."""
     ranks = range(SIZE)
     with ExitStack() as block:
         for rank in (0, 1):

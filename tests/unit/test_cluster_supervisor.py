@@ -39,7 +39,6 @@ def rank(told: Connection, index: int, folder: Path) -> None:
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[list[tuple[BaseProcess, Connection]]]:
-    """Two children whose process ids are where ranks leave theirs."""
     context, started = multiprocessing.get_context("fork"), []
     for index in range(2):
         theirs, ours = context.Pipe(duplex=False)
@@ -64,7 +63,6 @@ def new_supervisor(folder: Path) -> Supervisor:
 
 
 def alive_to(folder: Path) -> Supervisor:
-    """A supervisor that has seen the ranks alive."""
     supervisor = new_supervisor(folder)
     assert not supervisor.someone_failed()
     return supervisor
@@ -113,13 +111,11 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
 
 @pytest.fixture
 def point() -> Iterator[MeetingPoint]:
-    """Where the two ranks would meet, with a store that answers."""
     store = loopback_store(0, timedelta(seconds=20))
     yield MeetingPoint("127.0.0.1", store.port, 2, "a run", False, "this test")
 
 
 def ended_by_kill(supervisor: Supervisor, ranks: list[tuple[BaseProcess, Connection]], clock: Callable[[], float]) -> float:
-    """When the last of the ranks, which are stopped, was ended by the supervisor."""
     for child, _ in ranks:
         os.kill(child.pid or 0, signal.SIGSTOP)
     with supervisor.guarding():
@@ -133,7 +129,6 @@ def ended_by_kill(supervisor: Supervisor, ranks: list[tuple[BaseProcess, Connect
 def test_ranks_that_cannot_give_up_their_save_are_killed_8_s_later(
     ranks: list[tuple[BaseProcess, Connection]], tmp_path: Path, point: MeetingPoint, hurried: Callable[[], float]
 ) -> None:
-    """Told to stop, 3 s of `preempt_deadline_s` to save, and stopped themselves."""
     told = hurried()
     supervisor = Supervisor(tmp_path, point, Limits(0.0, 3.0, 0.0), lambda: hurried() - told)
     assert 11.0 <= ended_by_kill(supervisor, ranks, hurried) - told < 300.0, "a busy machine may be late"

@@ -83,8 +83,6 @@ def test_a_device_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch)
 
 
 class FakeDevices:
-    """torch says that it finds `count` CUDA devices; what is done with them and with process groups is noted in order."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, others: list[RankHost]):
         self.done: list[Any] = []
         for name, value in {
@@ -144,7 +142,6 @@ def test_four_ranks_of_a_host_share_its_cores(
 def test_the_environment_says_how_many_threads_a_rank_has(
     monkeypatch: pytest.MonkeyPatch, omp: str | None, mkl: str | None, configured: int, threads: int
 ) -> None:
-    """Unless `--threads` does."""
     monkeypatch.setattr("oppo_megatron.cores.usable_cores", lambda: 5)
     for name, value in (("OMP_NUM_THREADS", omp), ("MKL_NUM_THREADS", mkl)):
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)

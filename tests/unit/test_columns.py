@@ -21,7 +21,6 @@ def same(found: Columns, expected: Columns) -> bool:
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 10**6), backfill=st.booleans())
 def test_columns_follow_the_rollouts(seed: int, backfill: bool) -> None:
-    """Lists taken at any time, in any later state of the buffer; the whole buffer, the active rollouts, and batches."""
     rng, buffer = random.Random(seed), RolloutBuffer(4, 3, 2, backfill=backfill)
     taken: list[Held] = []
     next_id = 0
@@ -50,7 +49,6 @@ def test_columns_follow_the_rollouts(seed: int, backfill: bool) -> None:
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 10**6), backfill=st.booleans())
 def test_tokens_are_there_whenever_they_are_read(seed: int, backfill: bool) -> None:
-    """Also of rollouts that were carried over some batches, read at times or never before, or taken long ago."""
     rng, buffer = random.Random(seed), RolloutBuffer(4, 3, 4, backfill=backfill)
     said, known, next_id = dict[int, list[int]](), dict[int, Rollout](), 0
     for index in range(20):

@@ -17,7 +17,6 @@ from oppo_megatron.config.supervised import RewardModelConfig, SFTConfig
 
 
 def choices(annotation: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Each setting below with one of its words."""
     if get_origin(annotation) is Literal:
         yield from ((key, word) for word in get_args(annotation)[-1:] if isinstance(word, str))
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):

@@ -310,7 +310,6 @@ def every_section(kind: type[Section] = Section) -> set[type[Section]]:
 
 
 def test_no_words_of_pydantic_reach_the_user() -> None:
-    """For every field of every section and every kind of wrong value, the words after "must be" continue the sentence."""
     seen = set()
     for kind in every_section():
         for field in kind.model_fields:

@@ -41,7 +41,6 @@ def test_every_setting_has_a_meaning(section: type[Section]) -> None:
 
 @pytest.mark.parametrize("section", ALL_SECTIONS, ids=lambda section: section.__name__)
 def test_every_number_has_a_unit(section: type[Section]) -> None:
-    """Said by its name (`_s`, `_tokens` ...) or by `Unit`; a pure number says that it is one."""
     without = [setting.name for setting in settings_in(section) if setting.is_number and setting.unit is None]
     assert not without, f'{section.__name__}: write `Annotated[int, Unit("what it counts")]` for {without}'
 
@@ -73,7 +72,6 @@ def nodes(tree: Any) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", [TrainConfig, SFTConfig, RewardModelConfig])
 def test_every_key_is_on_the_page(kind: type[Section]) -> None:
-    """Each dotted key is a row of the table that stands under its section's place."""
     blocks = render_reference().split("\n#")
     for key in known_keys(kind):
         place, _, name = key.rpartition(".")

@@ -36,14 +36,12 @@ CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta"
 
 @contextmanager
 def tensors_of(device: torch.device) -> Iterator[Callable[..., Tensor]]:
-    """A maker of tensors of any shape and type on the device: fake ones, where it is a CUDA device."""
     with FakeTensorMode() if device.type == "cuda" else nullcontext(), torch.no_grad():
         yield lambda *shape, dtype=torch.bfloat16: torch.ones(shape, dtype=dtype, device=device)
 
 
 @contextmanager
 def counted(owner: Any, name: str) -> Iterator[Counter[str]]:
-    """How often a function is called."""
     function, calls = getattr(owner, name), Counter[str]()
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -77,7 +75,6 @@ def test_the_norm_is_torchs_kernel_but_on_a_cpu(device: torch.device, calls: int
 
 
 def opened(made: Any, device: torch.device, num_seqs: int) -> KVCache:
-    """A cache with so many sequences, which are empty."""
     cache = KVCache(
         num_layers=1, num_kv_heads=2, head_dim=8, num_slots=num_seqs, max_length=700, dtype=torch.bfloat16, device=device,
         rope=(made(700, 8, dtype=torch.float32), made(700, 8, dtype=torch.float32)),
@@ -99,7 +96,6 @@ def test_sequences_of_a_prefill_attend_one_by_one_on_a_cpu_and_at_once_elsewhere
 
 @pytest.mark.parametrize(("device", "calls"), [(CPU, 2), (META, 1)])
 def test_on_a_cpu_alone_long_sequences_attend_apart_from_short_ones(device: torch.device, calls: int) -> None:
-    """Two new tokens each, of one long sequence and seven short ones."""
     with tensors_of(device) as made:
         cache = opened(made, device, 8)
         plan = cache.begin(range(8), [650, *[10] * 7])

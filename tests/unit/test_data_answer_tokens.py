@@ -97,7 +97,6 @@ def test_a_conversation_has_the_tokens_of_its_text(tmp_path: Path, kind: str, te
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_that_meet_anywhere_have_the_tokens_of_the_whole(tmp_path: Path, kind: str, prompt: str, answer: str) -> None:
-    """Pairs of every command share their prompt's tokens."""
     tokenizer = make(tmp_path, kind)
     eos, other = tokenizer.eos_id, answer + " and Then"
     wholes = [[*encode_prompt(tokenizer, prompt + text), eos] for text in (answer, other)]

@@ -54,7 +54,6 @@ def test_the_date_is_the_configured_one() -> None:
 
 
 def test_nothing_depends_on_the_process() -> None:
-    """Chance, the order of sets, addresses: two processes render the same."""
     template = "{{ range(1000) | random }}{{ lipsum() }}{{ ['b', 'a', 'c'] | random }}{{ messages[0].content }}"
     assert chat_of(template).render(ASKED) == chat_of(template).render(ASKED)
 
@@ -154,7 +153,6 @@ MACRO = "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% end
     ],
 )  # fmt: skip
 def test_a_template_without_bound_is_stopped(template: str, said: str) -> None:
-    """Wherever it loops or allocates: while it is compiled, in a filter, in one operation."""
     config = TokenizerConfig(path=Path("x"), chat_template=template)
     chat = ChatTemplate(config, lambda with_tools: template, SYMBOLS, render_s=1)
     with pytest.raises(ConfigError, match=f"the chat template was stopped: .*({said}).* to one that does not repeat itself"):

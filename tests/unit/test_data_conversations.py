@@ -27,7 +27,6 @@ CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name
 def read(
     tmp_path: Path, rows: list[dict[str, Any]], template: str, read: Any = read_completions, **settings: Any
 ) -> tuple[list[Example], Quarantine]:
-    """Examples and notes; raises the errors of refused rows."""
     path, quarantine, tokenizer = write_rows(tmp_path, *rows), Quarantine(), CharacterTokenizer()
     tokenizer.chat = chat_of(template, **settings)
     problems = RowProblems(quarantine)
@@ -81,7 +80,6 @@ def test_columns_and_arguments_of_rows_reach_the_template(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("template", [R1_DISTILL, R1_FIRST], ids=["opens the thought", "does not"])
 def test_a_template_that_drops_the_thought_is_to_be_replaced(tmp_path: Path, template: str) -> None:
-    """The rows are sound, so nothing says that they should be corrected."""
     rows = [{"messages": [ASKED, {"role": "assistant", "content": THOUGHT}]}] * 3
     with pytest.raises(DataError) as refusal:
         read(tmp_path, rows, template)
@@ -147,7 +145,6 @@ def test_what_a_prompt_loses_is_noted_once(tmp_path: Path) -> None:
 
 
 def test_prompts_of_a_file_get_the_columns_of_their_rows(tmp_path: Path) -> None:
-    """As a user's turn, too."""
     path, tokenizer, told = write_rows(tmp_path, {"prompt": "2+2?", "tools": TOOLS}), CharacterTokenizer(), list[str]()
     tokenizer.chat = chat_of(QWEN25)
     (asked,) = prompts_of_file(path, None, Wording(as_chat=True), tokenizer, note=told.append)

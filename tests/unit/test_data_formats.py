@@ -35,7 +35,6 @@ def rows_of(*values: dict[str, Any]) -> Table:
 
 
 def read_all(reader: Any, tmp_path: Path, *values: dict[str, Any], **settings: Any) -> tuple[list[Any], RowProblems]:
-    """Texts of the examples, and the problems that are left to be raised."""
     problems = RowProblems(Quarantine())
     examples = reader(DataConfig(path=write_rows(tmp_path, *values), **settings), CharacterTokenizer(), problems)
     return [(example.prompt, *example.answers) for example in examples], problems

@@ -27,7 +27,6 @@ LINE = re.compile(r"(\d+)([+-]\d+)=(\d+)")
 
 
 def check_work(solution: str) -> list[bool]:
-    """Whether each line but the last is right, read as text."""
     lines = [LINE.fullmatch(line) for line in solution.split("\n")[:-1]]
     assert all(lines)
     return [int(line[1]) + int(line[2]) == int(line[3]) for line in lines if line]

@@ -74,7 +74,6 @@ def test_real_traces_have_numpys_quantiles(
 def test_drawn_lengths_are_the_real_traces_quantiles_by_seed_and_sequence(
     shared_data: Path, name: str, lengths: Callable[[Path], np.ndarray], seed: int
 ) -> None:
-    """Of uniform numbers (test_engine_sampler), in any order of sequences."""
     expected, count = lengths(shared_data / name), 4000
     shares = uniforms(seed, range(count), [LENGTH_DRAW] * count)
     lengths_drawn = drawn(rollout(shared_data / name, scale=1.0), count, seed)

@@ -22,7 +22,6 @@ CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% en
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer that puts BOS before what it encodes, as Llama's does."""
     from tokenizers import Tokenizer as FastTokenizer
     from tokenizers.processors import TemplateProcessing
 
@@ -34,7 +33,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def first_tokens(path: Path, config: TokenizerConfig, **data: Any) -> tuple[list[int], int | None]:
-    """The first prompt's tokens, and BOS."""
     tokenizer = load_tokenizer(config)
     prompts = load_prompts(PromptDataConfig(path=path, **data), tokenizer, quarantine=Quarantine())
     return list(prompts.rows[0].tokens), tokenizer.bos_id
@@ -59,7 +57,6 @@ def test_a_template_that_has_it_gets_no_second(directory: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("add_bos", [None, False], ids=["by the tokenizer", "by its template"])
 def test_a_prompt_that_is_cut_keeps_it(directory: Path, tmp_path: Path, add_bos: bool | None) -> None:
-    """Whoever has put it there."""
     plain = {"prompt": "one two three", "completion": "four"}
     path = write_rows(tmp_path, plain if add_bos is None else {"messages": [{"role": "user", "content": "one two three"}]})
     config = TokenizerConfig(path=directory, add_bos=add_bos, chat_template=CHAT)

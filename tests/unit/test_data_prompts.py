@@ -148,7 +148,6 @@ def test_stream_is_a_permutation_per_epoch_and_resumes(
 def test_what_is_left_out_of_a_stream_counts_for_nothing(
     left_out: frozenset[int], limit: int | None, epochs: int, start: int
 ) -> None:
-    """The others are the prompts that they would be, and as many as there would be, as long as the data has them."""
     plain = list(PromptStream(plain_set(7), 3, epochs=epochs))
     stream = PromptStream(plain_set(7), 3, epochs=epochs, limit=limit, left_out=left_out)
     kept = [prompt for prompt in plain if prompt.seq_id not in left_out][:limit]
@@ -162,7 +161,6 @@ def test_what_is_left_out_of_a_stream_counts_for_nothing(
 def test_responses_of_a_prompt_follow_each_other_under_positions_of_their_own(
     num_rows: int, responses: int, epochs: int, start: int
 ) -> None:
-    """The rows are those of one response a prompt, each `responses` times; a run may go on within a prompt's."""
     once = [prompt.row for prompt in PromptStream(plain_set(num_rows), 3, epochs=epochs)]
     prompts = plain_set(num_rows, responses)
     stream = PromptStream(prompts, 3, epochs=epochs)

@@ -162,7 +162,6 @@ def steps(config: DataConfig, *more: Any, **settings: Any) -> list[Steps]:
 
 
 def test_labels_lie_at_the_ends_that_a_policys_response_has(tmp_path: Path) -> None:
-    """The last step ends with EOS, a label that is null is none."""
     rows = [
         {"prompt": "q", "completions": ["ab", "cd", "e"], "labels": [True, 0.25, False]},
         {"prompt": "q", "completions": ["ab", "cd\n"], "labels": [None, 1]},

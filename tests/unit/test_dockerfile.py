@@ -24,7 +24,6 @@ def of(stage: str, name: str) -> list[str]:
 
 
 def ignored(name: str) -> bool:
-    """Whether .dockerignore keeps a file out of what COPY sees."""
     patterns = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
     parts = Path(name).parts
     return any(fnmatch(part, pattern.removeprefix("**/")) for part in parts for pattern in patterns)
@@ -71,7 +70,6 @@ def test_hadolint_finds_nothing() -> None:
 
 
 def test_what_is_copied_makes_a_whole_wheel(tmp_path: Path) -> None:
-    """`pip install --no-deps`, up to the unpacking: every module and data file of the package is in the wheel."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
     )

@@ -28,7 +28,6 @@ NOT_WORDS = re.compile(r"\[[^\]]*\.\.\.\]|…|\.\.\.")
 
 
 def blocks(text: str) -> Iterator[str]:
-    """The lines of code blocks, fenced or indented, continued lines joined."""
     fenced, pending = False, ""
     for line in text.splitlines():
         if line.lstrip().startswith("```"):

@@ -47,7 +47,6 @@ def receive(decoder: ChunkDecoder, message: tuple[np.ndarray, np.ndarray]) -> Ch
 
 @st.composite
 def streams(draw: st.DrawFn) -> list[Chunk]:
-    """Chunks of three growing sequences, some finishing, some chunks empty."""
     offsets, chunks, clock = dict.fromkeys(PROMPTS, 0), [], 0
     for index in range(draw(st.integers(1, 5))):
         clock += draw(st.integers(0, 9))

@@ -175,7 +175,6 @@ def test_a_row_draws_the_same_alone_and_among_others() -> None:
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("sampling", [Sampling(seed=3), Sampling(0.8, 7, 0.9, seed=3), Sampling(1.3, seed=3)])
 def test_greedy_sequences_take_the_best_token_and_move_no_bit_of_the_others(sampling: Sampling, size: int) -> None:
-    """Beside `size` others of each group; also where the numbers are made on the device."""
     logits_RV = torch.randn(24, 300, generator=torch.Generator().manual_seed(4))
     mixed, seq_ids, positions = replace(sampling, members=Members(size, greedy=True)), range(40, 64), range(24)
     found, plain = draw(logits_RV, mixed, seq_ids, positions), draw(logits_RV, sampling, seq_ids, positions)

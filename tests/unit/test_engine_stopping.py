@@ -32,7 +32,6 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def plain_end(tokenizer: Tokenizer, stops: list[str], response: list[int]) -> int | None:
-    """By decoding everything behind each token."""
     for count in range(1, len(response) + 1):
         if any(stop in tokenizer.decode(response[:count]) for stop in stops):
             return count

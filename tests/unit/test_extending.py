@@ -55,7 +55,6 @@ def merged(into: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A user's folder with my_functions.py and ppo.yaml, all of the page's settings in one; the current directory."""
     root = tmp_path_factory.mktemp("user")
     (root / "my_functions.py").write_text("\n\n".join(text for text in CODE if text is not FROM_PYTHON))
     overlap = {"intra": True, "inter": True, "chunk": 8, "delta": {"window": 1}}
@@ -361,7 +360,6 @@ def sound(round, site, costs): return intra(round, site, costs)
     ],
 )  # fmt: skip
 def test_a_schedule_that_cannot_run_is_refused_by_name(folder: Path, name: str, says: str | None) -> None:
-    """By the planner of a run, for two pipeline stages that decode and score."""
     (folder / "schedules.py").write_text(SCHEDULES)
     overlap = {"intra": True, "schedule": f"schedules.py:{name}"}
     config = TrainConfig(**Workspace(folder).config("x", overlap=overlap, placement={"mode": "colocated", "actor": {"pp": 2}}))

@@ -58,7 +58,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What a command says that ends with exit code 2."""
     try:
         code = main(arguments)
     except SystemExit as error:  # argparse
@@ -69,7 +68,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def both_refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What `oppo validate` says, and `oppo train` in the same words."""
     said = refused(capsys, "validate", *arguments)
     assert refused(capsys, "train", *arguments).partition(":")[2] == said.partition(":")[2]
     return said
@@ -112,7 +110,6 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("one_gpu")
 def test_more_ranks_than_devices(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Refused before a process is started; what the message says to set is then taken."""
     asked = ["runtime.device=auto", "placement.mode=colocated", "placement.actor.dp=2"]
     said = both_refuse(capsys, "train.yaml", *asked)
     assert "2 ranks would be started, but this host has one CUDA device" in said and "starting" not in said
@@ -139,7 +136,6 @@ def test_more_ranks_than_several_devices(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("file", sorted(path for path in ROOT.glob("examples/*/*.yaml") if "placement:" in path.read_text()))
 def test_examples_run_on_one_device(file: Path) -> None:
-    """By the words of the refusal, and the file says so itself."""
     config = load_config(TrainConfig, file)
     alone = load_config(TrainConfig, file, on_one_rank(config).split(), check=lambda found: check_layouts(found, {}))
     assert world_size(alone) == 1

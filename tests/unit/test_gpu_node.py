@@ -31,7 +31,6 @@ SOURCES = [(KIT / name).read_text(encoding="utf-8") for name in pack.SCRIPTS if 
 
 
 def collected(module: ModuleType) -> Iterator[str]:
-    """Names of its tests, as pytest gives them."""
     for name, test in vars(module).items():
         marks = [mark for mark in getattr(test, "pytestmark", ()) if mark.name == "parametrize"]
         if name.startswith("test_"):
@@ -103,7 +102,6 @@ def test_the_tests_for_a_gpu_need_no_environment_of_their_own() -> None:
 
 @pytest.mark.long
 def test_without_a_gpu_every_part_runs_and_leaves_its_figures(tmp_path: Path) -> None:
-    """From `.kit`, as on a node; its tests for a device are skipped, and nothing is timed."""
     for folder in ("oppo_megatron", "tests", "benchmarks"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)

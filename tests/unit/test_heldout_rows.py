@@ -166,7 +166,6 @@ def test_equally_likely_tokens_share_a_hit() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_measured_stays_on_the_models_device(dtype: torch.dtype) -> None:
-    """On tensors of a GPU that is not there: devices and types fit, and nothing waits for a value."""
     with FakeTensorMode(), torch.no_grad():
         cuda = torch.device("cuda")
         targets_R = torch.empty(5, dtype=torch.int64, device=cuda)

@@ -20,7 +20,6 @@ exit "$code"
 
 
 def begin(folder: Path, codes: list[str], **variables: str) -> subprocess.Popen[str]:
-    """`oppo`, which ends with these codes, one a start."""
     (folder / "oppo").write_text(COMMAND)
     (folder / "oppo").chmod(0o755)
     (folder / "codes").write_text("\n".join(codes) + "\n")
@@ -60,7 +59,6 @@ ONE_NODE = "--standalone --nproc-per-node 2 --no-python oppo train c.yaml --resu
 
 
 def started(folder: Path, launchers: list[str], *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The script with launchers that print what they are and get."""
     for name in launchers:
         (folder / name).write_text(f'#!/bin/sh\necho "{name} $*"\n')
         (folder / name).chmod(0o755)

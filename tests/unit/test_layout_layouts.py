@@ -19,7 +19,6 @@ SIZES = st.builds(Sizes, *[st.integers(1, 8)] * 4)
 
 
 def every_layout(num_ranks: int, limits: Limits, most_vpp: int) -> set[Sizes]:
-    """By trying each combination of sizes."""
     up_to = range(1, num_ranks + 1)
     found = set()
     for tp, pp, dp, vpp in product(up_to, up_to, up_to, range(1, most_vpp + 1)):

@@ -20,7 +20,6 @@ ROLES = ("actor", "reference", "critic")
 
 
 def shape(kv_heads: int) -> dict[str, Any]:
-    """Tensor parallelism may be any divisor of `kv_heads`, of 1, 2, 4, 8."""
     return {
         "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
         "num_attention_heads": 8, "num_key_value_heads": kv_heads, "vocab_size": 96, "max_position_embeddings": 256,

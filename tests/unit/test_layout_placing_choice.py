@@ -35,8 +35,6 @@ OPTIONS = Options(Machine("cpu", 2), ALL, (LeftOut("colocated tp 2", "1 key/valu
 
 
 class Bench:
-    """Gives each placement its seconds, run by run (the last ones again and again), and keeps who was measured when."""
-
     def __init__(self, seconds: Mapping[str, Sequence[float | str]]):
         self.seconds, self.calls = seconds, list[tuple[str, int]]()
 
@@ -107,7 +105,6 @@ def test_placements_that_do_other_work_are_compared_by_the_token() -> None:
 
 
 def test_one_that_fails_is_left_out_with_its_reason_and_not_tried_again() -> None:
-    """While those that are close are."""
     choice, bench, trials = decide(["out of memory"], [2.0], [2.01])
     assert choice.candidate == PAIR and bench.calls.count(("single", 1)) == 1
     assert ("single", 2) not in bench.calls and (PAIR.name, 2) in bench.calls

@@ -42,7 +42,6 @@ if __name__ == "__main__":
 
 
 def listeners(pid: int) -> set[tuple[str, int]]:
-    """Addresses and ports at which a process takes connections."""
     connections = psutil.Process(pid).net_connections("inet")
     return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
 

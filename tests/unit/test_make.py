@@ -14,7 +14,6 @@ READ = ("Makefile", "pyproject.toml", "setup.py", "constraints.txt", "tests/alig
 
 
 def make(folder: Path, *arguments: str) -> str:
-    """What it prints; a make that fails is an error."""
     done = subprocess.run(["make", "--no-print-directory", *arguments], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -22,7 +21,6 @@ def make(folder: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Path:
-    """What make reads, without `.venv`."""
     for name in READ:
         target = tmp_path / name
         target.parent.mkdir(exist_ok=True)
@@ -31,7 +29,6 @@ def fresh(tmp_path: Path) -> Path:
 
 
 def places(text: str, *steps: str) -> list[int]:
-    """Where each step stands; all of them must."""
     assert all(step in text for step in steps), text
     return [text.index(step) for step in steps]
 
@@ -70,7 +67,6 @@ def test_an_older_python_is_refused(fresh: Path, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_clone_installs_itself(tmp_path: Path) -> None:
-    """With the package index that pip has here: the demo's command and the tests' tools work afterwards."""
     asked = [
         sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries=0", "--timeout=20", "-d",
         tmp_path, "einops",

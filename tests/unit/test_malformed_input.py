@@ -144,7 +144,6 @@ def test_hostile_configurations(tmp_path: Path, text: bytes, says: str) -> None:
 @given(key=st.text(max_size=12), value=st.text(max_size=20))
 @example(key="steps", value="0x10")
 def test_overrides(key: str, value: str) -> None:
-    """An error of our own, or a configuration that has the value, as YAML reads it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "c.yaml"
         path.write_bytes(CONFIG)
@@ -156,7 +155,6 @@ def test_overrides(key: str, value: str) -> None:
 
 
 def refusable(raw: bytes) -> bool:
-    """Whether a line may be refused, by an independent reading of the rules."""
     try:
         pairs: list[bool] = []
 
@@ -185,7 +183,6 @@ def repr_of(value: Any) -> str:
 
 
 def check_rows(path: Path, data: bytes) -> int:
-    """How many rows were accepted."""
     path.write_bytes(data)
     quarantine = Quarantine()
     config = PromptDataConfig(path=path, bad_rows="quarantine", max_prompt_tokens=10_000_000)
@@ -274,7 +271,6 @@ def test_any_words_as_a_message(words: list[int]) -> None:
 
 
 def test_safetensors_headers(tmp_path: Path) -> None:
-    """What passes here opens with the library too, and the other way round: nothing is refused that it reads."""
     whole = save({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}, {"format": "pt"})
     length = int.from_bytes(whole[:8], "little")
     header, data = whole[8 : 8 + length], whole[8 + length :]

@@ -32,8 +32,6 @@ CPU = torch.device("cpu")
 
 
 class OwnLimits(Stopping):
-    """So that the batch shrinks on the way."""
-
     def limit(self, seq_id: int) -> int:
         return 8 + 5 * seq_id
 
@@ -108,7 +106,6 @@ def test_replayed_steps_draw_what_computed_steps_draw(
 
 
 def test_a_step_that_asks_the_device_is_refused(world: None) -> None:
-    """The recording of these tests would not let it pass."""
     model, numbers = new_model("fused", "bfloat16"), torch.arange(3)
     for step in (lambda: int(numbers[0]), lambda: numbers[numbers > 1], lambda: numbers + torch.tensor([1, 2, 3], device="cpu")):
         recorded = RecordedSteps(model)
@@ -122,8 +119,6 @@ def test_a_step_that_asks_the_device_is_refused(world: None) -> None:
 
 
 class Counted(CapturedSteps):
-    """Counts captures, and replays by computing."""
-
     captures = replays = 0
 
     def _capture(self, step: Any) -> Any:

@@ -40,7 +40,6 @@ class ByLength(Stopping):
 
 
 def new_rounds(model: RoleModel, device: torch.device, micro_batches: int) -> RoundRunner:
-    """An actor and a reference in one process."""
     placement = RolePlacement((0,))
     site = Site({"actor": placement, "reference": placement})
     stopping = ByLength(eos_ids=(), max_response_tokens=16)

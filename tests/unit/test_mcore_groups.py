@@ -20,8 +20,6 @@ OFFSET = 3  # the role need not begin at rank 0
 
 @dataclass(eq=False)
 class FakeGroup:
-    """Stands for a process group seen from one rank."""
-
     ranks: list[int]
     viewer: int
     desc: str
@@ -34,7 +32,6 @@ class FakeGroup:
 
 
 def views(monkeypatch: pytest.MonkeyPatch, tp: int, pp: int, dp: int) -> tuple[list[int], dict[int, RoleGroups], Any]:
-    """The groups that every rank of a fake world sees, and the calls that each made."""
     ranks = list(range(OFFSET, OFFSET + tp * pp * dp))
     calls: dict[int, list[tuple[int, ...]]] = {}
     found: dict[int, Any] = {}
@@ -56,7 +53,6 @@ def views(monkeypatch: pytest.MonkeyPatch, tp: int, pp: int, dp: int) -> tuple[l
 def test_groups_used_once_in_the_order_of_making_wait_in_no_circle(
     monkeypatch: pytest.MonkeyPatch, tp: int, pp: int, dp: int
 ) -> None:
-    """Groups of a kind are used at the same time; one rank with another order, and some never come to their end."""
     _, found, calls = views(monkeypatch, tp, pp, dp)
     lists = {
         viewer: [(group.desc, tuple(group.ranks)) for group in groups.made if group.size() > 1]

@@ -74,7 +74,6 @@ CACHES: dict[str, Callable[[int], SequenceCache]] = {
 
 
 def plain_attention(q_ND: torch.Tensor, k_LGD: torch.Tensor, v_LGD: torch.Tensor, scale: float) -> torch.Tensor:
-    """One query token over the keys it may see, head by head."""
     heads = []
     for head in range(HEADS):
         group = head // (HEADS // GROUPS)
@@ -102,7 +101,6 @@ class Naive:
         self.opened += 1
 
     def fork(self) -> None:
-        """One or two new sequences begin with what another has, or a part of it."""
         count = min(self.random.randint(1, 2), self.cache.num_slots - len(self.held))
         if not self.held or not count:
             return
@@ -139,7 +137,6 @@ class Naive:
                 del layer[length:]
 
     def step(self, decode: bool) -> None:
-        """Append to some sequences, and compare what every layer attends to."""
         room = {i: LENGTH - len(layers[0]) for i, layers in self.held.items()}
         ids = [i for i in self.cache.seq_ids if room[i]]
         ids = ids if self.random.random() < 0.5 else self.random.sample(ids, self.random.randint(0, len(ids)))
@@ -165,7 +162,6 @@ class Naive:
         self.cache.commit(plan)
 
     def write(self, seq_id: int, length: int, new: int) -> None:
-        """Blocks of `new` tokens behind `length`: those that others have, too, are not written to."""
         own, others = self.blocks[seq_id], {b for i, held in self.blocks.items() if i != seq_id for b in held}
         if length % 5 and own[length // 5] in others:
             own[length // 5] = object()
@@ -210,7 +206,6 @@ def test_books_and_contents_equal_a_dictionary(
 
 @pytest.mark.parametrize("kind", CACHES)
 def test_forks_go_on_by_themselves_and_leave_no_block_behind(kind: str) -> None:
-    """Whoever grows, is rolled back or closed, the others keep what they have; after the last one all blocks are free."""
     forks = ("open", "prefill", "prefill", "prefill", "fork", "fork", "truncate", "truncate", "decode", "exchange", "close")
     for seed in range(20):
         naive, rng = Naive(CACHES[kind](4), seed), random.Random(seed)
@@ -223,8 +218,6 @@ def test_forks_go_on_by_themselves_and_leave_no_block_behind(kind: str) -> None:
 
 
 class Failing(TorchDispatchMode):
-    """The operation `at` of the block runs out of memory."""
-
     def __init__(self, at: int):
         super().__init__()
         self.left = at
@@ -252,8 +245,6 @@ def beginnings(cache: SequenceCache) -> dict[int, torch.Tensor]:
     ids=["close", "fork", "begin", "restore"],
 )
 def test_what_fails_in_the_middle_changes_no_sequence(work: Callable[[SequenceCache], None], kind: str) -> None:
-    """Wherever it does; done again, it gives what it would have given at once."""
-
     def made() -> SequenceCache:
         cache = CACHES[kind](6)
         torch.manual_seed(0)
@@ -307,7 +298,6 @@ def test_sequences_of_a_paged_cache_change_their_slots_without_a_copy() -> None:
 
 
 def test_a_paged_slot_takes_whole_blocks_of_the_budget() -> None:
-    """As the pure half counts them (`slot_tokens`)."""
     token_bytes = 2 * LAYERS * GROUPS * DIM * 4
     for length, positions in ((12, 256), (256, 256), (257, 512)):
         assert slot_tokens(length, "paged") == positions and slot_tokens(length, "dense") == length
@@ -361,7 +351,6 @@ def test_a_sequence_beyond_its_positions_is_an_error_that_names_it() -> None:
 
 
 def watch_attention(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of sequences of each of torch's attention calls from now on."""
     seen, attend = [], F.scaled_dot_product_attention
 
     def watched(q: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
@@ -378,7 +367,6 @@ def watch_attention(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_sequences_attend_the_same_one_by_one_all_at_once_in_stretches_and_in_the_parts_of_a_gpu(
     order: list[int], new: Callable[[int], SequenceCache], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """New sequences, sequences that go on, a decode step of each; parts are few or many, with masks in pieces."""
     found, cuts, products = [], [], watch_attention(monkeypatch)
     on_gpu = [(2**20, 2**25), (1, 2**25), (30, 40), (2**20, 1)]
     for fewest, call, parts in [(0, 1e9, None), (1e9, 1e9, None), (1e9, 0.5, None), *[(0, 1e9, parts) for parts in on_gpu]]:

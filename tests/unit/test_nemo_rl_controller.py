@@ -117,7 +117,6 @@ class World:
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """No cluster, and no metrics of tokens that are not there."""
     with (
         mock.patch.object(ray, "cluster_resources", dict),
         mock.patch.object(single_controller, "aggregate_step_metrics", dict),

@@ -55,8 +55,6 @@ class Buffer:
 
 @dataclass
 class Controller:
-    """A rollout pump and a train pump around a sampler; answers take `seconds`, by prompt."""
-
     sampler: OvercommitSampler
     buffer: Buffer
     seconds: list[float]

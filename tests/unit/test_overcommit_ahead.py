@@ -31,8 +31,6 @@ from tests.unit.test_overcommit_simulation import NO_SIGNALS, Deltas, Log, decod
 
 @dataclass
 class Settings:
-    """Of a run, as it is started or resumed."""
-
     steps: int
     batch_size: int
     deltas: list[int]
@@ -56,7 +54,6 @@ class Run:
         return self.finish(rounds)
 
     def finish(self, rounds: int | None = None) -> bool:
-        """What is left of the step under way."""
         while not self.buffer.readiness().ready:
             if rounds == 0:
                 return False
@@ -69,7 +66,6 @@ class Run:
         return True
 
     def resumed(self, prompts: PromptSet, plan: Settings) -> Run:
-        """As `TrainingLoop.restore` does."""
         held = self.buffer.rollouts
         ahead = Ahead(self.done, self.scheduler.position, len(held))
         require_resumable(self.done, plan.steps)
@@ -122,7 +118,6 @@ def test_a_resumed_run_makes_the_steps_that_are_asked_for(
 
 
 def assert_remedy_holds(message: str, done: int, held: list[int], then: Settings) -> None:
-    """What the refusal names is accepted."""
     number = int(re.findall(r"(?:set steps to |=)(\d+)(?: or more| to end)", message)[0])
     if message.startswith("steps"):
         require_resumable(done, number)
@@ -141,7 +136,6 @@ def assert_each_prompt_once(batches: list[list[Rollout]], left: list[Rollout]) -
 
 
 def test_what_is_left_of_an_unchanged_run_is_what_was_to_come() -> None:
-    """Positions that rollbacks left out count for nothing, before and behind the checkpoint."""
     ahead = Ahead(done=2, position=15, held=4, left_out=frozenset({3, 20}))
     assert ahead.given == 14 and ahead.limit(5, 5) == 14 + 3 * 5 - 4
     assert NEW_RUN.limit(5, 5) == 25 and NEW_RUN.limit(None, 5) is None
@@ -174,7 +168,6 @@ def test_fewer_passes_than_have_begun_are_refused(passes: int | None, message: s
     ("steps", "passes", "message"), [(4, None, NO_WORK), (5, None, None), (None, 1, NO_WORK), (None, 2, None), (9, 1, NO_WORK)]
 )
 def test_a_run_that_has_ended_needs_more_to_train(steps: int | None, passes: int | None, message: str | None) -> None:
-    """Four steps of 16 have taken all of 64 prompts."""
     ahead, most = Ahead(done=4, position=64), None if passes is None else passes * 64
     refused_by(lambda: require_work(ahead, steps, most, 16), message)
 

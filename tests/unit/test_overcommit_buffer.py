@@ -153,7 +153,6 @@ def test_deferrals_are_taken_up_with_the_rollouts_of_a_checkpoint() -> None:
 
 @given(data=st.data(), groups=st.integers(0, 12), batch=st.integers(1, 4), most=st.integers(1, 3))
 def test_who_comes_first_is_found_without_sorting_all(data: st.DataObject, groups: int, batch: int, most: int) -> None:
-    """As a plain loop finds it, which sorts all finishers; whether or not they fit."""
     ages = [data.draw(st.integers(0, most)) for _ in range(groups)]
     finished = [data.draw(st.booleans()) for _ in range(groups)]
     clocks, target = [data.draw(st.integers(0, 5)) for _ in range(groups)], data.draw(st.integers(0, batch))

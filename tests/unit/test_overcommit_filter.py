@@ -127,7 +127,6 @@ class Simulation:
         self.done += 1
 
     def play(self, chunk_tokens: int, rounds: int | None = None) -> Story:
-        """To the end, or for so many rounds."""
         while not self.over:
             if not self.in_step:
                 self.begin()
@@ -140,7 +139,6 @@ class Simulation:
         return self.story
 
     def restored(self) -> Simulation:
-        """Through JSON, as a checkpoint keeps it."""
         state = json.loads(json.dumps([self.scheduler.state_dict(), self.filter.state_dict(), self.deltas.state_dict()]))
         to_train = None if self.run.steps is None else (self.run.steps - self.done) * self.run.batch_size
         again = Simulation(self.run, self.scheduler.position, to_train, Deltas(self.run.deltas))
@@ -202,7 +200,6 @@ def test_whole_runs(run: Run, chunk_tokens: int) -> None:
 
 
 def check_groups(run: Run, story: Story) -> None:
-    """Every group is trained or dropped once, by its scores alone."""
     trained = [r for batch in story.batches for r in batch]
     dropped = [seq_id for _, seq_id in story.dropped]
     groups = {seq_id // run.group_size for seq_id in dropped}
@@ -214,7 +211,6 @@ def check_groups(run: Run, story: Story) -> None:
 
 
 def check_verdicts(run: Run, story: Story) -> None:
-    """Every response is judged once, when its verdict is due."""
     judged = {seq_id: clock for clock, seq_id in story.judged}
     assert len(judged) == len(story.judged), "scores are asked for once"
     for batch, clock in zip(story.batches, story.clocks, strict=True):
@@ -225,7 +221,6 @@ def check_verdicts(run: Run, story: Story) -> None:
 
 
 def check_order(run: Run, story: Story) -> None:
-    """Groups leave whole, in the order of their ends, and within the cap of deferrals."""
     n = run.group_size
     for batch in story.batches:
         assert all(rollout.deferrals <= run.max_staleness for rollout in batch)
@@ -265,7 +260,6 @@ def replace_known(story: Story) -> Story:
 @given(run=plans(), chunk_tokens=st.sampled_from(CHUNKS), rounds=st.lists(st.integers(0, 5), max_size=4))
 @settings(max_examples=150, deadline=None)
 def test_a_run_that_was_saved_goes_on_as_if_it_had_not_been(run: Run, chunk_tokens: int, rounds: list[int]) -> None:
-    """Stopped after so many rounds, each time; a filter's scores and counts go with it."""
     plain = Simulation(run).play(chunk_tokens)
     simulation = Simulation(run)
     for count in rounds:
@@ -354,7 +348,6 @@ def test_a_group_is_known_to_be_kept_as_soon_as_two_members_differ() -> None:
 
 
 def test_the_error_counts_what_is_known_to_be_kept() -> None:
-    """The first group is dropped, and two members of the second differ while the third is decoded."""
     run = plain_run(lengths=[1, 1, 1, 3, 3, 30], scores=[1.0, 1.0, 1.0, 0.0, 1.0, 1.0], group_size=3, batch_size=3, max_groups=1)
     with pytest.raises(SamplingError, match=r"1 groups were judged .* but a batch has 1 \(1 more will be kept when"):
         Simulation(run).play(4)
@@ -400,7 +393,6 @@ def test_no_response_ends_a_round_of_a_filtered_step() -> None:
 
 
 def test_a_step_that_is_resumed_where_prompts_are_due_leaves_them_to_backfill() -> None:
-    """They count as backfilled, as if the run had not been stopped."""
     simulation = Simulation(plain_run(scores=[1.0] * 40, deltas=[0]))
     simulation.begin()
     simulation.round(64)

@@ -139,7 +139,6 @@ def simulate(run: Run, chunk_tokens: int) -> Log:
 
 
 def enter(scheduler: OvercommitScheduler, admit: Callable[[], list[Rollout]], log: Log, run: Run) -> None:
-    """Admission of either kind, and what must hold after it."""
     buffer = scheduler.buffer
     unfinished, held, capacity = len(buffer.active), len(buffer), buffer.capacity
     admitted = admit()
@@ -277,7 +276,6 @@ def test_whole_runs(run: Run, chunk_tokens: int) -> None:
 
 
 def check_tokens(run: Run, log: Log) -> None:
-    """Every prompt is trained once with all its tokens, each with the version of the step in which it was decoded."""
     trained = [r for batch in log.batches for r in batch]
     assert sorted(r.seq_id for r in trained) == list(range(len(run.lengths)))
     assert all(len(batch) == run.batch_size for batch in log.batches[:-1]) and all(log.batches)
@@ -311,7 +309,6 @@ def check_sure(run: Run, log: Log) -> None:
 
 
 def check_waste(log: Log) -> None:
-    """Tail waste is the share of places that ran empty, carried, late and cut-off sequences included."""
     for begun, ended, waste in zip([0, *log.clocks], log.clocks, log.waste, strict=False):
         running = log.running[begun:ended]
         width = max(running, default=0)
@@ -319,7 +316,6 @@ def check_waste(log: Log) -> None:
 
 
 def check_admissions(run: Run, log: Log) -> None:
-    """Prompts enter in order, every `backfill_every` decode steps of a step."""
     assert list(log.entered) == list(range(len(run.lengths)))
     begun = [0, *log.clocks[:-1]]
     for clock in log.entered.values():

@@ -15,7 +15,6 @@ EOS, PAD, VOCAB, PROMPT = 2, 9, 10, 3
 
 
 def test_script_needs_nothing_of_this_package() -> None:
-    """Nor of the other files here, which need it."""
     scripts = sorted(REQUIREMENTS.parent.glob("trl_*.py"))
     assert len(scripts) == 5
     for script in scripts:

@@ -62,7 +62,6 @@ def work(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 def trl_lines(work: dict[str, Any]) -> list[dict[str, Any]]:
-    """What TRL's script would report of the work, one second a step."""
     lines = []
     for step in range(work["steps"]):
         rows = slice(step * work["batch_size"], (step + 1) * work["batch_size"])
@@ -140,7 +139,6 @@ def grpo(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
 
 
 def test_work_of_groups(workspace: Workspace, tmp_path: Path) -> None:
-    """A prompt stands once for each of its responses; without a critic and a reward model there are two models."""
     work = work_of(TrainConfig(**grpo(workspace, "groups", **{"actor.optimizer": {"clip_grad": 0.5}})), tmp_path)
     assert work["algorithm"] == "grpo" and work["group_size"] == 4 and set(work["models"]) == {"actor", "reference"}
     prompts = work["prompts"]

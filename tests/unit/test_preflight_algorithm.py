@@ -117,7 +117,6 @@ def test_a_batch_is_told_in_rows_groups_and_optimizer_steps(settings: dict[str, 
 
 
 def test_greedy_responses_are_told_apart_from_those_of_the_batch(settings: dict[str, Any]) -> None:
-    """They are in flight, but in neither the batch size nor the group size."""
     settings["algorithm"] = {"preset": "remax"}
     put(settings, "rollout.batch_size", 120)
     config = TrainConfig.model_validate(settings)

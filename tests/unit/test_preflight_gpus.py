@@ -30,7 +30,6 @@ def told(build: TorchBuild, host: Host = HOST) -> str:
 
 
 def of_all(**changes: object) -> TorchBuild:
-    """The node with other devices."""
     return replace(NODE, gpus=tuple(replace(gpu, **changes) for gpu in NODE.gpus))
 
 
@@ -116,7 +115,6 @@ SMI_FAILS = {
 def test_an_nvidia_smi_that_fails_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    """In the table, and under what is missing; the devices are there, and the run may go on."""
     script, says = SMI_FAILS[name]
     program = tmp_path / "nvidia-smi"
     program.write_text("" if script is None else f"#!/bin/sh\n{script}\n")

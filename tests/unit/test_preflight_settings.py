@@ -22,7 +22,6 @@ from oppo_megatron.preflight.validate import check_stop_ids, check_supervised, c
 
 
 def settings_without_critic(tmp_path: Path) -> dict[str, Any]:
-    """What every training run names, with files that are there."""
     for name in ("tok.model", "rows.jsonl"):
         (tmp_path / name).touch()
     (tmp_path / "actor").mkdir()

@@ -94,7 +94,6 @@ def test_a_signal_that_is_ignored_is_ignored_in_the_process(tmp_path: Path) -> N
 
 
 def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
-    """As `nohup` has it; SIGTERM is heard all the same."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with ending_by_signal(), SignalRelay().listening():

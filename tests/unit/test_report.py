@@ -57,7 +57,6 @@ def section(page: Element, name: str) -> Element:
 
 
 def notes(page: Element) -> dict[str, str]:
-    """The notes on missing data, by part."""
     return {part.attributes["id"]: part.text() for part in page.all("section") if part.all("p", **{"class": "missing"})}
 
 
@@ -67,7 +66,6 @@ def cells(part: Element) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of two runs, by the command."""
     folder = tmp_path_factory.mktemp("report")
     first, second = write_run(folder / "first"), write_run(folder / "second", steps=6)
     assert main(["report", str(first.path), str(second.path), "--out", str(folder / "out")]) == 0
@@ -311,7 +309,6 @@ def test_short_numbers() -> None:
 
 
 def test_gaps_within_groups_are_shown_with_those_of_the_batch(tmp_path: Path) -> None:
-    """A run without groups has none."""
     record = read_run(write_run(tmp_path / "run", steps=2).path)
     plain = replace(record, name="plain", lines=[line | {"group_length_gap": None} for line in record.lines])
     (chart,) = [each for each in length_section([record, plain]).charts if each.name == "length-gap"]

@@ -103,7 +103,6 @@ def test_every_entry_point_that_fails_is_named(user_module: str) -> None:
 
 
 def test_parts_that_are_known_are_not_evaluated_again() -> None:
-    """A verdict has evaluated one part of a response; the rest follows when it is trained."""
     rewards = build_reward_functions(
         [python("tests.e2e.rewards:failing", weight=2.0), RewardPart(kind="verifier", name="gsm8k"), RewardPart(kind="model")]
     )

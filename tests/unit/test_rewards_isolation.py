@@ -105,7 +105,6 @@ def function(module: str) -> Iterator[IsolatedFunction]:
 
 @pytest.fixture(scope="module")
 def impatient(module: str) -> Iterator[IsolatedFunction]:
-    """For calls that never end, which may first have something to do."""
     isolated = IsolatedFunction(f"{module}:behave", {"factor": 2.0}, Limits(wall_s=2.5, memory_mb=1024), os.environ)
     yield isolated
     isolated.close()
@@ -170,7 +169,6 @@ def test_what_it_has_started_ends_with_it(impatient: IsolatedFunction, tmp_path:
 
 @pytest.mark.parametrize("response", ["session", "session, and exit"])
 def test_so_does_what_has_left_its_session(impatient: IsolatedFunction, tmp_path: Path, response: str) -> None:
-    """Also where the process has ended by itself, and nothing ties to it what it had started."""
     with pytest.raises(RewardError, match="timeout_s" if response == "session" else "killed by SIGABRT"):
         impatient("", response, {"file": str(tmp_path / "pids")})
     pids = (tmp_path / "pids").read_text().split()

@@ -123,7 +123,6 @@ def test_who_gives_up_after_0_s_ends_at_the_first_failure(day: str) -> None:
 
 
 def test_a_service_that_stays_away_ends_the_run_and_scores_nothing() -> None:
-    """By a clock on which each request takes a tenth of a second."""
     with (
         reward_service(otherwise=saying(b"no", 500)) as service,
         client(service, give_up_s=0.25, clock=lambda: 0.1 * len(service.requests)) as remote,
@@ -313,7 +312,6 @@ def test_no_answer_breaks_the_reader(body: bytes) -> None:
 
 @given(st.integers(0, len(GOOD) - 1), st.binary(max_size=3), st.integers(0, 4))
 def test_a_damaged_answer_has_other_digits_or_is_an_error(at: int, put: bytes, cut: int) -> None:
-    """What still reads as an answer has both ids and finite scores within the range, and nothing else."""
     scores = read_or_error(GOOD[:at] + put + GOOD[at + cut :])
     assert scores is None or (scores.keys() == {3, 4} and all(-10 <= value <= 10 for value in scores.values()))
 
@@ -341,7 +339,6 @@ def test_a_damaged_http_answer_is_our_error_or_the_score() -> None:
 
 
 def test_a_score_that_nobody_will_take_is_forgotten_when_it_comes() -> None:
-    """Of a response that was dropped: asked for, with its answer there or still to come, or never asked for."""
     with reward_service(by_length) as service, client(service) as remote:
         remote.request(items(3))
         assert remote.result(0) == 1.0

@@ -57,7 +57,6 @@ def math() -> Iterator[RewardSum]:
 
 @pytest.fixture(scope="module")
 def every() -> Iterator[RewardSum]:
-    """All tests have to be passed."""
     rewards = code()
     yield rewards
     rewards.close()

@@ -94,7 +94,6 @@ class Clock:
 def test_a_second_start_waits_for_the_first_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_s: float, begins: bool
 ) -> None:
-    """For 20 s, by a clock of the test's own; the lock is a real one."""
     with ExitStack() as first:
         first.enter_context(RunDirectory(tmp_path).held())
         clock = Clock(ends_s, first.close)

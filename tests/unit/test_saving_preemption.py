@@ -16,7 +16,6 @@ from oppo_megatron.train.saving.preemption import ECHO_S, HEARD, TORCHRUN, Preem
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[dict[int, Any]]:
-    """Those that were there before the test, and are afterwards."""
     before = {number: signal.getsignal(number) for number in HEARD}
     yield before
     for number, handler in before.items():

@@ -34,7 +34,6 @@ def test_rollouts_of_prompts_that_are_left_out_are_not_taken_up() -> None:
 
 @pytest.mark.parametrize("named_by", ["file", "module"])
 def test_changes_are_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named_by: str) -> None:
-    """The age of the checkpoint, each changed setting, and reward functions whose file has changed."""
     file = tmp_path / "changing_reward.py"
     file.write_text("def score(prompt, response, fields):\n    return 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))

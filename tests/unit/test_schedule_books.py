@@ -63,7 +63,6 @@ class Fleet:
 @settings(deadline=None, max_examples=200)
 @given(num_replicas=st.integers(1, 4), slots=st.integers(1, 4), seed=st.integers(0, 10**6))
 def test_a_new_sequence_goes_where_the_fewest_tokens_are(num_replicas: int, slots: int, seed: int) -> None:
-    """One at a time, among others that grow, finish and leave."""
     rng, fleet = random.Random(seed), Fleet(num_replicas, slots)
     for seq_id in range(30):
         for own in fleet.held.values():
@@ -85,7 +84,6 @@ def test_a_new_sequence_goes_where_the_fewest_tokens_are(num_replicas: int, slot
 @settings(deadline=None)
 @given(num_replicas=st.integers(1, 4), slots=st.integers(1, 5), seed=st.integers(0, 10**6))
 def test_no_replica_is_given_more_than_it_has_slots_for(num_replicas: int, slots: int, seed: int) -> None:
-    """As long as there are slots for all that are unfinished, in whatever numbers they come and go."""
     rng, fleet, next_id = random.Random(seed), Fleet(num_replicas, slots), 0
     for _ in range(12):
         room = num_replicas * slots - sum(not r.finished for r in fleet.held.values())
@@ -131,8 +129,6 @@ def test_by_tokens_is_not_by_number() -> None:
 
 @dataclass
 class Caches:
-    """The caches and outputs of a scoring role, doing as the book says and checking that it can be done."""
-
     role: str
     replicas: int
     slots: int
@@ -266,7 +262,6 @@ def drain(life: Life, book: ScoringBook, caches: Caches) -> None:
 
 
 def train(life: Life, book: ScoringBook, caches: Caches) -> None:
-    """Finished rollouts that are scored leave."""
     for seq_id, own in list(life.rollouts.items()):
         if own.finished and not book.owes([own]):
             assert caches.outputs[seq_id] == caches.owed(own)
@@ -373,7 +368,6 @@ def end_round(
     limits: dict[int, int],
     rng: random.Random,
 ) -> None:
-    """Some tokens for each; some finish."""
     active = [r for r in life.rollouts.values() if not r.finished]
     for cache, work in zip(caches, works, strict=True):
         for growth in (g for batch in work.decode for g in batch):

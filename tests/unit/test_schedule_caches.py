@@ -85,7 +85,6 @@ def test_rounds_are_refused_exactly_if_a_replay_overruns_a_cache() -> None:
 
 
 def test_the_first_that_is_not_continued_is_named() -> None:
-    """In the order of the micro-batches, not of their sequences' numbers."""
     batches = (Growth(2, 0, 4), Growth(9, 0, 4), Growth(5, 0, 4)), (Growth(5, 4, 1), Growth(9, 3, 1), Growth(2, 3, 1))
     with pytest.raises(ScheduleError, match="reward replica 0 holds 4 tokens of sequence 9, which is to be continued at 3"):
         require_room(Round(1, 0, (), {"reward": (batches,)}), {"reward": {0: KVBudget(9, 9)}})

@@ -44,7 +44,6 @@ def faults_of(schedule: Schedule, **changes: object) -> list[Fault]:
 
 
 def edited(rank: int, edit: Callable[[list[Action]], None]) -> Schedule:
-    """The sound schedule with one rank's list edited in place."""
     schedule = sound()
     own = list(schedule.of(rank))
     edit(own)
@@ -64,7 +63,6 @@ def swapped(rank: int, one: str, other: str) -> Schedule:
 
 
 def only(faults: Sequence[Fault], kind: str) -> Fault:
-    """The first fault of a kind; there is one."""
     found = [fault for fault in faults if fault.kind == kind]
     assert found, [str(fault) for fault in faults]
     return found[0]
@@ -72,7 +70,6 @@ def only(faults: Sequence[Fault], kind: str) -> Fault:
 
 @st.composite
 def rounds(draw: st.DrawFn) -> tuple[Round, Site, int]:
-    """A random site, and a round with ragged micro-batches on it."""
     actor, scorer = draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(LAYOUTS))
     site = draw(st.sampled_from((colocated(actor), disaggregated(actor, scorer))))
     steps, ids = draw(st.integers(0, 4)), iter(range(1000))

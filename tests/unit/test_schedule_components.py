@@ -95,7 +95,6 @@ def test_a_plan_of_all_ranks_puts_into_another_order_what_each_rank_does() -> No
 
 
 def test_where_intra_does_not_come_through_either_a_run_goes_on() -> None:
-    """Roles that share some ranks each, and some tensor ranks only; every rank chooses the same order."""
     placements = {"critic": RolePlacement((0, 1, 2, 3, 4, 5), 2, 3), "reward": RolePlacement((0, 2, 4), 1, 3)}
     site = Site({"actor": RolePlacement((4,)), **placements, "reference": RolePlacement((4, 5), 1, 2)})
 
@@ -139,7 +138,6 @@ def test_lists_that_wait_for_each_other_are_not_proved() -> None:
 
 
 def test_tensor_ranks_are_one_and_replicas_are_left_out() -> None:
-    """Components of a large site are as small as those of one replica."""
     site = colocated((8, 8, 4))
     part = component_of(site, 8 * 8 * 4 - 1)
     assert len(part.model.ranks) == 8 and part.replicas == {role: (3,) for role in site.placements}
@@ -166,7 +164,6 @@ SITES = {
 
 
 def test_what_harms_the_whole_is_found_in_the_model() -> None:
-    """Faults are planted in what a component's model is told, then carried out by all its ranks."""
     rng, counts, missed = random.Random(11), Counter[str](), []
     while counts.total() < PLANTED:
         name, generator = rng.choice(list(SITES)), rng.choice(sorted(GENERATORS))
@@ -202,7 +199,6 @@ def refused(computes: Schedule, shape: Round, site: Site) -> bool:
 
 
 def test_a_cache_too_short_for_the_round_is_told_before_it_runs() -> None:
-    """By the planner of one rank, of its own replica, under the number that it has on all ranks."""
     planner = new_planner(colocated((2, 2, 2)), "woven", rank=2)
     planner.max_length = 5
     buffer = RolloutBuffer(4, 0, 1)
@@ -232,7 +228,6 @@ def test_ends_of_lists_are_the_sites() -> None:
 @given(site=sites(), generator=st.sampled_from(sorted(GENERATORS)), most=st.integers(1, 3), seed=st.integers(0, 10**6))
 @example(site=disaggregated((1, 1, 1), (1, 1, 11)), generator="intra", most=3, seed=0)
 def test_chunks_that_listeners_pass_on_end_the_lists_of_any_layout(site: Site, generator: str, most: int, seed: int) -> None:
-    """Where a rank sends to three at most: planned by each rank as for all, and known everywhere in the end."""
     with mock.patch("oppo_megatron.schedule.rounds.FAN_OUT", most):
         round_ = make_round(site, steps=2, micro_batches=1, prefills=1 + seed % 2, sequences=1)
         whole = add_communication(GENERATORS[generator](round_, site, Costs()), round_, site)

@@ -168,7 +168,6 @@ def test_prediction_by_hand() -> None:
 def test_predicted_decoding_is_that_of_the_dry_run(
     seconds: list[int], sample: int, message: int, micro_batches: int, steps: int
 ) -> None:
-    """Exactly, whatever the stages cost."""
     decode = tuple(Linear(float(s), 0.0) for s in seconds)
     costs = Costs(decode, Linear(float(sample), 0.0), message_s=float(message))
     pp = len(seconds)

@@ -36,7 +36,6 @@ def hops(site: Site) -> dict[int, int]:
     most=st.integers(1, 9),
 )
 def test_every_listener_is_told_once_by_a_rank_that_knows(actor: tuple[int, int, int], num_listeners: int, most: int) -> None:
-    """By a rank of the actor where its ranks are enough; the output rank is the first of them."""
     scorers = {"reward": (math.prod(actor), 1, 1, num_listeners)} if num_listeners else {}
     site = make_site(actor, scorers)
     with mock.patch("oppo_megatron.schedule.rounds.FAN_OUT", most):
@@ -51,7 +50,6 @@ def test_every_listener_is_told_once_by_a_rank_that_knows(actor: tuple[int, int,
 @pytest.mark.parametrize("actor", [1, 2, 8, 64, 512, 2048, 8192])
 @pytest.mark.parametrize("scorers", [1, 8, 9, 64, 512, 2048, 8192])
 def test_messages_and_groups_stay_few_however_many_listen(actor: int, scorers: int) -> None:
-    """A header and a payload to each, and the groups that carry them beside all others; also where the actor is small."""
     site = disaggregated((1, 1, actor), (1, 1, scorers))
     assert 2 * max(map(len, site.feeds.values())) <= 2 * FAN_OUT < 64
     trained = {role: site.placements[role] for role in ("actor", "critic")}

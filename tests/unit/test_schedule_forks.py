@@ -38,7 +38,6 @@ def group(first: int, size: int, prompt: int, *responses: int) -> list[Rollout]:
 @settings(deadline=None)
 @given(size=st.integers(2, 4), num_replicas=st.integers(1, 3), groups=st.integers(1, 3), seed=st.integers(0, 10**6))
 def test_a_group_has_one_replica_and_no_replica_too_many(size: int, num_replicas: int, groups: int, seed: int) -> None:
-    """Also where some of a group arrive later, and others have left; with slots for whole groups there are always enough."""
     rng, book = random.Random(seed), ScoringBook("critic", num_replicas, groups * size, Grouping(size))
     held: list[Rollout] = []
     late: list[Rollout] = []
@@ -96,7 +95,6 @@ class Cache:
 @settings(deadline=None, max_examples=60)
 @given(role=st.sampled_from(ROLES), slots=st.integers(2, 9), seed=st.integers(0, 10**6), fork=st.booleans())
 def test_scorers_give_the_same_outputs_and_read_a_prompt_once(role: str, slots: int, seed: int, fork: bool) -> None:
-    """Two groups of three, which grow, finish and are scored in any order; with slots enough, each prompt is read once."""
     rng, size = random.Random(seed), 3
     book, cache = ScoringBook(role, 1, slots, Grouping(size, fork)), Cache()
     rollouts = [r for first in (0, 3) for r in group(first, size, rng.randint(1, 5))]
@@ -183,7 +181,6 @@ def test_no_prompt_is_forked_from_a_cache_of_older_weights() -> None:
 
 
 def test_after_a_resumed_run_the_forks_go_on() -> None:
-    """The books of a checkpoint know what is cached: no prompt is computed again."""
     book, active = actor(slots=2), group(0, 3, 5)
     planned(book, active)
     active[1].tokens[:], active[1].finish_clock = [0, 0], 1
@@ -209,7 +206,6 @@ SOUND = Round(
 
 
 def told(round_: Round) -> tuple[str, str]:
-    """What `require_room` says, and the checker of whole schedules."""
     try:
         require_room(round_, {"reward": {0: KVBudget(9, 99)}})
         said = ""
@@ -262,7 +258,6 @@ FAULTS: dict[str, tuple[Round, str]] = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fork_with_a_fault_is_refused(name: str) -> None:
-    """By the check of a round, and by that of whole schedules."""
     round_, message = FAULTS[name]
     assert all(message in each for each in told(round_))
 

@@ -31,7 +31,6 @@ SCORERS = ("reference", "critic", "reward")
 
 @st.composite
 def placements(draw: st.DrawFn) -> RolePlacement:
-    """Any layout, on any ranks of eight in any order."""
     tp, pp, dp = draw(st.sampled_from([(t, p, d) for t in (1, 2) for p in (1, 2, 4) for d in (1, 2) if t * p * d <= 8]))
     ranks = draw(st.permutations(range(8)))
     return RolePlacement(tuple(ranks[: tp * pp * dp]), tp, pp, dp)
@@ -39,7 +38,6 @@ def placements(draw: st.DrawFn) -> RolePlacement:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Round, Site, Costs]:
-    """A round of some roles on a site: any active sets and chunk size, and any costs, zero and none-fitting included."""
     roles = draw(st.lists(st.sampled_from(SCORERS), unique=True))
     site = Site({role: draw(placements()) for role in ("actor", *roles)})
     steps = draw(st.integers(0, 3))
@@ -86,7 +84,6 @@ def test_every_schedule_is_sound(case: tuple[Round, Site, Costs], name: str) -> 
 @given(cases())
 @settings(max_examples=60, deadline=None)
 def test_which_part_comes_first(case: tuple[Round, Site, Costs]) -> None:
-    """The order within each stage is the checker's."""
     round_, site, costs = case
     for name in ("sequential", "intra"):
         for own in GENERATORS[name](round_, site, costs).actions.values():
@@ -124,7 +121,6 @@ def test_gaps_are_not_joined_at_the_price_of_decoding() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_golden_schedules(name: str) -> None:
-    """After an intended change: `python -m tests.unit.golden_schedules`, and read the difference."""
     written = (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
     assert _golden()[name].text() == written
     assert parse_schedule(written) == _golden()[name]
@@ -243,7 +239,6 @@ def _prefill_s(timeline: Timeline, rank: int) -> float:
 
 
 def test_unequal_micro_batches_leave_gaps_in_one_piece() -> None:
-    """Micro-batches of growing size, the smaller ones done earlier: the gaps still take the micro-batches cut for them."""
     site = Site({"actor": RolePlacement(tuple(range(8)), pp=8), "reward": RolePlacement(tuple(range(8)), pp=8)})
     sizes = [20, 21, 23]
     decode = tuple(tuple(Growth(100 * m + i, 9, 32) for i in range(size)) for m, size in enumerate(sizes))

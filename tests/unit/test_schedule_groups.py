@@ -54,7 +54,6 @@ def test_a_rank_belongs_to_few_groups_whatever_the_size(size: int, tp: int, pp: 
 
 
 def test_roles_that_share_nothing_but_their_ranks_stay_below_64() -> None:
-    """Each in a layout of its own, trained in others."""
     for size in (64, 1024):
         layouts = [(2, 4), (4, 2), (8, 8), (1, 16), (4, 4), (2, 8)]
         every = [over(0, size, tp, pp) for tp, pp in layouts]
@@ -78,8 +77,6 @@ def test_groups_of_the_70b_run_of_4096_ranks() -> None:
 
 
 class FakeGroup:
-    """Stands for a process group seen from one rank."""
-
     def __init__(self, ranks: Sequence[int], viewer: int):
         self.ranks, self.viewer = list(ranks), viewer
 
@@ -150,7 +147,6 @@ def _topology(config: TrainConfig, viewer: int, monkeypatch: pytest.MonkeyPatch)
 
 
 def own_lists(order: Sequence[Link]) -> dict[int, list[Link]]:
-    """Each rank's links, in the order given."""
     ranks = sorted({end for link in order for end in ends(link)})
     return {rank: [link for link in order if rank in ends(link)] for rank in ranks}
 
@@ -183,7 +179,6 @@ def test_an_order_of_each_rank_s_own_may_wait_in_a_circle() -> None:
 
 
 def test_waves_do_not_grow_with_replicas() -> None:
-    """Thousands of links: as many waves as in one replica, where the order of making takes a turn for every stage."""
     few, many = (links_of(colocated((8, 8, dp))) for dp in (1, 32))
     assert len(many) == 32 * len(few) > 8000 and len(in_waves(many)) == len(in_waves(few)) <= 15
     thousands = links_of(disaggregated((8, 8, 32), (8, 8, 32)))
@@ -195,7 +190,6 @@ def test_waves_do_not_grow_with_replicas() -> None:
 @settings(deadline=None, max_examples=50)
 @given(site=sites())
 def test_a_round_uses_the_links_of_its_site(site: Site) -> None:
-    """All of them where every role and replica has work, and no other."""
     round_ = make_round(site, sequences=1)
     schedule = add_communication(intra(round_, site, Costs()), round_, site)
     assert {link_of(action) for action in schedule if action.op in (Op.SEND, Op.RECV)} == set(links_of(site))

@@ -32,7 +32,6 @@ LAYOUTS = [(tp, pp, dp) for tp in (1, 2) for pp in (1, 2, 4) for dp in (1, 2)]
 
 
 def sound_schedule(rng: random.Random) -> tuple[str, Schedule, Round, Site]:
-    """One that the builder or a generator made, on a random site."""
     name, layout = rng.choice(list(SITES)), rng.choice(LAYOUTS)
     site = SITES[name](layout)
     round_ = make_round(

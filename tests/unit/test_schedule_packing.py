@@ -137,7 +137,6 @@ def one_after_the_other(parts: Sequence[Part], slots: int, arrivals: Sequence[Pa
     replicas=st.integers(1, 9), size=st.integers(1, 4), scarce=st.floats(0.3, 1.5), many=st.booleans(), seed=st.integers(0, 10**6)
 )
 def test_dealing_is_dealing_one_after_the_other(replicas: int, size: int, scarce: float, many: bool, seed: int) -> None:
-    """With slots for all, for some, and for none."""
     rng = random.Random(seed)
     counts = [rng.randint(0, 6) for _ in range(replicas)]
     parts = [(sum(rng.randint(1, 40) for _ in range(n)), n, rng.randint(0, n)) for n in counts]

@@ -176,7 +176,6 @@ def test_what_all_ranks_plan_for_themselves_is_sound_together(
     planners = [new_planner(site, generator, slots, rank, weave=(micro_batches, "auto")) for rank in (None, *ranks)]
 
     def visit(plans: list[PlannedRound]) -> None:
-        """The first planner plans all; what each rank has for a round is its part of it."""
         own_lists = {rank: plan.schedule.of(rank) for rank, plan in zip(ranks, plans[1:], strict=True)}
         for rank, plan in zip(ranks, plans[1:], strict=True):
             part = component_of(site, rank).part
@@ -257,7 +256,6 @@ def test_woven_is_chosen_where_a_rank_decodes_and_scores(name: str) -> None:
 
 
 def test_a_schedule_is_made_anew_when_costs_are_learned() -> None:
-    """Rounds of one shape: what fits into the gaps of slow decoding comes after fast decoding."""
     planner = new_planner(SITES["colocated PP2"], "woven", 16, weave=(1, 36))
     fast, slow = Linear(1e-3, 1e-6), Linear(1.0, 1e-6)
     found = []

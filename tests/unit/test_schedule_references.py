@@ -30,7 +30,6 @@ def test_each_unit_is_placed_at_the_first_time_that_is_free_on_all_its_ranks(
 
 
 def plain_s(work: Work, cut: Cut, costs: Costs) -> float:
-    """The formula of `cut.py`, one number after the other."""
     stages, m, message_s = range(work.pp), cut.micro_batches, costs.message_s if work.pp > 1 else 0.0
     busy = [costs.decode_at(p)(-(-work.num_sequences // m)) for p in stages]
     busy[-1] += costs.sample(-(-work.num_sequences // m))

@@ -22,7 +22,6 @@ COSTS = Costs(Linear(2, 0), Linear(1, 0), {}, Linear(4, 0), Linear(1, 0), 0.0)
 
 
 def grid(text: str) -> dict[int, str]:
-    """The cells of each rank."""
     return {int(rank): cells for rank, cells in re.findall(r"^rank +(\d+) \|(.*)\|", text, re.MULTILINE)}
 
 
@@ -44,7 +43,6 @@ digits: micro-batch
 
 
 def test_grid_of_a_known_timeline() -> None:
-    """A second a cell: what each rank does follows by hand from the costs."""
     assert render(simulate(build(ROUND, SITE), ROUND, SITE, COSTS), 36) == GOLDEN
 
 

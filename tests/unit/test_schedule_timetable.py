@@ -71,7 +71,6 @@ def test_lists_of_times_that_are_proved_are_sound(case: tuple[Round, Site, Costs
 @pytest.mark.parametrize("generator", sorted(GENERATORS))
 @pytest.mark.parametrize("name", SITES)
 def test_times_that_are_moved_are_refused_where_the_lists_are_harmed(name: str, generator: str) -> None:
-    """Every generator's times are proved; of moved ones only few are refused without need."""
     site, rng, found = SITES[name], random.Random(7), Counter[tuple[bool, bool]]()
     round_ = make_round(site, steps=4, micro_batches=2, prefills=3, prompts=1)
     table = table_of(generator, round_, site, Costs())
@@ -84,7 +83,6 @@ def test_times_that_are_moved_are_refused_where_the_lists_are_harmed(name: str, 
 
 
 def test_times_of_another_round_or_site_prove_nothing() -> None:
-    """A micro-batch or a step more or less, a replica that is left out, stages that are."""
     site = SITES["colocated"]
     round_ = make_round(site, steps=4, micro_batches=2, prefills=3)
     table = table_of("woven", round_, site, Costs())
@@ -206,7 +204,6 @@ def turned(lists: Mapping[int, tuple[Action, ...]], rng: random.Random, times: i
 
 @pytest.mark.parametrize("name", [*SITES, "scorers of one rank"])
 def test_a_run_of_units_ends_where_a_simulation_ends(name: str) -> None:
-    """With sends that may be held, of lists in whatever order; of a timetable, too."""
     narrow = make_site((2, 2, 1), {"critic": (0, 1, 2, 2), "reward": (0, 1, 4, 1)})
     site, rng, found = SITES.get(name, narrow), random.Random(11), Counter[bool]()
     for generator, (prefills, batches), most in itertools.product(GENERATORS, ((3, 2), (5, 3)), (1, 2)):

@@ -152,7 +152,6 @@ def test_the_fault_names_ranks_actions_links_and_why() -> None:
 @settings(deadline=None, max_examples=150)
 @given(seed=st.integers(0, 10**6), transport=st.sampled_from([GLOO, NCCL, COLD, ONE_QUEUE]))
 def test_who_waits_for_ever_is_found_whoever_is_looked_at_first(seed: int, transport: Transport) -> None:
-    """Of sound schedules and of spoilt ones; the judge looks at every rank again and again."""
     rng = random.Random(seed)
     _, schedule, round_, site = sound_schedule(rng)
     if not any(True for _ in schedule):
@@ -234,7 +233,6 @@ def test_a_planner_takes_another_order_where_one_queue_would_hang() -> None:
 def test_sends_of_micro_batches_that_pass_one_by_one_are_never_held_in_a_circle(
     case: tuple[Round, Site, Costs], most: int
 ) -> None:
-    """Whatever ranks the roles share, in whatever order of stages."""
     round_, site, costs = case
     transport, computes = replace(ONE_QUEUE, in_flight={Payload.HIDDEN: most}), one_by_one(round_, site, costs)
     assert check(add_communication(computes, round_, site), round_, site, ample_budgets(site), costs, transport) == []

@@ -126,8 +126,6 @@ def test_caches_that_memory_does_not_hold_are_a_capacity_error(tmp_path: Path) -
 
 
 class Failing(TorchDispatchMode):
-    """Memory runs out in operation number `at`, from 1 on, of those that are made."""
-
     def __init__(self, at: int = 0):
         super().__init__()
         self.num_operations, self._at = 0, at
@@ -157,7 +155,6 @@ def test_a_request_that_memory_does_not_hold_gets_an_error_and_the_next_one_its_
 
 
 def test_wherever_memory_runs_out_the_same_request_again_gets_the_same_scores(tmp_path: Path) -> None:
-    """Four sequences where three have room, two of them known in part, each in parts of seven tokens."""
     save_tiny(tmp_path, "llama", "scalar", num_hidden_layers=1)
     runtime = {"device": "cpu", "micro_batch_tokens": 7}
     config = ServeConfig(reward={"checkpoint": tmp_path}, sequences=3, max_tokens=64, runtime=runtime)
@@ -274,7 +271,6 @@ def address() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]]:
-    """The command itself, with a reward model and room for three sequences; its address and the model."""
     folder = tmp_path_factory.mktemp("scorer")
     model = save_tiny(folder / "rm", "llama", "scalar")
     config = folder / "scorer.yaml"
@@ -293,7 +289,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any
 
 
 def test_scores_of_streamed_sequences_are_the_models_of_whole_ones(service: tuple[str, Any]) -> None:
-    """Five sequences where three have room, in pieces of all sizes, against `transformers`."""
     address, model = service
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(1, 64, (length,), generator=generator).tolist() for length in (5, 64, 23, 40, 1)]

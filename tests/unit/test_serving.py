@@ -39,7 +39,6 @@ def lengths(items: Sequence[Item]) -> list[float]:
 
 @contextmanager
 def served(score: Scorer = lengths, token: str | None = None, **limits: Any) -> Iterator[str]:
-    """The address of a service on a free port."""
     app = build_app(score, None if token is None else SecretStr(token), RequestLimits(**limits))
     with served_app(app) as address:
         yield address
@@ -224,7 +223,6 @@ STREAMS = {"reward": {"init": SHAPE | {"num_attention_heads": 2}}}
 
 @pytest.fixture
 def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> Callable[..., str]:
-    """The message of `oppo serve` with these settings."""
     path = tmp_path / "serve.yaml"
     path.write_text(json.dumps(getattr(request, "param", REWARDS)))
 

@@ -38,7 +38,6 @@ LATE_S = 30.0
 
 @contextmanager
 def served(token: str | None = None, requests: RequestLimits | None = None, **limits: Any) -> Iterator[tuple[str, int]]:
-    """Host and port of a service that scores each item with 1."""
     secret = None if token is None else SecretStr(token)
     app = build_app(lambda items: [1.0] * len(items), secret, requests or RequestLimits())
     with served_app(app, **limits) as address:
@@ -48,7 +47,6 @@ def served(token: str | None = None, requests: RequestLimits | None = None, **li
 
 
 def connect(address: tuple[str, int], sent: bytes = b"") -> socket.socket:
-    """A connection that has sent so much."""
     found = socket.create_connection(address, timeout=LATE_S)
     found.sendall(sent)
     return found
@@ -67,7 +65,6 @@ def until_closed(connection: socket.socket) -> bytes:
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Whether a connection is still there, and nothing was said on it."""
     connection.setblocking(False)
     try:
         connection.recv(1, socket.MSG_PEEK)
@@ -81,7 +78,6 @@ def is_open(connection: socket.socket) -> bool:
 
 
 def status(connection: socket.socket) -> int:
-    """Of the whole answer to a request on this connection, which stays open."""
     connection.sendall(HEALTH + b"\r\n")
     said = b""
     while not said.endswith(b'{"status":"ok"}'):
@@ -109,7 +105,6 @@ def drip(connection: socket.socket) -> bytes:
 
 
 def ask(address: tuple[str, int], token: str | None = None) -> int:
-    """The status that an honest client gets."""
     headers = {"content-type": "application/json"} | ({} if token is None else {"authorization": f"Bearer {token}"})
     return HTTP.post(f"http://{address[0]}:{address[1]}/score", content=BODY, headers=headers).status_code
 
@@ -205,7 +200,6 @@ def test_a_body_that_breaks_the_protocol_ends_its_connection_alone(
 
 
 def test_bodies_that_do_not_come_take_no_place_from_others() -> None:
-    """Refused at once without the token; where there is none to give, until their time is up."""
     requests = RequestLimits(max_waiting=2, read_s=1.0)
     with served(TOKEN, requests) as address:
         held = [connect(address, WHOLE + BODY[:5]) for _ in range(20)]
@@ -231,7 +225,6 @@ def test_more_bodies_than_may_come_at_once_are_to_come_again() -> None:
 
 @pytest.fixture
 def command(tmp_path: Path, token: str | None) -> Iterator[tuple[tuple[str, int], int]]:
-    """`oppo serve`: its address and process."""
     config = tmp_path / "serve.yaml"
     guarded = "" if token is None else "token_env: SERVE_TOKEN\n"
     config.write_text(f"rewards: [{{kind: verifier, name: gsm8k}}]\nport: 0\n{guarded}")

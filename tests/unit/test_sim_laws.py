@@ -91,7 +91,6 @@ def test_constants_are_those_of_the_calibration(shared_data: Path) -> None:
 
 
 def test_collectives_within_a_node() -> None:
-    """Of all sizes from 2 KiB to 64 MiB; messages between nodes are another fabric's, and no part of it."""
     for gpu, most in (("a100-80", 0.17), ("h100", 0.15)):
         points = [point for point in read_collectives(COLLECTIVES) if point.gpu == gpu and point.ranks == point.ranks_per_node]
         for operation, ranks in sorted({(point.operation, point.ranks) for point in points}):
@@ -211,7 +210,6 @@ def test_moves_through_one_nic_add_up() -> None:
 
 
 def test_constants_are_found_again() -> None:
-    """Points made by known laws give these laws back; the sweeps give those of the package, within their scatter."""
     gpu = GPUS["h100"]
     known = replace(gpu, efficiencies=replace(gpu.efficiencies, compute=0.6, memory=0.7, elementwise=0.4))
     law = LayerLaw(known)
@@ -234,7 +232,6 @@ def test_constants_are_found_again() -> None:
 
 @pytest.mark.parametrize(("share", "peak"), [(1e-6, 1e9), (1e-6, 1e6), (2.0, 1e18)])
 def test_the_sharpest_maximum_stays_in_the_range_of_floats(share: float, peak: float) -> None:
-    """With the least and the greatest constants that cluster.yaml takes; a fit goes no further."""
     by = replace(GPUS["h100"].efficiencies, compute=share, memory=share, power=MOST_POWER)
     law = LayerLaw(replace(GPUS["h100"], flops=peak, bytes_per_s=peak, efficiencies=by))
     sizes, tokens = LayerSizes.of(SHAPES["70B"], 1), 2**20

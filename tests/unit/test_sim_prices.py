@@ -105,7 +105,6 @@ def test_sequences_without_a_slot_wait_for_the_next_round() -> None:
 
 
 def test_decode_micro_batches_that_are_asked_for_are_priced() -> None:
-    """Each of them launches all layers."""
     model, decoding = laid(8, 1, 1), Decoding(512, [1000] * 64)
     one, four = (decode_s(model, decoding, Turns(64, 1, count)) for count in (1, 4))
     assert four == pytest.approx(4 * decode_s(model, Decoding(512, [1000] * 16), FREE), rel=0.02) and four > 2 * one
@@ -123,7 +122,6 @@ def placed(tp: int, pp: int, dp: int) -> Weights:
 
 
 def test_a_move_takes_what_its_bytes_do() -> None:
-    """None if the weights are there; from one rank of all to two halves on a node; then to a node without weights."""
     shape = SHAPES["7B"]
     assert reallocation_s(CLUSTER, shape, placed(2, 4, 2), placed(2, 4, 2), scalar=False) == 0.0
     assert reallocation_s(CLUSTER, shape, placed(1, 1, 8), placed(1, 1, 8), scalar=True) == 0.0

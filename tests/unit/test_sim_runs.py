@@ -98,7 +98,6 @@ def test_a_hidden_update_of_the_critic_shows_where_it_holds_up_scores(player: ty
 
 @pytest.mark.parametrize("delta", [0, 3, 8, 12, None])
 def test_mean_deferrals_are_mean_delta_over_batch(delta: int | None) -> None:
-    """Of a fixed delta, and of one that changes."""
     fixed = {"rule": "fixed", "initial": delta, "max": delta}
     rule = {"rule": "measured", "initial": 2, "max": 12, "window": 1} if delta is None else fixed
     steps = play(plain(overlap={"delta": rule, "chunk": 16}), 80, endless=True)[10:]
@@ -116,8 +115,6 @@ def test_a_longer_run_begins_as_a_shorter_one(mode: str) -> None:
 
 
 def dearer(costs: StepCosts, what: str) -> StepCosts:
-    """More seconds of one kind."""
-
     def more(line: Linear) -> Linear:
         return Linear(1.5 * line.fixed_s + 1e-3, 1.5 * line.per_token_s)
 
@@ -261,8 +258,6 @@ def test_refused_before_anything_is_played() -> None:
 
 
 def test_signals_reach_the_rule_of_delta() -> None:
-    """Rewards that rise let eq. 4 grow delta."""
-
     def rising(step: int, seen: Any) -> Any:
         return replace(seen, reward_mean=float(step))
 

@@ -37,8 +37,6 @@ MODES = st.sampled_from([Mode(False, False), Mode(True, True, 0.25), Mode(True, 
 
 @dataclass
 class Drawn:
-    """Options of random times and memories, a few for each role and number of ranks."""
-
     seed: int
     roles: tuple[str, ...] = ROLES
     most: int = 3
@@ -197,8 +195,6 @@ def test_each_way_to_place_roles_comes_once() -> None:
 @settings(max_examples=15)
 @given(st.integers(0, 10**6), MODES)
 def test_bounds_of_all_blocks_are_those_of_each(seed: int, mode: Mode) -> None:
-    """Without those in which a role has no option."""
-
     @cache
     def least(role: str, size: int) -> Times | None:
         rng = random.Random(f"{seed} {role} {size}")

@@ -107,7 +107,6 @@ def test_every_plan_is_a_configuration_that_passes_the_checks(kind: str) -> None
 @settings(max_examples=12)
 @given(st.sampled_from(["flops", "bytes_per_s", "memory_bytes"]), st.sampled_from([1.5, 4.0]), st.booleans())
 def test_a_better_cluster_is_never_slower_and_more_work_never_faster(what: str, factor: float, overlapped: bool) -> None:
-    """More operations, memory or bandwidth, also of the network; and twice the responses, or responses of twice the length."""
     given = config(overlap={"intra": overlapped, "inter": False})
     tight = replace(CLUSTER, gpu=replace(CLUSTER.gpu, memory_bytes=10e9))
     better = replace(tight, gpu=replace(tight.gpu, **{what: factor * getattr(tight.gpu, what)}))
@@ -181,7 +180,6 @@ def test_nothing_that_fits_is_told_in_full(described: Path, capsys: pytest.Captu
 @pytest.mark.long
 @pytest.mark.parametrize("tokens", [2048, 32768])
 def test_so_many_nodes_would_do_and_no_fewer(tokens: int, described: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With smaller micro-batches, too, where the configured ones lack memory."""
     command = [*PLAN, f"runtime.micro_batch_tokens={tokens}"]
     (described / "cluster.yaml").write_text(TOO_SMALL)
     nodes = int(refused(capsys, *command).split("; ")[-1].split()[0])
@@ -221,7 +219,6 @@ def test_a_plan_beyond_the_fits_says_so() -> None:
 
 
 def test_rewards_without_a_price_are_named(described: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rewards of a service; and lengths that are not numbers are refused."""
     rewards = ["reward=null", "rewards=[{kind: http, url: http://127.0.0.1:9}]"]
     assert main([*PLAN, *rewards, "overlap.intra=false", "--out", "out"]) == 0
     assert "rewards of kind http take no time here" in " ".join(capsys.readouterr().out.split())
@@ -246,7 +243,6 @@ CLUSTERS = {
 
 @pytest.mark.parametrize("kind", CLUSTERS)
 def test_measured_placements_are_in_their_order(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two measured placements that differ by more than 15 %, the faster one is played as the faster one."""
     monkeypatch.chdir(ROOT)
     (tmp_path / "cluster.yaml").write_text(CLUSTERS[kind])
     cluster = read_cluster(tmp_path / "cluster.yaml")
@@ -321,7 +317,6 @@ def test_plans_are_played_until_no_other_can_win(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_delta_of_least_seconds_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The chosen delta trains a token in no more time than any other that is played for long."""
     monkeypatch.setattr(playing, "MOST_LONG", 16)
     config = planned_config(TASK.config, planned()[0])
     chosen = playing.best_delta(TASK, config, 4)

@@ -73,7 +73,6 @@ def few_steps() -> Iterator[None]:
 
 
 def simulated_s(task: Task, config: TrainConfig, steps: int) -> float:
-    """Mean seconds of steps after the first ones."""
     run = VirtualRun(config, task_costs(task, config), task.limit_of, prompt_tokens=task.prompt_tokens, endless=True)
     return fmean([step.step_s for step in run.steps(steps)][steps // 3 :])
 
@@ -104,7 +103,6 @@ def test_plans_pass_the_checks_and_take_the_seconds_that_are_printed(seed: int) 
 
 
 def test_every_size_of_micro_batches_passes_the_checks() -> None:
-    """So the memory that is counted is that of a run; the longest sequence, or pair, is the least size."""
     least = 0
     for task in (drawn(random.Random(seed)) for seed in range(30)):
         sizes = micro_batches(task.config)
@@ -115,7 +113,6 @@ def test_every_size_of_micro_batches_passes_the_checks() -> None:
 
 
 def test_a_plan_that_the_checks_refuse_is_not_offered() -> None:
-    """Nor counted as one that more nodes would allow."""
     task = drawn(random.Random(24))
     plans = [planned_config(task.config, plan) for plan in find_plans(task, 8)[0]]
     widest = max(config.actor.train.recompute for config in plans)

@@ -43,7 +43,6 @@ def test_ranks_that_have_answered_still_have_a_folder_to_leave_their_store_in(po
 
 
 def test_where_a_rank_is_that_does_not_answer(pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its time is over as soon as it is there."""
     asleep, collect = tmp_path / "asleep", pool._collect
 
     def hurried(world: int, deadline: float, worst: str) -> list[tuple[str, Any]]:

@@ -56,7 +56,6 @@ def pieces(draws: random.Random, size: int) -> Iterator[str]:
 
 
 def test_a_step_ends_with_the_token_that_completes_the_separator(tokenizer: Tokenizer) -> None:
-    """Texts in the tokenizer's own borders and in others, EOS among them."""
     draws, found, several = random.Random(5), 0, 0
     for _ in range(400):
         separator, texts = draws.choice(SEPARATORS), list(pieces(draws, draws.choice([3, 60, 120])))
@@ -73,7 +72,6 @@ def test_a_step_ends_with_the_token_that_completes_the_separator(tokenizer: Toke
 
 
 def test_ids_of_any_kind_have_ends(tokenizer: Tokenizer) -> None:
-    """Halves of characters, special tokens, spare rows of an embedding."""
     draws = random.Random(6)
     for _ in range(200):
         response = draws.choices(range(tokenizer.vocab_size + 3), k=draws.randrange(1, 40))

@@ -27,8 +27,6 @@ from tests.unit.test_data_prompts import plain_set
 
 
 class Listening:
-    """A rule for delta that keeps what it is told."""
-
     value = 0
 
     def __init__(self) -> None:

@@ -72,7 +72,6 @@ def world(*nodes: str) -> World:
 
 
 def test_ranks_that_cannot_fit_their_host_end_before_they_begin(tmp_path: Path) -> None:
-    """Each of the two holds more than half of this machine's memory, and less than all of it."""
     one, two = (max(lasting_memory(pair(tmp_path, layers), on_cpu=True)) for layers in (1, 2))
     config = pair(tmp_path, ceil(0.8 * device_bytes(CPU) / (two - one)))
     with pytest.raises(CapacityError, match=r"of rank 0-1 take [\d.]+ GiB on host, which has .*: `--dry-run` shows"):

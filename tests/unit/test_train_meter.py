@@ -53,8 +53,6 @@ def test_a_delay_is_between_nothing_and_the_update(update_s: float, work: list[f
 
 
 class Hands:
-    """A clock that is set by hand."""
-
     def __init__(self) -> None:
         self.time = 100.0
 

@@ -63,8 +63,6 @@ def test_tensorboard_files_hold_the_values(tmp_path: Path) -> None:
 
 
 class FakeWandb(SimpleNamespace):
-    """The library's three names that we use; keeps what it is called with."""
-
     Error = RuntimeError
 
     def __init__(self, refusal: str | None = None) -> None:

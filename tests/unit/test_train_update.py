@@ -51,7 +51,6 @@ def no_loss(*args: Any, **named: Any) -> Any:
 
 
 def side_by_side(rows: Sequence[int]) -> list[list[int]]:
-    """Pairs of rows."""
     return [list(rows[place : place + 2]) for place in range(0, len(rows), 2)]
 
 
@@ -66,7 +65,6 @@ def side_by_side(rows: Sequence[int]) -> list[list[int]]:
 def test_an_update_reads_each_row_once_within_the_budget(
     lengths: list[tuple[int, int]], paired: bool, replicas: int, minibatches: int, budget: int
 ) -> None:
-    """Rows, or pairs of them in one micro-batch; the figures of packing are those of what is trained."""
     size, units = (2, side_by_side) if paired else (1, each_alone)
     batch, cut = rollouts(lengths * size), UpdateSettings(2, minibatches, budget, 4, step=3, device=CPU, group_size=size)
     recorders = [Recorder(Groups(replicas, rank)) for rank in range(replicas)]

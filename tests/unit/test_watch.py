@@ -46,7 +46,6 @@ def test_the_state_is_shown(tmp_path: Path) -> None:
 
 
 def test_it_follows_a_run_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run changes during each pause between two reads."""
     run = write_run(tmp_path / "run", steps=2, finished=False)
     console = Console(file=StringIO(), force_terminal=True, width=130, height=50)
 

@@ -85,7 +85,6 @@ def cut_by_hand(state: dict[str, Tensor], config, head: str, tp_rank: int, tp: i
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory):
-    """Directory and model of each family, saved once."""
     made: dict[tuple[str, str], tuple[Path, object]] = {}
 
     def get(model: str, head: str):

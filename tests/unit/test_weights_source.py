@@ -40,7 +40,6 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkpoints(originals: Path, tmp_path: Path) -> Path:
-    """Copies that a test may damage."""
     return Path(shutil.copytree(originals, tmp_path / "hf"))
 
 
@@ -51,7 +50,6 @@ def refusal(directory: Path, head: Head = "lm", **config: object) -> str:
 
 
 def rewrite(directory: Path, change) -> None:
-    """Apply `change` to the tensors of a single-file checkpoint."""
     path = directory / "model.safetensors"
     tensors = load_file(path)
     change(tensors)

@@ -77,7 +77,7 @@ def _run(job: dict[str, Any], test: dict[str, str]) -> dict[str, Any]:
 
 
 def _be_tested(job: dict[str, Any], test: dict[str, str], given: int, output: int, nonce: bytes) -> None:
-    """Run in the copy; never returns. `nonce` proves, unlike an exit code, that a test's end was reached."""
+    """Never returns. `nonce` proves, unlike an exit code, that a test's end was reached."""
     failed = 1
     try:
         os.setpgid(0, 0)

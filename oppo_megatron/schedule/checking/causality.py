@@ -104,7 +104,6 @@ class _RankState:
             yield CAUSALITY, f"{trouble}; a rank holds one of each role; move it to directly after what makes it"
 
     def _hold(self, what: str, action: Action) -> Iterator[Trouble]:
-        """Hold a state until its use; a prefill of the actor's last stage has none."""
         if action.role in self.held:
             held, (m, step) = self.held[action.role]
             yield (

@@ -29,7 +29,7 @@ class FaultKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`message` has fault, rule and remedy. `action` is None for caches and missing actions (`position`: end of the list)."""
+    """`message` has fault, rule and remedy. `action` is None for caches and missing actions."""
 
     kind: FaultKind
     rank: int

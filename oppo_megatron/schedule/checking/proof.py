@@ -1,10 +1,8 @@
 """Prove from start times that a timetable is sound once its messages are added.
 
-`runs_in_time` shows that each stage has exactly the required units in the permitted order, each after all that it waits for.
-Receives come directly before a unit, sends directly after, so no ranks wait in a cycle. Only drawn tokens, a gather and chunks
-follow the units.
-
-If sends may be held, units are run in each rank's order: exact for stages of single ranks, else a simulation decides.
+Each stage has exactly the required units in the permitted order, each after all that it waits for. Receives come directly before
+a unit, sends directly after, so no ranks wait in a cycle. If sends may be held, units are run in each rank's order: exact for
+stages of single ranks, else a simulation decides.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ Place = tuple[str, int, int]
 
 @dataclass
 class _Stage:
-    """Unit n waits for n + 1 units of `before`; from unit `first` (second decode step) on also for n + 1 - `micro_batches` of
+    """Unit n waits for n + 1 units of `before`; from the second decode step (`first`) on also for n + 1 - `micro_batches` of
     `last`.
     """
 
@@ -55,7 +53,7 @@ def require_provable(
 
 
 def prove(computes: Schedule, round_: Round, site: Site, transport: Transport = GLOO) -> bool:
-    """True if the compute actions and their messages are sound, apart from caches."""
+    """True if sound with messages, apart from caches."""
     table = computes.actions
     if not (isinstance(table, Timetable) and runs_in_time(table, round_, site)):
         return not check(add_communication(computes, round_, site), round_, site, {}, transport=transport)

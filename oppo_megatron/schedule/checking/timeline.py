@@ -97,6 +97,7 @@ def coordinates_at(site: Site, rank: int) -> dict[str, RankCoordinates]:
 
 
 def same_action(a: Action | None, b: Action) -> bool:
+    """True if two actions differ at most in rank and peer."""
     if a is None or a.op is not b.op or a.micro_batch != b.micro_batch or a.step != b.step:
         return False
     return a.role == b.role and a.chunk == b.chunk

@@ -35,9 +35,7 @@ class Active(NamedTuple):
 
 
 class ActorBook(Book):
-    """Between rounds an open sequence has all but its last token cached, or is prefilled again if stale. Earlier admitted ones
-    run first.
-    """
+    """Between rounds an open sequence has all but its last token cached, or is prefilled again if stale."""
 
     def __init__(self, replicas: int, slots: int, limit: Callable[[int], int], groups: Grouping = ALONE):
         super().__init__(replicas, slots, {LIMIT: ABSENT, OUTLIVED: 0}, groups)

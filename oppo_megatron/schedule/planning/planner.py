@@ -1,4 +1,4 @@
-"""Plan rounds, the same on all ranks: books give the work, a generator orders it, the checker proves the result."""
+"""Plan rounds, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -78,9 +78,7 @@ class RoundPlanner:
         order: Order,
         readable: Ints | None = None,
     ) -> PlannedRound:
-        """Decode up to `chunk` tokens of `decode` and score new tokens of `score`; the critic only `readable` (None: all). Raises
-        ScheduleError.
-        """
+        """Decode up to `chunk` tokens, and score new tokens; the critic only `readable` (None: all). Raises ScheduleError."""
         round_, works = self.book(index, decode, score, chunk, order, readable)
         budgets = self._budgets(works)
         require_room(round_, budgets)

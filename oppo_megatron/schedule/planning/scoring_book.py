@@ -26,10 +26,10 @@ class Unread(NamedTuple):
 
 
 class ScoringBook(Book):
-    """Without `reads_greedy`, ignores greedy sequences.
+    """Only the reward model reads the last token: others give response token t from position P + t - 1.
 
-    Only the reward model reads the last token: others give response token t from position P + t - 1. Finished sequences evict the
-    youngest unfinished ones, whose outputs stay valid.
+    Finished sequences evict the youngest unfinished ones, whose outputs stay valid. Without `reads_greedy`, ignores greedy
+    sequences.
     """
 
     def __init__(

@@ -1,5 +1,3 @@
-"""Add messages: sends directly after their source, receives directly before their use, so nothing deadlocks."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -10,7 +8,7 @@ from oppo_megatron.schedule.rounds import Round, Site
 
 
 def add_communication(schedule: Schedule, round: Round, site: Site) -> Schedule:
-    """Drawn tokens are received before the next step, or at the end; the gather and the whole chunk come last."""
+    """Sends come directly after their source, receives directly before their use, the gather and the whole chunk last."""
     lists = {rank: messages_of(rank, schedule, round, site) for rank in site.ranks}
     return Schedule({rank: own for rank, own in lists.items() if own})
 
@@ -18,7 +16,7 @@ def add_communication(schedule: Schedule, round: Round, site: Site) -> Schedule:
 def messages_of(
     rank: int, schedule: Schedule, round: Round, site: Site, known: dict[Action, tuple[Action, ...]] | None = None
 ) -> tuple[Action, ...]:
-    """Return the rank's list with its messages; the checker handles foreign roles. `known` caches each action's messages."""
+    """Return the rank's list with its messages. `known` caches each action's messages."""
     placements, own = site.placements, schedule.of(rank)
     coords_by_role = {role: placement.coords(rank) for role, placement in placements.items()}
     known = {} if known is None else known

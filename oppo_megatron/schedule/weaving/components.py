@@ -1,8 +1,7 @@
 """The part of a site that a rank's schedule depends on.
 
 A *component* is all ranks tied by shared replicas, directly or through others. Ranks with the same replica and stage of every
-role are a *class*; the *model*, which is planned and checked, has one of each. Its proof holds for every shard; components share
-only the gather and the chunks at the end.
+role are a *class*; the *model*, which is planned and checked, has one of each. Its proof holds for every shard.
 """
 
 from __future__ import annotations

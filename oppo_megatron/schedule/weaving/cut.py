@@ -50,10 +50,7 @@ class Cut:
 def choose_cut(
     work: Work, costs: Costs, budget: int, *, grain: int = 1, micro_batches: int | None = None, prefill_tokens: int | None = None
 ) -> Cut:
-    """Return the fastest cut (ties: fewer decode micro-batches, larger prefill ones).
-
-    `budget`: most tokens of a prefill micro-batch. `grain`: growth of one sequence.
-    """
+    """Return the fastest cut. `budget`: most tokens of a prefill micro-batch; `grain`: growth of one sequence."""
     most = max(1, min(2 * work.pp, work.num_sequences)) if work.steps else 1
     counts = np.arange(1, most + 1) if micro_batches is None else np.array([micro_batches])
     step = _steps_of(work, counts, costs)

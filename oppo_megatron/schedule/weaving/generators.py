@@ -1,6 +1,4 @@
-"""Turn a round's work into lists of compute actions. Each follows all that it waits for on one timeline, so lists cannot
-deadlock.
-"""
+"""Lists of compute actions. Each follows all that it waits for on one timeline, so lists cannot deadlock."""
 
 from __future__ import annotations
 
@@ -183,7 +181,7 @@ class Placer:
             self._place_decode(line, _of_replica(self.round.decode, replica))
 
     def place_scorers(self) -> None:
-        """Place prefills in turn, of the line whose first stage is free first."""
+        """Place each time the line whose first stage is free first."""
         roles = [role for role in self.site.placements if role != "actor" and role in self.round.prefill]
         teams = sorted((roles.index(role), replica, role) for role, replica in self._lines if role in roles)
         lines = [self._lines[role, replica] for _, replica, role in teams]

@@ -1,7 +1,4 @@
-"""Start times of all units, and the ranks' lists.
-
-A *unit* is a decode with its sample, or a prefill with its score. A round has tens of thousands, so actions are made on access.
-"""
+"""Start times of all units: decodes with their sample, prefills with their score. Tens of thousands, so actions are lazy."""
 
 from __future__ import annotations
 

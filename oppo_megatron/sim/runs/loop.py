@@ -1,7 +1,4 @@
-"""The training loop without models.
-
-Responses grow up to a length given by their id. Without rewards a `filter` is not played: every group is trained.
-"""
+"""The training loop without models. Responses grow up to a length given by their id; `filter` is not played."""
 
 from __future__ import annotations
 

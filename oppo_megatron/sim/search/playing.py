@@ -50,10 +50,7 @@ class Played:
 
 
 def play_plans(task: Task, plans: Sequence[Plan], top: int) -> list[Played]:
-    """Return the fastest `top`, played longer, with the chunk and delta that suit the first.
-
-    Stops when a price, times the least ratio of played time to price, exceeds the fastest.
-    """
+    """Return the fastest `top`. Stops when a price, times the least ratio of played time to price, exceeds the fastest."""
     few, many = (
         min(MOST_STEPS, max(least, responses // task.config.rollout.batch_size))
         for least, responses in zip((FEW, MANY), RESPONSES, strict=True)
