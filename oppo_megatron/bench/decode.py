@@ -37,7 +37,7 @@ from oppo_megatron.mcore.model import DecodePath, RoleModel, step
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.mcore.static_peer import StaticContextDecoder
 from oppo_megatron.mcore.weights.hf_weights import export_weights
-from oppo_megatron.preflight.settings import check_trace
+from oppo_megatron.preflight.validate import check_trace
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.report.comparison import draw_decode
 from oppo_megatron.rundir.directory import write_json

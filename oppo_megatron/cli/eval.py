@@ -28,7 +28,7 @@ from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.nesting import read_json
 from oppo_megatron.policy.answers import Request
 from oppo_megatron.policy.finding import ADAPTER_CONFIG, RUN_CONFIG, SHAPE, WEIGHTS, find_policy
-from oppo_megatron.preflight.settings import check_source
+from oppo_megatron.preflight.validate import check_source
 
 SHOWN_ROWS = 20
 

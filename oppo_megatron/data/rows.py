@@ -10,7 +10,7 @@ from typing import Any, Literal
 from oppo_megatron.config.data import RowsConfig
 from oppo_megatron.data.files import data_files, file_rows
 from oppo_megatron.errors import ConfigError, DataError
-from oppo_megatron.preflight.settings import check_data
+from oppo_megatron.preflight.validate import check_data
 from oppo_megatron.records import field_at
 
 Policy = Literal["error", "quarantine"]

@@ -7,7 +7,6 @@ import resource
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from shutil import disk_usage, which
 
@@ -73,12 +72,26 @@ class Problem:
 
 def read_host(environment: Mapping[str, str], root: Path = Path("/"), ask: Callable[[Sequence[str]], str] | None = None) -> Host:
     """Read files below `root`; `ask` runs nvidia-smi: "" if absent, or raises NoAnswer."""
+    ask = ask or _nvidia_smi
+    links, smi_failed = tuple[int, ...](), None
+    try:
+        links = _links(ask(["nvlink", "--status"]))
+    except NoAnswer:  # unknown links are not a failure
+        try:
+            ask(["--list-gpus"])
+        except NoAnswer as error:
+            smi_failed = str(error)
+    version = root / "proc/driver/nvidia/version"  # `NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar ...`
+    driver = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", version.read_text(encoding="utf-8")) if version.is_file() else None
+    ports = []
+    for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
+        state, rate = ((port / name).read_text(encoding="utf-8").strip() for name in ("state", "rate"))
+        ports.append(f"{port.parts[-3]}/{port.name}: {state.rpartition(': ')[2]}, {rate}")
     shared, lock = root / SHARED, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    links, smi_failed = _ask_for_links(ask or _nvidia_smi)
     return Host(
-        driver=_driver(root / "proc/driver/nvidia/version"),
+        driver=driver[1] if driver else None,
         links=links,
-        ports=tuple(_ports(root / "sys/class/infiniband")),
+        ports=tuple(ports),
         shared_bytes=disk_usage(shared).total if shared.is_dir() else None,
         memory_lock_bytes=None if lock == resource.RLIM_INFINITY else lock,
         variables={name: environment[name] for name in VARIABLES if name in environment},
@@ -86,35 +99,10 @@ def read_host(environment: Mapping[str, str], root: Path = Path("/"), ask: Calla
     )
 
 
-def _ask_for_links(ask: Callable[[Sequence[str]], str]) -> tuple[tuple[int, ...], str | None]:
-    """Each GPU's links, and why nvidia-smi fails; unknown links are not a failure."""
-    try:
-        return _links(ask(["nvlink", "--status"])), None
-    except NoAnswer:
-        try:
-            ask(["--list-gpus"])
-        except NoAnswer as error:
-            return (), str(error)
-        return (), None
-
-
-def _driver(file: Path) -> str | None:
-    """`NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar ...`."""
-    found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", file.read_text(encoding="utf-8")) if file.is_file() else None
-    return found[1] if found else None
-
-
 def _links(output: str) -> tuple[int, ...]:
     """Active links per GPU: `Link 0: 26.562 GB/s` under `GPU 0: ...`."""
     parts = re.split(r"^GPU \d+:", output, flags=re.MULTILINE)[1:]
     return tuple(len(re.findall(r"Link \d+: [\d.]+ GB/s", part)) for part in parts)
-
-
-def _ports(folder: Path) -> Iterator[str]:
-    """`mlx5_0/1: ACTIVE, 400 Gb/sec (4X NDR)`."""
-    for port in sorted(folder.glob("*/ports/*")):
-        state, rate = ((port / name).read_text(encoding="utf-8").strip() for name in ("state", "rate"))
-        yield f"{port.parts[-3]}/{port.name}: {state.rpartition(': ')[2]}, {rate}"
 
 
 def _nvidia_smi(arguments: Sequence[str]) -> str:
@@ -147,7 +135,10 @@ def describe(torch: TorchBuild, host: Host) -> list[str]:
     if host.smi_failed is not None:
         lines.append(f"nvidia-smi: {host.smi_failed}")
     if len(torch.gpus) > 1:
-        lines.append(f"between devices: {_reach(torch.gpus)}; NVLink: {_shown_links(host.links)}")
+        least, most = min(host.links, default=0), max(host.links, default=0)
+        links = f"{most} links each" if least == most and most else "none" if not most else f"{least} to {most} links each"
+        known = links if host.links else "unknown (nvidia-smi does not say)"
+        lines.append(f"between devices: {_reach(torch.gpus)}; NVLink: {known}")
     lines.append(f"InfiniBand or RoCE: {'; '.join(host.ports) or 'no port: between hosts NCCL takes sockets'}")
     lines.append(f"shared memory (/{SHARED}): {shared}")
     lines += [f"{name}={value}" for name, value in (host.variables or {}).items()]
@@ -195,8 +186,8 @@ def _smi(host: Host) -> Iterator[Problem]:
 
 
 def _devices(torch: TorchBuild) -> Iterator[Problem]:
-    for capability, same in _by_capability(torch.gpus):
-        where = ", ".join(f"cuda:{number}" for number in same)
+    for capability in sorted({gpu.capability for gpu in torch.gpus}):
+        where = ", ".join(f"cuda:{number}" for number, gpu in enumerate(torch.gpus) if gpu.capability == capability)
         if not has_kernels(capability, torch.architectures):
             yield Problem(
                 f"{where}: this torch has kernels for {' '.join(torch.architectures)}, but none for compute capability "
@@ -267,22 +258,9 @@ def has_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> bo
     return False
 
 
-def _by_capability(gpus: Sequence[Gpu]) -> Iterator[tuple[tuple[int, int], list[int]]]:
-    numbers = sorted(range(len(gpus)), key=lambda number: gpus[number].capability)
-    for capability, same in groupby(numbers, key=lambda number: gpus[number].capability):
-        yield capability, list(same)
-
-
 def _reach(gpus: Sequence[Gpu]) -> str:
     pairs, reached = len(gpus) * (len(gpus) - 1), sum(gpu.peers for gpu in gpus)
     return "each reaches the others' memory" if reached == pairs else f"{reached} of {pairs} pairs reach each other's memory"
-
-
-def _shown_links(links: Sequence[int]) -> str:
-    if not links:
-        return "unknown (nvidia-smi does not say)"
-    least, most = min(links), max(links)
-    return f"{most} links each" if least == most and most else "none" if not most else f"{least} to {most} links each"
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -25,7 +25,7 @@ def render(timeline: Timeline, width: int = 100, faults: Sequence[Fault] = ()) -
     shares = {rank: f"| {timeline.bubble(rank):4.0%} idle" for rank in labels}
     room = max(len(labels[rank]) + len(shares[rank]) for rank in labels)
     columns = max(MIN_COLUMNS, width - room)
-    lines = [f"{'':{len(next(iter(labels.values())))}}{_axis(timeline, columns)}"]
+    lines = [f"{'':{len(next(iter(labels.values())))}}0{milliseconds(timeline.makespan_s):>{columns - 1}}"]
     for rank, label in labels.items():
         row = _row(timeline.spans[rank], timeline.makespan_s, columns)
         for at_s in failing_times(timeline, faults, rank):
@@ -56,11 +56,6 @@ def letter(action: Action) -> str:
         return "s"
     known = LETTERS.get(action.role, "X")
     return known if action.op is Op.PREFILL else known.lower()
-
-
-def _axis(timeline: Timeline, columns: int) -> str:
-    end = milliseconds(timeline.makespan_s)
-    return f"0{end:>{columns - 1}}"
 
 
 def _column(at_s: float, makespan_s: float, columns: int) -> int:
@@ -207,12 +202,10 @@ def _failures(axes: Axes, timeline: Timeline, faults: Sequence[Fault]) -> None:
             named += 1
             at_s = times[-1] if rank in timeline.stuck else times[0]
             side = "right" if at_s > timeline.makespan_s / 2 else "left"
-            text, corner = _what_fails(timeline, faults, rank), (1e3 * at_s, lane - LANE_HEIGHT / 2)
+            if rank in timeline.stuck:
+                text = f"stuck at {timeline.stuck[rank].action}"
+            else:
+                fault = next(fault for fault in faults if fault.rank == rank)
+                text = fault.kind.value if fault.action is None else f"{fault.kind.value}: {fault.action}"
+            corner = 1e3 * at_s, lane - LANE_HEIGHT / 2
             axes.annotate(text, corner, color=FAULT_COLOUR, fontsize=7, va="bottom", ha=side)
-
-
-def _what_fails(timeline: Timeline, faults: Sequence[Fault], rank: int) -> str:
-    if rank in timeline.stuck:
-        return f"stuck at {timeline.stuck[rank].action}"
-    fault = next(fault for fault in faults if fault.rank == rank)
-    return fault.kind.value if fault.action is None else f"{fault.kind.value}: {fault.action}"

@@ -23,7 +23,7 @@ from oppo_megatron.config.supervised import SFTConfig
 from oppo_megatron.cores import has_cuda
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import named_roles
-from oppo_megatron.preflight.settings import check_source, check_trace
+from oppo_megatron.preflight.validate import check_source, check_trace
 from oppo_megatron.sim.clusters.reading import ClusterConfig
 
 GOOD = """

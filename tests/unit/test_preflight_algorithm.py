@@ -26,7 +26,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.checks import check_layouts
 from oppo_megatron.layout.placements import named_roles
-from oppo_megatron.preflight.settings import check_train
+from oppo_megatron.preflight.validate import check_train
 from tests.unit.test_preflight_settings import put, settings_without_critic
 
 

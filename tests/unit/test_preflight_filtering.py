@@ -9,7 +9,7 @@ import pytest
 
 from oppo_megatron.config.derived import describe_batch, most_judged
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.preflight.settings import check_train
+from oppo_megatron.preflight.validate import check_train
 from tests.unit.test_preflight_settings import put, settings_without_critic
 
 

@@ -18,7 +18,7 @@ from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.modeldir.adapters import read_adapter_config
 from oppo_megatron.modeldir.headers import read_hf_config
-from oppo_megatron.preflight.settings import check_stop_ids, check_supervised, check_train
+from oppo_megatron.preflight.validate import check_stop_ids, check_supervised, check_train
 
 
 def settings_without_critic(tmp_path: Path) -> dict[str, Any]:

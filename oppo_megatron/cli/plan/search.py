@@ -20,7 +20,7 @@ from oppo_megatron.config.model import PlacementConfig
 from oppo_megatron.config.run import TrainConfig, TrainSettings
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import named_roles, world_size
-from oppo_megatron.preflight.settings import check_train
+from oppo_megatron.preflight.validate import check_train
 from oppo_megatron.report.comparison import format_table
 from oppo_megatron.rundir.directory import write_json
 from oppo_megatron.schedule.weaving.costs import costs_tree

@@ -171,7 +171,8 @@ class RoundPlanner:
     def _schedule(self, round_: Round, budgets: Budgets) -> Schedule:
         component = self._component
         shape = replace(round_ if component is None else component.part(round_), index=1)
-        key = shape.steps, _counts(shape)
+        prefill = tuple((name, tuple(map(len, replicas))) for name, replicas in sorted(shape.prefill.items()))
+        key = shape.steps, tuple(map(len, shape.decode)), prefill
         if key not in self._known:
             site = self.site if component is None else component.model
             computes, rules = self._ordered(shape, site)
@@ -225,11 +226,6 @@ class RoundPlanner:
                 for d in (range(len(replicas)) if own is None else own)
             }
         return budgets
-
-
-def _counts(part: Round) -> tuple[object, ...]:
-    prefill = tuple((name, tuple(map(len, replicas))) for name, replicas in sorted(part.prefill.items()))
-    return tuple(map(len, part.decode)), prefill
 
 
 def _coarse(number: int) -> int:

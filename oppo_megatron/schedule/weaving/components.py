@@ -6,8 +6,9 @@ role are a *class*; the *model*, which is planned and checked, has one of each. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import TypeVar
 
 from oppo_megatron.layout.placements import RolePlacement
@@ -84,15 +85,14 @@ def _classes(site: Site, replicas: Mapping[str, tuple[int, ...]]) -> dict[int, i
     for rank in ranks:
         coords = [placement.coords(rank) for placement in site.placements.values()]
         classes[rank] = first.setdefault(tuple(None if own is None else own[:2] for own in coords), rank)
-    uniform = all(len(set(_divisions(site.placements[role], own, classes))) == 1 for role, own in replicas.items())
-    return classes if uniform else {rank: rank for rank in ranks}
-
-
-def _divisions(placement: RolePlacement, replicas: tuple[int, ...], classes: Mapping[int, int]) -> Iterator[tuple[int, ...]]:
-    for replica in replicas:
-        for stage in range(placement.pp):
-            own = [classes[rank] for rank in placement.stage_ranks(replica, stage)]
-            yield tuple(own.index(each) for each in own)
+    for role, own_replicas in replicas.items():
+        placement, divisions = site.placements[role], set[tuple[int, ...]]()
+        for replica, stage in product(own_replicas, range(placement.pp)):
+            own_classes = [classes[rank] for rank in placement.stage_ranks(replica, stage)]
+            divisions.add(tuple(own_classes.index(each) for each in own_classes))
+        if len(divisions) > 1:
+            return {rank: rank for rank in ranks}
+    return classes
 
 
 def _modelled(placement: RolePlacement, replicas: tuple[int, ...], classes: Mapping[int, int]) -> RolePlacement:

@@ -122,7 +122,9 @@ def _predicted(work: Work, sizes: Ints, costs: Costs, step: _Steps) -> Floats:
         gaps -= woven / np.where(woven > 0, in_a_gap, 1.0)
         rest = woven < count
         _append(ends, own_s, woven, count, message_s)
-        np.maximum(drain, _later(own_s, message_s), out=drain, where=rest)
+        later = np.zeros_like(own_s)
+        later[:-1] = np.cumsum((own_s[1:] + message_s)[::-1], axis=0)[::-1]
+        np.maximum(drain, later, out=drain, where=rest)
     found: Floats = (ends + drain).max(axis=0)
     return found
 
@@ -135,12 +137,6 @@ def _append(ends: Floats, seconds: Floats, woven: Floats, count: Ints, message_s
         start = np.maximum(end, ready * waits)
         np.add(start, more, out=end)
         np.add(start, one, out=ready)
-
-
-def _later(seconds: Floats, message_s: float) -> Floats:
-    later = np.zeros_like(seconds)
-    later[:-1] = np.cumsum((seconds[1:] + message_s)[::-1], axis=0)[::-1]
-    return later
 
 
 def _missed(step: _Steps, seconds: Floats, message_s: float) -> Floats:
