@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 @dataclass(frozen=True)
 class Job:
-    """A run of global `batch` with block `oppo` (None: NeMo-Aligner's trainer); `resume`: a step of its own or `resume_from`'s."""
+    """A run of `batch` with block `oppo` (None: NeMo-Aligner's trainer); `resume`: a step of its own or `resume_from`'s."""
 
     prompts: int = 32
     batch: int = 8

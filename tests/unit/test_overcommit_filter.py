@@ -22,7 +22,7 @@ from tests.unit.test_overcommit_simulation import CHUNKS, NO_SIGNALS, Deltas, Lo
 
 @dataclass(frozen=True)
 class Run:
-    """A run's plan: length and score of each response, batch and group size, delta per step in groups; `steps` None: all."""
+    """A run's plan: lengths, scores, batch and group size, delta per step in groups; `steps` None: the prompts end the run."""
 
     lengths: list[int]
     scores: list[float]
