@@ -60,7 +60,6 @@ def moved(table: Timetable, rng: random.Random) -> Timetable:
 def test_lists_of_times_that_are_proved_are_sound(case: tuple[Round, Site, Costs], generator: str, seed: int) -> None:
     round_, site, costs = case
     table, rng = table_of(generator, round_, site, costs), random.Random(seed)
-    assert runs_in_time(table, round_, site), "all that generators make is proved"
     for _ in range(5 if any(times.starts.size for times in table.times.values()) else 0):
         table = moved(table, rng)
         if runs_in_time(table, round_, site):
