@@ -20,7 +20,7 @@ KEYS = ("step", "consumed_samples", "epoch", "ppo_optimization_step")
 
 
 class Lightning:
-    """What the callback uses of Lightning's trainer, and of its strategy."""
+    """The parts of Lightning's trainer, and of its strategy, that the callback uses."""
 
     fast_dev_run, val_check_interval, global_step = False, 0, 0
 
@@ -56,7 +56,7 @@ def weights_name() -> str:
 
 
 def callback_of(folder: Path, n_resume: bool = False) -> NeMoModelCheckpoint:
-    """As NeMo's `exp_manager` makes it; keeps the first two checkpoints and the last."""
+    """Make NeMo's callback as `exp_manager` does; it keeps the first two checkpoints and the last."""
     name = "tiny-" + "-".join(f"{{{key}}}" for key in KEYS)
     callback = NeMoModelCheckpoint(
         n_resume=n_resume, dirpath=str(folder / "checkpoints"), filename=name, monitor="step", mode="min", save_top_k=2,
@@ -67,7 +67,7 @@ def callback_of(folder: Path, n_resume: bool = False) -> NeMoModelCheckpoint:
 
 
 def attach(job: Job, actor: Any) -> Any:
-    """What the script passes as `ckpt_callback`; the actor gets the trainer that it is restored by."""
+    """Give the script's `ckpt_callback`; the actor gets the trainer that it is restored by."""
     callbacks = [callback_of(job.folder)] if job.checkpoints else []
     path = None if job.resume is None else checkpoint_of(job.resume_from or job.folder, job.resume)
     actor._trainer = Lightning(actor, callbacks, path)

@@ -1,4 +1,4 @@
-"""What a run of the contract test is; light, so that the test itself needs no nemo."""
+"""A run of the contract test; light, so that the test itself needs no nemo."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 @dataclass(frozen=True)
 class Job:
-    """A run of global `batch` with the plugin's block `oppo` (None: NeMo-Aligner's trainer) and a `model` of `actor.py`.
-
-    `folder`: its log folder; `resume`: a step of its own checkpoints, or of the log folder `resume_from`.
-    """
+    """A run of `batch` with block `oppo` (None: NeMo-Aligner's trainer); `resume`: a step of its own or `resume_from`'s."""
 
     prompts: int = 32
     batch: int = 8

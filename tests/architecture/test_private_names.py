@@ -48,7 +48,7 @@ def is_self(node: ast.expr) -> bool:
 
 
 def package_modules(tree: ast.Module) -> set[str]:
-    """What may be a module of the package in a file, by the name or dotted path that it has there."""
+    """Dotted paths that may be modules of the package in a file, by the name that it has there."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -59,10 +59,7 @@ def package_modules(tree: ast.Module) -> set[str]:
 
 
 def uses(tree: ast.Module, private: Names) -> Iterator[tuple[int, str]]:
-    """(line, name) wherever a file of tests goes for one of the package's `private` names.
-
-    A member that a class of the file has too is taken for that class's; other libraries' private names are not the package's.
-    """
+    """(line, name) of each use of the package's `private` names, but for those that a class of the file has too."""
     members, modules = private.members - defined_in(tree).members - OTHERS, package_modules(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == PACKAGE:

@@ -26,7 +26,7 @@ def test_a_row_for_the_first_and_the_last_rank_of_each_size() -> None:
 
 
 def test_a_step_takes_at_least_what_reading_and_computing_take() -> None:
-    """By hand: 70.6e9 weights, of two bytes, in eight parts; and a step's operations, some 6 and 18 of them a token's weight."""
+    """Counted by hand: 70.6e9 weights of two bytes in eight parts; operations of some 6 and 18 of them a token's weight."""
     cluster = Cluster(steps=1)
     config = cluster.config("disaggregated", 128, 64)
     reading = least_step_s(config, cluster, 1001, 500.0) - least_step_s(config, cluster, 1, 500.0)

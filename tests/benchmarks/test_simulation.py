@@ -83,7 +83,7 @@ def test_ends_that_expect_other_sizes_are_found() -> None:
 
 
 def test_the_command_prints_a_row_for_each_size(capsys: pytest.CaptureFixture[str]) -> None:
-    """By hand: each shard sends a hidden state and a token per decode step, and one for scorers; listeners get two."""
+    """Counted by hand: each shard sends a hidden state and a token per decode step, and one for scorers; listeners get two."""
     sizes = ["--tp", "2", "--pp", "2", "--sequences", "8", "--chunk", "16"]
     assert main(["--simulate", "--ranks", "8", "16", *sizes]) == 0
     out, err = capsys.readouterr()

@@ -1,12 +1,5 @@
-"""A rank killed, stopped or hanging at each stage of `oppo train`: every process ends in time, and the error names the rank.
-
-    python -m tests.chaos.faults [--at start round scoring update evaluation checkpoint asynchronous]
-                                 [--how killed stopped hangs] [--rank 0 1]
-
-asynchronous: in the thread that writes a checkpoint beside the run.  Each case is a run of two ranks, one of the actor and one of
-the scorers, with stall_deadline_s 4; 20 where a rank is killed, or its peer would be found standing still before those that are
-left are ended.  Prints a line a case; exit code 1 where one failed.
-"""
+"""A rank killed, stopped or hanging at each stage of `oppo train`: all processes end in time, and the error names the rank.
+`python -m tests.chaos.faults`; a killed rank needs stall_deadline_s 20, or its peer would be found standing still first."""
 
 from __future__ import annotations
 

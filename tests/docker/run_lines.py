@@ -1,9 +1,5 @@
-"""Runs the Dockerfile's RUN lines without Docker: `sudo python tests/docker/run_lines.py`.
-
-Root runs them in a temporary overlay of this machine's file system (unshare, mount, chroot).  Needs Linux, root, and for apt-get
-a Debian or Ubuntu with access to its packages.  Lines that need the image (`oppo validate`, pip into its Python) and `make test`
-are skipped by name.  Prints each line's effect; exit code 1 if one fails or has no effect.
-"""
+"""Runs the Dockerfile's RUN lines without Docker, in an overlay of this machine: `sudo python tests/docker/run_lines.py`.
+Needs Linux, root, and apt-get; exit code 1 if a line fails or has no effect; skips lines that need the image."""
 
 from __future__ import annotations
 

@@ -119,10 +119,7 @@ def end_without_space_for_a_checkpoint(config: dict[str, Any]) -> tuple[str, str
 
 
 def resume_noting_syncs(config: dict[str, Any]) -> list[tuple[float, str, int]]:
-    """A run, or what is left of it: (monotonic seconds, path, time of the last change in ns) of what was brought to the disk.
-
-    A change of a folder's name by this rank is noted as (seconds, the new name, -1).
-    """
+    """(monotonic seconds, path, mtime in ns) of what was brought to the disk; for a folder renamed by this rank, mtime is -1."""
     noted: list[tuple[float, str, int]] = []
     sync, rename = os.fsync, Path.rename
 
@@ -141,11 +138,7 @@ def resume_noting_syncs(config: dict[str, Any]) -> list[tuple[float, str, int]]:
 
 
 def run_with_a_slow_disk(config: dict[str, Any], late_s: float | None, full_on: int | None = None) -> tuple[str, list[int]]:
-    """A run each of whose checkpoints begins to be written `late_s` after its snapshot, or, None, once the next step has been
-    trained; on one rank there is no space for it.
-
-    The message of its error, and the run's steps at the moments when a writing began and ended.
-    """
+    """The error, and the steps at which writings began and ended: `late_s` after the snapshot, or, None, a step later."""
     steps: list[int] = []
     write, run = CheckpointWriting.run, TrainingLoop.run
     running: list[TrainingLoop] = []
@@ -282,6 +275,5 @@ def _digest(loop: TrainingLoop) -> str:
 
 
 def call(job: Callable[..., Any], answers: Any, *args: Any) -> None:
-    """In a process of its own: what the job gives goes into the pipe `answers`."""
     torch.set_num_threads(1)
     answers.send(job(*args))

@@ -35,7 +35,7 @@ def answers(
     stop: list[str] | None = None,
     choice: dict[str, Any] | None = None,
 ) -> list[list[Response]]:
-    """Of each directory the responses (sequence, tokens, reason) to all prompts, in the order in which they ended."""
+    """Responses (sequence, tokens, reason) of each directory to all prompts, in the order in which they ended."""
     layout, runtime = ParallelConfig(**parallel), RuntimeConfig().with_threads(1)
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     place, found = build_place(world, layout), []

@@ -52,12 +52,11 @@ def nothing_more(ours: Outcome, theirs: Outcome) -> None:
 
 @dataclass(frozen=True)
 class Feature:
-    """A change of the plain configuration; its reference run is one process without overlap.
+    """A change of the plain configuration.
 
-    shows: whether the reference run uses the feature, so that the comparison says something.
+    shows: whether the reference run (one process, no overlap) uses the feature.
     also: compares what `assert_same` does not.  soon: the layouts in `make test`.
-    stops: the layout that is stopped within its first step, after so many `rounds`, and resumed.
-    """
+    stops: the layout that is stopped within its first step, after so many `rounds`, and resumed."""
 
     changes: dict[str, Any]
     shows: Callable[[Outcome], bool]

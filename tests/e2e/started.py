@@ -1,7 +1,5 @@
 """`oppo train` in processes of its own, as a user starts it; something may befall its ranks.
-
-python -m tests.e2e.started CONFIG.yaml     `oppo train`, whose saves last long where run_dir has a file `slow`
-"""
+As a script (CONFIG.yaml) it makes saves last long where run_dir has a file `slow`."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ def rank_pids(config: dict[str, Any]) -> list[int]:
 
 
 def still_there(pids: list[int]) -> list[int]:
-    """Those that have not ended (a process that nobody has asked for yet has)."""
+    """Processes that have not ended (one that nobody has asked for yet has)."""
     return [pid for pid in pids if runs(pid)]
 
 
@@ -102,10 +100,7 @@ PLACES: dict[str, tuple[Any, str, int]] = {
 
 
 def run_rank(kind: str, config: TrainConfig) -> int:
-    """As `oppo train`'s ranks, with a fault where run_dir tells of one.
-
-    killed, stopped: by a signal.  hangs: the main thread sleeps.  slow: a save sleeps once there is a file `slow`.
-    """
+    """A rank of `oppo train`, killed or stopped by a signal, made to hang, or with slow saves, where run_dir tells so."""
     path = Path(config.run_dir) / "fault"
     fault = json.loads(path.read_text()) if path.exists() else {"at": "checkpoint", "rank": None, "how": "slow"}
     where, name, number = PLACES[fault["at"]]

@@ -88,7 +88,7 @@ def test_of_the_first_size_all_is_measured_before_any_other(tmp_path: Path) -> N
 
 
 def test_what_a_process_has_started_ends_with_it(tmp_path: Path) -> None:
-    """In a session of its own, as torch's elastic launcher starts ranks: it would go on holding the device's memory."""
+    """A session of its own, as torch's elastic launcher starts ranks, would go on holding the device's memory."""
     child = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], "
     child += "start_new_session=True); print(p.pid, flush=True); time.sleep(60)"
     log = tmp_path / "log"

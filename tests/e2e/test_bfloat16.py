@@ -93,7 +93,7 @@ LAYOUTS: dict[str, tuple[str, Layout, Layout, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_trains(workspace: Workspace, half: Outcome, name: str) -> None:
-    """As one process does up to rounding, which tensor ranks' partial sums change, and with them draws."""
+    """Equal to one process up to rounding, which tensor ranks' partial sums change, and with them draws."""
     mode, actor, scorer, changes = LAYOUTS[name]
     placement = {"mode": mode, "actor": parallel(actor), "scorer": parallel(scorer)}
     outcome = train(workspace, name.replace(" ", "-"), placement=placement, **HALF, **changes)

@@ -89,7 +89,7 @@ def test_a_response_has_the_room_that_the_model_has(export: Path, capsys: pytest
 def test_ids_join_those_of_the_run_and_texts_replace_its_own(
     words: list[str], texts: tuple[str, ...], ids: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """As the help says.  An export has the run's ids among its own, so they end its responses whatever is asked for."""
+    """An export has the run's ids among its own, so they end its responses whatever is asked for."""
     parser = argparse.ArgumentParser()
     generate.add_drawing_arguments(parser)
     run = least_config(tmp_path, rollout={"batch_size": 8, "max_response_tokens": 100, "stop": ["END", 7]})

@@ -109,7 +109,7 @@ def test_a_verifier_alone_needs_no_rank_of_scorers(workspace: Workspace) -> None
 
 
 def test_several_responses_a_prompt_are_those_of_rows_that_stand_as_often(workspace: Workspace) -> None:
-    """Without a baseline and carried rollouts only the order in a batch tells groups from rows one after the other."""
+    """Tells groups from rows by the order in a batch alone: no baseline and no carried rollouts."""
     rows = (workspace.root / "data" / "prompts.jsonl").read_text().splitlines(keepends=True)
     repeated = workspace.root / "each-twice.jsonl"
     repeated.write_text("".join(row * 2 for row in rows))

@@ -30,7 +30,7 @@ LEFT_S = 20
 
 @pytest.fixture
 def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """In the environment of all processes that the test starts, and of what they start."""
+    """A mark in the environment of all processes that the test starts, and of what they start."""
     monkeypatch.setenv("OPPO_TEST_KILLS", str(tmp_path))
     return f"OPPO_TEST_KILLS={tmp_path}"
 

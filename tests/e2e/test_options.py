@@ -43,7 +43,7 @@ def test_rules_alone(workspace: Workspace) -> None:
 
 @pytest.mark.parametrize(("minibatch", "warmup"), [(0, 0), (1, 0), (1, 1)])
 def test_a_gap_is_found_in_any_minibatch(workspace: Workspace, minibatch: int, warmup: int) -> None:
-    """Of the actor's first update; behind the first minibatch, where the update has moved the weights, too."""
+    """The actor's first update; the gap is found behind the first minibatch, where weights have moved, too."""
     config = workspace.config(f"gap-{minibatch}-{warmup}", steps=1 + warmup, **{"ppo.critic_warmup_steps": warmup})
     assert config["ppo"]["minibatches"] == 2
     (error,) = run_ranks(1, "tests.e2e.jobs:train_with_a_wrong_logprob", config=config, minibatch=minibatch, step=1 + warmup)

@@ -68,7 +68,7 @@ def test_logprobs_at_decode_equal_those_at_training(outcome: Outcome) -> None:
 
 
 def test_trained_lengths_stand_beside_submitted_ones_and_rewards_by_length(outcome: Outcome) -> None:
-    """As a reader of rollouts.jsonl counts them: who was carried has the tokens that it had then, by their versions."""
+    """Counts as a reader of rollouts.jsonl would: carried ones have the tokens of then, by their versions."""
     gaps = []
     for line in outcome.metrics:
         batch = [row for row in outcome.rollouts if row["step"] == line["step"]]

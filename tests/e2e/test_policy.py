@@ -50,7 +50,7 @@ def ask(directories: list[Path], layout: tuple[int, int, int] = (1, 1, 1), **set
 
 
 def test_a_run_its_export_and_its_last_checkpoint_say_the_same(run: Path) -> None:
-    """Of an export tests/parity compares answers with transformers'."""
+    """Exports' answers against transformers' are in tests/parity."""
     last = run / "checkpoints" / "step-000002"
     places = [run, run / "weights" / "actor", last, run / "checkpoints", last / "models" / "actor"]
     found = ask(places)

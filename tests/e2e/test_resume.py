@@ -57,7 +57,6 @@ def last_checkpoint(config: dict[str, Any]) -> Path:
 
 
 def rewound(config: dict[str, Any], name: str, steps: int = 1) -> dict[str, Any]:
-    """A copy of a finished run without its last `steps` checkpoints."""
     copy = config | {"run_dir": f"{config['run_dir']}-{name}"}
     shutil.copytree(config["run_dir"], copy["run_dir"])
     for _ in range(steps):
@@ -150,7 +149,7 @@ def test_a_critic_warms_up_alone(warmed_up: tuple[dict[str, Any], Outcome]) -> N
 
 
 def test_resume_in_another_layout(workspace: Workspace) -> None:
-    """From 1 | 1 over TP2 | 1 (trained as replicas) and PP2 | 1 to replicas; tensor ranks do not divide the vocabulary."""
+    """Goes from 1 | 1 over TP2 | 1 (trained as replicas) and PP2 | 1 to replicas; tensor ranks do not divide the vocabulary."""
     odd = CARRIED | FEATURES["odd vocabulary"].changes
     plain, config = run_ppo_ranks(deep(workspace, "odd", **odd)), deep(workspace, "layout", **odd, **TWO_RANKS)
     assert FEATURES["odd vocabulary"].shows(plain), "nothing is drawn from the second shard"

@@ -187,7 +187,7 @@ def test_a_folder_without_a_run_is_told_of(workspace: Workspace, capsys: pytest.
 
 @pytest.mark.slow
 def test_ctrl_c_saves_and_says_how_to_go_on(workspace: Workspace) -> None:
-    """As a terminal does it: all processes of the group get the signal."""
+    """All processes of the group get the signal, as from a terminal."""
     changes = CARRIED | {"steps": 12, "placement": {"mode": "disaggregated"}}
     config = deep(workspace, "interrupted", **changes)
     run = start(config, new_session=True)

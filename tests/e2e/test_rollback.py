@@ -36,7 +36,6 @@ def poisoned(workspace: Workspace, name: str, positions: list[int], **changes: A
 
 
 def run(config: dict[str, Any]) -> tuple[Outcome, list[list[tuple[str, float]]], list[dict[str, Any]]]:
-    """The finished run, what each rank saved and went on from, and the rollbacks."""
     world = world_size(run_of(config))
     seen = run_ranks(world, "tests.e2e.jobs:train_through_rollbacks", config=config)
     folder = Path(config["run_dir"])
@@ -46,7 +45,7 @@ def run(config: dict[str, Any]) -> tuple[Outcome, list[list[tuple[str, float]]],
 
 @pytest.mark.parametrize("layout", [{}, DISAGGREGATED], ids=["one rank", "actor | scorers"])
 def test_a_run_goes_back_leaves_the_prompts_out_and_ends(workspace: Workspace, layout: dict[str, Any]) -> None:
-    """With rollouts carried over: those of the rejected batch that the checkpoint has in flight are left out, too."""
+    """Rejected rollouts that the checkpoint has in flight are left out, too."""
     config = poisoned(workspace, f"back-{len(layout)}", [20], **CARRIED, **layout)
     outcome, seen, lines = run(config)
     (line,) = lines

@@ -137,7 +137,6 @@ def test_two_srun_tasks_run_the_same_job(workspace: Workspace, one_launch: Path,
 
 @pytest.fixture
 def namespaces() -> Iterator[tuple[list[str], list[str], str]]:
-    """Two network namespaces joined by a cable: the commands that enter each, and the address of the first."""
     names = [f"oppo{os.getpid()}{side}" for side in "ab"]
     cables = [f"o{os.getpid()}{side}" for side in "ab"]
     if os.geteuid() != 0 or shutil.which("ip") is None:
@@ -221,7 +220,7 @@ if __name__ == "__main__":
     ],
 )
 def test_the_other_host_is_told_when_one_fails(tmp_path: Path, port: str, kind: str, agents: bool, reason: str) -> None:
-    """Also over a group of its own, to which torch would have given half an hour."""
+    """Covers a group of its own, to which torch would have given half an hour."""
     (tmp_path / "job_of_hosts.py").write_text(JOB)
     path = {"PYTHONPATH": python_path(tmp_path, ROOT)}
     limit_s = "3" if kind == "withheld" else "5"  # gloo may knock five times at the door of one that is killed so early

@@ -32,10 +32,7 @@ def save_small(directory: Path, family: str, head: str = "lm", **changes: Any) -
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folder of each model.
-
-    Biases (Qwen2), q/k norms (Qwen3), scaled rotations (Llama), a sliding window (Mistral), and scalar heads.
-    """
+    """Folder of each model: Qwen2 (biases), Qwen3 (q/k norms), Llama (scaled rotations), Mistral (a window), and scalar heads."""
     root: Path = tmp_path_factory.mktemp("models")
     save_small(root / "qwen2", "qwen2", tie_word_embeddings=True)
     save_small(root / "qwen3", "qwen3")

@@ -72,10 +72,7 @@ def _facts(chunk: Chunk) -> Facts:
 
 
 def travel(model: RoleModel, course: Course, way: Way) -> tuple[list[Facts], list[float]]:
-    """Rounds of random length until all have ended: rollouts join, batches are complete in the middle, caches are forgotten.
-
-    Returns what came of each round, and all log-probs of both kinds in the order of rollouts.
-    """
+    """Rounds of random length until all have ended; returns each round's outcome, and all log-probs of both kinds."""
     draws, rounds = random.Random(course.seed), _runner(model, course, way)
     assert rounds.decode is not None
     cache, clock, version, found = rounds.decode.cache, 0, 0, []
@@ -113,7 +110,7 @@ def beside_each_other(directory: str, tp: int, courses: list[Course], ways: list
 
 
 def looks(directory: str, sync_steps: int) -> list[int]:
-    """How many steps each look at the device was for, in a round of 20 steps of rollouts that do not end before."""
+    """Steps per look at the device, in a round of 20 steps of rollouts that do not end before."""
     model = load(directory, world_groups(1, 1))
     rounds = new_rounds(model, model.new_cache(4), Sampling(seed=1), Stopping((), MAX_RESPONSE), sync_steps=sync_steps)
     seen: list[int] = []

@@ -27,11 +27,7 @@ KILLED = 9
 
 @dataclass
 class Parrot:
-    """A role on this rank.  `team` are the tensor ranks of its stage, `everyone` all ranks of the role.
-
-    The collectives of a stage are there: where its ranks are at different actions, they find out.  `last_words` is the
-    action in the middle of which the process dies.
-    """
+    """A role on this rank; `team`: its stage's tensor ranks, `everyone`: the role's; it dies in action `last_words`."""
 
     team: dist.ProcessGroup | None
     everyone: dist.ProcessGroup | None
@@ -65,7 +61,7 @@ class Parrot:
 
 
 def _words(action: Action) -> Tensor:
-    """What an action is about, alike at both ends of a message and on all ranks of a stage."""
+    """The subject of an action, alike at both ends of a message and on all ranks of a stage."""
     kind = 0 if action.payload is not None else list(Op).index(action.op)
     step = -1 if action.step is None else action.step
     role = sum(map(ord, action.role))

@@ -12,8 +12,7 @@ from oppo_megatron.cluster.process_groups import connect_pairs, new_group
 
 
 def connections(sizes: list[int]) -> list[tuple[int, int, int]]:
-    """For a group of the first so many ranks: files of this rank once it is made, those of its connections, and those that all
-    collectives of a run add then.  Zeros on other ranks."""
+    """Files of this rank for a group of so many ranks: made, connected, added by collectives; zeros on other ranks."""
     return [_connections(size) for size in sizes]
 
 
@@ -47,7 +46,7 @@ def _use(group: dist.ProcessGroup, size: int) -> None:
 
 
 def _files() -> int:
-    """When all are here: what other ranks have connected is a file of this one, too."""
+    """Files of this process when all ranks are here: a connection that another rank made is a file of this one, too."""
     dist.barrier()
     time.sleep(0.1)
     found = len(os.listdir("/proc/self/fd"))

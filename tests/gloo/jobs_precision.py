@@ -21,8 +21,7 @@ SMALL = OptimizerConfig(lr=1e-4, weight_decay=0.1, betas=[0.9, 0.95], eps=1e-8, 
 
 
 def small_updates(directory: str, tp: int, pp: int, data: Minibatch, num_steps: int) -> tuple[float, float | None]:
-    """`num_steps` on one minibatch: how far all float32 weights moved (root of the sum of squares), and, where ranks hold
-    whole models, how far theirs are from plain AdamW's, as a share of the way that those went."""
+    """How far all float32 weights moved (root of the sum of squares), and, on whole models, their distance from plain AdamW's."""
     groups = world_groups(tp, pp)
     model = load(directory, groups, dtype="bfloat16")
     start = {name: p.detach().float() for name, p in model.named_parameters()}
@@ -115,7 +114,7 @@ def forwards(directory: str, probes: list[list[int]]) -> dict[str, Tensor]:
 
 
 def rows_computed(directory: str, probes: list[list[int]]) -> dict[str, set[int]]:
-    """How many rows the products of a layer and the output layer's have in forwards over whole sequences, by dtype."""
+    """Rows of the products of a layer and of the output layer in forwards over whole sequences, by dtype."""
     groups, seen = world_groups(1, 1), {}
     for dtype in ("bfloat16", "float32"):
         model = load(directory, groups, dtype=dtype)

@@ -1,7 +1,5 @@
 """Weights carried from a training layout to a serving layout, on this job's ranks.
-
-A layout is (tp, pp); the replicas are what is left of the ranks.
-"""
+A layout is (tp, pp); the replicas are what is left of the ranks."""
 
 from __future__ import annotations
 
@@ -90,10 +88,7 @@ def _move(directory: str, groups: tuple[RoleGroups, RoleGroups], round_bytes: in
 
 
 def same_layout(directory: str, layout: Layout, share_last: bool) -> bool:
-    """Two models over one set of weights: a step of the one is seen by the other.  Returns whether all weights changed.
-
-    The one that is trained has what the one that decodes must not have: sequence parallelism and recomputation.
-    """
+    """Whether all weights changed in a second model over them; the trained one alone recomputes and is sequence parallel."""
     groups = two_layouts(layout, layout)
     assert groups is not None
     options = TrainingLayoutConfig(sequence_parallel=True, recompute="full")

@@ -175,11 +175,7 @@ def updates(
     begin: str = "",
     layout: TrainingLayoutConfig | None = None,
 ) -> tuple[list[dict[str, float]], tuple[int, int]]:
-    """Reports of `run_update` on rollouts of (prompt, response) tokens; the weights are written to `target`.
-
-    `begin`: begin the update before, with the `same` batch, or with the `others`, which are no part of its first micro-batch.
-    Beside the reports how many forward passes that took, and how many the update.
-    """
+    """Reports of `run_update`, and forward passes; `begin`: begin it before, with the `same` batch or with the `others`."""
     groups = world_groups(tp, pp)
     layout = layout or TrainingLayoutConfig()
     (model,) = chunks = load_chunks(directory, groups, "lm", layout)
@@ -218,8 +214,7 @@ def watched_outputs(trained: TrainedModel) -> list[weakref.ref[Tensor]]:
 
 
 def begun_and_abandoned(directory: str, tp: int) -> list[tuple[bool, bool]]:
-    """Before an update is begun, when it is, and when it has been abandoned: whether the model that decodes has what makes it
-    fast, and whether the output of a forward pass is held for the update.  What is decoded before and after is the same."""
+    """Whether decoding is made fast and an output is held: before an update is begun, when it is, when abandoned."""
     model = load(directory, world_groups(tp, 1))
     trained = TrainedModel(model, OptimizerConfig(lr=0.1), total_steps=4)
     algorithm = Algorithm(AlgorithmConfig(), PPOConfig(), group_size=1, longest=64)

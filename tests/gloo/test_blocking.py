@@ -25,10 +25,7 @@ PATIENCE_S = 30.0
 
 
 def look_at_waits(folder: str) -> dict[str, Doing]:
-    """What rank 1, which is late for every call, is at while rank 0 waits for it, and what rank 0 is at.
-
-    Rank 1 comes once rank 0 has been looked at in its call, which it cannot leave before.
-    """
+    """The waits of rank 0 for the late rank 1, and where rank 1 is, which comes once rank 0 has been looked at in its call."""
     found: dict[str, Doing] = {}
     for name, call in _calls(folder).items():
         dist.barrier()

@@ -1,7 +1,5 @@
 """The executor on real ranks: it does what the schedule says, in its order, and never waits for ever.
-
-The oracle for what a rank waits for when something is missing is the dry run of the schedule in virtual time.
-"""
+The oracle for a wait is the dry run of the schedule in virtual time."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ def schedule_of(site: Site, generator: str = "woven") -> tuple[Schedule, Round]:
 
 @pytest.mark.parametrize("name", SITES)
 def test_what_is_done_is_what_the_schedule_says(name: str) -> None:
-    """In its order, by every generator and in random sound orders; each message is the one asked for."""
+    """Every generator and random sound orders: order is kept, and each message is the one asked for."""
     site = SITES[name]
     made = [schedule_of(site, generator)[0] for generator in GENERATORS]
     made += [build(make_round(site, prefills=3), site, random.Random(seed)) for seed in range(3)]

@@ -33,7 +33,7 @@ def tell_alone(answers: Connection) -> None:
 
 @pytest.fixture(scope="module")
 def by_size() -> dict[int, tuple[dict[str, float], bool]]:
-    """Of a process that has no threads of other tests, which may end while they are counted."""
+    """Counts by size, in a process that has no threads of other tests, which may end while they are counted."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     ours, theirs = context.Pipe(duplex=False)
@@ -55,7 +55,7 @@ def test_a_group_takes_as_much_to_make_however_many_ranks_it_has(
 
 
 def test_no_collective_of_a_run_connects_more_ranks_than_its_start_does() -> None:
-    """Of the ring and the trees that gloo sends along, all pairs are those of its barrier."""
+    """Pairs in gloo's ring and trees are all those of its barrier."""
     sizes = [2, 3, 5, 6, 7, 8]
     found = run_ranks(8, "tests.gloo.jobs_groups:connections", sizes=sizes)
     assert found == [[(4, peers(size), 0) if rank < size else (0, 0, 0) for size in sizes] for rank in range(8)]

@@ -32,7 +32,7 @@ def distance_in_one_process(directory: str) -> float:
     ("tp", "pp", "dp"), [pytest.param(*layout, marks=[] if layout == LAYOUTS[1] else [pytest.mark.long]) for layout in LAYOUTS]
 )
 def test_updates_of_a_ten_thousandth_add_up(models: dict[str, str], tp: int, pp: int, dp: int) -> None:
-    """As plain AdamW on float32 weights, number by number where a rank's shares are comparable; else as far in all."""
+    """Equals plain AdamW on float32 weights, number by number where a rank's shares are comparable; else as far in all."""
     job = {"directory": models["qwen3"], "data": MINIBATCH, "num_steps": NUM_STEPS}
     moved = distance_in_one_process(models["qwen3"])
     for distance, apart in run_ranks(tp * pp * dp, f"{JOBS}small_updates", tp=tp, pp=pp, **job):
@@ -58,7 +58,7 @@ def test_decoding_rounds_as_training_does(tmp_path: Path) -> None:
 
 
 def test_whole_sequences_in_bfloat16_come_in_few_sizes(tmp_path: Path) -> None:
-    """For each size the library makes, and keeps, kernels; their plan counts so many."""
+    """The library makes, and keeps, kernels for each size; their plan counts so many."""
     save_small(tmp_path, "qwen2", hidden_size=32)
     probes = [list(range(1, 1 + length)) for length in (3, 20, 31)]
     (seen,) = run_ranks(1, f"{JOBS}rows_computed", directory=str(tmp_path), probes=probes)

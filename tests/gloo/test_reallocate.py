@@ -75,7 +75,7 @@ def test_bfloat16(models: dict[str, str]) -> None:
 
 
 def test_bytes_are_those_that_change_rank(models: dict[str, str]) -> None:
-    """By hand: a shard lacks half of the sharded weights, a stage half of all of them, a replica nothing."""
+    """Counted by hand: a shard lacks half of the sharded weights, a stage half of all of them, a replica nothing."""
     sharded = replicated = 0
     with safe_open(Path(models["qwen3"]) / "model.safetensors", "pt") as file:
         for name in file.keys():

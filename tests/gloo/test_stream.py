@@ -33,7 +33,6 @@ def rollout(prompt: tuple[int, ...] = (1, 2)) -> Rollout:
 
 
 def chunks(number: int) -> list[Chunk]:
-    """Chunks of 3 tokens, each second one empty."""
     made, offset = [], 0
     for index in range(number):
         rows = []
@@ -160,7 +159,7 @@ def _send_damaged(kind: str) -> Stream:
 
 @pytest.mark.parametrize(("world", "fan_out"), [(2, 8), (4, 8), (4, 1), (5, 2)])
 def test_every_scorer_rank_receives_what_was_sent(world: int, fan_out: int) -> None:
-    """From the actor, or from one of their own that passes it on."""
+    """Senders are the actor, or one of their own that passes it on."""
     answers = run_ranks(world, "tests.gloo.test_stream:whole", number=6, fan_out=fan_out)
     assert answers[0]["got"] == []
     for answer in answers[1:]:

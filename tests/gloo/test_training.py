@@ -204,7 +204,7 @@ def test_steps_equal_plain_torch(models: dict[str, str], case: Case, tmp_path: P
     "case", [pytest.param(Case(4, 1, 1), marks=pytest.mark.long), Case(2, 2, 1, SEQUENCE), Case(2, 1, 2)], ids=case_id
 )
 def test_rows_that_belong_to_no_token_change_nothing(tmp_path: Path, case: Case) -> None:
-    """Of a vocabulary that the tensor ranks do not divide: losses, norms, decayed weights and exports."""
+    """The tensor ranks do not divide this vocabulary: losses, norms, decayed weights and exports."""
     root = tmp_path / "models"
     save_small(root / "tied", "qwen2", vocab_size=67, tie_word_embeddings=True)
     save_small(root / "untied", "qwen3", vocab_size=67)
@@ -315,7 +315,7 @@ def test_an_update_is_the_same_on_any_number_of_replicas(models: dict[str, str],
 def test_an_update_that_was_begun_ahead_is_the_same_to_the_bit(
     models: dict[str, str], tmp_path: Path, world: int, tp: int, pp: int, layout: dict[str, Any]
 ) -> None:
-    """With no forward pass more, where the same batch was meant, and none ahead where the pipeline has stages."""
+    """Costs no forward pass more where the same batch was meant; nothing is begun where the pipeline has stages."""
     lengths = [(3, 9), (5, 2), (1, 7), (4, 4), (2, 8), (6, 1), (3, 3)]
 
     def run(begin: str) -> tuple[list[Any], dict[str, Tensor]]:

@@ -135,7 +135,7 @@ def check_streams(root: Path, device: str) -> None:
 
 
 class OwnLimits(Stopping):
-    """So that the batch shrinks on the way."""
+    """Limits of its own make the batch shrink on the way."""
 
     def limit(self, seq_id: int) -> int:
         return 8 + 5 * seq_id
@@ -225,7 +225,7 @@ def check_against_transformers(root: Path, device: str, layout: str) -> None:
 
 
 def check_out_of_memory(device: str) -> None:
-    """Outside of a capture and in one, which must not leave the allocator in it."""
+    """Runs outside of a capture and in one, which must not leave the allocator in it."""
     place = torch.device(device)
 
     def too_much() -> None:
@@ -250,7 +250,7 @@ def check_out_of_memory(device: str) -> None:
 
 
 def check_bench(root: Path, device: str) -> None:
-    """All but TRL, which has an environment of its own."""
+    """Everything but TRL, which has an environment of its own."""
     work = replace(WORK, dtype="bfloat16", device=device)
     figures = GpuBench(root, work, 600.0, memory_bytes=None, say=lambda text: None).run({"tiny": {**TINY, "vocab_size": 512}})
     why_not = [row for row in figures["results"] if "why_not" in row]

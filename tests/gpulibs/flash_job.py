@@ -77,7 +77,7 @@ def bound(name: str, calls: list[str]) -> Callable[..., Any]:
 
 
 def outputs() -> dict[str, Any]:
-    """Of sequences that differ in length over heads that share keys, in prefill and decode: gathered, and by flash-attn."""
+    """Outputs of sequences of unlike lengths over shared keys, in prefill and decode: gathered, and by flash-attn."""
     generator, dtype = torch.Generator().manual_seed(1), torch.bfloat16
     sizes: dict[str, Any] = {
         "num_layers": 1, "num_kv_heads": 2, "head_dim": 64, "num_slots": 3, "max_length": 700, "dtype": dtype,

@@ -1,7 +1,5 @@
 """Stand-ins for the compiled halves of GPU libraries, so that their Python runs without a GPU.
-
-Optimizer kernels are replaced by their arithmetic; every other name is a class of which nothing is computed.
-"""
+Optimizer kernels are replaced by their arithmetic; every other name is a class of which nothing is computed."""
 
 from __future__ import annotations
 
@@ -68,7 +66,7 @@ class _Anything(type):
 
 
 class _Thing(metaclass=_Anything):
-    """What such a function gives, and a decorator makes: it can be called, and has every name."""
+    """A value that can be called, and has every name: the result of such a function or decorator."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -110,7 +108,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def stand_in(names: Sequence[str] = COMPILED) -> None:
-    """From now on these compiled halves are stand-ins, and what is optional is where it is absent.  For a process of its own."""
+    """Make these compiled halves stand-ins, and optional ones absent, from now on; for a process of its own."""
     sys.meta_path.insert(0, _Finder(tuple(names)))
     sys.meta_path.append(_Finder(OPTIONAL))
 

@@ -1,4 +1,4 @@
-"""What a mistake is: how the project is spoilt, what is typed, what the answer must say, and what it advises."""
+"""A mistake: how the project is spoilt, what is typed, what the answer must say, and what it advises."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ VALIDATE = ("validate", "train.yaml")
 
 @dataclass(frozen=True)
 class Mistake:
-    """`says`: words of the message, among them the value that is wrong and the remedy.
-
-    The remedy is followed by `mends`, edits of the project, and then by typing `then`, which must succeed.
-    """
+    """`says`: words with the wrong value and the remedy; after `mends` (edits of the project), typing `then` succeeds."""
 
     name: str
     typed: Sequence[str]

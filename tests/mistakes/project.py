@@ -60,7 +60,7 @@ def short(prompt, response, fields):
 
 @contextlib.contextmanager
 def inside(folder: Path) -> Iterator[None]:
-    """With the folder as the working directory; contextlib has this from Python 3.11 on."""
+    """Work in the folder; contextlib has this from Python 3.11 on."""
     before = Path.cwd()
     os.chdir(folder)
     try:

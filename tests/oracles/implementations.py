@@ -1,4 +1,4 @@
-"""What is compared with the oracles: the replay's formulas, and the product's functions."""
+"""Implementations that are compared with the oracles: the replay's formulas, and the product's functions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _replay_loss(new: Rows, old: Rows, importance: Rows | None, advantages: Rows
 
 
 def _product_has(recipe: Recipe) -> bool:
-    """All but a KL whose gradient is another's: d times that of the log-prob, with the estimate for its value."""
+    """True but for a KL whose gradient is another's: d times that of the log-prob, with the estimate for its value."""
     return recipe.kl_gradient != "reverse"
 
 

@@ -112,7 +112,7 @@ COLUMNS = {"dpo": {"chosen_ids": "chosen", "rejected_ids": "rejected"}, "kto": {
 
 @pytest.mark.parametrize("case", PREFERENCES)
 def test_preferences(inputs: Path, tmp_path: Path, case: str) -> None:
-    """In KTO all prompts differ, and a batch is one micro-batch of TRL's, so mismatched rows are the same."""
+    """KTO's prompts all differ, and a batch is one micro-batch of TRL's, so mismatched rows are the same."""
     kind, rule, their_rule, clip = PREFERENCES[case]
     file, reference = "pairs.jsonl" if kind == "dpo" else "marked.jsonl", {"checkpoint": inputs / REFERENCE}
     metrics = supervised(kind, inputs, tmp_path / "run", file, clip, reference=reference, dpo={"beta": BETA, **rule})

@@ -72,7 +72,7 @@ def test_policy_losses(ours: Implementation, name: str) -> None:
 
 @cases({name: recipe for name, (recipe, _, _) in LOSSES.items() if recipe.ratio != "sequence"})
 def test_policy_losses_of_stale_tokens(ours: Implementation, name: str) -> None:
-    """With weights of stale tokens; not for sequence ratios, for which verl's gradients differ (`sequence_token`)."""
+    """Includes weights of stale tokens; not sequence ratios, for which verl's gradients differ (`sequence_token`)."""
     for number, each in enumerate(samples()):
         importance = importance_of(each, LOSSES[name][0])
         assert_verls(ours, name, each, each.proximal, importance, batch=number)

@@ -1,7 +1,5 @@
 """TRL 1.12: losses and advantages of `GRPOTrainer` and `RLOOTrainer`.
-
-Methods are called unbound; of the long method that computes advantages, the statements between two names are run.
-"""
+Methods are called unbound; of the long one that computes advantages, the statements between two names are run."""
 
 from __future__ import annotations
 
@@ -79,7 +77,7 @@ def grpo_advantages(sample: Sample, scale_rewards: str) -> Rows:
 
 
 def rloo_advantages(sample: Sample, beta: float, normalize: bool = False) -> Rows:
-    """Of each token, the KL of the sampling policy within the rewards."""
+    """Advantages of each token, the KL of the sampling policy within the rewards."""
     trainer = SimpleNamespace(reward_weights=torch.ones(1), reward_clip_range=None, beta=beta, normalize_advantages=normalize)
     return _advantages(rloo_trainer.RLOOTrainer, sample, trainer)
 

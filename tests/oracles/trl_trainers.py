@@ -44,7 +44,7 @@ def arguments(out: Path, optimizer: Mapping[str, Any], steps: int, batch_size: i
 
 
 def tokenizer_of(directory: Path) -> Any:
-    """With the second special token for padding, which is masked everywhere."""
+    """Use the second special token for padding, which is masked everywhere."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(1)
     return tokenizer
@@ -76,7 +76,7 @@ class TwoLogits(nn.Module):
 
 
 def train_steps(common: Row, rows: Sequence[Row], model: Path, tokenizer: Path, separator: str) -> Trained:
-    """By `PRMTrainer`.  Its two logits have weights each; here the first is held at 0, so that there is one head to compare."""
+    """Train by `PRMTrainer`; the first of its two logits' heads is held at 0, so that there is one head to compare."""
     scalar = load(AutoModelForSequenceClassification, str(model))
     config = scalar.config
     config.num_labels = 2
@@ -158,7 +158,7 @@ class GivenOnlineDPO(OnlineDPOTrainer):
 def train_online_pairs(
     common: Row, batches: Sequence[Sequence[Row]], model: Path, reference: Path, tokenizer: Path, **rule: Any
 ) -> Trained:
-    """By `OnlineDPOTrainer`, whose batches are of prompts; the two rows of a pair follow each other."""
+    """Train by `OnlineDPOTrainer`, whose batches are of prompts; the two rows of a pair follow each other."""
     recorded = Recorded([[*batch[::2], *batch[1::2]] for batch in batches])
     trainer = GivenOnlineDPO(
         load(AutoModelForCausalLM, str(model)),

@@ -50,7 +50,7 @@ core = _core()
 
 
 def advantages(sample: Sample, name: str, *, kl: str | None = None, coefficient: float = 0.0, **options: Any) -> Rows:
-    """By the estimator `name`; with `kl`, an estimator, each token's reward is less by that KL times the coefficient."""
+    """Advantages by estimator `name`; `kl`: an estimator of what each token's reward is less by, times the coefficient."""
     batch = sample.batch
     rewards = [torch.zeros_like(row) for row in batch.old]
     for row, score in zip(rewards, batch.scores_B, strict=True):

@@ -1,7 +1,5 @@
-"""What each rank does in the tests of Megatron's checkpoints: megatron-core's own names, shards and loader, in any layout.
-
-Files are written by torch's writer in this process: megatron-core's own forks, which a test's rank may not.
-"""
+"""The work of each rank in the tests of Megatron's checkpoints: megatron-core's names, shards and loader, in any layout.
+Files are written by torch's writer in this process: megatron-core's own forks, which a test's rank may not."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Messages and collectives in progress on the device, with a stream per communicator, as torch gives NCCL's.
-
-A call waits for the calling stream, which continues until it waits for the call (`Done.wait`).  Before that, what it reads may be
-missing, and what it writes may be sent instead.
-"""
+Until the calling stream waits for a call (`Done.wait`), its input may change and its output be missing."""
 
 from __future__ import annotations
 

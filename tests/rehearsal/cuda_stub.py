@@ -1,7 +1,5 @@
 """A guard and hooks that torch needs, without a CUDA device, to index or differentiate tensors that claim to be on one.
-
-Compiled once per version of torch, and loaded before it, because torch asks for the hooks once.
-"""
+Compiled once per version of torch, and loaded before it, because torch asks for the hooks once."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ QUICK: dict[str, Any] = {"steps": 1, "checkpoint.every_steps": 0}
 
 @dataclass(frozen=True)
 class Defect:
-    """`told` is part of an error, a fault or a wait ("phase: kind in place") of a rehearsal of `case`, quickly done;
-    alternatives stand between bars."""
+    """`told` is part of an error, fault or wait ("phase: kind in place") of a rehearsal of `case`; bars separate alternatives."""
 
     case: str
     told: str
@@ -161,7 +160,7 @@ def receive_without_a_wait() -> None:
 
 
 def buffer_sent_again() -> None:
-    """One for all hidden states of a role, also while it is sent."""
+    """One buffer for all hidden states of a role, also while it is sent."""
     from oppo_megatron.engine.scoring import ScoringWorker
 
     kept: dict[str, Tensor] = {}
@@ -175,7 +174,7 @@ def buffer_sent_again() -> None:
 
 
 def messages_that_change_places() -> None:
-    """Of critic and reference, whose hidden states of a prompt are alike: rank 1 takes one for the other."""
+    """Critic and reference have alike hidden states of a prompt: rank 1 takes one for the other."""
     from oppo_megatron.engine.executor import Links
     from oppo_megatron.schedule.actions import Op, Payload
 

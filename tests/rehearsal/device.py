@@ -1,4 +1,4 @@
-"""What torch and megatron-core ask of a CUDA device, answered for one that is not there."""
+"""A CUDA device that is not there, as torch and megatron-core ask for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Stream:
 
     @property
     def clock(self) -> Clock:
-        """Up to when the next operation comes later than what other streams do."""
+        """The time that the next operation comes later than, for what other streams do."""
         return self._watch.streams.clocks[self.number]
 
     def __eq__(self, other: object) -> bool:
@@ -114,10 +114,7 @@ def attention(
     watch: Watch, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Attention by the kernel that torch would choose; without one, step by step with all scores in memory.
-
-    Flash attention takes no mask and no float32, the memory-efficient kernel no groups of heads.
-    """
+    """Attention by torch's choice: flash takes no mask or float32, the memory-efficient kernel no groups of heads."""
     grouped = q.shape[1] != k.shape[1]
     assert not grouped or enable_gqa, "heads in groups, and not said so"
     assert attn_mask is None or attn_mask.dtype in (torch.bool, q.dtype), "a mask of another type than the queries"
@@ -136,7 +133,7 @@ def attention(
 
 
 class FusedNorm(torch.autograd.Function):
-    """What torch's kernel of rms_norm keeps on a GPU; a CPU build would compose it."""
+    """Outputs that torch's kernel of rms_norm keeps on a GPU; a CPU build would compose it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ Measured = dict[str, float]
 
 
 class Measurement:
-    """Of the role `name` of a configuration, on `rank` of it.  For the rest of this process."""
+    """The role `name` of a configuration on `rank`, for the rest of this process."""
 
     def __init__(self, config: TrainConfig, name: str, rank: int, peers: Alone):
         self.config, self.name = config, name
@@ -181,8 +181,7 @@ class Measurement:
             cache.advance(seq_id, length)
 
     def _reads(self, slots: int) -> Iterator[tuple[list[int], list[int]]]:
-        """Cached and new tokens: new sequences of like length, a long one among short ones, many that go on; and where masks
-        are made in pieces, one that fills such a piece beside others that go on, and beside new ones."""
+        """Cached and new tokens: like and unlike lengths, many that go on, and one that fills a piece of a mask beside others."""
         budget, longest = self.config.runtime.micro_batch_tokens, max_context(self.config) - 1
         num = min(slots, max(1, budget // longest))
         yield [0] * num, [min(budget // num, longest)] * num
@@ -232,7 +231,7 @@ class Reader(ScoringWorker):
 
 
 def _allocated(chunks: Sequence[RoleModel], serving: RoleModel) -> None:
-    """As `Reallocation` begins, but without a plan of moves: other ranks would have a part in it."""
+    """Begins as `Reallocation` does, but without a plan of moves: other ranks would have a part in it."""
     ours, theirs = serving.groups, chunks[0].groups
     if len(chunks) == 1 and (ours.tp, ours.pp, ours.dp) == (theirs.tp, theirs.pp, theirs.dp):
         share_parameters(chunks[0], serving)

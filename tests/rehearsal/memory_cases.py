@@ -39,10 +39,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A role of a run on the rank of one pipeline stage (-1: the last).
-
-    Prompts are short, so that nearly all tokens of a micro-batch are response tokens, the maximum.
-    """
+    """A role of a run on the rank of one pipeline stage (-1: the last); prompts are short, so most tokens are response tokens."""
 
     model: str
     tp: int = 1

@@ -1,7 +1,5 @@
 """Measures layouts on request: a process with the stub and the libraries, which forks one per layout.
-
-Reads JSON lines (fields of a `Layout`) and answers each with bytes by kind, or an error.
-"""
+Reads JSON lines (fields of a `Layout`) and answers each with bytes by kind, or an error."""
 
 from __future__ import annotations
 

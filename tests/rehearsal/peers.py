@@ -1,9 +1,5 @@
-"""Calls of torch.distributed between ranks with fake tensors: each is reported to the others and compared.
-
-Ranks are processes and meet in a store.  Known values travel with a tensor.  All ranks of a group must make the same call, of the
-same type and size, or each gets an error that names the others' calls.  At the first message of two ranks over a group each waits
-for the other, as NCCL does to make their communicator; within the run's work that is a fault.
-"""
+"""Calls of torch.distributed between ranks with fake tensors: all ranks of a group must make the same one, or each gets an error.
+The first message of two ranks over a group makes each wait for the other, as NCCL does; within the run's work that is a fault."""
 
 from __future__ import annotations
 
@@ -122,7 +118,7 @@ class Peers:
         self.store.set(f"waits of {self.rank}", waits_for)
 
     def _stand(self) -> list[bytes] | None:
-        """What each rank waits for, if all do and none of it is there."""
+        """The wait of each rank, if all wait for what is not there."""
         waits = [f"waits of {rank}" for rank in range(self.size)]
         if not self.store.check(waits):
             return None

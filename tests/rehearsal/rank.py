@@ -117,7 +117,7 @@ def _name_phases(watch: Watch) -> None:
 
 
 def _name_messages(peers: Peers) -> None:
-    """What each message of a round is about, by which its two ends have to agree."""
+    """The subject of each message of a round, by which its two ends have to agree."""
     from oppo_megatron.engine.executor import Executor
     from oppo_megatron.engine.generation import DecodeWorker
     from oppo_megatron.engine.scoring import ScoringWorker

@@ -1,8 +1,5 @@
 """Rehearses cases on request: a process with the stub and the libraries, which forks the ranks of each case.
-
-Reads JSON lines and answers each with its ranks' reports: {"ranks", "kind", "changes", "defect"} is a run of the cases',
-{"config": FILE} another of `oppo train`, {"order": FILE} a part of `oppo bench gpu`.
-"""
+Reads JSON lines (a case, {"config": FILE} of `oppo train`, {"order": FILE} of `oppo bench gpu`); answers with ranks' reports."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Shapes of operations' results, computed once by torch's fake tensors (most of a millisecond each), then kept.
-
-A rank's results (`Shapes.found`) can be pickled for ranks that are forked later.
-"""
+A rank's results (`Shapes.found`) can be pickled for ranks that are forked later."""
 
 from __future__ import annotations
 
@@ -98,7 +96,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def _shaped(value: Any) -> Any:
-    """In the place of a tensor of the CPU a fake one, which forgets its numbers."""
+    """A fake tensor in the place of a tensor of the CPU; it forgets its numbers."""
     if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)

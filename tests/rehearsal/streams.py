@@ -1,8 +1,5 @@
-"""CUDA streams by vector clocks: which operations are surely done before another begins.
-
-A time is the number of operations started on a stream.  A stream's clock holds, for each stream, the time that its next operation
-comes after; the host's clock, of what it has waited for, is part of every operation that it starts.
-"""
+"""CUDA streams by vector clocks (a time: number of operations started on a stream): which are surely done before another begins.
+A clock holds, for each stream, the time that its next operation comes after; the host's is part of every operation it starts."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_scoring_waits_nowhere_and_an_update_twice_a_step(rehearsals: Rehearsals
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_defect_is_found(rehearsals: Rehearsals, name: str) -> None:
-    """Without it none of this is told: `test_nothing_is_wrong`, and no wait is in `defects.py`."""
+    """Without the defect `test_nothing_is_wrong` tells none of this, and no wait is in `defects.py`."""
     defect = DEFECTS[name]
     reports = rehearsals.of(defect.case, name)
     found = [str(report["error"]) for report in reports]

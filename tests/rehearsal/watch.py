@@ -1,14 +1,5 @@
-"""Runs operations of CUDA tensors on fake ones, which have a device, a type and a shape; notes what a GPU would make of them.
-
-    waits    where the host waits for the device: a value is read, or memory is copied that is not pinned, or not asynchronously
-    faults   what would be wrong, or unexpectedly slow, on a GPU: streams that do not wait for each other, kernels that there are
-             none of, collectives that do not fit (`peers.py`)
-
-Operations that mix devices raise an error, as on a GPU.
-
-Tensors on the CPU are real.  What has been copied from them to the device is known there as well, with all that is computed of it
-alone, so that the control flow is that of a real run; anything else that is read is answered with a number of its type.
-"""
+"""Runs operations of CUDA tensors on fake ones; notes waits of the host for the device, and faults that a GPU would have.
+CPU tensors are real; values on the device that come from them alone are known, others are read as a number of their type."""
 
 from __future__ import annotations
 
@@ -42,8 +33,7 @@ ROOTS = ("/oppo_megatron/", "/tests/rehearsal/defects")
 
 
 class Watch(TorchDispatchMode):
-    """Within it a CUDA device is there.  `phase` names what the run is at; waits are counted by phase, kind and function.
-    `kept` is what is known of shapes."""
+    """A CUDA device within the block; waits are counted by `phase`, kind and function; `kept` is what is known of shapes."""
 
     def __init__(self, kept: Kept) -> None:
         super().__init__()
@@ -193,10 +183,7 @@ class Watch(TorchDispatchMode):
         return fake
 
     def _note_copies(self, name: str, args: Any, kwargs: Any) -> Tensor | bool | None:
-        """Copies between host and device, and the waits that they are.
-
-        Of one that goes on beside the host: the host's tensor that it reads; False where it writes the operation's output.
-        """
+        """Note copies between host and device, and waits; returns the host tensor that a copy reads meanwhile, or False."""
         if name in ("index", "index_put", "index_put_") and args[0].device.type == "cuda":
             for each in args[1]:
                 if isinstance(each, Tensor) and each.device.type == "cpu" and each.dim():
@@ -307,8 +294,7 @@ def _indexes_by_mask(name: str, args: Any) -> bool:
 
 
 def here() -> tuple[str, str]:
-    """The innermost function of the product, as `room/file.py function`, and the file with its line; megatron-core's where
-    that has called it last."""
+    """The product's innermost function, as `room/file.py function`, and file with line; or megatron-core's."""
     frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename

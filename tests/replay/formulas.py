@@ -1,7 +1,5 @@
-"""The arithmetic of every recipe, row by row and token by token, from the papers' formulas.
-
-Shares nothing with the product.  Legend: B rows of a batch; lists have one tensor per row, [tokens of the row].
-"""
+"""The arithmetic of every recipe, row by row and token by token, from the papers' formulas; shares nothing with the product.
+Legend: B rows of a batch; lists have one tensor per row, [tokens of the row]."""
 
 from __future__ import annotations
 
@@ -21,10 +19,8 @@ WHITEN_EPS = 1e-8
 class Batch:
     """The inputs of a step.
 
-    `groups`: prompt of each row; `cut`: cut at the limit.  `old`: log-probs at the draw; `values`: the critic's at the step's
-    start. `greedy`: by prompt, score and cut of the greedy response, which is not a row.  `token_rewards`: per token, unless only
-    the last one is rewarded.
-    """
+    `groups`: prompt of each row; `cut`: cut at the limit; `old`: log-probs at the draw; `values`: the critic's at the start;
+    `greedy`: by prompt, score and cut of the greedy response; `token_rewards`: None if only the last one is rewarded."""
 
     scores_B: Tensor
     groups: Sequence[int]
@@ -46,10 +42,7 @@ def kl_of(new: Tensor, reference: Tensor, estimator: str) -> Tensor:
 
 
 def scores_for_training(batch: Batch, recipe: Recipe, seen: Tensor) -> tuple[Tensor, dict[int, float], Tensor]:
-    """Scores clipped, normalised and corrected for cut responses; greedy ones by prompt; and those `seen` next.
-
-    Greedy scores are normalised by the moments of the others.
-    """
+    """Scores clipped, normalised (greedy ones by the others' moments) and corrected for cuts; those `seen` next."""
     clipped_B = clipped(batch.scores_B, recipe)
     seen = torch.cat([seen, clipped_B.double()])
     over = seen if recipe.reward_normalization == "running" else clipped_B.double()
@@ -196,7 +189,7 @@ def row_ratio(new: Tensor, old: Tensor, recipe: Recipe) -> Tensor:
 
 
 def row_losses(new: Tensor, old: Tensor, advantages: Tensor, recipe: Recipe) -> Tensor:
-    """What each token of one row loses.  A sequence's product stands for the row as a whole: its tokens share it."""
+    """The loss of each token of one row; a sequence's product stands for the row as a whole: its tokens share it."""
     ratio = row_ratio(new, old, recipe)
     if recipe.objective == "plain":
         losses = -advantages * new

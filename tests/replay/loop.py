@@ -1,9 +1,5 @@
 """Recomputes a run from its records, with transformers and plain torch and no function of the product.
-
-Reads `config.yaml`, `rollouts.jsonl` (each step's batch in order: prompt, tokens, log-probs at the draw, versions, rewards, ends)
-and the initial models.  Computes log-probs and values, KL, advantages, minibatches, losses, gradients, learning rates, the KL
-coefficient and weights.
-"""
+Reads `config.yaml`, `rollouts.jsonl` and the initial models; computes everything from log-probs to weights."""
 
 from __future__ import annotations
 
@@ -29,11 +25,10 @@ Row = Mapping[str, Any]
 
 @dataclass
 class Replayed:
-    """Final weights by name, and per step the actor's last learning rate and the KL coefficient.
+    """Final weights by name, and figures of each step.
 
-    `gaps`: per step, the largest difference of a recorded log-prob from its version's weights.  `sizes`: Kish's effective sample
-    size as a share of the stale tokens.
-    """
+    `gaps`: largest difference of a recorded log-prob from its version's weights.
+    `sizes`: Kish's effective sample size as a share of the stale tokens."""
 
     actor: dict[str, Tensor] = field(default_factory=dict)
     critic: dict[str, Tensor] = field(default_factory=dict)
@@ -55,7 +50,7 @@ class Trained:
         )  # fmt: skip
 
     def rate(self) -> float:
-        """Of the coming update: a linear ramp to `lr`, then the decay to `min_lr` at the end."""
+        """The coming update's rate: a linear ramp to `lr`, then the decay to `min_lr` at the end."""
         settings, warmup = self.settings, self.settings["warmup_steps"]
         if warmup and self.done <= warmup:
             begin = settings["lr"] / warmup
@@ -228,10 +223,7 @@ class Replay:
 
     @torch.no_grad()
     def _furthest(self, rows: Sequence[Row]) -> float:
-        """The largest difference of recorded log-probs from a forward pass of their version's weights.
-
-        Includes the distance of a greedy token from the likeliest one.
-        """
+        """The largest difference of log-probs from their version's weights, or of a greedy token from the likeliest one."""
         gap, now = 0.0, self.kept[-1]
         for version, weights in enumerate(self.kept):
             touched = [row for row in rows if version in row["versions"]]

@@ -1,8 +1,5 @@
-"""Runs with carried rollouts against an independent implementation: final weights, to 1e-5.
-
-The replay (`loop.py`, `formulas.py`) recomputes every update from what a run recorded.  A new preset is a row of `recipe.PRESETS`
-and a case here.
-"""
+"""Runs with carried rollouts against an independent implementation (`loop.py`, `formulas.py`): final weights, to 1e-5.
+A new preset is a row of `recipe.PRESETS` and a case here."""
 
 from __future__ import annotations
 
@@ -117,7 +114,7 @@ def assert_carried(outcome: Outcome) -> None:
 
 @pytest.mark.parametrize("name", [each if each in IN_MAKE_TEST else pytest.param(each, marks=pytest.mark.long) for each in CASES])
 def test_a_run_is_what_its_records_come_to(workspace: Workspace, name: str) -> None:
-    """And each token's log-prob is that of the weights of its version, by a forward pass without a cache."""
+    """A token's log-prob is that of its version's weights, by a forward pass without a cache."""
     case = CASES[name]
     config = carrying(workspace, "".join(c for c in name if c.isalnum()), case.changes)
     run_ppo_ranks(config)
@@ -135,7 +132,7 @@ def test_a_run_is_what_its_records_come_to(workspace: Workspace, name: str) -> N
 
 @pytest.mark.long
 def test_over_a_cache_that_is_kept_log_probs_are_of_no_version_and_weights_are_the_replays(workspace: Workspace) -> None:
-    """What is recorded is what was drawn from, so the update is the same arithmetic."""
+    """Recorded log-probs are those that were drawn from, so the update is the same arithmetic."""
     config = carrying(workspace, "kept", {"overlap.actor_kv": "keep"})
     run_ppo_ranks(config)
     outcome, replayed = assert_replays(config, versions=True)

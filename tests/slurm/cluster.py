@@ -1,10 +1,5 @@
-"""A Slurm cluster of two nodes on this machine, for as long as a block or a command lasts.
-
-    python -m tests.slurm.cluster sbatch --wait job.sbatch     the command sees the cluster through SLURM_CONF
-
-munged, slurmctld and two slurmd run under this user with all their files in one folder.  Needs a slurmd that was built with
---enable-multiple-slurmd, as Debian's is (package slurm-wlm), and no systemd, database or cgroups.
-"""
+"""A Slurm cluster of two nodes on this machine: `python -m tests.slurm.cluster COMMAND` runs a command with its SLURM_CONF.
+Needs a slurmd built with --enable-multiple-slurmd, as Debian's is (package slurm-wlm), and no systemd, database or cgroups."""
 
 from __future__ import annotations
 
@@ -72,7 +67,7 @@ class Cluster:
     environment: dict[str, str]
 
     def call(self, *command: str | Path, **options: object) -> str:
-        """What one of Slurm's commands prints; raises CalledProcessError where it fails."""
+        """Output of one of Slurm's commands; raises CalledProcessError where it fails."""
         return subprocess.run(
             [str(part) for part in command], env=self.environment, check=True, text=True, stdout=subprocess.PIPE,
             timeout=60, **options,

@@ -90,7 +90,7 @@ class Job:
             time.sleep(0.05)
 
     def tell_to_stop(self) -> None:
-        """What --signal=B:USR1@600 does 600 seconds before the time limit."""
+        """Sends the signal that --signal=B:USR1@600 sends 600 seconds before the time limit."""
         self.cluster.call("scancel", "--batch", "--signal=USR1", self.number)
 
     def wait_until_finished(self) -> None:
@@ -105,7 +105,7 @@ class Job:
         return int(json.loads((self.run_dir / "hosts.json").read_text())["ranks"][rank]["pid"])
 
     def wait_for_a_restart(self) -> None:
-        """Until the job, which was told to stop, runs again and has come a step further."""
+        """Wait until the job, which was told to stop, runs again and has come a step further."""
         before, until = self.pid(0), time.monotonic() + 60
         while self.pid(0) == before:
             assert time.monotonic() < until, f"{self.cluster.job(self.number)}\n{self.log()}"

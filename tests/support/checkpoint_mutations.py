@@ -35,7 +35,7 @@ class Evil:
 
 
 def canary(folder: Path) -> Path:
-    """What is there if a pickle of the checkpoint at `folder` was run."""
+    """A file that is there if a pickle of the checkpoint at `folder` was run."""
     return folder.parents[1] / CANARY
 
 

@@ -1,4 +1,4 @@
-"""What NCCL does with the first use of a communicator: whoever comes waits until all members have come."""
+"""NCCL's first use of a communicator: whoever comes waits until all members have come."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 def turns(lists: Mapping[int, Sequence[T]], members: Callable[[T], Collection[int]]) -> int | None:
-    """In how many turns each rank gets through its list; None where some never do.  In a turn it uses one of them at most."""
+    """Turns in which each rank gets through its list, one use at most in each; None where some never do."""
     at, number = dict.fromkeys(lists, 0), 0
     while any(at[rank] < len(own) for rank, own in lists.items()):
         here = Counter(own[at[rank]] for rank, own in lists.items() if at[rank] < len(own))

@@ -17,11 +17,7 @@ Layout = tuple[int, int, int]
 
 
 def deep(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
-    """The plain configuration, with a SEED whose draws avoid ties in rounding.
-
-    A draw near the border between two tokens may go either way; this one's draws are at least 2e-3 of probability away from
-    borders.
-    """
+    """The plain configuration, with a SEED whose draws are at least 2e-3 of probability away from a border between two tokens."""
     roles: dict[str, Any] = {
         "actor": {"init": DEEP, "optimizer": STEADY_ADAM},
         "critic": {"init": DEEP, "optimizer": STEADY_ADAM},

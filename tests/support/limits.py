@@ -13,7 +13,7 @@ MIB = 2**20
 
 @contextmanager
 def room_for(mebibytes: int) -> Iterator[None]:
-    """In the block, address space for so much beyond what the process has now."""
+    """Give the block address space for so much beyond what the process has now."""
     gc.collect()
     before, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -54,7 +54,7 @@ class Ordered(Player):
         ]
 
     def _live(self, schedule: Schedule, lanes: Lanes) -> Schedule:
-        """Without void micro-steps and their messages, which all ranks of a replica skip."""
+        """Leaves out void micro-steps and their messages, which all ranks of a replica skip."""
         ended = [[int(lane[-1]) for lane in replica] for replica in lanes]
         placement, actions = self.planner.site.placements["actor"], dict(schedule.actions)
         for rank in placement.ranks:
@@ -98,7 +98,7 @@ def _scored_s(timeline: Timeline, rank: int) -> float:
 
 
 def _waited_s(timeline: Timeline, rank: int) -> float:
-    """What a rank without the actor waits for the chunk, which is the last thing in its list that can make it wait."""
+    """Wait of a rank without the actor for the chunk, the last thing in its list that can make it wait."""
     own = timeline.spans[rank]
     return sum(s.end_s - s.start_s for s in own if s.action.payload is Payload.CHUNK and s.action.op is Op.RECV)
 

@@ -13,10 +13,7 @@ RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port() -> int:
-    """A free loopback port that the kernel will not assign to others.
-
-    A port bound as 0 and closed is assigned again, for instance to gloo groups of other tests.
-    """
+    """A free loopback port; one bound as 0 and closed is assigned again, for instance to gloo groups of other tests."""
     highest = int(RANGE.read_text().split()[0]) if RANGE.exists() else 32_768
     chance = random.SystemRandom()  # other processes of the tests choose, too
     while True:

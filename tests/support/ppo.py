@@ -77,10 +77,7 @@ class Workspace:
 
 @dataclass
 class Outcome:
-    """A finished run: rollouts in the order of training, metrics, final weights by role (of a critic: none where none is).
-
-    `greedy`: rollouts that were a baseline, and not trained.
-    """
+    """A finished run: trained rollouts in order, metrics, final weights by role; `greedy`: rollouts that were a baseline only."""
 
     rollouts: list[dict[str, Any]]
     metrics: list[dict[str, Any]]

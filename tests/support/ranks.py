@@ -1,7 +1,5 @@
 """Real gloo ranks for tests: processes that stay alive between tests, forked from one that has imported torch and the rest.
-
-results = run_ranks(4, "tests.gloo.jobs:check", tp=2, pp=2)     # one result a rank; a rank's error is raised here
-"""
+results = run_ranks(4, "tests.gloo.jobs:check", tp=2, pp=2) gives one result a rank, or raises a rank's error."""
 
 from __future__ import annotations
 
@@ -89,11 +87,7 @@ class RankPool:
         self.jobs = 0
 
     def _grow(self, world: int) -> Path:
-        """Start missing ranks; return their folder, which exists as long as they do.
-
-        A rank answers before it releases its store, and if the folder is removed then, torch waits for the store's file until
-        time-out.
-        """
+        """Start missing ranks; return their folder, kept as long: torch waits for a removed store's file until time-out."""
         self.folder = self.folder or tempfile.TemporaryDirectory()
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
@@ -110,7 +104,6 @@ class RankPool:
         return str(Path(self.folder.name) / f"stacks-{rank}")
 
     def run(self, world: int, entry: str, timeout_s: float, kwargs: dict[str, Any], deaths: bool = False) -> list[Any]:
-        """One result a rank; with `deaths` None for those that died, and then the processes are replaced."""
         self.jobs += 1
         store = str(self._grow(world) / f"store-{self.jobs}")
         for rank, (_, pipe) in enumerate(self.workers[:world]):
@@ -170,5 +163,5 @@ def run_ranks(world: int, entry: str, timeout_s: float = 240.0, **kwargs: Any) -
 
 
 def run_mortal_ranks(world: int, entry: str, timeout_s: float = 120.0, **kwargs: Any) -> list[Any | None]:
-    """As `run_ranks`, where ranks may die on purpose: their result is None."""
+    """Run as `run_ranks`, where ranks may die on purpose: their result is None."""
     return POOL.run(world, entry, timeout_s, kwargs, deaths=True)

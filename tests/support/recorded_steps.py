@@ -1,8 +1,5 @@
 """CUDA graphs on the CPU: a step's operations are recorded, and repeated in the same memory.
-
-Misses what a graph would miss: values read or computed by Python, and tensors made anew.  Refuses operations for which the host
-waits for the device, or copies to it.
-"""
+Misses what a graph would miss, and refuses operations for which the host waits for the device, or copies to it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""Runs a schedule's lists on values that identify their sources, to judge the checker.
-
-It knows no rule about schedules.  A message is the next on its link; an action computes on what its rank holds; every value is a
-hash of its inputs.  A schedule is harmful if a rank hangs or lacks input, tensor ranks meet at different actions, a message is
-left over, or a value differs from `reference`, which uses no ranks or messages.
-"""
+"""Runs a schedule's lists on values (hashes of their inputs), to judge the checker; it knows no rule about schedules.
+A schedule is harmful if a rank hangs or lacks input, a message is left over, or a value differs from `reference`."""
 
 from __future__ import annotations
 
@@ -23,11 +19,7 @@ class Harm(Exception):
 
 @dataclass
 class State:
-    """What a rank has at the end; all of it must be as in the reference.
-
-    `caches[role][sequence]`, `scores[role, micro-batch]`, `books[sequence]` drawn tokens, `chunk` what the rank knows
-    of all replicas' tokens (None where nobody tells it).
-    """
+    """The final state of a rank: caches, scores, `books[sequence]` of drawn tokens, and the `chunk` (None: nobody tells it)."""
 
     caches: dict[str, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
     scores: dict[tuple[str, int], list[int]] = field(default_factory=dict)

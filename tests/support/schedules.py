@@ -1,8 +1,5 @@
 """Rounds and sites for schedules, and a builder of sound schedules that shares nothing with the generators.
-
-It puts everything in a round into one global order in which each thing follows its dependencies (randomly, if requested).  The
-lists are that order's projections on the ranks, so they are sound.
-"""
+It orders a round globally, each thing after its dependencies; the lists are that order's projections on the ranks."""
 
 from __future__ import annotations
 

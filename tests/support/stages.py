@@ -1,4 +1,4 @@
-"""From one pipeline stage to the next: what the product's schedules do by messages of their own, here by plain calls."""
+"""Plain calls from one pipeline stage to the next, for what the product's schedules do by messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from oppo_megatron.mcore.model import RoleModel
 
 
 def stage_inputs(model: RoleModel, tokens_T: Tensor) -> Tensor:
-    """What this stage reads: the tokens on the first one, on the others the hidden states of the one before, [T, 1, H]."""
+    """Inputs of this stage: the tokens on the first one, on others the hidden states of the one before, [T, 1, H]."""
     groups = model.groups
     if groups.pp_rank == 0:
         return tokens_T

@@ -47,10 +47,7 @@ class CharacterTokenizer:
 def save_byte_level(
     directory: Path, texts: Sequence[str], vocab_size: int = 320, *, over_words: bool = False, **settings: Any
 ) -> Path:
-    """A byte-level BPE tokenizer trained on `texts`, as a Hugging Face directory; its EOS is `<|end|>`.
-
-    `over_words`: a token may hold the end of a word, a line break and the beginning of the next word.
-    """
+    """Train a byte-level BPE with EOS `<|end|>`; `over_words`: a token may span words and a line break."""
     from tokenizers import Tokenizer as FastTokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
     from tokenizers.models import BPE

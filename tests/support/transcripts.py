@@ -1,8 +1,5 @@
-"""Pages of docs/ that show a session at a terminal, followed to the letter: every command, and every line of output below it.
-
-In a ```console block a line that begins with `$ ` is a command (with `<<'END'` up to the line END), what follows is its output;
-`...` stands for any lines, and `^C` for Ctrl-C, pressed once the line above it has come.
-"""
+"""Pages of docs/ that show a terminal session (```console: `$ ` begins a command), followed to the letter.
+`...` stands for any lines, and `^C` for Ctrl-C, pressed once the line above it has come."""
 
 from __future__ import annotations
 
@@ -44,10 +41,7 @@ def user_environment() -> dict[str, str]:
 def follow(
     command: str, shown: list[str], folder: Path, environment: Mapping[str, str], said: Callable[[str], str] = masked
 ) -> None:
-    """Give the command in `folder`.
-
-    Raises AssertionError where it fails, or does not print the lines that are shown, in their order, `said` the same.
-    """
+    """Give the command in `folder`; AssertionError where it fails or does not print the shown lines in order, `said` the same."""
     process = subprocess.Popen(
         ["bash", "-c", command],
         cwd=folder,

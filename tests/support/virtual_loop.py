@@ -11,7 +11,7 @@ ResultT = TypeVar("ResultT")
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """For coroutines that wait for each other and for timers alone, which then run in the same order on every machine."""
+    """A loop for coroutines that wait for each other and for timers alone: the same order on every machine."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

@@ -1,7 +1,5 @@
 """The small schedules that `golden/*.txt` hold: PP 1, 2 and 4 with one and two replicas, colocated and disaggregated.
-
-After an intended change: `python -m tests.unit.golden_schedules`.
-"""
+Rewrite them after an intended change: `python -m tests.unit.golden_schedules`."""
 
 from __future__ import annotations
 

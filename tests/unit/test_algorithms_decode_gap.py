@@ -1,7 +1,5 @@
 """The gap between decoding and training: rounding of whatever size passes, a defect on few tokens does not.
-
-Legend: R tokens, V vocabulary.
-"""
+Legend: R tokens, V vocabulary."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ def exact_logits(num_tokens: int, offset: float, seed: int = 0) -> torch.Tensor:
 
 
 def computed(logits_RV: torch.Tensor, seed: int) -> torch.Tensor:
-    """As a model in bfloat16 gives them: hidden states rounded another way in each path, then each logit."""
+    """Logits as a model in bfloat16 gives them: hidden states rounded another way in each path, then each logit."""
     generator = torch.Generator().manual_seed(seed)
     noise_RV = 0.01 * torch.randn(logits_RV.shape, generator=generator, dtype=torch.float64)
     return (logits_RV + noise_RV).to(torch.bfloat16).double()

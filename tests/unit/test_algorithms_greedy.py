@@ -112,8 +112,7 @@ def greedy_response(table: dict[tuple[int, ...], Tensor]) -> tuple[int, ...]:
 
 
 def test_the_expected_gradient_is_that_without_a_baseline() -> None:
-    """Over all responses, weighed by their probabilities: the greedy response depends on the weights alone, not on what was
-    drawn.  A baseline that depends on it, the response's own score, leaves another gradient."""
+    """A greedy response's baseline leaves the mean gradient over all responses alone; a response's own score does not."""
     prefixes = [tokens for length in range(LONGEST) for tokens in itertools.product(range(1, SYMBOLS), repeat=length)]
     draw = torch.Generator().manual_seed(3)
     table = {each: torch.randn(SYMBOLS, generator=draw, dtype=DOUBLE, requires_grad=True) for each in prefixes}

@@ -50,8 +50,7 @@ def test_equal_groups_are_counted_by_the_scores_that_were_given() -> None:
 
 
 def trl_loss(losses: list[Tensor], counted: Sequence[bool], reduction: Reduction, size: int) -> float:
-    """`GRPOTrainer._compute_loss` (TRL 1.12.0) over padded rows of one batch, `mask` being that of
-    `mask_truncated_completions`; a group's mean as in arXiv 2503.14476 eq. 8, which TRL does not have."""
+    """`GRPOTrainer._compute_loss` (TRL 1.12.0) over padded rows of one batch; a group's mean as in arXiv 2503.14476 eq. 8."""
     longest = max(map(len, losses))
     per_token_loss, mask = torch.zeros(2, len(losses), longest, dtype=torch.float64)
     for i, row in enumerate(losses):

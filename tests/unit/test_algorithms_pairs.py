@@ -1,8 +1,5 @@
 """Online DPO against a plain loop over groups: who is paired, the loss and its gradient, micro-batches, and what is reported.
-
-The loop is the formula of arXiv 2402.04792 and of TRL's `OnlineDPOTrainer` (1.12.0): log-probs of whole responses under policy
-and reference, their difference between the better and the worse response, and a loss of that; but a tie is no pair.
-"""
+The loop is the formula of arXiv 2402.04792 and of TRL's `OnlineDPOTrainer` (1.12.0); but a tie is no pair."""
 
 from __future__ import annotations
 
@@ -155,7 +152,7 @@ def test_of_each_group_two_rows_are_read_and_ties_are_counted(seed: int, size: i
 
 
 def test_two_responses_are_read_before_it_is_known_which_is_better() -> None:
-    """So that the forward pass of the first micro-batch need not wait for the scores."""
+    """The first micro-batch's forward pass need not wait for the scores."""
     two, three = algorithm(2), algorithm(3)
     assert two.reads_known and two.units([4, 5, 0, 1]) == [[4, 5], [0, 1]]
     assert not three.reads_known

@@ -132,7 +132,7 @@ def test_ranks_have_the_environment_and_the_files_of_who_starts_them_now(
 
 
 def test_a_signal_to_the_whole_process_group_leaves_the_ranks_their_exit_codes(folder: Path) -> None:
-    """As Slurm or `kill -- -PGID` sends it; the process between would else die of it, and with it what ranks ended with."""
+    """Slurm or `kill -- -PGID` sends it; the process between would else die of it, and with it the ranks' exit codes."""
     parent = started(folder, "stops", "cpu")
     assert parent.stdout is not None
     assert [parent.stdout.readline() for _ in range(2)] == ["ready\n"] * 2

@@ -117,8 +117,7 @@ def test_ranks_meet_and_rank_0_knows_where_each_is(port: int) -> None:
 
 
 def test_one_rank_alone_looks_who_is_missing(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That takes an operation of the store for each rank; if all that wait did so, the store would answer long after the
-    deadline."""
+    """Looking takes an operation of the store per rank; if all that wait did so, it would answer long after the deadline."""
     point = MeetingPoint.from_environment({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}, 1, 200)
     seen = dist.PrefixStore(point.name, loopback_store(port, timedelta(seconds=10)))
     seen.add("settled", 1)  # another rank looks already

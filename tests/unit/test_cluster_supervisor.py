@@ -1,4 +1,4 @@
-"""What the process that has started the ranks learns of their ends, without taking them from torch's agent."""
+"""The starter of the ranks learns of their ends, without taking them from torch's agent."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_ranks_that_cannot_give_up_their_save_are_killed_8_s_later(
 def test_where_no_rank_can_report_the_notes_are_read_and_the_ranks_ended(
     ranks: list[tuple[BaseProcess, Connection]], tmp_path: Path, point: MeetingPoint, hurried: Callable[[], float]
 ) -> None:
-    """As both are stopped, no watchdog says that the run stands still."""
+    """Both are stopped, so no watchdog says that the run stands still."""
     board = board_at(point)
     for note in Note(0, 7, 5, "step 3, wait_scores actor", True, 0.0), Note(1, 9, 4, "step 3, prefill critic", False, 0.0):
         assert board.exchange(note, 20.0)

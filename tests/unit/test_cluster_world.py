@@ -112,7 +112,7 @@ def ranks_of_two(local_rank: int) -> dict[str, str]:
 def test_a_rank_takes_its_device_before_nccl_does(
     visible: int, local_rank: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its number on the host, or the one that its launcher shows it; messages have the run's deadline on either back end."""
+    """Takes its number on the host, or the one that its launcher shows; messages have the run's deadline on either back end."""
     fake = FakeDevices(monkeypatch, visible, [])
     with open_world(RuntimeConfig(device="auto", timeout_s=77), ranks_of_two(local_rank)) as world:
         assert str(world.device) == device and world.rank == 4 + local_rank
@@ -150,7 +150,7 @@ def test_the_environment_says_how_many_threads_a_rank_has(
 
 
 def test_ranks_that_would_share_a_device_are_refused_before_nccl_connects_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However each counts it; on another host the same number, and the same name, is another device."""
+    """The same number, and the same name, is another device on another host."""
     mine = RankHost(4, socket.gethostname(), None, "cuda:0", 1, 1, "GPU-0")
     others = [replace(mine, rank=0), replace(mine, rank=1, gpu="GPU-1"), replace(mine, rank=2, host="elsewhere")]
     fake = FakeDevices(monkeypatch, 1, others)

@@ -73,7 +73,7 @@ def test_tokens_are_there_whenever_they_are_read(seed: int, backfill: bool) -> N
 
 
 def test_what_is_recorded_is_joined_when_it_is_read() -> None:
-    """In the order of recording, behind what there was; and a rollout that was read equals one that was not."""
+    """Keeps the order of recording; a rollout that was read equals one that was not."""
     rollouts = [Rollout(Prompt(0, 0, "", (1, 2)), 0, [5], [0.5], [0.25], [3]) for _ in range(2)]
     for own in rollouts:
         own.extend(ChunkRow(0, 1, [6, 7], [1.0, 2.0], [1.5, 2.5], 4))

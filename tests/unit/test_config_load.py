@@ -325,7 +325,7 @@ def test_no_words_of_pydantic_reach_the_user() -> None:
 
 
 def test_a_section_with_an_unknown_key_where_a_word_may_stand(tmp_path: Path) -> None:
-    """Of a union, pydantic names the member that failed in the place of a key."""
+    """pydantic names a union's failed member in the place of a key."""
     path = tmp_path / "cluster.yaml"
     path.write_text("nodes: 1\ngpus_per_node: 8\ngpu: {tflops: 1, gb_per_s: 1, memory_gb: 1, memory: 3}\n")
     with pytest.raises(ConfigError, match="`gpu.memory` is not a setting; did you mean `gpu.memory_gb`"):

@@ -47,7 +47,7 @@ def test_every_number_has_a_unit(section: type[Section]) -> None:
 
 @pytest.mark.parametrize("section", ALL_SECTIONS, ids=lambda section: section.__name__)
 def test_every_choice_and_bound_is_among_the_values(section: type[Section]) -> None:
-    """By pydantic's own JSON schema, which is made from the same fields in another way."""
+    """Compares with pydantic's own JSON schema, made from the same fields in another way."""
     schema = section.model_json_schema(ref_template="{model}")["properties"]
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     for setting in settings_in(section):

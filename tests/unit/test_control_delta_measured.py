@@ -155,7 +155,7 @@ def test_delta_comes_to_rest_on_any_plant(rule: Rule, plant: Plant) -> None:
 
 
 def verdict(rule: Rule, signals: StepSignals) -> int:
-    """Where delta should go that has these signals for ever."""
+    """The delta that these signals call for, for ever."""
     if signals.ess < rule.bounds.ess_floor or signals.length_gap > rule.bounds.length_gap_cap:
         return -1
     if signals.tail_waste < rule.bounds.target_waste - rule.bounds.dead_band:
@@ -165,7 +165,7 @@ def verdict(rule: Rule, signals: StepSignals) -> int:
 
 @given(rule=rules(), plant=monotone_plants())
 def test_on_a_monotone_plant_delta_rests_where_it_should(rule: Rule, plant: Plant) -> None:
-    """In the dead band, else at the last delta below which all grow, else at an end of the range."""
+    """Rests in the dead band, else at the last delta below which all grow, else at an end of the range."""
     rest = settle(rule, plant)
     here = verdict(rule, plant[rest])
     if here == 1:

@@ -51,7 +51,7 @@ def test_the_coefficient_stays_positive_and_moves_the_right_way(kls: list[float]
 
 
 def test_a_proportional_plant_settles_at_the_target() -> None:
-    """Where KL falls as the coefficient rises (KL = 1 / beta), the controller finds beta = 1 / target."""
+    """The controller finds beta = 1 / target where KL falls as the coefficient rises (KL = 1 / beta)."""
     controller = adaptive(coefficient=3.0, target=4.0)
     for _ in range(2000):
         controller.observe(1 / controller.value)
@@ -110,7 +110,7 @@ def test_length_gap_is_a_share_of_the_submitted_length() -> None:
 
 
 def test_the_gap_within_groups_is_to_the_longest_of_each() -> None:
-    """Of two groups: (10 + 30) / 2 of 30, and all as long as the longest; without groups there is nothing to wait for."""
+    """Two groups: (10 + 30) / 2 of 30, and all as long as the longest; without groups there is nothing to wait for."""
     batch = [rollout(10), rollout(30), rollout(8), rollout(8)]
     lengths = columns_of(batch).response_tokens
     assert [group_length_gap(lengths, size) for size in (2, 4)] == pytest.approx([(1 / 3 + 0) / 2, 1 - 14 / 30])

@@ -1,8 +1,5 @@
-"""What is right on a CPU only is not done on a CUDA device: tensors of which nothing is computed show which way is taken.
-
-They are fake ones of a CUDA device; where torch's build for the CPU cannot index these, tensors of the device "meta", for the
-question is whether the device is a CPU.
-"""
+"""CPU-only ways are not taken on a CUDA device: fake tensors, of which nothing is computed, show which way is taken.
+Device "meta" stands for CUDA where torch's build for the CPU cannot index its tensors."""
 
 from __future__ import annotations
 

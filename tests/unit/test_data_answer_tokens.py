@@ -21,7 +21,7 @@ TEXTS = ["Question: two plus two? Answer: four", "[INST] hello there [/INST] Hel
 
 
 def sentencepiece(folder: Path, kind: str) -> Path:
-    """With a space put before each text, as Llama 2's model has it."""
+    """A model that puts a space before each text, as Llama 2's does."""
     import sentencepiece
 
     model = io.BytesIO()

@@ -101,7 +101,7 @@ def test_inline_commands_and_their_options_exist() -> None:
 
 
 def test_links_lead_to_files() -> None:
-    """As a checkout shows them; anchors and the site's own links are mkdocs' to check (`make docs`)."""
+    """Checks a checkout's links; anchors and the site's own are mkdocs' to check (`make docs`)."""
     wrong = []
     for page in PAGES:
         text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)

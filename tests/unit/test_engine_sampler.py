@@ -216,7 +216,7 @@ def test_numbers_made_on_the_device_are_those_of_the_host(seed: int, pairs: list
 
 
 def test_a_row_that_is_no_distribution_leaves_the_others_alone() -> None:
-    """On the device nobody looks before the tokens are read: the draw itself has to go through."""
+    """The draw itself has to go through: on the device nobody looks before the tokens are read."""
     for sampling in (Sampling(), Sampling(top_k=4), Sampling(top_p=0.7), Sampling(0.0)):
         logits_RV = torch.randn(5, 300, generator=torch.Generator().manual_seed(2))
         u_R = torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9])

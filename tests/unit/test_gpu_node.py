@@ -65,7 +65,7 @@ def test_every_command_that_it_calls_is_one() -> None:
 
 
 def test_the_pack_holds_what_is_asked_for_and_what_these_ask_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the wheels' own requirements, markers read for the image; only wheels whose versions an image lacks."""
+    """Reads the wheels' own requirements, markers for the image; only wheels whose versions an image lacks."""
     asks = {
         "megatron-core": ["torch", "numpy<3", "extra-only; extra == 'dev'"],
         "pydantic": ["pydantic-core==2.5", "old; python_version < '3.11'"],

@@ -135,7 +135,7 @@ def test_unusual_but_right(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dp", [4, 2])
 def test_a_layout_suggested_for_the_cache_holds_the_larger_micro_batch_of_fewer_replicas(dp: int) -> None:
-    """With 4 replicas a micro-batch has 2 of 8 sequences, with 2 it has 4."""
+    """A micro-batch has 2 of 8 sequences with 4 replicas, and 4 with 2."""
 
     def problems(layout: dict[str, int]) -> list[str]:
         cache = {"overlap.inter": False, "runtime.kv_cache_mb": 0.4, "overlap.weave": ["auto", 512]}

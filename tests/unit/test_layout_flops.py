@@ -39,13 +39,13 @@ def groups() -> Iterator[RoleGroups]:
 
 
 def load(shape: dict[str, Any], groups: RoleGroups, head: Head) -> RoleModel:
-    """Through megatron's modules: torch's counter does not know the products of weights laid out for the CPU."""
+    """Call megatron's modules: torch's counter does not know the products of weights laid out for the CPU."""
     role = ModelConfig(init=shape)
     return load_role(role, groups, head=head, max_length=64, device=torch.device("cpu"), path="module")
 
 
 def counted(call: Any) -> int:
-    """What torch counts.  Its counter knows attention only as plain products, which compute masked pairs too."""
+    """Count by torch's counter, which knows attention only as plain products and computes masked pairs too."""
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         call()
     return int(counter.get_total_flops())

@@ -1,8 +1,5 @@
 """Malformed configurations, rows, chunk messages and checkpoints: a clear error of our own, or a result that is right.
-
-Over a thousand inputs: a mutation fuzzer with fixed seeds, and hypothesis.  Whatever is accepted is held against another
-reader: PyYAML, the standard library's JSON read line by line, what was sent, the safetensors library.
-"""
+Whatever is accepted is held against another reader: PyYAML, the standard library's JSON, what was sent, safetensors."""
 
 from __future__ import annotations
 
@@ -85,7 +82,7 @@ HF = {
 
 
 def outcome(action: Callable[[], Any], *errors: type[Exception]) -> Any:
-    """What `action` gives, or the error among `errors` that it raises; another error, or none in time, is a failure."""
+    """The result of `action`, or its error among `errors`; another error, or none in time, is a failure."""
     with time_limit(SECONDS):
         try:
             return action()

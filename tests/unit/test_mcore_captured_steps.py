@@ -90,8 +90,7 @@ def decode(model: RoleModel, rounds: RoundRunner) -> list[list[int]]:
 def test_replayed_steps_draw_what_computed_steps_draw(
     world: None, path: DecodePath, changes: dict[str, Any], layout: KVLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bfloat16 and with torch's norm, as on a GPU: there the fused layers hold no copies of weights that an update would
-    leave behind."""
+    """bfloat16 and torch's norm, as on a GPU: fused layers then hold no copies of weights that an update would leave behind."""
     monkeypatch.setattr(fused, "fixed_norm", torch_norm)
     model = new_model(path, "bfloat16", **changes)
     for sampling in SAMPLINGS:
@@ -148,7 +147,7 @@ def test_a_key_is_captured_once_and_again_where_weights_have_moved() -> None:
 
 
 class Refusing(Counted):
-    """As torch tells it: the operation at fault, and then the end of the capture."""
+    """Raises as torch does: the operation at fault, and then the end of the capture."""
 
     def _capture(self, step: Any) -> Any:
         self.captures += 1

@@ -52,7 +52,7 @@ def new_paged(num_slots: int, budget_bytes: int | None = None, **changes: Any) -
 def by_tables(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: PagedCall, scale: float, window: int | None
 ) -> torch.Tensor:
-    """What a kernel has to compute, token by token: causal, the last query sees all that is cached, or a window of it."""
+    """The kernel's attention, token by token: causal, the last query sees all that is cached, or a window of it."""
     outputs = []
     for s, (start, end) in enumerate(pairwise(call.new_ends.tolist())):
         length = int(call.length_S[s])
@@ -83,7 +83,7 @@ def plain_attention(q_ND: torch.Tensor, k_LGD: torch.Tensor, v_LGD: torch.Tensor
 
 
 class Naive:
-    """What the cache should hold: a dictionary of lists of (key, value), one list a layer."""
+    """The cache as a dictionary of lists of (key, value), one list a layer."""
 
     def __init__(self, cache: SequenceCache, seed: int, windows: tuple[int | None, ...] = (None,) * LAYERS):
         self.cache, self.random, self.windows = cache, random.Random(seed), windows

@@ -31,7 +31,7 @@ B = 8
 
 
 class World:
-    """What the controller's pumps call: rollouts that take `seconds`, a trainer that notes what it is given."""
+    """The pumps' calls of a controller: rollouts that take `seconds`, a trainer that notes what it is given."""
 
     def __init__(self, settings: dict[str, Any], seconds: Sequence[float], chunk: int, start: int):
         self.seconds, self.starts, self.trained, self.most = seconds, {}, list[list[int]](), 0
@@ -82,10 +82,10 @@ class World:
         return 0
 
     def clear_samples(self, **_: Any) -> None:
-        """Of the data plane."""
+        """Data plane's call."""
 
     async def generate_and_push(self, prompt: Any, *, target_step: int | None, inflight_registry: Any) -> Any:
-        """Of the rollout manager: a slot of the real buffer, filled as its `commit` does."""
+        """Rollout manager's call: a slot of the real buffer, filled as its `commit` does."""
         name, version, buffer = prompt["name"], self.controller._trainer_version, self.buffer
         group = buffer.reserve(weight_version=version, target_step=target_step)
         self.starts[name], self.most = version, max(self.most, buffer.ready_list.count(False))
@@ -105,7 +105,7 @@ class World:
         self.trained[-1] += [int(name.partition("_")[0]) for name in meta.sample_ids]
 
     def prepare_for_training(self) -> None:
-        """Of the trainer."""
+        """Trainer's call."""
 
     def finish_train_step(self) -> dict[str, Any]:
         return {}

@@ -63,7 +63,7 @@ def test_no_admission_after_the_end() -> None:
 
 
 def test_more_due_rollouts_than_a_batch_holds_go_oldest_first() -> None:
-    """As after settings have been changed within a run: with B 1 and η 1 no more than two should be held."""
+    """Settings were changed within a run: with B 1 and η 1 no more than two should be held."""
     buffer = filled(1, 3, max_staleness=1)
     buffer.record(Chunk(0, 1, [row(0, 0, [1], 1)]))
     assert not buffer.readiness().ready, "three of the four have to be finished, so that one is left that falls due"

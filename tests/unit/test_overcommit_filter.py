@@ -1,7 +1,5 @@
 """Properties of the filter of groups over whole runs, on the tiny decode engine of `test_overcommit_simulation.py`.
-
-Each response's score is given, so that what is dropped is known beforehand; it is asked for by `judge`, which notes when.
-"""
+Each response's score is given, so what is dropped is known beforehand; `judge` notes when it is asked for."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ from tests.unit.test_overcommit_simulation import CHUNKS, NO_SIGNALS, Deltas, Lo
 
 @dataclass(frozen=True)
 class Run:
-    """A run's plan: length and score of each response; responses of a batch and of a group, in groups: delta of each step.
-
-    `steps` None: the prompts end the run."""
+    """A run's plan: lengths, scores, batch and group size, delta per step in groups; `steps` None: the prompts end the run."""
 
     lengths: list[int]
     scores: list[float]
@@ -46,7 +42,7 @@ class Run:
 
 @dataclass
 class Story:
-    """What has become of a run: everything that may not depend on the size of a chunk."""
+    """The part of a run that may not depend on the size of a chunk."""
 
     batches: list[list[Rollout]] = field(default_factory=list)
     clocks: list[int] = field(default_factory=list)
@@ -253,7 +249,7 @@ def test_chunk_size_changes_nothing_and_runs_repeat(run: Run) -> None:
 
 
 def replace_known(story: Story) -> Story:
-    """Without what is noted after each round, of which there are more with smaller chunks."""
+    """Leave out what is noted after each round, of which there are more with smaller chunks."""
     return replace(story, known=[])
 
 

@@ -1,9 +1,5 @@
 """Properties of overcommitment over whole runs, driven by a tiny decode engine and checked against a naive model.
-
-The engine decodes in rounds of up to C steps and stops at the step at which the batch is ready.  A sequence's n-th
-token is a function of (seq_id, n) and its response length is given, so that no lost, repeated or misplaced token goes
-unnoticed.
-"""
+A token is a function of (seq_id, n) and lengths are given, so lost, repeated or misplaced tokens show."""
 
 from __future__ import annotations
 
@@ -54,8 +50,7 @@ class Deltas:
 
 @dataclass
 class Run:
-    """A run's plan: length of each response, responses of a batch, delta of each step (in groups), deferral cap, decode steps
-    to a backfill, responses of a group."""
+    """A run's plan: lengths, batch and group size, delta per step in groups, deferral cap, decode steps to a backfill."""
 
     lengths: list[int]
     batch_size: int
@@ -225,7 +220,7 @@ def naive_ready(held: dict[int, NaiveGroup], size: int, run: Run) -> bool:
 
 
 def naive_choice(held: dict[int, NaiveGroup], size: int, run: Run) -> list[int]:
-    """Of a batch that is ready: the oldest, then the first finishers of each class that needs more, then of all."""
+    """Choose from a ready batch: the oldest, then the first finishers of each class that needs more, then of all."""
     finishers = [g for _, g in sorted((held[g].end, g) for g in held if held[g].ended)]
     chosen: list[int] = []
     for members, needed in [*naive_classes(held, run), (list(held), size)]:

@@ -33,7 +33,7 @@ def test_versions_are_those_that_are_pinned() -> None:
 
 
 def test_wrong_and_missing_versions_are_named_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    """On a GPU's machine TRL alone has to be as pinned; in this environment it is missing."""
+    """TRL alone has to be as pinned on a GPU's machine; in this environment it is missing."""
     found = {"trl": "1.13.0", "torch": "2.13.0"}
     with pytest.raises(PeerError) as error:
         require_versions("torch==2.13.0\n# a comment\ntrl==1.12.0\naccelerate==1.15.0\n", found.get)

@@ -80,7 +80,7 @@ def test_ratios_of_responses_that_may_be_carried_are_decoupled(
 
 
 def test_a_preset_without_its_kl_brings_nothing_of_it(settings: dict[str, Any]) -> None:
-    """Its coefficient and estimator would be read by nothing, and nobody could remove them."""
+    """Nothing would read its coefficient and estimator, and nobody could remove them."""
     put(settings, "ppo.kl", {"mode": "none"})
     config = TrainConfig.model_validate(settings)
     assert check_train(config) == [] and config.ppo.kl == KLConfig(mode="none")

@@ -39,7 +39,7 @@ def test_dapo_filters_groups_where_backfill_can_replace_them(settings: dict[str,
 
 
 def test_dapo_brings_the_backfill_that_its_filter_needs(settings: dict[str, Any]) -> None:
-    """Not where it was refused, nor without carried rollouts, which is what backfill fills batches from."""
+    """Brings none where it was refused, nor without carried rollouts, which is what backfill fills batches from."""
     bare = {**settings, "overlap": {"delta": {"initial": 1, "max": 2}}}
     config = TrainConfig.model_validate(bare)
     assert config.overlap.backfill is True and config.filter == "reward" and check_train(config) == []

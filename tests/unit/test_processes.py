@@ -42,7 +42,7 @@ def signals_while_starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int
 
 
 def sleepers() -> list[psutil.Process]:
-    """What other tests have started may end meanwhile, and is then asked in vain."""
+    """Processes of other tests may end meanwhile, and are then asked in vain."""
     found = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):

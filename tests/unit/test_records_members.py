@@ -27,7 +27,7 @@ def test_without_a_greedy_one_all_are_trained() -> None:
 
 
 def test_groups_are_named_whole() -> None:
-    """What goes back beyond a batch leaves out the greedy responses, which are not in it, with the others."""
+    """Greedy responses, which are not in a batch, go back with the others."""
     assert Members(2, greedy=True).of_groups([9, 10, 0, 1]) == [9, 10, 11, 0, 1, 2]
     assert Members(1, greedy=True).of_groups([4]) == [4, 5]
     assert Members(2).of_groups([4, 5]) == [4, 5] and ALONE.of_groups([3, 1]) == [3, 1]

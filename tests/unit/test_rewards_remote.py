@@ -320,9 +320,7 @@ WHOLE = http(200, json.dumps({"scores": [{"id": 0, "score": 1}]}).encode())
 
 
 def test_a_damaged_http_answer_is_our_error_or_the_score() -> None:
-    """Cut, overwritten or doubled anywhere, headers included: with `stop` each ends in a RewardError, or in a score that the
-    bytes still say.
-    """
+    """Cut, overwritten or doubled anywhere, headers too: with `stop` a RewardError, or a score that the bytes still say."""
 
     @settings(max_examples=60)
     @given(st.integers(0, len(WHOLE)), st.binary(max_size=4), st.integers(0, 8))

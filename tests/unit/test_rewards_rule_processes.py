@@ -100,7 +100,7 @@ def test_a_hanging_comparison_costs_a_row_its_time_and_not_the_run() -> None:
 
 
 class Stuck:
-    """As an `IsolatedFunction` that is stuck over expected answers and responses that have `^^`."""
+    """Acts as an `IsolatedFunction` that is stuck over expected answers and responses that have `^^`."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
@@ -289,7 +289,7 @@ def test_a_killed_run_leaves_no_program(tmp_path: Path) -> None:
 
 
 def test_a_sequence_of_which_another_part_failed_is_asked_for_anew() -> None:
-    """In a service, where the names of sequences come again."""
+    """Names of sequences come again in a service."""
     parts = [RewardPart(kind="verifier", name="gsm8k"), RewardPart(kind="verifier", name="code", answer="tests")]
     rewards = build_reward_functions(parts)
     block = "```\nprint({})\n```\n#### 1"

@@ -140,7 +140,7 @@ def test_length_is_the_papers_equation(num_tokens: int, longest: int, data: st.D
 
 
 def test_length_of_the_paper_itself() -> None:
-    """As TRL's get_soft_overlong_punishment(max_completion_len=20480, soft_punish_cache=4096)."""
+    """Equals TRL's get_soft_overlong_punishment(max_completion_len=20480, soft_punish_cache=4096)."""
     assert [length_score(n, 20480, 4096) for n in (1, 16384, 18432, 20480, 20481)] == [0.0, 0.0, -0.5, -1.0, -1.0]
 
 

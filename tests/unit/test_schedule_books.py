@@ -31,7 +31,7 @@ def rollout(seq_id: int, num_prompt: int, num_response: int = 0, finished: bool 
 
 @dataclass
 class Fleet:
-    """What replicas hold, by what was placed on them; plain lists and sums."""
+    """Replicas' content, by what was placed on them; plain lists and sums."""
 
     num_replicas: int
     slots: int
@@ -181,7 +181,6 @@ class Caches:
         self.outputs[seq_id] += range(end - growth.rows, end)
 
     def owed(self, rollout: Rollout) -> list[int]:
-        """Positions whose outputs a rollout must have given by now."""
         num_prompt = len(rollout.prompt.tokens)
         if self.of_steps:
             return list(range(num_prompt, rollout.num_tokens))

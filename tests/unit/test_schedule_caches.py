@@ -1,4 +1,4 @@
-"""What the sizes of a round decide is checked for each round, and as the checker of whole schedules sees it."""
+"""Sizes of a round are checked for each round, as the checker of whole schedules sees them."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_every_round_is_checked_and_not_only_the_first_of_its_shape(monkeypatch:
 
 
 def test_sequences_that_keep_their_slots_are_counted() -> None:
-    """Beside those of the round a cache has to hold all others that are open; caches are too small for all at once."""
+    """A cache has to hold all other open sequences, too; these are too small for all at once."""
     changed = set()
 
     def visit(plans: list[PlannedRound]) -> None:
@@ -140,6 +140,5 @@ def test_no_garbage_is_collected_while_a_round_is_planned() -> None:
 
 
 def longest(plan: PlannedRound) -> int:
-    """Tokens of the longest sequence in any cache after the round."""
     batches = [batch for works in plan.works.values() for work in works for batch in (*work.prefill, *work.decode)]
     return max(growth.past + growth.new for batch in batches for growth in batch)

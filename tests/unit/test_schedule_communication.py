@@ -39,7 +39,7 @@ def test_places_of_messages(layout: tuple[int, int, int], name: str) -> None:
 
 
 def _after_tokens(rest: tuple[Action, ...], tokens: Action) -> bool:
-    """Whether what follows is the next step of these sequences, or nothing but messages and the gather."""
+    """True where the next step of these sequences follows, or nothing but messages and the gather."""
     following = [a for a in rest if a.op not in (Op.RECV, Op.GATHER)]
     if tokens.step == STEPS - 1:
         return not following

@@ -128,7 +128,7 @@ def test_a_stage_with_too_few_samples_has_the_line_of_all_stages() -> None:
 
 
 def test_what_is_joined_later_counts_more() -> None:
-    """Of two lots of samples, the first at half its weight: as if the second had been seen twice."""
+    """Two lots of samples, the first at half its weight: as if the second had been seen twice."""
     late, twice = CostMeter(STAGES), CostMeter(STAGES)
     late.add(Op.SAMPLE, "actor", 1, 10, 1.0)
     first = late.take()

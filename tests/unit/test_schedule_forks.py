@@ -66,7 +66,7 @@ def test_a_group_has_one_replica_and_no_replica_too_many(size: int, num_replicas
 
 @dataclass
 class Cache:
-    """One replica's cache that does what a book says: of each sequence the tokens, [prompt, position], it has cached."""
+    """One replica's cache that does what a book says: each sequence's tokens, [prompt, position]."""
 
     held: dict[int, int] = field(default_factory=dict)
     computed: int = 0
@@ -137,7 +137,7 @@ def planned(book: ActorBook, active: list[Rollout]) -> ReplicaWork:
 
 
 def test_the_actor_computes_a_prompt_once_and_again_for_new_weights() -> None:
-    """Of stale ones the first computes all that it has, the others what lies behind the prompt, in a later micro-batch."""
+    """The first of stale ones computes all that it has, the others what lies behind the prompt, in a later micro-batch."""
     book, active = actor(), group(3, 3, 5)
     work = planned(book, active)
     assert work.prefill == [(Growth(3, 0, 4),)] and work.fork == [Fork(3, 4, 4), Fork(3, 5, 4)]
@@ -158,7 +158,7 @@ def test_without_forks_and_for_prompts_of_one_token_everyone_computes_all() -> N
 
 
 def test_whoever_has_the_prompt_cached_is_the_source() -> None:
-    """Where slots are short the third waits; the first has ended by then, and left."""
+    """Short slots make the third wait; the first has ended by then, and left."""
     book, active = actor(slots=2), group(0, 3, 5)
     assert [f.target for f in planned(book, active).fork] == [1]
     active[0].tokens[:], active[0].finish_clock = [0, 0], 1

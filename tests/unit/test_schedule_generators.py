@@ -162,7 +162,7 @@ def test_woven_is_within_a_tenth_of_the_bound(pp: int, costs: Costs, ratio: floa
 def test_woven_is_within_a_tenth_of_the_bound_where_stages_differ(
     pp: int, costs: Costs, slow: dict[int, float], ratio: float
 ) -> None:
-    """As above, some stages `slow` times as long: the busiest stage is the slowest.  The cut was chosen by a true prediction."""
+    """Some stages are `slow` times as long: the busiest is the slowest.  The cut was chosen by a true prediction."""
     measured = measure(pp, by_stage(costs, pp, slow), ratio)
     assert measured["woven"] <= 1.1
     assert measured["predicted"] == pytest.approx(1.0, abs=0.05)
@@ -196,10 +196,7 @@ def by_stage(costs: Costs, pp: int, slow: dict[int, float]) -> Costs:
 
 
 def measure(pp: int, costs: Costs, ratio: float, believed: Costs | None = None) -> dict[str, float]:
-    """Makespans over max(decode critical path, work of the busiest stage); `filled` with the pipeline's filling.
-
-    The cut is by the costs that are `believed`, by default the true ones; the dry run is by these.
-    """
+    """Makespans over max(decode path, busiest stage), `filled` with the filling; the cut is by `believed` costs."""
     site = Site({role: RolePlacement(tuple(range(pp)), pp=pp) for role in ("actor", *SCORERS)})
     bubbles = STEPS * max(pp - 1, 1) * costs.decode_at(0)(SEQUENCES)
     tokens = GRAIN * max(1, round(ratio * bubbles / (3 * GRAIN * costs.default_prefill.per_token_s)))

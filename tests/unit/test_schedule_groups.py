@@ -62,8 +62,7 @@ def test_roles_that_share_nothing_but_their_ranks_stay_below_64() -> None:
 
 
 def test_groups_of_the_70b_run_of_4096_ranks() -> None:
-    """By hand: 617 groups of a placement that are no tensor groups, 256 of a role that are, a lane a pipeline, tokens, and
-    256 ranks that send chunks to eight others each."""
+    """Counted by hand: 617 groups of a placement, not tensor groups; 256 of a role that are; 256 ranks that send chunks."""
     actor, scorer = over(0, 2048, 8, 8), over(2048, 2048, 8, 8)
     placements = {"actor": actor, **dict.fromkeys(ROLES[1:], scorer)}
     groups = run_groups(placements, {"actor": actor, "critic": scorer})
@@ -131,7 +130,7 @@ def test_links_that_meet_on_two_ranks_have_groups_of_their_own(monkeypatch: pyte
 
 
 def _topology(config: TrainConfig, viewer: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[GroupName], Topology]:
-    """What rank `viewer` makes, in its order, and what it has of it."""
+    """Groups that rank `viewer` makes, in order, and its view of them."""
     made: list[GroupName] = []
 
     def new_group(ranks: Sequence[int], label: str) -> FakeGroup:
@@ -158,7 +157,7 @@ def ends(link: Link) -> tuple[int, int]:
 @settings(deadline=None, max_examples=200)
 @given(site=sites(), fan_out=st.sampled_from([1, 2, FAN_OUT]))
 def test_first_use_never_waits_in_a_circle(site: Site, fan_out: int) -> None:
-    """And takes no more turns than there are waves, of which there are fewer than twice the links of the busiest rank."""
+    """Takes no more turns than there are waves: fewer than twice the links of the busiest rank."""
     with mock.patch("oppo_megatron.schedule.rounds.FAN_OUT", fan_out):
         links = links_of(site)
     assert len(set(links)) == len(links)

@@ -1,7 +1,5 @@
-"""1,000 mutated schedules: what really goes wrong when they are run is found by the checker before.
-
-`tests.support.schedule_interpreter` decides what is harmful, by running the lists on values.
-"""
+"""1,000 mutated schedules: the checker finds beforehand what really goes wrong when they are run.
+`tests.support.schedule_interpreter` decides what is harmful, by running the lists on values."""
 
 from __future__ import annotations
 

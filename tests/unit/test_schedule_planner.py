@@ -1,4 +1,4 @@
-"""What each rank plans for itself fits together with what the others plan, round after round."""
+"""Plans that ranks make for themselves fit together, round after round."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_who_scores_last() -> None:
 
 @pytest.mark.parametrize("late", [True, False])
 def test_a_late_scorer_reads_complete_batches_only(late: bool) -> None:
-    """And each token once; what it is never asked to read are rollouts that are carried."""
+    """Reads each token once; it never reads rollouts that are carried."""
     site = SITES["DP2, critic beside it, others apart"]
     run = Run([new_planner(site, "intra", late=None if late else set())], random.Random(3))
     tokens: dict[bool, list[int]] = {True: [], False: []}

@@ -1,4 +1,4 @@
-"""What is planned in arrays is what plain loops find, one unit, cut or sequence after the other."""
+"""Plans in arrays are those that plain loops find, one unit, cut or sequence after the other."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_cut_takes_what_the_formula_says(data: st.DataObject, pp: int, sequenc
 @settings(deadline=None, max_examples=100)
 @given(data=st.data(), size=st.integers(1, 3), groups=st.integers(1, 5))
 def test_sequences_that_end_together_count_as_one_after_the_other(data: st.DataObject, size: int, groups: int) -> None:
-    """At the end of each clock, as nobody asks before; with groups, and with some that the batch has to wait for."""
+    """Nobody asks before the end of a clock; with groups, and with some that the batch has to wait for."""
     order = data.draw(st.permutations(range(size * groups)))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(order)))) | {0, len(order)})
     forced = data.draw(st.sets(st.integers(0, groups - 1)))

@@ -129,7 +129,7 @@ def test_a_step_that_begins_before_its_tokens_are_drawn_is_not_proved() -> None:
 
 
 def goes_through(table: Mapping[int, tuple[Action, ...]], round_: Round, site: Site, most: int) -> bool:
-    """By simulation, action by action, with at most so many hidden states of a link on their way."""
+    """True if a simulation, action by action, ends with at most so many hidden states of a link on their way."""
     schedule, transport = (add_communication(Schedule(table), round_, site), replace(ONE_QUEUE, in_flight={Payload.HIDDEN: most}))
     return not simulate(schedule, round_, site, transport=transport).stuck
 

@@ -88,7 +88,7 @@ def faults_of(schedule: Schedule, round_: Round, site: Site, transport: Transpor
 
 
 def config(placement: dict[str, Any], batch: int = 16, chunk: int = 16) -> TrainConfig:
-    """Of a run whose first step decodes `batch` + 8 sequences of 64 tokens."""
+    """A run whose first step decodes `batch` + 8 sequences of 64 tokens."""
     role = {"init": SHAPE}
     overlap = {"chunk": chunk, "delta": {"rule": "fixed", "initial": 8, "max": 8}}
     return least_config(
@@ -170,10 +170,7 @@ PREFILLS = Round(1, 0, (), {"reward": (tuple((Growth(j, 0, 4, 4),) for j in rang
     ("transport", "sent_s"), [(NCCL, [1.0, 2.0, 3.0]), (COLD, [1.0, 2.0, 3.0]), (ONE_QUEUE, [1.0, 2.0, 11.5])]
 )
 def test_when_a_send_is_let_go(transport: Transport, sent_s: list[float]) -> None:
-    """Prefills of 1 s on the first stage and 10 s on the second; a message takes 0.5 s.
-
-    The second stage takes the first message at 1.5 and the second one at 11.5.
-    """
+    """Prefills of 1 s and 10 s on the stages, 0.5 s a message: the second stage takes messages at 1.5 and 11.5."""
     costs = Costs(default_prefill=Linear(0, 0), prefill={"reward": (Linear(1, 0), Linear(10, 0))}, score=Linear(0, 0))
     costs = replace(costs, message_s=0.5)
     schedule = add_communication(GENERATORS["intra"](PREFILLS, MESSAGES, costs), PREFILLS, MESSAGES)
@@ -240,7 +237,7 @@ def test_sends_of_micro_batches_that_pass_one_by_one_are_never_held_in_a_circle(
 
 
 def test_roles_whose_pipelines_run_in_opposite_directions_come_through() -> None:
-    """By no generator, where one stage is much slower than the other."""
+    """The three generators fail where one stage is much slower than the other."""
     ranks, back = RolePlacement((0, 1), pp=2), RolePlacement((1, 0), pp=2)
     site = Site({"actor": ranks, "critic": back, "reward": ranks, "reference": back})
     costs = Costs(default_prefill=Linear(1.0, 0.0), prefill={"critic": (Linear(0.1, 0.0), Linear(5.0, 0.0))})

@@ -53,7 +53,7 @@ def connect(address: tuple[str, int], sent: bytes = b"") -> socket.socket:
 
 
 def until_closed(connection: socket.socket) -> bytes:
-    """What the service still says.  A timeout where it leaves the connection open."""
+    """Text that the service still sends; a timeout where it leaves the connection open."""
     said = b""
     with connection:
         try:
@@ -188,7 +188,7 @@ def test_whoever_has_waited_for_longest_makes_room() -> None:
 def test_a_body_that_breaks_the_protocol_ends_its_connection_alone(
     sent: bytes, token: str | None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By one line in the log, for whoever has no token may send many of them."""
+    """Logs one line, for whoever has no token may send many of them."""
     chunked = HALF + b"content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
     with served(token) as address:
         with connect(address, chunked + sent) as connection:
@@ -252,7 +252,7 @@ def resident_mib(pid: int) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("token", [TOKEN])
 def test_hundreds_of_half_sent_requests_for_a_minute(command: tuple[tuple[str, int], int], token: str) -> None:
-    """From the address of an honest client and without a token: replaced as they are closed, and then left to the service."""
+    """An honest client's address, no token: replaced as they are closed, and then left to the service."""
     address, pid = command
     assert ask(address, token) == 200
     before, memory = descriptors(pid), resident_mib(pid)

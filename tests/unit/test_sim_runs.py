@@ -61,10 +61,7 @@ def test_a_sequential_step_on_one_rank_by_hand(player: type[VirtualRun]) -> None
 @pytest.mark.parametrize("player", [VirtualRun, OrderedRun])
 @pytest.mark.parametrize("ahead_s", [0.0, 0.05])
 def test_a_scorer_beside_is_a_queue_with_one_server(player: type[VirtualRun], ahead_s: float) -> None:
-    """Scorers so slow that they never wait: a step ends when they have worked off all rounds, one after the other.
-
-    Meanwhile the actor makes the first forward pass of its update.
-    """
+    """A step ends when slow scorers have worked off all rounds; meanwhile the actor makes its update's first forward pass."""
     prefill = {"actor": Linear(ahead_s, 0.0)}
     slow = replace(COSTS, actions=replace(Costs(), default_prefill=Linear(0.5, 0.0), prefill=prefill))
     config = switched(plain(actor=(1, 1, 1), scorer=(1, 1, 1), rollout={"forced_lengths": [24.0, 0.0]}), "intra")

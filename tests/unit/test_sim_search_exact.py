@@ -178,7 +178,7 @@ def test_the_closed_form_is_what_algorithm_1_plays(seed: int, cluster: tuple[int
 
 
 def test_each_way_to_place_roles_comes_once() -> None:
-    """Of concrete placements, those that a renumbering of nodes and ranks makes equal are one."""
+    """Concrete placements that a renumbering of nodes and ranks makes equal are one."""
 
     def pattern(blocks: Blocks) -> tuple[object, ...]:
         return tuple(

@@ -278,7 +278,7 @@ def test_without_delta_a_step_decodes_its_batch() -> None:
 
 @pytest.mark.parametrize("delta", [4, 16])
 def test_carried_rollouts_fill_up_the_batch_and_are_read_again(delta: int) -> None:
-    """In the long run as many tokens are decoded as trained, over more sequences in fewer steps."""
+    """Decodes as many tokens as are trained, in the long run, over more sequences in fewer steps."""
     found = steady_work(carrying(delta), PLAIN, dealt)
     assert sum(found.decoding.lengths) == pytest.approx(sum(SHORT), rel=0.06)
     assert len(found.decoding.lengths) > 32 and max(found.decoding.lengths) < max(SHORT)
@@ -296,7 +296,7 @@ def planned() -> list[Plan]:
 
 
 def test_plans_are_played_until_no_other_can_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the least ratio of played seconds to a price, no plan that is left out can be the fastest."""
+    """Played seconds over price, at its least, bounds the plans that are left out: none of them can be the fastest."""
     few = {"RESPONSES": (32, 64), "FEW": 1, "MANY": 2, "WARM_UP": 1, "LONG": 2, "LONG_RESPONSES": 64}
     for name, value in few.items():
         monkeypatch.setattr(playing, name, value)

@@ -34,7 +34,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def plain_ends(tokenizer: Tokenizer, separator: str, response: list[int]) -> list[int]:
-    """By decoding everything up to each token."""
+    """Decode everything up to each token."""
     ends, begun = [], 0
     for place in range(len(response)):
         *steps, after = tokenizer.decode(response[: place + 1])[begun:].split(separator)
@@ -80,7 +80,7 @@ def test_ids_of_any_kind_have_ends(tokenizer: Tokenizer) -> None:
 
 
 def test_a_longer_response_keeps_the_ends_that_it_had(tokenizer: Tokenizer) -> None:
-    """But for the last one, where the response was cut: so labels and scores of a prefix are at the same tokens."""
+    """The last end may move, where the response was cut: so labels and scores of a prefix are at the same tokens."""
     draws = random.Random(7)
     for _ in range(60):
         response = tokenizer.encode("".join(pieces(draws, 120)))
@@ -123,7 +123,7 @@ def test_what_a_token_has_behind_the_separator_is_of_the_next_step() -> None:
 
 
 def test_a_decoder_that_drops_the_space_in_front_hides_no_separator() -> None:
-    """As that of sentencepiece models with a dummy prefix does: alone, the second " |" would be the text of a step."""
+    """A sentencepiece decoder with a dummy prefix does: alone, the second " |" would be the text of a step."""
     words = {0: " a", 1: " |", 3: ""}
 
     def decode(ids: list[int]) -> str:

@@ -88,7 +88,7 @@ def test_what_lasts_is_held_against_what_there_is() -> None:
 
 
 def test_a_job_has_what_its_control_groups_leave_it(tmp_path: Path) -> None:
-    """Of both versions; a group may be bound by one around it, and may not show in a container."""
+    """Both versions; a group may be bound by one around it, and may not show in a container."""
     membership, groups = tmp_path / "cgroup", tmp_path / "groups"
     for path, limit in {
         "memory.max": "max", "job/memory.max": str(4 * GIB), "job/step/memory.max": "max",

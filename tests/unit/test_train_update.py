@@ -1,4 +1,4 @@
-"""How an update is cut: each row once an epoch, within the token budget, and the figures that say how well it is packed."""
+"""Cutting an update: each row once an epoch, within the token budget, and the figures of how well it is packed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Groups:
 
 @dataclass
 class Recorder:
-    """In the place of a trained model: keeps what it is given."""
+    """Stands for a trained model: keeps what it is given."""
 
     groups: Groups
     steps: list[list[MicroBatch]] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Recorder:
 
 
 def rollouts(lengths: list[tuple[int, int]]) -> list[Rollout]:
-    """Of so many prompt and response tokens; each response token is its rollout's number."""
+    """Rollouts of so many prompt and response tokens; each response token is its rollout's number."""
     return [Rollout(Prompt(i, i, "", (0,) * prompt), i, tokens=[i] * response) for i, (prompt, response) in enumerate(lengths)]
 
 

@@ -16,7 +16,7 @@ if importlib.util.find_spec("wandb") is None:
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """What a file holds: seven bytes of head, then LevelDB's log format, blocks of 32 KiB of pieces of records."""
+    """Records in a file: seven bytes of head, then LevelDB's log format, blocks of 32 KiB of pieces."""
     at, record = 7, b""
     while at + 7 <= len(data):
         if (left := -at % 32768) and left < 7:
@@ -57,7 +57,7 @@ tracker.close()
 
 
 def test_offline_files_hold_the_values(tmp_path: Path) -> None:
-    """In a process of its own, as a run is: wandb's service writes the last of them when that ends."""
+    """A process of its own, as a run is: wandb's service writes the last values when that ends."""
     run_dir = tmp_path / "run7"
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text("steps: 2\n")

@@ -180,7 +180,7 @@ def test_fresh_head_keeps_the_body_and_a_head_that_is_there(checkpoints: Path) -
 
 
 def both_refuse(directory: Path, head: Head, **config: object) -> str:
-    """What the loading says; `oppo validate` and what starts a run must have said it before, from the headers."""
+    """The loading's message; `oppo validate` and what starts a run must have said it before, from the headers."""
     model = {"checkpoint": directory, **config}
     early = "\n".join(
         service_problems(ServeConfig.model_validate({"reward": model}))
@@ -248,7 +248,7 @@ def test_tensors_that_follow_from_others_are_ignored(checkpoints: Path, extra: s
 
 
 def test_a_head_beside_tied_embeddings(checkpoints: Path) -> None:
-    """As transformers: one that equals them is the same; another one is used by it, and so must not be dropped."""
+    """A head that equals them is the same as in transformers; another one is used, and so must not be dropped."""
     folder, tokens = checkpoints / "tied", torch.arange(6)[None]
     logits = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
     rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
