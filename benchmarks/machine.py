@@ -43,8 +43,8 @@ from oppo_megatron.cli.launch import launch
 from oppo_megatron.cli.load import load_train
 from oppo_megatron.cli.parser import add_config_arguments
 from oppo_megatron.config.derived import batch_rows
-from oppo_megatron.config.forced import ForcedLimits
 from oppo_megatron.config.load import load_config
+from oppo_megatron.config.ppo import ForcedLimits
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.cores import usable_cores
 from oppo_megatron.data.generated import write_random_prompts

@@ -22,7 +22,7 @@ from benchmarks.published.tables import llama_shape
 from oppo_megatron.cli.bench import chosen, names, refuse_figures
 from oppo_megatron.cli.parser import counts
 from oppo_megatron.config.derived import switched
-from oppo_megatron.config.forced import ForcedLimits
+from oppo_megatron.config.ppo import ForcedLimits
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import role_placements

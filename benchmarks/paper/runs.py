@@ -13,8 +13,8 @@ import numpy as np
 
 from benchmarks.paper.assumptions import CAPTURED, MICRO_BATCH_TOKENS, ROUND_S, Sampled, Setting
 from oppo_megatron.config.derived import switched
-from oppo_megatron.config.forced import ForcedLimits
 from oppo_megatron.config.overlap import DeltaConfig
+from oppo_megatron.config.ppo import ForcedLimits
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.role_memory import planned_memory
 from oppo_megatron.records import StepSignals

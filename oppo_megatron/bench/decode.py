@@ -23,9 +23,8 @@ from oppo_megatron.bench.bare_loop import BareLoop, plain, prepacked
 from oppo_megatron.bench.figures import describe_machine
 from oppo_megatron.cluster.world import World, open_world
 from oppo_megatron.config.explain import explain
-from oppo_megatron.config.forced import ForcedLimits, log_normal
 from oppo_megatron.config.model import Dtype, ModelConfig, RuntimeConfig
-from oppo_megatron.config.ppo import RolloutConfig
+from oppo_megatron.config.ppo import ForcedLimits, RolloutConfig, log_normal
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling

@@ -18,8 +18,8 @@ import torch
 from oppo_megatron.bench.decode import HuggingFace, Unending, decode_round, now
 from oppo_megatron.bench.gpu import GpuWork
 from oppo_megatron.cluster.world import choose_device, open_world
-from oppo_megatron.config.forced import ForcedLengths, ForcedLimits, log_normal
 from oppo_megatron.config.model import KVLayout, ModelConfig, ParallelConfig, RuntimeConfig
+from oppo_megatron.config.ppo import ForcedLengths, ForcedLimits, log_normal
 from oppo_megatron.engine.device_decode import SYNC_STEPS
 from oppo_megatron.engine.executor import Executor, Links, RoleWorker
 from oppo_megatron.engine.generation import DecodeWorker

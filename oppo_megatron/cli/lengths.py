@@ -11,7 +11,7 @@ from typing import Any
 
 from oppo_megatron.cli.parser import count
 from oppo_megatron.config.derived import usual_prompt_tokens
-from oppo_megatron.config.forced import ForcedLimits, log_normal
+from oppo_megatron.config.ppo import ForcedLimits, log_normal
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.errors import ConfigError

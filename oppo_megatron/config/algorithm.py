@@ -253,28 +253,24 @@ def with_preset_file(settings: Any) -> Any:
     if not isinstance(name, str | Path) or Path(name).suffix not in SUFFIXES:
         return settings
     assert isinstance(algorithm, dict), "it has the name"
-    brought = _read(Path(name))
-    start = brought.get("algorithm", {}).get("preset", "ppo") if isinstance(brought.get("algorithm"), dict) else "ppo"
-    if Path(str(start)).suffix in SUFFIXES:
-        raise ValueError(f"algorithm.preset of `{name}` is `{start}`, but must be a built-in preset; name one of these")
-    return _laid_over(brought, {**settings, "algorithm": {**algorithm, "preset": start}})
-
-
-def _read(path: Path) -> dict[str, Any]:
+    path = Path(name)
     if not path.is_file():
         raise ValueError(missing_path("algorithm.preset", path))
     try:
-        tree = read_yaml(path.read_bytes())
+        brought = read_yaml(path.read_bytes())
     except (yaml.YAMLError, ValueError, OSError) as error:
         raise ValueError(f"algorithm.preset `{path}` cannot be read ({str(error).partition(chr(10))[0]}); correct it") from error
-    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+    if not isinstance(brought, dict) or not all(isinstance(key, str) for key in brought):
         raise ValueError(f"algorithm.preset `{path}` is not a YAML mapping; write sections such as `ppo: {{clip: 0.1}}`")
-    if others := [key for key in tree if key not in SECTIONS]:
+    if others := [key for key in brought if key not in SECTIONS]:
         raise ValueError(
             f"algorithm.preset `{path}` has {', '.join(others)}, but a preset has the sections {', '.join(SECTIONS)} only; move "
             "the others into the configuration"
         )
-    return tree
+    start = brought.get("algorithm", {}).get("preset", "ppo") if isinstance(brought.get("algorithm"), dict) else "ppo"
+    if Path(str(start)).suffix in SUFFIXES:
+        raise ValueError(f"algorithm.preset of `{name}` is `{start}`, but must be a built-in preset; name one of these")
+    return _laid_over(brought, {**settings, "algorithm": {**algorithm, "preset": start}})
 
 
 def _laid_over(under: Any, over: Any) -> Any:

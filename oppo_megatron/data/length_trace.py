@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from oppo_megatron.config.forced import ForcedLengths
+from oppo_megatron.config.ppo import ForcedLengths
 from oppo_megatron.data.files import csv_rows
 from oppo_megatron.data.rows import Quarantine, RowProblems
 from oppo_megatron.errors import DataError

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from oppo_megatron.chunks import FinishReason
-from oppo_megatron.config.forced import ForcedLengths, ForcedLimits, Quantile
-from oppo_megatron.config.ppo import RolloutConfig
+from oppo_megatron.config.ppo import ForcedLengths, ForcedLimits, Quantile, RolloutConfig
 from oppo_megatron.token_text import Completing, Decode
 
 EDGE_CHARACTERS = 8  # difference between a decoded part and the whole: a leading space, half a character

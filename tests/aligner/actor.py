@@ -19,8 +19,6 @@ VOCAB, EOS = 32, 1
 
 
 class Tokenizer:
-    """Token ids as text."""
-
     eos_id, vocab_size = EOS, VOCAB
     tokenizer = object()
 
@@ -145,8 +143,6 @@ class Choosing(TinyActor):
 
 
 class Twice(TinyActor):
-    """Its `infer` gives two answers to each prompt."""
-
     def infer(self, inference_batch: Any) -> Any:
         return super().infer({name: inference_batch[name].repeat_interleave(2, 0) for name in ("text", "length")})
 

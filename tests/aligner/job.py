@@ -1,4 +1,4 @@
-"""What a run of the contract test is; light, so that the test itself needs no nemo."""
+"""A run of the contract test; light, so that the test itself needs no nemo."""
 
 from __future__ import annotations
 

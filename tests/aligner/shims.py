@@ -33,7 +33,7 @@ def _is_cuda(value: Any) -> bool:
 
 
 def install() -> None:
-    """Once a process, before `nemo_aligner` is imported."""
+    """Call once a process, before `nemo_aligner` is imported."""
     if "nemo_aligner.utils.trt_llm" in sys.modules:
         return
     stub = types.ModuleType("nemo_aligner.utils.trt_llm")

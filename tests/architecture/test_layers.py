@@ -170,7 +170,7 @@ def test_cli_modules_load_nothing_heavy_when_imported() -> None:
 
 
 def children_graph(room: str) -> dict[str, set[str]]:
-    """Which child of a package (a file or a sub-package) imports which other one, TYPE_CHECKING and local imports included."""
+    """The children of a package (files or sub-packages) that each of them imports, under TYPE_CHECKING and locally included."""
     names = {module_name(source) for source in SOURCES}
 
     def child(module: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What was executed is what was scheduled, and what the simulation of every rank by itself says: lists, messages, bytes."""
+"""Executed lists, messages and bytes are those scheduled, and those of the simulation of every rank by itself."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Executed:
 
     @property
     def learns_costs(self) -> bool:
-        """From the second step on what is woven depends on measured times."""
+        """The woven order depends on measured times from the second step on."""
         config = run_of(self.config)
         return round_generator(config.overlap, Site(role_placements(config))) == "woven"
 

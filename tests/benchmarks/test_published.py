@@ -126,7 +126,7 @@ def _brute_force(sizes: list[int], parts: int) -> int:
 
 @given(st.integers(0, 10_000))
 def test_nonnegative_least_squares_meets_its_conditions(seed: int) -> None:
-    """At the optimum no residual falls by more of any column, and none of a column that is used by less of it."""
+    """No residual falls by more of any column at the optimum, and none of a column that is used by less of it."""
     draws = np.random.default_rng(seed)
     features, target = draws.normal(size=(9, 4)), draws.normal(size=9)
     found = nonnegative_fit(features, target)

@@ -275,6 +275,5 @@ def _digest(loop: TrainingLoop) -> str:
 
 
 def call(job: Callable[..., Any], answers: Any, *args: Any) -> None:
-    """Run in a process of its own; the job's result goes into the pipe `answers`."""
     torch.set_num_threads(1)
     answers.send(job(*args))

@@ -32,7 +32,6 @@ SELECTED = {"prm": {"separator": "\n"}, "kto": {"dpo": {"loss": "kto"}}}
 
 
 def write_inputs(root: Path) -> Path:
-    """Arithmetic rows, a sentencepiece tokenizer trained on them, and a tiny Qwen2 with tied embeddings."""
     sizes = DatasetSizes(sft=NUM_ROWS, pairs=NUM_ROWS, prompts=1, heldout=1)
     paths = write_dataset(root, seed=7, sizes=sizes, shape=Shape(max_operations=4))
     write_steps(root / FILES["prm"], seed=7, count=NUM_ROWS, shape=Shape(max_operations=4))

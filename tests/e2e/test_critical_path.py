@@ -19,7 +19,6 @@ PAIR = {"placement.mode": "disaggregated", "overlap.intra": True}
 
 
 def run(workspace: Workspace, name: str, ranks: int, **changes: Any) -> tuple[list[dict[str, Any]], list[Counter[str]]]:
-    """The lines of a run whose critic is slow, and the seconds of the actor's spans by name in each step."""
     config = deep(workspace, name, steps=3, **changes)
     run_ranks(ranks, "tests.e2e.jobs:train_with_a_slow_critic", config=config, seconds=SLOW_S)
     lines = read_metrics(Path(config["run_dir"]) / "metrics.jsonl")

@@ -1,4 +1,4 @@
-"""What `oppo config --init arithmetic` writes trains, by the commands that it prints."""
+"""Configurations of `oppo config --init arithmetic` train, by the commands that it prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layout may have beyond the matrix's: ranks and layouts of single roles, fan-out, small caches; against one process."""
+"""Layouts beyond the matrix's: ranks and layouts of single roles, fan-out, small caches; against one process."""
 
 from __future__ import annotations
 

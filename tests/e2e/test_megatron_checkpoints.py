@@ -1,4 +1,4 @@
-"""What a run saves in `models/` is what another run, or `oppo convert`, starts from by a role's folder."""
+"""Another run, or `oppo convert`, starts from a role's folder in a run's `models/`."""
 
 from __future__ import annotations
 

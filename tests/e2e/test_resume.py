@@ -57,7 +57,6 @@ def last_checkpoint(config: dict[str, Any]) -> Path:
 
 
 def rewound(config: dict[str, Any], name: str, steps: int = 1) -> dict[str, Any]:
-    """A copy of a finished run without its last `steps` checkpoints."""
     copy = config | {"run_dir": f"{config['run_dir']}-{name}"}
     shutil.copytree(config["run_dir"], copy["run_dir"])
     for _ in range(steps):

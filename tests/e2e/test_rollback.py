@@ -36,7 +36,6 @@ def poisoned(workspace: Workspace, name: str, positions: list[int], **changes: A
 
 
 def run(config: dict[str, Any]) -> tuple[Outcome, list[list[tuple[str, float]]], list[dict[str, Any]]]:
-    """The finished run, what each rank saved and went on from, and the rollbacks."""
     world = world_size(run_of(config))
     seen = run_ranks(world, "tests.e2e.jobs:train_through_rollbacks", config=config)
     folder = Path(config["run_dir"])

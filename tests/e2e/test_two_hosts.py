@@ -137,7 +137,6 @@ def test_two_srun_tasks_run_the_same_job(workspace: Workspace, one_launch: Path,
 
 @pytest.fixture
 def namespaces() -> Iterator[tuple[list[str], list[str], str]]:
-    """Two network namespaces joined by a cable: the commands that enter each, and the address of the first."""
     names = [f"oppo{os.getpid()}{side}" for side in "ab"]
     cables = [f"o{os.getpid()}{side}" for side in "ab"]
     if os.geteuid() != 0 or shutil.which("ip") is None:

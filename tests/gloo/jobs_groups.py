@@ -46,7 +46,7 @@ def _use(group: dist.ProcessGroup, size: int) -> None:
 
 
 def _files() -> int:
-    """When all are here: what other ranks have connected is a file of this one, too."""
+    """Files of this process when all ranks are here: a connection that another rank made is a file of this one, too."""
     dist.barrier()
     time.sleep(0.1)
     found = len(os.listdir("/proc/self/fd"))

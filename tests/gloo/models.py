@@ -1,4 +1,4 @@
-"""What the jobs of several tests share: models on this job's ranks, whole sequences, and the full forward as the oracle."""
+"""Models on this job's ranks, whole sequences, and the full forward as the oracle, for the jobs of several tests."""
 
 from __future__ import annotations
 

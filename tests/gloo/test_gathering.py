@@ -1,4 +1,4 @@
-"""What ranks tell each other of their rows and figures arrives to the bit, and nothing of it is pickled."""
+"""Rows and figures that ranks tell each other arrive to the bit, and nothing of them is pickled."""
 
 from __future__ import annotations
 

@@ -33,7 +33,6 @@ def rollout(prompt: tuple[int, ...] = (1, 2)) -> Rollout:
 
 
 def chunks(number: int) -> list[Chunk]:
-    """Chunks of 3 tokens, each second one empty."""
     made, offset = [], 0
     for index in range(number):
         rows = []

@@ -225,7 +225,7 @@ def check_against_transformers(root: Path, device: str, layout: str) -> None:
 
 
 def check_out_of_memory(device: str) -> None:
-    """Outside of a capture and in one, which must not leave the allocator in it."""
+    """Runs outside of a capture and in one, which must not leave the allocator in it."""
     place = torch.device(device)
 
     def too_much() -> None:

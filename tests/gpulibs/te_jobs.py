@@ -104,7 +104,7 @@ def outputs() -> dict[str, Any]:
 
 
 def _loaded(kind: str, layers: LayerKind, groups: RoleGroups) -> RoleModel:
-    """Through the product's own loading, which is told that the layers can be transformer-engine's."""
+    """Load by the product's own loading, which is told that the layers can be transformer-engine's."""
     config, available = ModelConfig(init=SHAPE | {"model_type": kind}), Available(transformer_engine="2", cuda=True)
     with mock.patch.object(roles, "find_available", lambda cuda: available):
         model = load_role(config, groups, head="lm", max_length=64, device=CPU, layers=layers)

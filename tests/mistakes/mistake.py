@@ -1,4 +1,4 @@
-"""What a mistake is: how the project is spoilt, what is typed, what the answer must say, and what it advises."""
+"""A mistake: how the project is spoilt, what is typed, what the answer must say, and what it advises."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def _plain(answer: str, folder: Path) -> str:
 
 
 def _cell(text: str) -> str:
-    """Outside of code, what Markdown would take for its own is written as an entity; a bar is escaped everywhere."""
+    """Write what Markdown would take for its own outside of code as an entity; a bar is escaped everywhere."""
     parts = text.replace("|", "\\|").split("`")
     if len(parts) % 2 == 0:  # the last quotation mark has no partner
         parts[-2:] = ["'".join(parts[-2:])]

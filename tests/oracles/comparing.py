@@ -1,4 +1,4 @@
-"""What a comparison with an oracle asks for: losses, gradients and advantages that are the same to rounding."""
+"""Comparisons with an oracle: losses, gradients and advantages are the same to rounding."""
 
 from __future__ import annotations
 
@@ -41,6 +41,5 @@ def assert_rows_close(ours: Iterable[Tensor], theirs: Iterable[Tensor], **about:
 
 
 def assert_same_loss(ours: Tensor, theirs: Tensor, tokens: Rows, **about: Any) -> None:
-    """The loss, and its gradient by every token's log-prob."""
     assert_close(ours.detach(), theirs.detach(), **about)
     assert_close(gradients(ours, tokens), gradients(theirs, tokens), **about)

@@ -1,4 +1,4 @@
-"""What is compared with the oracles: the replay's formulas, and the product's functions."""
+"""Implementations that are compared with the oracles: the replay's formulas, and the product's functions."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def our_loss(task: Preferences[Any], rows: list[Any], answered: Sequence[Answere
 
 
 def require_alike(ours: Tensor, theirs: Tensor, logits: Sequence[Tensor]) -> None:
-    """Absolutely, and relatively to a number above 1: TRL adds up in float32."""
+    """Compare absolutely, and relatively to a number above 1: TRL adds up in float32."""
     torch.testing.assert_close(ours, theirs, atol=CLOSE, rtol=CLOSE)
     for mine, other in zip(torch.autograd.grad(ours, logits), torch.autograd.grad(theirs, logits), strict=True):
         torch.testing.assert_close(mine, other, atol=CLOSE, rtol=CLOSE)

@@ -1,4 +1,4 @@
-"""What a run writes is the trained policy in transformers: its tokenizer, ends and greedy answers, from the export alone."""
+"""A run's export is the trained policy in transformers: tokenizer, ends and greedy answers, from the export alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In bfloat16 the outputs are those of transformers' bfloat16 model, and no further from exact ones than those are."""
+"""Outputs in bfloat16 are those of transformers' bfloat16 model, and no further from exact ones than those are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank does in the tests of weights and logits."""
+"""Jobs of each rank in the tests of weights and logits."""
 
 from __future__ import annotations
 

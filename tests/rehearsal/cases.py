@@ -1,4 +1,4 @@
-"""What is rehearsed: small runs of the product, one for each layout and option that takes a way of its own on a GPU."""
+"""Rehearsed cases: small runs of the product, one for each layout and option that takes a way of its own on a GPU."""
 
 from __future__ import annotations
 

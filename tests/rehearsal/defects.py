@@ -160,7 +160,7 @@ def receive_without_a_wait() -> None:
 
 
 def buffer_sent_again() -> None:
-    """One for all hidden states of a role, also while it is sent."""
+    """One buffer for all hidden states of a role, also while it is sent."""
     from oppo_megatron.engine.scoring import ScoringWorker
 
     kept: dict[str, Tensor] = {}

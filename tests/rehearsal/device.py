@@ -1,4 +1,4 @@
-"""What torch and megatron-core ask of a CUDA device, answered for one that is not there."""
+"""A CUDA device that is not there, as torch and megatron-core ask for it."""
 
 from __future__ import annotations
 

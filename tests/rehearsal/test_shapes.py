@@ -1,4 +1,4 @@
-"""What is kept of shapes is what torch's fake tensors would say again."""
+"""Kept shapes are those that torch's fake tensors would say again."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where the host waits for the device in the work of a run: by phase, kind and function, at most so many times each time of
-a phase.  A step on a GPU takes seconds, a wait of this list some microseconds; one that is not in it may take far more."""
+"""Waits of the host for the device in a run, by phase, kind and function: at most so many each time of a phase.
+A step on a GPU takes seconds, a wait of this list some microseconds; one that is not in it may take far more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an algorithm is made of, in numbers: the six choices, and what stands beside them."""
+"""The parts of an algorithm, in numbers: the six choices, and what stands beside them."""
 
 from __future__ import annotations
 

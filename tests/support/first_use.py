@@ -1,4 +1,4 @@
-"""What NCCL does with the first use of a communicator: whoever comes waits until all members have come."""
+"""NCCL's first use of a communicator: whoever comes waits until all members have come."""
 
 from __future__ import annotations
 

@@ -104,7 +104,6 @@ class RankPool:
         return str(Path(self.folder.name) / f"stacks-{rank}")
 
     def run(self, world: int, entry: str, timeout_s: float, kwargs: dict[str, Any], deaths: bool = False) -> list[Any]:
-        """One result a rank; with `deaths` None for those that died, and then the processes are replaced."""
         self.jobs += 1
         store = str(self._grow(world) / f"store-{self.jobs}")
         for rank, (_, pipe) in enumerate(self.workers[:world]):

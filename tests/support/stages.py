@@ -1,4 +1,4 @@
-"""From one pipeline stage to the next: what the product's schedules do by messages of their own, here by plain calls."""
+"""Plain calls from one pipeline stage to the next, for what the product's schedules do by messages."""
 
 from __future__ import annotations
 

@@ -35,7 +35,6 @@ class Traffic:
             self.open = before
 
     def taken(self) -> Traffic:
-        """Return the counts so far; the count begins anew."""
         counted = Traffic(self.calls, self.num_bytes, self.pickled)
         self.calls, self.num_bytes, self.pickled = Counter(), Counter(), 0
         return counted

@@ -73,7 +73,7 @@ def groups_of(site: Site) -> list[dist.ProcessGroup]:
 
 
 def test_members_alone_would_call_it_by_several() -> None:
-    """Why all ranks call for all groups.  If this fails, torch has changed, and each rank might call for its own alone."""
+    """Shows why all ranks call for all groups.  If this fails, torch has changed, and each rank might call for its own alone."""
     names = set()
     for rank in (0, 1):
         with seen_from(rank, 3):

@@ -1,4 +1,4 @@
-"""What the process that has started the ranks learns of their ends, without taking them from torch's agent."""
+"""The starter of the ranks learns of their ends, without taking them from torch's agent."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from pydantic import ValidationError
 
 from oppo_megatron.config.base import Section
 from oppo_megatron.config.explain import explain, first_problem
-from oppo_megatron.config.forced import MOST_MEDIAN, MOST_SIGMA, log_normal
 from oppo_megatron.config.load import dump_config, load_config, plain_settings
 from oppo_megatron.config.model import ActorConfig, RuntimeConfig, TrainedRoleConfig
+from oppo_megatron.config.ppo import MOST_MEDIAN, MOST_SIGMA, log_normal
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import SFTConfig
 from oppo_megatron.cores import has_cuda

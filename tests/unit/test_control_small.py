@@ -51,7 +51,7 @@ def test_the_coefficient_stays_positive_and_moves_the_right_way(kls: list[float]
 
 
 def test_a_proportional_plant_settles_at_the_target() -> None:
-    """Where KL falls as the coefficient rises (KL = 1 / beta), the controller finds beta = 1 / target."""
+    """The controller finds beta = 1 / target where KL falls as the coefficient rises (KL = 1 / beta)."""
     controller = adaptive(coefficient=3.0, target=4.0)
     for _ in range(2000):
         controller.observe(1 / controller.value)

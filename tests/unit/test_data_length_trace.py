@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oppo_megatron.config.forced import LENGTH_DRAW, ForcedLengths
-from oppo_megatron.config.ppo import RolloutConfig
+from oppo_megatron.config.ppo import LENGTH_DRAW, ForcedLengths, RolloutConfig
 from oppo_megatron.data.length_trace import LengthTrace, forced_quantile, read_length_trace, trace_problems
 from oppo_megatron.engine.sampler import uniforms
 from oppo_megatron.engine.stopping import Stopping

@@ -10,8 +10,7 @@ from statistics import NormalDist, median, pstdev
 import pytest
 
 from oppo_megatron.config.data import TokenizerConfig
-from oppo_megatron.config.forced import ForcedLengths
-from oppo_megatron.config.ppo import RolloutConfig
+from oppo_megatron.config.ppo import ForcedLengths, RolloutConfig
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer, require_stop_texts, train_sentencepiece
 from oppo_megatron.engine.stopping import Stopping, StopText
 from oppo_megatron.errors import ConfigError

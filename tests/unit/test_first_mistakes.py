@@ -1,4 +1,4 @@
-"""What a user may get wrong before a run: `oppo validate` and `oppo train` refuse it in the same words, with a remedy."""
+"""Mistakes before a run: `oppo validate` and `oppo train` refuse them in the same words, with a remedy."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def groups() -> Iterator[RoleGroups]:
 
 
 def load(shape: dict[str, Any], groups: RoleGroups, head: Head) -> RoleModel:
-    """Through megatron's modules: torch's counter does not know the products of weights laid out for the CPU."""
+    """Call megatron's modules: torch's counter does not know the products of weights laid out for the CPU."""
     role = ModelConfig(init=shape)
     return load_role(role, groups, head=head, max_length=64, device=torch.device("cpu"), path="module")
 

@@ -1,4 +1,4 @@
-"""Where roles live: coords_by_role and ranks are inverse, and each mode's default places."""
+"""Placements of roles: coords_by_role and ranks are inverse, and each mode has default places."""
 
 from __future__ import annotations
 

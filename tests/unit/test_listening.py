@@ -47,7 +47,6 @@ def listeners(pid: int) -> set[tuple[str, int]]:
 
 
 def test_ranks_that_oppo_starts(tmp_path: Path) -> None:
-    """The agent and its two ranks: the store, and gloo's pairs."""
     (tmp_path / "entry_of_test.py").write_text(ENTRY)
     path = python_path(tmp_path, Path(__file__).resolve().parents[2])
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")

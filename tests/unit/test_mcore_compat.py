@@ -1,4 +1,4 @@
-"""What is changed in megatron-core where there is no CUDA device: each change has its reason, its effect, and its limit."""
+"""Changes of megatron-core where there is no CUDA device: each has its reason, its effect, and its limit."""
 
 from __future__ import annotations
 

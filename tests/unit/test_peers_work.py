@@ -1,4 +1,4 @@
-"""What a peer is given to do, and whether runs did it: held against a real run of ours."""
+"""Work that a peer is given, and whether runs did it: held against a real run of ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `oppo validate` says of GPUs: machines that are made up, and files as the kernel and nvidia-smi write them."""
+"""`oppo validate` on GPUs: machines that are made up, and files as the kernel and nvidia-smi write them."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def test_so_does_what_has_left_its_session(impatient: IsolatedFunction, tmp_path
 
 
 def assert_ends(process: int) -> None:
-    """Soon; nobody may have asked for its exit code yet."""
+    """Ends soon; nobody may have asked for its exit code yet."""
     wait_for(lambda: not runs(process))
 
 

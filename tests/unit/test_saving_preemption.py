@@ -1,4 +1,4 @@
-"""What a rank does about signals while it ends."""
+"""A rank's treatment of signals while it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a continued run takes from its checkpoint, and what it says of the differences."""
+"""A continued run takes its state from its checkpoint, and tells the differences."""
 
 from __future__ import annotations
 

@@ -181,7 +181,6 @@ class Caches:
         self.outputs[seq_id] += range(end - growth.rows, end)
 
     def owed(self, rollout: Rollout) -> list[int]:
-        """Positions whose outputs a rollout must have given by now."""
         num_prompt = len(rollout.prompt.tokens)
         if self.of_steps:
             return list(range(num_prompt, rollout.num_tokens))

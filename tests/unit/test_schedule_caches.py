@@ -1,4 +1,4 @@
-"""What the sizes of a round decide is checked for each round, and as the checker of whole schedules sees it."""
+"""Sizes of a round are checked for each round, as the checker of whole schedules sees them."""
 
 from __future__ import annotations
 
@@ -140,6 +140,5 @@ def test_no_garbage_is_collected_while_a_round_is_planned() -> None:
 
 
 def longest(plan: PlannedRound) -> int:
-    """Tokens of the longest sequence in any cache after the round."""
     batches = [batch for works in plan.works.values() for work in works for batch in (*work.prefill, *work.decode)]
     return max(growth.past + growth.new for batch in batches for growth in batch)

@@ -1,4 +1,4 @@
-"""What a rank plans of its component's model is what a plan of all ranks says, and what is wrong with one shows in the other."""
+"""A rank's plan of its component's model is that of all ranks, and a fault in one shows in the other."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_every_rank_plans_its_part_of_the_whole(site: Site, generator: str, chun
 
 
 def test_a_plan_of_all_ranks_puts_into_another_order_what_each_rank_does() -> None:
-    """Over one hardware queue sends of one component would be held in a circle, those of another not: it alone changes."""
+    """Sends of one component would be held in a circle over one hardware queue, those of another not: it alone changes."""
     site, changed = colocated((1, 2, 2)), Counter[int]()
     planners = [new_planner(site, "woven", rank=rank) for rank in (None, None, *site.ranks)]
     for planner in planners[1:]:

@@ -19,7 +19,7 @@ SCORERS = ("reference", "critic", "reward")
 
 
 def hops(site: Site) -> dict[int, int]:
-    """After how many messages a chunk is on each rank; senders are looked at in their order."""
+    """Messages after which a chunk is on each rank; senders are looked at in their order."""
     found = dict.fromkeys(site.placements["actor"].ranks, 0)
     for sender, listeners in site.feeds.items():
         assert sender in found, f"rank {sender} sends what it has not been told"

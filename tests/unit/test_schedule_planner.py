@@ -1,4 +1,4 @@
-"""What each rank plans for itself fits together with what the others plan, round after round."""
+"""Plans that ranks make for themselves fit together, round after round."""
 
 from __future__ import annotations
 

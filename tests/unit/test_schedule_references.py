@@ -1,4 +1,4 @@
-"""What is planned in arrays is what plain loops find, one unit, cut or sequence after the other."""
+"""Plans in arrays are those that plain loops find, one unit, cut or sequence after the other."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ def test_sends_of_micro_batches_that_pass_one_by_one_are_never_held_in_a_circle(
 
 
 def test_roles_whose_pipelines_run_in_opposite_directions_come_through() -> None:
-    """Comes through by no generator, where one stage is much slower than the other."""
+    """The three generators fail where one stage is much slower than the other."""
     ranks, back = RolePlacement((0, 1), pp=2), RolePlacement((1, 0), pp=2)
     site = Site({"actor": ranks, "critic": back, "reward": ranks, "reference": back})
     costs = Costs(default_prefill=Linear(1.0, 0.0), prefill={"critic": (Linear(0.1, 0.0), Linear(5.0, 0.0))})

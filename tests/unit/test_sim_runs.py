@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks.dry_run import MODEL_70B
 from oppo_megatron.config.derived import switched
-from oppo_megatron.config.forced import ForcedLimits
+from oppo_megatron.config.ppo import ForcedLimits
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.schedule.weaving.costs import Costs, Linear

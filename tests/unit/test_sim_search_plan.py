@@ -296,7 +296,7 @@ def planned() -> list[Plan]:
 
 
 def test_plans_are_played_until_no_other_can_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least ratio of played seconds to a price leaves no plan out that can be the fastest."""
+    """Played seconds over price, at its least, bounds the plans that are left out: none of them can be the fastest."""
     few = {"RESPONSES": (32, 64), "FEW": 1, "MANY": 2, "WARM_UP": 1, "LONG": 2, "LONG_RESPONSES": 64}
     for name, value in few.items():
         monkeypatch.setattr(playing, name, value)

@@ -1,4 +1,4 @@
-"""What the controllers are told of a step: figures of what was trained on."""
+"""Controllers are told of a step: figures of what was trained on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an update is cut: each row once an epoch, within the token budget, and the figures that say how well it is packed."""
+"""Cutting an update: each row once an epoch, within the token budget, and the figures of how well it is packed."""
 
 from __future__ import annotations
 

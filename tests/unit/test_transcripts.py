@@ -1,4 +1,4 @@
-"""How the tests follow a page: its commands are found, Ctrl-C is pressed where it stands, and what is missing is an error."""
+"""Following a page: its commands are found, Ctrl-C is pressed where it stands, and what is missing is an error."""
 
 from __future__ import annotations
 

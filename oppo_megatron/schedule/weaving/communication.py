@@ -26,7 +26,19 @@ def messages_of(
             coords = coords_by_role.get(action.role)
             known[action] = (action,) if coords is None else tuple(with_messages(action, placements[action.role], coords))
         actions += known[action]
-    return (*actions, *_last_tokens(own, placements["actor"]), *(_spread(rank, round.index, site) if round.decodes else ()))
+    actor, coords = placements["actor"], coords_by_role["actor"]
+    if coords is not None and coords.stage < actor.pp - 1:
+        source = actor.rank(coords.replica, actor.pp - 1, coords.shard)
+        last = {action.micro_batch: action for action in own if action.op is Op.DECODE}
+        actions += [_message(action, Op.RECV, Payload.TOKENS, source, action.step) for action in last.values()]
+    if round.decodes:
+        chunk = "actor", 0, round.index
+        if coords is None:
+            actions.append(Action(rank, Op.RECV, *chunk, payload=Payload.CHUNK, peer=site.fed_by[rank]))
+        elif actor.dp > 1:
+            actions.append(Action(rank, Op.GATHER, *chunk))
+        actions += [Action(rank, Op.SEND, *chunk, payload=Payload.CHUNK, peer=other) for other in site.feeds.get(rank, ())]
+    return tuple(actions)
 
 
 def with_messages(action: Action, placement: RolePlacement, coords: RankCoordinates) -> Iterator[Action]:
@@ -43,29 +55,6 @@ def with_messages(action: Action, placement: RolePlacement, coords: RankCoordina
     if action.op is Op.SAMPLE:
         for other in range(last):
             yield _message(action, Op.SEND, Payload.TOKENS, placement.rank(replica, other, shard), action.step)
-
-
-def _last_tokens(actions: tuple[Action, ...], actor: RolePlacement) -> Iterator[Action]:
-    final: dict[int, Action] = {}
-    for action in actions:
-        if action.op is Op.DECODE:
-            final[action.micro_batch] = action
-    for action in final.values():
-        coords = actor.coords(action.rank)
-        if coords is not None and coords.stage < actor.pp - 1:
-            source = actor.rank(coords.replica, actor.pp - 1, coords.shard)
-            yield _message(action, Op.RECV, Payload.TOKENS, source, action.step)
-
-
-def _spread(rank: int, chunk: int, site: Site) -> Iterator[Action]:
-    actor = site.placements["actor"]
-    decoding = actor.coords(rank) is not None
-    if actor.dp > 1 and decoding:
-        yield Action(rank, Op.GATHER, "actor", 0, chunk)
-    if not decoding:
-        yield Action(rank, Op.RECV, "actor", 0, chunk, payload=Payload.CHUNK, peer=site.fed_by[rank])
-    for listener in site.feeds.get(rank, ()):
-        yield Action(rank, Op.SEND, "actor", 0, chunk, payload=Payload.CHUNK, peer=listener)
 
 
 def _message(action: Action, op: Op, payload: Payload, peer: int, step: int | None) -> Action:

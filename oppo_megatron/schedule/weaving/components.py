@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain, product
 from typing import TypeVar
 
 from oppo_megatron.layout.placements import RolePlacement
@@ -55,7 +55,14 @@ def component_of(site: Site, rank: int) -> Component:
     replicas = {role: tuple(sorted(d for name, d in teams if name == role)) for role in site.placements}
     replicas = {role: own for role, own in replicas.items() if own}
     classes = _classes(site, replicas)
-    placements = {role: _modelled(site.placements[role], own, classes) for role, own in replicas.items()}
+    placements = {}
+    for role, own in replicas.items():
+        whole = site.placements[role]
+        stages = [
+            tuple(dict.fromkeys(classes[rank] for rank in whole.stage_ranks(replica, stage)))
+            for stage, replica in product(range(whole.pp), own)
+        ]
+        placements[role] = RolePlacement(tuple(chain.from_iterable(stages)), len(stages[0]), whole.pp, len(own))
     if "actor" not in placements:  # its output rank represents it, since it sends the chunks
         placements = {"actor": RolePlacement((site.source,))} | placements
     ordered = {role: placements[role] for role in site.placements if role in placements}
@@ -93,12 +100,3 @@ def _classes(site: Site, replicas: Mapping[str, tuple[int, ...]]) -> dict[int, i
         if len(divisions) > 1:
             return {rank: rank for rank in ranks}
     return classes
-
-
-def _modelled(placement: RolePlacement, replicas: tuple[int, ...], classes: Mapping[int, int]) -> RolePlacement:
-    stages = [
-        tuple(dict.fromkeys(classes[rank] for rank in placement.stage_ranks(replica, stage)))
-        for stage in range(placement.pp)
-        for replica in replicas
-    ]
-    return RolePlacement(tuple(rank for own in stages for rank in own), len(stages[0]), placement.pp, len(replicas))

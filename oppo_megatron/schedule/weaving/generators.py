@@ -91,7 +91,12 @@ def _step_starts(durations: list[list[int]], free: list[int], message: int, step
     ready, starts, apart = [0] * len(durations), list[list[list[int]]](), 0
     through = message if len(free) > 1 else 0
     while len(starts) < steps:
-        step = _one_step(durations, ready, free, message)
+        # Micro-batches move together, to leave one gap per stage.
+        early = _earliest(durations, ready, free, message)
+        then_ready = [row[-1] + own[-1] + message for row, own in zip(early, durations, strict=True)]
+        then_free = [start + duration for start, duration in zip(early[-1], durations[-1], strict=True)]
+        following = _close(_earliest(durations, then_ready, then_free, message), durations, message)
+        step = _close(early, durations, message, [row[0] for row in following])
         starts.append(step)
         before = *ready, *free
         ready = [row[-1] + own[-1] + through for row, own in zip(step, durations, strict=True)]
@@ -103,15 +108,6 @@ def _step_starts(durations: list[list[int]], free: list[int], message: int, step
     found = np.array(starts, dtype=np.int64)
     later = apart * np.arange(1, steps - len(starts) + 1, dtype=np.int64)
     return np.concatenate([found, found[-1] + later[:, None, None]])
-
-
-def _one_step(durations: list[list[int]], ready: list[int], free: list[int], message: int) -> list[list[int]]:
-    """Starts by micro-batch and stage; micro-batches move together, to leave one gap per stage."""
-    starts = _earliest(durations, ready, free, message)
-    ready = [row[-1] + own[-1] + message for row, own in zip(starts, durations, strict=True)]
-    free = [start + duration for start, duration in zip(starts[-1], durations[-1], strict=True)]
-    following = _close(_earliest(durations, ready, free, message), durations, message)
-    return _close(starts, durations, message, [row[0] for row in following])
 
 
 def _earliest(durations: list[list[int]], ready: list[int], free: list[int], message: int) -> list[list[int]]:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from typing import NamedTuple
 
 import numpy as np
 
 from oppo_megatron.columns import Ints
-from oppo_megatron.layout.placements import RankCoordinates, RolePlacement
+from oppo_megatron.layout.placements import RankCoordinates
 from oppo_megatron.schedule.actions import Action, Op
 from oppo_megatron.schedule.rounds import Round, Site
 
 Team = tuple[str, int]
 """(role, replica)"""
-
-Units = list[tuple[Action, ...]]
-"""The actions of each unit of a stage."""
 
 
 class Times(NamedTuple):
@@ -57,11 +54,16 @@ class Timetable(Mapping[int, tuple[Action, ...]]):
     times: Mapping[Team, Times]
 
     def __getitem__(self, rank: int) -> tuple[Action, ...]:
-        units: Units = []
+        units: list[tuple[Action, ...]] = []
         for role, coords, count in self._stages(rank):
-            what: list[tuple[int, int, int | None]] = [(j, count.chunk, None) for j in range(count.prefills)]
-            what += [(m, count.chunk, step) for step in range(count.steps) for m in range(count.batches)]
-            units += [_computes(rank, role, self.site.placements[role], coords, each) for each in what]
+            is_last = coords.stage == self.site.placements[role].pp - 1
+            for j in range(count.prefills):
+                prefill = Action(rank, Op.PREFILL, role, j, count.chunk)
+                scored = is_last and role != "actor"
+                units.append((prefill, Action(rank, Op.SCORE, role, j, count.chunk)) if scored else (prefill,))
+            for step, m in product(range(count.steps), range(count.batches)):
+                decode = Action(rank, Op.DECODE, role, m, count.chunk, step)
+                units.append((decode, Action(rank, Op.SAMPLE, role, m, count.chunk, step)) if is_last else (decode,))
         if not units:
             raise KeyError(rank)
         return tuple(chain.from_iterable(map(units.__getitem__, self.sequence(rank)[0].tolist())))
@@ -95,13 +97,3 @@ class Timetable(Mapping[int, tuple[Action, ...]]):
             for role, coords in found
             if coords is not None and (role, coords.replica) in self.times
         ]
-
-
-def _computes(
-    rank: int, role: str, placement: RolePlacement, coords: RankCoordinates, what: tuple[int, int, int | None]
-) -> tuple[Action, ...]:
-    micro_batch, chunk, step = what
-    first = Action(rank, Op.PREFILL if step is None else Op.DECODE, role, micro_batch, chunk, step)
-    if coords.stage < placement.pp - 1 or (step is None and role == "actor"):
-        return (first,)
-    return first, Action(rank, Op.SCORE if step is None else Op.SAMPLE, role, micro_batch, chunk, step)
