@@ -24,7 +24,7 @@ def settings_with_a_default() -> dict[type[Section], list[str]]:
 
 
 def test_there_are_no_more_settings_than_a_page_can_hold() -> None:
-    assert sum(map(len, settings_with_a_default().values())) <= 178
+    assert sum(map(len, settings_with_a_default().values())) <= 179
 
 
 MOST = {"train": 150, "sft": 65, "rm": 66, "dpo": 75, "serve": 41}

@@ -132,7 +132,7 @@ def test_three_steps_equal_transformers_and_adamw(inputs: Path, tmp_path: Path, 
         optimizer.step()
         expected.append((loss.item(), float(norm)))
 
-    heldout = {"data": {"path": inputs / "pairs.jsonl", "max_rows": BATCH}}
+    heldout = {"data": {"path": inputs / "pairs.jsonl"}, "max_rows": BATCH}
     own: Settings = {"reference": {"checkpoint": tmp_path / "other"}, "evaluation": heldout}
     lines = run(kind, preferring(inputs, kind, tmp_path / "run", rule, **own))
     with torch.no_grad():
