@@ -80,8 +80,8 @@ def _of(round_: Round, role: str, replica: int) -> tuple[Sequence[Batch], Sequen
     prefill = round_.prefill.get(role, ())
     decode = round_.decode if role == "actor" else ()
     return (
-        decode[replica] if replica < len(decode) else (),
-        prefill[replica] if replica < len(prefill) else (),
+        tuple(decode[replica]) if replica < len(decode) else (),
+        tuple(prefill[replica]) if replica < len(prefill) else (),
         round_.forks_of(role, replica),
     )
 
