@@ -24,13 +24,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from oppo_megatron.cluster.world import open_world  # noqa: E402
-from oppo_megatron.config.model import (  # noqa: E402
-    Dtype,
-    LearningModelConfig,
-    OptimizerConfig,
-    RuntimeConfig,
-    TrainingLayoutConfig,
-)
+from oppo_megatron.config.model import Dtype, LearningModelConfig, OptimizerConfig, RuntimeConfig, TrainingLayoutConfig  # noqa: E402
 from oppo_megatron.mcore.batch import MicroBatch, pack_responses  # noqa: E402
 from oppo_megatron.mcore.groups import RoleGroups, build_groups  # noqa: E402
 from oppo_megatron.mcore.roles import load_training  # noqa: E402
