@@ -34,6 +34,13 @@ class Signature:
 
 
 REWARD = Signature(("prompt", "response", "fields"), "number")
+SIGNATURES = {
+    "algorithm.advantage": Signature(("batch",), "tensor"),
+    "algorithm.loss": Signature(("response",), "tensor"),
+    "overlap.delta.rule": Signature(("signals", "delta", "memory"), "number"),
+    "overlap.schedule": Signature(("round", "site", "costs"), "Schedule"),
+}
+"""Settings that take a user's function."""
 
 
 def load_entry_point(
@@ -63,16 +70,16 @@ class Plugin:
     label: str
 
     @classmethod
-    def load(cls, setting: str, value: str | Mapping[str, Any], signature: Signature) -> Plugin:
+    def load(cls, setting: str, value: str | Mapping[str, Any]) -> Plugin:
         """`value`: import path, or mapping of `entry_point` and `options`."""
         entry_point, options = (value, {}) if isinstance(value, str) else (value["entry_point"], value.get("options") or {})
-        function = load_entry_point(entry_point, options, signature, setting)
+        function = load_entry_point(entry_point, options, SIGNATURES[setting], setting)
         return cls(partial(function, **options) if options else function, f"{setting} {entry_point}")
 
     def __call__(self, *arguments: Any) -> Any:
         try:
             return self.function(*arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise PluginError(f"{self.label} failed ({said_of(error)}); correct the function") from error
 
     def refuse(self, fault: str, remedy: str) -> PluginError:
@@ -116,7 +123,8 @@ def _module(name: str, attribute: str, given: str) -> ModuleType:
 
 
 def _from_file(path: Path) -> ModuleType:
-    name = f"oppo_plugin_{path.stem}_{abs(hash(path.resolve()))}"
+    # An edited file is another module, so that a notebook calls the present function.
+    name = f"oppo_plugin_{path.stem}_{abs(hash((path.resolve(), path.stat().st_mtime_ns)))}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments
-from oppo_megatron.algorithms.custom import ADVANTAGE, LOSS, CustomAdvantage, CustomLoss
+from oppo_megatron.algorithms.custom import CustomAdvantage, CustomLoss
 from oppo_megatron.algorithms.decode_gap import token_noise
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch, build_experience, with_pairs
 from oppo_megatron.algorithms.losses import (
@@ -51,9 +51,9 @@ class Algorithm:
         pair = None if config.dpo is None else DPOLossConfig.model_validate(config.dpo.model_dump())
         choices, advantage, loss = config.algorithm, None, None
         if choices.advantage is not None:
-            advantage = CustomAdvantage(Plugin.load("algorithm.advantage", choices.advantage, ADVANTAGE))
+            advantage = CustomAdvantage(Plugin.load("algorithm.advantage", choices.advantage))
         if choices.loss is not None:
-            plugin = Plugin.load("algorithm.loss", choices.loss, LOSS)
+            plugin = Plugin.load("algorithm.loss", choices.loss)
             loss = CustomLoss(plugin, mean=choices.reduction == "sequence_mean")
         return cls(choices, config.ppo, rollout.group_size, longest, drawn_at, pair, dtype, advantage, loss)
 

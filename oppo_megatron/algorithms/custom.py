@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.algorithms.packed import row_sums, to_tokens
-from oppo_megatron.plugins import Plugin, Signature
+from oppo_megatron.plugins import Plugin
 
 PER_RESPONSE = ("score", "truncated", "group")
-ADVANTAGE = Signature(("batch",), "tensor")
-LOSS = Signature(("response",), "tensor")
 
 
 @dataclass(frozen=True)

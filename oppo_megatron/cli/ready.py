@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,6 +21,7 @@ from oppo_megatron.layout.kernels import import_fault
 from oppo_megatron.layout.memory import shortage
 from oppo_megatron.layout.placements import world_size
 from oppo_megatron.layout.role_memory import lasting_memory, written_bytes
+from oppo_megatron.plugins import SIGNATURES, Plugin
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.train.logs.trackers import check_trackers
 
@@ -34,13 +36,18 @@ def require_ready(settings: TrainSettings | SupervisedConfig, config: TrainConfi
     """Raise ConfigError with all reasons why this machine cannot run it; `config` None: ranks unknown."""
     problems: list[str] = []
 
-    def collect(check: Callable[..., None], *given: object) -> None:
+    def collect(check: Callable[..., object], *given: object) -> None:
         try:
             check(*given)
         except ConfigError as error:
             problems.extend(error.problems)
 
     run = RunDirectory(settings.run_dir)
+    if isinstance(settings, TrainSettings):
+        for setting in SIGNATURES:
+            chosen = reduce(getattr, setting.split("."), settings)
+            if isinstance(chosen, Mapping) or ":" in (chosen or ""):
+                collect(Plugin.load, setting, chosen)
     collect(check_trackers, settings.logging)
     collect(require_startable, config or settings, run)
     if config is not None:

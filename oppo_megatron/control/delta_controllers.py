@@ -14,7 +14,7 @@ from typing import Any
 
 from oppo_megatron.config.overlap import DeltaConfig
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.plugins import Plugin, Signature
+from oppo_megatron.plugins import Plugin
 from oppo_megatron.records import TIE, Decision, StepSignals
 
 
@@ -134,13 +134,10 @@ class FixedDelta(DeltaController):
         self.value = self._config.initial
 
 
-RULE = Signature(("signals", "delta", "memory"), "number")
-
-
 class CustomDelta(DeltaController):
     def __init__(self, config: DeltaConfig):
         super().__init__(config)
-        self._plugin, self._kept = Plugin.load("overlap.delta.rule", config.rule, RULE), dict[str, Any]()
+        self._plugin, self._kept = Plugin.load("overlap.delta.rule", config.rule), dict[str, Any]()
 
     def _take(self, signals: StepSignals) -> tuple[int, str]:
         plugin, old, again = self._plugin, self.value, deepcopy(self._kept)

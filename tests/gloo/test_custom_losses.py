@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from oppo_megatron.algorithms.algorithm import Algorithm
-from oppo_megatron.algorithms.custom import LOSS, CustomLoss, LossInputs
+from oppo_megatron.algorithms.custom import CustomLoss, LossInputs
 from oppo_megatron.algorithms.experience import ScoredBatch
 from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.model import OptimizerConfig, TrainingLayoutConfig
@@ -84,7 +84,7 @@ def scored(batch: list[Rollout]) -> ScoredBatch:
 def algorithm_of(name: str, reduction: str) -> Algorithm:
     choices = AlgorithmConfig.model_validate({"preset": "dr_grpo", "reduction": reduction})
     ppo = PPOConfig.model_validate({"kl": {"mode": "none"}})
-    loss = CustomLoss(Plugin.load("algorithm.loss", f"{__name__}:{name}", LOSS), mean=reduction == "sequence_mean")
+    loss = CustomLoss(Plugin.load("algorithm.loss", f"{__name__}:{name}"), mean=reduction == "sequence_mean")
     return Algorithm(choices, ppo, GROUP, LONGEST, loss=loss)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from torch import Tensor
 
 import oppo_megatron as oppo
 from oppo_megatron.algorithms.advantages import NOTHING_SEEN
-from oppo_megatron.algorithms.custom import ADVANTAGE, AdvantageInputs, CustomAdvantage, CustomLoss, LossInputs
+from oppo_megatron.algorithms.custom import AdvantageInputs, CustomAdvantage, CustomLoss, LossInputs
 from oppo_megatron.algorithms.experience import ScoredBatch, build_experience
 from oppo_megatron.algorithms.losses import ActorTargets, Surrogate, policy_loss, row_weights
 from oppo_megatron.config.algorithm import AlgorithmConfig, Reduction
@@ -315,8 +316,19 @@ def test_a_function_that_cannot_be_called_is_refused_before_the_run(tmp_path: Pa
         (f"{tmp_path / 'mine.py'}:moree", "did you mean 'more'"),
     ):
         with pytest.raises(ConfigError, match=says):
-            Plugin.load("algorithm.advantage", value, ADVANTAGE)
-    Plugin.load("algorithm.advantage", {"entry_point": f"{tmp_path / 'mine.py'}:more", "options": {"gain": 1}}, ADVANTAGE)
+            Plugin.load("algorithm.advantage", value)
+    Plugin.load("algorithm.advantage", {"entry_point": f"{tmp_path / 'mine.py'}:more", "options": {"gain": 1}})
+
+
+def test_an_edited_file_is_read_again_and_an_exit_is_a_failure(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def one(batch): return 1\n")
+    first = Plugin.load("algorithm.advantage", f"{file}:one")
+    file.write_text("import sys\ndef one(batch): sys.exit(0)\n")
+    os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))  # a coarse clock may give both the same time
+    assert first(None) == 1
+    with pytest.raises(PluginError, match=r"failed \(sys.exit: 0 at .*mine.py:2 in one\)"):
+        Plugin.load("algorithm.advantage", f"{file}:one")(None)
 
 
 @pytest.mark.parametrize(

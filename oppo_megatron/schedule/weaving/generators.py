@@ -10,7 +10,7 @@ import numpy as np
 
 from oppo_megatron.columns import Ints
 from oppo_megatron.layout.placements import RolePlacement
-from oppo_megatron.plugins import Plugin, Signature
+from oppo_megatron.plugins import Plugin
 from oppo_megatron.schedule.actions import Schedule
 from oppo_megatron.schedule.rounds import Batch, Round, Site, sums
 from oppo_megatron.schedule.weaving.costs import Costs
@@ -58,7 +58,6 @@ def one_by_one(round: Round, site: Site, costs: Costs) -> Schedule:
 
 
 GENERATORS: Mapping[str, Generator] = {"sequential": sequential, "intra": intra, "woven": woven}
-SCHEDULE = Signature(("round", "site", "costs"), "Schedule")
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class CustomGenerator:
 
 def generator_of(chosen: str) -> Generator:
     """Raises ConfigError if a user's generator cannot be loaded."""
-    return GENERATORS.get(chosen) or CustomGenerator(Plugin.load("overlap.schedule", chosen, SCHEDULE))
+    return GENERATORS.get(chosen) or CustomGenerator(Plugin.load("overlap.schedule", chosen))
 
 
 def _of_replica(replicas: Sequence[Sequence[Batch]], replica: int) -> Sequence[Batch]:
