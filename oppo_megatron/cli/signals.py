@@ -47,7 +47,7 @@ class SignalRelay:
             yield
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and not rank_processes(psutil.Process()):
+        if number == signal.SIGINT and not list(rank_processes(psutil.Process())):
             raise KeyboardInterrupt  # nothing has begun
         self.code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE
         if self._asked_at is None:

@@ -15,6 +15,7 @@ import pytest
 
 from oppo_megatron.cli import run
 from oppo_megatron.cli.launch import RankKilled, external_ranks, launch, quiet_torch, speaks_for_all
+from oppo_megatron.cli.signals import SignalRelay
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_AGAIN, EXIT_REQUEUE, ConfigError
 from tests.e2e.started import still_there
@@ -315,3 +316,9 @@ def test_a_run_that_goes_back_is_started_again(
     else:
         assert run.run(args) == code
     assert seen == resumed and not left
+
+
+def test_ctrl_c_before_any_rank_exists_ends_the_start() -> None:
+    with pytest.raises(KeyboardInterrupt), SignalRelay().listening():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
