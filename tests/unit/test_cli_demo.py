@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from oppo_megatron.cli.demo import CONFIGS, OUT, RECORD, RUNS, Stage, find_configs, folder_of, plan
-from oppo_megatron.cli.demo_report import comparison, difference
+from oppo_megatron.cli.demo import CONFIGS, OUT, RECORD, RUNS, Stage, comparison, difference, find_configs, folder_of, plan
 from oppo_megatron.config.algorithm import PRESETS
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import TrainConfig

@@ -9,8 +9,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oppo_megatron.config.changes import changed_settings
 from oppo_megatron.config.load import config_yaml
+from oppo_megatron.train.saving.state import changed_settings
 from tests.support.configs import least_config
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oppo_megatron.overcommit.readiness import Readiness
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.schedule.weaving.cut import ROUNDING, Cut, Work, predict_s
-from oppo_megatron.schedule.weaving.gaps import Gaps
+from oppo_megatron.schedule.weaving.generators import Gaps
 
 UNITS = st.tuples(st.sampled_from([(0,), (1,), (0, 1)]), st.integers(0, 60), st.integers(1, 9))
 
