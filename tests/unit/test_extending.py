@@ -147,22 +147,13 @@ def clipped(ratio: Tensor, advantage: Tensor) -> Tensor:
 
 
 AS_BUILT_IN: dict[str, tuple[Callable[[LossInputs], Tensor], dict[str, Any], tuple[Reduction, ...]]] = {
-    "token": (
-        lambda r: clipped((r.logp_L - r.old_logp_L).exp(), r.advantages_L),
-        {},
-        ("token_mean", "sequence_mean", "constant", "group_token_mean", "sequence_sum"),
-    ),
-    "sequence": (
-        lambda r: clipped((r.logp_L - r.old_logp_L).mean().exp(), r.advantages_L.mean()),
-        {"ratio": "sequence"},
-        ("sequence_mean",),
-    ),
-    "product": (
-        lambda r: clipped((r.logp_L - r.old_logp_L).sum().exp(), r.advantages_L.mean()),
-        {"ratio": "sequence_product"},
-        ("sequence_sum", "token_mean", "constant", "group_token_mean"),
-    ),
-}
+    "token": (lambda r: clipped((r.logp_L - r.old_logp_L).exp(), r.advantages_L), {},
+        ("token_mean", "sequence_mean", "constant", "group_token_mean", "sequence_sum")),
+    "sequence": (lambda r: clipped((r.logp_L - r.old_logp_L).mean().exp(), r.advantages_L.mean()), {"ratio": "sequence"},
+        ("sequence_mean",)),
+    "product": (lambda r: clipped((r.logp_L - r.old_logp_L).sum().exp(), r.advantages_L.mean()), {"ratio": "sequence_product"},
+        ("sequence_sum", "token_mean", "constant", "group_token_mean")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", AS_BUILT_IN)
@@ -180,19 +171,16 @@ def in_place(r: LossInputs) -> Tensor:
 
 BAD_LOSSES: dict[str, tuple[Callable[[LossInputs], Any], str]] = {
     "shape": (lambda r: torch.zeros(7) * r.logp_L.sum(), r"returned float32 \[7\]; return floats: a loss \[\] or one per token"),
-    "number": (lambda r: 3.0, "returned a float; return a tensor"),
-    "integers": (lambda r: r.tokens_L, r"returned int64 \[3\]"),
+    "number": (lambda r: 3.0, "returned a float; return a tensor"), "integers": (lambda r: r.tokens_L, r"returned int64 \[3\]"),
     "nan": (lambda r: r.logp_L / (r.truncated.logical_not() * 1.0), "returned -?inf at index 4"),
     "no gradient": (lambda r: -r.advantages_L, "returned a loss without gradient; compute it from response.logp_L"),
     "detached": (lambda r: r.logp_L.detach(), "without gradient"),
     "in place": (in_place, "changed its input advantages_L in place; work on a copy"),
     "raises": (lambda r: r.logp_L + torch.zeros(99), r"failed \(RuntimeError: .*test_extending.py:\d+"),
-    "product per token": (
-        lambda r: -(r.logp_L - r.old_logp_L).sum().exp() * r.advantages_L,
-        "depends on log-probs of other tokens; return one number",
-    ),
+    "product per token": (lambda r: -(r.logp_L - r.old_logp_L).sum().exp() * r.advantages_L,
+        "depends on log-probs of other tokens; return one number"),
     "discounted sum": (lambda r: r.logp_L.cumsum(0) * r.advantages_L, "depends on log-probs of other tokens"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", BAD_LOSSES)
@@ -296,13 +284,10 @@ def test_a_delta_rule_is_bounded_and_resumes_with_its_memory(rules: Callable[[st
         make_delta_controller(DeltaConfig()).load_state_dict(controller.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("half", "returned 2.5; return the next delta, a whole number"), ("keeps", "keeps .*keep numbers, texts"),
-        ("moody", "decided twice differently"), ("raises", r"failed \(ZeroDivisionError: .*rules.py:\d+ in raises"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "says"), [
+    ("half", "returned 2.5; return the next delta, a whole number"), ("keeps", "keeps .*keep numbers, texts"),
+    ("moody", "decided twice differently"), ("raises", r"failed \(ZeroDivisionError: .*rules.py:\d+ in raises"),
+])  # fmt: skip
 def test_a_delta_rule_that_cannot_be_used_is_refused_by_name(rules: Callable[[str], DeltaConfig], name: str, says: str) -> None:
     with pytest.raises(PluginError, match=rf"^overlap\.delta\.rule .*:{name} {says}"):
         make_delta_controller(rules(name)).observe(1, SIGNALS)
@@ -364,13 +349,10 @@ def sound(round, site, costs): return intra(round, site, costs)
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("backwards", "made a schedule that cannot run: .*; correct its order"), ("short", "made a schedule that cannot run: "),
-        ("text", "returned a str; return a Schedule"), ("moody", "returned two schedules for the same round"), ("sound", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "says"), [
+    ("backwards", "made a schedule that cannot run: .*; correct its order"), ("short", "made a schedule that cannot run: "),
+    ("text", "returned a str; return a Schedule"), ("moody", "returned two schedules for the same round"), ("sound", None),
+])  # fmt: skip
 def test_a_schedule_that_cannot_run_is_refused_by_name(folder: Path, name: str, says: str | None) -> None:
     (folder / "schedules.py").write_text(SCHEDULES)
     overlap = {"intra": True, "schedule": f"schedules.py:{name}"}

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from pytest import CaptureFixture, MonkeyPatch
 
 from oppo_megatron.cli import machine
 from oppo_megatron.cli.main import main
@@ -43,29 +44,26 @@ def test_a_node_that_lacks_nothing_is_described_and_blamed_for_nothing() -> None
         assert word in text
 
 
-@pytest.mark.parametrize(
-    ("build", "host", "says"),
-    [
-        (of_all(capability=(7, 5)), HOST, "but none for compute capability 7.5"),
-        (replace(of_all(capability=(7, 5)), architectures=("sm_75",)), HOST, "set runtime.dtype to float32"),
-        (replace(NODE, nccl=None), HOST, "this torch has no NCCL"),
-        (of_all(peers=3), HOST, "24 of 56 pairs reach each other's memory"),
-        (NODE, replace(HOST, shared_bytes=2**26), "/dev/shm has 64 MiB"),
-        (NODE, replace(HOST, shared_bytes=None), "/dev/shm has 0 MiB"),
-        (NODE, replace(HOST, ports=("mlx5_0/1: DOWN, 10 Gb/sec (4X SDR)",)), "no InfiniBand or RoCE port is active"),
-        (NODE, replace(HOST, memory_lock_bytes=2**26), "at most 65536 KiB may be locked"),
-        (NODE, replace(HOST, variables={"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}), "until stall_deadline_s"),
-        (NODE, replace(HOST, variables={"NCCL_P2P_DISABLE": "1"}), "NCCL_P2P_DISABLE=1 keeps NCCL from NVLink"),
-        (NODE, replace(HOST, smi_failed="gave no answer within 20 s"), "nvidia-smi gave no answer within 20 s: a driver that"),
-        (TorchBuild(None), HOST, "this torch is built for the CPU: install one built for CUDA"),
-        (TorchBuild("12.8"), replace(HOST, driver=None), "no NVIDIA driver is loaded"),
-        (TorchBuild("12.8"), HOST, "finds no device: the container has none"),
-        (TorchBuild("12.8"), replace(HOST, variables={"CUDA_VISIBLE_DEVICES": "GPU-5"}), "VISIBLE_DEVICES=GPU-5 names none"),
-        (NODE, replace(HOST, variables={"CUDA_DEVICE_MAX_CONNECTIONS": "0"}), "CONNECTIONS=0 is not a number from 1 to 32"),
-        (NODE, replace(HOST, variables={"CUDA_DEVICE_MAX_CONNECTIONS": "all"}), "as if a device had one hardware queue"),
-        (TorchBuild("12.8"), replace(HOST, variables={"CUDA_VISIBLE_DEVICES": ""}), "hides every device"),
-    ],
-)
+@pytest.mark.parametrize(("build", "host", "says"), [
+    (of_all(capability=(7, 5)), HOST, "but none for compute capability 7.5"),
+    (replace(of_all(capability=(7, 5)), architectures=("sm_75",)), HOST, "set runtime.dtype to float32"),
+    (replace(NODE, nccl=None), HOST, "this torch has no NCCL"),
+    (of_all(peers=3), HOST, "24 of 56 pairs reach each other's memory"),
+    (NODE, replace(HOST, shared_bytes=2**26), "/dev/shm has 64 MiB"),
+    (NODE, replace(HOST, shared_bytes=None), "/dev/shm has 0 MiB"),
+    (NODE, replace(HOST, ports=("mlx5_0/1: DOWN, 10 Gb/sec (4X SDR)",)), "no InfiniBand or RoCE port is active"),
+    (NODE, replace(HOST, memory_lock_bytes=2**26), "at most 65536 KiB may be locked"),
+    (NODE, replace(HOST, variables={"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}), "until stall_deadline_s"),
+    (NODE, replace(HOST, variables={"NCCL_P2P_DISABLE": "1"}), "NCCL_P2P_DISABLE=1 keeps NCCL from NVLink"),
+    (NODE, replace(HOST, smi_failed="gave no answer within 20 s"), "nvidia-smi gave no answer within 20 s: a driver that"),
+    (TorchBuild(None), HOST, "this torch is built for the CPU: install one built for CUDA"),
+    (TorchBuild("12.8"), replace(HOST, driver=None), "no NVIDIA driver is loaded"),
+    (TorchBuild("12.8"), HOST, "finds no device: the container has none"),
+    (TorchBuild("12.8"), replace(HOST, variables={"CUDA_VISIBLE_DEVICES": "GPU-5"}), "VISIBLE_DEVICES=GPU-5 names none"),
+    (NODE, replace(HOST, variables={"CUDA_DEVICE_MAX_CONNECTIONS": "0"}), "CONNECTIONS=0 is not a number from 1 to 32"),
+    (NODE, replace(HOST, variables={"CUDA_DEVICE_MAX_CONNECTIONS": "all"}), "as if a device had one hardware queue"),
+    (TorchBuild("12.8"), replace(HOST, variables={"CUDA_VISIBLE_DEVICES": ""}), "hides every device"),
+])  # fmt: skip
 def test_what_is_missing_is_named_with_a_remedy(build: TorchBuild, host: Host, says: str) -> None:
     assert says in told(build, host)
     assert len(problems(build, host)) == 1
@@ -113,7 +111,7 @@ SMI_FAILS = {
 
 @pytest.mark.parametrize("name", SMI_FAILS)
 def test_an_nvidia_smi_that_fails_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+    tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str], name: str
 ) -> None:
     script, says = SMI_FAILS[name]
     program = tmp_path / "nvidia-smi"
@@ -138,9 +136,7 @@ def test_an_nvidia_smi_that_knows_of_no_links_is_well() -> None:
     assert host.smi_failed is None and host.links == ()
 
 
-def test_the_report_looks_at_devices_and_refuses_those_that_torch_cannot_use(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_refuses_devices_that_torch_cannot_use(monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]) -> None:
     device = SimpleNamespace(name="NVIDIA B200", total_memory=180 * 10**9, major=10, minor=0)
     for name, value in {
         "is_available": lambda: True, "device_count": lambda: 2, "get_device_properties": lambda number: device,

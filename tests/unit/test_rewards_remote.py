@@ -74,34 +74,22 @@ def with_scores(change: Callable[[list[dict[str, Any]]], Any]) -> Reply:
 
 
 BAD_DAYS: dict[str, Reply] = {
-    "late": late,
-    "closed": closed,
-    "half an answer": lambda request: by_length(request)[:-5],
-    "no HTTP": lambda request: b"\x00\xffgarbage\r\n\r\n",
-    "500": saying(b"down", 500),
-    "503": saying(b"", 503, "Retry-After: 0"),
-    "429": saying(b"{}", 429, "Retry-After: 0"),
-    "429, strange Retry-After": saying(b"", 429, "Retry-After: soon"),
-    "no JSON": saying(b"<html>"),
-    "empty": saying(b""),
-    "not UTF-8": saying(b'{"scores": "\xff"}'),
-    "nested": saying(b"[" * 100_000),
-    "NaN": lambda request: scored(request, lambda item: math.nan),
+    "late": late, "closed": closed, "half an answer": lambda request: by_length(request)[:-5],
+    "no HTTP": lambda request: b"\x00\xffgarbage\r\n\r\n", "500": saying(b"down", 500), "503": saying(b"", 503, "Retry-After: 0"),
+    "429": saying(b"{}", 429, "Retry-After: 0"), "429, strange Retry-After": saying(b"", 429, "Retry-After: soon"),
+    "no JSON": saying(b"<html>"), "empty": saying(b""), "not UTF-8": saying(b'{"scores": "\xff"}'),
+    "nested": saying(b"[" * 100_000), "NaN": lambda request: scored(request, lambda item: math.nan),
     "infinite": lambda request: scored(request, lambda item: math.inf),
     "beyond a float": saying(b'{"scores": [{"id": 0, "score": 1e999}]}'),
     "huge integer": with_scores(lambda rows: [{**row, "score": 10**400} for row in rows]),
-    "boolean": lambda request: scored(request, lambda item: True),
-    "text": lambda request: scored(request, lambda item: "1.0"),
-    "null": lambda request: scored(request, lambda item: None),
-    "too few": with_scores(lambda rows: rows[1:]),
+    "boolean": lambda request: scored(request, lambda item: True), "text": lambda request: scored(request, lambda item: "1.0"),
+    "null": lambda request: scored(request, lambda item: None), "too few": with_scores(lambda rows: rows[1:]),
     "too many": with_scores(lambda rows: [*rows, {"id": 999, "score": 1.0}]),
-    "one twice": with_scores(lambda rows: [*rows, rows[0]]),
-    "a key twice": saying(b'{"scores": [], "scores": []}'),
-    "other ids": with_scores(lambda rows: [{**row, "id": row["id"] + 1000} for row in rows]),
-    "endless": saying(b"x" * (1 << 20)),
+    "one twice": with_scores(lambda rows: [*rows, rows[0]]), "a key twice": saying(b'{"scores": [], "scores": []}'),
+    "other ids": with_scores(lambda rows: [{**row, "id": row["id"] + 1000} for row in rows]), "endless": saying(b"x" * (1 << 20)),
     "compressed": saying(b"\x1f\x8b\x08garbage", 200, "Content-Encoding: gzip"),
     "wrong length": lambda request: b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n{}",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("day", BAD_DAYS)
@@ -147,13 +135,10 @@ def test_nobody_listening() -> None:
             score_all(remote, 1)
 
 
-@pytest.mark.parametrize(
-    ("status", "remedy"),
-    [
-        (400, ""), (401, "token_env"), (403, "token_env"), (404, "correct the url"), (413, "larger requests"), (204, ""),
-        (302, "redirects are not followed: write the address"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("status", "remedy"), [
+    (400, ""), (401, "token_env"), (403, "token_env"), (404, "correct the url"), (413, "larger requests"), (204, ""),
+    (302, "redirects are not followed: write the address"),
+])  # fmt: skip
 def test_a_refusal_ends_the_run_at_once(status: int, remedy: str) -> None:
     answer = saying(b"" if status == 204 else b"why\nnot", status, "Location: http://127.0.0.1:1/")
     with reward_service(otherwise=answer) as service, client(service) as remote:
@@ -268,16 +253,11 @@ def test_an_unusable_token_is_refused_before_anything_starts(token: str) -> None
         read_token("REWARD_TOKEN", {})
 
 
-@pytest.mark.parametrize(
-    ("value", "seconds"),
-    [
-        (None, 0.0), ("7", 7.0), (" 7 ", 7.0), ("-7", 0.0), ("1e9", 0.0), ("nan", 0.0), ("٣", 0.0), ("soon", 0.0),
-        ("9" * 5000, 999999999.0),
-        ("Wed, 21 Oct 2015 07:28:10 GMT", 10.0),
-        ("Wed, 21 Oct 2015 07:27:00 GMT", 0.0),
-        ("Wed, 21 Oct 2015 07:28:10", 0.0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("value", "seconds"), [
+    (None, 0.0), ("7", 7.0), (" 7 ", 7.0), ("-7", 0.0), ("1e9", 0.0), ("nan", 0.0), ("٣", 0.0), ("soon", 0.0),
+    ("9" * 5000, 999999999.0), ("Wed, 21 Oct 2015 07:28:10 GMT", 10.0), ("Wed, 21 Oct 2015 07:27:00 GMT", 0.0),
+    ("Wed, 21 Oct 2015 07:28:10", 0.0),
+])  # fmt: skip
 def test_retry_after(value: str | None, seconds: float) -> None:
     assert retry_after_s(value, datetime(2015, 10, 21, 7, 28, tzinfo=timezone.utc)) == seconds
 

@@ -73,19 +73,11 @@ def scored(rewards: RewardSum, program: str, tests: Any) -> float:
     return rewards.score("", f"So:\n```python\n{program}\n```\nThat is it.", {"tests": tests}, None, 0)
 
 
-@pytest.mark.parametrize(
-    ("response", "expected", "score"),
-    [
-        (r"so \boxed{\frac{2}{4}}", "0.5", 1.0),
-        (r"\boxed{x^2+2x}", "x^2+2x+1", 0.0),
-        (r"\boxed{1,234}", 1234, 1.0),
-        ("The answer is 12.", 12, 1.0),
-        ("The answer is 13.", 12.0, 0.0),
-        (r"\boxed{\text{east}}", r"So he goes \boxed{\text{east}}.", 1.0),
-        (r"\boxed{10^{30}}", 10**30, 1.0),
-        ("no answer", "1", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("response", "expected", "score"), [
+    (r"so \boxed{\frac{2}{4}}", "0.5", 1.0), (r"\boxed{x^2+2x}", "x^2+2x+1", 0.0), (r"\boxed{1,234}", 1234, 1.0),
+    ("The answer is 12.", 12, 1.0), ("The answer is 13.", 12.0, 0.0),
+    (r"\boxed{\text{east}}", r"So he goes \boxed{\text{east}}.", 1.0), (r"\boxed{10^{30}}", 10**30, 1.0), ("no answer", "1", 0.0),
+])  # fmt: skip
 def test_mathematical_equality(math: RewardSum, response: str, expected: Any, score: float) -> None:
     assert math.score("", response, {"answer": expected}, None, 0) == score
 
@@ -179,15 +171,10 @@ def test_a_hostile_answer_is_found_in_bounded_time() -> None:
     rewards.close()
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        "{" * 30_000 + "}" * 30_000,
-        r"\boxed{" + "(" * 3000,
-        r"\boxed{" + "(" * 900 + "1" + ")" * 900 + "}",
-        r"\boxed{" + r"\frac{1}{" * 300 + "2" + "}" * 301,
-    ],
-)
+@pytest.mark.parametrize("response", [
+    "{" * 30_000 + "}" * 30_000, r"\boxed{" + "(" * 3000, r"\boxed{" + "(" * 900 + "1" + ")" * 900 + "}",
+    r"\boxed{" + r"\frac{1}{" * 300 + "2" + "}" * 301,
+])  # fmt: skip
 def test_no_nesting_ends_a_rule(math: RewardSum, response: str) -> None:
     assert math.score("", response, {"answer": "x+1"}, None, 0) == 0.0
     for name, answer in (("gsm8k", "1"), ("multiple_choice", "B"), ("arithmetic", "1")):
@@ -217,46 +204,27 @@ def test_without_the_extra_the_command_is_named_before_the_run(monkeypatch: pyte
         build_reward_functions([RewardPart(kind="verifier", name="math")])
 
 
-@pytest.mark.parametrize(
-    ("program", "passed"),
-    [
-        ("def double(x): return x * 2", 4),
-        ("def double(x): return x + x", 4),
-        ("def double(x): return abs(x) * 2", 2),
-        ("def double(x): return 0", 0),
-        ("def double(x) return", 0),
-        ("def double(x): raise SystemExit(0)", 0),
-        ("import os; os._exit(0)", 0),
-        ("raise KeyboardInterrupt", 0),
-        ("import ctypes; ctypes.string_at(0)", 0),
-        ("filled = bytearray(1 << 30)\ndef double(x): return x * 2", 0),
-        ("import os\nfor n in range(3, 99):\n  try: os.write(n, b'{\"passed\": true}\\n' * 8)\n  except OSError: pass", 0),
-        ("open('large', 'wb').write(bytes(1 << 25))\ndef double(x): return x * 2", 0),
-        ("import os, signal; os.kill(os.getppid(), signal.SIGKILL)", 0),
-        ("print('x' * 100000)\ndef double(x): return x * 2", 4),
-        ("__name__ == '__main__' and exit(1)\ndef double(x): return x * 2", 4),
-    ],
-)
+@pytest.mark.parametrize(("program", "passed"), [
+    ("def double(x): return x * 2", 4), ("def double(x): return x + x", 4), ("def double(x): return abs(x) * 2", 2),
+    ("def double(x): return 0", 0), ("def double(x) return", 0), ("def double(x): raise SystemExit(0)", 0),
+    ("import os; os._exit(0)", 0), ("raise KeyboardInterrupt", 0), ("import ctypes; ctypes.string_at(0)", 0),
+    ("filled = bytearray(1 << 30)\ndef double(x): return x * 2", 0),
+    ("import os\nfor n in range(3, 99):\n  try: os.write(n, b'{\"passed\": true}\\n' * 8)\n  except OSError: pass", 0),
+    ("open('large', 'wb').write(bytes(1 << 25))\ndef double(x): return x * 2", 0),
+    ("import os, signal; os.kill(os.getppid(), signal.SIGKILL)", 0), ("print('x' * 100000)\ndef double(x): return x * 2", 4),
+    ("__name__ == '__main__' and exit(1)\ndef double(x): return x * 2", 4),
+])  # fmt: skip
 def test_asserts(every: RewardSum, share: RewardSum, program: str, passed: int) -> None:
     assert scored(share, program, ASSERTS) == passed / 4
     assert scored(every, program, ASSERTS) == float(passed == 4)
 
 
-@pytest.mark.parametrize(
-    ("program", "passed"),
-    [
-        (SUM, 2),
-        ("import sys\nprint(sum(map(int, sys.stdin.read().split())), '\\n')\nsys.exit()", 2),
-        (f"import threading\nthreading.Thread(target=lambda: {SUM}).start()", 2),
-        (f"if __name__ == '__main__':\n  {SUM}", 2),
-        ("print(7)", 1),
-        (f"{SUM}\nraise ValueError", 0),
-        (f"{SUM}\nimport sys; sys.exit(1)", 0),
-        (f"{SUM}\nprint()\nprint('more')", 0),
-        ("while True: print('x' * 1000)", 0),
-        ("", 0),
-    ],
-)
+@pytest.mark.parametrize(("program", "passed"), [
+    (SUM, 2), ("import sys\nprint(sum(map(int, sys.stdin.read().split())), '\\n')\nsys.exit()", 2),
+    (f"import threading\nthreading.Thread(target=lambda: {SUM}).start()", 2), (f"if __name__ == '__main__':\n  {SUM}", 2),
+    ("print(7)", 1), (f"{SUM}\nraise ValueError", 0), (f"{SUM}\nimport sys; sys.exit(1)", 0),
+    (f"{SUM}\nprint()\nprint('more')", 0), ("while True: print('x' * 1000)", 0), ("", 0),
+])  # fmt: skip
 def test_standard_input_and_output(every: RewardSum, share: RewardSum, program: str, passed: int) -> None:
     assert scored(share, program, PAIRS) == passed / 2
     assert scored(every, program, {"inputs": ["3\n4\n", "1\n-1\n"], "outputs": ["7", "0"]}) == float(passed == 2)
@@ -331,15 +299,12 @@ def test_several_processes_check_at_once_and_each_response_has_its_own_score(tmp
     assert set(psutil.Process().children(recursive=True)) <= others
 
 
-@pytest.mark.parametrize(
-    ("response", "program"),
-    [
-        ("```python\na\n```", "a\n"), ("```\na\nb\n```", "a\nb\n"), ("```py\na\n```\n```python3\nb\n```", "b\n"),
-        ("```python\na\n```\nrun:\n```bash\nls\n```", "a\n"), ("~~~Python\na\n~~~", "a\n"), ("```python\n```", "\n"),
-        ("````python\n```\na\n````", "```\na\n"), ("```python\na\n```\n```python\nb", "a\n"), ("  ```python\na\n  ```", "a\n"),
-        ("no code", None), ("```python\na", None), ("```bash\nls\n```", None), ("print(7)", None), ("`a`", None), ("", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("response", "program"), [
+    ("```python\na\n```", "a\n"), ("```\na\nb\n```", "a\nb\n"), ("```py\na\n```\n```python3\nb\n```", "b\n"),
+    ("```python\na\n```\nrun:\n```bash\nls\n```", "a\n"), ("~~~Python\na\n~~~", "a\n"), ("```python\n```", "\n"),
+    ("````python\n```\na\n````", "```\na\n"), ("```python\na\n```\n```python\nb", "a\n"), ("  ```python\na\n  ```", "a\n"),
+    ("no code", None), ("```python\na", None), ("```bash\nls\n```", None), ("print(7)", None), ("`a`", None), ("", None),
+])  # fmt: skip
 def test_the_last_block_of_python_is_the_program(response: str, program: str | None) -> None:
     assert program_of(response) == program
 
@@ -357,16 +322,12 @@ def test_the_forms_of_tests() -> None:
     assert read_tests([{"input": "1", "output": "2"}]) == read_tests(lists) == read_tests(json.dumps(lists)) == pairs
 
 
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        ([], "are none"), ("[]", "are none"), (None, "are none"), (3, "are none"), ("", "neither code nor"),
-        ({"inputs": ["1"], "outputs": []}, "not as many `inputs`"), ({"inputs": 3}, "not as many `inputs`"),
-        ({"fn_name": "f", "inputs": [], "outputs": []}, "by `fn_name`, which is not supported"),
-        (["assert f( == 1"], "is no Python"), ([3], "neither code nor"), ([{"input": "1"}], "neither code nor"),
-        ([{"input": [1], "output": "1"}], "neither code nor"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("value", "reason"), [
+    ([], "are none"), ("[]", "are none"), (None, "are none"), (3, "are none"), ("", "neither code nor"),
+    ({"inputs": ["1"], "outputs": []}, "not as many `inputs`"), ({"inputs": 3}, "not as many `inputs`"),
+    ({"fn_name": "f", "inputs": [], "outputs": []}, "by `fn_name`, which is not supported"), (["assert f( == 1"], "is no Python"),
+    ([3], "neither code nor"), ([{"input": "1"}], "neither code nor"), ([{"input": [1], "output": "1"}], "neither code nor"),
+])  # fmt: skip
 def test_tests_that_are_none_are_refused_before_the_run(share: RewardSum, value: Any, reason: str) -> None:
     with pytest.raises(RewardError, match=f"'code': .*{reason}.*; give a list of asserts, or of"):
         share.check({"tests": value})

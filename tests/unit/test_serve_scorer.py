@@ -215,16 +215,12 @@ def test_a_service_that_cannot_be_had_ends_the_run_with_a_reason() -> None:
             stranger.result(0)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "", "[]", "null", "[" * 9000, '{"rows": []}', '{"rows": [{"id": 0, "known": 1}]}',
-        '{"rows": [{"id": 0, "known": 1, "score": 1e999}]}', '{"rows": [{"id": 0, "known": 1, "score": NaN}]}',
-        '{"rows": [{"id": 0, "known": 1, "score": "2.0"}]}', '{"rows": [{"id": 0, "known": 7, "score": 2.0}]}',
-        '{"rows": [{"id": 5, "known": 1, "score": 2.0}]}', '{"rows": [0]}', '{"rows": {"id": 0}}', "\udcff",
-    ],
-    ids=lambda body: ascii(body)[:50],
-)  # fmt: skip
+@pytest.mark.parametrize("body", [
+    "", "[]", "null", "[" * 9000, '{"rows": []}', '{"rows": [{"id": 0, "known": 1}]}',
+    '{"rows": [{"id": 0, "known": 1, "score": 1e999}]}', '{"rows": [{"id": 0, "known": 1, "score": NaN}]}',
+    '{"rows": [{"id": 0, "known": 1, "score": "2.0"}]}', '{"rows": [{"id": 0, "known": 7, "score": 2.0}]}',
+    '{"rows": [{"id": 5, "known": 1, "score": 2.0}]}', '{"rows": [0]}', '{"rows": {"id": 0}}', "\udcff",
+], ids=lambda body: ascii(body)[:50])  # fmt: skip
 def test_an_answer_that_is_none_is_never_a_score(body: str) -> None:
     app = FastAPI()
 
@@ -252,12 +248,10 @@ def test_tokens_and_limits_of_requests() -> None:
         assert answer.json() == {"rows": [{"id": 1, "known": 2, "score": None}, {"id": 2, "known": 2, "score": 3.0}]}
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [[], [piece(), piece()], [piece() | {"tokens": [1.5]}], [piece() | {"tokens": [-1]}], [piece() | {"more": 1}],
-     [piece() | {"offset": -1}], [piece() | {"final": 1}], [piece() | {"tokens": [2**31]}], {}],
-    ids=lambda rows: str(rows)[:50],
-)  # fmt: skip
+@pytest.mark.parametrize("rows", [
+    [], [piece(), piece()], [piece() | {"tokens": [1.5]}], [piece() | {"tokens": [-1]}], [piece() | {"more": 1}],
+    [piece() | {"offset": -1}], [piece() | {"final": 1}], [piece() | {"tokens": [2**31]}], {},
+], ids=lambda rows: str(rows)[:50])  # fmt: skip
 def test_what_is_no_request_is_answered_with_a_reason(rows: Any, address: str) -> None:
     answer = post(address, rows)
     assert answer.status_code == 422 and answer.json()["error"]

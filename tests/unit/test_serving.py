@@ -105,12 +105,10 @@ def test_what_is_too_large_is_answered_with_413() -> None:
 
 
 REFUSED: dict[str, tuple[int, dict[str, str]]] = {
-    "too large": (413, {}),
-    "too large, unannounced": (413, {"transfer-encoding": "chunked"}),
-    "without the token": (401, {"authorization": "Bearer another"}),
-    "not JSON": (415, {"content-type": "text/plain"}),
+    "too large": (413, {}), "too large, unannounced": (413, {"transfer-encoding": "chunked"}),
+    "without the token": (401, {"authorization": "Bearer another"}), "not JSON": (415, {"content-type": "text/plain"}),
     "busy": (429, {}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -134,13 +132,11 @@ def test_who_sends_a_body_before_reading_gets_the_answer(what: str) -> None:
         assert HTTP.post(f"{address}/score", content=b" " * (33 << 20), headers=fields).status_code == code
 
 
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"{", b"\xff", b"[" * 1900, {}, {"items": []}, {"items": [ITEM], "more": 1}, {"items": [ITEM | {"id": "1"}]},
-     {"items": [ITEM | {"response": None}]}, {"items": [ITEM | {"tokens": [-1]}]}, {"items": [ITEM, ITEM]},
-     b'{"items": [], "items": []}', b'{"items": [{"id": 1, "prompt": "", "response": "", "fields": {"a": NaN}}]}'],
-    ids=lambda value: str(value)[:40],
-)  # fmt: skip
+@pytest.mark.parametrize("body", [
+    b"", b"{", b"\xff", b"[" * 1900, {}, {"items": []}, {"items": [ITEM], "more": 1}, {"items": [ITEM | {"id": "1"}]},
+    {"items": [ITEM | {"response": None}]}, {"items": [ITEM | {"tokens": [-1]}]}, {"items": [ITEM, ITEM]},
+    b'{"items": [], "items": []}', b'{"items": [{"id": 1, "prompt": "", "response": "", "fields": {"a": NaN}}]}',
+], ids=lambda value: str(value)[:40])  # fmt: skip
 def test_what_is_no_request_is_answered_with_a_reason(body: Any, address: str) -> None:
     answer = post(address, body)
     assert answer.status_code == 422 and answer.json()["error"]

@@ -185,8 +185,8 @@ def test_whoever_has_waited_for_longest_makes_room() -> None:
 
 @pytest.mark.parametrize("token", [TOKEN, None])
 @pytest.mark.parametrize("sent", [b"", b"2\r\n{}\r\n"], ids=["at once", "behind a part"])
-def test_a_body_that_breaks_the_protocol_ends_its_connection_alone(
-    sent: bytes, token: str | None, capfd: pytest.CaptureFixture[str]
+def test_a_body_that_breaks_the_protocol_ends_its_own_connection(
+    sent: bytes, token: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Logs one line, for whoever has no token may send many of them."""
     chunked = HALF + b"content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
