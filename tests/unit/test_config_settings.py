@@ -91,25 +91,19 @@ def test_every_key_is_on_the_page_with_its_default_bounds_and_type() -> None:
         assert row in page, row
 
 
-def test_a_key_is_found_however_its_list_is_written() -> None:
+def test_a_key_is_found_however_its_list_is_written_and_by_near_misses_with_its_unit() -> None:
     for key in ("rewards.kind", "rewards[].kind", "rewards.0.kind", "rewards[3].kind"):
         setting = find_setting(TrainConfig, key)
         assert setting is not None and setting.key == "rewards[].kind"
     for key in ("rewards.kid", "rollout.batch_size.x", "", "RUN_DIR"):
         assert find_setting(TrainConfig, key) is None
     assert all(find_setting(kind, each.key) == each for kind in COMMANDS.values() for each in all_settings(kind))
-
-
-@pytest.mark.parametrize(("wrong", "right"), [
-    ("rollout.batchsize", "rollout.batch_size"), ("overlap.dleta.rule", "overlap.delta.rule"),
-    ("max_stalenes", "overlap.max_staleness"), ("actor.lr", "actor.optimizer.lr"), ("evaluation.metrcs", "evaluation.metrics"),
-    ("reward.kind", "rewards[].kind"),
-])  # fmt: skip
-def test_near_misses(wrong: str, right: str) -> None:
-    assert near_keys(COMMANDS, wrong)[0] == right
-
-
-def test_a_unit_is_said_by_the_name_or_by_the_field() -> None:
+    nearest = {
+        "rollout.batchsize": "rollout.batch_size", "overlap.dleta.rule": "overlap.delta.rule",
+        "max_stalenes": "overlap.max_staleness", "actor.lr": "actor.optimizer.lr", "evaluation.metrcs": "evaluation.metrics",
+        "reward.kind": "rewards[].kind",
+    }  # fmt: skip
+    assert {wrong: near_keys(COMMANDS, wrong)[0] for wrong in nearest} == nearest
     units = {
         "runtime.timeout_s": "s", "runtime.kv_cache_mb": "MiB", "overlap.delta.max": "prompts",
         "data.max_prompt_tokens": "tokens", "seed": "", "overlap.intra": None, "data": None,
@@ -153,15 +147,12 @@ def tree(**sections: Any) -> dict[str, Any]:
     return dict(yaml.safe_load(config_yaml(least_config(Path("runs/x"), **sections))))
 
 
-def test_settings_that_changed_are_told() -> None:
+def test_settings_that_changed_are_told_and_what_goes_on_from_the_checkpoint() -> None:
     now = tree(steps=9, actor={"checkpoint": "a", "optimizer": {"lr": 2e-6}}, ppo={"kl": {"coefficient": 0.2}})
     told = changed_settings(tree(), now)
     assert "steps: null -> 9" in told and "ppo.kl.coefficient: 0.05 -> 0.2" in told
     assert any(line.startswith("actor.optimizer.lr: ") and line.endswith("-> 2e-06") for line in told)
     assert len(told) == 3
-
-
-def test_what_goes_on_from_the_checkpoint_is_said() -> None:
     now = tree(actor={"checkpoint": "other"}, overlap={"delta": {"initial": 3}, "chunk": [48, 16]})
     told = "\n".join(changed_settings(tree(), now))
     assert "actor.checkpoint: a -> other (the actor's weights come from the checkpoint)" in told
@@ -234,6 +225,8 @@ def test_a_file_gives_defaults_that_the_configuration_overrides(tmp_path: Path) 
     dump_config(config, tmp_path / "resolved.yaml")
     (tmp_path / "mine.yaml").unlink()
     assert load_config(TrainConfig, tmp_path / "resolved.yaml") == config, "a resolved file needs the preset no more"
+    with pytest.raises(ConfigError, match="algorithm.preset `.*mine.yaml` does not exist"):
+        load_config(TrainConfig, tmp_path / "run.yaml")
 
 
 @pytest.mark.parametrize(("preset", "says"), [
@@ -248,9 +241,6 @@ def test_a_file_is_checked_as_a_built_in_preset_is(tmp_path: Path, preset: Any, 
     with pytest.raises(ConfigError) as error:
         loaded(tmp_path, preset)
     assert says in str(error.value)
-    (tmp_path / "mine.yaml").unlink()
-    with pytest.raises(ConfigError, match="algorithm.preset `.*mine.yaml` does not exist"):
-        load_config(TrainConfig, tmp_path / "run.yaml")
 
 
 SIZE, GROUPS, LONGEST = 2, 3, 6

@@ -46,7 +46,7 @@ def hugging_face(tmp_path: Path) -> Path:
 PIECES = ("\n", "  ", "\u2581", "\0", "<s>", "</s>", "<unk>", "<0x0A>", "\r\n", "\t", "12", "\u2047", "####", "\u2585")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(text=st.lists(st.text(max_size=12) | st.sampled_from(PIECES), max_size=8).map("".join))
 def test_any_text_comes_back(trained: Tokenizer, text: str) -> None:
     ids = trained.encode(text)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +106,6 @@ def test_the_preset_of_the_page_is_one_that_a_configuration_can_name(folder: Pat
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
-    import subprocess
-
     code = "import sys, oppo_megatron as o; dir(o); print(*{'torch', 'pydantic', 'numpy', 'megatron'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
     assert all(getattr(oppo, name) is not None for name in oppo.__all__)
@@ -164,18 +165,13 @@ def test_a_custom_loss_that_repeats_a_built_in_one_has_its_value_and_gradient(na
             torch.testing.assert_close(mine, theirs)
 
 
-def in_place(r: LossInputs) -> Tensor:
-    r.advantages_L.mul_(2)
-    return -r.advantages_L * r.logp_L
-
-
 BAD_LOSSES: dict[str, tuple[Callable[[LossInputs], Any], str]] = {
     "shape": (lambda r: torch.zeros(7) * r.logp_L.sum(), r"returned float32 \[7\]; return floats: a loss \[\] or one per token"),
     "number": (lambda r: 3.0, "returned a float; return a tensor"), "integers": (lambda r: r.tokens_L, r"returned int64 \[3\]"),
     "nan": (lambda r: r.logp_L / (r.truncated.logical_not() * 1.0), "returned -?inf at index 4"),
     "no gradient": (lambda r: -r.advantages_L, "returned a loss without gradient; compute it from response.logp_L"),
     "detached": (lambda r: r.logp_L.detach(), "without gradient"),
-    "in place": (in_place, "changed its input advantages_L in place; work on a copy"),
+    "in place": (lambda r: -r.advantages_L.mul_(2) * r.logp_L, "changed its input advantages_L in place; work on a copy"),
     "raises": (lambda r: r.logp_L + torch.zeros(99), r"failed \(RuntimeError: .*test_extending.py:\d+"),
     "product per token": (lambda r: -(r.logp_L - r.old_logp_L).sum().exp() * r.advantages_L,
         "depends on log-probs of other tokens; return one number"),
@@ -228,18 +224,13 @@ def test_an_advantage_per_token_is_taken_as_it_is() -> None:
         assert (made.returns_T != made.advantages_T).any(), "a critic learns the rewards"
 
 
-def counting(batch: AdvantageInputs, calls: list[int] = []) -> Tensor:  # noqa: B006
-    calls.append(0)
-    return batch.scores_B * len(calls)
-
-
 BAD_ADVANTAGES: dict[str, tuple[Callable[[AdvantageInputs], Any], str]] = {
     "shape": (lambda b: b.scores_B[:2], r"returned float32 \[2\]; return floats: one number per response \[4\] or per token"),
     "groups": (lambda b: b.scores_B.view(2, 2), r"returned float32 \[2, 2\]"),
     "none": (lambda b: None, "returned a NoneType"),
     "nan": (lambda b: b.scores_B / 0 * 0, "returned nan at index 0"),
     "in place": (lambda b: b.scores_B.sub_(1), "changed its input scores_B in place"),
-    "random": (counting, "returned two results for the same batch; make it deterministic"),
+    "random": (partial(lambda calls, b: b.scores_B * next(calls), count()), "returned two results for the same batch; make it"),
 }
 
 
@@ -267,14 +258,13 @@ def raises(signals, delta, memory): return delta / 0
 """
 
 
-@pytest.fixture
-def rules(tmp_path: Path) -> Callable[[str], DeltaConfig]:
-    (tmp_path / "rules.py").write_text(RULES)
-    return lambda name: DeltaConfig(rule=f"{tmp_path / 'rules.py'}:{name}", initial=2, max=5)
+def delta_by(name: str, folder: Path) -> DeltaConfig:
+    (folder / "rules.py").write_text(RULES)
+    return DeltaConfig(rule=f"{folder / 'rules.py'}:{name}", initial=2, max=5)
 
 
-def test_a_delta_rule_is_bounded_and_resumes_with_its_memory(rules: Callable[[str], DeltaConfig]) -> None:
-    config = rules("two_up")
+def test_a_delta_rule_is_bounded_and_resumes_with_its_memory(tmp_path: Path) -> None:
+    config = delta_by("two_up", tmp_path)
     controller = make_delta_controller(config)
     assert [controller.observe(step, SIGNALS).value for step in (1, 2, 3)] == [4, 5, 5]
     resumed = make_delta_controller(config)
@@ -288,9 +278,9 @@ def test_a_delta_rule_is_bounded_and_resumes_with_its_memory(rules: Callable[[st
     ("half", "returned 2.5; return the next delta, a whole number"), ("keeps", "keeps .*keep numbers, texts"),
     ("moody", "decided twice differently"), ("raises", r"failed \(ZeroDivisionError: .*rules.py:\d+ in raises"),
 ])  # fmt: skip
-def test_a_delta_rule_that_cannot_be_used_is_refused_by_name(rules: Callable[[str], DeltaConfig], name: str, says: str) -> None:
+def test_a_delta_rule_that_cannot_be_used_is_refused_by_name(tmp_path: Path, name: str, says: str) -> None:
     with pytest.raises(PluginError, match=rf"^overlap\.delta\.rule .*:{name} {says}"):
-        make_delta_controller(rules(name)).observe(1, SIGNALS)
+        make_delta_controller(delta_by(name, tmp_path)).observe(1, SIGNALS)
 
 
 def test_a_function_that_cannot_be_called_is_refused_before_the_run(tmp_path: Path) -> None:
@@ -303,6 +293,10 @@ def test_a_function_that_cannot_be_called_is_refused_before_the_run(tmp_path: Pa
         with pytest.raises(ConfigError, match=says):
             Plugin.load("algorithm.advantage", value)
     Plugin.load("algorithm.advantage", {"entry_point": f"{tmp_path / 'mine.py'}:more", "options": {"gain": 1}})
+    entry = {"entry_point": "a.b:f"}
+    for setting in ("f", "a.b:", ":f", entry | {"kwargs": {}}, {"options": {}}, entry | {"options": 1}):
+        with pytest.raises(ValidationError, match="a function `package.module:function` or `file.py:function`"):
+            AlgorithmConfig.model_validate({"loss": setting})
 
 
 def test_an_edited_file_is_read_again_and_an_exit_is_a_failure(tmp_path: Path) -> None:
@@ -316,14 +310,6 @@ def test_an_edited_file_is_read_again_and_an_exit_is_a_failure(tmp_path: Path) -
         Plugin.load("algorithm.advantage", f"{file}:one")(None)
 
 
-@pytest.mark.parametrize(
-    "value", ["f", "a.b:", ":f", {"entry_point": "a.b:f", "kwargs": {}}, {"options": {}}, {"entry_point": "a.b:f", "options": 1}]
-)
-def test_a_setting_that_is_not_a_function_is_refused(value: Any) -> None:
-    with pytest.raises(ValidationError, match="a function `package.module:function` or `file.py:function`"):
-        AlgorithmConfig.model_validate({"loss": value})
-
-
 @given(case=cases())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_schedule_of_the_page_is_sound(folder: Path, case: tuple[Round, Site, Costs]) -> None:
@@ -335,12 +321,11 @@ def test_the_schedule_of_the_page_is_sound(folder: Path, case: tuple[Round, Site
 SCHEDULES = """
 from oppo_megatron import Schedule, intra
 
-def backwards(round, site, costs):
+def part(round, site, costs, kept):
     plain = intra(round, site, costs)
-    return Schedule({rank: plain.of(rank)[::-1] for rank in site.ranks})
-def short(round, site, costs):
-    plain = intra(round, site, costs)
-    return Schedule({rank: plain.of(rank)[1:] for rank in site.ranks})
+    return Schedule({rank: plain.of(rank)[kept] for rank in site.ranks})
+def backwards(round, site, costs): return part(round, site, costs, slice(None, None, -1))
+def short(round, site, costs): return part(round, site, costs, slice(1, None))
 def text(round, site, costs): return "decode actor"
 def moody(round, site, costs, calls=[]):
     calls.append(1)

@@ -284,11 +284,11 @@ def test_safetensors_headers(tmp_path: Path) -> None:
     assert 5 < accepted < len(variants) - 50
 
 
-@pytest.mark.parametrize("file", ["../x.safetensors", "/x.safetensors", "a/../../x", 5, None, ["a"], "a\0b", {"a": 1}])
-def test_an_index_names_files_of_its_folder_only(tmp_path: Path, file: Any) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file, "b": "c"}}))
-    (problem,) = outcome(lambda: check_weights("actor", tmp_path))
-    assert "not a file of its folder" in problem
+def test_an_index_names_files_of_its_folder_only(tmp_path: Path) -> None:
+    for file in ("../x.safetensors", "/x.safetensors", "a/../../x", 5, None, ["a"], "a\0b", {"a": 1}):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file, "b": "c"}}))
+        (problem,) = outcome(lambda: check_weights("actor", tmp_path))
+        assert "not a file of its folder" in problem
 
 
 def check_hf(folder: Path, text: bytes) -> bool:

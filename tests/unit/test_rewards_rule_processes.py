@@ -9,10 +9,12 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -50,23 +52,20 @@ def mathematics(wall_s: float) -> RewardSum:
 
 @pytest.fixture(scope="module")
 def math() -> Iterator[RewardSum]:
-    rewards = mathematics(wall_s=60.0)  # the first comparison imports sympy
-    yield rewards
-    rewards.close()
+    with closing(mathematics(wall_s=60.0)) as rewards:  # the first comparison imports sympy
+        yield rewards
 
 
 @pytest.fixture(scope="module")
 def every() -> Iterator[RewardSum]:
-    rewards = code()
-    yield rewards
-    rewards.close()
+    with closing(code()) as rewards:
+        yield rewards
 
 
 @pytest.fixture(scope="module")
 def share() -> Iterator[RewardSum]:
-    rewards = code(lenient=True)
-    yield rewards
-    rewards.close()
+    with closing(code(lenient=True)) as rewards:
+        yield rewards
 
 
 def scored(rewards: RewardSum, program: str, tests: Any) -> float:
@@ -91,27 +90,18 @@ def test_a_hanging_comparison_costs_a_row_its_time_and_not_the_run() -> None:
     impatient.close()
 
 
-class Stuck:
-    """Acts as an `IsolatedFunction` that is stuck over expected answers and responses that have `^^`."""
+def stuck_rule() -> tuple[list[tuple[str, str]], IsolatedRule]:
+    """A rule whose process is stuck over expected answers and responses that have `^^`, and what it was asked."""
+    asked: list[tuple[str, str]] = []
 
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, str]] = []
-
-    def __call__(self, prompt: str, response: str, fields: dict[str, Any]) -> float:
-        self.asked.append((response, fields["answer"]))
+    def score(prompt: str, response: str, fields: dict[str, Any]) -> float:
+        asked.append((response, fields["answer"]))
         if "^^" in response + fields["answer"]:
             raise Unanswered("no score within 5 s")
         return float(response == fields["answer"])
 
-    def close(self) -> None: ...
-
-    def interrupt(self) -> None: ...
-
-
-def stuck_rule() -> tuple[Stuck, IsolatedRule]:
-    function = Stuck()
     trial = Trial("probe", lambda fields: not fields["answer"].isdigit())
-    return function, IsolatedRule(lambda: function, lambda fields: {"answer": fields["answer"]}, 1, trial=trial)  # type: ignore[arg-type, return-value]
+    return asked, IsolatedRule(lambda: mock.Mock(side_effect=score), lambda fields: {"answer": fields["answer"]}, 1, trial=trial)
 
 
 def ask(rule: IsolatedRule, response: str, answer: str) -> float:
@@ -121,22 +111,22 @@ def ask(rule: IsolatedRule, response: str, answer: str) -> float:
 
 def test_every_answer_that_cannot_be_compared_is_found_and_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolated_rule, "ByTime", partial(ByTime, every_s=0.0))
-    (function, rule), told = stuck_rule(), list[str]()
+    (asked, rule), told = stuck_rule(), list[str]()
     rows = [{"answer": answer} for answer in ("1", "x", "2^^9", "x", "2^^9", "3")]
     found = rule.unusable(rows, told.append)
     assert sorted(found) == [2, 4] and "the expected answer 2^^9 cannot be compared: no score within 5 s" in found[2]
-    assert function.asked == [("probe", "x"), ("probe", "2^^9")], "numbers need no trial"
+    assert asked == [("probe", "x"), ("probe", "2^^9")], "numbers need no trial"
     assert told == ["trying expected answers: 1 of 2, 0s", "trying expected answers: 2 of 2, 0s"]
-    assert ask(rule, "7", "2^^9") == 0.0 and len(function.asked) == 2, "and costs no more time"
+    assert ask(rule, "7", "2^^9") == 0.0 and len(asked) == 2, "and costs no more time"
     rule.close()
 
 
 def test_at_run_time_a_row_that_cannot_be_compared_is_named_once_and_scores_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    function, rule = stuck_rule()
+    asked, rule = stuck_rule()
     assert ask(rule, "5^^5", "x") == 0.0 == ask(rule, "6^^6", "x") and ask(rule, "x", "x") == 1.0
     assert capfd.readouterr().err == "", "the responses are wrong, not the row"
     assert [ask(rule, text, "2^^9") for text in ("7", "8", "7")] == [0.0, 0.0, 0.0]
-    assert function.asked[-2:] == [("7", "2^^9"), ("probe", "2^^9")]
+    assert asked[-2:] == [("7", "2^^9"), ("probe", "2^^9")]
     assert capfd.readouterr().err.count("2^^9 cannot be compared: no score within 5 s; its row is set aside") == 1
     assert ask(rule, "3", "3") == 1.0
     rule.close()
@@ -188,13 +178,8 @@ def test_an_expected_answer_without_mathematics_is_refused_before_the_run(math: 
         math.check({"answer": value})
     with pytest.raises(RewardError, match="sequence 3: reward part 'math' failed: .* is not mathematics"):
         math.score("", "1", {"answer": value}, None, 3)
-
-
-def test_a_row_without_the_column_is_refused_before_the_run(math: RewardSum, share: RewardSum) -> None:
     with pytest.raises(RewardError, match="no column 'answer' .*nearest is `answer: answers`"):
         math.check({"answers": "1"})
-    with pytest.raises(RewardError, match="'code': the row has no column 'tests'"):
-        share.check({"answer": "1"})
 
 
 def test_without_the_extra_the_command_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,31 +237,28 @@ def test_a_killed_run_leaves_no_program(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(ask)], env=environment) as run:
         wait_for(lambda: (tmp_path / "pid").is_file() and (tmp_path / "pid").read_text())
         run.kill()
-    left = int((tmp_path / "pid").read_text())
-    wait_for(lambda: not runs(left))
+    wait_for(lambda: not runs(int((tmp_path / "pid").read_text())))
 
 
 def test_a_sequence_of_which_another_part_failed_is_asked_for_anew() -> None:
     """Names of sequences come again in a service."""
     parts = [RewardPart(kind="verifier", name="gsm8k"), RewardPart(kind="verifier", name="code", answer="tests")]
-    rewards = build_reward_functions(parts)
     block = "```\nprint({})\n```\n#### 1"
-    with pytest.raises(RewardError, match="no column 'answer'"):
-        rewards.score("", block.format(8), {"tests": PAIRS[:1]}, None, 5)
-    assert not rewards.requested(5)
-    assert rewards.score("", block.format(7), {"tests": PAIRS[:1], "answer": 1}, None, 5) == 2.0
-    rewards.close()
+    with closing(build_reward_functions(parts)) as rewards:
+        with pytest.raises(RewardError, match="no column 'answer'"):
+            rewards.score("", block.format(8), {"tests": PAIRS[:1]}, None, 5)
+        assert not rewards.requested(5)
+        assert rewards.score("", block.format(7), {"tests": PAIRS[:1], "answer": 1}, None, 5) == 2.0
 
 
 def test_programs_make_no_socket_and_see_neither_the_runs_folder_nor_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_TOKEN", "secret")
-    rewards = code()
     network = "import socket\ntry: socket.socket(); print('open')\nexcept PermissionError: print('cut')"
-    assert rewards.describe() == ["reward code: the programs reach no network"]
-    assert scored(rewards, network, [{"input": "", "output": "cut"}]) == 1.0
     alone = "import os\nprint(os.environ.get('REWARD_TOKEN'), os.listdir())"
-    assert scored(rewards, alone, [{"input": "", "output": "None []"}]) == 1.0
-    rewards.close()
+    with closing(code()) as rewards:
+        assert rewards.describe() == ["reward code: the programs reach no network"]
+        assert scored(rewards, network, [{"input": "", "output": "cut"}]) == 1.0
+        assert scored(rewards, alone, [{"input": "", "output": "None []"}]) == 1.0
 
 
 def test_several_processes_check_at_once_and_each_response_has_its_own_score(tmp_path: Path) -> None:
@@ -331,3 +313,5 @@ def test_the_forms_of_tests() -> None:
 def test_tests_that_are_none_are_refused_before_the_run(share: RewardSum, value: Any, reason: str) -> None:
     with pytest.raises(RewardError, match=f"'code': .*{reason}.*; give a list of asserts, or of"):
         share.check({"tests": value})
+    with pytest.raises(RewardError, match="'code': the row has no column 'tests'"):
+        share.check({"answer": "1"})
