@@ -145,31 +145,25 @@ def test_overrides(key: str, value: str) -> None:
 
 
 def refusable(raw: bytes) -> bool:
+    doubled: list[bool] = []
+
+    def object_of(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        doubled.append(len(dict(items)) < len(items))
+        return dict(items)
+
     try:
-        pairs: list[bool] = []
-
-        def object_of(items: list[tuple[str, Any]]) -> dict[str, Any]:
-            pairs.append(len(dict(items)) < len(items))
-            return dict(items)
-
         check_json(raw.decode("utf-8"))
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=object_of)
         texts = json.dumps(value, ensure_ascii=False, allow_nan=False)
         texts.encode("utf-8")
     except ValueError:
         return True
-    if not isinstance(value, dict) or any(pairs) or "\0" in repr_of(value):
+    if not isinstance(value, dict) or any(doubled) or "\\u0000" in texts.replace("\\\\", ""):
         return True
     prompt = value.get("prompt")
     if isinstance(prompt, list):  # messages: their form is tested elsewhere
         return True
     return not isinstance(prompt, str) or not prompt.strip()
-
-
-def repr_of(value: Any) -> str:
-    if isinstance(value, dict):
-        return "".join(repr_of(part) for pair in value.items() for part in pair)
-    return "".join(map(repr_of, value)) if isinstance(value, list) else str(value)
 
 
 def check_rows(path: Path, data: bytes) -> int:
