@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 
-from tests.mistakes.project import REWARDS, TRAIN, VALIDATE, Edit, Mistake, copy, cut, remove, replace, setting, write
+from tests.mistakes.project import JOB, REWARDS, TRAIN, VALIDATE, Edit, Mistake, copy, cut, remove, replace, setting, write
 
 SFT, RM = ("validate", "sft.yaml"), ("validate", "rm.yaml")
 PAIRS = ("validate", "sft.yaml", "data.path=pairs.jsonl", "data.bad_rows=quarantine", "--kind", "dpo")
@@ -227,10 +227,8 @@ COMMANDS: tuple[Mistake, ...] = (
     Mistake("a conversion to a format that is none", ("convert", "actor", "out", "--to", "gguf"), ("gguf",),
         ("convert", "--help")),
     Mistake("a service of a run's file", ("serve", "sft.yaml"), ("sft.yaml",), ("validate", "serve.yaml")),
-    Mistake("a job without a partition's file", ("launch", "slurm", "tain.yaml"), ("tain.yaml",),
-        ("launch", "slurm", "train.yaml", "--out", "job.sbatch")),
-    Mistake("a job on a machine of another name", ("launch", "pbs", "train.yaml"), ("pbs", "slurm"),
-        ("launch", "slurm", "train.yaml", "--out", "job.sbatch")),
+    Mistake("a job without a partition's file", ("launch", "slurm", "tain.yaml"), ("tain.yaml",), JOB),
+    Mistake("a job on a machine of another name", ("launch", "pbs", "train.yaml"), ("pbs", "slurm"), JOB),
 )  # fmt: skip
 
 FUNCTIONS: tuple[Mistake, ...] = (

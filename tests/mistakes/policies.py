@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from tests.mistakes.project import Mistake, copy, remove, replace, write
+from tests.mistakes.project import JOB, Mistake, copy, remove, replace, write
 
 ASK = ("generate", "runs/ppo", "--prompt", "1+1=", "--max-tokens", "2")
 JUDGE = ("eval", "runs/ppo", "--data", "prompts.jsonl", "--max-tokens", "2", "--max-prompts", "2")
 RULE = ("--verifier", "arithmetic")
+JUDGED = (*JUDGE, *RULE)
 LONG = "1+" * 80
 
 
@@ -52,43 +53,41 @@ GENERATE: tuple[Mistake, ...] = (
 )  # fmt: skip
 
 EVAL: tuple[Mistake, ...] = (
-    Mistake("nothing that judges", JUDGE, ("nothing judges", "--verifier"), (*JUDGE, *RULE)),
-    Mistake("no held-out prompts", ("eval", "runs/ppo", *RULE), ("--data",), (*JUDGE, *RULE)),
-    Mistake("a policy judged twice", ("eval", "runs/ppo", "runs/ppo", "--data", "prompts.jsonl", *RULE), ("twice",),
-            (*JUDGE, *RULE)),
+    Mistake("nothing that judges", JUDGE, ("nothing judges", "--verifier"), JUDGED),
+    Mistake("no held-out prompts", ("eval", "runs/ppo", *RULE), ("--data",), JUDGED),
+    Mistake("a policy judged twice", ("eval", "runs/ppo", "runs/ppo", "--data", "prompts.jsonl", *RULE), ("twice",), JUDGED),
     Mistake("a rule that is none", (*JUDGE, "--verifier", "maths"), ("`maths`", "`math`?"), (*JUDGE, "--verifier", "math")),
-    Mistake("a rule without its answers", (*JUDGE, *RULE, "--answer", "solution"), ("solution",), (*JUDGE, *RULE)),
-    Mistake("an actor as a judge", (*JUDGE, "--reward-model", "actor"), ("LlamaForCausalLM", "scalar head"), (*JUDGE, *RULE)),
+    Mistake("a rule without its answers", (*JUDGE, *RULE, "--answer", "solution"), ("solution",), JUDGED),
+    Mistake("an actor as a judge", (*JUDGE, "--reward-model", "actor"), ("LlamaForCausalLM", "scalar head"), JUDGED),
     Mistake("a judging function misspelt", (*JUDGE, "--function", "my_rewards:shrot"), ("shrot",),
-            (*JUDGE, "--function", "my_rewards:short")),
+        (*JUDGE, "--function", "my_rewards:short")),
     Mistake("judges of a file without any", (*JUDGE, "--rewards", "sft.yaml"), ("sft.yaml", "`rewards`"),
-            (*JUDGE, "--rewards", "serve.yaml")),
+        (*JUDGE, "--rewards", "serve.yaml")),
     Mistake("figures over a folder", (*JUDGE, *RULE, "--out", "actor"), ("actor is there already",),
-            (*JUDGE, *RULE, "--out", "figures")),
+        (*JUDGE, *RULE, "--out", "figures")),
 )  # fmt: skip
 
 TAKEN: tuple[Mistake, ...] = (
     Mistake("a run that is converted", ("convert", "runs/ppo", "out"), ("runs/ppo is a run", "runs/ppo/weights/actor"),
-            ("convert", "runs/ppo/weights/actor", "out")),
+        ("convert", "runs/ppo/weights/actor", "out")),
     Mistake("a run of sft that is converted", ("convert", "runs/tuned", "out"), ("is a run", "runs/tuned/weights"),
-            ("convert", "runs/tuned/weights", "out")),
+        ("convert", "runs/tuned/weights", "out")),
     Mistake("an interrupted run that is converted", ("convert", "runs/cut", "out"), ("is a run", "runs/cut/checkpoints"),
-            ("convert", "runs/cut/checkpoints/step-000002/models/actor", "out")),
+        ("convert", "runs/cut/checkpoints/step-000002/models/actor", "out")),
     Mistake("a conversion over weights", ("convert", "actor", "reward"), ("never overwritten",), ("convert", "actor", "out")),
     Mistake("a reward model as a policy", ("convert", "reward", "out"), ("score.weight",),
-            ("convert", "reward", "out", "--as", "reward")),
+        ("convert", "reward", "out", "--as", "reward")),
     Mistake("files of no size", ("convert", "actor", "out", "--max-shard-mb", "0"), ("'0'", "at least 1"),
-            ("convert", "actor", "out", "--max-shard-mb", "1")),
+        ("convert", "actor", "out", "--max-shard-mb", "1")),
     Mistake("weights as adapters", ("convert", "actor", "out", "--adapter", "actor"), ("actor/adapter_config.json",),
-            ("convert", "actor", "out")),
+        ("convert", "actor", "out")),
     Mistake("a report over another page", ("report", "runs/done", "--out", "page", "--no-png"), ("page/index.html", "--out"),
-            ("report", "runs/done", "--out", "pages", "--no-png"), spoils=[write("page/index.html", "<h1>mine</h1>")]),
+        ("report", "runs/done", "--out", "pages", "--no-png"), spoils=[write("page/index.html", "<h1>mine</h1>")]),
     Mistake("a report of a step that was not made", ("report", "runs/ppo", "--out", "page", "--step", "9", "--no-png"),
-            ("--step 9", "1 to 2"), ("report", "runs/ppo", "--out", "page", "--step", "2", "--no-png")),
-    Mistake("a job written over its configuration", ("launch", "slurm", "train.yaml", "--out", "train.yaml"), ("--out is",),
-            ("launch", "slurm", "train.yaml", "--out", "job.sbatch")),
+        ("--step 9", "1 to 2"), ("report", "runs/ppo", "--out", "page", "--step", "2", "--no-png")),
+    Mistake("a job written over its configuration", ("launch", "slurm", "train.yaml", "--out", "train.yaml"), ("--out is",), JOB),
     Mistake("a case written over a file", ("config", "--init", "arithmetic"), ("sft.yaml is there already", "--force"),
-            ("config", "--init", "arithmetic"), mends=[remove("sft.yaml"), remove("rm.yaml")]),
+        ("config", "--init", "arithmetic"), mends=[remove("sft.yaml"), remove("rm.yaml")]),
 )  # fmt: skip
 
 

@@ -95,6 +95,7 @@ Edit = Callable[[Path], object]
 """Of the project's folder."""
 
 VALIDATE = ("validate", "train.yaml")
+JOB = ("launch", "slurm", "train.yaml", "--out", "job.sbatch")
 
 
 @dataclass(frozen=True)

@@ -77,14 +77,11 @@ def test_a_vocabulary_that_does_not_fit_names_the_one_that_does(tmp_path: Path, 
     assert load_tokenizer(TokenizerConfig(path=tmp_path / "t.model")).vocab_size == largest
 
 
-def test_training_refuses_too_small_and_nothing(tmp_path: Path) -> None:
+def test_training_is_quiet_and_repeatable_and_refuses_too_little(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="vocab_size=100 is too small.* need 26[0-9]"):
         train_sentencepiece(["a"], tmp_path / "t.model", 100)
     with pytest.raises(DataError, match="at least one text"):
         train_sentencepiece(["", " \n"], tmp_path / "t.model", 300)
-
-
-def test_training_is_quiet_and_repeatable(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b"):
         train_sentencepiece(TEXTS, tmp_path / f"{name}.model", 300)
     assert capfd.readouterr() == ("", "")
@@ -309,10 +306,7 @@ def test_what_a_token_has_behind_the_separator_is_of_the_next_step() -> None:
     assert step_ends.of([0, 4, 0, 3]) == [1, 3], "one token, one end"
     assert step_ends.of([5, 3]) == [0, 1], "a token ends one step at most, and z is another"
 
-
-def test_a_decoder_that_drops_the_space_in_front_hides_no_separator() -> None:
-    """A sentencepiece decoder with a dummy prefix does: alone, the second " |" would be the text of a step."""
-    words = {0: " a", 1: " |", 3: ""}
+    words = {0: " a", 1: " |", 3: ""}  # by a decoder that drops the space in front, as sentencepiece's does
     step_ends = StepEnds(" |", lambda ids: "".join(words[i] for i in ids).removeprefix(" "))
     assert step_ends.of([0, 1, 1, 3]) == [1] and step_ends.of([0, 1, 1, 0, 1, 3]) == [1, 4]
 

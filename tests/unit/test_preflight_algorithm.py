@@ -36,10 +36,9 @@ from tests.unit.test_preflight_settings import problems_of, settings_without_cri
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
     return settings_without_critic(tmp_path) | {
-        "rewards": [{"kind": "verifier", "name": "gsm8k"}],
-        "rollout": {"batch_size": 128, "max_response_tokens": 100},
+        "rewards": [{"kind": "verifier", "name": "gsm8k"}], "rollout": {"batch_size": 128, "max_response_tokens": 100},
         "algorithm": {"preset": "grpo"},
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -70,18 +69,15 @@ def test_ratios_of_carried_responses_are_decoupled(settings: dict[str, Any], cha
     assert TrainConfig.model_validate(settings).ppo.staleness == staleness
 
 
-def test_a_preset_without_its_kl_brings_nothing_of_it(settings: dict[str, Any]) -> None:
-    """Nothing would read its coefficient and estimator, and nobody could remove them."""
-    assert problems_of(settings, {"ppo.kl": {"mode": "none"}}) == []
-    config = TrainConfig.model_validate(settings)
-    assert config.ppo.kl == KLConfig(mode="none") and "reference" not in named_roles(config)
-
-
-def test_every_preset_is_named_and_has_values_that_there_are() -> None:
+def test_a_preset_has_values_that_there_are_and_without_its_kl_brings_nothing_of_it(settings: dict[str, Any]) -> None:
+    """Nothing would read the coefficient and estimator of that KL, and nobody could remove them."""
     fields = AlgorithmConfig.model_fields
     assert set(get_args(fields["preset"].annotation)) == set(PRESETS)
     for preset in PRESETS.values():
         assert all(value in get_args(fields[name].annotation) for name, value in preset.choices.items())
+    assert problems_of(settings, {"ppo.kl": {"mode": "none"}}) == []
+    config = TrainConfig.model_validate(settings)
+    assert config.ppo.kl == KLConfig(mode="none") and "reference" not in named_roles(config)
 
 
 def test_any_setting_may_stand_beside_a_preset(settings: dict[str, Any]) -> None:

@@ -153,16 +153,15 @@ def test_missing_path_names_its_nearest_sibling(settings: dict[str, Any], tmp_pa
         for (key, name), nearest in zip(missing.items(), ("tok.model", "actor", "rows.jsonl"), strict=True)
     )
     assert any("`.` has no `zzzzzzzz`" in problem for problem in problems_of(settings, {"tokenizer.path": "zzzzzzzz/x.model"}))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert any(f"nothing can be written in `{settings['run_dir'].parent}`" in problem for problem in problems_of(settings))
 
 
-def test_all_broken_rules_come_at_once(settings: dict[str, Any]) -> None:
-    assert len(problems_of(settings, {"ppo.minibatches": 3, "overlap.delta.max": 33, "data.path": []})) == 3
-
-
-def test_stop_ids_are_of_the_vocabulary(settings: dict[str, Any]) -> None:
+def test_all_broken_rules_come_at_once_and_stop_ids_are_of_the_vocabulary(settings: dict[str, Any]) -> None:
     put(settings, "rollout.stop", [9, 64, 63])
     (problem,) = check_stop_ids(TrainConfig.model_validate(settings).rollout, 64)
     assert problem.startswith("rollout.stop has 64, but the actor's vocabulary ends at 63")
+    assert len(problems_of(settings, {"ppo.minibatches": 3, "overlap.delta.max": 33, "data.path": []})) == 3
 
 
 def supervised(settings: dict[str, Any]) -> dict[str, Any]:
@@ -184,12 +183,6 @@ def test_supervised_rules(settings: dict[str, Any], change: Callable[[dict[str, 
     change(good)
     problems = check_supervised(SFTConfig.model_validate(good))
     assert len(problems) == 1 and expected in problems[0]
-
-
-def test_a_run_directory_that_cannot_be_written(settings: dict[str, Any], monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    (problem,) = problems_of(settings)
-    assert f"nothing can be written in `{settings['run_dir'].parent}`" in problem
 
 
 @pytest.mark.parametrize(("weights", "named"), [
