@@ -114,9 +114,8 @@ API_FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "choice": (lambda: oppo.evaluate("x", "y", verifier="maths"), "verifier is 'maths': choose from arithmetic, "),
     "words": (lambda: oppo.generate("x", ["a"], samples=2, greedy=True), "drop samples, or give a temperature above 0"),
     "kind": (lambda: oppo.load_config({}, kind="pop"), "kind is 'pop'; choose from train, sft, rm, dpo"),
-    "other": (
-        lambda: oppo.load_config({"model": {}, "data": {}, "tokenizer": {}, "run_dir": Path("x")}), "^source .*; give kind='sft'"
-    ),
+    "other": (lambda: oppo.load_config({"model": {}, "data": {}, "tokenizer": {}, "run_dir": Path("x")}),
+        "^source .*; give kind='sft'"),
     "source": (lambda: oppo.load_config(None), "source is None, a NoneType"),  # type: ignore[arg-type]
     "both": (lambda: oppo.plan("ppo.yaml", "c.yaml", trace="t.csv", lognormal=(6, 1.5)), "trace and lognormal exclude"),
     "plan": (lambda: oppo.plan("ppo.yaml", "c.yaml", "steps", lognormal=(6, 1.5)), "override `steps` is not of the form"),
@@ -197,10 +196,8 @@ BAD_LOSSES: dict[str, tuple[Callable[[LossInputs], Any], str]] = {
     "shape": (lambda r: torch.zeros(7) * r.logp_L.sum(), r"returned float32 \[7\]; return floats: a loss \[\] or one per token"),
     "number": (lambda r: 3.0, "returned a float; return a tensor"), "integers": (lambda r: r.tokens_L, r"returned int64 \[3\]"),
     "nan": (lambda r: r.logp_L / (r.truncated.logical_not() * 1.0), "returned -?inf at index 4"),
-    "nan gradient": (
-        lambda r: (r.logp_L - r.logp_L.detach()).abs().sqrt(),
-        "a loss whose gradient is NaN or infinite; divide by",
-    ),
+    "nan gradient": (lambda r: (r.logp_L - r.logp_L.detach()).abs().sqrt(),
+        "a loss whose gradient is NaN or infinite; divide by"),
     "no gradient": (lambda r: -r.advantages_L, "returned a loss without gradient; compute it from response.logp_L"),
     "detached": (lambda r: r.logp_L.detach(), "without gradient"),
     "in place": (lambda r: -r.advantages_L.mul_(2) * r.logp_L, "changed its input advantages_L in place; work on a copy"),
