@@ -11,7 +11,7 @@ import lzma
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from pathlib import Path
@@ -53,9 +53,9 @@ def table(delimiter: str) -> bytes:
     return text.getvalue().encode()
 
 
-def parquet() -> bytes:
+def parquet(*columns: Any, names: Sequence[str] = ()) -> bytes:
     sink = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), sink)
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(columns, names) if names else pyarrow.Table.from_pylist(ROWS), sink)
     return sink.getvalue().to_pybytes()
 
 
@@ -128,6 +128,10 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "a cut gzip": ("a.jsonl.gz", gzip.compress(jsonl())[:-12], "compressed, and damaged .*fetch or write it again"),
     "a cut xz": ("a.jsonl.xz", lzma.compress(jsonl())[:-30], "compressed, and damaged"),
     "a cut Parquet file": ("a.parquet", parquet()[:-9], "a Parquet file that cannot be read .*fetch it again"),
+    "two columns of a name": ("a.parquet", parquet(pyarrow.array(["a"]), pyarrow.array(["b"]), names=["prompt"] * 2),
+        "two columns have one name; rename one"),
+    "a time of nanoseconds": ("a.parquet", parquet(pyarrow.array([1], pyarrow.time64("ns")), names=["at"]),
+        "a time after row 0 is none of Python's"),
     "an open quotation mark": ("a.csv", b'prompt,answer\na,b\n"c,d\n', r"a\.csv:3: not CSV .*close its quotation marks"),
     "a column twice": ("a.csv", b"prompt,prompt\na,b\n", "'prompt' comes twice in the header; rename"),
     "a header only": ("a.csv", b"prompt,answer\n", "holds no row"), "an empty array": ("a.json", b"[]", "holds no row"),
