@@ -110,6 +110,7 @@ test-gpulibs: $(INSTALLED_TEST)
 	test -d .gpulibs/flash_attn || { $(PIP) --quiet setuptools wheel && \
 		FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE $(PIP) --quiet --no-deps --no-build-isolation \
 		--target .gpulibs/flash_attn 'flash-attn>=2.5,<3'; }
+	test -d .gpulibs/triton || $(PIP) --quiet --no-deps --target .gpulibs/triton 'triton>=3.4'
 	$(PYTEST) tests/gpulibs
 
 test-oracles: $(ORACLES_INSTALLED)

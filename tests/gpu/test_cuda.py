@@ -285,7 +285,7 @@ def check_paged_kernel(device: str) -> None:
     place, dtype = torch.device(device), torch.bfloat16
     kernel = find_kernel(place, dtype)
     if kernel is None:
-        pytest.skip("no kernel for paged attention: install flash-attn 2")
+        pytest.skip("no kernel for paged attention: install flash-attn 2 or triton with a C compiler")
     generator = torch.Generator(place).manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:

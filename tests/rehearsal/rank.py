@@ -60,7 +60,7 @@ def rehearse(
     waits = [(*key, count) for key, count in sorted(watch.waits.items())]
     return {
         "waits": waits, "phases": dict(watch.phases), "faults": dict(watch.faults), "lines": watch.lines, "error": error,
-        "shapes": watch.shapes.found, "messages": dict(peers.messages),
+        "shapes": watch.shapes.found, "messages": dict(peers.messages), "launches": dict(watch.launches),
     }  # fmt: skip
 
 

@@ -43,6 +43,7 @@ class Watch(TorchDispatchMode):
         self.waits: Counter[tuple[str, str, str]] = Counter()
         self.lines: dict[str, str] = {}
         self.phases: Counter[str] = Counter()
+        self.launches: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.copies = HostCopies()
         self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # the captured steps
@@ -126,6 +127,7 @@ class Watch(TorchDispatchMode):
     def _launch(self, reads: Any = (), writes: Any = (), fresh: Any = ()) -> None:
         for each in () if self.capturing else fresh:  # what a captured step makes is in memory of its own
             weakref.finalize(each.untyped_storage(), self._forget, memory_of(each)).atexit = False
+        self.launches[self.phase] += 1
         told = self.streams.launch(*(map(memory_of, tensors) for tensors in (reads, writes, fresh)))
         if told:
             self.fault(told)

@@ -1,19 +1,21 @@
-"""The paged key/value cache: a pool of blocks, a table per sequence, and flash-attn's kernel.
+"""The paged key/value cache: a pool of blocks, a table per sequence, and flash-attn's kernel or Triton's.
 
 Sequences share their prompt's full blocks and copy a partly filled one.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from oppo_megatron.layout.kernels import FLASH, usable
+from oppo_megatron.layout.kernels import FLASH, TRITON, usable
 from oppo_megatron.layout.memory import BLOCK_TOKENS
 from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.kv.cached_plan import CallPlan, StepPlan, StepRows
@@ -50,7 +52,24 @@ def find_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel | None:
         return None
     if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return None
-    return flash_attn if usable(FLASH) else None
+    if usable(FLASH):
+        return flash_attn
+    return _by_triton(device) if usable(TRITON) else None
+
+
+@cache
+def _by_triton(device: torch.device) -> PagedKernel | None:
+    """Try the kernel once: Triton needs a C compiler and Python's headers, too."""
+    from oppo_megatron.mcore.kv.triton_kernel import triton_attention
+
+    one_1, pool = torch.ones(1, dtype=torch.int32, device=device), torch.zeros(1, 16, 1, 16, dtype=torch.bfloat16, device=device)
+    try:
+        triton_attention(pool[0, :1], pool, pool, PagedCall(one_1[:, None] - 1, one_1, one_1, 1, 1), 1.0)
+    except Exception as error:
+        told = shorten(str(error), 200, placeholder=" ...")
+        warnings.warn(f"triton cannot build a kernel ({type(error).__name__}: {told}); KV caches are dense", stacklevel=2)
+        return None
+    return triton_attention
 
 
 def flash_attn(q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, scale: float, window: int | None = None) -> Tensor:
