@@ -31,8 +31,7 @@ except ImportError as error:
     sys.exit(0)
 
 from oppo_megatron.mcore.kv.cached_plan import attend_one
-from oppo_megatron.mcore.kv.call_parts import beyond_mask
-from oppo_megatron.mcore.kv.paged import PagedCall
+from oppo_megatron.mcore.kv.call_parts import PagedCall, beyond_mask
 
 
 def case(name: str, rows: int, groups: int, repeat: int, dim: int, limit: int, mean: float, dtype: torch.dtype) -> dict[str, Any]:

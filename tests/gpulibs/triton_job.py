@@ -16,7 +16,7 @@ import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from oppo_megatron.mcore.kv import paged, triton_kernel  # noqa: E402
-from oppo_megatron.mcore.kv.paged import PagedCall  # noqa: E402
+from oppo_megatron.mcore.kv.call_parts import PagedCall  # noqa: E402
 
 TABLES = 200
 
@@ -65,7 +65,7 @@ def compiled() -> dict[str, Any]:
     found: dict[str, Any] = {}
     numbers = dict.fromkeys(("tables", "starts", "lengths"), "*i32") | {"scale": "fp32", "width": "i32", "window": "i32"}
     numbers |= dict.fromkeys(("q", "k", "v", "out"), "*bf16") | dict.fromkeys(("sums", "peaks"), "*fp32")
-    kernel = triton_kernel._attend
+    kernel = triton_kernel.attend_tile
     for capability, dim, step, many in ((80, 256, 32, True), (90, 64, 64, False), (90, 128, 64, True)):
         sizes = 2, 7, dim, 256, 64 if many else 16, dim, step, 1 if many else 4
         values: dict[str, Any] = {"MANY": many, "BOUND": many} | dict(zip("GRDKAEJF", sizes, strict=True))
@@ -81,7 +81,7 @@ def refused() -> tuple[Any, list[str]]:
     """The kernel that a machine gets on which Triton can be imported, but cannot launch anything, and its warnings."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        return paged._by_triton(torch.device("cpu")), [str(each.message) for each in told]
+        return paged.by_triton(torch.device("cpu")), [str(each.message) for each in told]
 
 
 if __name__ == "__main__":

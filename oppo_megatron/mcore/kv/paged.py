@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from textwrap import shorten
 from typing import Any
 
@@ -19,28 +18,10 @@ from oppo_megatron.layout.kernels import FLASH, TRITON, usable
 from oppo_megatron.layout.memory import BLOCK_TOKENS
 from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.kv.cached_plan import CallPlan, StepPlan, StepRows
+from oppo_megatron.mcore.kv.call_parts import PagedCall
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 
 LEAST_CAPABILITY = (8, 0)
-
-
-@dataclass(frozen=True)
-class PagedCall:
-    """Int32: sequence s has `new_S[s]` queries, `length_S[s]` tokens in blocks `table_SW[s]`."""
-
-    table_SW: Tensor
-    new_S: Tensor
-    length_S: Tensor
-    most_new: int
-    longest: int
-
-    @cached_property
-    def new_ends(self) -> Tensor:
-        return _ends(self.new_S)
-
-    @cached_property
-    def length_ends(self) -> Tensor:
-        return _ends(self.length_S)
 
 
 PagedKernel = Callable[[Tensor, Tensor, Tensor, PagedCall, float, int | None], Tensor]
@@ -54,11 +35,11 @@ def find_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel | None:
         return None
     if usable(FLASH):
         return flash_attn
-    return _by_triton(device) if usable(TRITON) else None
+    return by_triton(device) if usable(TRITON) else None
 
 
 @cache
-def _by_triton(device: torch.device) -> PagedKernel | None:
+def by_triton(device: torch.device) -> PagedKernel | None:
     """Try the kernel once: Triton needs a C compiler and Python's headers, too."""
     from oppo_megatron.mcore.kv.triton_kernel import triton_attention
 
@@ -86,10 +67,6 @@ def flash_attn(q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, s
         q_TND, k_PKGD, v_PKGD, cu_seqlens_q=call.new_ends, cu_seqlens_k=call.length_ends, max_seqlen_q=call.most_new,
         max_seqlen_k=call.longest, **options,
     )  # fmt: skip
-
-
-def _ends(counts_S: Tensor) -> Tensor:
-    return torch.nn.functional.pad(counts_S.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 class PagedKVCache(SequenceCache):

@@ -10,14 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from oppo_megatron.mcore.kv.paged import PagedCall
+from oppo_megatron.mcore.kv.call_parts import PagedCall
 
 LEAST_ROWS, PREFILL_ROWS = 16, 64  # tensor cores multiply 16 rows or more
 PROGRAMS, MOST_SPLITS = 512, 32  # enough programs for the 132 processors of an H100
 
 
 @triton.jit
-def _attend(
+def attend_tile(
     q, k, v, tables, starts, lengths, out, sums, peaks, scale, width, window, MANY: tl.constexpr, BOUND: tl.constexpr,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, K: tl.constexpr, A: tl.constexpr, E: tl.constexpr, J: tl.constexpr,
     F: tl.constexpr,
@@ -99,7 +99,7 @@ def triton_attention(
         torch.empty(tokens * heads * splits * size if splits > 1 else 0, dtype=torch.float32, device=out.device)
         for size in (dim, 2)
     )
-    _attend[(sequences, tiles, groups * splits)](
+    attend_tile[(sequences, tiles, groups * splits)](
         q_TND, k_PKGD, v_PKGD, call.table_SW, call.new_ends if many else call.new_S, call.length_S, out, sums, peaks, scale,
         call.table_SW.stride(0), window or 0, many, window is not None, groups, repeat, dim, block, rows, padded, step, splits,
         num_stages=2,
