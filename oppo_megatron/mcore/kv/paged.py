@@ -16,13 +16,11 @@ from torch import Tensor
 
 from oppo_megatron.layout.kernels import FLASH, TRITON, usable
 from oppo_megatron.layout.memory import BLOCK_TOKENS
+from oppo_megatron.mcore.attention import LEAST_CAPABILITY
 from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.kv.cached_plan import CallPlan, StepPlan, StepRows
 from oppo_megatron.mcore.kv.call_parts import PagedCall
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
-
-LEAST_CAPABILITY = (8, 0)
-
 
 PagedKernel = Callable[[Tensor, Tensor, Tensor, PagedCall, float, int | None], Tensor]
 """(queries [T, N, D], key and value pool [P, K, G, D], call, scale, window) -> [T, N, D], causal."""
@@ -70,7 +68,7 @@ def flash_attn(q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, s
 
 
 class PagedKVCache(SequenceCache):
-    """Storage k, v: per layer [P, K, G, D].  Without a `kernel`, tables are gathered."""
+    """Storage k, v: per layer [P, K, G, D]; whole: [2 * layers, P, K, G, D].  Without a `kernel`, tables are gathered."""
 
     def __init__(
         self, *, num_kv_heads: int, head_dim: int, max_length: int, block_tokens: int = BLOCK_TOKENS,
@@ -146,9 +144,7 @@ class PagedKVCache(SequenceCache):
         """Copy a block's first positions to new blocks; takes none if it fails."""
         copies = [self._take() for _ in range(count)]
         try:
-            block_S = on_device(copies, self.device)
-            for pool in self.stores:
-                pool[block_S, :length] = pool[block, :length].clone()
+            self.whole[:, on_device(copies, self.device), :length] = self.whole[:, block, None, :length].clone()
         except BaseException:
             for copy in copies:
                 self._give(copy)
@@ -157,13 +153,12 @@ class PagedKVCache(SequenceCache):
 
     def _read(self, slot: int, length: int) -> Tensor:
         table_W = on_device(self._tables[slot], self.device)
-        return torch.stack([pool[table_W].flatten(0, 1)[:length] for pool in self.stores])
+        return self.whole[:, table_W].flatten(1, 2)[:, :length].contiguous()
 
     def _write(self, slot: int, stored: Tensor) -> None:
         position_L = torch.arange(stored.shape[1], device=self.device)
         block_L = on_device(self._tables[slot], self.device)[position_L // self.block_tokens]
-        for pool, values_LGD in zip(self.stores, stored, strict=True):
-            pool[block_L, position_L % self.block_tokens] = values_LGD
+        self.whole[:, block_L, position_L % self.block_tokens] = stored
 
 
 class _PagedPlaces:
