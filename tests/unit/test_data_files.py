@@ -51,6 +51,13 @@ def table(delimiter: str) -> bytes:
     return text.getvalue().encode()
 
 
+def two_columns(name: str, values: Any) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    columns = [pyarrow.array(["a"]), values]
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(columns, names=["prompt", name]), sink)
+    return bytes(sink.getvalue())
+
+
 def parquet() -> bytes:
     sink = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), sink)
@@ -138,6 +145,10 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "a cut gzip": ("a.jsonl.gz", gzip.compress(jsonl())[:-12], "compressed, and damaged .*fetch or write it again"),
     "a cut xz": ("a.jsonl.xz", lzma.compress(jsonl())[:-30], "compressed, and damaged"),
     "a cut Parquet file": ("a.parquet", parquet()[:-9], "a Parquet file that cannot be read .*fetch it again"),
+    "two columns of a name": ("a.parquet", two_columns("prompt", pyarrow.array(["b"])), "two columns have one name; rename one"),
+    "a time of nanoseconds": (
+        "a.parquet", two_columns("at", pyarrow.array([1], pyarrow.time64("ns"))), "a time after row 0 is none of Python's"
+    ),
     "an open quotation mark": ("a.csv", b'prompt,answer\na,b\n"c,d\n', r"a\.csv:3: not CSV .*close its quotation marks"),
     "a column twice": ("a.csv", b"prompt,prompt\na,b\n", "'prompt' comes twice in the header; rename"),
     "a header only": ("a.csv", b"prompt,answer\n", "holds no row"),
