@@ -62,9 +62,8 @@ def test_candidates_are_weighed_by_tokens() -> None:
     tuner.observe(1, StepCost(10.0, 1, 110))
     decision = tuner.observe(2, StepCost(4.0, 1, 20))
     assert decision.value == 1
-    assert decision.reason == (
-        "step 2: chunk 1 is the fastest (seconds until scored, relative to decoding such work: 1: 0.09091, 2: 0.2)"
-    )
+    fastest = "step 2: chunk 1 is the fastest (seconds until scored, relative to decoding such work: 1: 0.09091, 2: 0.2)"
+    assert decision.reason == fastest
 
 
 def test_a_step_without_tokens_is_tried_again() -> None:
@@ -97,16 +96,13 @@ def test_every_search_finds_the_cheapest(costs: dict[int, float], period: int, l
             assert all(f"{c}: " in decision.reason for c in reachable)
 
 
-def test_resume_keeps_the_choice_and_the_time_of_the_next_search() -> None:
+def test_resume_keeps_the_choice_and_starts_a_search_again_after_a_warm_up() -> None:
     costs = {16: 2.0, 32: 1.0}
     whole, first, second = (ChunkTuner([16, 32], longest=100, period=6) for _ in range(3))
     used = drive(first, 4, lambda step, chunk: costs[chunk])
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     used += drive(second, 10, lambda step, chunk: costs[chunk], first_step=4)
     assert used == drive(whole, 14, lambda step, chunk: costs[chunk])
-
-
-def test_resume_within_a_search_starts_it_again_after_a_warm_up() -> None:
     first, second = (ChunkTuner([16, 32], longest=100) for _ in range(2))
     drive(first, 2, lambda step, chunk: 1.0)
     assert first.value == 32, "in the middle of the search"
@@ -153,23 +149,11 @@ def adaptive() -> KLController:
     return KLController(KLConfig(coefficient=0.1, target=6.0))
 
 
-@pytest.mark.parametrize(
-    ("kl", "error"), [(6.0, 0.0), (6.6, 0.1), (5.4, -0.1), (7.2, 0.2), (60.0, 0.2), (0.0, -0.2), (-2.0, -0.2)]
-)
+@pytest.mark.parametrize(("kl", "error"), [(6.0, 0), (6.6, 0.1), (5.4, -0.1), (7.2, 0.2), (60.0, 0.2), (0.0, -0.2), (-2.0, -0.2)])
 def test_one_update_of_the_coefficient(kl: float, error: float) -> None:
     controller = adaptive()
     assert controller.observe(kl) == pytest.approx(0.1 * (1 + 0.1 * error), rel=1e-12)
     assert controller.value == controller.observe(6.0)
-
-
-@given(kls=st.lists(st.floats(-100, 100), max_size=30))
-def test_the_coefficient_stays_positive_and_moves_the_right_way(kls: list[float]) -> None:
-    controller = adaptive()
-    for kl in kls:
-        before = controller.value
-        after = controller.observe(kl)
-        assert 0.97 * before < after < 1.03 * before
-        assert (after > before) == (kl > 6.0) or abs(kl - 6.0) < 1e-9
 
 
 def test_the_coefficient_is_resumed_and_a_fixed_one_never_moves() -> None:
@@ -238,9 +222,7 @@ def run(values: list[float], **settings: object) -> EarlyStop:
         ([math.nan, 0.1, math.nan], {"patience": 2}, False, Best(1, 0.1)),
     ],
 )
-def test_stopping_is_due_after_as_many_values_that_are_no_better(
-    values: list[float], settings: dict[str, object], due: bool, best: Best
-) -> None:
+def test_stopping_is_due_after_as_many_values_no_better(values: list[float], settings: dict, due: bool, best: Best) -> None:
     stop = run(values, **settings)
     assert (stop.due, stop.best) == (due, best)
 
@@ -256,10 +238,7 @@ def test_early_stopping_continues_from_its_state() -> None:
     assert second.describe() == "stopped early at step 4: accuracy 0.1, no better in 3 evaluations; best 0.3 at step 1"
 
 
-ALL = {"kl_mean": 10, "ratio_max": 4, "ess": 0.5}
-SOUND = {
-    "kl_mean": 1.0, "ratio_max": 2.0, "ess": 0.9, "logprob_gap": 1e-6, "grad_norm": 3.0, "critic_loss": 0.1, "lr": 0
-}  # fmt: skip
+SOUND = {"kl_mean": 1, "ratio_max": 2, "ess": 0.9, "logprob_gap": 1e-6, "grad_norm": 3, "critic_loss": 0.1, "lr": 0}
 
 
 def rules(gap: float | None = 1e-4, **settings: Any) -> Rules:
@@ -281,7 +260,7 @@ def rules(gap: float | None = 1e-4, **settings: Any) -> Rules:
     ],
 )
 def test_what_breaks_a_rule(changed: dict[str, float], rule: str | None, says: str) -> None:
-    breach = rules(**ALL).check(SOUND | changed)
+    breach = rules(**{"kl_mean": 10, "ratio_max": 4, "ess": 0.5}).check(SOUND | changed)
     assert (breach and breach.rule) == rule
     if breach is not None:
         assert says in breach.reason and REMEDIES[breach.rule] in breach.message
@@ -292,12 +271,8 @@ def test_without_limits_only_what_is_not_finite_breaks_a_rule() -> None:
     assert rules(gap=None).check(far) is None
     breach = rules(gap=None).check(far | {"actor_loss": math.nan})
     assert breach is not None and breach.figure == "actor_loss"
-
-
-@pytest.mark.parametrize(("action", "agree", "undo"), [("stop", False, False), ("skip", True, True), ("rollback", True, False)])
-def test_when_ranks_agree_on_updates_and_take_them_back(action: str, agree: bool, undo: bool) -> None:
-    held = rules(action=action)
-    assert (held.agree_on_updates, held.undo_updates) == (agree, undo)
+    agreed = [(held.agree_on_updates, held.undo_updates) for held in (rules(action=a) for a in ("stop", "skip", "rollback"))]
+    assert agreed == [(False, False), (True, True), (True, False)]
 
 
 @given(st.sampled_from(RULES), st.sampled_from(FIGURES), st.floats(), st.none() | st.floats(allow_nan=False))
@@ -306,8 +281,4 @@ def test_a_breach_survives_its_way_to_other_ranks(rule: str, figure: str, value:
     code = breach.encode()
     assert len(code) == CODE_SIZE and str(decode(code)) == str(breach)
     assert decode(NO_BREACH) is None
-
-
-def test_the_first_breach_is_taken() -> None:
-    ess, ratio = Breach("ess", "ess", 0.1, 0.2), Breach("ratio_max", "ratio_max", 9.0, 4.0)
-    assert first([None, ess, ratio]) is ess and first([None]) is None
+    assert first([None, breach, Breach("ess", "ess", 0.1, 0.2)]) is breach and first([None]) is None
