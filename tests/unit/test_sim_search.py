@@ -271,7 +271,7 @@ def held(seed: int) -> list[Played]:
     return plans
 
 
-@settings(max_examples=2)
+@settings(max_examples=4)
 @given(st.integers(0, 10**6))
 def test_plans_pass_the_checks_and_take_the_seconds_that_are_printed(seed: int) -> None:
     held(seed)

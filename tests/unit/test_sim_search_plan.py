@@ -29,7 +29,7 @@ from oppo_megatron.schedule.weaving.costs import read_costs
 from oppo_megatron.sim.clusters.cluster import GPUS, INSIDE, Between, Cluster, assumed, published
 from oppo_megatron.sim.clusters.reading import read_cluster
 from oppo_megatron.sim.pricing.model import Decoding
-from oppo_megatron.sim.search import playing
+from oppo_megatron.sim.search import planning, playing
 from oppo_megatron.sim.search.enumeration import Plan
 from oppo_megatron.sim.search.planning import Task, find_plans, planned_config
 from oppo_megatron.sim.search.playing import PARTS, beyond_fits, play_config
@@ -167,6 +167,8 @@ def test_nothing_that_fits_is_told_in_full(described: Path, capsys: pytest.Captu
     told = refused(capsys, *PLAN)
     assert "no plan fits 1 x 2" in told and "GB are missing" in told and "for actor" in told and "on rank 0" in told
     assert "nodes would do" in told
+    with mock.patch.object(planning, "MOST_NODES", 1):
+        assert "nodes would do" not in refused(capsys, *PLAN)
 
 
 @pytest.mark.long
