@@ -189,17 +189,23 @@ def test_validate_without_a_file_shows_this_machine(monkeypatch: pytest.MonkeyPa
     out = shown(capsys, "validate")
     for word in ("python", "torch:", "megatron-core:", "transformer-engine:", "gloo", "usable cores", "features that are off"):
         assert word in out
-    real = machine.version_of
     monkeypatch.setattr(machine, "version_of", lambda package: None)
     assert main(["validate"]) == 1
     out = capsys.readouterr().out
     assert "not ready: needed are torch>=" in out and "pydantic>=2, which is absent" in out
     assert "ruff" not in out, "an extra's"
-    versions = {"megatron-core": "0.12.0", "torch": "2.11.0a0+nv26.02", "transformers": machine.PRESENT}
+
+
+@pytest.mark.parametrize("core", ["0.12.0", "0.20.0"])
+def test_validate_without_a_file_names_an_untested_version(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], core: str
+) -> None:
+    versions = {"megatron-core": core, "torch": "2.11.0a0+nv26.02", "transformers": machine.PRESENT}
+    real = machine.version_of
     monkeypatch.setattr(machine, "version_of", lambda each: versions.get(each.distribution) or real(each))
     assert main(["validate"]) == 1
     out = capsys.readouterr().out
-    assert "megatron-core<0.17,>=0.16.1, but 0.12.0 is installed" in out
+    assert f"megatron-core<0.20,>=0.16.1, but {core} is installed" in out
     assert "needed are megatron-core" in out, "and nothing else"
 
 
