@@ -53,10 +53,8 @@ def tree_of(file: Path) -> ast.Module:
 
 def marks(node: ast.expr) -> Iterator[str]:
     """Names of the marks that an expression is made of, but for those that parametrize gives to some cases only."""
-    parts = node.elts if isinstance(node, LISTS) else [node]
-    for part in parts:
-        call = part.func if isinstance(part, ast.Call) else part
-        name = ast.unparse(call).removeprefix("pytest.").removeprefix("mark.")
+    for part in node.elts if isinstance(node, LISTS) else [node]:
+        name = ast.unparse(part.func if isinstance(part, ast.Call) else part).removeprefix("pytest.").removeprefix("mark.")
         yield name
         if name == "parametrize" and isinstance(part, ast.Call):
             yield from marks_of_all_cases(part)
@@ -167,8 +165,7 @@ SLURM = "tests/slurm/test_preemption.py::test_a_job_is_told_to_stop_requeued_and
 def test_each_fault_of_a_page_is_found(tests: list[str], tiers: list[str], counts: tuple[int, ...], says: str | None) -> None:
     cells = BREAK.join(f"`{test}`" for test in tests) or NONE
     last = "Promises: {}, guarded: {}, unguarded: {}.".format(*counts)
-    page = f"| promise | test | tier |\n|---|---|---|\n| It holds | {cells} | {BREAK.join(tiers)} |\n\n{last}\n"
-    found = problems(page)
+    found = problems(f"| promise | test | tier |\n|---|---|---|\n| It holds | {cells} | {BREAK.join(tiers)} |\n\n{last}\n")
     assert [says in each for each in found] == [True] if says else found == []
 
 

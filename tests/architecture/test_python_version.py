@@ -98,8 +98,7 @@ for path in paths:
 
 def python_310() -> str:
     named = [os.environ.get("OPPO_PYTHON310"), shutil.which("python3.10")]
-    of_pyenv = sorted((Path.home() / ".pyenv" / "versions").glob("3.10.*/bin/python3.10"))
-    for each in filter(None, [*named, *map(str, of_pyenv)]):
+    for each in filter(None, [*named, *map(str, sorted((Path.home() / ".pyenv" / "versions").glob("3.10.*/bin/python3.10")))]):
         asked = [each, "-c", f"import sys; sys.exit(sys.version_info[:2] != {OLDEST})"]
         if subprocess.run(asked, capture_output=True, check=False).returncode == 0:
             return each

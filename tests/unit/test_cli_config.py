@@ -101,8 +101,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    texts = [f"what is {n} plus {n}? it is {2 * n} = + - * 0123456789" for n in range(60)]
-    train_sentencepiece(texts, tmp_path / "t.model", 300)
+    train_sentencepiece([f"what is {n} plus {n}? it is {2 * n} = + - * 0123456789" for n in range(60)], tmp_path / "t.model", 300)
     (tmp_path / "rows.jsonl").write_bytes(b"\n".join(ROWS))
     shape = json.dumps(SHAPE)
     (tmp_path / "train.yaml").write_text(

@@ -106,8 +106,7 @@ def validated(capsys: pytest.CaptureFixture[str], config: str) -> str:
 
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if not case.makes_data])
 def test_with_the_files_supplied_it_is_valid(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    texts = [f"what is {n} plus {n}? it is {2 * n} = + - * 0123456789" for n in range(60)]
-    train_sentencepiece(texts, folder / "t.model", 300)
+    train_sentencepiece([f"what is {n} plus {n}? it is {2 * n} = + - * 0123456789" for n in range(60)], folder / "t.model", 300)
     for name in CASES[case].paths.values():
         Path(name).parent.mkdir(exist_ok=True)
         if name.endswith(".jsonl"):

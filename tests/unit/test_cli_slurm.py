@@ -209,8 +209,7 @@ class Slurm:
 
     def start(self, *arguments: str, script: str = "train.sbatch", **variables: str) -> subprocess.Popen[str]:
         command, pipe = ["bash", str(LAUNCH / script), *(arguments or ("c.yaml", "seed=3"))], subprocess.PIPE
-        environment = self.environment | variables
-        return subprocess.Popen(command, env=environment, cwd=self.root, text=True, stdout=pipe, stderr=pipe)
+        return subprocess.Popen(command, env=self.environment | variables, cwd=self.root, text=True, stdout=pipe, stderr=pipe)
 
     def run(self, *arguments: str, **variables: str) -> tuple[int, str]:
         job = self.start(*arguments, **variables)

@@ -253,8 +253,7 @@ def test_a_response_ends_with_the_first_token_behind_which_its_text_has_a_stop(t
         end = plain_end(tokenizer, stops, response)
         for known in (0, draws.randrange(end or len(response))):
             (count,), (reason,) = stopping.ends(np.array([response[known:]]), [10**6], [response[:known]])
-            expected = (len(response), None) if end is None else (end, "stop")
-            assert (known + count, reason) == expected, (stops, response)
+            assert (known + count, reason) == ((len(response), None) if end is None else (end, "stop")), (stops, response)
         found += end is not None
         beyond += end is not None and end > 40
     assert found > 40 and beyond > 3

@@ -285,8 +285,7 @@ def test_a_paged_slot_takes_whole_blocks_of_the_budget() -> None:
     token_bytes = 2 * LAYERS * GROUPS * DIM * 4
     for length, positions in ((12, 256), (256, 256), (257, 512)):
         assert slot_tokens(length, "paged") == positions and slot_tokens(length, "dense") == length
-        rope = torch.ones(length, DIM), torch.zeros(length, DIM)
-        sizes = {"max_length": length, "rope": rope, "block_tokens": BLOCK_TOKENS}
+        sizes = {"max_length": length, "rope": (torch.ones(length, DIM), torch.zeros(length, DIM)), "block_tokens": BLOCK_TOKENS}
         cache = new_paged(5, 3 * positions * token_bytes + 7, **sizes)
         assert cache.num_slots == 3 and cache.num_free_blocks == 3 * positions // BLOCK_TOKENS
         assert sum(x.nbytes for x in (*cache.k, *cache.v)) == 3 * positions * token_bytes
