@@ -23,16 +23,12 @@ from oppo_megatron.cli.measure import check_devices
 from oppo_megatron.cli.ready import on_one_rank
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.data.tokenizer import train_sentencepiece
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.checks import check_layouts
 from oppo_megatron.layout.placements import world_size
+from tests.support.commands import SHAPE, work_in
 
 ROOT = Path(__file__).parents[2]
-SHAPE = {
-    "model_type": "qwen2", "vocab_size": 304, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}  # fmt: skip
 TRAIN = {
     "run_dir": "run", "tokenizer": {"path": "t.model"}, "placement": {"mode": "single"},
     "data": {"path": "rows.jsonl", "max_prompt_tokens": 40}, "actor": {"init": SHAPE}, "critic": {"init": SHAPE},
@@ -47,10 +43,7 @@ SFT = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    train_sentencepiece([f"what is {n} plus {n}? it is {2 * n} = + - * 0123456789" for n in range(60)], tmp_path / "t.model", 300)
+    work_in(tmp_path, monkeypatch, vocabulary=True)
     (tmp_path / "rows.jsonl").write_text((json.dumps({"prompt": "1+1=", "answer": "2", "completion": "it is 2"}) + "\n") * 8)
     (tmp_path / "train.yaml").write_text(yaml.safe_dump(TRAIN))
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump(SFT))
