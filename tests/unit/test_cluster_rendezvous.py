@@ -102,11 +102,9 @@ def test_ranks_meet_and_rank_0_knows_where_each_is() -> None:
     assert known == [[], [0, 1, 2], []], "it tells the others, which would all read all places from one store"
     places = [host(0, "a", "0"), host(1, "a", "0"), host(2, "b", "1"), host(3, "b", "1", threads=1), host(4, "c")]
     assert describe_hosts(places) == [
-        "rank 0-1: host a (node 0, cpu, 2 threads each)",
-        "rank 2: host b (node 1, cpu, 2 threads)",
-        "rank 3: host b (node 1, cpu, 1 thread)",
-        "rank 4: host c (cpu, 2 threads)",
-    ]
+        "rank 0-1: host a (node 0, cpu, 2 threads each)", "rank 2: host b (node 1, cpu, 2 threads)",
+        "rank 3: host b (node 1, cpu, 1 thread)", "rank 4: host c (cpu, 2 threads)",
+    ]  # fmt: skip
 
 
 def test_one_rank_alone_looks_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,13 +220,11 @@ def seen_from(rank: int, size: int) -> Iterator[dist.Store]:
 
 
 SITES = {
-    "colocated": colocated((2, 2, 2)),
-    "apart": disaggregated((1, 4, 1), (2, 1, 2)),
-    "many listeners": disaggregated((1, 2, 1), (1, 1, 20)),
-    "split scorers": split_scorers((1, 2, 2)),
+    "colocated": colocated((2, 2, 2)), "apart": disaggregated((1, 4, 1), (2, 1, 2)),
+    "many listeners": disaggregated((1, 2, 1), (1, 1, 20)), "split scorers": split_scorers((1, 2, 2)),
     "overlapping": make_site((2, 2, 2), {"critic": (0, 4, 1, 1), "reward": (6, 1, 2, 2)}),
     "a rank without a role": Site({"actor": RolePlacement((0, 1), pp=2), "critic": RolePlacement((3, 4), pp=2)}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SITES)

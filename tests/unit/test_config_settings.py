@@ -179,9 +179,8 @@ def test_a_part_of_a_list_and_a_section_that_come_or_go_are_told_in_a_line() -> 
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 3) | st.text(max_size=3),
-    lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3) | st.lists(inner, max_size=3),
-    max_leaves=8,
-)
+    lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3) | st.lists(inner, max_size=3), max_leaves=8,
+)  # fmt: skip
 
 
 @given(st.dictionaries(st.sampled_from("abc"), PLAIN), st.dictionaries(st.sampled_from("abc"), PLAIN))

@@ -196,22 +196,17 @@ ABOVE = "tail waste 0.600 over 2 steps is above 0.4"
 UNBIASED = "ess 1.000 and length gap +0.000 are within bounds"
 
 
-@pytest.mark.parametrize(
-    ("steps", "expected"),
-    [
-        ([EMPTY], "step 0: 1 of 2 steps that the rule averages: delta stays 4"),
-        ([EMPTY, EMPTY], f"step 1: {ABOVE}, {UNBIASED}: delta 4 +1 -> 5 (within 0..8)"),
-        ([FULL, FULL], "step 1: tail waste 0.100 over 2 steps is below 0.3: delta 4 -1 -> 3 (within 0..8)"),
-        ([CALM, CALM], f"step 1: tail waste 0.350 over 2 steps is within 0.3..0.4, {UNBIASED}: delta stays 4"),
-        ([STALE], "step 0: ess 0.790 is below its floor of 0.8: delta 4 -1 -> 3 (within 0..8)"),
-        ([CALM, FAR], "step 1: length gap +0.500 over 2 steps is above its cap of 0.4: delta 4 -1 -> 3 (within 0..8)"),
-        ([STALE, EMPTY], f"step 1: {ABOVE}, but a step of them broke a bound: delta stays 3"),
-        (
-            [EMPTY, EMPTY, STALE, EMPTY, EMPTY, EMPTY],
-            f"step 5: {ABOVE}, {UNBIASED}, 5 was taken back for its ess: delta 4 +1 -> 4 (within 0..8)",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("steps", "expected"), [
+    ([EMPTY], "step 0: 1 of 2 steps that the rule averages: delta stays 4"),
+    ([EMPTY, EMPTY], f"step 1: {ABOVE}, {UNBIASED}: delta 4 +1 -> 5 (within 0..8)"),
+    ([FULL, FULL], "step 1: tail waste 0.100 over 2 steps is below 0.3: delta 4 -1 -> 3 (within 0..8)"),
+    ([CALM, CALM], f"step 1: tail waste 0.350 over 2 steps is within 0.3..0.4, {UNBIASED}: delta stays 4"),
+    ([STALE], "step 0: ess 0.790 is below its floor of 0.8: delta 4 -1 -> 3 (within 0..8)"),
+    ([CALM, FAR], "step 1: length gap +0.500 over 2 steps is above its cap of 0.4: delta 4 -1 -> 3 (within 0..8)"),
+    ([STALE, EMPTY], f"step 1: {ABOVE}, but a step of them broke a bound: delta stays 3"),
+    ([EMPTY, EMPTY, STALE, EMPTY, EMPTY, EMPTY],
+        f"step 5: {ABOVE}, {UNBIASED}, 5 was taken back for its ess: delta 4 +1 -> 4 (within 0..8)"),
+])  # fmt: skip
 def test_reasons_of_the_measured_rule(steps: list[StepSignals], expected: str) -> None:
     controller = new()
     assert [controller.observe(*step) for step in enumerate(steps)][-1].reason == expected

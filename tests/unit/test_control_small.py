@@ -43,9 +43,8 @@ SEARCHES: list[tuple[list[int], int, int, Cost, list[int]]] = [
     ([8, 16], 1000, 5, lambda step, chunk: chunk if step < 5 else 100 - chunk, [8, 8, 16, 8, 8, 8, 8, 16, 16, 16]),
     # candidates are clipped, come once, and include the present value; a single one is no search
     ([5, 64, 16, 32, 16], 20, 6, lambda step, chunk: abs(chunk - 16) + 1, [5, 5, 16, 20, 16]),
-    ([64, 16, 32], 8, 2, lambda step, chunk: 1.0, [8] * 6),
-    ([24], 100, 1, lambda step, chunk: 1 / (step + 1), [24] * 20),
-]
+    ([64, 16, 32], 8, 2, lambda step, chunk: 1.0, [8] * 6), ([24], 100, 1, lambda step, chunk: 1 / (step + 1), [24] * 20),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("sizes", "longest", "period", "cost", "expected"), SEARCHES)
@@ -77,10 +76,9 @@ def test_a_step_without_tokens_is_tried_again() -> None:
 
 
 @given(
-    costs=st.dictionaries(st.integers(1, 50), st.floats(0.01, 10), min_size=1, max_size=6),
-    period=st.integers(1, 12),
+    costs=st.dictionaries(st.integers(1, 50), st.floats(0.01, 10), min_size=1, max_size=6), period=st.integers(1, 12),
     longest=st.integers(1, 60),
-)
+)  # fmt: skip
 def test_every_search_finds_the_cheapest(costs: dict[int, float], period: int, longest: int) -> None:
     tuner = ChunkTuner(list(costs), longest, period)
     reachable = {min(c, longest) for c in costs}
@@ -211,17 +209,13 @@ def run(values: list[float], **settings: object) -> EarlyStop:
     return stop
 
 
-@pytest.mark.parametrize(
-    ("values", "settings", "due", "best"),
-    [
-        ([0.1, 0.2, 0.3], {"patience": 1}, False, Best(2, 0.3)),
-        ([0.1, 0.2, 0.2], {"patience": 1}, True, Best(1, 0.2)),
-        ([0.1, 0.2, 0.1, 0.15], {"patience": 3}, False, Best(1, 0.2)),
-        ([0.1, 0.2, 0.1, 0.15, 0.2], {"patience": 3}, True, Best(1, 0.2)),
-        ([3.0, 2.0, 2.5], {"patience": 1, "metric": "min accuracy"}, True, Best(1, 2.0)),
-        ([math.nan, 0.1, math.nan], {"patience": 2}, False, Best(1, 0.1)),
-    ],
-)
+@pytest.mark.parametrize(("values", "settings", "due", "best"), [
+    ([0.1, 0.2, 0.3], {"patience": 1}, False, Best(2, 0.3)), ([0.1, 0.2, 0.2], {"patience": 1}, True, Best(1, 0.2)),
+    ([0.1, 0.2, 0.1, 0.15], {"patience": 3}, False, Best(1, 0.2)),
+    ([0.1, 0.2, 0.1, 0.15, 0.2], {"patience": 3}, True, Best(1, 0.2)),
+    ([3.0, 2.0, 2.5], {"patience": 1, "metric": "min accuracy"}, True, Best(1, 2.0)),
+    ([math.nan, 0.1, math.nan], {"patience": 2}, False, Best(1, 0.1)),
+])  # fmt: skip
 def test_stopping_is_due_after_as_many_values_no_better(values: list[float], settings: dict, due: bool, best: Best) -> None:
     stop = run(values, **settings)
     assert (stop.due, stop.best) == (due, best)
@@ -245,20 +239,17 @@ def rules(gap: float | None = 1e-4, **settings: Any) -> Rules:
     return Rules(GuardsConfig(**settings), gap)
 
 
-@pytest.mark.parametrize(
-    ("changed", "rule", "says"),
-    [
-        ({"kl_mean": 10.1}, "kl_mean", "kl_mean is 10.1, above guards.kl_mean 10"),
-        ({"ratio_max": 4.5}, "ratio_max", "ratio_max is 4.5, above guards.ratio_max 4"),
-        ({"ess": 0.49}, "ess", "ess is 0.49, below guards.ess 0.5"),
-        ({"logprob_gap": 0.1}, "logprob_gap", "differs by 1.00e-01 between decoding and training"),
-        ({"logprob_gap": 1e-3, "logprob_gap_judged": 2e-4}, "logprob_gap", "differs by 2.00e-04"),
-        ({"logprob_gap": 0.1, "logprob_gap_judged": 1e-4}, None, ""),
-        ({"critic_loss": math.inf}, "non_finite", "critic_loss is inf, no finite number"),
-        ({"kl_mean": math.nan, "ess": 0.1}, "non_finite", "kl_mean is nan"),
-        ({"kl_mean": 10.0, "ratio_max": 4.0, "ess": 0.5, "logprob_gap": 1e-4, "lr": math.inf}, None, ""),
-    ],
-)
+@pytest.mark.parametrize(("changed", "rule", "says"), [
+    ({"kl_mean": 10.1}, "kl_mean", "kl_mean is 10.1, above guards.kl_mean 10"),
+    ({"ratio_max": 4.5}, "ratio_max", "ratio_max is 4.5, above guards.ratio_max 4"),
+    ({"ess": 0.49}, "ess", "ess is 0.49, below guards.ess 0.5"),
+    ({"logprob_gap": 0.1}, "logprob_gap", "differs by 1.00e-01 between decoding and training"),
+    ({"logprob_gap": 1e-3, "logprob_gap_judged": 2e-4}, "logprob_gap", "differs by 2.00e-04"),
+    ({"logprob_gap": 0.1, "logprob_gap_judged": 1e-4}, None, ""),
+    ({"critic_loss": math.inf}, "non_finite", "critic_loss is inf, no finite number"),
+    ({"kl_mean": math.nan, "ess": 0.1}, "non_finite", "kl_mean is nan"),
+    ({"kl_mean": 10.0, "ratio_max": 4.0, "ess": 0.5, "logprob_gap": 1e-4, "lr": math.inf}, None, ""),
+])  # fmt: skip
 def test_what_breaks_a_rule(changed: dict[str, float], rule: str | None, says: str) -> None:
     breach = rules(**{"kl_mean": 10, "ratio_max": 4, "ess": 0.5}).check(SOUND | changed)
     assert (breach and breach.rule) == rule

@@ -140,14 +140,11 @@ def test_a_template_without_bound_is_stopped(template: str, said: str) -> None:
         chat.render(ASKED)
 
 
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        ("{{ '\\ud800' }}{{ messages[0].content }}", r"writes '\\ud800', which no tokenizer takes; correct it"),
-        ("{{ messages[0].content }}\0", r"writes '\\x00'"),
-        ("chat.jinja", "is 'chat.jinja', which writes no message; set .* not to the name of its file"),
-    ],
-)
+@pytest.mark.parametrize(("template", "said"), [
+    ("{{ '\\ud800' }}{{ messages[0].content }}", r"writes '\\ud800', which no tokenizer takes; correct it"),
+    ("{{ messages[0].content }}\0", r"writes '\\x00'"),
+    ("chat.jinja", "is 'chat.jinja', which writes no message; set .* not to the name of its file"),
+])  # fmt: skip
 def test_a_template_whose_text_cannot_be_read_is_refused(template: str, said: str) -> None:
     with pytest.raises((ConfigError, DataError), match=f"^the chat template {said}"):
         chat_of(template).render(ASKED)

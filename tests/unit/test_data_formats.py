@@ -102,10 +102,9 @@ def test_templates_replace_only_their_mark_and_must_have_it(tmp_path: Path) -> N
 
 def test_alpaca_joins_the_input_of_the_rows_that_have_one(tmp_path: Path) -> None:
     rows = [
-        {"instruction": "Add.", "input": "1 and 1", "output": "2"},
-        {"instruction": "Greet.", "input": "", "output": "Hello."},
+        {"instruction": "Add.", "input": "1 and 1", "output": "2"}, {"instruction": "Greet.", "input": "", "output": "Hello."},
         {"instruction": "Part.", "output": "Bye."},
-    ]
+    ]  # fmt: skip
     texts, quarantine = read(read_completions, tmp_path, *rows)
     assert texts == [("Add.\n\n1 and 1", "2"), ("Greet.", "Hello."), ("Part.", "Bye.")]
     assert "Alpaca: prompt from 'instruction' and 'input', completion from 'output'" in quarantine.notes[0]

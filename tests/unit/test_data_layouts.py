@@ -123,9 +123,8 @@ CASES = {
     "messages of each answer": Case({"prompt": [USER], "chosen": [YES], "rejected": [NO]}, CHAT, GOOD, (GOOD, BAD)),
     "pairs of longer dialogues": Case({"chosen": [USER, NO, USER, YES], "rejected": [USER, NO, USER, NO]}, LONGER, GOOD,
         (GOOD, BAD)),
-    "ShareGPT pairs of longer dialogues":
-        Case({"conversations": shared(USER, NO, USER), "chosen": shared(YES)[0], "rejected": shared(NO)[0]}, LONGER, GOOD,
-        (GOOD, BAD)),
+    "ShareGPT pairs of longer dialogues": Case({"conversations": shared(USER, NO, USER), "chosen": shared(YES)[0],
+        "rejected": shared(NO)[0]}, LONGER, GOOD, (GOOD, BAD)),
     "ShareGPT's whole dialogues": Case({"chosen": shared(USER, NO, USER, YES), "rejected": shared(USER, NO, USER, NO)}, LONGER,
         GOOD, (GOOD, BAD)),
     "a null column of the schema": Case({"prompt": "2+2?", "completion": None, "messages": None, "response": "4"}, "2+2?", "4"),

@@ -149,10 +149,9 @@ def test_labels_lie_at_the_ends_that_a_policys_response_has(tmp_path: Path) -> N
         {"prompt": [{"role": "user", "content": "hi"}], "completions": ["a", "b"], "labels": [1, 0]},
     ]
     assert steps(write(tmp_path, *rows)) == [
-        Steps(ids("q"), ids("ab\ncd\ne") + EOS, [2, 5, 7], [1.0, 0.25, 0.0]),
-        Steps(ids("q"), ids("ab\ncd\n") + EOS, [5], [1.0]),
+        Steps(ids("q"), ids("ab\ncd\ne") + EOS, [2, 5, 7], [1.0, 0.25, 0.0]), Steps(ids("q"), ids("ab\ncd\n") + EOS, [5], [1.0]),
         Steps(ids("<user>hi\3\n<assistant>"), ids("a\nb") + EOS, [1, 3], [1.0, 0.0]),
-    ]
+    ]  # fmt: skip
 
 
 def test_of_a_row_that_is_cut_the_whole_steps_are_left(tmp_path: Path) -> None:

@@ -95,9 +95,8 @@ def test_ranks_and_layouts_of_a_role() -> None:
 def test_training_is_over_the_same_ranks() -> None:
     config = placed_by(
         placement={"mode": "colocated", "actor": {"tp": 2, "pp": 2}},
-        actor={"parallel": {"dp": 4}, "train": {"tp": 2, "pp": 1, "dp": 2}},
-        critic={"train": {"vpp": 2}},
-    )
+        actor={"parallel": {"dp": 4}, "train": {"tp": 2, "pp": 1, "dp": 2}}, critic={"train": {"vpp": 2}},
+    )  # fmt: skip
     serving, training = role_placements(config), training_placements(config)
     assert serving["actor"].layout == (1, 1, 4) and training["actor"].layout == (2, 1, 2)
     assert training["critic"] == serving["critic"]
@@ -216,35 +215,24 @@ APART = {"mode": "disaggregated", "actor": {"pp": 2}}
 SHORT = {"batch_size": 8, "max_response_tokens": 20}
 
 
-@pytest.mark.parametrize(
-    ("changes", "actor", "reference"),
-    [
-        # what a batch is cut into is measured only where decoding leaves bubbles that scoring may fill
-        ({"placement": WOVEN}, {"decode m-batches": "auto", "chunk C": "16-64"}, {"prefill tokens": "auto"}),
-        ({"placement": APART}, {"decode m-batches": "1"}, {"prefill tokens": "4096", "decode m-batches": "-"}),
-        ({"placement": {"mode": "single"}}, {"decode m-batches": "1"}, {"prefill tokens": "4096"}),
-        (
-            {"placement": WOVEN, "overlap": {"schedule": "intra", "inter": False}},
-            {"decode m-batches": "1", "B + delta": "8"}, {"prefill tokens": "4096"},
-        ),
-        # without streaming a chunk has the same size: the scorers only wait for the last one
-        (
-            {"placement": WOVEN, "overlap": {"intra": False, "chunk": 24}},
-            {"decode m-batches": "1", "chunk C": "24"}, {"prefill tokens": "4096"},
-        ),
-        # no more micro-batches than sequences, no chunk beyond the response limit, no micro-batch beyond its budget
-        (
-            {"placement": WOVEN, "overlap": {"weave": [40, 9000], "delta": {"rule": "fixed"}}, "rollout": SHORT},
-            {"decode m-batches": "16", "chunk C": "16-20", "B + delta": "12", "sequences a replica": "16"},
-            {"prefill tokens": "4096"},
-        ),
-        # a slot on a rank: 128 tokens x 2 x 4 layers x 2 heads x 8 x 4 bytes = 64 KiB
-        (
-            {"placement": WOVEN, "runtime": {"kv_cache_mb": 0.2}, "overlap": {"weave": [8, "auto"]}},
-            {"KV slots": "3", "sequences a replica": "16", "decode m-batches": "3"}, {"KV slots": "3"},
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "actor", "reference"), [
+    # what a batch is cut into is measured only where decoding leaves bubbles that scoring may fill
+    ({"placement": WOVEN}, {"decode m-batches": "auto", "chunk C": "16-64"}, {"prefill tokens": "auto"}),
+    ({"placement": APART}, {"decode m-batches": "1"}, {"prefill tokens": "4096", "decode m-batches": "-"}),
+    ({"placement": {"mode": "single"}}, {"decode m-batches": "1"}, {"prefill tokens": "4096"}),
+    ({"placement": WOVEN, "overlap": {"schedule": "intra", "inter": False}}, {"decode m-batches": "1", "B + delta": "8"},
+        {"prefill tokens": "4096"}),
+    # without streaming a chunk has the same size: the scorers only wait for the last one
+    ({"placement": WOVEN, "overlap": {"intra": False, "chunk": 24}}, {"decode m-batches": "1", "chunk C": "24"},
+        {"prefill tokens": "4096"}),
+    # no more micro-batches than sequences, no chunk beyond the response limit, no micro-batch beyond its budget
+    ({"placement": WOVEN, "overlap": {"weave": [40, 9000], "delta": {"rule": "fixed"}}, "rollout": SHORT},
+        {"decode m-batches": "16", "chunk C": "16-20", "B + delta": "12", "sequences a replica": "16"},
+        {"prefill tokens": "4096"}),
+    # a slot on a rank: 128 tokens x 2 x 4 layers x 2 heads x 8 x 4 bytes = 64 KiB
+    ({"placement": WOVEN, "runtime": {"kv_cache_mb": 0.2}, "overlap": {"weave": [8, "auto"]}},
+        {"KV slots": "3", "sequences a replica": "16", "decode m-batches": "3"}, {"KV slots": "3"}),
+])  # fmt: skip
 def test_batch_sizes_are_those_of_a_run(changes: dict[str, Any], actor: dict[str, str], reference: dict[str, str]) -> None:
     held = {h.role: h for h in holdings(**{"overlap": {}, **changes}) if h.rank == 0 or h.role == "reference"}
     assert actor.items() <= held["actor"].batches.items()

@@ -157,19 +157,16 @@ def test_threads_of_a_rank_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> 
     assert "disaggregated dp 3 | 1" in names(options)
 
 
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"actor": {"init": shape(2), "parallel": {"tp": 2}}}, "actor.parallel is tp 2 x pp 1 x dp 1"),
-        ({"actor": {"init": shape(2), "train": {"dp": 2}}}, "actor.train.dp is 2"),
-        ({"critic": {"init": shape(2), "train": {"vpp": 2}}}, "critic.train.vpp is 2"),
-        ({"critic": {"init": shape(2), "ranks": "0-1"}}, "critic.ranks is 0-1"),
-        ({"reference": {"init": shape(2), "parallel": {"dp": 2}}}, "reference.parallel is tp 1 x pp 1 x dp 2"),
-        ({"placement": {"mode": "auto", "actor": {"tp": 2}}}, "placement.actor is tp 2 x pp 1 x dp 1"),
-        ({"placement": {"mode": "auto", "scorer": {}}}, "placement.scorer is tp 1 x pp 1 x dp 1"),
-        ({"placement": {"mode": "auto", "reference": "actor"}}, "placement.reference is actor"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "key"), [
+    ({"actor": {"init": shape(2), "parallel": {"tp": 2}}}, "actor.parallel is tp 2 x pp 1 x dp 1"),
+    ({"actor": {"init": shape(2), "train": {"dp": 2}}}, "actor.train.dp is 2"),
+    ({"critic": {"init": shape(2), "train": {"vpp": 2}}}, "critic.train.vpp is 2"),
+    ({"critic": {"init": shape(2), "ranks": "0-1"}}, "critic.ranks is 0-1"),
+    ({"reference": {"init": shape(2), "parallel": {"dp": 2}}}, "reference.parallel is tp 1 x pp 1 x dp 2"),
+    ({"placement": {"mode": "auto", "actor": {"tp": 2}}}, "placement.actor is tp 2 x pp 1 x dp 1"),
+    ({"placement": {"mode": "auto", "scorer": {}}}, "placement.scorer is tp 1 x pp 1 x dp 1"),
+    ({"placement": {"mode": "auto", "reference": "actor"}}, "placement.reference is actor"),
+])  # fmt: skip
 def test_written_ranks_and_layouts_leave_nothing_to_choose(changes: dict[str, Any], key: str) -> None:
     assert check_auto_placement(settings()) == []
     [problem] = check_auto_placement(settings(**changes))
@@ -344,16 +341,12 @@ def test_auto_takes_transformer_engine_where_it_can(te: str | None, cuda: bool, 
 
 BROKEN = {
     "flash-attn 4": ("flash_attn", {"flash_attn/cute/__init__.py": ""}, "flash_attn is {folder}/flash_attn, without it"),
-    "built for another torch": (
-        "flash_attn", {"flash_attn/__init__.py": "raise ImportError('undefined symbol: _ZN3c10')"},
-        "ImportError: undefined symbol",
-    ),
+    "built for another torch": ("flash_attn", {"flash_attn/__init__.py": "raise ImportError('undefined symbol: _ZN3c10')"},
+        "ImportError: undefined symbol"),
     "PyPI's apex": ("apex", {"apex/__init__.py": ""}, "No module named 'apex.optimizers'"),
     "apex without kernels": ("apex", {"apex/optimizers.py": "class FusedAdam: pass"}, "No module named 'amp_C'"),
-    "transformer-engine without its compiled half": (
-        "transformer_engine", {"transformer_engine/__init__.py": "raise RuntimeError('Found empty meta package')"},
-        "RuntimeError: Found empty",
-    ),
+    "transformer-engine without its compiled half": ("transformer_engine",
+        {"transformer_engine/__init__.py": "raise RuntimeError('Found empty meta package')"}, "RuntimeError: Found empty"),
 }  # fmt: skip
 """Packages that are found, with the files that they have, and what is said of them."""
 

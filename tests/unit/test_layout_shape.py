@@ -45,8 +45,7 @@ from oppo_megatron.preflight.validate import check_shared_vocabulary, supervised
 
 QWEN: dict[str, Any] = {
     "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 100,
-    "max_position_embeddings": 256,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 256,
 }  # fmt: skip
 MISTRAL = {"model_type": "mistral", "architectures": None}
 MISFITS: list[tuple[dict[str, Any], str]] = [
@@ -64,8 +63,7 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": None}, "`hidden_size` of its config.json is None"),
     ({"num_hidden_layers": 0}, "`num_hidden_layers` of its config.json is 0"),
     ({"num_key_value_heads": "x"}, "`num_key_value_heads` of its config.json is 'x'"),
-    ({"max_position_embeddings": -5}, "`max_position_embeddings` of its config.json is -5"),
-    ({"head_dim": 7}, "head_dim is 7"),
+    ({"max_position_embeddings": -5}, "`max_position_embeddings` of its config.json is -5"), ({"head_dim": 7}, "head_dim is 7"),
     ({"rms_norm_eps": "tiny"}, "`rms_norm_eps` of its config.json is 'tiny'"),
     ({"architectures": "Qwen2ForCausalLM"}, "architecture 'Qwen2ForCausalLM' is not supported"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu', but only silu is computed"),
@@ -74,7 +72,7 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic' is not supported"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": "x"}}, "`factor` of its RoPE parameters"),
     ({"rope_theta": None}, "`rope_theta` of its RoPE parameters is None"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "expected"), MISFITS)
@@ -83,14 +81,11 @@ def test_each_misfit(change: dict[str, Any], expected: str) -> None:
     assert len(problems) == 1 and expected in problems[0] and problems[0].startswith("critic: ")
 
 
-@pytest.mark.parametrize(
-    ("change", "parallel", "expected"),
-    [
-        ({}, {"tp": 4}, "2 key/value heads do not divide by tp 4; choose tp from 1, 2"),
-        ({}, {"pp": 3}, "4 layers do not divide by pp 3; choose pp from 1, 2, 4"),
-        ({"intermediate_size": 129}, {"tp": 2}, "intermediate_size 129 does not divide by tp 2"),
-    ],
-)
+@pytest.mark.parametrize(("change", "parallel", "expected"), [
+    ({}, {"tp": 4}, "2 key/value heads do not divide by tp 4; choose tp from 1, 2"),
+    ({}, {"pp": 3}, "4 layers do not divide by pp 3; choose pp from 1, 2, 4"),
+    ({"intermediate_size": 129}, {"tp": 2}, "intermediate_size 129 does not divide by tp 2"),
+])  # fmt: skip
 def test_sizes_divide_over_a_layout(change: dict[str, Any], parallel: dict[str, int], expected: str) -> None:
     (problem,) = check_shape("critic", {**QWEN, **change}, ParallelConfig(**parallel), 256, 100)
     assert expected in problem
@@ -126,13 +121,10 @@ def test_every_tensor_rank_needs_a_token() -> None:
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
-@pytest.mark.parametrize(
-    ("extra", "positions"),
-    [
-        ({}, 256), ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 256), ({"rope_scaling": YARN}, 1024),
-        ({"rope_scaling": {**YARN, "original_max_position_embeddings": 256}}, 1024),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("extra", "positions"), [
+    ({}, 256), ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 256), ({"rope_scaling": YARN}, 1024),
+    ({"rope_scaling": {**YARN, "original_max_position_embeddings": 256}}, 1024),
+])  # fmt: skip
 def test_the_runtime_reads_the_context_that_was_checked(extra: dict[str, Any], positions: int) -> None:
     config = {**QWEN, **extra}
     assert ModelShape.from_hf(config).max_positions == max_positions(config) == positions
@@ -140,16 +132,12 @@ def test_the_runtime_reads_the_context_that_was_checked(extra: dict[str, Any], p
         ModelShape.from_hf({**config, "hidden_act": "gelu"})
 
 
-@pytest.mark.parametrize(
-    ("name", "architecture", "scalar", "expected"),
-    [
-        ("actor", "Qwen2ForCausalLM", False, ""),
-        ("reward", "Qwen2ForSequenceClassification", True, ""),
-        ("critic", "Qwen2ForCausalLM", True, ""),
-        ("reward", "Qwen2ForCausalLM", True, "a frozen model's new head would score at random"),
-        ("actor", "Qwen2ForSequenceClassification", False, "without a language-model head"),
-    ],
-)
+@pytest.mark.parametrize(("name", "architecture", "scalar", "expected"), [
+    ("actor", "Qwen2ForCausalLM", False, ""), ("reward", "Qwen2ForSequenceClassification", True, ""),
+    ("critic", "Qwen2ForCausalLM", True, ""),
+    ("reward", "Qwen2ForCausalLM", True, "a frozen model's new head would score at random"),
+    ("actor", "Qwen2ForSequenceClassification", False, "without a language-model head"),
+])  # fmt: skip
 def test_heads_of_checkpoints(name: str, architecture: str, scalar: bool, expected: str) -> None:
     config = {**QWEN, "architectures": [architecture]}
     problems = check_head(name, config, scalar=scalar)

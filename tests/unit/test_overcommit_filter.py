@@ -147,16 +147,11 @@ def plans(draw: st.DrawFn) -> Run:
     lengths = draw(st.lists(longest, max_size=60))
     lengths = lengths[: len(lengths) // size * size]
     return Run(
-        lengths=lengths,
-        scores=draw(st.lists(st.sampled_from([0.0, 0.0, 1.0]), min_size=len(lengths), max_size=len(lengths))),
-        batch_size=groups * size,
-        group_size=size,
-        deltas=draw(st.lists(st.integers(0, groups), min_size=1, max_size=4)),
-        max_staleness=draw(st.integers(1, 3)),
-        every=draw(st.integers(1, 9)),
-        lag=draw(st.integers(0, 2)),
+        lengths=lengths, scores=draw(st.lists(st.sampled_from([0.0, 0.0, 1.0]), min_size=len(lengths), max_size=len(lengths))),
+        batch_size=groups * size, group_size=size, deltas=draw(st.lists(st.integers(0, groups), min_size=1, max_size=4)),
+        max_staleness=draw(st.integers(1, 3)), every=draw(st.integers(1, 9)), lag=draw(st.integers(0, 2)),
         steps=draw(st.none() | st.integers(1, 4)),
-    )
+    )  # fmt: skip
 
 
 @given(run=plans(), chunk_tokens=st.sampled_from(CHUNKS))

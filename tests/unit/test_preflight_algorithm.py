@@ -292,10 +292,9 @@ def test_when_the_actor_is_updated_and_when_prompts_are_admitted(settings: dict[
 def filtered(tmp_path: Path) -> dict[str, Any]:
     return settings_without_critic(tmp_path) | {
         "rewards": [{"kind": "verifier", "name": "gsm8k"}, {"kind": "python", "entry_point": "tests.e2e.rewards:failing"}],
-        "rollout": {"batch_size": 32, "max_response_tokens": 100},
-        "algorithm": {"preset": "dapo"},
+        "rollout": {"batch_size": 32, "max_response_tokens": 100}, "algorithm": {"preset": "dapo"},
         "overlap": {"backfill": True, "delta": {"initial": 1, "max": 2}},
-    }
+    }  # fmt: skip
 
 
 def test_dapo_filters_groups_where_backfill_can_replace_them(filtered: dict[str, Any]) -> None:

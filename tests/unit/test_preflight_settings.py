@@ -45,10 +45,9 @@ def settings_without_critic(tmp_path: Path) -> dict[str, Any]:
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
     return settings_without_critic(tmp_path) | {
-        "critic": {"checkpoint": tmp_path / "actor"},
-        "rewards": [{"kind": "verifier", "name": "gsm8k"}],
+        "critic": {"checkpoint": tmp_path / "actor"}, "rewards": [{"kind": "verifier", "name": "gsm8k"}],
         "rollout": {"batch_size": 8, "max_response_tokens": 100},
-    }
+    }  # fmt: skip
 
 
 def problems_of(settings: dict[str, Any], changes: Mapping[str, Any] = MappingProxyType({})) -> list[str]:

@@ -236,8 +236,7 @@ WITHIN: dict[str, str] = {
     "text": "gave '0.5' .str., not a number",
     "several": r"gave \[0.5, 0.5\] .list., not a number; .*called once for each response",
     "array": r"gave array\(\[0.5\]\) .ndarray., not a number; .*`.item\(\)` makes one",
-    "nan": "gave nan; a reward must be finite: correct the function",
-    "infinite": "gave inf; a reward must be finite",
+    "nan": "gave nan; a reward must be finite: correct the function", "infinite": "gave inf; a reward must be finite",
     "huge": "gave inf; a reward must be finite",
     "lookup": r"failed: KeyError: 'answer' at \S*mine\.py:17 in lookup; it must give a number for every response",
     "library": r"failed: JSONDecodeError: .* at \S*mine\.py:19 in library",
@@ -246,7 +245,7 @@ WITHIN: dict[str, str] = {
     "leaves_well": r"it asked to end the process \(ProcessExit: os\._exit\(0\) at \S*mine\.py:23",
     "exits": r"it asked to end the process \(sys\.exit: 3 at \S*mine\.py:24 in exits\); return a number, or raise",
     "stops": r"it asked to end the process \(sys\.exit: no judge at",
-}
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -239,11 +239,10 @@ def test_retry_after(value: str | None, seconds: float) -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["id", "score"]),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["scores", "id", "score", "x"]), inner, max_size=3)
-    ),
+    lambda inner: (st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["scores", "id", "score", "x"]), inner,
+        max_size=3)),
     max_leaves=8,
-)
+)  # fmt: skip
 GOOD = json.dumps({"scores": [{"id": 3, "score": 0.25}, {"id": 4, "score": -1}]}).encode()
 
 

@@ -153,21 +153,18 @@ def test_messages_to_a_wrong_peer_missing_at_both_ends_and_asked_for_in_another_
     assert "`recv tokens actor m1 c2 s1 <- 1`: the next message on this link is `send tokens actor m0 c2 s1" in fault.message
 
 
-@pytest.mark.parametrize(
-    ("rank", "one", "other", "kind", "says"),
-    [
-        (0, "recv tokens actor m0 c2 s0 <- 1", "decode actor m0 c2 s1", "causality", "before the tokens"),
-        (1, "decode actor m0 c2 s0", "sample actor m0 c2 s0", "causality", "does not follow its own decode"),
-        (1, "recv hidden actor m0 c2 s0 <- 0", "decode actor m0 c2 s0", "causality", "not the last one received"),
-        (1, "sample actor m0 c2 s0", "send tokens actor m0 c2 s0 -> 0", "causality", "not drawn yet"),
-        (0, "decode actor m0 c2 s0", "send hidden actor m0 c2 s0 -> 1", "causality", "not the last one computed"),
-        (0, "decode actor m0 c2 s0", "decode actor m1 c2 s0", "order", "by step, then micro-batch"),
-        (2, "prefill reward m0 c1", "score reward m0 c1", "causality", "does not follow its own prefill"),
-        (2, "prefill reward m0 c1", "prefill reward m1 c1", "order", "where m0 is due"),
-        (1, "send tokens actor m1 c2 s1 -> 0", "send chunk actor m0 c2 -> 2", "", ""),
-        (1, "sample actor m1 c2 s1", "send chunk actor m0 c2 -> 2", "causality", "knows the whole chunk"),
-    ],
-)
+@pytest.mark.parametrize(("rank", "one", "other", "kind", "says"), [
+    (0, "recv tokens actor m0 c2 s0 <- 1", "decode actor m0 c2 s1", "causality", "before the tokens"),
+    (1, "decode actor m0 c2 s0", "sample actor m0 c2 s0", "causality", "does not follow its own decode"),
+    (1, "recv hidden actor m0 c2 s0 <- 0", "decode actor m0 c2 s0", "causality", "not the last one received"),
+    (1, "sample actor m0 c2 s0", "send tokens actor m0 c2 s0 -> 0", "causality", "not drawn yet"),
+    (0, "decode actor m0 c2 s0", "send hidden actor m0 c2 s0 -> 1", "causality", "not the last one computed"),
+    (0, "decode actor m0 c2 s0", "decode actor m1 c2 s0", "order", "by step, then micro-batch"),
+    (2, "prefill reward m0 c1", "score reward m0 c1", "causality", "does not follow its own prefill"),
+    (2, "prefill reward m0 c1", "prefill reward m1 c1", "order", "where m0 is due"),
+    (1, "send tokens actor m1 c2 s1 -> 0", "send chunk actor m0 c2 -> 2", "", ""),
+    (1, "sample actor m1 c2 s1", "send chunk actor m0 c2 -> 2", "causality", "knows the whole chunk"),
+])  # fmt: skip
 def test_what_is_used_before_it_is_there(rank: int, one: str, other: str, kind: str, says: str) -> None:
     faults = faults_of(swapped(rank, one, other))
     if not kind:
@@ -210,12 +207,10 @@ def test_missing_doubled_foreign() -> None:
     doubled = only(faults_of(edited(2, lambda own: own.append(own[0]))), "doubled")
     assert (doubled.rank, doubled.position) == (2, 5)
     for text, says in (
-        ("decode actor m7 c2 s0", "nothing that round 2 asks"),
-        ("decode actor m0 c2 s9", "nothing that round 2 asks"),
-        ("decode actor m0 c1 s0", "nothing that round 2 asks"),
-        ("prefill reward m0 c1", "is on ranks [2]"),
+        ("decode actor m7 c2 s0", "nothing that round 2 asks"), ("decode actor m0 c2 s9", "nothing that round 2 asks"),
+        ("decode actor m0 c1 s0", "nothing that round 2 asks"), ("prefill reward m0 c1", "is on ranks [2]"),
         ("prefill judge m0 c1", "no role of the site"),
-    ):
+    ):  # fmt: skip
         fault = only(faults_of(edited(0, lambda own, text=text: own.append(parse_action(0, text)))), "foreign")
         assert says in fault.message, fault
     fault = only(faults_of(edited(0, lambda own: own.append(replace(own[0], rank=1)))), "foreign")

@@ -31,11 +31,9 @@ from tests.unit.test_schedule_planner import Run, filled, new_planner
 
 NUM_MUTATIONS = 1000
 KINDS: dict[str, Callable[[tuple[int, int, int]], Site]] = {
-    "colocated": colocated,
-    "disaggregated": lambda actor: disaggregated(actor, (1, 1, 1)),
-    "disaggregated pipeline": lambda actor: disaggregated(actor, (1, 2, 2)),
-    "split scorers": split_scorers,
-}
+    "colocated": colocated, "disaggregated": lambda actor: disaggregated(actor, (1, 1, 1)),
+    "disaggregated pipeline": lambda actor: disaggregated(actor, (1, 2, 2)), "split scorers": split_scorers,
+}  # fmt: skip
 
 
 def sound_schedule(rng: random.Random) -> tuple[str, Schedule, Round, Site]:
@@ -215,12 +213,10 @@ def test_tensor_ranks_are_one_and_replicas_are_left_out() -> None:
 
 PLANTED = 300
 SITES = {
-    "colocated": colocated((2, 2, 2)),
-    "colocated, four tensor ranks": colocated((4, 1, 2)),
+    "colocated": colocated((2, 2, 2)), "colocated, four tensor ranks": colocated((4, 1, 2)),
     "scorers of another layout": make_site((2, 2, 1), {role: (0, 4, 1, 1) for role in ("reference", "critic", "reward")}),
-    "disaggregated": disaggregated((2, 2, 2), (2, 1, 2)),
-    "split scorers": split_scorers((2, 2, 2)),
-}
+    "disaggregated": disaggregated((2, 2, 2), (2, 1, 2)), "split scorers": split_scorers((2, 2, 2)),
+}  # fmt: skip
 
 
 def test_what_harms_the_whole_is_found_in_the_model() -> None:

@@ -23,10 +23,8 @@ from oppo_megatron.schedule.weaving.generators import Gaps, woven
 STAGES = {"actor": 2, "critic": 3}
 TRUE = Costs(
     decode=(Linear(3e-3, 1e-4), Linear(9e-3, 5e-4)), sample=Linear(0.0, 2e-5), score=Linear(5e-4, 0.0), message_s=1e-5,
-    prefill={
-        "actor": (Linear(1e-3, 4e-5), Linear(1e-3, 9e-5)),
-        "critic": (Linear(2e-3, 8e-5), Linear(2e-3, 7e-5), Linear(4e-3, 1e-4)),
-    },
+    prefill={"actor": (Linear(1e-3, 4e-5), Linear(1e-3, 9e-5)),
+        "critic": (Linear(2e-3, 8e-5), Linear(2e-3, 7e-5), Linear(4e-3, 1e-4))},
 )  # fmt: skip
 
 

@@ -251,17 +251,13 @@ ROW = "h100,m,4096,11008,32,32,1,64,10,5,2"
 HEAD = LAYERS.read_text(encoding="utf-8").splitlines()[0]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (f"{HEAD}\n{ROW}\n{ROW.replace(',64,', ',0,')}\n", "line 3: tokens is '0', but must be a positive number"),
-        (f"{HEAD}\n{ROW.replace(',10,', ',fast,')}\n", "products_us is 'fast'"),
-        (f"{HEAD}\n{ROW.replace(',64,', ',6.5,')}\n", "tokens is 6.5, but must be a whole number"),
-        (f"{HEAD.replace('tokens', 'n')}\n{ROW}\n", "no column tokens"),
-        (f"{HEAD}\n", "holds no row"),
-        (f"{HEAD}\n{ROW}\n", "1 measured layers are too few"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    (f"{HEAD}\n{ROW}\n{ROW.replace(',64,', ',0,')}\n", "line 3: tokens is '0', but must be a positive number"),
+    (f"{HEAD}\n{ROW.replace(',10,', ',fast,')}\n", "products_us is 'fast'"),
+    (f"{HEAD}\n{ROW.replace(',64,', ',6.5,')}\n", "tokens is 6.5, but must be a whole number"),
+    (f"{HEAD.replace('tokens', 'n')}\n{ROW}\n", "no column tokens"), (f"{HEAD}\n", "holds no row"),
+    (f"{HEAD}\n{ROW}\n", "1 measured layers are too few"),
+])  # fmt: skip
 def test_broken_measurements_are_named(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "layers.csv"
     path.write_text(text)

@@ -72,25 +72,21 @@ def test_a_measured_file_replaces_constants(tmp_path: Path) -> None:
     assert sources["gpu.flops"].kind == "published"
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("gpu: h10\n", ["`gpu`", "'h10'", "h100"]),
-        ("gpu: {memory_gb: 80, tflops: 989, gb_per_s: 0}\n", ["`gpu.gb_per_s`", "0", "greater than or equal to 0.001"]),
-        ("gpu: h100\nnodes: 2\nbetween: {gb_per_s: 0}\n", ["`between.gb_per_s`", "greater than or equal to 0.001"]),
-        ("gpu: h100\nnodes: 2\nbetween: {gb_per_s: 50, nics: 0}\n", ["`between.nics`", "greater than 0"]),
-        ("gpu: h100\nnodes: 0\n", ["`nodes`", "0", "greater than or equal to 1"]),
-        ("gpu: h100\nnodes: 2\n", ["nodes is 2", "add `between"]),
-        ("gpu: {memory_gb: 80, tflops: 989, gb_per_s: 3000}\n", ["gpus_per_node is 8", "add `inside"]),
-        ("nodes: 1\n", ["`gpu` is missing"]),
-        ("gpu: h100\nmeasured: no.json\n", ["no.json", "does not exist"]),
-        ("gpu: h100\ngpus: 8\n", ["`gpus` is not a setting", "gpu"]),
-        ("gpu: {memory_gb: -1, tflops: 989, gb_per_s: 3000}\ngpus_per_node: 1\n", ["`gpu.memory_gb`", "-1"]),
-        ("gpu: h100\ninside: {gb_per_s: .inf}\n", ["`inside.gb_per_s`", "finite"]),
-        ("gpu: h100\nnodes: 60000\nbetween: {gb_per_s: 50}\n", ["480000 ranks", "at most 65536"]),
-        ("gpu: h100\nmeasured: .\n", ["is a folder, but must be a file"]),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("gpu: h10\n", ["`gpu`", "'h10'", "h100"]),
+    ("gpu: {memory_gb: 80, tflops: 989, gb_per_s: 0}\n", ["`gpu.gb_per_s`", "0", "greater than or equal to 0.001"]),
+    ("gpu: h100\nnodes: 2\nbetween: {gb_per_s: 0}\n", ["`between.gb_per_s`", "greater than or equal to 0.001"]),
+    ("gpu: h100\nnodes: 2\nbetween: {gb_per_s: 50, nics: 0}\n", ["`between.nics`", "greater than 0"]),
+    ("gpu: h100\nnodes: 0\n", ["`nodes`", "0", "greater than or equal to 1"]),
+    ("gpu: h100\nnodes: 2\n", ["nodes is 2", "add `between"]),
+    ("gpu: {memory_gb: 80, tflops: 989, gb_per_s: 3000}\n", ["gpus_per_node is 8", "add `inside"]),
+    ("nodes: 1\n", ["`gpu` is missing"]), ("gpu: h100\nmeasured: no.json\n", ["no.json", "does not exist"]),
+    ("gpu: h100\ngpus: 8\n", ["`gpus` is not a setting", "gpu"]),
+    ("gpu: {memory_gb: -1, tflops: 989, gb_per_s: 3000}\ngpus_per_node: 1\n", ["`gpu.memory_gb`", "-1"]),
+    ("gpu: h100\ninside: {gb_per_s: .inf}\n", ["`inside.gb_per_s`", "finite"]),
+    ("gpu: h100\nnodes: 60000\nbetween: {gb_per_s: 50}\n", ["480000 ranks", "at most 65536"]),
+    ("gpu: h100\nmeasured: .\n", ["is a folder, but must be a file"]),
+])  # fmt: skip
 def test_mistakes_are_told_with_value_rule_and_remedy(tmp_path: Path, text: str, words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         cluster_of(tmp_path, text)
@@ -111,20 +107,12 @@ def test_absurd_numbers_are_refused(tmp_path: Path, key: str) -> None:
             read_cluster(path, [f"{key}={value}"])
 
 
-@pytest.mark.parametrize(
-    ("key", "values"),
-    [
-        ("efficiencies.compute", [0, -1, 1e-300, 3, True, "x"]),
-        ("efficiencies.power", [0, 17, 1e300]),
-        ("send.bytes_per_s", [0, 1e-300, 1e300, "x"]),
-        ("send.alpha_s", [-1, 1e300, True]),
-        ("engine.decode", [-1, 1e300, float("nan"), True]),
-        ("threads.2", [0, 1e-300, 1e300, True]),
-        ("threads.0", [1.0]),
-        ("collective.1", [SEND]),
-        ("collective", [[], 3]),
-    ],
-)
+@pytest.mark.parametrize(("key", "values"), [
+    ("efficiencies.compute", [0, -1, 1e-300, 3, True, "x"]), ("efficiencies.power", [0, 17, 1e300]),
+    ("send.bytes_per_s", [0, 1e-300, 1e300, "x"]), ("send.alpha_s", [-1, 1e300, True]),
+    ("engine.decode", [-1, 1e300, float("nan"), True]), ("threads.2", [0, 1e-300, 1e300, True]), ("threads.0", [1.0]),
+    ("collective.1", [SEND]), ("collective", [[], 3]),
+])  # fmt: skip
 def test_absurd_measured_numbers_are_refused(tmp_path: Path, key: str, values: list[object]) -> None:
     tree: dict[str, Any] = {
         "source": "here", "send": SEND, "threads": {"2": 1.9}, "collective": {}, "efficiencies": LAWS,

@@ -226,21 +226,16 @@ def drawn_task(rng: random.Random) -> Task:
         "data": {"path": "rows.jsonl", "max_prompt_tokens": prompt},
         "rollout": {"batch_size": 4 * rng.choice([2, 4, 8]), "group_size": group, "max_response_tokens": response},
         "ppo": {"minibatches": rng.choice([1, 2])},
-        "overlap": {
-            "intra": rng.random() < 0.5, "inter": inter, "backfill": inter and backfill,
-            "delta": {"initial": 0, "max": rng.choice([0, 2])}, "chunk": chunk,
-        },
-        "runtime": {
-            "device": "cpu", "dtype": "bfloat16", "micro_batch_tokens": longest * rng.choice([1, 2, 8]),
-            "kv_cache_mb": rng.choice([None, 64, 512]),
-        },
+        "overlap": {"intra": rng.random() < 0.5, "inter": inter, "backfill": inter and backfill,
+            "delta": {"initial": 0, "max": rng.choice([0, 2])}, "chunk": chunk},
+        "runtime": {"device": "cpu", "dtype": "bfloat16", "micro_batch_tokens": longest * rng.choice([1, 2, 8]),
+            "kv_cache_mb": rng.choice([None, 64, 512])},
     }  # fmt: skip
     if preset != "dapo":
         changes["filter"] = None
     cluster = Cluster(
-        rng.choice([1, 2]), rng.choice([1, 2, 4]),
-        replace(GPUS["h100"], memory_bytes=rng.choice([6e9, 20e9, 80e9])), INSIDE["h100"],
-        Between(19e-6, 50e9, 8, published("a test")),
+        rng.choice([1, 2]), rng.choice([1, 2, 4]), replace(GPUS["h100"], memory_bytes=rng.choice([6e9, 20e9, 80e9])),
+        INSIDE["h100"], Between(19e-6, 50e9, 8, published("a test")),
     )  # fmt: skip
     config = TrainConfig.model_validate(tree(**changes))
     lengths = [rng.randint(1, response) for _ in range(batch_rows(config))]
