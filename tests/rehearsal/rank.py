@@ -22,6 +22,8 @@ from oppo_megatron.cluster.hosts import RankHost
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import SupervisedConfig
+from oppo_megatron.layout.kernels import TRITON
+from oppo_megatron.mcore.kv import paged
 from oppo_megatron.schedule.actions import Action
 from oppo_megatron.train import supervised
 from oppo_megatron.train.entry import run_ppo
@@ -47,6 +49,7 @@ def rehearse(
     try:
         _name_phases(watch)
         _name_messages(peers)
+        paged.usable, paged.by_triton = lambda library: library == TRITON, lambda _: functools.partial(device.by_table, watch)
         if plant is not None:
             plant()
         with watch:
