@@ -143,6 +143,7 @@ def by_table(watch: Watch, q: Tensor, k: Tensor, v: Tensor, call: PagedCall, sca
     """The Triton kernel of paged caches, as far as a device can be told of it."""
     out = torch.empty_like(q)
     watch.uses([q, k, v, call.table_SW, call.length_S, *([call.new_ends] if call.most_new > 1 else [])], [out])
+    watch.learn(out, None)
     return out
 
 

@@ -10,10 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from packaging.version import Version
 
 from oppo_megatron.mcore import compat
-from oppo_megatron.mcore.compat import PATCHES, Patch, known_norm, norm_on_device
+from oppo_megatron.mcore.compat import PATCHES, Patch, known_norm, no_lone_sums, norm_on_device
 
 MEGATRON = Path(compat.megatron.core.__file__).parent
 
@@ -127,6 +128,17 @@ def test_the_norms_are_what_megatron_computes() -> None:
     with known_norm(optimizer, 3.0):
         assert optimizer.get_grad_norm() == 3.0
     assert optimizer.get_grad_norm() == 7.0
+
+
+def test_sums_over_one_rank_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    summed: list[object] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, group, async_op: summed.append((group, async_op)))
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2 if group == "pair" else 1)
+    with no_lone_sums():
+        for group in (None, "alone", "pair"):
+            dist.all_reduce(torch.ones(1), group=group)
+        dist.all_reduce(torch.ones(1), group=None, async_op=True)
+    assert summed == [("pair", False), (None, True)]
 
 
 def test_patches_take_effect_without_cuda_and_only_then() -> None:
