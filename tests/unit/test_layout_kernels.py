@@ -31,7 +31,10 @@ def test_the_table_names_what_is_used_and_what_is_missing() -> None:
     assert found["gradient norm"][1] == "fused: it computes on CUDA devices only"
     found = table(Available(cuda=True))
     assert found["gradient norm"][1] == "fused: transformer-engine is not installed, and NVIDIA's apex is not installed"
-    assert found["attention"] == ("torch's, over dense KV caches", "block tables: flash-attn is not installed")
+    lacking = "block tables: flash-attn is not installed, triton is not installed"
+    assert found["attention"] == ("torch's, over dense KV caches", lacking)
+    found = table(Available(cuda=True, triton="3.6.0"))
+    assert found["attention"][0].startswith("a kernel of this package by triton 3.6.0 with block tables")
 
 
 @pytest.mark.parametrize("te,cuda,adapters", list(product([None, "2.0"], [True, False], [True, False])))
@@ -87,6 +90,6 @@ def test_a_package_without_the_functions_that_are_used_is_left_aside_and_named(
 
 def test_what_can_be_imported_is_found() -> None:
     available = find_available(True, lambda *names: None)
-    assert available.transformer_engine and available.apex and available.flash_attn and not available.faults
+    assert available.transformer_engine and available.apex and available.flash_attn and available.triton and not available.faults
     assert import_fault("json:loads") is None and import_fault("json") is None
     assert import_fault("no_such_package.at:all") == "is not installed"
