@@ -36,8 +36,8 @@ from oppo_megatron.sim.clusters.cluster import OF_CPU, Engine, measured, threade
 from oppo_megatron.sim.clusters.cluster import Cluster as Machines
 from oppo_megatron.sim.clusters.reading import read_cluster
 from oppo_megatron.sim.pricing.model import Decoding
-from tests.unit.test_bench_overlap import without_critic as config
 from tests.unit.test_bench_suite import config as with_critic
+from tests.unit.test_bench_suite import without_critic as config
 from tests.unit.test_layout_shape import LLAMA
 
 ROOT = Path(__file__).resolve().parents[2]
