@@ -124,7 +124,7 @@ def test_one_rank_alone_looks_who_is_missing(monkeypatch: pytest.MonkeyPatch) ->
     assert 2 < counting.asked["check"] < 200, "for the outcome alone"
 
 
-def test_a_rank_that_comes_twice_ends_the_wait_of_all_and_worlds_of_different_size_do_not_mix() -> None:
+def test_a_rank_that_comes_twice_worlds_of_different_size_and_a_meeting_point_that_ends_while_ranks_wait() -> None:
     started = time.monotonic()
     faults = all_come([(0, 3), (1, 3), (1, 3)], free_port(), timeout_s=LONG_S)
     assert time.monotonic() - started < LONG_S, "nobody waits for a rank 2 that is taken for rank 1"
@@ -132,9 +132,6 @@ def test_a_rank_that_comes_twice_ends_the_wait_of_all_and_worlds_of_different_si
     assert isinstance(faults[0], str) and "rank 1 came twice" in faults[0] and f"process {os.getpid()}" in faults[0]
     for fault in all_come([(0, 2), (1, 3)], free_port(), timeout_s=LONG_S):
         assert isinstance(fault, str) and "one of 2" in fault and "one of 3" in fault
-
-
-def test_a_meeting_point_that_ends_while_ranks_wait() -> None:
     store = dist.TCPStore("127.0.0.1", port := free_port(), None, True, wait_for_workers=False)
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "x"}
     with ThreadPoolExecutor(1) as pool:

@@ -55,8 +55,7 @@ def test_without_ranks_in_the_environment_the_world_is_one_process(monkeypatch: 
         assert dist.get_world_size() == 1 and torch.get_num_threads() == 3
         (me,) = world.hosts
         assert (me.rank, me.host, me.device, me.threads) == (0, socket.gethostname(), "cpu", 3)
-        values = torch.tensor([1.5, -2.0])
-        assert share(values, 2, 0, world.device).tolist() == [1.5, -2.0]
+        assert share(torch.tensor([1.5, -2.0]), 2, 0, world.device).tolist() == [1.5, -2.0]
         assert not torch.backends.cuda.cudnn_sdp_enabled(), "it makes a plan for each shape"
         assert os.environ[CONNECT_LATE] == "1", "or gloo connects all pairs of each group that is made"
     assert not dist.is_initialized() and torch.get_num_threads() == before and CONNECT_LATE not in os.environ

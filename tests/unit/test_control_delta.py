@@ -111,13 +111,10 @@ def test_resume_continues_exactly(steps: list[StepSignals], split: int, rule: Ru
     assert done + rest == [whole.observe(*step) for step in enumerate(steps)]
 
 
-def test_resume_under_another_rule_is_refused() -> None:
+def test_resume_under_another_rule_is_refused_and_reasons_name_the_figures() -> None:
     state = make_delta_controller(DeltaConfig(rule="eq4")).state_dict()
     with pytest.raises(CheckpointError, match=r"'eq4'.*'fixed'.*overlap\.delta\.rule=eq4"):
         make_delta_controller(DeltaConfig(rule="fixed")).load_state_dict(state)
-
-
-def test_reasons_name_the_figures() -> None:
     controller = make_delta_controller(DeltaConfig(rule="eq4", initial=4, max=8, window=1))
     waiting, grown = controller.observe(0, rewarded(0.25)), controller.observe(1, rewarded(0.75))
     assert waiting == Decision(4, "step 0: delta stays 4: 1 of 2 rewards that the rule needs", False)

@@ -54,7 +54,7 @@ def test_a_search_after_the_warm_up_and_then_every_period(
     assert drive(ChunkTuner(sizes, longest, period), len(expected), cost) == expected
 
 
-def test_candidates_are_weighed_by_tokens() -> None:
+def test_candidates_are_weighed_by_tokens_and_a_step_without_them_is_tried_again() -> None:
     """Chunk 1 takes 10 s for 110 tokens, chunk 2 only 4 s, but for 20."""
     tuner = ChunkTuner([1, 2], longest=10)
     tuner.observe(0, StepCost(1.0, 1, 1))
@@ -63,9 +63,6 @@ def test_candidates_are_weighed_by_tokens() -> None:
     assert decision.value == 1
     fastest = "step 2: chunk 1 is the fastest (seconds until scored, relative to decoding such work: 1: 0.09091, 2: 0.2)"
     assert decision.reason == fastest
-
-
-def test_a_step_without_tokens_is_tried_again() -> None:
     tuner = ChunkTuner([16, 32], longest=100)
     tuner.observe(0, StepCost(1.0, 5, 10))
     assert tuner.value == 16
@@ -138,8 +135,7 @@ def test_a_candidate_is_not_judged_by_the_work_of_its_steps() -> None:
         law = DecodeLaw()
         for share in (0.5, 0.3, 0.2):  # rounds with fewer and fewer rows
             law.add(steps // 3, int(share * tokens), 0.004 * (steps // 3) + 0.0003 * int(share * tokens))
-        scoring = {16: 1.0, 64: 1.1}[tuner.value]
-        decision = tuner.observe(step, StepCost(scoring * decoding, steps, tokens, law))
+        decision = tuner.observe(step, StepCost({16: 1.0, 64: 1.1}[tuner.value] * decoding, steps, tokens, law))
     assert decision.value == 16 and "16: 1, 64: 1.1" in decision.reason
 
 
@@ -173,7 +169,7 @@ def rollout(num_tokens: int) -> Rollout:
     return Rollout(Prompt(0, 0, "", (1,)), 0, tokens=[0] * num_tokens)
 
 
-def test_the_tail_is_what_the_longest_response_leaves_empty() -> None:
+def test_the_tail_is_what_the_longest_response_leaves_empty_and_length_gap_a_share_of_the_submitted_length() -> None:
     occupancy = Occupancy(10)
     occupancy.record(Chunk(0, 10, []))
     assert occupancy.tail_waste == 0, "nothing was decoded"
@@ -187,9 +183,6 @@ def test_the_tail_is_what_the_longest_response_leaves_empty() -> None:
     passed.record(Chunk(1, 3, [row(0, 3, 3)]), 0)
     passed.record(Chunk(2, 12, [row(1, 4, 12)]), 8)
     assert (passed.num_steps, passed.tail_waste) == (7, 0), "a clock that passes by is no waste"
-
-
-def test_length_gap_is_a_share_of_the_submitted_length() -> None:
     short, long = [rollout(10), rollout(20)], [rollout(60)]
     assert length_gap(short, []) == 0
     assert length_gap(short, long) == pytest.approx(1 - 15 / 30)

@@ -22,20 +22,10 @@ from oppo_megatron.config.model import ModelConfig, ParallelConfig, RuntimeConfi
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import RewardModelConfig, SFTConfig
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.layout import shape as shape_module
 from oppo_megatron.layout.hf_layout import Head, hf_tensors
 from oppo_megatron.layout.memory import stage_parameters
-from oppo_megatron.layout.shape import (
-    ModelShape,
-    causal_pairs,
-    check_head,
-    check_shape,
-    head_linear,
-    layer_linears,
-    max_positions,
-    num_kv_heads,
-    weight_bytes,
-    windows,
-)
+from oppo_megatron.layout.shape import ModelShape, causal_pairs, check_head, check_shape, max_positions, windows
 from oppo_megatron.mcore.attention import PackedPlan
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.model import RoleModel, step
@@ -106,7 +96,7 @@ def test_windows_are_those_of_transformers() -> None:
         theirs = AutoConfig.for_model(**config)
         kinds_of = getattr(theirs, "layer_types", ["sliding_attention"] * 4)
         assert windows(config) == [theirs.sliding_window if "sliding" in kind else None for kind in kinds_of]
-    assert num_kv_heads({k: v for k, v in mistral.items() if k != "num_key_value_heads"}) == 8
+    assert shape_module.num_kv_heads({k: v for k, v in mistral.items() if k != "num_key_value_heads"}) == 8
 
 
 def test_every_tensor_rank_needs_a_token() -> None:
@@ -315,8 +305,8 @@ def test_a_decode_step_is_what_torch_counts(groups: RoleGroups) -> None:
 def test_matrices_are_the_models_parameters_but_for_the_small_ones(family: str, groups: RoleGroups) -> None:
     shape, model = SHAPES[family], load(SHAPES[family], groups, "lm")
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "word_embeddings" not in name]
-    head = head_linear(shape, scalar=False).size if shape["tie_word_embeddings"] else 0
-    assert weight_bytes(shape, "float32", scalar=False) == 4 * (sum(p.numel() for p in matrices) + head)
-    in_layers = 3 * sum(linear.size for linear in layer_linears(shape))
+    head = shape_module.head_linear(shape, scalar=False).size if shape["tie_word_embeddings"] else 0
+    assert shape_module.weight_bytes(shape, "float32", scalar=False) == 4 * (sum(p.numel() for p in matrices) + head)
+    in_layers = 3 * sum(linear.size for linear in shape_module.layer_linears(shape))
     assert in_layers < stage_parameters(shape, 1, 1, 0, scalar=False)
-    assert weight_bytes(shape, "bfloat16", scalar=True) == 2 * (in_layers + 32)
+    assert shape_module.weight_bytes(shape, "bfloat16", scalar=True) == 2 * (in_layers + 32)

@@ -164,7 +164,7 @@ def test_grid_of_a_known_timeline_and_letters_that_tell_operations_and_roles_apa
     assert render(simulate(build(ROUND, SITE), ROUND, SITE, COSTS), 36) == GOLDEN
 
 
-def test_the_cells_of_faults_are_marked() -> None:
+def test_the_cells_of_faults_are_marked_and_where_one_starts_that_hangs_nothing() -> None:
     schedule, timeline = broken()
     faults = check(schedule, ROUND, SITE, ample_budgets(SITE))
     rows = grid(render(timeline, 80, faults))
@@ -175,9 +175,6 @@ def test_the_cells_of_faults_are_marked() -> None:
     assert rows[0].index("!") == len(rows[0]) - 1, "the action that rank 0 lacks belongs after its last"
     assert "! fault" in render(timeline, 80, faults)
     assert "! fault" not in render(simulate(build(ROUND, SITE), ROUND, SITE, COSTS), 80)
-
-
-def test_a_fault_that_hangs_nothing_is_marked_where_it_starts() -> None:
     schedule = build(ROUND, SITE)
     own = list(schedule.of(1))
     position = next(i for i, action in enumerate(own) if action.op is Op.SAMPLE)

@@ -68,8 +68,7 @@ def test_every_harmful_mutation_is_found() -> None:
     """The checker finds beforehand what goes wrong when `tests.support.schedule_interpreter` runs the lists on values."""
     rng, counts, missed, passed_on = random.Random(20), Counter[str](), [], 0
     while counts["harmful"] + counts["harmless"] < NUM_MUTATIONS:
-        fan_out = rng.choice((1, 2, FAN_OUT))
-        with mock.patch("oppo_megatron.schedule.rounds.FAN_OUT", fan_out):
+        with mock.patch("oppo_megatron.schedule.rounds.FAN_OUT", rng.choice((1, 2, FAN_OUT))):
             name, schedule, round_, site = sound_schedule(rng)
         passed_on += any(rank in site.listeners for rank in site.feeds)
         budgets = ample_budgets(site)

@@ -124,8 +124,7 @@ class Run:
             if new == left:
                 row.finish_clock, row.finish_reason = self.buffer.clock + new, "eos"
             rows.append(row)
-        chunk = merge_rows(self.index, self.buffer.clock, rows, self.buffer.readiness())
-        self.buffer.record(chunk)
+        self.buffer.record(merge_rows(self.index, self.buffer.clock, rows, self.buffer.readiness()))
         for planner in self.planners:
             planner.actor.record(active)
 

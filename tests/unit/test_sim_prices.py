@@ -192,7 +192,7 @@ def test_training_costs_what_its_passes_do() -> None:
     assert update_s(laid(8, 1, 1), update) < update_s(laid(8, 1, 4), update), "gradients between nodes take time"
 
 
-def test_decode_steps_sum_over_the_lengths() -> None:
+def test_decode_steps_sum_over_the_lengths_and_sequences_without_a_slot_wait_for_the_next_round() -> None:
     """Equal lengths: steps times one step.  Ragged ones lie between the shortest and the longest, nearer to their mean."""
     model, count = laid(8, 1, 1), 64
     step = model.step_s(0, Tokens.step(count, count * (512 + 500)), captured=True)
@@ -204,10 +204,7 @@ def test_decode_steps_sum_over_the_lengths() -> None:
     assert decode_s(model, Decoding(512, [500] * count), FREE) < ragged < whole
     launched = decode_s(model, Decoding(512, [1000] * count, captured=False), FREE)
     assert launched - whole == pytest.approx(1000 * 32 * 0.5e-3, rel=0.01)
-
-
-def test_sequences_without_a_slot_wait_for_the_next_round() -> None:
-    """Twice as many as there are slots take twice as long; each starts when a round begins after a slot is free."""
+    # Twice as many as there are slots take twice as long; each starts when a round begins after a slot is free
     assert Turns(2, 8).starts(np.array([5, 17, 3, 8, 1])).tolist() == [0, 0, 8, 16, 24]
     assert Turns(9, 8).starts(np.array([5, 17, 3])).tolist() == [0, 0, 0]
     model, decoding = laid(8, 1, 1), Decoding(512, [1000] * 64)
@@ -240,8 +237,7 @@ def test_a_move_takes_what_its_bytes_do() -> None:
     assert seconds == pytest.approx(num_bytes / 2 / 357.5e9, rel=0.01)
     away = Weights(RolePlacement(tuple(range(8, 16)), 8, 1, 1))
     assert reallocation_s(CLUSTER, shape, one, away, scalar=False) == pytest.approx(num_bytes / (0.94 * 400e9), rel=0.02)
-    interleaved = Weights(RolePlacement((0, 1), 1, 2, 1), vpp=2)
-    moved = reallocation_s(CLUSTER, shape, interleaved, halves, scalar=False)
+    moved = reallocation_s(CLUSTER, shape, Weights(RolePlacement((0, 1), 1, 2, 1), vpp=2), halves, scalar=False)
     assert moved == pytest.approx(seconds / 2, rel=0.2)  # half of each stage's layers
     # A replica on each node in both layouts: nothing passes the network, so its bandwidth does not count.
     networks = (CLUSTER, replace(CLUSTER, between=replace(NETWORK, bytes_per_s=1e6)))
@@ -278,8 +274,7 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_command_prices_every_phase_or_refuses_a_small_cluster(described: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prices(["c.yaml", "--cluster", "cluster.yaml", "--costs", "costs.json"]) == 0
     out = capsys.readouterr().out
-    rows = [line.split()[:2] for line in out.splitlines()[1:9]]
-    assert rows == [
+    assert [line.split()[:2] for line in out.splitlines()[1:9]] == [
         ["actor", "prompts"], ["actor", "decode"], ["reference", "score"], ["critic", "score"], ["reward", "score"],
         ["actor", "update"], ["actor", "weights"], ["critic", "update"],
     ]  # fmt: skip

@@ -122,8 +122,7 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "tok").mkdir()
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1"}\n')
     short = {"batch_size": 128, "max_response_tokens": 128}  # few rounds and steps, for the best plans are played
-    overlap = {"inter": False, "chunk": 64}
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree(rollout=short, overlap=overlap)))
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree(rollout=short, overlap={"inter": False, "chunk": 64})))
     (tmp_path / "cluster.yaml").write_text("nodes: 2\ngpus_per_node: 2\ngpu: h100\nbetween: {gb_per_s: 50}\n")
     return tmp_path
 
