@@ -1,4 +1,4 @@
-"""Groups of responses in real runs: presets, greedy baselines, and filters; the matrix compares layouts."""
+"""Groups, presets, filters, and settings of the rollout, the reward and the update, in short real runs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,21 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from oppo_megatron.config.algorithm import PRESETS
+from oppo_megatron.config.data import TokenizerConfig
+from oppo_megatron.config.reliability import GuardsConfig
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.data.length_trace import forced_quantile
+from oppo_megatron.data.tokenizer import load_tokenizer
+from oppo_megatron.engine.stopping import Stopping
+from oppo_megatron.errors import RewardError
 from oppo_megatron.layout.placements import named_roles, role_placements, world_size
 from oppo_megatron.train.logs.journal import lost_gradient
-from tests.e2e.matrix import BY_PARITY, FEATURES, overcommitted
+from tests.e2e.matrix import BY_LENGTH, BY_PARITY, FEATURES, overcommitted
 from tests.e2e.matrix import grouped as of_groups
 from tests.support.hf import save_tiny
 from tests.support.layouts import DEEP, STEADY_ADAM, TOLERANCE, WITHOUT_CRITIC, assert_same, deep
-from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
+from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks, weight_distance
+from tests.support.ranks import run_ranks
 
 CRITIC_FREE = [name for name, preset in PRESETS.items() if preset.baseline != "critic"]
 CARRIED: dict[str, Any] = {
@@ -178,8 +185,7 @@ def test_what_is_told_of_a_batch_is_of_what_is_trained(plain: Outcome) -> None:
 
 
 def test_each_score_is_of_its_own_response(workspace: Workspace) -> None:
-    rule = {"reward": None, "rewards": [{"kind": "verifier", "name": "length", "buffer_tokens": LONGEST}]}
-    run = run_ppo_ranks(remax(workspace, "lengths", **rule, steps=1))
+    run = run_ppo_ranks(remax(workspace, "lengths", **BY_LENGTH, steps=1))
     assert len(run.greedy) == 8 and {len(row["tokens"]) for row in run.greedy} != {len(row["tokens"]) for row in run.rollouts}
     for row in [*run.rollouts, *run.greedy]:
         assert row["reward"] == pytest.approx(-len(row["tokens"]) / LONGEST)
@@ -207,11 +213,6 @@ def dropped(outcome: Outcome) -> int:
     return sum(line["groups_dropped"] for line in outcome.metrics)
 
 
-def assert_once(workspace: Workspace, name: str, outcome: Outcome) -> None:
-    calls = calls_of(workspace, name).read_text().splitlines()
-    assert len(calls) == STEPS * BATCH + GROUP * dropped(outcome)
-
-
 def test_groups_that_are_all_the_same_are_dropped(workspace: Workspace, sequential: Outcome) -> None:
     assert [len(batch) for batch in sequential.batches()] == [BATCH] * STEPS
     rewards = {row["seq_id"]: row["reward"] for row in sequential.rollouts}
@@ -222,7 +223,8 @@ def test_groups_that_are_all_the_same_are_dropped(workspace: Workspace, sequenti
     for line in sequential.metrics:
         assert line["keep_rate"] == 3 / (3 + line["groups_dropped"])
         assert line["equal_groups"] == line["carried"] == 0
-    assert_once(workspace, "sequential", sequential)
+    calls = calls_of(workspace, "sequential").read_text().splitlines()
+    assert len(calls) == STEPS * BATCH + GROUP * dropped(sequential), "each response once"
 
 
 @pytest.mark.long
@@ -265,3 +267,109 @@ def test_prompts_of_which_nothing_is_left_end_the_run_after_its_last_batch(works
     assert [sorted(batch) for batch in outcome.batches()] == [list(range(BATCH))]
     summary = json.loads((Path(config["run_dir"]) / "summary.json").read_text())
     assert summary["heldout_accuracy"].keys() == {"0", "1"}
+
+
+RULES: list[dict[str, Any]] = [
+    {"kind": "verifier", "name": "arithmetic"},
+    {"kind": "verifier", "name": "math"},
+    {"kind": "verifier", "name": "length", "buffer_tokens": LONGEST, "weight": 0.5},
+    {"kind": "verifier", "name": "format", "pattern": r"\d", "lenient": True, "weight": 0.25},
+]
+
+
+def test_rules_alone(workspace: Workspace) -> None:
+    outcome = run_ppo_ranks(workspace.config("rules-only", steps=2, reward=None, rewards=RULES))
+    lengths = [-len(row["tokens"]) / LONGEST for row in outcome.rollouts]
+    formats = [float(any(character.isdigit() for character in row["response"])) for row in outcome.rollouts]
+    assert len(set(lengths)) > 1 and len(set(formats)) == 2, "the run no longer tells the rules apart"
+    for row, length, found in zip(outcome.rollouts, lengths, formats, strict=True):
+        assert row["reward"] - 0.5 * length - 0.25 * found == pytest.approx(round(row["reward"] - 0.5 * length), abs=1e-6)
+    for line, start in zip(outcome.metrics, (0, 6), strict=True):
+        parts = line["reward_parts"]
+        assert list(parts) == ["arithmetic", "math", "length", "format"]
+        assert parts["length"] == pytest.approx(sum(lengths[start : start + 6]) / 6)
+        assert parts["format"] == pytest.approx(sum(formats[start : start + 6]) / 6)
+
+
+@pytest.mark.parametrize(("minibatch", "warmup"), [(0, 0), (1, 0), (1, 1)])
+def test_a_gap_is_found_in_any_minibatch(workspace: Workspace, minibatch: int, warmup: int) -> None:
+    """The actor's first update; the gap is found behind the first minibatch, where weights have moved, too."""
+    config = workspace.config(f"gap-{minibatch}-{warmup}", steps=1 + warmup, **{"ppo.critic_warmup_steps": warmup})
+    assert config["ppo"]["minibatches"] == 2
+    (error,) = run_ranks(1, "tests.e2e.jobs:train_with_a_wrong_logprob", config=config, minibatch=minibatch, step=1 + warmup)
+    assert "the log-prob of a token differs by 5.00e-01 between decoding and training" in error
+
+
+@pytest.mark.parametrize(
+    ("limit", "dtype", "temperature", "expected"),
+    [
+        ("auto", "float32", 1.0, 1e-4),
+        ("auto", "float32", 2.0, 1e-4),
+        ("auto", "float32", 0.0, 1e-4),
+        ("auto", "float32", 0.1, 1e-3),
+        ("auto", "bfloat16", 1.0, 0.25),
+        ("auto", "bfloat16", 0.5, 0.5),
+        (0.5, "float32", 1.0, 0.5),
+        (None, "float32", 1.0, None),
+    ],
+)
+def test_the_limit_of_the_gap(limit: Any, dtype: str, temperature: float, expected: float | None) -> None:
+    assert GuardsConfig(logprob_gap=limit).gap_limit(dtype, temperature) == pytest.approx(expected)
+
+
+def test_greedy_draws_are_certain(workspace: Workspace) -> None:
+    """The log-prob that PPO uses is of the policy at temperature 1, not of the draw, which had no choice."""
+    outcome = run_ppo_ranks(workspace.config("greedy-draws", steps=1, **{"rollout.temperature": 0.0}))
+    assert all(x < 0 for row in outcome.rollouts for x in row["logprobs"])
+
+
+@pytest.mark.parametrize("mode", ["single", "disaggregated"])
+def test_responses_are_as_long_as_the_trace_says(workspace: Workspace, shared_data: Path, mode: str) -> None:
+    forced = str(shared_data / "trace_servegen_deepseek_r1_hist.csv")
+    changes = {"placement": {"mode": mode}, "rollout.forced_lengths": forced, "overlap.intra": mode != "single"}
+    config = workspace.config(f"trace-{mode}", steps=2, **changes)
+    outcome = run_ppo_ranks(config)
+    checked = TrainConfig(**config)
+    lengths = checked.rollout.lengths
+    trace = forced_quantile(lengths, checked.rollout.max_response_tokens)
+    stopping = Stopping.of(checked.rollout, (), checked.seed, trace, forced=lengths)
+    assert [len(tokens) for _, tokens in sorted(outcome.tokens().items())] == [stopping.limit(i) for i in range(12)]
+    assert {row["finish_reason"] for row in outcome.rollouts} == {"length"}
+
+
+def test_a_text_ends_responses_alike_whatever_is_decoded_together(workspace: Workspace) -> None:
+    stop = ["1", "3", "e ", "\n"]
+    outcomes = []
+    for name, changes in {
+        "plain": {},
+        "sync": {"overlap.chunk": 3},
+        "streamed": {"placement": {"mode": "disaggregated"}, "overlap.intra": True},
+    }.items():
+        config = workspace.config(f"stop-{name}", steps=2, **{"rollout.stop": stop, **changes})
+        if name == "sync":
+            run_ranks(1, "tests.e2e.jobs:train_reading_seldom", config=config, every=5)
+        outcomes.append(read_outcome(Path(config["run_dir"])) if name == "sync" else run_ppo_ranks(config))
+    plain = outcomes[0]
+    assert all(other.tokens() == plain.tokens() and other.batches() == plain.batches() for other in outcomes[1:])
+    reasons = [row["finish_reason"] for row in plain.rollouts]
+    assert reasons.count("stop") > 3 and reasons == [row["finish_reason"] for row in outcomes[1].rollouts]
+    tokenizer = load_tokenizer(TokenizerConfig(path=workspace.root / "tokenizer.model"))
+    for row in plain.rollouts:
+        before, text = tokenizer.decode(row["tokens"][:-1]), tokenizer.decode(row["tokens"])
+        assert any(each in text for each in stop) == (row["finish_reason"] == "stop")
+        assert not any(each in before for each in stop)
+    config = workspace.config("stop-resumed", steps=2, **{"rollout.stop": stop, "checkpoint.every_steps": 1})
+    assert run_ranks(1, "tests.e2e.jobs:train_until", config=config, rounds=4, rank=0) == [False]
+    config["checkpoint"]["resume"] = True
+    assert run_ppo_ranks(config).tokens() == plain.tokens()
+
+
+@pytest.mark.parametrize("entry", ["not_a_number", "failing"])
+def test_a_reward_that_fails_stops_the_run_and_keeps_what_is_written(workspace: Workspace, entry: str) -> None:
+    rewards = [{"kind": "python", "entry_point": f"tests.e2e.rewards:{entry}"}]
+    config = workspace.config(entry, reward=None, rewards=rewards)
+    with pytest.raises(AssertionError, match=RewardError.__name__) as failure:
+        run_ppo_ranks(config)
+    assert "sequence" in str(failure.value) and entry in str(failure.value)
+    assert (Path(config["run_dir"]) / "config.yaml").exists()
+    assert not (Path(config["run_dir"]) / "summary.json").exists()

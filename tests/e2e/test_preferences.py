@@ -266,7 +266,7 @@ def test_a_fingerprint_is_of_weights_shape_and_type(inputs: Path, tmp_path: Path
         {"init": SHAPE},
         {"init": SHAPE | {"rms_norm_eps": 1e-3}},
     ]
-    first, second = run_ranks(2, "tests.e2e.supervised_jobs:fingerprints", models=models)
+    first, second = run_ranks(2, "tests.e2e.supervised:fingerprints", models=models)
     assert first == second, "ranks read a share of the files each, and know the same"
     assert first[0] == first[1] and len(set(first[1:])) == len(first) - 1, "fresh adapters and notes change nothing"
 

@@ -284,7 +284,7 @@ def test_a_run_ends_early_and_is_the_same_when_it_is_interrupted(inputs: Path, t
     assert told["stopped_early"] and told["steps"] < 24 and told["steps"] == told["best"]["step"] + 2
     assert len(metrics(tmp_path / "whole")) == told["steps"]
     parts = worsening(inputs, tmp_path / "parts", **stop)
-    run_ranks(1, "tests.e2e.supervised_jobs:train", kind="sft", settings=parts, stop_after=2)
+    run_ranks(1, "tests.e2e.supervised:train", kind="sft", settings=parts, stop_after=2)
     run("sft", {**parts, "checkpoint": {"resume": True}})
     again = summary(tmp_path / "parts")
     for key in ("heldout", "best", "stopped_early", "steps"):

@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.algorithms.algorithm import Algorithm
@@ -33,8 +32,7 @@ from oppo_megatron.schedule.packing import balance
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.roles import TrainedRole
 from oppo_megatron.train.update import UpdateSettings, begin_update, run_update
-from tests.gloo.models import CPU, MAX_LENGTH, Whole, gather_logits, load, micro_batches, world_groups
-from tests.support.stages import pass_on, stage_inputs
+from tests.gloo.models import CPU, MAX_LENGTH, Whole, gather_logits, load, micro_batches, pass_on, stage_inputs, world_groups
 
 ENTROPY_WEIGHT = 0.05
 TEMPERATURE = 0.8
@@ -262,19 +260,3 @@ def refused_step(directory: str, tp: int, pp: int, data: list[Minibatch]) -> str
         assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         return str(error)
     return "no error"
-
-
-def bfloat16_steps(directory: str, tp: int, pp: int, data: list[Minibatch], num_steps: int) -> tuple[list[float], int, int]:
-    model = load(directory, world_groups(tp, pp), dtype="bfloat16")
-    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
-    trained = TrainedModel(model, OptimizerConfig(lr=1e-3), total_steps=num_steps)
-    masters = [p for group in trained.optimizer.param_groups for p in group["params"]]
-    assert all(p.dtype == torch.float32 for p in masters)
-    batch, groups = data[0], model.groups
-    reports = [trained.step(batch.share(groups).pack(), loss_of(model, batch.num_tokens)) for _ in range(num_steps)]
-    sums = torch.stack([sum(p.to(torch.bfloat16).double().sum() for p in masters)])
-    dist.all_reduce(sums, group=groups.collection.dp)
-    expected = sum(float(p.double().sum()) for p in model.parameters())
-    assert abs(float(sums) - expected) < 1e-6, "what decodes is the rounded master"
-    sizes = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in masters)
-    return [r.stats["loss"] for r in reports if r.stats], *sizes

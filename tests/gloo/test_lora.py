@@ -14,16 +14,87 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from oppo_megatron.cli.main import main
-from oppo_megatron.config.model import TARGETS, LoraConfig, TrainedRoleConfig, TrainingLayoutConfig
+from oppo_megatron.config.model import TARGETS, LoraConfig, ModelConfig, OptimizerConfig, TrainedRoleConfig, TrainingLayoutConfig
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.layout.hf_layout import adapter_parts
+from oppo_megatron.layout.hf_layout import Head, adapter_parts
 from oppo_megatron.layout.shape import ModelShape
+from oppo_megatron.mcore.lora import is_adapter
+from oppo_megatron.mcore.roles import as_it_began, load_role, load_training
+from oppo_megatron.mcore.training import TrainedModel
+from oppo_megatron.mcore.weights.hf_weights import export_weights
 from oppo_megatron.mcore.weights.lora_weights import FreshAdapters, open_adapters
 from oppo_megatron.modeldir.adapters import adapter_problems
 from oppo_megatron.modeldir.headers import check_adapter
+from tests.gloo.jobs_training import Minibatch, cached_outputs, full_outputs, loss_of
+from tests.gloo.models import CPU, MAX_LENGTH, PATHS, gather_logits, world_groups
 from tests.gloo.test_training import DATA, FULL, PROBES, SELECTIVE, SEQUENCE, SETTINGS, Case, case_id, plain_outputs, plain_steps
 from tests.support.hf import SIZES, save_tiny, tensors_of
 from tests.support.ranks import run_ranks
+
+
+def train_adapters(
+    models: dict[str, tuple[str, dict[str, Any]]],
+    target: str,
+    tp: int,
+    pp: int,
+    config: OptimizerConfig,
+    data: list[Minibatch],
+    probes: list[list[int]],
+    layout: TrainingLayoutConfig,
+) -> dict[str, Any]:
+    groups = world_groups(tp, pp)
+    answers = {}
+    for name, (directory, settings) in models.items():
+        head: Head = "scalar" if "scalar" in name else "lm"
+        role = TrainedRoleConfig(checkpoint=Path(directory), lora=LoraConfig(**settings))
+        chunks = load_training(role, layout, groups, head=head, role="model", max_length=MAX_LENGTH, device=CPU)
+        frozen = [(p, p.detach().clone()) for chunk in chunks for p in chunk.parameters() if not p.requires_grad]
+        plain = len(chunks) == 1 and not layout.sequence_parallel
+        if plain:  # what decoding computes with is made before the steps, and reads adapters as they are
+            chunks[0].decode_by("packed")
+        trained = TrainedModel(chunks, config, len(data), layout)
+        optimized = sum(p.numel() for group in trained.optimizer.param_groups for p in group["params"])
+        trainable = sum(p.numel() for chunk in chunks for p in chunk.parameters() if p.requires_grad)
+        assert optimized == trainable or trained.sharded, "the optimizer has adapters, and a scalar head, alone"
+        assert 0 < trainable < sum(p.numel() for p, _ in frozen)
+        reports = [trained.step(batch.share(groups).pack(), loss_of(chunks[0], batch.num_tokens)) for batch in data]
+        assert all(torch.equal(p, before) for p, before in frozen), "a frozen weight has changed"
+        out = cached_outputs(chunks[0], probes) if plain else full_outputs(chunks, probes)
+        export_weights(chunks, Path(target) / name, base=Path(directory))
+        answers[name] = {"norms": [r.grad_norm for r in reports], "losses": [r.stats.get("loss") for r in reports]}
+        if out is not None:
+            answers[name]["outputs"] = (out if head == "scalar" else gather_logits(out, chunks[0].vocab)).clone()
+    return answers
+
+
+def outputs_of_paths(directory: str, settings: dict[str, Any], tp: int, probes: list[list[int]]) -> dict[str, Any]:
+    """Logits by each way of cached calls and by the full forward, with adapters and of the reference that shares weights."""
+    groups = world_groups(tp, 1)
+    role = TrainedRoleConfig(checkpoint=Path(directory), lora=LoraConfig(**settings))
+    answers = {}
+    for path in PATHS:
+        model = load_role(role, groups, head="lm", max_length=MAX_LENGTH, device=CPU, path=path)
+        bare, began = (as_it_began(model, groups, config) for config in (ModelConfig(), role))
+        ours = dict(model.named_parameters())
+        assert all(param is ours[name] for name, param in bare.named_parameters())
+        assert all((param is ours[name]) != is_adapter(name) for name, param in began.named_parameters())
+        assert not any(param.requires_grad for param in began.parameters())
+        for whose, each in (("adapted", model), ("bare", bare)):
+            out = cached_outputs(each, probes)
+            assert out is not None
+            answers[f"{whose}, {path}"] = gather_logits(out, model.vocab).clone()
+        with torch.no_grad():  # as an update does
+            for param in (param for name, param in ours.items() if is_adapter(name)):
+                param.mul_(3.0)
+        out = cached_outputs(began, probes)
+        assert out is not None
+        answers[f"began, {path}"] = gather_logits(out, model.vocab).clone()
+    model = load_role(role, groups, head="lm", max_length=MAX_LENGTH, device=CPU)
+    out = full_outputs([model], probes)
+    assert out is not None
+    answers["adapted, full"] = gather_logits(out, model.vocab).clone()
+    return answers
+
 
 peft = pytest.importorskip("peft", reason="peft is not installed: it is of the test extra")
 
@@ -74,7 +145,7 @@ def reference(directory: str, adapter: Path) -> dict[str, Any]:
 def test_steps_equal_peft_and_plain_torch(models: dict[str, str], adapters: dict[str, Path], case: Case, tmp_path: Path) -> None:
     tp, pp, dp, options = case
     answers = run_ranks(
-        tp * pp * dp, "tests.gloo.jobs_lora:train_adapters",
+        tp * pp * dp, "tests.gloo.test_lora:train_adapters",
         models={name: (models[name], settings | {"adapter": adapters[name]}) for name, settings in LORA.items()},
         target=str(tmp_path), tp=tp, pp=pp, config=SETTINGS, data=DATA, probes=PROBES,
         layout=TrainingLayoutConfig(**options),
@@ -102,7 +173,7 @@ def test_decoding_computes_as_training_and_the_reference_as_the_base_or_the_give
     models: dict[str, str], adapters: dict[str, Path], tp: int
 ) -> None:
     (first, *_) = run_ranks(
-        tp, "tests.gloo.jobs_lora:outputs_of_paths", directory=models["qwen2"],
+        tp, "tests.gloo.test_lora:outputs_of_paths", directory=models["qwen2"],
         settings=LORA["qwen2"] | {"adapter": adapters["qwen2"]}, tp=tp, probes=PROBES,
     )  # fmt: skip
     with torch.no_grad():

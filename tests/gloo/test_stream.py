@@ -1,10 +1,16 @@
-"""The token stream over real ranks."""
+"""The token stream over real ranks, rows and figures that ranks tell each other, and what a group of gloo takes."""
 
 from __future__ import annotations
 
+import math
+import multiprocessing
+import os
 import re
-from collections.abc import Iterator, Sequence
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
@@ -13,16 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oppo_megatron.chunks import Chunk, ChunkRow
+from benchmarks.groups import AT_ONCE, LATE, alone, measured, peers
+from oppo_megatron.chunks import Chunk, ChunkRow, ChunkRows
+from oppo_megatron.cluster.process_groups import connect_pairs, gather_figures, new_group
 from oppo_megatron.engine.executor import Executor, RoleWorker, build_links
-from oppo_megatron.engine.stream import ChunkEncoder, ChunkOutlet, ListenWorker, share
+from oppo_megatron.engine.stream import ChunkEncoder, ChunkOutlet, ListenWorker, gather_rows, share
 from oppo_megatron.errors import StreamError
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.actions import Action, Schedule
 from oppo_megatron.schedule.rounds import Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
-from tests.support.ranks import run_ranks
+from tests.support.ranks import PRELOADED, run_ranks
+from tests.support.traffic import Traffic
 
 CPU = torch.device("cpu")
 SEQ_ID = 31
@@ -179,3 +188,126 @@ def test_every_scorer_rank_receives_what_was_sent(world: int, fan_out: int) -> N
 def test_a_damaged_stream_is_an_error_on_every_scorer_rank(kind: str, where: str) -> None:
     for message in run_ranks(3, "tests.gloo.test_stream:damaged", kind=kind)[1:]:
         assert re.search(where, message), message
+
+
+def gather(
+    rounds: Sequence[Sequence[Sequence[ChunkRow]]], figures: Sequence[Mapping[str, float]]
+) -> tuple[list[list[ChunkRow]], list[dict[str, float]], Traffic]:
+    rank, group, traffic = dist.get_rank(), dist.group.WORLD, Traffic()
+    assert group is not None
+    with traffic.watched(), traffic.counting():
+        rows = [list(gather_rows(ChunkRows.of(by_rank[rank]), group)) for by_rank in rounds]
+        return rows, gather_figures(figures[rank], group), traffic
+
+
+def bits(values: list[float]) -> bytes:
+    return struct.pack(f"{len(values)}d", *values)
+
+
+def test_rows_and_figures_of_all_ranks_arrive_to_the_bit() -> None:
+    odd = [-0.0, -5e-324, -math.inf, math.nextafter(-1.0, 0.0)]
+    first = [
+        [ChunkRow(7, 3, [5, 2**31, 0, 1], odd, odd[::-1], 4, 19, "eos"), ChunkRow(9, 0, [], [], [], 4)],
+        [],
+        [ChunkRow(2, 11, [8], [-0.1], [-0.2], 3, 16, "stop"), ChunkRow(3, 0, [1, 1], [0.0, -1.0], [-3.0, 0.1], 4)],
+    ]
+    nothing: list[list[ChunkRow]] = [[], [], []]
+    figures: list[dict[str, float]] = [{"loss": 0.1 + 0.2, "max_ratio": math.inf}, {}, {"b": -0.0, "a": 5e-324}]
+    answers: Any = run_ranks(3, "tests.gloo.test_stream:gather", rounds=[first, nothing], figures=figures)
+    for (rows, none), found, traffic in answers:
+        assert rows == [row for own in first for row in own] and none == []
+        assert bits(rows[0].logprobs) == bits(odd) and bits(rows[0].sampling_logprobs) == bits(odd[::-1])
+        assert found == figures and bits([found[2]["b"]]) == bits([-0.0]) and list(found[2]) == ["b", "a"]
+        assert traffic.calls == {"all_gather": 6} and traffic.pickled == 0
+
+
+def connections(sizes: list[int]) -> list[tuple[int, int, int]]:
+    """Files of this rank for a group of so many ranks: made, connected, added by collectives; zeros on other ranks."""
+    return [_connections(size) for size in sizes]
+
+
+def _connections(size: int) -> tuple[int, int, int]:
+    held = [_files()]
+    group = new_group(range(size), "some")
+    held.append(_files())
+    belongs = dist.get_rank() < size
+    if belongs:
+        connect_pairs(group)
+    held.append(_files())
+    if belongs:
+        _use(group, size)
+    held.append(_files())
+    before, made, connected, used = held
+    return (made - before, connected - made, used - connected)
+
+
+def _use(group: dist.ProcessGroup, size: int) -> None:
+    one = torch.zeros(1)
+    dist.all_reduce(one, group=group)
+    dist.all_reduce(torch.zeros(1 << 18), op=dist.ReduceOp.MAX, group=group)
+    for source in range(size):
+        dist.broadcast(one, source, group=group)
+    dist.broadcast_object_list([1], src=size - 1, group=group)
+    dist.all_gather([torch.zeros(1) for _ in range(size)], one, group=group)
+    dist.all_gather_object([None] * size, 1, group=group)
+    dist.all_gather_single(torch.zeros(size), one, group=group)
+    dist.reduce_scatter_single(one, torch.zeros(size), group=group)
+    dist.barrier(group)
+
+
+def _files() -> int:
+    """Files of this process when all ranks are here: a connection that another rank made is a file of this one, too."""
+    dist.barrier()
+    time.sleep(0.1)
+    found = len(os.listdir("/proc/self/fd"))
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("how", "files", "operations"), [(LATE, (4, 1), (1, 2)), pytest.param(AT_ONCE, (5, 0), (5, 0), marks=pytest.mark.long)]
+)
+def test_threads_files_and_store_operations_of_a_group(how: str, files: tuple[int, int], operations: tuple[int, int]) -> None:
+    """3 threads; 4 files and an operation, and one and two for each connection; by itself torch takes n + 3 and 2 n + 1."""
+    found = measured(2, 4, how)
+    assert found["threads"] == 3
+    assert (found["files"], found["connected_files"]) == files
+    assert (found["operations"], found["connected_operations"]) == operations
+    assert found["other_operations"] == 0 and found["made_ms"] > 0 and found["used_ms"] > 0
+
+
+SIZES = [2, 1024, 4096]
+
+
+def tell_alone(answers: Connection) -> None:
+    answers.send({size: (alone(size, 2), dist.is_initialized()) for size in SIZES})
+
+
+@pytest.fixture(scope="module")
+def by_size() -> dict[int, tuple[dict[str, float], bool]]:
+    """Counts by size, in a process that has no threads of other tests, which may end while they are counted."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=tell_alone, args=(theirs,))
+    process.start()
+    theirs.close()
+    answer: dict[int, tuple[dict[str, float], bool]] = ours.recv()
+    process.join()
+    return answer
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_group_takes_as_much_to_make_however_many_ranks_it_has(
+    by_size: dict[int, tuple[dict[str, float], bool]], size: int
+) -> None:
+    found, initialized = by_size[size]
+    assert (found["threads"], found["files"], found["operations"]) == (3, 4, 1)
+    assert not initialized
+
+
+def test_no_collective_of_a_run_connects_more_ranks_than_its_start_does() -> None:
+    """Pairs in gloo's ring and trees are all those of its barrier."""
+    sizes = [2, 3, 5, 6, 7, 8]
+    found = run_ranks(8, "tests.gloo.test_stream:connections", sizes=sizes)
+    assert found == [[(4, peers(size), 0) if rank < size else (0, 0, 0) for size in sizes] for rank in range(8)]

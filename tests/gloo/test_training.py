@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from oppo_megatron.config.model import OptimizerConfig, TrainingLayoutConfig
-from tests.gloo.conftest import save_small
 from tests.gloo.jobs_training import ENTROPY_WEIGHT, TEMPERATURE, Minibatch
+from tests.gloo.models import save_small
 from tests.support.hf import tensors_of
 from tests.support.ranks import run_ranks
 
@@ -243,18 +243,6 @@ def test_without_clipping_the_norm_is_still_reported(models: dict[str, str], tmp
 def test_a_gradient_that_is_not_finite_changes_nothing(models: dict[str, str], tp: int, pp: int) -> None:
     for message in run_ranks(4, "tests.gloo.jobs_training:refused_step", directory=models["qwen3"], tp=tp, pp=pp, data=DATA):
         assert "gradient norm is nan" in message and "learning rate" in message
-
-
-@pytest.mark.parametrize("tp,pp,dp", [(1, 1, 1), (2, 2, 1), (1, 2, 2)])
-def test_bfloat16_trains_on_float32_masters(models: dict[str, str], tp: int, pp: int, dp: int) -> None:
-    answers = run_ranks(
-        tp * pp * dp, "tests.gloo.jobs_training:bfloat16_steps", directory=models["qwen3"], tp=tp, pp=pp, data=DATA, num_steps=6
-    )
-    losses, _, _ = answers[-1]
-    assert len(losses) == 6 and losses[-1] < losses[0] - 0.05
-    assert all(math.isfinite(loss) for loss in losses)
-    for _, weights, masters in answers:
-        assert masters == pytest.approx(weights / dp, rel=0.2), "replicas share the masters"
 
 
 def test_a_sharded_optimizer_and_gradients_in_buckets_change_nothing(models: dict[str, str], tmp_path: Path) -> None:

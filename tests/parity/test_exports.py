@@ -64,7 +64,7 @@ def test_greedy_answers_are_the_engines_own(workspace: Workspace, kind: str) -> 
     prompts = prompts_of(kind, own)
     assert len(prompts) == NUM_PROMPTS
     (answers,) = run_ranks(
-        1, "tests.e2e.jobs_policy:answers",
+        1, "tests.e2e.test_policy:answers",
         directories=[export], texts=prompts, parallel={"tp": 1, "pp": 1, "dp": 1}, max_tokens=MAX_TOKENS,
         sampling={"temperature": 0.0}, num_slots=32,
     )[0]  # fmt: skip
