@@ -39,7 +39,7 @@ from oppo_megatron.train.score_exchange import ScoreExchange
 from oppo_megatron.train.update import UpdateSettings, minibatches_of
 from oppo_megatron.train.updates import Updates
 from tests.support.configs import run_of
-from tests.support.limits import room_for
+from tests.support.processes import room_for
 from tests.support.traffic import Traffic
 
 

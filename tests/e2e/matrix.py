@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.layouts import DEEP, STEADY_ADAM, WITHOUT_CRITIC, Layout, deep, parallel
-from tests.support.ppo import Outcome, Workspace, run_ppo_ranks
+from tests.support.ppo import DEEP, STEADY_ADAM, WITHOUT_CRITIC, Layout, Outcome, Workspace, deep, parallel, run_ppo_ranks
 
 BELL = "\a"
 """Ends a step of a response; random policies never write a newline."""

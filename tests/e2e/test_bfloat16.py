@@ -23,8 +23,19 @@ from oppo_megatron.preflight.validate import train_problems
 from tests.e2e.test_resume import assert_bit_equal
 from tests.support.configs import run_of
 from tests.support.hf import tensors_of
-from tests.support.layouts import DEEP, STEADY_ADAM, Layout, assert_same, deep, parallel
-from tests.support.ppo import SHAPE, Outcome, Workspace, read_outcome, run_ppo_ranks
+from tests.support.ppo import (
+    DEEP,
+    SHAPE,
+    STEADY_ADAM,
+    Layout,
+    Outcome,
+    Workspace,
+    assert_same,
+    deep,
+    parallel,
+    read_outcome,
+    run_ppo_ranks,
+)
 from tests.support.ranks import run_ranks
 
 HALF = {"runtime.dtype": "bfloat16"}

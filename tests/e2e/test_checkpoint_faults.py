@@ -22,9 +22,18 @@ import pytest
 
 from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
 from oppo_megatron.rundir.manifest import require_whole
-from tests.e2e.jobs_checkpoint import call, die_while_saving, resume_to_the_end, weights_digest
+from tests.e2e.jobs_checkpoint import (
+    CACHE_FILE,
+    COMMON_FILE,
+    AtByte,
+    AtEvent,
+    Fault,
+    call,
+    die_while_saving,
+    resume_to_the_end,
+    weights_digest,
+)
 from tests.support.checkpoint_mutations import canary
-from tests.support.file_faults import CACHE_FILE, COMMON_FILE, AtByte, AtEvent, Fault
 from tests.support.ppo import SHAPE, Workspace, run_ppo_ranks
 from tests.support.ranks import run_ranks
 

@@ -23,8 +23,19 @@ from oppo_megatron.train.logs.journal import lost_gradient
 from tests.e2e.matrix import BY_LENGTH, BY_PARITY, FEATURES, overcommitted
 from tests.e2e.matrix import grouped as of_groups
 from tests.support.hf import save_tiny
-from tests.support.layouts import DEEP, STEADY_ADAM, TOLERANCE, WITHOUT_CRITIC, assert_same, deep
-from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks, weight_distance
+from tests.support.ppo import (
+    DEEP,
+    STEADY_ADAM,
+    TOLERANCE,
+    WITHOUT_CRITIC,
+    Outcome,
+    Workspace,
+    assert_same,
+    deep,
+    read_outcome,
+    run_ppo_ranks,
+    weight_distance,
+)
 from tests.support.ranks import run_ranks
 
 CRITIC_FREE = [name for name, preset in PRESETS.items() if preset.baseline != "critic"]

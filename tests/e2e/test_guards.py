@@ -19,8 +19,7 @@ from oppo_megatron.errors import DataError
 from oppo_megatron.layout.placements import world_size
 from oppo_megatron.train.inputs import read_inputs
 from tests.support.configs import run_of
-from tests.support.layouts import WITHOUT_CRITIC
-from tests.support.ppo import SHAPE, Outcome, Workspace, read_outcome, run_ppo_ranks, weight_distance
+from tests.support.ppo import SHAPE, WITHOUT_CRITIC, Outcome, Workspace, read_outcome, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
 from tools.replay import main as replay
 from tools.replay import read_rejected

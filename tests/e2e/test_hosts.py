@@ -22,11 +22,10 @@ import pytest
 import yaml
 
 from tests.e2e.rewards import brevity
-from tests.support.ports import free_port
 from tests.support.ppo import SHAPE, Workspace, read_outcome, run_ppo_ranks, weight_distance
-from tests.support.processes import python_path
+from tests.support.processes import free_port, python_path
 from tests.support.ranks import run_ranks
-from tests.support.reward_service import Service, http, reward_service, scored
+from tests.support.serving import Service, http, reward_service, scored
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = re.compile(r"RANK|WORLD_SIZE|MASTER_|LOCAL_|GROUP_|SLURM_|TORCHELASTIC|GLOO_SOCKET")

@@ -31,8 +31,7 @@ from tests.e2e.started import struck
 from tests.e2e.test_resume import assert_bit_equal, checkpoints, last_checkpoint, resumed, stop
 from tests.replay.runs import assert_replays, carrying, save_models
 from tests.support.configs import run_of
-from tests.support.layouts import WITHOUT_CRITIC, assert_same, deep
-from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks, weight_distance
+from tests.support.ppo import WITHOUT_CRITIC, Outcome, Workspace, assert_same, deep, read_outcome, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
 from tests.support.virtual import assert_unfolds_alike
 

@@ -16,11 +16,9 @@ from oppo_megatron.records import StepSignals
 from oppo_megatron.rundir.metrics_log import read_metrics
 from oppo_megatron.rundir.trace import Span, read_trace
 from oppo_megatron.sim.runs.virtual import VirtualRun
-from tests.support.layouts import assert_same, deep
-from tests.support.ordered import OrderedRun
-from tests.support.ppo import SHAPE, Outcome, Workspace, read_outcome, run_ppo_ranks, weight_distance
+from tests.support.ppo import SHAPE, Outcome, Workspace, assert_same, deep, read_outcome, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
-from tests.support.virtual import assert_unfolds_alike
+from tests.support.virtual import OrderedRun, assert_unfolds_alike
 
 STEPS, BATCH, DELTA = 7, 6, 4
 DISAGGREGATED = {"mode": "disaggregated"}

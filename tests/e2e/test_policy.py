@@ -28,8 +28,7 @@ from oppo_megatron.mcore.weights.hf_weights import export_weights, load_weights
 from oppo_megatron.policy.finding import Choice, find_policy, policy_tokenizer, read_run, require_layout
 from oppo_megatron.policy.loading import build_place, load_policy
 from oppo_megatron.records import Prompt
-from tests.support.layouts import deep
-from tests.support.ppo import SHAPE, Workspace
+from tests.support.ppo import SHAPE, Workspace, deep
 from tests.support.ranks import run_ranks
 from tests.support.tokenizers import save_byte_level
 

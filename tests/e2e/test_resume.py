@@ -12,8 +12,17 @@ from oppo_megatron.data.tokenizer import train_sentencepiece
 from oppo_megatron.layout.placements import world_size
 from tests.e2e.matrix import FEATURES
 from tests.support.configs import run_of
-from tests.support.layouts import DEEP, STEADY_ADAM, assert_same, deep
-from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks, weight_distance
+from tests.support.ppo import (
+    DEEP,
+    STEADY_ADAM,
+    Outcome,
+    Workspace,
+    assert_same,
+    deep,
+    read_outcome,
+    run_ppo_ranks,
+    weight_distance,
+)
 from tests.support.ranks import run_ranks
 from tests.support.virtual import assert_unfolds_alike
 

@@ -23,8 +23,7 @@ from oppo_megatron.rundir.manifest import find_damage, read_manifest
 from oppo_megatron.train.saving.preemption import Preemption
 from tests.e2e.started import num_lines, rank_pids, start, still_there, wait_until
 from tests.e2e.test_resume import CARRIED, assert_bit_equal, checkpoints, rewound
-from tests.support.layouts import STEADY_ADAM, deep
-from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks, weight_distance
+from tests.support.ppo import STEADY_ADAM, Outcome, Workspace, deep, read_outcome, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
 
 CHANGES = {

@@ -24,8 +24,7 @@ from oppo_megatron.schedule.actions import Payload, parse_action
 from tests.e2e.started import fault, num_lines, rank_pids, start, still_there, struck, wait_until
 from tests.e2e.test_resume_changed import whole_checkpoints
 from tests.support.configs import run_of
-from tests.support.layouts import deep
-from tests.support.ppo import Workspace, read_outcome, weight_distance
+from tests.support.ppo import Workspace, deep, read_outcome, weight_distance
 from tests.support.processes import marked, wait_for
 from tests.support.ranks import run_mortal_ranks, run_ranks
 

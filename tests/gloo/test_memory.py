@@ -34,8 +34,8 @@ from tests.gloo.models import CPU, world_groups
 from tests.gloo.test_generation import decode_round, new_rounds
 from tests.gloo.test_scoring import together
 from tests.support.hf import tiny_config
-from tests.support.limits import room_for
 from tests.support.ppo import SHAPE, Workspace, read_outcome, run_ppo_ranks, weight_distance
+from tests.support.processes import room_for
 from tests.support.ranks import run_ranks
 
 Count = tuple[int, int, list[int], int]

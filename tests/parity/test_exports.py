@@ -15,8 +15,7 @@ from oppo_megatron.cli.main import main
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
 from tests.support.hf import save_tiny
-from tests.support.layouts import deep
-from tests.support.ppo import Workspace
+from tests.support.ppo import Workspace, deep
 from tests.support.ranks import run_ranks
 from tests.support.tokenizers import save_byte_level
 

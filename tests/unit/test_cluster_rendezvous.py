@@ -21,8 +21,7 @@ from oppo_megatron.cluster.rendezvous import Meeting, MeetingPoint, loopback_sto
 from oppo_megatron.config.model import format_ranks
 from oppo_megatron.errors import WorldError
 from oppo_megatron.layout.placements import parse_ranks
-from tests.support.ports import free_port, free_ports
-from tests.support.processes import wait_for
+from tests.support.processes import free_port, free_ports, wait_for
 
 TIMEOUT_S = 3.0
 LONG_S = 60.0  # where ranks find each other, or a fault

@@ -12,7 +12,7 @@ from megatron.core.parallel_state import RankGenerator
 
 from oppo_megatron.cluster import process_groups
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
-from tests.support.first_use import turns
+from tests.support.schedules import turns
 
 LAYOUTS = [(tp, pp, dp) for tp, pp, dp in product((1, 2, 4, 8), repeat=3) if tp * pp * dp <= 8]
 OFFSET = 3  # the role need not begin at rank 0

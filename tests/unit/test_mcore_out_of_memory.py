@@ -8,7 +8,7 @@ import torch
 
 from oppo_megatron.errors import CapacityError
 from oppo_megatron.mcore.device import is_out_of_memory, memory_for, too_many_sequences, too_many_tokens
-from tests.support.limits import room_for
+from tests.support.processes import room_for
 
 
 def test_what_allocators_raise() -> None:

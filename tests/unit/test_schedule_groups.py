@@ -27,8 +27,7 @@ from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.generators import intra
 from oppo_megatron.train import roles
 from oppo_megatron.train.roles import Topology, build_topology
-from tests.support.first_use import turns
-from tests.support.schedules import colocated, disaggregated, links_of, make_round
+from tests.support.schedules import colocated, disaggregated, links_of, make_round, turns
 from tests.unit.test_schedule_components import sites
 
 ROLES = ("actor", "reference", "critic", "reward")
