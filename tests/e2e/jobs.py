@@ -149,20 +149,6 @@ def disturbing(disturb: Callable[[int, Action], None]) -> Iterator[None]:
         yield
 
 
-def train_with_a_death(config: dict[str, Any], rank: int, at: str) -> tuple[str, str, float]:
-    """`train`, but `rank` dies when it is about to do the action `at` for the second time: its error, and the seconds to it."""
-    seen = []
-
-    def mortal(own: int, action: Action) -> None:
-        if own == rank and str(action) == at:
-            seen.append(action)
-            if len(seen) == 2:
-                os._exit(9)
-
-    with disturbing(mortal):
-        return _error_of(config)
-
-
 def train_with_a_death_in_an_update(config: dict[str, Any], rank: int, nth: int) -> tuple[str, str, float]:
     seen = []
     step = TrainedModel.step

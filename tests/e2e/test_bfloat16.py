@@ -41,6 +41,7 @@ from tests.support.ranks import run_ranks
 HALF = {"runtime.dtype": "bfloat16"}
 SMALL = DEEP | {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.15}
 BATCH = 24
+LIMIT = GuardsConfig().gap_limit("bfloat16", 1.0) or 0.0
 
 
 def train(workspace: Workspace, name: str, **changes: Any) -> Outcome:
@@ -59,12 +60,6 @@ def full(workspace: Workspace) -> Outcome:
 @pytest.fixture(scope="module")
 def half(workspace: Workspace) -> Outcome:
     return train(workspace, "half", **HALF)
-
-
-def limit() -> float:
-    found = GuardsConfig().gap_limit("bfloat16", 1.0)
-    assert found is not None
-    return found
 
 
 def same(one: Outcome, other: Outcome) -> list[int]:
@@ -89,7 +84,7 @@ def test_the_first_step_is_near_float32s(full: Outcome, half: Outcome) -> None:
 
 def test_the_gap_of_the_log_probs_is_logged_and_small(full: Outcome, half: Outcome) -> None:
     gaps = [line["logprob_gap"] for line in half.metrics]
-    assert 1e-3 < max(gaps) < limit() / 2
+    assert 1e-3 < max(gaps) < LIMIT / 2
     assert max(line["logprob_gap"] for line in full.metrics) < 1e-4
 
 
@@ -119,7 +114,7 @@ def test_every_layout_trains(workspace: Workspace, half: Outcome, name: str) -> 
     mode, actor, scorer, changes = LAYOUTS[name]
     placement = {"mode": mode, "actor": parallel(actor), "scorer": parallel(scorer)}
     outcome = train(workspace, name.replace(" ", "-"), placement=placement, **HALF, **changes)
-    assert all(line["logprob_gap"] < limit() for line in outcome.metrics)
+    assert all(line["logprob_gap"] < LIMIT for line in outcome.metrics)
     first, expected = outcome.metrics[0], half.metrics[0]
     assert first["actor_loss"] == pytest.approx(expected["actor_loss"], abs=0.01)
     assert first["entropy"] == pytest.approx(expected["entropy"], abs=0.02)
@@ -254,17 +249,12 @@ def test_adapters_are_counted_and_checked_before_models_are_built(workspace: Wor
     (with_adapters, without) = ({each.role: each.memory for each in train_holdings(each, on_cpu=True)} for each in (config, full))
     assert with_adapters["actor"].optimizer < without["actor"].optimizer / 2
     assert with_adapters["reference"].weights == with_adapters["reference"].packed == 0 < without["reference"].weights
-    trainable = 4 * 4 * sum(a + b for a, b in _sizes())
-    assert with_adapters["actor"].gradients == 4 * trainable
+    hidden, ffn, keys = DEEP["hidden_size"], DEEP["intermediate_size"], DEEP["hidden_size"] // 2
+    sizes = [hidden + hidden, hidden + keys, hidden + keys, hidden + hidden] + [hidden + ffn] * 3  # inputs + outputs
+    assert with_adapters["actor"].gradients == 4 * 4 * 4 * sum(sizes)
     broken = configured(workspace, "broken")
     broken["actor"]["lora"] = LORA | {"adapter": str(tmp_path)}
     assert any("adapter_config.json" in problem for problem in train_problems(TrainConfig(**broken)))
-
-
-def _sizes() -> list[tuple[int, int]]:
-    """(inputs, outputs) of each projection of DEEP."""
-    hidden, ffn, keys = DEEP["hidden_size"], DEEP["intermediate_size"], DEEP["hidden_size"] // 2
-    return [(hidden, hidden), (hidden, keys), (hidden, keys), (hidden, hidden)] + [(hidden, ffn)] * 3
 
 
 def test_roles_of_a_checkpoint_are_models_to_start_from(workspace: Workspace, tmp_path: Path) -> None:

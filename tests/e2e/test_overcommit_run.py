@@ -44,12 +44,9 @@ def outcome(workspace: Workspace) -> Outcome:
     return run_ppo_ranks(overcommitted(workspace, "first"))
 
 
-def test_every_prompt_is_trained_exactly_once(outcome: Outcome) -> None:
+def test_every_prompt_is_trained_exactly_once_as_in_virtual_time(workspace: Workspace, outcome: Outcome) -> None:
     assert Counter(row["seq_id"] for row in outcome.rollouts) == {i: 1 for i in range(STEPS * BATCH)}
     assert [len(batch) for batch in outcome.batches()] == [BATCH] * STEPS
-
-
-def test_it_unfolds_alike_in_virtual_time(workspace: Workspace, outcome: Outcome) -> None:
     assert_unfolds_alike(overcommitted(workspace, "first"), outcome, VirtualRun, OrderedRun)
 
 
@@ -63,10 +60,7 @@ def test_rollouts_are_carried_with_all_their_tokens(outcome: Outcome) -> None:
         assert row["versions"][-1] <= row["step"] - 1
         assert row["versions"][0] >= row["step"] - 1 - row["deferrals"]
     assert any(len(set(row["versions"])) > 1 for row in carried), "some rollout should span an update"
-
-
-def test_logprobs_at_decode_equal_those_at_training(outcome: Outcome) -> None:
-    assert max(line["logprob_gap"] for line in outcome.metrics) < 1e-4
+    assert max(line["logprob_gap"] for line in outcome.metrics) < 1e-4, "log-probs at decode equal those at training"
     assert max(line["stale_token_fraction"] for line in outcome.metrics) > 0
 
 
@@ -90,12 +84,11 @@ def test_trained_lengths_stand_beside_submitted_ones_and_rewards_by_length(outco
     assert any(gaps)
 
 
-@pytest.mark.parametrize("limit", [1, 2])
-def test_no_rollout_is_deferred_beyond_the_limit(workspace: Workspace, limit: int) -> None:
-    config = overcommitted(workspace, f"cap-{limit}", **{"overlap.max_staleness": limit})
+def test_no_rollout_is_deferred_beyond_the_limit(workspace: Workspace) -> None:
+    config = overcommitted(workspace, "cap", **{"overlap.max_staleness": 1})
     capped = run_ppo_ranks(config)
     assert_unfolds_alike(config, capped)
-    assert max(row["deferrals"] for row in capped.rollouts) <= limit
+    assert max(row["deferrals"] for row in capped.rollouts) == 1
     assert sorted(capped.tokens()) == list(range(STEPS * BATCH))
 
 
@@ -138,6 +131,7 @@ def test_adaptive_chunk_and_delta_run(workspace: Workspace) -> None:
     assert {line["chunk_tokens"] for line in run.metrics} >= {2, 8, 32}
     assert len({line["delta"] for line in run.metrics}) > 1
     assert all(line["delta_reason"] and line["chunk_reason"] for line in run.metrics)
+    assert max(row["deferrals"] for row in run.rollouts) <= 2
     assert sorted(run.tokens()) == list(range(STEPS * BATCH))
 
 
@@ -309,11 +303,8 @@ def test_the_update_begins_before_the_wait_for_scores(workspace: Workspace) -> N
     for step in (1, 2, 3):
         assert [s.name for s in spans_of(workspace, "pair-True", step)] == ["update", "wait_scores", "update"]
         assert [s.name for s in spans_of(workspace, "pair-False", step)] == ["wait_scores", "update"]
-
-
-def test_plain_ppo_waits_for_all_scores_first(workspace: Workspace) -> None:
     run_ppo_ranks(workspace.config("plain", **APART))
-    assert [span.name for span in spans_of(workspace, "plain", 2)] == ["wait_scores", "update"]
+    assert [span.name for span in spans_of(workspace, "plain", 2)] == ["wait_scores", "update"], "plain PPO"
 
 
 def test_a_batch_that_is_not_trained_leaves_nothing_begun(workspace: Workspace) -> None:

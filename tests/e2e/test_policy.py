@@ -84,7 +84,7 @@ def write_drawn(run: Path, directory: Path) -> None:
 
 
 MAX_TOKENS = 24
-TEXTS = [f"{a} + {b} =" for a in (3, 17) for b in (5, 28, 64)] + ["", "1"][1:]
+TEXTS = [f"{a} + {b} =" for a in (3, 17) for b in (5, 28, 64)] + ["1"]
 GREEDY = {"temperature": 0.0}
 LORA = {"rank": 4, "alpha": 16.0}
 

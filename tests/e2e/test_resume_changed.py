@@ -169,20 +169,19 @@ def test_passes_over_the_prompts_end_a_run_and_more_of_them_go_on(
     assert "set epochs to 2 or more" in capsys.readouterr().err
 
 
-def test_the_end_is_a_checkpoint_unless_it_is_not_wanted(workspace: Workspace) -> None:
-    config = deep(workspace, "final", **{"steps": 2})
-    run_ppo_ranks(config)
-    assert checkpoints(config) == ["step-000002"]
+def test_checkpoints_come_by_the_clock_and_at_the_end_unless_that_is_not_wanted(workspace: Workspace) -> None:
+    every = ["step-000001", "step-000002", "step-000003"]
+    for name, changes, expected in (
+        ("final", {"steps": 2}, ["step-000002"]),
+        ("clock", {"steps": 3, "checkpoint": {"every_minutes": 1e-9, "keep": 9}}, every),
+    ):
+        config = deep(workspace, name, **changes)
+        run_ppo_ranks(config)
+        assert checkpoints(config) == expected
     config = deep(workspace, "no-final", **{"steps": 1, "checkpoint.final": False})
     run_ppo_ranks(config)
     assert not (Path(config["run_dir"]) / "checkpoints").exists() and (Path(config["run_dir"]) / "weights").exists()
     assert typed(config, "steps=2") == 2
-
-
-def test_checkpoints_come_by_the_clock_too(workspace: Workspace) -> None:
-    config = deep(workspace, "clock", **{"steps": 3, "checkpoint": {"every_minutes": 1e-9, "keep": 9}})
-    run_ppo_ranks(config)
-    assert checkpoints(config) == ["step-000001", "step-000002", "step-000003"]
 
 
 def test_a_folder_without_a_run_is_told_of(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -19,11 +18,8 @@ import pytest
 
 from oppo_megatron.cluster.rank_processes import rank_processes
 from oppo_megatron.errors import EXIT_REQUEUE
-from oppo_megatron.layout.placements import world_size
-from oppo_megatron.schedule.actions import Payload, parse_action
 from tests.e2e.started import fault, num_lines, rank_pids, start, still_there, struck, wait_until
 from tests.e2e.test_resume_changed import whole_checkpoints
-from tests.support.configs import run_of
 from tests.support.ppo import Workspace, deep, read_outcome, weight_distance
 from tests.support.processes import marked, wait_for
 from tests.support.ranks import run_mortal_ranks, run_ranks
@@ -87,37 +83,6 @@ def test_a_reward_function_that_never_returns_is_named(workspace: Workspace, how
 
 
 TIMEOUT_S = 10.0
-
-CASES: dict[str, tuple[dict[str, Any], int, str]] = {
-    "a stage of TP2xPP2 while decoding": (
-        {"placement": {"mode": "colocated", "actor": {"tp": 2, "pp": 2}}},
-        3,
-        "decode actor m0 c1 s2",
-    ),
-    "a replica while another decodes": ({"placement": {"mode": "disaggregated", "actor": {"dp": 2}}}, 1, "sample actor m0 c1 s1"),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_every_other_rank_names_the_action_it_waited_for(workspace: Workspace, case: str) -> None:
-    changes, victim, action = CASES[case]
-    config = workspace.config(f"dead-{victim}", **{"overlap.intra": True, "runtime.timeout_s": TIMEOUT_S}, **changes)
-    world = world_size(run_of(config))
-    answers = run_mortal_ranks(world, "tests.e2e.jobs:train_with_a_death", config=config, rank=victim, at=action)
-    assert answers[victim] is None
-    for rank, answer in enumerate(answers):
-        if rank == victim:
-            continue
-        assert answer is not None
-        kind, message, seconds = answer
-        assert kind == "StallError", (rank, answer)
-        named = re.search(r"rank (\d+) waited .*in vain for `([^`]+)`", message)
-        assert named and int(named[1]) == rank, message
-        waited = parse_action(rank, named[2])
-        # A scorer may be one chunk behind, which nobody sends once the replica that felt the death has ended.
-        behind = waited.payload is Payload.CHUNK
-        assert waited.chunk in ((1, 2) if behind else (2,) if waited.role == "actor" else (1,)), "in the second round"
-        assert seconds < world * TIMEOUT_S + 20
 
 
 @pytest.mark.parametrize(
