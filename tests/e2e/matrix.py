@@ -248,16 +248,13 @@ def on(mode: str, actor: Layout = (1, 1, 1), scorer: Layout = (1, 1, 1), **chang
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "one rank": {"placement": {"mode": "single"}},
-    "1 | 1": on("disaggregated"),
+    "one rank": {"placement": {"mode": "single"}}, "1 | 1": on("disaggregated"),
     "1 | 1, reference with the actor": {"placement": {"mode": "disaggregated", "reference": "actor"}},
-    "PP2 | TP2": on("disaggregated", (1, 2, 1), (2, 1, 1)),
-    "TP2 | PP2": on("disaggregated", (2, 1, 1), (1, 2, 1)),
-    "DP2 | DP2": on("disaggregated", (1, 1, 2), (1, 1, 2)),
-    "TP2": on("colocated", (2, 1, 1), (2, 1, 1)),
+    "PP2 | TP2": on("disaggregated", (1, 2, 1), (2, 1, 1)), "TP2 | PP2": on("disaggregated", (2, 1, 1), (1, 2, 1)),
+    "DP2 | DP2": on("disaggregated", (1, 1, 2), (1, 1, 2)), "TP2": on("colocated", (2, 1, 1), (2, 1, 1)),
     "PP2, woven": on("colocated", (1, 2, 1), (1, 2, 1), **{"overlap.schedule": "woven", "overlap.weave": [3, "auto"]}),
     "PP2 x DP2, woven": on("colocated", (1, 2, 2), (1, 2, 2), **{"overlap.weave": [2, 64]}),
-}
+}  # fmt: skip
 WIDE: dict[str, dict[str, Any]] = {
     "PP4, scorers PP2 x DP2": on("colocated", (1, 4, 1), (1, 2, 2)),
     "PP4 | 1": on("disaggregated", (1, 4, 1)),
@@ -274,13 +271,8 @@ WIDE: dict[str, dict[str, Any]] = {
 """For the plain configuration alone."""
 FEW_ROUNDS: tuple[dict[str, Any], ...] = ({"overlap.chunk": 64}, {"overlap.intra": False})
 OPTIONS: tuple[dict[str, Any], ...] = (
-    {},
-    {"overlap.chunk": 1},
-    FEW_ROUNDS[0],
-    {"runtime.kv_layout": "paged"},
-    overcommitted(0),
-    FEW_ROUNDS[1],
-)
+    {}, {"overlap.chunk": 1}, FEW_ROUNDS[0], {"runtime.kv_layout": "paged"}, overcommitted(0), FEW_ROUNDS[1],
+)  # fmt: skip
 """Change nothing of what is trained."""
 
 

@@ -87,15 +87,10 @@ def struck(config: dict[str, Any], at: str, rank: int, how: str) -> tuple[str, f
 
 
 PLACES: dict[str, tuple[Any, str, int]] = {
-    "meeting": (world, "meet", 1),
-    "start": (entry, "build_loop", 1),
-    "round": (Executor, "run", 8),
-    "scoring": (ScoreExchange, "gather", 2),
-    "update": (TrainedModel, "step", 6),
-    "evaluation": (Evaluator, "measure", 2),
-    "checkpoint": (writing, "write_models", 2),
-    "asynchronous": (writing, "write_models", 2),
-}
+    "meeting": (world, "meet", 1), "start": (entry, "build_loop", 1), "round": (Executor, "run", 8),
+    "scoring": (ScoreExchange, "gather", 2), "update": (TrainedModel, "step", 6), "evaluation": (Evaluator, "measure", 2),
+    "checkpoint": (writing, "write_models", 2), "asynchronous": (writing, "write_models", 2),
+}  # fmt: skip
 """Where a fault strikes: the function, and at which call of it."""
 
 

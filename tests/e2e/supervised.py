@@ -79,18 +79,12 @@ def write_inputs(root: Path) -> Path:
 
 def settings(inputs: Path, kind: str, run_dir: Path, **changes: Any) -> Settings:
     return {
-        "run_dir": run_dir,
-        "batch_size": NUM_ROWS,
-        "max_tokens": 120,
-        "tokenizer": {"path": inputs / "tokenizer.model"},
+        "run_dir": run_dir, "batch_size": NUM_ROWS, "max_tokens": 120, "tokenizer": {"path": inputs / "tokenizer.model"},
         "data": {"path": inputs / FILES.get(kind, FILES["rm"]), "shuffle": False},
-        "model": {"checkpoint": inputs / ("qwen2" if kind == "sft" else "classifier")},
-        "optimizer": OPTIMIZER,
-        "runtime": {"device": "cpu", "micro_batch_tokens": 300},
-        "logging": {"console": "off"},
-        **SELECTED.get(kind, {}),
+        "model": {"checkpoint": inputs / ("qwen2" if kind == "sft" else "classifier")}, "optimizer": OPTIMIZER,
+        "runtime": {"device": "cpu", "micro_batch_tokens": 300}, "logging": {"console": "off"}, **SELECTED.get(kind, {}),
         **changes,
-    }
+    }  # fmt: skip
 
 
 def run(kind: str, chosen: Settings) -> list[dict[str, Any]]:

@@ -169,17 +169,9 @@ def test_what_cannot_be_done_is_refused_before_anything_runs(
 
 TINY = {**SIZES["0.5B"], "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 WORK = GpuWork(
-    batch=4,
-    prompt_tokens=6,
-    response_tokens=48,
-    median=12.0,
-    chunk_tokens=3,
-    steady_steps=6,
-    delta=2,
-    micro_batch_tokens=256,
-    dtype="float32",
-    device="cpu",
-)
+    batch=4, prompt_tokens=6, response_tokens=48, median=12.0, chunk_tokens=3, steady_steps=6, delta=2, micro_batch_tokens=256,
+    dtype="float32", device="cpu",
+)  # fmt: skip
 
 ROOT = Path(__file__).resolve().parents[2]
 TRL = ROOT / "benchmarks/peers/compare.py", ROOT / PEER_PYTHON
@@ -296,12 +288,9 @@ def test_trl_and_ours_do_the_same_work(
 ) -> None:
     out = tmp_path / "out"
     settings: dict[str, Any] = {
-        "rewards": [{"kind": "model"}],
-        "rollout.forced_lengths": [10, 0.8],
-        "ppo.entropy_coefficient": 0.0,
-        "overlap.delta": {"rule": "fixed", "initial": 2, "max": 2},
-        "runtime": {"device": "cpu"},
-    }
+        "rewards": [{"kind": "model"}], "rollout.forced_lengths": [10, 0.8], "ppo.entropy_coefficient": 0.0,
+        "overlap.delta": {"rule": "fixed", "initial": 2, "max": 2}, "runtime": {"device": "cpu"},
+    }  # fmt: skip
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(workspace.config("base", **settings)), encoding="utf-8")
     options = ["--threads", "1", "--placements", "single", "--modes", "sequential,full", "--dtype", dtype]

@@ -146,19 +146,12 @@ def test_supervised_stages_learn_as_in_float32(workspace: Workspace, tmp_path: P
     for dtype in ("float32", "bfloat16"):
         run = tmp_path / dtype
         settings = {
-            "run_dir": run,
-            "batch_size": 8,
-            "max_tokens": 120,
-            "steps": 8,
-            "epochs": 8,
-            "parallel": {"dp": ranks},
+            "run_dir": run, "batch_size": 8, "max_tokens": 120, "steps": 8, "epochs": 8, "parallel": {"dp": ranks},
             "tokenizer": {"path": workspace.root / "tokenizer.model"},
             "data": {"path": workspace.root / "data" / ("sft.jsonl" if kind == "sft" else "pairs.jsonl")},
-            "model": {"init": SMALL},
-            "optimizer": {"lr": 1e-3},
-            "runtime": {"device": "cpu", "micro_batch_tokens": 400, "dtype": dtype},
-            "logging": {"console": "off"},
-        }
+            "model": {"init": SMALL}, "optimizer": {"lr": 1e-3},
+            "runtime": {"device": "cpu", "micro_batch_tokens": 400, "dtype": dtype}, "logging": {"console": "off"},
+        }  # fmt: skip
         run_ranks(ranks, "tests.e2e.supervised:train", kind=kind, settings=settings)
         losses[dtype] = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
         weights = load_file(run / "weights" / "model.safetensors")

@@ -62,14 +62,11 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Begun:
     workspace = Workspace.create(tmp_path_factory.mktemp("faults"))
     roles = {name: {"init": SMALL} for seed, name in enumerate(("actor", "critic", "reward"))}
     config = workspace.config(
-        "begun",
-        **roles,
-        steps=2,
+        "begun", **roles, steps=2,
         overlap={"intra": True, "inter": True, "delta": {"rule": "fixed", "initial": 2, "max": 2}, "chunk": [3, 16, 32, 64]},
-        rollout={"batch_size": 3, "max_response_tokens": 12},
-        logging={"console": "off", "rollouts": True, "trace": False},
+        rollout={"batch_size": 3, "max_response_tokens": 12}, logging={"console": "off", "rollouts": True, "trace": False},
         checkpoint={"every_steps": 1, "keep": 3},
-    )
+    )  # fmt: skip
     config["overlap"]["chunk"] = 3
     plain = config | {"run_dir": str(workspace.root / "runs" / "plain")}
     run_ppo_ranks(plain)

@@ -136,12 +136,9 @@ def test_a_removed_stage_is_made_again_with_those_behind_it(demo: Path, tmp_path
 
 def test_an_interrupted_demo_says_how_to_go_on(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [*OPPO, "demo", "--quick", "--out", str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [*OPPO, "demo", "--quick", "--out", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
-    )
+    )  # fmt: skip
     deadline = time.monotonic() + 300
     while not (tmp_path / "sft" / "stage.json").exists() and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -40,10 +40,8 @@ from tests.support.ranks import run_ranks
 
 CRITIC_FREE = [name for name, preset in PRESETS.items() if preset.baseline != "critic"]
 CARRIED: dict[str, Any] = {
-    "overlap.intra": True,
-    "overlap.inter": True,
-    "overlap.delta": {"rule": "fixed", "initial": 2, "max": 2},
-}
+    "overlap.intra": True, "overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 2, "max": 2},
+}  # fmt: skip
 BY_RULE = {"reward": None, "rewards": [{"kind": "verifier", "name": "arithmetic"}], "filter": None}
 
 
@@ -281,11 +279,10 @@ def test_prompts_of_which_nothing_is_left_end_the_run_after_its_last_batch(works
 
 
 RULES: list[dict[str, Any]] = [
-    {"kind": "verifier", "name": "arithmetic"},
-    {"kind": "verifier", "name": "math"},
+    {"kind": "verifier", "name": "arithmetic"}, {"kind": "verifier", "name": "math"},
     {"kind": "verifier", "name": "length", "buffer_tokens": LONGEST, "weight": 0.5},
     {"kind": "verifier", "name": "format", "pattern": r"\d", "lenient": True, "weight": 0.25},
-]
+]  # fmt: skip
 
 
 def test_rules_alone(workspace: Workspace) -> None:
@@ -314,16 +311,11 @@ def test_a_gap_is_found_in_any_minibatch(workspace: Workspace, minibatch: int, w
 @pytest.mark.parametrize(
     ("limit", "dtype", "temperature", "expected"),
     [
-        ("auto", "float32", 1.0, 1e-4),
-        ("auto", "float32", 2.0, 1e-4),
-        ("auto", "float32", 0.0, 1e-4),
-        ("auto", "float32", 0.1, 1e-3),
-        ("auto", "bfloat16", 1.0, 0.25),
-        ("auto", "bfloat16", 0.5, 0.5),
-        (0.5, "float32", 1.0, 0.5),
-        (None, "float32", 1.0, None),
+        ("auto", "float32", 1.0, 1e-4), ("auto", "float32", 2.0, 1e-4), ("auto", "float32", 0.0, 1e-4),
+        ("auto", "float32", 0.1, 1e-3), ("auto", "bfloat16", 1.0, 0.25), ("auto", "bfloat16", 0.5, 0.5),
+        (0.5, "float32", 1.0, 0.5), (None, "float32", 1.0, None),
     ],
-)
+)  # fmt: skip
 def test_the_limit_of_the_gap(limit: Any, dtype: str, temperature: float, expected: float | None) -> None:
     assert GuardsConfig(logprob_gap=limit).gap_limit(dtype, temperature) == pytest.approx(expected)
 

@@ -75,11 +75,9 @@ def test_run_directories_are_whole(short: Path) -> None:
 @pytest.mark.long
 def test_weights_load_in_transformers_with_their_tokenizer(short: Path) -> None:
     places = {
-        "sft/weights": AutoModelForCausalLM,
-        "rm/weights": AutoModelForSequenceClassification,
-        "ppo/weights/actor": AutoModelForCausalLM,
-        "ppo/weights/critic": AutoModelForSequenceClassification,
-    }
+        "sft/weights": AutoModelForCausalLM, "rm/weights": AutoModelForSequenceClassification,
+        "ppo/weights/actor": AutoModelForCausalLM, "ppo/weights/critic": AutoModelForSequenceClassification,
+    }  # fmt: skip
     for place, loader in places.items():
         model, report = loader.from_pretrained(short / place, output_loading_info=True)
         assert not report["missing_keys"] and not report["unexpected_keys"], place

@@ -38,13 +38,9 @@ def start(command: Sequence[str | Path], inside: Sequence[str] = (), **variables
     environment = {name: value for name, value in os.environ.items() if not LAUNCHERS.search(name)}
     environment |= {"PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
     return subprocess.Popen(
-        [*inside, *map(str, command)],
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        [*inside, *map(str, command)], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True,
-    )
+    )  # fmt: skip
 
 
 def ends(processes: Sequence[subprocess.Popen[str]], timeout_s: float = 120) -> list[tuple[int, str]]:
@@ -66,13 +62,9 @@ def port() -> str:
 
 def write_config(workspace: Workspace, name: str, **changes: Any) -> Path:
     settings: dict[str, Any] = {
-        "placement": {"mode": "disaggregated"},
-        "steps": 2,
-        "overlap.intra": True,
-        "logging.console": "plain",
-        "runtime.device": "cpu",
-        "runtime.timeout_s": 60.0,
-    }
+        "placement": {"mode": "disaggregated"}, "steps": 2, "overlap.intra": True, "logging.console": "plain",
+        "runtime.device": "cpu", "runtime.timeout_s": 60.0,
+    }  # fmt: skip
     path = workspace.root / f"{name}.yaml"
     path.write_text(yaml.safe_dump(workspace.config(name, **(settings | changes))))
     return path
@@ -253,12 +245,9 @@ def service(folder: Path, name: str, config: dict[str, Any]) -> Iterator[str]:
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump({"port": 0, "token_env": TOKEN_ENV, **config}))
     process = subprocess.Popen(
-        [sys.executable, "-m", "oppo_megatron", "serve", str(path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
+        [sys.executable, "-m", "oppo_megatron", "serve", str(path)], stdout=subprocess.PIPE, text=True, cwd=ROOT,
         env=os.environ | {TOKEN_ENV: TOKEN},
-    )
+    )  # fmt: skip
     assert process.stdout is not None
     try:
         line = next((line for line in process.stdout if line.startswith("serving rewards at ")), None)
@@ -274,12 +263,9 @@ def test_scores_of_services_are_those_of_the_run_itself(workspace: Workspace, tm
     rules = [{"kind": "verifier", "name": "arithmetic"}, BREVITY]
     reward = {"init": SHAPE}
     model = {
-        "rewards": [{"kind": "model"}],
-        "reward": reward,
-        "tokenizer": {"path": str(workspace.root / "tokenizer.model")},
-        "max_tokens": 200,
-        "runtime": {"device": "cpu"},
-    }
+        "rewards": [{"kind": "model"}], "reward": reward, "tokenizer": {"path": str(workspace.root / "tokenizer.model")},
+        "max_tokens": 200, "runtime": {"device": "cpu"},
+    }  # fmt: skip
     with ExitStack() as stack:
         isolated = {"rewards": [rules[0], BREVITY | {"isolate": True}]}
         services = [
@@ -319,15 +305,10 @@ def lacking_one(request: dict[str, Any]) -> bytes:
 
 
 BAD_ANSWERS = [
-    late,
-    lambda request: http(200, b"<html>busy</html>"),
-    lambda request: scored(request, lambda item: math.nan),
-    lacking_one,
-    lambda request: http(500, b"down"),
-    lambda request: b"",
-    lambda request: right(request)[:-9],
+    late, lambda request: http(200, b"<html>busy</html>"), lambda request: scored(request, lambda item: math.nan), lacking_one,
+    lambda request: http(500, b"down"), lambda request: b"", lambda request: right(request)[:-9],
     lambda request: scored(request, lambda item: 1e9),
-]
+]  # fmt: skip
 
 
 def one_bad_day(addresses: list[str], services: list[Service], done: threading.Event) -> None:

@@ -24,13 +24,9 @@ STEPS, BATCH, DELTA = 7, 6, 4
 DISAGGREGATED = {"mode": "disaggregated"}
 EVERY, BACKFILLED = 4, 6
 BACKFILL = {
-    "steps": BACKFILLED,
-    "overlap.intra": True,
-    "overlap.inter": True,
-    "overlap.delta": {"rule": "fixed", "initial": 3, "max": 3},
-    "overlap.chunk": EVERY,
-    "overlap.backfill": EVERY,
-}
+    "steps": BACKFILLED, "overlap.intra": True, "overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 3, "max": 3},
+    "overlap.chunk": EVERY, "overlap.backfill": EVERY,
+}  # fmt: skip
 
 
 def overcommitted(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
@@ -123,10 +119,9 @@ def test_the_end_of_the_data_is_a_smaller_batch(workspace: Workspace) -> None:
 
 def test_adaptive_chunk_and_delta_run(workspace: Workspace) -> None:
     changes = {
-        "overlap.chunk": [8, 2, 32],
-        "overlap.delta": {"rule": "eq4", "initial": 2, "max": 4, "window": 1},
+        "overlap.chunk": [8, 2, 32], "overlap.delta": {"rule": "eq4", "initial": 2, "max": 4, "window": 1},
         "overlap.max_staleness": 2,
-    }
+    }  # fmt: skip
     run = run_ppo_ranks(overcommitted(workspace, "adaptive", **changes))
     assert {line["chunk_tokens"] for line in run.metrics} >= {2, 8, 32}
     assert len({line["delta"] for line in run.metrics}) > 1

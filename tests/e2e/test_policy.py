@@ -36,17 +36,9 @@ Response = tuple[int, list[int], str | None]
 
 
 def answers(
-    directories: list[Path],
-    texts: list[str],
-    *,
-    parallel: dict[str, int],
-    max_tokens: int,
-    sampling: dict[str, Any],
-    num_slots: int = 4,
-    round_steps: int = 7,
-    stop: list[str] | None = None,
-    choice: dict[str, Any] | None = None,
-) -> list[list[Response]]:
+    directories: list[Path], texts: list[str], *, parallel: dict[str, int], max_tokens: int, sampling: dict[str, Any],
+    num_slots: int = 4, round_steps: int = 7, stop: list[str] | None = None, choice: dict[str, Any] | None = None,
+) -> list[list[Response]]:  # fmt: skip
     """Responses (sequence, tokens, reason) of each directory to all prompts, in the order in which they ended."""
     layout, runtime = ParallelConfig(**parallel), RuntimeConfig().with_threads(1)
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
@@ -60,10 +52,9 @@ def answers(
         loaded = load_policy(policy, place, runtime, tokenizer, longest)
         decoder = loaded.decoder(
             Sampling(**sampling),
-            Stopping(tokenizer.eos_ids, max_tokens, text=StopText(stop, tokenizer.decode) if stop else None),
-            num_slots=num_slots,
+            Stopping(tokenizer.eos_ids, max_tokens, text=StopText(stop, tokenizer.decode) if stop else None), num_slots=num_slots,
             round_steps=round_steps,
-        )
+        )  # fmt: skip
         once = [(r.seq_id, r.tokens, r.finish_reason) for r in decoder.decode(prompts)]
         again = [(r.seq_id, r.tokens, r.finish_reason) for r in decoder.decode(iter(prompts))]
         assert once == again, "what was decoded before leaves nothing behind"
@@ -155,10 +146,9 @@ def test_texts_and_several_ids_end_where_transformers_ends_them(workspace: Works
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [pytest.param((2, 1, 1), marks=pytest.mark.long), (1, 2, 1), pytest.param((1, 1, 2), marks=pytest.mark.long)],
+    "layout", [pytest.param((2, 1, 1), marks=pytest.mark.long), (1, 2, 1), pytest.param((1, 1, 2), marks=pytest.mark.long)],
     ids=["TP2", "PP2", "DP2"],
-)
+)  # fmt: skip
 def test_layouts_slots_and_rounds_decode_alike(run: Path, adapted: Path, layout: tuple[int, int, int]) -> None:
     places, sampling = [run, adapted / "checkpoints" / "step-000002"], {"top_k": 6, "seed": 5}
     plain = ask(places, sampling=sampling, num_slots=8, round_steps=64)

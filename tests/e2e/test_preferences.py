@@ -35,12 +35,9 @@ Answer = tuple[list[int], list[int]]
 
 def preferring(inputs: Path, kind: str, run_dir: Path, rule: Settings | None = None, **changes: Any) -> Settings:
     usual = {
-        "batch_size": BATCH,
-        "steps": STEPS,
-        "model": {"checkpoint": inputs / "qwen2"},
-        "optimizer": RATE,
+        "batch_size": BATCH, "steps": STEPS, "model": {"checkpoint": inputs / "qwen2"}, "optimizer": RATE,
         "dpo": {"loss": "sigmoid" if kind == "dpo" else kind, "beta": 0.3, **(rule or {})},
-    }
+    }  # fmt: skip
     return settings(inputs, kind, run_dir, **usual | changes)
 
 
@@ -103,11 +100,10 @@ def marked(pairs: list[Any]) -> list[Any]:
 
 
 CASES = {
-    "dpo": ("dpo", {"beta": 0.3}),
-    "smoothed, with nll": ("dpo", {"beta": 0.3, "label_smoothing": 0.1, "nll": 0.5}),
+    "dpo": ("dpo", {"beta": 0.3}), "smoothed, with nll": ("dpo", {"beta": 0.3, "label_smoothing": 0.1, "nll": 0.5}),
     "ipo by means": ("dpo", {"beta": 0.3, "loss": "ipo", "average": True}),
     "kto": ("kto", {"beta": 0.3, "wanted": 1.0, "unwanted": 1.5}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -259,13 +255,10 @@ def test_a_fingerprint_is_of_weights_shape_and_type(inputs: Path, tmp_path: Path
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     (tmp_path / "told" / "README.md").write_text("about it")
     models: list[Settings] = [
-        {"checkpoint": tmp_path / "model"},
-        {"checkpoint": tmp_path / "told", "lora": {"rank": 2}},
-        {"checkpoint": tmp_path / "changed"},
-        {"checkpoint": tmp_path / "model", "dtype": "bfloat16"},
-        {"init": SHAPE},
+        {"checkpoint": tmp_path / "model"}, {"checkpoint": tmp_path / "told", "lora": {"rank": 2}},
+        {"checkpoint": tmp_path / "changed"}, {"checkpoint": tmp_path / "model", "dtype": "bfloat16"}, {"init": SHAPE},
         {"init": SHAPE | {"rms_norm_eps": 1e-3}},
-    ]
+    ]  # fmt: skip
     first, second = run_ranks(2, "tests.e2e.supervised:fingerprints", models=models)
     assert first == second, "ranks read a share of the files each, and know the same"
     assert first[0] == first[1] and len(set(first[1:])) == len(first) - 1, "fresh adapters and notes change nothing"

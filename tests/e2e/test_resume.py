@@ -29,11 +29,8 @@ from tests.support.virtual import assert_unfolds_alike
 TWO_RANKS = {"placement": {"mode": "disaggregated"}}
 TIMES = ("_s", "bytes", "_mb", "bubble_share")
 CARRIED: dict[str, Any] = {
-    "steps": 4,
-    "overlap.intra": True,
-    "overlap.inter": True,
-    "overlap.delta": {"rule": "measured", "initial": 3, "max": 4},
-}
+    "steps": 4, "overlap.intra": True, "overlap.inter": True, "overlap.delta": {"rule": "measured", "initial": 3, "max": 4},
+}  # fmt: skip
 PP2 = {"placement": {"mode": "disaggregated", "actor": {"pp": 2}}}
 CASES: dict[str, dict[str, Any]] = {
     "one rank": CARRIED,
@@ -131,13 +128,9 @@ def test_a_critics_warm_up_and_the_scores_seen_go_on(
 def warmed_up(workspace: Workspace) -> tuple[dict[str, Any], Outcome]:
     falling = STEADY_ADAM | {"decay": "linear"}
     changes = {
-        "ppo.critic_warmup_steps": 2,
-        "ppo.reward_normalization": "running",
-        "ppo.truncated": -0.5,
-        "ppo.minibatches": 2,
-        "overlap.actor_kv": "keep",
-        "checkpoint": {"every_steps": 1, "keep": 9},
-    }
+        "ppo.critic_warmup_steps": 2, "ppo.reward_normalization": "running", "ppo.truncated": -0.5, "ppo.minibatches": 2,
+        "overlap.actor_kv": "keep", "checkpoint": {"every_steps": 1, "keep": 9},
+    }  # fmt: skip
     config = deep(workspace, "warm", **CARRIED, **TWO_RANKS, **changes)
     config["actor"]["optimizer"] = config["critic"]["optimizer"] = falling
     return config, run_ppo_ranks(config)

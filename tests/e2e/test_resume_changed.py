@@ -27,12 +27,10 @@ from tests.support.ppo import STEADY_ADAM, Outcome, Workspace, deep, read_outcom
 from tests.support.ranks import run_ranks
 
 CHANGES = {
-    "rollout.batch_size": 8,
-    "overlap.delta": {"rule": "fixed", "initial": 2, "max": 4},
-    "actor.optimizer": STEADY_ADAM | {"decay": "linear"},
-    "logging": {"console": "plain", "rollouts": True},
+    "rollout.batch_size": 8, "overlap.delta": {"rule": "fixed", "initial": 2, "max": 4},
+    "actor.optimizer": STEADY_ADAM | {"decay": "linear"}, "logging": {"console": "plain", "rollouts": True},
     "checkpoint": {"every_steps": 1, "keep": 9},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -215,12 +213,9 @@ STEPS = 16
 @pytest.mark.slow
 def test_a_run_that_is_told_to_stop_and_a_run_whose_rank_is_killed_end_as_if_nothing_had_been(workspace: Workspace) -> None:
     changes: dict[str, Any] = {
-        "steps": STEPS,
-        "overlap.intra": True,
-        "overlap.inter": True,
-        "overlap.delta": {"rule": "fixed", "initial": 2, "max": 4},
+        "steps": STEPS, "overlap.intra": True, "overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 2, "max": 4},
         "checkpoint": {"every_steps": 4, "keep_best": True},
-    }
+    }  # fmt: skip
     config = deep(workspace, "preempted", **changes)
 
     run = start(config, "--max-restarts", "1")

@@ -26,11 +26,8 @@ from tests.support.ranks import run_mortal_ranks, run_ranks
 
 STALL_S = 6.0  # a disk may well let a checkpoint wait for half of it
 TWO_RANKS: dict[str, Any] = {
-    "placement": {"mode": "disaggregated"},
-    "overlap.intra": True,
-    "stall_deadline_s": STALL_S,
-    "checkpoint": {"every_steps": 1},
-}
+    "placement": {"mode": "disaggregated"}, "overlap.intra": True, "stall_deadline_s": STALL_S, "checkpoint": {"every_steps": 1},
+}  # fmt: skip
 AFTER_S = 15.0  # notes, answers, and what is left of the others
 
 
@@ -235,11 +232,9 @@ KILLS = 5
 def test_five_killed_ranks_leave_no_trace(tmp_path: Path) -> None:
     command = [str(CONFIG), "steps=8", "--prompt-tokens", "24", "--kills", str(KILLS), "--seed", "4"]
     done = subprocess.run(
-        [sys.executable, "-m", "tools.chaos", *command, "--out", str(tmp_path)],
-        cwd=CONFIG.parents[2],
-        capture_output=True,
+        [sys.executable, "-m", "tools.chaos", *command, "--out", str(tmp_path)], cwd=CONFIG.parents[2], capture_output=True,
         text=True,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "disturbed.log").read_text()[-2000:]
     assert "final weights, rollouts and metrics equal those of the undisturbed run" in done.stdout
     result = json.loads((tmp_path / "chaos.json").read_text())

@@ -37,16 +37,10 @@ from tests.support.ranks import run_ranks
 
 LORA = {"rank": 4, "alpha": 12.0, "targets": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
 KINDS: dict[str, tuple[str, Settings]] = {
-    "sft": ("sft", {}),
-    "rm": ("rm", {}),
-    "prm": ("prm", {}),
-    "dpo": ("dpo", {}),
-    "kto": ("kto", {}),
-    "sft, adapters": ("sft", {"lora": LORA}),
-    "rm, adapters": ("rm", {"lora": LORA}),
-    "prm, adapters": ("prm", {"lora": LORA}),
+    "sft": ("sft", {}), "rm": ("rm", {}), "prm": ("prm", {}), "dpo": ("dpo", {}), "kto": ("kto", {}),
+    "sft, adapters": ("sft", {"lora": LORA}), "rm, adapters": ("rm", {"lora": LORA}), "prm, adapters": ("prm", {"lora": LORA}),
     "dpo, adapters": ("dpo", {"lora": LORA}),
-}
+}  # fmt: skip
 """Commands and changes of the model, which has fresh heads and adapters that must be the same in every layout."""
 LAYOUTS = {"TP2": (2, 1, 1), "PP2": (1, 2, 1), "DP2": (1, 1, 2), "PP2 x DP2": (1, 2, 2)}
 SOON = {

@@ -79,16 +79,9 @@ def loss_of(model: RoleModel, num_tokens: int) -> Loss:
 
 
 def train(
-    directories: dict[str, str],
-    target: str,
-    tp: int,
-    pp: int,
-    config: OptimizerConfig,
-    data: list[Minibatch],
-    probes: list[list[int]],
-    layout: TrainingLayoutConfig,
-    bucket_size: int | None = None,
-) -> dict[str, Any]:
+    directories: dict[str, str], target: str, tp: int, pp: int, config: OptimizerConfig, data: list[Minibatch],
+    probes: list[list[int]], layout: TrainingLayoutConfig, bucket_size: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
     groups = world_groups(tp, pp)
     buckets = partial(training.DistributedDataParallelConfig, bucket_size=bucket_size)
     with mock.patch.object(training, "DistributedDataParallelConfig", buckets):
@@ -99,14 +92,9 @@ def train(
 
 
 def _train_one(
-    directory: str,
-    target: Path,
-    groups: RoleGroups,
-    config: OptimizerConfig,
-    data: list[Minibatch],
-    probes: list[list[int]],
+    directory: str, target: Path, groups: RoleGroups, config: OptimizerConfig, data: list[Minibatch], probes: list[list[int]],
     layout: TrainingLayoutConfig,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     head: Head = "scalar" if "scalar" in directory else "lm"
     chunks = load_chunks(directory, groups, head, layout)
     params = [param for chunk in chunks for param in chunk.parameters()]
@@ -123,11 +111,9 @@ def _train_one(
     out = cached_outputs(chunks[0], probes) if plain else full_outputs(chunks, probes)
     export_weights(chunks, target)
     answer: dict[str, Any] = {
-        "grad_norm": [r.grad_norm for r in reports],
-        "lr": [r.lr for r in reports],
-        "stats": [r.stats for r in reports],
+        "grad_norm": [r.grad_norm for r in reports], "lr": [r.lr for r in reports], "stats": [r.stats for r in reports],
         "filled up": _filled_up(chunks),
-    }
+    }  # fmt: skip
     if out is not None:
         answer["outputs"] = (out if head == "scalar" else gather_logits(out, chunks[0].vocab)).clone()
     return answer
@@ -165,14 +151,9 @@ def full_outputs(chunks: Sequence[RoleModel], probes: Sequence[list[int]]) -> Te
 
 
 def updates(
-    directory: str,
-    target: str,
-    tp: int,
-    pp: int,
-    lengths: list[tuple[int, int]],
-    begin: str = "",
+    directory: str, target: str, tp: int, pp: int, lengths: list[tuple[int, int]], begin: str = "",
     layout: TrainingLayoutConfig | None = None,
-) -> tuple[list[dict[str, float]], tuple[int, int]]:
+) -> tuple[list[dict[str, float]], tuple[int, int]]:  # fmt: skip
     """Reports of `run_update`, and forward passes; `begin`: begin it before, with the `same` batch or with the `others`."""
     groups = world_groups(tp, pp)
     layout = layout or TrainingLayoutConfig()

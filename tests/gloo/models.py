@@ -53,14 +53,9 @@ def world_groups(tp: int, pp: int) -> RoleGroups:
 
 
 def load(
-    directory: str,
-    groups: RoleGroups,
-    head: Head = "lm",
-    *,
-    path: DecodePath = "packed",
-    dtype: str = "float32",
+    directory: str, groups: RoleGroups, head: Head = "lm", *, path: DecodePath = "packed", dtype: str = "float32",
     vocab_multiple: int = 1,
-) -> RoleModel:
+) -> RoleModel:  # fmt: skip
     config = ModelConfig(checkpoint=Path(directory), dtype=dtype)
     sizes = {"max_length": MAX_LENGTH, "vocab_multiple": vocab_multiple}
     return load_role(config, groups, head=head, role="critic" if head == "scalar" else "actor", device=CPU, path=path, **sizes)

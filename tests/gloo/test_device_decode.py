@@ -145,12 +145,8 @@ def no_distribution(directory: str) -> list[str]:
 
 TOLERANCE = 1e-4
 SAMPLINGS = [
-    Sampling(seed=7),
-    Sampling(0.7, seed=7),
-    Sampling(1.0, top_k=9, seed=8),
-    Sampling(0.8, top_p=0.8, seed=9),
-    Sampling(0.0),
-]
+    Sampling(seed=7), Sampling(0.7, seed=7), Sampling(1.0, top_k=9, seed=8), Sampling(0.8, top_p=0.8, seed=9), Sampling(0.0),
+]  # fmt: skip
 COURSES = [
     Course(seed, micro_batches, slots, SAMPLINGS[seed % len(SAMPLINGS)])
     for seed, micro_batches, slots in [
@@ -173,13 +169,9 @@ WAYS = [Way(2), Way(4, "paged"), Way(64), Way(5, "dense", "module"), Way(3, "pag
 def test_rounds_are_the_same_whenever_tokens_are_read(models: dict[str, str], tp: int, model: str) -> None:
     ways, courses = (WAYS, COURSES) if tp == 1 else (WAYS[:2], COURSES[:4])
     answers = run_ranks(
-        tp,
-        "tests.gloo.test_device_decode:beside_each_other",
-        directory=models[model],
-        tp=tp,
-        courses=courses,
+        tp, "tests.gloo.test_device_decode:beside_each_other", directory=models[model], tp=tp, courses=courses,
         ways=[PLAIN, *ways],
-    )
+    )  # fmt: skip
     for answer in answers:
         cut_off = ended_early = by_text = 0
         for course, found in zip(courses, answer, strict=True):

@@ -87,12 +87,9 @@ class Outcome:
 
 
 def carry_out(
-    placements: dict[str, RolePlacement],
-    schedules: Sequence[Schedule],
-    late_s: float,
-    last_words: tuple[int, str] | None = None,
+    placements: dict[str, RolePlacement], schedules: Sequence[Schedule], late_s: float, last_words: tuple[int, str] | None = None,
     rounds: int = 1,
-) -> list[Outcome]:
+) -> list[Outcome]:  # fmt: skip
     """Run each schedule `rounds` times over links of its own, whose messages may be `late_s` late."""
     return [_carry_out(Site(placements), schedule, late_s, last_words, rounds) for schedule in schedules]
 
@@ -135,14 +132,11 @@ def _worker(placement: RolePlacement, rank: int, late_s: float) -> Parrot:
 TIMEOUT_S = 5.0  # a busy machine may let a rank wait for a part of it
 
 SITES: dict[str, Site] = {
-    "PP2": colocated((1, 2, 1)),
-    "DP2 | 1": disaggregated((1, 1, 2), (1, 1, 1)),
-    "PP2xDP2": colocated((1, 2, 2)),
-    "TP2xPP2": colocated((2, 2, 1)),
-    "PP2 | PP2": disaggregated((1, 2, 1), (1, 2, 1)),
+    "PP2": colocated((1, 2, 1)), "DP2 | 1": disaggregated((1, 1, 2), (1, 1, 1)), "PP2xDP2": colocated((1, 2, 2)),
+    "TP2xPP2": colocated((2, 2, 1)), "PP2 | PP2": disaggregated((1, 2, 1), (1, 2, 1)),
     "PP4, scorers TP2xPP2": make_site((1, 4, 1), {role: (0, 2, 2, 1) for role in ("reference", "critic", "reward")}),
     "PP2, split": split_scorers((1, 2, 1)),
-}
+}  # fmt: skip
 
 
 def ranks_of(site: Site) -> list[int]:
@@ -205,12 +199,9 @@ def test_a_withheld_message_is_named_by_all_who_wait_for_it(case: str) -> None:
     stuck = simulate(broken, round_, site).stuck
     assert lost.peer in stuck
     answers = run_ranks(
-        len(ranks_of(site)),
-        "tests.gloo.test_executor:carry_out",
-        placements=site.placements,
-        schedules=[broken],
+        len(ranks_of(site)), "tests.gloo.test_executor:carry_out", placements=site.placements, schedules=[broken],
         late_s=TIMEOUT_S,
-    )
+    )  # fmt: skip
     for rank, (outcome,) in enumerate(answers):
         own = broken.of(rank)
         if rank not in stuck:
@@ -243,13 +234,9 @@ def test_a_killed_rank_is_felt_and_named_by_all_who_need_it(case: str) -> None:
     survivors = set(range(world)) - {victim}
     assert survivors and survivors <= set(stuck), "all of them depend on it"
     answers = run_mortal_ranks(
-        world,
-        "tests.gloo.test_executor:carry_out",
-        placements=site.placements,
-        schedules=[schedule],
-        late_s=TIMEOUT_S,
+        world, "tests.gloo.test_executor:carry_out", placements=site.placements, schedules=[schedule], late_s=TIMEOUT_S,
         last_words=(victim, text),
-    )
+    )  # fmt: skip
     assert answers[victim] is None
     for rank in survivors:
         assert answers[rank] is not None
@@ -321,13 +308,11 @@ def _calls(folder: str) -> dict[str, Callable[[], Any]]:
             _until((Path(folder) / "looked at hangs").exists)
 
     return {
-        "broadcast": lambda: dist.broadcast(torch.zeros(1), 1),
-        "barrier": dist.barrier,
+        "broadcast": lambda: dist.broadcast(torch.zeros(1), 1), "barrier": dist.barrier,
         "all_gather_object": lambda: dist.all_gather_object([None, None], "mine"),
         "weights": lambda: checkpoint.save({"weight": torch.zeros(1)}, checkpoint_id=str(Path(folder) / "weights")),
-        "message": message,
-        "hangs": hangs,
-    }
+        "message": message, "hangs": hangs,
+    }  # fmt: skip
 
 
 def test_a_wait_is_told_from_the_stack(tmp_path: Path) -> None:

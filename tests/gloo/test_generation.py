@@ -58,18 +58,13 @@ class Variant:
 
 
 VARIANTS = {
-    "plain": Variant(),
-    "steps of 1": Variant(max_steps=1),
-    "steps of 7": Variant(max_steps=7),
-    "steps of 64": Variant(max_steps=64),
-    "alone": Variant(alone=True, max_steps=7),
-    "one slot": Variant(slots=1),
+    "plain": Variant(), "steps of 1": Variant(max_steps=1), "steps of 7": Variant(max_steps=7),
+    "steps of 64": Variant(max_steps=64), "alone": Variant(alone=True, max_steps=7), "one slot": Variant(slots=1),
     "two slots": Variant(slots=2, max_steps=7),
     "other order, small prefills": Variant(reverse=True, prefill_tokens=3, max_steps=7),
-    "cache forgotten each round": Variant(max_steps=4, forget=True),
-    "two micro-batches": Variant(max_steps=7, micro_batches=2),
+    "cache forgotten each round": Variant(max_steps=4, forget=True), "two micro-batches": Variant(max_steps=7, micro_batches=2),
     "three micro-batches, cache forgotten": Variant(max_steps=5, micro_batches=3, forget=True),
-}
+}  # fmt: skip
 
 
 def apply(chunk: Chunk, rollouts: dict[int, Rollout]) -> None:
@@ -163,10 +158,9 @@ def _against_training(model: RoleModel, sampling: Sampling) -> dict[str, Any]:
     logits = forward_rows(model, batches, lambda _, out: gather_logits(out, vocab))
     assert all(r.versions == sorted(r.versions) and len(r.versions) == len(r.tokens) for r in rollouts)
     answer = {
-        "tokens": [t for r in rollouts for t in r.tokens],
-        "logprobs": [x for r in rollouts for x in r.logprobs],
+        "tokens": [t for r in rollouts for t in r.tokens], "logprobs": [x for r in rollouts for x in r.logprobs],
         "sampling_logprobs": [x for r in rollouts for x in r.sampling_logprobs],
-    }
+    }  # fmt: skip
     if model.groups.is_last_stage:
         answer["training"] = join_rows(logprobs, lengths, batches).tolist()
         answer["logits"] = join_rows(logits, lengths, batches).tolist()
@@ -194,13 +188,10 @@ def early_end(directory: str, tp: int, pp: int, micro_batches: int) -> dict[str,
     rounds.executor.drain()
     done = list(rollouts.values())
     answer = {
-        "clock": first.clock,
-        "cached": cached,
-        "summary": summary,
-        "tokens": [r.tokens for r in done],
+        "clock": first.clock, "cached": cached, "summary": summary, "tokens": [r.tokens for r in done],
         "versions": [v for r in done for v in r.versions],
         "sent": [part.tolist() for chunk in (first, second) for part in outlet.message(chunk)],
-    }
+    }  # fmt: skip
     batches = pack_responses([r.prompt.tokens for r in done], [r.tokens for r in done], 60, CPU)
     vocab = model.vocab
     fresh = forward_rows(model, batches, lambda b, out: token_logprobs(out, b.targets_R, vocab)[0])
@@ -211,12 +202,9 @@ def early_end(directory: str, tp: int, pp: int, micro_batches: int) -> dict[str,
 
 
 SAMPLINGS = {
-    "whole": Sampling(seed=7),
-    "cool": Sampling(0.7, seed=7),
-    "cool, truncated": Sampling(0.7, top_k=9, top_p=0.8, seed=7),
-    "truncated": Sampling(1.0, top_k=9, seed=8),
-    "greedy": Sampling(0.0),
-}
+    "whole": Sampling(seed=7), "cool": Sampling(0.7, seed=7), "cool, truncated": Sampling(0.7, top_k=9, top_p=0.8, seed=7),
+    "truncated": Sampling(1.0, top_k=9, seed=8), "greedy": Sampling(0.0),
+}  # fmt: skip
 LOGPROB_TOLERANCE = 1e-4
 
 
@@ -241,14 +229,9 @@ def test_draws_depend_on_seed_sequence_and_position_alone(
     few = ["plain", "two slots", "cache forgotten each round", "two micro-batches"]
     labels = list(VARIANTS) if (tp, pp, dp) == (1, 1, 1) else few
     answers = run_ranks(
-        tp * pp * dp,
-        "tests.gloo.test_generation:every_variant",
-        directory=models["qwen2"],
-        tp=tp,
-        pp=pp,
-        samplings=chosen,
+        tp * pp * dp, "tests.gloo.test_generation:every_variant", directory=models["qwen2"], tp=tp, pp=pp, samplings=chosen,
         variants=labels,
-    )
+    )  # fmt: skip
     assert all(answer == answers[0] for answer in answers)  # every rank keeps the same books
     for name in chosen:
         plain = drawn.setdefault(name, answers[0][f"{name}/plain/packed"])

@@ -33,15 +33,9 @@ from tests.support.ranks import run_ranks
 
 
 def train_adapters(
-    models: dict[str, tuple[str, dict[str, Any]]],
-    target: str,
-    tp: int,
-    pp: int,
-    config: OptimizerConfig,
-    data: list[Minibatch],
-    probes: list[list[int]],
-    layout: TrainingLayoutConfig,
-) -> dict[str, Any]:
+    models: dict[str, tuple[str, dict[str, Any]]], target: str, tp: int, pp: int, config: OptimizerConfig, data: list[Minibatch],
+    probes: list[list[int]], layout: TrainingLayoutConfig,
+) -> dict[str, Any]:  # fmt: skip
     groups = world_groups(tp, pp)
     answers = {}
     for name, (directory, settings) in models.items():
@@ -180,10 +174,9 @@ def test_decoding_computes_as_training_and_the_reference_as_the_base_or_the_give
         adapted, bare = wrapped(models["qwen2"], adapters["qwen2"]).eval(), load_hf(models["qwen2"]).eval()
         adapted_outputs = torch.cat([plain_outputs(adapted, probe) for probe in PROBES])
         expected = {
-            "adapted": adapted_outputs,
-            "began": adapted_outputs,
+            "adapted": adapted_outputs, "began": adapted_outputs,
             "bare": torch.cat([plain_outputs(bare, probe) for probe in PROBES]),
-        }
+        }  # fmt: skip
     assert (expected["adapted"] - expected["bare"]).abs().max() > 0.1, "the adapters do something"
     for way, outputs in first.items():
         assert (outputs - expected[way.split(",")[0]]).abs().max() < 2e-5, way

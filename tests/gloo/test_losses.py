@@ -170,14 +170,10 @@ def batch_of() -> list[Rollout]:
 def scored(batch: list[Rollout]) -> ScoredBatch:
     dice, lengths = torch.Generator().manual_seed(5), [len(r.tokens) for r in batch]
     return ScoredBatch(
-        behaviour_logp_T=torch.tensor([x for r in batch for x in r.logprobs]),
-        reference_logp_T=None,
-        values_T=None,
-        scores_B=torch.randn(len(batch), generator=dice),
-        lengths_B=lengths,
-        truncated_B=torch.zeros(len(batch), dtype=torch.bool),
-        group_size=GROUP,
-    )
+        behaviour_logp_T=torch.tensor([x for r in batch for x in r.logprobs]), reference_logp_T=None, values_T=None,
+        scores_B=torch.randn(len(batch), generator=dice), lengths_B=lengths,
+        truncated_B=torch.zeros(len(batch), dtype=torch.bool), group_size=GROUP,
+    )  # fmt: skip
 
 
 def algorithm_of(name: str, reduction: str) -> Algorithm:

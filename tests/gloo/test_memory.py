@@ -170,12 +170,9 @@ def test_prefill_names_its_role_and_limit(models: dict[str, str]) -> None:
 WIDE = SHAPE | {"vocab_size": 80_000}
 SETTINGS = {
     "actor": {"init": WIDE, "optimizer": {"lr": 2e-3, "eps": 1e-4}},
-    "critic": {"init": WIDE, "optimizer": {"lr": 2e-3, "eps": 1e-4}},
-    "reward": {"init": WIDE},
-    "steps": 2,
-    "rollout": {"batch_size": 16, "max_response_tokens": 24, "top_k": 6},
-    "ppo": {"epochs": 1, "minibatches": 1},
-}
+    "critic": {"init": WIDE, "optimizer": {"lr": 2e-3, "eps": 1e-4}}, "reward": {"init": WIDE}, "steps": 2,
+    "rollout": {"batch_size": 16, "max_response_tokens": 24, "top_k": 6}, "ppo": {"epochs": 1, "minibatches": 1},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

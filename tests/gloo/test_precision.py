@@ -115,10 +115,8 @@ def forwards(directory: str, probes: list[list[int]]) -> dict[str, Tensor]:
         for param, rounded in zip(exact.parameters(), half.parameters(), strict=True):
             param.copy_(rounded)
     found: dict[str, Any] = {
-        "decode": cached_outputs(half, probes),
-        "training": full_outputs([half], probes),
-        "exact": full_outputs([exact], probes),
-    }
+        "decode": cached_outputs(half, probes), "training": full_outputs([half], probes), "exact": full_outputs([exact], probes),
+    }  # fmt: skip
     return {name: logits.float().log_softmax(-1) for name, logits in found.items()}
 
 

@@ -252,12 +252,11 @@ def test_the_same_layout_is_one_set_of_weights(models: dict[str, str], layout: A
 
 TRAINED = {
     "tp2-sp-to-pp2": (2, (2, 1), (1, 2), TrainingLayoutConfig(sequence_parallel=True)),
-    "vpp2-to-tp2": (2, (1, 2), (2, 1), TrainingLayoutConfig(vpp=2)),
-    "dp2-to-tp2": (2, (1, 1), (2, 1), TrainingLayoutConfig()),
+    "vpp2-to-tp2": (2, (1, 2), (2, 1), TrainingLayoutConfig(vpp=2)), "dp2-to-tp2": (2, (1, 1), (2, 1), TrainingLayoutConfig()),
     "dp2-to-pp2": (2, (1, 1), (1, 2), TrainingLayoutConfig()),
     "tp2-pp2-to-dp4": (4, (2, 2), (1, 1), TrainingLayoutConfig(recompute="full")),
     "pp2-dp2-to-tp2-dp2": (4, (1, 2), (2, 1), TrainingLayoutConfig()),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

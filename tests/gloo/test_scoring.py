@@ -81,10 +81,9 @@ def _expected(role: str, model: RoleModel, rollouts: Sequence[Rollout]) -> Tenso
         return full_outputs(model, [Whole([*r.prompt.tokens, *r.tokens], [*range(k, r.num_tokens)]) for r, k in sequences])
     batches = pack_responses([r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts], 40, CPU)
     outputs = forward_rows(
-        model,
-        batches,
+        model, batches,
         lambda batch, out: out if role == "critic" else token_logprobs(out, batch.targets_R, model.vocab, TEMPERATURE)[0],
-    )
+    )  # fmt: skip
     return join_rows(outputs, [len(r.tokens) for r in rollouts], batches) if outputs else None
 
 

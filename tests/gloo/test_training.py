@@ -176,18 +176,9 @@ def run_case(
 ) -> list[dict[str, Any]]:
     tp, pp, dp, options = case
     return run_ranks(
-        tp * pp * dp,
-        "tests.gloo.jobs_training:train",
-        directories=chosen,
-        target=str(target),
-        tp=tp,
-        pp=pp,
-        config=config,
-        data=DATA,
-        probes=PROBES,
-        layout=TrainingLayoutConfig(**options),
-        bucket_size=bucket_size,
-    )
+        tp * pp * dp, "tests.gloo.jobs_training:train", directories=chosen, target=str(target), tp=tp, pp=pp, config=config,
+        data=DATA, probes=PROBES, layout=TrainingLayoutConfig(**options), bucket_size=bucket_size,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
@@ -266,14 +257,9 @@ def test_an_update_is_the_same_on_any_number_of_replicas(models: dict[str, str],
     found = []
     for number, (world, tp, pp) in enumerate([(1, 1, 1), (2, 1, 1), (4, 1, 1), (4, 1, 2)]):
         answers = run_ranks(
-            world,
-            "tests.gloo.jobs_training:updates",
-            directory=models["qwen2"],
-            target=str(tmp_path / str(number)),
-            tp=tp,
-            pp=pp,
-            lengths=lengths,
-        )
+            world, "tests.gloo.jobs_training:updates", directory=models["qwen2"], target=str(tmp_path / str(number)), tp=tp,
+            pp=pp, lengths=lengths,
+        )  # fmt: skip
         reports = [reports for reports, _ in answers]
         assert reports[-1] == reports[-2 if world > 1 else -1], "the last stage of every replica knows the same"
         found.append((reports[-1], tensors_of(tmp_path / str(number))))

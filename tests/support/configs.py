@@ -13,16 +13,11 @@ RunT = TypeVar("RunT", bound=RunConfig)
 def least_config(run_dir: Path, **sections: Any) -> TrainConfig:
     return TrainConfig.model_validate(
         {
-            "run_dir": run_dir,
-            "tokenizer": {"path": "t"},
-            "data": {"path": "d"},
-            "actor": {"checkpoint": "a"},
-            "critic": {"checkpoint": "a"},
-            "rewards": [{"kind": "verifier", "name": "gsm8k"}],
-            "rollout": {"batch_size": 8, "max_response_tokens": 100},
-            **sections,
+            "run_dir": run_dir, "tokenizer": {"path": "t"}, "data": {"path": "d"}, "actor": {"checkpoint": "a"},
+            "critic": {"checkpoint": "a"}, "rewards": [{"kind": "verifier", "name": "gsm8k"}],
+            "rollout": {"batch_size": 8, "max_response_tokens": 100}, **sections,
         }
-    )
+    )  # fmt: skip
 
 
 def run_of(config: dict[str, Any], kind: type[RunT] = TrainConfig) -> RunT:  # type: ignore[assignment]

@@ -10,15 +10,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 SIZES = {
-    "num_hidden_layers": 4,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 64,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-}
+    "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "vocab_size": 64, "max_position_embeddings": 128, "pad_token_id": 0,
+}  # fmt: skip
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:

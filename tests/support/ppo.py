@@ -45,27 +45,20 @@ class Workspace:
 
     def files(self, name: str, data: str, **reading: Any) -> dict[str, Any]:
         return {
-            "run_dir": str(self.root / "runs" / name),
-            "tokenizer": {"path": str(self.root / "tokenizer.model")},
+            "run_dir": str(self.root / "runs" / name), "tokenizer": {"path": str(self.root / "tokenizer.model")},
             "data": {"path": str(self.root / "data" / f"{data}.jsonl"), **reading},
-        }
+        }  # fmt: skip
 
     def config(self, name: str, **changes: Any) -> dict[str, Any]:
         """The plain configuration with sections or dotted settings replaced: config("x", **{"rollout.top_k": 5})."""
         config: dict[str, Any] = {
-            **self.files(name, "prompts", max_prompt_tokens=96),
-            "seed": 11,
-            "steps": 3,
-            "placement": {"mode": "single"},
-            "actor": {"init": SHAPE, "optimizer": {"lr": 2e-3}},
-            "critic": {"init": SHAPE, "optimizer": {"lr": 2e-3}},
-            "reward": {"init": SHAPE},
-            "rewards": [{"kind": "model"}, {"kind": "verifier", "name": "arithmetic", "weight": 0.5}],
+            **self.files(name, "prompts", max_prompt_tokens=96), "seed": 11, "steps": 3, "placement": {"mode": "single"},
+            "actor": {"init": SHAPE, "optimizer": {"lr": 2e-3}}, "critic": {"init": SHAPE, "optimizer": {"lr": 2e-3}},
+            "reward": {"init": SHAPE}, "rewards": [{"kind": "model"}, {"kind": "verifier", "name": "arithmetic", "weight": 0.5}],
             "rollout": {"batch_size": 6, "max_response_tokens": 40},
             "ppo": {"epochs": 2, "minibatches": 2, "kl": {"coefficient": 0.05}, "entropy_coefficient": 0.01},
-            "overlap": {"intra": False, "inter": False, "chunk": 7},
-            "logging": {"console": "off", "rollouts": True},
-        }
+            "overlap": {"intra": False, "inter": False, "chunk": 7}, "logging": {"console": "off", "rollouts": True},
+        }  # fmt: skip
         config = deepcopy(config)
         for key, value in changes.items():
             node = config
@@ -129,10 +122,9 @@ Layout = tuple[int, int, int]
 def deep(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
     """The plain configuration, with a SEED whose draws are at least 2e-3 of probability away from a border between two tokens."""
     roles: dict[str, Any] = {
-        "actor": {"init": DEEP, "optimizer": STEADY_ADAM},
-        "critic": {"init": DEEP, "optimizer": STEADY_ADAM},
+        "actor": {"init": DEEP, "optimizer": STEADY_ADAM}, "critic": {"init": DEEP, "optimizer": STEADY_ADAM},
         "reward": {"init": DEEP},
-    }
+    }  # fmt: skip
     return workspace.config(name, **(roles | {"seed": SEED, "rollout.top_k": 6} | changes))
 
 
