@@ -28,6 +28,7 @@ from oppo_megatron.layout.shape import check_model
 from tests.support.ppo import Workspace
 from tests.support.processes import runs
 
+Capture = pytest.CaptureFixture[str]
 LENGTHS = {"rollout.forced_lengths": [12, 0.7], "rollout.max_response_tokens": 24}
 OVERLAPS = {"overlap.intra": True, "overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 2, "max": 2}}
 
@@ -50,7 +51,7 @@ def left(out: Path, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_overlap_by_the_command(workspace: Workspace, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_overlap_by_the_command(workspace: Workspace, tmp_path: Path, capfd: Capture) -> None:
     path, out = tmp_path / "config.yaml", tmp_path / "out"
     pair = {"placement.mode": "disaggregated", "rewards": [{"kind": "model"}]}
     plain = workspace.config("cli", **{**LENGTHS, **OVERLAPS, **pair, "logging.rollouts": True})
@@ -117,7 +118,7 @@ def test_overlap_without_a_model_that_scores(workspace: Workspace, tmp_path: Pat
 WORDS = "--hidden 64 --layers 2 --heads 4 --kv-heads 2 --ffn 128 --vocab 200 --prompt 6 --new 8 --repeats 1".split()
 
 
-def test_all_peers_decode_the_same_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_peers_decode_the_same_tokens(tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "folder"
     assert main(["bench", "decode", *WORDS, "--batch", "1,3", "--out", str(out)]) == 0
     rows = json.loads((out / "decode.json").read_text())["results"]
@@ -160,7 +161,7 @@ def test_sequences_end_at_the_given_lengths(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_runs(
-    arguments: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], reason: str, tmp_path: Path, capsys: Capture
 ) -> None:
     out = tmp_path / "out"
     assert main(["bench", "decode", *WORDS, "--out", str(out), *arguments]) == 2
@@ -269,7 +270,7 @@ def test_a_run_that_the_device_cannot_hold_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-def test_without_a_gpu_it_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_says_what_it_needs(capsys: Capture) -> None:
     assert main(["bench", "gpu"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "measures a CUDA device, but torch" in said and "finds none; run it on a machine with" in said
@@ -283,9 +284,7 @@ WITH_TRL = pytest.mark.skipif(
 
 @WITH_TRL
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_trl_and_ours_do_the_same_work(
-    workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str
-) -> None:
+def test_trl_and_ours_do_the_same_work(workspace: Workspace, tmp_path: Path, capsys: Capture, dtype: str) -> None:
     out = tmp_path / "out"
     settings: dict[str, Any] = {
         "rewards": [{"kind": "model"}], "rollout.forced_lengths": [10, 0.8], "ppo.entropy_coefficient": 0.0,
@@ -312,9 +311,7 @@ def test_trl_and_ours_do_the_same_work(
 
 @WITH_TRL
 @pytest.mark.parametrize("kl", ["loss", "none"])
-def test_trl_and_ours_train_groups_alike(
-    workspace: Workspace, tmp_path: Path, capsys: pytest.CaptureFixture[str], kl: str
-) -> None:
+def test_trl_and_ours_train_groups_alike(workspace: Workspace, tmp_path: Path, capsys: Capture, kl: str) -> None:
     out = tmp_path / "out"
     settings: dict[str, Any] = {
         "algorithm": {"preset": "grpo"}, "critic": None, "reward": None, "runtime": {"device": "cpu"},

@@ -23,6 +23,7 @@ from tests.support.runs import parse, write_run
 from tests.support.transcripts import CTRL_C, DOCS, follow, masked, steps, user_environment
 from tests.unit.test_report import PARTS, cells, notes, section
 
+Capture = pytest.CaptureFixture[str]
 STAGES = ["data", "tokenizer", "sft", "rm", "sequential", "oppo"]
 FIGURES = {"step_s", "scoring_hidden", "reward_first", "reward_last", "deferred"} | {
     f"{figure}_{when}" for figure in ("accuracy", "error") for when in ("before", "after")
@@ -81,7 +82,7 @@ def test_both_runs_train_as_much_from_the_same_start(demo: Path) -> None:
     assert any(line["carried"] for line in runs["oppo"]), "OPPO carries rollouts over steps"
 
 
-def test_a_second_start_reuses_everything(demo: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_second_start_reuses_everything(demo: Path, capfd: Capture) -> None:
     before, report = made_at(demo), json.loads((demo / "demo.json").read_text())
     assert main(["demo", "--quick", "--out", str(demo)]) == 0
     assert made_at(demo) == before and json.loads((demo / "demo.json").read_text()) == report
@@ -106,9 +107,7 @@ def test_the_examples_of_process_rewards_go_on_from_a_demo(demo: Path, tmp_path:
     assert len(trained) == 2 and set(trained[-1]["reward_parts"]) == {"arithmetic", "process"}
 
 
-def test_an_algorithm_without_a_critic_takes_the_same_start(
-    demo: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_algorithm_without_a_critic_takes_the_same_start(demo: Path, tmp_path: Path, capfd: Capture) -> None:
     for name in ("data", "tokenizer", "sft"):
         shutil.copytree(demo / name, tmp_path / name)
     assert main(["demo", "--quick", "--algorithm", "dapo", "--out", str(tmp_path)]) == 0
@@ -150,7 +149,7 @@ def test_an_interrupted_demo_says_how_to_go_on(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "sft" / "stage.json").read_text())["finished"] is False
 
 
-def test_missing_configurations_are_one_clear_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_configurations_are_one_clear_message(tmp_path: Path, capsys: Capture) -> None:
     assert main(["demo", "--out", str(tmp_path / "out"), "--configs", str(tmp_path)]) == 2
     assert "name their folder with --configs" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -165,9 +164,7 @@ SHORT = {
 }  # fmt: skip
 
 
-def test_the_commands_that_it_prints_train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_that_it_prints_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["config", "--init", "arithmetic"]) == 0
     told = capsys.readouterr().out.splitlines()

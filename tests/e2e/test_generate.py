@@ -23,6 +23,7 @@ from tests.support.hf import save_tiny
 from tests.support.ppo import SHAPE
 from tests.support.tokenizers import save_byte_level
 
+Capture = pytest.CaptureFixture[str]
 TEXTS = [f"Q: {a} plus {b}?\nA: the sum is {a + b}." for a in range(20) for b in range(20)]
 SIZES = {name: value for name, value in SHAPE.items() if name != "model_type"} | {"vocab_size": 320}
 TEMPLATE = (
@@ -41,7 +42,7 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def ask(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+def ask(capsys: Capture, *words: object) -> str:
     capsys.readouterr()
     assert main(["generate", *map(str, words)]) == 0, capsys.readouterr().err
     return capsys.readouterr().out
@@ -63,7 +64,7 @@ def by_transformers(export: Path, texts: list[str], max_tokens: int) -> list[str
     return found
 
 
-def test_greedy_answers_are_those_of_transformers(export: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_greedy_answers_are_those_of_transformers(export: Path, capsys: Capture) -> None:
     texts = [text[: 9 + i] for i, text in enumerate(TEXTS[::60])]
     asked = [word for text in texts for word in ("--prompt", text)]
     found = lines(ask(capsys, export, "--json", "--max-tokens", 30, *asked))
@@ -75,7 +76,7 @@ def test_greedy_answers_are_those_of_transformers(export: Path, capsys: pytest.C
     assert ask(capsys, export, "--max-tokens", 30, *asked[:4]) == f"--- prompt 0\n{due[0]}\n--- prompt 1\n{due[1]}\n"
 
 
-def test_a_response_has_the_room_that_the_model_has(export: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_response_has_the_room_that_the_model_has(export: Path, capsys: Capture) -> None:
     prompt = "Q: " + "x" * 240
     (found,) = lines(ask(capsys, export, "--prompt", prompt, "--json", "--stop-id", 319))
     assert found["finish_reason"] in ("eos", "length") and found["tokens"] <= 256 - 240
@@ -98,7 +99,7 @@ def test_ids_join_those_of_the_run_and_texts_replace_its_own(
     assert (drawing.stop, drawing.stop_token_ids) == (texts, ids)
 
 
-def test_a_layout_and_a_file_change_nothing(export: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_layout_and_a_file_change_nothing(export: Path, capsys: Capture, tmp_path: Path) -> None:
     drawn = ["-n", 3, "--seed", 7, "--top-k", 9, "--max-tokens", 20, "--stop", "1"]
     source = tmp_path / "prompts.txt"
     source.write_text("\n\n".join(TEXTS[:5]).replace("\nA", " A") + "\n")
@@ -111,9 +112,7 @@ def test_a_layout_and_a_file_change_nothing(export: Path, capsys: pytest.Capture
     assert all(("1" in each["response"]) == (each["finish_reason"] == "stop") for each in found)
 
 
-def test_rows_keep_their_columns_and_messages_have_the_template(
-    export: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_rows_keep_their_columns_and_messages_have_the_template(export: Path, capsys: Capture, tmp_path: Path) -> None:
     source = tmp_path / "rows.jsonl"
     rows = [{"messages": [{"role": "user", "content": "hi"}], "answer": "9"}, {"messages": [{"role": "user", "content": "x"}]}]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -126,7 +125,7 @@ def test_rows_keep_their_columns_and_messages_have_the_template(
 
 
 def test_an_interrupted_file_goes_on_where_it_was(
-    export: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    export: Path, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, whole, cut = (tmp_path / name for name in ("in.txt", "whole.jsonl", "cut.jsonl"))
     source.write_text("\n".join(text.replace("\n", " ") for text in TEXTS[:12]))
@@ -158,14 +157,12 @@ def test_an_interrupted_file_goes_on_where_it_was(
     assert "is there already; name another file" in capsys.readouterr().err
 
 
-def chat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, turns: list[str], *words: object) -> str:
+def chat(capsys: Capture, monkeypatch: pytest.MonkeyPatch, turns: list[str], *words: object) -> str:
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{turn}\n" for turn in turns)))
     return ask(capsys, *words)
 
 
-def test_a_conversation_is_answered_turn_by_turn(
-    export: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversation_is_answered_turn_by_turn(export: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [export, "--max-tokens", 8]
     said = chat(capsys, monkeypatch, ["hi", "", "more", "/reset", "hi"], *words, "--chat", "--system", "Be brief.")
     first = lines(ask(capsys, *words, "--prompt", "hi", "--as-chat", "--system", "Be brief.", "--json"))[0]
@@ -175,9 +172,7 @@ def test_a_conversation_is_answered_turn_by_turn(
     assert said == f"{first['response']}\n{then['response']}\n{first['response']}\n"
 
 
-def test_ctrl_c_ends_an_answer_and_not_the_chat(
-    export: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_ends_an_answer_and_not_the_chat(export: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     show, interrupts = answers.GrowingText.show, iter([True])
 
     def interrupted(text: answers.GrowingText, tokens: list[int], last: bool) -> None:
@@ -210,7 +205,7 @@ def test_a_conversation_over_two_ranks(export: Path, tmp_path: Path) -> None:
     assert said[0] == said[1] and said[0].count("\n") >= 2
 
 
-def test_a_chat_needs_a_template(export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_chat_needs_a_template(export: Path, tmp_path: Path, capsys: Capture) -> None:
     for words in (["--chat"], ["--prompt", "x", "--as-chat"]):
         plain = save_byte_level(tmp_path / "tokenizer", TEXTS, 320)
         assert main(["generate", str(export), "--tokenizer", str(plain), *words]) == 2
@@ -248,7 +243,7 @@ def test_a_chat_needs_a_template(export: Path, tmp_path: Path, capsys: pytest.Ca
     ],
 )
 def test_mistakes_are_told_before_anything_is_loaded(
-    export: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    export: Path, words: list[str], told: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answering, "run_rank", None)
     assert main(["generate", str(export), *words]) == 2
@@ -256,7 +251,7 @@ def test_mistakes_are_told_before_anything_is_loaded(
     assert told in error and "Traceback" not in error
 
 
-def test_prompts_that_are_too_long_are_left_out(export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_that_are_too_long_are_left_out(export: Path, tmp_path: Path, capsys: Capture) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ["a" * 600, TEXTS[0], "b" * 600, TEXTS[1]]))
     asked = ["generate", str(export), "--input", str(rows), "--json", "--max-tokens", "8"]
@@ -296,7 +291,7 @@ def judge(work: Path, *words: object) -> int:
     return main(["eval", *map(str, words), "--data", str(work / "heldout.jsonl"), "--max-tokens", "12"])
 
 
-def test_two_policies_by_every_judge(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_policies_by_every_judge(work: Path, tmp_path: Path, capsys: Capture) -> None:
     judges = ("--verifier", "gsm8k", "--function", f"{__name__}:length_of", "--reward-model", work / "run")
     out = tmp_path / "out"
     assert judge(work, work / "before", work / "after", *judges, "--out", out) == 0, capsys.readouterr().err
@@ -329,9 +324,7 @@ def scores_by_transformers(work: Path, lines: list[dict[str, str]]) -> list[floa
     return scores
 
 
-def test_rows_that_cannot_be_scored_are_named_and_the_others_judged(
-    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_cannot_be_scored_are_named_and_the_others_judged(work: Path, tmp_path: Path, capsys: Capture) -> None:
     answers = ["1", "many", "$3", None, "4"]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"Q: {n}?", "answer": answer}) + "\n" for n, answer in enumerate(answers)))
@@ -345,7 +338,7 @@ def test_rows_that_cannot_be_scored_are_named_and_the_others_judged(
         assert f"the expected answer {value} has no number" in told.err
 
 
-def test_a_reward_of_a_file_has_its_sum(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reward_of_a_file_has_its_sum(work: Path, tmp_path: Path, capsys: Capture) -> None:
     parts = [
         {"kind": "verifier", "name": "gsm8k"},
         {"kind": "python", "weight": 0.5, "entry_point": f"{__name__}:length_of"},
@@ -379,9 +372,7 @@ def test_a_reward_of_a_file_has_its_sum(work: Path, tmp_path: Path, capsys: pyte
         (["--reward-model", "{work}/reward", "--max-tokens", "100000"], "100000"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_decoded(
-    work: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
-) -> None:
+def test_mistakes_are_told_before_anything_is_decoded(work: Path, capsys: Capture, words: list[str], told: str) -> None:
     (work / "empty.yaml").write_text("steps: 3\n")
     data = ["--data", str(work / "heldout.jsonl")]
     assert main(["eval", str(work / "before"), *(word.format(work=work) for word in words), *data]) == 2

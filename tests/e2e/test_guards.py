@@ -24,6 +24,7 @@ from tests.support.ranks import run_ranks
 from tools.replay import main as replay
 from tools.replay import read_rejected
 
+Capture = pytest.CaptureFixture[str]
 DISAGGREGATED = {"mode": "disaggregated", "actor": {"tp": 2}, "scorer": {"tp": 1}}
 REPLICAS = {"mode": "colocated", "actor": {"dp": 2}}
 RATIO = {"ratio_max": 1.0001, "action": "skip"}
@@ -69,7 +70,7 @@ def test_too_many_skips_end_the_run(workspace: Workspace) -> None:
 
 
 def test_an_update_that_went_too_far_is_taken_back_on_all_ranks(
-    workspace: Workspace, untrained: Outcome, capsys: pytest.CaptureFixture[str]
+    workspace: Workspace, untrained: Outcome, capsys: Capture
 ) -> None:
     """Actor and critic on ranks of their own: the ratio is the actor's to see, and the critic's update goes with it."""
     schedule = {"actor.optimizer.warmup_steps": 10}
@@ -94,9 +95,7 @@ def test_an_update_that_went_too_far_is_taken_back_on_all_ranks(
     assert "the replay: within all guards" in capsys.readouterr().out
 
 
-def test_a_replay_knows_the_optimizer_steps_of_a_run_whose_steps_had_more(
-    workspace: Workspace, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_replay_knows_the_optimizer_steps_of_a_run_whose_steps_had_more(workspace: Workspace, capsys: Capture) -> None:
     schedule = {"actor.optimizer.warmup_steps": 20, "critic.optimizer.warmup_steps": 20, "checkpoint.every_steps": 1}
     config = workspace.config("fewer", steps=1, **schedule)
     run_ppo_ranks(config)
@@ -173,9 +172,7 @@ def test_a_batch_that_finds_no_place_is_told_of_as_the_system_does(
     assert [path.name for path in tmp_path.iterdir()] == ["step-1.jsonl"]
 
 
-def test_a_batch_is_replayed_with_models_that_fit_it(
-    workspace: Workspace, untrained: Outcome, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_batch_is_replayed_with_models_that_fit_it(workspace: Workspace, untrained: Outcome, capsys: Capture) -> None:
     path = workspace.root / "runs" / "untrained" / "rejected" / "step-1.safetensors"
     for overrides, says in (
         (["critic.init.vocab_size=50"], "the batch has token id .*, but critic has 50"),
@@ -187,7 +184,7 @@ def test_a_batch_is_replayed_with_models_that_fit_it(
         assert re.search(says, capsys.readouterr().err)
 
 
-def test_a_step_that_a_guard_takes_back_can_be_replayed(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_that_a_guard_takes_back_can_be_replayed(workspace: Workspace, capsys: Capture) -> None:
     config = workspace.config("guard", **WITHOUT_CRITIC, guards=RATIO, steps=2)
     assert all(line["skipped"] for line in run_ppo_ranks(config).metrics)
     path = Path(config["run_dir"]) / "rejected" / "step-1.safetensors"

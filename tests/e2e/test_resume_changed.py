@@ -26,6 +26,7 @@ from tests.e2e.test_resume import CARRIED, assert_bit_equal, checkpoints, rewoun
 from tests.support.ppo import STEADY_ADAM, Outcome, Workspace, deep, read_outcome, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
 
+Capture = pytest.CaptureFixture[str]
 CHANGES = {
     "rollout.batch_size": 8, "overlap.delta": {"rule": "fixed", "initial": 2, "max": 4},
     "actor.optimizer": STEADY_ADAM | {"decay": "linear"}, "logging": {"console": "plain", "rollouts": True},
@@ -71,9 +72,7 @@ def batch_sizes(config: dict[str, Any]) -> list[int]:
     ],
     ids=lambda each: " ".join(map(str, each)),
 )
-def test_steps_are_steps(
-    at_step_3: dict[str, Any], overrides: list[str], sizes: list[int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_are_steps(at_step_3: dict[str, Any], overrides: list[str], sizes: list[int], capsys: Capture) -> None:
     assert typed(at_step_3, *overrides) == 0
     told = capsys.readouterr().out
     assert "continued from checkpoint step-000003" in told and "after 3 steps" in told
@@ -87,9 +86,7 @@ def test_steps_are_steps(
     assert max(row["deferrals"] for row in read_outcome(Path(at_step_3["run_dir"])).rollouts) <= 4
 
 
-def test_fewer_steps_than_are_done_are_refused_and_nothing_is_lost(
-    at_step_3: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fewer_steps_than_are_done_are_refused_and_nothing_is_lost(at_step_3: dict[str, Any], capsys: Capture) -> None:
     run = Path(at_step_3["run_dir"])
     before = (run / "metrics.jsonl").read_bytes()
     assert typed(at_step_3, "steps=2") == 2
@@ -97,7 +94,7 @@ def test_fewer_steps_than_are_done_are_refused_and_nothing_is_lost(
     assert (run / "metrics.jsonl").read_bytes() == before and not (run / "summary.json").exists()
 
 
-def test_a_finished_run_is_given_more_steps(ended: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_is_given_more_steps(ended: dict[str, Any], tmp_path: Path, capsys: Capture) -> None:
     config = ended | {"run_dir": str(tmp_path / "run")}
     run = Path(config["run_dir"])
     shutil.copytree(ended["run_dir"], run)
@@ -149,9 +146,7 @@ def test_a_run_that_ended_after_the_same_step_again_is_kept_beside_the_first(end
         assert (run / name / "weights" / "actor").is_dir()
 
 
-def test_passes_over_the_prompts_end_a_run_and_more_of_them_go_on(
-    workspace: Workspace, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_passes_over_the_prompts_end_a_run_and_more_of_them_go_on(workspace: Workspace, capsys: Capture) -> None:
     """64 prompts in batches of 24: fewer passes than have begun, and no more for a run that has ended, are refused."""
     changes = CHANGES | {"steps": None, "epochs": 1, "rollout.batch_size": 24, "rollout.max_response_tokens": 10}
     config = deep(workspace, "passes", **CARRIED | changes)
@@ -182,7 +177,7 @@ def test_checkpoints_come_by_the_clock_and_at_the_end_unless_that_is_not_wanted(
     assert typed(config, "steps=2") == 2
 
 
-def test_a_folder_without_a_run_is_told_of(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_is_told_of(workspace: Workspace, capsys: Capture) -> None:
     config = deep(workspace, "anew", **{"steps": 1, "logging.console": "plain"})
     assert typed(config) == 0
     assert "has no checkpoint to continue from: a new run begins" in capsys.readouterr().out

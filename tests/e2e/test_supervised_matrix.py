@@ -35,6 +35,7 @@ from tests.e2e.supervised import OPTIMIZER, Settings, hf_model, metrics, referen
 from tests.support.hf import tensors_of
 from tests.support.ranks import run_ranks
 
+Capture = pytest.CaptureFixture[str]
 LORA = {"rank": 4, "alpha": 12.0, "targets": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
 KINDS: dict[str, tuple[str, Settings]] = {
     "sft": ("sft", {}), "rm": ("rm", {}), "prm": ("prm", {}), "dpo": ("dpo", {}), "kto": ("kto", {}),
@@ -180,9 +181,7 @@ def test_steps_equal_peft_and_adamw(peft: Any, inputs: Path, starts: dict[str, P
     assert start.keys() == end.keys() and all(not torch.equal(start[name], end[name]) for name in start)
 
 
-def test_what_is_written_is_used_by_the_other_commands(
-    peft: Any, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_written_is_used_by_the_other_commands(peft: Any, inputs: Path, tmp_path: Path, capsys: Capture) -> None:
     keep = {"keep_best": True}
     chosen = adapted(inputs, "sft", tmp_path / "sft", {}, checkpoint=keep, evaluation={"fraction": 0.5, "every_steps": 1})
     run("sft", chosen)

@@ -25,6 +25,7 @@ from tests.gloo.models import MAX_LENGTH, load, save_small, world_groups
 from tests.gloo.test_generation import NEVER, decode_round, new_rounds
 from tests.support.ranks import run_ranks
 
+JOBS = "tests.gloo.test_device_decode:"
 MAX_RESPONSE = 22
 PIECES = ["".join(random.Random(i).choices("abcde", k=1 + i % 3)) for i in range(64)]
 """Texts of the tokens, of one to three letters."""
@@ -169,7 +170,7 @@ WAYS = [Way(2), Way(4, "paged"), Way(64), Way(5, "dense", "module"), Way(3, "pag
 def test_rounds_are_the_same_whenever_tokens_are_read(models: dict[str, str], tp: int, model: str) -> None:
     ways, courses = (WAYS, COURSES) if tp == 1 else (WAYS[:2], COURSES[:4])
     answers = run_ranks(
-        tp, "tests.gloo.test_device_decode:beside_each_other", directory=models[model], tp=tp, courses=courses,
+        tp, f"{JOBS}beside_each_other", directory=models[model], tp=tp, courses=courses,
         ways=[PLAIN, *ways],
     )  # fmt: skip
     for answer in answers:
@@ -203,9 +204,7 @@ def test_shards_and_windows_are_the_same_on_the_device(
 ) -> None:
     save_small(tmp_path, family, **changes)
     job: dict[str, Any] = dict(directory=str(tmp_path), courses=COURSES[:3], ways=[PLAIN, *ways])
-    alone, *shards = (
-        answer for tp in (1, 2) for answer in run_ranks(tp, "tests.gloo.test_device_decode:beside_each_other", tp=tp, **job)
-    )
+    alone, *shards = (answer for tp in (1, 2) for answer in run_ranks(tp, f"{JOBS}beside_each_other", tp=tp, **job))
     for answer in (alone, *shards):
         for found, expected in zip(answer, alone, strict=True):
             for way in (PLAIN, *ways):
@@ -215,11 +214,11 @@ def test_shards_and_windows_are_the_same_on_the_device(
 
 @pytest.mark.parametrize(("sync_steps", "expected"), [(2, [2] * 10), (8, [8, 8, 4]), (64, [20])])
 def test_the_host_looks_once_in_so_many_steps(models: dict[str, str], sync_steps: int, expected: list[int]) -> None:
-    (seen,) = run_ranks(1, "tests.gloo.test_device_decode:looks", directory=models["qwen2"], sync_steps=sync_steps)
+    (seen,) = run_ranks(1, f"{JOBS}looks", directory=models["qwen2"], sync_steps=sync_steps)
     assert seen == expected
 
 
 def test_logits_that_are_no_distribution_are_the_same_error(models: dict[str, str]) -> None:
-    (errors,) = run_ranks(1, "tests.gloo.test_device_decode:no_distribution", directory=models["qwen2"])
+    (errors,) = run_ranks(1, f"{JOBS}no_distribution", directory=models["qwen2"])
     assert len(errors) == 2 and errors[0] == errors[1]
     assert errors[0].startswith("sequence 5, response token 0: the logits at temperature 1 are not finite")

@@ -33,6 +33,7 @@ from oppo_megatron.schedule.weaving.generators import GENERATORS
 from tests.support.ranks import run_mortal_ranks, run_ranks
 from tests.support.schedules import build, colocated, disaggregated, make_round, make_site, split_scorers
 
+JOBS = "tests.gloo.test_executor:"
 CPU = torch.device("cpu")
 
 
@@ -155,7 +156,7 @@ def test_what_is_done_is_what_the_schedule_says(name: str) -> None:
     made = [schedule_of(site, generator)[0] for generator in GENERATORS]
     made += [build(make_round(site, prefills=3), site, random.Random(seed)) for seed in range(3)]
     world = len(ranks_of(site))
-    answers = run_ranks(world, "tests.gloo.test_executor:carry_out", placements=site.placements, schedules=made, late_s=60.0)
+    answers = run_ranks(world, f"{JOBS}carry_out", placements=site.placements, schedules=made, late_s=60.0)
     for rank, outcomes in enumerate(answers):
         for schedule, outcome in zip(made, outcomes, strict=True):
             assert outcome.error is None
@@ -166,9 +167,7 @@ def test_rounds_follow_each_other_without_a_pause() -> None:
     """A rank may be rounds ahead of one that only listens; more of them than may be on their way at once."""
     site = disaggregated((1, 1, 1), (1, 1, 1))
     schedule = build(make_round(site, steps=1, micro_batches=1, prefills=1, prompts=0), site)
-    answers = run_ranks(
-        2, "tests.gloo.test_executor:carry_out", placements=site.placements, schedules=[schedule], late_s=60.0, rounds=100
-    )
+    answers = run_ranks(2, f"{JOBS}carry_out", placements=site.placements, schedules=[schedule], late_s=60.0, rounds=100)
     assert [len(outcomes[0].done) for outcomes in answers] == [100 * len(schedule.of(rank)) for rank in (0, 1)]
 
 
@@ -199,7 +198,7 @@ def test_a_withheld_message_is_named_by_all_who_wait_for_it(case: str) -> None:
     stuck = simulate(broken, round_, site).stuck
     assert lost.peer in stuck
     answers = run_ranks(
-        len(ranks_of(site)), "tests.gloo.test_executor:carry_out", placements=site.placements, schedules=[broken],
+        len(ranks_of(site)), f"{JOBS}carry_out", placements=site.placements, schedules=[broken],
         late_s=TIMEOUT_S,
     )  # fmt: skip
     for rank, (outcome,) in enumerate(answers):
@@ -234,7 +233,7 @@ def test_a_killed_rank_is_felt_and_named_by_all_who_need_it(case: str) -> None:
     survivors = set(range(world)) - {victim}
     assert survivors and survivors <= set(stuck), "all of them depend on it"
     answers = run_mortal_ranks(
-        world, "tests.gloo.test_executor:carry_out", placements=site.placements, schedules=[schedule], late_s=TIMEOUT_S,
+        world, f"{JOBS}carry_out", placements=site.placements, schedules=[schedule], late_s=TIMEOUT_S,
         last_words=(victim, text),
     )  # fmt: skip
     assert answers[victim] is None
@@ -316,7 +315,7 @@ def _calls(folder: str) -> dict[str, Callable[[], Any]]:
 
 
 def test_a_wait_is_told_from_the_stack(tmp_path: Path) -> None:
-    waiting, late = run_ranks(2, "tests.gloo.test_executor:look_at_waits", folder=str(tmp_path))
+    waiting, late = run_ranks(2, f"{JOBS}look_at_waits", folder=str(tmp_path))
     assert not any(doing.waits for doing in late.values()), late
     assert {name: doing.waits for name, doing in waiting.items()} == {name: name != "hangs" for name in waiting}
     told = {name: doing.what.removeprefix("a wait for scores") for name, doing in waiting.items()}

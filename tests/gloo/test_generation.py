@@ -27,6 +27,7 @@ from tests.gloo.models import CPU, PATHS, gather_logits, load, save_small, world
 from tests.support.ranks import run_ranks
 from tests.unit.test_engine_sampler import plain_truncation
 
+JOBS = "tests.gloo.test_generation:"
 EOS = 20  # comes up early in some of the sequences that the tests draw, and never in others
 MAX_RESPONSE = 20
 PROMPTS = [(1, 2, 3), (9,), (4, 4, 8, 30, 61, 2, 7), (11, 12), (13, 60, 1, 2), (40, 41, 42), (3,)]
@@ -229,7 +230,7 @@ def test_draws_depend_on_seed_sequence_and_position_alone(
     few = ["plain", "two slots", "cache forgotten each round", "two micro-batches"]
     labels = list(VARIANTS) if (tp, pp, dp) == (1, 1, 1) else few
     answers = run_ranks(
-        tp * pp * dp, "tests.gloo.test_generation:every_variant", directory=models["qwen2"], tp=tp, pp=pp, samplings=chosen,
+        tp * pp * dp, f"{JOBS}every_variant", directory=models["qwen2"], tp=tp, pp=pp, samplings=chosen,
         variants=labels,
     )  # fmt: skip
     assert all(answer == answers[0] for answer in answers)  # every rank keeps the same books
@@ -253,7 +254,7 @@ def test_a_vocabulary_that_tensor_ranks_do_not_divide_is_drawn_from_alike(tmp_pa
     found = {}
     for tp, pp in [(1, 1), (4, 1), (2, 2)]:
         job: dict[str, Any] = dict(directory=str(tmp_path), tp=tp, pp=pp, samplings=SAMPLINGS)
-        answers = run_ranks(tp * pp, "tests.gloo.test_generation:every_variant", variants=["plain"], **job)
+        answers = run_ranks(tp * pp, f"{JOBS}every_variant", variants=["plain"], **job)
         assert all(answer == answers[0] for answer in answers)
         found[tp, pp] = answers[0]
     drawn = [token for tokens, _ in found[1, 1]["whole/plain/packed"].values() for token in tokens]
@@ -265,7 +266,7 @@ def test_a_vocabulary_that_tensor_ranks_do_not_divide_is_drawn_from_alike(tmp_pa
 def test_greedy_responses_through_a_window_are_those_of_transformers(models: dict[str, str], tp: int, pp: int) -> None:
     labels = ["plain", "two slots", "cache forgotten each round"] if tp == 1 else ["plain"]
     job: dict[str, Any] = dict(directory=models["mistral"], tp=tp, pp=pp, samplings={"greedy": Sampling(0.0)})
-    (answer, *_) = run_ranks(tp * pp, "tests.gloo.test_generation:every_variant", variants=labels, **job)
+    (answer, *_) = run_ranks(tp * pp, f"{JOBS}every_variant", variants=labels, **job)
     theirs = AutoModelForCausalLM.from_pretrained(models["mistral"], dtype=torch.float32)
     expected = []
     for prompt in PROMPTS:
@@ -279,9 +280,7 @@ def test_greedy_responses_through_a_window_are_those_of_transformers(models: dic
 @layouts
 def test_recorded_log_probs_are_those_of_the_training_forward(models: dict[str, str], tp: int, pp: int, dp: int) -> None:
     for model in ("qwen3", "llama", "mistral") if (tp, pp, dp) == (1, 1, 1) else ("qwen3",):
-        answers = run_ranks(
-            tp * pp * dp, "tests.gloo.test_generation:logprob_gaps", directory=models[model], tp=tp, pp=pp, samplings=SAMPLINGS
-        )
+        answers = run_ranks(tp * pp * dp, f"{JOBS}logprob_gaps", directory=models[model], tp=tp, pp=pp, samplings=SAMPLINGS)
         speakers = [answer for answer in answers if "training" in answer["whole"]]
         assert len(speakers) == tp * dp
         for answer in speakers:
@@ -315,9 +314,7 @@ def ended() -> dict[str, Any]:
 def test_a_round_ends_with_the_batch_and_goes_on_under_new_weights(
     models: dict[str, str], tp: int, pp: int, dp: int, micro_batches: int, ended: dict[str, Any]
 ) -> None:
-    answers = run_ranks(
-        tp * pp * dp, "tests.gloo.test_generation:early_end", directory=models["qwen2"], tp=tp, pp=pp, micro_batches=micro_batches
-    )
+    answers = run_ranks(tp * pp * dp, f"{JOBS}early_end", directory=models["qwen2"], tp=tp, pp=pp, micro_batches=micro_batches)
     cached: dict[int, int] = {}
     for answer in answers:
         cached |= answer.pop("cached")

@@ -31,6 +31,8 @@ from tests.gloo.test_training import DATA, FULL, PROBES, SELECTIVE, SEQUENCE, SE
 from tests.support.hf import SIZES, save_tiny, tensors_of
 from tests.support.ranks import run_ranks
 
+JOBS = "tests.gloo.test_lora:"
+
 
 def train_adapters(
     models: dict[str, tuple[str, dict[str, Any]]], target: str, tp: int, pp: int, config: OptimizerConfig, data: list[Minibatch],
@@ -92,6 +94,7 @@ def outputs_of_paths(directory: str, settings: dict[str, Any], tp: int, probes: 
 
 peft = pytest.importorskip("peft", reason="peft is not installed: it is of the test extra")
 
+Capture = pytest.CaptureFixture[str]
 LORA: dict[str, dict[str, Any]] = {
     "qwen2": {"rank": 4, "alpha": 6.0, "targets": list(TARGETS)},
     "qwen3-scalar": {"rank": 3, "alpha": 3.0, "targets": ["q_proj", "v_proj", "up_proj", "down_proj"]},
@@ -139,7 +142,7 @@ def reference(directory: str, adapter: Path) -> dict[str, Any]:
 def test_steps_equal_peft_and_plain_torch(models: dict[str, str], adapters: dict[str, Path], case: Case, tmp_path: Path) -> None:
     tp, pp, dp, options = case
     answers = run_ranks(
-        tp * pp * dp, "tests.gloo.test_lora:train_adapters",
+        tp * pp * dp, f"{JOBS}train_adapters",
         models={name: (models[name], settings | {"adapter": adapters[name]}) for name, settings in LORA.items()},
         target=str(tmp_path), tp=tp, pp=pp, config=SETTINGS, data=DATA, probes=PROBES,
         layout=TrainingLayoutConfig(**options),
@@ -167,7 +170,7 @@ def test_decoding_computes_as_training_and_the_reference_as_the_base_or_the_give
     models: dict[str, str], adapters: dict[str, Path], tp: int
 ) -> None:
     (first, *_) = run_ranks(
-        tp, "tests.gloo.test_lora:outputs_of_paths", directory=models["qwen2"],
+        tp, f"{JOBS}outputs_of_paths", directory=models["qwen2"],
         settings=LORA["qwen2"] | {"adapter": adapters["qwen2"]}, tp=tp, probes=PROBES,
     )  # fmt: skip
     with torch.no_grad():
@@ -182,9 +185,7 @@ def test_decoding_computes_as_training_and_the_reference_as_the_base_or_the_give
         assert (outputs - expected[way.split(",")[0]]).abs().max() < 2e-5, way
 
 
-def test_merging_equals_pefts(
-    models: dict[str, str], adapters: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_merging_equals_pefts(models: dict[str, str], adapters: dict[str, Path], tmp_path: Path, capsys: Capture) -> None:
     for name, target in (("qwen2", "causal-lm"), ("qwen3-scalar", "reward")):
         arguments = [models[name], str(tmp_path / name), "--adapter", str(adapters[name]), "--as", target]
         assert main(["convert", *arguments, "--check"]) == 0

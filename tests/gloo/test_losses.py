@@ -31,6 +31,8 @@ from tests.gloo.jobs_training import load_chunks
 from tests.gloo.models import CPU, gather_logits, world_groups
 from tests.support.ranks import run_ranks
 
+JOBS = "tests.gloo.test_losses:"
+
 
 def shards_of(vocab_size: int) -> VocabShards:
     return VocabShards(dist.group.WORLD, vocab_rows(vocab_size, dist.get_world_size()), vocab_size)
@@ -95,7 +97,7 @@ LOGPROB_CASES = make_cases()
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_equal_torch_in_float64(tp: int) -> None:
-    answers = run_ranks(tp, "tests.gloo.test_losses:many", cases=list(LOGPROB_CASES.values()))
+    answers = run_ranks(tp, f"{JOBS}many", cases=list(LOGPROB_CASES.values()))
     for place, (name, (logits, targets, temperature, weights)) in enumerate(LOGPROB_CASES.items()):
         x = logits.double().requires_grad_()
         logq = torch.log_softmax(x / (temperature or 1.0), -1)
@@ -119,10 +121,10 @@ def test_equal_torch_in_float64(tp: int) -> None:
 def test_gradients_equal_finite_differences(tp: int) -> None:
     logits, targets, temperature, weights = LOGPROB_CASES["cool"]
     small = (logits[:2, :6].contiguous(), targets[:2] % 6, temperature, weights[:, :2].contiguous())
-    answers = run_ranks(tp, "tests.gloo.test_losses:many", cases=[small])
+    answers = run_ranks(tp, f"{JOBS}many", cases=[small])
     gradient = torch.cat([answer[0][2] for answer in answers], -1)
     keys = ("logits_RV", "targets_R", "temperature", "weights_2R")
-    (slopes, *_) = run_ranks(tp, "tests.gloo.test_losses:finite_differences", **dict(zip(keys, small, strict=True)), step=0.02)
+    (slopes, *_) = run_ranks(tp, f"{JOBS}finite_differences", **dict(zip(keys, small, strict=True)), step=0.02)
     assert slopes.abs().max() > 0.1
     assert (gradient - slopes).abs().max() < 2e-3
 
@@ -251,7 +253,7 @@ def test_a_custom_loss_has_the_gradient_of_the_whole_batch(
             target = tmp_path / f"{minibatches}-{number}"
             job = {"directory": models["qwen3"], "target": str(target), "tp": tp, "pp": pp, "name": name}
             more = {"reduction": reduction, "minibatches": minibatches, "micro_batch_tokens": tokens}
-            norms = run_ranks(world, "tests.gloo.test_losses:update", **job, **more)[0]
+            norms = run_ranks(world, f"{JOBS}update", **job, **more)[0]
             weights = {key: x for file in target.glob("*.safetensors") for key, x in load_file(file).items()}
             if expected is None:
                 expected = norms, weights

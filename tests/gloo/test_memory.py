@@ -38,6 +38,7 @@ from tests.support.ppo import SHAPE, Workspace, read_outcome, run_ppo_ranks, wei
 from tests.support.processes import room_for
 from tests.support.ranks import run_ranks
 
+JOBS = "tests.gloo.test_memory:"
 Count = tuple[int, int, list[int], int]
 """(stage, parameters, numbers of the layers, bytes of a KV cache of 3 slots)"""
 
@@ -67,7 +68,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("tp", "pp", "vpp"), [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)])
 def test_counts_equal_those_of_the_real_model(tp: int, pp: int, vpp: int) -> None:
-    for rank_counts in run_ranks(tp * pp, "tests.gloo.test_memory:counts", cases=CASES, tp=tp, pp=pp, vpp=vpp):
+    for rank_counts in run_ranks(tp * pp, f"{JOBS}counts", cases=CASES, tp=tp, pp=pp, vpp=vpp):
         for (shape, head), (stage, parameters, layers, cache) in zip(CASES, rank_counts, strict=True):
             assert parameters == stage_parameters(shape, tp, pp, stage, scalar=head == "scalar"), (shape, head, stage)
             assert layers == [layer for chunk in stage_layers(shape, pp, stage, vpp) for layer in chunk]
@@ -151,19 +152,17 @@ def prefilled() -> str:
 
 @pytest.mark.parametrize("sync_steps", [1, 3])
 def test_decoding_fits_with_the_limit_that_its_error_names(sync_steps: int) -> None:
-    ((errors, megabytes, same),) = run_ranks(
-        1, "tests.gloo.test_memory:decoded_within", rooms=[200, 130, 90, 60], sync_steps=sync_steps
-    )
+    ((errors, megabytes, same),) = run_ranks(1, f"{JOBS}decoded_within", rooms=[200, 130, 90, 60], sync_steps=sync_steps)
     assert errors and "memory ran out in a decode step of 96 sequences" in errors[0]
     assert megabytes[0] == 48 and megabytes[1] == 24 and same
 
 
 def test_prefill_names_its_role_and_limit(models: dict[str, str]) -> None:
     names = {"reward": models["qwen2-scalar"], "reference": models["llama"], "critic": models["qwen3-scalar"]}
-    (error,) = run_ranks(1, "tests.gloo.test_memory:scored", models=names, most=5)
+    (error,) = run_ranks(1, f"{JOBS}scored", models=names, most=5)
     assert "memory ran out in the " in error and " model's prefill of " in error, error
     assert "set runtime.micro_batch_tokens to " in error
-    (error,) = run_ranks(1, "tests.gloo.test_memory:prefilled")
+    (error,) = run_ranks(1, f"{JOBS}prefilled")
     assert "in the actor's prefill of 38 tokens (CUDA out of memory); set runtime.micro_batch_tokens to 19" in error
 
 

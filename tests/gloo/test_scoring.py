@@ -43,6 +43,7 @@ from tests.gloo.models import (
 )
 from tests.support.ranks import run_ranks
 
+JOBS = "tests.gloo.test_scoring:"
 TEMPERATURE = 0.7
 SIZES = [(1, 1), (1, 9), (5, 1), (3, 4), (7, 12), (2, 6), (4, 3), (1, 14), (6, 2)]
 """(prompt tokens, response tokens)"""
@@ -217,7 +218,7 @@ def chosen(models: dict[str, str]) -> dict[str, str]:
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2)])
 def test_streamed_outputs_equal_the_full_forward(chosen: dict[str, str], tp: int, pp: int, dp: int) -> None:
-    answers = run_ranks(tp * pp * dp, "tests.gloo.test_scoring:streamed_against_full", models=chosen, tp=tp, pp=pp)
+    answers = run_ranks(tp * pp * dp, f"{JOBS}streamed_against_full", models=chosen, tp=tp, pp=pp)
     for answer in answers:
         assert set(answer) == {f"{role}/{slots}" for role in STREAMED for slots in (len(SIZES), 3, 1)}
         for name, report in answer.items():
@@ -233,7 +234,7 @@ def test_streamed_outputs_equal_the_full_forward(chosen: dict[str, str], tp: int
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 1)])
 def test_three_roles_stream_side_by_side(chosen: dict[str, str], tp: int, pp: int, dp: int) -> None:
-    answers = run_ranks(tp * pp * dp, "tests.gloo.test_scoring:together", models=chosen, tp=tp, pp=pp)
+    answers = run_ranks(tp * pp * dp, f"{JOBS}together", models=chosen, tp=tp, pp=pp)
     for role in ROLES:
         errors = [answer[role] for answer in answers]
         assert max(errors) < TOLERANCE and sum(error > 0 for error in errors) >= tp * dp, (role, errors)
@@ -369,9 +370,7 @@ DIFFERENT, ALIKE = ("qwen2", "mistral", "qwen3-scalar"), ("qwen3", "llama")
 )
 def test_cached_steps_equal_the_full_forward(models: dict[str, str], tp: int, pp: int, names: tuple[str, ...]) -> None:
     chosen = {name: models[name] for name in names}
-    answers = run_ranks(
-        tp * pp, "tests.gloo.test_scoring:cached_against_full", directories=chosen, tp=tp, pp=pp, num_steps=NUM_STEPS
-    )
+    answers = run_ranks(tp * pp, f"{JOBS}cached_against_full", directories=chosen, tp=tp, pp=pp, num_steps=NUM_STEPS)
     speakers = [answer for answer in answers if "error" in answer[f"{names[0]}/fused"]]
     assert len(speakers) == tp  # the last stage
     for answer in speakers:

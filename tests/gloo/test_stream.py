@@ -33,6 +33,7 @@ from oppo_megatron.schedule.weaving.communication import add_communication
 from tests.support.ranks import PRELOADED, run_ranks
 from tests.support.traffic import Traffic
 
+JOBS = "tests.gloo.test_stream:"
 CPU = torch.device("cpu")
 SEQ_ID = 31
 
@@ -169,7 +170,7 @@ def _send_damaged(kind: str) -> Stream:
 @pytest.mark.parametrize(("world", "fan_out"), [(2, 8), (4, 8), (4, 1), (5, 2)])
 def test_every_scorer_rank_receives_what_was_sent(world: int, fan_out: int) -> None:
     """Senders are the actor, or one of their own that passes it on."""
-    answers = run_ranks(world, "tests.gloo.test_stream:whole", number=6, fan_out=fan_out)
+    answers = run_ranks(world, f"{JOBS}whole", number=6, fan_out=fan_out)
     assert answers[0]["got"] == []
     for answer in answers[1:]:
         assert answer["got"] == chunks(6)
@@ -186,7 +187,7 @@ def test_every_scorer_rank_receives_what_was_sent(world: int, fan_out: int) -> N
     ],
 )
 def test_a_damaged_stream_is_an_error_on_every_scorer_rank(kind: str, where: str) -> None:
-    for message in run_ranks(3, "tests.gloo.test_stream:damaged", kind=kind)[1:]:
+    for message in run_ranks(3, f"{JOBS}damaged", kind=kind)[1:]:
         assert re.search(where, message), message
 
 
@@ -213,7 +214,7 @@ def test_rows_and_figures_of_all_ranks_arrive_to_the_bit() -> None:
     ]
     nothing: list[list[ChunkRow]] = [[], [], []]
     figures: list[dict[str, float]] = [{"loss": 0.1 + 0.2, "max_ratio": math.inf}, {}, {"b": -0.0, "a": 5e-324}]
-    answers: Any = run_ranks(3, "tests.gloo.test_stream:gather", rounds=[first, nothing], figures=figures)
+    answers: Any = run_ranks(3, f"{JOBS}gather", rounds=[first, nothing], figures=figures)
     for (rows, none), found, traffic in answers:
         assert rows == [row for own in first for row in own] and none == []
         assert bits(rows[0].logprobs) == bits(odd) and bits(rows[0].sampling_logprobs) == bits(odd[::-1])
@@ -309,5 +310,5 @@ def test_a_group_takes_as_much_to_make_however_many_ranks_it_has(
 def test_no_collective_of_a_run_connects_more_ranks_than_its_start_does() -> None:
     """Pairs in gloo's ring and trees are all those of its barrier."""
     sizes = [2, 3, 5, 6, 7, 8]
-    found = run_ranks(8, "tests.gloo.test_stream:connections", sizes=sizes)
+    found = run_ranks(8, f"{JOBS}connections", sizes=sizes)
     assert found == [[(4, peers(size), 0) if rank < size else (0, 0, 0) for size in sizes] for rank in range(8)]
