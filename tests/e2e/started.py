@@ -29,10 +29,10 @@ from oppo_megatron.train.score_exchange import ScoreExchange
 from tests.support.configs import run_of
 from tests.support.processes import runs
 
+Run = subprocess.Popen[str]
 
-def start(
-    config: dict[str, Any], *options: str, module: str = "oppo_megatron train", new_session: bool = False
-) -> subprocess.Popen[str]:
+
+def start(config: dict[str, Any], *options: str, module: str = "oppo_megatron train", new_session: bool = False) -> Run:
     """Start `oppo train` of a configuration, written next to its run directory; `new_session`: in its own process group."""
     run_dir = Path(config["run_dir"])
     path = run_dir.with_name(f"{run_dir.name}.yaml")
@@ -47,7 +47,7 @@ def num_lines(config: dict[str, Any]) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def wait_until(run: subprocess.Popen[str], what: Any, seconds: float = 300.0) -> None:
+def wait_until(run: Run, what: Any, seconds: float = 300.0) -> None:
     until = time.monotonic() + seconds
     while not what():
         assert run.poll() is None, run.communicate()

@@ -101,14 +101,9 @@ def token_rows(inputs: Path, kind: str) -> list[tuple[list[int], list[list[int]]
     """(prompt, answers) of every row, each answer ended by EOS, as transformers would be given them."""
     tokenizer = load_tokenizer(TokenizerConfig(path=inputs / "tokenizer.model"))
     rows = [json.loads(line) for line in (inputs / FILES[kind]).read_text().splitlines()]
-    if kind == "prm":
-        return [
-            (tokenizer.encode(row["prompt"]), [[*tokenizer.encode("\n".join(row["completions"])), tokenizer.eos_id]])
-            for row in rows
-        ]
-    return [
-        (tokenizer.encode(row["prompt"]), [[*tokenizer.encode(row[c]), tokenizer.eos_id] for c in COLUMNS[kind]]) for row in rows
-    ]
+    answers = [["\n".join(row["completions"])] if kind == "prm" else [row[name] for name in COLUMNS[kind]] for row in rows]
+    ended = [[[*tokenizer.encode(answer), tokenizer.eos_id] for answer in own] for own in answers]
+    return [(tokenizer.encode(row["prompt"]), own) for row, own in zip(rows, ended, strict=True)]
 
 
 def step_logits(model: Any, tokens: list[int]) -> torch.Tensor:

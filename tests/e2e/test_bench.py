@@ -59,12 +59,8 @@ def test_overlap_by_the_command(workspace: Workspace, tmp_path: Path, capfd: Cap
     arguments = ["--modes", "sequential,full+critic", "--steps", "3", "--prompt-tokens", "16", "--cores", "1"]
     assert main(["bench", "overlap", str(path), *arguments, "--out", str(out)]) == 0
     said = capfd.readouterr().out
-    assert (
-        "the same work: " in said
-        and "x best" in said
-        and "best sequential placement: pair" in said
-        and "a step without waiting" in said
-    )
+    for words in ("the same work: ", "x best", "best sequential placement: pair", "a step without waiting"):
+        assert words in said
     assert "--- pair/full+critic, run 1 of 1 (2 of 2)" in said
 
     written = left(out, "overlap")
@@ -85,9 +81,8 @@ def test_overlap_by_the_command(workspace: Workspace, tmp_path: Path, capfd: Cap
 
 
 def test_overlap_where_roles_share_a_process(workspace: Workspace, tmp_path: Path) -> None:
-    result = bench_overlap(
-        suite(tmp_path, repeats=2), config(workspace, steps=1), ["sequential", "full+backfill"], ["single"], cores=1
-    )
+    modes = ["sequential", "full+backfill"]
+    result = bench_overlap(suite(tmp_path, repeats=2), config(workspace, steps=1), modes, ["single"], cores=1)
     for run in ("single/sequential-1", "single/full+backfill-2"):
         assert (tmp_path / run / "summary.json").exists() and not (tmp_path / run / "weights").exists()
     [rank] = result["nothing_waits"][0]["ranks"]
@@ -284,7 +279,7 @@ WITH_TRL = pytest.mark.skipif(
 
 @WITH_TRL
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_trl_and_ours_do_the_same_work(workspace: Workspace, tmp_path: Path, capsys: Capture, dtype: str) -> None:
+def test_trl_does_the_same_work(workspace: Workspace, tmp_path: Path, capsys: Capture, dtype: str) -> None:
     out = tmp_path / "out"
     settings: dict[str, Any] = {
         "rewards": [{"kind": "model"}], "rollout.forced_lengths": [10, 0.8], "ppo.entropy_coefficient": 0.0,

@@ -210,9 +210,7 @@ def test_a_reference_with_the_actor_shares_its_weights(workspace: Workspace, pla
 
 
 @pytest.mark.parametrize("mode", ["single", "disaggregated"])
-def test_a_null_reference_begins_with_the_adapters_that_are_given(
-    workspace: Workspace, plain: Outcome, weights: Path, mode: str
-) -> None:
+def test_a_null_reference_begins_with_the_given_adapters(workspace: Workspace, plain: Outcome, weights: Path, mode: str) -> None:
     config = configured(workspace, f"given-{mode}", steps=2, placement={"mode": mode})
     config["actor"] |= {"lora": LORA | {"adapter": str(weights)}}
     assert train_problems(run_of(config)) == []

@@ -168,7 +168,7 @@ def assert_ended_with_the_last_checkpoint_whole(begun: Begun, run: Path, answers
 
 
 @pytest.mark.parametrize(("ranks", "limit"), [(1, 200), (1, 9_000), (2, 9_000)])
-def test_files_that_cannot_be_written_end_the_run_with_the_last_checkpoint_whole(
+def test_files_that_cannot_be_written_leave_the_last_checkpoint_whole(
     begun: Begun, tmp_path: Path, ranks: int, limit: int
 ) -> None:
     config = begun.again(tmp_path / "run") | {"placement": {"mode": "disaggregated" if ranks > 1 else "single"}}
@@ -231,9 +231,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(begun: Begun, tmp_pa
         ("logs.journal:Journal.step", 100, "run: .*--resume"),
     ],
 )
-def test_weights_and_figures_that_cannot_be_written_are_reported(
-    begun: Begun, tmp_path: Path, place: str, num_bytes: int, says: str
-) -> None:
+def test_files_that_cannot_be_written_are_reported(begun: Begun, tmp_path: Path, place: str, num_bytes: int, says: str) -> None:
     config = begun.again(tmp_path / "run")
     ((kind, message),) = run_ranks(1, SMALL_FILES, config=config, num_bytes=num_bytes, within=f"oppo_megatron.train.{place}")
     assert kind == "CheckpointError" and re.match(f"{tmp_path}/(run/)?{says}", message), message

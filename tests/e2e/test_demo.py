@@ -54,9 +54,8 @@ def test_what_it_leaves(demo: Path) -> None:
     for picture in ("reward.png", "timeline.png"):
         assert (demo / picture).read_bytes().startswith(b"\x89PNG")
     for name in ("sft", "rm", "sequential", "oppo"):
-        assert {"config.yaml", "metrics.jsonl", "trace.json", "summary.json", "weights"} <= {
-            path.name for path in (demo / name).iterdir()
-        }
+        left = {path.name for path in (demo / name).iterdir()}
+        assert {"config.yaml", "metrics.jsonl", "trace.json", "summary.json", "weights"} <= left
 
 
 def test_figures(demo: Path) -> None:

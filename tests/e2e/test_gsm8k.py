@@ -132,9 +132,7 @@ def change_two_lines(config: Path, checkpoint: Path) -> None:
 def test_two_changed_lines_make_the_chain_start_from_a_checkpoint(shared_data: Path, tmp_path: Path) -> None:
     checkpoint, example, out = tmp_path / "Qwen2.5-tiny", tmp_path / "gsm8k", tmp_path / "out"
     pieces = [*sorted(ByteLevel.alphabet()), "<|endoftext|>"]
-    Qwen2Tokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], eos_token=pieces[-1]).save_pretrained(
-        checkpoint
-    )
+    Qwen2Tokenizer(vocab={p: i for i, p in enumerate(pieces)}, merges=[], eos_token=pieces[-1]).save_pretrained(checkpoint)
     given = save_tiny(checkpoint, "qwen2", vocab_size=320, max_position_embeddings=1024, tie_word_embeddings=True)
     shutil.copytree(EXAMPLE, example)
     change_two_lines(example / "sft.yaml", checkpoint)

@@ -52,9 +52,8 @@ def test_a_reward_that_is_no_number_trains_nothing(workspace: Workspace, untrain
         assert line["reward_mean"] is None and "actor_loss" not in line and line["critic_loss"] is None
     kept = read_rejected(workspace.root / "runs" / "untrained" / "rejected" / "step-2.safetensors")
     assert kept.facts.step == 2 and kept.facts.policy_version == 0 and kept.scored.scores_B.isnan().all()
-    assert {r.seq_id: r.tokens for r in kept.batch} == {
-        row["seq_id"]: row["tokens"] for row in untrained.rollouts if row["step"] == 2
-    }
+    second = [row for row in untrained.rollouts if row["step"] == 2]
+    assert {r.seq_id: r.tokens for r in kept.batch} == {row["seq_id"]: row["tokens"] for row in second}
 
 
 def test_training_goes_on_from_where_it_was(workspace: Workspace) -> None:
@@ -95,7 +94,7 @@ def test_an_update_that_went_too_far_is_taken_back_on_all_ranks(
     assert "the replay: within all guards" in capsys.readouterr().out
 
 
-def test_a_replay_knows_the_optimizer_steps_of_a_run_whose_steps_had_more(workspace: Workspace, capsys: Capture) -> None:
+def test_a_replay_knows_the_optimizer_steps_of_a_run(workspace: Workspace, capsys: Capture) -> None:
     schedule = {"actor.optimizer.warmup_steps": 20, "critic.optimizer.warmup_steps": 20, "checkpoint.every_steps": 1}
     config = workspace.config("fewer", steps=1, **schedule)
     run_ppo_ranks(config)
@@ -157,9 +156,7 @@ def test_a_damaged_batch_is_an_error(workspace: Workspace, untrained: Outcome, t
     refused(b"[" * 100_000 + b"\n" + lines, whole)
 
 
-def test_a_batch_that_finds_no_place_is_told_of_as_the_system_does(
-    workspace: Workspace, untrained: Outcome, tmp_path: Path
-) -> None:
+def test_a_batch_that_finds_no_place_is_the_systems_error(workspace: Workspace, untrained: Outcome, tmp_path: Path) -> None:
     kept = read_rejected(workspace.root / "runs" / "untrained" / "rejected" / "step-1.safetensors")
     kept = replace(kept, facts=replace(kept.facts, config="", figures={}))
     most = resource.getrlimit(resource.RLIMIT_FSIZE)

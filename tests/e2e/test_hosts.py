@@ -156,7 +156,7 @@ def namespaces() -> Iterator[tuple[list[str], list[str], str]]:
 
 
 @pytest.mark.long
-def test_two_network_namespaces_run_the_same_job(
+def test_two_namespaces_run_the_same_job(
     workspace: Workspace, one_launch: Path, namespaces: tuple[list[str], list[str], str]
 ) -> None:
     """Neither host's name resolves to an address that the other reaches: the network that leads to MASTER_ADDR is used."""
@@ -268,26 +268,22 @@ def test_scores_of_services_are_those_of_the_run_itself(workspace: Workspace, tm
     }  # fmt: skip
     with ExitStack() as stack:
         isolated = {"rewards": [rules[0], BREVITY | {"isolate": True}]}
-        services = [
-            stack.enter_context(service(tmp_path, name, config)) for name, config in (("model", model), ("rules", isolated))
-        ]
+        services = [stack.enter_context(service(tmp_path, name, own)) for name, own in (("model", model), ("rules", isolated))]
         asked = [{"kind": "http", "url": url, "token_env": TOKEN_ENV} for url in services]
         asked[0] |= {"weight": 0.0}
         far = workspace.config("far", steps=2, reward=None, rewards=asked[::-1], **OVERLAPPED)
         run_ranks(1, "tests.e2e.jobs:train_with_environment", config=far, environment={TOKEN_ENV: TOKEN})
     remote = read_outcome(Path(far["run_dir"]))
-    local = run_ppo_ranks(
-        workspace.config("near", steps=2, reward=reward, rewards=[*rules, {"kind": "model", "weight": 0.0}], **OVERLAPPED)
-    )
+    parts = [*rules, {"kind": "model", "weight": 0.0}]
+    local = run_ppo_ranks(workspace.config("near", steps=2, reward=reward, rewards=parts, **OVERLAPPED))
     assert remote.rollouts == local.rollouts and len({row["reward"] for row in local.rollouts}) > 2
     labels = [url.partition("://")[2] for url in services]
     for far_step, near_step in zip(remote.metrics, local.metrics, strict=True):
         assert far_step["reward_mean"] == near_step["reward_mean"]
         near_model = near_step["reward_parts"]["model"]
         assert far_step["reward_parts"][labels[0]] == pytest.approx(near_model, abs=1e-5) and near_model != 0.0
-    written = "".join(
-        path.read_text(errors="replace") for path in Path(far["run_dir"]).rglob("*.*") if path.suffix != ".safetensors"
-    )
+    files = [path for path in Path(far["run_dir"]).rglob("*.*") if path.suffix != ".safetensors"]
+    written = "".join(path.read_text(errors="replace") for path in files)
     assert TOKEN not in written and TOKEN_ENV in written
 
 

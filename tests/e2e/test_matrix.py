@@ -40,7 +40,7 @@ FACTORS = {"mode": ("colocated", "disaggregated")} | {
     for side in ("actor", "scorer")
     for what, values in (("tp", (1, 2)), ("pp", (1, 2, 4)), ("dp", (1, 2)))
 }
-STOPPED_IN_MAKE_TEST = ("backfill", "greedy baseline, carried", "filter", "prompts fork")
+SOON = ("backfill", "greedy baseline, carried", "filter", "prompts fork")
 
 
 def pairs() -> list[Any]:
@@ -62,9 +62,7 @@ def test_a_feature_in_a_layout_trains_as_one_process(matrix: Matrix, feature: st
     assert_memory_of_every_rank(config)
 
 
-@pytest.mark.parametrize(
-    "feature", [each if each in STOPPED_IN_MAKE_TEST else pytest.param(each, marks=pytest.mark.long) for each in FEATURES]
-)
+@pytest.mark.parametrize("feature", [each if each in SOON else pytest.param(each, marks=pytest.mark.long) for each in FEATURES])
 def test_stopped_within_rollouts_and_resumed_is_the_run_that_never_stopped(matrix: Matrix, feature: str) -> None:
     layout = FEATURES[feature].stops
     option = option_of(feature, layout)
@@ -226,9 +224,7 @@ def test_stale_caches_that_are_kept_fork(matrix: Matrix) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("placement", [None, {"mode": "single"}], ids=["with caches", "without caches"])
-def test_a_run_killed_within_groups_is_resumed_with_and_without_their_caches(
-    matrix: Matrix, placement: dict[str, str] | None
-) -> None:
+def test_a_run_killed_within_groups_resumes_with_and_without_caches(matrix: Matrix, placement: dict[str, str] | None) -> None:
     config = matrix.in_layout("prompts fork", "PP2 | TP2", name=f"killed-{placement is None}")
     config["checkpoint"] = {"every_steps": 1}
     struck(config, "round", 1, "killed")

@@ -163,9 +163,7 @@ def test_layouts_slots_and_rounds_decode_alike(run: Path, adapted: Path, layout:
     assert [i for i, _, _ in plain[0]] != sorted(i for i, _, _ in plain[0]), "in the order in which they end"
 
 
-def test_adapters_of_an_export_and_of_a_checkpoint_are_the_same_policy(
-    workspace: Workspace, adapted: Path, tmp_path: Path
-) -> None:
+def test_adapters_of_an_export_and_a_checkpoint_are_the_same_policy(workspace: Workspace, adapted: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"names no base; give .* \(--base\)"):
         find_policy(adapted)
     base = tmp_path / "base"

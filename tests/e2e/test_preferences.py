@@ -149,9 +149,7 @@ def test_three_steps_equal_transformers_and_adamw(inputs: Path, tmp_path: Path, 
 
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
 def test_micro_batches_have_no_influence(inputs: Path, tmp_path: Path, kind: str) -> None:
-    small, large = (
-        run(kind, preferring(inputs, kind, tmp_path / str(budget), runtime=runtime(budget))) for budget in (240, 4096)
-    )
+    small, large = (run(kind, preferring(inputs, kind, tmp_path / str(size), runtime=runtime(size))) for size in (240, 4096))
     assert small[-1]["packing_efficiency"] != large[-1]["packing_efficiency"], "both are packed alike: nothing is tested"
     for ours, theirs in zip(small, large, strict=True):
         for name in ("loss", "margin", "grad_norm"):

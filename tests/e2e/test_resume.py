@@ -117,7 +117,7 @@ def test_resumed_after_a_step_is_the_run_that_never_stopped(workspace: Workspace
 
 
 @pytest.mark.parametrize("steps_left", [3, 1])
-def test_a_critics_warm_up_and_the_scores_seen_go_on(
+def test_a_warm_up_and_the_scores_seen_go_on(
     workspace: Workspace, warmed_up: tuple[dict[str, Any], Outcome], steps_left: int
 ) -> None:
     config, plain = warmed_up
@@ -244,9 +244,7 @@ JOB = "tests.e2e.jobs_checkpoint:run_with_a_slow_disk"
 FIVE_STEPS = CARRIED | {"steps": 5, "checkpoint.every_steps": 2, "checkpoint.keep": 9, "checkpoint.final": False}
 
 
-@pytest.mark.parametrize(
-    "layout", [TWO_RANKS, pytest.param(REPLICAS, marks=pytest.mark.long)], ids=["actor | scorers", "replicas"]
-)
+@pytest.mark.parametrize("layout", [TWO_RANKS, pytest.param(REPLICAS, marks=pytest.mark.long)], ids=["1 | 1", "replicas"])
 def test_a_checkpoint_written_beside_the_run_is_that_of_its_moment(workspace: Workspace, layout: dict[str, Any]) -> None:
     name = str(layout["placement"]["mode"])
     plain = run_ppo_ranks(deep(workspace, f"{name}-plain", **FIVE_STEPS, **layout))

@@ -157,9 +157,8 @@ def test_steps_equal_peft_and_adamw(peft: Any, inputs: Path, starts: dict[str, P
     base = hf_model(kind, inputs / BASE[kind])
     model = peft.PeftModel.from_pretrained(base, starts[kind], is_trainable=True).get_base_model()
     learned = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(
-        learned, lr=OPTIMIZER["lr"], betas=(0.9, 0.95), eps=OPTIMIZER["eps"], weight_decay=OPTIMIZER["weight_decay"]
-    )
+    same = {name: OPTIMIZER[name] for name in ("lr", "eps", "weight_decay")}
+    optimizer = torch.optim.AdamW(learned, betas=(0.9, 0.95), **same)
     rows, expected = token_rows(inputs, kind), []
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -240,9 +239,7 @@ def test_a_finished_run_is_given_more_steps(inputs: Path, tmp_path: Path) -> Non
     assert kept == [6, 7], "checkpoint.keep is 2, and the last step is saved"
 
 
-def test_a_run_goes_on_the_next_day_under_a_template_that_prints_the_date(
-    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_the_next_day_with_its_own_date(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, config, today = tmp_path / "chats.jsonl", tmp_path / "sft.yaml", datetime(2026, 5, 4, 23, 59)
     turns = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     rows.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(4)))
@@ -287,9 +284,8 @@ def test_signals_save_and_say_how_to_go_on(inputs: Path, tmp_path: Path, number:
     command = [sys.executable, "-m", "oppo_megatron", "sft", str(config)]
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(scratch)}, start_new_session=True
-    )
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
     until = time.monotonic() + 120
     while not (run_dir / "metrics.jsonl").exists() or not (run_dir / "metrics.jsonl").read_text():
         assert process.poll() is None and time.monotonic() < until

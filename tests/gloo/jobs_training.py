@@ -163,9 +163,7 @@ def updates(
     def tokens(num: int) -> list[int]:
         return torch.randint(1, 64, (num,), generator=dice).tolist()
 
-    batch = [
-        Rollout(Prompt(i, i, "", tuple(tokens(prompt))), i, tokens(response)) for i, (prompt, response) in enumerate(lengths)
-    ]
+    batch = [Rollout(Prompt(i, i, "", tuple(tokens(prompt))), i, tokens(answer)) for i, (prompt, answer) in enumerate(lengths)]
     weights_T = torch.rand(sum(len(rollout.tokens) for rollout in batch), generator=dice)
 
     def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:

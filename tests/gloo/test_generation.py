@@ -223,7 +223,7 @@ def drawn() -> dict[str, Any]:
 
 
 @layouts
-def test_draws_depend_on_seed_sequence_and_position_alone(
+def test_draws_depend_on_seed_sequence_and_position(
     models: dict[str, str], tp: int, pp: int, dp: int, drawn: dict[str, Any]
 ) -> None:
     chosen = {name: SAMPLINGS[name] for name in ("whole", "truncated")}

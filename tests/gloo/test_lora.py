@@ -158,10 +158,7 @@ def test_steps_equal_peft_and_plain_torch(models: dict[str, str], adapters: dict
             model = wrapped(models[name], tmp_path / name).eval()
             outputs = torch.cat([plain_outputs(model, probe) for probe in PROBES])
         assert (outputs - expected["outputs"]).abs().max() < OUTPUT_ROUNDING
-        start, end = (
-            load_file(adapters[name] / "adapter_model.safetensors"),
-            load_file(tmp_path / name / "adapter_model.safetensors"),
-        )
+        start, end = (load_file(folder / "adapter_model.safetensors") for folder in (adapters[name], tmp_path / name))
         assert start.keys() == end.keys() and all(not torch.equal(start[key], end[key]) for key in start)
 
 

@@ -243,9 +243,7 @@ ALONE = [(1, 1, 1, 1000), (1, 1, 1, 20)]
 
 
 @pytest.mark.parametrize(("name", "reduction"), CASES)
-def test_a_custom_loss_has_the_gradient_of_the_whole_batch(
-    models: dict[str, str], tmp_path: Path, name: str, reduction: str
-) -> None:
+def test_a_custom_loss_has_the_whole_batchs_gradient(models: dict[str, str], tmp_path: Path, name: str, reduction: str) -> None:
     in_layouts = {1: [*ALONE, (2, 1, 1, 20)], 2: [ALONE[0], (2, 2, 1, 20), (2, 1, 2, 20)]}
     for minibatches, layouts in in_layouts.items() if LOSSES[name] == reduction else [(1, ALONE)]:
         expected: tuple[list[float], dict[str, Tensor]] | None = None

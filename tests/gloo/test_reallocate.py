@@ -41,9 +41,8 @@ def two_layouts(train: Layout, serve: Layout, ranks: list[int] | None = None) ->
 
 def trainable(directory: str, groups: RoleGroups, layout: TrainingLayoutConfig, dtype: str = "float32") -> list[RoleModel]:
     config = ModelConfig(checkpoint=Path(directory), dtype=dtype)
-    return load_training(
-        config, layout, groups, head=head_of(directory), role="model", max_length=MAX_LENGTH, device=CPU, vocab_multiple=4
-    )
+    made: dict[str, Any] = {"head": head_of(directory), "max_length": MAX_LENGTH, "device": CPU, "vocab_multiple": 4}
+    return load_training(config, layout, groups, role="model", **made)
 
 
 def unset(directory: str, groups: RoleGroups, dtype: str = "float32") -> RoleModel:

@@ -110,10 +110,9 @@ class Scorers:
             },
         )
         executor = Executor(rank, dict(self.workers), links, 60.0, CPU, lambda *_: None)
-        coords_by_role = {
-            role: coords.replica for role, placement in site.placements.items() if (coords := placement.coords(rank)) is not None
-        }
-        self.rounds = RoundRunner(planner, executor, coords_by_role, None, None, self.workers)
+        places = {role: placement.coords(rank) for role, placement in site.placements.items()}
+        replicas = {role: place.replica for role, place in places.items() if place is not None}
+        self.rounds = RoundRunner(planner, executor, replicas, None, None, self.workers)
 
     def advance(self, rollouts: Sequence[Rollout]) -> None:
         """Prefill what is new of each rollout; finished ones are then complete, in as many rounds as that takes."""
