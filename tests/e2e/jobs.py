@@ -7,8 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,12 +19,11 @@ from torch import Tensor
 
 from oppo_megatron.cluster.world import World
 from oppo_megatron.engine import generation
-from oppo_megatron.engine.executor import Executor, RoleWorker
+from oppo_megatron.engine.executor import Executor
 from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.errors import OppoError
 from oppo_megatron.mcore.training import StepReport, TrainedModel
 from oppo_megatron.records import Rollout
-from oppo_megatron.schedule.actions import Action, Op
 from oppo_megatron.train.actor import Critic
 from oppo_megatron.train.entry import run_ppo, run_rank
 from oppo_megatron.train.guard import RollBack
@@ -113,42 +111,6 @@ def train_with_environment(config: dict[str, Any], environment: dict[str, str]) 
         train(config)
 
 
-@dataclass
-class Disturbed:
-    """A role's worker in an executor; `disturb` is called before it computes, and before it takes a message."""
-
-    worker: RoleWorker
-    disturb: Callable[[Action], None]
-
-    def live(self, action: Action) -> bool:
-        return self.worker.live(action)
-
-    def compute(self, action: Action) -> int:
-        self.disturb(action)
-        return self.worker.compute(action)
-
-    def outbox(self, action: Action) -> Sequence[Tensor]:
-        return self.worker.outbox(action)
-
-    def inbox(self, action: Action) -> Iterator[Tensor]:
-        self.disturb(action)
-        yield from self.worker.inbox(action)
-
-
-@contextmanager
-def disturbing(disturb: Callable[[int, Action], None]) -> Iterator[None]:
-    run = Executor.run
-
-    def disturbed(executor: Executor, actions: Sequence[Action], shift: int = 0) -> None:
-        tell = partial(disturb, executor.rank)
-        workers = {role: Disturbed(worker, tell) for role, worker in executor.workers.items()}
-        with mock.patch.object(executor, "workers", workers):
-            run(executor, actions, shift)
-
-    with mock.patch.object(Executor, "run", disturbed):
-        yield
-
-
 def train_with_a_death_in_an_update(config: dict[str, Any], rank: int, nth: int) -> tuple[str, str, float]:
     seen = []
     step = TrainedModel.step
@@ -173,11 +135,14 @@ def _error_of(config: dict[str, Any]) -> tuple[str, str, float]:
 
 
 def train_beside_a_slow_rank(config: dict[str, Any], rank: int, seconds: float) -> None:
-    def slow(own: int, action: Action) -> None:
-        if own == rank and action.op is Op.RECV:
-            time.sleep(seconds)
+    receive = Executor._receive
 
-    with disturbing(slow):
+    def slow(executor: Executor, *args: Any) -> None:
+        if executor.rank == rank:
+            time.sleep(seconds)
+        receive(executor, *args)
+
+    with mock.patch.object(Executor, "_receive", slow):
         train(config)
 
 

@@ -73,21 +73,16 @@ def test_stopped_within_rollouts_and_resumed_is_the_run_that_never_stopped(matri
     stop(config, rounds=FEATURES[feature].rounds, rank=int(layout != "1 | 1"))
     assert "clock" in checkpoints(config)[-1]
     if config["rollout"].get("group_size", 1) > 2:
-        assert_within_a_group(config)
+        ended: dict[int, set[bool]] = {}
+        for row in map(json.loads, (last_checkpoint(config) / "rollouts.jsonl").read_text().splitlines()):
+            ended.setdefault(row["seq_id"] // config["rollout"]["group_size"], set()).add(row["finish_clock"] is not None)
+        assert {True, False} in ended.values(), "stopped within a group"
     config["checkpoint"] = {"resume": True}
     stop(config, rounds=4)
     assert_bit_equal(resumed(config), plain)
     if feature == "filter":
         once, again = (Counter(calls_of(each).read_text().splitlines()) for each in (whole, config))
         assert once == again
-
-
-def assert_within_a_group(config: dict[str, Any]) -> None:
-    ended: dict[int, set[bool]] = {}
-    for row in map(json.loads, (last_checkpoint(config) / "rollouts.jsonl").read_text().splitlines()):
-        group = row["seq_id"] // config["rollout"]["group_size"]
-        ended.setdefault(group, set()).add(row["finish_clock"] is not None)
-    assert {True, False} in ended.values()
 
 
 def test_layouts_cover_every_pair_of_choices() -> None:

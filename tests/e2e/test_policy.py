@@ -28,7 +28,7 @@ from oppo_megatron.mcore.weights.hf_weights import export_weights, load_weights
 from oppo_megatron.policy.finding import Choice, find_policy, policy_tokenizer, read_run, require_layout
 from oppo_megatron.policy.loading import build_place, load_policy
 from oppo_megatron.records import Prompt
-from tests.support.ppo import SHAPE, Workspace, deep
+from tests.support.ppo import Workspace, deep
 from tests.support.ranks import run_ranks
 from tests.support.tokenizers import save_byte_level
 
@@ -224,37 +224,23 @@ def test_the_types_in_which_weights_are_stored(tmp_path: Path, run: Path) -> Non
     export = tmp_path / "export"
     shutil.copytree(run / "weights" / "actor", export)
     assert find_policy(export).model.dtype == "float32"
-    config = json.loads((export / "config.json").read_text())
-    (export / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    config = export / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "bfloat16"}))
     assert find_policy(export).model.dtype == "bfloat16"
 
 
-SUMS = [f"{a} plus {b} = {a + b}" for a in range(20) for b in range(20)]
-JUDGE = "def brevity(prompt, response, fields):\n    return -float(len(response))\n"
-
-
-def write_job(folder: Path, **changes: Any) -> Path:
-    save_byte_level(folder / "tokenizer", SUMS, 320)
-    (folder / "judge.py").write_text(JUDGE)
-    rows = [{"prompt": text.split("=")[0], "answer": text.split()[-1]} for text in SUMS[:64]]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    role = {"init": {**SHAPE, "vocab_size": 320}}
-    data = {"path": str(folder / "rows.jsonl"), "max_prompt_tokens": 64}
-    job = {
-        "run_dir": str(folder / "run"), "steps": 4, "placement": {"mode": "disaggregated"}, "data": data,
-        "tokenizer": {"path": str(folder / "tokenizer")}, "actor": role, "critic": role, "reward": role,
-        "rewards": [{"kind": "model"}], "overlap": {"delta": {"max": 2, "initial": 1}},
-        "rollout": {"batch_size": 4, "max_response_tokens": 10},
-        "evaluation": {
-            "data": data | {"max_rows": 6}, "every_steps": 1,
-            "metrics": [
-                {"kind": "verifier", "name": "arithmetic"},
-                {"kind": "model"}, {"kind": "python", "entry_point": "judge:brevity"},
-                {"kind": "verifier", "name": "length", "buffer_tokens": 10}, {"kind": "verifier", "name": "math"},
-            ],
-        },
-        "logging": {"trace": False},
-    }  # fmt: skip
+def write_job(workspace: Workspace, folder: Path, **changes: Any) -> Path:
+    (folder / "judge.py").write_text("def brevity(prompt, response, fields):\n    return -float(len(response))\n")
+    judges = [
+        {"kind": "verifier", "name": "arithmetic"}, {"kind": "model"}, {"kind": "python", "entry_point": "judge:brevity"},
+        {"kind": "verifier", "name": "length", "buffer_tokens": 10}, {"kind": "verifier", "name": "math"},
+    ]  # fmt: skip
+    heldout = {"path": str(workspace.root / "data" / "heldout.jsonl"), "max_prompt_tokens": 96, "max_rows": 6}
+    job = workspace.config(
+        "job", run_dir=str(folder / "run"), steps=4, placement={"mode": "disaggregated"},
+        rollout={"batch_size": 4, "max_response_tokens": 10}, overlap={"delta": {"max": 2, "initial": 1}},
+        evaluation={"data": heldout, "every_steps": 1, "metrics": judges}, logging={"trace": False},
+    )  # fmt: skip
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(job | changes))
     return path
@@ -272,8 +258,8 @@ def summary_of(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_every_kind_of_judge_is_measured_and_the_run_ends_early(tmp_path: Path) -> None:
-    path = write_job(tmp_path, early_stop={"metric": "min accuracy", "patience": 2})
+def test_every_kind_of_judge_is_measured_and_the_run_ends_early(workspace: Workspace, tmp_path: Path) -> None:
+    path = write_job(workspace, tmp_path, early_stop={"metric": "min accuracy", "patience": 2})
     told = train(path)
     summary = summary_of(path)
     assert summary["steps"] == 2 and summary["stopped_early"] in told
@@ -287,9 +273,8 @@ def test_every_kind_of_judge_is_measured_and_the_run_ends_early(tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
-    stop = {"metric": "min accuracy", "patience": 3}
-    path = write_job(tmp_path, early_stop=stop)
+def test_a_resumed_run_goes_on_counting(workspace: Workspace, tmp_path: Path) -> None:
+    path = write_job(workspace, tmp_path, early_stop={"metric": "min accuracy", "patience": 3})
     train(path, "steps=2")
     assert summary_of(path)["stopped_early"] is None
     train(path, "steps=6", "--resume")
@@ -299,11 +284,11 @@ def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
 
 
 def test_the_step_that_is_best_by_a_held_out_metric_is_kept_and_its_weights_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))  # for judge.py
-    best = {"keep_best": "judge:brevity", "keep": 1}
-    path = write_job(tmp_path, checkpoint=best, placement={"mode": "single"}, overlap={"inter": False, "intra": False})
+    plain = {"placement": {"mode": "single"}, "overlap": {"inter": False, "intra": False}}
+    path = write_job(workspace, tmp_path, checkpoint={"keep_best": "judge:brevity", "keep": 1}, **plain)
     assert main(["train", str(path), "evaluation.data.max_rows=4", "actor.optimizer.lr=0.05"]) == 0
     told = capsys.readouterr().out
     summary = summary_of(path)

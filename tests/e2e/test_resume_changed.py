@@ -116,7 +116,7 @@ def test_a_finished_run_is_given_more_steps(ended: dict[str, Any], tmp_path: Pat
     assert (run / "weights" / "actor" / "model.safetensors").read_bytes() != weights
 
 
-def test_another_actor_is_the_reference_alone(ended: dict[str, Any], at_step_3: dict[str, Any], tmp_path: Path) -> None:
+def test_another_actor_is_the_reference_only(ended: dict[str, Any], at_step_3: dict[str, Any], tmp_path: Path) -> None:
     other = Path(ended["run_dir"]) / "weights" / "actor"
     twin = at_step_3 | {"run_dir": str(tmp_path / "twin")}
     shutil.copytree(at_step_3["run_dir"], twin["run_dir"])
