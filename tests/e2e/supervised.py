@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from oppo_megatron.train.reference_pass import reference_fingerprint
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.supervised import task_of, train_supervised
 from tests.support.configs import run_of
-from tests.support.hf import SIZES, save_tiny
+from tests.support.hf import SIZES, save_tiny, tensors_of
 
 COMMANDS = {"prm": "rm", "kto": "dpo"}
 """The commands of kinds that a setting selects."""
@@ -32,9 +33,7 @@ COMMANDS = {"prm": "rm", "kto": "dpo"}
 
 def train(kind: str, settings: dict[str, Any], stop_after: int | None = None) -> None:
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    preemption = Preemption()
-    if stop_after is not None:
-        preemption = StopAfter(stop_after)
+    preemption = Preemption() if stop_after is None else StopAfter(stop_after)
     config = run_of(settings, SUPERVISED[COMMANDS.get(kind, kind)])
     train_supervised(config, task_of(config), world, preemption)
 
@@ -106,11 +105,6 @@ def token_rows(inputs: Path, kind: str) -> list[tuple[list[int], list[list[int]]
     return [(tokenizer.encode(row["prompt"]), own) for row, own in zip(rows, ended, strict=True)]
 
 
-def step_logits(model: Any, tokens: list[int]) -> torch.Tensor:
-    """The scalar head at every token, not only at the last one."""
-    return model.score(model.model(torch.tensor([tokens])).last_hidden_state)[0, :, 0]
-
-
 def judged_steps(inputs: Path, model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits and labels of all steps: a step ends with its newline, the last with EOS."""
     tokenizer = load_tokenizer(TokenizerConfig(path=inputs / "tokenizer.model"))
@@ -119,7 +113,8 @@ def judged_steps(inputs: Path, model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     labels = [json.loads(line)["labels"] for line in (inputs / FILES["prm"]).read_text().splitlines()]
     for prompt, (answer,) in token_rows(inputs, "prm"):
         ends = [len(prompt) + place for place, token in enumerate(answer) if token in (newline, tokenizer.eos_id)]
-        logits.append(step_logits(model, [*prompt, *answer])[ends])
+        hidden = model.model(torch.tensor([[*prompt, *answer]])).last_hidden_state
+        logits.append(model.score(hidden)[0, ends, 0])  # the head at these tokens, not only at the last one
     return torch.cat(logits), torch.tensor([label for row in labels for label in row]).float()
 
 
@@ -147,3 +142,31 @@ def hf_model(kind: str, directory: Path) -> Any:
     model, report = loader.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     return model.eval()
+
+
+def plain_steps(model: Any, losses: Sequence[Callable[[Any], torch.Tensor]], rate: Settings) -> list[tuple[float, float]]:
+    """Steps of torch's AdamW, whose weight decay is of matrices alone: the loss and the gradient's norm before each."""
+    learned, taken = [param for param in model.parameters() if param.requires_grad], []
+    groups = [
+        {"params": [p for p in learned if (p.dim() > 1) == decays], "weight_decay": rate["weight_decay"] * decays}
+        for decays in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=rate["lr"], betas=(0.9, 0.95), eps=rate["eps"])
+    for loss_of in losses:
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(learned, rate["clip_grad"])
+        optimizer.step()
+        taken.append((loss.item(), float(norm)))
+    return taken
+
+
+def require_moved(trained: Path, model: Any, start: Path, within: float) -> None:
+    """The weights are those of the model, and not those that it began with."""
+    model.save_pretrained(trained.with_name("reference"))
+    ours, theirs, before = (tensors_of(folder) for folder in (trained, trained.with_name("reference"), start))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert (ours[name] - tensor).abs().max() < within, name
+        assert (tensor - before[name]).abs().max() > 1e-3, f"{name} did not move: nothing is tested"

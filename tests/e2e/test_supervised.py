@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,9 @@ from tests.e2e.supervised import (
     hf_model,
     judged_steps,
     metrics,
+    plain_steps,
     reference_loss,
+    require_moved,
     run,
     settings,
     token_rows,
@@ -46,29 +47,13 @@ from tests.support.ranks import run_ranks
 def test_one_step_equals_transformers_and_adamw(inputs: Path, tmp_path: Path, kind: str) -> None:
     chosen = settings(inputs, kind, tmp_path / "run")
     model = hf_model(kind, chosen["model"]["checkpoint"])
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() == 1]
-    assert matrices and others
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": OPTIMIZER["weight_decay"]}, {"params": others, "weight_decay": 0.0}],
-        lr=OPTIMIZER["lr"], betas=(0.9, 0.95), eps=OPTIMIZER["eps"],
-    )  # fmt: skip
-    loss = whole_loss(model, kind, inputs)
-    loss.backward()
-    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER["clip_grad"]))
-    optimizer.step()
+    ((loss, norm),) = plain_steps(model, [lambda own: whole_loss(own, kind, inputs)], OPTIMIZER)
     assert norm > OPTIMIZER["clip_grad"], "the reference must clip, or clipping is not tested"
 
     (line,) = run(kind, chosen)
-    assert line["loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert line["loss"] == pytest.approx(loss, rel=1e-5)
     assert line["grad_norm"] == pytest.approx(norm, rel=1e-4)
-    model.save_pretrained(tmp_path / "reference")
-    expected, start = tensors_of(tmp_path / "reference"), tensors_of(chosen["model"]["checkpoint"])
-    trained = tensors_of(tmp_path / "run" / "weights")
-    assert trained.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert (trained[name] - tensor).abs().max() < 2e-5, name
-        assert (tensor - start[name]).abs().max() > 1e-3, f"{name} did not move: nothing is tested"
+    require_moved(tmp_path / "run" / "weights", model, chosen["model"]["checkpoint"], 2e-5)
 
 
 @pytest.mark.parametrize("kind", ["sft", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("rm", "prm"))])
@@ -79,11 +64,11 @@ def test_training_learns_and_leaves_a_model_of_that_loss_in_transformers(inputs:
     assert [line["step"] for line in lines] == list(range(1, 49))
     assert lines[-1]["loss"] < 0.5 * lines[0]["loss"]
     assert lines[-1]["lr"] < lines[0]["lr"] == 5e-3
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["kind"] == kind and summary["steps"] == 48 and summary["rows"] == NUM_ROWS
-    assert summary["loss_last"] < summary["loss_first"]
+    told = summary(tmp_path / "run")
+    assert told["kind"] == kind and told["steps"] == 48 and told["rows"] == NUM_ROWS
+    assert told["loss_last"] < told["loss_first"]
     if kind != "sft":
-        assert summary["accuracy_last"] > 0.75 and all(0 <= line["accuracy"] <= 1 for line in lines)
+        assert told["accuracy_last"] > 0.75 and all(0 <= line["accuracy"] <= 1 for line in lines)
 
     weights = tmp_path / "run" / "weights"
     again = settings(inputs, kind, tmp_path / "again", model={"checkpoint": weights})
@@ -96,7 +81,7 @@ def test_held_out_steps_are_measured_as_transformers_measures_them(inputs: Path,
     evaluation = {"data": {"path": inputs / FILES["prm"]}}
     chosen = settings(inputs, "prm", tmp_path / "run", steps=1, evaluation=evaluation)
     run("prm", chosen)
-    measured = json.loads((tmp_path / "run" / "summary.json").read_text())["heldout"]
+    measured = summary(tmp_path / "run")["heldout"]
     for step, weights in ("0", chosen["model"]["checkpoint"]), ("1", tmp_path / "run" / "weights"):
         with torch.no_grad():
             logits, labels = judged_steps(inputs, hf_model("prm", weights))
@@ -119,15 +104,10 @@ def test_what_a_run_leaves(inputs: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run/weights/tokenizer.model").read_bytes() == (inputs / "tokenizer.model").read_bytes()
     rows = [row[0] + row[1][0] for row in token_rows(inputs, "sft")[:8]]
     assert lines[0]["tokens"] == sum(len(row) - 1 for row in rows)
-
-
-def test_finished_run_is_refused_and_kept(inputs: Path, tmp_path: Path) -> None:
-    chosen = settings(inputs, "sft", tmp_path / "run", steps=1)
-    run("sft", chosen)
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "run").iterdir()}
     with pytest.raises(ConfigError, match="finished run"):
         run("sft", chosen)
-    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "run").iterdir()} == before
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "run").iterdir()} == before, "it is kept"
 
 
 def test_hugging_face_tokenizer_lies_beside_the_weights(inputs: Path, tmp_path: Path) -> None:
@@ -154,8 +134,8 @@ def test_refused_rows_are_set_aside(inputs: Path, tmp_path: Path) -> None:
     assert "summary.json" in left and not {"weights", "checkpoints"} & left
     entries = [json.loads(line) for line in (tmp_path / "run" / "quarantine.jsonl").read_text().splitlines()]
     assert sorted(entry["line"] for entry in entries) == [NUM_ROWS + 1, NUM_ROWS + 2]
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["quarantined"] == 2 and summary["rows"] == NUM_ROWS
+    told = summary(tmp_path / "run")
+    assert told["quarantined"] == 2 and told["rows"] == NUM_ROWS
 
 
 def test_bad_rows_are_reported_before_the_model_is_built(inputs: Path, tmp_path: Path) -> None:
@@ -169,21 +149,17 @@ def test_bad_rows_are_reported_before_the_model_is_built(inputs: Path, tmp_path:
         run("sft", chosen)
 
 
-def _small_vocabulary(chosen: Settings) -> Settings:
-    return {**chosen, "model": {"init": {**SHAPE, "vocab_size": 64}}}
-
-
 @pytest.mark.parametrize(
-    "change, message",
+    ("change", "message"),
     [
-        (lambda c: {**c, "parallel": {"tp": 2}}, "1 ranks were started"),
-        (_small_vocabulary, "vocabulary has 64 entries"),
-        (lambda c: {**c, "max_tokens": 999}, "contexts of up to 999"),
+        ({"parallel": {"tp": 2}}, "1 ranks were started"),
+        ({"model": {"init": {**SHAPE, "vocab_size": 64}}}, "vocabulary has 64 entries"),
+        ({"max_tokens": 999}, "contexts of up to 999"),
     ],
 )
-def test_misfits_are_refused(inputs: Path, tmp_path: Path, change: Callable[[Settings], Settings], message: str) -> None:
+def test_misfits_are_refused(inputs: Path, tmp_path: Path, change: Settings, message: str) -> None:
     with pytest.raises((ConfigError, CapacityError), match=message):
-        run("sft", change(settings(inputs, "sft", tmp_path / "run")))
+        run("sft", settings(inputs, "sft", tmp_path / "run") | change)
     assert not (tmp_path / "run").exists()
 
 
@@ -203,8 +179,7 @@ HALF = {"fraction": 0.5, "every_steps": 1}
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
-    tree: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-    return tree
+    return dict(json.loads((run_dir / "summary.json").read_text()))
 
 
 def held(inputs: Path, kind: str, fraction: float = 0.5, seed: int = 1) -> list[tuple[list[int], list[list[int]]]]:
@@ -234,6 +209,8 @@ def test_held_out_figures_are_those_of_transformers_and_none_of_the_rows_is_trai
     assert len(lines) == 4 and len(rows) == 12
     told = summary(tmp_path / "run")
     assert told["rows"] == 12 and list(told["heldout"]) == ["0", "1", "2", "3", "4"]
+    assert told["memory_peak_mb"][0] >= told["memory_base_mb"][0] > 0 and told["memory_planned_mb"][0] > 0
+    assert lines[-1]["memory_peak_mb"] <= told["memory_peak_mb"]
     for step, weights in ("0", chosen["model"]["checkpoint"]), ("4", tmp_path / "run" / "weights"):
         model, mean = hf_model(kind, weights), told["heldout"][step]["mean"]
         with torch.no_grad():
@@ -289,11 +266,3 @@ def test_a_run_ends_early_and_is_the_same_when_it_is_interrupted(inputs: Path, t
         assert again[key] == told[key]
     run("sft", {**parts, "early_stop": None, "checkpoint": {"resume": True}})
     assert summary(tmp_path / "parts")["stopped_early"] is None and len(metrics(tmp_path / "parts")) == 24
-
-
-def test_memory_is_measured(inputs: Path, tmp_path: Path) -> None:
-    chosen = settings(inputs, "sft", tmp_path / "run", batch_size=6, steps=1, evaluation=HALF)
-    (line,) = run("sft", chosen)
-    told = summary(tmp_path / "run")
-    assert told["memory_peak_mb"][0] >= told["memory_base_mb"][0] > 0 and told["memory_planned_mb"][0] > 0
-    assert line["memory_peak_mb"] <= told["memory_peak_mb"]

@@ -31,7 +31,7 @@ from oppo_megatron.policy.finding import find_policy
 from oppo_megatron.preflight.validate import supervised_problems
 from oppo_megatron.rundir.checkpoints import CheckpointStore
 from oppo_megatron.rundir.trace import read_trace
-from tests.e2e.supervised import OPTIMIZER, Settings, hf_model, metrics, reference_loss, run, settings, token_rows
+from tests.e2e.supervised import OPTIMIZER, Settings, hf_model, metrics, plain_steps, reference_loss, run, settings, token_rows
 from tests.support.hf import tensors_of
 from tests.support.ranks import run_ranks
 
@@ -156,18 +156,8 @@ def adapted(inputs: Path, kind: str, run_dir: Path, lora: dict[str, Any], **chan
 def test_steps_equal_peft_and_adamw(peft: Any, inputs: Path, starts: dict[str, Path], tmp_path: Path, kind: str) -> None:
     base = hf_model(kind, inputs / BASE[kind])
     model = peft.PeftModel.from_pretrained(base, starts[kind], is_trainable=True).get_base_model()
-    learned = [param for param in model.parameters() if param.requires_grad]
-    same = {name: OPTIMIZER[name] for name in ("lr", "eps", "weight_decay")}
-    optimizer = torch.optim.AdamW(learned, betas=(0.9, 0.95), **same)
-    rows, expected = token_rows(inputs, kind), []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = reference_loss(model, kind, rows)
-        loss.backward()
-        norm = float(torch.nn.utils.clip_grad_norm_(learned, OPTIMIZER["clip_grad"]))
-        optimizer.step()
-        expected.append((loss.item(), norm))
-
+    rows = token_rows(inputs, kind)
+    expected = plain_steps(model, [lambda own: reference_loss(own, kind, rows)] * STEPS, OPTIMIZER)
     lines = run(kind, adapted(inputs, kind, tmp_path / "run", {"adapter": starts[kind]}))
     assert [line["loss"] for line in lines] == pytest.approx([loss for loss, _ in expected], rel=1e-4)
     assert [line["grad_norm"] for line in lines] == pytest.approx([norm for _, norm in expected], rel=1e-3)
