@@ -96,7 +96,6 @@ GROUPS: dict[str, Any] = {
     "rewards": [{"kind": "verifier", "name": "arithmetic"}], "rollout.batch_size": 8, "rollout.group_size": 4,
     "overlap.delta": {"rule": "fixed", "initial": 1, "max": 1},
 }  # fmt: skip
-"""Without a critic."""
 
 
 @pytest.mark.long

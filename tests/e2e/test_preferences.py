@@ -40,7 +40,6 @@ from tests.support.ranks import run_ranks
 
 STEPS, BATCH = 3, 8
 RATE = {"lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5, "eps": 1e-4}
-LAYOUTS = [{"tp": 2}, {"pp": 2}, {"dp": 2}]
 Answer = tuple[list[int], list[int]]
 
 

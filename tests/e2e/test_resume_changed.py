@@ -228,22 +228,6 @@ def test_a_run_that_is_told_to_stop_and_a_run_whose_rank_is_killed_end_as_if_not
     assert weight_distance(outcome.actor, plain.actor) == weight_distance(outcome.critic, plain.critic) == 0.0
 
 
-@pytest.mark.long
-def test_a_rank_that_cannot_give_up_its_save_is_killed(workspace: Workspace) -> None:
-    """A stopped one: 8 s after `preempt_deadline_s` it is ended, with the run, which can go on."""
-    config = deep(workspace, "stopped", steps=99, placement={"mode": "disaggregated"}, preempt_deadline_s=1.0)
-    run = start(config)
-    wait_until(run, lambda: num_lines(config) >= 1)
-    pids = rank_pids(config)
-    os.kill(pids[1], signal.SIGSTOP)
-    run.send_signal(signal.SIGTERM)
-    told = time.monotonic()
-    _, said = run.communicate(timeout=60)
-    assert run.returncode == EXIT_REQUEUE and not still_there(pids), said
-    assert 1 + 8 <= time.monotonic() - told < 25
-    assert "nothing was saved within preempt_deadline_s=1" in said
-
-
 def whole_checkpoints(config: dict[str, Any]) -> list[str]:
     store = CheckpointStore(Path(config["run_dir"]) / "checkpoints")
     for position in store.positions():

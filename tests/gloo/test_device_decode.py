@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 
-from oppo_megatron.chunks import Chunk
 from oppo_megatron.config.model import KVLayout
 from oppo_megatron.engine import device_decode
 from oppo_megatron.engine.round_runner import RoundRunner
@@ -54,26 +53,14 @@ class Course:
     sampling: Sampling
 
 
-def _text(seed: int) -> StopText | None:
-    return StopText(["cad", "eb"], lambda ids: "".join(PIECES[i % 64] for i in ids)) if seed % 3 == 1 else None
-
-
-def _eos_ids(seed: int) -> tuple[int, ...]:
-    draws = random.Random(seed)
-    return tuple([draws.randrange(64), *draws.sample(range(64), 2 * (seed % 2))])
-
-
 def _runner(model: RoleModel, course: Course, way: Way) -> RoundRunner:
     cache = model.new_cache(course.slots, layout=way.layout)
-    stopping = OwnLimits(_eos_ids(course.seed), MAX_RESPONSE, text=_text(course.seed))
+    draws, text = random.Random(course.seed), StopText(["cad", "eb"], lambda ids: "".join(PIECES[i % 64] for i in ids))
+    eos_ids = (draws.randrange(64), *draws.sample(range(64), 2 * (course.seed % 2)))
+    stopping = OwnLimits(eos_ids, MAX_RESPONSE, text=text if course.seed % 3 == 1 else None)
     rounds = new_rounds(model, cache, course.sampling, stopping, sync_steps=way.sync_steps)
     rounds.planner.weave = (course.micro_batches, "auto")
     return rounds
-
-
-def _facts(chunk: Chunk) -> Facts:
-    rows = [(r.seq_id, r.offset, r.tokens, r.version, r.finish_clock, r.finish_reason) for r in chunk.rows]
-    return {"index": chunk.index, "clock": chunk.clock, "rows": rows}
 
 
 def travel(model: RoleModel, course: Course, way: Way) -> tuple[list[Facts], list[float]]:
@@ -95,7 +82,9 @@ def travel(model: RoleModel, course: Course, way: Way) -> tuple[list[Facts], lis
         needed = draws.randint(1, 3) if draws.random() < 0.5 else NEVER
         chunk = decode_round(rounds, active, draws.randint(1, 9), clock, version, needed)
         lengths = {i: cache.length(i) for i in cache.seq_ids}
-        found.append({**_facts(chunk), "lengths": lengths, "slots": cache.seq_ids if course.micro_batches == 1 else []})
+        rows = [(r.seq_id, r.offset, r.tokens, r.version, r.finish_clock, r.finish_reason) for r in chunk.rows]
+        told = {"index": chunk.index, "clock": chunk.clock, "rows": rows, "lengths": lengths}
+        found.append({**told, "slots": cache.seq_ids if course.micro_batches == 1 else []})
         clock = chunk.clock
         if draws.random() < 0.2:
             version += 1

@@ -320,7 +320,8 @@ def test_a_round_ends_with_the_batch_and_goes_on_under_new_weights(
         cached |= answer.pop("cached")
         gaps = answer.pop("gaps", None)
         if gaps is not None:
-            check_versions(gaps, answer["versions"])
+            fresh, stale = ([abs(x) for x, v in zip(gaps, answer["versions"], strict=True) if v == k] for k in (1, 0))
+            assert max(fresh) < LOGPROB_TOLERANCE < max(stale), "tokens that are drawn later have the new weights' log-probs"
     answer = answers[0]
     assert all(other == answer for other in answers), "each rank would send the same message, to the bit"
     assert len(answer.pop("sent")) == 4
@@ -334,10 +335,3 @@ def test_a_round_ends_with_the_batch_and_goes_on_under_new_weights(
     assert running and all(answer["summary"][k][0] == num_steps for k in running)
     assert cached == {k: prompts[k] + num_steps - 1 for k in running}
     assert ended.setdefault("answer", answer) == answer
-
-
-def check_versions(gaps: list[float], versions: list[int]) -> None:
-    """Tokens drawn after the weights changed have the log-probs of the new weights, those before do not."""
-    fresh = [abs(gap) for gap, version in zip(gaps, versions, strict=True) if version == 1]
-    stale = [abs(gap) for gap, version in zip(gaps, versions, strict=True) if version == 0]
-    assert max(fresh) < LOGPROB_TOLERANCE < max(stale)

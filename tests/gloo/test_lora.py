@@ -203,19 +203,19 @@ def test_an_adapters_scalar_head_needs_none_below(adapters: dict[str, Path], tmp
     assert torch.equal(found, load_file(adapters[name] / "adapter_model.safetensors")[head])
 
 
-def test_an_adapter_of_other_settings_is_refused(adapters: dict[str, Path]) -> None:
+def test_adapters_that_do_not_fit_and_damaged_ones_are_refused(adapters: dict[str, Path], tmp_path: Path) -> None:
     settings = LORA["qwen2"] | {"adapter": adapters["qwen2"]}
     assert adapter_problems("actor.lora", LoraConfig(**settings)) == []
     told = adapter_problems("actor.lora", LoraConfig(**settings | {"rank": 8, "alpha": 1.0, "targets": ["q_proj"]}))
     assert len(told) == 3 and "its r is 4, but actor.lora.rank is 8" in told[0]
-
-
-def test_damaged_adapters_are_met_before_models_are_built(adapters: dict[str, Path], tmp_path: Path) -> None:
+    shape = ModelShape.from_hf({"model_type": "qwen2", **SIZES, "hidden_size": 64, "rms_norm_eps": 1e-6})
+    with pytest.raises(CheckpointError, match="the model and its rank ask for"):
+        open_adapters(adapters["qwen2"], shape, LoraConfig(**LORA["qwen2"]), "lm")
     copy = Path(shutil.copytree(adapters["qwen2"], tmp_path / "adapter"))
     file = copy / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:200])
-    (told,) = check_adapter("actor", LoraConfig(**LORA["qwen2"] | {"adapter": copy}))
-    assert told.startswith("actor.lora.adapter: ") and "adapter_model.safetensors` is truncated" in told
+    (damage,) = check_adapter("actor", LoraConfig(**LORA["qwen2"] | {"adapter": copy}))
+    assert damage.startswith("actor.lora.adapter: ") and "adapter_model.safetensors` is truncated" in damage
 
 
 @pytest.mark.parametrize(
@@ -233,12 +233,6 @@ def test_what_is_not_computed_is_refused(adapters: dict[str, Path], tmp_path: Pa
     config = json.loads((copy / "adapter_config.json").read_text())
     (copy / "adapter_config.json").write_text(json.dumps(config | change))
     assert said in "".join(adapter_problems("actor.lora", LoraConfig(**LORA["qwen2"], adapter=copy)))
-
-
-def test_an_adapter_of_another_model_is_refused(adapters: dict[str, Path]) -> None:
-    shape = ModelShape.from_hf({"model_type": "qwen2", **SIZES, "hidden_size": 64, "rms_norm_eps": 1e-6})
-    with pytest.raises(CheckpointError, match="the model and its rank ask for"):
-        open_adapters(adapters["qwen2"], shape, LoraConfig(**LORA["qwen2"]), "lm")
 
 
 def test_fresh_adapters_change_nothing_and_are_pefts_in_spread(models: dict[str, str]) -> None:

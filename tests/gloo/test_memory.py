@@ -84,12 +84,6 @@ BIG = {
 }  # fmt: skip
 
 
-def _advice(error: CapacityError, setting: str) -> int:
-    found = re.search(rf"set {re.escape(setting)} to (\d+) or less", str(error))
-    assert found is not None, error
-    return int(found[1])
-
-
 def _obey(work: Callable[[int], Any], value: int, setting: str) -> tuple[list[str], list[int], Any]:
     """`work(value)`, and with each error's advice until it fits: the errors, the values tried and the result."""
     errors, tried = [], [value]
@@ -98,7 +92,9 @@ def _obey(work: Callable[[int], Any], value: int, setting: str) -> tuple[list[st
             return errors, tried, work(tried[-1])
         except CapacityError as error:
             errors.append(str(error))
-            tried.append(_advice(error, setting))
+            found = re.search(rf"set {re.escape(setting)} to (\d+) or less", str(error))
+            assert found is not None, error
+            tried.append(int(found[1]))
     raise AssertionError(errors)
 
 

@@ -71,7 +71,8 @@ def _masters(trained: TrainedModel) -> Iterator[tuple[str, slice, Tensor]]:
 def plain_adamw(model: RoleModel, data: Minibatch, num_steps: int) -> dict[str, Tensor]:
     """torch's AdamW on float32 weights, whose roundings compute; gradients of the micro-batches are added up in float32."""
     masters = {name: p.detach().float() for name, p in model.named_parameters()}
-    adam = _adamw(list(masters.values()))
+    groups = [{"params": [p for p in masters.values() if (p.ndim > 1) == d], "weight_decay": 0.1 * d} for d in (True, False)]
+    adam = torch.optim.AdamW(groups, lr=SMALL.lr, betas=tuple(SMALL.betas), eps=SMALL.eps)
     for _ in range(num_steps):
         gradients = _gradients(model, data)
         for name, master in masters.items():
@@ -82,14 +83,6 @@ def plain_adamw(model: RoleModel, data: Minibatch, num_steps: int) -> dict[str, 
             for name, param in model.named_parameters():
                 param.copy_(masters[name])
     return masters
-
-
-def _adamw(params: list[Tensor]) -> torch.optim.AdamW:
-    groups = [
-        {"params": [p for p in params if p.ndim > 1], "weight_decay": SMALL.weight_decay},
-        {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=SMALL.lr, betas=tuple(SMALL.betas), eps=SMALL.eps)
 
 
 def _gradients(model: RoleModel, data: Minibatch) -> dict[str, Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -133,11 +132,7 @@ class Scorers:
         return float((found - expected).abs().max())
 
     def _round(self, rollouts: Sequence[Rollout]) -> None:
-        self.rounds.run([], rollouts, 1, Decoding(0, 0, _nothing_decoded))
-
-
-def _nothing_decoded() -> Any:
-    raise AssertionError("no round decodes")
+        self.rounds.run([], rollouts, 1, Decoding(0, 0, mock.Mock(side_effect=AssertionError("no round decodes"))))
 
 
 def _score(role: str, model: RoleModel, slots: int, links: Links, site: Site) -> dict[str, float]:
@@ -267,7 +262,10 @@ class Walk:
             self._join()
         for seq_id in list(self.tokens):
             if len(self.tokens[seq_id]) > MAX_LENGTH - 8 or (len(self.tokens) > 1 and self.random.random() < 0.1):
-                self._leave(seq_id)
+                if self.random.random() < 0.5:
+                    self.cache.exchange(seq_id, self.random.choice(list(self.tokens)))
+                self.cache.close(seq_id)
+                del self.tokens[seq_id]
             elif self.tokens[seq_id] and self.random.random() < 0.15:
                 length = self.random.randint(0, len(self.tokens[seq_id]) - 1)
                 self.cache.truncate(seq_id, length)
@@ -281,12 +279,6 @@ class Walk:
         self.tokens[self.num_opened] = []
         self.num_opened += 1
 
-    def _leave(self, seq_id: int) -> None:
-        if self.random.random() < 0.5:
-            self.cache.exchange(seq_id, self.random.choice(list(self.tokens)))
-        self.cache.close(seq_id)
-        del self.tokens[seq_id]
-
     def grow(self) -> None:
         ids = self.cache.seq_ids
         if self.random.random() < 0.6:
@@ -295,16 +287,12 @@ class Walk:
         decode = self.random.random() < 0.5
         calls = [self._call(part, decode) for part in (ids[:cut], ids[cut:]) if part]
         for call in calls:
-            out = self._pass(call)
+            inputs = stage_inputs(self.model, torch.tensor(call.tokens))
+            rows_R = None if call.rows is None else torch.tensor(call.rows)
+            out = step(self.model, self.cache, call.seq_ids, call.lens, inputs, rows_R)
+            pass_on(self.model, out)
             if self.model.groups.is_last_stage:
                 self.outputs.append(out)
-
-    def _pass(self, call: Call) -> Tensor:
-        inputs = stage_inputs(self.model, torch.tensor(call.tokens))
-        rows_R = None if call.rows is None else torch.tensor(call.rows)
-        out = step(self.model, self.cache, call.seq_ids, call.lens, inputs, rows_R)
-        pass_on(self.model, out)
-        return out
 
     def _call(self, ids: list[int], decode: bool) -> Call:
         call = Call(ids, [1 if decode else self.random.randint(1, 7) for _ in ids])

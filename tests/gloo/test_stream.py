@@ -39,8 +39,8 @@ CPU = torch.device("cpu")
 SEQ_ID = 31
 
 
-def rollout(prompt: tuple[int, ...] = (1, 2)) -> Rollout:
-    return Rollout(Prompt(SEQ_ID, 0, "", prompt), 0)
+def rollout() -> Rollout:
+    return Rollout(Prompt(SEQ_ID, 0, "", (1, 2)), 0)
 
 
 def chunks(number: int) -> list[Chunk]:
@@ -91,11 +91,7 @@ class Stream:
 
 def whole(number: int, fan_out: int) -> dict[str, Any]:
     with mock.patch("oppo_megatron.schedule.rounds.FAN_OUT", fan_out):
-        return _whole(number)
-
-
-def _whole(number: int) -> dict[str, Any]:
-    got = _send(number) if dist.get_rank() == 0 else _listen(number)
+        got = _send(number) if dist.get_rank() == 0 else _listen(number)
     last = dist.get_world_size() - 1
     values = torch.tensor([0.5, -3.0]) if dist.get_rank() == last else None
     return {"got": got, "shared": share(values, 2, last, CPU).tolist()}

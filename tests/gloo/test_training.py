@@ -183,9 +183,11 @@ def run_case(
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_steps_equal_plain_torch(models: dict[str, str], case: Case, tmp_path: Path) -> None:
-    chosen = {name: models[name] for name in NAMES}
-    answers = run_case(chosen, case, tmp_path)
-    for name in NAMES:
+    """Mistral has a sliding window; gradients of replicas alone are reduced in several buckets."""
+    names = (*NAMES, "mistral") if case.tp == case.pp else NAMES
+    bucket_size = 3000 if case == Case(1, 1, 4) else None
+    answers = run_case({name: models[name] for name in names}, case, tmp_path, bucket_size=bucket_size)
+    for name in names:
         expected = reference(models[name], SETTINGS.clip_grad)
         assert max(expected["norms"]) > SETTINGS.clip_grad, "clipping is put to the test"
         check(answers, name, expected, tmp_path, case.tp * case.dp)
@@ -204,12 +206,6 @@ def test_rows_that_belong_to_no_token_change_nothing(tmp_path: Path, case: Case)
     for name, directory in chosen.items():
         check(answers, name, plain_training(directory, SETTINGS), tmp_path, case.tp * case.dp)
         assert all(answer[name]["filled up"] == 0 for answer in answers)
-
-
-@pytest.mark.parametrize("case", [Case(1, 1, 1, FULL), Case(2, 2, 1, SEQUENCE)], ids=case_id)
-def test_steps_through_a_sliding_window(models: dict[str, str], case: Case, tmp_path: Path) -> None:
-    answers = run_case({"mistral": models["mistral"]}, case, tmp_path)
-    check(answers, "mistral", reference(models["mistral"], SETTINGS.clip_grad), tmp_path, case.tp * case.dp)
 
 
 @pytest.mark.parametrize(
@@ -234,21 +230,6 @@ def test_without_clipping_the_norm_is_still_reported(models: dict[str, str], tmp
 def test_a_gradient_that_is_not_finite_changes_nothing(models: dict[str, str], tp: int, pp: int) -> None:
     for message in run_ranks(4, "tests.gloo.jobs_training:refused_step", directory=models["qwen3"], tp=tp, pp=pp, data=DATA):
         assert "gradient norm is nan" in message and "learning rate" in message
-
-
-def test_a_sharded_optimizer_and_gradients_in_buckets_change_nothing(models: dict[str, str], tmp_path: Path) -> None:
-    found = {}
-    for kind, dp, bucket_size in (("one", 1, None), ("sharded", 2, None), ("buckets", 2, 3000)):
-        (tmp_path / kind).mkdir()
-        case = Case(1, 1, dp)
-        answers = run_case({"qwen2": models["qwen2"]}, case, tmp_path / kind, bucket_size=bucket_size)
-        found[kind] = answers[0]["qwen2"]["grad_norm"], tensors_of(tmp_path / kind / "qwen2")
-    norms, weights = found.pop("one")
-    for found_norms, found_weights in found.values():
-        assert found_norms == pytest.approx(norms, rel=1e-6)
-        assert weights.keys() == found_weights.keys()
-        # Adam enlarges the rounding of sums that two replicas form in another order than one.
-        assert max(float((weights[name] - found_weights[name]).abs().max()) for name in weights) < 5e-6
 
 
 def test_an_update_is_the_same_on_any_number_of_replicas(models: dict[str, str], tmp_path: Path) -> None:

@@ -104,11 +104,15 @@ def _swapped(folder: Path, rng: random.Random) -> str:
 
 def _state(folder: Path, rng: random.Random) -> str:
     """state.json is JSON of another shape."""
-    path = folder / "state.json"
+    what = _other_json(folder / "state.json", rng)
+    reseal(folder)
+    return what
+
+
+def _other_json(path: Path, rng: random.Random) -> str:
     tree = json.loads(path.read_text())
     what = damage_tree(tree, rng)
     path.write_text(json.dumps(tree))
-    reseal(folder)
     return what
 
 
@@ -139,11 +143,7 @@ def _text(folder: Path, rng: random.Random) -> str:
 
 
 def _manifest(folder: Path, rng: random.Random) -> str:
-    path = folder / MANIFEST
-    tree = json.loads(path.read_text())
-    what = damage_tree(tree, rng)
-    path.write_text(json.dumps(tree))
-    return what
+    return _other_json(folder / MANIFEST, rng)
 
 
 def _caches(folder: Path, rng: random.Random) -> str:
