@@ -45,10 +45,6 @@ def total(outcome: Outcome, figure: str) -> float:
     return sum(line[figure] for line in outcome.metrics)
 
 
-def nothing_more(ours: Outcome, theirs: Outcome) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Feature:
     """A change of the plain configuration.
@@ -59,7 +55,7 @@ class Feature:
 
     changes: dict[str, Any]
     shows: Callable[[Outcome], bool]
-    also: Callable[[Outcome, Outcome], None] = nothing_more
+    also: Callable[[Outcome, Outcome], None] = lambda ours, theirs: None
     soon: tuple[str, ...] = ()
     stops: str = "1 | 1"
     rounds: int = 2

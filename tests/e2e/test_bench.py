@@ -172,13 +172,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TRL = ROOT / "benchmarks/peers/compare.py", ROOT / PEER_PYTHON
 
 
-def quiet(text: str) -> None:
-    """Says nothing."""
-
-
 @pytest.mark.long
 def test_every_part_gives_its_figures(tmp_path: Path) -> None:
-    bench = GpuBench(tmp_path, WORK, 400.0, memory_bytes=2**40, trl=TRL, say=quiet)
+    bench = GpuBench(tmp_path, WORK, 400.0, memory_bytes=2**40, trl=TRL, say=lambda _: None)
     figures = bench.run({"tiny": {**TINY, "vocab_size": 512}})
     assert json.loads((tmp_path / "gpu.json").read_text())["results"] == json.loads(json.dumps(figures["results"]))
     rows = {(row["part"], row.get("variant"), row.get("long_tail", False)): row for row in figures["results"]}
@@ -204,7 +200,7 @@ def test_every_part_gives_its_figures(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_parts_that_fail_or_have_no_time_say_so_and_leave_the_others_alone(tmp_path: Path) -> None:
-    bench = GpuBench(tmp_path, WORK, 30.0, memory_bytes=2**10, say=quiet)
+    bench = GpuBench(tmp_path, WORK, 30.0, memory_bytes=2**10, say=lambda _: None)
     figures = bench.run({"broken": {**TINY, "hidden_size": "wide"}})
     why = {(row["part"], row.get("variant")): row["why_not"] for row in figures["results"] if "why_not" in row}
     assert len(why) == 5, figures["results"]
@@ -258,7 +254,7 @@ def test_a_run_that_the_device_cannot_hold_is_left_out(tmp_path: Path) -> None:
     write_random_checkpoint({**TINY, "vocab_size": 512}, checkpoint, torch.float32, torch.device("cpu"))
     inputs = write_random_prompts(tmp_path / "inputs", WORK.prompt_tokens)
     for memory_bytes, lacks in ((2.0**10, True), (2.0**40, False), (None, False)):
-        bench = GpuBench(tmp_path, WORK, 30.0, memory_bytes, say=quiet)
+        bench = GpuBench(tmp_path, WORK, 30.0, memory_bytes, say=lambda _: None)
         lacking = bench.lacking(bench.ppo_run(tmp_path, "full", *inputs))
         assert (lacking is not None and lacking.startswith("needs about 0 GiB")) == lacks
 

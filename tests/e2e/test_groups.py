@@ -114,13 +114,9 @@ def test_a_rule_without_a_reference_leaves_no_scorer(workspace: Workspace) -> No
     assert world_size(TrainConfig(**spread)) == 2
     assert_same(run_ppo_ranks(spread), one)
     assert not [name for line in one.metrics for name in line if name.startswith("critic_")]
-
-
-def test_a_verifier_alone_needs_no_rank_of_scorers(workspace: Workspace) -> None:
-    config = deep(workspace, "verifier", **WITHOUT_CRITIC, placement={"mode": "disaggregated", "reference": "actor"})
-    config |= {"reward": None, "rewards": [{"kind": "verifier", "name": "arithmetic"}]}
-    assert world_size(TrainConfig(**config)) == 1
-    assert len(run_ppo_ranks(config).metrics) == 3
+    beside = deep(workspace, "verifier", **WITHOUT_CRITIC, placement={"mode": "disaggregated", "reference": "actor"})
+    beside |= {name: BY_RULE[name] for name in ("reward", "rewards")}
+    assert world_size(TrainConfig(**beside)) == 1 and len(run_ppo_ranks(beside).metrics) == 3
 
 
 def test_several_responses_a_prompt_are_those_of_rows_that_stand_as_often(workspace: Workspace) -> None:

@@ -56,10 +56,12 @@ def short(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-def test_run_directories_are_whole(short: Path) -> None:
+def test_the_short_chain_leaves_whole_runs_and_learns(short: Path, shared_data: Path) -> None:
+    """Weights load in transformers, both overlaps are at work, the reward rises, and nothing of the test set is in it."""
     for stage, kind in STAGES.items():
         run = short / stage
         load_config(kind, run / "config.yaml")
+        assert "gsm8k_test" not in (run / "config.yaml").read_text(encoding="utf-8"), kind
         lines = rows(run / "metrics.jsonl")
         assert [line["step"] for line in lines] == list(range(1, STEPS[stage] + 1))
         assert summary(short, stage)["steps"] == STEPS[stage]
@@ -70,10 +72,6 @@ def test_run_directories_are_whole(short: Path) -> None:
         named = {*lines[0], *lines[-1], *summary(short, stage), *(span.name for span in spans)}
         absent = [name for name in named if f"`{name}`" not in METRICS_PAGE and not name.endswith(("_first", "_last"))]
         assert not absent, f"describe in docs/metrics.md: {absent}"
-
-
-@pytest.mark.long
-def test_weights_load_in_transformers_with_their_tokenizer(short: Path) -> None:
     places = {
         "sft/weights": AutoModelForCausalLM, "rm/weights": AutoModelForSequenceClassification,
         "ppo/weights/actor": AutoModelForCausalLM, "ppo/weights/critic": AutoModelForSequenceClassification,
@@ -83,10 +81,6 @@ def test_weights_load_in_transformers_with_their_tokenizer(short: Path) -> None:
         assert not report["missing_keys"] and not report["unexpected_keys"], place
         assert 5e6 <= sum(p.numel() for p in model.parameters()) <= 20e6
         assert (short / place / "tokenizer.model").read_bytes() == (short / "tokenizer.model").read_bytes()
-
-
-@pytest.mark.long
-def test_both_overlaps_are_at_work_and_the_reward_model_reward_rises(short: Path) -> None:
     config = load_config(TrainConfig, short / "ppo" / "config.yaml")
     assert config.overlap.intra and config.overlap.inter and world_size(config) == 2
     found, lines = summary(short, "ppo"), rows(short / "ppo" / "metrics.jsonl")
@@ -95,18 +89,11 @@ def test_both_overlaps_are_at_work_and_the_reward_model_reward_rises(short: Path
     model_reward = [line["reward_parts"]["model"] for line in lines]
     assert sum(model_reward[-6:]) / 6 > sum(model_reward[:3]) / 3
     assert summary(short, "sft")["loss_last"] < summary(short, "sft")["loss_first"] - 0.5
-
-
-@pytest.mark.long
-def test_nothing_of_the_test_set_is_trained_or_evaluated_on(short: Path, shared_data: Path) -> None:
     test = {row["question"] for row in rows(shared_data / FILES[1])}
     train, heldout = rows(short / "data" / "train.jsonl"), rows(short / "data" / "heldout.jsonl")
     assert train + heldout == rows(shared_data / FILES[0])
     assert not test & {row["question"] for row in train + heldout}
-    for stage, kind in STAGES.items():
-        text = (short / stage / "config.yaml").read_text(encoding="utf-8")
-        assert "gsm8k_test" not in text, kind
-    assert load_config(TrainConfig, short / "ppo" / "config.yaml").evaluation.data.path == short / "data/heldout.jsonl"
+    assert config.evaluation.data.path == short / "data/heldout.jsonl"
 
 
 @pytest.mark.long

@@ -296,21 +296,16 @@ def late(request: dict[str, Any]) -> bytes:
     return right(request)
 
 
-def lacking_one(request: dict[str, Any]) -> bytes:
-    return right({"items": request["items"][1:]})
-
-
 BAD_ANSWERS = [
-    late, lambda request: http(200, b"<html>busy</html>"), lambda request: scored(request, lambda item: math.nan), lacking_one,
-    lambda request: http(500, b"down"), lambda request: b"", lambda request: right(request)[:-9],
-    lambda request: scored(request, lambda item: 1e9),
+    late, lambda request: http(200, b"<html>busy</html>"), lambda request: scored(request, lambda item: math.nan),
+    lambda request: right({"items": request["items"][1:]}), lambda request: http(500, b"down"), lambda request: b"",
+    lambda request: right(request)[:-9], lambda request: scored(request, lambda item: 1e9),
 ]  # fmt: skip
 
 
-def one_bad_day(addresses: list[str], services: list[Service], done: threading.Event) -> None:
+def one_bad_day(services: list[Service], done: threading.Event) -> None:
     with reward_service(*BAD_ANSWERS, otherwise=right) as service:
         services.append(service)
-        addresses.append(service.url)
         while len(service.requests) < len(BAD_ANSWERS) + 2 and not done.is_set():
             time.sleep(0.01)
     time.sleep(1.0)
@@ -323,15 +318,13 @@ def one_bad_day(addresses: list[str], services: list[Service], done: threading.E
 @pytest.mark.long
 def test_an_outage_in_a_run_loses_nothing_and_invents_nothing(workspace: Workspace) -> None:
     changes: dict[str, Any] = {"reward": None, "placement": {"mode": "disaggregated"}, **OVERLAPPED}
-    addresses: list[str] = []
-    services: list[Service] = []
-    done = threading.Event()
-    bad_day = threading.Thread(target=one_bad_day, args=(addresses, services, done))
+    services, done = list[Service](), threading.Event()
+    bad_day = threading.Thread(target=one_bad_day, args=(services, done))
     bad_day.start()
     try:
-        while not addresses:
+        while not services:
             time.sleep(0.01)
-        asked = {"kind": "http", "url": addresses[0], "weight": BREVITY["weight"], "timeout_s": 0.4}
+        asked = {"kind": "http", "url": services[0].url, "weight": BREVITY["weight"], "timeout_s": 0.4}
         remote = run_ppo_ranks(workspace.config("outage", rewards=[asked], **changes))
     finally:
         done.set()

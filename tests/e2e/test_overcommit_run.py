@@ -148,7 +148,8 @@ def test_delta_from_what_is_measured(workspace: Workspace, placement: dict[str, 
         begun, batch = ended, [row for row in run.rollouts if row["step"] == line["step"]]
         ended = max(begun, *(row["finish_clock"] for row in batch))
         # A sequence runs in every decode step from its first token on, so its end and its length tell in which.
-        counts = [sum(_ran_at(row, clock) for row in run.rollouts) for clock in range(begun + 1, ended + 1)]
+        spans = [(row["finish_clock"] - len(row["tokens"]), row["finish_clock"]) for row in run.rollouts]
+        counts = [sum(first < clock <= last for first, last in spans) for clock in range(begun + 1, ended + 1)]
         assert line["tail_waste"] == pytest.approx(1 - fmean(counts) / max(counts) if counts else 0.0, abs=1e-12)
         assert line["length_gap"] == pytest.approx(1 - line["trained_len_mean"] / line["submitted_len_mean"])
     controller, ess = make_delta_controller(DeltaConfig(**MEASURED)), 1.0
@@ -157,10 +158,6 @@ def test_delta_from_what_is_measured(workspace: Workspace, placement: dict[str, 
         signals = StepSignals(line["reward_mean"], line["tail_waste"], ess, line["length_gap"])
         assert line["delta_reason"] == controller.observe(line["step"], signals).reason
         ess = line["ess"]
-
-
-def _ran_at(row: dict[str, Any], clock: int) -> bool:
-    return row["finish_clock"] - len(row["tokens"]) < clock <= row["finish_clock"]
 
 
 @pytest.fixture(scope="module")
@@ -179,15 +176,11 @@ def test_with_backfill_every_prompt_is_trained_exactly_once(workspace: Workspace
     assert_unfolds_alike(deep(workspace, "backfilled", **BACKFILL), backfilled, VirtualRun, OrderedRun)
 
 
-def test_few_slots_change_nothing(workspace: Workspace, backfilled: Outcome) -> None:
+def test_neither_few_slots_nor_a_chunk_that_adapts_change_a_batch(workspace: Workspace, backfilled: Outcome) -> None:
     """Nine slots of half of a cache are four of a whole one."""
     few = {"placement": {"mode": "disaggregated", "actor": {"tp": 2}}, "runtime.kv_cache_mb": 0.3}
     assert_same(run_ppo_ranks(deep(workspace, "few-slots", **BACKFILL | few)), backfilled)
-
-
-def test_a_chunk_that_adapts_changes_no_batch(workspace: Workspace, backfilled: Outcome) -> None:
-    chunk = [EVERY, 3, 64]
-    run = run_ppo_ranks(deep(workspace, "backfill-adaptive", **BACKFILL | {"overlap.chunk": chunk}))
+    run = run_ppo_ranks(deep(workspace, "backfill-adaptive", **BACKFILL | {"overlap.chunk": [EVERY, 3, 64]}))
     assert {line["chunk_tokens"] for line in run.metrics} == {3, EVERY}
     assert_same(run, backfilled)
 

@@ -198,6 +198,11 @@ def test_what_is_taken_is_told_and_what_is_no_policy_is_refused(run: Path, tmp_p
         with pytest.raises(CheckpointError, match=f"holds no policy: neither a run.*{remedy}"):
             find_policy(place)
     assert find_policy(run, Choice(dtype="bfloat16")).model.dtype == "bfloat16"
+    export = Path(shutil.copytree(run / "weights" / "actor", tmp_path / "export"))
+    assert find_policy(export).model.dtype == "float32"
+    config = export / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "bfloat16"}))
+    assert find_policy(export).model.dtype == "bfloat16", "as it is stored"
 
 
 def test_a_tokenizer_lies_with_the_weights_or_is_named(workspace: Workspace, run: Path, tmp_path: Path) -> None:
@@ -218,15 +223,6 @@ def test_a_tokenizer_lies_with_the_weights_or_is_named(workspace: Workspace, run
             find_policy(run)
     finally:
         config.write_text(written)
-
-
-def test_the_types_in_which_weights_are_stored(tmp_path: Path, run: Path) -> None:
-    export = tmp_path / "export"
-    shutil.copytree(run / "weights" / "actor", export)
-    assert find_policy(export).model.dtype == "float32"
-    config = export / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "bfloat16"}))
-    assert find_policy(export).model.dtype == "bfloat16"
 
 
 def write_job(workspace: Workspace, folder: Path, **changes: Any) -> Path:

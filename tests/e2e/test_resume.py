@@ -76,7 +76,8 @@ def assert_bit_equal(outcome: Outcome, plain: Outcome) -> None:
     assert outcome.batches() == plain.batches()
     assert outcome.rollouts == plain.rollouts and outcome.greedy == plain.greedy
     for ours, theirs in zip(outcome.metrics, plain.metrics, strict=True):
-        assert untimed(ours) == untimed(theirs)
+        one, other = ({name: line[name] for name in line if not name.endswith(TIMES)} for line in (ours, theirs))
+        assert one == other
     assert weight_distance(outcome.actor, plain.actor) == 0.0
     assert weight_distance(outcome.critic, plain.critic) == 0.0
 
@@ -84,10 +85,6 @@ def assert_bit_equal(outcome: Outcome, plain: Outcome) -> None:
 def furthest_logprob(outcome: Outcome, other: Outcome) -> float:
     ours, theirs = ({row["seq_id"]: row["logprobs"] for row in each.rollouts} for each in (outcome, other))
     return max(abs(a - b) for seq_id in ours for a, b in zip(ours[seq_id], theirs[seq_id], strict=False))
-
-
-def untimed(line: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in line.items() if not name.endswith(TIMES)}
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long) if "bfloat16" in case else case for case in CASES])

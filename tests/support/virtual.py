@@ -171,11 +171,7 @@ def tree(actor: Layout = (1, 1, 1), scorer: Layout | None = None, **changes: Any
         "run_dir": "none", "steps": 6, "placement": {"mode": mode, **pools}, "tokenizer": {"path": "none"},
         "data": {"path": "none", "max_prompt_tokens": 64}, "actor": role, "critic": role, "reward": role,
         "rewards": [{"kind": "model"}], "rollout": {"batch_size": 16, "max_response_tokens": 96, "forced_lengths": [30.0, 0.8]},
-        "overlap": {
-            "chunk": 16,
-            "delta": {"rule": "fixed", "initial": 4, "max": 4},
-        },
-        "runtime": {"micro_batch_tokens": 2048},
+        "overlap": {"chunk": 16, "delta": {"rule": "fixed", "initial": 4, "max": 4}}, "runtime": {"micro_batch_tokens": 2048},
     }  # fmt: skip
     for key, value in changes.items():
         config[key] = config.get(key, {}) | value if isinstance(value, dict) else value
