@@ -38,6 +38,7 @@ from tests.support.ppo import (
 )
 from tests.support.ranks import run_ranks
 
+LIKE_OTHERS = ("dr_grpo", "gspo", "cispo", "magistral", "reinforce_pp_baseline")  # of the same groups as grpo, rloo and dapo
 CRITIC_FREE = [name for name, preset in PRESETS.items() if preset.baseline != "critic"]
 CARRIED: dict[str, Any] = {
     "overlap.intra": True, "overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 2, "max": 2},
@@ -57,7 +58,9 @@ def test_every_preset_is_the_same_streamed(workspace: Workspace, preset: str) ->
     assert_same(run_ppo_ranks(grouped(workspace, f"{preset}-streamed", preset, 8, **changes)), one)
 
 
-@pytest.mark.parametrize("preset", CRITIC_FREE)
+@pytest.mark.parametrize(
+    "preset", [pytest.param(name, marks=pytest.mark.long) if name in LIKE_OTHERS else name for name in CRITIC_FREE]
+)
 def test_a_preset_trains_with_carried_groups(workspace: Workspace, preset: str) -> None:
     size = max(2, min(PRESETS[preset].group_size, 4))
     config = grouped(workspace, f"{preset}-carried", preset, size, **CARRIED, steps=3)

@@ -65,21 +65,15 @@ def _bytes(folder: Path, rng: random.Random) -> str:
 
 
 def damage_bytes(path: Path, rng: random.Random) -> str:
-    data, what = bytearray(path.read_bytes()), rng.choice(("flip", "cut", "extend", "empty", "not UTF-8", "zeros"))
+    data, what = path.read_bytes(), rng.choice(("flip", "cut", "extend", "empty", "not UTF-8", "zeros"))
     place = rng.randrange(len(data))
-    if what == "flip":
-        data[place] ^= 1 << rng.randrange(8)
-    elif what == "cut":
-        del data[place:]
-    elif what == "extend":
-        data += rng.randbytes(rng.choice((1, 100)))
-    elif what == "empty":
-        data.clear()
-    elif what == "not UTF-8":
-        data[place:place] = b"\xff\xfe\xed\xa0\x80"
-    else:
-        data[place:] = bytes(len(data) - place)
-    path.write_bytes(data)
+    before, after = data[:place], data[place:]
+    damaged: dict[str, Callable[[], bytes]] = {
+        "flip": lambda: before + bytes([after[0] ^ 1 << rng.randrange(8)]) + after[1:], "cut": lambda: before,
+        "extend": lambda: data + rng.randbytes(rng.choice((1, 100))), "empty": lambda: b"",
+        "not UTF-8": lambda: before + b"\xff\xfe\xed\xa0\x80" + after, "zeros": lambda: before + bytes(len(after)),
+    }  # fmt: skip
+    path.write_bytes(damaged[what]())
     return what
 
 
