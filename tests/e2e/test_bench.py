@@ -272,25 +272,30 @@ WITH_TRL = pytest.mark.skipif(
 )
 
 
+def compared(workspace: Workspace, out: Path, capsys: Capture, settings: dict[str, Any], *options: str) -> tuple[str, Any, Any]:
+    """What is printed, the record, and the steps of TRL, whose responses have the lengths that were drawn for both."""
+    config = out.with_suffix(".yaml")
+    config.write_text(yaml.safe_dump(workspace.config("base", **settings)), encoding="utf-8")
+    usual = ["--threads", "1", "--placements", "single", "--peer-python", str(ROOT / PEER_PYTHON), "--out", str(out)]
+    assert compare([str(config), *usual, *options]) == 0, capsys.readouterr().err
+    printed, found = capsys.readouterr().out, json.loads((out / "trl.json").read_text())
+    assert [row["run"] for row in found["results"]] == ["TRL", "single-sequential", "single-full"]
+    work, (steps,) = json.loads((out / "work.json").read_text()), found["trl"]
+    assert [length for step in steps for length in step["response_tokens"]] == work["lengths"]
+    return printed, found, steps
+
+
 @WITH_TRL
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_trl_does_the_same_work(workspace: Workspace, tmp_path: Path, capsys: Capture, dtype: str) -> None:
-    out = tmp_path / "out"
     settings: dict[str, Any] = {
         "rewards": [{"kind": "model"}], "rollout.forced_lengths": [10, 0.8], "ppo.entropy_coefficient": 0.0,
         "overlap.delta": {"rule": "fixed", "initial": 2, "max": 2}, "runtime": {"device": "cpu"},
     }  # fmt: skip
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(workspace.config("base", **settings)), encoding="utf-8")
-    options = ["--threads", "1", "--placements", "single", "--modes", "sequential,full", "--dtype", dtype]
-    options += ["--peer-python", str(ROOT / PEER_PYTHON), "--out", str(out)]
-    assert compare([str(config), *options]) == 0, capsys.readouterr().err
-
-    printed, found = capsys.readouterr().out, json.loads((out / "trl.json").read_text())
+    out = tmp_path / "out"
+    printed, found, steps = compared(workspace, out, capsys, settings, "--modes", "sequential,full", "--dtype", dtype)
     assert "equal work" in printed
-    assert [row["run"] for row in found["results"]] == ["TRL", "single-sequential", "single-full"]
-    work, (steps,) = json.loads((out / "work.json").read_text()), found["trl"]
-    assert [length for step in steps for length in step["response_tokens"]] == work["lengths"]
+    work = json.loads((out / "work.json").read_text())
     assert [step["ended_by_eos"] for step in steps] == [work["batch_size"]] * work["steps"]
     assert len({tuple(step["prompt_tokens"]) for step in steps}) == len(steps), "prompts differ in length"
     # The same weights score other samples: rewards are of the same size, not equal.
@@ -302,23 +307,14 @@ def test_trl_does_the_same_work(workspace: Workspace, tmp_path: Path, capsys: Ca
 @WITH_TRL
 @pytest.mark.parametrize("kl", ["loss", "none"])
 def test_trl_and_ours_train_groups_alike(workspace: Workspace, tmp_path: Path, capsys: Capture, kl: str) -> None:
-    out = tmp_path / "out"
     settings: dict[str, Any] = {
         "algorithm": {"preset": "grpo"}, "critic": None, "reward": None, "runtime": {"device": "cpu"},
         "rewards": [{"kind": "verifier", "name": "length", "buffer_tokens": 12}], "rollout.forced_lengths": [10, 0.8],
         "rollout": {"batch_size": 8, "group_size": 4, "max_response_tokens": 24}, "ppo": {"kl": {"mode": kl}},
         "overlap.delta": {"rule": "fixed", "initial": 1, "max": 1},
     }  # fmt: skip
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(workspace.config("base", **settings)), encoding="utf-8")
-    options = ["--threads", "1", "--placements", "single", "--peer-python", str(ROOT / PEER_PYTHON), "--out", str(out)]
-    assert compare([str(config), *options, "--trl-micro-batch", "4"]) == 0, capsys.readouterr().err
-
-    printed, found = capsys.readouterr().out, json.loads((out / "trl.json").read_text())
+    printed, found, steps = compared(workspace, tmp_path / "out", capsys, settings, "--trl-micro-batch", "4")
     assert f"KL: beta {0.04 if kl == 'loss' else 0:g} on both sides" in printed
-    assert [row["run"] for row in found["results"]] == ["TRL", "single-sequential", "single-full"]
-    work, (steps,) = json.loads((out / "work.json").read_text()), found["trl"]
-    assert [length for step in steps for length in step["response_tokens"]] == work["lengths"]
     assert len({step["reward_mean"] for step in steps}) > 1 and all(step["score_s"] > 0 for step in steps)
     ours = found["ours"]["single-sequential"][0]
     assert [step["reward_mean"] for step in steps] == pytest.approx([line["reward_mean"] for line in ours], abs=1e-6)

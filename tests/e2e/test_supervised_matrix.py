@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 from functools import cache
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -94,11 +95,7 @@ def alone(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [
-        pytest.param(kind, layout, marks=[] if (kind, layout) in SOON else [pytest.mark.long])
-        for kind in KINDS
-        for layout in LAYOUTS
-    ],
+    [pytest.param(*pair, marks=[] if pair in SOON else [pytest.mark.long]) for pair in product(KINDS, LAYOUTS)],
 )
 def test_a_layout_trains_as_one_rank_and_goes_on_after_a_stop(
     inputs: Path, tmp_path: Path, alone: Callable[[str], Path], kind: str, layout: str

@@ -139,15 +139,7 @@ SAMPLINGS = [
 ]  # fmt: skip
 COURSES = [
     Course(seed, micro_batches, slots, SAMPLINGS[seed % len(SAMPLINGS)])
-    for seed, micro_batches, slots in [
-        (0, 1, 11),
-        (1, 2, 11),
-        (2, 1, 5),
-        (13, 3, 7),
-        (4, 1, 11),
-        (5, 2, 3),
-        (6, 1, 11),
-    ]  # fmt: skip
+    for seed, micro_batches, slots in [(0, 1, 11), (1, 2, 11), (2, 1, 5), (13, 3, 7), (4, 1, 11), (5, 2, 3), (6, 1, 11)]
 ]
 COURSES.append(Course(7, 2, 5, Sampling(seed=7, members=Members(1, greedy=True))))  # every other sequence is greedy
 PLAIN = Way()

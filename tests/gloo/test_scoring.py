@@ -96,18 +96,12 @@ class Scorers:
             role: ScoringWorker(_kind(role), model, _cache(model, slots[role]), temperature=TEMPERATURE)
             for role, model in models.items()
         }
-        planner = RoundPlanner(
-            site,
-            "woven",
-            ("auto", PREFILL_TOKENS),
-            MAX_LENGTH,
-            MAX_LENGTH,
-            ActorBook(site.placements["actor"].dp, 1, lambda _: 1),
-            {
-                role: ScoringBook(_kind(role), site.placements[role].dp, slots[role], every_token=role == "process")
-                for role in models
-            },
-        )
+        actor = ActorBook(site.placements["actor"].dp, 1, lambda _: 1)
+        books = {
+            role: ScoringBook(_kind(role), site.placements[role].dp, slots[role], every_token=role == "process")
+            for role in models
+        }
+        planner = RoundPlanner(site, "woven", ("auto", PREFILL_TOKENS), MAX_LENGTH, MAX_LENGTH, actor, books)
         executor = Executor(rank, dict(self.workers), links, 60.0, CPU, lambda *_: None)
         places = {role: placement.coords(rank) for role, placement in site.placements.items()}
         replicas = {role: place.replica for role, place in places.items() if place is not None}

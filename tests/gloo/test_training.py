@@ -56,20 +56,13 @@ class Case(NamedTuple):
 SEQUENCE = {"sequence_parallel": True}
 SELECTIVE, FULL = {"recompute": "selective"}, {"recompute": "full"}
 CASES = [
-    Case(1, 1, 1),
-    Case(1, 4, 1),
-    Case(1, 1, 4),
-    Case(2, 1, 1, SEQUENCE),
-    Case(2, 2, 1, SEQUENCE | FULL),
-    Case(2, 1, 2, SEQUENCE | SELECTIVE),
-    Case(1, 2, 2, FULL),
-]
+    Case(1, 1, 1), Case(1, 4, 1), Case(1, 1, 4), Case(2, 1, 1, SEQUENCE), Case(2, 2, 1, SEQUENCE | FULL),
+    Case(2, 1, 2, SEQUENCE | SELECTIVE), Case(1, 2, 2, FULL),
+]  # fmt: skip
 DEEP_CASES = [
-    Case(1, 2, 1, {"vpp": 2}),
-    Case(1, 4, 1, {"vpp": 2}),
-    Case(1, 2, 2, {"vpp": 2}),
+    Case(1, 2, 1, {"vpp": 2}), Case(1, 4, 1, {"vpp": 2}), Case(1, 2, 2, {"vpp": 2}),
     Case(2, 2, 1, {"vpp": 2} | SEQUENCE | SELECTIVE),
-]
+]  # fmt: skip
 
 
 def case_id(case: Case) -> str:
@@ -122,13 +115,9 @@ def plain_training(directory: str, settings: OptimizerConfig) -> dict[str, Any]:
 def plain_steps(model: Any, settings: OptimizerConfig) -> dict[str, Any]:
     model.train()
     params = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in params if p.dim() > 1], "weight_decay": settings.weight_decay},
-            {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0},
-        ],
-        lr=settings.lr, betas=tuple(settings.betas), eps=settings.eps,
-    )  # fmt: skip
+    decay = settings.weight_decay
+    groups = [{"params": [p for p in params if (p.dim() > 1) == d], "weight_decay": decay * d} for d in (True, False)]
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=tuple(settings.betas), eps=settings.eps)
     losses, norms = [], []
     for step, batch in enumerate(DATA):
         for group in optimizer.param_groups:
@@ -258,15 +247,11 @@ def test_an_update_is_the_same_on_any_number_of_replicas(models: dict[str, str],
 @pytest.mark.parametrize(
     ("world", "tp", "pp", "layout"),
     [
-        (1, 1, 1, {}),
-        (2, 2, 1, SEQUENCE),
-        (2, 1, 1, {}),
-        pytest.param(4, 1, 1, {}, marks=pytest.mark.long),
-        (1, 1, 1, FULL),
-        (2, 1, 2, {}),
+        (1, 1, 1, {}), (2, 2, 1, SEQUENCE), (2, 1, 1, {}), pytest.param(4, 1, 1, {}, marks=pytest.mark.long),
+        (1, 1, 1, FULL), (2, 1, 2, {}),
     ],
     ids=["1", "TP2", "DP2", "DP4", "recompute", "PP2"],
-)
+)  # fmt: skip
 def test_an_update_that_was_begun_ahead_is_the_same_to_the_bit(
     models: dict[str, str], tmp_path: Path, world: int, tp: int, pp: int, layout: dict[str, Any]
 ) -> None:

@@ -19,17 +19,10 @@ from tests.support.configs import run_of
 from tests.support.ranks import run_ranks
 
 SHAPE = {
-    "model_type": "qwen2",
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "vocab_size": 288,
-    "max_position_embeddings": 256,
-    # A wide initialisation makes the policy's distribution far from uniform, and responses end at different lengths.
-    "initializer_range": 0.4,
-}
+    "model_type": "qwen2", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 64, "vocab_size": 288, "max_position_embeddings": 256, "initializer_range": 0.4,
+}  # fmt: skip
+"""A wide initialisation makes the policy's distribution far from uniform, and responses end at different lengths."""
 
 
 @dataclass
