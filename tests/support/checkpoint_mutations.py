@@ -55,12 +55,8 @@ def reseal(folder: Path) -> None:
     write_manifest(folder, seal(folder, list_files(folder)))
 
 
-def _any_file(folder: Path, rng: random.Random) -> Path:
-    return folder / rng.choice([*list_files(folder), MANIFEST])
-
-
 def _bytes(folder: Path, rng: random.Random) -> str:
-    path = _any_file(folder, rng)
+    path = folder / rng.choice([*list_files(folder), MANIFEST])
     return f"{path.relative_to(folder)} {damage_bytes(path, rng)}"
 
 
@@ -75,25 +71,6 @@ def damage_bytes(path: Path, rng: random.Random) -> str:
     }  # fmt: skip
     path.write_bytes(damaged[what]())
     return what
-
-
-def _gone(folder: Path, rng: random.Random) -> str:
-    path = _any_file(folder, rng)
-    path.unlink()
-    if rng.random() < 0.5:
-        path.mkdir()
-        return f"{path.relative_to(folder)} is a folder"
-    return f"no {path.relative_to(folder)}"
-
-
-def _swapped(folder: Path, rng: random.Random) -> str:
-    one, other = rng.sample(list_files(folder), 2)
-    data = (folder / one).read_bytes()
-    (folder / one).write_bytes((folder / other).read_bytes())
-    (folder / other).write_bytes(data)
-    if sealed := rng.random() < 0.5:
-        reseal(folder)
-    return f"{one} and {other}{', sealed' if sealed else ''}"
 
 
 def _state(folder: Path, rng: random.Random) -> str:
@@ -234,8 +211,7 @@ def _places(tree: Any, path: tuple[Any, ...]) -> Any:
 
 
 KINDS: tuple[Mutation, ...] = (
-    _bytes, _state, _rollouts, _index, _caches, _manifest, _text, _state, _bytes, _gone, _models, _swapped, _state, _rollouts,
-    _bytes,
+    _bytes, _state, _rollouts, _index, _caches, _manifest, _text, _state, _models, _bytes,
 )  # fmt: skip
 
 
