@@ -86,8 +86,7 @@ def test_a_second_start_reuses_everything(demo: Path, capfd: Capture) -> None:
     assert main(["demo", "--quick", "--out", str(demo)]) == 0
     assert made_at(demo) == before and json.loads((demo / "demo.json").read_text()) == report
     output = capfd.readouterr().out
-    assert output.count("reused") == len(STAGES)
-    assert "speed-up" in output and "held-out accuracy after" in output
+    assert output.count("reused") == len(STAGES) and "speed-up" in output and "held-out accuracy after" in output
 
 
 @pytest.mark.long
@@ -150,8 +149,7 @@ def test_an_interrupted_demo_says_how_to_go_on(tmp_path: Path) -> None:
 
 def test_missing_configurations_are_one_clear_message(tmp_path: Path, capsys: Capture) -> None:
     assert main(["demo", "--out", str(tmp_path / "out"), "--configs", str(tmp_path)]) == 2
-    assert "name their folder with --configs" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    assert "name their folder with --configs" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 SHORT = {
@@ -172,8 +170,7 @@ def test_the_commands_that_it_prints_train(tmp_path: Path, monkeypatch: pytest.M
     for words in commands:
         assert main([*words, *SHORT.get(words[0], [])]) == 0, words
     steps = [json.loads(line)["step"] for line in Path("runs/ppo/metrics.jsonl").read_text().splitlines()]
-    assert steps == [1, 2]
-    assert Path("runs/ppo/weights/actor/model.safetensors").is_file()
+    assert steps == [1, 2] and Path("runs/ppo/weights/actor/model.safetensors").is_file()
 
 
 STEPS = 4

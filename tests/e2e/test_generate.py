@@ -82,8 +82,7 @@ def test_a_response_has_the_room_that_the_model_has(export: Path, capsys: Captur
     prompt = "Q: " + "x" * 240
     (found,) = lines(ask(capsys, export, "--prompt", prompt, "--json", "--stop-id", 319))
     assert found["finish_reason"] in ("eos", "length") and found["tokens"] <= 256 - 240
-    assert main(["generate", str(export), "--prompt", prompt * 2]) == 2
-    assert "shorten it" in capsys.readouterr().err
+    assert main(["generate", str(export), "--prompt", prompt * 2]) == 2 and "shorten it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -149,8 +148,7 @@ def test_an_interrupted_file_goes_on_where_it_was(
         ([], "add --resume to continue it"),
         (["--resume", "--seed", "3"], "seed was 0, is 3; use those, or remove the file"),
     ]:
-        assert main(["generate", *map(str, words), "--output", str(cut), *changed]) == 2
-        assert told in capsys.readouterr().err
+        assert main(["generate", *map(str, words), "--output", str(cut), *changed]) == 2 and told in capsys.readouterr().err
     ask(capsys, *words, "--output", cut, "--resume")
     assert cut.read_bytes() == whole.read_bytes() and not partial.exists()
     assert main(["generate", *map(str, words), "--output", str(cut), "--resume"]) == 0

@@ -228,8 +228,7 @@ def test_groups_that_are_all_the_same_are_dropped(workspace: Workspace, sequenti
     assert dropped(sequential) > 1 and sum(line["backfilled"] for line in sequential.metrics) == GROUP * dropped(sequential)
     assert max(groups) + 1 == len(groups) + dropped(sequential), "no prompt beyond the last that was needed"
     for line in sequential.metrics:
-        assert line["keep_rate"] == 3 / (3 + line["groups_dropped"])
-        assert line["equal_groups"] == line["carried"] == 0
+        assert line["keep_rate"] == 3 / (3 + line["groups_dropped"]) and line["equal_groups"] == line["carried"] == 0
     calls = calls_of(workspace, "sequential").read_text().splitlines()
     assert len(calls) == STEPS * BATCH + GROUP * dropped(sequential), "each response once"
 
@@ -370,5 +369,4 @@ def test_a_reward_that_fails_stops_the_run_and_keeps_what_is_written(workspace: 
     with pytest.raises(AssertionError, match=RewardError.__name__) as failure:
         run_ppo_ranks(config)
     assert "sequence" in str(failure.value) and entry in str(failure.value)
-    assert (Path(config["run_dir"]) / "config.yaml").exists()
-    assert not (Path(config["run_dir"]) / "summary.json").exists()
+    assert (Path(config["run_dir"]) / "config.yaml").exists() and not (Path(config["run_dir"]) / "summary.json").exists()

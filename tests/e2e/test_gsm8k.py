@@ -91,8 +91,7 @@ def test_the_short_chain_leaves_whole_runs_and_learns(short: Path, shared_data: 
     assert summary(short, "sft")["loss_last"] < summary(short, "sft")["loss_first"] - 0.5
     test = {row["question"] for row in rows(shared_data / FILES[1])}
     train, heldout = rows(short / "data" / "train.jsonl"), rows(short / "data" / "heldout.jsonl")
-    assert train + heldout == rows(shared_data / FILES[0])
-    assert not test & {row["question"] for row in train + heldout}
+    assert train + heldout == rows(shared_data / FILES[0]) and not test & {row["question"] for row in train + heldout}
     assert config.evaluation.data.path == short / "data/heldout.jsonl"
 
 
@@ -159,8 +158,7 @@ def test_missing_file_is_named_with_the_place_looked_at(missing: str, tmp_path: 
     for name in set(FILES) - {missing}:
         (tmp_path / name).write_text("{}\n")
     done = call(EXAMPLE / "run.sh", tmp_path, tmp_path / "out")
-    assert done.returncode == 2
-    assert f"{missing} is missing (looked for {tmp_path}/{missing})" in done.stderr
+    assert done.returncode == 2 and f"{missing} is missing (looked for {tmp_path}/{missing})" in done.stderr
     assert not (tmp_path / "out").exists(), "nothing is written before the input is known to be there"
 
 

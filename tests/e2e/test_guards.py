@@ -59,8 +59,7 @@ def test_a_reward_that_is_no_number_trains_nothing(workspace: Workspace, untrain
 def test_training_goes_on_from_where_it_was(workspace: Workspace) -> None:
     one = run_ppo_ranks(workspace.config("one", steps=1, **breaking("one", 99)))
     two = run_ppo_ranks(workspace.config("two", steps=2, **breaking("two", 6)))
-    assert [line["skipped"] is None for line in two.metrics] == [True, False]
-    assert is_as_it_was(two, one)
+    assert [line["skipped"] is None for line in two.metrics] == [True, False] and is_as_it_was(two, one)
 
 
 def test_too_many_skips_end_the_run(workspace: Workspace) -> None:
@@ -76,8 +75,7 @@ def test_an_update_that_went_too_far_is_taken_back_on_all_ranks(
     outcome = run_ppo_ranks(workspace.config("ratio", steps=2, placement=DISAGGREGATED, guards=RATIO, **schedule))
     assert all(re.match(r"ratio_max is .*, above guards.ratio_max", line["skipped"]) for line in outcome.metrics)
     assert all(line["critic_loss"] > 0 for line in outcome.metrics), "what was found out is told"
-    assert is_as_it_was(outcome, untrained)
-    assert {version for row in outcome.rollouts for version in row["versions"]} == {0}
+    assert is_as_it_was(outcome, untrained) and {version for row in outcome.rollouts for version in row["versions"]} == {0}
     path = workspace.root / "runs" / "ratio" / "rejected" / "step-1.safetensors"
     assert replay([str(path)]) == 0
     out = capsys.readouterr().out
@@ -110,8 +108,7 @@ def test_a_replay_knows_the_optimizer_steps_of_a_run(workspace: Workspace, capsy
 def test_a_gradient_that_is_no_number_takes_the_minibatches_before_it_back(workspace: Workspace, untrained: Outcome) -> None:
     ruin = {"actor.optimizer": {"lr": 1e30}, "placement": REPLICAS, "guards": {"action": "skip"}}
     outcome = run_ppo_ranks(workspace.config("ruin", steps=2, **ruin))
-    assert all("no finite number" in line["skipped"] for line in outcome.metrics)
-    assert is_as_it_was(outcome, untrained)
+    assert all("no finite number" in line["skipped"] for line in outcome.metrics) and is_as_it_was(outcome, untrained)
 
 
 def test_a_breach_that_stops_says_what_to_do(workspace: Workspace) -> None:
@@ -177,8 +174,7 @@ def test_a_batch_is_replayed_with_models_that_fit_it(workspace: Workspace, untra
         (["rollout.max_response_tokens=1", "data.max_prompt_tokens=2"], "a sequence of .* allow 3"),
         (["ppo.minibatches=7"], "ppo.minibatches is 7, but the batch has 6"),
     ):
-        assert replay([str(path), *overrides]) == 2
-        assert re.search(says, capsys.readouterr().err)
+        assert replay([str(path), *overrides]) == 2 and re.search(says, capsys.readouterr().err)
 
 
 def test_a_step_that_a_guard_takes_back_can_be_replayed(workspace: Workspace, capsys: Capture) -> None:

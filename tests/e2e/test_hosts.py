@@ -106,8 +106,7 @@ def one_launch(workspace: Workspace) -> Path:
 def assert_same_run(config: Path, one_launch: Path, nodes: Sequence[str | None]) -> None:
     ours, theirs = read_outcome(run_dir(config)), read_outcome(one_launch)
     assert ours.tokens() == theirs.tokens() and ours.batches() == theirs.batches()
-    assert weight_distance(ours.actor, theirs.actor) == 0.0
-    assert weight_distance(ours.critic, theirs.critic) == 0.0
+    assert weight_distance(ours.actor, theirs.actor) == 0.0 and weight_distance(ours.critic, theirs.critic) == 0.0
     ranks = json.loads((run_dir(config) / "hosts.json").read_text())["ranks"]
     assert [(rank["rank"], rank["node"]) for rank in ranks] == list(enumerate(nodes))
 

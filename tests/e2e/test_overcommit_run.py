@@ -53,8 +53,7 @@ def test_rollouts_are_carried_with_all_their_tokens(outcome: Outcome) -> None:
         assert len(row["tokens"]) == len(row["versions"]) == len(row["logprobs"])
         assert row["versions"] == sorted(row["versions"])
         # A step has one policy version: a rollout's tokens span as many versions as the steps it was decoded in.
-        assert row["versions"][-1] <= row["step"] - 1
-        assert row["versions"][0] >= row["step"] - 1 - row["deferrals"]
+        assert row["versions"][-1] <= row["step"] - 1 and row["versions"][0] >= row["step"] - 1 - row["deferrals"]
     assert any(len(set(row["versions"])) > 1 for row in carried), "some rollout should span an update"
     assert max(line["logprob_gap"] for line in outcome.metrics) < 1e-4, "log-probs at decode equal those at training"
     assert max(line["stale_token_fraction"] for line in outcome.metrics) > 0
@@ -84,8 +83,7 @@ def test_no_rollout_is_deferred_beyond_the_limit(workspace: Workspace) -> None:
     config = overcommitted(workspace, "cap", **{"overlap.max_staleness": 1})
     capped = run_ppo_ranks(config)
     assert_unfolds_alike(config, capped)
-    assert max(row["deferrals"] for row in capped.rollouts) == 1
-    assert sorted(capped.tokens()) == list(range(STEPS * BATCH))
+    assert max(row["deferrals"] for row in capped.rollouts) == 1 and sorted(capped.tokens()) == list(range(STEPS * BATCH))
 
 
 @pytest.mark.parametrize("correction", ["behaviour", "decoupled"])
@@ -93,8 +91,7 @@ def test_no_rollout_is_deferred_beyond_the_limit(workspace: Workspace) -> None:
 def test_staleness_settings_run_and_gate_the_fresh_tokens(workspace: Workspace, correction: str, actor_kv: str) -> None:
     changes = {"ppo.staleness": correction, "overlap.actor_kv": actor_kv}
     run = run_ppo_ranks(overcommitted(workspace, f"{correction}-{actor_kv}", **changes))
-    assert sorted(run.tokens()) == list(range(STEPS * BATCH))
-    assert max(line["logprob_gap"] for line in run.metrics) < 1e-4
+    assert sorted(run.tokens()) == list(range(STEPS * BATCH)) and max(line["logprob_gap"] for line in run.metrics) < 1e-4
     weights = [line["importance_weight_mean"] for line in run.metrics]
     assert any(w != 1.0 for w in weights) == (correction == "decoupled")
     assert all(0 < line["ess"] <= 1 + 1e-9 for line in run.metrics)
@@ -113,8 +110,7 @@ def test_staleness_settings_run_and_gate_the_fresh_tokens(workspace: Workspace, 
 def test_the_end_of_the_data_is_a_smaller_batch(workspace: Workspace) -> None:
     changes = {"steps": None, "data.max_rows": 20}
     run = run_ppo_ranks(overcommitted(workspace, "end", **changes))
-    assert [len(batch) for batch in run.batches()] == [6, 6, 6, 2]
-    assert sorted(run.tokens()) == list(range(20))
+    assert [len(batch) for batch in run.batches()] == [6, 6, 6, 2] and sorted(run.tokens()) == list(range(20))
 
 
 def test_adaptive_chunk_and_delta_run(workspace: Workspace) -> None:
@@ -123,11 +119,9 @@ def test_adaptive_chunk_and_delta_run(workspace: Workspace) -> None:
         "overlap.max_staleness": 2,
     }  # fmt: skip
     run = run_ppo_ranks(overcommitted(workspace, "adaptive", **changes))
-    assert {line["chunk_tokens"] for line in run.metrics} >= {2, 8, 32}
-    assert len({line["delta"] for line in run.metrics}) > 1
+    assert {line["chunk_tokens"] for line in run.metrics} >= {2, 8, 32} and len({line["delta"] for line in run.metrics}) > 1
     assert all(line["delta_reason"] and line["chunk_reason"] for line in run.metrics)
-    assert max(row["deferrals"] for row in run.rollouts) <= 2
-    assert sorted(run.tokens()) == list(range(STEPS * BATCH))
+    assert max(row["deferrals"] for row in run.rollouts) <= 2 and sorted(run.tokens()) == list(range(STEPS * BATCH))
 
 
 MEASURED = {"rule": "measured", "initial": 2, "max": DELTA, "window": 1}
@@ -170,8 +164,7 @@ def test_with_backfill_every_prompt_is_trained_exactly_once(workspace: Workspace
     assert [len(batch) for batch in backfilled.batches()] == [BATCH] * BACKFILLED
     assert sum(line["backfilled"] for line in backfilled.metrics) > BATCH, "prompts enter within steps"
     assert max(line["carried"] for line in backfilled.metrics) <= BATCH
-    assert max(row["deferrals"] for row in backfilled.rollouts) <= 4
-    assert backfilled.metrics[-1]["carried"] == 0
+    assert max(row["deferrals"] for row in backfilled.rollouts) <= 4 and backfilled.metrics[-1]["carried"] == 0
     assert all(0 < line["packing_efficiency"] <= 1 > line["padding_saved"] > 0 for line in backfilled.metrics)
     assert_unfolds_alike(deep(workspace, "backfilled", **BACKFILL), backfilled, VirtualRun, OrderedRun)
 

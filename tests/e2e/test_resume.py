@@ -72,14 +72,12 @@ def rewound(config: dict[str, Any], name: str, steps: int = 1) -> dict[str, Any]
 
 
 def assert_bit_equal(outcome: Outcome, plain: Outcome) -> None:
-    assert outcome.tokens() == plain.tokens()
-    assert outcome.batches() == plain.batches()
+    assert outcome.tokens() == plain.tokens() and outcome.batches() == plain.batches()
     assert outcome.rollouts == plain.rollouts and outcome.greedy == plain.greedy
     for ours, theirs in zip(outcome.metrics, plain.metrics, strict=True):
         one, other = ({name: line[name] for name in line if not name.endswith(TIMES)} for line in (ours, theirs))
         assert one == other
-    assert weight_distance(outcome.actor, plain.actor) == 0.0
-    assert weight_distance(outcome.critic, plain.critic) == 0.0
+    assert weight_distance(outcome.actor, plain.actor) == 0.0 and weight_distance(outcome.critic, plain.critic) == 0.0
 
 
 def furthest_logprob(outcome: Outcome, other: Outcome) -> float:

@@ -156,8 +156,7 @@ def test_passes_over_the_prompts_end_a_run_and_more_of_them_go_on(workspace: Wor
     assert typed(config, "epochs=2") == 0
     assert batch_sizes(config) == [24, 24, 16, 24, 24, 16]
     (run / "summary.json").unlink()
-    assert typed(config, "epochs=1") == 2
-    assert "set epochs to 2 or more" in capsys.readouterr().err
+    assert typed(config, "epochs=1") == 2 and "set epochs to 2 or more" in capsys.readouterr().err
 
 
 def test_checkpoints_come_by_the_clock_and_at_the_end_unless_that_is_not_wanted(workspace: Workspace) -> None:
@@ -177,8 +176,7 @@ def test_checkpoints_come_by_the_clock_and_at_the_end_unless_that_is_not_wanted(
 
 def test_a_folder_without_a_run_is_told_of(workspace: Workspace, capsys: Capture) -> None:
     config = deep(workspace, "anew", **{"steps": 1, "logging.console": "plain"})
-    assert typed(config) == 0
-    assert "has no checkpoint to continue from: a new run begins" in capsys.readouterr().out
+    assert typed(config) == 0 and "has no checkpoint to continue from: a new run begins" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -223,8 +221,7 @@ def test_a_run_that_is_told_to_stop_and_a_run_whose_rank_is_killed_end_as_if_not
     assert run.returncode == 0 and "was ended by SIGKILL" in told and "0 of 1 restarts left" not in told, told
 
     outcome, plain = read_outcome(Path(config["run_dir"])), run_ppo_ranks(deep(workspace, "plain", **changes))
-    assert [line["step"] for line in outcome.metrics] == list(range(1, STEPS + 1))
-    assert outcome.rollouts == plain.rollouts
+    assert [line["step"] for line in outcome.metrics] == list(range(1, STEPS + 1)) and outcome.rollouts == plain.rollouts
     assert weight_distance(outcome.actor, plain.actor) == weight_distance(outcome.critic, plain.critic) == 0.0
 
 

@@ -48,8 +48,7 @@ def test_a_stopped_scorer_is_named_and_ended_and_the_run_goes_on(workspace: Work
     assert "starting again, 1 of 1 restarts left" in told
     asked, _, after = told.partition("the run has stalled")
     assert "(most recent call first)" in asked and "in run_ppo" in asked and "in run_ppo" not in after, told
-    assert "in run_ppo" in (Path(config["run_dir"]) / "stacks" / "rank-0.txt").read_text()
-    assert num_lines(config) == 6
+    assert "in run_ppo" in (Path(config["run_dir"]) / "stacks" / "rank-0.txt").read_text() and num_lines(config) == 6
 
 
 @pytest.mark.long

@@ -51,8 +51,7 @@ def test_one_step_equals_transformers_and_adamw(inputs: Path, tmp_path: Path, ki
     assert norm > OPTIMIZER["clip_grad"], "the reference must clip, or clipping is not tested"
 
     (line,) = run(kind, chosen)
-    assert line["loss"] == pytest.approx(loss, rel=1e-5)
-    assert line["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert line["loss"] == pytest.approx(loss, rel=1e-5) and line["grad_norm"] == pytest.approx(norm, rel=1e-4)
     require_moved(tmp_path / "run" / "weights", model, chosen["model"]["checkpoint"], 2e-5)
 
 
@@ -61,8 +60,7 @@ def test_training_learns_and_leaves_a_model_of_that_loss_in_transformers(inputs:
     model = {"init": {**SHAPE, "initializer_range": 0.1}}
     chosen = settings(inputs, kind, tmp_path / "run", model=model, epochs=48, optimizer={"lr": 5e-3, "decay": "linear"})
     lines = run(kind, chosen)
-    assert [line["step"] for line in lines] == list(range(1, 49))
-    assert lines[-1]["loss"] < 0.5 * lines[0]["loss"]
+    assert [line["step"] for line in lines] == list(range(1, 49)) and lines[-1]["loss"] < 0.5 * lines[0]["loss"]
     assert lines[-1]["lr"] < lines[0]["lr"] == 5e-3
     told = summary(tmp_path / "run")
     assert told["kind"] == kind and told["steps"] == 48 and told["rows"] == NUM_ROWS

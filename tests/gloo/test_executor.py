@@ -159,8 +159,7 @@ def test_what_is_done_is_what_the_schedule_says(name: str) -> None:
     answers = run_ranks(world, f"{JOBS}carry_out", placements=site.placements, schedules=made, late_s=60.0)
     for rank, outcomes in enumerate(answers):
         for schedule, outcome in zip(made, outcomes, strict=True):
-            assert outcome.error is None
-            assert outcome.done == [str(action) for action in schedule.of(rank)]
+            assert outcome.error is None and outcome.done == [str(action) for action in schedule.of(rank)]
 
 
 def test_rounds_follow_each_other_without_a_pause() -> None:

@@ -333,5 +333,4 @@ def test_a_round_ends_with_the_batch_and_goes_on_under_new_weights(
     prompts = {50 + i: len(tokens) for i, tokens in enumerate(PROMPTS)}
     running = set(answer["summary"]) - set(finished)
     assert running and all(answer["summary"][k][0] == num_steps for k in running)
-    assert cached == {k: prompts[k] + num_steps - 1 for k in running}
-    assert ended.setdefault("answer", answer) == answer
+    assert cached == {k: prompts[k] + num_steps - 1 for k in running} and ended.setdefault("answer", answer) == answer

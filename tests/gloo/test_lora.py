@@ -185,8 +185,7 @@ def test_decoding_computes_as_training_and_the_reference_as_the_base_or_the_give
 def test_merging_equals_pefts(models: dict[str, str], adapters: dict[str, Path], tmp_path: Path, capsys: Capture) -> None:
     for name, target in (("qwen2", "causal-lm"), ("qwen3-scalar", "reward")):
         arguments = [models[name], str(tmp_path / name), "--adapter", str(adapters[name]), "--as", target]
-        assert main(["convert", *arguments, "--check"]) == 0
-        assert capsys.readouterr().out.rstrip().endswith("read back: 0")
+        assert main(["convert", *arguments, "--check"]) == 0 and capsys.readouterr().out.rstrip().endswith("read back: 0")
         theirs = peft.PeftModel.from_pretrained(load_hf(models[name]), adapters[name]).merge_and_unload().state_dict()
         found = tensors_of(tmp_path / name)
         assert all((found[key] - theirs[key]).abs().max() < 1e-5 for key in found)

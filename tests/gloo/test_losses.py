@@ -46,8 +46,7 @@ def shard_results(logits_RV: Tensor, targets_R: Tensor, temperature: float, weig
     logprobs_R, entropy_R = token_logprobs(shard_RV, targets_R, vocab, temperature)
     (weights_2R * torch.stack([logprobs_R, entropy_R])).sum().backward()
     assert torch.equal(shard_RV, before_RV), "the logits are the caller's"
-    assert torch.equal(gather_logits(before_RV, vocab), logits_RV)
-    assert shard_RV.grad is not None
+    assert torch.equal(gather_logits(before_RV, vocab), logits_RV) and shard_RV.grad is not None
     return logprobs_R.detach(), entropy_R.detach(), shard_RV.grad
 
 
@@ -125,8 +124,7 @@ def test_gradients_equal_finite_differences(tp: int) -> None:
     gradient = torch.cat([answer[0][2] for answer in answers], -1)
     keys = ("logits_RV", "targets_R", "temperature", "weights_2R")
     (slopes, *_) = run_ranks(tp, f"{JOBS}finite_differences", **dict(zip(keys, small, strict=True)), step=0.02)
-    assert slopes.abs().max() > 0.1
-    assert (gradient - slopes).abs().max() < 2e-3
+    assert slopes.abs().max() > 0.1 and (gradient - slopes).abs().max() < 2e-3
 
 
 LENGTHS = [(3, 9), (5, 2), (1, 7), (4, 4), (2, 8), (6, 1), (3, 3), (2, 5)]

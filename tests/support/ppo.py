@@ -127,8 +127,7 @@ def parallel(layout: Layout) -> dict[str, int]:
 
 def assert_same(outcome: Outcome, plain: Outcome) -> None:
     """The same tokens and batches, and weights within TOLERANCE (absolute; they move by about 1e-2)."""
-    assert outcome.tokens() == plain.tokens()
-    assert outcome.batches() == plain.batches()
+    assert outcome.tokens() == plain.tokens() and outcome.batches() == plain.batches()
     assert weight_distance(outcome.actor, plain.actor) < TOLERANCE
     assert weight_distance(outcome.critic, plain.critic) < TOLERANCE
     assert max(line["logprob_gap"] for line in outcome.metrics) < 1e-4
