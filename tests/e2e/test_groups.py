@@ -273,27 +273,6 @@ def test_prompts_of_which_nothing_is_left_end_the_run_after_its_last_batch(works
     assert summary["heldout_accuracy"].keys() == {"0", "1"}
 
 
-RULES: list[dict[str, Any]] = [
-    {"kind": "verifier", "name": "arithmetic"}, {"kind": "verifier", "name": "math"},
-    {"kind": "verifier", "name": "length", "buffer_tokens": LONGEST, "weight": 0.5},
-    {"kind": "verifier", "name": "format", "pattern": r"\d", "lenient": True, "weight": 0.25},
-]  # fmt: skip
-
-
-def test_rules_alone(workspace: Workspace) -> None:
-    outcome = run_ppo_ranks(workspace.config("rules-only", steps=2, reward=None, rewards=RULES))
-    lengths = [-len(row["tokens"]) / LONGEST for row in outcome.rollouts]
-    formats = [float(any(character.isdigit() for character in row["response"])) for row in outcome.rollouts]
-    assert len(set(lengths)) > 1 and len(set(formats)) == 2, "the run no longer tells the rules apart"
-    for row, length, found in zip(outcome.rollouts, lengths, formats, strict=True):
-        assert row["reward"] - 0.5 * length - 0.25 * found == pytest.approx(round(row["reward"] - 0.5 * length), abs=1e-6)
-    for line, start in zip(outcome.metrics, (0, 6), strict=True):
-        parts = line["reward_parts"]
-        assert list(parts) == ["arithmetic", "math", "length", "format"]
-        assert parts["length"] == pytest.approx(sum(lengths[start : start + 6]) / 6)
-        assert parts["format"] == pytest.approx(sum(formats[start : start + 6]) / 6)
-
-
 @pytest.mark.parametrize(("minibatch", "warmup"), [(0, 0), (1, 0), (1, 1)])
 def test_a_gap_is_found_in_any_minibatch(workspace: Workspace, minibatch: int, warmup: int) -> None:
     """The actor's first update; the gap is found behind the first minibatch, where weights have moved, too."""
@@ -313,12 +292,6 @@ def test_a_gap_is_found_in_any_minibatch(workspace: Workspace, minibatch: int, w
 )  # fmt: skip
 def test_the_limit_of_the_gap(limit: Any, dtype: str, temperature: float, expected: float | None) -> None:
     assert GuardsConfig(logprob_gap=limit).gap_limit(dtype, temperature) == pytest.approx(expected)
-
-
-def test_greedy_draws_are_certain(workspace: Workspace) -> None:
-    """The log-prob that PPO uses is of the policy at temperature 1, not of the draw, which had no choice."""
-    outcome = run_ppo_ranks(workspace.config("greedy-draws", steps=1, **{"rollout.temperature": 0.0}))
-    assert all(x < 0 for row in outcome.rollouts for x in row["logprobs"])
 
 
 @pytest.mark.parametrize("mode", ["single", "disaggregated"])
