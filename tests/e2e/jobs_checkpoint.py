@@ -127,7 +127,9 @@ def die_while_saving(config: dict[str, Any], fault: Fault) -> None:
     with open_world(checked.runtime) as world, libraries_armed(fault):
         found = find_checkpoint(checked, world)
         assert found is not None
-        loop = restored(checked, world, inputs, found)
+        saver = ppo_saver(checked, world, inputs.prompts, Preemption(checked.preempt_deadline_s))
+        loop = build_loop(checked, world, inputs, saver, _no_rollbacks(checked, inputs), found.ahead(frozenset()))
+        loop.restore(found)
         arm(fault, RunDirectory(checked.run_dir).checkpoints)
         loop.saver.save(loop)
 
@@ -150,13 +152,6 @@ def libraries_armed(fault: Fault) -> Iterator[None]:
         mock.patch.object(common, "save_common", armed(common.save_common, COMMON_FILE)),
     ):
         yield
-
-
-def restored(config: TrainConfig, world: World, inputs: Inputs, found: Found) -> TrainingLoop:
-    saver = ppo_saver(config, world, inputs.prompts, Preemption(config.preempt_deadline_s))
-    loop = build_loop(config, world, inputs, saver, _no_rollbacks(config, inputs), found.ahead(frozenset()))
-    loop.restore(found)
-    return loop
 
 
 def run_with_small_files(config: dict[str, Any], num_bytes: int, within: str) -> tuple[str, str]:

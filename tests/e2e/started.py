@@ -61,7 +61,6 @@ def rank_pids(config: dict[str, Any]) -> list[int]:
 
 
 def still_there(pids: list[int]) -> list[int]:
-    """Processes that have not ended (one that nobody has asked for yet has)."""
     return [pid for pid in pids if runs(pid)]
 
 

@@ -89,7 +89,6 @@ def furthest_logprob(outcome: Outcome, other: Outcome) -> float:
 def test_a_run_with_a_measured_delta_that_is_stopped_and_resumed_is_the_run_that_never_stopped(
     workspace: Workspace, carried: Outcome, case: str
 ) -> None:
-    """Told to stop on one rank, twice; the matrix has further features and layouts."""
     name = "".join(c for c in case if c.isalnum())
     plain = carried if case == "one rank" else run_ppo_ranks(deep(workspace, f"{name}-plain", **CASES[case]))
     config = deep(workspace, name, **CASES[case])

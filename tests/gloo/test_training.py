@@ -172,7 +172,6 @@ def run_case(
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_steps_equal_plain_torch(models: dict[str, str], case: Case, tmp_path: Path) -> None:
-    """Mistral has a sliding window; gradients of replicas alone are reduced in several buckets."""
     names = (*NAMES, "mistral") if case.tp == case.pp else NAMES
     bucket_size = 3000 if case == Case(1, 1, 4) else None
     answers = run_case({name: models[name] for name in names}, case, tmp_path, bucket_size=bucket_size)
