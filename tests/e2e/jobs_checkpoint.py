@@ -45,6 +45,7 @@ from tests.support.configs import run_of
 
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir"}
 CACHE_FILE, COMMON_FILE = "rank-00000.safetensors", "common.pt"  # opened by libraries that tell Python nothing
+FILES = ("__0_0.distcp", ".metadata.tmp", COMMON_FILE, "state.json", "rollouts.jsonl", CACHE_FILE, "manifest.json")
 
 
 @dataclass(frozen=True)

@@ -23,19 +23,7 @@ from oppo_megatron.preflight.validate import train_problems
 from tests.e2e.test_resume import assert_bit_equal
 from tests.support.configs import run_of
 from tests.support.hf import tensors_of
-from tests.support.ppo import (
-    DEEP,
-    SHAPE,
-    STEADY_ADAM,
-    Layout,
-    Outcome,
-    Workspace,
-    assert_same,
-    deep,
-    parallel,
-    read_outcome,
-    run_ppo_ranks,
-)
+from tests.support.ppo import DEEP, SHAPE, Layout, Outcome, Workspace, assert_same, deep, parallel, read_outcome, run_ppo_ranks
 from tests.support.ranks import run_ranks
 
 HALF = {"runtime.dtype": "bfloat16"}
@@ -160,7 +148,7 @@ ROLES = ("actor", "critic")
 def configured(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
     config = deep(workspace, name, **changes)
     for role in ROLES:
-        config[role] |= {"lora": LORA, "optimizer": STEADY_ADAM}
+        config[role]["lora"] = LORA
     return config
 
 

@@ -22,24 +22,13 @@ import pytest
 
 from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
 from oppo_megatron.rundir.manifest import require_whole
-from tests.e2e.jobs_checkpoint import (
-    CACHE_FILE,
-    COMMON_FILE,
-    AtByte,
-    AtEvent,
-    Fault,
-    call,
-    die_while_saving,
-    resume_to_the_end,
-    weights_digest,
-)
+from tests.e2e.jobs_checkpoint import FILES, AtByte, AtEvent, Fault, call, die_while_saving, resume_to_the_end, weights_digest
 from tests.support.checkpoint_mutations import canary
 from tests.support.ppo import SHAPE, Workspace, run_ppo_ranks
 from tests.support.ranks import run_ranks
 
 SMALL = SHAPE | {"hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 160}
 SMALL_FILES = "tests.e2e.jobs_checkpoint:run_with_small_files"
-KINDS_OF_FILES = ("__0_0.distcp", ".metadata.tmp", COMMON_FILE, "state.json", "rollouts.jsonl", CACHE_FILE, "manifest.json")
 STARTING = threading.Lock()
 
 
@@ -106,7 +95,7 @@ def random_bytes(newest: Path, each: int) -> list[Fault]:
     rng = random.Random(5)
     sizes = {path.name: path.stat().st_size for path in newest.rglob("*") if path.is_file()}
     sizes[".metadata.tmp"] = sizes[".metadata"]
-    return [AtByte(name, rng.randrange(sizes[name])) for name in KINDS_OF_FILES for _ in range(each)]
+    return [AtByte(name, rng.randrange(sizes[name])) for name in FILES for _ in range(each)]
 
 
 def strike(begun: Begun, servers: Any, run: Path, fault: Fault, to_the_end: bool) -> bool:

@@ -12,17 +12,7 @@ from oppo_megatron.data.tokenizer import train_sentencepiece
 from oppo_megatron.layout.placements import world_size
 from tests.e2e.matrix import FEATURES
 from tests.support.configs import run_of
-from tests.support.ppo import (
-    DEEP,
-    STEADY_ADAM,
-    Outcome,
-    Workspace,
-    assert_same,
-    deep,
-    read_outcome,
-    run_ppo_ranks,
-    weight_distance,
-)
+from tests.support.ppo import DEEP, Outcome, Workspace, assert_same, deep, read_outcome, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
 from tests.support.virtual import assert_unfolds_alike
 
@@ -120,13 +110,12 @@ def test_a_warm_up_and_the_scores_seen_go_on(
 
 @pytest.fixture(scope="module")
 def warmed_up(workspace: Workspace) -> tuple[dict[str, Any], Outcome]:
-    falling = STEADY_ADAM | {"decay": "linear"}
     changes = {
         "ppo.critic_warmup_steps": 2, "ppo.reward_normalization": "running", "ppo.truncated": -0.5, "ppo.minibatches": 2,
         "overlap.actor_kv": "keep", "checkpoint": {"every_steps": 1, "keep": 9},
     }  # fmt: skip
     config = deep(workspace, "warm", **CARRIED, **TWO_RANKS, **changes)
-    config["actor"]["optimizer"] = config["critic"]["optimizer"] = falling
+    config["actor"]["optimizer"] = config["critic"]["optimizer"] = config["actor"]["optimizer"] | {"decay": "linear"}
     return config, run_ppo_ranks(config)
 
 

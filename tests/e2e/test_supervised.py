@@ -21,24 +21,8 @@ from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.errors import CapacityError, CheckpointError, ConfigError, DataError
 from oppo_megatron.rundir.checkpoints import CheckpointStore
 from oppo_megatron.train.supervised_tasks import RewardModelling
-from tests.e2e.supervised import (
-    COLUMNS,
-    FILES,
-    NUM_ROWS,
-    OPTIMIZER,
-    SHAPE,
-    Settings,
-    hf_model,
-    judged_steps,
-    metrics,
-    plain_steps,
-    reference_loss,
-    require_moved,
-    run,
-    settings,
-    token_rows,
-    whole_loss,
-)
+from tests.e2e import supervised
+from tests.e2e.supervised import Settings, hf_model, metrics, reference_loss, run, settings, token_rows, whole_loss
 from tests.support.hf import tensors_of
 from tests.support.ranks import run_ranks
 
@@ -47,23 +31,23 @@ from tests.support.ranks import run_ranks
 def test_one_step_equals_transformers_and_adamw(inputs: Path, tmp_path: Path, kind: str) -> None:
     chosen = settings(inputs, kind, tmp_path / "run")
     model = hf_model(kind, chosen["model"]["checkpoint"])
-    ((loss, norm),) = plain_steps(model, [lambda own: whole_loss(own, kind, inputs)], OPTIMIZER)
-    assert norm > OPTIMIZER["clip_grad"], "the reference must clip, or clipping is not tested"
+    ((loss, norm),) = supervised.plain_steps(model, [lambda own: whole_loss(own, kind, inputs)], supervised.OPTIMIZER)
+    assert norm > supervised.OPTIMIZER["clip_grad"], "the reference must clip, or clipping is not tested"
 
     (line,) = run(kind, chosen)
     assert line["loss"] == pytest.approx(loss, rel=1e-5) and line["grad_norm"] == pytest.approx(norm, rel=1e-4)
-    require_moved(tmp_path / "run" / "weights", model, chosen["model"]["checkpoint"], 2e-5)
+    supervised.require_moved(tmp_path / "run" / "weights", model, chosen["model"]["checkpoint"], 2e-5)
 
 
 @pytest.mark.parametrize("kind", ["sft", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("rm", "prm"))])
 def test_training_learns_and_leaves_a_model_of_that_loss_in_transformers(inputs: Path, tmp_path: Path, kind: str) -> None:
-    model = {"init": {**SHAPE, "initializer_range": 0.1}}
+    model = {"init": {**supervised.SHAPE, "initializer_range": 0.1}}
     chosen = settings(inputs, kind, tmp_path / "run", model=model, epochs=48, optimizer={"lr": 5e-3, "decay": "linear"})
     lines = run(kind, chosen)
     assert [line["step"] for line in lines] == list(range(1, 49)) and lines[-1]["loss"] < 0.5 * lines[0]["loss"]
     assert lines[-1]["lr"] < lines[0]["lr"] == 5e-3
     told = summary(tmp_path / "run")
-    assert told["kind"] == kind and told["steps"] == 48 and told["rows"] == NUM_ROWS
+    assert told["kind"] == kind and told["steps"] == 48 and told["rows"] == supervised.NUM_ROWS
     assert told["loss_last"] < told["loss_first"]
     if kind != "sft":
         assert told["accuracy_last"] > 0.75 and all(0 <= line["accuracy"] <= 1 for line in lines)
@@ -76,13 +60,13 @@ def test_training_learns_and_leaves_a_model_of_that_loss_in_transformers(inputs:
 
 
 def test_held_out_steps_are_measured_as_transformers_measures_them(inputs: Path, tmp_path: Path) -> None:
-    evaluation = {"data": {"path": inputs / FILES["prm"]}}
+    evaluation = {"data": {"path": inputs / supervised.FILES["prm"]}}
     chosen = settings(inputs, "prm", tmp_path / "run", steps=1, evaluation=evaluation)
     run("prm", chosen)
     measured = summary(tmp_path / "run")["heldout"]
     for step, weights in ("0", chosen["model"]["checkpoint"]), ("1", tmp_path / "run" / "weights"):
         with torch.no_grad():
-            logits, labels = judged_steps(inputs, hf_model("prm", weights))
+            logits, labels = supervised.judged_steps(inputs, hf_model("prm", weights))
         mean = measured[step]["mean"]
         assert mean["loss"] == pytest.approx(float(binary_cross_entropy_with_logits(logits, labels)), rel=1e-5)
         assert mean["accuracy"] == pytest.approx(float(((logits > 0) == (labels > 0.5)).double().mean()))
@@ -131,9 +115,9 @@ def test_refused_rows_are_set_aside(inputs: Path, tmp_path: Path) -> None:
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert "summary.json" in left and not {"weights", "checkpoints"} & left
     entries = [json.loads(line) for line in (tmp_path / "run" / "quarantine.jsonl").read_text().splitlines()]
-    assert sorted(entry["line"] for entry in entries) == [NUM_ROWS + 1, NUM_ROWS + 2]
+    assert sorted(entry["line"] for entry in entries) == [supervised.NUM_ROWS + 1, supervised.NUM_ROWS + 2]
     told = summary(tmp_path / "run")
-    assert told["quarantined"] == 2 and told["rows"] == NUM_ROWS
+    assert told["quarantined"] == 2 and told["rows"] == supervised.NUM_ROWS
 
 
 def test_bad_rows_are_reported_before_the_model_is_built(inputs: Path, tmp_path: Path) -> None:
@@ -151,7 +135,7 @@ def test_bad_rows_are_reported_before_the_model_is_built(inputs: Path, tmp_path:
     ("change", "message"),
     [
         ({"parallel": {"tp": 2}}, "1 ranks were started"),
-        ({"model": {"init": {**SHAPE, "vocab_size": 64}}}, "vocabulary has 64 entries"),
+        ({"model": {"init": {**supervised.SHAPE, "vocab_size": 64}}}, "vocabulary has 64 entries"),
         ({"max_tokens": 999}, "contexts of up to 999"),
     ],
 )
@@ -220,7 +204,7 @@ def test_held_out_figures_are_those_of_transformers_and_none_of_the_rows_is_trai
     assert told["best"] == {"step": int(best), "metric": "loss", "value": losses[best]}
     tokenizer = load_tokenizer(TokenizerConfig(path=inputs / "tokenizer.model"))
     files = tmp_path / "rest.jsonl"
-    names = ["prompt", *COLUMNS[kind]]
+    names = ["prompt", *supervised.COLUMNS[kind]]
     source = [json.loads(line) for line in Path(chosen["data"]["path"]).read_text().splitlines()]
     kept = {tuple(prompt) for prompt, _ in rows}
     left = [row for row in source if tuple(tokenizer.encode(row["prompt"])) not in kept]

@@ -28,18 +28,7 @@ from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.planner import RoundPlanner
 from oppo_megatron.schedule.planning.scoring_book import ScoringBook
 from oppo_megatron.schedule.rounds import Site
-from tests.gloo.models import (
-    CPU,
-    MAX_LENGTH,
-    PATHS,
-    Whole,
-    full_outputs,
-    gather_logits,
-    load,
-    pass_on,
-    stage_inputs,
-    world_groups,
-)
+from tests.gloo.models import MAX_LENGTH, PATHS, Whole, full_outputs, gather_logits, load, pass_on, stage_inputs, world_groups
 from tests.support.ranks import run_ranks
 
 JOBS = "tests.gloo.test_scoring:"
@@ -79,7 +68,7 @@ def _expected(role: str, model: RoleModel, rollouts: Sequence[Rollout]) -> Tenso
         first = [r.num_tokens - 1 if role == "reward" else len(r.prompt.tokens) for r in rollouts]
         sequences = zip(rollouts, first, strict=True)
         return full_outputs(model, [Whole([*r.prompt.tokens, *r.tokens], [*range(k, r.num_tokens)]) for r, k in sequences])
-    batches = pack_responses([r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts], 40, CPU)
+    batches = pack_responses([r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts], 40, torch.device("cpu"))
     outputs = forward_rows(
         model, batches,
         lambda batch, out: out if role == "critic" else token_logprobs(out, batch.targets_R, model.vocab, TEMPERATURE)[0],
@@ -102,7 +91,7 @@ class Scorers:
             for role in models
         }
         planner = RoundPlanner(site, "woven", ("auto", PREFILL_TOKENS), MAX_LENGTH, MAX_LENGTH, actor, books)
-        executor = Executor(rank, dict(self.workers), links, 60.0, CPU, lambda *_: None)
+        executor = Executor(rank, dict(self.workers), links, 60.0, torch.device("cpu"), lambda *_: None)
         places = {role: placement.coords(rank) for role, placement in site.placements.items()}
         replicas = {role: place.replica for role, place in places.items() if place is not None}
         self.rounds = RoundRunner(planner, executor, replicas, None, None, self.workers)
