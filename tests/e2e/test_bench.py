@@ -153,9 +153,7 @@ def test_sequences_end_at_the_given_lengths(tmp_path: Path) -> None:
         (["--out", __file__], f"{__file__}: File exists"),
     ],
 )
-def test_what_cannot_be_done_is_refused_before_anything_runs(
-    arguments: list[str], reason: str, tmp_path: Path, capsys: Capture
-) -> None:
+def test_what_cannot_be_done_is_refused_at_once(arguments: list[str], reason: str, tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "out"
     assert main(["bench", "decode", *WORDS, "--out", str(out), *arguments]) == 2
     assert reason in capsys.readouterr().err and not out.exists()

@@ -156,9 +156,7 @@ def assert_ended_with_the_last_checkpoint_whole(begun: Begun, run: Path, answers
 
 
 @pytest.mark.parametrize(("ranks", "limit"), [(1, 200), (1, 9_000), (2, 9_000)])
-def test_files_that_cannot_be_written_leave_the_last_checkpoint_whole(
-    begun: Begun, tmp_path: Path, ranks: int, limit: int
-) -> None:
+def test_files_that_cannot_be_written_leave_the_last_one_whole(begun: Begun, tmp_path: Path, ranks: int, limit: int) -> None:
     config = begun.again(tmp_path / "run") | {"placement": {"mode": "disaggregated" if ranks > 1 else "single"}}
     place = "oppo_megatron.train.saving.writing:CheckpointWriting.run"
     answers = run_ranks(ranks, SMALL_FILES, config=config, num_bytes=limit, within=place)

@@ -125,9 +125,7 @@ def test_rows_keep_their_columns_and_messages_have_the_template(export: Path, ca
     assert worded[0]["prompt"] == "<hi>"
 
 
-def test_an_interrupted_file_goes_on_where_it_was(
-    export: Path, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_file_goes_on(export: Path, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, whole, cut = (tmp_path / name for name in ("in.txt", "whole.jsonl", "cut.jsonl"))
     source.write_text("\n".join(text.replace("\n", " ") for text in TEXTS[:12]))
     words = [export, "--input", source, "--max-tokens", 12, "--temperature", 0.8, "--batch", 3]

@@ -67,9 +67,7 @@ def test_too_many_skips_end_the_run(workspace: Workspace) -> None:
         run_ppo_ranks(workspace.config("many", steps=5, **breaking("many", 0)))
 
 
-def test_an_update_that_went_too_far_is_taken_back_on_all_ranks(
-    workspace: Workspace, untrained: Outcome, capsys: Capture
-) -> None:
+def test_an_update_that_went_too_far_is_undone_on_all_ranks(workspace: Workspace, untrained: Outcome, capsys: Capture) -> None:
     """Actor and critic on ranks of their own: the ratio is the actor's to see, and the critic's update goes with it."""
     schedule = {"actor.optimizer.warmup_steps": 10}
     outcome = run_ppo_ranks(workspace.config("ratio", steps=2, placement=DISAGGREGATED, guards=RATIO, **schedule))

@@ -155,9 +155,7 @@ def namespaces() -> Iterator[tuple[list[str], list[str], str]]:
 
 
 @pytest.mark.long
-def test_two_namespaces_run_the_same_job(
-    workspace: Workspace, one_launch: Path, namespaces: tuple[list[str], list[str], str]
-) -> None:
+def test_two_namespaces_run_the_same_job(workspace: Workspace, one_launch: Path, namespaces: Any) -> None:
     """Neither host's name resolves to an address that the other reaches: the network that leads to MASTER_ADDR is used."""
     *inside, address = namespaces
     config = write_config(workspace, "namespaces")

@@ -263,9 +263,7 @@ def spans_of(workspace: Workspace, name: str, step: int) -> list[Span]:
         ("decoupled", {"ppo.staleness": "decoupled"}),
         pytest.param("tp", {"placement.actor": {"tp": 2}}, marks=pytest.mark.long),
         ("dp", {"placement.actor": {"dp": 2}}),
-        pytest.param(
-            "training-layout", {"placement.actor": {"tp": 2}, "actor.train": {"tp": 1, "dp": 2}}, marks=pytest.mark.long
-        ),
+        pytest.param("trained-dp", {"placement.actor": {"tp": 2}, "actor.train": {"tp": 1, "dp": 2}}, marks=pytest.mark.long),
         pytest.param("stages", {"placement.actor": {"pp": 2}}, marks=pytest.mark.long),
     ],
 )

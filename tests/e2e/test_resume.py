@@ -100,12 +100,10 @@ def test_resumed_after_a_step_is_the_run_that_never_stopped(workspace: Workspace
     assert_bit_equal(resumed(rewound(config, "again", config["steps"] - 1)), plain)
 
 
-@pytest.mark.parametrize("steps_left", [3, 1])
-def test_a_warm_up_and_the_scores_seen_go_on(
-    workspace: Workspace, warmed_up: tuple[dict[str, Any], Outcome], steps_left: int
-) -> None:
+@pytest.mark.parametrize("left", [3, 1])
+def test_a_warm_up_and_the_scores_seen_go_on(workspace: Workspace, warmed_up: tuple[dict[str, Any], Outcome], left: int) -> None:
     config, plain = warmed_up
-    assert_bit_equal(resumed(rewound(config, str(steps_left), steps_left)), plain)
+    assert_bit_equal(resumed(rewound(config, str(left), left)), plain)
 
 
 @pytest.fixture(scope="module")

@@ -130,9 +130,7 @@ def decode(model: RoleModel, sampling: Sampling, variant: Variant) -> dict[int, 
     return rollouts
 
 
-def every_variant(
-    directory: str, tp: int, pp: int, samplings: dict[str, Sampling], variants: list[str]
-) -> dict[str, dict[int, Any]]:
+def every_variant(directory: str, tp: int, pp: int, samplings: dict[str, Sampling], variants: list[str]) -> dict[str, Any]:
     """sampling/variant -> sequence id -> (tokens, reason)."""
     groups, answers = world_groups(tp, pp), {}
     for path in PATHS:

@@ -59,7 +59,7 @@ CASES = [
     Case(1, 1, 1), Case(1, 4, 1), Case(1, 1, 4), Case(2, 1, 1, SEQUENCE), Case(2, 2, 1, SEQUENCE | FULL),
     Case(2, 1, 2, SEQUENCE | SELECTIVE), Case(1, 2, 2, FULL),
 ]  # fmt: skip
-DEEP_CASES = [
+DEEP = [
     Case(1, 2, 1, {"vpp": 2}), Case(1, 4, 1, {"vpp": 2}), Case(1, 2, 2, {"vpp": 2}),
     Case(2, 2, 1, {"vpp": 2} | SEQUENCE | SELECTIVE),
 ]  # fmt: skip
@@ -196,9 +196,7 @@ def test_rows_that_belong_to_no_token_change_nothing(tmp_path: Path, case: Case)
         assert all(answer[name]["filled up"] == 0 for answer in answers)
 
 
-@pytest.mark.parametrize(
-    "case", [DEEP_CASES[0], pytest.param(DEEP_CASES[1], marks=pytest.mark.long), *DEEP_CASES[2:]], ids=case_id
-)
+@pytest.mark.parametrize("case", [DEEP[0], pytest.param(DEEP[1], marks=pytest.mark.long), *DEEP[2:]], ids=case_id)
 def test_interleaved_steps_equal_plain_torch(deep_models: dict[str, str], case: Case, tmp_path: Path) -> None:
     """Micro-batches of different lengths, and of a number that is no multiple of the stages."""
     assert all(len({len(micro.tokens_T) for micro in batch.pack()}) > 1 for batch in DATA if len(batch.prompts) > 1)
