@@ -143,16 +143,13 @@ def test_sequences_end_at_the_given_lengths(tmp_path: Path) -> None:
     assert {stopping.limit(i) - 1 for i in range(200)} == {1, 2, 3, 4, 8}, "the trace's, cut at --new"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--trace", "none.csv"], "none.csv"),
-        (["--lognormal", "0,1"], "median"),
-        (["--trace-column", "x"], "give --trace, too"),
-        (["--peers", "bare,none"], "['none']"),
-        (["--out", __file__], f"{__file__}: File exists"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "reason"), [
+    (["--trace", "none.csv"], "none.csv"),
+    (["--lognormal", "0,1"], "median"),
+    (["--trace-column", "x"], "give --trace, too"),
+    (["--peers", "bare,none"], "['none']"),
+    (["--out", __file__], f"{__file__}: File exists"),
+])  # fmt: skip
 def test_what_cannot_be_done_is_refused_at_once(arguments: list[str], reason: str, tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "out"
     assert main(["bench", "decode", *WORDS, "--out", str(out), *arguments]) == 2

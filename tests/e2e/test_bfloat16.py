@@ -177,14 +177,10 @@ def test_adapters_are_trained_and_the_reference_is_where_they_began(plain: Outco
     assert (written["r"], written["lora_alpha"], written["task_type"]) == (4, 16, "CAUSAL_LM")
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"placement": {"mode": "disaggregated", "actor": {"pp": 2}, "reference": "actor"}},
-        {"placement": {"mode": "colocated", "actor": {"tp": 2}}, "actor.train": {"tp": 1, "pp": 2, "dp": 1}},
-    ],
-    ids=["PP2 and reference | 1", "decodes TP2, trains PP2"],
-)
+@pytest.mark.parametrize("changes", [
+    {"placement": {"mode": "disaggregated", "actor": {"pp": 2}, "reference": "actor"}},
+    {"placement": {"mode": "colocated", "actor": {"tp": 2}}, "actor.train": {"tp": 1, "pp": 2, "dp": 1}},
+], ids=["PP2 and reference | 1", "decodes TP2, trains PP2"])  # fmt: skip
 def test_a_reference_with_the_actor_shares_its_weights(workspace: Workspace, plain: Outcome, changes: dict[str, Any]) -> None:
     assert_same(shared(configured(workspace, f"shared-{len(changes)}", **changes)), plain)
 

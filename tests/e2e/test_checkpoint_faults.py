@@ -209,13 +209,10 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(begun: Begun, tmp_pa
     assert any(path == str(store.root) and seconds > named_s for seconds, path, changed in synced if changed != -1)
 
 
-@pytest.mark.parametrize(
-    ("place", "num_bytes", "says"),
-    [
-        ("run_files:export_weights", 3000, "weights/actor: the weights could not be written \\(File too large\\)"),
-        ("logs.journal:Journal.step", 100, "run: .*--resume"),
-    ],
-)
+@pytest.mark.parametrize(("place", "num_bytes", "says"), [
+    ("run_files:export_weights", 3000, "weights/actor: the weights could not be written \\(File too large\\)"),
+    ("logs.journal:Journal.step", 100, "run: .*--resume"),
+])  # fmt: skip
 def test_files_that_cannot_be_written_are_reported(begun: Begun, tmp_path: Path, place: str, num_bytes: int, says: str) -> None:
     config = begun.again(tmp_path / "run")
     ((kind, message),) = run_ranks(1, SMALL_FILES, config=config, num_bytes=num_bytes, within=f"oppo_megatron.train.{place}")

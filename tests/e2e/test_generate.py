@@ -201,35 +201,32 @@ def test_a_chat_needs_a_template(export: Path, tmp_path: Path, capsys: Capture) 
         assert "tokenizer has none; give one with --chat-template" in error and "data.columns" not in error
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ([], "nothing is given, but one of --prompt, --input and --chat is needed"),
-        (["--prompt", "x", "--chat"], "--prompt and --chat is given, but one of"),
-        (["--prompt", ""], "prompt 0 ('') has no token; give it some text"),
-        (["--prompt", "x", "-n", "0"], "--samples is 0, but must be at least 1"),
-        (["--prompt", "x", "-n", "2", "--greedy"], "2 greedy responses would be the same; drop -n"),
-        (["--prompt", "x", "--greedy", "--top-k", "3"], "--greedy and --top-k exclude each other"),
-        (["--prompt", "x", "--temperature", "-1"], "--temperature is -1, but must be 0 (greedy) or more"),
-        (["--prompt", "x", "--temperature", "nan"], "--temperature is nan, but must be"),
-        (["--prompt", "x", "--top-p", "0"], "--top-p is 0, but must be above 0"),
-        (["--prompt", "x", "--stop", "<|end|>"], "give its id in --stop-id: [0]"),
-        (["--prompt", "x", "--stop", ""], "--stop is empty"),
-        (["--prompt", "x", "--template", "y"], "has no {prompt}"),
-        (["--prompt", "x", "--system", "y"], "add --as-chat"),
-        (["--prompt", "x", "--column", "y"], "--column is of an --input"),
-        (["--prompt", "x", "--resume"], "--resume continues an --output"),
-        (["--chat", "--json"], "--chat is shown in the terminal"),
-        (["--prompt", "x", "--tp", "3"], "4 attention heads do not"),
-        (["--prompt", "x", "--stop-id", "-3"], "--stop-id is -3, but ids are numbers from 0 on"),
-        (["--prompt", "x", "--max-tokens", "999"], "--context raises the bound up to what the model was made for"),
-        (["--prompt", "x", "--context", "9999"], "256"),
-        (["--input", "gone.jsonl"], "does not exist"),
-        (["--prompt", "x", "--output", "no/where.jsonl"], "no is not a folder"),
-        (["--prompt", "x", "--tokenizer", "gone"], "gone"),
-        (["--prompt", "x", "--chat-template", "{% if", "--as-chat"], "template"),
-    ],
-)
+@pytest.mark.parametrize(("words", "told"), [
+    ([], "nothing is given, but one of --prompt, --input and --chat is needed"),
+    (["--prompt", "x", "--chat"], "--prompt and --chat is given, but one of"),
+    (["--prompt", ""], "prompt 0 ('') has no token; give it some text"),
+    (["--prompt", "x", "-n", "0"], "--samples is 0, but must be at least 1"),
+    (["--prompt", "x", "-n", "2", "--greedy"], "2 greedy responses would be the same; drop -n"),
+    (["--prompt", "x", "--greedy", "--top-k", "3"], "--greedy and --top-k exclude each other"),
+    (["--prompt", "x", "--temperature", "-1"], "--temperature is -1, but must be 0 (greedy) or more"),
+    (["--prompt", "x", "--temperature", "nan"], "--temperature is nan, but must be"),
+    (["--prompt", "x", "--top-p", "0"], "--top-p is 0, but must be above 0"),
+    (["--prompt", "x", "--stop", "<|end|>"], "give its id in --stop-id: [0]"),
+    (["--prompt", "x", "--stop", ""], "--stop is empty"),
+    (["--prompt", "x", "--template", "y"], "has no {prompt}"),
+    (["--prompt", "x", "--system", "y"], "add --as-chat"),
+    (["--prompt", "x", "--column", "y"], "--column is of an --input"),
+    (["--prompt", "x", "--resume"], "--resume continues an --output"),
+    (["--chat", "--json"], "--chat is shown in the terminal"),
+    (["--prompt", "x", "--tp", "3"], "4 attention heads do not"),
+    (["--prompt", "x", "--stop-id", "-3"], "--stop-id is -3, but ids are numbers from 0 on"),
+    (["--prompt", "x", "--max-tokens", "999"], "--context raises the bound up to what the model was made for"),
+    (["--prompt", "x", "--context", "9999"], "256"),
+    (["--input", "gone.jsonl"], "does not exist"),
+    (["--prompt", "x", "--output", "no/where.jsonl"], "no is not a folder"),
+    (["--prompt", "x", "--tokenizer", "gone"], "gone"),
+    (["--prompt", "x", "--chat-template", "{% if", "--as-chat"], "template"),
+])  # fmt: skip
 def test_mistakes_are_told_before_anything_is_loaded(
     export: Path, words: list[str], told: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,21 +340,18 @@ def test_a_reward_of_a_file_has_its_sum(work: Path, tmp_path: Path, capsys: Capt
     assert metrics["reward"]["n"] == 3
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ([], "nothing judges the responses"),
-        (["--verifier", "gsm8k", "--answer", "solution"], "no column 'solution'"),
-        (["--reward-model", "{work}/after"], "a scalar head is needed"),
-        (["--reward-model", "{work}/nowhere"], "nowhere"),
-        (["--function", "no.module:here"], "no.module"),
-        (["--rewards", "{work}/empty.yaml"], "has no `rewards`"),
-        (["--verifier", "gsm8k", "--max-prompts", "0"], "--max-prompts is 0"),
-        (["--verifier", "gsm8k", "--out", "{work}"], "not an empty folder"),
-        (["{work}/before", "--verifier", "gsm8k"], "given twice"),
-        (["--reward-model", "{work}/reward", "--max-tokens", "100000"], "100000"),
-    ],
-)
+@pytest.mark.parametrize(("words", "told"), [
+    ([], "nothing judges the responses"),
+    (["--verifier", "gsm8k", "--answer", "solution"], "no column 'solution'"),
+    (["--reward-model", "{work}/after"], "a scalar head is needed"),
+    (["--reward-model", "{work}/nowhere"], "nowhere"),
+    (["--function", "no.module:here"], "no.module"),
+    (["--rewards", "{work}/empty.yaml"], "has no `rewards`"),
+    (["--verifier", "gsm8k", "--max-prompts", "0"], "--max-prompts is 0"),
+    (["--verifier", "gsm8k", "--out", "{work}"], "not an empty folder"),
+    (["{work}/before", "--verifier", "gsm8k"], "given twice"),
+    (["--reward-model", "{work}/reward", "--max-tokens", "100000"], "100000"),
+])  # fmt: skip
 def test_mistakes_are_told_before_anything_is_decoded(work: Path, capsys: Capture, words: list[str], told: str) -> None:
     (work / "empty.yaml").write_text("steps: 3\n")
     data = ["--data", str(work / "heldout.jsonl")]

@@ -270,14 +270,11 @@ def test_a_gap_is_found_in_any_minibatch(workspace: Workspace, minibatch: int, w
     assert "the log-prob of a token differs by 5.00e-01 between decoding and training" in error
 
 
-@pytest.mark.parametrize(
-    ("limit", "dtype", "temperature", "expected"),
-    [
-        ("auto", "float32", 1.0, 1e-4), ("auto", "float32", 2.0, 1e-4), ("auto", "float32", 0.0, 1e-4),
-        ("auto", "float32", 0.1, 1e-3), ("auto", "bfloat16", 1.0, 0.25), ("auto", "bfloat16", 0.5, 0.5),
-        (0.5, "float32", 1.0, 0.5), (None, "float32", 1.0, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("limit", "dtype", "temperature", "expected"), [
+    ("auto", "float32", 1.0, 1e-4), ("auto", "float32", 2.0, 1e-4), ("auto", "float32", 0.0, 1e-4),
+    ("auto", "float32", 0.1, 1e-3), ("auto", "bfloat16", 1.0, 0.25), ("auto", "bfloat16", 0.5, 0.5),
+    (0.5, "float32", 1.0, 0.5), (None, "float32", 1.0, None),
+])  # fmt: skip
 def test_the_limit_of_the_gap(limit: Any, dtype: str, temperature: float, expected: float | None) -> None:
     assert GuardsConfig(logprob_gap=limit).gap_limit(dtype, temperature) == pytest.approx(expected)
 

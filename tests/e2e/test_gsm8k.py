@@ -162,15 +162,12 @@ def test_missing_file_is_named_with_the_place_looked_at(missing: str, tmp_path: 
     assert not (tmp_path / "out").exists(), "nothing is written before the input is known to be there"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ([], "DATA_DIR is needed"),
-        (["a", "b", "c"], "3 arguments were given"),
-        (["no/such/folder"], "'no/such/folder' is not a folder"),
-        (["--shrot", "data"], "--shrot is not an option"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "complaint"), [
+    ([], "DATA_DIR is needed"),
+    (["a", "b", "c"], "3 arguments were given"),
+    (["no/such/folder"], "'no/such/folder' is not a folder"),
+    (["--shrot", "data"], "--shrot is not an option"),
+])  # fmt: skip
 def test_bad_calls_end_with_one_clear_line(arguments: list[str], complaint: str) -> None:
     done = call(EXAMPLE / "run.sh", *arguments)
     assert done.returncode == 2 and complaint in done.stderr.splitlines()[-1]
@@ -181,15 +178,12 @@ def test_help() -> None:
     assert done.returncode == 0 and "DATA_DIR" in done.stdout and not done.stderr
 
 
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        (b"not JSON", "gsm8k_train.jsonl:2: not JSON"),
-        (b'{"question": "q\xff", "answer": "a"}', "gsm8k_train.jsonl:2: not JSON"),
-        (b'{"question": "q"}', "gsm8k_train.jsonl:2: no text in answer"),
-        (b"[]", "gsm8k_train.jsonl:2: no text in question, answer"),
-    ],
-)
+@pytest.mark.parametrize(("line", "complaint"), [
+    (b"not JSON", "gsm8k_train.jsonl:2: not JSON"),
+    (b'{"question": "q\xff", "answer": "a"}', "gsm8k_train.jsonl:2: not JSON"),
+    (b'{"question": "q"}', "gsm8k_train.jsonl:2: no text in answer"),
+    (b"[]", "gsm8k_train.jsonl:2: no text in question, answer"),
+])  # fmt: skip
 def test_bad_row_is_named_by_file_and_line(line: bytes, complaint: str, tmp_path: Path) -> None:
     good = json.dumps({"question": "q", "answer": "#### 1", "chosen": "a", "rejected": "b"}).encode() + b"\n"
     for name in FILES:

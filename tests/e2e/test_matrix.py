@@ -181,18 +181,15 @@ def test_a_tuned_chunk_is_the_same_for_scorers_partly_on_the_actors_ranks(worksp
     assert_same(outcome, plain)
 
 
-@pytest.mark.parametrize(
-    ("name", "generate", "train", "moves"),
-    [
-        ("pp2-tp2", {"pp": 2}, {"tp": 2, "pp": 1}, True),
-        pytest.param("tp2-dp2", {"tp": 2}, {"tp": 1, "dp": 2}, False, marks=pytest.mark.long),
-        pytest.param("dp4-tp2-pp2", {"dp": 4}, {"tp": 2, "pp": 2, "dp": 1}, True, marks=pytest.mark.long),
-        ("tp2-vpp2", {"tp": 2}, {"tp": 1, "pp": 2, "vpp": 2}, True),
-        pytest.param("pp2-vpp2", {"pp": 2}, {"vpp": 2}, True, marks=pytest.mark.long),
-        pytest.param("tp2-sp", {"tp": 2}, {"sequence_parallel": True}, False, marks=pytest.mark.long),
-        pytest.param("pp2-full", {"pp": 2}, {"recompute": "full"}, False, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("name", "generate", "train", "moves"), [
+    ("pp2-tp2", {"pp": 2}, {"tp": 2, "pp": 1}, True),
+    pytest.param("tp2-dp2", {"tp": 2}, {"tp": 1, "dp": 2}, False, marks=pytest.mark.long),
+    pytest.param("dp4-tp2-pp2", {"dp": 4}, {"tp": 2, "pp": 2, "dp": 1}, True, marks=pytest.mark.long),
+    ("tp2-vpp2", {"tp": 2}, {"tp": 1, "pp": 2, "vpp": 2}, True),
+    pytest.param("pp2-vpp2", {"pp": 2}, {"vpp": 2}, True, marks=pytest.mark.long),
+    pytest.param("tp2-sp", {"tp": 2}, {"sequence_parallel": True}, False, marks=pytest.mark.long),
+    pytest.param("pp2-full", {"pp": 2}, {"recompute": "full"}, False, marks=pytest.mark.long),
+])  # fmt: skip
 def test_updates_may_have_another_layout_than_decoding(
     workspace: Workspace, plain: Outcome, name: str, generate: dict[str, int], train: dict[str, Any], moves: bool
 ) -> None:

@@ -62,16 +62,12 @@ def batch_sizes(config: dict[str, Any]) -> list[int]:
     return [sum(row["step"] == step for row in rows) for step in range(1, max(row["step"] for row in rows) + 1)]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sizes"),
-    [
-        (["steps=4", "rollout.batch_size=16"], [8, 8, 8, 16]),
-        (["rollout.batch_size=4"], [8, 8, 8, 4]),
-        (["steps=6"], [8] * 6),
-        (["steps=3"], [8] * 3),
-    ],
-    ids=lambda each: " ".join(map(str, each)),
-)
+@pytest.mark.parametrize(("overrides", "sizes"), [
+    (["steps=4", "rollout.batch_size=16"], [8, 8, 8, 16]),
+    (["rollout.batch_size=4"], [8, 8, 8, 4]),
+    (["steps=6"], [8] * 6),
+    (["steps=3"], [8] * 3),
+], ids=lambda each: " ".join(map(str, each)))  # fmt: skip
 def test_steps_are_steps(at_step_3: dict[str, Any], overrides: list[str], sizes: list[int], capsys: Capture) -> None:
     assert typed(at_step_3, *overrides) == 0
     told = capsys.readouterr().out

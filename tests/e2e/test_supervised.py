@@ -131,14 +131,11 @@ def test_bad_rows_are_reported_before_the_model_is_built(inputs: Path, tmp_path:
         run("sft", chosen)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"parallel": {"tp": 2}}, "1 ranks were started"),
-        ({"model": {"init": {**supervised.SHAPE, "vocab_size": 64}}}, "vocabulary has 64 entries"),
-        ({"max_tokens": 999}, "contexts of up to 999"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"parallel": {"tp": 2}}, "1 ranks were started"),
+    ({"model": {"init": {**supervised.SHAPE, "vocab_size": 64}}}, "vocabulary has 64 entries"),
+    ({"max_tokens": 999}, "contexts of up to 999"),
+])  # fmt: skip
 def test_misfits_are_refused(inputs: Path, tmp_path: Path, change: Settings, message: str) -> None:
     with pytest.raises((ConfigError, CapacityError), match=message):
         run("sft", settings(inputs, "sft", tmp_path / "run") | change)

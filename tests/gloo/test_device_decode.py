@@ -169,14 +169,11 @@ def test_rounds_are_the_same_whenever_tokens_are_read(models: dict[str, str], tp
     assert told == [told[0]] * tp
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "ways"),
-    [
-        pytest.param("qwen3", {"vocab_size": 67}, WAYS[1:2], id="odd vocabulary", marks=pytest.mark.long),
-        pytest.param("mistral", {"sliding_window": 5}, WAYS[:2], id="sliding window", marks=pytest.mark.long),
-        pytest.param("mistral", {"sliding_window": 1}, WAYS[1:2], id="a window of one token", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("family", "changes", "ways"), [
+    pytest.param("qwen3", {"vocab_size": 67}, WAYS[1:2], id="odd vocabulary", marks=pytest.mark.long),
+    pytest.param("mistral", {"sliding_window": 5}, WAYS[:2], id="sliding window", marks=pytest.mark.long),
+    pytest.param("mistral", {"sliding_window": 1}, WAYS[1:2], id="a window of one token", marks=pytest.mark.long),
+])  # fmt: skip
 def test_shards_and_windows_are_the_same(tmp_path: Path, family: str, changes: dict[str, int], ways: list[Way]) -> None:
     save_small(tmp_path, family, **changes)
     job: dict[str, Any] = dict(directory=str(tmp_path), courses=COURSES[:3], ways=[PLAIN, *ways])

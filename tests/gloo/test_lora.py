@@ -217,16 +217,13 @@ def test_adapters_that_do_not_fit_and_damaged_ones_are_refused(adapters: dict[st
     assert damage.startswith("actor.lora.adapter: ") and "adapter_model.safetensors` is truncated" in damage
 
 
-@pytest.mark.parametrize(
-    "change,said",
-    [
-        ({"use_dora": True}, "use_dora is True"),
-        ({"bias": "all"}, "bias is 'all'"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
-        ({"peft_type": "IA3"}, "LORA alone"),
-        ({"target_modules": "all-linear"}, "target_modules are 'all-linear'"),
-    ],
-)
+@pytest.mark.parametrize("change,said", [
+    ({"use_dora": True}, "use_dora is True"),
+    ({"bias": "all"}, "bias is 'all'"),
+    ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+    ({"peft_type": "IA3"}, "LORA alone"),
+    ({"target_modules": "all-linear"}, "target_modules are 'all-linear'"),
+])  # fmt: skip
 def test_what_is_not_computed_is_refused(adapters: dict[str, Path], tmp_path: Path, change: dict[str, Any], said: str) -> None:
     copy = Path(shutil.copytree(adapters["qwen2"], tmp_path / "adapter"))
     config = json.loads((copy / "adapter_config.json").read_text())

@@ -186,16 +186,12 @@ def check(answers: list[Any]) -> int:
     return num_bytes
 
 
-@pytest.mark.parametrize(
-    ("world", "pair", "name"),
-    [
-        pytest.param(world, pair, name, marks=[] if NAMES.index(name) == number % 3 else [pytest.mark.long])
-        for world, pairs in ((2, PAIRS_OF_2), (4, PAIRS_OF_4))
-        for number, pair in enumerate(pairs)
-        for name in NAMES
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("world", "pair", "name"), [
+    pytest.param(world, pair, name, marks=[] if NAMES.index(name) == number % 3 else [pytest.mark.long])
+    for world, pairs in ((2, PAIRS_OF_2), (4, PAIRS_OF_4))
+    for number, pair in enumerate(pairs)
+    for name in NAMES
+], ids=str)  # fmt: skip
 def test_another_layout(models: dict[str, str], world: int, pair: Any, name: str) -> None:
     train, serve = pair
     check(run_ranks(world, f"{JOBS}move", directory=models[name], train=train, serve=serve))
@@ -250,14 +246,11 @@ TRAINED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("case", "name"),
-    [
-        pytest.param(case, name, marks=[] if number % 2 == other else [pytest.mark.long])
-        for number, case in enumerate(TRAINED)
-        for other, name in enumerate(("qwen2", "qwen3-scalar"))
-    ],
-)
+@pytest.mark.parametrize(("case", "name"), [
+    pytest.param(case, name, marks=[] if number % 2 == other else [pytest.mark.long])
+    for number, case in enumerate(TRAINED)
+    for other, name in enumerate(("qwen2", "qwen3-scalar"))
+])  # fmt: skip
 def test_after_optimizer_steps(models: dict[str, str], tmp_path: Path, name: str, case: str) -> None:
     world, train, serve, layout = TRAINED[case]
     job: dict[str, Any] = dict(directory=models[name], target=str(tmp_path), train=train, serve=serve, layout=layout)

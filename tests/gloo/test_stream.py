@@ -174,15 +174,12 @@ def test_every_scorer_rank_receives_what_was_sent(world: int, fan_out: int) -> N
     assert all(answer["shared"] == [0.5, -3.0] for answer in answers)
 
 
-@pytest.mark.parametrize(
-    "kind,where",
-    [
-        ("lost", f"message 2 came, but 1 was due; .* sequence {SEQ_ID} at offset 3"),
-        ("repeated", f"message 0 came, but 1 was due; .* sequence {SEQ_ID} at offset 3"),
-        ("corrupted", f"sequence {SEQ_ID}, offset 3 .*corrupted"),
-        ("prompt", f"sequence {SEQ_ID}, offset 0 .*different prompts"),
-    ],
-)
+@pytest.mark.parametrize("kind,where", [
+    ("lost", f"message 2 came, but 1 was due; .* sequence {SEQ_ID} at offset 3"),
+    ("repeated", f"message 0 came, but 1 was due; .* sequence {SEQ_ID} at offset 3"),
+    ("corrupted", f"sequence {SEQ_ID}, offset 3 .*corrupted"),
+    ("prompt", f"sequence {SEQ_ID}, offset 0 .*different prompts"),
+])  # fmt: skip
 def test_a_damaged_stream_is_an_error_on_every_scorer_rank(kind: str, where: str) -> None:
     for message in run_ranks(3, f"{JOBS}damaged", kind=kind)[1:]:
         assert re.search(where, message), message

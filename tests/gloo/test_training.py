@@ -241,14 +241,10 @@ def test_an_update_is_the_same_on_any_number_of_replicas(models: dict[str, str],
         assert max(float((found_weights[name] - weights[name]).abs().max()) for name in weights) < 2e-5
 
 
-@pytest.mark.parametrize(
-    ("world", "tp", "pp", "layout"),
-    [
-        (1, 1, 1, {}), (2, 2, 1, SEQUENCE), (2, 1, 1, {}), pytest.param(4, 1, 1, {}, marks=pytest.mark.long),
-        (1, 1, 1, FULL), (2, 1, 2, {}),
-    ],
-    ids=["1", "TP2", "DP2", "DP4", "recompute", "PP2"],
-)  # fmt: skip
+@pytest.mark.parametrize(("world", "tp", "pp", "layout"), [
+    (1, 1, 1, {}), (2, 2, 1, SEQUENCE), (2, 1, 1, {}), pytest.param(4, 1, 1, {}, marks=pytest.mark.long),
+    (1, 1, 1, FULL), (2, 1, 2, {}),
+], ids=["1", "TP2", "DP2", "DP4", "recompute", "PP2"])  # fmt: skip
 def test_an_update_that_was_begun_ahead_is_the_same_to_the_bit(
     models: dict[str, str], tmp_path: Path, world: int, tp: int, pp: int, layout: dict[str, Any]
 ) -> None:
