@@ -138,74 +138,57 @@ FEATURES: dict[str, Feature] = {
     "plain": Feature(
         {}, lengths_differ,
         soon=("1 | 1", "PP2 | TP2", "DP2 | DP2", "PP2, woven", "PP2, unwoven", "PP4, scorers PP2 x DP2",
-              "PP2 and reference TP2 | reward | critic"),
-    ),
+              "PP2 and reference TP2 | reward | critic")),
     "overcommitted": Feature(overcommitted(4), carries, soon=("PP2, woven",)),
     "stale caches kept": Feature(
         overcommitted(4) | {"overlap.actor_kv": "keep", "ppo.staleness": "decoupled"},
-        carries, also=stale_weights, soon=("DP2 | DP2",), rounds=1,
-    ),
+        carries, also=stale_weights, soon=("DP2 | DP2",), rounds=1),
     "backfill": Feature(
         overcommitted(3) | {"steps": 6, "overlap.backfill": 4, "overlap.chunk": 2},
-        lambda outcome: total(outcome, "backfilled") > 6, soon=("PP2 x DP2, woven", "DP2 | DP2"), stops="DP2 | DP2", rounds=1,
-    ),
+        lambda outcome: total(outcome, "backfilled") > 6, soon=("PP2 x DP2, woven", "DP2 | DP2"), stops="DP2 | DP2", rounds=1),
     "without a critic": Feature(WITHOUT_CRITIC, lengths_differ, also=no_critic, soon=("1 | 1, reference with the actor",)),
     "groups": Feature(grouped("grpo", 4), members_differ, soon=("DP2 | DP2",)),
     "pairs": Feature(
-        grouped("online_dpo", 4, **{"rollout.temperature": 0.9}), members_differ, also=pairs_of_groups, soon=("PP2 | TP2",),
-    ),
+        grouped("online_dpo", 4, **{"rollout.temperature": 0.9}), members_differ, also=pairs_of_groups, soon=("PP2 | TP2",)),
     "pairs by a rule, filtered": Feature(
         grouped(
             "online_dpo", 2, **overcommitted(1), **BY_LENGTH, filter="reward",
-            **{"ppo.entropy_coefficient": 0.0, "overlap.backfill": EVERY},
-        ),
-        pairs_of_two, also=groups_dropped, soon=("1 | 1",),
-    ),
+            **{"ppo.entropy_coefficient": 0.0, "overlap.backfill": EVERY}),
+        pairs_of_two, also=groups_dropped, soon=("1 | 1",)),
     "pairs by a rule": Feature(
-        grouped("online_dpo", 2, **BY_LENGTH, **{"ppo.entropy_coefficient": 0.0}), pairs_that_tie_are_counted, soon=("1 | 1",),
-    ),
+        grouped("online_dpo", 2, **BY_LENGTH, **{"ppo.entropy_coefficient": 0.0}), pairs_that_tie_are_counted, soon=("1 | 1",)),
     "greedy baseline": Feature(grouped("remax", 2), lambda outcome: len(outcome.greedy) == 16, soon=("TP2",)),
     "greedy baseline, carried": Feature(
         grouped("remax", 2, **overcommitted(8), steps=3),
-        lambda outcome: any(row["deferrals"] for row in outcome.greedy), soon=("DP2 | DP2",),
-    ),
+        lambda outcome: any(row["deferrals"] for row in outcome.greedy), soon=("DP2 | DP2",)),
     "filter": Feature(
         grouped(
             "dapo", 2, **overcommitted(1), steps=3, rewards=[BY_PARITY, {"kind": "model", "weight": 0.0}],
             **{"rollout.batch_size": 6, "overlap.backfill": EVERY},
-            **{"ppo.minibatches": 1, "ppo.truncated": "mask", "ppo.kl": PENALTY},
-        ),
+            **{"ppo.minibatches": 1, "ppo.truncated": "mask", "ppo.kl": PENALTY}),
         lambda outcome: total(outcome, "groups_dropped") > 1, also=groups_dropped,
-        soon=("1 | 1", "DP2 | DP2", "1 | 1, reference with the actor"),
-    ),
+        soon=("1 | 1", "DP2 | DP2", "1 | 1, reference with the actor")),
     "prompts fork": Feature(
         overcommitted(1) | {"rollout.group_size": 3, "overlap.max_staleness": 2, "overlap.intra": True},
-        carries, also=forked_tokens, soon=("1 | 1", "PP2 | TP2", "TP2 | PP2"), reference={"overlap.without": ["fork"]},
-    ),
+        carries, also=forked_tokens, soon=("1 | 1", "PP2 | TP2", "TP2 | PP2"), reference={"overlap.without": ["fork"]}),
     "process rewards": Feature(
         {"rewards": STEP_REWARDS}, lambda outcome: sum(BELL in row["response"] for row in outcome.rollouts) > 2,
-        also=step_rewards, soon=("one rank",),
-    ),
+        also=step_rewards, soon=("one rank",)),
     "adapters": Feature(
         roles(DEEP, DEEP, lora={"rank": 4, "alpha": 16.0}), lambda outcome: all("lora_" in name for name in outcome.actor),
-        soon=("TP2 | PP2",),
-    ),
+        soon=("TP2 | PP2",)),
     "adapters of pairs": Feature(
         grouped("online_dpo", 4, steps=3, actor={"init": DEEP, "optimizer": STEADY_ADAM, "lora": {"rank": 4}})
         | {"ppo.entropy_coefficient": 0.0, "ppo.minibatches": 1},
-        adapters_move, soon=("1 | 1",),
-    ),
+        adapters_move, soon=("1 | 1",)),
     "sliding window": Feature(
         roles(
             DEEP | {"model_type": "mistral", "sliding_window": 12},
-            DEEP | {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2},
-        ),
-        lambda outcome: max(len(tokens) for tokens in outcome.tokens().values()) > 12, soon=("TP2 | PP2",),
-    ),
+            DEEP | {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2}),
+        lambda outcome: max(len(tokens) for tokens in outcome.tokens().values()) > 12, soon=("TP2 | PP2",)),
     "odd vocabulary": Feature(  # which tensor ranks do not divide
         roles(DEEP | {"vocab_size": 283, "tie_word_embeddings": True}, DEEP | {"vocab_size": 283}),
-        lambda outcome: max(max(tokens) for tokens in outcome.tokens().values()) >= 142, soon=("TP2",),
-    ),
+        lambda outcome: max(max(tokens) for tokens in outcome.tokens().values()) >= 142, soon=("TP2",)),
 }  # fmt: skip
 
 
