@@ -39,7 +39,7 @@ from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.state import Found, find_checkpoint, frozen_models, rollout_lines
 from oppo_megatron.train.saving.writing import ROLLOUTS, CheckpointWriting
 from oppo_megatron.train.setup import build_loop, ppo_saver
-from tests.e2e.jobs import train
+from tests.e2e.jobs import around, train
 from tests.support.checkpoint_mutations import mutate, time_limit
 from tests.support.configs import run_of
 
@@ -195,8 +195,7 @@ def resume_noting_syncs(config: dict[str, Any]) -> list[tuple[float, str, int]]:
 def run_with_a_slow_disk(config: dict[str, Any], late_s: float | None, full_on: int | None = None) -> tuple[str, list[int]]:
     """The error, and the steps at which writings began and ended: `late_s` after the snapshot, or, None, a step later."""
     steps: list[int] = []
-    write, run = CheckpointWriting.run, TrainingLoop.run
-    running: list[TrainingLoop] = []
+    write, running = CheckpointWriting.run, list[TrainingLoop]()
 
     def slow(self: CheckpointWriting) -> tuple[int, float]:
         steps.append(running[0].done)
@@ -211,11 +210,7 @@ def run_with_a_slow_disk(config: dict[str, Any], late_s: float | None, full_on: 
         steps.append(running[0].done)
         return written
 
-    def noted(self: TrainingLoop) -> bool:
-        running.append(self)
-        return run(self)
-
-    with mock.patch.object(CheckpointWriting, "run", slow), mock.patch.object(TrainingLoop, "run", noted):
+    with mock.patch.object(CheckpointWriting, "run", slow), around(TrainingLoop, "run", running.append):
         try:
             train(config)
         except (OppoError, RollBack) as error:
