@@ -6,6 +6,7 @@ Numbers are float32; token ids, versions and lengths int64.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -17,6 +18,7 @@ from oppo_megatron.algorithms.packed import row_sums, to_tokens
 from oppo_megatron.plugins import Plugin
 
 PER_RESPONSE = ("score", "truncated", "group")
+FINITE = "divide by nothing that may be 0, clamp exponents, and take no root or power of 0"
 
 
 @dataclass(frozen=True)
@@ -113,11 +115,14 @@ class CustomLoss:
             elif loss.requires_grad:  # do losses of even tokens depend on log-probs of odd ones?
                 (gradient_L,) = torch.autograd.grad(loss[::2].sum(), logp_L, retain_graph=True, allow_unused=True)
                 if gradient_L is not None:
-                    foreign.append((gradient_L[1::2] != 0).any())
+                    foreign.append(gradient_L[1::2].abs().sum() + 0 * gradient_L.sum())  # NaN if any is not finite
             found.append(loss)
         losses_T = torch.cat([logp_T[:0], *found])
         _require_finite(self.plugin, losses_T)
-        if foreign and bool(torch.stack(foreign).any()):
+        found_elsewhere = float(torch.stack(foreign).sum()) if foreign else 0.0
+        if math.isnan(found_elsewhere):
+            raise self.plugin.refuse("returned a loss whose gradient is NaN or infinite", FINITE)
+        if found_elsewhere:
             raise self.plugin.refuse(
                 "returned a loss per token that depends on log-probs of other tokens",
                 "return one number [] for the response: a sum over its tokens would count that dependence once per token",
@@ -149,6 +154,5 @@ def _require_finite(plugin: Plugin, x: Tensor) -> None:
     if bad.numel():
         place = int(bad[0])
         raise plugin.refuse(
-            f"returned {float(x.detach()[place])} at index {place} ({bad.numel()} of {x.numel()} numbers are not finite)",
-            "divide by nothing that may be 0, and clamp exponents",
+            f"returned {float(x.detach()[place])} at index {place} ({bad.numel()} of {x.numel()} numbers are not finite)", FINITE
         )

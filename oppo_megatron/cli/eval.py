@@ -25,10 +25,10 @@ from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.evaluation.grading import Answer, Grader, Judged, as_json, as_table
 from oppo_megatron.layout.shape import check_head, max_positions
 from oppo_megatron.modeldir.headers import read_hf_config
-from oppo_megatron.nesting import read_json
 from oppo_megatron.policy.answers import Request
 from oppo_megatron.policy.finding import ADAPTER_CONFIG, RUN_CONFIG, SHAPE, WEIGHTS, find_policy
 from oppo_megatron.preflight.validate import check_source
+from oppo_megatron.rundir.metrics_log import read_metrics
 
 SHOWN_ROWS = 20
 
@@ -77,7 +77,9 @@ def run(args: argparse.Namespace) -> int:
             _tell(request.policy.summary)
             if code := launch("eval", request, request.parallel.num_ranks, generate.ENTRY):
                 return code
-        policies = _judge(args, grader, [list(map(_answer, _rows(_file(folder, place)))) for place in range(len(requests))])
+        policies = _judge(
+            args, grader, [list(map(_answer, read_metrics(_file(folder, place)))) for place in range(len(requests))]
+        )
         if args.out is not None:
             _write(args, policies, grader.labels)
     if args.json:
@@ -193,12 +195,6 @@ def _answer(line: Mapping[str, Any]) -> Answer:
     return Answer(*(line[name] for name in ("row", "sample", "prompt", "response", "finish_reason", "tokens", "fields")))
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Read a JSON object per line. `str.splitlines` would also split at U+2028 and U+0085."""
-    with path.open(encoding="utf-8") as file:
-        return [read_json(line) for line in file]
-
-
 def _judge(args: argparse.Namespace, grader: Grader, answers: Sequence[Sequence[Answer]]) -> list[Judged]:
     _tell(f"judging {sum(map(len, answers))} responses by {', '.join(grader.labels)}")
     names = [str(directory) for directory in args.directory]
@@ -220,6 +216,6 @@ def _write(args: argparse.Namespace, policies: Sequence[Judged], labels: Sequenc
     """Write `eval.json`, and add the scores to the response files."""
     for place, policy in enumerate(policies):
         path = _file(args.out, place)
-        scored = [{**line, "scores": grade} for line, grade in zip(_rows(path), policy.grades, strict=True)]
+        scored = [{**line, "scores": grade} for line, grade in zip(read_metrics(path), policy.grades, strict=True)]
         path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in scored), encoding="utf-8")
     (args.out / "eval.json").write_text(json.dumps(as_json(policies, labels, _settings(args)), indent=1) + "\n")

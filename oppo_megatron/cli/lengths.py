@@ -66,6 +66,8 @@ def prompt_tokens(args: argparse.Namespace, config: TrainConfig) -> int:
 
 
 def length_settings(args: argparse.Namespace) -> dict[str, Any] | None:
+    if args.trace is not None and args.lognormal is not None:
+        raise ConfigError("--trace and --lognormal exclude each other; drop one of them")
     if args.trace_column is not None and args.trace is None:
         raise ConfigError(f"--trace-column {args.trace_column} names a column of no file; give --trace, too")
     if args.trace is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from safetensors.torch import save
+from torch import Tensor
 
 from oppo_megatron.algorithms.advantages import Moments
 from oppo_megatron.algorithms.algorithm import Algorithm
@@ -38,6 +40,7 @@ from oppo_megatron.records import Rollout
 from oppo_megatron.rundir.directory import RunDirectory, atomic_writer, encode_json
 from oppo_megatron.rundir.metrics_log import iter_json_lines
 from oppo_megatron.schedule.rounds import Site
+from oppo_megatron.train.score_exchange import by_rank
 
 FORMAT = "oppo rejected batch 1"
 TENSORS = {
@@ -215,13 +218,25 @@ class Guard:
 
     def examine(self, scored: ScoredBatch, kl_coefficient: float, seen: Moments) -> tuple[Experience, Breach | None]:
         """Return the experience, and a breach if it must not be trained on."""
+        breach = None
         try:
             experience = self.algorithm.experience(scored, kl_coefficient, seen=seen)
         except (RewardError, NumericsError) as error:
-            unchecked = self.algorithm.experience(scored, kl_coefficient, check=False, seen=seen)
-            return unchecked, non_finite("batch", math.nan, str(error))
+            experience = self.algorithm.experience(scored, kl_coefficient, check=False, seen=seen)
+            breach = non_finite("batch", math.nan, str(error))
+        self._require_same(experience.advantages_T)
         kl = experience.stats.kl_mean
-        return experience, self.rules.check({} if kl is None else {"kl_mean": kl})
+        return experience, breach or self.rules.check({} if kl is None else {"kl_mean": kl})
+
+    def _require_same(self, advantages_T: Tensor) -> None:
+        """Compare a user's advantages on all ranks, which have just met.  Raises PluginError."""
+        if (custom := self.algorithm.advantage) is None:
+            return
+        with waiting_for("advantages of the ranks"):
+            (found,) = by_rank([zlib.crc32(advantages_T.cpu().numpy().tobytes())], self.device)
+        if other := next((rank for rank, digest in enumerate(found) if digest != found[0]), None):
+            fault = f"returned other numbers on rank {other} than on rank 0 for the same batch"
+            raise custom.plugin.refuse(fault, "make it deterministic: every rank calls it for itself")
 
     def watch(self, role: str, update: Callable[[], dict[str, float]]) -> tuple[dict[str, float], Breach | None]:
         """Update `role`; return statistics (none for a non-finite gradient) and breach."""

@@ -1,8 +1,10 @@
-"""Log-probs, entropy and a user's loss: values and gradients are those of plain torch, in any layout."""
+"""Log-probs, entropy and a user's loss: those of plain torch in any layout, and advantages are the same on all ranks."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,19 +14,24 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from oppo_megatron.algorithms.advantages import NOTHING_SEEN
 from oppo_megatron.algorithms.algorithm import Algorithm
-from oppo_megatron.algorithms.custom import CustomLoss, LossInputs
+from oppo_megatron.algorithms.custom import AdvantageInputs, CustomAdvantage, CustomLoss, LossInputs
 from oppo_megatron.algorithms.experience import ScoredBatch
 from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.model import OptimizerConfig, TrainingLayoutConfig
 from oppo_megatron.config.ppo import PPOConfig
+from oppo_megatron.config.reliability import GuardsConfig
+from oppo_megatron.errors import PluginError
 from oppo_megatron.layout.layouts import vocab_rows
 from oppo_megatron.mcore.training import StepReport, TrainedModel
 from oppo_megatron.mcore.vocab import VocabShards, token_logprobs
 from oppo_megatron.mcore.weights.hf_weights import export_weights
 from oppo_megatron.plugins import Plugin
 from oppo_megatron.records import Prompt, Rollout
+from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.train.actor import Actor
+from oppo_megatron.train.guard import Guard, Rollbacks
 from oppo_megatron.train.roles import TrainedRole
 from oppo_megatron.train.update import UpdateSettings
 from tests.gloo.jobs_training import load_chunks
@@ -173,6 +180,8 @@ def scored(batch: list[Rollout]) -> ScoredBatch:
         behaviour_logp_T=torch.tensor([x for r in batch for x in r.logprobs]), reference_logp_T=None, values_T=None,
         scores_B=torch.randn(len(batch), generator=dice), lengths_B=lengths,
         truncated_B=torch.zeros(len(batch), dtype=torch.bool), group_size=GROUP,
+        tokens_T=torch.tensor([x for r in batch for x in r.tokens]),
+        versions_T=torch.tensor([x for r in batch for x in r.versions]),
     )  # fmt: skip
 
 
@@ -234,6 +243,35 @@ def whole_batch_norm(directory: str, name: str, reduction: str) -> float:
             total = total + loss.sum() / parts.get(reduction, len(batch) / GROUP * tokens_of_group)
     total.backward()
     return float(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm())
+
+
+def median_free(batch: AdvantageInputs) -> Tensor:
+    return batch.scores_B - batch.scores_B.mean()
+
+
+def by_rank(batch: AdvantageInputs) -> Tensor:
+    return batch.scores_B + float(dist.get_rank() == 1)
+
+
+def examine(name: str) -> str:
+    custom = CustomAdvantage(Plugin.load("algorithm.advantage", f"{__name__}:{name}"))
+    algorithm = replace(algorithm_of("by_token", "token_mean"), advantage=custom)
+    run: Any = SimpleNamespace(
+        guards=GuardsConfig(), actor=SimpleNamespace(dtype="float32"), rollout=SimpleNamespace(temperature=1.0)
+    )
+    guard = Guard(run, algorithm, dist.get_rank(), CPU, Site({}), 1, Rollbacks.__new__(Rollbacks))
+    try:
+        guard.examine(scored(batch_of()), 0.0, NOTHING_SEEN)
+    except PluginError as error:
+        return str(error)
+    return "same"
+
+
+def test_advantages_that_differ_between_ranks_are_refused_by_every_rank() -> None:
+    assert run_ranks(2, f"{JOBS}examine", name="median_free") == ["same"] * 2
+    said = run_ranks(2, f"{JOBS}examine", name="by_rank")
+    assert len(set(said)) == 1 and said[0].startswith("algorithm.advantage tests.gloo.test_losses:by_rank returned")
+    assert "other numbers on rank 1 than on rank 0 for the same batch; make it deterministic" in said[0]
 
 
 ALONE = [(1, 1, 1, 1000), (1, 1, 1, 20)]

@@ -8,12 +8,19 @@ from pathlib import Path
 import pytest
 import yaml
 
+from oppo_megatron import Costs, Round, Schedule, Site, intra
 from oppo_megatron.cli.main import main
 from oppo_megatron.report.run_records import read_run
 from oppo_megatron.report.timeline import utilization
 from tests.support.ppo import Workspace
 
 LENGTHS = ("--lognormal", "8,0.8")
+OWN_SCHEDULE = ("placement={mode: colocated, actor: {pp: 2}}", f"overlap.schedule={__name__}:plain")
+
+
+def plain(round: Round, site: Site, costs: Costs) -> Schedule:
+    made = intra(round, site, costs)
+    return Schedule({rank: made.of(rank) for rank in site.ranks})
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +116,7 @@ def test_a_calibrated_run_takes_what_the_run_took(config: Path, tmp_path: Path, 
         (("--steps", "2", *LENGTHS, "--sweep", "steps=2", "--sweep", "steps=3"), "swept twice"),
         (("--steps", "2", *LENGTHS, "--prompt-tokens", "97"), "1 to data.max_prompt_tokens = 96"),
         (("--steps", "2", *LENGTHS, "--calibrate", "nowhere"), "metrics.jsonl is missing"),
+        (("--steps", "2", *LENGTHS, *OWN_SCHEDULE), "gives an order without times"),
     ],
 )
 def test_what_is_refused(config: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str) -> None:

@@ -27,16 +27,16 @@ from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.delta_controllers import make_delta_controller
 from oppo_megatron.errors import CheckpointError, ConfigError, PluginError
-from oppo_megatron.layout.placements import role_placements
+from oppo_megatron.layout.placements import RolePlacement, role_placements
 from oppo_megatron.plugins import Plugin
 from oppo_megatron.records import StepSignals
 from oppo_megatron.schedule.checking.checker import check
 from oppo_megatron.schedule.plan import new_planner, round_generator
 from oppo_megatron.schedule.preview import first_step, preview
-from oppo_megatron.schedule.rounds import Round, Site
+from oppo_megatron.schedule.rounds import Growth, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.costs import Costs
-from oppo_megatron.schedule.weaving.generators import generator_of
+from oppo_megatron.schedule.weaving.generators import generator_of, intra
 from tests.support.ppo import Workspace
 from tests.support.schedules import ample_budgets
 from tests.unit.test_schedule_generators import cases
@@ -89,7 +89,9 @@ def test_every_example_trains_in_this_process_and_again(folder: Path, capsys: py
     assert moved != [moved[0]] * len(moved) or moved[0] in (0, 4), "delta follows the rule"
     module = next(module for name, module in sys.modules.items() if name.startswith("oppo_plugin_my_functions"))
     assert {"median_baseline", "soft_clip", "follow_ess", "critic_first", "brevity"} <= vars(module).keys()
-    again = oppo.train("ppo.yaml", ["steps=3", f"run_dir={folder / 'again'}"])
+    again = oppo.train(oppo.load_config("ppo.yaml"), ["steps=3", f"run_dir={folder / 'again'}"])
+    given = oppo.generate(again.run_dir, "1 + 2 = ", max_tokens=8, stop="0", output=str(folder / "given.jsonl"))
+    assert [row["prompt"] for row in given] == ["1 + 2 = "] and (folder / "given.jsonl").is_file()
     assert [row["actor_loss"] for row in again.metrics] == [row["actor_loss"] for row in result.metrics]
 
 
@@ -100,6 +102,32 @@ def test_the_preset_of_the_page_is_one_that_a_configuration_can_name(folder: Pat
     del config["critic"], config["ppo"]
     made: Any = oppo.load_config(config)
     assert (made.algorithm.scale, made.ppo.clip_high, made.rollout.group_size) == ("none", 0.28, 16)
+
+
+API_FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "type": (lambda: oppo.generate("x", ["a"], samples="many"), "samples is 'many': invalid literal"),
+    "text": (lambda: oppo.generate("x", [{"role": "user"}]), r"prompts is \{'role': 'user'\}, a dict; give a text"),
+    "flag": (lambda: oppo.generate("x", ["a"], greedy="no"), "greedy is 'no': choose from True, False"),
+    "choice": (lambda: oppo.evaluate("x", "y", verifier="maths"), "verifier is 'maths': choose from arithmetic, "),
+    "words": (lambda: oppo.generate("x", ["a"], samples=2, greedy=True), "drop samples, or give a temperature above 0"),
+    "kind": (lambda: oppo.load_config({}, kind="pop"), "kind is 'pop'; choose from train, sft, rm, dpo"),
+    "other": (
+        lambda: oppo.load_config({"model": {}, "data": {}, "tokenizer": {}, "run_dir": Path("x")}), "^source .*; give kind='sft'"
+    ),
+    "source": (lambda: oppo.load_config(None), "source is None, a NoneType"),  # type: ignore[arg-type]
+    "both": (lambda: oppo.plan("ppo.yaml", "c.yaml", trace="t.csv", lognormal=(6, 1.5)), "trace and lognormal exclude"),
+    "plan": (lambda: oppo.plan("ppo.yaml", "c.yaml", "steps", lognormal=(6, 1.5)), "override `steps` is not of the form"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", API_FAULTS)
+def test_a_wrong_argument_is_named_as_pythons_caller_gave_it(folder: Path, fault: str) -> None:
+    (folder / "c.yaml").write_text("gpus_per_node: 2\ngpu: a100-80\n")
+    call, says = API_FAULTS[fault]
+    with pytest.raises(ConfigError, match=says):
+        call()
+    with pytest.raises(TypeError, match="no argument is named stopp; there are .*, stop, "):
+        oppo.generate("x", ["a"], stopp=["0"])
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
@@ -183,6 +211,10 @@ BAD_LOSSES: dict[str, tuple[Callable[[LossInputs], Any], str]] = {
     "number": (lambda r: 3.0, "returned a float; return a tensor"),
     "integers": (lambda r: r.tokens_L, r"returned int64 \[3\]"),
     "nan": (lambda r: r.logp_L / (r.truncated.logical_not() * 1.0), "returned -?inf at index 4"),
+    "nan gradient": (
+        lambda r: (r.logp_L - r.logp_L.detach()).abs().sqrt(),
+        "a loss whose gradient is NaN or infinite; divide by",
+    ),
     "no gradient": (lambda r: -r.advantages_L, "returned a loss without gradient; compute it from response.logp_L"),
     "detached": (lambda r: r.logp_L.detach(), "without gradient"),
     "in place": (in_place, "changed its input advantages_L in place; work on a copy"),
@@ -347,6 +379,16 @@ def test_the_schedule_of_the_page_is_sound(folder: Path, case: tuple[Round, Site
     assert check(add_communication(made, round_, site), round_, site, ample_budgets(site), costs) == []
 
 
+def test_the_fields_of_the_page_exist() -> None:
+    site = Site({"actor": RolePlacement((0,))})
+    round_ = Round(0, 1, decode=(((Growth(0, 1, 1),),),))
+    given: dict[str, Any] = {"round": round_, "site": site, "costs": Costs(), "action": intra(round_, site, Costs()).of(0)[0]}
+    section = PAGE.read_text(encoding="utf-8").partition("## Schedule inputs")[2].partition("## AdvantageInputs")[0]
+    named = re.findall(r"`(\w+)\.(\w+)", section)
+    assert {name for name, _ in named} >= given.keys()
+    assert [f"{name}.{field}" for name, field in named if name in given and not hasattr(given[name], field)] == []
+
+
 SCHEDULES = """
 from oppo_megatron import Schedule, intra
 
@@ -381,5 +423,6 @@ def test_a_schedule_that_cannot_run_is_refused_by_name(folder: Path, name: str, 
         return
     for rank in (None, 0):
         planner = new_planner(config, site, round_generator(config.overlap, site), lambda _: 40, rank=rank)
-        with pytest.raises(PluginError, match=rf"(?s)^overlap\.schedule schedules.py:{name} {says}"):
+        with pytest.raises(PluginError, match=rf"(?s)^overlap\.schedule schedules.py:{name} {says}") as refused:
             list(first_step(config, planner, 8))
+        assert len(str(refused.value).splitlines()) <= 13, "ten faults, and the number of the others"

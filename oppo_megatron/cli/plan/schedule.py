@@ -16,6 +16,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError, ScheduleError
 from oppo_megatron.layout.placements import role_placements
 from oppo_megatron.schedule.actions import Schedule, parse_schedule
+from oppo_megatron.schedule.checking.caches import listed
 from oppo_megatron.schedule.checking.checker import check_timeline
 from oppo_megatron.schedule.checking.timeline import Timeline, simulate
 from oppo_megatron.schedule.checking.transport import GLOO, TRANSPORTS, Transport, transport_of
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         print("OK: the checker finds no fault")
         return 0
     print(f"the checker finds {'1 fault' if len(faults) == 1 else f'{len(faults)} faults'}:")
-    print("\n".join(f"  - {fault}" for fault in faults))
+    print(listed(faults), end="")
     return EXIT_FAULT
 
 

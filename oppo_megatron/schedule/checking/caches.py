@@ -11,6 +11,12 @@ Budgets = Mapping[str, Sequence[KVBudget]]
 """Capacity of each replica's cache, by role; a missing role is not checked."""
 
 
+def listed(faults: Sequence[object]) -> str:
+    """A line each of the first ten, and the number of the others."""
+    more = [f"  and {len(faults) - 10} more\n"] if len(faults) > 10 else []
+    return "".join([*(f"  - {fault}\n" for fault in faults[:10]), *more])
+
+
 def require_room(round_: Round, budgets: Mapping[str, Mapping[int, KVBudget]]) -> None:
     """Raise ScheduleError with each fault of the caches in `budgets`."""
     faults = [
@@ -18,7 +24,7 @@ def require_room(round_: Round, budgets: Mapping[str, Mapping[int, KVBudget]]) -
     ]
     if faults:
         count = "1 cache" if len(faults) == 1 else f"{len(faults)} caches"
-        raise ScheduleError(f"{count} cannot take round {round_.index}:\n" + "".join(f"  - {text}\n" for text in faults))
+        raise ScheduleError(f"{count} cannot take round {round_.index}:\n{listed(faults)}")
 
 
 def cache_faults(round_: Round, role: str, replica: int, budget: KVBudget | None) -> Iterator[str]:

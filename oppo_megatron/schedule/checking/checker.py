@@ -8,7 +8,7 @@ from itertools import product
 from oppo_megatron.errors import ScheduleError
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
-from oppo_megatron.schedule.checking.caches import Budgets, cache_faults
+from oppo_megatron.schedule.checking.caches import Budgets, cache_faults, listed
 from oppo_megatron.schedule.checking.causality import causality_faults
 from oppo_megatron.schedule.checking.timeline import COMPUTE, Stuck, Timeline, simulate
 from oppo_megatron.schedule.checking.transport import GLOO, Transport
@@ -69,9 +69,7 @@ def require_sound(
     faults = check(schedule, round, site, budgets, costs, transport)
     if faults:
         count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-        raise ScheduleError(
-            f"{count} in the schedule of round {round.index}, over {transport.name}:\n" + "".join(f"  - {f}\n" for f in faults)
-        )
+        raise ScheduleError(f"{count} in the schedule of round {round.index}, over {transport.name}:\n{listed(faults)}")
 
 
 def _required(round_: Round, site: Site) -> Iterator[Action]:
