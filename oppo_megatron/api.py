@@ -1,9 +1,5 @@
 """The Python API: `oppo train`, `generate`, `eval` and `plan` as functions (docs/extending.md).
 
-    import oppo_megatron as oppo
-    result = oppo.train("ppo.yaml", ["steps=20"])
-    result.metrics[-1]["reward_mean"]
-
 A run with one rank stays in this process; more ranks are processes, as with the command.  Wrong input raises an OppoError.
 """
 

@@ -155,8 +155,8 @@ def make_request(args: argparse.Namespace) -> Request | None:
     if args.base is not None and policy.adapters is None and policy.model.lora is None:
         problems.append(f"--base is {args.base}, but {args.directory} holds whole weights and no adapters; drop it")
     for i in args.stop_id or ():
-        if i >= vocab_size:
-            problems.append(f"--stop-id is {i}, but the policy's vocabulary ends at {vocab_size - 1}; correct or drop it")
+        if not 0 <= i < vocab_size:
+            problems.append(f"--stop-id is {i}, but the policy's ids are 0 to {vocab_size - 1}; correct or drop it")
     if problems:
         raise ConfigError(problems)
     of_file = args.input is not None
@@ -201,9 +201,6 @@ def _require_consistent(args: argparse.Namespace) -> None:
         problems.append(f"--greedy and --{drawn[0].replace('_', '-')} exclude each other; drop one of them")
     if args.samples > 1 and (args.greedy or args.temperature == 0 or args.top_k == 1):
         problems.append(f"{args.samples} greedy responses would be the same; drop -n, or give a --temperature above 0")
-    for i in args.stop_id or ():
-        if i < 0:
-            problems.append(f"--stop-id is {i}, but ids are numbers from 0 on; correct or drop it")
     if args.stop and "" in args.stop:
         problems.append("--stop is empty, which would end every response at once; give a text, or drop it")
     if args.template is not None and "{prompt}" not in args.template:

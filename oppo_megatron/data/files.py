@@ -233,10 +233,14 @@ def _parquet_rows(stream: BinaryIO, file: Path) -> Iterator[Numbered]:
         for batch in parquet.ParquetFile(stream).iter_batches(batch_size=1024):
             for row in batch.to_pylist():
                 number += 1
-                yield number, plain_row(row)
+                twice = len(row) < batch.num_columns
+                yield number, DataError("two columns have one name; rename one of them") if twice else plain_row(row)
     except (pyarrow.ArrowException, OSError) as error:
         where = f"{file}: a Parquet file that cannot be read beyond row {number}"
         raise DataError(f"{where} ({str(error).splitlines()[0]}); write or fetch it again") from error
+    except (ValueError, OverflowError) as error:
+        said = str(error).partition("\n")[0]
+        raise DataError(f"{file}: a time after row {number} is none of Python's ({said}); write times as text") from error
 
 
 def _saved_rows(path: Path) -> Iterator[Numbered]:

@@ -1,6 +1,6 @@
 """Libraries of each part of a run, and why not a faster one.
 
-megatron-core chooses optimizers and gradient norms in this order (optimizer/__init__.py:12-32, optimizer/clip_grads.py:20).
+megatron-core chooses optimizers and gradient norms in this order (optimizer/__init__.py, optimizer/clip_grads.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Patches that megatron-core 0.16.1 needs without a CUDA device."""
+"""Patches that megatron-core needs without a CUDA device, and what differs between its versions 0.16 to 0.19."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import types
@@ -11,18 +12,31 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from packaging.version import Version
 
 
 @dataclass(frozen=True)
 class Patch:
-    """`serves`: `path:line` below megatron/core; `because`: the text there."""
+    """`serves`: `path:function` below megatron/core; `because`: the text there, in versions from `since`."""
 
     serves: str
     because: str
     apply: Callable[[], None]
+    since: str = "0"
+
+    @property
+    def is_needed(self) -> bool:
+        return Version(self.since) <= Version(megatron.core.__version__)
 
 
 class _TorchOnCpu(types.ModuleType):
@@ -77,23 +91,26 @@ def _parameter_type() -> None:
 
 
 PATCHES = (
-    Patch("tensor_parallel/mappings.py:91", "torch.cuda.current_device()",
+    Patch("tensor_parallel/mappings.py:_gather_along_last_dim", "torch.cuda.current_device()",
           lambda: _replace(torch.cuda, "current_device", lambda: torch.device("cpu"))),
-    Patch("pipeline_parallel/p2p_communication.py:242", "torch.cuda.synchronize()",
+    Patch("pipeline_parallel/p2p_communication.py:_communicate_shapes", "torch.cuda.synchronize()",
           lambda: _replace(torch.cuda, "synchronize", lambda device=None: None)),
-    Patch("models/common/language_module/language_module.py:244", "weight.data.cuda()",
+    Patch("distributed/param_and_grad_buffer.py:start_grad_sync", "current_stream = torch.cuda.current_stream()",
+          lambda: _replace(torch.cuda, "current_stream", lambda device=None: None), since="0.19"),
+    Patch("models/common/language_module/language_module.py:setup_embeddings_and_output_layer", "weight.data.cuda()",
           lambda: _replace(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)),
-    Patch("pipeline_parallel/schedules.py:596", 'device="cuda"', _replace_torch("pipeline_parallel.schedules")),
-    Patch("optimizer/optimizer.py:907", "device='cuda'", _replace_torch("optimizer.optimizer")),
-    Patch("optimizer/clip_grads.py:103", "device='cuda'", _replace_torch("optimizer.clip_grads")),
-    Patch("utils.py:1207", 'device="cuda"', _replace_torch("utils")),
-    Patch("optimizer/clip_grads.py:167", "param.grad.type() == 'torch.cuda.FloatTensor'",
+    Patch("pipeline_parallel/schedules.py:forward_backward_no_pipelining", 'device="cuda"',
+          _replace_torch("pipeline_parallel.schedules")),
+    Patch("optimizer/optimizer.py:__init__", "device='cuda'", _replace_torch("optimizer.optimizer")),
+    Patch("optimizer/clip_grads.py:get_grad_norm_fp32", "device='cuda'", _replace_torch("optimizer.clip_grads")),
+    Patch("utils.py:local_multi_tensor_l2_norm", 'device="cuda"', _replace_torch("utils")),
+    Patch("optimizer/clip_grads.py:clip_grad_by_total_norm_fp32", "param.grad.type() == 'torch.cuda.FloatTensor'",
           lambda: _replace("optimizer.optimizer", "clip_grad_by_total_norm_fp32", _clip)),
-    Patch("optimizer/optimizer.py:671", "'torch.cuda.BFloat16Tensor'", _parameter_type),
+    Patch("optimizer/optimizer.py:__init__", "'torch.cuda.BFloat16Tensor'", _parameter_type),
     # Recomputed activations save the state of the CPU's generator without the missing CUDA generator's.
-    Patch("tensor_parallel/random.py:55", "torch.cuda.random.get_rng_state(device=device)", lambda: _replace(
+    Patch("tensor_parallel/random.py:_get_cuda_rng_state", "torch.cuda.random.get_rng_state(device=device)", lambda: _replace(
         "tensor_parallel.random", "_get_cuda_rng_state", lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8))),
-    Patch("tensor_parallel/random.py:111", "_lazy_call(cb)", lambda: _replace(
+    Patch("tensor_parallel/random.py:_set_cuda_rng_state", "_lazy_call(cb)", lambda: _replace(
         "tensor_parallel.random", "_set_cuda_rng_state", lambda *args, **kwargs: None)),
 )  # fmt: skip
 
@@ -104,20 +121,35 @@ def install() -> bool:
         return False
     if not getattr(torch.cuda.current_device, "__module__", "").startswith(__name__):
         for patch in PATCHES:
-            patch.apply()
+            if patch.is_needed:
+                patch.apply()
         # megatron advises this setting in every tensor-parallel process; without CUDA it means nothing.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     return True
 
 
+def parts_of(mlp: Any) -> Any:
+    """Return the modules of an MLP's spec, since 0.18 a `functools.partial` (`get_mlp_module_spec_for_backend`)."""
+    return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
+
+
+def mark_shards(model: torch.nn.Module) -> None:
+    """Mark shards, so that gradient norms count each weight once; since 0.18 tensor_parallel/layers.py does."""
+    for name, module in model.named_modules():
+        if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding, RowParallelLinear)) and module.weight is not None:
+            if not hasattr(module.weight, "tensor_model_parallel"):
+                stride = 2 if name.endswith("linear_fc1") else 1  # gate and up are sharded separately
+                set_tensor_model_parallel_attributes(module.weight, True, int(isinstance(module, RowParallelLinear)), stride)
+
+
 def make_scratch_memory() -> None:
-    """Make the buffer of tensor_parallel/layers.py:482 (on GPUs too)."""
+    """Make the buffer that tensor_parallel/layers.py asks for (on GPUs too)."""
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
 
 
 def keep_norms_on_device() -> None:
-    """Sum gradient norms on the GPU; utils.py:1206 waits for each."""
+    """Sum gradient norms on the GPU; `utils.local_multi_tensor_l2_norm` waits for each."""
     clip_grads = importlib.import_module("megatron.core.optimizer.clip_grads")
     plain = getattr(clip_grads, "local_multi_tensor_l2_norm", None)
     if torch.cuda.is_available() and plain is not None and clip_grads.l2_norm_impl is plain:
@@ -130,14 +162,14 @@ def norm_on_device(_chunk: int, _overflow: torch.Tensor, lists: list[list[torch.
 
 @contextlib.contextmanager
 def known_norm(optimizer: Any, norm: float) -> Iterator[None]:
-    """Let `step` use `norm`; optimizer.py:1314 would wait again."""
+    """Let `step` use `norm`; `ChainedOptimizer.step` would wait again."""
     with mock.patch.object(optimizer, "get_grad_norm", lambda: norm):
         yield
 
 
 @contextlib.contextmanager
 def optimizer_world(group: dist.ProcessGroup) -> Iterator[None]:
-    """Narrow "the world" to a model's ranks (optimizer/__init__.py:180)."""
+    """Narrow "the world" to a model's ranks for `optimizer._get_param_groups`."""
     gather = dist.all_gather_object
     with (
         mock.patch.object(dist, "all_gather_object", lambda objects, obj, g=None: gather(objects, obj, group=g or group)),

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from oppo_megatron.layout.kernels import LayerKind
+from oppo_megatron.mcore import compat
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -103,6 +104,16 @@ def tag_parameter(parameter: torch.Tensor, name: Literal["sequence_parallel", "p
     setattr(parameter, name, value)
 
 
+class SwiGLU(IdentityOp):
+    """`swiglu` as a module, which megatron-core asks for since 0.17."""
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        return swiglu(gate_up)
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return {}
+
+
 class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
         super().__init__()
@@ -163,9 +174,8 @@ def block_spec(config: TransformerConfig, num_layers: int, kind: LayerKind = "to
     parts.self_attention.submodules.core_attention = IdentityOp
     parts.self_attention.submodules.linear_qkv = qkv
     parts.self_attention.submodules.linear_proj = row
-    parts.mlp.submodules.linear_fc1 = column
-    parts.mlp.submodules.linear_fc2 = row
-    parts.mlp.submodules.activation_func = swiglu
+    mlp = compat.parts_of(parts.mlp)
+    mlp.linear_fc1, mlp.linear_fc2, mlp.activation_func = column, row, SwiGLU
     if config.qk_layernorm:
         parts.self_attention.submodules.q_layernorm = norm
         parts.self_attention.submodules.k_layernorm = norm

@@ -14,12 +14,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    set_tensor_model_parallel_attributes,
-)
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
@@ -268,12 +262,7 @@ def build_chunks(
     chunks = []
     for number in range(1 if layout is None else layout.vpp):
         chunk = RoleModel(shape, groups, config, head, max_length, number, layers).to(device)
-        for name, module in chunk.named_modules():  # mark tensor-parallel shards, so gradient norms count each weight once
-            if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)) and module.weight is not None:
-                stride = 2 if name.endswith("linear_fc1") else 1  # gate and up are sharded separately
-                set_tensor_model_parallel_attributes(module.weight, True, 0, stride)
-            elif isinstance(module, RowParallelLinear):
-                set_tensor_model_parallel_attributes(module.weight, True, 1, 1)
+        compat.mark_shards(chunk)
         chunk.set_rope(device)
         chunks.append(chunk)
     return chunks

@@ -259,7 +259,7 @@ def _scheduler(optimizer: Any, config: OptimizerConfig, total_steps: int) -> Opt
 
 
 class StageMessages(P2PCommunicator):
-    """Pipeline messages without shapes; the host waits for shapes (p2p_communication.py:242)."""
+    """Pipeline messages without shapes; the host waits for shapes (`P2PCommunicator._communicate_shapes`)."""
 
     def __init__(self, group: dist.ProcessGroup, config: TransformerConfig, sizes: Sequence[int]):
         super().__init__(group, config)

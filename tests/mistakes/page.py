@@ -15,30 +15,16 @@ from pathlib import Path
 from unittest import mock
 
 from oppo_megatron.cli.main import main
-from tests.mistakes.files import DATA, RUNS, TOKENIZERS, WEIGHTS, YAML
-from tests.mistakes.mistake import Mistake
-from tests.mistakes.policies import EVAL, GENERATE, TAKEN
-from tests.mistakes.project import build, inside
-from tests.mistakes.resume import ENDS, RESUME
-from tests.mistakes.settings import SETTINGS
-from tests.mistakes.usage import COMMANDS, ENVIRONMENT, FUNCTIONS
+from tests.mistakes.given import COMMANDS, DATA, ENVIRONMENT, FUNCTIONS, RUNS, SETTINGS, TOKENIZERS, WEIGHTS, YAML
+from tests.mistakes.policies import ENDS, EVAL, GENERATE, RESUME, TAKEN
+from tests.mistakes.project import Mistake, build, inside
 
 GROUPS = {
-    "Settings": SETTINGS,
-    "Configuration files": YAML,
-    "Weights": WEIGHTS,
-    "Tokenizers": TOKENIZERS,
-    "Data": DATA,
-    "Folders of runs": RUNS,
-    "Continuing a run": RESUME,
-    "Where responses and runs end": ENDS,
-    "Asking a policy": GENERATE,
-    "Judging policies": EVAL,
-    "Weights, reports and jobs that are written": TAKEN,
-    "Commands": COMMANDS,
-    "Reward functions": FUNCTIONS,
-    "Launchers and machines": ENVIRONMENT,
-}
+    "Settings": SETTINGS, "Configuration files": YAML, "Weights": WEIGHTS, "Tokenizers": TOKENIZERS, "Data": DATA,
+    "Folders of runs": RUNS, "Continuing a run": RESUME, "Where responses and runs end": ENDS, "Asking a policy": GENERATE,
+    "Judging policies": EVAL, "Weights, reports and jobs that are written": TAKEN, "Commands": COMMANDS,
+    "Reward functions": FUNCTIONS, "Launchers and machines": ENVIRONMENT,
+}  # fmt: skip
 MISTAKES = tuple(mistake for group in GROUPS.values() for mistake in group)
 HEAD = """\
 # Mistakes and their remedies

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mistakes.mistake import Mistake
 from tests.mistakes.page import MISTAKES, answered, mistaken, row, typed
-from tests.mistakes.project import build, fingerprints
+from tests.mistakes.project import Mistake, build, fingerprints
 
 
 @pytest.fixture(scope="module")

@@ -10,14 +10,21 @@ from oppo_megatron.config.run import RunConfig, TrainConfig
 RunT = TypeVar("RunT", bound=RunConfig)
 
 
+def put(settings: dict[str, Any], key: str, value: Any) -> None:
+    """Set `a.b.0.c` in nested sections, made where they are missing."""
+    *sections, last = key.split(".")
+    for section in sections:
+        settings = settings[int(section)] if isinstance(settings, list) else settings.setdefault(section, {})
+    settings[last] = value
+
+
 def least_config(run_dir: Path, **sections: Any) -> TrainConfig:
-    return TrainConfig.model_validate(
-        {
-            "run_dir": run_dir, "tokenizer": {"path": "t"}, "data": {"path": "d"}, "actor": {"checkpoint": "a"},
-            "critic": {"checkpoint": "a"}, "rewards": [{"kind": "verifier", "name": "gsm8k"}],
-            "rollout": {"batch_size": 8, "max_response_tokens": 100}, **sections,
-        }
-    )  # fmt: skip
+    least = {
+        "run_dir": run_dir, "tokenizer": {"path": "t"}, "data": {"path": "d"}, "actor": {"checkpoint": "a"},
+        "critic": {"checkpoint": "a"}, "rewards": [{"kind": "verifier", "name": "gsm8k"}],
+        "rollout": {"batch_size": 8, "max_response_tokens": 100},
+    }  # fmt: skip
+    return TrainConfig.model_validate(least | sections)
 
 
 def run_of(config: dict[str, Any], kind: type[RunT] = TrainConfig) -> RunT:  # type: ignore[assignment]

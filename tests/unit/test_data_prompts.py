@@ -1,22 +1,28 @@
-"""Prompt sets and the stream: lengths, order, identity over epochs."""
+"""Prompt sets and the stream: lengths, order, identity over epochs; and lengths that a trace forces."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from oppo_megatron.clock import ByTime, by_time
 from oppo_megatron.config.data import DataConfig, PromptDataConfig
+from oppo_megatron.config.ppo import LENGTH_DRAW, ForcedLengths, RolloutConfig
+from oppo_megatron.data.length_trace import LengthTrace, forced_quantile, read_length_trace, trace_problems
 from oppo_megatron.data.prompts import PromptSet, PromptStream, epoch_order, load_prompts
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import Completion, RowLoader
+from oppo_megatron.engine.sampler import uniforms
+from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.errors import DataError, RewardError
 from oppo_megatron.records import Prompt
 from tests.support.rows import write_rows
@@ -91,15 +97,12 @@ def test_long_prompts_under_each_policy(tmp_path: Path) -> None:
     assert [entry["line"] for entry in quarantine.entries] == [1, 3]
 
 
-def test_bad_and_long_rows_are_reported_together(tmp_path: Path) -> None:
+def test_bad_and_long_rows_are_reported_together_and_nothing_left_is_an_error(tmp_path: Path) -> None:
     path = write_rows(tmp_path, {"prompt": "123456"}, {"prompt": ""}, [], {"prompt": "ok"})
     with pytest.raises(DataError, match="3 rows") as caught:
         load_prompts(PromptDataConfig(path=path, max_prompt_tokens=5), TOKENIZER, quarantine=Quarantine())
     assert all(f"rows.jsonl:{line}:" in str(caught.value) for line in (1, 2, 3))
     assert "data.bad_rows=quarantine" in str(caught.value) and "data.long_rows=quarantine" in str(caught.value)
-
-
-def test_nothing_left_is_an_error(tmp_path: Path) -> None:
     path = write_rows(tmp_path, {"prompt": "long"}, {"prompt": "longer"})
     config = PromptDataConfig(path=path, max_prompt_tokens=1, long_rows="quarantine")
     with pytest.raises(DataError, match=r"all 2 rows were set aside.*rows\.jsonl:1"):
@@ -114,20 +117,14 @@ def test_real_questions(shared_data: Path) -> None:
 
 
 @given(
-    num_rows=st.integers(1, 12),
-    epochs=st.one_of(st.none(), st.integers(0, 4)),
-    limit=st.one_of(st.none(), st.integers(0, 40)),
-    start=st.integers(0, 50),
-    seed=st.integers(0, 2**64 - 1),
-    shuffle=st.booleans(),
-)
+    num_rows=st.integers(1, 12), epochs=st.none() | st.integers(0, 4), limit=st.none() | st.integers(0, 40),
+    start=st.integers(0, 50), seed=st.integers(0, 2**64 - 1), shuffle=st.booleans(),
+)  # fmt: skip
 def test_stream_is_a_permutation_per_epoch_and_resumes(
-    num_rows: int, epochs: int | None, limit: int | None, start: int, seed: int, shuffle: bool
+    num_rows: int, epochs: Any, limit: Any, start: int, seed: int, shuffle: bool
 ) -> None:
     prompts = plain_set(num_rows)
-    ends = [40]
-    ends += [] if epochs is None else [epochs * num_rows]
-    ends += [] if limit is None else [limit]
+    ends = [40, *([] if epochs is None else [epochs * num_rows]), *([] if limit is None else [limit])]
     stream = PromptStream(prompts, seed, epochs=epochs, limit=limit, shuffle=shuffle)
     given_prompts = list(islice(stream, 40))
     assert [prompt.seq_id for prompt in given_prompts] == list(range(min(ends)))
@@ -140,14 +137,10 @@ def test_stream_is_a_permutation_per_epoch_and_resumes(
 
 
 @given(
-    left_out=st.frozensets(st.integers(0, 30)),
-    limit=st.one_of(st.none(), st.integers(0, 30)),
-    epochs=st.integers(0, 5),
+    left_out=st.frozensets(st.integers(0, 30)), limit=st.none() | st.integers(0, 30), epochs=st.integers(0, 5),
     start=st.integers(0, 20),
-)
-def test_what_is_left_out_of_a_stream_counts_for_nothing(
-    left_out: frozenset[int], limit: int | None, epochs: int, start: int
-) -> None:
+)  # fmt: skip
+def test_what_is_left_out_of_a_stream_counts_for_nothing(left_out: Any, limit: int | None, epochs: int, start: int) -> None:
     plain = list(PromptStream(plain_set(7), 3, epochs=epochs))
     stream = PromptStream(plain_set(7), 3, epochs=epochs, limit=limit, left_out=left_out)
     kept = [prompt for prompt in plain if prompt.seq_id not in left_out][:limit]
@@ -158,7 +151,7 @@ def test_what_is_left_out_of_a_stream_counts_for_nothing(
 
 
 @given(num_rows=st.integers(1, 9), responses=st.integers(2, 5), epochs=st.integers(1, 3), start=st.integers(0, 40))
-def test_responses_of_a_prompt_follow_each_other_under_positions_of_their_own(
+def test_responses_of_a_prompt_follow_each_other_under_own_positions(
     num_rows: int, responses: int, epochs: int, start: int
 ) -> None:
     once = [prompt.row for prompt in PromptStream(plain_set(num_rows), 3, epochs=epochs)]
@@ -193,3 +186,121 @@ def philox4x64(counter: int, key: tuple[int, int]) -> list[int]:
         x = [high1 ^ x[1] ^ k0, low1, high0 ^ x[3] ^ k1, low0]
         k0, k1 = (k0 + 0x9E3779B97F4A7C15) & mask, (k1 + 0xBB67AE8584CAA73B) & mask
     return x
+
+
+AZURE, DEEPSEEK = "trace_azure_2023_conv.csv", "trace_servegen_deepseek_r1_hist.csv"
+REQUESTS = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+HISTOGRAM = "kind,tokens,requests\n"
+
+
+def azure(path: Path, column: str = "GeneratedTokens") -> np.ndarray:
+    with path.open(newline="") as file:
+        return np.array([int(row[column]) for row in csv.DictReader(file)])
+
+
+def deepseek(path: Path, kind: str = "output") -> np.ndarray:
+    with path.open(newline="") as file:
+        rows = [(int(r["tokens"]), int(r["requests"])) for r in csv.DictReader(file) if r["kind"] == kind]
+    return np.repeat(*np.array(rows).T)
+
+
+def rollout(trace: Path, limit: int = 10**6, **forced: Any) -> tuple[ForcedLengths, int]:
+    return ForcedLengths(trace=trace, **forced), limit
+
+
+def drawn(config: tuple[ForcedLengths, int], num: int, seed: int = 3) -> list[int]:
+    forced, limit = config
+    settings = RolloutConfig(batch_size=4, max_response_tokens=limit)
+    stopping = Stopping.of(settings, (7,), seed, forced_quantile(forced, limit), forced=forced)
+    assert stopping.eos_ids == ()
+    return [stopping.limit(seq_id) for seq_id in reversed(range(num))][::-1]
+
+
+def write(tmp_path: Path, text: str | bytes) -> Path:
+    path = tmp_path / "trace.csv"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+@pytest.mark.parametrize(("name", "column", "lengths"), [
+    (AZURE, None, azure), (AZURE, "ContextTokens", lambda path: azure(path, "ContextTokens")), (DEEPSEEK, None, deepseek),
+    (DEEPSEEK, "input", lambda path: deepseek(path, "input")),
+])  # fmt: skip
+def test_real_traces_have_numpys_quantiles(shared_data: Path, name: str, column: str | None, lengths: Any) -> None:
+    expected, trace = lengths(shared_data / name), read_length_trace(shared_data / name, column)
+    assert trace.requests[-1] == len(expected)
+    shares = np.random.default_rng(1).random(2000)
+    assert [trace.quantile(float(u)) for u in shares] == np.quantile(expected, shares, method="inverted_cdf").tolist()
+    assert trace.percentile_99 == np.quantile(expected, 0.99, method="inverted_cdf")
+
+
+@pytest.mark.parametrize(("name", "read", "seed"), [(AZURE, azure, 3), (DEEPSEEK, deepseek, 4)])
+def test_drawn_lengths_are_quantiles_which_auto_scales_to_the_limit(shared_data: Path, name: str, read: Any, seed: int) -> None:
+    path, num = shared_data / name, 8000
+    shares = uniforms(seed, range(num), [LENGTH_DRAW] * num)
+    unscaled = np.array(drawn(rollout(path, scale=1.0), num, seed))
+    assert unscaled.tolist() == np.quantile(read(path), shares, method="inverted_cdf").tolist()
+    lengths = np.array(drawn(rollout(path, limit=256), num, seed))
+    assert lengths.min() >= 1 and lengths.max() == 256
+    # One in a hundred lies at or beyond the percentile; beside it what rounds up to the limit, less than one more.
+    assert 0.007 < (lengths == 256).mean() < 0.02
+    factor = 256 / read_length_trace(path).percentile_99
+    assert lengths.tolist() == np.clip(np.rint(unscaled * factor), 1, 256).tolist()
+
+
+def test_both_formats_say_the_same(tmp_path: Path) -> None:
+    rows = write(tmp_path, "\ufeffn , Tokens\na,5\n\nb,2\r\nc, 5\n")
+    histogram = tmp_path / "histogram.csv"
+    histogram.write_text("requests,kind,tokens\n9,input,77\n1,output,2\n2,output,5\n0,output,9\n")
+    expected = LengthTrace((2, 5), (1, 3))
+    assert read_length_trace(rows, "Tokens") == read_length_trace(histogram) == expected
+    assert read_length_trace(histogram, "input") == LengthTrace((77,), (9,))
+
+
+def test_lengths_of_0_become_1_and_the_scale_is_a_factor(tmp_path: Path) -> None:
+    path = write(tmp_path, REQUESTS + "t,1,0\nt,1,10\n")
+    assert set(drawn(rollout(path, scale=2.5), 40)) == {1, 25}
+    assert set(drawn(rollout(path, limit=12, scale=2.5), 40)) == {1, 12}
+    assert set(drawn(rollout(path, limit=40), 40)) == {1, 40}
+
+
+REFUSED: list[tuple[str | bytes, str | None, str]] = [
+    ("", None, r"no row follows the header"),
+    ("a,b\n1,2\n", None, r"must be a column `GeneratedTokens`, but the columns are: a, b; name the one"),
+    (REQUESTS + "t,1,2\n", "Length", r"must be a column `Length`.*rollout\.forced_lengths: \[FILE, COLUMN\]"),
+    ("a,a\n1,2\n", "a", r"trace\.csv:1: the column name 'a' comes twice in the header; rename one"),
+    (REQUESTS, None, r"no row follows the header, but at least one request is needed; add rows"),
+    (REQUESTS + "t,1,-4\n", None, r"trace\.csv:2: `GeneratedTokens` is '-4', but must be a whole number of at least 0"),
+    (REQUESTS + "t,1,5\n\nt,1,nan\n", None, r"trace\.csv:4: `GeneratedTokens` is 'nan', but must be a whole number"),
+    (REQUESTS + "t,1,\n", None, r"trace\.csv:2: `GeneratedTokens` is '', but must be a whole number"),
+    (REQUESTS + "t,1\n", None, r"trace\.csv:2: 2 cells, but the header has 3 columns"),
+    (REQUESTS + "t,1,1.5\nt,1,inf\n", None, r"(?s)2 rows cannot be used.*:2: .*'1\.5'.*:3: .*'inf'.*Correct them"),
+    (REQUESTS + "t,1,1" + "0" * 15 + "\n", None, r"of at most 15 digits"),
+    (HISTOGRAM + "output,5,0\n", None, r"0 requests of kind `output`, but at least one is needed; its kinds are output"),
+    (HISTOGRAM + "output,5,1\n", "inptu",
+        r"0 requests of kind `inptu`.*its kinds are output: name another, as in .*\[FILE, KIND\]"),
+    (HISTOGRAM + "output,5,-1\n", None, r"trace\.csv:2: `requests` is '-1', but must be a whole number"),
+    (HISTOGRAM + "output,x,1\n", None, r"trace\.csv:2: `tokens` is 'x', but must be a whole number"),
+    (HISTOGRAM + "output,5,\n", None, r"trace\.csv:2: `requests` is '', but must be a whole number"),
+    (REQUESTS.encode() + b"t,1,5\nt\xff,1,5\n", None, r"trace\.csv:3: column 'TIMESTAMP' is not UTF-8; save"),
+    (REQUESTS + '"t,1,5\n', None, r"trace\.csv:2: not CSV \(.*close its quotation marks"),
+    (REQUESTS + "t,1,0\n", None,
+        r"99th percentile of its lengths is 0 tokens.*as in rollout\.forced_lengths: \[.*trace\.csv, COLUMN\]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "column", "message"), REFUSED)
+def test_a_wrong_file_is_refused_with_line_rule_and_remedy(tmp_path: Path, text: Any, column: str | None, message: str) -> None:
+    config = rollout(write(tmp_path, text), column=column)
+    with pytest.raises(DataError, match=message) as refusal:
+        forced_quantile(*config)
+    assert "trace.csv" in str(refusal.value)
+    assert trace_problems(*config) == [f"rollout.forced_lengths: {refusal.value}"]
+
+
+def test_a_folder_is_no_trace_and_one_that_was_not_read_is_our_own_bug(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"is not a file; rollout\.forced_lengths must be a CSV file: correct"):
+        read_length_trace(tmp_path)
+    with pytest.raises(AssertionError, match="read before"):
+        forced = ForcedLengths(trace=tmp_path / "x.csv")
+        Stopping.of(RolloutConfig(batch_size=4, max_response_tokens=9), (7,), 3, forced=forced)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +114,8 @@ API_FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "choice": (lambda: oppo.evaluate("x", "y", verifier="maths"), "verifier is 'maths': choose from arithmetic, "),
     "words": (lambda: oppo.generate("x", ["a"], samples=2, greedy=True), "drop samples, or give a temperature above 0"),
     "kind": (lambda: oppo.load_config({}, kind="pop"), "kind is 'pop'; choose from train, sft, rm, dpo"),
-    "other": (
-        lambda: oppo.load_config({"model": {}, "data": {}, "tokenizer": {}, "run_dir": Path("x")}), "^source .*; give kind='sft'"
-    ),
+    "other": (lambda: oppo.load_config({"model": {}, "data": {}, "tokenizer": {}, "run_dir": Path("x")}),
+        "^source .*; give kind='sft'"),
     "source": (lambda: oppo.load_config(None), "source is None, a NoneType"),  # type: ignore[arg-type]
     "both": (lambda: oppo.plan("ppo.yaml", "c.yaml", trace="t.csv", lognormal=(6, 1.5)), "trace and lognormal exclude"),
     "plan": (lambda: oppo.plan("ppo.yaml", "c.yaml", "steps", lognormal=(6, 1.5)), "override `steps` is not of the form"),
@@ -131,8 +133,6 @@ def test_a_wrong_argument_is_named_as_pythons_caller_gave_it(folder: Path, fault
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
-    import subprocess
-
     code = "import sys, oppo_megatron as o; dir(o); print(*{'torch', 'pydantic', 'numpy', 'megatron'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
     assert all(getattr(oppo, name) is not None for name in oppo.__all__)
@@ -175,22 +175,13 @@ def clipped(ratio: Tensor, advantage: Tensor) -> Tensor:
 
 
 AS_BUILT_IN: dict[str, tuple[Callable[[LossInputs], Tensor], dict[str, Any], tuple[Reduction, ...]]] = {
-    "token": (
-        lambda r: clipped((r.logp_L - r.old_logp_L).exp(), r.advantages_L),
-        {},
-        ("token_mean", "sequence_mean", "constant", "group_token_mean", "sequence_sum"),
-    ),
-    "sequence": (
-        lambda r: clipped((r.logp_L - r.old_logp_L).mean().exp(), r.advantages_L.mean()),
-        {"ratio": "sequence"},
-        ("sequence_mean",),
-    ),
-    "product": (
-        lambda r: clipped((r.logp_L - r.old_logp_L).sum().exp(), r.advantages_L.mean()),
-        {"ratio": "sequence_product"},
-        ("sequence_sum", "token_mean", "constant", "group_token_mean"),
-    ),
-}
+    "token": (lambda r: clipped((r.logp_L - r.old_logp_L).exp(), r.advantages_L), {},
+        ("token_mean", "sequence_mean", "constant", "group_token_mean", "sequence_sum")),
+    "sequence": (lambda r: clipped((r.logp_L - r.old_logp_L).mean().exp(), r.advantages_L.mean()), {"ratio": "sequence"},
+        ("sequence_mean",)),
+    "product": (lambda r: clipped((r.logp_L - r.old_logp_L).sum().exp(), r.advantages_L.mean()), {"ratio": "sequence_product"},
+        ("sequence_sum", "token_mean", "constant", "group_token_mean")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", AS_BUILT_IN)
@@ -201,30 +192,20 @@ def test_a_custom_loss_that_repeats_a_built_in_one_has_its_value_and_gradient(na
             torch.testing.assert_close(mine, theirs)
 
 
-def in_place(r: LossInputs) -> Tensor:
-    r.advantages_L.mul_(2)
-    return -r.advantages_L * r.logp_L
-
-
 BAD_LOSSES: dict[str, tuple[Callable[[LossInputs], Any], str]] = {
     "shape": (lambda r: torch.zeros(7) * r.logp_L.sum(), r"returned float32 \[7\]; return floats: a loss \[\] or one per token"),
-    "number": (lambda r: 3.0, "returned a float; return a tensor"),
-    "integers": (lambda r: r.tokens_L, r"returned int64 \[3\]"),
+    "number": (lambda r: 3.0, "returned a float; return a tensor"), "integers": (lambda r: r.tokens_L, r"returned int64 \[3\]"),
     "nan": (lambda r: r.logp_L / (r.truncated.logical_not() * 1.0), "returned -?inf at index 4"),
-    "nan gradient": (
-        lambda r: (r.logp_L - r.logp_L.detach()).abs().sqrt(),
-        "a loss whose gradient is NaN or infinite; divide by",
-    ),
+    "nan gradient": (lambda r: (r.logp_L - r.logp_L.detach()).abs().sqrt(),
+        "a loss whose gradient is NaN or infinite; divide by"),
     "no gradient": (lambda r: -r.advantages_L, "returned a loss without gradient; compute it from response.logp_L"),
     "detached": (lambda r: r.logp_L.detach(), "without gradient"),
-    "in place": (in_place, "changed its input advantages_L in place; work on a copy"),
+    "in place": (lambda r: -r.advantages_L.mul_(2) * r.logp_L, "changed its input advantages_L in place; work on a copy"),
     "raises": (lambda r: r.logp_L + torch.zeros(99), r"failed \(RuntimeError: .*test_extending.py:\d+"),
-    "product per token": (
-        lambda r: -(r.logp_L - r.old_logp_L).sum().exp() * r.advantages_L,
-        "depends on log-probs of other tokens; return one number",
-    ),
+    "product per token": (lambda r: -(r.logp_L - r.old_logp_L).sum().exp() * r.advantages_L,
+        "depends on log-probs of other tokens; return one number"),
     "discounted sum": (lambda r: r.logp_L.cumsum(0) * r.advantages_L, "depends on log-probs of other tokens"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", BAD_LOSSES)
@@ -272,18 +253,13 @@ def test_an_advantage_per_token_is_taken_as_it_is() -> None:
         assert (made.returns_T != made.advantages_T).any(), "a critic learns the rewards"
 
 
-def counting(batch: AdvantageInputs, calls: list[int] = []) -> Tensor:  # noqa: B006
-    calls.append(0)
-    return batch.scores_B * len(calls)
-
-
 BAD_ADVANTAGES: dict[str, tuple[Callable[[AdvantageInputs], Any], str]] = {
     "shape": (lambda b: b.scores_B[:2], r"returned float32 \[2\]; return floats: one number per response \[4\] or per token"),
     "groups": (lambda b: b.scores_B.view(2, 2), r"returned float32 \[2, 2\]"),
     "none": (lambda b: None, "returned a NoneType"),
     "nan": (lambda b: b.scores_B / 0 * 0, "returned nan at index 0"),
     "in place": (lambda b: b.scores_B.sub_(1), "changed its input scores_B in place"),
-    "random": (counting, "returned two results for the same batch; make it deterministic"),
+    "random": (partial(lambda calls, b: b.scores_B * next(calls), count()), "returned two results for the same batch; make it"),
 }
 
 
@@ -311,14 +287,13 @@ def raises(signals, delta, memory): return delta / 0
 """
 
 
-@pytest.fixture
-def rules(tmp_path: Path) -> Callable[[str], DeltaConfig]:
-    (tmp_path / "rules.py").write_text(RULES)
-    return lambda name: DeltaConfig(rule=f"{tmp_path / 'rules.py'}:{name}", initial=2, max=5)
+def delta_by(name: str, folder: Path) -> DeltaConfig:
+    (folder / "rules.py").write_text(RULES)
+    return DeltaConfig(rule=f"{folder / 'rules.py'}:{name}", initial=2, max=5)
 
 
-def test_a_delta_rule_is_bounded_and_resumes_with_its_memory(rules: Callable[[str], DeltaConfig]) -> None:
-    config = rules("two_up")
+def test_a_delta_rule_is_bounded_and_resumes_with_its_memory(tmp_path: Path) -> None:
+    config = delta_by("two_up", tmp_path)
     controller = make_delta_controller(config)
     assert [controller.observe(step, SIGNALS).value for step in (1, 2, 3)] == [4, 5, 5]
     resumed = make_delta_controller(config)
@@ -328,16 +303,13 @@ def test_a_delta_rule_is_bounded_and_resumes_with_its_memory(rules: Callable[[st
         make_delta_controller(DeltaConfig()).load_state_dict(controller.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("half", "returned 2.5; return the next delta, a whole number"), ("keeps", "keeps .*keep numbers, texts"),
-        ("moody", "decided twice differently"), ("raises", r"failed \(ZeroDivisionError: .*rules.py:\d+ in raises"),
-    ],
-)  # fmt: skip
-def test_a_delta_rule_that_cannot_be_used_is_refused_by_name(rules: Callable[[str], DeltaConfig], name: str, says: str) -> None:
+@pytest.mark.parametrize(("name", "says"), [
+    ("half", "returned 2.5; return the next delta, a whole number"), ("keeps", "keeps .*keep numbers, texts"),
+    ("moody", "decided twice differently"), ("raises", r"failed \(ZeroDivisionError: .*rules.py:\d+ in raises"),
+])  # fmt: skip
+def test_a_delta_rule_that_cannot_be_used_is_refused_by_name(tmp_path: Path, name: str, says: str) -> None:
     with pytest.raises(PluginError, match=rf"^overlap\.delta\.rule .*:{name} {says}"):
-        make_delta_controller(rules(name)).observe(1, SIGNALS)
+        make_delta_controller(delta_by(name, tmp_path)).observe(1, SIGNALS)
 
 
 def test_a_function_that_cannot_be_called_is_refused_before_the_run(tmp_path: Path) -> None:
@@ -350,6 +322,10 @@ def test_a_function_that_cannot_be_called_is_refused_before_the_run(tmp_path: Pa
         with pytest.raises(ConfigError, match=says):
             Plugin.load("algorithm.advantage", value)
     Plugin.load("algorithm.advantage", {"entry_point": f"{tmp_path / 'mine.py'}:more", "options": {"gain": 1}})
+    entry = {"entry_point": "a.b:f"}
+    for setting in ("f", "a.b:", ":f", entry | {"kwargs": {}}, {"options": {}}, entry | {"options": 1}):
+        with pytest.raises(ValidationError, match="a function `package.module:function` or `file.py:function`"):
+            AlgorithmConfig.model_validate({"loss": setting})
 
 
 def test_an_edited_file_is_read_again_and_an_exit_is_a_failure(tmp_path: Path) -> None:
@@ -361,14 +337,6 @@ def test_an_edited_file_is_read_again_and_an_exit_is_a_failure(tmp_path: Path) -
     assert first(None) == 1
     with pytest.raises(PluginError, match=r"failed \(sys.exit: 0 at .*mine.py:2 in one\)"):
         Plugin.load("algorithm.advantage", f"{file}:one")(None)
-
-
-@pytest.mark.parametrize(
-    "value", ["f", "a.b:", ":f", {"entry_point": "a.b:f", "kwargs": {}}, {"options": {}}, {"entry_point": "a.b:f", "options": 1}]
-)
-def test_a_setting_that_is_not_a_function_is_refused(value: Any) -> None:
-    with pytest.raises(ValidationError, match="a function `package.module:function` or `file.py:function`"):
-        AlgorithmConfig.model_validate({"loss": value})
 
 
 @given(case=cases())
@@ -392,12 +360,11 @@ def test_the_fields_of_the_page_exist() -> None:
 SCHEDULES = """
 from oppo_megatron import Schedule, intra
 
-def backwards(round, site, costs):
+def part(round, site, costs, kept):
     plain = intra(round, site, costs)
-    return Schedule({rank: plain.of(rank)[::-1] for rank in site.ranks})
-def short(round, site, costs):
-    plain = intra(round, site, costs)
-    return Schedule({rank: plain.of(rank)[1:] for rank in site.ranks})
+    return Schedule({rank: plain.of(rank)[kept] for rank in site.ranks})
+def backwards(round, site, costs): return part(round, site, costs, slice(None, None, -1))
+def short(round, site, costs): return part(round, site, costs, slice(1, None))
 def text(round, site, costs): return "decode actor"
 def moody(round, site, costs, calls=[]):
     calls.append(1)
@@ -406,13 +373,10 @@ def sound(round, site, costs): return intra(round, site, costs)
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("backwards", "made a schedule that cannot run: .*; correct its order"), ("short", "made a schedule that cannot run: "),
-        ("text", "returned a str; return a Schedule"), ("moody", "returned two schedules for the same round"), ("sound", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "says"), [
+    ("backwards", "made a schedule that cannot run: .*; correct its order"), ("short", "made a schedule that cannot run: "),
+    ("text", "returned a str; return a Schedule"), ("moody", "returned two schedules for the same round"), ("sound", None),
+])  # fmt: skip
 def test_a_schedule_that_cannot_run_is_refused_by_name(folder: Path, name: str, says: str | None) -> None:
     (folder / "schedules.py").write_text(SCHEDULES)
     overlap = {"intra": True, "schedule": f"schedules.py:{name}"}

@@ -1,12 +1,13 @@
-"""The sampler for NeMo-RL under pumps and a buffer like its controller's (docs/nemo_rl.md: why not the real ones)."""
+"""The sampler for NeMo-RL under pumps and buffers like its controllers' of August and since (docs/nemo_rl.md: how tested)."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import pytest
 
@@ -22,9 +23,10 @@ class Meta:
     """Rows of groups, as NeMo-RL's `KVBatchMeta` joins them."""
 
     groups: tuple[int, ...]
+    extra_info: dict[str, Any] | None = None
 
     def concat(self, *others: Meta) -> Meta:
-        return Meta(sum((other.groups for other in others), self.groups))
+        return Meta(sum((other.groups for other in others), self.groups), dict(self.extra_info or {}))
 
 
 @dataclass
@@ -54,6 +56,35 @@ class Buffer:
 
 
 @dataclass
+class ClaimingBuffer(Buffer):
+    """As since September: a trained group is claimed, and its metadata have metrics."""
+
+    claimed: list[int] = field(default_factory=list)
+
+    def commit(self, name: int) -> None:
+        super().commit(name)
+        self.meta_list[self.names.index(name)] = Meta((name,), {"rollout_metrics": [{"of": name}]})
+
+    async def claim_for_training(self, idxs: list[int]) -> int:
+        self.claimed += [self.names[place] for place in idxs]
+        return await self.remove(idxs, remove_in_dp=False)
+
+    def release(self, names: Sequence[int]) -> None:
+        assert sorted(self.claimed) == sorted(names), "the controller raises ValueError"
+        self.claimed.clear()
+
+
+class Cut:
+    """A change of the buffer, between which checkpoints are taken."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def require_live(self) -> None:
+        self.asked += 1
+
+
+@dataclass
 class Controller:
     sampler: OvercommitSampler
     buffer: Buffer
@@ -68,7 +99,13 @@ class Controller:
     async def roll_out(self) -> None:
         tasks = []
         for first in range(0, len(self.seconds), B):
-            assert await self.sampler.admit(trainer_version_fn=lambda: self.version) is None
+            if isinstance(self.buffer, ClaimingBuffer):
+                await self.sampler.wait_until_admissible(trainer_version_fn=lambda: self.version)
+                before, cut = self.sampler.dispatch_index, Cut()
+                assert self.sampler.commit_admission(cut) is None
+                assert cut.asked == 1 and self.sampler.dispatch_index == before + 1
+            else:
+                assert await self.sampler.admit(trainer_version_fn=lambda: self.version) is None
             tasks += [asyncio.create_task(self._generate(name)) for name in range(first, first + B)]
         await asyncio.gather(*tasks)
 
@@ -94,13 +131,17 @@ class Controller:
                     continue
                 assert len(meta.groups) == count >= least
                 step += meta.groups
+                if isinstance(self.buffer, ClaimingBuffer):
+                    assert meta.extra_info == {"rollout_metrics": [{"of": name} for name in meta.groups]}
+            if isinstance(self.buffer, ClaimingBuffer):
+                self.buffer.release(step)
             self.steps.append(step)
             await asyncio.sleep(0.002)
             self.version += 1
 
 
-def train(delta: int, max_staleness: int, chunk: int, seconds: list[float]) -> Controller:
-    buffer = Buffer()
+def train(delta: int, max_staleness: int, chunk: int, seconds: list[float], kind: type[Buffer] = Buffer) -> Controller:
+    buffer = kind()
     sampler = OvercommitSampler(buffer, delta=delta, max_staleness=max_staleness)
     sampler.set_dispatch_index(0)
     capacity = sampler.required_buffer_capacity(B)
@@ -121,8 +162,11 @@ def long_tailed(steps: int, seed: int) -> list[float]:
 
 @pytest.mark.parametrize("chunk", [1, 3, B])
 @pytest.mark.parametrize("delta", [0, 3, B])
-def test_every_group_is_trained_once_and_no_more_than_delta_run_beyond_a_batch(delta: int, chunk: int) -> None:
-    done = train(delta, max_staleness=2, chunk=chunk, seconds=long_tailed(6, delta))
+@pytest.mark.parametrize("kind", [Buffer, ClaimingBuffer])
+def test_every_group_is_trained_once_and_no_more_than_delta_run_beyond_a_batch(
+    kind: type[Buffer], delta: int, chunk: int
+) -> None:
+    done = train(delta, max_staleness=2, chunk=chunk, seconds=long_tailed(6, delta), kind=kind)
     assert sorted(name for step in done.steps for name in step) == list(range(6 * B))
     assert [len(step) for step in done.steps] == [B] * 6 and done.most <= B + delta
     stale = [version - done.starts[name] for version, step in enumerate(done.steps) for name in step]
@@ -151,15 +195,67 @@ def test_ready_groups_that_are_due_come_first() -> None:
         buffer.commit(name)
     sampler = OvercommitSampler(buffer, delta=2, max_staleness=2)
     meta, count = asyncio.run(sampler.select(current_train_weight=2, min_prompt_groups=2, max_prompt_groups=2))
-    assert (meta, count) == (Meta((2, 0)), 2) and buffer.names == [1]
+    assert (meta, count) == (Meta((2, 0), {}), 2) and buffer.names == [1]
     with pytest.raises(ValueError, match="0 to 2 prompt groups"):
         asyncio.run(sampler.select(current_train_weight=2, min_prompt_groups=0, max_prompt_groups=2))
+
+
+@pytest.mark.parametrize("resumed_at", [5, 6])
+def test_a_resumed_run_admits_as_many_batches_as_the_run_that_goes_on(resumed_at: int) -> None:
+    """Index 5 at version 5: one more batch may begin; the index that a checkpoint without it leads to is 4: two may."""
+    sampler = OvercommitSampler(Buffer(), delta=2)
+    sampler.restore_dispatch_index(5) if resumed_at == 6 else sampler.set_dispatch_index(resumed_at)
+
+    async def admitted() -> int:
+        for count in range(3):
+            try:
+                await asyncio.wait_for(sampler.admit(trainer_version_fn=lambda: 5), timeout=1)
+            except asyncio.TimeoutError:
+                return count
+        return 3
+
+    assert virtual_loop.run(admitted()) == (1 if resumed_at == 6 else 2) and sampler.dispatch_index == 6
+
+
+@runtime_checkable
+class OfAugust(Protocol):
+    """Names of NeMo-RL's `PromptGroupSampler` in August 2026 (7ea279a), for which its factory looks."""
+
+    is_on_policy: bool
+    admit: Any
+    select: Any
+    evict: Any
+    should_abort_inflight: Any
+    required_buffer_capacity: Any
+    set_dispatch_index: Any
+
+
+@runtime_checkable
+class OfSeptember(OfAugust, Protocol):
+    """Names since September (018355f)."""
+
+    supports_buffer_checkpoint: ClassVar[bool]
+    dispatch_index: int
+    restore_dispatch_index: Any
+
+
+@runtime_checkable
+class Transactional(Protocol):
+    wait_until_admissible: Any
+    commit_admission: Any
+
+
+def test_it_has_what_the_controllers_look_for() -> None:
+    sampler = OvercommitSampler(Buffer(), delta=1)
+    assert isinstance(sampler, OfAugust) and isinstance(sampler, OfSeptember) and isinstance(sampler, Transactional)
+    assert vars(OvercommitSampler)["supports_buffer_checkpoint"] is True, "of this class itself: an inherited one is not counted"
 
 
 def test_it_has_what_the_controller_calls() -> None:
     """The names and keywords of NeMo-RL's `PromptGroupSampler`, which its factory and pumps use."""
     calls = {
         "admit": ["trainer_version_fn"],
+        "wait_until_admissible": ["trainer_version_fn"],
         "select": ["current_train_weight", "min_prompt_groups", "max_prompt_groups"],
         "evict": ["current_train_weight"],
         "should_abort_inflight": ["start_weight_version", "current_train_weight"],
@@ -167,7 +263,10 @@ def test_it_has_what_the_controller_calls() -> None:
     for name, keywords in calls.items():
         parameters = inspect.signature(getattr(OvercommitSampler, name)).parameters
         assert [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY] == keywords
-    assert all(inspect.iscoroutinefunction(getattr(OvercommitSampler, name)) for name in ("admit", "select", "evict"))
+    assert all(
+        inspect.iscoroutinefunction(getattr(OvercommitSampler, name))
+        for name in ("admit", "select", "evict", "wait_until_admissible")
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,7 +275,7 @@ def test_it_has_what_the_controller_calls() -> None:
         ({"delta": -1}, "delta is -1"),
         ({"delta": 1.5}, "delta is 1.5"),
         ({"delta": 2, "max_staleness": 0}, "max_staleness is 0"),
-        ({"delta": 9}, "delta 9 is more than the 8 prompts of a step"),
+        ({"delta": 9}, "delta 9 is more than 8, the prompts of a step"),
     ],
 )
 def test_impossible_settings_are_refused(given: dict[str, Any], says: str) -> None:

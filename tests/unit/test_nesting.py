@@ -1,9 +1,11 @@
-"""Nesting is counted before a parser meets it: what is refused does not depend on how deep the caller's stack is."""
+"""Nesting is counted before a parser meets it, and a pipe or a socket in the place of a file is refused without waiting."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,20 +13,25 @@ from typing import Any
 import pytest
 import yaml
 
+from oppo_megatron.cli.main import main
 from oppo_megatron.config.data import TokenizerConfig
-from oppo_megatron.config.load import load_config
+from oppo_megatron.config.load import load_config, read_tree
 from oppo_megatron.config.model import ModelConfig
+from oppo_megatron.config.paths import check_files, irregular_path
 from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.data.chat_template import ChatTemplate
 from oppo_megatron.data.files import file_rows
+from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.errors import CheckpointError, ConfigError, DataError, RewardError
 from oppo_megatron.modeldir.headers import read_hf_config, tokenizer_vocab_size, weight_files
 from oppo_megatron.modeldir.vocabularies import model_eos_ids
 from oppo_megatron.nesting import DEEPEST, DEEPEST_YAML, read_json, read_strict_json, read_yaml
 from oppo_megatron.rewards.protocol import Request, read_answer
+from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.metrics_log import read_metrics
 from oppo_megatron.serving.app import Refusal, read_message
 from oppo_megatron.train.saving.schema import PPO_STATE, read_state
+from tests.support.runs import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 STACK = 450
@@ -35,8 +42,8 @@ def below(calls: int, action: Callable[[], Any]) -> Any:
     return action() if calls == 0 else below(calls - 1, action)
 
 
-def nested(levels: int, opening: str = "[", closing: str = "]") -> str:
-    return opening * levels + closing * levels
+def nested(levels: int) -> str:
+    return "[" * levels + "]" * levels
 
 
 def in_mappings(levels: int) -> str:
@@ -72,22 +79,16 @@ def test_yaml(text: Callable[[int], str], calls: int) -> None:
 
 
 TEMPLATES: dict[str, Callable[[int], str]] = {
-    "brackets": lambda n: "{{ " + "(" * n + "1" + ")" * n + " }}",
-    "lists": lambda n: "{{ " + nested(n) + " }}",
-    "calls": lambda n: "{{ " + "dict(a=" * n + "1" + ")" * n + " }}",
-    "filters": lambda n: "{{ 1" + "|string" * n + " }}",
-    "attributes": lambda n: "{{ 1" + ".real" * n + " }}",
-    "items": lambda n: "{{ [1]" + "[0:]" * n + " }}",
-    "sums": lambda n: "{{ 1" + " + 1" * n + " }}",
-    "not": lambda n: "{{ " + "not " * n + "1 }}",
-    "choices": lambda n: "{{ " + "1 if a else " * n + "1 }}",
-    "if": lambda n: "{% if a %}" * n + "{% endif %}" * n,
+    "brackets": lambda n: "{{ " + "(" * n + "1" + ")" * n + " }}", "lists": lambda n: "{{ " + nested(n) + " }}",
+    "calls": lambda n: "{{ " + "dict(a=" * n + "1" + ")" * n + " }}", "filters": lambda n: "{{ 1" + "|string" * n + " }}",
+    "attributes": lambda n: "{{ 1" + ".real" * n + " }}", "items": lambda n: "{{ [1]" + "[0:]" * n + " }}",
+    "sums": lambda n: "{{ 1" + " + 1" * n + " }}", "not": lambda n: "{{ " + "not " * n + "1 }}",
+    "choices": lambda n: "{{ " + "1 if a else " * n + "1 }}", "if": lambda n: "{% if a %}" * n + "{% endif %}" * n,
     "else": lambda n: "{% if a %}{% else %}" * n + "{% endif %}" * n,
     "for": lambda n: "{%- for x in [1] %}" * n + "{% endfor %}" * n,
-    "macros": lambda n: "{% macro m() %}" * n + "{% endmacro %}" * n,
-    "set": lambda n: "{% set x %}" * n + "{% endset %}" * n,
+    "macros": lambda n: "{% macro m() %}" * n + "{% endmacro %}" * n, "set": lambda n: "{% set x %}" * n + "{% endset %}" * n,
     "open": lambda n: "{{ " + "(" * n + "]",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -123,18 +124,14 @@ def test_every_reader_counts(tmp_path: Path, calls: int) -> None:
         (tmp_path / name).write_text(deep)
     model = ModelConfig(checkpoint=tmp_path)
     for reader in (
-        lambda: read_hf_config(model),
-        lambda: model_eos_ids(tmp_path),
-        lambda: weight_files(tmp_path),
+        lambda: read_hf_config(model), lambda: model_eos_ids(tmp_path), lambda: weight_files(tmp_path),
         lambda: tokenizer_vocab_size(tmp_path),
-    ):
+    ):  # fmt: skip
         assert "nested deeper than 100" in refused(calls, reader, CheckpointError)
     assert refused(calls, lambda: read_state(tmp_path / "state.json", PPO_STATE), CheckpointError)
     for name, text in (
-        ("lines.jsonl", deep + "\n{}\n"),
-        ("whole.json", "{\n" + f'"a": {deep}}}\n'),
-        ("array.json", f"[\n{deep}]"),
-    ):
+        ("lines.jsonl", deep + "\n{}\n"), ("whole.json", "{\n" + f'"a": {deep}}}\n'), ("array.json", f"[\n{deep}]"),
+    ):  # fmt: skip
         (tmp_path / name).write_text(text)
         assert "nested deeper than 100" in below(calls, lambda name=name: first_fault(tmp_path / name))
     (tmp_path / "metrics.jsonl").write_text(deep + "\n{}\n")
@@ -167,3 +164,49 @@ def test_nobody_waits_for_the_end_of_the_stack() -> None:
     found = [path for path in sources if re.search(r"RecursionError|setrecursionlimit", path.read_text())]
     found = [path for path in found if path.stem != "template_process"]  # whose stack is its own
     assert len(sources) > 300 and not found
+
+
+REMEDY = "remove it, or put what the run wrote in its place"
+
+
+def pipe(path: Path) -> None:
+    """A pipe that is held open for writing: to read it waits."""
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("name", ["summary.json", "config.yaml", "hosts.json", "metrics.jsonl", "trace.json"])
+@pytest.mark.parametrize("typed", [("report",), ("report", "--watch")], ids="".join)
+def test_a_pipe_in_a_run_directory(name: str, typed: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "run")
+    pipe(tmp_path / "run" / name)
+    assert main([*typed, str(tmp_path / "run")]) == 2
+    assert f"{tmp_path / 'run' / name}` is a pipe, and not a regular file; {REMEDY}" in capsys.readouterr().err
+
+
+def test_a_run_does_not_begin_beside_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the path of a socket must be short
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("summary.json")
+        with pytest.raises(ConfigError, match=f"`summary.json` is a socket, .*{REMEDY}"):
+            RunDirectory(".").require_own()
+    Path("file").touch()
+    assert not any(irregular_path("it", Path(name)) for name in ("file", ".", "missing"))
+    assert "is a device" in (irregular_path("it", Path(os.devnull)) or "")
+
+
+def test_a_pipe_as_a_configuration_as_rows_and_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "given"
+    pipe(path)
+    said = "is a pipe, and not a regular file; write its content to a file, and name that"
+    with pytest.raises(ConfigError, match=said):
+        read_tree(path)
+    with pytest.raises(DataError, match=said):
+        list(file_rows(path))
+    assert [said in problem for problem in check_files("data.path", path)] == [True]
+    for name in ("tokenizer.json", "config.json"):
+        pipe(tmp_path / name)
+    with pytest.raises(ConfigError, match="tokenizer.json` is a pipe"):
+        load_tokenizer(TokenizerConfig(path=tmp_path))
+    assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--to", "megatron"]) == 2
+    assert f"config.json` {said}" in capsys.readouterr().err

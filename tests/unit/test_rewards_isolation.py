@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -31,32 +32,18 @@ def behave(prompt, response, fields, factor=1.0):
         for number in range(3000):
             print("line", number, "x" * 100)
             print("y" * 100, file=sys.stderr)
-    if response == "raise":
-        raise KeyError("nothing here")
-    if response == "text":
-        return "1.0"
-    if response == "nan":
-        return math.nan
-    if response == "huge":
-        return 10 ** 400
-    if response == "exit":
-        sys.exit(3)
-    if response == "segfault":
-        ctypes.string_at(0)
-    if response == "spin":
-        while True: pass
-    if response == "sleep":
-        time.sleep(60)
-    if response == "memory":
-        return float(len(bytearray(1 << 40)))
-    if response == "garbage":
+    if response == "raise": raise KeyError("nothing here")
+    if response == "text": return "1.0"
+    if response == "nan": return math.nan
+    if response == "huge": return 10 ** 400
+    if response == "exit": sys.exit(3)
+    if response == "segfault": ctypes.string_at(0)
+    if response == "sleep": time.sleep(60)
+    if response == "memory": return float(len(bytearray(1 << 40)))
+    while response == "spin": pass
+    if response in ("garbage", "forge"):
         for number in range(3, 4096):
-            try: os.write(number, b"\\xff{]\\n")
-            except OSError: pass
-        time.sleep(60)
-    if response == "forge":
-        for number in range(3, 4096):
-            try: os.write(number, b'{"value": 99.0}\\n')
+            try: os.write(number, b"\\xff{]\\n" if response == "garbage" else b'{"value": 99.0}\\n')
             except OSError: pass
         time.sleep(60)
     if response == "copy":
@@ -95,19 +82,21 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield "isolated_rewards"
 
 
+def isolated(module: str, wall_s: float = 30.0, **settings: Any) -> closing[IsolatedFunction]:
+    limits = Limits(wall_s=wall_s, memory_mb=1024)
+    return closing(IsolatedFunction(f"{module}:behave", {"factor": 2.0}, limits, os.environ, **settings))
+
+
 @pytest.fixture(scope="module")
 def function(module: str) -> Iterator[IsolatedFunction]:
-    limits = Limits(wall_s=30, memory_mb=1024)  # on a busy machine
-    isolated = IsolatedFunction(f"{module}:behave", {"factor": 2.0}, limits, os.environ)
-    yield isolated
-    isolated.close()
+    with isolated(module) as found:  # with time enough on a busy machine
+        yield found
 
 
 @pytest.fixture(scope="module")
 def impatient(module: str) -> Iterator[IsolatedFunction]:
-    isolated = IsolatedFunction(f"{module}:behave", {"factor": 2.0}, Limits(wall_s=2.5, memory_mb=1024), os.environ)
-    yield isolated
-    isolated.close()
+    with isolated(module, 2.5) as found:
+        yield found
 
 
 def test_one_process_serves_all_calls_and_gets_the_whole_call(function: IsolatedFunction) -> None:
@@ -120,24 +109,20 @@ def test_one_process_serves_all_calls_and_gets_the_whole_call(function: Isolated
 
 
 def test_what_it_prints_is_shown_up_to_a_bound(module: str, capfd: pytest.CaptureFixture[str]) -> None:
-    isolated = IsolatedFunction(f"{module}:behave", {}, Limits(wall_s=30), os.environ)
-    for _ in range(3):
-        isolated("", "chatty", {})
-    isolated.close()
+    with isolated(module) as function:
+        for _ in range(3):
+            function("", "chatty", {})
     shown = capfd.readouterr().err
     assert "line 0 x" in shown and len(shown) < SHOWN_BYTES + 1000
     assert shown.count("further output is dropped") == 1
 
 
-@pytest.mark.parametrize(
-    ("response", "reason"),
-    [
-        ("raise", "KeyError: 'nothing here'"), ("text", r"gave 1.0 \(str\), not a number"), ("huge", "OverflowError"),
-        ("memory", "MemoryError"), ("exit", "ended with exit code 3"), ("segfault", "killed by SIGSEGV"),
-        ("garbage", "which does not answer"), ("forge", "which does not answer"), ("flood", "more than an answer"),
-    ],
-)  # fmt: skip
-def test_a_misbehaving_function_is_an_error_and_the_next_call_is_served(
+@pytest.mark.parametrize(("response", "reason"), [
+    ("raise", "KeyError: 'nothing here'"), ("text", r"gave 1.0 \(str\), not a number"), ("huge", "OverflowError"),
+    ("memory", "MemoryError"), ("exit", "ended with exit code 3"), ("segfault", "killed by SIGSEGV"),
+    ("garbage", "which does not answer"), ("forge", "which does not answer"), ("flood", "more than an answer"),
+])  # fmt: skip
+def test_a_misbehaving_function_is_an_error_and_the_next_is_served(
     function: IsolatedFunction, response: str, reason: str
 ) -> None:
     with pytest.raises(RewardError, match=f"isolated_rewards:behave.*{reason}"):
@@ -152,34 +137,20 @@ def test_a_call_that_does_not_end_is_an_error_and_the_next_one_is_served(impatie
 
 
 def test_processor_time_is_counted_by_call(module: str) -> None:
-    limits = Limits(wall_s=100, memory_mb=1024)
-    isolated = IsolatedFunction(f"{module}:behave", {}, limits, os.environ, cpu_s=1)
     started = time.monotonic()
-    with pytest.raises(RewardError, match="timeout_s 1 s"):
-        isolated("", "spin", {})
+    with isolated(module, 100.0, cpu_s=1) as function, pytest.raises(RewardError, match="timeout_s 1 s"):
+        function("", "spin", {})
     assert time.monotonic() - started < 90, "its wall_s is 100"
-    isolated.close()
 
 
-def test_what_it_has_started_ends_with_it(impatient: IsolatedFunction, tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match="timeout_s"):
-        impatient("", "child", {"file": str(tmp_path / "pid")})
-    assert_ends(int((tmp_path / "pid").read_text()))
-
-
-@pytest.mark.parametrize("response", ["session", "session, and exit"])
-def test_so_does_what_has_left_its_session(impatient: IsolatedFunction, tmp_path: Path, response: str) -> None:
-    with pytest.raises(RewardError, match="timeout_s" if response == "session" else "killed by SIGABRT"):
+@pytest.mark.parametrize(("response", "num"), [("child", 1), ("session", 3), ("session, and exit", 3)])
+def test_what_it_has_started_ends_with_it(impatient: IsolatedFunction, tmp_path: Path, response: str, num: int) -> None:
+    """Even what has left its session; nobody may have asked for its exit code yet."""
+    with pytest.raises(RewardError, match="killed by SIGABRT" if "exit" in response else "timeout_s"):
         impatient("", response, {"file": str(tmp_path / "pids")})
     pids = (tmp_path / "pids").read_text().split()
-    assert len(pids) == 3
-    for pid in pids:
-        assert_ends(int(pid))
-
-
-def assert_ends(process: int) -> None:
-    """Ends soon; nobody may have asked for its exit code yet."""
-    wait_for(lambda: not runs(process))
+    assert len(pids) == num
+    wait_for(lambda: not any(runs(int(pid)) for pid in pids))
 
 
 def test_a_copy_of_the_process_answers_nothing(function: IsolatedFunction) -> None:
@@ -205,8 +176,7 @@ def test_it_ends_with_a_run_that_is_killed_and_so_does_what_it_has_started(modul
         assert Path(f"/proc/{child}").exists()
         wait_for(lambda: len(started()) == 3)
         run.kill()
-    for process in (child, *started()):
-        assert_ends(int(process))
+    wait_for(lambda: not any(runs(int(pid)) for pid in (child, *started())))
 
 
 def part(entry_point: str, **settings: Any) -> RewardPart:

@@ -7,15 +7,14 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from datetime import datetime, timezone
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import SecretStr
 
 from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.rewards import RewardPart
@@ -23,7 +22,7 @@ from oppo_megatron.errors import ConfigError, OppoError, RewardError
 from oppo_megatron.rewards.functions import build_reward_functions
 from oppo_megatron.rewards.protocol import ScoreItem, read_answer, read_token
 from oppo_megatron.rewards.remote import RemoteReward, retry_after_s
-from tests.support.processes import held_port
+from tests.support.processes import held_port, wait_for
 from tests.support.serving import Reply, Service, by_length, http, reward_service, scored
 
 TOKEN = "s3cret-token-that-nobody-may-see"
@@ -35,16 +34,8 @@ def items(count: int) -> list[ScoreItem]:
     return [ScoreItem(i, f"prompt {i}", "x" * (i + 1), {"answer": i}) for i in range(count)]
 
 
-@contextmanager
-def client(
-    service: Service, token: str | None = None, clock: Callable[[], float] = time.monotonic, **changes: Any
-) -> Iterator[RemoteReward]:
-    secret = None if token is None else SecretStr(token)
-    remote = RemoteReward("reward part 'r'", service.url, secret, pauses_s=PAUSES_S, clock=clock, **QUICK | changes)
-    try:
-        yield remote
-    finally:
-        remote.close()
+def client(service: Service, clock: Callable[[], float] = time.monotonic, **changes: Any) -> closing[RemoteReward]:
+    return closing(RemoteReward("reward part 'r'", service.url, None, pauses_s=PAUSES_S, clock=clock, **QUICK | changes))
 
 
 def score_all(remote: RemoteReward, count: int) -> list[float]:
@@ -55,10 +46,6 @@ def score_all(remote: RemoteReward, count: int) -> list[float]:
 def late(request: dict[str, Any]) -> bytes:
     time.sleep(0.6)
     return by_length(request)
-
-
-def closed(request: dict[str, Any]) -> bytes:
-    return b""
 
 
 def saying(body: bytes, status: int = 200, *headers: str) -> Reply:
@@ -74,34 +61,22 @@ def with_scores(change: Callable[[list[dict[str, Any]]], Any]) -> Reply:
 
 
 BAD_DAYS: dict[str, Reply] = {
-    "late": late,
-    "closed": closed,
-    "half an answer": lambda request: by_length(request)[:-5],
-    "no HTTP": lambda request: b"\x00\xffgarbage\r\n\r\n",
-    "500": saying(b"down", 500),
-    "503": saying(b"", 503, "Retry-After: 0"),
-    "429": saying(b"{}", 429, "Retry-After: 0"),
-    "429, strange Retry-After": saying(b"", 429, "Retry-After: soon"),
-    "no JSON": saying(b"<html>"),
-    "empty": saying(b""),
-    "not UTF-8": saying(b'{"scores": "\xff"}'),
-    "nested": saying(b"[" * 100_000),
-    "NaN": lambda request: scored(request, lambda item: math.nan),
+    "late": late, "closed": lambda request: b"", "half an answer": lambda request: by_length(request)[:-5],
+    "no HTTP": lambda request: b"\x00\xffgarbage\r\n\r\n", "500": saying(b"down", 500), "503": saying(b"", 503, "Retry-After: 0"),
+    "429": saying(b"{}", 429, "Retry-After: 0"), "429, strange Retry-After": saying(b"", 429, "Retry-After: soon"),
+    "no JSON": saying(b"<html>"), "empty": saying(b""), "not UTF-8": saying(b'{"scores": "\xff"}'),
+    "nested": saying(b"[" * 100_000), "NaN": lambda request: scored(request, lambda item: math.nan),
     "infinite": lambda request: scored(request, lambda item: math.inf),
     "beyond a float": saying(b'{"scores": [{"id": 0, "score": 1e999}]}'),
     "huge integer": with_scores(lambda rows: [{**row, "score": 10**400} for row in rows]),
-    "boolean": lambda request: scored(request, lambda item: True),
-    "text": lambda request: scored(request, lambda item: "1.0"),
-    "null": lambda request: scored(request, lambda item: None),
-    "too few": with_scores(lambda rows: rows[1:]),
+    "boolean": lambda request: scored(request, lambda item: True), "text": lambda request: scored(request, lambda item: "1.0"),
+    "null": lambda request: scored(request, lambda item: None), "too few": with_scores(lambda rows: rows[1:]),
     "too many": with_scores(lambda rows: [*rows, {"id": 999, "score": 1.0}]),
-    "one twice": with_scores(lambda rows: [*rows, rows[0]]),
-    "a key twice": saying(b'{"scores": [], "scores": []}'),
-    "other ids": with_scores(lambda rows: [{**row, "id": row["id"] + 1000} for row in rows]),
-    "endless": saying(b"x" * (1 << 20)),
+    "one twice": with_scores(lambda rows: [*rows, rows[0]]), "a key twice": saying(b'{"scores": [], "scores": []}'),
+    "other ids": with_scores(lambda rows: [{**row, "id": row["id"] + 1000} for row in rows]), "endless": saying(b"x" * (1 << 20)),
     "compressed": saying(b"\x1f\x8b\x08garbage", 200, "Content-Encoding: gzip"),
     "wrong length": lambda request: b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n{}",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("day", BAD_DAYS)
@@ -123,37 +98,29 @@ def test_who_gives_up_after_0_s_ends_at_the_first_failure(day: str) -> None:
 
 
 def test_a_service_that_stays_away_ends_the_run_and_scores_nothing() -> None:
-    with (
-        reward_service(otherwise=saying(b"no", 500)) as service,
-        client(service, give_up_s=0.25, clock=lambda: 0.1 * len(service.requests)) as remote,
-    ):
-        remote.request(items(2))
-        for seq_id in (0, 1):
-            with pytest.raises(RewardError, match=r"answered 500 \(no\).*had no score after \d+ attempts.*give_up_s"):
-                remote.result(seq_id)
+    with reward_service(otherwise=saying(b"no", 500)) as service:
+        with client(service, give_up_s=0.25, clock=lambda: 0.1 * len(service.requests)) as remote:
+            remote.request(items(2))
+            for seq_id in (0, 1):
+                with pytest.raises(RewardError, match=r"answered 500 \(no\).*had no score after \d+ attempts.*give_up_s"):
+                    remote.result(seq_id)
     assert len(service.requests) > 2
 
 
-def test_what_is_not_unpacked_is_said() -> None:
-    answer = http(200, b'{"scores": [{"id": 0, "score": 1.0}]}', "Content-Encoding: gzip")
-    with reward_service(otherwise=lambda request: answer) as service, client(service, give_up_s=0) as remote:
+def test_an_answer_that_is_not_unpacked_and_nobody_listening() -> None:
+    answer = saying(b'{"scores": [{"id": 0, "score": 1.0}]}', 200, "Content-Encoding: gzip")
+    with reward_service(otherwise=answer) as service, client(service, give_up_s=0) as remote:
         with pytest.raises(RewardError, match=r"sent its answer encoded \(gzip\), although asked for identity"):
             score_all(remote, 1)
-
-
-def test_nobody_listening() -> None:
     with held_port() as port, client(Service(f"http://127.0.0.1:{port}/score", [], by_length), give_up_s=0) as remote:
         with pytest.raises(RewardError, match="could not be asked.*Connect"):
             score_all(remote, 1)
 
 
-@pytest.mark.parametrize(
-    ("status", "remedy"),
-    [
-        (400, ""), (401, "token_env"), (403, "token_env"), (404, "correct the url"), (413, "larger requests"), (204, ""),
-        (302, "redirects are not followed: write the address"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("status", "remedy"), [
+    (400, ""), (401, "token_env"), (403, "token_env"), (404, "correct the url"), (413, "larger requests"), (204, ""),
+    (302, "redirects are not followed: write the address"),
+])  # fmt: skip
 def test_a_refusal_ends_the_run_at_once(status: int, remedy: str) -> None:
     answer = saying(b"" if status == 204 else b"why\nnot", status, "Location: http://127.0.0.1:1/")
     with reward_service(otherwise=answer) as service, client(service) as remote:
@@ -194,17 +161,12 @@ def test_no_more_requests_in_flight_than_allowed(monkeypatch: pytest.MonkeyPatch
     assert most == 2
 
 
-def test_retry_after_is_waited_for() -> None:
+def test_retry_after_is_waited_for_and_token_ids_are_sent() -> None:
     with reward_service(saying(b"", 429, "Retry-After: 1")) as service, client(service) as remote:
         started = time.monotonic()
-        assert score_all(remote, 1) == [1.0] and time.monotonic() - started >= 1.0
-
-
-def test_token_ids_are_sent_where_they_are_known() -> None:
-    with reward_service() as service, client(service) as remote:
         remote.request([ScoreItem(0, "p", "r", {}, [4, 5, 6])])
-        assert remote.result(0) == 1.0
-    assert service.requests[0]["items"][0]["tokens"] == [4, 5, 6]
+        assert remote.result(0) == 1.0 and time.monotonic() - started >= 1.0
+    assert [request["items"][0]["tokens"] for request in service.requests] == [[4, 5, 6]] * 2
 
 
 def test_an_unsendable_column_is_an_error_of_the_row() -> None:
@@ -228,9 +190,6 @@ def test_part_of_a_sum_early_or_late() -> None:
             assert reward.parts == {label: 6.0, "gsm8k": 1.0} and reward.total == 13.0
         rewards.close()
     assert len(service.requests) == 2
-
-
-# --- the token
 
 
 def test_the_token_is_sent_and_never_shown(caplog: pytest.LogCaptureFixture) -> None:
@@ -268,21 +227,14 @@ def test_an_unusable_token_is_refused_before_anything_starts(token: str) -> None
         read_token("REWARD_TOKEN", {})
 
 
-@pytest.mark.parametrize(
-    ("value", "seconds"),
-    [
-        (None, 0.0), ("7", 7.0), (" 7 ", 7.0), ("-7", 0.0), ("1e9", 0.0), ("nan", 0.0), ("٣", 0.0), ("soon", 0.0),
-        ("9" * 5000, 999999999.0),
-        ("Wed, 21 Oct 2015 07:28:10 GMT", 10.0),
-        ("Wed, 21 Oct 2015 07:27:00 GMT", 0.0),
-        ("Wed, 21 Oct 2015 07:28:10", 0.0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("value", "seconds"), [
+    (None, 0.0), ("7", 7.0), (" 7 ", 7.0), ("-7", 0.0), ("1e9", 0.0), ("nan", 0.0), ("٣", 0.0), ("soon", 0.0),
+    ("9" * 5000, 999999999.0), ("Wed, 21 Oct 2015 07:28:10 GMT", 10.0), ("Wed, 21 Oct 2015 07:27:00 GMT", 0.0),
+    ("Wed, 21 Oct 2015 07:28:10", 0.0),
+])  # fmt: skip
 def test_retry_after(value: str | None, seconds: float) -> None:
     assert retry_after_s(value, datetime(2015, 10, 21, 7, 28, tzinfo=timezone.utc)) == seconds
 
-
-# --- answers that were never meant well
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["id", "score"]),
@@ -301,10 +253,6 @@ def read_or_error(body: bytes) -> dict[int, float] | None:
         return None
 
 
-def test_a_good_answer() -> None:
-    assert read_or_error(GOOD) == {3: 0.25, 4: -1.0}
-
-
 @given(JSON.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=200))
 def test_no_answer_breaks_the_reader(body: bytes) -> None:
     assert read_or_error(body) is None
@@ -312,6 +260,7 @@ def test_no_answer_breaks_the_reader(body: bytes) -> None:
 
 @given(st.integers(0, len(GOOD) - 1), st.binary(max_size=3), st.integers(0, 4))
 def test_a_damaged_answer_has_other_digits_or_is_an_error(at: int, put: bytes, cut: int) -> None:
+    assert read_or_error(GOOD) == {3: 0.25, 4: -1.0}
     scores = read_or_error(GOOD[:at] + put + GOOD[at + cut :])
     assert scores is None or (scores.keys() == {3, 4} and all(-10 <= value <= 10 for value in scores.values()))
 
@@ -342,8 +291,5 @@ def test_a_score_that_nobody_will_take_is_forgotten_when_it_comes() -> None:
         assert remote.result(0) == 1.0
         for seq_id in (0, 1, 2, 99):
             remote.forget(seq_id)
-        until = time.monotonic() + 30
-        while remote.requested(1) or remote.requested(2):
-            assert time.monotonic() < until
-            time.sleep(0.005)
+        wait_for(lambda: not remote.requested(1) and not remote.requested(2))
         assert score_all(remote, 3) == [1.0, 2.0, 3.0], "it may be asked for again"

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,19 +43,19 @@ class Sums:
     """Scores a sequence by its sum.  Forgets all that it knows after each `memory` pieces."""
 
     def __init__(self, memory: int = 10**9):
-        self.held: dict[tuple[str, int], list[int]] = {}
+        self.held: dict[int, list[int]] = {}
         self.memory, self.num_pieces, self.num_tokens = memory, 0, 0
 
     def __call__(self, session: str, pieces: Sequence[Piece]) -> list[Known]:
-        return [self.take((session, piece.id), piece) for piece in pieces]
+        return [self.take(piece) for piece in pieces]
 
-    def take(self, name: tuple[str, int], piece: Piece) -> Known:
+    def take(self, piece: Piece) -> Known:
         self.num_pieces += 1
         if self.num_pieces % self.memory == 0:
             self.held.clear()
-        tokens = self.held.setdefault(name, [])
+        tokens = self.held.setdefault(piece.id, [])
         if piece.offset != len(tokens):
-            del self.held[name]
+            del self.held[piece.id]
             return Known(id=piece.id, known=0)
         tokens += piece.tokens
         assert piece.checksum == checksum(tokens)
@@ -70,9 +70,12 @@ def served(extend: Extend, token: str | None = None, **limits: Any) -> Iterator[
         yield address
 
 
+def streaming_to(address: str, token: str | None = None) -> closing[ScorerStream]:
+    return closing(ScorerStream(StreamConfig(url=address), None if token is None else SecretStr(token)))
+
+
 def piece(seq_id: int = 1, tokens: Sequence[int] = (1, 2), **changes: Any) -> dict[str, Any]:
-    row = {"id": seq_id, "offset": 0, "tokens": list(tokens), "checksum": checksum(tokens), "final": False}
-    return row | changes
+    return {"id": seq_id, "offset": 0, "tokens": list(tokens), "checksum": checksum(tokens), "final": False} | changes
 
 
 def post(address: str, rows: Any, token: str | None = None, **changes: Any) -> httpx.Response:
@@ -82,47 +85,31 @@ def post(address: str, rows: Any, token: str | None = None, **changes: Any) -> h
 
 def test_the_client_hands_in_what_grew_and_gets_the_scores_of_whole_sequences() -> None:
     sums = Sums()
-    with served(sums, TOKEN) as address:
-        stream = ScorerStream(StreamConfig(url=address), SecretStr(TOKEN))
+    with served(sums, TOKEN) as address, streaming_to(address, TOKEN) as stream:
         for end in range(2, 12):
             for seq_id in range(3):
                 stream.offer(seq_id, list(range(seq_id, seq_id + end)), final=end == 11)
         assert [stream.result(seq_id) for seq_id in range(3)] == [sum(range(i, i + 11)) for i in range(3)]
         assert sums.num_tokens == 33, "each token is sent once"
-        stream.close()
 
 
 @pytest.mark.parametrize("memory", [2, 3, 5])
 def test_a_service_that_forgets_gets_the_sequence_again(memory: int) -> None:
-    with served(Sums(memory)) as address:
-        stream = ScorerStream(StreamConfig(url=address))
+    with served(Sums(memory)) as address, streaming_to(address) as stream:
         for end in range(2, 12):
             stream.offer(0, list(range(end)), final=False)
             stream.offer(1, list(range(end)), final=end == 11)
         stream.offer(0, list(range(11)), final=True)
         assert (stream.result(0), stream.result(1)) == (55.0, 55.0)
-        stream.close()
 
 
 def test_a_request_is_of_few_enough_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """A service that has forgotten all gets all again: not in one body, which it would refuse."""
     monkeypatch.setattr(streaming, "TOKENS_A_REQUEST", 40)
-    with served(Sums(), max_bytes=1024) as address:
-        stream = ScorerStream(StreamConfig(url=address))
+    with served(Sums(), max_bytes=1024) as address, streaming_to(address) as stream:
         for seq_id in range(40):
             stream.offer(seq_id, list(range(30)), final=True)
         assert [stream.result(seq_id) for seq_id in range(40)] == [435.0] * 40
-        stream.close()
-
-
-def test_caches_that_memory_does_not_hold_are_a_capacity_error(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "llama", "scalar")
-    config = ServeConfig(reward={"checkpoint": tmp_path}, sequences=10**9, max_tokens=64, runtime={"device": "cpu"})
-    with (
-        pytest.raises(CapacityError, match="caches for 1000000000 sequences of 64 tokens.*lower sequences"),
-        open_stream_scorer(config),
-    ):
-        pass
 
 
 class Failing(TorchDispatchMode):
@@ -170,11 +157,8 @@ def test_wherever_memory_runs_out_the_same_request_again_gets_the_same_scores(tm
         known = {row.id: row.known for row in scorer.extend("s", [part(0, 0, 10), part(1, 0, 8)])}
         found: dict[int, float | None] = {}
         pieces = [part(i, known.get(i, 0), len(tokens)) for i, tokens in enumerate(sequences)]
-        try:
-            with failing:
-                scorer.extend("s", pieces)
-        except MemoryError:
-            pass
+        with suppress(MemoryError), failing:
+            scorer.extend("s", pieces)
         while missing := [i for i in range(len(sequences)) if i not in found]:
             for row in scorer.extend("s", [pieces[i] for i in missing]):
                 if row.score is not None:
@@ -192,6 +176,9 @@ def test_wherever_memory_runs_out_the_same_request_again_gets_the_same_scores(tm
 def test_a_slot_that_could_not_be_given_up_is_given_up_later(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama", "scalar")
     config = ServeConfig(reward={"checkpoint": tmp_path}, sequences=1, max_tokens=64, runtime={"device": "cpu"})
+    with pytest.raises(CapacityError, match="caches for 1000000000 sequences of 64 tokens.*lower sequences"):
+        with open_stream_scorer(config.model_copy(update={"sequences": 10**9})):
+            pass
     with open_stream_scorer(config) as scorer:
         whole = Piece(**piece(final=True))
         with mock.patch.object(scorer.cache, "close", side_effect=MemoryError), pytest.raises(MemoryError):
@@ -208,23 +195,18 @@ def test_a_service_that_cannot_be_had_ends_the_run_with_a_reason() -> None:
             stream.result(0)
         with pytest.raises(RewardError):
             stream.offer(1, [1], final=True)
-    with served(Sums(), TOKEN) as address:
-        stranger = ScorerStream(StreamConfig(url=address), SecretStr("x" + TOKEN))
+    with served(Sums(), TOKEN) as address, streaming_to(address, "x" + TOKEN) as stranger:
         stranger.offer(0, [1], final=True)
         with pytest.raises(RewardError, match="answered 401.*correct its address, token or limits"):
             stranger.result(0)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "", "[]", "null", "[" * 9000, '{"rows": []}', '{"rows": [{"id": 0, "known": 1}]}',
-        '{"rows": [{"id": 0, "known": 1, "score": 1e999}]}', '{"rows": [{"id": 0, "known": 1, "score": NaN}]}',
-        '{"rows": [{"id": 0, "known": 1, "score": "2.0"}]}', '{"rows": [{"id": 0, "known": 7, "score": 2.0}]}',
-        '{"rows": [{"id": 5, "known": 1, "score": 2.0}]}', '{"rows": [0]}', '{"rows": {"id": 0}}', "\udcff",
-    ],
-    ids=lambda body: ascii(body)[:50],
-)  # fmt: skip
+@pytest.mark.parametrize("body", [
+    "", "[]", "null", "[" * 9000, '{"rows": []}', '{"rows": [{"id": 0, "known": 1}]}',
+    '{"rows": [{"id": 0, "known": 1, "score": 1e999}]}', '{"rows": [{"id": 0, "known": 1, "score": NaN}]}',
+    '{"rows": [{"id": 0, "known": 1, "score": "2.0"}]}', '{"rows": [{"id": 0, "known": 7, "score": 2.0}]}',
+    '{"rows": [{"id": 5, "known": 1, "score": 2.0}]}', '{"rows": [0]}', '{"rows": {"id": 0}}', "\udcff",
+], ids=lambda body: ascii(body)[:50])  # fmt: skip
 def test_an_answer_that_is_none_is_never_a_score(body: str) -> None:
     app = FastAPI()
 
@@ -232,12 +214,10 @@ def test_an_answer_that_is_none_is_never_a_score(body: str) -> None:
     async def answer() -> Response:
         return Response(body.encode("utf-8", "surrogateescape"), media_type="application/json")
 
-    with served_app(app) as address:
-        stream = ScorerStream(StreamConfig(url=address))
+    with served_app(app) as address, streaming_to(address) as stream:
         stream.offer(0, [1], final=True)
         with pytest.raises(RewardError, match="the scorer's answer is not of the form"):
             stream.result(0)
-        stream.close()
 
 
 def test_tokens_and_limits_of_requests() -> None:
@@ -252,12 +232,10 @@ def test_tokens_and_limits_of_requests() -> None:
         assert answer.json() == {"rows": [{"id": 1, "known": 2, "score": None}, {"id": 2, "known": 2, "score": 3.0}]}
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [[], [piece(), piece()], [piece() | {"tokens": [1.5]}], [piece() | {"tokens": [-1]}], [piece() | {"more": 1}],
-     [piece() | {"offset": -1}], [piece() | {"final": 1}], [piece() | {"tokens": [2**31]}], {}],
-    ids=lambda rows: str(rows)[:50],
-)  # fmt: skip
+@pytest.mark.parametrize("rows", [
+    [], [piece(), piece()], [piece() | {"tokens": [1.5]}], [piece() | {"tokens": [-1]}], [piece() | {"more": 1}],
+    [piece() | {"offset": -1}], [piece() | {"final": 1}], [piece() | {"tokens": [2**31]}], {},
+], ids=lambda rows: str(rows)[:50])  # fmt: skip
 def test_what_is_no_request_is_answered_with_a_reason(rows: Any, address: str) -> None:
     answer = post(address, rows)
     assert answer.status_code == 422 and answer.json()["error"]
@@ -292,22 +270,17 @@ def test_scores_of_streamed_sequences_are_the_models_of_whole_ones(service: tupl
     address, model = service
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(1, 64, (length,), generator=generator).tolist() for length in (5, 64, 23, 40, 1)]
-    stream = ScorerStream(StreamConfig(url=address))
-    for end in range(1, 65, 3):
+    with streaming_to(address) as stream:
+        for end in range(1, 65, 3):
+            for seq_id, tokens in enumerate(sequences):
+                stream.offer(seq_id, tokens[: min(end, len(tokens) - 1)], final=False)
         for seq_id, tokens in enumerate(sequences):
-            stream.offer(seq_id, tokens[: min(end, len(tokens) - 1)], final=False)
-    for seq_id, tokens in enumerate(sequences):
-        stream.offer(seq_id, tokens, final=True)
-    scores = [stream.result(seq_id) for seq_id in range(len(sequences))]
-    stream.close()
+            stream.offer(seq_id, tokens, final=True)
+        scores = [stream.result(seq_id) for seq_id in range(len(sequences))]
     with torch.no_grad():
         expected = [float(model.score(model.model(torch.tensor([tokens]))[0])[0, -1, 0]) for tokens in sequences]
     assert scores == pytest.approx(expected, abs=1e-4)
-
-
-def test_what_the_model_cannot_read_is_refused(service: tuple[str, Any]) -> None:
-    address, _ = service
-    for row, text in [
+    for row, text in [  # which the model cannot read
         (piece(tokens=range(65)), "must have 1 to max_tokens 64"),
         (piece(tokens=[64]), "token id 64, but the reward model knows 64"),
         (piece(checksum=0), "the checksum does not fit its 2 tokens"),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -84,8 +85,7 @@ def test_without_the_token_nothing_is_read_or_scored() -> None:
 
 
 def test_what_is_too_large_is_answered_with_413() -> None:
-    limits = {"max_bytes": 2000, "max_items": 3, "max_characters": 50}
-    with served(**limits) as address:
+    with served(max_bytes=2000, max_items=3, max_characters=50) as address:
         assert post(address, {"items": [ITEM | {"id": i} for i in range(3)]}).status_code == 200
         for body, limit in [
             ({"items": [ITEM | {"id": i} for i in range(4)]}, "items are more than 3"),
@@ -95,22 +95,16 @@ def test_what_is_too_large_is_answered_with_413() -> None:
         ]:
             answer = post(address, body)
             assert answer.status_code == 413 and limit in answer.json()["error"]
-
-        def unannounced() -> Iterator[bytes]:
-            for _ in range(100):
-                yield b" " * 1000
-
-        chunked = HTTP.post(f"{address}/score", content=unannounced(), headers={"content-type": "application/json"})
+        unannounced = iter([b" " * 1000] * 100)
+        chunked = HTTP.post(f"{address}/score", content=unannounced, headers={"content-type": "application/json"})
         assert chunked.status_code == 413
 
 
 REFUSED: dict[str, tuple[int, dict[str, str]]] = {
-    "too large": (413, {}),
-    "too large, unannounced": (413, {"transfer-encoding": "chunked"}),
-    "without the token": (401, {"authorization": "Bearer another"}),
-    "not JSON": (415, {"content-type": "text/plain"}),
+    "too large": (413, {}), "too large, unannounced": (413, {"transfer-encoding": "chunked"}),
+    "without the token": (401, {"authorization": "Bearer another"}), "not JSON": (415, {"content-type": "text/plain"}),
     "busy": (429, {}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -134,13 +128,11 @@ def test_who_sends_a_body_before_reading_gets_the_answer(what: str) -> None:
         assert HTTP.post(f"{address}/score", content=b" " * (33 << 20), headers=fields).status_code == code
 
 
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"{", b"\xff", b"[" * 1900, {}, {"items": []}, {"items": [ITEM], "more": 1}, {"items": [ITEM | {"id": "1"}]},
-     {"items": [ITEM | {"response": None}]}, {"items": [ITEM | {"tokens": [-1]}]}, {"items": [ITEM, ITEM]},
-     b'{"items": [], "items": []}', b'{"items": [{"id": 1, "prompt": "", "response": "", "fields": {"a": NaN}}]}'],
-    ids=lambda value: str(value)[:40],
-)  # fmt: skip
+@pytest.mark.parametrize("body", [
+    b"", b"{", b"\xff", b"[" * 1900, {}, {"items": []}, {"items": [ITEM], "more": 1}, {"items": [ITEM | {"id": "1"}]},
+    {"items": [ITEM | {"response": None}]}, {"items": [ITEM | {"tokens": [-1]}]}, {"items": [ITEM, ITEM]},
+    b'{"items": [], "items": []}', b'{"items": [{"id": 1, "prompt": "", "response": "", "fields": {"a": NaN}}]}',
+], ids=lambda value: str(value)[:40])  # fmt: skip
 def test_what_is_no_request_is_answered_with_a_reason(body: Any, address: str) -> None:
     answer = post(address, body)
     assert answer.status_code == 422 and answer.json()["error"]
@@ -152,16 +144,13 @@ def address() -> Iterator[str]:
         yield found
 
 
-def test_other_paths_methods_and_types(address: str) -> None:
-    assert HTTP.get(f"{address}/score").status_code == 405
-    assert HTTP.get(f"{address}/docs").status_code == 404
-    assert post(address, {"items": [ITEM]}, content_type="text/plain").status_code == 415
-
-
 WHOLE = json.dumps({"items": [ITEM, ITEM | {"id": 2}]}).encode()
 
 
 def test_no_damaged_request_is_a_defect_of_the_service(address: str) -> None:
+    assert HTTP.get(f"{address}/score").status_code == 405 and HTTP.get(f"{address}/docs").status_code == 404
+    assert post(address, {"items": [ITEM]}, content_type="text/plain").status_code == 415
+
     @settings(max_examples=60)
     @given(st.integers(0, len(WHOLE)), st.binary(max_size=3), st.integers(0, 6))
     def check(at: int, put: bytes, cut: int) -> None:
@@ -174,14 +163,9 @@ def test_no_damaged_request_is_a_defect_of_the_service(address: str) -> None:
 
 
 def test_a_defect_shows_nothing_and_a_failed_reward_says_why() -> None:
-    def defect(items: Sequence[Item]) -> list[float]:
-        raise KeyError("inner workings")
-
-    def failed(items: Sequence[Item]) -> list[float]:
-        raise RewardError("sequence 1: my_function gave nan")
-
-    for score, status, text in [(defect, 500, "Internal"), (failed, 422, "my_function gave nan")]:
-        with served(score) as address:
+    failed = RewardError("sequence 1: my_function gave nan")
+    for error, status, text in [(KeyError("inner workings"), 500, "Internal"), (failed, 422, "my_function gave nan")]:
+        with served(mock.Mock(side_effect=error)) as address:
             answer = post(address, {"items": [ITEM]})
             assert answer.status_code == status and text in answer.text and "inner" not in answer.text
 
@@ -204,16 +188,9 @@ def test_busy_and_slow() -> None:
         leave.set()
         thread.join(60)
         assert first == [200]
-
-        def dripping() -> Iterator[bytes]:
-            yield b"{"
-            time.sleep(1.0)
-
-        slow = HTTP.post(f"{address}/score", content=dripping(), headers={"content-type": "application/json"})
+        dripping = (time.sleep(pause_s) or b"{" for pause_s in (0.0, 1.0))
+        slow = HTTP.post(f"{address}/score", content=dripping, headers={"content-type": "application/json"})
         assert slow.status_code == 408
-
-
-# --- the command
 
 
 SHAPE = {"model_type": "qwen2", "vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
@@ -234,13 +211,9 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.
 
 
 @pytest.mark.parametrize("refused", [REWARDS, STREAMS], indirect=True, ids=["rewards", "streams"])
-@pytest.mark.parametrize("host", ["0.0.0.0", "'::'", "10.0.0.1", "somewhere.example", "''"])
-def test_it_does_not_listen_elsewhere_without_a_token(refused: Callable[..., str], host: str) -> None:
-    assert "which others can reach, but token_env is not set" in refused(f"host={host}")
-
-
-@pytest.mark.parametrize("refused", [REWARDS, STREAMS], indirect=True, ids=["rewards", "streams"])
-def test_a_token_must_be_there_and_long_enough(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_does_not_listen_elsewhere_without_a_long_token(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for host in ("0.0.0.0", "'::'", "10.0.0.1", "somewhere.example", "''"):
+        assert "which others can reach, but token_env is not set" in refused(f"host={host}")
     monkeypatch.delenv("SERVE_TOKEN", raising=False)
     assert "SERVE_TOKEN is not set" in refused("host=0.0.0.0", "token_env=SERVE_TOKEN")
     monkeypatch.setenv("SERVE_TOKEN", "short-one")

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,9 @@ def connect(address: tuple[str, int], sent: bytes = b"") -> socket.socket:
 def until_closed(connection: socket.socket) -> bytes:
     """Text that the service still sends; a timeout where it leaves the connection open."""
     said = b""
-    with connection:
-        try:
-            while piece := connection.recv(4096):
-                said += piece
-        except (ConnectionResetError, BrokenPipeError):
-            pass
+    with connection, suppress(ConnectionResetError, BrokenPipeError):
+        while piece := connection.recv(4096):
+            said += piece
     return said
 
 
@@ -77,31 +74,19 @@ def is_open(connection: socket.socket) -> bool:
     return False
 
 
-def status(connection: socket.socket) -> int:
-    connection.sendall(HEALTH + b"\r\n")
-    said = b""
-    while not said.endswith(b'{"status":"ok"}'):
-        said += connection.recv(4096) or pytest.fail(f"closed after {said!r}")
-    return int(said.split()[1])
-
-
 def drip(connection: socket.socket) -> bytes:
     """A byte every tenth of a second, for as long as the service takes them; what it said."""
     said, until = b"", time.monotonic() + LATE_S
-    with connection:
+    with connection, suppress(ConnectionResetError, BrokenPipeError):
         connection.settimeout(0.1)
         while time.monotonic() < until:
-            try:
+            with suppress(TimeoutError):
                 connection.sendall(b"x")
-                piece = connection.recv(4096)
-            except TimeoutError:
-                continue
-            except (ConnectionResetError, BrokenPipeError):
-                return said
-            if not piece:
-                return said
-            said += piece
-    raise TimeoutError("the service goes on listening")
+                if not (piece := connection.recv(4096)):
+                    return said
+                said += piece
+        raise TimeoutError("the service goes on listening")
+    return said
 
 
 def ask(address: tuple[str, int], token: str | None = None) -> int:
@@ -109,21 +94,17 @@ def ask(address: tuple[str, int], token: str | None = None) -> int:
     return HTTP.post(f"http://{address[0]}:{address[1]}/score", content=BODY, headers=headers).status_code
 
 
-@pytest.mark.parametrize(
-    ("sent", "end", "said"),
-    [
-        (b"", until_closed, b""),
-        (HALF, until_closed, b"HTTP/1.1 408 Request Timeout"),
-        (HALF + b"x-long: ", drip, b"HTTP/1.1 408 Request Timeout"),
-        (HEALTH + b"content-length: 99999\r\n\r\n", drip, b"HTTP/1.1 200 OK"),
-        (HEALTH + b"\r\n" + HEALTH, until_closed, b"HTTP/1.1 200 OK"),
-    ],
-    ids=[
-        "nothing", "half of the headers", "headers byte by byte", "a body after its answer",
-        "half of the next headers",
-    ],
-)  # fmt: skip
-def test_what_does_not_come_in_time_ends_the_connection(sent: bytes, end: Callable[[socket.socket], bytes], said: bytes) -> None:
+IN_VAIN: dict[str, tuple[bytes, Callable[[socket.socket], bytes], bytes]] = {
+    "nothing": (b"", until_closed, b""), "half of the headers": (HALF, until_closed, b"HTTP/1.1 408 Request Timeout"),
+    "headers byte by byte": (HALF + b"x-long: ", drip, b"HTTP/1.1 408 Request Timeout"),
+    "a body after its answer": (HEALTH + b"content-length: 99999\r\n\r\n", drip, b"HTTP/1.1 200 OK"),
+    "half of the next headers": (HEALTH + b"\r\n" + HEALTH, until_closed, b"HTTP/1.1 200 OK"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", IN_VAIN)
+def test_what_does_not_come_in_time_ends_the_connection(what: str) -> None:
+    sent, end, said = IN_VAIN[what]
     with served(header_s=0.5) as address:
         begun = time.monotonic()
         assert end(connect(address, sent)).startswith(said)
@@ -185,8 +166,8 @@ def test_whoever_has_waited_for_longest_makes_room() -> None:
 
 @pytest.mark.parametrize("token", [TOKEN, None])
 @pytest.mark.parametrize("sent", [b"", b"2\r\n{}\r\n"], ids=["at once", "behind a part"])
-def test_a_body_that_breaks_the_protocol_ends_its_connection_alone(
-    sent: bytes, token: str | None, capfd: pytest.CaptureFixture[str]
+def test_a_body_that_breaks_the_protocol_ends_its_own_connection(
+    sent: bytes, token: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Logs one line, for whoever has no token may send many of them."""
     chunked = HALF + b"content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -200,16 +181,12 @@ def test_a_body_that_breaks_the_protocol_ends_its_connection_alone(
 
 
 def test_bodies_that_do_not_come_take_no_place_from_others() -> None:
-    requests = RequestLimits(max_waiting=2, read_s=1.0)
-    with served(TOKEN, requests) as address:
-        held = [connect(address, WHOLE + BODY[:5]) for _ in range(20)]
-        assert ask(address, TOKEN) == 200
-        assert all(until_closed(each).startswith(b"HTTP/1.1 401") for each in held)
-    with served(None, requests) as address:
-        held = [connect(address, WHOLE + BODY[:5]) for _ in range(20)]
-        assert ask(address) == 200
-        assert all(until_closed(each).startswith(b"HTTP/1.1 408") for each in held)
-        assert ask(address) == 200
+    for token, code in ((TOKEN, b"401"), (None, b"408")):
+        with served(token, RequestLimits(max_waiting=2, read_s=1.0)) as address:
+            held = [connect(address, WHOLE + BODY[:5]) for _ in range(20)]
+            assert ask(address, token) == 200
+            assert all(until_closed(each).startswith(b"HTTP/1.1 " + code) for each in held)
+            assert ask(address, token) == 200
 
 
 def test_more_bodies_than_may_come_at_once_are_to_come_again() -> None:
@@ -218,9 +195,6 @@ def test_more_bodies_than_may_come_at_once_are_to_come_again() -> None:
         wait_for(lambda: ask(address) == 429)
         assert all(until_closed(each).startswith(b"HTTP/1.1 408") for each in held)
         assert ask(address) == 200
-
-
-# --- the command
 
 
 @pytest.fixture
@@ -240,14 +214,6 @@ def command(tmp_path: Path, token: str | None) -> Iterator[tuple[tuple[str, int]
     process.wait(20)
 
 
-def descriptors(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
-
-
-def resident_mib(pid: int) -> float:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("token", [TOKEN])
@@ -255,7 +221,8 @@ def test_hundreds_of_half_sent_requests_for_a_minute(command: tuple[tuple[str, i
     """An honest client's address, no token: replaced as they are closed, and then left to the service."""
     address, pid = command
     assert ask(address, token) == 200
-    before, memory = descriptors(pid), resident_mib(pid)
+    process = psutil.Process(pid)
+    before, memory = process.num_fds(), process.memory_info().rss
     kinds: Sequence[bytes] = (b"", HALF, WHOLE + BODY[:5])
     held: list[socket.socket] = []
     took: list[float] = []
@@ -275,10 +242,10 @@ def test_hundreds_of_half_sent_requests_for_a_minute(command: tuple[tuple[str, i
         assert opened > 600, "they were closed meanwhile, and came again"
         assert max(took) < 1.0, sorted(took)[-5:]
         deadline = time.monotonic() + max(RequestLimits().read_s, HEADER_S) + 5
-        while descriptors(pid) > before and time.monotonic() < deadline:
+        while process.num_fds() > before and time.monotonic() < deadline:
             time.sleep(0.2)
-        assert descriptors(pid) <= before, "the service has closed them all"
-        assert resident_mib(pid) < memory + 30
+        assert process.num_fds() <= before, "the service has closed them all"
+        assert process.memory_info().rss < memory + 30 * 2**20
     finally:
         for each in held:
             each.close()

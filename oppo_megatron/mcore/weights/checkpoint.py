@@ -1,6 +1,6 @@
 """Trained models in megatron-core checkpoints (torch_dist), for any layout to load.
 
-Optimizer shares are gathered (distrib_optimizer.py:640 needs Apex or TE); no forked process writes (filesystem_async.py:266).
+Optimizer shares are gathered (distrib_optimizer.py needs Apex or TE); no forked process writes (filesystem_async.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
@@ -89,7 +89,7 @@ def write_models(folder: Path, shards: ModelShards, group: dist.ProcessGroup) ->
         (folder / name).mkdir()
         (folder / name / SHAPE).write_text(json.dumps(shape, indent=2) + "\n", encoding="utf-8")
     if group.rank() == 0:
-        TorchCommonSaveStrategy("torch", 1).save_common(shards.common, folder)
+        torch.save(shards.common, folder / COMMON_STATE_FNAME)
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 

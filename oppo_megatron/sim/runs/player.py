@@ -146,10 +146,8 @@ class Component:
     def _planned(self, shape: Round) -> _Order:
         timetable = generator_of(self.generator)(shape, self.site, self.costs).actions
         if not isinstance(timetable, Timetable):
-            raise ScheduleError(
-                f"overlap.schedule {self.generator} gives an order without times, which simulated pipeline stages need; add "
-                "overlap.schedule=auto here, and keep yours for the run"
-            )
+            why = "gives an order without times, which simulated stages need"
+            raise ScheduleError(f"overlap.schedule {self.generator} {why}; add overlap.schedule=auto here, and run with yours")
         starts, placed, takes, gives, first = [], [], [], [], NOBODY + 1
         for team in self._teams:
             count, pp = count_of(team, shape), self.site.placements[team[0]].pp
