@@ -8,6 +8,7 @@
 #   make gpu-pack    collects into .whl and .kit what a GPU node without a network lacks (docs/gpu.md)
 #   make hooks   installs the pre-commit hooks
 #   make docs    builds docs/ as a site into build/site; a link that leads nowhere is an error
+#   make test-core VERSION=0.19.2    the tests of models and runs on another megatron-core, put into .core
 #   make test-wandb    the test of the tracker with the real wandb, installed into .wandb
 #   make test-gpulibs  calls of transformer-engine, flash-attn and apex against their Python, put into .gpulibs; no GPU needed
 #   make test-aligner    creates .venv-aligner, tests the NeMo-Aligner plugin against the real package
@@ -37,12 +38,23 @@ ORACLES_INSTALLED := $(ORACLES_VENV)/.installed
 ORACLES_REQUIREMENTS := tests/oracles/requirements-nodeps.txt tests/oracles/requirements.txt
 ORACLES_PIP := $(ORACLES_VENV)/bin/python -m pip --disable-pip-version-check install
 
+# Another megatron-core than that of .venv, and tests that `make test` runs on it too: parity, a layout of each kind, exact resume.
+VERSION ?= 0.19.2
+CORE := .core/$(VERSION)
+CORE_PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(CORE)
+CORE_QUICK := tests/unit/test_mcore_compat.py tests/parity/test_hf_logits.py::test_logits_equal_transformers \
+	'tests/parity/test_hf_logits.py::test_scalar_head_equals_transformers_classifier[2-2]' \
+	$(foreach case,tp1-pp4-dp1 tp1-pp1-dp4 tp2-pp1-dp1-sequence_parallel tp1-pp2-dp2-recompute-full, \
+		'tests/gloo/test_training.py::test_steps_equal_plain_torch[$(case)]') \
+	tests/e2e/test_resume.py::test_resumed_after_a_step_is_the_run_that_never_stopped tests/e2e/test_core_versions.py
+
 # The versions that megatron-core 0.16 names, and the one of the container that the Dockerfile begins from.
 TE ?= transformer-engine>=2.9,<2.13
 
 # Tests run in so many processes, a file in one of them.  Ranks that a file's tests start are used again by the next.
 JOBS ?= 2
 PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+CORE_PYTEST = OPPO_CORE=$(VERSION) PYTHONPATH=$(CURDIR)/$(CORE) $(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder
 ALIGNER_PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONPATH=. $(ALIGNER_VENV)/bin/python -m pytest -W ignore tests/aligner
 PURE := tests/architecture $(wildcard $(addprefix tests/unit/test_, $(addsuffix _*.py, \
 	algorithms config control layout modeldir overcommit preflight rundir schedule)))
@@ -50,7 +62,7 @@ PURE := tests/architecture $(wildcard $(addprefix tests/unit/test_, $(addsuffix 
 # Every process of the tests would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test test-long test-aligner lint docs hooks gpu-rehearsal gpu-test gpu-pack test-slurm test-wandb test-gpulibs test-oracles bench-trl clean
+.PHONY: demo check test test-long test-aligner lint docs hooks gpu-rehearsal gpu-test gpu-pack test-core test-slurm test-wandb test-gpulibs test-oracles bench-trl clean
 
 demo: $(INSTALLED)
 	$(BIN)/oppo demo
@@ -59,14 +71,18 @@ check: lint
 	$(PYTEST) -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not long and not slow" $(PURE)
 
 # The plugin's tests, which mostly wait, run beside the others; what they print comes at the end.
-test: lint docs $(ALIGNER_INSTALLED)
+test: lint docs $(ALIGNER_INSTALLED) $(CORE)/.installed
 	@mkdir -p build
 	$(ALIGNER_PYTEST) > build/aligner.log 2>&1 & aligner=$$!; \
 	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not long"; tests=$$?; \
-	wait $$aligner; aligner=$$?; cat build/aligner.log; exit $$((tests | aligner))
+	wait $$aligner; aligner=$$?; cat build/aligner.log; [ $$((tests | aligner)) = 0 ]
+	$(CORE_PYTEST) $(CORE_QUICK)
 
 test-aligner: $(ALIGNER_INSTALLED)
 	$(ALIGNER_PYTEST)
+
+test-core: $(CORE)/.installed
+	$(CORE_PYTEST) -m "not gpu and not long" tests/unit/test_mcore_*.py tests/parity tests/gloo tests/e2e tests/rehearsal
 
 test-long: $(INSTALLED_TEST)
 	$(PYTEST) -n $(JOBS) --dist loadfile -m long --durations=0 --durations-min=5
@@ -110,6 +126,7 @@ test-gpulibs: $(INSTALLED_TEST)
 	test -d .gpulibs/flash_attn || { $(PIP) --quiet setuptools wheel && \
 		FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE $(PIP) --quiet --no-deps --no-build-isolation \
 		--target .gpulibs/flash_attn 'flash-attn>=2.5,<3'; }
+	test -d .gpulibs/triton || $(PIP) --quiet --no-deps --target .gpulibs/triton 'triton>=3.4'
 	$(PYTEST) tests/gpulibs
 
 test-oracles: $(ORACLES_INSTALLED)
@@ -119,7 +136,7 @@ bench-trl: $(INSTALLED) $(PEER_INSTALLED)
 	$(BIN)/python benchmarks/peers/compare.py --prompt-tokens 64 $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(PEER_VENV) $(ALIGNER_VENV) $(ORACLES_VENV) .wandb .gpulibs .whl .kit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEER_VENV) $(ALIGNER_VENV) $(ORACLES_VENV) .core .wandb .gpulibs .whl .kit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	$(PIP) -e .
@@ -143,6 +160,14 @@ $(ALIGNER_INSTALLED): $(ALIGNER_REQUIREMENTS) $(INSTALLED_TEST)
 		> "$$($(ALIGNER_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz-project.pth"
 	{ $(ALIGNER_PIP) --no-deps -r tests/aligner/requirements-nodeps.txt && $(ALIGNER_PIP) -r tests/aligner/requirements.txt; } || { \
 		echo "NeMo-Aligner could not be installed: that needs access to a package index once, and Python 3.11 or newer."; exit 1; }
+	touch $@
+
+# Releases from 0.17 name Python 3.12, but their Python runs on 3.11; from 0.18 they import triton.
+$(CORE)/.installed: $(INSTALLED_TEST)
+	rm -rf $(CORE)
+	$(CORE_PIP) --ignore-requires-python --only-binary=:all: --python-version 3.12 --implementation cp \
+		--platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 'megatron-core==$(VERSION)' && $(CORE_PIP) triton==3.9.0 || { \
+		echo "megatron-core $(VERSION) could not be fetched: that needs access to a package index once."; exit 1; }
 	touch $@
 
 # As above; what they ask for would bring ray, vllm and deepspeed, and other versions of torch and transformers.

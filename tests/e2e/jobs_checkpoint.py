@@ -22,12 +22,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 
 from oppo_megatron.cluster.world import World, open_world
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.errors import OppoError
+from oppo_megatron.mcore.weights import checkpoint
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.disk import clear_when_full
 from oppo_megatron.train.entry import run_ppo
@@ -147,10 +147,9 @@ def libraries_armed(fault: Fault) -> Iterator[None]:
 
         return call
 
-    common = TorchCommonSaveStrategy
     with (
         mock.patch.object(writing, "write_caches", armed(writing.write_caches, CACHE_FILE)),
-        mock.patch.object(common, "save_common", armed(common.save_common, COMMON_FILE)),
+        mock.patch.object(checkpoint, "write_common", armed(checkpoint.write_common, COMMON_FILE)),
     ):
         yield
 

@@ -215,15 +215,16 @@ def test_validate_without_a_file_shows_this_machine(monkeypatch: pytest.MonkeyPa
     assert "ruff" not in out, "an extra's"
 
 
-def test_validate_without_a_file_names_a_version_that_is_too_old(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("core", ["0.12.0", "0.20.0"])
+def test_validate_without_a_file_names_an_untested_version(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], core: str
 ) -> None:
-    versions = {"megatron-core": "0.12.0", "torch": "2.11.0a0+nv26.02", "transformers": machine.PRESENT}
+    versions = {"megatron-core": core, "torch": "2.11.0a0+nv26.02", "transformers": machine.PRESENT}
     real = machine.version_of
     monkeypatch.setattr(machine, "version_of", lambda each: versions.get(each.distribution) or real(each))
     assert main(["validate"]) == 1
     out = capsys.readouterr().out
-    assert "megatron-core<0.17,>=0.16.1, but 0.12.0 is installed" in out
+    assert f"megatron-core<0.20,>=0.16.1, but {core} is installed" in out
     assert "needed are megatron-core" in out, "and nothing else"
 
 

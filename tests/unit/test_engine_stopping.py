@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from statistics import NormalDist, median, pstdev
 
+import numpy as np
 import pytest
 
 from oppo_megatron.config.data import TokenizerConfig
@@ -54,9 +55,11 @@ def test_a_response_ends_with_the_first_token_behind_which_its_text_has_a_stop(t
     for _ in range(200):
         stops, response = draws.sample(draws.choice([STOPS, RARE]), draws.randrange(1, 3)), responses(tokenizer, draws)
         stopping = Stopping((), 10**6, text=StopText(stops, tokenizer.decode))
-        ends = (n for n in range(1, len(response) + 1) if stopping.reason(response[:n], 10**6) == "stop")
-        end = next(ends, None)
-        assert end == plain_end(tokenizer, stops, response), (stops, response)
+        end = plain_end(tokenizer, stops, response)
+        for known in (0, draws.randrange(end or len(response))):
+            (count,), (reason,) = stopping.ends(np.array([response[known:]]), [10**6], [response[:known]])
+            expected = (len(response), None) if end is None else (end, "stop")
+            assert (known + count, reason) == expected, (stops, response)
         found += end is not None
         beyond += end is not None and end > 40
     assert found > 40 and beyond > 3
@@ -64,10 +67,10 @@ def test_a_response_ends_with_the_first_token_behind_which_its_text_has_a_stop(t
 
 def test_an_id_counts_before_a_text_and_a_text_before_the_limit() -> None:
     stopping = Stopping((7, 9), 3, text=StopText(["b"], lambda ids: "".join("abc"[i % 3] for i in ids)))
-    assert stopping.reason([0, 9], 3) == stopping.reason([7], 1) == "eos"
-    assert stopping.reason([0, 0, 1], 3) == "stop"
-    assert stopping.reason([0, 0, 0], 3) == "length"
-    assert stopping.reason([0, 0], 3) is None
+    tokens_RK = np.array([[0, 9, 1], [7, 0, 0], [0, 0, 1], [0, 0, 0], [0, 0, 0], [1, 9, 0]])
+    counts, reasons = stopping.ends(tokens_RK, [3, 1, 3, 3, 4, 2], [[]] * 6)
+    assert (counts, reasons) == ([2, 1, 3, 3, 3, 1], ["eos", "eos", "stop", "length", None, "stop"])
+    assert Stopping((), 3).ends(tokens_RK[:2], [2, 9], ()) == ([2, 3], ["length", None])
 
 
 def test_few_tokens_are_decoded_again() -> None:

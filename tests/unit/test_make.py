@@ -42,8 +42,8 @@ def places(text: str, *steps: str) -> list[int]:
             "test",
             (
                 "-m venv .venv", "install -c constraints.txt -e '.[test,docs]'", ".venv/bin/ruff", "mkdocs build",
-                "venv --without-pip .venv-aligner", "tests/aligner/requirements-nodeps.txt", "pytest -W ignore tests/aligner",
-                "-m pytest -n",
+                "venv --without-pip .venv-aligner", "tests/aligner/requirements-nodeps.txt", "'megatron-core==0.19.2'",
+                "pytest -W ignore tests/aligner", "-m pytest -n", "OPPO_CORE=0.19.2 PYTHONPATH=",
             ),
         ),
     ],

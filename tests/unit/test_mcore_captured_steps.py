@@ -183,4 +183,4 @@ def test_other_errors_of_a_capture_are_not_taken_for_a_refusal(error: RuntimeErr
 def test_batches_come_in_few_sizes() -> None:
     sizes = [batch_bucket(rows) for rows in range(1, 130)]
     assert sizes == sorted(sizes) and all(size >= rows for rows, size in enumerate(sizes, start=1))
-    assert sorted(set(sizes)) == [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144]
+    assert sorted(set(sizes)) == [1, 2, 4, 8, 16, 32, 64, 128, 256]

@@ -19,8 +19,9 @@ from oppo_megatron.errors import CapacityError, CheckpointError
 from oppo_megatron.layout.memory import BLOCK_TOKENS, slot_tokens
 from oppo_megatron.mcore.kv import cached_plan, call_parts
 from oppo_megatron.mcore.kv.cached_plan import CallPlan
+from oppo_megatron.mcore.kv.call_parts import PagedCall
 from oppo_megatron.mcore.kv.dense import KVCache
-from oppo_megatron.mcore.kv.paged import PagedCall, PagedKVCache
+from oppo_megatron.mcore.kv.paged import PagedKVCache
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 
 HEADS, GROUPS, DIM, LENGTH, LAYERS = 4, 2, 4, 12, 2

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import varlen
 
+from oppo_megatron.mcore import attention
 from oppo_megatron.mcore.attention import LEAST_PIECE, PackedPlan, binding
 from oppo_megatron.mcore.kv.dense import KVCache
 
@@ -52,6 +54,44 @@ def test_whole_sequences_and_their_gradients(window: int, dtype: torch.dtype) ->
     torch.testing.assert_close(found.float(), expected, **tolerance)
     for ours, theirs in zip(given, exact, strict=True):
         torch.testing.assert_close(ours.grad.float(), theirs.grad, **tolerance)
+
+
+def by_ends(
+    q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, most_q: int, most_k: int, *, scale: float,
+    window_size: tuple[int, int],
+) -> Tensor:  # fmt: skip
+    """What torch says of its `varlen_attn`, as it was before it asked for `enable_gqa`."""
+    assert ends_q.dtype == torch.int32 and ends_k is ends_q and most_q == most_k == max(LENGTHS) and scale == SCALE
+    before, after = window_size
+    assert after == 0 and ends_q.diff().tolist() == LENGTHS
+    return plain(q, k, v, max(LENGTHS) if before == -1 else before + 1).unflatten(1, (HEADS, DIM))
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 4096])
+@pytest.mark.parametrize("asks_for_groups", [False, True])
+def test_one_call_for_all_sequences(monkeypatch: pytest.MonkeyPatch, window: int | None, asks_for_groups: bool) -> None:
+    def later(*args: Any, scale: float, window_size: tuple[int, int], enable_gqa: bool = False) -> Tensor:
+        assert enable_gqa
+        return by_ends(*args, scale=scale, window_size=window_size)
+
+    given = inputs(sum(LENGTHS))
+    expected = PackedPlan(LENGTHS, ROPE).attend(0, *given, SCALE, window)
+    monkeypatch.setattr(varlen, "varlen_attn", later if asks_for_groups else by_ends)
+    attention.torch_varlen.cache_clear()
+    monkeypatch.setattr(attention, "varlen_kernel", lambda q: attention.torch_varlen())
+    found = PackedPlan(LENGTHS, ROPE).attend(0, *given, SCALE, window)
+    attention.torch_varlen.cache_clear()
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("missing", ["scale", "window_size"])
+def test_a_call_that_lacks_an_argument_is_not_taken(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """That of torch 2.10 has no window."""
+    older: Any = (lambda *args, window_size: None) if missing == "scale" else (lambda *args, scale: None)
+    monkeypatch.setattr(varlen, "varlen_attn", older)
+    attention.torch_varlen.cache_clear()
+    assert attention.torch_varlen() is None
+    attention.torch_varlen.cache_clear()
 
 
 @pytest.mark.parametrize("window", [1, 9, LEAST_PIECE, 150])

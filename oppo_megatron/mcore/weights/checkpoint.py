@@ -89,8 +89,12 @@ def write_models(folder: Path, shards: ModelShards, group: dist.ProcessGroup) ->
         (folder / name).mkdir()
         (folder / name / SHAPE).write_text(json.dumps(shape, indent=2) + "\n", encoding="utf-8")
     if group.rank() == 0:
-        torch.save(shards.common, folder / COMMON_STATE_FNAME)
+        write_common(shards.common, folder)
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+
+
+def write_common(common: dict[str, Any], folder: Path) -> None:
+    torch.save(common, folder / COMMON_STATE_FNAME)
 
 
 def load_models(folder: Path, models: Mapping[str, TrainedModel], updates: Mapping[str, int]) -> None:
