@@ -114,11 +114,11 @@ gpu-pack: $(INSTALLED)
 	$(BIN)/python benchmarks/gpu_node/pack.py $(ARGS)
 
 test-slurm: $(INSTALLED_TEST)
-	OPPO_SLURM_ALL=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/slurm tests/unit/test_slurm_job.py tests/unit/test_cli_slurm.py
+	OPPO_SLURM_ALL=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/slurm tests/unit/test_cli_slurm.py
 
 test-wandb: $(INSTALLED_TEST)
 	test -d .wandb || $(PIP) --quiet --target .wandb 'wandb>=0.17'
-	PYTHONPATH=$(CURDIR)/.wandb $(BIN)/python -m pytest tests/unit/test_train_wandb.py
+	PYTHONPATH=$(CURDIR)/.wandb $(BIN)/python -m pytest tests/unit/test_train_logs.py
 
 # The Python of these libraries alone: flash-attn would otherwise look for a compiler, or for a wheel of its own on the network.
 test-gpulibs: $(INSTALLED_TEST)

@@ -305,7 +305,7 @@ SETS = {
 }
 """By torch's own name of what ATen then uses; the last one is the least that torch runs on."""
 TELLING = [
-    "tests/unit/test_algorithms_pairs.py", "tests/unit/test_algorithms_losses.py", "tests/gloo/test_losses.py",
+    "tests/unit/test_algorithms_preferences.py", "tests/unit/test_algorithms_losses.py", "tests/gloo/test_losses.py",
     "tests/gloo/test_training.py::test_steps_equal_plain_torch", "tests/parity/test_hf_logits.py::test_logits_equal_transformers",
     "tests/e2e/test_matrix.py::test_a_feature_in_a_layout_trains_as_one_process",
     "tests/e2e/test_matrix.py::test_stopped_within_rollouts_and_resumed_is_the_run_that_never_stopped", "tests/replay",

@@ -44,3 +44,10 @@ def save_tiny(directory: Path, family: str, head: str = "lm", *, max_shard_size:
     model = tiny_model(family, head, **changes)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return model
+
+
+def convert(*arguments: object) -> int:
+    """The exit code of `oppo convert`."""
+    from oppo_megatron.cli.main import main
+
+    return main(["convert", *map(str, arguments)])

@@ -91,3 +91,8 @@ def room_for(mebibytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (before, hard))
+
+
+def listeners(pid: int) -> set[tuple[str, int]]:
+    connections = psutil.Process(pid).net_connections("inet")
+    return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
