@@ -168,7 +168,7 @@ def test_nothing_that_fits_is_told_in_full(described: Path, capsys: pytest.Captu
     assert "no plan fits 1 x 2" in told and "GB are missing" in told and "for actor" in told and "on rank 0" in told
     assert "nodes would do" in told
     with mock.patch.object(planning, "MOST_NODES", 1):
-        assert "nodes would do" not in refused(capsys, *PLAN)
+        assert "not even 128 such nodes would do" in refused(capsys, *PLAN)
 
 
 @pytest.mark.long
