@@ -56,7 +56,7 @@ CASES = {
     "groups, whose prompts fork": Case(
         2, {"placement": {"mode": "disaggregated"}, "rollout.group_size": 2, "overlap.inter": False}
     ),
-    "adapters": Case(1, {"actor.lora": LORA, "critic.lora": LORA}),
+    "adapters, dense": Case(1, {"runtime.kv_layout": "dense", "actor.lora": LORA, "critic.lora": LORA}),
     "disaggregated": Case(2, {"placement": {"mode": "disaggregated"}, "overlap.actor_kv": "keep", "ppo.staleness": "decoupled"}),
     "colocated tp 2": on_two({"tp": 2}),
     "colocated pp 2": on_two({"pp": 2}),

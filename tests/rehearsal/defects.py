@@ -246,7 +246,7 @@ DEFECTS = {
     "a read of each figure": Defect("single", "update: read in defects.py", read_of_each_figure),
     "streams that do not wait": Defect("single", "another stream has written, without a wait", streams_that_do_not_wait),
     "a copy from pageable memory": Defect("single", "score: pageable in defects.py", copy_from_pageable_memory),
-    "a mask that no kernel takes": Defect("single", "no kernel of attention takes this", mask_that_no_kernel_takes),
+    "a mask that no kernel takes": Defect("adapters, dense", "no kernel of attention takes this", mask_that_no_kernel_takes),
     "a type of one rank alone": Defect("colocated tp 2", "calls differ", type_of_one_rank_alone),
     "links that are not opened": Defect("colocated pp 2", "the first message with rank", links_that_are_not_opened),
     "a message of another type": Defect("colocated pp 2", "sends ('torch.float32'", message_of_another_type),

@@ -38,6 +38,8 @@ from oppo_megatron.engine.executor import Executor
 from oppo_megatron.engine.generation import DecodeWorker
 from oppo_megatron.engine.scoring import ScoringWorker
 from oppo_megatron.engine.stream import ListenWorker
+from oppo_megatron.layout.kernels import TRITON
+from oppo_megatron.mcore.kv import paged
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.mcore.weights.weight_sync import Reallocation
 from oppo_megatron.schedule.actions import Action
@@ -115,6 +117,7 @@ def rehearse(
     try:
         _name_phases(watch)
         _name_messages(peers)
+        paged.usable, paged.by_triton = lambda library: library == TRITON, lambda _: functools.partial(device.by_table, watch)
         if plant is not None:
             plant()
         with watch:
