@@ -42,7 +42,7 @@ ORACLES_PIP := $(ORACLES_VENV)/bin/python -m pip --disable-pip-version-check ins
 VERSION ?= 0.19.2
 CORE := .core/$(VERSION)
 CORE_PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(CORE)
-CORE_QUICK := tests/unit/test_mcore_compat.py tests/parity/test_hf_logits.py::test_logits_equal_transformers \
+CORE_QUICK := tests/unit/test_mcore_patches.py tests/parity/test_hf_logits.py::test_logits_equal_transformers \
 	'tests/parity/test_hf_logits.py::test_scalar_head_equals_transformers_classifier[2-2]' \
 	$(foreach case,tp1-pp4-dp1 tp1-pp1-dp4 tp2-pp1-dp1-sequence_parallel tp1-pp2-dp2-recompute-full, \
 		'tests/gloo/test_training.py::test_steps_equal_plain_torch[$(case)]') \
@@ -114,11 +114,11 @@ gpu-pack: $(INSTALLED)
 	$(BIN)/python benchmarks/gpu_node/pack.py $(ARGS)
 
 test-slurm: $(INSTALLED_TEST)
-	OPPO_SLURM_ALL=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/slurm tests/unit/test_slurm_job.py tests/unit/test_cli_slurm.py
+	OPPO_SLURM_ALL=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/slurm tests/unit/test_cli_slurm.py
 
 test-wandb: $(INSTALLED_TEST)
 	test -d .wandb || $(PIP) --quiet --target .wandb 'wandb>=0.17'
-	PYTHONPATH=$(CURDIR)/.wandb $(BIN)/python -m pytest tests/unit/test_train_wandb.py
+	PYTHONPATH=$(CURDIR)/.wandb $(BIN)/python -m pytest tests/unit/test_train_logs.py
 
 # The Python of these libraries alone: flash-attn would otherwise look for a compiler, or for a wheel of its own on the network.
 test-gpulibs: $(INSTALLED_TEST)
@@ -126,6 +126,7 @@ test-gpulibs: $(INSTALLED_TEST)
 	test -d .gpulibs/flash_attn || { $(PIP) --quiet setuptools wheel && \
 		FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE $(PIP) --quiet --no-deps --no-build-isolation \
 		--target .gpulibs/flash_attn 'flash-attn>=2.5,<3'; }
+	test -d .gpulibs/triton || $(PIP) --quiet --no-deps --target .gpulibs/triton 'triton>=3.4'
 	$(PYTEST) tests/gpulibs
 
 test-oracles: $(ORACLES_INSTALLED)

@@ -1,7 +1,4 @@
-"""The Python API: `oppo train`, `generate`, `eval` and `plan` as functions (docs/extending.md).
-
-A run with one rank stays in this process; more ranks are processes, as with the command.  Wrong input raises an OppoError.
-"""
+"""The Python API (docs/extending.md): commands as functions.  Wrong input raises an OppoError."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
@@ -28,7 +25,7 @@ if TYPE_CHECKING:
 Source: TypeAlias = Union[str, Path, Mapping[str, Any], "TrainSettings", "SupervisedConfig"]
 """A configuration: its file, its tree of settings, or the result of `load_config`."""
 
-COMMAND_WORDS = re.compile(r"run `oppo (sft|rm|dpo|train) [^`]*`|`oppo [^`]*`|--([a-z][a-z-]*)|(?<!\S)-n\b")
+COMMAND_WORDS = re.compile(r"run `oppo (sft|rm|dpo|train) [^`]*`|`oppo [^`]*`|(--[a-z][a-z-]*)")
 
 
 @dataclass(frozen=True)
@@ -57,11 +54,11 @@ def load_config(source: Source, overrides: Sequence[str] = (), *, kind: str = "t
     from oppo_megatron.config.base import Section
     from oppo_megatron.config.load import plain_settings
 
-    given, kind = _texts("overrides", overrides), _kind_of(source, kind)
+    given, kind = _each("overrides", overrides), _kind_of(source, kind)
     tree = plain_settings(source) if isinstance(source, Section) else source
     with tempfile.TemporaryDirectory() as folder, _words_of_python(file := f"{folder}/settings.yaml"):
         if not isinstance(tree, Mapping):
-            return load_settings(kind, Path(_text("source", tree)), given)
+            return load_settings(kind, Path(_each("source", tree, many=False)[0]), given)
         Path(file).write_text(yaml.safe_dump(json.loads(json.dumps(dict(tree), default=str))), encoding="utf-8")
         return load_settings(kind, Path(file), given)
 
@@ -82,7 +79,7 @@ def generate(directory: str | Path, prompts: Sequence[str], **options: Any) -> l
     """Answer `prompts` in order, a dict per response.  `options`: of `oppo generate`, as `max_tokens=64, samples=4`."""
     with tempfile.TemporaryDirectory() as folder:
         given = {"output": Path(folder) / "responses.jsonl", **options}
-        _run("generate", {"directory": directory, "prompt": _texts("prompts", prompts), **given})
+        _run("generate", {"directory": directory, "prompt": _each("prompts", prompts), **given})
         return read_metrics(given["output"])
 
 
@@ -123,28 +120,22 @@ def _run(command: str, options: Mapping[str, Any]) -> None:
 @contextmanager
 def _words_of_python(file: str = "\0") -> Iterator[None]:
     """Name arguments of functions in errors, not options of commands or a `file` of ours."""
-
-    def argument(found: re.Match[str]) -> str:
-        kind, flag = found.groups()
-        return f"give kind={kind!r}" if kind else flag.replace("-", "_") if flag else "samples" if found[0] == "-n" else found[0]
-
-    def said(parts: Iterable[Any]) -> list[str]:
-        return [COMMAND_WORDS.sub(argument, str(part).replace(file, "source")) for part in parts]
-
     try:
         yield
     except OppoError as error:
-        error.args = tuple(said(error.args))
-        if isinstance(error, ConfigError):
-            error.problems = said(error.problems)
+        error.args = tuple(COMMAND_WORDS.sub(_argument, str(part).replace(file, "source")) for part in error.args)
         raise
 
 
-def _kind_of(source: Source, kind: str) -> str:
-    from oppo_megatron.config.describe import SUPERVISED
-    from oppo_megatron.config.run import TrainSettings
+def _argument(found: re.Match[str]) -> str:
+    kind, option = found.groups()
+    return f"give kind={kind!r}" if kind else found[0] if option is None else option.strip("-").replace("-", "_")
 
-    kinds: dict[str, type[Any]] = {"train": TrainSettings, **SUPERVISED}
+
+def _kind_of(source: Source, kind: str) -> str:
+    from oppo_megatron.config.describe import COMMANDS
+
+    kinds = {name: section for name, section in COMMANDS.items() if name != "serve"}
     if kind not in kinds:
         raise ConfigError(f"kind is {kind!r:.60}; choose from {', '.join(kinds)}")
     return next((name for name, section in kinds.items() if isinstance(source, section)), kind)
@@ -152,29 +143,32 @@ def _kind_of(source: Source, kind: str) -> str:
 
 def _parsed(action: argparse.Action, value: Any) -> Any:
     """A keyword's value as the parser would give it."""
-    name, convert = action.dest, action.type if callable(action.type) else str
     if value is None or (action.nargs == 0 and isinstance(value, bool)):
         return value
-    try:
-        if isinstance(action, argparse._AppendAction) or action.nargs in ("*", "+"):
-            return [convert(text) for text in _texts(name, value)]
-        made = convert(_text(name, value))
+
+    def convert(text: str) -> Any:
+        made = action.type(text) if callable(action.type) else text
         if action.nargs == 0 or (action.choices and made not in action.choices):
             raise ValueError(f"choose from {', '.join(action.choices or ('True', 'False'))}")
-    except (ValueError, argparse.ArgumentTypeError) as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(f"{name} is {value!r:.60}: {error}") from error
-    return made
+        return made
+
+    many = isinstance(action, argparse._AppendAction) or action.nargs in ("*", "+")
+    made = _each(action.dest, value, convert, many=many)
+    return made if many else made[0]
 
 
-def _texts(name: str, value: Any) -> list[str]:
-    """Items of an argument that takes several; a single one counts as a list."""
-    is_one = isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable)
-    return [_text(name, each) for each in ([value] if is_one else value)]
+def _each(name: str, value: Any, convert: Callable[[str], Any] = str, *, many: bool = True) -> list[Any]:
+    """Converted items; a text or path counts as a list of one."""
+    is_one = not many or isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable)
+    try:
+        return [convert(_text(each)) for each in ([value] if is_one else value)]
+    except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
+        raise ConfigError(f"{name} is {value!r:.60}: {error}") from error
 
 
-def _text(name: str, value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, tuple) and value:  # as (median, sigma)
-        return ",".join(_text(name, each) for each in value)
+        return ",".join(map(_text, value))
     if isinstance(value, bool) or not isinstance(value, (str, os.PathLike, Real)):
-        raise ConfigError(f"{name} is {value!r:.60}, a {type(value).__name__}; give a text, a path or a number")
+        raise TypeError(f"a {type(value).__name__} is none of text, path and number")
     return str(value)

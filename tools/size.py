@@ -50,7 +50,7 @@ def reachable(start: Path) -> set[Path]:
 def main() -> int:
     sys.path.insert(0, str(ROOT))
     from oppo_megatron.cli.main import COMMANDS as commands
-    from tests.architecture.test_settings import optional_settings
+    from tests.architecture.test_promises import optional_settings
 
     files = sorted((ROOT / PACKAGE).rglob("*.py"))
     pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name not in GENERATED] + [ROOT / "README.md"]

@@ -1,15 +1,15 @@
 """Attention of a decode step without flash-attn, against the time of reading the cached keys and values alone.
 
 `attend.py DEVICE OUT`: into OUT/figures.json, under "attend".  Compared, for ragged lengths: `attend_one` as a captured step
-calls it (dense cache, mask, torch's memory-efficient kernel), and a Triton kernel that has the form of `PagedKernel`: it reads
-by table, splits long sequences among programs, and reads nothing past a sequence's end.  On a CPU Triton's interpreter
-computes the numbers, and nothing is timed.
+calls it (dense cache, mask, torch's memory-efficient kernel), and the Triton kernel of paged caches.  On a CPU Triton's
+interpreter computes the numbers, and nothing is timed.
 """
 
 # ruff: noqa: E402
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -24,75 +24,14 @@ import torch
 
 try:
     import triton
-    import triton.language as tl
+
+    triton_attention = importlib.import_module("oppo_megatron.mcore.kv.triton_kernel").triton_attention
 except ImportError as error:
     print(f"nothing to compare with: {error}")
     sys.exit(0)
 
 from oppo_megatron.mcore.kv.cached_plan import attend_one
-from oppo_megatron.mcore.kv.call_parts import beyond_mask
-from oppo_megatron.mcore.kv.paged import PagedCall
-
-
-@triton.jit
-def _split(q, k, v, table, length, acc_out, ml_out, scale, W, stride_q, G: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-           D: tl.constexpr, K: tl.constexpr, N: tl.constexpr, S: tl.constexpr):  # fmt: skip
-    """One program a sequence, a group of heads and a split of its positions."""
-    b, g, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    end = tl.load(length + b)
-    each = tl.cdiv(tl.cdiv(end, N), S) * N
-    lo, hi = s * each, tl.minimum((s + 1) * each, end)
-    r, d, n = tl.arange(0, RP), tl.arange(0, D), tl.arange(0, N)
-    query = tl.load(q + b * stride_q + (g * R + r)[:, None] * D + d[None, :], mask=r[:, None] < R, other=0.0)
-    top = tl.full([RP], -float("inf"), tl.float32)
-    mass, acc = tl.zeros([RP], tl.float32), tl.zeros([RP, D], tl.float32)
-    for start in range(lo, hi, N):
-        at = start + n
-        here = at < hi
-        block = tl.load(table + b * W + at // K, mask=here, other=0).to(tl.int64)
-        base = (block * K + at % K) * (G * D) + g * D
-        keys = tl.load(k + base[None, :] + d[:, None], mask=here[None, :], other=0.0)
-        score = tl.where(here[None, :], tl.dot(query, keys) * scale, -float("inf"))
-        new = tl.maximum(top, tl.max(score, 1))
-        p, shrink = tl.exp(score - new[:, None]), tl.exp(top - new)
-        values = tl.load(v + base[:, None] + d[None, :], mask=here[:, None], other=0.0)
-        acc = acc * shrink[:, None] + tl.dot(p.to(values.dtype), values)
-        mass, top = mass * shrink + tl.sum(p, 1), new
-    place = ((b * G + g) * S + s) * RP + r
-    tl.store(acc_out + place[:, None] * D + d[None, :], acc)
-    tl.store(ml_out + place * 2, top)
-    tl.store(ml_out + place * 2 + 1, mass)
-
-
-@triton.jit
-def _join(acc, ml, out, G: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, S: tl.constexpr):
-    """One program a sequence and a query head."""
-    b, h = tl.program_id(0), tl.program_id(1)
-    s, d = tl.arange(0, S), tl.arange(0, D)
-    place = ((b * G + h // R) * S + s) * RP + h % R
-    top, mass = tl.load(ml + place * 2), tl.load(ml + place * 2 + 1)
-    weight = tl.exp(top - tl.max(top, 0))
-    parts = tl.load(acc + place[:, None] * D + d[None, :])
-    whole = tl.sum(parts * weight[:, None], 0) / tl.sum(mass * weight, 0)
-    tl.store(out + (b * G * R + h) * D + d, whole.to(out.dtype.element_ty))
-
-
-def triton_paged(q_TND: Any, k_PKGD: Any, v_PKGD: Any, call: PagedCall, scale: float, window: int | None = None) -> Any:
-    """One new token a sequence, no window."""
-    assert call.most_new == 1 and window is None
-    B, heads, D = q_TND.shape
-    K, G = k_PKGD.shape[1:3]
-    R = heads // G
-    RP = max(16, triton.next_power_of_2(R))
-    S = 16 if B * G < 264 else 8
-    acc = torch.empty(B, G, S, RP, D, dtype=torch.float32, device=q_TND.device)
-    ml = torch.empty(B, G, S, RP, 2, dtype=torch.float32, device=q_TND.device)
-    out = torch.empty_like(q_TND)
-    q = q_TND.contiguous()
-    _split[(B, G, S)](q, k_PKGD, v_PKGD, call.table_SW, call.length_S, acc, ml, scale, call.table_SW.shape[1], q.stride(0),
-                      G, R, RP, D, K, 64, S)  # fmt: skip
-    _join[(B, heads)](acc, ml, out, G, R, RP, D, S)
-    return out
+from oppo_megatron.mcore.kv.call_parts import PagedCall, beyond_mask
 
 
 def case(name: str, rows: int, groups: int, repeat: int, dim: int, limit: int, mean: float, dtype: torch.dtype) -> dict[str, Any]:
@@ -126,7 +65,7 @@ def case(name: str, rows: int, groups: int, repeat: int, dim: int, limit: int, m
 
     def paged_step() -> Any:
         i = turn[0] = (turn[0] + 1) % layers
-        return triton_paged(q.flatten(1, 2), pools[0][i], pools[1][i], call, scale).flatten(1)
+        return triton_attention(q.flatten(1, 2), pools[0][i], pools[1][i], call, scale).flatten(1)
 
     turn[0] = 0
     ours = dense_step().float()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -52,11 +53,12 @@ COLUMNS = {
 PPO_MODES = ("sequential", "full")
 
 SHARES = {"decode": 0.17, "overlap": 0.10, "sequential": 0.18, "full": 0.18, "trl": 0.27}
-"""Largest share of the whole time per part."""
+"""Largest share per part of the time of all that can be measured."""
 
 LEAST_S = 10.0
 """A part with less time left is skipped: loading models takes as long."""
 
+FINDS_TRL = "import importlib.util, sys; sys.exit(importlib.util.find_spec('trl') is None)"
 TRL_MICRO_BATCH = 4
 TRL_LOGIT_BYTES = 14
 """Bytes per logit in TRL's micro-batch: bfloat16 with gradient, float32 softmax and log-softmax, entropy."""
@@ -108,8 +110,9 @@ class GpuBench:
             )
         end = time.monotonic() + self.seconds
         inputs = write_random_prompts(self.out / "inputs", self.work.prompt_tokens)
+        given = self.seconds if self._trl_absent is None else self.seconds / (1 - SHARES["trl"])  # its time goes to the others
         for size, part in agenda(list(sizes)):
-            seconds = min(SHARES[part] * self.seconds, end - time.monotonic())
+            seconds = min(SHARES[part] * given, end - time.monotonic())
             try:
                 self._measure(size, part, sizes[size], inputs, seconds)
             except Exception as error:  # unattended: it becomes a row, and the parts after it still run
@@ -156,9 +159,8 @@ class GpuBench:
     def _trl(self, size: str, shape: Shape, inputs: tuple[Path, Path], seconds: float) -> None:
         out = self.out / size / "trl"
         row: dict[str, Any] = {"size": size, "part": "ppo", "variant": "TRL"}
-        if self.trl is None or not self.trl[0].is_file():
-            where = "benchmarks/peers/compare.py" if self.trl is None else self.trl[0]
-            self._add([{**row, "why_not": f"there is no {where}: run it from the repository's root"}])
+        if self.trl is None or self._trl_absent is not None:
+            self._add([{**row, "why_not": self._trl_absent}])
             return
         rows = trl_rows(shape, self.work, self.memory_bytes)
         if not rows:
@@ -174,6 +176,16 @@ class GpuBench:
         steps = [line | {"tokens": sum(line["response_tokens"])} for line in read_lines(out / "trl.jsonl")]
         self._add_steps(row | {"rows": rows}, steps, ("step_s", "generate_s", "score_s", "train_s"), why_not)
         shutil.rmtree(out / "models", ignore_errors=True)  # gigabytes
+
+    @cached_property
+    def _trl_absent(self) -> str | None:
+        if self.trl is None or not self.trl[0].is_file():
+            where = "benchmarks/peers/compare.py" if self.trl is None else self.trl[0]
+            return f"there is no {where}: run it from the repository's root"
+        python = self.trl[1]
+        command = [str(python), "-c", FINDS_TRL]
+        found = python.is_file() and subprocess.run(command, check=False, timeout=60).returncode == 0  # noqa: S603  (our own words)
+        return None if found else f"{python} has no TRL: `make bench-trl` installs it"
 
     def _add_steps(
         self, row: dict[str, Any], lines: Sequence[Mapping[str, Any]], seconds: Sequence[str], why_not: str | None

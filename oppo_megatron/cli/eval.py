@@ -7,9 +7,10 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from oppo_megatron.preflight.validate import check_source
 from oppo_megatron.rundir.metrics_log import read_metrics
 
 SHOWN_ROWS = 20
+ANSWER = itemgetter("row", "sample", "prompt", "response", "finish_reason", "tokens", "fields")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,9 +79,8 @@ def run(args: argparse.Namespace) -> int:
             _tell(request.policy.summary)
             if code := launch("eval", request, request.parallel.num_ranks, generate.ENTRY):
                 return code
-        policies = _judge(
-            args, grader, [list(map(_answer, read_metrics(_file(folder, place)))) for place in range(len(requests))]
-        )
+        files = [read_metrics(_file(folder, place)) for place in range(len(requests))]
+        policies = _judge(args, grader, [[Answer(*ANSWER(line)) for line in lines] for lines in files])
         if args.out is not None:
             _write(args, policies, grader.labels)
     if args.json:
@@ -189,10 +190,6 @@ def _gradable(request: Request, grader: Grader) -> Request:
 
 def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _answer(line: Mapping[str, Any]) -> Answer:
-    return Answer(*(line[name] for name in ("row", "sample", "prompt", "response", "finish_reason", "tokens", "fields")))
 
 
 def _judge(args: argparse.Namespace, grader: Grader, answers: Sequence[Sequence[Answer]]) -> list[Judged]:

@@ -14,7 +14,6 @@ from oppo_megatron.cli.measure import check_devices
 from oppo_megatron.clock import by_time
 from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
 from oppo_megatron.config.paths import missing_path
-from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.data.tokenizer import Tokenizer, require_stop_texts
 from oppo_megatron.errors import CheckpointError, ConfigError, DataError
@@ -200,7 +199,7 @@ def _require_consistent(args: argparse.Namespace) -> None:
     if args.greedy and drawn:
         problems.append(f"--greedy and --{drawn[0].replace('_', '-')} exclude each other; drop one of them")
     if args.samples > 1 and (args.greedy or args.temperature == 0 or args.top_k == 1):
-        problems.append(f"{args.samples} greedy responses would be the same; drop -n, or give a --temperature above 0")
+        problems.append(f"{args.samples} greedy responses would be the same; drop --samples, or give a --temperature above 0")
     if args.stop and "" in args.stop:
         problems.append("--stop is empty, which would end every response at once; give a text, or drop it")
     if args.template is not None and "{prompt}" not in args.template:
@@ -215,20 +214,16 @@ def _require_consistent(args: argparse.Namespace) -> None:
     if args.resume and args.output is None:
         problems.append("--resume continues an --output; give one, or drop it")
     if args.chat and (args.output is not None or args.json or args.samples > 1):
-        problems.append("--chat is shown in the terminal, one answer a turn; drop --output, --json and -n")
+        problems.append("--chat is shown in the terminal, one answer a turn; drop --output, --json and --samples")
     if args.json and args.output is not None:
         problems.append("--json is for the standard output; --output has JSON anyway: drop one of them")
     if problems:
         raise ConfigError(problems)
 
 
-def _rollout(policy: Policy) -> RolloutConfig | None:
-    return policy.run.rollout if isinstance(policy.run, TrainSettings) else None
-
-
 def drawing_of(args: argparse.Namespace, policy: Policy, max_tokens: int) -> Drawing:
     """Sampling options: greedy by default, with the stop rules and ids of the policy's run, if any."""
-    rollout = _rollout(policy)
+    rollout = policy.run.rollout if isinstance(policy.run, TrainSettings) else None
     draws = args.samples > 1 or args.top_k is not None or args.top_p is not None
     temperature = args.temperature if args.temperature is not None else 1.0 if draws and not args.greedy else 0.0
     stop, stop_ids = args.stop or (), args.stop_id or ()
@@ -276,7 +271,7 @@ def _room(args: argparse.Namespace, policy: Policy, longest_prompt: int) -> tupl
     """Most tokens of prompt plus response, and of a response, within the model's context."""
     if problems := check_model(str(args.directory), policy.hf_config):
         raise CheckpointError("\n".join(problems))
-    most, rollout = max_positions(policy.hf_config), _rollout(policy)
+    most, rollout = max_positions(policy.hf_config), policy.run.rollout if isinstance(policy.run, TrainSettings) else None
     usual = MAX_TOKENS if rollout is None else rollout.max_response_tokens
     if args.chat:
         length = args.context or min(most, max(CHAT_LENGTH, 2 * (args.max_tokens or 0)))

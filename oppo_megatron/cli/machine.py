@@ -12,7 +12,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from oppo_megatron.cores import usable_cores
-from oppo_megatron.layout.kernels import APEX, FLASH, TE, USED, find_available, import_fault, kernel_table
+from oppo_megatron.layout.kernels import APEX, FLASH, TE, TRITON, USED, find_available, import_fault, kernel_table
 from oppo_megatron.preflight.gpus import Gpu, Problem, TorchBuild, describe, problems, read_host
 
 
@@ -31,7 +31,8 @@ PACKAGES = (
     Package("transformers", ("transformers:PreTrainedTokenizerFast",)),
     Package(TE, USED[TE], "its layers and norms, fused Adam and gradient norms on GPU: apex's or torch's are used"),
     Package(APEX, USED[APEX], "NVIDIA's fused Adam and gradient norms on GPU: transformer-engine's or torch's are used"),
-    Package(FLASH, USED[FLASH], "attention over paged KV caches on GPU, by versions from 2.5 to 2.x: caches are dense"),
+    Package(FLASH, USED[FLASH], "its attention over paged KV caches on GPU, by versions from 2.5 to 2.x: by triton"),
+    Package(TRITON, USED[TRITON], "attention over paged KV caches on GPU if flash-attn is absent: caches are dense"),
     Package("wandb", ("wandb:init",), "logging.trackers: install the extra `wandb`"),
     Package("datasets", ("datasets:load_from_disk",), "Hugging Face data set folders as input: install the extra `datasets`"),
     Package("pyarrow", ("pyarrow.parquet:ParquetFile",), "Parquet and zstd files as input: install the extra `parquet`"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -101,6 +102,9 @@ class ChatTemplate:
                 f"the data holds chat messages, and the tokenizer at {self._config.path} has no chat template; set "
                 "tokenizer.chat_template to a Jinja template over `messages`, or read columns of text (data.format=columns)"
             )
+        if "{" not in template:
+            said = f"the chat template is {template!r:.60}, which writes no message"
+            raise ConfigError(f"{said}; set tokenizer.chat_template to a Jinja template itself, not to the name of its file")
         return template
 
     def _shows_probe(self, template: str, content: Any) -> bool:
@@ -112,7 +116,10 @@ class ChatTemplate:
     def _rendered(self, template: str, messages: list[dict[str, Any]], prompted: bool, given: Mapping[str, Any]) -> str:
         variables = {"tools": None, "documents": None, **self._symbols, **given}
         variables |= {"messages": messages, "add_generation_prompt": prompted}
-        return str(self._ask({"template": template, "variables": variables, "moment": self._moment})["text"])
+        text = str(self._ask({"template": template, "variables": variables, "moment": self._moment})["text"])
+        if bad := re.search("[\0\ud800-\udfff]", text):
+            raise DataError(f"the chat template writes {bad[0]!r}, which no tokenizer takes; correct it in the template")
+        return text
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         answer = self._process.ask(request)

@@ -1,9 +1,4 @@
-"""Generated data: random prompts, and arithmetic problems with worked solutions.  Chains of sums, a partial result per line:
-
-    Q: 7+5-3=?
-    A:7+5=12
-    12-3=9
-    #### 9
+"""Generated data: random prompts, and arithmetic problems with worked solutions: chains of sums, a partial result per line.
 
 Every partial result is in 0..99.  Lengths follow a Pareto law, so they have the long tail of real responses.
 """

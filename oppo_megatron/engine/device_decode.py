@@ -1,27 +1,39 @@
-"""Decode steps that the host only starts; after `sync_steps` it reads the tokens.  Padding lets steps be captured.
+"""Decode steps that the host only starts, in windows: it reads one window's tokens while the device computes the next.
 
-Legend: B rows of a step, M cache slots, K steps of a window, R rows before padding, E ids that end a response.
+Legend: B rows of a step (padded, so that steps can be captured), M cache slots, K steps, X columns of a draw, E ids that end a
+response.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from oppo_megatron.engine.round_state import Growing
+from oppo_megatron.engine.round_state import Drawn, Growing
 from oppo_megatron.engine.sampler import Sampling, draw_at, uniforms_at
-from oppo_megatron.mcore.device import StepRunner, on_device
+from oppo_megatron.mcore.device import WARM_UPS, StepRunner, on_device
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.uniforms import row_state
 
-SMALL_BATCHES = (1, 2, 4, 8, 16, 24, 32)
-LARGE_BATCH = 16
-
 SYNC_STEPS = {"cpu": 1, "cuda": 16}
-"""Decode steps between two checks for ended responses: CUDA graphs for which the host never waits."""
+"""Decode steps of a window, after which the host looks for ended responses."""
+
+
+@dataclass
+class Window:
+    """`drawn` [K, X, M], on the host after `arrived`."""
+
+    rows: list[Growing]
+    last_step: int
+    drawn: Tensor
+    arrived: torch.cuda.Event | None
 
 
 class DeviceLane:
@@ -34,56 +46,98 @@ class DeviceLane:
         self._places = cache.step_rows()
         device, most = cache.device, cache.num_slots
         self._state_6M = torch.zeros(6, most, dtype=torch.int64, device=device)
-        self._ended_M = torch.zeros(most, dtype=torch.bool, device=device)
-        self._drawn_4KM = torch.zeros(4, sync_steps, most, dtype=torch.float64, device=device)
+        self._ended_M = torch.ones(most, dtype=torch.bool, device=device)
+        self._drawn_KXM = torch.zeros(2 * sync_steps, 4, most, dtype=torch.float64, device=device)  # of two windows
+        blank_KXM, on_gpu = torch.zeros(sync_steps, 4, most, dtype=torch.float64), device.type == "cuda"
+        self._arriving = [blank_KXM.pin_memory() for _ in range(2)] if on_gpu else None
         self._eos_E1 = on_device(self._eos_ids, device)[:, None]
         self._step_1 = torch.zeros(1, dtype=torch.int64, device=device)
         self._sync_steps = sync_steps
-        self._rows: Sequence[Growing] = ()
-        self._done = self._window = 0
+        self._rows: list[Growing] = []
+        self._windows: deque[Window] = deque()  # started and not read
+        self._turn = self._next = self._end = 0
 
     @property
-    def loaded(self) -> bool:
-        return self._done < self._window
+    def started(self) -> bool:
+        return bool(self._windows)
 
-    def load(self, rows: Sequence[Growing], steps: int) -> None:
-        """Load rows in neighbouring slots."""
-        cache = self._cache
-        self._rows, self._done = list(rows), 0
-        self._window = min(self._sync_steps, steps, max(row.limit - row.position for row in rows))
-        past = [cache.length(row.seq_id) for row in rows]
-        for row, length in zip(rows, past, strict=True):
-            # The last token of a response is not cached, so a running sequence never attends to the last position.
-            assert length + row.limit - row.position < cache.max_length, (row, length, cache.max_length)
-            cache.reserve(row.seq_id, min(self._window + 1, cache.max_length - length))
+    @property
+    def last_step(self) -> int:
+        """Last step of the window that is read next."""
+        return self._windows[0].last_step
+
+    def prepare(self) -> None:
+        """Run each shape until it is captured, the largest first: later captures reuse its memory.  The cache is empty."""
+        most, longest = self._cache.num_slots, self._cache.max_length
+        sizes = {min(batch_bucket(rows), most) for rows in range(1, most + 1)}
+        reaches = {self._places.reach(length) for length in range(1, longest + 1)}
+        for self._size, self._reach in sorted(product(sizes, reaches), reverse=True):
+            for _ in range(WARM_UPS + 1):
+                self._step_1.zero_()
+                self.step()
+
+    def drop(self) -> None:
+        """Forget windows that are of no use: the round has ended without them."""
+        self._windows.clear()
+
+    def load(self, rows: Sequence[Growing], step: int, end: int) -> None:
+        """Take rows for the steps from `step` to before `end`."""
+        self._rows, self._next, self._end = list(rows), step, end
+        state = [self._state(row, self._cache.length(row.seq_id)) for row in rows]
+        table_6B = np.array(state, dtype=np.uint64).view(np.int64).T
+        self._state_6M[:, : len(rows)] = on_device(torch.from_numpy(table_6B), self._cache.device)
+        self._ended_M[: len(rows)] = False
+
+    def start(self, rows: Sequence[Growing]) -> None:
+        """Start a window, if any token is left to draw, of the loaded rows that still run, in neighbouring slots."""
+        cache, unread = self._cache, sum(len(window.drawn) for window in self._windows)
+        rooms = [max(0, row.room - unread) for row in rows]
+        steps = min(self._sync_steps, self._end - self._next, max(rooms, default=0))
+        if steps < 1:
+            return
+        past, own = [cache.length(row.seq_id) for row in rows], [min(steps, room) for room in rooms]
+        for row, new in zip(rows, own, strict=True):
+            cache.reserve(row.seq_id, new + 1)  # the last token of a response is not cached: there is always one more
+            cache.advance(row.seq_id, new)
+        self._keep(rows)
         slots = [cache.slot(row.seq_id) for row in rows]
         assert slots == list(range(slots[0], slots[0] + len(slots))), "a micro-batch keeps neighbouring slots"
         self._size = min(batch_bucket(len(rows)), cache.num_slots - slots[0])
-        self._reach = self._places.reach(max(past) + self._window)
-        filled = self._size - len(rows)
+        self._reach = self._places.reach(max(past) + steps)
+        self._places.load([*slots, *[slots[0]] * (self._size - len(rows))])
         # Padding rows write to a position of the first row that this window does not reach.
-        aside = min(past[0] + self._window, cache.max_length - 1)
-        self._places.load([*slots, *[slots[0]] * filled])
-        state = [self._state(row, length) for row, length in zip(rows, past, strict=True)]
-        state += [(0, aside, 0, 0, 0, 0)] * filled
-        table_6B = np.array(state, dtype=np.uint64).view(np.int64).T
-        self._state_6M[:, : self._size] = on_device(torch.from_numpy(table_6B), cache.device)
-        self._ended_M[: len(rows)] = False
+        self._state_6M[1, len(rows) : self._size] = past[0] + own[0]
         self._ended_M[len(rows) : self._size] = True
-        self._step_1.zero_()
+        first = self._turn * self._sync_steps
+        self._step_1.fill_(first)
+        for _ in range(steps):
+            self.step()
+        drawn, arrived = self._drawn_KXM[first : first + steps], None
+        if self._arriving is not None:
+            drawn, arrived = self._arriving[self._turn][:steps].copy_(drawn, non_blocking=True), torch.cuda.Event()
+            arrived.record()
+        self._next, self._turn = self._next + steps, 1 - self._turn
+        self._windows.append(Window(list(rows), self._next - 1, drawn, arrived))
 
     def step(self) -> None:
-        assert self.loaded
         with torch.inference_mode():
             self._run((self._name, self._size, self._reach, self._places.key), self._advance)
-        self._done += 1
 
-    def read(self) -> list[list[list[float]]]:
-        """Return `Drawn` of each step, meaningless past a row's end."""
-        assert self._done and not self.loaded
-        drawn_K4R: list[list[list[float]]]
-        drawn_K4R = self._drawn_4KM[:, : self._done, : len(self._rows)].permute(1, 0, 2).tolist()
-        return drawn_K4R
+    def read(self) -> tuple[list[Growing], Drawn]:
+        """Return the oldest window's rows and draws, which are arbitrary past a row's end."""
+        window = self._windows.popleft()
+        if window.arrived is not None:
+            window.arrived.synchronize()
+        return window.rows, window.drawn.numpy()[:, :, : len(window.rows)]
+
+    def _keep(self, rows: Sequence[Growing]) -> None:
+        if self._rows == rows:
+            return
+        places = {row.seq_id: place for place, row in enumerate(self._rows)}
+        place_B = on_device([places[row.seq_id] for row in rows], self._cache.device)
+        self._state_6M[:, : len(rows)] = self._state_6M[:, place_B]
+        self._ended_M[: len(rows)] = self._ended_M[place_B]
+        self._rows = list(rows)
 
     def _state(self, row: Growing, length: int) -> tuple[int, ...]:
         chain, greedy = row_state(self._sampling.seed, row.seq_id), self._sampling.members.is_greedy(row.seq_id)
@@ -96,7 +150,7 @@ class DeviceLane:
         logits_BV = self._model(token_B, self._places.plan(cached_B, self._reach))
         mixed_B = greedy_B.bool() if self._sampling.members.greedy else None
         drawn = draw_at(logits_BV, self._sampling, uniforms_at(chain_B, position_B), self._model.vocab, mixed_B)
-        self._drawn_4KM[:, :, :size].index_copy_(1, self._step_1, drawn.table().unsqueeze(1))
+        self._drawn_KXM[:, :, :size].index_copy_(0, self._step_1, drawn.table().unsqueeze(0))
         self._step_1 += 1
         going_on_B = ~ended_B
         token_B.copy_(torch.where(going_on_B, drawn.tokens, token_B))
@@ -109,7 +163,4 @@ class DeviceLane:
 
 
 def batch_bucket(rows: int) -> int:
-    for size in SMALL_BATCHES:
-        if rows <= size:
-            return size
-    return -(-rows // LARGE_BATCH) * LARGE_BATCH
+    return 1 << (rows - 1).bit_length()

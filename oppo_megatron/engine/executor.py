@@ -18,6 +18,7 @@ from oppo_megatron.clock import SteadyClock
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.process_groups import is_lost_peer, new_group, stalled
 from oppo_megatron.errors import StallError
+from oppo_megatron.mcore.device import new_stream
 from oppo_megatron.schedule.actions import Action, Op
 from oppo_megatron.schedule.links import Link, in_waves, lanes_of, link_of
 from oppo_megatron.schedule.rounds import Site
@@ -96,8 +97,8 @@ class Executor:
     _num_rounds: int = 0
 
     def __post_init__(self) -> None:
-        cuda = self.device.type == "cuda"
-        self._streams = {role: torch.cuda.Stream(self.device) for role in self.workers} if cuda else {}
+        roles = self.workers if self.device.type == "cuda" else ()
+        self._streams = {role: new_stream(self.device, first=role == "actor") for role in roles}
 
     def run(self, actions: Sequence[Action], shift: int = 0) -> None:
         """Do a round's actions.  Raises StallError naming the action (chunk + `shift`)."""

@@ -6,10 +6,10 @@ by the previous one.  Legend: R rows (running sequences of a micro-batch), V voc
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,6 +40,9 @@ class DecodeWorker(CacheWorker):
         self._begun: DecodeRound | None = None
         captures = self._sync_steps > 1 and cache.device.type == "cuda"
         self.captured = CapturedSteps(cache.device, model.parameters) if captures else None
+        if self.captured is not None:
+            self.captured.renew()
+            self._lane(0).prepare()
 
     def order(self, seq_ids: Sequence[int]) -> list[int]:
         """Sort by cache slot, those without last."""
@@ -59,6 +62,8 @@ class DecodeWorker(CacheWorker):
         held = {r.seq_id: r for r in rollouts if r.seq_id in running}
         growing = {i: Growing(r, self.stopping.limit(i), version - outlived.get(i, 0)) for i, r in held.items()}
         self._begun = DecodeRound(work, taken, growing, index, clock, halt, local=readiness(), stop=readiness())
+        for lane in self._resident.values():
+            lane.drop()
         if self.captured is not None:
             self.captured.renew()
 
@@ -93,15 +98,15 @@ class DecodeWorker(CacheWorker):
             assert self.outlet is not None
             return self.outlet.message(self._round.merge())
         if action.payload is Payload.TOKENS:
-            return [on_device(self._round.drawn[action.micro_batch], self.cache.device, torch.float64)]
+            return [on_device(torch.from_numpy(self._round.drawn[action.micro_batch]), self.cache.device)]
         return [self._round.hidden[action.micro_batch].contiguous()]
 
     def inbox(self, action: Action) -> Iterator[Tensor]:
         if action.payload is Payload.TOKENS:
-            shape = DRAWN, len(self._round.lanes[action.micro_batch])
-            table_3R = torch.empty(shape, dtype=torch.float64, device=self.cache.device)
+            lane = self._round.lanes[action.micro_batch]
+            table_3R = torch.empty(DRAWN, len(lane), dtype=torch.float64, device=self.cache.device)
             yield table_3R
-            self._absorb(action, [table_3R.tolist()])
+            self._absorb(action, np.array(table_3R.tolist())[None], lane)
         else:
             hidden = self.new_hidden(self._round.num_tokens(action))
             yield hidden
@@ -141,44 +146,52 @@ class DecodeWorker(CacheWorker):
     def _sample(self, action: Action) -> int:
         lane, logits_RV = self._round.lanes[action.micro_batch], self._round.hidden[action.micro_batch]
         seq_ids, positions = [g.seq_id for g in lane], [g.position for g in lane]
-        drawn: Drawn = draw(logits_RV, self.sampling, seq_ids, positions, self.model.vocab).table().tolist()
+        drawn = np.array(draw(logits_RV, self.sampling, seq_ids, positions, self.model.vocab).table().tolist())
         self._round.drawn[action.micro_batch] = drawn[:DRAWN]
-        return self._absorb(action, [drawn])
+        return self._absorb(action, drawn[None], lane)
+
+    def _lane(self, micro_batch: int) -> DeviceLane:
+        if micro_batch not in self._resident:
+            self._resident[micro_batch] = DeviceLane(
+                self.model, self.cache, self.captured or run_eagerly, sampling=self.sampling,
+                eos_ids=self.stopping.eos_ids, sync_steps=self._sync_steps, name=micro_batch,
+            )  # fmt: skip
+        return self._resident[micro_batch]
 
     def _start_step(self, action: Action) -> int:
         assert action.step is not None
-        lane, resident = self._round.lanes[action.micro_batch], self._resident.get(action.micro_batch)
-        if resident is None:
-            resident = self._resident[action.micro_batch] = DeviceLane(
-                self.model, self.cache, self.captured or run_eagerly, sampling=self.sampling,
-                eos_ids=self.stopping.eos_ids, sync_steps=self._sync_steps, name=action.micro_batch,
-            )  # fmt: skip
-        if not resident.loaded:
-            resident.load(lane, self._round.steps[action.micro_batch] - action.step)
-        resident.step()
+        lane, resident = self._round.lanes[action.micro_batch], self._lane(action.micro_batch)
+        if not resident.started:
+            resident.load(lane, action.step, self._round.steps[action.micro_batch])
+            resident.start(lane)
         return len(lane)
 
     def _read(self, action: Action) -> int:
         lane, resident = self._round.lanes[action.micro_batch], self._resident[action.micro_batch]
-        return len(lane) if resident.loaded else self._absorb(action, resident.read(), resident=True)
+        if action.step != resident.last_step:
+            return len(lane)
+        resident.start(lane)  # the device computes the next window while this one is booked
+        rows, drawn = resident.read()
+        return self._absorb(action, drawn, rows)
 
-    def _absorb(self, action: Action, drawn: Sequence[Drawn], resident: bool = False) -> int:
+    def _absorb(self, action: Action, drawn_KXR: Drawn, rows: Sequence[Growing]) -> int:
         """Append drawn tokens; ended sequences leave the micro-batch, not their slots."""
         assert action.step is not None
-        lane, first = self._round.lanes[action.micro_batch], action.step + 1 - len(drawn)
-        rows, ends = list(lane), dict[int, int]()
-        for step_, table in enumerate(drawn, start=first):
-            for growing, token, logprob, sampling_logprob, *mass in zip(rows, *table, strict=True):
-                if growing.seq_id in ends:
-                    continue
-                if not all(map(math.isfinite, mass)):
-                    raise no_distribution(self.sampling, growing.seq_id, growing.position)
-                if growing.append(int(token), logprob, sampling_logprob, self.stopping, self._round.start):
-                    ends[growing.seq_id] = step_
-        if resident:  # the cache's lengths have not advanced yet
-            for growing in rows:
-                self.cache.advance(growing.seq_id, ends.get(growing.seq_id, action.step) + 1 - first)
-        self._leave(action.micro_batch, ends)
+        lane, first = self._round.lanes[action.micro_batch], action.step + 1 - len(drawn_KXR)
+        going = [place for place, growing in enumerate(rows) if growing.room]
+        rows, drawn_XRK = [rows[place] for place in going], drawn_KXR.transpose(1, 2, 0)[:, going]
+        tokens_RK = drawn_XRK[0].astype(np.int64)
+        responses = [g.tokens[g.num_prompt_tokens :] for g in rows] if self.stopping.text is not None else ()
+        counts, reasons = self.stopping.ends(tokens_RK, [g.room for g in rows], responses)
+        for mass_RK in drawn_XRK[DRAWN:]:
+            taken_RK = np.arange(mass_RK.shape[1]) < np.array(counts, dtype=np.int64)[:, None]
+            for step_, place in np.argwhere((taken_RK & ~np.isfinite(mass_RK)).T):
+                raise no_distribution(self.sampling, rows[place].seq_id, rows[place].position + int(step_))
+        columns = tokens_RK.tolist(), *drawn_XRK[1:DRAWN].tolist()
+        for growing, count, reason, *new in zip(rows, counts, reasons, *columns, strict=True):
+            growing.append(*(values[:count] for values in new), reason, self._round.start)
+        ended = zip(rows, counts, reasons, strict=True)
+        self._leave(action.micro_batch, {g.seq_id: first + count - 1 for g, count, reason in ended if reason is not None})
         here = (action.step, action.micro_batch)
         if not lane or (self._round.ready is not None and self._round.ready <= here):
             self._round.ended[action.micro_batch] = action.step + 1

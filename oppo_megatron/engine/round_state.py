@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
-from oppo_megatron.chunks import Chunk, ChunkRow, ChunkRows, StopSignal, merge_rows
-from oppo_megatron.engine.stopping import Stopping
+from oppo_megatron.chunks import Chunk, ChunkRow, ChunkRows, FinishReason, StopSignal, merge_rows
 from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel, step
@@ -82,32 +83,36 @@ class CacheWorker:
         return out
 
 
-Drawn = list[list[float]]
-"""[R] each: tokens, log-probs, sampling log-probs; on ranks that draw also masses, finite if the distribution is valid."""
+Drawn = npt.NDArray[np.float64]
+"""[K, 3 or 4, R], K steps: tokens, log-probs, sampling log-probs; on ranks that draw also masses, finite if the distribution is
+valid."""
 
 
 class Growing:
     def __init__(self, rollout: Rollout, limit: int, version: int):
         self.seq_id, self.limit, self.num_prompt_tokens = rollout.seq_id, limit, len(rollout.prompt.tokens)
         self.tokens = [*rollout.prompt.tokens, *rollout.tokens]
-        self.response = list(rollout.tokens)
         self.row = ChunkRow(rollout.seq_id, len(rollout.tokens), [], [], [], version)
 
     @property
     def position(self) -> int:
         return self.row.offset + len(self.row.tokens)
 
-    def append(self, token: int, logprob: float, sampling_logprob: float, stopping: Stopping, start: int) -> bool:
-        """Append in a round from clock `start`; True if the last."""
-        self.tokens.append(token)
-        self.response.append(token)
-        self.row.tokens.append(token)
-        self.row.logprobs.append(logprob)
-        self.row.sampling_logprobs.append(sampling_logprob)
-        self.row.finish_reason = stopping.reason(self.response, self.limit)
-        if self.row.finish_reason is not None:
+    @property
+    def room(self) -> int:
+        return 0 if self.row.finish_reason is not None else self.limit - self.position
+
+    def append(
+        self, tokens: list[int], logprobs: list[float], sampling_logprobs: list[float], reason: FinishReason | None, start: int
+    ) -> None:
+        """Append in a round from clock `start`; `reason`: why the last token ends the response."""
+        self.tokens += tokens
+        self.row.tokens += tokens
+        self.row.logprobs += logprobs
+        self.row.sampling_logprobs += sampling_logprobs
+        self.row.finish_reason = reason
+        if reason is not None:
             self.row.finish_clock = start + len(self.row.tokens)
-        return self.row.finish_reason is not None
 
 
 @dataclass

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from oppo_megatron.chunks import FinishReason
+import numpy as np
+
+from oppo_megatron.chunks import FinishReason, Ints
 from oppo_megatron.config.ppo import ForcedLengths, ForcedLimits, Quantile, RolloutConfig
 from oppo_megatron.token_text import Completing, Decode
 
@@ -60,12 +62,25 @@ class Stopping:
         limits = ForcedLimits.of(forced, rollout.max_response_tokens, seed, trace)
         return cls((), rollout.max_response_tokens, limits)
 
-    def reason(self, response: Sequence[int], limit: int) -> FinishReason | None:
-        if response[-1] in self.eos_ids:
-            return "eos"
-        if self.text is not None and self.text.ends(response):
-            return "stop"
-        return "length" if len(response) == limit else None
+    def ends(
+        self, tokens_RK: Ints, rooms: Sequence[int], responses: Sequence[Sequence[int]]
+    ) -> tuple[list[int], list[FinishReason | None]]:
+        """Return how many of these tokens each response takes, with room for `rooms`, and why it then ends."""
+        is_eos_RK = np.isin(tokens_RK, self.eos_ids)
+        eos_R = np.where(is_eos_RK.any(1), is_eos_RK.argmax(1) + 1, tokens_RK.shape[1] + 1)
+        counts = np.minimum(np.minimum(eos_R, rooms), tokens_RK.shape[1]).tolist()
+        reasons: list[FinishReason | None] = [
+            "eos" if eos == count else "length" if room == count else None
+            for eos, room, count in zip(eos_R.tolist(), rooms, counts, strict=True)
+        ]
+        for place, response in enumerate(responses if self.text is not None else ()):
+            grown = list(response)
+            for count in range(1, counts[place] + (reasons[place] != "eos")):
+                grown.append(int(tokens_RK[place, count - 1]))
+                if self.text is not None and self.text.ends(grown):
+                    counts[place], reasons[place] = count, "stop"
+                    break
+        return counts, reasons
 
     def limit(self, seq_id: int) -> int:
         return self.max_response_tokens if self.forced is None else self.forced(seq_id)

@@ -15,7 +15,7 @@ from textwrap import shorten
 from typing import Literal
 
 LayerKind = Literal["torch", "transformer_engine"]
-TE, APEX, FLASH = "transformer-engine", "apex", "flash-attn"
+TE, APEX, FLASH, TRITON = "transformer-engine", "apex", "flash-attn", "triton"
 ABSENT, ON_CUDA_ONLY = "is not installed", "it computes on CUDA devices only"
 USED = {
     TE: (
@@ -25,6 +25,7 @@ USED = {
     ),
     APEX: ("apex.optimizers:FusedAdam", "amp_C:multi_tensor_l2norm"),
     FLASH: ("flash_attn:flash_attn_varlen_func", "flash_attn:flash_attn_with_kvcache"),
+    TRITON: ("triton:jit", "triton.language:dot"),
 }
 """Imported, because flash-attn 4 lacks them, PyPI's `apex` is another package, and builds for another torch fail then."""
 
@@ -34,6 +35,7 @@ class Available:
     transformer_engine: str | None = None
     apex: str | None = None
     flash_attn: str | None = None
+    triton: str | None = None
     cuda: bool = False
     faults: Mapping[str, str] = field(default_factory=dict)
 
@@ -88,7 +90,7 @@ def find_available(cuda: bool, fault_of: Callable[..., str | None] = import_faul
         except metadata.PackageNotFoundError:
             return "of unknown version"
 
-    return Available(version(TE), version(APEX), version(FLASH), cuda, faults)
+    return Available(version(TE), version(APEX), version(FLASH), version(TRITON), cuda, faults)
 
 
 def layer_problem(available: Available, *, adapters: bool) -> str | None:
@@ -125,6 +127,8 @@ def kernel_table(available: Available) -> list[Kernels]:
 def _attention(available: Available) -> Kernels:
     if not available.cuda:
         return Kernels("attention", "torch's, over dense KV caches", "block tables: they need a CUDA device")
-    if available.flash_attn is None:
-        return Kernels("attention", "torch's, over dense KV caches", f"block tables: {available.fault(FLASH)}")
-    return Kernels("attention", f"{FLASH} {available.flash_attn} with block tables in bfloat16 and float16, else torch's")
+    if (version := available.flash_attn or available.triton) is None:
+        lacking = f"block tables: {available.fault(FLASH)}, {available.fault(TRITON)}"
+        return Kernels("attention", "torch's, over dense KV caches", lacking)
+    library = f"{FLASH} {version}" if available.flash_attn else f"a kernel of this package by {TRITON} {version}"
+    return Kernels("attention", f"{library} with block tables in bfloat16 and float16, else torch's")

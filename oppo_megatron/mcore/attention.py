@@ -5,15 +5,20 @@ Legend: T packed tokens, N query heads, G key/value heads, D head dimension, L c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, cached_property
+from inspect import signature
+from itertools import accumulate
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from oppo_megatron.layout.kernels import FLASH, usable
 from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore.cpu import HalfOnCpu
+from oppo_megatron.mcore.device import on_device
 
 
 def rope_tables(shape: ModelShape, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -37,6 +42,7 @@ def apply_rope(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     return torch.addcmul(x_TND * cos_T1D, x_TND.roll(x_TND.shape[-1] // 2, -1), sin_T1D)
 
 
+LEAST_CAPABILITY = (8, 0)  # of GPUs that flash-attn and Triton's bfloat16 need
 LEAST_PIECE, MOST_PIECE = 64, 1024  # bounds of a piece's queries, otherwise the window's size
 
 
@@ -54,6 +60,47 @@ def pieces(new: int, reach: int, window: int | None, size: int) -> Iterator[tupl
     for first in range(0, new, size):
         stop = min(first + size, new)
         yield slice(first, stop), slice(0 if window is None else max(0, past + first + 1 - window), past + stop)
+
+
+VarlenKernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int | None], Tensor]
+"""(queries [T, N, D], keys, values, ends of sequences from 0 on, longest, scale, window) -> [T, N, D], causal."""
+
+
+def varlen_kernel(q_TND: Tensor) -> VarlenKernel | None:
+    """Attention of all packed sequences in one call: flash-attn's, or torch's from 2.11 on."""
+    if q_TND.device.type != "cuda" or q_TND.dtype == torch.float32 or q_TND.shape[-1] % 8 or q_TND.shape[-1] > 256:
+        return None
+    if torch.cuda.get_device_capability(q_TND.device) < LEAST_CAPABILITY:
+        return None
+    return flash_varlen if usable(FLASH) else torch_varlen()
+
+
+def flash_varlen(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float, window: int | None) -> Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    before = -1 if window is None else window - 1
+    return flash_attn_varlen_func(
+        q, k, v, ends, ends, longest, longest, softmax_scale=scale, causal=True, window_size=(before, 0)
+    )
+
+
+@cache
+def torch_varlen() -> VarlenKernel | None:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = signature(varlen_attn).parameters
+    if not {"scale", "window_size"} <= known.keys():
+        return None
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float, window: int | None) -> Tensor:
+        size = (-1 if window is None else window - 1, 0)
+        found: Any = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scale, window_size=size, **grouped)
+        return found
+
+    return attend
 
 
 class AttentionPlan(Protocol):
@@ -76,13 +123,16 @@ class PackedPlan:
         cos_LD, sin_LD = rope
         self.lengths = list(lengths)
         self._masks: dict[tuple[int, int, int], Tensor] = {}
-        positions_T = torch.cat([torch.arange(n, device=cos_LD.device) for n in self.lengths])
+        positions_T = on_device(torch.cat([torch.arange(n) for n in self.lengths]), cos_LD.device)
         self.cos_T1D, self.sin_T1D = cos_LD[positions_T].unsqueeze(1), sin_LD[positions_T].unsqueeze(1)
 
     def attend(self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None = None) -> Tensor:
         q_TND = apply_rope(q_TND, self.cos_T1D, self.sin_T1D).to(v_TGD.dtype)
         k_TGD = apply_rope(k_TGD, self.cos_T1D, self.sin_T1D).to(v_TGD.dtype)
         v_TGD = v_TGD.contiguous()  # a view would keep the queries and keys until the backward pass
+        if (kernel := varlen_kernel(q_TND)) is not None:
+            longest = max(self.lengths)
+            return kernel(q_TND, k_TGD, v_TGD, self._ends, longest, scale, binding(window, longest)).flatten(1)
         outputs = []
         core = HalfOnCpu.apply if v_TGD.device.type == "cpu" and v_TGD.dtype == torch.bfloat16 else torch_attention
         for q, k, v in zip(*(x.split(self.lengths) for x in (q_TND, k_TGD, v_TGD)), strict=True):
@@ -98,6 +148,10 @@ class PackedPlan:
                 out = torch.cat(parts, dim=2)
             outputs.append(out[0].transpose(0, 1))
         return torch.cat(outputs).flatten(1)
+
+    @cached_property
+    def _ends(self) -> Tensor:
+        return on_device([0, *accumulate(self.lengths)], self.cos_T1D.device, torch.int32)
 
     def _mask(self, queries: slice, keys: slice, window: int, like: Tensor) -> Tensor:
         key = num_queries, num_keys, _ = queries.stop - queries.start, keys.stop - keys.start, window

@@ -169,6 +169,19 @@ def known_norm(optimizer: Any, norm: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def no_lone_sums() -> Iterator[None]:
+    """Skip sums over one rank, which distributed/param_and_grad_buffer.py:455 and optimizer/clip_grads.py:130 make."""
+    plain = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        alone = not async_op and dist.get_world_size(group) == 1
+        return None if alone else plain(tensor, op=op, group=group, async_op=async_op)
+
+    with mock.patch.object(dist, "all_reduce", all_reduce):
+        yield
+
+
+@contextlib.contextmanager
 def optimizer_world(group: dist.ProcessGroup) -> Iterator[None]:
     """Narrow "the world" to a model's ranks for `optimizer._get_param_groups`."""
     gather = dist.all_gather_object

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -81,6 +82,7 @@ class CapturedSteps:
 
     def __init__(self, device: torch.device, weights: Callable[[], Iterable[Tensor]]):
         self._device, self._weights = device, weights
+        self._stream = new_stream(device, first=True) if device.type == "cuda" else None  # replays have its priority
         self._runs: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, Any] = {}
         self._pool: Any = None
@@ -117,10 +119,28 @@ class CapturedSteps:
         step()
 
     def _capture(self, step: Callable[[], None]) -> Any:
+        """Without `torch.cuda.graph`, which waits for the device and empties all caches."""
+        assert self._stream is not None
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device):
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # NCCL's watchdog queries events
-                step()
+        graph, outside = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(outside)
+        collects = gc.isenabled()
+        gc.disable()  # a graph that is freed meanwhile would end the capture
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                graph.capture_begin(self._pool, "thread_local")  # NCCL's watchdog queries events
+                try:
+                    step()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+        outside.wait_stream(self._stream)
         return graph
+
+
+def new_stream(device: torch.device, *, first: bool = False) -> torch.cuda.Stream:
+    """`first`: its kernels go before those that wait on other streams."""
+    return torch.cuda.Stream(device, priority=-1 if first else 0)

@@ -173,9 +173,10 @@ class TrainedModel:
         self.optimizer.zero_grad()
         lr = self.optimizer.param_groups[0]["lr"]
         try:
-            reports = _run(self.ddp, self.chunks, batches, loss, forward_only=False, ahead=self._ahead)
-            with memory_for(lambda: ("the optimizer step", "use more ranks")):
-                norm = self._checked_step()
+            with compat.no_lone_sums():
+                reports = _run(self.ddp, self.chunks, batches, loss, forward_only=False, ahead=self._ahead)
+                with memory_for(lambda: ("the optimizer step", "use more ranks")):
+                    norm = self._checked_step()
         finally:
             self._ahead.clear()
             for ddp in self.ddp:

@@ -1,14 +1,4 @@
-"""Admit prompts so that B + delta groups are in flight.
-
-while not scheduler.done:
-    scheduler.begin_step()
-    while not scheduler.buffer.readiness().ready:
-        scheduler.backfill()
-        ...                # decode at most scheduler.chunk(C) steps, record
-    batch = scheduler.take_batch()
-    ...                    # train
-    scheduler.end_step(step, signals)
-"""
+"""Admit prompts so that B + delta groups are in flight; `train/loop.py` calls it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Actions of a rank, and schedules of all ranks for one round; docs/schedule.md describes the text form::
-
-rank 0
-  decode actor m0 c1 s0
-  send hidden actor m0 c1 s0 -> 1
-"""
+"""Actions of a rank, and schedules of all ranks for one round; docs/schedule.md describes the text form."""
 
 from __future__ import annotations
 

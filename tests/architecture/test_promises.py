@@ -1,28 +1,32 @@
-"""tests/promises.md names tests that exist, with the tiers that their marks give them, and counts its rows rightly."""
+"""tests/promises.md names tests that exist, with their tiers; settings are few, and pages have at most 100 columns."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
 
 import pytest
+
+from oppo_megatron.config.base import Section
+from oppo_megatron.config.describe import COMMANDS, settings_in
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "tests" / "promises.md"
 NONE = "**none**"
 BREAK = "<br>"
 ROW = re.compile(r"^\| (?P<promise>.+) \| (?P<tests>.+) \| (?P<tiers>.*?) ?\|$")
-NAME = re.compile(r"`(tests/[\w/]+\.py)::(\w+(?:::\w+)?)`")
+NAME = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 COUNTS = re.compile(r"^Promises: (\d+), guarded: (\d+), unguarded: (\d+)\.$", re.MULTILINE)
 LISTS = (ast.List, ast.Tuple)
 
 
-@dataclass(frozen=True)
-class Promise:
+class Promise(NamedTuple):
     """A row; `tiers` are one for all its tests, or one for each."""
 
     text: str
@@ -62,12 +66,8 @@ def marks_of_all_cases(call: ast.Call) -> Iterator[str]:
     cases = call.args[1] if len(call.args) > 1 else None
     if not isinstance(cases, LISTS) or not cases.elts:
         return
-    found = [
-        {mark for key in case.keywords if key.arg == "marks" for mark in marks(key.value)}
-        if isinstance(case, ast.Call) and ast.unparse(case.func) == "pytest.param"
-        else set()
-        for case in cases.elts
-    ]
+    keywords = [case.keywords if isinstance(case, ast.Call) else [] for case in cases.elts]
+    found = [{mark for key in keys if key.arg == "marks" for mark in marks(key.value)} for keys in keywords]
     yield from set.intersection(*found)
 
 
@@ -78,17 +78,12 @@ def module_marks(tree: ast.Module) -> Iterator[str]:
 
 
 def find_marks(file: Path, name: str) -> set[str] | None:
-    """Marks of a test, those of its class and its file included; None where there is no such test."""
-    body, found = tree_of(file).body, set(module_marks(tree_of(file)))
-    *classes, function = name.split("::")
-    kinds: list[tuple[type[ast.AST], ...]] = [(ast.ClassDef,)] * len(classes)
-    kinds.append((ast.FunctionDef, ast.AsyncFunctionDef))
-    for part, kind in zip((*classes, function), kinds, strict=True):
-        node = next((each for each in body if isinstance(each, kind) and getattr(each, "name", "") == part), None)
-        if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            return None
-        body, found = node.body, found | {mark for each in node.decorator_list for mark in marks(each)}
-    return found if function.startswith("test_") else None
+    """Marks of a test, those of its file included; None where there is no such test."""
+    tree, kinds = tree_of(file), (ast.FunctionDef, ast.AsyncFunctionDef)
+    node = next((each for each in tree.body if isinstance(each, kinds) and each.name == name), None)
+    if node is None or not name.startswith("test_"):
+        return None
+    return {*module_marks(tree), *(mark for each in node.decorator_list for mark in marks(each))}
 
 
 @cache
@@ -169,9 +164,7 @@ SLURM = "tests/slurm/test_preemption.py::test_a_job_is_told_to_stop_requeued_and
         ([], [], (2, 1, 1), "the last line says"),
     ],
 )
-def test_each_fault_of_a_page_is_found(
-    tests: list[str], tiers: list[str], counts: tuple[int, int, int], says: str | None
-) -> None:
+def test_each_fault_of_a_page_is_found(tests: list[str], tiers: list[str], counts: tuple[int, ...], says: str | None) -> None:
     cells = BREAK.join(f"`{test}`" for test in tests) or NONE
     last = "Promises: {}, guarded: {}, unguarded: {}.".format(*counts)
     page = f"| promise | test | tier |\n|---|---|---|\n| It holds | {cells} | {BREAK.join(tiers)} |\n\n{last}\n"
@@ -182,23 +175,88 @@ def test_each_fault_of_a_page_is_found(
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("def test_it(): pass", set()),
         ("@pytest.mark.slow\n@pytest.mark.long\ndef test_it(): pass", {"slow", "long"}),
-        ("@pytest.mark.skipif(True, reason='long')\ndef test_it(): pass", {"skipif"}),
-        ("pytestmark = [pytest.mark.gpu, pytest.mark.skipif(True)]\ndef test_it(): pass", {"gpu", "skipif"}),
+        ("pytestmark = [pytest.mark.gpu, pytest.mark.skipif(True, reason='long')]\ndef test_it(): pass", {"gpu", "skipif"}),
         ("@pytest.mark.parametrize('a', [1, pytest.param(2, marks=pytest.mark.long)])\ndef test_it(): pass", {"parametrize"}),
-        (
-            "@pytest.mark.parametrize('a', [pytest.param(1, marks=[pytest.mark.long])])\ndef test_it(): pass",
-            {"parametrize", "long"},
-        ),
+        ("@pytest.mark.parametrize('a', [pytest.param(1, marks=[mark.long])])\ndef test_it(): pass", {"parametrize", "long"}),
     ],
-)  # fmt: skip
+)
 def test_marks_are_read_from_the_source(source: str, expected: set[str], tmp_path: Path) -> None:
     file = tmp_path / "test_it.py"
     file.write_text(f"import pytest\n{source}\n")
     assert find_marks(file, "test_it") == expected
-    file = tmp_path / "test_in_a_class.py"
-    body = source.replace("\n", "\n    ")
-    if not source.startswith("pytestmark"):
-        file.write_text(f"@pytest.mark.gpu\nclass TestIt:\n    {body}\n")
-        assert find_marks(file, "TestIt::test_it") == expected | {"gpu"} and find_marks(file, "TestIt::test_no") is None
+
+
+def settings_with_a_default() -> dict[type[Section], list[str]]:
+    """The optional settings of each section class, without those that it inherits."""
+    found: dict[type[Section], list[str]] = {}
+    pending = list(Section.__subclasses__())
+    while pending:
+        section = pending.pop()
+        pending += section.__subclasses__()
+        if section.__module__.startswith("oppo_megatron.config"):
+            inherited = {name for base in section.__bases__ if issubclass(base, Section) for name in base.model_fields}
+            own = {name: field for name, field in section.model_fields.items() if name not in inherited}
+            found[section] = [name for name, field in own.items() if not field.is_required()]
+    return found
+
+
+MOST = {"train": 150, "sft": 65, "rm": 66, "dpo": 75, "serve": 41}
+
+
+def optional_settings(command: str) -> set[tuple[type[Section], str]]:
+    """The optional settings of a command's sections; a section used in several places counts once."""
+    with_default, pending = settings_with_a_default(), [COMMANDS[command]]
+    reached: set[tuple[type[Section], str]] = set()
+    seen: set[type[Section]] = set()
+    while pending:
+        section = pending.pop()
+        seen.add(section)
+        pending += {each.section for each in settings_in(section) if each.section is not None} - seen
+        owned = [(owner, name) for owner in section.__mro__ for name in with_default.get(owner, ())]
+        reached |= {(owner, name) for owner, name in owned if not section.model_fields[name].is_required()}
+    return reached
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_has_no_more_settings_than_it_reads(command: str) -> None:
+    assert len(optional_settings(command)) <= MOST[command]
+    assert sum(map(len, settings_with_a_default().values())) <= 179
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("wrap", ROOT / "docs" / "tools" / "wrap.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_prose_has_at_most_100_columns_and_the_readme_is_short() -> None:
+    texts = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in PAGES}
+    wide = [f"{name}:{line}: {words}" for name, text in texts.items() for line, words in tool().too_long(text)]
+    assert not wide, "run python docs/tools/wrap.py on these pages\n" + "\n".join(wide)
+    assert len(texts[Path("README.md")].splitlines()) <= 120
+
+
+def test_wrapping_leaves_code_tables_and_links_as_they_are() -> None:
+    link = f"[{'text ' * 12}of a link](docs/a_page_with_a_long_name.md#{'anchor-' * 5})"
+    text = "\n".join([
+        "# " + "heading " * 20, "", "word " * 40 + f"`{'code ' * 12}` {link}", "",
+        "- item " + "word " * 30, "  more", "    - nested " + "word " * 30, "", "| " + "cell " * 30 + " |", "",
+        "    indented " + "code " * 30, "", "```", "fenced " * 30, "```", "", "!!! note", "    " + "word " * 40, "",
+        "before " * 13 + "12. not an item, - nor this, # nor a heading", "",
+    ])  # fmt: skip
+    wrap = tool().wrap
+    lines = wrap(text).splitlines()
+    kept = [line for line in text.splitlines() if line.startswith(("#", "|", "    indented", "fenced", "!!!"))]
+    assert [line for line in lines if line in kept] == kept
+    assert max(len(line) for line in lines if line not in kept) <= 100
+    assert wrap(text).split() == text.split() and wrap(wrap(text)) == wrap(text)
+    assert f"`{'code ' * 12}`" in wrap(text) and link[link.index("](") :] in wrap(text)
+    assert all(line.startswith("    ") for line in lines[lines.index("!!! note") + 1 : lines.index("!!! note") + 3])
+    assert not any(line.startswith(("12.", "- nor", "# nor")) for line in lines)
+    assert list(tool().too_long(text)) and not list(tool().too_long(wrap(text)))

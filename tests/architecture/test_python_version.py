@@ -1,4 +1,4 @@
-"""Python 3.10 is new enough: what is promised, how the tools are set, and every file read as 3.10 reads it."""
+"""Python 3.10 is new enough, and tests reach the package by its public names: both are read from the source."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -24,20 +26,14 @@ def sources() -> list[Path]:
     return [*found, ROOT / "setup.py"]
 
 
-def test_the_tools_are_set_to_the_oldest_python() -> None:
+def test_the_tools_are_set_to_the_oldest_python_whose_syntax_every_file_has() -> None:
     """ruff and mypy find what a newer Python has: syntax, and by typeshed the names of its library."""
     settings, dotted = (ROOT / "pyproject.toml").read_text(encoding="utf-8"), ".".join(map(str, OLDEST))
-    for name, value in {
-        "requires-python": f">={dotted}",
-        "target-version": f"py{dotted.replace('.', '')}",
-        "python_version": dotted,
-    }.items():
+    set_to = {"requires-python": f">={dotted}", "target-version": f"py{dotted.replace('.', '')}", "python_version": dotted}
+    for name, value in set_to.items():
         assert re.findall(rf'^{name} = "(.*)"$', settings, re.MULTILINE) == [value], name
     assert f"sys.version_info < {OLDEST}" in (ROOT / "Makefile").read_text(encoding="utf-8")
     assert f"Python {dotted} or newer" in (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def test_every_file_has_the_syntax_of_the_oldest_python() -> None:
     for path in sources():
         ast.parse(path.read_text(encoding="utf-8"), str(path), feature_version=OLDEST)
 
@@ -46,13 +42,9 @@ def test_every_file_has_the_syntax_of_the_oldest_python() -> None:
 def test_newer_names_of_the_library_are_errors_of_lint(tmp_path: Path) -> None:
     newer = tmp_path / "newer.py"
     newer.write_text("from datetime import UTC\nimport tomllib\nfrom enum import StrEnum\n")
-    settings = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(tmp_path)]
-    shown = subprocess.run(
-        [sys.executable, "-m", "mypy", *settings, str(newer)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert [line.split(":")[1:3] for line in shown.stdout.splitlines() if ": error:" in line] == [
-        ["1", " error"], ["2", " error"], ["3", " error"],
-    ], shown  # fmt: skip
+    settings = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(tmp_path), str(newer)]
+    shown = subprocess.run([sys.executable, "-m", "mypy", *settings], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert [line.split(":")[1] for line in shown.stdout.splitlines() if ": error:" in line] == ["1", "2", "3"], shown
 
 
 LOOK = '''
@@ -67,14 +59,8 @@ def looked_up(module, names):
         found = importlib.import_module(module)
     except ImportError:
         return [module]
-    return [f"{module}.{name}" for name in names if name != "*" and not hasattr(found, name) and missing(f"{module}.{name}")]
-
-def missing(module):
-    try:
-        importlib.import_module(module)
-    except ImportError:
-        return True
-    return False
+    absent = (f"{module}.{name}" for name in names if name != "*" and not hasattr(found, name))
+    return [each for name in absent for each in looked_up(name, ())]
 
 def guarded(tree):
     """Imports that a file can do without."""
@@ -122,8 +108,7 @@ def python_310() -> str:
 
 def wrong_in(paths: list[Path], python: str) -> list[str]:
     told = json.dumps([[str(path) for path in paths], sorted(sys.stdlib_module_names)])
-    shown = subprocess.run([python, "-c", LOOK], input=told, capture_output=True, text=True, check=True)
-    return shown.stdout.splitlines()
+    return subprocess.run([python, "-c", LOOK], input=told, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 @pytest.mark.slow
@@ -131,7 +116,107 @@ def test_a_real_python_310_compiles_every_file_and_has_what_it_imports_of_the_li
     python = python_310()
     newer = tmp_path / "newer.py"
     newer.write_text("import tomllib, asyncio\nfrom datetime import UTC\nasyncio.timeout(1)\n")
-    assert [line.split(": ")[1].split()[0] for line in wrong_in([newer], python)] == [
-        "tomllib", "datetime.UTC", "asyncio.timeout",
-    ]  # fmt: skip
+    wrong = [line.split(": ")[1].split()[0] for line in wrong_in([newer], python)]
+    assert wrong == ["tomllib", "datetime.UTC", "asyncio.timeout"]
     assert wrong_in(sources(), python) == []
+
+
+PACKAGE = "oppo_megatron"
+PRIVATE = re.compile(r"_[A-Za-z]\w*")
+BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "object"}
+"""Functions whose arguments may name an attribute in a string: Python's, monkeypatch's and `mock.patch.object`."""
+OTHERS = {"_actions"}
+"""Of argparse's parsers, which say nowhere else what they take; members of the package have the name, too."""
+
+
+class Names(NamedTuple):
+    own: set[str]
+    members: set[str]
+
+
+def bound(body: Iterable[ast.stmt]) -> Iterator[str]:
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        else:
+            stored = (each for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
+            yield from (each.id for each in stored)
+
+
+def defined_in(tree: ast.Module) -> Names:
+    own, members = set(bound(tree.body)), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            members.update(bound(node.body))
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+            members.add(node.attr)
+    return Names({name for name in own if PRIVATE.fullmatch(name)}, {name for name in members if PRIVATE.fullmatch(name)})
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def package_modules(tree: ast.Module) -> set[str]:
+    """Dotted paths that may be modules of the package in a file, by the name that it has there."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {each.asname or each.name for each in node.names if each.name.partition(".")[0] == PACKAGE}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == PACKAGE:
+            found |= {each.asname or each.name for each in node.names}
+    return found
+
+
+def uses(tree: ast.Module, private: Names) -> Iterator[tuple[int, str]]:
+    """(line, name) of each use of the package's `private` names, but for those that a class of the file has too."""
+    members, modules = private.members - defined_in(tree).members - OTHERS, package_modules(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == PACKAGE:
+            parts = [*str(node.module).split("."), *(each.name for each in node.names)]
+            yield from ((node.lineno, part) for part in parts if PRIVATE.fullmatch(part))
+        elif isinstance(node, ast.Attribute):
+            of_module = PRIVATE.fullmatch(node.attr) and ast.unparse(node.value) in modules
+            if of_module or (node.attr in members and not is_self(node.value)):
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Call):
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            texts = [each.value for each in node.args if called in BY_NAME and isinstance(each, ast.Constant)]
+            yield from ((node.lineno, str(text)) for text in texts if text in private.own | members)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(f"{PACKAGE}."):
+            path = re.fullmatch(r"[\w.:]+", node.value)
+            if path and any(PRIVATE.fullmatch(part) for part in re.split("[.:]", path[0])):
+                yield node.lineno, node.value
+
+
+def parsed(folder: str) -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / folder).rglob("*.py"))}
+
+
+def test_no_test_reaches_a_private_name() -> None:
+    found_in = [defined_in(tree) for tree in parsed(PACKAGE).values()]
+    private = Names(set[str]().union(*(each.own for each in found_in)), set[str]().union(*(each.members for each in found_in)))
+    assert min(map(len, private)) > 300, "the package has many"
+    trees = {path: tree for path, tree in parsed("tests").items() if path != Path(__file__)}
+    found = [f"{path.relative_to(ROOT)}:{line}: {name}" for path, tree in trees.items() for line, name in uses(tree, private)]
+    assert not found, "test through the public surface, or make the name public:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("from oppo_megatron.mcore.training import Loss, _run", ["_run"]),
+        ("import oppo_megatron.mcore.training as t\nt._run()", ["t._run"]),
+        ("from oppo_megatron.mcore import training\ntraining._run()", ["training._run"]),
+        ("executor._wait(1)\nexecutor.wait(1)", ["executor._wait"]),
+        ("mock.patch.object(Executor, '_wait', slow)", ["_wait"]),
+        ("monkeypatch.setattr(journal, '_run', 1)\ngetattr(executor, '_wait')", ["_run", "_wait"]),
+        ("mock.patch('oppo_megatron.engine.executor.Executor._wait')", ["oppo_megatron.engine.executor.Executor._wait"]),
+        ("place = 'oppo_megatron.engine.executor:Executor._wait'", ["oppo_megatron.engine.executor:Executor._wait"]),
+        ("os._exit(1)\nmock.patch.object(os, '_exit')\nimport torch._dynamo\nloop._run()", []),
+        ("class Mine:\n    def __init__(self):\n        self._wait = 1\nMine()._wait", []),
+        ("print('_wait', oppo.__name__)\nfrom oppo_megatron import __version__", []),
+    ],
+)
+def test_each_way_to_reach_one_is_found(source: str, names: list[str]) -> None:
+    assert [name for _, name in uses(ast.parse(source), Names({"_run"}, {"_wait"}))] == names

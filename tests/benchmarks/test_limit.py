@@ -8,8 +8,8 @@ import torch
 from benchmarks.limit import Response, decode_batches, decode_steps, least_seconds
 from benchmarks.peaks import Peaks, measure_peaks
 from oppo_megatron.layout.shape import causal_pairs
-from tests.unit.test_bench_overlap import without_critic as config
-from tests.unit.test_layout_flops import LLAMA
+from tests.unit.test_bench_suite import without_critic as config
+from tests.unit.test_layout_shape import LLAMA
 
 PEAKS = Peaks("float32", {1: 1e9}, {1: 1e9}, {1: {1: 1e9, 8: 1e9}})
 

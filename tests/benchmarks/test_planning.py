@@ -8,8 +8,8 @@ from benchmarks.dry_run import Cluster, DryRun
 from benchmarks.planning import bench_planning, least_step_s, main
 from oppo_megatron.config.derived import switched
 from oppo_megatron.errors import ConfigError
-from tests.unit.test_bench_overlap import without_critic as config
 from tests.unit.test_bench_suite import config as with_critic
+from tests.unit.test_bench_suite import without_critic as config
 
 SMALL = Cluster(tp=2, pp=2, response_tokens=64, chunk=16, lengths=(20.0, 0.5), steps=3)
 

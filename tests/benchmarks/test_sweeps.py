@@ -21,10 +21,9 @@ from oppo_megatron.layout.placements import role_placements, world_size
 from oppo_megatron.layout.shape import check_shape
 from oppo_megatron.modeldir.headers import read_hf_config
 from tests.support.ppo import Workspace
-from tests.unit.test_bench_overlap import faults
-from tests.unit.test_bench_overlap import without_critic as config
-from tests.unit.test_bench_suite import SHAPE, line, runs_of
+from tests.unit.test_bench_suite import SHAPE, faults, line, runs_of
 from tests.unit.test_bench_suite import config as with_critic
+from tests.unit.test_bench_suite import without_critic as config
 
 Make = Callable[..., sweeps.Configs]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +86,22 @@ def test_of_the_first_size_all_is_measured_before_any_other(tmp_path: Path) -> N
     figures = GpuBench(tmp_path, WORK, 1.0, None, say=told.append).run({"a": TINY, "b": TINY})
     assert len(figures["results"]) == 2 * len(SHARES) and all("why_not" in row for row in figures["results"])
     assert len(told) >= 2 * len(SHARES)
+
+
+def test_the_time_of_a_trl_that_is_absent_goes_to_the_other_parts(tmp_path: Path) -> None:
+    given: dict[str, float] = {}
+
+    class Noting(GpuBench):
+        def _measure(self, size: str, part: str, shape: Any, inputs: Any, seconds: float) -> None:
+            given[part] = seconds
+
+    found = tmp_path / "python"
+    found.write_text("#!/bin/sh\nexit 0\n")
+    found.chmod(0o755)
+    for number, python in enumerate((Path(sys.executable), tmp_path / "none", found)):
+        Noting(tmp_path / f"{number}", WORK, 1000.0, None, (TRL[0], python), quiet).run({"a": TINY})
+        expected = SHARES["decode"] * (1000.0 if python == found else 1000.0 / (1 - SHARES["trl"]))
+        assert given["decode"] == pytest.approx(expected), python
 
 
 def test_what_a_process_has_started_ends_with_it(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def test_a_chat_needs_a_template(export: Path, tmp_path: Path, capsys: pytest.Ca
         (["--prompt", "x", "--chat"], "--prompt and --chat is given, but one of"),
         (["--prompt", ""], "prompt 0 ('') has no token; give it some text"),
         (["--prompt", "x", "-n", "0"], "--samples is 0, but must be at least 1"),
-        (["--prompt", "x", "-n", "2", "--greedy"], "2 greedy responses would be the same; drop -n"),
+        (["--prompt", "x", "-n", "2", "--greedy"], "2 greedy responses would be the same; drop --samples"),
         (["--prompt", "x", "--greedy", "--top-k", "3"], "--greedy and --top-k exclude each other"),
         (["--prompt", "x", "--temperature", "-1"], "--temperature is -1, but must be 0 (greedy) or more"),
         (["--prompt", "x", "--temperature", "nan"], "--temperature is nan, but must be"),

@@ -17,7 +17,7 @@ SETS = {
 }
 """By torch's own name of what ATen then uses; the last one is the least that torch runs on."""
 TELLING = [
-    "tests/unit/test_algorithms_pairs.py",
+    "tests/unit/test_algorithms_preferences.py",
     "tests/unit/test_algorithms_losses.py",
     "tests/gloo/test_logprobs.py",
     "tests/gloo/test_training.py::test_steps_equal_plain_torch",

@@ -1,4 +1,4 @@
-"""The Python of transformer-engine, flash-attn and NVIDIA's apex, as this package and megatron-core call it, without a GPU."""
+"""The Python of transformer-engine, flash-attn, Triton and apex, as this package and megatron-core call it, without a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".gpulibs"
 FETCHED = "`make test-gpulibs` fetches it and runs this"
 CLONED = f"put NVIDIA's source there (git clone https://github.com/NVIDIA/apex {FOLDER / 'apex'}), then `make test-gpulibs`"
-REMEDIES = {"transformer_engine": FETCHED, "flash_attn": FETCHED, "apex": CLONED}
+REMEDIES = {"transformer_engine": FETCHED, "flash_attn": FETCHED, "triton": FETCHED, "apex": CLONED}
 KINDS = ("qwen2", "llama", "qwen3")  # a bias, none, and norms of queries and keys
 
 
@@ -102,3 +102,18 @@ def test_attention_through_flash_attn_is_that_of_gathered_keys(tmp_path: Path) -
     assert len(found["gathered"]) == len(found["flash-attn"]) == 12
     for gathered, by_tables in zip(found["gathered"], found["flash-attn"], strict=True):
         assert farthest(gathered, by_tables) < 0.02
+
+
+def test_attention_by_triton_is_that_of_softmax_for_random_tables(tmp_path: Path) -> None:
+    run("triton_job", "interpreted", tmp_path / "found.pt", library=needed("triton"))
+    found = torch.load(tmp_path / "found.pt")
+    assert len(found) == 200 and {dtype for dtype, _ in found} == {"torch.float32", "torch.float16"}
+    for dtype, difference in found:
+        assert difference < (2e-6 if dtype == "torch.float32" else 4e-3)
+
+
+def test_the_triton_kernel_compiles_for_gpus_within_their_shared_memory(tmp_path: Path) -> None:
+    run("triton_job", "compiled", tmp_path / "found.pt", library=needed("triton"))
+    found, (kernel, told) = torch.load(tmp_path / "found.pt")
+    assert len(found) == 3 and all(code > 0 and shared < 99 * 2**10 for code, shared in found.values()), found
+    assert kernel is None and told[-1].startswith("triton cannot build a kernel") and "caches are dense" in told[-1]

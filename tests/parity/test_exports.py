@@ -11,20 +11,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oppo_megatron.cli.main import main
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
-from tests.support.hf import save_tiny
+from tests.support.hf import convert, save_tiny
 from tests.support.layouts import deep
 from tests.support.ppo import Workspace
 from tests.support.ranks import run_ranks
 from tests.support.tokenizers import save_byte_level
 
-NUM_PROMPTS, MAX_TOKENS = 200, 16
+MAX_TOKENS = 16
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"
 TEXTS = [f"{a} + {b}  =\n" + "\u2581caf\u00e9 <s>" * (a % 3 == 0) for a in range(20) for b in range(10)]
-KINDS = ("sentencepiece", "byte-level BPE", "sentencepiece, chat", "byte-level BPE, chat")
-COVERED = KINDS[1:3]
+ASKED = TEXTS[::2]
+COVERED = [pytest.param(kind, marks=pytest.mark.long) for kind in ("byte-level BPE", "sentencepiece, chat")]
 """A chat's template and each kind of tokenizer are in the others."""
 
 
@@ -48,21 +47,15 @@ def trained(workspace: Workspace, kind: str) -> dict[str, Any]:
     return config
 
 
-def prompts_of(kind: str, tokenizer: Tokenizer) -> list[str]:
-    if "chat" not in kind:
-        return TEXTS
-    return [tokenizer.chat.render([{"role": "user", "content": text}]) for text in TEXTS]
-
-
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.long] if kind in COVERED else []) for kind in KINDS])
+@pytest.mark.parametrize("kind", ["sentencepiece", "byte-level BPE, chat", *COVERED])
 def test_greedy_answers_are_the_engines_own(workspace: Workspace, kind: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     config = trained(workspace, kind)
     export = Path(config["run_dir"]) / "weights" / "actor"
     own = load_tokenizer(TokenizerConfig(**config["tokenizer"]))
-    prompts = prompts_of(kind, own)
-    assert len(prompts) == NUM_PROMPTS
+    chats = [[{"role": "user", "content": text}] for text in ASKED]
+    prompts = [own.chat.render(chat) for chat in chats] if "chat" in kind else ASKED
     (answers,) = run_ranks(
         1, "tests.e2e.jobs_policy:answers",
         directories=[export], texts=prompts, parallel={"tp": 1, "pp": 1, "dp": 1}, max_tokens=MAX_TOKENS,
@@ -72,12 +65,10 @@ def test_greedy_answers_are_the_engines_own(workspace: Workspace, kind: str) -> 
     tokenizer = AutoTokenizer.from_pretrained(export)
     model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32).eval()
     ended = ties = 0
-    for number, (text, prompt) in enumerate(zip(TEXTS, prompts, strict=True)):
+    for number, (chat, prompt) in enumerate(zip(chats, prompts, strict=True)):
+        ids = tokenizer(prompt).input_ids
         if "chat" in kind:
-            asked = [{"role": "user", "content": text}]
-            ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
-        else:
-            ids = tokenizer(prompt).input_ids
+            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         assert ids == own.encode(prompt)
         with torch.no_grad():
             out = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=MAX_TOKENS)[0, len(ids) :].tolist()
@@ -87,7 +78,7 @@ def test_greedy_answers_are_the_engines_own(workspace: Workspace, kind: str) -> 
         assert tokenizer.decode(out, skip_special_tokens=True) == own.decode(out) or "\ufffd" in own.decode(out)
         ended += len(out) < MAX_TOKENS
     assert 0 < ended, "some answers must end by themselves"
-    assert ties <= NUM_PROMPTS // 100
+    assert ties <= len(prompts) // 100
 
 
 def is_tie(model: Any, ids: list[int], one: list[int], other: list[int]) -> bool:
@@ -111,7 +102,7 @@ def test_ids_of_ends_and_padding_are_written(workspace: Workspace) -> None:
     assert critic["pad_token_id"] not in (None, own.eos_id) and not (weights / "critic" / "generation_config.json").exists()
 
 
-def test_scores_of_a_padded_batch_are_those_of_each_answer(workspace: Workspace) -> None:
+def test_scores_of_a_padded_batch_are_those_of_each_answer(workspace: Workspace, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     config = trained(workspace, "byte-level BPE")
@@ -123,31 +114,25 @@ def test_scores_of_a_padded_batch_are_those_of_each_answer(workspace: Workspace)
         together = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits[:, 0]
         alone = torch.cat([model(**tokenizer(text, return_tensors="pt")).logits[:, 0] for text in texts])
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+    assert convert(critic.parent / "actor", tmp_path / "reward", "--as", "reward", "--fresh-head-seed", "3") == 0
+    found = json.loads((tmp_path / "reward" / "config.json").read_text())
+    own = load_tokenizer(TokenizerConfig(**config["tokenizer"]))
+    assert found["pad_token_id"] not in (None, *own.eos_ids), "a policy turned into a reward model pads, too"
 
 
 @pytest.mark.parametrize("to", ["hf", "megatron", "nemo"])
 def test_convert_takes_the_tokenizer_of_the_run_along(workspace: Workspace, tmp_path: Path, to: str) -> None:
     from transformers import AutoTokenizer
 
-    config = trained(workspace, "sentencepiece, chat")
-    run = Path(config["run_dir"])
+    run = Path(trained(workspace, "sentencepiece, chat")["run_dir"])
     source, converted = run / "checkpoints" / "step-000001" / "models" / "actor", tmp_path / "converted"
-    assert main(["convert", str(source), str(converted), "--to", to]) == 0
+    assert convert(source, converted, "--to", to) == 0
     ours, theirs = (AutoTokenizer.from_pretrained(place) for place in (converted, run / "weights" / "actor"))
     asked = [{"role": "user", "content": TEXTS[0]}]
     assert ours(TEXTS[0]).input_ids == theirs(TEXTS[0]).input_ids
     assert ours.apply_chat_template(asked, tokenize=False) == theirs.apply_chat_template(asked, tokenize=False)
     found = json.loads((converted / "config.json").read_text())
     assert (found["eos_token_id"], found["pad_token_id"]) == (ours.eos_token_id, ours.pad_token_id)
-
-
-def test_a_policy_turned_into_a_reward_model_gets_a_token_to_pad_with(workspace: Workspace, tmp_path: Path) -> None:
-    config = trained(workspace, "byte-level BPE")
-    actor, reward = Path(config["run_dir"]) / "weights" / "actor", tmp_path / "reward"
-    assert main(["convert", str(actor), str(reward), "--as", "reward", "--fresh-head-seed", "3"]) == 0
-    found = json.loads((reward / "config.json").read_text())
-    own = load_tokenizer(TokenizerConfig(**config["tokenizer"]))
-    assert found["pad_token_id"] is not None and found["pad_token_id"] not in own.eos_ids
 
 
 def test_a_whole_tokenizer_gives_its_end_to_weights_that_name_none(tmp_path: Path) -> None:
@@ -158,20 +143,18 @@ def test_a_whole_tokenizer_gives_its_end_to_weights_that_name_none(tmp_path: Pat
         if (file := source / name).is_file():
             named = {key: value for key, value in json.loads(file.read_text()).items() if not key.endswith("_token_id")}
             file.write_text(json.dumps(named))
-    assert main(["convert", str(source), str(converted)]) == 0
+    assert convert(source, converted) == 0
     end = load_tokenizer(TokenizerConfig(path=source)).eos_id
     for name in ("config.json", "generation_config.json"):
         assert json.loads((converted / name).read_text())["eos_token_id"] == end
     (source / "tokenizer_config.json").write_text("{}")  # a tokenizer that has no end is taken as it is
-    assert main(["convert", str(source), str(tmp_path / "again")]) == 0
+    assert convert(source, tmp_path / "again") == 0
     assert "eos_token_id" not in json.loads((tmp_path / "again" / "config.json").read_text())
 
 
 def test_a_model_of_words_or_unigrams_keeps_its_own_file_and_says_so(tmp_path: Path) -> None:
     train_sentencepiece(TEXTS, tmp_path / "t.model", 279, model_type="unigram")
-    tokenizer = load_tokenizer(TokenizerConfig(path=tmp_path / "t.model"))
-    told = tokenizer.save(tmp_path / "saved")
-    assert told is not None and "no tokenizer.json" in told
+    assert "no tokenizer.json" in load_tokenizer(TokenizerConfig(path=tmp_path / "t.model")).save(tmp_path / "saved")
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["tokenizer.model"]
 
 
@@ -179,7 +162,7 @@ texts = st.text(st.characters(codec="utf-8") | st.sampled_from(" \n\t\u2581<s>/0
 
 
 @given(text=texts)
-@settings(max_examples=400)
+@settings(max_examples=150)
 def test_any_text_is_cut_up_and_put_together_alike(bpe: tuple[Tokenizer, Any], text: str) -> None:
     ours, theirs = bpe
     ids = ours.encode(text)
@@ -209,7 +192,7 @@ def test_merged_adapters_keep_the_tokenizer_that_they_were_trained_with(workspac
     tokenizer = load_tokenizer(TokenizerConfig(path=path, chat_template=TEMPLATE))
     assert tokenizer.save(adapter) is None
     (adapter / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7], "temperature": 0.7}))
-    assert main(["convert", str(base), str(merged), "--adapter", str(adapter), "--check"]) == 0
+    assert convert(base, merged, "--adapter", adapter, "--check") == 0
     ours = AutoTokenizer.from_pretrained(merged)
     assert [ours(text).input_ids for text in TEXTS] == [tokenizer.encode(text) for text in TEXTS]
     assert ours.chat_template == AutoTokenizer.from_pretrained(adapter).chat_template

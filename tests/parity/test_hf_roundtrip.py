@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from oppo_megatron.cli.main import main
 from oppo_megatron.clock import ByTime
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.errors import CheckpointError
@@ -22,19 +21,15 @@ from oppo_megatron.integrations import huggingface
 from oppo_megatron.mcore.weights import hf_writer
 from oppo_megatron.mcore.weights.hf_source import open_weights
 from oppo_megatron.mcore.weights.hf_weights import rewrite_weights
-from tests.support.hf import save_tiny, tensors_of
+from tests.support.hf import convert, save_tiny, tensors_of, tiny_model
 from tests.support.ranks import run_ranks
 
 MODELS = {
-    "qwen2": ("qwen2", "lm", {}),
-    "qwen2-tied": ("qwen2", "lm", {"tie_word_embeddings": True}),
-    "llama": ("llama", "lm", {}),
-    "qwen3": ("qwen3", "lm", {}),
-    "qwen2-reward": ("qwen2", "scalar", {"tie_word_embeddings": True}),
-    "llama-reward": ("llama", "scalar", {}),
-    "mistral": ("mistral", "lm", {"sliding_window": 3}),
+    "qwen2": ("qwen2", "lm", {}), "qwen2-tied": ("qwen2", "lm", {"tie_word_embeddings": True}), "llama": ("llama", "lm", {}),
+    "qwen3": ("qwen3", "lm", {}), "qwen2-reward": ("qwen2", "scalar", {"tie_word_embeddings": True}),
+    "llama-reward": ("llama", "scalar", {}), "mistral": ("mistral", "lm", {"sliding_window": 3}),
     "mistral-reward": ("mistral", "scalar", {"sliding_window": None}),
-}
+}  # fmt: skip
 ODD = {
     f"{name}-odd-vocabulary": (*MODELS[name][:2], MODELS[name][2] | {"vocab_size": 259})
     for name in ("qwen2", "qwen2-tied", "llama-reward")
@@ -58,22 +53,16 @@ def outputs(directory: Path, head: str = "lm") -> torch.Tensor:
         return model.eval()(TOKENS).logits
 
 
-@pytest.mark.parametrize(
-    "name,tp,pp",
-    [
-        *itertools.product(MODELS, (1, 2), (1, 2)),
-        ("qwen2-odd-vocabulary", 4, 1),
-        ("qwen2-tied-odd-vocabulary", 2, 2),
-        ("llama-reward-odd-vocabulary", 2, 1),
-    ],
-)
+@pytest.mark.parametrize("name,tp,pp", [
+    *itertools.product(MODELS, (1, 2), (1, 2)), ("qwen2-odd-vocabulary", 4, 1), ("qwen2-tied-odd-vocabulary", 2, 2),
+    ("llama-reward-odd-vocabulary", 2, 1),
+])  # fmt: skip
 def test_export_gives_back_what_was_loaded(tmp_path: Path, name: str, tp: int, pp: int) -> None:
     family, head, changes = (MODELS | ODD)[name]
     src, dst = tmp_path / "src", tmp_path / "deep" / "dst"
     save_tiny(src, family, head, **changes)
     arguments = {"src": str(src), "dst": str(dst), "tp": tp, "pp": pp, "head": head}
-    whole = run_ranks(tp * pp, "tests.parity.weight_jobs:load_and_export", **arguments)
-    assert whole == [True] * (tp * pp)
+    assert run_ranks(tp * pp, "tests.parity.megatron_jobs:load_and_export", **arguments) == [True] * (tp * pp)
     assert_same_tensors(src, dst)
     assert len(list(dst.glob("model-*-of-*.safetensors"))) > 1
     assert [path.name for path in dst.parent.iterdir()] == ["dst"], "nothing is left aside"
@@ -89,26 +78,26 @@ def test_convert_keeps_every_bit_and_the_tokenizer(tmp_path: Path, name: str, ca
     save_tiny(src, family, head, max_shard_size="20KB", **changes)
     (src / "tokenizer.json").write_text("{}")
     target = "causal-lm" if head == "lm" else "reward"
-    assert main(["convert", str(src), str(dst), "--as", target, "--check"]) == 0
-    assert "in transformers: 0" in capsys.readouterr().out
+    assert convert(src, dst, "--as", target, "--check") == 0 and "in transformers: 0" in capsys.readouterr().out
     assert_same_tensors(src, dst)
     assert [path.name for path in dst.glob("*.safetensors")] == ["model.safetensors"]
-    assert (dst / "tokenizer.json").read_text() == "{}"
-    assert torch.equal(outputs(src, head), outputs(dst, head))
+    assert (dst / "tokenizer.json").read_text() == "{}" and torch.equal(outputs(src, head), outputs(dst, head))
 
 
-def test_convert_changes_the_dtype(tmp_path: Path) -> None:
-    save_tiny(tmp_path / "src", "llama")
-    assert main(["convert", str(tmp_path / "src"), str(tmp_path / "dst"), "--dtype", "bfloat16"]) == 0
-    expected = tensors_of(tmp_path / "src")
-    found = tensors_of(tmp_path / "dst")
-    assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in expected.items())
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "dst").dtype == torch.bfloat16
+def test_convert_changes_the_dtype_and_the_check_sees_it(tmp_path: Path) -> None:
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    save_tiny(src, "llama")
+    assert huggingface.compare_outputs(src, shutil.copytree(src, tmp_path / "same"), "lm", False) == ("logits", 0.0)
+    assert convert(src, dst, "--dtype", "bfloat16") == 0
+    found = tensors_of(dst)
+    assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in tensors_of(src).items())
+    assert AutoModelForCausalLM.from_pretrained(dst).dtype == torch.bfloat16
+    assert huggingface.compare_outputs(src, dst, "lm", False)[1] > 1e-4
 
 
 def test_convert_splits_into_shards_of_the_size_asked(tmp_path: Path) -> None:
     save_tiny(tmp_path / "src", "llama", vocab_size=4096, hidden_size=128)  # 2 MiB embedding and head
-    assert main(["convert", str(tmp_path / "src"), str(tmp_path / "dst"), "--max-shard-mb", "3"]) == 0
+    assert convert(tmp_path / "src", tmp_path / "dst", "--max-shard-mb", "3") == 0
     sizes = [path.stat().st_size for path in (tmp_path / "dst").glob("*.safetensors")]
     assert len(sizes) == 2 and max(sizes) < 3.1 * 2**20
     index = json.loads((tmp_path / "dst" / "model.safetensors.index.json").read_text())
@@ -119,70 +108,47 @@ def test_convert_splits_into_shards_of_the_size_asked(tmp_path: Path) -> None:
 def test_convert_a_causal_lm_to_a_reward_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     src, dst = tmp_path / "src", tmp_path / "dst"
     save_tiny(src, "qwen2")
-    assert main(["convert", str(src), str(dst), "--as", "reward"]) == 2
+    assert convert(src, dst, "--as", "reward") == 2
     assert "--fresh-head-seed" in capsys.readouterr().err and not dst.exists()
-    assert main(["convert", str(src), str(dst), "--as", "reward", "--fresh-head-seed", "3", "--check"]) == 0
+    assert convert(src, dst, "--as", "reward", "--fresh-head-seed", "3", "--check") == 0
     assert "hidden states" in (said := capsys.readouterr().out) and "in transformers: 0" in said
     config = json.loads((dst / "config.json").read_text())
     assert config["architectures"] == ["Qwen2ForSequenceClassification"] and len(config["id2label"]) == 1
     assert outputs(dst, "scalar").shape == (1, 1)
     with torch.no_grad():
-        bodies = [AutoModel.from_pretrained(path).eval()(TOKENS).last_hidden_state for path in (src, dst)]
-    assert torch.equal(*bodies)
-    assert main(["convert", str(dst), str(tmp_path / "again"), "--as", "reward", "--fresh-head-seed", "3"]) == 2
-    assert main(["convert", str(src), str(tmp_path / "lm"), "--fresh-head-seed", "3"]) == 2
+        assert torch.equal(*(AutoModel.from_pretrained(path).eval()(TOKENS).last_hidden_state for path in (src, dst)))
+    assert convert(dst, tmp_path / "again", "--as", "reward", "--fresh-head-seed", "3") == 2
+    assert convert(src, tmp_path / "lm", "--fresh-head-seed", "3") == 2
 
 
-def test_where_a_conversion_is_written_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_a_conversion_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny(tmp_path / "src", "llama")
     (tmp_path / "here").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "behind")
     monkeypatch.chdir(tmp_path / "here")
     for to in ("hf", "megatron"):
-        assert main(["convert", str(tmp_path / "src"), "/", "--to", to]) == 2
+        assert convert(tmp_path / "src", "/", "--to", to) == 2
         assert "/ exists and is not empty" in capsys.readouterr().err
-    assert main(["convert", str(tmp_path / "src"), str(tmp_path / "link")]) == 0
+    assert convert(tmp_path / "src", tmp_path / "link") == 0
     assert (tmp_path / "link").is_symlink() and (tmp_path / "behind" / "config.json").is_file()
-    assert main(["convert", str(tmp_path / "src"), "."]) == 0
-    assert (tmp_path / "here" / "config.json").is_file()
-    assert main(["convert", str(tmp_path / "absent"), str(tmp_path / "dst"), "--config", "config.json"]) == 2
+    assert convert(tmp_path / "src", ".") == 0 and (tmp_path / "here" / "config.json").is_file()
+    assert convert(tmp_path / "absent", tmp_path / "dst", "--config", "config.json") == 2
     assert "absent does not exist" in capsys.readouterr().err
 
 
-def test_check_sees_a_difference(tmp_path: Path) -> None:
-    save_tiny(tmp_path / "a", "llama")
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    assert huggingface.compare_outputs(tmp_path / "a", tmp_path / "b", "lm", False) == ("logits", 0.0)
-    shutil.rmtree(tmp_path / "b")
-    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--dtype", "bfloat16"]) == 0
-    assert huggingface.compare_outputs(tmp_path / "a", tmp_path / "b", "lm", False)[1] > 1e-4
-
-
 def test_mixed_dtypes_lose_no_bit(tmp_path: Path) -> None:
-    model = save_tiny(tmp_path / "src", "llama")
-    model.bfloat16()
+    model = tiny_model("llama").bfloat16()
     model.model.norm.float()
-    shutil.rmtree(tmp_path / "src")
     model.save_pretrained(tmp_path / "src")
     assert {t.dtype for t in tensors_of(tmp_path / "src").values()} == {torch.bfloat16, torch.float32}
-    assert main(["convert", str(tmp_path / "src"), str(tmp_path / "dst")]) == 0
+    assert convert(tmp_path / "src", tmp_path / "dst") == 0
     found = tensors_of(tmp_path / "dst")
     assert all(torch.equal(found[name], t.float()) for name, t in tensors_of(tmp_path / "src").items())
 
 
-def test_a_directory_with_content_is_never_overwritten(tmp_path: Path) -> None:
-    save_tiny(tmp_path / "src", "llama")
-    (tmp_path / "dst").mkdir()
-    (tmp_path / "dst" / "notes.txt").write_text("mine")
-    shape, source = open_weights(ModelConfig(checkpoint=tmp_path / "src"), "lm")
-    with pytest.raises(CheckpointError, match="never overwritten"):
-        rewrite_weights(shape, source, tmp_path / "dst", head="lm")
-    assert [path.name for path in (tmp_path / "dst").iterdir()] == ["notes.txt"]
-
-
-def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
+def test_an_error_in_writing_leaves_nothing_and_long_writes_tell_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tick of the clock is 1 s: a line every 5 tensors.  A directory with content is never overwritten."""
+    dst = tmp_path / "dst"
     save_tiny(tmp_path / "src", "llama")
     shape, source = open_weights(ModelConfig(checkpoint=tmp_path / "src"), "lm")
     read, reads = source.read, []
@@ -195,19 +161,16 @@ def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
 
     source.read = fail_at_the_tenth
     with pytest.raises(OSError, match="disk gone"):
-        rewrite_weights(shape, source, tmp_path / "dst", head="lm")
+        rewrite_weights(shape, source, dst, head="lm")
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
-
-
-def test_long_reads_and_writes_of_weights_tell_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tick of the clock is 1 s: a line every 5 tensors."""
-    save_tiny(tmp_path / "src", "llama")
-    shape, source = open_weights(ModelConfig(checkpoint=tmp_path / "src"), "lm")
-    told, seconds = list[str](), count()
+    source.read, told, seconds = read, list[str](), count()
     monkeypatch.setattr(hf_writer, "by_time", lambda: ByTime(told.append, clock=lambda: float(next(seconds))))
-    rewrite_weights(shape, source, tmp_path / "dst", head="lm")
-    total = len(source.tensors)
-    assert told[:2] == [f"{tmp_path / 'dst'}: {n} of {total} tensors written, {n}s" for n in (5, 10)]
+    rewrite_weights(shape, source, dst, head="lm")
+    assert told[:2] == [f"{dst}: {n} of {len(source.tensors)} tensors written, {n}s" for n in (5, 10)]
+    before = {path.name: path.stat().st_mtime_ns for path in dst.iterdir()}
+    with pytest.raises(CheckpointError, match="never overwritten"):
+        rewrite_weights(shape, source, dst, head="lm")
+    assert {path.name: path.stat().st_mtime_ns for path in dst.iterdir()} == before
 
 
 def test_what_a_killed_run_left_is_replaced(tmp_path: Path) -> None:

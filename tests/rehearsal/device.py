@@ -67,8 +67,7 @@ class Event:
         merge(self._watch.streams.clocks[number], self.clock)
 
     def synchronize(self) -> None:
-        self._watch.waits_for("synchronize")
-        self._watch.streams.wait_for(self.clock)
+        self._watch.waits_for("synchronize", until=self.clock)
 
     def query(self) -> bool:
         return True
@@ -92,8 +91,15 @@ class Graph:
         if told:
             self._watch.fault(told)
 
+    def capture_begin(self, *_: Any) -> None:
+        self._capture = self._captured()
+        self._capture.__enter__()
+
+    def capture_end(self) -> None:
+        self._capture.__exit__(None, None, None)
+
     @contextmanager
-    def captured(self) -> Iterator[None]:
+    def _captured(self) -> Iterator[None]:
         watch, launch = self._watch, self._watch.streams.launch
 
         def noted(reads: Any, writes: Any, fresh: Any = ()) -> str | None:
@@ -203,7 +209,6 @@ def _running(watch: Watch) -> dict[str, Any]:
         "stream": lambda stream: streams.on(stream.number),
         "synchronize": lambda *_: watch.waits_for("synchronize", all_streams=True),
         "CUDAGraph": _of(watch, Graph), "graph_pool_handle": lambda: object(),
-        "graph": lambda graph, **_: graph.captured(),
     }  # fmt: skip
 
 

@@ -60,7 +60,8 @@ def rehearse(
     waits = [(*key, count) for key, count in sorted(watch.waits.items())]
     return {
         "waits": waits, "phases": dict(watch.phases), "faults": dict(watch.faults), "lines": watch.lines, "error": error,
-        "shapes": watch.shapes.found, "messages": dict(peers.messages),
+        "shapes": watch.shapes.found, "messages": dict(peers.messages), "launches": dict(watch.launches),
+        "idle": dict(watch.idle),
     }  # fmt: skip
 
 
@@ -102,7 +103,9 @@ def _name_phases(watch: Watch) -> None:
         (SupervisedTrainer, "_measure", "held out"),
         (Executor, "run", "round"),
         *((worker, name, phase) for phase, worker in workers.items() for name in ("compute", "outbox", "inbox", "end")),
-        *((worker, "begin", phase) for phase, worker in workers.items() if phase != "listen"),
+        (ScoringWorker, "begin", "score"),
+        (DecodeWorker, "begin", "decode round"),
+        (DeviceLane, "start", "decode window"),
         (DeviceLane, "step", "decode step"),
         (TrainedModel, "step", "update"),
         (TrainedModel, "ahead", "ahead"),

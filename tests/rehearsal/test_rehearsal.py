@@ -86,13 +86,15 @@ def test_every_expected_wait_is_one(rehearsals: Rehearsals) -> None:
     assert found == EXPECTED.keys()
 
 
-def test_decoding_is_read_once_in_so_many_steps(rehearsals: Rehearsals) -> None:
+def test_decoding_is_read_once_in_so_many_steps_while_the_device_computes_the_next(rehearsals: Rehearsals) -> None:
+    """Between the windows of a round the device never has nothing to do."""
     for case in ("single", "paged float32", "colocated tp 2"):
         for report in rehearsals.of(case):
-            steps = report["phases"]["decode step"]
             reads = {wait: count for wait, count in waits_of(report).items() if wait[0].startswith("decode")}
-            expected = {("decode", "read", "engine/device_decode.py read"): steps // SYNC_STEPS}
-            assert steps >= 24 and reads == expected, reads
+            (count,), phases = reads.values(), report["phases"]
+            assert reads.keys() == {("decode", "synchronize", "engine/device_decode.py read")}
+            assert phases["decode step"] >= 24 and count <= phases["decode step"] // SYNC_STEPS
+            assert report["idle"]["decode"] <= phases["decode round"] < count, (count, report["idle"])
 
 
 @pytest.mark.parametrize("case", REHEARSED)
@@ -118,14 +120,11 @@ def test_a_planted_defect_is_found(rehearsals: Rehearsals, name: str) -> None:
 
 
 class BenchHere(GpuBench):
-    """`oppo bench gpu` whose parts are done by the process that rehearses; TRL's runner is left out."""
+    """`oppo bench gpu` whose parts are done by the process that rehearses; the Python of the tests has no TRL."""
 
     rehearsals: Rehearsals
 
     def _process(self, size: str, part: str, command: Sequence[str], seconds: float) -> Iterator[str | None]:
-        if part == "trl":
-            yield "not rehearsed"
-            return
         (report,) = self.rehearsals.answer({"order" if part in ("decode", "overlap") else "config": command[-1]})
         yield report["error"] or ", ".join(report["faults"]) or None
 
@@ -138,7 +137,7 @@ def test_the_benchmark_of_a_gpu_goes_through(rehearsals: Rehearsals, tmp_path: P
     rows = bench.run({"tiny": TINY})["results"]
     assert json.loads((tmp_path / "gpu.json").read_text())["results"] == rows
     why_not = [row for row in rows if "why_not" in row]
-    assert [row["why_not"] for row in why_not] == ["not rehearsed"], why_not
+    assert len(why_not) == 1 and "has no TRL" in why_not[0]["why_not"], why_not
     told = [(row["part"], row.get("variant")) for row in rows]
     decoded = ["bandwidth", "as trained", "as trained", "each token read", "transformers generate"]
     assert told == [("decode", each) for each in decoded] + [("overlap", "second stream")] + [

@@ -9,7 +9,7 @@ ONCE_A_STEP = "exchange"
 
 EXPECTED: dict[Wait, tuple[int, str]] = {
     # a window of decode steps; with pipeline stages each step, on the last stage and on those that hear of it
-    ("decode", "read", "engine/device_decode.py read"): (1, "decode step"),
+    ("decode", "synchronize", "engine/device_decode.py read"): (1, "decode window"),
     ("decode", "read", "engine/generation.py _sample"): (1, "decode"),
     ("decode", "read", "engine/generation.py inbox"): (1, "decode"),
     # a chunk, header and payload

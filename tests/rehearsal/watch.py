@@ -43,6 +43,8 @@ class Watch(TorchDispatchMode):
         self.waits: Counter[tuple[str, str, str]] = Counter()
         self.lines: dict[str, str] = {}
         self.phases: Counter[str] = Counter()
+        self.launches: Counter[str] = Counter()
+        self.idle: Counter[str] = Counter()  # waits by phase after which nothing is left to do on their stream
         self.faults: Counter[str] = Counter()
         self.copies = HostCopies()
         self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # the captured steps
@@ -63,13 +65,15 @@ class Watch(TorchDispatchMode):
         self.faults[f"{place}: {what}"] += 1
         self.lines[place] = line
 
-    def waits_for(self, kind: str, *, all_streams: bool = False) -> None:
+    def waits_for(self, kind: str, *, all_streams: bool = False, until: dict[int, int] | None = None) -> None:
         place, line = here()
         self.waits[self.phase, kind, place] += 1
         self.lines[place] = line
         if self.capturing:
             self.fault(f"the host waits ({kind}) in a step that is captured")
-        self.streams.wait_for_all() if all_streams else self.streams.wait_for(self._clock())
+        until = dict(self._clock()) if until is None else until
+        self.idle[self.phase] += until == self._clock()
+        self.streams.wait_for_all() if all_streams else self.streams.wait_for(until)
         self.copies.waited(self.streams.host)
 
     def read(self, tensor: Tensor) -> Tensor:
@@ -126,6 +130,7 @@ class Watch(TorchDispatchMode):
     def _launch(self, reads: Any = (), writes: Any = (), fresh: Any = ()) -> None:
         for each in () if self.capturing else fresh:  # what a captured step makes is in memory of its own
             weakref.finalize(each.untyped_storage(), self._forget, memory_of(each)).atexit = False
+        self.launches[self.phase] += 1
         told = self.streams.launch(*(map(memory_of, tensors) for tensors in (reads, writes, fresh)))
         if told:
             self.fault(told)

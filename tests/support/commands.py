@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from oppo_megatron.cli.main import main
+
 LEAST = """
 run_dir: run
 steps: 3
@@ -29,3 +31,18 @@ def enter(folder: Path, monkeypatch: pytest.MonkeyPatch, config: str) -> Path:
     path = folder / "c.yaml"
     path.write_text(config)
     return path
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The output of a command line that ends well."""
+    assert main([*map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The message of a command line that ends with 2; only `validate` and `plan simulate` may have shown something before."""
+    words = [*map(str, arguments)]
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err and (captured.out == "" or {"validate", "simulate"} & {*words[:2]})
+    return captured.err

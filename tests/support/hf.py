@@ -10,15 +10,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 SIZES = {
-    "num_hidden_layers": 4,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 64,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-}
+    "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "vocab_size": 64, "max_position_embeddings": 128, "pad_token_id": 0,
+}  # fmt: skip
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
@@ -50,3 +44,10 @@ def save_tiny(directory: Path, family: str, head: str = "lm", *, max_shard_size:
     model = tiny_model(family, head, **changes)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return model
+
+
+def convert(*arguments: object) -> int:
+    """The exit code of `oppo convert`."""
+    from oppo_megatron.cli.main import main
+
+    return main(["convert", *map(str, arguments)])

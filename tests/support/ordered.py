@@ -49,9 +49,7 @@ class Ordered(Player):
     def _lanes(self, done: Recorded, grown: Growing) -> Lanes:
         """A sequence that ends leaves its micro-batch; a single replica stops when the batch is complete."""
         by_id = dict(zip(grown.columns.seq_ids.tolist(), self.tokens(done).tolist(), strict=True))
-        return [
-            [np.sort([by_id[growth.seq_id] for growth in batch]) for batch in replica] for replica in done.planned.round.decode
-        ]
+        return [[np.sort([by_id[g.seq_id] for g in batch]) for batch in replica] for replica in done.planned.round.decode]
 
     def _live(self, schedule: Schedule, lanes: Lanes) -> Schedule:
         """Leaves out void micro-steps and their messages, which all ranks of a replica skip."""

@@ -38,3 +38,8 @@ def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < until, "it has not come true"
         time.sleep(0.02)
+
+
+def listeners(pid: int) -> set[tuple[str, int]]:
+    connections = psutil.Process(pid).net_connections("inet")
+    return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}

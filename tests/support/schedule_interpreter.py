@@ -4,7 +4,7 @@ A schedule is harmful if a rank hangs or lacks input, a message is left over, or
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,9 +79,8 @@ def reference(round_: Round, site: Site) -> dict[int, State]:
             coords = placement.coords(rank)
             if coords is not None:
                 at = stages[role, coords.replica, coords.stage]
-                state.caches |= at.caches
-                state.scores |= at.scores
-                state.books.update(at.books)
+                for own, theirs in (state.caches, at.caches), (state.scores, at.scores), (state.books, at.books):
+                    own.update(theirs)
         if round_.steps and (rank in site.listeners or (rank in actor.ranks and actor.dp > 1)):
             state.chunk = _snapshot(chunk)
     return states
@@ -93,12 +92,10 @@ def harm(schedule: Schedule, round_: Round, site: Site) -> str | None:
     except Harm as error:
         return str(error)
     for rank, expected in reference(round_, site).items():
-        got = states[rank]
-        for what in ("caches", "scores", "chunk"):
-            if getattr(got, what) != getattr(expected, what):
+        for what in ("caches", "scores", "chunk", "books"):
+            got, due = getattr(states[rank], what), getattr(expected, what)
+            if _snapshot(got) != _snapshot(due) if what == "books" else got != due:
                 return f"rank {rank}: {what} differ"
-        if _snapshot(got.books) != _snapshot(expected.books):
-            return f"rank {rank}: drawn tokens differ"
     return None
 
 
@@ -108,7 +105,7 @@ class _Machine:
         self.states = {rank: State() for placement in site.placements.values() for rank in placement.ranks}
         self.links: dict[object, deque[Any]] = defaultdict(deque)
         self.hidden: dict[object, list[int]] = {}
-        self.meetings: dict[object, list[dict[int, Any]]] = defaultdict(list)
+        self.meetings: dict[object, dict[int, Any]] = defaultdict(dict)
         self.met: dict[tuple[object, int], int] = defaultdict(int)
 
     def run(self) -> dict[int, State]:
@@ -148,17 +145,15 @@ class _Machine:
                 assert coords is not None
                 yield from self._compute(action, coords)
 
-    def _meet(self, group: tuple[int, ...], name: object, rank: int, brought: Any) -> Iterator[bool]:
-        """Every rank of the group comes; the n-th call of each belongs together."""
-        number = self.met[name, rank]
+    def _meet(self, group: tuple[int, ...], name: object, rank: int, brought: Any) -> Generator[bool, None, dict[int, Any]]:
+        """Every rank of the group comes, and has what each has brought; the n-th call of each belongs together."""
         self.met[name, rank] += 1
-        meetings = self.meetings[name]
-        while len(meetings) <= number:
-            meetings.append({})
-        meetings[number][rank] = brought
-        while len(meetings[number]) < len(group):
+        meeting = self.meetings[name, self.met[name, rank]]
+        meeting[rank] = brought
+        while len(meeting) < len(group):
             yield False
         yield True
+        return meeting
 
     def _place_of_hidden(self, action: Action) -> object:
         """A scorer holds one hidden state, the actor one of each micro-batch."""
@@ -194,12 +189,10 @@ class _Machine:
 
     def _gather(self, action: Action) -> Iterator[bool]:
         state, placement = self.states[action.rank], self.site.placements["actor"]
-        number = self.met["gather", action.rank]
-        yield from self._meet(placement.ranks, "gather", action.rank, _snapshot(state.books))
+        brought = yield from self._meet(placement.ranks, "gather", action.rank, _snapshot(state.books))
         coords = placement.coords(action.rank)
         assert coords is not None
         column = [placement.rank(replica, coords.stage, coords.shard) for replica in range(placement.dp)]
-        brought = self.meetings["gather"][number]
         state.chunk = tuple(sorted(row for rank in column for row in brought[rank]))
 
     def _batch(self, action: Action) -> Batch:
@@ -213,11 +206,9 @@ class _Machine:
         placement, rank = self.site.placements[action.role], action.rank
         group = placement.stage_ranks(coords.replica, coords.stage)
         own = self._input(action, coords)
-        call = (action.op, action.micro_batch, action.step)
-        number = self.met[(action.role, group), rank]
-        yield from self._meet(group, (action.role, group), rank, (call, own))
-        brought = [self.meetings[(action.role, group)][number][member] for member in group]
-        if any(other != (call, own) for other in brought):
+        called = (action.op, action.micro_batch, action.step, own)
+        brought = yield from self._meet(group, (action.role, group), rank, called)
+        if any(other != called for other in brought.values()):
             raise Harm(f"{action}: its tensor ranks meet at different actions or with different values")
         self._work(action, coords, own)
         yield True

@@ -48,9 +48,7 @@ def make_round(
 
     decode = tuple(batches(micro_batches, steps, 5) for _ in range(actor.dp))
     # the first decode micro-batches begin with prompts
-    prompted = tuple(
-        tuple(tuple(Growth(g.seq_id, 0, g.past) for g in batch) for batch in replica[:prompts]) for replica in decode
-    )
+    prompted = tuple(tuple(tuple(Growth(g.seq_id, 0, g.past) for g in batch) for batch in own[:prompts]) for own in decode)
     prefill = {role: tuple(batches(prefills, 4, 6, 4) for _ in range(p.dp)) for role, p in site.placements.items()}
     return Round(index, steps, decode if steps else (), prefill | {"actor": prompted if steps else ()})
 

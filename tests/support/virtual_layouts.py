@@ -21,19 +21,13 @@ SCORERS = ("reference", "critic", "reward")
 
 def tree(actor: Layout = (1, 1, 1), scorer: Layout | None = None, **changes: Any) -> dict[str, Any]:
     mode = "single" if actor == (1, 1, 1) and scorer is None else "colocated" if scorer is None else "disaggregated"
-    role = {"init": MODEL_70B}
-    pools = {"actor": dict(zip(SIZES, actor, strict=True))}
-    if scorer is not None:
-        pools["scorer"] = dict(zip(SIZES, scorer, strict=True))
+    pools = {name: dict(zip(SIZES, own, strict=True)) for name, own in (("actor", actor), ("scorer", scorer)) if own is not None}
     config: dict[str, Any] = {
         "run_dir": "none", "steps": 6, "placement": {"mode": mode, **pools}, "tokenizer": {"path": "none"},
-        "data": {"path": "none", "max_prompt_tokens": 64}, "actor": role, "critic": role, "reward": role,
+        "data": {"path": "none", "max_prompt_tokens": 64},
+        **dict.fromkeys(("actor", "critic", "reward"), {"init": MODEL_70B}),
         "rewards": [{"kind": "model"}], "rollout": {"batch_size": 16, "max_response_tokens": 96, "forced_lengths": [30.0, 0.8]},
-        "overlap": {
-            "chunk": 16,
-            "delta": {"rule": "fixed", "initial": 4, "max": 4},
-        },
-        "runtime": {"micro_batch_tokens": 2048},
+        "overlap": {"chunk": 16, "delta": {"rule": "fixed", "initial": 4, "max": 4}}, "runtime": {"micro_batch_tokens": 2048},
     }  # fmt: skip
     for key, value in changes.items():
         config[key] = config.get(key, {}) | value if isinstance(value, dict) else value

@@ -26,17 +26,23 @@ def test_without_nemo_the_import_of_the_trainer_says_what_is_missing() -> None:
         from oppo_megatron.integrations.nemo_aligner import PPOTrainer  # noqa: F401
 
 
-def test_the_block_is_read_strictly() -> None:
+def test_the_block_is_read_strictly_and_the_example_is_one() -> None:
     assert read_aligner_config({}).delta.rule == "eq4" and read_aligner_config({}).scorer is None
     for unasked in ({}, {"delta": {}}, {"delta": {"window": 3}, "chunk": 64}):
         delta = read_aligner_config(unasked).delta
         assert (delta.initial, delta.max) == (0, 0), "nothing is deferred until that is asked for"
-    with pytest.raises(ConfigError, match="trainer.ppo.oppo: .*chunk"):
-        read_aligner_config({"chunk": 0})
-    with pytest.raises(ConfigError, match=r"initial 4 is above max 2"):
-        read_aligner_config({"delta": {"initial": 4, "max": 2}})
-    with pytest.raises(ConfigError, match="url"):
-        read_aligner_config({"scorer": {"url": "somewhere:80"}})
+    for wrong, said in (
+        ({"chunk": 0}, "trainer.ppo.oppo: .*chunk"), ({"delta": {"initial": 4, "max": 2}}, "initial 4 is above max 2"),
+        ({"scorer": {"url": "somewhere:80"}}, "url"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            read_aligner_config(wrong)
+    folder = Path(__file__).resolve().parents[2] / "examples" / "nemo_aligner"
+    added = [line[1:] for line in (folder / "gpt_ppo_actor.yaml.diff").read_text().splitlines() if line[:1] == "+"]
+    shown = read_aligner_config(yaml.safe_load(textwrap.dedent("\n".join(added[2:])))["oppo"])
+    assert shown.scorer.url == "http://127.0.0.1:8901" and shown.delta.max == 64
+    script = (folder / "train_gpt_ppo_actor.py.diff").read_text().splitlines()
+    assert "+from oppo_megatron.integrations.nemo_aligner import PPOTrainer" in script
 
 
 @given(
@@ -44,9 +50,7 @@ def test_the_block_is_read_strictly() -> None:
     width=st.integers(1, 3),
     max_staleness=st.integers(1, 3),
 )
-def test_a_step_trains_its_batch_and_leaves_what_was_drawn_beyond(
-    steps: list[tuple[int, object]], width: int, max_staleness: int
-) -> None:
+def test_a_step_trains_its_batch_and_leaves_the_rest(steps: list[tuple[int, object]], width: int, max_staleness: int) -> None:
     pool, batch, trained, drawn = Pool(max_staleness), 2 * width, [], 0
     for step, (delta, chance) in enumerate(steps):
         new = max(0, batch + min(delta, batch) - len(pool))
@@ -95,14 +99,12 @@ def test_rows_and_the_room_for_them() -> None:
 ROWS = [Row(7, [3, 4], [5], [(0, 1)], 2), Row(9, [2**40], [], [], 0), Row(11, [1, 2, 3], [4, 5], [(0, 1), (1, 1)], 1, True)]
 
 
-def alone(error: Exception | None, kind: type[OppoError]) -> None:
-    if error is not None:
-        raise error
+def sidecar(folder: Path, replicas: int = 1) -> Sidecar:
+    def alone(error: Exception | None, kind: type[OppoError]) -> None:
+        if error is not None:
+            raise error
 
-
-def sidecar(folder: Path, replica: int = 0, replicas: int = 1) -> Sidecar:
-    root = folder_next_to(folder / "checkpoints")
-    return Sidecar(root, replica, replicas, writes=True, leads=replica == 0, agree=alone)
+    return Sidecar(folder_next_to(folder / "checkpoints"), 0, replicas, writes=True, leads=True, agree=alone)
 
 
 def test_a_sidecar_gives_back_what_was_written(tmp_path: Path) -> None:
@@ -111,12 +113,10 @@ def test_a_sidecar_gives_back_what_was_written(tmp_path: Path) -> None:
     for step in (4, 6, 6):
         sidecar(tmp_path).write(step, kept)
     assert sidecar(tmp_path).read(6) == kept
-    empty = Kept([], 0, {})
-    sidecar(tmp_path).write(8, empty)
-    assert sidecar(tmp_path).read(8) == empty
-    assert sorted(path.suffix for path in (tmp_path / "checkpoints-oppo" / "step-000006").iterdir()) == [
-        ".json", ".jsonl", ".safetensors",
-    ]  # fmt: skip
+    sidecar(tmp_path).write(8, Kept([], 0, {}))
+    assert sidecar(tmp_path).read(8) == Kept([], 0, {})
+    suffixes = sorted(path.suffix for path in (tmp_path / "checkpoints-oppo" / "step-000006").iterdir())
+    assert suffixes == [".json", ".jsonl", ".safetensors"]
 
 
 def test_a_sidecar_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
@@ -135,14 +135,14 @@ def test_a_sidecar_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
 NAME = "megatron_gpt-step={}-consumed_samples=64-ppo_optimization_step={}-epoch=0-val_rewards=1.5"
 
 
-@pytest.mark.parametrize(
-    "where", ["{}", "{}.ckpt", "mp_rank_00/{}.ckpt", "tp_rank_00_pp_rank_001/{}.ckpt", "{}-last", "{}-unfinished"]
-)
-def test_steps_are_read_from_the_names_of_nemos_checkpoints(where: str, tmp_path: Path) -> None:
-    path = tmp_path / where.format(NAME.format(12, 48))
-    path.mkdir(parents=True)
-    (tmp_path / "megatron_gpt.nemo").touch()
-    assert list(stamps_of(tmp_path, 12)) == [name_of(path)] and not stamps_of(tmp_path, 48)
+def test_steps_are_read_from_the_names_of_nemos_checkpoints(tmp_path: Path) -> None:
+    wheres = ("{}", "{}.ckpt", "mp_rank_00/{}.ckpt", "tp_rank_00_pp_rank_001/{}.ckpt", "{}-last", "{}-unfinished")
+    for number, where in enumerate(wheres):
+        folder = tmp_path / str(number)
+        path = folder / where.format(NAME.format(12, 48))
+        path.mkdir(parents=True)
+        (folder / "megatron_gpt.nemo").touch()
+        assert list(stamps_of(folder, 12)) == [name_of(path)] and not stamps_of(folder, 48)
 
 
 def test_rows_go_with_their_checkpoint_if_its_name_has_a_step(tmp_path: Path) -> None:
@@ -194,18 +194,6 @@ def test_rows_are_of_the_checkpoint_that_was_written_after_them(tmp_path: Path) 
     with pytest.raises(CheckpointError, match=f"the rows of another checkpoint of step 4, saved later than {name};"):
         sidecar(tmp_path).read(4, name)
     for later in (f"{name}-v1", None):
-        kept = sidecar(tmp_path).read(4, later)
-        assert kept is not None and kept.rows == ROWS
+        assert sidecar(tmp_path).read(4, later).rows == ROWS
     (checkpoints / f"{name}-last" / "weights").touch()
     assert [key for key, stamp in stamps_of(checkpoints, 4).items() if before[key] != stamp] == [f"{name}-last"]
-
-
-def test_the_examples_block_is_one_that_the_plugin_reads() -> None:
-    folder = Path(__file__).resolve().parents[2] / "examples" / "nemo_aligner"
-    added = [line[1:] for line in (folder / "gpt_ppo_actor.yaml.diff").read_text().splitlines() if line[:1] == "+"]
-    tree = yaml.safe_load(textwrap.dedent("\n".join(added[2:])))
-    config = read_aligner_config(tree["oppo"])
-    assert config.scorer is not None and config.scorer.url == "http://127.0.0.1:8901" and config.delta.max == 64
-    assert "+from oppo_megatron.integrations.nemo_aligner import PPOTrainer" in (
-        folder / "train_gpt_ppo_actor.py.diff"
-    ).read_text().splitlines()  # fmt: skip

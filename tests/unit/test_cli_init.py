@@ -1,24 +1,37 @@
-"""`oppo config --init`: what it writes is valid but for the files that the user has yet to supply, and it overwrites nothing."""
+"""`oppo config --init`: files that are valid but for what the user has yet to supply; `oppo demo`: stages, made or reused."""
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import json
+import runpy
 import shlex
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
 import pytest
 import yaml
 
+from oppo_megatron.cli.demo import CONFIGS, OUT, RECORD, RUNS, Stage, find_configs, folder_of, plan
+from oppo_megatron.cli.demo_report import comparison, difference
 from oppo_megatron.cli.init import CASES
 from oppo_megatron.cli.main import main, parse_arguments
+from oppo_megatron.config.algorithm import PRESETS
 from oppo_megatron.config.explain import dotted
+from oppo_megatron.config.load import load_config
 from oppo_megatron.config.rewards import RewardPart
+from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.tokenizer import train_sentencepiece
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.placements import named_roles, world_size
+from oppo_megatron.preflight.validate import train_problems
 from oppo_megatron.rewards.functions import build_reward_functions
+from tests.support.commands import refused, shown
 
-LONGEST_CONFIG = 60
+INIT = ("config", "--init")
 SHAPE = {
     "model_type": "qwen2", "vocab_size": 304, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
     "num_attention_heads": 2, "max_position_embeddings": 8192,
@@ -39,16 +52,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["config", "--init", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and "Traceback" not in captured.err
-    return captured.err
-
-
 def written(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
-    assert main(["config", "--init", *arguments]) == 0
-    return capsys.readouterr().out.splitlines()
+    return shown(capsys, *INIT, *arguments).splitlines()
 
 
 def section(said: list[str], title: str) -> list[str]:
@@ -69,9 +74,8 @@ def every_key(tree: object, path: tuple[str | int, ...] = ()) -> list[str]:
 @pytest.mark.parametrize("case", CASES)
 def test_only_files_are_missing_and_they_are_named(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = written(capsys, case)
-    config = said[0].partition(":")[0]
-    assert main(["validate", config, "--kind", CASES[case].kind]) == 2
-    problems = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  - ")]
+    err = refused(capsys, "validate", said[0].partition(":")[0], "--kind", CASES[case].kind)
+    problems = [line for line in err.splitlines() if line.startswith("  - ")]
     assert problems and all("does not exist" in problem for problem in problems)
     missing = {problem.split("`")[1] for problem in problems}
     supply = set(section(said, "yet to supply:")) if "yet to supply:" in said else set()
@@ -84,8 +88,7 @@ def test_files_are_short_commented_and_of_known_keys(case: str, capsys: pytest.C
     written(capsys, case)
     for path in Path().glob("*.yaml"):
         text = path.read_text()
-        assert len(text.splitlines()) <= LONGEST_CONFIG and "@" not in text
-        assert max(map(len, text.splitlines())) <= 140
+        assert len(text.splitlines()) <= 60 and max(map(len, text.splitlines())) <= 140 and "@" not in text
         assert all(line.find("  # ") in (-1, 31) for line in text.splitlines() if line.startswith("run_dir")), "aligned"
         tree = yaml.safe_load(text)
         assert tree.get("runtime", {}).get("dtype") is None, "the device decides: the same file runs on a GPU and a CPU"
@@ -93,6 +96,13 @@ def test_files_are_short_commented_and_of_known_keys(case: str, capsys: pytest.C
         assert (shape is not None) == (case.startswith(("arithmetic", "hh")) and path.name == "sft.yaml")
         for key in every_key(tree):
             assert key.rpartition(".")[2].isdigit() or explained(key), key
+
+
+def validated(capsys: pytest.CaptureFixture[str], config: str) -> str:
+    """What `oppo validate` shows, with small models in the place of those yet to supply."""
+    roles = {"model", "actor", "critic", "reward"} & yaml.safe_load(Path(config).read_text()).keys()
+    starts = [f"{role}.{key}" for role in roles for key in (f"init={json.dumps(SHAPE)}", "checkpoint=null")]
+    return shown(capsys, "validate", config, *starts, "tokenizer.path=t.model")
 
 
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if not case.makes_data])
@@ -111,16 +121,9 @@ def test_with_the_files_supplied_it_is_valid(case: str, folder: Path, capsys: py
     said = written(capsys, case, "--force")
     assert "yet to supply:" not in said
     config = said[0].partition(":")[0]
-    shape = [f"{role}.init={json.dumps(SHAPE)}" for role in ("actor", "critic", "reward")]
-    none = [f"{role}.checkpoint=null" for role in ("actor", "critic", "reward")]
-    if CASES[case].kind != "train":
-        shape, none = [f"model.init={json.dumps(SHAPE)}"], ["model.checkpoint=null"]
-    else:
-        named = yaml.safe_load(Path(config).read_text())
-        assert ("critic" in named) == (CASES[case].preset == "ppo")
-        shape, none = ([each for each in given if each.partition(".")[0] in named] for given in (shape, none))
-    assert main(["validate", config, *shape, *none, "tokenizer.path=t.model"]) == 0, capsys.readouterr().err
-    assert f"valid configuration for `oppo {CASES[case].kind}`" in capsys.readouterr().out
+    if CASES[case].kind == "train":
+        assert ("critic" in yaml.safe_load(Path(config).read_text())) == (CASES[case].preset == "ppo")
+    assert f"valid configuration for `oppo {CASES[case].kind}`" in validated(capsys, config)
 
 
 @pytest.mark.parametrize("case", ["hh", "hh-dpo", "hh-kto"])
@@ -133,25 +136,20 @@ def test_rows_as_hh_has_them_are_valid_in_every_stage(case: str, folder: Path, c
     for name in ("a.jsonl", "b.jsonl"):
         Path(name).write_text("".join(json.dumps(row) + "\n" for row in [*whole, empty, same, unanswered]))
     said = written(capsys, case, "--data", "a.jsonl", "--heldout", "b.jsonl")
-    model = json.dumps(SHAPE)
     for config in [said[0].partition(":")[0], *(name for name in ("sft.yaml", "rm.yaml") if Path(name).exists())]:
-        tree = yaml.safe_load(Path(config).read_text())
-        roles = [role for role in ("model", "actor", "critic", "reward") if role in tree]
-        starts = [f"{role}.{key}" for role in roles for key in (f"init={model}", "checkpoint=null")]
-        assert main(["validate", config, *starts, "tokenizer.path=t.model"]) == 0, capsys.readouterr().err
-        assert "1 row" in (out := capsys.readouterr().out) or "rows set aside" in out
+        assert "1 row" in (out := validated(capsys, config)) or "rows set aside" in out
 
 
 def test_nothing_is_overwritten_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:
     Path("my_reward.py").write_text("mine")
-    assert "my_reward.py is there already; --force overwrites" in refused(capsys, "hf-actor")
+    assert "my_reward.py is there already; --force overwrites" in refused(capsys, *INIT, "hf-actor")
     assert not Path("ppo.yaml").exists() and Path("my_reward.py").read_text() == "mine"
     written(capsys, "hf-actor", "--force")
     assert "def score" in Path("my_reward.py").read_text()
-    assert "ppo.yaml is there already" in refused(capsys, "gsm8k")
+    assert "ppo.yaml is there already" in refused(capsys, *INIT, "gsm8k")
     written(capsys, "gsm8k", "--out", "other.yaml")
     Path("dir.yaml").mkdir()
-    assert "dir.yaml is there already; name another" in refused(capsys, "gsm8k", "--force", "--out", "dir.yaml")
+    assert "dir.yaml is there already; name another" in refused(capsys, *INIT, "gsm8k", "--force", "--out", "dir.yaml")
 
 
 def test_what_is_named_stands_in_the_file(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,31 +157,27 @@ def test_what_is_named_stands_in_the_file(capsys: pytest.CaptureFixture[str]) ->
     tree = yaml.safe_load(Path("n/p.yml").read_text())
     assert tree["actor"]["checkpoint"] == tree["tokenizer"]["path"] == "a b/c: #1"
     assert tree["reward"]["checkpoint"] == "r" and tree["data"]["path"] == "x/{y}.jsonl"
-    assert tree["run_dir"] == "n/runs/rlhf"
-    assert "oppo train n/p.yml" in section(said, "next:")
+    assert tree["run_dir"] == "n/runs/rlhf" and "oppo train n/p.yml" in section(said, "next:")
     written(capsys, "hh-dpo", "--heldout", "test.jsonl.gz", "--out", "h/dpo.yaml")
     for name in ("sft", "dpo"):
         assert yaml.safe_load(Path(f"h/{name}.yaml").read_text())["evaluation"]["data"]["path"] == "test.jsonl.gz"
     supply = section(written(capsys, "reward-model", "--out=n/q.yml"), "yet to supply:")
     assert "n/models/reward  (critic.checkpoint, reward.checkpoint)" in supply
     written(capsys, "gsm8k", "--data", "in ${HOME}.jsonl")
-    assert main(["config", "ppo.yaml", "--explain", "data.path"]) == 0
-    assert "here:    in ${HOME}.jsonl" in capsys.readouterr().out
+    assert "here:    in ${HOME}.jsonl" in shown(capsys, "config", "ppo.yaml", "--explain", "data.path")
 
 
 def test_cases_are_listed_and_wrong_words_explained(capsys: pytest.CaptureFixture[str]) -> None:
     out = "\n".join(written(capsys))
     assert all(case.name in out and case.about in out for case in CASES.values())
-    assert "did you mean `gsm8k`?" in refused(capsys, "gsm")
-    assert "choose one of gsm8k, grpo, dapo, reward-model" in refused(capsys, "zzzz")
-    assert main(["config", "--list", "--force"]) == 2
-    assert "--force can only be given with --init" in capsys.readouterr().err
-    assert main(["config", "x.yaml", "--init", "gsm8k"]) == 2
-    assert "--init writes a new file; name it with --out" in capsys.readouterr().err
-    assert "--reward: case `gsm8k` has no place for it; it takes --actor, --data, --heldout" in refused(
-        capsys, "gsm8k", "--reward=r"
-    )
-    assert "`out.json`, but a configuration ends in .yaml" in refused(capsys, "gsm8k", "--out", "out.json")
+    no_place = "--reward: case `gsm8k` has no place for it; it takes --actor, --data, --heldout"
+    for words, said in {
+        "--init gsm": "did you mean `gsm8k`?", "--init zzzz": "choose one of gsm8k, grpo, dapo, reward-model",
+        "--list --force": "--force can only be given with --init", "--init gsm8k --reward=r": no_place,
+        "x.yaml --init gsm8k": "--init writes a new file; name it with --out",
+        "--init gsm8k --out out.json": "`out.json`, but a configuration ends in .yaml",
+    }.items():  # fmt: skip
+        assert said in refused(capsys, "config", *words.split())
     assert list(Path().iterdir()) == []
 
 
@@ -200,13 +194,166 @@ def test_the_next_commands_can_be_given(case: str, out: str, capsys: pytest.Capt
 
 def test_the_reward_function_is_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(capsys, "hf-actor", "--out", "h/ppo.yaml")
-    spec = importlib.util.spec_from_file_location("my_reward", folder / "h" / "my_reward.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    said = build_reward_functions([RewardPart(kind="python", entry_point=f"{module.__file__}:score")]).describe()
+    path = folder / "h" / "my_reward.py"
+    score = runpy.run_path(str(path))["score"]
+    said = build_reward_functions([RewardPart(kind="python", entry_point=f"{path}:score")]).describe()
     about = "Return 1 if the response contains the row's `answer`, else 0.  This is an example; replace it by your own rule."
     assert len(said) == 1 and said[0].endswith(f": {about}")
-    assert module.score("q", "it is 42", {"answer": 42}) == 1.0 and module.score("q", "no", {"answer": 42}) == 0.0
+    assert score("q", "it is 42", {"answer": 42}) == 1.0 and score("q", "no", {"answer": 42}) == 0.0
     with pytest.raises(KeyError, match="column `answer`, and this row has .*'solution'.*write in my_reward.py"):
-        module.score("q", "word " * 50, {"solution": 42})
+        score("q", "word " * 50, {"solution": 42})
+
+
+ROOT = Path(__file__).resolve().parents[2]
+FIGURES = {
+    "step_s": 0.5, "scoring_hidden": None, "reward_first": 0.4, "reward_last": 0.8, "deferred": {"0": 9, "1": 1},
+    "accuracy_before": 0.25, "accuracy_after": 0.625, "error_before": 0.01, "error_after": 0.015,
+}  # fmt: skip
+
+
+def trained(stage: Stage) -> TrainConfig:
+    kind, file, changes = stage.make.args
+    assert kind == "train"
+    return load_config(TrainConfig, file, changes)
+
+
+@pytest.mark.parametrize("quick", [False, True], ids=["whole", "quick"])
+@pytest.mark.parametrize("algorithm", PRESETS)
+def test_the_stages_of_a_preset(algorithm: str, quick: bool, tmp_path: Path) -> None:
+    preset, out = PRESETS[algorithm], tmp_path / "demo"
+    stages = {stage.name: stage for stage in plan(out, ROOT / CONFIGS, 3, quick, algorithm)}
+    assert list(stages) == ["data", "tokenizer", "sft", *(["rm"] if algorithm == "ppo" else []), *RUNS]
+    for name, overlaps in RUNS.items():
+        assert [stage.name for stage in stages[name].after] == [before for before in stages if before not in RUNS]
+        config = trained(stages[name])
+        problems = train_problems(config)
+        assert problems and all("does not exist" in problem for problem in problems), problems
+        assert config.algorithm.preset == algorithm and config.seed == 3 and config.run_dir == out / name
+        assert (config.overlap.intra, config.overlap.inter) == (overlaps, overlaps)
+        assert config.ppo.kl.mode == preset.kl["mode"]
+        assert {name: getattr(config.algorithm, name) for name in preset.choices} == preset.choices
+        scorers = ["reference", "critic", "reward"] if algorithm == "ppo" else ["reference"]
+        assert [*named_roles(config)] == ["actor", *([] if preset.kl["mode"] == "none" else scorers)]
+        assert world_size(config) == 2
+        size = {"ppo": 1, "online_dpo": 4}.get(algorithm, 4 if quick else 8)
+        assert config.rollout.group_size == size and config.overlap.delta.max > 0
+
+
+@pytest.mark.parametrize("algorithm", PRESETS)
+def test_a_host_with_one_gpu_gets_one_rank(algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oppo_megatron.cli.demo.has_cuda", lambda: True)
+    monkeypatch.setattr("oppo_megatron.cli.demo.cuda_devices", lambda: 1)
+    for stage in plan(tmp_path, ROOT / CONFIGS, 3, False, algorithm)[-2:]:
+        config = trained(stage)
+        assert world_size(config) == 1 and all("does not exist" in problem for problem in train_problems(config))
+
+
+def test_the_arithmetic_examples_are_what_the_demo_runs() -> None:
+    folder = ROOT / CONFIGS
+    for name in ("ppo", "grpo", "dapo", "online_dpo"):
+        own = load_config(TrainConfig, folder / f"{name}.yaml")
+        theirs = trained(plan(folder_of(OUT, name), folder, 1, False, name)[-1])
+        assert own == (theirs.model_copy(update={"placement": own.placement}) if name == "dapo" else theirs)
+
+
+def test_each_algorithm_has_its_own_folder_and_configurations(tmp_path: Path) -> None:
+    folders = [folder_of(OUT, name) for name in PRESETS]
+    assert folders[0] == Path("runs/demo") and len({*folders}) == len(PRESETS)
+    assert folder_of(OUT, "dapo") == Path("runs/demo-dapo")
+    for name in ("sft", "grpo"):
+        (tmp_path / f"{name}.yaml").touch()
+    assert find_configs(tmp_path, "rloo") == tmp_path
+    with pytest.raises(ConfigError, match="no sft.yaml, rm.yaml and ppo.yaml in"):
+        find_configs(tmp_path)
+    (tmp_path / "grpo.yaml").unlink()
+    with pytest.raises(ConfigError, match="no sft.yaml and grpo.yaml in .*name their folder with --configs"):
+        find_configs(tmp_path, "rloo")
+
+
+def test_a_table_without_scorers_has_no_row_for_them() -> None:
+    text = comparison({name: FIGURES for name in RUNS}, 1.0, "dr_grpo")
+    assert text.startswith("DR_GRPO on arithmetic") and "scoring time hidden" not in text
+    scored = comparison({name: FIGURES | {"scoring_hidden": 0.5} for name in RUNS}, 1.0, "ppo")
+    assert scored.startswith("PPO on arithmetic") and "scoring time hidden" in scored
+
+
+@pytest.mark.parametrize(("after", "error", "said"), [
+    (0.625, 0.015, "+0.0% ± 2.1%, which is noise"), (0.666, 0.015, "+4.1% ± 2.1%, which is noise"),
+    (0.669, 0.015, "+4.4% ± 2.1%"), (0.581, 0.015, "-4.4% ± 2.1%"), (0.9, None, "+27.5%"),
+])  # fmt: skip
+def test_a_difference_of_two_accuracies_says_when_it_is_noise(after: float, error: float | None, said: str) -> None:
+    other = FIGURES | {"accuracy_after": after, "error_after": error}
+    assert difference(FIGURES, other) == said
+    assert f" {said}\n" in comparison({"sequential": FIGURES, "oppo": other}, 1.0, "ppo")
+
+
+class Chain:
+    """first -> second -> third."""
+
+    def __init__(self, root: Path):
+        self.root, self.settings = root, {"first": 1, "second": 1, "third": 1}
+        self.fail: Callable[[], int] | None = None
+
+    def run(self) -> list[str]:
+        """The stages that ran."""
+        made: list[str] = []
+
+        def make(name: str) -> int:
+            made.append(name)
+            (self.root / name / "product").write_text(name)
+            return self.fail() if self.fail and name == "second" else 0
+
+        stages: list[Stage] = []
+        for name, value in self.settings.items():
+            stages.append(Stage(name, name, self.root / name, {"value": value}, functools.partial(make, name), stages[-1:]))
+        for stage in stages:
+            if not stage.finished and stage.run():
+                break
+        return made
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Chain:
+    chain = Chain(tmp_path)
+    assert chain.run() == ["first", "second", "third"]
+    return chain
+
+
+def test_finished_stages_are_reused_and_changed_ones_made_again_with_all_after_them(chain: Chain) -> None:
+    assert chain.run() == []
+    chain.settings["second"] = 2
+    assert chain.run() == ["second", "third"] and chain.run() == []
+
+
+@pytest.mark.parametrize(("name", "remade"), [("first", 3), ("second", 2), ("third", 1)])
+def test_a_removed_stage_is_made_again_with_all_after_it(chain: Chain, name: str, remade: int) -> None:
+    shutil.rmtree(chain.root / name)
+    assert chain.run() == ["first", "second", "third"][-remade:]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, None])
+def test_an_unfinished_stage_starts_from_an_empty_directory(tmp_path: Path, error: type[BaseException] | None) -> None:
+    chain = Chain(tmp_path)
+
+    def fail() -> int:
+        (tmp_path / "second" / "half").write_text("half")
+        if error is not None:
+            raise error
+        return 1
+
+    chain.fail = fail
+    with nullcontext() if error is None else pytest.raises(error):
+        assert chain.run() == ["first", "second"], "what comes after a failed stage is not made"
+    chain.fail = None
+    assert chain.run() == ["second", "third"] and not (tmp_path / "second" / "half").exists()
+
+
+def test_a_damaged_record_is_no_finished_stage_and_a_directory_of_someone_else_is_left_alone(chain: Chain) -> None:
+    record = chain.root / "third" / RECORD
+    record.write_text('{"finished": tr')
+    assert chain.run() == ["third"] and json.loads(record.read_text())["finished"] is True
+    record.unlink()
+    (chain.root / "third" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigError, match=r"third has no stage\.json.*choose another --out"):
+        chain.run()
+    assert (chain.root / "third" / "thesis.txt").read_text() == "years of work"

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +27,19 @@ from oppo_megatron.cluster.liveness import watchdog as watchdog_module
 from oppo_megatron.cluster.liveness.stalls import MOST_STATES, Board, Note, Watch
 from oppo_megatron.cluster.liveness.watchdog import JUDGE, Watchdog, verdict_within_s
 from oppo_megatron.cluster.rendezvous import loopback_store
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.processes import wait_for
 
 
 class Bench:
-    """A watch over ranks whose notes the test writes; a look every second."""
-
     def __init__(self, size: int, **options: float):
-        self.clock, self.beats, self.number = Clock(), [0] * size, 0
+        self.now, self.beats, self.number = 100.0, [0] * size, 0
         self.waits, self.silent, self.what = [False] * size, set[int](), ["work"] * size
-        self.watch = Watch(range(size), 10.0, self.clock, **options)
+        self.watch = Watch(range(size), 10.0, lambda: self.now, **options)
 
     def look(self, seconds: int, moving: tuple[int, ...] = (), reaches: bool = True) -> bool:
         """So many seconds pass, in which these ranks move; whether the run has stalled."""
         for _ in range(seconds):
-            self.clock.now += 1
-            self.number += 1
+            self.now, self.number = self.now + 1, self.number + 1
             for rank in moving:
                 self.beats[rank] += 1
             told = [self.note(rank) for rank in range(len(self.beats)) if rank not in self.silent]
@@ -56,8 +47,7 @@ class Bench:
         return self.watch.stalled(0)
 
     def note(self, rank: int) -> Note:
-        still_s = self.watch.still_s(rank)
-        return Note(rank, self.number, self.beats[rank], self.what[rank], self.waits[rank], still_s)
+        return Note(rank, self.number, self.beats[rank], self.what[rank], self.waits[rank], self.watch.still_s(rank))
 
 
 def test_a_rank_that_works_must_move_and_one_that_waits_may_wait_for_one_that_moves() -> None:
@@ -73,10 +63,7 @@ def test_a_rank_that_works_must_move_and_one_that_waits_may_wait_for_one_that_mo
         "the run has stalled (stall_deadline_s is 10): rank 1 has not moved for 11 s: reward of sequence 3; "
         "rank 0 waited 70 s in vain: work"
     )
-
-
-def test_a_rank_that_works_and_does_not_move_stalls_a_run_in_which_others_move() -> None:
-    bench = Bench(3)
+    bench = Bench(3)  # a rank that works and does not move stalls a run in which others move
     assert not bench.look(9, moving=(1, 2)) and bench.look(2, moving=(1, 2))
 
 
@@ -87,7 +74,7 @@ def test_ranks_that_all_wait_for_each_other() -> None:
     assert "because its ranks wait for each other (" in bench.watch.describe(0, [0, 1], "rank 0")
 
 
-def test_a_silent_rank_is_named_with_its_last_words() -> None:
+def test_a_silent_rank_is_named_with_its_last_words_and_the_states_of_few_others() -> None:
     bench = Bench(3)
     bench.what[2] = "step 3, decode actor m0 c12 s2"
     bench.look(3, moving=(0, 1, 2))
@@ -96,13 +83,10 @@ def test_a_silent_rank_is_named_with_its_last_words() -> None:
     told = bench.watch.describe(0, [0, 1], "rank 0")
     assert told.startswith("the run has stalled (stall_deadline_s is 10): rank 2 did not answer")
     assert "it last said, 11 s ago: step 3, decode actor m0 c12 s2; rank 0 has not moved for 0 s: work" in told
-
-
-def test_time_in_which_the_observer_did_not_run_is_not_held_against_anyone() -> None:
-    bench = Bench(2)
-    bench.look(2, moving=(0, 1))
-    bench.clock.now += 3600
-    assert not bench.look(5, moving=(0, 1))
+    watch = Watch(range(4096), 10.0, time.monotonic)
+    watch.observe(Note(rank, 1, 1, "step 5, recv", True, 9.0) for rank in range(4096) if rank != 4000)
+    told = watch.describe(0, [rank for rank in range(4096) if rank != 4000], "rank 0")
+    assert "rank 4000 did not answer" in told and told.count(";") == MOST_STATES and told.endswith("and 4064 other ranks")
 
 
 def test_where_the_store_does_not_answer_a_rank_judges_itself_alone() -> None:
@@ -116,13 +100,17 @@ def test_where_the_store_does_not_answer_a_rank_judges_itself_alone() -> None:
     assert not Bench(2).look(9, reaches=False)
 
 
-def test_the_first_note_may_take_longer_and_an_observer_may_judge_later() -> None:
+def test_the_first_note_may_take_longer_an_observer_may_judge_later_and_time_without_it_is_not_held_against_anyone() -> None:
     bench = Bench(1, first_s=20.0, later_s=5.0)
     bench.silent.add(0)
     assert not bench.look(34) and bench.look(2)
+    bench = Bench(2)
+    bench.look(2, moving=(0, 1))
+    bench.now += 3600
+    assert not bench.look(5, moving=(0, 1))
 
 
-def test_what_a_rank_does_is_told_from_the_widest_stretch_to_the_innermost() -> None:
+def test_what_a_rank_does_is_told_from_the_widest_stretch_to_the_innermost_also_in_a_thread_that_it_waits_for() -> None:
     activity = Activity()
     before = activity.look().beats
     with activity.doing("step 3"), activity.doing("send scorer, step 3", waits=True):
@@ -133,11 +121,8 @@ def test_what_a_rank_does_is_told_from_the_widest_stretch_to_the_innermost() -> 
             activity.now_at("recv chunk actor m0 c2 <- 0", True)
             assert activity.look().what.endswith("step 3, recv chunk actor m0 c2 <- 0") and activity.look().waits
     assert activity.look().what == "nothing that it has named" and activity.look().beats > before
-
-
-def test_who_waits_for_a_thread_of_its_own_is_at_what_the_thread_is_at() -> None:
-    clock = Clock()
-    run, thread = Activity(clock), Activity(clock)
+    clock = Bench(1)
+    run, thread = (Activity(lambda: clock.now) for _ in range(2))
     with run.doing("checkpoint step-000002"), run.doing(thread):
         with thread.doing("models"):
             before = run.look()
@@ -148,14 +133,8 @@ def test_who_waits_for_a_thread_of_its_own_is_at_what_the_thread_is_at() -> None
             assert run.look().still_s == 5
 
 
-@pytest.fixture
-def store() -> dist.TCPStore:
-    return loopback_store(0, timedelta(seconds=20))
-
-
-def connection(store: dist.TCPStore) -> dist.Store:
-    timeout = timedelta(seconds=5)
-    return dist.TCPStore("127.0.0.1", store.port, None, False, timeout, wait_for_workers=False)
+def connection(port: int) -> dist.Store:
+    return dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=5), wait_for_workers=False)
 
 
 HUNG = """
@@ -168,29 +147,24 @@ time.sleep(100)
 """
 
 
-def test_a_store_whose_process_is_stopped_keeps_nobody(tmp_path: Path) -> None:
+def test_a_store_whose_process_is_stopped_keeps_nobody() -> None:
     keeper = subprocess.Popen([sys.executable, "-c", HUNG], stdout=subprocess.PIPE, text=True)
     try:
         assert keeper.stdout is not None
-        port = int(keeper.stdout.readline())
-        timeout = timedelta(seconds=5)
-        board = Board(lambda: dist.TCPStore("127.0.0.1", port, None, False, timeout, wait_for_workers=False), range(2), "rank 0")
-        mine = Note(1, 1, 1, "work", False, 0.0)
+        port, mine = int(keeper.stdout.readline()), Note(1, 1, 1, "work", False, 0.0)
+        board = Board(lambda: connection(port), range(2), "rank 0")
         assert board.exchange(mine, 20.0) == [mine]
         os.kill(keeper.pid, signal.SIGSTOP)
         os.waitpid(keeper.pid, os.WUNTRACED)  # all its threads have stopped
         assert [board.exchange(mine, 0.1) for _ in range(3)] == [None] * 3
         os.kill(keeper.pid, signal.SIGCONT)
-        until = time.monotonic() + 60
-        while board.exchange(mine, 0.5) is None:
-            assert time.monotonic() < until
+        wait_for(lambda: board.exchange(mine, 0.5) is not None)
     finally:
         keeper.kill()
         keeper.wait()
 
 
 def hold_the_interpreter(board: Board, folder: Path) -> None:
-    """A rank whose main thread is in a call that lets no other thread run, from some notes on."""
     set_timer, timers = faulthandler.dump_traceback_later, threading.Semaphore(0)
 
     def noted(*args: Any, **options: Any) -> None:
@@ -205,12 +179,11 @@ def hold_the_interpreter(board: Board, folder: Path) -> None:
         ctypes.PyDLL(None).sleep(60)  # unlike CDLL it keeps the interpreter
 
 
-def test_a_rank_whose_interpreter_is_held_is_ended_by_its_timer(
-    store: dist.TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_whose_interpreter_is_held_is_ended_by_its_timer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog_module, "ANSWER_S", 0.3)
     monkeypatch.setattr(watchdog_module, "READ_S", 0.3)
-    board = Board(lambda: connection(store), range(2), "this test")
+    store = loopback_store(0, timedelta(seconds=20))
+    board = Board(lambda: connection(store.port), range(2), "this test")
     rank = multiprocessing.get_context("fork").Process(target=hold_the_interpreter, args=(board, tmp_path))
     rank.start()
     rank.join(60)
@@ -246,20 +219,11 @@ class Run:
         self.activities = [Activity() for _ in range(SIZE)]
 
     def board(self, rank: int, ranks: Sequence[int]) -> Board:
-        def connect() -> Any:
-            timeout = timedelta(seconds=5)
-            store = dist.TCPStore("127.0.0.1", self.store.port, None, False, timeout, wait_for_workers=False)
-            return Counted(store, self.reads, rank)
-
-        return Board(connect, ranks, "this test")
+        return Board(lambda: Counted(connection(self.store.port), self.reads, rank), ranks, "this test")
 
     def watchdog(self, rank: int) -> Watchdog:
-        ranks = range(SIZE) if rank == JUDGE else (JUDGE, rank)
+        ranks, end = range(SIZE) if rank == JUDGE else (JUDGE, rank), partial(self.told.__setitem__, rank)
         watch = Watch(ranks, DEADLINE_S, time.monotonic, whole=rank == JUDGE)
-
-        def end(message: str) -> None:
-            self.told[rank] = message
-
         return Watchdog(rank, watch, self.activities[rank], self.board(rank, ranks), self.folder, end, SIZE)
 
     @contextmanager
@@ -331,10 +295,3 @@ def test_ranks_that_have_ended_are_missed_by_nobody(run: Run) -> None:
             run.beat(range(SIZE), lambda: bool(run.told), DEADLINE_S)
         run.beat((1, 2), lambda: bool(run.told), 3 * DEADLINE_S)
         assert not run.told
-
-
-def test_a_message_has_the_states_of_few_ranks() -> None:
-    watch = Watch(range(4096), 10.0, time.monotonic)
-    watch.observe(Note(rank, 1, 1, "step 5, recv", True, 9.0) for rank in range(4096) if rank != 4000)
-    told = watch.describe(0, [rank for rank in range(4096) if rank != 4000], "rank 0")
-    assert "rank 4000 did not answer" in told and told.count(";") == MOST_STATES and told.endswith("and 4064 other ranks")

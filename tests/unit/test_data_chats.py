@@ -140,6 +140,19 @@ def test_a_template_without_bound_is_stopped(template: str, said: str) -> None:
         chat.render(ASKED)
 
 
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ '\\ud800' }}{{ messages[0].content }}", r"writes '\\ud800', which no tokenizer takes; correct it"),
+        ("{{ messages[0].content }}\0", r"writes '\\x00'"),
+        ("chat.jinja", "is 'chat.jinja', which writes no message; set .* not to the name of its file"),
+    ],
+)
+def test_a_template_whose_text_cannot_be_read_is_refused(template: str, said: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=f"^the chat template {said}"):
+        chat_of(template).render(ASKED)
+
+
 def test_after_a_stop_and_from_threads_it_renders_on() -> None:
     chat = chat_of("{% if messages[0].content == 'bad' %}{{ 'a' * 10 ** 10 }}{% endif %}{{ messages[0].content }}")
     with pytest.raises(ConfigError):

@@ -270,13 +270,14 @@ def test_a_verifiers_missing_column_is_said_once_with_the_nearest(tmp_path: Path
 
 
 TEMPLATES = {
-    "not Jinja": ("{% for m in messages %}\n{{ m.content }", r"tokenizer.chat_template, line 2: not a Jinja template .*correct"),
+    "not Jinja": ("{% for m in messages %}\n{{ m.content }",
+        r"_template, line 2: not a Jinja template .*correct `{{ m.content }`, or set"),
     "no filter of this name": ("{{ messages | shout }}", "No filter named 'shout'"),
     "a mistake of types": ("{{ messages[0]['content'] + 1 }}", "refuses the messages: TypeError: .*set tokenizer.chat_template"),
     "a division": ("{{ 1 / 0 }}", "refuses the messages: ZeroDivisionError"),
     "a part that is not there": ("{{ messages[0].tools.name }}", "refuses the messages: .*has no attribute 'tools'"),
     "messages that it refuses": ("{{ raise_exception('no users') }}", "refuses the messages: no users; correct them, or set"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", TEMPLATES)

@@ -36,9 +36,14 @@ def plain_set(num_rows: int, responses_per_prompt: int = 1) -> PromptSet:
     return PromptSet(rows, 0, 0, 0, responses_per_prompt)
 
 
+def load(path: Path, check: Any = None, **settings: Any) -> tuple[PromptSet, Quarantine]:
+    quarantine = Quarantine()
+    return load_prompts(PromptDataConfig(path=path, **settings), TOKENIZER, quarantine=quarantine, check=check), quarantine
+
+
 def test_rows_become_prompts_with_their_other_columns(tmp_path: Path) -> None:
     path = write_rows(tmp_path, {"question": "ab", "answer": "1"}, {"question": "ab", "answer": "2", "id": 7})
-    prompts = load_prompts(PromptDataConfig(path=path, prompt_template="Q{prompt}A"), TOKENIZER, quarantine=Quarantine())
+    prompts, _ = load(path, prompt_template="Q{prompt}A")
     first, second = prompts.rows
     assert (first.text, first.tokens, first.fields) == ("QabA", tuple(map(ord, "QabA")), {"answer": "1"})
     assert second.fields == {"answer": "2", "id": 7} and second.place == f"{path}:2"
@@ -52,9 +57,9 @@ def test_rows_are_told_of_by_time_at_each_stage(tmp_path: Path, capsys: pytest.C
     def completions(quarantine: Quarantine) -> list[Completion]:
         return RowLoader(DataConfig(path=path), TOKENIZER, 9, quarantine).completions()
 
-    for load in (partial(load_prompts, PromptDataConfig(path=path), TOKENIZER), completions):
+    for read in (partial(load_prompts, PromptDataConfig(path=path), TOKENIZER), completions):
         told, seconds = list[str](), count()
-        load(quarantine=Quarantine(progress=ByTime(told.append, clock=lambda: float(next(seconds)))))  # noqa: B023
+        read(quarantine=Quarantine(progress=ByTime(told.append, clock=lambda: float(next(seconds)))))  # noqa: B023
         stages = ["reading", "reading", "rendered", "rendered", "tokenized", "tokenized"]
         assert all(stage in line for stage, line in zip(stages, told, strict=True)), told
         assert [line.rsplit(", ")[1] for line in told] == ["5s", "10s", "15s", "20s", "25s", "30s"]
@@ -70,29 +75,20 @@ def test_rows_that_a_check_refuses_fall_under_bad_rows(tmp_path: Path) -> None:
             raise RewardError("no answer here")
 
     with pytest.raises(DataError, match="(?s)2 rows.*rows.jsonl:2: no answer here.*rows.jsonl:3.*data.bad_rows=quarantine"):
-        load_prompts(PromptDataConfig(path=path), TOKENIZER, quarantine=Quarantine(), check=check)
-    quarantine = Quarantine()
-    config = PromptDataConfig(path=path, bad_rows="quarantine")
-    kept = load_prompts(config, TOKENIZER, quarantine=quarantine, check=check)
-    assert [row.text for row in kept.rows] == ["a"]
-    assert [entry["line"] for entry in quarantine.entries] == [2, 3]
+        load(path, check=check)
+    kept, quarantine = load(path, check=check, bad_rows="quarantine")
+    assert [row.text for row in kept.rows] == ["a"] and [entry["line"] for entry in quarantine.entries] == [2, 3]
 
 
 def test_long_prompts_under_each_policy(tmp_path: Path) -> None:
     path = write_rows(tmp_path, {"prompt": "123456"}, {"prompt": "12345"}, {"prompt": "abcdefgh"})
-
-    def load(policy: str, quarantine: Quarantine) -> PromptSet:
-        config = PromptDataConfig(path=path, max_prompt_tokens=5, long_rows=policy)
-        return load_prompts(config, TOKENIZER, quarantine=quarantine)
-
     with pytest.raises(DataError, match="(?s)2 rows.*jsonl:1: .*6 tokens.*max_prompt_tokens=5.*jsonl:3.*data.long_rows"):
-        load("error", Quarantine())
-    truncated = load("truncate", Quarantine())
+        load(path, max_prompt_tokens=5, long_rows="error")
+    truncated, _ = load(path, max_prompt_tokens=5, long_rows="truncate")
     assert [row.text for row in truncated.rows] == ["23456", "12345", "defgh"], "the end is kept"
     assert truncated.num_truncated == 2
     assert all(row.tokens == tuple(TOKENIZER.encode(row.text)) for row in truncated.rows)
-    quarantine = Quarantine()
-    kept = load("quarantine", quarantine)
+    kept, quarantine = load(path, max_prompt_tokens=5, long_rows="quarantine")
     assert [row.row for row in kept.rows] == [1] and kept.num_quarantined == 2
     assert [entry["line"] for entry in quarantine.entries] == [1, 3]
 
@@ -100,7 +96,7 @@ def test_long_prompts_under_each_policy(tmp_path: Path) -> None:
 def test_bad_and_long_rows_are_reported_together_and_nothing_left_is_an_error(tmp_path: Path) -> None:
     path = write_rows(tmp_path, {"prompt": "123456"}, {"prompt": ""}, [], {"prompt": "ok"})
     with pytest.raises(DataError, match="3 rows") as caught:
-        load_prompts(PromptDataConfig(path=path, max_prompt_tokens=5), TOKENIZER, quarantine=Quarantine())
+        load(path, max_prompt_tokens=5)
     assert all(f"rows.jsonl:{line}:" in str(caught.value) for line in (1, 2, 3))
     assert "data.bad_rows=quarantine" in str(caught.value) and "data.long_rows=quarantine" in str(caught.value)
     path = write_rows(tmp_path, {"prompt": "long"}, {"prompt": "longer"})
@@ -110,10 +106,8 @@ def test_bad_and_long_rows_are_reported_together_and_nothing_left_is_an_error(tm
 
 
 def test_real_questions(shared_data: Path) -> None:
-    config = PromptDataConfig(path=shared_data / "gsm8k_train.jsonl")
-    prompts = load_prompts(config, TOKENIZER, quarantine=Quarantine())
-    assert len(prompts) == 7473
-    assert all("####" in row.fields["answer"] for row in prompts.rows)
+    prompts, _ = load(shared_data / "gsm8k_train.jsonl")
+    assert len(prompts) == 7473 and all("####" in row.fields["answer"] for row in prompts.rows)
 
 
 @given(

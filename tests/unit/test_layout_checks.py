@@ -1,19 +1,24 @@
-"""Ranks and layouts of a run: each broken rule is the one problem, all come at once, and what is suggested passes."""
+"""Ranks and layouts of a run: each broken rule is the one problem, all come at once, and the nearest that pass are suggested."""
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from copy import deepcopy
+from itertools import product
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oppo_megatron.config.model import format_ranks
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import SFTConfig
 from oppo_megatron.layout.checks import check_layouts, check_supervised_layout
+from oppo_megatron.layout.layouts import Limits, Sizes, layouts_of, nearest_counts, nearest_layouts, suggestion
+from oppo_megatron.layout.placements import parse_ranks
 
 SHAPE: dict[str, Any] = {
     "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 8,
@@ -44,7 +49,6 @@ def problems_of(changes: dict[str, Any], **shape: Any) -> list[str]:
 COLOCATED = {"placement.mode": "colocated"}
 EIGHT = {"placement": {"mode": "colocated", "actor": {"tp": 2, "pp": 2, "dp": 2}}}
 TWO = "tp 2 x pp 1 x dp 1"
-
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"placement": {"mode": "single", "actor": {"tp": 2}}}, f"placement.actor is {TWO}, but placement.mode single has one"),
     ({"placement": {"mode": "single", "scorer": {"tp": 2}}}, "placement.scorer is tp 2 x pp 1 x dp 1, but placement.mode"),
@@ -103,17 +107,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "no layout fits 1 rank, the nearest numbers that one fits are 2, 4, 6",
     ),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("changes", "expected"), BROKEN, ids=lambda value: str(value)[:60])
-def test_broken_rule_is_the_one_problem(changes: dict[str, Any], expected: str) -> None:
-    problems = problems_of(changes)
-    assert len(problems) == 1 and expected in problems[0], problems
-
-
-GOOD: list[dict[str, Any]] = [
-    {},
-    EIGHT,
+UNUSUAL: list[dict[str, Any]] = [
+    {}, EIGHT,
     {"placement": {"mode": "single", "actor": {}, "scorer": {"pp": 1}}},
     {"placement": {"actor": {"tp": 2}, "scorer": {"pp": 2}}, "critic.parallel": {"tp": 2}},
     {"placement.actor": {"tp": 2}, "critic.ranks": "2-3", "reward.ranks": "4", "reference.ranks": "4"},
@@ -125,12 +120,15 @@ GOOD: list[dict[str, Any]] = [
     {"overlap.schedule": "woven", "overlap.intra": False},
     {"placement.actor": {"dp": 12}, "actor.train": {"dp": 3, "pp": 4}},
     {"runtime.kv_cache_mb": 0.25, "overlap.weave": ["auto", 128]},
-]
+    {"runtime.kv_cache_mb": 0.25, "overlap.weave": ["auto", 10**6], "runtime.micro_batch_tokens": 128},  # which bounds them
+]  # fmt: skip
+CASES = BROKEN + [(changes, "") for changes in UNUSUAL]
 
 
-@pytest.mark.parametrize("changes", GOOD, ids=lambda value: str(value)[:60])
-def test_unusual_but_right(changes: dict[str, Any]) -> None:
-    assert problems_of(changes) == []
+@pytest.mark.parametrize(("changes", "expected"), CASES, ids=lambda value: str(value)[:60])
+def test_broken_rule_is_the_one_problem(changes: dict[str, Any], expected: str) -> None:
+    problems = problems_of(changes)
+    assert len(problems) == bool(expected) and expected in "".join(problems), problems
 
 
 @pytest.mark.parametrize("dp", [4, 2])
@@ -149,32 +147,22 @@ def test_a_layout_suggested_for_the_cache_holds_the_larger_micro_batch_of_fewer_
         assert problems({"tp": int(tp), "pp": int(pp), "dp": int(replicas)}) == []
 
 
-def test_prefill_micro_batches_are_no_larger_than_every_other() -> None:
-    """micro_batch_tokens bounds them: 128 of them are one sequence, however many more prefill_tokens allows."""
-    small = {"runtime.kv_cache_mb": 0.25, "overlap.weave": ["auto", 10**6]}
-    assert problems_of({**small, "runtime.micro_batch_tokens": 128}) == []
-    assert len(problems_of(small)) == 3
-
-
-def test_numbers_in_messages() -> None:
+def test_numbers_and_divisions_in_messages() -> None:
     changes = {"placement.actor": {"dp": 2}, "rollout.batch_size": 1, "overlap.inter": False}
     text = "\n".join(problems_of(changes))
     assert "at most 1 sequence is in work" in text and "a minibatch has 1 row (" in text
+    assert len(problems_of({"runtime.kv_cache_mb": 0.25, "overlap.weave": ["auto", 10**6]})) == 3, "the scorers"
     changes = {"placement.actor": {"dp": 9}, "actor.train": {"dp": 1, "pp": 3, "tp": 3}, "overlap.inter": False}
     text = "\n".join(problems_of(changes, num_hidden_layers=9, num_attention_heads=6, num_key_value_heads=3))
     assert "at most 8 sequences are in work at once (rollout.batch_size 8) and" in text
-
-
-def test_each_division_is_told_once_for_a_role_that_trains_where_it_serves() -> None:
+    # Each division is told once for a role that trains where it serves.
     problems = problems_of({"placement.actor": {"tp": 5}})
     assert [p.split(";")[0] for p in problems] == [
         f"actor: {what} not divide by tp 5"
         for what in ("8 attention heads do", "4 key/value heads do", "intermediate_size 96 does")
     ]
     assert all(problem.endswith("nearest that fit 5 ranks: tp 1 x pp 1 x dp 5") for problem in problems)
-
-
-def test_tensor_ranks_of_both_layouts_have_a_token() -> None:
+    # Tensor ranks of both layouts have a token.
     changes = {"placement": {"actor": {"tp": 3, "dp": 4}}, "actor.train": {"tp": 4, "dp": 3}}
     heads = {"num_attention_heads": 12, "num_key_value_heads": 12}
     assert problems_of(changes, vocab_size=28, **heads) == []
@@ -198,27 +186,19 @@ def test_all_problems_come_at_once() -> None:
         assert expected in text
 
 
-def test_absurd_numbers_are_refused_at_once() -> None:
+def test_absurd_numbers_are_refused_at_once_and_a_model_that_cannot_be_read_is_no_layout_problem() -> None:
     start = time.thread_time()
     changes = {"actor.parallel": {"tp": 10**9, "pp": 10**9}, "critic.ranks": "0-99999999999", "reward.ranks": "7-5"}
     assert len(problems_of(changes)) == 2
     assert time.thread_time() - start < 1
-
-
-def test_a_model_that_cannot_be_read_is_no_layout_problem() -> None:
     assert check_layouts(configure({"placement.actor": {"tp": 7}}), {}) == []
     (problem,) = check_layouts(configure({"actor.parallel": {"tp": 7}}), {})
     assert "nearest" not in problem
 
 
-SMALL = st.integers(1, 4)
-
-
-@given(SMALL, SMALL, SMALL, st.integers(1, 3), st.integers(1, 8), st.booleans())
+@given(*[st.integers(1, 4)] * 3, st.integers(1, 3), st.integers(1, 8), st.booleans())
 @settings(max_examples=200)
-def test_a_layout_passes_if_and_only_if_everything_divides(
-    tp: int, pp: int, dp: int, vpp: int, num_ranks: int, sharded: bool
-) -> None:
+def test_a_layout_passes_if_and_only_if_all_divides(tp: int, pp: int, dp: int, vpp: int, num_ranks: int, sharded: bool) -> None:
     """The critic on `num_ranks` ranks of its own, trained in a layout drawn at random; then the suggestions in turn."""
     shape = {"num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 6, "intermediate_size": 90}
 
@@ -254,3 +234,65 @@ def test_supervised_layouts() -> None:
     assert problem.endswith("no layout fits 5 ranks, the nearest numbers that one fits are 4, 6, 3")
     assert "8 layers do not divide by pp 3" in problems(pp=3)[0]
     assert "at most 65536 are allowed" in problems(tp=10**6)[0]
+
+
+UPTO12 = st.integers(1, 12)
+LIMITS = st.builds(Limits, UPTO12, UPTO12, st.none() | st.integers(1, 8), st.sampled_from([1, 2]))
+
+
+def every_layout(num_ranks: int, limits: Limits, most_vpp: int) -> set[Sizes]:
+    up_to = range(1, num_ranks + 1)
+    found = set()
+    for tp, pp, dp, vpp in product(up_to, up_to, up_to, range(1, most_vpp + 1)):
+        chunk = limits.layers / pp / vpp
+        fits = tp * pp * dp == num_ranks and limits.width / tp == limits.width // tp and chunk == int(chunk)
+        fits = fits and tp >= limits.min_tp and (pp > 1 or vpp == 1)
+        if fits and (limits.sequences is None or limits.sequences >= dp):
+            found.add(Sizes(tp, pp, dp, vpp))
+    return found
+
+
+@given(UPTO12, LIMITS, st.booleans())
+def test_all_that_fit_are_found_and_nothing_else(num_ranks: int, limits: Limits, interleaved: bool) -> None:
+    found = list(layouts_of(num_ranks, limits, interleaved=interleaved))
+    assert len(found) == len(set(found))
+    assert set(found) == every_layout(num_ranks, limits, limits.layers if interleaved else 1)
+    assert all(limits.admits(sizes) for sizes in found)
+
+
+@given(st.builds(Sizes, *[st.integers(1, 8)] * 4), st.integers(1, 24), LIMITS)
+def test_nearest_first(asked: Sizes, num_ranks: int, limits: Limits) -> None:
+    found = nearest_layouts(asked, num_ranks, limits, lambda sizes: True)
+    distances = [sum(abs(math.log(a / b)) for a, b in zip(sizes, asked, strict=True)) for sizes in found]
+    assert distances == pytest.approx(sorted(distances))
+    if asked.num_ranks == num_ranks and limits.admits(asked):
+        assert found[0] == asked
+
+
+@given(st.integers(1, 30), LIMITS)
+def test_nearest_numbers_of_ranks(num_ranks: int, limits: Limits) -> None:
+    by_search, found = [n for n in range(1, 61) if any(layouts_of(n, limits))], nearest_counts(num_ranks, limits)[:3]
+    expected = sorted(by_search, key=lambda count: (abs(count - num_ranks), count))[:3]
+    if len(expected) == 3 and all(abs(count - num_ranks) < 30 for count in expected):
+        assert found == expected
+    assert all(any(layouts_of(count, limits)) for count in found)
+
+
+def test_what_a_message_says() -> None:
+    limits = Limits(width=4, layers=6, sequences=2)
+    nearest = "; nearest that fit 8 ranks: tp 4 x pp 1 x dp 2, tp 4 x pp 2 x dp 1, tp 2 x pp 2 x dp 2"
+    assert suggestion(Sizes(8), 8, limits) == nearest
+    assert suggestion(Sizes(5), 5, limits) == "; no layout fits 5 ranks, the nearest numbers that one fits are 4, 6, 3"
+    interleaved = "tp 1 x pp 4 x dp 1 with vpp 2, tp 1 x pp 4 x dp 1, tp 1 x pp 2 x dp 2 with vpp 2"
+    assert suggestion(Sizes(1, 4, 1, 2), 4, Limits(1, 8)).endswith(interleaved)
+    assert suggestion(Sizes(), 1, None) == ""
+    assert suggestion(Sizes(1, 1, 8), 8, limits, lambda sizes: False) == "; no layout over 8 ranks would do"
+    few = "; no layout fits 1 rank, the nearest numbers that one fits are 4, 8, 12"
+    assert suggestion(Sizes(), 1, limits, lambda sizes: sizes.tp == 4).endswith(few)
+
+
+@given(st.sets(st.integers(0, 40), min_size=1))
+def test_ranks_are_written_as_they_are_read(ranks: set[int]) -> None:
+    text = format_ranks(sorted(ranks))
+    assert parse_ranks(text) == tuple(sorted(ranks))
+    assert text.count(",") + 1 == sum(rank - 1 not in ranks for rank in ranks), "as few parts as there are runs"

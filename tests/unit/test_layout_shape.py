@@ -1,25 +1,45 @@
-"""Shapes against layouts, contexts, vocabularies and KV budgets; checkpoints and tokenizers by their headers."""
+"""Shapes against layouts, contexts, vocabularies and KV budgets; checkpoints' headers; operations against torch's counter."""
 
 from __future__ import annotations
 
 import json
 import struct
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
-from oppo_megatron.config.model import ParallelConfig
+from benchmarks.limit import forward_flops, training_flops
+from oppo_megatron.cluster.world import open_world
+from oppo_megatron.config.model import ModelConfig, ParallelConfig, RuntimeConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import RewardModelConfig, SFTConfig
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.layout.hf_layout import hf_tensors
-from oppo_megatron.layout.shape import ModelShape, check_head, check_shape, max_positions, num_kv_heads, windows
+from oppo_megatron.layout.hf_layout import Head, hf_tensors
+from oppo_megatron.layout.memory import stage_parameters
+from oppo_megatron.layout.shape import (
+    ModelShape,
+    causal_pairs,
+    check_head,
+    check_shape,
+    head_linear,
+    layer_linears,
+    max_positions,
+    num_kv_heads,
+    weight_bytes,
+    windows,
+)
+from oppo_megatron.mcore.attention import PackedPlan
+from oppo_megatron.mcore.groups import RoleGroups, build_groups
+from oppo_megatron.mcore.model import RoleModel, step
+from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.modeldir.headers import check_file, check_weights, tokenizer_vocab_size
 from oppo_megatron.preflight.validate import check_shared_vocabulary, supervised_problems, train_problems
 
@@ -138,17 +158,9 @@ def test_heads_of_checkpoints(name: str, architecture: str, scalar: bool, expect
         assert "2 labels" in check_head("x", config | {"id2label": {"0": "a", "1": "b"}}, scalar=True)[0]
 
 
-def test_vocabularies_between_roles() -> None:
-    actor = {"vocab_size": 100}
-    assert check_shared_vocabulary({"actor": actor, "reference": actor, "critic": {"vocab_size": 128}}) == []
-    assert "must equal the actor's 100" in check_shared_vocabulary({"actor": actor, "reference": {"vocab_size": 128}})[0]
-    assert "the actor can draw any of 100" in check_shared_vocabulary({"actor": actor, "reward": {"vocab_size": 99}})[0]
-
-
-def write_safetensors(path: Path, payload: int, declared: int | None = None) -> None:
-    end = payload if declared is None else declared
-    header = json.dumps({"w": {"dtype": "F32", "shape": [end // 4], "data_offsets": [0, end]}, "__metadata__": {}}).encode()
-    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(payload))
+def write_safetensors(path: Path, dtype: str, size: int) -> None:
+    header = json.dumps({"w": {"dtype": dtype, "shape": [3], "data_offsets": [0, 3 * size]}, "__metadata__": {}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(3 * size))
 
 
 def checkpoint(directory: Path, **change: Any) -> Path:
@@ -162,25 +174,12 @@ def checkpoint(directory: Path, **change: Any) -> Path:
 
 @pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3", "F8_E5M2", "I64"])
 def test_dtypes_that_numpy_has_not_are_no_damage(tmp_path: Path, dtype: str) -> None:
-    size = {"I64": 8, "BF16": 2}.get(dtype, 1)
-    header = json.dumps({"w": {"dtype": dtype, "shape": [3], "data_offsets": [0, 3 * size]}}).encode()
     file = tmp_path / "model.safetensors"
-    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(3 * size))
+    write_safetensors(file, dtype, {"I64": 8, "BF16": 2}.get(dtype, 1))
     check_file(file)
     file.write_bytes(file.read_bytes() + b"x")
     with pytest.raises(CheckpointError, match="is truncated or damaged: its .* bytes are not a whole safetensors"):
         check_file(file)
-
-
-def test_weights_are_checked_without_torch(tmp_path: Path) -> None:
-    checkpoint(tmp_path / "m")
-    code = """if True:
-        import pathlib, sys
-        from oppo_megatron.modeldir.headers import check_file
-        check_file(pathlib.Path(sys.argv[1]))
-        assert "torch" not in sys.modules
-    """
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "m" / "model.safetensors")], check=True)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 20, -1])
@@ -191,23 +190,21 @@ def test_truncated_weights_are_named(tmp_path: Path, keep: int) -> None:
     assert f"actor: `{file}` is truncated" in check_weights("actor", file.parent)[0]
 
 
-def test_absent_weights_and_such_as_are_no_safetensors(tmp_path: Path) -> None:
+def test_absent_weights_such_as_are_no_safetensors_and_an_index_that_names_a_missing_shard(tmp_path: Path) -> None:
     assert "has neither model.safetensors nor" in check_weights("actor", tmp_path)[0]
     (tmp_path / "pytorch_model.bin").touch()
     assert "safe_serialization" in check_weights("actor", tmp_path)[0]
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 4) + b"oops" + bytes(8))
     assert "invalid JSON in header" in check_weights("actor", tmp_path)[0]
-
-
-def test_index_names_a_missing_shard(tmp_path: Path) -> None:
-    write_safetensors(tmp_path / "model-1.safetensors", 8)
+    (tmp_path / "model.safetensors").unlink()
+    write_safetensors(tmp_path / "model-1.safetensors", "F32", 4)
     shards = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    problems = check_weights("actor", tmp_path)
-    assert len(problems) == 1 and "model-2.safetensors` does not exist" in problems[0]
+    (problem,) = check_weights("actor", tmp_path)
+    assert "model-2.safetensors` does not exist" in problem
 
 
-def test_vocabulary_of_tokenizers(tmp_path: Path) -> None:
+def test_vocabularies_of_tokenizers_and_between_roles(tmp_path: Path) -> None:
     assert tokenizer_vocab_size(tmp_path) is None
     tokenizer = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 5, "content": "<eos>"}]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -215,6 +212,10 @@ def test_vocabulary_of_tokenizers(tmp_path: Path) -> None:
     (tmp_path / "x.model").write_bytes(b"no sentencepiece")
     with pytest.raises(CheckpointError, match="not a sentencepiece model"):
         tokenizer_vocab_size(tmp_path / "x.model")
+    actor = {"vocab_size": 100}
+    assert check_shared_vocabulary({"actor": actor, "reference": actor, "critic": {"vocab_size": 128}}) == []
+    assert "must equal the actor's 100" in check_shared_vocabulary({"actor": actor, "reference": {"vocab_size": 128}})[0]
+    assert "the actor can draw any of 100" in check_shared_vocabulary({"actor": actor, "reward": {"vocab_size": 99}})[0]
 
 
 @pytest.fixture
@@ -237,6 +238,10 @@ def problems_of(settings: dict[str, Any]) -> list[str]:
 
 
 def test_misfits_of_layout_use_and_vocabulary_come_at_once(train_settings: dict[str, Any]) -> None:
+    common = {key: train_settings[key] for key in ("run_dir", "tokenizer")} | {"data": {"path": train_settings["data"]["path"]}}
+    settings = {**common, "model": train_settings["actor"], "max_tokens": 256}
+    for kind in (SFTConfig, RewardModelConfig):  # a causal language model is a start for both heads
+        assert supervised_problems(kind.model_validate(settings)) == []
     assert problems_of(train_settings) == []
     train_settings["rollout"]["max_response_tokens"] = 200
     problems = problems_of({**train_settings, "placement": {"actor": {"tp": 4}}, "runtime": {"kv_cache_mb": 0.01}})
@@ -245,19 +250,9 @@ def test_misfits_of_layout_use_and_vocabulary_come_at_once(train_settings: dict[
         assert expected in text
 
 
-def test_reference_is_checked_in_the_scorers_layout(train_settings: dict[str, Any]) -> None:
-    problems = problems_of({**train_settings, "placement": {"scorer": {"pp": 3}}})
-    assert [problem.split(":")[0] for problem in problems] == ["reference", "critic", "reward"]
-
-
-def test_kv_budget_must_hold_one_sequence(train_settings: dict[str, Any]) -> None:
-    # 256 tokens x 2 x 4 layers x 2 kv heads x 8 x 4 bytes = 128 KiB
-    assert problems_of({**train_settings, "runtime": {"kv_cache_mb": 0.125}}) == []
-    problems = problems_of({**train_settings, "runtime": {"kv_cache_mb": 0.124}})
-    assert len(problems) == 4 and "one sequence of 256 tokens needs 0.125 MiB" in problems[0]
-
-
 def test_settings_files_and_shapes_are_reported_together(train_settings: dict[str, Any], tmp_path: Path) -> None:
+    problems = problems_of({**train_settings, "placement": {"scorer": {"pp": 3}}})
+    assert [problem.split(":")[0] for problem in problems] == ["reference", "critic", "reward"], "in the scorers' layout"
     (tmp_path / "rm" / "config.json").unlink()
     train_settings["ppo"] = {"minibatches": 3}
     train_settings["rollout"]["max_response_tokens"] = 129
@@ -267,8 +262,73 @@ def test_settings_files_and_shapes_are_reported_together(train_settings: dict[st
         assert expected in text
 
 
-def test_a_causal_lm_is_a_start_for_both_heads(train_settings: dict[str, Any]) -> None:
-    common = {key: train_settings[key] for key in ("run_dir", "tokenizer")} | {"data": {"path": train_settings["data"]["path"]}}
-    settings = {**common, "model": train_settings["actor"], "max_tokens": 256}
-    assert supervised_problems(SFTConfig.model_validate(settings)) == []
-    assert supervised_problems(RewardModelConfig.model_validate(settings)) == []
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "vocab_size": 80, "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 16, "num_key_value_heads": 1, "tie_word_embeddings": True}
+SHAPES = {"llama": LLAMA, "qwen2": {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True}, "qwen3": QWEN3}
+LENGTHS = [9, 5]
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[RoleGroups]:
+    with open_world(RuntimeConfig(device="cpu").with_threads(1), environment={}):
+        built = build_groups([0], 1, 1, "flops")
+        assert built is not None
+        yield built
+
+
+def load(shape: dict[str, Any], groups: RoleGroups, head: Head) -> RoleModel:
+    """Call megatron's modules: torch's counter does not know the products of weights laid out for the CPU."""
+    return load_role(ModelConfig(init=shape), groups, head=head, max_length=64, device=torch.device("cpu"), path="module")
+
+
+def counted(call: Any) -> int:
+    """Count by torch's counter, which knows attention only as plain products and computes masked pairs too."""
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        call()
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+def test_forward_and_training_are_what_torch_counts(family: str, head: Head, groups: RoleGroups) -> None:
+    shape, model = SHAPES[family], load(SHAPES[family], groups, head)
+    tokens_T, rows_R = torch.arange(sum(LENGTHS)), torch.tensor([3, 4, 13])
+    full_pairs = sum(length**2 for length in LENGTHS)
+    expected = (shape, sum(LENGTHS), full_pairs, len(rows_R))
+
+    def forward() -> torch.Tensor:
+        return model(tokens_T, PackedPlan(LENGTHS, model.rope), rows_R)
+
+    with torch.no_grad():
+        assert counted(forward) == forward_flops(*expected, scalar=head == "scalar")
+    model.requires_grad_(True)
+    assert counted(lambda: forward().sum().backward()) == training_flops(*expected, scalar=head == "scalar")
+
+
+def test_a_decode_step_is_what_torch_counts(groups: RoleGroups) -> None:
+    model = load(LLAMA, groups, "lm").requires_grad_(False)
+    cache = model.new_cache(3)
+    for seq_id in range(3):
+        cache.open(seq_id)
+    step(model, cache, [0, 1, 2], [7, 7, 7], torch.arange(21))
+    # All sequences are as long, so that nothing is masked: each token attends to 8 positions.
+    plan = cache.begin([0, 1, 2], [1, 1, 1])
+    with torch.no_grad():  # torch counts nothing in inference mode, in which `step` runs
+        found = counted(lambda: model(torch.arange(3), plan))
+    assert found == forward_flops(LLAMA, 3, 3 * causal_pairs(7, 1), 3, scalar=False)
+    for past, new in (0, 1), (0, 6), (5, 1), (4, 3):
+        assert causal_pairs(past, new) == int(torch.ones(new, past + new).tril(diagonal=past).sum())
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_matrices_are_the_models_parameters_but_for_the_small_ones(family: str, groups: RoleGroups) -> None:
+    shape, model = SHAPES[family], load(SHAPES[family], groups, "lm")
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "word_embeddings" not in name]
+    head = head_linear(shape, scalar=False).size if shape["tie_word_embeddings"] else 0
+    assert weight_bytes(shape, "float32", scalar=False) == 4 * (sum(p.numel() for p in matrices) + head)
+    in_layers = 3 * sum(linear.size for linear in layer_linears(shape))
+    assert in_layers < stage_parameters(shape, 1, 1, 0, scalar=False)
+    assert weight_bytes(shape, "bfloat16", scalar=True) == 2 * (in_layers + 32)

@@ -1,8 +1,9 @@
-"""Captured decode steps, with recordings in the place of CUDA graphs: replayed steps draw what computed ones draw."""
+"""Captured decode steps, with recordings in the place of CUDA graphs, draw what computed steps draw; calls stay dense."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,17 +14,26 @@ import torch.nn.functional as F
 from oppo_megatron.cluster.world import open_world
 from oppo_megatron.config.model import KVLayout, ModelConfig, RuntimeConfig
 from oppo_megatron.engine.device_decode import batch_bucket
+from oppo_megatron.engine.executor import Executor, build_links
+from oppo_megatron.engine.generation import DecodeWorker
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
+from oppo_megatron.engine.scoring import ScoringWorker
 from oppo_megatron.engine.stopping import Stopping
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore import fused
 from oppo_megatron.mcore.device import WARM_UPS, CapturedSteps
 from oppo_megatron.mcore.groups import build_groups
-from oppo_megatron.mcore.layers import Norm
+from oppo_megatron.mcore.kv.cached_plan import CallPlan
+from oppo_megatron.mcore.kv.dense import DensePlaces, KVCache
 from oppo_megatron.mcore.model import DecodePath, RoleModel
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Prompt
+from oppo_megatron.schedule.planning.actor_book import ActorBook
+from oppo_megatron.schedule.planning.planner import RoundPlanner
+from oppo_megatron.schedule.planning.scoring_book import ScoringBook
+from oppo_megatron.schedule.rounds import Site
 from tests.support.ppo import SHAPE
 from tests.support.recorded_steps import RecordedSteps
 
@@ -31,13 +41,12 @@ SAMPLINGS = [Sampling(seed=3), Sampling(0.8, top_k=7, top_p=0.9, seed=4), Sampli
 CPU = torch.device("cpu")
 
 
-class OwnLimits(Stopping):
+@dataclass(frozen=True)
+class Limits(Stopping):
+    of: Callable[[int], int] = int
+
     def limit(self, seq_id: int) -> int:
-        return 8 + 5 * seq_id
-
-
-def torch_norm(weight_H: torch.Tensor, eps: float) -> Norm:
-    return lambda x: F.rms_norm(x, weight_H.shape, weight_H, eps)
+        return self.of(seq_id)
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +57,13 @@ def world() -> Iterator[None]:
 
 def new_model(path: DecodePath, dtype: str, **changes: Any) -> RoleModel:
     groups = build_groups([0], 1, 1, "actor")
-    assert groups is not None
     config = ModelConfig(init=SHAPE | changes, dtype=dtype)
     return load_role(config, groups, head="lm", max_length=64, device=CPU, path=path).requires_grad_(False)
 
 
 def new_rounds(model: RoleModel, sampling: Sampling, sync_steps: int, layout: KVLayout) -> RoundRunner:
     return decoder(
-        model, model.new_cache(9, layout=layout), sampling=sampling, stopping=OwnLimits((17, 41), 50),
+        model, model.new_cache(9, layout=layout), sampling=sampling, stopping=Limits((17, 41), 50, of=lambda i: 8 + 5 * i),
         micro_batch_tokens=200, timeout_s=60.0, sync_steps=sync_steps,
     )  # fmt: skip
 
@@ -67,7 +75,6 @@ def decode(model: RoleModel, rounds: RoundRunner) -> list[list[int]]:
     weights = [p.clone() for p in model.parameters()]
     while active := buffer.active:
         chunk = rounds.run(active, [], 12, Decoding(buffer.clock, 0, buffer.readiness))
-        assert chunk is not None
         buffer.record(chunk)
         rounds.recorded(active)
         if chunk.index == 2:
@@ -82,24 +89,20 @@ def decode(model: RoleModel, rounds: RoundRunner) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("layout", ["dense", "paged"])
-@pytest.mark.parametrize(
-    ("path", "changes"),
-    [("fused", {}), ("module", {}), ("fused", {"model_type": "mistral", "sliding_window": 9})],
-    ids=["fused", "module", "sliding window"],
-)
+@pytest.mark.parametrize(("path", "changes"), [
+    ("fused", {}), ("module", {}), ("fused", {"model_type": "mistral", "sliding_window": 9}),
+], ids=["fused", "module", "sliding window"])  # fmt: skip
 def test_replayed_steps_draw_what_computed_steps_draw(
     world: None, path: DecodePath, changes: dict[str, Any], layout: KVLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """bfloat16 and torch's norm, as on a GPU: fused layers then hold no copies of weights that an update would leave behind."""
-    monkeypatch.setattr(fused, "fixed_norm", torch_norm)
+    monkeypatch.setattr(fused, "fixed_norm", lambda weight_H, eps: lambda x: F.rms_norm(x, weight_H.shape, weight_H, eps))
     model = new_model(path, "bfloat16", **changes)
     for sampling in SAMPLINGS:
         expected = decode(model, new_rounds(model, sampling, 4, layout))
         rounds = new_rounds(model, sampling, 4, layout)
-        assert rounds.decode is not None
         rounds.decode.captured = recorded = RecordedSteps(model)
-        assert decode(model, rounds) == expected
-        assert len({len(tokens) for tokens in expected}) > 4
+        assert decode(model, rounds) == expected and len({len(tokens) for tokens in expected}) > 4
         assert 2 <= recorded.num_graphs == len(recorded.recordings)
         assert sum(recording.replays for recording in recorded.recordings) > 4 * recorded.num_graphs
 
@@ -142,8 +145,7 @@ def test_a_key_is_captured_once_and_again_where_weights_have_moved() -> None:
         assert steps.captures == expected_captures
         if len(done) == 20:
             weights[0] = torch.ones(3)
-    assert done == ["one", "other"] * 15
-    assert steps.replays == 2 * (15 - 2 * WARM_UPS)
+    assert done == ["one", "other"] * 15 and steps.replays == 2 * (15 - 2 * WARM_UPS)
 
 
 class Refusing(Counted):
@@ -183,4 +185,40 @@ def test_other_errors_of_a_capture_are_not_taken_for_a_refusal(error: RuntimeErr
 def test_batches_come_in_few_sizes() -> None:
     sizes = [batch_bucket(rows) for rows in range(1, 130)]
     assert sizes == sorted(sizes) and all(size >= rows for rows, size in enumerate(sizes, start=1))
-    assert sorted(set(sizes)) == [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144]
+    assert sorted(set(sizes)) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+
+
+ENDS = [9, 3, 12, 5, 3, 10]
+
+
+def woven_rounds(model: RoleModel, micro_batches: int) -> RoundRunner:
+    site, stopping = Site(dict.fromkeys(("actor", "reference"), RolePlacement((0,)))), Limits((), 16, of=ENDS.__getitem__)
+    decode = DecodeWorker(model, model.new_cache(6), sampling=Sampling(), stopping=stopping)
+    score = ScoringWorker("reference", model, model.new_cache(6), temperature=1.0)
+    books = ActorBook(1, 6, stopping.limit), {"reference": ScoringBook("reference", 1, 6)}
+    planner = RoundPlanner(site, "woven", (micro_batches, "auto"), 200, 32, *books)
+    executor = Executor(0, {"actor": decode, "reference": score}, build_links(site), 60.0, CPU, lambda *_: None)
+    return RoundRunner(planner, executor, {"actor": 0, "reference": 0}, decode, None, {"reference": score})
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+def test_calls_stay_dense_as_sequences_finish(world: None, monkeypatch: pytest.MonkeyPatch, micro_batches: int) -> None:
+    """Sequences that finish do not make the others gather their caches: calls follow the slots."""
+    spans: list[slice | torch.Tensor] = []
+    begin = KVCache.begin
+
+    def watched(cache: KVCache, seq_ids: Sequence[int], lens: Sequence[int]) -> CallPlan:
+        plan = begin(cache, seq_ids, lens)
+        assert isinstance(plan.places, DensePlaces)
+        spans.append(plan.places.span)
+        return plan
+
+    monkeypatch.setattr(KVCache, "begin", watched)
+    rounds, buffer = woven_rounds(new_model("packed", "float32"), micro_batches), RolloutBuffer(6, delta=0, max_staleness=1)
+    rounds.admit(buffer.admit(Prompt(i, i, "", (5, 6 + i)) for i in range(len(ENDS))))
+    while not buffer.readiness().ready:
+        active = buffer.active
+        buffer.record(rounds.run(active, buffer.rollouts, 2, Decoding(buffer.clock, 0, buffer.readiness)))
+        rounds.recorded(active)
+    assert [len(r.tokens) for r in buffer.rollouts] == ENDS
+    assert len(spans) >= max(ENDS) and all(isinstance(span, slice) for span in spans)

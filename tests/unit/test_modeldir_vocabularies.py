@@ -57,8 +57,7 @@ def test_the_same_tokenizer_passes_with_more_tokens_or_settings_of_its_own(tmp_p
     assert problems(bpe, copy_with_added(bpe, tmp_path / "chat", "<|user|>")) == []
     assert problems(copy_with_added(bpe, tmp_path / "chat2", "<|system|>", "<|user|>"), bpe) == []
     change(other / "tokenizer_config.json", chat_template="{{ messages }}", pad_token="<|turn|>", padding_side="left")
-    content = json.loads((other / "tokenizer.json").read_text())
-    (other / "tokenizer.json").write_text(json.dumps(content, indent=1))
+    (other / "tokenizer.json").write_text(json.dumps(json.loads((other / "tokenizer.json").read_text()), indent=1))
     assert problems(bpe, other) == []
 
 
@@ -75,62 +74,47 @@ def test_a_fast_file_of_the_same_sentencepiece_model_passes(tmp_path: Path) -> N
     fast.decoder = decoders.ByteFallback()
     (tmp_path / "fast").mkdir()
     fast.save(str(tmp_path / "fast/tokenizer.json"))
-    assert problems(path, tmp_path / "fast") == []
-    assert problems(tmp_path / "fast", tmp_path) == []
+    assert problems(path, tmp_path / "fast") == [] and problems(tmp_path / "fast", tmp_path) == []
 
 
-def test_special_ids_are_compared(tmp_path: Path, bpe: Path) -> None:
+def test_special_ids_and_merges_are_compared(tmp_path: Path, bpe: Path) -> None:
     other = shutil.copytree(bpe, tmp_path / "copy")
     change(other / "tokenizer_config.json", eos_token="<|turn|>")
     (problem,) = problems(bpe, other)
     assert "its EOS is 1 there and 0 here" in problem
     change(other / "generation_config.json", eos_token_id=[1, 0])  # a chat model that ends at both
     assert problems(bpe, other) == []
-
-
-def test_other_merges_of_the_same_pieces_are_found_by_the_sample(tmp_path: Path, bpe: Path) -> None:
-    other = shutil.copytree(bpe, tmp_path / "copy")
-    content = json.loads((other / "tokenizer.json").read_text())
-    content["model"]["merges"].reverse()
-    content["model"]["merges"] = content["model"]["merges"][:1]
-    (other / "tokenizer.json").write_text(json.dumps(content))
+    content = json.loads((other / "tokenizer.json").read_text())["model"]
+    change(other / "tokenizer.json", model=content | {"merges": content["merges"][-1:]})
     (problem,) = problems(bpe, other)
-    assert "becomes" in problem
+    assert "becomes" in problem, "other merges of the same pieces are found by the sample"
 
 
-def test_a_directory_without_a_tokenizer_is_named_as_not_compared(tmp_path: Path, bpe: Path) -> None:
+def test_absent_and_broken_tokenizers_are_told(tmp_path: Path, bpe: Path) -> None:
     (tmp_path / "bare").mkdir()
     change(tmp_path / "bare/config.json", eos_token_id=[5, 6])
     found, lines = compare_tokenizers(bpe, {"critic.checkpoint": tmp_path / "bare"})
     assert found == [] and "not compared with critic.checkpoint" in lines[0] and "5, 6" in lines[0]
-
-
-def test_broken_tokenizers_are_told(tmp_path: Path, bpe: Path) -> None:
     (tmp_path / "bad").mkdir()
     for content in ("{", "[]", "{}", '{"model": {"vocab": 3}}', '{"model": {"vocab": {"a": 0}, "type": "X"}}'):
         (tmp_path / "bad/tokenizer.json").write_text(content)
         assert len(problems(bpe, tmp_path / "bad")) == 1, content
 
 
-@pytest.mark.parametrize(
-    ("files", "ids"),
-    [
-        ({}, ()),
-        ({"config": {"eos_token_id": 5}}, (5,)),
-        ({"config": {"eos_token_id": [5, 7, 5]}}, (5, 7)),
-        ({"config": {"eos_token_id": 5}, "generation_config": {"eos_token_id": [9, 8]}}, (9, 8)),
-        ({"config": {"eos_token_id": 5}, "generation_config": {"eos_token_id": None}}, (5,)),
-        ({"config": {}, "generation_config": {"temperature": 0.6}}, ()),
-    ],
-)
+@pytest.mark.parametrize(("files", "ids"), [
+    ({}, ()), ({"config": {"eos_token_id": 5}}, (5,)), ({"config": {"eos_token_id": [5, 7, 5]}}, (5, 7)),
+    ({"config": {"eos_token_id": 5}, "generation_config": {"eos_token_id": [9, 8]}}, (9, 8)),
+    ({"config": {"eos_token_id": 5}, "generation_config": {"eos_token_id": None}}, (5,)),
+    ({"config": {}, "generation_config": {"temperature": 0.6}}, ()),
+])  # fmt: skip
 def test_the_generation_settings_count_before_the_model_s(tmp_path: Path, files: dict[str, object], ids: object) -> None:
     for name, content in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     assert model_eos_ids(tmp_path) == ids
 
 
-@pytest.mark.parametrize("value", ["</s>", [1, "x"], -1, 1.5, True, {"id": 1}])
-def test_what_is_no_id_is_told(tmp_path: Path, value: object) -> None:
-    change(tmp_path / "generation_config.json", eos_token_id=value)
-    with pytest.raises(CheckpointError, match="eos_token_id is .* but must be a token id"):
-        model_eos_ids(tmp_path)
+def test_what_is_no_id_is_told(tmp_path: Path) -> None:
+    for value in ("</s>", [1, "x"], -1, 1.5, True, {"id": 1}):
+        change(tmp_path / "generation_config.json", eos_token_id=value)
+        with pytest.raises(CheckpointError, match="eos_token_id is .* but must be a token id"):
+            model_eos_ids(tmp_path)

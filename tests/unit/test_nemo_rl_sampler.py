@@ -102,10 +102,10 @@ class Controller:
             if isinstance(self.buffer, ClaimingBuffer):
                 await self.sampler.wait_until_admissible(trainer_version_fn=lambda: self.version)
                 before, cut = self.sampler.dispatch_index, Cut()
-                assert self.sampler.commit_admission(cut) is None
+                self.sampler.commit_admission(cut)
                 assert cut.asked == 1 and self.sampler.dispatch_index == before + 1
             else:
-                assert await self.sampler.admit(trainer_version_fn=lambda: self.version) is None
+                await self.sampler.admit(trainer_version_fn=lambda: self.version)
             tasks += [asyncio.create_task(self._generate(name)) for name in range(first, first + B)]
         await asyncio.gather(*tasks)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ class Story:
     dropped: list[tuple[int, int]] = field(default_factory=list)  # clock, sequence
     judged: list[tuple[int, int]] = field(default_factory=list)
     entered: list[tuple[int, int]] = field(default_factory=list)
-    known: list[int] = field(default_factory=list)
+    known: list[int] = field(default_factory=list, compare=False)  # after each round, of which smaller chunks make more
 
 
 class Simulation:
@@ -58,16 +59,15 @@ class Simulation:
     def __init__(self, run: Run, position: int = 0, to_train: int | None = None, deltas: Deltas | None = None):
         prompts = (Prompt(i, row=i, text="", tokens=(0,)) for i in range(position, len(run.lengths)))
         self.run = run
-        self.buffer = RolloutBuffer(
-            run.batch_size, run.deltas[0], run.max_staleness, backfill=True, group_size=run.group_size, filtered=True
-        )
+        groups = {"backfill": True, "group_size": run.group_size, "filtered": True}
+        self.buffer = RolloutBuffer(run.batch_size, run.deltas[0], run.max_staleness, **groups)
         if to_train is None and run.steps is not None:
             to_train = run.steps * run.batch_size
         self.deltas = deltas or Deltas(run.deltas)
         self.scheduler = OvercommitScheduler(prompts, self.buffer, self.deltas, run.every, to_train)
         rule = Rule(("acc",), lambda parts: parts[0], run.max_groups)
         self.filter = GroupFilter(self.scheduler, VerdictClock(run.every, run.lag), rule)
-        self.story, self.done, self.in_step = Story(), 0, False
+        self.story, self.done, self.in_step, self.held, self.sure = Story(), 0, False, 0, set[int]()
 
     def judge(self, due: Sequence[Rollout]) -> list[list[float]]:
         assert all(rollout.finished for rollout in due)
@@ -82,21 +82,16 @@ class Simulation:
         for group in {seq_id // self.run.group_size for seq_id in held if self.run.drops(seq_id // self.run.group_size)}:
             members = range(group * self.run.group_size, (group + 1) * self.run.group_size)
             assert not self.filter.scores.keys() >= set(members), "a group leaves with its last member's verdict"
+        before, self.sure = self.sure, set(self.buffer.sure.tolist())
+        assert before <= self.sure, "what was sure stays so"
 
     def enter(self, rollouts: Sequence[Rollout]) -> None:
         self.story.entered += [(self.buffer.clock, rollout.seq_id) for rollout in rollouts]
-        held = max(self.buffer.capacity, self.held)
-        assert len(self.buffer) <= held, "no more than B + delta groups, whatever their state"
+        assert len(self.buffer) <= max(self.buffer.capacity, self.held), "no more than B + delta groups, whatever their state"
         self.held = len(self.buffer)
-
-    held = 0
-
-    @property
-    def over(self) -> bool:
-        return self.scheduler.done or self.done == self.run.steps
 
     def begin(self) -> None:
-        self.held = len(self.buffer)
+        self.held, self.sure = len(self.buffer), set()
         self.enter(self.scheduler.begin_step())
         self.filter.begin_step()
         self.settle()
@@ -111,7 +106,8 @@ class Simulation:
         self.settle()
 
     def end(self) -> None:
-        batch = self.scheduler.take_batch()
+        sure, batch = set(self.buffer.sure.tolist()), self.scheduler.take_batch()
+        assert sure == {rollout.seq_id for rollout in batch}
         self.filter.retire(batch)
         self.in_step = False
         if not batch:
@@ -123,7 +119,7 @@ class Simulation:
         self.done += 1
 
     def play(self, chunk_tokens: int, rounds: int | None = None) -> Story:
-        while not self.over:
+        while not self.scheduler.done and self.done != self.run.steps:
             if not self.in_step:
                 self.begin()
             while not self.buffer.readiness().ready:
@@ -146,7 +142,6 @@ class Simulation:
 
 @st.composite
 def plans(draw: st.DrawFn) -> Run:
-    """Long-tailed lengths, and scores of which a group's are often all the same."""
     size, groups = draw(st.sampled_from([2, 3])), draw(st.integers(1, 4))
     longest = st.one_of(st.integers(1, 4), st.integers(1, 12), st.integers(20, 90))
     lengths = draw(st.lists(longest, max_size=60))
@@ -164,34 +159,15 @@ def plans(draw: st.DrawFn) -> Run:
     )
 
 
-class Watched(Simulation):
-    """Checks that each batch is what was sure to be in it, and that what was sure stays so."""
-
-    sure: set[int] = set()
-
-    def settle(self) -> None:
-        super().settle()
-        now = set(self.buffer.sure.tolist())
-        assert self.sure <= now
-        self.sure = now
-
-    def end(self) -> None:
-        number = len(self.story.batches)
-        super().end()
-        batch = self.story.batches[number] if len(self.story.batches) > number else []
-        assert self.sure == {rollout.seq_id for rollout in batch}
-        self.sure = set()
-
-
 @given(run=plans(), chunk_tokens=st.sampled_from(CHUNKS))
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 def test_whole_runs(run: Run, chunk_tokens: int) -> None:
-    simulation = Watched(run)
+    simulation = Simulation(run)
     story = simulation.play(chunk_tokens)
     assert [[(r.seq_id, r.finish_clock) for r in batch] for batch in story.batches] == naive_batches(run)
+    assert story == Simulation(run).play(max(CHUNKS)), "the size of a chunk changes nothing"
     check_groups(run, story)
     check_verdicts(run, story)
-    check_order(run, story)
     check_end(run, simulation)
 
 
@@ -212,14 +188,9 @@ def check_verdicts(run: Run, story: Story) -> None:
     for batch, clock in zip(story.batches, story.clocks, strict=True):
         assert clock % run.every == 0
         for rollout in batch:
-            assert rollout.finish_clock is not None
+            assert rollout.finish_clock is not None and rollout.deferrals <= run.max_staleness
             assert judged[rollout.seq_id] == run.every * (-(-rollout.finish_clock // run.every) + run.lag) <= clock
-
-
-def check_order(run: Run, story: Story) -> None:
-    n = run.group_size
-    for batch in story.batches:
-        assert all(rollout.deferrals <= run.max_staleness for rollout in batch)
+        n = run.group_size
         groups = [batch[i : i + n] for i in range(0, len(batch), n)]
         assert all([r.seq_id % n for r in group] == list(range(n)) for group in groups)
         keys = [(max(r.finish_clock or 0 for r in group), group[0].admission) for group in groups]
@@ -239,22 +210,8 @@ def check_end(run: Run, simulation: Simulation) -> None:
         assert len(story.entered) == len(run.lengths), "the prompts have ended"
 
 
-@given(run=plans())
-@settings(max_examples=60, deadline=None)
-def test_chunk_size_changes_nothing_and_runs_repeat(run: Run) -> None:
-    first = Simulation(run).play(CHUNKS[0])
-    for chunk_tokens in CHUNKS:
-        story = Simulation(run).play(chunk_tokens)
-        assert replace_known(story) == replace_known(first)
-
-
-def replace_known(story: Story) -> Story:
-    """Leave out what is noted after each round, of which there are more with smaller chunks."""
-    return replace(story, known=[])
-
-
 @given(run=plans(), chunk_tokens=st.sampled_from(CHUNKS), rounds=st.lists(st.integers(0, 5), max_size=4))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_run_that_was_saved_goes_on_as_if_it_had_not_been(run: Run, chunk_tokens: int, rounds: list[int]) -> None:
     plain = Simulation(run).play(chunk_tokens)
     simulation = Simulation(run)
@@ -263,18 +220,12 @@ def test_a_run_that_was_saved_goes_on_as_if_it_had_not_been(run: Run, chunk_toke
         counts = simulation.filter.counts
         simulation = simulation.restored()
         assert simulation.filter.counts == counts
-    assert replace_known(simulation.play(chunk_tokens)) == replace_known(plain)
+    assert simulation.play(chunk_tokens) == plain
 
 
 def naive_batches(run: Run) -> list[list[tuple[int, int]]]:
-    """An independent model with no buffer, no rounds and no state of verdicts: (sequence, finish clock) of each batch."""
-    n = run.group_size
-    waiting, held, batches, clock = (
-        list(range(len(run.lengths) // n)),
-        dict[int, NaiveGroup](),
-        list[list[tuple[int, int]]](),
-        0,
-    )
+    n, clock, held, batches = run.group_size, 0, dict[int, NaiveGroup](), list[list[tuple[int, int]]]()
+    waiting = list(range(len(run.lengths) // n))
 
     def enter() -> None:
         places = run.batch_size // n + run.deltas[len(batches) % len(run.deltas)]
@@ -301,9 +252,8 @@ def naive_batches(run: Run) -> list[list[tuple[int, int]]]:
                 for g in [g for g in held if kept(held[g]) and run.drops(g)]:
                     del held[g]
                 size = run.batch_size // n if waiting else min(run.batch_size // n, len(held))
-                if sum(kept(group) for group in held.values()) < size or not all(
-                    kept(group) for group in held.values() if group.age >= run.max_staleness
-                ):
+                ready = [g for g in held if kept(held[g])]
+                if len(ready) < size or not all(g in ready for g in held if held[g].age >= run.max_staleness):
                     enter()
         chosen = [*must, *(g for g in ready if g not in must)][:size]
         if chosen:
@@ -325,10 +275,7 @@ def test_a_filter_that_drops_everything_ends_the_run_with_its_keep_rate() -> Non
         Simulation(plain_run(scores=[1.0] * 40, max_groups=6)).play(7)
     story = Simulation(plain_run(scores=[1.0] * 40)).play(7)
     assert story.batches == [] and len(story.dropped) == 40, "without a bound the prompts are the end"
-
-
-def test_the_bound_is_of_one_step() -> None:
-    """Every second group is dropped: 4 judged for a batch of 2, step after step, are within a bound of 5."""
+    # The bound is of one step.  Every second group is dropped: 4 judged for a batch of 2, step after step, are within 5.
     scores = [0.0, 1.0, 1.0, 1.0] * 10
     assert len(Simulation(plain_run(scores=scores, deltas=[0], max_groups=5)).play(7).batches) == 5
     with pytest.raises(SamplingError, match="4 groups were judged"):
@@ -341,27 +288,20 @@ def test_a_group_is_known_to_be_kept_as_soon_as_two_members_differ() -> None:
     assert story.known[:2] == [0, 1] and 0 in story.known[2:]
     equal = Simulation(replace(run, scores=[1.0, 1.0, 0.0] * 4)).play(4)
     assert set(equal.known) == {0}, "what has ended is the same: nothing is known"
-
-
-def test_the_error_counts_what_is_known_to_be_kept() -> None:
     run = plain_run(lengths=[1, 1, 1, 3, 3, 30], scores=[1.0, 1.0, 1.0, 0.0, 1.0, 1.0], group_size=3, batch_size=3, max_groups=1)
     with pytest.raises(SamplingError, match=r"1 groups were judged .* but a batch has 1 \(1 more will be kept when"):
         Simulation(run).play(4)
 
 
-def test_scores_that_are_no_numbers_are_never_dropped() -> None:
-    """A guard is to see them."""
-    nan = float("nan")
-    for scores in ([nan, nan], [nan, 1.0], [1.0, nan], [float("inf"), 1.0]):
-        simulation = Simulation(plain_run(lengths=[3, 3], scores=scores, batch_size=2))
-        assert [r.seq_id for batch in simulation.play(7).batches for r in batch] == [0, 1]
+EQUAL, OTHER = (0.7, 0.7 + 1e-7), (0.7, 0.7 + 1e-5)
+"""As far as rounding parts scores, and farther."""
 
 
-@pytest.mark.parametrize(("far", "kept"), [(1e-7, 0), (1e-5, 2)])
-def test_scores_that_rounding_parts_are_equal(far: float, kept: int) -> None:
-    simulation = Simulation(plain_run(lengths=[3, 3, 4, 4], scores=[0.7, 0.7 + far, 0.0, 1.0], batch_size=2))
-    first = simulation.play(7).batches[0]
-    assert [r.seq_id for r in first] == ([0, 1] if kept else [2, 3])
+@pytest.mark.parametrize("scores", [(nan, nan), (nan, 1.0), (1.0, nan), (inf, 1.0), EQUAL, OTHER])
+def test_scores_that_are_no_numbers_are_never_dropped_and_those_that_rounding_parts_are_equal(scores: Any) -> None:
+    """A guard is to see what is no number."""
+    simulation = Simulation(plain_run(lengths=[3, 3, 4, 4], scores=[*scores, 0.0, 1.0], batch_size=2))
+    assert [r.seq_id for r in simulation.play(7).batches[0]] == ([2, 3] if scores == EQUAL else [0, 1])
 
 
 def test_scores_of_other_parts_are_judged_anew() -> None:
@@ -376,7 +316,7 @@ def test_scores_of_other_parts_are_judged_anew() -> None:
     assert simulation.filter.scores == {0: [0.0], 2: [0.0]}
 
 
-def test_no_response_ends_a_round_of_a_filtered_step() -> None:
+def test_no_response_ends_a_round_of_a_filtered_step_and_a_resumed_one_leaves_prompts_to_backfill() -> None:
     """Verdicts do, between rounds: what ends within one leaves the decode batch as it is planned."""
     simulation = Simulation(plain_run(deltas=[0]))
     simulation.begin()
@@ -386,9 +326,6 @@ def test_no_response_ends_a_round_of_a_filtered_step() -> None:
     assert not readiness.ready
     simulation.round(64)
     assert simulation.buffer.clock == 4 and simulation.buffer.readiness().ready
-
-
-def test_a_step_that_is_resumed_where_prompts_are_due_leaves_them_to_backfill() -> None:
     simulation = Simulation(plain_run(scores=[1.0] * 40, deltas=[0]))
     simulation.begin()
     simulation.round(64)

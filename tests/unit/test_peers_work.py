@@ -1,9 +1,11 @@
-"""Work that a peer is given, and whether runs did it: held against a real run of ours."""
+"""Work that a peer is given, and whether runs did it, held against a real run of ours; the script in TRL's environment."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
+import math
 import os
 import sys
 from copy import deepcopy
@@ -15,20 +17,13 @@ import pytest
 import torch
 
 from benchmarks.peers import comparison
-from benchmarks.peers.comparison import (
-    how_it_runs,
-    main,
-    our_configs,
-    prepared,
-    require_peer,
-    require_unused,
-    run_peer,
-    with_config,
-    with_threads,
-)
+from benchmarks.peers.comparison import how_it_runs, main, require_peer, with_threads
 from benchmarks.peers.hf_generate import measure_generate, require_cuda
 from benchmarks.peers.outcome import COLUMNS, Ours, draw, forcing, padding, real_tokens, table_rows, unequal_work
 from benchmarks.peers.settings import require_same_work
+from benchmarks.peers.trl_common import Clock, ForcedGenerate, ForcedRows, PeerError
+from benchmarks.peers.trl_training import REQUIREMENTS, require_versions
+from benchmarks.peers.trl_training import main as check_peer
 from benchmarks.peers.work import build_work, export_models, free_token
 from oppo_megatron.bench.suite import BenchError
 from oppo_megatron.config.load import load_config
@@ -41,11 +36,7 @@ from tests.support.ppo import Workspace, run_ppo_ranks
 
 SAME: dict[str, Any] = {"rewards": [{"kind": "model"}], "rollout.forced_lengths": [10, 0.8], "ppo.entropy_coefficient": 0.0}
 SEQUENTIAL = Ours("1 x 1", carries=False, streams_here=False, shares_ranks=True)
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return Workspace.create(tmp_path_factory.mktemp("peers"))
+CARRYING = Ours("2 x 1", carries=True, streams_here=False, shares_ranks=False)
 
 
 def settings(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
@@ -66,22 +57,30 @@ def trl_lines(work: dict[str, Any]) -> list[dict[str, Any]]:
     for step in range(work["steps"]):
         rows = slice(step * work["batch_size"], (step + 1) * work["batch_size"])
         prompts, lengths = [len(prompt) for prompt in work["prompts"][rows]], work["lengths"][rows]
-        lines.append(
-            {
-                "step_s": 10.0, "other_s": 1.0, "generate_s": 4.0, "score_s": 2.0, "train_s": 3.0, "forcing_s": 0.04,
-                "prompt_tokens": prompts, "response_tokens": list(lengths),
-                "computed_tokens": len(lengths) * (max(prompts) + max(lengths)),
-            }
-        )  # fmt: skip
+        lines.append({
+            "step_s": 10.0, "other_s": 1.0, "generate_s": 4.0, "score_s": 2.0, "train_s": 3.0, "forcing_s": 0.04,
+            "prompt_tokens": prompts, "response_tokens": list(lengths),
+            "computed_tokens": len(lengths) * (max(prompts) + max(lengths)),
+        })  # fmt: skip
+    return lines
+
+
+def our_lines(work: dict[str, Any]) -> list[dict[str, Any]]:
+    lines = []
+    for step, line in enumerate(trl_lines(work)):
+        tokens = sum(line["response_tokens"])
+        lines.append({
+            "step_s": 20.0 if step == 0 else 5.0, "decode_s": 2.0, "score_exposed_s": 1.0, "train_s": 1.0, "tokens": tokens,
+            "critic_update_s": 0.5, "critic_exposed_s": 0.25, "trained_len_mean": tokens / work["batch_size"],
+        })  # fmt: skip
     return lines
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param("sequential", marks=pytest.mark.long), "full"])
 def test_our_run_does_the_work_that_the_peer_is_given(workspace: Workspace, work: dict[str, Any], mode: str) -> None:
-    full = mode == "full"
-    switches = {"overlap.intra": full, "overlap.inter": full, "overlap.delta": {"rule": "fixed", "initial": 2, "max": 2}}
-    run = settings(workspace, mode, **switches)
+    full, delta = mode == "full", {"rule": "fixed", "initial": 2, "max": 2}
+    run = settings(workspace, mode, **{"overlap.intra": full, "overlap.inter": full, "overlap.delta": delta})
     outcome = run_ppo_ranks(run)
     prompts, lengths = {}, {}
     for row in outcome.rollouts:
@@ -94,7 +93,7 @@ def test_our_run_does_the_work_that_the_peer_is_given(workspace: Workspace, work
     assert row["step_s"] >= row["train_s"] > 0 and (row["score_s"] is None) == full
 
 
-def test_work_is_the_configurations(workspace: Workspace, work: dict[str, Any]) -> None:
+def test_work_is_the_configurations(workspace: Workspace, work: dict[str, Any], tmp_path: Path) -> None:
     config = TrainConfig(**settings(workspace, "work"))
     assert len(work["prompts"]) == len(work["lengths"]) == 3 * config.rollout.batch_size
     assert all(1 <= length <= config.rollout.max_response_tokens for length in work["lengths"])
@@ -103,6 +102,8 @@ def test_work_is_the_configurations(workspace: Workspace, work: dict[str, Any]) 
     assert work["ppo"]["num_ppo_epochs"] == 2 and work["ppo"]["num_mini_batches"] == 2
     assert work["optimizer"]["adam_beta2"] == config.actor.optimizer.betas[1]
     assert json.loads(json.dumps(work)) == work
+    with pytest.raises(ConfigError, match=r"need 600, but epochs=1 gives 64"):
+        work_of(TrainConfig(**settings(workspace, "early", steps=100, epochs=1)), tmp_path)
 
 
 def test_exported_models_are_what_trl_loads(work: dict[str, Any]) -> None:
@@ -121,39 +122,33 @@ def test_exported_models_are_what_trl_loads(work: dict[str, Any]) -> None:
 
 
 GRPO: dict[str, Any] = {
-    **SAME,
-    "algorithm": {"preset": "grpo"},
-    "critic": None,
-    "reward": None,
-    "rewards": [{"kind": "verifier", "name": "length", "buffer_tokens": 12}],
-    "rollout.batch_size": 8,
-    "rollout.group_size": 4,
-    "rollout.max_response_tokens": 24,
-    "ppo": {},
-}
+    **SAME, "algorithm": {"preset": "grpo"}, "critic": None, "reward": None,
+    "rewards": [{"kind": "verifier", "name": "length", "buffer_tokens": 12}], "rollout.batch_size": 8, "rollout.group_size": 4,
+    "rollout.max_response_tokens": 24, "ppo": {},
+}  # fmt: skip
 """Rewards from -1 to 0 by the length of a response."""
 
 
-def grpo(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
-    return workspace.config(name, **{**GRPO, **changes})
+def grpo(workspace: Workspace, name: str, **changes: Any) -> TrainConfig:
+    return TrainConfig(**workspace.config(name, **{**GRPO, **changes}))
 
 
 def test_work_of_groups(workspace: Workspace, tmp_path: Path) -> None:
-    work = work_of(TrainConfig(**grpo(workspace, "groups", **{"actor.optimizer": {"clip_grad": 0.5}})), tmp_path)
+    work = work_of(grpo(workspace, "groups", **{"actor.optimizer": {"clip_grad": 0.5}}), tmp_path)
     assert work["algorithm"] == "grpo" and work["group_size"] == 4 and set(work["models"]) == {"actor", "reference"}
     prompts = work["prompts"]
     assert len(prompts) == 24 and all(prompts[i] == prompts[i - i % 4] for i in range(24)) and prompts[0] != prompts[4]
     assert work["length_penalty"] == {"max_completion_len": 24, "soft_punish_cache": 12} and "ppo" not in work
     told = {"beta": 0.04, "epsilon": 0.2, "epsilon_high": 0.2, "max_grad_norm": 0.5, "loss_type": "grpo"}
     assert told.items() <= work["grpo"].items() and not work["grpo"]["use_bias_correction_kl"]
-    free = TrainConfig(**grpo(workspace, "free", **{"ppo.kl": {"mode": "none"}, "ppo.clip_high": 0.3}))
+    free = grpo(workspace, "free", **{"ppo.kl": {"mode": "none"}, "ppo.clip_high": 0.3})
     assert not how_it_runs(free).shares_ranks, "there is no critic's update"
     work = work_of(free, tmp_path / "free")
     assert set(work["models"]) == {"actor"} and (work["grpo"]["beta"], work["grpo"]["epsilon_high"]) == (0.0, 0.3)
 
 
 def test_rewards_by_length_are_compared(workspace: Workspace, tmp_path: Path) -> None:
-    work = work_of(TrainConfig(**grpo(workspace, "rewards")), tmp_path)
+    work = work_of(grpo(workspace, "rewards"), tmp_path)
     rewards = [length_score(length, 24, 12) for length in work["lengths"]]
     means = [fmean(rewards[first : first + 8]) for first in (0, 8, 16)]
     assert len(set(means)) > 1
@@ -163,34 +158,31 @@ def test_rewards_by_length_are_compared(workspace: Workspace, tmp_path: Path) ->
     swapped = [line | {"reward_mean": mean} for line, mean in zip(ours, reversed(means), strict=True)]
     (fault,) = unequal_work(work, [], {"ours": (SEQUENTIAL, [swapped])})
     assert fault.startswith("ours, run 1: mean rewards are ")
-    carrying = Ours("2 x 1", carries=True, streams_here=False, shares_ranks=False)
-    assert unequal_work(work, [], {"ours": (carrying, [swapped])}) == []
+    assert unequal_work(work, [], {"ours": (CARRYING, [swapped])}) == []
     right[2]["reward_mean"] += 1e-3
     assert "TRL, run 1: mean rewards" in unequal_work(work, [right], {})[0]
 
 
 def test_what_trl_cannot_do_of_grpo_is_refused_all_at_once(workspace: Workspace) -> None:
     wrong = {
-        "algorithm": {"preset": "grpo", "reduction": "token_mean"},
-        "ppo": {"minibatches": 2, "dual_clip": 3.0, "kl": {"estimator": "k2"}},
-        "rewards": [{"kind": "verifier", "name": "arithmetic"}],
-        "steps": 1,
-    }
+        "algorithm": {"preset": "grpo", "reduction": "token_mean"}, "rewards": [{"kind": "verifier", "name": "arithmetic"}],
+        "ppo": {"minibatches": 2, "dual_clip": 3.0, "kl": {"estimator": "k2"}}, "steps": 1,
+    }  # fmt: skip
     with pytest.raises(ConfigError) as error:
-        require_same_work(TrainConfig(**grpo(workspace, "wrong", **wrong)), None)
+        require_same_work(grpo(workspace, "wrong", **wrong), None)
     said = ("algorithm.reduction is token_mean", "by k3", "ppo.minibatches 2", "dual_clip", "name: length", "--steps")
     assert [word for word in said if not any(word in problem for problem in error.value.problems)] == []
     assert len(error.value.problems) == len(said)
-    require_same_work(TrainConfig(**grpo(workspace, "right")), micro_batch=4)
+    require_same_work(grpo(workspace, "right"), micro_batch=4)
     with pytest.raises(ConfigError, match="algorithm.preset is dapo, .* choose from ppo, grpo"):
-        require_same_work(TrainConfig(**grpo(workspace, "other", algorithm={"preset": "dapo"})), None)
+        require_same_work(grpo(workspace, "other", algorithm={"preset": "dapo"}), None)
 
 
 def test_the_algorithm_names_the_configuration_where_none_is_given() -> None:
     def read(*arguments: str) -> tuple[str, list[str]]:
         parser = argparse.ArgumentParser()
         comparison.add_arguments(parser)
-        args = with_config(parser.parse_intermixed_args(list(arguments)))
+        args = comparison.with_config(parser.parse_intermixed_args(list(arguments)))
         return str(args.config), args.overrides
 
     assert read() == ("examples/benchmark/overlap.yaml", [])
@@ -203,8 +195,7 @@ def test_the_algorithm_names_the_configuration_where_none_is_given() -> None:
 
 
 def test_padding_token_is_the_largest_that_is_free() -> None:
-    prompts = [Prompt(0, 0, "", (1, 9)), Prompt(1, 1, "", (7, 2))]
-    assert free_token(10, prompts, eos_id=8) == 6
+    assert free_token(10, [Prompt(0, 0, "", (1, 9)), Prompt(1, 1, "", (7, 2))], eos_id=8) == 6
     with pytest.raises(ConfigError, match="all 3 tokens"):
         free_token(3, [Prompt(0, 0, "", (0, 1))], eos_id=2)
 
@@ -224,49 +215,26 @@ def test_what_trl_cannot_do_is_refused_all_at_once(workspace: Workspace) -> None
     require_same_work(TrainConfig(**settings(workspace, "right")), micro_batch=None)
 
 
-def test_prompts_that_end_early_are_refused(workspace: Workspace, tmp_path: Path) -> None:
-    config = TrainConfig(**settings(workspace, "early", steps=100, epochs=1))
-    with pytest.raises(ConfigError, match=r"need 600, but epochs=1 gives 64"):
-        work_of(config, tmp_path)
-
-
 def test_other_work_is_found(work: dict[str, Any]) -> None:
     right, ours = trl_lines(work), our_lines(work)
     assert unequal_work(work, [right], {"ours": (SEQUENTIAL, [ours])}) == []
     shorter = deepcopy(right)
     shorter[1]["response_tokens"][0] += 1
-    assert "step 2 has response_tokens" in unequal_work(work, [right, shorter], {})[0]
-    assert "TRL, run 2" in unequal_work(work, [right, shorter], {})[0]
+    (fault, *_) = unequal_work(work, [right, shorter], {})
+    assert "step 2 has response_tokens" in fault and "TRL, run 2" in fault
     assert "2 steps, not 3" in unequal_work(work, [right[:2]], {})[0]
     moved = deepcopy(ours)
     moved[0]["tokens"] += 5
     moved[1]["tokens"] -= 5
     assert "decoded by step" in unequal_work(work, [], {"ours": (SEQUENTIAL, [moved])})[0]
-    carrying = Ours("2 x 1", carries=True, streams_here=False, shares_ranks=False)
-    assert unequal_work(work, [], {"ours": (carrying, [moved])}) == [], "only the run compares"
+    assert unequal_work(work, [], {"ours": (CARRYING, [moved])}) == [], "only the run compares"
     moved[2]["trained_len_mean"] += 1
-    assert "trained, not" in unequal_work(work, [], {"ours": (carrying, [moved])})[0]
-
-
-def our_lines(work: dict[str, Any]) -> list[dict[str, Any]]:
-    lines = []
-    for step, line in enumerate(trl_lines(work)):
-        tokens = sum(line["response_tokens"])
-        lines.append(
-            {
-                "step_s": 20.0 if step == 0 else 5.0, "decode_s": 2.0, "score_exposed_s": 1.0, "train_s": 1.0,
-                "critic_update_s": 0.5, "critic_exposed_s": 0.25, "tokens": tokens,
-                "trained_len_mean": tokens / work["batch_size"],
-            }
-        )  # fmt: skip
-    return lines
+    assert "trained, not" in unequal_work(work, [], {"ours": (CARRYING, [moved])})[0]
 
 
 def test_table_has_medians_and_ratios_to_trl(work: dict[str, Any], tmp_path: Path) -> None:
-    pair = Ours("2 x 1", carries=True, streams_here=False, shares_ranks=False)
-    woven = Ours("1 x 2", carries=True, streams_here=True, shares_ranks=True)
-    lines = our_lines(work)
-    ours = {"sequential": (SEQUENTIAL, [lines]), "pair": (pair, [lines]), "woven": (woven, [lines])}
+    woven, lines = Ours("1 x 2", carries=True, streams_here=True, shares_ranks=True), our_lines(work)
+    ours = {"sequential": (SEQUENTIAL, [lines]), "pair": (CARRYING, [lines]), "woven": (woven, [lines])}
     trl, sequential, apart, together = table_rows(work, [trl_lines(work)], ours)
     assert trl["times_trl_step"] == trl["times_trl_run"] == 1 and trl["rest_s"] == 1.0
     assert (sequential["step_s"], sequential["first_step_s"], sequential["total_s"]) == (5.0, 20.0, 30.0)
@@ -284,13 +252,21 @@ def test_table_has_medians_and_ratios_to_trl(work: dict[str, Any], tmp_path: Pat
     assert (tmp_path / "trl.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_missing_environment_names_the_make_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_environment_or_other_versions_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    python, out = tmp_path / "python", tmp_path / "out"
     with pytest.raises(BenchError, match="make bench-trl"):
-        require_peer(tmp_path / "python")
+        require_peer(python)
     config = str(Path(__file__).resolve().parents[2] / "examples" / "benchmark" / "overlap.yaml")
-    assert main([config, "--peer-python", str(tmp_path / "python"), "--out", str(tmp_path / "out")]) == 2
-    assert "make bench-trl" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists(), "nothing was begun"
+    assert main([config, "--peer-python", str(python), "--out", str(out)]) == 2
+    assert "make bench-trl" in capsys.readouterr().err and not out.exists(), "nothing was begun"
+    python.write_text("no program")
+    assert main([str(tmp_path / "no.yaml"), "--peer-python", str(python), "--out", str(out)]) == 2
+    assert f"compare: {python}: Permission denied" in capsys.readouterr().err
+    with pytest.raises(BenchError, match="trl none"):
+        require_peer(Path(sys.executable))
+    for other, message in (("true", "so it is no Python; name the one of TRL's"), ("false", "exit code 1, in silence")):
+        with pytest.raises(BenchError, match=message):
+            require_peer(Path("/usr/bin") / other)
 
 
 def test_a_comparison_that_is_told_to_stop_ends_the_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,25 +274,11 @@ def test_a_comparison_that_is_told_to_stop_ends_the_peer(tmp_path: Path, monkeyp
     python.write_text(f"#!/bin/sh\necho $$ > {pid}\nkill -TERM $PPID\nexec sleep 60\n")
     python.chmod(0o755)
     (tmp_path / "work.json").write_text('{"device": "cpu"}')
-    monkeypatch.setattr(comparison, "compare", lambda args: run_peer(python, tmp_path / "work.json", tmp_path))
+    monkeypatch.setattr(comparison, "compare", lambda args: comparison.run_peer(python, tmp_path / "work.json", tmp_path))
     with pytest.raises(SystemExit, match="143"):
         main(["c.yaml"])
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
-
-
-def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "python").write_text("no program")
-    assert main([str(tmp_path / "no.yaml"), "--peer-python", str(tmp_path / "python"), "--out", str(tmp_path / "o")]) == 2
-    assert f"compare: {tmp_path / 'python'}: Permission denied" in capsys.readouterr().err
-
-
-def test_an_environment_with_other_versions_is_refused() -> None:
-    with pytest.raises(BenchError, match="trl none"):
-        require_peer(Path(sys.executable))
-    for other, message in (("true", "so it is no Python; name the one of TRL's"), ("false", "exit code 1, in silence")):
-        with pytest.raises(BenchError, match=message):
-            require_peer(Path("/usr/bin") / other)
 
 
 def test_threads_are_shared_by_the_ranks(workspace: Workspace) -> None:
@@ -327,35 +289,112 @@ def test_threads_are_shared_by_the_ranks(workspace: Workspace) -> None:
         with_threads(pair, "pair", 3)
 
 
-def test_what_is_wrong_in_one_mode_is_found_before_any_run(workspace: Workspace) -> None:
+def test_what_is_wrong_in_one_mode_is_found_before_any_run_and_the_dtype_is_of_all_roles(workspace: Workspace) -> None:
     config = TrainConfig(**settings(workspace, "modes", **{"overlap.delta": {"initial": 2, "max": 99}}))
     with pytest.raises(ConfigError, match=r"single-full: overlap.delta.max is 99"):
-        our_configs(config, ["single"], ["sequential", "full"], threads=1)
-    assert list(our_configs(config, ["single"], ["sequential"], threads=1)) == ["single-sequential"]
-
-
-def test_dtype_is_of_all_roles(workspace: Workspace) -> None:
+        comparison.our_configs(config, ["single"], ["sequential", "full"], threads=1)
+    assert list(comparison.our_configs(config, ["single"], ["sequential"], threads=1)) == ["single-sequential"]
     config = TrainConfig(**settings(workspace, "dtype", runtime={"device": "cpu"}))
     mixed = config.model_copy(update={"critic": config.critic.model_copy(update={"dtype": "bfloat16"})})
     with pytest.raises(ConfigError, match="--dtype"):
-        prepared(mixed, None)
-    both = prepared(mixed, "bfloat16")
-    assert both.reward is not None
-    assert {both.actor.dtype, both.critic.dtype, both.reward.dtype} == {"bfloat16"}
-    assert both.runtime.device == "cpu"
+        comparison.prepared(mixed, None)
+    both = comparison.prepared(mixed, "bfloat16")
+    assert {both.actor.dtype, both.critic.dtype, both.reward.dtype} == {"bfloat16"} and both.runtime.device == "cpu"
 
 
 def test_generate_is_measured_and_an_earlier_comparison_not_written_over(workspace: Workspace, tmp_path: Path) -> None:
-    require_unused(tmp_path)
+    comparison.require_unused(tmp_path)
     (tmp_path / "models").mkdir()
     with pytest.raises(ConfigError, match="--out"):
-        require_unused(tmp_path)
+        comparison.require_unused(tmp_path)
     paths = export_models(TrainConfig(**settings(workspace, "hf")), tmp_path / "models")
     found = measure_generate(Path(paths["actor"]), 2, 4, 6, "float32", repeats=1, device="cpu")
     assert found["tokens_per_s"] > 0 and found["prefill_s"] > 0
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="CUDA device"):
+            require_cuda()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_generate_asks_for_a_cuda_device() -> None:
-    with pytest.raises(ConfigError, match="CUDA device"):
-        require_cuda()
+EOS, PAD, VOCAB, PROMPT = 2, 9, 10, 3
+
+
+def test_script_needs_nothing_of_this_package() -> None:
+    scripts = sorted(REQUIREMENTS.parent.glob("trl_*.py"))
+    assert len(scripts) == 5
+    for script in scripts:
+        tree = ast.parse(script.read_text(encoding="utf-8"))
+        names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        names |= {f"{n.module}.{a.name}" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+        ours = [name for name in names if name.split(".")[0] in ("oppo_megatron", "benchmarks")]
+        assert [name for name in ours if not name.startswith("benchmarks.peers.trl_")] == [], script
+
+
+def test_versions_are_those_that_are_pinned_and_others_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    pins = dict(line.split("==") for line in REQUIREMENTS.read_text().splitlines() if not line.startswith("#"))
+    assert set(pins) == {"torch", "trl", "transformers", "accelerate", "requests"}
+    built = {**pins, "torch": pins["torch"] + "+cpu"}
+    assert require_versions(REQUIREMENTS.read_text(), built.get) == built
+    # TRL alone has to be as pinned on a GPU's machine; in this environment it is missing.
+    found = {"trl": "1.13.0", "torch": "2.13.0"}
+    with pytest.raises(PeerError) as error:
+        require_versions("torch==2.13.0\n# a comment\ntrl==1.12.0\naccelerate==1.15.0\n", found.get)
+    text = str(error.value)
+    assert "trl 1.13.0 (pinned: 1.12.0)" in text and "accelerate none (pinned: 1.15.0)" in text
+    assert "torch" not in text and "make bench-trl" in text
+    pins, found = "torch==2.13.0\ntrl==1.12.0\n", {"trl": "1.12.0", "torch": "2.11.0+cu130"}
+    assert require_versions(pins, found.get, ["trl"]) == found
+    for wrong, said in (({**found, "trl": "1.13.0"}, "trl 1.13.0"), ({"trl": "1.12.0"}, "torch none")):
+        with pytest.raises(PeerError, match=said):
+            require_versions(pins, wrong.get, ["trl"])
+    assert check_peer(["--check"]) == 2 and "trl none" in capsys.readouterr().err
+
+
+def generate(input_ids: torch.Tensor, logits_processor: list[ForcedRows]) -> torch.Tensor:
+    """A sampling loop as that of transformers: rows that drew EOS are padded, all ended rows end the loop."""
+    generator = torch.Generator().manual_seed(1)
+    unfinished_B = torch.ones(len(input_ids), dtype=torch.bool)
+    while unfinished_B.any():
+        scores_BV = torch.zeros(len(input_ids), VOCAB)
+        for processor in logits_processor:
+            scores_BV = processor(input_ids, scores_BV)
+        drawn_B = torch.multinomial(scores_BV.softmax(-1), 1, generator=generator)[:, 0]
+        drawn_B = torch.where(unfinished_B, drawn_B, PAD)
+        unfinished_B &= drawn_B != EOS
+        input_ids = torch.cat([input_ids, drawn_B[:, None]], 1)
+    return input_ids
+
+
+def test_forced_rows_end_with_eos_at_the_length_of_their_call_and_never_before() -> None:
+    lengths = [5, 1, 12, 5]
+    forced = ForcedRows(lengths, PROMPT, EOS, PAD)
+    responses = generate(torch.full((4, PROMPT), 7), [forced])[:, PROMPT:]
+    assert responses.shape[1] == max(lengths)
+    for row, length in zip(responses.tolist(), lengths, strict=True):
+        assert row.index(EOS) == length - 1
+        assert PAD not in row[:length] and set(row[length:]) <= {PAD}
+    assert forced.seconds > 0
+    work = {"lengths": [3, 1, 2, 4], "eos_id": EOS, "pad_id": PAD}
+    forced = ForcedGenerate(generate, work)
+    prompts = torch.full((2, PROMPT), 7)
+    found = [forced(input_ids=prompts)[:, PROMPT:] for _ in range(2)]
+    assert [(row != PAD).sum().item() for rows in found for row in rows] == work["lengths"]
+    assert forced.rows == 4 and forced.seconds > 0
+
+
+def test_clock_divides_a_step_into_its_phases() -> None:
+    waits: list[None] = []
+    clock = Clock(lambda: waits.append(None))
+    clock.begin()
+    for phase in ("generate", "score", "train", "train", "score"):  # the later ones are entered already
+        clock.enter(phase)
+    seconds = clock.end()
+    assert set(seconds) == {"step_s", "other_s", "generate_s", "score_s", "train_s"}
+    assert all(value >= 0 for value in seconds.values())
+    parts = sum(value for name, value in seconds.items() if name != "step_s")
+    assert math.isclose(parts, seconds["step_s"], rel_tol=1e-6)
+    assert len(waits) == 6  # made, begun, three boundaries, the end
+    clock = Clock(lambda: None)  # a step that skips a phase
+    clock.enter("score")
+    clock.enter("generate")
+    with pytest.raises(PeerError, match="2 phases"):
+        clock.end()

@@ -1,4 +1,4 @@
-"""Processes that end with the one that has started them."""
+"""Processes that end with who started them, signals that come meanwhile, and the pool of ranks of these tests."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from oppo_megatron.cli.signals import SignalRelay, ending_by_signal
 from oppo_megatron.errors import EXIT_REQUEUE
 from oppo_megatron.processes import hears, signals_held, started
 from tests.support.processes import runs, wait_for
+from tests.support.ranks import RankPool
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -51,31 +54,24 @@ def sleepers() -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("numbers", "expected"),
-    [([signal.SIGTERM], "143"), ([signal.SIGHUP], "129"), ([signal.SIGINT], "^$"), ([signal.SIGTERM, signal.SIGHUP], "129|143")],
-)
+@pytest.mark.parametrize(("numbers", "expected"), [
+    ([signal.SIGTERM], "143"), ([signal.SIGHUP], "129"), ([signal.SIGINT], "^$"), ([signal.SIGTERM, signal.SIGHUP], "129|143"),
+])  # fmt: skip
 def test_a_signal_that_comes_with_the_start_ends_the_process_too(
     tmp_path: Path, signals_while_starting: list[int], numbers: list[int], expected: str
 ) -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    before = [*map(signal.getsignal, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))]
     signals_while_starting += numbers
-    entered = False
     with pytest.raises((SystemExit, KeyboardInterrupt), match=expected), ending_by_signal():
         with started(SLEEP, tmp_path / "log"):
-            entered = True
-    assert not entered, "what came with the start is told before anything else is done"
-    assert not sleepers()
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+            raise AssertionError("what came with the start is told before anything else is done")
+    assert not sleepers() and [*map(signal.getsignal, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))] == before
 
 
-def test_what_ends_the_block_ends_the_process(tmp_path: Path) -> None:
+def test_what_ends_the_block_ends_the_process_and_a_missing_program_leaves_the_handlers(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), started(SLEEP, tmp_path / "log") as process:
         raise RuntimeError
     assert process.returncode == -signal.SIGTERM
-
-
-def test_a_program_that_is_missing_leaves_the_handlers_as_they_were(tmp_path: Path) -> None:
     with ending_by_signal():
         before = signal.getsignal(signal.SIGTERM)
         with pytest.raises(FileNotFoundError, match="no program"), started([tmp_path / "no program"], tmp_path / "log"):
@@ -83,7 +79,7 @@ def test_a_program_that_is_missing_leaves_the_handlers_as_they_were(tmp_path: Pa
         assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_signal_that_is_ignored_is_ignored_in_the_process(tmp_path: Path) -> None:
+def test_a_signal_that_is_ignored_stays_ignored_here_and_in_the_process(tmp_path: Path) -> None:
     script = "import signal; print(signal.getsignal(signal.SIGHUP).name, signal.getsignal(signal.SIGTERM).name)"
     with ending_by_signal():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -91,9 +87,6 @@ def test_a_signal_that_is_ignored_is_ignored_in_the_process(tmp_path: Path) -> N
             assert process.wait() == 0
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     assert (tmp_path / "log").read_text().split() == ["SIG_IGN", "SIG_DFL"]
-
-
-def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with ending_by_signal(), SignalRelay().listening():
@@ -122,8 +115,7 @@ def test_a_closed_terminal_hangs_up_twice_and_is_written_to_in_vain(tmp_path: Pa
     os.close(ours)
     for _ in range(2):
         process.send_signal(signal.SIGHUP)
-    assert process.wait(60) == 0
-    assert (tmp_path / "code").read_text() == str(EXIT_REQUEUE)
+    assert process.wait(60) == 0 and (tmp_path / "code").read_text() == str(EXIT_REQUEUE)
 
 
 def test_what_is_started_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
@@ -133,7 +125,6 @@ def test_what_is_started_ends_with_a_process_that_is_killed(tmp_path: Path) -> N
         "    print(process.pid, flush=True); time.sleep(60)"
     )
     starter = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert starter.stdout is not None
     pid = int(starter.stdout.readline())
     assert runs(pid)
     starter.kill()
@@ -142,16 +133,12 @@ def test_what_is_started_ends_with_a_process_that_is_killed(tmp_path: Path) -> N
 
 
 def test_another_thread_can_start_one(tmp_path: Path) -> None:
-    codes: list[int] = []
-
-    def run() -> None:
+    def run() -> int:
         with started([sys.executable, "-c", "raise SystemExit(7)"], tmp_path / "log") as process:
-            codes.append(process.wait())
+            return process.wait()
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert codes == [7]
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(run).result() == 7
 
 
 def test_signals_wait_for_the_end_of_a_block() -> None:
@@ -162,7 +149,45 @@ def test_signals_wait_for_the_end_of_a_block() -> None:
                 os.kill(os.getpid(), signal.SIGINT)
                 done.append("the block")
             done.append("what is behind it")
-        assert done == ["the block"]
-        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+        assert done == ["the block"] and signal.getsignal(signal.SIGINT) == signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def pool() -> Iterator[RankPool]:
+    with closing(RankPool()) as own:
+        yield own
+
+
+def where_ranks_met() -> str:
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    assert isinstance(store, dist.FileStore)
+    return str(store.path)
+
+
+def sleep_in_vain(asleep: Path) -> None:
+    asleep.touch()
+    time.sleep(60)
+
+
+def test_ranks_that_have_answered_still_have_a_folder_to_leave_their_store_in(pool: RankPool) -> None:
+    """torch's store looks for its file as it goes: were the folder removed in that moment, it would wait until time-out."""
+    first, second = (Path(pool.run(1, "tests.unit.test_processes:where_ranks_met", 60.0, {})[0]) for _ in range(2))
+    assert first != second and first.parent.is_dir()
+    pool.close()
+    assert not first.parent.exists()
+
+
+def test_where_a_rank_is_that_does_not_answer(pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asleep, collect = tmp_path / "asleep", pool._collect
+
+    def hurried(world: int, deadline: float, worst: str) -> list[tuple[str, Any]]:
+        wait_for(asleep.exists, deadline - time.monotonic())
+        return collect(world, time.monotonic(), worst)
+
+    monkeypatch.setattr(pool, "_collect", hurried)
+    with pytest.raises(AssertionError, match=r"(?s)rank 0: no answer in time; it is in.*sleep_in_vain"):
+        pool.run(1, "tests.unit.test_processes:sleep_in_vain", 120.0, {"asleep": asleep})

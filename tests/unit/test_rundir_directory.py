@@ -1,25 +1,27 @@
-"""The run directory: what it refuses, what it keeps, and that files appear whole or not at all."""
+"""The run directory: one process at work, its records, checkpoints that are replaced whole."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import numpy
 import pytest
 
-from oppo_megatron.errors import ConfigError, DataError
-from oppo_megatron.rundir import disk
+from oppo_megatron.errors import CheckpointError, ConfigError, DataError
+from oppo_megatron.rundir import disk, manifest
+from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
 from oppo_megatron.rundir.directory import RunDirectory, atomic_writer, encode_json, write_json, write_text
-
-
-def test_naming_a_run_touches_no_disk_and_preparing_makes_parents(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "a" / "b")
-    assert not (tmp_path / "a").exists()
-    assert run.prepare() is run and run.path.is_dir()
+from oppo_megatron.rundir.disk import shortage, unwritten
+from oppo_megatron.rundir.manifest import MANIFEST, OtherFormatError, find_misfits, read_manifest, require_whole
 
 
 def test_a_finished_run_is_refused_and_untouched(tmp_path: Path) -> None:
@@ -28,8 +30,7 @@ def test_a_finished_run_is_refused_and_untouched(tmp_path: Path) -> None:
     write_json(run.summary, {"steps": 1})
     with pytest.raises(ConfigError, match=r"(?s)run_dir.*finished run.*choose another") as error:
         RunDirectory(tmp_path).prepare()
-    assert str(tmp_path) in str(error.value)
-    assert run.metrics.exists() and run.finished
+    assert str(tmp_path) in str(error.value) and run.metrics.exists() and run.finished
 
 
 def test_what_an_interrupted_run_measured_is_kept_aside(tmp_path: Path) -> None:
@@ -40,20 +41,18 @@ def test_what_an_interrupted_run_measured_is_kept_aside(tmp_path: Path) -> None:
         run.metrics.write_text(f"attempt {attempt}")
         run.rank_trace(0).write_text("")
     run.prepare()
-    assert (tmp_path / "attempt-1" / "metrics.jsonl").read_text() == "attempt 1"
-    assert (tmp_path / "attempt-2" / "metrics.jsonl").read_text() == "attempt 2"
+    assert [(tmp_path / f"attempt-{n}" / "metrics.jsonl").read_text() for n in (1, 2)] == ["attempt 1", "attempt 2"]
     assert run.rank_traces() == []
 
 
-def test_a_file_in_the_way_is_a_config_error(tmp_path: Path) -> None:
+def test_naming_a_run_touches_no_disk_traces_are_in_order_and_a_file_in_the_way_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ConfigError, match="cannot be created"):
             RunDirectory(path).prepare()
-
-
-def test_rank_traces_are_in_numeric_order(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
+    run = RunDirectory(tmp_path / "a" / "b")
+    assert not (tmp_path / "a").exists()
+    assert run.prepare() is run and run.path.is_dir()
     for rank in (10, 2, 0):
         run.rank_trace(rank).write_text("")
     assert run.rank_traces() == [run.rank_trace(0), run.rank_trace(2), run.rank_trace(10)]
@@ -131,14 +130,173 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert target.read_text(encoding="utf-8") == "new and longer \N{GREEK SMALL LETTER DELTA}"
 
 
-def test_json_of_numbers_that_are_not_finite() -> None:
+def test_json_of_all_numbers_and_what_it_cannot_take() -> None:
     line = json.loads(encode_json({"a": float("nan"), "b": {"c": float("-inf"), "d": 1.5}, "e": [1, float("inf")], "f": True}))
     assert line == {"a": None, "b": {"c": None, "d": 1.5}, "e": [1, None], "f": True, "non_finite": ["a", "b.c", "e.1"]}
     assert json.loads(encode_json({"deferred": {0: 3}, "path": Path("x/y")})) == {"deferred": {"0": 3}, "path": "x/y"}
-
-
-def test_json_takes_numpy_scalars_and_names_what_it_cannot_take() -> None:
-    numpy = pytest.importorskip("numpy")
     assert json.loads(encode_json({"a": numpy.float32(0.5), "b": numpy.int64(7)})) == {"a": 0.5, "b": 7}
     with pytest.raises(TypeError, match=r"outer\.inner: set"):
         encode_json({"outer": {"inner": {1}}})
+
+
+def fill(folder: Path) -> Path:
+    (folder / "models").mkdir(parents=True)
+    (folder / "state.json").write_text('{"done": 3}')
+    (folder / "models" / "__0_0.distcp").write_bytes(bytes(range(256)) * 40)
+    manifest.write_manifest(folder, manifest.seal(folder, manifest.list_files(folder)))
+    return folder
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(("damage", "words"), [(flip, "SHA-256"), (truncate, "bytes, but"), (Path.unlink, "is missing")])
+@pytest.mark.parametrize("name", ["state.json", "models/__0_0.distcp"])
+def test_damage_is_found_and_named(tmp_path: Path, damage: Callable[[Path], None], words: str, name: str) -> None:
+    folder = fill(tmp_path / "c")
+    require_whole(folder)
+    damage(folder / name)
+    with pytest.raises(CheckpointError, match=words) as error:
+        require_whole(folder)
+    assert name in str(error.value) and "resume from another checkpoint" in str(error.value)
+    shares = [manifest.find_damage(folder, read_manifest(folder), part, 2) for part in range(2)]
+    assert sum(share is not None for share in shares) == 1, "each file is one rank's to look at"
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, truncate, lambda path: path.write_text('{"format": "2", "files": {}}')])
+def test_a_folder_without_a_readable_manifest_is_no_checkpoint(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    folder = fill(tmp_path / "c")
+    damage(folder / MANIFEST)
+    with pytest.raises(CheckpointError, match="resume from") as error:
+        require_whole(folder)
+    assert not isinstance(error.value, OtherFormatError)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hosts", "models/../../x", "a\nb"])
+def test_a_manifest_names_files_of_its_folder_only(tmp_path: Path, name: str) -> None:
+    folder = fill(tmp_path / "c")
+    tree = json.loads((folder / MANIFEST).read_text())
+    tree["files"][name] = tree["files"]["state.json"]
+    (folder / MANIFEST).write_text(json.dumps(tree))
+    with pytest.raises(CheckpointError, match="is not a file of its folder"):
+        read_manifest(folder)
+
+
+def test_files_that_the_manifest_lacks_or_does_not_list_are_named(tmp_path: Path) -> None:
+    folder = fill(tmp_path / "c")
+    entries = read_manifest(folder)
+    assert find_misfits(folder, entries, ("state.json",), ("models",)) is None
+    assert find_misfits(folder, entries, ("rollouts.jsonl",), ()) == "its manifest does not have rollouts.jsonl"
+    (folder / "notes.txt").write_text("a user's")
+    (folder / "models" / "stray").write_text("of another writer")
+    assert find_misfits(folder, entries, (), ("caches",)) is None
+    assert find_misfits(folder, entries, (), ("models",)) == "models/stray is not in its manifest"
+
+
+@pytest.mark.parametrize("written", [2, 99])
+def test_one_of_another_version_is_not_damaged(tmp_path: Path, written: int) -> None:
+    folder = fill(tmp_path / "c")
+    (folder / MANIFEST).write_text(f'{{"format": {written}, "files": {{}}}}')
+    with pytest.raises(OtherFormatError, match=f"format {written}, .* reads format 4; resume with the version that wrote it"):
+        require_whole(folder)
+
+
+def test_what_is_half_written_or_not_named_as_ours_is_no_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    assert store.positions() == []
+    aside = store.begin(Position(1))
+    (aside / "half").write_text("x")
+    assert store.positions() == []
+    aside = store.begin(Position(2))
+    assert not store.aside(Position(1)).exists() and list(aside.iterdir()) == []
+    store.commit(Position(2))
+    assert store.positions() == [Position(2)] and not aside.exists()
+    for name in ("step-7", "step-000003 (copy)", "step-000003-clock-5", "step-٠٠٠٠٠٣", "damaged-step-000002"):
+        fill(tmp_path / name)
+    assert CheckpointStore(tmp_path).positions() == []
+
+
+def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    order = [Position(1), Position(2), Position(2, 90), Position(2, 100), Position(3), Position(11)]
+    for position in order:
+        store.begin(position)
+        store.commit(position)
+    (tmp_path / "notes").mkdir()
+    assert store.positions() == order == sorted(order, key=lambda p: p.name)
+    assert [Position.of(position.name) for position in order] == order and Position.of("notes") is None
+    assert store.prune(2, best=Position(2)) == [Position(1), Position(2, 90), Position(2, 100)]
+    assert store.positions() == [Position(2), Position(3), Position(11)]
+
+
+def test_a_resumed_run_replaces_what_it_writes_again(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for text in ("first", "second"):
+        (store.begin(Position(1)) / "f").write_text(text)
+        store.commit(Position(1))
+    assert (store.folder(Position(1)) / "f").read_text() == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+@pytest.mark.parametrize("moment", range(6))
+def test_killed_at_any_moment_of_a_replacement_one_of_both_is_there(tmp_path: Path, moment: int) -> None:
+    """The process ends before its `moment`-th change of a name: `commit` has two of them, and `prune` one."""
+    store, position = CheckpointStore(tmp_path), Position(1)
+    for number, text in enumerate(("old", "first")):
+        (store.begin(Position(number)) / "f").write_text(text)
+        store.commit(Position(number))
+    changes = [0]
+
+    class Killed(BaseException):
+        pass
+
+    def mortal(work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            if changes[0] == moment:
+                raise Killed
+            changes[0] += 1
+            return work(*args, **options)
+
+        return call
+
+    (store.begin(position) / "f").write_text("second")
+    with (
+        mock.patch.object(Path, "rename", mortal(Path.rename)),
+        mock.patch.object(shutil, "rmtree", mortal(shutil.rmtree)),
+        contextlib.suppress(Killed),
+    ):
+        store.commit(position)
+        store.prune(1)
+    assert changes[0] == min(moment, 5)
+    assert position in store.positions(), "no moment without a checkpoint"
+    store.recover()
+    text = (store.folder(position) / "f").read_text()
+    assert text == ("first" if moment < 2 else "second")
+    assert {path.name for path in tmp_path.iterdir()} <= {"step-000000", "step-000001"}
+    assert store.positions() == ([Position(0), position] if moment < 4 else [position])
+
+
+def test_the_error_of_a_full_disk_says_what_is_needed_and_what_is_left(tmp_path: Path) -> None:
+    error = unwritten(tmp_path / ".step-000004", "rank 1: No space left on device", 3 * 2**20, "step-000003")
+    for words in (".step-000004", "rank 1: No space", "about 3.0 MB", "are free", "--resume", "is step-000003"):
+        assert words in str(error)
+    assert shortage(tmp_path / "not" / "yet", 1) is None
+    warning = shortage(tmp_path, 2**70)
+    assert str(tmp_path) in warning and "checkpoint.keep" in warning
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_an_unwritten_one_leaves_nothing(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.begin(Position(1))
+    store.commit(Position(1))
+    store.set_aside(Position(1))
+    (store.begin(Position(2)) / "f").write_text("x")
+    store.abandon(Position(2))
+    assert store.positions() == [] and [path.name for path in tmp_path.iterdir()] == ["damaged-step-000001"]

@@ -25,17 +25,12 @@ BUDGET = 12
 
 
 def group(first: int, size: int, prompt: int, *responses: int) -> list[Rollout]:
-    """Rollouts of one prompt; `responses` are lengths so far."""
     made = [Rollout(Prompt(i, i, "", (first,) * prompt), i) for i in range(first, first + size)]
     for rollout, length in zip(made, responses, strict=False):
         rollout.tokens[:] = [0] * length
     return made
 
 
-# --- replicas -----------------------------------------------------------------------------------------------------
-
-
-@settings(deadline=None)
 @given(size=st.integers(2, 4), num_replicas=st.integers(1, 3), groups=st.integers(1, 3), seed=st.integers(0, 10**6))
 def test_a_group_has_one_replica_and_no_replica_too_many(size: int, num_replicas: int, groups: int, seed: int) -> None:
     rng, book = random.Random(seed), ScoringBook("critic", num_replicas, groups * size, Grouping(size))
@@ -59,9 +54,6 @@ def test_a_group_has_one_replica_and_no_replica_too_many(size: int, num_replicas
             leaving = [r for r in held if r.seq_id // size == gone]
             book.forget(*(r.seq_id for r in leaving), unread=True)
             held = [r for r in held if r not in leaving]
-
-
-# --- books --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -92,7 +84,7 @@ class Cache:
         return [growth for batch in work.prefill for growth in batch]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(role=st.sampled_from(ROLES), slots=st.integers(2, 9), seed=st.integers(0, 10**6), fork=st.booleans())
 def test_scorers_give_the_same_outputs_and_read_a_prompt_once(role: str, slots: int, seed: int, fork: bool) -> None:
     rng, size = random.Random(seed), 3
@@ -150,59 +142,35 @@ def test_the_actor_computes_a_prompt_once_and_again_for_new_weights() -> None:
     work = planned(book, active)
     assert work.prefill == [(Growth(3, 0, 6),), (Growth(4, 4, 1), Growth(5, 4, 2))]
     assert work.fork == [Fork(3, 4, 4), Fork(3, 5, 4)] and book.forked_tokens == 16
-
-
-def test_without_forks_and_for_prompts_of_one_token_everyone_computes_all() -> None:
+    # Without forks, and for prompts of one token, everyone computes all.
     assert planned(actor(fork=False), group(0, 3, 5)).prefill == [tuple(Growth(i, 0, 4) for i in range(3))]
     assert planned(actor(), group(0, 3, 1)).fork == []
 
 
-def test_whoever_has_the_prompt_cached_is_the_source() -> None:
+def test_whoever_has_the_prompt_cached_is_the_source_also_after_a_resume_but_not_a_cache_of_older_weights() -> None:
     """Short slots make the third wait; the first has ended by then, and left."""
     book, active = actor(slots=2), group(0, 3, 5)
     assert [f.target for f in planned(book, active).fork] == [1]
     active[0].tokens[:], active[0].finish_clock = [0, 0], 1
     active[1].tokens[:] = [0, 0]
     book.record(active)
-    work = planned(book, active[1:])
-    assert work.open == [2] and work.fork == [Fork(1, 2, 4, held=6)] and work.prefill == []
-
-
-def test_no_prompt_is_forked_from_a_cache_of_older_weights() -> None:
-    """A kept cache is of the weights before the update: a response that begins now computes its prompt."""
-    book, active = actor(slots=2), group(0, 3, 5)
-    planned(book, active)
-    active[0].tokens[:], active[0].finish_clock = [0, 0], 1
-    active[1].tokens[:] = [0, 0]
-    book.record(active)
-    book.keep()
-    work = planned(book, active[1:])
+    resumed, kept = actor(slots=2), actor(slots=2)
+    for each in (resumed, kept):
+        each.load_state_dict(book.state_dict())
+    kept.keep()
+    for each in (book, resumed):
+        work = planned(each, active[1:])
+        assert work.open == [2] and work.fork == [Fork(1, 2, 4, held=6)] and work.prefill == []
+    work = planned(kept, active[1:])  # of the weights before the update: a response that begins now computes its prompt
     assert work.fork == [] and work.prefill == [(Growth(2, 0, 4),)]
+    assert planned(actor(slots=2), active[1:]).fork == [Fork(1, 2, 4)], "without the caches one computes it"
 
-
-def test_after_a_resumed_run_the_forks_go_on() -> None:
-    book, active = actor(slots=2), group(0, 3, 5)
-    planned(book, active)
-    active[1].tokens[:], active[1].finish_clock = [0, 0], 1
-    active[0].tokens[:] = [0]
-    book.record(active)
-    resumed = actor(slots=2)
-    resumed.load_state_dict(book.state_dict())
-    left = [active[0], active[2]]
-    assert planned(resumed, left) == planned(book, left)
-    assert planned(actor(slots=2), left).fork == [Fork(0, 2, 4)], "without the caches one computes it"
-
-
-# --- the checker --------------------------------------------------------------------------------------------------
 
 SITE = make_site((1, 1, 1), {"reward": (0, 1, 1, 1)})
 SOUND = Round(
-    1,
-    0,
-    (),
-    {"reward": (((Growth(0, 0, 6),), (Growth(1, 4, 2), Growth(2, 4, 1))),)},
+    1, 0, (), {"reward": (((Growth(0, 0, 6),), (Growth(1, 4, 2), Growth(2, 4, 1))),)},
     {"reward": ((Fork(0, 1, 4), Fork(0, 2, 4), Fork(7, 8, 3, held=5)),)},
-)
+)  # fmt: skip
 
 
 def told(round_: Round) -> tuple[str, str]:
@@ -214,55 +182,33 @@ def told(round_: Round) -> tuple[str, str]:
     return said, " ".join(fault.message for fault in check(build(round_, SITE), round_, SITE, {}))
 
 
-def test_a_sound_round_with_forks_has_no_fault() -> None:
-    assert told(SOUND) == ("", "")
-
-
-def with_forks(*forks: Fork) -> Round:
-    return replace(SOUND, forks={"reward": (forks,)})
-
-
-def with_prefill(*batches: tuple[Growth, ...]) -> Round:
-    return replace(SOUND, prefill={"reward": (batches,)})
-
-
-FAULTS: dict[str, tuple[Round, str]] = {
-    "before its source is there": (
-        with_prefill((Growth(1, 4, 2), Growth(2, 4, 1)), (Growth(0, 0, 6),)),
-        "sequence 1 at 4 tokens, forked from 4 of sequence 0, but it holds 0 of that one by then",
+HOLDS = "sequence 1 at 4 tokens, forked from 4 of sequence 0, but it holds {} of that one by then"
+PREFILLS: dict[str, tuple[tuple[tuple[Growth, ...], ...], str]] = {
+    "before its source is there": (((Growth(1, 4, 2), Growth(2, 4, 1)), (Growth(0, 0, 6),)), HOLDS.format(0)),
+    "in the micro-batch of its source": (((Growth(1, 4, 2), Growth(0, 0, 6)),), HOLDS.format(0)),
+    "of more than its source has": (((Growth(0, 0, 3),), (Growth(1, 4, 2),)), HOLDS.format(3)),
+    "continued elsewhere": (
+        ((Growth(0, 0, 6),), (Growth(1, 5, 2),)), "sequence 1 at 5 tokens, but it holds 4 of it, forked from sequence 0",
     ),
-    "in the micro-batch of its source": (
-        with_prefill((Growth(1, 4, 2), Growth(0, 0, 6))),
-        "sequence 1 at 4 tokens, forked from 4 of sequence 0, but it holds 0 of that one by then",
-    ),
-    "of more than its source has": (
-        with_prefill((Growth(0, 0, 3),), (Growth(1, 4, 2),)),
-        "sequence 1 at 4 tokens, forked from 4 of sequence 0, but it holds 3 of that one by then",
-    ),
+}  # fmt: skip
+FORKS: dict[str, tuple[tuple[Fork, ...], str]] = {
     "of a cache that is never read": (
-        with_forks(*SOUND.forks_of("reward", 0)[:2], Fork(7, 8, 3)),
+        (Fork(0, 1, 4), Fork(0, 2, 4), Fork(7, 8, 3)),
         "fork sequence 8, forked from 3 of sequence 7, but it holds 0 of that one by then",
     ),
-    "continued elsewhere": (
-        with_prefill((Growth(0, 0, 6),), (Growth(1, 5, 2),)),
-        "sequence 1 at 5 tokens, but it holds 4 of it, forked from sequence 0",
-    ),
-    "twice": (with_forks(Fork(0, 1, 4), Fork(0, 1, 4)), "twice"),
-    "of a fork": (with_forks(Fork(0, 1, 4), Fork(1, 2, 4)), "onto one that others are forked from"),
+    "twice": ((Fork(0, 1, 4), Fork(0, 1, 4)), "twice"),
+    "of a fork": ((Fork(0, 1, 4), Fork(1, 2, 4)), "onto one that others are forked from"),
     "of a source that holds something else": (
-        with_forks(Fork(0, 1, 4, held=2), Fork(0, 2, 4, held=2)),
-        "holds 2 tokens of sequence 0, which is to be continued at 0",
+        (Fork(0, 1, 4, held=2), Fork(0, 2, 4, held=2)), "holds 2 tokens of sequence 0, which is to be continued at 0",
     ),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [*PREFILLS, *FORKS])
 def test_a_fork_with_a_fault_is_refused(name: str) -> None:
-    round_, message = FAULTS[name]
-    assert all(message in each for each in told(round_))
-
-
-# --- greedy sequences ---------------------------------------------------------------------------------------------
+    assert told(SOUND) == ("", "")
+    key, (batches, message) = ("prefill", PREFILLS[name]) if name in PREFILLS else ("forks", FORKS[name])
+    assert all(message in each for each in told(replace(SOUND, **{key: {"reward": (batches,)}})))
 
 
 @pytest.mark.parametrize("fork", [True, False])

@@ -34,60 +34,48 @@ from tests.support.schedules import colocated, disaggregated, make_site, split_s
 MAX_RESPONSE, MAX_PROMPT, CHUNK = 12, 6, 5
 BUDGET = MAX_RESPONSE + MAX_PROMPT
 BATCH = 5
-
+SCORERS_TP2 = dict.fromkeys(("reference", "critic", "reward"), (0, 2, 1, 1))
+REWARD_TP2 = {"critic": (0, 1, 2, 1), "reference": (1, 1, 2, 1), "reward": (1, 2, 1, 1)}
+BOTH_WAYS = {"actor": (0, 1), "critic": (2, 1), "reward": (1, 2)}
 SITES: dict[str, Site] = {
-    "one rank": colocated((1, 1, 1)),
-    "colocated PP2": colocated((1, 2, 1)),
-    "colocated TP2xPP2xDP2": colocated((2, 2, 2)),
-    "actor PP2, scorers TP2 on the same ranks": make_site(
-        (1, 2, 1), {role: (0, 2, 1, 1) for role in ("reference", "critic", "reward")}
-    ),
-    "PP2 | 1": disaggregated((1, 2, 1), (1, 1, 1)),
-    "DP2 | PP2xDP2": disaggregated((1, 1, 2), (1, 2, 2)),
+    "one rank": colocated((1, 1, 1)), "colocated PP2": colocated((1, 2, 1)), "colocated TP2xPP2xDP2": colocated((2, 2, 2)),
+    "actor PP2, scorers TP2 on the same ranks": make_site((1, 2, 1), SCORERS_TP2),
+    "PP2 | 1": disaggregated((1, 2, 1), (1, 1, 1)), "DP2 | PP2xDP2": disaggregated((1, 1, 2), (1, 2, 2)),
     "PP2, critic beside it, others apart": split_scorers((1, 2, 1)),
     "DP2, critic beside it, others apart": split_scorers((1, 1, 2)),
-}
-
+}  # fmt: skip
 SPREAD: dict[str, Site] = {
-    "reward TP2 on a rank of each kind": make_site(
-        (1, 2, 1), {"critic": (0, 1, 2, 1), "reference": (1, 1, 2, 1), "reward": (1, 2, 1, 1)}
-    ),
-    "reward PP2 one way, critic the other": Site(
-        {"actor": RolePlacement((0, 1), 1, 2), "critic": RolePlacement((2, 1), 1, 2), "reward": RolePlacement((1, 2), 1, 2)}
-    ),
+    "reward TP2 on a rank of each kind": make_site((1, 2, 1), REWARD_TP2),
+    "reward PP2 one way, critic the other": Site({role: RolePlacement(own, 1, 2) for role, own in BOTH_WAYS.items()}),
 }
 """Scorers on ranks of the actor and others."""
 
 
 def new_planner(
-    site: Site,
-    generator: str,
-    slots: int = 9,
-    rank: int | None = None,
-    late: Set[str] | None = None,
-    weave: Sequence[int | Literal["auto"]] = ("auto", "auto"),
-) -> RoundPlanner:
-    placements = site.placements
-    return RoundPlanner(
-        site,
-        generator,
-        weave,
-        BUDGET,
-        BUDGET,
-        ActorBook(placements["actor"].dp, slots, lambda _: MAX_RESPONSE),
-        {name: ScoringBook(name, placement.dp, slots) for name, placement in placements.items() if name != "actor"},
-        rank=rank,
-        late=late_scorers(site) if late is None else late,
-    )
+    site: Site, generator: str, slots: int | Callable[[int], int] = 9, rank: int | None = None, late: Set[str] | None = None,
+    weave: Weave = ("auto", "auto"),
+) -> RoundPlanner:  # fmt: skip
+    """`slots` of each replica, or a function of their number."""
+    slots_of = slots if callable(slots) else lambda _: slots
+    replicas = {role: placement.dp for role, placement in site.placements.items()}
+    scorers = {role: ScoringBook(role, dp, slots_of(dp)) for role, dp in replicas.items() if role != "actor"}
+    actor = ActorBook(replicas["actor"], slots_of(replicas["actor"]), lambda _: MAX_RESPONSE)
+    late = late_scorers(site) if late is None else late
+    return RoundPlanner(site, generator, weave, BUDGET, BUDGET, actor, scorers, rank=rank, late=late)
 
 
+def filled(count: int, tokens: int = 6, first: int = 0) -> RolloutBuffer:
+    buffer = RolloutBuffer(count, 0, 1)
+    buffer.admit(Prompt(i, i, "", (1,) * tokens) for i in range(first, first + count))
+    return buffer
+
+
+Weave = Sequence[int | Literal["auto"]]
 Visit = Callable[[list[PlannedRound]], None]
 
 
 @dataclass
 class Run:
-    """A run without models: a buffer, and planners that all learn what happens."""
-
     planners: Sequence[RoundPlanner]
     rng: random.Random
     buffer: RolloutBuffer = field(default_factory=lambda: RolloutBuffer(BATCH, 2, 2))
@@ -151,53 +139,31 @@ class Run:
             planner.actor.invalidate()
 
 
-def ranks_of(site: Site) -> list[int]:
-    return sorted({rank for placement in site.placements.values() for rank in placement.ranks})
+NAMES, SEEDS = st.sampled_from([*SITES, *SPREAD]), st.integers(0, 10**6)
 
 
-def budgets_of(site: Site, slots: int) -> dict[str, list[KVBudget]]:
-    return {name: [KVBudget(slots, BUDGET)] * placement.dp for name, placement in site.placements.items()}
-
-
-@settings(deadline=None, max_examples=25)
-@given(
-    name=st.sampled_from([*SITES, *SPREAD]),
-    generator=st.sampled_from(list(GENERATORS)),
-    slots=st.integers(4, 9),
-    micro_batches=st.sampled_from(["auto", 1, 2, 3]),
-    seed=st.integers(0, 10**6),
-)
-def test_what_all_ranks_plan_for_themselves_is_sound_together(
-    name: str, generator: str, slots: int, micro_batches: Any, seed: int
-) -> None:
+@settings(max_examples=25)
+@given(NAMES, st.sampled_from(list(GENERATORS)), st.integers(4, 9), st.sampled_from(["auto", 1, 2, 3]), SEEDS)
+def test_what_ranks_plan_for_themselves_is_sound_together(name: str, generator: str, slots: int, batches: Any, seed: int) -> None:
     """Each plans only its own part.  The memo of schedules has its share in it: rounds of one shape get one schedule."""
     site = (SITES | SPREAD)[name]
-    ranks = ranks_of(site)
-    planners = [new_planner(site, generator, slots, rank, weave=(micro_batches, "auto")) for rank in (None, *ranks)]
+    ranks, budgets = site.ranks, {role: [KVBudget(slots, BUDGET)] * own.dp for role, own in site.placements.items()}
+    planners = [new_planner(site, generator, slots, rank, weave=(batches, "auto")) for rank in (None, *ranks)]
 
     def visit(plans: list[PlannedRound]) -> None:
         own_lists = {rank: plan.schedule.of(rank) for rank, plan in zip(ranks, plans[1:], strict=True)}
         for rank, plan in zip(ranks, plans[1:], strict=True):
             part = component_of(site, rank).part
             assert shape(part(plan.round)) == shape(part(plans[0].round))
-        assert check(Schedule(own_lists), replace(plans[0].round, index=1), site, budgets_of(site, slots)) == []
+        assert check(Schedule(own_lists), replace(plans[0].round, index=1), site, budgets) == []
 
     Run(planners, random.Random(seed)).steps(3, visit)
 
 
 def test_who_scores_last() -> None:
     """Roles on the actor's ranks alone, where others lie elsewhere and the actor's pipeline has no bubbles for them."""
-    beside = Site(
-        {
-            "actor": RolePlacement((0,)),
-            "reference": RolePlacement((0,)),
-            "critic": RolePlacement((1,)),
-            "reward": RolePlacement((1,)),
-        }
-    )
-    replicas = Site(
-        {"actor": RolePlacement((0, 1), dp=2), "reference": RolePlacement((1,)), "critic": RolePlacement((0, 1, 2), dp=3)}
-    )
+    beside = make_site((1, 1, 1), {"reference": (0, 1, 1, 1), "critic": (1, 1, 1, 1), "reward": (1, 1, 1, 1)})
+    replicas = make_site((1, 1, 2), {"reference": (1, 1, 1, 1), "critic": (0, 1, 1, 3)})
     assert late_scorers(beside) == {"reference"} == late_scorers(replicas)
     assert late_scorers(SITES["DP2, critic beside it, others apart"]) == {"critic"}
     for name in ("one rank", "colocated PP2", "PP2 | 1", "PP2, critic beside it, others apart", "DP2 | PP2xDP2"):
@@ -206,7 +172,6 @@ def test_who_scores_last() -> None:
 
 @pytest.mark.parametrize("late", [True, False])
 def test_a_late_scorer_reads_complete_batches_only(late: bool) -> None:
-    """Reads each token once; it never reads rollouts that are carried."""
     site = SITES["DP2, critic beside it, others apart"]
     run = Run([new_planner(site, "intra", late=None if late else set())], random.Random(3))
     tokens: dict[bool, list[int]] = {True: [], False: []}
@@ -222,19 +187,12 @@ def test_a_late_scorer_reads_complete_batches_only(late: bool) -> None:
     assert len(tokens[False]) == 4 * BATCH if late else len(tokens[False]) < 4 * BATCH
 
 
-@settings(deadline=None, max_examples=40)
-@given(name=st.sampled_from([*SITES, *SPREAD]), delta=st.integers(0, BATCH), seed=st.integers(0, 10**6))
+@settings(max_examples=40)
+@given(name=NAMES, delta=st.integers(0, BATCH), seed=SEEDS)
 def test_backfill_needs_no_more_slots_than_are_decoded(name: str, delta: int, seed: int) -> None:
     """A share of B + delta slots: all that may decode does, and no scorer reads a token twice but the critic's anew."""
-    site, decoded = (SITES | SPREAD)[name], BATCH + delta
-    planner = new_planner(site, "intra")
-    placements = site.placements
-    planner.actor = ActorBook(placements["actor"].dp, ceil(decoded / placements["actor"].dp), lambda _: MAX_RESPONSE)
-    planner.scorers = {
-        role: ScoringBook(role, placement.dp, ceil(decoded / placement.dp))
-        for role, placement in placements.items()
-        if role != "actor"
-    }
+    decoded = BATCH + delta
+    planner = new_planner((SITES | SPREAD)[name], "intra", lambda replicas: ceil(decoded / replicas))
     run = Run([planner], random.Random(seed), RolloutBuffer(BATCH, delta, 2, backfill=True))
 
     def visit(plans: list[PlannedRound]) -> None:
@@ -255,20 +213,7 @@ def test_woven_is_chosen_where_a_rank_decodes_and_scores(name: str) -> None:
     assert round_generator(OverlapConfig(schedule="intra"), site) == "intra"
 
 
-def test_a_schedule_is_made_anew_when_costs_are_learned() -> None:
-    planner = new_planner(SITES["colocated PP2"], "woven", 16, weave=(1, 36))
-    fast, slow = Linear(1e-3, 1e-6), Linear(1.0, 1e-6)
-    found = []
-    for number, (decode, prefill) in enumerate([(slow, fast), (fast, slow), (slow, fast)]):
-        planner.learn(Costs(decode, default_prefill=prefill))
-        buffer = RolloutBuffer(4, 0, 1)
-        buffer.admit(Prompt(number * 4 + i, number * 4 + i, "", (1,) * 6) for i in range(4))
-        found.append(planner.plan(1, buffer.active, buffer.rollouts, CHUNK, list).schedule)
-    woven, after, again = found
-    assert sorted(map(str, woven)) == sorted(map(str, after)) and woven == again != after
-
-
-def test_a_cut_is_chosen_once_for_rounds_of_a_size_until_costs_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_is_chosen_once_and_a_schedule_made_anew_when_costs_are_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Costs] = []
 
     def cut(work: Work, costs: Costs, budget: int, **rest: Any) -> Cut:
@@ -280,10 +225,18 @@ def test_a_cut_is_chosen_once_for_rounds_of_a_size_until_costs_change(monkeypatc
     for number in range(4):
         if number % 2 == 0:
             planner.learn((CHEAP_STARTS, DEAR_STARTS)[number // 2])
-        buffer = RolloutBuffer(4, 0, 1)
-        buffer.admit(Prompt(4 * number + i, 0, "", (1,) * 6) for i in range(4))
+        buffer = filled(4, first=4 * number)
         planner.plan(1, buffer.active, buffer.rollouts, CHUNK, list)
     assert made == [CHEAP_STARTS, DEAR_STARTS]
+    planner = new_planner(SITES["colocated PP2"], "woven", 16, weave=(1, 36))
+    fast, slow = Linear(1e-3, 1e-6), Linear(1.0, 1e-6)
+    found = []
+    for number, (decode, prefill) in enumerate([(slow, fast), (fast, slow), (slow, fast)]):
+        planner.learn(Costs(decode, default_prefill=prefill))
+        buffer = filled(4, first=number * 4)
+        found.append(planner.plan(1, buffer.active, buffer.rollouts, CHUNK, list).schedule)
+    woven, after, again = found
+    assert sorted(map(str, woven)) == sorted(map(str, after)) and woven == again != after
 
 
 def shape(round_: Round) -> Any:
@@ -296,13 +249,9 @@ def cut_of(planned: PlannedRound) -> tuple[int, int]:
     return len(planned.round.decode[0]), len(planned.round.prefill["reward"][0])
 
 
-def first_round(
-    site: Site, generator: str, costs: Costs, weave: Sequence[int | Literal["auto"]] = ("auto", "auto")
-) -> PlannedRound:
+def first_round(site: Site, generator: str, costs: Costs, weave: Weave = ("auto", "auto")) -> PlannedRound:
     planner = new_planner(site, generator, 16, weave=weave)
-    planner.costs, planner.micro_batch_tokens = costs, 200
-    buffer = RolloutBuffer(12, 0, 1)
-    buffer.admit(Prompt(i, i, "", (1,) * 6) for i in range(12))
+    planner.costs, planner.micro_batch_tokens, buffer = costs, 200, filled(12)
     return planner.plan(1, buffer.active, buffer.rollouts, CHUNK, list)
 
 
@@ -310,41 +259,27 @@ CHEAP_STARTS = Costs(decode=Linear(1e-6, 1e-3), default_prefill=Linear(1e-6, 1e-
 DEAR_STARTS = Costs(decode=Linear(1.0, 1e-6), default_prefill=Linear(1.0, 1e-6), message_s=0.0)
 
 
-def test_auto_cuts_by_the_costs() -> None:
+def test_auto_cuts_by_the_costs_and_is_one_whole_where_nothing_is_woven() -> None:
     site = SITES["colocated PP2"]
     cheap, dear = (cut_of(first_round(site, "woven", costs)) for costs in (CHEAP_STARTS, DEAR_STARTS))
     assert cheap[0] > 1, "where a micro-batch costs by its tokens, several keep both stages busy"
     assert dear == (1, 1), "where each costs the same, one of everything is fastest"
-
-
-@pytest.mark.parametrize(
-    ("generator", "site"), [("intra", "colocated PP2"), ("sequential", "colocated PP2"), ("woven", "one rank")]
-)
-def test_auto_is_one_whole_where_nothing_is_woven(generator: str, site: str) -> None:
-    assert cut_of(first_round(SITES[site], generator, CHEAP_STARTS)) == (1, 1)
+    for generator, name in ("intra", "colocated PP2"), ("sequential", "colocated PP2"), ("woven", "one rank"):
+        assert cut_of(first_round(SITES[name], generator, CHEAP_STARTS)) == (1, 1)
 
 
 @pytest.mark.parametrize("generator", GENERATORS)
-def test_a_cut_that_is_given_is_kept_to(generator: str) -> None:
+def test_a_cut_that_is_given_is_kept_to_within_the_budget_of_micro_batches(generator: str) -> None:
     settled = first_round(SITES["colocated PP2"], generator, CHEAP_STARTS, weave=(3, 24))
     assert cut_of(settled) == (3, 3)  # twelve prompts of six tokens: four to a micro-batch
     assert all(sum(g.new for g in batch) <= 24 for batch in settled.works["reward"][0].prefill)
-
-
-@pytest.mark.parametrize("generator", GENERATORS)
-def test_a_cut_that_is_given_keeps_to_the_budget_of_micro_batches(generator: str) -> None:
-    """200 tokens, whatever is asked for: twelve prompts of 100 tokens come two at a time."""
-    planner = new_planner(SITES["colocated PP2"], generator, 16, weave=("auto", 10**6))
+    # 200 tokens, whatever is asked for: twelve prompts of 100 tokens come two at a time
+    planner, buffer = new_planner(SITES["colocated PP2"], generator, 16, weave=("auto", 10**6)), filled(12, 100)
     planner.micro_batch_tokens, planner.max_length = 200, 120
-    buffer = RolloutBuffer(12, 0, 1)
-    buffer.admit(Prompt(i, i, "", (1,) * 100) for i in range(12))
     assert cut_of(planner.plan(1, buffer.active, buffer.rollouts, CHUNK, list))[1] == 6
 
 
 def test_a_round_without_decoding_asks_nothing_of_the_actor() -> None:
-    planner = new_planner(SITES["colocated PP2"], "woven")
-    buffer = RolloutBuffer(4, 0, 1)
-    score = buffer.admit(Prompt(i, i, "", (1, 2)) for i in range(4))
-    planned = planner.plan(1, [], score, CHUNK, list)
+    planned = new_planner(SITES["colocated PP2"], "woven").plan(1, [], filled(4, 2).rollouts, CHUNK, list)
     assert "actor" not in planned.works and not planned.round.decodes
     assert {action.op for action in planned.schedule} <= {Op.PREFILL, Op.SCORE, Op.SEND, Op.RECV}

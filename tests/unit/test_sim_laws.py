@@ -32,6 +32,9 @@ OTHERS = {
     "a100-80": ("CodeLlama-34b-Instruct-hf", "Llama-2-70b-hf", "Llama-2-7b-hf", "Qwen-72B", "internlm-20b"),
     "h100": ("CodeLlama-34b-Instruct-hf", "Qwen-72B", "internlm-20b"),
 }
+STATED = [("a100-80", FITTED["a100-80"], 0.036, 0.085), ("h100", FITTED["h100"], 0.061, 0.099)]
+STATED += [(gpu, (model,), most, 0.12) for gpu, most in (("a100-80", 0.055), ("h100", 0.07)) for model in OTHERS[gpu]]
+"""Constants were fitted to the first two."""
 NETWORK = Between(19e-6, 50e9, 8, published("a test"))
 
 
@@ -48,18 +51,16 @@ def errors_of(law: LayerLaw, points: list[LayerPoint]) -> tuple[float, float]:
     return products, mean_error(elementwise_of(law, points), [point.elementwise_us for point in points])
 
 
-@pytest.mark.parametrize(("gpu", "stated"), [("a100-80", (0.036, 0.085)), ("h100", (0.061, 0.099))])
-def test_layers_that_the_constants_were_fitted_to(gpu: str, stated: tuple[float, float]) -> None:
-    products, elementwise = errors_of(LayerLaw(GPUS[gpu]), points_of(gpu, FITTED[gpu]))
-    assert products < stated[0] and elementwise < stated[1]
+@pytest.mark.parametrize(("gpu", "models", "most_products", "most_elementwise"), STATED)
+def test_layers_of_models(gpu: str, models: tuple[str, ...], most_products: float, most_elementwise: float) -> None:
+    products, elementwise = errors_of(LayerLaw(GPUS[gpu]), points_of(gpu, models))
+    assert products < most_products and elementwise < most_elementwise
 
 
-@pytest.mark.parametrize(("gpu", "stated"), [("a100-80", 0.055), ("h100", 0.07)])
-def test_layers_of_other_models(gpu: str, stated: float) -> None:
-    law = LayerLaw(GPUS[gpu])
-    for model in OTHERS[gpu]:
-        products, elementwise = errors_of(law, points_of(gpu, (model,)))
-        assert products < stated and elementwise < 0.12, model
+def line_of(gpu: str, operation: str, ranks: int) -> Line:
+    found = INSIDE[gpu].send if operation == "send_recv" else INSIDE[gpu].of_ranks(ranks)
+    assert isinstance(found, Line)
+    return found
 
 
 def calibration(shared_data: Path, name: str) -> list[dict[str, str]]:
@@ -84,9 +85,7 @@ def test_constants_are_those_of_the_calibration(shared_data: Path) -> None:
     lines = [row for row in calibration(shared_data, "collectives.csv") if row["ranks"] == row["ranks_per_node"]]
     assert len(lines) == 8
     for row in lines:
-        inside = INSIDE[NAMED[row["gpu"]]]
-        line = inside.send if row["operation"] == "send_recv" else inside.of_ranks(int(row["ranks"]))
-        assert isinstance(line, Line)
+        line = line_of(NAMED[row["gpu"]], row["operation"], int(row["ranks"]))
         assert [1e6 * line.alpha_s, line.bytes_per_s / 1e9] == pytest.approx([float(row["alpha_us"]), float(row["busbw_gb_s"])])
 
 
@@ -95,7 +94,7 @@ def test_collectives_within_a_node() -> None:
         points = [point for point in read_collectives(COLLECTIVES) if point.gpu == gpu and point.ranks == point.ranks_per_node]
         for operation, ranks in sorted({(point.operation, point.ranks) for point in points}):
             chosen = [point for point in points if (point.operation, point.ranks) == (operation, ranks)]
-            law = INSIDE[gpu].send if operation == "send_recv" else INSIDE[gpu].of_ranks(ranks)
+            law = line_of(gpu, operation, ranks)
             predicted = np.array([1e6 * law.seconds(point.bytes, point.factor) for point in chosen])
             assert mean_error(predicted, [point.us for point in chosen]) < most, (gpu, operation, ranks)
 
@@ -154,13 +153,8 @@ def test_a_faster_gpu_is_never_slower(tokens: int, tp: int, peak: str, factor: f
     assert slow.products_s(sizes, float(tokens)) <= slow.products_s(sizes, tokens + 1.0)
 
 
-GROUPS = st.sampled_from([(2, 2, 8), (16, 2, 8), (16, 16, 1), (128, 16, 1), (8, 1, 1)])
-
-
-@given(st.floats(1, 2**38), st.floats(1, 4), GROUPS)
-def test_more_bandwidth_is_never_slower_and_more_bytes_never_faster(
-    payload: float, factor: float, sizes: tuple[int, int, int]
-) -> None:
+@given(st.floats(1, 2**38), st.floats(1, 4), st.sampled_from([(2, 2, 8), (16, 2, 8), (16, 16, 1), (128, 16, 1), (8, 1, 1)]))
+def test_more_bandwidth_is_never_slower_nor_more_bytes_faster(payload: float, factor: float, sizes: tuple[int, int, int]) -> None:
     group, faster = Group(*sizes), replace(NETWORK, bytes_per_s=NETWORK.bytes_per_s * factor)
     for seconds in (all_reduce_s, scatter_s):
         base = seconds(cluster_of(), group, payload)
@@ -170,7 +164,7 @@ def test_more_bandwidth_is_never_slower_and_more_bytes_never_faster(
     assert send_s(cluster_of(between=faster), payload, between=True, sharing=8) <= slow
 
 
-def test_groups_over_nodes_share_the_nics() -> None:
+def test_groups_over_nodes_share_the_nics_rings_need_large_payloads_and_moves_add_up() -> None:
     """Eight groups of one GPU a node have a NIC each; one group of all GPUs has all of them, up to its links."""
     cluster, payload = cluster_of(), 16384 * 2.0**20
     beside = all_reduce_s(cluster, Group(16, 16, sharing=8), payload)
@@ -182,17 +176,11 @@ def test_groups_over_nodes_share_the_nics() -> None:
     assert 0.12 * beside < whole < 0.16 * beside  # near the links' 339 GB/s
     assert all_reduce_s(cluster, Group(1), payload) == 0.0
     assert Group.of(cluster, [0, 8, 16], sharing=8) == Group(3, 3, 8)
-
-
-def test_rings_over_many_nodes_need_large_payloads() -> None:
     mib = 2.0**20
     stated = {(2, 16): 0.32, (16, 16): 0.05, (128, 16): 0.009, (16, 1024): 0.76, (128, 16384): 0.92}
     assert {key: ring_efficiency(key[0], key[1] * mib) for key in stated} == pytest.approx(stated)
     assert ring_efficiency(2, 4 * mib) == pytest.approx(0.32 / 4)  # as long as with 16 MiB
     assert ring_efficiency(4, 64 * mib) > ring_efficiency(8, 64 * mib) > ring_efficiency(8, 16 * mib)
-
-
-def test_moves_through_one_nic_add_up() -> None:
     moves = Moves(cluster_of(nodes=3))
 
     def seconds_with(source: int, target: int, num_bytes: float) -> float:
@@ -225,8 +213,8 @@ def test_constants_are_found_again() -> None:
         assert again.products_error <= ours[0] and again.elementwise_error <= ours[1] * 1.05
         assert again.efficiencies.compute == pytest.approx(GPUS[name].efficiencies.compute, rel=0.06)
     for line in fit_lines([point for point in read_collectives(COLLECTIVES) if point.gpu == "h100"]):
-        law = INSIDE["h100"].send if line.operation == "send_recv" else INSIDE["h100"].of_ranks(line.ranks)
-        assert isinstance(law, Line) and line.line.bytes_per_s == pytest.approx(law.bytes_per_s, rel=0.08)
+        rate = line_of("h100", line.operation, line.ranks).bytes_per_s
+        assert line.line.bytes_per_s == pytest.approx(rate, rel=0.08)
         assert line.error < 0.15  # those between nodes are no part of it
 
 
@@ -253,9 +241,6 @@ def test_the_command_fits_and_the_cluster_takes_it(tmp_path: Path, capsys: pytes
     assert cluster.gpu.efficiencies.compute == tree["efficiencies"]["compute"]
     assert dict(cluster.sources())["inside"].kind == "measured"
     assert sorted(cluster.inside.collective) == [2, 4, 8]
-
-
-def test_a_file_without_the_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--layers", str(LAYERS), "--gpu", "h200", "--out", "x"]) == 2
     assert "has rows of a100-80, h100 only; name one of these with --gpu" in capsys.readouterr().err
     assert main(["--out", "x"]) == 2

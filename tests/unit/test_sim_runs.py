@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from statistics import fmean
@@ -24,7 +24,7 @@ from oppo_megatron.sim.runs.virtual import VirtualRun, VirtualStep, metrics_line
 from tests.support.ordered import OrderedRun
 from tests.support.virtual_layouts import SIZES, Layout, drawn, plain, tree
 
-PROMPT = 32
+PROMPT, NONE = 32, Linear(0.0, 0.0)
 UPDATES = {"actor": Linear(0.2, 1e-5), "critic": Linear(0.1, 2e-5)}
 COSTS = StepCosts(Costs(), UPDATES, {"actor": 0.05}, round_s=1e-3, step_s=0.01)
 
@@ -77,8 +77,7 @@ def test_a_scorer_beside_is_a_queue_with_one_server(player: type[VirtualRun], ah
 @pytest.mark.parametrize("player", [VirtualRun, OrderedRun])
 def test_a_hidden_update_of_the_critic_shows_where_it_holds_up_scores(player: type[VirtualRun]) -> None:
     """Scoring takes no time, so the scores of a step are there when the critic's update of the step before has ended."""
-    none = Linear(0.0, 0.0)
-    actions = Costs(Linear(1e-3, 0.0), none, {}, none, none, 0.0)
+    actions = Costs(Linear(1e-3, 0.0), NONE, {}, NONE, NONE, 0.0)
     costs = StepCosts(actions, {"actor": Linear(0.2, 0.0), "critic": Linear(5.0, 0.0)})
     config = plain(scorer=(1, 1, 1), rollout={"forced_lengths": [24.0, 0.0]}, overlap={"inter": False})
     steps = play(config, 4, costs, player)
@@ -111,24 +110,18 @@ def test_a_longer_run_begins_as_a_shorter_one(mode: str) -> None:
     assert lines[0] == lines[1][:3] and len(lines[1]) == 7
 
 
-def dearer(costs: StepCosts, what: str) -> StepCosts:
+def dearer() -> Iterator[StepCosts]:
     def more(line: Linear) -> Linear:
         return Linear(1.5 * line.fixed_s + 1e-3, 1.5 * line.per_token_s)
 
-    actions = costs.actions
-    if what in ACTIONS:
-        return replace(costs, actions=replace(actions, **{what: more(getattr(actions, what))}))
-    if what == "message_s":
-        return replace(costs, actions=replace(actions, message_s=4 * actions.message_s))
-    if what in ("actor", "critic"):
-        return replace(costs, updates={**costs.updates, what: more(costs.updates[what])})
-    if what == "moves":
-        return replace(costs, moves={"actor": 1.0})
-    return replace(costs, **{what: 2 * getattr(costs, what)})
-
-
-ACTIONS = ("decode", "sample", "default_prefill", "score")
-KINDS = (*ACTIONS, "message_s", "actor", "critic", "moves", "round_s", "step_s")
+    actions, updates = COSTS.actions, COSTS.updates
+    for what in ("decode", "sample", "default_prefill", "score"):
+        yield replace(COSTS, actions=replace(actions, **{what: more(getattr(actions, what))}))
+    yield replace(COSTS, actions=replace(actions, message_s=4 * actions.message_s))
+    for role, line in updates.items():
+        yield replace(COSTS, updates={**updates, role: more(line)})
+    for change in {"moves": {"actor": 1.0}}, {"round_s": 2 * COSTS.round_s}, {"step_s": 2 * COSTS.step_s}:
+        yield replace(COSTS, **change)
 
 
 @pytest.mark.parametrize(("actor", "scorer"), [((1, 1, 2), None), ((1, 2, 1), (1, 1, 2))])
@@ -136,48 +129,41 @@ def test_nothing_that_takes_longer_makes_a_run_faster(actor: Layout, scorer: Lay
     for mode in ("sequential", "full"):
         config = switched(plain(actor=actor, scorer=scorer, overlap={"schedule": "intra"}), mode)
         before = play(config, 4)
-        for what in KINDS:
-            after = play(config, 4, dearer(COSTS, what))
-            assert after[-1].begun_s + after[-1].step_s >= before[-1].begun_s + before[-1].step_s - 1e-9, (mode, what)
+        for costs in dearer():
+            after = play(config, 4, costs)
+            assert after[-1].begun_s + after[-1].step_s >= before[-1].begun_s + before[-1].step_s - 1e-9, (mode, costs)
             assert [step.seq_ids.tolist() for step in after] == [step.seq_ids.tolist() for step in before]
 
 
-@settings(max_examples=15, deadline=None)
-@given(
-    st.sampled_from([((1, 1, 1), (1, 1, 1)), ((1, 1, 2), (1, 1, 1)), ((1, 1, 2), (1, 1, 2)), ((2, 1, 1), (1, 1, 4))]),
-    st.tuples(st.floats(1e-6, 1e-3), st.floats(1e-7, 1e-4)),
-    st.integers(1, 96),
-)
-def test_streaming_never_costs_where_rounds_cost_nothing(
-    layouts: tuple[Layout, Layout], each: tuple[float, float], chunk: int
-) -> None:
+PAIRS = [((1, 1, 1), (1, 1, 1)), ((1, 1, 2), (1, 1, 1)), ((1, 1, 2), (1, 1, 2)), ((2, 1, 1), (1, 1, 4))]
+
+
+@settings(max_examples=15)
+@given(st.sampled_from(PAIRS), st.floats(1e-6, 1e-3), st.floats(1e-7, 1e-4), st.integers(1, 96))
+def test_streaming_never_costs_where_rounds_cost_nothing(pair: list[Layout], row: float, token: float, chunk: int) -> None:
     """Scorers of their own, and nothing fixed in a round, an action or a message: `intra` is never slower than `sequential`."""
-    decode, token = Linear(1e-3, each[0]), Linear(0.0, each[1])
-    actions = Costs(decode, Linear(0.0, 0.0), {}, token, Linear(0.0, 0.0), 0.0)
-    costs = StepCosts(actions, UPDATES)
-    overlap = {"chunk": chunk}
-    runs = [
-        play(switched(plain(actor=layouts[0], scorer=layouts[1], overlap=overlap), mode), 3, costs)
-        for mode in ("intra", "sequential")
-    ]
-    intra, sequential = (run[-1].begun_s + run[-1].step_s for run in runs)
-    assert intra <= sequential * (1 + 1e-9)
+    costs = StepCosts(Costs(Linear(1e-3, row), NONE, {}, Linear(0.0, token), NONE, 0.0), UPDATES)
+    config = plain(actor=pair[0], scorer=pair[1], overlap={"chunk": chunk})
+    intra, sequential = (play(switched(config, mode), 3, costs)[-1] for mode in ("intra", "sequential"))
+    assert intra.begun_s + intra.step_s <= (sequential.begun_s + sequential.step_s) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("player", [VirtualRun, OrderedRun])
-def test_void_micro_steps_cost_nothing(player: type[VirtualRun]) -> None:
+def test_void_micro_steps_cost_nothing_and_scorers_hear_of_a_chunk_a_message_later(player: type[VirtualRun]) -> None:
     """The batch is complete after 10 of 64 decode steps: of the others no stage computes, and no message is sent."""
-    none, second = Linear(0.0, 0.0), Linear(1.0, 0.0)
-    costs = StepCosts(Costs(second, none, {}, none, none, message_s=0.25))
+    costs = StepCosts(Costs(Linear(1.0, 0.0), NONE, {}, NONE, NONE, message_s=0.25))
     overlap = tree()["overlap"] | {"chunk": 64, "weave": [1, "auto"]}
     config = plain(actor=(1, 2, 1), scorer=(1, 1, 1), overlap=overlap, rollout={"batch_size": 4, "max_response_tokens": 96})
     run = player(config, costs, lambda seq_id: 10 if seq_id < 4 else 90, prompt_tokens=PROMPT)
     step = next(run.steps(1))
     assert step.clock == 10 and step.parts.decode_s == pytest.approx(10 * 2 * 1.0 + (10 + 9) * 0.25)
+    # Scorers hear of a chunk a message later.
+    costs = StepCosts(Costs(Linear(1e-3, 0.0), NONE, {}, NONE, NONE, message_s=1.0))
+    config = switched(plain(scorer=(1, 1, 1), rollout={"forced_lengths": [24.0, 0.0]}, overlap={"chunk": 64}), "intra")
+    assert play(config, 1, costs, player)[0].step_s == pytest.approx(24 * 1e-3 + 1.0)
 
 
 def furthest(config: TrainConfig, costs: StepCosts = COSTS, count: int = 3) -> float:
-    """The largest share of a step by which playing units differs from playing actions."""
     pairs = list(zip(*(play(config, count, costs, each, endless=True) for each in (VirtualRun, OrderedRun)), strict=True))
     assert all((units.seq_ids == actions.seq_ids).all() and units.clock == actions.clock for units, actions in pairs)
     return max(abs(units.step_s / actions.step_s - 1) for units, actions in pairs)
@@ -200,11 +186,9 @@ def test_rounds_of_more_than_16_ranks_are_within_two_percent_of_actions(
     actor: Layout, scorer: Layout | None, reference: Layout | None, mode: str
 ) -> None:
     own = {} if reference is None else {"parallel": dict(zip(SIZES, reference, strict=True))}
-    changes: dict[str, Any] = {
-        "rollout": {"batch_size": 50, "max_response_tokens": 96}, "runtime": {"micro_batch_tokens": 256},
-        "reference": {"init": MODEL_70B, **own},
-    }  # fmt: skip
-    assert furthest(switched(plain(actor=actor, scorer=scorer, **changes), mode), DEAR, count=2) < 0.02
+    changes = {"rollout": {"batch_size": 50, "max_response_tokens": 96}, "runtime": {"micro_batch_tokens": 256}}
+    config = plain(actor=actor, scorer=scorer, reference={"init": MODEL_70B, **own}, **changes)
+    assert furthest(switched(config, mode), DEAR, count=2) < 0.02
 
 
 @pytest.mark.parametrize("mode", ["sequential", "full"])
@@ -233,32 +217,13 @@ def test_rounds_are_within_two_percent_of_actions_on_every_layout_of_up_to_16_ra
     for actor in layouts:
         beside = [each for each in ((1, 1, 1), (1, 2, 2), actor) if np.prod(actor) + np.prod(each) <= 16]
         for scorer in (None, *beside):
-            overlap = {"schedule": "woven" if schedule == "woven" else "intra"}
-            config = switched(
-                plain(actor=actor, scorer=scorer, overlap=overlap), "sequential" if schedule == "sequential" else "full"
-            )
-            assert furthest(config) < 0.02, (actor, scorer)
+            config = plain(actor=actor, scorer=scorer, overlap={"schedule": "woven" if schedule == "woven" else "intra"})
+            assert furthest(switched(config, "sequential" if schedule == "sequential" else "full")) < 0.02, (actor, scorer)
 
 
-@pytest.mark.parametrize("player", [VirtualRun, OrderedRun])
-def test_scorers_hear_of_a_chunk_a_message_later(player: type[VirtualRun]) -> None:
-    none = Linear(0.0, 0.0)
-    costs = StepCosts(Costs(Linear(1e-3, 0.0), none, {}, none, none, message_s=1.0))
-    chunk = {"chunk": 64}
-    config = switched(plain(scorer=(1, 1, 1), rollout={"forced_lengths": [24.0, 0.0]}, overlap=chunk), "intra")
-    assert play(config, 1, costs, player)[0].step_s == pytest.approx(24 * 1e-3 + 1.0)
-
-
-def test_refused_before_anything_is_played() -> None:
-    with pytest.raises(ConfigError, match="0 steps are asked for; ask for 1 or more"):
-        play(plain(), 0)
-
-
-def test_signals_reach_the_rule_of_delta() -> None:
-    def rising(step: int, seen: Any) -> Any:
-        return replace(seen, reward_mean=float(step))
-
-    rule = {"rule": "eq4", "initial": 2, "max": 6, "window": 1}
-    signals: Callable[..., Any] = rising
-    steps = play(plain(overlap={"delta": rule}, steps=12), 6, signals=signals)
+def test_signals_reach_the_rule_of_delta_and_no_steps_are_refused() -> None:
+    config = plain(overlap={"delta": {"rule": "eq4", "initial": 2, "max": 6, "window": 1}}, steps=12)
+    steps = play(config, 6, signals=lambda step, seen: replace(seen, reward_mean=float(step)))
     assert [step.delta for step in steps] == [2, 2, 3, 4, 5, 6]
+    with pytest.raises(ConfigError, match="0 steps are asked for; ask for 1 or more"):
+        play(config, 0)

@@ -43,9 +43,9 @@ def checkpoints(originals: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(originals, tmp_path / "hf"))
 
 
-def refusal(directory: Path, head: Head = "lm", **config: object) -> str:
+def refusal(directory: Path, head: Head = "lm") -> str:
     with pytest.raises(CheckpointError) as error:
-        open_weights(ModelConfig(checkpoint=directory, **config), head)
+        open_weights(ModelConfig(checkpoint=directory), head)
     return str(error.value)
 
 
@@ -63,12 +63,8 @@ def test_sharded_and_single_files_hold_the_same(checkpoints: Path) -> None:
     for name in one.tensors:
         whole = tuple(slice(0, n) for n in one.tensors[name].shape)
         assert torch.equal(one.read(name, whole), many.read(name, whole))
-
-
-def test_a_region_is_that_part_of_the_tensor(checkpoints: Path) -> None:
-    source, tensors = SafetensorsSource(checkpoints / "lm"), load_file(checkpoints / "lm" / "model.safetensors")
-    name = "model.layers.0.mlp.down_proj.weight"
-    assert torch.equal(source.read(name, (slice(0, 32), slice(12, 24))), tensors[name][:, 12:24])
+    name, tensors = "model.layers.0.mlp.down_proj.weight", load_file(checkpoints / "lm" / "model.safetensors")
+    assert torch.equal(one.read(name, (slice(0, 32), slice(12, 24))), tensors[name][:, 12:24]), "a region"
 
 
 def tensor(name: str, size: int = 32, dtype: torch.dtype = torch.float32) -> Callable[[dict[str, torch.Tensor]], None]:
@@ -135,16 +131,13 @@ def test_a_damaged_or_other_checkpoint_is_refused(checkpoints: Path, name: str) 
     assert all(words in message for words in says), message
 
 
-def test_a_path_without_a_directory_is_refused(checkpoints: Path) -> None:
+def test_a_path_without_a_directory_and_a_damaged_index_are_refused(checkpoints: Path) -> None:
     message = refusal(checkpoints / "nowhere")
     assert "nowhere does not exist" in message and "Correct the path" in message
     assert "is a file" in refusal(checkpoints / "lm" / "config.json")
-
-
-@pytest.mark.parametrize("text", ["{}", '{"weight_map": {}}', '{"weight_map": [1]}', '{"weight_map": {"a": 3}}', "nonsense"])
-def test_damaged_index(checkpoints: Path, text: str) -> None:
-    (checkpoints / "sharded" / "model.safetensors.index.json").write_text(text)
-    assert "model.safetensors.index.json" in refusal(checkpoints / "sharded")
+    for text in ("{}", '{"weight_map": {}}', '{"weight_map": [1]}', '{"weight_map": {"a": 3}}', "nonsense"):
+        (checkpoints / "sharded" / "model.safetensors.index.json").write_text(text)
+        assert "model.safetensors.index.json" in refusal(checkpoints / "sharded")
 
 
 @pytest.mark.parametrize("keep", [0, 5, 40, -1])
@@ -156,45 +149,40 @@ def test_truncated_file(checkpoints: Path, which: str, keep: int) -> None:
     assert path.name in message and "truncated" in message and "fetch or save it again" in message
 
 
-def test_tied_checkpoints_lack_the_head(checkpoints: Path) -> None:
+def test_the_shape_is_the_directory_s_and_tied_checkpoints_lack_the_head(checkpoints: Path) -> None:
     shape, source = open_weights(ModelConfig(checkpoint=checkpoints / "tied"), "lm")
     assert "lm_head.weight" not in source.tensors and shape.tied_embeddings
+    shape = read_shape(checkpoints / "lm")
+    assert (shape.family, shape.num_layers, shape.num_kv_heads, shape.qkv_bias) == ("qwen2", 4, 4, True)
 
 
-def test_a_causal_lm_becomes_a_reward_model_only_on_request(checkpoints: Path) -> None:
-    def head(seed: int) -> torch.Tensor:
-        _, source = open_weights(ModelConfig(checkpoint=checkpoints / "lm"), "scalar", seed=seed, fresh_head=True)
+def test_a_fresh_head_keeps_the_body_and_a_head_that_is_there(checkpoints: Path) -> None:
+    def opened(folder: str, seed: int = 0) -> SafetensorsSource:
+        return open_weights(ModelConfig(checkpoint=checkpoints / folder), "scalar", seed=seed, fresh_head=True)[1]
+
+    def head(source: SafetensorsSource) -> torch.Tensor:
         assert "lm_head.weight" not in source.tensors
         return source.read("score.weight", (slice(0, 1), slice(0, 32)))
 
-    assert torch.equal(head(1), head(1)) and not torch.equal(head(1), head(2))
+    assert torch.equal(head(opened("lm", 1)), head(opened("lm", 1)))
+    assert not torch.equal(head(opened("lm", 1)), head(opened("lm", 2)))
+    stored, scored = (load_file(checkpoints / folder / "model.safetensors") for folder in ("lm", "scalar"))
+    assert torch.equal(opened("lm").read(NORM, (slice(0, 32),)), stored[NORM])
+    assert torch.equal(head(opened("scalar")), scored["score.weight"])
 
 
-def test_fresh_head_keeps_the_body_and_a_head_that_is_there(checkpoints: Path) -> None:
-    stored = load_file(checkpoints / "lm" / "model.safetensors")
-    _, source = open_weights(ModelConfig(checkpoint=checkpoints / "lm"), "scalar", fresh_head=True)
-    assert torch.equal(source.read(NORM, (slice(0, 32),)), stored[NORM])
-    stored = load_file(checkpoints / "scalar" / "model.safetensors")
-    _, source = open_weights(ModelConfig(checkpoint=checkpoints / "scalar"), "scalar", fresh_head=True)
-    assert torch.equal(source.read("score.weight", (slice(0, 1), slice(0, 32))), stored["score.weight"])
+def early_problems(model: dict[str, object], head: Head = "lm") -> str:
+    """What `oppo validate` and a start say from the headers."""
+    if head == "scalar":
+        return "\n".join(service_problems(ServeConfig(reward=model)))
+    here = {"path": "."}
+    return "\n".join(supervised_problems(SFTConfig(run_dir="run", model=model, max_tokens=8, data=here, tokenizer=here)))
 
 
-def both_refuse(directory: Path, head: Head, **config: object) -> str:
-    """The loading's message; `oppo validate` and what starts a run must have said it before, from the headers."""
-    model = {"checkpoint": directory, **config}
-    early = "\n".join(
-        service_problems(ServeConfig.model_validate({"reward": model}))
-        if head == "scalar"
-        else supervised_problems(
-            SFTConfig.model_validate(
-                {"run_dir": "run", "model": model, "max_tokens": 8, "data": {"path": "."}, "tokenizer": {"path": "."}}
-            )
-        )
-    )
-    late = refusal(directory, head, **config)
-    assert "do not fit" in early
-    for sentence in re.findall(r"  - (.*)", late)[:3]:
-        assert sentence in early
+def both_refuse(directory: Path, head: Head) -> str:
+    """The loading's message, which must have been said before."""
+    early, late = early_problems({"checkpoint": directory}, head), refusal(directory, head)
+    assert "do not fit" in early and all(sentence in early for sentence in re.findall(r"  - (.*)", late)[:3])
     return late
 
 
@@ -203,6 +191,7 @@ DROPPED = {
     "a bias of the MLP": (tensor("model.layers.0.mlp.up_proj.bias"), "Only biases of Qwen2"),
     "a bias of the output": (tensor("model.layers.0.self_attn.o_proj.bias"), "Only biases of Qwen2"),
     "a bias of the head": (tensor("lm_head.bias"), "Only biases of Qwen2"),
+    "a bias of the score": (tensor("score.bias", 1), "Only biases of Qwen2"),
     "norms of queries": (tensor("model.layers.0.self_attn.q_norm.weight"), "config.json that belongs"),
     "a value head": (tensor("v_head.summary.weight"), "value head"),
     "adapters": (tensor("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"), "merge_and_unload"),
@@ -220,23 +209,16 @@ DROPPED = {
 @pytest.mark.parametrize("name", DROPPED)
 def test_no_tensor_is_dropped_unnoticed(checkpoints: Path, name: str) -> None:
     change, says = DROPPED[name]
-    rewrite(checkpoints / "lm", change)
-    assert says in both_refuse(checkpoints / "lm", "lm")
+    folder = "scalar" if name == "a bias of the score" else "lm"
+    rewrite(checkpoints / folder, change)
+    assert says in both_refuse(checkpoints / folder, folder)
 
 
 @pytest.mark.parametrize("change", [{"hidden_size": 64}, {"num_hidden_layers": 3}, {"num_hidden_layers": 5}, {"vocab_size": 65}])
 def test_another_config_is_found_from_the_headers(checkpoints: Path, change: dict[str, int]) -> None:
     for folder, head in (("lm", "lm"), ("sharded", "lm"), ("scalar", "scalar")):
-        path = checkpoints / folder / "config.json"
-        content = json.loads(path.read_text()) | change
-        content["layer_types"] = ["full_attention"] * content["num_hidden_layers"]
-        path.write_text(json.dumps(content))
+        edit(checkpoints / folder / "config.json", **change, layer_types=["full_attention"] * change.get("num_hidden_layers", 4))
         both_refuse(checkpoints / folder, head)
-
-
-def test_a_score_bias_is_not_dropped(checkpoints: Path) -> None:
-    rewrite(checkpoints / "scalar", tensor("score.bias", 1))
-    assert "Only biases of Qwen2" in both_refuse(checkpoints / "scalar", "scalar")
 
 
 @pytest.mark.parametrize("extra", ["rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"])
@@ -257,8 +239,7 @@ def test_a_head_beside_tied_embeddings(checkpoints: Path) -> None:
     rewrite(folder, lambda tensors: tensors["lm_head.weight"][-1].add_(1.0))
     assert not torch.equal(AutoModelForCausalLM.from_pretrained(folder)(tokens).logits, logits)
     assert "set tie_word_embeddings to false" in both_refuse(folder, "lm")
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))
+    edit(folder / "config.json", tie_word_embeddings=False)
     shape, source = open_weights(ModelConfig(checkpoint=folder), "lm")
     assert not shape.tied_embeddings and "lm_head.weight" in source.tensors
 
@@ -273,9 +254,7 @@ def test_adapters_are_found_unfit_from_the_headers(checkpoints: Path, tmp_path: 
         save_file(tensors | change, tmp_path / "adapter_model.safetensors")
         with pytest.raises(CheckpointError, match="the adapters do not fit"):
             open_adapters(tmp_path, shape, lora, "lm")
-        config = {"run_dir": "run", "max_tokens": 8, "data": {"path": "."}, "tokenizer": {"path": "."}}
-        config["model"] = {"checkpoint": checkpoints / "lm", "lora": {"rank": 2, "adapter": tmp_path}}
-        assert any("do not fit" in each for each in supervised_problems(SFTConfig.model_validate(config)))
+        assert "do not fit" in early_problems({"checkpoint": checkpoints / "lm", "lora": {"rank": 2, "adapter": tmp_path}})
 
 
 def test_random_start_from_a_mapping_and_from_a_file(tmp_path: Path) -> None:
@@ -287,8 +266,3 @@ def test_random_start_from_a_mapping_and_from_a_file(tmp_path: Path) -> None:
         assert isinstance(source, RandomSource) and set(source.tensors) == set(hf_tensors(shape, "scalar"))
     with pytest.raises(ConfigError, match="neither checkpoint nor init"):
         open_weights(ModelConfig(), "lm")
-
-
-def test_shape_is_read_from_the_directory(checkpoints: Path) -> None:
-    shape = read_shape(checkpoints / "lm")
-    assert (shape.family, shape.num_layers, shape.num_kv_heads, shape.qkv_bias) == ("qwen2", 4, 4, True)

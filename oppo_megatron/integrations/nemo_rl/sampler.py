@@ -11,15 +11,13 @@ from typing import Any
 
 from oppo_megatron.errors import ConfigError
 
-POLL_S = 0.005
-"""Seconds between looks at the buffer, which does not signal changes."""
+POLL_S = 0.005  # between looks at the buffer, which does not signal changes
 
 
 class OvercommitSampler:
     """Begins a batch when at most `delta` groups run (0: after the previous update); trains the B that finish first."""
 
-    supports_buffer_checkpoint = True
-    """Restored groups are selected as any others; without them the restored index would be too high."""
+    supports_buffer_checkpoint = True  # restored groups are as others; without them the restored index would be too high
 
     def __init__(self, buffer: Any, *, delta: int, max_staleness: int = 4):
         for name, value, least in (("delta", delta, 0), ("max_staleness", max_staleness, 1)):
@@ -35,11 +33,10 @@ class OvercommitSampler:
     def restore_dispatch_index(self, dispatch_index: int) -> None:
         self.dispatch_index = dispatch_index
 
-    async def admit(self, *, trainer_version_fn: Callable[[], int]) -> int | None:
+    async def admit(self, *, trainer_version_fn: Callable[[], int]) -> None:
         """Wait until a batch may begin."""
         await self.wait_until_admissible(trainer_version_fn=trainer_version_fn)
         self.dispatch_index += 1
-        return None
 
     async def wait_until_admissible(self, *, trainer_version_fn: Callable[[], int]) -> None:
         # The last admitted groups enter the buffer when their tasks first run, no later than this wakes up.
@@ -48,10 +45,9 @@ class OvercommitSampler:
         while self._buffer.ready_list.count(False) > self._delta or self.dispatch_index >= trainer_version_fn() + ahead:
             await asyncio.sleep(POLL_S)
 
-    def commit_admission(self, cut: Any) -> int | None:
+    def commit_admission(self, cut: Any) -> None:
         cut.require_live()
         self.dispatch_index += 1
-        return None
 
     async def select(
         self, *, current_train_weight: int, min_prompt_groups: int, max_prompt_groups: int

@@ -1,9 +1,10 @@
-"""Attention of many new tokens: padded queries of small neighbours together, long sequences alone."""
+"""Attention of many new tokens: padded queries of small neighbours together, long sequences alone; or by block table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -147,3 +148,26 @@ class PartsOfCall:
         mask_S1CL = mask_SCL.masked_fill_(hidden_SCL, -torch.inf)[:, None]
         shared = self._repeat == 1 or (part.alone and col_C.device.type == "cpu")
         return mask_S1CL if shared else mask_S1CL.repeat(1, 1, self._repeat, 1)
+
+
+@dataclass(frozen=True)
+class PagedCall:
+    """Int32: sequence s has `new_S[s]` queries, `length_S[s]` tokens in blocks `table_SW[s]`."""
+
+    table_SW: Tensor
+    new_S: Tensor
+    length_S: Tensor
+    most_new: int
+    longest: int
+
+    @cached_property
+    def new_ends(self) -> Tensor:
+        return _ends(self.new_S)
+
+    @cached_property
+    def length_ends(self) -> Tensor:
+        return _ends(self.length_S)
+
+
+def _ends(counts_S: Tensor) -> Tensor:
+    return torch.nn.functional.pad(counts_S.cumsum(0, dtype=torch.int32), (1, 0))

@@ -14,7 +14,7 @@ from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 
 
 class KVCache(SequenceCache):
-    """Storage k, v: per layer [M, G, L, D]."""
+    """Storage k, v: per layer [M, G, L, D]; whole: [2 * layers, M, G, L, D]."""
 
     def __init__(self, *, num_kv_heads: int, head_dim: int, max_length: int, **sizes: Any):
         super().__init__(lambda num_slots: (num_slots, num_kv_heads, max_length, head_dim), max_length=max_length, **sizes)
@@ -28,19 +28,15 @@ class KVCache(SequenceCache):
         return DensePlaces(self, plan.slots_S if plan.decode else plan.slots_S[plan.row_T], plan.pos_T, span)
 
     def _move(self, source: int, target: int, length: int) -> None:
-        for store in self.stores:
-            store[target, :, :length] = store[source, :, :length]
+        self.whole[:, target, :, :length] = self.whole[:, source, :, :length]
 
     def _swap(self, one: int, other: int, length: int) -> None:
-        for store in self.stores:
-            held = store[one, :, :length].clone()
-            store[one, :, :length] = store[other, :, :length]
-            store[other, :, :length] = held
+        held = self.whole[:, one, :, :length].clone()
+        self.whole[:, one, :, :length] = self.whole[:, other, :, :length]
+        self.whole[:, other, :, :length] = held
 
     def _share(self, source: int, targets: list[int], length: int) -> None:
-        slot_S = on_device(targets, self.device)
-        for store in self.stores:
-            store[slot_S, :, :length] = store[source, :, :length].clone()
+        self.whole[:, on_device(targets, self.device), :, :length] = self.whole[:, source, None, :, :length].clone()
 
     def _extend(self, slot: int, length: int) -> None:
         pass  # a slot has all positions
@@ -49,11 +45,10 @@ class KVCache(SequenceCache):
         pass
 
     def _read(self, slot: int, length: int) -> Tensor:
-        return torch.stack([store[slot, :, :length].transpose(0, 1) for store in self.stores])
+        return self.whole[:, slot, :, :length].transpose(1, 2).contiguous()
 
     def _write(self, slot: int, stored: Tensor) -> None:
-        for store, values_LGD in zip(self.stores, stored, strict=True):
-            store[slot, :, : len(values_LGD)] = values_LGD.transpose(0, 1)
+        self.whole[:, slot, :, : stored.shape[1]] = stored.transpose(1, 2)
 
 
 class DensePlaces:

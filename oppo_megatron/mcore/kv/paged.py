@@ -1,45 +1,26 @@
-"""The paged key/value cache: a pool of blocks, a table per sequence, and flash-attn's kernel.
+"""The paged key/value cache: a pool of blocks, a table per sequence, and flash-attn's kernel or Triton's.
 
 Sequences share their prompt's full blocks and copy a partly filled one.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
+from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from oppo_megatron.layout.kernels import FLASH, usable
+from oppo_megatron.layout.kernels import FLASH, TRITON, usable
 from oppo_megatron.layout.memory import BLOCK_TOKENS
+from oppo_megatron.mcore.attention import LEAST_CAPABILITY
 from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.kv.cached_plan import CallPlan, StepPlan, StepRows
+from oppo_megatron.mcore.kv.call_parts import PagedCall
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
-
-LEAST_CAPABILITY = (8, 0)
-
-
-@dataclass(frozen=True)
-class PagedCall:
-    """Int32: sequence s has `new_S[s]` queries, `length_S[s]` tokens in blocks `table_SW[s]`."""
-
-    table_SW: Tensor
-    new_S: Tensor
-    length_S: Tensor
-    most_new: int
-    longest: int
-
-    @cached_property
-    def new_ends(self) -> Tensor:
-        return _ends(self.new_S)
-
-    @cached_property
-    def length_ends(self) -> Tensor:
-        return _ends(self.length_S)
-
 
 PagedKernel = Callable[[Tensor, Tensor, Tensor, PagedCall, float, int | None], Tensor]
 """(queries [T, N, D], key and value pool [P, K, G, D], call, scale, window) -> [T, N, D], causal."""
@@ -50,7 +31,24 @@ def find_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel | None:
         return None
     if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return None
-    return flash_attn if usable(FLASH) else None
+    if usable(FLASH):
+        return flash_attn
+    return by_triton(device) if usable(TRITON) else None
+
+
+@cache
+def by_triton(device: torch.device) -> PagedKernel | None:
+    """Try the kernel once: Triton needs a C compiler and Python's headers, too."""
+    from oppo_megatron.mcore.kv.triton_kernel import triton_attention
+
+    one_1, pool = torch.ones(1, dtype=torch.int32, device=device), torch.zeros(1, 16, 1, 16, dtype=torch.bfloat16, device=device)
+    try:
+        triton_attention(pool[0, :1], pool, pool, PagedCall(one_1[:, None] - 1, one_1, one_1, 1, 1), 1.0)
+    except Exception as error:
+        told = shorten(str(error), 200, placeholder=" ...")
+        warnings.warn(f"triton cannot build a kernel ({type(error).__name__}: {told}); KV caches are dense", stacklevel=2)
+        return None
+    return triton_attention
 
 
 def flash_attn(q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, scale: float, window: int | None = None) -> Tensor:
@@ -69,12 +67,8 @@ def flash_attn(q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, s
     )  # fmt: skip
 
 
-def _ends(counts_S: Tensor) -> Tensor:
-    return torch.nn.functional.pad(counts_S.cumsum(0, dtype=torch.int32), (1, 0))
-
-
 class PagedKVCache(SequenceCache):
-    """Storage k, v: per layer [P, K, G, D].  Without a `kernel`, tables are gathered."""
+    """Storage k, v: per layer [P, K, G, D]; whole: [2 * layers, P, K, G, D].  Without a `kernel`, tables are gathered."""
 
     def __init__(
         self, *, num_kv_heads: int, head_dim: int, max_length: int, block_tokens: int = BLOCK_TOKENS,
@@ -150,9 +144,7 @@ class PagedKVCache(SequenceCache):
         """Copy a block's first positions to new blocks; takes none if it fails."""
         copies = [self._take() for _ in range(count)]
         try:
-            block_S = on_device(copies, self.device)
-            for pool in self.stores:
-                pool[block_S, :length] = pool[block, :length].clone()
+            self.whole[:, on_device(copies, self.device), :length] = self.whole[:, block, None, :length].clone()
         except BaseException:
             for copy in copies:
                 self._give(copy)
@@ -161,13 +153,12 @@ class PagedKVCache(SequenceCache):
 
     def _read(self, slot: int, length: int) -> Tensor:
         table_W = on_device(self._tables[slot], self.device)
-        return torch.stack([pool[table_W].flatten(0, 1)[:length] for pool in self.stores])
+        return self.whole[:, table_W].flatten(1, 2)[:, :length].contiguous()
 
     def _write(self, slot: int, stored: Tensor) -> None:
         position_L = torch.arange(stored.shape[1], device=self.device)
         block_L = on_device(self._tables[slot], self.device)[position_L // self.block_tokens]
-        for pool, values_LGD in zip(self.stores, stored, strict=True):
-            pool[block_L, position_L % self.block_tokens] = values_LGD
+        self.whole[:, block_L, position_L % self.block_tokens] = stored
 
 
 class _PagedPlaces:

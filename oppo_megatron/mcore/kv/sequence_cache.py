@@ -15,7 +15,7 @@ from torch import Tensor
 from oppo_megatron.errors import CapacityError, CheckpointError
 from oppo_megatron.mcore.kv.cached_plan import CallPlan, Places, StepRows
 
-REACH = 256  # decode steps whose positions the host does not know attend to a multiple
+REACH = 256  # decode steps whose positions the host does not know attend to this times a power of two
 
 
 class SequenceCache(ABC):
@@ -33,9 +33,8 @@ class SequenceCache(ABC):
                 "or lower data.max_prompt_tokens or rollout.max_response_tokens."
             )
         self.max_length, self.rope, self.dtype, self.device = max_length, rope, dtype, device
-        self.k, self.v = (
-            [torch.zeros(shape(self.num_slots), dtype=dtype, device=device) for _ in range(num_layers)] for _ in range(2)
-        )
+        self.whole = torch.zeros(2 * num_layers, *shape(self.num_slots), dtype=dtype, device=device)
+        self.k, self.v = self.whole[:num_layers].unbind(0), self.whole[num_layers:].unbind(0)
         self._slots: dict[int, int] = {}
         self._ids: list[int] = []
         self._lengths: list[int] = []
@@ -44,12 +43,8 @@ class SequenceCache(ABC):
         return seq_id in self._slots
 
     @property
-    def stores(self) -> list[Tensor]:
-        return [*self.k, *self.v]
-
-    @property
     def num_bytes(self) -> int:
-        return sum(store.nbytes for store in self.stores)
+        return self.whole.nbytes
 
     @property
     def num_free(self) -> int:
@@ -159,7 +154,7 @@ class SequenceCache(ABC):
             raise
 
     def bucket(self, longest: int) -> int:
-        return min(-(-longest // REACH) * REACH, self.max_length)
+        return min(REACH << ((longest - 1) // REACH).bit_length(), self.max_length)
 
     @abstractmethod
     def step_rows(self) -> StepRows: ...

@@ -1,0 +1,89 @@
+"""The Triton kernel of paged attention without a GPU: `python -m tests.gpulibs.triton_job interpreted|compiled FILE`."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import warnings
+from typing import Any
+
+INTERPRETED = sys.argv[1] == "interpreted"
+os.environ |= {"TRITON_INTERPRET": "1"} if INTERPRETED else {}
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from oppo_megatron.mcore.kv import paged, triton_kernel  # noqa: E402
+from oppo_megatron.mcore.kv.call_parts import PagedCall  # noqa: E402
+
+TABLES = 200
+
+
+def reference(q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, scale: float, window: int | None) -> Tensor:
+    """Causal attention in float64, sequence by sequence."""
+    outputs = []
+    parts = q_TND.split(call.new_S.tolist()), call.table_SW.long(), call.length_S.tolist()
+    for q_nND, table_W, length in zip(*parts, strict=True):
+        keys, values = (pool[table_W].flatten(0, 1)[:length].double() for pool in (k_PKGD, v_PKGD))
+        keys, values = (x.repeat_interleave(q_nND.shape[1] // x.shape[1], 1) for x in (keys, values))
+        behind_nL = torch.arange(length - len(q_nND), length)[:, None] - torch.arange(length)
+        hidden_nL = (behind_nL < 0) | (behind_nL >= (window or length))
+        scores_Nnl = torch.einsum("nhd,lhd->hnl", q_nND.double(), keys) * scale
+        outputs.append(torch.einsum("hnl,lhd->nhd", scores_Nnl.masked_fill(hidden_nL, -torch.inf).softmax(-1), values))
+    return torch.cat(outputs)
+
+
+def difference(draws: random.Random) -> tuple[str, float]:
+    """Blocks in a random order, some shared by sequences; entries past a sequence's end are arbitrary."""
+    groups, repeat, dim = draws.choice([1, 2]), draws.choice([1, 3, 7]), draws.choice([8, 16, 24, 64])
+    block = draws.choice([5, 16, 32])
+    dtype = draws.choice([torch.float32, torch.float16])  # the interpreter cannot multiply bfloat16
+    count, most = draws.randint(1, 3), draws.choice([1, 1, 9])
+    new = [draws.randint(1, most) for _ in range(count)]
+    lengths = [n + draws.choice([0, draws.randint(0, 30), draws.randint(0, 140)]) for n in new]
+    longest = max(lengths) + draws.randint(0, 70)
+    width = -(-longest // block)
+    blocks = count * width + 3
+    table = torch.tensor([draws.sample(range(blocks), width) for _ in range(count)], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(draws.randrange(2**31))
+    shapes = (sum(new), groups * repeat, dim), *[(blocks, block, groups, dim)] * 2
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    call = PagedCall(table, torch.tensor(new, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), max(new), longest)
+    window = draws.choice([None, 1, draws.randint(2, 60)])
+    found = triton_kernel.triton_attention(q, k, v, call, dim**-0.5, window)
+    assert found.dtype == dtype
+    return str(dtype), float((found.double() - reference(q, k, v, call, dim**-0.5, window)).abs().max())
+
+
+def compiled() -> dict[str, Any]:
+    """Bytes of machine code and of shared memory for GPUs."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    found: dict[str, Any] = {}
+    numbers = dict.fromkeys(("tables", "starts", "lengths"), "*i32") | {"scale": "fp32", "width": "i32", "window": "i32"}
+    numbers |= dict.fromkeys(("q", "k", "v", "out"), "*bf16") | dict.fromkeys(("sums", "peaks"), "*fp32")
+    kernel = triton_kernel.attend_tile
+    for capability, dim, step, many in ((80, 256, 32, True), (90, 64, 64, False), (90, 128, 64, True)):
+        sizes = 2, 7, dim, 256, 64 if many else 16, dim, step, 1 if many else 4
+        values: dict[str, Any] = {"MANY": many, "BOUND": many} | dict(zip("GRDKAEJF", sizes, strict=True))
+        signature = numbers | dict.fromkeys(values, "constexpr")
+        ordered = {name: signature[name] for name in kernel.arg_names}
+        source = ASTSource(kernel, ordered, {(kernel.arg_names.index(name),): value for name, value in values.items()})
+        built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_stages": 2})
+        found[f"sm_{capability}, dimension {dim}"] = len(built.asm["cubin"]), built.metadata.shared
+    return found
+
+
+def refused() -> tuple[Any, list[str]]:
+    """The kernel that a machine gets on which Triton can be imported, but cannot launch anything, and its warnings."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        return paged.by_triton(torch.device("cpu")), [str(each.message) for each in told]
+
+
+if __name__ == "__main__":
+    draws = random.Random(1)
+    torch.save([difference(draws) for _ in range(TABLES)] if INTERPRETED else (compiled(), refused()), sys.argv[2])
