@@ -6,24 +6,33 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 
 import torch.distributed as dist
 
 from oppo_megatron.clock import ByTime
+from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.hosts import show_hosts
+from oppo_megatron.cluster.process_groups import use_once
 from oppo_megatron.cluster.world import World, choose_device, open_world
-from oppo_megatron.data.tokenizer import encode_prompt
+from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
+from oppo_megatron.data.tokenizer import Tokenizer, encode_prompt
 from oppo_megatron.engine.completions import PromptDecoder
+from oppo_megatron.engine.executor import Links, build_links
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping, StopText, all_ids
+from oppo_megatron.layout.placements import RolePlacement
+from oppo_megatron.mcore.groups import RoleGroups, build_groups
+from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.roles import load_role
+from oppo_megatron.mcore.weights.checkpoint import load_adapters
 from oppo_megatron.policy.answers import Conversation, Decode, GrowingText, OutputFile, Request, ResponseFile, Terminal, answer_of
 from oppo_megatron.policy.chat import Messages, converse, open_lines, until_interrupted
-from oppo_megatron.policy.finding import policy_tokenizer
+from oppo_megatron.policy.finding import Policy, policy_tokenizer
 from oppo_megatron.policy.given_prompts import require_room
-from oppo_megatron.policy.loading import LoadedPolicy, build_place, load_policy
 from oppo_megatron.records import Prompt, Rollout
+from oppo_megatron.schedule.rounds import Site
 
 SHOWN_STEPS = 4
 """Decode steps between updates of a response that is shown while it grows."""
@@ -155,3 +164,57 @@ def _converse(request: Request, to: Conversation, policy: LoadedPolicy, world: W
             converse(to.system, read, answer)
     finally:
         shared(None)
+
+
+@dataclass(frozen=True)
+class PolicyPlacement:
+    """Policies on all ranks, in one layout."""
+
+    world: World
+    groups: RoleGroups
+    links: Links
+
+
+def build_place(world: World, parallel: ParallelConfig) -> PolicyPlacement:
+    """Collective; the world has `parallel.num_ranks` ranks."""
+    ranks = tuple(range(world.size))
+    groups = build_groups(ranks, parallel.tp, parallel.pp, "policy")
+    assert groups is not None
+    placement = RolePlacement(ranks, parallel.tp, parallel.pp, parallel.dp)
+    links = build_links(Site({"actor": placement}))
+    use_once(groups.made, world.device)
+    links.use_once(world.device)
+    return PolicyPlacement(world, groups, links)
+
+
+@dataclass(frozen=True)
+class LoadedPolicy:
+    model: RoleModel
+    tokenizer: Tokenizer
+    placement: PolicyPlacement
+    runtime: RuntimeConfig
+
+    def decoder(
+        self, sampling: Sampling, stopping: Stopping, *, num_slots: int, round_steps: int = 64, activity: Activity | None = None
+    ) -> PromptDecoder:
+        """Collective.  `num_slots`: sequences per replica at once."""
+        return PromptDecoder(
+            self.model,
+            self.placement.links,
+            self.runtime,
+            num_slots=num_slots,
+            sampling=sampling,
+            stopping=stopping,
+            round_steps=round_steps,
+            activity=activity or self.placement.world.activity,
+        )
+
+
+def load_policy(
+    policy: Policy, placement: PolicyPlacement, runtime: RuntimeConfig, tokenizer: Tokenizer, max_length: int
+) -> LoadedPolicy:
+    """Collective.  `max_length`: of prompt and response.  Raises CheckpointError."""
+    model = load_role(policy.model, placement.groups, head="lm", max_length=max_length, device=placement.world.device)
+    if policy.adapters is not None:
+        load_adapters(*policy.adapters, model)
+    return LoadedPolicy(model.requires_grad_(False), tokenizer, placement, runtime)

@@ -16,8 +16,8 @@ from oppo_megatron.engine.stopping import Stopping, StopText
 from oppo_megatron.mcore.model import build_model
 from oppo_megatron.mcore.weights.hf_source import open_weights
 from oppo_megatron.mcore.weights.hf_weights import export_weights, load_weights
+from oppo_megatron.policy.answering import build_place, load_policy
 from oppo_megatron.policy.finding import Choice, find_policy, policy_tokenizer, read_run, require_layout
-from oppo_megatron.policy.loading import build_place, load_policy
 from oppo_megatron.records import Prompt
 
 Response = tuple[int, list[int], str | None]

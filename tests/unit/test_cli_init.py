@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from oppo_megatron.cli.demo import CONFIGS, OUT, RECORD, RUNS, Stage, find_configs, folder_of, plan
-from oppo_megatron.cli.demo_report import comparison, difference
+from oppo_megatron.cli.demo import CONFIGS, OUT, RECORD, RUNS, Stage, comparison, difference, find_configs, folder_of, plan
 from oppo_megatron.cli.init import CASES
 from oppo_megatron.cli.main import main, parse_arguments
 from oppo_megatron.config.algorithm import PRESETS

@@ -22,7 +22,6 @@ from oppo_megatron.algorithms.losses import ActorTargets
 from oppo_megatron.config.algorithm import PRESETS
 from oppo_megatron.config.algorithm_rules import unread_settings
 from oppo_megatron.config.base import Section
-from oppo_megatron.config.changes import changed_settings
 from oppo_megatron.config.describe import COMMANDS, Setting, all_settings, find_setting, near_keys, settings_in
 from oppo_megatron.config.explain import explain, known_keys
 from oppo_megatron.config.load import config_yaml, dump_config, load_config
@@ -32,6 +31,7 @@ from oppo_megatron.config.run_rules import train_rules
 from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.config.supervised import RewardModelConfig, SFTConfig
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.train.saving.state import changed_settings
 from tests.support.configs import least_config, put
 from tools.reference import render_reference
 

@@ -18,8 +18,7 @@ from oppo_megatron.schedule.rounds import Growth, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.costs import CostMeter, Costs, Linear
 from oppo_megatron.schedule.weaving.cut import ROUNDING, Cut, Work, choose_cut, even_ends, predict_s
-from oppo_megatron.schedule.weaving.gaps import Gaps
-from oppo_megatron.schedule.weaving.generators import woven
+from oppo_megatron.schedule.weaving.generators import Gaps, woven
 
 STAGES = {"actor": 2, "critic": 3}
 TRUE = Costs(
