@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.test_resume import rewound
-from tests.support.layouts import deep
-from tests.support.ppo import Workspace
+from tests.support.ppo import Workspace, deep
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHER = ROOT / ".core" / os.environ.get("OPPO_CORE", "0.19.2")

@@ -28,8 +28,8 @@ from oppo_megatron.mcore.compat import PATCHES, Patch, known_norm, no_lone_sums,
 from oppo_megatron.mcore.cpu import IN_PLACE_ROWS, blocks, can_prepack, product, require_private_ops
 from oppo_megatron.mcore.device import is_out_of_memory, memory_for, too_many_sequences, too_many_tokens
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
-from tests.support.first_use import turns
-from tests.support.limits import room_for
+from tests.support.processes import room_for
+from tests.support.schedules import turns
 
 MEGATRON = Path(compat.megatron.core.__file__).parent
 
