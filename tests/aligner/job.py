@@ -38,13 +38,11 @@ class Job:
     model: str = "TinyActor"
 
     def trainer_config(self) -> DictConfig:
-        return OmegaConf.create(
-            {
-                "max_epochs": self.epochs, "max_steps": self.max_steps, "val_check_interval": self.val_every,
-                "save_interval": self.save_every, "gradient_clip_val": None, "initial_policy_kl_penalty": 0.02,
-                "use_absolute_kl": True, "discount_factor": 1.0, "gae_lambda": 0.95, "normalize_advantages": True,
-                "critic_warmup_steps": self.warmup, "model_gbs": self.batch, "model_mbs": self.micro,
-                "rollout_batch_seq_length": None, "trt_llm": {"enable": self.trt_llm, "reshard": False},
-                "num_rollout_samples": self.batch, "batch_iterator": {"use_flask": False},
-            } | ({} if self.oppo is None else {"oppo": dict(self.oppo)})
-        )  # fmt: skip
+        return OmegaConf.create({
+            "max_epochs": self.epochs, "max_steps": self.max_steps, "val_check_interval": self.val_every,
+            "save_interval": self.save_every, "gradient_clip_val": None, "initial_policy_kl_penalty": 0.02,
+            "use_absolute_kl": True, "discount_factor": 1.0, "gae_lambda": 0.95, "normalize_advantages": True,
+            "critic_warmup_steps": self.warmup, "model_gbs": self.batch, "model_mbs": self.micro,
+            "rollout_batch_seq_length": None, "trt_llm": {"enable": self.trt_llm, "reshard": False},
+            "num_rollout_samples": self.batch, "batch_iterator": {"use_flask": False},
+        } | ({} if self.oppo is None else {"oppo": dict(self.oppo)}))  # fmt: skip

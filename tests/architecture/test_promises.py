@@ -1,7 +1,5 @@
 """tests/promises.md names tests that exist, with their tiers; settings are few, and pages have at most 100 columns."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

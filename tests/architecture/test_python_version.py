@@ -1,7 +1,5 @@
 """Python 3.10 is new enough, and tests reach the package by its public names: both are read from the source."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

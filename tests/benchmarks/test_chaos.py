@@ -1,7 +1,5 @@
 """The chaos command's judgement: what a rank was at, and what it finds different between two runs."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -16,17 +14,14 @@ ENTRY = '  File "/x/oppo_megatron/train/entry.py", line 40 in run_rank\n  File "
 THREAD = 'Thread 0x1 (most recent call first):\n  File "/usr/lib/threading.py", line 5 in wait\n\n'
 
 
-@pytest.mark.parametrize(
-    ("frames", "phase", "where"),
-    [
-        ("train/saving/writing.py:9:_seal train/saving/saver.py:8:save", "saving", "train/saving/writing.py in _seal"),
-        ("train/saving/state.py:9:lines train/saving/saver.py:8:save", "saving", "train/saving/state.py in lines"),
-        ("engine/stream.py:3:take engine/round_runner.py:1:run train/loop.py:7:_step", "decode", "engine/stream.py in take"),
-        ("mcore/training.py:3:step train/update.py:1:run_update", "update", "mcore/training.py in step"),
-        ("train/saving/caches.py:3:load train/loop.py:1:restore", "restoring", "train/saving/caches.py in load"),
-        ("cluster/rendezvous.py:3:meet cluster/world.py:1:open_world", "start-up", "cluster/rendezvous.py in meet"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("frames", "phase", "where"), [
+    ("train/saving/writing.py:9:_seal train/saving/saver.py:8:save", "saving", "train/saving/writing.py in _seal"),
+    ("train/saving/state.py:9:lines train/saving/saver.py:8:save", "saving", "train/saving/state.py in lines"),
+    ("engine/stream.py:3:take engine/round_runner.py:1:run train/loop.py:7:_step", "decode", "engine/stream.py in take"),
+    ("mcore/training.py:3:step train/update.py:1:run_update", "update", "mcore/training.py in step"),
+    ("train/saving/caches.py:3:load train/loop.py:1:restore", "restoring", "train/saving/caches.py in load"),
+    ("cluster/rendezvous.py:3:meet cluster/world.py:1:open_world", "start-up", "cluster/rendezvous.py in meet"),
+])  # fmt: skip
 def test_what_a_rank_was_at(frames: str, phase: str, where: str) -> None:
     stack = "Current thread 0x2 (most recent call first):\n"
     for frame in frames.split():
@@ -61,19 +56,16 @@ def test_runs_that_differ_in_times_only_are_the_same(tmp_path: Path) -> None:
     assert differences(run(tmp_path, "a"), run(tmp_path, "bb")) == []
 
 
-@pytest.mark.parametrize(
-    ("file", "damage", "words"),
-    [
-        ("weights/actor/model.safetensors", lambda path: path.write_bytes(b"weighty"), "weights differ: actor/model"),
-        ("weights/actor/model.safetensors", Path.unlink, "weights differ: actor/model"),
-        ("rollouts.jsonl", repeat_a_line, r"1 prompts were trained more than once: \[3\]"),
-        ("rollouts.jsonl", drop_a_line, r"1 prompts were never trained: \[3\]"),
-        ("rollouts.jsonl", lambda path: path.write_text(path.read_text().replace("[2]", "[9]")), "from line 3 on"),
-        ("metrics.jsonl", repeat_a_line, r"\[1, 2, 2\], each should be there once"),
-        ("metrics.jsonl", lambda path: path.write_text(path.read_text().replace("0.5", "0.6")), "differ: actor_loss"),
-        ("checkpoints/.step-000003", Path.mkdir, "left in .*: .step-000003"),
-    ],
-)
+@pytest.mark.parametrize(("file", "damage", "words"), [
+    ("weights/actor/model.safetensors", lambda path: path.write_bytes(b"weighty"), "weights differ: actor/model"),
+    ("weights/actor/model.safetensors", Path.unlink, "weights differ: actor/model"),
+    ("rollouts.jsonl", repeat_a_line, r"1 prompts were trained more than once: \[3\]"),
+    ("rollouts.jsonl", drop_a_line, r"1 prompts were never trained: \[3\]"),
+    ("rollouts.jsonl", lambda path: path.write_text(path.read_text().replace("[2]", "[9]")), "from line 3 on"),
+    ("metrics.jsonl", repeat_a_line, r"\[1, 2, 2\], each should be there once"),
+    ("metrics.jsonl", lambda path: path.write_text(path.read_text().replace("0.5", "0.6")), "differ: actor_loss"),
+    ("checkpoints/.step-000003", Path.mkdir, "left in .*: .step-000003"),
+])  # fmt: skip
 def test_differences_are_found(tmp_path: Path, file: str, damage: Callable[[Path], None], words: str) -> None:
     plain, disturbed = run(tmp_path, "a"), run(tmp_path, "b")
     damage(disturbed.path / file)

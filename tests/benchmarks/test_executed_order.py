@@ -1,7 +1,5 @@
 """Executed lists, messages and bytes are those scheduled, and those of the simulation of every rank by itself."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

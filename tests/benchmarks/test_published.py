@@ -1,7 +1,5 @@
 """OPPO's and ReaL's figures: our copies against the files, the arithmetic between them, and what our laws make of them."""
 
-from __future__ import annotations
-
 import csv
 import heapq
 import json
@@ -95,22 +93,20 @@ def test_the_package_holds_what_oppos_paper_prints(shared_data: Path) -> None:
 def test_what_oppos_figures_say_of_each_other() -> None:
     found = {check.where: check for check in oppo.checks()}
     for where, printed, computed, verdict in (
-        ("table 2: shares, %", 100, 99.96, "contradict"),
-        ("table 2: mean delta", 8, 26.88, "unexplained"),
+        ("table 2: shares, %", 100, 99.96, "contradict"), ("table 2: mean delta", 8, 26.88, "unexplained"),
         ("table 2: mean deferrals at delta 4", 0.24, 0.0357, "unexplained"),
         ("table 2: mean deferrals at delta 8", 0.24, 0.0714, "unexplained"),
         ("figure 6, se7b: product of both gains", 1.8696, 1.8667, "agree"),
         ("figure 6, se3b: product of both gains", 2.5, 2.6825, "unexplained"),
         ("section 4.3: per cent of scoring hidden", 17, 16.667, "contradict"),
-        ("se7b: minutes of the baseline", 4300, 4200, "contradict"),
-        ("GSM8K: speed-up in figure 3", 2.8, 2.35, "contradict"),
+        ("se7b: minutes of the baseline", 4300, 4200, "contradict"), ("GSM8K: speed-up in figure 3", 2.8, 2.35, "contradict"),
         ("table 1 against the abstract", 2.8, 4.486, "contradict"),
         ("figure 5, se7b: busy time left, %", 100, 75.05, "unexplained"),
         ("figure 5, se3b: busy time left, %", 100, 76.07, "unexplained"),
         ("figure 5, gsm8k7b: busy time left, %", 100, 52.59, "unexplained"),
         ("figure 5, code3b: busy time left, %", 100, 86.48, "unexplained"),
         ("eq. 4 against Algorithm 1, line 24", 1, -1, "contradict"),
-    ):
+    ):  # fmt: skip
         check = found[where]
         figures = (pytest.approx(printed, rel=1e-3), pytest.approx(computed, rel=1e-3), verdict)
         assert (check.printed, check.computed, check.verdict) == figures and check.arithmetic, where
@@ -278,17 +274,13 @@ def published_tree(plan: PublishedPlan) -> dict[str, Any]:
     actor, trained, critic = role("ActorGen"), role("ActorTrain")["parallel"], role("CriticTrain")["parallel"]
     generation, recompute = plan.call("ActorGen"), {"recompute": "full"}
     return tree(
-        placement={"mode": "colocated", "actor": actor["parallel"]},
-        actor={"init": actor["init"], "train": trained | recompute},
-        critic=role("CriticInf") | {"train": critic | recompute},
-        reward=role("RewInf"),
-        reference=role("RefInf"),
-        rollout={"batch_size": plan.batch, "max_response_tokens": 1024},
-        data={"path": "rows.jsonl", "max_prompt_tokens": 1024},
+        placement={"mode": "colocated", "actor": actor["parallel"]}, actor={"init": actor["init"], "train": trained | recompute},
+        critic=role("CriticInf") | {"train": critic | recompute}, reward=role("RewInf"), reference=role("RefInf"),
+        rollout={"batch_size": plan.batch, "max_response_tokens": 1024}, data={"path": "rows.jsonl", "max_prompt_tokens": 1024},
         ppo={"minibatches": 8},
         overlap={"intra": False, "inter": False, "weave": [generation.micro_batches * generation.pp, "auto"]},
         runtime={"device": "cpu", "dtype": "bfloat16", "micro_batch_tokens": 8192},
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [plan.name for plan in PLANS if plan.name != "7b-searched"])

@@ -1,7 +1,5 @@
 """The scripts of `benchmarks/`: a small run of each, and their arithmetic by hand."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -335,14 +333,10 @@ def test_seeds_are_compared_in_pairs() -> None:
     assert "difference -0.200" in text and "1.75 times as fast" in text
 
 
-@pytest.mark.parametrize(
-    ("given", "code", "ends", "says"),
-    [
-        ("3,3", 0, 2, "needs two different seeds"),
-        ("3,4", 75, 143, "stopped in the demo of seed 3"),
-        ("3,4", 130, 130, "interrupted"),
-    ],
-)
+@pytest.mark.parametrize(("given", "code", "ends", "says"), [
+    ("3,3", 0, 2, "needs two different seeds"), ("3,4", 75, 143, "stopped in the demo of seed 3"),
+    ("3,4", 130, 130, "interrupted"),
+])  # fmt: skip
 def test_what_ends_a_comparison_of_seeds(
     given: str, code: int, ends: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,5 @@
 """`benchmarks.sweeps`: the runs of each kind, their arithmetic on made-up metrics, and each kind on tiny runs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable, Sequence

@@ -19,13 +19,10 @@ NAMED = {"killed": "rank {} was ended by SIGKILL", "stopped": "rank {} did not a
 def run_case(workspace: Workspace, at: str, rank: int, how: str) -> str:
     heldout = {"path": str(workspace.root / "data" / "heldout.jsonl"), "max_prompt_tokens": 96, "max_rows": 3}
     changes: dict[str, Any] = {
-        "steps": 6,
-        "placement": {"mode": "disaggregated"},
-        "overlap.intra": True,
-        "stall_deadline_s": STALL_S[how],
+        "steps": 6, "placement": {"mode": "disaggregated"}, "overlap.intra": True, "stall_deadline_s": STALL_S[how],
         "checkpoint": {"every_steps": 1, "asynchronous": at == "asynchronous"},
         "evaluation": {"data": heldout, "metrics": [{"kind": "verifier", "name": "arithmetic"}], "every_steps": 1},
-    }
+    }  # fmt: skip
     told, seconds = struck(deep(workspace, f"{at}-{rank}-{how}", **changes), at, rank, how)
     assert NAMED[how].format(rank) in told, told
     other = next((line for line in told.replace("; rank", "\nrank").splitlines() if line.startswith(f"rank {1 - rank}")), "")

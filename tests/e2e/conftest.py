@@ -1,7 +1,5 @@
 """Inputs that several files of tests share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

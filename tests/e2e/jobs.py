@@ -1,7 +1,5 @@
 """Jobs that run on the ranks of the pool."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal
@@ -107,14 +105,10 @@ def train_counted(config: dict[str, Any], fan_out: int) -> Counted:
             return all_steps(loop)
 
     with (
-        rounds.watched(),
-        gathers.watched(),
-        steps.watched(),
-        mock.patch.object(generation, "gather_rows", counted_gather),
-        mock.patch.object(RoundRunner, "run", counted_round),
-        mock.patch.object(TrainingLoop, "run", counted_steps),
+        rounds.watched(), gathers.watched(), steps.watched(), mock.patch.object(generation, "gather_rows", counted_gather),
+        mock.patch.object(RoundRunner, "run", counted_round), mock.patch.object(TrainingLoop, "run", counted_steps),
         around(ScoreExchange, "shared", lambda _, what, values, size, source: counted.shared.append((what, size))),
-    ):
+    ):  # fmt: skip
         train_with_fan_out(config, fan_out)
     return counted
 

@@ -1,7 +1,5 @@
 """Jobs that save and restore checkpoints under faults, in processes of their own or on the ranks of the pool."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -1,7 +1,5 @@
 """Features and layouts of which every pair must train as one process without overlap does: tables, and their runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -206,14 +204,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2 x DP2, woven": on("colocated", (1, 2, 2), (1, 2, 2), **{"overlap.weave": [2, 64]}),
 }  # fmt: skip
 WIDE: dict[str, dict[str, Any]] = {
-    "PP4, scorers PP2 x DP2": on("colocated", (1, 4, 1), (1, 2, 2)),
-    "PP4 | 1": on("disaggregated", (1, 4, 1)),
-    "PP2 and reference TP2 | reward | critic": on(
-        "disaggregated", (1, 2, 1), **{"reward.ranks": "2", "critic.ranks": "3"},
-        reference={"init": DEEP, "ranks": "0-1", "parallel": {"tp": 2}},
-    ),
-    "1 | PP4": on("disaggregated", scorer=(1, 4, 1)),
-    "PP4 x DP2": on("colocated", (1, 4, 2), (1, 4, 2)),
+    "PP4, scorers PP2 x DP2": on("colocated", (1, 4, 1), (1, 2, 2)), "PP4 | 1": on("disaggregated", (1, 4, 1)),
+    "PP2 and reference TP2 | reward | critic": on("disaggregated", (1, 2, 1), **{"reward.ranks": "2", "critic.ranks": "3"},
+        reference={"init": DEEP, "ranks": "0-1", "parallel": {"tp": 2}}),
+    "1 | PP4": on("disaggregated", scorer=(1, 4, 1)), "PP4 x DP2": on("colocated", (1, 4, 2), (1, 4, 2)),
     "TP2 x PP2 x DP2, scorers TP2 x PP4": on("colocated", (2, 2, 2), (2, 4, 1)),
     "TP2 x PP4, scorers TP2 x PP2 x DP2": on("colocated", (2, 4, 1), (2, 2, 2)),
     "PP2, unwoven": on("colocated", (1, 2, 1), (1, 2, 1), **{"overlap.schedule": "intra"}),

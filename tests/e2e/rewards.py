@@ -1,7 +1,5 @@
 """Reward functions of the kind a user writes."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

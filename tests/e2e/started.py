@@ -1,8 +1,6 @@
 """`oppo train` in processes of its own, as a user starts it; something may befall its ranks.
 As a script (CONFIG.yaml) it makes saves last long where run_dir has a file `slow`."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

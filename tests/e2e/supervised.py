@@ -1,7 +1,5 @@
 """Runs of oppo sft, rm (of pairs and of steps) and dpo (by DPO and KTO) on tiny files, and their losses by transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`placement.mode: auto` with real measuring runs: measured, chosen, trained; not measured twice; failures told."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

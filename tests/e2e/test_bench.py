@@ -1,7 +1,5 @@
 """oppo bench on tiny runs and on a CPU, and the comparison with TRL from end to end, where its environment has been made."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -144,11 +142,8 @@ def test_sequences_end_at_the_given_lengths(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "reason"), [
-    (["--trace", "none.csv"], "none.csv"),
-    (["--lognormal", "0,1"], "median"),
-    (["--trace-column", "x"], "give --trace, too"),
-    (["--peers", "bare,none"], "['none']"),
-    (["--out", __file__], f"{__file__}: File exists"),
+    (["--trace", "none.csv"], "none.csv"), (["--lognormal", "0,1"], "median"), (["--trace-column", "x"], "give --trace, too"),
+    (["--peers", "bare,none"], "['none']"), (["--out", __file__], f"{__file__}: File exists"),
 ])  # fmt: skip
 def test_what_cannot_be_done_is_refused_at_once(arguments: list[str], reason: str, tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "out"

@@ -1,7 +1,5 @@
 """Whole runs in bfloat16 and with adapters, and runs and conversions that start from a checkpoint's models."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints under attack: killed saves, full disks and changed files end in the same final weights or in a clear error."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import random

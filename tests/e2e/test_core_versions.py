@@ -1,7 +1,5 @@
 """A run begun under one version of megatron-core goes on under another from its checkpoint, to the same weights to the bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """First steps of a user: oppo demo, oppo config --init, the report of a run, and the pages of docs/ followed to the letter."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -152,13 +150,10 @@ def test_missing_configurations_are_one_clear_message(tmp_path: Path, capsys: Ca
     assert "name their folder with --configs" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-SHORT = {
-    "sft": ["steps=2", "batch_size=4"],
-    "train": [
-        "steps=2", "rollout.batch_size=4", "rollout.max_response_tokens=16", "overlap.delta={initial: 2, max: 2}",
-        "placement.mode=single", "evaluation.data.max_rows=4",
-    ],
-}  # fmt: skip
+SHORT = {"sft": ["steps=2", "batch_size=4"], "train": [
+    "steps=2", "rollout.batch_size=4", "rollout.max_response_tokens=16", "overlap.delta={initial: 2, max: 2}",
+    "placement.mode=single", "evaluation.data.max_rows=4",
+]}  # fmt: skip
 
 
 def test_the_commands_that_it_prints_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:

@@ -1,7 +1,5 @@
 """oppo generate and oppo eval, as a user asks them, beside transformers."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import itertools
@@ -212,19 +210,14 @@ def test_a_chat_needs_a_template(export: Path, tmp_path: Path, capsys: Capture) 
     (["--prompt", "x", "--temperature", "nan"], "--temperature is nan, but must be"),
     (["--prompt", "x", "--top-p", "0"], "--top-p is 0, but must be above 0"),
     (["--prompt", "x", "--stop", "<|end|>"], "give its id in --stop-id: [0]"),
-    (["--prompt", "x", "--stop", ""], "--stop is empty"),
-    (["--prompt", "x", "--template", "y"], "has no {prompt}"),
-    (["--prompt", "x", "--system", "y"], "add --as-chat"),
-    (["--prompt", "x", "--column", "y"], "--column is of an --input"),
-    (["--prompt", "x", "--resume"], "--resume continues an --output"),
-    (["--chat", "--json"], "--chat is shown in the terminal"),
+    (["--prompt", "x", "--stop", ""], "--stop is empty"), (["--prompt", "x", "--template", "y"], "has no {prompt}"),
+    (["--prompt", "x", "--system", "y"], "add --as-chat"), (["--prompt", "x", "--column", "y"], "--column is of an --input"),
+    (["--prompt", "x", "--resume"], "--resume continues an --output"), (["--chat", "--json"], "--chat is shown in the terminal"),
     (["--prompt", "x", "--tp", "3"], "4 attention heads do not"),
     (["--prompt", "x", "--stop-id", "-3"], "--stop-id is -3, but the policy's ids are 0 to"),
     (["--prompt", "x", "--max-tokens", "999"], "--context raises the bound up to what the model was made for"),
-    (["--prompt", "x", "--context", "9999"], "256"),
-    (["--input", "gone.jsonl"], "does not exist"),
-    (["--prompt", "x", "--output", "no/where.jsonl"], "no is not a folder"),
-    (["--prompt", "x", "--tokenizer", "gone"], "gone"),
+    (["--prompt", "x", "--context", "9999"], "256"), (["--input", "gone.jsonl"], "does not exist"),
+    (["--prompt", "x", "--output", "no/where.jsonl"], "no is not a folder"), (["--prompt", "x", "--tokenizer", "gone"], "gone"),
     (["--prompt", "x", "--chat-template", "{% if", "--as-chat"], "template"),
 ])  # fmt: skip
 def test_mistakes_are_told_before_anything_is_loaded(
@@ -341,12 +334,9 @@ def test_a_reward_of_a_file_has_its_sum(work: Path, tmp_path: Path, capsys: Capt
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    ([], "nothing judges the responses"),
-    (["--verifier", "gsm8k", "--answer", "solution"], "no column 'solution'"),
-    (["--reward-model", "{work}/after"], "a scalar head is needed"),
-    (["--reward-model", "{work}/nowhere"], "nowhere"),
-    (["--function", "no.module:here"], "no.module"),
-    (["--rewards", "{work}/empty.yaml"], "has no `rewards`"),
+    ([], "nothing judges the responses"), (["--verifier", "gsm8k", "--answer", "solution"], "no column 'solution'"),
+    (["--reward-model", "{work}/after"], "a scalar head is needed"), (["--reward-model", "{work}/nowhere"], "nowhere"),
+    (["--function", "no.module:here"], "no.module"), (["--rewards", "{work}/empty.yaml"], "has no `rewards`"),
     (["--verifier", "gsm8k", "--max-prompts", "0"], "--max-prompts is 0"),
     (["--verifier", "gsm8k", "--out", "{work}"], "not an empty folder"),
     (["{work}/before", "--verifier", "gsm8k"], "given twice"),

@@ -1,7 +1,5 @@
 """Groups, presets, filters, and settings of the rollout, the reward and the update, in short real runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -297,10 +295,8 @@ def test_a_text_ends_responses_alike_whatever_is_decoded_together(workspace: Wor
     stop = ["1", "3", "e ", "\n"]
     outcomes = []
     for name, changes in {
-        "plain": {},
-        "sync": {"overlap.chunk": 3},
-        "streamed": {"placement": {"mode": "disaggregated"}, "overlap.intra": True},
-    }.items():
+        "plain": {}, "sync": {"overlap.chunk": 3}, "streamed": {"placement": {"mode": "disaggregated"}, "overlap.intra": True},
+    }.items():  # fmt: skip
         config = workspace.config(f"stop-{name}", steps=2, **{"rollout.stop": stop, **changes})
         if name == "sync":
             run_ranks(1, "tests.e2e.jobs:train_reading_seldom", config=config, every=5)

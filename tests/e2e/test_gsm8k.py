@@ -1,7 +1,5 @@
 """examples/gsm8k: the short chain on the real files, a checkpoint of one's own by two changed lines, and bad calls."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import os
@@ -126,14 +124,10 @@ def test_two_changed_lines_make_the_chain_start_from_a_checkpoint(shared_data: P
         (tmp_path / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows(shared_data / name)[:40]))
     prepared = call("python3", example / "prepare.py", tmp_path, out / "data", "10")
     assert prepared.returncode == 0, prepared.stderr
-    few = {
-        "sft": ["steps=2", "batch_size=4"],
-        "rm": ["steps=2", "batch_size=2", "max_tokens=1000"],
-        "ppo": [
-            "steps=2", "rollout.batch_size=4", "rollout.max_response_tokens=12", "overlap.delta.max=4",
-            "data.max_prompt_tokens=400", "evaluation.data.max_prompt_tokens=400", "evaluation.data.max_rows=2",
-        ],
-    }  # fmt: skip
+    few = {"sft": ["steps=2", "batch_size=4"], "rm": ["steps=2", "batch_size=2", "max_tokens=1000"], "ppo": [
+        "steps=2", "rollout.batch_size=4", "rollout.max_response_tokens=12", "overlap.delta.max=4", "data.max_prompt_tokens=400",
+        "evaluation.data.max_prompt_tokens=400", "evaluation.data.max_rows=2",
+    ]}  # fmt: skip
     groups = ["rollout.group_size=2", "overlap.delta.max=2", "filter=null"]  # all rewards are 0: a filter would drop all
     few |= {stage: few["ppo"] + groups for stage in ("grpo", "dapo")}
     for stage, overrides in few.items():
@@ -163,10 +157,8 @@ def test_missing_file_is_named_with_the_place_looked_at(missing: str, tmp_path: 
 
 
 @pytest.mark.parametrize(("arguments", "complaint"), [
-    ([], "DATA_DIR is needed"),
-    (["a", "b", "c"], "3 arguments were given"),
-    (["no/such/folder"], "'no/such/folder' is not a folder"),
-    (["--shrot", "data"], "--shrot is not an option"),
+    ([], "DATA_DIR is needed"), (["a", "b", "c"], "3 arguments were given"),
+    (["no/such/folder"], "'no/such/folder' is not a folder"), (["--shrot", "data"], "--shrot is not an option"),
 ])  # fmt: skip
 def test_bad_calls_end_with_one_clear_line(arguments: list[str], complaint: str) -> None:
     done = call(EXAMPLE / "run.sh", *arguments)
@@ -179,10 +171,8 @@ def test_help() -> None:
 
 
 @pytest.mark.parametrize(("line", "complaint"), [
-    (b"not JSON", "gsm8k_train.jsonl:2: not JSON"),
-    (b'{"question": "q\xff", "answer": "a"}', "gsm8k_train.jsonl:2: not JSON"),
-    (b'{"question": "q"}', "gsm8k_train.jsonl:2: no text in answer"),
-    (b"[]", "gsm8k_train.jsonl:2: no text in question, answer"),
+    (b"not JSON", "gsm8k_train.jsonl:2: not JSON"), (b'{"question": "q\xff", "answer": "a"}', "gsm8k_train.jsonl:2: not JSON"),
+    (b'{"question": "q"}', "gsm8k_train.jsonl:2: no text in answer"), (b"[]", "gsm8k_train.jsonl:2: no text in question, answer"),
 ])  # fmt: skip
 def test_bad_row_is_named_by_file_and_line(line: bytes, complaint: str, tmp_path: Path) -> None:
     good = json.dumps({"question": "q", "answer": "#### 1", "chosen": "a", "rejected": "b"}).encode() + b"\n"

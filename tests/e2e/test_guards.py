@@ -1,7 +1,5 @@
 """Steps that guards find fault with: nothing is trained on any rank, the batch can be looked at again, or the run goes back."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """One job over two hosts, and rewards from a service: the same run, lost hosts end it, an outage loses nothing."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Every feature in every layout trains as one process without overlap does, to rounding, and resumes to the bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

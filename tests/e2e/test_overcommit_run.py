@@ -1,7 +1,5 @@
 """Overlap in real runs: what delta > 0 and backfill may change, the critical path by the traces, and the same in virtual time."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from statistics import fmean

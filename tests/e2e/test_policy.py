@@ -1,7 +1,5 @@
 """A run's policy found and asked, in layouts of its own; held-out metrics of a run, and the end that they bring."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """`oppo dpo`, by DPO and by KTO: the steps of transformers and AdamW, layouts, what is reused, resumed, refused, and left."""
 
-from __future__ import annotations
-
 import math
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A run that stops and is resumed is the run that never stopped: prompts, tokens, metrics, and weights to the bit."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run continued with other settings, given more steps, or told to stop by a signal: the run is the undisturbed one."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -63,9 +61,7 @@ def batch_sizes(config: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize(("overrides", "sizes"), [
-    (["steps=4", "rollout.batch_size=16"], [8, 8, 8, 16]),
-    (["rollout.batch_size=4"], [8, 8, 8, 4]),
-    (["steps=6"], [8] * 6),
+    (["steps=4", "rollout.batch_size=16"], [8, 8, 8, 16]), (["rollout.batch_size=4"], [8, 8, 8, 4]), (["steps=6"], [8] * 6),
     (["steps=3"], [8] * 3),
 ], ids=lambda each: " ".join(map(str, each)))  # fmt: skip
 def test_steps_are_steps(at_step_3: dict[str, Any], overrides: list[str], sizes: list[int], capsys: Capture) -> None:

@@ -1,7 +1,5 @@
 """A rank hangs or is killed: all ranks end and say what they waited for, nothing is left alive, and the run goes on."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

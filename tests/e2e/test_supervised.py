@@ -1,7 +1,5 @@
 """`oppo sft` and `oppo rm`, of pairs and of steps: parity with transformers and torch, layouts, what a run leaves, bad input."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every supervised command in every layout trains as one rank does, with adapters as peft, and goes on after a stop."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

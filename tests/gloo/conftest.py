@@ -1,7 +1,5 @@
 """Tiny models on disk, written once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Models on this job's ranks, calls from one pipeline stage to the next, and the full forward as the oracle."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tokens that stay on the device for a while: rounds come out as where each token is looked at, in dense and paged caches."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from pathlib import Path

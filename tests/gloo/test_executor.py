@@ -1,7 +1,5 @@
 """The executor on real ranks: it does what the schedule says, in its order, and never waits for ever."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """Decoding: draws depend on nothing but seed, sequence and position; log-probs are those of the training forward."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Adapters on every layout equal peft's on one process: forward, steps of plain torch, and its directories both ways."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import cache
@@ -218,10 +216,8 @@ def test_adapters_that_do_not_fit_and_damaged_ones_are_refused(adapters: dict[st
 
 
 @pytest.mark.parametrize("change,said", [
-    ({"use_dora": True}, "use_dora is True"),
-    ({"bias": "all"}, "bias is 'all'"),
-    ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
-    ({"peft_type": "IA3"}, "LORA alone"),
+    ({"use_dora": True}, "use_dora is True"), ({"bias": "all"}, "bias is 'all'"),
+    ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"), ({"peft_type": "IA3"}, "LORA alone"),
     ({"target_modules": "all-linear"}, "target_modules are 'all-linear'"),
 ])  # fmt: skip
 def test_what_is_not_computed_is_refused(adapters: dict[str, Path], tmp_path: Path, change: dict[str, Any], said: str) -> None:

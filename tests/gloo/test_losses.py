@@ -1,7 +1,5 @@
 """Log-probs, entropy and a user's loss: those of plain torch in any layout, and advantages are the same on all ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

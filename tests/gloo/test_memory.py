@@ -1,7 +1,5 @@
 """Memory: the arithmetic of --dry-run against built models; where it runs out, the limit that the error names makes work fit."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """bfloat16 computes, float32 remembers: small updates add up, and decoding rounds as training does."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Weights moved to another layout equal, to the last bit, what loading them in that layout gives."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Streamed scores, ragged decode and chunked prefill from the cache equal the full forward."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

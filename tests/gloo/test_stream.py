@@ -1,7 +1,5 @@
 """The token stream over real ranks, rows and figures that ranks tell each other, and what a group of gloo takes."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

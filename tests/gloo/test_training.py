@@ -1,7 +1,5 @@
 """Training on every layout equals plain torch on one process: Hugging Face's model, AdamW and clip_grad_norm_."""
 
-from __future__ import annotations
-
 import math
 import random
 from functools import cache

@@ -32,14 +32,10 @@ def run(module: str, *arguments: object, library: Path | None = None) -> None:
     """A job in a process of its own, where the library is found before any other."""
     path = python_path(*(part for part in (library, ROOT) if part is not None))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", f"tests.gpulibs.{module}", *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+        [sys.executable, "-W", "ignore", "-m", f"tests.gpulibs.{module}", *map(str, arguments)], cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        check=False, timeout=300,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
 

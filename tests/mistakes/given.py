@@ -1,7 +1,5 @@
 """What is given to a command: files that are missing or damaged, settings, words and environments that are wrong."""
 
-from __future__ import annotations
-
 import gzip
 
 from tests.mistakes.project import JOB, PPO, REWARDS, TRAIN, VALIDATE, Edit, Mistake, copy, cut, remove, replace, setting, write

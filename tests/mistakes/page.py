@@ -1,7 +1,5 @@
 """Print the page of every mistake with the message that it gets; the site shows it (docs/tools/site_hooks.py)."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """Mistakes with trained policies and in continuing runs: asking, judging, converting, reporting, resuming."""
 
-from __future__ import annotations
-
 from tests.mistakes.project import JOB, PPO, Mistake, copy, remove, replace, setting, write
 
 ASK = ("generate", "runs/ppo", "--prompt", "1+1=", "--max-tokens", "2")

@@ -1,7 +1,5 @@
 """A small project as a user has one, and a mistake in it: how it is spoilt, what is typed, what the answer must say."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """A mistake loses nothing, shows no traceback, and is answered by a remedy that works when it is followed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -140,15 +140,11 @@ def _algorithm(recipe: Recipe, batch: Batch) -> Algorithm:
 def _product_advantages(batch: Batch, recipe: Recipe) -> Rows:
     algorithm = _algorithm(recipe, batch)
     scored = ScoredBatch(
-        behaviour_logp_T=torch.cat(batch.old),
-        reference_logp_T=None if recipe.kl == "none" else torch.cat(batch.reference),
+        behaviour_logp_T=torch.cat(batch.old), reference_logp_T=None if recipe.kl == "none" else torch.cat(batch.reference),
         values_T=None if recipe.baseline != "critic" or batch.values is None else torch.cat(batch.values),
-        scores_B=batch.scores_B,
-        lengths_B=batch.lengths,
-        truncated_B=torch.tensor(batch.cut),
-        group_size=algorithm.group_size,
+        scores_B=batch.scores_B, lengths_B=batch.lengths, truncated_B=torch.tensor(batch.cut), group_size=algorithm.group_size,
         greedy=_greedy(batch) if recipe.baseline == "greedy" else None,
-    )
+    )  # fmt: skip
     # What is added to a deviation differs from one implementation to the next (ours is TRL's).
     with mock.patch.object(advantages, "DEVIATION_EPS", recipe.std_eps):
         return algorithm.experience(scored, recipe.kl_coefficient).advantages_T.split(batch.lengths)
@@ -163,13 +159,11 @@ def _product_loss(new: Rows, old: Rows, importance: Rows | None, advantages: Row
     algorithm, new_T = _algorithm(recipe, batch), torch.cat(new)
     weights = [torch.full((n,), w) for n, w in zip(batch.lengths, algorithm.row_weights(batch.lengths), strict=True)]
     targets = ActorTargets(
-        old_logp_T=torch.cat(old),
-        advantages_T=torch.cat(advantages),
+        old_logp_T=torch.cat(old), advantages_T=torch.cat(advantages),
         reference_logp_T=None if recipe.kl == "none" else torch.cat(batch.reference),
-        weight_T=None if importance is None else torch.cat(importance),
-        share_T=torch.cat(weights),
+        weight_T=None if importance is None else torch.cat(importance), share_T=torch.cat(weights),
         lengths_R=torch.tensor(batch.lengths),
-    )
+    )  # fmt: skip
     loss, _ = algorithm.actor_loss(new_T, torch.zeros_like(new_T), targets, recipe.kl_coefficient, new_T.numel())
     return loss
 

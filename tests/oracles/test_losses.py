@@ -54,38 +54,25 @@ def trls(name: str, **changes: Any) -> Recipe:
 TRL_LOSSES: dict[str, tuple[Recipe, dict[str, Any]]] = {
     "grpo without KL": (trls("grpo", kl="none"), {"loss_type": "grpo"}),
     "grpo": (trls("grpo", kl_coefficient=0.04), {"loss_type": "grpo", "beta": 0.04}),
-    "grpo, unbiased KL": (
-        trls("grpo", kl_coefficient=0.04, kl_gradient="ratio"),
-        {"loss_type": "grpo", "beta": 0.04, "bias_correction": True},
-    ),
+    "grpo, unbiased KL": (trls("grpo", kl_coefficient=0.04, kl_gradient="ratio"),
+        {"loss_type": "grpo", "beta": 0.04, "bias_correction": True}),
     "dr_grpo": (trls("dr_grpo"), {"loss_type": "dr_grpo"}),
-    "dr_grpo, KL": (
-        trls("dr_grpo", kl="loss", estimator="k3", kl_coefficient=0.1), {"loss_type": "dr_grpo", "beta": 0.1},
-    ),
+    "dr_grpo, KL": (trls("dr_grpo", kl="loss", estimator="k3", kl_coefficient=0.1), {"loss_type": "dr_grpo", "beta": 0.1}),
     "dapo": (trls("dapo"), {"loss_type": "dapo", "high": 0.28}),
     "dapo, dual clip": (trls("dapo", dual_clip=1.5), {"loss_type": "dapo", "high": 0.28, "delta": 1.5}),
-    "bnpo, KL": (
-        trls("dapo", clip_high=0.2, kl="loss", estimator="k3", kl_coefficient=0.04), {"loss_type": "bnpo", "beta": 0.04},
-    ),
+    "bnpo, KL": (trls("dapo", clip_high=0.2, kl="loss", estimator="k3", kl_coefficient=0.04),
+        {"loss_type": "bnpo", "beta": 0.04}),
     "gspo": (trls("gspo"), {"loss_type": "grpo", "level": "sequence", "low": 3e-4, "high": 4e-4}),
-    "gspo, wide": (
-        trls("gspo", clip_low=0.2, clip_high=0.3),
-        {"loss_type": "grpo", "level": "sequence", "low": 0.2, "high": 0.3},
-    ),
-    "luspo": (
-        trls("gspo", clip_low=0.2, clip_high=0.3, reduction="sequence_sum"),
-        {"loss_type": "luspo", "level": "sequence", "low": 0.2, "high": 0.3},
-    ),
+    "gspo, wide": (trls("gspo", clip_low=0.2, clip_high=0.3),
+        {"loss_type": "grpo", "level": "sequence", "low": 0.2, "high": 0.3}),
+    "luspo": (trls("gspo", clip_low=0.2, clip_high=0.3, reduction="sequence_sum"),
+        {"loss_type": "luspo", "level": "sequence", "low": 0.2, "high": 0.3}),
     "cispo": (trls("cispo", cap=1.3), {"loss_type": "cispo", "high": 1.3}),
     "cispo, the usual cap": (trls("cispo"), {"loss_type": "cispo", "high": 5.0}),
-    "cispo of sequences": (
-        trls("cispo", cap=1.1, ratio="sequence"), {"loss_type": "cispo", "level": "sequence", "high": 1.1},
-    ),
+    "cispo of sequences": (trls("cispo", cap=1.1, ratio="sequence"), {"loss_type": "cispo", "level": "sequence", "high": 1.1}),
     "token mean without a critic": (Recipe(baseline="none", scale="whiten", kl="none"), {"loss_type": "dapo"}),
-    "token mean without a critic, KL": (
-        Recipe(baseline="none", scale="whiten", kl="loss", estimator="k3", kl_coefficient=0.1),
-        {"loss_type": "dapo", "beta": 0.1},
-    ),
+    "token mean without a critic, KL": (Recipe(baseline="none", scale="whiten", kl="loss", estimator="k3", kl_coefficient=0.1),
+        {"loss_type": "dapo", "beta": 0.1}),
 }  # fmt: skip
 
 
@@ -127,9 +114,7 @@ def test_advantages_of_grpo(ours: Implementation, name: str) -> None:
 RLOO_ADVANTAGES: dict[str, tuple[Recipe, dict[str, Any]]] = {
     "no KL": (trls("rloo", kl="none"), {"beta": 0.0}),
     "KL in the row's reward": (trls("rloo", kl_coefficient=0.05), {"beta": 0.05}),
-    "normalised": (
-        trls("rloo", kl_coefficient=0.05, scale="advantage_std"), {"beta": 0.05, "normalize": True},
-    ),
+    "normalised": (trls("rloo", kl_coefficient=0.05, scale="advantage_std"), {"beta": 0.05, "normalize": True}),
 }  # fmt: skip
 
 
@@ -176,24 +161,17 @@ def importance_of(each: Sample, recipe: Recipe) -> list[Tensor]:
 VERL_LOSSES: dict[str, tuple[Recipe, str, dict[str, float]]] = {
     "grpo": (preset("grpo", kl="none"), "vanilla", {}),
     "grpo, dual clip": (preset("grpo", kl="none", dual_clip=1.5), "vanilla", {"clip_ratio_c": 1.5}),
-    "dr_grpo": (preset("dr_grpo"), "vanilla", {}),
-    "dapo": (preset("dapo"), "vanilla", {"clip_ratio_high": 0.28}),
+    "dr_grpo": (preset("dr_grpo"), "vanilla", {}), "dapo": (preset("dapo"), "vanilla", {"clip_ratio_high": 0.28}),
     "dapo, dual clip": (preset("dapo", dual_clip=1.3), "vanilla", {"clip_ratio_high": 0.28, "clip_ratio_c": 1.3}),
     "clip by sequence sums": (preset("dapo", reduction="sequence_sum", clip_high=0.2), "vanilla", {}),
     "gspo": (preset("gspo"), "gspo", {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}),
-    "gspo, wide": (
-        preset("gspo", clip_low=0.1, clip_high=0.2), "gspo", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.2},
-    ),
-    "gspo by tokens": (
-        preset("gspo_token", clip_low=0.1, clip_high=0.2), "gspo", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.2},
-    ),
-    "gspo, token mean": (
-        preset("gspo", clip_low=0.1, clip_high=0.2, reduction="token_mean"), "gspo",
-        {"clip_ratio_low": 0.1, "clip_ratio_high": 0.2},
-    ),
+    "gspo, wide": (preset("gspo", clip_low=0.1, clip_high=0.2), "gspo", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.2}),
+    "gspo by tokens": (preset("gspo_token", clip_low=0.1, clip_high=0.2), "gspo",
+        {"clip_ratio_low": 0.1, "clip_ratio_high": 0.2}),
+    "gspo, token mean": (preset("gspo", clip_low=0.1, clip_high=0.2, reduction="token_mean"), "gspo",
+        {"clip_ratio_low": 0.1, "clip_ratio_high": 0.2}),
     "cispo": (preset("cispo", cap=1.3), "cispo", {"clip_ratio_low": 1.0, "clip_ratio_high": 0.3}),
-    "ppo": (Recipe(kl="none"), "vanilla", {}),
-    "reinforce_pp": (preset("reinforce_pp", kl_coefficient=0.1), "vanilla", {}),
+    "ppo": (Recipe(kl="none"), "vanilla", {}), "reinforce_pp": (preset("reinforce_pp", kl_coefficient=0.1), "vanilla", {}),
 }  # fmt: skip
 
 
@@ -223,24 +201,17 @@ def assert_verls(ours: Implementation, name: str, each: Sample, old: Rows, impor
 
 
 VERL_ADVANTAGES: dict[str, tuple[Recipe, str, dict[str, Any]]] = {
-    "grpo": (preset("grpo"), "grpo", {}),
-    "grpo without std": (preset("dr_grpo"), "grpo", {"norm_adv_by_std_in_grpo": False}),
+    "grpo": (preset("grpo"), "grpo", {}), "grpo without std": (preset("dr_grpo"), "grpo", {"norm_adv_by_std_in_grpo": False}),
     "rloo": (preset("rloo", kl="none"), "rloo", {}),
     "rloo, KL in the row's reward": (preset("rloo"), "rloo", {"kl": "k1", "coefficient": 0.05}),
     "reinforce_pp_baseline": (preset("reinforce_pp_baseline"), "reinforce_plus_plus_baseline", {}),
-    "reinforce_pp": (
-        preset("reinforce_pp", kl="none", gamma=0.9), "reinforce_plus_plus", {"config": verl.AlgoConfig(0.9)},
-    ),
-    "reinforce_pp, KL penalty": (
-        preset("reinforce_pp", kl_coefficient=0.1, estimator="k3"), "reinforce_plus_plus",
-        {"config": verl.AlgoConfig(1.0), "kl": "k3", "coefficient": 0.1},
-    ),
+    "reinforce_pp": (preset("reinforce_pp", kl="none", gamma=0.9), "reinforce_plus_plus", {"config": verl.AlgoConfig(0.9)}),
+    "reinforce_pp, KL penalty": (preset("reinforce_pp", kl_coefficient=0.1, estimator="k3"), "reinforce_plus_plus",
+        {"config": verl.AlgoConfig(1.0), "kl": "k3", "coefficient": 0.1}),
     "remax": (preset("remax", kl="none"), "remax", {}),
     "remax, KL penalty": (preset("remax", kl_coefficient=0.1), "remax", {"kl": "k1", "coefficient": 0.1}),
     "gae": (Recipe(kl="none", gamma=0.97, gae_lambda=0.9), "gae", {"gamma": 0.97, "lam": 0.9}),
-    "gae, KL penalty": (
-        Recipe(kl_coefficient=0.1), "gae", {"gamma": 1.0, "lam": 0.95, "kl": "k1", "coefficient": 0.1},
-    ),
+    "gae, KL penalty": (Recipe(kl_coefficient=0.1), "gae", {"gamma": 1.0, "lam": 0.95, "kl": "k1", "coefficient": 0.1}),
 }  # fmt: skip
 
 

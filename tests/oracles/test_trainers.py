@@ -75,13 +75,10 @@ def lines(path: Path) -> list[Row]:
 
 def supervised(kind: str, inputs: Path, run_dir: Path, rows: str, clip: float, model: str = MODEL, **changes: Any) -> list[Row]:
     usual = {
-        "batch_size": BATCH,
-        "steps": STEPS,
-        "tokenizer": {"path": inputs / "tokenizer"},
-        "data": {"path": inputs / rows, "shuffle": False, **changes.pop("data", {})},
-        "model": {"checkpoint": inputs / model},
+        "batch_size": BATCH, "steps": STEPS, "tokenizer": {"path": inputs / "tokenizer"},
+        "data": {"path": inputs / rows, "shuffle": False, **changes.pop("data", {})}, "model": {"checkpoint": inputs / model},
         "optimizer": OPTIMIZER | {"clip_grad": clip},
-    }
+    }  # fmt: skip
     return run(kind, settings(inputs, kind, run_dir, **usual | changes))
 
 
@@ -168,49 +165,31 @@ GROUPED: dict[str, tuple[Row, Row, float]] = {
     "dr_grpo": ({}, {"loss_type": "dr_grpo", "scale_rewards": "none"}, 3.0),
     "dapo": ({}, {"loss_type": "dapo", "epsilon_high": 0.28}, 7.0),
     "rloo": (SMALL | {"ppo.kl": {"coefficient": 0.01}}, {"beta": 0.01}, 5.0),
-    "grpo, twice": (
-        TWICE | {"ppo.kl": {"coefficient": 0.2}}, {"loss_type": "grpo", "beta": 0.2, "use_bias_correction_kl": False}, 8.0,
-    ),
-    "grpo, twice, reverse KL": (
-        TWICE | {"ppo.kl": {"coefficient": 0.2, "estimator": "k3+"}}, {"loss_type": "grpo", "beta": 0.2}, 8.0,
-    ),
-    "dapo, cut ones masked": (
-        {"ppo.truncated": "mask", "rollout.max_response_tokens": 60, "rollout.stop": [PAD]},
-        {"loss_type": "dapo", "epsilon_high": 0.28, "max_completion_length": 60, "mask_truncated_completions": True},
-        5.0,
-    ),
+    "grpo, twice": (TWICE | {"ppo.kl": {"coefficient": 0.2}}, {"loss_type": "grpo", "beta": 0.2, "use_bias_correction_kl": False},
+        8.0),
+    "grpo, twice, reverse KL": (TWICE | {"ppo.kl": {"coefficient": 0.2, "estimator": "k3+"}}, {"loss_type": "grpo", "beta": 0.2},
+        8.0),
+    "dapo, cut ones masked": ({"ppo.truncated": "mask", "rollout.max_response_tokens": 60, "rollout.stop": [PAD]},
+        {"loss_type": "dapo", "epsilon_high": 0.28, "max_completion_length": 60, "mask_truncated_completions": True}, 5.0),
     "dapo, twice": (TWICE, {"loss_type": "dapo", "epsilon_high": 0.28}, 5.0),
-    "gspo, twice": (
-        TWICE | {"ppo.clip": 0.4, "ppo.clip_high": 0.8},
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.4, "epsilon_high": 0.8},
-        5.0,
-    ),
-    "cispo, twice": (
-        TWICE | {"ppo.clip_high": 0.1}, {"loss_type": "cispo", "scale_rewards": "batch", "epsilon_high": 1.1}, 5.0,
-    ),
-    "rloo, twice": (
-        TWICE | SMALL | {"ppo.kl": {"coefficient": 0.01}, "ppo.clip": 0.9, "ppo.clip_high": 9.0},
-        {"beta": 0.01, "epsilon": 0.9, "epsilon_high": 9.0},
-        5.0,
-    ),
+    "gspo, twice": (TWICE | {"ppo.clip": 0.4, "ppo.clip_high": 0.8},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.4, "epsilon_high": 0.8}, 5.0),
+    "cispo, twice": (TWICE | {"ppo.clip_high": 0.1}, {"loss_type": "cispo", "scale_rewards": "batch", "epsilon_high": 1.1}, 5.0),
+    "rloo, twice": (TWICE | SMALL | {"ppo.kl": {"coefficient": 0.01}, "ppo.clip": 0.9, "ppo.clip_high": 9.0},
+        {"beta": 0.01, "epsilon": 0.9, "epsilon_high": 9.0}, 5.0),
 }  # fmt: skip
 """Settings of ours beside the preset that a name begins with, what TRL calls them, and the bound of the gradient."""
 
 
 def rolled_out(inputs: Path, root: Path, preset: str, size: int, clip: float, **changes: Any) -> tuple[Outcome, list[list[Row]]]:
     config = Workspace(root).config(
-        "run",
-        tokenizer={"path": str(inputs / "tokenizer")},
-        data={"path": str(inputs / "prompts.jsonl"), "max_prompt_tokens": 48},
-        algorithm={"preset": preset},
-        actor={"checkpoint": str(inputs / MODEL), "optimizer": OPTIMIZER | {"clip_grad": clip}},
-        critic=None,
+        "run", tokenizer={"path": str(inputs / "tokenizer")},
+        data={"path": str(inputs / "prompts.jsonl"), "max_prompt_tokens": 48}, algorithm={"preset": preset},
+        actor={"checkpoint": str(inputs / MODEL), "optimizer": OPTIMIZER | {"clip_grad": clip}}, critic=None,
         reward={"checkpoint": str(inputs / SCALAR)},
         rollout={"batch_size": BATCH, "group_size": size, "max_response_tokens": LONGEST, "stop": list(range(40))},
-        ppo={"minibatches": 1},
-        steps=STEPS,
-        **{"ppo.epochs": 1} | changes,
-    )
+        ppo={"minibatches": 1}, steps=STEPS, **{"ppo.epochs": 1} | changes,
+    )  # fmt: skip
     outcome = run_ppo_ranks(config)
     assert len({len(row["tokens"]) for row in outcome.rollouts}) > 5, "responses should differ in length"
     return outcome, [[row for row in outcome.rollouts if row["step"] == step + 1] for step in range(STEPS)]
@@ -256,13 +235,11 @@ def test_online_dpo(inputs: Path, tmp_path: Path) -> None:
 
 
 LOSSES: dict[str, tuple[dict[str, Any], list[str], list[float]]] = {
-    "sigmoid": ({}, ["sigmoid"], [1.0]),
-    "robust": ({"loss": "robust", "label_smoothing": 0.2}, ["robust"], [1.0]),
-    "hinge": ({"loss": "hinge"}, ["hinge"], [1.0]),
-    "ipo, which TRL averages": ({"loss": "ipo", "average": True}, ["ipo"], [1.0]),
+    "sigmoid": ({}, ["sigmoid"], [1.0]), "robust": ({"loss": "robust", "label_smoothing": 0.2}, ["robust"], [1.0]),
+    "hinge": ({"loss": "hinge"}, ["hinge"], [1.0]), "ipo, which TRL averages": ({"loss": "ipo", "average": True}, ["ipo"], [1.0]),
     "sigmoid_norm": ({"average": True}, ["sigmoid_norm"], [1.0]),
     "sigmoid and sft": ({"nll": 0.3}, ["sigmoid", "sft"], [1.0, 0.3]),
-}
+}  # fmt: skip
 
 
 def answer(rng: random.Random, length: int | None = None) -> list[int]:

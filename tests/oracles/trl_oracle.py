@@ -36,11 +36,9 @@ def grpo_loss(
     )  # fmt: skip
     mask = mask_of(sample.new)
     inputs = _inputs(mask) | {
-        "advantages": padded(advantages),
-        "old_per_token_logps": padded(old),
-        "ref_per_token_logps": padded(sample.batch.reference),
-        "num_items_in_batch": mask.sum(),
-    }
+        "advantages": padded(advantages), "old_per_token_logps": padded(old),
+        "ref_per_token_logps": padded(sample.batch.reference), "num_items_in_batch": mask.sum(),
+    }  # fmt: skip
     return grpo_trainer.GRPOTrainer._compute_loss(trainer, trainer.model, inputs)
 
 

@@ -54,12 +54,10 @@ def train_preferences(common: Row, rows: Sequence[Row], model: Path, reference: 
     """Train by `DPOTrainer` on pairs, else by `KTOTrainer` (mismatched completions: of the row before, within a batch)."""
     trainer_class, config_class = (DPOTrainer, DPOConfig) if "chosen" in rows[0] else (KTOTrainer, KTOConfig)
     trainer = trainer_class(
-        load(AutoModelForCausalLM, str(model)),
-        load(AutoModelForCausalLM, str(reference)),
-        config_class(**common, max_length=None, **rule),
-        train_dataset=Dataset.from_list(list(rows)),
+        load(AutoModelForCausalLM, str(model)), load(AutoModelForCausalLM, str(reference)),
+        config_class(**common, max_length=None, **rule), train_dataset=Dataset.from_list(list(rows)),
         processing_class=tokenizer_of(tokenizer),
-    )
+    )  # fmt: skip
     return _trained(trainer)
 
 
@@ -83,11 +81,9 @@ def train_steps(common: Row, rows: Sequence[Row], model: Path, tokenizer: Path, 
     two = Qwen2ForTokenClassification(config)
     two.model, two.score = scalar.model, TwoLogits(scalar.score)
     trainer = PRMTrainer(
-        two,
-        PRMConfig(**common, max_length=None, step_separator=separator),
-        train_dataset=Dataset.from_list(list(rows)),
+        two, PRMConfig(**common, max_length=None, step_separator=separator), train_dataset=Dataset.from_list(list(rows)),
         processing_class=tokenizer_of(tokenizer),
-    )
+    )  # fmt: skip
     trained = _trained(trainer)
     weights = {name.replace("score.scalar.", "score."): weight for name, weight in trained.weights.items()}
     return Trained(weights, trained.losses, trained.norms, trained.data)
@@ -132,12 +128,10 @@ def train_groups(
     policy, recorded = load(AutoModelForCausalLM, str(model)), Recorded(batches)
     policy.config._name_or_path = str(reference)
     trainer = trainer_class(
-        policy,
-        [recorded.scores],
-        config_class(**common, num_generations=size, shuffle_dataset=False, **rule),
+        policy, [recorded.scores], config_class(**common, num_generations=size, shuffle_dataset=False, **rule),
         train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for batch in batches for row in batch[::size]]),
         processing_class=tokenizer_of(tokenizer),
-    )
+    )  # fmt: skip
     return _trained_on(recorded, trainer)
 
 
@@ -161,13 +155,11 @@ def train_online_pairs(
     """Train by `OnlineDPOTrainer`, whose batches are of prompts; the two rows of a pair follow each other."""
     recorded = Recorded([[*batch[::2], *batch[1::2]] for batch in batches])
     trainer = GivenOnlineDPO(
-        load(AutoModelForCausalLM, str(model)),
-        load(AutoModelForCausalLM, str(reference)),
-        [recorded.scores],
+        load(AutoModelForCausalLM, str(model)), load(AutoModelForCausalLM, str(reference)), [recorded.scores],
         OnlineDPOConfig(**common, **rule),
         train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for batch in batches for row in batch[::2]]),
         processing_class=tokenizer_of(tokenizer),
-    )
+    )  # fmt: skip
     return _trained_on(recorded, trainer)
 
 

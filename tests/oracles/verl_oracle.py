@@ -117,14 +117,9 @@ def loss(
     name: str, new: Rows, old: Rows, advantages: Rows, aggregation: str, importance: Rows | None, config: ActorConfig
 ) -> Tensor:
     found, _ = core.get_policy_loss_fn(name)(
-        old_log_prob=padded(old),
-        log_prob=padded(new),
-        advantages=padded(advantages),
-        response_mask=mask_of(new),
-        loss_agg_mode=aggregation,
-        config=config,
-        rollout_is_weights=None if importance is None else padded(importance),
-    )
+        old_log_prob=padded(old), log_prob=padded(new), advantages=padded(advantages), response_mask=mask_of(new),
+        loss_agg_mode=aggregation, config=config, rollout_is_weights=None if importance is None else padded(importance),
+    )  # fmt: skip
     return found
 
 

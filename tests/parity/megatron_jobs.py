@@ -1,7 +1,5 @@
 """Jobs of ranks: models' logits and weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

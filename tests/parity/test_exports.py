@@ -1,7 +1,5 @@
 """A run's export is the trained policy in transformers: tokenizer, ends and greedy answers, from the export alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Logits, values and kernels are those of transformers and torch, on every layout, with windows and scalar heads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +12,10 @@ from oppo_megatron.mcore.layers import fixed_norm, rms_norm, swiglu
 from tests.support.hf import SIZES, save_tiny, tiny_model
 from tests.support.ranks import run_ranks
 
-SCALED = {
-    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
-    "llama3": {
-        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
-    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32},
-}  # fmt: skip
+SCALED = {"linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}, "llama3": {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}, "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32},}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}), "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}), "qwen3": ("qwen3", {}),
     "llama-mha": ("llama", {"num_key_value_heads": 8}),

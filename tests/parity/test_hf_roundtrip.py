@@ -1,7 +1,5 @@
 """Hugging Face -> ours -> Hugging Face keeps every bit, on every layout, and transformers loads what comes out."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Hugging Face <-> Megatron torch_dist keeps every bit, against megatron-core's own reader and writer, on any layout."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -29,12 +29,9 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 WITHOUT_CRITIC: dict[str, Any] = {"critic": None, "ppo": {"epochs": 1}, "overlap.inter": False}
 PAIRS: dict[str, Any] = WITHOUT_CRITIC | {
-    "reward": None,
-    "rewards": [{"kind": "python", "entry_point": "tests.e2e.rewards:level", "options": {"flat": []}}],
-    "algorithm": {"preset": "online_dpo"},
-    "rollout.temperature": 0.9,
-    "runtime.micro_batch_tokens": 256,
-}
+    "reward": None, "rewards": [{"kind": "python", "entry_point": "tests.e2e.rewards:level", "options": {"flat": []}}],
+    "algorithm": {"preset": "online_dpo"}, "rollout.temperature": 0.9, "runtime.micro_batch_tokens": 256,
+}  # fmt: skip
 PREFERENCES: dict[str, Any] = {
     "steps": 2, "epochs": 2, "batch_size": 4, "max_tokens": 64, "model": {"init": SHAPE},
     "runtime": {"device": "cuda", "dtype": "bfloat16", "micro_batch_tokens": 128, "timeout_s": 60},
@@ -49,28 +46,19 @@ def on_two(layout: dict[str, int], **changes: Any) -> Case:
 
 CASES = {
     "single": Case(),
-    "paged float32": Case(1, {
-        "runtime.dtype": "float32", "runtime.kv_layout": "paged",
-        "rewards": [{"kind": "process", "step_rewards": "potential"}, {"kind": "verifier", "name": "arithmetic"}],
-    }),
-    "groups, whose prompts fork": Case(
-        2, {"placement": {"mode": "disaggregated"}, "rollout.group_size": 2, "overlap.inter": False}
-    ),
+    "paged float32": Case(1,
+        {"runtime.dtype": "float32", "runtime.kv_layout": "paged",
+        "rewards": [{"kind": "process", "step_rewards": "potential"}, {"kind": "verifier", "name": "arithmetic"}]}),
+    "groups, whose prompts fork": Case(2,
+        {"placement": {"mode": "disaggregated"}, "rollout.group_size": 2, "overlap.inter": False}),
     "adapters, dense": Case(1, {"runtime.kv_layout": "dense", "actor.lora": LORA, "critic.lora": LORA}),
     "disaggregated": Case(2, {"placement": {"mode": "disaggregated"}, "overlap.actor_kv": "keep", "ppo.staleness": "decoupled"}),
-    "colocated tp 2": on_two({"tp": 2}),
-    "colocated pp 2": on_two({"pp": 2}),
-    "dp 2, updated as tp 2": on_two(
-        {"dp": 2}, **{"actor.train": {"tp": 2, "sequence_parallel": True, "recompute": "full"}}
-    ),
+    "colocated tp 2": on_two({"tp": 2}), "colocated pp 2": on_two({"pp": 2}),
+    "dp 2, updated as tp 2": on_two({"dp": 2}, **{"actor.train": {"tp": 2, "sequence_parallel": True, "recompute": "full"}}),
     "updated as pp 2": on_two({"tp": 2}, **{"actor.train": {"tp": 1, "pp": 2}}),
-    "updated as pp 2, interleaved": on_two(
-        {"pp": 2}, actor={"init": SHAPE | {"num_hidden_layers": 4}, "train": {"vpp": 2}}
-    ),
+    "updated as pp 2, interleaved": on_two({"pp": 2}, actor={"init": SHAPE | {"num_hidden_layers": 4}, "train": {"vpp": 2}}),
     "remax": Case(2, WITHOUT_CRITIC | {"algorithm": {"preset": "remax"}, "placement": {"mode": "disaggregated"}}),
-    "pairs": Case(1, PAIRS),
-    "pairs, dp 2": on_two({"dp": 2}, **PAIRS),
-    "dpo": Case(1, {"dpo": {"loss": "sigmoid", "nll": 0.1}}, "dpo"),
-    "sft, tp 2": Case(2, {"parallel": {"tp": 2}}, "sft"),
+    "pairs": Case(1, PAIRS), "pairs, dp 2": on_two({"dp": 2}, **PAIRS),
+    "dpo": Case(1, {"dpo": {"loss": "sigmoid", "nll": 0.1}}, "dpo"), "sft, tp 2": Case(2, {"parallel": {"tp": 2}}, "sft"),
     "kto, tp 2": Case(2, {"dpo": {"loss": "kto"}, "parallel": {"tp": 2}}, "dpo"),
 }  # fmt: skip

@@ -253,24 +253,20 @@ DEFECTS = {
     "a wait with a time": Defect("colocated pp 2", "round: wait with a time", wait_with_a_time),
     "a group of other ranks": Defect("disaggregated", "that it is no member of", group_of_other_ranks),
     "a batch of messages first": Defect("updated as pp 2", "batched messages are the first", batch_before_all_are_connected),
-    "neighbours that have not met": Defect(
-        "updated as pp 2, interleaved", "is made in the run's work", neighbours_that_have_not_met
-    ),
-    "a weight left on the host": Defect(
-        "dp 2, updated as tp 2", DEVICES_DIFFER, weight_left_on_the_host, {"checkpoint.every_steps": 0}
-    ),
+    "neighbours that have not met": Defect("updated as pp 2, interleaved", "is made in the run's work",
+        neighbours_that_have_not_met),
+    "a weight left on the host": Defect("dp 2, updated as tp 2", DEVICES_DIFFER, weight_left_on_the_host,
+        {"checkpoint.every_steps": 0}),
     "a receive without a wait": Defect("colocated pp 2", "another stream has written, without a wait", receive_without_a_wait),
-    "a buffer sent again": Defect(
-        "colocated pp 2", "writes what another stream still reads", buffer_sent_again, MANY_MICRO_BATCHES
-    ),
+    "a buffer sent again": Defect("colocated pp 2", "writes what another stream still reads", buffer_sent_again,
+        MANY_MICRO_BATCHES),
     "messages that change places": Defect("colocated pp 2", "sends what is about", messages_that_change_places),
     "a message that nobody takes": Defect("colocated pp 2", "sent and not taken", message_that_nobody_takes),
     "a sum without a wait": Defect("colocated tp 2", "another stream has written, without", sum_without_a_wait),
     "a copy that is read too early": Defect("single", "may not have brought yet", copy_read_before_it_is_there),
     "pinned memory used again": Defect("single", "may not have read yet", pinned_memory_used_again),
     "memory freed too early": Defect("single", "freed while another stream", memory_freed_too_early),
-    "a captured step that reads what moves": Defect(
-        "single", "replayed over memory that has been freed", captured_step_that_reads_what_moves
-    ),
+    "a captured step that reads what moves": Defect("single", "replayed over memory that has been freed",
+        captured_step_that_reads_what_moves),
     "objects in a round": Defect("disaggregated", "pickled objects go between ranks", objects_in_a_round),
-}
+}  # fmt: skip

@@ -212,12 +212,10 @@ def _of(watch: Watch, kind: type) -> type:
 def _running(watch: Watch) -> dict[str, Any]:
     streams = watch.streams
     return {
-        "Stream": _of(watch, Stream), "Event": _of(watch, Event),
-        "current_stream": lambda *_: Stream(watch, streams.current),
-        "default_stream": lambda *_: Stream(watch, streams.default),
-        "stream": lambda stream: streams.on(stream.number),
-        "synchronize": lambda *_: watch.waits_for("synchronize", all_streams=True),
-        "CUDAGraph": _of(watch, Graph), "graph_pool_handle": lambda: object(),
+        "Stream": _of(watch, Stream), "Event": _of(watch, Event), "current_stream": lambda *_: Stream(watch, streams.current),
+        "default_stream": lambda *_: Stream(watch, streams.default), "stream": lambda stream: streams.on(stream.number),
+        "synchronize": lambda *_: watch.waits_for("synchronize", all_streams=True), "CUDAGraph": _of(watch, Graph),
+        "graph_pool_handle": lambda: object(),
     }  # fmt: skip
 
 

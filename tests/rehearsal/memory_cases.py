@@ -67,14 +67,11 @@ class Layout:
         trained = frozen | {"train": self.train} | ({"lora": self.lora} if self.lora else {})
         return {
             "run_dir": "none", "steps": 3, "placement": {"mode": "disaggregated", "actor": layout, "scorer": layout},
-            "tokenizer": {"path": "none"}, "data": {"path": "none", "max_prompt_tokens": self.prompt},
-            "actor": trained, "critic": trained, "reward": frozen, "rewards": [{"kind": "model"}],
+            "tokenizer": {"path": "none"}, "data": {"path": "none", "max_prompt_tokens": self.prompt}, "actor": trained,
+            "critic": trained, "reward": frozen, "rewards": [{"kind": "model"}],
             "rollout": {"batch_size": self.rows * self.dp, "max_response_tokens": self.response},
-            "overlap": {"delta": {"rule": "fixed", "initial": more, "max": more}},
-            "ppo": {"minibatches": 1},
-            "runtime": {
-                "device": "cuda", "dtype": self.dtype, "micro_batch_tokens": self.tokens, "kv_layout": self.kv,
-            },
+            "overlap": {"delta": {"rule": "fixed", "initial": more, "max": more}}, "ppo": {"minibatches": 1},
+            "runtime": {"device": "cuda", "dtype": self.dtype, "micro_batch_tokens": self.tokens, "kv_layout": self.kv},
         } | self.more  # fmt: skip
 
     def rank(self, config: TrainConfig) -> int:

@@ -153,23 +153,14 @@ def bench_part(order: Path, world: World) -> None:
 def _name_phases(watch: Watch) -> None:
     workers = {"decode": DecodeWorker, "score": ScoringWorker, "listen": ListenWorker}
     for owner, name, phase in (
-        (TrainingLoop, "run", "rest"),
-        (SupervisedTrainer, "run", "supervised"),
-        (SupervisedTrainer, "_measure", "held out"),
+        (TrainingLoop, "run", "rest"), (SupervisedTrainer, "run", "supervised"), (SupervisedTrainer, "_measure", "held out"),
         (Executor, "run", "round"),
         *((worker, name, phase) for phase, worker in workers.items() for name in ("compute", "outbox", "inbox", "end")),
-        (ScoringWorker, "begin", "score"),
-        (DecodeWorker, "begin", "decode round"),
-        (DeviceLane, "start", "decode window"),
-        (DeviceLane, "step", "decode step"),
-        (TrainedModel, "step", "update"),
-        (TrainedModel, "ahead", "ahead"),
-        (Reallocation, "move", "move"),
-        (ScoreExchange, "gather", "exchange"),
-        (Guard, "examine", "experience"),
-        (Saver, "snapshot", "checkpoint"),
-        (setup, "build_loop", "start"),
-    ):
+        (ScoringWorker, "begin", "score"), (DecodeWorker, "begin", "decode round"), (DeviceLane, "start", "decode window"),
+        (DeviceLane, "step", "decode step"), (TrainedModel, "step", "update"), (TrainedModel, "ahead", "ahead"),
+        (Reallocation, "move", "move"), (ScoreExchange, "gather", "exchange"), (Guard, "examine", "experience"),
+        (Saver, "snapshot", "checkpoint"), (setup, "build_loop", "start"),
+    ):  # fmt: skip
         if hasattr(owner, name):
             setattr(owner, name, _in_phase(watch, getattr(owner, name), phase))
 

@@ -84,28 +84,26 @@ def _without(owner: Any, name: str, part: Callable[..., Any]) -> Callable[[pytes
 
 
 DEFECTS: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
-    "embeddings": ("1.5B, one rank", "weights", _without(
-        role_memory, "stage_parameters", lambda n, shape, *_, **__: n - shape["vocab_size"] * shape["hidden_size"])),
-    "gradients in bfloat16": ("1.5B, one rank", "gradients", _without(
-        role_memory, "training_state", lambda m, *_: replace(m, gradients=m.gradients / 2))),
-    "float32 weights": ("1.5B, one rank", "optimizer", _without(
-        role_memory, "training_state", lambda m, n, *_: replace(m, optimizer=m.optimizer - 4 * n))),
-    "an optimizer that is not sharded": ("70B, first of 8 stages", "optimizer", _without(
-        role_memory, "training_state", lambda m, _, __, dp: replace(m, optimizer=m.optimizer * dp))),
+    "embeddings": ("1.5B, one rank", "weights",
+        _without(role_memory, "stage_parameters", lambda n, shape, *_, **__: n - shape["vocab_size"] * shape["hidden_size"])),
+    "gradients in bfloat16": ("1.5B, one rank", "gradients",
+        _without(role_memory, "training_state", lambda m, *_: replace(m, gradients=m.gradients / 2))),
+    "float32 weights": ("1.5B, one rank", "optimizer",
+        _without(role_memory, "training_state", lambda m, n, *_: replace(m, optimizer=m.optimizer - 4 * n))),
+    "an optimizer that is not sharded": ("70B, first of 8 stages", "optimizer",
+        _without(role_memory, "training_state", lambda m, _, __, dp: replace(m, optimizer=m.optimizer * dp))),
     "values": ("8B reference, paged", "kv_cache", _without(role_memory, "kv_bytes_per_token", lambda n, *_: n / 2)),
-    "whole blocks": ("8B reference, paged", "kv_cache", _without(
-        role_memory, "kv_bytes_per_token", lambda n, *_: n * 7 / 8)),
+    "whole blocks": ("8B reference, paged", "kv_cache", _without(role_memory, "kv_bytes_per_token", lambda n, *_: n * 7 / 8)),
     "what is gathered": ("70B, first of 8 stages", "buffers", _without(role_memory, "gather_bytes", lambda *_, **__: 0)),
     "rotary tables": ("1.5B, one rank", "buffers", _without(role_memory, "table_bytes", lambda *_: 0)),
-    "micro-batches in flight": ("70B, first of 8 stages", "update", _without(
-        activations, "kept_activations", lambda n, *_: n / 8)),
-    "norms": ("70B, first of 8 stages", "update", _without(
-        Model, "kept_of_layer", lambda both, model, train: (both[0], both[1] - 4 * model.shard(train)))),
-    "a layer's backward pass": ("70B, first of 8 stages", "update", _without(
-        Model, "backward_of_layer", lambda *_: 0)),
+    "micro-batches in flight": ("70B, first of 8 stages", "update",
+        _without(activations, "kept_activations", lambda n, *_: n / 8)),
+    "norms": ("70B, first of 8 stages", "update",
+        _without(Model, "kept_of_layer", lambda both, model, train: (both[0], both[1] - 4 * model.shard(train)))),
+    "a layer's backward pass": ("70B, first of 8 stages", "update", _without(Model, "backward_of_layer", lambda *_: 0)),
     "the loss": ("1.5B, one rank", "update", _without(Model, "loss", lambda *_: 0)),
-    "a layer that is computed again": ("405B, first of 16 stages", "update", _without(
-        Model, "kept_of_layer", lambda both, *_: (both[1], both[1]))),
+    "a layer that is computed again": ("405B, first of 16 stages", "update",
+        _without(Model, "kept_of_layer", lambda both, *_: (both[1], both[1]))),
     "logits of scorers": ("8B reference, paged", "reading", _without(activations, "_of_logits", lambda *_: 0)),
     "layers of a call": ("70B, first of 8 stages", "reading", _without(activations, "_in_layers", lambda n, *_: n / 2)),
     "drawing": ("1.5B, one rank", "decoding", _without(activations, "_of_logits", lambda n, *_: n / 2)),

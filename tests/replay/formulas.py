@@ -1,8 +1,6 @@
 """The arithmetic of every recipe, row by row and token by token, from the papers' formulas; shares nothing with the product.
 Legend: B rows of a batch; lists have one tensor per row, [tokens of the row]."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -165,16 +163,10 @@ def whitened(rows: Rows) -> Rows:
 def token_weights(lengths: Sequence[int], groups: Sequence[int], recipe: Recipe) -> list[float]:
     rows, tokens = len(lengths), sum(lengths)
     in_group = {group: sum(lengths[i] for i in range(rows) if groups[i] == group) for group in groups}
-    return [
-        {
-            "token_mean": 1 / tokens,
-            "sequence_mean": 1 / (rows * length),
-            "constant": 1 / (rows * recipe.longest),
-            "group_token_mean": 1 / (len(in_group) * in_group[group]),
-            "sequence_sum": 1 / rows,
-        }[recipe.reduction]
-        for length, group in zip(lengths, groups, strict=True)
-    ]
+    return [{
+        "token_mean": 1 / tokens, "sequence_mean": 1 / (rows * length), "constant": 1 / (rows * recipe.longest),
+        "group_token_mean": 1 / (len(in_group) * in_group[group]), "sequence_sum": 1 / rows,
+    }[recipe.reduction] for length, group in zip(lengths, groups, strict=True)]  # fmt: skip
 
 
 def row_ratio(new: Tensor, old: Tensor, recipe: Recipe) -> Tensor:

@@ -1,8 +1,6 @@
 """Recomputes a run from its records, with transformers and plain torch and no function of the product.
 Reads `config.yaml`, `rollouts.jsonl` and the initial models; computes everything from log-probs to weights."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

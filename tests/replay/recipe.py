@@ -57,58 +57,32 @@ class Recipe:
         """The numbers of a run's `config.yaml`; `choices` go before them."""
         ppo, kl = config["ppo"], config["ppo"]["kl"]
         found = cls(
-            kl=kl["mode"],
-            kl_gradient="ratio" if kl["estimator"].endswith("+") else "estimator",
-            clip_low=ppo["clip"],
-            clip_high=ppo["clip"] if ppo["clip_high"] is None else ppo["clip_high"],
-            dual_clip=ppo["dual_clip"],
-            cap=1 + (ppo["clip_high"] or 4.0),
-            beta=(config["dpo"] or {"beta": 0.1})["beta"],
-            std_eps=1e-4,
-            longest=config["rollout"]["max_response_tokens"],
-            estimator=kl["estimator"].removesuffix("+"),
-            kl_coefficient=kl["coefficient"],
-            kl_target=kl["target"],
-            truncated_score=ppo["truncated"],
-            **{
-                name: ppo[name]
-                for name in (
-                    "gamma", "gae_lambda", "value_clip", "entropy_coefficient", "staleness", "reward_clip",
-                    "reward_normalization",
-                )
-            },
+            kl=kl["mode"], kl_gradient="ratio" if kl["estimator"].endswith("+") else "estimator", clip_low=ppo["clip"],
+            clip_high=ppo["clip"] if ppo["clip_high"] is None else ppo["clip_high"], dual_clip=ppo["dual_clip"],
+            cap=1 + (ppo["clip_high"] or 4.0), beta=(config["dpo"] or {"beta": 0.1})["beta"], std_eps=1e-4,
+            longest=config["rollout"]["max_response_tokens"], estimator=kl["estimator"].removesuffix("+"),
+            kl_coefficient=kl["coefficient"], kl_target=kl["target"], truncated_score=ppo["truncated"],
+            **{name: ppo[name] for name in ("gamma", "gae_lambda", "value_clip", "entropy_coefficient", "staleness",
+                "reward_clip", "reward_normalization")},
         )  # fmt: skip
         return replace(found, **choices)
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "ppo": {},
-    "reinforce_pp": {"baseline": "none"},
+    "ppo": {}, "reinforce_pp": {"baseline": "none"},
     "reinforce_pp_baseline": {"baseline": "group_mean", "kl": "loss", "estimator": "k2"},
-    "grpo": {
-        "baseline": "group_mean", "scale": "group_std", "reduction": "sequence_mean", "kl": "loss", "estimator": "k3",
-    },
+    "grpo": {"baseline": "group_mean", "scale": "group_std", "reduction": "sequence_mean", "kl": "loss", "estimator": "k3"},
     "dr_grpo": {"baseline": "group_mean", "scale": "none", "reduction": "constant", "kl": "none"},
     "dapo": {"baseline": "group_mean", "scale": "group_std", "kl": "none", "clip_high": 0.28},
-    "gspo": {
-        "baseline": "group_mean", "scale": "group_std", "ratio": "sequence", "reduction": "sequence_mean", "kl": "none",
-        "clip_low": 3e-4, "clip_high": 4e-4,
-    },
-    "gspo_token": {
-        "baseline": "group_mean", "scale": "group_std", "ratio": "sequence_token", "reduction": "sequence_mean",
-        "kl": "none", "clip_low": 3e-4, "clip_high": 4e-4,
-    },
-    "rloo": {
-        "baseline": "others", "scale": "none", "ratio": "sequence_product", "reduction": "sequence_sum", "kl": "score",
-    },
-    "magistral": {
-        "baseline": "group_mean", "scale": "advantage_std", "reduction": "group_token_mean", "kl": "none",
-        "clip_high": 0.28,
-    },
+    "gspo": {"baseline": "group_mean", "scale": "group_std", "ratio": "sequence", "reduction": "sequence_mean", "kl": "none",
+        "clip_low": 3e-4, "clip_high": 4e-4},
+    "gspo_token": {"baseline": "group_mean", "scale": "group_std", "ratio": "sequence_token", "reduction": "sequence_mean",
+        "kl": "none", "clip_low": 3e-4, "clip_high": 4e-4},
+    "rloo": {"baseline": "others", "scale": "none", "ratio": "sequence_product", "reduction": "sequence_sum", "kl": "score"},
+    "magistral": {"baseline": "group_mean", "scale": "advantage_std", "reduction": "group_token_mean", "kl": "none",
+        "clip_high": 0.28},
     "cispo": {"baseline": "group_mean", "scale": "batch_std", "objective": "cispo", "kl": "none"},
-    "online_dpo": {
-        "baseline": "best_worst", "scale": "none", "objective": "dpo", "reduction": "pair_mean", "kl": "margin",
-    },
+    "online_dpo": {"baseline": "best_worst", "scale": "none", "objective": "dpo", "reduction": "pair_mean", "kl": "margin"},
     "remax": {"baseline": "greedy", "scale": "none", "reduction": "sequence_sum"},
 }  # fmt: skip
 """What each preset chooses; what it leaves out comes from the settings, or is plain PPO's."""

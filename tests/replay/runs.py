@@ -1,7 +1,5 @@
 """Short runs whose weights leave a replay no room: every parameter random, Adam's divisor well above rounding."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

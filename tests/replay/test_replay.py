@@ -1,8 +1,6 @@
 """Runs with carried rollouts against an independent implementation (`loop.py`, `formulas.py`): final weights, to 1e-5.
 A new preset is a row of `recipe.PRESETS` and a case here."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,28 +33,23 @@ CASES: dict[str, Case] = {
     "reinforce_pp": Case(WITHOUT_CRITIC | {"ppo.minibatches": 1, "ppo.entropy_coefficient": 0.01}),
     "decoupled": Case({"ppo.staleness": "decoupled"}),
     "reinforce_pp, decoupled, replicas": Case(WITHOUT_CRITIC | {"ppo.staleness": "decoupled"} | REPLICAS),
-    "replicas": Case(REPLICAS),
-    "KL loss, k2": Case({"ppo.kl": {"mode": "loss", "estimator": "k2", "coefficient": 0.1}}),
-    "KL loss, k3, decoupled, replicas": Case(
-        {"ppo.kl": {"mode": "loss", "estimator": "k3", "coefficient": 0.1}, "ppo.staleness": "decoupled"} | REPLICAS
-    ),
+    "replicas": Case(REPLICAS), "KL loss, k2": Case({"ppo.kl": {"mode": "loss", "estimator": "k2", "coefficient": 0.1}}),
+    "KL loss, k3, decoupled, replicas": Case({"ppo.kl": {"mode": "loss", "estimator": "k3", "coefficient": 0.1},
+        "ppo.staleness": "decoupled"} | REPLICAS),
     "KL penalty, k3, reinforce_pp": Case(WITHOUT_CRITIC | {"ppo.kl": {"estimator": "k3", "coefficient": 0.2}}),
-    "scores shaped": Case(
-        {"ppo.reward_clip": 1.0, "ppo.reward_normalization": "running", "ppo.truncated": -1.0, "ppo.gae_lambda": 0.8}
-    ),
+    "scores shaped": Case({"ppo.reward_clip": 1.0, "ppo.reward_normalization": "running", "ppo.truncated": -1.0,
+        "ppo.gae_lambda": 0.8}),
     "plain advantages and values": Case({"algorithm": {"scale": "none"}, "ppo.value_clip": 0.0}, {"scale": "none"}),
     "another reference": Case({"reference": {"checkpoint": "reference"}, "ppo.kl": {"estimator": "k2", "coefficient": 0.01}}),
-    "top-k, top-p": Case({"rollout.top_k": 20, "rollout.top_p": 0.9}),
-    "PP2 | TP2": Case(STAGED),
+    "top-k, top-p": Case({"rollout.top_k": 20, "rollout.top_p": 0.9}), "PP2 | TP2": Case(STAGED),
     "small micro-batches": Case(WITHOUT_CRITIC | {"runtime.micro_batch_tokens": 136, "ppo.staleness": "decoupled"}),
     "temperature": Case({"rollout.temperature": 0.7, "ppo.entropy_coefficient": 0.05}),
     "schedules, weight decay": Case({"actor.optimizer": SCHEDULED, "critic.optimizer": UNCLIPPED}),
     "critic warm-up": Case({"ppo.critic_warmup_steps": 2, "actor.optimizer": SCHEDULED}),
     "the update waits for the scores": Case(APART | {"overlap.without": ["scores"]}),
-    "the next step waits for the critic": Case(APART | {"overlap.without": ["critic"]}),
-    "the critic apart": Case(APART),
+    "the next step waits for the critic": Case(APART | {"overlap.without": ["critic"]}), "the critic apart": Case(APART),
     "backfill": Case(APART | {"overlap.backfill": True, "ppo.staleness": "decoupled"}),
-}
+}  # fmt: skip
 IN_GROUPS: dict[str, Any] = {
     "critic": None, "ppo.kl": {}, "rollout.batch_size": 8, "rollout.group_size": 2,
     "overlap.delta": {"rule": "fixed", "initial": 4, "max": 4},

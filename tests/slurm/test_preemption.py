@@ -51,14 +51,10 @@ def cluster(workspace: Workspace) -> Iterator[Cluster]:
 
 
 def settings(workspace: Workspace, name: str) -> dict[str, Any]:
-    return deep(
-        workspace,
-        name,
-        **{
-            "steps": STEPS, "placement": {"mode": "disaggregated"}, "overlap.intra": True, "overlap.inter": True,
-            "overlap.delta": {"rule": "fixed", "initial": 2, "max": 4}, "runtime.device": "cpu",
-        },
-    )  # fmt: skip
+    return deep(workspace, name, **{
+        "steps": STEPS, "placement": {"mode": "disaggregated"}, "overlap.intra": True, "overlap.inter": True,
+        "overlap.delta": {"rule": "fixed", "initial": 2, "max": 4}, "runtime.device": "cpu",
+    })  # fmt: skip
 
 
 @pytest.fixture(scope="module")

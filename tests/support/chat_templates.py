@@ -1,7 +1,5 @@
 """Chat templates in the forms that model families publish, written anew and short: what each does to a conversation is theirs."""
 
-from __future__ import annotations
-
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

@@ -1,7 +1,5 @@
 """Damaged checkpoints, a small deterministic mutation fuzzer, and a time limit for what they are let loose on."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

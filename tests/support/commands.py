@@ -1,7 +1,5 @@
 """A working directory in which a command is given."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Configurations of runs that are not started."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, TypeVar
 

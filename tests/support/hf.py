@@ -1,7 +1,5 @@
 """Tiny random Hugging Face models, saved as a user would have them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

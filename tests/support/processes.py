@@ -1,7 +1,5 @@
 """Processes that a test has to do with, ports for them, and a limit on the growth of this one."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -1,8 +1,6 @@
 """Real gloo ranks for tests: processes that stay alive between tests, forked from one that has imported torch and the rest.
 results = run_ranks(4, "tests.gloo.jobs:check", tp=2, pp=2) gives one result a rank, or raises a rank's error."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import importlib

@@ -1,8 +1,6 @@
 """CUDA graphs on the CPU: a step's operations are recorded, and repeated in the same memory.
 Misses what a graph would miss, and refuses operations for which the host waits for the device, or copies to it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

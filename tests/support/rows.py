@@ -1,7 +1,5 @@
 """Files of rows, as tests write them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -25,13 +25,11 @@ def metrics_line(step: int) -> dict[str, Any]:
         "delta_reason": f"step {step}: the reward improves <b>much</b>", "chunk_tokens": 16,
         "chunk_reason": f"step {step}: chunk is fixed at 16", "deferred": {"0": 6, "1": 2}, "trained_len_mean": 20.0,
         "submitted_len_mean": 25.0, "trained_len_max": 40, "length_gap": 0.2, "group_length_gap": 0.5,
-        "memory_peak_mb": [100.0, 200.0 + step],
-        "length_by_quarter": {f"q{k}": 10.0 * k for k in range(1, 5)},
-        "reward_by_quarter": {f"q{k}": 0.5 - 0.1 * k for k in range(1, 5)},
-        "kl_mean": 0.1 * step, "kl_coefficient": 0.05, "entropy": 2.0 - 0.1 * step, "clip_fraction": 0.1, "approx_kl": 0.01,
-        "actor_loss": -0.01, "truncated_fraction": 0.1, "explained_variance": 0.2, "value_mean": 0.1, "return_mean": 0.2,
-        "critic_loss": 0.5, "critic_clip_fraction": 0.1, "grad_norm": 1.0, "critic_grad_norm": 2.0, "lr": 1e-5,
-        "keep_rate": 0.5 + 0.1 * step, "equal_groups": 0.1,
+        "memory_peak_mb": [100.0, 200.0 + step], "length_by_quarter": {f"q{k}": 10.0 * k for k in range(1, 5)},
+        "reward_by_quarter": {f"q{k}": 0.5 - 0.1 * k for k in range(1, 5)}, "kl_mean": 0.1 * step, "kl_coefficient": 0.05,
+        "entropy": 2.0 - 0.1 * step, "clip_fraction": 0.1, "approx_kl": 0.01, "actor_loss": -0.01, "truncated_fraction": 0.1,
+        "explained_variance": 0.2, "value_mean": 0.1, "return_mean": 0.2, "critic_loss": 0.5, "critic_clip_fraction": 0.1,
+        "grad_norm": 1.0, "critic_grad_norm": 2.0, "lr": 1e-5, "keep_rate": 0.5 + 0.1 * step, "equal_groups": 0.1,
         "heldout": {"pkg.judge:score": 0.1 * step, "response_tokens": 30.0}, "heldout_error": {"pkg.judge:score": 0.02},
     }  # fmt: skip
 

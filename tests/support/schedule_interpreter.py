@@ -1,8 +1,6 @@
 """Runs a schedule's lists on values (hashes of their inputs), to judge the checker; it knows no rule about schedules.
 A schedule is harmful if a rank hangs or lacks input, a message is left over, or a value differs from `reference`."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Rounds and sites for schedules, a builder of sound schedules that shares nothing with the generators, and NCCL's first use."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """An application served for real, a client, and a reward service that may answer anything, by a script."""
 
-from __future__ import annotations
-
 import json
 import socket
 import socketserver

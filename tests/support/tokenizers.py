@@ -1,7 +1,5 @@
 """A tokenizer plain enough to check by eye: one token a character, its code point the id; EOS is 3."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Pages of docs/ that show a terminal session (```console: `$ ` begins a command), followed to the letter.
 `...` stands for any lines, and `^C` for Ctrl-C, pressed once the line above it has come."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

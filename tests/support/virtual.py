@@ -1,7 +1,5 @@
 """Runs in virtual time: beside real ones, by an oracle that carries out every rank's list, and drawn at random."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -35,8 +33,7 @@ COUNTED = (
     "trained_len_max",
 )  # fmt: skip
 MEASURED = (
-    "running_mean", "tail_waste", "prompt_len_mean", "trained_len_mean", "submitted_len_mean", "length_gap",
-    "group_length_gap",
+    "running_mean", "tail_waste", "prompt_len_mean", "trained_len_mean", "submitted_len_mean", "length_gap", "group_length_gap",
 )  # fmt: skip
 
 

@@ -1,7 +1,5 @@
 """An event loop of asyncio in which waiting takes no time: its clock goes on to the next timer once nothing is left to do."""
 
-from __future__ import annotations
-
 import asyncio
 import selectors
 from collections.abc import Coroutine

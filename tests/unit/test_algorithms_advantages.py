@@ -1,7 +1,5 @@
 """Advantages and whole batches, from scores on, against plain loops, closed forms and permutations of rows; and refusals."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import get_args

@@ -1,7 +1,5 @@
 """Losses and gradients against plain loops and enumeration; micro-batches; stale rows; the gap between decoding and training."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import get_args

@@ -1,7 +1,5 @@
 """Losses of DPO's family, KTO, SFT and reward models, and online DPO, against closed forms and a plain loop over groups."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Greedy baselines, responses that were cut and process rewards against plain loops, closed forms and enumeration."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The NeMo-Aligner plugin without nemo: importing it, its configuration, the pool of rollouts and the sidecar."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import textwrap

@@ -1,7 +1,5 @@
 """The suite of a benchmark's runs, its figures, and the overlap benchmark's modes, placements and comparison."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

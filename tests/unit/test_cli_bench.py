@@ -1,7 +1,5 @@
 """`oppo bench` and `oppo plan measure`: arguments, refusals, placements that are measured, runs that fail or are stopped."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """`oppo config`, `oppo validate` of rows and services, and `oppo plan simulate`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`oppo config --init`: files that are valid but for what the user has yet to supply; `oppo demo`: stages, made or reused."""
 
-from __future__ import annotations
-
 import functools
 import json
 import runpy

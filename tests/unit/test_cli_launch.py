@@ -1,7 +1,5 @@
 """The launcher: the ranks that an environment means, and how a failed rank is reported."""
 
-from __future__ import annotations
-
 import argparse
 import ipaddress
 import os

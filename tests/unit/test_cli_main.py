@@ -1,7 +1,5 @@
 """The command line: exit codes, messages, dry runs, `validate`, `tokenizer`; what the documentation shows is what it takes."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

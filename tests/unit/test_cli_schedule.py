@@ -1,7 +1,5 @@
 """`oppo plan schedule`: what it assumes and predicts, the picture, the text form, costs, wrong input and faults."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

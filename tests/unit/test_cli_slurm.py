@@ -1,7 +1,5 @@
 """`oppo launch slurm`, and launch/slurm/job.sh over made-up srun, scontrol and oppo: what is asked for, requeued and refused."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil
@@ -122,15 +120,13 @@ def test_a_file_and_a_new_cluster_env(config: str, capsys: pytest.CaptureFixture
     (["--hetero", "--scorer-ranks-per-node=3"], "give --scorer-ranks-per-node 2 (2 nodes)"),
     (["--scorer-partition=x"], "add --hetero"),
     (["--hetero", "placement.mode=colocated", "placement.scorer=null"], "where reference and critic run, too"),
-    (["--time=soon"], "--time is 'soon'; Slurm reads"),
-    (["--time=10"], "--time 10 is 600 s, and --signal-s 600 comes before it"),
+    (["--time=soon"], "--time is 'soon'; Slurm reads"), (["--time=10"], "--time 10 is 600 s, and --signal-s 600 comes before it"),
     (["preempt_deadline_s=700"], "--signal-s is 600, and the run may take preempt_deadline_s=700 s"),
     (["preempt_deadline_s=0"], "preempt_deadline_s is 0"), (["--partition=a b"], "--partition is 'a b'"),
     (["--job-name=a\n#SBATCH --uid=0"], "--job-name is"), (["--job-name=a/b"], "logs are named after it"),
     (["--container-mounts=/a:/b"], "without --container-image"), (["--container-image="], "--container-image is empty"),
     (["--hetero", "runtime.device=cpu", "--scorer-gpus-per-node=4"], "--scorer-gpus-per-node is given"),
-    (["--signal-s=70000", "--time=2-0"], "sbatch takes at most 65535"),
-    (["--cluster-env=tok"], "--cluster-env is tok, a folder"),
+    (["--signal-s=70000", "--time=2-0"], "sbatch takes at most 65535"), (["--cluster-env=tok"], "--cluster-env is tok, a folder"),
     (["--gpus-per-node=4", "--out=./tok/../c.yaml"], "the configuration itself"),
 ])  # fmt: skip
 def test_what_does_not_fit(config: str, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:

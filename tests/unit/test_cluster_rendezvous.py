@@ -1,7 +1,5 @@
 """Ranks that find each other, and ranks that do not: every one that came says so, in time.  Ranks are threads here."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,7 +1,5 @@
 """A rank that stalls is named, on a clock that only the test moves and by watchdogs over a real store."""
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import multiprocessing

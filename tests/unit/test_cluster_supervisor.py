@@ -1,7 +1,5 @@
 """Ranks are forked with what processes of their own would have; who starts them learns of their ends, and torch's agent does."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """A world of one, and devices that are not there; members of a group know it by one name, as torch gives it."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """Loading: overrides, interpolation, secrets, every kind of wrong value as one sentence, and the round trip."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

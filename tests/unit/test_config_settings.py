@@ -1,7 +1,5 @@
 """Settings: each is described, and read by an algorithm or refused; choices, presets, rewards, and changes in a continued run."""
 
-from __future__ import annotations
-
 import types
 import typing
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Delta controllers against hand-computed series, transcriptions of the paper and the laws of docs/algorithm.md."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The chunk tuner against made-up costs, KL's coefficient against Ziegler et al. 2019, tail waste, early stopping, and guards."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Chat templates, rendered as transformers does and within limits; rows of messages through them; the tokens that are trained."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime

@@ -1,7 +1,5 @@
 """Columns and layouts of data sets: found by name and form, read in every documented way, refused with the setting to change."""
 
-from __future__ import annotations
-
 import gzip
 from pathlib import Path
 from typing import Any

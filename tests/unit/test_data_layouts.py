@@ -1,7 +1,5 @@
 """Published layouts of rows: each command reads the same prompt, and a column that carries meaning is read or named."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

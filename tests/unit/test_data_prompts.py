@@ -1,7 +1,5 @@
 """Prompt sets and the stream: lengths, order, identity over epochs; and lengths that a trace forces."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Files of rows: their form is told from their content, each row keeps its line, and nothing is dropped in silence."""
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip

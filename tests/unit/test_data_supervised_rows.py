@@ -1,7 +1,5 @@
 """Rows of supervised training: EOS, over-long rows, batches, pairs that differ, labels; and the generated task."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Tokenizers: round trips, refusals, BOS before a prompt, and the ends of steps in a response."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

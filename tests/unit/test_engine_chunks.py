@@ -1,7 +1,5 @@
 """Chunks as rows and as columns, the columns of rollouts, and what is sent: encoded, decoded, and found damaged."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

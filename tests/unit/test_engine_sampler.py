@@ -1,7 +1,5 @@
 """Draws of tokens, on their numbers, against a plain inversion; and the ends of responses: ids, texts, limits, forced lengths."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

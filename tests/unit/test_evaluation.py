@@ -1,7 +1,5 @@
 """Evaluation: estimates, tables of graded answers, rows that are held out, the best step, and runs that are found again."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

@@ -1,7 +1,5 @@
 """The user's own functions of docs/extending.md run as they stand there; results that cannot be used are refused by name."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Ranks and layouts of a run: each broken rule is the one problem, all come at once, and the nearest that pass are suggested."""
 
-from __future__ import annotations
-
 import math
 import re
 import time

@@ -1,7 +1,5 @@
 """Placements of roles, and the memory of a rank: against sums over the whole model, by hand, and by what a setting changes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The placements and libraries that `auto` takes: turns, noise, failures, the reason and its record.  Times are made up."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping, Sequence

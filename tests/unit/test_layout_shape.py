@@ -1,7 +1,5 @@
 """Shapes against layouts, contexts, vocabularies and KV budgets; checkpoints' headers; operations against torch's counter."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

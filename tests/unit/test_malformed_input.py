@@ -1,8 +1,6 @@
 """Malformed configurations, rows, chunk messages and checkpoints: a clear error of our own, or a result that is right.
 Whatever is accepted is held against another reader: PyYAML, the standard library's JSON, what was sent, safetensors."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 import zlib

@@ -1,7 +1,5 @@
 """Packed micro-batches, parts of a call, attention through a window; and CPU-only ways, which are not taken on a device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any

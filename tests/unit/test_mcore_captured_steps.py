@@ -1,7 +1,5 @@
 """Captured decode steps, with recordings in the place of CUDA graphs, draw what computed steps draw; calls stay dense."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace

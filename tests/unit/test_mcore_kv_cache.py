@@ -1,7 +1,5 @@
 """The KV caches' books and contents, dense and paged, against plain dictionaries and plain attention."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from itertools import pairwise, product

@@ -1,7 +1,5 @@
 """Changes of megatron-core without a CUDA device, kernels of a CPU, process groups of roles, memory that runs out."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import subprocess

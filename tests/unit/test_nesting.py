@@ -1,7 +1,5 @@
 """Nesting is counted before a parser meets it, and a pipe or a socket in the place of a file is refused without waiting."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

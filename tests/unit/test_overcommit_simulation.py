@@ -1,8 +1,6 @@
 """Properties of overcommitment over whole runs, driven by a tiny decode engine and checked against a naive model.
 A token is a function of (seq_id, n) and lengths are given, so lost, repeated or misplaced tokens show."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable

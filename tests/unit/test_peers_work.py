@@ -1,7 +1,5 @@
 """Work that a peer is given, and whether runs did it, held against a real run of ours; the script in TRL's environment."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -1,7 +1,5 @@
 """Presets, filters and long responses as a configuration resolves them, and every rule of theirs."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

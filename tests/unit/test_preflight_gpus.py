@@ -1,7 +1,5 @@
 """`oppo validate` on GPUs: machines that are made up, and files as the kernel and nvidia-smi write them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every cross-check: a good configuration has no problem, each broken rule exactly the one that names it."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Processes that end with who started them, signals that come meanwhile, and the pool of ranks of these tests."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

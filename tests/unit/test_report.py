@@ -1,7 +1,5 @@
 """`oppo report` of run directories made by hand: every part of the page, missing data, hostile texts, long runs."""
 
-from __future__ import annotations
-
 import json
 import re
 from base64 import b64decode

@@ -1,7 +1,5 @@
 """`oppo report --watch` follows a run in the terminal; the part of a trace that is one step, and what its picture draws."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

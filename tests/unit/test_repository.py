@@ -1,7 +1,5 @@
 """The Makefile, the Dockerfile, local launch scripts and the first hour on a GPU node, as far as they go here."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import json

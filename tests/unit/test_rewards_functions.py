@@ -1,7 +1,5 @@
 """The reward sum: weights, verifiers, a user's functions, mistakes found before the run, and failures that are never scores."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

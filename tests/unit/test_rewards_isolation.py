@@ -1,7 +1,5 @@
 """A user's function in a process with limits: whatever it does, a score of its own or an error that names it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Rewards from a service: nothing lost, nothing invented, order kept, no token shown, however badly the service behaves."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Rules in processes of their own: mathematics by math-verify, and programs against tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

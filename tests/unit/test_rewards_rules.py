@@ -1,7 +1,5 @@
 """Rules that read a response in this process: choices, formats, lengths, numbers, and forms of final answers."""
 
-from __future__ import annotations
-
 import time
 from fractions import Fraction
 from pathlib import Path

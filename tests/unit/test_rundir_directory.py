@@ -1,7 +1,5 @@
 """The run directory: one process at work, its records, checkpoints that are replaced whole."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

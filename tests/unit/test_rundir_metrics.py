@@ -1,7 +1,5 @@
 """The metrics log and its summary; spans, their totals and the merged trace."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

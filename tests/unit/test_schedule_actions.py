@@ -1,7 +1,5 @@
 """Schedules as text, the places of messages in them, and grids and pictures of their timelines."""
 
-from __future__ import annotations
-
 import re
 from itertools import product
 from pathlib import Path

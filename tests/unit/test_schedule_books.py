@@ -1,7 +1,5 @@
 """The books of what each role has cached: against a plain dictionary of caches that does what they plan."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The checker: sound schedules of random sites pass, each kind of fault is found and named, and it is fast."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Sequence

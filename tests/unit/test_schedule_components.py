@@ -1,7 +1,5 @@
 """A rank's plan of its component's model is that of all ranks; a fault in one shows in the other, and mutated lists are found."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable

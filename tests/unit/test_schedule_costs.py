@@ -1,7 +1,5 @@
 """The cost meter finds the lines that samples were drawn from; cuts and plans in arrays are those that plain loops find."""
 
-from __future__ import annotations
-
 import math
 import random
 from itertools import count, pairwise, product

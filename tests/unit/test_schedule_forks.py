@@ -1,7 +1,5 @@
 """Groups, whose sequences begin with one prompt: their replica, and who forks whose cache; what the checker says to forks."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from dataclasses import dataclass, field, replace

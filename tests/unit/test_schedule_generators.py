@@ -1,7 +1,5 @@
 """Generators: sound lists in the promised order, and tight weaves.  `python -m tests.unit.test_schedule_generators`: golden/."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import replace

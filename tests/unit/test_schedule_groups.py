@@ -1,7 +1,5 @@
 """Groups of a run are few for each rank; links are those that rounds use, and first use ends; chunks reach all listeners."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Packing by token budget and dividing among replicas; caches that must hold a round; the chunk that replicas make together."""
 
-from __future__ import annotations
-
 import gc
 import random
 from collections.abc import Mapping, Sequence

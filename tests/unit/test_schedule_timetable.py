@@ -1,7 +1,5 @@
 """Times of units: what they prove, and the lists that are made of them."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """NCCL's rules: what the generators make keeps them, what only gloo survives is found, and where."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`oppo serve`: sequences that are streamed to it, who may, how much; and the client of a run."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The reward service: who may ask, how much, and what comes back; and the command that starts it."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

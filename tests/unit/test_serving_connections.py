@@ -1,7 +1,5 @@
 """Connections that do not send a whole request: closed in time, and never in the way of one that does."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

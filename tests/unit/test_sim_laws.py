@@ -1,7 +1,5 @@
 """The laws of layers, messages and moves against measurements that others have published."""
 
-from __future__ import annotations
-
 import csv
 import json
 from dataclasses import replace

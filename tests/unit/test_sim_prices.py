@@ -1,7 +1,5 @@
 """Clusters as `cluster.yaml` gives them, and seconds of roles and phases on one: laws that follow from each other."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import product

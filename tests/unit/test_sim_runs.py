@@ -1,7 +1,5 @@
 """Runs in virtual time against closed forms, and what must hold of any of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """Plans: enumeration equals brute force with random prices; plans of random configurations pass the checks in their seconds."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace

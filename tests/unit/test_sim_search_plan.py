@@ -1,7 +1,5 @@
 """`oppo plan search`: plans are configurations, follow from the cluster, are told in full, and are played as they would run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

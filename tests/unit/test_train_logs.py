@@ -1,7 +1,5 @@
 """Progress lines and trackers, Weights & Biases through its real library included."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import struct

@@ -1,7 +1,5 @@
 """Signals and saved state of a run, and memory that is measured."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

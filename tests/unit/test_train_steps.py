@@ -1,7 +1,5 @@
 """Parts of a step around the model: cutting an update, what controllers learn, delays, rejected batches, preferences."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

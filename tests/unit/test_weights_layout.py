@@ -1,7 +1,5 @@
 """The layout of Hugging Face tensors on tensor- and pipeline-parallel ranks, against another way of cutting them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Checkpoints that cannot be used are refused with the value met, the rule and the remedy, before a tensor is read."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -90,36 +88,25 @@ REFUSED: dict[str, tuple[str, Head, Callable[[Path], object], list[str]]] = {
     "no config": ("lm", "lm", lambda d: (d / "config.json").unlink(), ["config.json"]),
     "a broken config": ("lm", "lm", lambda d: (d / "config.json").write_text("{broken"), ["fetch or save it again"]),
     "a list as config": ("lm", "lm", lambda d: (d / "config.json").write_text("[1, 2]"), ["fetch or save it again"]),
-    "pickled weights": (
-        "lm", "lm", lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), ["pytorch_model.bin", "save_pretrained"],
-    ),
-    "no weights": (
-        "lm", "lm", lambda d: (d / "model.safetensors").unlink(), ["neither model.safetensors nor", "config.json"],
-    ),
+    "pickled weights": ("lm", "lm", lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
+        ["pytorch_model.bin", "save_pretrained"]),
+    "no weights": ("lm", "lm", lambda d: (d / "model.safetensors").unlink(), ["neither model.safetensors nor", "config.json"]),
     "a missing shard": ("sharded", "lm", lambda d: shard(d).unlink(), ["model-00002-of-"]),
     "an index of another shard": ("sharded", "lm", moved_in_the_index, [NORM, "model-00001-of-"]),
     "a pointer of git-lfs": ("lm", "lm", lambda d: (d / "model.safetensors").write_text(LFS), ["git-lfs"]),
-    "a missing tensor": (
-        "lm", "lm", lambda d: rewrite(d, lambda tensors: tensors.pop(NORM)),
-        [f"{NORM} is missing", "Nearest names: model.layers."],
-    ),
+    "a missing tensor": ("lm", "lm", lambda d: rewrite(d, lambda tensors: tensors.pop(NORM)),
+        [f"{NORM} is missing", "Nearest names: model.layers."]),
     "another shape": ("lm", "lm", lambda d: rewrite(d, tensor(NORM, 31)), [f"{NORM} has shape [31], config.json asks for [32]"]),
-    "another config": (
-        "lm", "lm", lambda d: edit(d / "config.json", intermediate_size=64),
-        ["[48, 32], config.json asks for [64, 32]", "and 4 more"],
-    ),
-    "a layer too many": (
-        "lm", "lm", lambda d: edit(d / "config.json", num_hidden_layers=3, layer_types=["full_attention"] * 3),
-        ["model.layers.3.input_layernorm.weight has no place"],
-    ),
+    "another config": ("lm", "lm", lambda d: edit(d / "config.json", intermediate_size=64),
+        ["[48, 32], config.json asks for [64, 32]", "and 4 more"]),
+    "a layer too many": ("lm", "lm", lambda d: edit(d / "config.json", num_hidden_layers=3, layer_types=["full_attention"] * 3),
+        ["model.layers.3.input_layernorm.weight has no place"]),
     "quantised weights": ("lm", "lm", lambda d: rewrite(d, tensor(NORM, dtype=torch.int8)), ["quantised"]),
     "a scalar head for an actor": ("scalar", "lm", lambda d: None, ["*ForCausalLM"]),
     "no head": ("lm", "lm", lambda d: rewrite(d, lambda tensors: tensors.pop("lm_head.weight")), ["lm_head.weight is missing"]),
     "no scalar head": ("lm", "scalar", lambda d: None, ["--fresh-head-seed", "score.weight"]),
-    "several labels": (
-        "scalar", "scalar", lambda d: rewrite(d, lambda tensors: tensors.update({"score.weight": torch.ones(2, 32)})),
-        ["[2, 32]", "num_labels 1"],
-    ),
+    "several labels": ("scalar", "scalar",
+        lambda d: rewrite(d, lambda tensors: tensors.update({"score.weight": torch.ones(2, 32)})), ["[2, 32]", "num_labels 1"]),
 }  # fmt: skip
 
 
