@@ -22,8 +22,7 @@ from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.records import Rollout
-from oppo_megatron.schedule.checking.transport import transport_of
-from oppo_megatron.schedule.links import most_streams
+from oppo_megatron.schedule.links import most_streams, transport_of
 from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.book import ReplicaWork
 from oppo_megatron.schedule.planning.planner import PlannedRound, RoundPlanner

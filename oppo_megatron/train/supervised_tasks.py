@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from oppo_megatron.algorithms.decode_gap import token_noise
+from oppo_megatron.algorithms.packed import token_noise
 from oppo_megatron.algorithms.preference_losses import mean_loss, pair_columns, row_columns, table_of
 from oppo_megatron.algorithms.supervised_losses import next_token_loss, preference_loss, preference_table, step_loss, step_table
 from oppo_megatron.cluster.process_groups import waiting_for

@@ -16,7 +16,7 @@ from benchmarks.rank_run import RankRun
 from benchmarks.simulation import simulate_rounds
 from oppo_megatron.layout.placements import role_placements, world_size
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule, parse_action, parse_schedule
-from oppo_megatron.schedule.checking.transport import GLOO
+from oppo_megatron.schedule.links import GLOO
 from oppo_megatron.schedule.plan import round_generator
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.train.inputs import read_inputs

@@ -12,7 +12,7 @@ import pytest
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.checking.timeline import simulate
 from oppo_megatron.schedule.rounds import Round, Site
-from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.components import add_communication
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.generators import GENERATORS
 from tests.gloo.jobs_executor import Outcome

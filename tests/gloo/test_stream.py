@@ -21,7 +21,7 @@ from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.actions import Action, Schedule
 from oppo_megatron.schedule.rounds import Round, Site
-from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.components import add_communication
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -16,11 +16,10 @@ from torch._subclasses import FakeTensorMode
 
 from oppo_megatron.algorithms import preference_losses
 from oppo_megatron.algorithms.algorithm import Algorithm
-from oppo_megatron.algorithms.decode_gap import token_noise
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch
 from oppo_megatron.algorithms.losses import ActorTargets
-from oppo_megatron.algorithms.pairs import pair_figures
-from oppo_megatron.algorithms.preference_losses import margin_losses, mean_loss, pair_columns, row_columns, table_of
+from oppo_megatron.algorithms.packed import token_noise
+from oppo_megatron.algorithms.preference_losses import margin_losses, mean_loss, pair_columns, pair_figures, row_columns, table_of
 from oppo_megatron.algorithms.supervised_losses import means, next_token_loss, preference_loss, preference_table
 from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.evaluation import PREFERENCE_METRICS

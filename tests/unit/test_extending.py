@@ -37,7 +37,7 @@ from oppo_megatron.schedule.checking.checker import check
 from oppo_megatron.schedule.plan import new_planner, round_generator
 from oppo_megatron.schedule.preview import first_step, preview
 from oppo_megatron.schedule.rounds import Growth, Round, Site
-from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.components import add_communication
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.generators import generator_of, intra
 from tests.support.ppo import Workspace

@@ -19,13 +19,14 @@ from oppo_megatron.errors import CheckpointError, StreamError
 from oppo_megatron.overcommit.ahead import (
     NEW_RUN,
     Ahead,
+    Readiness,
     require_bounded_deferrals,
     require_prompts,
     require_resumable,
     require_work,
+    settled,
 )
 from oppo_megatron.overcommit.buffer import RolloutBuffer
-from oppo_megatron.overcommit.readiness import Readiness, settled
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.records import ALONE, Members, Prompt, Rollout
 from tests.unit.test_data_prompts import plain_set

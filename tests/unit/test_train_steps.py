@@ -19,7 +19,7 @@ from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.config.ppo import KLConfig
 from oppo_megatron.config.supervised import DPOConfig
 from oppo_megatron.control.chunk_tuner import ChunkTuner
-from oppo_megatron.control.kl_controller import KLController
+from oppo_megatron.control.delta_controllers import KLController
 from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.data.supervised_rows import Marked, Pair
 from oppo_megatron.errors import DataError

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from oppo_megatron.layout.placements import RankCoordinates
 from oppo_megatron.schedule.actions import Action, Op, Schedule
-from oppo_megatron.schedule.checking.transport import GLOO, Transport
-from oppo_megatron.schedule.links import Link, link_of
+from oppo_megatron.schedule.links import GLOO, Link, Transport, link_of
 from oppo_megatron.schedule.rounds import Batch, Round, Site
 from oppo_megatron.schedule.weaving.costs import Costs
 

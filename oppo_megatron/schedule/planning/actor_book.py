@@ -9,6 +9,7 @@ import numpy as np
 from oppo_megatron.columns import Bools, Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.planning.book import (
+    ABSENT,
     ALONE,
     CACHED,
     LIMIT,
@@ -20,7 +21,6 @@ from oppo_megatron.schedule.planning.book import (
     ReplicaWork,
     packed,
 )
-from oppo_megatron.schedule.planning.ledger import ABSENT
 from oppo_megatron.schedule.rounds import Growths
 from oppo_megatron.schedule.weaving.cut import even_ends
 

@@ -7,8 +7,7 @@ import numpy as np
 
 from oppo_megatron.columns import Bools, Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
-from oppo_megatron.schedule.planning.book import ALONE, CACHED, OUTPUTS, REPLICA, Book, Grouping, ReplicaWork, packed
-from oppo_megatron.schedule.planning.ledger import ABSENT
+from oppo_megatron.schedule.planning.book import ABSENT, ALONE, CACHED, OUTPUTS, REPLICA, Book, Grouping, ReplicaWork, packed
 from oppo_megatron.schedule.rounds import Growths
 
 

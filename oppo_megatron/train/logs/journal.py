@@ -17,8 +17,8 @@ from oppo_megatron.config.derived import best_standard, members
 from oppo_megatron.config.evaluation import ACCURACY
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import SupervisedConfig
+from oppo_megatron.control.chunk_tuner import group_length_gap
 from oppo_megatron.control.estimates import Figures
-from oppo_megatron.control.occupancy import group_length_gap
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import describe_seen, num_duplicates
 from oppo_megatron.data.tokenizer import Tokenizer
