@@ -73,14 +73,9 @@ def margin_losses(margin_P: Tensor, rule: DPOLossConfig) -> Tensor:
 
 
 def row_columns(
-    logp_S: Tensor,
-    reference_S: Tensor,
-    counts_S: Tensor,
-    sign_S: Tensor,
-    rule: DPOLossConfig,
-    point: float,
+    logp_S: Tensor, reference_S: Tensor, counts_S: Tensor, sign_S: Tensor, rule: DPOLossConfig, point: float,
     noise: float = FLOAT32,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """Each row's `loss` and `margin`, its implicit reward's distance from z0 (`point`), [S].  `sign_S`: 1 wanted, -1 unwanted."""
     ratio_S = logp_S - reference_S
     margin_S = rule.beta * sign_S * (ratio_S - point)

@@ -14,13 +14,9 @@ class Readiness:
     """The engine stops when `ready`, so batches do not depend on the chunk size."""
 
     def __init__(
-        self,
-        target: int,
-        num_finished: int,
-        unfinished: Set[int],
-        waits: Iterable[tuple[Iterable[int], int]] = (),
+        self, target: int, num_finished: int, unfinished: Set[int], waits: Iterable[tuple[Iterable[int], int]] = (),
         group_size: int = 1,
-    ):
+    ):  # fmt: skip
         """`waits`: (sequences, how many of their groups must finish first); other counts are of groups."""
         self._num_missing = target - num_finished
         self._unfinished = unfinished

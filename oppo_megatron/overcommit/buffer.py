@@ -27,15 +27,9 @@ from oppo_megatron.records import Prompt, Rollout
 
 class RolloutBuffer:
     def __init__(
-        self,
-        batch_size: int,
-        delta: int,
-        max_staleness: int,
-        *,
-        backfill: bool = False,
-        group_size: int = 1,
+        self, batch_size: int, delta: int, max_staleness: int, *, backfill: bool = False, group_size: int = 1,
         filtered: bool = False,
-    ):
+    ):  # fmt: skip
         """`batch_size` in rollouts, `delta` in groups, `max_staleness` in batches."""
         assert batch_size >= 1 and delta >= 0 and max_staleness >= 1 and batch_size % group_size == 0
         self.batch_size = batch_size

@@ -32,13 +32,9 @@ class OvercommitScheduler:
     """`to_train`: rollouts still to train (None: no limit)."""
 
     def __init__(
-        self,
-        prompts: Iterator[Prompt],
-        buffer: RolloutBuffer,
-        delta_controller: DeltaController,
-        backfill_every: int | None = None,
-        to_train: int | None = None,
-    ):
+        self, prompts: Iterator[Prompt], buffer: RolloutBuffer, delta_controller: DeltaController,
+        backfill_every: int | None = None, to_train: int | None = None,
+    ):  # fmt: skip
         assert backfill_every is None or backfill_every >= 1
         assert buffer.backfill == (backfill_every is not None), "buffer and scheduler disagree about backfill"
         self.buffer = buffer

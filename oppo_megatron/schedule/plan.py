@@ -74,15 +74,9 @@ def scoring_delay(update_s: float, work: Sequence[float], arrivals: Sequence[flo
 
 
 def new_planner(
-    config: TrainConfig,
-    site: Site,
-    generator: str,
-    limit: Callable[[int], int],
-    *,
-    costs: Costs | None = None,
-    rank: int | None = None,
-    transport: Transport = GLOO,
-) -> RoundPlanner:
+    config: TrainConfig, site: Site, generator: str, limit: Callable[[int], int], *, costs: Costs | None = None,
+    rank: int | None = None, transport: Transport = GLOO,
+) -> RoundPlanner:  # fmt: skip
     """`limit(seq_id)`: most tokens of a response."""
     slots = {role: cache_slots(config, role, placement) for role, placement in site.placements.items()}
     each = members(config)

@@ -39,14 +39,9 @@ class Preview:
 
 
 def preview(
-    config: TrainConfig,
-    number: int,
-    *,
-    prompt_tokens: int | None = None,
-    generator: str | None = None,
-    costs: Costs | None = None,
-    transport: Transport = GLOO,
-) -> Preview:
+    config: TrainConfig, number: int, *, prompt_tokens: int | None = None, generator: str | None = None,
+    costs: Costs | None = None, transport: Transport = GLOO,
+) -> Preview:  # fmt: skip
     """Plan round `number` (from 1). Raises ConfigError if it does not exist, ScheduleError if a run would refuse it."""
     length = prompt_tokens if prompt_tokens is not None else max(1, config.data.max_prompt_tokens // 2)
     if not 1 <= length <= config.data.max_prompt_tokens:

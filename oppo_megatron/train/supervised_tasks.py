@@ -255,15 +255,9 @@ class Heldout(HeldoutSchedule, Generic[RowT]):
     """Held-out rows of a run.  Collective of the world."""
 
     def __init__(
-        self,
-        config: HeldoutConfig,
-        stop: EarlyStopConfig | None,
-        task: Task[RowT],
-        rows: Sequence[RowT],
-        metrics: Sequence[str],
-        world: World,
-        take_point: TakePoint | None = None,
-    ):
+        self, config: HeldoutConfig, stop: EarlyStopConfig | None, task: Task[RowT], rows: Sequence[RowT], metrics: Sequence[str],
+        world: World, take_point: TakePoint | None = None,
+    ):  # fmt: skip
         super().__init__(config.every_steps, stop)
         self.task, self.metrics, self.world, self.take_point = task, metrics, world, take_point
         self.rows = rows[: config.most_rows]
@@ -280,15 +274,10 @@ class Heldout(HeldoutSchedule, Generic[RowT]):
 
 
 def measure_rows(
-    world: World,
-    trained: TrainedModel,
-    rows: Sequence[RowT],
-    micro_batches: Callable[[Sequence[RowT], int, torch.device], list[MicroBatch]],
-    measure: Measure[RowT],
-    width: int,
-    budget: int,
-    what: str,
-) -> list[float]:
+    world: World, trained: TrainedModel, rows: Sequence[RowT],
+    micro_batches: Callable[[Sequence[RowT], int, torch.device], list[MicroBatch]], measure: Measure[RowT], width: int,
+    budget: int, what: str,
+) -> list[float]:  # fmt: skip
     """Moments of `measure`'s table (`width` columns), divided among replicas.  Collective of the world."""
     groups = trained.model.groups
     mine = rows[groups.dp_rank :: groups.dp]

@@ -70,15 +70,9 @@ Running = Callable[[Action, int], int]
 
 
 def simulate(
-    schedule: Schedule,
-    round_: Round,
-    site: Site,
-    costs: Costs | None = None,
-    transport: Transport = GLOO,
-    *,
-    begun: Mapping[int, float] | None = None,
-    running: Running | None = None,
-) -> Timeline:
+    schedule: Schedule, round_: Round, site: Site, costs: Costs | None = None, transport: Transport = GLOO, *,
+    begun: Mapping[int, float] | None = None, running: Running | None = None,
+) -> Timeline:  # fmt: skip
     """Execute until no rank can continue; `begun`: start of each rank's list in seconds."""
     run = _Run(schedule, round_, site, costs or Costs(), transport, running)
     run.clock.update(begun or {})

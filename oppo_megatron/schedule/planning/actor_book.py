@@ -59,14 +59,9 @@ class ActorBook(Book):
         return min(chunk, int(active.rooms.max(initial=0)))
 
     def plan(
-        self,
-        active: Sequence[Rollout] | Columns | Active,
-        steps: int,
-        micro_batches: int,
-        budget: int,
-        order: Callable[[Sequence[int]], list[int]],
-        own: Collection[int] | None = None,
-    ) -> list[ReplicaWork]:
+        self, active: Sequence[Rollout] | Columns | Active, steps: int, micro_batches: int, budget: int,
+        order: Callable[[Sequence[int]], list[int]], own: Collection[int] | None = None,
+    ) -> list[ReplicaWork]:  # fmt: skip
         """`order(seq_ids)` sorts open sequences by cache slot."""
         columns, rows, replicas, rooms = active if isinstance(active, Active) else self.active(active)
         running, new = self._admit(rows, replicas)

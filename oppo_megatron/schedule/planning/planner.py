@@ -69,14 +69,9 @@ class RoundPlanner:
 
     @uncollected()
     def plan(
-        self,
-        index: int,
-        decode: Sequence[Rollout],
-        score: Sequence[Rollout],
-        chunk: int,
-        order: Order,
+        self, index: int, decode: Sequence[Rollout], score: Sequence[Rollout], chunk: int, order: Order,
         readable: Ints | None = None,
-    ) -> PlannedRound:
+    ) -> PlannedRound:  # fmt: skip
         """Decode up to `chunk` tokens, and score new tokens; the critic only `readable` (None: all). Raises ScheduleError."""
         round_, works = self.book(index, decode, score, chunk, order, readable)
         budgets = self._budgets(works)
@@ -86,14 +81,9 @@ class RoundPlanner:
 
     @uncollected()
     def book(
-        self,
-        index: int,
-        decode: Sequence[Rollout],
-        score: Sequence[Rollout],
-        chunk: int,
-        order: Order,
+        self, index: int, decode: Sequence[Rollout], score: Sequence[Rollout], chunk: int, order: Order,
         readable: Ints | None = None,
-    ) -> tuple[Round, dict[str, list[ReplicaWork]]]:
+    ) -> tuple[Round, dict[str, list[ReplicaWork]]]:  # fmt: skip
         """Return a round and its work by role, which the books count as done."""
         active, unread = self.actor.active(decode), dict[str, Unread]()
         scored = some = columns_of(score)

@@ -97,14 +97,9 @@ class RunLog:
     """Kept by one rank, from `__enter__` on.  `elapsed_s` includes the time before a resume."""
 
     def __init__(
-        self,
-        config: TrainConfig | SupervisedConfig,
-        total_steps: int | None,
-        title: str,
-        device: torch.device,
-        trackers: Tracker,
-        elapsed_s: float = 0.0,
-    ):
+        self, config: TrainConfig | SupervisedConfig, total_steps: int | None, title: str, device: torch.device,
+        trackers: Tracker, elapsed_s: float = 0.0,
+    ):  # fmt: skip
         self.run_dir, self.trackers = RunDirectory(config.run_dir), trackers
         self.planned_bytes = planned_memory(config, on_cpu=device.type == "cpu")
         self.log = MetricsLog(self.run_dir.metrics)

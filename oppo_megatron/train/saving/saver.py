@@ -98,13 +98,9 @@ class Saver:
     """
 
     def __init__(
-        self,
-        config: TrainConfig | SupervisedConfig,
-        world: World,
-        preemption: Preemption,
-        fingerprint: Callable[[], dict[str, Any]],
-        extra: Mapping[str, Any],
-    ):
+        self, config: TrainConfig | SupervisedConfig, world: World, preemption: Preemption,
+        fingerprint: Callable[[], dict[str, Any]], extra: Mapping[str, Any],
+    ):  # fmt: skip
         self.rules, self.standard = config.checkpoint, best_standard(config)
         self.world, self.preemption = world, preemption
         self.run_dir = RunDirectory(config.run_dir)
