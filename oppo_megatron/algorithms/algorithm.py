@@ -23,7 +23,7 @@ from oppo_megatron.algorithms.losses import (
     value_loss,
 )
 from oppo_megatron.algorithms.packed import TokenStats, token_noise
-from oppo_megatron.algorithms.preference_losses import PAIR_FIGURES, pair_figures, pair_loss, pair_weights
+from oppo_megatron.algorithms.supervised_losses import PAIR_FIGURES, pair_figures, pair_loss, pair_weights
 from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.config.run import TrainConfig

@@ -12,7 +12,7 @@ from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments, compared,
 from oppo_megatron.algorithms.custom import AdvantageInputs, CustomAdvantage
 from oppo_megatron.algorithms.losses import kl_per_token
 from oppo_megatron.algorithms.packed import Lengths, last_tokens, lengths_like, row_sums
-from oppo_megatron.algorithms.preference_losses import rows_of_pairs
+from oppo_megatron.algorithms.supervised_losses import rows_of_pairs
 from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.errors import NumericsError, RewardError

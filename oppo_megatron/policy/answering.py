@@ -18,8 +18,8 @@ from oppo_megatron.cluster.process_groups import use_once
 from oppo_megatron.cluster.world import World, choose_device, open_world
 from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
 from oppo_megatron.data.tokenizer import Tokenizer, encode_prompt
-from oppo_megatron.engine.completions import PromptDecoder
 from oppo_megatron.engine.executor import Links, build_links
+from oppo_megatron.engine.round_runner import PromptDecoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping, StopText, all_ids
 from oppo_megatron.layout.placements import RolePlacement

@@ -15,8 +15,17 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.algorithms.packed import token_noise
-from oppo_megatron.algorithms.preference_losses import mean_loss, pair_columns, row_columns, table_of
-from oppo_megatron.algorithms.supervised_losses import next_token_loss, preference_loss, preference_table, step_loss, step_table
+from oppo_megatron.algorithms.supervised_losses import (
+    mean_loss,
+    next_token_loss,
+    pair_columns,
+    preference_loss,
+    preference_table,
+    row_columns,
+    step_loss,
+    step_table,
+    table_of,
+)
 from oppo_megatron.cluster.process_groups import waiting_for
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.evaluation import PREFERENCE_METRICS, EarlyStopConfig, HeldoutConfig

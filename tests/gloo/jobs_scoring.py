@@ -17,7 +17,7 @@ from oppo_megatron.engine.scoring import ScoringWorker
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.batch import join_rows, pack_responses
 from oppo_megatron.mcore.groups import RoleGroups
-from oppo_megatron.mcore.kv.dense import KVCache
+from oppo_megatron.mcore.kv.sequence_cache import KVCache
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.training import forward_rows
 from oppo_megatron.mcore.vocab import token_logprobs

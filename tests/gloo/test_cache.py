@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.mcore.fused import FusedStage
-from oppo_megatron.mcore.kv.dense import KVCache
+from oppo_megatron.mcore.kv.sequence_cache import KVCache
 from oppo_megatron.mcore.model import RoleModel, step
 from tests.gloo.models import MAX_LENGTH, PATHS, Whole, full_outputs, gather_logits, load, world_groups
 from tests.support.ranks import run_ranks

@@ -18,7 +18,7 @@ from oppo_megatron.config.model import TARGETS, LoraConfig, TrainedRoleConfig, T
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.hf_layout import adapter_parts
 from oppo_megatron.layout.shape import ModelShape
-from oppo_megatron.mcore.weights.lora_weights import FreshAdapters, open_adapters
+from oppo_megatron.mcore.weights.hf_weights import FreshAdapters, open_adapters
 from oppo_megatron.modeldir.adapters import adapter_problems
 from oppo_megatron.modeldir.headers import check_adapter
 from tests.gloo.test_training import DATA, FULL, PROBES, SELECTIVE, SEQUENCE, SETTINGS, Case, case_id, plain_outputs, plain_steps

@@ -15,7 +15,7 @@ if importlib.util.find_spec("trl") is None:
 import torch
 from torch import Tensor
 
-from oppo_megatron.algorithms.preference_losses import mean_loss
+from oppo_megatron.algorithms.supervised_losses import mean_loss
 from oppo_megatron.config.supervised import DPOConfig
 from oppo_megatron.data.supervised_rows import Marked, Pair
 from oppo_megatron.mcore.vocab import VocabShards

@@ -45,7 +45,7 @@ EXPECTED: dict[Wait, tuple[int, str]] = {
     # of pairs: their number, their mean scores and their rows
     ("experience", "index", "algorithms/experience.py with_pairs"): (2, "experience"),
     ("experience", "read", "algorithms/experience.py <genexpr>"): (2, "experience"),
-    ("experience", "read", "algorithms/preference_losses.py rows_of_pairs"): (1, "experience"),
+    ("experience", "read", "algorithms/supervised_losses.py rows_of_pairs"): (1, "experience"),
     ("rest", "read", "train/actor.py update"): (1, ONCE_A_STEP),
     # a step with tokens that an older policy has drawn: figures of the log-probs at its start
     ("rest", "read", "mcore/training.py read_reports"): (1, ONCE_A_STEP),
