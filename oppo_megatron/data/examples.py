@@ -211,14 +211,9 @@ def _turns(row: Row, layout: Layout, turns: str) -> Sequence[Answered]:
 
 
 def _render(
-    rows: Sequence[Row],
-    extract: Callable[[Row], Sequence[Answered]],
-    layout: Layout,
-    wanted: Wanted,
-    config: RowsConfig,
-    tokenizer: Tokenizer,
-    problems: RowProblems,
-) -> list[Example]:
+    rows: Sequence[Row], extract: Callable[[Row], Sequence[Answered]], layout: Layout, wanted: Wanted, config: RowsConfig,
+    tokenizer: Tokenizer, problems: RowProblems,
+) -> list[Example]:  # fmt: skip
     examples: list[Example] = []
     turns = getattr(config, "turns", "last")
     answer_template = getattr(config, "completion_template", "{completion}")

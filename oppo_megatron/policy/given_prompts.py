@@ -39,14 +39,9 @@ def prompts_of_texts(texts: Iterable[str], wording: Wording, tokenizer: Tokenize
 
 
 def prompts_of_file(
-    path: Path,
-    column: str | None,
-    wording: Wording,
-    tokenizer: Tokenizer,
-    most: int | None = None,
-    note: Callable[[str], None] = lambda line: None,
-    progress: Callable[[str], None] = lambda line: None,
-) -> list[Prompt]:
+    path: Path, column: str | None, wording: Wording, tokenizer: Tokenizer, most: int | None = None,
+    note: Callable[[str], None] = lambda line: None, progress: Callable[[str], None] = lambda line: None,
+) -> list[Prompt]:  # fmt: skip
     """At most `most` prompts, per line (`.txt`) or row; `note`: findings, `progress`: rows."""
     if path.suffix == ".txt":
         return prompts_of_texts(_lines(path)[:most], wording, tokenizer)

@@ -29,13 +29,9 @@ PAGE = "index.html"
 
 
 def write_report(
-    paths: Sequence[str | os.PathLike[str]],
-    out: Path,
-    steps: Sequence[int] = (),
-    *,
-    pictures: bool = True,
+    paths: Sequence[str | os.PathLike[str]], out: Path, steps: Sequence[int] = (), *, pictures: bool = True,
     progress: Callable[[str], None] = lambda line: None,
-) -> list[Path]:
+) -> list[Path]:  # fmt: skip
     """Write `index.html` and PNGs; return their paths.  `steps`: timelines (default: of median length).  Raises DataError."""
     page = out / PAGE
     if page.exists() and not (page.is_file() and HEADING in page.read_text(encoding="utf-8", errors="replace")):

@@ -35,12 +35,9 @@ class IsolatedRule(Part):
     waits = True
 
     def __init__(
-        self,
-        make: Callable[[], IsolatedFunction],
-        read: Callable[[Fields], dict[str, Any]],
-        about: Callable[[], str] = str,
+        self, make: Callable[[], IsolatedFunction], read: Callable[[Fields], dict[str, Any]], about: Callable[[], str] = str,
         trial: Trial | None = None,
-    ):
+    ):  # fmt: skip
         self._functions = [make() for _ in range(PROCESSES)]
         self._read, self._about, self._trial = read, about, trial
         self._tried: dict[str, str | None] = {}

@@ -24,7 +24,7 @@ from oppo_megatron.cluster import process_groups
 from oppo_megatron.errors import CapacityError, ConfigError
 from oppo_megatron.layout.memory import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
 from oppo_megatron.mcore import compat, cpu
-from oppo_megatron.mcore.compat import PATCHES, Patch, known_norm, norm_on_device
+from oppo_megatron.mcore.compat import PATCHES, Patch, known_norm, no_lone_sums, norm_on_device
 from oppo_megatron.mcore.cpu import IN_PLACE_ROWS, blocks, can_prepack, product, require_private_ops
 from oppo_megatron.mcore.device import is_out_of_memory, memory_for, too_many_sequences, too_many_tokens
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
@@ -133,6 +133,17 @@ def test_later_versions_build_layers_otherwise() -> None:
     marking = [source for source in functions("tensor_parallel/layers.py", "__init__") if "set_tensor_model_parallel" in source]
     later = Version(compat.megatron.core.__version__) >= Version("0.18")
     assert ("return partial(" in built, len(marking) == 3) == (later, later)
+
+
+def test_sums_over_one_rank_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    summed: list[object] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, group, async_op: summed.append((group, async_op)))
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2 if group == "pair" else 1)
+    with no_lone_sums():
+        for group in (None, "alone", "pair"):
+            dist.all_reduce(torch.ones(1), group=group)
+        dist.all_reduce(torch.ones(1), group=None, async_op=True)
+    assert summed == [("pair", False), (None, True)]
 
 
 def test_the_norms_are_what_megatron_computes() -> None:

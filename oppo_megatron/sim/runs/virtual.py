@@ -102,16 +102,10 @@ class VirtualRun(PureLoop):
     player: type[Player] = Player
 
     def __init__(
-        self,
-        config: TrainConfig,
-        costs: StepCosts,
-        lengths: Callable[[int], int],
-        *,
-        prompt_tokens: int | Sequence[int] | None = None,
-        signals: Callable[[int, StepSignals], StepSignals] | None = None,
-        endless: bool = False,
-        traced_steps: int = 0,
-    ):
+        self, config: TrainConfig, costs: StepCosts, lengths: Callable[[int], int], *,
+        prompt_tokens: int | Sequence[int] | None = None, signals: Callable[[int, StepSignals], StepSignals] | None = None,
+        endless: bool = False, traced_steps: int = 0,
+    ):  # fmt: skip
         self.costs, self.site, self.signals = costs, Site(role_placements(config)), signals
         if prompt_tokens is None:
             prompt_tokens = usual_prompt_tokens(config)
