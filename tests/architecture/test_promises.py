@@ -137,7 +137,7 @@ def test_the_page_names_tests_that_exist_with_their_tiers_and_counts_them() -> N
 HERE = "tests/architecture/test_promises.py::test_each_fault_of_a_page_is_found"
 PLAIN = "tests/e2e/test_resume.py::test_resume_in_another_layout"
 SOME_LONG = "tests/gloo/test_training.py::test_steps_equal_plain_torch"
-LONG = "tests/e2e/test_pages.py::test_the_tutorial_followed_to_the_letter"
+LONG = "tests/e2e/test_demo.py::test_the_tutorial_followed_to_the_letter"
 MODULE_SLOW = "tests/e2e/test_demo.py::test_figures"
 GPU = "tests/gpu/test_cuda.py::test_draws_never_leave_the_support"
 GPULIBS = "tests/gpulibs/test_gpu_libraries.py::test_attention_through_flash_attn_is_that_of_gathered_keys"

@@ -34,7 +34,7 @@ from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.train.entry import run_ppo
 from oppo_megatron.train.inputs import read_inputs
 from oppo_megatron.train.saving.preemption import Preemption
-from tests.e2e.test_bench_gpu import TINY, WORK
+from tests.e2e.test_bench import TINY, WORK
 from tests.support.ppo import SHAPE, Outcome, Workspace, read_outcome
 
 pytestmark = [

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.replay.loop import Replay, Replayed
 from tests.support.hf import save_tiny
-from tests.support.layouts import STEADY_ADAM
-from tests.support.ppo import SHAPE, Outcome, Workspace, read_outcome, weight_distance
+from tests.support.ppo import SHAPE, STEADY_ADAM, Outcome, Workspace, read_outcome, weight_distance
 
 CLOSE = 1e-5
 """Largest absolute distance of a weight; they move by about 1e-2."""

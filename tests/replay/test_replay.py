@@ -13,8 +13,7 @@ import pytest
 from oppo_megatron.layout.placements import world_size
 from tests.replay.runs import assert_replays, carrying, save_models
 from tests.support.configs import run_of
-from tests.support.layouts import STEADY_ADAM, WITHOUT_CRITIC
-from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks
+from tests.support.ppo import STEADY_ADAM, WITHOUT_CRITIC, Outcome, Workspace, read_outcome, run_ppo_ranks
 from tests.support.ranks import run_ranks
 
 REPLICAS = {"placement": {"mode": "colocated", "actor": {"dp": 2}, "scorer": {"dp": 2}}}

@@ -17,8 +17,7 @@ from benchmarks.groups import CountingStore
 from oppo_megatron.cluster.hosts import RankHost, describe_hosts
 from oppo_megatron.cluster.rendezvous import Meeting, MeetingPoint, loopback_store, meet, within
 from oppo_megatron.errors import WorldError
-from tests.support.ports import free_port, free_ports
-from tests.support.processes import wait_for
+from tests.support.processes import free_port, free_ports, wait_for
 
 Outcome = Meeting | str
 LOOPBACK, TIMEOUT_S = "127.0.0.1", 3.0

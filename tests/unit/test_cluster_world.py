@@ -34,8 +34,7 @@ from oppo_megatron.layout.placements import ALONE, RolePlacement
 from oppo_megatron.mcore.groups import build_groups
 from oppo_megatron.schedule.links import run_groups
 from oppo_megatron.schedule.rounds import Site
-from tests.support.first_use import turns
-from tests.support.schedules import colocated, disaggregated, make_site, split_scorers
+from tests.support.schedules import colocated, disaggregated, make_site, split_scorers, turns
 
 
 @pytest.fixture(autouse=True)

@@ -24,8 +24,7 @@ from oppo_megatron.report.timeline import Timeline
 from oppo_megatron.rundir.directory import RunDirectory, write_json
 from oppo_megatron.rundir.trace import Span, read_spans
 from tests.support.commands import refused
-from tests.support.pages import Element, parse
-from tests.support.runs import append, metrics_line, rollout, write_run
+from tests.support.runs import Element, append, metrics_line, parse, rollout, write_run
 
 PARTS = [
     "overview", "reward", "heldout", "learning", "steps", "timeline", "utilization", "deferrals", "control", "lengths", "bins",

@@ -22,9 +22,8 @@ from oppo_megatron.errors import ConfigError, OppoError, RewardError
 from oppo_megatron.rewards.functions import build_reward_functions
 from oppo_megatron.rewards.protocol import ScoreItem, read_answer, read_token
 from oppo_megatron.rewards.remote import RemoteReward, retry_after_s
-from tests.support.ports import held_port
-from tests.support.processes import wait_for
-from tests.support.reward_service import Reply, Service, by_length, http, reward_service, scored
+from tests.support.processes import held_port, wait_for
+from tests.support.serving import Reply, Service, by_length, http, reward_service, scored
 
 TOKEN = "s3cret-token-that-nobody-may-see"
 QUICK = {"timeout_s": 30.0, "give_up_s": 120.0}

@@ -29,8 +29,7 @@ from oppo_megatron.schedule.weaving.generators import intra
 from oppo_megatron.train import roles
 from oppo_megatron.train.roles import Topology, build_topology
 from tests.support.configs import least_config
-from tests.support.first_use import turns
-from tests.support.schedules import colocated, disaggregated, links_of, make_round, make_site
+from tests.support.schedules import colocated, disaggregated, links_of, make_round, make_site, turns
 from tests.unit.test_schedule_components import sites
 
 ROLES = ("actor", "reference", "critic", "reward")

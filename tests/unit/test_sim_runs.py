@@ -21,8 +21,7 @@ from oppo_megatron.errors import ConfigError
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.sim.runs.step_costs import StepCosts
 from oppo_megatron.sim.runs.virtual import VirtualRun, VirtualStep, metrics_lines
-from tests.support.ordered import OrderedRun
-from tests.support.virtual_layouts import SIZES, Layout, drawn, plain, tree
+from tests.support.virtual import SIZES, Layout, OrderedRun, drawn, plain, tree
 
 PROMPT, NONE = 32, Linear(0.0, 0.0)
 UPDATES = {"actor": Linear(0.2, 1e-5), "critic": Linear(0.1, 2e-5)}
