@@ -47,8 +47,7 @@ CASES = [(n, *shape) for n in [8, 64, 1024] for shape in SHAPES if n >= 2 * math
 def test_a_rank_belongs_to_few_groups_whatever_the_size(size: int, tp: int, pp: int) -> None:
     actor, scorer = over(0, size // 2, tp, pp), over(size // 2, size // 2, tp, pp)
     apart = {"actor": actor, **dict.fromkeys(ROLES[1:], scorer)}
-    together = dict.fromkeys(ROLES, over(0, size, tp, pp))
-    for placements in (apart, together):
+    for placements in (apart, dict.fromkeys(ROLES, over(0, size, tp, pp))):
         trained = {role: over(placements[role].ranks[0], len(placements[role].ranks), pp, tp) for role in ("actor", "critic")}
         assert max(groups_by_rank(run_groups(placements, trained)).values()) <= 34
 
