@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from oppo_megatron.report.build import make_sections, write_report
 from oppo_megatron.report.run_records import read_runs
+from oppo_megatron.report.sections import make_sections, write_report
 from tests.support.pages import parse
 from tests.support.ppo import Workspace, run_ppo_ranks
 from tests.support.runs import write_run
