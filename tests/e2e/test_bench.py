@@ -11,8 +11,7 @@ import yaml
 
 from benchmarks.limit import limits
 from oppo_megatron.bench.decode import DecodeWork, available_peers
-from oppo_megatron.bench.overlap import bench_overlap
-from oppo_megatron.bench.suite import Suite, bare
+from oppo_megatron.bench.suite import Suite, bare, bench_overlap
 from oppo_megatron.cli.launch import launch
 from oppo_megatron.cli.main import main
 from oppo_megatron.config.run import TrainConfig
