@@ -18,8 +18,7 @@ from packaging.requirements import Requirement
 from oppo_megatron.cli.load import guess_kind, load_service, load_settings
 from oppo_megatron.cli.measure import describe_options, settle
 from oppo_megatron.cli.parser import add_config_arguments
-from oppo_megatron.cli.rank_table import rank_table
-from oppo_megatron.cli.ready import require_ready, require_service_packages, unreached_services
+from oppo_megatron.cli.ready import rank_table, require_ready, require_service_packages, unreached_services
 from oppo_megatron.clock import by_time
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.config.derived import describe_batch

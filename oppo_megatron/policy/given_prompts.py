@@ -14,10 +14,10 @@ from typing import Any, TextIO
 
 from oppo_megatron.config.data import PromptDataConfig
 from oppo_megatron.data.chat_template import NoChatTemplateError
-from oppo_megatron.data.conversations import Conversations
 from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.tokenizer import Tokenizer, encode_prompt
+from oppo_megatron.data.values import Conversations
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.records import Prompt
 
