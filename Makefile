@@ -42,7 +42,7 @@ ORACLES_PIP := $(ORACLES_VENV)/bin/python -m pip --disable-pip-version-check ins
 VERSION ?= 0.19.2
 CORE := .core/$(VERSION)
 CORE_PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(CORE)
-CORE_QUICK := tests/unit/test_mcore_compat.py tests/parity/test_hf_logits.py::test_logits_equal_transformers \
+CORE_QUICK := tests/unit/test_mcore_patches.py tests/parity/test_hf_logits.py::test_logits_equal_transformers \
 	'tests/parity/test_hf_logits.py::test_scalar_head_equals_transformers_classifier[2-2]' \
 	$(foreach case,tp1-pp4-dp1 tp1-pp1-dp4 tp2-pp1-dp1-sequence_parallel tp1-pp2-dp2-recompute-full, \
 		'tests/gloo/test_training.py::test_steps_equal_plain_torch[$(case)]') \

@@ -1,4 +1,4 @@
-"""Check this machine and the run directory before any rank starts, without torch on a CPU; a table of the ranks and their roles."""
+"""Check this machine and the run directory before any rank starts, without torch on a CPU; show the ranks and their roles."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class DeviceLane:
         size = self._size
         token_B, cached_B, position_B, limit_B, chain_B, greedy_B = self._state_6M[:, :size].unbind(0)
         ended_B = self._ended_M[:size]
-        logits_BV = self._model(token_B, self._places.plan(cached_B, self._reach))
+        logits_BV = self._model(token_B, self._places.plan(cached_B, self._reach, ended_B))
         mixed_B = greedy_B.bool() if self._sampling.members.greedy else None
         drawn = draw_at(logits_BV, self._sampling, uniforms_at(chain_B, position_B), self._model.vocab, mixed_B)
         self._drawn_KXM[:, :, :size].index_copy_(0, self._step_1, drawn.table().unsqueeze(0))

@@ -6,7 +6,7 @@ by the previous one.  Legend: R rows (running sequences of a micro-batch), V voc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -42,7 +42,8 @@ class DecodeWorker(CacheWorker):
         self.captured = CapturedSteps(cache.device, model.parameters) if captures else None
         if self.captured is not None:
             self.captured.renew()
-            self._lane(0).prepare()
+            with memory_for(lambda: too_many_sequences("a decode step", cache.num_slots, cache.num_bytes)):
+                self._lane(0).prepare()
 
     def order(self, seq_ids: Sequence[int]) -> list[int]:
         """Sort by cache slot, those without last."""
@@ -153,10 +154,13 @@ class DecodeWorker(CacheWorker):
     def _lane(self, micro_batch: int) -> DeviceLane:
         if micro_batch not in self._resident:
             self._resident[micro_batch] = DeviceLane(
-                self.model, self.cache, self.captured or run_eagerly, sampling=self.sampling,
+                self.model, self.cache, self._run_step, sampling=self.sampling,
                 eos_ids=self.stopping.eos_ids, sync_steps=self._sync_steps, name=micro_batch,
             )  # fmt: skip
         return self._resident[micro_batch]
+
+    def _run_step(self, key: Hashable, step: Callable[[], None]) -> None:
+        (self.captured or run_eagerly)(key, step)
 
     def _start_step(self, action: Action) -> int:
         assert action.step is not None

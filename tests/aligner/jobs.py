@@ -20,6 +20,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from nemo_aligner.models.nlp.gpt.gpt_reward_model import GPTRewardModel
+from omegaconf import OmegaConf
 from pydantic import SecretStr
 
 from oppo_megatron.errors import OppoError
@@ -28,9 +29,8 @@ from oppo_megatron.integrations.nemo_aligner.pool import Pool, Row
 from oppo_megatron.rewards.streaming import checksum
 from oppo_megatron.serving.app import Known, Piece, build_stream_app
 from tests.aligner.actor import start_megatron, weights
-from tests.aligner.checkpoints import callback_of
 from tests.aligner.job import Job
-from tests.aligner.world import build, started
+from tests.aligner.world import PPOTrainer, build, callback_of, started
 from tests.support.serving import served_app
 
 gc.collect()
@@ -52,18 +52,14 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def refusal(job: Job, **changes: Any) -> str:
-    from omegaconf import OmegaConf
-
-    from tests.aligner import world
-
-    given = dict(world.started(job))
+    given = dict(started(job))
     for name, value in changes.items():
         if name in given:
             given[name] = value
         else:
             OmegaConf.update(given["cfg"], name, value)
     try:
-        world.PPOTrainer(**given)
+        PPOTrainer(**given)
     except OppoError as error:
         return f"{type(error).__name__}: {error}"
     return "taken"

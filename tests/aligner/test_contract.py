@@ -47,6 +47,7 @@ def same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
 
 
 Runs = Callable[[int], list[dict[str, Any]]]
+Saved = Callable[[int], tuple[Job, list[dict[str, Any]]]]
 PLAIN = Job(val_every=2, warmup=1, save_every=2)
 EACH = {"chunk": 1}  # so that rows are streamed up to the limit of the longest
 CARRYING = Job(oppo=DELTA | EACH, val_every=2)
@@ -63,7 +64,7 @@ def carrying() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Job, list[dict[str, Any]]]]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     @cache
     def made(world: int) -> tuple[Job, list[dict[str, Any]]]:
         job = Job(oppo=DELTA, greedy=True, save_every=1, folder=tmp_path_factory.mktemp("saved"))
@@ -125,7 +126,7 @@ def test_a_longer_answer_is_waited_for_in_the_end() -> None:
     assert max(row["oppo_max_staleness"] for row in results[0]["rollouts"]) == 1
 
 
-def test_validation_leaves_the_pool_alone(saved: Callable[[int], tuple[Job, list[dict[str, Any]]]]) -> None:
+def test_validation_leaves_the_pool_alone(saved: Saved) -> None:
     job, (plain,) = saved(1)
     validated = run(replace(job, val_every=1, save_every=0))[0]
     assert plain["trained"] == validated["trained"]
@@ -151,9 +152,7 @@ def test_the_critics_warm_up_gives_its_rollouts_back() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_deferred_rows_survive_a_resume(
-    world: int, saved: Callable[[int], tuple[Job, list[dict[str, Any]]]], tmp_path: Path
-) -> None:
+def test_deferred_rows_survive_a_resume(world: int, saved: Saved, tmp_path: Path) -> None:
     job, whole = saved(world)
     assert whole[0]["rollouts"][1]["oppo_deferred"] == 4
     linked = tmp_path / "linked" / "checkpoints"
@@ -173,9 +172,7 @@ def test_deferred_rows_survive_a_resume(
         assert text.startswith("CheckpointError") and f"rows of {world} data-parallel replicas, but there are {3 - world}" in text
 
 
-def test_a_run_that_defers_no_more_drains_its_pool(
-    saved: Callable[[int], tuple[Job, list[dict[str, Any]]]], tmp_path: Path
-) -> None:
+def test_a_run_that_defers_no_more_drains_its_pool(saved: Saved, tmp_path: Path) -> None:
     job, whole = saved(1)
     resume = replace(job, resume=2, resume_from=job.folder, folder=tmp_path, oppo={}, save_every=0)
     drained = run(resume)
@@ -189,9 +186,7 @@ def refused(job: Job, world: int) -> list[str]:
     return run_ranks(world, "tests.aligner.jobs:told", job=job)
 
 
-def test_sidecars_live_and_die_with_nemos_checkpoints(
-    saved: Callable[[int], tuple[Job, list[dict[str, Any]]]], tmp_path: Path
-) -> None:
+def test_sidecars_live_and_die_with_nemos_checkpoints(saved: Saved, tmp_path: Path) -> None:
     shutil.copytree(saved(2)[0].folder, tmp_path, dirs_exist_ok=True)
     job = replace(saved(2)[0], folder=tmp_path)
     rows = tmp_path / "checkpoints-oppo"
@@ -210,9 +205,7 @@ def test_sidecars_live_and_die_with_nemos_checkpoints(
         assert "checkpoints-oppo does not exist: no deferred rollouts are carried into this run" in text
 
 
-def test_rows_of_a_checkpoint_are_not_taken_for_those_of_a_later_one_of_its_step(
-    saved: Callable[[int], tuple[Job, list[dict[str, Any]]]], tmp_path: Path
-) -> None:
+def test_rows_of_a_checkpoint_are_not_taken_for_those_of_a_later_one_of_its_step(saved: Saved, tmp_path: Path) -> None:
     """A run goes back to step 2 and saves in the same folder again: step 4 is there twice."""
     shutil.copytree(saved(1)[0].folder, tmp_path, dirs_exist_ok=True)
     job, checkpoints = replace(saved(1)[0], folder=tmp_path), tmp_path / "checkpoints"
@@ -221,9 +214,7 @@ def test_rows_of_a_checkpoint_are_not_taken_for_those_of_a_later_one_of_its_step
     later = [path.rename(tmp_path / path.name) for path in checkpoints.glob("*-step=4-*") if path != one]
     assert later
     (said,) = refused(replace(job, resume=4), 1)
-    assert (
-        said.startswith("CheckpointError") and f"the rows of another checkpoint of step 4, saved later than {one.name};" in said
-    )
+    assert said.startswith("CheckpointError") and f"another checkpoint of step 4, saved later than {one.name};" in said
     one.rename(tmp_path / "the-earlier-one")
     later[0].rename(checkpoints / later[0].name)
     (said,) = refused(replace(job, resume=4), 1)
@@ -292,19 +283,17 @@ def test_a_scorer_that_fails_one_replica_ends_all_of_them() -> None:
 
 def test_what_generates_without_a_break_is_refused() -> None:
     job = Job(oppo=DELTA)
-    said = run_ranks(1, "tests.aligner.jobs:refusal", job=job, **{"trt_llm.enable": True})[0]
-    assert "trainer.ppo.trt_llm.enable is true" in said and "set it to false" in said
-    alone = run_ranks(1, "tests.aligner.jobs:refusal", job=replace(job, oppo={}), **{"trt_llm.enable": True})
-    assert alone == ["taken"], "what generates there is the model's own affair"
-    said = run_ranks(1, "tests.aligner.jobs:refusal", job=job, batch_iterator_cls=dict)[0]
-    assert "the batch iterator is dict" in said and "use_flask" in said
-    said = run_ranks(1, "tests.aligner.jobs:refusal", job=replace(job, oppo={"delta": {"max": 9}}))[0]
-    assert "delta.max 9 is more than the batch of 8" in said
-    said = run_ranks(1, "tests.aligner.jobs:refusal", job=replace(job, oppo={"dleta": {}}))[0]
-    assert "ConfigError" in said and "dleta" in said and "delta" in said
-    said = run_ranks(1, "tests.aligner.jobs:refusal", job=job, oppo=5)[0]
-    assert "trainer.ppo.oppo is 5, but must be a section of keys" in said
-    assert run_ranks(1, "tests.aligner.jobs:refusal", job=job) == ["taken"]
+    for changed, changes, words in (
+        (job, {"trt_llm.enable": True}, ("trainer.ppo.trt_llm.enable is true", "set it to false")),
+        (replace(job, oppo={}), {"trt_llm.enable": True}, ("taken",)),  # what generates there is the model's own affair
+        (job, {"batch_iterator_cls": dict}, ("the batch iterator is dict", "use_flask")),
+        (replace(job, oppo={"delta": {"max": 9}}), {}, ("delta.max 9 is more than the batch of 8",)),
+        (replace(job, oppo={"dleta": {}}), {}, ("ConfigError", "dleta", "delta")),
+        (job, {"oppo": 5}, ("trainer.ppo.oppo is 5, but must be a section of keys",)),
+        (job, {}, ("taken",)),
+    ):
+        (said,) = run_ranks(1, "tests.aligner.jobs:refusal", job=changed, **changes)
+        assert said == "taken" if words == ("taken",) else all(each in said for each in words), said
 
 
 def test_a_disk_that_fails_one_rank_ends_all_of_them(tmp_path: Path) -> None:

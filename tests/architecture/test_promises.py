@@ -53,10 +53,8 @@ def tree_of(file: Path) -> ast.Module:
 
 def marks(node: ast.expr) -> Iterator[str]:
     """Names of the marks that an expression is made of, but for those that parametrize gives to some cases only."""
-    parts = node.elts if isinstance(node, LISTS) else [node]
-    for part in parts:
-        call = part.func if isinstance(part, ast.Call) else part
-        name = ast.unparse(call).removeprefix("pytest.").removeprefix("mark.")
+    for part in node.elts if isinstance(node, LISTS) else [node]:
+        name = ast.unparse(part.func if isinstance(part, ast.Call) else part).removeprefix("pytest.").removeprefix("mark.")
         yield name
         if name == "parametrize" and isinstance(part, ast.Call):
             yield from marks_of_all_cases(part)
@@ -137,50 +135,38 @@ def test_the_page_names_tests_that_exist_with_their_tiers_and_counts_them() -> N
 HERE = "tests/architecture/test_promises.py::test_each_fault_of_a_page_is_found"
 PLAIN = "tests/e2e/test_resume.py::test_resume_in_another_layout"
 SOME_LONG = "tests/gloo/test_training.py::test_steps_equal_plain_torch"
-LONG = "tests/e2e/test_pages.py::test_the_tutorial_followed_to_the_letter"
+LONG = "tests/e2e/test_demo.py::test_the_tutorial_followed_to_the_letter"
 MODULE_SLOW = "tests/e2e/test_demo.py::test_figures"
 GPU = "tests/gpu/test_cuda.py::test_draws_never_leave_the_support"
 GPULIBS = "tests/gpulibs/test_gpu_libraries.py::test_attention_through_flash_attn_is_that_of_gathered_keys"
 SLURM = "tests/slurm/test_preemption.py::test_a_job_is_told_to_stop_requeued_and_finishes_as_if_nothing_had_been"
 
 
-@pytest.mark.parametrize(
-    ("tests", "tiers", "counts", "says"),
-    [
-        ([HERE], ["check"], (1, 1, 0), None),
-        ([PLAIN, SOME_LONG, MODULE_SLOW], ["test"], (1, 1, 0), None),
-        ([HERE, LONG, GPU, SLURM, GPULIBS], ["check", "long", "gpu", "slurm", "gpulibs"], (1, 1, 0), None),
-        ([], [], (1, 0, 1), None),
-        ([HERE + "_not"], ["check"], (1, 1, 0), "there is no test"),
-        (["tests/e2e/test_resume.py::checkpoints"], ["test"], (1, 1, 0), "there is no test"),
-        (["tests/e2e/test_absent.py::test_it"], ["test"], (1, 1, 0), "there is no test"),
-        (["test_it"], ["test"], (1, 1, 0), "there is no test"),
-        ([LONG], ["test"], (1, 1, 0), "the marks say 'long'"),
-        ([SOME_LONG], ["long"], (1, 1, 0), "the marks say 'test'"),
-        ([PLAIN, LONG], ["long", "test"], (1, 1, 0), "the marks say 'test<br>long'"),
-        ([GPU], ["slurm"], (1, 1, 0), "the marks say 'gpu'"),
-        ([], ["test"], (1, 0, 1), "the marks say ''"),
-        ([HERE], ["check"], (1, 0, 1), "the last line says"),
-        ([], [], (2, 1, 1), "the last line says"),
-    ],
-)
+@pytest.mark.parametrize(("tests", "tiers", "counts", "says"), [
+    ([HERE], ["check"], (1, 1, 0), None), ([PLAIN, SOME_LONG, MODULE_SLOW], ["test"], (1, 1, 0), None),
+    ([HERE, LONG, GPU, SLURM, GPULIBS], ["check", "long", "gpu", "slurm", "gpulibs"], (1, 1, 0), None),
+    ([], [], (1, 0, 1), None), ([HERE + "_not"], ["check"], (1, 1, 0), "there is no test"),
+    (["tests/e2e/test_resume.py::checkpoints"], ["test"], (1, 1, 0), "there is no test"),
+    (["tests/e2e/test_absent.py::test_it"], ["test"], (1, 1, 0), "there is no test"),
+    (["test_it"], ["test"], (1, 1, 0), "there is no test"), ([LONG], ["test"], (1, 1, 0), "the marks say 'long'"),
+    ([SOME_LONG], ["long"], (1, 1, 0), "the marks say 'test'"),
+    ([PLAIN, LONG], ["long", "test"], (1, 1, 0), "the marks say 'test<br>long'"),
+    ([GPU], ["slurm"], (1, 1, 0), "the marks say 'gpu'"), ([], ["test"], (1, 0, 1), "the marks say ''"),
+    ([HERE], ["check"], (1, 0, 1), "the last line says"), ([], [], (2, 1, 1), "the last line says"),
+])  # fmt: skip
 def test_each_fault_of_a_page_is_found(tests: list[str], tiers: list[str], counts: tuple[int, ...], says: str | None) -> None:
     cells = BREAK.join(f"`{test}`" for test in tests) or NONE
     last = "Promises: {}, guarded: {}, unguarded: {}.".format(*counts)
-    page = f"| promise | test | tier |\n|---|---|---|\n| It holds | {cells} | {BREAK.join(tiers)} |\n\n{last}\n"
-    found = problems(page)
+    found = problems(f"| promise | test | tier |\n|---|---|---|\n| It holds | {cells} | {BREAK.join(tiers)} |\n\n{last}\n")
     assert [says in each for each in found] == [True] if says else found == []
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("@pytest.mark.slow\n@pytest.mark.long\ndef test_it(): pass", {"slow", "long"}),
-        ("pytestmark = [pytest.mark.gpu, pytest.mark.skipif(True, reason='long')]\ndef test_it(): pass", {"gpu", "skipif"}),
-        ("@pytest.mark.parametrize('a', [1, pytest.param(2, marks=pytest.mark.long)])\ndef test_it(): pass", {"parametrize"}),
-        ("@pytest.mark.parametrize('a', [pytest.param(1, marks=[mark.long])])\ndef test_it(): pass", {"parametrize", "long"}),
-    ],
-)
+@pytest.mark.parametrize(("source", "expected"), [
+    ("@pytest.mark.slow\n@pytest.mark.long\ndef test_it(): pass", {"slow", "long"}),
+    ("pytestmark = [pytest.mark.gpu, pytest.mark.skipif(True, reason='long')]\ndef test_it(): pass", {"gpu", "skipif"}),
+    ("@pytest.mark.parametrize('a', [1, pytest.param(2, marks=pytest.mark.long)])\ndef test_it(): pass", {"parametrize"}),
+    ("@pytest.mark.parametrize('a', [pytest.param(1, marks=[mark.long])])\ndef test_it(): pass", {"parametrize", "long"}),
+])  # fmt: skip
 def test_marks_are_read_from_the_source(source: str, expected: set[str], tmp_path: Path) -> None:
     file = tmp_path / "test_it.py"
     file.write_text(f"import pytest\n{source}\n")

@@ -98,8 +98,7 @@ for path in paths:
 
 def python_310() -> str:
     named = [os.environ.get("OPPO_PYTHON310"), shutil.which("python3.10")]
-    of_pyenv = sorted((Path.home() / ".pyenv" / "versions").glob("3.10.*/bin/python3.10"))
-    for each in filter(None, [*named, *map(str, of_pyenv)]):
+    for each in filter(None, [*named, *map(str, sorted((Path.home() / ".pyenv" / "versions").glob("3.10.*/bin/python3.10")))]):
         asked = [each, "-c", f"import sys; sys.exit(sys.version_info[:2] != {OLDEST})"]
         if subprocess.run(asked, capture_output=True, check=False).returncode == 0:
             return each
@@ -202,21 +201,18 @@ def test_no_test_reaches_a_private_name() -> None:
     assert not found, "test through the public surface, or make the name public:\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    ("source", "names"),
-    [
-        ("from oppo_megatron.mcore.training import Loss, _run", ["_run"]),
-        ("import oppo_megatron.mcore.training as t\nt._run()", ["t._run"]),
-        ("from oppo_megatron.mcore import training\ntraining._run()", ["training._run"]),
-        ("executor._wait(1)\nexecutor.wait(1)", ["executor._wait"]),
-        ("mock.patch.object(Executor, '_wait', slow)", ["_wait"]),
-        ("monkeypatch.setattr(journal, '_run', 1)\ngetattr(executor, '_wait')", ["_run", "_wait"]),
-        ("mock.patch('oppo_megatron.engine.executor.Executor._wait')", ["oppo_megatron.engine.executor.Executor._wait"]),
-        ("place = 'oppo_megatron.engine.executor:Executor._wait'", ["oppo_megatron.engine.executor:Executor._wait"]),
-        ("os._exit(1)\nmock.patch.object(os, '_exit')\nimport torch._dynamo\nloop._run()", []),
-        ("class Mine:\n    def __init__(self):\n        self._wait = 1\nMine()._wait", []),
-        ("print('_wait', oppo.__name__)\nfrom oppo_megatron import __version__", []),
-    ],
-)
+@pytest.mark.parametrize(("source", "names"), [
+    ("from oppo_megatron.mcore.training import Loss, _run", ["_run"]),
+    ("import oppo_megatron.mcore.training as t\nt._run()", ["t._run"]),
+    ("from oppo_megatron.mcore import training\ntraining._run()", ["training._run"]),
+    ("executor._wait(1)\nexecutor.wait(1)", ["executor._wait"]),
+    ("mock.patch.object(Executor, '_wait', slow)", ["_wait"]),
+    ("monkeypatch.setattr(journal, '_run', 1)\ngetattr(executor, '_wait')", ["_run", "_wait"]),
+    ("mock.patch('oppo_megatron.engine.executor.Executor._wait')", ["oppo_megatron.engine.executor.Executor._wait"]),
+    ("place = 'oppo_megatron.engine.executor:Executor._wait'", ["oppo_megatron.engine.executor:Executor._wait"]),
+    ("os._exit(1)\nmock.patch.object(os, '_exit')\nimport torch._dynamo\nloop._run()", []),
+    ("class Mine:\n    def __init__(self):\n        self._wait = 1\nMine()._wait", []),
+    ("print('_wait', oppo.__name__)\nfrom oppo_megatron import __version__", []),
+])  # fmt: skip
 def test_each_way_to_reach_one_is_found(source: str, names: list[str]) -> None:
     assert [name for _, name in uses(ast.parse(source), Names({"_run"}, {"_wait"}))] == names

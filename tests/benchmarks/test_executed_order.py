@@ -23,8 +23,7 @@ from oppo_megatron.train.inputs import read_inputs
 from oppo_megatron.train.setup import prompt_stream
 from tests.e2e.jobs import Counted
 from tests.support.configs import run_of
-from tests.support.layouts import deep
-from tests.support.ppo import Workspace, read_outcome
+from tests.support.ppo import Workspace, deep, read_outcome
 from tests.support.ranks import run_ranks
 
 PLACEMENTS: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ from oppo_megatron.layout.placements import role_placements, world_size
 from oppo_megatron.layout.shape import check_shape
 from oppo_megatron.modeldir.headers import read_hf_config
 from tests.support.ppo import Workspace
-from tests.unit.test_bench_suite import SHAPE, faults, line, runs_of
+from tests.unit.test_bench_suite import SHAPE, line, runs_of
 from tests.unit.test_bench_suite import config as with_critic
 from tests.unit.test_bench_suite import without_critic as config
 
@@ -45,15 +45,7 @@ def test_chunk_sizes_within_the_limit_and_the_tuner_as_configured(configs_of: Ma
     assert list(configs) == ["8", "64", "adaptive"], "128 is beyond the limit"
     assert configs["8"].overlap.chunk == 8
     assert configs["adaptive"].overlap.chunk == base.overlap.chunk
-    unsearched = with_critic(overlap={"chunk": 32})
-    assert configs_of("chunk", unsearched)["adaptive"].overlap.chunk == [32, 16, 64]
-    for problem, other, options in (
-        ("none is within rollout.max_response_tokens 64", base, ["--sizes", "128"]),
-        ("overlap.intra is false", with_critic(overlap={"intra": False}), []),
-        ("no reference, critic or reward model, so the chunk size has no effect", config("dapo"), []),
-    ):
-        with pytest.raises(ConfigError, match=problem):
-            configs_of("chunk", other, *options)
+    assert configs_of("chunk", with_critic(overlap={"chunk": 32}))["adaptive"].overlap.chunk == [32, 16, 64]
 
 
 @pytest.mark.parametrize("sizes", [[32, 16, 64], [48, 16, 32, 64], [32, 64, 200], [32]])
@@ -91,24 +83,7 @@ def test_the_tuner_is_compared_over_the_same_steps(configs_of: Make) -> None:
     assert "give more --steps" in sweeps.chunk_result(configs, short)[1][0]
 
 
-def test_deltas_fixed_and_by_rule(configs_of: Make) -> None:
-    base = with_critic(overlap={"delta": {"rule": "eq4", "initial": 2, "max": 4}})
-    configs = configs_of("delta", base, "--fixed", "0,8", "--rules", "eq4,algorithm1")
-    assert {name: c.overlap.delta.rule for name, c in configs.items()} == {
-        "fixed-0": "fixed", "fixed-8": "fixed", "eq4": "eq4", "algorithm1": "algorithm1",
-    }  # fmt: skip
-    assert configs["fixed-8"].overlap.delta.initial == 8 and configs["fixed-0"].overlap.delta.initial == 0
-    assert configs["algorithm1"].overlap.delta.max == 4, "a rule is bounded as configured"
-    assert all(not list(c.overlap.rules(16)) for c in configs.values())
-    with pytest.raises(ConfigError, match="overlap.inter=true"):
-        configs_of("delta", with_critic(overlap={"inter": False}))
-    with pytest.raises(ConfigError, match="--rules names fixed"):
-        configs_of("delta", base, "--rules", "fixed")
-    rules = [name for name in configs_of("delta", base) if not name.startswith("fixed")]
-    assert set(rules) == set(sweeps.MOVING_RULES) - {"eq4_literal"}
-
-
-def test_ranks_divide_the_work() -> None:
+def test_ranks_limits_and_batches_take_what_depends_on_them_along() -> None:
     pair = with_critic()
     assert [world_size(scaling.with_ranks(pair, n)) for n in (1, 2, 4)] == [1, 2, 4]
     placements = role_placements(scaling.with_ranks(pair, 4))
@@ -116,73 +91,43 @@ def test_ranks_divide_the_work() -> None:
     colocated = scaling.with_ranks(with_critic(placement={"mode": "colocated"}), 4)
     assert role_placements(colocated)["actor"] == role_placements(colocated)["critic"] and world_size(colocated) == 4
     assert all(scaling.with_ranks(pair, n).runtime.threads_per_rank == 1 for n in (1, 2))
-
-
-@pytest.mark.parametrize("factor", [0.1, 0.5, 0.75, 1.0, 1.5, 2.0])
-def test_scaled_models_are_models(factor: float) -> None:
-    changed = scaling.with_model(with_critic(), factor)
-    for role in (changed.actor, changed.critic, changed.reward):
-        assert role is not None
-        shape = read_hf_config(role)
-        assert check_shape("role", shape, changed.placement.actor, max_context(changed), 288) == []
-    shape = read_hf_config(changed.actor)
-    assert shape["hidden_size"] // shape["num_attention_heads"] == 8, "heads keep their size"
-    if factor in (0.5, 1.0, 1.5, 2.0):
-        scaled = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
-        assert all(shape[name] == SHAPE[name] * factor for name in scaled)
-    with pytest.raises(ConfigError, match="critic.checkpoint is given"):
-        scaling.with_model(with_critic(critic={"checkpoint": "c"}), 2.0)
-
-
-def test_limits_and_batches_take_what_depends_on_them_along() -> None:
     longer = scaling.with_limit(with_critic(runtime={"micro_batch_tokens": 128}), 256)
     assert longer.rollout.max_response_tokens == 256 and longer.rollout.forced_lengths == [64.0, 1.0]
     assert longer.runtime.micro_batch_tokens == 320
     assert read_hf_config(longer.critic)["max_position_embeddings"] == 320
     smaller = scaling.with_batch(with_critic(overlap={"delta": {"initial": 4, "max": 8}}), 4)
-    assert smaller.rollout.batch_size == 4
-    assert (smaller.overlap.delta.initial, smaller.overlap.delta.max) == (1, 2)
+    assert (smaller.rollout.batch_size, smaller.overlap.delta.initial, smaller.overlap.delta.max) == (4, 1, 2)
     assert not list(smaller.overlap.rules(4))
 
 
-@pytest.mark.parametrize("preset", ["dapo", "grpo"])
-def test_axes_have_whole_groups_and_no_ranks_without_a_role(preset: str) -> None:
-    base = config(preset, placement={"mode": "disaggregated"})
-    batches = scaling.places(base, "batch", [], [0.25, 1, 1.6])
-    assert list(batches) == [32, 64, 96], "multiples of 4 minibatches of groups of 8"
-    ranks = scaling.places(base, "ranks", [1, 2, 3], [])
-    assert [world_size(each) for each in ranks.values()] == [1, 2, 3]
-    assert {world_size(each) for each in batches.values()} == {world_size(base)}
-    assert not any(faults(each) for each in (*batches.values(), *ranks.values()))
-    assert role_placements(ranks[3])["actor"].dp == (3 if preset == "dapo" else 2)
-    assert list(scaling.places(base, "limit", [], [0.5, 1.0])) == [8, 16]
+def test_scaled_models_are_models() -> None:
+    for factor in (0.1, 0.5, 0.75, 1.0, 1.5, 2.0):
+        changed = scaling.with_model(with_critic(), factor)
+        for role in (changed.actor, changed.critic, changed.reward):
+            assert check_shape("role", read_hf_config(role), changed.placement.actor, max_context(changed), 288) == []
+        shape = read_hf_config(changed.actor)
+        assert shape["hidden_size"] // shape["num_attention_heads"] == 8, "heads keep their size"
+        if factor in (0.5, 1.0, 1.5, 2.0):
+            scaled = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
+            assert all(shape[name] == SHAPE[name] * factor for name in scaled)
+    with pytest.raises(ConfigError, match="critic.checkpoint is given"):
+        scaling.with_model(with_critic(critic={"checkpoint": "c"}), 2.0)
 
 
-def test_every_kind_of_reward_has_the_model_that_it_needs() -> None:
-    base = config("grpo")
-    found = {kind: sweeps.rewarded(base, kind) for kind in sweeps.REWARDS}
-    assert [faults(each) for each in found.values()] == [[], [], []]
-    assert found["verifier"].rewards == base.rewards and found["verifier"].reward is None
-    assert not found["model"].scores_steps and found["process"].scores_steps
-    for kind in ("model", "process"):
-        reward = found[kind].reward
-        assert reward is not None and reward.init == base.actor.init
-        [part] = sweeps.rewarded(found[kind], "verifier").rewards
-        assert (part.name, part.buffer_tokens) == ("length", 16), "it had no rule"
-    trained = base.model_copy(update={"actor": base.actor.model_copy(update={"init": None, "checkpoint": Path("weights")})})
-    reward = sweeps.rewarded(trained, "model").reward
-    assert reward is not None and (reward.checkpoint, reward.init) == (None, Path("weights/config.json"))
-    assert sweeps.rewarded(found["model"], "process").reward == found["model"].reward, "its own"
-
-
-def test_forks_and_woven_rounds_need_groups_and_scorers(configs_of: Make) -> None:
+def test_what_a_kind_needs(configs_of: Make) -> None:
     alone = config("reinforce_pp", rollout={"batch_size": 64, "group_size": 1, "max_response_tokens": 16})
-    with pytest.raises(ConfigError, match="rollout.group_size is 1, so no cache is forked"):
-        configs_of("fork", alone)
-    with pytest.raises(ConfigError, match="no reference, critic or reward model, so no scoring can be woven"):
-        configs_of("weave", config("dapo"))
-    with pytest.raises(ConfigError, match="--rewards names judge; choose from verifier, model, process, or all"):
-        configs_of("rewards", config("grpo"), "--rewards", "model,judge")
+    for kind, base, options, problem in (
+        ("chunk", with_critic(), ["--sizes", "128"], "none is within rollout.max_response_tokens 64"),
+        ("chunk", with_critic(overlap={"intra": False}), [], "overlap.intra is false"),
+        ("chunk", config("dapo"), [], "no reference, critic or reward model, so the chunk size has no effect"),
+        ("delta", with_critic(overlap={"inter": False}), [], "overlap.inter=true"),
+        ("delta", with_critic(), ["--rules", "fixed"], "--rules names fixed"),
+        ("fork", alone, [], "rollout.group_size is 1, so no cache is forked"),
+        ("weave", config("dapo"), [], "no reference, critic or reward model, so no scoring can be woven"),
+        ("rewards", config("grpo"), ["--rewards", "model,judge"], "--rewards names judge; choose from verifier, model, process"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=problem):
+            configs_of(kind, base, *options)
 
 
 LENGTHS = {"rollout.forced_lengths": [12, 0.7], "rollout.max_response_tokens": 24}
@@ -192,8 +137,6 @@ GROUPS: dict[str, Any] = {
     "rewards": [{"kind": "verifier", "name": "arithmetic"}], "rollout.batch_size": 8, "rollout.group_size": 4,
     "overlap.delta": {"rule": "fixed", "initial": 1, "max": 1}, "algorithm": {"preset": "grpo"},
 }  # fmt: skip
-
-
 Sweep = Callable[..., dict[str, Any]]
 
 
@@ -201,11 +144,12 @@ Sweep = Callable[..., dict[str, Any]]
 def swept(workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
     def run(kind: str, options: Sequence[str] = (), **changes: Any) -> dict[str, Any]:
         own = {**LENGTHS, **OVERLAPS, "steps": 2, **changes}
-        base = bare(TrainConfig(**workspace.config("sweep", **own)))
-        monkeypatch.setattr(sweeps, "load_base", lambda args, inputs="": base)
+        base = bare(TrainConfig(**workspace.config(f"sweep-{kind}", **own)))
+        for script in (sweeps, scaling):
+            monkeypatch.setattr(script, "load_base", lambda args, inputs="": base)
         monkeypatch.setattr(sweeps, "new_suite", lambda args: Suite(args.out, 1, launch, say=lambda _: None))
-        assert sweeps.main([kind, "c.yaml", "--out", str(tmp_path), *options]) == 0
-        written: dict[str, Any] = json.loads((tmp_path / f"{kind}.json").read_text())
+        assert sweeps.main([kind, "c.yaml", "--out", str(tmp_path / kind), *options]) == 0
+        written: dict[str, Any] = json.loads((tmp_path / kind / f"{kind}.json").read_text())
         assert written["bench"] == kind and written["machine"]["usable_cores"] >= 1
         return written
 
@@ -213,7 +157,7 @@ def swept(workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.long
-def test_fork(swept: Sweep) -> None:
+def test_each_kind_runs(swept: Sweep) -> None:
     rows = swept("fork", ["--prompts", "16,20"], **GROUPS)["results"]
     assert [(row["prompt_tokens"], row["fork"]) for row in rows] == [(16, "yes"), (16, "no"), (20, "yes"), (20, "no")]
     for forked, apart in (rows[:2], rows[2:]):
@@ -221,9 +165,6 @@ def test_fork(swept: Sweep) -> None:
         assert forked["prefilled_tokens"] + forked["forked_tokens"] == apart["prefilled_tokens"]
         assert forked["speedup_step_s"] == pytest.approx(apart["step_s"] / forked["step_s"])
 
-
-@pytest.mark.long
-def test_rewards(swept: Sweep) -> None:
     written = swept("rewards", ["--rewards", "verifier,process", "--modes", "sequential,full"], **GROUPS)
     rows = [(row["reward"], row["mode"]) for row in written["results"]]
     assert rows == [(kind, mode) for kind in ("verifier", "process") for mode in ("sequential", "full")]
@@ -231,27 +172,18 @@ def test_rewards(swept: Sweep) -> None:
     scored = {kind: found["results"][0]["score_busy_s"] for kind, found in written["rewards"].items()}
     assert min(scored.values()) > 0, "the reference reads under a verifier, too"
 
-
-@pytest.mark.long
-def test_weave(swept: Sweep) -> None:
     rows = swept("weave", ["--modes", "sequential,woven"], placement={"mode": "colocated", "actor": {"pp": 2}})["results"]
     assert [row["mode"] for row in rows] == ["sequential", "woven"]
     for row in rows:
         assert 0 < row["rounds_s"] <= row["step_s"] and len(row["bubble_by_rank"]) == 2
         assert 0 < row["bubble_percent"] < 100
 
-
-@pytest.mark.long
-def test_chunk(swept: Sweep) -> None:
     written = swept("chunk", ["--sizes", "4,8,64"], steps=4, **{"overlap.chunk": [4, 8]})
     assert [row["chunk"] for row in written["results"]] == ["4", "8", "adaptive"]
     tuned = written["adaptive"]
     assert tuned["first_settled_step"] == 4 and tuned["settled_on"][0] in (4, 8) and tuned["best_fixed"] in (4, 8)
     assert {line["chunk_tokens"] for line in written["runs"]["8"][0]["steps"]} == {8}
 
-
-@pytest.mark.long
-def test_delta(swept: Sweep) -> None:
     changes = {"overlap.delta": {"initial": 1, "max": 2, "window": 1}, "steps": 3}
     rows = {row["delta"]: row for row in swept("delta", ["--fixed", "0,2", "--rules", "eq4"], **changes)["results"]}
     assert rows["fixed-0"]["carried"] == 0 and rows["fixed-0"]["stale_percent"] == 0
@@ -259,9 +191,6 @@ def test_delta(swept: Sweep) -> None:
     assert rows["fixed-2"]["carried"] > 0 and rows["fixed-2"]["delta_last"] == [2]
     assert rows["eq4"]["delta_last"] != [1], "two rewards are enough for a window of 1"
 
-
-@pytest.mark.long
-def test_scaling(swept: Sweep) -> None:
     written = swept("scaling", ["--axis", "batch", "--factors", "0.5,1"], steps=1)
     rows = written["results"]
     assert [row["value"] for row in rows] == [4, 6], "whole minibatches"

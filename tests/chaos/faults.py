@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.started import PLACES, struck
-from tests.support.layouts import deep
-from tests.support.ppo import Workspace
+from tests.support.ppo import Workspace, deep
 
 STALL_S, AFTER_S = {"killed": 20.0, "stopped": 4.0, "hangs": 4.0}, 20.0
 NAMED = {"killed": "rank {} was ended by SIGKILL", "stopped": "rank {} did not answer", "hangs": "rank {} has not moved for"}

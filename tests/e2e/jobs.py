@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,16 +16,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from oppo_megatron.cluster.world import World
 from oppo_megatron.engine import generation
-from oppo_megatron.engine.executor import Executor, RoleWorker
+from oppo_megatron.engine.executor import Executor
 from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.errors import OppoError
-from oppo_megatron.mcore.training import StepReport, TrainedModel
+from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.records import Rollout
-from oppo_megatron.schedule.actions import Action, Op
 from oppo_megatron.train.actor import Critic
 from oppo_megatron.train.entry import run_ppo, run_rank
 from oppo_megatron.train.guard import RollBack
@@ -34,12 +32,11 @@ from oppo_megatron.train.loop import TrainingLoop
 from oppo_megatron.train.rollouts import Rollouts
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.saver import Saver
-from oppo_megatron.train.saving.state import Found
 from oppo_megatron.train.score_exchange import ScoreExchange
 from oppo_megatron.train.update import UpdateSettings, minibatches_of
 from oppo_megatron.train.updates import Updates
 from tests.support.configs import run_of
-from tests.support.limits import room_for
+from tests.support.processes import room_for
 from tests.support.traffic import Traffic
 
 
@@ -48,6 +45,25 @@ def train(config: dict[str, Any], preemption: Preemption | None = None) -> bool:
     checked = run_of(config)
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     return run_ppo(checked, world, read_inputs(checked), preemption or Preemption(checked.preempt_deadline_s))
+
+
+def nothing(*_: Any) -> None:
+    """Take the place of what is not asked for."""
+
+
+@contextmanager
+def around(owner: Any, name: str, before: Callable[..., Any] = nothing, after: Callable[..., Any] = nothing) -> Iterator[None]:
+    """Each call of a method tells `before` and `after` its arguments."""
+    original = getattr(owner, name)
+
+    def called(*args: Any, **options: Any) -> Any:
+        before(*args)
+        result = original(*args, **options)
+        after(*args)
+        return result
+
+    with mock.patch.object(owner, name, called):
+        yield
 
 
 def train_with_fan_out(config: dict[str, Any], fan_out: int) -> None:
@@ -73,8 +89,7 @@ class Counted:
 
 def train_counted(config: dict[str, Any], fan_out: int) -> Counted:
     counted, rounds, gathers = Counted(), Traffic(), Traffic()
-    run, all_steps, share, steps = RoundRunner.run, TrainingLoop.run, ScoreExchange.shared, counted.steps
-    gather = generation.gather_rows
+    run, all_steps, steps, gather = RoundRunner.run, TrainingLoop.run, counted.steps, generation.gather_rows
 
     def counted_round(runner: RoundRunner, *args: Any) -> Any:
         with rounds.counting():
@@ -87,10 +102,6 @@ def train_counted(config: dict[str, Any], fan_out: int) -> Counted:
         with gathers.counting():
             return gather(*args)
 
-    def noted(exchange: ScoreExchange, what: str, values: Tensor | None, size: int, source: int) -> Tensor:
-        counted.shared.append((what, size))
-        return share(exchange, what, values, size, source)
-
     def counted_steps(loop: TrainingLoop) -> bool:
         with steps.counting():
             return all_steps(loop)
@@ -102,7 +113,7 @@ def train_counted(config: dict[str, Any], fan_out: int) -> Counted:
         mock.patch.object(generation, "gather_rows", counted_gather),
         mock.patch.object(RoundRunner, "run", counted_round),
         mock.patch.object(TrainingLoop, "run", counted_steps),
-        mock.patch.object(ScoreExchange, "shared", noted),
+        around(ScoreExchange, "shared", lambda _, what, values, size, source: counted.shared.append((what, size))),
     ):
         train_with_fan_out(config, fan_out)
     return counted
@@ -113,67 +124,14 @@ def train_with_environment(config: dict[str, Any], environment: dict[str, str]) 
         train(config)
 
 
-@dataclass
-class Disturbed:
-    """A role's worker in an executor; `disturb` is called before it computes, and before it takes a message."""
-
-    worker: RoleWorker
-    disturb: Callable[[Action], None]
-
-    def live(self, action: Action) -> bool:
-        return self.worker.live(action)
-
-    def compute(self, action: Action) -> int:
-        self.disturb(action)
-        return self.worker.compute(action)
-
-    def outbox(self, action: Action) -> Sequence[Tensor]:
-        return self.worker.outbox(action)
-
-    def inbox(self, action: Action) -> Iterator[Tensor]:
-        self.disturb(action)
-        yield from self.worker.inbox(action)
-
-
-@contextmanager
-def disturbing(disturb: Callable[[int, Action], None]) -> Iterator[None]:
-    run = Executor.run
-
-    def disturbed(executor: Executor, actions: Sequence[Action], shift: int = 0) -> None:
-        tell = partial(disturb, executor.rank)
-        workers = {role: Disturbed(worker, tell) for role, worker in executor.workers.items()}
-        with mock.patch.object(executor, "workers", workers):
-            run(executor, actions, shift)
-
-    with mock.patch.object(Executor, "run", disturbed):
-        yield
-
-
-def train_with_a_death(config: dict[str, Any], rank: int, at: str) -> tuple[str, str, float]:
-    """`train`, but `rank` dies when it is about to do the action `at` for the second time: its error, and the seconds to it."""
-    seen = []
-
-    def mortal(own: int, action: Action) -> None:
-        if own == rank and str(action) == at:
-            seen.append(action)
-            if len(seen) == 2:
-                os._exit(9)
-
-    with disturbing(mortal):
-        return _error_of(config)
-
-
 def train_with_a_death_in_an_update(config: dict[str, Any], rank: int, nth: int) -> tuple[str, str, float]:
-    seen = []
-    step = TrainedModel.step
+    calls = itertools.count(1)
 
-    def mortal(trained: TrainedModel, *args: Any) -> StepReport:
-        seen.append(trained)
-        if dist.get_rank() == rank and len(seen) == nth:
+    def strike(trained: TrainedModel, *_: Any) -> None:
+        if next(calls) == nth and dist.get_rank() == rank:
             trained.optimizer.prepare_grads = partial(os._exit, 9)
-        return step(trained, *args)
 
-    with mock.patch.object(TrainedModel, "step", mortal):
+    with around(TrainedModel, "step", strike):
         return _error_of(config)
 
 
@@ -187,22 +145,12 @@ def _error_of(config: dict[str, Any]) -> tuple[str, str, float]:
 
 
 def train_beside_a_slow_rank(config: dict[str, Any], rank: int, seconds: float) -> None:
-    def slow(own: int, action: Action) -> None:
-        if own == rank and action.op is Op.RECV:
-            time.sleep(seconds)
-
-    with disturbing(slow):
+    with around(Executor, "_receive", lambda executor, *_: time.sleep(seconds * (executor.rank == rank))):
         train(config)
 
 
 def train_with_a_slow_critic(config: dict[str, Any], seconds: float) -> None:
-    update = Critic.update
-
-    def slow(critic: Critic, *args: Any) -> Any:
-        time.sleep(seconds)
-        return update(critic, *args)
-
-    with mock.patch.object(Critic, "update", slow):
+    with around(Critic, "update", lambda *_: time.sleep(seconds)):
         train(config)
 
 
@@ -227,14 +175,13 @@ def run_rank_within(kind: str, config: Any) -> int:
 
 def train_until(config: dict[str, Any], rounds: int, rank: int = 0) -> bool:
     """`train`, where `rank` alone is told to stop once it has begun so many rounds; whether the run ended by itself."""
-    preemption, run, begun = Preemption(), RoundRunner.run, itertools.count(1)
+    preemption, begun = Preemption(), itertools.count(1)
 
-    def counting(runner: RoundRunner, *args: Any) -> Any:
+    def ask(*_: Any) -> None:
         if next(begun) == rounds and dist.get_rank() == rank:
             preemption.ask()
-        return run(runner, *args)
 
-    with mock.patch.object(RoundRunner, "run", counting):
+    with around(RoundRunner, "run", ask):
         return train(config, preemption)
 
 
@@ -255,13 +202,8 @@ def train_with_a_wrong_logprob(config: dict[str, Any], minibatch: int, step: int
 
 
 def train_and_tell_chunks(config: dict[str, Any]) -> list[int]:
-    chunks, run = [], RoundRunner.run
-
-    def noting(runner: RoundRunner, active: Any, score: Any, chunk_tokens: int, *args: Any) -> Any:
-        chunks.append(chunk_tokens)
-        return run(runner, active, score, chunk_tokens, *args)
-
-    with mock.patch.object(RoundRunner, "run", noting):
+    chunks = list[int]()
+    with around(RoundRunner, "run", lambda runner, active, score, chunk_tokens, *_: chunks.append(chunk_tokens)):
         train(config)
     return chunks
 
@@ -269,14 +211,8 @@ def train_and_tell_chunks(config: dict[str, Any]) -> list[int]:
 def train_with_sigterm(config: dict[str, Any], rank: int, after_s: float) -> bool:
     preemption = Preemption()
     timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGTERM))
-    run = TrainingLoop.run
-
-    def told(loop: TrainingLoop) -> bool:
-        if dist.get_rank() == rank:
-            timer.start()
-        return run(loop)
-
-    with mock.patch.object(TrainingLoop, "run", told), preemption.listening():
+    told = timer.start if dist.get_rank() == rank else nothing
+    with around(TrainingLoop, "run", lambda _: told()), preemption.listening():
         try:
             return train(config, preemption)
         finally:
@@ -298,17 +234,10 @@ def train_through_rollbacks(config: dict[str, Any]) -> list[tuple[str, float]]:
         total = sum(float(torch.as_tensor(x).double().abs().sum()) for x in held)
         seen.append((f"{when} {loop.done}", total + loop.adaptation.kl.value))
 
-    save, restore = Saver.save, TrainingLoop.restore
-
-    def saved(saver: Saver, loop: TrainingLoop) -> None:
-        save(saver, loop)
-        sums(loop, "saved")
-
-    def restored(loop: TrainingLoop, found: Found) -> None:
-        restore(loop, found)
-        sums(loop, "restored")
-
-    with mock.patch.object(Saver, "save", saved), mock.patch.object(TrainingLoop, "restore", restored):
+    with (
+        around(Saver, "save", after=lambda _, loop: sums(loop, "saved")),
+        around(TrainingLoop, "restore", after=lambda loop, _: sums(loop, "restored")),
+    ):
         while True:
             try:
                 train(config)
@@ -319,14 +248,14 @@ def train_through_rollbacks(config: dict[str, Any]) -> list[tuple[str, float]]:
 
 
 def train_with_a_shared_reference(config: dict[str, Any]) -> int:
-    run, shared = TrainingLoop.run, 0
+    shared = 0
 
-    def looked_at(loop: TrainingLoop) -> bool:
+    def look(loop: TrainingLoop) -> None:
         nonlocal shared
         actor, worker = loop.actor, loop.rounds.scoring.get("reference")
         assert (actor is None) == (worker is None), "they are on the same ranks"
         if actor is None or worker is None:
-            return run(loop)
+            return
         for name, param in worker.model.named_parameters():
             assert param is actor.role.serving.get_parameter(name), name
             shared += param.numel()
@@ -335,8 +264,7 @@ def train_with_a_shared_reference(config: dict[str, Any]) -> int:
         reference = worker.model
         bare = ours.of(reference.decoder.layers, reference.groups.collection.tp)
         assert fused.layers[0].down is bare.layers[0].down is not ours.layers[0].down, "laid-out weights are shared, too"
-        return run(loop)
 
-    with mock.patch.object(TrainingLoop, "run", looked_at):
+    with around(TrainingLoop, "run", look):
         train(config)
     return shared

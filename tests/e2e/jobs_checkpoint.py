@@ -9,9 +9,13 @@ import importlib
 import io
 import json
 import os
+import resource
 import shutil
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,11 +39,67 @@ from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.state import Found, find_checkpoint, frozen_models, rollout_lines
 from oppo_megatron.train.saving.writing import ROLLOUTS, CheckpointWriting
 from oppo_megatron.train.setup import build_loop, ppo_saver
-from tests.e2e.jobs import train
-from tests.support.checkpoint_mutations import mutate
+from tests.e2e.jobs import around, train
+from tests.support.checkpoint_mutations import mutate, time_limit
 from tests.support.configs import run_of
-from tests.support.file_faults import CACHE_FILE, COMMON_FILE, AtByte, Fault, arm, limit_files
-from tests.support.mutations import time_limit
+
+CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir"}
+CACHE_FILE, COMMON_FILE = "rank-00000.safetensors", "common.pt"  # opened by libraries that tell Python nothing
+FILES = ("__0_0.distcp", ".metadata.tmp", COMMON_FILE, "state.json", "rollouts.jsonl", CACHE_FILE, "manifest.json")
+
+
+@dataclass(frozen=True)
+class AtEvent:
+    """SIGKILL before the `number`-th change of names or opening for writing below the folder."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class AtByte:
+    """The kernel's end for a process (SIGXFSZ) that writes beyond byte `offset` of the file called `name`."""
+
+    name: str
+    offset: int
+
+
+Fault = AtEvent | AtByte
+
+
+def count_events(folder: Path, on_event: Callable[[str], None]) -> None:
+    """Call `on_event` before each change below `folder`, for good: an audit hook cannot be taken out again."""
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        writing = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+        if event in CHANGES or writing:
+            path = str(args[0])
+            if event in ("os.remove", "os.rmdir") and args[1] != -1:  # relative to a folder that is open
+                path = os.path.join(os.readlink(f"/proc/self/fd/{args[1]}"), path)
+            if str(folder) in path:
+                on_event(path)
+
+    sys.addaudithook(hook)
+
+
+def arm(fault: Fault, folder: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if isinstance(fault, AtByte):
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
+        count_events(folder, lambda path: limit_files(fault.offset) if Path(path).name == fault.name else None)
+        return
+    seen = [0]
+
+    def maybe_die(path: str) -> None:
+        if seen[0] == fault.number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen[0] += 1
+
+    count_events(folder, maybe_die)
+
+
+def limit_files(num_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
 
 SECONDS = 10.0
 
@@ -68,7 +128,9 @@ def die_while_saving(config: dict[str, Any], fault: Fault) -> None:
     with open_world(checked.runtime) as world, libraries_armed(fault):
         found = find_checkpoint(checked, world)
         assert found is not None
-        loop = restored(checked, world, inputs, found)
+        saver = ppo_saver(checked, world, inputs.prompts, Preemption(checked.preempt_deadline_s))
+        loop = build_loop(checked, world, inputs, saver, _no_rollbacks(checked, inputs), found.ahead(frozenset()))
+        loop.restore(found)
         arm(fault, RunDirectory(checked.run_dir).checkpoints)
         loop.saver.save(loop)
 
@@ -90,13 +152,6 @@ def libraries_armed(fault: Fault) -> Iterator[None]:
         mock.patch.object(checkpoint, "write_common", armed(checkpoint.write_common, COMMON_FILE)),
     ):
         yield
-
-
-def restored(config: TrainConfig, world: World, inputs: Inputs, found: Found) -> TrainingLoop:
-    saver = ppo_saver(config, world, inputs.prompts, Preemption(config.preempt_deadline_s))
-    loop = build_loop(config, world, inputs, saver, _no_rollbacks(config, inputs), found.ahead(frozenset()))
-    loop.restore(found)
-    return loop
 
 
 def run_with_small_files(config: dict[str, Any], num_bytes: int, within: str) -> tuple[str, str]:
@@ -139,8 +194,7 @@ def resume_noting_syncs(config: dict[str, Any]) -> list[tuple[float, str, int]]:
 def run_with_a_slow_disk(config: dict[str, Any], late_s: float | None, full_on: int | None = None) -> tuple[str, list[int]]:
     """The error, and the steps at which writings began and ended: `late_s` after the snapshot, or, None, a step later."""
     steps: list[int] = []
-    write, run = CheckpointWriting.run, TrainingLoop.run
-    running: list[TrainingLoop] = []
+    write, running = CheckpointWriting.run, list[TrainingLoop]()
 
     def slow(self: CheckpointWriting) -> tuple[int, float]:
         steps.append(running[0].done)
@@ -155,11 +209,7 @@ def run_with_a_slow_disk(config: dict[str, Any], late_s: float | None, full_on: 
         steps.append(running[0].done)
         return written
 
-    def noted(self: TrainingLoop) -> bool:
-        running.append(self)
-        return run(self)
-
-    with mock.patch.object(CheckpointWriting, "run", slow), mock.patch.object(TrainingLoop, "run", noted):
+    with mock.patch.object(CheckpointWriting, "run", slow), around(TrainingLoop, "run", running.append):
         try:
             train(config)
         except (OppoError, RollBack) as error:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.layouts import DEEP, STEADY_ADAM, WITHOUT_CRITIC, Layout, deep, parallel
-from tests.support.ppo import Outcome, Workspace, run_ppo_ranks
+from tests.support.ppo import DEEP, STEADY_ADAM, WITHOUT_CRITIC, Layout, Outcome, Workspace, deep, parallel, run_ppo_ranks
 
 BELL = "\a"
 """Ends a step of a response; random policies never write a newline."""
@@ -46,10 +45,6 @@ def total(outcome: Outcome, figure: str) -> float:
     return sum(line[figure] for line in outcome.metrics)
 
 
-def nothing_more(ours: Outcome, theirs: Outcome) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Feature:
     """A change of the plain configuration.
@@ -60,7 +55,7 @@ class Feature:
 
     changes: dict[str, Any]
     shows: Callable[[Outcome], bool]
-    also: Callable[[Outcome, Outcome], None] = nothing_more
+    also: Callable[[Outcome, Outcome], None] = lambda ours, theirs: None
     soon: tuple[str, ...] = ()
     stops: str = "1 | 1"
     rounds: int = 2
@@ -93,8 +88,7 @@ def pairs_of_groups(ours: Outcome, theirs: Outcome) -> None:
         assert (one["pairs"], one["ties"]) == (other["pairs"], other["ties"]) == (4, 0)
         for figure in ("pair_margin", "implicit_reward_chosen", "implicit_reward_rejected", "chosen_reward_mean"):
             assert one[figure] == pytest.approx(other[figure], abs=1e-4), figure
-        assert one["pair_accuracy"] == other["pair_accuracy"]
-        assert one["chosen_reward_mean"] > one["rejected_reward_mean"]
+        assert one["pair_accuracy"] == other["pair_accuracy"] and one["chosen_reward_mean"] > one["rejected_reward_mean"]
         assert one["kl_mean"] is one["kl_coefficient"] is None, "draws and reference have two temperatures"
         assert one["ess"] == pytest.approx(1.0) and "ratio_max" not in one
 
@@ -128,9 +122,7 @@ def forked_tokens(ours: Outcome, theirs: Outcome) -> None:
     assert min(line["forked_tokens"] for line in ours.metrics) > 0 == total(theirs, "forked_tokens")
     if all(line["chunk_tokens"] == other["chunk_tokens"] for line, other in zip(ours.metrics, theirs.metrics, strict=True)):
         read = [line["prefilled_tokens"] + line["forked_tokens"] for line in ours.metrics]
-        assert read == [line["prefilled_tokens"] for line in theirs.metrics], (
-            "other chunks divide the reading of a step otherwise"
-        )
+        assert read == [line["prefilled_tokens"] for line in theirs.metrics]  # other chunks divide the reading otherwise
 
 
 def no_critic(ours: Outcome, theirs: Outcome) -> None:
@@ -146,100 +138,57 @@ FEATURES: dict[str, Feature] = {
     "plain": Feature(
         {}, lengths_differ,
         soon=("1 | 1", "PP2 | TP2", "DP2 | DP2", "PP2, woven", "PP2, unwoven", "PP4, scorers PP2 x DP2",
-              "PP2 and reference TP2 | reward | critic"),
-    ),
+              "PP2 and reference TP2 | reward | critic")),
     "overcommitted": Feature(overcommitted(4), carries, soon=("PP2, woven",)),
     "stale caches kept": Feature(
         overcommitted(4) | {"overlap.actor_kv": "keep", "ppo.staleness": "decoupled"},
-        carries,
-        also=stale_weights,
-        soon=("DP2 | DP2",),
-        rounds=1,
-    ),
+        carries, also=stale_weights, soon=("DP2 | DP2",), rounds=1),
     "backfill": Feature(
         overcommitted(3) | {"steps": 6, "overlap.backfill": 4, "overlap.chunk": 2},
-        lambda outcome: total(outcome, "backfilled") > 6,
-        soon=("PP2 x DP2, woven", "DP2 | DP2"),
-        stops="DP2 | DP2",
-        rounds=1,
-    ),
+        lambda outcome: total(outcome, "backfilled") > 6, soon=("PP2 x DP2, woven", "DP2 | DP2"), stops="DP2 | DP2", rounds=1),
     "without a critic": Feature(WITHOUT_CRITIC, lengths_differ, also=no_critic, soon=("1 | 1, reference with the actor",)),
-    "groups": Feature(
-        grouped("grpo", 4), members_differ, soon=("DP2 | DP2",),
-    ),
+    "groups": Feature(grouped("grpo", 4), members_differ, soon=("DP2 | DP2",)),
     "pairs": Feature(
-        grouped("online_dpo", 4, **{"rollout.temperature": 0.9}),
-        members_differ,
-        also=pairs_of_groups,
-        soon=("PP2 | TP2",),
-    ),
+        grouped("online_dpo", 4, **{"rollout.temperature": 0.9}), members_differ, also=pairs_of_groups, soon=("PP2 | TP2",)),
     "pairs by a rule, filtered": Feature(
         grouped(
             "online_dpo", 2, **overcommitted(1), **BY_LENGTH, filter="reward",
-            **{"ppo.entropy_coefficient": 0.0, "overlap.backfill": EVERY},
-        ),
-        pairs_of_two,
-        also=groups_dropped,
-        soon=("1 | 1",),
-    ),
+            **{"ppo.entropy_coefficient": 0.0, "overlap.backfill": EVERY}),
+        pairs_of_two, also=groups_dropped, soon=("1 | 1",)),
     "pairs by a rule": Feature(
-        grouped("online_dpo", 2, **BY_LENGTH, **{"ppo.entropy_coefficient": 0.0}), pairs_that_tie_are_counted, soon=("1 | 1",),
-    ),
-    "greedy baseline": Feature(
-        grouped("remax", 2), lambda outcome: len(outcome.greedy) == 16, soon=("TP2",),
-    ),
+        grouped("online_dpo", 2, **BY_LENGTH, **{"ppo.entropy_coefficient": 0.0}), pairs_that_tie_are_counted, soon=("1 | 1",)),
+    "greedy baseline": Feature(grouped("remax", 2), lambda outcome: len(outcome.greedy) == 16, soon=("TP2",)),
     "greedy baseline, carried": Feature(
         grouped("remax", 2, **overcommitted(8), steps=3),
-        lambda outcome: any(row["deferrals"] for row in outcome.greedy),
-        soon=("DP2 | DP2",),
-    ),
+        lambda outcome: any(row["deferrals"] for row in outcome.greedy), soon=("DP2 | DP2",)),
     "filter": Feature(
         grouped(
             "dapo", 2, **overcommitted(1), steps=3, rewards=[BY_PARITY, {"kind": "model", "weight": 0.0}],
             **{"rollout.batch_size": 6, "overlap.backfill": EVERY},
-            **{"ppo.minibatches": 1, "ppo.truncated": "mask", "ppo.kl": PENALTY},
-        ),
-        lambda outcome: total(outcome, "groups_dropped") > 1,
-        also=groups_dropped,
-        soon=("1 | 1", "DP2 | DP2", "1 | 1, reference with the actor"),
-    ),
+            **{"ppo.minibatches": 1, "ppo.truncated": "mask", "ppo.kl": PENALTY}),
+        lambda outcome: total(outcome, "groups_dropped") > 1, also=groups_dropped,
+        soon=("1 | 1", "DP2 | DP2", "1 | 1, reference with the actor")),
     "prompts fork": Feature(
         overcommitted(1) | {"rollout.group_size": 3, "overlap.max_staleness": 2, "overlap.intra": True},
-        carries,
-        also=forked_tokens,
-        soon=("1 | 1", "PP2 | TP2", "TP2 | PP2"),
-        reference={"overlap.without": ["fork"]},
-    ),
+        carries, also=forked_tokens, soon=("1 | 1", "PP2 | TP2", "TP2 | PP2"), reference={"overlap.without": ["fork"]}),
     "process rewards": Feature(
-        {"rewards": STEP_REWARDS},
-        lambda outcome: sum(BELL in row["response"] for row in outcome.rollouts) > 2,
-        also=step_rewards,
-        soon=("one rank",),
-    ),
+        {"rewards": STEP_REWARDS}, lambda outcome: sum(BELL in row["response"] for row in outcome.rollouts) > 2,
+        also=step_rewards, soon=("one rank",)),
     "adapters": Feature(
-        roles(DEEP, DEEP, lora={"rank": 4, "alpha": 16.0}),
-        lambda outcome: all("lora_" in name for name in outcome.actor),
-        soon=("TP2 | PP2",),
-    ),
+        roles(DEEP, DEEP, lora={"rank": 4, "alpha": 16.0}), lambda outcome: all("lora_" in name for name in outcome.actor),
+        soon=("TP2 | PP2",)),
     "adapters of pairs": Feature(
         grouped("online_dpo", 4, steps=3, actor={"init": DEEP, "optimizer": STEADY_ADAM, "lora": {"rank": 4}})
         | {"ppo.entropy_coefficient": 0.0, "ppo.minibatches": 1},
-        adapters_move,
-        soon=("1 | 1",),
-    ),
+        adapters_move, soon=("1 | 1",)),
     "sliding window": Feature(
         roles(
             DEEP | {"model_type": "mistral", "sliding_window": 12},
-            DEEP | {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2},
-        ),
-        lambda outcome: max(len(tokens) for tokens in outcome.tokens().values()) > 12,
-        soon=("TP2 | PP2",),
-    ),
+            DEEP | {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2}),
+        lambda outcome: max(len(tokens) for tokens in outcome.tokens().values()) > 12, soon=("TP2 | PP2",)),
     "odd vocabulary": Feature(  # which tensor ranks do not divide
         roles(DEEP | {"vocab_size": 283, "tie_word_embeddings": True}, DEEP | {"vocab_size": 283}),
-        lambda outcome: max(max(tokens) for tokens in outcome.tokens().values()) >= 142,
-        soon=("TP2",),
-    ),
+        lambda outcome: max(max(tokens) for tokens in outcome.tokens().values()) >= 142, soon=("TP2",)),
 }  # fmt: skip
 
 
@@ -249,16 +198,13 @@ def on(mode: str, actor: Layout = (1, 1, 1), scorer: Layout = (1, 1, 1), **chang
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "one rank": {"placement": {"mode": "single"}},
-    "1 | 1": on("disaggregated"),
+    "one rank": {"placement": {"mode": "single"}}, "1 | 1": on("disaggregated"),
     "1 | 1, reference with the actor": {"placement": {"mode": "disaggregated", "reference": "actor"}},
-    "PP2 | TP2": on("disaggregated", (1, 2, 1), (2, 1, 1)),
-    "TP2 | PP2": on("disaggregated", (2, 1, 1), (1, 2, 1)),
-    "DP2 | DP2": on("disaggregated", (1, 1, 2), (1, 1, 2)),
-    "TP2": on("colocated", (2, 1, 1), (2, 1, 1)),
+    "PP2 | TP2": on("disaggregated", (1, 2, 1), (2, 1, 1)), "TP2 | PP2": on("disaggregated", (2, 1, 1), (1, 2, 1)),
+    "DP2 | DP2": on("disaggregated", (1, 1, 2), (1, 1, 2)), "TP2": on("colocated", (2, 1, 1), (2, 1, 1)),
     "PP2, woven": on("colocated", (1, 2, 1), (1, 2, 1), **{"overlap.schedule": "woven", "overlap.weave": [3, "auto"]}),
     "PP2 x DP2, woven": on("colocated", (1, 2, 2), (1, 2, 2), **{"overlap.weave": [2, 64]}),
-}
+}  # fmt: skip
 WIDE: dict[str, dict[str, Any]] = {
     "PP4, scorers PP2 x DP2": on("colocated", (1, 4, 1), (1, 2, 2)),
     "PP4 | 1": on("disaggregated", (1, 4, 1)),
@@ -275,13 +221,8 @@ WIDE: dict[str, dict[str, Any]] = {
 """For the plain configuration alone."""
 FEW_ROUNDS: tuple[dict[str, Any], ...] = ({"overlap.chunk": 64}, {"overlap.intra": False})
 OPTIONS: tuple[dict[str, Any], ...] = (
-    {},
-    {"overlap.chunk": 1},
-    FEW_ROUNDS[0],
-    {"runtime.kv_layout": "paged"},
-    overcommitted(0),
-    FEW_ROUNDS[1],
-)
+    {}, {"overlap.chunk": 1}, FEW_ROUNDS[0], {"runtime.kv_layout": "paged"}, overcommitted(0), FEW_ROUNDS[1],
+)  # fmt: skip
 """Change nothing of what is trained."""
 
 

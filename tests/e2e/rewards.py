@@ -29,7 +29,6 @@ def only_alone(prompt: str, response: str, fields: dict[str, Any]) -> float:
 
 
 def poisoned(prompt: str, response: str, fields: dict[str, Any], prompts: list[str]) -> float:
-    """NaN for some prompts."""
     return math.nan if prompt in prompts else float(len(response))
 
 

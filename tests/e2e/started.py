@@ -29,10 +29,10 @@ from oppo_megatron.train.score_exchange import ScoreExchange
 from tests.support.configs import run_of
 from tests.support.processes import runs
 
+Run = subprocess.Popen[str]
 
-def start(
-    config: dict[str, Any], *options: str, module: str = "oppo_megatron train", new_session: bool = False
-) -> subprocess.Popen[str]:
+
+def start(config: dict[str, Any], *options: str, module: str = "oppo_megatron train", new_session: bool = False) -> Run:
     """Start `oppo train` of a configuration, written next to its run directory; `new_session`: in its own process group."""
     run_dir = Path(config["run_dir"])
     path = run_dir.with_name(f"{run_dir.name}.yaml")
@@ -47,7 +47,7 @@ def num_lines(config: dict[str, Any]) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def wait_until(run: subprocess.Popen[str], what: Any, seconds: float = 300.0) -> None:
+def wait_until(run: Run, what: Any, seconds: float = 300.0) -> None:
     until = time.monotonic() + seconds
     while not what():
         assert run.poll() is None, run.communicate()
@@ -61,7 +61,6 @@ def rank_pids(config: dict[str, Any]) -> list[int]:
 
 
 def still_there(pids: list[int]) -> list[int]:
-    """Processes that have not ended (one that nobody has asked for yet has)."""
     return [pid for pid in pids if runs(pid)]
 
 
@@ -87,15 +86,10 @@ def struck(config: dict[str, Any], at: str, rank: int, how: str) -> tuple[str, f
 
 
 PLACES: dict[str, tuple[Any, str, int]] = {
-    "meeting": (world, "meet", 1),
-    "start": (entry, "build_loop", 1),
-    "round": (Executor, "run", 8),
-    "scoring": (ScoreExchange, "gather", 2),
-    "update": (TrainedModel, "step", 6),
-    "evaluation": (Evaluator, "measure", 2),
-    "checkpoint": (writing, "write_models", 2),
-    "asynchronous": (writing, "write_models", 2),
-}
+    "meeting": (world, "meet", 1), "start": (entry, "build_loop", 1), "round": (Executor, "run", 8),
+    "scoring": (ScoreExchange, "gather", 2), "update": (TrainedModel, "step", 6), "evaluation": (Evaluator, "measure", 2),
+    "checkpoint": (writing, "write_models", 2), "asynchronous": (writing, "write_models", 2),
+}  # fmt: skip
 """Where a fault strikes: the function, and at which call of it."""
 
 

@@ -101,9 +101,7 @@ def test_if_all_fail_the_error_is_told(workspace: Workspace, capfd: pytest.Captu
 
 
 @pytest.mark.parametrize("command", [["train"], ["plan", "measure"]])
-def test_what_every_run_would_refuse_is_refused_once(
-    workspace: Workspace, capfd: pytest.CaptureFixture[str], command: list[str]
-) -> None:
+def test_what_each_run_would_refuse_is_told(workspace: Workspace, capfd: pytest.CaptureFixture[str], command: list[str]) -> None:
     bad = workspace.root / "bad.jsonl"
     bad.write_text('{"prompt": "1+1=", "answer": "2"}\nno JSON\n')
     path, run = write(workspace, f"bad-{command[0]}", **{"data.path": str(bad)})

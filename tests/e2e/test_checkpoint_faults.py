@@ -22,16 +22,13 @@ import pytest
 
 from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
 from oppo_megatron.rundir.manifest import require_whole
-from tests.e2e.jobs_checkpoint import call, die_while_saving, resume_to_the_end, weights_digest
+from tests.e2e.jobs_checkpoint import FILES, AtByte, AtEvent, Fault, call, die_while_saving, resume_to_the_end, weights_digest
 from tests.support.checkpoint_mutations import canary
-from tests.support.file_faults import CACHE_FILE, COMMON_FILE, AtByte, AtEvent, Fault
 from tests.support.ppo import SHAPE, Workspace, run_ppo_ranks
 from tests.support.ranks import run_ranks
 
 SMALL = SHAPE | {"hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 160}
-NUM_MUTANTS = 165
 SMALL_FILES = "tests.e2e.jobs_checkpoint:run_with_small_files"
-KINDS_OF_FILES = ("__0_0.distcp", ".metadata.tmp", COMMON_FILE, "state.json", "rollouts.jsonl", CACHE_FILE, "manifest.json")
 STARTING = threading.Lock()
 
 
@@ -53,14 +50,11 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Begun:
     workspace = Workspace.create(tmp_path_factory.mktemp("faults"))
     roles = {name: {"init": SMALL} for seed, name in enumerate(("actor", "critic", "reward"))}
     config = workspace.config(
-        "begun",
-        **roles,
-        steps=2,
+        "begun", **roles, steps=2,
         overlap={"intra": True, "inter": True, "delta": {"rule": "fixed", "initial": 2, "max": 2}, "chunk": [3, 16, 32, 64]},
-        rollout={"batch_size": 3, "max_response_tokens": 12},
-        logging={"console": "off", "rollouts": True, "trace": False},
+        rollout={"batch_size": 3, "max_response_tokens": 12}, logging={"console": "off", "rollouts": True, "trace": False},
         checkpoint={"every_steps": 1, "keep": 3},
-    )
+    )  # fmt: skip
     config["overlap"]["chunk"] = 3
     plain = config | {"run_dir": str(workspace.root / "runs" / "plain")}
     run_ppo_ranks(plain)
@@ -101,7 +95,7 @@ def random_bytes(newest: Path, each: int) -> list[Fault]:
     rng = random.Random(5)
     sizes = {path.name: path.stat().st_size for path in newest.rglob("*") if path.is_file()}
     sizes[".metadata.tmp"] = sizes[".metadata"]
-    return [AtByte(name, rng.randrange(sizes[name])) for name in KINDS_OF_FILES for _ in range(each)]
+    return [AtByte(name, rng.randrange(sizes[name])) for name in FILES for _ in range(each)]
 
 
 def strike(begun: Begun, servers: Any, run: Path, fault: Fault, to_the_end: bool) -> bool:
@@ -162,9 +156,7 @@ def assert_ended_with_the_last_checkpoint_whole(begun: Begun, run: Path, answers
 
 
 @pytest.mark.parametrize(("ranks", "limit"), [(1, 200), (1, 9_000), (2, 9_000)])
-def test_files_that_cannot_be_written_end_the_run_with_the_last_checkpoint_whole(
-    begun: Begun, tmp_path: Path, ranks: int, limit: int
-) -> None:
+def test_files_that_cannot_be_written_leave_the_last_one_whole(begun: Begun, tmp_path: Path, ranks: int, limit: int) -> None:
     config = begun.again(tmp_path / "run") | {"placement": {"mode": "disaggregated" if ranks > 1 else "single"}}
     place = "oppo_megatron.train.saving.writing:CheckpointWriting.run"
     answers = run_ranks(ranks, SMALL_FILES, config=config, num_bytes=limit, within=place)
@@ -196,8 +188,7 @@ def test_a_run_whose_last_checkpoint_cannot_be_written_has_ended_and_says_so(beg
     config = begun.again(tmp_path / "run")
     config |= {"checkpoint": config["checkpoint"] | {"every_steps": 0}, "logging": {"console": "plain"}}
     ((error, said),) = run_ranks(1, "tests.e2e.jobs_checkpoint:end_without_space_for_a_checkpoint", config=config)
-    assert error == ""
-    assert "the run has ended, but cannot be given more steps later: " in said and "File too large" in said
+    assert error == "" and "the run has ended, but cannot be given more steps later: " in said and "File too large" in said
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
     assert weights_digest(tmp_path / "run") == begun.final_weights
     assert contents(tmp_path / "run" / "checkpoints") == contents(begun.checkpoints)
@@ -218,27 +209,22 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(begun: Begun, tmp_pa
     assert any(path == str(store.root) and seconds > named_s for seconds, path, changed in synced if changed != -1)
 
 
-@pytest.mark.parametrize(
-    ("place", "num_bytes", "says"),
-    [
-        ("run_files:export_weights", 3000, "weights/actor: the weights could not be written \\(File too large\\)"),
-        ("logs.journal:Journal.step", 100, "run: .*--resume"),
-    ],
-)
-def test_weights_and_figures_that_cannot_be_written_are_reported(
-    begun: Begun, tmp_path: Path, place: str, num_bytes: int, says: str
-) -> None:
+@pytest.mark.parametrize(("place", "num_bytes", "says"), [
+    ("run_files:export_weights", 3000, "weights/actor: the weights could not be written \\(File too large\\)"),
+    ("logs.journal:Journal.step", 100, "run: .*--resume"),
+])  # fmt: skip
+def test_files_that_cannot_be_written_are_reported(begun: Begun, tmp_path: Path, place: str, num_bytes: int, says: str) -> None:
     config = begun.again(tmp_path / "run")
     ((kind, message),) = run_ranks(1, SMALL_FILES, config=config, num_bytes=num_bytes, within=f"oppo_megatron.train.{place}")
     assert kind == "CheckpointError" and re.match(f"{tmp_path}/(run/)?{says}", message), message
     assert not list((tmp_path / "run" / "weights").glob("*")), "nothing is left"
 
 
-def test_mutated_checkpoints_end_in_a_clear_error_or_the_one_before(begun: Begun, tmp_path: Path) -> None:
-    config = begun.again(tmp_path / "run")
-    answers = run_ranks(
-        1, "tests.e2e.jobs_checkpoint:resume_mutants", config=config, pristine=str(begun.checkpoints), count=NUM_MUTANTS, seed=3
-    )[0]
+@pytest.mark.parametrize("count", [50, pytest.param(110, marks=pytest.mark.long)])
+def test_mutated_checkpoints_end_in_a_clear_error_or_the_one_before(begun: Begun, tmp_path: Path, count: int) -> None:
+    """Files that are missing or exchanged, of which the manifest tells, are of tests/unit/test_rundir_checkpoints.py."""
+    subject = {"config": begun.again(tmp_path / "run"), "pristine": str(begun.checkpoints)}
+    (answers,) = run_ranks(1, "tests.e2e.jobs_checkpoint:resume_mutants", **subject, count=count, seed=3)
     assert not canary(tmp_path / "run" / "checkpoints" / "x").exists(), "a pickle of a checkpoint was run"
     pristine = answers.pop(0)
     assert pristine["resumed"] == pristine["newest"] and pristine["differs"] == [], pristine
@@ -254,4 +240,4 @@ def test_mutated_checkpoints_end_in_a_clear_error_or_the_one_before(begun: Begun
         assert answer.get("differs", []) == [], answer
         assert back or answer["weights"] == pristine["weights"], answer
         outcomes["the one before" if back else "accepted"] += 1
-    assert min(outcomes["error"], outcomes["the one before"]) > 20 and outcomes["accepted"] < 40, outcomes
+    assert min(outcomes["error"], outcomes["the one before"]) > count / 9 and outcomes["accepted"] < count / 4, outcomes

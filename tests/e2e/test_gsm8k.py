@@ -56,10 +56,12 @@ def short(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-def test_run_directories_are_whole(short: Path) -> None:
+def test_the_short_chain_leaves_whole_runs_and_learns(short: Path, shared_data: Path) -> None:
+    """Weights load in transformers, both overlaps are at work, the reward rises, and nothing of the test set is in it."""
     for stage, kind in STAGES.items():
         run = short / stage
         load_config(kind, run / "config.yaml")
+        assert "gsm8k_test" not in (run / "config.yaml").read_text(encoding="utf-8"), kind
         lines = rows(run / "metrics.jsonl")
         assert [line["step"] for line in lines] == list(range(1, STEPS[stage] + 1))
         assert summary(short, stage)["steps"] == STEPS[stage]
@@ -70,25 +72,15 @@ def test_run_directories_are_whole(short: Path) -> None:
         named = {*lines[0], *lines[-1], *summary(short, stage), *(span.name for span in spans)}
         absent = [name for name in named if f"`{name}`" not in METRICS_PAGE and not name.endswith(("_first", "_last"))]
         assert not absent, f"describe in docs/metrics.md: {absent}"
-
-
-@pytest.mark.long
-def test_weights_load_in_transformers_with_their_tokenizer(short: Path) -> None:
     places = {
-        "sft/weights": AutoModelForCausalLM,
-        "rm/weights": AutoModelForSequenceClassification,
-        "ppo/weights/actor": AutoModelForCausalLM,
-        "ppo/weights/critic": AutoModelForSequenceClassification,
-    }
+        "sft/weights": AutoModelForCausalLM, "rm/weights": AutoModelForSequenceClassification,
+        "ppo/weights/actor": AutoModelForCausalLM, "ppo/weights/critic": AutoModelForSequenceClassification,
+    }  # fmt: skip
     for place, loader in places.items():
         model, report = loader.from_pretrained(short / place, output_loading_info=True)
         assert not report["missing_keys"] and not report["unexpected_keys"], place
         assert 5e6 <= sum(p.numel() for p in model.parameters()) <= 20e6
         assert (short / place / "tokenizer.model").read_bytes() == (short / "tokenizer.model").read_bytes()
-
-
-@pytest.mark.long
-def test_both_overlaps_are_at_work_and_the_reward_model_reward_rises(short: Path) -> None:
     config = load_config(TrainConfig, short / "ppo" / "config.yaml")
     assert config.overlap.intra and config.overlap.inter and world_size(config) == 2
     found, lines = summary(short, "ppo"), rows(short / "ppo" / "metrics.jsonl")
@@ -97,18 +89,10 @@ def test_both_overlaps_are_at_work_and_the_reward_model_reward_rises(short: Path
     model_reward = [line["reward_parts"]["model"] for line in lines]
     assert sum(model_reward[-6:]) / 6 > sum(model_reward[:3]) / 3
     assert summary(short, "sft")["loss_last"] < summary(short, "sft")["loss_first"] - 0.5
-
-
-@pytest.mark.long
-def test_nothing_of_the_test_set_is_trained_or_evaluated_on(short: Path, shared_data: Path) -> None:
     test = {row["question"] for row in rows(shared_data / FILES[1])}
     train, heldout = rows(short / "data" / "train.jsonl"), rows(short / "data" / "heldout.jsonl")
-    assert train + heldout == rows(shared_data / FILES[0])
-    assert not test & {row["question"] for row in train + heldout}
-    for stage, kind in STAGES.items():
-        text = (short / stage / "config.yaml").read_text(encoding="utf-8")
-        assert "gsm8k_test" not in text, kind
-    assert load_config(TrainConfig, short / "ppo" / "config.yaml").evaluation.data.path == short / "data/heldout.jsonl"
+    assert train + heldout == rows(shared_data / FILES[0]) and not test & {row["question"] for row in train + heldout}
+    assert config.evaluation.data.path == short / "data/heldout.jsonl"
 
 
 @pytest.mark.long
@@ -134,9 +118,7 @@ def change_two_lines(config: Path, checkpoint: Path) -> None:
 def test_two_changed_lines_make_the_chain_start_from_a_checkpoint(shared_data: Path, tmp_path: Path) -> None:
     checkpoint, example, out = tmp_path / "Qwen2.5-tiny", tmp_path / "gsm8k", tmp_path / "out"
     pieces = [*sorted(ByteLevel.alphabet()), "<|endoftext|>"]
-    Qwen2Tokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], eos_token=pieces[-1]).save_pretrained(
-        checkpoint
-    )
+    Qwen2Tokenizer(vocab={p: i for i, p in enumerate(pieces)}, merges=[], eos_token=pieces[-1]).save_pretrained(checkpoint)
     given = save_tiny(checkpoint, "qwen2", vocab_size=320, max_position_embeddings=1024, tie_word_embeddings=True)
     shutil.copytree(EXAMPLE, example)
     change_two_lines(example / "sft.yaml", checkpoint)
@@ -176,20 +158,16 @@ def test_missing_file_is_named_with_the_place_looked_at(missing: str, tmp_path: 
     for name in set(FILES) - {missing}:
         (tmp_path / name).write_text("{}\n")
     done = call(EXAMPLE / "run.sh", tmp_path, tmp_path / "out")
-    assert done.returncode == 2
-    assert f"{missing} is missing (looked for {tmp_path}/{missing})" in done.stderr
+    assert done.returncode == 2 and f"{missing} is missing (looked for {tmp_path}/{missing})" in done.stderr
     assert not (tmp_path / "out").exists(), "nothing is written before the input is known to be there"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ([], "DATA_DIR is needed"),
-        (["a", "b", "c"], "3 arguments were given"),
-        (["no/such/folder"], "'no/such/folder' is not a folder"),
-        (["--shrot", "data"], "--shrot is not an option"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "complaint"), [
+    ([], "DATA_DIR is needed"),
+    (["a", "b", "c"], "3 arguments were given"),
+    (["no/such/folder"], "'no/such/folder' is not a folder"),
+    (["--shrot", "data"], "--shrot is not an option"),
+])  # fmt: skip
 def test_bad_calls_end_with_one_clear_line(arguments: list[str], complaint: str) -> None:
     done = call(EXAMPLE / "run.sh", *arguments)
     assert done.returncode == 2 and complaint in done.stderr.splitlines()[-1]
@@ -200,15 +178,12 @@ def test_help() -> None:
     assert done.returncode == 0 and "DATA_DIR" in done.stdout and not done.stderr
 
 
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        (b"not JSON", "gsm8k_train.jsonl:2: not JSON"),
-        (b'{"question": "q\xff", "answer": "a"}', "gsm8k_train.jsonl:2: not JSON"),
-        (b'{"question": "q"}', "gsm8k_train.jsonl:2: no text in answer"),
-        (b"[]", "gsm8k_train.jsonl:2: no text in question, answer"),
-    ],
-)
+@pytest.mark.parametrize(("line", "complaint"), [
+    (b"not JSON", "gsm8k_train.jsonl:2: not JSON"),
+    (b'{"question": "q\xff", "answer": "a"}', "gsm8k_train.jsonl:2: not JSON"),
+    (b'{"question": "q"}', "gsm8k_train.jsonl:2: no text in answer"),
+    (b"[]", "gsm8k_train.jsonl:2: no text in question, answer"),
+])  # fmt: skip
 def test_bad_row_is_named_by_file_and_line(line: bytes, complaint: str, tmp_path: Path) -> None:
     good = json.dumps({"question": "q", "answer": "#### 1", "chosen": "a", "rejected": "b"}).encode() + b"\n"
     for name in FILES:

@@ -23,24 +23,20 @@ from oppo_megatron.errors import CapacityError, CheckpointError, DataError
 from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.train import reference_pass, supervised
 from oppo_megatron.train.supervised_tasks import PairPreferences
-from tests.e2e.supervised import NUM_ROWS, SHAPE, Settings, hf_model, metrics, run, settings, token_rows
+from tests.e2e.supervised import NUM_ROWS, SHAPE, Settings, hf_model, plain_steps, require_moved, run, settings, token_rows
 from tests.support.hf import save_tiny, tensors_of
 from tests.support.ranks import run_ranks
 
 STEPS, BATCH = 3, 8
 RATE = {"lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5, "eps": 1e-4}
-LAYOUTS = [{"tp": 2}, {"pp": 2}, {"dp": 2}]
 Answer = tuple[list[int], list[int]]
 
 
 def preferring(inputs: Path, kind: str, run_dir: Path, rule: Settings | None = None, **changes: Any) -> Settings:
     usual = {
-        "batch_size": BATCH,
-        "steps": STEPS,
-        "model": {"checkpoint": inputs / "qwen2"},
-        "optimizer": RATE,
+        "batch_size": BATCH, "steps": STEPS, "model": {"checkpoint": inputs / "qwen2"}, "optimizer": RATE,
         "dpo": {"loss": "sigmoid" if kind == "dpo" else kind, "beta": 0.3, **(rule or {})},
-    }
+    }  # fmt: skip
     return settings(inputs, kind, run_dir, **usual | changes)
 
 
@@ -103,11 +99,10 @@ def marked(pairs: list[Any]) -> list[Any]:
 
 
 CASES = {
-    "dpo": ("dpo", {"beta": 0.3}),
-    "smoothed, with nll": ("dpo", {"beta": 0.3, "label_smoothing": 0.1, "nll": 0.5}),
+    "dpo": ("dpo", {"beta": 0.3}), "smoothed, with nll": ("dpo", {"beta": 0.3, "label_smoothing": 0.1, "nll": 0.5}),
     "ipo by means": ("dpo", {"beta": 0.3, "loss": "ipo", "average": True}),
     "kto": ("kto", {"beta": 0.3, "wanted": 1.0, "unwanted": 1.5}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -118,20 +113,8 @@ def test_three_steps_equal_transformers_and_adamw(inputs: Path, tmp_path: Path, 
     model, other = hf_model("sft", inputs / "qwen2"), hf_model("sft", tmp_path / "other")
     rows = token_rows(inputs, "rm")
     rows, loss_of = (rows, pair_loss(rule)) if kind == "dpo" else (marked(rows), marked_loss(rule))
-    split = [[p for p in model.parameters() if (p.dim() > 1) == is_matrix] for is_matrix in (True, False)]
-    optimizer = torch.optim.AdamW(
-        [{"params": split[0], "weight_decay": RATE["weight_decay"]}, {"params": split[1], "weight_decay": 0.0}],
-        lr=RATE["lr"], betas=(0.9, 0.95), eps=RATE["eps"],
-    )  # fmt: skip
-    expected = []
-    for step in range(STEPS):
-        loss = loss_of(model, other, rows[step * BATCH : (step + 1) * BATCH])
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), RATE["clip_grad"])
-        optimizer.step()
-        expected.append((loss.item(), float(norm)))
-
+    batches = [rows[step * BATCH : (step + 1) * BATCH] for step in range(STEPS)]
+    expected = plain_steps(model, [lambda own, batch=batch: loss_of(own, other, batch) for batch in batches], RATE)
     heldout = {"data": {"path": inputs / "pairs.jsonl"}, "max_rows": BATCH}
     own: Settings = {"reference": {"checkpoint": tmp_path / "other"}, "evaluation": heldout}
     lines = run(kind, preferring(inputs, kind, tmp_path / "run", rule, **own))
@@ -140,22 +123,14 @@ def test_three_steps_equal_transformers_and_adamw(inputs: Path, tmp_path: Path, 
     assert lines[-1]["heldout"]["loss"] == pytest.approx(left, rel=1e-4), "of the first rows, after the last step"
     assert [line["loss"] for line in lines] == pytest.approx([loss for loss, _ in expected], rel=1e-5)
     assert [line["grad_norm"] for line in lines] == pytest.approx([norm for _, norm in expected], rel=1e-4)
-    model.save_pretrained(tmp_path / "reference")
-    theirs, start = tensors_of(tmp_path / "reference"), tensors_of(inputs / "qwen2")
-    ours = tensors_of(tmp_path / "run" / "weights")
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert (ours[name] - tensor).abs().max() < 1e-5, name
-        assert (tensor - start[name]).abs().max() > 1e-3, f"{name} did not move: nothing is tested"
+    require_moved(tmp_path / "run" / "weights", model, inputs / "qwen2", 1e-5)
     if kind == "kto":
         assert [line["reference_point"] > 0 for line in lines] == [True] * STEPS, "z0 is cut off at 0: it is not tested"
 
 
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
 def test_micro_batches_have_no_influence(inputs: Path, tmp_path: Path, kind: str) -> None:
-    small, large = (
-        run(kind, preferring(inputs, kind, tmp_path / str(budget), runtime=runtime(budget))) for budget in (240, 4096)
-    )
+    small, large = (run(kind, preferring(inputs, kind, tmp_path / str(size), runtime=runtime(size))) for size in (240, 4096))
     assert small[-1]["packing_efficiency"] != large[-1]["packing_efficiency"], "both are packed alike: nothing is tested"
     for ours, theirs in zip(small, large, strict=True):
         for name in ("loss", "margin", "grad_norm"):
@@ -259,14 +234,11 @@ def test_a_fingerprint_is_of_weights_shape_and_type(inputs: Path, tmp_path: Path
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     (tmp_path / "told" / "README.md").write_text("about it")
     models: list[Settings] = [
-        {"checkpoint": tmp_path / "model"},
-        {"checkpoint": tmp_path / "told", "lora": {"rank": 2}},
-        {"checkpoint": tmp_path / "changed"},
-        {"checkpoint": tmp_path / "model", "dtype": "bfloat16"},
-        {"init": SHAPE},
+        {"checkpoint": tmp_path / "model"}, {"checkpoint": tmp_path / "told", "lora": {"rank": 2}},
+        {"checkpoint": tmp_path / "changed"}, {"checkpoint": tmp_path / "model", "dtype": "bfloat16"}, {"init": SHAPE},
         {"init": SHAPE | {"rms_norm_eps": 1e-3}},
-    ]
-    first, second = run_ranks(2, "tests.e2e.supervised_jobs:fingerprints", models=models)
+    ]  # fmt: skip
+    first, second = run_ranks(2, "tests.e2e.supervised:fingerprints", models=models)
     assert first == second, "ranks read a share of the files each, and know the same"
     assert first[0] == first[1] and len(set(first[1:])) == len(first) - 1, "fresh adapters and notes change nothing"
 
@@ -288,13 +260,13 @@ def test_a_pass_that_is_killed_goes_on_where_it_was(
     chosen = preferring(inputs, "dpo", tmp_path / "run", logging={"console": "plain"})
     with pytest.raises(KeyboardInterrupt):
         run("dpo", chosen)
-    run("dpo", chosen)
+    lines = run("dpo", chosen)
     told = capfd.readouterr().out
     assert "20 answers found" in told and len(calls) == 3 + 3, "blocks of 10, 10 and 8 were left"
     assert re.search(r"reference log-probs: about \d+ of \d+ answers computed, \d+s", told), "within a block"
     monkeypatch.undo()
     expected = run("dpo", preferring(inputs, "dpo", tmp_path / "whole"))
-    assert [line["loss"] for line in metrics(tmp_path / "run")] == pytest.approx([line["loss"] for line in expected])
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected])
 
 
 def test_with_adapters_the_reference_is_the_model_without_them(inputs: Path, tmp_path: Path) -> None:
@@ -305,17 +277,10 @@ def test_with_adapters_the_reference_is_the_model_without_them(inputs: Path, tmp
     run_dir, model = tmp_path / "run", {"checkpoint": inputs / "qwen2", "lora": lora}
     run("dpo", preferring(inputs, "dpo", start, model=model, steps=1, optimizer={"lr": 1e-30}))
     adapters = peft.PeftModel.from_pretrained(deepcopy(base), start / "weights", is_trainable=True).get_base_model()
-    learned = [param for param in adapters.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(learned, lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0)
-    expected, rows = [], token_rows(inputs, "rm")
-    for step in range(STEPS):
-        loss = pair_loss(rule)(adapters, base, rows[step * BATCH : (step + 1) * BATCH])
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(learned, 0.5)
-        optimizer.step()
-        expected.append(loss.item())
-    rate = {"lr": 1e-2, "eps": 1e-4, "clip_grad": 0.5}
+    rows, rate = token_rows(inputs, "rm"), {"lr": 1e-2, "eps": 1e-4, "clip_grad": 0.5}
+    batches = [rows[step * BATCH : (step + 1) * BATCH] for step in range(STEPS)]
+    losses = [lambda own, batch=batch: pair_loss(rule)(own, base, batch) for batch in batches]
+    expected = [loss for loss, _ in plain_steps(adapters, losses, rate | {"weight_decay": 0.0})]
     lines = run("dpo", preferring(inputs, "dpo", run_dir, model=model, optimizer=rate))
     assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and lines[0]["margin"] == pytest.approx(0, abs=1e-5)
     assert [line["loss"] for line in lines] == pytest.approx(expected, rel=1e-4)

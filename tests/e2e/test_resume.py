@@ -12,19 +12,15 @@ from oppo_megatron.data.tokenizer import train_sentencepiece
 from oppo_megatron.layout.placements import world_size
 from tests.e2e.matrix import FEATURES
 from tests.support.configs import run_of
-from tests.support.layouts import DEEP, STEADY_ADAM, assert_same, deep
-from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
+from tests.support.ppo import DEEP, Outcome, Workspace, assert_same, deep, read_outcome, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
 from tests.support.virtual import assert_unfolds_alike
 
 TWO_RANKS = {"placement": {"mode": "disaggregated"}}
 TIMES = ("_s", "bytes", "_mb", "bubble_share")
 CARRIED: dict[str, Any] = {
-    "steps": 4,
-    "overlap.intra": True,
-    "overlap.inter": True,
-    "overlap.delta": {"rule": "measured", "initial": 3, "max": 4},
-}
+    "steps": 4, "overlap.intra": True, "overlap.inter": True, "overlap.delta": {"rule": "measured", "initial": 3, "max": 4},
+}  # fmt: skip
 PP2 = {"placement": {"mode": "disaggregated", "actor": {"pp": 2}}}
 CASES: dict[str, dict[str, Any]] = {
     "one rank": CARRIED,
@@ -66,13 +62,12 @@ def rewound(config: dict[str, Any], name: str, steps: int = 1) -> dict[str, Any]
 
 
 def assert_bit_equal(outcome: Outcome, plain: Outcome) -> None:
-    assert outcome.tokens() == plain.tokens()
-    assert outcome.batches() == plain.batches()
+    assert outcome.tokens() == plain.tokens() and outcome.batches() == plain.batches()
     assert outcome.rollouts == plain.rollouts and outcome.greedy == plain.greedy
     for ours, theirs in zip(outcome.metrics, plain.metrics, strict=True):
-        assert untimed(ours) == untimed(theirs)
-    assert weight_distance(outcome.actor, plain.actor) == 0.0
-    assert weight_distance(outcome.critic, plain.critic) == 0.0
+        one, other = ({name: line[name] for name in line if not name.endswith(TIMES)} for line in (ours, theirs))
+        assert one == other
+    assert weight_distance(outcome.actor, plain.actor) == 0.0 and weight_distance(outcome.critic, plain.critic) == 0.0
 
 
 def furthest_logprob(outcome: Outcome, other: Outcome) -> float:
@@ -80,15 +75,10 @@ def furthest_logprob(outcome: Outcome, other: Outcome) -> float:
     return max(abs(a - b) for seq_id in ours for a, b in zip(ours[seq_id], theirs[seq_id], strict=False))
 
 
-def untimed(line: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in line.items() if not name.endswith(TIMES)}
-
-
 @pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long) if "bfloat16" in case else case for case in CASES])
 def test_a_run_with_a_measured_delta_that_is_stopped_and_resumed_is_the_run_that_never_stopped(
     workspace: Workspace, carried: Outcome, case: str
 ) -> None:
-    """Told to stop on one rank, twice; the matrix has further features and layouts."""
     name = "".join(c for c in case if c.isalnum())
     plain = carried if case == "one rank" else run_ppo_ranks(deep(workspace, f"{name}-plain", **CASES[case]))
     config = deep(workspace, name, **CASES[case])
@@ -110,27 +100,20 @@ def test_resumed_after_a_step_is_the_run_that_never_stopped(workspace: Workspace
     assert_bit_equal(resumed(rewound(config, "again", config["steps"] - 1)), plain)
 
 
-@pytest.mark.parametrize("steps_left", [3, 1])
-def test_a_critics_warm_up_and_the_scores_seen_go_on(
-    workspace: Workspace, warmed_up: tuple[dict[str, Any], Outcome], steps_left: int
-) -> None:
+@pytest.mark.parametrize("left", [3, 1])
+def test_a_warm_up_and_the_scores_seen_go_on(workspace: Workspace, warmed_up: tuple[dict[str, Any], Outcome], left: int) -> None:
     config, plain = warmed_up
-    assert_bit_equal(resumed(rewound(config, str(steps_left), steps_left)), plain)
+    assert_bit_equal(resumed(rewound(config, str(left), left)), plain)
 
 
 @pytest.fixture(scope="module")
 def warmed_up(workspace: Workspace) -> tuple[dict[str, Any], Outcome]:
-    falling = STEADY_ADAM | {"decay": "linear"}
     changes = {
-        "ppo.critic_warmup_steps": 2,
-        "ppo.reward_normalization": "running",
-        "ppo.truncated": -0.5,
-        "ppo.minibatches": 2,
-        "overlap.actor_kv": "keep",
-        "checkpoint": {"every_steps": 1, "keep": 9},
-    }
+        "ppo.critic_warmup_steps": 2, "ppo.reward_normalization": "running", "ppo.truncated": -0.5, "ppo.minibatches": 2,
+        "overlap.actor_kv": "keep", "checkpoint": {"every_steps": 1, "keep": 9},
+    }  # fmt: skip
     config = deep(workspace, "warm", **CARRIED, **TWO_RANKS, **changes)
-    config["actor"]["optimizer"] = config["critic"]["optimizer"] = falling
+    config["actor"]["optimizer"] = config["critic"]["optimizer"] = config["actor"]["optimizer"] | {"decay": "linear"}
     return config, run_ppo_ranks(config)
 
 
@@ -234,3 +217,49 @@ def test_what_cannot_be_continued_is_refused(workspace: Workspace) -> None:
     assert checkpoints(config) == there, "it is not damaged"
     manifest.unlink()
     assert "none of its checkpoints is whole" in refusal(config)
+
+
+LATE_S = 1.0
+REPLICAS = {"placement": {"mode": "colocated", "actor": {"dp": 2}, "scorer": {"dp": 2}}}
+JOB = "tests.e2e.jobs_checkpoint:run_with_a_slow_disk"
+FIVE_STEPS = CARRIED | {"steps": 5, "checkpoint.every_steps": 2, "checkpoint.keep": 9, "checkpoint.final": False}
+
+
+@pytest.mark.parametrize("layout", [TWO_RANKS, pytest.param(REPLICAS, marks=pytest.mark.long)], ids=["1 | 1", "replicas"])
+def test_a_checkpoint_written_beside_the_run_is_that_of_its_moment(workspace: Workspace, layout: dict[str, Any]) -> None:
+    name = str(layout["placement"]["mode"])
+    plain = run_ppo_ranks(deep(workspace, f"{name}-plain", **FIVE_STEPS, **layout))
+    config = deep(workspace, name, **FIVE_STEPS, **layout, **{"checkpoint.asynchronous": True})
+    for message, steps in run_ranks(2, JOB, config=config, late_s=None):
+        assert message == "" and len(steps) == 4
+        assert steps[0] == 2 and steps[1] > 2, f"writing began and ended after steps {steps}"
+    beside = read_outcome(Path(config["run_dir"]))
+    assert_bit_equal(beside, plain)
+    hidden = sum(line["checkpoint_hidden_s"] for line in beside.metrics)
+    assert hidden > 0 and sum(line["checkpoint_hidden_s"] for line in plain.metrics) == 0
+    assert checkpoints(config) == ["step-000002", "step-000004"]
+    assert_bit_equal(resumed(rewound(config, "again")), plain)
+
+
+def test_told_to_stop_the_run_waits_for_its_checkpoint(workspace: Workspace) -> None:
+    config = deep(workspace, "stopped", **CARRIED, **TWO_RANKS, **{"checkpoint.asynchronous": True})
+    stop(config, rounds=3)
+    assert len(checkpoints(config)) == 1 and "clock" in checkpoints(config)[0]
+
+
+def test_a_guard_waits_for_the_checkpoint_that_it_goes_back_to(workspace: Workspace) -> None:
+    poisoned = {"kind": "python", "entry_point": "tests.e2e.rewards:breaks", "options": {"name": "waits", "good": 6}}
+    checkpoint = {"every_steps": 1, "asynchronous": True}
+    config = workspace.config("guarded", checkpoint=checkpoint, rewards=[poisoned], guards={"action": "rollback"})
+    ((message, steps),) = run_ranks(1, JOB, config=config | {"reward": None}, late_s=LATE_S)
+    assert message.startswith("RollBack: step 2: ") and "back to step-000001; 6 prompts are left out" in message
+    assert steps == [1, 1] and checkpoints(config) == ["step-000001"]
+
+
+def test_a_disk_without_space_ends_the_run_on_all_ranks(workspace: Workspace) -> None:
+    config = deep(workspace, "full", **CARRIED, **TWO_RANKS, **{"checkpoint.asynchronous": True, "checkpoint.every_steps": 1})
+    answers = run_ranks(2, JOB, config=config, late_s=0.1, full_on=1)
+    for message, _ in answers:
+        assert message.startswith("CheckpointError: ") and "rank 1: No space left" in message
+        assert "no checkpoint has been written yet" in message and "nothing is left of this one" in message
+    assert checkpoints(config) == []

@@ -1,31 +1,33 @@
-"""A rank that hangs: all ranks end within the deadline, say who did not move and what they waited for, and the run goes on."""
+"""A rank hangs or is killed: all ranks end and say what they waited for, nothing is left alive, and the run goes on."""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
-import re
 import signal
+import subprocess
+import sys
+import termios
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from oppo_megatron.layout.placements import world_size
-from oppo_megatron.schedule.actions import Payload, parse_action
-from tests.e2e.started import num_lines, rank_pids, start, still_there, struck, wait_until
-from tests.support.configs import run_of
-from tests.support.layouts import deep
-from tests.support.ppo import Workspace, read_outcome, weight_distance
+from oppo_megatron.cluster.rank_processes import rank_processes
+from oppo_megatron.errors import EXIT_REQUEUE
+from tests.e2e.started import fault, num_lines, rank_pids, start, still_there, struck, wait_until
+from tests.e2e.test_resume_changed import whole_checkpoints
+from tests.support.ppo import Workspace, deep, read_outcome, weight_distance
+from tests.support.processes import marked, wait_for
 from tests.support.ranks import run_mortal_ranks, run_ranks
 
 STALL_S = 6.0  # a disk may well let a checkpoint wait for half of it
 TWO_RANKS: dict[str, Any] = {
-    "placement": {"mode": "disaggregated"},
-    "overlap.intra": True,
-    "stall_deadline_s": STALL_S,
-    "checkpoint": {"every_steps": 1},
-}
+    "placement": {"mode": "disaggregated"}, "overlap.intra": True, "stall_deadline_s": STALL_S, "checkpoint": {"every_steps": 1},
+}  # fmt: skip
 AFTER_S = 15.0  # notes, answers, and what is left of the others
 
 
@@ -46,8 +48,7 @@ def test_a_stopped_scorer_is_named_and_ended_and_the_run_goes_on(workspace: Work
     assert "starting again, 1 of 1 restarts left" in told
     asked, _, after = told.partition("the run has stalled")
     assert "(most recent call first)" in asked and "in run_ppo" in asked and "in run_ppo" not in after, told
-    assert "in run_ppo" in (Path(config["run_dir"]) / "stacks" / "rank-0.txt").read_text()
-    assert num_lines(config) == 6
+    assert "in run_ppo" in (Path(config["run_dir"]) / "stacks" / "rank-0.txt").read_text() and num_lines(config) == 6
 
 
 @pytest.mark.long
@@ -79,56 +80,20 @@ def test_a_reward_function_that_never_returns_is_named(workspace: Workspace, how
 
 TIMEOUT_S = 10.0
 
-CASES: dict[str, tuple[dict[str, Any], int, str]] = {
-    "a stage of TP2xPP2 while decoding": (
-        {"placement": {"mode": "colocated", "actor": {"tp": 2, "pp": 2}}},
-        3,
-        "decode actor m0 c1 s2",
-    ),
-    "a replica while another decodes": ({"placement": {"mode": "disaggregated", "actor": {"dp": 2}}}, 1, "sample actor m0 c1 s1"),
-}
 
-
-@pytest.mark.parametrize("case", CASES)
-def test_every_other_rank_names_the_action_it_waited_for(tmp_path_factory: pytest.TempPathFactory, case: str) -> None:
-    changes, victim, action = CASES[case]
-    workspace = Workspace.create(tmp_path_factory.mktemp("dead"))
-    config = workspace.config("dead", **{"overlap.intra": True, "runtime.timeout_s": TIMEOUT_S}, **changes)
-    world = world_size(run_of(config))
-    answers = run_mortal_ranks(world, "tests.e2e.jobs:train_with_a_death", config=config, rank=victim, at=action)
-    assert answers[victim] is None
-    for rank, answer in enumerate(answers):
-        if rank == victim:
-            continue
-        assert answer is not None
-        kind, message, seconds = answer
-        assert kind == "StallError", (rank, answer)
-        named = re.search(r"rank (\d+) waited .*in vain for `([^`]+)`", message)
-        assert named and int(named[1]) == rank, message
-        waited = parse_action(rank, named[2])
-        # A scorer may be one chunk behind, which nobody sends once the replica that felt the death has ended.
-        behind = waited.payload is Payload.CHUNK
-        assert waited.chunk in ((1, 2) if behind else (2,) if waited.role == "actor" else (1,)), "in the second round"
-        assert seconds < world * TIMEOUT_S + 20
-
-
-@pytest.mark.parametrize(
-    ("nth", "part"), [(2, "update actor, step 1"), pytest.param(6, "update critic, step 1", marks=pytest.mark.long)]
-)
-def test_every_other_rank_names_the_update_it_was_in(tmp_path_factory: pytest.TempPathFactory, nth: int, part: str) -> None:
-    workspace = Workspace.create(tmp_path_factory.mktemp("dead"))
+@pytest.mark.parametrize(("nth", "role"), [(2, "actor"), pytest.param(6, "critic", marks=pytest.mark.long)])
+def test_every_other_rank_names_the_update_it_was_in(workspace: Workspace, nth: int, role: str) -> None:
     placement = {"mode": "colocated", "actor": {"pp": 2}}
-    config = workspace.config("dead", placement=placement, **{"runtime.timeout_s": TIMEOUT_S})
+    config = workspace.config(f"dead-{nth}-th", placement=placement, **{"runtime.timeout_s": TIMEOUT_S})
     answers = run_mortal_ranks(2, "tests.e2e.jobs:train_with_a_death_in_an_update", config=config, rank=1, nth=nth)
     assert answers[1] is None and answers[0] is not None
     kind, message, seconds = answers[0]
-    assert kind == "StallError" and f"rank 0 waited in vain for `{part}` (" in message, answers[0]
+    assert kind == "StallError" and f"rank 0 waited in vain for `update {role}, step 1` (" in message, answers[0]
     assert ".cc" not in message and seconds < 2 * TIMEOUT_S + 20
 
 
-def test_what_was_sent_to_a_slow_rank_outlives_the_round(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_what_was_sent_to_a_slow_rank_outlives_the_round(workspace: Workspace) -> None:
     """A last stage waits for nothing at a round's end, or an evaluation's; the run equals one without a slow rank."""
-    workspace = Workspace.create(tmp_path_factory.mktemp("slow"))
     heldout = {"path": str(workspace.root / "data" / "heldout.jsonl"), "max_prompt_tokens": 96, "max_rows": 3}
     evaluation = {"data": heldout, "metrics": [{"kind": "verifier", "name": "arithmetic"}]}
     placement = {"mode": "colocated", "actor": {"pp": 2}}
@@ -141,3 +106,135 @@ def test_what_was_sent_to_a_slow_rank_outlives_the_round(tmp_path_factory: pytes
     slow, quick = found
     assert slow.tokens() == quick.tokens() and weight_distance(slow.actor, quick.actor) == 0
     assert [row["heldout"] for row in slow.metrics] == [row["heldout"] for row in quick.metrics] != []
+
+
+LEFT_S = 20
+"""A busy machine is slow to end what was killed."""
+
+
+@pytest.fixture
+def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A mark in the environment of all processes that the test starts, and of what they start."""
+    monkeypatch.setenv("OPPO_TEST_KILLS", str(tmp_path))
+    return f"OPPO_TEST_KILLS={tmp_path}"
+
+
+def settings(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
+    own = {"steps": 3, "placement": {"mode": "disaggregated"}, "checkpoint": {"every_steps": 1}}
+    return deep(workspace, name.replace(" ", "-"), **(own | changes))
+
+
+def process_of(run: subprocess.Popen[str], victim: str) -> int:
+    """Its process id as soon as both ranks exist; before them the fork server forks one process that ends at once."""
+    if victim == "launcher":
+        return run.pid
+    ranks: list[psutil.Process] = []
+
+    def both() -> bool:
+        ranks[:] = rank_processes(psutil.Process(run.pid))
+        return len(ranks) == 2
+
+    wait_until(run, both)
+    return ranks[-1].ppid() if victim == "fork server" else ranks[-1].pid
+
+
+def assert_goes_on(config: dict[str, Any], mark: str, *overrides: str) -> None:
+    run = start(config, "--resume", *overrides)
+    _, told = run.communicate(timeout=400)
+    assert run.returncode == 0, told
+    wait_for(lambda: not marked(mark), LEFT_S)
+    assert not (Path(config["run_dir"]) / "holder.json").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("moment", ["import", "meeting", "update", "checkpoint"])
+@pytest.mark.parametrize("victim", ["launcher", "fork server", "rank"])
+def test_nothing_outlives_one_that_is_killed(workspace: Workspace, mark: str, victim: str, moment: str) -> None:
+    """One of the ranks stands still at that moment; at `import` they have just been forked."""
+    config = settings(workspace, f"{victim}-{moment}")
+    if moment != "import":
+        fault(config, moment, 1, "hangs")
+    run = start(config, module="tests.e2e.started")
+    if moment != "import":
+        wait_until(run, lambda: not (Path(config["run_dir"]) / "fault").exists())
+    os.kill(process_of(run, victim), signal.SIGKILL)
+    _, told = run.communicate(timeout=60)
+    assert run.returncode == (-signal.SIGKILL if victim == "launcher" else 2), told
+    wait_for(lambda: not marked(mark), LEFT_S)
+    assert_goes_on(config, mark)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_signals_before_there_is_anything_to_save(workspace: Workspace, mark: str, number: signal.Signals) -> None:
+    config = settings(workspace, f"early-{number.name}")
+    run = start(config)
+    wait_until(run, lambda: len(marked(mark)) > 2)
+    run.send_signal(number)
+    _, told = run.communicate(timeout=60)
+    assert run.returncode != 0, told
+    wait_for(lambda: not marked(mark), LEFT_S)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", ["launcher", "rank"])
+def test_a_hang_up_saves_and_the_fork_server_hears_no_signal(workspace: Workspace, mark: str, victim: str) -> None:
+    config = settings(workspace, f"hang-up-{victim}", steps=99)
+    run = start(config)
+    wait_until(run, lambda: num_lines(config) >= 1)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(process_of(run, "fork server"), number)
+    done = num_lines(config)
+    wait_until(run, lambda: num_lines(config) > done)
+    os.kill(process_of(run, victim), signal.SIGHUP)
+    _, told = run.communicate(timeout=120)
+    assert run.returncode == EXIT_REQUEUE and "saved; continue with" in told, told
+    wait_for(lambda: not marked(mark), LEFT_S)
+    assert_goes_on(config, mark, f"steps={num_lines(config) + 1}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["terminal closed", "shell killed", "nohup"])
+def test_a_terminal_that_is_closed_saves_the_run_in_it(workspace: Workspace, mark: str, how: str) -> None:
+    config = settings(workspace, how, steps=3 if how == "nohup" else 99, **{"logging.console": "plain"})
+    path = Path(config["run_dir"]).with_suffix(".yaml")
+    start(config, "--dry-run").communicate(timeout=120)  # writes the file
+    ours, theirs = os.openpty()
+    command = f"{sys.executable} -m oppo_megatron train {path}"
+    command = f"nohup {command} > /dev/null 2>&1" if how == "nohup" else command
+    shell = subprocess.Popen(
+        ["bash", "-c", f"{command}; true"], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        cwd=Path.cwd(), preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(theirs)
+    wait_for(lambda: num_lines(config) >= 1, 300)
+    if how == "shell killed":
+        shell.kill()
+    else:
+        os.close(ours)
+    shell.wait(60)
+    wait_for(lambda: not marked(mark), 300 if how == "nohup" else 60)
+    if how == "nohup":
+        assert num_lines(config) == 3
+    else:
+        assert "clock" in whole_checkpoints(config)[-1], "saved within a step"
+        assert_goes_on(config, mark, f"steps={num_lines(config) + 1}")
+
+
+CONFIG = Path(__file__).resolve().parents[2] / "examples" / "reliability" / "chaos.yaml"
+KILLS = 5
+
+
+@pytest.mark.long
+def test_five_killed_ranks_leave_no_trace(tmp_path: Path) -> None:
+    command = [str(CONFIG), "steps=8", "--prompt-tokens", "24", "--kills", str(KILLS), "--seed", "4"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.chaos", *command, "--out", str(tmp_path)], cwd=CONFIG.parents[2], capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "disturbed.log").read_text()[-2000:]
+    assert "final weights, rollouts and metrics equal those of the undisturbed run" in done.stdout
+    result = json.loads((tmp_path / "chaos.json").read_text())
+    assert len(result["kills"]) == KILLS and result["differences"] == []
+    assert {kill["rank"] for kill in result["kills"]} == {0, 1}
+    assert (tmp_path / "disturbed.log").read_text().count("was ended by SIGKILL") == KILLS

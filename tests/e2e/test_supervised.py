@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +21,8 @@ from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.errors import CapacityError, CheckpointError, ConfigError, DataError
 from oppo_megatron.rundir.checkpoints import CheckpointStore
 from oppo_megatron.train.supervised_tasks import RewardModelling
-from tests.e2e.supervised import (
-    COLUMNS,
-    FILES,
-    NUM_ROWS,
-    OPTIMIZER,
-    SHAPE,
-    Settings,
-    hf_model,
-    judged_steps,
-    metrics,
-    reference_loss,
-    run,
-    settings,
-    token_rows,
-    whole_loss,
-)
+from tests.e2e import supervised
+from tests.e2e.supervised import Settings, hf_model, metrics, reference_loss, run, settings, token_rows, whole_loss
 from tests.support.hf import tensors_of
 from tests.support.ranks import run_ranks
 
@@ -46,46 +31,26 @@ from tests.support.ranks import run_ranks
 def test_one_step_equals_transformers_and_adamw(inputs: Path, tmp_path: Path, kind: str) -> None:
     chosen = settings(inputs, kind, tmp_path / "run")
     model = hf_model(kind, chosen["model"]["checkpoint"])
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() == 1]
-    assert matrices and others
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": OPTIMIZER["weight_decay"]}, {"params": others, "weight_decay": 0.0}],
-        lr=OPTIMIZER["lr"], betas=(0.9, 0.95), eps=OPTIMIZER["eps"],
-    )  # fmt: skip
-    loss = whole_loss(model, kind, inputs)
-    loss.backward()
-    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER["clip_grad"]))
-    optimizer.step()
-    assert norm > OPTIMIZER["clip_grad"], "the reference must clip, or clipping is not tested"
+    ((loss, norm),) = supervised.plain_steps(model, [lambda own: whole_loss(own, kind, inputs)], supervised.OPTIMIZER)
+    assert norm > supervised.OPTIMIZER["clip_grad"], "the reference must clip, or clipping is not tested"
 
     (line,) = run(kind, chosen)
-    assert line["loss"] == pytest.approx(float(loss), rel=1e-5)
-    assert line["grad_norm"] == pytest.approx(norm, rel=1e-4)
-    model.save_pretrained(tmp_path / "reference")
-    expected, start = tensors_of(tmp_path / "reference"), tensors_of(chosen["model"]["checkpoint"])
-    trained = tensors_of(tmp_path / "run" / "weights")
-    assert trained.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert (trained[name] - tensor).abs().max() < 2e-5, name
-        assert (tensor - start[name]).abs().max() > 1e-3, f"{name} did not move: nothing is tested"
+    assert line["loss"] == pytest.approx(loss, rel=1e-5) and line["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    supervised.require_moved(tmp_path / "run" / "weights", model, chosen["model"]["checkpoint"], 2e-5)
 
 
 @pytest.mark.parametrize("kind", ["sft", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("rm", "prm"))])
-def test_training_learns_and_leaves_a_model_that_transformers_gives_the_same_loss(
-    inputs: Path, tmp_path: Path, kind: str
-) -> None:
-    model = {"init": {**SHAPE, "initializer_range": 0.1}}
+def test_training_learns_and_leaves_a_model_of_that_loss_in_transformers(inputs: Path, tmp_path: Path, kind: str) -> None:
+    model = {"init": {**supervised.SHAPE, "initializer_range": 0.1}}
     chosen = settings(inputs, kind, tmp_path / "run", model=model, epochs=48, optimizer={"lr": 5e-3, "decay": "linear"})
     lines = run(kind, chosen)
-    assert [line["step"] for line in lines] == list(range(1, 49))
-    assert lines[-1]["loss"] < 0.5 * lines[0]["loss"]
+    assert [line["step"] for line in lines] == list(range(1, 49)) and lines[-1]["loss"] < 0.5 * lines[0]["loss"]
     assert lines[-1]["lr"] < lines[0]["lr"] == 5e-3
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["kind"] == kind and summary["steps"] == 48 and summary["rows"] == NUM_ROWS
-    assert summary["loss_last"] < summary["loss_first"]
+    told = summary(tmp_path / "run")
+    assert told["kind"] == kind and told["steps"] == 48 and told["rows"] == supervised.NUM_ROWS
+    assert told["loss_last"] < told["loss_first"]
     if kind != "sft":
-        assert summary["accuracy_last"] > 0.75 and all(0 <= line["accuracy"] <= 1 for line in lines)
+        assert told["accuracy_last"] > 0.75 and all(0 <= line["accuracy"] <= 1 for line in lines)
 
     weights = tmp_path / "run" / "weights"
     again = settings(inputs, kind, tmp_path / "again", model={"checkpoint": weights})
@@ -95,13 +60,13 @@ def test_training_learns_and_leaves_a_model_that_transformers_gives_the_same_los
 
 
 def test_held_out_steps_are_measured_as_transformers_measures_them(inputs: Path, tmp_path: Path) -> None:
-    evaluation = {"data": {"path": inputs / FILES["prm"]}}
+    evaluation = {"data": {"path": inputs / supervised.FILES["prm"]}}
     chosen = settings(inputs, "prm", tmp_path / "run", steps=1, evaluation=evaluation)
     run("prm", chosen)
-    measured = json.loads((tmp_path / "run" / "summary.json").read_text())["heldout"]
+    measured = summary(tmp_path / "run")["heldout"]
     for step, weights in ("0", chosen["model"]["checkpoint"]), ("1", tmp_path / "run" / "weights"):
         with torch.no_grad():
-            logits, labels = judged_steps(inputs, hf_model("prm", weights))
+            logits, labels = supervised.judged_steps(inputs, hf_model("prm", weights))
         mean = measured[step]["mean"]
         assert mean["loss"] == pytest.approx(float(binary_cross_entropy_with_logits(logits, labels)), rel=1e-5)
         assert mean["accuracy"] == pytest.approx(float(((logits > 0) == (labels > 0.5)).double().mean()))
@@ -121,15 +86,10 @@ def test_what_a_run_leaves(inputs: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run/weights/tokenizer.model").read_bytes() == (inputs / "tokenizer.model").read_bytes()
     rows = [row[0] + row[1][0] for row in token_rows(inputs, "sft")[:8]]
     assert lines[0]["tokens"] == sum(len(row) - 1 for row in rows)
-
-
-def test_finished_run_is_refused_and_kept(inputs: Path, tmp_path: Path) -> None:
-    chosen = settings(inputs, "sft", tmp_path / "run", steps=1)
-    run("sft", chosen)
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "run").iterdir()}
     with pytest.raises(ConfigError, match="finished run"):
         run("sft", chosen)
-    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "run").iterdir()} == before
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "run").iterdir()} == before, "it is kept"
 
 
 def test_hugging_face_tokenizer_lies_beside_the_weights(inputs: Path, tmp_path: Path) -> None:
@@ -155,9 +115,9 @@ def test_refused_rows_are_set_aside(inputs: Path, tmp_path: Path) -> None:
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert "summary.json" in left and not {"weights", "checkpoints"} & left
     entries = [json.loads(line) for line in (tmp_path / "run" / "quarantine.jsonl").read_text().splitlines()]
-    assert sorted(entry["line"] for entry in entries) == [NUM_ROWS + 1, NUM_ROWS + 2]
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["quarantined"] == 2 and summary["rows"] == NUM_ROWS
+    assert sorted(entry["line"] for entry in entries) == [supervised.NUM_ROWS + 1, supervised.NUM_ROWS + 2]
+    told = summary(tmp_path / "run")
+    assert told["quarantined"] == 2 and told["rows"] == supervised.NUM_ROWS
 
 
 def test_bad_rows_are_reported_before_the_model_is_built(inputs: Path, tmp_path: Path) -> None:
@@ -171,21 +131,14 @@ def test_bad_rows_are_reported_before_the_model_is_built(inputs: Path, tmp_path:
         run("sft", chosen)
 
 
-def _small_vocabulary(chosen: Settings) -> Settings:
-    return {**chosen, "model": {"init": {**SHAPE, "vocab_size": 64}}}
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (lambda c: {**c, "parallel": {"tp": 2}}, "1 ranks were started"),
-        (_small_vocabulary, "vocabulary has 64 entries"),
-        (lambda c: {**c, "max_tokens": 999}, "contexts of up to 999"),
-    ],
-)
-def test_misfits_are_refused(inputs: Path, tmp_path: Path, change: Callable[[Settings], Settings], message: str) -> None:
+@pytest.mark.parametrize(("change", "message"), [
+    ({"parallel": {"tp": 2}}, "1 ranks were started"),
+    ({"model": {"init": {**supervised.SHAPE, "vocab_size": 64}}}, "vocabulary has 64 entries"),
+    ({"max_tokens": 999}, "contexts of up to 999"),
+])  # fmt: skip
+def test_misfits_are_refused(inputs: Path, tmp_path: Path, change: Settings, message: str) -> None:
     with pytest.raises((ConfigError, CapacityError), match=message):
-        run("sft", change(settings(inputs, "sft", tmp_path / "run")))
+        run("sft", settings(inputs, "sft", tmp_path / "run") | change)
     assert not (tmp_path / "run").exists()
 
 
@@ -205,8 +158,7 @@ HALF = {"fraction": 0.5, "every_steps": 1}
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
-    tree: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-    return tree
+    return dict(json.loads((run_dir / "summary.json").read_text()))
 
 
 def held(inputs: Path, kind: str, fraction: float = 0.5, seed: int = 1) -> list[tuple[list[int], list[list[int]]]]:
@@ -236,6 +188,8 @@ def test_held_out_figures_are_those_of_transformers_and_none_of_the_rows_is_trai
     assert len(lines) == 4 and len(rows) == 12
     told = summary(tmp_path / "run")
     assert told["rows"] == 12 and list(told["heldout"]) == ["0", "1", "2", "3", "4"]
+    assert told["memory_peak_mb"][0] >= told["memory_base_mb"][0] > 0 and told["memory_planned_mb"][0] > 0
+    assert lines[-1]["memory_peak_mb"] <= told["memory_peak_mb"]
     for step, weights in ("0", chosen["model"]["checkpoint"]), ("4", tmp_path / "run" / "weights"):
         model, mean = hf_model(kind, weights), told["heldout"][step]["mean"]
         with torch.no_grad():
@@ -247,7 +201,7 @@ def test_held_out_figures_are_those_of_transformers_and_none_of_the_rows_is_trai
     assert told["best"] == {"step": int(best), "metric": "loss", "value": losses[best]}
     tokenizer = load_tokenizer(TokenizerConfig(path=inputs / "tokenizer.model"))
     files = tmp_path / "rest.jsonl"
-    names = ["prompt", *COLUMNS[kind]]
+    names = ["prompt", *supervised.COLUMNS[kind]]
     source = [json.loads(line) for line in Path(chosen["data"]["path"]).read_text().splitlines()]
     kept = {tuple(prompt) for prompt, _ in rows}
     left = [row for row in source if tuple(tokenizer.encode(row["prompt"])) not in kept]
@@ -284,18 +238,10 @@ def test_a_run_ends_early_and_is_the_same_when_it_is_interrupted(inputs: Path, t
     assert told["stopped_early"] and told["steps"] < 24 and told["steps"] == told["best"]["step"] + 2
     assert len(metrics(tmp_path / "whole")) == told["steps"]
     parts = worsening(inputs, tmp_path / "parts", **stop)
-    run_ranks(1, "tests.e2e.supervised_jobs:train", kind="sft", settings=parts, stop_after=2)
+    run_ranks(1, "tests.e2e.supervised:train", kind="sft", settings=parts, stop_after=2)
     run("sft", {**parts, "checkpoint": {"resume": True}})
     again = summary(tmp_path / "parts")
     for key in ("heldout", "best", "stopped_early", "steps"):
         assert again[key] == told[key]
     run("sft", {**parts, "early_stop": None, "checkpoint": {"resume": True}})
     assert summary(tmp_path / "parts")["stopped_early"] is None and len(metrics(tmp_path / "parts")) == 24
-
-
-def test_memory_is_measured(inputs: Path, tmp_path: Path) -> None:
-    chosen = settings(inputs, "sft", tmp_path / "run", batch_size=6, steps=1, evaluation=HALF)
-    (line,) = run("sft", chosen)
-    told = summary(tmp_path / "run")
-    assert told["memory_peak_mb"][0] >= told["memory_base_mb"][0] > 0 and told["memory_planned_mb"][0] > 0
-    assert line["memory_peak_mb"] <= told["memory_peak_mb"]

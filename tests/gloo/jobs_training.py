@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.algorithms.algorithm import Algorithm
@@ -33,8 +32,7 @@ from oppo_megatron.schedule.packing import balance
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.roles import TrainedRole
 from oppo_megatron.train.update import UpdateSettings, begin_update, run_update
-from tests.gloo.models import CPU, MAX_LENGTH, Whole, gather_logits, load, micro_batches, world_groups
-from tests.support.stages import pass_on, stage_inputs
+from tests.gloo.models import CPU, MAX_LENGTH, Whole, gather_logits, load, micro_batches, pass_on, stage_inputs, world_groups
 
 ENTROPY_WEIGHT = 0.05
 TEMPERATURE = 0.8
@@ -81,16 +79,9 @@ def loss_of(model: RoleModel, num_tokens: int) -> Loss:
 
 
 def train(
-    directories: dict[str, str],
-    target: str,
-    tp: int,
-    pp: int,
-    config: OptimizerConfig,
-    data: list[Minibatch],
-    probes: list[list[int]],
-    layout: TrainingLayoutConfig,
-    bucket_size: int | None = None,
-) -> dict[str, Any]:
+    directories: dict[str, str], target: str, tp: int, pp: int, config: OptimizerConfig, data: list[Minibatch],
+    probes: list[list[int]], layout: TrainingLayoutConfig, bucket_size: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
     groups = world_groups(tp, pp)
     buckets = partial(training.DistributedDataParallelConfig, bucket_size=bucket_size)
     with mock.patch.object(training, "DistributedDataParallelConfig", buckets):
@@ -101,14 +92,9 @@ def train(
 
 
 def _train_one(
-    directory: str,
-    target: Path,
-    groups: RoleGroups,
-    config: OptimizerConfig,
-    data: list[Minibatch],
-    probes: list[list[int]],
+    directory: str, target: Path, groups: RoleGroups, config: OptimizerConfig, data: list[Minibatch], probes: list[list[int]],
     layout: TrainingLayoutConfig,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     head: Head = "scalar" if "scalar" in directory else "lm"
     chunks = load_chunks(directory, groups, head, layout)
     params = [param for chunk in chunks for param in chunk.parameters()]
@@ -125,11 +111,9 @@ def _train_one(
     out = cached_outputs(chunks[0], probes) if plain else full_outputs(chunks, probes)
     export_weights(chunks, target)
     answer: dict[str, Any] = {
-        "grad_norm": [r.grad_norm for r in reports],
-        "lr": [r.lr for r in reports],
-        "stats": [r.stats for r in reports],
+        "grad_norm": [r.grad_norm for r in reports], "lr": [r.lr for r in reports], "stats": [r.stats for r in reports],
         "filled up": _filled_up(chunks),
-    }
+    }  # fmt: skip
     if out is not None:
         answer["outputs"] = (out if head == "scalar" else gather_logits(out, chunks[0].vocab)).clone()
     return answer
@@ -167,14 +151,9 @@ def full_outputs(chunks: Sequence[RoleModel], probes: Sequence[list[int]]) -> Te
 
 
 def updates(
-    directory: str,
-    target: str,
-    tp: int,
-    pp: int,
-    lengths: list[tuple[int, int]],
-    begin: str = "",
+    directory: str, target: str, tp: int, pp: int, lengths: list[tuple[int, int]], begin: str = "",
     layout: TrainingLayoutConfig | None = None,
-) -> tuple[list[dict[str, float]], tuple[int, int]]:
+) -> tuple[list[dict[str, float]], tuple[int, int]]:  # fmt: skip
     """Reports of `run_update`, and forward passes; `begin`: begin it before, with the `same` batch or with the `others`."""
     groups = world_groups(tp, pp)
     layout = layout or TrainingLayoutConfig()
@@ -184,9 +163,7 @@ def updates(
     def tokens(num: int) -> list[int]:
         return torch.randint(1, 64, (num,), generator=dice).tolist()
 
-    batch = [
-        Rollout(Prompt(i, i, "", tuple(tokens(prompt))), i, tokens(response)) for i, (prompt, response) in enumerate(lengths)
-    ]
+    batch = [Rollout(Prompt(i, i, "", tuple(tokens(prompt))), i, tokens(answer)) for i, (prompt, answer) in enumerate(lengths)]
     weights_T = torch.rand(sum(len(rollout.tokens) for rollout in batch), generator=dice)
 
     def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
@@ -262,19 +239,3 @@ def refused_step(directory: str, tp: int, pp: int, data: list[Minibatch]) -> str
         assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         return str(error)
     return "no error"
-
-
-def bfloat16_steps(directory: str, tp: int, pp: int, data: list[Minibatch], num_steps: int) -> tuple[list[float], int, int]:
-    model = load(directory, world_groups(tp, pp), dtype="bfloat16")
-    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
-    trained = TrainedModel(model, OptimizerConfig(lr=1e-3), total_steps=num_steps)
-    masters = [p for group in trained.optimizer.param_groups for p in group["params"]]
-    assert all(p.dtype == torch.float32 for p in masters)
-    batch, groups = data[0], model.groups
-    reports = [trained.step(batch.share(groups).pack(), loss_of(model, batch.num_tokens)) for _ in range(num_steps)]
-    sums = torch.stack([sum(p.to(torch.bfloat16).double().sum() for p in masters)])
-    dist.all_reduce(sums, group=groups.collection.dp)
-    expected = sum(float(p.double().sum()) for p in model.parameters())
-    assert abs(float(sums) - expected) < 1e-6, "what decodes is the rounded master"
-    sizes = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in masters)
-    return [r.stats["loss"] for r in reports if r.stats], *sizes

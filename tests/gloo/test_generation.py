@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +12,198 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from oppo_megatron.chunks import Chunk
+from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
-from tests.gloo.conftest import save_small
-from tests.gloo.jobs_generation import EOS, MAX_RESPONSE, PROMPTS, VARIANTS
+from oppo_megatron.engine.stopping import Stopping
+from oppo_megatron.engine.stream import ChunkOutlet
+from oppo_megatron.mcore.batch import join_rows, pack_responses
+from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
+from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.training import forward_rows
+from oppo_megatron.mcore.vocab import token_logprobs
+from oppo_megatron.records import Prompt, Rollout
+from tests.gloo.models import CPU, PATHS, gather_logits, load, save_small, world_groups
 from tests.support.ranks import run_ranks
 from tests.unit.test_engine_sampler import plain_truncation
 
+JOBS = "tests.gloo.test_generation:"
+EOS = 20  # comes up early in some of the sequences that the tests draw, and never in others
+MAX_RESPONSE = 20
+PROMPTS = [(1, 2, 3), (9,), (4, 4, 8, 30, 61, 2, 7), (11, 12), (13, 60, 1, 2), (40, 41, 42), (3,)]
+NEVER = 10**6
+
+
+@dataclass
+class Finishers:
+    needed: int = NEVER
+    num_finished: int = 0
+
+    @property
+    def ready(self) -> bool:
+        return self.num_finished >= self.needed
+
+    def finish(self, *seq_ids: int) -> None:
+        self.num_finished += len(seq_ids)
+
+
+@dataclass
+class Variant:
+    max_steps: int = NEVER
+    slots: int = len(PROMPTS)
+    alone: bool = False
+    forget: bool = False
+    reverse: bool = False
+    prefill_tokens: int = 16
+    micro_batches: int = 1
+
+
+VARIANTS = {
+    "plain": Variant(), "steps of 1": Variant(max_steps=1), "steps of 7": Variant(max_steps=7),
+    "steps of 64": Variant(max_steps=64), "alone": Variant(alone=True, max_steps=7), "one slot": Variant(slots=1),
+    "two slots": Variant(slots=2, max_steps=7),
+    "other order, small prefills": Variant(reverse=True, prefill_tokens=3, max_steps=7),
+    "cache forgotten each round": Variant(max_steps=4, forget=True), "two micro-batches": Variant(max_steps=7, micro_batches=2),
+    "three micro-batches, cache forgotten": Variant(max_steps=5, micro_batches=3, forget=True),
+}  # fmt: skip
+
+
+def apply(chunk: Chunk, rollouts: dict[int, Rollout]) -> None:
+    for row in chunk.rows:
+        rollout = rollouts[row.seq_id]
+        assert row.offset == len(rollout.tokens) and not rollout.finished
+        assert len(row.tokens) == len(row.logprobs) == len(row.sampling_logprobs) > 0
+        rollout.tokens.extend(row.tokens)
+        rollout.logprobs.extend(row.logprobs)
+        rollout.sampling_logprobs.extend(row.sampling_logprobs)
+        rollout.versions.extend([row.version] * len(row.tokens))
+        rollout.finish_clock, rollout.finish_reason = row.finish_clock, row.finish_reason
+
+
+def new_rounds(
+    model: RoleModel, cache: SequenceCache, sampling: Sampling, stopping: Stopping, *, tokens: int = 16, sync_steps: int = 1
+) -> RoundRunner:
+    return decoder(
+        model, cache, sampling=sampling, stopping=stopping, micro_batch_tokens=tokens, timeout_s=60.0, sync_steps=sync_steps
+    )
+
+
+def runner(model: RoleModel, sampling: Sampling, variant: Variant) -> RoundRunner:
+    stopping = Stopping((EOS,), MAX_RESPONSE)
+    rounds = new_rounds(model, model.new_cache(variant.slots), sampling, stopping, tokens=variant.prefill_tokens)
+    rounds.planner.weave = (variant.micro_batches, "auto")
+    return rounds
+
+
+def decode_round(
+    rounds: RoundRunner, rollouts: Sequence[Rollout], max_steps: int, clock: int, version: int, needed: int = NEVER
+) -> Chunk:
+    chunk = rounds.run(rollouts, [], max_steps, Decoding(clock, version, lambda: Finishers(needed)))
+    assert chunk is not None
+    apply(chunk, {r.seq_id: r for r in rollouts})
+    rounds.recorded(rollouts)
+    return chunk
+
+
+def new_rollouts() -> dict[int, Rollout]:
+    return {50 + i: Rollout(Prompt(50 + i, i, "", tokens), i) for i, tokens in enumerate(PROMPTS)}
+
+
+def finish(rounds: RoundRunner, rollouts: dict[int, Rollout], variant: Variant) -> None:
+    version = clock = 0
+    while running := [r for r in rollouts.values() if not r.finished]:
+        order = running[::-1] if variant.reverse else running
+        chunk = decode_round(rounds, order, variant.max_steps, clock, version)
+        assert chunk.index == rounds.num_rounds and clock < chunk.clock <= clock + variant.max_steps
+        version, clock = version + 1, chunk.clock
+        if variant.forget:
+            rounds.actor_changed()
+    assert rounds.decode is not None and not rounds.decode.cache.seq_ids
+
+
+def decode(model: RoleModel, sampling: Sampling, variant: Variant) -> dict[int, Rollout]:
+    rounds = runner(model, sampling, variant)
+    rollouts = new_rollouts()
+    for part in [{k: r} for k, r in rollouts.items()] if variant.alone else [rollouts]:
+        finish(rounds, part, variant)
+    rounds.executor.drain()
+    return rollouts
+
+
+def every_variant(directory: str, tp: int, pp: int, samplings: dict[str, Sampling], variants: list[str]) -> dict[str, Any]:
+    """sampling/variant -> sequence id -> (tokens, reason)."""
+    groups, answers = world_groups(tp, pp), {}
+    for path in PATHS:
+        model = load(directory, groups, path=path)
+        for name, sampling in samplings.items():
+            for label in variants if path == "packed" else ["plain"]:
+                rollouts = decode(model, sampling, VARIANTS[label])
+                answers[f"{name}/{label}/{path}"] = {k: (r.tokens, r.finish_reason) for k, r in rollouts.items()}
+    return answers
+
+
+def logprob_gaps(directory: str, tp: int, pp: int, samplings: dict[str, Sampling]) -> dict[str, Any]:
+    """sampling -> tokens, recorded log-probs and, on the last stage, the training forward's log-probs and logits."""
+    model = load(directory, world_groups(tp, pp))
+    return {name: _against_training(model, sampling) for name, sampling in samplings.items()}
+
+
+def _against_training(model: RoleModel, sampling: Sampling) -> dict[str, Any]:
+    rollouts = list(decode(model, sampling, Variant(max_steps=7, slots=4)).values())
+    lengths = [len(r.tokens) for r in rollouts]
+    batches = pack_responses([r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts], 60, CPU)
+    vocab = model.vocab
+    logprobs = forward_rows(model, batches, lambda b, out: token_logprobs(out, b.targets_R, vocab, sampling.temperature)[0])
+    logits = forward_rows(model, batches, lambda _, out: gather_logits(out, vocab))
+    assert all(r.versions == sorted(r.versions) and len(r.versions) == len(r.tokens) for r in rollouts)
+    answer = {
+        "tokens": [t for r in rollouts for t in r.tokens], "logprobs": [x for r in rollouts for x in r.logprobs],
+        "sampling_logprobs": [x for r in rollouts for x in r.sampling_logprobs],
+    }  # fmt: skip
+    if model.groups.is_last_stage:
+        answer["training"] = join_rows(logprobs, lengths, batches).tolist()
+        answer["logits"] = join_rows(logits, lengths, batches).tolist()
+    return answer
+
+
+def early_end(directory: str, tp: int, pp: int, micro_batches: int) -> dict[str, Any]:
+    model = load(directory, world_groups(tp, pp))
+    rounds, rollouts = runner(model, Sampling(seed=7), Variant(micro_batches=micro_batches)), new_rollouts()
+    assert rounds.decode is not None
+    outlet = ChunkOutlet(CPU)
+    outlet.admit(list(rollouts.values()))
+    first = decode_round(rounds, list(rollouts.values()), NEVER, clock=100, version=0, needed=2)
+    cache = rounds.decode.cache
+    cached = {seq_id: cache.length(seq_id) for seq_id in cache.seq_ids}
+    summary = {k: (len(r.tokens), r.finish_clock) for k, r in rollouts.items()}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.9)
+    model.end_weight_update()
+    rounds.actor_changed()
+    assert all(cache.length(seq_id) == 0 for seq_id in cache.seq_ids)
+    left = [r for r in rollouts.values() if not r.finished]
+    second = decode_round(rounds, left, NEVER, clock=first.clock, version=1)
+    rounds.executor.drain()
+    done = list(rollouts.values())
+    answer = {
+        "clock": first.clock, "cached": cached, "summary": summary, "tokens": [r.tokens for r in done],
+        "versions": [v for r in done for v in r.versions],
+        "sent": [part.tolist() for chunk in (first, second) for part in outlet.message(chunk)],
+    }  # fmt: skip
+    batches = pack_responses([r.prompt.tokens for r in done], [r.tokens for r in done], 60, CPU)
+    vocab = model.vocab
+    fresh = forward_rows(model, batches, lambda b, out: token_logprobs(out, b.targets_R, vocab)[0])
+    if model.groups.is_last_stage:
+        recorded = torch.tensor([x for r in done for x in r.logprobs])
+        answer["gaps"] = (join_rows(fresh, [len(r.tokens) for r in done], batches) - recorded).tolist()
+    return answer
+
+
 SAMPLINGS = {
-    "whole": Sampling(seed=7),
-    "cool": Sampling(0.7, seed=7),
-    "cool, truncated": Sampling(0.7, top_k=9, top_p=0.8, seed=7),
-    "truncated": Sampling(1.0, top_k=9, seed=8),
-    "greedy": Sampling(0.0),
-}
+    "whole": Sampling(seed=7), "cool": Sampling(0.7, seed=7), "cool, truncated": Sampling(0.7, top_k=9, top_p=0.8, seed=7),
+    "truncated": Sampling(1.0, top_k=9, seed=8), "greedy": Sampling(0.0),
+}  # fmt: skip
 LOGPROB_TOLERANCE = 1e-4
 
 
@@ -40,21 +221,16 @@ def drawn() -> dict[str, Any]:
 
 
 @layouts
-def test_draws_depend_on_seed_sequence_and_position_alone(
+def test_draws_depend_on_seed_sequence_and_position(
     models: dict[str, str], tp: int, pp: int, dp: int, drawn: dict[str, Any]
 ) -> None:
     chosen = {name: SAMPLINGS[name] for name in ("whole", "truncated")}
     few = ["plain", "two slots", "cache forgotten each round", "two micro-batches"]
     labels = list(VARIANTS) if (tp, pp, dp) == (1, 1, 1) else few
     answers = run_ranks(
-        tp * pp * dp,
-        "tests.gloo.jobs_generation:every_variant",
-        directory=models["qwen2"],
-        tp=tp,
-        pp=pp,
-        samplings=chosen,
+        tp * pp * dp, f"{JOBS}every_variant", directory=models["qwen2"], tp=tp, pp=pp, samplings=chosen,
         variants=labels,
-    )
+    )  # fmt: skip
     assert all(answer == answers[0] for answer in answers)  # every rank keeps the same books
     for name in chosen:
         plain = drawn.setdefault(name, answers[0][f"{name}/plain/packed"])
@@ -76,7 +252,7 @@ def test_a_vocabulary_that_tensor_ranks_do_not_divide_is_drawn_from_alike(tmp_pa
     found = {}
     for tp, pp in [(1, 1), (4, 1), (2, 2)]:
         job: dict[str, Any] = dict(directory=str(tmp_path), tp=tp, pp=pp, samplings=SAMPLINGS)
-        answers = run_ranks(tp * pp, "tests.gloo.jobs_generation:every_variant", variants=["plain"], **job)
+        answers = run_ranks(tp * pp, f"{JOBS}every_variant", variants=["plain"], **job)
         assert all(answer == answers[0] for answer in answers)
         found[tp, pp] = answers[0]
     drawn = [token for tokens, _ in found[1, 1]["whole/plain/packed"].values() for token in tokens]
@@ -88,7 +264,7 @@ def test_a_vocabulary_that_tensor_ranks_do_not_divide_is_drawn_from_alike(tmp_pa
 def test_greedy_responses_through_a_window_are_those_of_transformers(models: dict[str, str], tp: int, pp: int) -> None:
     labels = ["plain", "two slots", "cache forgotten each round"] if tp == 1 else ["plain"]
     job: dict[str, Any] = dict(directory=models["mistral"], tp=tp, pp=pp, samplings={"greedy": Sampling(0.0)})
-    (answer, *_) = run_ranks(tp * pp, "tests.gloo.jobs_generation:every_variant", variants=labels, **job)
+    (answer, *_) = run_ranks(tp * pp, f"{JOBS}every_variant", variants=labels, **job)
     theirs = AutoModelForCausalLM.from_pretrained(models["mistral"], dtype=torch.float32)
     expected = []
     for prompt in PROMPTS:
@@ -102,9 +278,7 @@ def test_greedy_responses_through_a_window_are_those_of_transformers(models: dic
 @layouts
 def test_recorded_log_probs_are_those_of_the_training_forward(models: dict[str, str], tp: int, pp: int, dp: int) -> None:
     for model in ("qwen3", "llama", "mistral") if (tp, pp, dp) == (1, 1, 1) else ("qwen3",):
-        answers = run_ranks(
-            tp * pp * dp, "tests.gloo.jobs_generation:logprob_gaps", directory=models[model], tp=tp, pp=pp, samplings=SAMPLINGS
-        )
+        answers = run_ranks(tp * pp * dp, f"{JOBS}logprob_gaps", directory=models[model], tp=tp, pp=pp, samplings=SAMPLINGS)
         speakers = [answer for answer in answers if "training" in answer["whole"]]
         assert len(speakers) == tp * dp
         for answer in speakers:
@@ -138,15 +312,14 @@ def ended() -> dict[str, Any]:
 def test_a_round_ends_with_the_batch_and_goes_on_under_new_weights(
     models: dict[str, str], tp: int, pp: int, dp: int, micro_batches: int, ended: dict[str, Any]
 ) -> None:
-    answers = run_ranks(
-        tp * pp * dp, "tests.gloo.jobs_generation:early_end", directory=models["qwen2"], tp=tp, pp=pp, micro_batches=micro_batches
-    )
+    answers = run_ranks(tp * pp * dp, f"{JOBS}early_end", directory=models["qwen2"], tp=tp, pp=pp, micro_batches=micro_batches)
     cached: dict[int, int] = {}
     for answer in answers:
         cached |= answer.pop("cached")
         gaps = answer.pop("gaps", None)
         if gaps is not None:
-            check_versions(gaps, answer["versions"])
+            fresh, stale = ([abs(x) for x, v in zip(gaps, answer["versions"], strict=True) if v == k] for k in (1, 0))
+            assert max(fresh) < LOGPROB_TOLERANCE < max(stale), "tokens that are drawn later have the new weights' log-probs"
     answer = answers[0]
     assert all(other == answer for other in answers), "each rank would send the same message, to the bit"
     assert len(answer.pop("sent")) == 4
@@ -158,12 +331,4 @@ def test_a_round_ends_with_the_batch_and_goes_on_under_new_weights(
     prompts = {50 + i: len(tokens) for i, tokens in enumerate(PROMPTS)}
     running = set(answer["summary"]) - set(finished)
     assert running and all(answer["summary"][k][0] == num_steps for k in running)
-    assert cached == {k: prompts[k] + num_steps - 1 for k in running}
-    assert ended.setdefault("answer", answer) == answer
-
-
-def check_versions(gaps: list[float], versions: list[int]) -> None:
-    """Tokens drawn after the weights changed have the log-probs of the new weights, those before do not."""
-    fresh = [abs(gap) for gap, version in zip(gaps, versions, strict=True) if version == 1]
-    stale = [abs(gap) for gap, version in zip(gaps, versions, strict=True) if version == 0]
-    assert max(fresh) < LOGPROB_TOLERANCE < max(stale)
+    assert cached == {k: prompts[k] + num_steps - 1 for k in running} and ended.setdefault("answer", answer) == answer

@@ -14,19 +14,87 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from oppo_megatron.cli.main import main
-from oppo_megatron.config.model import TARGETS, LoraConfig, TrainedRoleConfig, TrainingLayoutConfig
+from oppo_megatron.config.model import TARGETS, LoraConfig, ModelConfig, OptimizerConfig, TrainedRoleConfig, TrainingLayoutConfig
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.layout.hf_layout import adapter_parts
+from oppo_megatron.layout.hf_layout import Head, adapter_parts
 from oppo_megatron.layout.shape import ModelShape
+from oppo_megatron.mcore.lora import is_adapter
+from oppo_megatron.mcore.roles import as_it_began, load_role, load_training
+from oppo_megatron.mcore.training import TrainedModel
+from oppo_megatron.mcore.weights.hf_weights import export_weights
 from oppo_megatron.mcore.weights.lora_weights import FreshAdapters, open_adapters
 from oppo_megatron.modeldir.adapters import adapter_problems
 from oppo_megatron.modeldir.headers import check_adapter
+from tests.gloo.jobs_training import Minibatch, cached_outputs, full_outputs, loss_of
+from tests.gloo.models import CPU, MAX_LENGTH, PATHS, gather_logits, world_groups
 from tests.gloo.test_training import DATA, FULL, PROBES, SELECTIVE, SEQUENCE, SETTINGS, Case, case_id, plain_outputs, plain_steps
 from tests.support.hf import SIZES, save_tiny, tensors_of
 from tests.support.ranks import run_ranks
 
+JOBS = "tests.gloo.test_lora:"
+
+
+def train_adapters(
+    models: dict[str, tuple[str, dict[str, Any]]], target: str, tp: int, pp: int, config: OptimizerConfig, data: list[Minibatch],
+    probes: list[list[int]], layout: TrainingLayoutConfig,
+) -> dict[str, Any]:  # fmt: skip
+    groups = world_groups(tp, pp)
+    answers = {}
+    for name, (directory, settings) in models.items():
+        head: Head = "scalar" if "scalar" in name else "lm"
+        role = TrainedRoleConfig(checkpoint=Path(directory), lora=LoraConfig(**settings))
+        chunks = load_training(role, layout, groups, head=head, role="model", max_length=MAX_LENGTH, device=CPU)
+        frozen = [(p, p.detach().clone()) for chunk in chunks for p in chunk.parameters() if not p.requires_grad]
+        plain = len(chunks) == 1 and not layout.sequence_parallel
+        if plain:  # what decoding computes with is made before the steps, and reads adapters as they are
+            chunks[0].decode_by("packed")
+        trained = TrainedModel(chunks, config, len(data), layout)
+        optimized = sum(p.numel() for group in trained.optimizer.param_groups for p in group["params"])
+        trainable = sum(p.numel() for chunk in chunks for p in chunk.parameters() if p.requires_grad)
+        assert optimized == trainable or trained.sharded, "the optimizer has adapters, and a scalar head, alone"
+        assert 0 < trainable < sum(p.numel() for p, _ in frozen)
+        reports = [trained.step(batch.share(groups).pack(), loss_of(chunks[0], batch.num_tokens)) for batch in data]
+        assert all(torch.equal(p, before) for p, before in frozen), "a frozen weight has changed"
+        out = cached_outputs(chunks[0], probes) if plain else full_outputs(chunks, probes)
+        export_weights(chunks, Path(target) / name, base=Path(directory))
+        answers[name] = {"norms": [r.grad_norm for r in reports], "losses": [r.stats.get("loss") for r in reports]}
+        if out is not None:
+            answers[name]["outputs"] = (out if head == "scalar" else gather_logits(out, chunks[0].vocab)).clone()
+    return answers
+
+
+def outputs_of_paths(directory: str, settings: dict[str, Any], tp: int, probes: list[list[int]]) -> dict[str, Any]:
+    """Logits by each way of cached calls and by the full forward, with adapters and of the reference that shares weights."""
+    groups = world_groups(tp, 1)
+    role = TrainedRoleConfig(checkpoint=Path(directory), lora=LoraConfig(**settings))
+    answers = {}
+    for path in PATHS:
+        model = load_role(role, groups, head="lm", max_length=MAX_LENGTH, device=CPU, path=path)
+        bare, began = (as_it_began(model, groups, config) for config in (ModelConfig(), role))
+        ours = dict(model.named_parameters())
+        assert all(param is ours[name] for name, param in bare.named_parameters())
+        assert all((param is ours[name]) != is_adapter(name) for name, param in began.named_parameters())
+        assert not any(param.requires_grad for param in began.parameters())
+        for whose, each in (("adapted", model), ("bare", bare)):
+            out = cached_outputs(each, probes)
+            assert out is not None
+            answers[f"{whose}, {path}"] = gather_logits(out, model.vocab).clone()
+        with torch.no_grad():  # as an update does
+            for param in (param for name, param in ours.items() if is_adapter(name)):
+                param.mul_(3.0)
+        out = cached_outputs(began, probes)
+        assert out is not None
+        answers[f"began, {path}"] = gather_logits(out, model.vocab).clone()
+    model = load_role(role, groups, head="lm", max_length=MAX_LENGTH, device=CPU)
+    out = full_outputs([model], probes)
+    assert out is not None
+    answers["adapted, full"] = gather_logits(out, model.vocab).clone()
+    return answers
+
+
 peft = pytest.importorskip("peft", reason="peft is not installed: it is of the test extra")
 
+Capture = pytest.CaptureFixture[str]
 LORA: dict[str, dict[str, Any]] = {
     "qwen2": {"rank": 4, "alpha": 6.0, "targets": list(TARGETS)},
     "qwen3-scalar": {"rank": 3, "alpha": 3.0, "targets": ["q_proj", "v_proj", "up_proj", "down_proj"]},
@@ -74,7 +142,7 @@ def reference(directory: str, adapter: Path) -> dict[str, Any]:
 def test_steps_equal_peft_and_plain_torch(models: dict[str, str], adapters: dict[str, Path], case: Case, tmp_path: Path) -> None:
     tp, pp, dp, options = case
     answers = run_ranks(
-        tp * pp * dp, "tests.gloo.jobs_lora:train_adapters",
+        tp * pp * dp, f"{JOBS}train_adapters",
         models={name: (models[name], settings | {"adapter": adapters[name]}) for name, settings in LORA.items()},
         target=str(tmp_path), tp=tp, pp=pp, config=SETTINGS, data=DATA, probes=PROBES,
         layout=TrainingLayoutConfig(**options),
@@ -90,10 +158,7 @@ def test_steps_equal_peft_and_plain_torch(models: dict[str, str], adapters: dict
             model = wrapped(models[name], tmp_path / name).eval()
             outputs = torch.cat([plain_outputs(model, probe) for probe in PROBES])
         assert (outputs - expected["outputs"]).abs().max() < OUTPUT_ROUNDING
-        start, end = (
-            load_file(adapters[name] / "adapter_model.safetensors"),
-            load_file(tmp_path / name / "adapter_model.safetensors"),
-        )
+        start, end = (load_file(folder / "adapter_model.safetensors") for folder in (adapters[name], tmp_path / name))
         assert start.keys() == end.keys() and all(not torch.equal(start[key], end[key]) for key in start)
 
 
@@ -102,29 +167,25 @@ def test_decoding_computes_as_training_and_the_reference_as_the_base_or_the_give
     models: dict[str, str], adapters: dict[str, Path], tp: int
 ) -> None:
     (first, *_) = run_ranks(
-        tp, "tests.gloo.jobs_lora:outputs_of_paths", directory=models["qwen2"],
+        tp, f"{JOBS}outputs_of_paths", directory=models["qwen2"],
         settings=LORA["qwen2"] | {"adapter": adapters["qwen2"]}, tp=tp, probes=PROBES,
     )  # fmt: skip
     with torch.no_grad():
         adapted, bare = wrapped(models["qwen2"], adapters["qwen2"]).eval(), load_hf(models["qwen2"]).eval()
         adapted_outputs = torch.cat([plain_outputs(adapted, probe) for probe in PROBES])
         expected = {
-            "adapted": adapted_outputs,
-            "began": adapted_outputs,
+            "adapted": adapted_outputs, "began": adapted_outputs,
             "bare": torch.cat([plain_outputs(bare, probe) for probe in PROBES]),
-        }
+        }  # fmt: skip
     assert (expected["adapted"] - expected["bare"]).abs().max() > 0.1, "the adapters do something"
     for way, outputs in first.items():
         assert (outputs - expected[way.split(",")[0]]).abs().max() < 2e-5, way
 
 
-def test_merging_equals_pefts(
-    models: dict[str, str], adapters: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_merging_equals_pefts(models: dict[str, str], adapters: dict[str, Path], tmp_path: Path, capsys: Capture) -> None:
     for name, target in (("qwen2", "causal-lm"), ("qwen3-scalar", "reward")):
         arguments = [models[name], str(tmp_path / name), "--adapter", str(adapters[name]), "--as", target]
-        assert main(["convert", *arguments, "--check"]) == 0
-        assert capsys.readouterr().out.rstrip().endswith("read back: 0")
+        assert main(["convert", *arguments, "--check"]) == 0 and capsys.readouterr().out.rstrip().endswith("read back: 0")
         theirs = peft.PeftModel.from_pretrained(load_hf(models[name]), adapters[name]).merge_and_unload().state_dict()
         found = tensors_of(tmp_path / name)
         assert all((found[key] - theirs[key]).abs().max() < 1e-5 for key in found)
@@ -141,42 +202,33 @@ def test_an_adapters_scalar_head_needs_none_below(adapters: dict[str, Path], tmp
     assert torch.equal(found, load_file(adapters[name] / "adapter_model.safetensors")[head])
 
 
-def test_an_adapter_of_other_settings_is_refused(adapters: dict[str, Path]) -> None:
+def test_adapters_that_do_not_fit_and_damaged_ones_are_refused(adapters: dict[str, Path], tmp_path: Path) -> None:
     settings = LORA["qwen2"] | {"adapter": adapters["qwen2"]}
     assert adapter_problems("actor.lora", LoraConfig(**settings)) == []
     told = adapter_problems("actor.lora", LoraConfig(**settings | {"rank": 8, "alpha": 1.0, "targets": ["q_proj"]}))
     assert len(told) == 3 and "its r is 4, but actor.lora.rank is 8" in told[0]
-
-
-def test_damaged_adapters_are_met_before_models_are_built(adapters: dict[str, Path], tmp_path: Path) -> None:
+    shape = ModelShape.from_hf({"model_type": "qwen2", **SIZES, "hidden_size": 64, "rms_norm_eps": 1e-6})
+    with pytest.raises(CheckpointError, match="the model and its rank ask for"):
+        open_adapters(adapters["qwen2"], shape, LoraConfig(**LORA["qwen2"]), "lm")
     copy = Path(shutil.copytree(adapters["qwen2"], tmp_path / "adapter"))
     file = copy / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:200])
-    (told,) = check_adapter("actor", LoraConfig(**LORA["qwen2"] | {"adapter": copy}))
-    assert told.startswith("actor.lora.adapter: ") and "adapter_model.safetensors` is truncated" in told
+    (damage,) = check_adapter("actor", LoraConfig(**LORA["qwen2"] | {"adapter": copy}))
+    assert damage.startswith("actor.lora.adapter: ") and "adapter_model.safetensors` is truncated" in damage
 
 
-@pytest.mark.parametrize(
-    "change,said",
-    [
-        ({"use_dora": True}, "use_dora is True"),
-        ({"bias": "all"}, "bias is 'all'"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
-        ({"peft_type": "IA3"}, "LORA alone"),
-        ({"target_modules": "all-linear"}, "target_modules are 'all-linear'"),
-    ],
-)
+@pytest.mark.parametrize("change,said", [
+    ({"use_dora": True}, "use_dora is True"),
+    ({"bias": "all"}, "bias is 'all'"),
+    ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+    ({"peft_type": "IA3"}, "LORA alone"),
+    ({"target_modules": "all-linear"}, "target_modules are 'all-linear'"),
+])  # fmt: skip
 def test_what_is_not_computed_is_refused(adapters: dict[str, Path], tmp_path: Path, change: dict[str, Any], said: str) -> None:
     copy = Path(shutil.copytree(adapters["qwen2"], tmp_path / "adapter"))
     config = json.loads((copy / "adapter_config.json").read_text())
     (copy / "adapter_config.json").write_text(json.dumps(config | change))
     assert said in "".join(adapter_problems("actor.lora", LoraConfig(**LORA["qwen2"], adapter=copy)))
-
-
-def test_an_adapter_of_another_model_is_refused(adapters: dict[str, Path]) -> None:
-    shape = ModelShape.from_hf({"model_type": "qwen2", **SIZES, "hidden_size": 64, "rms_norm_eps": 1e-6})
-    with pytest.raises(CheckpointError, match="the model and its rank ask for"):
-        open_adapters(adapters["qwen2"], shape, LoraConfig(**LORA["qwen2"]), "lm")
 
 
 def test_fresh_adapters_change_nothing_and_are_pefts_in_spread(models: dict[str, str]) -> None:

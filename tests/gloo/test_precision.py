@@ -2,21 +2,132 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from oppo_megatron.config.model import OptimizerConfig
 from oppo_megatron.layout.memory import WHOLE_MULTIPLE, training_kernel_bytes
-from tests.gloo.conftest import save_small
+from oppo_megatron.mcore.attention import PackedPlan
+from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.training import TrainedModel
+from tests.gloo.jobs_training import Minibatch, cached_outputs, full_outputs, loss_of
+from tests.gloo.models import load, save_small, world_groups
 from tests.gloo.test_training import DATA
 from tests.support.hf import tiny_model
 from tests.support.ranks import run_ranks
 
+SMALL = OptimizerConfig(lr=1e-4, weight_decay=0.1, betas=[0.9, 0.95], eps=1e-8, clip_grad=0.5)
+
+
+def small_updates(directory: str, tp: int, pp: int, data: Minibatch, num_steps: int) -> tuple[float, float | None]:
+    """How far all float32 weights moved (root of the sum of squares), and, on whole models, their distance from plain AdamW's."""
+    groups = world_groups(tp, pp)
+    model = load(directory, groups, dtype="bfloat16")
+    start = {name: p.detach().float() for name, p in model.named_parameters()}
+    trained = TrainedModel(model, SMALL, total_steps=num_steps)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert all(buffer.grad_data.dtype == torch.float32 for ddp in trained.ddp for buffer in ddp.buffers)
+    for _ in range(num_steps):
+        trained.step(data.share(groups).pack(), loss_of(model, data.num_tokens))
+    squares = torch.zeros(1, dtype=torch.float64)
+    masters = list(_masters(trained))
+    for name, where, master in masters:
+        rounded = model.get_parameter(name).detach().flatten()[where]
+        assert master.dtype == torch.float32 and torch.equal(rounded, master.to(torch.bfloat16)), "what decodes is the master"
+        copies = 1 if getattr(model.get_parameter(name), "tensor_model_parallel", False) else tp
+        squares += (master - start[name].flatten()[where]).double().square().sum() / copies
+    dist.all_reduce(squares)
+    if tp * pp > 1:
+        return float(squares.sqrt()), None
+    expected = plain_adamw(load(directory, groups, dtype="bfloat16"), data, num_steps)
+    apart = sum(float((master - expected[name].flatten()[where]).square().sum()) for name, where, master in masters)
+    way = sum(float((expected[name] - start[name]).flatten()[where].square().sum()) for name, where, _ in masters)
+    return float(squares.sqrt()), math.sqrt(apart / way)
+
+
+def _masters(trained: TrainedModel) -> Iterator[tuple[str, slice, Tensor]]:
+    """Name, range (of the flat parameter) and values of every float32 weight that this rank's optimizer keeps."""
+    for name, param in trained.model.named_parameters():
+        master = getattr(param, "main_param", None)
+        if master is None:
+            continue  # another replica's share
+        where = slice(0, param.numel())
+        if getattr(param, "main_param_sharded", False):
+            (optimizer,) = trained.optimizer.chained_optimizers
+            found = optimizer._get_model_param_range_map(param)["param"]
+            where = slice(found.start, found.end)
+        yield name, where, master.detach().flatten()
+
+
+def plain_adamw(model: RoleModel, data: Minibatch, num_steps: int) -> dict[str, Tensor]:
+    """torch's AdamW on float32 weights, whose roundings compute; gradients of the micro-batches are added up in float32."""
+    masters = {name: p.detach().float() for name, p in model.named_parameters()}
+    groups = [{"params": [p for p in masters.values() if (p.ndim > 1) == d], "weight_decay": 0.1 * d} for d in (True, False)]
+    adam = torch.optim.AdamW(groups, lr=SMALL.lr, betas=tuple(SMALL.betas), eps=SMALL.eps)
+    for _ in range(num_steps):
+        gradients = _gradients(model, data)
+        for name, master in masters.items():
+            master.grad = gradients[name]
+        torch.nn.utils.clip_grad_norm_(masters.values(), SMALL.clip_grad)
+        adam.step()
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(masters[name])
+    return masters
+
+
+def _gradients(model: RoleModel, data: Minibatch) -> dict[str, Tensor]:
+    total = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    loss = loss_of(model, data.num_tokens)
+    model.train()
+    for batch in data.pack():
+        model.zero_grad(set_to_none=True)
+        output = model(batch.tokens_T, PackedPlan(batch.lengths, model.rope), batch.rows_R)
+        loss(batch, output)[0].backward()
+        for name, param in model.named_parameters():
+            assert param.grad is not None
+            total[name] += param.grad.float()
+    model.eval()
+    return total
+
+
+def forwards(directory: str, probes: list[list[int]]) -> dict[str, Tensor]:
+    """Log-probs [T, V] of every token by the call that decodes and by the forward of training, in bfloat16, and exact ones."""
+    groups = world_groups(1, 1)
+    half, exact = (load(directory, groups, dtype=dtype) for dtype in ("bfloat16", "float32"))
+    with torch.no_grad():
+        for param, rounded in zip(exact.parameters(), half.parameters(), strict=True):
+            param.copy_(rounded)
+    found: dict[str, Any] = {
+        "decode": cached_outputs(half, probes), "training": full_outputs([half], probes), "exact": full_outputs([exact], probes),
+    }  # fmt: skip
+    return {name: logits.float().log_softmax(-1) for name, logits in found.items()}
+
+
+def rows_computed(directory: str, probes: list[list[int]]) -> dict[str, set[int]]:
+    """Rows of the products of a layer and of the output layer in forwards over whole sequences, by dtype."""
+    groups, seen = world_groups(1, 1), {}
+    for dtype in ("bfloat16", "float32"):
+        model = load(directory, groups, dtype=dtype)
+        rows = seen[dtype] = set()
+        for module in (model.decoder.layers[0].mlp.linear_fc1, model.output_layer):
+            module.register_forward_pre_hook(lambda _, args, rows=rows: rows.add(len(args[0])))
+        for probe in probes:
+            assert len(full_outputs([model], [probe])) == len(probe)
+    return seen
+
+
 NUM_STEPS = 25
-JOBS = "tests.gloo.jobs_precision:"
+JOBS = "tests.gloo.test_precision:"
 MINIBATCH = DATA[1]
 LAYOUTS = [(1, 1, 1), (1, 1, 2), (2, 1, 1), (1, 2, 1), (2, 1, 2)]
 
@@ -36,8 +147,7 @@ def test_updates_of_a_ten_thousandth_add_up(models: dict[str, str], tp: int, pp:
     job = {"directory": models["qwen3"], "data": MINIBATCH, "num_steps": NUM_STEPS}
     moved = distance_in_one_process(models["qwen3"])
     for distance, apart in run_ranks(tp * pp * dp, f"{JOBS}small_updates", tp=tp, pp=pp, **job):
-        assert distance == pytest.approx(moved, rel=0.003)
-        assert (apart is None) == (tp * pp > 1)
+        assert distance == pytest.approx(moved, rel=0.003) and (apart is None) == (tp * pp > 1)
         assert apart is None or apart < 0.02
 
 

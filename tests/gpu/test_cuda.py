@@ -1,8 +1,8 @@
-"""The same code on a CUDA device: `make gpu-test`.  Each test's body takes the device, so that it can be tried on a CPU."""
+"""The same code on a CUDA device: `make gpu-test`.  Each test takes the device, so that it can be tried on a CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.train.entry import run_ppo
 from oppo_megatron.train.inputs import read_inputs
 from oppo_megatron.train.saving.preemption import Preemption
-from tests.e2e.test_bench_gpu import TINY, WORK
+from tests.e2e.test_bench import TINY, WORK
 from tests.support.ppo import SHAPE, Outcome, Workspace, read_outcome
 
 pytestmark = [
@@ -43,66 +43,27 @@ pytestmark = [
 ]
 
 
-def test_cached_steps_equal_the_full_forward() -> None:
-    check_cached_steps("cuda")
-    check_cached_steps("cuda", model_type="mistral", sliding_window=9)
+@pytest.fixture
+def device() -> str:
+    return "cuda"
 
 
-def test_draws_never_leave_the_support() -> None:
-    check_draws("cuda")
+def test_cached_steps_equal_the_full_forward(device: str) -> None:
+    for changes in ({}, {"model_type": "mistral", "sliding_window": 9}):
+        with open_world(RuntimeConfig(device=device)) as world:
+            groups = build_groups([0], 1, 1, "actor")
+            assert groups is not None
+            model = load_role(ModelConfig(init=SHAPE | changes), groups, head="lm", max_length=64, device=world.device)
+            tokens_T = torch.randint(0, 288, (50,), device=world.device)
+            with torch.no_grad():
+                full_TV = model(tokens_T, PackedPlan([50], model.rope))
+            kv = model.new_cache(num_slots=2)
+            kv.open(0)
+            pieces = [step(model, kv, [0], [len(chunk)], chunk) for chunk in tokens_T.split([20, 1, 1, 7, 21])]
+            assert float((torch.cat(pieces) - full_TV).abs().max()) < 1e-4 * float(full_TV.abs().max())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_ppo_in_one_process(tmp_path: Path, dtype: str) -> None:
-    check_ppo(tmp_path, "cuda", dtype)
-
-
-def test_streams_side_by_side_change_nothing(tmp_path: Path) -> None:
-    check_streams(tmp_path, "cuda")
-
-
-@pytest.mark.parametrize("layout", ["dense", "paged"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_captured_steps_draw_what_computed_steps_draw(dtype: str, layout: str) -> None:
-    check_captured_steps("cuda", dtype, layout)
-
-
-def test_between_two_looks_nothing_waits_for_the_device() -> None:
-    check_no_waiting("cuda")
-
-
-def test_paged_attention_by_this_machines_kernel_equals_gathered_attention() -> None:
-    check_paged_kernel("cuda")
-
-
-@pytest.mark.parametrize("layout", ["dense", "paged"])
-def test_captured_steps_give_the_log_probs_of_transformers_on_the_cpu(tmp_path: Path, layout: str) -> None:
-    check_against_transformers(tmp_path, "cuda", layout)
-
-
-def test_memory_that_ran_out_can_be_used_again() -> None:
-    check_out_of_memory("cuda")
-
-
-def test_every_part_of_the_benchmark_gives_its_figures(tmp_path: Path) -> None:
-    check_bench(tmp_path, "cuda")
-
-
-def check_cached_steps(device: str, **changes: Any) -> None:
-    with open_world(RuntimeConfig(device=device)) as world:
-        groups = build_groups([0], 1, 1, "actor")
-        assert groups is not None
-        model = load_role(ModelConfig(init=SHAPE | changes), groups, head="lm", max_length=64, device=world.device)
-        tokens_T = torch.randint(0, 288, (50,), device=world.device)
-        with torch.no_grad():
-            full_TV = model(tokens_T, PackedPlan([50], model.rope))
-        kv = model.new_cache(num_slots=2)
-        kv.open(0)
-        pieces = [step(model, kv, [0], [len(chunk)], chunk) for chunk in tokens_T.split([20, 1, 1, 7, 21])]
-        assert float((torch.cat(pieces) - full_TV).abs().max()) < 1e-4 * float(full_TV.abs().max())
-
-
-def check_draws(device: str) -> None:
+def test_draws_never_leave_the_support(device: str) -> None:
     """A cumulative sum in float32 may round: still no token of probability 0 is drawn, and the log-probs are the row's."""
     logits_RV = torch.randn(64, 5000, device=device).masked_fill_(torch.rand(64, 5000, device=device) < 0.5, -torch.inf)
     for position in range(50):
@@ -112,19 +73,22 @@ def check_draws(device: str) -> None:
         assert float((drawn.logprobs - expected_R).abs().max()) < 1e-4
 
 
-def check_ppo(root: Path, device: str, dtype: str) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ppo_in_one_process(tmp_path: Path, device: str, dtype: str) -> None:
     changes: dict[str, Any] = {f"{role}.dtype": dtype for role in ("actor", "critic", "reward")}
     if dtype == "float32":
         changes["guards.logprob_gap"] = 1e-3
-    config = TrainConfig(**Workspace.create(root).config("cuda", **{"runtime.device": device, "overlap.intra": True}, **changes))
+    config = TrainConfig(
+        **Workspace.create(tmp_path).config("cuda", **{"runtime.device": device, "overlap.intra": True}, **changes)
+    )
     outcome = _run(config, device)
     assert len(outcome.rollouts) == 18
     assert max(line["logprob_gap"] for line in outcome.metrics) < (1e-3 if dtype == "float32" else 0.5)
 
 
-def check_streams(root: Path, device: str) -> None:
+def test_streams_side_by_side_change_nothing(tmp_path: Path, device: str) -> None:
     """Scoring on streams of its own, beside the decoding, against scoring after it: the same tokens and scores."""
-    workspace, outcomes = Workspace.create(root), []
+    workspace, outcomes = Workspace.create(tmp_path), []
     for intra in (False, True):
         changes = {"runtime.device": device, "overlap.intra": intra, "steps": 1, "guards.logprob_gap": 1e-3}
         outcomes.append(_run(TrainConfig(**workspace.config(f"intra-{intra}", **changes)), device))
@@ -150,32 +114,29 @@ def decoding(
         assert groups is not None
         config = config or ModelConfig(init=SHAPE, dtype=dtype)
         model = load_role(config, groups, head="lm", max_length=128, device=world.device).requires_grad_(False)
-        yield (
-            model,
-            decoder(
-                model,
-                model.new_cache(9, layout=layout),
-                sampling=Sampling(seed=3),
-                stopping=OwnLimits((), 50),
-                micro_batch_tokens=200,
-                timeout_s=60.0,
-                sync_steps=sync_steps,
-            ),
-        )
+        rounds = decoder(
+            model, model.new_cache(9, layout=layout), sampling=Sampling(seed=3), stopping=OwnLimits((), 50),
+            micro_batch_tokens=200, timeout_s=60.0, sync_steps=sync_steps,
+        )  # fmt: skip
+        yield model, rounds
+
+
+def decode(rounds: RoundRunner, version: int, prompts: Sequence[tuple[int, ...]]) -> list[Rollout]:
+    buffer = RolloutBuffer(9, delta=0, max_staleness=1)
+    buffer.admit(Prompt(i, i, "", prompt) for i, prompt in enumerate(prompts))
+    while active := buffer.active:
+        chunk = rounds.run(active, [], 12, Decoding(buffer.clock, version, buffer.readiness))
+        assert chunk is not None
+        buffer.record(chunk)
+        rounds.recorded(active)
+    return buffer.take_batch()
 
 
 def decode_twice(model: RoleModel, rounds: RoundRunner) -> list[list[int]]:
     """The same prompts under two policies, the second of which is written where the first was."""
     found = []
     for version in range(2):
-        buffer = RolloutBuffer(9, delta=0, max_staleness=1)
-        buffer.admit(Prompt(i, i, "", (5, 6 + i)) for i in range(9))
-        while active := buffer.active:
-            chunk = rounds.run(active, [], 12, Decoding(buffer.clock, version, buffer.readiness))
-            assert chunk is not None
-            buffer.record(chunk)
-            rounds.recorded(active)
-        found += [rollout.tokens for rollout in buffer.take_batch()]
+        found += [rollout.tokens for rollout in decode(rounds, version, [(5, 6 + i) for i in range(9)])]
         for parameter in model.parameters():
             parameter.mul_(1.1)
         model.end_weight_update()
@@ -183,7 +144,9 @@ def decode_twice(model: RoleModel, rounds: RoundRunner) -> list[list[int]]:
     return found
 
 
-def check_captured_steps(device: str, dtype: str, layout: str) -> None:
+@pytest.mark.parametrize("layout", ["dense", "paged"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_captured_steps_draw_what_computed_steps_draw(device: str, dtype: str, layout: str) -> None:
     """Captured and computed steps call the same kernels: their tokens are the same, whatever the rounding."""
     with decoding(device, dtype, layout, 4) as (model, rounds):
         assert rounds.decode is not None
@@ -202,19 +165,13 @@ def check_captured_steps(device: str, dtype: str, layout: str) -> None:
             assert captured.num_graphs == num_graphs, "an update in place leaves every graph as good as it was"
 
 
-def check_against_transformers(root: Path, device: str, layout: str) -> None:
+@pytest.mark.parametrize("layout", ["dense", "paged"])
+def test_captured_steps_give_the_log_probs_of_transformers_on_the_cpu(tmp_path: Path, device: str, layout: str) -> None:
     """Lengths that differ and a batch that shrinks: a replayed step that attended to stale lengths would show."""
-    write_random_checkpoint(SHAPE, root / "model", torch.float32, torch.device("cpu"))
-    with decoding(device, "float32", layout, 4, ModelConfig(checkpoint=root / "model")) as (_, rounds):
-        buffer = RolloutBuffer(9, delta=0, max_staleness=1)
-        buffer.admit(Prompt(i, i, "", tuple(range(5, 8 + 3 * i))) for i in range(9))
-        while active := buffer.active:
-            chunk = rounds.run(active, [], 12, Decoding(buffer.clock, 0, buffer.readiness))
-            assert chunk is not None
-            buffer.record(chunk)
-            rounds.recorded(active)
-        rollouts = buffer.take_batch()
-    model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32).eval()
+    write_random_checkpoint(SHAPE, tmp_path / "model", torch.float32, torch.device("cpu"))
+    with decoding(device, "float32", layout, 4, ModelConfig(checkpoint=tmp_path / "model")) as (_, rounds):
+        rollouts = decode(rounds, 0, [tuple(range(5, 8 + 3 * i)) for i in range(9)])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     assert len({len(rollout.tokens) for rollout in rollouts}) == 9
     for rollout in rollouts:
         tokens_1T = torch.tensor([[*rollout.prompt.tokens, *rollout.tokens]])
@@ -224,7 +181,7 @@ def check_against_transformers(root: Path, device: str, layout: str) -> None:
         assert float((torch.tensor(rollout.logprobs) - expected_T).abs().max()) < 1e-3
 
 
-def check_out_of_memory(device: str) -> None:
+def test_memory_that_ran_out_can_be_used_again(device: str) -> None:
     """Runs outside of a capture and in one, which must not leave the allocator in it."""
     place = torch.device(device)
 
@@ -249,17 +206,17 @@ def check_out_of_memory(device: str) -> None:
     assert found == [3.0 * (WARM_UPS + 2)] * 3 and steps.num_graphs == 2
 
 
-def check_bench(root: Path, device: str) -> None:
+def test_every_part_of_the_benchmark_gives_its_figures(tmp_path: Path, device: str) -> None:
     """Everything but TRL, which has an environment of its own."""
     work = replace(WORK, dtype="bfloat16", device=device)
-    figures = GpuBench(root, work, 600.0, memory_bytes=None, say=lambda text: None).run({"tiny": {**TINY, "vocab_size": 512}})
+    figures = GpuBench(tmp_path, work, 600.0, memory_bytes=None, say=lambda text: None).run({"tiny": {**TINY, "vocab_size": 512}})
     why_not = [row for row in figures["results"] if "why_not" in row]
     assert [row.get("variant") for row in why_not] == ["TRL"], why_not
     (tail,) = (row for row in figures["results"] if row.get("long_tail"))
     assert device == "cpu" or tail["graphs"] > 1
 
 
-def check_no_waiting(device: str) -> None:
+def test_between_two_looks_nothing_waits_for_the_device(device: str) -> None:
     """torch raises where an operation makes the host wait; reading the tokens, once in a window, is the one that may."""
     model_rows = [Growing(Rollout(Prompt(i, i, "", (5,)), admission=0), 100, 0) for i in range(7)]
     with decoding(device, "bfloat16", "dense", 16) as (model, rounds):
@@ -282,7 +239,7 @@ def check_no_waiting(device: str) -> None:
                 torch.cuda.set_sync_debug_mode("default")
 
 
-def check_paged_kernel(device: str) -> None:
+def test_paged_attention_by_this_machines_kernel_equals_gathered_attention(device: str) -> None:
     place, dtype = torch.device(device), torch.bfloat16
     kernel = find_kernel(place, dtype)
     if kernel is None:

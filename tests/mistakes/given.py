@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import gzip
 
-from tests.mistakes.project import JOB, REWARDS, TRAIN, VALIDATE, Edit, Mistake, copy, cut, remove, replace, setting, write
+from tests.mistakes.project import JOB, PPO, REWARDS, TRAIN, VALIDATE, Edit, Mistake, copy, cut, remove, replace, setting, write
 
 SFT, RM = ("validate", "sft.yaml"), ("validate", "rm.yaml")
 PAIRS = ("validate", "sft.yaml", "data.path=pairs.jsonl", "data.bad_rows=quarantine", "--kind", "dpo")
 
 
 def _spoilt(name: str, spoil: Edit, *says: str) -> Mistake:
-    return Mistake(name, ("train", "train.yaml"), says, spoils=[spoil], mends=[write("train.yaml", TRAIN)])
+    return Mistake(name, PPO, says, spoils=[spoil], mends=[write("train.yaml", TRAIN)])
 
 
 def _damaged(name: str, spoil: Edit, *says: str) -> Mistake:
     mends = [remove("actor"), copy("spare", "actor")]
-    return Mistake(name, ("train", "train.yaml"), says, spoils=[copy("actor", "spare"), spoil], mends=mends)
+    return Mistake(name, PPO, says, spoils=[copy("actor", "spare"), spoil], mends=mends)
 
 
 YAML: tuple[Mistake, ...] = (
@@ -34,8 +34,8 @@ YAML: tuple[Mistake, ...] = (
     _spoilt("a required section left out",
         replace("train.yaml", "rollout: {batch_size: 8, max_response_tokens: 20}\n", ""), "rollout"),
     Mistake("the file of another command", ("train", "sft.yaml"), ("oppo sft",), SFT),
-    Mistake("an override without its value", ("train", "train.yaml", "steps"), ("steps", "a.b=c")),
-    Mistake("an override with a colon", ("train", "train.yaml", "steps: 3"), ("steps: 3", "a.b=c")),
+    Mistake("an override without its value", (*PPO, "steps"), ("steps", "a.b=c")),
+    Mistake("an override with a colon", (*PPO, "steps: 3"), ("steps: 3", "a.b=c")),
 )  # fmt: skip
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
@@ -53,7 +53,7 @@ WEIGHTS: tuple[Mistake, ...] = (
         replace("actor/config.json", '"model_type": "llama"', '"model_type": "gpt2"'), "gpt2", "llama"),
     _damaged("a config.json that says another size",
         replace("actor/config.json", '"hidden_size": 32', '"hidden_size": 64'), "config.json", "[304, 64]"),
-    Mistake("weights and a shape at once", ("train", "train.yaml", "actor.init=actor/config.json"), ("init", "checkpoint")),
+    Mistake("weights and a shape at once", (*PPO, "actor.init=actor/config.json"), ("init", "checkpoint")),
 )  # fmt: skip
 
 VOCABULARY = ("tokenizer", "prompts.jsonl", "--out", "new.model", "--vocab-size", "273")
@@ -61,9 +61,9 @@ TOKENIZERS: tuple[Mistake, ...] = (
     setting("a tokenizer that is not there", "tokenizer.path=tok.model", "tokenizer.path=t.model", "tok.model"),
     setting("a tokenizer that is none", "tokenizer.path=train.yaml", "tokenizer.path=t.model", "train.yaml"),
     setting("a folder without a tokenizer", "tokenizer.path=runs", "tokenizer.path=t.model", "runs"),
-    Mistake("a tokenizer cut short", ("train", "train.yaml"), ("t.model",),
+    Mistake("a tokenizer cut short", PPO, ("t.model",),
         spoils=[copy("t.model", "spare.model"), cut("t.model", 300)], mends=[remove("t.model"), copy("spare.model", "t.model")]),
-    Mistake("chat messages without a template", ("train", "train.yaml"), ("chat",), ("validate", "train.yaml",
+    Mistake("chat messages without a template", PPO, ("chat",), ("validate", "train.yaml",
         "rewards=[{kind: model}]", "tokenizer.chat_template='{% for m in messages %}{{ m.content }}{% endfor %}'"),
         spoils=[write("prompts.jsonl", '{"messages": [{"role": "user", "content": "1+1="}]}\n' * 16)]),
     Mistake("a vocabulary that is too large", (*VOCABULARY[:-1], "9000"), ("9000", "too large"), VOCABULARY),
@@ -71,7 +71,7 @@ TOKENIZERS: tuple[Mistake, ...] = (
     Mistake("texts that are not there", ("tokenizer", "prompt.jsonl", *VOCABULARY[2:]), ("prompt.jsonl",), VOCABULARY),
 )  # fmt: skip
 
-ASIDE = ("validate", "train.yaml", "data.bad_rows=quarantine")
+ASIDE = (*VALIDATE, "data.bad_rows=quarantine")
 ROW = '{"prompt": "1+1=", "answer": "2"}\n'
 CHOICE = "rewards.1.name=multiple_choice"
 CHOSEN = '{{"prompt": "1+1=", "answer": "{}"}}\n'
@@ -79,22 +79,21 @@ CODE = "rewards.1={kind: verifier, name: code}"
 TESTED = '{{"prompt": "1+1=", "answer": ["assert {}"]}}\n'
 DATA: tuple[Mistake, ...] = (
     setting("data that are not there", "data.path=prompt.jsonl", "data.path=prompts.jsonl", "prompt.jsonl"),
-    Mistake("data of no rows", ("train", "train.yaml"), ("prompts.jsonl",),
-        spoils=[copy("prompts.jsonl", "spare"), write("prompts.jsonl", "")],
+    Mistake("data of no rows", PPO, ("prompts.jsonl",), spoils=[copy("prompts.jsonl", "spare"), write("prompts.jsonl", "")],
         mends=[remove("prompts.jsonl"), copy("spare", "prompts.jsonl")]),
-    Mistake("a line that is no JSON", ("train", "train.yaml"), ("prompts.jsonl:3",), ASIDE,
+    Mistake("a line that is no JSON", PPO, ("prompts.jsonl:3",), ASIDE,
         spoils=[write("prompts.jsonl", ROW * 2 + "{'prompt': '2+2='}\n" + ROW * 30)]),
     setting("a column that is not there", "data.columns.prompt=question", "data.columns.prompt=prompt", "question", "prompt"),
     setting("an answer's column that is not there", "rewards.1.answer=solution", "rewards.1.answer=answer", "solution", "answer"),
-    Mistake("a choice in words", ("train", "train.yaml", CHOICE), ("prompts.jsonl:2", "'Paris'", "give a letter"),
-        ("validate", "train.yaml", CHOICE), spoils=[write("prompts.jsonl", CHOSEN.format("C") + CHOSEN.format("Paris"))],
+    Mistake("a choice in words", (*PPO, CHOICE), ("prompts.jsonl:2", "'Paris'", "give a letter"),
+        (*VALIDATE, CHOICE), spoils=[write("prompts.jsonl", CHOSEN.format("C") + CHOSEN.format("Paris"))],
         mends=[write("prompts.jsonl", CHOSEN.format("C") + CHOSEN.format("B"))]),
-    Mistake("a test of a program that is no Python", ("train", "train.yaml", CODE),
-        ("prompts.jsonl:1", "assert f(1 == 2", "give a list of asserts"), ("validate", "train.yaml", CODE),
+    Mistake("a test of a program that is no Python", (*PPO, CODE),
+        ("prompts.jsonl:1", "assert f(1 == 2", "give a list of asserts"), (*VALIDATE, CODE),
         spoils=[write("prompts.jsonl", TESTED.format("f(1 == 2") + TESTED.format("f(2) == 4"))],
         mends=[write("prompts.jsonl", TESTED.format("f(1) == 2") + TESTED.format("f(2) == 4"))]),
-    Mistake("prompts that are longer than allowed", ("train", "train.yaml", "data.max_prompt_tokens=2"), ("max_prompt_tokens",),
-        ("validate", "train.yaml", "data.max_prompt_tokens=2", "data.long_rows=truncate")),
+    Mistake("prompts that are longer than allowed", (*PPO, "data.max_prompt_tokens=2"), ("max_prompt_tokens",),
+        (*VALIDATE, "data.max_prompt_tokens=2", "data.long_rows=truncate")),
     Mistake("completions for a reward model", ("rm", "rm.yaml", "data.path=completions.jsonl"), ("chosen",), RM),
     Mistake("completions for DPO", ("dpo", "sft.yaml"), ("chosen",), PAIRS),
     Mistake("a pair with the same answer twice", ("dpo", "sft.yaml", "data.path=pairs.jsonl"), ("pairs.jsonl:1", "the same"),
@@ -107,22 +106,20 @@ DATA: tuple[Mistake, ...] = (
         (*PAIRS[:-2], "dpo.beta=0.1", *PAIRS[-2:])),
     Mistake("robust DPO without a share of wrong pairs", ("dpo", *PAIRS[1:-2], "dpo.loss=robust"), ("dpo.label_smoothing",),
         (*PAIRS[:-2], "dpo.loss=robust", "dpo.label_smoothing=0.1", *PAIRS[-2:])),
-    Mistake("an answer that is a number in words", ("train", "train.yaml"), ("prompts.jsonl:1", "four"),
+    Mistake("an answer that is a number in words", PPO, ("prompts.jsonl:1", "four"),
         ASIDE, spoils=[replace("prompts.jsonl", '"answer": "0"', '"answer": "four"')]),
-    Mistake("a prompt that is a number", ("train", "train.yaml"), ("prompts.jsonl:1",), ASIDE,
-        spoils=[replace("prompts.jsonl", '"0+0="', "5")]),
-    Mistake("an empty prompt", ("train", "train.yaml"), ("prompts.jsonl:1", "empty"), ASIDE,
-        spoils=[replace("prompts.jsonl", '"0+0="', '""')]),
-    Mistake("an archive cut short", ("train", "train.yaml", "data.path=rows.jsonl.gz"), ("rows.jsonl.gz",),
+    Mistake("a prompt that is a number", PPO, ("prompts.jsonl:1",), ASIDE, spoils=[replace("prompts.jsonl", '"0+0="', "5")]),
+    Mistake("an empty prompt", PPO, ("prompts.jsonl:1", "empty"), ASIDE, spoils=[replace("prompts.jsonl", '"0+0="', '""')]),
+    Mistake("an archive cut short", (*PPO, "data.path=rows.jsonl.gz"), ("rows.jsonl.gz",),
         spoils=[write("rows.jsonl.gz", gzip.compress(ROW.encode() * 30)[:40])]),
-    Mistake("rows in Latin-1", ("train", "train.yaml"), ("prompts.jsonl:1", "UTF-8"), ASIDE,
+    Mistake("rows in Latin-1", PPO, ("prompts.jsonl:1", "UTF-8"), ASIDE,
         spoils=[write("prompts.jsonl", b'{"prompt": "caf\xe9", "answer": "2"}\n' + ROW.encode() * 20)]),
 )  # fmt: skip
 
 RUNS: tuple[Mistake, ...] = (
-    Mistake("a run directory that is a file", ("train", "train.yaml", "run_dir=t.model"), ("t.model",)),
-    Mistake("a run directory below a file", ("train", "train.yaml", "run_dir=t.model/run"), ("t.model",)),
-    Mistake("a finished run written over", ("train", "train.yaml", "run_dir=runs/done"), ("finished run",), VALIDATE),
+    Mistake("a run directory that is a file", (*PPO, "run_dir=t.model"), ("t.model",)),
+    Mistake("a run directory below a file", (*PPO, "run_dir=t.model/run"), ("t.model",)),
+    Mistake("a finished run written over", (*PPO, "run_dir=runs/done"), ("finished run",), VALIDATE),
 )
 
 
@@ -144,9 +141,8 @@ SETTINGS: tuple[Mistake, ...] = (
     setting("a discount above one", "ppo.gamma=1.1", "ppo.gamma=1.0", "1.1"),
     setting("a negative clip range", "ppo.clip=-0.2", "ppo.clip=0.2", "ppo.clip", "-0.2"),
     Mistake("a critic that warms up for longer than the prompts last",
-            ("train", "train.yaml", "steps=null", "epochs=1", "ppo.critic_warmup_steps=99"),
-            ("ppo.critic_warmup_steps is 99", "raise epochs"),
-            ("validate", "train.yaml", "steps=null", "epochs=1", "ppo.critic_warmup_steps=1")),
+            (*PPO, "steps=null", "epochs=1", "ppo.critic_warmup_steps=99"), ("ppo.critic_warmup_steps is 99", "raise epochs"),
+            (*VALIDATE, "steps=null", "epochs=1", "ppo.critic_warmup_steps=1")),
     setting("minibatches that do not divide the batch", "ppo.minibatches=3", "ppo.minibatches=4", "3", "8"),
     setting("delta beyond what can be trained in time", "overlap.delta.max=33", "overlap.delta.max=32", "33", "8"),
     setting("delta that begins above its largest", "overlap.delta.initial=6", "overlap.delta.initial=4", "6", "4"),
@@ -200,18 +196,17 @@ SETTINGS: tuple[Mistake, ...] = (
 
 def _function(name: str, body: str, *says: str) -> Mistake:
     spoil, mend = write("my_rewards.py", body), write("my_rewards.py", REWARDS)
-    typed, then = ("train", "train.yaml", REWARD), ("validate", "train.yaml", REWARD)
+    typed, then = (*PPO, REWARD), (*VALIDATE, REWARD)
     return Mistake(name, typed, ("my_rewards", *says), then, spoils=[spoil], mends=[mend])
 
 
 COMMANDS: tuple[Mistake, ...] = (
     Mistake("a command misspelt", ("vaildate", "train.yaml"), ("vaildate", "validate")), Mistake("no command", (), ("COMMAND",)),
     Mistake("no configuration", ("train",), ("CONFIG.yaml",)),
-    Mistake("an option with an underscore", ("train", "train.yaml", "--dry_run"), ("--dry_run", "--dry-run"),
-        ("train", "train.yaml", "--dry-run")),
-    Mistake("an option of another command", ("validate", "train.yaml", "--resume"), ("--resume",)),
-    Mistake("a negative number of restarts", ("train", "train.yaml", "--max-restarts", "-1"), ("-1", "at least 0")),
-    Mistake("restarts in words", ("train", "train.yaml", "--max-restarts", "two"), ("two",)),
+    Mistake("an option with an underscore", (*PPO, "--dry_run"), ("--dry_run", "--dry-run"), (*PPO, "--dry-run")),
+    Mistake("an option of another command", (*VALIDATE, "--resume"), ("--resume",)),
+    Mistake("a negative number of restarts", (*PPO, "--max-restarts", "-1"), ("-1", "at least 0")),
+    Mistake("restarts in words", (*PPO, "--max-restarts", "two"), ("two",)),
     Mistake("a benchmark misspelt", ("bench", "overlp", "train.yaml"), ("overlp", "overlap"), ("bench", "--help")),
     Mistake("a case misspelt", ("config", "--init", "arithmetik"), ("arithmetik", "arithmetic"), ("config", "--init")),
     Mistake("a key misspelt in a question", ("config", "train.yaml", "--explain", "overlap.detla"), ("overlap.delta",),
@@ -244,10 +239,10 @@ FUNCTIONS: tuple[Mistake, ...] = (
 )  # fmt: skip
 
 ENVIRONMENT: tuple[Mistake, ...] = (
-    Mistake("RANK without WORLD_SIZE", ("train", "train.yaml"), ("WORLD_SIZE",), variables={"RANK": "0"}),
-    Mistake("a rank beyond the world", ("train", "train.yaml"), ("rank 2 of 1",), variables={"RANK": "2", "WORLD_SIZE": "1"}),
-    Mistake("more ranks than the placement has", ("train", "train.yaml"), ("4", "1"), variables={"RANK": "0", "WORLD_SIZE": "4"}),
-    Mistake("a device that is not there", ("train", "train.yaml", "runtime.device=cuda"), ("cuda",)),
-    Mistake("a tracker that is not installed", ("train", "train.yaml", "logging.trackers=[wandb:mine]"), ("wandb",)),
-    Mistake("a continued run with other prompts", ("train", "train.yaml", "--resume", "run_dir=runs/done"), ("runs/done",)),
+    Mistake("RANK without WORLD_SIZE", PPO, ("WORLD_SIZE",), variables={"RANK": "0"}),
+    Mistake("a rank beyond the world", PPO, ("rank 2 of 1",), variables={"RANK": "2", "WORLD_SIZE": "1"}),
+    Mistake("more ranks than the placement has", PPO, ("4", "1"), variables={"RANK": "0", "WORLD_SIZE": "4"}),
+    Mistake("a device that is not there", (*PPO, "runtime.device=cuda"), ("cuda",)),
+    Mistake("a tracker that is not installed", (*PPO, "logging.trackers=[wandb:mine]"), ("wandb",)),
+    Mistake("a continued run with other prompts", (*PPO, "--resume", "run_dir=runs/done"), ("runs/done",)),
 )  # fmt: skip

@@ -12,11 +12,10 @@ from pathlib import Path
 
 from oppo_megatron.cli.main import main
 from oppo_megatron.data.tokenizer import train_sentencepiece
+from tests.support.commands import TEXTS
 from tests.support.hf import save_tiny
 from tests.support.rows import write_rows
 from tests.support.runs import write_run
-
-TEXTS = [f"what is {n} plus {n}? it is {2 * n} = + - * 0123456789" for n in range(60)]
 
 TRAIN = """\
 run_dir: runs/new
@@ -94,7 +93,7 @@ def fingerprints(folder: Path) -> dict[str, str]:
 Edit = Callable[[Path], object]
 """Of the project's folder."""
 
-VALIDATE = ("validate", "train.yaml")
+PPO, VALIDATE = ("train", "train.yaml"), ("validate", "train.yaml")
 JOB = ("launch", "slurm", "train.yaml", "--out", "job.sbatch")
 
 

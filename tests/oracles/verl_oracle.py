@@ -1,16 +1,22 @@
-"""verl 0.9.1, `trainer/ppo/core_algos.py`: advantages, aggregation and policy losses on padded matrices."""
+"""verl 0.9.1, `trainer/ppo/core_algos.py`: advantages, aggregation and policy losses on padded matrices.
+The file is imported without what its package imports: no ray, no deepspeed, no tensordict."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tests.oracles.bare import absent, bare_package, stand_in
-from tests.oracles.batches import Sample, mask_of, padded, rows_of
+from tests.oracles.comparing import Sample, mask_of, padded, rows_of
 from tests.replay.formulas import Rows, kl_of
 
 
@@ -29,6 +35,43 @@ class ActorConfig:
 
     def get(self, name: str, default: Any) -> Any:
         return getattr(self, name, default)
+
+
+def bare_package(name: str, **names: Any) -> None:
+    """A package whose modules can be imported, of whose `__init__` nothing is run; `names` are what it has instead."""
+    top, *rest = name.split(".")
+    spec = importlib.util.find_spec(top) if top not in sys.modules else sys.modules[top].__spec__
+    assert spec is not None and spec.submodule_search_locations
+    module = types.ModuleType(name)
+    module.__path__ = [str(Path(spec.submodule_search_locations[0]).joinpath(*rest))]
+    module.__spec__ = importlib.util.spec_from_loader(name, None, is_package=True)
+    module.__spec__.submodule_search_locations = module.__path__
+    _enter(module, names)
+
+
+def stand_in(name: str, **names: Any) -> None:
+    """A module that has these names and no more, within a package that is bare."""
+    _enter(types.ModuleType(name), names)
+
+
+@contextmanager
+def absent(**packages: dict[str, Any]) -> Iterator[None]:
+    for name, names in packages.items():
+        assert name not in sys.modules, name
+        _enter(types.ModuleType(name), names)
+    try:
+        yield
+    finally:
+        for name in packages:
+            del sys.modules[name]
+
+
+def _enter(module: types.ModuleType, names: dict[str, Any]) -> None:
+    vars(module).update(names)
+    sys.modules[module.__name__] = module
+    parent, _, own = module.__name__.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], own, module)
 
 
 def _core() -> Any:

@@ -25,8 +25,7 @@ from oppo_megatron.mcore.groups import build_groups
 from oppo_megatron.mcore.model import RoleModel, build_model
 from oppo_megatron.mcore.weights.hf_source import open_weights
 from oppo_megatron.mcore.weights.hf_weights import export_weights, load_weights
-from tests.gloo.models import gather_logits
-from tests.support.stages import pass_on, stage_inputs
+from tests.gloo.models import gather_logits, pass_on, stage_inputs
 
 
 def save_by_megatron(src: str, dst: str, tp: int, pp: int, head: Head, prefix: str, per_layer: bool) -> None:

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
 from tests.support.hf import convert, save_tiny
-from tests.support.layouts import deep
-from tests.support.ppo import Workspace
+from tests.support.ppo import Workspace, deep
 from tests.support.ranks import run_ranks
 from tests.support.tokenizers import save_byte_level
 
@@ -57,7 +56,7 @@ def test_greedy_answers_are_the_engines_own(workspace: Workspace, kind: str) -> 
     chats = [[{"role": "user", "content": text}] for text in ASKED]
     prompts = [own.chat.render(chat) for chat in chats] if "chat" in kind else ASKED
     (answers,) = run_ranks(
-        1, "tests.e2e.jobs_policy:answers",
+        1, "tests.e2e.test_policy:answers",
         directories=[export], texts=prompts, parallel={"tp": 1, "pp": 1, "dp": 1}, max_tokens=MAX_TOKENS,
         sampling={"temperature": 0.0}, num_slots=32,
     )[0]  # fmt: skip

@@ -70,25 +70,9 @@ def test_logits_equal_transformers_on_every_layout(tmp_path: Path, model: str, t
     compare(tmp_path, save_tiny(tmp_path, family, **changes), "lm", tp, pp)
 
 
-@pytest.mark.parametrize("tp,pp", [(2, 1), (4, 1), (2, 2)])
-def test_a_vocabulary_that_tensor_ranks_do_not_divide(tmp_path: Path, tp: int, pp: int) -> None:
-    compare(tmp_path, save_tiny(tmp_path, "qwen2", vocab_size=259, tie_word_embeddings=tp == 2), "lm", tp, pp)
-
-
 @pytest.mark.parametrize("window", [1, 8, 17, None])
 def test_a_sliding_window_is_that_of_mistral(tmp_path: Path, window: int | None) -> None:
     compare(tmp_path, save_tiny(tmp_path, "mistral", sliding_window=window), "lm", 1, 1)
-
-
-@pytest.mark.parametrize("tp,pp", LAYOUTS[1:])
-def test_a_sliding_window_on_every_layout(tmp_path: Path, tp: int, pp: int) -> None:
-    compare(tmp_path, save_tiny(tmp_path, "mistral", sliding_window=8, head_dim=16, vocab_size=65), "lm", tp, pp)
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_a_sliding_window_in_some_layers(tmp_path: Path, family: str) -> None:
-    some = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}
-    compare(tmp_path, save_tiny(tmp_path, family, **some), "lm", 1, 2)
 
 
 @pytest.mark.parametrize("tp,pp", LAYOUTS)
@@ -96,10 +80,23 @@ def test_scalar_head_equals_transformers_classifier(tmp_path: Path, tp: int, pp:
     compare(tmp_path, save_tiny(tmp_path, "qwen2", "scalar"), "scalar", tp, pp)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
-def test_scalar_head_of_every_family(tmp_path: Path, family: str) -> None:
-    window = {"sliding_window": 8} if family == "mistral" else {}
-    compare(tmp_path, save_tiny(tmp_path, family, "scalar", **window), "scalar", 1, 1)
+ODD = {"vocab_size": 259}
+SOME = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}
+CASES: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
+    "a vocabulary that 2 tensor ranks do not divide": ("qwen2", "lm", 2, 1, {**ODD, "tie_word_embeddings": True}),
+    "nor 4": ("qwen2", "lm", 4, 1, ODD), "nor 2 and 2 stages": ("qwen2", "lm", 2, 2, {**ODD, "tie_word_embeddings": True}),
+    **{f"a window, tp {tp}, pp {pp}": ("mistral", "lm", tp, pp, {"sliding_window": 8, "head_dim": 16, "vocab_size": 65})
+       for tp, pp in LAYOUTS[1:]},
+    **{f"a window in some layers of {family}": (family, "lm", 1, 2, SOME) for family in ("qwen2", "qwen3")},
+    **{f"a scalar head of {family}": (family, "scalar", 1, 1, {}) for family in ("llama", "qwen3")},
+    "a scalar head of mistral": ("mistral", "scalar", 1, 1, {"sliding_window": 8}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_windows_vocabularies_and_heads(tmp_path: Path, case: str) -> None:
+    family, head, tp, pp, changes = CASES[case]
+    compare(tmp_path, save_tiny(tmp_path, family, head, **changes), head, tp, pp)
 
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512}

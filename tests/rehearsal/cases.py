@@ -22,21 +22,11 @@ class Case:
 SYNC_STEPS = 4
 """Decode steps between two reads."""
 PLAIN: dict[str, Any] = {
-    "steps": 2,
-    "runtime.device": "cuda",
-    "runtime.dtype": "bfloat16",
-    "runtime.micro_batch_tokens": 128,
-    "rollout.batch_size": 4,
-    "rollout.max_response_tokens": 12,
-    "ppo.epochs": 1,
-    "overlap.intra": True,
-    "overlap.inter": True,
-    "overlap.chunk": 8,
-    "overlap.delta": {"rule": "fixed", "initial": 1, "max": 2},
-    "guards.logprob_gap": None,
-    "checkpoint.every_steps": 1,
-    "runtime.timeout_s": 60,
-}
+    "steps": 2, "runtime.device": "cuda", "runtime.dtype": "bfloat16", "runtime.micro_batch_tokens": 128,
+    "rollout.batch_size": 4, "rollout.max_response_tokens": 12, "ppo.epochs": 1, "overlap.intra": True, "overlap.inter": True,
+    "overlap.chunk": 8, "overlap.delta": {"rule": "fixed", "initial": 1, "max": 2}, "guards.logprob_gap": None,
+    "checkpoint.every_steps": 1, "runtime.timeout_s": 60,
+}  # fmt: skip
 WITHOUT_CRITIC: dict[str, Any] = {"critic": None, "ppo": {"epochs": 1}, "overlap.inter": False}
 PAIRS: dict[str, Any] = WITHOUT_CRITIC | {
     "reward": None,
@@ -46,53 +36,41 @@ PAIRS: dict[str, Any] = WITHOUT_CRITIC | {
     "runtime.micro_batch_tokens": 256,
 }
 PREFERENCES: dict[str, Any] = {
-    "steps": 2,
-    "epochs": 2,
-    "batch_size": 4,
-    "max_tokens": 64,
-    "model": {"init": SHAPE},
+    "steps": 2, "epochs": 2, "batch_size": 4, "max_tokens": 64, "model": {"init": SHAPE},
     "runtime": {"device": "cuda", "dtype": "bfloat16", "micro_batch_tokens": 128, "timeout_s": 60},
-    "evaluation": {"fraction": 0.25},
-    "logging": {"console": "off"},
-}
+    "evaluation": {"fraction": 0.25}, "logging": {"console": "off"},
+}  # fmt: skip
 """Pairs, and their held-out rows, on a single rank."""
+
+
+def on_two(layout: dict[str, int], **changes: Any) -> Case:
+    return Case(2, {"placement": {"mode": "colocated", "actor": layout}} | changes)
+
 
 CASES = {
     "single": Case(),
-    "paged float32": Case(
-        1,
-        {
-            "runtime.dtype": "float32",
-            "runtime.kv_layout": "paged",
-            "rewards": [{"kind": "process", "step_rewards": "potential"}, {"kind": "verifier", "name": "arithmetic"}],
-        },
-    ),
+    "paged float32": Case(1, {
+        "runtime.dtype": "float32", "runtime.kv_layout": "paged",
+        "rewards": [{"kind": "process", "step_rewards": "potential"}, {"kind": "verifier", "name": "arithmetic"}],
+    }),
     "groups, whose prompts fork": Case(
         2, {"placement": {"mode": "disaggregated"}, "rollout.group_size": 2, "overlap.inter": False}
     ),
-    "adapters": Case(1, {"actor.lora": LORA, "critic.lora": LORA}),
+    "adapters, dense": Case(1, {"runtime.kv_layout": "dense", "actor.lora": LORA, "critic.lora": LORA}),
     "disaggregated": Case(2, {"placement": {"mode": "disaggregated"}, "overlap.actor_kv": "keep", "ppo.staleness": "decoupled"}),
-    "colocated tp 2": Case(2, {"placement": {"mode": "colocated", "actor": {"tp": 2}}}),
-    "colocated pp 2": Case(2, {"placement": {"mode": "colocated", "actor": {"pp": 2}}}),
-    "dp 2, updated as tp 2": Case(
-        2,
-        {
-            "placement": {"mode": "colocated", "actor": {"dp": 2}},
-            "actor.train": {"tp": 2, "sequence_parallel": True, "recompute": "full"},
-        },
+    "colocated tp 2": on_two({"tp": 2}),
+    "colocated pp 2": on_two({"pp": 2}),
+    "dp 2, updated as tp 2": on_two(
+        {"dp": 2}, **{"actor.train": {"tp": 2, "sequence_parallel": True, "recompute": "full"}}
     ),
-    "updated as pp 2": Case(2, {"placement": {"mode": "colocated", "actor": {"tp": 2}}, "actor.train": {"tp": 1, "pp": 2}}),
-    "updated as pp 2, interleaved": Case(
-        2,
-        {
-            "placement": {"mode": "colocated", "actor": {"pp": 2}},
-            "actor": {"init": SHAPE | {"num_hidden_layers": 4}, "train": {"vpp": 2}},
-        },
+    "updated as pp 2": on_two({"tp": 2}, **{"actor.train": {"tp": 1, "pp": 2}}),
+    "updated as pp 2, interleaved": on_two(
+        {"pp": 2}, actor={"init": SHAPE | {"num_hidden_layers": 4}, "train": {"vpp": 2}}
     ),
     "remax": Case(2, WITHOUT_CRITIC | {"algorithm": {"preset": "remax"}, "placement": {"mode": "disaggregated"}}),
     "pairs": Case(1, PAIRS),
-    "pairs, dp 2": Case(2, PAIRS | {"placement": {"mode": "colocated", "actor": {"dp": 2}}}),
+    "pairs, dp 2": on_two({"dp": 2}, **PAIRS),
     "dpo": Case(1, {"dpo": {"loss": "sigmoid", "nll": 0.1}}, "dpo"),
     "sft, tp 2": Case(2, {"parallel": {"tp": 2}}, "sft"),
     "kto, tp 2": Case(2, {"dpo": {"loss": "kto"}, "parallel": {"tp": 2}}, "dpo"),
-}
+}  # fmt: skip

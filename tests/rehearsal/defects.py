@@ -11,6 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from oppo_megatron.engine import device_decode, round_state, scoring
+from oppo_megatron.engine.executor import Executor, Links
+from oppo_megatron.engine.generation import DecodeWorker
+from oppo_megatron.engine.scoring import ScoringWorker
+from oppo_megatron.mcore.kv import cached_plan
+from oppo_megatron.mcore.vocab import VocabShards
+from oppo_megatron.schedule.actions import Op, Payload
+from oppo_megatron.train import actor, roles
+from oppo_megatron.train.roles import TrainedRole
+from tests.rehearsal.device import Stream
+
 QUICK: dict[str, Any] = {"steps": 1, "checkpoint.every_steps": 0}
 
 
@@ -30,48 +41,37 @@ def around(owner: Any, name: str, change: Callable[..., Any]) -> None:
     setattr(owner, name, lambda *a, **k: change(original, *a, **k))
 
 
-def tensor_of_the_host() -> None:
-    from oppo_megatron.engine import device_decode
+def in_draws(change: Callable[[Tensor], Tensor]) -> None:
+    """Tokens that are drawn on the device become `change(tokens)`."""
 
     def drawn(original: Any, *a: Any) -> Any:
         found = original(*a)
-        return replace(found, tokens=torch.zeros(found.tokens.shape, dtype=torch.int64))
+        return replace(found, tokens=change(found.tokens))
 
     around(device_decode, "draw_at", drawn)
+
+
+def tensor_of_the_host() -> None:
+    in_draws(lambda tokens: torch.zeros(tokens.shape, dtype=torch.int64))
 
 
 def read_in_the_decode_loop() -> None:
-    from oppo_megatron.engine import device_decode
-
-    def drawn(original: Any, *a: Any) -> Any:
-        found = original(*a)
-        assert found.tokens.min().item() >= 0
-        return found
-
-    around(device_decode, "draw_at", drawn)
+    in_draws(lambda tokens: tokens + 0 * tokens.min().item())
 
 
 def read_of_each_figure() -> None:
-    from oppo_megatron.train import actor
-
     around(actor, "stats_dict", lambda original, stats: {k: v + 0 * float(v) for k, v in original(stats).items()})
 
 
 def streams_that_do_not_wait() -> None:
-    from tests.rehearsal.device import Stream
-
     Stream.wait_stream = lambda *_: None  # type: ignore[method-assign]
 
 
 def copy_from_pageable_memory() -> None:
-    from oppo_megatron.engine import scoring
-
     scoring.on_device = lambda values, device, *_: torch.tensor(values, device=device)  # type: ignore[assignment]
 
 
 def mask_that_no_kernel_takes() -> None:
-    from oppo_megatron.mcore.kv import cached_plan
-
     def attend(q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         q_SN1D = q_SGRD.flatten(1, 2).unsqueeze(2)
         attention = torch.nn.functional.scaled_dot_product_attention
@@ -82,8 +82,6 @@ def mask_that_no_kernel_takes() -> None:
 
 
 def type_of_one_rank_alone() -> None:
-    from oppo_megatron.mcore.vocab import VocabShards
-
     def gather(original: Any, shards: Any, mine: Tensor) -> Tensor:
         return original(shards, mine.double() if shards.rank == 1 else mine)
 
@@ -91,20 +89,14 @@ def type_of_one_rank_alone() -> None:
 
 
 def links_that_are_not_opened() -> None:
-    from oppo_megatron.engine.executor import Links
-
     Links.use_once = lambda *_: None  # type: ignore[method-assign]
 
 
 def message_of_another_type() -> None:
-    from oppo_megatron.engine.scoring import ScoringWorker
-
     around(ScoringWorker, "outbox", lambda original, *a: [tensor.float() for tensor in original(*a)])
 
 
 def wait_with_a_time() -> None:
-    from oppo_megatron.engine.executor import Executor
-
     def run(original: Any, executor: Any, *a: Any, **k: Any) -> None:
         executor.device = torch.device("cpu")  # where the host has to wait anyway
         original(executor, *a, **k)
@@ -113,8 +105,6 @@ def wait_with_a_time() -> None:
 
 
 def group_of_other_ranks() -> None:
-    from oppo_megatron.train.roles import TrainedRole
-
     def share(original: Any, role: Any, stats: Any, names: Any) -> dict[str, float]:
         dist.broadcast(torch.zeros(1, device="cuda"), 0, group=dist.GroupMember.NON_GROUP_MEMBER)
         return original(role, stats, names)
@@ -123,20 +113,14 @@ def group_of_other_ranks() -> None:
 
 
 def batch_before_all_are_connected() -> None:
-    from oppo_megatron.train import roles
-
     roles.use_once = lambda *_: None  # type: ignore[assignment]
 
 
 def neighbours_that_have_not_met() -> None:
-    from oppo_megatron.train import roles
-
     roles.use_ring_once = lambda *_: None  # type: ignore[assignment]
 
 
 def weight_left_on_the_host() -> None:
-    from oppo_megatron.train.roles import TrainedRole
-
     def publish(original: Any, role: Any) -> Any:
         moved = original(role)
         if role.reallocation is not None:
@@ -161,8 +145,6 @@ def receive_without_a_wait() -> None:
 
 def buffer_sent_again() -> None:
     """One buffer for all hidden states of a role, also while it is sent."""
-    from oppo_megatron.engine.scoring import ScoringWorker
-
     kept: dict[str, Tensor] = {}
 
     def outbox(original: Any, worker: Any, action: Any) -> list[Tensor]:
@@ -175,9 +157,6 @@ def buffer_sent_again() -> None:
 
 def messages_that_change_places() -> None:
     """Critic and reference have alike hidden states of a prompt: rank 1 takes one for the other."""
-    from oppo_megatron.engine.executor import Links
-    from oppo_megatron.schedule.actions import Op, Payload
-
     other = {"critic": "reference", "reference": "critic"}
 
     def of(original: Any, links: Any, action: Any) -> Any:
@@ -189,8 +168,6 @@ def messages_that_change_places() -> None:
 
 
 def message_that_nobody_takes() -> None:
-    from oppo_megatron.engine.executor import Executor
-
     def drain(original: Any, executor: Any) -> None:
         for (source, destination, *_), group in executor.links.groups.items():
             if source == executor.rank:
@@ -201,8 +178,6 @@ def message_that_nobody_takes() -> None:
 
 
 def sum_without_a_wait() -> None:
-    from oppo_megatron.mcore.vocab import VocabShards
-
     def gather(original: Any, shards: Any, mine: Tensor) -> Tensor:
         count = torch.ones(1, device=mine.device)
         dist.all_reduce(count, group=shards.group, async_op=True)
@@ -216,8 +191,6 @@ def copy_read_before_it_is_there() -> None:
 
 
 def pinned_memory_used_again() -> None:
-    from oppo_megatron.engine import round_state
-
     buffer = torch.zeros(1000, dtype=torch.int64).pin_memory()
 
     def on_device(values: Any, device: torch.device, *_: Any) -> Tensor:
@@ -229,9 +202,6 @@ def pinned_memory_used_again() -> None:
 
 def memory_freed_too_early() -> None:
     """The scorers read what the round's decoding has made, once it is there; it is freed while they do."""
-    from oppo_megatron.engine.generation import DecodeWorker
-    from oppo_megatron.engine.scoring import ScoringWorker
-
     made: list[Tensor] = []
 
     def compute(original: Any, worker: Any, action: Any) -> int:
@@ -249,25 +219,17 @@ def memory_freed_too_early() -> None:
 
 
 def captured_step_that_reads_what_moves() -> None:
-    from oppo_megatron.engine import device_decode
-
     one: list[Tensor] = []
 
     def step(original: Any, lane: Any) -> None:
         one[:] = [torch.ones(1, dtype=torch.int64, device="cuda")]
         original(lane)
 
-    def drawn(original: Any, *a: Any) -> Any:
-        found = original(*a)
-        return replace(found, tokens=found.tokens * one[0])
-
     around(device_decode.DeviceLane, "step", step)
-    around(device_decode, "draw_at", drawn)
+    in_draws(lambda tokens: tokens * one[0])
 
 
 def objects_in_a_round() -> None:
-    from oppo_megatron.engine.executor import Executor
-
     def run(original: Any, executor: Any, *a: Any, **k: Any) -> None:
         dist.all_gather_object([None] * dist.get_world_size(), "rows")
         original(executor, *a, **k)
@@ -279,12 +241,12 @@ MANY_MICRO_BATCHES = QUICK | {"runtime.micro_batch_tokens": 64, "rollout.batch_s
 DEVICES_DIFFER = "on the same device | two different devices"  # torch 2.13 and 2.11
 DEFECTS = {
     "a tensor of the host": Defect("single", DEVICES_DIFFER, tensor_of_the_host),
-    "a read in the decode loop": Defect("single", "decode step: read in defects.py drawn", read_in_the_decode_loop),
+    "a read in the decode loop": Defect("single", "decode step: read in defects.py", read_in_the_decode_loop),
     "a read in a captured step": Defect("single", "waits (read) in a step that is captured", read_in_the_decode_loop),
     "a read of each figure": Defect("single", "update: read in defects.py", read_of_each_figure),
     "streams that do not wait": Defect("single", "another stream has written, without a wait", streams_that_do_not_wait),
     "a copy from pageable memory": Defect("single", "score: pageable in defects.py", copy_from_pageable_memory),
-    "a mask that no kernel takes": Defect("single", "no kernel of attention takes this", mask_that_no_kernel_takes),
+    "a mask that no kernel takes": Defect("adapters, dense", "no kernel of attention takes this", mask_that_no_kernel_takes),
     "a type of one rank alone": Defect("colocated tp 2", "calls differ", type_of_one_rank_alone),
     "links that are not opened": Defect("colocated pp 2", "the first message with rank", links_that_are_not_opened),
     "a message of another type": Defect("colocated pp 2", "sends ('torch.float32'", message_of_another_type),

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from oppo_megatron.mcore.kv.call_parts import PagedCall
 from tests.rehearsal.streams import Clock, merge
 from tests.rehearsal.watch import DEVICE, Watch, memory_of
 
@@ -136,6 +137,14 @@ def attention(
     keeps = torch.is_grad_enabled()
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(q, k, v, attn_mask, keeps, 0.0, is_causal, scale=scale)[0]
+
+
+def by_table(watch: Watch, q: Tensor, k: Tensor, v: Tensor, call: PagedCall, scale: float, window: int | None) -> Tensor:
+    """The Triton kernel of paged caches, as far as a device can be told of it."""
+    out = torch.empty_like(q)
+    watch.uses([q, k, v, call.table_SW, call.length_S, *([call.new_ends] if call.most_new > 1 else [])], [out])
+    watch.learn(out, None)
+    return out
 
 
 class FusedNorm(torch.autograd.Function):

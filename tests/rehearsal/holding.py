@@ -1,14 +1,18 @@
-"""One role on one rank of a run, built and used by the product on fake CUDA tensors: the bytes of each kind of memory."""
+"""One role on one rank of a layout, built and used by the product on fake CUDA tensors: the bytes of each kind of memory."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
 
 from oppo_megatron.algorithms.advantages import NOTHING_SEEN
 from oppo_megatron.algorithms.algorithm import Algorithm
@@ -34,12 +38,74 @@ from oppo_megatron.train.actor import Actor, Critic
 from oppo_megatron.train.roles import TrainedRole
 from oppo_megatron.train.update import UpdateSettings
 from tests.rehearsal import device
-from tests.rehearsal.alone import Alone
-from tests.rehearsal.meter import Meter
-from tests.rehearsal.watch import DEVICE
+from tests.rehearsal.asking import forked
+from tests.rehearsal.memory_cases import Layout
+from tests.rehearsal.peers import Alone
+from tests.rehearsal.watch import DEVICE, Watch, memory_of
+from tests.support.configs import run_of
 
 SCALAR_ROLES = ("critic", "reward")
 Measured = dict[str, float]
+ROUNDED = 512
+"""torch's allocator gives multiples of so many bytes."""
+
+
+class Meter(Watch):
+    """Counts the memory that is held now, and the most at once since the last `span` began."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.held = self.most = 0
+        self._alive: set[int] = set()
+
+    def _launch(self, reads: Any = (), writes: Any = (), fresh: Any = ()) -> None:
+        for each in tree_leaves(fresh):
+            if isinstance(each, FakeTensor) and each.device.type == "cuda":
+                self._count(each)
+
+    def _account(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        super()._account(func, name, args, kwargs, out)
+        if name == "logsumexp" and args[0].device.type == "cuda":  # on a GPU a call of several kernels, with this between them
+            self.most = max(self.most, self.held + args[0].nbytes)
+
+    def _count(self, tensor: FakeTensor) -> None:
+        storage, memory = tensor.untyped_storage(), memory_of(tensor)
+        if memory in self._alive:
+            return
+        self._alive.add(memory)
+        size = -(-storage.nbytes() // ROUNDED) * ROUNDED
+        self.held += size
+        self.most = max(self.most, self.held)
+        weakref.finalize(storage, self._free, memory, size)
+
+    def _free(self, memory: int, size: int) -> None:
+        self._alive.discard(memory)
+        self.held -= size
+
+    @contextmanager
+    def span(self) -> Iterator[Span]:
+        found = Span(self.held)
+        self.most = self.held
+        yield found
+        found.kept, found.peak = self.held - found.before, self.most - found.before
+
+
+class Span:
+    """`kept`: bytes held at the end beyond those at the beginning; `peak`: the most at once, beyond those."""
+
+    def __init__(self, before: int):
+        self.before, self.kept, self.peak = before, 0, 0
+
+
+def answering(peers: Alone) -> Callable[[dict[str, Any]], Any]:
+    """The bytes of each kind that a layout takes, or {"error": why none are known}."""
+
+    def measured(asked: dict[str, Any]) -> Measured:
+        layout = Layout(**asked)
+        config = run_of(layout.settings())
+        return Measurement(config, layout.role, layout.rank(config), peers).run()
+
+    return lambda asked: forked([lambda: measured(asked)])[0]
 
 
 class Measurement:

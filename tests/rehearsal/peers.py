@@ -24,19 +24,9 @@ LOOK_S = 0.25
 """So often a rank that waits looks whether anybody is left to give it what it waits for."""
 WORKS = "works"
 """A key that is set: a rank that waits for this one does not wait."""
-BY_NCCL = {
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.int8,
-    torch.bool,
-}
-
-
+BY_NCCL = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.int8, torch.bool,
+)  # fmt: skip
 PICKLES = ("train/saving/", "mcore/weights/checkpoint.py")
 """Where objects go between ranks in a run's work: while a checkpoint is written."""
 
@@ -46,15 +36,8 @@ class Mismatch(RuntimeError):
 
 
 class Peers:
-    watch: Watch
-    store: dist.Store
-    rank: int
-    size: int
-
     def join(self, watch: Watch, store: dist.Store, rank: int, size: int) -> None:
-        self.watch, self.store, self.rank = watch, store, rank
-        self.channels = Channels(watch)
-        self.size = size
+        self.watch, self.store, self.rank, self.size, self.channels = watch, store, rank, size, Channels(watch)
         store.set(WORKS, "")
         self.groups: dict[Any, tuple[str, list[int]]] = {}
         self._world = "world", list(range(size))
@@ -82,10 +65,6 @@ class Peers:
         return group
 
     def exchange(self, group: Any, mine: Any) -> list[Any]:
-        if group is dist.GroupMember.NON_GROUP_MEMBER or (
-            group is not None and group not in self.groups and group is not dist.group.WORLD
-        ):
-            raise Mismatch(f"rank {self.rank} calls {mine} of a group that it is no member of")
         name, ranks = self.of(group)
         self._calls[name] += 1
         key = f"{name}/{self._calls[name]}"
@@ -141,7 +120,6 @@ class Peers:
         told = what, [(str(x.dtype), x.numel(), x.device.type) for x in tensors]
         found = self.exchange(group, (told, [self._numbers(x) for x in tensors]))
         if any(each[0] != told for each in found):
-            self.watch.fault(f"ranks of {self.of(group)[1]} call {sorted({str(each[0]) for each in found})}")
             raise Mismatch(f"calls differ: {[each[0] for each in found]}")
         return [each[1] for each in found]
 
@@ -200,7 +178,6 @@ class Peers:
             told, meant, numbers = self._get(key, f"a message from rank {source}", source)
             wanted = str(tensor.dtype), tensor.numel(), tensor.device.type
             if told != wanted:
-                self.watch.fault(f"rank {source} sends {told}, rank {self.rank} receives {wanted}")
                 raise Mismatch(f"rank {source} sends {told}, rank {self.rank} receives {wanted}")
             if meant != about:
                 self.watch.fault(f"rank {source} sends what is about {meant}, rank {self.rank} takes it for {about}")
@@ -216,6 +193,22 @@ class Peers:
         self._calls[name] += 1
         self.messages[name] += 1 if source == self.rank else -1
         return f"{name}/{self._calls[name]}"
+
+
+class Alone(Peers):
+    """One rank without the others: they make the same calls; what comes from one has a type and a size, and no numbers."""
+
+    def stand(self, watch: Watch, rank: int, size: int) -> None:
+        self.join(watch, dist.HashStore(), rank, size)
+
+    def exchange(self, group: Any, mine: Any) -> list[Any]:
+        return [mine for _ in self.of(group)[1]]
+
+    def send(self, tensor: Tensor, to: int, group: Any, *, alone: bool, tag: int = 0) -> Done:
+        return self.channels.begin("messages", [tensor], [])
+
+    def receive(self, tensor: Tensor, source: int, group: Any, *, alone: bool, tag: int = 0) -> Done:
+        return self.channels.begin("messages", [], [tensor], lambda: self.put(tensor, None))
 
 
 def _reduced(op: Any, all_numbers: list[Tensor | None]) -> Tensor | None:
@@ -272,13 +265,9 @@ def _collectives(peers: Peers) -> dict[str, Any]:
         return peers.over(group, [tensor], [output], async_op)
 
     def gather(
-        tensor: Tensor,
-        tensors: Any = None,
-        dst: int | None = None,
-        group: Any = None,
-        async_op: bool = False,
+        tensor: Tensor, tensors: Any = None, dst: int | None = None, group: Any = None, async_op: bool = False,
         group_dst: int | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         found = peers.collective("gather", group, [tensor])
         for target, numbers in zip(tensors or (), found, strict=False):
             peers.put(target, numbers[0])
@@ -313,12 +302,8 @@ def _messages(peers: Peers) -> dict[str, Any]:
         for each in operations:
             if each.tensor.device.type == "cuda" and peers.of(each.group)[0] not in peers.opened:
                 peers.watch.fault("batched messages are the first call of a group")
-            sends = each.op is isend
-            done.append(
-                peers.send(each.tensor, each.peer, each.group, alone=False)
-                if sends
-                else peers.receive(each.tensor, each.peer, each.group, alone=False)
-            )
+            carry = peers.send if each.op is isend else peers.receive
+            done.append(carry(each.tensor, each.peer, each.group, alone=False))
         return done
 
     return {

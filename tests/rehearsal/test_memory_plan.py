@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -25,24 +26,16 @@ SMALL = 2**20
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++, for torch's hooks of a CUDA device (Debian: g++)")
 
 
-class Measurements(Server):
-    def __init__(self) -> None:
-        super().__init__("tests.rehearsal.memory_server")
-        self._kept: dict[str, Bytes] = {}
-
-    def of(self, name: str, layout: Layout) -> Bytes:
-        if name not in self._kept:
-            told: dict[str, Any] = self.answer(asdict(layout))
-            assert "error" not in told, told["error"]
-            self._kept[name] = told["taken"]
-        return self._kept[name]
-
-
 @pytest.fixture(scope="module")
-def measurements() -> Iterator[Measurements]:
-    found = Measurements()
-    yield found
-    found.close()
+def measurements() -> Iterator[Server]:
+    with closing(Server("holding", "Alone")) as found:
+        yield found
+
+
+def measured(measurements: Server, layout: Layout) -> Bytes:
+    told: dict[str, Any] = measurements.answer(asdict(layout))
+    assert "error" not in told, told["error"]
+    return told
 
 
 def planned(layout: Layout) -> Bytes:
@@ -70,9 +63,9 @@ def wrong(plan: Bytes, taken: Bytes) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize("name", [*QUICK, *[pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]])
-def test_the_plan_is_what_a_rank_takes(measurements: Measurements, name: str) -> None:
+def test_the_plan_is_what_a_rank_takes(measurements: Server, name: str) -> None:
     layout = {**QUICK, **LAYOUTS}[name]
-    plan, taken = planned(layout), measurements.of(name, layout)
+    plan, taken = planned(layout), measured(measurements, layout)
     assert wrong(plan, taken) == {}
     kinds = {"weights", "kv_cache", "buffers", "reading"}
     trained = {"gradients", "optimizer", "update"} if layout.role in ("actor", "critic") else set()
@@ -120,9 +113,9 @@ DEFECTS: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_a_term_that_is_missing_is_found(measurements: Measurements, defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_term_that_is_missing_is_found(measurements: Server, defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, kind, plant = DEFECTS[defect]
-    taken = measurements.of(name, QUICK[name])
+    taken = measured(measurements, QUICK[name])
     plant(monkeypatch)
     assert kind in wrong(planned(QUICK[name]), taken)
 

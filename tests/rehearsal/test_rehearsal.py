@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,7 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++, for torch
 
 
 class Rehearsals(Server):
-    def __init__(self) -> None:
-        super().__init__("tests.rehearsal.server")
-        self._kept: dict[tuple[str, str | None], list[Report]] = {}
-
     def of(self, case: str, defect: str | None = None) -> list[Report]:
-        if (case, defect) not in self._kept:
-            self._kept[case, defect] = self._ask(case, defect)
-        return self._kept[case, defect]
-
-    def _ask(self, case: str, defect: str | None) -> list[Report]:
         changes = CASES[case].changes | (DEFECTS[defect].changes if defect else {})
         asked = {"ranks": CASES[case].ranks, "kind": CASES[case].kind, "changes": changes, "defect": defect}
         reports: list[Report] = self.answer(asked)
@@ -50,9 +42,8 @@ class Rehearsals(Server):
 
 @pytest.fixture(scope="module")
 def rehearsals() -> Iterator[Rehearsals]:
-    found = Rehearsals()
-    yield found
-    found.close()
+    with closing(Rehearsals("rank", "Peers")) as found:
+        yield found
 
 
 def waits_of(report: Report) -> dict[tuple[str, str, str], int]:

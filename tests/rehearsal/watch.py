@@ -17,9 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from tests.rehearsal.host_copies import HostCopies
 from tests.rehearsal.shapes import Kept, Shapes, leaves
-from tests.rehearsal.streams import Streams
+from tests.rehearsal.streams import HostCopies, Streams
 
 DEVICE = torch.device("cuda", 0)
 KNOWN_NUMBERS = 2**13

@@ -224,16 +224,9 @@ def pair_loss(new: Rows, reference: Rows, signs: Sequence[float], groups: Sequen
 
 
 def actor_loss(
-    new: Rows,
-    entropies: Rows,
-    old: Rows,
-    importance: Rows | None,
-    advantages: Rows,
-    reference: Rows,
-    groups: Sequence[int],
-    recipe: Recipe,
-    coefficient: float,
-) -> Tensor:
+    new: Rows, entropies: Rows, old: Rows, importance: Rows | None, advantages: Rows, reference: Rows, groups: Sequence[int],
+    recipe: Recipe, coefficient: float,
+) -> Tensor:  # fmt: skip
     """The loss of one minibatch.  `old` is what ratios are taken against, `importance` the weight of a stale token."""
     if recipe.objective == "dpo":
         return pair_loss(new, reference, [float(row[-1]) for row in advantages], groups, recipe)

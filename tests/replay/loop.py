@@ -115,8 +115,7 @@ class Replay:
     ):
         self.token_rewards = token_rewards
         self.config = yaml.safe_load((run / "config.yaml").read_text())
-        preset = PRESETS[self.config["algorithm"]["preset"]]
-        self.recipe = Recipe.of(self.config, **{**preset, **choices})
+        self.recipe = Recipe.of(self.config, **{**PRESETS[self.config["algorithm"]["preset"]], **choices})
         rows = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
         self.batches = [[row for row in rows if row["step"] == step] for step in sorted({row["step"] for row in rows})]
         self.group_size = self.config["rollout"].get("group_size", 1)
@@ -134,14 +133,12 @@ class Replay:
         start = self.config["actor"]["checkpoint"]
         reference = (self.config["reference"] or {}).get("checkpoint") or start
         self.reference = load(AutoModelForCausalLM, reference).requires_grad_(False)
-        self.actor = Trained(
-            load(AutoModelForCausalLM, start), self.config["actor"]["optimizer"], updates * (len(self.batches) - warmup)
-        )
+        policy, optimizer = load(AutoModelForCausalLM, start), self.config["actor"]["optimizer"]
+        self.actor = Trained(policy, optimizer, updates * (len(self.batches) - warmup))
         self.critic = None
         if self.recipe.baseline == "critic":
-            section = self.config["critic"]
-            model = load(AutoModelForSequenceClassification, section["checkpoint"])
-            self.critic = Trained(model, section["optimizer"], updates * len(self.batches))
+            model = load(AutoModelForSequenceClassification, self.config["critic"]["checkpoint"])
+            self.critic = Trained(model, self.config["critic"]["optimizer"], updates * len(self.batches))
         for step, rows in enumerate(self.batches, 1):
             self._step(step, rows, out, trains_actor=step > warmup)
         out.actor = dict(self.actor.model.state_dict())

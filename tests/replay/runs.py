@@ -13,12 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.replay.loop import Replay, Replayed
 from tests.support.hf import save_tiny
-from tests.support.layouts import STEADY_ADAM
-from tests.support.ppo import SHAPE, Outcome, Workspace, read_outcome, weight_distance
+from tests.support.ppo import SHAPE, STEADY_ADAM, Outcome, Workspace, read_outcome, weight_distance
 
 CLOSE = 1e-5
 """Largest absolute distance of a weight; they move by about 1e-2."""
-DELTA = {"rule": "fixed", "initial": 3, "max": 3}
 
 
 def save_models(root: Path) -> None:
@@ -32,16 +30,11 @@ def save_models(root: Path) -> None:
 def carrying(workspace: Workspace, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     root = workspace.root
     settings: dict[str, Any] = {
-        "steps": 4,
-        "actor": {"checkpoint": str(root / "actor"), "optimizer": STEADY_ADAM},
-        "critic": {"checkpoint": str(root / "critic"), "optimizer": STEADY_ADAM},
-        "reward": {"checkpoint": str(root / "reward")},
+        "steps": 4, "ppo.gamma": 0.97, "reward": {"checkpoint": str(root / "reward")},
+        **{role: {"checkpoint": str(root / role), "optimizer": STEADY_ADAM} for role in ("actor", "critic")},
         "rollout": {"batch_size": 6, "max_response_tokens": 40, "stop": list(range(240, 256))},
-        "ppo.gamma": 0.97,
-        "overlap.intra": True,
-        "overlap.inter": True,
-        "overlap.delta": DELTA,
-    }
+        "overlap.intra": True, "overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 3, "max": 3},
+    }  # fmt: skip
     config = workspace.config(name, **(settings | dict(changes)))
     if config.get("reference"):
         config["reference"]["checkpoint"] = str(root / config["reference"]["checkpoint"])

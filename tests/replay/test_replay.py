@@ -13,11 +13,11 @@ import pytest
 from oppo_megatron.layout.placements import world_size
 from tests.replay.runs import assert_replays, carrying, save_models
 from tests.support.configs import run_of
-from tests.support.layouts import STEADY_ADAM, WITHOUT_CRITIC
-from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks
+from tests.support.ppo import STEADY_ADAM, WITHOUT_CRITIC, Outcome, Workspace, read_outcome, run_ppo_ranks
 from tests.support.ranks import run_ranks
 
 REPLICAS = {"placement": {"mode": "colocated", "actor": {"dp": 2}, "scorer": {"dp": 2}}}
+STAGED = {"placement": {"mode": "disaggregated", "actor": {"pp": 2}, "scorer": {"tp": 2}}}
 APART = {"placement": {"mode": "disaggregated"}}
 SCHEDULED = STEADY_ADAM | {"warmup_steps": 3, "decay": "cosine", "min_lr": 2e-4, "weight_decay": 0.1, "clip_grad": 0.5}
 UNCLIPPED = STEADY_ADAM | {"decay": "linear", "clip_grad": 0.0, "betas": [0.8, 0.9]}
@@ -47,7 +47,7 @@ CASES: dict[str, Case] = {
     "plain advantages and values": Case({"algorithm": {"scale": "none"}, "ppo.value_clip": 0.0}, {"scale": "none"}),
     "another reference": Case({"reference": {"checkpoint": "reference"}, "ppo.kl": {"estimator": "k2", "coefficient": 0.01}}),
     "top-k, top-p": Case({"rollout.top_k": 20, "rollout.top_p": 0.9}),
-    "PP2 | TP2": Case({"placement": {"mode": "disaggregated", "actor": {"pp": 2}, "scorer": {"tp": 2}}}),
+    "PP2 | TP2": Case(STAGED),
     "small micro-batches": Case(WITHOUT_CRITIC | {"runtime.micro_batch_tokens": 136, "ppo.staleness": "decoupled"}),
     "temperature": Case({"rollout.temperature": 0.7, "ppo.entropy_coefficient": 0.05}),
     "schedules, weight decay": Case({"actor.optimizer": SCHEDULED, "critic.optimizer": UNCLIPPED}),
@@ -57,6 +57,10 @@ CASES: dict[str, Case] = {
     "the critic apart": Case(APART),
     "backfill": Case(APART | {"overlap.backfill": True, "ppo.staleness": "decoupled"}),
 }
+IN_GROUPS: dict[str, Any] = {
+    "critic": None, "ppo.kl": {}, "rollout.batch_size": 8, "rollout.group_size": 2,
+    "overlap.delta": {"rule": "fixed", "initial": 4, "max": 4},
+}  # fmt: skip
 GROUPED: dict[str, dict[str, Any]] = {
     "grpo": {}, "dr_grpo": {}, "dapo": {"ppo.dual_clip": 3.0}, "gspo": {"ppo.clip": 0.1, "ppo.clip_high": 0.2}, "cispo": {},
     "rloo": {}, "reinforce_pp_baseline": {}, "magistral": {}, "remax": {},
@@ -64,16 +68,10 @@ GROUPED: dict[str, dict[str, Any]] = {
 """Presets of groups, and what is set beside them."""
 CHOSEN = {"gspo": {"clip_low": 0.1, "clip_high": 0.2}}
 for preset, beside in GROUPED.items():
-    common = {
-        "algorithm": {"preset": preset}, "critic": None, "ppo.kl": {}, "rollout.batch_size": 8, "rollout.group_size": 2,
-        "overlap.delta": {"rule": "fixed", "initial": 4, "max": 4}, **beside,
-    }  # fmt: skip
+    common = IN_GROUPS | {"algorithm": {"preset": preset}} | beside
     CASES[preset] = Case(common, CHOSEN.get(preset, {}))
     CASES[f"{preset}, decoupled, replicas"] = Case(common | REPLICAS | {"ppo.staleness": "decoupled"}, CHOSEN.get(preset, {}))
-PAIRED = {
-    "algorithm": {"preset": "online_dpo"}, "critic": None, "ppo.kl": {}, "ppo.gamma": 1.0, "rollout.batch_size": 8,
-    "rollout.group_size": 2, "overlap.delta": {"rule": "fixed", "initial": 4, "max": 4},
-}  # fmt: skip
+PAIRED = IN_GROUPS | {"algorithm": {"preset": "online_dpo"}, "ppo.gamma": 1.0}
 """Pairs, in two minibatches and two epochs as all; a narrow `reward_clip` beside them makes ties."""
 CASES |= {
     "online_dpo": Case(PAIRED | {"ppo.reward_clip": 0.2}),
@@ -81,18 +79,12 @@ CASES |= {
     "online_dpo, best of four, replicas": Case(
         PAIRED | REPLICAS | {"rollout.batch_size": 16, "rollout.group_size": 4, "rollout.temperature": 0.8}
     ),
-    "online_dpo, PP2 | TP2, small micro-batches": Case(
-        PAIRED
-        | {"placement": {"mode": "disaggregated", "actor": {"pp": 2}, "scorer": {"tp": 2}}, "runtime.micro_batch_tokens": 136}
-    ),
-}
-CASES["remax, one response, replicas"] = Case(
-    WITHOUT_CRITIC
-    | {"algorithm": {"preset": "remax"}, "ppo.kl": {"coefficient": 0.2}, "ppo.reward_normalization": "running"}
-    | {"ppo.truncated": -0.5, "rollout.temperature": 0.8}
-    | {"overlap.delta": {"rule": "fixed", "initial": 6, "max": 6}}
-    | REPLICAS
-)
+    "online_dpo, PP2 | TP2, small micro-batches": Case(PAIRED | STAGED | {"runtime.micro_batch_tokens": 136}),
+    "remax, one response, replicas": Case(WITHOUT_CRITIC | REPLICAS | {
+        "algorithm": {"preset": "remax"}, "ppo.kl": {"coefficient": 0.2}, "ppo.reward_normalization": "running",
+        "ppo.truncated": -0.5, "rollout.temperature": 0.8, "overlap.delta": {"rule": "fixed", "initial": 6, "max": 6},
+    }),
+}  # fmt: skip
 WITHOUT_VERSIONS = ("critic warm-up",)
 """Where a step is no version of the policy."""
 IN_MAKE_TEST = (
@@ -161,11 +153,9 @@ def test_rollouts_are_carried_over_the_end_of_an_epoch(workspace: Workspace) -> 
 @pytest.mark.parametrize("placement", [{}, APART], ids=["one rank", "actor | scorers"])
 def test_coefficient_and_learning_rates_go_on_after_a_stop(workspace: Workspace, placement: dict[str, Any]) -> None:
     changes = {
-        "ppo.kl": {"coefficient": 0.2, "target": 0.05},
-        "ppo.reward_normalization": "running",
-        "actor.optimizer": SCHEDULED,
-        "critic.optimizer": UNCLIPPED,
-    }
+        "ppo.kl": {"coefficient": 0.2, "target": 0.05}, "ppo.reward_normalization": "running",
+        "actor.optimizer": SCHEDULED, "critic.optimizer": UNCLIPPED,
+    }  # fmt: skip
     config = carrying(workspace, f"stopped-{len(placement)}", changes | placement)
     world = world_size(run_of(config))
     for rounds in (8, 5):

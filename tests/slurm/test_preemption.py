@@ -16,8 +16,7 @@ import pytest
 import yaml
 
 from tests.slurm.cluster import Cluster, missing, running_cluster
-from tests.support.layouts import deep
-from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks, weight_distance
+from tests.support.ppo import Outcome, Workspace, deep, read_outcome, run_ppo_ranks, weight_distance
 from tests.support.processes import python_path
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,4 +1,4 @@
-"""Damaged checkpoints: of bytes (the manifest tells), and of content under a manifest that says all is well."""
+"""Damaged checkpoints, a small deterministic mutation fuzzer, and a time limit for what they are let loose on."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import json
 import os
 import pickle
 import random
+import signal
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -52,60 +55,35 @@ def reseal(folder: Path) -> None:
     write_manifest(folder, seal(folder, list_files(folder)))
 
 
-def _any_file(folder: Path, rng: random.Random) -> Path:
-    return folder / rng.choice([*list_files(folder), MANIFEST])
-
-
 def _bytes(folder: Path, rng: random.Random) -> str:
-    path = _any_file(folder, rng)
+    path = folder / rng.choice([*list_files(folder), MANIFEST])
     return f"{path.relative_to(folder)} {damage_bytes(path, rng)}"
 
 
 def damage_bytes(path: Path, rng: random.Random) -> str:
-    data, what = bytearray(path.read_bytes()), rng.choice(("flip", "cut", "extend", "empty", "not UTF-8", "zeros"))
+    data, what = path.read_bytes(), rng.choice(("flip", "cut", "extend", "empty", "not UTF-8", "zeros"))
     place = rng.randrange(len(data))
-    if what == "flip":
-        data[place] ^= 1 << rng.randrange(8)
-    elif what == "cut":
-        del data[place:]
-    elif what == "extend":
-        data += rng.randbytes(rng.choice((1, 100)))
-    elif what == "empty":
-        data.clear()
-    elif what == "not UTF-8":
-        data[place:place] = b"\xff\xfe\xed\xa0\x80"
-    else:
-        data[place:] = bytes(len(data) - place)
-    path.write_bytes(data)
+    before, after = data[:place], data[place:]
+    damaged: dict[str, Callable[[], bytes]] = {
+        "flip": lambda: before + bytes([after[0] ^ 1 << rng.randrange(8)]) + after[1:], "cut": lambda: before,
+        "extend": lambda: data + rng.randbytes(rng.choice((1, 100))), "empty": lambda: b"",
+        "not UTF-8": lambda: before + b"\xff\xfe\xed\xa0\x80" + after, "zeros": lambda: before + bytes(len(after)),
+    }  # fmt: skip
+    path.write_bytes(damaged[what]())
     return what
-
-
-def _gone(folder: Path, rng: random.Random) -> str:
-    path = _any_file(folder, rng)
-    path.unlink()
-    if rng.random() < 0.5:
-        path.mkdir()
-        return f"{path.relative_to(folder)} is a folder"
-    return f"no {path.relative_to(folder)}"
-
-
-def _swapped(folder: Path, rng: random.Random) -> str:
-    one, other = rng.sample(list_files(folder), 2)
-    data = (folder / one).read_bytes()
-    (folder / one).write_bytes((folder / other).read_bytes())
-    (folder / other).write_bytes(data)
-    if sealed := rng.random() < 0.5:
-        reseal(folder)
-    return f"{one} and {other}{', sealed' if sealed else ''}"
 
 
 def _state(folder: Path, rng: random.Random) -> str:
     """state.json is JSON of another shape."""
-    path = folder / "state.json"
+    what = _other_json(folder / "state.json", rng)
+    reseal(folder)
+    return what
+
+
+def _other_json(path: Path, rng: random.Random) -> str:
     tree = json.loads(path.read_text())
     what = damage_tree(tree, rng)
     path.write_text(json.dumps(tree))
-    reseal(folder)
     return what
 
 
@@ -136,11 +114,7 @@ def _text(folder: Path, rng: random.Random) -> str:
 
 
 def _manifest(folder: Path, rng: random.Random) -> str:
-    path = folder / MANIFEST
-    tree = json.loads(path.read_text())
-    what = damage_tree(tree, rng)
-    path.write_text(json.dumps(tree))
-    return what
+    return _other_json(folder / MANIFEST, rng)
 
 
 def _caches(folder: Path, rng: random.Random) -> str:
@@ -237,6 +211,56 @@ def _places(tree: Any, path: tuple[Any, ...]) -> Any:
 
 
 KINDS: tuple[Mutation, ...] = (
-    _bytes, _state, _rollouts, _index, _caches, _manifest, _text, _state, _bytes, _gone, _models, _swapped, _state, _rollouts,
-    _bytes,
+    _bytes, _state, _rollouts, _index, _caches, _manifest, _text, _state, _models, _bytes,
 )  # fmt: skip
+
+
+def mutants(seeds: Sequence[bytes], dictionary: Sequence[bytes], count: int, seed: int) -> Iterator[bytes]:
+    """`count` variants of `seeds`: one to four cuts, repeats, flips, shuffled lines, insertions of `dictionary`."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        data = bytearray(rng.choice(seeds))
+        for _ in range(rng.choice((1, 1, 1, 2, 4))):
+            _mutate(data, dictionary, rng)
+        yield bytes(data)
+
+
+def _mutate(data: bytearray, dictionary: Sequence[bytes], rng: random.Random) -> None:
+    start = rng.randrange(len(data) + 1)
+    end = min(len(data), start + rng.choice((1, 2, 8, 40)))
+    kind = rng.choice((0, 1, 2, 3, 4, 5, 5, 5, 6))
+    if kind == 0:
+        del data[start:end]
+    elif kind == 1:
+        data[start:start] = data[start:end] * rng.randint(1, 3)
+    elif kind == 2 and start < len(data):
+        data[start] ^= 1 << rng.randrange(8)
+    elif kind == 3:
+        del data[start:]
+    elif kind == 4:
+        lines = data.split(b"\n")
+        rng.shuffle(lines)
+        data[:] = b"\n".join(lines)
+    elif kind == 5:  # a value, between what separates values
+        places = [i + 1 for i, byte in enumerate(data) if byte in b":,[ ="] or [0]
+        start = rng.choice(places)
+        stop = next((i for i in range(start, len(data)) if data[i] in b",}]\n"), len(data))
+        data[start:stop] = b" " + rng.choice(dictionary)
+    else:
+        data[start:start] = rng.choice(dictionary)
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise AssertionError if the block takes more seconds of CPU time, which other work on the machine does not lengthen."""
+
+    def expired(number: int, frame: FrameType | None) -> None:
+        raise AssertionError(f"no answer within {seconds} s")
+
+    before = signal.signal(signal.SIGPROF, expired)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)

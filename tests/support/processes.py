@@ -1,11 +1,15 @@
-"""Processes that a test has to do with, which may end at any moment."""
+"""Processes that a test has to do with, ports for them, and a limit on the growth of this one."""
 
 from __future__ import annotations
 
+import gc
 import os
+import random
+import resource
+import socket
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -38,6 +42,55 @@ def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < until, "it has not come true"
         time.sleep(0.02)
+
+
+LOWEST = 20_000
+RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def free_port() -> int:
+    """A free loopback port; one bound as 0 and closed is assigned again, for instance to gloo groups of other tests."""
+    highest = int(RANGE.read_text().split()[0]) if RANGE.exists() else 32_768
+    chance = random.SystemRandom()  # other processes of the tests choose, too
+    while True:
+        port = chance.randrange(min(LOWEST, highest // 2), highest)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+
+
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port of the loopback at which nobody listens while the block lasts."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
+
+
+def free_ports(count: int) -> list[int]:
+    found: set[int] = set()
+    while len(found) < count:
+        found.add(free_port())
+    return list(found)
+
+
+MIB = 2**20
+
+
+@contextmanager
+def room_for(mebibytes: int) -> Iterator[None]:
+    """Give the block address space for so much beyond what the process has now."""
+    gc.collect()
+    before, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + mebibytes * MIB, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (before, hard))
 
 
 def listeners(pid: int) -> set[tuple[str, int]]:

@@ -25,9 +25,7 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().partition("::")[2].partition(".")[0]
         by_mask = name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1])
-        assert name not in REFUSED and not by_mask, (
-            f"{func.name()} cannot be captured: the host waits for the device, or copies to it"
-        )
+        assert name not in REFUSED and not by_mask, f"{func.name()} cannot be captured: the host waits for it, or copies to it"
         out = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, tree_flatten(out)[0]))
         return out

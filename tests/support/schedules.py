@@ -1,11 +1,12 @@
-"""Rounds and sites for schedules, and a builder of sound schedules that shares nothing with the generators.
-It orders a round globally, each thing after its dependencies; the lists are that order's projections on the ranks."""
+"""Rounds and sites for schedules, a builder of sound schedules that shares nothing with the generators, and NCCL's first use."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
@@ -161,3 +162,21 @@ def _spread(round_: Round, site: Site) -> Iterator[Action]:
         for listener in listeners:
             yield Action(sender, Op.SEND, *key, listener)
             yield Action(listener, Op.RECV, *key, sender)
+
+
+T = TypeVar("T", bound=Hashable)
+
+
+def turns(lists: Mapping[int, Sequence[T]], members: Callable[[T], Collection[int]]) -> int | None:
+    """Turns in which each rank gets through its list, one use at most in each; None where some never do."""
+    at, number = dict.fromkeys(lists, 0), 0
+    while any(at[rank] < len(own) for rank, own in lists.items()):
+        here = Counter(own[at[rank]] for rank, own in lists.items() if at[rank] < len(own))
+        met = [each for each, present in here.items() if present == len(members(each))]
+        if not met:
+            return None
+        for each in met:
+            for rank in members(each):
+                at[rank] += 1
+        number += 1
+    return number

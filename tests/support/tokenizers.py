@@ -58,9 +58,8 @@ def save_byte_level(
     fast = FastTokenizer(BPE())
     fast.pre_tokenizer, fast.decoder = ByteLevel(add_prefix_space=False, use_regex=not over_words), ByteLevelDecoder()
     specials = ["<|end|>", "<|turn|>"]
-    trainer = BpeTrainer(
-        vocab_size=vocab_size, special_tokens=specials, initial_alphabet=ByteLevel.alphabet(), show_progress=False
-    )
+    alphabet = ByteLevel.alphabet()
+    trainer = BpeTrainer(vocab_size=vocab_size, special_tokens=specials, initial_alphabet=alphabet, show_progress=False)
     fast.train_from_iterator(texts, trainer)
     settings = {"eos_token": "<|end|>", "additional_special_tokens": ["<|turn|>"]} | settings
     PreTrainedTokenizerFast(tokenizer_object=fast, **settings).save_pretrained(str(directory))

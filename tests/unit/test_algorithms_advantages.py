@@ -68,8 +68,7 @@ def test_a_rows_results_do_not_depend_on_its_neighbours_to_the_bit(lengths: list
     for before_T, after_T in zip(together, gae(rewards_T[index_T], values_T[index_T], permuted, 0.99, 0.95), strict=True):
         assert torch.equal(before_T[index_T], after_T)
     rows = zip(rewards_T.split(lengths), values_T.split(lengths), strict=True)
-    alone = [gae(rewards, values, [len(rewards)], 0.99, 0.95)[0] for rewards, values in rows]
-    assert torch.equal(torch.cat(alone), together[0])
+    assert torch.equal(torch.cat([gae(rewards, values, [len(rewards)], 0.99, 0.95)[0] for rewards, values in rows]), together[0])
     before_T = token_rewards(scores_B, values_T, lengths, 0.1)
     assert torch.equal(before_T[index_T], token_rewards(scores_B[order], values_T[index_T], permuted, 0.1))
 
@@ -99,8 +98,7 @@ def test_whitening_equals_the_textbook_formula(values: list[float]) -> None:
 
 
 def test_whitened_moments_with_a_large_offset_and_of_what_does_not_vary() -> None:
-    x_T = torch.randn(5000, generator=torch.Generator().manual_seed(0)) * 3 + 1000
-    white_T = whiten(x_T)
+    white_T = whiten(torch.randn(5000, generator=torch.Generator().manual_seed(0)) * 3 + 1000)
     assert white_T.dtype == torch.float32 and float(white_T.double().mean()) == pytest.approx(0, abs=1e-4)
     assert float(white_T.double().var(correction=0)) == pytest.approx(1, abs=1e-4)
     for x in ([3.0], [0.1] * 7):
@@ -162,8 +160,7 @@ def batch(seed: int = 0) -> ScoredBatch:
 
 def recipe_of(ppo: PPOConfig) -> Recipe:
     names = ("gamma", "gae_lambda", "reward_clip", "reward_normalization", "truncated_score")
-    numbers = {name: getattr(ppo, name) for name in names}
-    return Recipe(scale="none", kl=ppo.kl.mode, estimator=ppo.kl.estimator, **numbers)
+    return Recipe(scale="none", kl=ppo.kl.mode, estimator=ppo.kl.estimator, **{name: getattr(ppo, name) for name in names})
 
 
 def plain(scored: ScoredBatch, ppo: PPOConfig, coefficient: float) -> dict[str, torch.Tensor]:

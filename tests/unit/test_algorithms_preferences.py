@@ -218,8 +218,7 @@ class Case:
             known = (logp_T, experience.advantages_T, self.reference_T)
             pick = [torch.cat([self.rows(x_T)[row] for row in rows]) for x_T in known]
             share_T = torch.cat([torch.full((int(self.lengths[row]),), weights[row]) for row in rows])
-            old_T = torch.full_like(pick[0], torch.nan)
-            targets = ActorTargets(old_T, *pick[1:], share_T=share_T, lengths_R=self.lengths[rows])
+            targets = ActorTargets(torch.full_like(pick[0], torch.nan), *pick[1:], share_T=share_T, lengths_R=self.lengths[rows])
             loss, stats = made.actor_loss(pick[0], torch.ones_like(pick[0]), targets, 0.0, sum(lengths))
             total = total + loss
             sums.append({name: float(value) for name, value in vars(stats).items()})
@@ -349,8 +348,7 @@ def test_next_token_shares_of_unequal_micro_batches_add_up_to_the_mean() -> None
 
 @pytest.mark.parametrize(("far", "share"), [(2e-7, 0.5), (-2e-7, 0.5), (1e-5, 1.0), (-1e-5, 0.0)])
 def test_scores_that_rounding_parts_are_a_tie(far: float, share: float) -> None:
-    scores_P2 = torch.tensor([[3.0 + 3 * far, 3.0], [-0.1 + 0.1 * far, -0.1]])
-    assert preference_table(scores_P2)[:, 2].tolist() == [share, share]
+    assert preference_table(torch.tensor([[3.0 + 3 * far, 3.0], [-0.1 + 0.1 * far, -0.1]]))[:, 2].tolist() == [share, share]
     assert preference_table(torch.tensor([[1.01, 1.0], [1.1, 1.0]]).bfloat16())[:, 2].tolist() == [0.5, 1.0]
 
 

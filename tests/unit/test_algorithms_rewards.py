@@ -263,8 +263,7 @@ def test_rewards_lie_at_the_ends_of_steps_and_add_up_to_the_score() -> None:
     totals_B, kl_T = torch.tensor([3.0, -1.0, 0.5]), torch.linspace(-1, 1, len(logits_T))
     earned_T = token_rewards(totals_B, kl_T, [7, 3, 4], 0.1, rewards_T) + 0.1 * kl_T
     assert [float(row.sum()) for row in earned_T.split([7, 3, 4])] == pytest.approx(totals_B.tolist(), abs=1e-6)
-    rest_T = earned_T - rewards_T
-    assert [place for place, rest in enumerate(rest_T.tolist()) if abs(rest) > 1e-6] == [6, 9, 13]
+    assert [place for place, rest in enumerate((earned_T - rewards_T).tolist()) if abs(rest) > 1e-6] == [6, 9, 13]
 
 
 @pytest.mark.parametrize("algorithm", [

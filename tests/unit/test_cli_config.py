@@ -13,10 +13,9 @@ from oppo_megatron.cli.main import main
 from oppo_megatron.config.describe import COMMANDS, all_settings
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import TrainSettings
-from oppo_megatron.data.tokenizer import train_sentencepiece
 from oppo_megatron.report.run_records import read_run
 from oppo_megatron.report.timeline import utilization
-from tests.support.commands import refused, shown
+from tests.support.commands import SHAPE, refused, shown, work_in
 from tests.support.ppo import Workspace
 
 CONFIG = """
@@ -82,10 +81,6 @@ def test_the_list_has_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, out.splitlines())) <= 140
 
 
-SHAPE = {
-    "model_type": "qwen2", "vocab_size": 304, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}  # fmt: skip
 ROWS = (
     rb'{"prompt": "1+1=", "answer": "2", "completion": "it is 2"}',
     rb'{"prompt": "1+1=", "answer": "2", "completion": "it is 2"}',
@@ -98,11 +93,7 @@ ROWS = (
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    texts = [f"what is {n} plus {n}? it is {2 * n} = + - * 0123456789" for n in range(60)]
-    train_sentencepiece(texts, tmp_path / "t.model", 300)
+    work_in(tmp_path, monkeypatch, vocabulary=True)
     (tmp_path / "rows.jsonl").write_bytes(b"\n".join(ROWS))
     shape = json.dumps(SHAPE)
     (tmp_path / "train.yaml").write_text(

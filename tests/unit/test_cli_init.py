@@ -28,13 +28,10 @@ from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import named_roles, world_size
 from oppo_megatron.preflight.validate import train_problems
 from oppo_megatron.rewards.functions import build_reward_functions
-from tests.support.commands import refused, shown
+from tests.support.commands import SHAPE, TEXTS, refused, shown, work_in
 
 INIT = ("config", "--init")
-SHAPE = {
-    "model_type": "qwen2", "vocab_size": 304, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "max_position_embeddings": 8192,
-}  # fmt: skip
+LONG_SHAPE = SHAPE | {"max_position_embeddings": 8192}
 ROW = {
     "prompt": "1+1=", "question": "1+1=", "answer": "2 #### 2", "completion": "2", "chosen": "2", "rejected": "3",
     "completions": ["1+1=2", "2"], "labels": [True, True],
@@ -44,9 +41,7 @@ HH = "\n\nHuman: what is {0}+1?\n\nAssistant:"
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
+    work_in(tmp_path, monkeypatch)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
@@ -100,14 +95,13 @@ def test_files_are_short_commented_and_of_known_keys(case: str, capsys: pytest.C
 def validated(capsys: pytest.CaptureFixture[str], config: str) -> str:
     """What `oppo validate` shows, with small models in the place of those yet to supply."""
     roles = {"model", "actor", "critic", "reward"} & yaml.safe_load(Path(config).read_text()).keys()
-    starts = [f"{role}.{key}" for role in roles for key in (f"init={json.dumps(SHAPE)}", "checkpoint=null")]
+    starts = [f"{role}.{key}" for role in roles for key in (f"init={json.dumps(LONG_SHAPE)}", "checkpoint=null")]
     return shown(capsys, "validate", config, *starts, "tokenizer.path=t.model")
 
 
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if not case.makes_data])
 def test_with_the_files_supplied_it_is_valid(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    texts = [f"what is {n} plus {n}? it is {2 * n} = + - * 0123456789" for n in range(60)]
-    train_sentencepiece(texts, folder / "t.model", 300)
+    train_sentencepiece(TEXTS, folder / "t.model", 300)
     for name in CASES[case].paths.values():
         Path(name).parent.mkdir(exist_ok=True)
         if name.endswith(".jsonl"):
@@ -116,7 +110,7 @@ def test_with_the_files_supplied_it_is_valid(case: str, folder: Path, capsys: py
             Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
         else:
             Path(name).mkdir()
-            (Path(name) / "config.json").write_text(json.dumps(SHAPE))
+            (Path(name) / "config.json").write_text(json.dumps(LONG_SHAPE))
     said = written(capsys, case, "--force")
     assert "yet to supply:" not in said
     config = said[0].partition(":")[0]

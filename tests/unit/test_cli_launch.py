@@ -25,8 +25,7 @@ from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_AGAIN, EXIT_REQUEUE, ConfigError
 from tests.support.configs import least_config
-from tests.support.ports import free_port
-from tests.support.processes import listeners, marked, python_path, runs, wait_for
+from tests.support.processes import free_port, listeners, marked, python_path, runs, wait_for
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
 SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}

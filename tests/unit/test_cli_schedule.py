@@ -88,8 +88,7 @@ def test_rounds_of_the_first_step(config: Path) -> None:
     prompts = [g for replica in rounds[0].prefill["actor"] for batch in replica for g in batch]
     assert sorted(g.seq_id for g in prompts) == list(range(12)) and {(g.past, g.new) for g in prompts} == {(0, 31)}
     assert not any(rounds[1].prefill.get("actor", ()))
-    decoded = [g for replica in rounds[2].decode for batch in replica for g in batch]
-    assert {(g.past, g.new) for g in decoded} == {(31 + 12, 6)}
+    assert {(g.past, g.new) for g in [g for replica in rounds[2].decode for batch in replica for g in batch]} == {(31 + 12, 6)}
     # every sequence of the batch gets its outputs: one a token from critic and reference, one from the reward model
     for role, rows in (("critic", 8 * 20), ("reference", 8 * 20), ("reward", 8)):
         growths = [g for each in rounds for replica in each.prefill[role] for batch in replica for g in batch]
@@ -142,8 +141,7 @@ def test_scoring_waits_for_the_batch_where_intra_is_off(config: Path) -> None:
     loaded = load_config(TrainConfig, config, ["overlap.intra=false"])
     shows = [preview(loaded, number) for number in range(1, 6)]
     assert {each.generator for each in shows} == {"sequential"}
-    scored = [any(map(any, (each.round.prefill.get("critic", ())))) for each in shows]
-    assert scored == [False, False, False, False, True]
+    assert [any(map(any, (each.round.prefill.get("critic", ())))) for each in shows] == [False, False, False, False, True]
 
 
 @pytest.mark.parametrize("generator", GENERATORS)
@@ -257,8 +255,7 @@ def test_shipped_examples_are_drawn(name: str, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_mode_that_needs_the_models_says_so(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    roles = ("actor", "critic", "reward")
-    without = [f"{role}.{start}" for role in roles for start in ("init=null", "checkpoint=nowhere")]
+    without = [f"{role}.{start}" for role in ("actor", "critic", "reward") for start in ("init=null", "checkpoint=nowhere")]
     assert "nowhere" in shown(capsys, str(config), *without, "runtime.kv_cache_mb=0.3", code=2)
     assert "OK: the checker" in shown(capsys, str(config), *without)
 

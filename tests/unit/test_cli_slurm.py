@@ -124,12 +124,9 @@ def test_a_file_and_a_new_cluster_env(config: str, capsys: pytest.CaptureFixture
     (["--time=soon"], "--time is 'soon'; Slurm reads"),
     (["--time=10"], "--time 10 is 600 s, and --signal-s 600 comes before it"),
     (["preempt_deadline_s=700"], "--signal-s is 600, and the run may take preempt_deadline_s=700 s"),
-    (["preempt_deadline_s=0"], "preempt_deadline_s is 0"),
-    (["--partition=a b"], "--partition is 'a b'"),
-    (["--job-name=a\n#SBATCH --uid=0"], "--job-name is"),
-    (["--job-name=a/b"], "logs are named after it"),
-    (["--container-mounts=/a:/b"], "without --container-image"),
-    (["--container-image="], "--container-image is empty"),
+    (["preempt_deadline_s=0"], "preempt_deadline_s is 0"), (["--partition=a b"], "--partition is 'a b'"),
+    (["--job-name=a\n#SBATCH --uid=0"], "--job-name is"), (["--job-name=a/b"], "logs are named after it"),
+    (["--container-mounts=/a:/b"], "without --container-image"), (["--container-image="], "--container-image is empty"),
     (["--hetero", "runtime.device=cpu", "--scorer-gpus-per-node=4"], "--scorer-gpus-per-node is given"),
     (["--signal-s=70000", "--time=2-0"], "sbatch takes at most 65535"),
     (["--cluster-env=tok"], "--cluster-env is tok, a folder"),
@@ -208,8 +205,7 @@ class Slurm:
 
     def start(self, *arguments: str, script: str = "train.sbatch", **variables: str) -> subprocess.Popen[str]:
         command, pipe = ["bash", str(LAUNCH / script), *(arguments or ("c.yaml", "seed=3"))], subprocess.PIPE
-        environment = self.environment | variables
-        return subprocess.Popen(command, env=environment, cwd=self.root, text=True, stdout=pipe, stderr=pipe)
+        return subprocess.Popen(command, env=self.environment | variables, cwd=self.root, text=True, stdout=pipe, stderr=pipe)
 
     def run(self, *arguments: str, **variables: str) -> tuple[int, str]:
         job = self.start(*arguments, **variables)

@@ -17,8 +17,7 @@ from benchmarks.groups import CountingStore
 from oppo_megatron.cluster.hosts import RankHost, describe_hosts
 from oppo_megatron.cluster.rendezvous import Meeting, MeetingPoint, loopback_store, meet, within
 from oppo_megatron.errors import WorldError
-from tests.support.ports import free_port, free_ports
-from tests.support.processes import wait_for
+from tests.support.processes import free_port, free_ports, wait_for
 
 Outcome = Meeting | str
 LOOPBACK, TIMEOUT_S = "127.0.0.1", 3.0
@@ -102,11 +101,9 @@ def test_ranks_meet_and_rank_0_knows_where_each_is() -> None:
     assert known == [[], [0, 1, 2], []], "it tells the others, which would all read all places from one store"
     places = [host(0, "a", "0"), host(1, "a", "0"), host(2, "b", "1"), host(3, "b", "1", threads=1), host(4, "c")]
     assert describe_hosts(places) == [
-        "rank 0-1: host a (node 0, cpu, 2 threads each)",
-        "rank 2: host b (node 1, cpu, 2 threads)",
-        "rank 3: host b (node 1, cpu, 1 thread)",
-        "rank 4: host c (cpu, 2 threads)",
-    ]
+        "rank 0-1: host a (node 0, cpu, 2 threads each)", "rank 2: host b (node 1, cpu, 2 threads)",
+        "rank 3: host b (node 1, cpu, 1 thread)", "rank 4: host c (cpu, 2 threads)",
+    ]  # fmt: skip
 
 
 def test_one_rank_alone_looks_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +123,7 @@ def test_one_rank_alone_looks_who_is_missing(monkeypatch: pytest.MonkeyPatch) ->
     assert 2 < counting.asked["check"] < 200, "for the outcome alone"
 
 
-def test_a_rank_that_comes_twice_ends_the_wait_of_all_and_worlds_of_different_size_do_not_mix() -> None:
+def test_a_rank_that_comes_twice_worlds_of_different_size_and_a_meeting_point_that_ends_while_ranks_wait() -> None:
     started = time.monotonic()
     faults = all_come([(0, 3), (1, 3), (1, 3)], free_port(), timeout_s=LONG_S)
     assert time.monotonic() - started < LONG_S, "nobody waits for a rank 2 that is taken for rank 1"
@@ -134,9 +131,6 @@ def test_a_rank_that_comes_twice_ends_the_wait_of_all_and_worlds_of_different_si
     assert isinstance(faults[0], str) and "rank 1 came twice" in faults[0] and f"process {os.getpid()}" in faults[0]
     for fault in all_come([(0, 2), (1, 3)], free_port(), timeout_s=LONG_S):
         assert isinstance(fault, str) and "one of 2" in fault and "one of 3" in fault
-
-
-def test_a_meeting_point_that_ends_while_ranks_wait() -> None:
     store = dist.TCPStore("127.0.0.1", port := free_port(), None, True, wait_for_workers=False)
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "x"}
     with ThreadPoolExecutor(1) as pool:

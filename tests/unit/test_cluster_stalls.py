@@ -50,7 +50,7 @@ class Bench:
         return Note(rank, self.number, self.beats[rank], self.what[rank], self.waits[rank], self.watch.still_s(rank))
 
 
-def test_a_rank_that_works_must_move_and_one_that_waits_may_wait_for_one_that_moves() -> None:
+def test_a_rank_that_works_must_move_one_that_waits_may_wait_for_one_that_moves_but_not_all_for_each_other() -> None:
     bench = Bench(2)
     bench.waits[0] = True
     assert not bench.look(60, moving=(1,)), "rank 0 waits for one that is slow"
@@ -58,23 +58,19 @@ def test_a_rank_that_works_must_move_and_one_that_waits_may_wait_for_one_that_mo
     assert bench.look(2), "rank 1 does not move"
     bench.what[1] = "reward of sequence 3"
     bench.look(1)
-    told = bench.watch.describe(0, [0, 1], "rank 0")
-    assert told == (
+    assert bench.watch.describe(0, [0, 1], "rank 0") == (
         "the run has stalled (stall_deadline_s is 10): rank 1 has not moved for 11 s: reward of sequence 3; "
         "rank 0 waited 70 s in vain: work"
     )
     bench = Bench(3)  # a rank that works and does not move stalls a run in which others move
     assert not bench.look(9, moving=(1, 2)) and bench.look(2, moving=(1, 2))
-
-
-def test_ranks_that_all_wait_for_each_other() -> None:
     bench = Bench(2)
     bench.waits = [True, True]
     assert not bench.look(9) and bench.look(2)
     assert "because its ranks wait for each other (" in bench.watch.describe(0, [0, 1], "rank 0")
 
 
-def test_a_silent_rank_is_named_with_its_last_words_and_the_states_of_few_others() -> None:
+def test_a_silent_rank_is_named_with_its_last_words_and_without_an_answer_a_rank_judges_itself_alone() -> None:
     bench = Bench(3)
     bench.what[2] = "step 3, decode actor m0 c12 s2"
     bench.look(3, moving=(0, 1, 2))
@@ -87,9 +83,6 @@ def test_a_silent_rank_is_named_with_its_last_words_and_the_states_of_few_others
     watch.observe(Note(rank, 1, 1, "step 5, recv", True, 9.0) for rank in range(4096) if rank != 4000)
     told = watch.describe(0, [rank for rank in range(4096) if rank != 4000], "rank 0")
     assert "rank 4000 did not answer" in told and told.count(";") == MOST_STATES and told.endswith("and 4064 other ranks")
-
-
-def test_where_the_store_does_not_answer_a_rank_judges_itself_alone() -> None:
     bench = Bench(3)
     bench.waits[0] = True
     bench.look(2, moving=(0, 1, 2))

@@ -71,13 +71,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    ("device", "hidden", "driver", "expected"),
-    [
-        ("cpu", None, True, "forkserver"), ("auto", None, False, "forkserver"), ("auto", None, True, "spawn"),
-        ("auto", "", True, "forkserver"), ("auto", "0", True, "spawn"), ("cuda", "", False, "spawn"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("device", "hidden", "driver", "expected"), [
+    ("cpu", None, True, "forkserver"), ("auto", None, False, "forkserver"), ("auto", None, True, "spawn"),
+    ("auto", "", True, "forkserver"), ("auto", "0", True, "spawn"), ("cuda", "", False, "spawn"),
+])  # fmt: skip
 def test_what_may_use_cuda_is_not_forked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, hidden: str | None, driver: bool, expected: str
 ) -> None:
@@ -121,14 +118,11 @@ def outcome(parent: subprocess.Popen[str]) -> tuple[list[str], list[str]]:
     return out.splitlines(), errors.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("device", "before", "imported"),
-    [
-        pytest.param("cpu", [], True, marks=pytest.mark.long, id="forked"),
-        pytest.param("cpu", ["by another"], False, id="forked from what another began"),
-        pytest.param("cuda", [], False, marks=pytest.mark.long, id="spawned"),
-    ],
-)
+@pytest.mark.parametrize(("device", "before", "imported"), [
+    pytest.param("cpu", [], True, marks=pytest.mark.long, id="forked"),
+    pytest.param("cpu", ["by another"], False, id="forked from what another began"),
+    pytest.param("cuda", [], False, marks=pytest.mark.long, id="spawned"),
+])  # fmt: skip
 def test_ranks_have_the_surroundings_of_who_starts_them_now(folder: Path, device: str, before: list[str], imported: bool) -> None:
     assert outcome(started(folder, "surroundings", device, *before)) == ([f"None there {imported}"] * 2, ["an error"] * 4)
     assert (folder / "elsewhere").read_text().splitlines() == [f"new None {imported}"] * 2

@@ -34,8 +34,7 @@ from oppo_megatron.layout.placements import ALONE, RolePlacement
 from oppo_megatron.mcore.groups import build_groups
 from oppo_megatron.schedule.links import run_groups
 from oppo_megatron.schedule.rounds import Site
-from tests.support.first_use import turns
-from tests.support.schedules import colocated, disaggregated, make_site, split_scorers
+from tests.support.schedules import colocated, disaggregated, make_site, split_scorers, turns
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +54,7 @@ def test_without_ranks_in_the_environment_the_world_is_one_process(monkeypatch: 
         assert dist.get_world_size() == 1 and torch.get_num_threads() == 3
         (me,) = world.hosts
         assert (me.rank, me.host, me.device, me.threads) == (0, socket.gethostname(), "cpu", 3)
-        values = torch.tensor([1.5, -2.0])
-        assert share(values, 2, 0, world.device).tolist() == [1.5, -2.0]
+        assert share(torch.tensor([1.5, -2.0]), 2, 0, world.device).tolist() == [1.5, -2.0]
         assert not torch.backends.cuda.cudnn_sdp_enabled(), "it makes a plan for each shape"
         assert os.environ[CONNECT_LATE] == "1", "or gloo connects all pairs of each group that is made"
     assert not dist.is_initialized() and torch.get_num_threads() == before and CONNECT_LATE not in os.environ
@@ -220,13 +218,11 @@ def seen_from(rank: int, size: int) -> Iterator[dist.Store]:
 
 
 SITES = {
-    "colocated": colocated((2, 2, 2)),
-    "apart": disaggregated((1, 4, 1), (2, 1, 2)),
-    "many listeners": disaggregated((1, 2, 1), (1, 1, 20)),
-    "split scorers": split_scorers((1, 2, 2)),
+    "colocated": colocated((2, 2, 2)), "apart": disaggregated((1, 4, 1), (2, 1, 2)),
+    "many listeners": disaggregated((1, 2, 1), (1, 1, 20)), "split scorers": split_scorers((1, 2, 2)),
     "overlapping": make_site((2, 2, 2), {"critic": (0, 4, 1, 1), "reward": (6, 1, 2, 2)}),
     "a rank without a role": Site({"actor": RolePlacement((0, 1), pp=2), "critic": RolePlacement((3, 4), pp=2)}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SITES)

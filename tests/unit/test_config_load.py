@@ -121,15 +121,13 @@ def test_one_wrong_setting_is_one_sentence(good: Path, override: str, expected: 
     assert len(problems) == 1 and expected in problems[0]
 
 
-def test_all_problems_come_at_once(good: Path) -> None:
+def test_all_problems_come_at_once_with_those_of_cross_checks(good: Path) -> None:
     wrong = ("sead=3", "steps=0", "rollout.max_respons_tokens=4", "actor.optimizer.lr=-1", "nonsense")
     problems = problems_of(good, *wrong)
     assert len(problems) == 5
     for word in ("sead", "steps", "rollout.max_respons_tokens", "actor.optimizer.lr", "nonsense"):
         assert any(f"`{word}`" in problem for problem in problems)
 
-
-def test_cross_checks_join_the_schema_problems(good: Path) -> None:
     def check(config: TrainConfig) -> list[str]:
         return [f"batch {config.rollout.batch_size}"]
 
@@ -146,7 +144,7 @@ def test_forced_lengths_stay_in_the_range_of_floats(good: Path) -> None:
     assert forced is not None and log_normal(forced)(1 - 2.0**-53) > log_normal(forced)(0.5)
 
 
-def test_a_key_that_is_wrong_is_not_said_to_be_absent_as_well(good: Path) -> None:
+def test_missing_keys_and_files_are_named_and_a_wrong_key_is_not_said_to_be_absent(good: Path) -> None:
     def check(config: TrainConfig) -> list[str]:
         return [*check_trace(config.rollout), *check_source("actor", config.actor)]
 
@@ -155,9 +153,6 @@ def test_a_key_that_is_wrong_is_not_said_to_be_absent_as_well(good: Path) -> Non
     assert found == {"actor.checkpoint", "actor.lorra", "rollout.forced_lengths"}
     absent = problems_of(good, "actor.checkpoint=null", "actor.lorra={}", check=check)
     assert [problem.split()[0] for problem in absent] == ["`actor.lorra`", "actor"], "the other key's absence stays a problem"
-
-
-def test_missing_keys_and_files_are_named(good: Path) -> None:
     assert f"did you mean `{good}`?" in problems_of(good.with_name("goood.yaml"))[0]
     good.write_text("")
     problems = problems_of(good)

@@ -146,7 +146,7 @@ def tree(**sections: Any) -> dict[str, Any]:
     return dict(yaml.safe_load(config_yaml(least_config(Path("runs/x"), **sections))))
 
 
-def test_settings_that_changed_are_told_and_what_goes_on_from_the_checkpoint() -> None:
+def test_settings_parts_and_sections_that_changed_are_told_and_what_goes_on_from_the_checkpoint() -> None:
     now = tree(steps=9, actor={"checkpoint": "a", "optimizer": {"lr": 2e-6}}, ppo={"kl": {"coefficient": 0.2}})
     told = changed_settings(tree(), now)
     assert "steps: null -> 9" in told and "ppo.kl.coefficient: 0.05 -> 0.2" in told
@@ -161,9 +161,6 @@ def test_settings_that_changed_are_told_and_what_goes_on_from_the_checkpoint() -
     assert followed == ["ppo.kl.coefficient: 0.05 -> 0.2 (the adaptive coefficient continues from the checkpoint)"]
     fixed = tree(overlap={"delta": {"rule": "fixed", "initial": 3}})
     assert not any("goes on" in line for line in changed_settings(tree(overlap={"delta": {"rule": "fixed"}}), fixed))
-
-
-def test_a_part_of_a_list_and_a_section_that_come_or_go_are_told_in_a_line() -> None:
     parts = [{"kind": "verifier", "name": "gsm8k", "weight": 0.5}, {"kind": "verifier", "name": "arithmetic"}]
     told = changed_settings(tree(), tree(rewards=parts))
     assert "rewards.0.weight: 1.0 -> 0.5" in told
@@ -178,9 +175,8 @@ def test_a_part_of_a_list_and_a_section_that_come_or_go_are_told_in_a_line() -> 
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 3) | st.text(max_size=3),
-    lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3) | st.lists(inner, max_size=3),
-    max_leaves=8,
-)
+    lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3) | st.lists(inner, max_size=3), max_leaves=8,
+)  # fmt: skip
 
 
 @given(st.dictionaries(st.sampled_from("abc"), PLAIN), st.dictionaries(st.sampled_from("abc"), PLAIN))

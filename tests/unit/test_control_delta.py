@@ -111,13 +111,10 @@ def test_resume_continues_exactly(steps: list[StepSignals], split: int, rule: Ru
     assert done + rest == [whole.observe(*step) for step in enumerate(steps)]
 
 
-def test_resume_under_another_rule_is_refused() -> None:
+def test_resume_under_another_rule_is_refused_and_reasons_name_the_figures() -> None:
     state = make_delta_controller(DeltaConfig(rule="eq4")).state_dict()
     with pytest.raises(CheckpointError, match=r"'eq4'.*'fixed'.*overlap\.delta\.rule=eq4"):
         make_delta_controller(DeltaConfig(rule="fixed")).load_state_dict(state)
-
-
-def test_reasons_name_the_figures() -> None:
     controller = make_delta_controller(DeltaConfig(rule="eq4", initial=4, max=8, window=1))
     waiting, grown = controller.observe(0, rewarded(0.25)), controller.observe(1, rewarded(0.75))
     assert waiting == Decision(4, "step 0: delta stays 4: 1 of 2 rewards that the rule needs", False)
@@ -196,22 +193,17 @@ ABOVE = "tail waste 0.600 over 2 steps is above 0.4"
 UNBIASED = "ess 1.000 and length gap +0.000 are within bounds"
 
 
-@pytest.mark.parametrize(
-    ("steps", "expected"),
-    [
-        ([EMPTY], "step 0: 1 of 2 steps that the rule averages: delta stays 4"),
-        ([EMPTY, EMPTY], f"step 1: {ABOVE}, {UNBIASED}: delta 4 +1 -> 5 (within 0..8)"),
-        ([FULL, FULL], "step 1: tail waste 0.100 over 2 steps is below 0.3: delta 4 -1 -> 3 (within 0..8)"),
-        ([CALM, CALM], f"step 1: tail waste 0.350 over 2 steps is within 0.3..0.4, {UNBIASED}: delta stays 4"),
-        ([STALE], "step 0: ess 0.790 is below its floor of 0.8: delta 4 -1 -> 3 (within 0..8)"),
-        ([CALM, FAR], "step 1: length gap +0.500 over 2 steps is above its cap of 0.4: delta 4 -1 -> 3 (within 0..8)"),
-        ([STALE, EMPTY], f"step 1: {ABOVE}, but a step of them broke a bound: delta stays 3"),
-        (
-            [EMPTY, EMPTY, STALE, EMPTY, EMPTY, EMPTY],
-            f"step 5: {ABOVE}, {UNBIASED}, 5 was taken back for its ess: delta 4 +1 -> 4 (within 0..8)",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("steps", "expected"), [
+    ([EMPTY], "step 0: 1 of 2 steps that the rule averages: delta stays 4"),
+    ([EMPTY, EMPTY], f"step 1: {ABOVE}, {UNBIASED}: delta 4 +1 -> 5 (within 0..8)"),
+    ([FULL, FULL], "step 1: tail waste 0.100 over 2 steps is below 0.3: delta 4 -1 -> 3 (within 0..8)"),
+    ([CALM, CALM], f"step 1: tail waste 0.350 over 2 steps is within 0.3..0.4, {UNBIASED}: delta stays 4"),
+    ([STALE], "step 0: ess 0.790 is below its floor of 0.8: delta 4 -1 -> 3 (within 0..8)"),
+    ([CALM, FAR], "step 1: length gap +0.500 over 2 steps is above its cap of 0.4: delta 4 -1 -> 3 (within 0..8)"),
+    ([STALE, EMPTY], f"step 1: {ABOVE}, but a step of them broke a bound: delta stays 3"),
+    ([EMPTY, EMPTY, STALE, EMPTY, EMPTY, EMPTY],
+        f"step 5: {ABOVE}, {UNBIASED}, 5 was taken back for its ess: delta 4 +1 -> 4 (within 0..8)"),
+])  # fmt: skip
 def test_reasons_of_the_measured_rule(steps: list[StepSignals], expected: str) -> None:
     controller = new()
     assert [controller.observe(*step) for step in enumerate(steps)][-1].reason == expected

@@ -43,9 +43,8 @@ SEARCHES: list[tuple[list[int], int, int, Cost, list[int]]] = [
     ([8, 16], 1000, 5, lambda step, chunk: chunk if step < 5 else 100 - chunk, [8, 8, 16, 8, 8, 8, 8, 16, 16, 16]),
     # candidates are clipped, come once, and include the present value; a single one is no search
     ([5, 64, 16, 32, 16], 20, 6, lambda step, chunk: abs(chunk - 16) + 1, [5, 5, 16, 20, 16]),
-    ([64, 16, 32], 8, 2, lambda step, chunk: 1.0, [8] * 6),
-    ([24], 100, 1, lambda step, chunk: 1 / (step + 1), [24] * 20),
-]
+    ([64, 16, 32], 8, 2, lambda step, chunk: 1.0, [8] * 6), ([24], 100, 1, lambda step, chunk: 1 / (step + 1), [24] * 20),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("sizes", "longest", "period", "cost", "expected"), SEARCHES)
@@ -55,7 +54,7 @@ def test_a_search_after_the_warm_up_and_then_every_period(
     assert drive(ChunkTuner(sizes, longest, period), len(expected), cost) == expected
 
 
-def test_candidates_are_weighed_by_tokens() -> None:
+def test_candidates_are_weighed_by_tokens_and_a_step_without_them_is_tried_again() -> None:
     """Chunk 1 takes 10 s for 110 tokens, chunk 2 only 4 s, but for 20."""
     tuner = ChunkTuner([1, 2], longest=10)
     tuner.observe(0, StepCost(1.0, 1, 1))
@@ -64,9 +63,6 @@ def test_candidates_are_weighed_by_tokens() -> None:
     assert decision.value == 1
     fastest = "step 2: chunk 1 is the fastest (seconds until scored, relative to decoding such work: 1: 0.09091, 2: 0.2)"
     assert decision.reason == fastest
-
-
-def test_a_step_without_tokens_is_tried_again() -> None:
     tuner = ChunkTuner([16, 32], longest=100)
     tuner.observe(0, StepCost(1.0, 5, 10))
     assert tuner.value == 16
@@ -77,10 +73,9 @@ def test_a_step_without_tokens_is_tried_again() -> None:
 
 
 @given(
-    costs=st.dictionaries(st.integers(1, 50), st.floats(0.01, 10), min_size=1, max_size=6),
-    period=st.integers(1, 12),
+    costs=st.dictionaries(st.integers(1, 50), st.floats(0.01, 10), min_size=1, max_size=6), period=st.integers(1, 12),
     longest=st.integers(1, 60),
-)
+)  # fmt: skip
 def test_every_search_finds_the_cheapest(costs: dict[int, float], period: int, longest: int) -> None:
     tuner = ChunkTuner(list(costs), longest, period)
     reachable = {min(c, longest) for c in costs}
@@ -140,8 +135,7 @@ def test_a_candidate_is_not_judged_by_the_work_of_its_steps() -> None:
         law = DecodeLaw()
         for share in (0.5, 0.3, 0.2):  # rounds with fewer and fewer rows
             law.add(steps // 3, int(share * tokens), 0.004 * (steps // 3) + 0.0003 * int(share * tokens))
-        scoring = {16: 1.0, 64: 1.1}[tuner.value]
-        decision = tuner.observe(step, StepCost(scoring * decoding, steps, tokens, law))
+        decision = tuner.observe(step, StepCost({16: 1.0, 64: 1.1}[tuner.value] * decoding, steps, tokens, law))
     assert decision.value == 16 and "16: 1, 64: 1.1" in decision.reason
 
 
@@ -175,7 +169,7 @@ def rollout(num_tokens: int) -> Rollout:
     return Rollout(Prompt(0, 0, "", (1,)), 0, tokens=[0] * num_tokens)
 
 
-def test_the_tail_is_what_the_longest_response_leaves_empty() -> None:
+def test_the_tail_is_what_the_longest_response_leaves_empty_and_length_gap_a_share_of_the_submitted_length() -> None:
     occupancy = Occupancy(10)
     occupancy.record(Chunk(0, 10, []))
     assert occupancy.tail_waste == 0, "nothing was decoded"
@@ -189,9 +183,6 @@ def test_the_tail_is_what_the_longest_response_leaves_empty() -> None:
     passed.record(Chunk(1, 3, [row(0, 3, 3)]), 0)
     passed.record(Chunk(2, 12, [row(1, 4, 12)]), 8)
     assert (passed.num_steps, passed.tail_waste) == (7, 0), "a clock that passes by is no waste"
-
-
-def test_length_gap_is_a_share_of_the_submitted_length() -> None:
     short, long = [rollout(10), rollout(20)], [rollout(60)]
     assert length_gap(short, []) == 0
     assert length_gap(short, long) == pytest.approx(1 - 15 / 30)
@@ -211,17 +202,13 @@ def run(values: list[float], **settings: object) -> EarlyStop:
     return stop
 
 
-@pytest.mark.parametrize(
-    ("values", "settings", "due", "best"),
-    [
-        ([0.1, 0.2, 0.3], {"patience": 1}, False, Best(2, 0.3)),
-        ([0.1, 0.2, 0.2], {"patience": 1}, True, Best(1, 0.2)),
-        ([0.1, 0.2, 0.1, 0.15], {"patience": 3}, False, Best(1, 0.2)),
-        ([0.1, 0.2, 0.1, 0.15, 0.2], {"patience": 3}, True, Best(1, 0.2)),
-        ([3.0, 2.0, 2.5], {"patience": 1, "metric": "min accuracy"}, True, Best(1, 2.0)),
-        ([math.nan, 0.1, math.nan], {"patience": 2}, False, Best(1, 0.1)),
-    ],
-)
+@pytest.mark.parametrize(("values", "settings", "due", "best"), [
+    ([0.1, 0.2, 0.3], {"patience": 1}, False, Best(2, 0.3)), ([0.1, 0.2, 0.2], {"patience": 1}, True, Best(1, 0.2)),
+    ([0.1, 0.2, 0.1, 0.15], {"patience": 3}, False, Best(1, 0.2)),
+    ([0.1, 0.2, 0.1, 0.15, 0.2], {"patience": 3}, True, Best(1, 0.2)),
+    ([3.0, 2.0, 2.5], {"patience": 1, "metric": "min accuracy"}, True, Best(1, 2.0)),
+    ([math.nan, 0.1, math.nan], {"patience": 2}, False, Best(1, 0.1)),
+])  # fmt: skip
 def test_stopping_is_due_after_as_many_values_no_better(values: list[float], settings: dict, due: bool, best: Best) -> None:
     stop = run(values, **settings)
     assert (stop.due, stop.best) == (due, best)
@@ -245,20 +232,17 @@ def rules(gap: float | None = 1e-4, **settings: Any) -> Rules:
     return Rules(GuardsConfig(**settings), gap)
 
 
-@pytest.mark.parametrize(
-    ("changed", "rule", "says"),
-    [
-        ({"kl_mean": 10.1}, "kl_mean", "kl_mean is 10.1, above guards.kl_mean 10"),
-        ({"ratio_max": 4.5}, "ratio_max", "ratio_max is 4.5, above guards.ratio_max 4"),
-        ({"ess": 0.49}, "ess", "ess is 0.49, below guards.ess 0.5"),
-        ({"logprob_gap": 0.1}, "logprob_gap", "differs by 1.00e-01 between decoding and training"),
-        ({"logprob_gap": 1e-3, "logprob_gap_judged": 2e-4}, "logprob_gap", "differs by 2.00e-04"),
-        ({"logprob_gap": 0.1, "logprob_gap_judged": 1e-4}, None, ""),
-        ({"critic_loss": math.inf}, "non_finite", "critic_loss is inf, no finite number"),
-        ({"kl_mean": math.nan, "ess": 0.1}, "non_finite", "kl_mean is nan"),
-        ({"kl_mean": 10.0, "ratio_max": 4.0, "ess": 0.5, "logprob_gap": 1e-4, "lr": math.inf}, None, ""),
-    ],
-)
+@pytest.mark.parametrize(("changed", "rule", "says"), [
+    ({"kl_mean": 10.1}, "kl_mean", "kl_mean is 10.1, above guards.kl_mean 10"),
+    ({"ratio_max": 4.5}, "ratio_max", "ratio_max is 4.5, above guards.ratio_max 4"),
+    ({"ess": 0.49}, "ess", "ess is 0.49, below guards.ess 0.5"),
+    ({"logprob_gap": 0.1}, "logprob_gap", "differs by 1.00e-01 between decoding and training"),
+    ({"logprob_gap": 1e-3, "logprob_gap_judged": 2e-4}, "logprob_gap", "differs by 2.00e-04"),
+    ({"logprob_gap": 0.1, "logprob_gap_judged": 1e-4}, None, ""),
+    ({"critic_loss": math.inf}, "non_finite", "critic_loss is inf, no finite number"),
+    ({"kl_mean": math.nan, "ess": 0.1}, "non_finite", "kl_mean is nan"),
+    ({"kl_mean": 10.0, "ratio_max": 4.0, "ess": 0.5, "logprob_gap": 1e-4, "lr": math.inf}, None, ""),
+])  # fmt: skip
 def test_what_breaks_a_rule(changed: dict[str, float], rule: str | None, says: str) -> None:
     breach = rules(**{"kl_mean": 10, "ratio_max": 4, "ess": 0.5}).check(SOUND | changed)
     assert (breach and breach.rule) == rule

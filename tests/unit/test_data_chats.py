@@ -78,7 +78,7 @@ def test_tools_and_reasoning_by_any_name_reach_a_template_and_null_keys_do_not()
         assert "<think>\nTwo and two.\n</think>\n\n4" in chat_of(QWEN3).render(turns, generation_prompt=False)
 
 
-def test_calls_are_given_as_the_template_takes_them() -> None:
+def test_calls_are_given_as_the_template_takes_them_and_arguments_as_it_reads_them() -> None:
     """DeepSeek's templates join the arguments to text, and write a turn of its own for content that is not null."""
     joined = (
         "{% for m in messages %}{% if m['tool_calls'] %}{{ '<call>' + m['tool_calls'][0]['function']['arguments'] }}{% endif %}"
@@ -97,9 +97,6 @@ def test_calls_are_given_as_the_template_takes_them() -> None:
     for content in (None, ""):
         turns = [*ASKED, CALL | {"content": content}]
         assert chat_of(as_json).render(turns, generation_prompt=False) == "<user> What is 2+2? <assistant>"
-
-
-def test_arguments_are_those_that_the_template_reads() -> None:
     chat = chat_of(QWEN3, template_arguments={"enable_thinking": False})
     chat.require_arguments()
     assert chat.render(ASKED).endswith("assistant\n<think>\n\n</think>\n\n")
@@ -140,29 +137,23 @@ def test_a_template_without_bound_is_stopped(template: str, said: str) -> None:
         chat.render(ASKED)
 
 
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        ("{{ '\\ud800' }}{{ messages[0].content }}", r"writes '\\ud800', which no tokenizer takes; correct it"),
-        ("{{ messages[0].content }}\0", r"writes '\\x00'"),
-        ("chat.jinja", "is 'chat.jinja', which writes no message; set .* not to the name of its file"),
-    ],
-)
+@pytest.mark.parametrize(("template", "said"), [
+    ("{{ '\\ud800' }}{{ messages[0].content }}", r"writes '\\ud800', which no tokenizer takes; correct it"),
+    ("{{ messages[0].content }}\0", r"writes '\\x00'"),
+    ("chat.jinja", "is 'chat.jinja', which writes no message; set .* not to the name of its file"),
+])  # fmt: skip
 def test_a_template_whose_text_cannot_be_read_is_refused(template: str, said: str) -> None:
     with pytest.raises((ConfigError, DataError), match=f"^the chat template {said}"):
         chat_of(template).render(ASKED)
 
 
-def test_after_a_stop_and_from_threads_it_renders_on() -> None:
+def test_after_a_stop_from_threads_and_after_an_interruption_it_renders_on(monkeypatch: pytest.MonkeyPatch) -> None:
     chat = chat_of("{% if messages[0].content == 'bad' %}{{ 'a' * 10 ** 10 }}{% endif %}{{ messages[0].content }}")
     with pytest.raises(ConfigError):
         chat.render([{"role": "user", "content": "bad"}])
     with ThreadPoolExecutor(4) as pool:
         texts = pool.map(lambda i: chat.render([{"role": "user", "content": str(i)}]), range(50))
     assert list(texts) == [str(i) for i in range(50)]
-
-
-def test_an_interrupted_rendering_is_no_answer_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     chat = chat_of("{{ messages[0].content }}")
     assert chat.render([{"role": "user", "content": "first"}]) == "first"
 
@@ -245,8 +236,7 @@ def test_what_is_to_be_learned_is_not_lost(tmp_path: Path, lost: str) -> None:
     pair = {"prompt": [QUESTION], "chosen": [answer], "rejected": [ANSWER]}
     with pytest.raises(DataError, match=f"leaves out a part of the answer's {lost}"):
         read(tmp_path, [pair], LLAMA3, read_pairs)
-    known = QWEN25 if lost == "tool_calls" else QWEN3
-    assert len(read(tmp_path, [{"messages": [QUESTION, answer]}], known)[0]) == 1
+    assert len(read(tmp_path, [{"messages": [QUESTION, answer]}], QWEN25 if lost == "tool_calls" else QWEN3)[0]) == 1
 
 
 def test_a_prompt_that_the_answer_does_not_go_on_from_and_one_that_has_its_words(tmp_path: Path) -> None:

@@ -46,14 +46,11 @@ def read(reader: Any, tmp_path: Path, *values: dict[str, Any], **settings: Any) 
     return texts, problems.quarantine
 
 
-def test_known_names_in_the_documented_order_of_which_no_stray_row_chooses_one() -> None:
+def test_known_names_in_the_documented_order_and_what_there_is_instead() -> None:
     for part, names in KNOWN_NAMES.items():
         for i, name in enumerate(names):
             assert rows_of({later: "x" for later in reversed(names[i:])}).find(part, {}) == name
     assert rows_of({"prompt": "x"}, {"question": "x"}, {"question": "x"}).find("prompt", {}) == "question"
-
-
-def test_no_column_names_what_there_is_the_setting_and_the_nearest() -> None:
     with pytest.raises(DataError, match=r"it has: qestion, other.*nearest is 'qestion': set data.columns.prompt=qestion"):
         rows_of({"qestion": "x", "other": "y"}).require("prompt", {})
     with pytest.raises(DataError, match=r"data.columns.prompt=questio is not a column.*nearest is 'question'"):
@@ -102,10 +99,9 @@ def test_templates_replace_only_their_mark_and_must_have_it(tmp_path: Path) -> N
 
 def test_alpaca_joins_the_input_of_the_rows_that_have_one(tmp_path: Path) -> None:
     rows = [
-        {"instruction": "Add.", "input": "1 and 1", "output": "2"},
-        {"instruction": "Greet.", "input": "", "output": "Hello."},
+        {"instruction": "Add.", "input": "1 and 1", "output": "2"}, {"instruction": "Greet.", "input": "", "output": "Hello."},
         {"instruction": "Part.", "output": "Bye."},
-    ]
+    ]  # fmt: skip
     texts, quarantine = read(read_completions, tmp_path, *rows)
     assert texts == [("Add.\n\n1 and 1", "2"), ("Greet.", "Hello."), ("Part.", "Bye.")]
     assert "Alpaca: prompt from 'instruction' and 'input', completion from 'output'" in quarantine.notes[0]
@@ -141,7 +137,7 @@ def test_dialogues_that_part_where_nothing_is_answered(tmp_path: Path, row: Any,
     assert texts == [] and read_all(read_prompts, tmp_path, row)[0] == [(prompt,) for prompt in prompts]
 
 
-def test_raw_dialogues(tmp_path: Path) -> None:
+def test_dialogues_are_cut_those_that_part_early_are_kept_whole_and_without_an_answer_refused(tmp_path: Path) -> None:
     row = {"chosen": HEAD + " Yes.", "rejected": HEAD + " No."}
     found, quarantine = read(read_pairs, tmp_path, row)
     assert found == [(HEAD, " Yes.", " No.")] and "rows read as HH dialogues" in quarantine.notes[0]
@@ -151,22 +147,15 @@ def test_raw_dialogues(tmp_path: Path) -> None:
         read(read_completions, tmp_path, {**row, "chosen": HEAD + " Yes.\n\nHuman: d"})
     with pytest.raises(DataError, match="share no dialogue"):
         read(read_pairs, tmp_path, row, {"chosen": "a b", "rejected": "a c"})
-
-
-def test_dialogues_that_part_early_are_counted_and_kept_whole(tmp_path: Path) -> None:
     row = {"chosen": [USER, HELLO], "rejected": [USER, HELLO, USER, BYE]}  # which begins as the other does
     ((prompt, chosen, rejected),) = read(read_pairs, tmp_path, row)[0]
     assert (prompt, chosen) == (CHAT_HEAD, "hello\3\n")
     assert rejected.startswith(chosen) and rejected.endswith("bye\3\n")
     early = {"chosen": HEAD + " Yes.", "rejected": HEAD.replace("b\n", "x\n") + " No."}
-    same = {"chosen": HEAD + " Yes.", "rejected": HEAD + " Yes."}
-    texts, quarantine = read(read_pairs, tmp_path, early, same)
+    texts, quarantine = read(read_pairs, tmp_path, early, {"chosen": HEAD + " Yes.", "rejected": HEAD + " Yes."})
     assert texts[0][0] == "\n\nHuman: a\n\nAssistant:" and texts[0][1].endswith("\n\nAssistant: Yes.")
     assert any("1 of 2 pairs part before their last turn" in note for note in quarantine.notes)
     assert any("1 of 2 pairs have the same text as chosen and rejected" in note for note in quarantine.notes)
-
-
-def test_a_dialogue_without_an_answer_and_a_format_that_does_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not end with an assistant"):
         read(read_completions, tmp_path, {"messages": [USER, HELLO]}, {"messages": [USER]})
     for name in ("alpaca", "sharegpt", "messages", "hh"):

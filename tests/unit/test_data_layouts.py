@@ -123,9 +123,8 @@ CASES = {
     "messages of each answer": Case({"prompt": [USER], "chosen": [YES], "rejected": [NO]}, CHAT, GOOD, (GOOD, BAD)),
     "pairs of longer dialogues": Case({"chosen": [USER, NO, USER, YES], "rejected": [USER, NO, USER, NO]}, LONGER, GOOD,
         (GOOD, BAD)),
-    "ShareGPT pairs of longer dialogues":
-        Case({"conversations": shared(USER, NO, USER), "chosen": shared(YES)[0], "rejected": shared(NO)[0]}, LONGER, GOOD,
-        (GOOD, BAD)),
+    "ShareGPT pairs of longer dialogues": Case({"conversations": shared(USER, NO, USER), "chosen": shared(YES)[0],
+        "rejected": shared(NO)[0]}, LONGER, GOOD, (GOOD, BAD)),
     "ShareGPT's whole dialogues": Case({"chosen": shared(USER, NO, USER, YES), "rejected": shared(USER, NO, USER, NO)}, LONGER,
         GOOD, (GOOD, BAD)),
     "a null column of the schema": Case({"prompt": "2+2?", "completion": None, "messages": None, "response": "4"}, "2+2?", "4"),
@@ -172,8 +171,7 @@ def test_each_command_reads_the_same(tmp_path: Path, name: str) -> None:
     }
     told = found["rm" if case.pair else "prm" if case.steps else "sft" if case.label is None else "kto"][1]
     if case.completion or case.steps:
-        named = told.notes[-1].partition("; not read: ")[2]
-        assert named == ", ".join(map(repr, case.unread)), told.notes
+        assert told.notes[-1].partition("; not read: ")[2] == ", ".join(map(repr, case.unread)), told.notes
     if "columns" not in case.settings and "format" not in case.settings:
         (asked,) = prompts_of_file(tmp_path / "rows.jsonl", None, Wording(), CharacterTokenizer())  # type: ignore[arg-type]
         assert asked.text == case.prompt, "as `oppo generate` and `oppo eval` ask"
@@ -238,15 +236,12 @@ def test_a_layout_that_is_not_read_is_refused_with_a_remedy_that_works(tmp_path:
         raise readings(row, tmp_path, {})[command][0]
 
 
-def test_turns_that_are_marked_so_are_not_learned_and_tools_beside_text_are_unread(tmp_path: Path) -> None:
+def test_marked_turns_are_not_learned_and_prompts_of_both_kinds_told_with_the_setting_that_makes_them_one(tmp_path: Path) -> None:
     row = {"messages": [USER, {**NO, "weight": 0}, USER, {**YES, "weight": 1}]}
     example = example_of(readings(row, tmp_path, {"turns": "all"})["sft"][0])
     assert example.answers == (GOOD,) and BAD in example.prompt
     _, told = readings({"query": "p", "response": "a", "tools": "[{}]"}, tmp_path, {})["sft"]
     assert told.notes[-1].endswith("; not read: 'tools'")
-
-
-def test_prompts_of_both_kinds_are_told_with_the_setting_that_makes_them_one(tmp_path: Path) -> None:
     path = write_rows(tmp_path, *({"prompt": prompt, "completion": "4"} for prompt in ("2+2?", [USER])))
     for settings, both in (({}, True), ({"format": "messages", "columns": {"prompt": "prompt"}}, False)):
         problems = RowProblems(Quarantine())

@@ -67,7 +67,7 @@ def test_rows_are_told_of_by_time_at_each_stage(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr() == ("", "")
 
 
-def test_rows_that_a_check_refuses_fall_under_bad_rows(tmp_path: Path) -> None:
+def test_rows_that_a_check_refuses_and_long_prompts_fall_under_their_policies(tmp_path: Path) -> None:
     path = write_rows(tmp_path, {"prompt": "a", "answer": 1}, {"prompt": "b"}, {"prompt": "c"})
 
     def check(fields: Mapping[str, Any]) -> None:
@@ -78,9 +78,6 @@ def test_rows_that_a_check_refuses_fall_under_bad_rows(tmp_path: Path) -> None:
         load(path, check=check)
     kept, quarantine = load(path, check=check, bad_rows="quarantine")
     assert [row.text for row in kept.rows] == ["a"] and [entry["line"] for entry in quarantine.entries] == [2, 3]
-
-
-def test_long_prompts_under_each_policy(tmp_path: Path) -> None:
     path = write_rows(tmp_path, {"prompt": "123456"}, {"prompt": "12345"}, {"prompt": "abcdefgh"})
     with pytest.raises(DataError, match="(?s)2 rows.*jsonl:1: .*6 tokens.*max_prompt_tokens=5.*jsonl:3.*data.long_rows"):
         load(path, max_prompt_tokens=5, long_rows="error")
@@ -91,9 +88,6 @@ def test_long_prompts_under_each_policy(tmp_path: Path) -> None:
     kept, quarantine = load(path, max_prompt_tokens=5, long_rows="quarantine")
     assert [row.row for row in kept.rows] == [1] and kept.num_quarantined == 2
     assert [entry["line"] for entry in quarantine.entries] == [1, 3]
-
-
-def test_bad_and_long_rows_are_reported_together_and_nothing_left_is_an_error(tmp_path: Path) -> None:
     path = write_rows(tmp_path, {"prompt": "123456"}, {"prompt": ""}, [], {"prompt": "ok"})
     with pytest.raises(DataError, match="3 rows") as caught:
         load(path, max_prompt_tokens=5)
@@ -119,8 +113,7 @@ def test_stream_is_a_permutation_per_epoch_and_resumes(
 ) -> None:
     prompts = plain_set(num_rows)
     ends = [40, *([] if epochs is None else [epochs * num_rows]), *([] if limit is None else [limit])]
-    stream = PromptStream(prompts, seed, epochs=epochs, limit=limit, shuffle=shuffle)
-    given_prompts = list(islice(stream, 40))
+    given_prompts = list(islice(PromptStream(prompts, seed, epochs=epochs, limit=limit, shuffle=shuffle), 40))
     assert [prompt.seq_id for prompt in given_prompts] == list(range(min(ends)))
     for epoch_start in range(0, len(given_prompts) - num_rows + 1, num_rows):
         rows = [prompt.row for prompt in given_prompts[epoch_start : epoch_start + num_rows]]
@@ -159,8 +152,7 @@ def test_responses_of_a_prompt_follow_each_other_under_own_positions(
 
 
 def test_order_depends_on_seed_and_epoch_and_never_on_the_platform() -> None:
-    orders = {tuple(epoch_order(50, seed, epoch)) for seed in range(4) for epoch in range(4)}
-    assert len(orders) == 16
+    assert len({tuple(epoch_order(50, seed, epoch)) for seed in range(4) for epoch in range(4)}) == 16
     # Philox4x64 is a published function: these words, and so this order, are the same everywhere.
     words = philox4x64(1, (1, 0)) + philox4x64(2, (1, 0))
     assert epoch_order(8, 1, 0) == sorted(range(8), key=words.__getitem__)
@@ -242,16 +234,13 @@ def test_drawn_lengths_are_quantiles_which_auto_scales_to_the_limit(shared_data:
     assert lengths.tolist() == np.clip(np.rint(unscaled * factor), 1, 256).tolist()
 
 
-def test_both_formats_say_the_same(tmp_path: Path) -> None:
+def test_both_formats_of_lengths_say_the_same_0_becomes_1_and_the_scale_is_a_factor(tmp_path: Path) -> None:
     rows = write(tmp_path, "\ufeffn , Tokens\na,5\n\nb,2\r\nc, 5\n")
     histogram = tmp_path / "histogram.csv"
     histogram.write_text("requests,kind,tokens\n9,input,77\n1,output,2\n2,output,5\n0,output,9\n")
     expected = LengthTrace((2, 5), (1, 3))
     assert read_length_trace(rows, "Tokens") == read_length_trace(histogram) == expected
     assert read_length_trace(histogram, "input") == LengthTrace((77,), (9,))
-
-
-def test_lengths_of_0_become_1_and_the_scale_is_a_factor(tmp_path: Path) -> None:
     path = write(tmp_path, REQUESTS + "t,1,0\nt,1,10\n")
     assert set(drawn(rollout(path, scale=2.5), 40)) == {1, 25}
     assert set(drawn(rollout(path, limit=12, scale=2.5), 40)) == {1, 12}

@@ -162,7 +162,7 @@ def test_without_pyarrow_there_is_a_remedy(tmp_path: Path, monkeypatch: pytest.M
         read(tmp_path / name)
 
 
-def test_patterns_and_folders_name_several_files(tmp_path: Path) -> None:
+def test_patterns_and_folders_name_several_files_and_of_splits_train_is_read(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.json", "c.txt"):
         (tmp_path / name).write_bytes(jsonl())
     for path in (tmp_path, tmp_path / "[ab].json*", tmp_path / "**" / "*.json*"):
@@ -171,9 +171,6 @@ def test_patterns_and_folders_name_several_files(tmp_path: Path) -> None:
         assert [row.index for row in rows] == list(range(6))
     with pytest.raises(ConfigError, match="is a pattern that no file matches.*looked from"):
         read(tmp_path / "*.parquet")
-
-
-def test_of_a_folder_with_splits_train_is_read(tmp_path: Path) -> None:
     folder = tmp_path / "set" / "data"
     folder.mkdir(parents=True)
     for name in ("train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "test-00000-of-00001.jsonl"):

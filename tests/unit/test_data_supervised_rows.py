@@ -142,29 +142,22 @@ def steps(config: DataConfig, *more: Any, **settings: Any) -> list[Steps]:
     return loader(config, *more, **settings).steps("\n")
 
 
-def test_labels_lie_at_the_ends_that_a_policys_response_has(tmp_path: Path) -> None:
+def test_labels_lie_at_the_ends_of_a_policys_response_of_whole_steps_and_are_as_many_as_steps(tmp_path: Path) -> None:
     rows = [
         {"prompt": "q", "completions": ["ab", "cd", "e"], "labels": [True, 0.25, False]},
         {"prompt": "q", "completions": ["ab", "cd\n"], "labels": [None, 1]},
         {"prompt": [{"role": "user", "content": "hi"}], "completions": ["a", "b"], "labels": [1, 0]},
     ]
     assert steps(write(tmp_path, *rows)) == [
-        Steps(ids("q"), ids("ab\ncd\ne") + EOS, [2, 5, 7], [1.0, 0.25, 0.0]),
-        Steps(ids("q"), ids("ab\ncd\n") + EOS, [5], [1.0]),
+        Steps(ids("q"), ids("ab\ncd\ne") + EOS, [2, 5, 7], [1.0, 0.25, 0.0]), Steps(ids("q"), ids("ab\ncd\n") + EOS, [5], [1.0]),
         Steps(ids("<user>hi\3\n<assistant>"), ids("a\nb") + EOS, [1, 3], [1.0, 0.0]),
-    ]
-
-
-def test_of_a_row_that_is_cut_the_whole_steps_are_left(tmp_path: Path) -> None:
+    ]  # fmt: skip
     config = write(tmp_path, {"prompt": "q", "completions": ["ab", "cd", "ef"], "labels": [1, 0, 0]})
     assert steps(config, 8, "truncate") == [Steps(ids("q"), ids("ab\ncd\ne"), [2, 5], [1.0, 0.0])]
     with pytest.raises(DataError, match="no step with a label ends within max_tokens=3"):
         steps(config, 3, "truncate")
     with pytest.raises(DataError, match="have 10 tokens, more than max_tokens=9"):
         steps(config, 9)
-
-
-def test_rows_with_other_steps_than_labels_are_set_aside(tmp_path: Path) -> None:
     rows = [{"prompt": "q", "completions": ["a\nb"], "labels": [1]}, {"prompt": "q", "completions": ["a", "b"], "labels": [1, 0]}]
     config, quarantine = DataConfig(path=write_rows(tmp_path, *rows), bad_rows="quarantine"), Quarantine()
     assert steps(config, quarantine=quarantine) == [Steps(ids("q"), ids("a\nb") + EOS, [1, 3], [1.0, 0.0])]
@@ -199,7 +192,7 @@ def shown(rows: list[Marked], tokenizer: Tokenizer) -> list[tuple[str, str, list
     return [(tokenizer.decode(row.prompt), tokenizer.decode(row.completion[:-1]), row.wanted) for row in rows]
 
 
-def test_a_label_says_whether_a_completion_is_wanted(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_label_says_whether_a_completion_is_wanted_and_a_pair_is_two_rows(tmp_path: Path, tokenizer: Tokenizer) -> None:
     for labels in ((True, False), (1, 0), ("true", "False"), ("1", "0"), (1.0, 0.0)):
         rows = [WANTED | {"label": labels[0]}, UNWANTED | {"label": labels[1]}]
         found, quarantine = load("kto", rows, tmp_path, tokenizer)
@@ -212,13 +205,9 @@ def test_a_label_says_whether_a_completion_is_wanted(tmp_path: Path, tokenizer: 
     assert "1 completions are wanted in one row and unwanted in another" in quarantine.notes
     with pytest.raises(DataError, match=r"no column for the label .*set data.columns.label|Set data.columns.label"):
         load("kto", rows, tmp_path, tokenizer)
-
-
-def test_a_pair_is_two_rows_of_kto(tmp_path: Path, tokenizer: Tokenizer) -> None:
     asked, answers = {"role": "user", "content": "1+1="}, {name: PAIR[name] for name in ("chosen", "rejected")}
     hh = {name: f"\n\nHuman: 1+1=\n\nAssistant: {text}" for name, text in answers.items()}
-    messages = {name: [asked, {"role": "assistant", "content": text}] for name, text in answers.items()}
-    for pair in (PAIR, hh, messages):
+    for pair in (PAIR, hh, {name: [asked, {"role": "assistant", "content": text}] for name, text in answers.items()}):
         found, _ = load("kto", [pair], tmp_path, tokenizer)
         assert [(answer.strip(), wanted) for _, answer, wanted in shown(found, tokenizer)] == [("2", [1]), ("3", [0])]
         assert found[0].prompt == found[1].prompt
@@ -249,7 +238,7 @@ def test_what_is_refused(case: str, tmp_path: Path, tokenizer: Tokenizer) -> Non
         load(kind, rows, tmp_path, tokenizer)
 
 
-def test_what_is_refused_or_too_long_can_be_set_aside(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_what_is_refused_too_long_or_cut_to_the_same_tokens_can_be_set_aside(tmp_path: Path, tokenizer: Tokenizer) -> None:
     for kind, num in (("dpo", 1), ("kto", 2)):
         found, quarantine = load(kind, [SAME, PAIR], tmp_path, tokenizer, bad_rows="quarantine")
         assert len(found) == num and [entry["line"] for entry in quarantine.entries] == [1]
@@ -257,9 +246,6 @@ def test_what_is_refused_or_too_long_can_be_set_aside(tmp_path: Path, tokenizer:
     rows = [PAIR, PAIR | {"rejected": "2 wanted " * 9}]
     found, quarantine = load("kto", rows, tmp_path, tokenizer, most=20, long_rows="quarantine")
     assert [row.wanted for row in found] == [[1], [0], [1]] and len(quarantine.entries) == 1, "a row of a pair alone"
-
-
-def test_answers_that_are_cut_to_the_same_tokens_are_no_pair(tmp_path: Path, tokenizer: Tokenizer) -> None:
     answer = "2 wanted 2 wanted 2 wanted"
     rows = [PAIR, PAIR | {"chosen": f"{answer} 7", "rejected": f"{answer} 8"}]
     assert len(load("dpo", rows, tmp_path, tokenizer, long_rows="truncate")[0]) == 2
@@ -301,7 +287,7 @@ def test_lengths_are_long_tailed(seed: int) -> None:
     assert short > 0.7 * len(sample) and max(problem.num_operations for problem in sample) == 24
 
 
-def test_wrong_solutions_are_wrong_and_alike(five_thousand: list[Problem]) -> None:
+def test_wrong_solutions_are_alike_a_slip_is_followed_through_and_a_misreport_is_right_work(five_thousand: list[Problem]) -> None:
     rng = random.Random(0)
     wrong = [generated.wrong_solution(problem, rng) for problem in five_thousand]
     assert all(verify("arithmetic", text, problem.answer) == 0.0 for text, problem in zip(wrong, five_thousand, strict=True))
@@ -310,9 +296,6 @@ def test_wrong_solutions_are_wrong_and_alike(five_thousand: list[Problem]) -> No
     num_lines = [text.count("\n") - problem.num_operations for text, problem in zip(wrong, five_thousand, strict=True)]
     assert set(num_lines) > {0, -1} and min(num_lines) < -3, "slips and copies, skipped steps, early stops"
     assert any(all(check_work(text)) for text in wrong), "right work, wrong last line or missing steps"
-
-
-def test_a_slip_is_one_wrong_line_followed_through(five_thousand: list[Problem]) -> None:
     rng = random.Random(0)
     for problem in [*five_thousand[:1000], Problem((99, -9, 9)), Problem((1, -1, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9))]:
         slipped = generated.slipped_solution(problem, rng)
@@ -321,9 +304,6 @@ def test_a_slip_is_one_wrong_line_followed_through(five_thousand: list[Problem])
         results = [re.split(r"[+\-=]", line) for line in lines[:-1]]
         assert all(before[-1] == after[0] for before, after in zip(results, results[1:], strict=False))
         assert lines[-1] == f"#### {results[-1][-1]}" and 0 <= int(results[-1][-1]) <= 99
-
-
-def test_a_misreport_is_right_work_and_the_result_before_the_last(five_thousand: list[Problem]) -> None:
     assert generated.misreported_solution(Problem((7, 5, -3)), random.Random(0)) == "7+5=12\n12-3=9\n#### 12"
     for problem in five_thousand[:1000]:
         text = generated.misreported_solution(problem, random.Random(0))
@@ -357,8 +337,7 @@ def test_written_files(tmp_path: Path) -> None:
     def right(prompt: str, solution: str) -> bool:
         return verify("arithmetic", solution, eval(prompt.removeprefix("Q: ").removesuffix("=?\nA:"))) == 1.0
 
-    num_wrong = sum(not right(row["prompt"], row["completion"]) for row in rows["sft"])
-    assert 200 < num_wrong < 300
+    assert 200 < sum(not right(row["prompt"], row["completion"]) for row in rows["sft"]) < 300
     assert all(right(row["prompt"], row["chosen"]) and not right(row["prompt"], row["rejected"]) for row in rows["pairs"])
     assert all(right(row["prompt"], f"#### {row['answer']}") for row in rows["prompts"] + rows["heldout"])
     heldout = {row["prompt"] for row in rows["heldout"]}

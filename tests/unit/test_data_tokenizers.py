@@ -298,7 +298,7 @@ def test_which_tokens_end_steps(separator: str, text: str, ends: list[int]) -> N
     assert StepEnds(separator, tokenizer.decode).of(tokenizer.encode(text)) == ends
 
 
-def test_what_a_token_has_behind_the_separator_is_of_the_next_step() -> None:
+def test_what_a_token_has_after_the_separator_is_of_the_next_step_and_few_tokens_are_decoded_again() -> None:
     words = {0: "a", 1: "b\nc", 2: "\n", 3: "", 4: ".\n\n", 5: "x\ny\nz"}
     step_ends = StepEnds("\n", lambda ids: "".join(words[i] for i in ids))
     assert step_ends.of([0, 1, 2, 3]) == [1, 2], "c is a step"
@@ -309,9 +309,6 @@ def test_what_a_token_has_behind_the_separator_is_of_the_next_step() -> None:
     words = {0: " a", 1: " |", 3: ""}  # by a decoder that drops the space in front, as sentencepiece's does
     step_ends = StepEnds(" |", lambda ids: "".join(words[i] for i in ids).removeprefix(" "))
     assert step_ends.of([0, 1, 1, 3]) == [1] and step_ends.of([0, 1, 1, 0, 1, 3]) == [1, 4]
-
-
-def test_few_tokens_are_decoded_again() -> None:
     decode = mock.Mock(side_effect=CharacterTokenizer().decode)
     response = [ord(character) for character in ("a" * 19 + "\n") * 500]
     assert len(StepEnds("\n", decode).of(response)) == 500

@@ -126,8 +126,7 @@ def test_what_is_sent_arrives(chunks: list[Chunk]) -> None:
 def test_every_bit_of_a_log_prob_arrives() -> None:
     encoder, decoder = ends()
     values = [-0.1, -5e-324, -math.inf, -0.0]
-    sent = Chunk(0, 4, [ChunkRow(7, 0, [1, 2, 3, 4], values, values[::-1], 0)])
-    got = receive(decoder, encoder.encode(sent)).rows[0]
+    got = receive(decoder, encoder.encode(Chunk(0, 4, [ChunkRow(7, 0, [1, 2, 3, 4], values, values[::-1], 0)]))).rows[0]
     assert np.array(got.logprobs).tobytes() == np.array(values).tobytes()
     assert np.array(got.sampling_logprobs).tobytes() == np.array(values[::-1]).tobytes()
 

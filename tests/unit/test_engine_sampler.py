@@ -98,11 +98,9 @@ def test_frequencies_follow_the_distribution(sampling: Sampling) -> None:
 @settings(deadline=None)
 @given(
     logits=st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=12, unique=True),
-    temperature=st.sampled_from([0.5, 1.0, 1.7]),
-    top_k=st.integers(0, 14),
-    top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
+    temperature=st.sampled_from([0.5, 1.0, 1.7]), top_k=st.integers(0, 14), top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
     seq_id=UINT32,
-)
+)  # fmt: skip
 def test_draw_inverts_the_truncated_distribution(
     logits: list[float], temperature: float, top_k: int, top_p: float, seq_id: int
 ) -> None:
@@ -253,8 +251,7 @@ def test_a_response_ends_with_the_first_token_behind_which_its_text_has_a_stop(t
         end = plain_end(tokenizer, stops, response)
         for known in (0, draws.randrange(end or len(response))):
             (count,), (reason,) = stopping.ends(np.array([response[known:]]), [10**6], [response[:known]])
-            expected = (len(response), None) if end is None else (end, "stop")
-            assert (known + count, reason) == expected, (stops, response)
+            assert (known + count, reason) == ((len(response), None) if end is None else (end, "stop")), (stops, response)
         found += end is not None
         beyond += end is not None and end > 40
     assert found > 40 and beyond > 3

@@ -91,8 +91,7 @@ def test_means_and_errors_are_those_of_the_statistics_book() -> None:
     rng = random.Random(1)
     table = [[1.0, rng.random(), float(rng.random() > 0.4)] for _ in range(50)]
     parts = [moments_of(table[:20], 3), moments_of(table[20:], 3), moments_of([], 3)]
-    found = ratios([sum(each) for each in zip(*parts, strict=True)], 3)
-    for column, (mean, error) in enumerate(found, start=1):
+    for column, (mean, error) in enumerate(ratios([sum(each) for each in zip(*parts, strict=True)], 3), start=1):
         values = [row[column] for row in table]
         assert mean == pytest.approx(statistics.fmean(values))
         assert error == pytest.approx(statistics.stdev(values) / math.sqrt(50))

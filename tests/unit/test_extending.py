@@ -164,8 +164,7 @@ def loss_of(function: Callable[[LossInputs], Any] | None, reduction: Reduction =
         counts={"batch_size": 4, "group_size": 2},
     )  # fmt: skip
     if function is not None:
-        plugin = Plugin(function, "algorithm.loss mine:f")
-        choices = {"custom": CustomLoss(plugin, mean=reduction == "sequence_mean")}
+        choices = {"custom": CustomLoss(Plugin(function, "algorithm.loss mine:f"), mean=reduction == "sequence_mean")}
     loss, _ = policy_loss(logp_T, targets, Surrogate(0.2, **choices), count)
     return [loss, *torch.autograd.grad(loss, logp_T)]
 

@@ -23,16 +23,12 @@ from oppo_megatron.cli.measure import check_devices
 from oppo_megatron.cli.ready import on_one_rank
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.data.tokenizer import train_sentencepiece
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.checks import check_layouts
 from oppo_megatron.layout.placements import world_size
+from tests.support.commands import SHAPE, work_in
 
 ROOT = Path(__file__).parents[2]
-SHAPE = {
-    "model_type": "qwen2", "vocab_size": 304, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}  # fmt: skip
 TRAIN = {
     "run_dir": "run", "tokenizer": {"path": "t.model"}, "placement": {"mode": "single"},
     "data": {"path": "rows.jsonl", "max_prompt_tokens": 40}, "actor": {"init": SHAPE}, "critic": {"init": SHAPE},
@@ -47,13 +43,8 @@ SFT = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    texts = [f"what is {n} plus {n}? it is {2 * n} = + - * 0123456789" for n in range(60)]
-    train_sentencepiece(texts, tmp_path / "t.model", 300)
-    row = {"prompt": "1+1=", "answer": "2", "completion": "it is 2"}
-    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    work_in(tmp_path, monkeypatch, vocabulary=True)
+    (tmp_path / "rows.jsonl").write_text((json.dumps({"prompt": "1+1=", "answer": "2", "completion": "it is 2"}) + "\n") * 8)
     (tmp_path / "train.yaml").write_text(yaml.safe_dump(TRAIN))
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump(SFT))
     return tmp_path
@@ -222,8 +213,7 @@ def test_a_frozen_reward_model_is_not_told_to_begin_with_a_new_head(folder: Path
 
 def test_a_full_disk_anywhere_is_a_sentence(folder: Path, capsys: CaptureFixture[str], monkeypatch: MonkeyPatch) -> None:
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        full = mock.Mock(side_effect=OSError(number, os.strerror(number)))
-        monkeypatch.setattr("oppo_megatron.cli.run.require_ready", full)
+        monkeypatch.setattr("oppo_megatron.cli.run.require_ready", mock.Mock(side_effect=OSError(number, os.strerror(number))))
         said = refused(capsys, "train", "train.yaml")
         assert "the disk has no place" in said and "free some" in said and len(said.splitlines()) == 1
     assert str(ConfigError("x is no folder")) == "x is no folder"
@@ -255,8 +245,7 @@ def test_a_rank_does_not_load_what_it_never_calls() -> None:
         "torch._dynamo", "torch._inductor", "torch.utils.tensorboard",
     )  # fmt: skip
     look = f"import sys, oppo_megatron.train.entry; print(sorted(set({unused!r}) & set(sys.modules)))"
-    ended = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=240, check=True)
-    assert ended.stdout == "[]\n"
+    assert subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=240, check=True).stdout == "[]\n"
 
 
 def test_compiling_at_the_first_call_gives_what_compiling_at_once_does() -> None:

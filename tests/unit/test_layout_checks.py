@@ -172,7 +172,7 @@ def test_numbers_and_divisions_in_messages() -> None:
     ]
 
 
-def test_all_problems_come_at_once() -> None:
+def test_all_problems_come_at_once_absurd_numbers_too_and_a_model_that_cannot_be_read_is_none_of_them() -> None:
     changes = {
         **EIGHT, "critic.ranks": "0-7,3", "reference.parallel": {"pp": 3}, "reward.ranks": "7-0", "actor.parallel": {"tp": 8},
         "actor.train": {"tp": 1, "vpp": 9, "sequence_parallel": True}, "runtime.kv_cache_mb": 0.001, "overlap.schedule": "woven",
@@ -184,9 +184,6 @@ def test_all_problems_come_at_once() -> None:
         "8 layers do not divide by pp 1 x vpp 9", "actor.train.sequence_parallel is true", "critic: runtime.kv_cache_mb",
     ):  # fmt: skip
         assert expected in text
-
-
-def test_absurd_numbers_are_refused_at_once_and_a_model_that_cannot_be_read_is_no_layout_problem() -> None:
     start = time.thread_time()
     changes = {"actor.parallel": {"tp": 10**9, "pp": 10**9}, "critic.ranks": "0-99999999999", "reward.ranks": "7-5"}
     assert len(problems_of(changes)) == 2

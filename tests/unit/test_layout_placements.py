@@ -13,19 +13,11 @@ from pydantic import ValidationError
 from oppo_megatron.config.model import LoraConfig, ParallelConfig, RoleConfig, TrainingLayoutConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import RewardModelConfig
+from oppo_megatron.layout import placements as placements_module
 from oppo_megatron.layout.activations import MASK_NUMBERS, Call, Model, TrainingBatch, cached_activations, kept_activations
 from oppo_megatron.layout.layouts import Sizes
 from oppo_megatron.layout.memory import Memory, kv_slots, stage_layers, stage_parameters, table_bytes, training_state
-from oppo_megatron.layout.placements import (
-    RolePlacement,
-    has_own_training_weights,
-    named_roles,
-    parse_ranks,
-    role_placements,
-    shares_weights,
-    training_placements,
-    world_size,
-)
+from oppo_megatron.layout.placements import RolePlacement, has_own_training_weights, named_roles, role_placements, shares_weights
 from oppo_megatron.layout.role_memory import Holding, rank_memory, supervised_holdings, train_holdings
 from oppo_megatron.layout.shape import kv_bytes_per_token
 from tests.support.configs import least_config, run_of
@@ -50,7 +42,7 @@ def test_coords_by_role_and_ranks_are_inverse(tp: int, pp: int, dp: int, random:
     assert placement.output_rank(dp - 1) == placement.stage_ranks(dp - 1, pp - 1)[0]
 
 
-def test_default_places_of_each_mode() -> None:
+def test_default_places_of_each_mode_and_a_reference_beside_the_actor() -> None:
     """Without a reference of its own a run has the actor's model as one."""
     roles = named_roles(placed_by(reward={"checkpoint": "rm"}))
     assert list(roles) == ["actor", "reference", "critic", "reward"]
@@ -64,9 +56,6 @@ def test_default_places_of_each_mode() -> None:
     colocated = role_placements(placed_by(placement={"mode": "colocated", "actor": sizes}))
     assert colocated["actor"] == colocated["critic"] == colocated["reference"]
     assert set(role_placements(placed_by(placement={"mode": "single"})).values()) == {RolePlacement((0,))}
-
-
-def test_a_reference_beside_the_actor() -> None:
     placement = {"actor": {"tp": 2}, "reference": "actor"}
     placements = role_placements(placed_by(placement=placement))
     assert placements["reference"] == placements["actor"] == RolePlacement((0, 1), 2)
@@ -74,8 +63,7 @@ def test_a_reference_beside_the_actor() -> None:
     lora = {"lora": {"rank": 2, "alpha": 4}}
     assert shares_weights(placed_by(placement=placement, actor=lora)), "its weights are the actor's without adapters"
     assert not shares_weights(placed_by(placement={"actor": {"tp": 2}}, actor=lora))
-    own = {"parallel": {"dp": 2}} | lora
-    laid_out = role_placements(placed_by(placement=placement, actor=own))
+    laid_out = role_placements(placed_by(placement=placement, actor={"parallel": {"dp": 2}} | lora))
     assert laid_out["reference"] == laid_out["actor"] == RolePlacement((0, 1), dp=2), "where the actor decodes"
     elsewhere = role_placements(placed_by(placement=placement, actor={"ranks": "1-2"}, critic={"ranks": "0"}))
     assert elsewhere["reference"] == elsewhere["actor"] == RolePlacement((1, 2), 2)
@@ -83,22 +71,18 @@ def test_a_reference_beside_the_actor() -> None:
     assert role_placements(named)["reference"] == RolePlacement((2,), 1, 1, 1), "ranks of its own come first"
 
 
-def test_ranks_and_layouts_of_a_role() -> None:
+def test_ranks_and_layouts_of_a_role_whose_training_is_over_the_same_ranks() -> None:
     placement = {"mode": "colocated", "actor": {"pp": 4}}
     config = placed_by(placement=placement, critic={"ranks": "0-1"}, reference={"checkpoint": "a", "ranks": "5,4,3,2"})
     placements = role_placements(config)
     assert placements["critic"] == RolePlacement((0, 1), 1, 1, 2), "ranks alone: replicas"
     assert placements["reference"] == RolePlacement((5, 4, 3, 2), 1, 4, 1), "as many as the pool has: its layout"
-    assert world_size(config) == 6
-
-
-def test_training_is_over_the_same_ranks() -> None:
+    assert placements_module.world_size(config) == 6
     config = placed_by(
         placement={"mode": "colocated", "actor": {"tp": 2, "pp": 2}},
-        actor={"parallel": {"dp": 4}, "train": {"tp": 2, "pp": 1, "dp": 2}},
-        critic={"train": {"vpp": 2}},
-    )
-    serving, training = role_placements(config), training_placements(config)
+        actor={"parallel": {"dp": 4}, "train": {"tp": 2, "pp": 1, "dp": 2}}, critic={"train": {"vpp": 2}},
+    )  # fmt: skip
+    serving, training = role_placements(config), placements_module.training_placements(config)
     assert serving["actor"].layout == (1, 1, 4) and training["actor"].layout == (2, 1, 2)
     assert training["critic"] == serving["critic"]
     assert has_own_training_weights(serving["actor"], training["actor"], 1)
@@ -109,7 +93,7 @@ def test_training_is_over_the_same_ranks() -> None:
 @pytest.mark.parametrize(("text", "ranks"), [(3, (3,)), ("3", (3,)), ("0-2,5", (0, 1, 2, 5)), ("4,1-2", (4, 1, 2)), ("00", (0,))])
 def test_ranks_as_yaml_reads_them(text: object, ranks: tuple[int, ...]) -> None:
     assert RoleConfig.model_validate({"ranks": text}).ranks == str(text)
-    assert parse_ranks(str(text)) == ranks
+    assert placements_module.parse_ranks(str(text)) == ranks
 
 
 @pytest.mark.parametrize(
@@ -143,8 +127,7 @@ def test_stages_and_shards_add_up_to_the_model(family: str, tied: bool) -> None:
     norms = 64 * (8 * 2 + 1) + (8 * 2 * 128 if family == "qwen3" else 0)
     for tp, pp in ((1, 4), (2, 1), (2, 8)):
         total = sum(tp * stage_parameters(shape, tp, pp, stage, scalar=False) for stage in range(pp))
-        second_embedding = 96 * 64 if tied and pp > 1 else 0
-        assert total == whole + (tp - 1) * norms + second_embedding
+        assert total == whole + (tp - 1) * norms + (96 * 64 if tied and pp > 1 else 0)
     with_logits, scalar = (stage_parameters(SHAPE, 2, 2, 1, scalar=scalar) for scalar in (False, True))
     assert with_logits - scalar == 96 // 2 * 64 - 64, "a scalar head takes the place of the vocabulary"
 
@@ -216,42 +199,31 @@ APART = {"mode": "disaggregated", "actor": {"pp": 2}}
 SHORT = {"batch_size": 8, "max_response_tokens": 20}
 
 
-@pytest.mark.parametrize(
-    ("changes", "actor", "reference"),
-    [
-        # what a batch is cut into is measured only where decoding leaves bubbles that scoring may fill
-        ({"placement": WOVEN}, {"decode m-batches": "auto", "chunk C": "16-64"}, {"prefill tokens": "auto"}),
-        ({"placement": APART}, {"decode m-batches": "1"}, {"prefill tokens": "4096", "decode m-batches": "-"}),
-        ({"placement": {"mode": "single"}}, {"decode m-batches": "1"}, {"prefill tokens": "4096"}),
-        (
-            {"placement": WOVEN, "overlap": {"schedule": "intra", "inter": False}},
-            {"decode m-batches": "1", "B + delta": "8"}, {"prefill tokens": "4096"},
-        ),
-        # without streaming a chunk has the same size: the scorers only wait for the last one
-        (
-            {"placement": WOVEN, "overlap": {"intra": False, "chunk": 24}},
-            {"decode m-batches": "1", "chunk C": "24"}, {"prefill tokens": "4096"},
-        ),
-        # no more micro-batches than sequences, no chunk beyond the response limit, no micro-batch beyond its budget
-        (
-            {"placement": WOVEN, "overlap": {"weave": [40, 9000], "delta": {"rule": "fixed"}}, "rollout": SHORT},
-            {"decode m-batches": "16", "chunk C": "16-20", "B + delta": "12", "sequences a replica": "16"},
-            {"prefill tokens": "4096"},
-        ),
-        # a slot on a rank: 128 tokens x 2 x 4 layers x 2 heads x 8 x 4 bytes = 64 KiB
-        (
-            {"placement": WOVEN, "runtime": {"kv_cache_mb": 0.2}, "overlap": {"weave": [8, "auto"]}},
-            {"KV slots": "3", "sequences a replica": "16", "decode m-batches": "3"}, {"KV slots": "3"},
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "actor", "reference"), [
+    # what a batch is cut into is measured only where decoding leaves bubbles that scoring may fill
+    ({"placement": WOVEN}, {"decode m-batches": "auto", "chunk C": "16-64"}, {"prefill tokens": "auto"}),
+    ({"placement": APART}, {"decode m-batches": "1"}, {"prefill tokens": "4096", "decode m-batches": "-"}),
+    ({"placement": {"mode": "single"}}, {"decode m-batches": "1"}, {"prefill tokens": "4096"}),
+    ({"placement": WOVEN, "overlap": {"schedule": "intra", "inter": False}}, {"decode m-batches": "1", "B + delta": "8"},
+        {"prefill tokens": "4096"}),
+    # without streaming a chunk has the same size: the scorers only wait for the last one
+    ({"placement": WOVEN, "overlap": {"intra": False, "chunk": 24}}, {"decode m-batches": "1", "chunk C": "24"},
+        {"prefill tokens": "4096"}),
+    # no more micro-batches than sequences, no chunk beyond the response limit, no micro-batch beyond its budget
+    ({"placement": WOVEN, "overlap": {"weave": [40, 9000], "delta": {"rule": "fixed"}}, "rollout": SHORT},
+        {"decode m-batches": "16", "chunk C": "16-20", "B + delta": "12", "sequences a replica": "16"},
+        {"prefill tokens": "4096"}),
+    # a slot on a rank: 128 tokens x 2 x 4 layers x 2 heads x 8 x 4 bytes = 64 KiB
+    ({"placement": WOVEN, "runtime": {"kv_cache_mb": 0.2}, "overlap": {"weave": [8, "auto"]}},
+        {"KV slots": "3", "sequences a replica": "16", "decode m-batches": "3"}, {"KV slots": "3"}),
+])  # fmt: skip
 def test_batch_sizes_are_those_of_a_run(changes: dict[str, Any], actor: dict[str, str], reference: dict[str, str]) -> None:
     held = {h.role: h for h in holdings(**{"overlap": {}, **changes}) if h.rank == 0 or h.role == "reference"}
     assert actor.items() <= held["actor"].batches.items()
     assert reference.items() <= held["reference"].batches.items()
 
 
-def test_the_cache_has_the_slots_that_are_shown() -> None:
+def test_the_cache_has_the_slots_that_are_shown_and_another_training_layout_is_a_second_copy() -> None:
     actor = holdings(runtime={"kv_cache_mb": 0.1})[0]
     slot = 128 * 2 * 4 * 1 * 8 * 4
     assert actor.batches["KV slots"] == "3" and actor.memory.kv_cache == 3 * slot
@@ -261,9 +233,6 @@ def test_the_cache_has_the_slots_that_are_shown() -> None:
     judged = {"data": {"path": "rows.jsonl", "max_prompt_tokens": 28, "max_rows": 2}, "metrics": [rule]}
     without, evaluated = (holdings(evaluation=evaluation)[0].memory.kv_cache for evaluation in (None, judged))
     assert evaluated == without * 8 / 6, "held-out answers have their own cache"
-
-
-def test_another_training_layout_is_a_second_copy() -> None:
     same = {h.role: h for h in holdings() if h.rank == 0}
     moved = {h.role: h for h in holdings(actor={"init": SHAPE, "train": {"tp": 1, "pp": 4}}) if h.rank == 0}
     assert list(moved) == ["actor", "actor.train", "reference", "critic"]
@@ -330,8 +299,7 @@ def test_a_rank_takes_what_its_roles_hold_and_the_largest_of_what_they_compute_a
     both = holdings(placement={"mode": "single"})
     assert rank_memory(both) == {0: Memory.of_rank([h.memory for h in both])}
     config = {"run_dir": "r", "tokenizer": {"path": "t"}, "data": {"path": "d"}, "model": {"init": SHAPE}}
-    given = RewardModelConfig(**config, batch_size=9, parallel={"pp": 2, "dp": 2})
-    held = supervised_holdings(given, on_cpu=True)
+    held = supervised_holdings(RewardModelConfig(**config, batch_size=9, parallel={"pp": 2, "dp": 2}), on_cpu=True)
     found = [(h.rank, h.role, h.coords.stage, h.coords.replica) for h in held]
     assert found == [(0, "model", 0, 0), (1, "model", 0, 1), (2, "model", 1, 0), (3, "model", 1, 1)]
     assert held[0].batches["rows a replica"] == "5" and held[0].memory.kv_cache == 0

@@ -17,29 +17,11 @@ from hypothesis import strategies as st
 from oppo_megatron.config.model import ParallelConfig, PlacementConfig
 from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.errors import ConfigError, PlacementError
-from oppo_megatron.layout.candidates import (
-    CONFIRMED_RUNS,
-    Candidate,
-    Choice,
-    LeftOut,
-    Machine,
-    Options,
-    Run,
-    Trial,
-    choose,
-    find_candidates,
-    fingerprint,
-    measure_all,
-    most_ranks,
-    probe_config,
-    read_run,
-    to_record,
-)
+from oppo_megatron.layout import candidates
+from oppo_megatron.layout.candidates import CONFIRMED_RUNS, Candidate, Machine, Options, Run, choose, find_candidates, fingerprint
 from oppo_megatron.layout.checks import check_auto_placement, check_layouts
 from oppo_megatron.layout.kernels import Available, find_available, import_fault, kernel_table, layer_kind, layer_problem, usable
 from oppo_megatron.layout.placements import world_size
-
-ROLES = ("actor", "reference", "critic")
 
 
 def shape(kv_heads: int) -> dict[str, Any]:
@@ -143,7 +125,7 @@ def test_every_candidate_passes_the_checks_of_a_run(units: int, kv_heads: int, r
     assert len(set(names(options))) == len(options.candidates) <= 15
     for candidate in options.candidates:
         config = asked.with_placement(candidate.placement)
-        assert check_layouts(config, dict.fromkeys(ROLES, shape(kv_heads))) == []
+        assert check_layouts(config, dict.fromkeys(("actor", "reference", "critic"), shape(kv_heads))) == []
         assert world_size(config) == candidate.num_ranks <= max(units, 1)
         assert candidate == Candidate.of_record({"chosen": {"placement": candidate.yaml_tree()}})
 
@@ -151,25 +133,22 @@ def test_every_candidate_passes_the_checks_of_a_run(units: int, kv_heads: int, r
 def test_threads_of_a_rank_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     asked = settings()
-    assert most_ranks(asked, Machine("cpu", 16)) == 4 and most_ranks(asked, Machine("cpu", 3)) == 1
+    assert candidates.most_ranks(asked, Machine("cpu", 16)) == 4 and candidates.most_ranks(asked, Machine("cpu", 3)) == 1
     options = find_candidates(asked, Machine("cpu", 16))
     assert "disaggregated 1 | 1" not in names(options), "it would use 8 of 16 cores"
     assert "disaggregated dp 3 | 1" in names(options)
 
 
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"actor": {"init": shape(2), "parallel": {"tp": 2}}}, "actor.parallel is tp 2 x pp 1 x dp 1"),
-        ({"actor": {"init": shape(2), "train": {"dp": 2}}}, "actor.train.dp is 2"),
-        ({"critic": {"init": shape(2), "train": {"vpp": 2}}}, "critic.train.vpp is 2"),
-        ({"critic": {"init": shape(2), "ranks": "0-1"}}, "critic.ranks is 0-1"),
-        ({"reference": {"init": shape(2), "parallel": {"dp": 2}}}, "reference.parallel is tp 1 x pp 1 x dp 2"),
-        ({"placement": {"mode": "auto", "actor": {"tp": 2}}}, "placement.actor is tp 2 x pp 1 x dp 1"),
-        ({"placement": {"mode": "auto", "scorer": {}}}, "placement.scorer is tp 1 x pp 1 x dp 1"),
-        ({"placement": {"mode": "auto", "reference": "actor"}}, "placement.reference is actor"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "key"), [
+    ({"actor": {"init": shape(2), "parallel": {"tp": 2}}}, "actor.parallel is tp 2 x pp 1 x dp 1"),
+    ({"actor": {"init": shape(2), "train": {"dp": 2}}}, "actor.train.dp is 2"),
+    ({"critic": {"init": shape(2), "train": {"vpp": 2}}}, "critic.train.vpp is 2"),
+    ({"critic": {"init": shape(2), "ranks": "0-1"}}, "critic.ranks is 0-1"),
+    ({"reference": {"init": shape(2), "parallel": {"dp": 2}}}, "reference.parallel is tp 1 x pp 1 x dp 2"),
+    ({"placement": {"mode": "auto", "actor": {"tp": 2}}}, "placement.actor is tp 2 x pp 1 x dp 1"),
+    ({"placement": {"mode": "auto", "scorer": {}}}, "placement.scorer is tp 1 x pp 1 x dp 1"),
+    ({"placement": {"mode": "auto", "reference": "actor"}}, "placement.reference is actor"),
+])  # fmt: skip
 def test_written_ranks_and_layouts_leave_nothing_to_choose(changes: dict[str, Any], key: str) -> None:
     assert check_auto_placement(settings()) == []
     [problem] = check_auto_placement(settings(**changes))
@@ -181,7 +160,7 @@ def test_written_ranks_and_layouts_leave_nothing_to_choose(changes: dict[str, An
 def test_a_measuring_run_is_the_configuration_but_short_and_quiet() -> None:
     asked = settings(evaluation={"data": {"path": "x"}, "metrics": [{"kind": "verifier", "name": "gsm8k"}]}, steps=900)
     placement = PlacementConfig(mode="single")
-    probe = probe_config(asked, placement, Path("scratch"))
+    probe = candidates.probe_config(asked, placement, Path("scratch"))
     assert (probe.run_dir, probe.steps, probe.evaluation, probe.checkpoint.final) == (Path("scratch"), 3, None, "nothing")
     assert probe.logging.console == "off" and not probe.logging.trace and probe.overlap.chunk == 32
     changed = {"run_dir", "steps", "epochs", "evaluation", "logging", "overlap", "placement", "checkpoint"}
@@ -207,7 +186,7 @@ SINGLE = Candidate(PlacementConfig(mode="single"))
 PAIR = Candidate(PlacementConfig(mode="disaggregated", scorer=ParallelConfig()))
 REPLICAS = Candidate(PlacementConfig(mode="colocated", actor=ParallelConfig(dp=2)))
 ALL = (SINGLE, PAIR, REPLICAS)
-OPTIONS = Options(Machine("cpu", 2), ALL, (LeftOut("colocated tp 2", "1 key/value head does not divide"),))
+OPTIONS = Options(Machine("cpu", 2), ALL, (candidates.LeftOut("colocated tp 2", "1 key/value head does not divide"),))
 
 
 class Bench:
@@ -223,13 +202,13 @@ class Bench:
         return Run(steps=2, tokens=200, seconds=2 * now, decode_s=now, train_s=now / 2)
 
 
-def decide(*seconds: Sequence[float | str]) -> tuple[Choice, Bench, list[Trial]]:
+def decide(*seconds: Sequence[float | str]) -> tuple[candidates.Choice, Bench, list[candidates.Trial]]:
     bench = Bench({candidate.name: given_s for candidate, given_s in zip(ALL, seconds, strict=True)})
-    trials = measure_all(ALL, bench)
+    trials = candidates.measure_all(ALL, bench)
     return choose(OPTIONS, trials), bench, trials
 
 
-def test_a_clear_case_is_measured_once_and_compared_by_the_token() -> None:
+def test_a_clear_case_is_measured_once_and_close_ones_again_in_turn_so_that_one_odd_run_does_not_decide() -> None:
     choice, bench, _ = decide([3.0], [2.0], [2.5])
     assert bench.calls == [(candidate.name, 1) for candidate in ALL]
     assert choice.candidate == PAIR and choice.margin == pytest.approx(0.25)
@@ -238,10 +217,7 @@ def test_a_clear_case_is_measured_once_and_compared_by_the_token() -> None:
     )
     assert choice.reason == f"{reason} rounds that decode: 1 s per step against 1.25"
     runs = {SINGLE.name: Run(2, 100, 1.0, 0.5, 0.1), PAIR.name: Run(2, 210, 2.0, 0.5, 0.1)}
-    assert choose(OPTIONS, measure_all([SINGLE, PAIR], lambda candidate, turn: runs[candidate.name])).candidate == PAIR
-
-
-def test_close_ones_are_measured_again_in_turn_and_one_odd_run_does_not_decide() -> None:
+    assert choose(OPTIONS, candidates.measure_all([SINGLE, PAIR], lambda candidate, turn: runs[candidate.name])).candidate == PAIR
     choice, bench, trials = decide([2.0], [1.96, 2.1, 2.12], [2.5])
     assert bench.calls[3:] == [("single", 2), (PAIR.name, 2), ("single", 3), (PAIR.name, 3)]
     assert choice.candidate == SINGLE and choice.margin == pytest.approx(0.05)
@@ -271,7 +247,7 @@ def test_one_that_fails_is_left_out_and_of_failures_the_only_one_that_ran_is_lef
     choice, bench, trials = decide(["out of memory"], [2.0], [2.01])
     assert choice.candidate == PAIR and bench.calls.count(("single", 1)) == 1
     assert ("single", 2) not in bench.calls and (PAIR.name, 2) in bench.calls
-    record = to_record("key", OPTIONS, trials, choice)
+    record = candidates.to_record("key", OPTIONS, trials, choice)
     assert record["candidates"][0]["failure"] == "out of memory" and "seconds_per_token" not in record["candidates"][0]
     assert decide([1.99, "lost a peer"], [2.0], [2.5])[0].candidate == PAIR, "it failed when it was measured again"
     choice, _, _ = decide(["no"], [2.0], ["no"])
@@ -286,7 +262,7 @@ def test_one_that_fails_is_left_out_and_of_failures_the_only_one_that_ran_is_lef
 
 def test_the_record_gives_the_choice_back() -> None:
     choice, _, trials = decide([3.0], [2.0], [2.5])
-    record: dict[str, Any] = json.loads(json.dumps(to_record("key", OPTIONS, trials, choice)))
+    record: dict[str, Any] = json.loads(json.dumps(candidates.to_record("key", OPTIONS, trials, choice)))
     assert Candidate.of_record(record) == PAIR and record["key"] == "key"
     assert record["machine"] == {"device": "cpu", "units": 2}
     assert record["left_out"] == [{"name": "colocated tp 2", "reason": "1 key/value head does not divide"}]
@@ -300,11 +276,11 @@ def line(step_s: float, mean: float, deferred: dict[str, int]) -> dict[str, Any]
 
 
 def test_figures_of_a_run_leave_out_the_first_step() -> None:
-    run = read_run([line(9.0, 99.0, {"0": 4}), line(2.0, 10.0, {"0": 3, "1": 1}), line(3.0, 12.5, {"0": 4})])
+    run = candidates.read_run([line(9.0, 99.0, {"0": 4}), line(2.0, 10.0, {"0": 3, "1": 1}), line(3.0, 12.5, {"0": 4})])
     assert run == Run(steps=2, tokens=90, seconds=5.0, decode_s=2.0, train_s=1.0)
     assert run.other_s == 2.0 and run.seconds_per_token == pytest.approx(5 / 90)
     with pytest.raises(PlacementError, match="has 1 step, but the first one only warms up"):
-        read_run([line(9.0, 99.0, {"0": 4})])
+        candidates.read_run([line(9.0, 99.0, {"0": 4})])
 
 
 def table(available: Available) -> dict[str, tuple[str, str | None]]:
@@ -344,16 +320,12 @@ def test_auto_takes_transformer_engine_where_it_can(te: str | None, cuda: bool, 
 
 BROKEN = {
     "flash-attn 4": ("flash_attn", {"flash_attn/cute/__init__.py": ""}, "flash_attn is {folder}/flash_attn, without it"),
-    "built for another torch": (
-        "flash_attn", {"flash_attn/__init__.py": "raise ImportError('undefined symbol: _ZN3c10')"},
-        "ImportError: undefined symbol",
-    ),
+    "built for another torch": ("flash_attn", {"flash_attn/__init__.py": "raise ImportError('undefined symbol: _ZN3c10')"},
+        "ImportError: undefined symbol"),
     "PyPI's apex": ("apex", {"apex/__init__.py": ""}, "No module named 'apex.optimizers'"),
     "apex without kernels": ("apex", {"apex/optimizers.py": "class FusedAdam: pass"}, "No module named 'amp_C'"),
-    "transformer-engine without its compiled half": (
-        "transformer_engine", {"transformer_engine/__init__.py": "raise RuntimeError('Found empty meta package')"},
-        "RuntimeError: Found empty",
-    ),
+    "transformer-engine without its compiled half": ("transformer_engine",
+        {"transformer_engine/__init__.py": "raise RuntimeError('Found empty meta package')"}, "RuntimeError: Found empty"),
 }  # fmt: skip
 """Packages that are found, with the files that they have, and what is said of them."""
 

@@ -22,20 +22,10 @@ from oppo_megatron.config.model import ModelConfig, ParallelConfig, RuntimeConfi
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import RewardModelConfig, SFTConfig
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.layout import shape as shape_module
 from oppo_megatron.layout.hf_layout import Head, hf_tensors
 from oppo_megatron.layout.memory import stage_parameters
-from oppo_megatron.layout.shape import (
-    ModelShape,
-    causal_pairs,
-    check_head,
-    check_shape,
-    head_linear,
-    layer_linears,
-    max_positions,
-    num_kv_heads,
-    weight_bytes,
-    windows,
-)
+from oppo_megatron.layout.shape import ModelShape, causal_pairs, check_head, check_shape, max_positions, windows
 from oppo_megatron.mcore.attention import PackedPlan
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.model import RoleModel, step
@@ -45,8 +35,7 @@ from oppo_megatron.preflight.validate import check_shared_vocabulary, supervised
 
 QWEN: dict[str, Any] = {
     "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 100,
-    "max_position_embeddings": 256,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 256,
 }  # fmt: skip
 MISTRAL = {"model_type": "mistral", "architectures": None}
 MISFITS: list[tuple[dict[str, Any], str]] = [
@@ -64,8 +53,7 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": None}, "`hidden_size` of its config.json is None"),
     ({"num_hidden_layers": 0}, "`num_hidden_layers` of its config.json is 0"),
     ({"num_key_value_heads": "x"}, "`num_key_value_heads` of its config.json is 'x'"),
-    ({"max_position_embeddings": -5}, "`max_position_embeddings` of its config.json is -5"),
-    ({"head_dim": 7}, "head_dim is 7"),
+    ({"max_position_embeddings": -5}, "`max_position_embeddings` of its config.json is -5"), ({"head_dim": 7}, "head_dim is 7"),
     ({"rms_norm_eps": "tiny"}, "`rms_norm_eps` of its config.json is 'tiny'"),
     ({"architectures": "Qwen2ForCausalLM"}, "architecture 'Qwen2ForCausalLM' is not supported"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu', but only silu is computed"),
@@ -74,7 +62,7 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic' is not supported"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": "x"}}, "`factor` of its RoPE parameters"),
     ({"rope_theta": None}, "`rope_theta` of its RoPE parameters is None"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "expected"), MISFITS)
@@ -83,14 +71,11 @@ def test_each_misfit(change: dict[str, Any], expected: str) -> None:
     assert len(problems) == 1 and expected in problems[0] and problems[0].startswith("critic: ")
 
 
-@pytest.mark.parametrize(
-    ("change", "parallel", "expected"),
-    [
-        ({}, {"tp": 4}, "2 key/value heads do not divide by tp 4; choose tp from 1, 2"),
-        ({}, {"pp": 3}, "4 layers do not divide by pp 3; choose pp from 1, 2, 4"),
-        ({"intermediate_size": 129}, {"tp": 2}, "intermediate_size 129 does not divide by tp 2"),
-    ],
-)
+@pytest.mark.parametrize(("change", "parallel", "expected"), [
+    ({}, {"tp": 4}, "2 key/value heads do not divide by tp 4; choose tp from 1, 2"),
+    ({}, {"pp": 3}, "4 layers do not divide by pp 3; choose pp from 1, 2, 4"),
+    ({"intermediate_size": 129}, {"tp": 2}, "intermediate_size 129 does not divide by tp 2"),
+])  # fmt: skip
 def test_sizes_divide_over_a_layout(change: dict[str, Any], parallel: dict[str, int], expected: str) -> None:
     (problem,) = check_shape("critic", {**QWEN, **change}, ParallelConfig(**parallel), 256, 100)
     assert expected in problem
@@ -111,7 +96,7 @@ def test_windows_are_those_of_transformers() -> None:
         theirs = AutoConfig.for_model(**config)
         kinds_of = getattr(theirs, "layer_types", ["sliding_attention"] * 4)
         assert windows(config) == [theirs.sliding_window if "sliding" in kind else None for kind in kinds_of]
-    assert num_kv_heads({k: v for k, v in mistral.items() if k != "num_key_value_heads"}) == 8
+    assert shape_module.num_kv_heads({k: v for k, v in mistral.items() if k != "num_key_value_heads"}) == 8
 
 
 def test_every_tensor_rank_needs_a_token() -> None:
@@ -126,13 +111,10 @@ def test_every_tensor_rank_needs_a_token() -> None:
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
-@pytest.mark.parametrize(
-    ("extra", "positions"),
-    [
-        ({}, 256), ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 256), ({"rope_scaling": YARN}, 1024),
-        ({"rope_scaling": {**YARN, "original_max_position_embeddings": 256}}, 1024),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("extra", "positions"), [
+    ({}, 256), ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 256), ({"rope_scaling": YARN}, 1024),
+    ({"rope_scaling": {**YARN, "original_max_position_embeddings": 256}}, 1024),
+])  # fmt: skip
 def test_the_runtime_reads_the_context_that_was_checked(extra: dict[str, Any], positions: int) -> None:
     config = {**QWEN, **extra}
     assert ModelShape.from_hf(config).max_positions == max_positions(config) == positions
@@ -140,16 +122,12 @@ def test_the_runtime_reads_the_context_that_was_checked(extra: dict[str, Any], p
         ModelShape.from_hf({**config, "hidden_act": "gelu"})
 
 
-@pytest.mark.parametrize(
-    ("name", "architecture", "scalar", "expected"),
-    [
-        ("actor", "Qwen2ForCausalLM", False, ""),
-        ("reward", "Qwen2ForSequenceClassification", True, ""),
-        ("critic", "Qwen2ForCausalLM", True, ""),
-        ("reward", "Qwen2ForCausalLM", True, "a frozen model's new head would score at random"),
-        ("actor", "Qwen2ForSequenceClassification", False, "without a language-model head"),
-    ],
-)
+@pytest.mark.parametrize(("name", "architecture", "scalar", "expected"), [
+    ("actor", "Qwen2ForCausalLM", False, ""), ("reward", "Qwen2ForSequenceClassification", True, ""),
+    ("critic", "Qwen2ForCausalLM", True, ""),
+    ("reward", "Qwen2ForCausalLM", True, "a frozen model's new head would score at random"),
+    ("actor", "Qwen2ForSequenceClassification", False, "without a language-model head"),
+])  # fmt: skip
 def test_heads_of_checkpoints(name: str, architecture: str, scalar: bool, expected: str) -> None:
     config = {**QWEN, "architectures": [architecture]}
     problems = check_head(name, config, scalar=scalar)
@@ -327,8 +305,8 @@ def test_a_decode_step_is_what_torch_counts(groups: RoleGroups) -> None:
 def test_matrices_are_the_models_parameters_but_for_the_small_ones(family: str, groups: RoleGroups) -> None:
     shape, model = SHAPES[family], load(SHAPES[family], groups, "lm")
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "word_embeddings" not in name]
-    head = head_linear(shape, scalar=False).size if shape["tie_word_embeddings"] else 0
-    assert weight_bytes(shape, "float32", scalar=False) == 4 * (sum(p.numel() for p in matrices) + head)
-    in_layers = 3 * sum(linear.size for linear in layer_linears(shape))
+    head = shape_module.head_linear(shape, scalar=False).size if shape["tie_word_embeddings"] else 0
+    assert shape_module.weight_bytes(shape, "float32", scalar=False) == 4 * (sum(p.numel() for p in matrices) + head)
+    in_layers = 3 * sum(linear.size for linear in shape_module.layer_linears(shape))
     assert in_layers < stage_parameters(shape, 1, 1, 0, scalar=False)
-    assert weight_bytes(shape, "bfloat16", scalar=True) == 2 * (in_layers + 32)
+    assert shape_module.weight_bytes(shape, "bfloat16", scalar=True) == 2 * (in_layers + 32)

@@ -32,7 +32,7 @@ from oppo_megatron.layout.shape import check_head, check_model, check_use
 from oppo_megatron.modeldir.headers import check_weights, read_hf_config, tokenizer_vocab_size
 from oppo_megatron.nesting import check_json
 from oppo_megatron.preflight.validate import train_problems
-from tests.support.mutations import mutants, time_limit
+from tests.support.checkpoint_mutations import mutants, time_limit
 from tests.support.tokenizers import CharacterTokenizer
 
 SECONDS = 2.0

@@ -105,8 +105,7 @@ def test_every_new_token_is_in_one_part_that_sees_what_it_attends_to(
             for column in range(part.queries.start, min(part.queries.stop, lens[row])):
                 seen.append((row, column))
                 position = past[row] + column
-                first = 0 if window is None else max(0, position + 1 - window)
-                assert part.keys.start <= first and position < part.keys.stop
+                assert part.keys.start <= (0 if window is None else max(0, position + 1 - window)) and position < part.keys.stop
                 assert not part.causal or past[row] == part.keys.start == 0
     assert seen == [(row, column) for row, new in enumerate(lens) for column in range(new)]
 

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 
 from oppo_megatron.cluster.world import open_world
 from oppo_megatron.config.model import KVLayout, ModelConfig, RuntimeConfig
-from oppo_megatron.engine.device_decode import batch_bucket
+from oppo_megatron.engine.device_decode import DeviceLane, batch_bucket
 from oppo_megatron.engine.executor import Executor, build_links
 from oppo_megatron.engine.generation import DecodeWorker
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
+from oppo_megatron.engine.round_state import Growing
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.scoring import ScoringWorker
 from oppo_megatron.engine.stopping import Stopping
@@ -29,7 +30,7 @@ from oppo_megatron.mcore.kv.dense import DensePlaces, KVCache
 from oppo_megatron.mcore.model import DecodePath, RoleModel
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.overcommit.buffer import RolloutBuffer
-from oppo_megatron.records import Prompt
+from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.planner import RoundPlanner
 from oppo_megatron.schedule.planning.scoring_book import ScoringBook
@@ -105,6 +106,23 @@ def test_replayed_steps_draw_what_computed_steps_draw(
         assert decode(model, rounds) == expected and len({len(tokens) for tokens in expected}) > 4
         assert 2 <= recorded.num_graphs == len(recorded.recordings)
         assert sum(recording.replays for recording in recorded.recordings) > 4 * recorded.num_graphs
+
+
+@pytest.mark.parametrize("layout", ["dense", "paged"])
+def test_every_shape_is_captured_before_the_first_step(world: None, layout: KVLayout) -> None:
+    model = new_model("fused", "bfloat16")
+    cache, recorded = model.new_cache(9, layout=layout), RecordedSteps(model)
+    lane = DeviceLane(model, cache, recorded, sampling=SAMPLINGS[0], eos_ids=(), sync_steps=4, name=0)
+    lane.prepare()
+    assert recorded.num_graphs == len([9, 8, 4, 2, 1])
+    rows = [Growing(Rollout(Prompt(i, i, "", (5,)), admission=0), 30, 0) for i in range(7)]
+    for row in rows:
+        cache.open(row.seq_id)
+    lane.load(rows, 0, 12)
+    for end, running in ((4, 7), (8, 4), (12, 1)):
+        lane.start(rows[:running])
+        assert lane.last_step == end - 1 and lane.read()[1].shape == (4, 4, running)
+    assert recorded.num_graphs == 5
 
 
 def test_a_step_that_asks_the_device_is_refused(world: None) -> None:

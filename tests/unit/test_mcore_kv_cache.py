@@ -176,12 +176,9 @@ ACTIONS = ("open", "open", "fork", "fork", "close", "exchange", "truncate", "dec
 
 @settings(deadline=None, max_examples=120)
 @given(
-    actions=st.lists(st.sampled_from(ACTIONS), max_size=40),
-    num_slots=st.integers(1, 4),
-    seed=st.integers(0, 99),
-    kind=st.sampled_from(list(CACHES)),
-    windows=st.tuples(*[st.none() | st.integers(1, LENGTH)] * LAYERS),
-)
+    actions=st.lists(st.sampled_from(ACTIONS), max_size=40), num_slots=st.integers(1, 4), seed=st.integers(0, 99),
+    kind=st.sampled_from(list(CACHES)), windows=st.tuples(*[st.none() | st.integers(1, LENGTH)] * LAYERS),
+)  # fmt: skip
 def test_books_and_contents_equal_a_dictionary(
     actions: list[str], num_slots: int, seed: int, kind: str, windows: tuple[int | None, ...]
 ) -> None:
@@ -218,16 +215,12 @@ def beginnings(cache: SequenceCache) -> dict[int, Tensor]:
 
 
 @pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize(
-    "work",
-    [
-        lambda cache: cache.close(0),
-        lambda cache: cache.fork(0, [3, 4], 8),
-        lambda cache: cache.begin([2, 1], [3, 1]),  # the first was rolled back into a block that it shares
-        lambda cache: cache.restore(5, torch.ones(2 * LAYERS, LENGTH, GROUPS, DIM)),
-    ],
-    ids=["close", "fork", "begin", "restore"],
-)
+@pytest.mark.parametrize("work", [
+    lambda cache: cache.close(0),
+    lambda cache: cache.fork(0, [3, 4], 8),
+    lambda cache: cache.begin([2, 1], [3, 1]),  # the first was rolled back into a block that it shares
+    lambda cache: cache.restore(5, torch.ones(2 * LAYERS, LENGTH, GROUPS, DIM)),
+], ids=["close", "fork", "begin", "restore"])  # fmt: skip
 def test_what_fails_in_the_middle_changes_no_sequence(work: Callable[[SequenceCache], None], kind: str) -> None:
     def made() -> SequenceCache:
         cache = CACHES[kind](6)
@@ -285,8 +278,7 @@ def test_a_paged_slot_takes_whole_blocks_of_the_budget() -> None:
     token_bytes = 2 * LAYERS * GROUPS * DIM * 4
     for length, positions in ((12, 256), (256, 256), (257, 512)):
         assert slot_tokens(length, "paged") == positions and slot_tokens(length, "dense") == length
-        rope = torch.ones(length, DIM), torch.zeros(length, DIM)
-        sizes = {"max_length": length, "rope": rope, "block_tokens": BLOCK_TOKENS}
+        sizes = {"max_length": length, "rope": (torch.ones(length, DIM), torch.zeros(length, DIM)), "block_tokens": BLOCK_TOKENS}
         cache = new_paged(5, 3 * positions * token_bytes + 7, **sizes)
         assert cache.num_slots == 3 and cache.num_free_blocks == 3 * positions // BLOCK_TOKENS
         assert sum(x.nbytes for x in (*cache.k, *cache.v)) == 3 * positions * token_bytes

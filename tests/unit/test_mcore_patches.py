@@ -24,12 +24,12 @@ from oppo_megatron.cluster import process_groups
 from oppo_megatron.errors import CapacityError, ConfigError
 from oppo_megatron.layout.memory import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
 from oppo_megatron.mcore import compat, cpu
-from oppo_megatron.mcore.compat import PATCHES, Patch, known_norm, norm_on_device
+from oppo_megatron.mcore.compat import PATCHES, Patch, known_norm, no_lone_sums, norm_on_device
 from oppo_megatron.mcore.cpu import IN_PLACE_ROWS, blocks, can_prepack, product, require_private_ops
 from oppo_megatron.mcore.device import is_out_of_memory, memory_for, too_many_sequences, too_many_tokens
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
-from tests.support.first_use import turns
-from tests.support.limits import room_for
+from tests.support.processes import room_for
+from tests.support.schedules import turns
 
 MEGATRON = Path(compat.megatron.core.__file__).parent
 
@@ -128,11 +128,24 @@ def test_each_other_change_has_its_reason_in_megatron(path: str, name: str, text
 
 
 def test_later_versions_build_layers_otherwise() -> None:
-    """The reasons of `parts_of` and `mark_shards`."""
+    """The reasons of `parts_of` and `mark_shards`, and of the second half of `known_norm`."""
     (built,) = functions("models/gpt/gpt_layer_specs.py", "get_mlp_module_spec_for_backend")
     marking = [source for source in functions("tensor_parallel/layers.py", "__init__") if "set_tensor_model_parallel" in source]
-    later = Version(compat.megatron.core.__version__) >= Version("0.18")
-    assert ("return partial(" in built, len(marking) == 3) == (later, later)
+    version = Version(compat.megatron.core.__version__)
+    assert {"return partial(" in built, len(marking) == 3} == {version >= Version("0.18")}
+    waits = any("flag.item()" in source for source in functions("optimizer/optimizer.py", "has_grad_norm_group"))
+    assert waits == (version >= Version("0.19"))
+
+
+def test_sums_over_one_rank_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    summed: list[object] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, group, async_op: summed.append((group, async_op)))
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2 if group == "pair" else 1)
+    with no_lone_sums():
+        for group in (None, "alone", "pair"):
+            dist.all_reduce(torch.ones(1), group=group)
+        dist.all_reduce(torch.ones(1), group=None, async_op=True)
+    assert summed == [("pair", False), (None, True)]
 
 
 def test_the_norms_are_what_megatron_computes() -> None:
@@ -141,7 +154,7 @@ def test_the_norms_are_what_megatron_computes() -> None:
     assert norm == pytest.approx(float(torch.cat([grad.flatten() for grad in grads]).norm()))
     optimizer = SimpleNamespace(get_grad_norm=lambda: 7.0)
     with known_norm(optimizer, 3.0):
-        assert optimizer.get_grad_norm() == 3.0
+        assert optimizer.get_grad_norm() == 3.0 and not optimizer.has_grad_norm_group("mtp")
     assert optimizer.get_grad_norm() == 7.0
 
 

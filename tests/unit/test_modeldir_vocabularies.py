@@ -20,8 +20,7 @@ def problems(path: Path, directory: Path) -> list[str]:
 
 
 def change(file: Path, **settings: object) -> None:
-    content = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps({**content, **settings}))
+    file.write_text(json.dumps({**(json.loads(file.read_text()) if file.exists() else {}), **settings}))
 
 
 def copy_with_added(source: Path, target: Path, *tokens: str) -> Path:
@@ -68,8 +67,7 @@ def test_a_fast_file_of_the_same_sentencepiece_model_passes(tmp_path: Path) -> N
     path = tmp_path / "tokenizer.model"
     train_sentencepiece([text.replace("\n", " ") for text in FIRST], path, 290, model_type="unigram")
     model = SentencePieceProcessor(model_file=str(path))
-    pieces = [(model.id_to_piece(i), model.get_score(i)) for i in range(290)]
-    fast = Tokenizer(models.Unigram(pieces, 0, byte_fallback=True))
+    fast = Tokenizer(models.Unigram([(model.id_to_piece(i), model.get_score(i)) for i in range(290)], 0, byte_fallback=True))
     fast.normalizer = normalizers.Replace(" ", "\u2581")
     fast.decoder = decoders.ByteFallback()
     (tmp_path / "fast").mkdir()

@@ -254,12 +254,10 @@ def test_it_has_what_the_controllers_look_for() -> None:
 def test_it_has_what_the_controller_calls() -> None:
     """The names and keywords of NeMo-RL's `PromptGroupSampler`, which its factory and pumps use."""
     calls = {
-        "admit": ["trainer_version_fn"],
-        "wait_until_admissible": ["trainer_version_fn"],
-        "select": ["current_train_weight", "min_prompt_groups", "max_prompt_groups"],
-        "evict": ["current_train_weight"],
+        "admit": ["trainer_version_fn"], "wait_until_admissible": ["trainer_version_fn"],
+        "select": ["current_train_weight", "min_prompt_groups", "max_prompt_groups"], "evict": ["current_train_weight"],
         "should_abort_inflight": ["start_weight_version", "current_train_weight"],
-    }
+    }  # fmt: skip
     for name, keywords in calls.items():
         parameters = inspect.signature(getattr(OvercommitSampler, name)).parameters
         assert [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY] == keywords
@@ -269,15 +267,10 @@ def test_it_has_what_the_controller_calls() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"delta": -1}, "delta is -1"),
-        ({"delta": 1.5}, "delta is 1.5"),
-        ({"delta": 2, "max_staleness": 0}, "max_staleness is 0"),
-        ({"delta": 9}, "delta 9 is more than 8, the prompts of a step"),
-    ],
-)
+@pytest.mark.parametrize(("given", "says"), [
+    ({"delta": -1}, "delta is -1"), ({"delta": 1.5}, "delta is 1.5"),
+    ({"delta": 2, "max_staleness": 0}, "max_staleness is 0"), ({"delta": 9}, "delta 9 is more than 8, the prompts of a step"),
+])  # fmt: skip
 def test_impossible_settings_are_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=f"async_rl.sampler.{says}"):
         OvercommitSampler(Buffer(), **given).required_buffer_capacity(B)

@@ -16,14 +16,8 @@ from hypothesis import strategies as st
 from oppo_megatron.chunks import Chunk, ChunkRow
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.errors import CheckpointError, StreamError
-from oppo_megatron.overcommit.ahead import (
-    NEW_RUN,
-    Ahead,
-    require_bounded_deferrals,
-    require_prompts,
-    require_resumable,
-    require_work,
-)
+from oppo_megatron.overcommit import ahead as ahead_module
+from oppo_megatron.overcommit.ahead import NEW_RUN, Ahead, require_bounded_deferrals, require_prompts, require_resumable
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.readiness import Readiness, settled
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
@@ -207,8 +201,7 @@ def test_a_resumed_run_makes_the_steps_that_are_asked_for(
     first: Settings, then: Settings, after: int, rounds: int | None, data: st.DataObject
 ) -> None:
     prompts = plain_set(150)
-    lengths = data.draw(st.lists(st.integers(1, 12), min_size=150, max_size=150))
-    run = Continued(prompts, first, lengths)
+    run = Continued(prompts, first, data.draw(st.lists(st.integers(1, 12), min_size=150, max_size=150)))
     while run.done < min(after, first.steps):
         assert run.step()
     under_way = run.done < first.steps and rounds is not None and not run.step(rounds=rounds)
@@ -258,7 +251,7 @@ def test_what_is_left_is_what_was_to_come_and_fewer_steps_or_passes_are_refused(
     for prompts, message in (None, None), (2 * 64, None), (3 * 64, None), (64, NO_PASSES):
         refused_by(message, require_prompts, Ahead(done=5, position=102, held=2), prompts, 64)
     for steps, prompts, message in (4, None, NO_WORK), (5, None, None), (None, 64, NO_WORK), (None, 128, None), (9, 64, NO_WORK):
-        refused_by(message, require_work, Ahead(done=4, position=64), steps, prompts, 16)
+        refused_by(message, ahead_module.require_work, Ahead(done=4, position=64), steps, prompts, 16)
 
 
 NO_STEPS = r"steps is 2, but the checkpoint was saved after step 3.*set steps to 3"

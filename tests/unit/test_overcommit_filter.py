@@ -143,20 +143,14 @@ class Simulation:
 @st.composite
 def plans(draw: st.DrawFn) -> Run:
     size, groups = draw(st.sampled_from([2, 3])), draw(st.integers(1, 4))
-    longest = st.one_of(st.integers(1, 4), st.integers(1, 12), st.integers(20, 90))
-    lengths = draw(st.lists(longest, max_size=60))
+    lengths = draw(st.lists(st.one_of(st.integers(1, 4), st.integers(1, 12), st.integers(20, 90)), max_size=60))
     lengths = lengths[: len(lengths) // size * size]
     return Run(
-        lengths=lengths,
-        scores=draw(st.lists(st.sampled_from([0.0, 0.0, 1.0]), min_size=len(lengths), max_size=len(lengths))),
-        batch_size=groups * size,
-        group_size=size,
-        deltas=draw(st.lists(st.integers(0, groups), min_size=1, max_size=4)),
-        max_staleness=draw(st.integers(1, 3)),
-        every=draw(st.integers(1, 9)),
-        lag=draw(st.integers(0, 2)),
+        lengths=lengths, scores=draw(st.lists(st.sampled_from([0.0, 0.0, 1.0]), min_size=len(lengths), max_size=len(lengths))),
+        batch_size=groups * size, group_size=size, deltas=draw(st.lists(st.integers(0, groups), min_size=1, max_size=4)),
+        max_staleness=draw(st.integers(1, 3)), every=draw(st.integers(1, 9)), lag=draw(st.integers(0, 2)),
         steps=draw(st.none() | st.integers(1, 4)),
-    )
+    )  # fmt: skip
 
 
 @given(run=plans(), chunk_tokens=st.sampled_from(CHUNKS))
@@ -166,12 +160,6 @@ def test_whole_runs(run: Run, chunk_tokens: int) -> None:
     story = simulation.play(chunk_tokens)
     assert [[(r.seq_id, r.finish_clock) for r in batch] for batch in story.batches] == naive_batches(run)
     assert story == Simulation(run).play(max(CHUNKS)), "the size of a chunk changes nothing"
-    check_groups(run, story)
-    check_verdicts(run, story)
-    check_end(run, simulation)
-
-
-def check_groups(run: Run, story: Story) -> None:
     trained = [r for batch in story.batches for r in batch]
     dropped = [seq_id for _, seq_id in story.dropped]
     groups = {seq_id // run.group_size for seq_id in dropped}
@@ -180,9 +168,6 @@ def check_groups(run: Run, story: Story) -> None:
     assert found == list(range(len(run.lengths))) if run.steps is None else len(set(found)) == len(found)
     assert all(len(r.tokens) == run.lengths[r.seq_id] for r in trained)
     assert all(len(batch) == run.batch_size for batch in story.batches[:-1]) and all(story.batches)
-
-
-def check_verdicts(run: Run, story: Story) -> None:
     judged = {seq_id: clock for clock, seq_id in story.judged}
     assert len(judged) == len(story.judged), "scores are asked for once"
     for batch, clock in zip(story.batches, story.clocks, strict=True):
@@ -195,6 +180,7 @@ def check_verdicts(run: Run, story: Story) -> None:
         assert all([r.seq_id % n for r in group] == list(range(n)) for group in groups)
         keys = [(max(r.finish_clock or 0 for r in group), group[0].admission) for group in groups]
         assert keys == sorted(keys)
+    check_end(run, simulation)
 
 
 def check_end(run: Run, simulation: Simulation) -> None:

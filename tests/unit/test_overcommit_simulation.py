@@ -241,15 +241,6 @@ def test_whole_runs(run: Run, chunk_tokens: int) -> None:
     log = simulate(run, chunk_tokens)
     assert [[(r.seq_id, r.finish_clock) for r in batch] for batch in log.batches] == naive_batches(run)
     assert log == simulate(run, max(CHUNKS)), "the size of a chunk changes nothing"
-    check_tokens(run, log)
-    check_deferrals(run, log)
-    check_sure(run, log)
-    check_waste(log)
-    if run.backfill_every is not None:
-        check_admissions(run, log)
-
-
-def check_tokens(run: Run, log: Log) -> None:
     trained = [r for batch in log.batches for r in batch]
     assert sorted(r.seq_id for r in trained) == list(range(len(run.lengths)))
     assert all(len(batch) == run.batch_size for batch in log.batches[:-1]) and all(log.batches)
@@ -262,24 +253,21 @@ def check_tokens(run: Run, log: Log) -> None:
         first_clock = rollout.finish_clock - len(tokens) + 1  # a rollout decodes one token per clock from its admission on
         expected = [next(s for s, end in enumerate(log.clocks) if c <= end) for c in range(first_clock, rollout.finish_clock + 1)]
         assert rollout.versions == expected
-
-
-def check_deferrals(run: Run, log: Log) -> None:
-    """They count the batches since admission, within the cap if delta is, and with backfill for any delta."""
+    # They count the batches since admission, within the cap if delta is, and with backfill for any delta
     bounded = run.backfill_every is not None or max(run.deltas) * run.group_size <= run.max_staleness * run.batch_size
     for step, batch in enumerate(log.batches):
         for rollout in batch:
             assert rollout.deferrals <= run.max_staleness or not bounded
             assert rollout.deferrals == step - next(i for i, n in enumerate(log.num_consumed) if n > rollout.admission)
-
-
-def check_sure(run: Run, log: Log) -> None:
     for batch, rounds in zip(log.batches, log.sure, strict=True):
         trained = {r.seq_id for r in batch}
         assert all(before <= after for before, after in itertools.pairwise(rounds)), "what was sure stays so"
         assert rounds[-1] == trained
         if run.deltas == [0] and run.backfill_every is None:
             assert all(sure == trained for sure in rounds), "without overcommitment every rollout is sure from the start"
+    check_waste(log)
+    if run.backfill_every is not None:
+        check_admissions(run, log)
 
 
 def check_waste(log: Log) -> None:
@@ -293,11 +281,10 @@ def check_admissions(run: Run, log: Log) -> None:
     assert list(log.entered) == list(range(len(run.lengths)))
     begun = [0, *log.clocks[:-1]]
     for clock in log.entered.values():
-        step = max(i for i, start in enumerate(begun) if start <= clock)
-        assert (clock - begun[step]) % run.backfill_every == 0
+        assert (clock - begun[max(i for i, start in enumerate(begun) if start <= clock)]) % run.backfill_every == 0
 
 
-def test_backfill_keeps_the_decode_batch_full() -> None:
+def test_backfill_keeps_the_decode_batch_full_and_the_cap_is_needed_and_binds() -> None:
     """Lengths of 1 to 100: without backfill a step's places empty until half of them are left."""
     rng = random.Random(3)
     run = Run([rng.randint(1, 100) for _ in range(400)], batch_size=20, deltas=[4], max_staleness=4)
@@ -307,12 +294,8 @@ def test_backfill_keeps_the_decode_batch_full() -> None:
         means[every] = fmean(log.running[: len(log.running) * 3 // 4])  # the data end with fewer to decode
     assert max(means.values()) <= 24
     assert means[None] < 17 and means[1] > 23.5 and means[1] >= means[4] >= means[16] > means[None] + 2
-
-
-def test_the_cap_is_needed_and_binds() -> None:
-    """One endless response among short ones is deferred exactly `max_staleness` times, then holds its batch up."""
-    run = Run(lengths=[60, *[1] * 30], batch_size=2, deltas=[1], max_staleness=3)
-    log = simulate(run, 7)
+    # One endless response among short ones is deferred exactly `max_staleness` times, then holds its batch up
+    log = simulate(Run(lengths=[60, *[1] * 30], batch_size=2, deltas=[1], max_staleness=3), 7)
     straggler = next(r for batch in log.batches for r in batch if r.seq_id == 0)
     assert (straggler.deferrals, straggler.finish_clock) == (3, 60)
     assert any(straggler is r for r in log.batches[3])
@@ -327,8 +310,7 @@ def test_the_end_is_known_without_an_empty_step(num_prompts: int) -> None:
 def test_the_controller_sets_the_buffer_from_the_start_and_after_each_step() -> None:
     controller = make_delta_controller(DeltaConfig(rule="eq4", initial=2, max=3, window=1))
     buffer = RolloutBuffer(batch_size=4, delta=0, max_staleness=2)
-    prompts = (Prompt(i, row=i, text="", tokens=(0,)) for i in range(100))
-    scheduler = OvercommitScheduler(prompts, buffer, controller)
+    scheduler = OvercommitScheduler((Prompt(i, row=i, text="", tokens=(0,)) for i in range(100)), buffer, controller)
     assert len(scheduler.begin_step()) == 6
     for step, (reward, delta) in enumerate([(0.0, 2), (1.0, 3), (2.0, 3), (1.0, 2)]):
         assert scheduler.end_step(step, StepSignals(reward, 0.0, 1.0, 0.0)).value == buffer.delta == delta

@@ -390,8 +390,7 @@ def test_clock_divides_a_step_into_its_phases() -> None:
     seconds = clock.end()
     assert set(seconds) == {"step_s", "other_s", "generate_s", "score_s", "train_s"}
     assert all(value >= 0 for value in seconds.values())
-    parts = sum(value for name, value in seconds.items() if name != "step_s")
-    assert math.isclose(parts, seconds["step_s"], rel_tol=1e-6)
+    assert math.isclose(sum(value for name, value in seconds.items() if name != "step_s"), seconds["step_s"], rel_tol=1e-6)
     assert len(waits) == 6  # made, begun, three boundaries, the end
     clock = Clock(lambda: None)  # a step that skips a phase
     clock.enter("score")

@@ -11,16 +11,9 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from oppo_megatron.config import derived
 from oppo_megatron.config.algorithm import CHOICES, PRESETS, AlgorithmConfig
-from oppo_megatron.config.derived import (
-    batch_rows,
-    describe_batch,
-    minibatch_parts,
-    most_judged,
-    most_sequences,
-    num_updates,
-    share_of_sequences,
-)
+from oppo_megatron.config.derived import batch_rows, describe_batch, most_judged, most_sequences, num_updates, share_of_sequences
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.ppo import KLConfig, PPOConfig
@@ -69,7 +62,7 @@ def test_ratios_of_carried_responses_are_decoupled(settings: dict[str, Any], cha
     assert TrainConfig.model_validate(settings).ppo.staleness == staleness
 
 
-def test_a_preset_has_values_that_there_are_and_without_its_kl_brings_nothing_of_it(settings: dict[str, Any]) -> None:
+def test_a_preset_brings_only_values_that_there_are_and_any_setting_may_stand_beside_it(settings: dict[str, Any]) -> None:
     """Nothing would read the coefficient and estimator of that KL, and nobody could remove them."""
     fields = AlgorithmConfig.model_fields
     assert set(get_args(fields["preset"].annotation)) == set(PRESETS)
@@ -78,9 +71,6 @@ def test_a_preset_has_values_that_there_are_and_without_its_kl_brings_nothing_of
     assert problems_of(settings, {"ppo.kl": {"mode": "none"}}) == []
     config = TrainConfig.model_validate(settings)
     assert config.ppo.kl == KLConfig(mode="none") and "reference" not in named_roles(config)
-
-
-def test_any_setting_may_stand_beside_a_preset(settings: dict[str, Any]) -> None:
     settings["algorithm"] |= {"reduction": "token_mean", "scale": "none"}
     settings["ppo"] = {"clip": 0.1, "kl": {"mode": "loss", "estimator": "k2"}}
     put(settings, "rollout.group_size", 4)
@@ -244,7 +234,7 @@ def test_pairs_are_told_with_the_batch_and_have_dpos_loss(settings: dict[str, An
         "responses, at most 16 pairs"
     )
     assert config.dpo is not None and (config.dpo.loss, config.dpo.beta) == ("sigmoid", 0.2)
-    assert minibatch_parts(config) == 16
+    assert derived.minibatch_parts(config) == 16
 
 
 @pytest.mark.parametrize(("preset", "placement", "message"), [
@@ -292,13 +282,12 @@ def test_when_the_actor_is_updated_and_when_prompts_are_admitted(settings: dict[
 def filtered(tmp_path: Path) -> dict[str, Any]:
     return settings_without_critic(tmp_path) | {
         "rewards": [{"kind": "verifier", "name": "gsm8k"}, {"kind": "python", "entry_point": "tests.e2e.rewards:failing"}],
-        "rollout": {"batch_size": 32, "max_response_tokens": 100},
-        "algorithm": {"preset": "dapo"},
+        "rollout": {"batch_size": 32, "max_response_tokens": 100}, "algorithm": {"preset": "dapo"},
         "overlap": {"backfill": True, "delta": {"initial": 1, "max": 2}},
-    }
+    }  # fmt: skip
 
 
-def test_dapo_filters_groups_where_backfill_can_replace_them(filtered: dict[str, Any]) -> None:
+def test_dapo_filters_groups_and_brings_the_backfill_that_its_filter_needs(filtered: dict[str, Any]) -> None:
     config = TrainConfig.model_validate(filtered)
     assert config.filter == "reward" and check_train(config) == []
     assert most_judged(config) == 20
@@ -308,13 +297,9 @@ def test_dapo_filters_groups_where_backfill_can_replace_them(filtered: dict[str,
         assert config.filter is None and check_train(config) == []
         assert TrainConfig.model_validate(config.model_dump()) == config
         assert "groups of equal reward are trained, too" in describe_batch(config)
-    given = TrainConfig.model_validate(filtered | {"filter": "gsm8k"})
-    assert given.filter == "gsm8k"
+    assert TrainConfig.model_validate(filtered | {"filter": "gsm8k"}).filter == "gsm8k"
     assert TrainConfig.model_validate(filtered | {"algorithm": {"preset": "gspo"}}).filter is None
-
-
-def test_dapo_brings_the_backfill_that_its_filter_needs(filtered: dict[str, Any]) -> None:
-    """Brings none where it was refused, nor without carried rollouts, which is what backfill fills batches from."""
+    # Brings none where it was refused, nor without carried rollouts, which is what backfill fills batches from
     bare = {**filtered, "overlap": {"delta": {"initial": 1, "max": 2}}}
     config = TrainConfig.model_validate(bare)
     assert config.overlap.backfill is True and config.filter == "reward" and check_train(config) == []

@@ -65,13 +65,10 @@ def test_what_is_missing_is_named_with_a_remedy(build: TorchBuild, host: Host, s
     assert says in problem.text
 
 
-def test_a_machine_without_gpus_lacks_nothing() -> None:
+def test_binaries_serve_their_generation_source_all_later_ones_and_no_gpu_lacks_nothing() -> None:
     assert problems(TorchBuild(None), Host()) == [] == describe(TorchBuild(None), Host())
     one = replace(NODE, gpus=(replace(H100, peers=0),), nccl=None)
     assert problems(one, replace(HOST, shared_bytes=2**26)) == [], "a device alone talks to nobody"
-
-
-def test_binaries_serve_their_generation_and_source_all_later_ones() -> None:
     assert all(has_kernels(capability, ARCHITECTURES) for capability in ((8, 0), (8, 9), (9, 0), (10, 0)))
     assert not has_kernels((7, 5), ARCHITECTURES)
     assert has_kernels((12, 0), ["sm_90", "sm_120a"]) and not has_kernels((12, 0), ["sm_100"])
@@ -106,9 +103,8 @@ def test_the_kernels_files_and_nvidia_smi_are_read(tmp_path: Path) -> None:
 SMI_FAILS = {
     "a failure": ("echo Failed to initialize NVML: Driver/library version mismatch; exit 18", "exit code 18 (Failed to init"),
     "without a word": ("exit 9", "failed with exit code 9 (without a word)"),
-    "it hangs": ("exec sleep 60", "gave no answer within 0.3 s"),
-    "no program": (None, "could not be run (Exec format error)"),
-}
+    "it hangs": ("exec sleep 60", "gave no answer within 0.3 s"), "no program": (None, "could not be run (Exec format error)"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SMI_FAILS)

@@ -45,10 +45,9 @@ def settings_without_critic(tmp_path: Path) -> dict[str, Any]:
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
     return settings_without_critic(tmp_path) | {
-        "critic": {"checkpoint": tmp_path / "actor"},
-        "rewards": [{"kind": "verifier", "name": "gsm8k"}],
+        "critic": {"checkpoint": tmp_path / "actor"}, "rewards": [{"kind": "verifier", "name": "gsm8k"}],
         "rollout": {"batch_size": 8, "max_response_tokens": 100},
-    }
+    }  # fmt: skip
 
 
 def problems_of(settings: dict[str, Any], changes: Mapping[str, Any] = MappingProxyType({})) -> list[str]:
@@ -57,7 +56,7 @@ def problems_of(settings: dict[str, Any], changes: Mapping[str, Any] = MappingPr
     return check_train(TrainConfig.model_validate(settings))
 
 
-def test_sequences_tokens_and_rows_at_once(settings: dict[str, Any]) -> None:
+def test_sequences_tokens_and_rows_at_once_and_a_chunk_that_ends_where_prompts_enter(settings: dict[str, Any]) -> None:
     assert max_context(TrainConfig.model_validate(settings)) == 200
     data = {"path": settings["data"]["path"], "max_prompt_tokens": 300}
     put(settings, "evaluation", {"data": data, "metrics": [{"kind": "verifier", "name": "gsm8k"}]})
@@ -69,8 +68,6 @@ def test_sequences_tokens_and_rows_at_once(settings: dict[str, Any]) -> None:
     put(settings, "overlap.inter", False)
     assert most_sequences(TrainConfig.model_validate(settings)) == 8
 
-
-def test_a_chunk_ends_where_prompts_enter_and_backfill_asks_for_no_more_slots(settings: dict[str, Any]) -> None:
     def of(**overlap: Any) -> TrainConfig:
         return TrainConfig.model_validate(settings | {"overlap": overlap})
 
@@ -147,8 +144,7 @@ def test_what_a_process_reward_model_goes_with(settings: dict[str, Any], tmp_pat
 def test_missing_path_names_its_nearest_sibling(settings: dict[str, Any], tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     missing = {"tokenizer.path": "tok.modl", "actor.checkpoint": "acter", "data.path": "row.jsonl"}
-    problems = problems_of(settings, {key: tmp_path / name for key, name in missing.items()})
-    assert sorted(problems) == sorted(
+    assert sorted(problems_of(settings, {key: tmp_path / name for key, name in missing.items()})) == sorted(
         f"{key} `{tmp_path / name}` does not exist; did you mean `{tmp_path / nearest}`?"
         for (key, name), nearest in zip(missing.items(), ("tok.model", "actor", "rows.jsonl"), strict=True)
     )
@@ -228,8 +224,7 @@ def dpo_settings(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def config(loss: str, folder: Path, **changes: Any) -> DPOConfig:
-    rule = {"loss": loss, **changes.pop("dpo", {})}
-    return DPOConfig.model_validate(dpo_settings(folder, dpo=rule, **changes))
+    return DPOConfig.model_validate(dpo_settings(folder, dpo={"loss": loss, **changes.pop("dpo", {})}, **changes))
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "kto"])
@@ -237,8 +232,7 @@ def test_defaults(loss: str, folder: Path) -> None:
     chosen = config(loss, folder)
     assert supervised_problems(chosen) == []
     assert chosen.optimizer.lr == 1e-6 and chosen.dpo.beta == 0.1
-    adapted = config(loss, folder, model={"checkpoint": folder / "model", "lora": {"rank": 2}})
-    assert adapted.optimizer.lr == 1e-5
+    assert config(loss, folder, model={"checkpoint": folder / "model", "lora": {"rank": 2}}).optimizer.lr == 1e-5
     half = config(loss, folder, reference={"checkpoint": folder / "model"}, runtime={"dtype": "bfloat16", "device": "cpu"})
     assert half.reference is not None and half.reference.dtype == "bfloat16" == half.model.dtype
     assert supervised_problems(config("apo_zero_unpaired", folder, batch_size=1)) == [], "of one row, which needs no others"

@@ -23,8 +23,7 @@ from oppo_megatron.report.timeline import Timeline
 from oppo_megatron.rundir.directory import RunDirectory, write_json
 from oppo_megatron.rundir.trace import Span, read_spans
 from tests.support.commands import refused
-from tests.support.pages import Element, parse
-from tests.support.runs import append, metrics_line, rollout, write_run
+from tests.support.runs import Element, append, metrics_line, parse, rollout, write_run
 
 PARTS = [
     "overview", "reward", "heldout", "learning", "steps", "timeline", "utilization", "deferrals", "control", "lengths", "bins",
@@ -223,8 +222,7 @@ def test_a_long_run_stays_small_and_of_many_ranks_the_least_used_are_shown(tmp_p
     record = read_run(write_run(tmp_path / "run", steps=300, pieces=20))
     steps = step_section([record]).charts[1]
     assert isinstance(steps, BarChart) and len(steps.categories) <= MAX_BARS
-    timelines = timeline_section([record], [33, 150])
-    assert [chart.name for chart in timelines.charts] == ["timeline-33", "timeline-150"]
+    assert [chart.name for chart in timeline_section([record], [33, 150]).charts] == ["timeline-33", "timeline-150"]
     axes = axes_of(LineChart("n", "t", "x", "y", [Line("a", range(10**5), range(10**5), "#000000")]))
     assert len(axes.get_lines()[0].get_xdata()) <= MAX_POINTS
     spans = [Span(rank, "actor", "decode", 2, 0.0, 1.0 + rank) for rank in range(500)]
@@ -282,8 +280,7 @@ def test_a_page_of_another_program_is_not_written_over(tmp_path: Path) -> None:
 
 def test_fields_of_a_wrong_type_count_as_missing(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=2)
-    wrong = {"step": 3, "reward_mean": "high", "step_s": None, "deferred": [1], "memory_peak_mb": {}, "delta": True}
-    append(run.metrics, wrong)
+    append(run.metrics, {"step": 3, "reward_mean": "high", "step_s": None, "deferred": [1], "memory_peak_mb": {}, "delta": True})
     append(run.metrics, {**metrics_line(4), "step": 4, "deferred": {"x": 1, "2": "y"}, "memory_peak_mb": ["a", None]})
     append(run.metrics, {**metrics_line(4), "step": 5, "reward_mean": float("nan"), "step_s": float("inf")})
     page = undrawn(run)
@@ -340,8 +337,7 @@ def test_learning_curves_have_notes(tmp_path: Path) -> None:
 def test_heldout_metrics_have_standard_errors_and_include_the_step_before_training(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     summary = json.loads(run.summary.read_text())
-    before = {"mean": {"pkg.judge:score": 0.05}, "error": {"pkg.judge:score": 0.01}}
-    write_json(run.summary, summary | {"heldout": {"0": before}})
+    write_json(run.summary, summary | {"heldout": {"0": {"mean": {"pkg.judge:score": 0.05}, "error": {"pkg.judge:score": 0.01}}}})
     chart = charts_of(run)["heldout-0"]
     (line,) = chart.lines
     assert line.xs == (0, 1, 2, 3, 4) and line.ys[:2] == (0.05, 0.1) and line.errors[:2] == (0.01, 0.02)

@@ -114,8 +114,7 @@ def test_loading_what_a_run_writes_loads_neither_torch_nor_matplotlib() -> None:
     modules = ", ".join(f"oppo_megatron.{name}" for name in names.split())
     heavy = {"torch", "matplotlib", "tensorboard", "wandb", "megatron"}
     code = f"import sys, {modules}; print(sorted({heavy} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
 def shown(path: Path, width: int = 130, now: float | None = None) -> str:

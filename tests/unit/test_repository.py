@@ -187,8 +187,7 @@ def test_75_and_nothing_else_is_started_again_and_not_for_ever(tmp_path: Path, c
     loop = begin(tmp_path, codes, MAX_REQUEUES="3")
     _, said = loop.communicate(timeout=120)
     assert loop.returncode == code, said
-    resumed = "train c.yaml steps=3 --resume\n" * (starts - 1)
-    assert (tmp_path / "calls").read_text() == "train c.yaml steps=3\n" + resumed
+    assert (tmp_path / "calls").read_text() == "train c.yaml steps=3\n" + ("train c.yaml steps=3 --resume\n" * (starts - 1))
     assert said.count("starting again") == starts - 1
 
 

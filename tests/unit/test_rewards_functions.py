@@ -29,7 +29,7 @@ def python(entry_point: str, **settings: Any) -> RewardPart:
     return RewardPart(kind="python", entry_point=entry_point, **settings)
 
 
-def test_weighted_sum_of_all_kinds(folder: Path) -> None:
+def test_weighted_sum_of_all_kinds_and_equal_parts_keep_their_own_labels(folder: Path) -> None:
     rewards = build_reward_functions([
         RewardPart(kind="model", weight=0.5), RewardPart(kind="verifier", name="gsm8k", weight=2.0),
         python("mine:Lengths.count", weight=-1.0, options={"scale": 0.1}), python("mine:numpy_scalar"),
@@ -39,9 +39,6 @@ def test_weighted_sum_of_all_kinds(folder: Path) -> None:
     own = {"mine:Lengths.count": pytest.approx(0.6), "mine:numpy_scalar": 0.5}
     assert reward.parts == {"model": 3.0, "gsm8k": 1.0, **own} and reward.total == pytest.approx(1.5 + 2.0 - 0.6 + 0.5)
     assert rewards.score("q", "#### 5", {"answer": "5"}, 3.0, 1) == reward.total
-
-
-def test_equal_parts_keep_their_own_labels() -> None:
     rewards = build_reward_functions([GSM8K.model_copy(update={"answer": column}) for column in ("a", "b", "c")])
     reward = rewards.evaluate("", "#### 1", {"a": 1, "b": 2, "c": 1}, None, 0)
     assert list(reward.parts.values()) == [1.0, 0.0, 1.0] and reward.total == 2.0 and not rewards.reads_model()
@@ -55,7 +52,7 @@ def test_a_missing_or_broken_model_score_is_an_error(score: float | None) -> Non
         build_reward_functions([RewardPart(kind="model", weight=1e300)]).score("", "", {}, 1e300, 7)
 
 
-def test_rows_are_checked_before_the_run() -> None:
+def test_rows_are_checked_before_the_run_and_incomplete_parts_and_failing_entry_points_all_named(folder: Path) -> None:
     rewards = build_reward_functions([GSM8K, MODEL])
     rewards.check({"answer": "#### 4"})
     with pytest.raises(RewardError, match=r"gsm8k.*no column 'answer'.*it has: other"):
@@ -64,9 +61,6 @@ def test_rows_are_checked_before_the_run() -> None:
         rewards.check({"answer": "many"})
     with pytest.raises(RewardError, match="sequence 9.*no column 'answer'"):
         rewards.score("", "#### 1", {}, 0.0, 9)
-
-
-def test_incomplete_parts_and_entry_points_that_fail_are_all_named(folder: Path) -> None:
     incomplete = [RewardPart(kind="verifier"), python("no_colon"), RewardPart(kind="model", options={"a": 1})]
     with pytest.raises(ConfigError) as caught:
         build_reward_functions([GSM8K, *incomplete])
@@ -84,8 +78,7 @@ def test_parts_that_are_known_are_not_evaluated_again() -> None:
     assert rewards.reads_model(["gsm8k", "model"]) and not rewards.reads_model(["gsm8k"])
     with pytest.raises(RewardError, match="no opinion"):
         rewards.evaluate("q", "#### 5", {"answer": "5"}, 0.5, 3)
-    known = {"tests.e2e.rewards:failing": 0.25}
-    reward = rewards.evaluate("q", "#### 5", {"answer": "5"}, 0.5, 3, known=known)
+    reward = rewards.evaluate("q", "#### 5", {"answer": "5"}, 0.5, 3, known={"tests.e2e.rewards:failing": 0.25})
     assert reward.total == 2.0 * 0.25 + 1.0 + 0.5 and list(reward.parts) == ["tests.e2e.rewards:failing", "gsm8k", "model"]
     with pytest.raises(RewardError, match="'tests.e2e.rewards:failing' gave nan"):
         rewards.evaluate("q", "#### 5", {"answer": "5"}, 0.5, 3, known={"tests.e2e.rewards:failing": math.nan})
@@ -236,8 +229,7 @@ WITHIN: dict[str, str] = {
     "text": "gave '0.5' .str., not a number",
     "several": r"gave \[0.5, 0.5\] .list., not a number; .*called once for each response",
     "array": r"gave array\(\[0.5\]\) .ndarray., not a number; .*`.item\(\)` makes one",
-    "nan": "gave nan; a reward must be finite: correct the function",
-    "infinite": "gave inf; a reward must be finite",
+    "nan": "gave nan; a reward must be finite: correct the function", "infinite": "gave inf; a reward must be finite",
     "huge": "gave inf; a reward must be finite",
     "lookup": r"failed: KeyError: 'answer' at \S*mine\.py:17 in lookup; it must give a number for every response",
     "library": r"failed: JSONDecodeError: .* at \S*mine\.py:19 in library",
@@ -246,7 +238,7 @@ WITHIN: dict[str, str] = {
     "leaves_well": r"it asked to end the process \(ProcessExit: os\._exit\(0\) at \S*mine\.py:23",
     "exits": r"it asked to end the process \(sys\.exit: 3 at \S*mine\.py:24 in exits\); return a number, or raise",
     "stops": r"it asked to end the process \(sys\.exit: no judge at",
-}
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -100,8 +100,7 @@ def impatient(module: str) -> Iterator[IsolatedFunction]:
 
 
 def test_one_process_serves_all_calls_and_gets_the_whole_call(function: IsolatedFunction) -> None:
-    process = function("", "who", {})
-    assert process == function("", "who", {}) != float(os.getpid())
+    assert function("", "who", {}) == function("", "who", {}) != float(os.getpid())
     assert function("", "echo", {"value": 1.25, "text": "é" * 100_000}) == 2.5
     assert function("", "limits", {}) == 1.0
     with ThreadPoolExecutor(1) as other, pytest.raises(AssertionError, match="from the thread that started it"):
@@ -130,13 +129,10 @@ def test_a_misbehaving_function_is_an_error_and_the_next_is_served(
     assert function("", "echo", {"value": 3.0}) == 6.0
 
 
-def test_a_call_that_does_not_end_is_an_error_and_the_next_one_is_served(impatient: IsolatedFunction) -> None:
+def test_a_call_that_does_not_end_is_an_error_and_processor_time_is_by_call(impatient: IsolatedFunction, module: str) -> None:
     with pytest.raises(RewardError, match="isolated_rewards:behave.*no score within timeout_s 2.5 s"):
         impatient("", "sleep", {})
     assert impatient("", "echo", {"value": 3.0}) == 6.0
-
-
-def test_processor_time_is_counted_by_call(module: str) -> None:
     started = time.monotonic()
     with isolated(module, 100.0, cpu_s=1) as function, pytest.raises(RewardError, match="timeout_s 1 s"):
         function("", "spin", {})
@@ -192,7 +188,7 @@ def test_a_process_that_cannot_start_is_no_call_without_an_answer(tmp_path: Path
     assert not isinstance(caught.value, Unanswered)
 
 
-def test_as_a_part_of_the_reward(module: str) -> None:
+def test_as_a_part_of_the_reward_and_what_cannot_be_loaded_is_refused_before_the_run(module: str) -> None:
     environment = os.environ | {"THE_TOKEN": "x" * 20, "OTHER": "1"}
     service = RewardPart(kind="http", url="http://127.0.0.1:1/", token_env="THE_TOKEN")
     rewards = build_reward_functions([part(f"{module}:behave", weight=0.5), service], environment)
@@ -204,9 +200,6 @@ def test_as_a_part_of_the_reward(module: str) -> None:
     with pytest.raises(RewardError, match=f"{module}:behave.*cannot be sent"):
         own.check({"value": {1, 2}})
     rewards.close()
-
-
-def test_what_cannot_be_loaded_is_refused_before_the_run(module: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build_reward_functions([part("isolated_broken:f"), part(f"{module}:absent")])
     assert len(caught.value.problems) == 2

@@ -22,9 +22,8 @@ from oppo_megatron.errors import ConfigError, OppoError, RewardError
 from oppo_megatron.rewards.functions import build_reward_functions
 from oppo_megatron.rewards.protocol import ScoreItem, read_answer, read_token
 from oppo_megatron.rewards.remote import RemoteReward, retry_after_s
-from tests.support.ports import held_port
-from tests.support.processes import wait_for
-from tests.support.reward_service import Reply, Service, by_length, http, reward_service, scored
+from tests.support.processes import held_port, wait_for
+from tests.support.serving import Reply, Service, by_length, http, reward_service, scored
 
 TOKEN = "s3cret-token-that-nobody-may-see"
 QUICK = {"timeout_s": 30.0, "give_up_s": 120.0}
@@ -98,7 +97,7 @@ def test_who_gives_up_after_0_s_ends_at_the_first_failure(day: str) -> None:
     assert len(service.requests) == 1
 
 
-def test_a_service_that_stays_away_ends_the_run_and_scores_nothing() -> None:
+def test_an_absent_service_ends_the_run_and_scores_nothing_nor_does_an_answer_that_is_not_unpacked() -> None:
     with reward_service(otherwise=saying(b"no", 500)) as service:
         with client(service, give_up_s=0.25, clock=lambda: 0.1 * len(service.requests)) as remote:
             remote.request(items(2))
@@ -106,9 +105,6 @@ def test_a_service_that_stays_away_ends_the_run_and_scores_nothing() -> None:
                 with pytest.raises(RewardError, match=r"answered 500 \(no\).*had no score after \d+ attempts.*give_up_s"):
                     remote.result(seq_id)
     assert len(service.requests) > 2
-
-
-def test_an_answer_that_is_not_unpacked_and_nobody_listening() -> None:
     answer = saying(b'{"scores": [{"id": 0, "score": 1.0}]}', 200, "Content-Encoding: gzip")
     with reward_service(otherwise=answer) as service, client(service, give_up_s=0) as remote:
         with pytest.raises(RewardError, match=r"sent its answer encoded \(gzip\), although asked for identity"):
@@ -162,15 +158,12 @@ def test_no_more_requests_in_flight_than_allowed(monkeypatch: pytest.MonkeyPatch
     assert most == 2
 
 
-def test_retry_after_is_waited_for_and_token_ids_are_sent() -> None:
+def test_retry_after_is_waited_for_token_ids_are_sent_and_an_unsendable_column_is_an_error() -> None:
     with reward_service(saying(b"", 429, "Retry-After: 1")) as service, client(service) as remote:
         started = time.monotonic()
         remote.request([ScoreItem(0, "p", "r", {}, [4, 5, 6])])
         assert remote.result(0) == 1.0 and time.monotonic() - started >= 1.0
     assert [request["items"][0]["tokens"] for request in service.requests] == [[4, 5, 6]] * 2
-
-
-def test_an_unsendable_column_is_an_error_of_the_row() -> None:
     rewards = build_reward_functions([RewardPart(kind="http", url="http://127.0.0.1:1/score")])
     rewards.check({"answer": 3})
     for value in (math.nan, {1, 2}, b"bytes"):
@@ -239,11 +232,10 @@ def test_retry_after(value: str | None, seconds: float) -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["id", "score"]),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["scores", "id", "score", "x"]), inner, max_size=3)
-    ),
+    lambda inner: (st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["scores", "id", "score", "x"]), inner,
+        max_size=3)),
     max_leaves=8,
-)
+)  # fmt: skip
 GOOD = json.dumps({"scores": [{"id": 3, "score": 0.25}, {"id": 4, "score": -1}]}).encode()
 
 

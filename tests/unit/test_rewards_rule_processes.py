@@ -112,8 +112,7 @@ def ask(rule: IsolatedRule, response: str, answer: str) -> float:
 def test_every_answer_that_cannot_be_compared_is_found_and_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rule_parts, "ByTime", partial(ByTime, every_s=0.0))
     (asked, rule), told = stuck_rule(), list[str]()
-    rows = [{"answer": answer} for answer in ("1", "x", "2^^9", "x", "2^^9", "3")]
-    found = rule.unusable(rows, told.append)
+    found = rule.unusable([{"answer": answer} for answer in ("1", "x", "2^^9", "x", "2^^9", "3")], told.append)
     assert sorted(found) == [2, 4] and "the expected answer 2^^9 cannot be compared: no score within 5 s" in found[2]
     assert asked == [("probe", "x"), ("probe", "2^^9")], "numbers need no trial"
     assert told == ["trying expected answers: 1 of 2, 0s", "trying expected answers: 2 of 2, 0s"]

@@ -29,8 +29,7 @@ def test_any_order_of_completion_writes_all_in_order(order: list[int], num_compl
             for step in completed:
                 log.complete(step, {"done": True, "replaced": "new"})
             written = [line["step"] for line in read_metrics(path)]
-            in_order = next((step for step in range(MAX_PENDING) if step not in completed), MAX_PENDING)
-            assert written == list(range(in_order))
+            assert written == list(range(next((step for step in range(MAX_PENDING) if step not in completed), MAX_PENDING)))
         lines = read_metrics(path)
         assert [line["step"] for line in lines] == list(range(MAX_PENDING))
         assert {line["step"] for line in lines if line.get("incomplete")} == set(range(MAX_PENDING)) - set(completed)

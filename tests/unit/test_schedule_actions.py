@@ -48,27 +48,15 @@ def test_lists_keep_their_order_may_be_empty_and_begin_with_a_rank() -> None:
         parse_schedule("\nprefill reward m0 c1\n")
 
 
-@pytest.mark.parametrize(
-    ("line", "about"),
-    [
-        ("decode actor c1 s0", "is not an action"),
-        ("decode actor m0 c-1", "is not an action"),
-        ("decode  actor m0 c1", "is not an action"),
-        ("decipher actor m0 c1", "is not an action"),
-        ("decode actor m0 c" + 5000 * "1", "is not an action"),
-        ("decode actor m\N{ARABIC-INDIC DIGIT ONE} c1", "is not an action"),
-        ("rank " + 5000 * "1", "is not an action"),
-        ("send actor m0 c1 -> 1", "need both"),
-        ("send hidden actor m0 c1", "need both"),
-        ("send hidden actor m0 c1 <- 1", "need both"),
-        ("recv hidden actor m0 c1 -> 1", "need both"),
-        ("recv letter actor m0 c1 <- 1", "is not an action"),
-        ("decode hidden actor m0 c1 s0", "only send"),
-        ("prefill reward m0 c1 -> 2", "only send"),
-        ("rank 0", "second list"),
-        ("rank x", "is not an action"),
-    ],
-)
+@pytest.mark.parametrize(("line", "about"), [
+    ("decode actor c1 s0", "is not an action"), ("decode actor m0 c-1", "is not an action"),
+    ("decode  actor m0 c1", "is not an action"), ("decipher actor m0 c1", "is not an action"),
+    ("decode actor m0 c" + 5000 * "1", "is not an action"), ("decode actor m\N{ARABIC-INDIC DIGIT ONE} c1", "is not an action"),
+    ("rank " + 5000 * "1", "is not an action"), ("send actor m0 c1 -> 1", "need both"), ("send hidden actor m0 c1", "need both"),
+    ("send hidden actor m0 c1 <- 1", "need both"), ("recv hidden actor m0 c1 -> 1", "need both"),
+    ("recv letter actor m0 c1 <- 1", "is not an action"), ("decode hidden actor m0 c1 s0", "only send"),
+    ("prefill reward m0 c1 -> 2", "only send"), ("rank 0", "second list"), ("rank x", "is not an action"),
+])  # fmt: skip
 def test_malformed_text_is_named_with_its_line(line: str, about: str) -> None:
     with pytest.raises(ScheduleError, match="line 4: ") as error:
         parse_schedule(f"rank 0\n  prefill reward m0 c1\n\n  {line}\n")
@@ -176,7 +164,7 @@ def test_grid_of_a_known_timeline_and_letters_that_tell_operations_and_roles_apa
     assert render(simulate(build(ROUND, SITE), ROUND, SITE, COSTS), 36) == GOLDEN
 
 
-def test_the_cells_of_faults_are_marked() -> None:
+def test_the_cells_of_faults_are_marked_and_where_one_starts_that_hangs_nothing() -> None:
     schedule, timeline = broken()
     faults = check(schedule, ROUND, SITE, ample_budgets(SITE))
     rows = grid(render(timeline, 80, faults))
@@ -187,9 +175,6 @@ def test_the_cells_of_faults_are_marked() -> None:
     assert rows[0].index("!") == len(rows[0]) - 1, "the action that rank 0 lacks belongs after its last"
     assert "! fault" in render(timeline, 80, faults)
     assert "! fault" not in render(simulate(build(ROUND, SITE), ROUND, SITE, COSTS), 80)
-
-
-def test_a_fault_that_hangs_nothing_is_marked_where_it_starts() -> None:
     schedule = build(ROUND, SITE)
     own = list(schedule.of(1))
     position = next(i for i, action in enumerate(own) if action.op is Op.SAMPLE)

@@ -163,8 +163,7 @@ class Life:
 
     def arrive(self) -> None:
         for _ in range(self.random.choice([0, 1, 1, 2, 4])):
-            new = rollout(self.next_id, self.random.randint(1, 6))
-            self.rollouts[self.next_id] = self.known[self.next_id] = new
+            self.rollouts[self.next_id] = self.known[self.next_id] = rollout(self.next_id, self.random.randint(1, 6))
             self.ends[self.next_id] = self.random.randint(1, 9)
             self.next_id += 1
 
@@ -207,11 +206,7 @@ def test_scorers_read_and_give_exactly_what_is_there(role: str, replicas: int, s
             book.reset()
             caches = Caches(role, replicas, slots, home=caches.home)
         train(life, book, caches)
-    drain(life, book, caches)
-
-
-def drain(life: Life, book: ScoringBook, caches: Caches) -> None:
-    """Let everything end: each round scores at least one sequence of every replica that has any."""
+    # Let everything end: each round scores at least one sequence of every replica that has any
     while life.rollouts:
         for own in life.rollouts.values():
             own.tokens[:], own.finish_clock = list(range(life.ends[own.seq_id])), 1
@@ -234,7 +229,7 @@ def train(life: Life, book: ScoringBook, caches: Caches) -> None:
             del life.rollouts[seq_id]
 
 
-def test_new_weights_make_everything_owed_again() -> None:
+def test_new_weights_make_everything_owed_again_and_a_sequence_that_is_given_up_leaves_its_slot() -> None:
     book = ScoringBook("critic", 1, 4)
     surplus, running = rollout(0, 3, 4, finished=True), rollout(1, 2, 3)
     book.plan([surplus, running], 100)
@@ -243,9 +238,6 @@ def test_new_weights_make_everything_owed_again() -> None:
     (work,) = book.plan([surplus, running], 100)
     assert work.open == [0, 1] and work.evict == []
     assert work.prefill == [(Growth(0, 0, 6, 4), Growth(1, 0, 4, 3))]
-
-
-def test_a_sequence_that_is_given_up_leaves_its_slot_whatever_was_read_of_it() -> None:
     book = ScoringBook("reward", 2, 1)
     half_read, waiting, unknown = (rollout(i, 2, 1) for i in (0, 1, 2))
     book.plan([half_read, waiting], BUDGET)

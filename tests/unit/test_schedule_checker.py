@@ -112,20 +112,16 @@ def test_deadlock_names_the_cycle() -> None:
     assert (fault.rank, fault.position, fault.action) == (0, 0, turned.of(0)[0])
 
 
-def test_deadlock_between_tensor_ranks_of_two_roles() -> None:
+def test_deadlock_of_two_roles_waiting_for_a_rank_that_has_ended_and_a_chain_which_is_told_once() -> None:
     """Each role's own order agrees on both ranks; only together they hang."""
     site = make_site((2, 1, 1), {"reward": (0, 2, 1, 1)})
     round_ = Round(2, 1, (((Growth(0, 3, 1),),),), {"reward": (((Growth(0, 0, 3),),),)})
     schedule = build(round_, site)
     own = schedule.of(1)
-    turned = Schedule({0: schedule.of(0), 1: (*own[2:], *own[:2])})
-    faults = check(turned, round_, site, {})
+    faults = check(Schedule({0: schedule.of(0), 1: (*own[2:], *own[:2])}), round_, site, {})
     assert [fault.kind for fault in faults] == ["deadlock"]
     assert "rank 0 waits at `decode actor m0 c2 s0`, for rank 1 waits at `prefill reward m0 c1`" in faults[0].message
-
-
-def test_waiting_for_a_rank_that_has_ended_and_a_chain_of_waiting_ranks_which_is_told_once() -> None:
-    """Rank 0 gets no tokens, so rank 1 gets no hidden state, so rank 2 no chunk."""
+    # Rank 0 gets no tokens, so rank 1 gets no hidden state, so rank 2 no chunk
     fault = only(faults_of(Schedule({2: SOUND.of(2)})), "deadlock")
     assert (fault.rank, str(fault.action)) == (2, "recv chunk actor m0 c2 <- 1")
     assert "where no such message has been sent; rank 1 has ended" in fault.message
@@ -153,21 +149,18 @@ def test_messages_to_a_wrong_peer_missing_at_both_ends_and_asked_for_in_another_
     assert "`recv tokens actor m1 c2 s1 <- 1`: the next message on this link is `send tokens actor m0 c2 s1" in fault.message
 
 
-@pytest.mark.parametrize(
-    ("rank", "one", "other", "kind", "says"),
-    [
-        (0, "recv tokens actor m0 c2 s0 <- 1", "decode actor m0 c2 s1", "causality", "before the tokens"),
-        (1, "decode actor m0 c2 s0", "sample actor m0 c2 s0", "causality", "does not follow its own decode"),
-        (1, "recv hidden actor m0 c2 s0 <- 0", "decode actor m0 c2 s0", "causality", "not the last one received"),
-        (1, "sample actor m0 c2 s0", "send tokens actor m0 c2 s0 -> 0", "causality", "not drawn yet"),
-        (0, "decode actor m0 c2 s0", "send hidden actor m0 c2 s0 -> 1", "causality", "not the last one computed"),
-        (0, "decode actor m0 c2 s0", "decode actor m1 c2 s0", "order", "by step, then micro-batch"),
-        (2, "prefill reward m0 c1", "score reward m0 c1", "causality", "does not follow its own prefill"),
-        (2, "prefill reward m0 c1", "prefill reward m1 c1", "order", "where m0 is due"),
-        (1, "send tokens actor m1 c2 s1 -> 0", "send chunk actor m0 c2 -> 2", "", ""),
-        (1, "sample actor m1 c2 s1", "send chunk actor m0 c2 -> 2", "causality", "knows the whole chunk"),
-    ],
-)
+@pytest.mark.parametrize(("rank", "one", "other", "kind", "says"), [
+    (0, "recv tokens actor m0 c2 s0 <- 1", "decode actor m0 c2 s1", "causality", "before the tokens"),
+    (1, "decode actor m0 c2 s0", "sample actor m0 c2 s0", "causality", "does not follow its own decode"),
+    (1, "recv hidden actor m0 c2 s0 <- 0", "decode actor m0 c2 s0", "causality", "not the last one received"),
+    (1, "sample actor m0 c2 s0", "send tokens actor m0 c2 s0 -> 0", "causality", "not drawn yet"),
+    (0, "decode actor m0 c2 s0", "send hidden actor m0 c2 s0 -> 1", "causality", "not the last one computed"),
+    (0, "decode actor m0 c2 s0", "decode actor m1 c2 s0", "order", "by step, then micro-batch"),
+    (2, "prefill reward m0 c1", "score reward m0 c1", "causality", "does not follow its own prefill"),
+    (2, "prefill reward m0 c1", "prefill reward m1 c1", "order", "where m0 is due"),
+    (1, "send tokens actor m1 c2 s1 -> 0", "send chunk actor m0 c2 -> 2", "", ""),
+    (1, "sample actor m1 c2 s1", "send chunk actor m0 c2 -> 2", "causality", "knows the whole chunk"),
+])  # fmt: skip
 def test_what_is_used_before_it_is_there(rank: int, one: str, other: str, kind: str, says: str) -> None:
     faults = faults_of(swapped(rank, one, other))
     if not kind:
@@ -176,7 +169,7 @@ def test_what_is_used_before_it_is_there(rank: int, one: str, other: str, kind: 
     assert any(fault.kind == kind and says in fault.message and fault.rank == rank for fault in faults), faults
 
 
-def test_a_chunk_prefilled_before_it_was_decoded() -> None:
+def test_prefilling_before_a_chunk_decoding_before_its_prompts_and_a_gather_before_the_last_tokens() -> None:
     def ahead(own: list[Action]) -> None:
         own[:2] = [replace(action, chunk=2) for action in own[:2]]
 
@@ -185,9 +178,6 @@ def test_a_chunk_prefilled_before_it_was_decoded() -> None:
     assert "uses a chunk before it has been decoded" in fault.message
     after = faults_of(edited(2, lambda own: own.append(replace(own[0], chunk=2))))  # known by then, but of no use to this round
     assert [fault.kind for fault in after] == ["foreign"]
-
-
-def test_decoding_before_the_prompts_are_there_and_a_gather_before_the_last_tokens() -> None:
     site = make_site((1, 1, 1), {})
     round_ = Round(1, 1, (((Growth(0, 3, 1),),),), {"actor": (((Growth(0, 0, 3),),),)})
     schedule = build(round_, site)
@@ -199,30 +189,24 @@ def test_decoding_before_the_prompts_are_there_and_a_gather_before_the_last_toke
     round_ = make_round(site, prompts=0)
     schedule = build(round_, site)
     own = schedule.of(0)
-    turned = Schedule(dict(schedule.actions) | {0: (*own[:-2], own[-1], own[-2])})
-    faults = check(turned, round_, site, {})
+    faults = check(Schedule(dict(schedule.actions) | {0: (*own[:-2], own[-1], own[-2])}), round_, site, {})
     assert [(fault.kind, fault.rank, fault.action) for fault in faults] == [("causality", 0, own[-1])]
 
 
-def test_missing_doubled_foreign() -> None:
+def test_missing_doubled_and_foreign_actions_and_kv_budgets() -> None:
     missing = only(faults_of(without(2, "score reward m1 c1")), "missing")
     assert (missing.rank, missing.position, missing.action) == (2, 4, None) and "`score reward m1 c1`" in missing.message
     doubled = only(faults_of(edited(2, lambda own: own.append(own[0]))), "doubled")
     assert (doubled.rank, doubled.position) == (2, 5)
     for text, says in (
-        ("decode actor m7 c2 s0", "nothing that round 2 asks"),
-        ("decode actor m0 c2 s9", "nothing that round 2 asks"),
-        ("decode actor m0 c1 s0", "nothing that round 2 asks"),
-        ("prefill reward m0 c1", "is on ranks [2]"),
+        ("decode actor m7 c2 s0", "nothing that round 2 asks"), ("decode actor m0 c2 s9", "nothing that round 2 asks"),
+        ("decode actor m0 c1 s0", "nothing that round 2 asks"), ("prefill reward m0 c1", "is on ranks [2]"),
         ("prefill judge m0 c1", "no role of the site"),
-    ):
+    ):  # fmt: skip
         fault = only(faults_of(edited(0, lambda own, text=text: own.append(parse_action(0, text)))), "foreign")
         assert says in fault.message, fault
     fault = only(faults_of(edited(0, lambda own: own.append(replace(own[0], rank=1)))), "foreign")
     assert "names rank 1" in fault.message
-
-
-def test_kv_budgets() -> None:
     assert faults_of(SOUND, actor=KVBudget(3, 7)) == faults_of(SOUND, reward=KVBudget(4, 6, others=1)) == []
     for role, budget, message in (
         ("actor", KVBudget(1, 99), "actor replica 0 has 1 slots, but 3 sequences grow and 0 others keep theirs"),

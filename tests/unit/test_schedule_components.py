@@ -31,11 +31,9 @@ from tests.unit.test_schedule_planner import Run, filled, new_planner
 
 NUM_MUTATIONS = 1000
 KINDS: dict[str, Callable[[tuple[int, int, int]], Site]] = {
-    "colocated": colocated,
-    "disaggregated": lambda actor: disaggregated(actor, (1, 1, 1)),
-    "disaggregated pipeline": lambda actor: disaggregated(actor, (1, 2, 2)),
-    "split scorers": split_scorers,
-}
+    "colocated": colocated, "disaggregated": lambda actor: disaggregated(actor, (1, 1, 1)),
+    "disaggregated pipeline": lambda actor: disaggregated(actor, (1, 2, 2)), "split scorers": split_scorers,
+}  # fmt: skip
 
 
 def sound_schedule(rng: random.Random) -> tuple[str, Schedule, Round, Site]:
@@ -70,8 +68,7 @@ def test_every_harmful_mutation_is_found() -> None:
     """The checker finds beforehand what goes wrong when `tests.support.schedule_interpreter` runs the lists on values."""
     rng, counts, missed, passed_on = random.Random(20), Counter[str](), [], 0
     while counts["harmful"] + counts["harmless"] < NUM_MUTATIONS:
-        fan_out = rng.choice((1, 2, FAN_OUT))
-        with mock.patch("oppo_megatron.schedule.rounds.FAN_OUT", fan_out):
+        with mock.patch("oppo_megatron.schedule.rounds.FAN_OUT", rng.choice((1, 2, FAN_OUT))):
             name, schedule, round_, site = sound_schedule(rng)
         passed_on += any(rank in site.listeners for rank in site.feeds)
         budgets = ample_budgets(site)
@@ -215,12 +212,10 @@ def test_tensor_ranks_are_one_and_replicas_are_left_out() -> None:
 
 PLANTED = 300
 SITES = {
-    "colocated": colocated((2, 2, 2)),
-    "colocated, four tensor ranks": colocated((4, 1, 2)),
+    "colocated": colocated((2, 2, 2)), "colocated, four tensor ranks": colocated((4, 1, 2)),
     "scorers of another layout": make_site((2, 2, 1), {role: (0, 4, 1, 1) for role in ("reference", "critic", "reward")}),
-    "disaggregated": disaggregated((2, 2, 2), (2, 1, 2)),
-    "split scorers": split_scorers((2, 2, 2)),
-}
+    "disaggregated": disaggregated((2, 2, 2), (2, 1, 2)), "split scorers": split_scorers((2, 2, 2)),
+}  # fmt: skip
 
 
 def test_what_harms_the_whole_is_found_in_the_model() -> None:

@@ -23,10 +23,8 @@ from oppo_megatron.schedule.weaving.generators import Gaps, woven
 STAGES = {"actor": 2, "critic": 3}
 TRUE = Costs(
     decode=(Linear(3e-3, 1e-4), Linear(9e-3, 5e-4)), sample=Linear(0.0, 2e-5), score=Linear(5e-4, 0.0), message_s=1e-5,
-    prefill={
-        "actor": (Linear(1e-3, 4e-5), Linear(1e-3, 9e-5)),
-        "critic": (Linear(2e-3, 8e-5), Linear(2e-3, 7e-5), Linear(4e-3, 1e-4)),
-    },
+    prefill={"actor": (Linear(1e-3, 4e-5), Linear(1e-3, 9e-5)),
+        "critic": (Linear(2e-3, 8e-5), Linear(2e-3, 7e-5), Linear(4e-3, 1e-4))},
 )  # fmt: skip
 
 
@@ -55,7 +53,7 @@ def test_exact_samples_give_the_true_line_of_every_stage(sizes: list[int]) -> No
             assert line(n) == pytest.approx(expected(n), rel=1e-3, abs=1e-9)
 
 
-def test_least_squares_equals_the_normal_equations_and_no_line_is_negative() -> None:
+def test_least_squares_equals_the_normal_equations_no_line_is_negative_and_ranks_add_their_vectors() -> None:
     rng, meter = random.Random(0), CostMeter(STAGES)
     pairs = [(n, 0.01 + 1e-4 * n + rng.gauss(0, 1e-3)) for n in (8, 16, 24, 32, 48, 64)]
     for n, seconds in pairs:
@@ -70,9 +68,6 @@ def test_least_squares_equals_the_normal_equations_and_no_line_is_negative() -> 
     assert_close(falling.costs(Costs()).decode_at(0), Linear(0.75, 0.0))
     through_origin = sum(n * (0.1 * n - 0.5) for n in (10, 20, 30, 40)) / sum(n * n for n in (10, 20, 30, 40))
     assert_close(steep.costs(Costs()).decode_at(0), Linear(0.0, through_origin))
-
-
-def test_ranks_add_their_vectors() -> None:
     both = fed(fed(CostMeter(STAGES), [10, 20, 30]), [40, 50])
     one, other = fed(CostMeter(STAGES), [10, 20, 30]), fed(CostMeter(STAGES), [40, 50])
     summed = [a + b for a, b in zip(one.to_vector(), other.to_vector(), strict=True)]
@@ -139,8 +134,7 @@ def test_even_ends(count: int, portions: int) -> None:
 
 @given(st.lists(st.integers(0, 20), min_size=2, max_size=5), st.integers(0, 9), st.integers(0, 9), *[st.integers(1, 6)] * 2)
 def test_predicted_decoding_is_the_dry_run_s(seconds: list, sample: int, message: int, micro_batches: int, steps: int) -> None:
-    decode = tuple(Linear(float(s), 0.0) for s in seconds)
-    costs = Costs(decode, Linear(float(sample), 0.0), message_s=float(message))
+    costs = Costs(tuple(Linear(float(s), 0.0) for s in seconds), Linear(float(sample), 0.0), message_s=float(message))
     pp = len(seconds)
     site = Site({"actor": RolePlacement(tuple(range(pp)), pp=pp)})
     round_ = Round(1, steps, (tuple((Growth(m, 1, steps),) for m in range(micro_batches)),))

@@ -187,20 +187,16 @@ PREFILLS: dict[str, tuple[tuple[tuple[Growth, ...], ...], str]] = {
     "before its source is there": (((Growth(1, 4, 2), Growth(2, 4, 1)), (Growth(0, 0, 6),)), HOLDS.format(0)),
     "in the micro-batch of its source": (((Growth(1, 4, 2), Growth(0, 0, 6)),), HOLDS.format(0)),
     "of more than its source has": (((Growth(0, 0, 3),), (Growth(1, 4, 2),)), HOLDS.format(3)),
-    "continued elsewhere": (
-        ((Growth(0, 0, 6),), (Growth(1, 5, 2),)), "sequence 1 at 5 tokens, but it holds 4 of it, forked from sequence 0",
-    ),
+    "continued elsewhere": (((Growth(0, 0, 6),), (Growth(1, 5, 2),)),
+        "sequence 1 at 5 tokens, but it holds 4 of it, forked from sequence 0"),
 }  # fmt: skip
 FORKS: dict[str, tuple[tuple[Fork, ...], str]] = {
-    "of a cache that is never read": (
-        (Fork(0, 1, 4), Fork(0, 2, 4), Fork(7, 8, 3)),
-        "fork sequence 8, forked from 3 of sequence 7, but it holds 0 of that one by then",
-    ),
+    "of a cache that is never read": ((Fork(0, 1, 4), Fork(0, 2, 4), Fork(7, 8, 3)),
+        "fork sequence 8, forked from 3 of sequence 7, but it holds 0 of that one by then"),
     "twice": ((Fork(0, 1, 4), Fork(0, 1, 4)), "twice"),
     "of a fork": ((Fork(0, 1, 4), Fork(1, 2, 4)), "onto one that others are forked from"),
-    "of a source that holds something else": (
-        (Fork(0, 1, 4, held=2), Fork(0, 2, 4, held=2)), "holds 2 tokens of sequence 0, which is to be continued at 0",
-    ),
+    "of a source that holds something else": ((Fork(0, 1, 4, held=2), Fork(0, 2, 4, held=2)),
+        "holds 2 tokens of sequence 0, which is to be continued at 0"),
 }  # fmt: skip
 
 

@@ -29,8 +29,7 @@ from oppo_megatron.schedule.weaving.generators import intra
 from oppo_megatron.train import roles
 from oppo_megatron.train.roles import Topology, build_topology
 from tests.support.configs import least_config
-from tests.support.first_use import turns
-from tests.support.schedules import colocated, disaggregated, links_of, make_round, make_site
+from tests.support.schedules import colocated, disaggregated, links_of, make_round, make_site, turns
 from tests.unit.test_schedule_components import sites
 
 ROLES = ("actor", "reference", "critic", "reward")
@@ -48,8 +47,7 @@ CASES = [(n, *shape) for n in [8, 64, 1024] for shape in SHAPES if n >= 2 * math
 def test_a_rank_belongs_to_few_groups_whatever_the_size(size: int, tp: int, pp: int) -> None:
     actor, scorer = over(0, size // 2, tp, pp), over(size // 2, size // 2, tp, pp)
     apart = {"actor": actor, **dict.fromkeys(ROLES[1:], scorer)}
-    together = dict.fromkeys(ROLES, over(0, size, tp, pp))
-    for placements in (apart, together):
+    for placements in (apart, dict.fromkeys(ROLES, over(0, size, tp, pp))):
         trained = {role: over(placements[role].ranks[0], len(placements[role].ranks), pp, tp) for role in ("actor", "critic")}
         assert max(groups_by_rank(run_groups(placements, trained)).values()) <= 34
 

@@ -39,9 +39,8 @@ REWARD_TP2 = {"critic": (0, 1, 2, 1), "reference": (1, 1, 2, 1), "reward": (1, 2
 BOTH_WAYS = {"actor": (0, 1), "critic": (2, 1), "reward": (1, 2)}
 SITES: dict[str, Site] = {
     "one rank": colocated((1, 1, 1)), "colocated PP2": colocated((1, 2, 1)), "colocated TP2xPP2xDP2": colocated((2, 2, 2)),
-    "actor PP2, scorers TP2 on the same ranks": make_site((1, 2, 1), SCORERS_TP2),
-    "PP2 | 1": disaggregated((1, 2, 1), (1, 1, 1)), "DP2 | PP2xDP2": disaggregated((1, 1, 2), (1, 2, 2)),
-    "PP2, critic beside it, others apart": split_scorers((1, 2, 1)),
+    "actor PP2, scorers TP2 on the same ranks": make_site((1, 2, 1), SCORERS_TP2), "PP2 | 1": disaggregated((1, 2, 1), (1, 1, 1)),
+    "DP2 | PP2xDP2": disaggregated((1, 1, 2), (1, 2, 2)), "PP2, critic beside it, others apart": split_scorers((1, 2, 1)),
     "DP2, critic beside it, others apart": split_scorers((1, 1, 2)),
 }  # fmt: skip
 SPREAD: dict[str, Site] = {
@@ -125,8 +124,7 @@ class Run:
             if new == left:
                 row.finish_clock, row.finish_reason = self.buffer.clock + new, "eos"
             rows.append(row)
-        chunk = merge_rows(self.index, self.buffer.clock, rows, self.buffer.readiness())
-        self.buffer.record(chunk)
+        self.buffer.record(merge_rows(self.index, self.buffer.clock, rows, self.buffer.readiness()))
         for planner in self.planners:
             planner.actor.record(active)
 

@@ -28,11 +28,9 @@ from tests.support.schedules import ample_budgets, colocated, disaggregated, mak
 from tests.unit.test_schedule_generators import SCORERS, cases
 
 SITES = {
-    "colocated": colocated((1, 4, 2)),
-    "colocated, tensor ranks": colocated((2, 2, 1)),
-    "disaggregated": disaggregated((1, 2, 2), (1, 2, 1)),
-    "split scorers": split_scorers((1, 2, 2)),
-}
+    "colocated": colocated((1, 4, 2)), "colocated, tensor ranks": colocated((2, 2, 1)),
+    "disaggregated": disaggregated((1, 2, 2), (1, 2, 1)), "split scorers": split_scorers((1, 2, 2)),
+}  # fmt: skip
 
 
 def table_of(generator: str, round_: Round, site: Site, costs: Costs) -> Timetable:

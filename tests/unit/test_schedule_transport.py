@@ -103,12 +103,11 @@ def whole_step(placement: dict[str, Any], generator: str) -> tuple[Schedule, Rou
 
 
 STEPS: dict[str, dict[str, Any]] = {
-    "colocated pp2": {"mode": "colocated", "actor": {"pp": 2}},
-    "colocated pp4": {"mode": "colocated", "actor": {"pp": 4}},
+    "colocated pp2": {"mode": "colocated", "actor": {"pp": 2}}, "colocated pp4": {"mode": "colocated", "actor": {"pp": 4}},
     "colocated tp2 pp2 dp2": {"mode": "colocated", "actor": {"tp": 2, "pp": 2, "dp": 2}},
     "disaggregated": {"mode": "disaggregated"},
     "disaggregated pp2": {"mode": "disaggregated", "actor": {"pp": 2}, "scorer": {"pp": 2}},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("generator", sorted(GENERATORS))

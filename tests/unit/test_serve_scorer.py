@@ -35,7 +35,7 @@ from oppo_megatron.serving.app import Extend, Known, Piece, RequestLimits, build
 from oppo_megatron.serving.model_scorer import ModelScorer, open_reward_model
 from oppo_megatron.serving.stream_scorer import StreamScorer, open_stream_scorer
 from tests.support.hf import save_tiny
-from tests.support.ports import held_port
+from tests.support.processes import held_port
 from tests.support.serving import HTTP, TOKEN, served_app
 
 

@@ -51,19 +51,15 @@ def post(address: str, body: Any, **headers: str) -> httpx.Response:
     return HTTP.post(f"{address}/score", content=content, headers=headers)
 
 
-def test_scores_of_the_parts_in_the_order_asked(tmp_path: Path) -> None:
+def test_scores_of_the_parts_in_the_order_asked_as_our_client_reads_them_and_none_without_the_token(tmp_path: Path) -> None:
     parts = [RewardPart(kind="verifier", name="gsm8k", weight=2.0)]
     with open_scorer(ServeConfig(rewards=parts), {}) as score, served(score) as address:
-        items = [ITEM | {"id": 7 - i, "response": f"#### {i}"} for i in range(4)]
-        answer = post(address, {"items": items})
+        answer = post(address, {"items": [ITEM | {"id": 7 - i, "response": f"#### {i}"} for i in range(4)]})
         assert answer.status_code == 200
         assert answer.json() == {"scores": [{"id": 7 - i, "score": 2.0 * (i == 2)} for i in range(4)]}
         assert HTTP.get(f"{address}/health").json() == {"status": "ok"}
         unscorable = post(address, {"items": [ITEM | {"fields": {}}]})
         assert unscorable.status_code == 422 and "no column 'answer'" in unscorable.json()["error"]
-
-
-def test_our_client_and_our_server_agree() -> None:
     with served(token=TOKEN) as address:
         remote = RemoteReward("r", f"{address}/score", SecretStr(TOKEN), max_batch=2, give_up_s=0)
         remote.request([ScoreItem(i, "p", "é" * i, {"answer": None}) for i in range(5)])
@@ -74,9 +70,6 @@ def test_our_client_and_our_server_agree() -> None:
             stranger.request([ScoreItem(0, "p", "r")])
             stranger.result(0)
         stranger.close()
-
-
-def test_without_the_token_nothing_is_read_or_scored() -> None:
     with served(token=TOKEN) as address:
         for header in (None, "", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", "é"):
             headers = {} if header is None else {"authorization": header.encode("latin-1")}
@@ -90,9 +83,8 @@ def test_what_is_too_large_is_answered_with_413() -> None:
         for body, limit in [
             ({"items": [ITEM | {"id": i} for i in range(4)]}, "items are more than 3"),
             ({"items": [ITEM | {"response": "x" * 51}]}, "characters, more than 50"),
-            ({"items": [ITEM | {"prompt": "x" * 51}]}, "characters, more than 50"),
-            (b" " * 2001, "more than 2000 bytes"),
-        ]:
+            ({"items": [ITEM | {"prompt": "x" * 51}]}, "characters, more than 50"), (b" " * 2001, "more than 2000 bytes"),
+        ]:  # fmt: skip
             answer = post(address, body)
             assert answer.status_code == 413 and limit in answer.json()["error"]
         unannounced = iter([b" " * 1000] * 100)

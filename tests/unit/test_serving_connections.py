@@ -128,7 +128,7 @@ def test_a_client_that_reads_no_answer_is_cut() -> None:
         wait_for(lambda: not any(each.raddr and each.raddr.port == mine for each in psutil.Process().net_connections("tcp")))
 
 
-def test_each_request_of_a_connection_has_a_deadline_of_its_own() -> None:
+def test_each_request_of_a_connection_has_a_deadline_of_its_own_and_a_slow_body_comes_whole() -> None:
     with served(header_s=3.0) as address, httpx.Client(base_url=f"http://127.0.0.1:{address[1]}", trust_env=False) as client:
         begun, ports = time.monotonic(), set()
         while time.monotonic() - begun < 3.5:
@@ -138,10 +138,7 @@ def test_each_request_of_a_connection_has_a_deadline_of_its_own() -> None:
                 answer.read()
             time.sleep(0.5)
     assert len(ports) == 1, "all by one connection"
-
-
-def test_a_slow_body_comes_whole() -> None:
-    """Longer than the deadline of headers, shorter than its own."""
+    # Longer than the deadline of headers, shorter than its own
     with served(header_s=0.5) as address, connect(address, WHOLE) as connection:
         for start in range(0, len(BODY), 8):
             time.sleep(0.12)
@@ -180,16 +177,13 @@ def test_a_body_that_breaks_the_protocol_ends_its_own_connection(
     assert len(told) <= 1 and all("Invalid HTTP request received" in line for line in told), told
 
 
-def test_bodies_that_do_not_come_take_no_place_from_others() -> None:
+def test_bodies_that_do_not_come_take_no_place_and_more_than_may_come_at_once_are_to_come_again() -> None:
     for token, code in ((TOKEN, b"401"), (None, b"408")):
         with served(token, RequestLimits(max_waiting=2, read_s=1.0)) as address:
             held = [connect(address, WHOLE + BODY[:5]) for _ in range(20)]
             assert ask(address, token) == 200
             assert all(until_closed(each).startswith(b"HTTP/1.1 " + code) for each in held)
             assert ask(address, token) == 200
-
-
-def test_more_bodies_than_may_come_at_once_are_to_come_again() -> None:
     with served(None, RequestLimits(max_coming=2, read_s=2.0)) as address, ExitStack() as stack:
         held = [stack.enter_context(connect(address, WHOLE)) for _ in range(2)]
         wait_for(lambda: ask(address) == 429)

@@ -89,7 +89,7 @@ def test_constants_are_those_of_the_calibration(shared_data: Path) -> None:
         assert [1e6 * line.alpha_s, line.bytes_per_s / 1e9] == pytest.approx([float(row["alpha_us"]), float(row["busbw_gb_s"])])
 
 
-def test_collectives_within_a_node() -> None:
+def test_collectives_within_a_node_and_the_measured_bandwidths_of_an_h200(shared_data: Path) -> None:
     for gpu, most in (("a100-80", 0.17), ("h100", 0.15)):
         points = [point for point in read_collectives(COLLECTIVES) if point.gpu == gpu and point.ranks == point.ranks_per_node]
         for operation, ranks in sorted({(point.operation, point.ranks) for point in points}):
@@ -97,9 +97,6 @@ def test_collectives_within_a_node() -> None:
             law = line_of(gpu, operation, ranks)
             predicted = np.array([1e6 * law.seconds(point.bytes, point.factor) for point in chosen])
             assert mean_error(predicted, [point.us for point in chosen]) < most, (gpu, operation, ranks)
-
-
-def test_an_h200_has_its_measured_bandwidths(shared_data: Path) -> None:
     rows = [(float(r["payload_bytes"]), float(r["busbw_gb_s"])) for r in calibration(shared_data, "h200_all_reduce.csv")]
     law = INSIDE["h200"].of_ranks(8)
     assert len(rows) == 20
@@ -111,7 +108,7 @@ def test_an_h200_has_its_measured_bandwidths(shared_data: Path) -> None:
     assert seconds[0] == pytest.approx(18e-6)
 
 
-def test_serving_speeds_that_nothing_was_fitted_to(shared_data: Path) -> None:
+def test_speeds_that_nothing_was_fitted_to(shared_data: Path) -> None:
     stated = [(float(row["measured"]), float(row["law"])) for row in calibration(shared_data, "serving_points.csv")]
     assert [point.measured for point in SERVING] == [measured for measured, _ in stated]
     laws = [serving_by_law(point) for point in SERVING]
@@ -121,9 +118,6 @@ def test_serving_speeds_that_nothing_was_fitted_to(shared_data: Path) -> None:
     assert min(speeds.values()) == pytest.approx(0.70, abs=0.01)  # 70B, 240 x (128 + 2048): the one that the law misses
     first = [p.measured / law for p, law in zip(SERVING, laws, strict=True) if p.output_tokens == 1]
     assert len(first) == 4 and min(first) > 0.91 and max(first) < 1.19
-
-
-def test_training_speeds_that_nothing_was_fitted_to(shared_data: Path) -> None:
     rows = calibration(shared_data, "training_points.csv")
     stated = [(float(row["mfu_percent"]), float(row["law_mfu_percent"])) for row in rows]
     assert [point.mfu_percent for point in TRAINING] == [measured for measured, _ in stated]
@@ -172,8 +166,7 @@ def test_groups_over_nodes_share_the_nics_rings_need_large_payloads_and_moves_ad
     assert all_reduce_s(cluster, Group(16, 16, sharing=1), payload) == beside  # a flow of one GPU has one NIC at most
     one_nic = cluster_of(between=replace(NETWORK, nics=1))
     assert all_reduce_s(one_nic, Group(16, 16, sharing=8), payload) == pytest.approx(8 * beside, rel=1e-3)
-    whole = all_reduce_s(cluster, Group(128, 16), payload)
-    assert 0.12 * beside < whole < 0.16 * beside  # near the links' 339 GB/s
+    assert 0.12 * beside < all_reduce_s(cluster, Group(128, 16), payload) < 0.16 * beside  # near the links' 339 GB/s
     assert all_reduce_s(cluster, Group(1), payload) == 0.0
     assert Group.of(cluster, [0, 8, 16], sharing=8) == Group(3, 3, 8)
     mib = 2.0**20
@@ -199,8 +192,7 @@ def test_groups_over_nodes_share_the_nics_rings_need_large_payloads_and_moves_ad
 
 def test_constants_are_found_again() -> None:
     gpu = GPUS["h100"]
-    known = replace(gpu, efficiencies=replace(gpu.efficiencies, compute=0.6, memory=0.7, elementwise=0.4))
-    law = LayerLaw(known)
+    law = LayerLaw(replace(gpu, efficiencies=replace(gpu.efficiencies, compute=0.6, memory=0.7, elementwise=0.4)))
     points = points_of("h100", FITTED["h100"])
     products, elementwise = products_of(law, points), elementwise_of(law, points)
     made = [replace(point, products_us=a, elementwise_us=b) for point, a, b in zip(points, products, elementwise, strict=True)]
@@ -251,17 +243,13 @@ ROW = "h100,m,4096,11008,32,32,1,64,10,5,2"
 HEAD = LAYERS.read_text(encoding="utf-8").splitlines()[0]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (f"{HEAD}\n{ROW}\n{ROW.replace(',64,', ',0,')}\n", "line 3: tokens is '0', but must be a positive number"),
-        (f"{HEAD}\n{ROW.replace(',10,', ',fast,')}\n", "products_us is 'fast'"),
-        (f"{HEAD}\n{ROW.replace(',64,', ',6.5,')}\n", "tokens is 6.5, but must be a whole number"),
-        (f"{HEAD.replace('tokens', 'n')}\n{ROW}\n", "no column tokens"),
-        (f"{HEAD}\n", "holds no row"),
-        (f"{HEAD}\n{ROW}\n", "1 measured layers are too few"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    (f"{HEAD}\n{ROW}\n{ROW.replace(',64,', ',0,')}\n", "line 3: tokens is '0', but must be a positive number"),
+    (f"{HEAD}\n{ROW.replace(',10,', ',fast,')}\n", "products_us is 'fast'"),
+    (f"{HEAD}\n{ROW.replace(',64,', ',6.5,')}\n", "tokens is 6.5, but must be a whole number"),
+    (f"{HEAD.replace('tokens', 'n')}\n{ROW}\n", "no column tokens"), (f"{HEAD}\n", "holds no row"),
+    (f"{HEAD}\n{ROW}\n", "1 measured layers are too few"),
+])  # fmt: skip
 def test_broken_measurements_are_named(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "layers.csv"
     path.write_text(text)

@@ -72,25 +72,21 @@ def test_a_measured_file_replaces_constants(tmp_path: Path) -> None:
     assert sources["gpu.flops"].kind == "published"
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("gpu: h10\n", ["`gpu`", "'h10'", "h100"]),
-        ("gpu: {memory_gb: 80, tflops: 989, gb_per_s: 0}\n", ["`gpu.gb_per_s`", "0", "greater than or equal to 0.001"]),
-        ("gpu: h100\nnodes: 2\nbetween: {gb_per_s: 0}\n", ["`between.gb_per_s`", "greater than or equal to 0.001"]),
-        ("gpu: h100\nnodes: 2\nbetween: {gb_per_s: 50, nics: 0}\n", ["`between.nics`", "greater than 0"]),
-        ("gpu: h100\nnodes: 0\n", ["`nodes`", "0", "greater than or equal to 1"]),
-        ("gpu: h100\nnodes: 2\n", ["nodes is 2", "add `between"]),
-        ("gpu: {memory_gb: 80, tflops: 989, gb_per_s: 3000}\n", ["gpus_per_node is 8", "add `inside"]),
-        ("nodes: 1\n", ["`gpu` is missing"]),
-        ("gpu: h100\nmeasured: no.json\n", ["no.json", "does not exist"]),
-        ("gpu: h100\ngpus: 8\n", ["`gpus` is not a setting", "gpu"]),
-        ("gpu: {memory_gb: -1, tflops: 989, gb_per_s: 3000}\ngpus_per_node: 1\n", ["`gpu.memory_gb`", "-1"]),
-        ("gpu: h100\ninside: {gb_per_s: .inf}\n", ["`inside.gb_per_s`", "finite"]),
-        ("gpu: h100\nnodes: 60000\nbetween: {gb_per_s: 50}\n", ["480000 ranks", "at most 65536"]),
-        ("gpu: h100\nmeasured: .\n", ["is a folder, but must be a file"]),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("gpu: h10\n", ["`gpu`", "'h10'", "h100"]),
+    ("gpu: {memory_gb: 80, tflops: 989, gb_per_s: 0}\n", ["`gpu.gb_per_s`", "0", "greater than or equal to 0.001"]),
+    ("gpu: h100\nnodes: 2\nbetween: {gb_per_s: 0}\n", ["`between.gb_per_s`", "greater than or equal to 0.001"]),
+    ("gpu: h100\nnodes: 2\nbetween: {gb_per_s: 50, nics: 0}\n", ["`between.nics`", "greater than 0"]),
+    ("gpu: h100\nnodes: 0\n", ["`nodes`", "0", "greater than or equal to 1"]),
+    ("gpu: h100\nnodes: 2\n", ["nodes is 2", "add `between"]),
+    ("gpu: {memory_gb: 80, tflops: 989, gb_per_s: 3000}\n", ["gpus_per_node is 8", "add `inside"]),
+    ("nodes: 1\n", ["`gpu` is missing"]), ("gpu: h100\nmeasured: no.json\n", ["no.json", "does not exist"]),
+    ("gpu: h100\ngpus: 8\n", ["`gpus` is not a setting", "gpu"]),
+    ("gpu: {memory_gb: -1, tflops: 989, gb_per_s: 3000}\ngpus_per_node: 1\n", ["`gpu.memory_gb`", "-1"]),
+    ("gpu: h100\ninside: {gb_per_s: .inf}\n", ["`inside.gb_per_s`", "finite"]),
+    ("gpu: h100\nnodes: 60000\nbetween: {gb_per_s: 50}\n", ["480000 ranks", "at most 65536"]),
+    ("gpu: h100\nmeasured: .\n", ["is a folder, but must be a file"]),
+])  # fmt: skip
 def test_mistakes_are_told_with_value_rule_and_remedy(tmp_path: Path, text: str, words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         cluster_of(tmp_path, text)
@@ -111,20 +107,12 @@ def test_absurd_numbers_are_refused(tmp_path: Path, key: str) -> None:
             read_cluster(path, [f"{key}={value}"])
 
 
-@pytest.mark.parametrize(
-    ("key", "values"),
-    [
-        ("efficiencies.compute", [0, -1, 1e-300, 3, True, "x"]),
-        ("efficiencies.power", [0, 17, 1e300]),
-        ("send.bytes_per_s", [0, 1e-300, 1e300, "x"]),
-        ("send.alpha_s", [-1, 1e300, True]),
-        ("engine.decode", [-1, 1e300, float("nan"), True]),
-        ("threads.2", [0, 1e-300, 1e300, True]),
-        ("threads.0", [1.0]),
-        ("collective.1", [SEND]),
-        ("collective", [[], 3]),
-    ],
-)
+@pytest.mark.parametrize(("key", "values"), [
+    ("efficiencies.compute", [0, -1, 1e-300, 3, True, "x"]), ("efficiencies.power", [0, 17, 1e300]),
+    ("send.bytes_per_s", [0, 1e-300, 1e300, "x"]), ("send.alpha_s", [-1, 1e300, True]),
+    ("engine.decode", [-1, 1e300, float("nan"), True]), ("threads.2", [0, 1e-300, 1e300, True]), ("threads.0", [1.0]),
+    ("collective.1", [SEND]), ("collective", [[], 3]),
+])  # fmt: skip
 def test_absurd_measured_numbers_are_refused(tmp_path: Path, key: str, values: list[object]) -> None:
     tree: dict[str, Any] = {
         "source": "here", "send": SEND, "threads": {"2": 1.9}, "collective": {}, "efficiencies": LAWS,
@@ -204,7 +192,7 @@ def test_training_costs_what_its_passes_do() -> None:
     assert update_s(laid(8, 1, 1), update) < update_s(laid(8, 1, 4), update), "gradients between nodes take time"
 
 
-def test_decode_steps_sum_over_the_lengths() -> None:
+def test_decode_steps_sum_over_the_lengths_and_sequences_without_a_slot_wait_for_the_next_round() -> None:
     """Equal lengths: steps times one step.  Ragged ones lie between the shortest and the longest, nearer to their mean."""
     model, count = laid(8, 1, 1), 64
     step = model.step_s(0, Tokens.step(count, count * (512 + 500)), captured=True)
@@ -216,10 +204,7 @@ def test_decode_steps_sum_over_the_lengths() -> None:
     assert decode_s(model, Decoding(512, [500] * count), FREE) < ragged < whole
     launched = decode_s(model, Decoding(512, [1000] * count, captured=False), FREE)
     assert launched - whole == pytest.approx(1000 * 32 * 0.5e-3, rel=0.01)
-
-
-def test_sequences_without_a_slot_wait_for_the_next_round() -> None:
-    """Twice as many as there are slots take twice as long; each starts when a round begins after a slot is free."""
+    # Twice as many as there are slots take twice as long; each starts when a round begins after a slot is free
     assert Turns(2, 8).starts(np.array([5, 17, 3, 8, 1])).tolist() == [0, 0, 8, 16, 24]
     assert Turns(9, 8).starts(np.array([5, 17, 3])).tolist() == [0, 0, 0]
     model, decoding = laid(8, 1, 1), Decoding(512, [1000] * 64)
@@ -252,8 +237,7 @@ def test_a_move_takes_what_its_bytes_do() -> None:
     assert seconds == pytest.approx(num_bytes / 2 / 357.5e9, rel=0.01)
     away = Weights(RolePlacement(tuple(range(8, 16)), 8, 1, 1))
     assert reallocation_s(CLUSTER, shape, one, away, scalar=False) == pytest.approx(num_bytes / (0.94 * 400e9), rel=0.02)
-    interleaved = Weights(RolePlacement((0, 1), 1, 2, 1), vpp=2)
-    moved = reallocation_s(CLUSTER, shape, interleaved, halves, scalar=False)
+    moved = reallocation_s(CLUSTER, shape, Weights(RolePlacement((0, 1), 1, 2, 1), vpp=2), halves, scalar=False)
     assert moved == pytest.approx(seconds / 2, rel=0.2)  # half of each stage's layers
     # A replica on each node in both layouts: nothing passes the network, so its bandwidth does not count.
     networks = (CLUSTER, replace(CLUSTER, between=replace(NETWORK, bytes_per_s=1e6)))
@@ -290,8 +274,7 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_command_prices_every_phase_or_refuses_a_small_cluster(described: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prices(["c.yaml", "--cluster", "cluster.yaml", "--costs", "costs.json"]) == 0
     out = capsys.readouterr().out
-    rows = [line.split()[:2] for line in out.splitlines()[1:9]]
-    assert rows == [
+    assert [line.split()[:2] for line in out.splitlines()[1:9]] == [
         ["actor", "prompts"], ["actor", "decode"], ["reference", "score"], ["critic", "score"], ["reward", "score"],
         ["actor", "update"], ["actor", "weights"], ["critic", "update"],
     ]  # fmt: skip

@@ -21,8 +21,7 @@ from oppo_megatron.errors import ConfigError
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.sim.runs.step_costs import StepCosts
 from oppo_megatron.sim.runs.virtual import VirtualRun, VirtualStep, metrics_lines
-from tests.support.ordered import OrderedRun
-from tests.support.virtual_layouts import SIZES, Layout, drawn, plain, tree
+from tests.support.virtual import SIZES, Layout, OrderedRun, drawn, plain, tree
 
 PROMPT, NONE = 32, Linear(0.0, 0.0)
 UPDATES = {"actor": Linear(0.2, 1e-5), "critic": Linear(0.1, 2e-5)}
@@ -41,8 +40,7 @@ def play(
 @pytest.mark.parametrize("player", [VirtualRun, OrderedRun])
 def test_a_sequential_step_on_one_rank_by_hand(player: type[VirtualRun]) -> None:
     """Prompts, 24 decode steps of 16 sequences, three scorers, two updates, a move of weights, one after the other."""
-    config = switched(plain(rollout={"forced_lengths": [24.0, 0.0]}), "sequential")
-    step, _ = play(config, 2, player=player)
+    step, _ = play(switched(plain(rollout={"forced_lengths": [24.0, 0.0]}), "sequential"), 2, player=player)
     costs, rows, length, rounds = Costs(), 16, 24, 2
     decode = costs.default_prefill(rows * (PROMPT - 1))
     decode += length * (costs.decode_at(0)(rows) + costs.sample(rows)) + rounds * 1e-3
@@ -70,8 +68,7 @@ def test_a_scorer_beside_is_a_queue_with_one_server(player: type[VirtualRun], ah
     scorers = rounds * (roles * (0.5 + Costs().score.fixed_s) + 1e-3) + outputs * Costs().score.per_token_s
     assert step.step_s == pytest.approx(scorers + UPDATES["actor"](16 * 24) - ahead_s + 0.05 + 0.01)
     own_round = 1e-3  # that only scores, and finds nothing to do on the actor's rank
-    exposed = scorers - step.parts.decode_s - own_round - ahead_s
-    assert step.parts.score_exposed_s == pytest.approx(exposed)
+    assert step.parts.score_exposed_s == pytest.approx(scorers - step.parts.decode_s - own_round - ahead_s)
 
 
 @pytest.mark.parametrize("player", [VirtualRun, OrderedRun])
@@ -154,8 +151,7 @@ def test_void_micro_steps_cost_nothing_and_scorers_hear_of_a_chunk_a_message_lat
     costs = StepCosts(Costs(Linear(1.0, 0.0), NONE, {}, NONE, NONE, message_s=0.25))
     overlap = tree()["overlap"] | {"chunk": 64, "weave": [1, "auto"]}
     config = plain(actor=(1, 2, 1), scorer=(1, 1, 1), overlap=overlap, rollout={"batch_size": 4, "max_response_tokens": 96})
-    run = player(config, costs, lambda seq_id: 10 if seq_id < 4 else 90, prompt_tokens=PROMPT)
-    step = next(run.steps(1))
+    step = next(player(config, costs, lambda seq_id: 10 if seq_id < 4 else 90, prompt_tokens=PROMPT).steps(1))
     assert step.clock == 10 and step.parts.decode_s == pytest.approx(10 * 2 * 1.0 + (10 + 9) * 0.25)
     # Scorers hear of a chunk a message later.
     costs = StepCosts(Costs(Linear(1e-3, 0.0), NONE, {}, NONE, NONE, message_s=1.0))
@@ -213,8 +209,7 @@ def test_rounds_are_within_two_percent_of_actions_on_many_layouts(part: int) -> 
 @pytest.mark.long
 @pytest.mark.parametrize("schedule", ["sequential", "intra", "woven"])
 def test_rounds_are_within_two_percent_of_actions_on_every_layout_of_up_to_16_ranks(schedule: str) -> None:
-    layouts = [each for each in product((1, 2, 4), (1, 2, 4), (1, 2, 4, 8)) if np.prod(each) <= 16]
-    for actor in layouts:
+    for actor in [each for each in product((1, 2, 4), (1, 2, 4), (1, 2, 4, 8)) if np.prod(each) <= 16]:
         beside = [each for each in ((1, 1, 1), (1, 2, 2), actor) if np.prod(actor) + np.prod(each) <= 16]
         for scorer in (None, *beside):
             config = plain(actor=actor, scorer=scorer, overlap={"schedule": "woven" if schedule == "woven" else "intra"})

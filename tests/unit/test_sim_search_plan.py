@@ -63,15 +63,11 @@ def seconds(cluster: Cluster, of: TrainConfig | None = None, lengths: list[int] 
 
 
 KINDS: Mapping[str, dict[str, Any]] = {
-    "ppo": {},
-    "sequential": {"overlap": {"intra": False, "inter": False}},
-    "waits for the critic": {"overlap": {"without": ["critic"]}},
-    "a reference of its own": {"reference": {"init": SMALL}},
+    "ppo": {}, "sequential": {"overlap": {"intra": False, "inter": False}},
+    "waits for the critic": {"overlap": {"without": ["critic"]}}, "a reference of its own": {"reference": {"init": SMALL}},
     "without a reference": {"ppo": {"minibatches": 2, "kl": {"mode": "none"}}},
-    "grpo": {
-        "critic": None, "algorithm": {"preset": "grpo"}, "filter": None,
-        "rollout": {"batch_size": 32, "group_size": 4, "max_response_tokens": 1024},
-    },
+    "grpo": {"critic": None, "algorithm": {"preset": "grpo"}, "filter": None,
+        "rollout": {"batch_size": 32, "group_size": 4, "max_response_tokens": 1024}},
     "adapters": {"actor": {"init": SMALL, "lora": {"rank": 8}}, "critic": {"init": SMALL, "lora": {"rank": 8}}},
     "a larger reward model": {"reward": {"init": SMALL | {"num_hidden_layers": 16}}},
     "little memory for caches": {"runtime": {"device": "cpu", "dtype": "bfloat16", "kv_cache_mb": 256}},
@@ -126,8 +122,7 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "tok").mkdir()
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1"}\n')
     short = {"batch_size": 128, "max_response_tokens": 128}  # few rounds and steps, for the best plans are played
-    overlap = {"inter": False, "chunk": 64}
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree(rollout=short, overlap=overlap)))
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree(rollout=short, overlap={"inter": False, "chunk": 64})))
     (tmp_path / "cluster.yaml").write_text("nodes: 2\ngpus_per_node: 2\ngpu: h100\nbetween: {gb_per_s: 50}\n")
     return tmp_path
 
@@ -183,14 +178,11 @@ def test_so_many_nodes_would_do_and_no_fewer(tokens: int, described: Path, capsy
         assert main([*command, "--out", f"out{count}"]) == code
 
 
-@pytest.mark.parametrize(
-    "text, more, told",
-    [
-        ("gpu: h100\nmeasured: mine.json\n", [], "mine.json"),
-        ("gpu: h100\n", ["--lognormal", "5000,1.0"], "rollout.max_response_tokens is 128, which"),
-        ("gpu: h100\n", ["rollout.batch_size=x"], "rollout.batch_size"),
-    ],
-)
+@pytest.mark.parametrize("text, more, told", [
+    ("gpu: h100\nmeasured: mine.json\n", [], "mine.json"),
+    ("gpu: h100\n", ["--lognormal", "5000,1.0"], "rollout.max_response_tokens is 128, which"),
+    ("gpu: h100\n", ["rollout.batch_size=x"], "rollout.batch_size"),
+])  # fmt: skip
 def test_wrong_input_is_refused(text: str, more: list, told: str, described: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (described / "cluster.yaml").write_text(text)
     assert told in refused(capsys, *PLAN, *more)

@@ -79,14 +79,12 @@ def test_describe_derives_rates_and_shares() -> None:
         "reward_mean": 0.5, "tokens": 1000, "step_s": 2.0, "score_exposed_s": 0.5, "score_busy_s": 2.0, "delta": 4,
         "deferred": {"0": 28, "1": 3, "2": 1}, "chunk_tokens": 32, "kl_mean": 0.0123, "unknown": 1,
     }  # fmt: skip
-    told = ["reward 0.500", "tok/s 500", "hidden 75%", "deferred 4", "delta 4", "chunk 32", "KL 0.0123"]
-    assert describe(line) == told
+    assert describe(line) == ["reward 0.500", "tok/s 500", "hidden 75%", "deferred 4", "delta 4", "chunk 32", "KL 0.0123"]
     missing = {"reward_mean": None, "tokens": 5, "step_s": 0.0, "score_exposed_s": 1.0, "score_busy_s": None}
     assert describe(missing) == [] and describe({"loss": 0.5, "accuracy": 1.0}) == ["loss 0.5000", "acc 100.0%"]
     # a step whose whole batch was carried decodes nothing, and has no rate
     assert describe({"reward_mean": 0.5, "tokens": 0, "step_s": 2.0}) == ["reward 0.500"]
-    durations = ["0s", "59s", "1m00s", "3m07s", "1h00m", "2h05m"]
-    assert [format_duration(s) for s in (0, 59.4, 60, 187, 3599.6, 7500)] == durations
+    assert [format_duration(s) for s in (0, 59.4, 60, 187, 3599.6, 7500)] == ["0s", "59s", "1m00s", "3m07s", "1h00m", "2h05m"]
 
 
 def test_every_sink_gets_the_numeric_fields_and_without_one_nothing_is_opened(tmp_path: Path) -> None:
@@ -162,8 +160,7 @@ def test_a_missing_library_is_told_before_anything_starts(
     monkeypatch.setitem(sys.modules, "wandb", None)
     settings: dict[str, Any] = yaml.safe_load(LEAST)
     if kind != "train":
-        actor = settings.pop("actor")
-        settings = {"data": {"path": "rows.jsonl"}, "model": actor, "batch_size": 1, "steps": 1, "max_tokens": 64}
+        settings = {"data": {"path": "rows.jsonl"}, "model": settings.pop("actor"), "batch_size": 1, "steps": 1, "max_tokens": 64}
     common = {"run_dir": "run", "tokenizer": {"path": "tok"}, "logging": {"trackers": ["wandb:rlhf"]}}
     enter(tmp_path, monkeypatch, yaml.safe_dump(settings | common))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "completion": "2", "chosen": "2", "rejected": "3", "answer": "2"}\n')

@@ -68,12 +68,9 @@ def rollouts(lengths: list[tuple[int, int]]) -> list[Rollout]:
 
 @settings(deadline=None, max_examples=120)
 @given(
-    lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=8),
-    paired=st.booleans(),
-    replicas=st.integers(1, 3),
-    minibatches=st.integers(1, 3),
-    budget=st.integers(34, 60),
-)
+    lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=8), paired=st.booleans(),
+    replicas=st.integers(1, 3), minibatches=st.integers(1, 3), budget=st.integers(34, 60),
+)  # fmt: skip
 def test_an_update_reads_each_row_once_within_the_budget(
     lengths: list[tuple[int, int]], paired: bool, replicas: int, minibatches: int, budget: int
 ) -> None:
@@ -319,10 +316,8 @@ def test_a_file_of_no_use_says_why(tmp_path: Path) -> None:
         read_logprobs(path, "b" * 64)
     whole, other = path.read_bytes(), save({"keys": torch.zeros(1)})
     for content, said in (
-        (whole[:-1] + b"?", "is damaged"),
-        (whole[:-5], "not a readable file"),
-        (other, "is not a file of refer"),
-    ):
+        (whole[:-1] + b"?", "is damaged"), (whole[:-5], "not a readable file"), (other, "is not a file of refer"),
+    ):  # fmt: skip
         path.write_bytes(content)
         with pytest.raises(UnusableFileError, match=said):
             read_logprobs(path, "a" * 64)

@@ -115,8 +115,7 @@ def test_every_rank_loads_its_own_cut_and_gives_it_back(saved, model: str, head:
             share = take_part(dict(module.named_parameters())[part.param].detach(), part)
             assert torch.equal(share, state[part.hf_name][part.share(place["tp_rank"], tp)]), part.hf_name
             gathered.setdefault(part.hf_name, []).append(share)
-    untied = {name for name in state if not (name == "lm_head.weight" and hf.config.tie_word_embeddings)}
-    assert gathered.keys() == untied
+    assert gathered.keys() == {name for name in state if not (name == "lm_head.weight" and hf.config.tie_word_embeddings)}
 
 
 def test_a_rank_reads_no_more_than_its_own_share_and_casts_it(saved) -> None:

@@ -167,7 +167,8 @@ class StepRows(ABC):
         """Return one of few bounds, at least `longest`."""
 
     @abstractmethod
-    def plan(self, position_B: Tensor, reach: int) -> StepPlan: ...
+    def plan(self, position_B: Tensor, reach: int, idle_B: Tensor) -> StepPlan:
+        """Idle rows, whose output nobody reads, may attend to less."""
 
 
 def attend_one(q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -12,6 +12,8 @@ from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.kv.cached_plan import CallPlan, StepPlan, StepRows
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 
+COPIED_NUMBERS = 2**25  # held aside at once: 64 MiB in bfloat16
+
 
 class KVCache(SequenceCache):
     """Storage k, v: per layer [M, G, L, D]; whole: [2 * layers, M, G, L, D]."""
@@ -31,12 +33,19 @@ class KVCache(SequenceCache):
         self.whole[:, target, :, :length] = self.whole[:, source, :, :length]
 
     def _swap(self, one: int, other: int, length: int) -> None:
-        held = self.whole[:, one, :, :length].clone()
-        self.whole[:, one, :, :length] = self.whole[:, other, :, :length]
-        self.whole[:, other, :, :length] = held
+        for stores in self._few_layers(1, length):
+            held = stores[:, one, :, :length].clone()
+            stores[:, one, :, :length] = stores[:, other, :, :length]
+            stores[:, other, :, :length] = held
+
+    def _few_layers(self, sequences: int, length: int) -> Sequence[Tensor]:
+        """Split the layers so that a copy of some sequences stays small."""
+        return self.whole.split(max(1, COPIED_NUMBERS // max(1, sequences * self.whole[0, 0, :, :length].numel())))
 
     def _share(self, source: int, targets: list[int], length: int) -> None:
-        self.whole[:, on_device(targets, self.device), :, :length] = self.whole[:, source, None, :, :length].clone()
+        slot_S = on_device(targets, self.device)
+        for stores in self._few_layers(len(targets), length):
+            stores[:, slot_S, :, :length] = stores[:, source, None, :, :length].clone()
 
     def _extend(self, slot: int, length: int) -> None:
         pass  # a slot has all positions
@@ -88,7 +97,7 @@ class _DenseRows(StepRows):
     def reach(self, longest: int) -> int:
         return self._cache.bucket(longest)
 
-    def plan(self, position_B: Tensor, reach: int) -> StepPlan:
+    def plan(self, position_B: Tensor, reach: int, idle_B: Tensor) -> StepPlan:
         num_rows = len(position_B)
         places = DensePlaces(self._cache, self._slot_M[:num_rows], position_B, slice(self._first, self._first + num_rows))
         return StepPlan(self._cache, places, position_B, reach)

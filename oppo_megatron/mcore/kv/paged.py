@@ -202,8 +202,8 @@ class _PagedRows(StepRows):
     def reach(self, longest: int) -> int:
         return self._cache.bucket(longest) if self._cache.kernel is None else self._cache.max_length
 
-    def plan(self, position_B: Tensor, reach: int) -> StepPlan:
-        num_rows, length_B = len(position_B), position_B.int() + 1
+    def plan(self, position_B: Tensor, reach: int, idle_B: Tensor) -> StepPlan:
+        num_rows, length_B = len(position_B), position_B.masked_fill(idle_B, 0).int() + 1
         call = PagedCall(self._table_MW[:num_rows], torch.ones_like(length_B), length_B, 1, reach)
         places = _PagedPlaces(self._cache, call, self._number_M[:num_rows], position_B)
         return StepPlan(self._cache, places, position_B, reach)

@@ -1,4 +1,4 @@
-"""A user's loss has the gradient of the whole batch in one process, in any layout; advantages are the same on all ranks."""
+"""Log-probs, entropy and a user's loss: those of plain torch in any layout, and advantages are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from oppo_megatron.config.model import OptimizerConfig, TrainingLayoutConfig
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.config.reliability import GuardsConfig
 from oppo_megatron.errors import PluginError
+from oppo_megatron.layout.layouts import vocab_rows
 from oppo_megatron.mcore.training import StepReport, TrainedModel
+from oppo_megatron.mcore.vocab import VocabShards, token_logprobs
 from oppo_megatron.mcore.weights.hf_weights import export_weights
 from oppo_megatron.plugins import Plugin
 from oppo_megatron.records import Prompt, Rollout
@@ -33,8 +35,104 @@ from oppo_megatron.train.guard import Guard, Rollbacks
 from oppo_megatron.train.roles import TrainedRole
 from oppo_megatron.train.update import UpdateSettings
 from tests.gloo.jobs_training import load_chunks
-from tests.gloo.models import CPU, world_groups
+from tests.gloo.models import CPU, gather_logits, world_groups
 from tests.support.ranks import run_ranks
+
+JOBS = "tests.gloo.test_losses:"
+
+
+def shards_of(vocab_size: int) -> VocabShards:
+    return VocabShards(dist.group.WORLD, vocab_rows(vocab_size, dist.get_world_size()), vocab_size)
+
+
+def shard_results(logits_RV: Tensor, targets_R: Tensor, temperature: float, weights_2R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-probs, entropies, this shard's gradient of weights . (log-probs, entropies))."""
+    vocab = shards_of(logits_RV.shape[-1])
+    shard_RV = logits_RV.split(vocab.rows, dim=-1)[vocab.rank].clone().requires_grad_()
+    before_RV = shard_RV.detach().clone()
+    logprobs_R, entropy_R = token_logprobs(shard_RV, targets_R, vocab, temperature)
+    (weights_2R * torch.stack([logprobs_R, entropy_R])).sum().backward()
+    assert torch.equal(shard_RV, before_RV), "the logits are the caller's"
+    assert torch.equal(gather_logits(before_RV, vocab), logits_RV) and shard_RV.grad is not None
+    return logprobs_R.detach(), entropy_R.detach(), shard_RV.grad
+
+
+def many(cases: list[tuple[Tensor, Tensor, float, Tensor]]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    return [shard_results(*case) for case in cases]
+
+
+def finite_differences(logits_RV: Tensor, targets_R: Tensor, temperature: float, weights_2R: Tensor, step: float) -> Tensor:
+    """Central differences of weights . (log-probs, entropies) by every logit of the whole vocabulary."""
+    vocab = shards_of(logits_RV.shape[-1])
+
+    def value(changed_RV: Tensor) -> Tensor:
+        shard_RV = changed_RV.split(vocab.rows, dim=-1)[vocab.rank]
+        both = torch.stack(token_logprobs(shard_RV, targets_R, vocab, temperature))
+        return (weights_2R * both).double().sum()
+
+    slopes = torch.zeros_like(logits_RV)
+    for place in range(logits_RV.numel()):
+        offset = torch.zeros(logits_RV.numel())
+        offset[place] = step
+        offset_RV = offset.view_as(logits_RV)
+        slopes.view(-1)[place] = (value(logits_RV + offset_RV) - value(logits_RV - offset_RV)) / (2 * step)
+    return slopes
+
+
+Case = tuple[Tensor, Tensor, float, Tensor]
+
+
+def make_cases() -> dict[str, Case]:
+    generator = torch.Generator().manual_seed(0)
+
+    def case(scale: float, temperature: float, rows: int = 6, vocab: int = 32) -> Case:
+        logits = torch.randn(rows, vocab, generator=generator) * scale
+        targets = torch.randint(vocab, (rows,), generator=generator)
+        return logits, targets, temperature, torch.randn(2, rows, generator=generator)
+
+    extreme = case(1.0, 1.0)
+    extreme[0][0, 3], extreme[0][1, 17], extreme[0][2, :] = 1e4, -1e4, 5e3
+    extreme[0][3, 5], extreme[1][3] = 300.0, 20  # the target is all but impossible
+    return {"plain": case(2.0, 1.0), "cool": case(2.0, 0.5), "hot": case(1.0, 1.7), "extreme": extreme,
+            "temperature 0 is 1": case(1.0, 0.0), "steep": case(40.0, 1.0),
+            "tensor ranks have more rows than tokens": case(2.0, 0.7, vocab=30)}  # fmt: skip
+
+
+LOGPROB_CASES = make_cases()
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_equal_torch_in_float64(tp: int) -> None:
+    answers = run_ranks(tp, f"{JOBS}many", cases=list(LOGPROB_CASES.values()))
+    for place, (name, (logits, targets, temperature, weights)) in enumerate(LOGPROB_CASES.items()):
+        x = logits.double().requires_grad_()
+        logq = torch.log_softmax(x / (temperature or 1.0), -1)
+        logprobs = logq.gather(-1, targets[:, None])[:, 0]
+        entropy = torch.special.entr(logq.exp()).sum(-1)
+        # The gradient of q log q in closed form, which stays finite where q is 0.
+        closed = -logq.detach().exp() * (logq.detach() + entropy.detach()[:, None])
+        (weights[0].double() * logprobs).sum().backward()
+        expected = x.grad + weights[1].double()[:, None] * closed / (temperature or 1.0)
+        for answer in answers:
+            found_logprobs, found_entropy, _ = answer[place]
+            scale = 1 + logprobs.detach().abs()
+            assert ((found_logprobs - logprobs.detach()).abs() / scale).max() < 3e-6, name
+            assert (found_entropy - entropy.detach()).abs().max() < 2e-5, name
+            assert torch.equal(found_logprobs, answers[0][place][0]), "equal on every tensor rank"
+        gradient = torch.cat([answer[place][2] for answer in answers], -1)
+        assert torch.isfinite(gradient).all() and (gradient - expected).abs().max() < 2e-5, name
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_gradients_equal_finite_differences(tp: int) -> None:
+    logits, targets, temperature, weights = LOGPROB_CASES["cool"]
+    small = (logits[:2, :6].contiguous(), targets[:2] % 6, temperature, weights[:, :2].contiguous())
+    answers = run_ranks(tp, f"{JOBS}many", cases=[small])
+    gradient = torch.cat([answer[0][2] for answer in answers], -1)
+    keys = ("logits_RV", "targets_R", "temperature", "weights_2R")
+    (slopes, *_) = run_ranks(tp, f"{JOBS}finite_differences", **dict(zip(keys, small, strict=True)), step=0.02)
+    assert slopes.abs().max() > 0.1 and (gradient - slopes).abs().max() < 2e-3
+
 
 LENGTHS = [(3, 9), (5, 2), (1, 7), (4, 4), (2, 8), (6, 1), (3, 3), (2, 5)]
 GROUP, LONGEST = 2, 16
@@ -79,16 +177,12 @@ def batch_of() -> list[Rollout]:
 def scored(batch: list[Rollout]) -> ScoredBatch:
     dice, lengths = torch.Generator().manual_seed(5), [len(r.tokens) for r in batch]
     return ScoredBatch(
-        behaviour_logp_T=torch.tensor([x for r in batch for x in r.logprobs]),
-        reference_logp_T=None,
-        values_T=None,
-        scores_B=torch.randn(len(batch), generator=dice),
-        lengths_B=lengths,
-        truncated_B=torch.zeros(len(batch), dtype=torch.bool),
-        group_size=GROUP,
+        behaviour_logp_T=torch.tensor([x for r in batch for x in r.logprobs]), reference_logp_T=None, values_T=None,
+        scores_B=torch.randn(len(batch), generator=dice), lengths_B=lengths,
+        truncated_B=torch.zeros(len(batch), dtype=torch.bool), group_size=GROUP,
         tokens_T=torch.tensor([x for r in batch for x in r.tokens]),
         versions_T=torch.tensor([x for r in batch for x in r.versions]),
-    )
+    )  # fmt: skip
 
 
 def algorithm_of(name: str, reduction: str) -> Algorithm:
@@ -174,9 +268,9 @@ def examine(name: str) -> str:
 
 
 def test_advantages_that_differ_between_ranks_are_refused_by_every_rank() -> None:
-    assert run_ranks(2, "tests.gloo.test_custom_losses:examine", name="median_free") == ["same"] * 2
-    said = run_ranks(2, "tests.gloo.test_custom_losses:examine", name="by_rank")
-    assert len(set(said)) == 1 and said[0].startswith("algorithm.advantage tests.gloo.test_custom_losses:by_rank returned")
+    assert run_ranks(2, f"{JOBS}examine", name="median_free") == ["same"] * 2
+    said = run_ranks(2, f"{JOBS}examine", name="by_rank")
+    assert len(set(said)) == 1 and said[0].startswith("algorithm.advantage tests.gloo.test_losses:by_rank returned")
     assert "other numbers on rank 1 than on rank 0 for the same batch; make it deterministic" in said[0]
 
 
@@ -185,9 +279,7 @@ ALONE = [(1, 1, 1, 1000), (1, 1, 1, 20)]
 
 
 @pytest.mark.parametrize(("name", "reduction"), CASES)
-def test_a_custom_loss_has_the_gradient_of_the_whole_batch(
-    models: dict[str, str], tmp_path: Path, name: str, reduction: str
-) -> None:
+def test_a_custom_loss_has_the_whole_batchs_gradient(models: dict[str, str], tmp_path: Path, name: str, reduction: str) -> None:
     in_layouts = {1: [*ALONE, (2, 1, 1, 20)], 2: [ALONE[0], (2, 2, 1, 20), (2, 1, 2, 20)]}
     for minibatches, layouts in in_layouts.items() if LOSSES[name] == reduction else [(1, ALONE)]:
         expected: tuple[list[float], dict[str, Tensor]] | None = None
@@ -195,7 +287,7 @@ def test_a_custom_loss_has_the_gradient_of_the_whole_batch(
             target = tmp_path / f"{minibatches}-{number}"
             job = {"directory": models["qwen3"], "target": str(target), "tp": tp, "pp": pp, "name": name}
             more = {"reduction": reduction, "minibatches": minibatches, "micro_batch_tokens": tokens}
-            norms = run_ranks(world, "tests.gloo.test_custom_losses:update", **job, **more)[0]
+            norms = run_ranks(world, f"{JOBS}update", **job, **more)[0]
             weights = {key: x for file in target.glob("*.safetensors") for key, x in load_file(file).items()}
             if expected is None:
                 expected = norms, weights

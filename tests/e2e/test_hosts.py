@@ -1,8 +1,9 @@
-"""One job over two hosts, by torchrun agents, srun's environment, and network namespaces: the same run, and lost hosts end it."""
+"""One job over two hosts, and rewards from a service: the same run, lost hosts end it, an outage loses nothing."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -10,17 +11,21 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.support.ports import free_port
-from tests.support.ppo import Workspace, read_outcome, weight_distance
-from tests.support.processes import python_path
+from tests.e2e.rewards import brevity
+from tests.support.ppo import SHAPE, Workspace, read_outcome, run_ppo_ranks, weight_distance
+from tests.support.processes import free_port, python_path
+from tests.support.ranks import run_ranks
+from tests.support.serving import Service, http, reward_service, scored
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = re.compile(r"RANK|WORLD_SIZE|MASTER_|LOCAL_|GROUP_|SLURM_|TORCHELASTIC|GLOO_SOCKET")
@@ -33,13 +38,9 @@ def start(command: Sequence[str | Path], inside: Sequence[str] = (), **variables
     environment = {name: value for name, value in os.environ.items() if not LAUNCHERS.search(name)}
     environment |= {"PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
     return subprocess.Popen(
-        [*inside, *map(str, command)],
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        [*inside, *map(str, command)], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True,
-    )
+    )  # fmt: skip
 
 
 def ends(processes: Sequence[subprocess.Popen[str]], timeout_s: float = 120) -> list[tuple[int, str]]:
@@ -61,13 +62,9 @@ def port() -> str:
 
 def write_config(workspace: Workspace, name: str, **changes: Any) -> Path:
     settings: dict[str, Any] = {
-        "placement": {"mode": "disaggregated"},
-        "steps": 2,
-        "overlap.intra": True,
-        "logging.console": "plain",
-        "runtime.device": "cpu",
-        "runtime.timeout_s": 60.0,
-    }
+        "placement": {"mode": "disaggregated"}, "steps": 2, "overlap.intra": True, "logging.console": "plain",
+        "runtime.device": "cpu", "runtime.timeout_s": 60.0,
+    }  # fmt: skip
     path = workspace.root / f"{name}.yaml"
     path.write_text(yaml.safe_dump(workspace.config(name, **(settings | changes))))
     return path
@@ -109,8 +106,7 @@ def one_launch(workspace: Workspace) -> Path:
 def assert_same_run(config: Path, one_launch: Path, nodes: Sequence[str | None]) -> None:
     ours, theirs = read_outcome(run_dir(config)), read_outcome(one_launch)
     assert ours.tokens() == theirs.tokens() and ours.batches() == theirs.batches()
-    assert weight_distance(ours.actor, theirs.actor) == 0.0
-    assert weight_distance(ours.critic, theirs.critic) == 0.0
+    assert weight_distance(ours.actor, theirs.actor) == 0.0 and weight_distance(ours.critic, theirs.critic) == 0.0
     ranks = json.loads((run_dir(config) / "hosts.json").read_text())["ranks"]
     assert [(rank["rank"], rank["node"]) for rank in ranks] == list(enumerate(nodes))
 
@@ -159,9 +155,7 @@ def namespaces() -> Iterator[tuple[list[str], list[str], str]]:
 
 
 @pytest.mark.long
-def test_two_network_namespaces_run_the_same_job(
-    workspace: Workspace, one_launch: Path, namespaces: tuple[list[str], list[str], str]
-) -> None:
+def test_two_namespaces_run_the_same_job(workspace: Workspace, one_launch: Path, namespaces: Any) -> None:
     """Neither host's name resolves to an address that the other reaches: the network that leads to MASTER_ADDR is used."""
     *inside, address = namespaces
     config = write_config(workspace, "namespaces")
@@ -211,14 +205,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "agents", "reason"),
-    [
-        pytest.param("killed", True, "Connect|wait timeout", marks=pytest.mark.long),
-        ("killed", False, "Connect|wait timeout"),
-        pytest.param("withheld", False, "3000ms", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("kind", "agents", "reason"), [
+    pytest.param("killed", True, "Connect|wait timeout", marks=pytest.mark.long),
+    ("killed", False, "Connect|wait timeout"),
+    pytest.param("withheld", False, "3000ms", marks=pytest.mark.long),
+])  # fmt: skip
 def test_the_other_host_is_told_when_one_fails(tmp_path: Path, port: str, kind: str, agents: bool, reason: str) -> None:
     """Covers a group of its own, to which torch would have given half an hour."""
     (tmp_path / "job_of_hosts.py").write_text(JOB)
@@ -236,3 +227,103 @@ def test_the_other_host_is_told_when_one_fails(tmp_path: Path, port: str, kind: 
     within = r"( in new_group, \S+)?"
     assert re.search(rf"oppo: rank 0 on host \S+ lost its peers{within} \([^)]*({reason})", output), output
     assert f"runtime.timeout_s, which is {limit_s}" in output
+
+
+TOKEN_ENV, TOKEN = "OPPO_TEST_REWARD_TOKEN", os.urandom(16).hex()
+BREVITY = {"kind": "python", "entry_point": "tests.e2e.rewards:brevity", "options": {"limit": 40}, "weight": 0.25}
+OVERLAPPED = {"overlap.intra": True, "overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 3, "max": 3}}
+
+
+@contextmanager
+def service(folder: Path, name: str, config: dict[str, Any]) -> Iterator[str]:
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({"port": 0, "token_env": TOKEN_ENV, **config}))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "oppo_megatron", "serve", str(path)], stdout=subprocess.PIPE, text=True, cwd=ROOT,
+        env=os.environ | {TOKEN_ENV: TOKEN},
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        line = next((line for line in process.stdout if line.startswith("serving rewards at ")), None)
+        assert line is not None, "the service has ended"
+        yield line.split()[-1]
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+        process.stdout.close()
+
+
+def test_scores_of_services_are_those_of_the_run_itself(workspace: Workspace, tmp_path: Path) -> None:
+    rules = [{"kind": "verifier", "name": "arithmetic"}, BREVITY]
+    reward = {"init": SHAPE}
+    model = {
+        "rewards": [{"kind": "model"}], "reward": reward, "tokenizer": {"path": str(workspace.root / "tokenizer.model")},
+        "max_tokens": 200, "runtime": {"device": "cpu"},
+    }  # fmt: skip
+    with ExitStack() as stack:
+        isolated = {"rewards": [rules[0], BREVITY | {"isolate": True}]}
+        services = [stack.enter_context(service(tmp_path, name, own)) for name, own in (("model", model), ("rules", isolated))]
+        asked = [{"kind": "http", "url": url, "token_env": TOKEN_ENV} for url in services]
+        asked[0] |= {"weight": 0.0}
+        far = workspace.config("far", steps=2, reward=None, rewards=asked[::-1], **OVERLAPPED)
+        run_ranks(1, "tests.e2e.jobs:train_with_environment", config=far, environment={TOKEN_ENV: TOKEN})
+    remote = read_outcome(Path(far["run_dir"]))
+    parts = [*rules, {"kind": "model", "weight": 0.0}]
+    local = run_ppo_ranks(workspace.config("near", steps=2, reward=reward, rewards=parts, **OVERLAPPED))
+    assert remote.rollouts == local.rollouts and len({row["reward"] for row in local.rollouts}) > 2
+    labels = [url.partition("://")[2] for url in services]
+    for far_step, near_step in zip(remote.metrics, local.metrics, strict=True):
+        assert far_step["reward_mean"] == near_step["reward_mean"]
+        near_model = near_step["reward_parts"]["model"]
+        assert far_step["reward_parts"][labels[0]] == pytest.approx(near_model, abs=1e-5) and near_model != 0.0
+    files = [path for path in Path(far["run_dir"]).rglob("*.*") if path.suffix != ".safetensors"]
+    written = "".join(path.read_text(errors="replace") for path in files)
+    assert TOKEN not in written and TOKEN_ENV in written
+
+
+def right(request: dict[str, Any]) -> bytes:
+    return scored(request, lambda item: brevity(**{name: item[name] for name in ("prompt", "response", "fields")}, limit=40))
+
+
+def late(request: dict[str, Any]) -> bytes:
+    time.sleep(0.6)
+    return right(request)
+
+
+BAD_ANSWERS = [
+    late, lambda request: http(200, b"<html>busy</html>"), lambda request: scored(request, lambda item: math.nan),
+    lambda request: right({"items": request["items"][1:]}), lambda request: http(500, b"down"), lambda request: b"",
+    lambda request: right(request)[:-9], lambda request: scored(request, lambda item: 1e9),
+]  # fmt: skip
+
+
+def one_bad_day(services: list[Service], done: threading.Event) -> None:
+    with reward_service(*BAD_ANSWERS, otherwise=right) as service:
+        services.append(service)
+        while len(service.requests) < len(BAD_ANSWERS) + 2 and not done.is_set():
+            time.sleep(0.01)
+    time.sleep(1.0)
+    port = int(service.url.rpartition(":")[2].partition("/")[0])
+    with reward_service(otherwise=right, port=port) as again:
+        services.append(again)
+        done.wait(timeout=120)
+
+
+@pytest.mark.long
+def test_an_outage_in_a_run_loses_nothing_and_invents_nothing(workspace: Workspace) -> None:
+    changes: dict[str, Any] = {"reward": None, "placement": {"mode": "disaggregated"}, **OVERLAPPED}
+    services, done = list[Service](), threading.Event()
+    bad_day = threading.Thread(target=one_bad_day, args=(services, done))
+    bad_day.start()
+    try:
+        while not services:
+            time.sleep(0.01)
+        asked = {"kind": "http", "url": services[0].url, "weight": BREVITY["weight"], "timeout_s": 0.4}
+        remote = run_ppo_ranks(workspace.config("outage", rewards=[asked], **changes))
+    finally:
+        done.set()
+        bad_day.join()
+    local = run_ppo_ranks(workspace.config("no-outage", rewards=[BREVITY], **changes))
+    assert not services[0].script and services[1].requests, "the run ended before its service's bad day"
+    assert remote.rollouts == local.rollouts and len({row["reward"] for row in local.rollouts}) > 2
+    assert weight_distance(remote.actor, local.actor) == weight_distance(remote.critic, local.critic) == 0.0
