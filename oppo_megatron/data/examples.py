@@ -6,13 +6,14 @@ from typing import Any
 
 from oppo_megatron.config.data import DataConfig, RowsConfig
 from oppo_megatron.data.columns import Table, is_filled
-from oppo_megatron.data.conversations import Conversations, TemplateMismatch
 from oppo_megatron.data.formats import Layout, Wanted, recognise
 from oppo_megatron.data.rows import Row, RowProblems, read_rows
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.data.values import (
     ASSISTANT_MARK,
     HUMAN_MARK,
+    Conversations,
+    TemplateMismatch,
     Value,
     align,
     is_learned,

@@ -28,9 +28,8 @@ from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.mcore.weights.checkpoint import load_adapters
 from oppo_megatron.policy.answers import Conversation, Decode, GrowingText, OutputFile, Request, ResponseFile, Terminal, answer_of
-from oppo_megatron.policy.chat import Messages, converse, open_lines, until_interrupted
 from oppo_megatron.policy.finding import Policy, policy_tokenizer
-from oppo_megatron.policy.given_prompts import require_room
+from oppo_megatron.policy.given_prompts import Messages, converse, open_lines, require_room, until_interrupted
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.rounds import Site
 

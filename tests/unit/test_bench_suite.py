@@ -13,8 +13,7 @@ import pytest
 from benchmarks.scaling import with_model
 from oppo_megatron.bench import suite as suites
 from oppo_megatron.bench.figures import figures, steady
-from oppo_megatron.bench.overlap import compare, known_modes, placed, remarks
-from oppo_megatron.bench.suite import BenchError, Run, Suite, require_same_work
+from oppo_megatron.bench.suite import BenchError, Run, Suite, compare, known_modes, placed, remarks, require_same_work
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.derived import MODES, switched
 from oppo_megatron.config.load import config_yaml, dump_config

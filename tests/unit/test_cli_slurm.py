@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from oppo_megatron.cli.main import main
-from oppo_megatron.cli.slurm import packaged
-from oppo_megatron.cli.slurm.request import time_limit_s
+from oppo_megatron.cli.slurm import packaged, time_limit_s
 from tests.support.commands import LEAST, enter, refused
 from tests.support.processes import wait_for
 

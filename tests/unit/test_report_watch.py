@@ -110,7 +110,7 @@ def test_waits_are_summed_within_the_step_and_smooth_is_a_moving_mean_over_a_ten
 
 
 def test_loading_what_a_run_writes_loads_neither_torch_nor_matplotlib() -> None:
-    names = "rundir.directory rundir.metrics_log rundir.trace train.logs.console train.logs.trackers report.build"
+    names = "rundir.directory rundir.metrics_log rundir.trace train.logs.console train.logs.trackers report.sections"
     modules = ", ".join(f"oppo_megatron.{name}" for name in names.split())
     heavy = {"torch", "matplotlib", "tensorboard", "wandb", "megatron"}
     code = f"import sys, {modules}; print(sorted({heavy} & sys.modules.keys()))"
