@@ -15,14 +15,14 @@ from oppo_megatron.columns import Ints
 from oppo_megatron.config.derived import batch_rows
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk_tuner import StepCost
-from oppo_megatron.control.kl_controller import KLController
+from oppo_megatron.control.delta_controllers import KLController
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.engine.stream import ChunkDecoder, ChunkEncoder
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import role_placements
 from oppo_megatron.records import Decision, Prompt, Rollout
-from oppo_megatron.schedule.checking.transport import NCCL, Transport
+from oppo_megatron.schedule.links import NCCL, Transport
 from oppo_megatron.schedule.plan import new_planner, round_generator
 from oppo_megatron.schedule.planning.planner import PlannedRound
 from oppo_megatron.schedule.rounds import Site

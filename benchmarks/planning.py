@@ -33,8 +33,7 @@ from oppo_megatron.records import Prompt
 from oppo_megatron.report.comparison import format_table
 from oppo_megatron.schedule.actions import Op, Payload
 from oppo_megatron.schedule.checking.proof import require_provable
-from oppo_megatron.schedule.checking.transport import TRANSPORTS
-from oppo_megatron.schedule.links import calls_of, groups_by_rank, run_groups
+from oppo_megatron.schedule.links import TRANSPORTS, calls_of, groups_by_rank, run_groups
 from oppo_megatron.schedule.planning import planner
 from oppo_megatron.schedule.planning.planner import PlannedRound
 from oppo_megatron.sim.runs.loop import Recorded

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from oppo_megatron.bench.figures import figures
-from oppo_megatron.bench.overlap import placed
-from oppo_megatron.bench.suite import Runs, all_lines, work_figures, work_lines
+from oppo_megatron.bench.suite import Runs, all_lines, placed, work_figures, work_lines
 from oppo_megatron.cli.bench import load_base
 from oppo_megatron.config.derived import max_context, switched
 from oppo_megatron.config.model import ParallelConfig

@@ -26,8 +26,7 @@ from oppo_megatron.layout.placements import role_placements
 from oppo_megatron.schedule.actions import Op, Schedule
 from oppo_megatron.schedule.checking.checker import Fault, FaultKind, check_timeline
 from oppo_megatron.schedule.checking.timeline import simulate
-from oppo_megatron.schedule.checking.transport import NCCL, Transport
-from oppo_megatron.schedule.links import Link, link_of
+from oppo_megatron.schedule.links import NCCL, Link, Transport, link_of
 from oppo_megatron.schedule.plan import cache_slots
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site
 from oppo_megatron.schedule.weaving.costs import Costs, Linear

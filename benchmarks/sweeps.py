@@ -25,9 +25,8 @@ from typing import Any, NamedTuple
 from benchmarks.common import numbers, run_script, whole_numbers
 from benchmarks.scaling import AXES, Args, Configs, scaling_configs, scaling_result, updated
 from oppo_megatron.bench.figures import Lines, figures, speedups, steady
-from oppo_megatron.bench.overlap import COLUMNS as OVERLAP_COLUMNS
-from oppo_megatron.bench.overlap import compare, known_modes
-from oppo_megatron.bench.suite import Run, Runs, all_lines, require_same_work, work_figures, work_lines
+from oppo_megatron.bench.suite import COLUMNS as OVERLAP_COLUMNS
+from oppo_megatron.bench.suite import Run, Runs, all_lines, compare, known_modes, require_same_work, work_figures, work_lines
 from oppo_megatron.cli.bench import add_resume_argument, add_run_arguments, chosen, load_base, names, new_suite
 from oppo_megatron.cli.parser import counts
 from oppo_megatron.config.derived import MODES, longest_chunk, switched

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from benchmarks.common import run_script
 from oppo_megatron.algorithms.algorithm import Algorithm
-from oppo_megatron.algorithms.decode_gap import GapLimit
 from oppo_megatron.algorithms.experience import Experience, GreedyRows, ScoredBatch
+from oppo_megatron.algorithms.packed import GapLimit
 from oppo_megatron.cluster.hosts import show_hosts
 from oppo_megatron.cluster.world import World, choose_device, open_world
 from oppo_megatron.config.derived import max_context, num_updates

@@ -30,8 +30,7 @@ except ImportError as error:
     print(f"nothing to compare with: {error}")
     sys.exit(0)
 
-from oppo_megatron.mcore.kv.cached_plan import attend_one
-from oppo_megatron.mcore.kv.call_parts import PagedCall, beyond_mask
+from oppo_megatron.mcore.kv.cached_plan import PagedCall, attend_one, beyond_mask
 
 
 def case(name: str, rows: int, groups: int, repeat: int, dim: int, limit: int, mean: float, dtype: torch.dtype) -> dict[str, Any]:

@@ -21,8 +21,7 @@ from benchmarks.peers.outcome import Ours
 from benchmarks.peers.settings import ALGORITHMS, require_same_work
 from benchmarks.peers.work import build_work, export_models
 from oppo_megatron.bench.figures import Lines, describe_machine
-from oppo_megatron.bench.overlap import MODES, PLACEMENTS, placed, switched
-from oppo_megatron.bench.suite import BenchError, Suite
+from oppo_megatron.bench.suite import MODES, PLACEMENTS, BenchError, Suite, placed, switched
 from oppo_megatron.cli.bench import add_run_arguments, chosen, count, load_base, names, new_suite
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.cores import usable_cores

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments
 from oppo_megatron.algorithms.custom import CustomAdvantage, CustomLoss
-from oppo_megatron.algorithms.decode_gap import token_noise
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch, build_experience, with_pairs
 from oppo_megatron.algorithms.losses import (
     BOUND_FIGURES,
@@ -23,8 +22,8 @@ from oppo_megatron.algorithms.losses import (
     row_weights,
     value_loss,
 )
-from oppo_megatron.algorithms.packed import TokenStats
-from oppo_megatron.algorithms.pairs import PAIR_FIGURES, pair_figures, pair_loss, pair_weights
+from oppo_megatron.algorithms.packed import TokenStats, token_noise
+from oppo_megatron.algorithms.supervised_losses import PAIR_FIGURES, pair_figures, pair_loss, pair_weights
 from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.config.run import TrainConfig

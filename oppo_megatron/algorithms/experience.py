@@ -12,7 +12,7 @@ from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments, compared,
 from oppo_megatron.algorithms.custom import AdvantageInputs, CustomAdvantage
 from oppo_megatron.algorithms.losses import kl_per_token
 from oppo_megatron.algorithms.packed import Lengths, last_tokens, lengths_like, row_sums
-from oppo_megatron.algorithms.pairs import rows_of_pairs
+from oppo_megatron.algorithms.supervised_losses import rows_of_pairs
 from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.errors import NumericsError, RewardError
@@ -101,14 +101,9 @@ class Experience:
 
 
 def build_experience(
-    scored: ScoredBatch,
-    choices: AlgorithmConfig,
-    ppo: PPOConfig,
-    kl_coefficient: float,
-    check: bool = True,
-    seen: Moments = NOTHING_SEEN,
-    custom: CustomAdvantage | None = None,
-) -> Experience:
+    scored: ScoredBatch, choices: AlgorithmConfig, ppo: PPOConfig, kl_coefficient: float, check: bool = True,
+    seen: Moments = NOTHING_SEEN, custom: CustomAdvantage | None = None,
+) -> Experience:  # fmt: skip
     """Return rewards, advantages and returns; with `check`, raises RewardError for a non-finite score, else NumericsError."""
     lengths_B = lengths_like(scored.behaviour_logp_T, scored.lengths_B)
     if check:
@@ -150,15 +145,9 @@ def build_experience(
 
 
 def _rewards(
-    scored: ScoredBatch,
-    scores: _Scores,
-    kl_T: Tensor | None,
-    lengths_B: Tensor,
-    choices: AlgorithmConfig,
-    ppo: PPOConfig,
-    kl_coefficient: float,
-    custom: CustomAdvantage | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    scored: ScoredBatch, scores: _Scores, kl_T: Tensor | None, lengths_B: Tensor, choices: AlgorithmConfig, ppo: PPOConfig,
+    kl_coefficient: float, custom: CustomAdvantage | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Token rewards, the same with compared scores (or None), custom advantages, [T] each."""
     scores_B = scores.trained_B
     if kl_T is not None and ppo.kl.mode == "score":

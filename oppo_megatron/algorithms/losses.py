@@ -145,12 +145,9 @@ WEIGHT_CAP = 2.0
 
 
 def ratio_base(
-    behaviour_logp_T: Tensor,
-    proximal_logp_T: Tensor | None,
-    correction: Literal["behaviour", "decoupled"],
-    ratio: Ratio = "token",
-    lengths_B: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    behaviour_logp_T: Tensor, proximal_logp_T: Tensor | None, correction: Literal["behaviour", "decoupled"],
+    ratio: Ratio = "token", lengths_B: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Base log-probs and weights, [T]; decoupled: min(proximal / behaviour, `WEIGHT_CAP`) (Hilton et al. 2022, AReaL 2025)."""
     if correction == "behaviour":
         return behaviour_logp_T.detach(), None
@@ -237,14 +234,9 @@ def shared(terms_T: Tensor, share_T: Tensor | None) -> Tensor:
 
 
 def actor_loss(
-    logp_T: Tensor,
-    entropy_T: Tensor,
-    targets: ActorTargets,
-    surrogate: Surrogate,
-    ppo: PPOConfig,
-    kl_coefficient: float,
+    logp_T: Tensor, entropy_T: Tensor, targets: ActorTargets, surrogate: Surrogate, ppo: PPOConfig, kl_coefficient: float,
     num_tokens: int,
-) -> tuple[Tensor, PolicyStats]:
+) -> tuple[Tensor, PolicyStats]:  # fmt: skip
     """Surrogate + KL term (`kl.mode: loss`) - entropy bonus, equally weighted."""
     loss, stats = policy_loss(logp_T, targets, surrogate, num_tokens)
     if targets.reference_logp_T is not None:

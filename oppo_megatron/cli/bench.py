@@ -80,29 +80,28 @@ def _overlap_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _overlap(args: argparse.Namespace) -> int:
-    from oppo_megatron.bench import overlap
-    from oppo_megatron.bench.suite import work_lines
+    from oppo_megatron.bench import suite
 
     asked = chosen("--modes", args.modes, list(MODES))
-    placements = chosen("--placements", args.placements, overlap.PLACEMENTS)
+    placements = chosen("--placements", args.placements, suite.PLACEMENTS)
     config = load_base(args)
-    modes = [mode for mode in asked if mode in overlap.known_modes(config)]
+    modes = [mode for mode in asked if mode in suite.known_modes(config)]
     if args.modes and "all" not in args.modes and modes != asked:
         hiding = ", ".join(mode for mode in asked if mode not in modes)
         raise ConfigError(
             f"--modes names {hiding}, which would hide the critic's update, but algorithm.preset {config.algorithm.preset} has "
-            f"no critic; choose from {', '.join(overlap.known_modes(config))}"
+            f"no critic; choose from {', '.join(suite.known_modes(config))}"
         )
-    result = overlap.bench_overlap(new_suite(args), config, modes, placements, args.cores or usable_cores())
-    print(format_table(overlap.COLUMNS, result["results"]))
+    result = suite.bench_overlap(new_suite(args), config, modes, placements, args.cores or usable_cores())
+    print(format_table(suite.COLUMNS, result["results"]))
     print("\nwhat each rank does, in percent of the time after the first step")
     ranks = [
         dict(zip(("placement", "mode"), name.split("/"), strict=True)) | rank
         for name, of_run in result["utilization"].items()
         for rank in of_run
     ]
-    print(format_table(overlap.RANK_COLUMNS, ranks))
-    print("", *work_lines(result), *overlap.remarks(result, args.out), sep="\n")
+    print(format_table(suite.RANK_COLUMNS, ranks))
+    print("", *suite.work_lines(result), *suite.remarks(result, args.out), sep="\n")
     return 0
 
 

@@ -21,9 +21,8 @@ from oppo_megatron.layout.shape import check_model, max_positions
 from oppo_megatron.nesting import read_yaml
 from oppo_megatron.policy import answers
 from oppo_megatron.policy.answers import Conversation, Drawing, OutputFile, Request, Terminal
-from oppo_megatron.policy.chat import parent_input
 from oppo_megatron.policy.finding import Choice, Policy, find_policy, policy_tokenizer, require_layout
-from oppo_megatron.policy.given_prompts import Wording, numbered, prompts_of_file, prompts_of_texts, within
+from oppo_megatron.policy.given_prompts import Wording, numbered, parent_input, prompts_of_file, prompts_of_texts, within
 from oppo_megatron.records import Prompt
 
 ENTRY = "oppo_megatron.policy.answering:run_rank"

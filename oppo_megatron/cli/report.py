@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.watch:
         return _watch(args)
-    from oppo_megatron.report.build import write_report
+    from oppo_megatron.report.sections import write_report
 
     def progress(line: str) -> None:
         print(f"oppo report: {line}", file=sys.stderr, flush=True)

@@ -12,8 +12,7 @@ from oppo_megatron.cli.launch import RankKilled, RankStalled, check_world_size, 
 from oppo_megatron.cli.load import load_settings
 from oppo_megatron.cli.measure import describe_options, settle
 from oppo_megatron.cli.parser import add_config_arguments, at_least
-from oppo_megatron.cli.rank_table import rank_table
-from oppo_megatron.cli.ready import ended_here, require_ready
+from oppo_megatron.cli.ready import ended_here, rank_table, require_ready
 from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.run import TrainConfig, TrainSettings
 from oppo_megatron.config.supervised import SupervisedConfig

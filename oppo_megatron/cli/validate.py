@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
+import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
+from packaging.requirements import Requirement
+
 from oppo_megatron.cli.load import guess_kind, load_service, load_settings
-from oppo_megatron.cli.machine import check_machine
 from oppo_megatron.cli.measure import describe_options, settle
 from oppo_megatron.cli.parser import add_config_arguments
-from oppo_megatron.cli.rank_table import rank_table
-from oppo_megatron.cli.ready import require_ready, require_service_packages, unreached_services
+from oppo_megatron.cli.ready import rank_table, require_ready, require_service_packages, unreached_services
 from oppo_megatron.clock import by_time
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.config.derived import describe_batch
@@ -21,9 +26,12 @@ from oppo_megatron.config.describe import COMMANDS
 from oppo_megatron.config.model import PlacementConfig
 from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.config.supervised import SupervisedConfig
+from oppo_megatron.cores import usable_cores
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import describe_seen, load_rows, num_duplicates, read_heldout
 from oppo_megatron.data.tokenizer import load_tokenizer
+from oppo_megatron.layout.kernels import APEX, FLASH, TE, TRITON, USED, find_available, import_fault, kernel_table
+from oppo_megatron.preflight.gpus import Gpu, Problem, TorchBuild, describe, problems, read_host
 from oppo_megatron.preflight.validate import Role, compare_with_roles, train_roles
 from oppo_megatron.serving.scorers import try_parts
 from oppo_megatron.train.inputs import describe_first, describe_inputs, describe_quarantine, read_inputs, try_answers
@@ -102,3 +110,119 @@ def _supervised_rows(settings: SupervisedConfig) -> list[str]:
         found += f"; {further} more of the held-out files set aside"
     seen = describe_seen((row[0] for row in held), (row[0] for row in rows))
     return [found, *seen, *describe_quarantine(quarantine), *describe_first(quarantine)]
+
+
+@dataclass(frozen=True)
+class Package:
+    """A distribution, the names used from it, and the features lost without it (None: required)."""
+
+    distribution: str
+    used: tuple[str, ...]
+    lost: str | None = None
+
+
+PACKAGES = (
+    Package("torch", ("torch:Tensor",)),
+    Package("megatron-core", ("megatron.core:ModelParallelConfig",)),
+    Package("transformers", ("transformers:PreTrainedTokenizerFast",)),
+    Package(TE, USED[TE], "its layers and norms, fused Adam and gradient norms on GPU: apex's or torch's are used"),
+    Package(APEX, USED[APEX], "NVIDIA's fused Adam and gradient norms on GPU: transformer-engine's or torch's are used"),
+    Package(FLASH, USED[FLASH], "its attention over paged KV caches on GPU, by versions from 2.5 to 2.x: by triton"),
+    Package(TRITON, USED[TRITON], "attention over paged KV caches on GPU if flash-attn is absent: caches are dense"),
+    Package("wandb", ("wandb:init",), "logging.trackers: install the extra `wandb`"),
+    Package("datasets", ("datasets:load_from_disk",), "Hugging Face data set folders as input: install the extra `datasets`"),
+    Package("pyarrow", ("pyarrow.parquet:ParquetFile",), "Parquet and zstd files as input: install the extra `parquet`"),
+    Package("math-verify", ("math_verify:parse", "math_verify:verify"), "rule `math`: install the extra `math`"),
+    Package("fastapi", ("fastapi:FastAPI",), "`oppo serve`: install the extra `serve`"),
+    Package("uvicorn", ("uvicorn:Server",), "`oppo serve`: install the extra `serve`"),
+)
+
+PRESENT = "present"
+"""Version of an importable module that is not an installed distribution."""
+
+
+def check_machine() -> int:
+    """Return 1 if something that every run needs is missing."""
+    print(f"python {platform.python_version()}  {sys.executable}")
+    memory = psutil.virtual_memory()
+    free = f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB memory free"
+    print(f"machine: {platform.machine()}, {usable_cores()} usable cores, {free}")
+    versions = {package.distribution: version_of(package) for package in PACKAGES}
+    for distribution, version in versions.items():
+        print(f"{distribution}: {version or 'absent'}")
+    build, host, missing = None, read_host(os.environ), list[Problem]()
+    if versions["torch"]:
+        import torch
+        import torch.distributed as dist
+
+        build = torch_build()
+        missing = problems(build, host)
+        if not torch.cuda.is_available():
+            built = "this torch is built for the CPU" if torch.version.cuda is None else "torch finds no device"
+            print(f"cuda: off, {built}; runs use gloo and float32")
+        gloo = "yes" if dist.is_available() and dist.is_gloo_available() else "no"
+        nccl = "yes" if dist.is_available() and dist.is_nccl_available() else "no (needed for GPUs only)"
+        print(f"back ends: gloo {gloo}, nccl {nccl}")
+        print(f"torch threads: {torch.get_num_threads()}", *describe(build, host), sep="\n")
+    for kernels in kernel_table(find_available(build is not None and bool(build.gpus))):
+        print(f"{kernels.part}: {kernels.used}" + (f"; off is {kernels.lacking}" if kernels.lacking else ""))
+    print("features that are off:")
+    for package in PACKAGES:
+        if package.lost is not None and (fault := import_fault(*package.used)):
+            print(f"  - {package.distribution} {fault}; without it: {package.lost}")
+    if missing:
+        print("missing for GPUs:", *(f"  - {problem.text}" for problem in missing), sep="\n")
+    if required := unmet_requirements():
+        print(
+            f"not ready: needed are {'; '.join(required)}. Run `pip install oppo-megatron`; in a container whose torch must "
+            "stay as it is, `pip install --no-deps` of each"
+        )
+        return 1
+    if any(problem.stops for problem in missing):
+        print("not ready: the GPUs cannot be used (above); with runtime.device=cpu they are left alone")
+        return 1
+    print("ready")
+    return 0
+
+
+def unmet_requirements() -> list[str]:
+    try:
+        lines = metadata.requires("oppo-megatron") or []
+    except metadata.PackageNotFoundError:  # a source tree on the path
+        lines = [package.distribution for package in PACKAGES if package.lost is None]
+    modules = {package.distribution: package for package in PACKAGES}
+    found = []
+    for needed in map(Requirement, lines):
+        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+            continue
+        version = version_of(modules.get(needed.name, Package(needed.name, (needed.name,))))
+        if version is None:
+            found.append(f"{needed.name}{needed.specifier}, which is absent")
+        elif version != PRESENT and not needed.specifier.contains(version, prereleases=True):  # such as the torch of a container
+            found.append(f"{needed.name}{needed.specifier}, but {version} is installed")
+    return found
+
+
+def version_of(package: Package) -> str | None:
+    """Installed version, `PRESENT` for a bare module, or None."""
+    try:
+        return metadata.version(package.distribution)
+    except metadata.PackageNotFoundError:
+        return None if import_fault(*package.used) else PRESENT
+
+
+def torch_build() -> TorchBuild:
+    import torch
+    import torch.distributed as dist
+
+    if not torch.cuda.is_available():
+        return TorchBuild(torch.version.cuda)
+    nccl = dist.is_available() and dist.is_nccl_available()
+    numbers = range(torch.cuda.device_count())
+    gpus = []
+    for number in numbers:
+        device = torch.cuda.get_device_properties(number)
+        peers = sum(torch.cuda.can_device_access_peer(number, other) for other in numbers if other != number)
+        gpus.append(Gpu(device.name, device.total_memory, (device.major, device.minor), peers))
+    version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else None
+    return TorchBuild(torch.version.cuda, tuple(torch.cuda.get_arch_list()), version, tuple(gpus))

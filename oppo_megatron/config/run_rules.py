@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 
-from oppo_megatron.config.algorithm_rules import algorithm_rules
-from oppo_megatron.config.derived import best_standard, scorers
+from oppo_megatron.config.algorithm import PRESETS
+from oppo_megatron.config.derived import best_standard, least_micro_batch, scorers
 from oppo_megatron.config.evaluation import REWARD, EvaluationConfig, Standard
 from oppo_megatron.config.model import ModelConfig
+from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.config.rewards import check_part, check_rewards, check_waits, part_labels
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import DPOConfig, RewardModelConfig, SupervisedConfig
@@ -139,3 +141,211 @@ def _metric(key: str, text: str, config: TrainConfig | SupervisedConfig) -> Iter
         yield f"{key} is {metric!r}, but nothing is measured during the run; set evaluation.every_steps"
     elif metric not in names:
         yield f"{key} is {metric!r}, which the evaluation does not measure; choose from {', '.join(names)}"
+
+
+AND_NOTHING = "so that nothing is learned"
+
+
+def _bounded(*objectives: str) -> Callable[[TrainConfig], bool]:
+    return lambda config: config.algorithm.pairs or config.algorithm.objective in objectives
+
+
+def _no_pairs(config: TrainConfig) -> bool:
+    return not config.algorithm.pairs
+
+
+KL = ("ppo.kl.coefficient", "ppo.kl.target", "ppo.kl.estimator")
+CLIPS = ("ppo.clip", "ppo.clip_high", "ppo.dual_clip")
+REMOVE, WITH_KL = "remove it", "remove it, or set ppo.kl.mode to penalty, score or loss"
+Read = tuple[tuple[str, ...], Callable[[TrainConfig], bool], str, str]
+"""Settings that are read only if a condition holds, why nothing reads them otherwise, and the remedy."""
+
+READS: tuple[Read, ...] = (
+    (
+        ("ppo.gae_lambda", "ppo.value_clip", "ppo.critic_warmup_steps"), lambda config: config.algorithm.critic,
+        "algorithm.preset {preset} has no critic", REMOVE,
+    ),
+    (
+        (*CLIPS, "ppo.entropy_coefficient", "ppo.staleness"), _no_pairs,
+        "a pair is compared by the policy and the reference alone, whoever drew it", REMOVE,
+    ),
+    (
+        CLIPS, lambda config: config.algorithm.loss is None or config.algorithm.pairs,
+        "algorithm.loss is your own function", REMOVE,
+    ),
+    (
+        ("ppo.clip", "ppo.dual_clip"), _bounded("clip"),
+        "algorithm.objective is {objective}, which does not clip by it", REMOVE,
+    ),
+    (("ppo.clip_high",), _bounded("clip", "cispo"), "algorithm.objective is {objective}, which has no ratio", REMOVE),
+    (("algorithm.ratio",), _bounded("clip", "cispo"), "algorithm.objective {objective} has no ratio", REMOVE),
+    (("algorithm.ratio",), _no_pairs, "algorithm.objective dpo has no ratio", REMOVE),
+    (
+        ("ppo.gamma", "ppo.reward_normalization"), _no_pairs, "of a pair only which response is the better one counts",
+        REMOVE,
+    ),
+    (
+        ("ppo.reward_normalization",), lambda config: not _scales_again(config),
+        "algorithm.scale {scale} divides by the deviation of the scores again, whatever it is", REMOVE,
+    ),
+    (
+        KL, lambda config: config.ppo.kl.mode != "none" or config.algorithm.pairs,
+        "ppo.kl.mode is none (the mode of algorithm.preset {preset}, unless it is set)", WITH_KL,
+    ),
+    (
+        KL, lambda config: config.ppo.kl.mode != "margin" or not config.algorithm.pairs,
+        "with pairs the reference is in their margins alone",
+        "remove it, or set dpo.beta, which holds the policy to the reference",
+    ),
+    (("guards.ratio_max",), _no_pairs, "algorithm.preset {preset} has no ratio", REMOVE),
+    (
+        ("guards.kl_mean",),
+        lambda config: config.ppo.kl.mode != "none" and (config.ppo.kl.mode != "margin" or config.rollout.temperature == 1),
+        "there is no KL to a reference (ppo.kl.mode; with pairs, rollout.temperature 1)", WITH_KL,
+    ),
+)  # fmt: skip
+
+
+def unread_settings(config: TrainConfig) -> Iterator[str]:
+    """Yield a sentence per unread setting that is neither default nor preset."""
+    algorithm, reported = config.algorithm, set[str]()
+    preset = PRESETS[algorithm.preset]
+    brought = {f"ppo.{name}": value for name, value in preset.ppo.items()}
+    if algorithm.pairs:  # the others bring a KL with its mode
+        brought |= {f"ppo.kl.{name}": value for name, value in preset.kl.items()}
+    words = {
+        "preset": algorithm.preset, "objective": algorithm.objective, "scale": algorithm.scale, "kl": config.ppo.kl.mode,
+    }  # fmt: skip
+    for settings, is_read, why, remedy in READS:
+        if is_read(config):
+            continue
+        for key in settings:
+            value, (section, _, name) = attrgetter(key)(config), key.rpartition(".")
+            default = type(attrgetter(section)(config)).model_fields[name].default
+            if key == "algorithm.ratio":
+                default = "token"  # it needs no ratio
+            if key not in reported and value not in (default, brought.get(key, default)):
+                reported.add(key)
+                shown = f"{value:g}" if isinstance(value, float) else str(value).lower() if value is True else value
+                yield f"{key} is {shown}, but {why.format(**words)}, and nothing reads it; {remedy}"
+
+
+def _scales_again(config: TrainConfig) -> bool:
+    """True if advantages do not depend on the scale of scores."""
+    algorithm, ppo = config.algorithm, config.ppo
+    if ppo.truncated_score is not None or algorithm.critic or algorithm.greedy or algorithm.pairs:
+        return False
+    if ppo.kl.mode == "score" or (ppo.kl.mode == "penalty" and algorithm.scale == "whiten"):
+        return False
+    return algorithm.scale in ("group_std", "batch_std", "advantage_std", "whiten") and algorithm.baseline != "none"
+
+
+def algorithm_rules(config: TrainConfig) -> Iterator[str]:
+    algorithm, ppo, kl = config.algorithm, config.ppo, config.ppo.kl
+    yield from _groups(config)
+    yield from _greedy(config)
+    yield from unread_settings(config)
+    if algorithm.objective == "cispo" and ppo.clip_high is None:
+        yield "ppo.clip_high is null, but algorithm.objective cispo weights log-probs by ratios up to 1 + it; set it (4 is usual)"
+    if algorithm.objective == "plain" and (ppo.epochs > 1 or ppo.minibatches > 1):
+        yield (
+            f"algorithm.objective is plain, for one optimizer step per batch, but ppo.epochs {ppo.epochs} and ppo.minibatches "
+            f"{ppo.minibatches} make more; lower both to 1, or choose clip"
+        )
+    if kl.mode == "loss" and kl.estimator == "k1":  # its gradient is the score function, whose expectation is 0
+        yield "ppo.kl.mode is loss: the gradient of ppo.kl.estimator k1 is 0 in expectation; set it to k2, k3 or k1+"
+    if kl.mode in ("penalty", "score") and kl.corrected:
+        yield (
+            f"ppo.kl.estimator is {kl.estimator}, but ppo.kl.mode {kl.mode} has no gradient; set it to "
+            f"{kl.formula}, or ppo.kl.mode to loss"
+        )
+    if kl.target is not None and kl.coefficient == 0 and kl.mode not in ("none", "margin"):
+        yield f"ppo.kl.target is {kl.target:g}, but a ppo.kl.coefficient of 0 stays 0; raise it, or remove the target"
+    yield from _pairs(config)
+    preset = PRESETS[algorithm.preset]
+    for name, replaced in (("advantage", ("baseline", "scale")), ("loss", ("ratio", "objective"))):
+        if getattr(algorithm, name) is None:
+            continue
+        if algorithm.pairs:
+            yield f"algorithm.{name} is set, but algorithm.preset online_dpo has pairs; remove it, or choose another preset"
+            continue
+        for choice in replaced:
+            if getattr(algorithm, choice) != getattr(preset, choice):
+                yield f"algorithm.{choice} is {getattr(algorithm, choice)}, but algorithm.{name} replaces it; remove one of them"
+
+
+def _groups(config: TrainConfig) -> Iterator[str]:
+    algorithm, batch, size = config.algorithm, config.rollout.batch_size, config.rollout.group_size
+    what = f"baseline {algorithm.baseline}, scale {algorithm.scale}"
+    if algorithm.greedy and algorithm.scale == "group_std":
+        yield (
+            "algorithm.scale is group_std, but algorithm.baseline greedy compares a response with the greedy one, and not with "
+            "its group; choose scale none, batch_std, advantage_std or whiten, or a group's baseline (group_mean, others)"
+        )
+    elif algorithm.needs_group and size == 1:
+        yield (
+            f"rollout.group_size is 1, but algorithm.preset {algorithm.preset} ({what}) compares the responses to a prompt, "
+            "and one has nothing to be compared with; set it to 2 or more"
+        )
+    if batch % size:
+        lower, higher = batch // size * size, -(-batch // size) * size
+        fitting = f"{lower} or {higher}" if lower else str(higher)
+        yield (
+            f"rollout.batch_size is {batch} responses, but must be a multiple of rollout.group_size {size} (a batch has "
+            f"whole groups); set it to {fitting}, or the group size to a divisor"
+        )
+        return
+    groups, minibatches = batch // size, config.ppo.minibatches
+    if groups % minibatches:
+        whole = f"the {groups} groups of a batch ({batch} responses in groups of {size})"
+        unit = f"rollout.batch_size {batch}" if size == 1 else whole
+        fitting = ", ".join(str(count) for count in range(1, groups + 1) if groups % count == 0)
+        yield f"ppo.minibatches {minibatches} does not divide {unit}; choose from {fitting}"
+
+
+def greedily(rollout: RolloutConfig) -> str | None:
+    """Setting that makes every draw the most likely token, if any."""
+    for name, most in (("temperature", 1e-3), ("top_k", 1), ("top_p", 1e-6)):
+        value = getattr(rollout, name)
+        if value <= most and (name != "top_k" or value):
+            return f"rollout.{name} is {value:g}"
+    return None
+
+
+def _greedy(config: TrainConfig) -> Iterator[str]:
+    """Sampled responses must be able to differ."""
+    setting, algorithm = greedily(config.rollout), config.algorithm
+    if setting is None:
+        return
+    if algorithm.greedy:
+        why = f"every response is the greedy one that algorithm.baseline greedy compares it with, {AND_NOTHING}"
+    elif algorithm.pairs:
+        why = "greedy responses to a prompt are all the same, and no pair"
+    elif algorithm.needs_group:
+        why = f"the responses to a prompt are all the same, and compared with each other every advantage is 0, {AND_NOTHING}"
+    elif config.filter is not None:
+        why = "the responses to a prompt are all the same, and the filter would drop every group"
+    else:
+        return
+    yield f"{setting}, at which {why}; sample (rollout.temperature 1, top_k 0 and top_p 1 are usual)"
+
+
+def _pairs(config: TrainConfig) -> Iterator[str]:
+    mode, tokens = config.ppo.kl.mode, config.runtime.micro_batch_tokens
+    if not config.algorithm.pairs:
+        if mode == "margin":
+            preset = config.algorithm.preset
+            yield f"ppo.kl.mode is margin, but algorithm.preset {preset} has no pairs; choose another, or preset online_dpo"
+        return
+    if mode != "margin":
+        yield f"ppo.kl.mode is {mode}, but algorithm.preset online_dpo measures its pairs against the reference; remove it"
+    if config.algorithm.scale != "none":
+        yield f"algorithm.scale is {config.algorithm.scale}, but a pair has no advantage to be scaled; remove it"
+    if config.ppo.mask_truncated:
+        yield "ppo.truncated is mask, but a pair needs both of its responses; remove it, or give a score"
+    longest = least_micro_batch(config)
+    if longest // 2 <= tokens < longest:
+        yield (
+            f"runtime.micro_batch_tokens is {tokens}, but a pair may have {longest} tokens (twice data.max_prompt_tokens + "
+            f"rollout.max_response_tokens) and must fit; raise it to {longest}, or lower the limits"
+        )

@@ -6,13 +6,14 @@ from typing import Any
 
 from oppo_megatron.config.data import DataConfig, RowsConfig
 from oppo_megatron.data.columns import Table, is_filled
-from oppo_megatron.data.conversations import Conversations, TemplateMismatch
 from oppo_megatron.data.formats import Layout, Wanted, recognise
 from oppo_megatron.data.rows import Row, RowProblems, read_rows
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.data.values import (
     ASSISTANT_MARK,
     HUMAN_MARK,
+    Conversations,
+    TemplateMismatch,
     Value,
     align,
     is_learned,
@@ -211,14 +212,9 @@ def _turns(row: Row, layout: Layout, turns: str) -> Sequence[Answered]:
 
 
 def _render(
-    rows: Sequence[Row],
-    extract: Callable[[Row], Sequence[Answered]],
-    layout: Layout,
-    wanted: Wanted,
-    config: RowsConfig,
-    tokenizer: Tokenizer,
-    problems: RowProblems,
-) -> list[Example]:
+    rows: Sequence[Row], extract: Callable[[Row], Sequence[Answered]], layout: Layout, wanted: Wanted, config: RowsConfig,
+    tokenizer: Tokenizer, problems: RowProblems,
+) -> list[Example]:  # fmt: skip
     examples: list[Example] = []
     turns = getattr(config, "turns", "last")
     answer_template = getattr(config, "completion_template", "{completion}")

@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 from oppo_megatron.config.data import KNOWN_NAMES, RowsConfig
 from oppo_megatron.data.columns import Table, form_of, is_filled, role_of
-from oppo_megatron.data.conversations import ARGUMENTS, FOR_TEMPLATES
 from oppo_megatron.data.rows import Row
-from oppo_megatron.data.values import is_dialogue
+from oppo_megatron.data.values import ARGUMENTS, FOR_TEMPLATES, is_dialogue
 from oppo_megatron.errors import DataError
 
 Wanted = Literal["prompt", "completion", "pair", "steps"]

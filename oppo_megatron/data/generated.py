@@ -137,14 +137,9 @@ class DatasetSizes:
 
 
 def write_dataset(
-    directory: Path,
-    seed: int,
-    sizes: DatasetSizes = DatasetSizes(),
-    *,
-    imperfect: float = 0.3,
-    flaw: Callable[[Problem, random.Random], str] = slipped_solution,
-    shape: Shape = Shape(),
-) -> dict[str, Path]:
+    directory: Path, seed: int, sizes: DatasetSizes = DatasetSizes(), *, imperfect: float = 0.3,
+    flaw: Callable[[Problem, random.Random], str] = slipped_solution, shape: Shape = Shape(),
+) -> dict[str, Path]:  # fmt: skip
     """Write sft, pairs, prompts and (distinct, unused) heldout.jsonl. `imperfect`: fraction of completions by `flaw`."""
     rng = random.Random(f"arithmetic answers {seed}")  # noqa: S311  (to be drawn again, not to be secret)
     train = problems(seed, "train", shape)

@@ -47,13 +47,9 @@ class PromptSet:
 
 
 def load_prompts(
-    config: PromptDataConfig,
-    tokenizer: Tokenizer,
-    *,
-    quarantine: Quarantine,
-    check: Check | None = None,
+    config: PromptDataConfig, tokenizer: Tokenizer, *, quarantine: Quarantine, check: Check | None = None,
     responses_per_prompt: int = 1,
-) -> PromptSet:
+) -> PromptSet:  # fmt: skip
     """`bad_rows` also covers rows that `check` refuses. Truncation keeps the END. Raises DataError, also if no row is left."""
     problems, is_first = RowProblems(quarantine), not quarantine.first
     rows: list[Prompt] = []
@@ -97,16 +93,9 @@ class PromptStream(Iterator[Prompt]):
     """
 
     def __init__(
-        self,
-        prompts: PromptSet,
-        seed: int,
-        *,
-        epochs: int | None = None,
-        limit: int | None = None,
-        shuffle: bool = True,
-        start: int = 0,
-        left_out: Set[int] = frozenset(),
-    ):
+        self, prompts: PromptSet, seed: int, *, epochs: int | None = None, limit: int | None = None, shuffle: bool = True,
+        start: int = 0, left_out: Set[int] = frozenset(),
+    ):  # fmt: skip
         if not len(prompts):
             raise DataError("the prompt set is empty; at least one prompt is needed.")
         most = None if epochs is None else epochs * prompts.rollouts_per_pass

@@ -89,16 +89,9 @@ class RowProblems:
         self._settings: list[str] = []
 
     def report(
-        self,
-        file: str,
-        line: int,
-        reason: str,
-        policy: Policy,
-        setting: str = "data.bad_rows",
-        *,
-        once: bool | str = False,
+        self, file: str, line: int, reason: str, policy: Policy, setting: str = "data.bad_rows", *, once: bool | str = False,
         sound: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`once`: show rows with the same reason, or this text, once. `sound`: another chat template would render the row."""
         if policy == "quarantine":
             self.num_quarantined += 1

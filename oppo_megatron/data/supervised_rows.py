@@ -269,14 +269,9 @@ def num_batches(num_rows: int, batch_size: int, epochs: float, max_steps: int | 
 
 
 def batches(
-    num_rows: int,
-    batch_size: int,
-    seed: int,
-    epochs: float,
-    max_steps: int | None,
-    shuffle: bool = True,
+    num_rows: int, batch_size: int, seed: int, epochs: float, max_steps: int | None, shuffle: bool = True,
     passed: Passed = BEGINNING,
-) -> Iterator[list[int]]:
+) -> Iterator[list[int]]:  # fmt: skip
     """Row indices of each step after `passed`. Epochs join without a gap: only the last batch may be smaller."""
     if num_rows < 1:
         raise DataError("the data set is empty; at least one row is needed.")

@@ -253,13 +253,9 @@ class SentencePieceTokenizer:
 
 
 def train_sentencepiece(
-    texts: Iterable[str],
-    path: Path,
-    vocab_size: int,
-    *,
-    model_type: Literal["bpe", "unigram", "char"] = "bpe",
+    texts: Iterable[str], path: Path, vocab_size: int, *, model_type: Literal["bpe", "unigram", "char"] = "bpe",
     character_coverage: float = 0.9995,
-) -> None:
+) -> None:  # fmt: skip
     """Train losslessly; ids 0-3 are unk, bos, eos, pad. Raises DataError without text, or ConfigError."""
     import sentencepiece
 

@@ -17,9 +17,8 @@ from oppo_megatron.layout.hf_layout import Head, hf_tensors
 from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore.weights.dist_writer import ALIGNER, CONFIG_NAME, MEGATRON, nemo_config, write_dist
 from oppo_megatron.mcore.weights.hf_source import FreshHead, TensorSource, open_weights, side_files
-from oppo_megatron.mcore.weights.hf_weights import common_dtype, rewrite_weights
+from oppo_megatron.mcore.weights.hf_weights import common_dtype, has_head, merged, rewrite_weights
 from oppo_megatron.mcore.weights.hf_writer import MAX_SHARD_BYTES, hf_config, require_empty, whole_directory
-from oppo_megatron.mcore.weights.lora_weights import has_head, merged
 from oppo_megatron.modeldir.adapters import lora_of
 from oppo_megatron.modeldir.megatron import NEMO_WEIGHTS
 

@@ -10,7 +10,7 @@ from oppo_megatron.layout.memory import FP32
 from oppo_megatron.layout.shape import DTYPE_BYTES, Shape, head_dim, num_kv_heads
 
 MASK_NUMBERS = 2**25
-"""Most elements of an attention mask on a GPU (`mcore/kv/call_parts.py`)."""
+"""Most elements of an attention mask on a GPU (`mcore/kv/cached_plan.py`)."""
 BLOCK_NUMBERS, CACHED_NUMBERS = 2**26, 2**17
 """Most logits per block of log-probs (`mcore/vocab.py`), on a GPU and in a CPU's cache."""
 DRAWN_BLOCK = 64

@@ -31,9 +31,8 @@ from oppo_megatron.mcore.cpu import can_prepack, product
 from oppo_megatron.mcore.fused import FusedStage
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.kv.cached_plan import CachedPlan
-from oppo_megatron.mcore.kv.dense import KVCache
 from oppo_megatron.mcore.kv.paged import PagedKVCache, find_kernel
-from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
+from oppo_megatron.mcore.kv.sequence_cache import KVCache, SequenceCache
 from oppo_megatron.mcore.layers import ScalarHead, block_spec
 from oppo_megatron.mcore.vocab import VocabShards
 

@@ -21,8 +21,7 @@ from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.lora import attach_adapters
 from oppo_megatron.mcore.model import DecodePath, RoleModel, build_chunks, build_model
 from oppo_megatron.mcore.weights.hf_source import open_weights
-from oppo_megatron.mcore.weights.hf_weights import load_weights
-from oppo_megatron.mcore.weights.lora_weights import fill_adapters, open_adapters
+from oppo_megatron.mcore.weights.hf_weights import fill_adapters, load_weights, open_adapters
 from oppo_megatron.mcore.weights.weight_sync import share_parameters
 
 

@@ -1,13 +1,86 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
 
+from oppo_megatron.columns import Bools, Ints
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.overcommit.readiness import needed_batch
+
+
+class Readiness:
+    """The engine stops when `ready`, so batches do not depend on the chunk size."""
+
+    def __init__(
+        self, target: int, num_finished: int, unfinished: Set[int], waits: Iterable[tuple[Iterable[int], int]] = (),
+        group_size: int = 1,
+    ):  # fmt: skip
+        """`waits`: (sequences, how many of their groups must finish first); other counts are of groups."""
+        self._num_missing = target - num_finished
+        self._unfinished = unfinished
+        self._ended: set[int] = set()
+        self._waits = [(frozenset(i // group_size for i in sequences), number) for sequences, number in waits]
+        self._group_size = group_size
+
+    @property
+    def ready(self) -> bool:
+        return self._num_missing <= 0 and not self._waits
+
+    def finish(self, *seq_ids: int) -> None:
+        ended, size = set(seq_ids), self._group_size
+        decoded = len(ended) == len(seq_ids) and self._ended.isdisjoint(ended) and self._unfinished >= ended
+        assert decoded, f"of sequence {', '.join(map(str, seq_ids))} one is not decoded in this step or has already finished"
+        self._ended |= ended
+        groups = {seq_id // size for seq_id in ended}
+        whole = {g for g in groups if self._unfinished.isdisjoint(set(range(g * size, (g + 1) * size)) - self._ended)}
+        self._num_missing -= len(whole)
+        self._waits = [(of, left) for of, number in self._waits if (left := number - len(whole & of)) > 0]
+
+
+class JudgedReadiness(Readiness):
+    """Only verdicts of a filter, between rounds, complete a batch."""
+
+    def finish(self, *seq_ids: int) -> None:
+        pass
+
+
+def due(ages_G: Ints, batch: int, most: int) -> Iterator[tuple[Bools, int]]:
+    """Yield (S_k, r_k) with r_k > 0, oldest first; `most` is η."""
+    for k in range(min(most, len(ages_G) // batch) + 1):
+        members_G = ages_G >= most - k
+        needed = int(members_G.sum()) - k * batch
+        if needed > 0:
+            yield members_G, needed
+
+
+def settled(finished_G: Bools, clocks_G: Ints, ages_G: Ints, batch: int, most: int, target: int) -> Ints:
+    """The oldest; the first finishers of each S_k up to r_k; then of all ("A bound on staleness", docs/algorithm.md)."""
+    finishers = np.flatnonzero(finished_G)
+    chosen_G, reserved = ages_G >= most, 0
+    if chosen_G.sum() > target:  # possible after settings changed: the first admitted
+        return np.flatnonzero(chosen_G)[:target]
+    for members_G, needed in due(ages_G, batch, most):
+        missing = needed - int((chosen_G & members_G).sum()) - reserved  # reserved ones of an older class are members, too
+        room = target - int(chosen_G.sum()) - reserved
+        first = _first(finishers[(members_G & ~chosen_G)[finishers]], clocks_G, min(missing, room))
+        chosen_G[first] = True
+        reserved += max(0, missing - len(first))
+    places = target - int(chosen_G.sum()) - reserved
+    chosen_G[_first(finishers[~chosen_G[finishers]], clocks_G, places)] = True
+    return np.flatnonzero(chosen_G)
+
+
+def _first(groups: Ints, clocks_G: Ints, number: int) -> Ints:
+    if len(groups) <= max(0, number):
+        return groups
+    return groups[np.argsort(clocks_G[groups], kind="stable")][: max(0, number)]
+
+
+def needed_batch(ages: Ints, most: int) -> int:
+    """Smallest B that trains these in time: |S_k| <= (k + 1) B for each k."""
+    return max((-(-int((ages >= most - k).sum()) // (k + 1)) for k in range(most + 1)), default=0)
 
 
 @dataclass(frozen=True)

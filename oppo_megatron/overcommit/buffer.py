@@ -5,7 +5,7 @@ A *group* is the n responses to one prompt; *clock* counts the run's decode step
 1. A group leaves whole, in one batch of B groups (fewer at the end of the prompts).
 2. At most B + delta groups are admitted; when delta decreases the buffer drains. Limits with backfill: n (B + delta) unfinished
    rollouts and 2B groups (with delta > B: B + delta and (η + 1) B).
-3. Except groups that it waited for (`readiness.py`), a batch's groups finished no later than those left.
+3. Except groups that it waited for (`ahead.py`), a batch's groups finished no later than those left.
 4. While delta <= η B (with backfill: always), no group is deferred more than η (`max_staleness`) times.
 
 A filter may drop groups, counts only kept ones as finished, and has the limit B + delta.
@@ -21,21 +21,15 @@ import numpy as np
 from oppo_megatron.chunks import REASONS, UNFINISHED, Chunk, ChunkRow, ChunkRows
 from oppo_megatron.columns import Bools, Held, Ints, Table
 from oppo_megatron.errors import StreamError
-from oppo_megatron.overcommit.readiness import JudgedReadiness, Readiness, due, settled
+from oppo_megatron.overcommit.ahead import JudgedReadiness, Readiness, due, settled
 from oppo_megatron.records import Prompt, Rollout
 
 
 class RolloutBuffer:
     def __init__(
-        self,
-        batch_size: int,
-        delta: int,
-        max_staleness: int,
-        *,
-        backfill: bool = False,
-        group_size: int = 1,
+        self, batch_size: int, delta: int, max_staleness: int, *, backfill: bool = False, group_size: int = 1,
         filtered: bool = False,
-    ):
+    ):  # fmt: skip
         """`batch_size` in rollouts, `delta` in groups, `max_staleness` in batches."""
         assert batch_size >= 1 and delta >= 0 and max_staleness >= 1 and batch_size % group_size == 0
         self.batch_size = batch_size

@@ -18,8 +18,8 @@ from oppo_megatron.cluster.process_groups import use_once
 from oppo_megatron.cluster.world import World, choose_device, open_world
 from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
 from oppo_megatron.data.tokenizer import Tokenizer, encode_prompt
-from oppo_megatron.engine.completions import PromptDecoder
 from oppo_megatron.engine.executor import Links, build_links
+from oppo_megatron.engine.round_runner import PromptDecoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping, StopText, all_ids
 from oppo_megatron.layout.placements import RolePlacement
@@ -28,9 +28,8 @@ from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.mcore.weights.checkpoint import load_adapters
 from oppo_megatron.policy.answers import Conversation, Decode, GrowingText, OutputFile, Request, ResponseFile, Terminal, answer_of
-from oppo_megatron.policy.chat import Messages, converse, open_lines, until_interrupted
 from oppo_megatron.policy.finding import Policy, policy_tokenizer
-from oppo_megatron.policy.given_prompts import require_room
+from oppo_megatron.policy.given_prompts import Messages, converse, open_lines, require_room, until_interrupted
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.rounds import Site
 

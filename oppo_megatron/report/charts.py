@@ -127,13 +127,9 @@ def png(figure: Figure) -> bytes:
 
 
 def rows_chart(
-    name: str,
-    title: str,
-    category: str,
-    value: str,
-    rows: Sequence[tuple[str, Mapping[str, float], str]],
+    name: str, title: str, category: str, value: str, rows: Sequence[tuple[str, Mapping[str, float], str]],
     parts: Mapping[str, tuple[str, str]],
-) -> BarChart:
+) -> BarChart:  # fmt: skip
     """Stacked rows: label, values by part, text at the end; `parts`: label and colour."""
     bars = [Bars(label, [values[key] for _, values, _ in rows], colour) for key, (label, colour) in parts.items()]
     labels, ends = [label for label, _, _ in rows], [end for _, _, end in rows]

@@ -1,18 +1,35 @@
-"""The report's sections on the course of a run."""
+"""`oppo report`: turns run directories into a page and its pictures, with sections on the course of a run."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from oppo_megatron.clock import format_duration
-from oppo_megatron.report.charts import BarChart, Bars, run_colour, short
-from oppo_megatron.report.curves import BINS, CONTROL, LENGTHS, LOSS, QUARTERS, REWARD, Curve, curve_chart
-from oppo_megatron.report.page import Section, Table
-from oppo_megatron.report.run_records import RunRecord, deferred_counts, number, sample_responses
+from oppo_megatron.clock import ByTime, format_duration
+from oppo_megatron.errors import DataError
+from oppo_megatron.report.charts import BarChart, Bars, draw, png, run_colour, short
+from oppo_megatron.report.curves import (
+    BINS,
+    CONTROL,
+    LENGTHS,
+    LOSS,
+    QUARTERS,
+    REWARD,
+    Curve,
+    curve_chart,
+    heldout_section,
+    learning_section,
+)
+from oppo_megatron.report.machine import memory_section, step_section, timeline_section, utilization_section
+from oppo_megatron.report.page import HEADING, Section, Table, render
+from oppo_megatron.report.run_records import RunRecord, deferred_counts, number, read_runs, sample_responses
+from oppo_megatron.report.timeline import Timeline, draw_windows, step_bounds
+from oppo_megatron.rundir.directory import write_text
 from oppo_megatron.rundir.metrics_log import summarise
 
 MAX_CHANGES = 300
@@ -227,3 +244,59 @@ def samples_section(records: Sequence[RunRecord]) -> Section:
         else:
             section.missing.append(f"{record.name}: no responses ({why}).")
     return section
+
+
+PAGE = "index.html"
+
+
+def write_report(
+    paths: Sequence[str | os.PathLike[str]],
+    out: Path,
+    steps: Sequence[int] = (),
+    *,
+    pictures: bool = True,
+    progress: Callable[[str], None] = lambda line: None,
+) -> list[Path]:
+    """Write `index.html` and PNGs; return their paths.  `steps`: timelines (default: of median length).  Raises DataError."""
+    page = out / PAGE
+    if page.exists() and not (page.is_file() and HEADING in page.read_text(encoding="utf-8", errors="replace")):
+        raise DataError(f"{page} exists and is not a report; name another folder with --out")
+    records = read_runs(paths, progress)
+    have = {step for record in records for step in step_bounds(record.spans)}
+    for step in steps:
+        if step not in have:
+            known = f"steps {min(have)} to {max(have)}" if have else "no steps"
+            raise DataError(f"--step {step}: the traces of these runs have {known}; name one of those")
+    sections = make_sections(records, steps)
+    charts = [chart for section in sections for chart in section.charts]
+    images: dict[str, bytes] = {}
+    by_time = ByTime(progress)
+    for done, chart in enumerate(charts, start=1):
+        by_time(f"drawing chart {done} of {len(charts)}")
+        images[chart.name] = png(draw_windows(chart.windows) if isinstance(chart, Timeline) else draw(chart))
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(page, render([record.name for record in records], sections, images))
+    written = [page]
+    for name, content in images.items() if pictures else ():
+        written.append(out / f"{name}.png")
+        written[-1].write_bytes(content)
+    return written
+
+
+def make_sections(records: Sequence[RunRecord], steps: Sequence[int] = ()) -> list[Section]:
+    """Sections in order, without pictures."""
+    return [
+        overview(records),
+        reward_section(records),
+        heldout_section(records),
+        learning_section(records),
+        step_section(records),
+        timeline_section(records, steps),
+        utilization_section(records),
+        deferral_section(records),
+        control_section(records),
+        length_section(records),
+        length_bin_section(records),
+        memory_section(records),
+        samples_section(records),
+    ]

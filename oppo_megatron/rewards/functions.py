@@ -139,16 +139,9 @@ class RewardSum:
         return self.evaluate(prompt, response, fields, model_score, seq_id).total
 
     def evaluate(
-        self,
-        prompt: str,
-        response: str,
-        fields: Fields,
-        model_score: float | None,
-        seq_id: int,
-        place: str = "",
-        num_tokens: int | None = None,
-        known: Mapping[str, float] = NOTHING_KNOWN,
-    ) -> Reward:
+        self, prompt: str, response: str, fields: Fields, model_score: float | None, seq_id: int, place: str = "",
+        num_tokens: int | None = None, known: Mapping[str, float] = NOTHING_KNOWN,
+    ) -> Reward:  # fmt: skip
         """`known` parts are taken as given."""
         item = ScoreItem(seq_id, prompt, response, fields)
         parts = self.parts(item, model_score, place, num_tokens, known=known)
@@ -158,15 +151,9 @@ class RewardSum:
         return sum(summand.weight * parts[summand.label] for summand in self.summands)
 
     def parts(
-        self,
-        item: ScoreItem,
-        model_score: float | None,
-        place: str = "",
-        num_tokens: int | None = None,
-        *,
-        of: Collection[str] | None = None,
-        known: Mapping[str, float] = NOTHING_KNOWN,
-    ) -> dict[str, float]:
+        self, item: ScoreItem, model_score: float | None, place: str = "", num_tokens: int | None = None, *,
+        of: Collection[str] | None = None, known: Mapping[str, float] = NOTHING_KNOWN,
+    ) -> dict[str, float]:  # fmt: skip
         """The parts `of` a response (None: all), by label. `num_tokens`: for `length`; `place`: file:line. Raises RewardError."""
         sequence, parts = _named(item, place), dict[str, float]()
         wanted = [summand for summand in self.summands if of is None or summand.label in of]

@@ -40,13 +40,9 @@ class IsolatedFunction(Part):
     """
 
     def __init__(
-        self,
-        entry_point: str,
-        options: Mapping[str, Any],
-        limits: Limits,
-        environment: Mapping[str, str],
+        self, entry_point: str, options: Mapping[str, Any], limits: Limits, environment: Mapping[str, str],
         cpu_s: int | None = None,
-    ):
+    ):  # fmt: skip
         self.entry_point, self.options, self.limits = entry_point, dict(options), limits
         self._cpu_s = math.ceil(limits.wall_s) if cpu_s is None else cpu_s
         self._environment = dict(environment)

@@ -55,17 +55,9 @@ class RemoteReward(Part):
     waits = names_itself = True
 
     def __init__(
-        self,
-        label: str,
-        url: str,
-        token: SecretStr | None = None,
-        *,
-        timeout_s: float = TIMEOUT_S,
-        give_up_s: float = 600.0,
-        max_batch: int = MAX_BATCH,
-        pauses_s: tuple[float, float] = (0.5, 30.0),
-        clock: Callable[[], float] = time.monotonic,
-    ):
+        self, label: str, url: str, token: SecretStr | None = None, *, timeout_s: float = TIMEOUT_S, give_up_s: float = 600.0,
+        max_batch: int = MAX_BATCH, pauses_s: tuple[float, float] = (0.5, 30.0), clock: Callable[[], float] = time.monotonic,
+    ):  # fmt: skip
         """`timeout_s`: of one request; `max_batch`: responses in it; `pauses_s`: the first pause, and the most it doubles to."""
         self.label, self.url = label, url
         self.timeout_s, self.give_up_s, self.max_batch = timeout_s, give_up_s, max_batch

@@ -9,7 +9,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.memory import kv_slots, slot_tokens
 from oppo_megatron.layout.placements import RolePlacement, decodes_and_scores, named_roles
 from oppo_megatron.modeldir.headers import read_hf_config
-from oppo_megatron.schedule.checking.transport import GLOO, Transport
+from oppo_megatron.schedule.links import GLOO, Transport
 from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.book import Grouping
 from oppo_megatron.schedule.planning.planner import RoundPlanner
@@ -74,15 +74,9 @@ def scoring_delay(update_s: float, work: Sequence[float], arrivals: Sequence[flo
 
 
 def new_planner(
-    config: TrainConfig,
-    site: Site,
-    generator: str,
-    limit: Callable[[int], int],
-    *,
-    costs: Costs | None = None,
-    rank: int | None = None,
-    transport: Transport = GLOO,
-) -> RoundPlanner:
+    config: TrainConfig, site: Site, generator: str, limit: Callable[[int], int], *, costs: Costs | None = None,
+    rank: int | None = None, transport: Transport = GLOO,
+) -> RoundPlanner:  # fmt: skip
     """`limit(seq_id)`: most tokens of a response."""
     slots = {role: cache_slots(config, role, placement) for role, placement in site.placements.items()}
     each = members(config)

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.algorithms.algorithm import Algorithm
-from oppo_megatron.algorithms.decode_gap import GAP_STATS, GapLimit, gap_stats, judged_gap
 from oppo_megatron.algorithms.experience import Experience
 from oppo_megatron.algorithms.losses import ActorTargets
-from oppo_megatron.algorithms.packed import tokens_of_rows
+from oppo_megatron.algorithms.packed import GAP_STATS, GapLimit, gap_stats, judged_gap, tokens_of_rows
 from oppo_megatron.mcore.batch import MicroBatch, join_rows, pack_responses
 from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.training import forward_rows, read_reports

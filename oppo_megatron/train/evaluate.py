@@ -15,8 +15,7 @@ from oppo_megatron.config.derived import share_of_sequences
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.estimates import Figures, estimate
 from oppo_megatron.data.prompts import PromptSet, PromptStream
-from oppo_megatron.engine.completions import PromptDecoder
-from oppo_megatron.engine.round_runner import RoundRunner
+from oppo_megatron.engine.round_runner import PromptDecoder, RoundRunner
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.mcore.batch import join_rows, pack_at

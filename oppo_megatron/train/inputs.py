@@ -14,7 +14,7 @@ from oppo_megatron.data.rows import Quarantine, RowProblems
 from oppo_megatron.data.supervised_rows import describe_seen
 from oppo_megatron.data.tokenizer import Tokenizer, hidden_ids, load_tokenizer, require_stop_texts
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.overcommit.filter import VerdictClock
+from oppo_megatron.overcommit.scheduler import VerdictClock
 from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
 from oppo_megatron.rewards.verifiers import literals
 

@@ -24,7 +24,7 @@ from oppo_megatron.chunks import Chunk
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.evaluation import REWARD
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.control.occupancy import Occupancy
+from oppo_megatron.control.chunk_tuner import Occupancy
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.errors import SamplingError
 from oppo_megatron.mcore.training import TrainedModel
@@ -35,10 +35,16 @@ from oppo_megatron.train.evaluate import Evaluator
 from oppo_megatron.train.logs.journal import StepFacts
 from oppo_megatron.train.logs.meter import RolloutPhase, StepMeter
 from oppo_megatron.train.rollouts import Rollouts
-from oppo_megatron.train.saving.caches import CacheContents, gather_caches, load_caches, require_sound_books
 from oppo_megatron.train.saving.saver import Saveable, Saver
 from oppo_megatron.train.saving.state import Found, books_state, frozen_models, make_rollouts, rest_of_run, rollout_lines
-from oppo_megatron.train.saving.writing import ROLLOUTS, cache_path
+from oppo_megatron.train.saving.writing import (
+    ROLLOUTS,
+    CacheContents,
+    cache_path,
+    gather_caches,
+    load_caches,
+    require_sound_books,
+)
 from oppo_megatron.train.score_exchange import ScoreExchange
 from oppo_megatron.train.update import History
 from oppo_megatron.train.updates import Adaptation, Updates

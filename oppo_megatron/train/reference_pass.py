@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from oppo_megatron.algorithms.preference_losses import sequence_sums
+from oppo_megatron.algorithms.supervised_losses import sequence_sums
 from oppo_megatron.clock import ByTime
 from oppo_megatron.cluster.process_groups import waiting_for
 from oppo_megatron.cluster.world import World

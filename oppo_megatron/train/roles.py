@@ -63,16 +63,9 @@ class TrainedRole:
 
 
 def build_trained_role(
-    config: TrainedRoleConfig,
-    groups: RoleGroups,
-    training: RoleGroups,
-    *,
-    head: Head,
-    role: str,
-    max_length: int,
-    device: torch.device,
-    num_updates: int,
-) -> TrainedRole:
+    config: TrainedRoleConfig, groups: RoleGroups, training: RoleGroups, *, head: Head, role: str, max_length: int,
+    device: torch.device, num_updates: int,
+) -> TrainedRole:  # fmt: skip
     layout = config.train
     plain = layout.vpp == 1 and not layout.sequence_parallel and layout.recompute == "none"
     multiple = lcm(groups.tp, training.tp)

@@ -11,8 +11,7 @@ import numpy as np
 from oppo_megatron.chunks import Chunk
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner
-from oppo_megatron.overcommit.filter import GroupFilter
-from oppo_megatron.overcommit.scheduler import OvercommitScheduler
+from oppo_megatron.overcommit.scheduler import GroupFilter, OvercommitScheduler
 from oppo_megatron.records import Rollout
 from oppo_megatron.train.score_exchange import Known, ScoreExchange
 

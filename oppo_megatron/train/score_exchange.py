@@ -102,14 +102,9 @@ class ScoreExchange:
         self._leader = scorers_leader(self.placements)
 
     def gather(
-        self,
-        batch: Sequence[Rollout],
-        rounds: RoundRunner,
-        seconds: Mapping[str, float],
-        work: Sequence[float],
-        measured: Callable[[], list[float]],
-        known: Known,
-    ) -> tuple[ScoredBatch, ScoreReport]:
+        self, batch: Sequence[Rollout], rounds: RoundRunner, seconds: Mapping[str, float], work: Sequence[float],
+        measured: Callable[[], list[float]], known: Known,
+    ) -> tuple[ScoredBatch, ScoreReport]:  # fmt: skip
         """Share the batch's scores, values and reference log-probs.  `seconds`, `work`: this rank's.  `known`: from `judge`."""
         trained = self.members.to_train(batch)
         sizes = [len(r.tokens) for r in trained]
@@ -240,12 +235,9 @@ class ScoreExchange:
         return shared[:, 0], dict(zip(labels, parts.mean(0).tolist(), strict=True))
 
     def _scored(
-        self,
-        rollouts: Sequence[Rollout],
-        model_N: Tensor | None,
-        width: int,
+        self, rollouts: Sequence[Rollout], model_N: Tensor | None, width: int,
         numbers: Callable[[ScoreItem, float | None, Rollout], list[float]],
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """[N, width] numbers.  User code runs on one rank only."""
         table = None
         if self.rank == self._leader:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from oppo_megatron.algorithms.algorithm import Algorithm
-from oppo_megatron.algorithms.decode_gap import GapLimit
+from oppo_megatron.algorithms.packed import GapLimit
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.derived import (
     batch_rows,
@@ -24,8 +24,7 @@ from oppo_megatron.config.evaluation import REWARD
 from oppo_megatron.config.model import KVLayout
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk_tuner import ChunkTuner
-from oppo_megatron.control.delta_controllers import make_delta_controller
-from oppo_megatron.control.kl_controller import KLController
+from oppo_megatron.control.delta_controllers import KLController, make_delta_controller
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.engine.device_decode import SYNC_STEPS
 from oppo_megatron.engine.executor import Executor, RoleWorker
@@ -43,13 +42,11 @@ from oppo_megatron.mcore.model import DTYPES, RoleModel
 from oppo_megatron.mcore.roles import as_it_began, load_role
 from oppo_megatron.overcommit.ahead import NEW_RUN, Ahead
 from oppo_megatron.overcommit.buffer import RolloutBuffer
-from oppo_megatron.overcommit.filter import GroupFilter, Rule, Scores
-from oppo_megatron.overcommit.scheduler import OvercommitScheduler
+from oppo_megatron.overcommit.scheduler import GroupFilter, OvercommitScheduler, Rule, Scores
 from oppo_megatron.rewards.functions import RewardSum
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.trace import SpanRecorder
-from oppo_megatron.schedule.checking.transport import transport_of
-from oppo_megatron.schedule.links import most_streams
+from oppo_megatron.schedule.links import most_streams, transport_of
 from oppo_megatron.schedule.plan import cache_slots, delta_rule, new_planner, plan_step, round_generator
 from oppo_megatron.schedule.weaving.costs import CostMeter
 from oppo_megatron.train.actor import Actor, Critic

@@ -225,14 +225,9 @@ def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World, p
 
 
 def _build(
-    config: SupervisedConfig,
-    task: Task[RowT],
-    tokenizer: Tokenizer,
-    groups: RoleGroups,
-    world: World,
-    preemption: Preemption,
+    config: SupervisedConfig, task: Task[RowT], tokenizer: Tokenizer, groups: RoleGroups, world: World, preemption: Preemption,
     stack: ExitStack,
-) -> SupervisedTrainer[RowT]:
+) -> SupervisedTrainer[RowT]:  # fmt: skip
     run, is_owner = RunDirectory(config.run_dir), world.rank == groups.output_rank
     stack.enter_context(run.held() if is_owner else nullcontext())
     quarantine, evaluation = Quarantine(progress=by_time(is_owner=is_owner)), config.evaluation

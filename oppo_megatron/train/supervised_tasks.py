@@ -14,9 +14,18 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from oppo_megatron.algorithms.decode_gap import token_noise
-from oppo_megatron.algorithms.preference_losses import mean_loss, pair_columns, row_columns, table_of
-from oppo_megatron.algorithms.supervised_losses import next_token_loss, preference_loss, preference_table, step_loss, step_table
+from oppo_megatron.algorithms.packed import token_noise
+from oppo_megatron.algorithms.supervised_losses import (
+    mean_loss,
+    next_token_loss,
+    pair_columns,
+    preference_loss,
+    preference_table,
+    row_columns,
+    step_loss,
+    step_table,
+    table_of,
+)
 from oppo_megatron.cluster.process_groups import waiting_for
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.evaluation import PREFERENCE_METRICS, EarlyStopConfig, HeldoutConfig
@@ -255,15 +264,9 @@ class Heldout(HeldoutSchedule, Generic[RowT]):
     """Held-out rows of a run.  Collective of the world."""
 
     def __init__(
-        self,
-        config: HeldoutConfig,
-        stop: EarlyStopConfig | None,
-        task: Task[RowT],
-        rows: Sequence[RowT],
-        metrics: Sequence[str],
-        world: World,
-        take_point: TakePoint | None = None,
-    ):
+        self, config: HeldoutConfig, stop: EarlyStopConfig | None, task: Task[RowT], rows: Sequence[RowT], metrics: Sequence[str],
+        world: World, take_point: TakePoint | None = None,
+    ):  # fmt: skip
         super().__init__(config.every_steps, stop)
         self.task, self.metrics, self.world, self.take_point = task, metrics, world, take_point
         self.rows = rows[: config.most_rows]
@@ -280,15 +283,10 @@ class Heldout(HeldoutSchedule, Generic[RowT]):
 
 
 def measure_rows(
-    world: World,
-    trained: TrainedModel,
-    rows: Sequence[RowT],
-    micro_batches: Callable[[Sequence[RowT], int, torch.device], list[MicroBatch]],
-    measure: Measure[RowT],
-    width: int,
-    budget: int,
-    what: str,
-) -> list[float]:
+    world: World, trained: TrainedModel, rows: Sequence[RowT],
+    micro_batches: Callable[[Sequence[RowT], int, torch.device], list[MicroBatch]], measure: Measure[RowT], width: int,
+    budget: int, what: str,
+) -> list[float]:  # fmt: skip
     """Moments of `measure`'s table (`width` columns), divided among replicas.  Collective of the world."""
     groups = trained.model.groups
     mine = rows[groups.dp_rank :: groups.dp]

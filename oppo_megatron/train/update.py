@@ -80,14 +80,9 @@ def begin_update(trained: TrainedModel, batch: Sequence[Rollout], settings: Upda
 
 
 def run_update(
-    trained: TrainedModel,
-    batch: Sequence[Rollout],
-    extra_T: dict[str, Tensor],
-    loss: UpdateLoss,
-    settings: UpdateSettings,
-    weights: RowWeights | None = None,
-    units: Units = each_alone,
-) -> list[dict[str, float]]:
+    trained: TrainedModel, batch: Sequence[Rollout], extra_T: dict[str, Tensor], loss: UpdateLoss, settings: UpdateSettings,
+    weights: RowWeights | None = None, units: Units = each_alone,
+) -> list[dict[str, float]]:  # fmt: skip
     """Make one optimizer step per minibatch of each epoch; return their reports, over all tokens.
 
     `extra_T`: for the loss.  `weights` adds `share` [T].  Every rank passes the whole batch; replicas divide minibatches.

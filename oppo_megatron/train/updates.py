@@ -9,10 +9,9 @@ from oppo_megatron.algorithms.experience import Experience, ScoredBatch
 from oppo_megatron.cluster.process_groups import waiting_for
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.control.chunk_tuner import ChunkTuner
+from oppo_megatron.control.chunk_tuner import ChunkTuner, length_gap
+from oppo_megatron.control.delta_controllers import KLController
 from oppo_megatron.control.guards import Breach
-from oppo_megatron.control.kl_controller import KLController
-from oppo_megatron.control.occupancy import length_gap
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.records import ALONE, Members, Rollout, StepSignals
 from oppo_megatron.schedule.planning.planner import RoundPlanner

@@ -43,11 +43,10 @@ def run(job: Job) -> dict[str, Any]:
     trainer.fit()
     log = given["logger"]
     return {
-        "trained": given["rm_critic"].trained, "rewards": given["rm_critic"].rewards,
-        "endings": given["rm_critic"].endings, "inferred": given["model"].num_inferred,
-        "weights": weights(given["model"]), "rollouts": log.of("train_rollouts/"), "optim": log.of("train_optim/"),
-        "validation": log.of("val_rollouts/"), "step": trainer.step, "consumed": trainer.consumed_samples,
-        "draw": torch.rand(1).item(),
+        "trained": given["rm_critic"].trained, "rewards": given["rm_critic"].rewards, "endings": given["rm_critic"].endings,
+        "inferred": given["model"].num_inferred, "weights": weights(given["model"]), "rollouts": log.of("train_rollouts/"),
+        "optim": log.of("train_optim/"), "validation": log.of("val_rollouts/"), "step": trainer.step,
+        "consumed": trainer.consumed_samples, "draw": torch.rand(1).item(),
     }  # fmt: skip
 
 
@@ -116,9 +115,8 @@ def load_reward_model(weights: str, sizes: Mapping[str, int], tied: bool) -> dic
         gradient_accumulation_fusion=False, persist_layer_norm=False,
     )  # fmt: skip
     model = GPTRewardModel(
-        config, get_gpt_layer_local_spec(normalization="RMSNorm"), vocab_size=sizes["vocab_size"],
-        max_sequence_length=64, position_embedding_type="rope", share_embeddings_and_output_weights=tied,
-        head_dtype=torch.float32,
+        config, get_gpt_layer_local_spec(normalization="RMSNorm"), vocab_size=sizes["vocab_size"], max_sequence_length=64,
+        position_embedding_type="rope", share_embeddings_and_output_weights=tied, head_dtype=torch.float32,
     )  # fmt: skip
     asked = {key: part for key, part in model.sharded_state_dict("model.").items() if "_extra_state" not in key}
     return dict(dist_checkpointing.load(asked, weights))

@@ -19,7 +19,7 @@ THREAD = 'Thread 0x1 (most recent call first):\n  File "/usr/lib/threading.py", 
     ("train/saving/state.py:9:lines train/saving/saver.py:8:save", "saving", "train/saving/state.py in lines"),
     ("engine/stream.py:3:take engine/round_runner.py:1:run train/loop.py:7:_step", "decode", "engine/stream.py in take"),
     ("mcore/training.py:3:step train/update.py:1:run_update", "update", "mcore/training.py in step"),
-    ("train/saving/caches.py:3:load train/loop.py:1:restore", "restoring", "train/saving/caches.py in load"),
+    ("train/saving/writing.py:3:load train/loop.py:1:restore", "restoring", "train/saving/writing.py in load"),
     ("cluster/rendezvous.py:3:meet cluster/world.py:1:open_world", "start-up", "cluster/rendezvous.py in meet"),
 ])  # fmt: skip
 def test_what_a_rank_was_at(frames: str, phase: str, where: str) -> None:

@@ -14,7 +14,7 @@ from benchmarks.rank_run import RankRun
 from benchmarks.simulation import simulate_rounds
 from oppo_megatron.layout.placements import role_placements, world_size
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule, parse_action, parse_schedule
-from oppo_megatron.schedule.checking.transport import GLOO
+from oppo_megatron.schedule.links import GLOO
 from oppo_megatron.schedule.plan import round_generator
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.train.inputs import read_inputs
@@ -25,13 +25,12 @@ from tests.support.ppo import Workspace, deep, read_outcome
 from tests.support.ranks import run_ranks
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
-    "one process": {"mode": "single"},
-    "streamed": {"mode": "disaggregated", "actor": {"pp": 2}, "scorer": {"tp": 2}},
+    "one process": {"mode": "single"}, "streamed": {"mode": "disaggregated", "actor": {"pp": 2}, "scorer": {"tp": 2}},
     "woven": {"mode": "colocated", "actor": {"pp": 2}},
     "woven, two replicas": {"mode": "colocated", "actor": {"pp": 2, "dp": 2}, "scorer": {"pp": 4}},
     "streamed, eight ranks": {"mode": "disaggregated", "actor": {"pp": 2, "dp": 2}, "scorer": {"tp": 2, "dp": 2}},
     "woven, eight ranks": {"mode": "colocated", "actor": {"tp": 2, "pp": 2, "dp": 2}},
-}
+}  # fmt: skip
 LONG = ("woven", "streamed, eight ranks", "woven, eight ranks")
 CARRIED = {
     "rollout.forced_lengths": [12, 0.8], "overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 3, "max": 3},

@@ -62,10 +62,9 @@ def test_the_first_settled_step_is_that_of_the_tuner(sizes: list[int]) -> None:
 def test_the_tuner_is_compared_over_the_same_steps(configs_of: Make) -> None:
     base = with_critic(overlap={"chunk": [32, 16]})  # settles in step 4
     runs = {
-        "16": runs_of([9.0, 1.0, 1.0, 4.0, 4.0]),
-        "32": runs_of([9.0, 5.0, 5.0, 2.0, 3.0]),
+        "16": runs_of([9.0, 1.0, 1.0, 4.0, 4.0]), "32": runs_of([9.0, 5.0, 5.0, 2.0, 3.0]),
         "adaptive": [Run(Path("run"), [line(n, 3.0, chunk_tokens=16) for n in range(1, 6)])],
-    }
+    }  # fmt: skip
     configs = configs_of("chunk", base, "--sizes", "16,32")
     result, lines = sweeps.chunk_result(configs, runs)
     found = result["adaptive"]

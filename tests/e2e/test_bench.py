@@ -14,8 +14,7 @@ from benchmarks.peers.comparison import PEER_PYTHON
 from benchmarks.peers.comparison import main as compare
 from oppo_megatron.bench.decode import DecodeWork, available_peers
 from oppo_megatron.bench.gpu import SHARES, SIZES, GpuBench, GpuWork, agenda, run_within, set_side_by_side
-from oppo_megatron.bench.overlap import bench_overlap
-from oppo_megatron.bench.suite import Suite, bare
+from oppo_megatron.bench.suite import Suite, bare, bench_overlap
 from oppo_megatron.cli.launch import launch
 from oppo_megatron.cli.main import main
 from oppo_megatron.config.run import TrainConfig

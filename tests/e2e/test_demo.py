@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from oppo_megatron.cli.main import main
-from oppo_megatron.report.build import make_sections, write_report
 from oppo_megatron.report.run_records import read_runs
+from oppo_megatron.report.sections import make_sections, write_report
 from tests.support.ppo import Workspace, run_ppo_ranks
 from tests.support.runs import parse, write_run
 from tests.support.transcripts import CTRL_C, DOCS, follow, masked, steps, user_environment

@@ -318,10 +318,9 @@ def test_rows_that_cannot_be_scored_are_named(work: Path, tmp_path: Path, capsys
 
 def test_a_reward_of_a_file_has_its_sum(work: Path, tmp_path: Path, capsys: Capture) -> None:
     parts = [
-        {"kind": "verifier", "name": "gsm8k"},
-        {"kind": "python", "weight": 0.5, "entry_point": f"{__name__}:length_of"},
+        {"kind": "verifier", "name": "gsm8k"}, {"kind": "python", "weight": 0.5, "entry_point": f"{__name__}:length_of"},
         {"kind": "verifier", "name": "length", "buffer_tokens": 1000, "max_tokens": 1000, "weight": 2.0},
-    ]
+    ]  # fmt: skip
     (tmp_path / "rewards.yaml").write_text(json.dumps({"rewards": parts}))
     assert judge(work, work / "before", "--rewards", tmp_path / "rewards.yaml", "--json", "--max-prompts", 3) == 0
     (policy,) = json.loads(capsys.readouterr().out)["policies"]

@@ -204,8 +204,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "agents", "reason"), [
-    pytest.param("killed", True, "Connect|wait timeout", marks=pytest.mark.long),
-    ("killed", False, "Connect|wait timeout"),
+    pytest.param("killed", True, "Connect|wait timeout", marks=pytest.mark.long), ("killed", False, "Connect|wait timeout"),
     pytest.param("withheld", False, "3000ms", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_the_other_host_is_told_when_one_fails(tmp_path: Path, port: str, kind: str, agents: bool, reason: str) -> None:

@@ -130,10 +130,9 @@ def test_disaggregated_sequential_is_bit_equal_to_one_process(matrix: Matrix, fe
 
 
 @pytest.mark.parametrize(
-    ("actor", "scorer"),
-    [({}, {"dp": 3}), pytest.param({"pp": 2, "dp": 2}, {"pp": 2, "dp": 3}, marks=pytest.mark.long)],
+    ("actor", "scorer"), [({}, {"dp": 3}), pytest.param({"pp": 2, "dp": 2}, {"pp": 2, "dp": 3}, marks=pytest.mark.long)],
     ids=["1 | DP3", "PP2xDP2 | PP2xDP3"],
-)
+)  # fmt: skip
 def test_chunks_from_many_ranks_train_to_the_bit_as_those_from_one(
     workspace: Workspace, plain: Outcome, actor: dict[str, int], scorer: dict[str, int]
 ) -> None:

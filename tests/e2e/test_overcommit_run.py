@@ -256,8 +256,7 @@ def spans_of(workspace: Workspace, name: str, step: int) -> list[Span]:
 @pytest.mark.parametrize(("name", "changes"), [
     ("pair", {}),
     pytest.param("whole", {"ppo.epochs": 1, "ppo.minibatches": 1, "runtime.micro_batch_tokens": 150}, marks=pytest.mark.long),
-    ("decoupled", {"ppo.staleness": "decoupled"}),
-    pytest.param("tp", {"placement.actor": {"tp": 2}}, marks=pytest.mark.long),
+    ("decoupled", {"ppo.staleness": "decoupled"}), pytest.param("tp", {"placement.actor": {"tp": 2}}, marks=pytest.mark.long),
     ("dp", {"placement.actor": {"dp": 2}}),
     pytest.param("trained-dp", {"placement.actor": {"tp": 2}, "actor.train": {"tp": 1, "dp": 2}}, marks=pytest.mark.long),
     pytest.param("stages", {"placement.actor": {"pp": 2}}, marks=pytest.mark.long),

@@ -21,10 +21,9 @@ CARRIED: dict[str, Any] = {
 }  # fmt: skip
 PP2 = {"placement": {"mode": "disaggregated", "actor": {"pp": 2}}}
 CASES: dict[str, dict[str, Any]] = {
-    "one rank": CARRIED,
-    "PP2 | 1, stale caches kept": CARRIED | PP2 | {"overlap.actor_kv": "keep"},
+    "one rank": CARRIED, "PP2 | 1, stale caches kept": CARRIED | PP2 | {"overlap.actor_kv": "keep"},
     "PP2 | 1, tied, bfloat16": CARRIED | PP2 | {"runtime.dtype": "bfloat16", "actor.init": DEEP | {"tie_word_embeddings": True}},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

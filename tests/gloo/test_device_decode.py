@@ -149,8 +149,7 @@ WAYS = [Way(2), Way(4, "paged"), Way(64), Way(5, "dense", "module"), Way(3, "pag
 def test_rounds_are_the_same_whenever_tokens_are_read(models: dict[str, str], tp: int, model: str) -> None:
     ways, courses = (WAYS, COURSES) if tp == 1 else (WAYS[:2], COURSES[:4])
     answers = run_ranks(
-        tp, f"{JOBS}beside_each_other", directory=models[model], tp=tp, courses=courses,
-        ways=[PLAIN, *ways],
+        tp, f"{JOBS}beside_each_other", directory=models[model], tp=tp, courses=courses, ways=[PLAIN, *ways],
     )  # fmt: skip
     for answer in answers:
         cut_off = ended_early = by_text = 0

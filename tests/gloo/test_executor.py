@@ -25,7 +25,7 @@ from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.checking.timeline import simulate
 from oppo_megatron.schedule.rounds import Round, Site
-from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.components import add_communication
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.generators import GENERATORS
 from tests.support.ranks import run_mortal_ranks, run_ranks
@@ -195,8 +195,7 @@ def test_a_withheld_message_is_named_by_all_who_wait_for_it(case: str) -> None:
     stuck = simulate(broken, round_, site).stuck
     assert lost.peer in stuck
     answers = run_ranks(
-        len(ranks_of(site)), f"{JOBS}carry_out", placements=site.placements, schedules=[broken],
-        late_s=TIMEOUT_S,
+        len(ranks_of(site)), f"{JOBS}carry_out", placements=site.placements, schedules=[broken], late_s=TIMEOUT_S,
     )  # fmt: skip
     for rank, (outcome,) in enumerate(answers):
         own = broken.of(rank)
@@ -230,8 +229,7 @@ def test_a_killed_rank_is_felt_and_named_by_all_who_need_it(case: str) -> None:
     survivors = set(range(world)) - {victim}
     assert survivors and survivors <= set(stuck), "all of them depend on it"
     answers = run_mortal_ranks(
-        world, f"{JOBS}carry_out", placements=site.placements, schedules=[schedule], late_s=TIMEOUT_S,
-        last_words=(victim, text),
+        world, f"{JOBS}carry_out", placements=site.placements, schedules=[schedule], late_s=TIMEOUT_S, last_words=(victim, text),
     )  # fmt: skip
     assert answers[victim] is None
     for rank in survivors:

@@ -226,8 +226,7 @@ def test_draws_depend_on_seed_sequence_and_position(
     few = ["plain", "two slots", "cache forgotten each round", "two micro-batches"]
     labels = list(VARIANTS) if (tp, pp, dp) == (1, 1, 1) else few
     answers = run_ranks(
-        tp * pp * dp, f"{JOBS}every_variant", directory=models["qwen2"], tp=tp, pp=pp, samplings=chosen,
-        variants=labels,
+        tp * pp * dp, f"{JOBS}every_variant", directory=models["qwen2"], tp=tp, pp=pp, samplings=chosen, variants=labels,
     )  # fmt: skip
     assert all(answer == answers[0] for answer in answers)  # every rank keeps the same books
     for name in chosen:

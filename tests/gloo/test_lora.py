@@ -19,8 +19,7 @@ from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore.lora import is_adapter
 from oppo_megatron.mcore.roles import as_it_began, load_role, load_training
 from oppo_megatron.mcore.training import TrainedModel
-from oppo_megatron.mcore.weights.hf_weights import export_weights
-from oppo_megatron.mcore.weights.lora_weights import FreshAdapters, open_adapters
+from oppo_megatron.mcore.weights.hf_weights import FreshAdapters, export_weights, open_adapters
 from oppo_megatron.modeldir.adapters import adapter_problems
 from oppo_megatron.modeldir.headers import check_adapter
 from tests.gloo.jobs_training import Minibatch, cached_outputs, full_outputs, loss_of
@@ -142,8 +141,7 @@ def test_steps_equal_peft_and_plain_torch(models: dict[str, str], adapters: dict
     answers = run_ranks(
         tp * pp * dp, f"{JOBS}train_adapters",
         models={name: (models[name], settings | {"adapter": adapters[name]}) for name, settings in LORA.items()},
-        target=str(tmp_path), tp=tp, pp=pp, config=SETTINGS, data=DATA, probes=PROBES,
-        layout=TrainingLayoutConfig(**options),
+        target=str(tmp_path), tp=tp, pp=pp, config=SETTINGS, data=DATA, probes=PROBES, layout=TrainingLayoutConfig(**options),
     )  # fmt: skip
     for name in LORA:
         expected = reference(models[name], adapters[name])

@@ -17,7 +17,7 @@ from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.batch import join_rows, pack_responses
 from oppo_megatron.mcore.fused import FusedStage
 from oppo_megatron.mcore.groups import RoleGroups
-from oppo_megatron.mcore.kv.dense import KVCache
+from oppo_megatron.mcore.kv.sequence_cache import KVCache
 from oppo_megatron.mcore.model import RoleModel, step
 from oppo_megatron.mcore.training import forward_rows
 from oppo_megatron.mcore.vocab import token_logprobs
@@ -326,8 +326,7 @@ DIFFERENT, ALIKE = ("qwen2", "mistral", "qwen3-scalar"), ("qwen3", "llama")
 
 
 @pytest.mark.parametrize(("tp", "pp", "names"), [
-    pytest.param(1, 1, DIFFERENT + ALIKE, id="tp1-pp1"),
-    pytest.param(2, 1, DIFFERENT[:1], id="tp2-pp1"),
+    pytest.param(1, 1, DIFFERENT + ALIKE, id="tp1-pp1"), pytest.param(2, 1, DIFFERENT[:1], id="tp2-pp1"),
     pytest.param(1, 2, DIFFERENT, id="tp1-pp2"),
     pytest.param(2, 1, DIFFERENT[1:] + ALIKE, id="tp2-pp1-others", marks=pytest.mark.long),
     pytest.param(1, 2, ALIKE, id="tp1-pp2-others", marks=pytest.mark.long),

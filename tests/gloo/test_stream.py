@@ -28,7 +28,7 @@ from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.actions import Action, Schedule
 from oppo_megatron.schedule.rounds import Round, Site
-from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.components import add_communication
 from tests.support.ranks import run_ranks
 from tests.support.traffic import Traffic
 
@@ -175,8 +175,7 @@ def test_every_scorer_rank_receives_what_was_sent(world: int, fan_out: int) -> N
 @pytest.mark.parametrize("kind,where", [
     ("lost", f"message 2 came, but 1 was due; .* sequence {SEQ_ID} at offset 3"),
     ("repeated", f"message 0 came, but 1 was due; .* sequence {SEQ_ID} at offset 3"),
-    ("corrupted", f"sequence {SEQ_ID}, offset 3 .*corrupted"),
-    ("prompt", f"sequence {SEQ_ID}, offset 0 .*different prompts"),
+    ("corrupted", f"sequence {SEQ_ID}, offset 3 .*corrupted"), ("prompt", f"sequence {SEQ_ID}, offset 0 .*different prompts"),
 ])  # fmt: skip
 def test_a_damaged_stream_is_an_error_on_every_scorer_rank(kind: str, where: str) -> None:
     for message in run_ranks(3, f"{JOBS}damaged", kind=kind)[1:]:
@@ -200,10 +199,9 @@ def bits(values: list[float]) -> bytes:
 def test_rows_and_figures_of_all_ranks_arrive_to_the_bit() -> None:
     odd = [-0.0, -5e-324, -math.inf, math.nextafter(-1.0, 0.0)]
     first = [
-        [ChunkRow(7, 3, [5, 2**31, 0, 1], odd, odd[::-1], 4, 19, "eos"), ChunkRow(9, 0, [], [], [], 4)],
-        [],
+        [ChunkRow(7, 3, [5, 2**31, 0, 1], odd, odd[::-1], 4, 19, "eos"), ChunkRow(9, 0, [], [], [], 4)], [],
         [ChunkRow(2, 11, [8], [-0.1], [-0.2], 3, 16, "stop"), ChunkRow(3, 0, [1, 1], [0.0, -1.0], [-3.0, 0.1], 4)],
-    ]
+    ]  # fmt: skip
     nothing: list[list[ChunkRow]] = [[], [], []]
     figures: list[dict[str, float]] = [{"loss": 0.1 + 0.2, "max_ratio": math.inf}, {}, {"b": -0.0, "a": 5e-324}]
     answers: Any = run_ranks(3, f"{JOBS}gather", rounds=[first, nothing], figures=figures)

@@ -49,9 +49,8 @@ def shards() -> dict[str, Any]:
         for shared in (False, True):
             for layers in LAYERS:
                 (model,) = build_chunks(
-                    ModelShape.from_hf(SHAPE | {"model_type": kind}), groups,
-                    TrainingLayoutConfig(sequence_parallel=shared), head="lm", max_length=64, dtype="bfloat16", device=CPU,
-                    layers=layers,
+                    ModelShape.from_hf(SHAPE | {"model_type": kind}), groups, TrainingLayoutConfig(sequence_parallel=shared),
+                    head="lm", max_length=64, dtype="bfloat16", device=CPU, layers=layers,
                 )  # fmt: skip
                 found[f"{kind}, sequence parallel {shared}, {layers}"] = {
                     name: (tuple(p.shape), str(p.dtype), str(p.device), *(getattr(p, mark, None) for mark in MARKS))

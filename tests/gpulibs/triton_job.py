@@ -16,7 +16,7 @@ import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from oppo_megatron.mcore.kv import paged, triton_kernel  # noqa: E402
-from oppo_megatron.mcore.kv.call_parts import PagedCall  # noqa: E402
+from oppo_megatron.mcore.kv.cached_plan import PagedCall  # noqa: E402
 
 TABLES = 200
 

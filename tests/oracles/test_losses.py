@@ -259,12 +259,11 @@ def test_reduction_by_groups_is_the_mean_of_verls_over_each_group() -> None:
 
 
 KL: dict[str, tuple[Recipe, str]] = {
-    "k2": (Recipe(kl="loss", estimator="k2"), "k2"),
-    "k3": (Recipe(kl="loss", estimator="k3"), "low_var_kl"),
+    "k2": (Recipe(kl="loss", estimator="k2"), "k2"), "k3": (Recipe(kl="loss", estimator="k3"), "low_var_kl"),
     "k3 by sequences": (Recipe(kl="loss", estimator="k3", reduction="sequence_mean"), "k3"),
     "k1, reverse": (Recipe(kl="loss", estimator="k1", kl_gradient="reverse"), "k1+"),
     "k3, reverse": (Recipe(kl="loss", estimator="k3", kl_gradient="reverse"), "k3+"),
-}
+}  # fmt: skip
 
 
 @cases({name: recipe for name, (recipe, _) in KL.items()})

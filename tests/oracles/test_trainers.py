@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from examples.arithmetic.write_steps import write_steps
-from oppo_megatron.algorithms.preference_losses import mean_loss
+from oppo_megatron.algorithms.supervised_losses import mean_loss
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.supervised import DPOConfig
 from oppo_megatron.data.generated import DatasetSizes, Shape, write_dataset
@@ -220,8 +220,7 @@ def test_groups(inputs: Path, tmp_path: Path, case: str) -> None:
 def test_online_dpo(inputs: Path, tmp_path: Path) -> None:
     clip = 18.0
     outcome, batches = rolled_out(
-        inputs, tmp_path, "online_dpo", 2, clip,
-        dpo={"beta": BETA}, reference={"checkpoint": str(inputs / REFERENCE)},
+        inputs, tmp_path, "online_dpo", 2, clip, dpo={"beta": BETA}, reference={"checkpoint": str(inputs / REFERENCE)},
     )  # fmt: skip
     scores = [row["reward"] for row in outcome.rollouts]
     assert all(first != second for first, second in zip(scores[::2], scores[1::2], strict=True)), "no pair is a tie"

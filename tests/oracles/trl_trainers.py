@@ -36,10 +36,9 @@ def arguments(out: Path, optimizer: Mapping[str, Any], steps: int, batch_size: i
     return {
         "output_dir": str(out), "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none",
         "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "max_steps": steps,
-        "per_device_train_batch_size": batch_size, "train_sampling_strategy": "sequential",
-        "optim": "adamw_torch", "adam_beta1": first, "adam_beta2": second, "adam_epsilon": optimizer["eps"],
-        "weight_decay": optimizer["weight_decay"], "max_grad_norm": optimizer["clip_grad"],
-        "learning_rate": optimizer["lr"], "lr_scheduler_type": optimizer["decay"],
+        "per_device_train_batch_size": batch_size, "train_sampling_strategy": "sequential", "optim": "adamw_torch",
+        "adam_beta1": first, "adam_beta2": second, "adam_epsilon": optimizer["eps"], "weight_decay": optimizer["weight_decay"],
+        "max_grad_norm": optimizer["clip_grad"], "learning_rate": optimizer["lr"], "lr_scheduler_type": optimizer["decay"],
     }  # fmt: skip
 
 

@@ -54,9 +54,8 @@ def test_greedy_answers_are_the_engines_own(workspace: Workspace, kind: str) -> 
     chats = [[{"role": "user", "content": text}] for text in ASKED]
     prompts = [own.chat.render(chat) for chat in chats] if "chat" in kind else ASKED
     (answers,) = run_ranks(
-        1, "tests.e2e.test_policy:answers",
-        directories=[export], texts=prompts, parallel={"tp": 1, "pp": 1, "dp": 1}, max_tokens=MAX_TOKENS,
-        sampling={"temperature": 0.0}, num_slots=32,
+        1, "tests.e2e.test_policy:answers", directories=[export], texts=prompts, parallel={"tp": 1, "pp": 1, "dp": 1},
+        max_tokens=MAX_TOKENS, sampling={"temperature": 0.0}, num_slots=32,
     )[0]  # fmt: skip
     engine = {number: tokens for number, tokens, _ in answers}
     tokenizer = AutoTokenizer.from_pretrained(export)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from oppo_megatron.mcore.kv.call_parts import PagedCall
+from oppo_megatron.mcore.kv.cached_plan import PagedCall
 from tests.rehearsal.streams import Clock, merge
 from tests.rehearsal.watch import DEVICE, Watch, memory_of
 

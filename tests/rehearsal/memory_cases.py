@@ -99,8 +99,7 @@ LAYOUTS = {
     "1.5B": Layout("1.5B", layers=8),
     "1.5B, float32": Layout("1.5B", tp=2, rows=2, dtype="float32", train={"recompute": "selective"}, layers=8),
     "1.5B, adapters": Layout("1.5B", rows=2, lora=LORA, layers=8),
-    "8B, tp 8, recomputed": Layout("8B", 8, rows=4, train=FULL, layers=8),
-    "8B, pp 4, first": Layout("8B", 1, 4, 2, rows=10),
+    "8B, tp 8, recomputed": Layout("8B", 8, rows=4, train=FULL, layers=8), "8B, pp 4, first": Layout("8B", 1, 4, 2, rows=10),
     "8B, pp 2, interleaved": Layout("8B", 2, 2, rows=8, train={"vpp": 2}, layers=8),
     "8B, adapters of queries and values": Layout("8B", 2, 4, stage=-1, lora={"rank": 8, "targets": ["q_proj", "v_proj"]}),
     "8B critic": Layout("8B", 2, role="critic", rows=2, train={"recompute": "full"}, layers=8),
@@ -115,5 +114,5 @@ LAYOUTS = {
     "70B, pp 8, last": Layout("70B", 8, 8, 16, stage=-1, tokens=8192, response=4094, rows=8, train=FULL),
     "405B, pp 16, first": Layout("405B", 8, 16, 2, tokens=8192, response=4094, rows=32, train=FULL),
     "405B, pp 16, last": Layout("405B", 8, 16, 2, stage=-1, tokens=8192, response=4094, rows=8, train=PARALLEL),
-}
+}  # fmt: skip
 """Those of more than ten layers a stage have eight in all; `make test-long` has these."""

@@ -45,12 +45,12 @@ EXPECTED: dict[Wait, tuple[int, str]] = {
     # of pairs: their number, their mean scores and their rows
     ("experience", "index", "algorithms/experience.py with_pairs"): (2, "experience"),
     ("experience", "read", "algorithms/experience.py <genexpr>"): (2, "experience"),
-    ("experience", "read", "algorithms/pairs.py rows_of_pairs"): (1, "experience"),
+    ("experience", "read", "algorithms/supervised_losses.py rows_of_pairs"): (1, "experience"),
     ("rest", "read", "train/actor.py update"): (1, ONCE_A_STEP),
     # a step with tokens that an older policy has drawn: figures of the log-probs at its start
     ("rest", "read", "mcore/training.py read_reports"): (1, ONCE_A_STEP),
     # a checkpoint: two shards a scored sequence, and of a sharded optimizer three tensors a weight
-    ("checkpoint", "read", "train/saving/caches.py hold"): (2, "checkpoint"),
+    ("checkpoint", "read", "train/saving/writing.py hold"): (2, "checkpoint"),
     ("checkpoint", "read", "mcore/weights/checkpoint.py _state"): (51, "checkpoint"),
     ("rest", "synchronize", "mcore/weights/checkpoint.py write_data"): (1, ONCE_A_STEP),
     # training on preferences: held-out rows, and those by which KTO's reference point is measured before an update

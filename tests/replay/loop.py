@@ -163,10 +163,9 @@ class Replay:
             if trains_actor:
                 found = [logprobs(self.actor.model, rows[i], self.compared) for i in chosen]
                 loss = actor_loss(
-                    [new for new, _ in found], [entropy for _, entropy in found],
-                    [old[i] for i in chosen], None if importance is None else [importance[i] for i in chosen],
-                    [advantages[i] for i in chosen], [batch.reference[i] for i in chosen],
-                    [batch.groups[i] for i in chosen], recipe, self.coefficient,
+                    [new for new, _ in found], [entropy for _, entropy in found], [old[i] for i in chosen],
+                    None if importance is None else [importance[i] for i in chosen], [advantages[i] for i in chosen],
+                    [batch.reference[i] for i in chosen], [batch.groups[i] for i in chosen], recipe, self.coefficient,
                 )  # fmt: skip
                 rate = self.actor.step(loss)
             if self.critic is not None:
@@ -182,14 +181,13 @@ class Replay:
     def _batch(self, rows: Sequence[Row], greedy: Sequence[Row]) -> Batch:
         return Batch(
             scores_B=torch.tensor([row["reward"] for row in rows], dtype=torch.float64).float(),
-            groups=[row["seq_id"] // self.neighbours for row in rows],
-            cut=[row["finish_reason"] == "length" for row in rows],
+            groups=[row["seq_id"] // self.neighbours for row in rows], cut=[row["finish_reason"] == "length" for row in rows],
             old=[torch.tensor(row["logprobs"], dtype=torch.float64).float() for row in rows],
             reference=[logprobs(self.reference, row, self.compared)[0] for row in rows],
             values=None if self.critic is None else [values(self.critic.model, row) for row in rows],
             token_rewards=self.token_rewards and [torch.tensor(self.token_rewards(row)) for row in rows],
             greedy={row["seq_id"] // self.neighbours: (row["reward"], row["finish_reason"] == "length") for row in greedy},
-        )
+        )  # fmt: skip
 
     @torch.no_grad()
     def _effective_size(self, rows: Sequence[Row], batch: Batch) -> float:

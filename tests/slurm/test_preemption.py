@@ -68,8 +68,7 @@ class Job:
         self.run_dir = workspace.root / "runs" / name
         environment = cluster.environment | {"OPPO_CLUSTER_ENV": str(workspace.root / "cluster.env")}
         told = subprocess.run(
-            ["sbatch", "--parsable", *map(str, command)],
-            env=environment, cwd=workspace.root, text=True, capture_output=True,
+            ["sbatch", "--parsable", *map(str, command)], env=environment, cwd=workspace.root, text=True, capture_output=True,
         )  # fmt: skip
         assert told.returncode == 0, told.stderr
         self.number = told.stdout.strip()

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oppo_megatron.algorithms import losses
-from oppo_megatron.algorithms.decode_gap import GapLimit, gap_stats, judged_gap, rounding_scale
 from oppo_megatron.algorithms.losses import ActorTargets, Surrogate, actor_loss, policy_loss
+from oppo_megatron.algorithms.packed import GapLimit, gap_stats, judged_gap, rounding_scale
 from oppo_megatron.config.algorithm import Objective, Ratio
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.config.reliability import GuardsConfig

@@ -12,14 +12,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from oppo_megatron.algorithms import preference_losses
+from oppo_megatron.algorithms import supervised_losses
 from oppo_megatron.algorithms.algorithm import Algorithm
-from oppo_megatron.algorithms.decode_gap import token_noise
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch
 from oppo_megatron.algorithms.losses import ActorTargets
-from oppo_megatron.algorithms.pairs import pair_figures
-from oppo_megatron.algorithms.preference_losses import margin_losses, mean_loss, pair_columns, row_columns, table_of
-from oppo_megatron.algorithms.supervised_losses import means, next_token_loss, preference_loss, preference_table
+from oppo_megatron.algorithms.packed import token_noise
+from oppo_megatron.algorithms.supervised_losses import (
+    margin_losses,
+    mean_loss,
+    means,
+    next_token_loss,
+    pair_columns,
+    pair_figures,
+    preference_loss,
+    preference_table,
+    row_columns,
+    table_of,
+)
 from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.evaluation import PREFERENCE_METRICS
 from oppo_megatron.config.ppo import PPOConfig
@@ -59,7 +68,7 @@ def test_robust_is_without_bias_over_flipped_pairs(margin: float, beta: float, s
 
 
 def test_sums_of_sequences() -> None:
-    sums_S = preference_losses.sequence_sums(torch.tensor([-1.0, -2.0, -4.0, -8.0, -16.0]), [2, 1, 2])
+    sums_S = supervised_losses.sequence_sums(torch.tensor([-1.0, -2.0, -4.0, -8.0, -16.0]), [2, 1, 2])
     assert sums_S.tolist() == [-3.0, -4.0, -24.0] and sums_S.dtype == torch.float64
 
 
@@ -130,7 +139,7 @@ def test_shares_of_micro_batches_add_up_with_their_statistics(cut: int) -> None:
 def test_losses_stay_on_the_models_device_and_wait_for_no_value() -> None:
     with FakeTensorMode(), torch.no_grad():
         cuda = torch.device("cuda")
-        logp_S = preference_losses.sequence_sums(torch.empty(14, device=cuda), [2, 4, 3, 5])
+        logp_S = supervised_losses.sequence_sums(torch.empty(14, device=cuda), [2, 4, 3, 5])
         others = [torch.empty(4, dtype=torch.float64, device=cuda) for _ in range(2)]
         for columns in (
             pair_columns(logp_S, others[0], others[1], DPOLossConfig(average=True, nll=0.1)),

@@ -45,9 +45,8 @@ def test_the_block_is_read_strictly_and_the_example_is_one() -> None:
 
 @given(
     steps=st.lists(st.tuples(st.integers(0, 6), st.randoms(use_true_random=False)), min_size=1, max_size=8),
-    width=st.integers(1, 3),
-    max_staleness=st.integers(1, 3),
-)
+    width=st.integers(1, 3), max_staleness=st.integers(1, 3),
+)  # fmt: skip
 def test_a_step_trains_its_batch_and_leaves_the_rest(steps: list[tuple[int, object]], width: int, max_staleness: int) -> None:
     pool, batch, trained, drawn = Pool(max_staleness), 2 * width, [], 0
     for step, (delta, chance) in enumerate(steps):

@@ -11,8 +11,7 @@ import pytest
 from benchmarks.scaling import with_model
 from oppo_megatron.bench import suite as suites
 from oppo_megatron.bench.figures import figures, steady
-from oppo_megatron.bench.overlap import compare, known_modes, placed, remarks
-from oppo_megatron.bench.suite import BenchError, Run, Suite, require_same_work
+from oppo_megatron.bench.suite import BenchError, Run, Suite, compare, known_modes, placed, remarks, require_same_work
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.derived import MODES, switched
 from oppo_megatron.config.load import config_yaml, dump_config
@@ -202,9 +201,8 @@ def test_modes_set_every_switch_and_nothing_else() -> None:
 def test_other_placements_use_all_cores_and_drop_layouts_of_the_roles() -> None:
     base = config(
         actor={"init": {}, "parallel": {"tp": 2}, "train": {"pp": 2, "recompute": "full"}},
-        critic={"init": {}, "ranks": "2", "train": {"dp": 1}},
-        placement={"scorer": {"dp": 1}},
-    )
+        critic={"init": {}, "ranks": "2", "train": {"dp": 1}}, placement={"scorer": {"dp": 1}},
+    )  # fmt: skip
     assert placed(base, "pair", 4) is base
     single, replicas = placed(base, "single", 4), placed(base, "replicas", 4)
     assert world_size(single) == 1 and single.runtime.threads_per_rank == 4

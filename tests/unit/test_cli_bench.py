@@ -45,8 +45,7 @@ def parsed(config: Path, *arguments: str) -> argparse.Namespace:
 
 @pytest.mark.parametrize(("kind", "words"), [
     ("overlap", "--steps --repeats --prompt-tokens --trace --lognormal --modes --placements --out"),
-    ("decode", "--batch --new --peers --lognormal --out"),
-    ("gpu", "--sizes --seconds --trl --out"),
+    ("decode", "--batch --new --peers --lognormal --out"), ("gpu", "--sizes --seconds --trl --out"),
     ("", "overlap decode gpu docs/benchmarks.md benchmarks/README.md"),
 ])  # fmt: skip
 def test_each_kind_explains_itself(kind: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,8 +223,7 @@ torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB
 @pytest.mark.parametrize(("code", "output", "expected"), [
     (2, "warning\noppo train: 2 problems:\n  - no\n", "2 problems: - no"),
     (1, TRACEBACK, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"),
-    (-9, "", "ended by SIGKILL, which mostly means that memory ran out"),
-    (-6, "terminate called", "ended by SIGABRT"),
+    (-9, "", "ended by SIGKILL, which mostly means that memory ran out"), (-6, "terminate called", "ended by SIGABRT"),
     (1, "nothing of use", "ended with exit code 1"),
 ])  # fmt: skip
 def test_why_a_run_failed(code: int, output: str, expected: str) -> None:

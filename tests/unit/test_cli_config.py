@@ -81,12 +81,11 @@ def test_the_list_has_every_key(capsys: pytest.CaptureFixture[str]) -> None:
 
 ROWS = (
     rb'{"prompt": "1+1=", "answer": "2", "completion": "it is 2"}',
-    rb'{"prompt": "1+1=", "answer": "2", "completion": "it is 2"}',
-    rb'{"prompt": "caf\ud83d", "answer": "2", "completion": "x"}',
+    rb'{"prompt": "1+1=", "answer": "2", "completion": "it is 2"}', rb'{"prompt": "caf\ud83d", "answer": "2", "completion": "x"}',
     b'{"prompt": "\xe9", "answer": "2", "completion": "x"}',
     rb'{"prompt": "2+2=", "answer": "no number", "completion": "it is 4"}',
     rb'{"prompt": "1+2+3+4+5+6+7+8+9+1+2+3+4+5+6=", "answer": "9", "completion": "it is 4"}',
-)
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -213,12 +212,11 @@ def test_a_calibrated_run_takes_what_the_run_took(simulated: Path, tmp_path: Pat
     run.mkdir()
     costs = {"decode": [0.002, 1e-4], "prefill": {r: [0.003, 1e-4] for r in ("actor", "reference", "critic", "reward")}}
     (run / "costs.json").write_text(json.dumps(costs))
-    lines = [
-        {"step": step, "train_s": 1.0 + 0.01 * tokens + 0.25, "reallocate_s": 0.25, "critic_update_s": 0.5, "planning_s": 0.3,
-         "prompt_len_mean": 5.2, "trained_len_mean": tokens / 6,
-         "tokens": 60, "running_mean": 6.0, "chunk_tokens": 8, "reward_mean": 1.0, "ess": 1.0}
-        for step, tokens in enumerate([60, 60, 72, 84], start=1)
-    ]  # fmt: skip
+    lines = [{
+        "step": step, "train_s": 1.0 + 0.01 * tokens + 0.25, "reallocate_s": 0.25, "critic_update_s": 0.5, "planning_s": 0.3,
+        "prompt_len_mean": 5.2, "trained_len_mean": tokens / 6, "tokens": 60, "running_mean": 6.0, "chunk_tokens": 8,
+        "reward_mean": 1.0, "ess": 1.0,
+    } for step, tokens in enumerate([60, 60, 72, 84], start=1)]  # fmt: skip
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     arguments = (*SIMULATE, simulated, "--steps", "3", *LENGTHS, "--calibrate", run)
     told = shown(capsys, *arguments, "--out", out)

@@ -14,8 +14,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from oppo_megatron.cli import machine
 from oppo_megatron.cli import main as cli
+from oppo_megatron.cli import validate
 from oppo_megatron.cli.main import COMMANDS, Command, main, parse_arguments
 from oppo_megatron.config.load import dump_config, load_config
 from oppo_megatron.config.run import TrainConfig
@@ -187,7 +187,7 @@ def test_validate_without_a_file_shows_this_machine(monkeypatch: pytest.MonkeyPa
     out = shown(capsys, "validate")
     for word in ("python", "torch:", "megatron-core:", "transformer-engine:", "gloo", "usable cores", "features that are off"):
         assert word in out
-    monkeypatch.setattr(machine, "version_of", lambda package: None)
+    monkeypatch.setattr(validate, "version_of", lambda package: None)
     assert main(["validate"]) == 1
     out = capsys.readouterr().out
     assert "not ready: needed are torch>=" in out and "pydantic>=2, which is absent" in out
@@ -198,9 +198,9 @@ def test_validate_without_a_file_shows_this_machine(monkeypatch: pytest.MonkeyPa
 def test_validate_without_a_file_names_an_untested_version(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], core: str
 ) -> None:
-    versions = {"megatron-core": core, "torch": "2.11.0a0+nv26.02", "transformers": machine.PRESENT}
-    real = machine.version_of
-    monkeypatch.setattr(machine, "version_of", lambda each: versions.get(each.distribution) or real(each))
+    versions = {"megatron-core": core, "torch": "2.11.0a0+nv26.02", "transformers": validate.PRESENT}
+    real = validate.version_of
+    monkeypatch.setattr(validate, "version_of", lambda each: versions.get(each.distribution) or real(each))
     assert main(["validate"]) == 1
     out = capsys.readouterr().out
     assert f"megatron-core<0.20,>=0.16.1, but {core} is installed" in out

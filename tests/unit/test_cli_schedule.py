@@ -12,7 +12,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Op, parse_schedule
-from oppo_megatron.schedule.checking.transport import TRANSPORTS
+from oppo_megatron.schedule.links import TRANSPORTS
 from oppo_megatron.schedule.preview import preview
 from oppo_megatron.schedule.weaving.costs import Costs, Linear, costs_tree, read_costs
 from oppo_megatron.schedule.weaving.generators import GENERATORS

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from oppo_megatron.cli.main import main
-from oppo_megatron.cli.slurm import packaged
-from oppo_megatron.cli.slurm.request import time_limit_s
+from oppo_megatron.cli.slurm import packaged, time_limit_s
 from tests.support.commands import LEAST, enter, refused
 from tests.support.processes import wait_for
 
@@ -233,8 +232,7 @@ def slurm(tmp_path: Path) -> Slurm:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "OPPO", "MASTER"))}
     job = {
         "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "oppo", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_NUM_NODES": "1",
-        "SLURM_NTASKS": "2", "FAKE": str(tmp_path), "LAUNCH": str(LAUNCH),
-        "PATH": f"{commands}:{os.environ['PATH']}",
+        "SLURM_NTASKS": "2", "FAKE": str(tmp_path), "LAUNCH": str(LAUNCH), "PATH": f"{commands}:{os.environ['PATH']}",
     }  # fmt: skip
     slurm = Slurm(tmp_path, inherited | job)
     slurm.ranks("exit 0", "exit 0")

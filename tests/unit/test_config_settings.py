@@ -18,14 +18,13 @@ from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.algorithms.experience import GreedyRows, ScoredBatch
 from oppo_megatron.algorithms.losses import ActorTargets
 from oppo_megatron.config.algorithm import PRESETS
-from oppo_megatron.config.algorithm_rules import unread_settings
 from oppo_megatron.config.base import Section
 from oppo_megatron.config.describe import COMMANDS, Setting, all_settings, find_setting, near_keys, settings_in
 from oppo_megatron.config.explain import explain, known_keys
 from oppo_megatron.config.load import config_yaml, dump_config, load_config
 from oppo_megatron.config.rewards import RewardPart, check_rewards, check_waits
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.config.run_rules import train_rules
+from oppo_megatron.config.run_rules import train_rules, unread_settings
 from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.config.supervised import RewardModelConfig, SFTConfig
 from oppo_megatron.errors import ConfigError

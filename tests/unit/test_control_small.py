@@ -14,11 +14,10 @@ from oppo_megatron.columns import columns_of
 from oppo_megatron.config.evaluation import EarlyStopConfig
 from oppo_megatron.config.ppo import KLConfig
 from oppo_megatron.config.reliability import GuardsConfig
-from oppo_megatron.control.chunk_tuner import ChunkTuner, DecodeLaw, StepCost
+from oppo_megatron.control.chunk_tuner import ChunkTuner, DecodeLaw, Occupancy, StepCost, group_length_gap, length_gap
+from oppo_megatron.control.delta_controllers import KLController
 from oppo_megatron.control.estimates import Best, EarlyStop
 from oppo_megatron.control.guards import CODE_SIZE, FIGURES, NO_BREACH, REMEDIES, RULES, Breach, Rules, decode, first
-from oppo_megatron.control.kl_controller import KLController
-from oppo_megatron.control.occupancy import Occupancy, group_length_gap, length_gap
 from oppo_megatron.records import Prompt, Rollout
 
 

@@ -35,7 +35,7 @@ from oppo_megatron.schedule.checking.checker import check
 from oppo_megatron.schedule.plan import new_planner, round_generator
 from oppo_megatron.schedule.preview import first_step, preview
 from oppo_megatron.schedule.rounds import Growth, Round, Site
-from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.components import add_communication
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.generators import generator_of, intra
 from tests.support.ppo import Workspace
@@ -252,12 +252,11 @@ def test_an_advantage_per_token_is_taken_as_it_is() -> None:
 
 BAD_ADVANTAGES: dict[str, tuple[Callable[[AdvantageInputs], Any], str]] = {
     "shape": (lambda b: b.scores_B[:2], r"returned float32 \[2\]; return floats: one number per response \[4\] or per token"),
-    "groups": (lambda b: b.scores_B.view(2, 2), r"returned float32 \[2, 2\]"),
-    "none": (lambda b: None, "returned a NoneType"),
+    "groups": (lambda b: b.scores_B.view(2, 2), r"returned float32 \[2, 2\]"), "none": (lambda b: None, "returned a NoneType"),
     "nan": (lambda b: b.scores_B / 0 * 0, "returned nan at index 0"),
     "in place": (lambda b: b.scores_B.sub_(1), "changed its input scores_B in place"),
     "random": (partial(lambda calls, b: b.scores_B * next(calls), count()), "returned two results for the same batch; make it"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", BAD_ADVANTAGES)

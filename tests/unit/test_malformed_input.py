@@ -60,9 +60,8 @@ YAML_BITS = (
 ROWS = (
     rb'{"prompt": "what is 1+1?", "answer": "2", "id": 7}',
     rb'{"prompt": "caf\u00e9 \ud83d\ude00", "answer": "x", "meta": {"k": [1, 2.5, null, true]}}',
-    rb'{"prompt": [{"role": "user", "content": "hi"}], "answer": "2"}',
-    rb'{"prompt": "a", "answer": ""}',
-)
+    rb'{"prompt": [{"role": "user", "content": "hi"}], "answer": "2"}', rb'{"prompt": "a", "answer": ""}',
+)  # fmt: skip
 JSON_BITS = (
     b"\\ud83d", b"\\udc00", b"\\u0000", b"\\u00", b"\\x", b"\x00", b"\xff\xfe", b"\xef\xbb\xbf", b"\xc3", b"\xed\xa0\x80",
     b"NaN", b"-Infinity", b"1e999", b"9" * 5000, b"[" * 3000, b"{", b"}", b"]", b'"', b",", b":", b"null", b"true", b"[]",

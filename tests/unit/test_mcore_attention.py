@@ -23,9 +23,9 @@ from oppo_megatron.mcore.attention import LEAST_PIECE, PackedPlan, binding
 from oppo_megatron.mcore.batch import MicroBatch, join_rows, pack_responses, split_rows
 from oppo_megatron.mcore.cpu import HalfOnCpu, can_prepack
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
-from oppo_megatron.mcore.kv import call_parts
-from oppo_megatron.mcore.kv.call_parts import Part, parts_of
-from oppo_megatron.mcore.kv.dense import KVCache
+from oppo_megatron.mcore.kv import cached_plan
+from oppo_megatron.mcore.kv.cached_plan import Part, parts_of
+from oppo_megatron.mcore.kv.sequence_cache import KVCache
 from oppo_megatron.mcore.layers import fixed_norm, rms_norm
 from oppo_megatron.mcore.vocab import VocabShards, token_logprobs
 from tests.support.ppo import SHAPE
@@ -94,7 +94,7 @@ def test_every_new_token_is_in_one_part_that_sees_what_it_attends_to(
 ) -> None:
     past, lens = [p for p, _ in sequences], [n for _, n in sequences]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(call_parts, "MASK_NUMBERS", most)
+        patched.setattr(cached_plan, "MASK_NUMBERS", most)
         parts = parts_of(past, lens, repeat, window, call)
     seen: list[tuple[int, int]] = []
     for part in parts:
@@ -117,7 +117,7 @@ def test_a_long_sequence_among_short_ones_attends_alone_and_new_ones_need_no_mas
         Part(slice(5, 9), slice(0, 130), slice(0, 130), None, True),
     ]
     going_on = parts_of([4000, 100], [4000, 100], 8, None)
-    assert len(going_on) > 2 and sum(part.mask_numbers(8) for part in going_on) > call_parts.MASK_NUMBERS
+    assert len(going_on) > 2 and sum(part.mask_numbers(8) for part in going_on) > cached_plan.MASK_NUMBERS
     assert [part.rows for part in going_on[-2:]] == [slice(0, 1), slice(1, 2)]
 
 

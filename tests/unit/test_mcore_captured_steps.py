@@ -24,7 +24,7 @@ from oppo_megatron.mcore import fused
 from oppo_megatron.mcore.device import WARM_UPS, CapturedSteps
 from oppo_megatron.mcore.groups import build_groups
 from oppo_megatron.mcore.kv.cached_plan import CallPlan
-from oppo_megatron.mcore.kv.dense import DensePlaces, KVCache
+from oppo_megatron.mcore.kv.sequence_cache import DensePlaces, KVCache
 from oppo_megatron.mcore.model import DecodePath, RoleModel
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.overcommit.buffer import RolloutBuffer

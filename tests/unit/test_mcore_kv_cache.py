@@ -15,12 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from oppo_megatron.errors import CapacityError, CheckpointError
 from oppo_megatron.layout.memory import BLOCK_TOKENS, slot_tokens
-from oppo_megatron.mcore.kv import cached_plan, call_parts
-from oppo_megatron.mcore.kv.cached_plan import CallPlan
-from oppo_megatron.mcore.kv.call_parts import PagedCall
-from oppo_megatron.mcore.kv.dense import KVCache
+from oppo_megatron.mcore.kv import cached_plan
+from oppo_megatron.mcore.kv.cached_plan import CallPlan, PagedCall
 from oppo_megatron.mcore.kv.paged import PagedKVCache
-from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
+from oppo_megatron.mcore.kv.sequence_cache import KVCache, SequenceCache
 
 HEADS, GROUPS, DIM, LENGTH, LAYERS = 4, 2, 4, 12, 2
 SLOT_BYTES = 2 * LAYERS * GROUPS * LENGTH * DIM * 4
@@ -335,8 +333,8 @@ def test_sequences_attend_the_same_one_by_one_all_at_once_in_stretches_and_in_th
         monkeypatch.setattr(cached_plan, "CALL_NUMBERS", call)
         if parts is not None:
             monkeypatch.setattr(CallPlan, "parts_on", staticmethod(lambda _: True))
-            monkeypatch.setattr(call_parts.parts_of, "__defaults__", parts[:1])
-            monkeypatch.setattr(call_parts, "MASK_NUMBERS", parts[1])
+            monkeypatch.setattr(cached_plan.parts_of, "__defaults__", parts[:1])
+            monkeypatch.setattr(cached_plan, "MASK_NUMBERS", parts[1])
         torch.manual_seed(0)
         cache, outputs = new(4), []
         for seq_id in range(4):

@@ -118,10 +118,9 @@ class World:
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
     with (
-        mock.patch.object(ray, "cluster_resources", dict),
-        mock.patch.object(single_controller, "aggregate_step_metrics", dict),
+        mock.patch.object(ray, "cluster_resources", dict), mock.patch.object(single_controller, "aggregate_step_metrics", dict),
         mock.patch.object(single_controller, "reduce_advantage_pump_metrics", dict),
-    ):
+    ):  # fmt: skip
         yield
 
 

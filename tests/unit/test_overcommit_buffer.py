@@ -17,9 +17,16 @@ from oppo_megatron.chunks import Chunk, ChunkRow
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.errors import CheckpointError, StreamError
 from oppo_megatron.overcommit import ahead as ahead_module
-from oppo_megatron.overcommit.ahead import NEW_RUN, Ahead, require_bounded_deferrals, require_prompts, require_resumable
+from oppo_megatron.overcommit.ahead import (
+    NEW_RUN,
+    Ahead,
+    Readiness,
+    require_bounded_deferrals,
+    require_prompts,
+    require_resumable,
+    settled,
+)
 from oppo_megatron.overcommit.buffer import RolloutBuffer
-from oppo_megatron.overcommit.readiness import Readiness, settled
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.records import ALONE, Members, Prompt, Rollout
 from tests.unit.test_data_prompts import plain_set

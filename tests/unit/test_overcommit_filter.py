@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from oppo_megatron.errors import SamplingError
 from oppo_megatron.overcommit.buffer import RolloutBuffer
-from oppo_megatron.overcommit.filter import GroupFilter, Rule, VerdictClock
-from oppo_megatron.overcommit.scheduler import OvercommitScheduler
+from oppo_megatron.overcommit.scheduler import GroupFilter, OvercommitScheduler, Rule, VerdictClock
 from oppo_megatron.records import Prompt, Rollout
 from tests.unit.test_overcommit_simulation import CHUNKS, NO_SIGNALS, Deltas, Log, NaiveGroup, decode_round
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from oppo_megatron.chunks import Chunk, ChunkRow
 from oppo_megatron.config.overlap import DeltaConfig
+from oppo_megatron.control.chunk_tuner import Occupancy
 from oppo_megatron.control.delta_controllers import make_delta_controller
-from oppo_megatron.control.occupancy import Occupancy
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.records import Decision, Prompt, Rollout, StepSignals

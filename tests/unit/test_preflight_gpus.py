@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from pytest import CaptureFixture, MonkeyPatch
 
-from oppo_megatron.cli import machine
+from oppo_megatron.cli import validate
 from oppo_megatron.cli.main import main
 from oppo_megatron.preflight.gpus import Gpu, Host, NoAnswer, TorchBuild, describe, has_kernels, problems, read_host
 
@@ -115,7 +115,7 @@ def test_an_nvidia_smi_that_fails_is_told(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr("oppo_megatron.preflight.gpus.SMI_S", 0.3 if name == "it hangs" else 20.0)
-    monkeypatch.setattr(machine, "torch_build", lambda: NODE)
+    monkeypatch.setattr(validate, "torch_build", lambda: NODE)
     assert main(["validate"]) == 0
     report = capsys.readouterr().out.splitlines()
     assert [line for line in report if line.startswith("nvidia-smi: ") and says in line]
@@ -131,7 +131,7 @@ def test_the_report_refuses_devices_that_torch_cannot_use(monkeypatch: MonkeyPat
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(machine, "read_host", lambda environment: HOST)
+    monkeypatch.setattr(validate, "read_host", lambda environment: HOST)
     assert main(["validate"]) == 1
     out = capsys.readouterr().out
     assert "cuda:1: NVIDIA B200, 180 GB, compute capability 10.0" in out and "NCCL 2.27.3" in out

@@ -12,12 +12,11 @@ import yaml
 
 from oppo_megatron.cli.main import main
 from oppo_megatron.errors import DataError
-from oppo_megatron.report.build import make_sections, write_report
 from oppo_megatron.report.charts import COLOURS, MAX_POINTS, BarChart, Chart, Line, LineChart, draw, png, short
 from oppo_megatron.report.machine import MAX_BARS, step_section, timeline_section, utilization_section
 from oppo_megatron.report.page import render
 from oppo_megatron.report.run_records import distinct_names, read_run, read_runs, split_step, without_downtime
-from oppo_megatron.report.sections import length_section
+from oppo_megatron.report.sections import length_section, make_sections, write_report
 from oppo_megatron.report.timeline import Timeline
 from oppo_megatron.rundir.directory import RunDirectory, write_json
 from oppo_megatron.rundir.trace import Span, read_spans

@@ -26,11 +26,10 @@ def overlapped_spans(lengths: list[float]) -> list[Span]:
     for step, length in enumerate(lengths, start=1):
         spans += [
             Span(1, "critic", "wait_tokens", step, now - 0.5, now + 1.0),
-            Span(0, "actor", "decode", step, now, now + length - 2.0),
-            Span(1, "critic", "score", step, now + 1.0, now + 2.0),
+            Span(0, "actor", "decode", step, now, now + length - 2.0), Span(1, "critic", "score", step, now + 1.0, now + 2.0),
             Span(0, "actor", "update", step, now + length - 2.0, now + length),
             Span(1, "critic", "update", step, now + length - 1.0, now + length + 1.0),
-        ]
+        ]  # fmt: skip
         now += length
     return spans
 
@@ -73,10 +72,9 @@ def test_bars_are_clipped_coloured_and_pale_for_other_steps() -> None:
         row = round((corners.y0 + corners.y1) / 2)
         drawn[row, to_hex(bars.get_facecolor()[0]).upper()] = (corners.x0, corners.x1, bars.get_alpha())
     assert drawn == {
-        (0, SPAN_COLOURS["decode"]): (0.0, 5.0, 1.0),
-        (0, COLOURS["idle"]): (5.0, 10.0, 1.0),
+        (0, SPAN_COLOURS["decode"]): (0.0, 5.0, 1.0), (0, COLOURS["idle"]): (5.0, 10.0, 1.0),
         (1, SPAN_COLOURS["update"]): (0.0, 2.0, OTHER_STEP_ALPHA),
-    }
+    }  # fmt: skip
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels == ["rank 0 \N{MIDDLE DOT} actor", "rank 1 \N{MIDDLE DOT} critic"]
     assert axes.get_title(loc="left") == "oppo: step 2, 10 s"
@@ -108,7 +106,7 @@ def test_waits_are_summed_within_the_step_and_smooth_is_a_moving_mean_over_a_ten
 
 
 def test_loading_what_a_run_writes_loads_neither_torch_nor_matplotlib() -> None:
-    names = "rundir.directory rundir.metrics_log rundir.trace train.logs.console train.logs.trackers report.build"
+    names = "rundir.directory rundir.metrics_log rundir.trace train.logs.console train.logs.trackers report.sections"
     modules = ", ".join(f"oppo_megatron.{name}" for name in names.split())
     heavy = {"torch", "matplotlib", "tensorboard", "wandb", "megatron"}
     code = f"import sys, {modules}; print(sorted({heavy} & sys.modules.keys()))"

@@ -213,11 +213,10 @@ def started(folder: Path, launchers: list[str], *arguments: str, **environment: 
 
 
 @pytest.mark.parametrize(("launchers", "restarts", "expected"), [
-    (["torchrun"], {}, f"torchrun {ONE_NODE}"),
-    (["torchrun", "ft_launcher"], {}, f"torchrun {ONE_NODE}"),
+    (["torchrun"], {}, f"torchrun {ONE_NODE}"), (["torchrun", "ft_launcher"], {}, f"torchrun {ONE_NODE}"),
     (["torchrun"], {"MAX_RESTARTS": "3"}, f"torchrun --max-restarts 3 {ONE_NODE}"),
     (["torchrun", "ft_launcher"], {"MAX_RESTARTS": "3"},
-     f"ft_launcher --ignore-missing-fault-tol-cfg --max-restarts 3 {ONE_NODE}"),
+        f"ft_launcher --ignore-missing-fault-tol-cfg --max-restarts 3 {ONE_NODE}"),
 ])  # fmt: skip
 def test_which_launcher_is_used(tmp_path: Path, launchers: list[str], restarts: dict[str, str], expected: str) -> None:
     assert started(tmp_path, launchers, *RUN, **restarts).stdout == expected + "\n"
@@ -271,10 +270,9 @@ def test_the_pack_holds_what_is_asked_for_and_what_these_ask_for(tmp_path: Path,
     """Reads the wheels' own requirements, markers for the image; only wheels whose versions an image lacks."""
     asks = {
         "megatron-core": ["torch", "numpy<3", "extra-only; extra == 'dev'"],
-        "pydantic": ["pydantic-core==2.5", "old; python_version < '3.11'"],
-        "pydantic-core": ["typing-extensions>=4"],
+        "pydantic": ["pydantic-core==2.5", "old; python_version < '3.11'"], "pydantic-core": ["typing-extensions>=4"],
         "omegaconf": ["PyYAML>=5"],
-    }
+    }  # fmt: skip
     found: list[str] = []
 
     def download(needed: Requirement, python: str, machine: str) -> Path:

@@ -25,11 +25,11 @@ from oppo_megatron.data.prompts import PromptSet
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.errors import ConfigError, DataError, RewardError
 from oppo_megatron.records import Prompt
-from oppo_megatron.rewards import isolated_rule
+from oppo_megatron.rewards import rule_parts
 from oppo_megatron.rewards.functions import RewardSum, Summand, build_reward_functions
-from oppo_megatron.rewards.isolated_rule import IsolatedRule, Trial
 from oppo_megatron.rewards.isolation import Unanswered
 from oppo_megatron.rewards.protocol import ScoreItem
+from oppo_megatron.rewards.rule_parts import IsolatedRule, Trial
 from oppo_megatron.rewards.rules.code_tests import program_of, read_tests
 from oppo_megatron.train.inputs import try_answers
 from tests.support.processes import runs, wait_for
@@ -108,7 +108,7 @@ def ask(rule: IsolatedRule, response: str, answer: str) -> float:
 
 
 def test_every_answer_that_cannot_be_compared_is_found_and_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolated_rule, "ByTime", partial(ByTime, every_s=0.0))
+    monkeypatch.setattr(rule_parts, "ByTime", partial(ByTime, every_s=0.0))
     (asked, rule), told = stuck_rule(), list[str]()
     found = rule.unusable([{"answer": answer} for answer in ("1", "x", "2^^9", "x", "2^^9", "3")], told.append)
     assert sorted(found) == [2, 4] and "the expected answer 2^^9 cannot be compared: no score within 5 s" in found[2]

@@ -266,10 +266,9 @@ def test_killed_at_any_moment_of_a_replacement_one_of_both_is_there(tmp_path: Pa
 
     (store.begin(position) / "f").write_text("second")
     with (
-        mock.patch.object(Path, "rename", mortal(Path.rename)),
-        mock.patch.object(shutil, "rmtree", mortal(shutil.rmtree)),
+        mock.patch.object(Path, "rename", mortal(Path.rename)), mock.patch.object(shutil, "rmtree", mortal(shutil.rmtree)),
         contextlib.suppress(Killed),
-    ):
+    ):  # fmt: skip
         store.commit(position)
         store.prune(1)
     assert changes[0] == min(moment, 5)

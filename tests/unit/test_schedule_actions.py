@@ -12,9 +12,9 @@ from oppo_megatron.errors import ScheduleError
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule, parse_schedule
 from oppo_megatron.schedule.checking.checker import check
 from oppo_megatron.schedule.checking.timeline import Timeline, simulate
-from oppo_megatron.schedule.drawing import COLOURS, FAULT_COLOUR, colour, draw, failing_times, letter, render
+from oppo_megatron.schedule.preview import COLOURS, FAULT_COLOUR, colour, draw, failing_times, letter, render
 from oppo_megatron.schedule.rounds import Growth, Round
-from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.components import add_communication
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.schedule.weaving.generators import GENERATORS, intra
 from tests.support.schedules import LAYOUTS, ample_budgets, build, colocated, disaggregated, make_round, make_site

@@ -16,7 +16,7 @@ from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule, parse_
 from oppo_megatron.schedule.checking.checker import Fault, check, require_sound
 from oppo_megatron.schedule.checking.timeline import simulate
 from oppo_megatron.schedule.rounds import Growth, KVBudget, Round, Site
-from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.components import add_communication
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.schedule.weaving.generators import GENERATORS
 from tests.support.schedules import LAYOUTS, ample_budgets, build, colocated, disaggregated, make_round, make_site

@@ -15,12 +15,11 @@ from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Action, Schedule
 from oppo_megatron.schedule.checking.checker import FaultKind, check
 from oppo_megatron.schedule.checking.proof import prove, require_provable
-from oppo_megatron.schedule.checking.transport import GLOO, ONE_QUEUE, TRANSPORTS, Transport
+from oppo_megatron.schedule.links import GLOO, ONE_QUEUE, TRANSPORTS, Transport
 from oppo_megatron.schedule.planning import planner as planner_module
 from oppo_megatron.schedule.planning.planner import PlannedRound
 from oppo_megatron.schedule.rounds import FAN_OUT, Growth, Round, Site
-from oppo_megatron.schedule.weaving.communication import add_communication
-from oppo_megatron.schedule.weaving.components import component_of
+from oppo_megatron.schedule.weaving.components import add_communication, component_of
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.generators import GENERATORS, intra
 from tests.support.schedule_interpreter import harm

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oppo_megatron.layout.placements import RolePlacement
-from oppo_megatron.overcommit.readiness import Readiness
+from oppo_megatron.overcommit.ahead import Readiness
 from oppo_megatron.schedule.actions import Op
 from oppo_megatron.schedule.checking.timeline import COMPUTE, simulate
 from oppo_megatron.schedule.rounds import Growth, Round, Site
-from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.components import add_communication
 from oppo_megatron.schedule.weaving.costs import CostMeter, Costs, Linear
 from oppo_megatron.schedule.weaving.cut import ROUNDING, Cut, Work, choose_cut, even_ends, predict_s
 from oppo_megatron.schedule.weaving.generators import Gaps, woven

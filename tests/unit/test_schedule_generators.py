@@ -16,7 +16,7 @@ from oppo_megatron.schedule.checking.checker import check
 from oppo_megatron.schedule.checking.timeline import simulate
 from oppo_megatron.schedule.packing import pack_by_tokens
 from oppo_megatron.schedule.rounds import Growth, Round, Site
-from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.components import add_communication
 from oppo_megatron.schedule.weaving.costs import Costs, Linear, Lines
 from oppo_megatron.schedule.weaving.cut import Cut, Work, choose_cut, even_ends, predict_s
 from oppo_megatron.schedule.weaving.generators import GENERATORS, woven

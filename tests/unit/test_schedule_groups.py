@@ -21,7 +21,7 @@ from oppo_megatron.layout.placements import ALONE, GroupName, RolePlacement, rol
 from oppo_megatron.schedule.actions import Op, Payload
 from oppo_megatron.schedule.links import Link, calls_of, groups_by_rank, in_waves, lanes_of, link_of, run_groups
 from oppo_megatron.schedule.rounds import FAN_OUT, Site
-from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.components import add_communication
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.generators import intra
 from oppo_megatron.train import roles

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from oppo_megatron.chunks import Chunk, ChunkRow, merge_rows
 from oppo_megatron.errors import ScheduleError
-from oppo_megatron.overcommit.readiness import Readiness
+from oppo_megatron.overcommit.ahead import Readiness
 from oppo_megatron.schedule.checking.caches import require_room
 from oppo_megatron.schedule.checking.checker import FaultKind, check
 from oppo_megatron.schedule.packing import Packing, balance, dealt, pack_by_tokens, packed_in_order, packing_figures

@@ -16,12 +16,11 @@ from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.checking.checker import FaultKind, check
 from oppo_megatron.schedule.checking.proof import prove, runs_in_time
 from oppo_megatron.schedule.checking.timeline import simulate
-from oppo_megatron.schedule.checking.transport import ONE_QUEUE, Transport
+from oppo_megatron.schedule.links import ONE_QUEUE, Transport
 from oppo_megatron.schedule.rounds import Round, Site
-from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.components import Times, Timetable, add_communication
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.generators import GENERATORS
-from oppo_megatron.schedule.weaving.timetable import Times, Timetable
 from tests.support.schedules import ample_budgets, colocated, disaggregated, make_round, make_site, split_scorers
 from tests.unit.test_schedule_generators import SCORERS, cases
 

@@ -18,12 +18,23 @@ from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.checking.checker import Fault, check
 from oppo_megatron.schedule.checking.proof import prove, require_provable
 from oppo_megatron.schedule.checking.timeline import coordinates_at, same_action, simulate
-from oppo_megatron.schedule.checking.transport import COLD, GLOO, NCCL, ONE_QUEUE, TRANSPORTS, Transport, transport_of
-from oppo_megatron.schedule.links import Link, link_of, most_streams, run_groups
+from oppo_megatron.schedule.links import (
+    COLD,
+    GLOO,
+    NCCL,
+    ONE_QUEUE,
+    TRANSPORTS,
+    Link,
+    Transport,
+    link_of,
+    most_streams,
+    run_groups,
+    transport_of,
+)
 from oppo_megatron.schedule.plan import new_planner
 from oppo_megatron.schedule.preview import first_step
 from oppo_megatron.schedule.rounds import Growth, Round, Site
-from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.components import add_communication
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.schedule.weaving.generators import GENERATORS, one_by_one
 from tests.support.configs import least_config

@@ -29,9 +29,9 @@ from oppo_megatron.sim.clusters.reading import read_cluster
 from oppo_megatron.sim.pricing.model import Decoding
 from oppo_megatron.sim.search import planning, playing
 from oppo_megatron.sim.search.enumeration import Plan
+from oppo_megatron.sim.search.layouts import steady_work
 from oppo_megatron.sim.search.planning import Task, find_plans, planned_config
 from oppo_megatron.sim.search.playing import PARTS, beyond_fits, play_config
-from oppo_megatron.sim.search.steady import steady_work
 
 SMALL = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 4,

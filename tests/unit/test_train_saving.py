@@ -142,8 +142,7 @@ def test_changes_are_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize(("entries", "adapters", "says"), [
-    ({"seed": 5}, {}, "seed is 5, but the checkpoint's run has 11"),
-    ({"shuffle": False}, {}, "data.shuffle is False, but"),
+    ({"seed": 5}, {}, "seed is 5, but the checkpoint's run has 11"), ({"shuffle": False}, {}, "data.shuffle is False, but"),
     ({"rows": 7}, {}, "the number of usable prompts is 7, but"),
     ({"group_size": 2}, {}, "rollout.group_size is 2, but the checkpoint's run has 1"),
     ({"greedy": True}, {}, r"whether a prompt has a greedy response \(algorithm.baseline\) is True, but"),

@@ -17,7 +17,7 @@ from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.config.ppo import KLConfig
 from oppo_megatron.config.supervised import DPOConfig
 from oppo_megatron.control.chunk_tuner import ChunkTuner
-from oppo_megatron.control.kl_controller import KLController
+from oppo_megatron.control.delta_controllers import KLController
 from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.data.supervised_rows import Marked, Pair
 from oppo_megatron.errors import DataError
@@ -159,10 +159,9 @@ def test_a_delay_of_scorers_that_are_behind_anyway_or_work_before_their_rounds_i
 
 
 @given(
-    update_s=st.floats(0, 100),
-    work=st.lists(st.floats(0, 50), min_size=1, max_size=6),
+    update_s=st.floats(0, 100), work=st.lists(st.floats(0, 50), min_size=1, max_size=6),
     waits=st.lists(st.floats(0, 50), max_size=5),
-)
+)  # fmt: skip
 def test_a_delay_is_between_nothing_and_the_update(update_s: float, work: list[float], waits: list[float]) -> None:
     arrivals = [sum(waits[: n + 1]) for n in range(min(len(waits), len(work) - 1))]
     assert -1e-9 <= scoring_delay(update_s, [work[0] + update_s, *work[1:]], arrivals) <= update_s + 1e-9

@@ -17,8 +17,8 @@ from oppo_megatron.config.supervised import SFTConfig
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.hf_layout import Head, adapter_parts, hf_tensors
 from oppo_megatron.mcore.weights.hf_source import RandomSource, SafetensorsSource, open_weights, read_shape
+from oppo_megatron.mcore.weights.hf_weights import open_adapters
 from oppo_megatron.mcore.weights.hf_writer import peft_config
-from oppo_megatron.mcore.weights.lora_weights import open_adapters
 from oppo_megatron.preflight.validate import service_problems, supervised_problems
 from tests.support.hf import save_tiny, tiny_config
 

@@ -19,10 +19,8 @@ from oppo_megatron.schedule.actions import Schedule, parse_schedule
 from oppo_megatron.schedule.checking.caches import listed
 from oppo_megatron.schedule.checking.checker import check_timeline
 from oppo_megatron.schedule.checking.timeline import Timeline, simulate
-from oppo_megatron.schedule.checking.transport import GLOO, TRANSPORTS, Transport, transport_of
-from oppo_megatron.schedule.drawing import draw, render
-from oppo_megatron.schedule.links import most_streams
-from oppo_megatron.schedule.preview import Preview, least_s, preview
+from oppo_megatron.schedule.links import GLOO, TRANSPORTS, Transport, most_streams, transport_of
+from oppo_megatron.schedule.preview import Preview, draw, least_s, preview, render
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import Costs, read_costs
 from oppo_megatron.schedule.weaving.generators import GENERATORS

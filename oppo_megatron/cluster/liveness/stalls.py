@@ -89,14 +89,9 @@ class Watch:
     """
 
     def __init__(
-        self,
-        ranks: Sequence[int],
-        deadline_s: float,
-        clock: Callable[[], float],
-        first_s: float = 0.0,
-        later_s: float = 0.0,
+        self, ranks: Sequence[int], deadline_s: float, clock: Callable[[], float], first_s: float = 0.0, later_s: float = 0.0,
         whole: bool = True,
-    ):
+    ):  # fmt: skip
         self.ranks, self.deadline_s, self._whole, self._longest_s = list(ranks), deadline_s, whole, 3 * tick_s(deadline_s)
         self._clock, self._last, self._passed = clock, clock(), 0.0
         self._limit_s = deadline_s + later_s

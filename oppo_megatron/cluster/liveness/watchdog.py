@@ -44,15 +44,9 @@ class Watchdog:
     """`end` does not return. `watch` and `board`: of all ranks (judge), or of the judge and this one."""
 
     def __init__(
-        self,
-        rank: int,
-        watch: Watch,
-        activity: Activity,
-        board: Board | None,
-        folder: Path,
-        end: Callable[[str], None],
+        self, rank: int, watch: Watch, activity: Activity, board: Board | None, folder: Path, end: Callable[[str], None],
         size: int = 1,
-    ):
+    ):  # fmt: skip
         self.rank, self.watch, self.activity, self.board = rank, watch, activity, board
         self.folder, self._file = folder, folder / f"rank-{rank}.txt"
         self._end, self._tick_s, self._number = end, tick_s(watch.deadline_s), 0
@@ -159,13 +153,9 @@ class Watchdog:
 
 @contextmanager
 def watched(
-    world: World,
-    deadline_s: float,
-    run_dir: Path,
-    command: str,
-    environment: Mapping[str, str] = os.environ,
+    world: World, deadline_s: float, run_dir: Path, command: str, environment: Mapping[str, str] = os.environ,
     end: Callable[[int, str, str], None] = end_stalled,
-) -> Iterator[None]:
+) -> Iterator[None]:  # fmt: skip
     """Call `end` (rank, command, message) if the run stalls for `deadline_s` (0: never)."""
     if not deadline_s:
         yield

@@ -278,13 +278,9 @@ def _batches(pool: Pool, micro: int, num_microbatches: int) -> Iterator[dict[str
 
 
 def fill(
-    pool: Pool,
-    draw: int,
-    sampler_iter: Iterator[Sequence[int]],
-    num_microbatches: int,
-    dataset: Any,
+    pool: Pool, draw: int, sampler_iter: Iterator[Sequence[int]], num_microbatches: int, dataset: Any,
     collate_fn: Callable[[list[Any]], Mapping[str, Tensor]],
-) -> Iterator[dict[str, Tensor]]:
+) -> Iterator[dict[str, Tensor]]:  # fmt: skip
     """Draw `draw` prompts not in the pool.  Raises DataError if the sampler has fewer."""
     first = next(sampler_iter, None)
     if first is None:

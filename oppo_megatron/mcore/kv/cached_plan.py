@@ -1,9 +1,13 @@
-"""Attention of new tokens to cached positions."""
+"""Attention of new tokens to cached positions.
+
+Many new tokens: padded queries of small neighbours together, long sequences alone; or by block table.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
@@ -11,10 +15,170 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oppo_megatron.mcore.attention import apply_rope, binding
+from oppo_megatron.layout.activations import MASK_NUMBERS
+from oppo_megatron.mcore.attention import apply_rope, binding, pieces, torch_attention, window_size
 from oppo_megatron.mcore.cpu import CALL_NUMBERS, blocks
 from oppo_megatron.mcore.device import on_device
-from oppo_megatron.mcore.kv.call_parts import Part, PartsOfCall, beyond_mask, each_alone, parts_of
+
+
+def hidden_keys(position: Tensor, keys: slice, window: int | None) -> Tensor:
+    """[..., L]: True for `keys` hidden from a token at `position` [...], never for all."""
+    key_L, position_1 = torch.arange(keys.start, keys.stop, device=position.device), position.unsqueeze(-1)
+    beyond = key_L > position_1
+    return beyond if window is None else beyond | (key_L <= (position_1 - window).clamp(max=keys.stop - 2))
+
+
+def beyond_mask(position_S: Tensor, keys: slice, dtype: torch.dtype, window: int | None) -> Tensor:
+    """[S, 1, 1, L]: 0 up to a sequence's position within its window, else minus infinity."""
+    hidden_SL = hidden_keys(position_S, keys, window)
+    mask_SL = torch.zeros(hidden_SL.shape, dtype=dtype, device=position_S.device)
+    return mask_SL.masked_fill_(hidden_SL, -torch.inf)[:, None, None]
+
+
+CALL_SCORES = 2**20  # query-key pairs of a head computed in about the launch time of a call
+
+
+@dataclass(frozen=True)
+class Part:
+    """Sequences `rows` reading `keys`; `queries`: new tokens of one; `causal`: all are new, no mask needed."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+    window: int | None
+    causal: bool
+
+    @property
+    def alone(self) -> bool:
+        return self.rows.stop - self.rows.start == 1
+
+    def mask_numbers(self, repeat: int) -> int:
+        queries, keys = (each.stop - each.start for each in (self.queries, self.keys))
+        return 0 if self.causal else (self.rows.stop - self.rows.start) * repeat * queries * keys
+
+
+def parts_of(past: Sequence[int], lens: Sequence[int], repeat: int, window: int | None, call: int = CALL_SCORES) -> list[Part]:
+    """Return a GPU call's parts, `repeat` query heads per key head; a mask has at most MASK_NUMBERS numbers, or one query."""
+    return [part for rows in _groups(past, lens, call) for part in _bounded(past, lens, repeat, window, rows)]
+
+
+def _groups(past: Sequence[int], lens: Sequence[int], call: int) -> Iterator[slice]:
+    sizes = [(new, before + new) for before, new in zip(past, lens, strict=True)]
+    large = [s for s, (new, reach) in enumerate(sizes) if new * reach >= call]
+    first = 0
+    for stop in [*large, len(sizes)]:
+        if first < stop:
+            yield from (slice(first + b.start, first + b.stop) for b in blocks(sizes[first:stop], call))
+        if stop < len(sizes):
+            yield slice(stop, stop + 1)
+        first = stop + 1
+
+
+def _bounded(past: Sequence[int], lens: Sequence[int], repeat: int, window: int | None, rows: slice) -> list[Part]:
+    pasts, news = past[rows], lens[rows]
+    reach, longest = max(p + n for p, n in zip(pasts, news, strict=True)), max(news)
+    bound = binding(window, reach)
+    if bound is None and max(pasts) == 0:
+        return [Part(rows, slice(0, longest), slice(0, longest), None, True)]
+    start = 0 if bound is None else max(0, min(pasts) + 1 - bound)
+    whole = Part(rows, slice(0, longest), slice(start, reach), bound, False)
+    if whole.mask_numbers(repeat) <= MASK_NUMBERS:
+        return [whole]
+    if not whole.alone:
+        middle = (rows.start + rows.stop) // 2
+        halves = slice(rows.start, middle), slice(middle, rows.stop)
+        return [part for half in halves for part in _bounded(past, lens, repeat, window, half)]
+    size = max(1, MASK_NUMBERS // (repeat * reach))
+    return [Part(rows, queries, keys, bound, False) for queries, keys in pieces(longest, reach, bound, size)]
+
+
+def each_alone(past: Sequence[int], lens: Sequence[int], window: int | None) -> list[Part]:
+    """Return one part per sequence; a window leaves few keys to read."""
+    parts: list[Part] = []
+    for s, (before, new) in enumerate(zip(past, lens, strict=True)):
+        rows, reach = slice(s, s + 1), before + new
+        bound = binding(window, reach)
+        if bound is None:
+            parts.append(Part(rows, slice(0, new), slice(0, reach), None, before == 0))
+        else:
+            parts += [Part(rows, queries, keys, bound, False) for queries, keys in pieces(new, reach, bound, window_size(bound))]
+    return parts
+
+
+class PartsOfCall:
+    def __init__(
+        self, parts: Sequence[Part], lens: Sequence[int], past_S: Tensor, places: tuple[Tensor, Tensor], repeat: int,
+        dtype: torch.dtype,
+    ):  # fmt: skip
+        self._parts, self._past_S, self._places, self._repeat, self._dtype = parts, past_S, places, repeat, dtype
+        self._first = [sum(lens[:s]) for s in range(len(lens) + 1)]
+        numbers = sum(part.mask_numbers(repeat) for part in parts)
+        self._masks = [self._mask(part) for part in parts] if numbers <= MASK_NUMBERS else None
+
+    def attend(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float) -> Tensor:
+        outputs = []
+        for number, part in enumerate(self._parts):
+            mask = self._mask(part) if self._masks is None else self._masks[number]
+            k, v = (x[part.rows, :, part.keys] for x in (k_SGLD, v_SGLD))
+            outputs.append(self._one(part, q_TGRD[self._tokens(part)], k, v, mask, scale))
+            del mask
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _one(self, part: Part, q_TGRD: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        if part.alone:
+            places, q_SCGRD = None, q_TGRD.unsqueeze(0)
+        else:
+            row_T, col_T = (place[self._tokens(part)] for place in self._places)
+            places = row_T - part.rows.start, col_T
+            q_SCGRD = q_TGRD.new_zeros(part.rows.stop - part.rows.start, part.queries.stop, *q_TGRD.shape[1:])
+            q_SCGRD[places] = q_TGRD
+        num_seqs, chunk, groups, repeat, dim = q_SCGRD.shape
+        q_SGRCD = q_SCGRD.permute(0, 2, 3, 1, 4)
+        heads = (groups * repeat, chunk) if mask is None or mask.shape[-2] == chunk else (groups, repeat * chunk)
+        out = torch_attention(q_SGRCD.reshape(num_seqs, *heads, dim), k, v, scale, mask)
+        out_SCGRD = out.view(num_seqs, groups, repeat, chunk, dim).permute(0, 3, 1, 2, 4)
+        return (out_SCGRD[0] if places is None else out_SCGRD[places]).reshape(len(q_TGRD), -1)
+
+    def _tokens(self, part: Part) -> slice:
+        first = self._first[part.rows.start]
+        if part.alone:
+            return slice(first + part.queries.start, first + part.queries.stop)
+        return slice(first, self._first[part.rows.stop])
+
+    def _mask(self, part: Part) -> Tensor | None:
+        """[S, 1, R C, L], on a CPU [1, 1, C, L] for one sequence: 0 or minus infinity."""
+        if part.causal:
+            return None
+        col_C = torch.arange(part.queries.start, part.queries.stop, device=self._past_S.device)
+        hidden_SCL = hidden_keys(self._past_S[part.rows, None] + col_C, part.keys, part.window)
+        mask_SCL = torch.zeros(hidden_SCL.shape, dtype=self._dtype, device=col_C.device)
+        mask_S1CL = mask_SCL.masked_fill_(hidden_SCL, -torch.inf)[:, None]
+        shared = self._repeat == 1 or (part.alone and col_C.device.type == "cpu")
+        return mask_S1CL if shared else mask_S1CL.repeat(1, 1, self._repeat, 1)
+
+
+@dataclass(frozen=True)
+class PagedCall:
+    """Int32: sequence s has `new_S[s]` queries, `length_S[s]` tokens in blocks `table_SW[s]`."""
+
+    table_SW: Tensor
+    new_S: Tensor
+    length_S: Tensor
+    most_new: int
+    longest: int
+
+    @cached_property
+    def new_ends(self) -> Tensor:
+        return _ends(self.new_S)
+
+    @cached_property
+    def length_ends(self) -> Tensor:
+        return _ends(self.length_S)
+
+
+def _ends(counts_S: Tensor) -> Tensor:
+    return torch.nn.functional.pad(counts_S.cumsum(0, dtype=torch.int32), (1, 0))
+
 
 FEW_TOKENS = 48  # average new tokens per sequence below which a CPU attends for all sequences at once
 

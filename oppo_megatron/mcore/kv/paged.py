@@ -18,8 +18,7 @@ from oppo_megatron.layout.kernels import FLASH, TRITON, usable
 from oppo_megatron.layout.memory import BLOCK_TOKENS
 from oppo_megatron.mcore.attention import LEAST_CAPABILITY
 from oppo_megatron.mcore.device import on_device
-from oppo_megatron.mcore.kv.cached_plan import CallPlan, StepPlan, StepRows
-from oppo_megatron.mcore.kv.call_parts import PagedCall
+from oppo_megatron.mcore.kv.cached_plan import CallPlan, PagedCall, StepPlan, StepRows
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 
 PagedKernel = Callable[[Tensor, Tensor, Tensor, PagedCall, float, int | None], Tensor]

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from oppo_megatron.mcore.kv.call_parts import PagedCall
+from oppo_megatron.mcore.kv.cached_plan import PagedCall
 
 LEAST_ROWS, PREFILL_ROWS = 16, 64  # tensor cores multiply 16 rows or more
 PROGRAMS, MOST_SPLITS = 512, 32  # enough programs for the 132 processors of an H100

@@ -16,11 +16,10 @@ from oppo_megatron.schedule.actions import Payload, Schedule
 from oppo_megatron.schedule.checking.caches import Budgets
 from oppo_megatron.schedule.checking.checker import check, require_sound
 from oppo_megatron.schedule.checking.timeline import simulate
-from oppo_megatron.schedule.checking.transport import GLOO, Transport
+from oppo_megatron.schedule.links import GLOO, Transport
 from oppo_megatron.schedule.rounds import Round, Site
-from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.components import Timetable, add_communication, count_of
 from oppo_megatron.schedule.weaving.costs import Costs
-from oppo_megatron.schedule.weaving.timetable import Timetable, count_of
 
 Place = tuple[str, int, int]
 """(role, replica, stage)"""

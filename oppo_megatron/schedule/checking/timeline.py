@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from oppo_megatron.layout.placements import RankCoordinates
 from oppo_megatron.schedule.actions import Action, Op, Schedule
-from oppo_megatron.schedule.checking.transport import GLOO, Transport
-from oppo_megatron.schedule.links import Link, link_of
+from oppo_megatron.schedule.links import GLOO, Link, Transport, link_of
 from oppo_megatron.schedule.rounds import Batch, Round, Site
 from oppo_megatron.schedule.weaving.costs import Costs
 
@@ -71,15 +70,9 @@ Running = Callable[[Action, int], int]
 
 
 def simulate(
-    schedule: Schedule,
-    round_: Round,
-    site: Site,
-    costs: Costs | None = None,
-    transport: Transport = GLOO,
-    *,
-    begun: Mapping[int, float] | None = None,
-    running: Running | None = None,
-) -> Timeline:
+    schedule: Schedule, round_: Round, site: Site, costs: Costs | None = None, transport: Transport = GLOO, *,
+    begun: Mapping[int, float] | None = None, running: Running | None = None,
+) -> Timeline:  # fmt: skip
     """Execute until no rank can continue; `begun`: start of each rank's list in seconds."""
     run = _Run(schedule, round_, site, costs or Costs(), transport, running)
     run.clock.update(begun or {})

@@ -9,6 +9,7 @@ import numpy as np
 from oppo_megatron.columns import Bools, Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.planning.book import (
+    ABSENT,
     ALONE,
     CACHED,
     LIMIT,
@@ -20,7 +21,6 @@ from oppo_megatron.schedule.planning.book import (
     ReplicaWork,
     packed,
 )
-from oppo_megatron.schedule.planning.ledger import ABSENT
 from oppo_megatron.schedule.rounds import Growths
 from oppo_megatron.schedule.weaving.cut import even_ends
 
@@ -59,14 +59,9 @@ class ActorBook(Book):
         return min(chunk, int(active.rooms.max(initial=0)))
 
     def plan(
-        self,
-        active: Sequence[Rollout] | Columns | Active,
-        steps: int,
-        micro_batches: int,
-        budget: int,
-        order: Callable[[Sequence[int]], list[int]],
-        own: Collection[int] | None = None,
-    ) -> list[ReplicaWork]:
+        self, active: Sequence[Rollout] | Columns | Active, steps: int, micro_batches: int, budget: int,
+        order: Callable[[Sequence[int]], list[int]], own: Collection[int] | None = None,
+    ) -> list[ReplicaWork]:  # fmt: skip
         """`order(seq_ids)` sorts open sequences by cache slot."""
         columns, rows, replicas, rooms = active if isinstance(active, Active) else self.active(active)
         running, new = self._admit(rows, replicas)

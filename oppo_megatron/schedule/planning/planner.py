@@ -16,13 +16,12 @@ from oppo_megatron.schedule.actions import Action, Schedule
 from oppo_megatron.schedule.checking.caches import Budgets, require_room
 from oppo_megatron.schedule.checking.checker import require_sound
 from oppo_megatron.schedule.checking.proof import prove, require_provable
-from oppo_megatron.schedule.checking.transport import GLOO, Transport
+from oppo_megatron.schedule.links import GLOO, Transport
 from oppo_megatron.schedule.planning.actor_book import Active, ActorBook
 from oppo_megatron.schedule.planning.book import Book, ReplicaWork
 from oppo_megatron.schedule.planning.scoring_book import ScoringBook, Unread
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site
-from oppo_megatron.schedule.weaving.communication import add_communication
-from oppo_megatron.schedule.weaving.components import component_of
+from oppo_megatron.schedule.weaving.components import add_communication, component_of
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.cut import Cut, Work, choose_cut
 from oppo_megatron.schedule.weaving.generators import CustomGenerator, Generator, generator_of, intra, one_by_one
@@ -70,14 +69,9 @@ class RoundPlanner:
 
     @uncollected()
     def plan(
-        self,
-        index: int,
-        decode: Sequence[Rollout],
-        score: Sequence[Rollout],
-        chunk: int,
-        order: Order,
+        self, index: int, decode: Sequence[Rollout], score: Sequence[Rollout], chunk: int, order: Order,
         readable: Ints | None = None,
-    ) -> PlannedRound:
+    ) -> PlannedRound:  # fmt: skip
         """Decode up to `chunk` tokens, and score new tokens; the critic only `readable` (None: all). Raises ScheduleError."""
         round_, works = self.book(index, decode, score, chunk, order, readable)
         budgets = self._budgets(works)
@@ -87,14 +81,9 @@ class RoundPlanner:
 
     @uncollected()
     def book(
-        self,
-        index: int,
-        decode: Sequence[Rollout],
-        score: Sequence[Rollout],
-        chunk: int,
-        order: Order,
+        self, index: int, decode: Sequence[Rollout], score: Sequence[Rollout], chunk: int, order: Order,
         readable: Ints | None = None,
-    ) -> tuple[Round, dict[str, list[ReplicaWork]]]:
+    ) -> tuple[Round, dict[str, list[ReplicaWork]]]:  # fmt: skip
         """Return a round and its work by role, which the books count as done."""
         active, unread = self.actor.active(decode), dict[str, Unread]()
         scored = some = columns_of(score)

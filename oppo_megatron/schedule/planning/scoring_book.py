@@ -7,8 +7,7 @@ import numpy as np
 
 from oppo_megatron.columns import Bools, Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
-from oppo_megatron.schedule.planning.book import ALONE, CACHED, OUTPUTS, REPLICA, Book, Grouping, ReplicaWork, packed
-from oppo_megatron.schedule.planning.ledger import ABSENT
+from oppo_megatron.schedule.planning.book import ABSENT, ALONE, CACHED, OUTPUTS, REPLICA, Book, Grouping, ReplicaWork, packed
 from oppo_megatron.schedule.rounds import Growths
 
 
@@ -33,15 +32,9 @@ class ScoringBook(Book):
     """
 
     def __init__(
-        self,
-        role: str,
-        replicas: int,
-        slots: int,
-        groups: Grouping = ALONE,
-        *,
-        every_token: bool = False,
+        self, role: str, replicas: int, slots: int, groups: Grouping = ALONE, *, every_token: bool = False,
         reads_greedy: bool = True,
-    ):
+    ):  # fmt: skip
         self._leaves_out = groups.greedy and not reads_greedy
         super().__init__(replicas, slots, {OUTPUTS: 0}, groups, groups.size - self._leaves_out)
         self.role, self.every_token = role, every_token or role != "reward"

@@ -15,8 +15,8 @@ from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.plugins import Plugin
 from oppo_megatron.schedule.actions import Schedule
 from oppo_megatron.schedule.rounds import Batch, Round, Site, sums
+from oppo_megatron.schedule.weaving.components import Team, Times, Timetable, count_of
 from oppo_megatron.schedule.weaving.costs import Costs
-from oppo_megatron.schedule.weaving.timetable import Team, Times, Timetable, count_of
 
 Generator = Callable[[Round, Site, Costs], Schedule]
 

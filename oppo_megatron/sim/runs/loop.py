@@ -14,14 +14,13 @@ from oppo_megatron.chunks import REASONS, UNFINISHED, Chunk, ChunkRows, merge_ro
 from oppo_megatron.columns import Bools, Columns, Ints, columns_of
 from oppo_megatron.config.derived import batch_rows, longest_chunk, members
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost
+from oppo_megatron.control.chunk_tuner import ChunkTuner, Occupancy, StepCost, length_gap
 from oppo_megatron.control.delta_controllers import make_delta_controller
-from oppo_megatron.control.occupancy import Occupancy, length_gap
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.records import Decision, Prompt, Rollout, StepSignals
 from oppo_megatron.schedule.plan import delta_rule, plan_step
-from oppo_megatron.schedule.planning.ledger import Ledger
+from oppo_megatron.schedule.planning.book import Ledger
 from oppo_megatron.schedule.planning.planner import RoundPlanner
 
 LENGTH = "length"

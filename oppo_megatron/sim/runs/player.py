@@ -1,6 +1,6 @@
 """Play rounds in virtual time: each component in the generator's order, then the chunk's delivery. U units of ranks.
 
-A unit of work (`schedule/weaving/timetable.py`) begins when its ranks are free and its input has arrived, along a thread: a
+A unit of work (`schedule/weaving/components.py`) begins when its ranks are free and its input has arrived, along a thread: a
 micro-batch from stage to stage, and in decoding from the last stage to the first.
 """
 
@@ -19,10 +19,9 @@ from oppo_megatron.records import Rollout
 from oppo_megatron.rundir.trace import Span
 from oppo_megatron.schedule.planning.planner import RoundPlanner
 from oppo_megatron.schedule.rounds import Batch, Growths, Round, Site, sums
-from oppo_megatron.schedule.weaving.components import component_of
+from oppo_megatron.schedule.weaving.components import Team, Timetable, component_of, count_of
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.generators import generator_of
-from oppo_megatron.schedule.weaving.timetable import Team, Timetable, count_of
 from oppo_megatron.sim.runs.loop import Recorded
 
 Floats = npt.NDArray[np.float64]

@@ -15,8 +15,7 @@ from oppo_megatron.columns import Ints
 from oppo_megatron.config.derived import batch_rows, members, usual_prompt_tokens
 from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.control.chunk_tuner import DecodeLaw, StepCost
-from oppo_megatron.control.occupancy import group_length_gap
+from oppo_megatron.control.chunk_tuner import DecodeLaw, StepCost, group_length_gap
 from oppo_megatron.cores import uncollected
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import role_placements, training_placements
@@ -103,16 +102,10 @@ class VirtualRun(PureLoop):
     player: type[Player] = Player
 
     def __init__(
-        self,
-        config: TrainConfig,
-        costs: StepCosts,
-        lengths: Callable[[int], int],
-        *,
-        prompt_tokens: int | Sequence[int] | None = None,
-        signals: Callable[[int, StepSignals], StepSignals] | None = None,
-        endless: bool = False,
-        traced_steps: int = 0,
-    ):
+        self, config: TrainConfig, costs: StepCosts, lengths: Callable[[int], int], *,
+        prompt_tokens: int | Sequence[int] | None = None, signals: Callable[[int, StepSignals], StepSignals] | None = None,
+        endless: bool = False, traced_steps: int = 0,
+    ):  # fmt: skip
         self.costs, self.site, self.signals = costs, Site(role_placements(config)), signals
         if prompt_tokens is None:
             prompt_tokens = usual_prompt_tokens(config)

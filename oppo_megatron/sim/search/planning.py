@@ -17,8 +17,7 @@ from oppo_megatron.sim.clusters.cluster import Between, Cluster, Gpu, assumed, t
 from oppo_megatron.sim.pricing.model import Decoding
 from oppo_megatron.sim.search.blocks import Block, Mode, arrangements, block_sizes, run_sizes
 from oppo_megatron.sim.search.enumeration import Best, Plan, Space, enumerate_plans, held_bytes
-from oppo_megatron.sim.search.layouts import Option, PriceTable
-from oppo_megatron.sim.search.steady import Steady, steady_work
+from oppo_megatron.sim.search.layouts import Option, PriceTable, Steady, steady_work
 
 STRIDE = 7919
 """Deals lengths to responses; no batch size divides it."""

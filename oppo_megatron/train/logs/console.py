@@ -25,13 +25,9 @@ class Progress:
     """
 
     def __init__(
-        self,
-        mode: Literal["auto", "live", "plain", "off"],
-        total_steps: int | None,
-        title: str,
-        stream: TextIO | None = None,
+        self, mode: Literal["auto", "live", "plain", "off"], total_steps: int | None, title: str, stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
-    ):
+    ):  # fmt: skip
         self._stream = sys.stdout if stream is None else stream
         console = Console(file=self._stream, force_terminal=True if mode == "live" else None)
         if mode == "auto":

@@ -17,8 +17,8 @@ from oppo_megatron.config.derived import best_standard, members
 from oppo_megatron.config.evaluation import ACCURACY
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import SupervisedConfig
+from oppo_megatron.control.chunk_tuner import group_length_gap
 from oppo_megatron.control.estimates import Figures
-from oppo_megatron.control.occupancy import group_length_gap
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import describe_seen, num_duplicates
 from oppo_megatron.data.tokenizer import Tokenizer
@@ -97,14 +97,9 @@ class RunLog:
     """Kept by one rank, from `__enter__` on.  `elapsed_s` includes the time before a resume."""
 
     def __init__(
-        self,
-        config: TrainConfig | SupervisedConfig,
-        total_steps: int | None,
-        title: str,
-        device: torch.device,
-        trackers: Tracker,
-        elapsed_s: float = 0.0,
-    ):
+        self, config: TrainConfig | SupervisedConfig, total_steps: int | None, title: str, device: torch.device,
+        trackers: Tracker, elapsed_s: float = 0.0,
+    ):  # fmt: skip
         self.run_dir, self.trackers = RunDirectory(config.run_dir), trackers
         self.planned_bytes = planned_memory(config, on_cpu=device.type == "cpu")
         self.log = MetricsLog(self.run_dir.metrics)

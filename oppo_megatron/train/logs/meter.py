@@ -13,8 +13,7 @@ from oppo_megatron.algorithms.experience import Experience, ScoredBatch
 from oppo_megatron.chunks import Chunk
 from oppo_megatron.cluster.process_groups import waiting_for
 from oppo_megatron.cluster.world import World
-from oppo_megatron.control.chunk_tuner import DecodeLaw, StepCost
-from oppo_megatron.control.occupancy import Occupancy
+from oppo_megatron.control.chunk_tuner import DecodeLaw, Occupancy, StepCost
 from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.records import Rollout
 from oppo_megatron.rundir.trace import Span, SpanRecorder

@@ -35,10 +35,9 @@ from oppo_megatron.mcore.weights.checkpoint import gather_models, load_models
 from oppo_megatron.nesting import read_json
 from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
 from oppo_megatron.rundir.directory import RunDirectory
-from oppo_megatron.train.saving.caches import CacheContents
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.state import Found, adapter_state, describe_changes
-from oppo_megatron.train.saving.writing import MODELS, STATE, CheckpointWriting, Snapshot
+from oppo_megatron.train.saving.writing import MODELS, STATE, CacheContents, CheckpointWriting, Snapshot
 from oppo_megatron.train.update import History
 
 
@@ -99,13 +98,9 @@ class Saver:
     """
 
     def __init__(
-        self,
-        config: TrainConfig | SupervisedConfig,
-        world: World,
-        preemption: Preemption,
-        fingerprint: Callable[[], dict[str, Any]],
-        extra: Mapping[str, Any],
-    ):
+        self, config: TrainConfig | SupervisedConfig, world: World, preemption: Preemption,
+        fingerprint: Callable[[], dict[str, Any]], extra: Mapping[str, Any],
+    ):  # fmt: skip
         self.rules, self.standard = config.checkpoint, best_standard(config)
         self.world, self.preemption = world, preemption
         self.run_dir = RunDirectory(config.run_dir)
