@@ -130,7 +130,7 @@ def test_the_benchmark_of_a_gpu_goes_through(rehearsals: Rehearsals, tmp_path: P
     why_not = [row for row in rows if "why_not" in row]
     assert len(why_not) == 1 and "has no TRL" in why_not[0]["why_not"], why_not
     told = [(row["part"], row.get("variant")) for row in rows]
-    decoded = ["bandwidth", "as trained", "as trained", "each token read", "transformers generate"]
+    decoded = ["bandwidth", "as trained", "as trained", "dense cache", "each token read", "transformers generate"]
     assert told == [("decode", each) for each in decoded] + [("overlap", "second stream")] + [
         ("ppo", each) for each in ("sequential", "full", "TRL")
     ]

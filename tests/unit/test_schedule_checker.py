@@ -218,7 +218,7 @@ def test_missing_doubled_and_foreign_actions_and_kv_budgets() -> None:
     assert [(fault.kind, fault.rank) for fault in faults] == [("kv", 1)], "only the replica that overruns"
 
 
-def test_round_and_site_must_belong_together_and_every_fault_is_shown() -> None:
+def test_round_and_site_must_belong_together_and_ten_faults_are_shown() -> None:
     site = make_site((1, 1, 1), {})
     with pytest.raises(ScheduleError, match="2 replicas of the actor role, which has 1"):
         check(Schedule({}), Round(1, 1, ((), ())), site, {})
@@ -227,7 +227,7 @@ def test_round_and_site_must_belong_together_and_every_fault_is_shown() -> None:
     require_sound(SOUND, PAIR, SPLIT, ample_budgets(SPLIT))
     with pytest.raises(ScheduleError, match="round 2") as error:
         require_sound(Schedule({}), PAIR, SPLIT, ample_budgets(SPLIT))
-    assert str(error.value).count("missing: ") == sum(1 for _ in SOUND)
+    assert str(error.value).count("missing: ") == 10 and f"and {sum(1 for _ in SOUND) - 10} more" in str(error.value)
     # A rank that only listens may plan without the actor's part.
     listening = replace(PAIR, decode=())
     schedule = build(listening, SPLIT)
