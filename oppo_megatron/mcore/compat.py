@@ -170,7 +170,7 @@ def known_norm(optimizer: Any, norm: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_lone_sums() -> Iterator[None]:
-    """Skip sums over one rank, which distributed/param_and_grad_buffer.py:455 and optimizer/clip_grads.py:130 make."""
+    """Skip sums over one rank in param_and_grad_buffer.py:start_grad_sync and clip_grads.py:get_grad_norm_fp32."""
     plain = dist.all_reduce
 
     def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:

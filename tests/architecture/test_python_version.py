@@ -123,7 +123,7 @@ PRIVATE = re.compile(r"_[A-Za-z]\w*")
 BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "object"}
 """Functions whose arguments may name an attribute in a string: Python's, monkeypatch's and `mock.patch.object`."""
 OTHERS = {"_actions"}
-"""Of argparse's parsers, which say nowhere else what they take; members of the package have the name, too."""
+"""Private members of argparse's parsers that have no public equivalent."""
 
 
 class Names(NamedTuple):

@@ -161,7 +161,7 @@ def plain_steps(model: Any, losses: Sequence[Callable[[Any], torch.Tensor]], rat
 
 
 def require_moved(trained: Path, model: Any, start: Path, within: float) -> None:
-    """The weights are those of the model, and not those that it began with."""
+    """Require the file to have the model's weights, changed by training."""
     model.save_pretrained(trained.with_name("reference"))
     ours, theirs, before = (tensors_of(folder) for folder in (trained, trained.with_name("reference"), start))
     assert ours.keys() == theirs.keys()

@@ -277,7 +277,7 @@ WITH_TRL = pytest.mark.skipif(
 
 
 def compared(workspace: Workspace, out: Path, capsys: Capture, settings: dict[str, Any], *options: str) -> tuple[str, Any, Any]:
-    """What is printed, the record, and the steps of TRL, whose responses have the lengths that were drawn for both."""
+    """Return the printed text, the record, and the steps of TRL, whose responses have the same lengths."""
     config = out.with_suffix(".yaml")
     config.write_text(yaml.safe_dump(workspace.config("base", **settings)), encoding="utf-8")
     usual = ["--threads", "1", "--placements", "single", "--peer-python", str(ROOT / PEER_PYTHON), "--out", str(out)]

@@ -220,7 +220,7 @@ def test_files_that_cannot_be_written_are_reported(begun: Begun, tmp_path: Path,
 
 @pytest.mark.parametrize("count", [50, pytest.param(110, marks=pytest.mark.long)])
 def test_mutated_checkpoints_end_in_a_clear_error_or_the_one_before(begun: Begun, tmp_path: Path, count: int) -> None:
-    """Files that are missing or exchanged, of which the manifest tells, are of tests/unit/test_rundir_checkpoints.py."""
+    """Damage within files; tests/unit/test_rundir_checkpoints.py has missing and exchanged files."""
     subject = {"config": begun.again(tmp_path / "run"), "pristine": str(begun.checkpoints)}
     (answers,) = run_ranks(1, "tests.e2e.jobs_checkpoint:resume_mutants", **subject, count=count, seed=3)
     assert not canary(tmp_path / "run" / "checkpoints" / "x").exists(), "a pickle of a checkpoint was run"

@@ -1,4 +1,4 @@
-"""A run begun under one version of megatron-core goes on under another from its checkpoint, to the same weights to the bit."""
+"""A run continued from its checkpoint under another version of megatron-core ends with bit-equal weights."""
 
 import json
 import os
@@ -22,7 +22,7 @@ print(resume_to_the_end(json.loads(sys.argv[1])), __import__("megatron.core").co
 
 
 def weights_under(core: Path | None, config: dict[str, Any]) -> tuple[str, str]:
-    """Run, or go on, with the installed megatron-core or that of a folder: a digest of the weights, and the version."""
+    """Train or resume with the installed megatron-core or one in a folder; return a digest of the weights and the version."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {} if core is None else {"PYTHONPATH": str(core)}
     done = subprocess.run(

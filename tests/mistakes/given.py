@@ -1,4 +1,4 @@
-"""What is given to a command: files that are missing or damaged, settings, words and environments that are wrong."""
+"""Wrong input of commands: missing or damaged files, settings, words and environments."""
 
 import gzip
 

@@ -89,7 +89,7 @@ def fingerprints(folder: Path) -> dict[str, str]:
 
 
 Edit = Callable[[Path], object]
-"""Of the project's folder."""
+"""An edit in the project's folder."""
 
 PPO, VALIDATE = ("train", "train.yaml"), ("validate", "train.yaml")
 JOB = ("launch", "slurm", "train.yaml", "--out", "job.sbatch")

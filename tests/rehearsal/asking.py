@@ -45,7 +45,7 @@ class Server:
 
 
 def forked(works: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What each gives, in a process of its own, or {"error": why it gives nothing}; all run at once."""
+    """Run all at once, each in a process of its own; return each result, or {"error": why there is none}."""
     children = []
     for work in works:
         read, write = os.pipe()

@@ -30,7 +30,7 @@ from tests.support.tokenizers import CharacterTokenizer
 DOUBLE = torch.float64
 BETA = 0.3
 SYMBOLS, END, LONGEST = 3, 0, 3
-"""Of the tabular policy: tokens, the one that ends a response, and the most that a response has."""
+"""The tabular policy's tokens, its end token, and its longest response."""
 
 
 def remax(group_size: int = 1, ppo: PPOConfig | None = None, **choices: Any) -> Algorithm:

@@ -166,7 +166,7 @@ def by_ends(
     q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, most_q: int, most_k: int, *, scale: float,
     window_size: tuple[int, int],
 ) -> Tensor:  # fmt: skip
-    """What torch says of its `varlen_attn`, as it was before it asked for `enable_gqa`."""
+    """Stand in for torch's `varlen_attn` before `enable_gqa`."""
     assert ends_q.dtype == torch.int32 and ends_k is ends_q and most_q == most_k == max(LENGTHS) and scale == SCALE
     before, after = window_size
     assert after == 0 and ends_q.diff().tolist() == LENGTHS
@@ -192,7 +192,7 @@ def test_one_call_for_all_sequences(monkeypatch: pytest.MonkeyPatch, window: int
 
 @pytest.mark.parametrize("missing", ["scale", "window_size"])
 def test_a_call_that_lacks_an_argument_is_not_taken(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
-    """That of torch 2.10 has no window."""
+    """The call of torch 2.10 has no window."""
     older: Any = (lambda *args, window_size: None) if missing == "scale" else (lambda *args, scale: None)
     monkeypatch.setattr(varlen, "varlen_attn", older)
     attention.torch_varlen.cache_clear()

@@ -193,7 +193,7 @@ def test_bounds_of_all_blocks_are_those_of_each(seed: int, mode: Mode) -> None:
     assert {number: bound for number, bound in enumerate(bounds.tolist()) if bound != float("inf")} == alone
 
 
-"""Of the printed seconds: by what share a longer simulation may differ from them."""
+"""Share of the printed seconds by which a longer simulation may differ."""
 
 
 def drawn_task(rng: random.Random) -> Task:

@@ -253,7 +253,7 @@ def marked(loss: str = "kto") -> MarkedPreferences:
 
 
 def micro_batches(task: Preferences[Any], rows: list[Any], budget: int) -> list[MicroBatch]:
-    """Those of rows whose answers have the reference's log-probs -1, -2, ..."""
+    """Micro-batches of rows whose answers have the reference's log-probs -1, -2, ..."""
     missing = missing_answers(task.reference, (answer for row in rows for answer in task.answers(row)))
     task.reference.update({key: -float(number) for number, key in enumerate(missing, start=1)})
     return task.micro_batches(rows, budget, CPU)
