@@ -105,9 +105,9 @@ class DeviceLane:
         self._size = min(batch_bucket(len(rows)), cache.num_slots - slots[0])
         self._reach = self._places.reach(max(past) + steps)
         self._places.load([*slots, *[slots[0]] * (self._size - len(rows))])
-        # Padding rows write to a position of the first row that this window does not reach.
-        self._state_6M[1, len(rows) : self._size] = past[0] + own[0]
-        self._ended_M[len(rows) : self._size] = True
+        if self._size > len(rows):  # padding rows write to a position of the first row that this window does not reach
+            self._state_6M[1, len(rows) : self._size] = past[0] + own[0]
+            self._ended_M[len(rows) : self._size] = True
         first = self._turn * self._sync_steps
         self._step_1.fill_(first)
         for _ in range(steps):
@@ -120,8 +120,7 @@ class DeviceLane:
         self._windows.append(Window(list(rows), self._next - 1, drawn, arrived))
 
     def step(self) -> None:
-        with torch.inference_mode():
-            self._run((self._name, self._size, self._reach, self._places.key), self._advance)
+        self._run((self._name, self._size, self._reach, self._places.key), self._advance)
 
     def read(self) -> tuple[list[Growing], Drawn]:
         """Return the oldest window's rows and draws, which are arbitrary past a row's end."""
@@ -143,6 +142,7 @@ class DeviceLane:
         chain, greedy = row_state(self._sampling.seed, row.seq_id), self._sampling.members.is_greedy(row.seq_id)
         return row.tokens[-1], length, row.position, row.limit, chain, int(greedy)
 
+    @torch.inference_mode()
     def _advance(self) -> None:
         size = self._size
         token_B, cached_B, position_B, limit_B, chain_B, greedy_B = self._state_6M[:, :size].unbind(0)

@@ -182,18 +182,18 @@ class DecodeWorker(CacheWorker):
         """Append drawn tokens; ended sequences leave the micro-batch, not their slots."""
         assert action.step is not None
         lane, first = self._round.lanes[action.micro_batch], action.step + 1 - len(drawn_KXR)
-        going = [place for place, growing in enumerate(rows) if growing.room]
-        rows, drawn_XRK = [rows[place] for place in going], drawn_KXR.transpose(1, 2, 0)[:, going]
+        going = {place: room for place, growing in enumerate(rows) if (room := growing.room)}
+        rows, drawn_XRK = [rows[place] for place in going], drawn_KXR.transpose(1, 2, 0)[:, list(going)]
         tokens_RK = drawn_XRK[0].astype(np.int64)
         responses = [g.tokens[g.num_prompt_tokens :] for g in rows] if self.stopping.text is not None else ()
-        counts, reasons = self.stopping.ends(tokens_RK, [g.room for g in rows], responses)
-        for mass_RK in drawn_XRK[DRAWN:]:
+        counts, reasons = self.stopping.ends(tokens_RK, list(going.values()), responses)
+        for mass_RK in () if np.isfinite(drawn_XRK[DRAWN:]).all() else drawn_XRK[DRAWN:]:
             taken_RK = np.arange(mass_RK.shape[1]) < np.array(counts, dtype=np.int64)[:, None]
             for step_, place in np.argwhere((taken_RK & ~np.isfinite(mass_RK)).T):
                 raise no_distribution(self.sampling, rows[place].seq_id, rows[place].position + int(step_))
-        columns = tokens_RK.tolist(), *drawn_XRK[1:DRAWN].tolist()
-        for growing, count, reason, *new in zip(rows, counts, reasons, *columns, strict=True):
-            growing.append(*(values[:count] for values in new), reason, self._round.start)
+        start, columns = self._round.start, (tokens_RK.tolist(), *drawn_XRK[1:DRAWN].tolist())
+        for growing, count, reason, tokens, logprobs, sampling in zip(rows, counts, reasons, *columns, strict=True):
+            growing.append(tokens[:count], logprobs[:count], sampling[:count], reason, start)
         ended = zip(rows, counts, reasons, strict=True)
         self._leave(action.micro_batch, {g.seq_id: first + count - 1 for g, count, reason in ended if reason is not None})
         here = (action.step, action.micro_batch)

@@ -66,7 +66,7 @@ class Stopping:
         self, tokens_RK: Ints, rooms: Sequence[int], responses: Sequence[Sequence[int]]
     ) -> tuple[list[int], list[FinishReason | None]]:
         """Return how many of these tokens each response takes, with room for `rooms`, and why it then ends."""
-        is_eos_RK = np.isin(tokens_RK, self.eos_ids)
+        is_eos_RK = (tokens_RK[..., None] == np.array(self.eos_ids, dtype=np.int64)).any(-1)  # faster than `isin` for few ids
         eos_R = np.where(is_eos_RK.any(1), is_eos_RK.argmax(1) + 1, tokens_RK.shape[1] + 1)
         counts = np.minimum(np.minimum(eos_R, rooms), tokens_RK.shape[1]).tolist()
         reasons: list[FinishReason | None] = [

@@ -67,12 +67,12 @@ VarlenKernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int | None]
 
 
 def varlen_kernel(q_TND: Tensor) -> VarlenKernel | None:
-    """Attention of all packed sequences in one call: flash-attn's, or torch's from 2.11 on."""
+    """Attention of all packed sequences in one call: torch's from 2.11 on, or flash-attn's."""
     if q_TND.device.type != "cuda" or q_TND.dtype == torch.float32 or q_TND.shape[-1] % 8 or q_TND.shape[-1] > 256:
         return None
     if torch.cuda.get_device_capability(q_TND.device) < LEAST_CAPABILITY:
         return None
-    return flash_varlen if usable(FLASH) else torch_varlen()
+    return torch_varlen() or (flash_varlen if usable(FLASH) else None)
 
 
 def flash_varlen(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float, window: int | None) -> Tensor:

@@ -34,7 +34,7 @@ def run(module: str, *arguments: object, library: Path | None = None) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", f"tests.gpulibs.{module}", *map(str, arguments)], cwd=ROOT,
         env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        check=False, timeout=300,
+        check=False, timeout=3600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 

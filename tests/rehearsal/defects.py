@@ -41,6 +41,11 @@ def around(owner: Any, name: str, change: Callable[..., Any]) -> None:
     setattr(owner, name, lambda *a, **k: change(original, *a, **k))
 
 
+def without(owner: Any, name: str) -> Callable[[], None]:
+    """A function of the product does nothing."""
+    return lambda: setattr(owner, name, lambda *_: None)
+
+
 def in_draws(change: Callable[[Tensor], Tensor]) -> None:
     """Tokens that are drawn on the device become `change(tokens)`."""
 
@@ -61,10 +66,6 @@ def read_in_the_decode_loop() -> None:
 
 def read_of_each_figure() -> None:
     around(actor, "stats_dict", lambda original, stats: {k: v + 0 * float(v) for k, v in original(stats).items()})
-
-
-def streams_that_do_not_wait() -> None:
-    Stream.wait_stream = lambda *_: None  # type: ignore[method-assign]
 
 
 def copy_from_pageable_memory() -> None:
@@ -88,10 +89,6 @@ def type_of_one_rank_alone() -> None:
     around(VocabShards, "gather", gather)
 
 
-def links_that_are_not_opened() -> None:
-    Links.use_once = lambda *_: None  # type: ignore[method-assign]
-
-
 def message_of_another_type() -> None:
     around(ScoringWorker, "outbox", lambda original, *a: [tensor.float() for tensor in original(*a)])
 
@@ -110,14 +107,6 @@ def group_of_other_ranks() -> None:
         return original(role, stats, names)
 
     around(TrainedRole, "share", share)
-
-
-def batch_before_all_are_connected() -> None:
-    roles.use_once = lambda *_: None  # type: ignore[assignment]
-
-
-def neighbours_that_have_not_met() -> None:
-    roles.use_ring_once = lambda *_: None  # type: ignore[assignment]
 
 
 def weight_left_on_the_host() -> None:
@@ -244,17 +233,17 @@ DEFECTS = {
     "a read in the decode loop": Defect("single", "decode step: read in defects.py", read_in_the_decode_loop),
     "a read in a captured step": Defect("single", "waits (read) in a step that is captured", read_in_the_decode_loop),
     "a read of each figure": Defect("single", "update: read in defects.py", read_of_each_figure),
-    "streams that do not wait": Defect("single", "another stream has written, without a wait", streams_that_do_not_wait),
+    "streams that do not wait": Defect("single", "another stream has written, without a wait", without(Stream, "wait_stream")),
     "a copy from pageable memory": Defect("single", "score: pageable in defects.py", copy_from_pageable_memory),
     "a mask that no kernel takes": Defect("adapters, dense", "no kernel of attention takes this", mask_that_no_kernel_takes),
     "a type of one rank alone": Defect("colocated tp 2", "calls differ", type_of_one_rank_alone),
-    "links that are not opened": Defect("colocated pp 2", "the first message with rank", links_that_are_not_opened),
+    "links that are not opened": Defect("colocated pp 2", "the first message with rank", without(Links, "use_once")),
     "a message of another type": Defect("colocated pp 2", "sends ('torch.float32'", message_of_another_type),
     "a wait with a time": Defect("colocated pp 2", "round: wait with a time", wait_with_a_time),
     "a group of other ranks": Defect("disaggregated", "that it is no member of", group_of_other_ranks),
-    "a batch of messages first": Defect("updated as pp 2", "batched messages are the first", batch_before_all_are_connected),
+    "a batch of messages first": Defect("updated as pp 2", "batched messages are the first", without(roles, "use_once")),
     "neighbours that have not met": Defect("updated as pp 2, interleaved", "is made in the run's work",
-        neighbours_that_have_not_met),
+        without(roles, "use_ring_once")),
     "a weight left on the host": Defect("dp 2, updated as tp 2", DEVICES_DIFFER, weight_left_on_the_host,
         {"checkpoint.every_steps": 0}),
     "a receive without a wait": Defect("colocated pp 2", "another stream has written, without a wait", receive_without_a_wait),

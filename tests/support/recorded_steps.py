@@ -28,6 +28,7 @@ class Recording(TorchDispatchMode):
         self.calls.append((func, args, kwargs or {}, tree_flatten(out)[0]))
         return out
 
+    @torch.inference_mode()
     def replay(self) -> None:
         """The first stands for the recording itself, which has computed what a capture would not."""
         self.replays += 1

@@ -1,7 +1,9 @@
 """Captured decode steps, with recordings in the place of CUDA graphs, draw what computed steps draw; calls stay dense."""
 
+import cProfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from oppo_megatron.bench.decode import decode_round
 from oppo_megatron.cluster.world import open_world
 from oppo_megatron.config.model import KVLayout, ModelConfig, RuntimeConfig
 from oppo_megatron.engine.device_decode import DeviceLane, batch_bucket
@@ -29,6 +32,7 @@ from oppo_megatron.mcore.model import DecodePath, RoleModel
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Prompt, Rollout
+from oppo_megatron.schedule.actions import Op
 from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.planner import RoundPlanner
 from oppo_megatron.schedule.planning.scoring_book import ScoringBook
@@ -121,6 +125,23 @@ def test_every_shape_is_captured_before_the_first_step(world: None, layout: KVLa
         lane.start(rows[:running])
         assert lane.last_step == end - 1 and lane.read()[1].shape == (4, 4, running)
     assert recorded.num_graphs == 5
+
+
+def test_the_host_makes_few_calls_per_token(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of 16 steps of 64 rows, started, read and booked; the time depends on what else the machine does."""
+    model, profile = new_model("fused", "bfloat16"), cProfile.Profile()
+    rounds = decoder(
+        model, model.new_cache(64, layout="paged"), sampling=SAMPLINGS[0], stopping=Limits((17,), 60, of=lambda _: 60),
+        micro_batch_tokens=200, timeout_s=60.0, sync_steps=16,
+    )  # fmt: skip
+    assert rounds.decode is not None
+    compute = rounds.decode.compute
+    profiled = partial(profile.runcall, compute)
+    monkeypatch.setattr(rounds.decode, "compute", lambda action: (compute if action.op is Op.PREFILL else profiled)(action))
+    monkeypatch.setattr(rounds.decode._lane(0), "_run", lambda key, step: None)
+    decode_round(rounds, [Rollout(Prompt(i, i, "", (5, 6)), i) for i in range(64)], 48)
+    calls = sum(entry.callcount for entry in profile.getstats())
+    assert calls < 1.6 * 64 * 48, calls / (64 * 48)
 
 
 def test_a_step_that_asks_the_device_is_refused(world: None) -> None:

@@ -11,6 +11,7 @@ from functools import cache
 from textwrap import shorten
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,7 +91,8 @@ class PagedKVCache(SequenceCache):
     def tables(self, slots: Sequence[int], width: int) -> Tensor:
         """Int32 [S, W]; entries past a slot's last block are arbitrary."""
         rows = [self._tables[slot][:width] for slot in slots]
-        return on_device([row + [0] * (width - len(row)) for row in rows], self.device, torch.int32)
+        padded = np.array([row + [0] * (width - len(row)) for row in rows], dtype=np.int32)  # faster than by `torch.tensor`
+        return on_device(torch.from_numpy(padded), self.device)
 
     def step_rows(self) -> StepRows:
         return _PagedRows(self)

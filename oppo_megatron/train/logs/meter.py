@@ -72,7 +72,7 @@ class RoundTracer:
         elif label != WAIT or end - start >= SHORTEST_WAIT_S:
             before = self._stretch
             if before is not None and (before.role, before.name, before.step) == (role, label, self._step):
-                self._stretch = replace(span, start=before.start)
+                self._stretch = Span(self.spans.rank, role, label, self._step, before.start, end)
             else:
                 self.flush()
                 self._stretch = span
