@@ -56,20 +56,8 @@ def in_draws(change: Callable[[Tensor], Tensor]) -> None:
     around(device_decode, "draw_at", drawn)
 
 
-def tensor_of_the_host() -> None:
-    in_draws(lambda tokens: torch.zeros(tokens.shape, dtype=torch.int64))
-
-
 def read_in_the_decode_loop() -> None:
     in_draws(lambda tokens: tokens + 0 * tokens.min().item())
-
-
-def read_of_each_figure() -> None:
-    around(actor, "stats_dict", lambda original, stats: {k: v + 0 * float(v) for k, v in original(stats).items()})
-
-
-def copy_from_pageable_memory() -> None:
-    scoring.on_device = lambda values, device, *_: torch.tensor(values, device=device)  # type: ignore[assignment]
 
 
 def mask_that_no_kernel_takes() -> None:
@@ -229,12 +217,15 @@ def objects_in_a_round() -> None:
 MANY_MICRO_BATCHES = QUICK | {"runtime.micro_batch_tokens": 64, "rollout.batch_size": 8}
 DEVICES_DIFFER = "on the same device | two different devices"  # torch 2.13 and 2.11
 DEFECTS = {
-    "a tensor of the host": Defect("single", DEVICES_DIFFER, tensor_of_the_host),
+    "a tensor of the host": Defect("single", DEVICES_DIFFER,
+        lambda: in_draws(lambda tokens: torch.zeros(tokens.shape, dtype=torch.int64))),
     "a read in the decode loop": Defect("single", "decode step: read in defects.py", read_in_the_decode_loop),
     "a read in a captured step": Defect("single", "waits (read) in a step that is captured", read_in_the_decode_loop),
-    "a read of each figure": Defect("single", "update: read in defects.py", read_of_each_figure),
+    "a read of each figure": Defect("single", "update: read in defects.py", lambda: around(actor, "stats_dict",
+        lambda original, stats: {k: v + 0 * float(v) for k, v in original(stats).items()})),
     "streams that do not wait": Defect("single", "another stream has written, without a wait", without(Stream, "wait_stream")),
-    "a copy from pageable memory": Defect("single", "score: pageable in defects.py", copy_from_pageable_memory),
+    "a copy from pageable memory": Defect("single", "score: pageable in defects.py",
+        lambda: setattr(scoring, "on_device", lambda values, device, *_: torch.tensor(values, device=device))),
     "a mask that no kernel takes": Defect("adapters, dense", "no kernel of attention takes this", mask_that_no_kernel_takes),
     "a type of one rank alone": Defect("colocated tp 2", "calls differ", type_of_one_rank_alone),
     "links that are not opened": Defect("colocated pp 2", "the first message with rank", without(Links, "use_once")),
