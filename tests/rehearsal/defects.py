@@ -77,10 +77,6 @@ def type_of_one_rank_alone() -> None:
     around(VocabShards, "gather", gather)
 
 
-def message_of_another_type() -> None:
-    around(ScoringWorker, "outbox", lambda original, *a: [tensor.float() for tensor in original(*a)])
-
-
 def wait_with_a_time() -> None:
     def run(original: Any, executor: Any, *a: Any, **k: Any) -> None:
         executor.device = torch.device("cpu")  # where the host has to wait anyway
@@ -163,10 +159,6 @@ def sum_without_a_wait() -> None:
     around(VocabShards, "gather", gather)
 
 
-def copy_read_before_it_is_there() -> None:
-    FakeTensor.tolist = lambda tensor: tensor.to("cpu", non_blocking=True).tolist()
-
-
 def pinned_memory_used_again() -> None:
     buffer = torch.zeros(1000, dtype=torch.int64).pin_memory()
 
@@ -229,7 +221,8 @@ DEFECTS = {
     "a mask that no kernel takes": Defect("adapters, dense", "no kernel of attention takes this", mask_that_no_kernel_takes),
     "a type of one rank alone": Defect("colocated tp 2", "calls differ", type_of_one_rank_alone),
     "links that are not opened": Defect("colocated pp 2", "the first message with rank", without(Links, "use_once")),
-    "a message of another type": Defect("colocated pp 2", "sends ('torch.float32'", message_of_another_type),
+    "a message of another type": Defect("colocated pp 2", "sends ('torch.float32'",
+        lambda: around(ScoringWorker, "outbox", lambda original, *a: [tensor.float() for tensor in original(*a)])),
     "a wait with a time": Defect("colocated pp 2", "round: wait with a time", wait_with_a_time),
     "a group of other ranks": Defect("disaggregated", "that it is no member of", group_of_other_ranks),
     "a batch of messages first": Defect("updated as pp 2", "batched messages are the first", without(roles, "use_once")),
@@ -243,7 +236,8 @@ DEFECTS = {
     "messages that change places": Defect("colocated pp 2", "sends what is about", messages_that_change_places),
     "a message that nobody takes": Defect("colocated pp 2", "sent and not taken", message_that_nobody_takes),
     "a sum without a wait": Defect("colocated tp 2", "another stream has written, without", sum_without_a_wait),
-    "a copy that is read too early": Defect("single", "may not have brought yet", copy_read_before_it_is_there),
+    "a copy that is read too early": Defect("single", "may not have brought yet",
+        lambda: setattr(FakeTensor, "tolist", lambda tensor: tensor.to("cpu", non_blocking=True).tolist())),
     "pinned memory used again": Defect("single", "may not have read yet", pinned_memory_used_again),
     "memory freed too early": Defect("single", "freed while another stream", memory_freed_too_early),
     "a captured step that reads what moves": Defect("single", "replayed over memory that has been freed",
