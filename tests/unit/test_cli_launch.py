@@ -287,6 +287,7 @@ def test_ranks_of_another_launcher_fail_with_their_own_exit_code(two_ranks: Path
     ([EXIT_AGAIN, EXIT_AGAIN, 0], 0, 0, [False, True, True]),
     ([EXIT_AGAIN, "killed", EXIT_AGAIN, 0], 1, 0, [False, True, True, True]),
     ([EXIT_AGAIN, EXIT_REQUEUE], 0, EXIT_REQUEUE, [False, True]), ([EXIT_AGAIN, "killed"], 0, None, [False, True]),
+    (["killed", "asked to stop"], 1, EXIT_REQUEUE, [False, True]),
 ])  # fmt: skip
 def test_a_run_that_goes_back_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: list[int | str], restarts: int, code: int | None, resumed: list[bool]
@@ -300,6 +301,8 @@ def test_a_run_that_goes_back_is_started_again(
         end = left.pop(0)
         if end == "killed":
             raise RankKilled("rank 0 was ended by SIGKILL")
+        if end == "asked to stop":
+            signal.raise_signal(signal.SIGTERM)  # before the ranks run
         return int(end)
 
     monkeypatch.setattr(run, "launch", launched)
@@ -312,14 +315,15 @@ def test_a_run_that_goes_back_is_started_again(
     assert seen == resumed and not left
 
 
-def test_ctrl_c_before_any_rank_exists_ends_the_start() -> None:
+@pytest.mark.parametrize(("name", "code"), [("INT", -signal.SIGINT), ("TERM", 75), ("HUP", 75), ("USR1", 75)])
+def test_a_signal_before_any_rank_exists_ends_the_start(name: str, code: int) -> None:
     program = (
         "import os, signal, time\n"
         "from oppo_megatron.cli.signals import SignalRelay\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "with SignalRelay().listening():\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        f"    os.kill(os.getpid(), signal.SIG{name})\n"
         "    time.sleep(5)\n"
     )  # in a process of its own: this one may have ranks of other tests
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert ended.stderr.rstrip().endswith("KeyboardInterrupt"), ended.stderr
+    assert ended.returncode == code, ended.stderr
