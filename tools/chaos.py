@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,7 @@ class Chaos:
             seconds = victims.await_start(process, step, starting)
             if kills and not starting and process.poll() is None:
                 kills[-1].back_s = round(seconds, 2)
-            if process.poll() is not None or victims.sleep(process, wait_s):
+            if process.poll() is not None or victims.sleep(process, wait_s, step + ceil(SPREAD)):
                 break
             kill = victims.kill(rng, number, time.time() - begun, self._roles)
             if kill is not None:
@@ -216,10 +217,10 @@ class Victims:
             time.sleep(POLL_S)
         return time.time() - self._killed_s if met_s is None else met_s
 
-    def sleep(self, process: subprocess.Popen[bytes], seconds: float) -> bool:
-        """Sleep; return True if the run ended meanwhile."""
+    def sleep(self, process: subprocess.Popen[bytes], seconds: float, steps: int) -> bool:
+        """Sleep until `steps` are done at most: the machine may be faster than in the undisturbed run.  True if the run ended."""
         until = time.time() + seconds
-        while process.poll() is None and time.time() < until:
+        while process.poll() is None and time.time() < until and self.steps_done() < steps:
             time.sleep(min(POLL_S, max(0.0, until - time.time())))
         return process.poll() is not None
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from oppo_megatron.cli.signals import SignalRelay, interrupts_from_here_alone
 from oppo_megatron.cluster import rank_processes
-from oppo_megatron.cluster.liveness.failures import FOLDER, Failure, ended_well, ended_within, read_failures
+from oppo_megatron.cluster.liveness.failures import FOLDER, Failure, ended_silently, ended_well, ended_within, read_failures
 from oppo_megatron.errors import EXIT_AGAIN, EXIT_INTERRUPTED, EXIT_REQUEUE, ConfigError, OppoError, StallError, WorldError
 from oppo_megatron.processes import outlive_terminal, signals_held
 
@@ -36,7 +36,9 @@ MONITOR_S = 0.1  # the agent's polling interval; it reports the first rank that 
 ORPHANED = 255
 """Exit code of a `multiprocessing` process whose fork server was killed."""
 ORPHANS = "the process that ranks are forked from was killed, and they end with it; --resume continues from the last checkpoint"
-LINGER_S = 5 * MONITOR_S  # so that a killed rank is found before the peers that lost it
+LINGER_S = 5 * MONITOR_S
+LOST_S = 10.0
+"""Seconds from a rank's failure to its end, and the most if a peer was killed: the agent must find that one first."""
 NUMBERS = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT",
     "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NNODES", "SLURM_NODEID", "SLURM_JOB_ID",
@@ -247,7 +249,10 @@ def _local_rank(surroundings: rank_processes.Surroundings, entry: str, kind: str
         what = "symptom" if isinstance(error, (StallError, WorldError)) else what
         message = traceback.format_exc() if what == "defect" else str(error)
         Failure(rank, time.time(), what, message).leave(folder)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent sends it once it has found another one
         time.sleep(LINGER_S)
+        if ended_silently(folder):
+            time.sleep(LOST_S)
         leave(EXIT_DEFECT)
     if code in GOOD_ENDS:
         ended_well(rank, folder)

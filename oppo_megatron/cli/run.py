@@ -13,6 +13,7 @@ from oppo_megatron.cli.load import load_settings
 from oppo_megatron.cli.measure import describe_options, settle
 from oppo_megatron.cli.parser import add_config_arguments, at_least
 from oppo_megatron.cli.ready import ended_here, rank_table, require_ready
+from oppo_megatron.cli.signals import ending_by_signal
 from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.run import TrainConfig, TrainSettings
 from oppo_megatron.config.supervised import SupervisedConfig
@@ -78,6 +79,14 @@ def start(kind: str, settings: TrainSettings | SupervisedConfig, restarts: int =
     again = restarts or size > 1 or (isinstance(config, TrainConfig) and config.guards.action == "rollback")
     if not again:
         return launch(kind, config, size)
+    try:
+        with ending_by_signal():  # until the ranks run, and between two starts; else the launcher's relay hears them
+            return _launch_again(kind, config, size, restarts)
+    except SystemExit:
+        return EXIT_REQUEUE
+
+
+def _launch_again(kind: str, config: TrainConfig | SupervisedConfig, size: int, restarts: int) -> int:
     left = restarts
     while True:
         try:

@@ -47,8 +47,8 @@ class SignalRelay:
             yield
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and not list(rank_processes(psutil.Process())):
-            raise KeyboardInterrupt  # nothing has begun
+        if self._saves and not list(rank_processes(psutil.Process())):  # nothing has begun, or all is done
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(EXIT_REQUEUE)
         self.code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE
         if self._asked_at is None:
             self._asked_at = time.monotonic()
@@ -91,7 +91,7 @@ def interrupts_from_here_alone() -> Iterator[None]:
 
 @contextmanager
 def ending_by_signal() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into SystemExit with a shell's exit code, so that cleanup ends child processes."""
+    """Turn SIGTERM, SIGHUP and SIGUSR1 into SystemExit with a shell's exit code, so that cleanup ends child processes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -99,5 +99,5 @@ def ending_by_signal() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
-    with _handled({number: end for number in (signal.SIGTERM, signal.SIGHUP) if hears(number)}):
+    with _handled({number: end for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if hears(number)}):
         yield

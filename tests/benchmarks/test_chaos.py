@@ -1,14 +1,18 @@
 """The chaos command's judgement: what a rank was at, and what it finds different between two runs."""
 
 import json
+import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from oppo_megatron.rundir.directory import RunDirectory
-from tools.chaos import differences, phase_of
+from tools.chaos import Victims, differences, phase_of
 
 ENTRY = '  File "/x/oppo_megatron/train/entry.py", line 40 in run_rank\n  File "/x/oppo_megatron/cli/launch.py", line 9 in f\n'
 THREAD = 'Thread 0x1 (most recent call first):\n  File "/usr/lib/threading.py", line 5 in wait\n\n'
@@ -50,6 +54,12 @@ def repeat_a_line(path: Path) -> None:
 
 def drop_a_line(path: Path) -> None:
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+
+
+def test_no_kill_waits_for_more_steps_than_it_was_drawn_after(tmp_path: Path) -> None:
+    process: Any = SimpleNamespace(poll=lambda: None)
+    begun, victims = time.monotonic(), Victims(os.getpid(), run(tmp_path, "of two steps"), tmp_path, 1)
+    assert not victims.sleep(process, 60.0, 2) and time.monotonic() - begun < 30
 
 
 def test_runs_that_differ_in_times_only_are_the_same(tmp_path: Path) -> None:

@@ -193,9 +193,6 @@ def test_bounds_of_all_blocks_are_those_of_each(seed: int, mode: Mode) -> None:
     assert {number: bound for number, bound in enumerate(bounds.tolist()) if bound != float("inf")} == alone
 
 
-"""Share of the printed seconds by which a longer simulation may differ."""
-
-
 def drawn_task(rng: random.Random) -> Task:
     preset, layers = rng.choice(["ppo", "grpo", "dapo", "online_dpo"]), rng.choice([4, 8, 16])
     prompt, response = rng.choice([64, 256, 1000]), rng.choice([64, 128, 256])

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
+import psutil
+
 FOLDER = "OPPO_FAILURES"
 """Environment variable: folder for failures of ranks that `oppo` started."""
 CALLS = ".calls"
@@ -39,6 +41,21 @@ class Failure:
 
 def ended_well(rank: int, folder: Path) -> None:
     (folder / f"{rank}{WELL}").touch()
+
+
+def ended_silently(folder: Path) -> bool:
+    """True if a rank with a process id in `folder` has ended and left no record: the system killed it, or the user's code."""
+    known = {path.name.partition(".")[0] for path in folder.iterdir() if path.suffix in (WELL, ".json")}
+    ids = [path.read_text(encoding="utf-8") for path in folder.glob("*.pid") if path.stem not in known]
+    return not all(runs(int(number)) for number in ids if number)
+
+
+def runs(pid: int) -> bool:
+    """False for a process that is gone, or has ended and whose parent has not asked for its exit code."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def read_failures(folder: Path) -> Iterator[Failure]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from oppo_megatron.cluster.liveness.failures import WELL, Failure
+from oppo_megatron.cluster.liveness.failures import WELL, Failure, runs
 from oppo_megatron.cluster.liveness.stalls import Watch, board_at, tick_s
 from oppo_megatron.cluster.liveness.watchdog import verdict_within_s
 from oppo_megatron.cluster.rendezvous import MeetingPoint
@@ -117,7 +117,4 @@ class Supervisor:
 
 
 def _runs(rank: psutil.Process | None) -> bool:
-    try:
-        return rank is not None and rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return rank is not None and rank.is_running() and runs(rank.pid)

@@ -129,11 +129,11 @@ class Task:
         return int(cluster.gpu.memory_bytes * (1 - self.margin))
 
     def accepts(self, plan: Plan) -> bool:
-        """Also check memory if the reference shares weights, which the search does not count."""
+        """Also check memory if the reference may share the actor's weights: the search counts none of its own."""
         config = planned_config(self.config, plan)
         if self.check(config):
             return False
-        if config.actor.lora is None or config.reference is not None:
+        if self.config.actor.lora is None or self.config.reference is not None:
             return True
         return Fullest.of(config, on_cpu=self.on_cpu).held <= self.budget(self.cluster_of(world_size(config)))
 
