@@ -116,7 +116,7 @@ gpu-pack: $(INSTALLED)
 
 # An index has torch with CUDA alone: 3 GB to fetch and 6 GB of disk for each Python, once.
 test-python: $(INSTALLED_TEST)
-	$(BIN)/oppo demo --quick --fresh --out $(VENV)/demo && $(BIN)/oppo validate $(VENV)/demo/oppo/config.yaml
+	$(BIN)/oppo demo --quick --fresh --out $(VENV)/demo && $(BIN)/oppo validate $(VENV)/demo/oppo/config.yaml run_dir=$(VENV)/run
 	$(PYTEST) -q -n $(JOBS) $(wildcard tests/unit/test_config_*.py) tests/parity/test_hf_logits.py
 
 test-slurm: $(INSTALLED_TEST)
