@@ -9,6 +9,7 @@
 #   make hooks   installs the pre-commit hooks
 #   make docs    builds docs/ as a site into build/site; a link that leads nowhere is an error
 #   make test-core VERSION=0.19.2    the tests of models and runs on another megatron-core, put into .core
+#   make test-python PYTHON=python3.12    the demo, settings and logits on another Python, in an environment in build
 #   make test-wandb    the test of the tracker with the real wandb, installed into .wandb
 #   make test-gpulibs  calls of transformer-engine, flash-attn and apex against their Python, put into .gpulibs; no GPU needed
 #   make test-aligner    creates .venv-aligner, tests the NeMo-Aligner plugin against the real package
@@ -20,7 +21,7 @@ SUPPORTED := import sys; sys.exit(sys.version_info < (3, 10))
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10; do \
 	$$python -c '$(SUPPORTED)' 2>/dev/null && { echo $$python; break; }; done)
 
-VENV := .venv
+VENV := $(if $(filter test-python,$(MAKECMDGOALS)),build/$(notdir $(PYTHON)),.venv)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 INSTALLED := $(VENV)/.installed
@@ -62,7 +63,7 @@ PURE := tests/architecture $(wildcard $(addprefix tests/unit/test_, $(addsuffix 
 # Every process of the tests would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test test-long test-aligner lint docs hooks gpu-rehearsal gpu-test gpu-pack test-core test-slurm test-wandb test-gpulibs test-oracles bench-trl clean
+.PHONY: demo check test test-long test-aligner lint docs hooks gpu-rehearsal gpu-test gpu-pack test-core test-python test-slurm test-wandb test-gpulibs test-oracles bench-trl clean
 
 demo: $(INSTALLED)
 	$(BIN)/oppo demo
@@ -112,6 +113,11 @@ gpu-test:
 
 gpu-pack: $(INSTALLED)
 	$(BIN)/python benchmarks/gpu_node/pack.py $(ARGS)
+
+# An index has torch with CUDA alone: 3 GB to fetch and 6 GB of disk for each Python, once.
+test-python: $(INSTALLED_TEST)
+	$(BIN)/oppo demo --quick --fresh --out $(VENV)/demo && $(BIN)/oppo validate $(VENV)/demo/oppo/config.yaml run_dir=$(VENV)/run
+	$(PYTEST) -q -n $(JOBS) $(wildcard tests/unit/test_config_*.py) tests/parity/test_hf_logits.py
 
 test-slurm: $(INSTALLED_TEST)
 	OPPO_SLURM_ALL=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/slurm tests/unit/test_cli_slurm.py
