@@ -31,7 +31,7 @@ TOKENIZER = CharacterTokenizer()
 
 def plain_set(num_rows: int, responses_per_prompt: int = 1) -> PromptSet:
     rows = [Prompt(-1, i, chr(97 + i), (97 + i,), {}, f"f:{i + 1}") for i in range(num_rows)]
-    return PromptSet(rows, 0, 0, 0, responses_per_prompt)
+    return PromptSet(rows, responses_per_prompt=responses_per_prompt)
 
 
 def load(path: Path, check: Any = None, **settings: Any) -> tuple[PromptSet, Quarantine]:
