@@ -56,8 +56,7 @@ def test_overrides_reach_sections_lists_and_null_sections(good: Path) -> None:
     config = load_config(TrainConfig, good, [*given, "data.prompt_template='a={prompt}'"])
     assert config.data.prompt_template == "a={prompt}"
     assert (config.seed, config.overlap.delta.max, config.rewards[0].weight) == (7, 6, 0.5)
-    assert config.actor.optimizer.lr == 1e-4 and config.critic.optimizer.lr == 1e-5
-    assert config.ppo.kl.target == 3
+    assert config.actor.optimizer.lr == 1e-4 and config.critic.optimizer.lr == 1e-5 and config.ppo.kl.target == 3
     assert config.data.path == Path("rows.jsonl")  # relative to the current directory, not to the file
 
 

@@ -103,8 +103,7 @@ def test_what_a_file_is_written_in_is_told_from_its_content(tmp_path: Path, name
     path = tmp_path / name
     path.write_bytes(content())
     rows, _ = read(path)
-    assert [row.values for row in rows] == ROWS
-    assert [row.line for row in rows] == lines
+    assert [row.values for row in rows] == ROWS and [row.line for row in rows] == lines
     assert [row.index for row in rows] == [0, 1, 2] and {row.file for row in rows} == {str(path)}
 
 
@@ -290,8 +289,7 @@ def test_all_bad_rows_are_in_one_error_or_set_aside_and_written(tmp_path: Path) 
     with pytest.raises(DataError) as caught:
         problems.raise_errors()
     message = str(caught.value)
-    assert message.startswith("6 rows")
-    assert [line for line in range(1, 11) if f"{path}:{line}:" in message] == BAD_LINES
+    assert message.startswith("6 rows") and [line for line in range(1, 11) if f"{path}:{line}:" in message] == BAD_LINES
     for reason in ("not JSON", "a JSON list", "not UTF-8", "blank", "NaN", "data.bad_rows=quarantine"):
         assert reason in message
     rows, quarantine = read(path, bad_rows="quarantine")
