@@ -113,7 +113,6 @@ def test_a_removed_key_of_a_list_and_what_cannot_be_removed(good: Path) -> None:
     ("data.path=[a", "override `data.path=[a` cannot be applied"), ("seed=${nowhere}", "`seed` cannot be resolved"),
     ("seed=???", "`seed` cannot be resolved"),
     (r'data.prompt_template="a\0{prompt}"', "`data.prompt_template` has a NUL at character 1; remove it"),
-    (r'rollout.stop=[".", "\ud83d"]', "`rollout.stop.1` is not text: half of a surrogate pair at character 0; remove it"),
 ])  # fmt: skip
 def test_one_wrong_setting_is_one_sentence(good: Path, override: str, expected: str) -> None:
     problems = problems_of(good, override)
