@@ -151,8 +151,7 @@ def test_a_length_trace_is_read_first(config: Path, capsys: pytest.CaptureFixtur
     err = refused(capsys, *command, config, "rollout.forced_lengths=lengths.csv", "ppo.minibatches=3")
     assert "2 problems" in err and "ppo.minibatches 3 does not divide" in err
     assert "rollout.forced_lengths: 1 row cannot be used" in err
-    assert "lengths.csv:3: `GeneratedTokens` is 'nan', but must be a whole number" in err
-    assert not Path("run").exists()
+    assert "lengths.csv:3: `GeneratedTokens` is 'nan', but must be a whole number" in err and not Path("run").exists()
 
 
 def test_validate_finds_the_kind(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
