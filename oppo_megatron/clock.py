@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 TELL_S = 5.0
 """Seconds between two lines about a long phase."""
@@ -43,6 +45,28 @@ class ByTime:
             self._tell(f"{line}, {format_duration(now - self._started)}")
 
 
+@contextmanager
+def while_silent(what: Callable[[], str], tell: Callable[[str], None]) -> Iterator[None]:
+    """Tell every `TELL_S` seconds, from a thread, of work that does not report itself."""
+    started, ended = time.monotonic(), threading.Event()
+
+    def report() -> None:
+        while not ended.wait(TELL_S):
+            tell(f"{what()}, {format_duration(time.monotonic() - started)}")
+
+    thread = threading.Thread(target=report, name="report", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def by_time(*, is_owner: bool = True) -> Callable[[str], None]:
     """Report a long phase on stderr, if owner."""
-    return ByTime(lambda line: print(line, file=sys.stderr, flush=True)) if is_owner else lambda line: None
+    return ByTime(to_stderr) if is_owner else lambda line: None

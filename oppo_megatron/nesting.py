@@ -1,4 +1,4 @@
-"""Limits the nesting of JSON and YAML, which may overflow their parsers' stack."""
+"""Refuses JSON and YAML whose nesting may overflow their parsers' stack, and text that no file or tokenizer takes."""
 
 from __future__ import annotations
 
@@ -73,6 +73,17 @@ def check_value(value: Any) -> None:
         if not level:
             return
     raise DataError(f"lists or objects are nested deeper than {DEEPEST}; leave them out, or flatten them")
+
+
+def text_fault(text: str) -> str | None:
+    """Name a NUL or half a surrogate pair, which tokenizers do not accept."""
+    if (place := text.find("\0")) >= 0:
+        return f"has a NUL at character {place}"
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"is not text: half of a surrogate pair at character {error.start}"
+    return None
 
 
 def read_yaml(text: str | bytes) -> Any:

@@ -16,6 +16,16 @@ TIE = 2.0**-20
 """Share of the largest score by which equal ones may differ: eight float32 roundings, as between micro-batches."""
 
 
+class TypedText(str):
+    """Text of a time or identifier that a typed file (Parquet) holds as such: neither a prompt nor an answer."""
+
+    __slots__ = ()
+
+    @property
+    def fault(self) -> str:
+        return f"is a time or an identifier ({self:.40}), and not text; name another column, or write it as text"
+
+
 def field_at(fields: Mapping[str, Any], name: str) -> Any:
     """Column `name`; `a.b` is also key `b` of column `a`.  Raises KeyError."""
     if name in fields:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from oppo_megatron.cli.signals import SignalRelay, interrupts_from_here_alone
+from oppo_megatron.clock import to_stderr, while_silent
 from oppo_megatron.cluster import rank_processes
 from oppo_megatron.cluster.liveness.failures import FOLDER, Failure, ended_silently, ended_well, ended_within, read_failures
 from oppo_megatron.errors import EXIT_AGAIN, EXIT_INTERRUPTED, EXIT_REQUEUE, ConfigError, OppoError, StallError, WorldError
@@ -70,7 +71,7 @@ def launch(kind: str, config: Any, world_size: int, entry: str = ENTRY, *, in_pr
         with _environment(_local_ranks()):
             return _run_entry(entry, kind, config)
     forks = rank_processes.start_method(config) == "forkserver"
-    with signals_held():  # import what starts ranks, here and in a fork server at the same time
+    with importing():  # import what starts ranks, here and in a fork server at the same time
         if forks:
             rank_processes.begin_fork_server()
         importlib.import_module("torch.distributed.launcher.api")
@@ -179,9 +180,16 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Hold signals, and report every few seconds: on a busy machine, imports take a minute."""
+    with signals_held(), while_silent(lambda: "importing libraries", to_stderr):
+        yield
+
+
 def _run_entry(entry: str, kind: str, config: Any) -> int:
     module, _, function = entry.partition(":")
-    with signals_held():
+    with importing():
         run = getattr(importlib.import_module(module), function)
     return int(run(kind, config) or 0)
 

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from oppo_megatron import __version__
-from oppo_megatron.cli.launch import EXIT_DEFECT, is_among_peers, leave, quiet_torch
+from oppo_megatron.cli.launch import EXIT_DEFECT, importing, is_among_peers, leave, quiet_torch
 from oppo_megatron.cli.parser import Parser, add_debug_argument
 from oppo_megatron.errors import DISK_FULL, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, OppoError
-from oppo_megatron.processes import outlive_terminal, signals_held
+from oppo_megatron.processes import outlive_terminal
 
 EXIT_WRONG_INPUT = 2
 
@@ -108,7 +108,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     for command in COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.help, description=f"{command.help}.")
         if command.name == chosen:
-            with signals_held():  # extension modules do not expect KeyboardInterrupt: pydantic makes a SchemaError of it
+            with importing():  # extension modules do not expect KeyboardInterrupt: pydantic makes a SchemaError of it
                 module = importlib.import_module(command.module)
             add_debug_argument(subparser)
             module.add_arguments(subparser)

@@ -30,7 +30,7 @@ from oppo_megatron.nesting import read_json
 from oppo_megatron.processes import started
 from oppo_megatron.rundir.directory import RunDirectory, write_json
 from oppo_megatron.rundir.metrics_log import read_metrics
-from oppo_megatron.train.inputs import read_inputs
+from oppo_megatron.train.inputs import read_inputs, try_answers
 
 Tell = Callable[[str], None]
 START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from oppo_megatron.cli.main import main; sys.exit(main())"
@@ -82,7 +82,7 @@ def measure_placements(
 ) -> dict[str, Any]:
     """Write `placement.json` and return its content. Raises PlacementError, and errors of rows and rewards."""
     # Raise errors that every run would meet (a bad row, a reward setting) once, before the runs.
-    read_inputs(settings).rewards.close()
+    try_answers(read_inputs(settings), settings, every=False)
     run = RunDirectory(settings.run_dir)
     if run.placement_runs.exists():
         shutil.rmtree(run.placement_runs)

@@ -77,10 +77,9 @@ def _run_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data: bo
     if not isinstance(settings, TrainSettings):
         yield from _supervised_rows(settings)
         return
-    inputs = read_inputs(settings, by_time())
-    refused = try_answers(inputs, settings)
+    inputs = try_answers(read_inputs(settings, by_time()), settings)
     yield describe_batch(settings)
-    yield from (*describe_inputs(inputs), *refused, *describe_first(inputs.quarantine), *unreached_services(settings))
+    yield from (*describe_inputs(inputs), *describe_first(inputs.quarantine), *unreached_services(settings))
 
 
 def _service_lines(path: Path, overrides: Sequence[str], *, skip_data: bool) -> Iterator[str]:

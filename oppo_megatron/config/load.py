@@ -20,9 +20,9 @@ from pydantic import ValidationError
 
 from oppo_megatron.config.base import Section
 from oppo_megatron.config.explain import explain, takes_null, wrong_paths
-from oppo_megatron.config.paths import missing_path, shown_secrets
+from oppo_megatron.config.paths import missing_path, shown_secrets, texts_of
 from oppo_megatron.errors import ConfigError, DataError
-from oppo_megatron.nesting import DEEPEST_YAML, check_yaml
+from oppo_megatron.nesting import DEEPEST_YAML, check_yaml, text_fault
 
 MOST_REFERENCES = 50
 """Different references of one file: each may lead to the next one."""
@@ -68,6 +68,8 @@ def load_config(
         raise ConfigError([*problems, f"`{error.full_key}` cannot be resolved: {reason}; correct the reference"]) from error
     if secrets := shown_secrets(data, os.environ):
         raise ConfigError(secrets)  # before anything else could show them
+    if faults := [f"`{key}` {fault}; remove it" for key, text in texts_of(data) if (fault := text_fault(text))]:
+        raise ConfigError([*problems, *faults])
     config: SectionT | None
     wrong: Sequence[Sequence[str | int]] = ()
     try:

@@ -107,18 +107,19 @@ def shown_secrets(settings: Any, environment: Mapping[str, str]) -> list[str]:
     return [
         f"`{key}` holds the value of the environment variable {name}, by its name a secret, and the run's config.yaml would "
         "show it; leave it out: libraries read it from the environment themselves"
-        for key, text in _texts(settings, "")
+        for key, text in texts_of(settings)
         for name, value in secrets.items()
         if value in text
     ]
 
 
-def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+def texts_of(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every text of a tree of settings with its dotted key."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):
         for name, item in value.items():
-            yield from _texts(item, f"{key}.{name}" if key else str(name))
+            yield from texts_of(item, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            yield from _texts(item, f"{key}.{index}")
+            yield from texts_of(item, f"{key}.{index}")

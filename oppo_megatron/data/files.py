@@ -27,6 +27,7 @@ SAVED = ("state.json", "dataset_dict.json")
 NOT_ROWS = ("dataset_info.json", "dataset_infos.json", *SAVED)
 PEEKED_BYTES = 1 << 9
 WEB_PAGE = "a web page; fetch the file itself (the link to the raw file), not the page that shows it"
+ENCRYPTED = "encrypted; decrypt it, and name the decrypted file"
 PICKLE = "a Python pickle, which is not read because it may run code; write the rows as JSONL"
 FOREIGN: dict[bytes, str] = {
     b"version https://git-lfs": "a pointer of Git LFS and not the file itself; fetch it with `git lfs pull`",
@@ -36,6 +37,10 @@ FOREIGN: dict[bytes, str] = {
     b"PK\x03\x04": "a zip archive (or a spreadsheet, which is one); unpack it, or save the sheet as CSV",
     b"ARROW1": "an Arrow file; name the folder that `save_to_disk` wrote, or write Parquet (`Dataset.to_parquet`)",
     b"\xff\xff\xff\xff": "an Arrow stream; name the folder that `save_to_disk` wrote, which holds state.json",
+    b"PARE": f"a Parquet file that is {ENCRYPTED}",
+    b"-----BEGIN PGP": ENCRYPTED,
+    b"age-encryption.org": ENCRYPTED,
+    b"Salted__": ENCRYPTED,
     b"\x80\x04": PICKLE,
     b"\x80\x05": PICKLE,
     b"SQLite format 3": "an SQLite database; export the table as CSV",
@@ -236,8 +241,11 @@ def _parquet_rows(stream: BinaryIO, file: Path) -> Iterator[Numbered]:
                 twice = len(row) < batch.num_columns
                 yield number, DataError("two columns have one name; rename one of them") if twice else plain_row(row)
     except (pyarrow.ArrowException, OSError) as error:
+        said = str(error).splitlines()[0]
+        if "ecrypt" in said:  # some columns are encrypted, and not the footer
+            raise DataError(f"{file} is {FOREIGN[b'PARE']}") from error
         where = f"{file}: a Parquet file that cannot be read beyond row {number}"
-        raise DataError(f"{where} ({str(error).splitlines()[0]}); write or fetch it again") from error
+        raise DataError(f"{where} ({said}); write or fetch it again") from error
     except (ValueError, OverflowError) as error:
         said = str(error).partition("\n")[0]
         raise DataError(f"{file}: a time after row {number} is none of Python's ({said}); write times as text") from error

@@ -11,7 +11,8 @@ from typing import Any
 from uuid import UUID
 
 from oppo_megatron.errors import DataError
-from oppo_megatron.nesting import DEEPEST, check_value, read_json, read_strict_json, too_deep_at
+from oppo_megatron.nesting import DEEPEST, check_value, read_json, read_strict_json, text_fault, too_deep_at
+from oppo_megatron.records import TypedText
 
 BOM, GZIP = b"\xef\xbb\xbf", b"\x1f\x8b"
 SPACES = re.compile("[ \t\r\n\ufeff]*")
@@ -158,12 +159,10 @@ def _plain(value: Any, column: str) -> Any:
         if value == value.to_integral_value():
             return int(value)
         return float(value) if Decimal(repr(float(value))) == value else str(value)  # all of its digits
-    if isinstance(value, (date, time)):  # a datetime is a date
-        return value.isoformat()
+    if isinstance(value, (date, time, UUID)):  # a datetime is a date
+        return TypedText(value if isinstance(value, UUID) else value.isoformat())
     if isinstance(value, timedelta):
         return value.total_seconds()
-    if isinstance(value, UUID):
-        return str(value)
     with suppress(UnicodeDecodeError, AttributeError):
         return value.decode("utf-8")
     what = f"{type(value).__name__} that is neither text nor a number"
@@ -181,10 +180,5 @@ def check_texts(row: dict[str, Any]) -> None:
             elif isinstance(item, (list, tuple)):
                 left += item
             elif isinstance(item, str):
-                if (place := item.find("\0")) >= 0:
-                    raise DataError(f"column {column!r:.60} has a NUL at character {place}")
-                try:
-                    item.encode("utf-8")
-                except UnicodeEncodeError as error:
-                    half = f"half of a surrogate pair at character {error.start}"
-                    raise DataError(f"column {column!r:.60} is not text: {half}") from error
+                if fault := text_fault(item):
+                    raise DataError(f"column {column!r:.60} {fault}")

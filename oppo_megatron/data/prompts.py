@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,17 +22,30 @@ MAX_SEED = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """`rows`: without numbers in the stream (`seq_id` -1). `chats`: rows that the chat template rendered."""
+    """`rows`: without numbers in the stream (`seq_id` -1). `truncated`, `chats`: rows that were cut, or that the chat template
+    rendered."""
 
     rows: list[Prompt]
-    num_duplicates: int
-    num_truncated: int
-    num_quarantined: int
+    truncated: frozenset[int] = frozenset()
+    num_quarantined: int = 0
     responses_per_prompt: int = 1
     chats: frozenset[int] = frozenset()
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def num_duplicates(self) -> int:
+        return len(self.rows) - len({row.tokens for row in self.rows})
+
+    @property
+    def num_truncated(self) -> int:
+        return sum(row.row in self.truncated for row in self.rows)
+
+    def without(self, places: Collection[int]) -> PromptSet:
+        """Set the rows at `places` aside."""
+        rows = [row for place, row in enumerate(self.rows) if place not in places]
+        return replace(self, rows=rows, num_quarantined=self.num_quarantined + len(places))
 
     @property
     def rollouts_per_pass(self) -> int:
@@ -53,7 +66,7 @@ def load_prompts(
     """`bad_rows` also covers rows that `check` refuses. Truncation keeps the END. Raises DataError, also if no row is left."""
     problems, is_first = RowProblems(quarantine), not quarantine.first
     rows: list[Prompt] = []
-    num_truncated = 0
+    truncated = set[int]()
     examples = read_prompts(config, tokenizer, problems)
     for number, example in enumerate(examples):
         file, line, most = example.row.file, example.row.line, config.max_prompt_tokens
@@ -76,14 +89,13 @@ def load_prompts(
         if len(tokens) > most:
             tokens = end_of_prompt(tokenizer, tokens, most)
             text = tokenizer.decode(tokens)
-            num_truncated += 1
+            truncated.add(example.row.index)
         rows.append(Prompt(-1, example.row.index, text, tuple(tokens), example.fields, f"{file}:{line}"))
     require_some(len(rows), config, problems)
     if is_first:
         quarantine.first = {"prompt": rows[0].text}
-    num_duplicates = len(rows) - len({row.tokens for row in rows})
     chats = frozenset(example.row.index for example in examples if example.chat)
-    return PromptSet(rows, num_duplicates, num_truncated, problems.num_quarantined, responses_per_prompt, chats)
+    return PromptSet(rows, frozenset(truncated), problems.num_quarantined, responses_per_prompt, chats)
 
 
 class PromptStream(Iterator[Prompt]):

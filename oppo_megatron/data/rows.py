@@ -133,6 +133,7 @@ def read_rows(config: RowsConfig, problems: RowProblems, templates: Sequence[str
     num_seen = 0
     files = [file for path in _paths(config) for file in data_files(path, problems.quarantine.note)]
     for path in files:
+        before = num_seen
         for line, content in file_rows(path):
             problems.quarantine.progress(f"reading {path}: {num_seen} rows")
             if config.max_rows is not None and num_seen == config.max_rows:
@@ -142,6 +143,9 @@ def read_rows(config: RowsConfig, problems: RowProblems, templates: Sequence[str
             else:
                 rows.append(Row(num_seen, str(path), line, content))
             num_seen += 1
+        else:
+            if num_seen == before:
+                problems.quarantine.note(f"{path} holds no row")
     if not rows:
         require_some(0, config, problems)
     return rows

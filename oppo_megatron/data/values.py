@@ -10,7 +10,7 @@ from oppo_megatron.data.columns import Message, role_of
 from oppo_megatron.data.rows import Row
 from oppo_megatron.errors import DataError
 from oppo_megatron.nesting import read_json
-from oppo_megatron.records import field_at, field_names
+from oppo_megatron.records import TypedText, field_at, field_names
 
 Value = str | list[Message]
 """Text, or messages with `role` and `content`."""
@@ -87,6 +87,8 @@ def _listed(row: Row, column: str) -> list[Any]:
 
 
 def _checked_text(text: str, what: str) -> str:
+    if isinstance(text, TypedText):
+        raise DataError(f"{what} {text.fault}")
     if not text.strip():
         raise DataError(f"{what} is empty")
     return text

@@ -11,7 +11,7 @@ from itertools import count
 
 import torch.distributed as dist
 
-from oppo_megatron.clock import ByTime
+from oppo_megatron.clock import ByTime, to_stderr
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.hosts import show_hosts
 from oppo_megatron.cluster.process_groups import use_once
@@ -113,7 +113,7 @@ def _grow(
 def _fill(request: Request, to: OutputFile, policy: LoadedPolicy, world: World) -> None:
     decode = policy.tokenizer.decode
     file = ResponseFile(to, request.prompts, request.samples, decode)
-    left, say, tokens = file.left, ByTime(lambda line: print(line, file=sys.stderr, flush=True), SHOW_EVERY_S), 0
+    left, say, tokens = file.left, ByTime(to_stderr, SHOW_EVERY_S), 0
     if world.size > 1:
         dist.barrier()  # all have read the file before it is written again
     responses = _decoder(request, policy, FILE_STEPS).decode(left)

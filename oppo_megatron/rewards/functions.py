@@ -104,11 +104,11 @@ class RewardSum:
             except RewardError as error:
                 raise RewardError(f"reward part {summand.label!r}: {error}") from error
 
-    def unusable(self, rows: Sequence[Fields], tell: Callable[[str], None] = print) -> dict[int, str]:
-        """Why rows cannot be scored, by row."""
+    def unusable(self, rows: Sequence[Fields], tell: Callable[[str], None] = print, *, every: bool = True) -> dict[int, str]:
+        """Why rows cannot be scored, by row. `every`: also try rows that surely can."""
         found = dict[int, str]()
         for summand in self.summands:
-            for place, reason in summand.function.unusable(rows, tell).items():
+            for place, reason in summand.function.unusable(rows, tell, every=every).items():
                 found.setdefault(place, f"reward part {summand.label!r}: {reason}")
         return found
 

@@ -30,8 +30,8 @@ class Part:
     def check(self, fields: Fields) -> None:
         """Raise RewardError if a response to this row could not be scored."""
 
-    def unusable(self, rows: Sequence[Fields], tell: Callable[[str], None]) -> dict[int, str]:
-        """Why rows cannot be scored within the limits, by row."""
+    def unusable(self, rows: Sequence[Fields], tell: Callable[[str], None], *, every: bool) -> dict[int, str]:
+        """Why rows cannot be scored within the limits, by row. `every`: also try rows that surely can."""
         return {}
 
     def score(self, item: ScoreItem, num_tokens: int | None) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 from oppo_megatron.clock import ByTime
 from oppo_megatron.config.rewards import Limits, RewardPart, compile_pattern
 from oppo_megatron.errors import ConfigError, RewardError
-from oppo_megatron.records import field_at, field_names, nearest_field
+from oppo_megatron.records import TypedText, field_at, field_names, nearest_field
 from oppo_megatron.rewards.isolation import IsolatedFunction, Unanswered
 from oppo_megatron.rewards.parts import Fields, Part, RulePart
 from oppo_megatron.rewards.protocol import ScoreItem
@@ -35,7 +35,10 @@ def column(fields: Fields, answer: str) -> Any:
     """The column `answer`, or verl's. Raises `RewardError` if missing."""
     for name in (answer, *([VERLS_ANSWER] if answer == "answer" else [])):
         with suppress(KeyError):
-            return field_at(fields, name)
+            value = field_at(fields, name)
+            if isinstance(value, TypedText):
+                raise RewardError(f"column {name!r} {value.fault}")
+            return value
     names = list(field_names(fields))
     near = nearest_field([answer, "ground_truth"], names)
     named = f", the nearest is `answer: {near}`" if near else ""
@@ -93,7 +96,7 @@ def _isolated_rule(part: RewardPart, limits: Limits, environment: Mapping[str, s
         def expected(fields: Fields) -> dict[str, Any]:
             return {math_answers.ANSWER: math_answers.expected_text(column(fields, part.answer))}
 
-        trial = Trial(math_answers.PROBE, math_answers.needs_library)
+        trial = Trial(math_answers.PROBE, math_answers.needs_library, math_answers.may_take_long)
         return IsolatedRule(lambda: IsolatedFunction(math_answers.ENTRY_POINT, {}, limits, environment), expected, trial=trial)
 
     options = {"wall_s": limits.wall_s, "memory_mb": limits.memory_mb, "partial_credit": part.lenient}
@@ -114,10 +117,12 @@ PROCESSES = 4
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Tries expected answers by scoring `response`, if their columns are `needed`; NaN: comparable only as text."""
+    """Tries expected answers by scoring `response`; NaN: comparable only as text. The library reads those that are `needed`,
+    and may not come to an end over the `long` ones among them."""
 
     response: str
     needed: Callable[[Fields], bool]
+    long: Callable[[Fields], bool]
 
 
 class IsolatedRule(Part):
@@ -150,17 +155,18 @@ class IsolatedRule(Part):
     def score(self, item: ScoreItem, num_tokens: int | None) -> float:
         return self.result(item.seq_id)
 
-    def unusable(self, rows: Sequence[Fields], tell: Callable[[str], None]) -> dict[int, str]:
-        """Try each distinct expected answer once."""
+    def unusable(self, rows: Sequence[Fields], tell: Callable[[str], None], *, every: bool) -> dict[int, str]:
+        """Try each distinct expected answer; one that fails is tried again, as the machine may have been busy."""
         if self._trial is None:
             return {}
-        read = [self._read(fields) for fields in rows]
-        tried = {str(fields): row for row, fields in zip(rows, read, strict=True) if self._trial.needed(fields)}
+        read, doubtful = [self._read(fields) for fields in rows], self._trial.needed if every else self._trial.long
+        tried = {str(fields): row for row, fields in zip(rows, read, strict=True) if doubtful(fields)}
         self.request([ScoreItem(-1 - i, "", self._trial.response, row) for i, row in enumerate(tried.values())])
         tell_by_time, texts = ByTime(tell), list[str]()
         for number, answer in enumerate(tried):
             if math.isnan(self.result(-1 - number)):
                 texts.append(answer)
+            self._tried.setdefault(answer, None)
             tell_by_time(f"trying expected answers: {number + 1} of {len(tried)}")
         if texts:
             shown = ", ".join(f"{answer:.100}" for answer in texts[:SHOWN])
@@ -213,22 +219,18 @@ class IsolatedRule(Part):
             return 0.0
         try:
             return function(item.prompt, item.response, fields)
-        except Unanswered as error:
+        except Unanswered:
             if self._trial is not None and str(fields) not in self._tried:
-                self._try(function, fields, item.response, error)
+                self._try(function, fields, self._trial.response, is_trial=item.response == self._trial.response)
             return 0.0
 
-    def _try(self, function: IsolatedFunction, fields: dict[str, Any], response: str, error: Unanswered) -> None:
-        """Blame the row or the `response` for `error`; a row is reported and scores 0.0."""
-        assert self._trial is not None
+    def _try(self, function: IsolatedFunction, fields: dict[str, Any], response: str, *, is_trial: bool) -> None:
+        """Blame the row, and not its response, if `response` fails, too; in a run it is named, and scores 0.0."""
         self._tried[str(fields)] = None
         try:
-            if response != self._trial.response:
-                function("", self._trial.response, fields)
-                return
-        except Unanswered as again:
-            error = again
-        reason = f"the expected answer {str(next(iter(fields.values()))):.200} cannot be compared: {error}"
-        self._tried[str(fields)] = reason
-        if response != self._trial.response:
-            print(f"{reason}; its row is set aside: every response to it scores 0", file=sys.stderr, flush=True)
+            function("", response, fields)
+        except Unanswered as error:
+            reason = f"the expected answer {str(next(iter(fields.values()))):.200} cannot be compared: {error}"
+            self._tried[str(fields)] = reason
+            if not is_trial:
+                print(f"{reason}; every response to its row scores 0", file=sys.stderr, flush=True)

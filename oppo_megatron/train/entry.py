@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from oppo_megatron.clock import by_time
+from oppo_megatron.clock import by_time, to_stderr
 from oppo_megatron.cluster.liveness.watchdog import stacks_on_request, watched
+from oppo_megatron.cluster.process_groups import waiting_for
 from oppo_megatron.cluster.world import World, choose_device, open_world
 from oppo_megatron.config.derived import describe_batch
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_AGAIN, EXIT_REQUEUE
-from oppo_megatron.layout.placements import named_roles
+from oppo_megatron.layout.placements import named_roles, role_placements, scorers_leader
 from oppo_megatron.mcore.cpu import require_private_ops
 from oppo_megatron.mcore.device import memory_for
 from oppo_megatron.overcommit.ahead import NEW_RUN
@@ -24,11 +25,11 @@ from oppo_megatron.rundir.disk import clear_when_full
 from oppo_megatron.rundir.trace import merge_traces
 from oppo_megatron.schedule.weaving.costs import costs_tree
 from oppo_megatron.train.guard import RollBack, Rollbacks
-from oppo_megatron.train.inputs import Inputs, describe_inputs, read_inputs
+from oppo_megatron.train.inputs import Inputs, describe_inputs, read_inputs, refused_before, without_refused
 from oppo_megatron.train.memory_meter import require_memory
 from oppo_megatron.train.run_files import prepare_run_directory, save_role
 from oppo_megatron.train.saving.preemption import Preemption
-from oppo_megatron.train.saving.state import describe_missing, find_checkpoint, rest_of_run
+from oppo_megatron.train.saving.state import Found, describe_missing, find_checkpoint, rest_of_run
 from oppo_megatron.train.setup import build_loop, ppo_saver
 from oppo_megatron.train.supervised import task_of, train_supervised
 
@@ -69,7 +70,32 @@ def run_training(kind: str, config: Any) -> bool:
 
 def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preemption) -> bool:
     """Run PPO on this rank; False if asked to stop, after saving.  Raises RollBack to restart from the last checkpoint."""
-    found = find_checkpoint(config, world)
+    with closing(inputs):
+        found = find_checkpoint(config, world)
+        return _train(config, world, _without_refused(config, world, inputs, resumed=found is not None), preemption, found)
+
+
+def _without_refused(config: TrainConfig, world: World, inputs: Inputs, *, resumed: bool) -> Inputs:
+    """Set aside rows whose expected answers cannot be compared.  Collective: the rank that will score responses tries them."""
+    placements, before, refused = role_placements(config), RunDirectory(config.run_dir).quarantine, list[Any]()
+
+    def tell(line: str) -> None:
+        world.activity.beat()
+        to_stderr(line)
+
+    for rewards, prompts, name in inputs.judged():
+        source = scorers_leader(placements) if name == "data" else placements["actor"].output_rank()
+        found: list[Any] = [None]
+        with waiting_for(f"expected answers of {name}", world.activity, waits=world.rank != source):
+            if world.rank == source:
+                fields = [row.fields for row in prompts.rows]
+                found = [refused_before(prompts, before) if resumed else rewards.unusable(fields, tell, every=False)]
+            dist.broadcast_object_list(found, src=source)
+        refused += found
+    return without_refused(inputs, config, refused)
+
+
+def _train(config: TrainConfig, world: World, inputs: Inputs, preemption: Preemption, found: Found | None) -> bool:
     saver, run = ppo_saver(config, world, inputs.prompts, preemption), RunDirectory(config.run_dir)
     rollbacks = Rollbacks.of_run(run, inputs.prompts, config.seed, config.data.shuffle, resumed=found is not None)
     ahead, start = NEW_RUN, [describe_missing(config.run_dir)] if config.resume else []
@@ -81,9 +107,6 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
     with world.activity.doing("building models and caches"):
         loop = build_loop(config, world, inputs, saver, rollbacks, ahead)
     with ExitStack() as stack:
-        stack.callback(inputs.rewards.close)
-        if inputs.judges is not None:
-            stack.callback(inputs.judges.close)
         if loop.journal is not None:
             stack.enter_context(loop.journal)
             back = (each.describe() for each in rollbacks.done)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oppo_megatron.config.derived import batch_rows, members, verdict_lag
 from oppo_megatron.config.run import TrainConfig, TrainSettings
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.data.prompts import PromptSet, load_prompts
-from oppo_megatron.data.rows import Quarantine, RowProblems
+from oppo_megatron.data.rows import Quarantine, RowProblems, require_some
 from oppo_megatron.data.supervised_rows import describe_seen
 from oppo_megatron.data.tokenizer import Tokenizer, hidden_ids, load_tokenizer, require_stop_texts
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.nesting import read_json
 from oppo_megatron.overcommit.scheduler import VerdictClock
 from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
 from oppo_megatron.rewards.verifiers import literals
@@ -36,11 +39,21 @@ class Inputs:
     lengths: Quantile | None  # of a length trace
     warnings: list[str]  # of rewards that no response can earn
 
+    def close(self) -> None:
+        for rewards, _, _ in self.judged():
+            rewards.close()
+
+    def judged(self) -> Iterator[tuple[RewardSum, PromptSet, str]]:
+        """Yield rewards, the prompts whose responses they judge, and the section of these prompts."""
+        yield self.rewards, self.prompts, "data"
+        if self.heldout is not None and self.judges is not None:
+            yield self.judges, self.heldout, "evaluation.data"
+
     def counts(self) -> dict[str, dict[str, int]]:
-        sets = {"data": self.prompts} | ({} if self.heldout is None else {"evaluation.data": self.heldout})
         kinds = ("quarantined", "duplicates", "truncated")
         return {
-            name: {"prompts": len(rows)} | {kind: getattr(rows, f"num_{kind}") for kind in kinds} for name, rows in sets.items()
+            name: {"prompts": len(rows)} | {kind: getattr(rows, f"num_{kind}") for kind in kinds}
+            for _, rows, name in self.judged()
         }
 
 
@@ -60,20 +73,25 @@ def read_inputs(config: TrainSettings, progress: Callable[[str], None] = lambda 
     prompts = load_prompts(
         config.data, tokenizer, quarantine=quarantine, check=rewards.check, responses_per_prompt=members(config).size
     )
-    warming, passes = config.ppo.critic_warmup_steps, config.passes
-    if warming and passes is not None and len(prompts):
-        steps = -(-passes * prompts.rollouts_per_pass // batch_rows(config))
-        if steps <= warming:
-            raise ConfigError(
-                f"ppo.critic_warmup_steps is {warming}, but {passes} x {len(prompts)} prompts are {steps} steps, and the policy "
-                "would never be trained; lower it, or raise epochs"
-            )
+    _require_training(config, prompts)
     heldout = judges = None
     if config.evaluation is not None:
         judges = build_reward_functions(config.evaluation.metrics, max_response_tokens=longest)
         heldout = load_prompts(config.evaluation.data, tokenizer, quarantine=quarantine, check=judges.check)
     warnings = unearned_formats(config, tokenizer, prompts.rows[0].text)
     return Inputs(tokenizer, rewards, prompts, heldout, judges, quarantine, lengths, warnings)
+
+
+def _require_training(config: TrainSettings, prompts: PromptSet) -> None:
+    warming, passes = config.ppo.critic_warmup_steps, config.passes
+    if not warming or passes is None:
+        return
+    steps = -(-passes * prompts.rollouts_per_pass // batch_rows(config))
+    if steps <= warming:
+        raise ConfigError(
+            f"ppo.critic_warmup_steps is {warming}, but {passes} x {len(prompts)} prompts are {steps} steps, and the policy "
+            "would never be trained; lower it, or raise epochs"
+        )
 
 
 def unearned_formats(config: TrainSettings, tokenizer: Tokenizer, prompt: str) -> list[str]:
@@ -96,24 +114,33 @@ def unearned_formats(config: TrainSettings, tokenizer: Tokenizer, prompt: str) -
     return found
 
 
-def try_answers(inputs: Inputs, settings: TrainSettings) -> list[str]:
-    """Try answers that need a separate process, and close the rewards.  Returns lines on quarantined rows or raises DataError."""
-    found = 0
-    sets = [(inputs.rewards, inputs.prompts, settings.data)]
-    if settings.evaluation is not None and inputs.heldout is not None and inputs.judges is not None:
-        sets.append((inputs.judges, inputs.heldout, settings.evaluation.data))
-    for rewards, prompts, data in sets:
+def try_answers(inputs: Inputs, settings: TrainSettings, *, every: bool = True) -> Inputs:
+    """Set aside rows whose expected answers cannot be compared, and close the rewards.  Raises DataError by `data.bad_rows`."""
+    with closing(inputs):
+        refused = [rewards.unusable([row.fields for row in prompts.rows], every=every) for rewards, prompts, _ in inputs.judged()]
+    return without_refused(inputs, settings, refused)
+
+
+def without_refused(inputs: Inputs, settings: TrainSettings, refused: Sequence[Mapping[int, str]]) -> Inputs:
+    """Set rows aside; `refused`: reasons by place, for each set of `judged`.  Raises DataError by `data.bad_rows`."""
+    left = []
+    for (_, prompts, name), reasons in zip(inputs.judged(), refused, strict=True):
         problems = RowProblems(inputs.quarantine)
-        try:
-            refused = rewards.unusable([row.fields for row in prompts.rows])
-        finally:
-            rewards.close()
-        for place, why in refused.items():
+        data = settings.data if name == "data" or settings.evaluation is None else settings.evaluation.data
+        for place, why in reasons.items():
             file, _, line = prompts.rows[place].place.rpartition(":")
             problems.report(file, int(line), why, data.bad_rows)
-        problems.raise_errors(any_left=len(refused) < len(prompts))
-        found += len(refused)
-    return [f"{found} rows more are set aside as they are drawn, because their answers cannot be compared"] if found else []
+        require_some(len(prompts) - len(reasons), data, problems)
+        left.append(prompts.without(reasons))
+    _require_training(settings, left[0])
+    return replace(inputs, prompts=left[0], heldout=left[1] if len(left) > 1 else None)
+
+
+def refused_before(prompts: PromptSet, quarantine: Path) -> dict[int, str]:
+    """Rows that a run set aside before it was interrupted: a second trial, on a busy machine, may have another outcome."""
+    lines = quarantine.read_text(encoding="utf-8").splitlines() if quarantine.exists() else []
+    reasons = {f"{entry['file']}:{entry['line']}": entry["reason"] for entry in map(read_json, lines)}
+    return {place: reasons[row.place] for place, row in enumerate(prompts.rows) if row.place in reasons}
 
 
 def describe_inputs(inputs: Inputs) -> list[str]:

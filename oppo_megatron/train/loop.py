@@ -254,7 +254,7 @@ class TrainingLoop(Saveable):
     def restore(self, found: Found) -> None:
         left_out = self.rollbacks.left_out
         rest_of_run(found, self.saver.data, self.config, self.prompts, left_out)
-        self.saver.load(self.models, found)
+        self.saver.load(self, found)
         for role in (self.actor, self.critic):
             if role is not None:
                 role.role.publish()

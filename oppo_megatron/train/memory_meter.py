@@ -77,12 +77,13 @@ class MemoryByRank:
         return [(peak - base) / plan for base, peak, plan in zip(self.base, self.peak, planned, strict=True)]
 
     def describe(self, planned: Sequence[float]) -> str:
-        ratios = self.ratios(planned)
-        rank = max(range(len(ratios)), key=ratios.__getitem__)
+        """Name the rank that is furthest beyond its plan and what libraries hold, or else beyond its plan."""
+        ratios, fixed = self.ratios(planned), FIXED_MEBIBYTES * MEBIBYTE
+        rank = max(range(len(ratios)), key=lambda rank: (max(1.0, ratios[rank] - fixed / planned[rank]), ratios[rank]))
         used, plan = (round(size / MEBIBYTE) for size in (self.peak[rank] - self.base[rank], planned[rank]))
-        if plan < used < FIXED_MEBIBYTES:
+        if plan < used <= plan + FIXED_MEBIBYTES:
             return (
-                f"memory: {used} MiB above base on rank {rank}, but the plan has {plan}: in runs this small most of it is what "
+                f"memory: {used} MiB above base on rank {rank}, {used - plan} more than the plan's {plan}: no more than what "
                 f"libraries hold for any model (up to {FIXED_MEBIBYTES} MiB), which the plan does not count"
             )
         return f"memory: at most {ratios[rank]:.2f} of the plan (rank {rank}: {used} of {plan} MiB, peak above base)"

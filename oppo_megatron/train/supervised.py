@@ -134,7 +134,7 @@ class SupervisedTrainer(Saveable, Generic[RowT]):
         }
 
     def restore(self, found: Found) -> None:
-        self.saver.load(self.models, found)
+        self.saver.load(self, found)
         if self.heldout is not None:
             self.heldout.load_state_dict(found.state["early_stop"])
         if self.report is not None:

@@ -39,8 +39,7 @@ def actor_config(micro: int, batch: int, max_length: int, greedy: bool) -> DictC
             "activations_checkpoint_num_layers": None, "activations_checkpoint_layers_per_pipeline": None,
             "ppo": {
                 "rollout_micro_batch_size": micro, "forward_micro_batch_size": micro, "offload_adam_states": False,
-                "entropy_bonus": 0.0, "ratio_eps": 0.2,
-                "length_params": {"max_length": max_length, "min_length": 1},
+                "entropy_bonus": 0.0, "ratio_eps": 0.2, "length_params": {"max_length": max_length, "min_length": 1},
                 "sampling_params": {
                     "use_greedy": greedy, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0,
                     "add_BOS": False, "all_probs": False, "compute_logprob": False, "end_strings": ["<|endoftext|>"],
@@ -73,8 +72,7 @@ class TinyActor(MegatronGPTActorModel):
             hidden_dropout=0.0, attention_dropout=0.0, masked_softmax_fusion=False, bias_dropout_fusion=False,
             gradient_accumulation_fusion=False, persist_layer_norm=False, init_method_std=0.3,
             tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-            pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
-            pipeline_dtype=torch.float32,
+            pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(), pipeline_dtype=torch.float32,
         )  # fmt: skip
         torch.manual_seed(seed)
         self.model = InferenceOfOldMegatron(

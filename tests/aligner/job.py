@@ -1,7 +1,5 @@
 """A run of the contract test; light, so that the test itself needs no nemo."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

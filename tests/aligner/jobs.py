@@ -1,7 +1,5 @@
 """Jobs for the ranks of the contract test."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import logging.handlers

@@ -1,7 +1,5 @@
 """Four shims for NeMo-Aligner without a GPU: no TensorRT-LLM, no CUDA device, `cuda` is the CPU, gloo gathers no scalar."""
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Callable

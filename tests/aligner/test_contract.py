@@ -1,7 +1,5 @@
 """The plugin against the real NeMo-Aligner: its `PPOTrainer` and our subclass on the same model (`make test-aligner`)."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 from collections.abc import Callable

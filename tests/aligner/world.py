@@ -1,8 +1,6 @@
 """Everything a NeMo-Aligner training script passes to its trainer, small; a record of what was trained; and NeMo's own checkpoint
 callback over a stand-in for Lightning's trainer, which saves folders, as distributed checkpoints are."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

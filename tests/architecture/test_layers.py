@@ -1,7 +1,5 @@
 """The architecture, held by reading the source: who imports whom, what stays free of torch, and how big things grow."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

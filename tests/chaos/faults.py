@@ -1,8 +1,6 @@
 """A rank killed, stopped or hanging at each stage of `oppo train`: all processes end in time, and the error names the rank.
 `python -m tests.chaos.faults`; a killed rank needs stall_deadline_s 20, or its peer would be found standing still first."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

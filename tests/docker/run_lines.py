@@ -1,8 +1,6 @@
 """Runs the Dockerfile's RUN lines without Docker, in an overlay of this machine: `sudo python tests/docker/run_lines.py`.
 Needs Linux, root, and apt-get; exit code 1 if a line fails or has no effect; skips lines that need the image."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from oppo_megatron import clock
 from oppo_megatron.cluster.world import World, open_world
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptStream
@@ -31,8 +32,9 @@ from oppo_megatron.rundir.disk import clear_when_full
 from oppo_megatron.train.entry import run_ppo
 from oppo_megatron.train.guard import RollBack, Rollbacks
 from oppo_megatron.train.inputs import Inputs, read_inputs
+from oppo_megatron.train.logs.console import Progress
 from oppo_megatron.train.loop import TrainingLoop
-from oppo_megatron.train.saving import writing
+from oppo_megatron.train.saving import saver, state, writing
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.state import Found, find_checkpoint, frozen_models, rollout_lines
 from oppo_megatron.train.saving.writing import ROLLOUTS, CheckpointWriting
@@ -213,6 +215,24 @@ def run_with_a_slow_disk(config: dict[str, Any], late_s: float | None, full_on: 
         except (OppoError, RollBack) as error:
             return f"{type(error).__name__}: {error}", steps
     return "", steps
+
+
+def train_with_slow_files(config: dict[str, Any]) -> list[str]:
+    """The run's messages; writing, checking and loading a checkpoint's models end after two of them."""
+    told = list[str]()
+
+    def slow() -> None:
+        enough, until = len(told) + 2, time.monotonic() + 60.0
+        while len(told) < enough and time.monotonic() < until:
+            time.sleep(0.01)
+
+    with (
+        mock.patch.object(clock, "TELL_S", 0.1), mock.patch.object(state, "to_stderr", told.append),
+        around(Progress, "note", lambda _, line: told.append(line)), around(writing, "write_models", lambda *_: slow()),
+        around(state, "find_damage", lambda *_: slow()), around(saver, "load_models", lambda *_: slow()),
+    ):  # fmt: skip
+        train(config)
+    return told
 
 
 def _limited(module: str, name: str, num_bytes: int) -> Any:

@@ -1,5 +1,6 @@
 """A run that stops and is resumed is the run that never stopped: prompts, tokens, metrics, and weights to the bit."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tests.e2e.matrix import FEATURES
 from tests.support.configs import run_of
 from tests.support.ppo import DEEP, Outcome, Workspace, assert_same, deep, read_outcome, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
+from tests.support.rows import write_rows
 from tests.support.virtual import assert_unfolds_alike
 
 TWO_RANKS = {"placement": {"mode": "disaggregated"}}
@@ -219,6 +221,7 @@ def test_what_cannot_be_continued_is_refused(workspace: Workspace) -> None:
 LATE_S = 1.0
 REPLICAS = {"placement": {"mode": "colocated", "actor": {"dp": 2}, "scorer": {"dp": 2}}}
 JOB = "tests.e2e.jobs_checkpoint:run_with_a_slow_disk"
+SLOW_JOB = "tests.e2e.jobs_checkpoint:train_with_slow_files"
 FIVE_STEPS = CARRIED | {"steps": 5, "checkpoint.every_steps": 2, "checkpoint.keep": 9, "checkpoint.final": False}
 
 
@@ -236,6 +239,44 @@ def test_a_checkpoint_written_beside_the_run_is_that_of_its_moment(workspace: Wo
     assert hidden > 0 and sum(line["checkpoint_hidden_s"] for line in plain.metrics) == 0
     assert checkpoints(config) == ["step-000002", "step-000004"]
     assert_bit_equal(resumed(rewound(config, "again")), plain)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_work_on_a_checkpoint_that_takes_long_is_reported(workspace: Workspace, asynchronous: bool) -> None:
+    """Also while the run waits, at its end, for a checkpoint that a thread writes."""
+    rules = {"every_steps": 1, "final": False, "asynchronous": asynchronous}
+    config = workspace.config(f"slow-{asynchronous}", steps=1, checkpoint=rules)
+    (told,) = run_ranks(1, SLOW_JOB, config=config)
+    assert any(line.startswith("saving checkpoint step-000001, models, ") for line in told)
+    if not asynchronous:
+        (Path(config["run_dir"]) / "summary.json").unlink()
+        (told,) = run_ranks(1, SLOW_JOB, config=config | {"steps": 2, "checkpoint": {"resume": True, "final": False}})
+        for work in ("checking the files of checkpoint step-000001, ", "loading models of the checkpoint, "):
+            assert any(line.startswith(work) for line in told)
+
+
+def test_rows_whose_answers_cannot_be_compared_are_left_out_of_the_run_and_of_its_rest(workspace: Workspace) -> None:
+    """The rank that scores tries them, all ranks set them aside, and a resumed run reads which: a trial may end otherwise."""
+    answers = [r"x^{10^{10^{10}}}+10^{10^{10}}" if n == 3 else f"{2 * n}" for n in range(8)]
+    path = write_rows(workspace.root / "hostile.jsonl", *({"prompt": f"{n}+{n}=", "answer": a} for n, a in enumerate(answers)))
+    rule = {"kind": "verifier", "name": "math", "timeout_s": 3}
+    changes = {"steps": 2, "rewards": [rule], "reward": None, "checkpoint": {"every_steps": 1, "keep": 9}} | TWO_RANKS
+    config = workspace.config("hostile", **changes, **{"data.path": str(path), "data.bad_rows": "quarantine"})
+    refused = workspace.config("refused", **changes, **{"data.path": str(path)})
+    for error in run_ranks(2, "tests.e2e.jobs:train_error", config=refused):
+        assert f"{path}:4: reward part 'math': the expected answer x^{{10" in error and "data.bad_rows=quarantine" in error
+    assert not Path(refused["run_dir"]).exists()
+    plain, kept = run_ppo_ranks(config), Path(config["run_dir"]) / "quarantine.jsonl"
+    assert [json.loads(line)["line"] for line in kept.read_text().splitlines()] == [4]
+    assert len(plain.rollouts) == 12 and not any("3+3=" in rollout["prompt"] for rollout in plain.rollouts)
+    config = rewound(config, "again")
+    untold = config | {"run_dir": f"{config['run_dir']}-untold"}
+    shutil.copytree(config["run_dir"], untold["run_dir"])
+    (Path(untold["run_dir"]) / kept.name).unlink()
+    resume = {"checkpoint": {**config["checkpoint"], "resume": True}}
+    errors = run_ranks(2, "tests.e2e.jobs:train_error", config=untold | resume)
+    assert "the number of usable prompts is 8, but the checkpoint's run has 7" in errors[0]
+    assert_bit_equal(resumed(config), plain)
 
 
 def test_told_to_stop_the_run_waits_for_its_checkpoint(workspace: Workspace) -> None:

@@ -1,7 +1,5 @@
 """The same code on a CUDA device: `make gpu-test`.  Each test takes the device, so that it can be tried on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

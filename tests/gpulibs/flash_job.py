@@ -1,7 +1,5 @@
 """Attention through flash-attn's Python, whose compiled half is replaced: `python -m tests.gpulibs.flash_job FILE`."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Updates with megatron-core's optimizer over stand-in kernels: `python -m tests.gpulibs.optimizer_job LIBRARY FOLDER`.
 LIBRARY is torch, transformer_engine or apex; results go to FOLDER/LIBRARY.pt."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Iterator

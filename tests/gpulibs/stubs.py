@@ -1,8 +1,6 @@
 """Stand-ins for the compiled halves of GPU libraries, so that their Python runs without a GPU.
 Optimizer kernels are replaced by their arithmetic; every other name is a class of which nothing is computed."""
 
-from __future__ import annotations
-
 import functools
 import importlib.abc
 import importlib.machinery

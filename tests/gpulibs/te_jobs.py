@@ -1,7 +1,5 @@
 """Models of transformer-engine's layers beside torch's: `python -m tests.gpulibs.te_jobs JOB FILE` leaves findings in FILE."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The Python of transformer-engine, flash-attn, Triton and apex, as this package and megatron-core call it, without a GPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The Triton kernel of paged attention without a GPU: `python -m tests.gpulibs.triton_job interpreted|compiled FILE`."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys

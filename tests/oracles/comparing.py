@@ -1,8 +1,6 @@
 """Random batches, as rows or padded matrices (B rows, L tokens of the longest), and what is compared with the oracles on them:
 the replay's formulas and the product's functions are the same to rounding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Our losses and advantages against TRL's trainers and verl's `core_algos.py`: `make test-oracles`."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import replace
 from typing import Any

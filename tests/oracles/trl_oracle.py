@@ -1,8 +1,6 @@
 """TRL 1.12: losses and advantages of `GRPOTrainer` and `RLOOTrainer`, losses of `DPOTrainer` and `KTOTrainer`.
 Methods are called unbound; of the long one that computes advantages, the statements between two names are run."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap

@@ -1,7 +1,5 @@
 """Final weights of TRL 1.12's unchanged trainers on our run's rows, or on its completions and scores."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,8 +1,6 @@
 """verl 0.9.1, `trainer/ppo/core_algos.py`: advantages, aggregation and policy losses on padded matrices.
 The file is imported without what its package imports: no ray, no deepspeed, no tensordict."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import types

@@ -1,8 +1,6 @@
 """A server of this folder, in a process of its own, which answers a line of JSON for each that it is asked:
 `python -m tests.rehearsal.asking MODULE PEERS` answers by `MODULE.answering(PEERS())`, with the stub and the libraries loaded."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Rehearsed cases: small runs of the product, one for each layout and option that takes a way of its own on a GPU."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

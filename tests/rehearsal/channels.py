@@ -1,8 +1,6 @@
 """Messages and collectives in progress on the device, with a stream per communicator, as torch gives NCCL's.
 Until the calling stream waits for a call (`Done.wait`), its input may change and its output be missing."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

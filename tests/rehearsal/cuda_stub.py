@@ -1,8 +1,6 @@
 """A guard and hooks that torch needs, without a CUDA device, to index or differentiate tensors that claim to be on one.
 Compiled once per version of torch, and loaded before it, because torch asks for the hooks once."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import importlib

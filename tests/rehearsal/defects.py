@@ -1,7 +1,5 @@
 """Defects of kinds that show on a GPU alone: each is planted into the product of one rank's process, and has to be found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any

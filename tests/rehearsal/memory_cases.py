@@ -1,7 +1,5 @@
 """Layouts whose memory plan is held to what their ranks take on fake CUDA tensors."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Calls of torch.distributed between ranks with fake tensors: all ranks of a group must make the same one, or each gets an error.
 The first message of two ranks over a group makes each wait for the other, as NCCL does; within the run's work that is a fault."""
 
-from __future__ import annotations
-
 import pickle
 import time
 from collections import Counter

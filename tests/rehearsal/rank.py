@@ -1,7 +1,5 @@
 """Rehearses cases: forks their ranks from a process that has loaded the stub and the libraries."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import inspect

@@ -1,8 +1,6 @@
 """Shapes of operations' results, computed once by torch's fake tensors (most of a millisecond each), then kept.
 A rank's results (`Shapes.found`) can be pickled for ranks that are forked later."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 

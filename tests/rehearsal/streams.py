@@ -1,8 +1,6 @@
 """CUDA streams by vector clocks (a time: number of operations started on a stream): which are surely done before another begins.
 A clock holds, for each stream, the time that its next operation comes after; the host's is part of every operation it starts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

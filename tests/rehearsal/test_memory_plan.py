@@ -1,7 +1,5 @@
 """The plan of memory against what the product takes on fake CUDA tensors, by kind; and terms that are left out are found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """`make gpu-rehearsal`: whole runs on CUDA tensors that are fake, rank by rank, and defects that such a run has to find."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Kept shapes are those that torch's fake tensors would say again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Waits of the host for the device in a run, by phase, kind and function: at most so many each time of a phase.
 A step on a GPU takes seconds, a wait of this list some microseconds; one that is not in it may take far more."""
 
-from __future__ import annotations
-
 Wait = tuple[str, str, str]
 
 ONCE_A_STEP = "exchange"

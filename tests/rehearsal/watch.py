@@ -1,8 +1,6 @@
 """Runs operations of CUDA tensors on fake ones; notes waits of the host for the device, and faults that a GPU would have.
 CPU tensors are real; values on the device that come from them alone are known, others are read as a number of their type."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections import Counter

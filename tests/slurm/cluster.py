@@ -1,8 +1,6 @@
 """A Slurm cluster of two nodes on this machine: `python -m tests.slurm.cluster COMMAND` runs a command with its SLURM_CONF.
 Needs a slurmd built with --enable-multiple-slurmd, as Debian's is (package slurm-wlm), and no systemd, database or cgroups."""
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import os

@@ -1,7 +1,5 @@
 """Jobs of a real Slurm cluster, stopped by a signal, requeued, and finished with the same weights (`make test-slurm`)."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -106,8 +106,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_every_bad_row_is_named_or_set_aside_and_duplicates_are_counted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     err = refused(capsys, "validate", "train.yaml")
-    assert "4 rows cannot be used" in err
-    assert [n for n in range(1, 7) if f"rows.jsonl:{n}:" in err] == [3, 4, 5, 6]
+    assert "4 rows cannot be used" in err and [n for n in range(1, 7) if f"rows.jsonl:{n}:" in err] == [3, 4, 5, 6]
     assert "data.bad_rows=quarantine and data.long_rows=quarantine" in err
     assert main(["validate", "train.yaml", "--skip-data"]) == 0
     out = shown(capsys, "validate", "train.yaml", "data.bad_rows=quarantine", "data.long_rows=truncate")

@@ -205,8 +205,7 @@ def test_ranks_that_run_here_or_in_a_process_of_their_own(
     assert rank == "0" and int(pid) != os.getpid()
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    assert launch("seen", "c.yaml", 4, entry="entry_of_test:run") == 0
-    assert capfd.readouterr().out == "1 4 1 1234 c.yaml\n"
+    assert launch("seen", "c.yaml", 4, entry="entry_of_test:run") == 0 and capfd.readouterr().out == "1 4 1 1234 c.yaml\n"
     assert launch("rollback", "c.yaml", 4, entry="entry_of_test:run") == EXIT_REQUEUE, "its launcher starts it again"
 
 
@@ -279,8 +278,7 @@ def test_ranks_of_another_launcher_fail_with_their_own_exit_code(two_ranks: Path
     ranks = [started(two_ranks, "rank.py", RANK=str(rank), WORLD_SIZE="2", MASTER_PORT=port) for rank in range(2)]
     errors = [rank.communicate(timeout=240)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 1], errors
-    assert errors[0].endswith("[rank 0]: line 4 is not JSON; correct it\n")
-    assert "TypeError: a bug of ours" in errors[1]
+    assert errors[0].endswith("[rank 0]: line 4 is not JSON; correct it\n") and "TypeError: a bug of ours" in errors[1]
 
 
 @pytest.mark.parametrize(("ends", "restarts", "code", "resumed"), [

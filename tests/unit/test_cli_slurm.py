@@ -51,8 +51,7 @@ def test_nodes_and_tasks_follow_from_the_configuration(config: str, capsys: pyte
     ):  # fmt: skip
         assert options.count(option) == 1, option
     assert len({option.partition("=")[0] for option in options}) == len(options), "no option twice"
-    assert f"OPPO_RUN_DIR='{Path.cwd()}/runs/big one'" in script
-    assert f'set -- {Path.cwd()}/c.yaml seed=3 "$@"' in script
+    assert f"OPPO_RUN_DIR='{Path.cwd()}/runs/big one'" in script and f'set -- {Path.cwd()}/c.yaml seed=3 "$@"' in script
     body = packaged("job.sh")
     assert script.endswith(body[body.index("# What a job") :])
     assert "job oppo-big-one: 12 ranks, without a container" in said
@@ -263,8 +262,7 @@ KILLED = ["kill -KILL $$", "exit 2"]
     (STOPPED, {"SLURM_RESTART_COUNT": "49"}, 75, True, "restart 50 of at most 50"),
     (STOPPED, {"SLURM_RESTART_COUNT": "50"}, 75, False, "OPPO_MAX_RESTARTS is 50: not requeued"),
     (STOPPED, {"SLURM_RESTART_COUNT": "3", "OPPO_MAX_RESTARTS": "3"}, 75, False, "not requeued"),
-    (STOPPED, {"JOB_STATE": "CANCELLED"}, 75, False, "cancelled: not requeued"),
-    (KILLED, {}, 137, True, "killed: requeued"),
+    (STOPPED, {"JOB_STATE": "CANCELLED"}, 75, False, "cancelled: not requeued"), (KILLED, {}, 137, True, "killed: requeued"),
     (KILLED, {"OPPO_MAX_CRASHES": "1"}, 137, False, "OPPO_MAX_CRASHES is 1: not requeued"),
     (["exit 0", "exit 2"], {}, 2, False, "failed with exit code 2: not requeued"),
     (["exit 1", "exit 75"], {}, 1, False, "failed with exit code 1"),  # the other was told by srun, which ends it

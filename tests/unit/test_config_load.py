@@ -56,8 +56,7 @@ def test_overrides_reach_sections_lists_and_null_sections(good: Path) -> None:
     config = load_config(TrainConfig, good, [*given, "data.prompt_template='a={prompt}'"])
     assert config.data.prompt_template == "a={prompt}"
     assert (config.seed, config.overlap.delta.max, config.rewards[0].weight) == (7, 6, 0.5)
-    assert config.actor.optimizer.lr == 1e-4 and config.critic.optimizer.lr == 1e-5
-    assert config.ppo.kl.target == 3
+    assert config.actor.optimizer.lr == 1e-4 and config.critic.optimizer.lr == 1e-5 and config.ppo.kl.target == 3
     assert config.data.path == Path("rows.jsonl")  # relative to the current directory, not to the file
 
 
@@ -113,6 +112,7 @@ def test_a_removed_key_of_a_list_and_what_cannot_be_removed(good: Path) -> None:
     ("rewards.5.weight=3", "override `rewards.5.weight=3` cannot be applied"),
     ("data.path=[a", "override `data.path=[a` cannot be applied"), ("seed=${nowhere}", "`seed` cannot be resolved"),
     ("seed=???", "`seed` cannot be resolved"),
+    (r'data.prompt_template="a\0{prompt}"', "`data.prompt_template` has a NUL at character 1; remove it"),
 ])  # fmt: skip
 def test_one_wrong_setting_is_one_sentence(good: Path, override: str, expected: str) -> None:
     problems = problems_of(good, override)

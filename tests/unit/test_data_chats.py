@@ -99,8 +99,7 @@ def test_calls_are_given_as_the_template_takes_them_and_arguments_as_it_reads_th
     chat.require_arguments()
     assert chat.render(ASKED).endswith("assistant\n<think>\n\n</think>\n\n")
     assert chat.render(ASKED, variables={"enable_thinking": True}).endswith("assistant\n")  # a row goes first
-    assert chat.reads() == {"enable_thinking"}
-    assert chat_of(LLAMA32).reads() == {"custom_tools", "date_string", "tools"}
+    assert chat.reads() == {"enable_thinking"} and chat_of(LLAMA32).reads() == {"custom_tools", "date_string", "tools"}
     with pytest.raises(ConfigError, match=r"has enable_thinkin, which the chat template does not read .*enable_thinking\)"):
         chat_of(QWEN3, template_arguments={"enable_thinkin": False}).require_arguments()
     with pytest.raises(NoChatTemplateError):

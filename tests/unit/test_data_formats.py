@@ -147,8 +147,7 @@ def test_dialogues_are_cut_those_that_part_early_are_kept_whole_and_without_an_a
         read(read_pairs, tmp_path, row, {"chosen": "a b", "rejected": "a c"})
     row = {"chosen": [USER, HELLO], "rejected": [USER, HELLO, USER, BYE]}  # which begins as the other does
     ((prompt, chosen, rejected),) = read(read_pairs, tmp_path, row)[0]
-    assert (prompt, chosen) == (CHAT_HEAD, "hello\3\n")
-    assert rejected.startswith(chosen) and rejected.endswith("bye\3\n")
+    assert (prompt, chosen) == (CHAT_HEAD, "hello\3\n") and rejected.startswith(chosen) and rejected.endswith("bye\3\n")
     early = {"chosen": HEAD + " Yes.", "rejected": HEAD.replace("b\n", "x\n") + " No."}
     texts, quarantine = read(read_pairs, tmp_path, early, {"chosen": HEAD + " Yes.", "rejected": HEAD + " Yes."})
     assert texts[0][0] == "\n\nHuman: a\n\nAssistant:" and texts[0][1].endswith("\n\nAssistant: Yes.")

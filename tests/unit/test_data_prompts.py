@@ -31,7 +31,7 @@ TOKENIZER = CharacterTokenizer()
 
 def plain_set(num_rows: int, responses_per_prompt: int = 1) -> PromptSet:
     rows = [Prompt(-1, i, chr(97 + i), (97 + i,), {}, f"f:{i + 1}") for i in range(num_rows)]
-    return PromptSet(rows, 0, 0, 0, responses_per_prompt)
+    return PromptSet(rows, responses_per_prompt=responses_per_prompt)
 
 
 def load(path: Path, check: Any = None, **settings: Any) -> tuple[PromptSet, Quarantine]:
@@ -44,8 +44,7 @@ def test_rows_become_prompts_with_their_other_columns(tmp_path: Path) -> None:
     prompts, _ = load(path, prompt_template="Q{prompt}A")
     first, second = prompts.rows
     assert (first.text, first.tokens, first.fields) == ("QabA", tuple(map(ord, "QabA")), {"answer": "1"})
-    assert second.fields == {"answer": "2", "id": 7} and second.place == f"{path}:2"
-    assert prompts.num_duplicates == 1
+    assert second.fields == {"answer": "2", "id": 7} and second.place == f"{path}:2" and prompts.num_duplicates == 1
 
 
 def test_rows_are_told_of_by_time_at_each_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,8 +80,7 @@ def test_rows_that_a_check_refuses_and_long_prompts_fall_under_their_policies(tm
         load(path, max_prompt_tokens=5, long_rows="error")
     truncated, _ = load(path, max_prompt_tokens=5, long_rows="truncate")
     assert [row.text for row in truncated.rows] == ["23456", "12345", "defgh"], "the end is kept"
-    assert truncated.num_truncated == 2
-    assert all(row.tokens == tuple(TOKENIZER.encode(row.text)) for row in truncated.rows)
+    assert truncated.num_truncated == 2 and all(row.tokens == tuple(TOKENIZER.encode(row.text)) for row in truncated.rows)
     kept, quarantine = load(path, max_prompt_tokens=5, long_rows="quarantine")
     assert [row.row for row in kept.rows] == [1] and kept.num_quarantined == 2
     assert [entry["line"] for entry in quarantine.entries] == [1, 3]
@@ -275,8 +273,7 @@ def test_a_wrong_file_is_refused_with_line_rule_and_remedy(tmp_path: Path, text:
     config = rollout(write(tmp_path, text), column=column)
     with pytest.raises(DataError, match=message) as refusal:
         forced_quantile(*config)
-    assert "trace.csv" in str(refusal.value)
-    assert trace_problems(*config) == [f"rollout.forced_lengths: {refusal.value}"]
+    assert "trace.csv" in str(refusal.value) and trace_problems(*config) == [f"rollout.forced_lengths: {refusal.value}"]
 
 
 def test_a_folder_is_no_trace_and_one_that_was_not_read_is_our_own_bug(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ import pytest
 
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.data.rows import Quarantine, Row, RowProblems, read_rows
-from oppo_megatron.errors import ConfigError, DataError
+from oppo_megatron.data.values import read_value
+from oppo_megatron.errors import ConfigError, DataError, RewardError
+from oppo_megatron.rewards.rule_parts import column as expected_column
 
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: it is of the extras `parquet` and `test`")
 pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed with Parquet")
@@ -57,6 +59,21 @@ def parquet(*columns: Any, names: Sequence[str] = ()) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
+def encrypted(*, footer: bool) -> bytes:
+    """A column's values are encrypted, and with `footer` also the description of the file."""
+    library = pytest.importorskip("pyarrow.parquet.encryption", reason="pyarrow is built without encryption")
+
+    class Keys(library.KmsClient):  # type: ignore[name-defined, misc]
+        def wrap_key(self, key: bytes, name: str) -> bytes:
+            return key
+
+    settings = library.EncryptionConfiguration("a", column_keys={"b": ["prompt"]}, plaintext_footer=not footer)
+    factory = library.CryptoFactory(lambda _: Keys())
+    properties, sink = factory.file_encryption_properties(library.KmsConnectionConfig(), settings), pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), sink, encryption_properties=properties)
+    return sink.getvalue().to_pybytes()
+
+
 def zstd(data: bytes) -> bytes:
     sink = pyarrow.BufferOutputStream()
     with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
@@ -86,8 +103,7 @@ def test_what_a_file_is_written_in_is_told_from_its_content(tmp_path: Path, name
     path = tmp_path / name
     path.write_bytes(content())
     rows, _ = read(path)
-    assert [row.values for row in rows] == ROWS
-    assert [row.line for row in rows] == lines
+    assert [row.values for row in rows] == ROWS and [row.line for row in rows] == lines
     assert [row.index for row in rows] == [0, 1, 2] and {row.file for row in rows} == {str(path)}
 
 
@@ -126,6 +142,9 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "a cut gzip": ("a.jsonl.gz", gzip.compress(jsonl())[:-12], "compressed, and damaged .*fetch or write it again"),
     "a cut xz": ("a.jsonl.xz", lzma.compress(jsonl())[:-30], "compressed, and damaged"),
     "a cut Parquet file": ("a.parquet", parquet()[:-9], "a Parquet file that cannot be read .*fetch it again"),
+    "an encrypted Parquet file": ("a.parquet", encrypted(footer=True), "a Parquet file that is encrypted; decrypt it"),
+    "an encrypted column": ("a.parquet", encrypted(footer=False), "a Parquet file that is encrypted; decrypt it"),
+    "an encrypted message": ("a.jsonl", b"-----BEGIN PGP MESSAGE-----\n\nhQEM", "a.jsonl is encrypted; decrypt it"),
     "two columns of a name": ("a.parquet", parquet(pyarrow.array(["a"]), pyarrow.array(["b"]), names=["prompt"] * 2),
         "two columns have one name; rename one"),
     "a time of nanoseconds": ("a.parquet", parquet(pyarrow.array([1], pyarrow.time64("ns")), names=["at"]),
@@ -200,6 +219,11 @@ def test_typed_values_are_read_as_json_has_them(tmp_path: Path) -> None:
         "part": 0.1, "long": "12345678901234567890.123", "none": None, "nested": {"of": [None, 7.0]}, "map": [["a", 1]],
     }  # fmt: skip
 
+    for column in ("day", "at", "clock"):
+        with pytest.raises(DataError, match=rf"column '{column}' is a time or an identifier \(.*\), and not text; name another"):
+            read_value(read_row, column)
+        with pytest.raises(RewardError, match=f"column '{column}' is a time"):
+            expected_column(read_row.values, column)
     for value, says in ((b"\x89PNG\xff", "'image' has bytes that"), (float("inf"), "'image' is infinite")):  # no JSON
         pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "image": [value, None]}), path)
         with pytest.raises(DataError, match=f":1: column {says}"):
@@ -265,8 +289,7 @@ def test_all_bad_rows_are_in_one_error_or_set_aside_and_written(tmp_path: Path) 
     with pytest.raises(DataError) as caught:
         problems.raise_errors()
     message = str(caught.value)
-    assert message.startswith("6 rows")
-    assert [line for line in range(1, 11) if f"{path}:{line}:" in message] == BAD_LINES
+    assert message.startswith("6 rows") and [line for line in range(1, 11) if f"{path}:{line}:" in message] == BAD_LINES
     for reason in ("not JSON", "a JSON list", "not UTF-8", "blank", "NaN", "data.bad_rows=quarantine"):
         assert reason in message
     rows, quarantine = read(path, bad_rows="quarantine")
@@ -301,6 +324,13 @@ def test_missing_empty_and_wrong_places(tmp_path: Path) -> None:
     assert all(name in problem for name, problem in zip(("one", "two"), caught.value.problems, strict=True))
     with pytest.raises(DataError, match="holds no row"):
         read_all(tmp_path)
+    full, part = tmp_path / "full.jsonl", tmp_path / "part.parquet"
+    full.write_bytes(jsonl())
+    part.write_bytes(parquet(pyarrow.array([], pyarrow.string()), names=["prompt"]))
+    assert read([full, empty, part])[1].notes == [f"{empty} holds no row", f"{part} holds no row"]
+    assert read([full, full], max_rows=3)[1].notes == [], "the second is not read"
+    full.unlink()
+    part.unlink()
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "README.md").write_text("rows")
     with pytest.raises(DataError, match=r"not a saved Hugging Face data set.*no file in it ends with \.jsonl"):

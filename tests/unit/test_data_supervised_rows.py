@@ -312,8 +312,7 @@ def test_wrong_solutions_are_alike_a_slip_is_followed_through_and_a_misreport_is
 def test_splits_never_meet_repeat_by_seed_and_obey_their_shape() -> None:
     train = {problem.prompt for seed in (1, 2) for problem in islice(problems(seed, "train"), 3000)}
     heldout = {problem.prompt for seed in (1, 2) for problem in islice(problems(seed, "heldout"), 300)}
-    assert not train & heldout
-    assert all(map(generated.is_heldout, heldout)) and not any(map(generated.is_heldout, train))
+    assert not train & heldout and all(map(generated.is_heldout, heldout)) and not any(map(generated.is_heldout, train))
     assert list(islice(problems(5, "train"), 50)) == list(islice(problems(5, "train"), 50))
     assert list(islice(problems(5, "train"), 50)) != list(islice(problems(6, "train"), 50))
     shape = Shape(max_operations=2, scale=1.0, tail=1.0, max_operand=3, largest=7)

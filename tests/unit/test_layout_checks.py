@@ -106,8 +106,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
 ]  # fmt: skip
 UNUSUAL: list[dict[str, Any]] = [
-    {}, EIGHT,
-    {"placement": {"mode": "single", "actor": {}, "scorer": {"pp": 1}}},
+    {}, EIGHT, {"placement": {"mode": "single", "actor": {}, "scorer": {"pp": 1}}},
     {"placement": {"actor": {"tp": 2}, "scorer": {"pp": 2}}, "critic.parallel": {"tp": 2}},
     {"placement.actor": {"tp": 2}, "critic.ranks": "2-3", "reward.ranks": "4", "reference.ranks": "4"},
     {"placement.actor": {"pp": 2}, "critic.ranks": "1-2", "reward.ranks": "0-1", "reference.ranks": "1"},
@@ -115,8 +114,7 @@ UNUSUAL: list[dict[str, Any]] = [
     {**EIGHT, "placement.scorer": {"pp": 4, "dp": 2}, "overlap.schedule": "woven"},
     {**EIGHT, "actor.parallel": {"tp": 4, "dp": 2}, "actor.train": {"tp": 2, "dp": 1, "pp": 4, "vpp": 2}},
     {**EIGHT, "critic.train": {"vpp": 4, "sequence_parallel": True, "recompute": "full"}},
-    {"overlap.schedule": "woven", "overlap.intra": False},
-    {"placement.actor": {"dp": 12}, "actor.train": {"dp": 3, "pp": 4}},
+    {"overlap.schedule": "woven", "overlap.intra": False}, {"placement.actor": {"dp": 12}, "actor.train": {"dp": 3, "pp": 4}},
     {"runtime.kv_cache_mb": 0.25, "overlap.weave": ["auto", 128]},
     {"runtime.kv_cache_mb": 0.25, "overlap.weave": ["auto", 10**6], "runtime.micro_batch_tokens": 128},  # which bounds them
 ]  # fmt: skip

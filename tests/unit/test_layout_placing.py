@@ -45,8 +45,7 @@ def names(options: Options) -> list[str]:
 
 PAIRS = ("disaggregated 1 | 1", "disaggregated 1 | 1 (reference: actor)")
 CPU = {
-    1: ["single"],
-    2: ["single", *PAIRS, "colocated dp 2", "colocated tp 2"],
+    1: ["single"], 2: ["single", *PAIRS, "colocated dp 2", "colocated tp 2"],
     4: [
         "single", *PAIRS, "disaggregated dp 3 | 1", "disaggregated dp 3 | 1 (reference: actor)",
         "disaggregated dp 2 | dp 2", "disaggregated tp 2 | tp 2", "disaggregated dp 2 | dp 2 (reference: actor)",

@@ -212,8 +212,7 @@ def beginnings(cache: SequenceCache) -> dict[int, Tensor]:
 
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("work", [
-    lambda cache: cache.close(0),
-    lambda cache: cache.fork(0, [3, 4], 8),
+    lambda cache: cache.close(0), lambda cache: cache.fork(0, [3, 4], 8),
     lambda cache: cache.begin([2, 1], [3, 1]),  # the first was rolled back into a block that it shares
     lambda cache: cache.restore(5, torch.ones(2 * LAYERS, LENGTH, GROUPS, DIM)),
 ], ids=["close", "fork", "begin", "restore"])  # fmt: skip

@@ -1,7 +1,5 @@
 """The sampler in NeMo-RL's own controller, over generation and training that only wait (needs its sources: docs/nemo_rl.md)."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import random

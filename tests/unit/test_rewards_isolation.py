@@ -99,8 +99,7 @@ def impatient(module: str) -> Iterator[IsolatedFunction]:
 
 def test_one_process_serves_all_calls_and_gets_the_whole_call(function: IsolatedFunction) -> None:
     assert function("", "who", {}) == function("", "who", {}) != float(os.getpid())
-    assert function("", "echo", {"value": 1.25, "text": "é" * 100_000}) == 2.5
-    assert function("", "limits", {}) == 1.0
+    assert function("", "echo", {"value": 1.25, "text": "é" * 100_000}) == 2.5 and function("", "limits", {}) == 1.0
     with ThreadPoolExecutor(1) as other, pytest.raises(AssertionError, match="from the thread that started it"):
         other.submit(function, "", "who", {}).result()
 
@@ -110,8 +109,7 @@ def test_what_it_prints_is_shown_up_to_a_bound(module: str, capfd: pytest.Captur
         for _ in range(3):
             function("", "chatty", {})
     shown = capfd.readouterr().err
-    assert "line 0 x" in shown and len(shown) < SHOWN_BYTES + 1000
-    assert shown.count("further output is dropped") == 1
+    assert "line 0 x" in shown and len(shown) < SHOWN_BYTES + 1000 and shown.count("further output is dropped") == 1
 
 
 @pytest.mark.parametrize(("response", "reason"), [

@@ -8,9 +8,9 @@ import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -31,8 +31,11 @@ from oppo_megatron.rewards.isolation import Unanswered
 from oppo_megatron.rewards.protocol import ScoreItem
 from oppo_megatron.rewards.rule_parts import IsolatedRule, Trial
 from oppo_megatron.rewards.rules.code_tests import program_of, read_tests
-from oppo_megatron.train.inputs import try_answers
+from oppo_megatron.rewards.rules.math_answers import ENTRY_POINT, expected_text, may_take_long
+from oppo_megatron.train.inputs import Inputs, try_answers, without_refused
+from tests.support.configs import least_config
 from tests.support.processes import runs, wait_for
+from tests.support.tokenizers import CharacterTokenizer
 
 ASSERTS = ["assert double(1) == 2", "assert double(2) == 4", "assert double(-3) == -6", "assert double('a') == 'aa'"]
 PAIRS = [{"input": "3\n4\n", "output": "7"}, {"input": "1\n-1\n", "output": "0\n"}]
@@ -98,7 +101,7 @@ def stuck_rule() -> tuple[list[tuple[str, str]], IsolatedRule]:
             raise Unanswered("no score within 5 s")
         return float(response == fields["answer"])
 
-    trial = Trial("probe", lambda fields: not fields["answer"].isdigit())
+    trial = Trial("probe", lambda fields: not fields["answer"].isdigit(), lambda fields: "^" in fields["answer"])
     return asked, IsolatedRule(lambda: mock.Mock(side_effect=score), lambda fields: {"answer": fields["answer"]}, 1, trial=trial)
 
 
@@ -110,12 +113,27 @@ def ask(rule: IsolatedRule, response: str, answer: str) -> float:
 def test_every_answer_that_cannot_be_compared_is_found_and_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rule_parts, "ByTime", partial(ByTime, every_s=0.0))
     (asked, rule), told = stuck_rule(), list[str]()
-    found = rule.unusable([{"answer": answer} for answer in ("1", "x", "2^^9", "x", "2^^9", "3")], told.append)
+    rows = [{"answer": answer} for answer in ("1", "x", "2^^9", "x", "2^^9", "3")]
+    found = rule.unusable(rows, told.append, every=True)
     assert sorted(found) == [2, 4] and "the expected answer 2^^9 cannot be compared: no score within 5 s" in found[2]
-    assert asked == [("probe", "x"), ("probe", "2^^9")], "numbers need no trial"
+    assert asked == [("probe", "x"), *[("probe", "2^^9")] * 2], "numbers need no trial, and what fails has a second one"
     assert told == ["trying expected answers: 1 of 2, 0s", "trying expected answers: 2 of 2, 0s"]
-    assert ask(rule, "7", "2^^9") == 0.0 and len(asked) == 2, "and costs no more time"
+    assert ask(rule, "7", "2^^9") == 0.0 == ask(rule, "7^^7", "x") and len(asked) == 4, "the row was tried: no more time"
     rule.close()
+    asked, rule = stuck_rule()
+    assert rule.unusable(rows, told.append, every=False) == found and asked == [("probe", "2^^9")] * 2, "a run tries the doubtful"
+    rule.close()
+
+
+@pytest.mark.parametrize(("answer", "long"), [
+    (r"2x^2+\frac{3\sqrt{5}}{7}", False), (r"(-\infty, -2] \cup (3, \infty)", False), (r"x \ge 2", False), ("2^{99}", False),
+    (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", False), (r"(a+b)^3", False), ("12345", False), (r"\text{Monday}", False),
+    (r"10^{10^{10}}", True), ("9^9^9", True), ("((9^9)^9)^9", True), ("2^{100}", True), ("100000!", True), (r"\sin^2 x", True),
+    (r"(a+b+c+d+f)^{12}", True), (r"x^5 + x < 3", True), (r"\int_0^1 x dx", True), (r"\sqrt2+\sqrt3+\sqrt5", True),
+    ("x+" * 31 + "1", True), ("1234567890123456x", True), (r"\foo{2}x", True), ("|x|", True), (r"(a, b) \cup (c, d)", True),
+])  # fmt: skip
+def test_answers_that_are_surely_compared_at_once_are_told_by_their_form(answer: str, long: bool) -> None:
+    assert may_take_long({"answer": expected_text(answer)}) == long
 
 
 def test_at_run_time_a_row_that_cannot_be_compared_is_named_once_and_scores_nothing(capfd: pytest.CaptureFixture[str]) -> None:
@@ -124,25 +142,35 @@ def test_at_run_time_a_row_that_cannot_be_compared_is_named_once_and_scores_noth
     assert capfd.readouterr().err == "", "the responses are wrong, not the row"
     assert [ask(rule, text, "2^^9") for text in ("7", "8", "7")] == [0.0, 0.0, 0.0]
     assert asked[-2:] == [("7", "2^^9"), ("probe", "2^^9")]
-    assert capfd.readouterr().err.count("2^^9 cannot be compared: no score within 5 s; its row is set aside") == 1
+    assert capfd.readouterr().err.count("2^^9 cannot be compared: no score within 5 s; every response to its row") == 1
     assert ask(rule, "3", "3") == 1.0
     rule.close()
 
 
 @pytest.mark.parametrize("bad_rows", ["error", "quarantine"])
-def test_validate_names_every_row_that_cannot_be_compared(bad_rows: str) -> None:
+def test_every_row_that_cannot_be_compared_is_named(bad_rows: str) -> None:
     answers = ["2^^9", "1", "2^^9", "x"]
     rows = [Prompt(-1, i, "?", (1,), {"answer": answer}, f"rows.jsonl:{i + 1}") for i, answer in enumerate(answers)]
     rewards, quarantine = RewardSum([Summand("math", 1.0, stuck_rule()[1])]), Quarantine()
-    inputs = SimpleNamespace(rewards=rewards, prompts=PromptSet(rows, 0, 0, 0), heldout=None, judges=None, quarantine=quarantine)
-    settings = SimpleNamespace(data=SimpleNamespace(bad_rows=bad_rows), evaluation=None)
+    held = [replace(row, fields={"answer": "4^^4"}, place="held.jsonl:7") for row in rows[:1]] + rows[1:2]
+    judges = RewardSum([Summand("math", 1.0, stuck_rule()[1])])
+    cut = frozenset([0, 3])
+    inputs = Inputs(CharacterTokenizer(), rewards, PromptSet(rows, cut), PromptSet(held), judges, quarantine, None, [])
+    data = {"path": "rows.jsonl", "bad_rows": bad_rows}
+    settings = least_config(Path("run"), data=data, evaluation={"data": data, "metrics": [{"kind": "verifier", "name": "gsm8k"}]})
     if bad_rows == "error":
         with pytest.raises(DataError, match=r"2 rows cannot be used.*\n  rows.jsonl:1: reward part 'math': .*2\^\^9.*\n.*:3: "):
-            try_answers(inputs, settings)  # type: ignore[arg-type]
+            try_answers(inputs, settings)
         return
-    (told,) = try_answers(inputs, settings)  # type: ignore[arg-type]
-    assert told.startswith("2 rows more are set aside")
-    assert [entry["line"] for entry in quarantine.entries] == [1, 3]
+    left = try_answers(inputs, settings)
+    places = [f"{entry['file']}:{entry['line']}" for entry in quarantine.entries]
+    assert places == ["rows.jsonl:1", "rows.jsonl:3", "held.jsonl:7"]
+    assert [row.row for row in left.prompts.rows] == [1, 3] and left.heldout is not None and left.heldout.rows == held[1:]
+    assert left.counts()["data"] == {"prompts": 2, "quarantined": 2, "duplicates": 1, "truncated": 1}
+    with pytest.raises(DataError, match=r"all 4 rows were set aside"):
+        without_refused(inputs, settings, [dict.fromkeys(range(4), "why"), {}])
+    with pytest.raises(ConfigError, match="critic_warmup_steps is 1, but 1 x 2 prompts are 1 steps"):
+        without_refused(inputs, settings.with_values({"ppo.critic_warmup_steps": 1}), [{0: "why", 1: "why"}, {}])
 
 
 @pytest.mark.long
@@ -153,8 +181,7 @@ def test_a_hostile_answer_is_found_in_bounded_time() -> None:
     told = list[str]()
     assert list(rewards.unusable(rows, told.append)) == [1]
     assert told[-1].startswith("1 expected answers are not understood") and r"\frac{1}{" in told[-1].replace("\\\\", "\\")
-    assert time.monotonic() - began < 60.0
-    assert rewards.score("", r"\boxed{0.5}", rows[2], None, 0) == 1.0
+    assert time.monotonic() - began < 60.0 and rewards.score("", r"\boxed{0.5}", rows[2], None, 0) == 1.0
     rewards.close()
 
 
@@ -179,6 +206,11 @@ def test_an_expected_answer_without_mathematics_is_refused_before_the_run(math: 
         math.check({"answers": "1"})
 
 
+def test_a_process_loads_the_library_before_its_first_response_has_a_limit() -> None:
+    asked = f"import sys, {ENTRY_POINT.partition(':')[0]}; sys.exit('math_verify' not in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0
+
+
 def test_without_the_extra_the_command_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [path for path in sys.path if not Path(path, "math_verify").is_dir()])
     monkeypatch.delitem(sys.modules, "math_verify", raising=False)
@@ -197,8 +229,7 @@ def test_without_the_extra_the_command_is_named_before_the_run(monkeypatch: pyte
     ("__name__ == '__main__' and exit(1)\ndef double(x): return x * 2", 4),
 ])  # fmt: skip
 def test_asserts(every: RewardSum, share: RewardSum, program: str, passed: int) -> None:
-    assert scored(share, program, ASSERTS) == passed / 4
-    assert scored(every, program, ASSERTS) == float(passed == 4)
+    assert scored(share, program, ASSERTS) == passed / 4 and scored(every, program, ASSERTS) == float(passed == 4)
 
 
 @pytest.mark.parametrize(("program", "passed"), [
@@ -215,8 +246,7 @@ def test_standard_input_and_output(every: RewardSum, share: RewardSum, program: 
 def test_an_endless_program_costs_a_row_its_time_and_leaves_nothing(share: RewardSum) -> None:
     slow = "import time\ndef double(x):\n  time.sleep(60 * (x != 1))\n  return 2"
     impatient, began = code(wall_s=4.0, lenient=True), time.monotonic()
-    assert scored(impatient, slow, ASSERTS) == 0.25
-    assert 3.5 < time.monotonic() - began < 60.0
+    assert scored(impatient, slow, ASSERTS) == 0.25 and 3.5 < time.monotonic() - began < 60.0
     impatient.close()
     away = f"60.0{os.getpid()}"
     leave = f"import subprocess\nsubprocess.Popen('setsid sleep {away} & sleep {away}', shell=True)\n"
@@ -305,6 +335,7 @@ def test_the_forms_of_tests() -> None:
     ([], "are none"), ("[]", "are none"), (None, "are none"), (3, "are none"), ("", "neither code nor"),
     ({"inputs": ["1"], "outputs": []}, "not as many `inputs`"), ({"inputs": 3}, "not as many `inputs`"),
     ({"fn_name": "f", "inputs": [], "outputs": []}, "by `fn_name`, which is not supported"), (["assert f( == 1"], "is no Python"),
+    (["assert " + "not " * 3000 + "f()"], "is no Python"),
     ([3], "neither code nor"), ([{"input": "1"}], "neither code nor"), ([{"input": [1], "output": "1"}], "neither code nor"),
 ])  # fmt: skip
 def test_tests_that_are_none_are_refused_before_the_run(share: RewardSum, value: Any, reason: str) -> None:

@@ -66,8 +66,7 @@ def test_a_choice_is_read(response: str, letter: str) -> None:
     'The answer is "A" or "B".', "答案：A或B\n答案：B",
 ])  # fmt: skip
 def test_none_or_several_choices_are_none(response: str) -> None:
-    assert choices.choice(response) is None
-    assert all(choices.verify(response, letter) == 0.0 for letter in choices.LETTERS)
+    assert choices.choice(response) is None and all(choices.verify(response, letter) == 0.0 for letter in choices.LETTERS)
 
 
 def test_expected_letters() -> None:
@@ -319,5 +318,4 @@ WRONG = [
 def test_the_table_of_answers(score: float, cases: list[tuple[str, str]]) -> None:
     pytest.importorskip("math_verify")
     found = [(case, grade("", case[0], {ANSWER: expected_text(case[1])})) for case in cases]
-    assert [case for case, given in found if given != score] == []
-    assert len(RIGHT) > 100 and len(WRONG) > 100
+    assert [case for case, given in found if given != score] == [] and len(RIGHT) > 100 and len(WRONG) > 100

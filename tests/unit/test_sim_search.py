@@ -168,8 +168,7 @@ def test_each_way_to_place_roles_comes_once() -> None:
     for nodes, gpus in ((1, 4), (2, 2), (2, 4)):
         sizes = dict.fromkeys(ROLES[:3], block_sizes(nodes, gpus))
         found = [pattern(blocks) for total in run_sizes(nodes, gpus) for blocks in arrangements(sizes, total, gpus)]
-        assert len(found) == len(set(found))
-        assert set(found) == {pattern(blocks) for blocks in concrete(nodes, gpus, 3)}
+        assert len(found) == len(set(found)) and set(found) == {pattern(blocks) for blocks in concrete(nodes, gpus, 3)}
 
 
 @settings(max_examples=15)

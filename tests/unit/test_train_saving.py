@@ -191,9 +191,12 @@ def test_the_rank_furthest_beyond_its_plan_is_named() -> None:
         "memory_base_mb": [100, 200], "memory_peak_mb": [400, 900], "memory_planned_mb": [300, 500], "memory_ratio": [1.0, 1.4],
     }  # fmt: skip
     assert memory.describe(planned) == "memory: at most 1.40 of the plan (rank 1: 700 of 500 MiB, peak above base)"
-    tiny = MemoryByRank([100 * MIB], [160 * MIB])
-    assert "60 MiB above base on rank 0, but the plan has 16: in runs this small" in tiny.describe([16 * MIB])
-    assert "at most 0.75 of the plan (rank 0: 60 of 80 MiB" in tiny.describe([80 * MIB])
+    small = MemoryByRank([100 * MIB] * 2, [160 * MIB, 290 * MIB])
+    assert "60 MiB above base on rank 0, 44 more than the plan's 16: no more than what" in small.describe([16 * MIB, 120 * MIB])
+    assert "at most 2.38 of the plan (rank 1: 190 of 80 MiB" in small.describe([16 * MIB, 80 * MIB]), (
+        "not rank 0, of a higher ratio"
+    )
+    assert "at most 0.75 of the plan (rank 0: 60 of 80 MiB" in small.describe([80 * MIB, 500 * MIB])
 
 
 def pair(run_dir: Path, layers: int) -> TrainConfig:

@@ -93,8 +93,7 @@ def test_an_update_reads_each_row_once_within_the_budget(
 
 
 @pytest.mark.parametrize(("settings", "scores"), [
-    ({}, [0.5, -7.0, 3.0]),
-    ({"reward_clip": 1.0}, [0.5, -1.0, 1.0]),
+    ({}, [0.5, -7.0, 3.0]), ({"reward_clip": 1.0}, [0.5, -1.0, 1.0]),
     ({"reward_clip": 1.0, "truncated": -2.0}, [0.5, -1.0, -2.0]),
     ({"reward_clip": 1.0, "reward_normalization": "batch"}, [0.5, -1.0, 1.0]),  # whose mean would say nothing
 ])  # fmt: skip

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +12,7 @@ from oppo_megatron.cli import lengths
 from oppo_megatron.cli.load import load_settings
 from oppo_megatron.cli.measure import AUTO
 from oppo_megatron.cli.parser import add_config_arguments, count
-from oppo_megatron.clock import TELL_S, format_duration
+from oppo_megatron.clock import to_stderr, while_silent
 from oppo_megatron.config.load import dump_config, read_tree
 from oppo_megatron.config.model import PlacementConfig
 from oppo_megatron.config.run import TrainConfig, TrainSettings
@@ -57,8 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    task = load_task(args)
-    with progress(f"searching plans for {task.cluster.num_ranks} ranks") as doing:
+    with progress("reading the configuration") as doing:
+        task = load_task(args)
+        doing[0] = f"searching plans for {task.cluster.num_ranks} ranks"
         found, places = find_plans(task)
         doing[0] = "playing the best plans"
         plans = play_plans(task, found, args.top)
@@ -68,11 +67,12 @@ def run(args: argparse.Namespace) -> int:
         record = to_record(task, plans, places)
         doing[0] = "playing the configuration's own placement"
         record["as_configured"] = _as_configured(args, task, plans[0])
+        costs = costs_tree(task_costs(task, plans[0].config).actions)
     print(*_describe(record), sep="\n")
     args.out.mkdir(parents=True, exist_ok=True)
     dump_config(plans[0].config, args.out / "plan.yaml")
     write_json(args.out / "plan.json", record)
-    write_json(args.out / "costs.json", costs_tree(task_costs(task, plans[0].config).actions))
+    write_json(args.out / "costs.json", costs)
     print(f"{args.out / 'plan.yaml'}, plan.json, costs.json")
     return 0
 
@@ -118,21 +118,9 @@ def _unlaid(tree: Mapping[Any, Any]) -> Iterator[str]:
 @contextmanager
 def progress(doing: str) -> Iterator[list[str]]:
     """Print the activity to stderr every few seconds; the caller may replace the list's only item."""
-    now, ended = [doing], threading.Event()
-
-    def tell() -> None:
-        seconds = 0.0
-        while not ended.wait(TELL_S):
-            seconds += TELL_S
-            print(f"{now[0]}, {format_duration(seconds)}", file=sys.stderr, flush=True)
-
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
-    try:
+    now = [doing]
+    with while_silent(lambda: now[0], to_stderr):
         yield now
-    finally:
-        ended.set()
-        thread.join()
 
 
 def _nothing_fits(task: Task, shortage: Shortage | None) -> str:

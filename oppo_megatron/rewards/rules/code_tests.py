@@ -81,7 +81,7 @@ def _test(each: Any) -> dict[str, str]:
     if isinstance(each, str) and each.strip():
         try:
             compile(each, "tests", "exec")
-        except (SyntaxError, ValueError) as error:
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the latter two: nested too deeply
             raise RewardError(f"the test {each[:100]!r} is no Python ({error}); {_FORMS}") from error
         return {"code": each}
     raise RewardError(f"the test {str(each)[:100]!r} is neither code nor {{input, output}}; {_FORMS}")

@@ -15,7 +15,7 @@ from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.rules.final_answer import MAX_CHARACTERS, bare, labelled, last_group, shown, texts
 from oppo_megatron.rewards.rules.numbers import OTHER_WORDS, parse_number, read_number, same_number
 
-ENTRY_POINT = f"{__name__}:grade"
+ENTRY_POINT = "oppo_megatron.rewards.rules.math_process:grade"
 ANSWER = "answer"
 """The only field that `grade` reads."""
 PROBE = "\\boxed{12345.5}"
@@ -66,6 +66,15 @@ _LATEX = tuple((re.compile(pattern), latex) for pattern, latex in (
 ))  # fmt: skip
 """Plain text as LaTeX."""
 
+_COMMANDS = "[dt]?frac|sqrt|pi|times|cdot|text|mbox|left|right|[lg]eq?|neq?|[lg]t|cup|infty|pm|circ|begin|end|q?quad|alpha|theta"
+_PLAIN = re.compile(
+    rf"""(?:[A-Za-z\s.,;:'()\[\]{{}}=+*/<>&-]|[0-9]{{1,15}}(?![0-9])|\\(?:{_COMMANDS})(?![A-Za-z])|\\[\\{{}}%$,;!\ ]
+        |_(?:\w|\{{\w{{1,3}}\}})|\^(?:-?[0-9]|[A-Za-z]|\{{-?[0-9]{{1,2}}\}}|\{{[A-Za-z]\}}|\{{?\\circ\}}?)(?!\s*[0-9^]))*""",
+    re.VERBOSE,
+)
+"""No functions, factorials, absolute values, sums, integrals, and exponents that are more than a number or a letter."""
+_ORDER = re.compile(r"[<>]|\\(?:[lg]|n)eq?(?![A-Za-z])|\\[lg]t(?![A-Za-z])")
+
 
 def require_library() -> None:
     try:
@@ -93,6 +102,20 @@ def needs_library(fields: Mapping[str, Any]) -> bool:
     """True if an expected answer is neither a number nor words."""
     text = _tidy(fields[ANSWER])
     return read_number(text) is None and _words(text) is None
+
+
+def may_take_long(fields: Mapping[str, Any]) -> bool:
+    """True if SymPy reads an expected answer that is not surely a matter of milliseconds: plain, short, and of low degree."""
+    if not needs_library(fields):
+        return False
+    latex = _latex(_tidy(fields[ANSWER]))
+    if len(latex) > 60 or not _PLAIN.fullmatch(latex) or latex.count("sqrt") > 2:
+        return True
+    power = math.prod(int(number) for number in re.findall(r"\^\{?-?([0-9]+)", latex))
+    symbols = set(re.findall("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", latex)))
+    expanded = re.search(r"[)}\]]\s*\^", latex) and (power > 12 or len(symbols) > 4)
+    solved = _ORDER.search(latex) and re.search(r"\^|sqrt|frac", latex)
+    return bool(power > 100 or expanded or solved or (r"\cup" in latex and symbols))
 
 
 def grade(prompt: str, response: str, fields: Mapping[str, Any]) -> float:

@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from oppo_megatron.clock import while_silent
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.process_groups import new_group, waiting_for
 from oppo_megatron.cluster.world import World
@@ -167,13 +169,13 @@ class Saver:
         assert self.standard is not None
         return self.best is None or self.standard.gain(value, self.best[0]) > 0
 
-    def load(self, models: Mapping[str, TrainedModel], found: Found) -> None:
-        state = found.state
+    def load(self, run: Saveable, found: Found) -> None:
+        state, models = found.state, run.models
         best = None if state["best"] is None else (state["best"][0], Position(*state["best"][1]))
         same = self.standard is not None and state["best_metric"] == self.standard.metric
         self.best = best if same and best is not None and self.store.folder(best[1]).is_dir() else None
         updates = updates_of(state, models)
-        with waiting_for("models of the checkpoint", self.world.activity, waits=False):
+        with waiting_for("models of the checkpoint", self.world.activity, waits=False), self._told("loading", run.note):
             load_models(found.folder / MODELS, models, updates)
         for name, model in models.items():
             model.resume_schedule(updates[name])
@@ -192,7 +194,7 @@ class Saver:
             self.best = self._measured[1], position
         activity = Activity() if self.rules.asynchronous and not last else None
         self._saved_at, self._overdue = time.monotonic(), False
-        with waiting_for(f"checkpoint {position.name}", self.world.activity, waits=False):
+        with waiting_for(f"checkpoint {position.name}", self.world.activity, waits=False), self._told("saving", run.note):
             snapshot = self.snapshot(run, copied=activity is not None)
             shown = activity or self.world.activity
             writing = CheckpointWriting(self.store, self._group, snapshot, self.rules.keep, run.note, shown)
@@ -230,7 +232,8 @@ class Saver:
             if self.best[1] != run.position:
                 folder = self.store.folder(self.best[1])
                 updates = updates_of(read_json((folder / STATE).read_text(encoding="utf-8")), run.models)
-                with waiting_for("models of the best checkpoint", self.world.activity, waits=False):
+                what = "models of the best checkpoint"
+                with waiting_for(what, self.world.activity, waits=False), self._told("loading", run.note):
                     load_models(folder / MODELS, run.models, updates)
             save_weights(self.run_dir.best)
 
@@ -239,7 +242,8 @@ class Saver:
             return
         pending, self._pending = self._pending, None
         started, at, position = time.monotonic(), self.world.activity, pending.writing.snapshot.position
-        with waiting_for(f"checkpoint {position.name}", at, waits=False), at.doing(pending.activity or "written"):
+        note, what = pending.writing.warn, f"checkpoint {position.name}"
+        with waiting_for(what, at, waits=False), at.doing(pending.activity or "written"), self._told("saving", note):
             num_bytes, took_s = pending.written.result()
         waited_s = time.monotonic() - started
         hidden_s = 0.0 if pending.activity is None else max(0.0, took_s - waited_s)
@@ -248,9 +252,13 @@ class Saver:
         self._cost = {name: before + cost for (name, before), cost in costs}
         self.saved = position
         pending.on_complete()
-        if (note := pending.writing.warn) is not None:
+        if note is not None:
             hidden = f", {hidden_s:.1f} s of writing while the run continued" if hidden_s else ""
             note(f"checkpoint {position.name}: {num_bytes / 2**20:.1f} MB in {waited_s:.1f} s{hidden}")
+
+    def _told(self, verb: str, note: Callable[[str], None] | None) -> AbstractContextManager[None]:
+        """Report, on the rank that has `note`, that a call of the library goes on."""
+        return nullcontext() if note is None else while_silent(lambda: f"{verb} {self.world.activity.look().what}", note)
 
 
 def updates_of(state: Mapping[str, Any], models: Iterable[str]) -> dict[str, int]:

@@ -12,7 +12,9 @@ import sys
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
@@ -20,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from oppo_megatron.clock import format_duration
+from oppo_megatron.clock import format_duration, to_stderr, while_silent
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.derived import adapters, batch_rows, members
 from oppo_megatron.config.run import TrainConfig
@@ -73,7 +75,10 @@ def find_checkpoint(config: TrainConfig | SupervisedConfig, world: World) -> Fou
     dist.broadcast_object_list(found, src=0)
     damages: dict[Position, str] = {}
     for position in reversed(found[0]):
-        if damage := _damage(store.folder(position), world, vocab_size):
+        checking = partial(str, f"checking the files of checkpoint {position.name}")
+        with while_silent(checking, to_stderr) if world.rank == 0 else nullcontext():
+            damage = _damage(store.folder(position), world, vocab_size)
+        if damage:
             damages[position] = damage
             continue
         for each, reason in damages.items() if world.rank == 0 else ():
