@@ -125,7 +125,7 @@ class Executor:
             torch.cuda.current_stream(self.device).wait_stream(stream)
         self._release(ROUNDS_IN_FLIGHT)
 
-    def drain(self) -> None:
+    def finish_sends(self) -> None:
         self._release(0)
 
     def _release(self, rounds: int) -> None:

@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -198,6 +199,11 @@ BAD_LOSSES: dict[str, tuple[Callable[[LossInputs], Any], str]] = {
     "no gradient": (lambda r: -r.advantages_L, "returned a loss without gradient; compute it from response.logp_L"),
     "detached": (lambda r: r.logp_L.detach(), "without gradient"),
     "in place": (lambda r: -r.advantages_L.mul_(2) * r.logp_L, "changed its input advantages_L in place; work on a copy"),
+    "in place unseen": (lambda r: r.logp_L * r.old_logp_L.data.mul_(2), "changed its input old_logp_L in place; work on a copy"),
+    "in place after use": (lambda r: [x := r.logp_L.exp(), x * x, x.mul_(2)][1],
+        r"without gradient \(RuntimeError: .*inplace operation.*; compute it from response.logp_L, without changes in place"),
+    "nan gradient of a number": (lambda r: (r.logp_L - r.logp_L.detach()).abs().sqrt().sum(), "a loss whose gradient is NaN or"),
+    "first token": (lambda r: r.logp_L - r.logp_L[0], "depends on log-probs of other tokens"),
     "raises": (lambda r: r.logp_L + torch.zeros(99), r"failed \(RuntimeError: .*test_extending.py:\d+"),
     "product per token": (lambda r: -(r.logp_L - r.old_logp_L).sum().exp() * r.advantages_L,
         "depends on log-probs of other tokens; return one number"),
@@ -255,6 +261,7 @@ BAD_ADVANTAGES: dict[str, tuple[Callable[[AdvantageInputs], Any], str]] = {
     "groups": (lambda b: b.scores_B.view(2, 2), r"returned float32 \[2, 2\]"), "none": (lambda b: None, "returned a NoneType"),
     "nan": (lambda b: b.scores_B / 0 * 0, "returned nan at index 0"),
     "in place": (lambda b: b.scores_B.sub_(1), "changed its input scores_B in place"),
+    "in place unseen": (lambda b: torch.from_numpy(np.clip(a := b.scores_B.numpy(), 0, 1, out=a)), "changed its input"),
     "random": (partial(lambda calls, b: b.scores_B * next(calls), count()), "returned two results for the same batch; make it"),
 }  # fmt: skip
 
