@@ -280,12 +280,9 @@ def two_up(signals, delta, memory):
     return delta + 2
 
 def half(signals, delta, memory): return delta + 0.5
-def keeps(signals, delta, memory, kept=[]):
-    memory["x"] = (1, 2)
-    return delta
-def moody(signals, delta, memory, calls=[]):
-    calls.append(1)
-    return delta + len(calls)
+def keeps(signals, delta, memory): return delta + len(memory.update(x=(1, 2)) or "")
+def deep(signals, delta, memory): return delta + sum(memory.update(x=dict(memory)) or 0 for _ in range(3000))
+def moody(signals, delta, memory, calls=[]): return delta + len(calls.append(1) or calls)
 def raises(signals, delta, memory): return delta / 0
 """
 
@@ -308,7 +305,8 @@ def test_a_delta_rule_is_bounded_and_resumes_with_its_memory(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("name", "says"), [
     ("half", "returned 2.5; return the next delta, a whole number"), ("keeps", "keeps .*keep numbers, texts"),
-    ("moody", "decided twice differently"), ("raises", r"failed \(ZeroDivisionError: .*rules.py:\d+ in raises"),
+    ("moody", "decided twice differently"), ("deep", "keeps .*, nested at most 50 deep"),
+    ("raises", r"failed \(ZeroDivisionError: .*rules.py:\d+ in raises"),
 ])  # fmt: skip
 def test_a_delta_rule_that_cannot_be_used_is_refused_by_name(tmp_path: Path, name: str, says: str) -> None:
     with pytest.raises(PluginError, match=rf"^overlap\.delta\.rule .*:{name} {says}"):
@@ -361,6 +359,7 @@ def test_the_fields_of_the_page_exist() -> None:
 
 
 SCHEDULES = """
+from dataclasses import replace
 from oppo_megatron import Schedule, intra
 
 def part(round, site, costs, kept):
@@ -369,15 +368,20 @@ def part(round, site, costs, kept):
 def backwards(round, site, costs): return part(round, site, costs, slice(None, None, -1))
 def short(round, site, costs): return part(round, site, costs, slice(1, None))
 def text(round, site, costs): return "decode actor"
+def untyped(round, site, costs): return Schedule({0: [replace(a, micro_batch=None) for a in intra(round, site, costs).of(0)]})
+def words(round, site, costs): return Schedule({rank: ["decode"] for rank in site.ranks})
+def stray(round, site, costs): return Schedule({9: ()})
+def lists(round, site, costs): return Schedule([intra(round, site, costs).of(rank) for rank in site.ranks])
 def moody(round, site, costs, calls=[]):
-    calls.append(1)
-    return intra(round, site, costs) if len(calls) % 2 else short(round, site, costs)
+    return (intra if len(calls.append(1) or calls) % 2 else short)(round, site, costs)
 def sound(round, site, costs): return intra(round, site, costs)
 """
 
 
 @pytest.mark.parametrize(("name", "says"), [
     ("backwards", "made a schedule that cannot run: .*; correct its order"), ("short", "made a schedule that cannot run: "),
+    ("untyped", r"gave rank 0 Action\(.*; give it actions that compute"), ("words", "gave rank 0 'decode'; give it actions"),
+    ("stray", "returned actions of 9; give"), ("lists", "returned a Schedule of .*; make it of a dict"),
     ("text", "returned a str; return a Schedule"), ("moody", "returned two schedules for the same round"), ("sound", None),
 ])  # fmt: skip
 def test_a_schedule_that_cannot_run_is_refused_by_name(folder: Path, name: str, says: str | None) -> None:
