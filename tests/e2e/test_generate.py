@@ -201,7 +201,7 @@ def test_a_chat_needs_a_template(export: Path, tmp_path: Path, capsys: Capture) 
 
 @pytest.mark.parametrize(("words", "told"), [
     ([], "nothing is given, but one of --prompt, --input and --chat is needed"),
-    (["--prompt", "x", "--chat"], "--prompt and --chat is given, but one of"),
+    (["--prompt", "x", "--chat"], "--prompt and --chat are given, but one of"),
     (["--prompt", ""], "prompt 0 ('') has no token; give it some text"),
     (["--prompt", "x", "-n", "0"], "--samples is 0, but must be at least 1"),
     (["--prompt", "x", "-n", "2", "--greedy"], "2 greedy responses would be the same; drop --samples"),

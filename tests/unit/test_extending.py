@@ -118,6 +118,7 @@ API_FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "source": (lambda: oppo.load_config(None), "source is None: a NoneType is none of text, path"),  # type: ignore[arg-type]
     "both": (lambda: oppo.plan("ppo.yaml", "c.yaml", trace="t.csv", lognormal=(6, 1.5)), "trace and lognormal exclude"),
     "plan": (lambda: oppo.plan("ppo.yaml", "c.yaml", "steps", lognormal=(6, 1.5)), "override `steps` is not of the form"),
+    "planned settings": (lambda: oppo.plan({"stepz": 3}, "c.yaml"), "`stepz` is not a setting; did you mean `steps`"),
 }  # fmt: skip
 
 
