@@ -64,14 +64,14 @@ def limits(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], list[Peaks]]:
     configs = [load_config(TrainConfig, run.config) for run in runs]
     cores = usable_cores()
     threads = sorted({1, cores, *(threads_used(config, cores) for config in configs)})
-    alike: dict[str, list[TrainConfig]] = {}
+    groups: dict[str, list[TrainConfig]] = {}
     for config in configs:
-        alike.setdefault(_actor_key(config), []).append(config)
+        groups.setdefault(_actor_key(config), []).append(config)
     peaks = {
         key: measure_peaks(
             read_hf_config(same[0].actor), same[0].actor.dtype, decode_batches(max(map(most_sequences, same))), threads
         )
-        for key, same in alike.items()
+        for key, same in groups.items()
     }
     rows = []
     for run, config in zip(runs, configs, strict=True):

@@ -48,18 +48,10 @@ class Result:
 
 def load_config(source: Source, overrides: Sequence[str] = (), *, kind: str = "train") -> TrainSettings | SupervisedConfig:
     """Read and check a configuration; `overrides` are `section.setting=value`.  Raises ConfigError."""
-    import yaml
-
     from oppo_megatron.cli.load import load_settings
-    from oppo_megatron.config.base import Section
-    from oppo_megatron.config.load import plain_settings
 
     given, kind = _each("overrides", overrides), _kind_of(source, kind)
-    tree = plain_settings(source) if isinstance(source, Section) else source
-    with tempfile.TemporaryDirectory() as folder, _words_of_python(file := f"{folder}/settings.yaml"):
-        if not isinstance(tree, Mapping):
-            return load_settings(kind, Path(_each("source", tree, many=False)[0]), given)
-        Path(file).write_text(yaml.safe_dump(json.loads(json.dumps(dict(tree), default=str))), encoding="utf-8")
+    with _as_file(source) as file:
         return load_settings(kind, Path(file), given)
 
 
@@ -88,9 +80,10 @@ def evaluate(directories: Sequence[str | Path], data: str | Path, **options: Any
     return _record("eval", {"directory": directories, "data": data, **options})
 
 
-def plan(path: str | Path, cluster: str | Path, overrides: Sequence[str] = (), **options: Any) -> dict[str, Any]:
+def plan(source: Source, cluster: str | Path, overrides: Sequence[str] = (), **options: Any) -> dict[str, Any]:
     """Search placements and layouts; return the record of `oppo plan search`."""
-    return _record("plan", {"config": path, "overrides": overrides, "cluster": cluster, **options})
+    with _as_file(source) as file:
+        return _record("plan", {"config": file, "overrides": overrides, "cluster": cluster, **options})
 
 
 def _record(command: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,6 +108,21 @@ def _run(command: str, options: Mapping[str, Any]) -> None:
     with _words_of_python():
         if module.run(args) != 0:
             raise WorldError(f"`oppo {command}` failed; the messages of its ranks are above")
+
+
+@contextmanager
+def _as_file(source: Source) -> Iterator[str]:
+    """Yield the name of the configuration's file, a temporary one for settings; errors call it `source`."""
+    import yaml
+
+    from oppo_megatron.config.base import Section
+    from oppo_megatron.config.load import plain_settings
+
+    tree = plain_settings(source) if isinstance(source, Section) else source
+    with tempfile.TemporaryDirectory() as folder, _words_of_python(file := f"{folder}/settings.yaml"):
+        if isinstance(tree, Mapping):
+            Path(file).write_text(yaml.safe_dump(json.loads(json.dumps(dict(tree), default=str))), encoding="utf-8")
+        yield file if isinstance(tree, Mapping) else _each("source", tree, many=False)[0]
 
 
 @contextmanager

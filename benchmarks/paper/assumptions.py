@@ -139,7 +139,7 @@ ASSUMED: Sequence[tuple[str, str, str]] = (
         f"{1e3 * ROUND_S:g} ms of the host",
         "planning, synchronising, caches handed over; never measured on a GPU",
     ),
-    ("rewards of figure 7a", "straight through the points that the text names, spread 1 a response", "the curve is not printed"),
+    ("rewards of figure 7a", "straight through the points in the text, spread 1 per response", "the curve is not printed"),
     ("steps to a reward", "the same with every overlap", "figure 4 says so: minutes are in proportion to seconds per step"),
 )
 """Assumption, value, reason."""

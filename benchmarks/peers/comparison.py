@@ -160,7 +160,7 @@ def require_peer(python: Path, any_build: bool = False) -> dict[str, str]:
         return dict(json.loads(answer.stdout))
     except ValueError as error:
         raise BenchError(
-            f"{python} runs {SCRIPT.name} --check without printing versions, so it is no Python; name the one of TRL's "
+            f"{python} runs {SCRIPT.name} --check without printing versions, so it is not Python; name the one of TRL's "
             "environment with --peer-python"
         ) from error
 

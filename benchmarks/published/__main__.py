@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.common import add_out, run_script, write_figures
 from benchmarks.published.calls import Constants
-from benchmarks.published.points import beside_laws
+from benchmarks.published.points import compared_with_laws
 from benchmarks.published.prediction import (
     NO_GRAPHS,
     Costs,
@@ -160,7 +160,7 @@ def measure(args: argparse.Namespace) -> int:
     for name in GPUS:
         print_constants(name)
     print("\npublished speeds, to which nothing was fitted:")
-    points = list(beside_laws())
+    points = list(compared_with_laws())
     columns = {"gpu": "gpu", "what": "what", "measured": "measured", "by law": "law", "measured / law": "ratio"}
     print(format_table(columns, points))
     write_figures(args.out, "published", {**vars(report), "points": points})

@@ -120,18 +120,18 @@ def training_by_law(point: TrainingPoint) -> float:
     return float(100 * 3 * (products + attention) / seconds / law.gpu.flops)
 
 
-def beside_laws() -> Iterator[dict[str, Any]]:
+def compared_with_laws() -> Iterator[dict[str, Any]]:
     """Yield a row for each point."""
     for serving in SERVING:
         unit = "ms to the first token" if serving.output_tokens == 1 else "tokens/s/GPU"
         sizes = f"batch {serving.batch}, tp {serving.tp}, {serving.input_tokens} + {serving.output_tokens} tokens"
-        yield _beside(serving.gpu, f"{serving.model}, {sizes}: {unit}", serving.measured, serving_by_law(serving))
+        yield _comparison(serving.gpu, f"{serving.model}, {sizes}: {unit}", serving.measured, serving_by_law(serving))
     for training in TRAINING:
         sizes = f"{training.gpus} GPUs, {training.micro_batch} x {training.sequence_tokens} tokens"
         recomputed = ", recomputed" if training.recompute else ""
         what = f"{training.model}, {sizes}{recomputed}: MFU %"
-        yield _beside(training.gpu, what, training.mfu_percent, training_by_law(training))
+        yield _comparison(training.gpu, what, training.mfu_percent, training_by_law(training))
 
 
-def _beside(gpu: str, what: str, measured: float, law: float) -> dict[str, Any]:
+def _comparison(gpu: str, what: str, measured: float, law: float) -> dict[str, Any]:
     return {"gpu": gpu, "what": what, "measured": measured, "law": law, "ratio": measured / law}

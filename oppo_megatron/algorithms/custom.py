@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from oppo_megatron.algorithms.packed import row_sums, to_tokens
-from oppo_megatron.plugins import Plugin
+from oppo_megatron.plugins import Plugin, said_of
 
 PER_RESPONSE = ("score", "truncated", "group")
 FINITE = "divide by nothing that may be 0, clamp exponents, and take no root or power of 0"
@@ -74,9 +74,10 @@ class CustomAdvantage:
     plugin: Plugin
 
     def __call__(self, batch: AdvantageInputs) -> Tensor:
-        plugin, before = self.plugin, _versions(batch)
-        found, again = plugin(batch), plugin(batch)
-        _require_untouched(plugin, batch, before)
+        plugin, before = self.plugin, _Content.of({name: x for name, x in vars(batch).items() if isinstance(x, Tensor)})
+        found = plugin(batch)
+        before.require_same(plugin)
+        again = plugin(batch)
         shapes = ((batch.scores_B.numel(),), (batch.rewards_T.numel(),))
         found = _tensor(plugin, found, shapes, f"one number per response {list(shapes[0])} or per token {list(shapes[1])}")
         _require_finite(plugin, found)
@@ -97,26 +98,23 @@ class CustomLoss:
     def losses(self, logp_T: Tensor, columns: Mapping[str, Tensor], lengths: Sequence[int], counts: Mapping[str, int]) -> Tensor:
         """Token losses, [T]; `columns` [T] and `counts` by names of `LossInputs`.  Raises PluginError."""
         parts = {name: x_T.split(list(lengths)) for name, x_T in columns.items()}
+        before = _Content.of({n if n in PER_RESPONSE else f"{n}_L": x_T for n, x_T in {"logp": logp_T, **columns}.items()})
         found, foreign = [], []
         for row, logp_L in enumerate(logp_T.split(list(lengths))):
             given: dict[str, Any] = {n if n in PER_RESPONSE else f"{n}_L": x[row] for n, x in parts.items()}
             scalars: dict[str, Any] = {name: given[name][0] for name in PER_RESPONSE}
-            response = LossInputs(logp_L, **(given | scalars | dict(counts)))
-            before, length = _versions(response), len(logp_L)
-            loss = self.plugin(response)
-            _require_untouched(self.plugin, response, before)
+            length = len(logp_L)
+            loss = self.plugin(LossInputs(logp_L, **(given | scalars | dict(counts))))
+            before.require_unwritten(self.plugin)
             loss = _tensor(self.plugin, loss, ((), (length,)), f"a loss [] or one per token [{length}]")
             if torch.is_grad_enabled() and not loss.requires_grad:
                 remedy = "compute it from response.logp_L, and do not detach it"
                 raise self.plugin.refuse("returned a loss without gradient", remedy)
             loss = loss.to(logp_L.dtype)
-            if loss.dim() == 0:
-                loss = loss.expand(length) / (1 if self.mean else length)
-            elif loss.requires_grad:  # do losses of even tokens depend on log-probs of odd ones?
-                (gradient_L,) = torch.autograd.grad(loss[::2].sum(), logp_L, retain_graph=True, allow_unused=True)
-                if gradient_L is not None:
-                    foreign.append(gradient_L[1::2].abs().sum() + 0 * gradient_L.sum())  # NaN if any is not finite
-            found.append(loss)
+            if loss.requires_grad:
+                foreign.append(self._foreign(loss, logp_L))
+            found.append(loss if loss.dim() else loss.expand(length) / (1 if self.mean else length))
+        before.require_same(self.plugin)
         losses_T = torch.cat([logp_T[:0], *found])
         _require_finite(self.plugin, losses_T)
         found_elsewhere = float(torch.stack(foreign).sum()) if foreign else 0.0
@@ -129,16 +127,51 @@ class CustomLoss:
             )
         return losses_T
 
+    def _foreign(self, loss: Tensor, logp_L: Tensor) -> Tensor:
+        """Number of log-probs that other tokens' losses depend on, []; NaN if a gradient is not finite.
 
-def _versions(inputs: AdvantageInputs | LossInputs) -> list[int]:
-    return [x._version for field in fields(inputs) if isinstance(x := getattr(inputs, field.name), Tensor)]
+        Weights of the losses are powers of two, so they scale the gradient exactly if each log-prob has its own loss only.
+        """
+        places_L = torch.arange(len(logp_L), device=logp_L.device)
+        weights_L = (0.5 ** (places_L * 2654435761 // 2**20 % 4)).to(loss.dtype)
+        sums = [loss.sum(), (loss * weights_L).sum()] if loss.dim() else [loss]
+        try:
+            gradients = [torch.autograd.grad(x, logp_L, retain_graph=True, allow_unused=True)[0] for x in sums]
+        except (RuntimeError, ValueError) as error:
+            fault = f"returned a loss without gradient ({said_of(error)})"
+            raise self.plugin.refuse(fault, "compute it from response.logp_L, without changes in place") from error
+        if any(gradient is None for gradient in gradients):
+            raise self.plugin.refuse("returned a loss without gradient", "compute it from response.logp_L")
+        plain_L, weighted_L = gradients[0], gradients[-1]
+        scaled_L = plain_L * weights_L if loss.dim() else plain_L
+        excess_L = (weighted_L - scaled_L).abs() > 1e-3 * scaled_L.abs() + 1e-30
+        return excess_L.sum() + 0 * (plain_L.sum() + weighted_L.sum())
 
 
-def _require_untouched(plugin: Plugin, inputs: AdvantageInputs | LossInputs, before: list[int]) -> None:
-    if _versions(inputs) != before:
-        names = [field.name for field in fields(inputs) if isinstance(getattr(inputs, field.name), Tensor)]
-        changed = [name for name, was, now in zip(names, before, _versions(inputs), strict=True) if was != now]
-        raise plugin.refuse(f"changed its input {changed[0]} in place", "work on a copy (x.clone())")
+@dataclass(frozen=True)
+class _Content:
+    """A function's inputs, and copies to find changes of them: by torch's counters, or (`.data`, NumPy) by comparison."""
+
+    inputs: Mapping[str, Tensor]
+    versions: Mapping[str, int]
+    copies: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, Tensor]) -> _Content:
+        versions, copies = {n: x._version for n, x in inputs.items()}, {n: x.detach().clone() for n, x in inputs.items()}
+        return cls(inputs, versions, copies)
+
+    def require_unwritten(self, plugin: Plugin) -> None:
+        for name, x in self.inputs.items():
+            if x._version != self.versions[name]:
+                raise plugin.refuse(f"changed its input {name} in place", "work on a copy (x.clone())")
+
+    def require_same(self, plugin: Plugin) -> None:
+        self.require_unwritten(plugin)
+        changed = {name: ((x == x) & (x != self.copies[name])).any() for name, x in self.inputs.items()}
+        for name, each in zip(changed, torch.stack(list(changed.values())).tolist(), strict=True):
+            if each:
+                raise plugin.refuse(f"changed its input {name} in place", "work on a copy (x.clone())")
 
 
 def _tensor(plugin: Plugin, found: Any, shapes: tuple[tuple[int, ...], ...], rule: str) -> Tensor:

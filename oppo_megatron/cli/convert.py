@@ -94,8 +94,8 @@ def _side_files(
         return found, {}
     tokenizer = load_tokenizer(TokenizerConfig(path=path, chat_template=template), args.src)
     ids = special_ids(tokenizer, scored=scored)
-    settles = args.adapter is not None and (args.adapter / GENERATION_CONFIG).is_file()
-    source = args.adapter if settles else args.src
+    has_config = args.adapter is not None and (args.adapter / GENERATION_CONFIG).is_file()
+    source = args.adapter if has_config else args.src
     if changed := write_tokenizer(folder, tokenizer, ids, family, scored=scored, source=source):
         print(changed, file=sys.stderr)
     return sorted(folder.iterdir()), ids

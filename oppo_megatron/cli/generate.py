@@ -183,7 +183,8 @@ def _require_consistent(args: argparse.Namespace) -> None:
     problems = []
     given = [name for name, value in (("--prompt", args.prompt), ("--input", args.input), ("--chat", args.chat)) if value]
     if len(given) != 1:
-        problems.append(f"{' and '.join(given) or 'nothing'} is given, but one of --prompt, --input and --chat is needed")
+        found = f"{' and '.join(given)} are" if given else "nothing is"
+        problems.append(f"{found} given, but one of --prompt, --input and --chat is needed")
     for name, least in LEAST.items():
         value = getattr(args, name)
         if value is not None and value < least:
@@ -213,7 +214,7 @@ def _require_consistent(args: argparse.Namespace) -> None:
     if args.resume and args.output is None:
         problems.append("--resume continues an --output; give one, or drop it")
     if args.chat and (args.output is not None or args.json or args.samples > 1):
-        problems.append("--chat is shown in the terminal, one answer a turn; drop --output, --json and --samples")
+        problems.append("--chat is shown in the terminal, one answer per turn; drop --output, --json and --samples")
     if args.json and args.output is not None:
         problems.append("--json is for the standard output; --output has JSON anyway: drop one of them")
     if problems:

@@ -324,7 +324,7 @@ def _killed(rank: int, number: int, written: Sequence[Failure], last_words: Mapp
     at = f"; it was last heard of in: {last_words[rank]}" if rank in last_words else ""
     remedy = "SIGKILL mostly means that memory ran out (lower runtime.micro_batch_tokens or rollout.batch_size)"
     if number == signal.SIGABRT:
-        remedy = "on GPUs NCCL ends a rank so whose peer has died or is later than runtime.timeout_s; what it wrote is above"
+        remedy = "on GPUs, NCCL ends a rank this way if a peer has died or is late by runtime.timeout_s; its message is above"
     if rank in within:
         at, remedy = f" in {within[rank]}", ISOLATE
     lines = [f"rank {rank} was ended by {signal.Signals(number).name}{at}; {remedy}"]

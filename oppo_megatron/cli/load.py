@@ -87,10 +87,10 @@ def load_settings(
 def load_checked(kind: str, path: Path, overrides: Sequence[str], *, inputs: bool = True) -> TrainConfig | SupervisedConfig:
     """`load_settings` with the placement. Raises ConfigError for mode auto, too."""
     settings = load_settings(kind, path, overrides, inputs=inputs)
-    config = settings.settled() if isinstance(settings, TrainSettings) else settings
+    config = settings.resolved() if isinstance(settings, TrainSettings) else settings
     if config is None:
         raise ConfigError(
-            f"{path}: placement.mode is auto, which `oppo train` settles before a run, but this command does not; measure "
+            f"{path}: placement.mode is auto, which `oppo train` measures before a run, but this command does not; measure "
             "with `oppo plan measure CONFIG` and write the placement that it prints, or add placement.mode=single"
         )
     return config

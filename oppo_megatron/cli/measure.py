@@ -47,14 +47,14 @@ ONE_MACHINE = (
 LAST_ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b.*$", re.MULTILINE)
 
 
-def settle(settings: TrainSettings | SupervisedConfig, *, measure: bool) -> TrainConfig | SupervisedConfig | None:
+def resolve_placement(settings: TrainSettings | SupervisedConfig, *, measure: bool) -> TrainConfig | SupervisedConfig | None:
     """Return the configuration with its placement; None if it needs measuring and `measure` is false.
 
     Raises ConfigError if a launcher has started ranks or the run has finished, PlacementError if no placement can run.
     """
     if not isinstance(settings, TrainSettings):
         return settings
-    if (config := settings.settled()) is not None:
+    if (config := settings.resolved()) is not None:
         return config
     refuse_given_ranks(ONE_MACHINE.format("placement.mode is auto"))
     run = RunDirectory(settings.run_dir)
@@ -194,7 +194,7 @@ def describe_work(settings: TrainSettings, options: Options) -> str:
 
 
 def describe_options(settings: TrainSettings | SupervisedConfig) -> list[str]:
-    """Lines to print if `settle` returned None."""
+    """Lines to print if `resolve_placement` returned None."""
     assert isinstance(settings, TrainSettings), "the placement of others is written down"
     options = find_candidates(settings, this_machine(settings.runtime))
     head = (

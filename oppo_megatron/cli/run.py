@@ -10,7 +10,7 @@ from datetime import datetime
 
 from oppo_megatron.cli.launch import RankKilled, RankStalled, check_world_size, launch, speaks_for_all
 from oppo_megatron.cli.load import load_settings
-from oppo_megatron.cli.measure import describe_options, settle
+from oppo_megatron.cli.measure import describe_options, resolve_placement
 from oppo_megatron.cli.parser import add_config_arguments, at_least
 from oppo_megatron.cli.ready import ended_here, rank_table, require_ready
 from oppo_megatron.cli.signals import ending_by_signal
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.resume:
         settings = settings.resumed()
     if args.dry_run:
-        config = settle(settings, measure=False)
+        config = resolve_placement(settings, measure=False)
         if config is None:
             print(config_yaml(settings), *describe_options(settings), sep="\n")
             return 0
@@ -61,9 +61,9 @@ def start(kind: str, settings: TrainSettings | SupervisedConfig, restarts: int =
 
     Launches again up to `restarts` times after a kill or stall, and always after a guard's rollback.
     """
-    require_ready(settings, settle(settings, measure=False))
-    config = settle(settings, measure=True)
-    assert config is not None, "a measured placement is settled"
+    require_ready(settings, resolve_placement(settings, measure=False))
+    config = resolve_placement(settings, measure=True)
+    assert config is not None, "a measured placement is known"
     size = world_size(config)
     check_world_size(size)
     directory = RunDirectory(config.run_dir)

@@ -16,7 +16,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from oppo_megatron.cli.load import guess_kind, load_service, load_settings
-from oppo_megatron.cli.measure import describe_options, settle
+from oppo_megatron.cli.measure import describe_options, resolve_placement
 from oppo_megatron.cli.parser import add_config_arguments
 from oppo_megatron.cli.ready import rank_table, require_ready, require_service_packages, unreached_services
 from oppo_megatron.clock import by_time
@@ -64,11 +64,11 @@ def run(args: argparse.Namespace) -> int:
 def _run_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data: bool) -> Iterator[str]:
     """Check a run's configuration; yield lines about its ranks, tokenizer and rows."""
     settings = load_settings(kind, path, overrides)
-    config = settle(settings, measure=False)
+    config = resolve_placement(settings, measure=False)
     require_ready(settings, config)
     yield from describe_options(settings) if config is None else rank_table(config)
     if isinstance(settings, TrainSettings):
-        roles = list(train_roles(settings.settled() or settings.with_placement(PlacementConfig(mode="single"))))
+        roles = list(train_roles(settings.resolved() or settings.with_placement(PlacementConfig(mode="single"))))
     else:
         roles = [Role(name, model, scalar=settings.SCALAR) for name, model in settings.models.items()]
     yield from compare_with_roles(settings.tokenizer, roles)[1]

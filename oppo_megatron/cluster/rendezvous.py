@@ -195,7 +195,7 @@ class _Arrival:
         return fault
 
     def _decides(self, store: dist.Store) -> bool:
-        return store.add("settled", 1) == 1
+        return store.add("decided", 1) == 1
 
     def _outcome(self, store: dist.Store) -> str:
         while not store.check(["outcome"]):

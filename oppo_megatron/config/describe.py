@@ -123,8 +123,8 @@ def near_keys(kinds: dict[str, type[Section]], key: str, most: int = 3) -> list[
     same = [each for each in known if each.rpartition(".")[2] == last]
     same.sort(key=lambda each: -difflib.SequenceMatcher(None, wanted, each).ratio())
     names = difflib.get_close_matches(last, {each.rpartition(".")[2] for each in known}, n=1)
-    alike = [each for each in known if each.rpartition(".")[2] in names]
-    return list(dict.fromkeys([*same, *spelled, *alike]))[:most]
+    similar = [each for each in known if each.rpartition(".")[2] in names]
+    return list(dict.fromkeys([*same, *spelled, *similar]))[:most]
 
 
 def about(section: type[Section]) -> str:

@@ -84,7 +84,7 @@ class TrainingLayoutConfig(SizesConfig):
     A null size is taken from the role's `parallel` layout.  If the layouts differ, the weights move after each update.
     """
 
-    vpp: Annotated[int, Unit("stages a rank")] = Field(1, ge=1, description="virtual stages; above 1: interleaved 1F1B")
+    vpp: Annotated[int, Unit("stages per rank")] = Field(1, ge=1, description="virtual stages; above 1: interleaved 1F1B")
     sequence_parallel: bool = Field(False, description="shard activations between layers over the tensor ranks")
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="activations computed again in the backward pass: none, attention only, or whole layers"
@@ -152,7 +152,7 @@ class OptimizerConfig(Section):
 
     @property
     def rate(self) -> float:
-        assert self.lr is not None, "no section has settled the learning rate"
+        assert self.lr is not None, "no section has set the learning rate"
         return self.lr
 
     def rules(self, name: str) -> Iterator[str]:
@@ -164,7 +164,7 @@ class OptimizerConfig(Section):
                 "linear or cosine"
             )
 
-    def settled(self, usual: UsualRate, lora: LoraConfig | None) -> OptimizerConfig:
+    def with_usual_rate(self, usual: UsualRate, lora: LoraConfig | None) -> OptimizerConfig:
         """Copy with the usual learning rate if none is given."""
         if self.lr is not None:
             return self
@@ -213,7 +213,7 @@ class TrainedRoleConfig(AdaptedRoleConfig):
     @model_validator(mode="after")
     def _learning_rate(self) -> Self:
         if self.optimizer.lr is None:
-            self.optimizer = self.optimizer.settled(self.USUAL_RATE, self.lora)
+            self.optimizer = self.optimizer.with_usual_rate(self.USUAL_RATE, self.lora)
         return self
 
 
@@ -241,7 +241,7 @@ class PlacementSettings(Section):
 
 
 class PlacementConfig(PlacementSettings):
-    """A settled placement, not `auto`; runs are built on it."""
+    """A placement other than `auto`, as a run needs it."""
 
     mode: PlacementMode = Field("disaggregated", description="as written, or as measured")
 
@@ -304,7 +304,7 @@ class RuntimeConfig(Section):
         return max(self.timeout_s / 6, LEAST_MEETING_S)
 
     @model_validator(mode="after")
-    def _settled_dtype(self) -> Self:
+    def _resolved_dtype(self) -> Self:
         if self.dtype is None:
             self.dtype = usual_dtype(self.device)
         return self

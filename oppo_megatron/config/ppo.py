@@ -158,12 +158,12 @@ class KLConfig(Section):
         "margin: the margins of pairs are measured against the reference (preset online_dpo); none: without a "
         "reference; default: the preset's",
     )
-    coefficient: Annotated[float, Unit("reward a nat")] = Field(0.05, ge=0, description="weight of the KL, or its start")
-    target: Annotated[float | None, Unit("nats a response")] = Field(
+    coefficient: Annotated[float, Unit("reward per nat")] = Field(0.05, ge=0, description="weight of the KL, or its start")
+    target: Annotated[float | None, Unit("nats per response")] = Field(
         None,
         gt=0,
         description="KL per response that the coefficient follows: by a tenth of the relative error, at "
-        "most 2 % a step (Ziegler et al. 2019); null: the coefficient stays",
+        "most 2 % per step (Ziegler et al. 2019); null: the coefficient stays",
     )
 
     @property
@@ -195,7 +195,7 @@ class PPOConfig(Section):
         None, gt=1, description="bound of the loss of a token of negative advantage, in advantages (arXiv 1912.09729); null: none"
     )
     value_clip: Annotated[float, Unit("reward")] = Field(0.2, ge=0, description="0 turns value clipping off")
-    entropy_coefficient: Annotated[float, Unit("reward a nat")] = Field(0.0, ge=0, description="weight of the entropy bonus")
+    entropy_coefficient: Annotated[float, Unit("reward per nat")] = Field(0.0, ge=0, description="weight of the entropy bonus")
     reward_clip: Annotated[float | None, Unit("reward")] = Field(None, gt=0, description="bound of the absolute score")
     truncated: Annotated[float | Literal["mask"] | None, Unit("reward")] = Field(
         None,

@@ -55,7 +55,7 @@ class GuardsConfig(Section):
     """
 
     action: Action = Field("stop", description="end the run, undo the step's update, or go back to the last checkpoint")
-    kl_mean: Annotated[float | None, Unit("nats a response")] = Field(
+    kl_mean: Annotated[float | None, Unit("nats per response")] = Field(
         None, gt=0, description="largest `kl_mean` of a batch: beyond it the policy has left the reference; null: no limit"
     )
     ratio_max: Annotated[float | None, Unit("factor")] = Field(None, gt=1, description="largest `ratio_max`")

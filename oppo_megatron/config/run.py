@@ -197,7 +197,7 @@ class TrainSettings(RunConfig):
         """Passes over the prompts that end the run; None: no limit."""
         return self.epochs or (1 if self.steps is None else None)
 
-    def settled(self) -> TrainConfig | None:
+    def resolved(self) -> TrainConfig | None:
         """None if the placement is not yet measured."""
         if self.placement.mode == "auto":
             return None
@@ -209,6 +209,6 @@ class TrainSettings(RunConfig):
 
 
 class TrainConfig(TrainSettings):
-    """`oppo train`: PPO, its placement settled."""
+    """`oppo train`: PPO with a chosen placement."""
 
     placement: PlacementConfig = PlacementConfig()

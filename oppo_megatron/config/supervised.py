@@ -53,7 +53,7 @@ class SupervisedConfig(RunConfig):
     @model_validator(mode="after")
     def _learning_rate(self) -> Self:
         if self.optimizer.lr is None:
-            self.optimizer = self.optimizer.settled(self.USUAL_RATE, self.model.lora)
+            self.optimizer = self.optimizer.with_usual_rate(self.USUAL_RATE, self.model.lora)
         return self
 
     @property

@@ -55,8 +55,8 @@ class StepCost:
     rounds: DecodeLaw = field(default_factory=DecodeLaw)
 
 
-def candidates(sizes: Sequence[int], settled: int, longest: int) -> list[int]:
-    return sorted({min(size, longest) for size in [*sizes, settled]})
+def candidates(sizes: Sequence[int], chosen: int, longest: int) -> list[int]:
+    return sorted({min(size, longest) for size in [*sizes, chosen]})
 
 
 class ChunkTuner:
@@ -65,27 +65,27 @@ class ChunkTuner:
     def __init__(self, sizes: Sequence[int], longest: int, period: int = SEARCH_STEPS):
         assert longest >= 1, f"the response limit must be at least 1 token, not {longest}"
         self._sizes, self._longest, self._period = sizes, longest, period
-        self._settled = min(sizes[0], longest)
+        self._chosen = min(sizes[0], longest)
         self._steps_to_search = 1
         self._tried, self._measured = list[int](), list[StepCost]()  # of a search
         self._law = DecodeLaw()
 
     @property
     def value(self) -> int:
-        return self._tried[len(self._measured)] if self._tried else self._settled
+        return self._tried[len(self._measured)] if self._tried else self._chosen
 
     def observe(self, step: int, cost: StepCost) -> Decision:
         assert math.isfinite(cost.seconds) and cost.seconds >= 0 and cost.tokens >= 0, f"step {step}: {cost}"
         before = self.value
-        reason = self._advance(cost) if len(self._sizes) > 1 else f"chunk is fixed at {self._settled}"
+        reason = self._advance(cost) if len(self._sizes) > 1 else f"chunk is fixed at {self._chosen}"
         return Decision(self.value, f"step {step}: {reason}", self.value != before)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"value": self._settled, "steps_to_search": 1 if self._tried else self._steps_to_search}
+        return {"value": self._chosen, "steps_to_search": 1 if self._tried else self._steps_to_search}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if len(self._sizes) > 1:
-            self._settled = min(state["value"], self._longest)
+            self._chosen = min(state["value"], self._longest)
         self._steps_to_search = state["steps_to_search"]
         self._tried, self._measured = [], []
 
@@ -95,11 +95,11 @@ class ChunkTuner:
         if self._tried:
             return self._measure(cost)
         if self._steps_to_search > 0:
-            return f"chunk stays {self._settled}, the next search starts in {self._steps_to_search} steps"
+            return f"chunk stays {self._chosen}, the next search starts in {self._steps_to_search} steps"
         self._steps_to_search = self._period
-        sizes = candidates(self._sizes, self._settled, self._longest)
+        sizes = candidates(self._sizes, self._chosen, self._longest)
         if len(sizes) == 1:
-            return f"chunk stays {self._settled}: no other candidate within the response limit of {self._longest}"
+            return f"chunk stays {self._chosen}: no other candidate within the response limit of {self._longest}"
         self._tried = sizes
         return f"search over chunks {sizes} starts with {self.value}"
 
@@ -111,10 +111,10 @@ class ChunkTuner:
             return f"search tries chunk {self.value} ({len(self._measured)} of {len(self._tried)} steps measured)"
         costs = dict(zip(self._tried, self._measured, strict=True))
         ratios = {size: each.seconds / self._law.seconds(each.steps, each.tokens) for size, each in costs.items()}
-        self._settled = min(ratios, key=lambda size: (ratios[size], size))
+        self._chosen = min(ratios, key=lambda size: (ratios[size], size))
         self._tried, self._measured, self._law = [], [], DecodeLaw()  # the next search uses the measurements until then
         figures = ", ".join(f"{size}: {ratio:.4g}" for size, ratio in ratios.items())
-        return f"chunk {self._settled} is the fastest (seconds until scored, relative to decoding such work: {figures})"
+        return f"chunk {self._chosen} is the fastest (seconds until scored, relative to decoding such work: {figures})"
 
 
 class Occupancy:

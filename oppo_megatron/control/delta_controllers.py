@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import deepcopy
@@ -15,8 +16,12 @@ from typing import Any
 from oppo_megatron.config.overlap import DeltaConfig
 from oppo_megatron.config.ppo import KLConfig
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.nesting import DEEPEST, too_deep_at
 from oppo_megatron.plugins import Plugin
 from oppo_megatron.records import TIE, Decision, StepSignals
+
+DEEPEST_MEMORY = DEEPEST // 2
+"""Nested lists and dicts of a user's rule: a checkpoint holds them within its own."""
 
 
 class DeltaController(ABC):
@@ -146,11 +151,13 @@ class CustomDelta(DeltaController):
         if isinstance(wanted, bool) or not isinstance(wanted, Integral):
             raise plugin.refuse(f"returned {wanted!r:.60}", "return the next delta, a whole number")
         try:
-            plain = json.loads(json.dumps(self._kept, allow_nan=False)) == self._kept
-        except (TypeError, ValueError):
+            text = json.dumps(self._kept, allow_nan=False)
+            plain = json.loads(text) == self._kept and too_deep_at(text, DEEPEST_MEMORY) is None
+        except (TypeError, ValueError, RecursionError):
             plain = False
         if not plain:
-            raise plugin.refuse(f"keeps {self._kept!r:.100}", "keep numbers, texts, lists and dicts with texts as keys")
+            remedy = f"keep numbers, texts, lists and dicts with texts as keys, nested at most {DEEPEST_MEMORY} deep"
+            raise plugin.refuse(f"keeps {reprlib.repr(self._kept)}", remedy)
         if (wanted, self._kept) != (repeated, again):
             raise plugin.refuse("decided twice differently", "make it deterministic: every rank calls it for itself")
         new = self._clip(int(wanted))

@@ -39,7 +39,7 @@ class Breach:
         if self.figure == "batch":
             return self.detail.partition(";")[0]
         if self.limit is None:
-            return f"{self.figure} is {self.value}, no finite number"
+            return f"{self.figure} is {self.value}, not a finite number"
         if self.rule == "logprob_gap":
             return (
                 f"the log-prob of a token differs by {self.value:.2e} between decoding and training, more than the limit "

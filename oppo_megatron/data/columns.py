@@ -102,7 +102,7 @@ class Table:
         wrapped = [name for name, value in first.items() if isinstance(value, list) and len(value) > 1]
         wrapped = [name for name in wrapped if all(isinstance(item, dict) and role_of(item) is None for item in first[name])]
         usable = self.usable()
-        alike = ((a, b) for a in usable for b in usable if a < b and a[:-1] == b[:-1])  # `response_0`, `response_1`
+        numbered = ((a, b) for a in usable for b in usable if a < b and a[:-1] == b[:-1])  # `response_0`, `response_1`
         if wrapped and len(self.rows) == 1:
             there_are = (
                 f"its only object has the rows in {wrapped[0]!r}: write that list as the file, "
@@ -112,7 +112,7 @@ class Table:
             there_are = 'its rows have steps: for a process reward model set separator, as in `separator: "\\n"` (`oppo rm`)'
         elif part == "chosen" and self.find("label", columns):
             there_are = "its rows have a label: for completions that are wanted or unwanted set dpo.loss=kto (`oppo dpo`)"
-        elif part in ("chosen", "rejected") and (pair := next(alike, None)):
+        elif part in ("chosen", "rejected") and (pair := next(numbered, None)):
             there_are = (
                 f"it has {pair[0]!r} and {pair[1]!r}, which look like two answers: if the same one is the better in every row, "
                 "name them in data.columns.chosen and data.columns.rejected; if another column says which one is, write chosen "

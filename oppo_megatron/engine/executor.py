@@ -129,7 +129,7 @@ class Executor:
             size = self._compute(action, worker)
         self.observe(action, start, self.clock(), size)
 
-    def drain(self) -> None:
+    def finish_sends(self) -> None:
         self._release(0)
 
     def _release(self, rounds: int) -> None:

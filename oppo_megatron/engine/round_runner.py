@@ -215,7 +215,7 @@ class PromptDecoder:
                 by_id[row.seq_id].extend(row)
             rounds.recorded(active)
             yield active
-        rounds.executor.drain()
+        rounds.executor.finish_sends()
         self._rounds = rounds
 
 

@@ -184,7 +184,7 @@ def _in_layers(model: Model, call: Call) -> float:
     rotating = (model.query + model.key) * (2 * FP32 + width)
     attending = (model.query + model.key + 3 * model.query) * width
     gathered = 2 * call.gathered * model.key * width
-    kept, mask, repeated = _beside_attention(model, call)
+    kept, mask, repeated = _attention_extras(model, call)
     attention = call.tokens * product * width + max(call.tokens * rotating, call.tokens * attending + mask + gathered)
     fresh = call.tokens * (product * width + max(rotating, attending + repeated)) + gathered
     adapted = set() if model.lora is None else set(model.lora.projections)
@@ -197,7 +197,7 @@ def _in_layers(model: Model, call: Call) -> float:
     return float(call.tokens * 2 * model.hidden * width + max(kept + max(attention, leaving, feed_forward), fresh))
 
 
-def _beside_attention(model: Model, call: Call) -> tuple[float, float, float]:
+def _attention_extras(model: Model, call: Call) -> tuple[float, float, float]:
     """Bytes kept across layers, made in each, and of a new token's repeated keys and values."""
     repeated = 2 * model.query * model.width if model.repeats_keys else 0.0
     if call.draws:

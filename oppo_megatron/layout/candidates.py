@@ -29,7 +29,7 @@ from oppo_megatron.layout.layouts import divisors
 from oppo_megatron.layout.placements import named_roles
 from oppo_megatron.modeldir.headers import read_hf_config
 
-BESIDE = " (reference: actor)"
+WITH_ACTOR = " (reference: actor)"
 
 MODES: tuple[PlacementMode, ...] = ("single", "disaggregated", "colocated")
 
@@ -60,7 +60,7 @@ class Candidate:
         actor, scorer = _sizes(placement.actor), _sizes(placement.scorer or ParallelConfig())
         if placement.mode == "colocated":
             return f"colocated {actor}"
-        return f"disaggregated {actor} | {scorer}{BESIDE * (placement.reference == 'actor')}"
+        return f"disaggregated {actor} | {scorer}{WITH_ACTOR * (placement.reference == 'actor')}"
 
     @property
     def num_ranks(self) -> int:
@@ -144,7 +144,7 @@ class _Finder:
         yield from found
         if isinstance(found[0], Candidate):
             moved = found[0].placement.model_copy(update={"reference": "actor"})
-            yield from self._fitting(name + BESIDE, [moved])
+            yield from self._fitting(name + WITH_ACTOR, [moved])
 
     def _fitting(self, name: str, placements: list[PlacementConfig]) -> Iterator[Candidate | LeftOut]:
         """Yield the first and last that pass the checks, or why the first fails."""

@@ -31,7 +31,7 @@ class Readiness:
     def finish(self, *seq_ids: int) -> None:
         ended, size = set(seq_ids), self._group_size
         decoded = len(ended) == len(seq_ids) and self._ended.isdisjoint(ended) and self._unfinished >= ended
-        assert decoded, f"of sequence {', '.join(map(str, seq_ids))} one is not decoded in this step or has already finished"
+        assert decoded, f"one of {', '.join(map(str, seq_ids))} is not decoded in this step or has already finished"
         self._ended |= ended
         groups = {seq_id // size for seq_id in ended}
         whole = {g for g in groups if self._unfinished.isdisjoint(set(range(g * size, (g + 1) * size)) - self._ended)}
@@ -55,8 +55,8 @@ def due(ages_G: Ints, batch: int, most: int) -> Iterator[tuple[Bools, int]]:
             yield members_G, needed
 
 
-def settled(finished_G: Bools, clocks_G: Ints, ages_G: Ints, batch: int, most: int, target: int) -> Ints:
-    """The oldest; the first finishers of each S_k up to r_k; then of all ("A bound on staleness", docs/algorithm.md)."""
+def next_groups(finished_G: Bools, clocks_G: Ints, ages_G: Ints, batch: int, most: int, target: int) -> Ints:
+    """Choose the oldest, the first finishers of each S_k up to r_k, then of all ("A bound on staleness", docs/algorithm.md)."""
     finishers = np.flatnonzero(finished_G)
     chosen_G, reserved = ages_G >= most, 0
     if chosen_G.sum() > target:  # possible after settings changed: the first admitted
@@ -107,7 +107,7 @@ class Ahead:
 
     def total_steps(self, steps: int | None, planned: int | None, batch_size: int) -> int:
         if planned is None:
-            assert steps is not None, "something ends a run"
+            assert steps is not None, "steps, epochs or the prompts end a run"
             return steps
         by_data = self.done + math.ceil((planned - self.given + self.held) / batch_size)
         return by_data if steps is None else min(steps, by_data)

@@ -21,7 +21,7 @@ import numpy as np
 from oppo_megatron.chunks import REASONS, UNFINISHED, Chunk, ChunkRow, ChunkRows
 from oppo_megatron.columns import Bools, Held, Ints, Table
 from oppo_megatron.errors import StreamError
-from oppo_megatron.overcommit.ahead import JudgedReadiness, Readiness, due, settled
+from oppo_megatron.overcommit.ahead import JudgedReadiness, Readiness, due, next_groups
 from oppo_megatron.records import Prompt, Rollout
 
 
@@ -218,7 +218,7 @@ class RolloutBuffer:
     def _foremost_groups(self) -> Ints:
         size, finished_G, clocks_G = self.group_size, self._finished_groups(), self._group_clocks()
         batch, target = self.batch_size // size, self.target // size
-        return settled(finished_G, clocks_G, self._ages, batch, self.max_staleness, target)
+        return next_groups(finished_G, clocks_G, self._ages, batch, self.max_staleness, target)
 
     def _finished_groups(self) -> Bools:
         finished: Bools = np.logical_and.reduce(self._table.columns.finished.reshape(-1, self.group_size), axis=1)

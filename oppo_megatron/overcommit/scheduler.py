@@ -190,7 +190,7 @@ class GroupFilter:
     def begin_step(self) -> None:
         self.counts = Counts()
 
-    def settle(self, judge: Judge) -> list[Rollout]:
+    def apply_verdicts(self, judge: Judge) -> list[Rollout]:
         """Apply due verdicts; return dropped rollouts. Raises SamplingError."""
         scheduler, buffer = self.scheduler, self.scheduler.buffer
         dropped: list[Rollout] = []

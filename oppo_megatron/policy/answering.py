@@ -97,7 +97,7 @@ def _show(request: Request, to: Terminal, policy: LoadedPolicy, world: World) ->
 def _grow(
     decoder: PromptDecoder, prompt: Prompt, decode: Decode, speaks: bool, interrupted: Callable[[], bool] = lambda: False
 ) -> list[int]:
-    """Decode one response, printed while it grows if this rank `speaks`."""
+    """Decode one response; the rank that `speaks` prints it as it grows."""
     shown, tokens = GrowingText(decode, sys.stdout), list[int]()
     for (rollout,) in decoder.rounds([prompt]):
         tokens, left = rollout.tokens, interrupted()
@@ -140,7 +140,7 @@ def _converse(request: Request, to: Conversation, policy: LoadedPolicy, world: W
         return box[0]
 
     def decode(prompt: Prompt) -> str:
-        """Collective; Ctrl-C ends the answer if this rank is alone."""
+        """Answer one prompt.  Collective.  Ctrl-C ends the answer if this rank is alone."""
         with until_interrupted() if world.size == 1 else nullcontext(lambda: False) as interrupted:
             return tokenizer.decode(_grow(decoder, prompt, tokenizer.decode, world.rank == 0, interrupted))
 
@@ -175,7 +175,7 @@ class PolicyPlacement:
 
 
 def build_place(world: World, parallel: ParallelConfig) -> PolicyPlacement:
-    """Collective; the world has `parallel.num_ranks` ranks."""
+    """Build groups and links.  Collective of a world of `parallel.num_ranks` ranks."""
     ranks = tuple(range(world.size))
     groups = build_groups(ranks, parallel.tp, parallel.pp, "policy")
     assert groups is not None
@@ -196,7 +196,7 @@ class LoadedPolicy:
     def decoder(
         self, sampling: Sampling, stopping: Stopping, *, num_slots: int, round_steps: int = 64, activity: Activity | None = None
     ) -> PromptDecoder:
-        """Collective.  `num_slots`: sequences per replica at once."""
+        """Return a decoder of `num_slots` sequences per replica at once.  Collective."""
         return PromptDecoder(
             self.model,
             self.placement.links,
@@ -212,7 +212,7 @@ class LoadedPolicy:
 def load_policy(
     policy: Policy, placement: PolicyPlacement, runtime: RuntimeConfig, tokenizer: Tokenizer, max_length: int
 ) -> LoadedPolicy:
-    """Collective.  `max_length`: of prompt and response.  Raises CheckpointError."""
+    """Load a policy.  Collective.  `max_length`: most tokens of prompt and response.  Raises CheckpointError."""
     model = load_role(policy.model, placement.groups, head="lm", max_length=max_length, device=placement.world.device)
     if policy.adapters is not None:
         load_adapters(*policy.adapters, model)

@@ -158,7 +158,7 @@ class ResponseFile:
             key: Any = answer.get("row"), answer.get("sample")
             if key not in self._prompts or self._prompts[key].text != answer.get("prompt"):
                 raise DataError(
-                    f"{partial} has a response to row {key[0]} to another prompt than --input has there now; give the file "
+                    f"{partial} has a response to another prompt than row {key[0]} of --input is now; give the file "
                     "that it was begun with, or remove it"
                 )
             self._done[key] = json.dumps(answer, ensure_ascii=False)

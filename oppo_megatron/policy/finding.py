@@ -65,7 +65,7 @@ class Policy:
 class _Weights:
     model: TrainedRoleConfig
     summary: str
-    own: Path | None = None  # what lies here belongs to the weights
+    own: Path | None = None  # files here belong to the weights
     adapters: tuple[Path, str] | None = None
 
 
@@ -89,7 +89,7 @@ def find_policy(directory: Path, choice: Choice = Choice()) -> Policy:
     where = str(found.model.checkpoint or directory)
     if problems := check_head(where, hf_config, scalar=False):
         raise CheckpointError(
-            f"{problems[0]}: a reward model or critic says nothing; name the policy (of a run: its {WEIGHTS}/actor)"
+            f"{problems[0]}: a reward model or critic generates no text; name the policy (of a run: its {WEIGHTS}/actor)"
         )
     return Policy(directory, found.summary, found.model, hf_config, _tokenizer(found, run, choice), run, adapters=found.adapters)
 
@@ -131,7 +131,7 @@ def _of_run(directory: Path, run: RunConfig | None, choice: Choice) -> _Weights:
     positions = CheckpointStore(directory / CHECKPOINTS).positions()
     if not positions:
         raise CheckpointError(
-            f"`{directory}` is a run without final weights and without a checkpoint; let it come to its end, or have it save "
+            f"`{directory}` is a run without final weights and without a checkpoint; let it finish, or have it save "
             "(checkpoint.every_steps)"
         )
     return _of_checkpoint(directory / CHECKPOINTS / positions[-1].name, run, choice)
@@ -174,8 +174,8 @@ def _of_adapters(directory: Path, run: RunConfig | None, choice: Choice) -> _Wei
     lora, found = lora_of(directory), read_adapter_config(directory)
     if found.get("task_type") == "SEQ_CLS":
         raise CheckpointError(
-            f"`{directory}` holds the adapters of a reward model or critic, which says nothing; name the policy's (in a run: "
-            f"{WEIGHTS}/actor)"
+            f"`{directory}` holds the adapters of a reward model or critic, which generates no text; name the policy's (in a "
+            f"run: {WEIGHTS}/actor)"
         )
     named = found.get("base_model_name_or_path")
     tried = [choice.base] if choice.base is not None else [Path(named), directory / named] if named else []

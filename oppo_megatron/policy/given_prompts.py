@@ -21,7 +21,7 @@ from oppo_megatron.data.values import Conversations
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.records import Prompt
 
-WITHOUT_LIMIT = 2**40  # tokens: how long a prompt may be is asked with its response
+WITHOUT_LIMIT = 2**40  # tokens; the limit of a prompt depends on its response
 
 
 @dataclass(frozen=True)
@@ -104,18 +104,18 @@ def require_room(what: str, num_tokens: int, max_length: int, max_tokens: int, r
     if num_tokens + max_tokens > max_length:
         raise DataError(
             f"{what} has {num_tokens} tokens, which with {max_tokens} of a response (--max-tokens) are more than {max_length}; "
-            f"{remedy}, or lower --max-tokens; --context raises the bound up to what the model was made for"
+            f"{remedy}, or lower --max-tokens; --context raises this limit, up to the model's own"
         )
 
 
 def _lines(path: Path) -> list[str]:
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not at U+2028 and its like, which a prompt may hold
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not at U+2028 and similar characters, which a prompt may hold
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
     found = [line for line in lines if line.strip()]
     if not found:
-        raise DataError(f"{path} has no line that is not blank; write a prompt on each")
+        raise DataError(f"{path} has only blank lines; write a prompt on each line")
     return found
 
 
@@ -133,7 +133,7 @@ def _worded(text: str, wording: Wording, tokenizer: Tokenizer, variables: Callab
 
 Messages = list[dict[str, Any]]
 RESET = "/reset"
-HELP = f"{RESET} starts again, Ctrl-C ends an answer, Ctrl-D ends the chat"
+HELP = f"{RESET} starts a new chat, Ctrl-C ends an answer, Ctrl-D ends the chat"
 
 
 def converse(system: str | None, read: Callable[[], str | None], answer: Callable[[Messages], str]) -> None:
@@ -147,7 +147,7 @@ def converse(system: str | None, read: Callable[[], str | None], answer: Callabl
             try:
                 text = answer(asked)
             except DataError as error:
-                print(f"{error} ({RESET} starts again)", file=sys.stderr, flush=True)
+                print(f"{error} ({RESET} starts a new chat)", file=sys.stderr, flush=True)
                 continue
             messages = [*asked, {"role": "assistant", "content": text}]
 

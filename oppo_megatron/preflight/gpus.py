@@ -119,7 +119,7 @@ def _nvidia_smi(arguments: Sequence[str]) -> str:
         raise NoAnswer(f"could not be run ({error.strerror})") from None
     if done.returncode:
         said = " ".join((done.stdout + done.stderr).split())
-        raise NoAnswer(f"failed with exit code {done.returncode} ({said[:200] or 'without a word'})")
+        raise NoAnswer(f"failed with exit code {done.returncode} ({said[:200] or 'without output'})")
     return done.stdout
 
 
@@ -139,7 +139,7 @@ def describe(torch: TorchBuild, host: Host) -> list[str]:
         links = f"{most} links each" if least == most and most else "none" if not most else f"{least} to {most} links each"
         known = links if host.links else "unknown (nvidia-smi does not say)"
         lines.append(f"between devices: {_reach(torch.gpus)}; NVLink: {known}")
-    lines.append(f"InfiniBand or RoCE: {'; '.join(host.ports) or 'no port: between hosts NCCL takes sockets'}")
+    lines.append(f"InfiniBand or RoCE: {'; '.join(host.ports) or 'no port: between hosts NCCL uses sockets'}")
     lines.append(f"shared memory (/{SHARED}): {shared}")
     lines += [f"{name}={value}" for name, value in (host.variables or {}).items()]
     return lines
@@ -169,7 +169,7 @@ def _no_device(torch: TorchBuild, host: Host) -> Iterator[Problem]:
     else:
         yield from _smi(host)
         named = (host.variables or {}).get("CUDA_VISIBLE_DEVICES")
-        shown = "" if named is None else f"CUDA_VISIBLE_DEVICES={named} names none that is here (nvidia-smi -L lists them), "
+        shown = "" if named is None else f"CUDA_VISIBLE_DEVICES={named} names no device here (nvidia-smi -L lists them), "
         yield Problem(
             f"the NVIDIA driver ({host.driver}) is loaded, but torch, built for CUDA {torch.cuda}, finds no device: {shown}the "
             "container has none (docker run --gpus all), or the driver is older than this CUDA needs (update it, or install "
@@ -180,8 +180,8 @@ def _no_device(torch: TorchBuild, host: Host) -> Iterator[Problem]:
 def _smi(host: Host) -> Iterator[Problem]:
     if host.smi_failed is not None:
         yield Problem(
-            f"nvidia-smi {host.smi_failed}: a driver that its tool cannot ask may be updated without a restart, or hang on a "
-            "device; see what nvidia-smi and `dmesg | grep -i -e NVRM -e Xid` say, and restart the machine if need be"
+            f"nvidia-smi {host.smi_failed}: the driver may have been updated without a restart, or hang on a device; read the "
+            "output of nvidia-smi and `dmesg | grep -i -e NVRM -e Xid`, and restart the machine if necessary"
         )
 
 
@@ -208,7 +208,7 @@ def _between(torch: TorchBuild, host: Host) -> Iterator[Problem]:
         if not all(gpu.peers == len(torch.gpus) - 1 for gpu in torch.gpus):
             yield Problem(
                 f"between devices: {_reach(torch.gpus)}; messages of the others go through the host's memory: keep tp within "
-                "devices that reach each other, and see that the IOMMU and PCIe ACS are off"
+                "devices that reach each other, and turn off the IOMMU and PCIe ACS"
             )
         if (host.shared_bytes or 0) < LEAST_SHARED_BYTES:
             yield Problem(
@@ -218,7 +218,7 @@ def _between(torch: TorchBuild, host: Host) -> Iterator[Problem]:
     if host.ports:
         if not any("ACTIVE" in port for port in host.ports):
             yield Problem(
-                f"no InfiniBand or RoCE port is active ({'; '.join(host.ports)}): between hosts NCCL takes sockets, which "
+                f"no InfiniBand or RoCE port is active ({'; '.join(host.ports)}): between hosts NCCL uses sockets, which "
                 "are slow; see ibstat and the cables"
             )
         if host.memory_lock_bytes is not None:
@@ -239,11 +239,11 @@ def _settings(host: Host) -> Iterator[Problem]:
     if queues and not (queues.isdecimal() and int(queues)):
         yield Problem(
             f"{CONNECTIONS}={queues} is not a number from 1 to {MOST_CONNECTIONS}: rounds are planned as if a device had one "
-            f"hardware queue; unset it, and runs take {MOST_CONNECTIONS}"
+            f"hardware queue; unset it, and runs use {MOST_CONNECTIONS}"
         )
     for name, lost in (("NCCL_P2P_DISABLE", "NVLink and PCIe between devices"), ("NCCL_IB_DISABLE", "InfiniBand")):
         if variables.get(name, "0") not in ("", "0"):
-            yield Problem(f"{name}={variables[name]} keeps NCCL from {lost}: unset it, unless that is meant")
+            yield Problem(f"{name}={variables[name]} keeps NCCL from {lost}: unset it, unless that is intended")
 
 
 def has_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> bool:

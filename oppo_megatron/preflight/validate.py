@@ -52,9 +52,9 @@ class Role:
 
 def train_problems(settings: TrainSettings, *, inputs: bool = True, models: bool = True) -> list[str]:
     """Return every problem, except of automatic placements. `inputs`, `models`: require rows, or models' folders, to exist."""
-    settled = settings.settled()
+    resolved = settings.resolved()
     # Only the layout checks look at the placement.
-    config = settled or settings.with_placement(PlacementConfig(mode="single"))
+    config = resolved or settings.with_placement(PlacementConfig(mode="single"))
     problems = check_train(config, inputs=inputs, models=models)
     vocab_size = _vocab_size(config.tokenizer, problems)
     shapes: dict[str, Mapping[str, Any]] = {}
@@ -62,7 +62,7 @@ def train_problems(settings: TrainSettings, *, inputs: bool = True, models: bool
         shape = _check_role(role, max_context(config), vocab_size, problems)
         if shape is not None:
             shapes[role.name] = shape
-    problems += check_auto_placement(settings) if settled is None else check_layouts(settled, shapes)
+    problems += check_auto_placement(settings) if resolved is None else check_layouts(resolved, shapes)
     problems += check_shared_vocabulary(shapes)
     problems += compare_with_roles(config.tokenizer, train_roles(config))[0]
     if isinstance(vocab := shapes.get("actor", {}).get("vocab_size"), int):
@@ -157,7 +157,7 @@ def _check_role(role: Role, context: int, vocab_size: int | None, problems: list
     problems += check_use(role.name, hf_config, context, vocab_size)
     known = len(problems)
     if role.model.checkpoint is not None:
-        if find_megatron(role.model.checkpoint) is None:  # of Megatron's the tensors alone say what the head is
+        if find_megatron(role.model.checkpoint) is None:  # only the tensors of a Megatron checkpoint show its head
             problems += check_head(role.name, hf_config, scalar=role.scalar)
         problems += check_weights(role.name, role.model.checkpoint)
     if check_model(role.name, hf_config):

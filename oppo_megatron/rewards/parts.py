@@ -5,6 +5,7 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -84,7 +85,7 @@ class UserFunction(Part):
     def score(self, item: ScoreItem, num_tokens: int | None) -> Any:
         try:
             with staying():
-                return self.function(item.prompt, item.response, item.fields)
+                return self.function(item.prompt, item.response, deepcopy(item.fields))  # other parts read them, too
         except (SystemExit, ProcessExit) as error:
             raise RewardError(f"it asked to end the process ({said_of(error)}); return a number, or raise") from error
         except Exception as error:

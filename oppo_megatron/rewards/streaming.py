@@ -49,7 +49,7 @@ class _Sequence:
 
 
 class ScorerStream:
-    """`offer` returns at once; a thread sends in order."""
+    """`put` returns at once; a thread sends in order."""
 
     def __init__(self, settings: StreamConfig, token: SecretStr | None = None, give_up_s: float = GIVE_UP_S):
         import httpx
@@ -63,7 +63,7 @@ class ScorerStream:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def offer(self, seq_id: int, tokens: Sequence[int], final: bool) -> bool:
+    def put(self, seq_id: int, tokens: Sequence[int], final: bool) -> bool:
         """Pass tokens so far; `final`: all. Returns False, changing nothing, if the sequence was complete and differs."""
         with self._changed:
             sequence = self._sequences.setdefault(seq_id, _Sequence())

@@ -259,7 +259,7 @@ class Guard:
         found = first(decode(code.tolist()) for code in codes)
         return own if own is not None and found is not None and own.encode()[:2] == found.encode()[:2] else found
 
-    def settle(self, breach: Breach | None, rejected: RejectedBatch, position: int, refusal: str | None) -> None:
+    def handle(self, breach: Breach | None, rejected: RejectedBatch, position: int, refusal: str | None) -> None:
         """Keep the batch and raise: NumericsError or RewardError to stop, else RollBack.  `refusal`: reason for a NaN score."""
         if breach is None:
             self.in_a_row = 0

@@ -123,7 +123,7 @@ class TrainingLoop(Saveable):
         actor_trained = self.updates.trains_actor(step)
         if breach is None:
             self.rollouts.weights_changed(actor_trained)
-        self.rounds.executor.drain()
+        self.rounds.executor.finish_sends()
         self.meter.memory.look()
         if plan.wait_for_critic and self.world.size > 1:
             with self.meter.part("wait_update"):
@@ -209,14 +209,14 @@ class TrainingLoop(Saveable):
         return None if self.journal is None else self.journal.note
 
     def finish_step(self) -> None:
-        if self.meter.settled < self.done:
+        if self.meter.completed < self.done:
             with self.meter.part("wait_update"):
                 critic_stats = self.exchange.critic_stats()
                 self.meter.all_memory()
-            self.meter.settle(self.done, critic_stats)
+            self.meter.complete(self.done, critic_stats)
         self.meter.tracer.flush()
         self.meter.spans.flush()
-        self.rounds.executor.drain()
+        self.rounds.executor.finish_sends()
         self.meter.memory.of_all_ranks()
 
     def state_dict(self) -> dict[str, Any]:
@@ -275,7 +275,7 @@ class TrainingLoop(Saveable):
 
     def load_state_dict(self, state: Mapping[str, Any], held: Sequence[Rollout]) -> None:
         """Continue from `state_dict` and held rollouts, without books and caches."""
-        self.done = self.meter.settled = state["done"]
+        self.done = self.meter.completed = state["done"]
         self.rollouts.scheduler.load_state_dict(state["scheduler"], held)
         for name, part in self._parts.items():
             if part is not None:

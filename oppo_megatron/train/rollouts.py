@@ -41,7 +41,7 @@ class Rollouts:
             self.rounds.admit(self.scheduler.begin_step())
         if self.filter is not None:
             self.filter.begin_step()
-            self._settle(self.filter)
+            self._filter_groups(self.filter)
 
     def decode(self, most: int, version: int, *, stream: bool, halt: bool) -> tuple[Chunk, int]:
         """Decode at most `most` tokens each; return chunk and number of new prompts.  `stream`: prefill the previous chunk."""
@@ -59,7 +59,7 @@ class Rollouts:
             self.rounds.recorded(active)
         self.exchange.request(active)
         if self.filter is not None:
-            self._settle(self.filter)
+            self._filter_groups(self.filter)
         return chunk, len(backfilled)
 
     @property
@@ -75,7 +75,7 @@ class Rollouts:
         counts = self.filter.counts
         return {"groups_dropped": counts.dropped, "keep_rate": counts.keep_rate}
 
-    def _settle(self, groups: GroupFilter) -> None:
+    def _filter_groups(self, groups: GroupFilter) -> None:
         labels = groups.rule.labels
 
         def judge(due: Sequence[Rollout]) -> list[list[float]]:
@@ -84,7 +84,7 @@ class Rollouts:
                     self.rounds.run([], due, 1, Decoding(self.buffer.clock, 0, self.buffer.readiness), NOTHING)
             return self.exchange.judge(due, self.rounds, labels)
 
-        dropped = groups.settle(judge)
+        dropped = groups.apply_verdicts(judge)
         self.rounds.give_up(dropped)
         for rollout in dropped:
             self.exchange.rewards.forget(rollout.seq_id)

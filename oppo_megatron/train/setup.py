@@ -216,7 +216,7 @@ def build_loop(
 
 
 def _with_kv_layout(config: TrainConfig, device: torch.device) -> TrainConfig:
-    """Settle the layout of KV caches, so planner and caches count slots the same way."""
+    """Choose the layout of KV caches, so planner and caches count slots the same way."""
     if config.runtime.kv_layout != "auto":
         return config
     dtypes = {DTYPES[role.dtype] for role in named_roles(config).values()}

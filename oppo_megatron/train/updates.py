@@ -63,7 +63,7 @@ class Updates:
                 self.critic.stats = no_stats()
         if breach is not None:
             self.conclude()
-        self.guard.settle(breach, RejectedBatch(facts, batch, scored), self.admitted(), self.exchange.refusal)
+        self.guard.handle(breach, RejectedBatch(facts, batch, scored), self.admitted(), self.exchange.refusal)
         if breach is not None:
             return experience, breach
         ppo, history = self.config.ppo, self.history

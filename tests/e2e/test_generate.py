@@ -201,7 +201,7 @@ def test_a_chat_needs_a_template(export: Path, tmp_path: Path, capsys: Capture) 
 
 @pytest.mark.parametrize(("words", "told"), [
     ([], "nothing is given, but one of --prompt, --input and --chat is needed"),
-    (["--prompt", "x", "--chat"], "--prompt and --chat is given, but one of"),
+    (["--prompt", "x", "--chat"], "--prompt and --chat are given, but one of"),
     (["--prompt", ""], "prompt 0 ('') has no token; give it some text"),
     (["--prompt", "x", "-n", "0"], "--samples is 0, but must be at least 1"),
     (["--prompt", "x", "-n", "2", "--greedy"], "2 greedy responses would be the same; drop --samples"),
@@ -215,7 +215,7 @@ def test_a_chat_needs_a_template(export: Path, tmp_path: Path, capsys: Capture) 
     (["--prompt", "x", "--resume"], "--resume continues an --output"), (["--chat", "--json"], "--chat is shown in the terminal"),
     (["--prompt", "x", "--tp", "3"], "4 attention heads do not"),
     (["--prompt", "x", "--stop-id", "-3"], "--stop-id is -3, but the policy's ids are 0 to"),
-    (["--prompt", "x", "--max-tokens", "999"], "--context raises the bound up to what the model was made for"),
+    (["--prompt", "x", "--max-tokens", "999"], "--context raises this limit, up to the model's own"),
     (["--prompt", "x", "--context", "9999"], "256"), (["--input", "gone.jsonl"], "does not exist"),
     (["--prompt", "x", "--output", "no/where.jsonl"], "no is not a folder"), (["--prompt", "x", "--tokenizer", "gone"], "gone"),
     (["--prompt", "x", "--chat-template", "{% if", "--as-chat"], "template"),

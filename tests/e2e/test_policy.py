@@ -182,10 +182,10 @@ def test_what_is_taken_is_told_and_what_is_no_policy_is_refused(run: Path, tmp_p
     with pytest.raises(CheckpointError, match=r"rollouts.jsonl is missing; name another checkpoint"):
         find_policy(unfinished)
     shutil.rmtree(unfinished / "checkpoints")
-    with pytest.raises(CheckpointError, match=r"without final weights and without a checkpoint; let it come to its end"):
+    with pytest.raises(CheckpointError, match=r"without final weights and without a checkpoint; let it finish"):
         find_policy(unfinished)
     for place in (run / "weights" / "critic", run / "checkpoints" / "step-000002" / "models" / "critic"):
-        with pytest.raises(CheckpointError, match=r"reward model or critic says nothing; name the policy"):
+        with pytest.raises(CheckpointError, match=r"reward model or critic generates no text; name the policy"):
             find_policy(place)
     with pytest.raises(CheckpointError, match=r"does not exist; did you mean"):
         find_policy(run.parent / "wole")

@@ -87,7 +87,7 @@ def travel(model: RoleModel, course: Course, way: Way) -> tuple[list[Facts], lis
         if draws.random() < 0.2:
             version += 1
             rounds.actor_changed()
-    rounds.executor.drain()
+    rounds.executor.finish_sends()
     if isinstance(cache, PagedKVCache):
         assert cache.num_free_blocks == len(cache.k[0]), "ended sequences give all their blocks back"
     rollouts.sort(key=lambda r: r.seq_id)

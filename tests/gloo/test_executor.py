@@ -112,7 +112,7 @@ def _carry_out(site: Site, schedule: Schedule, late_s: float, last_words: tuple[
     try:
         for _ in range(rounds):
             executor.run(schedule.of(rank))
-        executor.drain()
+        executor.finish_sends()
     except StallError as error:
         outcome.error = str(error)
     outcome.seconds = time.monotonic() - start
@@ -294,7 +294,7 @@ def _calls(folder: str) -> dict[str, Callable[[], Any]]:
     def message() -> None:
         op, peer = (Op.SEND, 0) if rank else (Op.RECV, 1)
         executor.run([Action(rank, op, "actor", 0, 0, payload=Payload.TOKENS, peer=peer)])
-        executor.drain()
+        executor.finish_sends()
 
     def hangs() -> None:
         if rank == 0:

@@ -124,7 +124,7 @@ def decode(model: RoleModel, sampling: Sampling, variant: Variant) -> dict[int, 
     rollouts = new_rollouts()
     for part in [{k: r} for k, r in rollouts.items()] if variant.alone else [rollouts]:
         finish(rounds, part, variant)
-    rounds.executor.drain()
+    rounds.executor.finish_sends()
     return rollouts
 
 
@@ -182,7 +182,7 @@ def early_end(directory: str, tp: int, pp: int, micro_batches: int) -> dict[str,
     assert all(cache.length(seq_id) == 0 for seq_id in cache.seq_ids)
     left = [r for r in rollouts.values() if not r.finished]
     second = decode_round(rounds, left, NEVER, clock=first.clock, version=1)
-    rounds.executor.drain()
+    rounds.executor.finish_sends()
     done = list(rollouts.values())
     answer = {
         "clock": first.clock, "cached": cached, "summary": summary, "tokens": [r.tokens for r in done],

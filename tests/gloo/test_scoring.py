@@ -138,7 +138,7 @@ def _score(role: str, model: RoleModel, slots: int, links: Links, site: Site) ->
                 scorers.rounds.retire(taken)
                 scorers.advance(taken)
         num_opened = opened.call_count
-    scorers.rounds.executor.drain()
+    scorers.rounds.executor.finish_sends()
     assert not cache.seq_ids, "all have finished, so no slot is taken"
     errors.append(scorers.error(role, growth.random.sample(growth.rollouts, len(SIZES))))
     return {"error": max(errors), "opened": num_opened, "taken": len(taken)}
@@ -154,7 +154,7 @@ def together(models: dict[str, str], tp: int, pp: int) -> dict[str, float]:
     growth = Growth(5)
     for rollouts in growth.rounds():
         scorers.advance(rollouts)
-    scorers.rounds.executor.drain()
+    scorers.rounds.executor.finish_sends()
     return {role: scorers.error(role, growth.rollouts) for role in ROLES}
 
 

@@ -103,7 +103,7 @@ def _send(number: int) -> list[Chunk]:
     for _ in range(number):
         sender.turn()
         stream.round()
-    stream.executor.drain()
+    stream.executor.finish_sends()
     outlet.retire([rollout()])
     return []
 
@@ -115,7 +115,7 @@ def _listen(number: int) -> list[Chunk]:
     for _ in range(number):
         stream.round()
         got.append(worker.end())
-    stream.executor.drain()
+    stream.executor.finish_sends()
     worker.retire([rollout()])
     return got
 

@@ -86,7 +86,7 @@ DATA: tuple[Mistake, ...] = (
     Mistake("a choice in words", (*PPO, CHOICE), ("prompts.jsonl:2", "'Paris'", "give a letter"),
         (*VALIDATE, CHOICE), spoils=[write("prompts.jsonl", CHOSEN.format("C") + CHOSEN.format("Paris"))],
         mends=[write("prompts.jsonl", CHOSEN.format("C") + CHOSEN.format("B"))]),
-    Mistake("a test of a program that is no Python", (*PPO, CODE),
+    Mistake("a test of a program that is not Python", (*PPO, CODE),
         ("prompts.jsonl:1", "assert f(1 == 2", "give a list of asserts"), (*VALIDATE, CODE),
         spoils=[write("prompts.jsonl", TESTED.format("f(1 == 2") + TESTED.format("f(2) == 4"))],
         mends=[write("prompts.jsonl", TESTED.format("f(1) == 2") + TESTED.format("f(2) == 4"))]),

@@ -17,7 +17,7 @@ GENERATE: tuple[Mistake, ...] = (
     _asked("a policy that is not there", ("runs/pop", "--prompt", "1"), "runs/pop", "runs/ppo"),
     _asked("a folder of runs as a policy", ("runs", "--prompt", "1"), "`runs`", "`runs/ppo`"),
     _asked("a file of weights as a policy", ("runs/ppo/weights/actor/model.safetensors", "--prompt", "1"), "is a file"),
-    _asked("a reward model that is asked", ("reward", "--prompt", "1", "--tokenizer", "t.model"), "reward", "says nothing"),
+    _asked("a reward model that is asked", ("reward", "--prompt", "1", "--tokenizer", "t.model"), "reward", "generates no text"),
     _asked("weights without their tokenizer", ("actor", "--prompt", "1"), "actor", "--tokenizer",
            then=("generate", "actor", "--prompt", "1", "--tokenizer", "t.model", "--max-tokens", "2")),
     _asked("a folder of weights as a tokenizer", ("runs/ppo", "--prompt", "1", "--tokenizer", "actor"), "actor", "no tokenizer"),

@@ -139,13 +139,13 @@ def messages_that_change_places() -> None:
 
 
 def message_that_nobody_takes() -> None:
-    def drain(original: Any, executor: Any) -> None:
+    def finish_sends(original: Any, executor: Any) -> None:
         for (source, destination, *_), group in executor.links.groups.items():
             if source == executor.rank:
                 dist.isend(torch.zeros(1, device="cuda"), destination, group)
         original(executor)
 
-    around(Executor, "drain", drain)
+    around(Executor, "finish_sends", finish_sends)
 
 
 def sum_without_a_wait() -> None:

@@ -177,7 +177,7 @@ def test_ranks_of_a_launcher_are_refused(
 
 def test_what_cannot_be_measured_is_refused(auto: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "bench", "overlap", auto)
-    assert "placement.mode is auto, which `oppo train` settles" in said, "commands that do not measure say who does"
+    assert "placement.mode is auto, which `oppo train` measures" in said, "commands that do not measure say who does"
     said = refused(capsys, "validate", "--skip-data", auto, "critic.ranks=1", "ppo.minibatches=3")
     assert "2 problems" in said and "critic.ranks is 1, but placement.mode auto chooses" in said
     Path("run").mkdir()

@@ -305,7 +305,7 @@ def test_a_run_that_goes_back_is_started_again(
 
     monkeypatch.setattr(run, "launch", launched)
     monkeypatch.setattr(run, "load_settings", lambda *_: config)
-    monkeypatch.setattr(run, "settle", lambda *_, **__: config)
+    monkeypatch.setattr(run, "resolve_placement", lambda *_, **__: config)
     monkeypatch.setattr(run, "require_ready", lambda *_: None)  # its files are not there
     args = argparse.Namespace(command="train", config=None, overrides=[], dry_run=False, resume=False, max_restarts=restarts)
     with pytest.raises(RankKilled) if code is None else nullcontext():

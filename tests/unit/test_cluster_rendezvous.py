@@ -109,7 +109,7 @@ def test_one_rank_alone_looks_who_is_missing(monkeypatch: pytest.MonkeyPatch) ->
     port = free_port()
     point = MeetingPoint.from_environment({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}, 1, 200)
     seen = dist.PrefixStore(point.name, loopback_store(port, timedelta(seconds=10)))
-    seen.add("settled", 1)  # another rank looks already
+    seen.add("decided", 1)  # another rank looks already
     counting = CountingStore(seen)
     monkeypatch.setattr(dist, "PrefixStore", lambda *_: counting)
     with ThreadPoolExecutor(1) as pool:

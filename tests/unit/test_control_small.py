@@ -236,7 +236,7 @@ def rules(gap: float | None = 1e-4, **settings: Any) -> Rules:
     ({"logprob_gap": 0.1}, "logprob_gap", "differs by 1.00e-01 between decoding and training"),
     ({"logprob_gap": 1e-3, "logprob_gap_judged": 2e-4}, "logprob_gap", "differs by 2.00e-04"),
     ({"logprob_gap": 0.1, "logprob_gap_judged": 1e-4}, None, ""),
-    ({"critic_loss": math.inf}, "non_finite", "critic_loss is inf, no finite number"),
+    ({"critic_loss": math.inf}, "non_finite", "critic_loss is inf, not a finite number"),
     ({"kl_mean": math.nan, "ess": 0.1}, "non_finite", "kl_mean is nan"),
     ({"kl_mean": 10.0, "ratio_max": 4.0, "ess": 0.5, "logprob_gap": 1e-4, "lr": math.inf}, None, ""),
 ])  # fmt: skip

@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -117,6 +118,7 @@ API_FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "source": (lambda: oppo.load_config(None), "source is None: a NoneType is none of text, path"),  # type: ignore[arg-type]
     "both": (lambda: oppo.plan("ppo.yaml", "c.yaml", trace="t.csv", lognormal=(6, 1.5)), "trace and lognormal exclude"),
     "plan": (lambda: oppo.plan("ppo.yaml", "c.yaml", "steps", lognormal=(6, 1.5)), "override `steps` is not of the form"),
+    "planned settings": (lambda: oppo.plan({"stepz": 3}, "c.yaml"), "`stepz` is not a setting; did you mean `steps`"),
 }  # fmt: skip
 
 
@@ -198,6 +200,11 @@ BAD_LOSSES: dict[str, tuple[Callable[[LossInputs], Any], str]] = {
     "no gradient": (lambda r: -r.advantages_L, "returned a loss without gradient; compute it from response.logp_L"),
     "detached": (lambda r: r.logp_L.detach(), "without gradient"),
     "in place": (lambda r: -r.advantages_L.mul_(2) * r.logp_L, "changed its input advantages_L in place; work on a copy"),
+    "in place unseen": (lambda r: r.logp_L * r.old_logp_L.data.mul_(2), "changed its input old_logp_L in place; work on a copy"),
+    "in place after use": (lambda r: [x := r.logp_L.exp(), x * x, x.mul_(2)][1],
+        r"without gradient \(RuntimeError: .*inplace operation.*; compute it from response.logp_L, without changes in place"),
+    "nan gradient of a number": (lambda r: (r.logp_L - r.logp_L.detach()).abs().sqrt().sum(), "a loss whose gradient is NaN or"),
+    "first token": (lambda r: r.logp_L - r.logp_L[0], "depends on log-probs of other tokens"),
     "raises": (lambda r: r.logp_L + torch.zeros(99), r"failed \(RuntimeError: .*test_extending.py:\d+"),
     "product per token": (lambda r: -(r.logp_L - r.old_logp_L).sum().exp() * r.advantages_L,
         "depends on log-probs of other tokens; return one number"),
@@ -255,6 +262,7 @@ BAD_ADVANTAGES: dict[str, tuple[Callable[[AdvantageInputs], Any], str]] = {
     "groups": (lambda b: b.scores_B.view(2, 2), r"returned float32 \[2, 2\]"), "none": (lambda b: None, "returned a NoneType"),
     "nan": (lambda b: b.scores_B / 0 * 0, "returned nan at index 0"),
     "in place": (lambda b: b.scores_B.sub_(1), "changed its input scores_B in place"),
+    "in place unseen": (lambda b: torch.from_numpy(np.clip(a := b.scores_B.numpy(), 0, 1, out=a)), "changed its input"),
     "random": (partial(lambda calls, b: b.scores_B * next(calls), count()), "returned two results for the same batch; make it"),
 }  # fmt: skip
 
@@ -273,12 +281,9 @@ def two_up(signals, delta, memory):
     return delta + 2
 
 def half(signals, delta, memory): return delta + 0.5
-def keeps(signals, delta, memory, kept=[]):
-    memory["x"] = (1, 2)
-    return delta
-def moody(signals, delta, memory, calls=[]):
-    calls.append(1)
-    return delta + len(calls)
+def keeps(signals, delta, memory): return delta + len(memory.update(x=(1, 2)) or "")
+def deep(signals, delta, memory): return delta + sum(memory.update(x=dict(memory)) or 0 for _ in range(3000))
+def moody(signals, delta, memory, calls=[]): return delta + len(calls.append(1) or calls)
 def raises(signals, delta, memory): return delta / 0
 """
 
@@ -301,7 +306,8 @@ def test_a_delta_rule_is_bounded_and_resumes_with_its_memory(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("name", "says"), [
     ("half", "returned 2.5; return the next delta, a whole number"), ("keeps", "keeps .*keep numbers, texts"),
-    ("moody", "decided twice differently"), ("raises", r"failed \(ZeroDivisionError: .*rules.py:\d+ in raises"),
+    ("moody", "decided twice differently"), ("deep", "keeps .*, nested at most 50 deep"),
+    ("raises", r"failed \(ZeroDivisionError: .*rules.py:\d+ in raises"),
 ])  # fmt: skip
 def test_a_delta_rule_that_cannot_be_used_is_refused_by_name(tmp_path: Path, name: str, says: str) -> None:
     with pytest.raises(PluginError, match=rf"^overlap\.delta\.rule .*:{name} {says}"):
@@ -354,6 +360,7 @@ def test_the_fields_of_the_page_exist() -> None:
 
 
 SCHEDULES = """
+from dataclasses import replace
 from oppo_megatron import Schedule, intra
 
 def part(round, site, costs, kept):
@@ -362,15 +369,20 @@ def part(round, site, costs, kept):
 def backwards(round, site, costs): return part(round, site, costs, slice(None, None, -1))
 def short(round, site, costs): return part(round, site, costs, slice(1, None))
 def text(round, site, costs): return "decode actor"
+def untyped(round, site, costs): return Schedule({0: [replace(a, micro_batch=None) for a in intra(round, site, costs).of(0)]})
+def words(round, site, costs): return Schedule({rank: ["decode"] for rank in site.ranks})
+def stray(round, site, costs): return Schedule({9: ()})
+def lists(round, site, costs): return Schedule([intra(round, site, costs).of(rank) for rank in site.ranks])
 def moody(round, site, costs, calls=[]):
-    calls.append(1)
-    return intra(round, site, costs) if len(calls) % 2 else short(round, site, costs)
+    return (intra if len(calls.append(1) or calls) % 2 else short)(round, site, costs)
 def sound(round, site, costs): return intra(round, site, costs)
 """
 
 
 @pytest.mark.parametrize(("name", "says"), [
     ("backwards", "made a schedule that cannot run: .*; correct its order"), ("short", "made a schedule that cannot run: "),
+    ("untyped", r"gave rank 0 Action\(.*; give it actions that compute"), ("words", "gave rank 0 'decode'; give it actions"),
+    ("stray", "returned actions of 9; give"), ("lists", "returned a Schedule of .*; make it of a dict"),
     ("text", "returned a str; return a Schedule"), ("moody", "returned two schedules for the same round"), ("sound", None),
 ])  # fmt: skip
 def test_a_schedule_that_cannot_run_is_refused_by_name(folder: Path, name: str, says: str | None) -> None:

@@ -150,8 +150,8 @@ def test_written_ranks_and_layouts_leave_nothing_to_choose(changes: dict[str, An
     assert check_auto_placement(settings()) == []
     [problem] = check_auto_placement(settings(**changes))
     assert problem.startswith(f"{key}, but placement.mode auto chooses") and "remove it, or choose disagg" in problem
-    config = settings(placement={"mode": "disaggregated", "actor": {"dp": 3}}).settled()
-    assert settings().settled() is None and config.placement == PlacementConfig(mode="disaggregated", actor={"dp": 3})
+    config = settings(placement={"mode": "disaggregated", "actor": {"dp": 3}}).resolved()
+    assert settings().resolved() is None and config.placement == PlacementConfig(mode="disaggregated", actor={"dp": 3})
 
 
 def test_a_measuring_run_is_the_configuration_but_short_and_quiet() -> None:

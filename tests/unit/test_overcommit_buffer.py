@@ -21,10 +21,10 @@ from oppo_megatron.overcommit.ahead import (
     NEW_RUN,
     Ahead,
     Readiness,
+    next_groups,
     require_bounded_deferrals,
     require_prompts,
     require_resumable,
-    settled,
 )
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
@@ -147,7 +147,7 @@ def test_who_comes_first_is_found_without_sorting_all(data: st.DataObject, group
                 first = [g for g in line if g in members and g not in chosen][:room]
                 chosen, reserved = chosen + first, reserved + max(0, missing - len(first))
         chosen += [g for g in line if g not in chosen][: max(0, target - len(chosen) - reserved)]
-    found = settled(np.array(finished, dtype=np.bool_), np.array(clocks), np.array(ages), batch, most, target)
+    found = next_groups(np.array(finished, dtype=np.bool_), np.array(clocks), np.array(ages), batch, most, target)
     assert found.tolist() == sorted(chosen)[:target]
 
 

@@ -74,7 +74,7 @@ class Simulation:
         return [[self.run.scores[rollout.seq_id]] for rollout in due]
 
     def settle(self) -> None:
-        dropped = self.filter.settle(self.judge)
+        dropped = self.filter.apply_verdicts(self.judge)
         self.story.dropped += [(self.buffer.clock, rollout.seq_id) for rollout in dropped]
         self.story.known.append(self.filter.known)
         held = {rollout.seq_id for rollout in self.buffer.rollouts}

@@ -262,7 +262,7 @@ def test_a_missing_environment_or_other_versions_are_refused(tmp_path: Path, cap
     assert f"compare: {python}: Permission denied" in capsys.readouterr().err
     with pytest.raises(BenchError, match="trl none"):
         require_peer(Path(sys.executable))
-    for other, message in (("true", "so it is no Python; name the one of TRL's"), ("false", "exit code 1, in silence")):
+    for other, message in (("true", "so it is not Python; name the one of TRL's"), ("false", "exit code 1, in silence")):
         with pytest.raises(BenchError, match=message):
             require_peer(Path("/usr/bin") / other)
 

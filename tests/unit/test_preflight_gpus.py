@@ -100,7 +100,7 @@ def test_the_kernels_files_and_nvidia_smi_are_read(tmp_path: Path) -> None:
 
 SMI_FAILS = {
     "a failure": ("echo Failed to initialize NVML: Driver/library version mismatch; exit 18", "exit code 18 (Failed to init"),
-    "without a word": ("exit 9", "failed with exit code 9 (without a word)"),
+    "without output": ("exit 9", "failed with exit code 9 (without output)"),
     "it hangs": ("exec sleep 60", "gave no answer within 0.3 s"), "no program": (None, "could not be run (Exec format error)"),
 }  # fmt: skip
 

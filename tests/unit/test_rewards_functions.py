@@ -29,8 +29,8 @@ def python(entry_point: str, **settings: Any) -> RewardPart:
 
 def test_weighted_sum_of_all_kinds_and_equal_parts_keep_their_own_labels(folder: Path) -> None:
     rewards = build_reward_functions([
-        RewardPart(kind="model", weight=0.5), RewardPart(kind="verifier", name="gsm8k", weight=2.0),
-        python("mine:Lengths.count", weight=-1.0, options={"scale": 0.1}), python("mine:numpy_scalar"),
+        python("mine:numpy_scalar"), RewardPart(kind="model", weight=0.5), RewardPart(kind="verifier", name="gsm8k", weight=2.0),
+        python("mine:Lengths.count", weight=-1.0, options={"scale": 0.1}),
     ])  # fmt: skip
     assert rewards.reads_model()
     reward = rewards.evaluate("q", "#### 5", {"answer": "5"}, model_score=3.0, seq_id=1)
@@ -193,7 +193,7 @@ def forks(prompt, response, fields):
 judge = Judge()
 def infinite(prompt, response, fields): return float("inf")
 def huge(prompt, response, fields): return 10**400
-def numpy_scalar(prompt, response, fields): return numpy.float32(0.5)
+def numpy_scalar(prompt, response, fields): return numpy.float32(0.5 + len(fields.pop("answer", [])) * 0)
 class Lengths:
     @staticmethod
     def count(prompt, response, fields, scale=1.0): return len(response) * scale

@@ -332,10 +332,10 @@ def test_the_forms_of_tests() -> None:
 
 
 @pytest.mark.parametrize(("value", "reason"), [
-    ([], "are none"), ("[]", "are none"), (None, "are none"), (3, "are none"), ("", "neither code nor"),
-    ({"inputs": ["1"], "outputs": []}, "not as many `inputs`"), ({"inputs": 3}, "not as many `inputs`"),
-    ({"fn_name": "f", "inputs": [], "outputs": []}, "by `fn_name`, which is not supported"), (["assert f( == 1"], "is no Python"),
-    (["assert " + "not " * 3000 + "f()"], "is no Python"),
+    ([], "are not tests"), ("[]", "are not tests"), (None, "are not tests"), (3, "are not tests"), ("", "neither code nor"),
+    ({"inputs": ["1"], "outputs": []}, "as many `inputs`"), ({"inputs": 3}, "as many `inputs`"),
+    ({"fn_name": "f", "inputs": [], "outputs": []}, "by `fn_name`, which is not supported"),
+    (["assert f( == 1"], "is not Python"), (["assert " + "not " * 3000 + "f()"], "is not Python"),
     ([3], "neither code nor"), ([{"input": "1"}], "neither code nor"), ([{"input": [1], "output": "1"}], "neither code nor"),
 ])  # fmt: skip
 def test_tests_that_are_none_are_refused_before_the_run(share: RewardSum, value: Any, reason: str) -> None:

@@ -86,7 +86,7 @@ def test_the_client_hands_in_what_grew_and_gets_the_scores_of_whole_sequences() 
     with served(sums, TOKEN) as address, streaming_to(address, TOKEN) as stream:
         for end in range(2, 12):
             for seq_id in range(3):
-                stream.offer(seq_id, list(range(seq_id, seq_id + end)), final=end == 11)
+                stream.put(seq_id, list(range(seq_id, seq_id + end)), final=end == 11)
         assert [stream.result(seq_id) for seq_id in range(3)] == [sum(range(i, i + 11)) for i in range(3)]
         assert sums.num_tokens == 33, "each token is sent once"
 
@@ -95,9 +95,9 @@ def test_the_client_hands_in_what_grew_and_gets_the_scores_of_whole_sequences() 
 def test_a_service_that_forgets_gets_the_sequence_again(memory: int) -> None:
     with served(Sums(memory)) as address, streaming_to(address) as stream:
         for end in range(2, 12):
-            stream.offer(0, list(range(end)), final=False)
-            stream.offer(1, list(range(end)), final=end == 11)
-        stream.offer(0, list(range(11)), final=True)
+            stream.put(0, list(range(end)), final=False)
+            stream.put(1, list(range(end)), final=end == 11)
+        stream.put(0, list(range(11)), final=True)
         assert (stream.result(0), stream.result(1)) == (55.0, 55.0)
 
 
@@ -106,7 +106,7 @@ def test_a_request_is_of_few_enough_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(streaming, "TOKENS_A_REQUEST", 40)
     with served(Sums(), max_bytes=1024) as address, streaming_to(address) as stream:
         for seq_id in range(40):
-            stream.offer(seq_id, list(range(30)), final=True)
+            stream.put(seq_id, list(range(30)), final=True)
         assert [stream.result(seq_id) for seq_id in range(40)] == [435.0] * 40
 
 
@@ -188,13 +188,13 @@ def test_a_slot_that_could_not_be_given_up_is_given_up_later(tmp_path: Path) -> 
 def test_a_service_that_cannot_be_had_ends_the_run_with_a_reason() -> None:
     with held_port() as port:
         stream = ScorerStream(StreamConfig(url=f"http://127.0.0.1:{port}"), give_up_s=0.3)
-        stream.offer(0, [1], final=True)
+        stream.put(0, [1], final=True)
         with pytest.raises(RewardError, match="cannot be asked.*for 0.3 s; start it"):
             stream.result(0)
         with pytest.raises(RewardError):
-            stream.offer(1, [1], final=True)
+            stream.put(1, [1], final=True)
     with served(Sums(), TOKEN) as address, streaming_to(address, "x" + TOKEN) as stranger:
-        stranger.offer(0, [1], final=True)
+        stranger.put(0, [1], final=True)
         with pytest.raises(RewardError, match="answered 401.*correct its address, token or limits"):
             stranger.result(0)
 
@@ -213,7 +213,7 @@ def test_an_answer_that_is_none_is_never_a_score(body: str) -> None:
         return Response(body.encode("utf-8", "surrogateescape"), media_type="application/json")
 
     with served_app(app) as address, streaming_to(address) as stream:
-        stream.offer(0, [1], final=True)
+        stream.put(0, [1], final=True)
         with pytest.raises(RewardError, match="the scorer's answer is not of the form"):
             stream.result(0)
 
@@ -271,9 +271,9 @@ def test_scores_of_streamed_sequences_are_the_models_of_whole_ones(service: tupl
     with streaming_to(address) as stream:
         for end in range(1, 65, 3):
             for seq_id, tokens in enumerate(sequences):
-                stream.offer(seq_id, tokens[: min(end, len(tokens) - 1)], final=False)
+                stream.put(seq_id, tokens[: min(end, len(tokens) - 1)], final=False)
         for seq_id, tokens in enumerate(sequences):
-            stream.offer(seq_id, tokens, final=True)
+            stream.put(seq_id, tokens, final=True)
         scores = [stream.result(seq_id) for seq_id in range(len(sequences))]
     with torch.no_grad():
         expected = [float(model.score(model.model(torch.tensor([tokens]))[0])[0, -1, 0]) for tokens in sequences]

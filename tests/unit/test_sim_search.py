@@ -89,12 +89,12 @@ def concrete(nodes: int, gpus: int, count: int) -> Iterator[Blocks]:
             yield blocks
 
 
-def brute_force(offers: Drawn, tried: Iterable[Blocks], mode: Mode) -> int | None:
+def brute_force(prices: Drawn, tried: Iterable[Blocks], mode: Mode) -> int | None:
     """The least step of all placements and all options, dominated ones too; ranks counted one by one."""
     best: int | None = None
     for blocks in tried:
-        rule = StepRule(offers.roles, blocks, mode)
-        for options in product(*(offers.options(role, block.size) for role, block in zip(offers.roles, blocks, strict=True))):
+        rule = StepRule(prices.roles, blocks, mode)
+        for options in product(*(prices.options(role, block.size) for role, block in zip(prices.roles, blocks, strict=True))):
             held: dict[int, list[tuple[int, int, int]]] = {}
             for block, option in zip(blocks, options, strict=True):
                 for place, rank in enumerate(block.ranks):
@@ -103,21 +103,21 @@ def brute_force(offers: Drawn, tried: Iterable[Blocks], mode: Mode) -> int | Non
             kinds = [[*zip(*own, strict=True)] for own in held.values()]
             fullest = max(sum(kept) + max(first) + max(second) for kept, first, second in kinds)
             step_ns = rule.step_ns([option.times for option in options])
-            if fullest <= offers.budget and (best is None or step_ns < best):
+            if fullest <= prices.budget and (best is None or step_ns < best):
                 best = step_ns
     return best
 
 
-def held_to_brute_force(offers: Drawn, nodes: int, gpus: int, mode: Mode) -> None:
+def held_to_brute_force(prices: Drawn, nodes: int, gpus: int, mode: Mode) -> None:
     found = Best(3)
-    admitted = {role: [s for s in block_sizes(nodes, gpus) if offers.least(role, s)] for role in offers.roles}
+    admitted = {role: [s for s in block_sizes(nodes, gpus) if prices.least(role, s)] for role in prices.roles}
     tried = [blocks for total in run_sizes(nodes, gpus) for blocks in arrangements(admitted, total, gpus)]
-    enumerate_plans(Space(offers, tried, mode, offers.budget), found)
+    enumerate_plans(Space(prices, tried, mode, prices.budget), found)
     plans = found.plans
-    assert (plans[0].step_ns if plans else None) == brute_force(offers, concrete(nodes, gpus, len(offers.roles)), mode)
+    assert (plans[0].step_ns if plans else None) == brute_force(prices, concrete(nodes, gpus, len(prices.roles)), mode)
     for plan in plans:
-        assert int(held_bytes(plan.blocks, plan.options).sum(axis=0).max()) == plan.fullest_bytes <= offers.budget
-        assert plan.step_ns == StepRule(offers.roles, plan.blocks, mode).step_ns([o.times for o in plan.options])
+        assert int(held_bytes(plan.blocks, plan.options).sum(axis=0).max()) == plan.fullest_bytes <= prices.budget
+        assert plan.step_ns == StepRule(prices.roles, plan.blocks, mode).step_ns([o.times for o in plan.options])
 
 
 @settings(max_examples=40)

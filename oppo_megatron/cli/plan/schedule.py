@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from oppo_megatron.cli.load import load_settings
-from oppo_megatron.cli.measure import describe_options, settle
+from oppo_megatron.cli.measure import describe_options, resolve_placement
 from oppo_megatron.cli.parser import add_config_arguments
 from oppo_megatron.config.model import format_ranks
 from oppo_megatron.config.run import TrainConfig
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None and args.out.suffix != ".png":  # matplotlib would write another file name or format
         raise ConfigError(f"--out {args.out}: the grid is drawn as PNG; name a file that ends in .png")
     settings = load_settings("train", args.config, args.overrides, inputs=False, models=False)
-    config = cast("TrainConfig | None", settle(settings, measure=False))
+    config = cast("TrainConfig | None", resolve_placement(settings, measure=False))
     if config is None:
         print("\n".join([*describe_options(settings), "to draw one of them, add its placement, as in placement.mode=single"]))
         return 0

@@ -143,7 +143,7 @@ def _as_configured(args: argparse.Namespace, task: Task, best: Played) -> str:
     except ConfigError as error:
         return f"refused: {error.problems[0]}"
     assert isinstance(settings, TrainSettings), "`train` was asked for"
-    config = settings.settled()
+    config = settings.resolved()
     if config is None:
         return "placement.mode is auto"
     if (ranks := world_size(config)) > task.cluster.num_ranks:

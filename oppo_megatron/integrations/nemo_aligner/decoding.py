@@ -183,7 +183,7 @@ class PooledActor:
                 keys = self.pool.new_keys(len(rollout["response_lengths"]))
             rows = zip(keys, rollout["response_tokens"].tolist(), rollout["response_lengths"].tolist(), strict=True)
             for key, tokens, length in rows:
-                self._feed.offer(key, tokens[:length], final=True)
+                self._feed.put(key, tokens[:length], final=True)
             rollout[KEY] = torch.tensor(keys, device=rollout["response_tokens"].device)
         return rollout
 
@@ -191,10 +191,10 @@ class PooledActor:
         if self._feed is None or not self._feed.is_open:
             return nullcontext()
         prompts = batch["length"].tolist()
-        offer = self._offers(keys, [self._decoder.limit(length) for length in prompts], prompts)
+        send = self._sender(keys, [self._decoder.limit(length) for length in prompts], prompts)
 
         def watch(tokens_bS: Tensor, ends_b: Tensor) -> bool:
-            offer(tokens_bS, ends_b)
+            send(tokens_bS, ends_b)
             return False
 
         return watched(self._model, (batch["text"], batch["length"]), watch)
@@ -234,7 +234,7 @@ class PooledActor:
             drawn += length - context
             row.grow(tokens[len(row.prompt) : length], self.policy, ended or length >= limit)
             if self._feed is not None:  # the last token of an unfinished row waits: no last piece is empty
-                self._feed.offer(row.key, tokens[: length if row.finished else length - 1], final=row.finished)
+                self._feed.put(row.key, tokens[: length if row.finished else length - 1], final=row.finished)
         positions = tokens_bS.size(1) - min(contexts)
         self.effort.add(positions, len(wave.rows), drawn, time.monotonic() - started)
         self.pool.decoded(wave, ends)
@@ -242,10 +242,10 @@ class PooledActor:
     def _watch(self, wave: Wave, limits: Sequence[int], contexts: Sequence[int]) -> Watch:
         """Feed the scorer; end the wave when few enough rows run."""
         least = max(1, self._decoder.min_new)
-        offer = self._offers([row.key for row in wave.rows], limits, contexts)
+        send = self._sender([row.key for row in wave.rows], limits, contexts)
 
         def watch(tokens_bS: Tensor, ends_b: Tensor) -> bool:
-            offer(tokens_bS, ends_b)
+            send(tokens_bS, ends_b)
             end, ends = tokens_bS.size(1), ends_b.tolist()
             running = [i for i, limit in enumerate(limits) if ends[i] < 0 and end < limit]
             begun = end > max(contexts)
@@ -254,20 +254,20 @@ class PooledActor:
 
         return watch
 
-    def _offers(self, keys: Sequence[int], limits: Sequence[int], contexts: Sequence[int]) -> Callable[[Tensor, Tensor], None]:
-        """Offer rows once per chunk: (tokens [b, S], ends [b]), cut before their last token, so that no last piece is empty."""
+    def _sender(self, keys: Sequence[int], limits: Sequence[int], contexts: Sequence[int]) -> Callable[[Tensor, Tensor], None]:
+        """Stream rows once per chunk: (tokens [b, S], ends [b]), cut before their last token, so that no last piece is empty."""
         feed, due = self._feed, min(contexts) + self.chunk
 
-        def offer(tokens_bS: Tensor, ends_b: Tensor) -> None:
+        def send(tokens_bS: Tensor, ends_b: Tensor) -> None:
             nonlocal due
             if feed is None or not feed.is_open or tokens_bS.size(1) < due:
                 return
             due = tokens_bS.size(1) + self.chunk
             for key, tokens, end, limit in zip(keys, tokens_bS.tolist(), ends_b.tolist(), limits, strict=True):
                 ended = end >= 0
-                feed.offer(key, tokens[: end + 1 if ended else min(len(tokens), limit) - 1], final=ended)
+                feed.put(key, tokens[: end + 1 if ended else min(len(tokens), limit) - 1], final=ended)
 
-        return offer
+        return send
 
 
 def _batches(pool: Pool, micro: int, num_microbatches: int) -> Iterator[dict[str, Tensor]]:

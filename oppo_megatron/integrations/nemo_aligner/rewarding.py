@@ -42,7 +42,7 @@ def raise_together(error: Exception | None, kind: type[OppoError]) -> None:
 
 
 class Feed:
-    """Offers rows to `stream`, if this rank has one; keeps an error until all ranks learn of it."""
+    """Puts rows into `stream`, if this rank has one; keeps an error until all ranks learn of it."""
 
     def __init__(self, stream: ScorerStream | None):
         self._stream = stream
@@ -54,14 +54,14 @@ class Feed:
     def is_open(self) -> bool:
         return self._stream is not None and self._failure is None
 
-    def offer(self, key: int, tokens: Sequence[int], final: bool) -> None:
+    def put(self, key: int, tokens: Sequence[int], final: bool) -> None:
         if self._stream is None or self._failure is not None:
             return
         try:
-            if not self._stream.offer(self._name(key), tokens, final):
+            if not self._stream.put(self._name(key), tokens, final):
                 self._stream.forget([self._name(key)])
                 self._names[key] = next(self._others)
-                self._stream.offer(self._name(key), tokens, final)
+                self._stream.put(self._name(key), tokens, final)
         except Exception as error:
             self._failure = error
 

@@ -121,8 +121,8 @@ def nemo_config(shape: ModelShape, head: Head, tokenizer: str) -> dict[str, Any]
         lacking = "a sliding window in some of its layers"
     if lacking is not None:
         raise ConfigError(
-            f"the model has {lacking}, which NeMo 1's model_config.yaml cannot say; convert --to megatron, and import that with "
-            "a program that computes it"
+            f"the model has {lacking}, which NeMo 1's model_config.yaml cannot express; convert --to megatron, and import that "
+            "with a program that computes it"
         )
     return {
         "target": TARGETS[head],

@@ -68,10 +68,10 @@ def read_tests(value: Any) -> Tests:
             raise RewardError(f"the tests call a function {name!r} by `fn_name`, which is not supported; {_FORMS}")
         inputs, outputs = value.get("inputs"), value.get("outputs")
         if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
-            raise RewardError(f"the tests {str(value)[:100]!r} have not as many `inputs` as `outputs`; {_FORMS}")
+            raise RewardError(f"the tests {str(value)[:100]!r} do not have as many `inputs` as `outputs`; {_FORMS}")
         value = [{"input": given, "output": wanted} for given, wanted in zip(inputs, outputs, strict=True)]
     if not isinstance(value, Sequence) or not value:
-        raise RewardError(f"the tests {str(value)[:100]!r} are none; {_FORMS}")
+        raise RewardError(f"the tests {str(value)[:100]!r} are not tests; {_FORMS}")
     return [_test(each) for each in value]
 
 
@@ -82,7 +82,7 @@ def _test(each: Any) -> dict[str, str]:
         try:
             compile(each, "tests", "exec")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the latter two: nested too deeply
-            raise RewardError(f"the test {each[:100]!r} is no Python ({error}); {_FORMS}") from error
+            raise RewardError(f"the test {each[:100]!r} is not Python ({error}); {_FORMS}") from error
         return {"code": each}
     raise RewardError(f"the test {str(each)[:100]!r} is neither code nor {{input, output}}; {_FORMS}")
 

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import reprlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heapreplace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from oppo_megatron.columns import Ints
+from oppo_megatron.errors import ScheduleError
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.plugins import Plugin
-from oppo_megatron.schedule.actions import Schedule
+from oppo_megatron.schedule.actions import Action, Op, Schedule, parse_action
 from oppo_megatron.schedule.rounds import Batch, Round, Site, sums
 from oppo_megatron.schedule.weaving.components import Team, Times, Timetable, count_of
 from oppo_megatron.schedule.weaving.costs import Costs
 
 Generator = Callable[[Round, Site, Costs], Schedule]
+COMPUTES = (Op.DECODE, Op.SAMPLE, Op.PREFILL, Op.SCORE)
 
 
 def sequential(round: Round, site: Site, costs: Costs) -> Schedule:
@@ -67,14 +71,37 @@ class CustomGenerator:
 
     def __call__(self, round: Round, site: Site, costs: Costs) -> Schedule:
         """Raises PluginError if the result is not a Schedule or differs between calls."""
-        made, again = self.plugin(round, site, costs), self.plugin(round, site, costs)
-        if not isinstance(made, Schedule):
-            raise self.plugin.refuse(f"returned a {type(made).__name__}", "return a Schedule: the actions of each rank, in order")
-        if any(made.of(rank) != again.of(rank) for rank in site.ranks):
+        made, again = self._lists(round, site, costs), self._lists(round, site, costs)
+        if made != again:
             raise self.plugin.refuse(
                 "returned two schedules for the same round", "make it deterministic: every rank calls it for itself"
             )
-        return made
+        return Schedule(made)
+
+    def _lists(self, round: Round, site: Site, costs: Costs) -> dict[int, tuple[Action, ...]]:
+        made, remedy = self.plugin(round, site, costs), "return a Schedule: the actions of each rank, in order"
+        if not isinstance(made, Schedule):
+            raise self.plugin.refuse(f"returned a {type(made).__name__}", remedy)
+        actions: Any = made.actions
+        if not isinstance(actions, Mapping) or not all(isinstance(own, (tuple, list)) for own in actions.values()):
+            raise self.plugin.refuse(f"returned a Schedule of {reprlib.repr(actions)}", "make it of a dict: rank to actions")
+        if strange := [rank for rank in actions if rank not in site.ranks]:
+            raise self.plugin.refuse(f"returned actions of {strange[0]!r:.40}", "give actions to the ranks of `site.ranks` only")
+        for rank, action in ((rank, action) for rank, own in actions.items() for action in own):
+            if not _computes(action):
+                fault = f"gave rank {rank} {action!r:.120}"
+                raise self.plugin.refuse(fault, "give it actions that compute, as the built-in generators make them")
+        return {rank: tuple(own) for rank, own in actions.items()}
+
+
+def _computes(action: Any) -> bool:
+    """True if it is an action that computes, and its fields have the types that its text gives."""
+    if not isinstance(action, Action) or action.op not in COMPUTES or not isinstance(action.rank, int):
+        return False
+    try:
+        return parse_action(action.rank, str(action)) == action
+    except (TypeError, ScheduleError):
+        return False
 
 
 def generator_of(chosen: str) -> Generator:

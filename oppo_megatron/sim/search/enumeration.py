@@ -51,7 +51,7 @@ class Best:
 
 @dataclass(frozen=True)
 class Space:
-    offers: PriceTable
+    prices: PriceTable
     places: Sequence[Blocks]
     mode: Mode
     budget: int
@@ -61,9 +61,9 @@ class Space:
 
     def layouts(self, blocks: Blocks) -> list[_Layouts]:
         found = []
-        for key in zip(self.offers.roles, (block.size for block in blocks), strict=True):
+        for key in zip(self.prices.roles, (block.size for block in blocks), strict=True):
             if key not in self._layouts:
-                self._layouts[key] = _Layouts(self.offers.front(*key))
+                self._layouts[key] = _Layouts(self.prices.front(*key))
             found.append(self._layouts[key])
         return found
 
@@ -105,9 +105,9 @@ def lower_bounds(space: Space) -> Bounds:
         return found
     table = np.array([[(block.first, block.size) for block in each] for each in space.places], dtype=np.int64)
     times, known = list[Times](), np.ones(len(table), dtype=bool)
-    for role, name in enumerate(space.offers.roles):
+    for role, name in enumerate(space.prices.roles):
         distinct, place = np.unique(table[:, role, 1], return_inverse=True)
-        least = [space.offers.least(name, int(size)) for size in distinct]
+        least = [space.prices.least(name, int(size)) for size in distinct]
         known &= np.array([each is not None for each in least])[place]
         times.append(Times(*np.array([each or Times(0) for each in least], dtype=np.int64)[place].T))
     first, end = table[:, :, 0], table.sum(axis=2)
@@ -117,14 +117,14 @@ def lower_bounds(space: Space) -> Bounds:
         rows = np.flatnonzero((pattern.reshape(-1) == number) & known)
         if len(rows):
             own = [Times(*(column[rows] for column in each)) for each in times]
-            found[rows] = StepRule(space.offers.roles, space.places[rows[0]], space.mode).step_ns(own)
+            found[rows] = StepRule(space.prices.roles, space.places[rows[0]], space.mode).step_ns(own)
     return found
 
 
 class _Chooser:
     def __init__(self, space: Space, blocks: Blocks, layouts: Sequence[_Layouts], best: Best):
         self.space, self.blocks, self.layouts, self.best = space, blocks, layouts, best
-        roles = space.offers.roles
+        roles = space.prices.roles
         self.rule = StepRule(roles, blocks, space.mode)
         self.order = sorted(range(len(roles)), key=lambda role: (role != 0, roles[role] != "critic", role))
         edges = {

@@ -229,7 +229,7 @@ def find_shortage(task: Task) -> Shortage | None:
     """Count missing memory with the smallest micro-batches; None if no layout passes the checks."""
     least, plans = [min(micro_batches(task.config))], list[tuple[int, Plan, int]]()
     for space in spaces(task, least, task.cluster.nodes):
-        table, smallest = space.offers, dict[tuple[str, int], Option]()
+        table, smallest = space.prices, dict[tuple[str, int], Option]()
         for blocks in space.places:
             for key in zip(table.roles, (block.size for block in blocks), strict=True):
                 if key not in smallest:

@@ -139,7 +139,7 @@ class StepMeter:
     """`role`: "actor" or "scorer".  `journal`: on the actor's first output rank only.
 
     `critic`: "shared" if some rank makes both updates, "waited" if a step ends only after both, else "apart"; None unless
-    trained.  `settled` counts steps with a complete line, on every rank.
+    trained.  `completed` counts steps with a complete line, on every rank.
     """
 
     world: World
@@ -151,7 +151,7 @@ class StepMeter:
     role: str
     critic: Literal["shared", "waited", "apart"] | None
     clock: StepClock = field(default_factory=StepClock)
-    settled: int = 0
+    completed: int = 0
     _started: float = 0.0
     _before_s: float = 0.0  # what the step took before an interruption
     _planned_s: float = 0.0
@@ -213,11 +213,11 @@ class StepMeter:
         facts.scores, facts.kl_coefficient = report, kl_coefficient
         rewards, num_rows = scored.all_scores.tolist(), scored.scores_B.numel()
         facts.rewards, facts.greedy_rewards = rewards[:num_rows], rewards[num_rows:]
-        if self.journal is not None and self.settled < facts.step - 1:
+        if self.journal is not None and self.completed < facts.step - 1:
             if self.critic == "apart":
                 delay_s = scoring_delay(report.critic["critic_update_s"], report.work, self.clock.ends)
                 facts.critic_exposed_s = min(delay_s, self.spans.totals(facts.step, "actor")["wait_scores"])
-        self.settle(facts.step - 1, report.critic)
+        self.complete(facts.step - 1, report.critic)
 
     def measured(self) -> list[float]:
         """Seconds of the step so far, without the update already made, then the sums of its decode law."""
@@ -237,10 +237,10 @@ class StepMeter:
             self.journal.step(facts, batch, carried, experience, self.spans)
         self.spans.flush()
 
-    def settle(self, step: int, critic_stats: dict[str, float]) -> None:
+    def complete(self, step: int, critic_stats: dict[str, float]) -> None:
         """Complete the line of `step`, unless it is, with the critic's statistics."""
         late: dict[str, Any] = critic_stats | self.memory.by_rank.peak_fields()
-        if self.journal is not None and self.settled < step:
+        if self.journal is not None and self.completed < step:
             if self.critic is not None:
                 update_s = late["critic_update_s"]
                 waited_s = self.spans.totals(step, "actor").get("wait_update", 0.0)
@@ -249,7 +249,7 @@ class StepMeter:
                 exposed_s = update_s if self.critic == "shared" else min(update_s, waited_s)
                 late |= {"critic_exposed_s": exposed_s, "critic_hidden_s": update_s - exposed_s}
             self.journal.complete(step, late)
-        self.settled = step
+        self.completed = step
 
     def end_round(self, *, decoded: bool) -> None:
         waited_s = self.spans.totals(self.facts.step, "scorer").get("wait_tokens", 0.0)

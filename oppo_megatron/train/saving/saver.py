@@ -257,7 +257,7 @@ class Saver:
             note(f"checkpoint {position.name}: {num_bytes / 2**20:.1f} MB in {waited_s:.1f} s{hidden}")
 
     def _told(self, verb: str, note: Callable[[str], None] | None) -> AbstractContextManager[None]:
-        """Report, on the rank that has `note`, that a call of the library goes on."""
+        """Report, on the rank that has `note`, that a call of the library continues."""
         return nullcontext() if note is None else while_silent(lambda: f"{verb} {self.world.activity.look().what}", note)
 
 
