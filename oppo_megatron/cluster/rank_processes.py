@@ -44,9 +44,11 @@ def begin_fork_server() -> None:
     multiprocessing.set_forkserver_preload(PRELOADED)
     resource_tracker.ensure_running()  # it would unblock signals if it were started later
     heard = signal.pthread_sigmask(signal.SIG_BLOCK, {*FOR_RANKS, signal.SIGINT})
+    os.environ["OPPO_LAUNCHER"] = str(os.getpid())  # for `cluster.fork_server`
     try:
         forkserver.ensure_running()
     finally:
+        del os.environ["OPPO_LAUNCHER"]
         signal.pthread_sigmask(signal.SIG_SETMASK, heard)
 
 

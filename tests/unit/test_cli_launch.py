@@ -262,13 +262,19 @@ def test_nothing_outlives_a_launcher_or_a_fork_server_that_is_killed(two_ranks: 
     parent.send_signal(signal.SIGSTOP)
     os.kill(pids[0], signal.SIGSTOP)
     time.sleep(0.5)
-    assert {*pids, parent.pid} <= {*marked(mark)}
+    assert {*pids, parent.pid} <= {*marked(mark)} and marked(f"OPPO_LAUNCHER={parent.pid}")
     os.kill(parent.pid if victim == "launcher" else psutil.Process(pids[0]).ppid(), signal.SIGKILL)
     parent.send_signal(signal.SIGCONT)
     _, errors = parent.communicate(timeout=60)
     wait_for(lambda: not marked(mark), 15)
     if victim == "fork server":
         assert parent.returncode == 2 and "was killed, and they end with it" in errors, errors
+
+
+def test_a_fork_server_whose_launcher_has_ended_first_ends() -> None:
+    program, gone = "import oppo_megatron.cluster.fork_server; print('still here')", {"OPPO_LAUNCHER": "0"}
+    ended = subprocess.run([sys.executable, "-c", program], env=os.environ | gone, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, ""), ended
 
 
 @pytest.mark.slow
