@@ -87,7 +87,7 @@ def intra() -> str:
 def inter() -> str:
     """Responses of two steps: those that are unfinished when B are complete go on in the next step."""
     canvas, scale = Canvas(860, 300, "Inter-step overlap"), 5.6
-    canvas.text(10, 20, "B = 4 trained responses a step, delta = 2: six are decoded", bold=True)
+    canvas.text(10, 20, "B = 4 trained responses per step, delta = 2: six are decoded", bold=True)
     first = {"a": 14.0, "b": 22.0, "c": 30.0, "d": 36.0, "e": 60.0, "f": 74.0}
     stop = 36.0
     canvas.text(LEFT, 42, "step 1: ends when 4 have finished")
@@ -140,7 +140,7 @@ def placements() -> str:
     canvas.text(10, 194, "tokens travel to the scorers in chunks", size=11)
     canvas.text(350, 194, "scoring fills the bubbles of the decode pipeline", size=11)
     canvas.text(620, 194, "one process: no overlap in time", size=11)
-    canvas.text(350, 210, "(pp > 1), or runs beside it", size=11)
+    canvas.text(350, 210, "(pp > 1), or runs next to it", size=11)
     return canvas.svg()
 
 

@@ -34,7 +34,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     axes.bar_label(bars, labels, padding=5)
     axes.invert_yaxis()
     axes.set_xlim(0, max(seconds.values()) * 1.32)
-    axes.set_xlabel("seconds a step, median")
+    axes.set_xlabel("seconds per step, median")
     axes.set_title(f"{figures['models']};\n{figures['machine']}, {figures['date']}", fontsize=10, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     picture.savefig(path, metadata={"Date": None, "Creator": None})
