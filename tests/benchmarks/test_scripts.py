@@ -267,7 +267,7 @@ def test_the_machine_at_hand_is_a_cluster_that_runs_can_be_simulated_on(
     cluster = read_cluster(tmp_path / "cluster.yaml")
     assert cluster.adapted is not None and cluster.engine.source.kind == "measured"
     assert cluster.gpus_per_node == usable_cores() and cluster.gpu.sources["efficiencies"].kind == "measured"
-    command = ["simulate", EXAMPLE, "--cluster", str(tmp_path / "cluster.yaml"), "--steps", "2"]
+    command = ["plan", "simulate", EXAMPLE, "--cluster", str(tmp_path / "cluster.yaml"), "--steps", "2"]
     assert oppo([*command, "placement.mode=single"]) == 0
     assert "s/step" in capsys.readouterr().out
 
