@@ -303,7 +303,7 @@ def test_the_tests_for_a_gpu_need_no_environment_of_their_own() -> None:
 def test_another_python_gets_an_environment_of_its_own(fresh: Path) -> None:
     told = make(fresh, "-n", "test-python", f"PYTHON={sys.executable}")
     found = [told.find(f"build/{Path(sys.executable).name}{step}") for step in (" ||", "/bin/oppo demo", "/bin/oppo validate")]
-    assert found == sorted(found) and found[0] >= 0 and "-c constraints.txt" in told and ".venv" not in told, told
+    assert found == sorted(found) and found[0] >= 0 and "-c constraints.txt" in told and " .venv" not in told, told
 
 
 @pytest.mark.long
