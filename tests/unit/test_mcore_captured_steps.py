@@ -138,7 +138,8 @@ def test_the_host_makes_few_calls_per_token(world: None, monkeypatch: pytest.Mon
     compute = rounds.decode.compute
     profiled = partial(profile.runcall, compute)
     monkeypatch.setattr(rounds.decode, "compute", lambda action: (compute if action.op is Op.PREFILL else profiled)(action))
-    monkeypatch.setattr(rounds.decode._lane(0), "_run", lambda key, step: None)
+    monkeypatch.setattr(CapturedSteps, "__call__", lambda captured, key, step: None)
+    rounds.decode.captured = CapturedSteps(CPU, list)
     decode_round(rounds, [Rollout(Prompt(i, i, "", (5, 6)), i) for i in range(64)], 48)
     calls = sum(entry.callcount for entry in profile.getstats())
     assert calls < 2.1 * 64 * 48, calls / (64 * 48)
