@@ -262,7 +262,7 @@ def test_rows_whose_answers_cannot_be_compared_are_left_out_of_the_run_and_of_it
     rule = {"kind": "verifier", "name": "math", "timeout_s": 3}
     changes = {"steps": 2, "rewards": [rule], "reward": None, "checkpoint": {"every_steps": 1, "keep": 9}} | TWO_RANKS
     config = workspace.config("hostile", **changes, **{"data.path": str(path), "data.bad_rows": "quarantine"})
-    refused = workspace.config("refused", **changes, **{"data.path": str(path)})
+    refused = workspace.config("hostile-refused", **changes, **{"data.path": str(path)})
     for error in run_ranks(2, "tests.e2e.jobs:train_error", config=refused):
         assert f"{path}:4: reward part 'math': the expected answer x^{{10" in error and "data.bad_rows=quarantine" in error
     assert not Path(refused["run_dir"]).exists()
