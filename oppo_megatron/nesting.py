@@ -60,10 +60,10 @@ def too_deep_at(text: str, deepest: int = DEEPEST) -> int | None:
     return None
 
 
-def check_value(value: Any) -> None:
-    """Raise DataError if nested beyond `DEEPEST`."""
+def check_value(value: Any, deepest: int = DEEPEST) -> None:
+    """Raise DataError if nested deeper."""
     level: list[Any] = [value]
-    for _ in range(DEEPEST + 1):
+    for _ in range(deepest + 1):
         level = [
             part
             for item in level
@@ -72,7 +72,7 @@ def check_value(value: Any) -> None:
         ]
         if not level:
             return
-    raise DataError(f"lists or objects are nested deeper than {DEEPEST}; leave them out, or flatten them")
+    raise DataError(f"lists or objects are nested deeper than {deepest}; leave them out, or flatten them")
 
 
 def text_fault(text: str) -> str | None:

@@ -15,8 +15,8 @@ from typing import Any
 
 from oppo_megatron.config.overlap import DeltaConfig
 from oppo_megatron.config.ppo import KLConfig
-from oppo_megatron.errors import CheckpointError
-from oppo_megatron.nesting import DEEPEST, too_deep_at
+from oppo_megatron.errors import CheckpointError, DataError
+from oppo_megatron.nesting import DEEPEST, check_value
 from oppo_megatron.plugins import Plugin
 from oppo_megatron.records import TIE, Decision, StepSignals
 
@@ -151,9 +151,9 @@ class CustomDelta(DeltaController):
         if isinstance(wanted, bool) or not isinstance(wanted, Integral):
             raise plugin.refuse(f"returned {wanted!r:.60}", "return the next delta, a whole number")
         try:
-            text = json.dumps(self._kept, allow_nan=False)
-            plain = json.loads(text) == self._kept and too_deep_at(text, DEEPEST_MEMORY) is None
-        except (TypeError, ValueError, RecursionError):
+            check_value(self._kept, DEEPEST_MEMORY)
+            plain = json.loads(json.dumps(self._kept, allow_nan=False)) == self._kept
+        except (DataError, TypeError, ValueError):
             plain = False
         if not plain:
             remedy = f"keep numbers, texts, lists and dicts with texts as keys, nested at most {DEEPEST_MEMORY} deep"

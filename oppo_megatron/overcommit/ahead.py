@@ -31,7 +31,7 @@ class Readiness:
     def finish(self, *seq_ids: int) -> None:
         ended, size = set(seq_ids), self._group_size
         decoded = len(ended) == len(seq_ids) and self._ended.isdisjoint(ended) and self._unfinished >= ended
-        assert decoded, f"one of {', '.join(map(str, seq_ids))} is not decoded in this step or has already finished"
+        assert decoded, f"sequence {', '.join(map(str, seq_ids))}: not decoded in this step, or already finished"
         self._ended |= ended
         groups = {seq_id // size for seq_id in ended}
         whole = {g for g in groups if self._unfinished.isdisjoint(set(range(g * size, (g + 1) * size)) - self._ended)}

@@ -160,7 +160,7 @@ def test_references_are_counted(tmp_path: Path) -> None:
 def test_nobody_waits_for_the_end_of_the_stack() -> None:
     sources = [*ROOT.glob("oppo_megatron/**/*.py"), *ROOT.glob("examples/**/*.py"), *ROOT.glob("benchmarks/**/*.py")]
     found = [path for path in sources if re.search(r"RecursionError|setrecursionlimit", path.read_text())]
-    found = [path for path in found if path.stem != "template_process"]  # whose stack is its own
+    found = [path for path in found if path.stem not in ("template_process", "code_tests")]  # an own stack; compile()'s limit
     assert len(sources) > 300 and not found
 
 

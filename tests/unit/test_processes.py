@@ -97,13 +97,15 @@ def test_a_signal_that_is_ignored_stays_ignored_here_and_in_the_process(tmp_path
 def test_a_closed_terminal_hangs_up_twice_and_is_written_to_in_vain(tmp_path: Path) -> None:
     """Shell and kernel each send SIGHUP, which is one request to save; a line for the terminal is no error."""
     script = (
-        "import sys, time; from oppo_megatron.cli.signals import SignalRelay\n"
+        "import signal, subprocess, sys, time; from oppo_megatron.cli.signals import SignalRelay\n"
         "from oppo_megatron.processes import outlive_terminal\n"
-        "outlive_terminal(); relay = SignalRelay()\n"
+        "signal.signal(signal.SIGUSR1, signal.SIG_IGN)\n"  # inherited: this rank saves without end
+        "rank = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)', 'multiprocessing.spawn'])\n"
+        "signal.signal(signal.SIGUSR1, signal.SIG_DFL); outlive_terminal(); relay = SignalRelay()\n"
         "with relay.listening():\n"
         "    print('ready', flush=True)\n"
         "    while relay.asked_s() is None: time.sleep(0.01)\n"
-        "time.sleep(0.1); print('saved', flush=True); print('saved', file=sys.stderr)\n"
+        "time.sleep(0.1); rank.kill(); print('saved', flush=True); print('saved', file=sys.stderr)\n"
         f"open({str(tmp_path / 'code')!r}, 'w').write(str(relay.code))"
     )
     ours, theirs = os.openpty()
