@@ -230,5 +230,5 @@ def test_sequences_that_end_together_count_as_one_after_the_other(data: st.DataO
         for seq_id in order[start:end]:
             apart.finish(seq_id)
         assert together.ready == apart.ready
-    with pytest.raises(AssertionError, match=f"sequence {order[0]} one is not decoded"):
+    with pytest.raises(AssertionError, match=f"sequence {order[0]}: not decoded"):
         together.finish(order[0])
