@@ -74,7 +74,7 @@ def module_marks(tree: ast.Module) -> Iterator[str]:
 
 
 def find_marks(file: Path, name: str) -> set[str] | None:
-    """Marks of a test and its file; None if there is no such test."""
+    """Return the marks of a test and its file, or None if it does not exist."""
     tree, kinds = tree_of(file), (ast.FunctionDef, ast.AsyncFunctionDef)
     node = next((each for each in tree.body if isinstance(each, kinds) and each.name == name), None)
     if node is None or not name.startswith("test_"):
