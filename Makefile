@@ -1,7 +1,7 @@
 # Everything from a fresh machine with Python 3.10+, git and make:
 #   make demo    creates .venv, installs, runs the demo
 #   make check   creates .venv, installs with the test extra, runs lint, types, architecture and pure logic: two minutes
-#   make test    the same and the site of docs/, and every test that guards a promise, on the CPU: twelve to twenty minutes
+#   make test    the same and the site of docs/, and what guards the promises on the CPU: ten to twenty minutes
 #   make test-long    the rest: chaos, benchmarks, the tutorial, every layout; before a release
 #   make gpu-rehearsal    runs on CUDA tensors that are fake, without a GPU; most of them are part of `make test`
 #   make gpu-test    tests/gpu by the Python that PYTHON names, on a machine with a GPU; installs nothing
@@ -47,7 +47,7 @@ CORE_QUICK := tests/unit/test_mcore_patches.py tests/parity/test_hf_logits.py::t
 	'tests/parity/test_hf_logits.py::test_scalar_head_equals_transformers_classifier[2-2]' \
 	$(foreach case,tp1-pp4-dp1 tp1-pp1-dp4 tp2-pp1-dp1-sequence_parallel tp1-pp2-dp2-recompute-full, \
 		'tests/gloo/test_training.py::test_steps_equal_plain_torch[$(case)]') \
-	tests/e2e/test_resume.py::test_resumed_after_a_step_is_the_run_that_never_stopped tests/e2e/test_core_versions.py
+	tests/e2e/test_resume.py::test_resumed_after_a_step_is_the_run_that_never_stopped
 
 # The versions that megatron-core 0.16 names, and the one of the container that the Dockerfile begins from.
 TE ?= transformer-engine>=2.9,<2.13
@@ -72,9 +72,10 @@ check: lint
 	$(PYTEST) -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not long and not slow" $(PURE)
 
 # The plugin's tests, which mostly wait, run beside the others; what they print comes at the end.
-test: lint docs $(ALIGNER_INSTALLED) $(CORE)/.installed
+test: $(INSTALLED_TEST) $(ALIGNER_INSTALLED) $(CORE)/.installed
 	@mkdir -p build
-	$(ALIGNER_PYTEST) > build/aligner.log 2>&1 & aligner=$$!; \
+	@$(MAKE) --no-print-directory -j2 --output-sync=recurse lint docs
+	$(ALIGNER_PYTEST) -m "not long" > build/aligner.log 2>&1 & aligner=$$!; \
 	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not long"; tests=$$?; \
 	wait $$aligner; aligner=$$?; cat build/aligner.log; [ $$((tests | aligner)) = 0 ]
 	$(CORE_PYTEST) $(CORE_QUICK)

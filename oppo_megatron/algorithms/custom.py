@@ -7,8 +7,9 @@ Numbers are float32; token ids, versions and lengths int64.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -74,17 +75,16 @@ class CustomAdvantage:
     plugin: Plugin
 
     def __call__(self, batch: AdvantageInputs) -> Tensor:
-        plugin, before = self.plugin, _Content.of({name: x for name, x in vars(batch).items() if isinstance(x, Tensor)})
+        plugin = self.plugin
+        before = _Content(plugin, {name: x for name, x in vars(batch).items() if isinstance(x, Tensor)})
         found = plugin(batch)
-        before.require_same(plugin)
+        before.require_same()
         again = plugin(batch)
         shapes = ((batch.scores_B.numel(),), (batch.rewards_T.numel(),))
         found = _tensor(plugin, found, shapes, f"one number per response {list(shapes[0])} or per token {list(shapes[1])}")
         _require_finite(plugin, found)
         if not torch.equal(found, again):
-            raise plugin.refuse(
-                "returned two results for the same batch", "make it deterministic: every rank calls it for itself"
-            )
+            raise plugin.refuse("returned two results for the same batch", "make it deterministic: every rank calls it itself")
         return found.detach().to(batch.scores_B.dtype)
 
 
@@ -98,14 +98,15 @@ class CustomLoss:
     def losses(self, logp_T: Tensor, columns: Mapping[str, Tensor], lengths: Sequence[int], counts: Mapping[str, int]) -> Tensor:
         """Token losses, [T]; `columns` [T] and `counts` by names of `LossInputs`.  Raises PluginError."""
         parts = {name: x_T.split(list(lengths)) for name, x_T in columns.items()}
-        before = _Content.of({n if n in PER_RESPONSE else f"{n}_L": x_T for n, x_T in {"logp": logp_T, **columns}.items()})
+        content = {n if n in PER_RESPONSE else f"{n}_L": x_T for n, x_T in {"logp": logp_T, **columns}.items()}
+        before = _Content(self.plugin, content)
         found, foreign = [], []
         for row, logp_L in enumerate(logp_T.split(list(lengths))):
             given: dict[str, Any] = {n if n in PER_RESPONSE else f"{n}_L": x[row] for n, x in parts.items()}
             scalars: dict[str, Any] = {name: given[name][0] for name in PER_RESPONSE}
             length = len(logp_L)
             loss = self.plugin(LossInputs(logp_L, **(given | scalars | dict(counts))))
-            before.require_unwritten(self.plugin)
+            before.require_unwritten()
             loss = _tensor(self.plugin, loss, ((), (length,)), f"a loss [] or one per token [{length}]")
             if torch.is_grad_enabled() and not loss.requires_grad:
                 remedy = "compute it from response.logp_L, and do not detach it"
@@ -114,7 +115,7 @@ class CustomLoss:
             if loss.requires_grad:
                 foreign.append(self._foreign(loss, logp_L))
             found.append(loss if loss.dim() else loss.expand(length) / (1 if self.mean else length))
-        before.require_same(self.plugin)
+        before.require_same()
         losses_T = torch.cat([logp_T[:0], *found])
         _require_finite(self.plugin, losses_T)
         found_elsewhere = float(torch.stack(foreign).sum()) if foreign else 0.0
@@ -148,30 +149,24 @@ class CustomLoss:
         return excess_L.sum() + 0 * (plain_L.sum() + weighted_L.sum())
 
 
-@dataclass(frozen=True)
 class _Content:
     """A function's inputs, and copies to find changes of them: by torch's counters, or (`.data`, NumPy) by comparison."""
 
-    inputs: Mapping[str, Tensor]
-    versions: Mapping[str, int]
-    copies: Mapping[str, Tensor]
+    def __init__(self, plugin: Plugin, inputs: Mapping[str, Tensor]):
+        self.plugin, self.inputs = plugin, inputs
+        self.before = {name: (x._version, x.detach().clone()) for name, x in inputs.items()}
 
-    @classmethod
-    def of(cls, inputs: Mapping[str, Tensor]) -> _Content:
-        versions, copies = {n: x._version for n, x in inputs.items()}, {n: x.detach().clone() for n, x in inputs.items()}
-        return cls(inputs, versions, copies)
+    def require_unwritten(self) -> None:
+        self._refuse(name for name, x in self.inputs.items() if x._version != self.before[name][0])
 
-    def require_unwritten(self, plugin: Plugin) -> None:
-        for name, x in self.inputs.items():
-            if x._version != self.versions[name]:
-                raise plugin.refuse(f"changed its input {name} in place", "work on a copy (x.clone())")
+    def require_same(self) -> None:
+        self.require_unwritten()
+        changed = {name: ((x == x) & (x != self.before[name][1])).any() for name, x in self.inputs.items()}
+        self._refuse(compress(changed, torch.stack(list(changed.values())).tolist()))
 
-    def require_same(self, plugin: Plugin) -> None:
-        self.require_unwritten(plugin)
-        changed = {name: ((x == x) & (x != self.copies[name])).any() for name, x in self.inputs.items()}
-        for name, each in zip(changed, torch.stack(list(changed.values())).tolist(), strict=True):
-            if each:
-                raise plugin.refuse(f"changed its input {name} in place", "work on a copy (x.clone())")
+    def _refuse(self, changed: Iterable[str]) -> None:
+        for name in changed:
+            raise self.plugin.refuse(f"changed its input {name} in place", "work on a copy (x.clone())")
 
 
 def _tensor(plugin: Plugin, found: Any, shapes: tuple[tuple[int, ...], ...], rule: str) -> Tensor:

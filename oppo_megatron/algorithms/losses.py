@@ -34,11 +34,6 @@ def kl_per_token(logp_T: Tensor, reference_logp_T: Tensor, estimator: Estimator)
     return 0.5 * d_T.square() if estimator == "k2" else torch.expm1(-d_T) + d_T
 
 
-def with_reverse_gradient(kl_T: Tensor, logp_T: Tensor, old_logp_T: Tensor) -> Tensor:
-    """k1 or k3 of tokens drawn by `old`, times actor / old for the KL's gradient (arXiv 2506.09477, 2512.21852)."""
-    return kl_T * (logp_T - old_logp_T).exp()
-
-
 def row_weights(
     lengths_N: Sequence[int], group_size: int, reduction: Reduction, longest: int, counted_N: Sequence[bool] | None = None
 ) -> list[float]:
@@ -243,8 +238,8 @@ def actor_loss(
         kl_T = kl_per_token(logp_T, targets.reference_logp_T, ppo.kl.formula)
         stats = replace(stats, kl=total(kl_T))
         if ppo.kl.mode == "loss":
-            if ppo.kl.corrected:
-                kl_T = with_reverse_gradient(kl_T, logp_T, targets.old_logp_T)
+            if ppo.kl.corrected:  # actor / old gives the KL's own gradient (arXiv 2506.09477, 2512.21852)
+                kl_T = kl_T * (logp_T - targets.old_logp_T).exp()
             loss = loss + kl_coefficient * shared(kl_T, targets.share_T).sum() / num_tokens
     if ppo.entropy_coefficient > 0:
         loss = loss - ppo.entropy_coefficient * (shared(entropy_T, targets.share_T).sum() / num_tokens)

@@ -105,9 +105,7 @@ class GpuBench:
     def run(self, sizes: Mapping[str, Shape]) -> dict[str, Any]:
         """Write `out/gpu.json` after every row; return its content. Raises ConfigError if it exists."""
         if (self.out / "gpu.json").exists():
-            raise ConfigError(
-                f"{self.out} holds an earlier measurement, which is not overwritten; name another folder with --out"
-            )
+            raise ConfigError(f"{self.out} holds an earlier measurement, which is not overwritten; name another with --out")
         end = time.monotonic() + self.seconds
         inputs = write_random_prompts(self.out / "inputs", self.work.prompt_tokens)
         given = self.seconds if self._trl_absent is None else self.seconds / (1 - SHARES["trl"])  # its time goes to the others

@@ -74,7 +74,7 @@ def _overlap_arguments(parser: argparse.ArgumentParser) -> None:
     add_resume_argument(parser)
     parser.add_argument("--modes", type=names, metavar="A,B", help="default: all")
     parser.add_argument(
-        "--placements", type=names, default=["pair"], metavar="A,B", help="pair, single, replicas, or all; default pair"
+        "--placements", type=names, default=["pair"], metavar="A,B", help="pair, single, replicas, all; default pair"
     )
     parser.add_argument("--cores", type=count, metavar="N", help="cores of single and replicas; default: all that may be used")
 
@@ -111,9 +111,7 @@ def _decode_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=count, default=size, metavar="N", help=f"of the model; default {size}")
     parser.add_argument("--batch", type=counts, default=[1, 8, 16, 32], metavar="N,N", help="default 1,8,16,32")
     parser.add_argument("--prompt", type=count, default=64, metavar="N", help="prompt tokens; default 64")
-    parser.add_argument(
-        "--new", type=count, default=32, metavar="N", help="timed decode steps, and the longest sequence; default 32"
-    )
+    parser.add_argument("--new", type=count, default=32, metavar="N", help="timed steps, and the longest sequence; default 32")
     add_length_arguments(parser)
     parser.add_argument("--repeats", type=count, default=5, metavar="N", help="turns of each peer; default 5")
     parser.add_argument("--threads", type=count, default=1, metavar="N", help="CPU threads; default 1")
@@ -155,9 +153,7 @@ def _gpu_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=count, default=450, metavar="N", help="time for all; default %(default)s")
     script = Path("benchmarks/peers/compare.py")
     parser.add_argument("--trl", type=Path, default=script, metavar="FILE", help="the script that runs TRL; default %(default)s")
-    parser.add_argument(
-        "--peer-python", type=Path, metavar="FILE", help=f"the Python that has TRL; default {PEER_PYTHON}, else this one"
-    )
+    parser.add_argument("--peer-python", type=Path, metavar="FILE", help=f"Python with TRL; default {PEER_PYTHON}, else this one")
     _add_out(parser, "gpu")
 
 
@@ -186,9 +182,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, kind: str, *, config: Lit
     parser.add_argument("--steps", type=count, metavar="N", help="PPO steps per run; default: the configuration's")
     parser.add_argument("--repeats", type=count, default=1, metavar="N", help="runs of each, in turn (A B C A B C); default 1")
     _add_out(parser, kind)
-    parser.add_argument(
-        "--prompt-tokens", type=count, metavar="N", help="prompts of N random tokens, in place of the configuration's data"
-    )
+    parser.add_argument("--prompt-tokens", type=count, metavar="N", help="prompts of N random tokens instead of the data")
     parser.set_defaults(figures=f"{kind}.json", resume=None)
     add_length_arguments(parser)
 
@@ -200,7 +194,7 @@ def _add_out(parser: argparse.ArgumentParser, kind: str) -> None:
 
 def add_resume_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--resume", action="store_true", default=False, help="reuse the finished runs of an interrupted attempt in --out"
+        "--resume", action="store_true", default=False, help="reuse finished runs of an interrupted attempt in --out"
     )
 
 
@@ -222,9 +216,7 @@ def load_base(args: argparse.Namespace, inputs: str = "inputs") -> TrainConfig:
 
 def refuse_figures(path: Path) -> None:
     if path.exists():
-        raise ConfigError(
-            f"{path} holds the figures of an earlier benchmark, which are not overwritten; name another folder with --out"
-        )
+        raise ConfigError(f"{path} holds an earlier benchmark, which is not overwritten; name another folder with --out")
 
 
 def new_suite(args: argparse.Namespace) -> Suite:

@@ -131,9 +131,7 @@ def external_ranks(environment: Mapping[str, str]) -> dict[str, str] | None:
     else:
         return None
     if int(ranks["RANK"]) >= int(ranks["WORLD_SIZE"]):
-        raise ConfigError(
-            f"rank {ranks['RANK']} of {ranks['WORLD_SIZE']}: ranks count from 0; correct the launcher's environment"
-        )
+        raise ConfigError(f"rank {ranks['RANK']} of {ranks['WORLD_SIZE']}: ranks count from 0; correct the environment")
     if "MASTER_ADDR" not in environment and int(environment.get("SLURM_NNODES", "1")) > 1:
         raise ConfigError(
             "MASTER_ADDR is not set, but ranks on several nodes must know where to meet; "

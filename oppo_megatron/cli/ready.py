@@ -215,8 +215,6 @@ def _aligned(rows: Sequence[Row]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = [
-            text.ljust(width) if i == 1 else text.rjust(width) for i, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
+        cells = [x.ljust(width) if i == 1 else x.rjust(width) for i, (x, width) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(cells).rstrip())
     return lines

@@ -21,9 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw the timeline of step N in place of the step of median length; repeatable",
     )  # fmt: skip
     parser.add_argument("--no-png", action="store_true", help="write the page only")
-    parser.add_argument(
-        "--watch", action="store_true", help="write nothing; follow RUN's main figures in the terminal until it ends"
-    )
+    parser.add_argument("--watch", action="store_true", help="follow RUN's main figures in the terminal until it ends")
     parser.add_argument(
         "--interval", type=float, default=2.0, metavar="SECONDS",
         help="--watch: seconds between two reads; 0: show the figures once, as without a terminal (default: 2)",

@@ -76,9 +76,7 @@ class OverlapConfig(CarryConfig):
         description="with `inter`: new prompts replace finished rollouts within a step; a number gives the "
         "decode steps between two admissions, a multiple of the first `chunk`; true: that number",
     )
-    actor_kv: Literal["recompute", "keep"] = Field(
-        "recompute", description="recompute or keep a carried KV cache after an update"
-    )
+    actor_kv: Literal["recompute", "keep"] = Field("recompute", description="recompute or keep carried caches after an update")
 
     without: list[Literal["critic", "scores", "fork"]] = Field(
         default=[],

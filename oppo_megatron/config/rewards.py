@@ -162,7 +162,7 @@ def check_part(name: str, part: RewardPart) -> list[str]:
         problems.append(f"{name} is a rule `format` without a `pattern`; add a regular expression for the whole response")
     if part.name == "length" and part.buffer_tokens is None:
         problems.append(
-            f"{name} is a rule `length` without `buffer_tokens`; add over how many tokens before the longest response it falls"
+            f"{name} is a rule `length` without `buffer_tokens`: over how many tokens before the longest response it falls"
         )
     if part.kind == "python" and not IMPORT_PATH.fullmatch(part.entry_point or ""):
         problems.append(
@@ -172,28 +172,22 @@ def check_part(name: str, part: RewardPart) -> list[str]:
     if part.kind == "http":
         problems += _check_url(f"{name}.url", part.url)
         if part.token_env is not None and not _VARIABLE.fullmatch(part.token_env):
-            problems.append(
-                f"{name}.token_env is not the name of an environment variable; give the name, and never the token itself"
-            )
+            problems.append(f"{name}.token_env is not the name of an environment variable; give the name, not the token itself")
     return problems
 
 
 def check_rewards(parts: Sequence[RewardPart], *, has_reward_model: bool) -> list[str]:
     problems = [problem for index, part in enumerate(parts) for problem in check_part(f"rewards.{index}", part)]
     if all(part.weight == 0 for part in parts):
-        problems.append(
-            "every part of rewards has weight 0, so that every reward is 0 and nothing is learned; give one another weight"
-        )
+        problems.append("every part of rewards has weight 0, so every reward is 0 and nothing is learned; give one a weight")
     num_models = sum(part.reads_model for part in parts)
     if num_models > 1:
         problems.append(f"rewards names the reward model {num_models} times, but once is allowed; add their weights up")
     if num_models and not has_reward_model:
-        problems.append(
-            "rewards has a part of kind model or process, but there is no `reward` section; add it with the model's checkpoint"
-        )
+        problems.append("rewards has a part of kind model or process, but `reward` is missing; add it with its checkpoint")
     if has_reward_model and not num_models:
         problems.append(
-            "a `reward` section is given, but no part of rewards has kind model or process; add `- kind: model` or remove it"
+            "a `reward` section is given, but no rewards part has kind model or process; add `- kind: model` or remove it"
         )
     return problems
 

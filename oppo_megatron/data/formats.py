@@ -145,18 +145,15 @@ def _prompt_column(config: RowsConfig, table: Table, chosen: str | None, rejecte
             return next(iter(spoken), None)
         _only("prompt", spoken, table, _asked)  # of several with the same prompts, the one with answers
         return max(spoken, key=table.share_answered)
-    if config.format == "auto" and chosen and rejected and all(_are_whole(table, name) for name in (chosen, rejected)):
-        return None
+    if config.format == "auto" and chosen and rejected:
+        begins = [[role_of(dialogue[0]) for dialogue in table.dialogues(name)] for name in (chosen, rejected)]
+        if all(len(roles) > roles.count("assistant") * 2 for roles in begins):  # whole conversations
+            return None
     texts = [name for name in names if table.form(name) == "columns"]
     found = table.find("prompt", config.columns, texts or None)
     if found in (None, "prompt"):  # its name decides
         return found
     return _only("prompt", [found, *(name for name in texts if name != found)], table)
-
-
-def _are_whole(table: Table, column: str) -> bool:
-    begins = [role_of(dialogue[0]) for dialogue in table.dialogues(column)]
-    return len(begins) > begins.count("assistant") * 2
 
 
 def _completion_column(config: RowsConfig, table: Table, prompt: str, form: str, chosen: str | None) -> str | None:

@@ -126,9 +126,6 @@ class RoundRunner:
         if self.decode is not None:
             self.decode.invalidate()
 
-    def actor_kept(self) -> None:
-        self.planner.actor.keep()
-
     def scorers_changed(self) -> None:
         for name in self.planner.reset_perishable():
             if name in self.scoring:

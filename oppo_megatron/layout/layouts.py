@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from math import isqrt, lcm
+from math import isqrt, lcm, prod
 from typing import NamedTuple, Protocol
 
 SHOWN = 3
@@ -115,7 +115,4 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def _distance(one: Sizes, other: Sizes) -> Fraction:
-    product = Fraction(1)
-    for a, b in zip(one, other, strict=True):
-        product *= Fraction(max(a, b), min(a, b))
-    return product
+    return prod((Fraction(max(pair), min(pair)) for pair in zip(one, other, strict=True)), start=Fraction(1))

@@ -93,9 +93,7 @@ class RoleModel(activations.Model):
         return 0 if self.lora is None else adapter_parameters(self.shape, placement.tp, placement.pp, self.lora)
 
 
-def served_stages(
-    config: TrainConfig, name: str, serving: RolePlacement, model: RoleModel, *, on_cpu: bool
-) -> tuple[Memory, ...]:
+def served_stages(config: TrainConfig, name: str, serving: RolePlacement, model: RoleModel, on_cpu: bool) -> tuple[Memory, ...]:
     return tuple(served_memory(config, name, serving, model, stage, on_cpu=on_cpu)[0] for stage in range(serving.pp))
 
 

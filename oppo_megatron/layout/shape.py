@@ -82,15 +82,13 @@ def check_divisions(name: str, shape: Shape, sizes: Sizes, num_ranks: int, limit
             problems.append(f"{name}: {what} not divide by tp {tp}; choose tp from {widths}")
     if not fills_shards(vocab, tp):
         problems.append(
-            f"{name}: vocab_size {vocab} leaves a rank of tp {tp} without a token ({vocab_rows(vocab, tp)} per rank); lower tp"
+            f"{name}: vocab_size {vocab} leaves a rank of tp {tp} without one ({vocab_rows(vocab, tp)} per rank); lower tp"
         )
     fitting = ", ".join(map(str, divisors(layers)))
     if layers % pp:
         problems.append(f"{name}: {layers} layers do not divide by pp {pp}; choose pp from {fitting}")
     elif layers % (pp * vpp):
-        problems.append(
-            f"{name}: {layers} layers do not divide by pp {pp} x vpp {vpp} = {pp * vpp}; choose a pp x vpp from {fitting}"
-        )
+        problems.append(f"{name}: {layers} layers do not divide by pp {pp} x vpp {vpp} = {pp * vpp}; use pp x vpp of {fitting}")
     near = suggestion(sizes, num_ranks, limits) if problems else ""
     return [problem + near for problem in problems]
 

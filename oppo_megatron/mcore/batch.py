@@ -55,9 +55,7 @@ def pack_responses(
 def pack_together(units: Sequence[Sequence[Answered]], budget: int, device: torch.device) -> list[MicroBatch]:
     """As `pack_responses`, keeping units together; `index` counts units."""
     lengths = [sum(len(prompt) + len(response) - 1 for prompt, response in unit) for unit in units]
-    return [
-        _whole_responses(index, [each for i in index for each in units[i]], device) for index in pack_by_tokens(lengths, budget)
-    ]
+    return [_whole_responses(index, [x for i in index for x in units[i]], device) for index in pack_by_tokens(lengths, budget)]
 
 
 def _whole_responses(index: list[int], answered: Sequence[Answered], device: torch.device) -> MicroBatch:

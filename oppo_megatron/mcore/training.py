@@ -114,9 +114,7 @@ def forward_rows(model: Chunks, batches: Sequence[MicroBatch], finish: Callable[
     if not batches:
         return []
     chunks = as_chunks(model)
-    reports = _run(
-        chunks, chunks, batches, lambda b, out: (out.new_zeros(()), {"out": finish(b, out)}), forward_only=True, ahead=[]
-    )
+    reports = _run(chunks, chunks, batches, lambda b, x: (x.new_zeros(()), {"out": finish(b, x)}), forward_only=True, ahead=[])
     return [report["out"] for report in reports]
 
 

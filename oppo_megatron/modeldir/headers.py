@@ -88,7 +88,7 @@ def weight_files(directory: Path) -> dict[Path, list[str] | None]:
             )
         found = ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
         raise CheckpointError(
-            f"`{directory}` has neither {SINGLE_FILE} nor {INDEX_FILE} (it holds {found}); fetch them or correct the path"
+            f"`{directory}` has neither {SINGLE_FILE} nor {INDEX_FILE} (but {found}); fetch them or correct the path"
         )
     weight_map = read_mapping(index, "the checkpoint's index").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -97,9 +97,7 @@ def weight_files(directory: Path) -> dict[Path, list[str] | None]:
     for name, file in weight_map.items():
         inside = isinstance(file, str) and not Path(file).is_absolute() and ".." not in Path(file).parts
         if not (inside and file.isprintable()):
-            raise CheckpointError(
-                f"`{index}` maps a tensor to {file!r:.60}, which is not a file of its folder; fetch the checkpoint again"
-            )
+            raise CheckpointError(f"`{index}` maps a tensor to {file!r:.60}, no file of its folder; fetch the checkpoint again")
         named = files.setdefault(directory / file, [])
         assert named is not None
         named.append(name)
@@ -116,9 +114,7 @@ def stored_tensors(files: Mapping[Path, Collection[str] | None]) -> dict[str, St
             header = read_json(stream.read(size))
         header.pop("__metadata__", None)
         if absent := sorted(set(names or ()) - header.keys()):
-            raise CheckpointError(
-                f"`{file}`: {INDEX_FILE} says it holds {absent[0]}, which it does not; fetch the checkpoint again"
-            )
+            raise CheckpointError(f"`{file}`: {INDEX_FILE} says it holds {absent[0]}, but it does not; fetch it again")
         for name in names or header:
             start, stop = header[name]["data_offsets"]
             found[name] = Stored(header[name]["dtype"], tuple(header[name]["shape"]), file, 8 + size + start, stop - start)
@@ -180,6 +176,4 @@ def _sentencepiece_size(path: Path) -> int:
     try:
         return int(SentencePieceProcessor(model_file=str(path)).vocab_size())
     except (RuntimeError, OSError) as error:
-        raise CheckpointError(
-            f"`{path}` is not a sentencepiece model; name a `.model` file or a Hugging Face tokenizer folder"
-        ) from error
+        raise CheckpointError(f"`{path}` is not a sentencepiece model; name a `.model` file or a Hugging Face folder") from error

@@ -78,11 +78,6 @@ def _first(groups: Ints, clocks_G: Ints, number: int) -> Ints:
     return groups[np.argsort(clocks_G[groups], kind="stable")][: max(0, number)]
 
 
-def needed_batch(ages: Ints, most: int) -> int:
-    """Smallest B that trains these in time: |S_k| <= (k + 1) B for each k."""
-    return max((-(-int((ages >= most - k).sum()) // (k + 1)) for k in range(most + 1)), default=0)
-
-
 @dataclass(frozen=True)
 class Ahead:
     """`done` steps; prompts admitted before `position`, except `left_out`; `held` rollouts in flight."""
@@ -149,7 +144,9 @@ def require_bounded_deferrals(deferrals: Sequence[int], groups: int, group_size:
             f"overlap.max_staleness is {max_staleness}, but the checkpoint holds a rollout that was deferred "
             f"{max(deferrals)} times; resume with overlap.max_staleness={max(deferrals)} or more"
         )
-    needed = needed_batch(np.array(deferrals, dtype=np.int64), max_staleness)
+    # The smallest B that trains these in time: |S_k| <= (k + 1) B for each k.
+    ages = np.array(deferrals, dtype=np.int64)
+    needed = max((-(-int((ages >= max_staleness - k).sum()) // (k + 1)) for k in range(max_staleness + 1)), default=0)
     if needed > groups:
         forced = sum(each >= max_staleness for each in deferrals)
         raise CheckpointError(

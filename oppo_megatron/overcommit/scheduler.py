@@ -58,9 +58,12 @@ class OvercommitScheduler:
     def backfill(self) -> list[Rollout]:
         if not self._backfills or self.buffer.clock < self.due:
             return []
+        self.pass_by()
+        return self._admit()
+
+    def pass_by(self) -> None:
         assert self._every is not None and self.buffer.clock == self.due, "a round went beyond an admission"
         self.due += self._every
-        return self._admit()
 
     def refill(self) -> list[Rollout]:
         """Replace lost rollouts, unless a filter's backfill is due."""
@@ -69,10 +72,6 @@ class OvercommitScheduler:
     @property
     def admits(self) -> bool:
         return self._next_prompt is not None and self._room >= self.buffer.group_size
-
-    def pass_by(self) -> None:
-        assert self._every is not None and self.buffer.clock == self.due
-        self.due += self._every
 
     def chunk(self, most: int) -> int:
         return min(most, self.due - self.buffer.clock) if self._backfills else most
@@ -197,7 +196,7 @@ class GroupFilter:
         while not buffer.readiness().ready:
             idle = not buffer.active
             if idle:
-                buffer.pass_to(scheduler.due)
+                buffer.clock = scheduler.due
             if buffer.clock < scheduler.due:
                 break
             dropped += self._judge(judge)
@@ -234,7 +233,8 @@ class GroupFilter:
 
     def _judge(self, judge: Judge) -> list[Rollout]:
         buffer = self.scheduler.buffer
-        due = [r for r in buffer.rollouts if self._is_due(r)]
+        ended = [(r, r.finish_clock) for r in buffer.rollouts if r.seq_id not in self.scores]
+        due = [r for r, clock in ended if clock is not None and self.clock.due(clock) <= self.scheduler.due]
         if due:
             self.scores |= dict(zip((r.seq_id for r in due), judge(due), strict=True))
         decided = {n: group for n, group in self._groups().items() if n not in buffer.kept and self._decided(group)}
@@ -246,10 +246,6 @@ class GroupFilter:
         dropped = buffer.drop(futile)
         self.retire(dropped)
         return dropped
-
-    def _is_due(self, rollout: Rollout) -> bool:
-        ended = rollout.finish_clock
-        return ended is not None and rollout.seq_id not in self.scores and self.clock.due(ended) <= self.scheduler.due
 
     def _groups(self) -> dict[int, list[Rollout]]:
         groups: dict[int, list[Rollout]] = {}

@@ -82,9 +82,7 @@ def supervised_problems(config: SupervisedConfig) -> list[str]:
             problems += check_supervised_layout(config, shape, role.name)
     sizes = [shapes.get(name, {}).get("vocab_size") for name in ("model", "reference")]
     if None not in sizes and sizes[0] != sizes[1]:
-        problems.append(
-            f"reference: its vocabulary has {sizes[1]} entries, but must equal the model's {sizes[0]}; use one family"
-        )
+        problems.append(f"reference: its vocabulary has {sizes[1]} entries, the model's has {sizes[0]}; use one family")
     problems += compare_with_roles(config.tokenizer, roles)[0]
     return list(dict.fromkeys(problems))
 

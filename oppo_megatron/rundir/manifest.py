@@ -99,9 +99,7 @@ def find_misfits(folder: Path, entries: Mapping[str, Entry], required: Iterable[
     return None
 
 
-def find_damage(
-    folder: Path, entries: Mapping[str, Entry], part: int = 0, parts: int = 1, *, checksums: bool = True
-) -> str | None:
+def find_damage(folder: Path, entries: Mapping[str, Entry], part: int = 0, parts: int = 1, checksums: bool = True) -> str | None:
     """Describe the first damaged file in share `part` of `parts`; without `checksums`: missing or of wrong size."""
     for name in sorted(entries)[part::parts]:
         path, due = folder / name, entries[name]

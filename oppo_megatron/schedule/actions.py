@@ -98,9 +98,7 @@ class Schedule:
         return Schedule({r: tuple(replace(a, chunk=a.chunk + chunks) for a in own) for r, own in self.actions.items()})
 
     def text(self) -> str:
-        return "".join(
-            f"rank {rank}\n" + "".join(f"  {action}\n" for action in self.actions[rank]) for rank in sorted(self.actions)
-        )
+        return "".join(f"rank {rank}\n" + "".join(f"  {each}\n" for each in self.actions[rank]) for rank in sorted(self.actions))
 
 
 def parse_schedule(text: str) -> Schedule:

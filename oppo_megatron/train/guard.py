@@ -178,9 +178,7 @@ class Rollbacks:
         if len(self.done) >= MAX_ROLLBACKS:
             raise NumericsError(f"the run has gone back {MAX_ROLLBACKS} times already, and may not do so again; {because}")
         if self.checkpoint is None:
-            raise NumericsError(
-                f"the run should go back to a checkpoint, but has none yet; lower checkpoint.every_steps; {because}"
-            )
+            raise NumericsError(f"the run should go back to a checkpoint, but has none; lower checkpoint.every_steps; {because}")
         name, start = self.checkpoint
         left_out = sorted((set(range(start, position)) | set(rejected)) - self.left_out)
         rows = [self._prompts.at(each).row for each in left_out]

@@ -107,5 +107,5 @@ class Rollouts:
         if actor and self.overlap.actor_kv == "recompute":
             self.rounds.actor_changed()
         elif actor:
-            self.rounds.actor_kept()
+            self.rounds.planner.actor.keep()
         self.rounds.scorers_changed()

@@ -262,6 +262,7 @@ def test_the_last_pipeline_stage_streams_while_it_draws() -> None:
     assert [row["rewards"] for row in first["rollouts"]] == pytest.approx(means)
 
 
+@pytest.mark.long
 def test_the_first_tensor_rank_of_the_last_stage_streams() -> None:
     job = Job(prompts=8, tp=2, pp=2)
     theirs, ours = run(job, 4), run(replace(job, oppo=NO_DELTA | EACH), 4, entry="run_streamed")

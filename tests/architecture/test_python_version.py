@@ -1,10 +1,8 @@
 """Python 3.10 is new enough, and tests reach the package by its public names: both are read from the source."""
 
 import ast
-import json
-import os
+import functools
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -45,85 +43,17 @@ def test_newer_names_of_the_library_are_errors_of_lint(tmp_path: Path) -> None:
     assert [line.split(":")[1] for line in shown.stdout.splitlines() if ": error:" in line] == ["1", "2", "3"], shown
 
 
-LOOK = '''
-"""What is wrong with files here, by the interpreter that runs this: a line each."""
-import ast, functools, importlib, json, sys
-
-paths, library = json.load(sys.stdin)
-
-@functools.cache
-def looked_up(module, names):
-    try:
-        found = importlib.import_module(module)
-    except ImportError:
-        return [module]
-    absent = (f"{module}.{name}" for name in names if name != "*" and not hasattr(found, name))
-    return [each for name in absent for each in looked_up(name, ())]
-
-def guarded(tree):
-    """Imports that a file can do without."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Try) or (isinstance(node, ast.If) and "version_info" in ast.unparse(node.test)):
-            yield from (id(each) for part in node.body for each in ast.walk(part))
-
-for path in paths:
-    with open(path, encoding="utf-8") as file:
-        text = file.read()
-    try:
-        compile(text, path, "exec", dont_inherit=True)
-    except SyntaxError as error:
-        print(f"{path}: {error}")
-        continue
-    tree, modules, asked = ast.parse(text), {}, []
-    left_out = set(guarded(tree))
-    for node in ast.walk(tree):
-        if id(node) in left_out:
-            continue
-        if isinstance(node, ast.Import):
-            modules.update((each.asname or each.name, each.name) for each in node.names if each.asname or "." not in each.name)
-            asked += [(each.name, ()) for each in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            asked.append((node.module, tuple(each.name for each in node.names)))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
-            asked.append((modules[node.value.id], (node.attr,)))
-    for module, names in asked:
-        if module.partition(".")[0] in library:
-            for name in looked_up(module, names):
-                print(f"{path}: {name} is not in Python {sys.version_info[0]}.{sys.version_info[1]}")
-'''
-
-
-def python_310() -> str:
-    named = [os.environ.get("OPPO_PYTHON310"), shutil.which("python3.10")]
-    for each in filter(None, [*named, *map(str, sorted((Path.home() / ".pyenv" / "versions").glob("3.10.*/bin/python3.10")))]):
-        asked = [each, "-c", f"import sys; sys.exit(sys.version_info[:2] != {OLDEST})"]
-        if subprocess.run(asked, capture_output=True, check=False).returncode == 0:
-            return each
-    pytest.skip("no Python 3.10 is here: install python3.10, or name one in OPPO_PYTHON310")
-
-
-def wrong_in(paths: list[Path], python: str) -> list[str]:
-    told = json.dumps([[str(path) for path in paths], sorted(sys.stdlib_module_names)])
-    return subprocess.run([python, "-c", LOOK], input=told, capture_output=True, text=True, check=True).stdout.splitlines()
-
-
-@pytest.mark.slow
-def test_a_real_python_310_compiles_every_file_and_has_what_it_imports_of_the_library(tmp_path: Path) -> None:
-    python = python_310()
-    newer = tmp_path / "newer.py"
-    newer.write_text("import tomllib, asyncio\nfrom datetime import UTC\nasyncio.timeout(1)\n")
-    wrong = [line.split(": ")[1].split()[0] for line in wrong_in([newer], python)]
-    assert wrong == ["tomllib", "datetime.UTC", "asyncio.timeout"]
-    assert wrong_in(sources(), python) == []
-
-
 PACKAGE = "oppo_megatron"
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "object"}
 """Functions whose arguments may name an attribute in a string: Python's, monkeypatch's and `mock.patch.object`."""
 OTHERS = {"_actions"}
 """Private members of argparse's parsers that have no public equivalent."""
+
+
+@functools.cache
+def walk(tree: ast.Module) -> list[ast.AST]:
+    return list(ast.walk(tree))
 
 
 class Names(NamedTuple):
@@ -142,7 +72,7 @@ def bound(body: Iterable[ast.stmt]) -> Iterator[str]:
 
 def defined_in(tree: ast.Module) -> Names:
     own, members = set(bound(tree.body)), set[str]()
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.ClassDef):
             members.update(bound(node.body))
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
@@ -157,7 +87,7 @@ def is_self(node: ast.expr) -> bool:
 def package_modules(tree: ast.Module) -> set[str]:
     """Dotted paths that may be modules of the package in a file, by the name that it has there."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Import):
             found |= {each.asname or each.name for each in node.names if each.name.partition(".")[0] == PACKAGE}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == PACKAGE:
@@ -168,7 +98,7 @@ def package_modules(tree: ast.Module) -> set[str]:
 def uses(tree: ast.Module, private: Names) -> Iterator[tuple[int, str]]:
     """(line, name) of each use of the package's `private` names, but for those that a class of the file has too."""
     members, modules = private.members - defined_in(tree).members - OTHERS, package_modules(tree)
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == PACKAGE:
             parts = [*str(node.module).split("."), *(each.name for each in node.names)]
             yield from ((node.lineno, part) for part in parts if PRIVATE.fullmatch(part))

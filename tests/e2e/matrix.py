@@ -135,7 +135,7 @@ def step_rewards(ours: Outcome, theirs: Outcome) -> None:
 FEATURES: dict[str, Feature] = {
     "plain": Feature(
         {}, lengths_differ,
-        soon=("1 | 1", "PP2 | TP2", "DP2 | DP2", "PP2, woven", "PP2, unwoven", "PP4, scorers PP2 x DP2",
+        soon=("1 | 1", "PP2 | TP2", "DP2 | DP2", "PP2, woven", "PP4, scorers PP2 x DP2",
               "PP2 and reference TP2 | reward | critic")),
     "overcommitted": Feature(overcommitted(4), carries, soon=("PP2, woven",)),
     "stale caches kept": Feature(
@@ -143,7 +143,7 @@ FEATURES: dict[str, Feature] = {
         carries, also=stale_weights, soon=("DP2 | DP2",), rounds=1),
     "backfill": Feature(
         overcommitted(3) | {"steps": 6, "overlap.backfill": 4, "overlap.chunk": 2},
-        lambda outcome: total(outcome, "backfilled") > 6, soon=("PP2 x DP2, woven", "DP2 | DP2"), stops="DP2 | DP2", rounds=1),
+        lambda outcome: total(outcome, "backfilled") > 6, soon=("PP2 x DP2, woven",), stops="DP2 | DP2", rounds=1),
     "without a critic": Feature(WITHOUT_CRITIC, lengths_differ, also=no_critic, soon=("1 | 1, reference with the actor",)),
     "groups": Feature(grouped("grpo", 4), members_differ, soon=("DP2 | DP2",)),
     "pairs": Feature(
@@ -165,10 +165,10 @@ FEATURES: dict[str, Feature] = {
             **{"rollout.batch_size": 6, "overlap.backfill": EVERY},
             **{"ppo.minibatches": 1, "ppo.truncated": "mask", "ppo.kl": PENALTY}),
         lambda outcome: total(outcome, "groups_dropped") > 1, also=groups_dropped,
-        soon=("1 | 1", "DP2 | DP2", "1 | 1, reference with the actor")),
+        soon=("1 | 1", "DP2 | DP2")),
     "prompts fork": Feature(
         overcommitted(1) | {"rollout.group_size": 3, "overlap.max_staleness": 2, "overlap.intra": True},
-        carries, also=forked_tokens, soon=("1 | 1", "PP2 | TP2", "TP2 | PP2"), reference={"overlap.without": ["fork"]}),
+        carries, also=forked_tokens, soon=("1 | 1", "PP2 | TP2"), reference={"overlap.without": ["fork"]}),
     "process rewards": Feature(
         {"rewards": STEP_REWARDS}, lambda outcome: sum(BELL in row["response"] for row in outcome.rollouts) > 2,
         also=step_rewards, soon=("one rank",)),

@@ -103,6 +103,7 @@ def test_the_examples_of_process_rewards_go_on_from_a_demo(demo: Path, tmp_path:
     assert len(trained) == 2 and set(trained[-1]["reward_parts"]) == {"arithmetic", "process"}
 
 
+@pytest.mark.long
 def test_an_algorithm_without_a_critic_takes_the_same_start(demo: Path, tmp_path: Path, capfd: Capture) -> None:
     for name in ("data", "tokenizer", "sft"):
         shutil.copytree(demo / name, tmp_path / name)

@@ -277,7 +277,7 @@ def test_the_limit_of_the_gap(limit: Any, dtype: str, temperature: float, expect
     assert GuardsConfig(logprob_gap=limit).gap_limit(dtype, temperature) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("mode", ["single", "disaggregated"])
+@pytest.mark.parametrize("mode", [pytest.param("single", marks=pytest.mark.long), "disaggregated"])
 def test_responses_are_as_long_as_the_trace_says(workspace: Workspace, shared_data: Path, mode: str) -> None:
     forced = str(shared_data / "trace_servegen_deepseek_r1_hist.csv")
     changes = {"placement": {"mode": mode}, "rollout.forced_lengths": forced, "overlap.intra": mode != "single"}

@@ -202,10 +202,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "agents", "reason"), [
-    pytest.param("killed", True, "Connect|wait timeout", marks=pytest.mark.long), ("killed", False, "Connect|wait timeout"),
-    pytest.param("withheld", False, "3000ms|Connect timeout", marks=pytest.mark.long),
+    ("killed", True, "Connect|wait timeout"), ("killed", False, "Connect|wait timeout"),
+    ("withheld", False, "3000ms|Connect timeout"),
 ])  # fmt: skip
 def test_the_other_host_is_told_when_one_fails(tmp_path: Path, port: str, kind: str, agents: bool, reason: str) -> None:
     """Covers a group of its own, to which torch would have given half an hour."""

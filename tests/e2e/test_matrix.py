@@ -38,7 +38,7 @@ FACTORS = {"mode": ("colocated", "disaggregated")} | {
     for side in ("actor", "scorer")
     for what, values in (("tp", (1, 2)), ("pp", (1, 2, 4)), ("dp", (1, 2)))
 }
-SOON = ("backfill", "greedy baseline, carried", "filter", "prompts fork")
+SOON = ("greedy baseline, carried", "filter", "prompts fork")
 
 
 def pairs() -> list[Any]:

@@ -192,7 +192,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(workspace: Workspace) -> None:
 STEPS = 16
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_is_told_to_stop_and_a_run_whose_rank_is_killed_end_as_if_nothing_had_been(workspace: Workspace) -> None:
     changes: dict[str, Any] = {
         "steps": STEPS, "overlap.intra": True, "overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 2, "max": 4},

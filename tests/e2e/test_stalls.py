@@ -29,6 +29,7 @@ TWO_RANKS: dict[str, Any] = {
 AFTER_S = 15.0  # notes, answers, and what is left of the others
 
 
+@pytest.mark.long
 def test_a_stopped_scorer_is_named_and_ended_and_the_run_goes_on(workspace: Workspace) -> None:
     """SIGUSR2 before that has the other rank write its stacks, and disturbs nothing."""
     config = deep(workspace, "stopped", steps=6, **TWO_RANKS)

@@ -44,8 +44,7 @@ KINDS: dict[str, tuple[str, Settings]] = {
 """Commands and changes of the model, which has fresh heads and adapters that must be the same in every layout."""
 LAYOUTS = {"TP2": (2, 1, 1), "PP2": (1, 2, 1), "DP2": (1, 1, 2), "PP2 x DP2": (1, 2, 2)}
 SOON = {
-    ("sft", "TP2"), ("sft", "PP2 x DP2"), ("rm", "PP2"), ("dpo", "TP2"), ("kto", "PP2"), ("kto", "DP2"),
-    ("sft, adapters", "TP2"), ("rm, adapters", "PP2"),
+    ("sft", "PP2 x DP2"), ("rm", "PP2"), ("dpo", "TP2"), ("kto", "DP2"), ("sft, adapters", "TP2"),
 }  # fmt: skip
 LOSSES = {"loss", "margin", "heldout"}
 

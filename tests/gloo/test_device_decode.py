@@ -144,10 +144,14 @@ PLAIN = Way()
 WAYS = [Way(2), Way(4, "paged"), Way(64), Way(5, "dense", "module"), Way(3, "paged", "fused"), Way(1, "paged")]
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
-@pytest.mark.parametrize("model", ["qwen2", pytest.param("qwen3", marks=pytest.mark.long)])
-def test_rounds_are_the_same_whenever_tokens_are_read(models: dict[str, str], tp: int, model: str) -> None:
-    ways, courses = (WAYS, COURSES) if tp == 1 else (WAYS[:2], COURSES[:4])
+@pytest.mark.parametrize(("model", "tp", "courses", "ways"), [
+    ("qwen2", 1, COURSES[1::2], WAYS), pytest.param("qwen2", 1, COURSES[::2], WAYS, marks=pytest.mark.long),
+    pytest.param("qwen3", 1, COURSES, WAYS, marks=pytest.mark.long),
+    *(pytest.param(each, 2, COURSES[:4], WAYS[:2], marks=pytest.mark.long) for each in ("qwen2", "qwen3")),
+])  # fmt: skip
+def test_rounds_are_the_same_whenever_tokens_are_read(
+    models: dict[str, str], model: str, tp: int, courses: list[Course], ways: list[Way]
+) -> None:
     answers = run_ranks(
         tp, f"{JOBS}beside_each_other", directory=models[model], tp=tp, courses=courses, ways=[PLAIN, *ways],
     )  # fmt: skip

@@ -219,9 +219,7 @@ def drawn() -> dict[str, Any]:
 
 
 @layouts
-def test_draws_depend_on_seed_sequence_and_position(
-    models: dict[str, str], tp: int, pp: int, dp: int, drawn: dict[str, Any]
-) -> None:
+def test_draws_depend_on_seed_and_place(models: dict[str, str], tp: int, pp: int, dp: int, drawn: dict[str, Any]) -> None:
     chosen = {name: SAMPLINGS[name] for name in ("whole", "truncated")}
     few = ["plain", "two slots", "cache forgotten each round", "two micro-batches"]
     labels = list(VARIANTS) if (tp, pp, dp) == (1, 1, 1) else few
@@ -257,7 +255,7 @@ def test_a_vocabulary_that_tensor_ranks_do_not_divide_is_drawn_from_alike(tmp_pa
     assert found[4, 1] == found[1, 1] == found[2, 2]
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.long)])
 def test_greedy_responses_through_a_window_are_those_of_transformers(models: dict[str, str], tp: int, pp: int) -> None:
     labels = ["plain", "two slots", "cache forgotten each round"] if tp == 1 else ["plain"]
     job: dict[str, Any] = dict(directory=models["mistral"], tp=tp, pp=pp, samplings={"greedy": Sampling(0.0)})

@@ -254,7 +254,7 @@ def test_ranks_that_would_save_nothing_end_with_the_first_signal(two_ranks: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["launcher", "fork server"])
+@pytest.mark.parametrize("victim", ["launcher", pytest.param("fork server", marks=pytest.mark.long)])
 def test_nothing_outlives_a_launcher_or_a_fork_server_that_is_killed(two_ranks: Path, victim: str) -> None:
     parent = started(two_ranks, "parent.py", "", "long", OPPO_TEST=str(two_ranks / victim))
     mark = f"OPPO_TEST={two_ranks / victim}"

@@ -352,9 +352,7 @@ def test_the_container_variant(slurm: Slurm) -> None:
     ([], {"SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "3"}, "3 tasks on 2 nodes"),
     ([], {"OPPO_CLUSTER_ENV": "nowhere.env"}, "OPPO_CLUSTER_ENV=nowhere.env cannot be read"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_told_before_any_rank(
-    slurm: Slurm, arguments: list[str], variables: dict[str, str], says: str
-) -> None:
+def test_what_does_not_fit_is_told_first(slurm: Slurm, arguments: list[str], variables: dict[str, str], says: str) -> None:
     code, said = slurm.run(*arguments, **variables)
     assert code == 2 and says in said and not slurm.requeued and not slurm.lines("ranks"), said
 

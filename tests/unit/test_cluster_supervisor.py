@@ -113,7 +113,8 @@ def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 def outcome(parent: subprocess.Popen[str]) -> tuple[list[str], list[str]]:
     out, errors = parent.communicate(timeout=240)
     assert parent.returncode == 0, errors
-    return out.splitlines(), errors.splitlines()
+    # A busy machine reports on imports.
+    return out.splitlines(), [line for line in errors.splitlines() if not line.startswith("importing libraries, ")]
 
 
 @pytest.mark.parametrize(("device", "before", "imported"), [

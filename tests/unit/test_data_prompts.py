@@ -104,7 +104,7 @@ def test_real_questions(shared_data: Path) -> None:
     num_rows=st.integers(1, 12), epochs=st.none() | st.integers(0, 4), limit=st.none() | st.integers(0, 40),
     start=st.integers(0, 50), seed=st.integers(0, 2**64 - 1), shuffle=st.booleans(),
 )  # fmt: skip
-def test_stream_is_a_permutation_per_epoch_and_resumes(
+def test_stream_permutes_each_epoch_and_resumes(
     num_rows: int, epochs: Any, limit: Any, start: int, seed: int, shuffle: bool
 ) -> None:
     prompts = plain_set(num_rows)
@@ -134,9 +134,7 @@ def test_what_is_left_out_of_a_stream_counts_for_nothing(left_out: Any, limit: i
 
 
 @given(num_rows=st.integers(1, 9), responses=st.integers(2, 5), epochs=st.integers(1, 3), start=st.integers(0, 40))
-def test_responses_of_a_prompt_follow_each_other_under_own_positions(
-    num_rows: int, responses: int, epochs: int, start: int
-) -> None:
+def test_responses_of_a_prompt_are_neighbours_with_own_positions(num_rows: int, responses: int, epochs: int, start: int) -> None:
     once = [prompt.row for prompt in PromptStream(plain_set(num_rows), 3, epochs=epochs)]
     prompts = plain_set(num_rows, responses)
     stream = PromptStream(prompts, 3, epochs=epochs)

@@ -99,9 +99,7 @@ def test_frequencies_follow_the_distribution(sampling: Sampling) -> None:
     temperature=st.sampled_from([0.5, 1.0, 1.7]), top_k=st.integers(0, 14), top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
     seq_id=UINT32,
 )  # fmt: skip
-def test_draw_inverts_the_truncated_distribution(
-    logits: list[float], temperature: float, top_k: int, top_p: float, seq_id: int
-) -> None:
+def test_draw_inverts_the_distribution(logits: list[float], temperature: float, top_k: int, top_p: float, seq_id: int) -> None:
     sampling = Sampling(temperature, top_k, top_p, seed=11)
     result = draw(torch.tensor([logits]), sampling, [seq_id], [2])
     token, logprob = int(result.tokens), float(result.logprobs)

@@ -163,9 +163,7 @@ def long_tailed(steps: int, seed: int) -> list[float]:
 @pytest.mark.parametrize("chunk", [1, 3, B])
 @pytest.mark.parametrize("delta", [0, 3, B])
 @pytest.mark.parametrize("kind", [Buffer, ClaimingBuffer])
-def test_every_group_is_trained_once_and_no_more_than_delta_run_beyond_a_batch(
-    kind: type[Buffer], delta: int, chunk: int
-) -> None:
+def test_every_group_is_trained_once_and_at_most_delta_run_beyond_a_batch(kind: type[Buffer], delta: int, chunk: int) -> None:
     done = train(delta, max_staleness=2, chunk=chunk, seconds=long_tailed(6, delta), kind=kind)
     assert sorted(name for step in done.steps for name in step) == list(range(6 * B))
     assert [len(step) for step in done.steps] == [B] * 6 and done.most <= B + delta

@@ -106,9 +106,7 @@ SMI_FAILS = {
 
 
 @pytest.mark.parametrize("name", SMI_FAILS)
-def test_an_nvidia_smi_that_fails_is_told(
-    tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str], name: str
-) -> None:
+def test_a_failing_nvidia_smi_is_told(tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str], name: str) -> None:
     script, says = SMI_FAILS[name]
     program = tmp_path / "nvidia-smi"
     program.write_text("" if script is None else f"#!/bin/sh\n{script}\n")

@@ -117,9 +117,7 @@ def test_what_it_prints_is_shown_up_to_a_bound(module: str, capfd: pytest.Captur
     ("memory", "MemoryError"), ("exit", "ended with exit code 3"), ("segfault", "killed by SIGSEGV"),
     ("garbage", "which does not answer"), ("forge", "which does not answer"), ("flood", "more than an answer"),
 ])  # fmt: skip
-def test_a_misbehaving_function_is_an_error_and_the_next_is_served(
-    function: IsolatedFunction, response: str, reason: str
-) -> None:
+def test_a_misbehaving_function_is_an_error_and_the_next_served(function: IsolatedFunction, response: str, reason: str) -> None:
     with pytest.raises(RewardError, match=f"isolated_rewards:behave.*{reason}"):
         function("", response, {})
     assert function("", "echo", {"value": 3.0}) == 6.0

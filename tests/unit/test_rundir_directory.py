@@ -88,9 +88,7 @@ class Clock:
 
 
 @pytest.mark.parametrize(("ends_s", "begins"), [(19.0, True), (21.0, False)])
-def test_a_second_start_waits_for_the_first_to_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_s: float, begins: bool
-) -> None:
+def test_a_second_start_awaits_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_s: float, begins: bool) -> None:
     with ExitStack() as first:
         first.enter_context(RunDirectory(tmp_path).held())
         clock = Clock(ends_s, first.close)

@@ -161,9 +161,7 @@ def test_whoever_has_waited_for_longest_makes_room() -> None:
 
 @pytest.mark.parametrize("token", [TOKEN, None])
 @pytest.mark.parametrize("sent", [b"", b"2\r\n{}\r\n"], ids=["at once", "behind a part"])
-def test_a_body_that_breaks_the_protocol_ends_its_own_connection(
-    sent: bytes, token: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_body_that_breaks_the_protocol_ends_its_connection(sent: bytes, token: Any, capfd: pytest.CaptureFixture[str]) -> None:
     """Logs one line, for whoever has no token may send many of them."""
     chunked = HALF + b"content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
     with served(token) as address:

@@ -151,9 +151,7 @@ def test_changes_are_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     ({}, {"targets": ["q_proj"]}, r"actor.lora is .*targets \['q_proj'\], but the checkpoint's run has rank 4"),
     ({}, None, "actor.lora is null, but the checkpoint's run has rank 4"),
 ])  # fmt: skip
-def test_another_order_or_adapters_are_refused(
-    tmp_path: Path, entries: dict[str, Any], adapters: dict[str, Any] | None, says: str
-) -> None:
+def test_other_adapters_are_refused(tmp_path: Path, entries: dict[str, Any], adapters: dict[str, Any] | None, says: str) -> None:
     lora = {"rank": 4, "alpha": 16.0}
     then = least_config(tmp_path, actor={"checkpoint": "a", "lora": lora})
     data = {"seed": 11, "shuffle": True, "rows": 8, "fingerprint": "a" * 64, "group_size": 1, "greedy": False}

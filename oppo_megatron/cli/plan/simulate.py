@@ -68,9 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lengths.add_length_arguments(parser)
     lengths.add_prompt_argument(parser)
     parser.add_argument("--modes", metavar="MODE,...", help="sequential, intra, inter, full, ...: a run in each")
-    parser.add_argument(
-        "--sweep", action="append", default=[], metavar="a.b=V,...", help="a run with each value; may be repeated"
-    )
+    parser.add_argument("--sweep", action="append", default=[], metavar="a.b=V,...", help="a run with each value; repeatable")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write run directories there, for `oppo report`")
 
 

@@ -289,9 +289,7 @@ class CallPlan(CachedPlan):
             for rows in self._stretches(k_SGLD):
                 keys, equal = self._keys(rows, window), len(set(self.past[rows])) == 1
                 steps.append((rows, keys, None if equal else beyond_mask(self.past_S[rows], keys, self._dtype, window)))
-        outputs = [
-            attend_one(q_SGRD[rows], k_SGLD[rows, :, keys], v_SGLD[rows, :, keys], mask, scale) for rows, keys, mask in steps
-        ]
+        outputs = [attend_one(q_SGRD[s], k_SGLD[s, :, keys], v_SGLD[s, :, keys], mask, scale) for s, keys, mask in steps]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _keys(self, rows: slice, window: int | None) -> slice:

@@ -76,9 +76,7 @@ class PagedKVCache(SequenceCache):
     ):  # fmt: skip
         self.block_tokens, self.kernel = block_tokens, kernel
         self.width = width = -(-max_length // block_tokens)
-        super().__init__(
-            lambda num_slots: (num_slots * width, block_tokens, num_kv_heads, head_dim), max_length=max_length, **sizes
-        )
+        super().__init__(lambda slots: (slots * width, block_tokens, num_kv_heads, head_dim), max_length=max_length, **sizes)
         num_blocks = self.num_slots * width
         self._free = list(range(num_blocks))[::-1]  # the next one last
         self._users = [0] * num_blocks  # of each block: tables that name it

@@ -67,9 +67,7 @@ class SequenceCache(ABC):
     def open(self, seq_id: int) -> None:
         assert seq_id not in self._slots, f"sequence {seq_id} is already open"
         if not self.num_free:
-            raise CapacityError(
-                f"sequence {seq_id} finds no free slot among {self.num_slots}; admission must wait for one to close."
-            )
+            raise CapacityError(f"sequence {seq_id} finds no free slot of {self.num_slots}; admission must wait for one.")
         self._slots[seq_id] = len(self._ids)
         self._ids.append(seq_id)
         self._lengths.append(0)
@@ -125,9 +123,7 @@ class SequenceCache(ABC):
         slot = self._slots[seq_id]
         start = self._lengths[slot]
         if start + new > self.max_length:
-            raise CapacityError(
-                f"sequence {seq_id}: {start} cached + {new} new tokens exceed the cache's {self.max_length} positions."
-            )
+            raise CapacityError(f"sequence {seq_id}: {start} cached + {new} new tokens exceed {self.max_length} positions")
         self._extend(slot, start + new)
 
     def advance(self, seq_id: int, new: int) -> None:

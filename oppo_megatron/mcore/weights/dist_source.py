@@ -78,7 +78,7 @@ LAYERS = "decoder.layers."
 HEAD = "output_layer.weight"
 ALIGNER_HEAD, ALIGNER_BIAS = "rm_head.weight", "rm_head.bias"
 _RENAMED = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
-NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state", "opt_param_scheduler")
+NO_WEIGHT = re.compile(r"optimizer\.|chained_|rng_state|rerun_state|opt_param_scheduler|.*(\._extra_state|_extra_state$)")
 
 
 def saved_names(param: str) -> tuple[tuple[str, int | None], ...]:
@@ -90,11 +90,6 @@ def saved_names(param: str) -> tuple[tuple[str, int | None], ...]:
         if name.startswith(ours):
             name = saved + name.removeprefix(ours)
     return (f"{LAYERS}{name}", int(number)), (f"{LAYERS}{number}.{name}", None)
-
-
-def is_weight(key: str) -> bool:
-    """False for `_extra_state` (FP8) and the like."""
-    return not key.startswith(NO_WEIGHTS) and not key.endswith("_extra_state") and "._extra_state" not in key
 
 
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
@@ -121,7 +116,7 @@ class DistSource:
         self._saved = {
             name.removeprefix(self._prefix): entry
             for name, entry in saved.items()
-            if name.startswith(self._prefix) and is_weight(name.removeprefix(self._prefix))
+            if name.startswith(self._prefix) and not NO_WEIGHT.match(name.removeprefix(self._prefix))
         }
         self._pieces = {(key.fqn, tuple(key.offset or ())): info for key, info in self._index.storage_data.items()}
         self._places = dict(self._find(shape))

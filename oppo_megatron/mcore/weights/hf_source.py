@@ -157,6 +157,4 @@ def side_files(directory: Path) -> list[Path]:
 def _require_directory(directory: Path) -> None:
     if not directory.is_dir():
         what = "is a file" if directory.exists() else "does not exist"
-        raise CheckpointError(
-            f"{directory} {what}: a checkpoint is a directory with config.json and safetensors. Correct the path."
-        )
+        raise CheckpointError(f"{directory} {what}: a checkpoint is a folder with config.json and safetensors; correct the path")

@@ -150,9 +150,7 @@ def take_part(param: torch.Tensor, part: Part) -> torch.Tensor:
     return torch.cat([param[rows] for rows in part.rows])
 
 
-def matching_params(
-    model: torch.nn.Module, parts: list[Part], tp_size: int, *, whole: bool = True
-) -> dict[str, torch.nn.Parameter]:
+def matching_params(model: torch.nn.Module, parts: list[Part], tp_size: int, whole: bool = True) -> dict[str, torch.nn.Parameter]:
     """Return parameters filled by `parts`; `whole`: all."""
     filled = {part.param for part in parts}
     params = {name: param for name, param in model.named_parameters() if whole or name in filled}

@@ -56,7 +56,7 @@ def expected_letter(value: Any) -> str:
     letter = _WHOLE.fullmatch(value) if isinstance(value, str) else None
     if letter is None:
         raise RewardError(
-            f"the expected answer {value!r:.200} is not a choice; give a letter from A to {LETTERS[-1]}, or its number from 0"
+            f"the expected answer {value!r:.200} is not a choice; give a letter, A to {LETTERS[-1]}, or a number from 0"
         )
     return letter[1].upper()
 
@@ -64,12 +64,8 @@ def expected_letter(value: Any) -> str:
 def _marked(text: str) -> list[str | None]:
     text = bare(text)
     whole, label = _WHOLE.fullmatch(text), labelled(text)[0]
-    letters = [whole[1].upper()] if whole else [label] if label else _in_line(text) or _stated_in(text)
-    return list(letters) or [None]
-
-
-def _stated_in(text: str) -> list[str]:
-    return [letter for each in texts(text, ["stated"])[1] for letter in _stated(each)]
+    letters = [whole[1].upper()] if whole else [label] if label else _in_line(text)
+    return list(letters) or [letter for each in texts(text, ["stated"])[1] for letter in _stated(each)] or [None]
 
 
 def _stated(text: str) -> list[str]:

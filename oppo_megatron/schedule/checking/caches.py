@@ -19,9 +19,7 @@ def listed(faults: Sequence[object]) -> str:
 
 def require_room(round_: Round, budgets: Mapping[str, Mapping[int, KVBudget]]) -> None:
     """Raise ScheduleError with each fault of the caches in `budgets`."""
-    faults = [
-        text for role, own in budgets.items() for d, budget in own.items() for text in cache_faults(round_, role, d, budget)
-    ]
+    faults = [text for role, own in budgets.items() for d, each in own.items() for text in cache_faults(round_, role, d, each)]
     if faults:
         count = "1 cache" if len(faults) == 1 else f"{len(faults)} caches"
         raise ScheduleError(f"{count} cannot take round {round_.index}:\n{listed(faults)}")

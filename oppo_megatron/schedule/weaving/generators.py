@@ -73,9 +73,7 @@ class CustomGenerator:
         """Raises PluginError if the result is not a Schedule or differs between calls."""
         made, again = self._lists(round, site, costs), self._lists(round, site, costs)
         if made != again:
-            raise self.plugin.refuse(
-                "returned two schedules for the same round", "make it deterministic: every rank calls it for itself"
-            )
+            raise self.plugin.refuse("returned two schedules for the same round", "make it deterministic: every rank calls it")
         return Schedule(made)
 
     def _lists(self, round: Round, site: Site, costs: Costs) -> dict[int, tuple[Action, ...]]:

@@ -69,9 +69,7 @@ def cluster_costs(
     halves = [max(1, length // 2) for length in lengths]
     prices = [Prices(config, cluster, Decoding(prompt_tokens, own, captured)) for own in (halves, lengths)]
     few, many = (each.updates() for each in prices)
-    updates = {
-        role: line_through(sum(halves), few[role, "update"], sum(lengths), many[role, "update"]) for role in config.trained
-    }
+    updates = {r: line_through(sum(halves), few[r, "update"], sum(lengths), many[r, "update"]) for r in config.trained}
     moves = {role: many[role, "weights"] for role in config.trained if (role, "weights") in many}
     sources = [f"actions, updates and moves: the laws of {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"]
     if assumed := [f"{name} ({source.where})" for name, source in cluster.sources() if source.kind == "assumed"]:

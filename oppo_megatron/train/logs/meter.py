@@ -39,9 +39,7 @@ class RoundTracer:
 
     def __init__(self, spans: SpanRecorder, meter: CostMeter, site: Site, *, actions: bool, schedules: Path | None):
         self.spans, self.meter, self._actions, self._schedules = spans, meter, actions, schedules
-        self._coords_by_role = {
-            role: coords for role, placement in site.placements.items() if (coords := placement.coords(spans.rank))
-        }
+        self._coords_by_role = {role: coords for role, each in site.placements.items() if (coords := each.coords(spans.rank))}
         self._step, self._round = 0, 0
         self._stretch: Span | None = None
 
