@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--config", type=Path, metavar="FILE", help="config.json of a SRC in Megatron's format that has none")
     parser.add_argument("--adapter", type=Path, metavar="DIR", help="peft directory of LoRA adapters of SRC, merged into DST")
-    parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="default: that of the adapters, SRC, or its run")
+    parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="default: the adapters', SRC's or its run's")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the narrowest that keeps all bits")
     parser.add_argument(
         "--as", dest="target", choices=["causal-lm", "reward"], default="causal-lm",
