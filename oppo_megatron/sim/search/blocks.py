@@ -20,7 +20,7 @@ from oppo_megatron.layout.layouts import divisors
 FEW_NODES = 2
 """Up to this number, roles may have parts of a node, at several places."""
 MANY_NODES = 32
-"""Above it, blocks are powers of two of nodes, or the rest of all."""
+"""Above it, blocks are powers of two of nodes, or the rest of all; if no plan fits, also 3 times these."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,14 @@ Blocks = tuple[Block, ...]
 """Each role's block, in the order of roles."""
 
 
-def block_sizes(nodes: int, gpus_per_node: int) -> tuple[int, ...]:
-    """Ascending: 1 or 3 times powers of two of nodes, and the rest; up to two nodes also divisors of a node's ranks."""
+def multiples_of(nodes: int) -> tuple[tuple[int, ...], ...]:
+    """Return the factors of `block_sizes`; the next are tried if no plan fits with the first."""
+    return ((1, 3),) if nodes <= MANY_NODES else ((1,), (1, 3))
+
+
+def block_sizes(nodes: int, gpus_per_node: int, multiples: Sequence[int] = (1, 3)) -> tuple[int, ...]:
+    """Ascending: `multiples` of powers of two of nodes, and the rest; up to two nodes also divisors of a node's ranks."""
     powers = [2**power for power in range(nodes.bit_length())]
-    multiples = (1,) if nodes > MANY_NODES else (1, 3)
     few = {factor * count for count in powers for factor in multiples if factor * count <= nodes}
     counts = few | {nodes - count for count in few if count < nodes} | {nodes}
     parts = set(divisors(gpus_per_node)) if nodes <= FEW_NODES else set[int]()

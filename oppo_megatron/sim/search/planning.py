@@ -15,7 +15,7 @@ from oppo_megatron.layout.role_memory import rank_memory, train_holdings
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.sim.clusters.cluster import Between, Cluster, Gpu, assumed, threaded
 from oppo_megatron.sim.pricing.model import Decoding
-from oppo_megatron.sim.search.blocks import Block, Mode, arrangements, block_sizes, run_sizes
+from oppo_megatron.sim.search.blocks import Block, Mode, arrangements, block_sizes, multiples_of, run_sizes
 from oppo_megatron.sim.search.enumeration import Best, Plan, Space, enumerate_plans, held_bytes
 from oppo_megatron.sim.search.layouts import Option, PriceTable, Steady, steady_work
 
@@ -156,10 +156,10 @@ def micro_batches(config: TrainConfig) -> list[int]:
     return [size for size in sizes if size in (own, least) or size <= MOST_TOKENS]
 
 
-def spaces(task: Task, sizes: Sequence[int], nodes: int) -> Iterator[Space]:
+def spaces(task: Task, sizes: Sequence[int], nodes: int, multiples: Sequence[int]) -> Iterator[Space]:
     """Yield plans on `nodes` to search, by micro-batch size and on CPUs also number of ranks."""
     per_node = task.cluster.gpus_per_node
-    every, blocks_of = run_sizes(nodes, per_node), block_sizes(nodes, per_node)
+    every, blocks_of = run_sizes(nodes, per_node), block_sizes(nodes, per_node, multiples)
     groups: list[Sequence[int]] = [[total] for total in every] if task.on_cpu else [every]
     places = []
     for totals in groups:
@@ -174,11 +174,20 @@ def spaces(task: Task, sizes: Sequence[int], nodes: int) -> Iterator[Space]:
 
 def find_plans(task: Task, keep: int = FINALISTS) -> tuple[list[Plan], int]:
     """Return the cheapest plans, one per actor's block and layouts, and the number of placements tried."""
-    best, count = Best(keep), 0
-    for space in spaces(task, micro_batches(task.config), task.cluster.nodes):
-        enumerate_plans(space, best)
-        count += len(space.places)
+    best = Best(keep)
+    count = _search(task, micro_batches(task.config), task.cluster.nodes, best)
     return best.plans, count
+
+
+def _search(task: Task, sizes: Sequence[int], nodes: int, best: Best, *, any_plan: bool = False) -> int:
+    count = 0
+    for multiples in multiples_of(nodes):
+        for space in spaces(task, sizes, nodes, multiples):
+            enumerate_plans(space, best, any_plan=any_plan)
+            count += len(space.places)
+        if best.plans:
+            break
+    return count
 
 
 @dataclass(frozen=True)
@@ -228,7 +237,7 @@ class Shortage:
 def find_shortage(task: Task) -> Shortage | None:
     """Count missing memory with the smallest micro-batches; None if no layout passes the checks."""
     least, plans = [min(micro_batches(task.config))], list[tuple[int, Plan, int]]()
-    for space in spaces(task, least, task.cluster.nodes):
+    for space in spaces(task, least, task.cluster.nodes, multiples_of(task.cluster.nodes)[-1]):
         table, smallest = space.prices, dict[tuple[str, int], Option]()
         for blocks in space.places:
             for key in zip(table.roles, (block.size for block in blocks), strict=True):
@@ -258,6 +267,5 @@ def _least_nodes(task: Task) -> int | None:
 
 def _fits(task: Task, nodes: int) -> bool:
     best = Best(1)
-    for space in spaces(task, [min(micro_batches(task.config))], nodes):
-        enumerate_plans(space, best, any_plan=True)
+    _search(task, [min(micro_batches(task.config))], nodes, best, any_plan=True)
     return bool(best.plans)
