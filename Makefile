@@ -63,7 +63,7 @@ PURE := tests/architecture $(wildcard $(addprefix tests/unit/test_, $(addsuffix 
 # Every process of the tests would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test test-long test-aligner lint docs hooks gpu-rehearsal gpu-test gpu-pack test-core test-python test-slurm test-wandb test-gpulibs test-oracles bench-trl clean
+.PHONY: demo check test test-long test-aligner lint docs lint-and-docs hooks gpu-rehearsal gpu-test gpu-pack test-core test-python test-slurm test-wandb test-gpulibs test-oracles bench-trl clean
 
 demo: $(INSTALLED)
 	$(BIN)/oppo demo
@@ -72,9 +72,8 @@ check: lint
 	$(PYTEST) -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not long and not slow" $(PURE)
 
 # The plugin's tests, which mostly wait, run beside the others; what they print comes at the end.
-test: $(INSTALLED_TEST) $(ALIGNER_INSTALLED) $(CORE)/.installed
+test: lint-and-docs $(ALIGNER_INSTALLED) $(CORE)/.installed
 	@mkdir -p build
-	@$(MAKE) --no-print-directory -j2 --output-sync=recurse lint docs
 	$(ALIGNER_PYTEST) -m "not long" > build/aligner.log 2>&1 & aligner=$$!; \
 	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not long"; tests=$$?; \
 	wait $$aligner; aligner=$$?; cat build/aligner.log; [ $$((tests | aligner)) = 0 ]
@@ -88,6 +87,9 @@ test-core: $(CORE)/.installed
 
 test-long: $(INSTALLED_TEST)
 	$(PYTEST) -n $(JOBS) --dist loadfile -m long --durations=0 --durations-min=5
+
+lint-and-docs: $(INSTALLED_TEST)
+	@$(MAKE) --no-print-directory -j2 --output-sync=recurse lint docs
 
 lint: $(INSTALLED_TEST)
 	$(BIN)/ruff check .

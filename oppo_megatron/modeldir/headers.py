@@ -97,7 +97,9 @@ def weight_files(directory: Path) -> dict[Path, list[str] | None]:
     for name, file in weight_map.items():
         inside = isinstance(file, str) and not Path(file).is_absolute() and ".." not in Path(file).parts
         if not (inside and file.isprintable()):
-            raise CheckpointError(f"`{index}` maps a tensor to {file!r:.60}, no file of its folder; fetch the checkpoint again")
+            raise CheckpointError(
+                f"`{index}` maps a tensor to {file!r:.60}, which is not in its folder; fetch the checkpoint again"
+            )
         named = files.setdefault(directory / file, [])
         assert named is not None
         named.append(name)

@@ -124,6 +124,7 @@ def test_a_longer_answer_is_waited_for_in_the_end() -> None:
     assert max(row["oppo_max_staleness"] for row in results[0]["rollouts"]) == 1
 
 
+@pytest.mark.long
 def test_validation_leaves_the_pool_alone(saved: Saved) -> None:
     job, (plain,) = saved(1)
     validated = run(replace(job, val_every=1, save_every=0))[0]
@@ -138,6 +139,7 @@ def test_a_run_without_checkpoints_saves_nothing(tmp_path: Path) -> None:
     assert "the checkpoint callback SimpleNamespace has no dirpath, so deferred rollouts are not kept" in said
 
 
+@pytest.mark.long
 def test_the_critics_warm_up_gives_its_rollouts_back() -> None:
     result = run(Job(oppo=DELTA, warmup=2))[0]
     warm, steps = result["trained"][:2], result["trained"][2:]
@@ -271,6 +273,7 @@ def test_the_first_tensor_rank_of_the_last_stage_streams() -> None:
     check_streamed([ours[2]], 8)
 
 
+@pytest.mark.long
 def test_a_scorer_that_fails_one_replica_ends_all_of_them() -> None:
     """The last stage of the second one feeds it."""
     job, bad = Job(oppo=DELTA, pp=2), 3

@@ -135,8 +135,7 @@ def step_rewards(ours: Outcome, theirs: Outcome) -> None:
 FEATURES: dict[str, Feature] = {
     "plain": Feature(
         {}, lengths_differ,
-        soon=("1 | 1", "PP2 | TP2", "DP2 | DP2", "PP2, woven", "PP4, scorers PP2 x DP2",
-              "PP2 and reference TP2 | reward | critic")),
+        soon=("1 | 1", "PP2 | TP2", "DP2 | DP2", "PP2, woven", "PP2 and reference TP2 | reward | critic")),
     "overcommitted": Feature(overcommitted(4), carries, soon=("PP2, woven",)),
     "stale caches kept": Feature(
         overcommitted(4) | {"overlap.actor_kv": "keep", "ppo.staleness": "decoupled"},
@@ -155,7 +154,7 @@ FEATURES: dict[str, Feature] = {
         pairs_of_two, also=groups_dropped, soon=("1 | 1",)),
     "pairs by a rule": Feature(
         grouped("online_dpo", 2, **BY_LENGTH, **{"ppo.entropy_coefficient": 0.0}), pairs_that_tie_are_counted, soon=("1 | 1",)),
-    "greedy baseline": Feature(grouped("remax", 2), lambda outcome: len(outcome.greedy) == 16, soon=("TP2",)),
+    "greedy baseline": Feature(grouped("remax", 2), lambda outcome: len(outcome.greedy) == 16),
     "greedy baseline, carried": Feature(
         grouped("remax", 2, **overcommitted(8), steps=3),
         lambda outcome: any(row["deferrals"] for row in outcome.greedy), soon=("DP2 | DP2",)),
@@ -165,10 +164,10 @@ FEATURES: dict[str, Feature] = {
             **{"rollout.batch_size": 6, "overlap.backfill": EVERY},
             **{"ppo.minibatches": 1, "ppo.truncated": "mask", "ppo.kl": PENALTY}),
         lambda outcome: total(outcome, "groups_dropped") > 1, also=groups_dropped,
-        soon=("1 | 1", "DP2 | DP2")),
+        soon=("DP2 | DP2",)),
     "prompts fork": Feature(
         overcommitted(1) | {"rollout.group_size": 3, "overlap.max_staleness": 2, "overlap.intra": True},
-        carries, also=forked_tokens, soon=("1 | 1", "PP2 | TP2"), reference={"overlap.without": ["fork"]}),
+        carries, also=forked_tokens, soon=("PP2 | TP2",), reference={"overlap.without": ["fork"]}),
     "process rewards": Feature(
         {"rewards": STEP_REWARDS}, lambda outcome: sum(BELL in row["response"] for row in outcome.rollouts) > 2,
         also=step_rewards, soon=("one rank",)),

@@ -87,7 +87,7 @@ LAYOUTS: dict[str, tuple[str, Layout, Layout, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [each if "," in each else pytest.param(each, marks=pytest.mark.long) for each in LAYOUTS])
 def test_every_layout_trains(workspace: Workspace, half: Outcome, name: str) -> None:
     """Equal to one process up to rounding, which tensor ranks' partial sums change, and with them draws."""
     mode, actor, scorer, changes = LAYOUTS[name]
@@ -177,7 +177,9 @@ def test_adapters_are_trained_and_the_reference_is_where_they_began(plain: Outco
 
 @pytest.mark.parametrize("changes", [
     {"placement": {"mode": "disaggregated", "actor": {"pp": 2}, "reference": "actor"}},
-    {"placement": {"mode": "colocated", "actor": {"tp": 2}}, "actor.train": {"tp": 1, "pp": 2, "dp": 1}},
+    pytest.param(
+        {"placement": {"mode": "colocated", "actor": {"tp": 2}}, "actor.train": {"tp": 1, "pp": 2, "dp": 1}},
+        marks=pytest.mark.long),
 ], ids=["PP2 and reference | 1", "decodes TP2, trains PP2"])  # fmt: skip
 def test_a_reference_with_the_actor_shares_its_weights(workspace: Workspace, plain: Outcome, changes: dict[str, Any]) -> None:
     assert_same(shared(configured(workspace, f"shared-{len(changes)}", **changes)), plain)

@@ -215,7 +215,7 @@ def run(config: dict[str, Any]) -> tuple[Outcome, list[list[tuple[str, float]]],
     return read_outcome(folder), seen, lines
 
 
-@pytest.mark.parametrize("layout", [{}, APART], ids=["one rank", "actor | scorers"])
+@pytest.mark.parametrize("layout", [pytest.param({}, marks=pytest.mark.long), APART], ids=["one rank", "actor | scorers"])
 def test_a_run_goes_back_leaves_the_prompts_out_and_ends(workspace: Workspace, layout: dict[str, Any]) -> None:
     """Rejected rollouts that the checkpoint has in flight are left out, too."""
     config = poisoned(workspace, f"back-{len(layout)}", [20], **CARRIED, **layout)
@@ -296,5 +296,5 @@ def test_back_to_within_a_rollout_others_take_the_place_of_the_rejected_batch(wo
 def test_without_a_checkpoint_yet_the_run_ends_and_says_so(workspace: Workspace) -> None:
     config = poisoned(workspace, "early", [3])
     (error,) = run_ranks(1, "tests.e2e.jobs:train_error", config=config)
-    assert "the run should go back to a checkpoint, but has none yet; lower checkpoint.every_steps" in error
+    assert "the run should go back to a checkpoint, but has none; lower checkpoint.every_steps" in error
     assert "the score of row" in error and "tools.replay" in error

@@ -250,6 +250,7 @@ def service(folder: Path, name: str, config: dict[str, Any]) -> Iterator[str]:
         process.stdout.close()
 
 
+@pytest.mark.long
 def test_scores_of_services_are_those_of_the_run_itself(workspace: Workspace, tmp_path: Path) -> None:
     rules = [{"kind": "verifier", "name": "arithmetic"}, BREVITY]
     reward = {"init": SHAPE}

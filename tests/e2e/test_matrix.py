@@ -38,7 +38,7 @@ FACTORS = {"mode": ("colocated", "disaggregated")} | {
     for side in ("actor", "scorer")
     for what, values in (("tp", (1, 2)), ("pp", (1, 2, 4)), ("dp", (1, 2)))
 }
-SOON = ("greedy baseline, carried", "filter", "prompts fork")
+SOON = ("greedy baseline, carried", "prompts fork")
 
 
 def pairs() -> list[Any]:
@@ -179,7 +179,7 @@ def test_a_tuned_chunk_is_the_same_for_scorers_partly_on_the_actors_ranks(worksp
 
 
 @pytest.mark.parametrize(("name", "generate", "train", "moves"), [
-    ("pp2-tp2", {"pp": 2}, {"tp": 2, "pp": 1}, True),
+    pytest.param("pp2-tp2", {"pp": 2}, {"tp": 2, "pp": 1}, True, marks=pytest.mark.long),
     pytest.param("tp2-dp2", {"tp": 2}, {"tp": 1, "dp": 2}, False, marks=pytest.mark.long),
     pytest.param("dp4-tp2-pp2", {"dp": 4}, {"tp": 2, "pp": 2, "dp": 1}, True, marks=pytest.mark.long),
     ("tp2-vpp2", {"tp": 2}, {"tp": 1, "pp": 2, "vpp": 2}, True),

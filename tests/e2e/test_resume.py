@@ -255,6 +255,7 @@ def test_work_on_a_checkpoint_that_takes_long_is_reported(workspace: Workspace, 
             assert any(line.startswith(work) for line in told)
 
 
+@pytest.mark.long
 def test_rows_whose_answers_cannot_be_compared_are_left_out_of_the_run_and_of_its_rest(workspace: Workspace) -> None:
     """The rank that scores tries them, all ranks set them aside, and a resumed run reads which: a trial may end otherwise."""
     answers = [r"x^{10^{10^{10}}}+10^{10^{10}}" if n == 3 else f"{2 * n}" for n in range(8)]

@@ -168,10 +168,8 @@ SETTINGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("layout", "mebibytes"),
-    [pytest.param({}, 100, id="one rank"), pytest.param({"tp": 2}, 20, id="tensor parallel", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("layout", "mebibytes"), [({}, 100), ({"tp": 2}, 20)], ids=["one rank", "tensor parallel"])
 def test_a_run_ends_with_the_limit_to_lower_and_resumes_with_it(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, layout: dict[str, int], mebibytes: int
 ) -> None:

@@ -200,7 +200,7 @@ def test_a_tensor_of_no_place_is_named(dist: Path) -> None:
     (lambda d: (d / "config.json").unlink(), "Copy the Hugging Face config.json"),
     (lambda d: (d / ".metadata").unlink(), "no index"), (lambda d: (d / "metadata.json").unlink(), "no metadata.json"),
     (lambda d: (d / "metadata.json").write_text('{"sharded_backend": "zarr"}'), "torch_dist alone"),
-    (lambda d: (d / "metadata.json").write_text("[]"), "must be a JSON object"),
+    (lambda d: (d / "metadata.json").write_text("[]"), "not a JSON object"),
     (lambda d: next(d.glob("*.distcp")).unlink(), "which is not a file in its folder"),
     (lambda d: (d / ".metadata").write_bytes(b"\x80\x04"), "not an index of weights"),
 ])  # fmt: skip

@@ -22,7 +22,7 @@ TINY = {
     "vocab_size": 512,
 }  # fmt: skip
 Report = dict[str, Any]
-LONG = ("updated as pp 2", "pairs, dp 2", "dp 2, updated as tp 2")
+LONG = ("updated as pp 2", "pairs, dp 2", "dp 2, updated as tp 2", "updated as pp 2, interleaved", "remax", "kto, tp 2")
 """Beside others much like them these are rehearsed in `make gpu-rehearsal` and `make test-long` alone."""
 REHEARSED = [pytest.param(case, marks=pytest.mark.long) if case in LONG else case for case in CASES]
 PLANTED = [pytest.param(name, marks=pytest.mark.long) if defect.case in LONG else name for name, defect in DEFECTS.items()]

@@ -82,7 +82,7 @@ def test_wrong_arguments_and_an_earlier_benchmark_are_refused(config: Path, caps
     Path("out").mkdir()
     Path("out", "overlap.json").write_text("{}")
     said = refused(capsys, "bench", "overlap", config, "--out", "out", "--prompt-tokens", "4")
-    assert "overlap.json holds the figures of an earlier benchmark" in said
+    assert "overlap.json holds an earlier benchmark, which is not overwritten" in said
     assert [path.name for path in Path("out").iterdir()] == ["overlap.json"], "its inputs stay as they are"
 
 

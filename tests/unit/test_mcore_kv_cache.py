@@ -308,7 +308,7 @@ def test_the_budget_in_bytes_is_kept_to() -> None:
     cache = new_cache(2)
     cache.open(9)
     cache.commit(cache.begin([9], [LENGTH - 1]))
-    with pytest.raises(CapacityError, match=f"sequence 9: {LENGTH - 1} cached \\+ 2 new tokens exceed .* {LENGTH} "):
+    with pytest.raises(CapacityError, match=f"sequence 9: {LENGTH - 1} cached \\+ 2 new tokens exceed {LENGTH} "):
         cache.begin([9], [2])
     cache.begin([9], [1])
 

@@ -95,7 +95,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"actor.init": {"model_type": "llama"}}, "actor has both of checkpoint and init"),
     ({"actor.checkpoint": None}, "actor has neither of checkpoint and init"),
     ({"reference": {}}, "reference has neither of checkpoint and init"),
-    ({"rewards": [{"kind": "model"}]}, "there is no `reward` section"),
+    ({"rewards": [{"kind": "model"}]}, "but `reward` is missing; add it"),
     ({"rewards": [{"kind": "verifier"}]}, "rewards.0 is a verifier without a `name`"),
     ({"rewards": [{"kind": "python"}]}, "rewards.0.entry_point is None, but must be `package.module:function`"),
     ({"rewards": [{"kind": "python", "entry_point": "no_colon"}]}, "must be `package.module:function`"),
@@ -122,7 +122,7 @@ def test_broken_rule_is_the_one_problem(settings: dict[str, Any], changes: dict[
 
 def test_reward_model_must_be_used_once(settings: dict[str, Any], tmp_path: Path) -> None:
     settings["reward"] = {"checkpoint": tmp_path / "actor"}
-    assert "no part of rewards has kind model" in problems_of(settings)[0]
+    assert "no rewards part has kind model" in problems_of(settings)[0]
     assert problems_of(settings, {"rewards": [{"kind": "model"}, {"kind": "verifier", "name": "arithmetic"}]}) == []
     for parts in ([{"kind": "model"}, {"kind": "model", "weight": 2}], [{"kind": "process"}, {"kind": "model"}]):
         assert "names the reward model 2 times" in problems_of(settings, {"rewards": parts})[0]
@@ -130,7 +130,7 @@ def test_reward_model_must_be_used_once(settings: dict[str, Any], tmp_path: Path
 
 def test_what_a_process_reward_model_goes_with(settings: dict[str, Any], tmp_path: Path) -> None:
     settings["rewards"] = [{"kind": "process", "step_rewards": "sum"}]
-    assert "no `reward` section" in problems_of(settings)[0]
+    assert "`reward` is missing" in problems_of(settings)[0]
     assert problems_of(settings, {"reward": {"checkpoint": tmp_path / "actor"}}) == []
     (problem,) = problems_of(settings, {"ppo.reward_normalization": "batch"})
     assert "does not scale the rewards of steps (step_rewards sum)" in problem
@@ -244,7 +244,7 @@ def test_defaults(loss: str, folder: Path) -> None:
     ("hinge", {"dpo": {"unwanted": 2}}, "dpo.unwanted is 2.0, but dpo.loss hinge is of pairs and does not read it"),
     ("kto", {"dpo": {"average": True}}, "dpo.average is true, but dpo.loss kto is of single completions and does not"),
     ("kto", {"batch_size": 1}, "batch_size is 1, but dpo.loss kto compares rows of a batch"),
-    ("ipo", {"reference": {"checkpoint": "FOLDER/other"}}, "its vocabulary has 321 entries, but must equal the model's 320"),
+    ("ipo", {"reference": {"checkpoint": "FOLDER/other"}}, "its vocabulary has 321 entries, the model's has 320"),
     ("ipo", {"reference": {"checkpoint": "FOLDER/none"}}, "reference.checkpoint `FOLDER/none` does not exist"),
     ("ipo", {"reference": {"checkpoint": "FOLDER/critic"}}, "reference: its checkpoint is a Qwen2ForSequenceClassification"),
     ("kto", {"reference_logprobs": "FOLDER"}, "reference_logprobs is FOLDER, which is a folder; name a file in it"),

@@ -120,7 +120,7 @@ def test_a_damaged_or_other_checkpoint_is_refused(checkpoints: Path, name: str) 
 
 def test_a_path_without_a_directory_and_a_damaged_index_are_refused(checkpoints: Path) -> None:
     message = refusal(checkpoints / "nowhere")
-    assert "nowhere does not exist" in message and "Correct the path" in message
+    assert "nowhere does not exist" in message and "correct the path" in message
     assert "is a file" in refusal(checkpoints / "lm" / "config.json")
     for text in ("{}", '{"weight_map": {}}', '{"weight_map": [1]}', '{"weight_map": {"a": 3}}', "nonsense"):
         (checkpoints / "sharded" / "model.safetensors.index.json").write_text(text)
