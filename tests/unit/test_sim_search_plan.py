@@ -165,6 +165,14 @@ def test_nothing_that_fits_is_told_in_full(described: Path, capsys: pytest.Captu
         assert "not even 128 such nodes would do" in refused(capsys, *PLAN)
 
 
+def test_blocks_have_as_many_nodes_as_stages_need() -> None:
+    shape, rewards = SMALL | {"num_hidden_layers": 11}, [{"kind": "verifier", "name": "gsm8k"}]
+    changes = {"algorithm": {"preset": "grpo"}, "critic": None, "reward": None, "rewards": rewards, "actor": {"init": shape}}
+    cluster = Cluster(16, 1, replace(GPUS["h100"], memory_bytes=4e9), INSIDE["h100"], NETWORK)
+    [plan], _ = find_plans(Task(config(**changes), cluster, LENGTHS), 1)
+    assert plan.blocks[0].size == plan.options[0].serving.pp == 11, "no power of two, nor 3 times one, nor what is left of 16"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("tokens", [2048, 32768])
 def test_so_many_nodes_would_do_and_no_fewer(tokens: int, described: Path, capsys: pytest.CaptureFixture[str]) -> None:

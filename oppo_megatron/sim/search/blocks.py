@@ -20,7 +20,7 @@ from oppo_megatron.layout.layouts import divisors
 FEW_NODES = 2
 """Up to this number, roles may have parts of a node, at several places."""
 MANY_NODES = 32
-"""Above it, blocks are powers of two of nodes, or the rest of all; if no plan fits, also 3 times these."""
+"""Above it, blocks are powers of two of nodes, or the rest of all."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,6 @@ Blocks = tuple[Block, ...]
 """Each role's block, in the order of roles."""
 
 
-def multiples_of(nodes: int) -> tuple[tuple[int, ...], ...]:
-    """Return the factors of `block_sizes`; the next are tried if no plan fits with the first."""
-    return ((1, 3),) if nodes <= MANY_NODES else ((1,), (1, 3))
-
-
 def block_sizes(nodes: int, gpus_per_node: int, multiples: Sequence[int] = (1, 3)) -> tuple[int, ...]:
     """Ascending: `multiples` of powers of two of nodes, and the rest; up to two nodes also divisors of a node's ranks."""
     powers = [2**power for power in range(nodes.bit_length())]
@@ -62,12 +57,13 @@ def block_sizes(nodes: int, gpus_per_node: int, multiples: Sequence[int] = (1, 3
     return tuple(sorted(parts | {gpus_per_node * count for count in counts}))
 
 
-def run_sizes(nodes: int, gpus_per_node: int) -> tuple[int, ...]:
-    """Ranks that a run may have, descending: halvings of all, and powers of two of nodes and ranks."""
+def run_sizes(nodes: int, gpus_per_node: int, multiples: Sequence[int] = (1,)) -> tuple[int, ...]:
+    """Ranks that a run may have, descending: halvings of all, `multiples` of powers of two of nodes, and powers of two."""
     found = [nodes * gpus_per_node]
     while found[-1] % 2 == 0 and (found[-1] // 2 < gpus_per_node or found[-1] // 2 % gpus_per_node == 0):
         found.append(found[-1] // 2)
-    found += [gpus_per_node * 2**power for power in range(nodes.bit_length())]
+    counts = {factor * 2**power for power in range(nodes.bit_length()) for factor in multiples}
+    found += [gpus_per_node * count for count in counts if count <= nodes]
     found += [2**power for power in range(gpus_per_node.bit_length())]
     return tuple(sorted(set(found), reverse=True))
 

@@ -9,13 +9,14 @@ from oppo_megatron.config.derived import least_micro_batch, usual_prompt_tokens
 from oppo_megatron.config.model import format_ranks
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.checks import check_layouts
-from oppo_megatron.layout.layouts import Sizes
+from oppo_megatron.layout.layouts import Sizes, divisors
 from oppo_megatron.layout.placements import named_roles, world_size
 from oppo_megatron.layout.role_memory import rank_memory, train_holdings
+from oppo_megatron.layout.shape import model_limits
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.sim.clusters.cluster import Between, Cluster, Gpu, assumed, threaded
 from oppo_megatron.sim.pricing.model import Decoding
-from oppo_megatron.sim.search.blocks import Block, Mode, arrangements, block_sizes, multiples_of, run_sizes
+from oppo_megatron.sim.search.blocks import MANY_NODES, Block, Mode, arrangements, block_sizes, run_sizes
 from oppo_megatron.sim.search.enumeration import Best, Plan, Space, enumerate_plans, held_bytes
 from oppo_megatron.sim.search.layouts import Option, PriceTable, Steady, steady_work
 
@@ -156,10 +157,19 @@ def micro_batches(config: TrainConfig) -> list[int]:
     return [size for size in sizes if size in (own, least) or size <= MOST_TOKENS]
 
 
+def multiples_of(config: TrainConfig, nodes: int) -> list[list[int]]:
+    """Return factors of `block_sizes`: a few, and the odd ones of models' layers, tried if no plan fits with these."""
+    layers = {model_limits(read_hf_config(role)).layers for role in named_roles(config).values()}
+    odd = {factor for count in layers for factor in divisors(count) if factor % 2 and factor <= nodes}
+    few, many = [1] if nodes > MANY_NODES else [1, 3], sorted({1, 3} | odd)
+    return [few] if many == few else [few, many]
+
+
 def spaces(task: Task, sizes: Sequence[int], nodes: int, multiples: Sequence[int]) -> Iterator[Space]:
     """Yield plans on `nodes` to search, by micro-batch size and on CPUs also number of ranks."""
     per_node = task.cluster.gpus_per_node
-    every, blocks_of = run_sizes(nodes, per_node), block_sizes(nodes, per_node, multiples)
+    wide = multiples if len(multiples) > 2 else (1,)
+    every, blocks_of = run_sizes(nodes, per_node, wide), block_sizes(nodes, per_node, multiples)
     groups: list[Sequence[int]] = [[total] for total in every] if task.on_cpu else [every]
     places = []
     for totals in groups:
@@ -181,7 +191,7 @@ def find_plans(task: Task, keep: int = FINALISTS) -> tuple[list[Plan], int]:
 
 def _search(task: Task, sizes: Sequence[int], nodes: int, best: Best, *, any_plan: bool = False) -> int:
     count = 0
-    for multiples in multiples_of(nodes):
+    for multiples in multiples_of(task.config, nodes):
         for space in spaces(task, sizes, nodes, multiples):
             enumerate_plans(space, best, any_plan=any_plan)
             count += len(space.places)
@@ -237,7 +247,7 @@ class Shortage:
 def find_shortage(task: Task) -> Shortage | None:
     """Count missing memory with the smallest micro-batches; None if no layout passes the checks."""
     least, plans = [min(micro_batches(task.config))], list[tuple[int, Plan, int]]()
-    for space in spaces(task, least, task.cluster.nodes, multiples_of(task.cluster.nodes)[-1]):
+    for space in spaces(task, least, task.cluster.nodes, multiples_of(task.config, task.cluster.nodes)[-1]):
         table, smallest = space.prices, dict[tuple[str, int], Option]()
         for blocks in space.places:
             for key in zip(table.roles, (block.size for block in blocks), strict=True):
