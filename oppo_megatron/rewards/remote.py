@@ -98,8 +98,11 @@ class RemoteReward(Part):
             self._loop, self._stop = asyncio.new_event_loop(), asyncio.Event()
             self._thread = threading.Thread(target=self._run, args=(self._loop,), name="reward service", daemon=True)
             self._thread.start()
-        for item in new:
-            self._loop.call_soon_threadsafe(self._waiting.put_nowait, item)
+        self._loop.call_soon_threadsafe(self._enqueue, new)
+
+    def _enqueue(self, items: Sequence[ScoreItem]) -> None:
+        for item in items:
+            self._waiting.put_nowait(item)
 
     def result(self, seq_id: int) -> float:
         score = self._scores[seq_id].result()

@@ -31,7 +31,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "streamed, eight ranks": {"mode": "disaggregated", "actor": {"pp": 2, "dp": 2}, "scorer": {"tp": 2, "dp": 2}},
     "woven, eight ranks": {"mode": "colocated", "actor": {"tp": 2, "pp": 2, "dp": 2}},
 }  # fmt: skip
-LONG = ("one process", "woven", "streamed, eight ranks", "woven, eight ranks")
+LONG = [name for name in PLACEMENTS if name != "woven, two replicas"]
 CARRIED = {
     "rollout.forced_lengths": [12, 0.8], "overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 3, "max": 3},
 }  # fmt: skip

@@ -172,8 +172,7 @@ FEATURES: dict[str, Feature] = {
         {"rewards": STEP_REWARDS}, lambda outcome: sum(BELL in row["response"] for row in outcome.rollouts) > 2,
         also=step_rewards, soon=("one rank",)),
     "adapters": Feature(
-        roles(DEEP, DEEP, lora={"rank": 4, "alpha": 16.0}), lambda outcome: all("lora_" in name for name in outcome.actor),
-        soon=("TP2 | PP2",)),
+        roles(DEEP, DEEP, lora={"rank": 4, "alpha": 16.0}), lambda outcome: all("lora_" in name for name in outcome.actor)),
     "adapters of pairs": Feature(
         grouped("online_dpo", 4, steps=3, actor={"init": DEEP, "optimizer": STEADY_ADAM, "lora": {"rank": 4}})
         | {"ppo.entropy_coefficient": 0.0, "ppo.minibatches": 1},

@@ -172,6 +172,7 @@ def test_the_commands_that_it_prints_train(tmp_path: Path, monkeypatch: pytest.M
 STEPS = 4
 
 
+@pytest.mark.long
 def test_a_real_run_has_every_part(workspace: Workspace, tmp_path: Path) -> None:
     delta = {"rule": "eq4", "initial": 4, "max": 4, "window": 1}
     overlaps = {"overlap.intra": True, "overlap.inter": True, "overlap.delta": delta}

@@ -94,6 +94,7 @@ def test_rounding_takes_no_gradient_from_ratios_of_responses(workspace: Workspac
     assert line["logprob_gap"] > 4e-4 and line["clip_fraction"] == line["lost_gradient_fresh"] == 0
 
 
+@pytest.mark.long
 def test_a_rule_without_a_reference_leaves_no_scorer(workspace: Workspace) -> None:
     config = grouped(workspace, "alone", "dapo", 4, **CARRIED, **BY_RULE)
     assert list(role_placements(TrainConfig(**config))) == ["actor"]

@@ -167,6 +167,7 @@ def test_with_backfill_every_prompt_is_trained_exactly_once(workspace: Workspace
     assert_unfolds_alike(deep(workspace, "backfilled", **BACKFILL), backfilled, VirtualRun, OrderedRun)
 
 
+@pytest.mark.long
 def test_neither_few_slots_nor_a_chunk_that_adapts_change_a_batch(workspace: Workspace, backfilled: Outcome) -> None:
     """Nine slots of half of a cache are four of a whole one."""
     few = {"placement": {"mode": "disaggregated", "actor": {"tp": 2}}, "runtime.kv_cache_mb": 0.3}
