@@ -1,7 +1,7 @@
 # Everything from a fresh machine with Python 3.10+, git and make:
 #   make demo    creates .venv, installs, runs the demo
 #   make check   creates .venv, installs with the test extra, runs lint, types, architecture and pure logic: two minutes
-#   make test    the same and the site of docs/, and what guards the promises on the CPU: ten to twenty minutes
+#   make test    the same and the site of docs/, and what guards the promises on the CPU: ten to twenty-five minutes
 #   make test-long    the rest: chaos, benchmarks, the tutorial, every layout; before a release
 #   make gpu-rehearsal    runs on CUDA tensors that are fake, without a GPU; most of them are part of `make test`
 #   make gpu-test    tests/gpu by the Python that PYTHON names, on a machine with a GPU; installs nothing
