@@ -84,7 +84,7 @@ class CustomAdvantage:
         found = _tensor(plugin, found, shapes, f"one number per response {list(shapes[0])} or per token {list(shapes[1])}")
         _require_finite(plugin, found)
         if not torch.equal(found, again):
-            raise plugin.refuse("returned two results for the same batch", "make it deterministic: every rank calls it itself")
+            raise plugin.refuse("returned two results for the same batch", "make it deterministic: every rank calls it")
         return found.detach().to(batch.scores_B.dtype)
 
 

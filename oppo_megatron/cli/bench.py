@@ -74,7 +74,7 @@ def _overlap_arguments(parser: argparse.ArgumentParser) -> None:
     add_resume_argument(parser)
     parser.add_argument("--modes", type=names, metavar="A,B", help="default: all")
     parser.add_argument(
-        "--placements", type=names, default=["pair"], metavar="A,B", help="pair, single, replicas, all; default pair"
+        "--placements", type=names, default=["pair"], metavar="A,B", help="pair, single, replicas, or all; default pair"
     )
     parser.add_argument("--cores", type=count, metavar="N", help="cores of single and replicas; default: all that may be used")
 
@@ -194,7 +194,7 @@ def _add_out(parser: argparse.ArgumentParser, kind: str) -> None:
 
 def add_resume_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--resume", action="store_true", default=False, help="reuse finished runs of an interrupted attempt in --out"
+        "--resume", action="store_true", default=False, help="reuse the finished runs of an interrupted attempt in --out"
     )
 
 

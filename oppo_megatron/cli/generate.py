@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_policy_arguments(parser)
     asked = parser.add_argument_group("prompts (one of these)")
     asked.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; repeatable")
-    asked.add_argument("--input", type=Path, metavar="FILE", help="a .txt file, a prompt per line, or rows as of `oppo train`")
+    asked.add_argument("--input", type=Path, metavar="FILE", help="a .txt file, a prompt per line, or rows as for `oppo train`")
     asked.add_argument("--chat", action="store_true", help="a conversation by the chat template; Ctrl-C ends an answer")
     add_prompt_arguments(asked)
     to = parser.add_argument_group("output (default: the standard output)")

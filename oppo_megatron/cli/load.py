@@ -53,7 +53,7 @@ def require_kind(kind: str, path: Path, overrides: Sequence[str]) -> None:
         return  # an invalid override is reported with all other problems
     if not keys:
         raise ConfigError(
-            f"{path} is empty; write the settings of `oppo {kind}` into it, or begin with one of `oppo config --init`"
+            f"{path} is empty; write the settings of `oppo {kind}` into it, or begin with one that `oppo config --init` writes"
         )
     both_supervised = {kind, other} <= SUPERVISED.keys()
     if not both_supervised and other != kind and _lacking(kind, keys) and not _lacking(other, keys):

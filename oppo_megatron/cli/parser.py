@@ -48,7 +48,7 @@ def add_config_arguments(parser: argparse.ArgumentParser, **config: Any) -> None
     """Add CONFIG (`config`: its argparse options) and overrides."""
     parser.add_argument("config", type=Path, metavar="CONFIG.yaml", **config)
     parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="a.b=c", help="replace the file's settings; a.b=null removes one"
+        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace the file's; a.b=null takes one out"
     )
 
 

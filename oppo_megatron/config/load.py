@@ -142,7 +142,7 @@ def _read_yaml(path: Path) -> DictConfig:
     except OSError as error:
         if error.errno is not None:
             raise ConfigError(f"{path} cannot be read ({error.strerror}); give this user the right to read it") from error
-        raise ConfigError(f"{path} is not a YAML mapping ({error}); write lines `key: value`, with a space") from error
+        raise ConfigError(f"{path} is not a YAML mapping ({error}); write `key: value`, a space after each colon") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {str(error).splitlines()[0]}; correct the reference there") from error
     if not isinstance(tree, DictConfig):

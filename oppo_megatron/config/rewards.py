@@ -162,7 +162,7 @@ def check_part(name: str, part: RewardPart) -> list[str]:
         problems.append(f"{name} is a rule `format` without a `pattern`; add a regular expression for the whole response")
     if part.name == "length" and part.buffer_tokens is None:
         problems.append(
-            f"{name} is a rule `length` without `buffer_tokens`: over how many tokens before the longest response it falls"
+            f"{name} is a rule `length` without `buffer_tokens`; add over how many tokens before the longest response it falls"
         )
     if part.kind == "python" and not IMPORT_PATH.fullmatch(part.entry_point or ""):
         problems.append(
@@ -187,7 +187,7 @@ def check_rewards(parts: Sequence[RewardPart], *, has_reward_model: bool) -> lis
         problems.append("rewards has a part of kind model or process, but `reward` is missing; add it with its checkpoint")
     if has_reward_model and not num_models:
         problems.append(
-            "a `reward` section is given, but no rewards part has kind model or process; add `- kind: model` or remove it"
+            "a `reward` section is given, but no part of rewards has kind model or process; add `- kind: model` or remove it"
         )
     return problems
 

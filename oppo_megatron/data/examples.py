@@ -150,7 +150,7 @@ def _pairs(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer, proble
     longer = sum(any(HUMAN_MARK in answer for answer in example.answers) for example in examples)
     if longer and layout.format == "hh":
         problems.quarantine.note(
-            f"{longer} of {len(examples)} pairs part before the last turn: their answers hold the turns from there"
+            f"{longer} of {len(examples)} pairs part before their last turn: their answers hold all turns from there on"
         )
     return examples
 

@@ -208,7 +208,7 @@ class SentencePieceTokenizer:
             self._processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError) as error:
             raise ConfigError(
-                f"tokenizer.path={path} is not a sentencepiece model ({error}); `oppo tokenizer` trains one"
+                f"tokenizer.path={path} is not a sentencepiece model ({error}); train one with `oppo tokenizer`"
             ) from error
         if self._processor.eos_id() < 0:
             raise ConfigError(f"tokenizer.path={path} has no EOS, and a response needs an end; train it with eos_id >= 0")

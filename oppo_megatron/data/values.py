@@ -51,7 +51,7 @@ def read_label(row: Row, column: str) -> bool:
     wanted = LABELS.get(str(value).strip().lower())
     if wanted is None:
         raise DataError(
-            f"column {column!r} is {value!r:.40}; it must say if the completion is wanted (true, 1) or not (false, 0)"
+            f"column {column!r} is {value!r:.40}, but must say if the completion is wanted (true, 1) or not (false, 0)"
         )
     return wanted
 

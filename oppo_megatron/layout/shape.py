@@ -82,7 +82,7 @@ def check_divisions(name: str, shape: Shape, sizes: Sizes, num_ranks: int, limit
             problems.append(f"{name}: {what} not divide by tp {tp}; choose tp from {widths}")
     if not fills_shards(vocab, tp):
         problems.append(
-            f"{name}: vocab_size {vocab} gives a rank of tp {tp} no token ({vocab_rows(vocab, tp)} per rank); lower tp"
+            f"{name}: vocab_size {vocab} leaves a rank of tp {tp} without a token ({vocab_rows(vocab, tp)} per rank); lower tp"
         )
     fitting = ", ".join(map(str, divisors(layers)))
     if layers % pp:

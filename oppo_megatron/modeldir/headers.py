@@ -88,7 +88,7 @@ def weight_files(directory: Path) -> dict[Path, list[str] | None]:
             )
         found = ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
         raise CheckpointError(
-            f"`{directory}` has neither {SINGLE_FILE} nor {INDEX_FILE} (but {found}); fetch them or correct the path"
+            f"`{directory}` has neither {SINGLE_FILE} nor {INDEX_FILE} (it holds {found}); fetch them or correct the path"
         )
     weight_map = read_mapping(index, "the checkpoint's index").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -98,7 +98,7 @@ def weight_files(directory: Path) -> dict[Path, list[str] | None]:
         inside = isinstance(file, str) and not Path(file).is_absolute() and ".." not in Path(file).parts
         if not (inside and file.isprintable()):
             raise CheckpointError(
-                f"`{index}` maps a tensor to {file!r:.60}, which is not in its folder; fetch the checkpoint again"
+                f"`{index}` maps a tensor to {file!r:.60}, which is not a file of its folder; fetch the checkpoint again"
             )
         named = files.setdefault(directory / file, [])
         assert named is not None

@@ -74,7 +74,7 @@ def compare_tokenizers(path: Path, directories: Mapping[str, Path]) -> tuple[lis
             if other is None or file is None:
                 ends = ", ".join(map(str, model_eos_ids(directory))) or "none"
                 lacking = path if other is not None else directory
-                lines.append(f"tokenizer: not compared with {name}, of EOS {ends}: {lacking} has no {FAST} or {SENTENCEPIECE}")
+                lines.append(f"tokenizer: not compared with {name} (EOS {ends}): {lacking} has no {FAST} or {SENTENCEPIECE}")
             elif _identity(path, file) == _identity(directory, other):
                 lines.append(f"tokenizer: {name} has the same, byte for byte")
             else:

@@ -137,6 +137,10 @@ class RolloutBuffer:
     def drop(self, groups: Iterable[int]) -> list[Rollout]:
         return self._remove(np.flatnonzero(np.isin(self._numbers(), list(groups))))
 
+    def pass_to(self, clock: int) -> None:
+        assert not self._unfinished and clock >= self.clock
+        self.clock = clock
+
     def record(self, chunk: Chunk) -> None:
         """Append a round's tokens. Raises StreamError, before any change, if a row does not continue its rollout."""
         rows = chunk.rows

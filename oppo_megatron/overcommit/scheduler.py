@@ -196,7 +196,7 @@ class GroupFilter:
         while not buffer.readiness().ready:
             idle = not buffer.active
             if idle:
-                buffer.clock = scheduler.due
+                buffer.pass_to(scheduler.due)
             if buffer.clock < scheduler.due:
                 break
             dropped += self._judge(judge)

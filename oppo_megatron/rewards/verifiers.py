@@ -81,7 +81,7 @@ def expected_answer(value: Any) -> Fraction:
         if number is not None:
             return number
     raise RewardError(
-        f"the expected answer {value!r:.200} has no number; give one, or a solution that ends in `#### n` or `A: n`"
+        f"the expected answer {value!r:.200} has no number; give a number, or a solution that ends in `#### n` or `A: n`"
     )
 
 

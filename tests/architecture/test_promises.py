@@ -137,7 +137,7 @@ LONG = "tests/e2e/test_demo.py::test_the_tutorial_followed_to_the_letter"
 MODULE_SLOW = "tests/e2e/test_demo.py::test_figures"
 GPU = "tests/gpu/test_cuda.py::test_draws_never_leave_the_support"
 GPULIBS = "tests/gpulibs/test_gpu_libraries.py::test_attention_through_flash_attn_is_that_of_gathered_keys"
-SLURM = "tests/slurm/test_preemption.py::test_a_job_told_to_stop_is_requeued_and_finishes_as_undisturbed"
+SLURM = "tests/slurm/test_preemption.py::test_a_job_is_told_to_stop_requeued_and_finishes_as_if_nothing_had_been"
 
 
 @pytest.mark.parametrize(("tests", "tiers", "counts", "says"), [

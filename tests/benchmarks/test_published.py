@@ -149,7 +149,7 @@ def test_intra_step_overlap_hides_scoring_and_no_more(paper: Paper, setup: str) 
 
 
 @pytest.mark.long
-def test_figures_are_printed_with_the_papers(
+def test_oppos_figures_are_printed_beside_the_papers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(studies, "CHUNKS", (500, 4096))

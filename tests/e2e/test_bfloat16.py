@@ -87,9 +87,7 @@ LAYOUTS: dict[str, tuple[str, Layout, Layout, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [each if "both overlaps" in each else pytest.param(each, marks=pytest.mark.long) for each in LAYOUTS]
-)
+@pytest.mark.parametrize("name", [each if "both" in each else pytest.param(each, marks=pytest.mark.long) for each in LAYOUTS])
 def test_every_layout_trains(workspace: Workspace, half: Outcome, name: str) -> None:
     """Equal to one process up to rounding, which tensor ranks' partial sums change, and with them draws."""
     mode, actor, scorer, changes = LAYOUTS[name]

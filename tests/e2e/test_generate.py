@@ -87,7 +87,7 @@ def test_a_response_has_the_room_that_the_model_has(export: Path, capsys: Captur
     ("words", "texts", "ids"),
     [([], ("END",), (7,)), (["--stop-id", "9", "--stop-id", "11"], ("END",), (7, 9, 11)), (["--stop", "Q:"], ("Q:",), (7,))],
 )
-def test_ids_join_the_runs_and_texts_replace_them(
+def test_ids_join_those_of_the_run_and_texts_replace_its_own(
     words: list[str], texts: tuple[str, ...], ids: tuple[int, ...], tmp_path: Path
 ) -> None:
     """An export has the run's ids among its own, so they end its responses whatever is asked for."""

@@ -183,6 +183,7 @@ def streamed_against_full(models: dict[str, str], tp: int, pp: int) -> dict[str,
 
 
 TOLERANCE = 1e-5
+WIDE = [pytest.param(*each, marks=pytest.mark.long) for each in ((2, 1, 1), (1, 2, 1), (1, 1, 2))]
 
 
 @pytest.fixture
@@ -191,7 +192,7 @@ def chosen(models: dict[str, str]) -> dict[str, str]:
     return {"reward": scalar, "reference": models["llama"], "critic": models["qwen3-scalar"], "process": scalar}
 
 
-@pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 1), pytest.param(2, 1, 1, marks=pytest.mark.long), (2, 2, 1), (1, 2, 2)])
+@pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 1), (2, 2, 1), (1, 2, 2), *WIDE])
 def test_streamed_outputs_equal_the_full_forward(chosen: dict[str, str], tp: int, pp: int, dp: int) -> None:
     answers = run_ranks(tp * pp * dp, f"{JOBS}streamed_against_full", models=chosen, tp=tp, pp=pp)
     for answer in answers:

@@ -16,7 +16,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
-def test_a_mistake_gets_a_working_remedy(
+def test_a_mistake_is_answered_by_a_remedy_that_works(
     mistake: Mistake, template: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     project = tmp_path / "project"

@@ -129,7 +129,7 @@ def assert_requeued_to_the_same_end(job: Job, undisturbed: Outcome, restarts: in
     assert "told to stop" in log and "stopped: requeued, restart 1 of at most" in log and "finished" in log
 
 
-def test_a_job_told_to_stop_is_requeued_and_finishes_as_undisturbed(
+def test_a_job_is_told_to_stop_requeued_and_finishes_as_if_nothing_had_been(
     cluster: Cluster, workspace: Workspace, undisturbed: Outcome
 ) -> None:
     """The ready script, its #SBATCH lines overruled on sbatch's command line."""

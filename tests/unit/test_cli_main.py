@@ -196,7 +196,7 @@ def test_validate_without_a_file_shows_this_machine(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("core", ["0.12.0", "0.20.0"])
-def test_validate_names_an_untested_version(
+def test_validate_without_a_file_names_an_untested_version(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], core: str
 ) -> None:
     versions = {"megatron-core": core, "torch": "2.11.0a0+nv26.02", "transformers": validate.PRESENT}

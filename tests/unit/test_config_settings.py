@@ -352,7 +352,7 @@ def test_right(part: dict[str, Any]) -> None:
     ({"kind": "verifier", "name": "gsm8k", "isolate": 512}, "isolate, but only kind python takes them"),
     (RULE, "without a `name`; add one of arithmetic, gsm8k, gsm8k_first, math, multiple_choice, format, length, code"),
     (RULE | {"name": "format"}, "without a `pattern`; add a regular expression"),
-    (RULE | {"name": "length"}, "without `buffer_tokens`: over how many tokens"),
+    (RULE | {"name": "length"}, "without `buffer_tokens`; add over how many tokens"),
     (RULE | {"name": "arithmetic", "lenient": True}, "has lenient, but only rule gsm8k or format or code takes"),
     (RULE | {"name": "math", "pattern": "."}, "of rule math and has pattern, but only rule format takes it; remove it"),
     *((RULE | {"name": "code", key: 3}, f"has {key}, but only rule length takes it") for key in ("buffer_tokens", "max_tokens")),

@@ -45,7 +45,7 @@ SEARCHES: list[tuple[list[int], int, int, Cost, list[int]]] = [
 
 
 @pytest.mark.parametrize(("sizes", "longest", "period", "cost", "expected"), SEARCHES)
-def test_a_search_after_warm_up_and_every_period(
+def test_a_search_after_the_warm_up_and_then_every_period(
     sizes: list[int], longest: int, period: int, cost: Cost, expected: list[int]
 ) -> None:
     assert drive(ChunkTuner(sizes, longest, period), len(expected), cost) == expected

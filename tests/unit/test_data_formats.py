@@ -151,7 +151,7 @@ def test_dialogues_are_cut_those_that_part_early_are_kept_whole_and_without_an_a
     early = {"chosen": HEAD + " Yes.", "rejected": HEAD.replace("b\n", "x\n") + " No."}
     texts, quarantine = read(read_pairs, tmp_path, early, {"chosen": HEAD + " Yes.", "rejected": HEAD + " Yes."})
     assert texts[0][0] == "\n\nHuman: a\n\nAssistant:" and texts[0][1].endswith("\n\nAssistant: Yes.")
-    assert any("1 of 2 pairs part before the last turn" in note for note in quarantine.notes)
+    assert any("1 of 2 pairs part before their last turn" in note for note in quarantine.notes)
     assert any("1 of 2 pairs have the same text as chosen and rejected" in note for note in quarantine.notes)
     with pytest.raises(DataError, match="does not end with an assistant"):
         read(read_completions, tmp_path, {"messages": [USER, HELLO]}, {"messages": [USER]})

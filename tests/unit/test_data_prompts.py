@@ -104,7 +104,7 @@ def test_real_questions(shared_data: Path) -> None:
     num_rows=st.integers(1, 12), epochs=st.none() | st.integers(0, 4), limit=st.none() | st.integers(0, 40),
     start=st.integers(0, 50), seed=st.integers(0, 2**64 - 1), shuffle=st.booleans(),
 )  # fmt: skip
-def test_stream_permutes_each_epoch_and_resumes(
+def test_stream_is_a_permutation_per_epoch_and_resumes(
     num_rows: int, epochs: Any, limit: Any, start: int, seed: int, shuffle: bool
 ) -> None:
     prompts = plain_set(num_rows)

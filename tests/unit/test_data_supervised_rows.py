@@ -222,8 +222,8 @@ BAD = {
     "kto, an empty completion": ("kto", [WANTED, UNWANTED, WANTED | {"completion": ""}], r":3: column 'completion' is empty"),
     "kto, no label": ("kto", [{"prompt": "a", "completion": "b"}], r"no column for the label \(looked for label\)"),
     "kto, one without a label": ("kto", [WANTED, UNWANTED, {"prompt": "a", "completion": "b"}], r":3: column 'label' is missing"),
-    "kto, a label between": ("kto", [WANTED, UNWANTED | {"label": 0.5}], r":2: column 'label' is 0.5; it must say if"),
-    "kto, a label of words": ("kto", [WANTED, UNWANTED | {"label": "good"}], r"'good'; it must say if"),
+    "kto, a label between": ("kto", [WANTED, UNWANTED | {"label": 0.5}], r":2: column 'label' is 0.5, but must say if"),
+    "kto, a label of words": ("kto", [WANTED, UNWANTED | {"label": "good"}], r"'good', but must say if"),
     "kto, all wanted": ("kto", [WANTED, WANTED], r"all 2 rows are wanted: KTO learns from both"),
     "kto, none wanted": ("kto", [UNWANTED], r"all 1 rows are unwanted"),
 }

@@ -197,7 +197,7 @@ def test_the_nearest_word(folder: Path, capsys: CaptureFixture[str], arguments: 
     {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "here"}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "x"},
     {"SLURM_PROCID": "x", "SLURM_NTASKS": "2"},
 ])  # fmt: skip
-def test_no_numbers(folder: Path, capsys: CaptureFixture[str], monkeypatch: MonkeyPatch, given: dict[str, str]) -> None:
+def test_no_rank_numbers(folder: Path, capsys: CaptureFixture[str], monkeypatch: MonkeyPatch, given: dict[str, str]) -> None:
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     assert "is not a number" in both_refuse(capsys, "train.yaml")

@@ -101,7 +101,7 @@ def test_every_tensor_rank_needs_a_token() -> None:
     wide = {**QWEN, "num_key_value_heads": 8}
     assert check_shape("actor", {**wide, "vocab_size": 101}, ParallelConfig(tp=8), 256, 100) == []
     assert check_shape("actor", {**wide, "vocab_size": 9}, ParallelConfig(tp=8), 256, 9) == [
-        "actor: vocab_size 9 gives a rank of tp 8 no token (2 per rank); lower tp; nearest that fit 8 ranks: "
+        "actor: vocab_size 9 leaves a rank of tp 8 without a token (2 per rank); lower tp; nearest that fit 8 ranks: "
         "tp 2 x pp 1 x dp 4, tp 2 x pp 2 x dp 2, tp 2 x pp 4 x dp 1"
     ]
 

@@ -175,7 +175,7 @@ ACTIONS = ("open", "open", "fork", "fork", "close", "exchange", "truncate", "dec
     actions=st.lists(st.sampled_from(ACTIONS), max_size=40), num_slots=st.integers(1, 4), seed=st.integers(0, 99),
     kind=st.sampled_from(list(CACHES)), windows=st.tuples(*[st.none() | st.integers(1, LENGTH)] * LAYERS),
 )  # fmt: skip
-def test_books_and_contents_are_right(
+def test_books_and_contents_equal_a_dictionary(
     actions: list[str], num_slots: int, seed: int, kind: str, windows: tuple[int | None, ...]
 ) -> None:
     naive = Naive(CACHES[kind](num_slots), seed, windows)

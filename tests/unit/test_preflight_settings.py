@@ -122,7 +122,7 @@ def test_broken_rule_is_the_one_problem(settings: dict[str, Any], changes: dict[
 
 def test_reward_model_must_be_used_once(settings: dict[str, Any], tmp_path: Path) -> None:
     settings["reward"] = {"checkpoint": tmp_path / "actor"}
-    assert "no rewards part has kind model" in problems_of(settings)[0]
+    assert "no part of rewards has kind model" in problems_of(settings)[0]
     assert problems_of(settings, {"rewards": [{"kind": "model"}, {"kind": "verifier", "name": "arithmetic"}]}) == []
     for parts in ([{"kind": "model"}, {"kind": "model", "weight": 2}], [{"kind": "process"}, {"kind": "model"}]):
         assert "names the reward model 2 times" in problems_of(settings, {"rewards": parts})[0]

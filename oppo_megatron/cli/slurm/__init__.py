@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         slurm.add_argument(f"--{name}", help=about)
     slurm.add_argument("--time", default="04:00:00", metavar="D-HH:MM:SS", help="limit of each attempt; default %(default)s")
     slurm.add_argument(
-        "--signal-s", type=int, default=600, metavar="S", help="seconds before it to save and requeue; default 600"
+        "--signal-s", type=int, default=600, metavar="S", help="seconds before it to save and be requeued; default 600"
     )
     slurm.add_argument("--max-restarts", type=at_least(0), metavar="N", help="most requeues; default: cluster.env's")
     slurm.add_argument("--container-image", metavar="IMAGE", help="run the ranks in it (pyxis/enroot)")

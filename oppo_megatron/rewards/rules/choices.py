@@ -56,7 +56,7 @@ def expected_letter(value: Any) -> str:
     letter = _WHOLE.fullmatch(value) if isinstance(value, str) else None
     if letter is None:
         raise RewardError(
-            f"the expected answer {value!r:.200} is not a choice; give a letter, A to {LETTERS[-1]}, or a number from 0"
+            f"the expected answer {value!r:.200} is not a choice; give a letter from A to {LETTERS[-1]}, or its number from 0"
         )
     return letter[1].upper()
 

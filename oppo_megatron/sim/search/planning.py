@@ -157,19 +157,18 @@ def micro_batches(config: TrainConfig) -> list[int]:
     return [size for size in sizes if size in (own, least) or size <= MOST_TOKENS]
 
 
-def multiples_of(config: TrainConfig, nodes: int) -> list[list[int]]:
-    """Return factors of `block_sizes`: a few, and the odd ones of models' layers, tried if no plan fits with these."""
+def multiples_of(config: TrainConfig, nodes: int) -> list[tuple[list[int], list[int]]]:
+    """Return factors of `block_sizes` and `run_sizes`: a few, and odd ones of models' layers, tried if these give no plan."""
     layers = {model_limits(read_hf_config(role)).layers for role in named_roles(config).values()}
     odd = {factor for count in layers for factor in divisors(count) if factor % 2 and factor <= nodes}
     few, many = [1] if nodes > MANY_NODES else [1, 3], sorted({1, 3} | odd)
-    return [few] if many == few else [few, many]
+    return [(few, [1])] if many == few else [(few, [1]), (many, many)]
 
 
-def spaces(task: Task, sizes: Sequence[int], nodes: int, multiples: Sequence[int]) -> Iterator[Space]:
+def spaces(task: Task, sizes: Sequence[int], nodes: int, blocks_by: Sequence[int], runs_by: Sequence[int]) -> Iterator[Space]:
     """Yield plans on `nodes` to search, by micro-batch size and on CPUs also number of ranks."""
     per_node = task.cluster.gpus_per_node
-    wide = multiples if len(multiples) > 2 else (1,)
-    every, blocks_of = run_sizes(nodes, per_node, wide), block_sizes(nodes, per_node, multiples)
+    every, blocks_of = run_sizes(nodes, per_node, runs_by), block_sizes(nodes, per_node, blocks_by)
     groups: list[Sequence[int]] = [[total] for total in every] if task.on_cpu else [every]
     places = []
     for totals in groups:
@@ -192,7 +191,7 @@ def find_plans(task: Task, keep: int = FINALISTS) -> tuple[list[Plan], int]:
 def _search(task: Task, sizes: Sequence[int], nodes: int, best: Best, *, any_plan: bool = False) -> int:
     count = 0
     for multiples in multiples_of(task.config, nodes):
-        for space in spaces(task, sizes, nodes, multiples):
+        for space in spaces(task, sizes, nodes, *multiples):
             enumerate_plans(space, best, any_plan=any_plan)
             count += len(space.places)
         if best.plans:
@@ -247,7 +246,7 @@ class Shortage:
 def find_shortage(task: Task) -> Shortage | None:
     """Count missing memory with the smallest micro-batches; None if no layout passes the checks."""
     least, plans = [min(micro_batches(task.config))], list[tuple[int, Plan, int]]()
-    for space in spaces(task, least, task.cluster.nodes, multiples_of(task.config, task.cluster.nodes)[-1]):
+    for space in spaces(task, least, task.cluster.nodes, *multiples_of(task.config, task.cluster.nodes)[-1]):
         table, smallest = space.prices, dict[tuple[str, int], Option]()
         for blocks in space.places:
             for key in zip(table.roles, (block.size for block in blocks), strict=True):
