@@ -142,7 +142,7 @@ def _from_file(path: Path) -> ModuleType:
 def _check_callable(found: Any, attribute: str, given: str, signature: Signature, options: Mapping[str, Any]) -> None:
     define = f"define it as `def {attribute.rpartition('.')[2]}{signature}`"
     if not callable(found):
-        raise ConfigError(f"{given} is a {type(found).__name__}, not a function of {signature}")
+        raise ConfigError(f"{given} is of type {type(found).__name__}, not a function of {signature}")
     if inspect.isclass(found):
         raise ConfigError(f"{given} is a class, and to call it gives no {signature.result}; name a function of {signature}")
     if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found) or inspect.isgeneratorfunction(found):

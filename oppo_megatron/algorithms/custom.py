@@ -171,7 +171,7 @@ class _Content:
 
 def _tensor(plugin: Plugin, found: Any, shapes: tuple[tuple[int, ...], ...], rule: str) -> Tensor:
     if not isinstance(found, Tensor):
-        raise plugin.refuse(f"returned a {type(found).__name__}", f"return a tensor: {rule}")
+        raise plugin.refuse(f"returned {type(found).__name__}", f"return a tensor: {rule}")
     if tuple(found.shape) not in shapes or not found.is_floating_point():
         raise plugin.refuse(f"returned {str(found.dtype).removeprefix('torch.')} {list(found.shape)}", f"return floats: {rule}")
     return found

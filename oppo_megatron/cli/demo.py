@@ -200,6 +200,8 @@ def plan(out: Path, configs: Path, seed: int, quick: bool, algorithm: str = "ppo
             elif algorithm != "ppo" and PRESETS[algorithm].kl["mode"] == "none":
                 changes.append("placement.actor.dp=2")
             changes += [f"overlap.{kind}={str(RUNS[name]).lower()}" for kind in ("intra", "inter")]
+        elif not single:
+            changes.append("parallel.dp=2")
         paths = {"run_dir": out / name, "tokenizer.path": out / "tokenizer" / "tokenizer.model", **places}
         make = functools.partial(_train, kind, file, [*changes, *(f"{key}={path}" for key, path in paths.items())])
         # Paths are left out, so a demo that was moved as a whole is still finished.

@@ -121,5 +121,5 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"`{path}` ({what}) is not valid JSON ({error}); fetch or save it again") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"`{path}` ({what}) holds a {type(content).__name__}, not a JSON object; fetch or save it again")
+        raise CheckpointError(f"`{path}` ({what}) holds {type(content).__name__}, not a JSON object; fetch or save it again")
     return content

@@ -113,7 +113,8 @@ def stand_in(names: Sequence[str] = COMPILED) -> None:
 
 def import_transformer_engine() -> Any:
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # so that it looks for none of the common half
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         from transformer_engine import common
 
         with mock.patch.object(common, "load_framework_extension", lambda framework: None):

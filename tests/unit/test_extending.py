@@ -193,7 +193,7 @@ def test_a_custom_loss_that_repeats_a_built_in_one_has_its_value_and_gradient(na
 
 BAD_LOSSES: dict[str, tuple[Callable[[LossInputs], Any], str]] = {
     "shape": (lambda r: torch.zeros(7) * r.logp_L.sum(), r"returned float32 \[7\]; return floats: a loss \[\] or one per token"),
-    "number": (lambda r: 3.0, "returned a float; return a tensor"), "integers": (lambda r: r.tokens_L, r"returned int64 \[3\]"),
+    "number": (lambda r: 3.0, "returned float; return a tensor"), "integers": (lambda r: r.tokens_L, r"returned int64 \[3\]"),
     "nan": (lambda r: r.logp_L / (r.truncated.logical_not() * 1.0), "returned -?inf at index 4"),
     "nan gradient": (lambda r: (r.logp_L - r.logp_L.detach()).abs().sqrt(),
         "a loss whose gradient is NaN or infinite; divide by"),
@@ -259,7 +259,7 @@ def test_an_advantage_per_token_is_taken_as_it_is() -> None:
 
 BAD_ADVANTAGES: dict[str, tuple[Callable[[AdvantageInputs], Any], str]] = {
     "shape": (lambda b: b.scores_B[:2], r"returned float32 \[2\]; return floats: one number per response \[4\] or per token"),
-    "groups": (lambda b: b.scores_B.view(2, 2), r"returned float32 \[2, 2\]"), "none": (lambda b: None, "returned a NoneType"),
+    "groups": (lambda b: b.scores_B.view(2, 2), r"returned float32 \[2, 2\]"), "none": (lambda b: None, "returned NoneType"),
     "nan": (lambda b: b.scores_B / 0 * 0, "returned nan at index 0"),
     "in place": (lambda b: b.scores_B.sub_(1), "changed its input scores_B in place"),
     "in place unseen": (lambda b: torch.from_numpy(np.clip(a := b.scores_B.numpy(), 0, 1, out=a)), "changed its input"),
@@ -383,7 +383,7 @@ def sound(round, site, costs): return intra(round, site, costs)
     ("backwards", "made a schedule that cannot run: .*; correct its order"), ("short", "made a schedule that cannot run: "),
     ("untyped", r"gave rank 0 Action\(.*; give it actions that compute"), ("words", "gave rank 0 'decode'; give it actions"),
     ("stray", "returned actions of 9; give"), ("lists", "returned a Schedule of .*; make it of a dict"),
-    ("text", "returned a str; return a Schedule"), ("moody", "returned two schedules for the same round"), ("sound", None),
+    ("text", "returned str; return a Schedule"), ("moody", "returned two schedules for the same round"), ("sound", None),
 ])  # fmt: skip
 def test_a_schedule_that_cannot_run_is_refused_by_name(folder: Path, name: str, says: str | None) -> None:
     (folder / "schedules.py").write_text(SCHEDULES)

@@ -207,7 +207,7 @@ BEFORE: dict[str, tuple[str, dict[str, Any], str]] = {
     "async": ("mine:later", {}, "is async, and a call of it gives no number; define it as `def later"),
     "a generator": ("mine:each", {}, "is a generator, and a call of it gives no number"),
     "a class": ("mine:Judge", {}, "is a class, and to call it gives no number; name a function"),
-    "a number": ("mine:number", {}, "is a int, not a function of"),
+    "a number": ("mine:number", {}, "is of type int, not a function of"),
     "a name near another": ("mine:lokup", {}, "has no 'lokup'; did you mean 'lookup'"),
     "a file without its ending": ("sub.mine2:f", {}, r"name the file: `sub/mine2\.py:f`"),
     "a file that is not there": ("sub/absent.py:f", {}, r"sub/absent\.py does not exist \(looked from .*correct the path"),

@@ -79,7 +79,7 @@ class CustomGenerator:
     def _lists(self, round: Round, site: Site, costs: Costs) -> dict[int, tuple[Action, ...]]:
         made, remedy = self.plugin(round, site, costs), "return a Schedule: the actions of each rank, in order"
         if not isinstance(made, Schedule):
-            raise self.plugin.refuse(f"returned a {type(made).__name__}", remedy)
+            raise self.plugin.refuse(f"returned {type(made).__name__}", remedy)
         actions: Any = made.actions
         if not isinstance(actions, Mapping) or not all(isinstance(own, (tuple, list)) for own in actions.values()):
             raise self.plugin.refuse(f"returned a Schedule of {reprlib.repr(actions)}", "make it of a dict: rank to actions")
