@@ -13,9 +13,9 @@ from oppo_megatron.config.algorithm import Baseline, Scale
 from oppo_megatron.records import TIE
 
 WHITEN_EPS = 1e-8
-"""Added to a variance before its root divides."""
+"""Added to a variance before dividing by its square root."""
 DEVIATION_EPS = 1e-4
-"""Added to a dividing deviation (TRL's value; verl adds 1e-6)."""
+"""Added to a standard deviation before dividing by it (TRL's value; verl adds 1e-6)."""
 
 
 def token_rewards(
@@ -99,7 +99,7 @@ def gae(rewards_T: Tensor, values_T: Tensor, lengths_B: Lengths, gamma: float, g
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums in float64 that add up over disjoint parts."""
+    """Count, sum and sum of squares, in float64; moments of disjoint parts can be added."""
 
     count: int
     total: float

@@ -38,7 +38,7 @@ class Algorithm:
     group_size: int
     longest: int  # limit of a response, in tokens
     drawn_at: float = 1.0  # sampling temperature
-    dpo: DPOLossConfig | None = None  # the loss of pairs; None: the loss is of tokens
+    dpo: DPOLossConfig | None = None  # the loss of pairs; None: a loss of tokens
     dtype: str = "float32"  # the actor's
     advantage: CustomAdvantage | None = None
     loss: CustomLoss | None = None
@@ -97,7 +97,7 @@ class Algorithm:
     def actor_loss(
         self, logp_T: Tensor, entropy_T: Tensor, targets: ActorTargets, kl_coefficient: float, num_tokens: int
     ) -> tuple[Tensor, TokenStats]:
-        """`num_tokens`: of the global minibatch."""
+        """Return a micro-batch's loss and statistics; `num_tokens`: response tokens of the global minibatch."""
         if self.dpo is not None:
             return pair_loss(logp_T, entropy_T, targets, self.dpo, num_tokens, token_noise(self.dtype))
         surrogate = Surrogate.of(self.choices, self.ppo, self.loss)

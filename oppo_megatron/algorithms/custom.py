@@ -90,13 +90,13 @@ class CustomAdvantage:
 
 @dataclass(frozen=True)
 class CustomLoss:
-    """`algorithm.loss`: returns token losses [L], each of its own log-prob only, or their sum (or `mean`), []."""
+    """`algorithm.loss`: returns token losses [L], each depending on its own log-prob only, or their sum (`mean`: mean), []."""
 
     plugin: Plugin
     mean: bool  # with `reduction: sequence_mean`
 
     def losses(self, logp_T: Tensor, columns: Mapping[str, Tensor], lengths: Sequence[int], counts: Mapping[str, int]) -> Tensor:
-        """Token losses, [T]; `columns` [T] and `counts` by names of `LossInputs`.  Raises PluginError."""
+        """Token losses, [T]; `columns` [T] and `counts` are named as in `LossInputs`, without `_L`.  Raises PluginError."""
         parts = {name: x_T.split(list(lengths)) for name, x_T in columns.items()}
         content = {n if n in PER_RESPONSE else f"{n}_L": x_T for n, x_T in {"logp": logp_T, **columns}.items()}
         before = _Content(self.plugin, content)
@@ -131,7 +131,7 @@ class CustomLoss:
     def _foreign(self, loss: Tensor, logp_L: Tensor) -> Tensor:
         """Number of log-probs that other tokens' losses depend on, []; NaN if a gradient is not finite.
 
-        Weights of the losses are powers of two, so they scale the gradient exactly if each log-prob has its own loss only.
+        Losses are summed plain and weighted by powers of two: a log-prob of its own loss only has an exactly scaled gradient.
         """
         places_L = torch.arange(len(logp_L), device=logp_L.device)
         weights_L = (0.5 ** (places_L * 2654435761 // 2**20 % 4)).to(loss.dtype)
@@ -150,7 +150,7 @@ class CustomLoss:
 
 
 class _Content:
-    """A function's inputs, and copies to find changes of them: by torch's counters, or (`.data`, NumPy) by comparison."""
+    """A user function's inputs, with copies to detect changes in place: torch counts them, except through `.data` and NumPy."""
 
     def __init__(self, plugin: Plugin, inputs: Mapping[str, Tensor]):
         self.plugin, self.inputs = plugin, inputs

@@ -83,7 +83,7 @@ class ExperienceStats:
 
 @dataclass(frozen=True)
 class Experience:
-    """`rewards_T` and `returns_T` are before a group's baseline."""
+    """The tensors of an update.  `rewards_T` and `returns_T` are taken before a group's baseline is subtracted."""
 
     advantages_T: Tensor
     returns_T: Tensor
@@ -104,7 +104,7 @@ def build_experience(
     scored: ScoredBatch, choices: AlgorithmConfig, ppo: PPOConfig, kl_coefficient: float, check: bool = True,
     seen: Moments = NOTHING_SEEN, custom: CustomAdvantage | None = None,
 ) -> Experience:  # fmt: skip
-    """Return rewards, advantages and returns; with `check`, raises RewardError for a non-finite score, else NumericsError."""
+    """With `check`, raises RewardError if a score is not finite, NumericsError if another input or result is not."""
     lengths_B = lengths_like(scored.behaviour_logp_T, scored.lengths_B)
     if check:
         _check_inputs(scored, lengths_B)
@@ -148,7 +148,7 @@ def _rewards(
     scored: ScoredBatch, scores: _Scores, kl_T: Tensor | None, lengths_B: Tensor, choices: AlgorithmConfig, ppo: PPOConfig,
     kl_coefficient: float, custom: CustomAdvantage | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Token rewards, the same with compared scores (or None), custom advantages, [T] each."""
+    """Return token rewards, the same with compared scores (see `compared`) or None, custom advantages or None, [T] each."""
     scores_B = scores.trained_B
     if kl_T is not None and ppo.kl.mode == "score":
         scores_B = scores_B - kl_coefficient * row_sums(kl_T, lengths_B)
@@ -188,7 +188,7 @@ class _Scores(NamedTuple):
 
 
 def _trained_scores(scored: ScoredBatch, ppo: PPOConfig, seen: Moments) -> _Scores:
-    """Clip, normalise and shape scores; greedy ones by the trained ones' moments."""
+    """Clip, normalise and shape (`truncated_score`) the scores; greedy scores use the moments of the trained ones."""
 
     def clipped(scores_B: Tensor) -> Tensor:
         return scores_B if ppo.reward_clip is None else scores_B.clamp(-ppo.reward_clip, ppo.reward_clip)
@@ -234,7 +234,7 @@ def _summarise(
 
 
 def with_pairs(experience: Experience, scored: ScoredBatch, knows_kl: bool) -> Experience:
-    """Add rows (advantages 1 and -1) and figures of pairs; `knows_kl`: the reference has the sampling temperature."""
+    """Add the pairs' rows (advantages 1 and -1) and figures; without `knows_kl` (another sampling temperature) no KL is kept."""
     signs_B, scores_B = experience.advantages_T[last_tokens(experience.lengths_B)], scored.scores_B.double()
     chosen, rejected = scores_B[signs_B > 0], scores_B[signs_B < 0]
     pairs = chosen.numel()

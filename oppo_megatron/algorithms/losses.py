@@ -70,9 +70,9 @@ class PolicyStats(TokenStats):
     weight: Tensor  # importance weights
     kl: Tensor  # to the reference; like `entropy` filled in by `actor_loss`
     entropy: Tensor
-    fresh_gradient: Tensor  # |advantage| by the weights of the loss, of responses without tokens of an older policy
+    fresh_gradient: Tensor  # sum of |advantage| * loss weight, over responses without tokens of an older policy
     fresh_lost: Tensor  # the part that the bounds take away
-    stale_gradient: Tensor  # of responses with tokens of an older policy
+    stale_gradient: Tensor  # the same over responses with tokens of an older policy
     stale_lost: Tensor
     max_ratio: Tensor
 
@@ -157,7 +157,7 @@ Terms = Callable[[Tensor, Tensor, Tensor, Surrogate], tuple[Tensor, Tensor]]
 
 
 def _clip(logp_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, surrogate: Surrogate) -> tuple[Tensor, Tensor]:
-    """Tokens out of range on the side their advantage moves them to lose their gradient."""
+    """A token whose ratio has left the range in the direction that its advantage favours loses its gradient."""
     gains_T, held_T = ratio_T * advantages_T, ratio_T.clamp(*surrogate.range) * advantages_T
     losses_T, lost_T = -torch.minimum(gains_T, held_T), held_T < gains_T
     if surrogate.dual_clip is not None:
@@ -168,7 +168,7 @@ def _clip(logp_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, surrogate: Surr
 
 
 def _cispo(logp_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, surrogate: Surrogate) -> tuple[Tensor, Tensor]:
-    """Tokens lose the part of their weight above the cap."""
+    """The ratio is a constant weight of the log-prob; a token loses the part of it above `ratio_cap`."""
     assert surrogate.ratio_cap is not None, "objective cispo needs a ratio_cap"
     capped_T = ratio_T.detach().clamp(max=surrogate.ratio_cap)
     kept_T = (surrogate.ratio_cap / ratio_T.detach()).clamp(max=1)  # finite for a ratio of 0, too
@@ -232,7 +232,7 @@ def actor_loss(
     logp_T: Tensor, entropy_T: Tensor, targets: ActorTargets, surrogate: Surrogate, ppo: PPOConfig, kl_coefficient: float,
     num_tokens: int,
 ) -> tuple[Tensor, PolicyStats]:  # fmt: skip
-    """Surrogate + KL term (`kl.mode: loss`) - entropy bonus, equally weighted."""
+    """Surrogate + KL term (`kl.mode: loss`) - entropy bonus, with the same token weights in all three."""
     loss, stats = policy_loss(logp_T, targets, surrogate, num_tokens)
     if targets.reference_logp_T is not None:
         kl_T = kl_per_token(logp_T, targets.reference_logp_T, ppo.kl.formula)

@@ -17,7 +17,7 @@ Lengths = Sequence[int] | Tensor
 
 
 def lengths_like(x_T: Tensor, lengths_B: Lengths) -> Tensor:
-    """int64 on the device of `x_T`, which the spans must cover."""
+    """Return the lengths as int64 on the device of `x_T`; they must add up to its size."""
     result_B = torch.as_tensor(lengths_B, dtype=torch.int64, device=x_T.device)
     assert result_B.dim() == 1 and x_T.dim() == 1, f"packed tensors are 1-D, got {x_T.shape}, lengths {result_B.shape}"
     assert bool((result_B >= 1).all()), f"every response has at least one token, got lengths {result_B.tolist()}"
@@ -31,7 +31,7 @@ def last_tokens(lengths_B: Tensor) -> Tensor:
 
 
 def tokens_after(lengths_B: Tensor) -> Tensor:
-    """Number of tokens after each in its row, [T]."""
+    """Number of later tokens in the same row, [T]."""
     num_tokens = int(lengths_B.sum())
     last_T = last_tokens(lengths_B).repeat_interleave(lengths_B, output_size=num_tokens)
     return last_T - torch.arange(num_tokens, device=lengths_B.device)
@@ -73,7 +73,7 @@ def count(x_T: Tensor) -> Tensor:
 
 
 def right_share(margin: Tensor, noise: Tensor) -> Tensor:
-    """1 above `noise`, 0 below -`noise`, else 1/2."""
+    """1 if right (above `noise`), 0 if wrong (below -`noise`), else 1/2."""
     return (margin.greater(noise).double() + margin.greater_equal(-noise).double()) / 2
 
 
@@ -88,7 +88,7 @@ def maximum(x_T: Tensor) -> Tensor:
 
 
 USUAL_LOGIT = 16.0
-"""Limits hold up to twice this size of a token's largest logit, and double with it."""
+"""Limits hold while a token's largest logit is below twice this size, and double each time that it doubles."""
 OUTLIERS, FARTHEST = 1e-3, 4.0
 """Share of tokens that may exceed the limit, and the largest factor."""
 GAP_STATS = ("max_logprob_gap", "max_usual_gap", "num_fresh", "num_beyond")
@@ -107,7 +107,7 @@ class GapLimit:
 
 
 def gap_stats(difference_R: Tensor, largest_R: Tensor, fresh_R: Tensor, limit: GapLimit) -> dict[str, Tensor]:
-    """Sums and maxima for `judged_gap`; log-probs in training - at decoding, `fresh_R`: 1 for equal weights."""
+    """Sums and maxima for `judged_gap`.  `difference_R`: log-prob in training - at decoding; `fresh_R`: 1 for equal weights."""
     gap_R = difference_R.double().abs() * fresh_R
     usual_R = gap_R / rounding_scale(largest_R)
     beyond_R = usual_R > (limit.nats or torch.inf)
@@ -132,5 +132,5 @@ def judged_gap(limit: GapLimit, *, max_logprob_gap: float, max_usual_gap: float,
 
 
 def rounding_scale(largest_R: Tensor) -> Tensor:
-    """Rounding error relative to usual logits', a power of two, [R]."""
+    """Rounding error relative to the error at usual logits, a power of two, [R]."""
     return torch.exp2((largest_R.double() / USUAL_LOGIT).clamp(min=1.0).log2().floor())

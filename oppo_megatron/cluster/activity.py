@@ -1,4 +1,4 @@
-"""A rank's activity, and whether it waits for others: in gloo by the stack, in NCCL, whose calls return at once, by marks."""
+"""A rank's activity, and if it waits for others: the stack shows gloo's waits; NCCL's calls return at once, so its are marked."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ SENDERS = "/torch/", "/megatron/core/", "/oppo_megatron/cluster/", "/oppo_megatr
 
 
 def waits_in(thread: int) -> str | None:
-    """Call by which a thread waits for other ranks ("": one started earlier), or None."""
+    """Name of torch's call that keeps a thread waiting for other ranks ("": one started earlier), or None."""
     innermost = frame = sys._current_frames().get(thread)
     call = None
     while frame is not None:

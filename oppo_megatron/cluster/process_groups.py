@@ -24,14 +24,14 @@ def new_group(ranks: Sequence[int], desc: str, backend: str | None = None) -> di
 
 
 class SharedGroups:
-    """Groups by label and ranks, made once, in one order on all ranks; own ones first, because torch numbers them."""
+    """Groups by label and ranks, made once, in one order on all ranks (torch numbers them); first each rank's group of itself."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self._alone = new_group((dist.get_rank(),), "self")
 
     def get(self, label: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """Return None outside of it."""
+        """Make the group if it is new; return None on ranks outside of it."""
         belongs = dist.get_rank() in ranks
         if len(ranks) == 1:
             return self._alone if belongs else None
@@ -41,7 +41,7 @@ class SharedGroups:
 
 
 def connect_pairs(group: dist.ProcessGroup) -> None:
-    """Connect the pairs of gloo's barriers and broadcasts (collective): later the store may be gone."""
+    """Connect the pairs of ranks in gloo's barriers and broadcasts (collective), because later the store may be gone."""
     options = dist.BarrierOptions()
     options.device = torch.device("cpu")
     group.barrier(options).wait()

@@ -1,4 +1,4 @@
-"""The chunk size, and signals for delta, without seconds, so that ranks agree."""
+"""The chunk size, from seconds that all ranks share, and signals for delta, which contain no seconds: so ranks agree."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def candidates(sizes: Sequence[int], chosen: int, longest: int) -> list[int]:
 
 
 class ChunkTuner:
-    """Tries one of `sizes` per step, every `period` steps; the best has the fewest seconds relative to a law of all rounds."""
+    """Every `period` steps, tries each of `sizes` for a step; the best has the fewest seconds relative to a law of all rounds."""
 
     def __init__(self, sizes: Sequence[int], longest: int, period: int = SEARCH_STEPS):
         assert longest >= 1, f"the response limit must be at least 1 token, not {longest}"
@@ -118,7 +118,7 @@ class ChunkTuner:
 
 
 class Occupancy:
-    """A row of n tokens ran in the n decode steps before its finish or the chunk's end."""
+    """Measures how full decode batches are; a row of n tokens ran in the n steps before its finish or the chunk's end."""
 
     def __init__(self, clock: int):
         self._clock = clock

@@ -172,7 +172,7 @@ class CustomDelta(DeltaController):
 
 @dataclass(frozen=True)
 class Ceiling:
-    """A growth beyond `delta` was reverted for `signal`; `level`: its worst window mean at the current delta."""
+    """A limit on delta, after growth beyond it was reverted for `signal`; `level`: its worst window mean at the current delta."""
 
     delta: int
     signal: str

@@ -77,7 +77,7 @@ class DeviceLane:
                 self.step()
 
     def drop(self) -> None:
-        """Forget windows that are of no use: the round has ended without them."""
+        """Forget windows that the ended round did not need."""
         self._windows.clear()
 
     def load(self, rows: Sequence[Growing], step: int, end: int) -> None:
@@ -89,7 +89,7 @@ class DeviceLane:
         self._ended_M[: len(rows)] = False
 
     def start(self, rows: Sequence[Growing]) -> None:
-        """Start a window, if any token is left to draw, of the loaded rows that still run, in neighbouring slots."""
+        """Start a window for `rows` (loaded, still running, in neighbouring slots), if any token is left to draw."""
         cache, unread = self._cache, sum(len(window.drawn) for window in self._windows)
         rooms = [max(0, row.room - unread) for row in rows]
         steps = min(self._sync_steps, self._end - self._next, max(rooms, default=0))

@@ -64,7 +64,7 @@ class RoleWorker(Protocol):
         """Tensors to send."""
 
     def inbox(self, action: Action) -> Iterator[Tensor]:
-        """Buffers, each filled before the next is requested."""
+        """Yield buffers to receive into; each is filled before the next is requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Executor:
         for stream in self._streams.values():
             stream.wait_stream(torch.cuda.current_stream(self.device))
         with self.activity.doing(f"round {shift + 1}"):
-            for role, of_role in groupby(actions, attrgetter("role")):  # entering a stream takes as long as a step of a window
+            for role, of_role in groupby(actions, attrgetter("role")):  # grouped, because entering a stream is slow
                 with torch.cuda.stream(self._streams[role]) if self._streams else contextlib.nullcontext():
                     for action in of_role:
                         if self.workers[role].live(action):
@@ -152,7 +152,7 @@ class Executor:
             self._wait(action, work)
 
     def _tag(self, action: Action) -> int:
-        """Keeps a message from replacing a lost one on gloo."""
+        """Return a tag per round, step and micro-batch, so that gloo never delivers a message in place of a lost one."""
         step = 0 if action.step is None else action.step + 1
         return ((self._num_rounds << 18) + (step << 6) + action.micro_batch) % 2**31
 

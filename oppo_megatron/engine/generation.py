@@ -1,7 +1,7 @@
 """The actor's decoding on one rank; the last stage draws tokens, identically on its tensor ranks.
 
-All ranks skip a *void* micro-step (one token per running sequence of a micro-batch): none is running, or the batch was complete
-by the previous one.  Legend: R rows (running sequences of a micro-batch), V vocabulary.
+A *micro-step* decodes one token for each running sequence of a micro-batch.  All ranks skip *void* ones: no sequence runs, or the
+batch was complete before.  Legend: R rows (running sequences of a micro-batch), V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DecodeWorker(CacheWorker):
         self, model: RoleModel, cache: SequenceCache, *, sampling: Sampling, stopping: Stopping,
         outlet: ChunkOutlet | None = None, sync_steps: int = 1,
     ):  # fmt: skip
-        """On one stage the host reads tokens every `sync_steps` steps."""
+        """With one pipeline stage the host reads drawn tokens only every `sync_steps` steps."""
         super().__init__(model, cache)
         self.outlet, self.sampling, self.stopping = outlet, sampling, stopping
         self._sync_steps = sync_steps if model.groups.pp == 1 else 1
@@ -46,7 +46,7 @@ class DecodeWorker(CacheWorker):
                 self._lane(0).prepare()
 
     def order(self, seq_ids: Sequence[int]) -> list[int]:
-        """Sort by cache slot, those without last."""
+        """Sort by cache slot; sequences without a slot come last."""
         return sorted(seq_ids, key=lambda i: self.cache.slot(i) if i in self.cache else self.cache.num_slots)
 
     def invalidate(self) -> None:
@@ -57,7 +57,7 @@ class DecodeWorker(CacheWorker):
         self, work: ReplicaWork, rollouts: Sequence[Rollout], readiness: Callable[[], StopSignal], *, index: int,
         clock: int, version: int, halt: bool = False, outlived: Mapping[int, int] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """Begin a round; tokens get `version` less the updates `outlived` by their cache."""
+        """Begin a round.  A token's version is `version` minus the updates that its sequence's cache has `outlived`."""
         taken = TakenUp(self.cache, work)
         running = {g.seq_id for batch in work.decode for g in batch}
         held = {r.seq_id: r for r in rollouts if r.seq_id in running}
@@ -114,7 +114,7 @@ class DecodeWorker(CacheWorker):
             self._round.hidden[action.micro_batch] = hidden
 
     def end(self) -> Chunk:
-        """Return all replicas' chunk; drop finished sequences and excess tokens."""
+        """Return the merged chunk of all replicas; drop finished sequences, and tokens decoded beyond it, from this cache."""
         chunk = self._round.merge()
         rows, finished = chunk.rows, []
         lengths, ended = (rows.offsets + rows.counts).tolist(), (rows.finish_clocks != UNFINISHED).tolist()
@@ -179,7 +179,7 @@ class DecodeWorker(CacheWorker):
         return self._absorb(action, drawn, rows)
 
     def _absorb(self, action: Action, drawn_KXR: Drawn, rows: Sequence[Growing]) -> int:
-        """Append drawn tokens; ended sequences leave the micro-batch, not their slots."""
+        """Append drawn tokens.  Ended sequences leave the micro-batch, but keep their slots until the round ends."""
         assert action.step is not None
         lane, first = self._round.lanes[action.micro_batch], action.step + 1 - len(drawn_KXR)
         going = {place: room for place, growing in enumerate(rows) if (room := growing.room)}
@@ -202,7 +202,7 @@ class DecodeWorker(CacheWorker):
         return len(rows)
 
     def _leave(self, micro_batch: int, ends: Mapping[int, int]) -> None:
-        """Remove `ends` (id -> last micro-step) from an incomplete batch."""
+        """Remove ended sequences (`ends`: id -> last micro-step) from the micro-batch, until the batch is complete."""
         lane = self._round.lanes[micro_batch]
         for step_ in sorted(set(ends.values())):
             if self._round.ready is not None and self._round.ready <= (step_ - 1, micro_batch):
@@ -212,7 +212,7 @@ class DecodeWorker(CacheWorker):
                 lane[lane.index(growing)] = last
                 lane.pop()
                 self.cache.exchange(growing.seq_id, last.seq_id)  # so that the micro-batch keeps neighbouring slots
-                if self.model.groups.dp == 1:  # else other replicas have a say in when the batch is complete
+                if self.model.groups.dp == 1:  # with several, one replica cannot know when the batch is complete
                     self._round.local.finish(growing.seq_id)
                     if self._round.local.ready and self._round.ready is None:
                         self._round.ready = step_, micro_batch

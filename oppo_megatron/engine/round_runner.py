@@ -1,4 +1,4 @@
-"""One rank's part in the rounds of a run; and whole responses of one model: held-out evaluation, `oppo generate`."""
+"""One rank's part in the rounds of a run, and decoding whole responses (`PromptDecoder`: evaluation, `oppo generate`)."""
 
 from __future__ import annotations
 
@@ -35,36 +35,33 @@ from oppo_megatron.schedule.rounds import Batch, Site
 
 @dataclass(frozen=True)
 class Decoding:
-    clock: int
-    version: int
-    readiness: Callable[[], StopSignal]
-    halt: bool = False
+    clock: int  # decode steps of the run before this round
+    version: int  # of the policy, recorded with each token
+    readiness: Callable[[], StopSignal]  # returns a new tracker of the batch's completion
+    halt: bool = False  # this rank was asked to stop; after the round all ranks do
 
 
 @dataclass
 class RoundRunner:
-    """This rank's workers and planner: `run`, record the chunk, then `recorded`.
-
-    `decode`: on ranks with the actor; `listen`: on others.
-    """
+    """One rank's workers and planner.  Each round: call `run`, add the chunk to the rollouts, then call `recorded`."""
 
     planner: RoundPlanner
     executor: Executor
-    replicas: Mapping[str, int]
-    decode: DecodeWorker | None
-    listen: ListenWorker | None
+    replicas: Mapping[str, int]  # this rank's replica of each of its roles
+    decode: DecodeWorker | None  # on ranks with the actor
+    listen: ListenWorker | None  # on all other ranks: receives the chunks
     scoring: Mapping[str, ScoringWorker] = field(default_factory=dict)
     on_plan: Callable[[PlannedRound], None] | None = None
     num_rounds: int = 0
-    planning_s: float = 0.0
+    planning_s: float = 0.0  # spent on planning so far
 
     def run(
         self, active: Sequence[Rollout], score: Sequence[Rollout], chunk_tokens: int, decoding: Decoding,
         readable: Ints | None = None,
     ) -> Chunk | None:  # fmt: skip
-        """Decode up to `chunk_tokens` of each of `active`; score new tokens of `score` (critic: of those in `readable`).
+        """Decode at most `chunk_tokens` tokens of each of `active`; score new tokens of `score` (critic: only ids in `readable`).
 
-        Returns None without `active`.  Raises ScheduleError before anything runs, StallError, CapacityError.
+        Returns the chunk, None without `active`.  Raises ScheduleError before anything runs; StallError, CapacityError.
         """
         self.num_rounds += 1
         order = self.decode.order if self.decode is not None else list
@@ -93,6 +90,7 @@ class RoundRunner:
         return end.end()
 
     def recorded(self, rollouts: Sequence[Rollout]) -> None:
+        """Update the actor's book, after the chunk was added to the rollouts."""
         self.planner.actor.record(rollouts)
 
     def owes(self, rollouts: Sequence[Rollout], role: str | None = None) -> bool:
@@ -104,6 +102,7 @@ class RoundRunner:
             self._stream.admit(rollouts)
 
     def retire(self, rollouts: Sequence[Rollout]) -> None:
+        """Forget a scored batch."""
         if self._stream is not None:
             self._stream.retire(rollouts)
         seq_ids = [rollout.seq_id for rollout in rollouts]
@@ -114,6 +113,7 @@ class RoundRunner:
                 worker.forget(seq_id)
 
     def give_up(self, rollouts: Sequence[Rollout]) -> None:
+        """Forget rollouts that will not be trained, read or not."""
         seq_ids = [rollout.seq_id for rollout in rollouts]
         for book in self.planner.scorers.values():
             book.forget(*seq_ids, unread=True)
@@ -164,7 +164,7 @@ def decoder(
     return RoundRunner(planner, executor, {"actor": coords.replica}, worker, None)
 
 
-ROUND_STEPS = 64
+ROUND_STEPS = 64  # decode steps of a `PromptDecoder`'s round
 
 
 class PromptDecoder:
@@ -172,7 +172,7 @@ class PromptDecoder:
         self, model: RoleModel, links: Links, runtime: RuntimeConfig, *, num_slots: int, sampling: Sampling,
         stopping: Stopping, round_steps: int = ROUND_STEPS, activity: Activity | None = None,
     ):  # fmt: skip
-        """`num_slots` per replica, if `runtime.kv_cache_mb` holds them; ended responses leave every `round_steps`."""
+        """Decodes `num_slots` sequences per replica (fewer if `runtime.kv_cache_mb` is small); ended ones leave each round."""
         self._model, self._links, self._runtime, self._activity = model, links, runtime, activity
         self._num_slots = num_slots
         self.sampling, self.stopping, self.round_steps = sampling, stopping, round_steps
@@ -185,7 +185,7 @@ class PromptDecoder:
             yield from sorted((r for r in rollouts if r.finished), key=lambda r: (r.finish_clock, r.seq_id))
 
     def rounds(self, prompts: Iterable[Prompt]) -> Iterator[list[Rollout]]:
-        """Yield growing rollouts per round; stopping abandons them."""
+        """Yield the running rollouts after each round; a caller that stops early abandons them."""
         rounds, waiting = self._rounds, iter(prompts)
         if rounds is None:
             runtime = self._runtime
@@ -196,7 +196,7 @@ class PromptDecoder:
                 sync_steps=SYNC_STEPS[cache.device.type], activity=self._activity,
             )  # fmt: skip
         assert rounds.decode is not None
-        self._rounds = None  # these caches and books hold the abandoned sequences
+        self._rounds = None  # a caller that stops early leaves its sequences in these caches and books
         places = rounds.decode.cache.num_slots * self._model.groups.dp
         active: list[Rollout] = []
         while True:

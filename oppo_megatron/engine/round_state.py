@@ -21,7 +21,7 @@ from oppo_megatron.schedule.rounds import Batch, Forks
 
 
 class TakenUp:
-    """Closes and opens slots; forks cached prompts."""
+    """Begins a round's work in a cache: closes and opens slots, and forks prompts once their source has them cached."""
 
     def __init__(self, cache: SequenceCache, work: ReplicaWork):
         self._cache, self._forks = cache, Forks(work.fork)
@@ -66,7 +66,7 @@ class CacheWorker:
         return self._weight.new_empty(num_tokens, 1, self.model.shape.hidden_size)
 
     def append(self, batch: Batch, sequences: Mapping[int, list[int]], hidden: Tensor | None, taken: TakenUp | None) -> Tensor:
-        """Cache new tokens; return the stage's output (last stage: wanted rows)."""
+        """Cache new tokens; return the stage's output, on the last stage only for the last `rows` tokens of each growth."""
         if taken is not None:
             taken.check(batch)
         device, ends = self.cache.device, accumulate(g.new for g in batch)
@@ -84,12 +84,12 @@ class CacheWorker:
 
 
 Drawn = npt.NDArray[np.float64]
-"""[K, 3 or 4, R], K steps: tokens, log-probs, sampling log-probs; on ranks that draw also masses, finite if the distribution is
-valid."""
+"""[K steps, 3 or 4, R]: tokens, log-probs, sampling log-probs; on ranks that draw also masses (finite: the logits are valid)."""
 
 
 class Growing:
     def __init__(self, rollout: Rollout, limit: int, version: int):
+        """A rollout during a round.  `limit`: most response tokens; `row`: tokens of this round."""
         self.seq_id, self.limit, self.num_prompt_tokens = rollout.seq_id, limit, len(rollout.prompt.tokens)
         self.tokens = [*rollout.prompt.tokens, *rollout.tokens]
         self.row = ChunkRow(rollout.seq_id, len(rollout.tokens), [], [], [], version)
@@ -117,7 +117,7 @@ class Growing:
 
 @dataclass
 class DecodeRound:
-    """A round from clock `start`; `local` tracks completion here, `stop` in the merge.
+    """A round from clock `start`.  `local` shows if the batch is complete while decoding (one replica), `stop` in the merge.
 
     By micro-batch: `lanes` (running sequences), `steps`, `ended` (first void step), last `hidden` and `drawn`.
     """

@@ -64,7 +64,7 @@ class ScoringWorker(CacheWorker):
         self._outputs = {seq_id: [values.to(self.cache.device)] for seq_id, values in outputs.items()}
 
     def collect(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """Finished rollouts' outputs in order; last stage only."""
+        """Return the outputs of finished rollouts, one after the other; last stage only."""
         parts = [part for r in rollouts for part in self._outputs[r.seq_id]]
         return torch.cat(parts) if parts else torch.empty(0, device=self.cache.device)
 

@@ -151,7 +151,7 @@ class ChunkDecoder(ChunkBooks):
 
 
 def _checksum_of(rows: ChunkRows) -> Callable[[int, int], int]:
-    """Return a function of packed row and checksum before."""
+    """Return a function (row of the packed `rows`, its sequence's checksum before) -> checksum after the row."""
     heads = memoryview(np.ascontiguousarray(rows.table[[0, 1, 3, 4, 5]].T).tobytes())
     body = [memoryview(part).cast("B") for part in np.ascontiguousarray(rows.body)] if rows.num_tokens else []
     starts, ends = (8 * rows.starts).tolist(), (8 * (rows.starts + rows.counts)).tolist()
@@ -167,7 +167,7 @@ def _checksum_of(rows: ChunkRows) -> Callable[[int, int], int]:
 
 
 class ChunkOutlet(ChunkEncoder):
-    """The sending end; ranks encode equal messages."""
+    """The sending end.  All ranks that send encode the same messages."""
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -182,7 +182,7 @@ class ChunkOutlet(ChunkEncoder):
 
 
 class ListenWorker(ChunkDecoder):
-    """The receiving end, without the actor; may forward."""
+    """The receiving end, on ranks without the actor; it may forward chunks."""
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -218,7 +218,7 @@ class ListenWorker(ChunkDecoder):
 
 
 def share(values: Tensor | None, size: int, source: int, device: torch.device) -> Tensor:
-    """Broadcast `size` float64 numbers."""
+    """Broadcast `size` float64 numbers from rank `source`; other ranks pass None."""
     vector = torch.empty(size, dtype=torch.float64, device=device)
     if dist.get_rank() == source:
         assert values is not None and values.numel() == size

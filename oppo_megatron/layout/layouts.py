@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """tp divides `width`, pp * vpp `layers`; at most a replica per sequence; a token per tensor rank."""
+    """tp divides `width`, pp * vpp `layers`; at most a replica per sequence; each tensor rank has a row of the vocabulary."""
 
     width: int
     layers: int
@@ -69,7 +69,7 @@ def layouts_of(num_ranks: int, limits: Limits, *, interleaved: bool = False) -> 
 
 
 def nearest_layouts(asked: Sizes, num_ranks: int, limits: Limits, also: Callable[[Sizes], bool]) -> list[Sizes]:
-    """Nearest to `asked` (product of the factors between sizes) first, then smaller tp, pp."""
+    """Layouts of `num_ranks`, the nearest to `asked` first (by the product of the sizes' ratios), then smaller tp, pp."""
     return sorted(filter(also, layouts_of(num_ranks, limits, interleaved=asked.vpp > 1)), key=lambda s: (_distance(s, asked), s))
 
 

@@ -19,7 +19,7 @@ BLOCK_TOKENS = 256
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on a rank. `copy`: weights of a training layout; `packed`: of a CPU's products; `buffers`: rotary, gathering."""
+    """Bytes on a rank. `copy`: weights in another layout for training; `packed`: for a CPU; `buffers`: rotary, gathering."""
 
     weights: float = 0
     copy: float = 0

@@ -173,7 +173,7 @@ def _calls(config: TrainConfig, name: str, tokens: int, slots: int, *, logits: b
 
 
 def _kernels(name: str, tokens: int, slots: int, *, makes_logits: bool) -> int:
-    """The actor decodes any number of sequences; all roles read up to `tokens`."""
+    """Bytes of a CPU's kernels, one per row count: the actor decodes up to `slots` rows, all roles read up to `tokens`."""
     read = max(0, -(-min(tokens, MOST_ROWS) // ROW_MULTIPLE) - FEW_ROWS // ROW_MULTIPLE)
     decoded = min(slots, FEW_ROWS) if name == "actor" else 0
     head = (decoded if name == "actor" else read) if makes_logits else 0
@@ -181,7 +181,7 @@ def _kernels(name: str, tokens: int, slots: int, *, makes_logits: bool) -> int:
 
 
 def both_memory(served: Memory, trained: Memory, *, one_model: bool) -> Memory:
-    """`one_model`: one set of rotary tables."""
+    """Sum for a role's serving and training modules; `one_model`: both use one set of rotary tables."""
     tables = served.buffers if one_model else 0
     return Memory.of_rank([served, replace(trained, copy=0, buffers=trained.buffers - tables)])
 

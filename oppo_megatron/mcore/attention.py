@@ -55,7 +55,7 @@ def window_size(window: int) -> int:
 
 
 def pieces(new: int, reach: int, window: int | None, size: int) -> Iterator[tuple[slice, slice]]:
-    """Yield at most `size` of the last `new` queries of `reach` positions, and their keys."""
+    """Cut the last `new` of `reach` positions into at most `size` queries each; yield these and the keys that they see."""
     past = reach - new
     for first in range(0, new, size):
         stop = min(first + size, new)

@@ -45,7 +45,7 @@ CALL_NUMBERS = 2**16  # cached numbers read in the overhead of one attention cal
 
 
 def blocks(sizes: Sequence[tuple[int, ...]], call: float, first: int = 0) -> list[slice]:
-    """Cut rows if it saves more than `call`; a row costs the product of its block's largest sizes."""
+    """Cut rows into blocks if that saves more than `call`, a block's own cost; a row costs the product of its block's maxima."""
     left, right = _costs(sizes), _costs(sizes[::-1])[::-1]
     costs = [n * left[n - 1] + (len(sizes) - n) * right[n] for n in range(1, len(sizes))]
     if not costs or min(costs) + call >= len(sizes) * left[-1]:

@@ -68,7 +68,7 @@ def too_many_sequences(work: str, sequences: int, cache_bytes: int) -> tuple[str
 
 
 StepRunner = Callable[[Hashable, Callable[[], None]], None]
-"""Runs a step, which computes the same for the same key."""
+"""Runs a step; steps with the same key do the same work, so that one can be replayed."""
 
 WARM_UPS = 2  # runs before a capture: libraries choose kernels and make workspaces
 

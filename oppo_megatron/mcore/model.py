@@ -37,7 +37,7 @@ from oppo_megatron.mcore.layers import ScalarHead, block_spec
 from oppo_megatron.mcore.vocab import VocabShards
 
 DecodePath = Literal["packed", "fused", "module"]
-"""Cached calls: over a copy of the weights for CPUs (else fused), by few calls over the parameters, or by megatron's modules."""
+"""Cached calls use a copy of the weights for CPUs (others: as fused), few kernels on the parameters, or megatron's modules."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -70,7 +70,7 @@ class RoleModel(GPTModel):
         self.max_length = max_length
         self.adapters: LoraConfig | None = None  # set when adapters are given
         self._path: DecodePath = "module"
-        self.fused: FusedStage | None = None  # what has been made of the weights for cached calls
+        self.fused: FusedStage | None = None  # tensors derived from the weights, for cached calls
         self._fused_head: Callable[[Tensor], Tensor] | None = None
         if head == "scalar" and last:
             self.output_layer = ScalarHead(self.config)

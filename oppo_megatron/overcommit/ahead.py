@@ -11,13 +11,13 @@ from oppo_megatron.errors import CheckpointError
 
 
 class Readiness:
-    """The engine stops when `ready`, so batches do not depend on the chunk size."""
+    """Tracks if a batch is complete.  Decoding stops as soon as it is `ready`, so batches do not depend on the chunk size."""
 
     def __init__(
         self, target: int, num_finished: int, unfinished: Set[int], waits: Iterable[tuple[Iterable[int], int]] = (),
         group_size: int = 1,
     ):  # fmt: skip
-        """`waits`: (sequences, how many of their groups must finish first); other counts are of groups."""
+        """`waits`: (sequences, how many of their groups must still finish) pairs; `target`, `num_finished`: groups."""
         self._num_missing = target - num_finished
         self._unfinished = unfinished
         self._ended: set[int] = set()
@@ -40,14 +40,14 @@ class Readiness:
 
 
 class JudgedReadiness(Readiness):
-    """Only verdicts of a filter, between rounds, complete a batch."""
+    """With a filter: its verdicts, between rounds, complete a batch; decoding never does."""
 
     def finish(self, *seq_ids: int) -> None:
         pass
 
 
 def due(ages_G: Ints, batch: int, most: int) -> Iterator[tuple[Bools, int]]:
-    """Yield (S_k, r_k) with r_k > 0, oldest first; `most` is η."""
+    """Yield S_k (a mask of groups) and r_k ("A bound on staleness", docs/algorithm.md) if r_k > 0, oldest first; `most` is η."""
     for k in range(min(most, len(ages_G) // batch) + 1):
         members_G = ages_G >= most - k
         needed = int(members_G.sum()) - k * batch
@@ -56,7 +56,7 @@ def due(ages_G: Ints, batch: int, most: int) -> Iterator[tuple[Bools, int]]:
 
 
 def next_groups(finished_G: Bools, clocks_G: Ints, ages_G: Ints, batch: int, most: int, target: int) -> Ints:
-    """Choose the oldest, the first finishers of each S_k up to r_k, then of all ("A bound on staleness", docs/algorithm.md)."""
+    """Choose a batch: groups of age η, then the first finishers of each S_k up to r_k (see `due`), then of all."""
     finishers = np.flatnonzero(finished_G)
     chosen_G, reserved = ages_G >= most, 0
     if chosen_G.sum() > target:  # possible after settings changed: the first admitted
@@ -80,7 +80,7 @@ def _first(groups: Ints, clocks_G: Ints, number: int) -> Ints:
 
 @dataclass(frozen=True)
 class Ahead:
-    """`done` steps; prompts admitted before `position`, except `left_out`; `held` rollouts in flight."""
+    """The point to continue from: `done` steps, next prompt's stream `position`, `held` rollouts; `left_out`: skipped prompts."""
 
     done: int = 0
     position: int = 0

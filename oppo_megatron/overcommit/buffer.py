@@ -1,14 +1,13 @@
 """Holds growing rollouts and selects the batch of each step.
 
-A *group* is the n responses to one prompt; *clock* counts the run's decode steps.
+A *group* is the n responses to one prompt; *clock* counts the run's decode steps; η is `max_staleness`.
 
 1. A group leaves whole, in one batch of B groups (fewer at the end of the prompts).
-2. At most B + delta groups are admitted; when delta decreases the buffer drains. Limits with backfill: n (B + delta) unfinished
-   rollouts and 2B groups (with delta > B: B + delta and (η + 1) B).
-3. Except groups that it waited for (`ahead.py`), a batch's groups finished no later than those left.
-4. While delta <= η B (with backfill: always), no group is deferred more than η (`max_staleness`) times.
-
-A filter may drop groups, counts only kept ones as finished, and has the limit B + delta.
+2. Prompts are admitted up to B + delta groups (after delta decreases, none until the buffer is down to that). With backfill
+   the limits are n (B + delta) unfinished rollouts and 2B groups (if delta > B: the smaller of B + delta and (η + 1) B).
+3. Except groups that it had to wait for because of their age (`ahead.py`), a batch's groups finished no later than those left.
+4. While delta <= η B (with backfill: always), no group is deferred more than η times.
+With a filter, groups may also be dropped, only kept ones count as finished, and backfill, too, stops at B + delta groups.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ class RolloutBuffer:
         self.filtered = filtered
         self.kept: set[int] = set()  # with a filter: groups that may be trained, by number
         self._rollouts: dict[int, Rollout] = {}  # by seq_id, in the order of admission
-        self._unfinished: dict[int, Rollout] = {}  # of these, in the same order
+        self._unfinished: dict[int, Rollout] = {}  # the unfinished ones, in the same order
         self._ages: Ints = np.zeros(0, dtype=np.int64)  # deferrals of each group of the table
         self._table = Table()  # in the order of admission
-        self._recorded: list[ChunkRows] = []  # since the first of them was admitted; the rollouts follow it
+        self._recorded: list[ChunkRows] = []  # since the oldest rollout was admitted; rollouts read their tokens from it
         self._num_admitted = 0
         self.clock = 0
         self._closed = False
@@ -85,10 +84,11 @@ class RolloutBuffer:
 
     @property
     def sure(self) -> Ints:
+        """Ids of the sequences that are certain to be in the next batch."""
         return self._table.columns.at(self._sure()).seq_ids
 
     def worth_reading(self) -> Ints:
-        """Sequences for the critic: all, if half of the undecided ones will be in the batch, else the `sure` ones."""
+        """Ids that the critic should read now: all, if half of the undecided ones will be in the batch, else the `sure` ones."""
         sure, columns = self._sure(), self._table.columns
         unsure = ~columns.finished
         unsure[sure] = False
@@ -120,7 +120,7 @@ class RolloutBuffer:
         self._closed = True
 
     def readiness(self) -> Readiness:
-        """Groups that the next batch waits for; valid until the buffer changes."""
+        """Return what the next batch waits for; valid until the buffer changes."""
         finished_G, size = self._finished_groups(), self.group_size
         waits = []
         for members_G, needed in due(self._ages, self.batch_size // size, self.max_staleness):

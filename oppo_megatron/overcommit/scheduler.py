@@ -1,6 +1,5 @@
-"""Admit prompts so that B + delta groups are in flight, and filter them; `train/loop.py` calls it.
-
-Dynamic sampling (arXiv 2503.14476, docs/algorithm.md): groups of equally good responses are not trained.
+"""Admits prompts so that B + delta groups are in flight, and filters groups; `train/loop.py` calls it.  Dynamic sampling (arXiv
+2503.14476, docs/algorithm.md): groups of equally good responses are not trained.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class DeltaController(Protocol):
 
 
 class OvercommitScheduler:
-    """`to_train`: rollouts still to train (None: no limit)."""
+    """Admits prompts at a step's start and every `backfill_every` decode steps.  `to_train`: rollouts left (None: no limit)."""
 
     def __init__(
         self, prompts: Iterator[Prompt], buffer: RolloutBuffer, delta_controller: DeltaController,
@@ -62,6 +61,7 @@ class OvercommitScheduler:
         return self._admit()
 
     def pass_by(self) -> None:
+        """Set `due` to the next admission; the clock has reached this one."""
         assert self._every is not None and self.buffer.clock == self.due, "a round went beyond an admission"
         self.due += self._every
 
@@ -110,7 +110,7 @@ class OvercommitScheduler:
     @property
     def _backfills(self) -> bool:
         if self.buffer.filtered:
-            return True  # if not prompts, then verdicts
+            return True  # also without prompts, because verdicts are due then
         return self._every is not None and self._next_prompt is not None and not self.buffer.full
 
     @property
@@ -147,7 +147,7 @@ Judge = Callable[[Sequence[Rollout]], Sequence[Scores]]
 
 @dataclass(frozen=True)
 class VerdictClock:
-    """`period`: decode steps between admissions; `lag`: periods allowed for a score."""
+    """Verdicts take effect at multiples of `period` decode steps, `lag` periods late, to leave time for scores."""
 
     period: int
     lag: int = 0
@@ -158,7 +158,7 @@ class VerdictClock:
 
 @dataclass(frozen=True)
 class Rule:
-    """`metric` of the reward parts `labels` judges groups."""
+    """A group is judged by `metric` of its reward parts `labels`; a step may judge `max_groups`."""
 
     labels: tuple[str, ...]
     metric: Callable[[Scores], float]
@@ -190,7 +190,7 @@ class GroupFilter:
         self.counts = Counts()
 
     def apply_verdicts(self, judge: Judge) -> list[Rollout]:
-        """Apply due verdicts; return dropped rollouts. Raises SamplingError."""
+        """Apply due verdicts; return dropped rollouts. Raises SamplingError after `max_groups` verdicts."""
         scheduler, buffer = self.scheduler, self.scheduler.buffer
         dropped: list[Rollout] = []
         while not buffer.readiness().ready:

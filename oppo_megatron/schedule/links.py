@@ -27,7 +27,7 @@ def link_of(action: Action) -> Link:
 
 
 class Lane(NamedTuple):
-    """One payload of a pipeline, or the chunks from one rank."""
+    """The links of one process group: one payload of a pipeline, or the chunks from one rank."""
 
     label: str
     ranks: tuple[int, ...]
@@ -101,7 +101,7 @@ def calls_of(groups: Iterable[GroupName]) -> int:
 
 @dataclass(frozen=True)
 class Transport:
-    """`made`: links used before the round. `in_flight`: most unreceived messages of a link (missing: no limit)."""
+    """`made`: communicators exist before the round. `in_flight`: most unreceived messages of a link (missing: no limit)."""
 
     name: str
     made: bool = True

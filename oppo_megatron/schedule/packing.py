@@ -98,7 +98,7 @@ def _to_those_with_slots(parts: Ints, slots: int, arrivals: Ints, most: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """`room`: capacity of its micro-batches, `padded`: rows as long as the longest."""
+    """Tokens of a step: real ones, `room` for them in its micro-batches, `padded` if all rows were as long as the longest."""
 
     tokens: int
     room: int

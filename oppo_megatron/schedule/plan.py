@@ -20,7 +20,7 @@ from oppo_megatron.schedule.weaving.costs import Costs
 
 @dataclass(frozen=True)
 class StepPlan:
-    """`stream`: score while decoding. `wait_for_critic`: before the next step. `forward_ahead`: update before the last scores."""
+    """`stream`: score while decoding. `wait_for_critic` before a step. `forward_ahead`: begin updates before the last scores."""
 
     stream: bool
     wait_for_critic: bool

@@ -12,7 +12,7 @@ from oppo_megatron.layout.placements import RolePlacement
 
 
 class Growth(NamedTuple):
-    """`new` tokens (to decode: at most) after `past` cached ones; the last `rows` give an output."""
+    """A sequence in a micro-batch: `new` tokens (decoding: at most) follow `past` cached ones; the last `rows` give outputs."""
 
     seq_id: int
     past: int
@@ -25,7 +25,7 @@ Batch = Sequence[Growth]
 
 
 class Growths(Sequence[Growth]):
-    """A micro-batch: `table` [4, n] has the fields of `Growth`."""
+    """A micro-batch in columns: the rows of `table` [4, n] are the fields of `Growth`."""
 
     __slots__ = ("new", "past", "rows", "seq_ids", "table")
 
@@ -83,7 +83,7 @@ def sums(batches: Iterable[Batch]) -> Ints:
 
 
 class Fork(NamedTuple):
-    """Copy the first `tokens` cached tokens of `source` (`held` before the round) to `target`."""
+    """Copy the first `tokens` cached tokens of `source` to `target`; before the round `source` has `held` cached."""
 
     source: int
     target: int
@@ -102,7 +102,7 @@ class Forks:
         return list(self._waiting)
 
     def due(self, source: int, cached: int) -> list[Fork]:
-        """Return, and count as made, the forks possible with `cached` tokens."""
+        """Return, and forget, the forks for which `cached` tokens of `source` are enough."""
         waiting = self._waiting.pop(source, [])
         if left := [fork for fork in waiting if fork.tokens > cached]:
             self._waiting[source] = left
@@ -114,7 +114,7 @@ class Round:
     """Micro-batches by role and replica, in the required order; the actor prefills before decoding."""
 
     index: int
-    steps: int
+    steps: int  # of decoding, at most; 0: the round only scores
     decode: tuple[Sequence[Batch], ...] = ()
     prefill: Mapping[str, tuple[Sequence[Batch], ...]] = field(default_factory=dict)
     forks: Mapping[str, tuple[tuple[Fork, ...], ...]] = field(default_factory=dict)
@@ -130,10 +130,10 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class KVBudget:
-    """`others`: sequences in the cache outside the round."""
+    """Room in a replica's cache.  `others`: open sequences that have no part in the round."""
 
     slots: int
-    max_length: int
+    max_length: int  # tokens of a sequence
     others: int = 0
 
 
@@ -143,7 +143,7 @@ FAN_OUT = 8
 
 @dataclass(frozen=True)
 class Site:
-    """`listeners` hold a scorer but not the actor."""
+    """The placements of all roles; `listeners` are ranks that hold a scorer but not the actor."""
 
     placements: Mapping[str, RolePlacement]
 
@@ -158,10 +158,9 @@ class Site:
 
     @cached_property
     def feeds(self) -> Mapping[int, tuple[int, ...]]:
-        """Listeners that each rank sends chunks to.
-
-        Senders are `source`, other actor ranks, spaced over hosts, then earlier listeners, so no ranks wait in a cycle. The
-        critic's ranks come last: its update delays them.
+        """Map each sender of chunks to the listeners that it sends to. Senders are actor ranks, evenly spaced (over hosts) from
+        `source` on, then listeners, which get theirs from earlier senders, so no ranks wait in a cycle. The critic's ranks
+        come last, because its update delays them.
         """
         actor, critic = self.placements["actor"].ranks, self.placements.get("critic")
         first = actor.index(self.source)
@@ -176,4 +175,5 @@ class Site:
 
     @property
     def source(self) -> int:
+        """The actor's first output rank, which sends chunks first and also keeps the run's journal."""
         return self.placements["actor"].output_rank()

@@ -138,7 +138,7 @@ class Rollback:
 
 
 class Rollbacks:
-    """Rollbacks of a run.  `checkpoint`: the last one and its stream position."""
+    """Rollbacks of a run.  `checkpoint`: name of the last one, and the stream position of its next prompt."""
 
     def __init__(self, run: RunDirectory, prompts: PromptStream, done: Sequence[Rollback] = ()):
         self._run, self._prompts, self.done = run, prompts, list(done)
@@ -246,7 +246,7 @@ class Guard:
         return figures, self.rules.check(figures)
 
     def agree(self, breaches: Sequence[Breach | None], step: int) -> Breach | None:
-        """First breach of any rank if all must act on it, else this rank's."""
+        """Return the first breach of any rank if all ranks must act on it, else this rank's."""
         own = first(breaches)
         if not self.rules.agree_on_updates or dist.get_world_size() == 1:
             return own

@@ -1,12 +1,11 @@
-"""The training loop.  Plain PPO, every overlap and every algorithm are this loop with other plans and parts.
+"""The training loop, which every rank runs.  Plain PPO, every overlap and every algorithm differ only in its plans and parts.
 
-Every rank runs it.  Prompts, buffer, books and controllers are the same on all ranks and advance by the chunks alone, so no rank
-asks another what to do next.  A step is a number of rounds, then the update:
+Prompts, buffer, books and controllers are the same on all ranks and change only with the chunks, so no rank asks another what to
+do next.  A step is a number of rounds, then the update:
 
-Ranks of the actor decode a chunk, send it and continue; then they begin the actor's update, and complete it with the scores.
-
-Ranks of the scorers prefill the previous chunk; then they send the scores and update the critic, while the actor may already
-decode the next step.  A rank with both roles follows the round's schedule.
+Ranks with the actor decode a chunk per round and send it; then they begin the actor's update, and complete it with the scores.
+Ranks with scorers prefill the previous chunk; then they send the scores and update the critic, while the actor may already decode
+the next step.  A rank with both roles follows the round's schedule.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from oppo_megatron.train.updates import Adaptation, Updates
 
 @dataclass
 class TrainingLoop(Saveable):
-    """One rank's view of a run.  `done`: trained steps; `phase`: of an interrupted step, else None."""
+    """One rank's part in a run.  `done`: trained steps; `phase`: the rollout phase of the step in progress, or None."""
 
     config: TrainConfig
     world: World
@@ -73,7 +72,7 @@ class TrainingLoop(Saveable):
         self.rollbacks = self.updates.guard.rollbacks
 
     def run(self) -> bool:
-        """Train all rollouts; False if asked to stop, after saving."""
+        """Train until the run is over, and return True; if asked to stop, save and return False."""
         if self.done == 0 and self.phase is None:
             self._evaluate(last=False)
         while not self.over:
@@ -97,7 +96,7 @@ class TrainingLoop(Saveable):
         return True
 
     def _step(self, step: int, plan: StepPlan) -> bool:
-        """Make, or complete, a step (paper, Algorithm 1), unless all prompts are dropped; False if asked to stop."""
+        """Make or complete a step (paper, Algorithm 1), unless the filter has dropped everything left; False if asked to stop."""
         self._admit(step)
         while not self.rollouts.complete:
             chunk = self._decode(plan)  # while the scorers prefill the chunk before
@@ -227,7 +226,7 @@ class TrainingLoop(Saveable):
             "scheduler": self.rollouts.scheduler.state_dict(),
             "actor": {"version": self.updates.version, "ess": self.actor.ess},
             "history": self.updates.history.numbers(),
-            "updates": self.actor.role.trained.updates,  # the critic has made these, and its warm-up's
+            "updates": self.actor.role.trained.updates,  # the critic has made as many, plus its warm-up's
             "phase": None if self.phase is None else self.phase.state_dict(),
             "journal": self.journal.state_dict(),
             **books_state(self.rounds),
@@ -235,7 +234,7 @@ class TrainingLoop(Saveable):
 
     @property
     def _parts(self) -> dict[str, Any]:
-        """Parts with a `state_dict` that all ranks share, or None."""
+        """Parts whose state is the same on all ranks, for checkpoints; None if the run lacks one."""
         adaptation = self.adaptation
         return {
             "filter": self.rollouts.filter, "chunk": adaptation.chunk, "kl": adaptation.kl, "early_stop": self.evaluator,
@@ -252,6 +251,7 @@ class TrainingLoop(Saveable):
         return partial(setattr, self.rollbacks, "checkpoint", (self.position.name, self.rollouts.scheduler.position))
 
     def restore(self, found: Found) -> None:
+        """Continue from a checkpoint.  Books and caches are restored only with the same layout, frozen models and rollouts."""
         left_out = self.rollbacks.left_out
         rest_of_run(found, self.saver.data, self.config, self.prompts, left_out)
         self.saver.load(self, found)
@@ -274,7 +274,7 @@ class TrainingLoop(Saveable):
             self.rounds.admit(self.rollouts.scheduler.refill())
 
     def load_state_dict(self, state: Mapping[str, Any], held: Sequence[Rollout]) -> None:
-        """Continue from `state_dict` and held rollouts, without books and caches."""
+        """Restore `state_dict` and the rollouts in flight (`held`); `restore` loads books and caches."""
         self.done = self.meter.completed = state["done"]
         self.rollouts.scheduler.load_state_dict(state["scheduler"], held)
         for name, part in self._parts.items():

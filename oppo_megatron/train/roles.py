@@ -38,7 +38,7 @@ class TrainedRole:
         self.serving.begin_weight_update()
 
     def publish(self) -> MoveReport:
-        """Collective of the role."""
+        """Move the new weights to `serving`.  Collective of the role."""
         moved = MoveReport(0, 0.0) if self.reallocation is None else self.reallocation.move()
         self.serving.end_weight_update()
         return moved

@@ -20,7 +20,7 @@ NOTHING = np.zeros(0, dtype=np.int64)  # no sequence
 
 @dataclass
 class Rollouts:
-    """All records of sequences, the same on every rank except the workers'.  `planning` times decisions."""
+    """Scheduler, buffer, books and workers: each call advances all of them.  `planning()` measures time spent on decisions."""
 
     scheduler: OvercommitScheduler
     rounds: RoundRunner
@@ -44,7 +44,7 @@ class Rollouts:
             self._filter_groups(self.filter)
 
     def decode(self, most: int, version: int, *, stream: bool, halt: bool) -> tuple[Chunk, int]:
-        """Decode at most `most` tokens each; return chunk and number of new prompts.  `stream`: prefill the previous chunk."""
+        """Run a round of at most `most` tokens each; return chunk and number of new rollouts.  `stream`: score while decoding."""
         buffer = self.buffer
         with self.planning():
             backfilled = self.scheduler.backfill()

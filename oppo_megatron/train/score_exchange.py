@@ -71,7 +71,7 @@ Known = Mapping[int, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class ScoreReport:
-    """Seconds of the scorers' first rank, `work` per round.  `critic`, `ess`: of the last updates.  `measured`: of the sender."""
+    """Seconds of the scorers' first rank (`work`: per round), `measured` of the actor's; `critic`, `ess`: of the last updates."""
 
     parts: dict[str, float]
     score_busy_s: float
@@ -84,7 +84,7 @@ class ScoreReport:
 
 @dataclass
 class ScoreExchange:
-    """Collective of the world, once per step; `refusal`: the reason for a NaN reward (scorers' first rank)."""
+    """Shares scores with every rank, once per step (collective).  `refusal`: why a reward is NaN (on the scorers' first rank)."""
 
     rank: int
     device: torch.device
@@ -181,7 +181,7 @@ class ScoreExchange:
         return dict(zip(CRITIC_STATS, stats.tolist(), strict=True))
 
     def shared(self, what: str, values: Tensor | None, size: int, source: int) -> Tensor:
-        """Call `share` and wait; a watchdog blames no rank."""
+        """Call `share` and wait for `what`; a watchdog does not blame a rank for this wait."""
         with self.activity.doing(what, waits=True):
             shared = share(values, size, source, self.device)
             if self.device.type == "cuda":
@@ -238,7 +238,7 @@ class ScoreExchange:
         self, rollouts: Sequence[Rollout], model_N: Tensor | None, width: int,
         numbers: Callable[[ScoreItem, float | None, Rollout], list[float]],
     ) -> Tensor:  # fmt: skip
-        """[N, width] numbers.  User code runs on one rank only."""
+        """Return `numbers` of each rollout, [N, width]; only the scorers' first rank calls it, because it runs user code."""
         table = None
         if self.rank == self._leader:
             rows, functions = [], " and ".join(map(repr, self.rewards.user_functions))

@@ -133,7 +133,7 @@ class RoleBuilder:
         return workers
 
     def trained(self, name: str, head: Head, total_steps: int) -> TrainedRole | None:
-        """Build a trained role; None on ranks without it.  `total_steps`: of the run."""
+        """Build a trained role; None on ranks without it.  `total_steps`: of the whole run, for the learning rate."""
         groups, training = self.topology.groups.get(name), self.topology.training.get(name)
         if groups is None or training is None:
             return None
@@ -174,7 +174,7 @@ def build_loop(
     tracer = RoundTracer(
         spans, costs, site, actions=all_actions, schedules=run.schedules if all_actions and keeps_journal else None
     )
-    trackers = open_trackers(config.logging, config.run_dir) if keeps_journal else None  # may refuse to begin
+    trackers = open_trackers(config.logging, config.run_dir) if keeps_journal else None  # before models: may refuse to start
     journal = trackers and Journal(config, total_steps, inputs.tokenizer, world.device, trackers)
     actor = critic = None
     if role := builder.trained("actor", "lm", total_steps):
@@ -216,7 +216,7 @@ def build_loop(
 
 
 def _with_kv_layout(config: TrainConfig, device: torch.device) -> TrainConfig:
-    """Choose the layout of KV caches, so planner and caches count slots the same way."""
+    """Resolve `kv_layout: auto` once, so that planner and caches count slots the same way."""
     if config.runtime.kv_layout != "auto":
         return config
     dtypes = {DTYPES[role.dtype] for role in named_roles(config).values()}
@@ -225,7 +225,7 @@ def _with_kv_layout(config: TrainConfig, device: torch.device) -> TrainConfig:
 
 
 def prompt_stream(config: TrainConfig, prompts: PromptSet, ahead: Ahead = NEW_RUN) -> PromptStream:
-    """Return exactly the prompts to train; with a filter their number is unknown, and the scheduler stops admission."""
+    """Return a stream of exactly the prompts to train; with a filter their number is unknown, so the scheduler ends admission."""
     limit = None if config.filter is not None else ahead.limit(config.steps, batch_rows(config))
     return PromptStream(
         prompts, config.seed, epochs=config.passes, limit=limit, shuffle=config.data.shuffle,

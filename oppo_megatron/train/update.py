@@ -55,7 +55,7 @@ class UpdateSettings:
 
 @dataclass(frozen=True)
 class History:
-    """Moments of trained scores (`seen`), and the critic's steps before the actor's first (`warmed`)."""
+    """Moments of trained scores (`seen`); optimizer steps of the critic before the actor's first one (`warmed`)."""
 
     seen: Moments = NOTHING_SEEN
     warmed: int = 0
@@ -83,9 +83,9 @@ def run_update(
     trained: TrainedModel, batch: Sequence[Rollout], extra_T: dict[str, Tensor], loss: UpdateLoss, settings: UpdateSettings,
     weights: RowWeights | None = None, units: Units = each_alone,
 ) -> list[dict[str, float]]:  # fmt: skip
-    """Make one optimizer step per minibatch of each epoch; return their reports, over all tokens.
+    """Make one optimizer step per minibatch of each epoch; return a report of each, summed over replicas.
 
-    `extra_T`: for the loss.  `weights` adds `share` [T].  Every rank passes the whole batch; replicas divide minibatches.
+    `extra_T`: inputs of the loss, to which `weights` adds `share` [T].  Ranks pass the whole batch; replicas divide minibatches.
     """
     reports = []
     lengths = torch.tensor([len(r.tokens) for r in batch])

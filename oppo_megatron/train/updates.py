@@ -26,7 +26,7 @@ from oppo_megatron.train.update import History, UpdateSettings, num_minibatches
 
 @dataclass
 class Updates:
-    """`actor`, `critic`: None on other ranks.  `conclude` waits for the pending checkpoint.  `admitted`: the stream position."""
+    """`actor`, `critic`: None on other ranks.  `conclude` waits for a pending checkpoint.  `admitted`: next prompt's position."""
 
     config: TrainConfig
     world: World
@@ -83,7 +83,7 @@ class Updates:
         updates = None  # of the actor; unknown on a rank with neither role
         if self.actor is not None:
             updates = self.actor.role.trained.updates
-        elif self.critic is not None:  # it has made the same number, and its warm-up's
+        elif self.critic is not None:  # the critic has made as many, plus its warm-up's
             updates = self.critic.role.trained.updates - self.history.warmed
         history, seed = self.history.numbers() | {"updates": updates}, self.config.seed
         return Facts(step, seed, self.guard.total_steps, self.version, self.kl.value, "", "", figures, history)
@@ -120,7 +120,7 @@ COSTS_KEPT = 0.5
 
 @dataclass
 class Adaptation:
-    """One rank's controllers, and its actions' `costs`; the chunk size depends only on shared figures."""
+    """One rank's controllers and the measured `costs` of its actions.  All ranks decide the same, from shared figures."""
 
     world: World
     scheduler: OvercommitScheduler

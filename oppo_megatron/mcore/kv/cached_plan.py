@@ -1,6 +1,5 @@
-"""Attention of new tokens to cached positions.
-
-Many new tokens: padded queries of small neighbours together, long sequences alone; or by block table.
+"""Attention of new tokens to cached positions, by the kernel of a paged cache if it has one.  Otherwise a call of many tokens is
+split into parts: short neighbouring sequences, padded, and single long ones.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from oppo_megatron.mcore.device import on_device
 
 
 def hidden_keys(position: Tensor, keys: slice, window: int | None) -> Tensor:
-    """[..., L]: True for `keys` hidden from a token at `position` [...], never for all."""
+    """[..., L]: True for `keys` that a token at `position` [...] must not see; a window leaves at least one."""
     key_L, position_1 = torch.arange(keys.start, keys.stop, device=position.device), position.unsqueeze(-1)
     beyond = key_L > position_1
     return beyond if window is None else beyond | (key_L <= (position_1 - window).clamp(max=keys.stop - 2))
 
 
 def beyond_mask(position_S: Tensor, keys: slice, dtype: torch.dtype, window: int | None) -> Tensor:
-    """[S, 1, 1, L]: 0 up to a sequence's position within its window, else minus infinity."""
+    """[S, 1, 1, L]: 0 for keys that the token at a sequence's position sees, else minus infinity."""
     hidden_SL = hidden_keys(position_S, keys, window)
     mask_SL = torch.zeros(hidden_SL.shape, dtype=dtype, device=position_S.device)
     return mask_SL.masked_fill_(hidden_SL, -torch.inf)[:, None, None]
@@ -40,7 +39,7 @@ CALL_SCORES = 2**20  # query-key pairs of a head computed in about the launch ti
 
 @dataclass(frozen=True)
 class Part:
-    """Sequences `rows` reading `keys`; `queries`: new tokens of one; `causal`: all are new, no mask needed."""
+    """New tokens `queries` of each of the sequences `rows`, over positions `keys`; `causal`: nothing was cached, so no mask."""
 
     rows: slice
     queries: slice
@@ -58,7 +57,7 @@ class Part:
 
 
 def parts_of(past: Sequence[int], lens: Sequence[int], repeat: int, window: int | None, call: int = CALL_SCORES) -> list[Part]:
-    """Return a GPU call's parts, `repeat` query heads per key head; a mask has at most MASK_NUMBERS numbers, or one query."""
+    """Split a GPU call; `repeat`: query heads per key head.  Each mask has at most MASK_NUMBERS numbers, or a single query."""
     return [part for rows in _groups(past, lens, call) for part in _bounded(past, lens, repeat, window, rows)]
 
 
@@ -93,7 +92,7 @@ def _bounded(past: Sequence[int], lens: Sequence[int], repeat: int, window: int 
 
 
 def each_alone(past: Sequence[int], lens: Sequence[int], window: int | None) -> list[Part]:
-    """Return one part per sequence; a window leaves few keys to read."""
+    """Return one part per sequence, several with a window, so that each reads only keys that it needs."""
     parts: list[Part] = []
     for s, (before, new) in enumerate(zip(past, lens, strict=True)):
         rows, reach = slice(s, s + 1), before + new
@@ -159,13 +158,13 @@ class PartsOfCall:
 
 @dataclass(frozen=True)
 class PagedCall:
-    """Int32: sequence s has `new_S[s]` queries, `length_S[s]` tokens in blocks `table_SW[s]`."""
+    """Int32: sequence s has `new_S[s]` queries, `length_S[s]` tokens (queries included) in blocks `table_SW[s]`."""
 
     table_SW: Tensor
     new_S: Tensor
     length_S: Tensor
     most_new: int
-    longest: int
+    longest: int  # at least the largest of `length_S`
 
     @cached_property
     def new_ends(self) -> Tensor:
@@ -233,6 +232,7 @@ class CachedPlan(ABC):
 
 class CallPlan(CachedPlan):
     def __init__(self, cache: Cache, slots: list[int], past: list[int], lens: list[int]):
+        """`lens[s]` new tokens follow `past[s]` cached ones in slot `slots[s]`."""
         self.slots, self.past, self.lens = slots, past, lens
         self.decode = max(lens) == 1
         self._device = cache.device
@@ -275,7 +275,7 @@ class CallPlan(CachedPlan):
         return device.type != "cpu"
 
     def _stretches(self, cached_SGLD: Tensor) -> list[slice]:
-        """Group neighbours of similar length, on a CPU."""
+        """Group neighbours of similar length; on a GPU all are one group."""
         if self._device.type != "cpu":
             return [slice(0, len(self.lens))]
         _, groups, _, dim = cached_SGLD.shape
@@ -299,7 +299,7 @@ class CallPlan(CachedPlan):
 
 
 class StepPlan(CachedPlan):
-    """One new token per row; only the device knows positions, below `reach`."""
+    """A decode step of one token per row, at positions that only the device knows, all below `reach`."""
 
     def __init__(self, cache: Cache, places: Places, position_B: Tensor, reach: int):
         super().__init__(cache, position_B, reach)
@@ -317,7 +317,7 @@ class StepRows(ABC):
 
     @abstractmethod
     def load(self, slots: Sequence[int]) -> None:
-        """Rows may share slots."""
+        """Set the cache slot of each row; padding rows share one."""
 
     @property
     @abstractmethod
@@ -326,11 +326,11 @@ class StepRows(ABC):
 
     @abstractmethod
     def reach(self, longest: int) -> int:
-        """Return one of few bounds, at least `longest`."""
+        """Round `longest` up to one of few bounds, because each one needs its own capture."""
 
     @abstractmethod
     def plan(self, position_B: Tensor, reach: int, idle_B: Tensor) -> StepPlan:
-        """Idle rows, whose output nobody reads, may attend to less."""
+        """Plan a step.  Idle rows, whose output nobody reads, may attend to fewer positions."""
 
 
 def attend_one(q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -1,6 +1,6 @@
 """The paged key/value cache: a pool of blocks, a table per sequence, and flash-attn's kernel or Triton's.
 
-Sequences share their prompt's full blocks and copy a partly filled one.
+Forked sequences share the full blocks of their prompt; each has its own copy of a partly filled one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def find_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel | None:
 
 @cache
 def by_triton(device: torch.device) -> PagedKernel | None:
-    """Try the kernel once: Triton needs a C compiler and Python's headers, too."""
+    """Return the kernel if a trial call works: Triton also needs a C compiler and Python's headers."""
     from oppo_megatron.mcore.kv.triton_kernel import triton_attention
 
     one_1, pool = torch.ones(1, dtype=torch.int32, device=device), torch.zeros(1, 16, 1, 16, dtype=torch.bfloat16, device=device)
@@ -68,7 +68,7 @@ def flash_attn(q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, s
 
 
 class PagedKVCache(SequenceCache):
-    """Storage k, v: per layer [P, K, G, D]; whole: [2 * layers, P, K, G, D].  Without a `kernel`, tables are gathered."""
+    """Storage k, v: per layer [P, K, G, D]; whole: [2 * layers, P, K, G, D].  Without a `kernel`, blocks are gathered."""
 
     def __init__(
         self, *, num_kv_heads: int, head_dim: int, max_length: int, block_tokens: int = BLOCK_TOKENS,
@@ -79,7 +79,7 @@ class PagedKVCache(SequenceCache):
         super().__init__(lambda slots: (slots * width, block_tokens, num_kv_heads, head_dim), max_length=max_length, **sizes)
         num_blocks = self.num_slots * width
         self._free = list(range(num_blocks))[::-1]  # the next one last
-        self._users = [0] * num_blocks  # of each block: tables that name it
+        self._users = [0] * num_blocks  # of each block: number of tables that contain it
         self._tables: list[list[int]] = [[] for _ in range(self.num_slots)]
 
     @property
@@ -117,7 +117,7 @@ class PagedKVCache(SequenceCache):
 
     def _extend(self, slot: int, length: int) -> None:
         table, (whole, rest) = self._tables[slot], divmod(self._lengths[slot], self.block_tokens)
-        if rest and self._users[table[whole]] > 1:  # rolled back into a block that others have, too
+        if rest and self._users[table[whole]] > 1:  # truncated within a block that others share
             shared = table[whole]
             (table[whole],) = self._copies(shared, 1, rest)
             self._give(shared)
@@ -140,7 +140,7 @@ class PagedKVCache(SequenceCache):
             self._free.append(block)
 
     def _copies(self, block: int, count: int, length: int) -> list[int]:
-        """Copy a block's first positions to new blocks; takes none if it fails."""
+        """Copy a block's first `length` positions to `count` new blocks; an error leaves none taken."""
         copies = [self._take() for _ in range(count)]
         try:
             self.whole[:, on_device(copies, self.device), :length] = self.whole[:, block, None, :length].clone()

@@ -17,8 +17,8 @@ from oppo_megatron.errors import CapacityError, CheckpointError
 from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.kv.cached_plan import CallPlan, Places, StepPlan, StepRows
 
-REACH = 256  # decode steps whose positions the host does not know attend to this times a power of two
-COPIED_NUMBERS = 2**25  # of a dense cache, held aside at once: 64 MiB in bfloat16
+REACH = 256  # if only the device knows positions, a decode step attends to this times a power of two
+COPIED_NUMBERS = 2**25  # most numbers of a dense cache copied at once: 64 MiB in bfloat16
 
 
 class SequenceCache(ABC):
@@ -26,7 +26,7 @@ class SequenceCache(ABC):
         self, shape: Callable[[int], tuple[int, ...]], *, num_layers: int, num_slots: int, max_length: int,
         rope: tuple[Tensor, Tensor], dtype: torch.dtype, device: torch.device, budget_bytes: int | None = None,
     ):  # fmt: skip
-        """`shape`: of a layer's keys by number of slots.  Raises CapacityError if no slot fits the budget."""
+        """`shape(slots)`: shape of a layer's keys.  Raises CapacityError if no slot fits the budget."""
         slot_bytes = 2 * num_layers * prod(shape(1)) * dtype.itemsize
         self.num_slots = num_slots if budget_bytes is None else min(num_slots, budget_bytes // slot_bytes)
         if self.num_slots < 1:
@@ -119,7 +119,7 @@ class SequenceCache(ABC):
             self._lengths[slot] = start + new
 
     def reserve(self, seq_id: int, new: int) -> None:
-        """Reserve places.  Raises CapacityError beyond `max_length`."""
+        """Make room for `new` more tokens.  Raises CapacityError beyond `max_length`."""
         slot = self._slots[seq_id]
         start = self._lengths[slot]
         if start + new > self.max_length:
@@ -134,7 +134,7 @@ class SequenceCache(ABC):
         return self._read(self._slots[seq_id], self.length(seq_id))
 
     def restore(self, seq_id: int, stored: Tensor) -> None:
-        """Open a `stored` sequence.  Raises CheckpointError for another model's."""
+        """Open a sequence with keys and values from `stored`.  Raises CheckpointError if they are another model's."""
         self.open(seq_id)
         slot = self._slots[seq_id]
         try:
@@ -231,7 +231,7 @@ class KVCache(SequenceCache):
 
 
 class DensePlaces:
-    """Tokens go to `slot_T`, `pos_T`; `span`: slots of the call, a slice for neighbours."""
+    """New tokens go to slots `slot_T`, positions `pos_T`; `span`: the call's slots, a slice if they are neighbours."""
 
     def __init__(self, cache: KVCache, slot_T: Tensor, pos_T: Tensor, span: slice | Tensor):
         self._cache, self._slot_T, self._pos_T, self.span = cache, slot_T, pos_T, span

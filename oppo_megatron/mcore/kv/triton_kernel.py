@@ -1,6 +1,6 @@
 """Attention by block table in Triton, for decode and prefill; the positions of a few long sequences are split among programs.
 
-A program has A rows (tokens of a sequence times R heads of a group), reads J positions at a time, and one of F splits.
+A program computes A rows (tokens of a sequence times R heads of a group) over one of F splits, J positions at a time.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from oppo_megatron.schedule.weaving.cut import even_ends
 
 
 class Active(NamedTuple):
-    """`rows` (valid until the book's next call), replicas, and tokens that each sequence may still get."""
+    """Unfinished rollouts: `rows` (valid until the book's next call), replicas, and `rooms`: tokens that each may still get."""
 
     columns: Columns
     rows: Ints
@@ -35,7 +35,7 @@ class Active(NamedTuple):
 
 
 class ActorBook(Book):
-    """Between rounds an open sequence has all but its last token cached, or is prefilled again if stale."""
+    """Between rounds all tokens of an open sequence but the last are cached; if its cache is stale, it is prefilled again."""
 
     def __init__(self, replicas: int, slots: int, limit: Callable[[int], int], groups: Grouping = ALONE):
         super().__init__(replicas, slots, {LIMIT: ABSENT, OUTLIVED: 0}, groups)
@@ -62,7 +62,7 @@ class ActorBook(Book):
         self, active: Sequence[Rollout] | Columns | Active, steps: int, micro_batches: int, budget: int,
         order: Callable[[Sequence[int]], list[int]], own: Collection[int] | None = None,
     ) -> list[ReplicaWork]:  # fmt: skip
-        """`order(seq_ids)` sorts open sequences by cache slot."""
+        """Open free slots; return the work by replica, empty outside `own`.  `order(seq_ids)` sorts by cache slot."""
         columns, rows, replicas, rooms = active if isinstance(active, Active) else self.active(active)
         running, new = self._admit(rows, replicas)
         ours, cached = self._ours(own), self._ledger[CACHED][rows]
@@ -108,11 +108,11 @@ class ActorBook(Book):
         self._ledger[OUTLIVED][ended] = 0
 
     def invalidate(self) -> None:
-        self._ledger[CACHED][self._ledger[CACHED] != ABSENT] = 0
+        self._ledger[CACHED][self._ledger[CACHED] != ABSENT] = 0  # slots stay open
         self._ledger[OUTLIVED][:] = 0
 
     def keep(self) -> None:
-        self._ledger[OUTLIVED][self._ledger[CACHED] > 0] += 1
+        self._ledger[OUTLIVED][self._ledger[CACHED] > 0] += 1  # the weights have changed, the caches are kept
 
     @property
     def outlived(self) -> Mapping[int, int]:
@@ -130,7 +130,7 @@ class ActorBook(Book):
         return current
 
     def _admit(self, rows: Ints, replicas: Ints) -> tuple[Bools, Bools]:
-        """Masks of running sequences and of those that get free slots."""
+        """Open free slots; return masks of the sequences that run and of those just opened."""
         new = self._ledger[CACHED][rows] == ABSENT
         for replica in self._short(replicas[new]).tolist():
             waiting = np.flatnonzero(new & (replicas == replica))

@@ -1,4 +1,4 @@
-"""Cached and computed tokens of a role's rollouts, the same on all ranks."""
+"""Books: the replica, cached tokens and outputs of each rollout of a role, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from oppo_megatron.schedule.packing import dealt, packed_in_order
 from oppo_megatron.schedule.rounds import Batch, Fork, Growths
 
 Pairs = list[tuple[int, int]]
-"""A mapping in JSON: keys stay numbers, in order."""
+"""A mapping by sequence id; as a JSON object it would lose the type of its keys."""
 
-ABSENT = -1
-"""A missing number in columns that use 0."""
+ABSENT = -1  # a missing number in columns that use 0
 
 
 class Ledger:
-    """Dense columns of integers by sequence id; `entered` shows which are in use."""
+    """Columns of integers, a row per sequence id.  A row is in use if column `entered` differs from its default in `columns`."""
 
     def __init__(self, entered: str, columns: Mapping[str, int]):
         self._entered, self._unset = entered, dict(columns)
@@ -34,6 +33,7 @@ class Ledger:
         return self._columns[name]
 
     def rows(self, seq_ids: Ints) -> Ints:
+        """Return the sequences' rows.  New ids may enlarge the columns, which moves all rows."""
         if len(seq_ids):
             low, high = int(seq_ids.min()), int(seq_ids.max())
             if low < self._first or high >= self._first + len(self):
@@ -83,12 +83,12 @@ class Ledger:
 
 
 REPLICA, CACHED, OPENED, OUTPUTS, LIMIT, OUTLIVED = "replica", "cached", "opened", "outputs", "limit", "outlived"
-"""Columns: replica, cached tokens (ABSENT: no slot), order of opening, outputs, most response tokens, updates since opening."""
+"""Columns: replica, cached tokens (ABSENT: no slot), order of opening, outputs, most response tokens, updates since caching."""
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """`size` neighbouring ids share prompt and replica. `fork`: compute its cache once. `greedy`: decode the last greedily."""
+    """`size` neighbouring ids share prompt and replica. `fork`: cache the prompt once. `greedy`: decode the last greedily."""
 
     size: int = 1
     fork: bool = True
@@ -100,7 +100,7 @@ ALONE = Grouping()
 
 @dataclass
 class ReplicaWork:
-    """In a round: close `evict`, open, prefill, decode, close `done`; fork as soon as a source has enough cached."""
+    """A replica's round: close `evict`, open, prefill, decode, close `done`; `fork` as soon as a source has enough cached."""
 
     evict: list[int] = field(default_factory=list)
     open: list[int] = field(default_factory=list)
@@ -115,7 +115,7 @@ class ReplicaWork:
 
 
 class Book:
-    """`slots` per replica's cache; at most `most` sequences of a group."""
+    """A role's book.  `slots`: sequences that a replica's cache holds; `most`: sequences of a group that the role reads."""
 
     def __init__(self, replicas: int, slots: int, columns: Mapping[str, int], groups: Grouping, most: int | None = None):
         self.slots, self.groups, self.prefilled_tokens, self.forked_tokens = slots, groups, 0, 0
@@ -134,7 +134,7 @@ class Book:
         return self._ledger[REPLICA][self._ledger.rows(columns_of(rollouts).seq_ids)]
 
     def place(self, held: Sequence[Rollout] | Columns) -> Ints:
-        """Return the replica of each of `held`, which are all sequences; groups stay together."""
+        """Return the replica of each of `held` (all sequences), after choosing one for each new group."""
         columns = columns_of(held)
         rows = self._ledger.rows(columns.seq_ids)
         replicas = self._ledger[REPLICA]
@@ -216,7 +216,7 @@ class Book:
         return self.groups.size > 1 and self.groups.fork
 
     def _sources(self, rows: Ints, depth: Ints, wanting: Bools | None = None) -> Ints:
-        """Sequence to fork at `depth`, or ABSENT, for each of `rows`; `wanting`: prefilled in this round."""
+        """Return for each of `rows` a sequence to fork `depth` tokens from, or ABSENT; `wanting`: mask of rows that run."""
         sources = np.full(len(rows), ABSENT, dtype=np.int64)
         if not self.forks:
             return sources
@@ -243,13 +243,13 @@ class Book:
 
 
 def _sums(columns: Columns, of: Ints, count: int) -> Ints:
-    """Tokens, sequences, unfinished sequences of each of `count` replicas or groups, [3, count]."""
+    """Sum tokens, sequences, unfinished sequences per replica or group (`of`: its number), [3, count]."""
     weights = columns.num_tokens, np.ones_like(of), ~columns.finished
     return np.stack([np.bincount(of, each, count) for each in weights]).astype(np.int64)
 
 
 def packed(growths: Growths, which: Ints, forks: Sequence[Fork], budget: int) -> list[Growths]:
-    """Pack the growths at `which`, fork targets after sources."""
+    """Pack the growths at `which` into micro-batches of at most `budget` tokens, fork targets after their sources."""
     late = np.isin(growths.seq_ids[which], [fork.target for fork in forks if fork.held < fork.tokens])
     bins = [part[own] for part in (which[~late], which[late]) for own in packed_in_order(growths.new[part], budget)]
     return list(map(growths.at, bins))

@@ -1,4 +1,4 @@
-"""Plan rounds, the same on all ranks."""
+"""Plans rounds: the work of each replica (books), micro-batches (cut) and order of actions (schedule); the same on all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.cut import Cut, Work, choose_cut
 from oppo_megatron.schedule.weaving.generators import CustomGenerator, Generator, generator_of, intra, one_by_one
 
-KEPT_SCHEDULES = 256
+KEPT_SCHEDULES = 256  # by shapes of rounds
 KEPT_CUTS = 1024
 
 Order = Callable[[Sequence[int]], list[int]]
@@ -34,7 +34,7 @@ Order = Callable[[Sequence[int]], list[int]]
 
 @dataclass(frozen=True)
 class PlannedRound:
-    """Chunks of `schedule` count from 1 (`Schedule.shifted`)."""
+    """One schedule serves all rounds of the same shape, so its chunks count from 1 (`Schedule.shifted`)."""
 
     round: Round
     works: Mapping[str, Sequence[ReplicaWork]]
@@ -51,9 +51,9 @@ class RoundPlanner:
 
     site: Site
     generator: str
-    weave: Sequence[int | Literal["auto"]]
+    weave: Sequence[int | Literal["auto"]]  # decode micro-batches, and tokens of a prefill micro-batch
     micro_batch_tokens: int
-    max_length: int
+    max_length: int  # tokens of a cached sequence
     actor: ActorBook
     scorers: Mapping[str, ScoringBook]
     costs: Costs = Costs()
@@ -72,7 +72,7 @@ class RoundPlanner:
         self, index: int, decode: Sequence[Rollout], score: Sequence[Rollout], chunk: int, order: Order,
         readable: Ints | None = None,
     ) -> PlannedRound:  # fmt: skip
-        """Decode up to `chunk` tokens, and score new tokens; the critic only `readable` (None: all). Raises ScheduleError."""
+        """Plan to decode up to `chunk` tokens and score new ones (critic: only `readable`; None: all). Raises ScheduleError."""
         round_, works = self.book(index, decode, score, chunk, order, readable)
         budgets = self._budgets(works)
         require_room(round_, budgets)
@@ -84,7 +84,7 @@ class RoundPlanner:
         self, index: int, decode: Sequence[Rollout], score: Sequence[Rollout], chunk: int, order: Order,
         readable: Ints | None = None,
     ) -> tuple[Round, dict[str, list[ReplicaWork]]]:  # fmt: skip
-        """Return a round and its work by role, which the books count as done."""
+        """Return a round and its work by role and replica; the books count all of it as done."""
         active, unread = self.actor.active(decode), dict[str, Unread]()
         scored = some = columns_of(score)
         perishable = any(book.perishable for book in self.scorers.values())
@@ -117,7 +117,7 @@ class RoundPlanner:
         return sum(book.prefilled_tokens for book in (self.actor, *self.scorers.values()))
 
     def learn(self, costs: Costs) -> None:
-        """Plan by `costs` from now on; all ranks at once."""
+        """Plan by `costs` from now on; every rank must do so after the same round."""
         self.costs = costs
         self._known.clear()
         self._cuts.clear()
@@ -182,13 +182,13 @@ class RoundPlanner:
         return self._known[key]
 
     def _ordered(self, shape: Round, site: Site) -> tuple[Schedule, Transport]:
-        """Return a schedule whose held sends cannot deadlock, and the rules left to check."""
+        """Return compute actions that cannot deadlock if the transport holds sends, and the transport rules left to check."""
         if isinstance(self._generate, CustomGenerator):
             return self._generate(shape, site, self.costs), self.transport
         generator, computes = self._passing(shape, site)
         if self._component is not None or generator is self._generate:
             return computes, self.transport if generator is one_by_one else self.transport.free
-        # Ranks choose an order without knowing other components.
+        # Each component chooses its own generator, as its ranks would without knowing the others.
         lists, left = dict[int, tuple[Action, ...]](), set(site.ranks)
         while left:
             component = component_of(site, min(left))
@@ -203,7 +203,7 @@ class RoundPlanner:
             computes = generator(shape, site, self.costs)
             if not self.transport.holds or prove(computes, shape, site, self.transport):
                 return generator, computes
-        return one_by_one, one_by_one(shape, site, self.costs)
+        return one_by_one, one_by_one(shape, site, self.costs)  # never deadlocks
 
     def _budgets(self, works: Mapping[str, Sequence[ReplicaWork]]) -> dict[str, dict[int, KVBudget]]:
         books: dict[str, Book] = {"actor": self.actor, **self.scorers}

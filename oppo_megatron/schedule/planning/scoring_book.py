@@ -12,7 +12,7 @@ from oppo_megatron.schedule.rounds import Growths
 
 
 class Unread(NamedTuple):
-    """`cached` is ABSENT without a slot; `targets`: tokens to read."""
+    """Sequences with unread tokens: `cached` now (ABSENT: no slot), and `targets`, to be cached after the round."""
 
     columns: Columns
     rows: Ints
@@ -25,10 +25,10 @@ class Unread(NamedTuple):
 
 
 class ScoringBook(Book):
-    """Only the reward model reads the last token: others give response token t from position P + t - 1.
+    """Only the reward model reads a response's last token: other roles score token t at position P + t - 1 (P: prompt tokens).
 
-    Finished sequences evict the youngest unfinished ones, whose outputs stay valid. Without `reads_greedy`, ignores greedy
-    sequences.
+    If slots are short, finished sequences evict the youngest unfinished ones, whose outputs stay valid. `every_token`: outputs
+    are per token, not per response. Without `reads_greedy`, greedy sequences are left out.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ScoringBook(Book):
         return found if missing.all() else found.at(np.flatnonzero(missing))
 
     def pending(self, rollouts: Sequence[Rollout] | Columns | Unread) -> tuple[Ints, Ints]:
-        """Replica and new tokens of each sequence to read."""
+        """Return the replica and the number of unread tokens of each sequence."""
         columns, rows, replicas, cached, targets = rollouts if isinstance(rollouts, Unread) else self.unread(rollouts)
         cached = np.maximum(cached, 0)
         depth = self._depth(columns)
@@ -65,7 +65,7 @@ class ScoringBook(Book):
     def plan(
         self, rollouts: Sequence[Rollout] | Columns | Unread, budget: int, own: Collection[int] | None = None
     ) -> list[ReplicaWork]:
-        """Return every replica's work, which the book counts as done."""
+        """Open slots; return the work by replica, empty outside `own`.  The book counts all of it as done."""
         ours = self._ours(own)
         admitted = self._admit(rollouts if isinstance(rollouts, Unread) else self.unread(rollouts), ours)
         self._fork(admitted, ours)
@@ -80,7 +80,7 @@ class ScoringBook(Book):
         return self._works(ours)
 
     def forget(self, *seq_ids: int, unread: bool = False) -> None:
-        """Remove trained sequences; `unread`: untrained ones."""
+        """Remove sequences that were trained or, with `unread`, will not be trained and may be unscored."""
         rows = self._ledger.rows(np.array(seq_ids, dtype=np.int64))
         held = rows[self._ledger[CACHED][rows] != ABSENT]
         assert unread or not len(held), f"{self.role}: sequence {self._ledger.ids(held).min()} was trained unscored"

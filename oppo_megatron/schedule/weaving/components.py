@@ -23,8 +23,8 @@ Team = tuple[str, int]
 
 
 class Times(NamedTuple):
-    starts: Ints
-    placed: Ints
+    starts: Ints  # [stages, units]
+    placed: Ints  # order among units that start together
 
 
 class Count(NamedTuple):
@@ -35,7 +35,7 @@ class Count(NamedTuple):
 
     @property
     def units(self) -> int:
-        return self.prefills + self.batches * self.steps
+        return self.prefills + self.batches * self.steps  # a unit: a prefill, or a decode step, of one micro-batch
 
 
 def count_of(team: Team, round: Round) -> Count:

@@ -35,16 +35,16 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Work:
-    num_sequences: int
+    num_sequences: int  # of the fullest replica
     steps: int
     pp: int
-    prefill_tokens: Mapping[str, int]
+    prefill_tokens: Mapping[str, int]  # by role, of the replica with most
 
 
 @dataclass(frozen=True, order=True)
 class Cut:
     micro_batches: int
-    prefill_tokens: int
+    prefill_tokens: int  # most of a micro-batch
 
 
 def choose_cut(
@@ -102,7 +102,7 @@ def _steps_of(work: Work, micro_batches: Ints, costs: Costs) -> _Steps:
 
 def _predicted(work: Work, sizes: Ints, costs: Costs, step: _Steps) -> Floats:
     message_s, steps = _message_s(work, costs), max(0, work.steps - 1)
-    gaps = np.full(step.end_s.shape, float(steps))  # left of each stage
+    gaps = np.full(step.end_s.shape, float(steps))  # that each stage has left
     ends = steps * step.seconds + step.end_s
     drain = np.zeros_like(ends)
     tokens = {role: number for role, number in work.prefill_tokens.items() if number}

@@ -37,7 +37,7 @@ class Growing:
 
 @dataclass(frozen=True)
 class Recorded:
-    """`grown`: tokens decoded without a complete batch; `chunk`: real ones. None if the round only scored."""
+    """`grown`: tokens as if decoding did not stop at the complete batch; `chunk`: real ones. None if the round only scored."""
 
     step: int
     planned: Any

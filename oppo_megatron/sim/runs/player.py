@@ -1,7 +1,7 @@
 """Play rounds in virtual time: each component in the generator's order, then the chunk's delivery. U units of ranks.
 
-A unit of work (`schedule/weaving/components.py`) begins when its ranks are free and its input has arrived, along a thread: a
-micro-batch from stage to stage, and in decoding from the last stage to the first.
+A unit of work (`schedule/weaving/components.py`) begins when its ranks are free and its input has arrived. Inputs follow a
+*thread*: a micro-batch's way from stage to stage and, in decoding, from the last stage back to the first.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from oppo_megatron.sim.runs.step_costs import StepCosts
 
 
 class Parts(NamedTuple):
-    """Seconds on the actor's output rank, which add up; `decode_s` excludes its scoring."""
+    """Seconds of a step on the actor's output rank; their sum is the step. `decode_s` excludes scoring on that rank."""
 
     decode_s: float
     score_exposed_s: float

@@ -189,7 +189,7 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Mode:
-    """`streams`: scoring during decoding; `hides_critic`: its update too; `last_share` of scoring after decoding."""
+    """`streams`: scoring overlaps decoding, except its `last_share`; `hides_critic`: the critic's update overlaps, too."""
 
     streams: bool
     hides_critic: bool
@@ -198,7 +198,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class StepRule:
-    """Price of roles (the actor first); it never falls if a phase takes longer."""
+    """Time of a step from its roles' phases (the actor first); it never falls if a phase takes longer."""
 
     roles: tuple[str, ...]
     blocks: Blocks
@@ -213,7 +213,7 @@ class StepRule:
         return _largest(path, *(sum(times[other].total for other in others) for others in self._over))
 
     def _scoring_ns(self, times: Sequence[Times], share: float) -> Any:
-        """Until all have scored: each starts after those before it on its ranks."""
+        """Time until all roles have scored; each starts after the earlier ones that share ranks with it."""
         ends: list[Any] = []
         for role in range(1, len(times)):
             start, serving = (
@@ -241,7 +241,7 @@ class StepRule:
 
     @cached_property
     def _over(self) -> tuple[tuple[int, ...], ...]:
-        """Roles on all of each role's ranks."""
+        """For each role, the roles whose blocks contain all of its ranks."""
         return tuple(tuple(number for number, other in enumerate(self.blocks) if other.contains(block)) for block in self.blocks)
 
 

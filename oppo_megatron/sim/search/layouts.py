@@ -105,7 +105,7 @@ Bytes = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """`number`: its position among all of the role on this many ranks."""
+    """A layout of a role.  `number`: its position among all layouts of the role on as many ranks."""
 
     number: int
     serving: Sizes

@@ -236,7 +236,7 @@ class StepMeter:
         self.spans.flush()
 
     def complete(self, step: int, critic_stats: dict[str, float]) -> None:
-        """Complete the line of `step`, unless it is, with the critic's statistics."""
+        """Complete the metrics line of `step` with the critic's statistics, unless that was done before."""
         late: dict[str, Any] = critic_stats | self.memory.by_rank.peak_fields()
         if self.journal is not None and self.completed < step:
             if self.critic is not None:
