@@ -86,7 +86,7 @@ test-core: $(CORE)/.installed
 	$(CORE_PYTEST) -m "not gpu and not long" tests/unit/test_mcore_*.py tests/parity tests/gloo tests/e2e tests/rehearsal
 
 test-long: $(INSTALLED_TEST)
-	$(BIN)/vermin --quiet --violations --no-tips --target=3.10- tests benchmarks examples launch tools setup.py  # mypy reads the package
+	$(BIN)/vermin --quiet --violations --no-tips --target=3.10- oppo_megatron tests benchmarks docs examples launch tools setup.py
 	$(PYTEST) -n $(JOBS) --dist loadfile -m long --durations=0 --durations-min=5
 
 lint-and-docs: $(INSTALLED_TEST)

@@ -129,6 +129,8 @@ def test_the_critic_reads_what_is_worth_it() -> None:
     ):
         buffer.record(Chunk(0, max(each.finish_clock or 0 for each in rows), rows))
         assert set(buffer.worth_reading().tolist()) == worth
+    ages = np.array([2, 2, 2, 1, 1, 0])  # one of the first three is due, and none has ended: the other place is left
+    assert next_groups(np.arange(6) == 5, np.zeros(6, dtype=np.int64), ages, 2, 3, 2).tolist() == [5]
 
 
 @given(data=st.data(), groups=st.integers(0, 12), batch=st.integers(1, 4), most=st.integers(1, 3))

@@ -23,7 +23,7 @@ from tests.support.schedules import LAYOUTS, ample_budgets, build, colocated, di
 
 SPLIT = Site({"actor": RolePlacement((0, 1), 1, 2, 1), "reward": RolePlacement((2,))})
 PAIR = Round(
-    2, 2, (((Growth(0, 5, 2), Growth(1, 5, 2)), (Growth(2, 5, 2),)),),
+    2, 2, (((Growth(0, 5, 2), Growth(1, 5, 2)), (Growth(2, 5, 9),)),),  # at most 9, and 2 steps
     {"reward": (((Growth(0, 0, 6), Growth(1, 0, 6)), (Growth(2, 0, 6),)),)},
 )  # fmt: skip
 """Two decode micro-batches over two stages, and a reward model that listens."""
