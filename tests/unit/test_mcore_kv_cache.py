@@ -286,7 +286,8 @@ def test_what_cannot_be_restored_leaves_no_sequence_open(layout: str) -> None:
     cache = CACHES[layout](2)
     fitting = torch.ones(2 * LAYERS, LENGTH, GROUPS, DIM)
     long = fitting.repeat(1, 2, 1, 1)
-    for stored, error in [(fitting[:-1], CheckpointError), (fitting.double(), CheckpointError), (long, CapacityError)]:
+    others = fitting[:-1], fitting[..., 1:], fitting.double()  # in layers, head size and type
+    for stored, error in [*((each, CheckpointError) for each in others), (long, CapacityError)]:
         with pytest.raises(error, match="sequence 5"):
             cache.restore(5, stored)
         assert 5 not in cache and cache.num_free == 2

@@ -297,6 +297,9 @@ def test_dapo_filters_groups_and_brings_the_backfill_that_its_filter_needs(filte
         assert "groups of equal reward are trained, too" in describe_batch(config)
     assert TrainConfig.model_validate(filtered | {"filter": "gsm8k"}).filter == "gsm8k"
     assert TrainConfig.model_validate(filtered | {"algorithm": {"preset": "gspo"}}).filter is None
+    judge = {"rewards": [{"kind": "model"}, *filtered["rewards"]], "reward": {"checkpoint": "r"}}
+    config = TrainConfig.model_validate(filtered | judge)  # the reward model reads the last chunk a period later
+    assert [derived.verdict_lag(config, metric) for metric in ("reward", "model", "gsm8k")] == [1, 1, 0]
     # Brings none where it was refused, nor without carried rollouts, which is what backfill fills batches from
     bare = {**filtered, "overlap": {"delta": {"initial": 1, "max": 2}}}
     config = TrainConfig.model_validate(bare)
