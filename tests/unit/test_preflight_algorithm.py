@@ -125,7 +125,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "algorithm.loss is set, but algorithm.preset online_dpo has pairs"),
     ({"rollout.batch_size": 100}, "must be a multiple of rollout.group_size 8 (a batch has whole groups); set it to 96 or 104"),
     ({"rollout.batch_size": 5, "overlap.delta": {"initial": 0, "max": 0}}, "set it to 8, or the group size to a divisor"),
-    ({"ppo.minibatches": 3}, "ppo.minibatches 3 does not divide the 16 groups of a batch (128 responses in groups of 8)"),
+    ({"ppo.minibatches": 32}, "ppo.minibatches 32 does not divide the 16 groups of a batch (128 responses in groups of 8)"),
     ({"overlap.delta.max": 65}, "overlap.max_staleness 4 times rollout.batch_size 128 / rollout.group_size 8 = 16 prompts"),
     ({"ppo.gae_lambda": 0.9}, "ppo.gae_lambda is 0.9, but algorithm.preset grpo has no critic"),
     ({"algorithm": {"preset": "grpo", "objective": "plain"}, "ppo.clip_high": 0.3},
