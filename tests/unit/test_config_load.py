@@ -91,6 +91,7 @@ def test_a_removed_key_of_a_list_and_what_cannot_be_removed(good: Path) -> None:
     ("overlap.chunk=[]", "`overlap.chunk` is [], but must be an integer or a list of at least 1; correct"),
     ("seed=9223372036854775808", "`seed` is 9223372036854775808, but must be less than 9223372036854775808"),
     ("sead=3", "`sead` is not a setting; did you mean `seed`?"),
+    ("ppo.mode=3", "`ppo.mode` is not a setting; did you mean `ppo.kl.mode`?"),
     ("batch_size=3", "`batch_size` is not a setting; did you mean `rollout.batch_size`?"),
     ("rewards.0.weigth=3", "`rewards.0.weigth` is not a setting; did you mean `rewards.0.weight`?"),
     ("tokenizer.zzz=3", "`tokenizer.zzz` is not a setting; the settings here are: path, chat_template"),

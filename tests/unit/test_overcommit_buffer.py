@@ -74,8 +74,7 @@ def test_more_due_rollouts_than_a_batch_holds_go_oldest_first() -> None:
     with pytest.raises(AssertionError, match="before the batch is ready"):
         buffer.take_batch()
     buffer.record(Chunk(1, 4, [row(3, 0, [1], 2), row(2, 0, [1], 3)]))
-    assert seq_ids(buffer.take_batch()) == [0]
-    assert not buffer.readiness().ready
+    assert seq_ids(buffer.take_batch()) == [0] and not buffer.readiness().ready
     buffer.record(Chunk(2, 5, [row(1, 0, [1], 5)]))
     assert [seq_ids(buffer.take_batch()) for _ in range(3)] == [[1], [2], [3]]
 
@@ -115,8 +114,7 @@ def test_a_bad_chunk_is_an_error_and_records_nothing(case: str) -> None:
     chunk, message = BAD_CHUNKS[case]
     with pytest.raises(StreamError, match=message):
         buffer.record(chunk)
-    assert buffer.rollouts == before
-    assert buffer.clock == 6
+    assert buffer.rollouts == before and buffer.clock == 6
 
 
 def test_the_critic_reads_what_is_worth_it() -> None:
@@ -227,13 +225,18 @@ def test_a_resumed_run_makes_the_steps_that_are_asked_for(
     while resumed.done < then.steps:
         assert not resumed.scheduler.done, "the prompts ended before the steps"
         assert resumed.step()
-    assert all(len(batch) == then.batch_size for batch in resumed.batches)
-    assert len(resumed.batches) == then.steps - done
+    assert [len(batch) for batch in resumed.batches] == [then.batch_size] * (then.steps - done)
     assert all(each.deferrals <= then.max_staleness for batch in resumed.batches for each in batch)
     taken = [each.seq_id for batch in (*run.batches, *resumed.batches, resumed.buffer.rollouts) for each in batch]
     assert sorted(taken) == list(range(len(taken))), "each prompt once"
     if (then.steps - done) * then.batch_size >= len(held):
         assert resumed.scheduler.done, "a prompt was admitted that is not trained"
+
+
+def test_backfill_that_a_step_began_without_starts_at_the_clock_of_the_resumed_run() -> None:
+    run = Continued(prompts := plain_set(150), Settings(3, 4, [2], 3, None), [5, 6, 7, 8, 9, 10] * 25)
+    assert not run.step(rounds=1)
+    assert run.resumed(prompts, Settings(3, 4, [2], 3, 2)).step(begun=True)
 
 
 def assert_remedy_holds(message: str, done: int, held: list[int], then: Settings) -> None:

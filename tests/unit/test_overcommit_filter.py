@@ -189,8 +189,7 @@ def check_end(run: Run, simulation: Simulation) -> None:
         return
     assert len(story.batches) <= run.steps
     if len(story.batches) == run.steps and all(len(batch) == run.batch_size for batch in story.batches):
-        assert len(simulation.buffer) == 0
-        assert len(story.entered) == run.steps * run.batch_size + len(story.dropped)
+        assert len(simulation.buffer) == 0 and len(story.entered) == run.steps * run.batch_size + len(story.dropped)
     else:
         assert len(story.entered) == len(run.lengths), "the prompts have ended"
 

@@ -246,8 +246,7 @@ def test_whole_runs(run: Run, chunk_tokens: int) -> None:
         tokens = [token(rollout.seq_id, n) for n in range(run.lengths[rollout.seq_id])]
         assert (rollout.tokens, rollout.finish_reason) == (tokens, "eos")
         assert rollout.logprobs == [-float(t) for t in tokens]
-        assert rollout.sampling_logprobs == [-0.5 * t for t in tokens]
-        assert rollout.finish_clock is not None
+        assert rollout.sampling_logprobs == [-0.5 * t for t in tokens] and rollout.finish_clock is not None
         first_clock = rollout.finish_clock - len(tokens) + 1  # a rollout decodes one token per clock from its admission on
         expected = [next(s for s, end in enumerate(log.clocks) if c <= end) for c in range(first_clock, rollout.finish_clock + 1)]
         assert rollout.versions == expected
@@ -295,8 +294,7 @@ def test_backfill_keeps_the_decode_batch_full_and_the_cap_is_needed_and_binds() 
     # One endless response among short ones is deferred exactly `max_staleness` times, then holds its batch up
     log = simulate(Run(lengths=[60, *[1] * 30], batch_size=2, deltas=[1], max_staleness=3), 7)
     straggler = next(r for batch in log.batches for r in batch if r.seq_id == 0)
-    assert (straggler.deferrals, straggler.finish_clock) == (3, 60)
-    assert any(straggler is r for r in log.batches[3])
+    assert (straggler.deferrals, straggler.finish_clock) == (3, 60) and any(straggler is r for r in log.batches[3])
 
 
 @pytest.mark.parametrize("num_prompts", [0, 1, 4, 5, 6, 12])

@@ -274,6 +274,8 @@ def test_when_the_actor_is_updated_and_when_prompts_are_admitted(settings: dict[
     periods = [OverlapConfig(chunk=8, backfill=backfill).admission_period for backfill in (False, True, 24)]
     assert periods == [None, 8, 24], "after a chunk, or after a given number of steps"
     assert OverlapConfig(inter=False, backfill=24).admission_period is None
+    carries = OverlapConfig(delta={"initial": 0, "max": 0}, backfill=True).carries
+    assert carries(filtered=False) and not carries(filtered=True)
 
 
 @pytest.fixture
