@@ -178,5 +178,5 @@ def _text(value: Any) -> str:
     if isinstance(value, tuple) and value:  # as (median, sigma)
         return ",".join(map(_text, value))
     if isinstance(value, bool) or not isinstance(value, (str, os.PathLike, Real)):
-        raise TypeError(f"{type(value).__name__} is none of text, path and number")
+        raise TypeError(f"type {type(value).__name__} is none of text, path and number")
     return str(value)

@@ -86,7 +86,7 @@ def iter_json_lines(path: str | os.PathLike[str], wanted: Callable[[bytes], bool
                 ) from error
             if not isinstance(value, dict):
                 raise DataError(
-                    f"{os.fspath(path)}, line {number}: {type(value).__name__}; each line must be a JSON object; repair the line"
+                    f"{os.fspath(path)}, line {number}: of type {type(value).__name__}, but must be a JSON object; repair it"
                 )
             yield value
 

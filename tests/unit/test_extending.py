@@ -108,14 +108,14 @@ def test_the_preset_of_the_page_is_one_that_a_configuration_can_name(folder: Pat
 
 API_FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "type": (lambda: oppo.generate("x", ["a"], samples="many"), "samples is 'many': invalid literal"),
-    "text": (lambda: oppo.generate("x", [{"role": "user"}]), r"prompts is \[\{'role': 'user'\}\]: a dict is none of text"),
+    "text": (lambda: oppo.generate("x", [{"role": "user"}]), r"prompts is \[\{'role': 'user'\}\]: type dict is none of text"),
     "flag": (lambda: oppo.generate("x", ["a"], greedy="no"), "greedy is 'no': choose from True, False"),
     "choice": (lambda: oppo.evaluate("x", "y", verifier="maths"), "verifier is 'maths': choose from arithmetic, "),
     "words": (lambda: oppo.generate("x", ["a"], samples=2, greedy=True), "drop samples, or give a temperature above 0"),
     "kind": (lambda: oppo.load_config({}, kind="pop"), "kind is 'pop'; choose from train, sft, rm, dpo"),
     "other": (lambda: oppo.load_config({"model": {}, "data": {}, "tokenizer": {}, "run_dir": Path("x")}),
         "^source .*; give kind='sft'"),
-    "source": (lambda: oppo.load_config(None), "source is None: a NoneType is none of text, path"),  # type: ignore[arg-type]
+    "source": (lambda: oppo.load_config(None), "source is None: type NoneType is none of text, path"),  # type: ignore[arg-type]
     "both": (lambda: oppo.plan("ppo.yaml", "c.yaml", trace="t.csv", lognormal=(6, 1.5)), "trace and lognormal exclude"),
     "plan": (lambda: oppo.plan("ppo.yaml", "c.yaml", "steps", lognormal=(6, 1.5)), "override `steps` is not of the form"),
     "planned settings": (lambda: oppo.plan({"stepz": 3}, "c.yaml"), "`stepz` is not a setting; did you mean `steps`"),

@@ -71,7 +71,7 @@ def test_every_truncation_of_the_last_line_is_read_and_bad_lines_elsewhere_are_n
         path.write_bytes(whole + last[:length])
         assert [line["step"] for line in read_metrics(path)] == ([1, 2] if length == len(last) - 1 else [1])
     path = tmp_path / "metrics.jsonl"
-    for second, said in (('{"step": ', "not JSON"), ("[2]", "a list")):
+    for second, said in (('{"step": ', "not JSON"), ("[2]", "of type list")):
         path.write_text(f'{{"step": 1}}\n{second}\n{{"step": 3}}\n')
         with pytest.raises(DataError, match=rf"metrics\.jsonl, line 2: {said}"):
             read_metrics(path)
