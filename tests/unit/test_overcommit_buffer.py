@@ -234,8 +234,8 @@ def test_a_resumed_run_makes_the_steps_that_are_asked_for(
 
 
 def test_backfill_that_a_step_began_without_starts_at_the_clock_of_the_resumed_run() -> None:
-    run = Continued(prompts := plain_set(150), Settings(3, 4, [2], 3, None), [5, 6, 7, 8, 9, 10] * 25)
-    assert not run.step(rounds=1)
+    run = Continued(prompts := plain_set(150), Settings(3, 4, [2], 3, None), [5, 6, 7] * 50, Ahead(left_out=frozenset({1, 3})))
+    assert not run.step(rounds=1) and (run.scheduler.num_consumed, run.scheduler.position) == (6, 8)
     assert run.resumed(prompts, Settings(3, 4, [2], 3, 2)).step(begun=True)
 
 
