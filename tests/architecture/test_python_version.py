@@ -41,7 +41,7 @@ OTHERS = {"_actions"}
 """Private members of argparse's parsers that have no public equivalent."""
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def walk(tree: ast.Module) -> list[ast.AST]:
     return list(ast.walk(tree))
 
@@ -106,16 +106,16 @@ def uses(tree: ast.Module, private: Names) -> Iterator[tuple[int, str]]:
                 yield node.lineno, node.value
 
 
-def parsed(folder: str) -> dict[Path, ast.Module]:
-    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / folder).rglob("*.py"))}
+def parsed(folder: str) -> Iterator[tuple[Path, ast.Module]]:
+    return ((path, ast.parse(path.read_text(encoding="utf-8"))) for path in sorted((ROOT / folder).rglob("*.py")))
 
 
 def test_no_test_reaches_a_private_name() -> None:
-    found_in = [defined_in(tree) for tree in parsed(PACKAGE).values()]
+    found_in = [defined_in(tree) for _, tree in parsed(PACKAGE)]
     private = Names(set[str]().union(*(each.own for each in found_in)), set[str]().union(*(each.members for each in found_in)))
     assert min(map(len, private)) > 300, "the package has many"
-    trees = {path: tree for path, tree in parsed("tests").items() if path != Path(__file__)}
-    found = [f"{path.relative_to(ROOT)}:{line}: {name}" for path, tree in trees.items() for line, name in uses(tree, private)]
+    trees = (each for each in parsed("tests") if each[0] != Path(__file__))
+    found = [f"{path.relative_to(ROOT)}:{line}: {name}" for path, tree in trees for line, name in uses(tree, private)]
     assert not found, "test through the public surface, or make the name public:\n" + "\n".join(found)
 
 

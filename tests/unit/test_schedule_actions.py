@@ -195,7 +195,7 @@ def test_picture_has_every_role_and_the_fault(tmp_path: Path) -> None:
 
     def colours(path: Path) -> set[str]:
         pixels = (matplotlib_image.imread(path)[..., :3].reshape(-1, 3) * 255).round().astype(int)
-        return {f"#{r:02X}{g:02X}{b:02X}" for r, g, b in {tuple(p) for p in pixels.tolist()}}
+        return {f"#{colour:06X}" for colour in set((pixels @ [0x10000, 0x100, 1]).tolist())}
 
     drawn = {COLOURS[name] for name in ("decode", "sample", "prefill reward")}
     assert drawn <= colours(sound) and FAULT_COLOUR not in colours(sound)
