@@ -6,7 +6,7 @@ import json
 import math
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from numbers import Integral
@@ -141,9 +141,10 @@ class FixedDelta(DeltaController):
 
 
 class CustomDelta(DeltaController):
-    def __init__(self, config: DeltaConfig):
+    def __init__(self, config: DeltaConfig, of_first_rank: Callable[[int], int] = int):
         super().__init__(config)
         self._plugin, self._kept = Plugin.load("overlap.delta.rule", config.rule), dict[str, Any]()
+        self._of_first_rank = of_first_rank
 
     def _take(self, signals: StepSignals) -> tuple[int, str]:
         plugin, old, again = self._plugin, self.value, deepcopy(self._kept)
@@ -161,6 +162,8 @@ class CustomDelta(DeltaController):
         if (wanted, self._kept) != (repeated, again):
             raise plugin.refuse("decided twice differently", "make it deterministic: every rank calls it for itself")
         new = self._clip(int(wanted))
+        if (first := self._of_first_rank(new)) != new:
+            raise plugin.refuse(f"gives {new} on this rank and {first} on rank 0", "let it depend on its arguments alone")
         return new, f"{self._config.rule} wants {wanted}: delta {old} -> {new}{self._bounds()}"
 
     def _memory(self) -> dict[str, Any]:
@@ -317,9 +320,9 @@ RULES: dict[str, type[DeltaController]] = {
 }
 
 
-def make_delta_controller(config: DeltaConfig) -> DeltaController:
+def make_delta_controller(config: DeltaConfig, of_first_rank: Callable[[int], int] = int) -> DeltaController:
     rule = RULES.get(config.rule)
-    return CustomDelta(config) if rule is None else rule(config)
+    return CustomDelta(config, of_first_rank) if rule is None else rule(config)
 
 
 MAX_ERROR = 0.2

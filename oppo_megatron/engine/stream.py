@@ -226,3 +226,7 @@ def share(values: Tensor | None, size: int, source: int, device: torch.device) -
     if dist.get_world_size() > 1:
         dist.broadcast(vector, source)
     return vector
+
+
+def of_first_rank(value: int, device: torch.device) -> int:
+    return int(share(torch.tensor([value]), 1, 0, device))

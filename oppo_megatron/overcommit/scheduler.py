@@ -89,12 +89,9 @@ class OvercommitScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "num_consumed": self.num_consumed,
-            "position": self.position,
-            "due": self.due,
-            "delta": self._controller.state_dict(),
-            "buffer": self.buffer.state_dict(),
-        }
+            "num_consumed": self.num_consumed, "position": self.position, "due": self.due,
+            "delta": self._controller.state_dict(), "buffer": self.buffer.state_dict(),
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any], rollouts: Iterable[Rollout]) -> None:
         self.num_consumed, self.position = state["num_consumed"], state["position"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -33,7 +34,7 @@ from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.scoring import ScorerRole, ScoringWorker
 from oppo_megatron.engine.stopping import Stopping
-from oppo_megatron.engine.stream import ChunkOutlet, ListenWorker
+from oppo_megatron.engine.stream import ChunkOutlet, ListenWorker, of_first_rank
 from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.layout.placements import named_roles, shares_weights
 from oppo_megatron.mcore.kv.paged import find_kernel
@@ -196,7 +197,8 @@ def build_loop(
         filtered=config.filter is not None,
     )  # fmt: skip
     to_train = None if config.filter is None else ahead.to_train(config.steps, batch_rows(config))
-    scheduler = OvercommitScheduler(prompts, buffer, make_delta_controller(delta_rule(overlap)), period, to_train)
+    controller = make_delta_controller(delta_rule(overlap), partial(of_first_rank, device=world.device))
+    scheduler = OvercommitScheduler(prompts, buffer, controller, period, to_train)
     kl = KLController(config.ppo.kl)
     exchange = ScoreExchange(
         world.rank, world.device, site.placements, inputs.rewards, inputs.tokenizer, world.activity,

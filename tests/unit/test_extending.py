@@ -294,12 +294,13 @@ def delta_by(name: str, folder: Path) -> DeltaConfig:
 
 
 def test_a_delta_rule_is_bounded_and_resumes_with_its_memory(tmp_path: Path) -> None:
-    config = delta_by("two_up", tmp_path)
-    controller = make_delta_controller(config)
+    controller = make_delta_controller(config := delta_by("two_up", tmp_path))
     assert [controller.observe(step, SIGNALS).value for step in (1, 2, 3)] == [4, 5, 5]
     resumed = make_delta_controller(config)
     resumed.load_state_dict(controller.state_dict())
     assert resumed.state_dict() == controller.state_dict() and resumed.state_dict()["memory"] == {"seen": [1.0, 1.0, 1.0]}
+    with pytest.raises(PluginError, match=r"two_up gives 4 on this rank and 3 on rank 0"):
+        make_delta_controller(config, lambda value: value - 1).observe(1, SIGNALS)
     with pytest.raises(CheckpointError, match="two_up"):
         make_delta_controller(DeltaConfig()).load_state_dict(controller.state_dict())
 
@@ -331,8 +332,7 @@ def test_a_function_that_cannot_be_called_is_refused_before_the_run(tmp_path: Pa
 
 
 def test_an_edited_file_is_read_again_and_an_exit_is_a_failure(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("def one(batch): return 1\n")
+    (file := tmp_path / "mine.py").write_text("def one(batch): return 1\n")
     first = Plugin.load("algorithm.advantage", f"{file}:one")
     file.write_text("import sys\ndef one(batch): sys.exit(0)\n")
     os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))  # a coarse clock may give both the same time
