@@ -40,6 +40,7 @@ from oppo_megatron.train.inputs import describe_first, describe_inputs, describe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser, nargs="?", help="default: none; then versions, devices and what this machine lacks are shown")
     parser.add_argument("--kind", choices=COMMANDS, help="the command it is for; default: by its keys")
+    parser.add_argument("--elsewhere", action="store_true", help="do not check the devices, memory and disk of this machine")
     parser.add_argument(
         "--skip-data", action="store_true", help="leave the rows of the data unread, and rewards and tokens unasked for"
     )
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if kind == "serve":
         lines = _service_lines(args.config, args.overrides, skip_data=args.skip_data)
     else:
-        lines = _run_lines(kind, args.config, args.overrides, skip_data=args.skip_data)
+        lines = _run_lines(kind, args)
     for line in lines:
         print(line)
     print(f"OK: {args.config} is a valid configuration for `oppo {kind}`")
@@ -61,18 +62,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data: bool) -> Iterator[str]:
+def _run_lines(kind: str, args: argparse.Namespace) -> Iterator[str]:
     """Check a run's configuration; yield lines about its ranks, tokenizer and rows."""
-    settings = load_settings(kind, path, overrides)
+    settings = load_settings(kind, args.config, args.overrides)
     config = resolve_placement(settings, measure=False)
-    require_ready(settings, config)
+    if args.elsewhere:
+        require_ready(settings.with_values({"runtime.device": "auto"}), None)
+    else:
+        require_ready(settings, config)
     yield from describe_options(settings) if config is None else rank_table(config)
     if isinstance(settings, TrainSettings):
         roles = list(train_roles(settings.resolved() or settings.with_placement(PlacementConfig(mode="single"))))
     else:
         roles = [Role(name, model, scalar=settings.SCALAR) for name, model in settings.models.items()]
     yield from compare_with_roles(settings.tokenizer, roles)[1]
-    if skip_data:
+    if args.skip_data:
         return
     if not isinstance(settings, TrainSettings):
         yield from _supervised_rows(settings)

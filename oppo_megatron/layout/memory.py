@@ -117,8 +117,8 @@ def shortage(lasting: Sequence[float], available: int, who: str, where: str) -> 
         return None
     return (
         f"weights, gradients, optimizer and KV caches of {who} take {sum(lasting) / 2**30:,.1f} GiB on {where}, which has "
-        f"{available / 2**30:,.1f} GiB of memory: `--dry-run` shows what takes it; use smaller models or more machines, or "
-        "lower rollout.batch_size, overlap.delta.max or runtime.kv_cache_mb"
+        f"{available / 2**30:,.1f} GiB of memory: the run's `--dry-run` shows what takes it; use smaller models, more machines "
+        "or lower rollout.batch_size, overlap.delta.max or runtime.kv_cache_mb"
     )
 
 

@@ -132,8 +132,7 @@ def test_sequences_end_at_the_given_lengths(tmp_path: Path) -> None:
     trace.write_text("TIMESTAMP,GeneratedTokens\n" + "".join(f"0,{length}\n" for length in (1, 2, 3, 4, 9)))
     arguments = ["--batch", "4", "--trace", str(trace), "--peers", "bare,ours-packed,ours-engine"]
     assert main(["bench", "decode", *WORDS, *arguments, "--out", str(tmp_path)]) == 0
-    found = json.loads((tmp_path / "decode.json").read_text())
-    bare, packed, _ = found["results"]
+    bare, packed, _ = json.loads((tmp_path / "decode.json").read_text())["results"]
     assert bare["same_tokens"] == packed["same_tokens"] == 1.0
 
     stopping = DecodeWork({}, [4], 6, 8, 1, 1, forced_lengths={"forced_lengths": str(trace)}).stopping

@@ -306,6 +306,8 @@ TELLING = [
     "tests/gloo/test_training.py::test_steps_equal_plain_torch", "tests/parity/test_hf_logits.py::test_logits_equal_transformers",
     "tests/e2e/test_matrix.py::test_a_feature_in_a_layout_trains_as_one_process",
     "tests/e2e/test_matrix.py::test_stopped_within_rollouts_and_resumed_is_the_run_that_never_stopped", "tests/replay",
+    "tests/e2e/test_groups.py::test_rounding_takes_no_gradient_from_ratios_of_responses", "tests/gloo/test_precision.py",
+    "tests/e2e/test_bfloat16.py::test_a_run_is_near_float32s_and_leaves_bfloat16", "tests/parity/test_hf_roundtrip.py",
 ]  # fmt: skip
 
 

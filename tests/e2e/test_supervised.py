@@ -79,8 +79,7 @@ def test_what_a_run_leaves(inputs: Path, tmp_path: Path) -> None:
     assert all(0 < line["packing_efficiency"] <= 1 > line["padding_saved"] >= 0 for line in lines)
     found = {path.name for path in (tmp_path / "run").iterdir()}
     assert found == {"config.yaml", "hosts.json", "metrics.jsonl", "trace.json", "summary.json", "weights", "checkpoints"}
-    resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert SFTConfig(**resolved) == SFTConfig(**chosen)
+    assert SFTConfig(**yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())) == SFTConfig(**chosen)
     assert (tmp_path / "run/weights/tokenizer.model").read_bytes() == (inputs / "tokenizer.model").read_bytes()
     rows = [row[0] + row[1][0] for row in token_rows(inputs, "sft")[:8]]
     assert lines[0]["tokens"] == sum(len(row) - 1 for row in rows)

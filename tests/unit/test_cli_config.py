@@ -109,6 +109,8 @@ def test_every_bad_row_is_named_or_set_aside_and_duplicates_are_counted(folder: 
     assert "4 rows cannot be used" in err and [n for n in range(1, 7) if f"rows.jsonl:{n}:" in err] == [3, 4, 5, 6]
     assert "data.bad_rows=quarantine and data.long_rows=quarantine" in err
     assert main(["validate", "train.yaml", "--skip-data"]) == 0
+    large = ("validate", "train.yaml", "--skip-data", "actor.init.intermediate_size=99999998")
+    assert "GiB of memory" in refused(capsys, *large) and main([*large, "--elsewhere"]) == 0
     out = shown(capsys, "validate", "train.yaml", "data.bad_rows=quarantine", "data.long_rows=truncate")
     assert "data: 3 prompts, 1 of them duplicates, 1 cut at max_prompt_tokens; 3 rows set aside\n" in out
     assert "  rows.jsonl:3: column 'prompt' is not text: half of a surrogate pair at character 3\n" in out

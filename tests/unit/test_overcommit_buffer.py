@@ -198,8 +198,7 @@ def plans(draw: st.DrawFn, most: int) -> Settings:
     batch_size = draw(st.integers(1, 6))
     staleness = draw(st.integers(1, 3))
     deltas = draw(st.lists(st.integers(0, staleness * batch_size), min_size=1, max_size=4))
-    every = draw(st.none() | st.integers(1, 5))
-    return Settings(draw(st.integers(1, most)), batch_size, deltas, staleness, every)
+    return Settings(draw(st.integers(1, most)), batch_size, deltas, staleness, draw(st.none() | st.integers(1, 5)))
 
 
 @given(first=plans(4), then=plans(7), after=st.integers(0, 4), rounds=st.none() | st.integers(0, 4), data=st.data())

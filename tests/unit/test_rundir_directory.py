@@ -272,8 +272,7 @@ def test_killed_at_any_moment_of_a_replacement_one_of_both_is_there(tmp_path: Pa
     assert changes[0] == min(moment, 5)
     assert position in store.positions(), "no moment without a checkpoint"
     store.recover()
-    text = (store.folder(position) / "f").read_text()
-    assert text == ("first" if moment < 2 else "second")
+    assert (store.folder(position) / "f").read_text() == ("first" if moment < 2 else "second")
     assert {path.name for path in tmp_path.iterdir()} <= {"step-000000", "step-000001"}
     assert store.positions() == ([Position(0), position] if moment < 4 else [position])
 

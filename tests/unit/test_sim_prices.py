@@ -150,8 +150,7 @@ FASTER = {
 
 
 def laid(tp: int, pp: int, dp: int, *, cluster: Cluster = CLUSTER, model: str = "7B", first: int = 0) -> LaidModel:
-    ranks = tuple(range(first, first + tp * pp * dp))
-    return LaidModel(cluster, SHAPES[model], False, RolePlacement(ranks, tp, pp, dp))
+    return LaidModel(cluster, SHAPES[model], False, RolePlacement(tuple(range(first, first + tp * pp * dp)), tp, pp, dp))
 
 
 FREE = Turns(10**6)

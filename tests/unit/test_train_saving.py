@@ -211,7 +211,7 @@ def world(*nodes: str) -> World:
 def test_ranks_that_cannot_fit_their_host_end_before_they_begin(tmp_path: Path) -> None:
     one, two = (max(lasting_memory(pair(tmp_path, layers), on_cpu=True)) for layers in (1, 2))
     config = pair(tmp_path, ceil(0.8 * device_bytes(CPU) / (two - one)))
-    with pytest.raises(CapacityError, match=r"of rank 0-1 take [\d.]+ GiB on host, which has .*: `--dry-run` shows"):
+    with pytest.raises(CapacityError, match=r"of rank 0-1 take [\d.]+ GiB on host, which has .*: the run's `--dry-run` shows"):
         require_memory(config, world("0", "0"))
     require_memory(config, world("0", "1"))
     with pytest.raises(CapacityError, match="of rank 0 take"):
