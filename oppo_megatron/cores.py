@@ -44,12 +44,19 @@ def has_cuda(devices: Path = Path("/dev")) -> bool:
     return bool(built) and any((devices / name).exists() for name in ("nvidiactl", "nvidia0", "dxg"))
 
 
-def processor() -> tuple[str, str]:
-    """Vendor and model name; empty if unknown."""
+def processor() -> tuple[str, str, str]:
+    """Vendor, model name and flags; empty if unknown."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
-    return found.get("vendor_id", ""), found.get("model name", "")
+    return found.get("vendor_id", ""), found.get("model name", ""), found.get("flags", "")
+
+
+def set_exact_products() -> None:
+    """Else results of MKL's AVX2 kernels depend on where their inputs lie in memory, and no run can be repeated to the bit."""
+    vendor, _, flags = processor()
+    if vendor == "GenuineIntel" and "avx512f" not in flags.split():
+        os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
 def host_bytes() -> int:

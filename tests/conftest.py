@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from oppo_megatron.cores import CONNECTIONS, has_cuda
+from oppo_megatron.cores import CONNECTIONS, has_cuda, set_exact_products
 
 if TYPE_CHECKING:
     from tests.e2e.matrix import Matrix
@@ -36,6 +36,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A run has a thread for each core: on cores that are busy, threads that spin for each other take milliseconds a product.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+set_exact_products()
 if not has_cuda():  # on a device streams would wait for each other
     os.environ.setdefault(CONNECTIONS, "1")
 

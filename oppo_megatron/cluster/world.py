@@ -21,7 +21,7 @@ from oppo_megatron.cluster.hosts import RankHost, shared_gpus
 from oppo_megatron.cluster.process_groups import connect_pairs, first_clause, is_lost_peer, the_world
 from oppo_megatron.cluster.rendezvous import LOOPBACK, MeetingPoint, meet, within
 from oppo_megatron.config.model import RuntimeConfig
-from oppo_megatron.cores import CONNECTIONS, MOST_CONNECTIONS, has_cuda, threads_of_rank
+from oppo_megatron.cores import CONNECTIONS, MOST_CONNECTIONS, has_cuda, set_exact_products, threads_of_rank
 from oppo_megatron.errors import ConfigError, WorldError
 
 CONNECT_S = 10.0  # least time to connect, however late the last rank came
@@ -38,7 +38,8 @@ class World:
 
 
 def choose_device(config: RuntimeConfig) -> None:
-    """Set CUDA's environment variables; called first in a rank."""
+    """Set the environment variables of CUDA and MKL; called first in a rank."""
+    set_exact_products()
     if config.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # megatron-core would use the current CUDA device
     elif has_cuda() and not os.environ.get(CONNECTIONS, "").strip():  # streams that share a hardware queue wait for each other

@@ -221,16 +221,12 @@ class TrainingLoop(Saveable):
     def state_dict(self) -> dict[str, Any]:
         assert self.actor is not None and self.journal is not None
         parts = {name: None if part is None else part.state_dict() for name, part in self._parts.items()}
-        return parts | {
-            "done": self.done,
-            "scheduler": self.rollouts.scheduler.state_dict(),
-            "actor": {"version": self.updates.version, "ess": self.actor.ess},
-            "history": self.updates.history.numbers(),
+        return parts | books_state(self.rounds) | {
+            "done": self.done, "scheduler": self.rollouts.scheduler.state_dict(), "journal": self.journal.state_dict(),
+            "actor": {"version": self.updates.version, "ess": self.actor.ess}, "history": self.updates.history.numbers(),
             "updates": self.actor.role.trained.updates,  # the critic has made as many, plus its warm-up's
             "phase": None if self.phase is None else self.phase.state_dict(),
-            "journal": self.journal.state_dict(),
-            **books_state(self.rounds),
-        }
+        }  # fmt: skip
 
     @property
     def _parts(self) -> dict[str, Any]:

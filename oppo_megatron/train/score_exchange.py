@@ -126,17 +126,12 @@ class ScoreExchange:
         busy_s, idle_s, *leaders_work = self.shared("times", mine, len(times), self._leader).tolist()
         scored = ScoredBatch(
             behaviour_logp_T=on_device([x for r in trained for x in r.logprobs], self.device, torch.float32),
-            reference_logp_T=reference_T,
-            values_T=values_T,
-            scores_B=scores_B,
-            lengths_B=sizes,
+            reference_logp_T=reference_T, values_T=values_T, scores_B=scores_B, lengths_B=sizes,
             truncated_B=on_device([r.finish_reason == "length" for r in trained], self.device, torch.bool),
-            group_size=self.members.trained,
-            step_rewards_T=step_rewards_T,
-            greedy=greedy,
+            group_size=self.members.trained, step_rewards_T=step_rewards_T, greedy=greedy,
             tokens_T=on_device([x for r in trained for x in r.tokens], self.device),
             versions_T=on_device([x for r in trained for x in r.versions], self.device),
-        )
+        )  # fmt: skip
         critic = self.critic_stats()
         source, mine = self.placements["actor"].output_rank(), None
         of_actor = measured()

@@ -255,8 +255,7 @@ def test_rewards_of_deferred_rows_are_those_of_whole_sequences(carrying: list[di
 
 
 def test_the_last_pipeline_stage_streams_while_it_draws() -> None:
-    job = Job(oppo=DELTA, pp=2)
-    first, last = run(job, 2, entry="run_streamed")
+    first, last = run(Job(oppo=DELTA, pp=2), 2, entry="run_streamed")
     assert trained([last]) == EVERY and first["trained"] == last["trained"]
     assert not first["pieces"]
     check_streamed([last], 32)

@@ -151,8 +151,7 @@ def configured(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any
 
 
 def shared(config: dict[str, Any]) -> Outcome:
-    ranks = world_size(run_of(config))
-    assert any(run_ranks(ranks, "tests.e2e.jobs:train_with_a_shared_reference", config=config))
+    assert any(run_ranks(world_size(run_of(config)), "tests.e2e.jobs:train_with_a_shared_reference", config=config))
     return read_outcome(Path(config["run_dir"]))
 
 

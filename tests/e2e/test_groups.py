@@ -257,8 +257,7 @@ def test_prompts_of_which_nothing_is_left_end_the_run_after_its_last_batch(works
     config = flat(workspace, "end", 3, **{"steps": None, "data.max_rows": 5, "evaluation": heldout})
     outcome = run_ppo_ranks(config)
     assert [sorted(batch) for batch in outcome.batches()] == [list(range(BATCH))]
-    summary = json.loads((Path(config["run_dir"]) / "summary.json").read_text())
-    assert summary["heldout_accuracy"].keys() == {"0", "1"}
+    assert json.loads((Path(config["run_dir"]) / "summary.json").read_text())["heldout_accuracy"].keys() == {"0", "1"}
 
 
 @pytest.mark.parametrize(("minibatch", "warmup"), [(0, 0), (1, 0), (1, 1)])

@@ -208,8 +208,7 @@ def poisoned(workspace: Workspace, name: str, positions: list[int], **changes: A
 
 
 def run(config: dict[str, Any]) -> tuple[Outcome, list[list[tuple[str, float]]], list[dict[str, Any]]]:
-    world = world_size(run_of(config))
-    seen = run_ranks(world, "tests.e2e.jobs:train_through_rollbacks", config=config)
+    seen = run_ranks(world_size(run_of(config)), "tests.e2e.jobs:train_through_rollbacks", config=config)
     folder = Path(config["run_dir"])
     lines = [json.loads(line) for line in (folder / "rollbacks.jsonl").read_text().splitlines()]
     return read_outcome(folder), seen, lines

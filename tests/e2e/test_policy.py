@@ -39,8 +39,7 @@ def answers(
 ) -> list[list[Response]]:  # fmt: skip
     """Responses (sequence, tokens, reason) of each directory to all prompts, in the order in which they ended."""
     layout, runtime = ParallelConfig(**parallel), RuntimeConfig().with_threads(1)
-    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    place, found = build_place(world, layout), []
+    place, found = build_place(World(dist.get_rank(), dist.get_world_size(), torch.device("cpu")), layout), []
     for directory in directories:
         policy = find_policy(directory, Choice(**choice or {}))
         tokenizer = policy_tokenizer(policy)

@@ -73,8 +73,7 @@ def test_steps_are_steps(at_step_3: dict[str, Any], overrides: list[str], sizes:
         if (key, value) != ("steps", "4"):
             assert f"changed: {key}: {4 if key == 'steps' else 8} -> {value}" in told
     assert batch_sizes(at_step_3) == sizes
-    summary = json.loads((Path(at_step_3["run_dir"]) / "summary.json").read_text())
-    assert summary["steps"] == len(sizes)
+    assert json.loads((Path(at_step_3["run_dir"]) / "summary.json").read_text())["steps"] == len(sizes)
     assert max(row["deferrals"] for row in read_outcome(Path(at_step_3["run_dir"])).rollouts) <= 4
 
 

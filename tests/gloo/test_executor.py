@@ -74,8 +74,7 @@ def _words(action: Action) -> Tensor:
     """The subject of an action, alike at both ends of a message and on all ranks of a stage."""
     kind = 0 if action.payload is not None else list(Op).index(action.op)
     step = -1 if action.step is None else action.step
-    role = sum(map(ord, action.role))
-    return torch.tensor([kind, role, action.micro_batch, action.chunk, step], dtype=torch.float32)
+    return torch.tensor([kind, sum(map(ord, action.role)), action.micro_batch, action.chunk, step], dtype=torch.float32)
 
 
 @dataclass

@@ -229,8 +229,7 @@ def test_fresh_adapters_change_nothing_and_are_pefts_in_spread(models: dict[str,
     role = TrainedRoleConfig(checkpoint=Path(models["qwen2"]), lora=LoraConfig(rank=64))
     shape = ModelShape.from_hf({"model_type": "qwen2", **SIZES, "rms_norm_eps": 1e-6})
     assert role.lora is not None
-    parts = adapter_parts(shape, role.lora, "lm")
-    source = FreshAdapters(parts, seed=3)
+    source = FreshAdapters(adapter_parts(shape, role.lora, "lm"), seed=3)
     theirs = peft.get_peft_model(load_hf(models["qwen2"]), peft.LoraConfig(r=64, target_modules=list(TARGETS)))
     for name, param in theirs.state_dict().items():
         if "lora_" in name:

@@ -128,8 +128,7 @@ def test_a_group_of_equal_rewards_has_no_advantage_here_and_rounding_there() -> 
     each = sample(0, 0.4, grouped=True)
     scores_B = torch.full((8,), 0.7)
     rows = [each.batch.old[0]] * 8
-    batch = type(each.batch)(scores_B, [0] * 8, [False] * 8, rows, rows)
-    equal = type(each)(batch, rows, rows, 8)
+    equal = type(each)(type(each.batch)(scores_B, [0] * 8, [False] * 8, rows, rows), rows, rows, 8)
     theirs = torch.cat(grpo_advantages(equal, "group"))
     assert theirs.abs().max() > 1e-4
     for name in ("grpo", "dr_grpo", "rloo", "cispo", "magistral"):

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the back end
 
+from oppo_megatron import cores
 from oppo_megatron.cluster import process_groups
 from oppo_megatron.cluster import world as world_module
 from oppo_megatron.cluster.hosts import RankHost
@@ -178,6 +179,16 @@ def test_a_device_gets_all_hardware_queues_unless_the_user_says_how_many(monkeyp
             monkeypatch.setenv(variable, said)
         choose_device(RuntimeConfig(device="auto"))
         assert os.environ.get(variable) == expected
+
+
+def test_products_do_not_depend_on_where_their_inputs_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = ("AuthenticAMD", "avx2", None), ("GenuineIntel", "avx2 avx512f", None), ("GenuineIntel", "avx2", "AUTO,STRICT")
+    with mock.patch.dict(os.environ):
+        os.environ.pop("MKL_CBWR", None)
+        for vendor, flags, expected in cases:
+            monkeypatch.setattr(cores, "processor", mock.Mock(return_value=(vendor, "", flags)))
+            cores.set_exact_products()
+            assert os.environ.get("MKL_CBWR") == expected
 
 
 GLOO = "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:1234. Check the logs"

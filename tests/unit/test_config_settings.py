@@ -383,8 +383,7 @@ def test_a_run_gives_up_before_its_ranks_do() -> None:
 def test_patterns_counts_and_tokens_of_parts() -> None:
     with pytest.raises(ValidationError, match=r"a regular expression \(missing \)"):
         RewardPart(kind="verifier", name="format", pattern="(<think>")
-    part = RewardPart(kind="verifier", name="length", buffer_tokens=4, max_tokens=9)
-    (problem,) = ServeConfig(rewards=[part]).rules()
+    (problem,) = ServeConfig(rewards=[RewardPart(kind="verifier", name="length", buffer_tokens=4, max_tokens=9)]).rules()
     assert "rewards.0 is of rule length, but a service gets no counts of tokens; name it in the run's file" in problem
     for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"):
         assert list(ServeConfig(rewards=[RewardPart(kind="verifier", name="gsm8k")], host=host).rules()) == []

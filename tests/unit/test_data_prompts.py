@@ -148,8 +148,7 @@ def test_responses_of_a_prompt_are_neighbours_with_own_positions(num_rows: int, 
 def test_order_depends_on_seed_and_epoch_and_never_on_the_platform() -> None:
     assert len({tuple(epoch_order(50, seed, epoch)) for seed in range(4) for epoch in range(4)}) == 16
     # Philox4x64 is a published function: these words, and so this order, are the same everywhere.
-    words = philox4x64(1, (1, 0)) + philox4x64(2, (1, 0))
-    assert epoch_order(8, 1, 0) == sorted(range(8), key=words.__getitem__)
+    assert epoch_order(8, 1, 0) == sorted(range(8), key=(philox4x64(1, (1, 0)) + philox4x64(2, (1, 0))).__getitem__)
     with pytest.raises(ValueError, match="seed=-1"):
         epoch_order(3, -1, 0)
     with pytest.raises(DataError, match="empty"):

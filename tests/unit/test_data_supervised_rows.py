@@ -289,8 +289,7 @@ def test_wrong_solutions_are_alike_a_slip_is_followed_through_and_a_misreport_is
     rng = random.Random(0)
     wrong = [generated.wrong_solution(problem, rng) for problem in five_thousand]
     assert all(verify("arithmetic", text, problem.answer) == 0.0 for text, problem in zip(wrong, five_thousand, strict=True))
-    right_length = sum(len(problem.solution) for problem in five_thousand)
-    assert 0.85 < sum(map(len, wrong)) / right_length < 1.05
+    assert 0.85 < sum(map(len, wrong)) / sum(len(problem.solution) for problem in five_thousand) < 1.05
     num_lines = [text.count("\n") - problem.num_operations for text, problem in zip(wrong, five_thousand, strict=True)]
     assert set(num_lines) > {0, -1} and min(num_lines) < -3, "slips and copies, skipped steps, early stops"
     assert any(all(check_work(text)) for text in wrong), "right work, wrong last line or missing steps"
@@ -315,8 +314,7 @@ def test_splits_never_meet_repeat_by_seed_and_obey_their_shape() -> None:
     assert not train & heldout and all(map(generated.is_heldout, heldout)) and not any(map(generated.is_heldout, train))
     assert list(islice(problems(5, "train"), 50)) == list(islice(problems(5, "train"), 50))
     assert list(islice(problems(5, "train"), 50)) != list(islice(problems(6, "train"), 50))
-    shape = Shape(max_operations=2, scale=1.0, tail=1.0, max_operand=3, largest=7)
-    sample = list(islice(problems(1, "train", shape), 500))
+    sample = list(islice(problems(1, "train", Shape(max_operations=2, scale=1.0, tail=1.0, max_operand=3, largest=7)), 500))
     assert {problem.num_operations for problem in sample} == {1, 2}
     assert max(abs(term) for problem in sample for term in problem.terms[1:]) == 3
     assert max(total for problem in sample for total in problem.totals) == 7

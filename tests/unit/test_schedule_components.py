@@ -48,8 +48,7 @@ def sound_schedule(rng: random.Random) -> tuple[str, Schedule, Round, Site]:
 def mutate(schedule: Schedule, rng: random.Random) -> tuple[str, Schedule]:
     """An action dropped, doubled, or swapped with another of its rank (a neighbour, half of the time)."""
     lists = {rank: list(own) for rank, own in schedule.actions.items()}
-    rank = rng.choice([r for r, own in lists.items() if own])
-    own, kind = lists[rank], rng.choice(("drop", "double", "swap"))
+    own, kind = lists[rng.choice([r for r, own in lists.items() if own])], rng.choice(("drop", "double", "swap"))
     at = rng.randrange(len(own))
     if kind == "drop":
         del own[at]
