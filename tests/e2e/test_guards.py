@@ -275,8 +275,7 @@ def test_an_update_that_only_the_actors_ranks_see_takes_all_ranks_back_until_it_
     assert names == ["step-2-rollback-1.safetensors", "step-2-rollback-2.safetensors", "step-2.safetensors"]
 
     (folder / "rollbacks.jsonl").write_text('{"step": 2}\n')
-    refused = run_ranks(2, "tests.e2e.jobs:train_error", config=config)
-    assert "a line that is not a rollback" in refused[0]
+    assert "a line that is not a rollback" in run_ranks(2, "tests.e2e.jobs:train_error", config=config)[0]
 
 
 def test_back_to_within_a_rollout_others_take_the_place_of_the_rejected_batch(workspace: Workspace) -> None:

@@ -22,6 +22,7 @@ from oppo_megatron.train.saving.preemption import Preemption
 from tests.e2e.started import num_lines, rank_pids, start, still_there, wait_until
 from tests.e2e.test_resume import CARRIED, assert_bit_equal, checkpoints, rewound
 from tests.support.ppo import STEADY_ADAM, Outcome, Workspace, deep, read_outcome, run_ppo_ranks, weight_distance
+from tests.support.processes import own_lines
 from tests.support.ranks import run_ranks
 
 Capture = pytest.CaptureFixture[str]
@@ -179,7 +180,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(workspace: Workspace) -> None:
     os.killpg(run.pid, signal.SIGINT)
     _, told = run.communicate(timeout=240)
     assert run.returncode == EXIT_REQUEUE, told
-    lines = [line for line in told.splitlines() if not line.startswith("importing libraries, ")]
+    lines = own_lines(told)
     assert lines[0].startswith("interrupted: the run saves what it has trained") and len(lines) == 2, told
     assert lines[1].startswith("oppo train: saved; continue with: oppo train ") and lines[1].endswith("--resume")
     assert "Traceback" not in told

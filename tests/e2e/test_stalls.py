@@ -52,8 +52,7 @@ def test_a_stopped_scorer_is_named_and_ended_and_the_run_goes_on(workspace: Work
 
 @pytest.mark.long
 def test_a_rank_killed_within_a_checkpoint_is_named_with_what_it_was_at(workspace: Workspace) -> None:
-    config = deep(workspace, "killed", steps=8, **TWO_RANKS)
-    told, seconds = struck(config, "checkpoint", 1, "killed")
+    told, seconds = struck(deep(workspace, "killed", steps=8, **TWO_RANKS), "checkpoint", 1, "killed")
     assert "rank 1 was ended by SIGKILL" in told and seconds < AFTER_S
     assert "rank 0 waited in vain for `checkpoint step-000002`" in told or "rank 0: last heard of in" in told, told
 

@@ -51,8 +51,7 @@ def test_training_learns_and_leaves_a_model_of_that_loss_in_transformers(inputs:
         assert told["accuracy_last"] > 0.75 and all(0 <= line["accuracy"] <= 1 for line in lines)
 
     weights = tmp_path / "run" / "weights"
-    again = settings(inputs, kind, tmp_path / "again", model={"checkpoint": weights})
-    (line,) = run(kind, again)
+    (line,) = run(kind, settings(inputs, kind, tmp_path / "again", model={"checkpoint": weights}))
     with torch.no_grad():
         assert line["loss"] == pytest.approx(float(whole_loss(hf_model(kind, weights), kind, inputs)), rel=1e-5)
 

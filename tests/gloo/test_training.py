@@ -205,8 +205,7 @@ def test_interleaved_steps_equal_plain_torch(deep_models: dict[str, str], case: 
 
 
 def test_without_clipping_the_norm_is_still_reported(models: dict[str, str], tmp_path: Path) -> None:
-    config = SETTINGS.model_copy(update={"clip_grad": 0.0})
-    answers = run_case({"qwen2": models["qwen2"]}, Case(1, 2, 1), tmp_path, config)
+    answers = run_case({"qwen2": models["qwen2"]}, Case(1, 2, 1), tmp_path, SETTINGS.model_copy(update={"clip_grad": 0.0}))
     check(answers, "qwen2", reference(models["qwen2"], 0.0), tmp_path, 1)
 
 

@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import re
 import resource
 import socket
 import time
@@ -94,3 +95,8 @@ def room_for(mebibytes: int) -> Iterator[None]:
 def listeners(pid: int) -> set[tuple[str, int]]:
     connections = psutil.Process(pid).net_connections("inet")
     return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
+
+
+def own_lines(errors: str) -> list[str]:
+    """Leave out what a busy machine says of imports, and a CUDA build of torch without a device."""
+    return [line for line in errors.splitlines() if not re.match(r"importing libraries, |W\d.*No CUDA runtime is found", line)]

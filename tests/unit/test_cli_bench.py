@@ -115,6 +115,7 @@ LISTED = ("single", "1 rank"), *((name, "2 ranks") for name in (
 
 @pytest.fixture
 def auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return enter(tmp_path, monkeypatch, AUTO)
 
 

@@ -25,7 +25,7 @@ from oppo_megatron.cluster.liveness.watchdog import verdict_within_s
 from oppo_megatron.cluster.rank_processes import LONGEST_FOLDER, start_method
 from oppo_megatron.cluster.rendezvous import MeetingPoint, loopback_store
 from oppo_megatron.errors import EXIT_REQUEUE
-from tests.support.processes import python_path
+from tests.support.processes import own_lines, python_path
 
 ENTRY = """
 import os, signal, sys, time
@@ -113,8 +113,7 @@ def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 def outcome(parent: subprocess.Popen[str]) -> tuple[list[str], list[str]]:
     out, errors = parent.communicate(timeout=240)
     assert parent.returncode == 0, errors
-    # A busy machine reports on imports.
-    return out.splitlines(), [line for line in errors.splitlines() if not line.startswith("importing libraries, ")]
+    return out.splitlines(), own_lines(errors)
 
 
 @pytest.mark.parametrize(("device", "before", "imported"), [

@@ -231,8 +231,7 @@ def test_both_formats_of_lengths_say_the_same_0_becomes_1_and_the_scale_is_a_fac
     rows = write(tmp_path, "\ufeffn , Tokens\na,5\n\nb,2\r\nc, 5\n")
     histogram = tmp_path / "histogram.csv"
     histogram.write_text("requests,kind,tokens\n9,input,77\n1,output,2\n2,output,5\n0,output,9\n")
-    expected = LengthTrace((2, 5), (1, 3))
-    assert read_length_trace(rows, "Tokens") == read_length_trace(histogram) == expected
+    assert read_length_trace(rows, "Tokens") == read_length_trace(histogram) == LengthTrace((2, 5), (1, 3))
     assert read_length_trace(histogram, "input") == LengthTrace((77,), (9,))
     path = write(tmp_path, REQUESTS + "t,1,0\nt,1,10\n")
     assert set(drawn(rollout(path, scale=2.5), 40)) == {1, 25}

@@ -145,7 +145,7 @@ def test_too_little_space_and_memory(folder: Path, capsys: CaptureFixture[str], 
     assert main(["validate", "train.yaml", "rewards=[{kind: http, url: 'http://127.0.0.1:9/score'}]"]) == 0
     assert "127.0.0.1:9 takes no connection now" in capsys.readouterr().out, "a service that is not there is a warning"
     monkeypatch.setattr("oppo_megatron.cli.ready.host_bytes", lambda: 2**10)
-    assert "of memory: `--dry-run` shows what takes it" in both_refuse(capsys, "train.yaml")
+    assert "of memory: the run's `--dry-run` shows what takes it" in both_refuse(capsys, "train.yaml")
 
 
 def test_overrides_count_for_the_kind_of_a_file(folder: Path) -> None:

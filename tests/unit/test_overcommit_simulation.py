@@ -138,8 +138,7 @@ def enter(scheduler: OvercommitScheduler, admit: Callable[[], list[Rollout]], lo
     assert len(buffer.active) <= max(unfinished, capacity)
     most = max(2 * run.batch_size, min(capacity, (run.max_staleness + 1) * run.batch_size))
     assert len(buffer) <= max(held, most)
-    left = min(capacity - len(buffer.active), most - len(buffer))
-    assert not admitted or at_end or 0 <= left < run.group_size
+    assert not admitted or at_end or 0 <= min(capacity - len(buffer.active), most - len(buffer)) < run.group_size
 
 
 def naive_batches(run: Run) -> list[list[tuple[int, int]]]:

@@ -177,8 +177,7 @@ def test_training_costs_what_its_passes_do() -> None:
     forward, head = one.forward_s(0, tokens), one.head_s(0, tokens.rows)
     plain, again = update_s(one, Update(batch, 2, none)), update_s(one, Update(batch, 2, full))
     assert again - plain == pytest.approx(2 * 8 * (forward - head))
-    gpu = CLUSTER.gpu
-    state = 28 * stage_parameters(one.shape, 1, 1, 0, scalar=False) / (0.96 * gpu.bytes_per_s)
+    state = 28 * stage_parameters(one.shape, 1, 1, 0, scalar=False) / (0.96 * CLUSTER.gpu.bytes_per_s)
     assert plain == pytest.approx(2 * (8 * 3 * forward + state))
     four = laid(1, 4, 1)
     with_stages = update_s(four, Update(batch, 1, none))
