@@ -131,5 +131,5 @@ def _attention(available: Available) -> Kernels:
         lacking = f"block tables: {available.fault(FLASH)}, {available.fault(TRITON)}"
         return Kernels("attention", "torch's, over dense KV caches", lacking)
     library = f"{FLASH} {version}" if available.flash_attn else f"a kernel of this package by {TRITON} {version}"
-    lacking = None if available.flash_attn else f"{FLASH}'s: {available.fault(FLASH)}"
-    return Kernels("attention", f"{library} with block tables in bfloat16 and float16, else torch's", lacking)
+    fault = None if available.flash_attn else f"{FLASH}'s: {available.fault(FLASH)}"
+    return Kernels("attention", f"{library} with block tables in bfloat16 and float16, else torch's", fault)
