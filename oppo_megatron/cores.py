@@ -53,7 +53,7 @@ def processor() -> tuple[str, str, str]:
 
 
 def set_exact_products() -> None:
-    """Else results of MKL's AVX2 kernels depend on where their inputs lie in memory, and no run can be repeated to the bit."""
+    """Keep results of MKL's AVX2 kernels independent of where their inputs lie in memory, so that a run repeats to the bit."""
     vendor, _, flags = processor()
     if vendor == "GenuineIntel" and "avx512f" not in flags.split():
         os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
