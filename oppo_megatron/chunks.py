@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntFlag
 from functools import cached_property
 from itertools import chain, pairwise
 from operator import attrgetter
@@ -147,17 +148,25 @@ class ChunkRows:
         return np.argsort(self.seq_ids)
 
 
+class Orders(IntFlag):
+    """Acts of every rank after a round: stop, or install weights that have arrived."""
+
+    NONE = 0
+    HALT = 1
+    INSTALL = 2
+
+
 @dataclass(init=False)
 class Chunk:
-    """Output of a decoding round.  `halt`: every rank stops after it."""
+    """Output of a decoding round."""
 
     index: int
     clock: int
     rows: ChunkRows
-    halt: bool
+    orders: Orders
 
-    def __init__(self, index: int, clock: int, rows: ChunkRows | Iterable[ChunkRow] = (), halt: bool = False):
-        self.index, self.clock, self.rows, self.halt = index, clock, ChunkRows.of(rows), halt
+    def __init__(self, index: int, clock: int, rows: ChunkRows | Iterable[ChunkRow] = (), orders: Orders = Orders.NONE):
+        self.index, self.clock, self.rows, self.orders = index, clock, ChunkRows.of(rows), orders
 
 
 def _fields(row: ChunkRow) -> tuple[int, ...]:

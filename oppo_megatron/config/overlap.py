@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from oppo_megatron.config.base import ImportPath, Section, Unit
 
@@ -51,6 +52,19 @@ class CarryConfig(Section):
         return self.chunk_sizes[0]
 
 
+class ContinuousConfig(Section):
+    """Generation that goes on while the actor trains (docs/continuous.md)."""
+
+    lag_steps: Annotated[NonNegativeInt | Literal["asap"], Unit("decode steps")] = Field(
+        "asap",
+        description="decode steps from a batch's completion to the installation of the weights trained on it, for which "
+        "decoding waits if they are late; asap: they are installed after the chunk in which they arrive",
+    )
+    replay: Path | None = Field(
+        None, description="`installs.jsonl` of another run: its weights were installed at these clocks, and are again"
+    )
+
+
 class OverlapConfig(CarryConfig):
     """The two switches of the one loop, and their settings."""
 
@@ -78,6 +92,11 @@ class OverlapConfig(CarryConfig):
     )
     actor_kv: Literal["recompute", "keep"] = Field("recompute", description="recompute or keep carried caches after an update")
 
+    continuous: ContinuousConfig | None = Field(
+        None,
+        description="with `inter`: decoding does not wait for updates; delta is by default `max_staleness` batches, and fixed",
+    )
+
     without: list[Literal["critic", "scores", "fork"]] = Field(
         default=[],
         description="for measurements: parts that are turned off, without change of the result. critic: with `intra` the "
@@ -87,6 +106,8 @@ class OverlapConfig(CarryConfig):
 
     def rules(self, batch_size: int, group_size: int = 1) -> Iterator[str]:
         every, tokens = self.backfill, self.chunk_tokens
+        if self.continuous is not None and not self.inter:
+            yield "overlap.continuous is given, but overlap.inter is false; set inter to true, or remove continuous"
         if every and not self.inter:
             yield f"overlap.backfill is {str(every).lower()}, but overlap.inter is false; set inter to true or backfill to false"
         if not isinstance(every, bool) and every % tokens:

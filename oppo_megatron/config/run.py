@@ -24,7 +24,7 @@ from oppo_megatron.config.model import (
     TrainedRoleConfig,
     usual_dtype,
 )
-from oppo_megatron.config.overlap import OverlapConfig
+from oppo_megatron.config.overlap import DeltaConfig, OverlapConfig
 from oppo_megatron.config.ppo import PairLossConfig, PPOConfig, RolloutConfig
 from oppo_megatron.config.reliability import CheckpointConfig, GuardsConfig
 from oppo_megatron.config.rewards import RewardPart
@@ -175,6 +175,15 @@ class TrainSettings(RunConfig):
         whole = self.algorithm.ratio != "token" and not self.algorithm.pairs
         if apart and whole and "staleness" not in self.ppo.model_fields_set:
             self.ppo = self.ppo.model_copy(update={"staleness": "decoupled"})
+        return self
+
+    @model_validator(mode="after")
+    def _run_ahead(self) -> Self:
+        """Continuous generation may be as far ahead as the bound on staleness allows."""
+        overlap, groups = self.overlap, self.rollout.batch_size // self.rollout.group_size
+        if overlap.continuous is not None and "delta" not in overlap.model_fields_set:
+            most = overlap.max_staleness * groups
+            self.overlap = overlap.model_copy(update={"delta": DeltaConfig(rule="fixed", initial=most, max=most)})
         return self
 
     ALWAYS_MEASURED: ClassVar[str | None] = REWARD

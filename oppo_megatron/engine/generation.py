@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oppo_megatron.chunks import UNFINISHED, Chunk, ChunkRows, StopSignal
+from oppo_megatron.chunks import UNFINISHED, Chunk, ChunkRows, Orders, StopSignal
 from oppo_megatron.engine.device_decode import DeviceLane
 from oppo_megatron.engine.round_state import CacheWorker, DecodeRound, Drawn, Growing, TakenUp
 from oppo_megatron.engine.sampler import Sampling, draw, no_distribution
@@ -55,14 +55,14 @@ class DecodeWorker(CacheWorker):
 
     def begin(
         self, work: ReplicaWork, rollouts: Sequence[Rollout], readiness: Callable[[], StopSignal], *, index: int,
-        clock: int, version: int, halt: bool = False, outlived: Mapping[int, int] = MappingProxyType({}),
+        clock: int, version: int, orders: Orders = Orders.NONE, outlived: Mapping[int, int] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """Begin a round.  A token's version is `version` minus the updates that its sequence's cache has `outlived`."""
         taken = TakenUp(self.cache, work)
         running = {g.seq_id for batch in work.decode for g in batch}
         held = {r.seq_id: r for r in rollouts if r.seq_id in running}
         growing = {i: Growing(r, self.stopping.limit(i), version - outlived.get(i, 0)) for i, r in held.items()}
-        self._begun = DecodeRound(work, taken, growing, index, clock, halt, local=readiness(), stop=readiness())
+        self._begun = DecodeRound(work, taken, growing, index, clock, orders, local=readiness(), stop=readiness())
         for lane in self._resident.values():
             lane.drop()
         if self.captured is not None:

@@ -11,7 +11,7 @@ from itertools import islice
 
 import torch.distributed as dist
 
-from oppo_megatron.chunks import Chunk, StopSignal
+from oppo_megatron.chunks import Chunk, Orders, StopSignal
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.columns import Held, Ints
 from oppo_megatron.config.model import RuntimeConfig
@@ -38,7 +38,7 @@ class Decoding:
     clock: int  # decode steps of the run before this round
     version: int  # of the policy, recorded with each token
     readiness: Callable[[], StopSignal]  # returns a new tracker of the batch's completion
-    halt: bool = False  # this rank was asked to stop; after the round all ranks do
+    orders: Orders = Orders.NONE  # of this rank
 
 
 @dataclass
@@ -78,7 +78,7 @@ class RoundRunner:
             mine: ReplicaWork = planned.works["actor"][self.replicas["actor"]]
             self.decode.begin(
                 mine, grown(mine.decode, active), decoding.readiness, index=planned.round.index, clock=decoding.clock,
-                version=decoding.version, halt=decoding.halt, outlived=self.planner.actor.outlived,
+                version=decoding.version, orders=decoding.orders, outlived=self.planner.actor.outlived,
             )  # fmt: skip
         self.executor.run(planned.schedule.of(self.executor.rank), shift=planned.round.index - 1)
         for worker in scoring.values():

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from oppo_megatron.chunks import Chunk, ChunkRow, ChunkRows, FinishReason, StopSignal, merge_rows
+from oppo_megatron.chunks import Chunk, ChunkRow, ChunkRows, FinishReason, Orders, StopSignal, merge_rows
 from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel, step
@@ -127,7 +127,7 @@ class DecodeRound:
     growing: dict[int, Growing]
     index: int
     start: int
-    halt: bool
+    orders: Orders
     local: StopSignal
     stop: StopSignal
     merged: Chunk | None = None
@@ -155,5 +155,5 @@ class DecodeRound:
     def merge(self) -> Chunk:
         if self.merged is None:
             self.merged = merge_rows(self.index, self.start, self.rows, self.stop)
-            self.merged.halt = self.halt
+            self.merged.orders = self.orders
         return self.merged

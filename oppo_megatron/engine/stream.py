@@ -2,7 +2,7 @@
 
 A message is a header of HEADER_SIZE int64 words, then a payload:
 
-    header   magic, message index, logical clock, rows, tokens, halt (0 or 1), checksum of these six
+    header   magic, message index, logical clock, rows, tokens, orders (bits), checksum of these six
     payload  per row: sequence id, offset, tokens, policy version, finish clock or -1, ending, checksum; then the body
     body     all tokens, then all log-probs, then all sampling log-probs (float64 bits)
 
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oppo_megatron.chunks import FIELDS, REASONS, UNFINISHED, Chunk, ChunkRows, Ints
+from oppo_megatron.chunks import FIELDS, REASONS, UNFINISHED, Chunk, ChunkRows, Ints, Orders
 from oppo_megatron.cluster.process_groups import gather_ragged
 from oppo_megatron.errors import StreamError
 from oppo_megatron.mcore.device import on_device
@@ -83,7 +83,7 @@ class ChunkEncoder(ChunkBooks):
             checksums.append(checksum_of(i, before))
             self.ledgers[seq_id] = offset + count, checksums[-1]
         table = np.vstack([rows.table, np.array(checksums, dtype=np.int64)])
-        words = np.array([MAGIC, self._next_index, chunk.clock, len(rows), rows.num_tokens, chunk.halt], dtype=np.int64)
+        words = np.array([MAGIC, self._next_index, chunk.clock, len(rows), rows.num_tokens, chunk.orders], dtype=np.int64)
         header = np.append(words, zlib.crc32(words.tobytes()))
         self._next_index += 1
         return header, np.concatenate([table.T.reshape(-1), rows.body.reshape(-1)])
@@ -107,14 +107,14 @@ class ChunkDecoder(ChunkBooks):
         size = self.payload_size(header)
         if len(payload) != size:
             raise StreamError(f"message {self._due()}; its payload has {len(payload)} words, but the header says {size}.")
-        _, index, clock, num_rows, num_tokens, halt, _ = (int(x) for x in header)
+        _, index, clock, num_rows, num_tokens, orders, _ = (int(x) for x in header)
         table = payload[: num_rows * ROW_SIZE].reshape(num_rows, ROW_SIZE)
         body = payload[num_rows * ROW_SIZE :].reshape(3, num_tokens)
         self._require_whole(table.T, num_tokens, index)
         rows = ChunkRows.packed_as(np.ascontiguousarray(table[:, :FIELDS].T), body)
         self._accept(rows, table[:, FIELDS].tolist(), index)
         self._next_index += 1
-        return Chunk(index, clock, rows, halt=bool(halt))
+        return Chunk(index, clock, rows, Orders(orders))
 
     def _require_whole(self, table: Ints, num_tokens: int, index: int) -> None:
         seq_ids, offsets, counts, _, finish, reasons, _ = table

@@ -7,6 +7,8 @@ A *group* is the n responses to one prompt; *clock* counts the run's decode step
    the limits are n (B + delta) unfinished rollouts and 2B groups (if delta > B: the smaller of B + delta and (η + 1) B).
 3. Except groups that it had to wait for because of their age (`ahead.py`), a batch's groups finished no later than those left.
 4. While delta <= η B (with backfill: always), no group is deferred more than η times.
+5. A batch takes room until the weights trained on it are installed. The number of such batches is the first age of a new group,
+   whose last age is then the number of versions between the weights at its admission and those that are trained with it.
 With a filter, groups may also be dropped, only kept ones count as finished, and backfill, too, stops at B + delta groups.
 """
 
@@ -45,6 +47,7 @@ class RolloutBuffer:
         self._recorded: list[ChunkRows] = []  # since the oldest rollout was admitted; rollouts read their tokens from it
         self._num_admitted = 0
         self.clock = 0
+        self.pending = 0  # batches taken whose weights are not installed yet; the scheduler counts them
         self._closed = False
 
     def __len__(self) -> int:
@@ -56,7 +59,7 @@ class RolloutBuffer:
 
     @property
     def room(self) -> int:
-        room = self.capacity - len(self)
+        room = self.capacity - len(self) - self.pending * self.batch_size
         if self.backfill and not self.filtered:
             room = min(self.capacity - len(self._unfinished), self._most - len(self))
         return max(0, room // self.group_size * self.group_size)
@@ -98,7 +101,10 @@ class RolloutBuffer:
         return columns.at(sure).seq_ids
 
     def admit(self, prompts: Iterable[Prompt]) -> list[Rollout]:
-        admitted = [Rollout(prompt, number, recorded=self._recorded) for number, prompt in enumerate(prompts, self._num_admitted)]
+        admitted = [
+            Rollout(prompt, number, deferrals=self.pending, recorded=self._recorded)
+            for number, prompt in enumerate(prompts, self._num_admitted)
+        ]
         assert len(admitted) <= self.room, f"{len(admitted)} prompts admitted into room for {self.room}"
         assert not (self._closed and admitted), "prompts admitted after the end of the prompts"
         new = {rollout.prompt.seq_id: rollout for rollout in admitted}
@@ -109,7 +115,7 @@ class RolloutBuffer:
         self._unfinished |= new
         self._num_admitted += len(new)
         self._table.add(admitted)
-        self._ages = np.concatenate([self._ages, np.zeros(len(admitted) // self.group_size, dtype=np.int64)])
+        self._ages = np.concatenate([self._ages, np.full(len(admitted) // self.group_size, self.pending)])
         return admitted
 
     def set_delta(self, delta: int) -> None:
@@ -164,11 +170,14 @@ class RolloutBuffer:
         self.clock = chunk.clock
 
     def state_dict(self) -> dict[str, Any]:
-        return {"clock": self.clock, "num_admitted": self._num_admitted, "delta": self.delta, "closed": self._closed}
+        return {
+            "clock": self.clock, "num_admitted": self._num_admitted, "delta": self.delta, "closed": self._closed,
+            "pending": self.pending,
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any], rollouts: Iterable[Rollout]) -> None:
         self.clock, self._num_admitted = state["clock"], state["num_admitted"]
-        self.delta, self._closed = state["delta"], state["closed"]
+        self.delta, self._closed, self.pending = state["delta"], state["closed"], state.get("pending", 0)
         self._rollouts = {rollout.seq_id: rollout for rollout in rollouts}
         self._unfinished = {seq_id: rollout for seq_id, rollout in self._rollouts.items() if not rollout.finished}
         self._table = Table()

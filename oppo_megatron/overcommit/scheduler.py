@@ -51,6 +51,8 @@ class OvercommitScheduler:
         return self._next_prompt is None and len(self.buffer) == 0
 
     def begin_step(self) -> list[Rollout]:
+        """Admit prompts after new weights were installed, or at the run's start."""
+        self.buffer.pending = max(0, self.buffer.pending - 1)
         self.due = self._next_admission()
         return self._admit()
 
@@ -78,6 +80,7 @@ class OvercommitScheduler:
 
     def take_batch(self) -> list[Rollout]:
         batch = self.buffer.take_batch()
+        self.buffer.pending += 1
         if self._to_train is not None:
             self._to_train -= len(batch)
         return batch

@@ -29,7 +29,7 @@ RUN_FORMAT = 1
 PRODUCTS = (
     "config.yaml", "hosts.json", "metrics.jsonl", "rollouts.jsonl", "trace.json", "summary.json", "quarantine.jsonl",
     "weights", "best", "tensorboard", "wandb", "schedules.txt", "costs.json", "rejected", "rollbacks.jsonl",
-    "checkpoints",
+    "checkpoints", "installs.jsonl",
 )  # fmt: skip
 RESOLVED = frozenset({"run_dir", "logging", "checkpoint", "preempt_deadline_s", "stall_deadline_s"})
 """Sections that a run's `config.yaml` always has, and a user's own rarely."""
@@ -62,6 +62,7 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.stacks = self.path / "stacks"
         self.holder = self.path / "holder.json"
+        self.installs = self.path / "installs.jsonl"
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -193,6 +194,7 @@ class RunDirectory:
                 shutil.rmtree(weights)
         for path in (self.metrics, self.rollouts):
             _keep_lines(path, lambda line: line["step"] <= step)
+        _keep_lines(self.installs, lambda line: line["version"] <= step)
         for path in self.rank_traces():
             _keep_lines(path, lambda span: span["end"] <= saved_at)
 

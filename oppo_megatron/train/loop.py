@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from oppo_megatron.algorithms.experience import ScoredBatch
-from oppo_megatron.chunks import Chunk
+from oppo_megatron.chunks import Chunk, Orders
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.evaluation import REWARD
 from oppo_megatron.config.run import TrainConfig
@@ -47,6 +47,20 @@ from oppo_megatron.train.saving.writing import (
 from oppo_megatron.train.score_exchange import ScoreExchange
 from oppo_megatron.train.update import History
 from oppo_megatron.train.updates import Adaptation, Updates
+
+
+@dataclass
+class Taken:
+    """A complete batch, with the rollout phase that made it and the decode clock at which it was complete."""
+
+    batch: list[Rollout]
+    phase: RolloutPhase
+    clock: int
+    scored: ScoredBatch | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        seq_ids = [rollout.seq_id for rollout in self.batch]
+        return {"clock": self.clock, "seq_ids": seq_ids, "phase": self.phase.state_dict()}
 
 
 @dataclass
@@ -100,25 +114,40 @@ class TrainingLoop(Saveable):
         self._admit(step)
         while not self.rollouts.complete:
             chunk = self._decode(plan)  # while the scorers prefill the chunk before
-            if chunk.halt:
+            if Orders.HALT in chunk.orders:
                 return False
-        batch = self.rollouts.take_batch()
-        self.phase = None
-        if not batch:
-            return True
-        started = time.monotonic()
+        taken = self._take()
+        if taken.batch:
+            self._score(step, taken, plan)
+            self._train(step, taken, plan)
+        return True
+
+    def _take(self) -> Taken:
+        """Take the complete batch, which ends its rollout phase."""
+        assert self.phase is not None
+        phase, self.phase = self.phase, None
+        phase.facts.filtered = self.rollouts.figures()
+        return Taken(self.rollouts.take_batch(), phase, self.buffer.clock)
+
+    def _score(self, step: int, taken: Taken, plan: StepPlan) -> None:
+        """Wait until every scorer has read the batch, and share its scores."""
+        batch, started = taken.batch, time.monotonic()
         while self.rounds.owes(batch):  # a scorer, on any rank, has not read all of it
             self.rollouts.score(batch, self.adaptation.chunk.value, self.updates.version)
             self.meter.end_round(decoded=False)
         self.meter.tracer.flush()
         self.meter.facts.drain_s = time.monotonic() - started
-        trained = self.exchange.members.to_train(batch)
         if plan.forward_ahead:
-            self.updates.begin(step, trained)
-        scored, facts = self._gather_scores(step, batch), self.meter.facts
-        facts.filtered = self.rollouts.figures()
+            self.updates.begin(step, self.exchange.members.to_train(batch))
+        taken.scored = self._gather_scores(step, batch)
         self.adaptation.learn_costs(step)
-        experience, breach = self.updates.make(step, trained, scored)
+
+    def _train(self, step: int, taken: Taken, plan: StepPlan) -> None:
+        """Train on the scored batch, decode with the new weights from now on, and end the step."""
+        batch, trained, facts = taken.batch, self.exchange.members.to_train(taken.batch), self.meter.facts
+        assert taken.scored is not None
+        facts.version = self.updates.version
+        experience, breach = self.updates.make(step, trained, taken.scored)
         actor_trained = self.updates.trains_actor(step)
         if breach is None:
             self.rollouts.weights_changed(actor_trained)
@@ -135,29 +164,47 @@ class TrainingLoop(Saveable):
             facts.chunk_reason = self.adaptation.chunk.observe(step, self.meter.cost()).reason
         self.meter.end(batch, self.buffer.rollouts, experience)
         self.done = step
-        return True
 
     @property
     def over(self) -> bool:
         """True if nothing is left to train."""
         stopped = self.evaluator is not None and self.evaluator.over
-        return self.rollouts.scheduler.done or self.done == self.config.steps or stopped
+        return self.exhausted or self.done == self.config.steps or stopped
+
+    @property
+    def exhausted(self) -> bool:
+        return self.rollouts.scheduler.done
+
+    @property
+    def queued(self) -> Sequence[Rollout]:
+        """Rollouts of complete batches that are not scored yet."""
+        return ()
 
     def _admit(self, step: int) -> None:
         if self.phase is not None:  # a stop has interrupted it
             self.meter.begin(self.phase)
             return
+        self._begin_phase(step)
+        self.rollouts.admit()
+
+    def _begin_phase(self, step: int) -> None:
         chunk, version = self.adaptation.chunk.value, self.updates.version
         facts = StepFacts(step, self.buffer.delta, chunk, version=version, **self.saver.take_cost())
         self.phase = RolloutPhase(facts, Occupancy(self.buffer.clock), self.buffer.clock)
         self.meter.begin(self.phase)
-        self.rollouts.admit()
+        self.rollouts.begin_phase()
 
-    def _decode(self, plan: StepPlan) -> Chunk:
+    def _decode(self, plan: StepPlan, most: int | None = None, *, install: bool = False) -> Chunk:
+        """Decode a chunk, of at most `most` steps.  `install`: weights that have arrived are installed after it."""
         clock, started, preemption = self.buffer.clock, time.monotonic(), self.saver.preemption
-        halt = self.actor is not None and preemption.agreed(self.actor.role.serving.groups.all, self.world.activity)
-        most, version = self.adaptation.chunk.value, self.updates.version
-        chunk, backfilled = self.rollouts.decode(most, version, stream=plan.stream, halt=halt)
+        orders = Orders.INSTALL if install else Orders.NONE
+        if self.actor is not None and preemption.agreed(self.actor.role.serving.groups.all, self.world.activity):
+            orders |= Orders.HALT
+        steps, version = self.adaptation.chunk.value, self.updates.version
+        steps = steps if most is None else min(steps, most)
+        chunk, backfilled = self.rollouts.decode(
+            steps, version, self.queued if plan.stream else (), stream=plan.stream, orders=orders
+        )
         self.meter.decoded(chunk, clock, backfilled, time.monotonic() - started)
         return chunk
 
@@ -238,7 +285,8 @@ class TrainingLoop(Saveable):
         }  # fmt: skip
 
     def texts(self) -> dict[str, str]:
-        return {ROLLOUTS: "".join(rollout_lines(self.buffer.rollouts))}
+        held = sorted([*self.queued, *self.buffer.rollouts], key=lambda rollout: (rollout.admission, rollout.seq_id))
+        return {ROLLOUTS: "".join(rollout_lines(held))}
 
     def caches(self, *, copied: bool) -> CacheContents:
         return gather_caches(self.rounds, copied=copied)
@@ -261,12 +309,12 @@ class TrainingLoop(Saveable):
         lost, state = len(held) < len(found.rollouts), found.state
         same = not lost and state["layout"] == books_state(self.rounds)["layout"]
         if same and frozen_models(state["config"]) == frozen_models(self.saver.settings):  # else all is prefilled again
-            require_sound_books(state, self.buffer.rollouts)
+            require_sound_books(state, [*self.queued, *self.buffer.rollouts])
             planner = self.rounds.planner
             for name, book in {"actor": planner.actor, **planner.scorers}.items():
                 book.load_state_dict(state["books"][name])
             load_caches(cache_path(found.folder, self.world.rank), self.rounds)
-        if self.phase is not None and (lost or len(self.buffer) < self.buffer.target):  # the batch may also be larger now
+        if self.position.clock >= 0 and (lost or len(self.buffer) < self.buffer.target):  # the batch may also be larger now
             self.rounds.admit(self.rollouts.scheduler.refill())
 
     def load_state_dict(self, state: Mapping[str, Any], held: Sequence[Rollout]) -> None:
@@ -283,4 +331,4 @@ class TrainingLoop(Saveable):
             self.phase = RolloutPhase.from_state(state["phase"])
         if self.journal is not None:
             self.journal.load_state_dict(state["journal"])
-        self.rounds.admit(self.buffer.rollouts)
+        self.rounds.admit([*self.queued, *self.buffer.rollouts])

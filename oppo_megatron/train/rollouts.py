@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oppo_megatron.chunks import Chunk
+from oppo_megatron.chunks import Chunk, Orders
+from oppo_megatron.columns import columns_of
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner
 from oppo_megatron.overcommit.scheduler import GroupFilter, OvercommitScheduler
@@ -40,18 +41,27 @@ class Rollouts:
         with self.planning():
             self.rounds.admit(self.scheduler.begin_step())
         if self.filter is not None:
-            self.filter.begin_step()
             self._filter_groups(self.filter)
 
-    def decode(self, most: int, version: int, *, stream: bool, halt: bool) -> tuple[Chunk, int]:
-        """Run a round of at most `most` tokens each; return chunk and number of new rollouts.  `stream`: score while decoding."""
+    def begin_phase(self) -> None:
+        if self.filter is not None:
+            self.filter.begin_step()
+
+    def decode(self, most: int, version: int, queued: Sequence[Rollout], *, stream: bool, orders: Orders) -> tuple[Chunk, int]:
+        """Run a round of at most `most` tokens each; return chunk and number of new rollouts.
+
+        `stream`: score while decoding; `queued`: complete rollouts to score.
+        """
         buffer = self.buffer
         with self.planning():
             backfilled = self.scheduler.backfill()
             self.rounds.admit(backfilled)
-            active, score = buffer.active, buffer.rollouts if stream else []
+            active, score = buffer.active, list[Rollout]() if not stream else buffer.rollouts
             readable = buffer.worth_reading()
-        decoding = Decoding(buffer.clock, version, buffer.readiness, halt)
+            if queued:
+                score = [*queued, *score]
+                readable = np.concatenate([columns_of(queued).seq_ids, readable])
+        decoding = Decoding(buffer.clock, version, buffer.readiness, orders)
         chunk = self.rounds.run(active, score, self.scheduler.chunk(most), decoding, readable)
         assert chunk is not None
         with self.planning():

@@ -51,6 +51,7 @@ from oppo_megatron.schedule.links import most_streams, transport_of
 from oppo_megatron.schedule.plan import cache_slots, delta_rule, new_planner, plan_step, round_generator
 from oppo_megatron.schedule.weaving.costs import CostMeter
 from oppo_megatron.train.actor import Actor, Critic
+from oppo_megatron.train.continuous import ContinuousLoop
 from oppo_megatron.train.evaluate import Evaluator
 from oppo_megatron.train.guard import Guard, Rollbacks
 from oppo_megatron.train.inputs import Inputs, verdict_clock
@@ -214,7 +215,8 @@ def build_loop(
     evaluator = None
     if inputs.heldout is not None and inputs.judges is not None:
         evaluator = Evaluator(config, inputs.heldout, inputs.judges, rounds, exchange)
-    return TrainingLoop(config, world, inputs.prompts, rollouts, exchange, updates, adaptation, evaluator, saver, meter)
+    loop = TrainingLoop if overlap.continuous is None else ContinuousLoop
+    return loop(config, world, inputs.prompts, rollouts, exchange, updates, adaptation, evaluator, saver, meter)
 
 
 def _with_kv_layout(config: TrainConfig, device: torch.device) -> TrainConfig:

@@ -166,6 +166,8 @@ class StepMeter:
         return self.phase.facts
 
     def begin(self, phase: RolloutPhase) -> None:
+        if self._phase is not None:
+            self._phase.spent_s = self._elapsed_s()
         self._started = time.monotonic()
         self._phase, self._before_s, self._planned_s = phase, phase.spent_s, self.rounds.planning_s
         self._prefills = self._planned_prefills()

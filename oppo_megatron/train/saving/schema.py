@@ -59,7 +59,7 @@ DELTA = record(  # the optional fields depend on the rule (`make_delta_controlle
     age=optional(Count), broken=optional(bool), grown=optional(bool), ceiling=optional(CEILING),
     memory=optional(dict[str, Any]),
 )  # fmt: skip
-BUFFER = record(clock=Count, num_admitted=Count, delta=Count, closed=bool)
+BUFFER = record(clock=Count, num_admitted=Count, delta=Count, closed=bool, pending=(Count, 0))
 SCHEDULER = record(num_consumed=Count, position=Count, due=Count, delta=DELTA, buffer=BUFFER)
 FILTER = record(  # scores by sequence and part; null is a score that is not finite
     labels=list[str], scores=list[tuple[Count, list[float | None]]], kept=Count, dropped=Count
@@ -70,6 +70,7 @@ ACTOR = record(version=Count, ess=Annotated[float, Field(allow_inf_nan=True)])
 HISTORY = record(count=Count, total=float, squares=Amount, warmed=Count)
 OCCUPANCY = record(clock=Count, steps=Count, tokens=Count, width=Count)
 PHASE = record(facts=record_of(StepFacts, without=LATER_FACTS), occupancy=OCCUPANCY, begun=Count, spent_s=Amount)
+QUEUED = record(clock=Count, seq_ids=list[Count], phase=PHASE)
 HELDOUT = list[tuple[Count, dict[str, dict[str, float | None]]]]
 JOURNAL = record(elapsed_s=float, heldout=HELDOUT)
 EARLY_STOP = record(best=Measured | None, worse=Count, last=Measured | None)
@@ -94,8 +95,8 @@ COMMON: dict[str, Any] = {
 SUPERVISED_STATE = record(**COMMON, kind=str, rows=Count, elapsed_s=float, heldout=HELDOUT, reference=str | None)
 PPO_STATE = record(
     **COMMON, scheduler=SCHEDULER, chunk=CHUNK, kl=record(value=Amount), guard=GUARD, actor=ACTOR, history=HISTORY,
-    phase=PHASE | None, journal=JOURNAL, layout=by_role(PLACE), books=by_role(BOOK),
-    sources=dict[str, str], filter=FILTER | None,
+    phase=PHASE | None, queue=(list_of(QUEUED), []), halted=(bool, False), journal=JOURNAL, layout=by_role(PLACE),
+    books=by_role(BOOK), sources=dict[str, str], filter=FILTER | None,
 )  # fmt: skip
 ROLLOUT = record(
     seq_id=Count, admission=Count, tokens=list[Count], logprobs=list[float], sampling_logprobs=list[float],
@@ -140,7 +141,7 @@ def _check_state(state: Any) -> None:
         raise ValueError(f"{scheduler.num_consumed} prompts consumed of the first {scheduler.position}")
     if scheduler.delta.value != buffer.delta:
         raise ValueError(f"delta is {scheduler.delta.value} in the controller, {buffer.delta} in the buffer")
-    if phase is not None and (phase.facts.step != state.done + 1 or phase.begun > buffer.clock):
+    if phase is not None and (phase.facts.step != state.done + 1 + len(state.queue) or phase.begun > buffer.clock):
         raise ValueError(f"step {phase.facts.step} is under way since clock {phase.begun}")
 
 

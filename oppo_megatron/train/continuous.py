@@ -1,0 +1,174 @@
+"""Continuous generation: decoding goes on while complete batches wait, are scored and trained.
+
+Batch j is trained on version j, the weights after j steps, and makes version j + 1, which is *installed* for decoding at a clock
+that `Installs` names.  Prompts are admitted after installations only, so tokens, batches and versions follow from the seed and
+these clocks: every placement, and one process, repeats a run from its log.  Nothing is installed out of order, and one batch is
+in training at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from oppo_megatron.chunks import Orders
+from oppo_megatron.config.overlap import ContinuousConfig
+from oppo_megatron.errors import DataError
+from oppo_megatron.records import Rollout
+from oppo_megatron.rundir.checkpoints import Position
+from oppo_megatron.rundir.directory import RunDirectory, encode_json
+from oppo_megatron.rundir.metrics_log import iter_json_lines
+from oppo_megatron.schedule.plan import StepPlan
+from oppo_megatron.train.logs.meter import RolloutPhase
+from oppo_megatron.train.loop import Taken, TrainingLoop
+
+
+@dataclass
+class Installs:
+    """The clocks of installations.  `lag_steps` after a batch was complete (None: when weights arrive), or as `replayed`.
+
+    `log`: on the rank that writes it.
+    """
+
+    lag_steps: int | None
+    replayed: Mapping[int, int] | None = None
+    log: Path | None = None
+
+    @classmethod
+    def of(cls, config: ContinuousConfig, log: Path | None) -> Installs:
+        """Collective of the world.  Raises DataError for a file that is no log of installations."""
+        lag = None if config.lag_steps == "asap" else config.lag_steps
+        if config.replay is None:
+            return cls(lag, log=log)
+        found: list[Any] = [None]
+        if dist.get_rank() == 0:
+            found = [_read(config.replay)]
+        dist.broadcast_object_list(found, src=0)
+        if isinstance(found[0], DataError):
+            raise found[0]
+        return cls(lag, found[0], log)
+
+    def steps_until(self, version: int, complete_at: int, clock: int) -> int | None:
+        """Return decode steps until `version` is due, at most 0 if it is; None if it is due as soon as it arrives."""
+        if self.replayed is not None and version in self.replayed:
+            return self.replayed[version] - clock
+        return None if self.lag_steps is None else complete_at + self.lag_steps - clock
+
+    def record(self, version: int, clock: int) -> None:
+        if self.log is not None:
+            with self.log.open("a", encoding="utf-8") as file:
+                file.write(encode_json({"version": version, "clock": clock}) + "\n")
+
+
+def _read(path: Path) -> dict[int, int] | DataError:
+    try:
+        lines = [(line["version"], line["clock"]) for line in iter_json_lines(path)]
+    except DataError as error:
+        return error
+    except KeyError as error:
+        return DataError(f"{path}: a line lacks {error}; give the installs.jsonl of a run with overlap.continuous")
+    clocks = [clock for _, clock in lines]
+    if [version for version, _ in lines] != list(range(1, len(lines) + 1)) or clocks != sorted(clocks):
+        return DataError(
+            f"{path}: versions must follow each other from 1 on, and clocks not fall; give the file as a run wrote it"
+        )
+    return dict(lines)
+
+
+@dataclass
+class ContinuousLoop(TrainingLoop):
+    """`queue`: complete batches, in order; the first is the next to be trained."""
+
+    queue: deque[Taken] = field(default_factory=deque)
+    halted: bool = False  # within a step
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rules, log = self.config.overlap.continuous, RunDirectory(self.config.run_dir).installs
+        assert rules is not None
+        self.installs = Installs.of(rules, None if self.journal is None else log)
+
+    def _step(self, step: int, plan: StepPlan) -> bool:
+        """Decode on until version `step` is installed; False if asked to stop."""
+        self._admit(step)
+        plan, arrived = replace(plan, forward_ahead=False), False
+        while True:
+            if len(self.buffer) and self.rollouts.complete:
+                self.queue.append(self._take())
+                self._begin_phase(step + len(self.queue))
+                continue
+            first = self.queue[0] if self.queue else None
+            if first is None and not self.buffer.active:
+                return True  # the prompts have ended
+            left = None
+            if first is not None:
+                if first.scored is None and not self.rounds.owes(first.batch):
+                    self._score_first(step, plan)
+                left = self.installs.steps_until(step, first.clock, self.buffer.clock)
+                if arrived or not self.buffer.active or (left is not None and left <= 0):
+                    break
+            chunk = self._decode(plan, left, install=left is None and first is not None and first.scored is not None)
+            arrived = Orders.INSTALL in chunk.orders
+            if Orders.HALT in chunk.orders:
+                if first is None or first.scored is None:
+                    self.halted = True
+                    return False
+                self.saver.stopping = True  # after the installation
+        if self.queue[0].scored is None:
+            self._score_first(step, plan)
+        with self._phase_of(self.queue[0].phase):
+            self._train(step, self.queue.popleft(), plan)
+        self.installs.record(step, self.buffer.clock)
+        return True
+
+    def _score_first(self, step: int, plan: StepPlan) -> None:
+        with self._phase_of(self.queue[0].phase):
+            self._score(step, self.queue[0], plan)
+
+    @contextmanager
+    def _phase_of(self, phase: RolloutPhase) -> Iterator[None]:
+        """Measure the block as part of a batch's step; the present rollout phase is interrupted."""
+        assert self.phase is not None
+        self.meter.begin(phase)
+        yield
+        self.meter.begin(self.phase)
+
+    def _admit(self, step: int) -> None:
+        """Admit prompts, unless a stop has interrupted the step."""
+        if self.phase is None:
+            self._begin_phase(step + len(self.queue))
+        else:
+            self.meter.begin(self.phase)
+        if not self.halted:
+            self.rollouts.admit()
+        self.halted = False
+
+    @property
+    def exhausted(self) -> bool:
+        return super().exhausted and not self.queue
+
+    @property
+    def queued(self) -> Sequence[Rollout]:
+        return [rollout for taken in self.queue if taken.scored is None for rollout in taken.batch]
+
+    @property
+    def position(self) -> Position:
+        return Position(self.done, self.buffer.clock if self.halted else -1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Include the queue, whose first batch is not scored yet between steps and when halted."""
+        return super().state_dict() | {"queue": [taken.state_dict() for taken in self.queue], "halted": self.halted}
+
+    def load_state_dict(self, state: Mapping[str, Any], held: Sequence[Rollout]) -> None:
+        by_id = {rollout.seq_id: rollout for rollout in held}
+        for entry in state.get("queue", ()):
+            if batch := [by_id.pop(seq_id) for seq_id in entry["seq_ids"] if seq_id in by_id]:  # a rollback leaves some out
+                self.queue.append(Taken(batch, RolloutPhase.from_state(entry["phase"]), entry["clock"]))
+        super().load_state_dict(state, list(by_id.values()))
+        self.halted = state.get("halted", False)

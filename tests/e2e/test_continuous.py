@@ -1,0 +1,74 @@
+"""Continuous generation: equal to the synchronous run without run-ahead, repeatable from its log, bounded in staleness."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ppo import Workspace, assert_same, run_ppo_ranks, weight_distance
+
+STEPS, BATCH = 6, 6
+FIXED = {"rule": "fixed", "initial": 0, "max": 0}
+GRPO = {"algorithm": {"preset": "grpo"}, "critic": None, "rollout.group_size": 3}
+SINGLE = {"mode": "single"}
+PLACEMENTS = {
+    "1": SINGLE,
+    "1+1": {"mode": "disaggregated"},
+    "dp2+1": {"mode": "disaggregated", "actor": {"dp": 2}},
+    "tp2 shared": {"mode": "colocated", "actor": {"tp": 2}},
+    "pp2+1": {"mode": "disaggregated", "actor": {"pp": 2}},
+}
+
+
+def continuous(workspace: Workspace, name: str, ahead: int, **changes: Any) -> dict[str, Any]:
+    """`ahead`: batches."""
+    settings = {
+        "overlap.intra": True, "overlap.inter": True, "overlap.continuous": {"lag_steps": 5}, "steps": STEPS,
+        "overlap.max_staleness": max(1, ahead),
+    }  # fmt: skip
+    if not ahead:
+        settings["overlap.delta"] = FIXED
+    return workspace.config(name, **(settings | changes))
+
+
+def installs(config: dict[str, Any]) -> list[dict[str, int]]:
+    return [json.loads(line) for line in (Path(config["run_dir"]) / "installs.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("lag", [0, 9, "asap"])
+@pytest.mark.parametrize("algorithm", [{}, GRPO], ids=["ppo", "grpo"])
+def test_without_run_ahead_it_is_the_synchronous_run(workspace: Workspace, algorithm: dict[str, Any], lag: Any) -> None:
+    plain = run_ppo_ranks(workspace.config(f"plain-{lag}-{len(algorithm)}", steps=STEPS, **algorithm, **{"overlap.intra": True}))
+    changes = {"overlap.continuous": {"lag_steps": lag}}
+    ours = run_ppo_ranks(continuous(workspace, f"ahead0-{lag}-{len(algorithm)}", 0, **algorithm, **changes))
+    assert ours.tokens() == plain.tokens() and ours.batches() == plain.batches()
+    assert weight_distance(ours.actor, plain.actor) == 0.0
+    assert weight_distance(ours.critic, plain.critic) == 0.0
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_staleness_is_bounded_and_every_prompt_trained_once(workspace: Workspace, ahead: int) -> None:
+    config = continuous(workspace, f"bounded-{ahead}", ahead, **GRPO)
+    run = run_ppo_ranks(config)
+    assert Counter(row["seq_id"] for row in run.rollouts) == {i: 1 for i in range(STEPS * BATCH)}
+    for row in run.rollouts:
+        stale = row["step"] - 1 - row["versions"][0]
+        assert 0 <= stale <= row["deferrals"] <= ahead
+        assert row["versions"] == sorted(row["versions"])
+    assert max(row["step"] - 1 - row["versions"][0] for row in run.rollouts) == ahead
+    assert [line["version"] for line in installs(config)] == list(range(1, STEPS + 1))
+
+
+def test_a_log_repeats_the_run_in_another_placement(workspace: Workspace) -> None:
+    live = continuous(workspace, "live", 2, **GRPO, **{"overlap.continuous": {"lag_steps": "asap"}, "overlap.chunk": 4})
+    first = run_ppo_ranks(live)
+    log = Path(live["run_dir"]) / "installs.jsonl"
+    for name, placement in PLACEMENTS.items():
+        again = continuous(
+            workspace, f"again-{name}", 2, **GRPO,
+            **{"overlap.continuous": {"replay": str(log)}, "placement": placement, "overlap.chunk": 7},
+        )  # fmt: skip
+        assert_same(run_ppo_ranks(again), first)
+        assert installs(again) == installs(live)
