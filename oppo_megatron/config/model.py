@@ -171,20 +171,21 @@ class OptimizerConfig(Section):
         return self.model_copy(update={"lr": usual.weights if lora is None else usual.adapters})
 
 
+def as_ranks(value: object) -> object:
+    """YAML reads a single rank as a number."""
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if text is not None and not (isinstance(text, str) and _RANKS.fullmatch(text)):
+        raise ValueError("ranks and spans of ranks with commas between them, as in 0-3,6")
+    return text
+
+
 class RoleConfig(ModelConfig):
     """A frozen role (reference, reward)."""
 
     parallel: ParallelConfig | None = Field(None, description="layout over this role's ranks; default: placement's")
     ranks: str | None = Field(None, description="ranks of the role, as in 0-3,6; default: placement's")
 
-    @field_validator("ranks", mode="before")
-    @classmethod
-    def _as_ranks(cls, value: object) -> object:
-        """YAML reads a single rank as a number."""
-        text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-        if text is not None and not (isinstance(text, str) and _RANKS.fullmatch(text)):
-            raise ValueError("ranks and spans of ranks with commas between them, as in 0-3,6")
-        return text
+    _as_ranks = field_validator("ranks", mode="before")(as_ranks)
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
@@ -217,8 +218,20 @@ class TrainedRoleConfig(AdaptedRoleConfig):
         return self
 
 
+class ActorTrainingConfig(TrainingLayoutConfig):
+    """The actor's layout, and its ranks, during its update."""
+
+    ranks: str | None = Field(
+        None, description="ranks that train the actor and hold its optimizer, as in 4-7; null: those that decode"
+    )
+
+    _as_ranks = field_validator("ranks", mode="before")(as_ranks)
+
+
 class ActorConfig(TrainedRoleConfig):
     """The policy."""
+
+    train: ActorTrainingConfig = ActorTrainingConfig()
 
     USUAL_RATE: ClassVar[UsualRate] = UsualRate(1e-6, 1e-5)
 

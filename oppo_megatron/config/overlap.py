@@ -60,6 +60,11 @@ class ContinuousConfig(Section):
         description="decode steps from a batch's completion to the installation of the weights trained on it, for which "
         "decoding waits if they are late; asap: they are installed after the chunk in which they arrive",
     )
+    install: Literal["staged", "pause"] = Field(
+        "staged",
+        description="if the actor trains on other ranks: new weights are sent while decoding goes on, into tensors of their "
+        "own, and then copied (staged), or decoding pauses for their way, which needs no second tensors (pause)",
+    )
     replay: Path | None = Field(
         None, description="`installs.jsonl` of another run: its weights were installed at these clocks, and are again"
     )

@@ -49,9 +49,17 @@ def check_layouts(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]
     """Return all problems. `shapes`: the config.jsons that could be read."""
     if enormous := _check_magnitude(config):
         return enormous
-    wrong_ranks = {name: found for name, role in _sections(config) if (found := _check_ranks(config, name, role))}
+    wrong_ranks = {
+        name: found for name, role in _sections(config) if (found := _check_ranks(config, f"{name}.ranks", role.ranks))
+    }
     problems = [problem for found in wrong_ranks.values() for problem in found]
-    without = {name: role.model_copy(update={"ranks": None}) for name, role in _sections(config) if name in wrong_ranks}
+    without: dict[str, RoleConfig] = {
+        name: role.model_copy(update={"ranks": None}) for name, role in _sections(config) if name in wrong_ranks
+    }
+    if found := _check_ranks(config, "actor.train.ranks", config.actor.train.ranks):
+        problems += found
+        train = config.actor.train.model_copy(update={"ranks": None})
+        without["actor"] = without.get("actor", config.actor).model_copy(update={"train": train})
     config = config.model_copy(update=without)  # so that their other problems can be reported
     problems += [*_check_scorers(config), *_check_pools(config, shapes), *_check_counts(config, shapes)]
     serving = role_placements(config)
@@ -60,6 +68,7 @@ def check_layouts(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]
     for name, placement in training_placements(config).items():
         problems += training_problems(config, name, placement, serving[name], shapes.get(name))
     held = {rank: name for name, placement in serving.items() for rank in placement.ranks}
+    held |= dict.fromkeys(training_placements(config)["actor"].ranks, "actor.train")
     if not wrong_ranks and (idle := [rank for rank in range(world_size(config)) if rank not in held]):
         problems.append(
             f"{_ranks(idle)} without a role, but a run has ranks 0 to the highest, {max(held)} of {held[max(held)]}, "
@@ -87,7 +96,7 @@ def check_auto_placement(settings: TrainSettings) -> list[str]:
     for name, role in _sections(settings):
         written |= {f"{name}.ranks": role.ranks, f"{name}.parallel": role.parallel}
         if isinstance(role, TrainedRoleConfig):
-            written |= {f"{name}.train.{size}": getattr(role.train, size) for size in ("tp", "pp", "dp")}
+            written |= {f"{name}.train.{size}": getattr(role.train, size, None) for size in ("tp", "pp", "dp", "ranks")}
             written[f"{name}.train.vpp"] = role.train.vpp if role.train.vpp > 1 else None
     return [
         f"{key} is {Sizes.of(value) if isinstance(value, ParallelConfig) else value}, but placement.mode auto chooses the ranks "
@@ -134,8 +143,10 @@ def _check_magnitude(config: TrainConfig) -> list[str]:
     layouts |= {f"{name}.parallel": role.parallel for name, role in _sections(config)}
     problems = [_enormous(key, layout) for key, layout in layouts.items() if layout and layout.num_ranks > MOST_RANKS]
     for name, role in _sections(config):
-        if any(int(number) >= MOST_RANKS for number in (role.ranks or "0").replace("-", ",").split(",")):
-            problems.append(f"{name}.ranks is {role.ranks}, but ranks end at {MOST_RANKS - 1}; name ranks of this run")
+        named = {f"{name}.ranks": role.ranks, f"{name}.train.ranks": getattr(getattr(role, "train", None), "ranks", None)}
+        for key, ranks in named.items():
+            if any(int(number) >= MOST_RANKS for number in (ranks or "0").replace("-", ",").split(",")):
+                problems.append(f"{key} is {ranks}, but ranks end at {MOST_RANKS - 1}; name ranks of this run")
     return problems
 
 
@@ -143,21 +154,20 @@ def _enormous(key: str, layout: ParallelConfig) -> str:
     return f"{key} is {Sizes.of(layout)} = {layout.num_ranks} ranks, but at most {MOST_RANKS} are allowed; lower it"
 
 
-def _check_ranks(config: TrainConfig, name: str, role: RoleConfig) -> list[str]:
-    if role.ranks is None:
+def _check_ranks(config: TrainConfig, key: str, ranks: str | None) -> list[str]:
+    if ranks is None:
         return []
-    key = f"{name}.ranks"
     if config.placement.mode == "single":
-        return [f"{key} is {role.ranks}, but placement.mode single has one process; remove it, or choose another mode"]
-    for part in role.ranks.split(","):
+        return [f"{key} is {ranks}, but placement.mode single has one process; remove it, or choose another mode"]
+    for part in ranks.split(","):
         first, dash, last = part.partition("-")
         if dash and int(first) > int(last):
-            return [f"{key} is {role.ranks}, but {part} counts down; write {last}-{first}"]
-    twice = [rank for rank, times in sorted(Counter(parse_ranks(role.ranks)).items()) if times > 1]
+            return [f"{key} is {ranks}, but {part} counts down; write {last}-{first}"]
+    twice = [rank for rank, times in sorted(Counter(parse_ranks(ranks)).items()) if times > 1]
     if twice:
-        return [f"{key} is {role.ranks}, but a rank holds one part of a role and {_ranks(twice)} named twice; name each once"]
-    if (ordered := sorted(parse_ranks(role.ranks))) != list(parse_ranks(role.ranks)):
-        return [f"{key} is {role.ranks}, but a role's parts lie on its ranks in counting order; write {format_ranks(ordered)}"]
+        return [f"{key} is {ranks}, but a rank holds one part of a role and {_ranks(twice)} named twice; name each once"]
+    if (ordered := sorted(parse_ranks(ranks))) != list(parse_ranks(ranks)):
+        return [f"{key} is {ranks}, but a role's parts lie on its ranks in counting order; write {format_ranks(ordered)}"]
     return []
 
 
@@ -189,9 +199,9 @@ def _check_counts(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]
         ranks, limits = placements[name].ranks, _limits(config, name, shapes.get(name))
         if role.parallel is not None:
             asked.append(_Asked(f"{name}.parallel", Sizes.of(role.parallel), len(ranks), limits))
-        if isinstance(role, TrainedRoleConfig) and (role.train.tp or role.train.pp or role.train.dp):
+        if isinstance(role, TrainedRoleConfig) and any(getattr(role.train, each, None) for each in ("tp", "pp", "dp", "ranks")):
             placement, limits = training[name], _training_limits(config, role, shapes.get(name))
-            asked.append(_Asked(f"{name}.train", Sizes.of(placement, role.train.vpp), len(ranks), limits))
+            asked.append(_Asked(f"{name}.train", Sizes.of(placement, role.train.vpp), len(placement.ranks), limits))
     problems = []
     for each in asked:
         sizes, replica = each.sizes, each.sizes.tp * each.sizes.pp

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from oppo_megatron.config.model import AdaptedRoleConfig, ParallelConfig, RoleConfig
+from oppo_megatron.config.model import ActorTrainingConfig, AdaptedRoleConfig, ParallelConfig, RoleConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import SupervisedConfig
 
@@ -70,8 +70,18 @@ def training_placements(config: TrainConfig) -> dict[str, RolePlacement]:
     pool, found = pools(config), dict[str, RolePlacement]()
     for name, role in config.trained.items():
         serving, train = _placement(role, pool["actor" if name == "actor" else "scorer"]), role.train
-        found[name] = RolePlacement(serving.ranks, train.tp or serving.tp, train.pp or serving.pp, train.dp or serving.dp)
+        tp, pp, dp, ranks = train.tp or serving.tp, train.pp or serving.pp, train.dp or serving.dp, serving.ranks
+        if isinstance(train, ActorTrainingConfig) and train.ranks is not None:
+            ranks = parse_ranks(train.ranks)
+            dp = train.dp or max(1, len(ranks) // (tp * pp))
+        found[name] = RolePlacement(ranks, tp, pp, dp)
     return found
+
+
+def trains_apart(config: TrainConfig) -> bool:
+    """True if no rank both trains the actor and decodes or scores."""
+    held = {rank for placement in role_placements(config).values() for rank in placement.ranks}
+    return held.isdisjoint(training_placements(config)["actor"].ranks)
 
 
 def has_own_training_weights(serving: RolePlacement, training: RolePlacement, vpp: int) -> bool:
@@ -94,7 +104,8 @@ def pools(config: TrainConfig) -> dict[str, RolePlacement]:
 def world_size(config: TrainConfig | SupervisedConfig) -> int:
     if isinstance(config, SupervisedConfig):
         return config.parallel.num_ranks
-    return 1 + max(rank for placement in role_placements(config).values() for rank in placement.ranks)
+    placements = *role_placements(config).values(), *training_placements(config).values()
+    return 1 + max(rank for placement in placements for rank in placement.ranks)
 
 
 def layout_tree(config: TrainConfig | SupervisedConfig) -> dict[str, list[Any]]:

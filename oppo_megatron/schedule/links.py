@@ -68,15 +68,27 @@ def in_waves(links: Sequence[Link]) -> list[tuple[Link, ...]]:
     return [tuple(wave) for wave in waves]
 
 
+WEIGHTS, READY = "actor.weights", "actor.ready"
+"""Groups of ranks that decode or train the actor, if those differ: for its weights, and, on CPUs, for news of them."""
+
+
 def run_groups(placements: Mapping[str, RolePlacement], trained: Mapping[str, RolePlacement]) -> list[GroupName]:
     """List a run's groups in creation order, without the world's."""
-    site = Site(placements)
+    site = Site.of(placements, trained)
     world = tuple(range(1 + max(site.ranks)))
     found = dict.fromkeys(group_name(ALONE, (rank,)) for rank in world)
     for role, placement in [*placements.items(), *((r, p) for r, p in trained.items() if p != placements[r])]:
         found |= dict.fromkeys(name for _, name in model_groups(placement.ranks, placement.tp, placement.pp, role))
+    if "actor" in trained and (moved := moving(placements["actor"], trained["actor"])):
+        found |= dict.fromkeys((GroupName(WEIGHTS, moved), GroupName(READY, moved)))
     lanes = [GroupName(lane.label, lane.ranks) for lane in lanes_of(site)]
     return [*found, *lanes, GroupName("checkpoints", world)]
+
+
+def moving(serving: RolePlacement, training: RolePlacement) -> tuple[int, ...]:
+    """Ranks among which weights move if a role is trained on other ranks than it is used on; else none."""
+    union = tuple(sorted({*serving.ranks, *training.ranks}))
+    return () if sorted(serving.ranks) == sorted(training.ranks) else union
 
 
 def groups_by_rank(groups: Iterable[GroupName]) -> Counter[int]:

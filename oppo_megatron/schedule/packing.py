@@ -112,9 +112,10 @@ class Packing:
         return cls(sum(lengths), room, len(lengths) * max(lengths, default=0))
 
 
+PACKING = ("packing_efficiency", "padding_saved")
+
+
 def packing_figures(steps: Sequence[Packing]) -> dict[str, float]:
     tokens = sum(step.tokens for step in steps)
-    return {
-        "packing_efficiency": tokens / sum(step.room for step in steps),
-        "padding_saved": 1 - tokens / sum(step.padded for step in steps),
-    }
+    numbers = tokens / sum(step.room for step in steps), 1 - tokens / sum(step.padded for step in steps)
+    return dict(zip(PACKING, numbers, strict=True))

@@ -143,13 +143,20 @@ FAN_OUT = 8
 
 @dataclass(frozen=True)
 class Site:
-    """The placements of all roles; `listeners` are ranks that hold a scorer but not the actor."""
+    """The placements of all roles; `followers` only train; `listeners` are ranks that do not decode, and receive chunks."""
 
     placements: Mapping[str, RolePlacement]
+    followers: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, placements: Mapping[str, RolePlacement], trained: Mapping[str, RolePlacement]) -> Site:
+        held = {rank for placement in placements.values() for rank in placement.ranks}
+        training = {rank for placement in trained.values() for rank in placement.ranks}
+        return cls(placements, tuple(sorted(training - held)))
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(sorted({rank for placement in self.placements.values() for rank in placement.ranks}))
+        return tuple(sorted({*self.followers, *(rank for placement in self.placements.values() for rank in placement.ranks)}))
 
     @cached_property
     def listeners(self) -> tuple[int, ...]:
@@ -160,11 +167,15 @@ class Site:
     def feeds(self) -> Mapping[int, tuple[int, ...]]:
         """Map each sender of chunks to the listeners that it sends to. Senders are actor ranks, evenly spaced (over hosts) from
         `source` on, then listeners, which get theirs from earlier senders, so no ranks wait in a cycle. The critic's ranks
-        come last, because its update delays them.
+        come late, because its update delays them, and those that only train last.
         """
         actor, critic = self.placements["actor"].ranks, self.placements.get("critic")
         first = actor.index(self.source)
-        listeners = sorted(self.listeners, key=lambda rank: critic is not None and critic.coords(rank) is not None)
+
+        def delayed(rank: int) -> int:
+            return 2 if rank in self.followers else int(critic is not None and critic.coords(rank) is not None)
+
+        listeners = sorted(self.listeners, key=delayed)
         parts = [tuple(listeners[start : start + FAN_OUT]) for start in range(0, len(listeners), FAN_OUT)]
         apart = max(1, len(actor) // max(1, len(parts)))
         return dict(zip([*(*actor[first:], *actor[:first])[::apart], *listeners], parts, strict=False))

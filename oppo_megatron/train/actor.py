@@ -6,7 +6,7 @@ Legend: T response tokens of a batch (packed), R rows of a micro-batch (its toke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -47,12 +47,11 @@ class BegunUpdate:
 
 @dataclass
 class Actor:
-    """The policy and its optimizer.  `ess`: of the last update; 1 before the first."""
+    """The policy and its optimizer."""
 
     role: TrainedRole
     algorithm: Algorithm
     temperature: float
-    ess: float = 1.0
     gap_limit: GapLimit = GapLimit()
     _begun: BegunUpdate | None = None
 
@@ -70,12 +69,11 @@ class Actor:
         if self._begun is not None:
             self._begun = None
             self.role.trained.forget_ahead()
-            self.role.serving.end_weight_update()
 
     def update(
         self, batch: Sequence[Rollout], experience: Experience, kl_coefficient: float, settings: UpdateSettings
     ) -> dict[str, float]:
-        """Train PPO epochs and publish; return statistics.  Raises NumericsError on every rank if a gradient is not finite."""
+        """Train PPO epochs; return statistics.  Raises NumericsError on every rank if a gradient is not finite."""
         begun, self._begun = self._begun or self._prepare(batch, settings), None
         inputs_T, columns_T = self._loss_inputs(batch, experience, begun.proximal_T, settings)
         counts = {"batch_size": len(batch), "group_size": settings.group_size}
@@ -100,20 +98,7 @@ class Actor:
         reports = run_update(self.role.trained, batch, inputs_T | columns_T, loss, settings, weights, units)
         names = (*self.algorithm.figure_names, *STATS)
         summary = self.role.share(self._summary(reports, begun.gap), names)
-        self.ess = summary["ess"]
-        moved = self.role.publish()
-        packing = update_packing(batch, self._groups.dp, settings, units)
-        return summary | packing | {"reallocated_bytes": moved.bytes_moved, "reallocate_s": moved.seconds}
-
-    def set_aside(self) -> Callable[[], None]:
-        """Return a function that undoes later updates."""
-        undo, ess = self.role.undo(), self.ess
-
-        def back() -> None:
-            undo()
-            self.ess = ess
-
-        return back
+        return summary | update_packing(batch, self._groups.dp, settings, units)
 
     def _prepare(self, batch: Sequence[Rollout], settings: UpdateSettings) -> BegunUpdate:
         whole = settings.minibatches > 1 and settings.version % WHOLE_EVERY == 0 and self.gap_limit.nats is not None
@@ -224,7 +209,7 @@ class Critic:
     stats: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CRITIC_STATS, 0.0))
 
     def update(self, batch: Sequence[Rollout], experience: Experience, settings: UpdateSettings) -> dict[str, float]:
-        """Train value epochs and publish the weights.  After a NumericsError `stats` are NaN."""
+        """Train value epochs.  After a NumericsError `stats` are NaN."""
         self.stats = no_stats()
 
         def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
@@ -245,11 +230,7 @@ class Critic:
                 "critic_grad_norm": sum(r["grad_norm"] for r in reports) / len(reports),
             }
         self.stats = self.role.share(stats, CRITIC_STATS)
-        self.role.publish()
         return self.stats
-
-    def set_aside(self) -> Callable[[], None]:
-        return self.role.undo()
 
 
 def no_stats() -> dict[str, float]:

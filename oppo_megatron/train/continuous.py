@@ -20,6 +20,7 @@ import torch.distributed as dist
 from oppo_megatron.chunks import Orders
 from oppo_megatron.config.overlap import ContinuousConfig
 from oppo_megatron.errors import DataError
+from oppo_megatron.layout.placements import trains_apart
 from oppo_megatron.records import Rollout
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.directory import RunDirectory, encode_json
@@ -93,6 +94,7 @@ class ContinuousLoop(TrainingLoop):
         rules, log = self.config.overlap.continuous, RunDirectory(self.config.run_dir).installs
         assert rules is not None
         self.installs = Installs.of(rules, None if self.journal is None else log)
+        self.apart = trains_apart(self.config)
 
     def _step(self, step: int, plan: StepPlan) -> bool:
         """Decode on until version `step` is installed; False if asked to stop."""
@@ -113,7 +115,7 @@ class ContinuousLoop(TrainingLoop):
                 left = self.installs.steps_until(step, first.clock, self.buffer.clock)
                 if arrived or not self.buffer.active or (left is not None and left <= 0):
                     break
-            chunk = self._decode(plan, left, install=left is None and first is not None and first.scored is not None)
+            chunk = self._decode(plan, left)
             arrived = Orders.INSTALL in chunk.orders
             if Orders.HALT in chunk.orders:
                 if first is None or first.scored is None:
@@ -128,8 +130,23 @@ class ContinuousLoop(TrainingLoop):
         return True
 
     def _score_first(self, step: int, plan: StepPlan) -> None:
-        with self._phase_of(self.queue[0].phase):
-            self._score(step, self.queue[0], plan)
+        """Share the first batch's scores.  Ranks that only train then do so; weights are on their way while others go on."""
+        first = self.queue[0]
+        with self._phase_of(first.phase):
+            self._score(step, first, plan)
+            if not self.apart:
+                return
+            if self.world.rank in self.rounds.planner.site.followers:
+                assert first.scored is not None
+                first.update = self.updates.make(step, self.exchange.members.to_train(first.batch), first.scored)
+            self.updates.begin_publishing(step, first.update)
+
+    def _orders(self, deciding: dist.ProcessGroup) -> Orders:
+        first = self.queue[0] if self.queue else None
+        timed = first is None or self.installs.steps_until(self.done + 1, first.clock, self.buffer.clock) is not None
+        missing = timed or first is None or first.scored is None or not self.updates.arrived
+        asked, missing = self.saver.preemption.agreed_with(missing, self.world.activity, deciding)
+        return (Orders.HALT if asked else Orders.NONE) | (Orders.NONE if missing else Orders.INSTALL)
 
     @contextmanager
     def _phase_of(self, phase: RolloutPhase) -> Iterator[None]:

@@ -53,7 +53,7 @@ class Evaluator(HeldoutSchedule):
 
     def measure(self, step: int) -> Figures:
         """Measure and report to early stopping.  Raises RewardError on the actor's first output rank if a judge fails."""
-        rollouts = None if self.exchange.actor is None else self._decode(self.exchange.actor.role.serving)
+        rollouts = None if self.rounds.decode is None else self._decode(self.rounds.decode.model)
         scores_N = self._model_scores(rollouts) if self.judges.reads_model() else None
         table = None
         if self.exchange.rank == self.source:

@@ -207,6 +207,7 @@ class Guard:
     site: Site
     total_steps: int
     rollbacks: Rollbacks
+    apart: bool = False  # the actor is trained on other ranks than it decodes on
     in_a_row: int = 0
     num_written: int = 0
 
@@ -248,7 +249,7 @@ class Guard:
     def agree(self, breaches: Sequence[Breach | None], step: int) -> Breach | None:
         """Return the first breach of any rank if all ranks must act on it, else this rank's."""
         own = first(breaches)
-        if not self.rules.agree_on_updates or dist.get_world_size() == 1:
+        if not (self.rules.agree_on_updates or self.apart) or dist.get_world_size() == 1:
             return own
         mine = on_device(NO_BREACH if own is None else own.encode(), self.device, torch.float64)
         codes = [torch.empty(CODE_SIZE, dtype=torch.float64, device=self.device) for _ in range(dist.get_world_size())]
@@ -268,7 +269,7 @@ class Guard:
         name = f"step-{step}-rollback-{done}" if done else f"step-{step}"
         path = RunDirectory(self.config.run_dir).rejected / f"{name}.safetensors"
         # If the ranks do not meet, only the critic's ranks know the critic's breach.
-        alone = breach.figure.startswith("critic_") and not self.rules.agree_on_updates
+        alone = breach.figure.startswith("critic_") and not (self.rules.agree_on_updates or self.apart)
         keeper = self.site.placements["critic"].ranks[0] if alone else self.site.source
         if self.rank == keeper and self.num_written < KEPT_BATCHES:
             self.num_written += 1

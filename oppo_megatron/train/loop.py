@@ -46,7 +46,7 @@ from oppo_megatron.train.saving.writing import (
 )
 from oppo_megatron.train.score_exchange import ScoreExchange
 from oppo_megatron.train.update import History
-from oppo_megatron.train.updates import Adaptation, Updates
+from oppo_megatron.train.updates import Adaptation, Update, Updates
 
 
 @dataclass
@@ -57,6 +57,7 @@ class Taken:
     phase: RolloutPhase
     clock: int
     scored: ScoredBatch | None = None
+    update: Update | None = None  # on ranks that train ahead of the installation
 
     def state_dict(self) -> dict[str, Any]:
         seq_ids = [rollout.seq_id for rollout in self.batch]
@@ -147,7 +148,8 @@ class TrainingLoop(Saveable):
         batch, trained, facts = taken.batch, self.exchange.members.to_train(taken.batch), self.meter.facts
         assert taken.scored is not None
         facts.version = self.updates.version
-        experience, breach = self.updates.make(step, trained, taken.scored)
+        update = taken.update or self.updates.make(step, trained, taken.scored)
+        breach, experience = self.updates.settle(step, trained, taken.scored, update), update.experience
         actor_trained = self.updates.trains_actor(step)
         if breach is None:
             self.rollouts.weights_changed(actor_trained)
@@ -194,24 +196,25 @@ class TrainingLoop(Saveable):
         self.meter.begin(self.phase)
         self.rollouts.begin_phase()
 
-    def _decode(self, plan: StepPlan, most: int | None = None, *, install: bool = False) -> Chunk:
-        """Decode a chunk, of at most `most` steps.  `install`: weights that have arrived are installed after it."""
-        clock, started, preemption = self.buffer.clock, time.monotonic(), self.saver.preemption
-        orders = Orders.INSTALL if install else Orders.NONE
-        if self.actor is not None and preemption.agreed(self.actor.role.serving.groups.all, self.world.activity):
-            orders |= Orders.HALT
+    def _decode(self, plan: StepPlan, most: int | None = None) -> Chunk:
+        """Decode a chunk, of at most `most` steps."""
+        clock, started = self.buffer.clock, time.monotonic()
+        orders = Orders.NONE if self.rounds.decode is None else self._orders(self.rounds.decode.model.groups.all)
         steps, version = self.adaptation.chunk.value, self.updates.version
-        steps = steps if most is None else min(steps, most)
-        chunk, backfilled = self.rollouts.decode(
-            steps, version, self.queued if plan.stream else (), stream=plan.stream, orders=orders
-        )
+        steps, queued = steps if most is None else min(steps, most), self.queued if plan.stream else ()
+        chunk, backfilled = self.rollouts.decode(steps, version, queued, stream=plan.stream, orders=orders)
         self.meter.decoded(chunk, clock, backfilled, time.monotonic() - started)
         return chunk
 
+    def _orders(self, deciding: dist.ProcessGroup) -> Orders:
+        """Return the next chunk's orders; collective of the ranks that decode."""
+        return Orders.HALT if self.saver.preemption.agreed(deciding, self.world.activity) else Orders.NONE
+
     def _gather_scores(self, step: int, batch: Sequence[Rollout]) -> ScoredBatch:
-        with self.meter.part("send" if self.actor is None else "wait_scores"):
+        with self.meter.part("send" if self.rounds.scoring and self.rounds.decode is None else "wait_scores"):
             scored, report = self.exchange.gather(
-                batch, self.rounds, self.meter.scoring_seconds(), self.meter.clock.work, self.meter.measured,
+                batch, self.rounds, self.meter.scoring_seconds(), self.meter.clock.work,
+                lambda: [self.updates.ess, *self.meter.measured()],
                 self.rollouts.judged,
             )  # fmt: skip
             self.meter.all_memory()
@@ -266,12 +269,12 @@ class TrainingLoop(Saveable):
         self.meter.memory.of_all_ranks()
 
     def state_dict(self) -> dict[str, Any]:
-        assert self.actor is not None and self.journal is not None
+        assert self.journal is not None
         parts = {name: None if part is None else part.state_dict() for name, part in self._parts.items()}
         return parts | books_state(self.rounds) | {
             "done": self.done, "scheduler": self.rollouts.scheduler.state_dict(), "journal": self.journal.state_dict(),
-            "actor": {"version": self.updates.version, "ess": self.actor.ess}, "history": self.updates.history.numbers(),
-            "updates": self.actor.role.trained.updates,  # the critic has made as many, plus its warm-up's
+            "actor": {"version": self.updates.version, "ess": self.updates.ess}, "history": self.updates.history.numbers(),
+            "updates": self.updates.num_made,  # the critic has made as many, plus its warm-up's
             "phase": None if self.phase is None else self.phase.state_dict(),
         }  # fmt: skip
 
@@ -299,9 +302,8 @@ class TrainingLoop(Saveable):
         left_out = self.rollbacks.left_out
         rest_of_run(found, self.saver.data, self.config, self.prompts, left_out)
         self.saver.load(self, found)
-        for role in (self.actor, self.critic):
-            if role is not None:
-                role.role.publish()
+        for role in self.updates.roles.values():
+            role.publish()
         stream = PromptStream(self.prompts, self.config.seed, shuffle=self.config.data.shuffle)
         held = make_rollouts(found.held(left_out), stream)
         self.load_state_dict(found.state, held)
@@ -325,8 +327,7 @@ class TrainingLoop(Saveable):
             if part is not None:
                 part.load_state_dict(state[name])
         self.updates.version, self.updates.history = state["actor"]["version"], History.of(state["history"])
-        if self.actor is not None:
-            self.actor.ess = state["actor"]["ess"]
+        self.updates.ess, self.updates.num_made = state["actor"]["ess"], state["updates"]
         if state["phase"] is not None:
             self.phase = RolloutPhase.from_state(state["phase"])
         if self.journal is not None:

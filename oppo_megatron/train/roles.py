@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from oppo_megatron.cluster.process_groups import SharedGroups, use_once, use_ring_once
+from oppo_megatron.cluster.process_groups import SharedGroups, new_group, use_once, use_ring_once, waiting_for
 from oppo_megatron.config.model import TrainedRoleConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine.executor import Links, build_links
@@ -20,42 +20,59 @@ from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.roles import load_role, load_training
-from oppo_megatron.mcore.training import TrainedModel, Undo
-from oppo_megatron.mcore.weights.weight_sync import MoveReport, Reallocation
+from oppo_megatron.mcore.training import TrainedModel
+from oppo_megatron.mcore.weights.weight_sync import Across, MoveReport, Reallocation
+from oppo_megatron.schedule.links import READY, WEIGHTS, moving
 from oppo_megatron.schedule.rounds import Site
 
 
 @dataclass
 class TrainedRole:
-    """`serving` is the trained module itself if layout and options allow it; then no weights are moved."""
+    """The trained and the used model, of which a rank may have one.
 
-    trained: TrainedModel
-    serving: RoleModel
+    `own_serving` is the trained module itself if layout and options allow it; then no weights are moved.
+    """
+
+    own_trained: TrainedModel | None
+    own_serving: RoleModel | None
     reallocation: Reallocation | None
 
+    @property
+    def trained(self) -> TrainedModel:
+        assert self.own_trained is not None, "this rank does not train the role"
+        return self.own_trained
+
+    @property
+    def serving(self) -> RoleModel:
+        assert self.own_serving is not None, "this rank trains the role only"
+        return self.own_serving
+
     def retire(self) -> None:
-        """Begin an update; until `publish`, serving uses megatron-core's modules."""
-        self.serving.begin_weight_update()
+        """Begin an update; until `publish` or `keep`, serving uses megatron-core's modules."""
+        if self.own_serving is not None:
+            self.own_serving.begin_weight_update()
+
+    def keep(self) -> None:
+        """End an update without new weights."""
+        if self.reallocation is not None:
+            self.reallocation.drop()
+        if self.own_serving is not None:
+            self.own_serving.end_weight_update()
 
     def publish(self) -> MoveReport:
-        """Move the new weights to `serving`.  Collective of the role."""
-        moved = MoveReport(0, 0.0) if self.reallocation is None else self.reallocation.move()
-        self.serving.end_weight_update()
+        """Move the new weights to the serving model.  Collective of the role."""
+        moved = MoveReport(0, 0.0)
+        if self.reallocation is not None:
+            with waiting_for("weights of the actor, or those who take them"):
+                moved = self.reallocation.move()
+        if self.own_serving is not None:
+            self.own_serving.end_weight_update()
         return moved
 
-    def undo(self) -> Callable[[], None]:
-        saved = Undo(self.trained)
-
-        def back() -> None:
-            saved.restore()
-            self.publish()
-
-        return back
-
     def share(self, stats: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
-        """Share statistics of the last stage with every rank of the role."""
+        """Share statistics of the last stage with every rank that trains the role."""
         groups = self.trained.model.groups
-        device = next(self.serving.parameters()).device
+        device = next(self.trained.model.parameters()).device
         values = on_device([stats.get(name, 0.0) for name in names], device, torch.float64)
         if groups.all.size() > 1:
             dist.broadcast(values, groups.output_rank, group=groups.all)
@@ -63,22 +80,25 @@ class TrainedRole:
 
 
 def build_trained_role(
-    config: TrainedRoleConfig, groups: RoleGroups, training: RoleGroups, *, head: Head, role: str, max_length: int,
-    device: torch.device, num_updates: int,
-) -> TrainedRole:  # fmt: skip
-    layout = config.train
+    config: TrainedRoleConfig, groups: RoleGroups | None, training: RoleGroups | None, across: Across | None, *, head: Head,
+    role: str, max_length: int, device: torch.device, num_updates: int,
+) -> TrainedRole | None:  # fmt: skip
+    """Build the models that this rank has (`groups`: serving); None if it has none."""
+    layout, present = config.train, [each for each in (groups, training) if each is not None]
+    if not present:
+        return None
     plain = layout.vpp == 1 and not layout.sequence_parallel and layout.recompute == "none"
-    multiple = lcm(groups.tp, training.tp)
-    both: Any = {"head": head, "role": role, "max_length": max_length, "device": device, "vocab_multiple": multiple}
-    if plain and training is groups:
+    sizes = [each.tp for each in present] if across is None else [across.training.tp, across.serving.tp]
+    both: Any = {"head": head, "role": role, "max_length": max_length, "device": device, "vocab_multiple": lcm(*sizes)}
+    if plain and groups is not None and training is groups:
         serving = load_role(config, groups, **both)
         return TrainedRole(TrainedModel(serving, config.optimizer, num_updates, layout), serving, None)
-    serving = load_role(config, groups, path="module", **both)
-    chunks = load_training(config, layout, training, **both)
-    trained = TrainedModel(chunks, config.optimizer, num_updates, layout)
-    built = TrainedRole(trained, serving.requires_grad_(False), Reallocation(chunks, serving))
-    # Only now: otherwise decoding would keep the weights that a shared model replaces.
-    serving.decode_by("packed")
+    own_serving = None if groups is None else load_role(config, groups, path="module", **both).requires_grad_(False)
+    chunks = [] if training is None else load_training(config, layout, training, **both)
+    trained = TrainedModel(chunks, config.optimizer, num_updates, layout) if chunks else None
+    built = TrainedRole(trained, own_serving, Reallocation(chunks, own_serving, across=across))
+    if own_serving is not None:  # only now: otherwise decoding would keep the weights that a shared model replaces
+        own_serving.decode_by("packed")
     return built
 
 
@@ -91,21 +111,32 @@ class Topology:
     groups: dict[str, RoleGroups | None]
     training: dict[str, RoleGroups | None]
     links: Links
+    across: Across | None  # the actor's way to decode, if it is trained on other ranks
 
 
 def build_topology(config: TrainConfig, device: torch.device) -> Topology:
     """Create all process groups and links (`schedule/links.py`), and use each once."""
-    site, trained, shared = Site(role_placements(config)), training_placements(config), SharedGroups()
+    trained, shared = training_placements(config), SharedGroups()
+    site = Site.of(role_placements(config), trained)
     groups = {name: build_groups(p.ranks, p.tp, p.pp, name, shared) for name, p in site.placements.items()}
     training = {
         name: groups[name] if p == site.placements[name] else build_groups(p.ranks, p.tp, p.pp, name, shared)
         for name, p in trained.items()
     }
+    across, serving = None, site.placements["actor"]
+    if moved := moving(serving, trained["actor"]):
+        group, ready = new_group(moved, WEIGHTS), new_group(moved, READY, backend="gloo")
+        stages, continuous = trained["actor"].pp * config.actor.train.vpp, config.overlap.continuous
+        staged = continuous is not None and continuous.install == "staged"
+        across = Across(trained["actor"], serving, stages, group, ready, staged)
     links = build_links(site)
     own = dict.fromkeys(group for role in (*groups.values(), *training.values()) if role for group in role.made)
     use_once([None, *own], device)
+    if across is not None and dist.get_rank() in moved:
+        use_once([across.group], device)
+        use_once([across.ready], torch.device("cpu"))
     links.use_once(device)
     for name, role in training.items():
         if role is not None and config.trained[name].train.vpp > 1:
             use_ring_once(role.collection.pp, device)
-    return Topology(site, trained, groups, training, links)
+    return Topology(site, trained, groups, training, links, across)

@@ -30,7 +30,7 @@ from oppo_megatron.records import ALONE, Members, Rollout
 from oppo_megatron.rewards.functions import NOTHING_KNOWN, NonFiniteRewardError, RewardSum
 from oppo_megatron.rewards.protocol import ScoreItem
 from oppo_megatron.token_text import StepEnds
-from oppo_megatron.train.actor import CRITIC_STATS, Actor, Critic
+from oppo_megatron.train.actor import CRITIC_STATS, Critic
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,6 @@ class ScoreExchange:
     tokenizer: Tokenizer
     activity: Activity = field(default_factory=Activity)
     members: Members = ALONE
-    actor: Actor | None = None
     critic: Critic | None = None
     steps: StepRewards | None = None
     refusal: str | None = None
@@ -105,7 +104,10 @@ class ScoreExchange:
         self, batch: Sequence[Rollout], rounds: RoundRunner, seconds: Mapping[str, float], work: Sequence[float],
         measured: Callable[[], list[float]], known: Known,
     ) -> tuple[ScoredBatch, ScoreReport]:  # fmt: skip
-        """Share the batch's scores, values and reference log-probs.  `seconds`, `work`: this rank's.  `known`: from `judge`."""
+        """Share the batch's scores, values and reference log-probs.  `seconds`, `work`: this rank's.  `known`: from `judge`.
+
+        `measured`: the effective sample size, and what the actor's first output rank has measured.
+        """
         trained = self.members.to_train(batch)
         sizes = [len(r.tokens) for r in trained]
         reference_T, values_T = (
@@ -136,10 +138,9 @@ class ScoreExchange:
         source, mine = self.placements["actor"].output_rank(), None
         of_actor = measured()
         if self.rank == source:
-            assert self.actor is not None
-            mine = torch.tensor([self.actor.ess, *of_actor], dtype=torch.float64)
+            mine = torch.tensor(of_actor, dtype=torch.float64)
         what = "effective sample size, seconds of the rollout"
-        ess, *of_rollout = self.shared(what, mine, 1 + len(of_actor), source).tolist()
+        ess, *of_rollout = self.shared(what, mine, len(of_actor), source).tolist()
         return scored, ScoreReport(parts, busy_s, idle_s, leaders_work, critic, ess, of_rollout)
 
     def judge(self, rollouts: Sequence[Rollout], rounds: RoundRunner, labels: Sequence[str]) -> list[list[float]]:

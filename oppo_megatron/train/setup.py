@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -77,25 +78,26 @@ class RoleBuilder:
     world: World
     topology: Topology
 
-    def rounds(self, inputs: Inputs, actor: Actor | None, critic: Critic | None, tracer: RoundTracer) -> RoundRunner:
+    def rounds(self, inputs: Inputs, roles: Mapping[str, TrainedRole], tracer: RoundTracer) -> RoundRunner:
         config, site, tokenizer = self.config, self.topology.site, inputs.tokenizer
         rank, device = self.world.rank, self.world.device
         stopping = Stopping.of(
             config.rollout, tokenizer.eos_ids, config.seed, inputs.lengths, tokenizer.decode, config.rollout.lengths
         )
         decode = listen = None
-        if actor is None:
+        if site.placements["actor"].coords(rank) is None:
             listen = ListenWorker(device)
         else:
+            serving = roles["actor"].serving
             decode = DecodeWorker(
-                actor.role.serving,
-                self._cache("actor", actor.role.serving),
+                serving,
+                self._cache("actor", serving),
                 sampling=Sampling.of(config.rollout, config.seed, members(config)),
                 stopping=stopping,
                 outlet=ChunkOutlet(device) if rank in site.feeds else None,
                 sync_steps=SYNC_STEPS[device.type],
             )
-        scoring = self._scoring_workers(actor, critic)
+        scoring = self._scoring_workers(roles)
         planner = new_planner(
             config,
             site,
@@ -114,18 +116,16 @@ class RoleBuilder:
         coords_by_role = {name: coords.replica for name, coords in places.items() if coords is not None}
         return RoundRunner(planner, executor, coords_by_role, decode, listen, scoring, tracer.planned)
 
-    def _scoring_workers(self, actor: Actor | None, critic: Critic | None) -> dict[str, ScoringWorker]:
+    def _scoring_workers(self, roles: Mapping[str, TrainedRole]) -> dict[str, ScoringWorker]:
         config, workers = self.config, dict[str, ScoringWorker]()
         for name, head in SCORERS.items():
             groups = self.topology.groups.get(name)
             if groups is None:
                 continue
             if name == "critic":
-                assert critic is not None
-                model = critic.role.serving
+                model = roles["critic"].serving
             elif name == "reference" and shares_weights(config):
-                assert actor is not None
-                model = as_it_began(actor.role.serving, groups, named_roles(config)[name])
+                model = as_it_began(roles["actor"].serving, groups, named_roles(config)[name])
             else:
                 model = load_role(named_roles(config)[name], groups, head=head, role=name, **self._model_options).requires_grad_(
                     False
@@ -137,13 +137,11 @@ class RoleBuilder:
     def trained(self, name: str, head: Head, total_steps: int) -> TrainedRole | None:
         """Build a trained role; None on ranks without it.  `total_steps`: of the whole run, for the learning rate."""
         groups, training = self.topology.groups.get(name), self.topology.training.get(name)
-        if groups is None or training is None:
-            return None
-        updates = num_updates(self.config, name, total_steps)
+        updates, across = num_updates(self.config, name, total_steps), self.topology.across if name == "actor" else None
         options = self._model_options | {"head": head, "role": name}
-        role = build_trained_role(self.config.trained[name], groups, training, num_updates=updates, **options)
-        for chunk in role.trained.chunks:  # every micro-batch of an update is a sign of life
-            chunk.register_forward_pre_hook(lambda *_: self.world.activity.beat())
+        role = build_trained_role(self.config.trained[name], groups, training, across, num_updates=updates, **options)
+        for chunk in () if role is None or role.own_trained is None else role.trained.chunks:
+            chunk.register_forward_pre_hook(lambda *_: self.world.activity.beat())  # every micro-batch is a sign of life
         return role
 
     @property
@@ -178,20 +176,25 @@ def build_loop(
     )
     trackers = open_trackers(config.logging, config.run_dir) if keeps_journal else None  # before models: may refuse to start
     journal = trackers and Journal(config, total_steps, inputs.tokenizer, world.device, trackers)
+    heads: dict[str, Head] = {"actor": "lm", "critic": "scalar"}
+    built = {name: builder.trained(name, heads[name], total_steps) for name in config.trained}
+    roles = {name: role for name, role in built.items() if role is not None}
     actor = critic = None
-    if role := builder.trained("actor", "lm", total_steps):
+    if (role := roles.get("actor")) and role.own_trained is not None:
         temperature = config.rollout.temperature
         actor = Actor(role, algorithm, temperature, gap_limit=GapLimit.of(config.guards, config.actor.dtype, temperature))
-    if role := builder.trained("critic", "scalar", total_steps):
+    if role := roles.get("critic"):
         critic = Critic(role, algorithm)
-    rounds = builder.rounds(inputs, actor, critic, tracer)
+    rounds = builder.rounds(inputs, roles, tracer)
     where: Literal["shared", "waited", "apart"] | None = None
     if config.critic is not None:
         where = "waited" if plan_step(config).wait_for_critic else "apart"
         if not set(site.placements["critic"].ranks).isdisjoint(site.placements["actor"].ranks):
             where = "shared"
-    meter = StepMeter(world, rounds, tracer.spans, tracer, memory, journal, "scorer" if actor is None else "actor", where)
-    guard = Guard(config, algorithm, world.rank, world.device, site, total_steps, rollbacks)
+    span = "actor" if rounds.decode is not None else "scorer" if rounds.scoring else "trainer"
+    meter = StepMeter(world, rounds, tracer.spans, tracer, memory, journal, span, where)
+    apart = topology.across is not None
+    guard = Guard(config, algorithm, world.rank, world.device, site, total_steps, rollbacks, apart)
     overlap, period = config.overlap, config.overlap.admission_period
     buffer = RolloutBuffer(
         batch_rows(config), 0, overlap.max_staleness, backfill=period is not None, group_size=members(config).size,
@@ -203,13 +206,16 @@ def build_loop(
     kl = KLController(config.ppo.kl)
     exchange = ScoreExchange(
         world.rank, world.device, site.placements, inputs.rewards, inputs.tokenizer, world.activity,
-        members(config), actor, critic, StepRewards.of(config.rewards, inputs.tokenizer),
+        members(config), critic, StepRewards.of(config.rewards, inputs.tokenizer),
     )  # fmt: skip
     adaptation = Adaptation(
         world, scheduler, ChunkTuner(config.overlap.chunk_sizes, longest_chunk(config)), kl, rounds.planner, tracer.meter,
         members(config),
     )  # fmt: skip
-    updates = Updates(config, world, actor, critic, guard, kl, exchange, meter, saver.conclude, lambda: scheduler.position)
+    trainer = topology.training_placements["actor"].output_rank() if apart else None
+    updates = Updates(
+        config, world, actor, critic, roles, guard, kl, exchange, meter, saver.conclude, lambda: scheduler.position, trainer
+    )
     groups = _filter(config, scheduler, inputs.rewards)
     rollouts = Rollouts(scheduler, rounds, exchange, config.overlap, lambda: meter.facts.planning(), groups)
     evaluator = None

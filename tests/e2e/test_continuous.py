@@ -72,3 +72,37 @@ def test_a_log_repeats_the_run_in_another_placement(workspace: Workspace) -> Non
         )  # fmt: skip
         assert_same(run_ppo_ranks(again), first)
         assert installs(again) == installs(live)
+
+
+APART = {
+    "1 | 1 | 1": ({"mode": "disaggregated"}, {"ranks": "2"}),
+    "1 | 1 | tp2": ({"mode": "disaggregated"}, {"ranks": "2-3", "tp": 2}),
+    "pp2 shared | dp2": ({"mode": "colocated", "actor": {"pp": 2}}, {"ranks": "2-3", "pp": 1}),
+    "dp2 | scorer trains": ({"mode": "disaggregated", "actor": {"dp": 2}}, {"ranks": "2"}),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_training_on_other_ranks_is_the_same_run(workspace: Workspace, name: str) -> None:
+    placement, train = APART[name]
+    changes: dict[str, Any] = {**GRPO, "overlap.intra": True, "steps": STEPS}
+    plain = run_ppo_ranks(workspace.config(f"apart-plain-{name}", **changes))
+    ours = run_ppo_ranks(workspace.config(f"apart-{name}", **changes, **{"placement": placement, "actor.train": train}))
+    assert_same(ours, plain)
+
+
+@pytest.mark.parametrize("install", ["staged", "pause"])
+@pytest.mark.parametrize("name", APART)
+def test_decoding_goes_on_while_other_ranks_train(workspace: Workspace, name: str, install: str) -> None:
+    placement, train = APART[name]
+    rules = {"lag_steps": "asap", "install": install}
+    live = continuous(
+        workspace, f"live-{name}-{install}", 2, **GRPO,
+        **{"overlap.continuous": rules, "overlap.chunk": 4, "placement": placement, "actor.train": train},
+    )  # fmt: skip
+    run = run_ppo_ranks(live)
+    again = continuous(workspace, f"replay-{name}-{install}", 2, **GRPO, **{
+        "overlap.continuous": {"replay": str(Path(live["run_dir"]) / "installs.jsonl")},
+    })  # fmt: skip
+    assert_same(run_ppo_ranks(again), run)
+    assert installs(again) == installs(live)

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
+from threading import Thread
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from oppo_megatron.layout.hf_layout import Part
+from oppo_megatron.layout.placements import RolePlacement
+from oppo_megatron.mcore.device import new_stream
+from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.lora import is_adapter
 from oppo_megatron.mcore.model import RoleModel
 
@@ -54,23 +60,59 @@ class _Piece:
         return sum(view.numel() for view in self.views())
 
 
-class Reallocation:
-    """Moves weights to a serving model of equal ranks and dtype; every rank calls `move`."""
+_Aside = list[tuple[list[_Piece], Tensor]]
+"""Received values, and the pieces that they will fill."""
 
-    def __init__(self, training: Sequence[RoleModel], serving: RoleModel, round_bytes: int = ROUND_BYTES):
-        ours, theirs = serving.groups, training[0].groups
-        assert sorted(ours.ranks) == sorted(theirs.ranks), (ours.ranks, theirs.ranks)
-        self.shared = len(training) == 1 and (ours.ranks, ours.tp, ours.pp) == (theirs.ranks, theirs.tp, theirs.pp)
-        if self.shared:
-            share_parameters(training[0], serving)
-            return
-        self._group, self._like = ours.all, next(serving.parameters())
-        assert self._like.dtype == next(training[0].parameters()).dtype, "weights of two dtypes cannot be moved bit for bit"
+
+@dataclass(frozen=True)
+class Across:
+    """How weights pass from the ranks that train a role to others that use it: stages of the training layout, and groups."""
+
+    training: RolePlacement
+    serving: RolePlacement
+    num_stages: int
+    group: dist.ProcessGroup
+    ready: dist.ProcessGroup  # on CPUs: tells that the weights are there
+    staged: bool = True  # a begun move receives into tensors of its own
+
+
+class Reallocation:
+    """Moves weights to a serving model of equal dtype; every rank that has either model calls `move`.
+
+    Without `across` each rank has both.
+    """
+
+    def __init__(
+        self,
+        training: Sequence[RoleModel],
+        serving: RoleModel | None,
+        round_bytes: int = ROUND_BYTES,
+        across: Across | None = None,
+    ):
+        self._across = across
+        self._begun: Future[_Aside | None] | None = None
+        models = [*training, *([] if serving is None else [serving])]
+        if across is None:
+            assert serving is not None
+            ours, theirs = serving.groups, training[0].groups
+            assert sorted(ours.ranks) == sorted(theirs.ranks), (ours.ranks, theirs.ranks)
+            self.shared = len(training) == 1 and (ours.ranks, ours.tp, ours.pp) == (theirs.ranks, theirs.tp, theirs.pp)
+            if self.shared:
+                share_parameters(training[0], serving)
+                return
+            self._group = ours.all
+            source, target = (_Layout(model, model.groups, model.num_stages) for model in (training[0], serving))
+        else:
+            self.shared, self._group = False, across.group
+            source = _Layout(models[0], across.training, across.num_stages)
+            target = _Layout(models[0], across.serving, across.serving.pp)
+        self._like = next(models[-1].parameters())
+        assert len({next(model.parameters()).dtype for model in models}) == 1, "weights of two dtypes cannot be moved bit for bit"
         self._own: list[tuple[_Piece, _Piece]] = []
         sends, receives, moved = defaultdict[int, list[_Piece]](list), defaultdict[int, list[_Piece]](list), 0
-        rank, source, target = dist.get_rank(), _Layout(training[0]), _Layout(serving)
+        rank = dist.get_rank()
         trained = {chunk.stage: dict(chunk.named_parameters()) for chunk in training}
-        served = dict(serving.named_parameters())
+        served = {} if serving is None else dict(serving.named_parameters())
         for receiver in target.ranks:
             for sender, stage, sent, received, numel in _copies(source, target, receiver):
                 out = _Piece.of(trained[stage], *sent) if sender == rank else None
@@ -88,32 +130,85 @@ class Reallocation:
 
     @torch.no_grad()
     def move(self) -> MoveReport:
+        """Move the weights, or complete a move that was begun.  Raises RuntimeError of the back end if a peer is lost."""
         if self.shared:
             return MoveReport(0, 0.0)
-        began = time.perf_counter()
+        began, aside = time.perf_counter(), self._end()
         for source, target in self._own:
             _fill([target], _flat([source]))
-        for number in range(max(map(len, [*self._sends.values(), *self._receives.values()]), default=0)):
-            self._exchange(number)
+        if aside is None:
+            for number in range(max(map(len, [*self._sends.values(), *self._receives.values()]), default=0)):
+                for pieces, values in self._exchange([number]):
+                    _fill(pieces, values)
+        for pieces, values in aside or ():
+            _fill(pieces, values)
         if self._like.device.type == "cuda":
             torch.cuda.synchronize(self._like.device)
         return MoveReport(self._bytes, time.perf_counter() - began)
 
-    def _exchange(self, number: int) -> None:
-        """Pass one message per pair of ranks, pieces in the same order."""
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Tell that the trained weights are there and, unless the move pauses decoding, send them, or receive them aside.
+
+        For ranks that have one of the models.  Until `move` or `drop`, the trained weights may not change.
+        """
+        across, self._begun = self._across, Future[_Aside | None]()
+        assert across is not None and not self._own
+        thread = Thread(target=self._complete, args=(across, self._begun), name="weights", daemon=True)
+        thread.start()
+
+    @property
+    def arrived(self) -> bool:
+        return self._begun is None or self._begun.done()
+
+    def drop(self) -> None:
+        """End a begun move without a change of the serving model."""
+        self._end()
+
+    def _end(self) -> _Aside | None:
+        begun, self._begun = self._begun, None
+        return None if begun is None else begun.result()
+
+    def _complete(self, across: Across, begun: Future[_Aside | None]) -> None:
+        """In a thread, because gloo and NCCL report nothing that nobody waits for."""
+        try:
+            leader, rank, news = across.training.ranks[0], dist.get_rank(), torch.zeros(1)
+            if rank == leader:
+                for work in [dist.isend(news, peer, across.ready) for peer in across.serving.ranks]:
+                    assert work is not None, "the leader is in the group"
+                    work.wait()
+            elif rank in across.serving.ranks:
+                dist.recv(news, leader, across.ready)
+            aside = None
+            if across.staged:
+                with torch.no_grad(), self._stream():
+                    numbers = range(max(map(len, [*self._sends.values(), *self._receives.values()]), default=0))
+                    aside = self._exchange(numbers)
+                    if self._like.device.type == "cuda":
+                        torch.cuda.current_stream(self._like.device).synchronize()
+            begun.set_result(aside)
+        except BaseException as error:
+            begun.set_exception(error)
+
+    def _stream(self) -> AbstractContextManager[None]:
+        device = self._like.device
+        return torch.cuda.stream(new_stream(device)) if device.type == "cuda" else nullcontext()
+
+    def _exchange(self, numbers: Iterable[int]) -> _Aside:
+        """Pass one message of each number per pair of ranks, pieces in the same order; return what came."""
         transfers, filled = [], []
-        for peer, rounds in self._sends.items():
-            for pieces in rounds[number : number + 1]:
-                transfers.append(dist.P2POp(dist.isend, _flat(pieces), peer, self._group))
-        for peer, rounds in self._receives.items():
-            for pieces in rounds[number : number + 1]:
-                values = self._like.new_empty(sum(piece.numel for piece in pieces))
-                transfers.append(dist.P2POp(dist.irecv, values, peer, self._group))
-                filled.append((pieces, values))
+        for number in numbers:
+            for peer, rounds in self._sends.items():
+                for pieces in rounds[number : number + 1]:
+                    transfers.append(dist.P2POp(dist.isend, _flat(pieces), peer, self._group))
+            for peer, rounds in self._receives.items():
+                for pieces in rounds[number : number + 1]:
+                    values = self._like.new_empty(sum(piece.numel for piece in pieces))
+                    transfers.append(dist.P2POp(dist.irecv, values, peer, self._group))
+                    filled.append((pieces, values))
         for work in dist.batch_isend_irecv(transfers) if transfers else ():
             work.wait()
-        for pieces, values in filled:
-            _fill(pieces, values)
+        return filled
 
 
 def share_parameters(training: RoleModel, serving: RoleModel) -> None:
@@ -128,9 +223,9 @@ def share_parameters(training: RoleModel, serving: RoleModel) -> None:
 
 
 class _Layout:
-    def __init__(self, model: RoleModel):
-        self.ranks, self.tp, self.pp = model.groups.ranks, model.groups.tp, model.groups.pp
-        self.stages = [model.parts(self.tp, stage, model.num_stages) for stage in range(model.num_stages)]
+    def __init__(self, model: RoleModel, placed: RoleGroups | RolePlacement, num_stages: int):
+        self.ranks, self.tp, self.pp = placed.ranks, placed.tp, placed.pp
+        self.stages = [model.parts(self.tp, stage, num_stages) for stage in range(num_stages)]
 
     def holders(self, stage: int, tp_rank: int | None) -> Sequence[int]:
         """Ranks of a stage's replicas (None: any tensor rank)."""

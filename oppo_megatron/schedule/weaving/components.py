@@ -206,7 +206,7 @@ def component_of(site: Site, rank: int) -> Component:
     if "actor" not in placements:  # its output rank represents it, since it sends the chunks
         placements = {"actor": RolePlacement((site.source,))} | placements
     ordered = {role: placements[role] for role in site.placements if role in placements}
-    return Component(site, rank, replicas, Site(ordered), classes[rank])
+    return Component(site, rank, replicas, Site(ordered), classes.get(rank, rank))
 
 
 def _tied(site: Site, rank: int) -> set[Team]:
