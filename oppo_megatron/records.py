@@ -166,6 +166,11 @@ class Rollout:
         self._append(self._joined(), row)
         self.finish_clock, self.finish_reason = row.finish_clock, row.finish_reason
 
+    def rewrite(self, lists: Lists, finish_clock: int | None, finish_reason: FinishReason | None) -> None:
+        """Replace the response."""
+        self._lists, self._position = lists, len(self._recorded)
+        self.finish_clock, self.finish_reason = finish_clock, finish_reason
+
     def follow(self, recorded: Sequence[ChunkRows]) -> None:
         """Count rows later added to `recorded`; the caller sets `finish_clock`."""
         if self._position < len(self._recorded):

@@ -95,7 +95,12 @@ class OverlapConfig(CarryConfig):
         description="with `inter`: new prompts replace finished rollouts within a step; a number gives the "
         "decode steps between two admissions, a multiple of the first `chunk`; true: that number",
     )
-    actor_kv: Literal["recompute", "keep"] = Field("recompute", description="recompute or keep carried caches after an update")
+    carry: Literal["recompute", "keep", "redraw"] = Field(
+        "recompute",
+        description="carried responses after an update. recompute: their caches; keep: the caches as they are; redraw: their "
+        "tokens too: each is drawn again by the new weights with the same random number, and a response is cut at the first "
+        "that differs, so that all its tokens are the new policy's",
+    )
 
     continuous: ContinuousConfig | None = Field(
         None,

@@ -19,9 +19,11 @@ from oppo_megatron.engine.round_state import CacheWorker, DecodeRound, Drawn, Gr
 from oppo_megatron.engine.sampler import Sampling, draw, no_distribution
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.engine.stream import DRAWN, ChunkOutlet, gather_rows
+from oppo_megatron.mcore.batch import MicroBatch, join_rows, pack_responses
 from oppo_megatron.mcore.device import CapturedSteps, memory_for, on_device, run_eagerly, too_many_sequences, too_many_tokens
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel, step
+from oppo_megatron.mcore.training import forward_rows
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.planning.book import ReplicaWork
@@ -52,6 +54,31 @@ class DecodeWorker(CacheWorker):
     def invalidate(self) -> None:
         for seq_id in self.cache.seq_ids:
             self.cache.truncate(seq_id, 0)
+
+    def drawn_again(self, rollouts: Sequence[Rollout], budget: int) -> Tensor | None:
+        """Draw every response token again, given those before it, by the present weights: [T, 3] on the last stage.
+
+        Columns: tokens, log-probs, sampling log-probs.  Packs at most `budget` tokens.
+        """
+        prompts, responses = [r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts]
+        micros = pack_responses(prompts, responses, budget, self.cache.device)
+
+        def drawn(micro: MicroBatch, logits_RV: Tensor) -> Tensor:
+            seq_ids = [rollouts[i].seq_id for i in micro.index for _ in responses[i]]
+            positions = [position for i in micro.index for position in range(len(responses[i]))]
+            found = draw(logits_RV.float(), self.sampling, seq_ids, positions, self.model.vocab)
+            for place in (~found.masses.isfinite()).nonzero().flatten()[:1].tolist():
+                raise no_distribution(self.sampling, seq_ids[place], positions[place])
+            return found.table()[:DRAWN].T
+
+        outputs = forward_rows(self.model, micros, drawn)
+        return join_rows(outputs, list(map(len, responses)), micros) if outputs else None
+
+    def leave(self, *seq_ids: int) -> None:
+        """Close sequences that have ended outside of a round."""
+        for seq_id in seq_ids:
+            if seq_id in self.cache:
+                self.cache.close(seq_id)
 
     def begin(
         self, work: ReplicaWork, rollouts: Sequence[Rollout], readiness: Callable[[], StopSignal], *, index: int,

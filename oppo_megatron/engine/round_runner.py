@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
+import numpy as np
 import torch.distributed as dist
 
 from oppo_megatron.chunks import Chunk, Orders, StopSignal
 from oppo_megatron.cluster.activity import Activity
-from oppo_megatron.columns import Held, Ints
+from oppo_megatron.columns import Held, Ints, columns_of
 from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.engine.device_decode import SYNC_STEPS
 from oppo_megatron.engine.executor import Executor, Links, build_links
@@ -121,6 +122,25 @@ class RoundRunner:
             worker.give_up(*seq_ids)
         self.retire(rollouts)
 
+    def cut(self, rewritten: Sequence[Rollout], kept: Sequence[int]) -> None:
+        """Forget what was computed of responses beyond the `kept` tokens, after which they were `rewritten` (never whole)."""
+        columns = columns_of(rewritten)
+        before = columns._replace(response_tokens=np.array(kept, dtype=np.int64))
+        for name, book in self.planner.scorers.items():
+            book.cut(before)
+            worker = self.scoring.get(name)
+            if worker is not None:
+                replica = self.replicas[name]
+                cached, outputs = book.cached(replica), book.outputs(replica)
+                for seq_id in before.seq_ids.tolist():
+                    worker.cut(seq_id, cached.get(seq_id, 0), outputs.get(seq_id, 0))
+        self.planner.actor.record(rewritten)
+        if self.decode is not None:
+            self.decode.leave(*(rollout.seq_id for rollout in rewritten if rollout.finished))
+        if self._stream is not None:
+            self._stream.retire(rewritten)
+            self._stream.admit(rewritten)
+
     def actor_changed(self) -> None:
         self.planner.actor.invalidate()
         if self.decode is not None:
@@ -204,7 +224,7 @@ class PromptDecoder:
             active += [Rollout(prompt, admission=0) for prompt in islice(waiting, places - len(active))]
             if not active:
                 break
-            decoding = Decoding(self._clock, 0, partial(_AllEnded, active))
+            decoding = Decoding(self._clock, 0, partial(AllEnded, active))
             chunk = rounds.run(active, [], self.round_steps, decoding)
             assert chunk is not None
             self._clock, by_id = chunk.clock, {r.seq_id: r for r in active}
@@ -216,7 +236,7 @@ class PromptDecoder:
         self._rounds = rounds
 
 
-class _AllEnded:
+class AllEnded:
     def __init__(self, active: Sequence[Rollout]):
         self._going_on = {r.seq_id for r in active}
 

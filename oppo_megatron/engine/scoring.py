@@ -56,6 +56,13 @@ class ScoringWorker(CacheWorker):
             if seq_id in self.cache:
                 self.cache.close(seq_id)
 
+    def cut(self, seq_id: int, cached: int, outputs: int) -> None:
+        """Keep `cached` tokens (if there is a cache) and `outputs` of a sequence."""
+        if seq_id in self.cache:
+            self.cache.truncate(seq_id, cached)
+        if parts := self._outputs.pop(seq_id, None):
+            self._outputs[seq_id] = [torch.cat(parts)[:outputs]]
+
     def outputs(self) -> dict[int, Tensor]:
         return {seq_id: torch.cat(parts) for seq_id, parts in self._outputs.items()}
 

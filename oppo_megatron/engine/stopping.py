@@ -82,6 +82,11 @@ class Stopping:
                     break
         return counts, reasons
 
+    def after(self, response: Sequence[int], token: int, seq_id: int) -> FinishReason | None:
+        """Return why `token` ends the response, if it does."""
+        room = self.limit(seq_id) - len(response)
+        return self.ends(np.array([[token]], dtype=np.int64), [room], [response])[1][0]
+
     def limit(self, seq_id: int) -> int:
         return self.max_response_tokens if self.forced is None else self.forced(seq_id)
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from oppo_megatron.chunks import REASONS, UNFINISHED, Chunk, ChunkRow, ChunkRows
+from oppo_megatron.chunks import REASONS, UNFINISHED, Chunk, ChunkRow, ChunkRows, FinishReason
 from oppo_megatron.columns import Bools, Held, Ints, Table
 from oppo_megatron.errors import StreamError
 from oppo_megatron.overcommit.ahead import JudgedReadiness, Readiness, due, next_groups
-from oppo_megatron.records import Prompt, Rollout
+from oppo_megatron.records import Lists, Prompt, Rollout
 
 
 class RolloutBuffer:
@@ -168,6 +168,18 @@ class RolloutBuffer:
         for rollout, clock, reason in zip(ended, rows.finish_clocks[ends].tolist(), reasons, strict=True):
             rollout.finish_clock, rollout.finish_reason = clock, reason
         self.clock = chunk.clock
+
+    def rewrite(self, rollout: Rollout, lists: Lists, reason: FinishReason | None) -> None:
+        """Replace a held response; `reason`: why it ends, or None.  One that had as many tokens when it ended keeps its clock."""
+        clock = None if reason is None else self.clock
+        if reason is not None and rollout.finished and rollout.num_response_tokens == len(lists[0]):
+            clock = rollout.finish_clock
+        rollout.rewrite(lists, clock, reason)
+        place = self._table.rows(np.array([rollout.seq_id], dtype=np.int64))
+        self._table.columns.response_tokens[place] = len(lists[0])
+        self._table.columns.finished[place] = reason is not None
+        self._table.finish_clocks[place] = 0 if clock is None else clock
+        self._unfinished = {seq_id: held for seq_id, held in self._rollouts.items() if not held.finished}
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -212,6 +212,12 @@ class GroupFilter:
         for rollout in rollouts:
             self.scores.pop(rollout.seq_id, None)
 
+    def reopen(self, rollouts: Sequence[Rollout]) -> None:
+        """Forget the scores and verdicts of groups with responses that were rewritten."""
+        self.retire(rollouts)
+        buffer = self.scheduler.buffer
+        buffer.kept -= {rollout.seq_id // buffer.group_size for rollout in rollouts}
+
     @property
     def known(self) -> int:
         return sum(self._differ(group) for group in self._groups().values() if not self._decided(group))

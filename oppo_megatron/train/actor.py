@@ -69,6 +69,7 @@ class Actor:
         if self._begun is not None:
             self._begun = None
             self.role.trained.forget_ahead()
+            self.role.keep()
 
     def update(
         self, batch: Sequence[Rollout], experience: Experience, kl_coefficient: float, settings: UpdateSettings

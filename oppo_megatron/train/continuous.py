@@ -100,8 +100,9 @@ class ContinuousLoop(TrainingLoop):
         """Decode on until version `step` is installed; False if asked to stop."""
         self._admit(step)
         plan, arrived = replace(plan, forward_ahead=False), False
+        waits = self.config.overlap.carry == "redraw"  # to take a batch, until no weights are to come before it is trained
         while True:
-            if len(self.buffer) and self.rollouts.complete:
+            if len(self.buffer) and self.rollouts.complete and not (waits and self.queue):
                 self.queue.append(self._take())
                 self._begin_phase(step + len(self.queue))
                 continue

@@ -152,7 +152,7 @@ class TrainingLoop(Saveable):
         breach, experience = self.updates.settle(step, trained, taken.scored, update), update.experience
         actor_trained = self.updates.trains_actor(step)
         if breach is None:
-            self.rollouts.weights_changed(actor_trained)
+            facts.tokens_kept = self.rollouts.weights_changed(actor_trained, self.updates.version)
         self.rounds.executor.finish_sends()
         self.meter.memory.look()
         if plan.wait_for_critic and self.world.size > 1:

@@ -80,15 +80,14 @@ class TrainedRole:
 
 
 def build_trained_role(
-    config: TrainedRoleConfig, groups: RoleGroups | None, training: RoleGroups | None, across: Across | None, *, head: Head,
-    role: str, max_length: int, device: torch.device, num_updates: int,
-) -> TrainedRole | None:  # fmt: skip
-    """Build the models that this rank has (`groups`: serving); None if it has none."""
-    layout, present = config.train, [each for each in (groups, training) if each is not None]
-    if not present:
-        return None
+    config: TrainedRoleConfig, groups: RoleGroups | None, training: RoleGroups | None, *, head: Head, role: str,
+    max_length: int, device: torch.device, num_updates: int, across: Across | None = None,
+) -> TrainedRole:  # fmt: skip
+    """Build the models that this rank has (`groups`: serving)."""
+    layout = config.train
     plain = layout.vpp == 1 and not layout.sequence_parallel and layout.recompute == "none"
-    sizes = [each.tp for each in present] if across is None else [across.training.tp, across.serving.tp]
+    placed = (groups, training) if across is None else (across.serving, across.training)
+    sizes = [each.tp for each in placed if each is not None]
     both: Any = {"head": head, "role": role, "max_length": max_length, "device": device, "vocab_multiple": lcm(*sizes)}
     if plain and groups is not None and training is groups:
         serving = load_role(config, groups, **both)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from oppo_megatron.chunks import Chunk, Orders
 from oppo_megatron.columns import columns_of
 from oppo_megatron.config.overlap import OverlapConfig
-from oppo_megatron.engine.round_runner import Decoding, RoundRunner
+from oppo_megatron.engine.round_runner import AllEnded, Decoding, RoundRunner
+from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.overcommit.scheduler import GroupFilter, OvercommitScheduler
 from oppo_megatron.records import Rollout
 from oppo_megatron.train.score_exchange import Known, ScoreExchange
@@ -28,6 +30,7 @@ class Rollouts:
     exchange: ScoreExchange
     overlap: OverlapConfig
     planning: Callable[[], AbstractContextManager[None]]
+    stopping: Stopping
     filter: GroupFilter | None = None
 
     def __post_init__(self) -> None:
@@ -61,7 +64,8 @@ class Rollouts:
             if queued:
                 score = [*queued, *score]
                 readable = np.concatenate([columns_of(queued).seq_ids, readable])
-        decoding = Decoding(buffer.clock, version, buffer.readiness, orders)
+        readiness = partial(AllEnded, active) if self.complete else buffer.readiness  # a complete batch may have to wait
+        decoding = Decoding(buffer.clock, version, readiness, orders)
         chunk = self.rounds.run(active, score, self.scheduler.chunk(most), decoding, readable)
         assert chunk is not None
         with self.planning():
@@ -112,10 +116,41 @@ class Rollouts:
         if self.filter is not None:
             self.filter.retire(batch)
 
-    def weights_changed(self, actor: bool) -> None:
-        """Invalidate caches of carried rollouts, unless configured to be kept."""
-        if actor and self.overlap.actor_kv == "recompute":
+    def weights_changed(self, actor: bool, version: int) -> float | None:
+        """Treat carried rollouts as configured.  Return the share of their tokens kept, if drawn again."""
+        kept = self._redraw(version) if actor and self.overlap.carry == "redraw" else None
+        if actor and self.overlap.carry != "keep":
             self.rounds.actor_changed()
         elif actor:
             self.rounds.planner.actor.keep()
         self.rounds.scorers_changed()
+        return kept
+
+    def _redraw(self, version: int) -> float | None:
+        """Draw held responses again by the present weights.  Kept tokens get the new version and log-probs.
+
+        Draws are keyed by (seed, sequence, position), so a response up to its first other token, and with that token, is what the
+        present policy would have drawn from the start.  Collective of the world; replicas divide the rollouts.
+        """
+        held = [rollout for rollout in self.buffer.rollouts if rollout.num_response_tokens]
+        rewritten, kept = list[Rollout](), list[int]()
+        checked = sum(rollout.num_response_tokens for rollout in held)
+        for rollout, drawn in zip(held, self.exchange.drawn_again(held, self.rounds), strict=True):
+            tokens, logprobs, sampling = list(map(int, drawn[0])), drawn[1], drawn[2]
+            old = rollout.tokens
+            same = next((place for place, pair in enumerate(zip(tokens, old, strict=True)) if pair[0] != pair[1]), len(old))
+            size, reason = min(same + 1, len(old)), rollout.finish_reason
+            if same < len(old):
+                reason = self.stopping.after(old[:same], tokens[same], rollout.seq_id)
+                rewritten.append(rollout)
+                kept.append(same)
+            lists = old[:same] + tokens[same:size], logprobs[:size], sampling[:size], [version] * size
+            self.buffer.rewrite(rollout, lists, reason)
+        for rollout in rewritten:
+            self.exchange.rewards.forget(rollout.seq_id)
+        if self.filter is not None:
+            self.filter.reopen(rewritten)
+        self.rounds.cut(rewritten, kept)
+        self.exchange.request(rewritten)
+        left = sum(len(rollout.tokens) for rollout in held) - len(rewritten)
+        return left / checked if checked else None

@@ -7,7 +7,7 @@ the reward, S steps of responses (packed).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -23,7 +23,7 @@ from oppo_megatron.cluster.liveness.failures import noted
 from oppo_megatron.config.rewards import RewardPart
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.engine.round_runner import RoundRunner
-from oppo_megatron.engine.stream import share
+from oppo_megatron.engine.stream import DRAWN, share
 from oppo_megatron.layout.placements import RolePlacement, scorers_leader
 from oppo_megatron.mcore.device import on_device
 from oppo_megatron.records import ALONE, Members, Rollout
@@ -142,6 +142,24 @@ class ScoreExchange:
         what = "effective sample size, seconds of the rollout"
         ess, *of_rollout = self.shared(what, mine, len(of_actor), source).tolist()
         return scored, ScoreReport(parts, busy_s, idle_s, leaders_work, critic, ess, of_rollout)
+
+    def drawn_again(self, rollouts: Sequence[Rollout], rounds: RoundRunner) -> Iterator[list[list[float]]]:
+        """Yield each response's tokens, log-probs and sampling log-probs, as the present weights draw them."""
+        placement, coords = self.placements["actor"], self.placements["actor"].coords(self.rank)
+        drawn: dict[int, list[list[float]]] = {}
+        for replica in range(placement.dp):
+            rows, mine, source = rollouts[replica :: placement.dp], None, placement.output_rank(replica)
+            if not rows:
+                continue
+            if coords is not None and coords.replica == replica:
+                assert rounds.decode is not None
+                mine = rounds.decode.drawn_again(rows, rounds.planner.micro_batch_tokens)
+            sizes = [len(rollout.tokens) for rollout in rows]
+            flat = None if mine is None or self.rank != source else mine.flatten()
+            shared_T3 = self.shared("tokens drawn again", flat, DRAWN * sum(sizes), source).view(-1, DRAWN).cpu()
+            for rollout, part in zip(rows, shared_T3.split(sizes), strict=True):
+                drawn[rollout.seq_id] = part.T.tolist()
+        yield from (drawn[rollout.seq_id] for rollout in rollouts)
 
     def judge(self, rollouts: Sequence[Rollout], rounds: RoundRunner, labels: Sequence[str]) -> list[list[float]]:
         """Wait for the reward parts `labels` of finished rollouts."""

@@ -79,11 +79,8 @@ class RoleBuilder:
     topology: Topology
 
     def rounds(self, inputs: Inputs, roles: Mapping[str, TrainedRole], tracer: RoundTracer) -> RoundRunner:
-        config, site, tokenizer = self.config, self.topology.site, inputs.tokenizer
+        config, site, stopping = self.config, self.topology.site, self.stopping(inputs)
         rank, device = self.world.rank, self.world.device
-        stopping = Stopping.of(
-            config.rollout, tokenizer.eos_ids, config.seed, inputs.lengths, tokenizer.decode, config.rollout.lengths
-        )
         decode = listen = None
         if site.placements["actor"].coords(rank) is None:
             listen = ListenWorker(device)
@@ -116,6 +113,10 @@ class RoleBuilder:
         coords_by_role = {name: coords.replica for name, coords in places.items() if coords is not None}
         return RoundRunner(planner, executor, coords_by_role, decode, listen, scoring, tracer.planned)
 
+    def stopping(self, inputs: Inputs) -> Stopping:
+        rollout, tokenizer = self.config.rollout, inputs.tokenizer
+        return Stopping.of(rollout, tokenizer.eos_ids, self.config.seed, inputs.lengths, tokenizer.decode, rollout.lengths)
+
     def _scoring_workers(self, roles: Mapping[str, TrainedRole]) -> dict[str, ScoringWorker]:
         config, workers = self.config, dict[str, ScoringWorker]()
         for name, head in SCORERS.items():
@@ -137,10 +138,12 @@ class RoleBuilder:
     def trained(self, name: str, head: Head, total_steps: int) -> TrainedRole | None:
         """Build a trained role; None on ranks without it.  `total_steps`: of the whole run, for the learning rate."""
         groups, training = self.topology.groups.get(name), self.topology.training.get(name)
-        updates, across = num_updates(self.config, name, total_steps), self.topology.across if name == "actor" else None
-        options = self._model_options | {"head": head, "role": name}
-        role = build_trained_role(self.config.trained[name], groups, training, across, num_updates=updates, **options)
-        for chunk in () if role is None or role.own_trained is None else role.trained.chunks:
+        if groups is None and training is None:
+            return None
+        options = self._model_options | {"head": head, "role": name, "across": self.topology.across if name == "actor" else None}
+        updates = num_updates(self.config, name, total_steps)
+        role = build_trained_role(self.config.trained[name], groups, training, num_updates=updates, **options)
+        for chunk in () if role.own_trained is None else role.trained.chunks:
             chunk.register_forward_pre_hook(lambda *_: self.world.activity.beat())  # every micro-batch is a sign of life
         return role
 
@@ -217,7 +220,7 @@ def build_loop(
         config, world, actor, critic, roles, guard, kl, exchange, meter, saver.conclude, lambda: scheduler.position, trainer
     )
     groups = _filter(config, scheduler, inputs.rewards)
-    rollouts = Rollouts(scheduler, rounds, exchange, config.overlap, lambda: meter.facts.planning(), groups)
+    rollouts = Rollouts(scheduler, rounds, exchange, overlap, lambda: meter.facts.planning(), builder.stopping(inputs), groups)
     evaluator = None
     if inputs.heldout is not None and inputs.judges is not None:
         evaluator = Evaluator(config, inputs.heldout, inputs.judges, rounds, exchange)

@@ -138,7 +138,7 @@ FEATURES: dict[str, Feature] = {
         soon=("1 | 1", "PP2 | TP2", "DP2 | DP2", "PP2, woven", "PP2 and reference TP2 | reward | critic")),
     "overcommitted": Feature(overcommitted(4), carries, soon=("PP2, woven",)),
     "stale caches kept": Feature(
-        overcommitted(4) | {"overlap.actor_kv": "keep", "ppo.staleness": "decoupled"},
+        overcommitted(4) | {"overlap.carry": "keep", "ppo.staleness": "decoupled"},
         carries, also=stale_weights, soon=("DP2 | DP2",), rounds=1),
     "backfill": Feature(
         overcommitted(3) | {"steps": 6, "overlap.backfill": 4, "overlap.chunk": 2},

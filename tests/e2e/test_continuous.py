@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.test_resume import assert_bit_equal, checkpoints, resumed, rewound, stop
 from tests.support.ppo import Workspace, assert_same, run_ppo_ranks, weight_distance
 
 STEPS, BATCH = 6, 6
@@ -106,3 +107,51 @@ def test_decoding_goes_on_while_other_ranks_train(workspace: Workspace, name: st
     })  # fmt: skip
     assert_same(run_ppo_ranks(again), run)
     assert installs(again) == installs(live)
+
+
+REDRAW = {"overlap.carry": "redraw"}
+
+
+@pytest.mark.parametrize("rules", [None, {"lag_steps": 7}, {"lag_steps": "asap"}], ids=["in turns", "lag 7", "asap"])
+@pytest.mark.parametrize("name", ["1", *APART])
+def test_no_token_is_stale_if_they_are_drawn_again(workspace: Workspace, name: str, rules: Any) -> None:
+    placement, train = APART.get(name, (SINGLE, {}))
+    changes = {**REDRAW, "overlap.continuous": rules, "placement": placement, "actor.train": train, "actor.optimizer.lr": 1e-4}
+    config = continuous(workspace, f"redraw-{name}-{rules}", 2, **GRPO, **changes, **{"overlap.chunk": 4, "steps": 4})
+    config["overlap"]["delta"] = {"rule": "fixed", "initial": 4, "max": 4}
+    run = run_ppo_ranks(config)
+    assert sorted(run.tokens()) == list(range(4 * BATCH))
+    assert all(set(row["versions"]) == {row["step"] - 1} for row in run.rollouts), "each token is the training policy's"
+    assert any(row["deferrals"] for row in run.rollouts) and max(line["logprob_gap"] for line in run.metrics) < 1e-4
+    kept = [line["tokens_kept"] for line in run.metrics if "tokens_kept" in line]
+    assert kept and all(0 <= share <= 1 for share in kept) and 0 < sum(kept) < len(kept)
+
+
+STOPPED: dict[str, dict[str, Any]] = {
+    "1": {}, "1 | 1 | 1": {"placement": APART["1 | 1 | 1"][0], "actor.train": APART["1 | 1 | 1"][1]},
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+@pytest.mark.parametrize("name", STOPPED)
+def test_a_stopped_or_killed_run_goes_on_as_the_run_that_never_stopped(workspace: Workspace, name: str, kv: str) -> None:
+    """Stopped anywhere, also with batches in the queue, and killed after any step, to resume from that step's checkpoint."""
+    changes = {
+        **GRPO, **STOPPED[name], "overlap.continuous": {"lag_steps": 11}, "overlap.chunk": 3, "overlap.carry": kv,
+        "checkpoint": {"every_steps": 1, "keep": 9}, "overlap.backfill": False,
+    }  # fmt: skip
+    config = continuous(workspace, f"steps-{name}-{kv}", 2, **changes)
+    plain = run_ppo_ranks(config)
+    clocks = []
+    for rounds in (2, 5, 8, 11):
+        stopped = continuous(workspace, f"stopped-{name}-{kv}-{rounds}", 2, **changes)
+        stop(stopped, rounds=rounds)
+        clocks.append("clock" in checkpoints(stopped)[-1])
+        assert_bit_equal(resumed(stopped), plain)
+        assert installs(stopped) == installs(config)
+    assert any(clocks)
+    states = [json.loads(path.read_text()) for path in Path(config["run_dir"]).glob("checkpoints/*/state.json")]
+    assert any(state["queue"] for state in states), "some checkpoint should hold a batch that is not trained yet"
+    for left in range(1, STEPS):
+        assert_bit_equal(resumed(rewound(config, str(left), left)), plain)

@@ -205,7 +205,7 @@ FORK = FEATURES["prompts fork"].changes
 
 @pytest.mark.long
 def test_stale_caches_that_are_kept_fork(matrix: Matrix) -> None:
-    kept = FORK | {"overlap.actor_kv": "keep"}
+    kept = FORK | {"overlap.carry": "keep"}
     changed = {name: kept | {"overlap.without": without} for name, without in (("forked", []), ("apart", ["fork"]))}
     forked, apart = (run_ppo_ranks(matrix.config("fork-kept", name, changes)) for name, changes in changed.items())
     assert_same(forked, apart)

@@ -85,10 +85,10 @@ def test_no_rollout_is_deferred_beyond_the_limit(workspace: Workspace) -> None:
 
 
 @pytest.mark.parametrize("correction", ["behaviour", "decoupled"])
-@pytest.mark.parametrize("actor_kv", ["recompute", "keep"])
-def test_staleness_settings_run_and_gate_the_fresh_tokens(workspace: Workspace, correction: str, actor_kv: str) -> None:
-    changes = {"ppo.staleness": correction, "overlap.actor_kv": actor_kv}
-    run = run_ppo_ranks(overcommitted(workspace, f"{correction}-{actor_kv}", **changes))
+@pytest.mark.parametrize("carry", ["recompute", "keep"])
+def test_staleness_settings_run_and_gate_the_fresh_tokens(workspace: Workspace, correction: str, carry: str) -> None:
+    changes = {"ppo.staleness": correction, "overlap.carry": carry}
+    run = run_ppo_ranks(overcommitted(workspace, f"{correction}-{carry}", **changes))
     assert sorted(run.tokens()) == list(range(STEPS * BATCH)) and max(line["logprob_gap"] for line in run.metrics) < 1e-4
     weights = [line["importance_weight_mean"] for line in run.metrics]
     assert any(w != 1.0 for w in weights) == (correction == "decoupled")
@@ -98,7 +98,7 @@ def test_staleness_settings_run_and_gate_the_fresh_tokens(workspace: Workspace, 
     # Most tokens of the second step are stale; with `behaviour` only the first minibatch's fresh ones are looked at.
     assert all(gap > 0 for step, (_, gap) in enumerate(gaps, 1) if step != 2 or correction == "decoupled")
     spans = [set(row["versions"]) for row in run.rollouts if row["deferrals"]]
-    if actor_kv == "keep":  # a token is as old as the oldest weights that it was drawn over
+    if carry == "keep":  # a token is as old as the oldest weights that it was drawn over
         assert all(len(versions) == 1 for versions in spans)
         assert all(row["step"] - 1 - row["versions"][-1] == row["deferrals"] for row in run.rollouts if row["deferrals"])
     else:

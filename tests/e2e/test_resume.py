@@ -23,7 +23,7 @@ CARRIED: dict[str, Any] = {
 }  # fmt: skip
 PP2 = {"placement": {"mode": "disaggregated", "actor": {"pp": 2}}}
 CASES: dict[str, dict[str, Any]] = {
-    "one rank": CARRIED, "PP2 | 1, stale caches kept": CARRIED | PP2 | {"overlap.actor_kv": "keep"},
+    "one rank": CARRIED, "PP2 | 1, stale caches kept": CARRIED | PP2 | {"overlap.carry": "keep"},
     "PP2 | 1, tied, bfloat16": CARRIED | PP2 | {"runtime.dtype": "bfloat16", "actor.init": DEEP | {"tie_word_embeddings": True}},
 }  # fmt: skip
 
@@ -109,7 +109,7 @@ def test_a_warm_up_and_the_scores_seen_go_on(workspace: Workspace, warmed_up: tu
 def warmed_up(workspace: Workspace) -> tuple[dict[str, Any], Outcome]:
     changes = {
         "ppo.critic_warmup_steps": 2, "ppo.reward_normalization": "running", "ppo.truncated": -0.5, "ppo.minibatches": 2,
-        "overlap.actor_kv": "keep", "checkpoint": {"every_steps": 1, "keep": 9},
+        "overlap.carry": "keep", "checkpoint": {"every_steps": 1, "keep": 9},
     }  # fmt: skip
     config = deep(workspace, "warm", **CARRIED, **TWO_RANKS, **changes)
     config["actor"]["optimizer"] = config["critic"]["optimizer"] = config["actor"]["optimizer"] | {"decay": "linear"}
@@ -158,7 +158,7 @@ def test_resumed_with_a_chunk_that_adapts_the_tokens_are_the_same(workspace: Wor
 def test_stale_caches_that_cannot_be_restored_are_those_of_the_current_weights(workspace: Workspace) -> None:
     two_steps = CARRIED | {"steps": 2, "checkpoint": {"every_steps": 1, "keep": 9}}
     fresh = run_ppo_ranks(deep(workspace, "fresh", **two_steps))
-    config = deep(workspace, "stale", **two_steps, **{"overlap.actor_kv": "keep"})
+    config = deep(workspace, "stale", **two_steps, **{"overlap.carry": "keep"})
     kept = run_ppo_ranks(config)
     first = [row for row in kept.rollouts if row["step"] == 1]
     assert first == [row for row in fresh.rollouts if row["step"] == 1], "nothing is stale in the first step"

@@ -50,7 +50,7 @@ CASES = {
     "groups, whose prompts fork": Case(2,
         {"placement": {"mode": "disaggregated"}, "rollout.group_size": 2, "overlap.inter": False}),
     "adapters, dense": Case(1, {"runtime.kv_layout": "dense", "actor.lora": LORA, "critic.lora": LORA}),
-    "disaggregated": Case(2, {"placement": {"mode": "disaggregated"}, "overlap.actor_kv": "keep", "ppo.staleness": "decoupled"}),
+    "disaggregated": Case(2, {"placement": {"mode": "disaggregated"}, "overlap.carry": "keep", "ppo.staleness": "decoupled"}),
     "colocated tp 2": on_two({"tp": 2}), "colocated pp 2": on_two({"pp": 2}),
     "dp 2, updated as tp 2": on_two({"dp": 2}, **{"actor.train": {"tp": 2, "sequence_parallel": True, "recompute": "full"}}),
     "updated as pp 2": on_two({"tp": 2}, **{"actor.train": {"tp": 1, "pp": 2}}),

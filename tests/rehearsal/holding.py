@@ -296,7 +296,7 @@ class Reader(ScoringWorker):
         self._outputs.clear()
 
 
-def _allocated(chunks: Sequence[RoleModel], serving: RoleModel) -> None:
+def _allocated(chunks: Sequence[RoleModel], serving: RoleModel, across: None) -> None:
     """Begins as `Reallocation` does, but without a plan of moves: other ranks would have a part in it."""
     ours, theirs = serving.groups, chunks[0].groups
     if len(chunks) == 1 and (ours.tp, ours.pp, ours.dp) == (theirs.tp, theirs.pp, theirs.dp):

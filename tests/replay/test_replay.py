@@ -117,7 +117,7 @@ def test_a_run_is_what_its_records_come_to(workspace: Workspace, name: str) -> N
 @pytest.mark.long
 def test_over_a_cache_that_is_kept_log_probs_are_of_no_version_and_weights_are_the_replays(workspace: Workspace) -> None:
     """Recorded log-probs are those that were drawn from, so the update is the same arithmetic."""
-    config = carrying(workspace, "kept", {"overlap.actor_kv": "keep"})
+    config = carrying(workspace, "kept", {"overlap.carry": "keep"})
     run_ppo_ranks(config)
     outcome, replayed = assert_replays(config, versions=True)
     assert sum(row["deferrals"] for row in outcome.rollouts) > 0

@@ -188,7 +188,7 @@ def drawn(seed: int) -> tuple[TrainConfig, StepCosts]:
     overlap = {
         "chunk": sizes, "delta": {"rule": "fixed", "initial": delta, "max": max(1, delta)}, "weave": weave,
         "schedule": random.choice(("auto", "woven", "intra")), "backfill": random.random() < 0.2,
-        "actor_kv": random.choice(("recompute", "recompute", "keep")),
+        "carry": random.choice(("recompute", "recompute", "keep")),
     }  # fmt: skip
     lengths = [float(limit // random.choice((2, 3, 6))), random.choice((0.0, 0.4, 0.8, 1.2))]
     overlap["without"] = random.choice(([], [], [], ["critic"], ["scores"])) + ([] if random.random() < 0.8 else ["fork"])

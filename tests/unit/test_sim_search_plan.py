@@ -269,7 +269,7 @@ def test_carried_rollouts_fill_up_the_batch_and_are_read_again(delta: int) -> No
     assert sum(found.decoding.lengths) == pytest.approx(sum(SHORT), rel=0.06)
     assert len(found.decoding.lengths) > 32 and max(found.decoding.lengths) < max(SHORT)
     assert found.decoding.prompt_tokens > 256 and found.reads["actor"] > 1.05
-    kept = steady_work(carrying(delta, actor_kv="keep"), PLAIN, dealt)
+    kept = steady_work(carrying(delta, carry="keep"), PLAIN, dealt)
     assert kept.reads["actor"] == pytest.approx(1.0, abs=0.02) and kept.decoding == found.decoding
 
 

@@ -88,6 +88,12 @@ class ScoringBook(Book):
         self._ledger[OUTPUTS][rows] = 0
         self._ledger[REPLICA][rows] = ABSENT
 
+    def cut(self, rollouts: Columns) -> None:
+        """Keep what was computed of prompts and the first `response_tokens` of each response; another token follows."""
+        rows, kept, ledger = self._ledger.rows(rollouts.seq_ids), rollouts.response_tokens, self._ledger
+        ledger[CACHED][rows] = np.minimum(ledger[CACHED][rows], self._depth(rollouts) + kept)
+        ledger[OUTPUTS][rows] = np.minimum(ledger[OUTPUTS][rows], kept if self.every_token else 0)
+
     def reset(self) -> None:
         self._ledger[OUTPUTS][:] = 0
         self._ledger[CACHED][:] = ABSENT

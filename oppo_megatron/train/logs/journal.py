@@ -40,7 +40,7 @@ NUM_LENGTH_BINS = 4
 MUCH_LOST = 0.2
 """Share of stale responses' gradient lost to clipping above which the run warns once."""
 
-LATER_FACTS = ("scores", "actor", "rewards", "greedy_rewards", "filtered")
+LATER_FACTS = ("scores", "actor", "rewards", "greedy_rewards", "filtered", "tokens_kept")
 """Facts known after the rollout phase, within which a checkpoint may interrupt a step."""
 
 OTHER_FACTS = (
@@ -71,6 +71,7 @@ class StepFacts:
     delta_reason: str = ""
     chunk_reason: str = ""
     version: int = 0
+    tokens_kept: float | None = None  # of carried tokens that were drawn again, the share that came out the same
     skipped: str | None = None  # why nothing was trained
     rewards: list[float] = field(default_factory=list)  # of what is trained
     greedy_rewards: list[float] = field(default_factory=list)
@@ -176,6 +177,8 @@ class Journal(RunLog):
         fields |= _lengths(facts, trained, self.members.to_train(carried))
         fields["group_length_gap"] = group_length_gap(columns_of(trained).response_tokens, self.members.trained)
         fields |= facts.filtered | facts.actor
+        if facts.tokens_kept is not None:
+            fields["tokens_kept"] = facts.tokens_kept
         if facts.skipped is not None:
             self.note(f"step {facts.step} is skipped: {facts.skipped}")
         if not self.warned and (warning := lost_gradient(fields, self.staleness)):

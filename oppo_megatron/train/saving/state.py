@@ -252,7 +252,8 @@ def rest_of_run(found: Found, data: Mapping[str, Any], config: TrainConfig, prom
     if RunDirectory(config.run_dir).finished:
         require_work(ahead, config.steps, most, batch_rows(config))
     if ahead.done != config.steps:
-        rollout, held = config.rollout, found.held(left_out)
+        taken = {seq_id for entry in found.state.get("queue", ()) for seq_id in entry["seq_ids"]}
+        rollout, held = config.rollout, [line for line in found.held(left_out) if line["seq_id"] not in taken]
         deferrals = [line["deferrals"] for line in held[:: members(config).size]]
         groups = rollout.batch_size // rollout.group_size
         require_bounded_deferrals(deferrals, groups, rollout.group_size, config.overlap.max_staleness)
