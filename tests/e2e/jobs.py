@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,6 +29,7 @@ from oppo_megatron.train.guard import RollBack
 from oppo_megatron.train.inputs import read_inputs
 from oppo_megatron.train.loop import TrainingLoop
 from oppo_megatron.train.rollouts import Rollouts
+from oppo_megatron.train.run_files import save_role
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.saver import Saver
 from oppo_megatron.train.score_exchange import ScoreExchange
@@ -239,6 +241,17 @@ def train_through_rollbacks(config: dict[str, Any]) -> list[tuple[str, float]]:
                 config = config | {"checkpoint": config["checkpoint"] | {"resume": True}}
             else:
                 return seen
+
+
+def train_and_keep_weights(config: dict[str, Any], folder: Path) -> None:
+    """`train`, with the actor's weights of each version as a Hugging Face directory named by it."""
+
+    def keep(loop: TrainingLoop, *_: Any) -> None:
+        if loop.actor is not None:
+            save_role(loop.actor.role.trained.chunks, folder / str(loop.updates.version), loop.exchange.tokenizer)
+
+    with around(TrainingLoop, "run", keep), around(TrainingLoop, "_train", after=keep):
+        train(config)
 
 
 def train_with_a_shared_reference(config: dict[str, Any]) -> int:

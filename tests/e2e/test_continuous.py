@@ -1,14 +1,21 @@
 """Continuous generation: equal to the synchronous run without run-ahead, repeatable from its log, bounded in staleness."""
 
 import json
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from oppo_megatron.layout.placements import world_size
+from oppo_megatron.uniforms import uniforms
 from tests.e2e.test_resume import assert_bit_equal, checkpoints, resumed, rewound, stop
-from tests.support.ppo import Workspace, assert_same, run_ppo_ranks, weight_distance
+from tests.support.configs import run_of
+from tests.support.ppo import Workspace, assert_same, read_outcome, run_ppo_ranks, weight_distance
+from tests.support.ranks import run_ranks
 
 STEPS, BATCH = 6, 6
 FIXED = {"rule": "fixed", "initial": 0, "max": 0}
@@ -125,6 +132,85 @@ def test_no_token_is_stale_if_they_are_drawn_again(workspace: Workspace, name: s
     assert any(row["deferrals"] for row in run.rollouts) and max(line["logprob_gap"] for line in run.metrics) < 1e-4
     kept = [line["tokens_kept"] for line in run.metrics if "tokens_kept" in line]
     assert kept and all(0 <= share <= 1 for share in kept) and 0 < sum(kept) < len(kept)
+
+
+def settings_of(number: int) -> dict[str, Any]:
+    """Random settings of an overcommitted run."""
+    choose = random.Random(number)
+    group, placement = choose.choice([1, 3]), choose.choice([SINGLE, *(place for place, _ in APART.values())])
+    ahead = choose.choice([1, 2, 3]) * BATCH // group
+    top_k, temperature = choose.choice([(0, 1.0), (0, 0.7), (6, 1.0), (6, 1.3)])
+    return {
+        "seed": 100 + number, "overlap.carry": "redraw", "overlap.chunk": choose.randrange(1, 12), "placement": placement,
+        "overlap.delta": {"rule": "fixed", "initial": ahead, "max": ahead}, "overlap.max_staleness": 4, "overlap.intra": True,
+        "overlap.inter": True, "actor.optimizer.lr": 10 ** choose.uniform(-5, -2.7), "rollout.top_k": top_k, "steps": 4,
+        "rollout.temperature": temperature, **(GRPO if group > 1 else {"algorithm": {"preset": "reinforce_pp"}, "critic": None}),
+    }  # fmt: skip
+
+
+class Policy:
+    """A version of the policy as transformers computes it."""
+
+    def __init__(self, folder: Path):
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+
+    def logits(self, row: dict[str, Any]) -> torch.Tensor:
+        """[T, V] before each response token."""
+        with torch.no_grad():
+            logits = self.model(torch.tensor([[*row["prompt_tokens"], *row["tokens"]]])).logits[0]
+        return logits[len(row["prompt_tokens"]) - 1 : -1]
+
+
+def drawn(logits_TV: torch.Tensor, numbers: list[float], top_k: int, tokens: list[int]) -> list[float]:
+    """How far each number lies outside of its token's part of the cumulative distribution: 0 for a token that is drawn."""
+    kept_TK, ids_TK = logits_TV.topk(top_k, -1) if top_k else (logits_TV, torch.arange(logits_TV.shape[-1]).expand_as(logits_TV))
+    ends_TK, found = kept_TK.softmax(-1).cumsum(-1), []
+    for ends, ids, token, number in zip(ends_TK, ids_TK, tokens, numbers, strict=True):
+        place = ids.tolist().index(token)
+        begin = float(ends[place - 1]) if place else 0.0
+        found.append(max(begin - number, number - float(ends[place]), 0.0))
+    return found
+
+
+@pytest.mark.parametrize("number", [pytest.param(n, marks=pytest.mark.long) if n >= 3 else n for n in range(20)])
+def test_a_redrawn_run_is_one_that_decodes_each_prompt_in_the_step_that_trains_it(
+    workspace: Workspace, tmp_path: Path, number: int
+) -> None:
+    """By transformers, from the start of each response: no response is carried there."""
+    settings = settings_of(number)
+    config = workspace.config(f"random-{number}", **settings)
+    run_ranks(world_size(run_of(config)), "tests.e2e.jobs:train_and_keep_weights", config=config, folder=tmp_path)
+    run, far, most = read_outcome(Path(config["run_dir"])), [], 0.0
+    eos = {row["tokens"][-1] for row in run.rollouts if row["finish_reason"] == "eos"}
+    for row in run.rollouts:
+        assert set(row["versions"]) == {row["step"] - 1} and eos.isdisjoint(row["tokens"][:-1])
+        assert row["tokens"][-1] in eos or len(row["tokens"]) == config["rollout"]["max_response_tokens"]
+        logits_TV = Policy(tmp_path / str(row["step"] - 1)).logits(row) / settings["rollout.temperature"]
+        count = len(row["tokens"])
+        numbers = uniforms(config["seed"], [row["seq_id"]] * count, range(count))
+        far += drawn(logits_TV, numbers, settings["rollout.top_k"], row["tokens"])
+        logp_T = logits_TV.log_softmax(-1)[range(count), row["tokens"]]
+        most = max(most, float((logp_T - torch.tensor(row["logprobs"], dtype=torch.float64)).abs().max()))
+    assert any(row["deferrals"] for row in run.rollouts)
+    assert max(far) < 1e-5 and sum(each > 0 for each in far) <= 2, "a tie within rounding may go either way"
+    assert most < 1e-4
+
+
+@pytest.mark.parametrize("name", ["1", "1 | 1 | tp2"])
+def test_a_tokens_log_prob_is_that_of_its_versions_weights(workspace: Workspace, tmp_path: Path, name: str) -> None:
+    placement, train = APART.get(name, (SINGLE, {}))
+    rules = {"overlap.continuous": {"lag_steps": 6}, "placement": placement, "actor.train": train, "overlap.chunk": 4}
+    config = continuous(workspace, f"versions-{name}", 2, **GRPO, **rules)
+    run_ranks(world_size(run_of(config)), "tests.e2e.jobs:train_and_keep_weights", config=config, folder=tmp_path)
+    policies = {version: Policy(tmp_path / str(version)) for version in range(STEPS)}
+    spans = []
+    for row in read_outcome(Path(config["run_dir"])).rollouts:
+        spans.append(len(set(row["versions"])))
+        for version in set(row["versions"]):
+            logp_TV = policies[version].logits(row).log_softmax(-1)
+            for place, (token, logp, of) in enumerate(zip(row["tokens"], row["logprobs"], row["versions"], strict=True)):
+                assert of != version or abs(float(logp_TV[place, token]) - logp) < 1e-4
+    assert max(spans) > 1, "some response should span an installation"
 
 
 STOPPED: dict[str, dict[str, Any]] = {
