@@ -60,6 +60,9 @@ class ContinuousConfig(Section):
         description="decode steps from a batch's completion to the installation of the weights trained on it, for which "
         "decoding waits if they are late; asap: they are installed after the chunk in which they arrive",
     )
+    queue_size: Annotated[PositiveInt | None, Unit("prompts")] = Field(
+        None, description="no prompts are admitted while so many complete ones wait for training; null: no limit of its own"
+    )
     install: Literal["staged", "pause"] = Field(
         "staged",
         description="if the actor trains on other ranks: new weights are sent while decoding goes on, into tensors of their "
@@ -118,6 +121,12 @@ class OverlapConfig(CarryConfig):
         every, tokens = self.backfill, self.chunk_tokens
         if self.continuous is not None and not self.inter:
             yield "overlap.continuous is given, but overlap.inter is false; set inter to true, or remove continuous"
+        size = None if self.continuous is None else self.continuous.queue_size
+        if size is not None and size < batch_size // group_size:
+            yield (
+                f"overlap.continuous.queue_size is {size}, but a batch has {batch_size // group_size} prompts and could never be "
+                "complete; raise it, or set it to null"
+            )
         if every and not self.inter:
             yield f"overlap.backfill is {str(every).lower()}, but overlap.inter is false; set inter to true or backfill to false"
         if not isinstance(every, bool) and every % tokens:

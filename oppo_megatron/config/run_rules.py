@@ -96,6 +96,11 @@ def _fits(micro_batch_tokens: int, longest: int, what: str) -> Iterator[str]:
 
 def _filter(config: TrainConfig) -> Iterator[str]:
     if config.filter is None:
+        if config.overlap.backfill and config.overlap.continuous is not None:
+            yield (
+                "overlap.backfill is set, but with overlap.continuous prompts are admitted when weights are installed; set "
+                "backfill to false, and raise overlap.delta for more prompts"
+            )
         return
     if not config.overlap.backfill:
         yield "filter is set, but overlap.backfill is false, and nothing would take the places of dropped groups; set it to true"

@@ -29,16 +29,16 @@ from oppo_megatron.records import Lists, Prompt, Rollout
 class RolloutBuffer:
     def __init__(
         self, batch_size: int, delta: int, max_staleness: int, *, backfill: bool = False, group_size: int = 1,
-        filtered: bool = False,
+        filtered: bool = False, queue_size: int | None = None,
     ):  # fmt: skip
-        """`batch_size` in rollouts, `delta` in groups, `max_staleness` in batches."""
+        """`batch_size` in rollouts, `delta` and `queue_size` in groups, `max_staleness` in batches."""
         assert batch_size >= 1 and delta >= 0 and max_staleness >= 1 and batch_size % group_size == 0
         self.batch_size = batch_size
         self.group_size = group_size
         self.max_staleness = max_staleness
         self.backfill = backfill
         self.delta = delta
-        self.filtered = filtered
+        self.filtered, self.queue_size = filtered, queue_size
         self.kept: set[int] = set()  # with a filter: groups that may be trained, by number
         self._rollouts: dict[int, Rollout] = {}  # by seq_id, in the order of admission
         self._unfinished: dict[int, Rollout] = {}  # the unfinished ones, in the same order
@@ -59,6 +59,10 @@ class RolloutBuffer:
 
     @property
     def room(self) -> int:
+        if self.queue_size is not None:  # complete groups, queued ones too, must not be more
+            waiting = int(self._finished_groups().sum()) + self.pending * self.batch_size // self.group_size
+            if waiting >= self.queue_size:
+                return 0
         room = self.capacity - len(self) - self.pending * self.batch_size
         if self.backfill and not self.filtered:
             room = min(self.capacity - len(self._unfinished), self._most - len(self))

@@ -203,7 +203,7 @@ class GroupFilter:
             if buffer.readiness().ready:
                 break
             self._require_groups()
-            if not idle or scheduler.admits:
+            if not idle or scheduler.admits or buffer.pending:
                 break
             scheduler.pass_by()
         return dropped

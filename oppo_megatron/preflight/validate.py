@@ -11,6 +11,7 @@ from typing import Any
 from oppo_megatron.config.data import RowsConfig, TokenizerConfig
 from oppo_megatron.config.derived import adapters, max_context, scorers
 from oppo_megatron.config.model import HEADS_LEARNED, LearningModelConfig, ModelConfig, PlacementConfig
+from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.paths import check_exists, check_files, irregular_path
 from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.config.rewards import check_rewards
@@ -18,7 +19,7 @@ from oppo_megatron.config.run import TrainConfig, TrainSettings
 from oppo_megatron.config.run_rules import supervised_rules, train_rules
 from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.config.supervised import DPOConfig, SupervisedConfig
-from oppo_megatron.errors import CheckpointError
+from oppo_megatron.errors import CheckpointError, DataError
 from oppo_megatron.layout.checks import check_auto_placement, check_layouts, check_supervised_layout
 from oppo_megatron.layout.hf_layout import SCALAR_HEAD, Head, Tensor, adapter_problems, weight_problems
 from oppo_megatron.layout.placements import named_roles
@@ -36,6 +37,7 @@ from oppo_megatron.modeldir.headers import (
 )
 from oppo_megatron.modeldir.megatron import find_megatron
 from oppo_megatron.modeldir.vocabularies import compare_tokenizers
+from oppo_megatron.rundir.metrics_log import read_installs
 
 SHOWN = 3
 """Mismatched tensors shown per role."""
@@ -207,6 +209,7 @@ def check_train(config: TrainConfig, *, inputs: bool = True, models: bool = True
         *check_run_dir(config),
         *train_rules(config),
         *check_trace(config.rollout),
+        *check_replay(config.overlap),
         *(problem for name, role in roles if models for problem in _check_source_files(name, role)),
         *(check_exists("tokenizer.path", config.tokenizer.path) if inputs else []),
         *(problem for name, rows in data if inputs for problem in check_rows(name, rows)),
@@ -242,6 +245,17 @@ def check_run_dir(config: TrainConfig | SupervisedConfig) -> list[str]:
 def check_trace(rollout: RolloutConfig) -> list[str]:
     trace = None if rollout.lengths is None else rollout.lengths.trace
     return [] if trace is None else check_exists("rollout.forced_lengths", trace)
+
+
+def check_replay(overlap: OverlapConfig) -> list[str]:
+    path = None if overlap.continuous is None else overlap.continuous.replay
+    if path is None or (missing := check_exists("overlap.continuous.replay", path)):
+        return [] if path is None else missing
+    try:
+        read_installs(path)
+    except DataError as error:
+        return [f"overlap.continuous.replay: {error}"]
+    return []
 
 
 def check_stop_ids(rollout: RolloutConfig, vocab_size: int) -> list[str]:

@@ -24,7 +24,7 @@ from oppo_megatron.layout.placements import trains_apart
 from oppo_megatron.records import Rollout
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.directory import RunDirectory, encode_json
-from oppo_megatron.rundir.metrics_log import iter_json_lines
+from oppo_megatron.rundir.metrics_log import read_installs
 from oppo_megatron.schedule.plan import StepPlan
 from oppo_megatron.train.logs.meter import RolloutPhase
 from oppo_megatron.train.loop import Taken, TrainingLoop
@@ -43,43 +43,35 @@ class Installs:
 
     @classmethod
     def of(cls, config: ContinuousConfig, log: Path | None) -> Installs:
-        """Collective of the world.  Raises DataError for a file that is no log of installations."""
+        """Collective of the world."""
         lag = None if config.lag_steps == "asap" else config.lag_steps
         if config.replay is None:
             return cls(lag, log=log)
         found: list[Any] = [None]
         if dist.get_rank() == 0:
-            found = [_read(config.replay)]
+            found = [read_installs(config.replay)]
         dist.broadcast_object_list(found, src=0)
-        if isinstance(found[0], DataError):
-            raise found[0]
         return cls(lag, found[0], log)
 
     def steps_until(self, version: int, complete_at: int, clock: int) -> int | None:
-        """Return decode steps until `version` is due, at most 0 if it is; None if it is due as soon as it arrives."""
+        """Return decode steps until `version` is due, at most 0 if it is; None if it is due as soon as it arrives.
+
+        Raises DataError if a log has installed the weights before their batch is complete.
+        """
         if self.replayed is not None and version in self.replayed:
+            if self.replayed[version] < complete_at:
+                raise DataError(
+                    f"overlap.continuous.replay says that version {version} was installed at clock {self.replayed[version]}, but "
+                    f"its batch is complete at {complete_at}; give the log of a run with the same seed, data and settings"
+                )
             return self.replayed[version] - clock
         return None if self.lag_steps is None else complete_at + self.lag_steps - clock
 
-    def record(self, version: int, clock: int) -> None:
+    def record(self, version: int, clock: int, digest: int) -> None:
         if self.log is not None:
+            line = {"version": version, "clock": clock} | ({"weights": f"{digest:08x}"} if digest else {})
             with self.log.open("a", encoding="utf-8") as file:
-                file.write(encode_json({"version": version, "clock": clock}) + "\n")
-
-
-def _read(path: Path) -> dict[int, int] | DataError:
-    try:
-        lines = [(line["version"], line["clock"]) for line in iter_json_lines(path)]
-    except DataError as error:
-        return error
-    except KeyError as error:
-        return DataError(f"{path}: a line lacks {error}; give the installs.jsonl of a run with overlap.continuous")
-    clocks = [clock for _, clock in lines]
-    if [version for version, _ in lines] != list(range(1, len(lines) + 1)) or clocks != sorted(clocks):
-        return DataError(
-            f"{path}: versions must follow each other from 1 on, and clocks not fall; give the file as a run wrote it"
-        )
-    return dict(lines)
+                file.write(encode_json(line) + "\n")
 
 
 @dataclass
@@ -127,7 +119,7 @@ class ContinuousLoop(TrainingLoop):
             self._score_first(step, plan)
         with self._phase_of(self.queue[0].phase):
             self._train(step, self.queue.popleft(), plan)
-        self.installs.record(step, self.buffer.clock)
+        self.installs.record(step, self.buffer.clock, self.updates.digest)
         return True
 
     def _score_first(self, step: int, plan: StepPlan) -> None:
@@ -187,6 +179,8 @@ class ContinuousLoop(TrainingLoop):
         by_id = {rollout.seq_id: rollout for rollout in held}
         for entry in state.get("queue", ()):
             if batch := [by_id.pop(seq_id) for seq_id in entry["seq_ids"] if seq_id in by_id]:  # a rollback leaves some out
-                self.queue.append(Taken(batch, RolloutPhase.from_state(entry["phase"]), entry["clock"]))
+                phase = RolloutPhase.from_state(entry["phase"])
+                phase.facts.filtered = entry["filtered"]
+                self.queue.append(Taken(batch, phase, entry["clock"]))
         super().load_state_dict(state, list(by_id.values()))
         self.halted = state.get("halted", False)

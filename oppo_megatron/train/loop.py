@@ -61,7 +61,8 @@ class Taken:
 
     def state_dict(self) -> dict[str, Any]:
         seq_ids = [rollout.seq_id for rollout in self.batch]
-        return {"clock": self.clock, "seq_ids": seq_ids, "phase": self.phase.state_dict()}
+        figures = self.phase.facts.filtered
+        return {"clock": self.clock, "seq_ids": seq_ids, "phase": self.phase.state_dict(), "filtered": figures}
 
 
 @dataclass

@@ -201,7 +201,7 @@ def build_loop(
     overlap, period = config.overlap, config.overlap.admission_period
     buffer = RolloutBuffer(
         batch_rows(config), 0, overlap.max_staleness, backfill=period is not None, group_size=members(config).size,
-        filtered=config.filter is not None,
+        filtered=config.filter is not None, queue_size=None if overlap.continuous is None else overlap.continuous.queue_size,
     )  # fmt: skip
     to_train = None if config.filter is None else ahead.to_train(config.steps, batch_rows(config))
     controller = make_delta_controller(delta_rule(overlap), partial(of_first_rank, device=world.device))

@@ -14,6 +14,8 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk_tuner import ChunkTuner, length_gap
 from oppo_megatron.control.delta_controllers import KLController
 from oppo_megatron.control.guards import Breach
+from oppo_megatron.errors import NumericsError
+from oppo_megatron.layout.placements import trains_apart
 from oppo_megatron.mcore.training import Undo
 from oppo_megatron.mcore.weights.weight_sync import MoveReport
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
@@ -65,6 +67,7 @@ class Updates:
     admitted: Callable[[], int]
     trainer: int | None = None
     version: int = 0
+    digest: int = 0  # checksum of the last published weights, if they were trained on ranks of their own
     num_made: int = 0  # optimizer steps of the actor, where they are known
     ess: float = 1.0
     history: History = History()
@@ -146,18 +149,28 @@ class Updates:
         if self.actor is not None:
             self.num_made = self.actor.role.trained.updates
         if self.trainer is not None:
-            names = [*self.guard.algorithm.figure_names, *STATS, *PACKING, "train_s", "updates"]
-            mine = None
+            names = [*self.guard.algorithm.figure_names, *STATS, *PACKING, "train_s", "updates", "digest"]
+            mine, digest = None, self._digest()
             if self.world.rank == self.trainer:
-                own = figures | {"train_s": update.seconds, "updates": self.num_made}
+                own = figures | {"train_s": update.seconds, "updates": self.num_made, "digest": digest}
                 mine = torch.tensor([own[name] for name in names], dtype=torch.float64)
             shared = self.exchange.shared(f"figures of the actor's update, step {step}", mine, len(names), self.trainer)
             figures = dict(zip(names, shared.tolist(), strict=True))
-            self.num_made = int(figures.pop("updates"))
+            self.num_made, self.digest = int(figures.pop("updates")), int(figures.pop("digest"))
+            if digest not in (0, self.digest):
+                raise NumericsError(
+                    f"step {step}: the weights that decode have the checksum {digest:#010x}, but those that were trained "
+                    f"{self.digest:#010x}; something wrote to one of them. Resume from the last checkpoint"
+                )
         self.ess = figures.get("ess", self.ess)
         if moved is not None:
             figures |= {"reallocated_bytes": moved.bytes_moved, "reallocate_s": moved.seconds}
         facts.actor = figures
+
+    def _digest(self) -> int:
+        """Checksum of the weights here, if the actor is trained on ranks of its own; else 0."""
+        reallocation = self.roles["actor"].reallocation if "actor" in self.roles else None
+        return 0 if reallocation is None or not trains_apart(self.config) else reallocation.digest()
 
     def _settings(self, step: int) -> UpdateSettings:
         return UpdateSettings.of(self.config, step, self.world.device, self.version)

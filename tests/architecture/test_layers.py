@@ -20,7 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "modeldir": {"config"},
     "rundir": {"config"},
     "layout": {"config", "modeldir"},
-    "preflight": {"config", "modeldir", "layout"},
+    "preflight": {"config", "modeldir", "rundir", "layout"},
     "overcommit": set(),
     "control": {"config"},
     "algorithms": {"config"},

@@ -1,6 +1,5 @@
 """Continuous generation: equal to the synchronous run without run-ahead, repeatable from its log, bounded in staleness."""
 
-import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -11,10 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from oppo_megatron.layout.placements import world_size
+from oppo_megatron.nesting import read_json
+from oppo_megatron.rundir.metrics_log import read_installs
 from oppo_megatron.uniforms import uniforms
 from tests.e2e.test_resume import assert_bit_equal, checkpoints, resumed, rewound, stop
 from tests.support.configs import run_of
-from tests.support.ppo import Workspace, assert_same, read_outcome, run_ppo_ranks, weight_distance
+from tests.support.ppo import SHAPE, Workspace, assert_same, read_outcome, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
 
 STEPS, BATCH = 6, 6
@@ -41,8 +42,8 @@ def continuous(workspace: Workspace, name: str, ahead: int, **changes: Any) -> d
     return workspace.config(name, **(settings | changes))
 
 
-def installs(config: dict[str, Any]) -> list[dict[str, int]]:
-    return [json.loads(line) for line in (Path(config["run_dir"]) / "installs.jsonl").read_text().splitlines()]
+def installs(config: dict[str, Any]) -> list[tuple[int, int]]:
+    return list(read_installs(Path(config["run_dir"]) / "installs.jsonl").items())
 
 
 @pytest.mark.parametrize("lag", [0, 9, "asap"])
@@ -66,7 +67,7 @@ def test_staleness_is_bounded_and_every_prompt_trained_once(workspace: Workspace
         assert 0 <= stale <= row["deferrals"] <= ahead
         assert row["versions"] == sorted(row["versions"])
     assert max(row["step"] - 1 - row["versions"][0] for row in run.rollouts) == ahead
-    assert [line["version"] for line in installs(config)] == list(range(1, STEPS + 1))
+    assert [version for version, _ in installs(config)] == list(range(1, STEPS + 1))
 
 
 def test_a_log_repeats_the_run_in_another_placement(workspace: Workspace) -> None:
@@ -114,6 +115,33 @@ def test_decoding_goes_on_while_other_ranks_train(workspace: Workspace, name: st
     })  # fmt: skip
     assert_same(run_ppo_ranks(again), run)
     assert installs(again) == installs(live)
+
+
+DAPO = {"algorithm": {"preset": "dapo"}, "critic": None, "rollout.group_size": 3, "overlap.backfill": 4, "overlap.chunk": 4}
+
+
+@pytest.mark.parametrize("name", ["1", "1 | 1 | 1"])
+def test_a_filter_drops_groups_while_others_wait_or_are_trained(workspace: Workspace, name: str) -> None:
+    placement, train = APART.get(name, (SINGLE, {}))
+    changes = DAPO | {"placement": placement, "actor.train": train, "rewards": [{"kind": "model"}], "reward": {"init": SHAPE}}
+    plain = run_ppo_ranks(continuous(workspace, f"dapo-plain-{name}", 0, **changes, **{"overlap.continuous": None}))
+    ours = run_ppo_ranks(continuous(workspace, f"dapo-{name}", 0, **changes, **{"overlap.continuous": {"lag_steps": 0}}))
+    assert ours.rollouts == plain.rollouts and weight_distance(ours.actor, plain.actor) == 0.0
+    live = continuous(workspace, f"dapo-live-{name}", 2, **changes, **{"overlap.continuous": {"lag_steps": 9}})
+    run = run_ppo_ranks(live)
+    assert max(row["deferrals"] for row in run.rollouts) <= 2 and len(run.rollouts) == STEPS * BATCH
+
+
+@pytest.mark.parametrize("name", ["1", "1 | 1 | 1"])
+def test_a_batch_that_a_guard_skips_lets_prompts_in_all_the_same(workspace: Workspace, name: str) -> None:
+    placement, train = APART.get(name, (SINGLE, {}))
+    guards = {"action": "skip", "ratio_max": 1.0001}
+    changes = {"placement": placement, "actor.train": train, "guards": guards, "steps": 3}
+    config = continuous(workspace, f"skips-{name}", 2, **GRPO, **changes)
+    run = run_ppo_ranks(config)
+    assert [line["skipped"] is not None for line in run.metrics] == [True] * 3
+    assert {version for row in run.rollouts for version in row["versions"]} == {0}, "the weights are the first ones"
+    assert [version for version, _ in installs(config)] == [1, 2, 3]
 
 
 REDRAW = {"overlap.carry": "redraw"}
@@ -237,7 +265,7 @@ def test_a_stopped_or_killed_run_goes_on_as_the_run_that_never_stopped(workspace
         assert_bit_equal(resumed(stopped), plain)
         assert installs(stopped) == installs(config)
     assert any(clocks)
-    states = [json.loads(path.read_text()) for path in Path(config["run_dir"]).glob("checkpoints/*/state.json")]
+    states = [read_json(path.read_text()) for path in Path(config["run_dir"]).glob("checkpoints/*/state.json")]
     assert any(state["queue"] for state in states), "some checkpoint should hold a batch that is not trained yet"
     for left in range(1, STEPS):
         assert_bit_equal(resumed(rewound(config, str(left), left)), plain)

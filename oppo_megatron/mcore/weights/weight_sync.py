@@ -6,6 +6,7 @@ Layouts cut the same Hugging Face tensors (`Part`), so ranks compute their copie
 from __future__ import annotations
 
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -21,7 +22,7 @@ from torch.nn import Parameter
 
 from oppo_megatron.layout.hf_layout import Part
 from oppo_megatron.layout.placements import RolePlacement
-from oppo_megatron.mcore.device import new_stream
+from oppo_megatron.mcore.device import new_stream, on_device
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.lora import is_adapter
 from oppo_megatron.mcore.model import RoleModel
@@ -106,6 +107,9 @@ class Reallocation:
             self.shared, self._group = False, across.group
             source = _Layout(models[0], across.training, across.num_stages)
             target = _Layout(models[0], across.serving, across.serving.pp)
+        self._digested, layout = (training, source) if training else (models, target)
+        stage_of = {part.hf_name: stage for stage in reversed(range(len(layout.stages))) for part in layout.stages[stage]}
+        self._names = {name: (number, stage_of[name]) for number, name in enumerate(sorted(stage_of))}
         self._like = next(models[-1].parameters())
         assert len({next(model.parameters()).dtype for model in models}) == 1, "weights of two dtypes cannot be moved bit for bit"
         self._own: list[tuple[_Piece, _Piece]] = []
@@ -161,6 +165,24 @@ class Reallocation:
     def arrived(self) -> bool:
         return self._begun is None or self._begun.done()
 
+    @torch.no_grad()
+    def digest(self) -> int:
+        """Checksum of the trained weights, on ranks that train, else of the serving ones; equal in any layout.
+
+        Collective of the ranks that train, and of the others.
+        """
+        sums = torch.zeros(len(self._names), dtype=torch.int64)
+        for model in self._digested if self._digested[0].groups.dp_rank == 0 else ():
+            params = dict(model.named_parameters())
+            for part in model.parts(model.groups.tp, model.stage, model.num_stages):
+                number, stage = self._names[part.hf_name]
+                if model.stage == stage and (part.cut is not None or model.groups.tp_rank == 0):
+                    views = _Piece.of(params, part, slice(0, _width(part, model.groups.tp))).views()
+                    sums[number] = sum(int(_bits(view).sum(dtype=torch.int64)) for view in views)
+        sums = on_device(sums, self._like.device)
+        dist.all_reduce(sums, group=self._digested[0].groups.all)
+        return zlib.crc32(sums.cpu().numpy().tobytes())
+
     def drop(self) -> None:
         """End a begun move without a change of the serving model."""
         self._end()
@@ -209,6 +231,10 @@ class Reallocation:
         for work in dist.batch_isend_irecv(transfers) if transfers else ():
             work.wait()
         return filled
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.int32 if values.itemsize == 4 else torch.int16)
 
 
 def share_parameters(training: RoleModel, serving: RoleModel) -> None:
