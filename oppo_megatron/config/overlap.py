@@ -53,19 +53,19 @@ class CarryConfig(Section):
 
 
 class ContinuousConfig(Section):
-    """Generation that goes on while the actor trains (docs/continuous.md)."""
+    """Generation that continues while the actor trains (docs/continuous.md)."""
 
     lag_steps: Annotated[NonNegativeInt | Literal["asap"], Unit("decode steps")] = Field(
         "asap",
-        description="decode steps from a batch's completion to the installation of the weights trained on it, for which "
-        "decoding waits if they are late; asap: they are installed after the chunk in which they arrive",
+        description="decode steps from a batch's completion to the installation of the weights trained on it; decoding "
+        "waits if they are late; asap: they are installed once a chunk has ended after their arrival",
     )
     queue_size: Annotated[PositiveInt | None, Unit("prompts")] = Field(
-        None, description="no prompts are admitted while so many complete ones wait for training; null: no limit of its own"
+        None, description="most complete prompts that wait for training: at the limit, none are admitted; null: no limit"
     )
     install: Literal["staged", "pause"] = Field(
         "staged",
-        description="if the actor trains on other ranks: new weights are sent while decoding goes on, into tensors of their "
+        description="if the actor trains on other ranks: new weights are sent while decoding continues, into tensors of their "
         "own, and then copied (staged), or decoding pauses for their way, which needs no second tensors (pause)",
     )
     replay: Path | None = Field(

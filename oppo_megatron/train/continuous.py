@@ -1,4 +1,4 @@
-"""Continuous generation: decoding goes on while complete batches wait, are scored and trained.
+"""Continuous generation: decoding continues while complete batches wait, are scored and trained.
 
 Batch j is trained on version j, the weights after j steps, and makes version j + 1, which is *installed* for decoding at a clock
 that `Installs` names.  Prompts are admitted after installations only, so tokens, batches and versions follow from the seed and
@@ -117,13 +117,15 @@ class ContinuousLoop(TrainingLoop):
                 self.saver.stopping = True  # after the installation
         if self.queue[0].scored is None:
             self._score_first(step, plan)
-        with self._phase_of(self.queue[0].phase):
-            self._train(step, self.queue.popleft(), plan)
+        taken = self.queue.popleft()
+        taken.phase.facts.figures |= {"queued_batches": len(self.queue), "install_lag": self.buffer.clock - taken.clock}
+        with self._phase_of(taken.phase):
+            self._train(step, taken, plan)
         self.installs.record(step, self.buffer.clock, self.updates.digest)
         return True
 
     def _score_first(self, step: int, plan: StepPlan) -> None:
-        """Share the first batch's scores.  Ranks that only train then do so; weights are on their way while others go on."""
+        """Share the first batch's scores.  Ranks that only train then do so; the others decode and score, and receive the weights meanwhile."""
         first = self.queue[0]
         with self._phase_of(first.phase):
             self._score(step, first, plan)
@@ -180,7 +182,7 @@ class ContinuousLoop(TrainingLoop):
         for entry in state.get("queue", ()):
             if batch := [by_id.pop(seq_id) for seq_id in entry["seq_ids"] if seq_id in by_id]:  # a rollback leaves some out
                 phase = RolloutPhase.from_state(entry["phase"])
-                phase.facts.filtered = entry["filtered"]
+                phase.facts.figures = entry["figures"]
                 self.queue.append(Taken(batch, phase, entry["clock"]))
         super().load_state_dict(state, list(by_id.values()))
         self.halted = state.get("halted", False)

@@ -61,8 +61,8 @@ class Taken:
 
     def state_dict(self) -> dict[str, Any]:
         seq_ids = [rollout.seq_id for rollout in self.batch]
-        figures = self.phase.facts.filtered
-        return {"clock": self.clock, "seq_ids": seq_ids, "phase": self.phase.state_dict(), "filtered": figures}
+        figures = self.phase.facts.figures
+        return {"clock": self.clock, "seq_ids": seq_ids, "phase": self.phase.state_dict(), "figures": figures}
 
 
 @dataclass
@@ -128,7 +128,7 @@ class TrainingLoop(Saveable):
         """Take the complete batch, which ends its rollout phase."""
         assert self.phase is not None
         phase, self.phase = self.phase, None
-        phase.facts.filtered = self.rollouts.figures()
+        phase.facts.figures = self.rollouts.figures()
         return Taken(self.rollouts.take_batch(), phase, self.buffer.clock)
 
     def _score(self, step: int, taken: Taken, plan: StepPlan) -> None:

@@ -28,7 +28,7 @@ from oppo_megatron.schedule.rounds import Site
 
 @dataclass
 class TrainedRole:
-    """The trained and the used model, of which a rank may have one.
+    """The model that is trained and the one that is used; a rank may have one of them.
 
     `own_serving` is the trained module itself if layout and options allow it; then no weights are moved.
     """

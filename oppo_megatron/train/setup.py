@@ -135,6 +135,21 @@ class RoleBuilder:
             workers[name] = ScoringWorker(name, model, self._cache(name, model), temperature=temperature)
         return workers
 
+    def trained_roles(self, total_steps: int) -> dict[str, TrainedRole]:
+        """Build the actor and the critic on the ranks that have one of their models."""
+        heads: dict[str, Head] = {"actor": "lm", "critic": "scalar"}
+        built = {name: self.trained(name, heads[name], total_steps) for name in self.config.trained}
+        return {name: role for name, role in built.items() if role is not None}
+
+    def learners(self, roles: Mapping[str, TrainedRole], algorithm: Algorithm) -> tuple[Actor | None, Critic | None]:
+        config, actor = self.config, roles.get("actor")
+        critic = Critic(roles["critic"], algorithm) if "critic" in roles else None
+        if actor is None or actor.own_trained is None:
+            return None, critic
+        temperature = config.rollout.temperature
+        limit = GapLimit.of(config.guards, config.actor.dtype, temperature)
+        return Actor(actor, algorithm, temperature, gap_limit=limit), critic
+
     def trained(self, name: str, head: Head, total_steps: int) -> TrainedRole | None:
         """Build a trained role; None on ranks without it.  `total_steps`: of the whole run, for the learning rate."""
         groups, training = self.topology.groups.get(name), self.topology.training.get(name)
@@ -179,15 +194,8 @@ def build_loop(
     )
     trackers = open_trackers(config.logging, config.run_dir) if keeps_journal else None  # before models: may refuse to start
     journal = trackers and Journal(config, total_steps, inputs.tokenizer, world.device, trackers)
-    heads: dict[str, Head] = {"actor": "lm", "critic": "scalar"}
-    built = {name: builder.trained(name, heads[name], total_steps) for name in config.trained}
-    roles = {name: role for name, role in built.items() if role is not None}
-    actor = critic = None
-    if (role := roles.get("actor")) and role.own_trained is not None:
-        temperature = config.rollout.temperature
-        actor = Actor(role, algorithm, temperature, gap_limit=GapLimit.of(config.guards, config.actor.dtype, temperature))
-    if role := roles.get("critic"):
-        critic = Critic(role, algorithm)
+    roles = builder.trained_roles(total_steps)
+    actor, critic = builder.learners(roles, algorithm)
     rounds = builder.rounds(inputs, roles, tracer)
     where: Literal["shared", "waited", "apart"] | None = None
     if config.critic is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -50,7 +51,7 @@ class Update:
 @dataclass
 class Updates:
     """`actor`, `critic`: None on ranks that do not train them; `roles`: those with a model here.  `conclude` waits for a pending
-    checkpoint.  `admitted`: next prompt's position.  `trainer`: rank that tells the actor's figures to those that decode, if
+    checkpoint.  `admitted`: next prompt's position.  `trainer`: rank that sends the actor's figures to those that decode, if
     these do not train it.  `ess`: of the last update; 1 before the first.
     """
 
@@ -68,7 +69,7 @@ class Updates:
     trainer: int | None = None
     version: int = 0
     digest: int = 0  # checksum of the last published weights, if they were trained on ranks of their own
-    num_made: int = 0  # optimizer steps of the actor, where they are known
+    num_made: int = 0  # optimizer steps of the actor; known to its ranks and the one with the journal
     ess: float = 1.0
     history: History = History()
 
@@ -111,11 +112,14 @@ class Updates:
         """Publish the new weights if all ranks agree, or undo the update and return the breach."""
         breach = update.refused
         if breach is None:
-            with self.world.activity.doing(f"guards, step {step}", waits=True):
-                breach = self.guard.agree(update.found, step)
+            elsewhere = self.trainer is not None and self.actor is None
+            with self.meter.part("wait_update") if elsewhere else nullcontext():
+                with self.world.activity.doing(f"guards, step {step}", waits=True):
+                    breach = self.guard.agree(update.found, step)
             published = {"actor", "critic"} if self.trains_actor(step) else {"critic"}
             if breach is None:
-                moved = {name: role.publish() for name, role in self.roles.items() if name in published}
+                with self.meter.part("install") if self.trainer is not None else nullcontext():
+                    moved = {name: role.publish() for name, role in self.roles.items() if name in published}
                 self._learn_figures(step, update, moved.get("actor"))
             else:
                 self._undo(update)
@@ -142,7 +146,7 @@ class Updates:
         update.undo = []
 
     def _learn_figures(self, step: int, update: Update, moved: MoveReport | None) -> None:
-        """Complete the actor's figures; if it is trained apart, tell them to the other ranks."""
+        """Complete the actor's figures; if it is trained apart, send them to the other ranks."""
         if not self.trains_actor(step):
             return
         facts, figures = self.meter.facts, dict(self.meter.facts.actor)

@@ -73,7 +73,7 @@ class Across:
     serving: RolePlacement
     num_stages: int
     group: dist.ProcessGroup
-    ready: dist.ProcessGroup  # on CPUs: tells that the weights are there
+    ready: dist.ProcessGroup  # on CPUs, for news of the weights
     staged: bool = True  # a begun move receives into tensors of its own
 
 

@@ -40,7 +40,7 @@ NUM_LENGTH_BINS = 4
 MUCH_LOST = 0.2
 """Share of stale responses' gradient lost to clipping above which the run warns once."""
 
-LATER_FACTS = ("scores", "actor", "rewards", "greedy_rewards", "filtered", "tokens_kept")
+LATER_FACTS = ("scores", "actor", "rewards", "greedy_rewards", "figures", "tokens_kept")
 """Facts known after the rollout phase, within which a checkpoint may interrupt a step."""
 
 OTHER_FACTS = (
@@ -80,7 +80,7 @@ class StepFacts:
     checkpoint_hidden_s: float = 0.0  # and what of their writing the run did not wait for
     scores: ScoreReport | None = None
     actor: dict[str, float] = field(default_factory=dict)
-    filtered: dict[str, float | None] = field(default_factory=dict)  # by a filter
+    figures: dict[str, float | None] = field(default_factory=dict)  # of a filter, and of the queue
 
     def fields(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in OTHER_FACTS}
@@ -176,7 +176,7 @@ class Journal(RunLog):
         fields = facts.fields() | self._timing(facts, spans) | _experience(facts, experience)
         fields |= _lengths(facts, trained, self.members.to_train(carried))
         fields["group_length_gap"] = group_length_gap(columns_of(trained).response_tokens, self.members.trained)
-        fields |= facts.filtered | facts.actor
+        fields |= facts.figures | facts.actor
         if facts.tokens_kept is not None:
             fields["tokens_kept"] = facts.tokens_kept
         if facts.skipped is not None:
@@ -245,7 +245,8 @@ class Journal(RunLog):
             "score_hidden_s": max(0.0, facts.scores.score_busy_s - exposed),
             "score_busy_s": facts.scores.score_busy_s,
             "train_s": actor.get("update", 0.0),
-            "idle_s": {
+            "idle_s": ({"trainer": max(0.0, facts.step_s - facts.actor["train_s"])} if "train_s" in facts.actor else {})
+            | {
                 "actor": waits + actor.get("wait_scores", 0.0) + actor.get("wait_update", 0.0),
                 "scorer": facts.scores.scorer_idle_s,
             },

@@ -70,7 +70,7 @@ ACTOR = record(version=Count, ess=Annotated[float, Field(allow_inf_nan=True)])
 HISTORY = record(count=Count, total=float, squares=Amount, warmed=Count)
 OCCUPANCY = record(clock=Count, steps=Count, tokens=Count, width=Count)
 PHASE = record(facts=record_of(StepFacts, without=LATER_FACTS), occupancy=OCCUPANCY, begun=Count, spent_s=Amount)
-QUEUED = record(clock=Count, seq_ids=list[Count], phase=PHASE, filtered=dict[str, float | None])
+QUEUED = record(clock=Count, seq_ids=list[Count], phase=PHASE, figures=dict[str, float | None])
 HELDOUT = list[tuple[Count, dict[str, dict[str, float | None]]]]
 JOURNAL = record(elapsed_s=float, heldout=HELDOUT)
 EARLY_STOP = record(best=Measured | None, worse=Count, last=Measured | None)
