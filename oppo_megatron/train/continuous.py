@@ -125,7 +125,7 @@ class ContinuousLoop(TrainingLoop):
         return True
 
     def _score_first(self, step: int, plan: StepPlan) -> None:
-        """Share the first batch's scores.  Ranks that only train then do so; the others decode and score, and receive the weights meanwhile."""
+        """Share the first batch's scores.  Ranks that only train then do so, while the others decode and receive weights."""
         first = self.queue[0]
         with self._phase_of(first.phase):
             self._score(step, first, plan)
