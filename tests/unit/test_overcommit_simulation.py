@@ -310,3 +310,40 @@ def test_the_controller_sets_the_buffer_from_the_start_and_after_each_step() -> 
     for step, (reward, delta) in enumerate([(0.0, 2), (1.0, 3), (2.0, 3), (1.0, 2)]):
         assert scheduler.end_step(step, StepSignals(reward, 0.0, 1.0, 0.0)).value == buffer.delta == delta
     assert scheduler.num_consumed == 6
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_continuous_batches_are_bounded_in_staleness_and_lose_nothing(block: int) -> None:
+    """100 random runs each: batches are trained late, one at a time, and prompts admitted when weights are installed."""
+    for number in range(100 * block, 100 * (block + 1)):
+        choose = random.Random(number)
+        size, groups, most = choose.choice([1, 2, 3]), choose.choice([1, 3, 8]), choose.choice([1, 2, 3, 5])
+        count = groups * choose.randrange(2, 7) + choose.randrange(groups)
+        lengths = [min(200, int(choose.paretovariate(0.9))) for _ in range(count * size)]
+        deltas = [choose.randrange(most * groups + 1) for _ in range(5)] if choose.random() < 0.3 else [most * groups]
+        queue_size = choose.choice([None, None, groups, 2 * groups])
+        buffer = RolloutBuffer(groups * size, 0, most, group_size=size, queue_size=queue_size)
+        scheduler = OvercommitScheduler(iter([Prompt(i, i, "", (1,)) for i in range(count * size)]), buffer, Deltas(deltas))
+        made, taken, queue, log = 0, 0, list[tuple[int, int]](), Log()
+        heads = {rollout.seq_id: 0 for rollout in scheduler.begin_step()}
+        lag, trained, rounds = choose.randrange(40), list[int](), 0
+        while not (scheduler.done and not queue):
+            rounds += 1
+            assert rounds < 10_000, f"run {number} does not end"
+            if len(buffer) and buffer.readiness().ready:
+                batch = scheduler.take_batch()
+                ages = [taken - heads[rollout.seq_id] for rollout in batch]
+                assert max(ages) <= most and ages == [rollout.deferrals for rollout in batch], number
+                trained += [rollout.seq_id for rollout in batch]
+                queue.append((taken, buffer.clock))
+                taken += 1
+            elif queue and (not buffer.active or buffer.clock >= queue[0][1] + lag):
+                made = queue.pop(0)[0] + 1
+                scheduler.end_step(made, NO_SIGNALS)
+                new = scheduler.begin_step()
+                assert len(buffer) + (taken - made) * groups * size <= (groups + buffer.delta) * size or not new
+                heads |= {rollout.seq_id: made for rollout in new}
+            else:
+                left = queue[0][1] + lag - buffer.clock if queue else 10**6
+                decode_round(buffer, lengths, made, rounds, min(choose.randrange(1, 30), left), log)
+        assert sorted(trained) == list(range(count * size)), "each prompt is trained once"
