@@ -58,13 +58,8 @@ class Breach:
         return [1 + RULES.index(self.rule), FIGURES.index(self.figure), self.value, limit]
 
 
-NO_BREACH = [0.0] * CODE_SIZE
-
-
-def decode(code: Sequence[float]) -> Breach | None:
+def decode(code: Sequence[float]) -> Breach:
     rule, figure, value, limit = code
-    if not rule:
-        return None
     bound = None if math.isnan(limit) else limit
     return Breach(RULES[int(rule) - 1], FIGURES[int(figure)], value, bound)
 

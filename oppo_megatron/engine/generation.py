@@ -58,7 +58,7 @@ class DecodeWorker(CacheWorker):
     def drawn_again(self, rollouts: Sequence[Rollout], budget: int) -> Tensor | None:
         """Draw every response token again, given those before it, by the present weights: [T, 3] on the last stage.
 
-        Columns: tokens, log-probs, sampling log-probs.  Packs at most `budget` tokens.
+        Columns: tokens, log-probs, sampling log-probs.  Packs at most `budget` tokens.  Raises NumericsError.
         """
         prompts, responses = [r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts]
         micros = pack_responses(prompts, responses, budget, self.cache.device)
@@ -67,12 +67,15 @@ class DecodeWorker(CacheWorker):
             seq_ids = [rollouts[i].seq_id for i in micro.index for _ in responses[i]]
             positions = [position for i in micro.index for position in range(len(responses[i]))]
             found = draw(logits_RV.float(), self.sampling, seq_ids, positions, self.model.vocab)
-            for place in (~found.masses.isfinite()).nonzero().flatten()[:1].tolist():
-                raise no_distribution(self.sampling, seq_ids[place], positions[place])
-            return found.table()[:DRAWN].T
+            return found.table().T
 
-        outputs = forward_rows(self.model, micros, drawn)
-        return join_rows(outputs, list(map(len, responses)), micros) if outputs else None
+        if not (outputs := forward_rows(self.model, micros, drawn)):
+            return None
+        found_T4 = join_rows(outputs, list(map(len, responses)), micros)
+        for place in (~found_T4[:, DRAWN].isfinite()).nonzero().flatten()[:1].tolist():
+            rollout, position = [(r, position) for r in rollouts for position in range(len(r.tokens))][place]
+            raise no_distribution(self.sampling, rollout.seq_id, position)
+        return found_T4[:, :DRAWN]
 
     def leave(self, *seq_ids: int) -> None:
         """Close sequences that have ended outside of a round."""

@@ -32,10 +32,10 @@ from oppo_megatron.cluster.process_groups import waiting_for
 from oppo_megatron.config.derived import members
 from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.control.guards import CODE_SIZE, NO_BREACH, Breach, Rules, decode, first, non_finite
+from oppo_megatron.control.guards import CODE_SIZE, Breach, Rules, decode, first, non_finite
 from oppo_megatron.data.prompts import PromptSet, PromptStream
+from oppo_megatron.engine.stream import share
 from oppo_megatron.errors import CheckpointError, NumericsError, RewardError
-from oppo_megatron.mcore.device import on_device
 from oppo_megatron.records import Rollout
 from oppo_megatron.rundir.directory import RunDirectory, atomic_writer, encode_json
 from oppo_megatron.rundir.metrics_log import iter_json_lines
@@ -251,11 +251,14 @@ class Guard:
         own = first(breaches)
         if not (self.rules.agree_on_updates or self.apart) or dist.get_world_size() == 1:
             return own
-        mine = on_device(NO_BREACH if own is None else own.encode(), self.device, torch.float64)
-        codes = [torch.empty(CODE_SIZE, dtype=torch.float64, device=self.device) for _ in range(dist.get_world_size())]
+        none = dist.get_world_size()
         with waiting_for(f"guards, step {step}"):
-            dist.all_gather(codes, mine)
-        found = first(decode(code.tolist()) for code in codes)
+            earliest = torch.tensor([none if own is None else self.rank])
+            dist.all_reduce(earliest, op=dist.ReduceOp.MIN)
+            if (rank := int(earliest)) == none:
+                return None
+            code = share(None if own is None else torch.tensor(own.encode()), CODE_SIZE, rank, self.device)
+        found = decode(code.tolist())
         return own if own is not None and found is not None and own.encode()[:2] == found.encode()[:2] else found
 
     def handle(self, breach: Breach | None, rejected: RejectedBatch, position: int, refusal: str | None) -> None:

@@ -1,6 +1,7 @@
 """CUDA streams by vector clocks (a time: number of operations started on a stream): which are surely done before another begins.
 A clock holds, for each stream, the time that its next operation comes after; the host's is part of every operation it starts."""
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +32,16 @@ class Streams:
         self.clocks: list[Clock] = []
         self.uses: dict[int, Uses] = {}
         self.freed: list[Clock] = []
-        self.default = self.current = self.new()
+        self.default, self._here = self.new(), threading.local()
+
+    @property
+    def current(self) -> int:
+        """Of this thread."""
+        return getattr(self._here, "stream", self.default)
+
+    @current.setter
+    def current(self, stream: int) -> None:
+        self._here.stream = stream
 
     def new(self) -> int:
         self.clocks.append({})

@@ -16,6 +16,15 @@ EXPECTED: dict[Wait, tuple[int, str]] = {
     ("update", "read", "mcore/training.py _checked_step"): (1, "update"),
     ("update", "read", "mcore/training.py read_reports"): (1, "update"),
     ("move", "synchronize", "mcore/weights/weight_sync.py move"): (1, "move"),
+    # weights that come while others decode, in a thread of their own, and the checksum of all
+    ("move", "synchronize", "mcore/weights/weight_sync.py _complete"): (1, "move"),
+    ("rest", "synchronize", "mcore/weights/weight_sync.py _complete"): (1, ONCE_A_STEP),
+    ("rest", "read", "mcore/weights/weight_sync.py digest"): (1, ONCE_A_STEP),
+    ("rest", "read", "train/updates.py _learn_figures"): (1, ONCE_A_STEP),
+    # carried responses, drawn again
+    ("rest", "nonzero", "engine/generation.py drawn_again"): (1, ONCE_A_STEP),
+    ("rest", "read", "engine/generation.py drawn_again"): (1, ONCE_A_STEP),
+    ("rest", "read", "train/score_exchange.py drawn_again"): (1, ONCE_A_STEP),
     # a step: scores, and figures of the other ranks
     ("exchange", "read", "train/score_exchange.py _rewards"): (1, "exchange"),
     ("exchange", "read", "train/score_exchange.py _scored"): (1, "exchange"),
@@ -28,7 +37,10 @@ EXPECTED: dict[Wait, tuple[int, str]] = {
     ("rest", "read", "train/score_exchange.py critic_stats"): (1, ONCE_A_STEP),
     ("rest", "read", "train/score_exchange.py sum_over_ranks"): (1, ONCE_A_STEP),
     ("rest", "read", "train/roles.py share"): (2, ONCE_A_STEP),
-    ("rest", "synchronize", "train/score_exchange.py shared"): (1, ONCE_A_STEP),
+    ("rest", "synchronize", "train/score_exchange.py shared"): (
+        3,
+        ONCE_A_STEP,
+    ),  # figures of an update elsewhere, tokens drawn again
     # a step: checks and figures of its numbers
     ("experience", "nonzero", "algorithms/experience.py _check_inputs"): (1, "experience"),
     ("experience", "nonzero", "algorithms/experience.py _check_tokens"): (5, "experience"),

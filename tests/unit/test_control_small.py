@@ -17,7 +17,7 @@ from oppo_megatron.config.reliability import GuardsConfig
 from oppo_megatron.control.chunk_tuner import ChunkTuner, DecodeLaw, Occupancy, StepCost, group_length_gap, length_gap
 from oppo_megatron.control.delta_controllers import KLController
 from oppo_megatron.control.estimates import Best, EarlyStop
-from oppo_megatron.control.guards import CODE_SIZE, FIGURES, NO_BREACH, REMEDIES, RULES, Breach, Rules, decode, first
+from oppo_megatron.control.guards import CODE_SIZE, FIGURES, REMEDIES, RULES, Breach, Rules, decode, first
 from oppo_megatron.records import Prompt, Rollout
 
 
@@ -261,5 +261,4 @@ def test_a_breach_survives_its_way_to_other_ranks(rule: str, figure: str, value:
     breach = Breach(rule, figure, value, limit)
     code = breach.encode()
     assert len(code) == CODE_SIZE and str(decode(code)) == str(breach)
-    assert decode(NO_BREACH) is None
     assert first([None, breach, Breach("ess", "ess", 0.1, 0.2)]) is breach and first([None]) is None

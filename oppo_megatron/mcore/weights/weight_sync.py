@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from oppo_megatron.layout.hf_layout import Part
 from oppo_megatron.layout.placements import RolePlacement
-from oppo_megatron.mcore.device import new_stream, on_device
+from oppo_megatron.mcore.device import new_stream
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.lora import is_adapter
 from oppo_megatron.mcore.model import RoleModel
@@ -171,15 +171,15 @@ class Reallocation:
 
         Collective of the ranks that train, and of the others.
         """
-        sums = torch.zeros(len(self._names), dtype=torch.int64)
+        sums = torch.zeros(len(self._names), dtype=torch.int64, device=self._like.device)
         for model in self._digested if self._digested[0].groups.dp_rank == 0 else ():
             params = dict(model.named_parameters())
             for part in model.parts(model.groups.tp, model.stage, model.num_stages):
                 number, stage = self._names[part.hf_name]
                 if model.stage == stage and (part.cut is not None or model.groups.tp_rank == 0):
                     views = _Piece.of(params, part, slice(0, _width(part, model.groups.tp))).views()
-                    sums[number] = sum(int(_bits(view).sum(dtype=torch.int64)) for view in views)
-        sums = on_device(sums, self._like.device)
+                    for view in views:
+                        sums[number] += _bits(view).sum(dtype=torch.int64)
         dist.all_reduce(sums, group=self._digested[0].groups.all)
         return zlib.crc32(sums.cpu().numpy().tobytes())
 
