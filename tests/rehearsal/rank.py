@@ -39,6 +39,7 @@ from oppo_megatron.engine.stream import ListenWorker
 from oppo_megatron.layout.kernels import TRITON
 from oppo_megatron.mcore.kv import paged
 from oppo_megatron.mcore.training import TrainedModel
+from oppo_megatron.mcore.weights import weight_sync
 from oppo_megatron.mcore.weights.weight_sync import Reallocation
 from oppo_megatron.schedule.actions import Action
 from oppo_megatron.train import setup, supervised
@@ -120,6 +121,7 @@ def rehearse(
             plant()
         with watch:
             process_groups.world_timeout = lambda: timedelta(seconds=60)
+            weight_sync.Thread = AtOnce  # type: ignore[misc, assignment]
             hosts = tuple(RankHost(each, socket.gethostname(), None, str(DEVICE), 1, os.getpid()) for each in range(size))
             work(World(rank, size, DEVICE, hosts, Activity()))
         watch.end()
@@ -132,6 +134,13 @@ def rehearse(
         "shapes": watch.shapes.found, "messages": dict(peers.messages), "launches": dict(watch.launches),
         "idle": dict(watch.idle),
     }  # fmt: skip
+
+
+class AtOnce:
+    """In place of a thread, because fake tensors are made by one thread at a time."""
+
+    def __init__(self, *, target: Callable[..., None], args: tuple[Any, ...], **_: Any):
+        self.start = partial(target, *args)
 
 
 def train(config: TrainConfig, world: World) -> None:
