@@ -367,7 +367,8 @@ def _left(disturbed: RunDirectory) -> list[str]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    with path.open(encoding="utf-8") as file:  # a response may hold U+2028, which ends no line
+        return [json.loads(line) for line in file]
 
 
 def _bytes(path: Path) -> bytes | None:
