@@ -82,10 +82,10 @@ class Algorithm:
         return [experience.pairs[group] for group in groups]
 
     def ratio_base(
-        self, behaviour_logp_T: Tensor, proximal_logp_T: Tensor | None, lengths_B: Tensor
+        self, behaviour_logp_T: Tensor, proximal_logp_T: Tensor | None, advantages_T: Tensor, lengths_B: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Base log-probs and importance weights (None: 1), both [T]."""
-        base_T, weight_T = ratio_base(behaviour_logp_T, proximal_logp_T, self.ppo.staleness, self.choices.ratio, lengths_B)
+        base_T, weight_T = ratio_base(behaviour_logp_T, proximal_logp_T, advantages_T, lengths_B, self.ppo, self.choices.ratio)
         return base_T, weight_T if self.loss is None else None  # a custom loss weights its tokens itself
 
     def row_weights(self, lengths_N: Sequence[int], counted_N: Sequence[bool] | None = None) -> list[float]:

@@ -68,6 +68,7 @@ class PolicyStats(TokenStats):
     approx_kl: Tensor  # k3 of KL(old || new)
     ratio: Tensor
     weight: Tensor  # importance weights
+    masked: Tensor  # tokens of weight 0
     kl: Tensor  # to the reference; like `entropy` filled in by `actor_loss`
     entropy: Tensor
     fresh_gradient: Tensor  # sum of |advantage| * loss weight, over responses without tokens of an older policy
@@ -135,21 +136,35 @@ def log_ratios(logp_T: Tensor, old_logp_T: Tensor, ratio: Ratio, lengths_R: Tens
     return means_T if ratio == "sequence" else means_T.detach() + (d_T - d_T.detach())
 
 
-WEIGHT_CAP = 2.0
-"""Largest importance weight of a token (`ppo.staleness: decoupled`)."""
-
-
 def ratio_base(
-    behaviour_logp_T: Tensor, proximal_logp_T: Tensor | None, correction: Literal["behaviour", "decoupled"],
-    ratio: Ratio = "token", lengths_B: Tensor | None = None,
+    behaviour_logp_T: Tensor, proximal_logp_T: Tensor | None, advantages_T: Tensor, lengths_B: Tensor, ppo: PPOConfig,
+    ratio: Ratio = "token",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Base log-probs and weights, [T]; decoupled: min(proximal / behaviour, `WEIGHT_CAP`) (Hilton et al. 2022, AReaL 2025)."""
-    if correction == "behaviour":
-        return behaviour_logp_T.detach(), None
-    assert proximal_logp_T is not None, "correction 'decoupled' needs the log-probs recomputed at the step's start"
+    """Base log-probs and importance weights, [T] (None: 1), with w = proximal / behaviour and bounds of `ppo.staleness_bounds`:
+
+    decoupled  proximal, w clamped (Hilton et al. 2022; AReaL, arXiv 2505.24298)
+    icepop     proximal, w, or 0 outside (Ring-1T)
+    seq_mask   proximal, w, or 0 for a response whose geometric mean of w is outside (NeMo-RL's seq-mask-tis)
+    opsm       behaviour, 1, or 0 for a response with negative advantage and mean -log w above the bound (DeepSeek-V3.2, eq. 9)
+
+    `proximal_logp_T` None: all tokens are the policy's own, and every w is 1.
+    """
+    behaviour_logp_T = behaviour_logp_T.detach()
+    if ppo.staleness == "behaviour" or proximal_logp_T is None:
+        return behaviour_logp_T, None
     proximal_logp_T = proximal_logp_T.detach()
-    weight_T = log_ratios(proximal_logp_T, behaviour_logp_T.detach(), ratio, lengths_B).exp().clamp(max=WEIGHT_CAP)
-    return proximal_logp_T, weight_T
+    if ppo.staleness == "opsm":
+        means_T = log_ratios(behaviour_logp_T, proximal_logp_T, "sequence", lengths_B)
+        left_T = (advantages_T < 0) & (means_T > ppo.bounds[0])
+        return behaviour_logp_T, (~left_T).to(behaviour_logp_T.dtype)
+    low, high = ppo.bounds
+    weight_T = log_ratios(proximal_logp_T, behaviour_logp_T, ratio, lengths_B).exp()
+    if ppo.staleness == "decoupled":
+        return proximal_logp_T, weight_T.clamp(low, high)
+    judged_T = weight_T
+    if ppo.staleness == "seq_mask":
+        judged_T = log_ratios(proximal_logp_T, behaviour_logp_T, "sequence", lengths_B).exp()
+    return proximal_logp_T, weight_T.where((judged_T >= low) & (judged_T <= high), 0.0)
 
 
 Terms = Callable[[Tensor, Tensor, Tensor, Surrogate], tuple[Tensor, Tensor]]
@@ -213,6 +228,7 @@ def policy_loss(logp_T: Tensor, targets: ActorTargets, surrogate: Surrogate, num
         approx_kl=total(kl_per_token(old_logp_T, logp_T, "k3")),
         ratio=total(ratio_T),
         weight=count(logp_T) if targets.weight_T is None else total(targets.weight_T),
+        masked=zero if targets.weight_T is None else total(targets.weight_T == 0),
         kl=zero,
         entropy=zero,
         fresh_gradient=total(fresh_T),
@@ -273,7 +289,8 @@ POLICY_RATIOS = {
     "actor_loss": ("loss", "num_tokens"), "clip_fraction": ("clipped", "num_tokens"),
     "lost_gradient_fresh": ("fresh_lost", "fresh_gradient"), "lost_gradient_stale": ("stale_lost", "stale_gradient"),
     "approx_kl": ("approx_kl", "num_tokens"), "ratio_mean": ("ratio", "num_tokens"),
-    "importance_weight_mean": ("weight", "num_tokens"), "entropy": ("entropy", "num_tokens"),
+    "importance_weight_mean": ("weight", "num_tokens"), "masked_fraction": ("masked", "num_tokens"),
+    "entropy": ("entropy", "num_tokens"),
 }  # fmt: skip
 """Figures that are ratios of two sums of `PolicyStats`."""
 POLICY_FIGURES = (*POLICY_RATIOS, "ratio_max")

@@ -177,6 +177,11 @@ class KLConfig(Section):
         return self.estimator.endswith("+")
 
 
+STALENESS_BOUNDS: dict[str, tuple[float, ...]] = {
+    "behaviour": (), "decoupled": (0.0, 2.0), "icepop": (0.5, 5.0), "seq_mask": (0.999, 1.002), "opsm": (1e-4,),
+}  # fmt: skip
+
+
 class PPOConfig(Section):
     """The PPO update (paper eq. 1-2 and the usual companions)."""
 
@@ -208,12 +213,24 @@ class PPOConfig(Section):
     )
     critic_warmup_steps: int = Field(0, ge=0, description="first steps, which train only the critic")
     kl: KLConfig = KLConfig()
-    staleness: Literal["behaviour", "decoupled"] = Field(
+    staleness: Literal["behaviour", "decoupled", "icepop", "seq_mask", "opsm"] = Field(
         "behaviour",
-        description="ratio of tokens that an older policy sampled: against their log-probs at sampling, "
-        "or against those at the step's start with an importance weight (decoupled); default: decoupled if "
-        "`algorithm.ratio` is a response's, and responses are carried or the actor is in bfloat16",
+        description="treatment of tokens that an older policy sampled (docs/algorithm.md). behaviour: ratio against their "
+        "log-probs at sampling; decoupled: against those at the step's start, with a clamped importance weight; icepop: with "
+        "weight 0 outside of the bounds; seq_mask: with weight 0 for responses outside; opsm: behaviour, without bad responses "
+        "that the policy has left; default: decoupled if `algorithm.ratio` is a response's, and responses are carried or the "
+        "actor is in bfloat16",
     )
+    staleness_bounds: Annotated[list[float] | None, Unit("factor; opsm: nats")] = Field(
+        None,
+        description="bounds of the importance weight: [0, 2] (decoupled), [0.5, 5] (icepop), of its mean over a response "
+        "[0.999, 1.002] (seq_mask); opsm: [0.0001], most mean log-ratio of a response with a negative advantage; null: these",
+    )
+
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """Bounds of the correction; none for `behaviour`."""
+        return STALENESS_BOUNDS[self.staleness] if self.staleness_bounds is None else tuple(self.staleness_bounds)
 
     @property
     def truncated_score(self) -> float | None:

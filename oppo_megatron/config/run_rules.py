@@ -10,7 +10,7 @@ from oppo_megatron.config.algorithm import PRESETS
 from oppo_megatron.config.derived import best_standard, least_micro_batch, scorers
 from oppo_megatron.config.evaluation import REWARD, EvaluationConfig, Standard
 from oppo_megatron.config.model import ModelConfig
-from oppo_megatron.config.ppo import RolloutConfig
+from oppo_megatron.config.ppo import STALENESS_BOUNDS, PPOConfig, RolloutConfig
 from oppo_megatron.config.rewards import check_part, check_rewards, check_waits, part_labels
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import DPOConfig, RewardModelConfig, SupervisedConfig
@@ -252,6 +252,7 @@ def algorithm_rules(config: TrainConfig) -> Iterator[str]:
     yield from unread_settings(config)
     if algorithm.objective == "cispo" and ppo.clip_high is None:
         yield "ppo.clip_high is null, but algorithm.objective cispo weights log-probs by ratios up to 1 + it; set it (4 is usual)"
+    yield from _staleness(ppo)
     if algorithm.objective == "plain" and (ppo.epochs > 1 or ppo.minibatches > 1):
         yield (
             f"algorithm.objective is plain, for one optimizer step per batch, but ppo.epochs {ppo.epochs} and ppo.minibatches "
@@ -277,6 +278,17 @@ def algorithm_rules(config: TrainConfig) -> Iterator[str]:
         for choice in replaced:
             if getattr(algorithm, choice) != getattr(preset, choice):
                 yield f"algorithm.{choice} is {getattr(algorithm, choice)}, but algorithm.{name} replaces it; remove one of them"
+
+
+def _staleness(ppo: PPOConfig) -> Iterator[str]:
+    given, usual = ppo.staleness_bounds, STALENESS_BOUNDS[ppo.staleness]
+    if given is None:
+        return
+    if not usual:
+        yield f"ppo.staleness_bounds is {given}, but ppo.staleness behaviour has none; remove it, or choose another staleness"
+    elif len(given) != len(usual) or given[0] < 0 or given != sorted(set(given)):
+        numbers = "one number of at least 0" if len(usual) == 1 else "two numbers, the lower at least 0 and the higher above it"
+        yield f"ppo.staleness_bounds is {given}, but ppo.staleness {ppo.staleness} needs {numbers}; {list(usual)} is usual"
 
 
 def _groups(config: TrainConfig) -> Iterator[str]:

@@ -101,9 +101,18 @@ class Actor:
         summary = self.role.share(self._summary(reports, begun.gap), names)
         return summary | update_packing(batch, self._groups.dp, settings, units)
 
+    @property
+    def _exact(self) -> bool:
+        """True if the policy's own tokens need no correction; rounding moves a response's ratio out of its narrow range."""
+        return self.algorithm.choices.ratio == "token"
+
+    def _corrects(self, batch: Sequence[Rollout], settings: UpdateSettings) -> bool:
+        stale = any(version != settings.version for rollout in batch for version in rollout.versions)
+        return self.algorithm.ppo.staleness != "behaviour" and (stale or not self._exact)
+
     def _prepare(self, batch: Sequence[Rollout], settings: UpdateSettings) -> BegunUpdate:
         whole = settings.minibatches > 1 and settings.version % WHOLE_EVERY == 0 and self.gap_limit.nats is not None
-        begun = self._under_start(batch, settings) if whole or self.algorithm.ppo.staleness == "decoupled" else BegunUpdate()
+        begun = self._under_start(batch, settings) if whole or self._corrects(batch, settings) else BegunUpdate()
         self.role.retire()
         return begun
 
@@ -113,13 +122,20 @@ class Actor:
         """Tensors [T] for any loss, and for a custom loss; empty except on the last stage."""
         if not self._groups.is_last_stage:
             return {}, {}
-        base_T, weight_T = self.algorithm.ratio_base(experience.old_logp_T, proximal_T, experience.lengths_B)
+        fresh_T = fresh_tokens(batch, settings)
+        if not self._corrects(batch, settings):
+            proximal_T = None
+        elif proximal_T is not None and self._exact:
+            proximal_T = experience.old_logp_T.where(fresh_T > 0, proximal_T)
+        base_T, weight_T = self.algorithm.ratio_base(
+            experience.old_logp_T, proximal_T, experience.advantages_T, experience.lengths_B
+        )
         stale = [float(any(v != settings.version for v in r.versions)) for r in batch for _ in r.versions]
         inputs = {
             "old_logp": base_T,
             "behaviour_logp": experience.old_logp_T,
             "advantages": experience.advantages_T,
-            "fresh": fresh_tokens(batch, settings),
+            "fresh": fresh_T,
             "stale": on_device(stale, settings.device, torch.float32),  # 1 in responses with a token of an older policy
             "reference_logp": experience.reference_logp_T,
             "weight": weight_T,

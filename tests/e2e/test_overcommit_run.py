@@ -84,19 +84,20 @@ def test_no_rollout_is_deferred_beyond_the_limit(workspace: Workspace) -> None:
     assert max(row["deferrals"] for row in capped.rollouts) == 1 and sorted(capped.tokens()) == list(range(STEPS * BATCH))
 
 
-@pytest.mark.parametrize("correction", ["behaviour", "decoupled"])
+@pytest.mark.parametrize("correction", ["behaviour", "decoupled", "icepop", "seq_mask", "opsm"])
 @pytest.mark.parametrize("carry", ["recompute", "keep"])
 def test_staleness_settings_run_and_gate_the_fresh_tokens(workspace: Workspace, correction: str, carry: str) -> None:
     changes = {"ppo.staleness": correction, "overlap.carry": carry}
     run = run_ppo_ranks(overcommitted(workspace, f"{correction}-{carry}", **changes))
     assert sorted(run.tokens()) == list(range(STEPS * BATCH)) and max(line["logprob_gap"] for line in run.metrics) < 1e-4
     weights = [line["importance_weight_mean"] for line in run.metrics]
-    assert any(w != 1.0 for w in weights) == (correction == "decoupled")
+    assert any(w != 1.0 for w in weights) == (correction != "behaviour")
+    assert any(line["masked_fraction"] for line in run.metrics) == (correction in ("icepop", "seq_mask", "opsm"))
     assert all(0 < line["ess"] <= 1 + 1e-9 for line in run.metrics)
     gaps = [(line["logprob_gap_judged"], line["logprob_gap"]) for line in run.metrics]
     assert all(0 < judged <= gap or judged == gap == 0 for judged, gap in gaps)
     # Most tokens of the second step are stale; with `behaviour` only the first minibatch's fresh ones are looked at.
-    assert all(gap > 0 for step, (_, gap) in enumerate(gaps, 1) if step != 2 or correction == "decoupled")
+    assert all(gap > 0 for step, (_, gap) in enumerate(gaps, 1) if step != 2 or correction != "behaviour")
     spans = [set(row["versions"]) for row in run.rollouts if row["deferrals"]]
     if carry == "keep":  # a token is as old as the oldest weights that it was drawn over
         assert all(len(versions) == 1 for versions in spans)

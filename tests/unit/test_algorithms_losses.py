@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from oppo_megatron.algorithms import losses
 from oppo_megatron.algorithms.losses import ActorTargets, Surrogate, actor_loss, policy_loss
 from oppo_megatron.algorithms.packed import GapLimit, gap_stats, judged_gap, rounding_scale
 from oppo_megatron.config.algorithm import Objective, Ratio
-from oppo_megatron.config.ppo import PPOConfig
+from oppo_megatron.config.ppo import STALENESS_BOUNDS, PPOConfig
 from oppo_megatron.config.reliability import GuardsConfig
 from tests.replay.formulas import actor_loss as plain_actor_loss
 from tests.replay.formulas import critic_loss, kl_of, row_losses, row_ratio
@@ -174,31 +175,75 @@ def test_micro_batches_add_up_to_the_minibatch(sizes: list[int], seed: int) -> N
 def test_corrections_agree_to_the_bit_when_nothing_is_stale(dtype: torch.dtype) -> None:
     logp_T, behaviour_T, advantages_T = randn(3, 50, seed=6).to(dtype)
     results = []
-    for correction in ("behaviour", "decoupled"):
+    for correction in STALENESS_BOUNDS:
         fresh_T = logp_T.clone().requires_grad_()
-        old_T, weight_T = losses.ratio_base(behaviour_T, behaviour_T.clone(), correction)
+        old_T, weight_T = base(correction, behaviour_T, behaviour_T.clone(), advantages_T, [50])
         loss, _ = policy_loss(fresh_T, ActorTargets(old_T, advantages_T, weight_T=weight_T), SURROGATE, 50)
         loss.backward()
         results.append((loss.detach(), fresh_T.grad))
-    assert all(torch.equal(*each) for each in zip(*results, strict=True))
+    assert all(torch.equal(first, other) for first, *others in zip(*results, strict=True) for other in others)
+
+
+def base(
+    correction: str, behaviour_T: Tensor, proximal_T: Tensor | None, advantages_T: Tensor, lengths: list[int],
+    ratio: Ratio = "token", bounds: list[float] | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    ppo = PPOConfig(staleness=correction, staleness_bounds=bounds)  # type: ignore[arg-type]
+    return losses.ratio_base(behaviour_T, proximal_T, advantages_T, torch.tensor(lengths), ppo, ratio)
+
+
+def expected_weights(
+    correction: str,
+    behaviour: list[float],
+    proximal: list[float],
+    advantages: list[float],
+    ratio: Ratio,
+    bounds: tuple[float, ...],
+) -> list[float]:
+    """Of one response, in plain float64."""
+    logs = [new - old for new, old in zip(proximal, behaviour, strict=True)]
+    mean, total = sum(logs) / len(logs), sum(logs)
+    weights = {"token": [math.exp(x) for x in logs], "sequence_product": [math.exp(total)] * len(logs)}.get(
+        ratio, [math.exp(mean)] * len(logs)
+    )
+    if correction == "decoupled":
+        return [min(max(w, bounds[0]), bounds[1]) for w in weights]
+    if correction == "icepop":
+        return [w if bounds[0] <= w <= bounds[1] else 0.0 for w in weights]
+    if correction == "seq_mask":
+        return [w if bounds[0] <= math.exp(mean) <= bounds[1] else 0.0 for w in weights]
+    return [0.0 if advantage < 0 and -mean > bounds[0] else 1.0 for advantage in advantages]
 
 
 @pytest.mark.parametrize("ratio", get_args(Ratio))
-def test_the_weight_of_a_stale_response_is_made_as_its_ratio(ratio: Ratio) -> None:
-    behaviour_T, noise_T = randn(2, sum(LENGTHS), seed=6)
-    proximal_T, recipe = behaviour_T + 0.3 * noise_T, Recipe(ratio=ratio)
-    _, weight_T = losses.ratio_base(behaviour_T, proximal_T, "decoupled", ratio, torch.tensor(LENGTHS))
-    rows = zip(proximal_T.split(LENGTHS), behaviour_T.split(LENGTHS), strict=True)
-    torch.testing.assert_close(weight_T, torch.cat([row_ratio(new, old, recipe) for new, old in rows]).clamp(max=2.0))
+@pytest.mark.parametrize(("correction", "bounds"), [
+    ("decoupled", None), ("decoupled", [0.5, 1.5]), ("icepop", None), ("icepop", [0.8, 1.2]), ("seq_mask", None),
+    ("seq_mask", [0.9, 1.1]), ("opsm", None), ("opsm", [0.1]),
+])  # fmt: skip
+def test_weights_of_stale_tokens_are_as_written(correction: str, bounds: list[float] | None, ratio: Ratio) -> None:
+    seen = set()
+    for seed in range(20):
+        behaviour_T, noise_T, advantages_T = randn(3, sum(LENGTHS), seed=seed)
+        proximal_T = behaviour_T + [0.002, 0.1, 0.7][seed % 3] * noise_T
+        old_T, weight_T = base(correction, behaviour_T, proximal_T, advantages_T, LENGTHS, ratio, bounds)
+        assert weight_T is not None and torch.equal(old_T, behaviour_T if correction == "opsm" else proximal_T)
+        columns = (each.split(LENGTHS) for each in (behaviour_T, proximal_T, advantages_T))
+        limits = STALENESS_BOUNDS[correction] if bounds is None else tuple(bounds)
+        expected = [expected_weights(correction, *(c.tolist() for c in row), ratio, limits) for row in zip(*columns, strict=True)]
+        torch.testing.assert_close(weight_T, torch.tensor(sum(expected, []), dtype=weight_T.dtype))
+        seen |= {float(w) == 0.0 for w in weight_T}
+    assert seen == ({False} if correction == "decoupled" else {True, False})
 
 
-def test_decoupled_weights_are_truncated_and_detached() -> None:
+def test_bounds_are_inclusive_and_weights_detached() -> None:
     proximal_T = torch.tensor([-1.0, -1.0, -1.0, -1.0], requires_grad=True)
-    behaviour_T = torch.tensor([-1.0, -1.0 + math.log(2), -1.0 - math.log(5), -200.0])
-    old_T, weight_T = losses.ratio_base(behaviour_T, proximal_T, "decoupled")
-    assert weight_T.tolist() == pytest.approx([1.0, 0.5, 2.0, 2.0])
+    behaviour_T, ones_T = torch.tensor([-1.0, -1.0 + math.log(2), -1.0 - math.log(5), -200.0]), torch.ones(4)
+    old_T, weight_T = base("decoupled", behaviour_T, proximal_T, ones_T, [4])
+    assert weight_T is not None and weight_T.tolist() == pytest.approx([1.0, 0.5, 2.0, 2.0])
     assert not weight_T.requires_grad and not old_T.requires_grad and torch.equal(old_T, proximal_T.detach())
-    old_T, weight_T = losses.ratio_base(behaviour_T, None, "behaviour")
+    kept = base("icepop", torch.zeros(3), torch.tensor([0.0, 0.1, -0.1]), torch.ones(3), [3], bounds=[1.0, 1.5])[1]
+    assert kept is not None and kept.tolist() == pytest.approx([1.0, math.exp(0.1), 0.0])
+    old_T, weight_T = base("decoupled", behaviour_T, None, ones_T, [4])
     assert weight_T is None and torch.equal(old_T, behaviour_T)
 
 

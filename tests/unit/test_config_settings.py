@@ -286,7 +286,7 @@ def trained(config: TrainConfig) -> list[torch.Tensor]:
     made = algorithm.experience(scored, kl.coefficient)
     stale_T = behaviour_T + drawn(scale=0.5)
     proximal_T = stale_T if algorithm.ppo.staleness == "decoupled" else None
-    old_T, weight_T = algorithm.ratio_base(behaviour_T, proximal_T, made.lengths_B)
+    old_T, weight_T = algorithm.ratio_base(behaviour_T, proximal_T, made.advantages_T, made.lengths_B)
     shares = algorithm.row_weights(lengths, [True] * len(lengths))
     share_T = torch.cat([torch.full((length,), share) for length, share in zip(lengths, shares, strict=True)])
     logp_T = (behaviour_T + drawn(scale=0.6)).requires_grad_()
