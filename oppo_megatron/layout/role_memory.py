@@ -39,6 +39,7 @@ from oppo_megatron.layout.placements import (
     role_placements,
     shares_weights,
     training_placements,
+    trains_apart,
 )
 from oppo_megatron.layout.shape import kv_bytes_per_token
 from oppo_megatron.modeldir.headers import read_hf_config
@@ -146,8 +147,11 @@ def served_memory(
     computed, last = model.computed(placement, on_cpu=on_cpu), stage == placement.pp - 1
     calls = _calls(config, name, tokens, slots, logits=last)
     phases = {phase: activations.cached_activations(computed, call) for phase, call in calls.items()}
+    continuous, weights = config.overlap.continuous, model.weights(placement, stage)
+    staged = name == "actor" and continuous is not None and continuous.install == "staged" and trains_apart(config)
     memory = Memory(
-        weights=model.weights(placement, stage),
+        weights=weights,
+        copy=weights if staged else 0,  # new weights on their way
         packed=model.packed(placement, stage) if on_cpu else 0,
         kernels=_kernels(name, tokens, slots, makes_logits=last and not model.scalar) if on_cpu else 0,
         kv_cache=cached * context * kv_bytes_per_token(model.shape, placement, model.dtype),

@@ -202,7 +202,7 @@ class PureLoop:
             columns = columns_of(batch)
             for book in self.planner.scorers.values():
                 book.forget(*columns.seq_ids.tolist())
-            if self.trains_actor(step) and self.config.overlap.carry == "recompute":
+            if self.trains_actor(step) and self.config.overlap.carry != "keep":
                 self.planner.actor.invalidate()
             elif self.trains_actor(step):
                 self.planner.actor.keep()
