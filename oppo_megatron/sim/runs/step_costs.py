@@ -139,7 +139,7 @@ def not_counted(config: TrainConfig) -> Iterator[str]:
     if config.filter is not None:
         yield "the filter is not played: its verdicts need rewards; every group is trained"
     if config.overlap.continuous is not None:
-        yield "continuous generation is not played: steps are the synchronous loop's, in which the actor's ranks wait for its update"
+        yield "continuous generation is not played: steps are the synchronous loop's, whose actor ranks wait for the update"
     if config.overlap.carry == "redraw":
         yield "overlap.carry redraw is played as recompute: how many tokens are kept depends on the weights"
     if others := sorted({part.kind for part in config.rewards if part.kind in ("python", "http")}):
