@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 from oppo_megatron.layout.placements import world_size
 from oppo_megatron.nesting import read_json
 from oppo_megatron.rundir.metrics_log import read_installs
+from oppo_megatron.sim.runs.continuous import ContinuousRun
+from oppo_megatron.sim.runs.step_costs import built_in_costs
 from oppo_megatron.uniforms import uniforms
 from tests.e2e.test_resume import assert_bit_equal, checkpoints, resumed, rewound, stop
 from tests.support.configs import run_of
@@ -115,6 +117,29 @@ def test_decoding_goes_on_while_other_ranks_train(workspace: Workspace, name: st
     })  # fmt: skip
     assert_same(run_ppo_ranks(again), run)
     assert installs(again) == installs(live)
+
+
+def test_virtual_time_makes_the_same_batches_and_a_log_that_a_run_replays(workspace: Workspace) -> None:
+    placement, train = APART["1 | 1 | 1"]
+    fixed = {**GRPO, "placement": placement, "actor.train": train, "rollout.forced_lengths": [12, 1.0], "overlap.chunk": 4}
+    config = continuous(workspace, "virtual", 2, **fixed)
+    run = run_ppo_ranks(config)
+    rows = {row["seq_id"]: row for row in run.rollouts}
+    lengths, prompts = ({i: len(row[name]) for i, row in rows.items()} for name in ("tokens", "prompt_tokens"))
+
+    def played(config: dict[str, Any]) -> tuple[ContinuousRun, list[list[int]]]:
+        checked, sizes = run_of(config), [prompts[i] for i in range(len(prompts))]
+        virtual = ContinuousRun(checked, built_in_costs(checked, 64), lengths.__getitem__, prompt_tokens=sizes)
+        return virtual, [step.seq_ids.tolist() for step in virtual.steps(STEPS)]
+
+    virtual, batches = played(config)
+    assert batches == run.batches() and virtual.installs == installs(config)
+    asap, batches = played(continuous(workspace, "virtual-asap", 2, **fixed, **{"overlap.continuous": {"lag_steps": "asap"}}))
+    assert asap.installs != virtual.installs
+    log = workspace.root / "virtual.jsonl"
+    log.write_text("".join(f'{{"version": {version}, "clock": {clock}}}\n' for version, clock in asap.installs))
+    again = continuous(workspace, "virtual-again", 2, **fixed, **{"overlap.continuous": {"replay": str(log)}})
+    assert run_ppo_ranks(again).batches() == batches and installs(again) == asap.installs
 
 
 DAPO = {"algorithm": {"preset": "dapo"}, "critic": None, "rollout.group_size": 3, "overlap.backfill": 4, "overlap.chunk": 4}

@@ -22,7 +22,8 @@ from oppo_megatron.rundir.trace import Span
 from oppo_megatron.sim.clusters.reading import read_cluster
 from oppo_megatron.sim.pricing.prices import seen_by
 from oppo_megatron.sim.runs import step_costs
-from oppo_megatron.sim.runs.virtual import VirtualRun, metrics_lines, write_run
+from oppo_megatron.sim.runs.continuous import run_of
+from oppo_megatron.sim.runs.virtual import metrics_lines, write_run
 
 HELP = "play the steps of a run in virtual time, without models"
 TRACED_STEPS = 3
@@ -150,7 +151,7 @@ def _simulated(args: argparse.Namespace, variant: Variant, config: TrainConfig, 
     assert limits is not None, "lengths are forced"
     signals = None if args.calibrate is None else step_costs.run_signals(args.calibrate)
     tokens, traced = lengths.prompt_tokens(args, config), TRACED_STEPS if args.out is not None else 0
-    played = VirtualRun(
+    played = run_of(
         config, costs, limits,
         prompt_tokens=tokens, signals=signals, endless=endless, traced_steps=min(traced, args.steps),
     )  # fmt: skip

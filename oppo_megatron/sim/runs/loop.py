@@ -163,10 +163,12 @@ class PureLoop:
         return step > self.config.ppo.critic_warmup_steps
 
     def _round(
-        self, step: int, active: Sequence[Rollout], score: Sequence[Rollout], readable: Ints, occupancy: Occupancy
-    ) -> Recorded:
+        self, step: int, active: Sequence[Rollout], score: Sequence[Rollout], readable: Ints, occupancy: Occupancy,
+        most: int | None = None,
+    ) -> Recorded:  # fmt: skip
         buffer, begun = self.scheduler.buffer, self.scheduler.buffer.clock
-        planned = self._numbered(active, score, self.scheduler.chunk(self.chunk_tuner.value), readable)
+        chunk_tokens = self.scheduler.chunk(self.chunk_tuner.value)
+        planned = self._numbered(active, score, chunk_tokens if most is None else min(chunk_tokens, most), readable)
         growing = self._decoded(planned, active)
         grown, counts, ends = growing.columns, growing.counts, growing.ends
         finish = np.where(ends, buffer.clock + counts, UNFINISHED)

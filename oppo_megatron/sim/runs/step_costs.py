@@ -11,7 +11,7 @@ from oppo_megatron.config.derived import minibatch_rows
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.placements import layout_tree, role_placements, training_placements
+from oppo_megatron.layout.placements import layout_tree, role_placements, training_placements, trains_apart
 from oppo_megatron.records import StepSignals
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.metrics_log import read_metrics
@@ -138,7 +138,7 @@ def describe(config: TrainConfig, costs: StepCosts) -> list[str]:
 def not_counted(config: TrainConfig) -> Iterator[str]:
     if config.filter is not None:
         yield "the filter is not played: its verdicts need rewards; every group is trained"
-    if config.overlap.continuous is not None:
+    if config.overlap.continuous is not None and not trains_apart(config):
         yield "continuous generation is not played: steps are the synchronous loop's, whose actor ranks wait for the update"
     if config.overlap.carry == "redraw":
         yield "overlap.carry redraw is played as recompute: how many tokens are kept depends on the weights"

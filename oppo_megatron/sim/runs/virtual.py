@@ -220,13 +220,26 @@ class VirtualRun(PureLoop):
         spent = decode_s, scored_s, actor_s, times.critic_delay_s + waited_s + own_critic_s, moved_s
         parts = Parts(*spent, round(step_s - sum(spent), 12) + 0.0)  # without the rounding errors of the sums
         own_s = times.own_score_s if self.site.placements["actor"].pp == 1 else times.own_drain_s
-        exposed_s, num_steps = own_s + times.wait_s - times.critic_delay_s, end.occupancy.num_steps
-        carried, group_size = end.carried, members(self.config).trained
-        line = {
-            "step": end.step, "time_s": times.begun + step_s, "step_s": step_s, "decode_s": times.decode_s,
-            "score_exposed_s": exposed_s, "score_hidden_s": max(0.0, times.busy_s - exposed_s), "score_busy_s": times.busy_s,
+        exposed_s = own_s + times.wait_s - times.critic_delay_s
+        line = self._line(end, delta, chunk, step_s, exposed_s) | {
             "train_s": actor_s + moved_s, "reallocate_s": moved_s,
             "idle_s": {"actor": times.wait_s + waited_s, "scorer": times.scorer_idle_s}, "critic_update_s": own_critic,
+        }  # fmt: skip
+        self._ended.append(
+            VirtualStep(
+                end.step, times.begun, step_s, parts, end.occupancy.num_steps, end.clock, end.delta, end.chunk_tokens,
+                end.batch.seq_ids, lengths, end.deferrals, times.tokens,
+                np.inf if self._shares else waited_s, times.critic_delay_s, times.lag_s, line,
+            )
+        )  # fmt: skip
+
+    def _line(self, end: StepEnd, delta: Decision, chunk: Decision | None, step_s: float, exposed_s: float) -> dict[str, Any]:
+        """Return a line of metrics, but for updates and waits."""
+        times, lengths, num_steps = self._times, end.batch.response_tokens, end.occupancy.num_steps
+        carried, group_size = end.carried, members(self.config).trained
+        return {
+            "step": end.step, "time_s": times.begun + step_s, "step_s": step_s, "decode_s": times.decode_s,
+            "score_exposed_s": exposed_s, "score_hidden_s": max(0.0, times.busy_s - exposed_s), "score_busy_s": times.busy_s,
             "tokens": times.tokens, "prefilled_tokens": self.planner.prefilled_tokens - times.prefilled,
             "forked_tokens": self.planner.forked_tokens - times.forked,
             "running_mean": times.tokens / num_steps if num_steps else 0.0, "tail_waste": end.occupancy.tail_waste,
@@ -239,13 +252,6 @@ class VirtualRun(PureLoop):
             "submitted_len_mean": float(np.concatenate([lengths, carried.response_tokens]).mean()), "length_gap": end.length_gap,
             "group_length_gap": group_length_gap(lengths, group_size), "skipped": None,
         }  # fmt: skip
-        self._ended.append(
-            VirtualStep(
-                end.step, times.begun, step_s, parts, num_steps, end.clock, end.delta, end.chunk_tokens,
-                end.batch.seq_ids, lengths, end.deferrals, times.tokens,
-                np.inf if self._shares else waited_s, times.critic_delay_s, times.lag_s, line,
-            )
-        )  # fmt: skip
 
 
 ROUNDED = 9
