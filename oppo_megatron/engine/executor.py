@@ -77,6 +77,7 @@ class _Shifted:
 
 
 ROUNDS_IN_FLIGHT = 64  # rounds after which a rank waits for its sends
+ROUNDS_OF_AN_UPDATE = 8192  # the same if some ranks only train, and receive nothing meanwhile
 
 Observer = Callable[[Action, float, float, int], None]
 """Called after every action: start, end, number of tokens (0 for messages)."""
@@ -84,7 +85,7 @@ Observer = Callable[[Action, float, float, int], None]
 
 @dataclass
 class Executor:
-    """`timeout_s` limits each message."""
+    """`timeout_s` limits each message; after `rounds_in_flight` rounds a rank waits for its sends."""
 
     rank: int
     workers: Mapping[str, RoleWorker]
@@ -94,6 +95,7 @@ class Executor:
     observe: Observer
     activity: Activity = field(default_factory=Activity)
     clock: Callable[[], float] = field(default_factory=SteadyClock)
+    rounds_in_flight: int = ROUNDS_IN_FLIGHT
     # By round: its shift, and what it sent.
     _sent: deque[tuple[int, list[tuple[Action, Any, Tensor]]]] = field(default_factory=deque)
     _num_rounds: int = 0
@@ -116,7 +118,7 @@ class Executor:
                             self._do(action, self.workers[role], shift)
         for stream in self._streams.values():
             torch.cuda.current_stream(self.device).wait_stream(stream)
-        self._release(ROUNDS_IN_FLIGHT)
+        self._release(self.rounds_in_flight)
 
     def _do(self, action: Action, worker: RoleWorker, shift: int) -> None:
         self.activity.now_at(_Shifted(action, shift), action.op is Op.RECV)

@@ -29,7 +29,7 @@ from oppo_megatron.control.chunk_tuner import ChunkTuner
 from oppo_megatron.control.delta_controllers import KLController, make_delta_controller
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.engine.device_decode import SYNC_STEPS
-from oppo_megatron.engine.executor import Executor, RoleWorker
+from oppo_megatron.engine.executor import ROUNDS_IN_FLIGHT, ROUNDS_OF_AN_UPDATE, Executor, RoleWorker
 from oppo_megatron.engine.generation import DecodeWorker
 from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.engine.sampler import Sampling
@@ -107,7 +107,7 @@ class RoleBuilder:
         workers = {"actor": first, **scoring}
         executor = Executor(
             rank, workers, self.topology.links, config.runtime.timeout_s, device, tracer, self.world.activity,
-            tracer.spans.clock,
+            tracer.spans.clock, ROUNDS_OF_AN_UPDATE if site.followers else ROUNDS_IN_FLIGHT,
         )  # fmt: skip
         places = {name: placement.coords(rank) for name, placement in site.placements.items()}
         coords_by_role = {name: coords.replica for name, coords in places.items() if coords is not None}
