@@ -73,7 +73,7 @@ def read_installs(path: str | os.PathLike[str]) -> dict[int, int]:
         lines = [(line["version"], line["clock"]) for line in iter_json_lines(path)]
     except KeyError as error:
         raise DataError(f"{path}: a line lacks {error}; give the installs.jsonl of a run with overlap.continuous") from error
-    whole = all(type(number) is int for line in lines for number in line)
+    whole = bool(lines) and all(type(number) is int for line in lines for number in line)
     if not whole or [v for v, _ in lines] != [*range(1, len(lines) + 1)] or [c for _, c in lines] != sorted(c for _, c in lines):
         raise DataError(f"{path}: versions follow each other from 1 on, and clocks do not fall; give the file as a run wrote it")
     return dict(lines)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oppo_megatron.errors import DataError
 from oppo_megatron.rundir import trace
 from oppo_megatron.rundir.directory import RunDirectory
-from oppo_megatron.rundir.metrics_log import MAX_PENDING, MetricsLog, read_metrics, summarise
+from oppo_megatron.rundir.metrics_log import MAX_PENDING, MetricsLog, read_installs, read_metrics, summarise
 from oppo_megatron.rundir.trace import Span, SpanRecorder, merge_traces, read_trace
 
 
@@ -202,3 +202,17 @@ def test_unreadable_traces_are_data_errors(tmp_path: Path) -> None:
             path.write_text(content)
         with pytest.raises(DataError, match=r"trace\.json: not a readable trace"):
             read_trace(path)
+
+
+@pytest.mark.parametrize(("text", "told"), [
+    ("", "versions follow each other"), ("hello\n", "versions follow each other"), ('{"version": 2, "clock": 5}\n', "from 1 on"),
+    ('{"version": 1, "clock": 5}\n{"version": 2, "clock": 4}\n', "do not fall"), ('{"version": 1}\n', "lacks 'clock'"),
+    ('{"version": 1, "clock": 2.5}\n', "versions follow each other"), ("[1]\nx\n", "installs.jsonl"),
+])  # fmt: skip
+def test_a_log_of_installations_is_whole(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "installs.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError, match=told):
+        read_installs(path)
+    path.write_text('{"version": 1, "clock": 5, "weights": "00ff"}\n{"version": 2, "clock": 5}\n')
+    assert read_installs(path) == {1: 5, 2: 5}
