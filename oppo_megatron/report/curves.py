@@ -127,6 +127,15 @@ PPO = (
         from_zero=True,
     ),
     Curve(
+        "tokens-kept", "Carried tokens that new weights draw again", "share of tokens", {"tokens_kept": ""},
+        "With `overlap.carry: redraw`. The rest is decoded again: a lower learning rate or fewer carried responses keep more.",
+        from_zero=True,
+    ),
+    Curve(
+        "queue", "Complete batches that wait for training", "batches", {"queued_batches": ""},
+        "With `overlap.continuous`. Above 0 for long, training is the bottleneck: give it more ranks.", from_zero=True,
+    ),
+    Curve(
         "implicit-rewards", "Implicit rewards of pairs", "β times the log-ratio to the reference",
         {"implicit_reward_chosen": "chosen", "implicit_reward_rejected": "rejected"},
         "The pairs are new in each step, so the lines need not part. If both fall, better responses become unlikely, too: "
