@@ -185,4 +185,6 @@ class ContinuousLoop(TrainingLoop):
                 phase.facts.figures = entry["figures"]
                 self.queue.append(Taken(batch, phase, entry["clock"]))
         super().load_state_dict(state, list(by_id.values()))
-        self.halted = state.get("halted", False)
+        self.buffer.pending = state["scheduler"]["buffer"].get("pending", 0)
+        self.halted = state.get("halted", state["phase"] is not None)
+        self.phase = None if state["phase"] is None else RolloutPhase.from_state(state["phase"])

@@ -324,12 +324,14 @@ class TrainingLoop(Saveable):
         """Restore `state_dict` and the rollouts in flight (`held`); `restore` loads books and caches."""
         self.done = self.meter.completed = state["done"]
         self.rollouts.scheduler.load_state_dict(state["scheduler"], held)
+        self.buffer.pending = 0  # all batches that were taken are trained, or among the `held`
         for name, part in self._parts.items():
             if part is not None:
                 part.load_state_dict(state[name])
         self.updates.version, self.updates.history = state["actor"]["version"], History.of(state["history"])
         self.updates.ess, self.updates.num_made = state["actor"]["ess"], state["updates"]
-        if state["phase"] is not None:
+        within = state.get("halted", True) and not state.get("queue")  # continuous generation also has a phase between steps
+        if state["phase"] is not None and within:
             self.phase = RolloutPhase.from_state(state["phase"])
         if self.journal is not None:
             self.journal.load_state_dict(state["journal"])

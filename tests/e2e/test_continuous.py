@@ -294,3 +294,18 @@ def test_a_stopped_or_killed_run_goes_on_as_the_run_that_never_stopped(workspace
     assert any(state["queue"] for state in states), "some checkpoint should hold a batch that is not trained yet"
     for left in range(1, STEPS):
         assert_bit_equal(resumed(rewound(config, str(left), left)), plain)
+
+
+@pytest.mark.parametrize("rounds", [4, 7, 10])
+@pytest.mark.parametrize("then", [None, {"lag_steps": 11}, {"lag_steps": "asap"}], ids=["in turns", "lag 11", "asap"])
+@pytest.mark.parametrize("first", [None, {"lag_steps": 11}], ids=["from turns", "from lag 11"])
+def test_a_run_may_be_resumed_in_the_other_mode(workspace: Workspace, first: Any, then: Any, rounds: int) -> None:
+    """With batches in its queue, or within a step: each prompt is trained once, within the bound."""
+    changes = {**GRPO, "overlap.chunk": 3, "overlap.delta": {"rule": "fixed", "initial": 4, "max": 4}}
+    name = f"switched-{rounds}-{'turns' if first is None else 'lag'}-{'turns' if then is None else then['lag_steps']}"
+    config = continuous(workspace, name, 2, **changes, **{"overlap.continuous": first})
+    stop(config, rounds=rounds)
+    run = resumed(continuous(workspace, name, 2, **changes, **{"overlap.continuous": then}))
+    assert Counter(row["seq_id"] for row in run.rollouts) == {i: 1 for i in range(STEPS * BATCH)}
+    assert [line["step"] for line in run.metrics] == list(range(1, STEPS + 1))
+    assert max(row["deferrals"] for row in run.rollouts) <= 2
