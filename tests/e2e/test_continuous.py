@@ -266,6 +266,17 @@ def test_a_tokens_log_prob_is_that_of_its_versions_weights(workspace: Workspace,
     assert max(spans) > 1, "some response should span an installation"
 
 
+@pytest.mark.parametrize("carry", ["keep", "recompute", "redraw"])
+def test_updates_that_change_nothing_change_no_token(workspace: Workspace, carry: str) -> None:
+    still = {**GRPO, "actor.optimizer.lr": 1e-30, "steps": STEPS}
+    plain = run_ppo_ranks(workspace.config(f"still-{carry}", **still, **{"overlap.intra": True}))
+    rules = {"overlap.carry": carry, "overlap.continuous": {"lag_steps": 4}, "overlap.chunk": 4}
+    run = run_ppo_ranks(continuous(workspace, f"still-ahead-{carry}", 2, **still, **rules))
+    assert run.tokens() == plain.tokens() and run.batches() != plain.batches()
+    assert max(version for row in run.rollouts for version in row["versions"]) > 1
+    assert {line.get("tokens_kept", 1.0) for line in run.metrics} == {1.0}
+
+
 STOPPED: dict[str, dict[str, Any]] = {
     "1": {}, "1 | 1 | 1": {"placement": APART["1 | 1 | 1"][0], "actor.train": APART["1 | 1 | 1"][1]},
 }  # fmt: skip
