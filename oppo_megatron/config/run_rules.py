@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 
-from oppo_megatron.config.algorithm import PRESETS
+from oppo_megatron.config.algorithm import PRESETS, AlgorithmConfig
 from oppo_megatron.config.derived import best_standard, least_micro_batch, scorers
 from oppo_megatron.config.evaluation import REWARD, EvaluationConfig, Standard
 from oppo_megatron.config.model import ModelConfig
@@ -252,7 +252,7 @@ def algorithm_rules(config: TrainConfig) -> Iterator[str]:
     yield from unread_settings(config)
     if algorithm.objective == "cispo" and ppo.clip_high is None:
         yield "ppo.clip_high is null, but algorithm.objective cispo weights log-probs by ratios up to 1 + it; set it (4 is usual)"
-    yield from _staleness(ppo)
+    yield from _staleness(algorithm, ppo)
     if algorithm.objective == "plain" and (ppo.epochs > 1 or ppo.minibatches > 1):
         yield (
             f"algorithm.objective is plain, for one optimizer step per batch, but ppo.epochs {ppo.epochs} and ppo.minibatches "
@@ -280,14 +280,21 @@ def algorithm_rules(config: TrainConfig) -> Iterator[str]:
                 yield f"algorithm.{choice} is {getattr(algorithm, choice)}, but algorithm.{name} replaces it; remove one of them"
 
 
-def _staleness(ppo: PPOConfig) -> Iterator[str]:
+def _staleness(algorithm: AlgorithmConfig, ppo: PPOConfig) -> Iterator[str]:
     given, usual = ppo.staleness_bounds, STALENESS_BOUNDS[ppo.staleness]
+    if algorithm.loss is not None and ppo.staleness in ("icepop", "seq_mask", "opsm"):
+        yield (
+            f"ppo.staleness is {ppo.staleness}, but algorithm.loss weighs its tokens itself, and the weights would be lost; set "
+            "staleness to behaviour or decoupled"
+        )
     if given is None:
         return
     if not usual:
         yield f"ppo.staleness_bounds is {given}, but ppo.staleness behaviour has none; remove it, or choose another staleness"
-    elif len(given) != len(usual) or given[0] < 0 or given != sorted(set(given)):
-        numbers = "one number of at least 0" if len(usual) == 1 else "two numbers, the lower at least 0 and the higher above it"
+    elif (
+        len(given) != len(usual) or given[0] < 0 or (len(given) == 2 and not (given[0] <= 1 <= given[1] and given[0] < given[1]))
+    ):
+        numbers = "one number of at least 0" if len(usual) == 1 else "two, from 0 to 1 and above 1: a fresh token weighs 1"
         yield f"ppo.staleness_bounds is {given}, but ppo.staleness {ppo.staleness} needs {numbers}; {list(usual)} is usual"
 
 

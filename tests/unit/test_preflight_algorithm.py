@@ -321,6 +321,12 @@ def test_dapo_filters_groups_and_brings_the_backfill_that_its_filter_needs(filte
         "filter is set, but rollout.group_size is 1, and every group would be dropped"),
     ({"filter": "gsm8"}, "filter is 'gsm8', but no part of rewards has that name; did you mean `gsm8k`?"),
     ({"filter": "acc"}, "no part of rewards has that name; choose from reward, gsm8k, tests.e2e.rewards:failing"),
+    ({"ppo.staleness_bounds": [0.5, 2.0]}, "ppo.staleness_bounds is [0.5, 2.0], but ppo.staleness behaviour has none"),
+    ({"ppo.staleness": "opsm", "ppo.staleness_bounds": [0.5, 2.0]}, "opsm needs one number of at least 0; [0.0001] is usual"),
+    ({"ppo.staleness": "opsm", "ppo.staleness_bounds": [-0.5]}, "opsm needs one number of at least 0"),
+    ({"ppo.staleness": "icepop", "ppo.staleness_bounds": [1.1, 2.0]}, "icepop needs two, from 0 to 1 and above 1"),
+    ({"ppo.staleness": "decoupled", "ppo.staleness_bounds": [0.0, 0.5]}, "decoupled needs two, from 0 to 1 and above 1"),
+    ({"ppo.staleness": "seq_mask", "ppo.staleness_bounds": [1.0, 1.0]}, "seq_mask needs two, from 0 to 1 and above 1"),
 ])  # fmt: skip
 def test_broken_rule_is_the_one_problem(filtered: dict[str, Any], changes: dict[str, Any], expected: str) -> None:
     problems = problems_of(filtered, changes)
