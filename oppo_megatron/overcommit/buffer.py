@@ -14,7 +14,7 @@ With a filter, groups may also be dropped, only kept ones count as finished, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -173,16 +173,17 @@ class RolloutBuffer:
             rollout.finish_clock, rollout.finish_reason = clock, reason
         self.clock = chunk.clock
 
-    def rewrite(self, rollout: Rollout, lists: Lists, reason: FinishReason | None) -> None:
-        """Replace a held response; `reason`: why it ends, or None.  One that had as many tokens when it ended keeps its clock."""
-        clock = None if reason is None else self.clock
-        if reason is not None and rollout.finished and rollout.num_response_tokens == len(lists[0]):
-            clock = rollout.finish_clock
-        rollout.rewrite(lists, clock, reason)
-        place = self._table.rows(np.array([rollout.seq_id], dtype=np.int64))
-        self._table.columns.response_tokens[place] = len(lists[0])
-        self._table.columns.finished[place] = reason is not None
-        self._table.finish_clocks[place] = 0 if clock is None else clock
+    def rewrite(self, rewritten: Sequence[tuple[Rollout, Lists, FinishReason | None]]) -> None:
+        """Replace held responses, each with the reason why it ends, or None.  One that keeps its length keeps its clock."""
+        columns = self._table.columns
+        places = self._table.rows(np.array([rollout.seq_id for rollout, *_ in rewritten], dtype=np.int64))
+        for place, (rollout, lists, reason) in zip(places.tolist(), rewritten, strict=True):
+            clock = None if reason is None else self.clock
+            if reason is not None and rollout.finished and rollout.num_response_tokens == len(lists[0]):
+                clock = rollout.finish_clock
+            rollout.rewrite(lists, clock, reason)
+            columns.response_tokens[place], columns.finished[place] = len(lists[0]), reason is not None
+            self._table.finish_clocks[place] = 0 if clock is None else clock
         self._unfinished = {seq_id: held for seq_id, held in self._rollouts.items() if not held.finished}
 
     def state_dict(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class TrainedRole:
         """Move the new weights to the serving model.  Collective of the role."""
         moved = MoveReport(0, 0.0)
         if self.reallocation is not None:
-            with waiting_for("weights of the actor, or those who take them"):
+            with waiting_for("weights on their way from training to use"):
                 moved = self.reallocation.move()
         if self.own_serving is not None:
             self.own_serving.end_weight_update()

@@ -9,13 +9,13 @@ from functools import partial
 
 import numpy as np
 
-from oppo_megatron.chunks import Chunk, Orders
+from oppo_megatron.chunks import Chunk, FinishReason, Orders
 from oppo_megatron.columns import columns_of
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.engine.round_runner import AllEnded, Decoding, RoundRunner
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.overcommit.scheduler import GroupFilter, OvercommitScheduler
-from oppo_megatron.records import Rollout
+from oppo_megatron.records import Lists, Rollout
 from oppo_megatron.train.score_exchange import Known, ScoreExchange
 
 NOTHING = np.zeros(0, dtype=np.int64)  # no sequence
@@ -133,7 +133,7 @@ class Rollouts:
         present policy would have drawn from the start.  Collective of the world; replicas divide the rollouts.
         """
         held = [rollout for rollout in self.buffer.rollouts if rollout.num_response_tokens]
-        rewritten, kept = list[Rollout](), list[int]()
+        rewritten, kept, made = list[Rollout](), list[int](), list[tuple[Rollout, Lists, FinishReason | None]]()
         checked = sum(rollout.num_response_tokens for rollout in held)
         for rollout, drawn in zip(held, self.exchange.drawn_again(held, self.rounds), strict=True):
             tokens, logprobs, sampling = list(map(int, drawn[0])), drawn[1], drawn[2]
@@ -145,7 +145,8 @@ class Rollouts:
                 rewritten.append(rollout)
                 kept.append(same)
             lists = old[:same] + tokens[same:size], logprobs[:size], sampling[:size], [version] * size
-            self.buffer.rewrite(rollout, lists, reason)
+            made.append((rollout, lists, reason))
+        self.buffer.rewrite(made)
         for rollout in rewritten:
             self.exchange.rewards.forget(rollout.seq_id)
         if self.filter is not None:

@@ -36,7 +36,7 @@ class Streams:
 
     @property
     def current(self) -> int:
-        """Of this thread."""
+        """Return the present stream of this thread."""
         return getattr(self._here, "stream", self.default)
 
     @current.setter

@@ -200,7 +200,7 @@ def expected_weights(
     ratio: Ratio,
     bounds: tuple[float, ...],
 ) -> list[float]:
-    """Of one response, in plain float64."""
+    """Return the weights of one response, in plain float64."""
     logs = [new - old for new, old in zip(proximal, behaviour, strict=True)]
     mean, total = sum(logs) / len(logs), sum(logs)
     weights = {"token": [math.exp(x) for x in logs], "sequence_product": [math.exp(total)] * len(logs)}.get(

@@ -97,6 +97,12 @@ def test_rounds_of_the_first_step(config: Path) -> None:
 GROUPS = ["rollout.group_size=4", "overlap.delta={initial: 1, max: 2}"]
 
 
+def test_ranks_that_only_train_receive_each_chunk(config: Path) -> None:
+    found = preview(load_config(TrainConfig, config, ["actor.train.ranks=4-7"]), 2)
+    assert found.site.followers == (4, 5, 6, 7)
+    assert {tuple(action.op for action in found.schedule.of(rank)) for rank in (4, 5, 6, 7)} == {(Op.RECV,)}
+
+
 def test_groups_fork_their_prompts(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Three groups of four: the first of each reads 31 of 32 prompt tokens, and the others have them from it."""
     out = shown(capsys, str(config), "--round", "1", *GROUPS)

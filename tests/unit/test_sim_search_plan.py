@@ -189,6 +189,7 @@ def test_so_many_nodes_would_do_and_no_fewer(tokens: int, described: Path, capsy
     ("gpu: h100\nmeasured: mine.json\n", [], "mine.json"),
     ("gpu: h100\n", ["--lognormal", "5000,1.0"], "rollout.max_response_tokens is 128, which"),
     ("gpu: h100\n", ["rollout.batch_size=x"], "rollout.batch_size"),
+    ("gpu: h100\n", ["overlap.continuous={}", "overlap.inter=true"], "search with overlap.continuous=null"),
 ])  # fmt: skip
 def test_wrong_input_is_refused(text: str, more: list, told: str, described: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (described / "cluster.yaml").write_text(text)

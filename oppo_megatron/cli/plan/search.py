@@ -84,6 +84,11 @@ def load_task(args: argparse.Namespace) -> Task:
     overrides = [*given, *AUTO, *_unlaid(read_tree(args.config, given))]
     settings = load_settings("train", args.config, overrides, inputs=False)
     assert isinstance(settings, TrainSettings), "`train` was asked for"
+    if settings.overlap.continuous is not None:
+        raise ConfigError(
+            "overlap.continuous is given, but plans are compared for the synchronous loop, and none trains on ranks of its own; "
+            "search with overlap.continuous=null, and compare splits of the ranks with `oppo plan simulate`"
+        )
     config = settings.with_placement(PlacementConfig(mode="single"))
     lengths.check_lengths(config)
 
